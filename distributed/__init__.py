@@ -1,0 +1,1 @@
+"""The helper of a training script: its place among the ranks, and what follows from that."""

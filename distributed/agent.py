@@ -1,0 +1,285 @@
+"""The agent of one node: fork the ranks from one import of torch, watch them, end them together.
+
+It takes torchrun's parser, error files, store and environment variables from torch. Rendezvous is
+static: node rank 0 serves the store, and ranks follow node ranks. What needs more than that
+(elastic node counts, etcd, ...) is handed to torch's own elastic agent.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # count GPUs without touching CUDA
+
+import torch
+import torch._dynamo  # DistributedDataParallel imports it: here once, not in each rank
+import torch.distributed.run as torchrun
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.elastic.utils.api import macros
+
+from distributed import link, rank, runlog
+from distributed.arguments import Arguments, parse
+from distributed.attempt import HEARTBEAT, Attempt, Rank, Verdict
+from distributed.environment import new_run_id
+from distributed.failure import Story, print_block, print_stop
+from distributed.output import NodeLog, Stream, Terminal, open_stream
+
+
+def run_agent(arguments: list[str], guardian: socket.socket) -> int:
+    """Be the agent process; in each forked rank, return that rank's exit code instead."""
+    try:
+        args, beyond_static = parse(arguments)
+        if beyond_static is not None:
+            _say(f"{beyond_static}: started by torch's own elastic agent, one import per rank")
+            torchrun.main(arguments)
+            return 0
+        agent = NodeAgent(args, arguments, guardian)
+        agent.check_in()
+    except (link.Refused, ValueError) as error:
+        _say(str(error))
+        return 3 if isinstance(error, link.Refused) else 2
+    code = agent.run()
+    if agent.is_rank:
+        return code
+    os._exit(code)  # nothing of torch's needs its 0.6 s of taking down here
+
+
+class NodeAgent:
+    """This node's part of a run."""
+
+    def __init__(self, args: Arguments, arguments: list[str], guardian: socket.socket) -> None:
+        self.args = args
+        self.arguments = arguments
+        self.guardian = guardian
+        self.is_rank = False  # in the agent itself
+        self.port = args.master_port
+        self.store: TCPStore | None = None
+        self.terminals = (Terminal(1), Terminal(2))
+
+    # --- before the ranks ---------------------------------------------------------------------
+
+    def check_in(self) -> None:
+        """Meet the other nodes' agents: settles the run id, the ranks and the log folder.
+
+        Raises:
+            link.Refused: the run cannot start; no rank was started.
+        """
+        args = self.args
+        run_id = args.run_id or (new_run_id() if args.node_rank == 0 else "")
+        is_alone = args.num_nodes == 1
+        me = link.Node(
+            node_rank=args.node_rank,
+            num_nodes=args.num_nodes,
+            nproc=args.nproc,
+            host=socket.gethostname(),
+            run_id=run_id,
+            versions=_versions(),
+            files={} if is_alone else _file_hashes([args.program.name, *args.program.arguments]),
+        )
+        if args.node_rank == 0:
+            self.listener = link.listen(args.master_addr, self.port, is_local=is_alone)
+            self.port = self.listener.getsockname()[1]
+            self.peers, self.place = link.gather(self.listener, me, args.join_timeout_s, _say)
+        else:
+            hub, self.place = link.join(args.master_addr, self.port, me, args.join_timeout_s)
+            self.peers = {0: hub}
+        self.started = time.time()
+        self._open_folder()
+        notes = {"run_id": self.place.run_id, "node_rank": self.args.node_rank}
+        notes |= {"started": self.started, "ranks": self.args.nproc}
+        self.guardian.sendall(json.dumps(notes).encode())
+
+    def _open_folder(self) -> None:
+        self.folder: runlog.RunFolder | None = None
+        if self.args.log_dir is None:
+            self.error_files = Path(tempfile.mkdtemp(prefix="ranks-"))
+            self.log = NodeLog(None)
+            return
+        self.folder = runlog.RunFolder(self.args.log_dir, self.place.run_id, self.args.node_rank)
+        self.folder.create()
+        self.error_files = self.folder.failures
+        self.log = NodeLog(self.folder.node_log)
+        if self.args.node_rank == 0:
+            record = runlog.start_record(
+                self.place.run_id,
+                self.arguments,
+                self.place.hosts,
+                self.place.world_size,
+                _versions(),
+            )
+            self.folder.write_record(record)
+
+    # --- one attempt after another ------------------------------------------------------------
+
+    def run(self) -> int:
+        """Run the ranks to their end; returns the run's exit code, or in a rank that rank's."""
+        gc.freeze()  # shared with all ranks from here on: no collector shall touch these pages
+        most = self.args.max_restarts
+        for number in range(most + 1):
+            ranks = self._fork_ranks(number)
+            if isinstance(ranks, int):
+                return ranks
+            if self.args.node_rank == 0:
+                self._serve_store()
+            attempt = Attempt(
+                ranks,
+                node_rank=self.args.node_rank,
+                hosts=self.place.hosts,
+                peers=self.peers,
+                guardian=self.guardian,
+                heartbeat=self.heartbeat,
+                grace_s=self.args.grace_s,
+            )
+            verdict = attempt.watch(self.terminals)
+            first = verdict.failure
+            if first is None or attempt.signals or number == most:
+                break
+            _say(f"restart {number + 1} of {most} after {first.who}: {first.cause}")
+            self.store = None  # a fresh one, for the old keys would mislead the new ranks
+            self.listener = link.listen(self.args.master_addr, self.port, is_local=True)
+        self._tell(verdict)
+        return verdict.code
+
+    def _fork_ranks(self, attempt: int) -> list[Rank] | int:
+        """Fork the ranks of an attempt; in a rank, run it and return its exit code instead."""
+        self.heartbeat = os.memfd_create("heartbeat", 0)  # inherited, also by what a rank executes
+        os.write(self.heartbeat, HEARTBEAT.pack(-1, 0.0, -1) * self.args.nproc)
+        ranks: list[Rank] = []
+        agent = os.getpid()
+        for local_rank in range(self.args.nproc):
+            number = self.place.first_rank + local_rank
+            error_file = self.error_files / f"rank_{number}.json"
+            error_file.unlink(missing_ok=True)
+            shown = self.terminals if self._is_shown(local_rank, number) else (None, None)
+            stdout, out = open_stream(number, self.log, shown[0])
+            stderr, err = open_stream(number, self.log, shown[1])
+            pid = os.fork()
+            if pid == 0:
+                self.is_rank = True
+                self._drop_everything(out, err, *ranks)
+                arguments = macros.substitute(list(self.args.program.arguments), str(local_rank))
+                return rank.run(
+                    replace(self.args.program, arguments=tuple(arguments)),
+                    self._variables(local_rank, number, attempt, error_file),
+                    stdout=stdout,
+                    stderr=stderr,
+                    parent=agent,
+                )
+            os.close(stdout)
+            os.close(stderr)
+            pidfd = os.pidfd_open(pid)
+            ranks.append(Rank(number, local_rank, pid, pidfd, (out, err), error_file))
+        return ranks
+
+    def _is_shown(self, local_rank: int, number: int) -> bool:
+        """Whether the terminal shows this rank: any, or rank 0 alone where there is a log."""
+        if self.args.shown is not None:
+            return local_rank in self.args.shown
+        return self.folder is None or number == 0
+
+    def _variables(
+        self, local_rank: int, number: int, attempt: int, error_file: Path
+    ) -> dict[str, str]:
+        """A rank's environment: what torchrun sets, RUN_ID, LOG_DIR and HEARTBEAT_FILE."""
+        variables = {
+            "RANK": number,
+            "LOCAL_RANK": local_rank,
+            "WORLD_SIZE": self.place.world_size,
+            "LOCAL_WORLD_SIZE": self.args.nproc,
+            "GROUP_RANK": self.args.node_rank,
+            "GROUP_WORLD_SIZE": self.args.num_nodes,
+            "ROLE_NAME": self.args.role,
+            "ROLE_RANK": number,
+            "ROLE_WORLD_SIZE": self.place.world_size,
+            "MASTER_ADDR": self.args.master_addr,
+            "MASTER_PORT": self.port,
+            "TORCHELASTIC_RUN_ID": self.place.run_id,
+            "TORCHELASTIC_RESTART_COUNT": attempt,
+            "TORCHELASTIC_MAX_RESTARTS": self.args.max_restarts,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            "TORCHELASTIC_ERROR_FILE": error_file,
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
+            "RUN_ID": self.place.run_id,
+            "HEARTBEAT_FILE": f"/proc/self/fd/{self.heartbeat}",
+        }
+        if self.folder is not None:
+            variables["LOG_DIR"] = self.folder.root
+        if self.args.nproc > 1 and "OMP_NUM_THREADS" not in os.environ:
+            variables["OMP_NUM_THREADS"] = 1  # torchrun's choice
+        return {name: str(value) for name, value in variables.items()}
+
+    def _drop_everything(self, *private: Stream | Rank) -> None:
+        """In a rank: close what is the agent's, through its objects so that none closes twice."""
+        self.guardian.close()
+        self.log.close()
+        if self.args.node_rank == 0:
+            self.listener.close()
+        for peer in self.peers.values():
+            peer.close()
+        for one in private:
+            one.close()
+
+    def _serve_store(self) -> None:
+        """Serve torch's store where the agents met, on the very same listening socket."""
+        self.store = TCPStore(
+            self.args.master_addr,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=self.listener.detach(),
+        )
+
+    def _tell(self, verdict: Verdict) -> None:
+        """Print how it ended, last of all, and complete run.json."""
+        for terminal in self.terminals:
+            terminal.drain(limit_s=2.0)
+        story = Story(
+            started=self.started,
+            lost_peer=verdict.lost_peer,
+            stopped=verdict.stopped,
+            left=verdict.left,
+            run_id=self.place.run_id,
+            command=os.environ.get("LAUNCH_COMMAND", ""),
+        )
+        if verdict.failure is not None:
+            print_block(verdict.failure, story, sys.stderr)
+        elif verdict.code != 0:
+            print_stop(verdict.code, story, sys.stderr)
+        if self.folder is None:
+            shutil.rmtree(self.error_files)
+        elif self.args.node_rank == 0:
+            self.folder.write_record({"ended": time.time(), "exit_code": verdict.code})
+
+
+def _versions() -> dict[str, str]:
+    """What must be the same on every node."""
+    versions = {"python": "{}.{}".format(*sys.version_info), "torch": torch.__version__}
+    if torch.distributed.is_nccl_available():
+        nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        versions["nccl"] = ".".join(map(str, nccl))
+    return versions
+
+
+def _file_hashes(names: Sequence[str]) -> dict[str, str]:
+    """SHA-256 of each argument that is a file of at most 1 MiB: the script and its config."""
+    hashes = {}
+    for name in names:
+        path = Path(name)
+        if path.is_file() and path.stat().st_size <= 1 << 20:
+            hashes[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashes
+
+
+def _say(text: str) -> None:
+    print(f"node agent: {text}", file=sys.stderr, flush=True)

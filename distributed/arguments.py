@@ -1,0 +1,101 @@
+"""torchrun's arguments, as the node agent understands them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed.run as torchrun
+from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
+
+from distributed.rank import Program
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What one node's agent is to do. Times in seconds."""
+
+    program: Program
+    num_nodes: int
+    node_rank: int
+    nproc: int  # ranks on this node
+    master_addr: str
+    master_port: int  # 0: any free one
+    run_id: str  # empty: a new one, or node rank 0's
+    log_dir: Path | None  # the folder of all runs' folders; None: no logs
+    role: str
+    max_restarts: int
+    shown: frozenset[int] | None  # local ranks on the terminal; None: as the logs allow
+    join_timeout_s: float
+    grace_s: float
+
+
+def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
+    """Read torchrun's arguments; the second value names what only torch's own agent can do.
+
+    Raises:
+        ValueError: a number is out of range; one line with cause and cure.
+    """
+    args = torchrun.get_args_parser().parse_args(arguments)
+    low, high = torchrun.parse_min_max_nnodes(args.nnodes)
+    nproc = torchrun.determine_local_world_size(args.nproc_per_node)
+    address, port = _master(args, high)
+    if nproc < 1:
+        raise ValueError(f"--nproc-per-node {nproc}: no ranks; give at least 1")
+    if not 0 <= args.node_rank < high:
+        raise ValueError(
+            f"--node-rank {args.node_rank}: out of range; give 0 to {high - 1} (--nnodes)"
+        )
+    if not 0 <= port < 65536:
+        raise ValueError(f"--master-port {port}: not a port; give 1 to 65535")
+    settings = _parse_rendezvous_config(args.rdzv_conf)
+    filtered = args.local_ranks_filter.split(",") if args.local_ranks_filter else None
+    return Arguments(
+        program=Program(
+            args.training_script, tuple(args.training_script_args), args.module, args.no_python
+        ),
+        num_nodes=high,
+        node_rank=args.node_rank,
+        nproc=nproc,
+        master_addr=address,
+        master_port=port,
+        run_id=os.environ.get("RUN_ID") or ("" if args.rdzv_id == "none" else args.rdzv_id),
+        log_dir=Path(args.log_dir).absolute() if args.log_dir is not None else None,
+        role=args.role,
+        max_restarts=args.max_restarts,
+        shown=frozenset(map(int, filtered)) if filtered else None,
+        join_timeout_s=float(settings.get("join_timeout", "300")),
+        grace_s=float(os.environ.get("GRACE", args.shutdown_timeout or 30)),
+    ), _beyond_static(args, low, high)
+
+
+def _master(args: argparse.Namespace, num_nodes: int) -> tuple[str, int]:
+    if args.standalone or (num_nodes == 1 and args.rdzv_backend != "static"):
+        return "127.0.0.1", 0
+    if args.rdzv_endpoint:
+        host, _, port = args.rdzv_endpoint.rpartition(":")
+        return (host.strip("[]"), int(port)) if host else (args.rdzv_endpoint, 29500)
+    default_port = 0 if num_nodes == 1 else 29500
+    port = default_port if args.master_port is None else args.master_port
+    return args.master_addr.strip("[]"), port
+
+
+def _beyond_static(args: argparse.Namespace, low: int, high: int) -> str | None:
+    asked = {
+        "--nnodes MIN:MAX": low != high,
+        f"--rdzv-backend {args.rdzv_backend}": args.rdzv_backend != "static" and high > 1,
+        "--max-restarts over several nodes": high > 1 and args.max_restarts > 0,
+        "--run-path": args.run_path,
+        "--redirects": args.redirects != "0",
+        "--tee": args.tee != "0",
+        "--logs-specs": args.logs_specs is not None,
+        "--event-log-handler": args.event_log_handler != "null",
+        "--numa-binding": args.numa_binding is not None,
+        "--virtual-local-rank": args.virtual_local_rank,
+        "--duplicate-stdout-filters": args.duplicate_stdout_filters,
+        "--duplicate-stderr-filters": args.duplicate_stderr_filters,
+    }
+    return next((name for name, is_asked in asked.items() if is_asked), None)

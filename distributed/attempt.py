@@ -1,0 +1,349 @@
+"""One attempt at running this node's ranks, from the fork to the last of them (no torch).
+
+Events come in (output, deaths, signals, messages of other nodes' agents, time); one verdict comes
+out, the same on every node.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from distributed import failure, link, processes
+from distributed.failure import Failure
+from distributed.output import Stream, Terminal
+
+SETTLE_S = 0.3  # after an end that looks like a consequence: the time for its cause to show
+TERM_S = 1.0  # after a failure: from SIGTERM to SIGKILL
+VERDICT_S = 1.5  # after a failure, when all is over here: for the other nodes' last words
+SECOND_INTERRUPT_S = 0.3  # two SIGINTs closer than this are one
+STOPPED = 75  # exit code of a rank that saved and stopped on request
+HEARTBEAT = struct.Struct("<qdq")  # step, seconds since the epoch, newest step on disk; -1: none
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_NEVER = float("inf")
+
+
+@dataclass
+class Rank:
+    """One forked rank of this node."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    pidfd: int
+    streams: tuple[Stream, Stream]  # of stdout and stderr
+    error_file: Path
+    code: int | None = None  # as a shell shows it; None while it runs
+
+    def close(self) -> None:
+        os.close(self.pidfd)
+        for stream in self.streams:
+            stream.close()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all nodes agree on at the end: the exit code, and the first failure if there was one."""
+
+    code: int
+    failure: Failure | None = None
+    lost_peer: int = 0  # ranks that ended as a consequence
+    stopped: int = 0  # ranks that their agent had to stop
+    left: int = 0  # processes here that no signal ended
+
+
+class Attempt:
+    """The ranks of this node and what is known of the others'. All deadlines are monotonic."""
+
+    def __init__(
+        self,
+        ranks: Sequence[Rank],
+        *,
+        node_rank: int,
+        hosts: Sequence[str],
+        peers: dict[int, link.Peer],
+        guardian: socket.socket,
+        heartbeat: int,
+        grace_s: float,
+    ) -> None:
+        """
+        Args:
+            hosts: host names by node rank.
+            peers: on node rank 0 every other agent by node rank, elsewhere node rank 0's.
+            guardian: its other end closes when the guardian dies.
+            heartbeat: file with one HEARTBEAT per local rank.
+        """
+        self.ranks = ranks
+        self.node_rank = node_rank
+        self.hosts = hosts
+        self.peers = peers
+        self.guardian = guardian
+        self.heartbeat = heartbeat
+        self.grace_s = grace_s
+        self.selector = selectors.DefaultSelector()
+        self.memory_kills = failure.count_memory_kills()
+        self.failures: list[Failure] = []
+        self.signals: list[int] = []  # stop signals that came from outside
+        self.stop_codes: list[int] = []  # of ranks that stopped on request
+        self.ended: set[int] = set()  # ranks that the agent itself had to stop
+        self.done: dict[int, dict[str, Any]] = {}  # other nodes' last words, on node rank 0
+        self.verdict: Verdict | None = None  # node rank 0's
+        self.is_told = False  # node rank 0 knows that all is over here
+        self.term_at = self.kill_at = self.over_by = self.interrupted_at = _NEVER
+
+    def watch(self, terminals: Sequence[Terminal]) -> Verdict:
+        """Handle events until every rank here has ended and all nodes agree on how."""
+        wake, waker = socket.socketpair()
+        waker.setblocking(False)
+        signal.set_wakeup_fd(waker.fileno())
+        for signum in (*_STOP_SIGNALS, signal.SIGUSR1):
+            signal.signal(signum, self._on_signal)
+        self._listen_to(wake, lambda: wake.recv(4096))
+        self._listen_to(self.guardian, self._on_guardian_death)
+        processes.outlive_parent()  # the loop sees the guardian's death, and ends more than itself
+        for node, peer in self.peers.items():
+            self._listen_to(peer.socket, partial(self._on_peer, node, peer))
+        for each in self.ranks:
+            self._listen_to(each.pidfd, partial(self._on_death, each))
+            for stream in each.streams:
+                self._listen_to(stream.fd, partial(self._on_output, stream))
+        for terminal in terminals:
+            terminal.attach(self.selector)
+        beat_at = time.monotonic()
+        while not self._is_over():
+            wanted = min(beat_at, self.term_at, self.kill_at, self.over_by)
+            for key, _ in self.selector.select(max(0.0, wanted - time.monotonic())):
+                key.data()
+            self._on_time()
+            if time.monotonic() >= beat_at:
+                beat_at = time.monotonic() + link.BEAT_S
+                self._beat()
+        signal.set_wakeup_fd(-1)
+        for source in (wake, waker):
+            source.close()
+        saved_step = self._read_heartbeat(0)[1]
+        left = processes.end_descendants(term_s=TERM_S)
+        for each in self.ranks:
+            for stream in each.streams:
+                stream.drain()
+                stream.close()
+        os.close(self.heartbeat)
+        self.selector.close()
+        return self._reach_verdict(saved_step, len(left))
+
+    def _listen_to(self, source: Any, handle: Callable[[], object]) -> None:
+        self.selector.register(source, selectors.EVENT_READ, handle)
+
+    def _on_guardian_death(self) -> None:
+        processes.end_descendants()
+        os._exit(128 + signal.SIGKILL)
+
+    def _on_output(self, stream: Stream) -> None:
+        if not stream.pump():
+            self.selector.unregister(stream.fd)
+
+    def _on_death(self, each: Rank) -> None:
+        self.selector.unregister(each.pidfd)
+        os.close(each.pidfd)
+        each.code = processes.exit_code(os.waitpid(each.pid, 0)[1])
+        for stream in each.streams:
+            stream.drain()
+        if each.code == 0 or each.rank in self.ended:
+            return
+        asked = each.code == STOPPED or (self.signals and not each.error_file.exists())
+        if asked:
+            self.stop_codes.append(each.code)
+            self.kill_at = min(self.kill_at, time.monotonic() + self.grace_s)
+        else:
+            self._fail(self._describe(each))
+
+    def _on_signal(self, signum: int, _frame: object) -> None:
+        """Pass a stop signal on, so that the ranks may save first; a second Ctrl-C kills."""
+        now = time.monotonic()
+        if signum == signal.SIGINT and now - self.interrupted_at > SECOND_INTERRUPT_S:
+            self.kill_at = now
+            return
+        if signum == signal.SIGINT:
+            self.interrupted_at = now
+        if signum not in self.signals:  # schedulers send one signal to several processes
+            self._stop(signum)
+            for peer in self.peers.values():
+                peer.send("signal", number=signum)
+
+    def _stop(self, signum: int) -> None:
+        self.signals.append(signum)
+        if signum in _STOP_SIGNALS:  # SIGUSR1 comes minutes ahead: no hurry
+            self.kill_at = min(self.kill_at, time.monotonic() + self.grace_s)
+        processes.send(self._living(), signum)
+
+    def _living(self) -> list[int]:
+        return [each.pid for each in self.ranks if each.code is None]
+
+    def _on_peer(self, node: int, peer: link.Peer) -> None:
+        messages = peer.receive()
+        if messages is None:
+            self._drop_peer(node, "agent-killed", "its node agent is gone")
+            return
+        for message in messages:
+            kind = message["kind"]
+            if kind == "signal" and message["number"] not in self.signals:
+                self._stop(message["number"])
+                for other in self.peers.values():
+                    if other is not peer:
+                        other.send("signal", number=message["number"])
+            elif kind == "failure":
+                self._fail(Failure(**message["failure"]))
+            elif kind == "end":
+                self._end_ranks(0.0)
+            elif kind == "done":
+                self.done[node] = message
+            elif kind == "verdict":
+                told = message["verdict"]
+                first = told["failure"]
+                self.verdict = Verdict(**{**told, "failure": Failure(**first) if first else None})
+
+    def _drop_peer(self, node: int, fault: str, cause: str) -> None:
+        """A node is gone before its work was done: that ends the run."""
+        peer = self.peers.pop(node)
+        self.selector.unregister(peer.socket)
+        peer.close()
+        if node in self.done or self.verdict is not None:
+            return
+        host = self.hosts[node]
+        code = 128 + signal.SIGKILL
+        self._fail(Failure(fault, cause, code, host, node, time.time()))
+
+    def _beat(self) -> None:
+        for node, peer in list(self.peers.items()):
+            peer.send("beat")
+            if peer.is_silent:
+                self._drop_peer(
+                    node, "link-lost", f"no sign of life for {link.SILENCE_S:g} s: network cut?"
+                )
+
+    def _fail(self, first: Failure) -> None:
+        """Note a failure, tell the other nodes, and end the ranks here."""
+        self.failures.append(first)
+        for peer in self.peers.values():
+            if self.node_rank == 0:
+                peer.send("end")
+            elif first.node_rank == self.node_rank:
+                peer.send("failure", failure=asdict(first))
+        self._end_ranks(SETTLE_S if first.is_consequence else 0.0)
+
+    def _end_ranks(self, delay_s: float) -> None:
+        self.term_at = min(self.term_at, time.monotonic() + delay_s)
+
+    def _on_time(self) -> None:
+        """Do what is due: SIGTERM, then SIGKILL to all that descends from here."""
+        now = time.monotonic()
+        if now >= self.term_at:
+            self.term_at = _NEVER
+            self.kill_at = min(self.kill_at, now + TERM_S)
+            living = [each for each in self.ranks if each.code is None]
+            for each in living:
+                if each.error_file.exists():  # it raised, and is on its way out
+                    self._fail(self._describe(each))
+            self.term_at = _NEVER
+            self.ended.update(each.rank for each in living)
+            processes.send(self._living(), signal.SIGTERM)
+        if now >= self.kill_at:
+            self.kill_at = _NEVER
+            self.ended.update(each.rank for each in self.ranks if each.code is None)
+            processes.end_descendants()
+
+    def _is_over(self) -> bool:
+        """True when every rank here has ended and nothing more is to be heard from other nodes."""
+        if self._living():
+            return False
+        if not self.is_told:
+            self.is_told = True
+            for peer in self.peers.values() if self.node_rank != 0 else ():
+                peer.send("done", **self._last_words())
+        if not self.peers:
+            return True
+        if self.verdict is not None or (
+            self.node_rank == 0 and self.peers.keys() <= self.done.keys()
+        ):
+            return True
+        if self.failures or self.ended:
+            self.over_by = min(self.over_by, time.monotonic() + VERDICT_S)
+        return time.monotonic() >= self.over_by
+
+    # --- how it ended -------------------------------------------------------------------------
+
+    def _describe(self, each: Rank) -> Failure:
+        """Why a rank ended: from its error file, else from its exit code."""
+        error = failure.read_error(each.error_file)
+        if error is not None:
+            cause, stack, code, when = error
+            fault = "out-of-memory" if "out of memory" in cause.lower() else "rank-error"
+            frames = failure.user_frames(stack)
+        else:
+            code, when, frames = each.code or 1, time.time(), []
+            killed = failure.count_memory_kills() > self.memory_kills
+            fault, cause = failure.explain(code, out_of_memory=killed)
+        out, err = each.streams
+        line = err.traceback_line or err.last_line or out.last_line
+        step, saved_step = self._read_heartbeat(each.local_rank)
+        return Failure(
+            fault=fault,
+            cause=cause.splitlines()[0] if cause else "an exception without a message",
+            code=code,
+            host=self.hosts[self.node_rank],
+            node_rank=self.node_rank,
+            time=when,
+            rank=each.rank,
+            local_rank=each.local_rank,
+            frames=frames,
+            is_consequence=failure.is_peer_lost(cause),
+            step=step,
+            saved_step=saved_step,
+            log=f"{os.path.relpath(out.log.path)}:{line}" if out.log.path else "",
+        )
+
+    def _read_heartbeat(self, local_rank: int) -> tuple[int, int]:
+        """A rank's step, and the newest step it knows to be on disk; -1: none."""
+        record = os.pread(self.heartbeat, HEARTBEAT.size, HEARTBEAT.size * local_rank)
+        step, _, saved_step = HEARTBEAT.unpack(record)
+        return step, saved_step
+
+    def _last_words(self) -> dict[str, list[int]]:
+        """Ranks here that lost their peer, ranks that were stopped, codes of asked-for stops."""
+        here = {each.rank for each in self.ranks}
+        lost = {one.rank for one in self.failures if one.is_consequence} & here
+        return {"lost": list(lost), "ended": list(self.ended), "codes": self.stop_codes}
+
+    def _reach_verdict(self, saved_step: int, left: int) -> Verdict:
+        """How the run ended; node rank 0 decides it and tells the others."""
+        if self.verdict is not None:
+            return replace(self.verdict, left=left)
+        words = [self._last_words(), *self.done.values()]
+        first = failure.first(self.failures) if self.failures else None
+        if first is None:
+            verdict = Verdict(self._stop_code([code for word in words for code in word["codes"]]))
+        else:
+            lost = {rank for word in words for rank in word["lost"]} - {first.rank}
+            ended = {rank for word in words for rank in word["ended"]} - lost - {first.rank}
+            if self.node_rank == 0:
+                first = replace(first, saved_step=saved_step)
+            verdict = Verdict(first.code, first, lost_peer=len(lost), stopped=len(ended))
+        if self.node_rank == 0:
+            for peer in self.peers.values():
+                peer.send("verdict", verdict=asdict(verdict))
+        return replace(verdict, left=left)
+
+    def _stop_code(self, codes: Sequence[int]) -> int:
+        """The code of a run that did not fail: 0, 75 when all saved, or that of a signal."""
+        if self.ended and not codes:  # they did not heed the signal
+            return 128 + (self.signals[0] if self.signals else signal.SIGKILL)
+        return next((code for code in codes if code != STOPPED), STOPPED if codes else 0)

@@ -1,0 +1,203 @@
+"""Which rank failed first, why, and the one block that tells it (needs no torch)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+# What a rank reports when another one has gone: its own end is then a consequence.
+_PEER_LOST = re.compile(
+    r"connection (was )?(closed|reset|aborted|refused)( by (remote )?peer)?"
+    r"|broken pipe|socket is not connected|ncclremoteerror|remote process exited"
+    r"|recvvalue failed|sendbytes failed|process group watchdog|nccl communicator was aborted"
+    r"|timed out waiting .* for (send|recv) operation",
+    re.IGNORECASE,
+)
+_FRAME = re.compile(r'^ {2}File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)$')
+_SHOWN_FRAMES = 3
+_MEANING = {
+    126: "the command could not be executed",
+    127: "the command was not found",
+    128 + signal.SIGKILL: "SIGKILL, from outside this run (the kernel counted no memory kill here)",
+    128 + signal.SIGSEGV: "SIGSEGV: a crash in native code; the stack is in the log",
+    128 + signal.SIGABRT: "SIGABRT: native code gave up; its last words are in the log",
+    128 + signal.SIGBUS: "SIGBUS: often a full /dev/shm",
+    128 + signal.SIGTERM: "SIGTERM, from outside this run",
+    128 + signal.SIGINT: "SIGINT",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The end of one rank, or of one node's agent, that was not asked for."""
+
+    fault: str  # its section in TROUBLESHOOTING.md
+    cause: str
+    code: int  # the run's exit code
+    host: str
+    node_rank: int
+    time: float  # seconds since the epoch
+    rank: int = -1  # -1: the node's agent
+    local_rank: int = -1
+    frames: Sequence[str] = field(default_factory=tuple)
+    is_consequence: bool = False  # of another rank's end
+    step: int = -1  # -1: unknown
+    saved_step: int = -1
+    log: str = ""
+
+    @property
+    def who(self) -> str:
+        if self.rank < 0:
+            return f"node agent {self.node_rank} ({self.host})"
+        return f"rank {self.rank} (local rank {self.local_rank}, {self.host})"
+
+
+def read_error(path: Path) -> tuple[str, str, int, float] | None:
+    """A rank's error file: message, traceback, exit code and the time of the raise; None if none.
+
+    The format is torch's (torch.distributed.elastic.multiprocessing.errors). It holds whole
+    seconds only, so the time is the file's own.
+    """
+    try:
+        message = json.loads(path.read_text(encoding="utf-8"))["message"]
+        raised = path.stat().st_mtime
+    except (OSError, ValueError, KeyError):
+        return None  # none was written, or the rank was killed while writing it
+    if isinstance(message, str):
+        return message, "", 1, raised
+    stack = message.get("extraInfo", {}).get("py_callstack", "")
+    return message.get("message", ""), stack, message.get("errorCode", 1), raised
+
+
+def explain(code: int, *, out_of_memory: bool = False) -> tuple[str, str]:
+    """Fault name and cause of an exit code that came without an error file."""
+    if code == 128 + signal.SIGKILL and out_of_memory:
+        return "out-of-memory", "SIGKILL by the kernel: this node's memory limit was reached"
+    if code == 128 + signal.SIGKILL:
+        return "rank-killed", _MEANING[code]
+    if code > 128 and code - 128 in {int(s) for s in signal.Signals}:
+        return "rank-error", _MEANING.get(code, signal.Signals(code - 128).name)
+    return "rank-error", _MEANING.get(code, f"left with exit code {code}, without an exception")
+
+
+def count_memory_kills() -> int:
+    """How often the kernel's out-of-memory killer struck in this process's control group."""
+    try:
+        group = Path("/proc/self/cgroup").read_text().splitlines()[-1].rpartition(":")[2]
+    except OSError:
+        return 0
+    for file in (
+        f"/sys/fs/cgroup{group}/memory.events",
+        f"/sys/fs/cgroup/memory{group}/memory.oom_control",
+    ):
+        try:
+            counts = dict(line.split() for line in Path(file).read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        return int(counts.get("oom_kill", 0))
+    return 0
+
+
+def is_peer_lost(message: str) -> bool:
+    """True where an error only says that another rank is gone."""
+    return _PEER_LOST.search(message) is not None
+
+
+def user_frames(stack: str) -> list[str]:
+    """The last frames of the user's own code, innermost first: `file:line in name`."""
+    foreign = (os.path.dirname(__file__) + os.sep, sysconfig.get_path("stdlib") + os.sep, "<")
+    found = []
+    for match in map(_FRAME.match, stack.splitlines()):
+        if match is None:
+            continue
+        file = match["file"]
+        if file.startswith(foreign) or f"{os.sep}site-packages{os.sep}" in file:
+            continue
+        found.append(f"{_short(file)}:{match['line']} in {match['name']}")
+    return found[-1 : -_SHOWN_FRAMES - 1 : -1]
+
+
+def _short(path: str) -> str:
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative
+
+
+def first(failures: Sequence[Failure]) -> Failure:
+    """The failure that began it: causes before consequences, then by time."""
+    return min(failures, key=lambda failure: (failure.is_consequence, failure.time))
+
+
+@dataclass(frozen=True)
+class Story:
+    """What the block tells besides the failure itself."""
+
+    started: float  # seconds since the epoch
+    lost_peer: int  # ranks that ended as a consequence
+    stopped: int  # ranks that the launcher stopped
+    left: int  # processes that could not be ended
+    run_id: str
+    command: str  # as the user typed it, quoted for a shell; empty if unknown
+
+
+def print_block(failure: Failure, story: Story, out: TextIO) -> None:
+    """Print the failure block, the last thing a user sees of a failed run."""
+    after = f"{failure.time - story.started:.0f} s after the start"
+    at_step = f", at step {failure.step}" if failure.step >= 0 else ""
+    rows = [
+        ("FAILED", f"{failure.who} {after}{at_step}       [{failure.fault}]"),
+        ("cause", failure.cause),
+        *(("", frame) for frame in failure.frames),
+        ("code", f"{failure.code}{_signal_name(failure.code)}"),
+        ("others", _others(story)),
+    ]
+    if failure.log:
+        rows.append(("log", failure.log))
+    if story.command:
+        from_step = f"     (from step {failure.saved_step})" if failure.saved_step >= 0 else ""
+        rows.append(("resume", f"RUN_ID={story.run_id} {story.command}{from_step}"))
+    rows.append(("see", f"TROUBLESHOOTING.md#{failure.fault}"))
+    colour = out.isatty() and "NO_COLOR" not in os.environ
+    for name, text in rows:
+        label = f"{name:<8}"
+        if colour and name == "FAILED":
+            label = f"\x1b[1;31m{label}\x1b[0m"
+        print(f"{label} {text}", file=out)
+    out.flush()
+
+
+def print_stop(code: int, story: Story, out: TextIO) -> None:
+    """Print the line for a run that was stopped on request."""
+    how = "after saving a checkpoint" if code == 75 else f"by {_signal_name(code).strip(' ()')}"
+    print(f"stopped  {how} (code {code}); nothing is left running", file=out)
+    if story.command:
+        print(f"resume   RUN_ID={story.run_id} {story.command}", file=out)
+    out.flush()
+
+
+def _signal_name(code: int) -> str:
+    try:
+        return f" ({signal.Signals(code - 128).name})"
+    except ValueError:
+        return ""
+
+
+def _others(story: Story) -> str:
+    parts = []
+    if story.lost_peer:
+        parts.append(f"{_ranks(story.lost_peer)} lost their peer (a consequence)")
+    if story.stopped:
+        were = "was" if story.stopped == 1 else "were"
+        parts.append(f"{_ranks(story.stopped)} {were} stopped by the launcher")
+    left = f"{story.left} processes could not be ended" if story.left else "nothing is left running"
+    return f"{', '.join(parts)}; {left}" if parts else left
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"

@@ -1,0 +1,248 @@
+"""The node agents' connection to the agent of node rank 0, from check-in to the end (no torch).
+
+Each agent holds one TCP connection to the master address and port, where the torch store is served
+afterwards on the same listening socket. The kernel ends the connection at an agent's death, so the
+others know at once; beats tell a network that was cut. Messages are JSON, one a line: nothing that
+arrives is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+BEAT_S = 2.0
+SILENCE_S = 10.0  # without a beat for so long, a node is lost
+_RETRY_S = 0.1
+_SKEW_S = 5.0
+_MAX_BYTES = 1 << 20
+
+
+class Refused(Exception):
+    """The run cannot start: `str()` is one line with the cause and the cure."""
+
+    def __init__(self, fault: str, message: str) -> None:
+        super().__init__(f"{message} [{fault}]")
+        self.fault = fault
+
+
+@dataclass(frozen=True)
+class Node:
+    """What an agent says of itself at check-in."""
+
+    node_rank: int
+    num_nodes: int
+    nproc: int
+    host: str
+    run_id: str  # empty: takes node rank 0's
+    versions: Mapping[str, str]
+    files: Mapping[str, str]  # name -> SHA-256 of the script and of every file among its arguments
+    time: float = field(default_factory=time.time)  # seconds since the epoch
+
+
+@dataclass(frozen=True)
+class Place:
+    """An agent's place in the run, given by node rank 0."""
+
+    run_id: str
+    first_rank: int
+    world_size: int
+    hosts: list[str]
+
+
+class Peer:
+    """One end of a connection between two agents."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = connection
+        self.heard = time.monotonic()
+        self._buffer = b""
+
+    def send(self, kind: str, **content: Any) -> None:
+        """Send one message; a peer that is gone is noticed where it is read."""
+        try:
+            self.socket.sendall(json.dumps({"kind": kind, **content}).encode() + b"\n")
+        except OSError:
+            self.close()
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """The messages that have arrived; None when the peer is gone."""
+        try:
+            data = self.socket.recv(65536)
+        except TimeoutError:
+            return []
+        except OSError:
+            return None
+        if not data or len(self._buffer) > _MAX_BYTES:
+            return None
+        self.heard = time.monotonic()
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        try:
+            return [message for line in lines if isinstance(message := json.loads(line), dict)]
+        except ValueError:
+            return None  # whatever this is, it is no agent
+
+    def wait(self, deadline: float) -> dict[str, Any] | None:
+        """The next message, or None when the peer is gone or `deadline` (monotonic) has passed."""
+        while (left := deadline - time.monotonic()) > 0:
+            self.socket.settimeout(left)
+            messages = self.receive()
+            if messages is None:
+                return None
+            if messages:
+                return messages[0]
+        return None
+
+    @property
+    def is_silent(self) -> bool:
+        return time.monotonic() - self.heard > SILENCE_S
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def listen(address: str, port: int, *, is_local: bool) -> socket.socket:
+    """Listen on the master port (0: any free one); only on loopback where all ranks are here.
+
+    Raises:
+        Refused: the port is taken.
+    """
+    try:
+        if is_local:
+            family, *_, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+            return socket.create_server(where[:2], family=family, backlog=4096)
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=4096)
+    except OSError as error:
+        cure = "set MASTER_PORT to a free one"
+        raise Refused(
+            "port-in-use", f"port {port} on {address}: {error.strerror}; {cure}"
+        ) from error
+
+
+def gather(
+    listener: socket.socket, me: Node, timeout_s: float, warn: Callable[[str], None]
+) -> tuple[dict[int, Peer], Place]:
+    """On node rank 0: wait until every other agent has checked in, and start them.
+
+    Returns the others by node rank, and the place of this node.
+
+    Raises:
+        Refused: a node did not come, came twice, or does not match this one. All others are told.
+    """
+    deadline = time.monotonic() + timeout_s
+    nodes: dict[int, Node] = {me.node_rank: me}
+    peers: dict[int, Peer] = {}
+    strangers: list[Peer] = []
+    try:
+        while len(nodes) < me.num_nodes:
+            listener.settimeout(max(0.0, deadline - time.monotonic()))
+            try:
+                peer = Peer(listener.accept()[0])
+            except (TimeoutError, BlockingIOError):
+                missing = [str(rank) for rank in range(me.num_nodes) if rank not in nodes]
+                here = ", ".join(f"{node.node_rank} ({node.host})" for node in nodes.values())
+                raise Refused(
+                    "node-missing",
+                    f"node rank {', '.join(missing)} did not check in within {timeout_s:g} s"
+                    f" (here: {here}); start it, or look at its terminal",
+                ) from None
+            hello = peer.wait(min(deadline, time.monotonic() + 3))
+            if hello is None or hello.get("kind") != "hello":
+                peer.close()  # a port scan, or a health check
+                continue
+            node = Node(**hello["node"])
+            strangers.append(peer)
+            _compare(me, node, nodes)
+            if abs(node.time - time.time()) > _SKEW_S:
+                skew = node.time - time.time()
+                warn(f"the clock of {node.host} is {skew:+.0f} s from {me.host}'s [clock-skew]")
+            nodes[node.node_rank] = node
+            peers[node.node_rank] = strangers.pop()
+    except Refused as refused:
+        for peer in [*peers.values(), *strangers]:
+            peer.send("refused", fault=refused.fault, message=str(refused).rpartition(" [")[0])
+        raise
+    first_rank = 0
+    places = {}
+    for rank in sorted(nodes):
+        places[rank] = Place(
+            run_id=me.run_id,
+            first_rank=first_rank,
+            world_size=sum(node.nproc for node in nodes.values()),
+            hosts=[nodes[rank].host for rank in sorted(nodes)],
+        )
+        first_rank += nodes[rank].nproc
+    for rank, peer in peers.items():
+        peer.send("start", place=asdict(places[rank]))
+    return peers, places[me.node_rank]
+
+
+def _compare(me: Node, node: Node, nodes: Mapping[int, Node]) -> None:
+    if node.num_nodes != me.num_nodes or not 0 < node.node_rank < me.num_nodes:
+        raise Refused(
+            "wrong-world",
+            f"{node.host} says node rank {node.node_rank} of {node.num_nodes}, {me.host} says"
+            f" {me.num_nodes} nodes; give every node the same number",
+        )
+    if node.node_rank in nodes:
+        first = nodes[node.node_rank].host
+        raise Refused(
+            "duplicate-node-rank",
+            f"node rank {node.node_rank} was started twice, on {first} and on {node.host};"
+            " give each node its own",
+        )
+    if node.run_id not in ("", me.run_id):
+        raise Refused(
+            "wrong-world",
+            f"{node.host} has run id {node.run_id}, {me.host} has {me.run_id};"
+            " leave RUN_ID away, or give the same one",
+        )
+    for fault, mine, theirs in (
+        ("version-mismatch", me.versions, node.versions),
+        ("code-mismatch", me.files, node.files),
+    ):
+        for name in mine:
+            if mine[name] != theirs.get(name):
+                here, there = mine[name][:12], theirs.get(name, "nothing")[:12]
+                raise Refused(
+                    fault,
+                    f"{name} is {here} on {me.host} and {there} on {node.host}; make them the same",
+                )
+
+
+def join(address: str, port: int, me: Node, timeout_s: float) -> tuple[Peer, Place]:
+    """On any other node: check in with node rank 0, and wait for the start.
+
+    Raises:
+        Refused: node rank 0 cannot be reached in time, or refuses this node or the run.
+    """
+    deadline = time.monotonic() + timeout_s
+    reason = "no answer"
+    while time.monotonic() < deadline:
+        try:
+            peer = Peer(socket.create_connection((address, port), timeout=min(3.0, timeout_s)))
+        except OSError as error:
+            reason = error.strerror or str(error)
+            time.sleep(_RETRY_S)
+            continue
+        peer.send("hello", node=asdict(me))
+        answer = peer.wait(deadline)
+        if answer is not None and answer["kind"] == "refused":
+            raise Refused(answer["fault"], answer["message"])
+        if answer is not None:
+            return peer, Place(**answer["place"])
+        peer.close()
+        reason = "the connection was closed before the start"
+        time.sleep(_RETRY_S)
+    raise Refused(
+        "node-missing",
+        f"node rank 0 at {address}:{port} did not answer within {timeout_s:g} s ({reason});"
+        " start it, or open the port",
+    )

@@ -1,0 +1,99 @@
+"""Linux process control: keep, find and end the processes of this run, and only those.
+
+A run is found by descent. Every process that starts others declares itself a child subreaper, so
+that whatever a rank forks, detaches or orphans stays below it in the process tree (prctl(2)).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_POLL_S = 0.01
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+
+
+def adopt_orphans() -> None:
+    """Make this process the new parent of every descendant whose own parent dies."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel for a SIGKILL at the death of `parent` (a process id), the caller's parent."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def outlive_parent() -> None:
+    """Take back `die_with_parent`."""
+    _prctl(_PR_SET_PDEATHSIG, 0)
+
+
+def descendants(root: int) -> list[int]:
+    """Process ids of all living descendants of `root`, zombies left out."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            # Fields after the command, which is in brackets and may hold anything: state, parent.
+            state, parent = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()[:2]
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended meanwhile
+        # A zombie still links its living children to us until they are handed over.
+        children.setdefault(int(parent), []).append(-int(entry) if state == "Z" else int(entry))
+    found: list[int] = []
+    pending = [root]
+    while pending:
+        for child in children.get(pending.pop(), []):
+            pending.append(abs(child))
+            if child > 0:
+                found.append(child)
+    return found
+
+
+def send(pids: Iterable[int], signum: int) -> None:
+    """Send a signal to each process that still exists."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)
+
+
+def end_descendants(*, term_s: float = 0.0, kill_s: float = 1.0) -> list[int]:
+    """End every descendant of this process: SIGTERM and `term_s` seconds, then SIGKILL.
+
+    Returns the process ids still there `kill_s` seconds after the first SIGKILL: tasks in
+    uninterruptible sleep, which no signal ends.
+    """
+    me = os.getpid()
+    if term_s > 0 and (alive := descendants(me)):
+        send(alive, signal.SIGTERM)
+        deadline = time.monotonic() + term_s
+        while descendants(me) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+    deadline = time.monotonic() + kill_s
+    while alive := descendants(me):
+        if time.monotonic() > deadline:
+            return alive
+        send(alive, signal.SIGKILL)  # again each time: one may have forked in between
+        time.sleep(_POLL_S)
+    return []
+
+
+def exit_code(status: int) -> int:
+    """A `waitpid` status as a shell shows it: the exit code, or 128 + signal."""
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code

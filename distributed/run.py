@@ -1,0 +1,93 @@
+"""The node agent, one per node: `python -m distributed.run`, with torchrun's own arguments.
+
+    python -m distributed.run --nproc-per-node 4 train.py --config config/local3.yaml
+
+Two processes do the work. The guardian, this one, needs no torch: it passes signals on, and when
+the agent ends, however it ends, it ends whatever is left below it. The agent (distributed/agent.py)
+imports torch once and forks the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+
+from distributed import processes
+from distributed.failure import Failure, Story, print_block
+
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the agent below a guardian; returns the exit code (in a rank: that of its program)."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    processes.adopt_orphans()
+    ours, theirs = socket.socketpair()
+    me = os.getpid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    agent = os.fork()
+    if agent != 0:
+        theirs.close()
+        return _guard(agent, ours)
+    ours.close()
+    os.setsid()  # a terminal's Ctrl-C reaches the guardian alone
+    processes.die_with_parent(me)
+    for signum in _FORWARDED:
+        signal.signal(signum, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+    from distributed.agent import run_agent  # imports torch
+
+    return run_agent(list(arguments), theirs)
+
+
+def _guard(agent: int, notes: socket.socket) -> int:
+    passed_on: list[int] = []
+
+    def pass_on(signum: int, _frame: object) -> None:
+        passed_on.append(signum)
+        processes.send([agent], signum)
+
+    for signum in _FORWARDED:
+        signal.signal(signum, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+    _, status = os.waitpid(agent, 0)
+    left = processes.end_descendants()
+    code = processes.exit_code(status)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) not in passed_on:
+        _report_death(code, notes, left=len(left))
+    return code
+
+
+def _report_death(code: int, notes: socket.socket, *, left: int) -> None:
+    """The agent was killed: tell so in its place."""
+    notes.setblocking(False)
+    try:
+        told = json.loads(notes.recv(65536))
+    except (OSError, ValueError):  # it died before it had anything to tell
+        told = {"node_rank": 0, "run_id": "", "started": time.time(), "ranks": 0}
+    failure = Failure(
+        fault="agent-killed",
+        cause=f"{signal.Signals(code - 128).name} to the node agent, from outside this run",
+        code=code,
+        host=socket.gethostname(),
+        node_rank=told["node_rank"],
+        time=time.time(),
+    )
+    story = Story(
+        started=told["started"],
+        lost_peer=0,
+        stopped=told["ranks"],
+        left=left,
+        run_id=told["run_id"],
+        command=os.environ.get("LAUNCH_COMMAND", "") if told["run_id"] else "",
+    )
+    print_block(failure, story, sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""Start node agents under test, and know every process that descends from them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from distributed import processes
+
+ROOT = Path(__file__).resolve().parents[2]
+AGENT = [sys.executable, str(ROOT / "scripts/lib/agent.py")]
+GONE_WITHIN_S = 2.0
+
+PROGRAM = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+
+what, who = sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+if os.fork() == 0:  # a child of the rank's own, as a data worker is
+    if what == "detached":
+        os.setsid()
+    time.sleep(600)
+dist.barrier()
+print(f"ready {rank}", flush=True)
+if rank == who:
+    if what == "raise":
+        raise ValueError("batch 120 holds no samples")
+    if what == "exit":
+        sys.exit(7)
+    if what == "_exit":
+        os._exit(7)
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "segv":
+        os.kill(os.getpid(), signal.SIGSEGV)
+if what == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    print(f"armed {rank}", flush=True)
+if what == "save":
+    stop = []
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(signum, lambda *_: stop.append(1))
+    print(f"armed {rank}", flush=True)
+    while not stop:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    print(f"saved {rank}", flush=True)
+    sys.exit(75)
+if os.environ.get("BUSY"):
+    while True:
+        dist.all_reduce(torch.ones(1000))
+time.sleep(600)
+"""
+
+
+class Run:
+    """One agent under test, and all that descends from it."""
+
+    def __init__(self, arguments: Sequence[str], **environment: str) -> None:
+        self.process = subprocess.Popen(
+            [*AGENT, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": "", **environment},
+        )
+        self.seen: set[int] = {self.process.pid}
+        self.output = ""
+
+    def wait_for(self, *texts: str) -> None:
+        """Read the ranks' output until each text has appeared."""
+        assert self.process.stdout is not None and self.process.stderr is not None
+        while not all(text in self.output for text in texts):
+            line = self.process.stdout.readline()
+            assert line, f"ended before {texts}: {self.output}\n{self.process.stderr.read()}"
+            self.output += line
+        self.look()
+
+    def look(self) -> None:
+        self.seen |= set(processes.descendants(self.process.pid))
+
+    def agent_pid(self) -> int:
+        """The agent proper: the guardian's only child."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return int(children.read_text().split()[0])
+
+    def rank_pids(self) -> list[int]:
+        agent = self.agent_pid()
+        return [
+            int(pid) for pid in Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+        ]
+
+    def finish(self, within_s: float = 60.0) -> str:
+        """Wait for the end; returns stderr."""
+        out, err = self.process.communicate(timeout=within_s)
+        self.output += out
+        return err
+
+    def survivors(self) -> list[int]:
+        return [pid for pid in self.seen if is_alive(pid)]
+
+    def assert_gone(self) -> None:
+        deadline = time.monotonic() + GONE_WITHIN_S
+        while (left := self.survivors()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert left == []
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def kill_what_is_left(runs: Iterable[Run]) -> None:
+    """After a test, whatever its outcome: only what these runs started."""
+    for run in runs:
+        run.look()
+        processes.send(run.survivors(), signal.SIGKILL)
+        run.process.wait()

@@ -1,0 +1,237 @@
+"""The node agent, whole: real forks, real gloo, real deaths."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from agents import AGENT, GONE_WITHIN_S, PROGRAM, Run, kill_what_is_left
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    runs: list[Run] = []
+
+    def begin(what: str, who: int = 1, *options: str, nproc: int = 2, **environment: str) -> Run:
+        arguments = ["--nproc-per-node", str(nproc), *options, str(script), what, str(who)]
+        runs.append(Run(arguments, **environment))
+        return runs[-1]
+
+    yield begin
+    kill_what_is_left(runs)
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "fault", "cause"),
+    [
+        ("raise", 1, "rank-error", "ValueError: batch 120 holds no samples"),
+        ("exit", 7, "rank-error", "SystemExit: 7"),
+        ("_exit", 7, "rank-error", "left with exit code 7"),
+        ("kill", 137, "rank-killed", "SIGKILL"),
+        ("segv", 139, "rank-error", "SIGSEGV"),
+    ],
+)
+@pytest.mark.parametrize("busy", ["", "1"], ids=["idle", "busy"])
+def test_one_dies_all_stop(
+    start: Start, what: str, code: int, fault: str, cause: str, busy: str
+) -> None:
+    run = start(what, 1, BUSY=busy)
+    run.wait_for("ready 0")
+    began = time.monotonic()
+    err = run.finish()
+    assert time.monotonic() - began < GONE_WITHIN_S
+    run.assert_gone()
+    assert run.process.returncode == code
+    block = err[err.index("FAILED") :]
+    assert re.match(
+        rf"FAILED   rank 1 \(local rank 1, \S+\) \d+ s after the start +\[{fault}\]", block
+    )
+    assert cause in block
+    assert block.rstrip().endswith(f"see      TROUBLESHOOTING.md#{fault}")
+
+
+def test_a_rank_that_heeds_no_signal_is_killed_with_the_others(start: Start) -> None:
+    run = start("deaf")
+    run.wait_for("armed 0", "armed 1")
+    os.kill(run.rank_pids()[0], signal.SIGKILL)
+    run.finish()
+    run.assert_gone()
+    assert run.process.returncode == 137
+
+
+@pytest.mark.parametrize("victim", ["guardian", "agent"])
+@pytest.mark.parametrize("what", ["sleep", "detached"])
+def test_kill_of_the_launcher_or_agent_leaves_nothing(start: Start, victim: str, what: str) -> None:
+    run = start(what)
+    run.wait_for("ready 0", "ready 1")
+    assert len(run.seen) == 6  # guardian, agent, two ranks, a child of each
+    os.kill(run.process.pid if victim == "guardian" else run.agent_pid(), signal.SIGKILL)
+    run.assert_gone()
+    err = run.finish()
+    if victim == "agent":
+        assert run.process.returncode == 137
+        assert "[agent-killed]" in err
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_stop_lets_the_ranks_save(start: Start, signum: int) -> None:
+    run = start("save")
+    run.wait_for("armed 0", "armed 1")
+    run.process.send_signal(signum)
+    err = run.finish()
+    assert "saved 0" in run.output
+    assert "saved 1" in run.output
+    assert run.process.returncode == 75
+    assert "FAILED" not in err
+    run.assert_gone()
+
+
+def test_a_stop_that_is_not_heeded_ends_after_the_grace(start: Start) -> None:
+    run = start("deaf", GRACE="1")
+    run.wait_for("armed 0", "armed 1")
+    run.process.send_signal(signal.SIGTERM)
+    run.finish(within_s=10)
+    run.assert_gone()
+    assert run.process.returncode == 143
+
+
+def test_a_second_interrupt_kills(start: Start) -> None:
+    run = start("deaf", GRACE="600")
+    run.wait_for("armed 0", "armed 1")
+    run.process.send_signal(signal.SIGINT)
+    while run.process.poll() is None:  # as often as a person would press it
+        time.sleep(0.4)
+        run.process.send_signal(signal.SIGINT)
+    assert run.process.returncode == 130
+    run.assert_gone()
+
+
+def test_a_plain_script_ends_at_once_on_a_stop(start: Start) -> None:
+    run = start("sleep")
+    run.wait_for("ready 0", "ready 1")
+    run.process.send_signal(signal.SIGINT)
+    err = run.finish(within_s=5)
+    assert run.process.returncode == 130
+    assert "stopped  by SIGINT" in err
+    assert "FAILED" not in err
+
+
+def test_a_neighbour_run_never_notices(start: Start) -> None:
+    neighbour, run = start("sleep"), start("sleep")
+    neighbour.wait_for("ready 0", "ready 1")
+    run.wait_for("ready 0", "ready 1")
+    os.kill(run.agent_pid(), signal.SIGKILL)
+    run.assert_gone()
+    assert sorted(neighbour.survivors()) == sorted(neighbour.seen)
+
+
+def test_the_folder_of_a_run(start: Start, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    run = start(
+        "raise", 1, "--log-dir", str(logs), "--rdzv-id", "r1", LAUNCH_COMMAND="launch 'a b'"
+    )
+    err = run.finish()
+    folder = logs / "r1"
+    assert (logs / "latest").resolve() == folder.resolve()
+    lines = (logs / "node_0.log").read_text().splitlines()
+    assert "[0] ready 0" in lines and "[1] ready 1" in lines
+    record = json.loads((folder / "run.json").read_text())
+    assert (
+        record["exit_code"] == 1
+        and record["world_size"] == 2
+        and record["ended"] > record["started"]
+    )
+    error = json.loads((folder / "failures/rank_1.json").read_text())
+    assert error["message"]["message"] == "ValueError: batch 120 holds no samples"
+    named = re.search(r"^log +\S*?(\d+)$", err, re.MULTILINE)
+    assert named and "Traceback" in lines[int(named[1]) - 1]
+    assert "resume   RUN_ID=r1 launch 'a b'" in err
+    assert "ready 0" in run.output and "ready 1" not in run.output
+    assert folder.stat().st_mode & 0o077 == 0
+
+
+def test_max_restarts_forks_the_ranks_anew(tmp_path: Path) -> None:
+    script = tmp_path / "again.py"
+    script.write_text(
+        "import os, sys, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "dist.barrier()\n"
+        "print('attempt', attempt, flush=True)\n"
+        "sys.exit(0 if attempt == 2 else 9)\n"
+    )
+    run = Run(["--nproc-per-node", "2", "--max-restarts", "3", str(script)])
+    err = run.finish()
+    assert run.process.returncode == 0, err
+    assert run.output.split("\n").count("attempt 2") == 2
+    assert "restart 2 of 3" in err
+
+
+def test_a_terminal_reaches_rank_zero(tmp_path: Path) -> None:
+    script = tmp_path / "tty.py"
+    script.write_text(
+        "import os, sys\nsys.stderr.write(f'bar 1\\rbar {sys.stderr.isatty()}\\n')\nsys.exit(0)\n"
+    )
+    ours, theirs = pty.openpty()
+    logs = tmp_path / "logs"
+    command = [
+        *AGENT,
+        "--nproc-per-node",
+        "2",
+        "--log-dir",
+        str(logs),
+        "--rdzv-id",
+        "t",
+        str(script),
+    ]
+    with subprocess.Popen(command, stderr=theirs, stdout=theirs) as process:
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                shown += os.read(ours, 65536)
+            except OSError:
+                break
+    os.close(ours)
+    assert process.returncode == 0
+    assert shown == b"bar 1\rbar True\r\n"
+    lines = sorted((logs / "node_0.log").read_bytes().split(b"\n"))
+    assert lines == [b"", b"[0] bar True", b"[1] bar 1\rbar False"]
+
+
+def test_torn_lines_are_made_whole(tmp_path: Path) -> None:
+    script = tmp_path / "torn.py"
+    script.write_text(
+        "import os\n"
+        "for i in range(2000):\n"
+        "    os.write(1, b'abc'); os.write(1, b'def %d\\n' % i)\n"
+        "os.write(1, b'no end')\n"
+    )
+    logs = tmp_path / "logs"
+    run = Run(["--nproc-per-node", "4", "--log-dir", str(logs), "--rdzv-id", "t", str(script)])
+    run.finish()
+    lines = (logs / "node_0.log").read_text().splitlines()
+    expected = [f"[{r}] abcdef {i}" for r in range(4) for i in range(2000)]
+    assert sorted(lines) == sorted([*expected, *(f"[{r}] no end" for r in range(4))])
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--nproc-per-node", "0"], ["--nnodes", "2", "--node-rank", "2"]]
+)
+def test_bad_input_is_one_line_and_code_two(arguments: list[str]) -> None:
+    run = Run([*arguments, "x.py"])
+    err = run.finish()
+    assert run.process.returncode == 2
+    assert len(err.splitlines()) == 1

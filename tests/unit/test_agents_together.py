@@ -1,0 +1,175 @@
+"""Two and three node agents of one run, on loopback: check-in, one dies all stop, one verdict."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from agents import PROGRAM, Run, kill_what_is_left
+
+from distributed.link import BEAT_S, SILENCE_S
+
+Start = Callable[..., list[Run]]
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.fixture
+def start(tmp_path: Path, port: int) -> Iterator[Start]:
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    runs: list[Run] = []
+
+    def begin(what: str, who: int, *, nodes: int = 2, **environment: str) -> list[Run]:
+        for node in range(nodes):
+            world = ["--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", "2"]
+            where = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+            runs.append(Run([*world, *where, str(script), what, str(who)], **environment))
+        return runs
+
+    yield begin
+    kill_what_is_left(runs)
+
+
+@pytest.mark.parametrize("busy", ["", "1"], ids=["idle", "busy"])
+@pytest.mark.parametrize("who", [1, 3])
+def test_a_rank_that_raises_stops_all_nodes(start: Start, who: int, busy: str) -> None:
+    runs = start("raise", who, BUSY=busy)
+    for run in runs:
+        run.wait_for("ready")
+    for run in runs:
+        err = run.finish()
+        run.assert_gone()
+        assert run.process.returncode == 1
+        block = err[err.index("FAILED") :]
+        assert block.startswith(f"FAILED   rank {who} (local rank 1, ")
+        assert "ValueError: batch 120 holds no samples" in block
+
+
+@pytest.mark.parametrize("busy", ["", "1"], ids=["idle", "busy"])
+@pytest.mark.parametrize("victim", ["agent", "guardian", "rank"])
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_kill_on_one_node_stops_all(start: Start, node: int, victim: str, busy: str) -> None:
+    runs = start("sleep", 0, BUSY=busy)
+    for run in runs:
+        run.wait_for("ready")
+    hit = runs[node]
+    pids = {"agent": hit.agent_pid(), "guardian": hit.process.pid, "rank": hit.rank_pids()[1]}
+    os.kill(pids[victim], signal.SIGKILL)
+    for run in runs:
+        run.assert_gone()
+        err = run.finish()
+        assert run.process.returncode == (-9 if victim == "guardian" and run is hit else 137)
+        if victim == "rank":
+            assert f"FAILED   rank {2 * node + 1} (local rank 1, " in err
+        elif run is not hit:
+            assert f"FAILED   node agent {node} (" in err
+
+
+def test_a_stop_on_one_node_reaches_the_others(start: Start) -> None:
+    runs = start("save", 0, nodes=3)
+    for run in runs:
+        run.wait_for("armed")
+    runs[2].process.send_signal(signal.SIGTERM)
+    for run in runs:
+        run.finish()
+        assert run.process.returncode == 75
+        run.assert_gone()
+
+
+def test_a_silent_node_is_named(start: Start) -> None:
+    runs = start("sleep", 0)
+    for run in runs:
+        run.wait_for("ready")
+    os.kill(runs[1].agent_pid(), signal.SIGSTOP)  # as a cut link looks from the other side
+    err = runs[0].finish(within_s=SILENCE_S + 2 * BEAT_S + 1)
+    assert "FAILED   node agent 1 (" in err
+    assert "[link-lost]" in err
+
+
+def test_ranks_follow_node_ranks_with_uneven_nodes(tmp_path: Path, port: int) -> None:
+    script = tmp_path / "count.py"
+    script.write_text(
+        "import os, torch.distributed as dist\n"
+        "dist.init_process_group('gloo'); dist.barrier()\n"
+        "e = os.environ\n"
+        "print(e['RANK'], e['LOCAL_RANK'], e['WORLD_SIZE'], e['RUN_ID'], flush=True)\n"
+    )
+    common = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    first = Run(
+        [*common, "--node-rank", "0", "--nproc-per-node", "1", "--rdzv-id", "named", str(script)]
+    )
+    second = Run([*common, "--node-rank", "1", "--nproc-per-node", "3", str(script)])
+    assert first.finish() + second.finish() == ""
+    lines = sorted((first.output + second.output).splitlines())
+    assert lines == ["0 0 4 named", "1 0 4 named", "2 1 4 named", "3 2 4 named"]
+
+
+def refused(port: int, *nodes: list[str], timeout_s: int = 20) -> list[tuple[int, str]]:
+    """Start agents that cannot agree; their exit codes and what they print."""
+    common = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    common += ["--rdzv-conf", f"join_timeout={timeout_s}"]
+    runs = [Run([*common, *node]) for node in nodes]
+    told = [run.finish() for run in runs]
+    for run in runs:
+        run.assert_gone()
+    return [(run.process.returncode, err) for run, err in zip(runs, told, strict=True)]
+
+
+def test_a_missing_node_is_named(port: int, tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text("print('never')")
+    world = ["--nnodes", "3", "--node-rank"]
+    for code, err in refused(port, [*world, "0", str(tmp_path / "x.py")], timeout_s=2):
+        assert code == 3
+        assert "node rank 1, 2 did not check in within 2 s" in err
+        assert "[node-missing]" in err
+        assert len(err.splitlines()) == 1
+
+
+def test_a_node_rank_given_twice_is_refused(port: int, tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text("print('never')")
+    node = ["--nnodes", "3", "--node-rank"]
+    x = str(tmp_path / "x.py")
+    for code, err in refused(port, [*node, "0", x], [*node, "1", x], [*node, "1", x]):
+        assert code == 3
+        assert "node rank 1 was started twice" in err
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "fault"),
+    [
+        (["--nnodes", "2"], ["--nnodes", "3"], "wrong-world"),
+        (["--nnodes", "2"], ["--nnodes", "2", "other.py"], "code-mismatch"),
+        (["--nnodes", "2", "--rdzv-id", "a"], ["--nnodes", "2", "--rdzv-id", "b"], "wrong-world"),
+    ],
+)
+def test_nodes_that_differ_are_refused(
+    port: int, tmp_path: Path, mine: list[str], theirs: list[str], fault: str
+) -> None:
+    (tmp_path / "x.py").write_text("print('never')")
+    (tmp_path / "other.py").write_text("print('never, either')")
+    zero = [*mine, "--node-rank", "0", str(tmp_path / "x.py")]
+    name = theirs.pop() if theirs[-1] == "other.py" else "x.py"
+    one = [*theirs, "--node-rank", "1", str(tmp_path / name)]
+    for code, err in refused(port, zero, one):
+        assert code == 3
+        assert f"[{fault}]" in err
+
+
+def test_a_taken_port_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text("print('never')")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = int(server.getsockname()[1])
+        run = Run(["--master-port", str(port), str(tmp_path / "x.py")])
+        err = run.finish()
+    assert run.process.returncode == 3
+    assert "[port-in-use]" in err
+    assert run.output == ""
