@@ -20,8 +20,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # count GPUs without touching CUDA
-
 import torch
 import torch._dynamo  # DistributedDataParallel imports it: here once, not in each rank
 import torch.distributed.run as torchrun

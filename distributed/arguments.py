@@ -13,6 +13,8 @@ from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
 from distributed.rank import Program
 
+_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+
 
 @dataclass(frozen=True)
 class Arguments:
@@ -41,7 +43,7 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
     """
     args = torchrun.get_args_parser().parse_args(arguments)
     low, high = torchrun.parse_min_max_nnodes(args.nnodes)
-    nproc = torchrun.determine_local_world_size(args.nproc_per_node)
+    nproc = _count_ranks(args.nproc_per_node)
     address, port = _master(args, high)
     if nproc < 1:
         raise ValueError(f"--nproc-per-node {nproc}: no ranks; give at least 1")
@@ -70,6 +72,18 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         join_timeout_s=float(settings.get("join_timeout", "300")),
         grace_s=float(os.environ.get("GRACE", args.shutdown_timeout or 30)),
     ), _beyond_static(args, low, high)
+
+
+def _count_ranks(nproc_per_node: str) -> int:
+    """A number as it is, else that of the devices, counted without touching CUDA (by NVML)."""
+    given = os.environ.get(_BY_NVML)
+    os.environ[_BY_NVML] = "1"
+    try:
+        return torchrun.determine_local_world_size(nproc_per_node)
+    finally:
+        del os.environ[_BY_NVML]
+        if given is not None:
+            os.environ[_BY_NVML] = given
 
 
 def _master(args: argparse.Namespace, num_nodes: int) -> tuple[str, int]:

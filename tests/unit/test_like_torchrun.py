@@ -1,0 +1,182 @@
+"""A script under the node agent sees what it would see under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from agents import AGENT
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+LOOK = """
+import __main__, json, multiprocessing, os, pickle, signal, sys, threading
+
+class Mine:
+    pass
+
+assert pickle.loads(pickle.dumps(Mine())).__class__ is Mine
+seen = {
+    "name": __name__,
+    "file": __file__,
+    "main": __main__.__dict__ is globals(),
+    "spec": repr(__spec__ and __spec__.name),
+    "package": __package__,
+    "argv": sys.argv,
+    "path": sys.path,
+    "cwd": os.getcwd(),
+    "stdin": sys.stdin.read(),
+    "process": multiprocessing.current_process().name,
+    "parent": multiprocessing.parent_process() is None,
+    "method": multiprocessing.get_start_method(allow_none=True),
+    "threads": threading.active_count(),
+    "unbuffered": sys.stdout.write_through,
+    "encoding": sys.stdout.encoding,
+    "signals": {s: str(signal.getsignal(s)) for s in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGCHLD")
+                for s in [getattr(signal, s)]},
+    "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+    "leader": os.getsid(0) == os.getpid(),
+    "ours": sorted(m for m in sys.modules if m.partition(".")[0] in ("distributed", "mine")),
+    "variables": sorted(k for k in os.environ if k.startswith(("MASTER", "RANK", "LOCAL", "WORLD",
+                        "GROUP", "ROLE", "TORCH", "PYTORCH", "OMP"))
+                        and k not in ("TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCHINDUCTOR_CACHE_DIR")),
+    "omp": os.environ.get("OMP_NUM_THREADS"),
+}
+import torch
+seen["torch_threads"] = torch.get_num_threads()
+open(os.environ["OUT"] + os.environ["RANK"], "w").write(json.dumps(seen))
+"""
+
+
+def look(
+    launcher: list[str], arguments: list[str], out: Path, folder: Path
+) -> list[dict[str, object]]:
+    subprocess.run(
+        [*launcher, "--nproc-per-node", "2", *arguments],
+        check=True,
+        cwd=folder,
+        env={**os.environ, "OUT": str(out)},
+        input="",
+        text=True,
+        stderr=subprocess.PIPE,
+    )
+    return [json.loads(out.with_name(out.name + str(rank)).read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("how", ["script", "module", "program"])
+def test_everything_a_script_can_see(tmp_path: Path, how: str) -> None:
+    folder = tmp_path / "a folder"
+    (folder / "pack").mkdir(parents=True)
+    (folder / "pack" / "__init__.py").write_text("")
+    (folder / "pack" / "look.py").write_text(LOOK)
+    awkward = ["--flag", "a b", "$HOME", "'\"", "ü", ""]
+    arguments = {
+        "script": ["pack/look.py", *awkward],
+        "module": ["-m", "pack.look", *awkward],
+        "program": ["--no-python", sys.executable, "-u", "pack/look.py", *awkward],
+    }[how]
+    theirs = look(TORCHRUN, arguments, tmp_path / "theirs", folder)
+    ours = look(AGENT, arguments, tmp_path / "ours", folder)
+    for mine, torchs in zip(ours, theirs, strict=True):
+        assert {key: (mine[key], torchs[key]) for key in mine if mine[key] != torchs[key]} == {}
+
+
+def run(script: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*AGENT, "--nproc-per-node", "2", str(script), *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        cwd=script.parent,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_data_workers(tmp_path: Path, method: str) -> None:
+    script = tmp_path / "workers.py"
+    script.write_text(
+        "import sys, torch\n"
+        "from torch.utils.data import DataLoader, Dataset\n"
+        "class Numbers(Dataset):\n"
+        "    def __len__(self): return 8\n"
+        "    def __getitem__(self, i): return torch.tensor(i)\n"
+        "if __name__ == '__main__':\n"
+        "    loader = DataLoader(Numbers(), 4, num_workers=2, multiprocessing_context=sys.argv[1])\n"
+        "    print(sum(int(b.sum()) for b in loader), flush=True)\n"
+    )
+    done = run(script, method)
+    assert (done.returncode, done.stdout) == (0, "28\n28\n"), done.stderr
+
+
+def test_the_users_own_package_called_distributed(tmp_path: Path) -> None:
+    (tmp_path / "distributed").mkdir()
+    (tmp_path / "distributed" / "__init__.py").write_text("whose = 'mine'\n")
+    script = tmp_path / "own.py"
+    script.write_text("import distributed\nprint(distributed.whose, distributed.__file__)\n")
+    done = run(script)
+    assert done.stdout == f"mine {tmp_path}/distributed/__init__.py\n" * 2, done.stderr
+
+
+def test_each_rank_draws_its_own_random_numbers(tmp_path: Path) -> None:
+    script = tmp_path / "draw.py"
+    script.write_text(
+        "import random, numpy, torch\n"
+        "print(torch.rand(1).item(), random.random(), numpy.random.rand(), sep='\\n')\n"
+    )
+    drawn = run(script).stdout.split()
+    assert len(set(drawn)) == 6
+
+
+def test_exit_work_of_the_script_is_done(tmp_path: Path) -> None:
+    script = tmp_path / "exits.py"
+    script.write_text(
+        "import atexit, os, threading, time\n"
+        "rank = os.environ['RANK']\n"
+        "atexit.register(print, 'atexit')\n"
+        "kept_open = open('buffered' + rank, 'w')\n"
+        "kept_open.write('flushed')\n"
+        "threading.Timer(0.1, lambda: open('thread' + rank, 'w').write('done')).start()\n"
+        "if os.fork() == 0: os._exit(0)\n"
+        "os.wait()\n"
+    )
+    done = run(script)
+    assert done.stdout == "atexit\natexit\n", done.stderr
+    for rank in "01":
+        assert (tmp_path / f"buffered{rank}").read_text() == "flushed"
+        assert (tmp_path / f"thread{rank}").read_text() == "done"
+
+
+@pytest.mark.parametrize(
+    ("statement", "code"),
+    [
+        ("raise SystemExit", 0),
+        ("raise SystemExit('words')", 1),
+        ("raise SystemExit(300)", 44),
+        ("raise KeyboardInterrupt", 130),
+        ("import os; os.abort()", 134),
+        ("this is no python", 1),
+        ("import no_such_module", 1),
+    ],
+)
+def test_exit_codes(tmp_path: Path, statement: str, code: int) -> None:
+    script = tmp_path / "leave.py"
+    script.write_text(statement + "\n")
+    assert run(script).returncode == code
+
+
+def test_elastic_launches_are_handed_to_torch(tmp_path: Path) -> None:
+    script = tmp_path / "x.py"
+    script.write_text("import os; print(os.environ['WORLD_SIZE'])")
+    done = subprocess.run(
+        [*AGENT, "--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0",
+         "--rdzv-conf", "last_call_timeout=1", "--nproc-per-node", "2", str(script)],
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.stdout == "2\n2\n", done.stderr
+    assert "--nnodes MIN:MAX: started by torch's own elastic agent" in done.stderr
