@@ -79,7 +79,7 @@ def _count_ranks(nproc_per_node: str) -> int:
     given = os.environ.get(_BY_NVML)
     os.environ[_BY_NVML] = "1"
     try:
-        return torchrun.determine_local_world_size(nproc_per_node)
+        return int(torchrun.determine_local_world_size(nproc_per_node))
     finally:
         del os.environ[_BY_NVML]
         if given is not None:

@@ -106,7 +106,8 @@ def test_data_workers(tmp_path: Path, method: str) -> None:
         "    def __len__(self): return 8\n"
         "    def __getitem__(self, i): return torch.tensor(i)\n"
         "if __name__ == '__main__':\n"
-        "    loader = DataLoader(Numbers(), 4, num_workers=2, multiprocessing_context=sys.argv[1])\n"
+        "    how = dict(num_workers=2, multiprocessing_context=sys.argv[1])\n"
+        "    loader = DataLoader(Numbers(), 4, **how)\n"
         "    print(sum(int(b.sum()) for b in loader), flush=True)\n"
     )
     done = run(script, method)

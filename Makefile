@@ -1,0 +1,56 @@
+# One command each; `make` alone lists them. Needs python3 (3.10 or newer) and make.
+
+VENV   := .venv
+PYTHON := $(VENV)/bin/python
+STAMP  := $(VENV)/.installed
+TESTED := $(VENV)/.tests-installed
+NPROC  ?= $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU' | sed 's/^0$$/2/')
+CONFIG ?= config/local3.yaml
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-fast lint bench-launch bench-step clean
+
+help: ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "make %-14s %s\n", $$1, $$2 }'
+
+setup: $(STAMP) ## make .venv with everything the project runs with
+
+train: $(STAMP) ## train the built-in model on this machine (CONFIG=..., NPROC=...)
+	PYTHON=$(PYTHON) scripts/ssh/launch_singlenode.sh $(CONFIG) $(NPROC)
+
+test: $(TESTED) ## lint and every test; says what it had to skip, and why
+	@PYTHON=$(PYTHON) tests/run.sh all
+
+test-fast: $(TESTED) ## lint and the quick tests, under a minute
+	@PYTHON=$(PYTHON) tests/run.sh fast
+
+lint: $(TESTED) ## shellcheck, shfmt, ruff, mypy
+	@PYTHON=$(PYTHON) tests/run.sh lint
+
+bench-launch: $(STAMP) ## launch to first step: ours and the others, side by side
+	$(PYTHON) bench/launch.py
+
+bench-step: $(STAMP) ## one training step: train.py and a bare loop, side by side
+	$(PYTHON) bench/step.py
+
+clean: ## remove .venv and caches; logs and checkpoints stay
+	rm -rf $(VENV) .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# pip's own log is long and dull: it is shown only when it fails.
+$(PYTHON):
+	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || \
+	  { echo "make: python3 is missing or older than 3.10; install Python 3.10 or newer" >&2; exit 3; }
+	@python3 -c 'import venv, ensurepip' 2>/dev/null || \
+	  { echo "make: python3 has no venv module; install it (Debian: apt install python3-venv)" >&2; exit 3; }
+	@python3 -m venv $(VENV)
+
+$(STAMP): requirements.txt | $(PYTHON)
+	@echo "installing $< into $(VENV) (torch is large: some minutes)"
+	@$(PYTHON) -m pip install -qq --disable-pip-version-check -r $<
+	@touch $@
+
+$(TESTED): tests/requirements.txt $(STAMP)
+	@echo "installing $< into $(VENV)"
+	@$(PYTHON) -m pip install -qq --disable-pip-version-check -r $<
+	@touch $@

@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# Train on one node of a cluster, or on several: by hand on each, or once under srun. The health
+# of the node is checked first.
+#
+# usage: scripts/cluster_train.sh [CONFIG] [NUM_NODES] [NODE_RANK] [MASTER_ADDR] [MASTER_PORT] [key=value...] [-- ARGS...]
+#
+#   CONFIG       the configuration, a YAML file (default: config/local3.yaml)
+#   NUM_NODES    nodes in all (default: 1; under srun: the step's)
+#   NODE_RANK    this node's number, from 0 (under srun: the step's)
+#   MASTER_ADDR  address of node 0 (under srun: the step's first node)
+#   MASTER_PORT  a free port on node 0 (default: from the run id; by hand on several nodes 29500)
+#   key=value    settings that replace the config's
+#
+# example: scripts/cluster_train.sh config/local3.yaml 2 0 10.0.0.1
+#          srun --ntasks-per-node=1 scripts/cluster_train.sh config/local3.yaml
+#
+# What the terminal shows is kept in logs/distributed_training/, newest: latest_node<rank>.log.
+set -euo pipefail
+for ROOT in "$(dirname -- "$(readlink -f -- "$0")")/.." "${SLURM_SUBMIT_DIR:-}" "${PBS_O_WORKDIR:-}"; do
+  [[ ! -r $ROOT/scripts/lib/launch.sh ]] || break
+done
+# shellcheck source=scripts/lib/launch.sh
+source "$ROOT/scripts/lib/launch.sh"
+# shellcheck source=scripts/lib/scheduler.sh
+source "$ROOT/scripts/lib/scheduler.sh"
+# shellcheck source=scripts/lib/local.sh
+source "$ROOT/scripts/lib/local.sh"
+
+main() {
+  parse_arguments config nnodes node_rank master port -- "$@"
+  default_config
+  if in_slurm_step; then
+    choose_python
+    plan_from_step
+  else
+    refuse_batch_step
+    by_hand
+  fi
+  plan_settings
+  choose_python
+  plan_script
+  [[ -n $DRY_RUN ]] || keep_copy
+  fanout_check
+  print_plan
+  [[ -n $DRY_RUN || -n ${SKIP_PREFLIGHT:-} ]] || check_health
+  start_or_print
+}
+
+# From here on all that is shown is written to this node's log too. The copying process must be
+# no child of ours, for the agent that we become ends every process below it, and must outlive
+# the signals that stop the run.
+keep_copy() {
+  local folder=${LOG_DIR:-logs}/distributed_training name pipes
+  printf -v name 'cluster_train_%(%Y%m%d-%H%M%S)T_node%s.log' -1 "${plan[node_rank]}"
+  mkdir -p -- "$folder" 2>/dev/null || refuse dir-unwritable "cannot make ${folder@Q}; set LOG_DIR"
+  ln -sfn -- "$name" "$folder/latest_node${plan[node_rank]}.log"
+  pipes=$(mktemp -d)
+  mkfifo "$pipes/copy"
+  (
+    trap '' INT TERM HUP
+    tee -a -- "$folder/$name" <"$pipes/copy" &
+  )
+  exec >"$pipes/copy" 2>&1
+  rm -r -- "$pipes"
+}
+
+# After the preflight: can the processes of this node talk, and is the master there?
+check_health() {
+  local start=$SECONDS limit=${plan[join_timeout]:-300}
+  check_collective
+  print_row health "all-reduce over $(count "${plan[nproc]}" process processes): ok in $((SECONDS - start)) s"
+  ((plan[node_rank] > 0)) || return 0
+  PROGRAM=$PROGRAM run_ours distributed.preflight wait "${plan[master]}" "${plan[port]}" "${limit%.*}" || exit
+  print_row health "master ${plan[master]}:${plan[port]}: reachable"
+}
+
+check_collective() {
+  local id=health-$$ port folder said code=0
+  port=$(run_ours distributed.preflight --no-checks --run-id "$id" | sed -n 's/^port=//p')
+  folder=$(mktemp -d)
+  said=$(RUN_ID=$id run_ours_agent --nproc-per-node "${plan[nproc]}" --master-addr 127.0.0.1 \
+    --master-port "$port" --log-dir "$folder" --rdzv-id "$id" -m distributed.selftest --seconds 0.05 2>&1) || code=$?
+  rm -rf -- "$folder"
+  ((code == 0)) && return
+  printf '%s\n' "$said" >&2
+  die 3 "the processes of $HOST cannot work together (exit code $code, see above); see TROUBLESHOOTING.md"
+}
+main "$@"

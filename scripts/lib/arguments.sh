@@ -1,0 +1,51 @@
+# shellcheck shell=bash disable=SC2034,SC2154 # the files of lib/ share their variables
+# One grammar for every script: positional arguments, key=value settings, --options, and after
+# `--` what goes to the training script untouched.
+
+declare -A plan=()    # what the user said and what was made of it; plan.sh completes it
+declare -A OPTIONS=() # the script's own options, each with the plan entry its value goes to
+SETTINGS=()           # key=value, in order
+REST=()               # what follows `--`
+DRY_RUN=
+STRICT=
+
+is_setting() { # <argument>
+  [[ $1 =~ ^[A-Za-z_+~][A-Za-z0-9_.+-]*= && ! -e $1 ]]
+}
+
+# Fills plan[NAME] for each positional argument, in the order of the names given.
+parse_arguments() { # <plan entry...> -- <argument...>
+  local names=()
+  while [[ $1 != -- ]]; do
+    names+=("$1")
+    shift
+  done
+  shift
+  while (($#)); do
+    [[ $1 == --*=* ]] && set -- "${1%%=*}" "${1#*=}" "${@:2}"
+    case $1 in
+      -h | --help) print_usage && exit ;;
+      --dry-run) DRY_RUN=1 ;;
+      --strict) STRICT=1 ;;
+      --) REST=("${@:2}") && return ;;
+      -?*)
+        [[ -n ${OPTIONS[$1]:-} ]] ||
+          die 2 "unknown option ${1@Q}; see $PROGRAM --help, and put the training script's own after --"
+        (($# > 1)) || die 2 "option $1 has no value; see $PROGRAM --help"
+        plan[${OPTIONS[$1]}]=$2
+        shift
+        ;;
+      *)
+        if is_setting "$1"; then
+          SETTINGS+=("$1")
+        elif ((${#names[@]})); then
+          plan[${names[0]}]=$1
+          names=("${names[@]:1}")
+        else
+          die 2 "one argument too many, ${1@Q}; see $PROGRAM --help"
+        fi
+        ;;
+    esac
+    shift
+  done
+}

@@ -1,0 +1,67 @@
+# shellcheck shell=bash disable=SC2034,SC2154 # the files of lib/ share their variables
+# The way of every launcher: plan, preflight, start. An entry script sources this and one fan-out
+# (local.sh, ...), parses its arguments and calls launch.
+
+# shellcheck source=scripts/lib/common.sh
+source "$ROOT/scripts/lib/common.sh"
+# shellcheck source=scripts/lib/arguments.sh
+source "$ROOT/scripts/lib/arguments.sh"
+# shellcheck source=scripts/lib/python.sh
+source "$ROOT/scripts/lib/python.sh"
+# shellcheck source=scripts/lib/plan.sh
+source "$ROOT/scripts/lib/plan.sh"
+
+LAUNCH_LINE=("$0" "$@")
+
+launch() {
+  plan_settings
+  choose_python
+  plan_script
+  launch_planned
+}
+
+# The second half, for a script that sets SCRIPT itself.
+launch_planned() {
+  fanout_check
+  print_plan
+  start_or_print
+}
+
+start_or_print() {
+  if [[ -n $DRY_RUN ]]; then fanout_print; else fanout_start; fi
+}
+
+# Sets COMMAND: what one node runs, in the working directory of the launch.
+node_command() { # <node rank>
+  local setting variables=() options=()
+  [[ -z ${plan[run_id]} ]] || variables+=("RUN_ID=${plan[run_id]}")
+  variables+=("LAUNCH_COMMAND=$(launch_line)")
+  for setting in LOG_LEVEL BACKEND GRACE; do
+    [[ -z ${!setting:-} ]] || variables+=("$setting=${!setting}")
+  done
+  options=(
+    --nnodes "${plan[nnodes]}" --node-rank "$1" --nproc-per-node "${plan[nproc]}"
+    --master-addr "${plan[master]}" --master-port "${plan[port]}"
+    --rdzv-conf "join_timeout=${plan[join_timeout]:-300}" --log-dir "${LOG_DIR:-logs}"
+  )
+  [[ -z ${plan[run_id]} ]] || options+=(--rdzv-id "${plan[run_id]}")
+  ((${MAX_RESTARTS:-0} == 0)) || options+=(--max-restarts "$MAX_RESTARTS")
+  COMMAND=(env "${variables[@]}" "$PYTHON" "$ROOT/scripts/lib/agent.py" "${options[@]}" "${SCRIPT[@]}")
+}
+
+# What the user typed, with the variables that shaped it: the run is resumed by typing it again.
+launch_line() {
+  local name word words=()
+  for name in TRAIN_SCRIPT CONFIG_FLAG NPROC_PER_NODE BACKEND LOG_DIR MASTER_ADDR MASTER_PORT; do
+    [[ -z ${!name:-} ]] || words+=("$name=${!name}")
+  done
+  for word in "${LAUNCH_LINE[@]}"; do
+    [[ -n $DRY_RUN && $word == --dry-run ]] || words+=("$word")
+  done
+  quote_line "${words[@]}"
+}
+
+# The file of the training script, for the preflight; nothing for a module.
+script_path() {
+  [[ ${SCRIPT[0]} == -m ]] || printf '%s' "${SCRIPT[0]}"
+}

@@ -1,0 +1,74 @@
+# shellcheck shell=bash disable=SC2034,SC2154 # the files of lib/ share their variables
+# The Python that runs the job: environment modules, conda, virtual environments.
+
+# Sets PYTHON to an absolute path. First of: PYTHON, VENV, CONDA_ENV, the active environment, the
+# project's .venv, python3.
+choose_python() {
+  load_modules
+  if [[ -n ${PYTHON:-} ]]; then
+    :
+  elif [[ -n ${VENV:-} ]]; then
+    use_folder "$VENV" VENV
+  elif [[ -n ${CONDA_ENV:-} ]]; then
+    activate_conda
+  elif [[ -n ${VIRTUAL_ENV:-} ]]; then
+    use_folder "$VIRTUAL_ENV" VIRTUAL_ENV
+  elif [[ -n ${CONDA_PREFIX:-} && ${CONDA_DEFAULT_ENV:-base} != base ]]; then
+    use_folder "$CONDA_PREFIX" CONDA_PREFIX
+  elif [[ -x $ROOT/.venv/bin/python ]]; then
+    PYTHON=$ROOT/.venv/bin/python
+  else
+    PYTHON=python3
+  fi
+  local found
+  found=$(type -P -- "$PYTHON") ||
+    refuse env-missing "there is no Python at ${PYTHON@Q}; run make setup, or set PYTHON"
+  [[ $found == /* ]] || found=$PWD/$found
+  PYTHON=$found
+}
+
+use_folder() { # <environment's folder> <variable that named it>
+  [[ -x $1/bin/python ]] || refuse env-missing "$2 names ${1@Q}, which holds no bin/python; correct $2"
+  PYTHON=$1/bin/python
+  PATH=$(cd -- "$1/bin" && pwd):$PATH
+}
+
+activate_conda() {
+  local conda base
+  conda=${CONDA_EXE:-$(type -P conda)} || refuse env-missing "CONDA_ENV is set but there is no conda on PATH; set CONDA_EXE"
+  base=${conda%/*/*}
+  [[ -r $base/etc/profile.d/conda.sh ]] || refuse env-missing "no conda.sh under ${base@Q}; set CONDA_EXE"
+  set +u # conda's own scripts read unset variables
+  # shellcheck disable=SC1091
+  source "$base/etc/profile.d/conda.sh"
+  conda activate "$CONDA_ENV" >&2 ||
+    refuse env-missing "conda cannot activate ${CONDA_ENV@Q}; see conda env list"
+  set -u
+  PYTHON=python
+}
+
+load_modules() {
+  [[ -n ${MODULES:-} ]] || return 0
+  local file names
+  set +u # so do the module system's
+  if ! declare -F module >/dev/null; then
+    for file in "$LMOD_PKG/init/bash" "$MODULESHOME/init/bash" /etc/profile.d/{lmod,modules}.sh; do
+      # shellcheck disable=SC1090
+      if [[ -r $file ]]; then source "$file" && break; fi
+    done
+  fi
+  declare -F module >/dev/null ||
+    refuse env-missing "MODULES is set but this machine has no module command; unset MODULES"
+  read -ra names <<<"$MODULES"
+  module load "${names[@]}" || refuse env-missing "module load $MODULES failed; see module avail"
+  set -u
+}
+
+# Our own modules, found whatever the working directory holds. Paths given to them are absolute.
+run_ours() { # <module> <argument...>
+  (cd -- "$ROOT" && exec "$PYTHON" -m "$@")
+}
+
+run_ours_agent() { # <agent's argument...>
+  (cd -- "$ROOT" && exec "$PYTHON" scripts/lib/agent.py "$@")
+}

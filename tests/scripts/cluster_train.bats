@@ -1,0 +1,103 @@
+#!/usr/bin/env bats
+bats_require_minimum_version 1.5.0
+load helper
+
+launch() {
+  "$ROOT/scripts/cluster_train.sh" "$@"
+}
+
+# The variables of a step as srun sets them, for node 1 of node[1-2].
+export_step() {
+  export SLURM_JOB_ID=9 SLURM_JOB_NUM_NODES=3 SLURM_STEP_ID=0 SLURM_NODEID=1 \
+    SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST='node[1-2]'
+}
+
+@test "--dry-run: the golden command" {
+  export RUN_ID=golden
+  run --separate-stderr launch plain.yaml 2 1 10.0.0.1 23456 --dry-run
+  [[ $status == 0 ]]
+  assert_output "# node 1 ($HOST): ranks 1-1 of 2, rendezvous 10.0.0.1:23456
+$(golden_command "$ROOT/scripts/cluster_train.sh\\ plain.yaml\\ 2\\ 1\\ 10.0.0.1\\ 23456" \
+    2 1 1 10.0.0.1 "$ROOT/train.py --config plain.yaml")"
+  [[ ! -e logs ]]
+}
+
+@test "under srun: nodes, rank and master from the step, the port from the job" {
+  export_step
+  run --separate-stderr launch plain.yaml --dry-run
+  [[ $status == 0 ]]
+  local port
+  port=$(cd "$ROOT" && "$PYTHON" -m distributed.environment port 9)
+  [[ $output == *" --nnodes 2 --node-rank 1 --nproc-per-node 1 --master-addr node1 --master-port $port "* ]]
+  [[ $output == *" --rdzv-id 9 "* ]]
+  run --separate-stderr launch plain.yaml 2 1 --dry-run
+  [[ $status == 0 && $output == *" --node-rank 1 "* ]]
+}
+
+@test "under srun: what contradicts the step is refused, with both sources" {
+  export_step
+  run launch plain.yaml 3 1
+  assert_refused 2 "wrong-world: the argument NUM_NODES is '3' but srun's SLURM_STEP_NUM_NODES is 2"
+  run launch plain.yaml 2 0
+  assert_refused 2 "wrong-world: the argument NODE_RANK is '0' but srun's SLURM_NODEID is 1"
+  SLURM_STEP_NUM_TASKS=8 run launch plain.yaml
+  assert_refused 2 "wrong-world: srun started 8 tasks on 2 nodes; give it --ntasks=2"
+}
+
+@test "a job of several nodes without srun: exit 2" {
+  SLURM_JOB_ID=9 SLURM_JOB_NUM_NODES=2 SLURM_NODEID=0 run launch plain.yaml 2 0 node1
+  assert_refused 2 "batch-step: the job has 2 nodes and no srun started"
+}
+
+# bats test_tags=slow
+@test "health checks, then the run; the log keeps what the terminal shows" {
+  echo 'print("trained", flush=True)' >own.py
+  TRAIN_SCRIPT=own.py NPROC_PER_NODE=2 run launch -
+  [[ $status == 0 ]]
+  [[ $output == *"preflight  14 checks"*"health     all-reduce over 2 processes: ok"*trained* ]]
+  [[ $output == "$(<logs/distributed_training/latest_node0.log)" ]]
+  [[ $(readlink logs/distributed_training/latest_node0.log) == cluster_train_*_node0.log ]]
+}
+
+# bats test_tags=slow
+@test "two nodes by hand on this machine; the second waits for the master" {
+  echo 'import torch.distributed as d; d.init_process_group("gloo"); print("met", d.get_world_size(), flush=True)' >own.py
+  export TRAIN_SCRIPT=own.py
+  local port
+  port=$("$PYTHON" -c 'import socket; s = socket.create_server(("", 0)); print(s.getsockname()[1])')
+  launch - 2 1 127.0.0.1 "$port" >node1.out 2>&1 3>&- &
+  run launch - 2 0 127.0.0.1 "$port"
+  wait $!
+  [[ $status == 0 && $output == *"met 2"* ]]
+  grep -q "health     master 127.0.0.1:$port: reachable" logs/distributed_training/latest_node1.log
+}
+
+# bats test_tags=slow
+@test "the exit code is the rank's, through the log's copy" {
+  echo 'raise SystemExit(7)' >own.py
+  TRAIN_SCRIPT=own.py SKIP_PREFLIGHT=1 run launch -
+  [[ $status == 7 ]]
+}
+
+# bats test_tags=slow
+@test "arguments arrive byte for byte" {
+  make_dump
+  make_config "$ODD_CONFIG"
+  SKIP_PREFLIGHT=1 launch "$ODD_CONFIG" "${ODD_SETTINGS[@]}" -- "${ODD_REST[@]}"
+  assert_odd_dumped
+}
+
+@test "bad arguments: exit 2, one line" {
+  run launch missing.yaml
+  assert_refused 2 "there is no config 'missing.yaml'"
+  run launch plain.yaml 2 1
+  assert_refused 2 "2 nodes but no address of the master; give MASTER_ADDR"
+  run launch plain.yaml 2 5 10.0.0.1
+  assert_refused 2 "the node rank is '5'"
+  run launch plain.yaml "" ""
+  assert_refused 2 "the number of nodes is ''"
+  run launch plain.yaml 1 0 10.0.0.1 0
+  assert_refused 2 "the port is '0'"
+  run launch plain.yaml --nodes 2
+  assert_refused 2 "unknown option '--nodes'"
+}

@@ -1,0 +1,99 @@
+# shellcheck shell=bats disable=SC2034,SC2154 # shared with the tests, and with run
+# What the tests of the scripts share. Each test has a folder of its own as working directory.
+
+ROOT=$(cd -- "$BATS_TEST_DIRNAME/../.." && pwd -P)
+HOST=${HOSTNAME%%.*}
+
+setup() {
+  cd -- "$BATS_TEST_TMPDIR" || return
+  find_python
+  # The tests decide about all that a launcher reads.
+  unset CONDA_ENV MODULES TRAIN_SCRIPT CONFIG_FLAG BACKEND RUN_ID LOG_DIR LOG_LEVEL GRACE NO_COLOR \
+    NPROC_PER_NODE MASTER_ADDR MASTER_PORT MAX_RESTARTS SKIP_PREFLIGHT CUDA_VISIBLE_DEVICES \
+    "${!SLURM_@}" "${!PBS_@}" GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME
+  make_config plain.yaml
+}
+
+make_config() { # <file>
+  echo "train: {max_steps: 1, batch_size: 1}" >"$1"
+}
+
+# The tests' Python, whatever names it: PYTHON, VENV, or the project's own.
+find_python() {
+  if [[ -z ${PYTHON:-} ]]; then
+    PYTHON=${VENV:-$ROOT/.venv}/bin/python
+    [[ -x $PYTHON ]] || PYTHON=$(type -P python3)
+  fi
+  export PYTHON
+  unset VENV VIRTUAL_ENV CONDA_PREFIX
+}
+
+# A training script that writes what it was given, byte for byte, as JSON.
+make_dump() {
+  cat >dump.py <<'PY'
+import json, os, sys
+if os.environ["RANK"] == "0":
+    with open("dump.json", "w") as file:
+        json.dump(sys.argv[1:], file)
+PY
+  export TRAIN_SCRIPT=dump.py
+}
+
+# What a shell on the way could spoil.
+# shellcheck disable=SC2016 # nothing here is to expand
+{
+  ODD_CONFIG=$'odd \'name\' "$HOME" `x` \\ \u00fc\n.yaml'
+  ODD_SETTINGS=('a.b=1 2' 'c="$x" *' $'d=\u00e9\n' 'e=')
+  ODD_REST=(--last 'f=$(g)' '' $'\t')
+}
+
+assert_odd_dumped() {
+  assert_dumped --config "$ODD_CONFIG" "${ODD_SETTINGS[@]}" "${ODD_REST[@]}"
+}
+
+assert_dumped() { # <argument expected...>
+  "$PYTHON" -c 'import json, sys; got = json.load(open("dump.json")); assert got == sys.argv[1:], got' "$@"
+}
+
+# The last run was refused with this code, in one line that holds the text; nothing was started.
+assert_refused() { # <exit code> <text>
+  if [[ $status != "$1" || ${#lines[@]} != 1 || $output != *"$2"* || -e logs ]]; then
+    printf 'expected code %s and one line with: %s\ngot code %s: %s\n' "$1" "$2" "$status" "$output"
+    return 1
+  fi
+}
+
+assert_output() { # <text>
+  diff <(printf '%s\n' "$1") <(printf '%s\n' "$output")
+}
+
+# The golden command of node 0, with what differs between machines filled in.
+golden_command() { # <launcher's line> <nnodes> <node rank> <nproc> <master> <script and arguments>
+  printf '%s' "cd $PWD && env RUN_ID=golden LAUNCH_COMMAND=$1 $PYTHON $ROOT/scripts/lib/agent.py" \
+    " --nnodes $2 --node-rank $3 --nproc-per-node $4 --master-addr $5 --master-port 23456" \
+    " --rdzv-conf join_timeout=300 --log-dir logs --rdzv-id golden $6"
+}
+
+# Makes `name` on PATH print the text: a machine's tool that this one has not, or has otherwise.
+fake_tool() { # <name> <bash script>
+  mkdir -p fake
+  printf '#!/usr/bin/env bash\n%s\n' "$2" >"fake/$1"
+  chmod +x "fake/$1"
+  [[ $PATH == "$PWD/fake:"* ]] || PATH=$PWD/fake:$PATH
+}
+
+fake_gpus() { # <number>
+  fake_tool nvidia-smi "[[ \$1 == --query-gpu=* ]] || exit 0
+for ((i = 0; i < $1; i++)); do echo \"\$i, GPU-\$i, 0\"; done"
+}
+
+# A PATH with what the launchers themselves need, and nothing else.
+bare_path() {
+  local tool
+  mkdir -p bare
+  for tool in bash env dirname readlink sed awk cat; do
+    ln -sf "$(type -P "$tool")" bare/
+  done
+  # shellcheck disable=SC2123 # it is meant
+  PATH=$PWD/bare
+}

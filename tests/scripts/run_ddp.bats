@@ -1,0 +1,94 @@
+#!/usr/bin/env bats
+bats_require_minimum_version 1.5.0
+load helper
+
+launch() {
+  "$ROOT/scripts/run_ddp.sh" "$@"
+}
+
+@test "--dry-run: the golden command, long and short options" {
+  export RUN_ID=golden MASTER_PORT=23456
+  run --separate-stderr launch -n 2 -c plain.yaml -l INFO --dry-run
+  [[ $status == 0 ]]
+  local command
+  command=$(golden_command "MASTER_PORT=23456\\ $ROOT/scripts/run_ddp.sh\\ -n\\ 2\\ -c\\ plain.yaml\\ -l\\ INFO LOG_LEVEL=INFO" \
+    1 0 2 127.0.0.1 "$ROOT/train.py --config plain.yaml")
+  assert_output "# node 0 ($HOST): ranks 0-1 of 2, rendezvous 127.0.0.1:23456
+$command"
+  run --separate-stderr launch --num-gpus=2 --config plain.yaml --log-level=INFO --dry-run
+  [[ ${output#* --nnodes} == "${command#* --nnodes}" ]]
+  run --separate-stderr launch -n2 -c plain.yaml --dry-run
+  [[ $status == 2 ]]
+}
+
+@test "the config in two parts, and the one it falls back on" {
+  mkdir conf
+  make_config conf/small.yaml
+  run --separate-stderr launch --config-path=conf --config-name=small --num-gpus=2 --dry-run
+  [[ $output == *" --config conf/small.yaml" ]]
+  run --separate-stderr launch --config-path conf --config-name small.yaml --dry-run
+  [[ $output == *" --config conf/small.yaml" ]]
+  run --separate-stderr launch --dry-run
+  [[ $output == *" --config $ROOT/config/local3.yaml" ]]
+  TRAIN_SCRIPT=own.py run --separate-stderr launch --dry-run
+  [[ $output == *" own.py" ]]
+}
+
+@test "launch_distributed_train.sh is another name for it" {
+  run "$ROOT/scripts/launch_distributed_train.sh" --config-path=conf
+  assert_refused 2 "launch_distributed_train.sh: --config-path and --config-name go together"
+  run --separate-stderr "$ROOT/scripts/launch_distributed_train.sh" -n 3 -c plain.yaml --dry-run
+  [[ $output == *" --nproc-per-node 3 "* ]]
+}
+
+# bats test_tags=slow
+@test "arguments arrive byte for byte" {
+  make_dump
+  make_config "$ODD_CONFIG"
+  launch -n 1 -c "$ODD_CONFIG" "${ODD_SETTINGS[@]}" -- "${ODD_REST[@]}"
+  assert_odd_dumped
+}
+
+@test "bad arguments: exit 2, one line" {
+  run launch -n 0
+  assert_refused 2 "the number of processes is '0'"
+  run launch -n
+  assert_refused 2 "option -n has no value"
+  run launch -c missing.yaml
+  assert_refused 2 "there is no config 'missing.yaml'"
+  run launch -l loud
+  assert_refused 2 "LOG_LEVEL is 'loud'"
+  run launch -x 2
+  assert_refused 2 "unknown option '-x'"
+  run launch plain.yaml
+  assert_refused 2 "one argument too many, 'plain.yaml'"
+}
+
+@test "an allocation of several nodes: exit 2, and what to use" {
+  SLURM_JOB_ID=5 SLURM_JOB_NUM_NODES=2 run launch -c plain.yaml
+  assert_refused 2 "this allocation has 2 nodes and run_ddp.sh starts one; use srun scripts/cluster_train.sh CONFIG"
+  # salloc's shell is a step of one node in an allocation of two
+  SLURM_JOB_ID=5 SLURM_JOB_NUM_NODES=2 SLURM_STEP_ID=4294967290 SLURM_STEP_NUM_NODES=1 run launch -c plain.yaml
+  assert_refused 2 "this allocation has 2 nodes"
+  printf 'n1\nn1\nn2\n' >nodes
+  PBS_JOBID=6.host PBS_NODEFILE=nodes run launch -c plain.yaml
+  assert_refused 2 "this allocation has 2 nodes"
+}
+
+@test "an allocation of one node trains here, under the job's id" {
+  SLURM_JOB_ID=5 SLURM_JOB_NUM_NODES=1 run launch -c plain.yaml --dry-run
+  [[ $status == 0 && $output == *"run        5    plain.yaml"* ]]
+  SLURM_JOB_ID=8 SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID=3 run launch -c plain.yaml --dry-run
+  [[ $output == *"run        7_3    plain.yaml"* ]]
+}
+
+@test "a login node is warned about" {
+  local told="warning: this looks like a login node"
+  run launch -c plain.yaml --dry-run
+  [[ $output != *"$told"* ]]
+  fake_tool sinfo ''
+  run launch -c plain.yaml --dry-run
+  [[ $status == 0 && $output == *"$told"* ]]
+  SLURM_JOB_ID=5 run launch -c plain.yaml --dry-run
+  [[ $output != *"$told"* ]]
+}

@@ -1,0 +1,40 @@
+#!/usr/bin/env bats
+bats_require_minimum_version 1.5.0
+load helper
+
+launch() {
+  "$ROOT/scripts/test_distributed.sh" "$@"
+}
+
+@test "--dry-run: the golden command" {
+  export RUN_ID=golden MASTER_PORT=23456
+  run --separate-stderr launch 3 --dry-run
+  [[ $status == 0 ]]
+  cd "$ROOT"
+  assert_output "# node 0 ($HOST): ranks 0-2 of 3, rendezvous 127.0.0.1:23456
+$(golden_command "MASTER_PORT=23456\\ $ROOT/scripts/test_distributed.sh\\ 3" 1 0 3 127.0.0.1 "-m distributed.selftest")"
+}
+
+@test "two processes where there is no GPU, else one per GPU" {
+  run launch --dry-run
+  [[ $output == *"2 = 1 node x 2, gloo"* ]]
+  fake_gpus 3
+  run launch --dry-run
+  [[ $output == *"3 = 1 node x 3, nccl"* ]]
+}
+
+@test "the verdict in one line" {
+  LOG_DIR=$PWD/logs run --separate-stderr launch 2 -- --seconds 0.1
+  [[ $status == 0 && ${lines[-1]} == "PASS  2 ranks on 1 node, gloo: "* ]]
+}
+
+@test "bad arguments: exit 2, one line" {
+  run launch 0
+  assert_refused 2 "the number of processes is '0'"
+  run launch 2 3
+  assert_refused 2 "one argument too many, '3'"
+  run launch seed=1
+  assert_refused 2 "settings mean nothing here"
+  run launch --gpus
+  assert_refused 2 "unknown option '--gpus'"
+}

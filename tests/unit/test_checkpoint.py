@@ -1,0 +1,279 @@
+"""Checkpoints: whole or not there, whatever happens, and the same on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import start_processes
+
+from distributed import checkpoint
+from distributed.checkpoint import CheckpointError, State, load, save, weights_hash
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def make_state(step: int) -> State:
+    """A model and an AdamW that has made one step; the weights are all `step`."""
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, step)
+    place = {"step": step, "epoch": 0, "samples": 8}
+    return State(model.state_dict(), optimizer.state_dict(), place, [checkpoint.rng_state()])
+
+
+def newest_step(run: Path) -> int:
+    state = load(run)
+    assert state is not None
+    assert state.model["weight"][0, 0] == state.progress["step"]
+    return int(state.progress["step"])
+
+
+def in_a_child(action: Callable[[], object]) -> int:
+    """Run the action in a fork; return its wait status."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            action()
+            code = 0
+        except OSError:
+            code = 3
+        finally:
+            os._exit(code)
+    return os.waitpid(pid, 0)[1]
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+    state = make_state(5)
+    folder = save(tmp_path / "run", 5, state, keep_last=3)
+    for path in (folder, tmp_path / "run", tmp_path / "run/latest"):
+        loaded = load(path)
+        assert loaded is not None
+        assert weights_hash(loaded.model) == weights_hash(state.model)
+        assert loaded.progress == state.progress
+        moments, saved_moments = loaded.optimizer["state"][0], state.optimizer["state"][0]
+        assert torch.equal(moments["exp_avg"], saved_moments["exp_avg"])
+        assert loaded.optimizer["param_groups"] == state.optimizer["param_groups"]
+
+
+def test_the_weights_open_with_plain_torch(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1, make_state(1), keep_last=1)
+    assert set(torch.load(folder / "model.pt", weights_only=True)) == {"weight", "bias"}
+
+
+def test_a_run_without_checkpoints_has_none(tmp_path: Path) -> None:
+    assert load(tmp_path) is None
+    assert load(tmp_path / "nonesuch") is None
+
+
+def test_the_newest_stay_and_latest_points_at_the_last(tmp_path: Path) -> None:
+    for step in (8, 9, 10, 11):
+        save(tmp_path, step, make_state(step), keep_last=2)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-10", "step-11"]
+    assert os.readlink(tmp_path / "latest") == "step-11"
+    assert newest_step(tmp_path) == 11
+
+
+def test_what_is_not_whole_never_counts(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, make_state(step), keep_last=2)
+    (tmp_path / "step-3").mkdir()
+    (tmp_path / "step-4.tmp-99").mkdir()
+    assert newest_step(tmp_path) == 2
+    save(tmp_path, 5, make_state(5), keep_last=2)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-2", "step-3", "step-5"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: flip_a_bit(folder / "model.pt"),
+        lambda folder: flip_a_bit(folder / "optimizer.pt"),
+        lambda folder: flip_a_bit(folder / "manifest.json"),
+        lambda folder: os.truncate(folder / "model.pt", 100),
+        lambda folder: (folder / "rng.json").unlink(),
+        lambda folder: (folder / "manifest.json").unlink(),
+    ],
+    ids=["model", "optimizer", "manifest", "cut", "file missing", "manifest missing"],
+)
+def test_a_damaged_one_is_named_and_the_one_before_taken(
+    tmp_path: Path, damage: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, make_state(step), keep_last=2)
+    damage(tmp_path / "step-2")
+    assert newest_step(tmp_path) == 1
+    assert f"{tmp_path}/step-2" in caplog.text
+    damage(tmp_path / "step-1")
+    with pytest.raises(CheckpointError, match=r"step-2.*no whole checkpoint is left"):
+        load(tmp_path)
+
+
+def test_a_damaged_one_is_replaced(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, make_state(step), keep_last=2)
+    flip_a_bit(tmp_path / "step-2/model.pt")
+    save(tmp_path, 2, make_state(2), keep_last=2)
+    assert newest_step(tmp_path) == 2
+
+
+def test_killed_at_any_moment_a_whole_one_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kill the saving process at each of its system calls that matter, one after the other."""
+    calls_left = 0
+
+    def deadly(call: Callable[..., object]) -> Callable[..., object]:
+        def wrapped(*args: object, **options: object) -> object:
+            nonlocal calls_left
+            calls_left -= 1
+            if calls_left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **options)
+
+        return wrapped
+
+    for owner, name in (
+        (os, "fsync"), (os, "mkdir"), (os, "rename"), (os, "replace"), (os, "symlink"),
+        (os, "unlink"), (os, "rmdir"),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, deadly(getattr(owner, name)))
+    calls_left = 1000
+    save(tmp_path, 1, make_state(1), keep_last=1)
+    step, kills = 1, 0
+    while True:
+        calls_left, state = kills, make_state(step + 1)
+        status = in_a_child(lambda s=state, n=step + 1: save(tmp_path, n, s, keep_last=1))  # type: ignore[misc]
+        calls_left = 1000
+        newest = newest_step(tmp_path)
+        assert newest in (step, step + 1)
+        if status == 0:
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        kills, step = kills + 1, newest
+    assert kills > 10
+    assert os.readlink(tmp_path / "latest") == f"step-{newest}"
+
+
+def test_a_full_disk_leaves_the_one_before(tmp_path: Path) -> None:
+    save(tmp_path, 1, make_state(1), keep_last=1)
+    state = make_state(2)
+
+    def save_within_20_kb() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # write(2) fails beyond
+        save(tmp_path, 2, state, keep_last=1)
+
+    assert os.waitstatus_to_exitcode(in_a_child(save_within_20_kb)) == 3
+    assert newest_step(tmp_path) == 1
+
+
+def test_random_generators_go_on_where_they_were() -> None:
+    import numpy
+
+    def draw() -> list[float]:
+        return [
+            torch.rand(1).item(),
+            random.random(),
+            random.gauss(0, 1),
+            float(numpy.random.rand()),
+        ]
+
+    state = checkpoint.rng_state()
+    first = draw()
+    assert draw() != first
+    checkpoint.set_rng_state(state)
+    assert draw() == first
+
+
+def hash_of(**tensors: Tensor) -> str:
+    return weights_hash(tensors)
+
+
+def test_the_hash_sees_names_types_shapes_and_bytes() -> None:
+    base = torch.arange(6.0)
+    different = {
+        hash_of(a=base),
+        hash_of(b=base),
+        hash_of(a=base.view(2, 3)),
+        hash_of(a=base.to(torch.bfloat16)),
+        hash_of(a=base.view(torch.int32)),
+        hash_of(a=base + 1),
+        hash_of(a=base, b=torch.empty(0)),
+    }
+    assert len(different) == 7
+    assert hash_of(a=base.view(2, 3).T) == hash_of(a=base.view(2, 3).T.contiguous())
+    assert hash_of(a=base, b=base) == weights_hash({"b": base, "a": base})
+
+
+def run_hash(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "distributed.checkpoint", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_hash_command(tmp_path: Path) -> None:
+    state = make_state(1)
+    folder = save(tmp_path, 1, state, keep_last=1)
+    for path in (folder, tmp_path):
+        assert run_hash("hash", str(path)).stdout.strip() == weights_hash(state.model)
+    missing = run_hash("hash", str(tmp_path / "no"))
+    assert missing.returncode == 2
+    assert missing.stderr == f"checkpoint: {tmp_path}/no: holds no checkpoint\n"
+    assert run_hash().returncode == 2
+
+
+def _load_on_a_rank(rank: int, folder: str, results: str) -> None:
+    meeting = f"file://{results}/store"
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+    torch.manual_seed(rank)
+    states = checkpoint.gather_rng_states()
+    assert len(states) == (2 if rank == 0 else 0)
+    # Rank 1 looks at a folder that is not there, as on a node without the shared disk.
+    state = load(Path(folder if rank == 0 else "/nonexistent"))
+    assert state is not None
+    Path(results, str(rank)).write_text(weights_hash(state.model))
+    try:
+        load(Path(folder, "damaged"))
+    except CheckpointError as error:
+        Path(results, f"{rank}.error").write_text(str(error))
+
+
+def test_rank_0_reads_for_all(tmp_path: Path) -> None:
+    state = make_state(1)
+    save(tmp_path / "run", 1, state, keep_last=1)
+    flip_a_bit(save(tmp_path / "run/damaged", 1, state, keep_last=1) / "model.pt")
+    (tmp_path / "results").mkdir()
+    arguments = (str(tmp_path / "run"), str(tmp_path / "results"))
+    start_processes(_load_on_a_rank, arguments, nprocs=2, start_method="fork")  # type: ignore[no-untyped-call]
+    found = {(tmp_path / "results" / str(rank)).read_text() for rank in (0, 1)}
+    assert found == {weights_hash(state.model)}
+    errors = {(tmp_path / "results" / f"{rank}.error").read_text() for rank in (0, 1)}
+    assert len(errors) == 1
+
+
+def test_writing_computes_the_hash_of_what_is_on_the_disk() -> None:
+    """`torch.save` must only append, for that is all the hashing writer knows."""
+    content = io.BytesIO()
+    file = checkpoint._HashingFile(content)
+    torch.save({"a": torch.rand(1000)}, file)  # type: ignore[arg-type]
+    assert file.entry()["sha256"] == hashlib.sha256(content.getvalue()).hexdigest()

@@ -1,0 +1,261 @@
+"""Every launcher's variables, whole and half set."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distributed.environment import (
+    Environment,
+    LauncherError,
+    detect,
+    new_run_id,
+    port_from_id,
+    tasks_per_node,
+)
+
+Variables = dict[str, str]
+
+TORCHRUN: Variables = {
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "23817",
+    "TORCHELASTIC_RUN_ID": "none",
+    "RUN_ID": "r1",
+}
+BY_HAND: Variables = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1234",
+}
+BATCH: Variables = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_JOB_NUM_NODES": "3",
+    "SLURM_NTASKS": "5",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_JOB_NODELIST": "gpu[01-03]",
+}
+STEP: Variables = BATCH | {
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_STEP_NODELIST": "gpu[02-04]",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+OPENMPI: Variables = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-node1-4711@1",
+}
+
+
+def place(env: Environment) -> tuple[object, ...]:
+    return dataclasses.astuple(env)[:9]
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        (TORCHRUN, ("torchrun", 5, 1, 8, 4, 1, 2, "node1", 23817)),
+        (BY_HAND, ("torchrun", 1, 1, 2, 2, 0, 1, "127.0.0.1", 1234)),
+        (
+            BY_HAND | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"},
+            ("torchrun", 3, 1, 4, 2, 1, 2, "127.0.0.1", 1234),
+        ),
+        (STEP, ("slurm", 3, 1, 5, 2, 1, 3, "gpu02", port_from_id("77.0"))),
+        (
+            STEP | {"SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"},
+            ("slurm", 4, 0, 5, 1, 2, 3, "gpu02", port_from_id("77.0")),
+        ),
+        (
+            STEP | {"MASTER_ADDR": "10.0.0.2", "MASTER_PORT": "999"},
+            ("slurm", 3, 1, 5, 2, 1, 3, "10.0.0.2", 999),
+        ),
+        (
+            STEP | {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "7"},
+            ("slurm", 3, 1, 5, 2, 1, 3, "gpu02", port_from_id("70_7.0")),
+        ),
+        (OPENMPI, ("openmpi", 1, 1, 2, 2, 0, 1, "127.0.0.1", port_from_id("prterun-node1-4711@1"))),
+        (
+            OPENMPI
+            | {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
+            | {"MASTER_ADDR": "node1", "MASTER_PORT": "999"},
+            ("openmpi", 3, 1, 4, 2, 1, 2, "node1", 999),
+        ),
+        ({"RUN_ID": "r1"}, ("plain", 0, 0, 1, 1, 0, 1, "127.0.0.1", port_from_id("r1"))),
+    ],
+)
+def test_place_of_each_launcher(variables: Variables, expected: tuple[object, ...]) -> None:
+    assert place(detect(variables)) == expected
+
+
+def test_agent_inside_slurm_or_mpi_wins() -> None:
+    assert detect(STEP | OPENMPI | TORCHRUN).launcher == "torchrun"
+
+
+def test_agent_hands_on_its_own() -> None:
+    env = detect(
+        TORCHRUN
+        | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
+        | {"HEARTBEAT_FILE": "/tmp/beat", "BACKEND": "gloo", "LOG_DIR": "elsewhere"}
+    )
+    assert (env.agent_store, env.restart_count, env.heartbeat_file) == (True, 2, "/tmp/beat")
+    assert (env.backend, env.log_dir) == ("gloo", Path("elsewhere"))
+    assert not env.is_main and detect({}).is_main
+    assert detect({}).log_dir == Path("logs")
+
+
+def test_local_rank_argument() -> None:
+    by_argument = {name: value for name, value in BY_HAND.items() if name != "LOCAL_RANK"}
+    env = detect(by_argument, local_rank=1)
+    assert (env.launcher, env.local_rank) == ("launch", 1)
+    assert detect(BY_HAND, local_rank=1).local_rank == 1
+    with pytest.raises(LauncherError, match=r"LOCAL_RANK=1 but --local-rank is 0"):
+        detect(BY_HAND, local_rank=0)
+    with pytest.raises(LauncherError, match="RANK is not set"):
+        detect({}, local_rank=0)
+
+
+def without(variables: Variables, name: str) -> Variables:
+    return {key: value for key, value in variables.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("variables", "missing"),
+    [
+        *((BY_HAND, n) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")),
+        (TORCHRUN, "GROUP_RANK"),
+        *(
+            (STEP, f"SLURM_{n}")
+            for n in ("STEP_NUM_TASKS", "STEP_NUM_NODES", "STEP_TASKS_PER_NODE", "STEP_NODELIST")
+        ),
+        *((STEP, n) for n in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")),
+        *((OPENMPI, f"OMPI_COMM_WORLD_{n}") for n in ("SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    ],
+)
+def test_half_set_environment_names_what_is_missing(variables: Variables, missing: str) -> None:
+    with pytest.raises(LauncherError, match=rf"^wrong-world: .*\b{missing} is not") as raised:
+        detect(without(variables, missing))
+    assert "; " in str(raised.value), "no cure"
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        (BY_HAND | {"RANK": "2"}, "RANK=2 is not a number of 0..1 (WORLD_SIZE=2)"),
+        (BY_HAND | {"RANK": "-1"}, "RANK=-1 is not a number of 0..1 (WORLD_SIZE=2)"),
+        (BY_HAND | {"RANK": "one"}, "RANK=one is not a number of 0..1"),
+        (BY_HAND | {"WORLD_SIZE": "0"}, "WORLD_SIZE=0 is not a number of 1.."),
+        (BY_HAND | {"MASTER_PORT": "65536"}, "MASTER_PORT=65536 is not a number of 1..65535"),
+        (BY_HAND | {"LOCAL_RANK": "0"}, "set LOCAL_WORLD_SIZE"),
+        (BY_HAND | {"LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=1 is not below LOCAL_WORLD_SIZE=1"),
+        (TORCHRUN | {"GROUP_RANK": "2"}, "GROUP_RANK=2 is not a number of 0..1 (GROUP_WORLD"),
+        (STEP | {"SLURM_PROCID": "5"}, "SLURM_PROCID=5 is not a number of 0..4"),
+        (STEP | {"SLURM_LOCALID": "2"}, "SLURM_LOCALID=2 is not a number of 0..1 (tasks on this"),
+        (
+            STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x"},
+            "SLURM_STEP_TASKS_PER_NODE=2(x cannot be read",
+        ),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "5"}, "but SLURM_STEP_NUM_NODES=3"),
+        (STEP | {"WORLD_SIZE": "4"}, "WORLD_SIZE=4 but SLURM_STEP_NUM_TASKS=5"),
+        (OPENMPI | {"OMPI_COMM_WORLD_SIZE": "4"}, "MASTER_ADDR is not set; set it to the first"),
+        (without(OPENMPI, "PMIX_NAMESPACE"), "MASTER_PORT is not set"),
+    ],
+)
+def test_contradiction_names_both_sides(variables: Variables, text: str) -> None:
+    with pytest.raises(LauncherError, match=r"^wrong-world: ") as raised:
+        detect(variables)
+    assert text in str(raised.value)
+    assert raised.value.fault == "wrong-world"
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        BATCH,
+        without(BATCH, "SLURM_PROCID"),  # a bare command under salloc
+        without(BATCH, "SLURM_NTASKS"),  # only --nodes was asked for
+        BATCH | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"},
+    ],
+)
+def test_lone_process_of_a_larger_job_is_refused(variables: Variables) -> None:
+    with pytest.raises(LauncherError, match=r"^batch-step: .* job 77.*; put srun") as raised:
+        detect(variables)
+    assert raised.value.fault == "batch-step"
+
+
+@pytest.mark.parametrize("step", [{}, {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}])
+def test_job_of_one_task_trains_alone(step: Variables) -> None:
+    env = detect(BATCH | {"SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1"} | step)
+    assert (env.launcher, env.world_size, env.run_id) == ("plain", 1, "77")
+
+
+def test_tasks_per_node() -> None:
+    assert tasks_per_node("4") == [4]
+    assert tasks_per_node("2(x2),1") == [2, 2, 1]
+    assert tasks_per_node("1,3(x3),2") == [1, 3, 3, 3, 2]
+
+
+ARRAY = {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "7"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "run_id"),
+    [
+        ({"RUN_ID": "mine", "TORCHELASTIC_RUN_ID": "t", "PBS_JOBID": "9.pbs"}, "mine"),
+        ({"TORCHELASTIC_RUN_ID": "t", "PBS_JOBID": "9.pbs"}, "t"),
+        ({"TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "77", "PBS_JOBID": "9.pbs"}, "77"),
+        ({"SLURM_JOB_ID": "77"} | ARRAY, "70_7"),
+        ({"PBS_JOBID": "9.pbs"}, "9.pbs"),
+    ],
+)
+def test_run_id_order(variables: Variables, run_id: str) -> None:
+    assert detect(variables).run_id == run_id
+
+
+def test_new_run_ids() -> None:
+    assert re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{4}", detect({}).run_id)
+    assert new_run_id() != new_run_id()
+
+
+def test_ports_are_stable_spread_and_in_range() -> None:
+    ports = {port_from_id(str(job)) for job in range(5000)}
+    assert len(ports) > 4400  # an even spread has 4490
+    assert min(ports) >= 10_000 and max(ports) < 32_768
+    assert port_from_id("20261120-161233-3f9a") == 25_164  # the same on every machine, for ever
+
+
+def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "distributed.environment", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_command() -> None:
+    assert _command("port", "77").stdout == f"{port_from_id('77')}\n"
+    assert re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{4}\n", _command("new-id").stdout)
+    assert _command("nonsense").returncode == 2
+
+
+def test_import_is_light() -> None:
+    heavy = {"torch", "typing", "asyncio"}
+    code = f"import sys, distributed.environment; print({heavy} & set(sys.modules))"
+    command = [sys.executable, "-c", code]
+    assert subprocess.check_output(command, text=True) == "set()\n"

@@ -1,0 +1,150 @@
+"""Host lists as SLURM writes them; expectations are what `scontrol show hostnames` prints."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distributed.hostlist import HostlistError, expand, first
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("node1", ["node1"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[09-11]", ["n09", "n10", "n11"]),
+        ("n[9-11]", ["n9", "n10", "n11"]),
+        ("n[001-2]", ["n001", "n002"]),
+        ("n[3,1,3]", ["n3", "n1", "n3"]),
+        ("n[1-2,07]", ["n1", "n2", "n07"]),
+        ("b,a,b", ["b", "a", "b"]),
+        ("r[1-2]n[01-02]", ["r1n01", "r1n02", "r2n01", "r2n02"]),
+        ("n[1-2]-ib,login", ["n1-ib", "n2-ib", "login"]),
+        ("gpu-a.example.org,10.0.0.7", ["gpu-a.example.org", "10.0.0.7"]),
+        (" a b\n,c\t", ["a", "b", "c"]),
+        ("n[1, 2]", ["n1", "n2"]),
+        ("[1-2]", ["1", "2"]),
+    ],
+)
+def test_expands_in_order(text: str, names: list[str]) -> None:
+    assert expand(text) == names
+    assert first(text) == names[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem", "position"),
+    [
+        ("n[2-1]", "'2-1' runs backwards", 1),
+        ("ok,n[1-2", "'[' has no partner", 5),
+        ("n1]", "']' has no partner", 3),
+        ("n[1]]", "']' has no partner", 5),
+        ("n[[1]]", "'[' has no partner", 2),
+        ("a,n[]", "'' is neither a number nor a range", 3),
+        ("n[1,,2]", "'' is neither a number nor a range", 1),
+        ("n[1-]", "'1-' is neither a number nor a range", 1),
+        ("n[a-b]", "'a-b' is neither a number nor a range", 1),
+        ("n[1-2-3]", "'1-2-3' is neither a number nor a range", 1),
+        ("n[\u0661]", "'\u0661' is neither a number nor a range", 1),
+    ],
+)
+def test_what_it_cannot_read_is_named_with_its_place(
+    text: str, problem: str, position: int
+) -> None:
+    with pytest.raises(HostlistError) as raised:
+        expand(text)
+    message = str(raised.value)
+    assert message.endswith(f": {problem}, at position {position}")
+    assert "\n" not in message and text in message
+
+
+@pytest.mark.parametrize("text", ["", "  ", ",", "\n"])
+def test_empty_list_is_an_error(text: str) -> None:
+    with pytest.raises(HostlistError, match="empty"):
+        expand(text)
+
+
+def test_error_in_a_long_list_stays_short() -> None:
+    text = ",".join(f"node{i}" for i in range(10_000)) + ",n[3-1]"
+    with pytest.raises(HostlistError) as raised:
+        expand(text)
+    assert len(str(raised.value)) < 150
+
+
+words = st.text("abcxyz-", min_size=1, max_size=4)
+ranges = st.tuples(st.integers(0, 120), st.integers(0, 15), st.integers(1, 4))
+
+
+def _written(ranges: list[tuple[int, int, int]]) -> tuple[str, list[str]]:
+    """Return a bracket as SLURM writes it, and the numbers it stands for."""
+    parts, numbers = [], []
+    for low, extra, width in ranges:
+        low_text = f"{low:0{width}d}"
+        parts.append(low_text if extra == 0 else f"{low_text}-{low + extra}")
+        numbers += [f"{n:0{len(low_text)}d}" for n in range(low, low + extra + 1)]
+    return f"[{','.join(parts)}]", numbers
+
+
+@given(
+    st.lists(
+        st.tuples(words, st.lists(ranges, max_size=3), st.lists(ranges, max_size=2)), min_size=1
+    )
+)
+def test_round_trip(
+    items: list[tuple[str, list[tuple[int, int, int]], list[tuple[int, int, int]]]],
+) -> None:
+    texts, names = [], []
+    for word, inner, outer in items:
+        heads, head_text = [word], word
+        for bracket in filter(None, (inner, outer)):
+            text, numbers = _written(bracket)
+            head_text += text
+            heads = [head + number for head in heads for number in numbers]
+        texts.append(head_text)
+        names += heads
+    assert expand(",".join(texts)) == names
+    assert first(",".join(texts)) == names[0]
+
+
+@given(st.text("ab[],-019 \n"))
+def test_any_text_is_names_or_an_error(text: str) -> None:
+    try:
+        names = expand(text)
+    except HostlistError as error:
+        assert "\n" not in str(error)
+    else:
+        assert names and not any(set("[], \n") & set(name) for name in names)
+
+
+def _fastest_ms(work: object, tries: int = 20) -> float:
+    assert callable(work)
+    times = []
+    for _ in range(tries):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return min(times) * 1e3
+
+
+def test_speed() -> None:
+    assert _fastest_ms(lambda: expand("n[0001-4096]")) < 5
+    assert _fastest_ms(lambda: first("n[1-100000]")) < 1
+    long_list = ",".join(f"n{i}" for i in range(100_000))
+    assert _fastest_ms(lambda: first(long_list)) < 1
+
+
+def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "distributed.hostlist", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_command() -> None:
+    assert _command("expand", "n[1-2]").stdout == "n1\nn2\n"
+    assert _command("first", "n[1-2]").stdout == "n1\n"
+    wrong = _command("expand", "n[2-1]")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr == "hostlist: host list 'n[2-1]': '2-1' runs backwards, at position 1\n"
+    assert _command("what").returncode == 2

@@ -1,0 +1,143 @@
+"""What rank 0 shows and records."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from training.progress import Meter, Progress, clock
+
+
+def make(folder: Path, **changes: Any) -> Progress:
+    limits = {"first_step": 0, "last_step": 20, "max_seconds": None}
+    return Progress(folder, **{"unit": "tokens", "enabled": True, **limits, **changes})
+
+
+def values(loss: float) -> dict[str, float]:
+    return {"loss": loss, "lr": 0.1, "tokens_per_second": 1234.0}
+
+
+def lines_of(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_metrics_are_appended_one_line_each(tmp_path: Path) -> None:
+    for first_step in (0, 2):
+        shown = make(tmp_path, first_step=first_step)
+        for step in (1, 2):
+            shown.record(first_step + step, values(1 / step))
+        shown.close()
+    lines = lines_of(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert set(lines[0]) == {"step", "loss", "lr", "tokens_per_second", "time"}
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
+    shown = make(tmp_path)
+    shown.record(1, values(4.5))
+    shown.record(2, {"validation_loss": 3.5})
+    shown.close()
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    found = {
+        (event.step, value.tag): value.tensor.float_val[0]
+        for event in EventFileLoader(str(file)).Load()
+        for value in event.summary.value
+    }
+    assert found[1, "loss"] == 4.5
+    assert found[2, "validation_loss"] == 3.5
+
+
+def test_the_picture_is_there_and_a_png(tmp_path: Path) -> None:
+    shown = make(tmp_path)
+    shown.record(1, values(4.0))
+    shown.record(2, values(3.0))
+    shown.record(2, {"validation_loss": 3.5})
+    shown.close()
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_resumed_run_takes_up_its_curve_without_the_steps_it_lost(tmp_path: Path) -> None:
+    before = make(tmp_path)
+    for step in (1, 2, 3):
+        before.record(step, values(step))
+    after = make(tmp_path, first_step=2)
+    assert after._curves["loss"] == {1: 1.0, 2: 2.0}
+
+
+def test_another_rank_shows_and_writes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    silent = make(tmp_path / "run", enabled=False)
+    silent.step(1)
+    silent.record(1, values(1.0))
+    silent.say("hello")
+    silent.draw()
+    silent.close()
+    assert not (tmp_path / "run").exists()
+    assert not caplog.messages
+
+
+def test_a_line_comes_by_time_not_by_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    caplog.set_level(logging.INFO)
+    shown = make(tmp_path)
+    shown.record(1, values(2.0))
+    for step in range(1, 11):
+        now += 1.0
+        shown.step(step)
+    assert caplog.messages == [
+        "step 1/20  loss 2.000  1,234 tokens/s  0:19 left",
+        "step 6/20  loss 2.000  1,234 tokens/s  0:14 left",
+    ]
+
+
+def test_the_time_left_is_that_of_the_nearer_limit(tmp_path: Path) -> None:
+    assert make(tmp_path, max_seconds=30)._seconds_left(10, 20) == 10
+    assert make(tmp_path, max_seconds=300)._seconds_left(10, 20) == 20
+    assert make(tmp_path, last_step=None)._seconds_left(10, 20) is None
+    assert make(tmp_path, first_step=5)._seconds_left(10, 10) == 20
+
+
+def test_the_meter_weighs_its_losses_and_leaves_pauses_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    meter = Meter()
+    meter.add(torch.tensor(1.0), 30)
+    meter.add(torch.tensor(5.0), 10)
+    now = 2.0
+    with meter.paused():
+        now = 10.0
+    now = 12.0
+    assert meter.read() == {"loss": 2.0, "speed": 10.0}
+    meter.add(torch.tensor(3.0), 60)
+    now = 14.0
+    assert meter.read() == {"loss": 3.0, "speed": 30.0}
+    assert meter.speed() == pytest.approx(100 / 6)
+    assert meter.wall() == 14.0
+
+
+def test_a_loss_that_is_not_finite_shows(tmp_path: Path) -> None:
+    shown = make(tmp_path)
+    shown.record(1, values(math.nan))
+    assert math.isnan(lines_of(tmp_path)[0]["loss"])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (75, "1:15"), (3661, "1:01:01")]
+)
+def test_clock(seconds: float, text: str) -> None:
+    assert clock(seconds) == text

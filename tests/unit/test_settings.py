@@ -1,0 +1,186 @@
+"""The config: composition, overrides, and one clear line for each way to get it wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from training.settings import (
+    NOTHING,
+    BuiltIn,
+    LanguageModel,
+    SettingsError,
+    known_keys,
+    load,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCAL3 = ROOT / "config/local3.yaml"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "base.yaml").write_text("seed: 1\ntrain: {batch_size: 4, max_steps: 10}\n")
+    path = tmp_path / "my.yaml"
+    path.write_text("defaults: [base]\nseed: 2\ntrain: {learning_rate: 1e-3}\n")
+    return path
+
+
+def error_of(path: Path, *overrides: str) -> str:
+    with pytest.raises(SettingsError) as error:
+        load(path, overrides)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def test_the_file_lies_over_its_defaults_and_the_command_line_over_both(config: Path) -> None:
+    settings = load(config, ["train.max_steps=20", "train.learning_rate=2e-3"])
+    assert settings.seed == 2
+    assert settings.train.batch_size == 4
+    assert settings.train.max_steps == 20
+    assert settings.train.learning_rate == 0.002
+
+
+def test_a_number_in_exponent_form_is_a_number(config: Path) -> None:
+    assert load(config).train.learning_rate == 0.001
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "config").glob("*.yaml")), ids=lambda p: p.name)
+def test_every_config_here_is_valid(path: Path) -> None:
+    if path.name != "distributed.yaml":  # only defaults for others
+        load(path)
+
+
+def test_the_shared_defaults_are_reached() -> None:
+    assert load(LOCAL3).distributed.mixed_precision.enabled is True
+
+
+@given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
+@example(" a  b ")
+@example("# not a comment")
+@example("\"quoted\" 'twice' $HOME `id` \\")
+@example("ü/日本 €.txt")
+@example("a: b")
+@example("007")
+@example("2024-13-45")
+@example("{[a]: b}")
+@example("!!int x")
+@example("a=b=c")
+def test_text_arrives_byte_for_byte(text: str) -> None:
+    expected = None if text in NOTHING else text
+    assert load(LOCAL3, [f"data.path={text}"]).data.path == expected
+
+
+def test_an_override_may_hold_a_list_for_a_task_of_ones_own(config: Path) -> None:
+    settings = load(config, ["task=json:Mine", "model.sizes=[1, 2]", "model.deep.name=a b"])
+    assert settings.model == {"sizes": [1, 2], "deep": {"name": "a b"}}
+
+
+def test_the_built_in_model_is_typed() -> None:
+    assert isinstance(load(LOCAL3, ["model.layers=2"]).model, LanguageModel)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.batchsize=3", "train.batchsize: unknown key; did you mean train.batch_size?"),
+        ("max_steps=3", "max_steps: unknown key; did you mean train.max_steps?"),
+        ("distributed.mixed.on=1", "distributed.mixed: unknown key"),
+        ("zzz=3", "known here: seed, task, resume, data"),
+        ("train.max_steps=x", "train.max_steps: should be a valid integer, not 'x'"),
+        ("train.max_steps=1.5", "train.max_steps: should be a valid integer"),
+        ("train.max_steps=true", "train.max_steps: should be a valid integer"),
+        ("train.max_steps=0", "train.max_steps: should be greater than 0, not 0"),
+        ("train=3", "train: should be a section of settings, not 3"),
+        ("distributed.backend=mpi", "distributed.backend: should be 'auto', 'nccl' or 'gloo'"),
+        ("distributed.strategy=fsdp", "distributed.strategy: fsdp is not built yet; use ddp"),
+        ("model.heads=3", "width 128 is not a multiple of heads 3"),
+        ("train.max_steps=null", "nothing ends the run"),
+        ("task=nonesuch:Task", "there is no module nonesuch"),
+        ("task=json", "neither language_model nor module:Class"),
+        ("train.max_steps", "is not a setting; write it as"),
+        (".=3", "is not a setting; write it as"),
+    ],
+)
+def test_a_wrong_override_is_one_line(config: Path, override: str, message: str) -> None:
+    error = error_of(config, override)
+    assert error.startswith("command line: ")
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train: {max_steps: 1, batchsize: 2}", "train.batchsize: unknown key; did you mean"),
+        ("seed: 3", "train: is missing"),
+        ("train: {max_steps: 1}", "train: needs batch_size (per process) or global_batch_size"),
+        ("train: {batch_size: '4', max_steps: 1}", "train.batch_size: should be a valid integer"),
+        ("train:", "train: should be a section of settings, not empty"),
+        ("seed: 1\nseed: 2", "line 2, column 1: not YAML: seed is given twice"),
+        ("train: [1\nseed: 2", "line 2, column 5: not YAML"),
+        ("just words", "should hold `key: value` lines"),
+        ("day: 2024-13-45", "not YAML"),
+        ("defaults: base", "defaults: should be a list of names"),
+        ("defaults: [nonesuch]", "nonesuch.yaml: no such file"),
+    ],
+)
+def test_a_wrong_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text(text)
+    error = error_of(path)
+    assert error.startswith(str(tmp_path))
+    assert message in error
+
+
+def test_a_mistake_in_the_defaults_names_their_file(config: Path) -> None:
+    (config.parent / "base.yaml").write_text("train: {batch_size: 4, max_stepz: 10}\n")
+    assert error_of(config).startswith(f"{config.parent}/base.yaml: train.max_stepz: unknown key")
+
+
+def test_a_missing_file_names_those_beside_it(config: Path) -> None:
+    error = error_of(config.with_name("mine.yaml"))
+    assert error.endswith(f"no such file; {config.parent} holds base.yaml, my.yaml")
+    assert "there is no folder" in error_of(config.parent / "no" / "my.yaml")
+
+
+def test_bytes_that_are_no_text_are_one_line(config: Path) -> None:
+    config.write_bytes(b"seed: \xff")
+    assert "byte 6 is not UTF-8 text" in error_of(config)
+
+
+def test_the_upper_layer_chooses_between_the_two_batch_sizes(config: Path) -> None:
+    train = load(config, ["train.global_batch_size=12"]).train
+    assert train.batch_size is None
+    assert train.batch_size_on(3) == 4
+    assert "has both" in error_of(config, "train.global_batch_size=12", "train.batch_size=2")
+
+
+def test_a_global_batch_must_divide(config: Path) -> None:
+    train = load(config, ["train.global_batch_size=12", "train.grad_accumulation=2"]).train
+    assert train.batch_size_on(2) == 3
+    with pytest.raises(SettingsError, match=r"12 does not divide by 8 \(4 processes x 2 .*of 8"):
+        train.batch_size_on(4)
+
+
+def test_the_fixed_keys_exist() -> None:
+    known = {
+        "seed", "task", "resume", "data.path", "data.num_workers", "data.pin_memory",
+        "train.max_steps", "train.max_seconds", "train.epochs", "train.batch_size",
+        "train.global_batch_size", "train.grad_accumulation", "train.log_every",
+        "train.eval_every", "checkpoint.dir", "checkpoint.every", "checkpoint.keep_last",
+        "distributed.strategy", "distributed.backend", "distributed.join_timeout",
+        "distributed.timeout", "distributed.find_unused_parameters",
+        "distributed.mixed_precision.enabled", "distributed.mixed_precision.dtype",
+    }  # fmt: skip
+    assert known <= set(known_keys(BuiltIn))
+
+
+def test_reading_a_config_needs_no_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; import training.settings, training.arguments"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

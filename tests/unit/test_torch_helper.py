@@ -1,0 +1,424 @@
+"""The public helper, with real process groups over gloo between real processes."""
+
+import multiprocessing
+import os
+import re
+import socket
+import struct
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from distributed import torch as helper
+from distributed.environment import LauncherError, detect
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHER_NAMES = re.compile(
+    r"RANK|LOCAL_|GROUP_|WORLD_SIZE|MASTER_|TORCHELASTIC|SLURM_|OMPI_|BACKEND"
+)
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """Return this process's environment without any launcher's variables.
+
+    The store looks up the names of its peers; a name server that loses a packet must not make
+    a test wait for 5 s.
+    """
+    kept = {k: v for k, v in os.environ.items() if not LAUNCHER_NAMES.match(k)}
+    quick = {"OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"}
+    return kept | quick | {"PYTHONPATH": str(ROOT)} | more
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+FORKSERVER = multiprocessing.get_context("forkserver")  # imports torch once for all ranks
+FORKSERVER.set_forkserver_preload(["torch", "torch._dynamo"])
+
+
+def run_ranks(
+    function: Callable[..., object], *arguments: object, ranks: Sequence[int], world_size: int
+) -> list[Any]:
+    """Run function(*arguments) as each of these ranks, started as by hand without a launcher.
+
+    Returns what each returned, or its exception in words, in the order given.
+    """
+    variables = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
+    environment = clean_environment(**variables, MASTER_PORT=free_port())
+    started = []
+    for rank in ranks:
+        mine = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        result, sending = FORKSERVER.Pipe(duplex=False)
+        process = FORKSERVER.Process(target=_rank, args=(sending, mine, function, arguments))
+        process.start()
+        sending.close()
+        started.append((process, result))
+    try:
+        return [result.recv() if result.poll(30) else "still running" for _, result in started]
+    finally:
+        for process, _ in started:
+            process.kill()
+            process.join()
+
+
+def _rank(
+    sending: Any, environment: dict[str, str], function: Callable[..., object], arguments: Any
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    try:
+        sending.send(function(*arguments))
+    except Exception as error:
+        sending.send(f"{type(error).__name__}: {error}")
+    sending.close()
+    helper.finish()
+
+
+PRELUDE = """
+import math
+from distributed.torch import *
+
+def tell(*words):  # in one write: torchrun's ranks share an unbuffered pipe
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+"""
+
+
+def torchrun(folder: Path, body: str, *options: str) -> list[str]:
+    """Run a script under torchrun, two ranks unless told, and return what they print, sorted."""
+    script = folder / "script.py"
+    script.write_text(PRELUDE + textwrap.dedent(body))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, "--master-port", free_port(), *options, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=clean_environment(),
+    )
+    assert done.returncode == 0, done.stderr
+    return sorted(done.stdout.splitlines())
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in filter(LAUNCHER_NAMES.match, list(os.environ)):
+        monkeypatch.delenv(name)
+
+
+# --- several ranks ------------------------------------------------------------------------------
+
+
+def test_ranks_join_share_data_and_agree(tmp_path: Path) -> None:
+    lines = torchrun(
+        tmp_path,
+        """
+        env = init_distributed()
+        seed_everything(7, env.rank)  # weights differ until rank 0's are given to all
+        model = setup_distributed_models(nn.Linear(3, 1))
+        loader = get_dataloader_for_distributed(range(10), batch_size=2, shuffle=True, seed=3)
+        with no_sync(model):
+            model(torch.full((1, 3), 5.0)).sum().backward()
+        local = model.module.weight.grad.mean().item()
+        model(torch.full((1, 3), float(env.rank))).sum().backward()
+        shared = model.module.weight.grad.mean().item()
+        uneven = sync_metrics({"z": env.rank, "a": 1.5}, weight=env.rank + 1)
+        empty = sync_metrics({"z": math.nan if env.rank else 4}, weight=0 if env.rank else 9)
+        barrier()
+        tell(env.rank, is_main_process(), env.run_id, "|",
+              round(unwrap(model).weight.sum().item(), 6), "|", local, shared, "|",
+              uneven, empty, "|", sorted(int(i) for batch in loader for i in batch))
+        finish()
+        """,
+        "--nproc-per-node=3",
+    )
+    fields = [line.split(" | ") for line in lines]
+    places = [field[0].split() for field in fields]
+    assert [place[:2] for place in places] == [["0", "True"], ["1", "False"], ["2", "False"]]
+    assert len({place[2] for place in places}) == 1, "the run id is not the same on every rank"
+    assert len({field[1] for field in fields}) == 1, "weights differ after DDP took them"
+    assert {field[2] for field in fields} == {"5.0 6.0"}, "kept 5; then the mean of 5, 6 and 7"
+    assert {field[3] for field in fields} == {"{'z': 1.3333333333333333, 'a': 1.5} {'z': 4.0}"}
+    drawn = [int(i) for field in fields for i in field[4].strip("[]").split(",")]
+    assert set(drawn) == set(range(10)) and len(drawn) == 12
+
+
+def test_restart_sees_nothing_of_the_attempt_before(tmp_path: Path) -> None:
+    lines = torchrun(
+        tmp_path,
+        """
+        env = init_distributed(join_timeout_s=20)
+        if env.restart_count == 0:
+            finish(1 if env.rank == 1 else 0)
+        tell(env.rank, sync_metrics({"rank": env.rank})["rank"])
+        finish()
+        """,
+        "--max-restarts=1",
+    )
+    assert lines == ["0 0.5", "1 0.5"]
+
+
+def _join(join_timeout_s: float) -> None:
+    helper.init_distributed(join_timeout_s=join_timeout_s)
+
+
+def test_missing_ranks_are_named_in_time() -> None:
+    start = time.monotonic()
+    (error,) = run_ranks(_join, 2.0, ranks=[0], world_size=2)
+    assert re.match(r"TimeoutError: node-missing: 1 of 2 ranks did not join .*: rank 1; ", error)
+    assert "within 2 s" in error and 2 < time.monotonic() - start < 15
+    first, other = run_ranks(_join, 2.0, ranks=[0, 2], world_size=4)
+    assert "2 of 4 ranks did not join" in first and ": rank 1, 3; " in first
+    # Rank 0 takes the store with it when it goes.
+    assert other == first or "rank 0's message says why" in other
+
+
+def test_missing_master_is_named_in_time() -> None:
+    (error,) = run_ranks(_join, 2.0, ranks=[1], world_size=2)
+    message = r"TimeoutError: node-missing: rank 1 on \S+ found nobody at 127.0.0.1:\d+ within 2 s"
+    assert re.match(message, error)
+
+
+def test_rank_started_twice_stops_every_rank() -> None:
+    errors = run_ranks(_join, 25.0, ranks=[0, 1, 1], world_size=3)
+    assert re.match(
+        r"LauncherError: duplicate-node-rank: rank 1 runs twice, on .* and on", errors[0]
+    )
+    assert all(e == errors[0] or "rank 0's message says why" in e for e in errors), errors
+
+
+def _join_at_a_taken_port() -> None:
+    with socket.create_server(("", int(os.environ["MASTER_PORT"]))):
+        helper.init_distributed(join_timeout_s=5)
+
+
+def test_taken_port_is_named() -> None:
+    (error,) = run_ranks(_join_at_a_taken_port, ranks=[0], world_size=2)
+    assert re.match(r"OSError: port-in-use: cannot serve 127.0.0.1:\d+; set MASTER_PORT", error)
+
+
+def _refused_strategies() -> list[str]:
+    helper.init_distributed()
+    refused = []
+    for strategy in ("single", "dp", "ddp"):
+        try:
+            helper.setup_distributed_models(nn.Linear(1, 1), strategy=strategy)
+        except LauncherError as error:
+            refused.append(str(error))
+    return refused
+
+
+def test_strategies_of_one_process_refuse_several() -> None:
+    refused, _ = run_ranks(_refused_strategies, ranks=[0, 1], world_size=2)
+    text = "wrong-world: strategy {} runs in one process but the launcher started 2; use strategy"
+    assert len(refused) == 2
+    for strategy, error in zip(("single", "dp"), refused, strict=True):
+        assert error.startswith(text.format(strategy))
+
+
+def _leave_rank_0_alone_in_a_barrier() -> str:
+    env = helper.init_distributed(timeout_s=1)
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if env.rank == 1:
+        store.wait(["rank 0 gave up"], timedelta(seconds=20))
+        return "stayed out"
+    try:
+        helper.barrier()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        store.set("rank 0 gave up", "")
+    return "passed"
+
+
+def test_collective_gives_up_after_its_timeout() -> None:
+    gave_up, _ = run_ranks(_leave_rank_0_alone_in_a_barrier, ranks=[0, 1], world_size=2)
+    assert "Timed out waiting 1000ms" in gave_up
+
+
+def _join_at_the_agents_store(port: str) -> str:
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", MASTER_PORT=port)
+    return helper.init_distributed(join_timeout_s=20).run_id
+
+
+def test_ranks_use_the_agents_store() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ids = run_ranks(_join_at_the_agents_store, str(store.port), ranks=[0, 1], world_size=2)
+    assert ids[0] == ids[1] == store.get("launch/0/run_id").decode()
+
+
+# --- alone --------------------------------------------------------------------------------------
+
+
+def test_alone_everything_works_without_a_group() -> None:
+    env = helper.init_distributed()
+    assert env.world_size == 1 and helper.is_main_process()
+    assert not torch.distributed.is_initialized()
+    helper.barrier()
+    assert helper.sync_metrics({"loss": 2.5}, weight=9) == {"loss": 2.5}
+    model = nn.Linear(2, 2)
+    for strategy in ("auto", "single", "dp", "ddp"):
+        wrapped = helper.setup_distributed_models(model, strategy=strategy)
+        assert helper.unwrap(wrapped) is model
+        with helper.no_sync(wrapped):
+            wrapped(torch.ones(2, device=helper.device()))
+
+
+def test_loader_has_epochs_alone_too() -> None:
+    loader = helper.get_dataloader_for_distributed(
+        range(8),  # type: ignore[arg-type]
+        batch_size=3,
+        shuffle=True,
+        drop_last=True,
+    )
+    orders = []
+    for epoch in (0, 1, 0):
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        orders.append([batch.tolist() for batch in loader])
+    assert orders[0] == orders[2] != orders[1]
+    assert [len(batch) for batch in orders[0]] == [3, 3]
+
+
+def test_seeds_repeat_and_differ_by_rank() -> None:
+    import random
+
+    import numpy
+
+    def draw(seed: int, rank: int) -> tuple[float, float, float]:
+        helper.seed_everything(seed, rank)
+        return torch.rand(()).item(), random.random(), float(numpy.random.rand())
+
+    assert draw(1, 0) == draw(1, 0)
+    draws = [draw(seed, rank) for seed in range(4) for rank in range(4)]
+    for kind in zip(*draws, strict=True):
+        assert len(set(kind)) == 16
+
+
+def test_what_does_not_fit_is_refused_in_one_line() -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match=r"^strategy fsdp is not built yet; use ddp$"):
+        helper.setup_distributed_models(model, strategy="fsdp")
+    with pytest.raises(ValueError, match="strategy 'ddpp' is unknown; use auto, single, dp, ddp"):
+        helper.setup_distributed_models(model, strategy="ddpp")
+    with pytest.raises(ValueError, match="backend 'mpi' is unknown; use nccl, gloo or auto"):
+        helper.init_distributed(backend="mpi")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_nccl_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"^backend nccl needs a GPU and .* has none; use gloo$"):
+        helper.init_distributed(backend="nccl")
+    monkeypatch.setenv("BACKEND", "nccl")
+    with pytest.raises(ValueError, match="needs a GPU"):
+        helper.init_distributed(backend="auto")
+    helper.init_distributed(backend="gloo")  # the argument wins
+
+
+# --- beats, interfaces, the end -----------------------------------------------------------------
+
+
+@pytest.fixture
+def heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The agent's file for two local ranks, of which this process is the second."""
+    file = tmp_path / "beats"
+    file.write_bytes(bytes(48))
+    by_hand = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
+    for name, value in ({"HEARTBEAT_FILE": str(file), "MASTER_ADDR": "x"} | by_hand).items():
+        monkeypatch.setenv(name, value)
+    helper._heartbeat.cache_clear()
+    yield file
+    helper._heartbeat.cache_clear()
+
+
+def test_beat_writes_this_ranks_record(heartbeat: Path) -> None:
+    def records() -> list[tuple[int, float, int]]:
+        return list(struct.iter_unpack("<qdq", heartbeat.read_bytes()))
+
+    before = time.time()
+    helper.beat(3)
+    other, (step, when, saved) = records()
+    assert other == (0, 0.0, 0), "another rank's record was touched"
+    assert (step, saved) == (3, -1) and before <= when <= time.time()
+    helper.beat(4, saved=2)
+    helper.beat(5)
+    step, _, saved = records()[1]
+    assert (step, saved) == (5, 2)
+
+
+@pytest.mark.usefixtures("heartbeat")
+def test_beat_costs_under_5_microseconds() -> None:
+    helper.beat(0)
+    fastest = 1.0
+    for _ in range(20):
+        start = time.perf_counter()
+        for step in range(1000):
+            helper.beat(step)
+        fastest = min(fastest, time.perf_counter() - start)
+    assert fastest < 5e-3
+
+
+def test_beat_without_an_agent_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HEARTBEAT_FILE", raising=False)
+    helper._heartbeat.cache_clear()
+    helper.beat(1)
+    helper._heartbeat.cache_clear()
+
+
+def test_interface_of_an_address() -> None:
+    assert helper._interface_of("127.0.0.1") == "lo"
+    assert helper._interface_of("192.0.2.1") is None  # kept for documents, RFC 5737
+
+
+def default_interface() -> str:
+    """Return the interface of the default route, as the kernel lists it."""
+    routes = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
+    names = [name for name, destination, *_ in routes if destination == "00000000"]
+    return names[0] if names else pytest.skip("this machine has no default route")
+
+
+def test_gloo_leaves_the_loopback_where_nodes_must_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "chosen0")
+    nodes = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    env = detect(nodes | {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"})
+    helper._choose_gloo_interface(env)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "chosen0", "the user's choice is overruled"
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    helper._choose_gloo_interface(detect({}))
+    assert "GLOO_SOCKET_IFNAME" not in os.environ, "one machine needs none"
+
+    expected = default_interface()
+    if not socket.gethostbyname(socket.gethostname()).startswith("127."):
+        pytest.skip("this host's name has an address that others can reach")
+    helper._choose_gloo_interface(env)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == expected
+
+
+def test_finish_flushes_and_gives_its_code(tmp_path: Path) -> None:
+    code = """if True:
+        import atexit, logging.handlers
+        from distributed.torch import finish
+        file = logging.handlers.MemoryHandler(99, target=logging.FileHandler("kept.log"))
+        logging.getLogger().addHandler(file)
+        atexit.register(print, "the interpreter went the long way")
+        logging.warning("last words")
+        print("printed", end="")
+        finish(7)
+    """
+    command = [sys.executable, "-c", code]
+    environment = clean_environment()
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stdout) == (7, "printed")
+    assert (tmp_path / "kept.log").read_text() == "last words\n"

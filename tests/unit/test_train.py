@@ -1,0 +1,339 @@
+"""train.py, run for real: its command line, its runs alone and together, its resuming."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from distributed.checkpoint import load, weights_hash
+from distributed.torch import get_dataloader_for_distributed
+from training.batches import Batches, move, share_of
+from training.optimizer import find_last_step, learning_rate
+from training.settings import Train
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCAL3 = str(ROOT / "config/local3.yaml")
+TINY = [
+    "model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "model.dropout=0.1",
+    "train.max_steps=6", "train.batch_size=4", "train.warmup_steps=2", "train.log_every=2",
+    "train.eval_every=3", "checkpoint.every=3", "data.validation_bytes=1000",
+]  # fmt: skip
+
+
+def run(
+    *arguments: str, cwd: Path, processes: int = 1, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run train.py alone, or under torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [sys.executable, *(launcher if processes > 1 else [])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.run(
+        [*command, str(ROOT / "train.py"), *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def check(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run train.py where `import torch` fails."""
+    code = (
+        "import runpy, sys; sys.modules['torch'] = None; runpy.run_path('train.py', {}, '__main__')"
+    )
+    environment = {**os.environ, **variables}
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of text whose path needs care."""
+    folder = tmp_path_factory.mktemp("a b 'c' \"d\" $HOME ü")
+    for n in range(40):
+        (folder / f"{n}.txt").write_text(f"the text of file number {n}\n" * 10)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """A folder in which two processes trained to the end, as the run `first`."""
+    folder = tmp_path_factory.mktemp("runs")
+    done = run_tiny(folder, text, "first")
+    assert done.returncode == 0, done.stderr
+    (folder / "stdout").write_text(done.stdout)
+    return folder
+
+
+def run_tiny(
+    folder: Path, text: Path, run_id: str, *more: str, **options: object
+) -> subprocess.CompletedProcess[str]:
+    options = {"processes": 2, "RUN_ID": run_id, **options}
+    return run("--config", LOCAL3, f"data.path={text}", *TINY, *more, cwd=folder, **options)  # type: ignore[arg-type]
+
+
+def hash_of(run_folder: Path) -> str:
+    state = load(run_folder)
+    assert state is not None
+    return weights_hash(state.model)
+
+
+# --- the command line ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ["--config", "config/local3.yaml"],
+        ["--config_path", "config/local3.yaml"],
+        ["--config-path", "config", "--config-name", "local3"],
+        ["--config-path=config", "--config-name=local3.yaml"],
+    ],
+)
+def test_check_prints_the_facts_without_torch(config: list[str]) -> None:
+    done = check("checkpoint.dir=a b$c", *config, "--check", "distributed.join_timeout=20")
+    assert done.returncode == 0, done.stderr
+    facts = ["backend=auto", "strategy=auto", "join_timeout=20", "checkpoint_dir=a b$c"]
+    assert done.stdout.splitlines() == facts
+
+
+def test_the_flag_for_the_backend_is_a_setting() -> None:
+    done = check("--config", LOCAL3, "--check", "--distributed-backend", "gloo")
+    assert "backend=gloo" in done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "one of the arguments --config/--config_path --config-path is required"),
+        (["--config", "config/no.yaml"], "config/no.yaml: no such file; config holds"),
+        (["--config", LOCAL3, "train.batchsize=2"], "did you mean train.batch_size?"),
+        (["--config", LOCAL3, "--chekc"], "unrecognized arguments: --chekc"),
+        (["--config-path", "config"], "--config-path DIR and --config-name NAME go together"),
+        (["--config", LOCAL3, "--log-level", "loud"], "log level LOUD is none of DEBUG, INFO"),
+        (["--config", LOCAL3, "--distributed-backend", "mpi"], "invalid choice: 'mpi'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_2(arguments: list[str], message: str) -> None:
+    done = check(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("train.py: ")
+    assert done.stderr.count("\n") == 1
+    assert message in done.stderr
+    assert not done.stdout
+
+
+def test_the_log_level_of_the_environment_counts() -> None:
+    assert "log level LOUD" in check("--config", LOCAL3, "--check", LOG_LEVEL="loud").stderr
+
+
+def test_a_mistake_found_by_the_task_is_one_line_too(tmp_path: Path) -> None:
+    done = run("--config", LOCAL3, "data.path=nowhere", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "train.py: data.path: there is no folder nowhere\n"
+
+
+# --- whole runs ---------------------------------------------------------------------------------
+
+
+def test_a_run_ends_with_all_it_promises(trained: Path) -> None:
+    folder = trained / "logs/first"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    trains = [line for line in lines if "loss" in line]
+    validations = [line for line in lines if "validation_loss" in line]
+    assert [line["step"] for line in trains] == [1, 2, 4, 6]
+    assert [line["step"] for line in validations] == [3, 6]
+    assert {"step", "loss", "bits_per_byte", "lr", "tokens_per_second", "time"} == set(trains[0])
+    assert (folder / "loss.png").exists()
+    assert len(list((folder / "tensorboard").iterdir())) == 1
+    assert sorted(os.listdir(trained / "checkpoints/first")) == ["latest", "step-3", "step-6"]
+    stdout = (trained / "stdout").read_text()
+    labels = [line.split()[0] for line in stdout.splitlines() if line[:1].strip()]
+    assert labels == ["done", "validation", "sample", "checkpoint", "logs", "resume"]
+    assert "order-0 entropy" in stdout
+    assert "RUN_ID=first python" in stdout
+
+
+@pytest.mark.slow
+def test_the_same_run_again_gives_the_same_weights(trained: Path, text: Path) -> None:
+    assert run_tiny(trained, text, "again").returncode == 0
+    assert hash_of(trained / "checkpoints/again") == hash_of(trained / "checkpoints/first")
+
+
+@pytest.mark.slow
+def test_another_seed_gives_other_weights(trained: Path, text: Path) -> None:
+    alone = {"processes": 1}
+    for run_id, seed in (("alone", 1), ("other", 2)):
+        assert run_tiny(trained, text, run_id, f"seed={seed}", **alone).returncode == 0
+    assert hash_of(trained / "checkpoints/alone") != hash_of(trained / "checkpoints/other")
+
+
+def test_a_resumed_run_ends_with_the_same_weights(trained: Path, text: Path) -> None:
+    shutil.copytree(trained / "checkpoints/first", trained / "checkpoints/half", symlinks=True)
+    shutil.rmtree(trained / "checkpoints/half/step-6")
+    done = run_tiny(trained, text, "half")
+    assert done.returncode == 0, done.stderr
+    assert "resumed    after step 3" in done.stderr
+    assert hash_of(trained / "checkpoints/half") == hash_of(trained / "checkpoints/first")
+
+
+@pytest.mark.slow
+def test_a_finished_run_has_nothing_left_to_do(trained: Path, text: Path) -> None:
+    before = hash_of(trained / "checkpoints/first")
+    done = run_tiny(trained, text, "first", LAUNCH_COMMAND="launch 'a b'")
+    assert done.returncode == 0, done.stderr
+    assert "resume     RUN_ID=first launch 'a b'\n" in done.stdout
+    assert hash_of(trained / "checkpoints/first") == before
+
+
+@pytest.mark.slow
+def test_resume_never_and_resume_from_a_path(trained: Path, text: Path) -> None:
+    refused = run_tiny(trained, text, "first", "resume=never", processes=1)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("train.py: resume: never, but checkpoints/first")
+    path = "resume=checkpoints/first/step-3"
+    assert run_tiny(trained, text, "branch", path).returncode == 0
+    assert hash_of(trained / "checkpoints/branch") == hash_of(trained / "checkpoints/first")
+    missing = run_tiny(trained, text, "nothing", "resume=checkpoints/no", processes=1)
+    assert missing.stderr == "train.py: resume: checkpoints/no holds no checkpoint\n"
+
+
+@pytest.mark.slow
+def test_accumulated_micro_batches_are_one_batch(trained: Path, text: Path) -> None:
+    common = (
+        "model.dropout=0",
+        "train.batch_size=null",
+        "train.global_batch_size=8",
+        "train.eval_every=0",
+    )
+    for parts in (1, 2):
+        more = (*common, f"train.grad_accumulation={parts}")
+        done = run_tiny(trained, text, f"parts-{parts}", *more)
+        assert done.returncode == 0, done.stderr
+    one, two = (load(trained / f"checkpoints/parts-{parts}") for parts in (1, 2))
+    assert one is not None and two is not None
+    for name, weights in one.model.items():
+        torch.testing.assert_close(two.model[name], weights, rtol=0, atol=1e-4)
+
+
+def test_a_task_of_ones_own_beside_the_config(tmp_path: Path) -> None:
+    (tmp_path / "my_task.py").write_text(
+        "import torch\n"
+        "from torch.utils.data import TensorDataset\n"
+        "from training.tasks import Task\n"
+        "class Line(Task):\n"
+        "    def __init__(self, settings):\n"
+        "        x = torch.linspace(-1, 1, settings.model['points'])[:, None]\n"
+        "        self.train = self.validation = TensorDataset(x, 3 * x)\n"
+        "    def model(self):\n"
+        "        return torch.nn.Linear(1, 1)\n"
+        "    def loss(self, model, batch):\n"
+        "        return (model(batch[0]) - batch[1]).square().mean()\n"
+    )
+    (tmp_path / "my.yaml").write_text(
+        "task: my_task:Line\n"
+        "model: {points: 64}\n"
+        "data: {num_workers: 1}\n"
+        "train: {epochs: 20, batch_size: 16, learning_rate: 0.3, weight_decay: 0, eval_every: 9}\n"
+    )
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    done = run("--config", str(tmp_path / "my.yaml"), cwd=elsewhere, RUN_ID="mine")
+    assert done.returncode == 0, done.stderr
+    assert "samples/s" in done.stdout
+    state = load(elsewhere / "checkpoints/mine")
+    assert state is not None
+    assert state.progress["step"] == 80
+    assert state.model["weight"].item() == pytest.approx(3, abs=0.05)
+    wrong = run("--config", str(tmp_path / "my.yaml"), "task=my_task:Curve", cwd=elsewhere)
+    assert wrong.returncode == 2
+    assert wrong.stderr.endswith("my_task.py has no class Curve\n")
+
+
+@pytest.mark.slow
+def test_the_clock_ends_a_run(tmp_path: Path, text: Path) -> None:
+    limits = ("train.max_steps=null", "train.max_seconds=0.01", "train.eval_every=0")
+    done = run_tiny(tmp_path, text, "short", *limits)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "checkpoints/short/step-1").is_dir()
+
+
+@pytest.mark.slow
+def test_the_end_comes_soon_after_the_last_step(tmp_path: Path) -> None:
+    options = ("train.max_steps=20", "train.global_batch_size=4", "train.eval_every=0")
+    done = run("--config", LOCAL3, *options, cwd=tmp_path, RUN_ID="quick")
+    end = time.time()
+    assert done.returncode == 0, done.stderr
+    last = json.loads((tmp_path / "logs/quick/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 20
+    assert end - last["time"] < 1.0  # 0.15 s on an idle machine
+    assert (tmp_path / "logs/quick/loss.png").exists()
+
+
+# --- parts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("done", range(9))
+def test_a_stream_opened_anywhere_goes_on_as_if_it_had_come_there(done: int) -> None:
+    def open_at(epoch: int, done: int) -> Batches:
+        loader = get_dataloader_for_distributed(
+            TensorDataset(torch.arange(17)), batch_size=4, shuffle=True, seed=3, drop_last=True
+        )
+        return Batches(loader, epoch=epoch, done=done)
+
+    whole = open_at(0, 0)
+    for _ in range(done):
+        next(whole)
+    opened = open_at(whole.epoch, whole.done)
+    expected = [next(whole)[0].tolist() for _ in range(9)]
+    assert [next(opened)[0].tolist() for _ in range(9)] == expected
+    assert (opened.epoch, opened.done) == (whole.epoch, whole.done)
+
+
+def test_shares_are_uneven_and_hold_each_sample_once() -> None:
+    dataset = TensorDataset(torch.arange(10))
+    shares = [share_of(dataset, rank=rank, world_size=4) for rank in range(4)]
+    found = [[int(share[i][0]) for i in range(len(share))] for share in shares]  # type: ignore[arg-type]
+    assert [len(share) for share in found] == [3, 3, 2, 2]
+    assert sorted(n for share in found for n in share) == list(range(10))
+
+
+def test_batches_of_any_build_move() -> None:
+    here = torch.device("meta")
+    moved = move({"a": [torch.ones(1), (torch.ones(2), "text")]}, here)
+    assert moved["a"][0].device == moved["a"][1][0].device == here
+    assert moved["a"][1][1] == "text"
+
+
+def make_train(**changes: object) -> Train:
+    return Train(batch_size=1, max_seconds=1, **changes)  # type: ignore[arg-type]
+
+
+def test_the_learning_rate_rises_falls_and_ends_at_nothing() -> None:
+    settings = make_train(learning_rate=1.0, warmup_steps=4)
+    rates = [learning_rate(step, settings, 14) for step in range(14)]
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert 0 < rates[-1] < 0.03
+    assert learning_rate(1000, settings, None) == 1.0
+
+
+def test_the_first_limit_ends_the_run() -> None:
+    assert find_last_step(make_train(), 10) is None
+    assert find_last_step(make_train(epochs=3), 10) == 30
+    assert find_last_step(make_train(epochs=3, grad_accumulation=4), 10) == 7
+    assert find_last_step(make_train(epochs=3, max_steps=20), 10) == 20

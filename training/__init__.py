@@ -1,0 +1,1 @@
+"""What train.py stands on: settings, progress, and the tasks it can train."""
