@@ -240,8 +240,6 @@ class NodeAgent:
 
     def _tell(self, verdict: Verdict) -> None:
         """Print how it ended, last of all, and complete run.json."""
-        for terminal in self.terminals:
-            terminal.drain(limit_s=2.0)
         story = Story(
             started=self.started,
             lost_peer=verdict.lost_peer,

@@ -25,6 +25,7 @@ from distributed.output import Stream, Terminal
 SETTLE_S = 0.3  # after an end that looks like a consequence: the time for its cause to show
 TERM_S = 1.0  # after a failure: from SIGTERM to SIGKILL
 VERDICT_S = 1.5  # after a failure, when all is over here: for the other nodes' last words
+DRAIN_S = 2.0  # at the end: for a terminal or pipe that is slow to take the last output
 SECOND_INTERRUPT_S = 0.3  # two SIGINTs closer than this are one
 STOPPED = 75  # exit code of a rank that saved and stopped on request
 HEARTBEAT = struct.Struct("<qdq")  # step, seconds since the epoch, newest step on disk; -1: none
@@ -136,6 +137,8 @@ class Attempt:
             for stream in each.streams:
                 stream.drain()
                 stream.close()
+        for terminal in terminals:
+            terminal.detach(DRAIN_S)
         os.close(self.heartbeat)
         self.selector.close()
         return self._reach_verdict(saved_step, len(left))

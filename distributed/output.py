@@ -65,7 +65,13 @@ class Terminal:
     def attach(self, selector: selectors.BaseSelector) -> None:
         """Let this loop say when there is room."""
         self._selector = selector
-        self._watched = False
+
+    def detach(self, limit_s: float) -> None:
+        """The loop is over: write what is left, for at most `limit_s` seconds."""
+        self.drain(limit_s)
+        if self._watched:
+            self._selector.unregister(self.fd)
+            self._watched = False
 
     def write(self, data: bytes) -> None:
         self._pending.append(data)

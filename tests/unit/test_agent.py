@@ -235,3 +235,16 @@ def test_bad_input_is_one_line_and_code_two(arguments: list[str]) -> None:
     err = run.finish()
     assert run.process.returncode == 2
     assert len(err.splitlines()) == 1
+
+
+def test_a_slow_reader_gets_everything(tmp_path: Path) -> None:
+    script = tmp_path / "much.py"
+    script.write_text("print('x' * 300_000)")
+    run = Run(["--nproc-per-node", "1", str(script)])
+    while len(run.seen) < 3:  # guardian, agent, rank
+        run.look()
+    while run.rank_pids():  # nobody reads until the rank has ended
+        pass
+    run.finish()
+    assert run.process.returncode == 0
+    assert run.output == "x" * 300_000 + "\n"
