@@ -8,7 +8,7 @@ NPROC  ?= $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU' | sed 's/^0$$/2/')
 CONFIG ?= config/local3.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-fast lint bench-launch bench-step clean
+.PHONY: help setup train test test-fast lint prove bench-launch bench-step clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "make %-14s %s\n", $$1, $$2 }'
@@ -26,6 +26,9 @@ test-fast: $(TESTED) ## lint and the quick tests, under a minute
 
 lint: $(TESTED) ## shellcheck, shfmt, ruff, mypy
 	@PYTHON=$(PYTHON) tests/run.sh lint
+
+prove: $(STAMP) ## the long proofs, whole, into bench/proofs.md (TIMES=20)
+	PYTHONPATH=.:tests/unit:bench $(PYTHON) tests/prove.py $(TIMES)
 
 bench-launch: $(STAMP) ## launch to first step: ours and the others, side by side
 	$(PYTHON) bench/launch.py

@@ -1,0 +1,75 @@
+"""One config, seed and world size give the same final weights, whichever entry point started it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = str(ROOT / "config/local3.yaml")
+SHORT = ["train.max_steps=6", "train.eval_every=0", "checkpoint.every=3", "model.dropout=0.1"]
+
+
+LAUNCHERS = (
+    "launch_singlenode.sh",
+    "run_ddp.sh",
+    "cluster_train.sh",
+    "launch_torchrun_multinode.sh",
+    "torchrun",
+)
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+def by_hand() -> list[list[str]]:
+    """On two nodes, both of them here."""
+    script, port = f"{ROOT}/scripts/ssh/launch_torchrun_multinode.sh", free_port()
+    return [[script, CONFIG, "1", "2", rank, "127.0.0.1", port] for rank in "01"]
+
+
+def commands(launcher: str) -> list[list[str]]:
+    """The command of each node."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    return {
+        "launch_singlenode.sh": [[f"{ROOT}/scripts/ssh/launch_singlenode.sh", CONFIG, "2"]],
+        "run_ddp.sh": [[f"{ROOT}/scripts/run_ddp.sh", "-n", "2", "-c", CONFIG]],
+        "cluster_train.sh": [[f"{ROOT}/scripts/cluster_train.sh", CONFIG]],
+        "launch_torchrun_multinode.sh": by_hand(),
+        "torchrun": [[*torchrun, f"{ROOT}/train.py", "--config", CONFIG]],
+    }[launcher]
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return weights_of("launch_singlenode.sh", tmp_path_factory.mktemp("reference"))
+
+
+def weights_of(launcher: str, folder: Path) -> str:
+    """Train a few steps and return the hash of the final weights."""
+    environment = {**os.environ, "PYTHON": sys.executable, "RUN_ID": "same", "BACKEND": "gloo"}
+    environment |= {"LOG_DIR": f"{folder}/logs", "NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "1"}
+    settings = [*SHORT, f"checkpoint.dir={folder}/checkpoints"]
+    nodes = [
+        subprocess.Popen([*command, *settings], env=environment, stderr=subprocess.PIPE, text=True)
+        for command in commands(launcher)
+    ]
+    for node in nodes:
+        _, err = node.communicate(timeout=120)
+        assert node.returncode == 0, err
+    hashed = [sys.executable, "-m", "distributed.checkpoint", "hash", f"{folder}/checkpoints/same"]
+    return subprocess.check_output(hashed, cwd=ROOT, text=True)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_same_weights_from_every_launcher(
+    launcher: str, reference: str, tmp_path: Path
+) -> None:
+    assert weights_of(launcher, tmp_path) == reference
