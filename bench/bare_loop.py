@@ -1,12 +1,11 @@
 """The least that trains the built-in model with DDP: what `make bench-step` holds train.py against.
 
-    STEPS=120 BATCH=16 torchrun --nproc-per-node 2 bench/bare_loop.py
-
-Prints the seconds per step, from step 20 to the last, on rank 0.
+bench/step.py starts it and says how. Prints the seconds per step, from FROM_STEP on, on rank 0.
 """
 
 import os
 import time
+from pathlib import Path
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -15,12 +14,12 @@ from torch.nn.utils import clip_grad_norm_
 from training.settings import load
 from training.tasks.language_model import LanguageModelTask
 
-FROM_STEP = 20
-
 
 def main() -> None:
-    steps, batch_size = int(os.environ["STEPS"]), int(os.environ["BATCH"])
-    settings = load(os.environ["CONFIG"])
+    steps, from_step, batch_size = (
+        int(os.environ[name]) for name in ("STEPS", "FROM_STEP", "BATCH")
+    )
+    settings = load(Path(os.environ["CONFIG"]))
     torch.distributed.init_process_group("gloo")
     task = LanguageModelTask(settings)
     text, context = task.train.bytes, task.train.context
@@ -34,10 +33,10 @@ def main() -> None:
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step == FROM_STEP:
+        if step == from_step:
             began = time.time()
     if torch.distributed.get_rank() == 0:
-        print((time.time() - began) / (steps - FROM_STEP), flush=True)
+        print((time.time() - began) / (steps - from_step), flush=True)
     os._exit(0)
 
 
