@@ -30,7 +30,7 @@ from distributed import link, rank, runlog
 from distributed.arguments import Arguments, parse
 from distributed.attempt import HEARTBEAT, Attempt, Rank, Verdict
 from distributed.environment import new_run_id
-from distributed.failure import Story, print_block, print_stop
+from distributed.failure import Refused, Story, print_block, print_stop
 from distributed.output import NodeLog, Stream, Terminal, open_stream
 
 
@@ -44,9 +44,9 @@ def run_agent(arguments: list[str], guardian: socket.socket) -> int:
             return 0
         agent = NodeAgent(args, arguments, guardian)
         agent.check_in()
-    except (link.Refused, ValueError) as error:
+    except (Refused, ValueError) as error:
         _say(str(error))
-        return 3 if isinstance(error, link.Refused) else 2
+        return 3 if isinstance(error, Refused) else 2
     code = agent.run()
     if agent.is_rank:
         return code
@@ -71,7 +71,7 @@ class NodeAgent:
         """Meet the other nodes' agents: settles the run id, the ranks and the log folder.
 
         Raises:
-            link.Refused: the run cannot start; no rank was started.
+            Refused: the run cannot start; no rank was started.
         """
         args = self.args
         run_id = args.run_id or (new_run_id() if args.node_rank == 0 else "")
@@ -109,6 +109,7 @@ class NodeAgent:
         self.error_files = self.folder.failures
         self.log = NodeLog(self.folder.node_log)
         if self.args.node_rank == 0:
+            self.lock = self.folder.lock()
             record = runlog.start_record(
                 self.place.run_id,
                 self.arguments,

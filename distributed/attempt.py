@@ -107,7 +107,8 @@ class Attempt:
         waker.setblocking(False)
         signal.set_wakeup_fd(waker.fileno())
         for signum in (*_STOP_SIGNALS, signal.SIGUSR1):
-            signal.signal(signum, self._on_signal)
+            if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup has it
+                signal.signal(signum, self._on_signal)
         self._listen_to(wake, lambda: wake.recv(4096))
         self._listen_to(self.guardian, self._on_guardian_death)
         processes.outlive_parent()  # the loop sees the guardian's death, and ends more than itself

@@ -34,6 +34,14 @@ _MEANING = {
 }
 
 
+class Refused(Exception):
+    """The run cannot start: `str()` is one line with the cause and the cure."""
+
+    def __init__(self, fault: str, message: str) -> None:
+        super().__init__(f"{message} [{fault}]")
+        self.fault = fault
+
+
 @dataclass(frozen=True)
 class Failure:
     """The end of one rank, or of one node's agent, that was not asked for."""

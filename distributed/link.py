@@ -15,19 +15,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from distributed.failure import Refused
+
 BEAT_S = 2.0
 SILENCE_S = 10.0  # without a beat for so long, a node is lost
 _RETRY_S = 0.1
 _SKEW_S = 5.0
 _MAX_BYTES = 1 << 20
-
-
-class Refused(Exception):
-    """The run cannot start: `str()` is one line with the cause and the cure."""
-
-    def __init__(self, fault: str, message: str) -> None:
-        super().__init__(f"{message} [{fault}]")
-        self.fault = fault
 
 
 @dataclass(frozen=True)
@@ -92,6 +86,7 @@ class Peer:
         while (left := deadline - time.monotonic()) > 0:
             self.socket.settimeout(left)
             messages = self.receive()
+            self.socket.settimeout(SILENCE_S)
             if messages is None:
                 return None
             if messages:

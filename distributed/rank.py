@@ -85,9 +85,11 @@ def run(
 
 def _restore_signals() -> None:
     signal.set_wakeup_fd(-1)
-    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD):
-        signal.signal(signum, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup has it
+            is_interrupt = signum == signal.SIGINT
+            default = signal.default_int_handler if is_interrupt else signal.SIG_DFL
+            signal.signal(signum, default)
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
 
 

@@ -29,32 +29,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     processes.adopt_orphans()
     ours, theirs = socket.socketpair()
     me = os.getpid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    handled = [one for one in _FORWARDED if signal.getsignal(one) != signal.SIG_IGN]  # nohup
+    signal.pthread_sigmask(signal.SIG_BLOCK, handled)
     agent = os.fork()
     if agent != 0:
         theirs.close()
-        return _guard(agent, ours)
+        return _guard(agent, ours, handled)
     ours.close()
     os.setsid()  # a terminal's Ctrl-C reaches the guardian alone
     processes.die_with_parent(me)
-    for signum in _FORWARDED:
+    for signum in handled:
         signal.signal(signum, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
     from distributed.agent import run_agent  # imports torch
 
     return run_agent(list(arguments), theirs)
 
 
-def _guard(agent: int, notes: socket.socket) -> int:
+def _guard(agent: int, notes: socket.socket, handled: Sequence[signal.Signals]) -> int:
     passed_on: list[int] = []
 
     def pass_on(signum: int, _frame: object) -> None:
         passed_on.append(signum)
         processes.send([agent], signum)
 
-    for signum in _FORWARDED:
+    for signum in handled:
         signal.signal(signum, pass_on)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
     _, status = os.waitpid(agent, 0)
     left = processes.end_descendants()
     code = processes.exit_code(status)

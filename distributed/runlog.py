@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import platform
+import socket
 import subprocess
 import tempfile
 import time
@@ -13,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from distributed.failure import Refused
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,23 @@ class RunFolder:
         self.node_log.touch(mode=0o600)
         _link(self.root / "latest", self.run_id)
         _link(self.root / self.node_log.name, f"{self.run_id}/{self.node_log.name}")
+
+    def lock(self) -> int:
+        """Claim the run for this process and its descendants; the kernel frees it at their end.
+
+        Raises:
+            Refused: a live process has it.
+        """
+        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(fd, 1000, 0).decode()
+            cure = "wait for its end, or choose another RUN_ID"
+            raise Refused("run-is-live", f"run {self.run_id} is live: {holder}; {cure}") from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        return fd
 
     def write_record(self, fields: Mapping[str, Any]) -> None:
         """Merge `fields` into run.json, in one step."""

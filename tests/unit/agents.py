@@ -29,6 +29,7 @@ if os.fork() == 0:  # a child of the rank's own, as a data worker is
     time.sleep(600)
 dist.barrier()
 print(f"ready {rank}", flush=True)
+dist.barrier()  # every rank has said so before any of them does anything
 if rank == who:
     if what == "raise":
         raise ValueError("batch 120 holds no samples")

@@ -248,3 +248,33 @@ def test_a_slow_reader_gets_everything(tmp_path: Path) -> None:
     run.finish()
     assert run.process.returncode == 0
     assert run.output == "x" * 300_000 + "\n"
+
+
+def test_nohup_is_heeded(start: Start) -> None:
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        run = start("save")
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+    run.wait_for("armed 0", "armed 1")
+    run.process.send_signal(signal.SIGHUP)  # the terminal was closed
+    run.process.send_signal(signal.SIGUSR1)
+    run.finish()
+    assert "saved 1" in run.output
+    assert run.process.returncode == 75
+
+
+def test_a_live_run_id_is_refused(start: Start, tmp_path: Path) -> None:
+    options = ["--log-dir", str(tmp_path / "logs"), "--rdzv-id", "taken"]
+    first = start("sleep", 1, *options)
+    first.wait_for("ready 0")
+    second = start("sleep", 1, *options)
+    err = second.finish()
+    assert second.process.returncode == 3
+    assert f"process {first.agent_pid()} on " in err
+    assert "[run-is-live]" in err
+    os.kill(first.process.pid, signal.SIGKILL)
+    first.assert_gone()
+    third = start("raise", 1, *options)
+    third.finish()
+    assert third.process.returncode == 1

@@ -76,8 +76,8 @@ def test_a_kill_on_one_node_stops_all(start: Start, node: int, victim: str, busy
 
 def test_a_stop_on_one_node_reaches_the_others(start: Start) -> None:
     runs = start("save", 0, nodes=3)
-    for run in runs:
-        run.wait_for("armed")
+    for node, run in enumerate(runs):
+        run.wait_for(f"armed {2 * node}", f"armed {2 * node + 1}")
     runs[2].process.send_signal(signal.SIGTERM)
     for run in runs:
         run.finish()

@@ -172,7 +172,7 @@ def test_exit_codes(tmp_path: Path, statement: str, code: int) -> None:
 
 def test_elastic_launches_are_handed_to_torch(tmp_path: Path) -> None:
     script = tmp_path / "x.py"
-    script.write_text("import os; print(os.environ['WORLD_SIZE'])")
+    script.write_text("import os; os.write(1, os.environ['WORLD_SIZE'].encode() + b'\\n')")
     done = subprocess.run(
         [*AGENT, "--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0",
          "--rdzv-conf", "last_call_timeout=1", "--nproc-per-node", "2", str(script)],
