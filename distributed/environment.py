@@ -3,7 +3,7 @@
     python -m distributed.environment port ID     the port that belongs to a run id
     python -m distributed.environment new-id      a fresh run id
 
-The only reader of the process environment in this package. No torch import, so it is instant.
+The launcher's variables are read here and nowhere else. No torch import, so it is instant.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from pathlib import Path
 
 from distributed import hostlist
 
-PORTS = range(10_000, 32_768)  # above the privileged ports, below Linux's ephemeral range
 INTERACTIVE_STEP = "4294967290"  # SLURM_STEP_ID in the shell that salloc opens on a node
 
 
 class LauncherError(ValueError):
-    """What the launcher gave cannot be right: `fault: cause; cure`, in one line."""
+    """What the launcher gave cannot be right: `cause; cure [fault]`, in one line."""
 
     def __init__(self, text: str, fault: str = "wrong-world") -> None:
-        super().__init__(f"{fault}: {text}")
+        super().__init__(f"{text} [{fault}]")
         self.fault = fault
 
 
@@ -58,164 +57,99 @@ class Environment:
         return self.rank == 0
 
 
+@dataclass(frozen=True)
 class _Variables:
-    """The environment of one process, with readers that say what is wrong and how to cure it."""
+    """The variables of one process; what is missing or wrong is refused with the cure."""
 
-    def __init__(self, environ: Mapping[str, str], local_rank: int | None) -> None:
-        self.environ = environ
-        self.local_rank = local_rank
+    environ: Mapping[str, str]
+    cure: str = ""
 
-    def get(self, name: str) -> str | None:
-        """Return the value, or None where it is unset or empty."""
-        return self.environ.get(name) or None
+    def get(self, name: str) -> str:
+        return self.environ.get(name, "")
 
-    def text(self, name: str, cure: str) -> str:
-        value = self.get(name)
-        if value is None:
-            raise LauncherError(f"{name} is not set; {cure}")
-        return value
+    def text(self, name: str) -> str:
+        if not self.get(name):
+            raise LauncherError(f"{name} is not set; {self.cure}")
+        return self.get(name)
 
-    def number(self, name: str, low: int, high: int, cure: str, *, why: str = "") -> int:
+    def number(self, name: str, low: int = 1, high: int = 2**31, why: str = "") -> int:
         """Return an integer of low..high; `why` says where the bounds come from."""
-        value = self.text(name, cure)
-        if not (value.isascii() and value.isdigit() and low <= int(value) <= high):
-            raise LauncherError(f"{name}={value} is not a number of {low}..{high}{why}; {cure}")
-        return int(value)
+        value = self.text(name)
+        if value.isascii() and value.isdigit() and low <= int(value) <= high:
+            return int(value)
+        raise LauncherError(f"{name}={value} is not a number of {low}..{high}{why}; {self.cure}")
 
-    def size(self, name: str, cure: str) -> int:
-        return self.number(name, 1, 2**31, cure)
+    def rank(self, name: str, size: int, size_name: str) -> int:
+        return self.number(name, 0, size - 1, f" ({size_name}={size})")
 
-    def rank(self, name: str, size_name: str, size: int, cure: str) -> int:
-        return self.number(name, 0, size - 1, cure, why=f" ({size_name}={size})")
-
-    def port(self, cure: str) -> int:
-        return self.number("MASTER_PORT", 1, 2**16 - 1, cure)
-
-    def run_id(self) -> str:
-        elastic_id = self.get("TORCHELASTIC_RUN_ID")
-        return (
-            self.get("RUN_ID")
-            or (elastic_id if elastic_id != "none" else None)  # torchrun's "no id was given"
-            or self.job_id()
-            or self.get("PBS_JOBID")
-            or new_run_id()
-        )
-
-    def job_id(self) -> str | None:
-        """Return SLURM's job id; the tasks of an array get one each."""
-        array, task = self.get("SLURM_ARRAY_JOB_ID"), self.get("SLURM_ARRAY_TASK_ID")
-        return f"{array}_{task}" if array and task else self.get("SLURM_JOB_ID")
+    def master(self, address: str = "", port_id: str = "") -> tuple[str, int]:
+        """Return MASTER_ADDR and MASTER_PORT, which what is given here may stand in for."""
+        address = self.get("MASTER_ADDR") or address or self.text("MASTER_ADDR")
+        if port_id and not self.get("MASTER_PORT"):
+            return address, port_from_id(port_id)
+        return address, self.number("MASTER_PORT", 1, 2**16 - 1)
 
 
-def torchrun(v: _Variables) -> Environment | None:
+def torchrun(v: _Variables) -> Environment:
     """Read what torchrun, our node agent, torch.distributed.launch and hand-made starts set."""
-    if v.get("RANK") is None:
-        return None
-    cure = "torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT together"
-    world_size = v.size("WORLD_SIZE", cure)
-    rank = v.rank("RANK", "WORLD_SIZE", world_size, cure)
-    local_rank = _agreed_local_rank(v, cure)
-    if v.get("LOCAL_WORLD_SIZE"):
-        local_world_size = v.size("LOCAL_WORLD_SIZE", cure)
-    elif rank == local_rank:
-        local_world_size = world_size  # started by hand, all on this machine
-    else:
-        raise LauncherError(
-            f"RANK={rank} is not LOCAL_RANK={local_rank}, so there are several nodes; "
-            "set LOCAL_WORLD_SIZE, the number of ranks on this one"
-        )
-    if local_rank >= local_world_size:
-        raise LauncherError(
-            f"LOCAL_RANK={local_rank} is not below LOCAL_WORLD_SIZE={local_world_size}; {cure}"
-        )
-    if v.get("GROUP_WORLD_SIZE"):
-        num_nodes = v.size("GROUP_WORLD_SIZE", cure)
-        node_rank = v.rank("GROUP_RANK", "GROUP_WORLD_SIZE", num_nodes, cure)
-    else:
-        num_nodes, node_rank = _equal_nodes(rank, local_rank, world_size, local_world_size)
-    return Environment(
-        "torchrun" if v.local_rank is None else "launch",
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world_size,
-        local_world_size=local_world_size,
-        node_rank=node_rank,
-        num_nodes=num_nodes,
-        master_addr=v.text("MASTER_ADDR", cure),
-        master_port=v.port(cure),
-    )
+    local_name = "--local-rank" if v.get("--local-rank") else "LOCAL_RANK"
+    if v.get("LOCAL_RANK") not in ("", v.get(local_name)):
+        cause = f"LOCAL_RANK={v.get('LOCAL_RANK')} but --local-rank is {v.get(local_name)}"
+        raise LauncherError(f"{cause}; give only one")
+    # Started by hand without LOCAL_WORLD_SIZE, all the ranks have to be on this machine.
+    size_name = "LOCAL_WORLD_SIZE" if v.get("LOCAL_WORLD_SIZE") else "WORLD_SIZE"
+    ranks = _ranks_of_equal_nodes(v, "RANK", "WORLD_SIZE", local_name, size_name)
+    place = Environment("launch" if v.get("--local-rank") else "torchrun", *ranks, *v.master())
+    if size_name == "WORLD_SIZE" and place.rank != place.local_rank:
+        cause = f"RANK={place.rank} is not LOCAL_RANK={place.local_rank}, so there are more nodes"
+        raise LauncherError(f"{cause}; set LOCAL_WORLD_SIZE, the number of ranks on this one")
+    if not v.get("GROUP_WORLD_SIZE"):
+        return place
+    num_nodes = v.number("GROUP_WORLD_SIZE")
+    node_rank = v.rank("GROUP_RANK", num_nodes, "GROUP_WORLD_SIZE")
+    return replace(place, node_rank=node_rank, num_nodes=num_nodes)
 
 
-def _agreed_local_rank(v: _Variables, cure: str) -> int:
-    """Return the local rank from LOCAL_RANK, from the argument, or from both where they agree."""
-    if v.local_rank is None:
-        return v.number("LOCAL_RANK", 0, 2**31, cure)
-    if v.get("LOCAL_RANK") not in (None, str(v.local_rank)):
-        raise LauncherError(
-            f"LOCAL_RANK={v.get('LOCAL_RANK')} but --local-rank is {v.local_rank}; give only one"
-        )
-    return v.local_rank
+def openmpi(v: _Variables) -> Environment:
+    """Read what Open MPI's mpirun sets. Ranks are taken to be placed node by node."""
+    names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+    ranks = _ranks_of_equal_nodes(v, *names)
+    address = "127.0.0.1" if ranks[-1] == 1 else ""  # one node
+    cure = "set it to the first host (a free port) and pass it on, as mpirun -x MASTER_ADDR does"
+    # The namespace is one per mpirun, the same on every rank.
+    master = replace(v, cure=cure).master(address, v.get("PMIX_NAMESPACE"))
+    return Environment("openmpi", *ranks, *master)
 
 
-def _equal_nodes(
-    rank: int, local_rank: int, world_size: int, local_world_size: int
-) -> tuple[int, int]:
-    """Return (number of nodes, node rank) where every node runs the same number of ranks."""
-    return -(-world_size // local_world_size), (rank - local_rank) // local_world_size
+def _ranks_of_equal_nodes(
+    v: _Variables, rank_name: str, size_name: str, local_rank_name: str, local_size_name: str
+) -> tuple[int, int, int, int, int, int]:
+    """Return Environment's six numbers, where every node runs as many ranks as this one."""
+    world_size, local_size = v.number(size_name), v.number(local_size_name)
+    rank = v.rank(rank_name, world_size, size_name)
+    local_rank = v.rank(local_rank_name, local_size, local_size_name)
+    node_rank, num_nodes = (rank - local_rank) // local_size, -(-world_size // local_size)
+    return rank, local_rank, world_size, local_size, node_rank, num_nodes
 
 
-def slurm(v: _Variables) -> Environment | None:
-    """Read the variables of one task of a SLURM step, started as `srun python train.py`.
-
-    The step's own variables, for those of the job still name the whole job in a smaller step.
-    """
-    if v.get("SLURM_JOB_ID") is None:
-        return None
-    if v.get("SLURM_STEP_ID") in (None, INTERACTIVE_STEP):
-        _refuse_lone_task(v)
-        return None
-    cure = "start the ranks with srun, which sets every SLURM_STEP_* variable"
-    world_size = v.size("SLURM_STEP_NUM_TASKS", cure)
-    num_nodes = v.size("SLURM_STEP_NUM_NODES", cure)
-    node_rank = v.rank("SLURM_NODEID", "SLURM_STEP_NUM_NODES", num_nodes, cure)
-    tasks = tasks_per_node(v.text("SLURM_STEP_TASKS_PER_NODE", cure))
-    if len(tasks) != num_nodes:
-        raise LauncherError(
-            f"SLURM_STEP_TASKS_PER_NODE={v.get('SLURM_STEP_TASKS_PER_NODE')} "
-            f"but SLURM_STEP_NUM_NODES={num_nodes}; {cure}"
-        )
-    if v.get("WORLD_SIZE") not in (None, str(world_size)):
-        raise LauncherError(
-            f"WORLD_SIZE={v.get('WORLD_SIZE')} but SLURM_STEP_NUM_TASKS={world_size}; "
-            "unset WORLD_SIZE, or ask srun for that many tasks"
-        )
-    step = f"{v.job_id()}.{v.get('SLURM_STEP_ID')}"
-    return Environment(
-        "slurm",
-        rank=v.rank("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", world_size, cure),
-        local_rank=v.rank("SLURM_LOCALID", "tasks on this node", tasks[node_rank], cure),
-        world_size=world_size,
-        local_world_size=tasks[node_rank],
-        node_rank=node_rank,
-        num_nodes=num_nodes,
-        master_addr=v.get("MASTER_ADDR") or hostlist.first(v.text("SLURM_STEP_NODELIST", cure)),
-        master_port=v.port(cure) if v.get("MASTER_PORT") else port_from_id(step),
-    )
-
-
-def _refuse_lone_task(v: _Variables) -> None:
-    """Raise where this process would be one of several tasks that nobody started."""
-    job_tasks = int(v.get("SLURM_NTASKS") or v.get("SLURM_JOB_NUM_NODES") or 1)
+def slurm(v: _Variables) -> Environment:
+    """Read one task of a SLURM step, by the step's variables: the job's may name more nodes."""
     if v.get("SLURM_STEP_ID") == INTERACTIVE_STEP:
-        where, started = "salloc's shell", int(v.get("SLURM_STEP_NUM_TASKS") or 1)
-    else:
-        where, started = "the batch step", 1
-    if started < job_tasks:
-        raise LauncherError(
-            f"this is {where} of job {v.job_id()}, which has {job_tasks} tasks, and no other rank "
-            "is started; put srun before the command",
-            fault="batch-step",
-        )
+        return plain(v)
+    world_size = v.number("SLURM_STEP_NUM_TASKS")
+    if v.get("WORLD_SIZE") not in ("", str(world_size)):
+        cause = f"WORLD_SIZE={v.get('WORLD_SIZE')} but SLURM_STEP_NUM_TASKS={world_size}"
+        raise LauncherError(f"{cause}; unset WORLD_SIZE, or ask srun for that many tasks")
+    rank = v.rank("SLURM_PROCID", world_size, "SLURM_STEP_NUM_TASKS")
+    tasks = tasks_per_node(v.text("SLURM_STEP_TASKS_PER_NODE"))
+    why = f" (SLURM_STEP_TASKS_PER_NODE={v.get('SLURM_STEP_TASKS_PER_NODE')})"
+    num_nodes = v.number("SLURM_STEP_NUM_NODES", len(tasks), len(tasks), why)
+    node_rank = v.rank("SLURM_NODEID", num_nodes, "SLURM_STEP_NUM_NODES")
+    local_rank = v.rank("SLURM_LOCALID", tasks[node_rank], "tasks on this node")
+    ranks = (rank, local_rank, world_size, tasks[node_rank], node_rank, num_nodes)
+    first_host = hostlist.first(v.text("SLURM_STEP_NODELIST"))
+    step = f"{_job_id(v)}.{v.get('SLURM_STEP_ID')}"
+    return Environment("slurm", *ranks, *v.master(first_host, step))
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -224,95 +158,69 @@ def tasks_per_node(text: str) -> list[int]:
     for item in text.split(","):
         match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", item)
         if match is None:
-            cure = "start the ranks with srun"
-            raise LauncherError(f"SLURM_STEP_TASKS_PER_NODE={text} cannot be read; {cure}")
+            raise LauncherError(f"SLURM_STEP_TASKS_PER_NODE={text} cannot be read; use srun")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
-def openmpi(v: _Variables) -> Environment | None:
-    """Read what Open MPI's mpirun sets. Ranks are taken to be placed node by node."""
-    if v.get("OMPI_COMM_WORLD_RANK") is None:
-        return None
-    cure = "start the ranks with Open MPI's mpirun, which sets every OMPI_COMM_WORLD_* variable"
-    world_size = v.size("OMPI_COMM_WORLD_SIZE", cure)
-    local_size = v.size("OMPI_COMM_WORLD_LOCAL_SIZE", cure)
-    rank = v.rank("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", world_size, cure)
-    local_rank = v.rank("OMPI_COMM_WORLD_LOCAL_RANK", "ranks on this node", local_size, cure)
-    num_nodes, node_rank = _equal_nodes(rank, local_rank, world_size, local_size)
-    pass_on = "set it to the first host (a free port) and pass it on, as mpirun -x MASTER_ADDR does"
-    job = v.get("PMIX_NAMESPACE")  # one per mpirun, the same on every rank
-    return Environment(
-        "openmpi",
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world_size,
-        local_world_size=local_size,
-        node_rank=node_rank,
-        num_nodes=num_nodes,
-        master_addr="127.0.0.1"
-        if num_nodes == 1 and not v.get("MASTER_ADDR")
-        else v.text("MASTER_ADDR", pass_on),
-        master_port=port_from_id(job) if job and not v.get("MASTER_PORT") else v.port(pass_on),
-    )
-
-
 def plain(v: _Variables) -> Environment:
     """One process alone; what a launcher left half done is an error."""
-    for name in ("WORLD_SIZE", "LOCAL_RANK"):
+    job_tasks = int(v.get("SLURM_NTASKS") or v.get("SLURM_JOB_NUM_NODES") or 1)
+    started = int(v.get("SLURM_STEP_NUM_TASKS") or 1)  # several in a salloc shell of several
+    if v.get("SLURM_JOB_ID") and started < job_tasks:
+        cause = f"no srun started this process, one of the {job_tasks} tasks of job {_job_id(v)}"
+        raise LauncherError(f"{cause}; put srun before the command", fault="batch-step")
+    for name in ("WORLD_SIZE", "LOCAL_RANK", "--local-rank"):
         if v.get(name):
-            raise LauncherError(f"{name} is set but RANK is not; set RANK too, or unset {name}")
-    if v.local_rank is not None:
-        raise LauncherError("--local-rank is given but RANK is not set; set RANK too")
-    return Environment(
-        "plain",
-        rank=0,
-        local_rank=0,
-        world_size=1,
-        local_world_size=1,
-        node_rank=0,
-        num_nodes=1,
-        master_addr="127.0.0.1",
-        master_port=port_from_id(v.run_id()),
-    )
+            raise LauncherError(f"{name} is given but RANK is not set; set both, or neither")
+    return Environment("plain", 0, 0, 1, 1, 0, 1, "127.0.0.1", port_from_id(_run_id(v)))
 
 
-# The first that knows its own variables decides: an agent under srun or mpirun sets RANK itself.
-LAUNCHERS = (torchrun, slurm, openmpi, plain)
+# The first variable found decides: an agent under srun or mpirun sets RANK, and mpirun uses srun.
+LAUNCHERS = {
+    "RANK": (torchrun, "start the ranks with torchrun, or set every variable that it sets"),
+    "OMPI_COMM_WORLD_RANK": (openmpi, "start the ranks with Open MPI's mpirun, which sets it"),
+    "SLURM_STEP_ID": (slurm, "start the ranks with srun, which sets it"),
+}
 
 
 def detect(
     environ: Mapping[str, str] | None = None, *, local_rank: int | None = None
 ) -> Environment:
-    """Return this process's place in the run.
+    """Return this process's place; `local_rank` is the argument of torch.distributed.launch.
 
-    Args:
-        environ: variables to read instead of the process's own.
-        local_rank: the --local-rank argument of torch.distributed.launch.
-
-    Raises:
-        LauncherError: a variable is missing, out of range, or contradicts another.
-        HostlistError: the step's node list cannot be read.
+    Raises LauncherError or HostlistError where a variable is missing, wrong or contradicts another.
     """
-    v = _Variables(os.environ if environ is None else environ, local_rank)
-    for launcher in LAUNCHERS:
-        place = launcher(v)
-        if place is not None:
-            return replace(
-                place,
-                run_id=v.run_id(),
-                log_dir=Path(v.get("LOG_DIR") or "logs"),
-                restart_count=int(v.get("TORCHELASTIC_RESTART_COUNT") or 0),
-                agent_store=v.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-                heartbeat_file=v.get("HEARTBEAT_FILE"),
-                backend=v.get("BACKEND"),
-            )
-    raise AssertionError("plain takes every process")
+    argument = {} if local_rank is None else {"--local-rank": str(local_rank)}
+    v = _Variables({**(os.environ if environ is None else environ), **argument})
+    mark = next((name for name in LAUNCHERS if v.get(name)), "")
+    read, cure = LAUNCHERS.get(mark, (plain, ""))
+    return replace(
+        read(replace(v, cure=cure)),
+        run_id=_run_id(v),
+        log_dir=Path(v.get("LOG_DIR") or "logs"),
+        restart_count=int(v.get("TORCHELASTIC_RESTART_COUNT") or 0),
+        agent_store=v.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        heartbeat_file=v.get("HEARTBEAT_FILE") or None,
+        backend=v.get("BACKEND") or None,
+    )
+
+
+def _job_id(v: _Variables) -> str:
+    """Return SLURM's job id; the tasks of an array get one each."""
+    array, task = v.get("SLURM_ARRAY_JOB_ID"), v.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else v.get("SLURM_JOB_ID")
+
+
+def _run_id(v: _Variables) -> str:
+    given = (v.get("RUN_ID"), v.get("TORCHELASTIC_RUN_ID"), _job_id(v), v.get("PBS_JOBID"))
+    known = [one for one in given if one not in ("", "none")]  # "none": torchrun was given none
+    return known[0] if known else new_run_id()
 
 
 def port_from_id(run_id: str) -> int:
-    """Return a port of [10000, 32768), the same for one id on every machine."""
-    return PORTS[zlib.crc32(run_id.encode()) % len(PORTS)]
+    """Return a port of [10000, 32768), below Linux's ephemeral ones; the same on every machine."""
+    return 10_000 + zlib.crc32(run_id.encode()) % 22_768
 
 
 def new_run_id() -> str:
@@ -321,17 +229,12 @@ def new_run_id() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{mixed & 0xFFFF:04x}"
 
 
-def main(arguments: list[str]) -> int:
-    match arguments:
+if __name__ == "__main__":
+    match sys.argv[1:]:
         case ["port", run_id]:
             print(port_from_id(run_id))
         case ["new-id"]:
             print(new_run_id())
         case _:
             print("usage: python -m distributed.environment port ID | new-id", file=sys.stderr)
-            return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+            sys.exit(2)

@@ -14,8 +14,8 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 
-_ITEM = re.compile(r"(?:[^\[\],\s]|\[[^\[\]]*\])+")  # up to a comma or blank outside brackets
-_SEPARATORS = re.compile(r"[,\s]*")
+# Up to a comma or blank outside brackets; and the bracket without a partner that ends it, if any.
+_ITEM = re.compile(r"(?=[^,\s])((?:[^\[\],\s]|\[[^\[\]]*\])*)([\[\]]?)")
 _PART = re.compile(r"\[([^\]]*)\]|[^\[]+")  # a bracket or the text between two
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
@@ -45,44 +45,31 @@ class _Numbers:
 
 
 def expand(text: str) -> list[str]:
-    """Return every host name in order, duplicates included.
-
-    Raises:
-        HostlistError: the list is empty or cannot be read.
-    """
+    """Return every host name in order, duplicates included; raises HostlistError."""
     return list(_names(text))
 
 
 def first(text: str) -> str:
     """Return the first name and read no further, so that a long list costs nothing.
 
-    Raises:
-        HostlistError: the list is empty or its first item cannot be read.
+    Raises HostlistError where the list is empty or its first item cannot be read.
     """
     return next(_names(text))
 
 
 def _names(text: str) -> Iterator[str]:
-    position = _skip_separators(text, 0)
-    if position == len(text):
-        raise HostlistError("host list is empty")
-    while position < len(text):
-        match = _ITEM.match(text, position)
-        if match is None or text[match.end() : match.end() + 1] in ("[", "]"):
-            at = position if match is None else match.end()
-            raise _error(text, at, f"{text[at]!r} has no partner")
+    match = None
+    for match in _ITEM.finditer(text):
+        item, stray = match.groups()
+        if stray:
+            raise _error(text, match.start(2), f"{stray!r} has no partner")
         try:
-            names = _product(match[0])
+            names = _product(item)
         except ValueError as error:
-            raise _error(text, position, str(error)) from None
+            raise _error(text, match.start(), str(error)) from None
         yield from names
-        position = _skip_separators(text, match.end())
-
-
-def _skip_separators(text: str, position: int) -> int:
-    match = _SEPARATORS.match(text, position)
-    assert match is not None  # it matches nothing at all, too
-    return match.end()
+    if match is None:
+        raise HostlistError("host list is empty")
 
 
 def _product(item: str) -> Iterator[str]:

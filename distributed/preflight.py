@@ -19,7 +19,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,12 +27,11 @@ from distributed.environment import port_from_id
 from distributed.gpus import Gpu, GpuError, visible_gpus
 
 REFUSED = 3
-GIB = 1 << 30
 LEAST_FILES = 1024  # open files of one process; Linux's own default
 LEAST_SHM = 512 << 20  # bytes; Docker's default of 64 MiB is too small for data workers
-LEAST_DISK = 2 * GIB  # bytes free where checkpoints go
+LEAST_DISK = 2 << 30  # bytes free where checkpoints go
 LEAST_MEMLOCK = 64 << 10  # bytes; Linux's own default before 5.16
-LEAST_MEMLOCK_INFINIBAND = GIB  # bytes; every buffer on the wire is locked memory
+LEAST_MEMLOCK_INFINIBAND = 1 << 30  # bytes; every buffer on the wire is locked memory
 LITERAL_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -61,178 +60,122 @@ class Node:
     gpu_error: str  # why they could not be looked at
     environ: Mapping[str, str]
 
-    @property
-    def is_master(self) -> bool:
-        """Whether the ranks meet on this node."""
-        return self.node_rank == 0
 
-
-def check_environment(node: Node) -> Fault | None:
-    """env-missing: this Python has torch, and the training script is here."""
+def check_program(node: Node) -> Iterator[Fault]:
+    """This Python has torch, and the training script is here."""
     if importlib.util.find_spec("torch") is None:
         cure = "run make setup, or set VENV, CONDA_ENV or PYTHON"
-        return Fault("env-missing", f"{sys.executable} has no torch", cure)
-    if node.script and not node.script.is_file():
-        return Fault("env-missing", f"there is no script {str(node.script)!r}", "correct its path")
-    return None
+        yield Fault("env-missing", f"{sys.executable} has no torch", cure)
+    elif node.script and not node.script.is_file():
+        yield Fault("env-missing", f"there is no script {str(node.script)!r}", "correct its path")
 
 
-def check_gpu_count(node: Node) -> Fault | None:
-    """too-few-gpus: one process per visible GPU at most; without GPUs all run on the CPU."""
-    if not 0 < len(node.gpus) < node.nproc:
-        return None
-    cause = f"{node.nproc} processes but {_count(len(node.gpus), 'visible GPU')}"
-    return Fault("too-few-gpus", cause, "ask for fewer, or see CUDA_VISIBLE_DEVICES")
-
-
-def check_gpu_health(node: Node) -> Fault | None:
-    """gpu-unhealthy: the driver answers, and there are no uncorrected memory errors."""
+def check_gpus(node: Node) -> Iterator[Fault]:
+    """One process per visible GPU at most, each sound and idle; without any, all run on the CPU."""
+    if 0 < len(node.gpus) < node.nproc:
+        cause = f"{node.nproc} processes but {_count(len(node.gpus), 'visible GPU')}"
+        yield Fault("too-few-gpus", cause, "ask for fewer, or see CUDA_VISIBLE_DEVICES")
     cure = "have the GPU reset or replaced, or leave it out with CUDA_VISIBLE_DEVICES"
     if node.gpu_error:
-        return Fault("gpu-unhealthy", node.gpu_error, cure)
+        yield Fault("gpu-unhealthy", node.gpu_error, cure)
     for gpu in node.gpus:
         if gpu.memory_errors:
             cause = f"GPU {gpu.index} has {_count(gpu.memory_errors, 'uncorrected memory error')}"
-            return Fault("gpu-unhealthy", cause, cure)
-    return None
-
-
-def check_gpu_idle(node: Node) -> Fault | None:
-    """gpu-unhealthy: nobody else computes on these GPUs."""
-    for gpu in node.gpus:
+            yield Fault("gpu-unhealthy", cause, cure)
         if gpu.processes:
             cause = f"GPU {gpu.index} is in use by {', '.join(gpu.processes)}"
-            return Fault("gpu-unhealthy", cause, "wait for it, or choose another GPU", warns=True)
-    return None
+            yield Fault("gpu-unhealthy", cause, "wait for it, or choose another GPU", warns=True)
 
 
-def check_name(node: Node) -> Fault | None:
-    """name-unresolved: the master's name means something here."""
-    if _addresses(node.master_addr):
-        return None
-    cause = f"the master's name {node.master_addr!r} is unknown"
-    return Fault("name-unresolved", cause, "correct it, or give its address")
+def check_master(node: Node) -> Iterator[Fault]:
+    """The master's name means something here, other nodes can reach it, and its port is free."""
+    name, port = node.master_addr, node.port
+    addresses = _addresses(name)
+    if not addresses:
+        cause = f"the master's name {name!r} is unknown"
+        yield Fault("name-unresolved", cause, "correct it, or give its address")
+    loopback = [address for address in addresses if _is_loopback(address)]
+    if node.nnodes > 1 and loopback:
+        cause = f"the master {name} is {loopback[0]}, which no other machine can reach"
+        literal = name in LITERAL_LOOPBACK  # all node ranks may be on this machine
+        if not literal and (line := _hosts_line(name)):
+            cause += f" (/etc/hosts line {line})"
+        cure = "give the master's address on the network the nodes share"
+        yield Fault("loopback-address", cause, cure, warns=literal)
+    code = _bind_error(port) if node.node_rank == 0 else 0
+    if code == errno.EADDRINUSE:
+        cause = f"port {port} is taken{_holder(port)}"
+        yield Fault("port-in-use", cause, "end that, or choose another with MASTER_PORT")
+    elif code:
+        cause = f"port {port} cannot be opened ({os.strerror(code)})"
+        yield Fault("port-in-use", cause, "choose one above 1023 with MASTER_PORT")
 
 
-def check_loopback(node: Node) -> Fault | None:
-    """loopback-address: other nodes can reach the master under the name given."""
-    loopback = [a for a in _addresses(node.master_addr) if a.startswith("127.") or a == "::1"]
-    if node.nnodes == 1 or not loopback:
-        return None
-    literal = node.master_addr in LITERAL_LOOPBACK
-    cause = f"the master {node.master_addr} is {loopback[0]}, which no other machine can reach"
-    if not literal and (line := _hosts_line(node.master_addr)):
-        cause += f" (/etc/hosts line {line})"
-    cure = "give the master's address on the network the nodes share"
-    return Fault("loopback-address", cause, cure, warns=literal)  # node ranks of one machine may
-
-
-def check_port(node: Node) -> Fault | None:
-    """port-in-use: the master can listen on the port."""
-    if not node.is_master or (code := _bind_error(node.port)) == 0:
-        return None
-    if code != errno.EADDRINUSE:
-        cause = f"port {node.port} cannot be opened ({os.strerror(code)})"
-        return Fault("port-in-use", cause, "choose one above 1023 with MASTER_PORT")
-    cause = f"port {node.port} is taken{_holder(node.port)}"
-    return Fault("port-in-use", cause, "end that, or choose another with MASTER_PORT")
-
-
-def check_gloo_interface(node: Node) -> Fault | None:
-    """no-such-interface: GLOO_SOCKET_IFNAME lists interfaces by their whole names."""
-    wanted = node.environ.get("GLOO_SOCKET_IFNAME", "")
-    if wanted.startswith("^"):
-        cause = f"GLOO_SOCKET_IFNAME={wanted} excludes, which gloo does not understand"
-        return Fault("no-such-interface", cause, f"name one of {_interfaces()}")
-    known = {name for _, name in socket.if_nameindex()}
-    missing = [name for name in wanted.split(",") if name and name not in known]
-    return _no_interface("GLOO_SOCKET_IFNAME", wanted) if missing else None
-
-
-def check_nccl_interface(node: Node) -> Fault | None:
-    """no-such-interface: NCCL_SOCKET_IFNAME (prefixes, or =exact, or ^excluded) leaves one."""
-    wanted = node.environ.get("NCCL_SOCKET_IFNAME", "")
-    if not wanted:
-        return None
-    marks = wanted[: len(wanted) - len(wanted.lstrip("^="))]
-    words = tuple(wanted.lstrip("^=").split(","))
+def check_interfaces(node: Node) -> Iterator[Fault]:
+    """GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, where set, name interfaces of this machine."""
     names = [name for _, name in socket.if_nameindex()]
+    gloo = node.environ.get("GLOO_SOCKET_IFNAME", "")
+    nccl = node.environ.get("NCCL_SOCKET_IFNAME", "")
+    if gloo and not set(gloo.split(",")) <= set(names):
+        cure = f"name one of {', '.join(names)} (to exclude with ^ is NCCL's alone)"
+        yield Fault("no-such-interface", f"GLOO_SOCKET_IFNAME={gloo} is not of this machine", cure)
+    if nccl and not _nccl_interfaces(nccl, names):
+        cause = f"NCCL_SOCKET_IFNAME={nccl} leaves no interface of this machine"
+        yield Fault("no-such-interface", cause, f"name one of {', '.join(names)}")
+
+
+def _nccl_interfaces(wanted: str, names: Sequence[str]) -> set[str]:
+    """Return the interfaces that NCCL is left with: prefixes, or =exact, or ^excluded, or ^=."""
+    words = tuple(wanted.lstrip("^=").split(","))
+    marks = wanted[:2]
     if "=" in marks:
-        named = [name for name in names if name in words]
+        named = set(names) & set(words)
     else:
-        named = [name for name in names if name.startswith(words)]
-    left = set(names) - set(named) if "^" in marks else named
-    return None if left else _no_interface("NCCL_SOCKET_IFNAME", wanted)
+        named = {name for name in names if name.startswith(words)}
+    return set(names) - named if "^" in marks else named
 
 
-def check_open_files(node: Node) -> Fault | None:
-    """low-nofile: data workers pass tensors as file descriptors."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY or limit >= LEAST_FILES:
-        return None
-    return Fault("low-nofile", f"at most {limit} open files", "ulimit -n 65536", warns=True)
-
-
-def check_shared_memory(node: Node) -> Fault | None:
-    """small-shm: data workers and NCCL share memory through /dev/shm."""
-    try:
-        size = shutil.disk_usage("/dev/shm").total
-    except OSError:
-        size = 0
-    if size >= LEAST_SHM:
-        return None
-    cure = "in Docker: --ipc=host or --shm-size=8g"
-    return Fault("small-shm", f"/dev/shm holds {size >> 20} MiB", cure, warns=True)
-
-
-def check_locked_memory(node: Node) -> Fault | None:
-    """low-memlock: InfiniBand locks its buffers in memory."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+def check_limits(node: Node) -> Iterator[Fault]:
+    """Data workers pass descriptors and share /dev/shm with NCCL; InfiniBand locks its buffers."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1 is no limit
+    if 0 <= files < LEAST_FILES:
+        yield Fault("low-nofile", f"at most {files} open files", "ulimit -n 65536", warns=True)
+    shm = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
+    if shm < LEAST_SHM:
+        cure = "in Docker: --ipc=host or --shm-size=8g"
+        yield Fault("small-shm", f"/dev/shm holds {shm >> 20} MiB", cure, warns=True)
     infiniband = Path("/sys/class/infiniband").is_dir()
-    least = LEAST_MEMLOCK_INFINIBAND if infiniband else LEAST_MEMLOCK
-    if limit == resource.RLIM_INFINITY or limit >= least:
-        return None
-    cause = f"at most {limit >> 10} KiB of locked memory"
-    return Fault("low-memlock", cause, "ulimit -l unlimited", warns=not infiniband)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if 0 <= locked < (LEAST_MEMLOCK_INFINIBAND if infiniband else LEAST_MEMLOCK):
+        cause = f"at most {locked >> 10} KiB of locked memory"
+        yield Fault("low-memlock", cause, "ulimit -l unlimited", warns=not infiniband)
 
 
-def check_disk(node: Node) -> Fault | None:
-    """disk-low: there is room for logs and checkpoints."""
+def check_folders(node: Node) -> Iterator[Fault]:
+    """There is room where logs and checkpoints go, and a real write succeeds."""
     for directory in node.directories:
-        free = shutil.disk_usage(_existing(directory)).free
+        existing = next(path for path in (directory, *directory.parents) if path.exists())
+        free = shutil.disk_usage(existing).free
         if free < LEAST_DISK:
             cause = f"{free >> 20} MiB free under {str(directory)!r}"
-            return Fault("disk-low", cause, "make room, or choose another folder", warns=True)
-    return None
-
-
-def check_writable(node: Node) -> Fault | None:
-    """dir-unwritable: a real write where logs and checkpoints go."""
-    for directory in node.directories:
+            yield Fault("disk-low", cause, "make room, or choose another folder", warns=True)
+        probe = existing / f".preflight-{os.getpid()}"
         try:
-            _try_write(_existing(directory))
+            probe.write_bytes(b"\0")
+            probe.unlink()
         except OSError as error:
             cause = f"cannot write under {str(directory)!r} ({error.strerror})"
-            return Fault("dir-unwritable", cause, "choose another folder (LOG_DIR, checkpoint.dir)")
-    return None
+            yield Fault("dir-unwritable", cause, "choose another folder (LOG_DIR, checkpoint.dir)")
 
 
-CHECKS: tuple[Callable[[Node], Fault | None], ...] = (
-    check_environment,
-    check_gpu_count,
-    check_gpu_health,
-    check_gpu_idle,
-    check_name,
-    check_loopback,
-    check_port,
-    check_gloo_interface,
-    check_nccl_interface,
-    check_open_files,
-    check_shared_memory,
-    check_locked_memory,
-    check_disk,
-    check_writable,
-)
+CHECKS = {  # and how many things each looks at
+    check_program: 1,
+    check_gpus: 3,
+    check_master: 3,
+    check_interfaces: 2,
+    check_limits: 3,
+    check_folders: 2,
+}
 
 
 def choose_port(run_id: str, *, search: bool) -> int:
@@ -252,21 +195,28 @@ def wait_for_master(address: str, port: int, limit_s: float) -> Fault | None:
             socket.create_connection((address, port), timeout=3).close()
             return None
         except OSError as error:
-            last = error
-        if time.monotonic() > deadline:
-            return _unreached(address, port, limit_s, last)
+            if time.monotonic() > deadline:
+                return _unreached(f"{address}:{port} within {limit_s:.0f} s", error)
         if not told:
-            print(
-                f"waiting for the master at {address}:{port}, {limit_s:.0f} s at most",
-                file=sys.stderr,
-            )
+            limit = f"{limit_s:.0f} s at most"
+            print(f"waiting for the master at {address}:{port}, {limit}", file=sys.stderr)
             told = True
         time.sleep(0.2)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def _unreached(where: str, error: OSError) -> Fault:
+    cause = f"no master at {where}"
+    if isinstance(error, socket.gaierror):
+        return Fault("name-unresolved", f"{cause} (the name is unknown)", "correct it")
+    if isinstance(error, ConnectionRefusedError):
+        return Fault("node-missing", f"{cause} (nothing listens there)", "start node rank 0")
+    if isinstance(error, TimeoutError):
+        return Fault("port-blocked", f"{cause} (no answer at all)", "open the port in the firewall")
+    return Fault("host-unreachable", f"{cause} ({error.strerror})", "see that the machine is up")
+
+
+def main(arguments: Sequence[str]) -> int:
     """Check this node, or wait for the master; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["wait"]:
         address, port, limit = arguments[1:]
         fault = wait_for_master(address, int(port), float(limit))
@@ -274,11 +224,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = time.perf_counter()
     args = parse_arguments(arguments)
     node = examine(args, os.environ)
-    checks = CHECKS if args.checks else ()
-    faults = [fault for check in checks if (fault := check(node))]
+    checks = CHECKS if args.checks else {}
+    faults = [fault for check in checks for fault in check(node)]
     code = report(faults, strict=args.strict)
     print(f"gpus={len(node.gpus)}", f"nproc={node.nproc}", f"port={node.port}", sep="\n")
-    print(f"checks={len(checks)}", f"warnings={len(faults)}", sep="\n")
+    print(f"checks={sum(checks.values())}", f"warnings={len(faults)}", sep="\n")
     print(f"seconds={time.perf_counter() - start:.3f}")
     return code
 
@@ -291,9 +241,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--nproc", default="auto", help="auto: one per GPU, else --cpu-nproc")
     parser.add_argument("--cpu-nproc", type=int, default=1)
     parser.add_argument("--master-addr", default="127.0.0.1")
-    parser.add_argument(
-        "--port", default="auto", help="auto: the run id's, on one node the next free"
-    )
+    parser.add_argument("--port", default="auto", help="auto: from the run id")
     parser.add_argument("--run-id", default="")
     parser.add_argument("--script", default="")
     parser.add_argument("--directory", type=Path, default=Path(), help="where relative paths begin")
@@ -343,91 +291,52 @@ def _count(number: int, noun: str) -> str:
 
 
 def _addresses(name: str) -> list[str]:
-    try:
-        return [
-            str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        ]
-    except OSError:
-        return []
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        return [str(address[0]) for *_, address in found]
+    return []
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
 
 
 def _hosts_line(name: str) -> int | None:
     """Return the number of the line of /etc/hosts that makes the name a loopback address."""
-    with open("/etc/hosts") as hosts:
-        for number, line in enumerate(hosts, 1):
-            words = line.partition("#")[0].split()
-            if name in words[1:] and (words[0].startswith("127.") or words[0] == "::1"):
-                return number
+    for number, line in enumerate(Path("/etc/hosts").read_text().splitlines(), 1):
+        address, *names = line.partition("#")[0].split() or [""]
+        if name in names and _is_loopback(address):
+            return number
     return None
 
 
 def _bind_error(port: int) -> int:
     """Return 0 if this machine can listen on the port, as the store will, else the errno."""
-    family = socket.AF_INET6 if Path("/proc/net/if_inet6").exists() else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-            probe.listen()
-        except OSError as error:
-            return error.errno or errno.EINVAL
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
+    except OSError as error:
+        return error.errno or errno.EINVAL
     return 0
 
 
 def _holder(port: int) -> str:
     """Return " by pid 123 (command line)" where /proc shows who listens on the port."""
-    sockets = {f"socket:[{inode}]" for inode in _listeners(port)}
+    listeners = set()
+    for table in Path("/proc/net").glob("tcp*"):
+        for line in table.read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                listeners.add(f"socket:[{fields[9]}]")
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):  # the process has gone, or is not ours to see
-            if os.readlink(link) in sockets:
+            if os.readlink(link) in listeners:
                 process = link.parents[1]
                 command = (process / "cmdline").read_text(errors="replace").replace("\0", " ")
                 return f" by pid {process.name} ({' '.join(command.split())[:80]})"
     return ""
 
 
-def _listeners(port: int) -> Iterator[str]:
-    """Yield the inodes of the sockets that listen on the port."""
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
-                    yield fields[9]
-
-
-def _interfaces() -> str:
-    return ", ".join(name for _, name in socket.if_nameindex())
-
-
-def _no_interface(variable: str, wanted: str) -> Fault:
-    cause = f"{variable}={wanted} names no interface of this machine"
-    return Fault("no-such-interface", cause, f"name one of {_interfaces()}")
-
-
-def _existing(directory: Path) -> Path:
-    """Return the nearest folder that is there already."""
-    while not directory.exists():
-        directory = directory.parent
-    return directory
-
-
-def _try_write(directory: Path) -> None:
-    probe = directory / f".preflight-{os.getpid()}"
-    probe.write_bytes(b"\0")
-    probe.unlink()
-
-
-def _unreached(address: str, port: int, limit_s: float, error: OSError) -> Fault:
-    cause = f"no master at {address}:{port} within {limit_s:.0f} s"
-    if isinstance(error, socket.gaierror):
-        return Fault("name-unresolved", f"{cause} (the name is unknown)", "correct it")
-    if isinstance(error, ConnectionRefusedError):
-        return Fault("node-missing", f"{cause} (nothing listens there)", "start node rank 0")
-    if isinstance(error, TimeoutError):
-        return Fault("port-blocked", f"{cause} (no answer at all)", "open the port in the firewall")
-    return Fault("host-unreachable", f"{cause} ({error.strerror})", "see that the machine is up")
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -31,22 +31,15 @@ def collectives(rank: int, ranks: int) -> Iterator[Check]:
     mine = every[rank].repeat(1000)
     ones = torch.ones_like(mine)
 
-    total = mine.clone()
-    dist.all_reduce(total)
+    dist.all_reduce(total := mine.clone())
     yield "all-reduce sum", total, ones * every.sum()
-
-    largest = mine.clone()
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    dist.all_reduce(largest := mine.clone(), dist.ReduceOp.MAX)
     yield "all-reduce max", largest, ones * ranks
-
-    given = mine.clone()
-    dist.broadcast(given, src=ranks - 1)
+    dist.broadcast(given := mine.clone(), src=ranks - 1)
     yield "broadcast", given, ones * ranks
-
     gathered = [torch.empty_like(mine) for _ in range(ranks)]
     dist.all_gather(gathered, mine)
     yield "all-gather", torch.stack(gathered), every[:, None].expand(ranks, 1000)
-
     shard = torch.empty(1, device=device())
     dist.reduce_scatter_tensor(shard, every * mine[0])
     yield "reduce-scatter", shard, every[rank : rank + 1] * every.sum()
@@ -80,39 +73,27 @@ def ddp_step(rank: int, ranks: int) -> Check:
 
 
 def find_fault(check: Check, env: Environment) -> str | None:
-    """Return the wrong-result line of a check on this rank, or None where it holds."""
+    """Return what is wrong with a check's result on this rank, or None where it holds."""
     name, got, want = check
     if torch.allclose(got, want.to(got.dtype), rtol=1e-4, atol=1e-6):
         return None
     worst = int((got - want).abs().argmax())
-    return (
-        f"wrong-result: {name} on rank {env.rank} ({socket.gethostname()}) gave "
-        f"{got.flatten()[worst].item():g} where {want.flatten()[worst].item():g} is right"
-    )
+    gave, right = got.flatten()[worst].item(), want.flatten()[worst].item()
+    here = f"rank {env.rank} ({socket.gethostname()})"
+    return f"{name} on {here} gave {gave:g} where {right:g} is right [wrong-result]"
 
 
-def all_reduce_seconds(size_bytes: int, budget_s: float) -> float:
-    """Return the time of one all-reduce of that many bytes, on the slowest rank."""
-    array = torch.ones(size_bytes // 4, device=device())
-    once = _slowest_seconds(array, 2)  # the first is not like the others
-    return _slowest_seconds(array, max(3, min(1000, int(budget_s / once))))
-
-
-def _slowest_seconds(array: Tensor, repeats: int) -> float:
+def all_reduce_seconds(array: Tensor, repeats: int) -> float:
+    """Return the time of one all-reduce of the array, on the slowest rank."""
     dist.barrier()
-    _finish_queue()
+    array.sum().item()  # a GPU has done all that was asked of it
     start = time.perf_counter()
     for _ in range(repeats):
         dist.all_reduce(array, dist.ReduceOp.MAX)
-    _finish_queue()
+    array[0].item()
     took = torch.tensor((time.perf_counter() - start) / repeats, device=device())
     dist.all_reduce(took, dist.ReduceOp.MAX)
     return took.item()
-
-
-def _finish_queue() -> None:
-    if device().type == "cuda":
-        torch.cuda.synchronize()
 
 
 def measure_all_reduce(env: Environment, seconds: float) -> str:
@@ -120,17 +101,19 @@ def measure_all_reduce(env: Environment, seconds: float) -> str:
 
     algbw is bytes / time and busbw algbw * 2(n-1)/n, in GB/s (1e9 bytes a second).
     """
-    ranks = env.world_size
-    sizes_kib = (64, 1024, 16 * 1024, *((256 * 1024,) if device().type == "cuda" else ()))
+    share = 2 * (env.world_size - 1) / env.world_size
+    sizes_mib = (1 / 16, 1, 16, *((256,) if device().type == "cuda" else ()))
     tell(env, "", f"{'all-reduce':>12}{'time':>12}{'algbw':>12}{'busbw':>12}")
-    for size_kib in sizes_kib:
-        took = all_reduce_seconds(size_kib * 1024, seconds / len(sizes_kib))
-        algbw = size_kib * 1024 / took / 1e9
-        busbw = algbw * 2 * (ranks - 1) / ranks
-        size = f"{size_kib // 1024} MiB" if size_kib >= 1024 else f"{size_kib} KiB"
-        tell(env, f"{size:>12}{took * 1e3:>9.3f} ms{algbw:>7.2f} GB/s{busbw:>7.2f} GB/s")
+    for size_mib in sizes_mib:
+        array = torch.ones(int(size_mib * 2**18), device=device())  # float32
+        once = all_reduce_seconds(array, 2)  # the first is not like the others
+        repeats = max(3, min(1000, int(seconds / len(sizes_mib) / once)))
+        took = all_reduce_seconds(array, repeats)
+        algbw = array.nbytes / took / 1e9
+        size = f"{size_mib} MiB" if size_mib >= 1 else f"{size_mib * 1024:g} KiB"
+        tell(env, f"{size:>12}{took * 1e3:>9.3f} ms{algbw:>7.2f} GB/s{algbw * share:>7.2f} GB/s")
     tell(env, "")
-    return f"all-reduce {busbw:.2f} GB/s busbw at {size}"
+    return f"all-reduce {algbw * share:.2f} GB/s busbw at {size}"
 
 
 def show_ranks(env: Environment) -> str | None:
@@ -141,9 +124,10 @@ def show_ranks(env: Environment) -> str | None:
     dist.all_gather_object(rows, row)
     for host, rank, where, version in [("host", "rank", "device", "torch"), *rows]:
         tell(env, f"{host:<20}{rank:>6}  {where:<30}  {version}")
+    if len({version for *_, version in rows}) == 1:
+        return None
     versions = sorted({f"torch {version} on {host}" for host, _, _, version in rows})
-    differ = len({version for *_, version in rows}) > 1
-    return f"version-mismatch: {', '.join(versions)}; install one everywhere" if differ else None
+    return f"{', '.join(versions)}; install one everywhere [version-mismatch]"
 
 
 def tell(env: Environment, *lines: str) -> None:
@@ -158,29 +142,23 @@ def run(seconds: float) -> int:
     if env.world_size == 1:
         backend = "nccl" if device().type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    faults = [show_ranks(env)]
-    for check in collectives(env.rank, env.world_size):
-        faults.append(find_fault(check, env))
-    faults.append(find_fault(ddp_step(env.rank, env.world_size), env))
+    checks = [*collectives(env.rank, env.world_size), ddp_step(env.rank, env.world_size)]
+    faults = [show_ranks(env), *(find_fault(check, env) for check in checks)]
     of_all = [faults] * env.world_size
     dist.all_gather_object(of_all, faults)
     found = [fault for of_rank in of_all for fault in of_rank if fault]
-    verdict = (
-        f"{env.world_size} rank{'s' * (env.world_size > 1)} on "
-        f"{env.num_nodes} node{'s' * (env.num_nodes > 1)}, {dist.get_backend()}: "
-    )
+    ranks = f"{env.world_size} rank{'s' * (env.world_size > 1)}"
+    world = f"{ranks} on {env.num_nodes} node{'s' * (env.num_nodes > 1)}, {dist.get_backend()}"
     if found:
-        verdict = f"FAIL  {verdict}{found[0]}"
-        if len(found) > 1:
-            verdict += f" (and {len(found) - 1} more, above)"
-            tell(env, *found[1:])
-    else:
-        verdict = f"PASS  {verdict}{len(faults)} checks, "
-        if env.world_size > 1:
-            verdict += measure_all_reduce(env, seconds) + ", "
-        verdict += f"{time.monotonic() - started:.1f} s"
-    tell(env, verdict)
-    return 1 if found else 0
+        for fault in found[1:]:
+            tell(env, fault)
+        more = f" (and {len(found) - 1} more, above)" if len(found) > 1 else ""
+        tell(env, f"FAIL  {world}: {found[0]}{more}")
+        return 1
+    speed = f"{measure_all_reduce(env, seconds)}, " if env.world_size > 1 else ""
+    took = time.monotonic() - started
+    tell(env, f"PASS  {world}: {len(faults)} checks, {speed}{took:.1f} s")
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,5 +1,6 @@
 """The public helper, with real process groups over gloo between real processes."""
 
+import dataclasses
 import multiprocessing
 import os
 import re
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,7 +179,9 @@ def _join(join_timeout_s: float) -> None:
 def test_missing_ranks_are_named_in_time() -> None:
     start = time.monotonic()
     (error,) = run_ranks(_join, 2.0, ranks=[0], world_size=2)
-    assert re.match(r"TimeoutError: node-missing: 1 of 2 ranks did not join .*: rank 1; ", error)
+    assert re.match(
+        r"TimeoutError: 1 of 2 ranks did not join .*: rank 1; .* \[node-missing\]$", error
+    )
     assert "within 2 s" in error and 2 < time.monotonic() - start < 15
     first, other = run_ranks(_join, 2.0, ranks=[0, 2], world_size=4)
     assert "2 of 4 ranks did not join" in first and ": rank 1, 3; " in first
@@ -187,16 +191,28 @@ def test_missing_ranks_are_named_in_time() -> None:
 
 def test_missing_master_is_named_in_time() -> None:
     (error,) = run_ranks(_join, 2.0, ranks=[1], world_size=2)
-    message = r"TimeoutError: node-missing: rank 1 on \S+ found nobody at 127.0.0.1:\d+ within 2 s"
-    assert re.match(message, error)
+    message = r"TimeoutError: rank 1 on \S+ found nobody at 127.0.0.1:\d+ within 2 s; .*"
+    assert re.fullmatch(message + r" \[node-missing\]", error)
 
 
 def test_rank_started_twice_stops_every_rank() -> None:
     errors = run_ranks(_join, 25.0, ranks=[0, 1, 1], world_size=3)
-    assert re.match(
-        r"LauncherError: duplicate-node-rank: rank 1 runs twice, on .* and on", errors[0]
-    )
+    message = r"LauncherError: rank 1 runs twice, on .* and on .*; .* \[duplicate-node-rank\]"
+    assert re.fullmatch(message, errors[0])
     assert all(e == errors[0] or "rank 0's message says why" in e for e in errors), errors
+
+
+def test_gpu_used_twice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    places = [dataclasses.replace(detect({}), rank=rank, world_size=3) for rank in range(3)]
+    faults = []
+    for env, uuid in zip(places, ("aa", "bb", "aa"), strict=True):  # no GPU has to be here
+        gpu = SimpleNamespace(uuid=uuid)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, gpu=gpu: gpu)
+        faults.append(helper._check_in(store, env, "nccl"))
+    assert faults[:2] == [None, None]
+    message = r"GPU-aa is used twice, on \S+ \(rank 0, .*\) and on \S+ \(rank 2, .*\); .*"
+    assert re.fullmatch(message + r" \[duplicate-gpu\]", str(faults[2]))
 
 
 def _join_at_a_taken_port() -> None:
@@ -206,7 +222,9 @@ def _join_at_a_taken_port() -> None:
 
 def test_taken_port_is_named() -> None:
     (error,) = run_ranks(_join_at_a_taken_port, ranks=[0], world_size=2)
-    assert re.match(r"OSError: port-in-use: cannot serve 127.0.0.1:\d+; set MASTER_PORT", error)
+    assert re.fullmatch(
+        r"OSError: cannot serve 127.0.0.1:\d+; set another MASTER_PORT \[port-in-use\]", error
+    )
 
 
 def _refused_strategies() -> list[str]:
@@ -222,10 +240,10 @@ def _refused_strategies() -> list[str]:
 
 def test_strategies_of_one_process_refuse_several() -> None:
     refused, _ = run_ranks(_refused_strategies, ranks=[0, 1], world_size=2)
-    text = "wrong-world: strategy {} runs in one process but the launcher started 2; use strategy"
+    text = "strategy {} runs in one process but the launcher started 2; use strategy ddp"
     assert len(refused) == 2
     for strategy, error in zip(("single", "dp"), refused, strict=True):
-        assert error.startswith(text.format(strategy))
+        assert error.startswith(text.format(strategy)) and error.endswith(" [wrong-world]")
 
 
 def _leave_rank_0_alone_in_a_barrier() -> str:
@@ -333,7 +351,7 @@ def test_nccl_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The agent's file for two local ranks, of which this process is the second."""
     file = tmp_path / "beats"
-    file.write_bytes(bytes(48))
+    file.write_bytes(struct.pack("<qdq", -1, 0.0, -1) * 2)
     by_hand = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
     for name, value in ({"HEARTBEAT_FILE": str(file), "MASTER_ADDR": "x"} | by_hand).items():
         monkeypatch.setenv(name, value)
@@ -349,7 +367,7 @@ def test_beat_writes_this_ranks_record(heartbeat: Path) -> None:
     before = time.time()
     helper.beat(3)
     other, (step, when, saved) = records()
-    assert other == (0, 0.0, 0), "another rank's record was touched"
+    assert other == (-1, 0.0, -1), "another rank's record was touched"
     assert (step, saved) == (3, -1) and before <= when <= time.time()
     helper.beat(4, saved=2)
     helper.beat(5)
