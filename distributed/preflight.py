@@ -281,7 +281,7 @@ def report(faults: Sequence[Fault], *, strict: bool) -> int:
     host = socket.gethostname().partition(".")[0]
     for fault in faults:
         kind = "warning: " if fault.warns and not strict else ""
-        line = f"{program}: {kind}{fault.name} on {host}: {fault.cause}; {fault.cure}"
+        line = f"{program}: {kind}{host}: {fault.cause}; {fault.cure} [{fault.name}]"
         print(line, file=sys.stderr)
     return REFUSED if any(strict or not fault.warns for fault in faults) else 0
 

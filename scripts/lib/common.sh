@@ -13,7 +13,7 @@ die() { # <exit code> <"cause; cure">
 }
 
 refuse() { # <fault of TROUBLESHOOTING.md> <"cause; cure">
-  die 3 "$1 on $HOST: $2"
+  die 3 "$HOST: $2 [$1]"
 }
 
 print_usage() {

@@ -37,7 +37,7 @@ warn_on_login_node() {
 # Number of nodes, node rank and master from srun's step. What the arguments say must agree.
 plan_from_step() {
   ((SLURM_STEP_NUM_TASKS == SLURM_STEP_NUM_NODES)) ||
-    die 2 "wrong-world: srun started $SLURM_STEP_NUM_TASKS tasks on $SLURM_STEP_NUM_NODES nodes; give it --ntasks=$SLURM_STEP_NUM_NODES --ntasks-per-node=1"
+    die 2 "srun started $SLURM_STEP_NUM_TASKS tasks on $SLURM_STEP_NUM_NODES nodes; give it --ntasks=$SLURM_STEP_NUM_NODES --ntasks-per-node=1 [wrong-world]"
   agree nnodes NUM_NODES SLURM_STEP_NUM_NODES
   agree node_rank NODE_RANK SLURM_NODEID
   plan[master]=${plan[master]-${MASTER_ADDR:-$(run_ours distributed.hostlist first "$SLURM_STEP_NODELIST")}}
@@ -45,7 +45,7 @@ plan_from_step() {
 
 agree() { # <plan entry> <name of the argument> <variable of the step>
   [[ ${plan[$1]-${!3}} == "${!3}" ]] ||
-    die 2 "wrong-world: the argument $2 is ${plan[$1]@Q} but srun's $3 is ${!3}; leave the argument out (the batch shell may have expanded it)"
+    die 2 "the argument $2 is ${plan[$1]@Q} but srun's $3 is ${!3}; leave the argument out (the batch shell may have expanded it) [wrong-world]"
   plan[$1]=${!3}
 }
 
@@ -55,5 +55,5 @@ refuse_batch_step() {
   local nodes
   nodes=$(allocated_nodes)
   ((nodes == 1)) ||
-    die 2 "batch-step: the job has $nodes nodes and no srun started $PROGRAM on them; use srun scripts/cluster_train.sh CONFIG"
+    die 2 "the job has $nodes nodes and no srun started $PROGRAM on them; use srun scripts/cluster_train.sh CONFIG [batch-step]"
 }

@@ -37,16 +37,16 @@ $(golden_command "$ROOT/scripts/cluster_train.sh\\ plain.yaml\\ 2\\ 1\\ 10.0.0.1
 @test "under srun: what contradicts the step is refused, with both sources" {
   export_step
   run launch plain.yaml 3 1
-  assert_refused 2 "wrong-world: the argument NUM_NODES is '3' but srun's SLURM_STEP_NUM_NODES is 2"
+  assert_refused 2 "the argument NUM_NODES is '3' but srun's SLURM_STEP_NUM_NODES is 2" "wrong-world"
   run launch plain.yaml 2 0
-  assert_refused 2 "wrong-world: the argument NODE_RANK is '0' but srun's SLURM_NODEID is 1"
+  assert_refused 2 "the argument NODE_RANK is '0' but srun's SLURM_NODEID is 1" "wrong-world"
   SLURM_STEP_NUM_TASKS=8 run launch plain.yaml
-  assert_refused 2 "wrong-world: srun started 8 tasks on 2 nodes; give it --ntasks=2"
+  assert_refused 2 "srun started 8 tasks on 2 nodes; give it --ntasks=2" "wrong-world"
 }
 
 @test "a job of several nodes without srun: exit 2" {
   SLURM_JOB_ID=9 SLURM_JOB_NUM_NODES=2 SLURM_NODEID=0 run launch plain.yaml 2 0 node1
-  assert_refused 2 "batch-step: the job has 2 nodes and no srun started"
+  assert_refused 2 "the job has 2 nodes and no srun started" "batch-step"
 }
 
 # bats test_tags=slow

@@ -94,7 +94,7 @@ def test_missing_torch() -> None:
     result = subprocess.run(bare, cwd=ROOT, env={}, capture_output=True, text=True)
     assert result.returncode == 3
     assert result.stderr.count("\n") == 1
-    assert "env-missing on " in result.stderr
+    assert "[env-missing]" in result.stderr
     assert "has no torch; run make setup" in result.stderr
 
 
@@ -265,7 +265,9 @@ def test_a_master_that_never_starts() -> None:
 def test_warnings_refuse_only_when_strict(capsys: pytest.CaptureFixture[str]) -> None:
     warning = Fault("low-nofile", "cause", "cure", warns=True)
     assert preflight.report([warning], strict=False) == 0
-    assert "preflight: warning: low-nofile on " in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert told.startswith("preflight: warning: ")
+    assert told.endswith(": cause; cure [low-nofile]\n")
     assert preflight.report([warning], strict=True) == 3
     assert "warning" not in capsys.readouterr().err
     assert preflight.report([dataclasses.replace(warning, warns=False)], strict=False) == 3
