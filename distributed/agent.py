@@ -28,8 +28,8 @@ from torch.distributed.elastic.utils.api import macros
 
 from distributed import link, rank, runlog
 from distributed.arguments import Arguments, parse
-from distributed.attempt import HEARTBEAT, Attempt, Rank, Verdict
-from distributed.environment import new_run_id
+from distributed.attempt import Attempt, Rank, Verdict
+from distributed.environment import HEARTBEAT, new_run_id
 from distributed.failure import Refused, Story, print_block, print_stop
 from distributed.output import NodeLog, Stream, Terminal, open_stream
 

@@ -10,7 +10,6 @@ import os
 import selectors
 import signal
 import socket
-import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed import failure, link, processes
+from distributed.environment import HEARTBEAT
 from distributed.failure import Failure
 from distributed.output import Stream, Terminal
 
@@ -28,7 +28,6 @@ VERDICT_S = 1.5  # after a failure, when all is over here: for the other nodes' 
 DRAIN_S = 2.0  # at the end: for a terminal or pipe that is slow to take the last output
 SECOND_INTERRUPT_S = 0.3  # two SIGINTs closer than this are one
 STOPPED = 75  # exit code of a rank that saved and stopped on request
-HEARTBEAT = struct.Struct("<qdq")  # step, seconds since the epoch, newest step on disk; -1: none
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _NEVER = float("inf")
 

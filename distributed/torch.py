@@ -34,10 +34,9 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from distributed.environment import Environment, LauncherError, detect
+from distributed.environment import HEARTBEAT, Environment, LauncherError, detect
 
 STRATEGIES = ("auto", "single", "dp", "ddp")
-HEARTBEAT = struct.Struct("<qdq")  # step, unix time, newest committed checkpoint's step or -1
 
 
 def init_distributed(
