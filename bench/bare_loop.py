@@ -29,7 +29,7 @@ def main() -> None:
     for step in range(1, steps + 1):
         starts = torch.randint(len(text) - context - 1, (batch_size,)).tolist()
         batch = torch.stack([text[at : at + context + 1] for at in starts])
-        task.loss(model, batch).backward()
+        task.loss(model, batch).backward()  # type: ignore[no-untyped-call]
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
+from distributed.environment import Environment, LauncherError
 from training.settings import Settings, SettingsError, load
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
-DEBUG_VARIABLES = {  # torch's and NCCL's own output, unless the user chose otherwise
-    "TORCH_DISTRIBUTED_DEBUG": "INFO",
-    "TORCH_CPP_LOG_LEVEL": "INFO",
-    "NCCL_DEBUG": "INFO",
-}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -29,19 +27,47 @@ def refuse(cause: object) -> NoReturn:
     sys.exit(2)
 
 
+@contextlib.contextmanager
+def one_voice(environment: Environment) -> Iterator[None]:
+    """Where any rank finds a mistake of the user's in here, rank 0 says it, and all leave."""
+    import torch.distributed as dist
+
+    from distributed.checkpoint import CheckpointError
+    from distributed.torch import barrier
+
+    mistake = None
+    try:
+        yield
+    except (SettingsError, LauncherError, CheckpointError) as error:
+        mistake = str(error) if environment.is_main else f"rank {environment.rank}: {error}"
+    mistakes = [mistake] * environment.world_size
+    if environment.world_size > 1:
+        dist.all_gather_object(mistakes, mistake)
+    if any(mistakes):
+        if environment.is_main:
+            print(f"train.py: {next(filter(None, mistakes))}", file=sys.stderr)
+        barrier()  # as soon as one leaves, the launcher ends the others
+        sys.exit(2)
+
+
 def start(description: str) -> tuple[argparse.Namespace, Settings]:
     """Read the arguments and the config; with --check, or where they are wrong, it ends here."""
     arguments = _parse(description)
+    # A task of the user's own may lie in this folder or in the config's.
+    sys.path += [str(Path.cwd()), str(arguments.config.resolve().parent)]
     try:
         settings = load(arguments.config, arguments.overrides)
     except SettingsError as error:
         refuse(error)
-    if arguments.check:
-        _print_facts(settings)
+    if arguments.check:  # what launchers need to know
+        print(f"backend={settings.distributed.backend}")
+        print(f"strategy={settings.distributed.strategy}")
+        print(f"join_timeout={settings.distributed.join_timeout:g}")
+        print(f"checkpoint_dir={settings.checkpoint.dir}")
         sys.exit(0)
-    if arguments.log_level == "DEBUG":
-        for name, value in DEBUG_VARIABLES.items():
-            os.environ.setdefault(name, value)
+    if arguments.log_level == "DEBUG":  # torch and NCCL too, unless the user chose otherwise
+        for name in ("TORCH_DISTRIBUTED_DEBUG", "TORCH_CPP_LOG_LEVEL", "NCCL_DEBUG"):
+            os.environ.setdefault(name, "INFO")
     return arguments, settings
 
 
@@ -58,12 +84,9 @@ def _parse(description: str) -> argparse.Namespace:
     parser.add_argument("--config-name", metavar="NAME", help="of the config in DIR")
     parser.add_argument("--check", action="store_true", help="check the config, start nothing")
     parser.add_argument("--distributed-backend", choices=("nccl", "gloo"))
-    parser.add_argument(
-        "--log-level",
-        metavar="LEVEL",
-        default=os.environ.get("LOG_LEVEL") or "INFO",
-        help=f"{', '.join(LOG_LEVELS)}; or the variable LOG_LEVEL (default: INFO)",
-    )
+    level = os.environ.get("LOG_LEVEL") or "INFO"
+    levels = f"{', '.join(LOG_LEVELS)}; or the variable LOG_LEVEL (default: INFO)"
+    parser.add_argument("--log-level", metavar="LEVEL", type=str.upper, default=level, help=levels)
     # torch.distributed.launch adds one of these.
     parser.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")
@@ -72,17 +95,8 @@ def _parse(description: str) -> argparse.Namespace:
         parser.error("--config-path DIR and --config-name NAME go together")
     if arguments.folder:
         arguments.config = arguments.folder / f"{arguments.config_name.removesuffix('.yaml')}.yaml"
-    arguments.log_level = arguments.log_level.upper()
     if arguments.log_level not in LOG_LEVELS:
         parser.error(f"log level {arguments.log_level} is none of {', '.join(LOG_LEVELS)}")
     if arguments.distributed_backend:
         arguments.overrides.append(f"distributed.backend={arguments.distributed_backend}")
     return arguments
-
-
-def _print_facts(settings: Settings) -> None:
-    """Print what launchers need to know of the config."""
-    print(f"backend={settings.distributed.backend}")
-    print(f"strategy={settings.distributed.strategy}")
-    print(f"join_timeout={settings.distributed.join_timeout:g}")
-    print(f"checkpoint_dir={settings.checkpoint.dir}")

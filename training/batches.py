@@ -1,4 +1,4 @@
-"""Batches: an endless stream that knows its place, a rank's share of a validation set, moving."""
+"""An endless stream of batches that knows its place; a rank's share of data; moving to a GPU."""
 
 from __future__ import annotations
 
@@ -23,9 +23,6 @@ class Batches:
         self.epoch = epoch
         self.done = done
         self._rest = self._open()
-
-    def __iter__(self) -> Batches:
-        return self
 
     def __next__(self) -> Any:
         batch = next(self._rest, None)
@@ -52,7 +49,7 @@ class Batches:
         return iter(rest)
 
 
-def share_of(dataset: Dataset[Any], *, rank: int, world_size: int) -> Dataset[Any]:
+def share_of(dataset: Dataset[Any], rank: int, world_size: int) -> Dataset[Any]:
     """Return every world_size-th sample from `rank` on: each sample on one rank, none twice."""
     return Subset(dataset, range(rank, len(dataset), world_size))  # type: ignore[arg-type]
 

@@ -13,9 +13,8 @@ from training.settings import Train
 
 def make_optimizer(model: nn.Module, settings: Train) -> AdamW:
     """AdamW, in which matrices decay, and biases and gains do not."""
-    parameters = list(model.parameters())
-    matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
-    others = [parameter for parameter in parameters if parameter.dim() < 2]
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": settings.weight_decay},
         {"params": others, "weight_decay": 0.0},

@@ -11,8 +11,10 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -29,16 +31,11 @@ class Meter:
     """Loss and speed of one rank, without waiting for the device between two readings."""
 
     def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self._idle = 0.0  # seconds spent paused
-        self._terms = 0  # of all stretches that were read
-        self._seconds = 0.0
-        self._begin_stretch()
-
-    def _begin_stretch(self) -> None:
-        self._stretch_start = self.wall() - self._idle
-        self._stretch_terms = 0
-        self._stretch_loss: Tensor | float = 0.0
+        self._start = self._since = time.perf_counter()  # of all, and of this reading's time
+        self._loss: Tensor | float = 0.0
+        self._terms = 0
+        self._all_terms = 0
+        self._all_seconds = 0.0
 
     def wall(self) -> float:
         """Return the seconds since the meter was made."""
@@ -46,68 +43,69 @@ class Meter:
 
     def add(self, loss: Tensor, terms: int) -> None:
         """Take in one micro-batch: its mean loss, and how many terms that is over."""
-        self._stretch_loss = self._stretch_loss + loss.detach() * terms
-        self._stretch_terms += terms
+        self._loss = self._loss + loss.detach() * terms
+        self._terms += terms
 
     def read(self) -> dict[str, float]:
         """Return the mean loss and the speed, in terms per second, since the last reading."""
-        loss = float(self._stretch_loss) / self._stretch_terms  # waits for the device
-        seconds = self.wall() - self._idle - self._stretch_start
-        speed = self._stretch_terms / seconds
-        self._terms += self._stretch_terms
-        self._seconds += seconds
-        self._begin_stretch()
-        return {"loss": loss, "speed": speed}
+        loss = float(self._loss) / self._terms  # waits for the device
+        now = time.perf_counter()
+        seconds, terms = now - self._since, self._terms
+        self._all_seconds += seconds
+        self._all_terms += terms
+        self._since, self._loss, self._terms = now, 0.0, 0
+        return {"loss": loss, "speed": terms / seconds}
 
     def speed(self) -> float:
         """Return the terms per second over all readings."""
-        return self._terms / self._seconds if self._seconds else 0.0
+        return self._all_terms / self._all_seconds if self._all_seconds else 0.0
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Leave out of the speed what is no training."""
-        start = self.wall()
+        start = time.perf_counter()
         yield
-        self._idle += self.wall() - start
+        self._since += time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where this process begins, and where the run ends as far as that is known."""
+
+    first_step: int
+    last_step: int | None
+    max_seconds: float | None
+
+    def seconds_left(self, step: int, elapsed: float) -> float | None:
+        limits = []
+        if self.last_step and step > self.first_step:
+            limits.append((self.last_step - step) * elapsed / (step - self.first_step))
+        if self.max_seconds:
+            limits.append(max(0.0, self.max_seconds - elapsed))
+        return min(limits, default=None)
 
 
 class Progress:
     """Shows and records on rank 0; on any other rank every method does nothing.
 
-    Args:
-        folder: the run's, for metrics.jsonl, loss.png and tensorboard/; earlier lines are kept.
-        unit: what the speed counts, such as "tokens".
-        first_step: steps done before this process started.
-        last_step: where the run ends, if it is known.
-        max_seconds: when the run ends, if it is limited.
+    The folder is the run's, and may hold metrics.jsonl from before; the unit is what the speed
+    counts, such as "tokens".
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        unit: str,
-        first_step: int,
-        last_step: int | None,
-        max_seconds: float | None,
-        enabled: bool,
-    ) -> None:
-        self.folder = folder
-        self.enabled = enabled
+    def __init__(self, folder: Path, unit: str, limits: Limits, *, enabled: bool) -> None:
+        self._folder = folder
         self._unit = unit
-        self._first_step, self._last_step = first_step, last_step
-        self._max_seconds = max_seconds
+        self._limits = limits
+        self._enabled = enabled
         self._start = time.monotonic()
         self._shown = 0.0
-        self._latest: dict[str, float] = {}
-        self._curves: dict[str, dict[int, float]] = {"loss": {}, "validation_loss": {}}
+        self._status = ""  # loss and speed
         self._bar: Bar | None = None
         self._events: EventFileWriter | None = None
         if enabled:
             folder.mkdir(parents=True, exist_ok=True)
-            self._read_curves()
             if sys.stderr.isatty() and _log.isEnabledFor(logging.INFO):
-                self._bar = _open_bar(first_step, last_step)
+                self._bar = _open_bar(limits)
 
     def close(self) -> None:
         """Draw the picture, and put the last events on the disk."""
@@ -120,31 +118,45 @@ class Progress:
     def step(self, step: int) -> None:
         """Note that a step is done, and show it where it is time to."""
         now = time.monotonic()
-        if self.enabled and now - self._shown >= (BAR_EVERY_S if self._bar else LINE_EVERY_S):
-            self._shown = now
-            self._show(step, now - self._start)
+        if not self._enabled or now - self._shown < (BAR_EVERY_S if self._bar else LINE_EVERY_S):
+            return
+        self._shown = now
+        end = f"/{self._limits.last_step}" if self._limits.last_step else ""
+        left = self._limits.seconds_left(step, now - self._start)
+        time_left = "" if left is None else f"  {timedelta(seconds=round(left))} left"
+        text = f"step {step}{end}{self._status}{time_left}"
+        if self._bar is None:
+            _log.info("%s", text)
+        else:
+            self._bar.update(self._bar.task_ids[0], completed=step, description=text)
+            self._bar.refresh()
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         """Append values to metrics.jsonl, TensorBoard and the curves of loss.png."""
-        if not self.enabled:
+        if not self._enabled:
             return
         line = {"step": step, **values, "time": round(time.time(), 3)}
-        with (self.folder / "metrics.jsonl").open("a") as file:
+        with (self._folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
-        self._latest.update(values)
-        self._add_to_curves(line)
-        self._record_events(step, values)
+        if "loss" in values:
+            speed = f"{values[f'{self._unit}_per_second']:,.0f} {self._unit}/s"
+            self._status = f"  loss {values['loss']:.3f}  {speed}"
 
-    def say(self, text: str) -> None:
-        """Show a line beside the bar or among the lines."""
-        if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
-        elif self.enabled:
-            _log.info("%s", text)
+        # torch.utils.tensorboard would do the same for 1.5 s of imports.
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        if self._events is None:
+            self._events = EventFileWriter(str(self._folder / "tensorboard"))
+            self.draw()  # the first costs its imports: better now than at the end
+        points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        event = Event(step=step, wall_time=time.time(), summary=Summary(value=points))
+        self._events.add_event(event)
 
     def draw(self) -> None:
         """Draw loss.png anew."""
-        if not self.enabled:
+        if not self._enabled:
             return
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure  # no pyplot: no global state, a quicker import
@@ -152,81 +164,35 @@ class Progress:
         figure = Figure(figsize=(7, 4), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot(xlabel="step", ylabel="loss")
-        axes.plot(*zip(*self._curves["loss"].items(), strict=True), label="training")
-        if self._curves["validation_loss"]:
-            curve = self._curves["validation_loss"].items()
-            axes.plot(*zip(*curve, strict=True), "o-", label="validation")
+        for name, style in (("loss", "-"), ("validation_loss", "o-")):
+            if curve := self._curve(name):
+                axes.plot(list(curve), list(curve.values()), style, label=name)
         axes.grid(alpha=0.3)
         axes.legend()
-        temporary = self.folder / ".loss.png"
+        temporary = self._folder / ".loss.png"
         figure.savefig(temporary, format="png")
-        temporary.replace(self.folder / "loss.png")  # a viewer never sees half a picture
+        temporary.replace(self._folder / "loss.png")  # a viewer never sees half a picture
 
-    def _show(self, step: int, elapsed: float) -> None:
-        parts = [f"{step}/{self._last_step}" if self._last_step else f"{step}"]
-        if "loss" in self._latest:
-            parts.append(f"loss {self._latest['loss']:.3f}")
-            parts.append(f"{self._latest[f'{self._unit}_per_second']:,.0f} {self._unit}/s")
-        if (left := self._seconds_left(step, elapsed)) is not None:
-            parts.append(f"{clock(left)} left")
-        if self._bar is None:
-            _log.info("step %s", "  ".join(parts))
-        else:
-            self._bar.update(self._bar.task_ids[0], completed=step, status="  ".join(parts))
-            self._bar.refresh()
-
-    def _seconds_left(self, step: int, elapsed: float) -> float | None:
-        limits = []
-        if self._last_step and step > self._first_step:
-            limits.append((self._last_step - step) * elapsed / (step - self._first_step))
-        if self._max_seconds:
-            limits.append(max(0.0, self._max_seconds - elapsed))
-        return min(limits, default=None)
-
-    def _read_curves(self) -> None:
-        """Take up the curves of the run so far."""
-        with contextlib.suppress(FileNotFoundError):
-            for text in (self.folder / "metrics.jsonl").read_text().splitlines():
-                line = json.loads(text)
-                if line["step"] <= self._first_step:
-                    self._add_to_curves(line)
-
-    def _add_to_curves(self, line: Mapping[str, float]) -> None:
-        for name, curve in self._curves.items():
-            if name in line:
-                curve[int(line["step"])] = line[name]
-
-    def _record_events(self, step: int, values: Mapping[str, float]) -> None:
-        # torch.utils.tensorboard would do the same for 1.5 s of imports.
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        if self._events is None:
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-            self._events = EventFileWriter(str(self.folder / "tensorboard"))
-            self.draw()  # the first costs its imports: better now than at the end
-        points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        event = Event(step=step, wall_time=time.time(), summary=Summary(value=points))
-        self._events.add_event(event)
+    def _curve(self, name: str) -> dict[int, float]:
+        """Return the values by step, all of the run's, without the steps that a resume undid."""
+        lines: list[dict[str, Any]] = []
+        for text in (self._folder / "metrics.jsonl").read_text().splitlines():
+            line = json.loads(text)
+            while lines and lines[-1]["step"] > line["step"]:
+                lines.pop()
+            lines.append(line)
+        return {line["step"]: line[name] for line in lines if name in line}
 
 
-def _open_bar(first_step: int, last_step: int | None) -> Bar:
+def _open_bar(limits: Limits) -> Bar:
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
 
     # Refreshed by hand: a thread of its own would take time from the steps.
-    columns = (TextColumn("step"), BarColumn(), TextColumn("{task.fields[status]}"))
+    columns = (BarColumn(), TextColumn("{task.description}"))
     bar = Bar(*columns, console=Console(stderr=True), auto_refresh=False)
-    bar.add_task("", total=last_step, completed=first_step, status="")
+    bar.add_task("", total=limits.last_step, completed=limits.first_step)
     bar.start()
     bar.console.show_cursor(True)  # for whoever is killed, and could not bring it back
     return bar
-
-
-def clock(seconds: float) -> str:
-    """Return a time as m:ss, or h:mm:ss."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

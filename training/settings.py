@@ -10,25 +10,15 @@ from __future__ import annotations
 import difflib
 import importlib.machinery
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 COMMAND_LINE = "command line"
 BUILT_IN_TASK = "language_model"
-
 Count = Annotated[int, Field(gt=0)]
 Interval = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -41,30 +31,14 @@ class SettingsError(ValueError):
     """The config, or the data it names, is wrong: one line with the place, the cause, the cure."""
 
 
-class Given(str):
-    """The text after `key=` on the command line: text where text is wanted, else a YAML value."""
-
-
 class Section(BaseModel):
     """A group of settings: every key is known, has one type, and does not change."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _read_given(cls, value: Any, info: ValidationInfo) -> Any:
-        if not isinstance(value, Given):
-            return value
-        kind = cls.model_fields[str(info.field_name)].annotation
-        wants_text = str in (kind, *get_args(kind))
-        parsed = _parse(value)
-        return str(value) if wants_text and parsed is not None else parsed
-
 
 class Data(Section):
     path: str | None = None  # folder of text files; unset: the sources of Python's standard library
-    max_bytes: Count = 64_000_000  # of text read, in the order of the files' hashes
-    validation_bytes: Count = 131_072  # of the validation files, the rest of which goes unused
     num_workers: Interval = 0  # processes that load batches; 0: the training process itself
     pin_memory: bool = False  # faster copies to a GPU
 
@@ -84,7 +58,7 @@ class LanguageModel(Section):
 
 
 class Train(Section):
-    max_steps: Count | None = None  # the first of max_steps, max_seconds and epochs ends the run
+    max_steps: Count | None = None  # the first of these three ends the run
     max_seconds: Seconds | None = None  # looked at every log_every steps
     epochs: Count | None = None
     batch_size: Count | None = None  # samples per process and micro-batch; or else:
@@ -108,14 +82,10 @@ class Train(Section):
         return self
 
     def batch_size_on(self, world_size: int) -> int:
-        """Return the samples of one process's micro-batch.
-
-        Raises:
-            SettingsError: the global batch cannot be shared out evenly.
-        """
-        if self.global_batch_size is None:
-            assert self.batch_size is not None
+        """Return the samples of one process's micro-batch."""
+        if self.batch_size is not None:
             return self.batch_size
+        assert self.global_batch_size is not None
         shares = world_size * self.grad_accumulation
         if self.global_batch_size % shares:
             raise SettingsError(
@@ -163,22 +133,40 @@ class Settings(Section):
     train: Train
     checkpoint: Checkpoint = Checkpoint()
     distributed: Distributed = Distributed()
-    model: LanguageModel | Tree
-
-
-class BuiltIn(Settings):
     model: LanguageModel = LanguageModel()
 
-
-class PluggedIn(Settings):
-    model: Tree = {}  # the user's task has its own keys
-
-    @field_validator("model", mode="before")
+    @field_validator("task")
     @classmethod
-    def _read_free(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: cls._read_free(below) for key, below in value.items()}
-        return _parse(value) if isinstance(value, Given) else value
+    def _check_task(cls, task: str) -> str:
+        if task == BUILT_IN_TASK:
+            return task
+        module, _, name = task.partition(":")
+        if not (module and name):
+            raise ValueError(f"{task!r} is neither {BUILT_IN_TASK} nor module:Class")
+        if importlib.machinery.PathFinder.find_spec(module.partition(".")[0]) is None:
+            raise ValueError(
+                f"there is no module {module}; put {module}.py into this folder, into the "
+                "config's, or on PYTHONPATH"
+            )
+        return task
+
+
+class OwnTaskSettings(Settings):
+    model: Tree = {}  # type: ignore[assignment]  # keys that only the user's task knows
+
+
+def _known_keys(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from _known_keys(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field.annotation
+
+
+KNOWN = dict(_known_keys(Settings))  # the type of each setting by its full path
+
+
+# --- reading ------------------------------------------------------------------------------------
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
@@ -188,20 +176,46 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
         SettingsError: one line that names the file (or "command line"), the key and the cure.
     """
     config = _read_file(path)
+    names = config.pop("defaults", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise SettingsError(f"{path}: defaults: should be a list of names, such as [distributed]")
+    defaults = [path.parent / f"{name}.yaml" for name in names]
+    layers = {str(file): _read_file(file) for file in defaults}
+    layers |= {str(path): config, COMMAND_LINE: _read_overrides(overrides)}
     tree: Tree = {}
-    sources: dict[tuple[str, ...], str] = {}
-    for name in _default_names(path, config):
-        below = path.parent / f"{name}.yaml"
-        _lay_over(tree, _read_file(below), str(below), sources)
-    _lay_over(tree, config, str(path), sources)
-    _lay_over(tree, _read_overrides(overrides), COMMAND_LINE, sources)
-    task = str(tree.get("task", BUILT_IN_TASK))
+    sources = {"": str(path)}
+    for source, layer in layers.items():
+        sources |= dict.fromkeys(_paths(layer), source)
+        train = layer.get("train", {})
+        if isinstance(train, dict) and ("batch_size" in train) != ("global_batch_size" in train):
+            # Two ways to say one thing: the upper layer's stands, and takes back the other.
+            layer["train"] = {"batch_size": None, "global_batch_size": None, **train}
+        tree = _merge(tree, layer)
+    kind = Settings if tree.get("task", BUILT_IN_TASK) == BUILT_IN_TASK else OwnTaskSettings
     try:
-        settings = (BuiltIn if task == BUILT_IN_TASK else PluggedIn).model_validate(tree)
+        return kind.model_validate(tree)
     except ValidationError as error:
-        _refuse(error, tree, sources, default_source=str(path))
-    _check_task(task, path, sources.get(("task",), str(path)))
-    return settings
+        first = error.errors(include_url=False)[0]
+        key = known = ".".join(str(part) for part in first["loc"])
+        while known not in sources:
+            known = known.rpartition(".")[0]
+        raise SettingsError(f"{sources[known]}: {key}: {_explain(first)}") from None
+
+
+def _paths(tree: Tree, prefix: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from _paths(value, f"{prefix}{key}.")
+
+
+def _merge(below: Tree, above: Tree) -> Tree:
+    """Return the settings of both; where both have one, that of `above`."""
+    merged = {**below, **above}
+    for key, value in above.items():
+        if isinstance(value, dict) and isinstance(below.get(key), dict):
+            merged[key] = _merge(below[key], value)
+    return merged
 
 
 class _Loader(yaml.SafeLoader):
@@ -226,11 +240,12 @@ def _read_file(path: Path) -> Tree:
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
-        raise SettingsError(f"{path}: no such file; {_list_configs(path.parent)}") from None
+        names = ", ".join(sorted(file.name for file in path.parent.glob("*.yaml")))
+        beside = f"{path.parent} holds {names or 'no .yaml files'}"
+        cure = beside if path.parent.is_dir() else f"there is no folder {path.parent}"
+        raise SettingsError(f"{path}: no such file; {cure}") from None
     except OSError as error:
         raise SettingsError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise SettingsError(f"{path}: byte {error.start} is not UTF-8 text") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
@@ -242,135 +257,54 @@ def _read_file(path: Path) -> Tree:
     return tree
 
 
-def _list_configs(folder: Path) -> str:
-    if not folder.is_dir():
-        return f"there is no folder {folder}"
-    names = sorted(file.name for file in folder.glob("*.yaml"))
-    return f"{folder} holds {', '.join(names)}" if names else f"{folder} holds no .yaml files"
-
-
-def _default_names(path: Path, config: Tree) -> list[str]:
-    names = config.pop("defaults", [])
-    if isinstance(names, list) and all(isinstance(name, str) for name in names):
-        return names
-    raise SettingsError(f"{path}: defaults: should be a list of names, such as [distributed]")
-
-
 def _read_overrides(overrides: Sequence[str]) -> Tree:
-    """Turn `a.b=value` into {a: {b: value}}, the value untouched."""
+    """Turn `a.b=value` into {a: {b: value}}; of two for one key, the later stands."""
     tree: Tree = {}
     for text in overrides:
         key, equals, value = text.partition("=")
-        *sections, name = key.split(".")
-        if not equals or not all((*sections, name)):
-            raise SettingsError(
-                f"{COMMAND_LINE}: {text!r} is not a setting; write it as train.max_steps=100"
-            )
-        below = tree
-        for section in sections:
-            below = below.setdefault(section, {})
-            if not isinstance(below, dict):
-                raise SettingsError(f"{COMMAND_LINE}: {key}: {section} was given a value before")
-        below[name] = Given(value)
+        names = key.split(".")
+        if not equals or not all(names):
+            raise SettingsError(f"{COMMAND_LINE}: {text!r} is not a setting; write it as seed=1")
+        layer = _parse(key, value)
+        for name in reversed(names):
+            layer = {name: layer}
+        tree = _merge(tree, layer)
     return tree
 
 
-def _parse(text: str) -> Any:
-    """Return text as a YAML scalar or list; text that YAML reads as anything else stays itself."""
+def _parse(key: str, text: str) -> Any:
+    """Return text as it is where the key wants text, else as a YAML scalar or list if it is one."""
     if text in NOTHING:
         return None
+    kind = KNOWN.get(key)
+    if str in (kind, *get_args(kind)):
+        return text
     try:
         value = yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError):  # ValueError: the 13th month, say
-        return str(text)
-    return value if isinstance(value, bool | int | float | list) else str(text)
+        return text
+    return value if isinstance(value, bool | int | float | list) else text
 
 
-def _lay_over(
-    tree: Tree,
-    layer: Tree,
-    source: str,
-    sources: dict[tuple[str, ...], str],
-    path: tuple[str, ...] = (),
-) -> None:
-    """Write a layer over a tree, and the layer's name over the sources of the keys it sets."""
-    for own, other in (("batch_size", "global_batch_size"), ("global_batch_size", "batch_size")):
-        if path == ("train",) and own in layer and other not in layer:
-            tree.pop(other, None)  # two ways to say one thing: the upper layer's stands
-    for key, value in layer.items():
-        here = (*path, key)
-        sources[here] = source
-        if isinstance(value, dict):
-            if not isinstance(tree.get(key), dict):
-                tree[key] = {}
-            _lay_over(tree[key], value, source, sources, here)
-        else:
-            tree[key] = value
-
-
-def _refuse(
-    error: ValidationError, tree: Tree, sources: dict[tuple[str, ...], str], default_source: str
-) -> NoReturn:
-    """Raise the first of pydantic's errors as one line."""
-    first, *others = error.errors(include_url=False)
-    place = tuple(str(part) for part in first["loc"])
-    source = next(
-        (sources[place[:n]] for n in range(len(place), 0, -1) if place[:n] in sources),
-        default_source,
-    )
-    more = f" ({len(others)} more like this)" if others else ""
-    raise SettingsError(f"{source}: {'.'.join(place)}: {_explain(first, place)}{more}") from None
-
-
-def _explain(error: Any, place: tuple[str, ...]) -> str:
+def _explain(error: Any) -> str:
+    given = "empty" if error["input"] is None else repr(error["input"])
     match error["type"]:
         case "extra_forbidden":
-            return f"unknown key; {_suggest('.'.join(place))}"
+            return f"unknown key; {_suggest(error['loc'])}"
         case "missing":
             return "is missing"
         case "value_error":
             return str(error["ctx"]["error"])
         case "model_type":
-            return f"should be a section of settings, not {_show(error['input'])}"
+            return f"should be a section of settings, not {given}"
         case _:
-            message = error["msg"].replace("Input should be a valid ", "should be a valid ")
-            message = message.replace("Input should be ", "should be ")
-            return f"{message}, not {_show(error['input'])}"
+            return f"{error['msg'].removeprefix('Input ')}, not {given}"
 
 
-def _show(value: Any) -> str:
-    return "empty" if value is None else repr(value)
-
-
-def _suggest(key: str) -> str:
-    known = list(known_keys(BuiltIn))
-    section, _, name = key.rpartition(".")
-    named_so = [other for other in known if other.rpartition(".")[2] == name]
-    if near := named_so or difflib.get_close_matches(key, known, n=1):
+def _suggest(place: tuple[str, ...]) -> str:
+    if near := difflib.get_close_matches(".".join(place), KNOWN, n=1):
         return f"did you mean {near[0]}?"
-    beside = [other for other in known if section and other.rpartition(".")[0] == section]
-    return f"known here: {', '.join(beside or BuiltIn.model_fields)}"
-
-
-def known_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
-    """Yield the full path of every setting of a section."""
-    for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield from known_keys(field.annotation, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
-
-
-def _check_task(task: str, path: Path, source: str) -> None:
-    """Look for the module of `my_module:MyTask` in the places it will be imported from."""
-    if task == BUILT_IN_TASK:
-        return
-    module, colon, name = task.partition(":")
-    if not (colon and module and name):
-        raise SettingsError(f"{source}: task: {task!r} is neither {BUILT_IN_TASK} nor module:Class")
-    folders = [*sys.path, str(Path.cwd()), str(path.resolve().parent)]
-    if importlib.machinery.PathFinder.find_spec(module.partition(".")[0], folders) is None:
-        raise SettingsError(
-            f"{source}: task: there is no module {module}; put {module}.py into this folder, "
-            "into the config's, or on PYTHONPATH"
-        )
+    section: Any = Settings
+    for name in place[:-1]:
+        section = section.model_fields[name].annotation
+    return f"known here: {', '.join(section.model_fields)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import io
+import json
 import os
 import random
 import resource
@@ -112,7 +112,7 @@ def test_what_is_not_whole_never_counts(tmp_path: Path) -> None:
         lambda folder: flip_a_bit(folder / "optimizer.pt"),
         lambda folder: flip_a_bit(folder / "manifest.json"),
         lambda folder: os.truncate(folder / "model.pt", 100),
-        lambda folder: (folder / "rng.json").unlink(),
+        lambda folder: (folder / "rng.pt").unlink(),
         lambda folder: (folder / "manifest.json").unlink(),
     ],
     ids=["model", "optimizer", "manifest", "cut", "file missing", "manifest missing"],
@@ -271,9 +271,10 @@ def test_rank_0_reads_for_all(tmp_path: Path) -> None:
     assert len(errors) == 1
 
 
-def test_writing_computes_the_hash_of_what_is_on_the_disk() -> None:
-    """`torch.save` must only append, for that is all the hashing writer knows."""
-    content = io.BytesIO()
-    file = checkpoint._HashingFile(content)
-    torch.save({"a": torch.rand(1000)}, file)  # type: ignore[arg-type]
-    assert file.entry()["sha256"] == hashlib.sha256(content.getvalue()).hexdigest()
+def test_the_manifest_has_the_size_and_hash_of_what_is_on_the_disk(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1, make_state(1), keep_last=1)
+    entries = json.loads((folder / "manifest.json").read_text())["files"]
+    assert set(entries) == {path.name for path in folder.iterdir()} - {"manifest.json"}
+    for name, entry in entries.items():
+        content = (folder / name).read_bytes()
+        assert entry == {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from training.settings import Data, LanguageModel, Settings, SettingsError, load
+from training.settings import LanguageModel, Settings, SettingsError, load
+from training.tasks import language_model
 from training.tasks.language_model import (
     GPT,
     LanguageModelTask,
@@ -41,8 +42,9 @@ def tiny_model() -> GPT:
     return GPT(TINY)
 
 
-def test_without_a_path_it_reads_the_standard_library() -> None:
-    train, validation = load_text(Data(max_bytes=8_000_000))
+def test_without_a_path_it_reads_the_standard_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(language_model, "MAX_BYTES", 8_000_000)
+    train, validation = load_text(None)
     assert len(validation) == 131_072 + 1
     assert 6_000_000 < len(train) < 8_000_000
     names = {path.parts for _, path in text_files(None)}
@@ -52,9 +54,9 @@ def test_without_a_path_it_reads_the_standard_library() -> None:
 
 def test_a_file_stays_on_its_side_when_others_come(tmp_path: Path) -> None:
     write_files(tmp_path, 60)
-    train, validation = load_text(Data(path=str(tmp_path)))
+    train, validation = load_text(str(tmp_path))
     write_files(tmp_path, 120)
-    more_train, more_validation = load_text(Data(path=str(tmp_path)))
+    more_train, more_validation = load_text(str(tmp_path))
     lines, held_out = set(train.splitlines()), set(validation.splitlines())
     assert len(lines) + len(held_out) == 60
     assert 0 < len(held_out) < 12
@@ -65,9 +67,9 @@ def test_a_file_stays_on_its_side_when_others_come(tmp_path: Path) -> None:
 def test_two_files_are_enough_and_one_is_not(tmp_path: Path) -> None:
     write_files(tmp_path, 1)
     with pytest.raises(SettingsError, match="fewer than two text files"):
-        load_text(Data(path=str(tmp_path)))
+        load_text(str(tmp_path))
     write_files(tmp_path, 2)
-    train, validation = load_text(Data(path=str(tmp_path)))
+    train, validation = load_text(str(tmp_path))
     assert train and validation and train != validation
 
 
@@ -76,14 +78,16 @@ def test_what_is_no_text_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "picture.txt").write_bytes(b"PNG\0\0\0" * 100)
     (tmp_path / ".hidden").write_text("secret" * 100)
     (tmp_path / "gone.txt").symlink_to("nowhere")
-    both = b"".join(load_text(Data(path=str(tmp_path))))
+    both = b"".join(load_text(str(tmp_path)))
     assert b"PNG" not in both
     assert b"secret" not in both
 
 
-def test_no_more_is_read_than_allowed(tmp_path: Path) -> None:
+def test_no_more_is_read_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files(tmp_path, 50)
-    train, validation = load_text(Data(path=str(tmp_path), max_bytes=4000, validation_bytes=50))
+    monkeypatch.setattr(language_model, "MAX_BYTES", 4000)
+    monkeypatch.setattr(language_model, "VALIDATION_BYTES", 50)
+    train, validation = load_text(str(tmp_path))
     assert 3000 < len(train) < 4000
     assert len(validation) == 51
 
@@ -168,6 +172,6 @@ def test_a_sample_cannot_harm_a_terminal() -> None:
 
 
 def test_the_weight_counts_predicted_bytes() -> None:
-    task = LanguageModelTask(load(LOCAL3, ["data.max_bytes=1000000"]))
+    task = LanguageModelTask(load(LOCAL3))
     assert task.weight(torch.zeros(4, 129, dtype=torch.uint8)) == 4 * 128
     assert task.metrics(math.log(2)) == {"bits_per_byte": pytest.approx(1)}

@@ -13,12 +13,15 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from training.progress import Meter, Progress, clock
+from training.progress import Limits, Meter, Progress
 
 
-def make(folder: Path, **changes: Any) -> Progress:
-    limits = {"first_step": 0, "last_step": 20, "max_seconds": None}
-    return Progress(folder, **{"unit": "tokens", "enabled": True, **limits, **changes})
+def make(folder: Path, *, enabled: bool = True, **changes: Any) -> Progress:
+    return Progress(folder, "tokens", limits(**changes), enabled=enabled)
+
+
+def limits(**changes: Any) -> Limits:
+    return Limits(**{"first_step": 0, "last_step": 20, "max_seconds": None, **changes})
 
 
 def values(loss: float) -> dict[str, float]:
@@ -66,10 +69,11 @@ def test_the_picture_is_there_and_a_png(tmp_path: Path) -> None:
 
 def test_a_resumed_run_takes_up_its_curve_without_the_steps_it_lost(tmp_path: Path) -> None:
     before = make(tmp_path)
-    for step in (1, 2, 3):
+    for step in (1, 2, 3, 4):
         before.record(step, values(step))
     after = make(tmp_path, first_step=2)
-    assert after._curves["loss"] == {1: 1.0, 2: 2.0}
+    after.record(3, values(5.0))
+    assert after._curve("loss") == {1: 1.0, 2: 2.0, 3: 5.0}
 
 
 def test_another_rank_shows_and_writes_nothing(
@@ -79,7 +83,6 @@ def test_another_rank_shows_and_writes_nothing(
     silent = make(tmp_path / "run", enabled=False)
     silent.step(1)
     silent.record(1, values(1.0))
-    silent.say("hello")
     silent.draw()
     silent.close()
     assert not (tmp_path / "run").exists()
@@ -98,16 +101,16 @@ def test_a_line_comes_by_time_not_by_step(
         now += 1.0
         shown.step(step)
     assert caplog.messages == [
-        "step 1/20  loss 2.000  1,234 tokens/s  0:19 left",
-        "step 6/20  loss 2.000  1,234 tokens/s  0:14 left",
+        "step 1/20  loss 2.000  1,234 tokens/s  0:00:19 left",
+        "step 6/20  loss 2.000  1,234 tokens/s  0:00:14 left",
     ]
 
 
-def test_the_time_left_is_that_of_the_nearer_limit(tmp_path: Path) -> None:
-    assert make(tmp_path, max_seconds=30)._seconds_left(10, 20) == 10
-    assert make(tmp_path, max_seconds=300)._seconds_left(10, 20) == 20
-    assert make(tmp_path, last_step=None)._seconds_left(10, 20) is None
-    assert make(tmp_path, first_step=5)._seconds_left(10, 10) == 20
+def test_the_time_left_is_that_of_the_nearer_limit() -> None:
+    assert limits(max_seconds=30).seconds_left(10, 20) == 10
+    assert limits(max_seconds=300).seconds_left(10, 20) == 20
+    assert limits(last_step=None).seconds_left(10, 20) is None
+    assert limits(first_step=5).seconds_left(10, 10) == 20
 
 
 def test_the_meter_weighs_its_losses_and_leaves_pauses_out(
@@ -134,10 +137,3 @@ def test_a_loss_that_is_not_finite_shows(tmp_path: Path) -> None:
     shown = make(tmp_path)
     shown.record(1, values(math.nan))
     assert math.isnan(lines_of(tmp_path)[0]["loss"])
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (75, "1:15"), (3661, "1:01:01")]
-)
-def test_clock(seconds: float, text: str) -> None:
-    assert clock(seconds) == text

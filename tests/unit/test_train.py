@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -25,7 +26,7 @@ LOCAL3 = str(ROOT / "config/local3.yaml")
 TINY = [
     "model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "model.dropout=0.1",
     "train.max_steps=6", "train.batch_size=4", "train.warmup_steps=2", "train.log_every=2",
-    "train.eval_every=3", "checkpoint.every=3", "data.validation_bytes=1000",
+    "train.eval_every=3", "checkpoint.every=3",
 ]  # fmt: skip
 
 
@@ -147,6 +148,42 @@ def test_a_mistake_found_by_the_task_is_one_line_too(tmp_path: Path) -> None:
     assert done.stderr == "train.py: data.path: there is no folder nowhere\n"
 
 
+@pytest.mark.parametrize(
+    ("has_data", "stderr"),
+    [
+        ((), "train.py: data.path: there is no folder text\n"),
+        (("0",), "train.py: rank 1: data.path: there is no folder text\n"),
+    ],
+    ids=["on all ranks", "on one rank"],
+)
+def test_a_mistake_of_several_ranks_is_one_line(
+    tmp_path: Path, text: Path, has_data: tuple[str, ...], stderr: str
+) -> None:
+    """Each rank starts in a folder of its own; only some of these hold the data."""
+    for rank in ("0", "1"):
+        (tmp_path / rank).mkdir()
+    for rank in has_data:
+        (tmp_path / rank / "text").symlink_to(text)
+    command = [sys.executable, str(ROOT / "train.py"), "--config", LOCAL3, *TINY, "data.path=text"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            command,
+            cwd=tmp_path / rank,
+            env={**os.environ, **place, "RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    said = [rank.communicate()[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    assert said == [stderr, ""]
+
+
 # --- whole runs ---------------------------------------------------------------------------------
 
 
@@ -160,6 +197,10 @@ def test_a_run_ends_with_all_it_promises(trained: Path) -> None:
     assert {"step", "loss", "bits_per_byte", "lr", "tokens_per_second", "time"} == set(trains[0])
     assert (folder / "loss.png").exists()
     assert len(list((folder / "tensorboard").iterdir())) == 1
+    for private in (folder, trained / "checkpoints/first"):
+        assert not any(path.stat().st_mode & 0o077 for path in (private, *private.rglob("*"))), (
+            "others may read them"
+        )
     assert sorted(os.listdir(trained / "checkpoints/first")) == ["latest", "step-3", "step-6"]
     stdout = (trained / "stdout").read_text()
     labels = [line.split()[0] for line in stdout.splitlines() if line[:1].strip()]

@@ -19,9 +19,6 @@ rate and everything distributed are train.py's business.
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -64,17 +61,12 @@ class Task(Protocol):
         return [("validation", f"loss {validation_loss:.4f}")]
 
 
-def load_task(settings: Settings, folders: Iterable[Path]) -> Task:
-    """Make the task that the settings name; `folders` are looked through after the Python path.
-
-    Raises:
-        SettingsError: there is no such class, or the data is not what the task needs.
-    """
+def load_task(settings: Settings) -> Task:
+    """Make the task that the settings name. SettingsError: it, or its data, is not there."""
     if settings.task == BUILT_IN_TASK:
         from training.tasks.language_model import LanguageModelTask
 
         return LanguageModelTask(settings)
-    sys.path.extend(str(folder) for folder in folders)
     module_name, _, class_name = settings.task.partition(":")
     module = importlib.import_module(module_name)
     if not hasattr(module, class_name):
