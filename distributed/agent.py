@@ -90,8 +90,10 @@ class NodeAgent:
             self.port = self.listener.getsockname()[1]
             self.peers, self.place = link.gather(self.listener, me, args.join_timeout_s, _say)
         else:
-            hub, self.place = link.join(args.master_addr, self.port, me, args.join_timeout_s)
+            address = args.master_addr
+            hub, self.place = link.join(address, self.port, me, args.join_timeout_s, _say)
             self.peers = {0: hub}
+            _say(f"checked in with node rank 0 on {self.place.hosts[0]} ({address}:{self.port})")
         self.started = time.time()
         self._open_folder()
         notes = {"run_id": self.place.run_id, "node_rank": self.args.node_rank}

@@ -19,6 +19,7 @@ from distributed.failure import Refused
 
 BEAT_S = 2.0
 SILENCE_S = 10.0  # without a beat for so long, a node is lost
+TELL_S = 3.0  # a wait that takes longer says what it waits for
 _RETRY_S = 0.1
 _SKEW_S = 5.0
 _MAX_BYTES = 1 << 20
@@ -122,42 +123,52 @@ def listen(address: str, port: int, *, is_local: bool) -> socket.socket:
 
 
 def gather(
-    listener: socket.socket, me: Node, timeout_s: float, warn: Callable[[str], None]
+    listener: socket.socket, me: Node, timeout_s: float, say: Callable[[str], None]
 ) -> tuple[dict[int, Peer], Place]:
     """On node rank 0: wait until every other agent has checked in, and start them.
 
     Returns the others by node rank, and the place of this node.
 
     Raises:
-        Refused: a node did not come, came twice, or does not match this one. All others are told.
+        Refused: a node did not come, came twice, or does not match this one; all are told.
     """
-    deadline = time.monotonic() + timeout_s
+    start = time.monotonic()
+    deadline = start + timeout_s
+    is_told = False
     nodes: dict[int, Node] = {me.node_rank: me}
     peers: dict[int, Peer] = {}
     strangers: list[Peer] = []
     try:
         while len(nodes) < me.num_nodes:
-            listener.settimeout(max(0.0, deadline - time.monotonic()))
+            limit = deadline if is_told else min(deadline, start + TELL_S)
+            listener.settimeout(max(0.0, limit - time.monotonic()))
             try:
                 peer = Peer(listener.accept()[0])
             except (TimeoutError, BlockingIOError):
-                missing = [str(rank) for rank in range(me.num_nodes) if rank not in nodes]
+                missing = ", ".join(str(one) for one in range(me.num_nodes) if one not in nodes)
+                if time.monotonic() < deadline:
+                    say(f"waiting for node rank {missing}, {timeout_s:g} s at most")
+                    is_told = True
+                    continue
                 here = ", ".join(f"{node.node_rank} ({node.host})" for node in nodes.values())
                 raise Refused(
                     "node-missing",
-                    f"node rank {', '.join(missing)} did not check in within {timeout_s:g} s"
+                    f"node rank {missing} did not check in within {timeout_s:g} s"
                     f" (here: {here}); start it, or look at its terminal",
                 ) from None
             hello = peer.wait(min(deadline, time.monotonic() + 3))
-            if hello is None or hello.get("kind") != "hello":
+            try:
+                node = Node(**hello["node"])  # type: ignore[index]
+            except (TypeError, KeyError):
                 peer.close()  # a port scan, or a health check
                 continue
-            node = Node(**hello["node"])
             strangers.append(peer)
             _compare(me, node, nodes)
             if abs(node.time - time.time()) > _SKEW_S:
                 skew = node.time - time.time()
-                warn(f"the clock of {node.host} is {skew:+.0f} s from {me.host}'s [clock-skew]")
+                say(
+                    f"warning: the clock of {node.host} is {skew:+.0f} s from {me.host}'s [clock-skew]"
+                )
             nodes[node.node_rank] = node
             peers[node.node_rank] = strangers.pop()
     except Refused as refused:
@@ -206,38 +217,50 @@ def _compare(me: Node, node: Node, nodes: Mapping[int, Node]) -> None:
         for name in mine:
             if mine[name] != theirs.get(name):
                 here, there = mine[name][:12], theirs.get(name, "nothing")[:12]
-                raise Refused(
-                    fault,
-                    f"{name} is {here} on {me.host} and {there} on {node.host}; make them the same",
-                )
+                cause = f"{name} is {here} on {me.host} and {there} on {node.host}"
+                raise Refused(fault, f"{cause}; make them the same")
 
 
-def join(address: str, port: int, me: Node, timeout_s: float) -> tuple[Peer, Place]:
+def join(
+    address: str, port: int, me: Node, timeout_s: float, say: Callable[[str], None]
+) -> tuple[Peer, Place]:
     """On any other node: check in with node rank 0, and wait for the start.
 
     Raises:
         Refused: node rank 0 cannot be reached in time, or refuses this node or the run.
     """
-    deadline = time.monotonic() + timeout_s
-    reason = "no answer"
+    start = time.monotonic()
+    deadline = start + timeout_s
+    last: OSError = TimeoutError("no answer")
+    is_told = False
     while time.monotonic() < deadline:
         try:
             peer = Peer(socket.create_connection((address, port), timeout=min(3.0, timeout_s)))
+            peer.send("hello", node=asdict(me))
+            answer = peer.wait(deadline)
+            if answer is not None and answer["kind"] == "refused":
+                raise Refused(answer["fault"], answer["message"])
+            if answer is not None:
+                return peer, Place(**answer["place"])
+            peer.close()
+            last = ConnectionRefusedError("closed before the start")
         except OSError as error:
-            reason = error.strerror or str(error)
-            time.sleep(_RETRY_S)
-            continue
-        peer.send("hello", node=asdict(me))
-        answer = peer.wait(deadline)
-        if answer is not None and answer["kind"] == "refused":
-            raise Refused(answer["fault"], answer["message"])
-        if answer is not None:
-            return peer, Place(**answer["place"])
-        peer.close()
-        reason = "the connection was closed before the start"
+            last = error
+        if not is_told and time.monotonic() > start + TELL_S:
+            say(f"waiting for node rank 0 at {address}:{port}, {timeout_s:g} s at most")
+            is_told = True
         time.sleep(_RETRY_S)
-    raise Refused(
-        "node-missing",
-        f"node rank 0 at {address}:{port} did not answer within {timeout_s:g} s ({reason});"
-        " start it, or open the port",
-    )
+    fault, cure = _explain(last)
+    cause = f"node rank 0 at {address}:{port} did not answer within {timeout_s:g} s"
+    raise Refused(fault, f"{cause} ({last.strerror or last}); {cure}")
+
+
+def _explain(error: OSError) -> tuple[str, str]:
+    """The fault behind a connection that failed, and its cure."""
+    if isinstance(error, socket.gaierror):
+        return "name-unresolved", "correct the master's name, or give its address"
+    if isinstance(error, ConnectionRefusedError):
+        return "node-missing", "start node rank 0"
+    if isinstance(error, TimeoutError):
+        return "port-blocked", "open the port in the firewall"
+    return "host-unreachable", "see that the machine is up"

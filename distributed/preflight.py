@@ -1,7 +1,6 @@
 """Is this machine fit for the run? Small named checks, run on each node before anything starts.
 
     python -m distributed.preflight --script train.py --run-id ID     check this node
-    python -m distributed.preflight wait ADDRESS PORT SECONDS         wait for the master to listen
 
 Prints what the plan needs to know of the node as name=value lines on stdout, and each fault as one
 line on stderr. Exit code 3 when one refuses the start. No torch import, so it is instant.
@@ -186,41 +185,8 @@ def choose_port(run_id: str, *, search: bool) -> int:
     return port
 
 
-def wait_for_master(address: str, port: int, limit_s: float) -> Fault | None:
-    """Return once something listens there; after the limit, the fault that was in the way."""
-    deadline = time.monotonic() + limit_s
-    told = False
-    while True:
-        try:
-            socket.create_connection((address, port), timeout=3).close()
-            return None
-        except OSError as error:
-            if time.monotonic() > deadline:
-                return _unreached(f"{address}:{port} within {limit_s:.0f} s", error)
-        if not told:
-            limit = f"{limit_s:.0f} s at most"
-            print(f"waiting for the master at {address}:{port}, {limit}", file=sys.stderr)
-            told = True
-        time.sleep(0.2)
-
-
-def _unreached(where: str, error: OSError) -> Fault:
-    cause = f"no master at {where}"
-    if isinstance(error, socket.gaierror):
-        return Fault("name-unresolved", f"{cause} (the name is unknown)", "correct it")
-    if isinstance(error, ConnectionRefusedError):
-        return Fault("node-missing", f"{cause} (nothing listens there)", "start node rank 0")
-    if isinstance(error, TimeoutError):
-        return Fault("port-blocked", f"{cause} (no answer at all)", "open the port in the firewall")
-    return Fault("host-unreachable", f"{cause} ({error.strerror})", "see that the machine is up")
-
-
 def main(arguments: Sequence[str]) -> int:
-    """Check this node, or wait for the master; returns the exit code."""
-    if arguments[:1] == ["wait"]:
-        address, port, limit = arguments[1:]
-        fault = wait_for_master(address, int(port), float(limit))
-        return report([fault] if fault else [], strict=False)
+    """Check this node; returns the exit code."""
     start = time.perf_counter()
     args = parse_arguments(arguments)
     node = examine(args, os.environ)

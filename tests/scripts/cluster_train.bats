@@ -69,7 +69,7 @@ $(golden_command "$ROOT/scripts/cluster_train.sh\\ plain.yaml\\ 2\\ 1\\ 10.0.0.1
   run launch - 2 0 127.0.0.1 "$port"
   wait $!
   [[ $status == 0 && $output == *"met 2"* ]]
-  grep -q "health     master 127.0.0.1:$port: reachable" logs/distributed_training/latest_node1.log
+  grep -q "checked in with node rank 0 on .* (127.0.0.1:$port)" logs/distributed_training/latest_node1.log
 }
 
 # bats test_tags=slow

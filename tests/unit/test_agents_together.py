@@ -108,7 +108,8 @@ def test_ranks_follow_node_ranks_with_uneven_nodes(tmp_path: Path, port: int) ->
         [*common, "--node-rank", "0", "--nproc-per-node", "1", "--rdzv-id", "named", str(script)]
     )
     second = Run([*common, "--node-rank", "1", "--nproc-per-node", "3", str(script)])
-    assert first.finish() + second.finish() == ""
+    assert first.finish() == ""
+    assert "checked in with node rank 0 on " in second.finish()
     lines = sorted((first.output + second.output).splitlines())
     assert lines == ["0 0 4 named", "1 0 4 named", "2 1 4 named", "3 2 4 named"]
 
@@ -132,6 +133,35 @@ def test_a_missing_node_is_named(port: int, tmp_path: Path) -> None:
         assert "node rank 1, 2 did not check in within 2 s" in err
         assert "[node-missing]" in err
         assert len(err.splitlines()) == 1
+
+
+def test_a_master_that_is_not_there_is_named(port: int, tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text("print('never')")
+    world = ["--nnodes", "2", "--node-rank", "1"]
+    [(code, err)] = refused(port, [*world, str(tmp_path / "x.py")], timeout_s=4)
+    assert code == 3
+    waiting, verdict = err.splitlines()
+    assert f"waiting for node rank 0 at 127.0.0.1:{port}, 4 s at most" in waiting
+    assert "did not answer within 4 s (Connection refused); start node rank 0" in verdict
+    assert verdict.endswith("[node-missing]")
+    nowhere = ["--master-addr", "no-such-host.invalid", *world, str(tmp_path / "x.py")]
+    [(code, err)] = refused(port, nowhere, timeout_s=1)
+    assert code == 3
+    assert err.endswith("[name-unresolved]\n")
+
+
+def test_a_node_that_comes_late_is_waited_for(port: int, tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text("print('ran')")
+    common = ["--master-addr", "127.0.0.1", "--master-port", str(port), "--nnodes", "2"]
+    early = Run([*common, "--node-rank", "0", str(tmp_path / "x.py")])
+    assert early.process.stderr is not None
+    assert "waiting for node rank 1, 300 s at most" in early.process.stderr.readline()
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.0\n\n{}\n")
+        late = Run([*common, "--node-rank", "1", str(tmp_path / "x.py")])
+        late.finish()
+    early.finish()
+    assert (early.output, late.output) == ("ran\n", "ran\n")
 
 
 def test_a_node_rank_given_twice_is_refused(port: int, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import resource
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -237,29 +236,6 @@ def test_unwritable_folder(tmp_path: Path) -> None:
     assert fault.name == "dir-unwritable"
     assert find(preflight.check_folders, directories=(tmp_path / "new" / "logs",)) is None
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]  # nothing is left behind
-
-
-def test_waiting_for_a_master_that_starts_later(capsys: pytest.CaptureFixture[str]) -> None:
-    port = free_port()
-    result: list[Fault | None] = []
-    waiter = threading.Thread(
-        target=lambda: result.append(preflight.wait_for_master("127.0.0.1", port, 30))
-    )
-    waiter.start()
-    while "waiting for the master" not in capsys.readouterr().err:
-        assert waiter.is_alive()
-    with socket.create_server(("127.0.0.1", port)):
-        waiter.join()
-    assert result == [None]
-
-
-def test_a_master_that_never_starts() -> None:
-    fault = preflight.wait_for_master("127.0.0.1", free_port(), 0.1)
-    assert fault is not None
-    assert fault.name == "node-missing"
-    fault = preflight.wait_for_master("no-such-host.invalid", 1, 0.1)
-    assert fault is not None
-    assert fault.name == "name-unresolved"
 
 
 def test_warnings_refuse_only_when_strict(capsys: pytest.CaptureFixture[str]) -> None:
