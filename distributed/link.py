@@ -164,11 +164,9 @@ def gather(
                 continue
             strangers.append(peer)
             _compare(me, node, nodes)
-            if abs(node.time - time.time()) > _SKEW_S:
-                skew = node.time - time.time()
-                say(
-                    f"warning: the clock of {node.host} is {skew:+.0f} s from {me.host}'s [clock-skew]"
-                )
+            skew = node.time - time.time()
+            if abs(skew) > _SKEW_S:
+                say(f"warning: {node.host}'s clock is {skew:+.0f} s from {me.host}'s [clock-skew]")
             nodes[node.node_rank] = node
             peers[node.node_rank] = strangers.pop()
     except Refused as refused:
