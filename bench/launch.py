@@ -51,7 +51,7 @@ def main() -> None:
         "x torchrun",
         "x import of torch, _dynamo",
     ]
-    text = f"{describe_machine(f'make bench-launch (medians of {runs})')}\n\n{render(head, rows)}"
+    text = f"{describe_machine('make bench-launch')}, medians of {runs}\n\n{render(head, rows)}"
     write_section("launch", text)
 
 

@@ -47,7 +47,7 @@ def main() -> None:
         for name, seconds in times.items()
     ]
     text = (
-        f"{describe_machine(f'make bench-step ({pairs} pairs)')}\n\n"
+        f"{describe_machine('make bench-step')}, {pairs} pairs\n\n"
         f"{render(['loop', 'median ms per step', 'min-max ms'], rows)}\n\n"
         f"Median of the pairs' ratios: {statistics.median(ratios):.3f} (at most {TARGET}).\n\n"
         f"From train.py's last step to the prompt: {statistics.median(ends):.2f} s"

@@ -54,7 +54,7 @@ def main() -> None:
         "gone after, median s",
         "max s",
     ]
-    command = describe_machine(f"make prove ({NPROC} ranks, each with a child of its own)")
+    command = f"{describe_machine('make prove')}, {NPROC} ranks, each with a child of its own"
     text = f"# Proofs\n\n## One dies, all stop\n\n{command}\n\n{render(head, rows)}\n"
     PROOFS.write_text(text, encoding="utf-8")
     print(text)

@@ -33,6 +33,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     kill_what_is_left(runs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "code", "fault", "cause"),
     [
@@ -62,6 +63,7 @@ def test_one_dies_all_stop(
     assert block.rstrip().endswith(f"see      TROUBLESHOOTING.md#{fault}")
 
 
+@pytest.mark.slow
 def test_a_rank_that_heeds_no_signal_is_killed_with_the_others(start: Start) -> None:
     run = start("deaf")
     run.wait_for("armed 0", "armed 1")
@@ -71,6 +73,7 @@ def test_a_rank_that_heeds_no_signal_is_killed_with_the_others(start: Start) -> 
     assert run.process.returncode == 137
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["guardian", "agent"])
 @pytest.mark.parametrize("what", ["sleep", "detached"])
 def test_kill_of_the_launcher_or_agent_leaves_nothing(start: Start, victim: str, what: str) -> None:
@@ -85,6 +88,7 @@ def test_kill_of_the_launcher_or_agent_leaves_nothing(start: Start, victim: str,
         assert "[agent-killed]" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_stop_lets_the_ranks_save(start: Start, signum: int) -> None:
     run = start("save")
@@ -98,6 +102,7 @@ def test_a_stop_lets_the_ranks_save(start: Start, signum: int) -> None:
     run.assert_gone()
 
 
+@pytest.mark.slow
 def test_a_stop_that_is_not_heeded_ends_after_the_grace(start: Start) -> None:
     run = start("deaf", GRACE="1")
     run.wait_for("armed 0", "armed 1")
@@ -107,6 +112,7 @@ def test_a_stop_that_is_not_heeded_ends_after_the_grace(start: Start) -> None:
     assert run.process.returncode == 143
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_kills(start: Start) -> None:
     run = start("deaf", GRACE="600")
     run.wait_for("armed 0", "armed 1")
@@ -118,6 +124,7 @@ def test_a_second_interrupt_kills(start: Start) -> None:
     run.assert_gone()
 
 
+@pytest.mark.slow
 def test_a_plain_script_ends_at_once_on_a_stop(start: Start) -> None:
     run = start("sleep")
     run.wait_for("ready 0", "ready 1")
@@ -128,6 +135,7 @@ def test_a_plain_script_ends_at_once_on_a_stop(start: Start) -> None:
     assert "FAILED" not in err
 
 
+@pytest.mark.slow
 def test_a_neighbour_run_never_notices(start: Start) -> None:
     neighbour, run = start("sleep"), start("sleep")
     neighbour.wait_for("ready 0", "ready 1")
@@ -162,6 +170,7 @@ def test_the_folder_of_a_run(start: Start, tmp_path: Path) -> None:
     assert folder.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.slow
 def test_max_restarts_forks_the_ranks_anew(tmp_path: Path) -> None:
     script = tmp_path / "again.py"
     script.write_text(
@@ -211,6 +220,7 @@ def test_a_terminal_reaches_rank_zero(tmp_path: Path) -> None:
     assert lines == [b"", b"[0] bar True", b"[1] bar 1\rbar False"]
 
 
+@pytest.mark.slow
 def test_torn_lines_are_made_whole(tmp_path: Path) -> None:
     script = tmp_path / "torn.py"
     script.write_text(
@@ -237,6 +247,7 @@ def test_bad_input_is_one_line_and_code_two(arguments: list[str]) -> None:
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_slow_reader_gets_everything(tmp_path: Path) -> None:
     script = tmp_path / "much.py"
     script.write_text("print('x' * 300_000)")
@@ -250,6 +261,7 @@ def test_a_slow_reader_gets_everything(tmp_path: Path) -> None:
     assert run.output == "x" * 300_000 + "\n"
 
 
+@pytest.mark.slow
 def test_nohup_is_heeded(start: Start) -> None:
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -264,6 +276,7 @@ def test_nohup_is_heeded(start: Start) -> None:
     assert run.process.returncode == 75
 
 
+@pytest.mark.slow
 def test_a_live_run_id_is_refused(start: Start, tmp_path: Path) -> None:
     options = ["--log-dir", str(tmp_path / "logs"), "--rdzv-id", "taken"]
     first = start("sleep", 1, *options)

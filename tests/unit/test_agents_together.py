@@ -13,6 +13,8 @@ from agents import PROGRAM, Run, kill_what_is_left
 
 from distributed.link import BEAT_S, SILENCE_S
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., list[Run]]
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from agents import AGENT
 
+pytestmark = pytest.mark.slow
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 LOOK = """

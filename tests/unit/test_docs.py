@@ -1,0 +1,315 @@
+"""The guides and the code tell of the same things: paths, flags, settings, variables, faults."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from training.settings import KNOWN, Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDES = [ROOT / f"{name}.md" for name in ("README", "LAUNCH_GUIDE", "TROUBLESHOOTING")]
+GUIDES += [ROOT / "CONTRIBUTING.md", ROOT / "bench/README.md"]
+TEXT = {guide.name if guide.parent == ROOT else "bench": guide.read_text() for guide in GUIDES}
+LAUNCH_GUIDE = TEXT["LAUNCH_GUIDE.md"]
+
+SCRIPTS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("scripts/**/*.sh"))
+ENTRIES = [name for name in SCRIPTS if "/lib/" not in name]
+BASH = "\n".join((ROOT / name).read_text() for name in SCRIPTS)
+HELP = (ROOT / "scripts/lib/help.txt").read_text()
+MODULES = [ROOT / "train.py", *ROOT.glob("scripts/**/*.py")]
+MODULES += [*ROOT.glob("distributed/*.py"), *ROOT.glob("training/**/*.py")]
+PYTHON = "\n".join(module.read_text() for module in MODULES)
+CODE = "\n".join((BASH, HELP, PYTHON))
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+# What belongs to other programs.
+FOREIGN_FLAGS = {
+    "torchrun": ["--nproc-per-node", "--node-rank", "--redirects", "--tee", "--use-env"],
+    "SLURM": ["--nodes", "--gres", "--time", "--ntasks", "--ntasks-per-node", "--cpus-per-task"],
+    "sacct": ["--format"],
+    "docker": ["--ipc", "--shm-size"],
+    "tensorboard": ["--logdir"],
+    "mypy": ["--strict"],
+    "py-spy": ["--pid"],
+    "the guide's own script": ["--name", "--conf"],
+}
+FOREIGN_VARIABLES = {
+    "NCCL": ["NCCL_IB_DISABLE", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_P2P_DISABLE"],
+    "NCCL too": ["NCCL_SHM_DISABLE"],
+    "CUDA": ["CUDA_LAUNCH_BLOCKING"],
+    "the resolver": ["RES_OPTIONS"],
+}
+# Words of the code that look like a fault's name and are none.
+NO_FAULTS = {
+    *("all-gather", "all-reduce", "reduce-scatter"),  # collectives
+    *("compute-apps", "nvidia-smi", "site-packages", "dist-packages", "new-id"),
+}
+
+NAME = r"[a-z]+(?:-[a-z]+)+"
+
+
+# --- what the guides say ------------------------------------------------------------------------
+
+
+def blocks(text: str) -> list[str]:
+    """Return the contents of the fenced and the indented blocks."""
+    fenced = re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S)
+    return fenced + re.findall(r"(?:^ {4,}\S.*\n)+", text, re.M)
+
+
+def spans(text: str) -> list[str]:
+    """Return what stands between backticks, over the ends of lines too."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    return [span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", prose)]
+
+
+def code_of(text: str) -> str:
+    """Return all that is set as code."""
+    return "\n".join(blocks(text) + spans(text))
+
+
+def anchors(text: str) -> set[str]:
+    """Return what GitHub makes of the headings."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def commands() -> Iterator[str]:
+    """Yield every command line of the fenced blocks, without its comment."""
+    for text in TEXT.values():
+        for block in re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S):
+            yield from (re.sub(r"\s+#\s.*", "", line) for line in block.splitlines() if line)
+
+
+ALL_CODE = "\n".join(map(code_of, TEXT.values()))
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: str(guide.relative_to(ROOT)))
+def test_every_relative_link_leads_somewhere(guide: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", guide.read_text()):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = guide.parent / path if path else guide
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text()), link
+
+
+def test_every_path_named_exists() -> None:
+    folders = "|".join((".ci", "bench", "config", "distributed", "scripts", "tests", "training"))
+    for path in re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./-]*", ALL_CODE):
+        assert (ROOT / path.rstrip(".")).exists(), path
+    layout = next(block for block in blocks(TEXT["CONTRIBUTING.md"]) if "lib/plan.sh" in block)
+    folder = ""
+    for line in layout.splitlines():
+        names = re.match(r" {4,}((?:[\w./]+ )*[\w./]+)", line)
+        assert names, line
+        for name in names[1].split():
+            folder = name if name.endswith("/") else folder
+            assert (ROOT / name).exists() or (ROOT / folder / name).exists(), line
+
+
+def test_every_module_named_exists() -> None:
+    for module in re.findall(r"-m (distributed\.\w+)", ALL_CODE):
+        assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
+    imported = re.search(r"from distributed\.torch import \((.*?)\)", LAUNCH_GUIDE, re.S)
+    assert imported
+    for name in re.findall(r"\w+", imported[1]):
+        assert f"def {name}(" in (ROOT / "distributed/torch.py").read_text(), name
+
+
+def test_every_flag_named_is_a_flag() -> None:
+    foreign = {flag for flags in FOREIGN_FLAGS.values() for flag in flags}
+    known = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", CODE)) | foreign
+    known |= {"--rdzv-id", "--rdzv-backend", "--log-dir"}  # of torchrun, read through its parser
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", ALL_CODE))
+    assert named - known == set()
+
+
+def test_every_flag_of_the_scripts_is_in_the_launch_guide() -> None:
+    shown = code_of(LAUNCH_GUIDE)
+    flags = re.findall(r"\[\"(-[\w-]+)\"\]", BASH) + re.findall(r"^  (--[a-z-]+) ", HELP, re.M)
+    flags += re.findall(
+        r"add_argument\(\"(-[\w-]+)\"", (ROOT / "training/arguments.py").read_text()
+    )
+    assert len(flags) > 10
+    for flag in flags:
+        assert re.search(rf"(?<![\w-]){flag}(?![\w-])", shown), flag
+
+
+def test_settings_and_guides_name_the_same_keys() -> None:
+    keys = set(KNOWN)
+    table = re.findall(r"^\| `([a-z_.]+)` \|", LAUNCH_GUIDE, re.M)
+    assert keys == set(table)
+    sections = "|".join(sorted({key.partition(".")[0] for key in keys if "." in key}))
+    for key in re.findall(rf"(?<![\w./:-])((?:{sections})\.[a-z_.]+\b)(?!\()", ALL_CODE):
+        is_section = any(known.startswith(f"{key}.") for known in keys)
+        is_module = (ROOT / f"{key.replace('.', '/')}.py").exists()
+        is_file = key.endswith((".py", ".yaml"))
+        assert key in keys or is_section or is_module or is_file, key
+
+
+def test_the_defaults_in_the_guide_are_the_codes() -> None:
+    rows = dict(re.findall(r"^\| `([a-z_.]+)` \|([^|]*)\|", LAUNCH_GUIDE, re.M))
+    least = Settings.model_validate({"train": {"batch_size": 1, "max_steps": 1}})
+    for key in set(KNOWN) - {"train.batch_size", "train.max_steps"}:
+        value: object = least
+        for part in key.split("."):
+            value = getattr(value, part)
+        shown = rows[key].strip()
+        is_number = isinstance(value, float)
+        assert (float(shown) if is_number else yaml.safe_load(shown)) == value, key
+
+
+def test_every_variable_named_is_read_somewhere() -> None:
+    foreign = {name for names in FOREIGN_VARIABLES.values() for name in names}
+    named = set(re.findall(r"(?<![\w$.%])\$?([A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+)\b", ALL_CODE))
+    unknown = {name for name in named - foreign if not re.search(rf"\b{name}\b", CODE)}
+    assert unknown == set()
+
+
+def test_every_variable_of_the_help_is_in_the_launch_guide() -> None:
+    told = HELP.partition("Environment")[2]
+    variables = [
+        name
+        for names in re.findall(r"^  ((?:[A-Z_]+, )*[A-Z_]+)(?: |$)", told, re.M)
+        for name in names.split(", ")
+    ]
+    assert len(variables) > 15
+    table = LAUNCH_GUIDE.partition("## Environment variables")[2].partition("\n## ")[0]
+    for name in variables:
+        assert re.search(rf"^\| .*`{name}`.* \|", table, re.M), name
+    ours = table.partition("These belong to others")[0]
+    rows = re.findall(r"^\| (`.*?) \|", ours, re.M)
+    assert set(re.findall(r"`([A-Z_]+)`", " ".join(rows))) == set(variables)
+
+
+def test_every_make_target_named_exists_and_every_target_is_named() -> None:
+    targets = set(re.findall(r"^([a-z-]+):.*## ", MAKEFILE, re.M)) - {"help"}
+    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", ALL_CODE, re.M))
+    named |= {span[5:] for span in spans("\n".join(TEXT.values())) if span.startswith("make ")}
+    assert named == targets
+
+
+# --- faults -------------------------------------------------------------------------------------
+
+
+def faults_of_python(module: Path) -> Iterator[str]:
+    """Yield what a module's strings name: `name`, `... [name]` or `name: ...`, comments apart."""
+    tree = ast.parse(module.read_text())
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if is_text and id(node) not in docstrings:
+            text = str(node.value)  # type: ignore[attr-defined]
+            for alone, last in re.findall(rf"^!?({NAME})(?:$|: )|\[({NAME})\]$", text):
+                yield alone or last
+
+
+def faults_of_bash(text: str) -> Iterator[str]:
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    code = "\n".join(line for line in lines if not line.startswith("refuse()"))
+    yield from re.findall(rf"\brefuse ({NAME}) ", code)
+    yield from re.findall(rf"\bdie [0-9] [\"']({NAME}): ", code)
+    yield from re.findall(rf"\[({NAME})\]\"", code)
+
+
+def known_faults() -> set[str]:
+    found = {name for module in MODULES for name in faults_of_python(module)}
+    return (found | set(faults_of_bash(BASH))) - NO_FAULTS
+
+
+def test_the_scan_finds_a_name_in_every_form(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text(
+        '"""doc-string: not this one [nor-that]"""\n'
+        'raise Refused("fault-one", f"{x} is wrong; mend it")\n'
+        'text = f"fault-two: {x} is wrong"\n'
+        'text = f"{x} is wrong; mend it [fault-three]"\n'
+        'fault = "fault-four" if x else "no fault"\n'
+        'text = "[fault-five] not at the end"\n'
+    )
+    found = set(faults_of_python(module))
+    assert found == {"fault-one", "fault-two", "fault-three", "fault-four"}
+    script = (
+        'x || refuse fault-six "no"\ndie 2 "fault-seven: x"\ndie 2 "cause; cure [fault-eight]"\n'
+    )
+    assert set(faults_of_bash(script)) == {"fault-six", "fault-seven", "fault-eight"}
+
+
+def test_every_fault_has_a_section_and_every_section_a_fault() -> None:
+    faults = known_faults()
+    assert len(faults) > 20
+    sections = re.findall(r"^## (.+)$", TEXT["TROUBLESHOOTING.md"], re.M)
+    assert len(sections) == len(set(sections))
+    assert set(sections) == faults
+
+
+def test_words_that_are_no_faults_are_still_in_the_code() -> None:
+    words = {name for module in MODULES for name in faults_of_python(module)}
+    assert words >= NO_FAULTS
+
+
+def test_every_fault_named_anywhere_in_the_guides_is_known() -> None:
+    text = "\n".join(TEXT.values())
+    named = set(re.findall(rf"\[({NAME})\](?!\()", text))
+    named |= set(re.findall(rf"TROUBLESHOOTING\.md#({NAME})", text)) - anchors(text)
+    assert named - known_faults() == set()
+
+
+# --- scripts ------------------------------------------------------------------------------------
+
+
+def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    variables = {**kept, "PYTHON": sys.executable, **environ}
+    return subprocess.run(
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize("script", ENTRIES)
+def test_every_script_answers_help_with_the_usage_of_the_guide(script: str) -> None:
+    result = run(script, "--help")
+    assert (result.returncode, result.stderr) == (0, "")
+    usage = re.search(r"^usage: (.*)$", result.stdout, re.M)
+    example = re.search(r"^example: (\S+)", result.stdout, re.M)
+    assert usage and example
+    assert f"    {usage[1]}\n" in LAUNCH_GUIDE
+    own_names = {name for name in ENTRIES if (ROOT / name).samefile(ROOT / script)}
+    assert usage[1].split()[0] in own_names
+    assert example[1] in own_names
+    assert f"`{script}`" in TEXT["README.md"]
+
+
+def planned() -> list[str]:
+    starts = r"(\w+=\S+ )*scripts/|.*\btrain\.py\b"
+    return sorted({line for line in commands() if re.match(starts, line)})
+
+
+@pytest.mark.parametrize("line", planned())
+def test_every_command_of_the_guides_plans(line: str, tmp_path: Path) -> None:
+    """What the guides print is accepted: a launch up to its last step, train.py up to torch."""
+    words = shlex.split(line)
+    variables = {}
+    while "=" in words[0]:
+        name, _, value = words.pop(0).partition("=")
+        variables[name] = value
+    own_config = tmp_path / "my.yaml"
+    own_config.write_text("train: {batch_size: 1, max_steps: 1}\n")
+    words = [str(own_config) if word == "my.yaml" else word for word in words]
+    if "train.py" in words:
+        result = run(sys.executable, *words[words.index("train.py") :], "--check")
+    else:
+        result = run(words[0], "--dry-run", *words[1:], **variables)
+    assert result.returncode == 0, result.stderr
