@@ -72,8 +72,13 @@ def run(
         os.dup2(fd, number)
         os.close(fd)
     os.environ.update(variables)
-    # CUDA, once initialised, does not survive a fork; a new process starts clean.
-    if not program.can_fork or torch.cuda._is_in_bad_fork():
+    if not program.can_fork:
+        return _execute_command(program.command())
+    if torch.cuda._is_in_bad_fork():  # CUDA, once initialised, does not survive a fork
+        if variables["LOCAL_RANK"] == "0":
+            print(
+                "node agent: CUDA is in use already: one import of torch per rank", file=sys.stderr
+            )
         return _execute_command(program.command())
     if "OMP_NUM_THREADS" in variables:  # its library read the environment when torch was imported
         torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))

@@ -118,7 +118,8 @@ class Progress:
     def step(self, step: int) -> None:
         """Note that a step is done, and show it where it is time to."""
         now = time.monotonic()
-        if not self._enabled or now - self._shown < (BAR_EVERY_S if self._bar else LINE_EVERY_S):
+        is_due = now - self._shown >= (BAR_EVERY_S if self._bar else LINE_EVERY_S)
+        if not self._enabled or not (is_due or step == self._limits.last_step):
             return
         self._shown = now
         end = f"/{self._limits.last_step}" if self._limits.last_step else ""
@@ -160,6 +161,8 @@ class Progress:
             return
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure  # no pyplot: no global state, a quicker import
+
+        logging.getLogger("matplotlib").setLevel(logging.WARNING)  # no word of its font cache
 
         figure = Figure(figsize=(7, 4), layout="constrained")
         FigureCanvasAgg(figure)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from agents import AGENT
+from agents import AGENT, ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -183,3 +183,22 @@ def test_elastic_launches_are_handed_to_torch(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.stdout == "2\n2\n", done.stderr
     assert "--nnodes MIN:MAX: started by torch's own elastic agent" in done.stderr
+
+
+def test_ranks_are_started_anew_where_cuda_was_initialised(tmp_path: Path) -> None:
+    script = tmp_path / "x.py"
+    script.write_text("import os, sys; os.write(1, f'{len(sys.orig_argv)}\\n'.encode())")
+    start = (
+        "import sys, torch; from distributed.run import main\n"
+        "torch.cuda._is_in_bad_fork = lambda: True  # as it is in a fork after CUDA's start\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", start, "--nproc-per-node", "2", str(script), "argument"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0
+    assert done.stdout == "4\n4\n"  # python -u x.py argument
+    assert done.stderr == "node agent: CUDA is in use already: one import of torch per rank\n"

@@ -106,6 +106,16 @@ def test_a_line_comes_by_time_not_by_step(
     ]
 
 
+def test_the_last_step_is_shown_whatever_the_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    shown = make(tmp_path, last_step=3)
+    for step in (1, 2, 3):
+        shown.step(step)
+    assert [line.split()[1] for line in caplog.messages] == ["1/3", "3/3"]
+
+
 def test_the_time_left_is_that_of_the_nearer_limit() -> None:
     assert limits(max_seconds=30).seconds_left(10, 20) == 10
     assert limits(max_seconds=300).seconds_left(10, 20) == 20
