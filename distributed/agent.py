@@ -276,7 +276,7 @@ def _file_hashes(names: Sequence[str]) -> dict[str, str]:
     for name in names:
         path = Path(name)
         if path.is_file() and path.stat().st_size <= 1 << 20:
-            hashes[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+            hashes[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
     return hashes
 
 

@@ -13,6 +13,15 @@ from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
 from distributed.rank import Program
 
+_TORCHS_ALONE = (
+    "run_path",
+    "logs_specs",
+    "event_log_handler",
+    "numa_binding",
+    "virtual_local_rank",
+    "duplicate_stdout_filters",
+    "duplicate_stderr_filters",
+)
 _BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
@@ -45,6 +54,8 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
     low, high = torchrun.parse_min_max_nnodes(args.nnodes)
     nproc = _count_ranks(args.nproc_per_node)
     address, port = _master(args, high)
+    if low != high and args.rdzv_backend == "static":
+        raise ValueError(f"--nnodes {args.nnodes}: a range needs --rdzv-backend c10d")
     if nproc < 1:
         raise ValueError(f"--nproc-per-node {nproc}: no ranks; give at least 1")
     if not 0 <= args.node_rank < high:
@@ -70,7 +81,7 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         max_restarts=args.max_restarts,
         shown=frozenset(map(int, filtered)) if filtered else None,
         join_timeout_s=float(settings.get("join_timeout", "300")),
-        grace_s=float(os.environ.get("GRACE", args.shutdown_timeout or 30)),
+        grace_s=float(os.environ.get("GRACE", vars(args).get("shutdown_timeout") or 30)),
     ), _beyond_static(args, low, high)
 
 
@@ -98,18 +109,15 @@ def _master(args: argparse.Namespace, num_nodes: int) -> tuple[str, int]:
 
 
 def _beyond_static(args: argparse.Namespace, low: int, high: int) -> str | None:
+    given = vars(args)  # older torch lacks the newest arguments
     asked = {
         "--nnodes MIN:MAX": low != high,
         f"--rdzv-backend {args.rdzv_backend}": args.rdzv_backend != "static" and high > 1,
         "--max-restarts over several nodes": high > 1 and args.max_restarts > 0,
-        "--run-path": args.run_path,
         "--redirects": args.redirects != "0",
         "--tee": args.tee != "0",
-        "--logs-specs": args.logs_specs is not None,
-        "--event-log-handler": args.event_log_handler != "null",
-        "--numa-binding": args.numa_binding is not None,
-        "--virtual-local-rank": args.virtual_local_rank,
-        "--duplicate-stdout-filters": args.duplicate_stdout_filters,
-        "--duplicate-stderr-filters": args.duplicate_stderr_filters,
     }
+    for name in _TORCHS_ALONE:
+        value = given.get(name)
+        asked[f"--{name.replace('_', '-')}"] = bool(value) and value != "null"
     return next((name for name, is_asked in asked.items() if is_asked), None)

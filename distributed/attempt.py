@@ -296,7 +296,10 @@ class Attempt:
             killed = failure.count_memory_kills() > self.memory_kills
             fault, cause = failure.explain(code, out_of_memory=killed)
         out, err = each.streams
+        if cause.startswith("SystemExit") and err.last_text:
+            cause += f", after: {err.last_text}"
         line = err.traceback_line or err.last_line or out.last_line
+        log = failure.short_path(str(out.log.path)) if out.log.path else ""
         step, saved_step = self._read_heartbeat(each.local_rank)
         return Failure(
             fault=fault,
@@ -311,7 +314,7 @@ class Attempt:
             is_consequence=failure.is_peer_lost(cause),
             step=step,
             saved_step=saved_step,
-            log=f"{os.path.relpath(out.log.path)}:{line}" if out.log.path else "",
+            log=f"{log}:{line}" if log and line else log,
         )
 
     def _read_heartbeat(self, local_rank: int) -> tuple[int, int]:

@@ -128,11 +128,12 @@ def user_frames(stack: str) -> list[str]:
         file = match["file"]
         if file.startswith(foreign) or f"{os.sep}site-packages{os.sep}" in file:
             continue
-        found.append(f"{_short(file)}:{match['line']} in {match['name']}")
+        found.append(f"{short_path(file)}:{match['line']} in {match['name']}")
     return found[-1 : -_SHOWN_FRAMES - 1 : -1]
 
 
-def _short(path: str) -> str:
+def short_path(path: str) -> str:
+    """A path below the working directory as seen from there, any other as it is."""
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative
 

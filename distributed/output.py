@@ -122,6 +122,7 @@ class Stream:
     terminal: Terminal | None  # None: this rank is not shown
     traceback_line: int = 0  # of the last traceback's start in the log, 0 if there was none
     last_line: int = 0
+    last_text: str = ""
     _partial: bytes = field(default=b"", repr=False)
 
     @property
@@ -158,6 +159,7 @@ class Stream:
             if not line:
                 return
         self.last_line = self.log.write(self.rank, line)
+        self.last_text = line.decode(errors="replace")
         if b"Traceback (most recent call last)" in line:  # torch puts "[rank0]: " before it
             self.traceback_line = self.last_line
 

@@ -12,6 +12,7 @@ import argparse
 import copy
 import socket
 import time
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -41,7 +42,9 @@ def collectives(rank: int, ranks: int) -> Iterator[Check]:
     dist.all_gather(gathered, mine)
     yield "all-gather", torch.stack(gathered), every[:, None].expand(ranks, 1000)
     shard = torch.empty(1, device=device())
-    dist.reduce_scatter_tensor(shard, every * mine[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # its new name is not in older torch
+        dist.reduce_scatter_tensor(shard, every * mine[0])
     yield "reduce-scatter", shard, every[rank : rank + 1] * every.sum()
 
     if ranks > 1:

@@ -23,8 +23,13 @@ class _Parser(argparse.ArgumentParser):
 
 def refuse(cause: object) -> NoReturn:
     """Say in one line what the user got wrong, and leave."""
-    print(f"train.py: {cause}", file=sys.stderr)
+    _complain(str(cause))
     sys.exit(2)
+
+
+def _complain(cause: str) -> None:
+    fault = "" if cause.endswith("]") else " [config-invalid]"
+    print(f"train.py: {cause}{fault}", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -45,8 +50,11 @@ def one_voice(environment: Environment) -> Iterator[None]:
         dist.all_gather_object(mistakes, mistake)
     if any(mistakes):
         if environment.is_main:
-            print(f"train.py: {next(filter(None, mistakes))}", file=sys.stderr)
+            _complain(f"{next(filter(None, mistakes))}")
         barrier()  # as soon as one leaves, the launcher ends the others
+        if not environment.is_main:
+            with contextlib.suppress(RuntimeError):
+                barrier()  # ended by rank 0, which has said why and leaves first
         sys.exit(2)
 
 
@@ -57,6 +65,8 @@ def start(description: str) -> tuple[argparse.Namespace, Settings]:
     sys.path += [str(Path.cwd()), str(arguments.config.resolve().parent)]
     try:
         settings = load(arguments.config, arguments.overrides)
+        if arguments.check and (world_size := os.environ.get("WORLD_SIZE")):  # where it is known
+            settings.train.batch_size_on(int(world_size))
     except SettingsError as error:
         refuse(error)
     if arguments.check:  # what launchers need to know

@@ -159,10 +159,9 @@ class Progress:
         """Draw loss.png anew."""
         if not self._enabled:
             return
+        logging.getLogger("matplotlib").setLevel(logging.WARNING)  # no word of its fonts
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure  # no pyplot: no global state, a quicker import
-
-        logging.getLogger("matplotlib").setLevel(logging.WARNING)  # no word of its font cache
 
         figure = Figure(figsize=(7, 4), layout="constrained")
         FigureCanvasAgg(figure)

@@ -107,6 +107,8 @@ plan_script() {
 
 check_config() {
   local said code=0
+  local -x WORLD_SIZE=
+  [[ ${plan[nproc]} == auto ]] || WORLD_SIZE=$((plan[nnodes] * plan[nproc]))
   said=$("$PYTHON" "${SCRIPT[@]}" --check 2>&1) || code=$?
   case $code in
     0) read_facts "$said" ;;

@@ -39,6 +39,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     [
         ("raise", 1, "rank-error", "ValueError: batch 120 holds no samples"),
         ("exit", 7, "rank-error", "SystemExit: 7"),
+        ("say", 2, "rank-error", "SystemExit: 2, after: the words of a usage error"),
         ("_exit", 7, "rank-error", "left with exit code 7"),
         ("kill", 137, "rank-killed", "SIGKILL"),
         ("segv", 139, "rank-error", "SIGSEGV"),

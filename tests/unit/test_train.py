@@ -145,14 +145,14 @@ def test_the_log_level_of_the_environment_counts() -> None:
 def test_a_mistake_found_by_the_task_is_one_line_too(tmp_path: Path) -> None:
     done = run("--config", LOCAL3, "data.path=nowhere", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr == "train.py: data.path: there is no folder nowhere\n"
+    assert done.stderr == "train.py: data.path: there is no folder nowhere [config-invalid]\n"
 
 
 @pytest.mark.parametrize(
     ("has_data", "stderr"),
     [
-        ((), "train.py: data.path: there is no folder text\n"),
-        (("0",), "train.py: rank 1: data.path: there is no folder text\n"),
+        ((), "train.py: data.path: there is no folder text [config-invalid]\n"),
+        (("0",), "train.py: rank 1: data.path: there is no folder text [config-invalid]\n"),
     ],
     ids=["on all ranks", "on one rank"],
 )
@@ -250,7 +250,9 @@ def test_resume_never_and_resume_from_a_path(trained: Path, text: Path) -> None:
     assert run_tiny(trained, text, "branch", path).returncode == 0
     assert hash_of(trained / "checkpoints/branch") == hash_of(trained / "checkpoints/first")
     missing = run_tiny(trained, text, "nothing", "resume=checkpoints/no", processes=1)
-    assert missing.stderr == "train.py: resume: checkpoints/no holds no checkpoint\n"
+    assert (
+        missing.stderr == "train.py: resume: checkpoints/no holds no checkpoint [config-invalid]\n"
+    )
 
 
 @pytest.mark.slow
@@ -302,7 +304,7 @@ def test_a_task_of_ones_own_beside_the_config(tmp_path: Path) -> None:
     assert state.model["weight"].item() == pytest.approx(3, abs=0.05)
     wrong = run("--config", str(tmp_path / "my.yaml"), "task=my_task:Curve", cwd=elsewhere)
     assert wrong.returncode == 2
-    assert wrong.stderr.endswith("my_task.py has no class Curve\n")
+    assert wrong.stderr.endswith("my_task.py has no class Curve [config-invalid]\n")
 
 
 @pytest.mark.slow
