@@ -11,6 +11,7 @@ import gc
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import socket
 import sys
@@ -83,7 +84,7 @@ class NodeAgent:
             host=socket.gethostname(),
             run_id=run_id,
             versions=_versions(),
-            files={} if is_alone else _file_hashes([args.program.name, *args.program.arguments]),
+            files={} if is_alone else _code([args.program.name, *args.program.arguments]),
         )
         if args.node_rank == 0:
             self.listener = link.listen(args.master_addr, self.port, is_local=is_alone)
@@ -243,6 +244,8 @@ class NodeAgent:
 
     def _tell(self, verdict: Verdict) -> None:
         """Print how it ended, last of all, and complete run.json."""
+        if verdict.code != 0 and any(terminal.is_line_open for terminal in self.terminals):
+            print(file=sys.stderr)
         story = Story(
             started=self.started,
             lost_peer=verdict.lost_peer,
@@ -270,14 +273,14 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _file_hashes(names: Sequence[str]) -> dict[str, str]:
-    """SHA-256 of each argument that is a file of at most 1 MiB: the script and its config."""
-    hashes = {}
+def _code(names: Sequence[str]) -> dict[str, str]:
+    """The arguments, and of each that is a file of at most 1 MiB the start of its SHA-256."""
+    same = {"the list of arguments": shlex.join(names[1:])}
     for name in names:
         path = Path(name)
         if path.is_file() and path.stat().st_size <= 1 << 20:
-            hashes[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return hashes
+            same[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    return same
 
 
 def _say(text: str) -> None:

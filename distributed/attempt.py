@@ -303,7 +303,7 @@ class Attempt:
         step, saved_step = self._read_heartbeat(each.local_rank)
         return Failure(
             fault=fault,
-            cause=cause.splitlines()[0] if cause else "an exception without a message",
+            cause=failure.one_line(cause),
             code=code,
             host=self.hosts[self.node_rank],
             node_rank=self.node_rank,

@@ -22,6 +22,7 @@ _PEER_LOST = re.compile(
 )
 _FRAME = re.compile(r'^ {2}File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)$')
 _SHOWN_FRAMES = 3
+_LONGEST = 300  # characters of a cause
 _MEANING = {
     126: "the command could not be executed",
     127: "the command was not found",
@@ -111,6 +112,13 @@ def count_memory_kills() -> int:
             continue
         return int(counts.get("oom_kill", 0))
     return 0
+
+
+def one_line(cause: str) -> str:
+    """The first line of a message, cut where it would fill the screen."""
+    first, *more = cause.splitlines() or ["an exception without a message"]
+    first = first.rstrip(": ")
+    return f"{first[:_LONGEST]} ..." if more or len(first) > _LONGEST else first
 
 
 def is_peer_lost(message: str) -> bool:

@@ -19,6 +19,7 @@ from distributed.failure import Refused
 
 BEAT_S = 2.0
 SILENCE_S = 10.0  # without a beat for so long, a node is lost
+WELCOME_S = 3.0  # for an agent to greet another; torch's store, served there later, does not
 TELL_S = 3.0  # a wait that takes longer says what it waits for
 _RETRY_S = 0.1
 _SKEW_S = 5.0
@@ -35,7 +36,7 @@ class Node:
     host: str
     run_id: str  # empty: takes node rank 0's
     versions: Mapping[str, str]
-    files: Mapping[str, str]  # name -> SHA-256 of the script and of every file among its arguments
+    files: Mapping[str, str]  # the arguments, and name -> SHA-256 of every file among them
     time: float = field(default_factory=time.time)  # seconds since the epoch
 
 
@@ -67,32 +68,37 @@ class Peer:
 
     def receive(self) -> list[dict[str, Any]] | None:
         """The messages that have arrived; None when the peer is gone."""
-        try:
-            data = self.socket.recv(65536)
-        except TimeoutError:
-            return []
-        except OSError:
+        if not self._fill():
             return None
-        if not data or len(self._buffer) > _MAX_BYTES:
-            return None
-        self.heard = time.monotonic()
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        try:
-            return [message for line in lines if isinstance(message := json.loads(line), dict)]
-        except ValueError:
-            return None  # whatever this is, it is no agent
+        *lines, self._buffer = self._buffer.split(b"\n")
+        messages = [_parse(line) for line in lines]
+        return None if None in messages else [message for message in messages if message]
 
     def wait(self, deadline: float) -> dict[str, Any] | None:
         """The next message, or None when the peer is gone or `deadline` (monotonic) has passed."""
-        while (left := deadline - time.monotonic()) > 0:
-            self.socket.settimeout(left)
-            messages = self.receive()
-            self.socket.settimeout(SILENCE_S)
-            if messages is None:
+        while b"\n" not in self._buffer:
+            left = deadline - time.monotonic()
+            if left <= 0:
                 return None
-            if messages:
-                return messages[0]
-        return None
+            self.socket.settimeout(left)
+            is_there = self._fill()
+            self.socket.settimeout(SILENCE_S)
+            if not is_there:
+                return None
+        line, _, self._buffer = self._buffer.partition(b"\n")  # what follows is for later
+        return _parse(line)
+
+    def _fill(self) -> bool:
+        """Take what has arrived; False when the peer is gone, or is no agent."""
+        try:
+            data = self.socket.recv(65536)
+        except TimeoutError:
+            return True
+        except OSError:
+            return False
+        self.heard = time.monotonic()
+        self._buffer += data
+        return bool(data) and len(self._buffer) <= _MAX_BYTES
 
     @property
     def is_silent(self) -> bool:
@@ -100,6 +106,14 @@ class Peer:
 
     def close(self) -> None:
         self.socket.close()
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return None  # whatever this is, it is no agent
+    return message if isinstance(message, dict) else None
 
 
 def listen(address: str, port: int, *, is_local: bool) -> socket.socket:
@@ -162,6 +176,7 @@ def gather(
             except (TypeError, KeyError):
                 peer.close()  # a port scan, or a health check
                 continue
+            peer.send("welcome")
             strangers.append(peer)
             _compare(me, node, nodes)
             skew = node.time - time.time()
@@ -214,8 +229,9 @@ def _compare(me: Node, node: Node, nodes: Mapping[int, Node]) -> None:
     ):
         for name in mine:
             if mine[name] != theirs.get(name):
-                here, there = mine[name][:12], theirs.get(name, "nothing")[:12]
-                cause = f"{name} is {here} on {me.host} and {there} on {node.host}"
+                here, there = mine[name], theirs.get(name, "missing")
+                who = f"node rank {node.node_rank} ({node.host})"
+                cause = f"{name} is {here!r} on node rank 0 ({me.host}) and {there!r} on {who}"
                 raise Refused(fault, f"{cause}; make them the same")
 
 
@@ -231,17 +247,24 @@ def join(
     deadline = start + timeout_s
     last: OSError = TimeoutError("no answer")
     is_told = False
+    turned_away: float | None = None  # since when
     while time.monotonic() < deadline:
         try:
             peer = Peer(socket.create_connection((address, port), timeout=min(3.0, timeout_s)))
             peer.send("hello", node=asdict(me))
-            answer = peer.wait(deadline)
+            answer = peer.wait(min(deadline, time.monotonic() + WELCOME_S))
+            if answer is not None and answer["kind"] == "welcome":
+                answer = peer.wait(deadline)
             if answer is not None and answer["kind"] == "refused":
                 raise Refused(answer["fault"], answer["message"])
             if answer is not None:
                 return peer, Place(**answer["place"])
             peer.close()
-            last = ConnectionRefusedError("closed before the start")
+            turned_away = turned_away or time.monotonic()
+            if time.monotonic() - turned_away > SILENCE_S:
+                cause = f"{address}:{port} takes no node rank {me.node_rank}: its run has begun"
+                cure = "see whether this node rank was started elsewhere too"
+                raise Refused("duplicate-node-rank", f"{cause}; {cure}")
         except OSError as error:
             last = error
         if not is_told and time.monotonic() > start + TELL_S:

@@ -12,6 +12,7 @@ import os
 import pty
 import re
 import selectors
+import sys
 import termios
 import time
 from collections import deque
@@ -21,6 +22,7 @@ from typing import BinaryIO
 
 _CHUNK = 65536
 _BACKLOG_BYTES = 1 << 20  # of output that the terminal has not taken yet
+_TRACEBACK = re.compile(rb"Traceback \(most recent call last\)|^Fatal Python error")
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
 
 
@@ -47,7 +49,11 @@ class NodeLog:
         """Append one line, without its end; returns its number in the file, from 1."""
         self.lines += 1
         if self._file is not None:
-            self._file.write(b"[%d] %s\n" % (rank, line))
+            try:
+                self._file.write(b"[%d] %s\n" % (rank, line))
+            except OSError as error:  # a full disk ends the log, not the run
+                print(f"node agent: {self.path} ends here: {error.strerror}", file=sys.stderr)
+                self._file = None
         return self.lines
 
 
@@ -61,6 +67,7 @@ class Terminal:
         self._pending: deque[bytes] = deque()
         self._size = 0
         self._watched = False
+        self.is_line_open = False  # the last line shown has not ended
 
     def attach(self, selector: selectors.BaseSelector) -> None:
         """Let this loop say when there is room."""
@@ -74,6 +81,7 @@ class Terminal:
             self._watched = False
 
     def write(self, data: bytes) -> None:
+        self.is_line_open = not data.endswith(b"\n")
         self._pending.append(data)
         self._size += len(data)
         if self._size > _BACKLOG_BYTES:
@@ -160,7 +168,7 @@ class Stream:
                 return
         self.last_line = self.log.write(self.rank, line)
         self.last_text = line.decode(errors="replace")
-        if b"Traceback (most recent call last)" in line:  # torch puts "[rank0]: " before it
+        if _TRACEBACK.search(line):
             self.traceback_line = self.last_line
 
     def drain(self) -> None:

@@ -161,10 +161,12 @@ def check_folders(node: Node) -> Iterator[Fault]:
         probe = existing / f".preflight-{os.getpid()}"
         try:
             probe.write_bytes(b"\0")
-            probe.unlink()
         except OSError as error:
             cause = f"cannot write under {str(directory)!r} ({error.strerror})"
             yield Fault("dir-unwritable", cause, "choose another folder (LOG_DIR, checkpoint.dir)")
+        finally:
+            with contextlib.suppress(OSError):
+                probe.unlink(missing_ok=True)
 
 
 CHECKS = {  # and how many things each looks at

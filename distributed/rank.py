@@ -109,7 +109,7 @@ def _execute_command(command: list[str]) -> int:
 def _renew_streams() -> None:
     """Unbuffered, as `python -u` has them, for the descriptors behind them have changed."""
     for name, fd in (("stdout", 1), ("stderr", 2)):
-        old = getattr(sys, name)
+        old = getattr(sys, name) or io.TextIOWrapper(io.BytesIO(), "utf-8")  # None: was closed
         raw = io.FileIO(fd, "wb", closefd=False)
         new = io.TextIOWrapper(raw, old.encoding, old.errors, write_through=True)
         new.mode = "w"  # type: ignore[misc]
@@ -152,7 +152,7 @@ def _execute(program: Program) -> int:
     except SystemExit as leave:
         code = _code_of(leave)
         if code != 0:
-            _record_exit(code)
+            _record_exit(code, leave)
         return code
     except KeyboardInterrupt as stop:
         _report(stop)
@@ -186,10 +186,10 @@ def _code_of(leave: SystemExit) -> int:
     return 1
 
 
-def _record_exit(code: int) -> None:
+def _record_exit(code: int, leave: SystemExit) -> None:
     """Write the error file for `sys.exit(code)` too, in torch's format, at the moment itself."""
     message = {
-        "message": f"SystemExit: {code}",
+        "message": f"SystemExit: {leave.code}",
         "errorCode": code,
         "extraInfo": {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))},
     }

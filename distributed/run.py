@@ -26,6 +26,9 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the agent below a guardian; returns the exit code (in a rank: that of its program)."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # a stream that the caller has closed
+        pass
+    os.close(fd)
     processes.adopt_orphans()
     ours, theirs = socket.socketpair()
     me = os.getpid()

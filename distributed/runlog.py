@@ -83,7 +83,10 @@ def _link(path: Path, target: str) -> None:
     new = path.with_name(f".{path.name}.{os.getpid()}")
     new.unlink(missing_ok=True)
     new.symlink_to(target)
-    os.replace(new, path)
+    try:
+        os.replace(new, path)
+    except IsADirectoryError:  # something else has the name: a convenience less
+        new.unlink()
 
 
 def start_record(

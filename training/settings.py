@@ -126,7 +126,7 @@ class Distributed(Section):
 class Settings(Section):
     """Everything train.py can be told."""
 
-    seed: Interval = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     task: str = BUILT_IN_TASK  # or my_module:MyTask, see training/tasks/__init__.py
     resume: str = "auto"  # auto: this run's newest; never; or the checkpoint a new run starts from
     data: Data = Data()

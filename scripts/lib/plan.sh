@@ -78,6 +78,8 @@ plan_run_id() {
   if [[ -n ${plan[run_id]} ]]; then
     [[ ${plan[run_id]} =~ ^[A-Za-z0-9_][][A-Za-z0-9_.-]*$ ]] ||
       die 2 "RUN_ID is ${RUN_ID@Q}; use letters, digits, and . _ - only"
+    [[ ! ${plan[run_id]} =~ ^(latest|distributed_training|node_[0-9]+\.log)$ ]] ||
+      die 2 "RUN_ID is ${RUN_ID@Q}, a name that the log folder needs itself; choose another"
   elif [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then
     plan[run_id]=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
   elif [[ -n ${SLURM_JOB_ID:-${PBS_JOBID:-}} ]]; then
@@ -111,7 +113,10 @@ check_config() {
   [[ ${plan[nproc]} == auto ]] || WORLD_SIZE=$((plan[nnodes] * plan[nproc]))
   said=$("$PYTHON" "${SCRIPT[@]}" --check 2>&1) || code=$?
   case $code in
-    0) read_facts "$said" ;;
+    0)
+      read_facts "$said"
+      [[ -n ${plan[backend]:-} ]] || refuse env-missing "$PYTHON is no Python; correct PYTHON"
+      ;;
     2) printf '%s\n' "$said" >&2 && exit 2 ;;
     *) refuse env-missing "$PYTHON cannot run train.py (${said##*$'\n'}); run make setup, or set PYTHON" ;;
   esac
@@ -121,7 +126,7 @@ check_config() {
 read_facts() { # <text>
   local name value
   while IFS='=' read -r name value; do
-    plan["$name"]=$value
+    [[ ! $name =~ ^[a-z_]+$ ]] || plan["$name"]=$value
   done <<<"$1"
 }
 

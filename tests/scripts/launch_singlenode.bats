@@ -118,6 +118,10 @@ PY
   assert_refused 2 "there is no config \$'missing\\n.yaml'; give"
   run launch plain.yaml 0
   assert_refused 2 "the number of processes is '0'; give a whole number from 1"
+  RUN_ID=latest run launch plain.yaml 1
+  assert_refused 2 "RUN_ID is 'latest', a name that the log folder needs itself"
+  PYTHON=$(type -P true) run launch plain.yaml 1
+  assert_refused 3 "is no Python; correct PYTHON" env-missing
   run launch plain.yaml abc
   assert_refused 2 "the number of processes is 'abc'"
   run launch plain.yaml ""

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from agents import AGENT, GONE_WITHIN_S, PROGRAM, Run, kill_what_is_left
 
+from distributed import failure, runlog
+
 Start = Callable[..., Run]
 
 
@@ -292,3 +294,53 @@ def test_a_live_run_id_is_refused(start: Start, tmp_path: Path) -> None:
     third = start("raise", 1, *options)
     third.finish()
     assert third.process.returncode == 1
+
+
+def test_a_closed_stdout_harms_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "x.py"
+    script.write_text("print('to nobody'); open('done', 'w')")
+    command = ["bash", "-c", 'exec "$@" >&-', "bash", *AGENT, str(script)]
+    done = subprocess.run(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "done").exists()
+
+
+def test_words_of_an_exit_and_a_line_left_open(tmp_path: Path) -> None:
+    script = tmp_path / "x.py"
+    script.write_text("import os, sys; os.write(2, b'left open'); sys.exit('in so many words')")
+    run = Run(["--log-dir", str(tmp_path / "logs"), str(script)])
+    err = run.finish()
+    assert run.process.returncode == 1
+    assert "\nFAILED   rank 0 " in err
+    assert "cause    SystemExit: in so many words" in err
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_the_log_but_not_the_run(tmp_path: Path) -> None:
+    script = tmp_path / "x.py"
+    script.write_text("print('x' * 50_000); print('y' * 50_000); print('z')")
+    logs = tmp_path / "logs"
+    command = ["bash", "-c", 'ulimit -f 64; exec "$@"', "bash", *AGENT, "--log-dir", str(logs)]
+    done = subprocess.run([*command, "--rdzv-id", "r", str(script)], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stdout.endswith("y\nz\n")
+    assert "node_0.log ends here: File too large" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("cause", "line"),
+    [
+        ("ValueError: bad\nand more", "ValueError: bad ..."),
+        ("AssertionError: ", "AssertionError"),
+        ("", "an exception without a message"),
+        ("x" * 1000, "x" * 300 + " ..."),
+    ],
+)
+def test_a_cause_is_one_line(cause: str, line: str) -> None:
+    assert failure.one_line(cause) == line
+
+
+def test_a_name_taken_by_a_folder_costs_the_link_only(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    runlog.RunFolder(tmp_path, "r1", 0).create()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "node_0.log", "r1"]

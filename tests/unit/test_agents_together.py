@@ -180,6 +180,7 @@ def test_a_node_rank_given_twice_is_refused(port: int, tmp_path: Path) -> None:
     [
         (["--nnodes", "2"], ["--nnodes", "3"], "wrong-world"),
         (["--nnodes", "2"], ["--nnodes", "2", "other.py"], "code-mismatch"),
+        (["--nnodes", "2"], ["--nnodes", "2", "seed=9"], "code-mismatch"),
         (["--nnodes", "2", "--rdzv-id", "a"], ["--nnodes", "2", "--rdzv-id", "b"], "wrong-world"),
     ],
 )
@@ -188,9 +189,11 @@ def test_nodes_that_differ_are_refused(
 ) -> None:
     (tmp_path / "x.py").write_text("print('never')")
     (tmp_path / "other.py").write_text("print('never, either')")
-    zero = [*mine, "--node-rank", "0", str(tmp_path / "x.py")]
-    name = theirs.pop() if theirs[-1] == "other.py" else "x.py"
-    one = [*theirs, "--node-rank", "1", str(tmp_path / name)]
+    zero = [*mine, "--node-rank", "0", str(tmp_path / "x.py"), "seed=1"]
+    options = [word for word in theirs if word not in ("other.py", "seed=9")]
+    name = "other.py" if "other.py" in theirs else "x.py"
+    setting = "seed=9" if "seed=9" in theirs else "seed=1"
+    one = [*options, "--node-rank", "1", str(tmp_path / name), setting]
     for code, err in refused(port, zero, one):
         assert code == 3
         assert f"[{fault}]" in err
@@ -205,3 +208,16 @@ def test_a_taken_port_is_refused(tmp_path: Path) -> None:
     assert run.process.returncode == 3
     assert "[port-in-use]" in err
     assert run.output == ""
+
+
+def test_a_node_that_comes_when_the_run_has_begun_is_told(start: Start, port: int) -> None:
+    runs = start("sleep", 0)
+    for run in runs:
+        run.wait_for("ready")
+    late = start("sleep", 0)[
+        3
+    ]  # node rank 1 once more, after a node rank 0 that finds the port taken
+    err = late.finish(within_s=30)
+    assert late.process.returncode == 3
+    assert "takes no node rank 1: its run has begun" in err
+    assert "[duplicate-node-rank]" in err

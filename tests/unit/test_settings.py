@@ -92,6 +92,7 @@ def test_the_built_in_model_is_typed() -> None:
         ("max_steps=3", "max_steps: unknown key; did you mean train.max_steps?"),
         ("distributed.mixed.on=1", "distributed.mixed: unknown key"),
         ("zzz=3", "known here: seed, task, resume, data"),
+        ("seed=99999999999999999999999", "seed: should be less than 4294967296"),
         ("train.max_steps=x", "train.max_steps: should be a valid integer, not 'x'"),
         ("train.max_steps=1.5", "train.max_steps: should be a valid integer"),
         ("train.max_steps=true", "train.max_steps: should be a valid integer"),
