@@ -309,7 +309,7 @@ def test_a_task_of_ones_own_beside_the_config(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_clock_ends_a_run(tmp_path: Path, text: Path) -> None:
-    limits = ("train.max_steps=null", "train.max_seconds=0.01", "train.eval_every=0")
+    limits = ("train.max_steps=null", "train.max_seconds=1e-9", "train.eval_every=0")
     done = run_tiny(tmp_path, text, "short", *limits)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "checkpoints/short/step-1").is_dir()
