@@ -12,6 +12,8 @@ from test_torch_helper import clean_environment, free_port, run_ranks
 
 from distributed import selftest
 
+pytestmark = pytest.mark.slow  # real process groups, seconds each
+
 
 def _selftest() -> tuple[int, str]:
     with contextlib.redirect_stdout(io.StringIO()) as printed:

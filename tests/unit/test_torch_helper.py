@@ -93,6 +93,8 @@ PRELUDE = """
 import math
 from distributed.torch import *
 
+pytestmark = pytest.mark.slow  # real process groups, seconds each
+
 def tell(*words):  # in one write: torchrun's ranks share an unbuffered pipe
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 """
