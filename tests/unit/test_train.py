@@ -21,6 +21,8 @@ from training.batches import Batches, move, share_of
 from training.optimizer import find_last_step, learning_rate
 from training.settings import Train
 
+pytestmark = pytest.mark.slow  # whole runs of train.py
+
 ROOT = Path(__file__).resolve().parents[2]
 LOCAL3 = str(ROOT / "config/local3.yaml")
 TINY = [
