@@ -25,6 +25,7 @@ from distributed import torch as helper
 from distributed.environment import LauncherError, detect
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow  # real process groups, seconds each
 LAUNCHER_NAMES = re.compile(
     r"RANK|LOCAL_|GROUP_|WORLD_SIZE|MASTER_|TORCHELASTIC|SLURM_|OMPI_|BACKEND"
 )
@@ -92,8 +93,6 @@ def _rank(
 PRELUDE = """
 import math
 from distributed.torch import *
-
-pytestmark = pytest.mark.slow  # real process groups, seconds each
 
 def tell(*words):  # in one write: torchrun's ranks share an unbuffered pipe
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
