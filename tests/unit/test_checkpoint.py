@@ -231,6 +231,7 @@ def run_hash(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
+@pytest.mark.slow  # a torch for each command
 def test_the_hash_command(tmp_path: Path) -> None:
     state = make_state(1)
     folder = save(tmp_path, 1, state, keep_last=1)
