@@ -188,7 +188,8 @@ PY
   mkdir -p conda/bin conda/etc/profile.d
   echo "conda() { echo \"\$* after \$LOADED\" >conda.said; PATH=$PWD/env:\$PATH; }" >conda/etc/profile.d/conda.sh
   mkdir env modules
-  ln -s "$PYTHON" env/python
+  printf '#!/bin/sh\nexec %q "$@"\n' "$PYTHON" >env/python # a link would not find its packages
+  chmod +x env/python
   mkdir -p modules/init
   echo 'module() { LOADED="$*"; }' >modules/init/bash
   unset PYTHON
