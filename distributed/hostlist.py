@@ -12,36 +12,15 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 # Up to a comma or blank outside brackets; and the bracket without a partner that ends it, if any.
 _ITEM = re.compile(r"(?=[^,\s])((?:[^\[\],\s]|\[[^\[\]]*\])*)([\[\]]?)")
-_PART = re.compile(r"\[([^\]]*)\]|[^\[]+")  # a bracket or the text between two
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
 
 class HostlistError(ValueError):
     """A host list that cannot be read; the message names the item and its position."""
-
-
-class _Numbers:
-    """The numbers in one pair of brackets, as text; made anew each time they are asked for."""
-
-    def __init__(self, text: str) -> None:
-        self.ranges: list[tuple[int, int, int]] = []  # first, last, width
-        for item in text.split(","):
-            match = _RANGE.fullmatch(item.strip())
-            if match is None:
-                raise ValueError(f"{item.strip()!r} is neither a number nor a range")
-            first, last = int(match[1]), int(match[2] or match[1])
-            if last < first:
-                raise ValueError(f"{item.strip()!r} runs backwards")
-            self.ranges.append((first, last, len(match[1])))
-
-    def __iter__(self) -> Iterator[str]:
-        for first, last, width in self.ranges:
-            for number in range(first, last + 1):
-                yield str(number).zfill(width)
 
 
 def expand(text: str) -> list[str]:
@@ -64,7 +43,7 @@ def _names(text: str) -> Iterator[str]:
         if stray:
             raise _error(text, match.start(2), f"{stray!r} has no partner")
         try:
-            names = _product(item)
+            names = _expand_item(item)
         except ValueError as error:
             raise _error(text, match.start(), str(error)) from None
         yield from names
@@ -72,16 +51,34 @@ def _names(text: str) -> Iterator[str]:
         raise HostlistError("host list is empty")
 
 
-def _product(item: str) -> Iterator[str]:
-    """Yield the names of one item, the last bracket fastest."""
-    names: Iterator[str] = iter(("",))
-    for match in _PART.finditer(item):
-        names = _each_with(names, (match[0],) if match[1] is None else _Numbers(match[1]))
+def _expand_item(item: str) -> Iterator[str]:
+    """Read all of an item; its names are made one by one, the last bracket fastest."""
+    head, *pairs = re.split(r"\[(.*?)\]", item, flags=re.DOTALL)  # text, bracket, text, ...
+    names = iter((head,))
+    for bracket, text in zip(pairs[::2], pairs[1::2], strict=True):
+        names = _each_with(names, _read_bracket(bracket), text)
     return names
 
 
-def _each_with(heads: Iterator[str], tails: Iterable[str]) -> Iterator[str]:
-    return (head + tail for head in heads for tail in tails)
+def _read_bracket(bracket: str) -> list[tuple[range, int]]:
+    """Return each range of `1-3,07` with the width of its numbers."""
+    ranges = []
+    for part in map(str.strip, bracket.split(",")):
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            raise ValueError(f"{part!r} is neither a number nor a range")
+        numbers = range(int(match[1]), int(match[2] or match[1]) + 1)
+        if not numbers:
+            raise ValueError(f"{part!r} runs backwards")
+        ranges.append((numbers, len(match[1])))
+    return ranges
+
+
+def _each_with(heads: Iterator[str], ranges: list[tuple[range, int]], tail: str) -> Iterator[str]:
+    for head in heads:
+        for numbers, width in ranges:
+            for number in numbers:
+                yield f"{head}{number:0{width}}{tail}"
 
 
 def _error(text: str, position: int, problem: str) -> HostlistError:
@@ -93,7 +90,7 @@ def main(arguments: list[str]) -> int:
     try:
         match arguments:
             case ["expand", text]:
-                print("\n".join(expand(text)))
+                print(*expand(text), sep="\n")
             case ["first", text]:
                 print(first(text))
             case _:

@@ -17,6 +17,7 @@ import resource
 import shutil
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,13 +26,11 @@ from pathlib import Path
 from distributed.environment import port_from_id
 from distributed.gpus import Gpu, GpuError, visible_gpus
 
-REFUSED = 3
 LEAST_FILES = 1024  # open files of one process; Linux's own default
 LEAST_SHM = 512 << 20  # bytes; Docker's default of 64 MiB is too small for data workers
 LEAST_DISK = 2 << 30  # bytes free where checkpoints go
 LEAST_MEMLOCK = 64 << 10  # bytes; Linux's own default before 5.16
 LEAST_MEMLOCK_INFINIBAND = 1 << 30  # bytes; every buffer on the wire is locked memory
-LITERAL_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
@@ -89,14 +88,16 @@ def check_gpus(node: Node) -> Iterator[Fault]:
 def check_master(node: Node) -> Iterator[Fault]:
     """The master's name means something here, other nodes can reach it, and its port is free."""
     name, port = node.master_addr, node.port
-    addresses = _addresses(name)
-    if not addresses:
+    addresses = []
+    try:
+        addresses = [str(address[0]) for *_, address in socket.getaddrinfo(name, None)]
+    except OSError:
         cause = f"the master's name {name!r} is unknown"
         yield Fault("name-unresolved", cause, "correct it, or give its address")
     loopback = [address for address in addresses if _is_loopback(address)]
     if node.nnodes > 1 and loopback:
         cause = f"the master {name} is {loopback[0]}, which no other machine can reach"
-        literal = name in LITERAL_LOOPBACK  # all node ranks may be on this machine
+        literal = name in ("localhost", "127.0.0.1", "::1")  # maybe all nodes are this machine
         if not literal and (line := _hosts_line(name)):
             cause += f" (/etc/hosts line {line})"
         cure = "give the master's address on the network the nodes share"
@@ -113,25 +114,19 @@ def check_master(node: Node) -> Iterator[Fault]:
 def check_interfaces(node: Node) -> Iterator[Fault]:
     """GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, where set, name interfaces of this machine."""
     names = [name for _, name in socket.if_nameindex()]
+    cure = f"name one of {', '.join(names)}"
     gloo = node.environ.get("GLOO_SOCKET_IFNAME", "")
-    nccl = node.environ.get("NCCL_SOCKET_IFNAME", "")
     if gloo and not set(gloo.split(",")) <= set(names):
-        cure = f"name one of {', '.join(names)} (to exclude with ^ is NCCL's alone)"
-        yield Fault("no-such-interface", f"GLOO_SOCKET_IFNAME={gloo} is not of this machine", cure)
-    if nccl and not _nccl_interfaces(nccl, names):
-        cause = f"NCCL_SOCKET_IFNAME={nccl} leaves no interface of this machine"
-        yield Fault("no-such-interface", cause, f"name one of {', '.join(names)}")
-
-
-def _nccl_interfaces(wanted: str, names: Sequence[str]) -> set[str]:
-    """Return the interfaces that NCCL is left with: prefixes, or =exact, or ^excluded, or ^=."""
-    words = tuple(wanted.lstrip("^=").split(","))
-    marks = wanted[:2]
-    if "=" in marks:
-        named = set(names) & set(words)
-    else:
-        named = {name for name in names if name.startswith(words)}
-    return set(names) - named if "^" in marks else named
+        cause = f"GLOO_SOCKET_IFNAME={gloo} is not of this machine"
+        yield Fault("no-such-interface", cause, f"{cure} (to exclude with ^ is NCCL's alone)")
+    if nccl := node.environ.get("NCCL_SOCKET_IFNAME", ""):
+        marks, words = nccl[:2], nccl.lstrip("^=").split(",")  # prefixes, =exact or ^excluded
+        named = {name for name in names if name.startswith(tuple(words))}
+        if "=" in marks:
+            named &= set(words)
+        if not (set(names) - named if "^" in marks else named):
+            cause = f"NCCL_SOCKET_IFNAME={nccl} leaves no interface of this machine"
+            yield Fault("no-such-interface", cause, cure)
 
 
 def check_limits(node: Node) -> Iterator[Fault]:
@@ -153,20 +148,17 @@ def check_limits(node: Node) -> Iterator[Fault]:
 def check_folders(node: Node) -> Iterator[Fault]:
     """There is room where logs and checkpoints go, and a real write succeeds."""
     for directory in node.directories:
-        existing = next(path for path in (directory, *directory.parents) if path.exists())
-        free = shutil.disk_usage(existing).free
+        place = next(path for path in (directory, *directory.parents) if os.path.exists(path))
+        free = shutil.disk_usage(place).free
         if free < LEAST_DISK:
             cause = f"{free >> 20} MiB free under {str(directory)!r}"
             yield Fault("disk-low", cause, "make room, or choose another folder", warns=True)
-        probe = existing / f".preflight-{os.getpid()}"
         try:
-            probe.write_bytes(b"\0")
+            with tempfile.TemporaryFile(dir=place) as probe:
+                probe.write(b"\0")
         except OSError as error:
             cause = f"cannot write under {str(directory)!r} ({error.strerror})"
             yield Fault("dir-unwritable", cause, "choose another folder (LOG_DIR, checkpoint.dir)")
-        finally:
-            with contextlib.suppress(OSError):
-                probe.unlink(missing_ok=True)
 
 
 CHECKS = {  # and how many things each looks at
@@ -194,11 +186,10 @@ def main(arguments: Sequence[str]) -> int:
     node = examine(args, os.environ)
     checks = CHECKS if args.checks else {}
     faults = [fault for check in checks for fault in check(node)]
-    code = report(faults, strict=args.strict)
     print(f"gpus={len(node.gpus)}", f"nproc={node.nproc}", f"port={node.port}", sep="\n")
     print(f"checks={sum(checks.values())}", f"warnings={len(faults)}", sep="\n")
     print(f"seconds={time.perf_counter() - start:.3f}")
-    return code
+    return report(faults, strict=args.strict)
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -222,12 +213,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 def examine(args: argparse.Namespace, environ: Mapping[str, str]) -> Node:
     """Return the node as the plan and the machine together make it."""
-    gpus: tuple[Gpu, ...] = ()
-    gpu_error = ""
     try:
-        gpus = visible_gpus(environ)
+        gpus, gpu_error = visible_gpus(environ), ""
     except GpuError as error:
-        gpu_error = str(error)
+        gpus, gpu_error = (), str(error)
     port = choose_port(args.run_id, search=args.nnodes == 1) if args.port == "auto" else args.port
     return Node(
         nnodes=args.nnodes,
@@ -247,22 +236,16 @@ def report(faults: Sequence[Fault], *, strict: bool) -> int:
     """Print one line per fault; returns 3 if one refuses the start, else 0."""
     program = os.environ.get("PROGRAM", "preflight")
     host = socket.gethostname().partition(".")[0]
+    refusals = [fault for fault in faults if strict or not fault.warns]
     for fault in faults:
-        kind = "warning: " if fault.warns and not strict else ""
+        kind = "" if fault in refusals else "warning: "
         line = f"{program}: {kind}{host}: {fault.cause}; {fault.cure} [{fault.name}]"
         print(line, file=sys.stderr)
-    return REFUSED if any(strict or not fault.warns for fault in faults) else 0
+    return 3 if refusals else 0
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
-def _addresses(name: str) -> list[str]:
-    with contextlib.suppress(OSError):
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        return [str(address[0]) for *_, address in found]
-    return []
 
 
 def _is_loopback(address: str) -> bool:

@@ -58,8 +58,7 @@ def collectives(rank: int, ranks: int) -> Iterator[Check]:
     store = dist.distributed_c10d._get_default_store()  # counts without a collective
     store.add("selftest/entered", 1)
     dist.barrier()
-    entered = torch.tensor(store.add("selftest/entered", 0))
-    yield "barrier", entered, torch.tensor(ranks)
+    yield "barrier", torch.tensor(store.add("selftest/entered", 0)), torch.tensor(ranks)
 
 
 def ddp_step(rank: int, ranks: int) -> Check:
@@ -75,14 +74,13 @@ def ddp_step(rank: int, ranks: int) -> Check:
     return "DDP gradient", got, want
 
 
-def find_fault(check: Check, env: Environment) -> str | None:
+def find_fault(check: Check, here: str) -> str | None:
     """Return what is wrong with a check's result on this rank, or None where it holds."""
     name, got, want = check
     if torch.allclose(got, want.to(got.dtype), rtol=1e-4, atol=1e-6):
         return None
     worst = int((got - want).abs().argmax())
     gave, right = got.flatten()[worst].item(), want.flatten()[worst].item()
-    here = f"rank {env.rank} ({socket.gethostname()})"
     return f"{name} on {here} gave {gave:g} where {right:g} is right [wrong-result]"
 
 
@@ -119,24 +117,30 @@ def measure_all_reduce(env: Environment, seconds: float) -> str:
     return f"all-reduce {algbw * share:.2f} GB/s busbw at {size}"
 
 
-def show_ranks(env: Environment) -> str | None:
-    """Print on rank 0 who takes part; return the fault where versions of torch differ."""
-    gpu = f" {torch.cuda.get_device_name()}" if device().type == "cuda" else ""
-    row = (socket.gethostname(), str(env.rank), f"{device()}{gpu}", torch.__version__)
-    rows: list[tuple[str, ...]] = [row] * env.world_size
-    dist.all_gather_object(rows, row)
-    for host, rank, where, version in [("host", "rank", "device", "torch"), *rows]:
-        tell(env, f"{host:<20}{rank:>6}  {where:<30}  {version}")
-    if len({version for *_, version in rows}) == 1:
-        return None
-    versions = sorted({f"torch {version} on {host}" for host, _, _, version in rows})
-    return f"{', '.join(versions)}; install one everywhere [version-mismatch]"
-
-
 def tell(env: Environment, *lines: str) -> None:
     """Print on rank 0 alone."""
     if env.is_main:
         print(*lines, sep="\n", flush=True)
+
+
+def check_all(env: Environment) -> tuple[int, list[str]]:
+    """Show who takes part; return the number of checks and what any rank found wrong."""
+    checks = [*collectives(env.rank, env.world_size), ddp_step(env.rank, env.world_size)]
+    host = socket.gethostname()
+    found = [find_fault(check, f"rank {env.rank} ({host})") for check in checks]
+    where = f"{device()} {torch.cuda.get_device_name()}" if device().type == "cuda" else "cpu"
+    rows = [(host, where, torch.__version__, found)] * env.world_size
+    dist.all_gather_object(rows, rows[0])
+    tell(env, f"{'host':<20}{'rank':>6}  {'device':<30}  torch")
+    for rank, (host, where, version, _) in enumerate(rows):
+        tell(env, f"{host:<20}{rank:>6}  {where:<30}  {version}")
+    faults = [fault for *_, of_rank in rows for fault in of_rank if fault]
+    versions = {version: f"torch {version} on {host}" for host, _, version, _ in rows}
+    if len(versions) > 1:
+        faults.insert(
+            0, f"{', '.join(versions.values())}; install one everywhere [version-mismatch]"
+        )
+    return len(checks) + 1, faults
 
 
 def run(seconds: float) -> int:
@@ -145,22 +149,15 @@ def run(seconds: float) -> int:
     if env.world_size == 1:
         backend = "nccl" if device().type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    checks = [*collectives(env.rank, env.world_size), ddp_step(env.rank, env.world_size)]
-    faults = [show_ranks(env), *(find_fault(check, env) for check in checks)]
-    of_all = [faults] * env.world_size
-    dist.all_gather_object(of_all, faults)
-    found = [fault for of_rank in of_all for fault in of_rank if fault]
+    number, faults = check_all(env)
     ranks = f"{env.world_size} rank{'s' * (env.world_size > 1)}"
     world = f"{ranks} on {env.num_nodes} node{'s' * (env.num_nodes > 1)}, {dist.get_backend()}"
-    if found:
-        for fault in found[1:]:
-            tell(env, fault)
-        more = f" (and {len(found) - 1} more, above)" if len(found) > 1 else ""
-        tell(env, f"FAIL  {world}: {found[0]}{more}")
+    if faults:
+        more = f" (and {len(faults) - 1} more, above)" if len(faults) > 1 else ""
+        tell(env, *faults[1:], f"FAIL  {world}: {faults[0]}{more}")
         return 1
     speed = f"{measure_all_reduce(env, seconds)}, " if env.world_size > 1 else ""
-    took = time.monotonic() - started
-    tell(env, f"PASS  {world}: {len(faults)} checks, {speed}{took:.1f} s")
+    tell(env, f"PASS  {world}: {number} checks, {speed}{time.monotonic() - started:.1f} s")
     return 0
 
 

@@ -16,28 +16,22 @@
 #
 # What the terminal shows is kept in logs/distributed_training/, newest: latest_node<rank>.log.
 set -euo pipefail
-for ROOT in "$(dirname -- "$(readlink -f -- "$0")")/.." "${SLURM_SUBMIT_DIR:-}" "${PBS_O_WORKDIR:-}"; do
-  [[ ! -r $ROOT/scripts/lib/launch.sh ]] || break
-done
+LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
+[[ -r $LIB/launch.sh ]] || LIB=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/scripts/lib # a scheduler's copy
 # shellcheck source=scripts/lib/launch.sh
-source "$ROOT/scripts/lib/launch.sh"
-# shellcheck source=scripts/lib/scheduler.sh
-source "$ROOT/scripts/lib/scheduler.sh"
-# shellcheck source=scripts/lib/local.sh
-source "$ROOT/scripts/lib/local.sh"
+source "$LIB/launch.sh" local
 
 main() {
-  parse_arguments config nnodes node_rank master port -- "$@"
+  parse_arguments "config nnodes node_rank master port" "$@"
   default_config
+  choose_python
   if in_slurm_step; then
-    choose_python
     plan_from_step
   else
     refuse_batch_step
     by_hand
   fi
   plan_settings
-  choose_python
   plan_script
   [[ -n $DRY_RUN ]] || keep_copy
   fanout_check
@@ -66,20 +60,13 @@ keep_copy() {
 
 # After the preflight: can the processes of this node talk? (The agent waits for the master.)
 check_health() {
-  local start=$SECONDS
-  check_collective
+  local start=$SECONDS said code=0
+  said=$(run_ours distributed.run --nproc-per-node "${plan[nproc]}" \
+    -m distributed.selftest --seconds 0.05 2>&1) || code=$?
+  if ((code != 0)); then
+    printf '%s\n' "$said" >&2
+    die 3 "the processes of $HOST cannot work together (exit code $code, see above); see TROUBLESHOOTING.md"
+  fi
   print_row health "all-reduce over $(count "${plan[nproc]}" process processes): ok in $((SECONDS - start)) s"
-}
-
-check_collective() {
-  local id=health-$$ port folder said code=0
-  port=$(run_ours distributed.preflight --no-checks --run-id "$id" | sed -n 's/^port=//p')
-  folder=$(mktemp -d)
-  said=$(RUN_ID=$id run_ours_agent --nproc-per-node "${plan[nproc]}" --master-addr 127.0.0.1 \
-    --master-port "$port" --log-dir "$folder" --rdzv-id "$id" -m distributed.selftest --seconds 0.05 2>&1) || code=$?
-  rm -rf -- "$folder"
-  ((code == 0)) && return
-  printf '%s\n' "$said" >&2
-  die 3 "the processes of $HOST cannot work together (exit code $code, see above); see TROUBLESHOOTING.md"
 }
 main "$@"

@@ -12,15 +12,10 @@
 #
 # example: scripts/run_ddp.sh -n 4 -c config/local3.yaml train.max_steps=100
 set -euo pipefail
-for ROOT in "$(dirname -- "$(readlink -f -- "$0")")/.." "${SLURM_SUBMIT_DIR:-}" "${PBS_O_WORKDIR:-}"; do
-  [[ ! -r $ROOT/scripts/lib/launch.sh ]] || break
-done
+LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
+[[ -r $LIB/launch.sh ]] || LIB=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/scripts/lib # a scheduler's copy
 # shellcheck source=scripts/lib/launch.sh
-source "$ROOT/scripts/lib/launch.sh"
-# shellcheck source=scripts/lib/scheduler.sh
-source "$ROOT/scripts/lib/scheduler.sh"
-# shellcheck source=scripts/lib/local.sh
-source "$ROOT/scripts/lib/local.sh"
+source "$LIB/launch.sh" local
 
 main() {
   OPTIONS=(
@@ -28,7 +23,7 @@ main() {
     ["-c"]=config ["--config"]=config ["--config-path"]=config_path ["--config-name"]=config_name
     ["-l"]=log_level ["--log-level"]=log_level
   )
-  parse_arguments -- "$@"
+  parse_arguments "" "$@"
   join_config
   default_config
   refuse_many_nodes
@@ -37,9 +32,10 @@ main() {
 }
 
 join_config() {
-  [[ -n ${plan[config_path]:-}${plan[config_name]:-} ]] || return 0
-  [[ -n ${plan[config_path]:-} && -n ${plan[config_name]:-} ]] ||
+  local folder=${plan[config_path]:-} name=${plan[config_name]:-}
+  [[ -n $folder$name ]] || return 0
+  [[ -n $folder && -n $name ]] ||
     die 2 "--config-path and --config-name go together; give both, or --config FILE"
-  plan[config]=${plan[config_path]}/${plan[config_name]%.yaml}.yaml
+  plan[config]=$folder/${name%.yaml}.yaml
 }
 main "$@"

@@ -9,16 +9,13 @@
 #
 # It runs in the project's folder; TRAIN_SCRIPT and CONFIG_FLAG have no part in it.
 set -euo pipefail
-for ROOT in "$(dirname -- "$(readlink -f -- "$0")")/.." "${SLURM_SUBMIT_DIR:-}" "${PBS_O_WORKDIR:-}"; do
-  [[ ! -r $ROOT/scripts/lib/launch.sh ]] || break
-done
+LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
+[[ -r $LIB/launch.sh ]] || LIB=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/scripts/lib # a scheduler's copy
 # shellcheck source=scripts/lib/launch.sh
-source "$ROOT/scripts/lib/launch.sh"
-# shellcheck source=scripts/lib/local.sh
-source "$ROOT/scripts/lib/local.sh"
+source "$LIB/launch.sh" local
 
 main() {
-  parse_arguments nproc -- "$@"
+  parse_arguments "nproc" "$@"
   ((${#SETTINGS[@]} == 0)) || die 2 "settings mean nothing here (${SETTINGS[0]@Q}); leave them out"
   plan[cpu_nproc]=2
   plan_settings

@@ -6,21 +6,16 @@ declare -A plan=()    # what the user said and what was made of it; plan.sh comp
 declare -A OPTIONS=() # the script's own options, each with the plan entry its value goes to
 SETTINGS=()           # key=value, in order
 REST=()               # what follows `--`
+LAUNCH_LINE=()        # all of it, as it was typed
 DRY_RUN=
 STRICT=
 
-is_setting() { # <argument>
-  [[ $1 =~ ^[A-Za-z_+~][A-Za-z0-9_.+-]*= && ! -e $1 ]]
-}
-
 # Fills plan[NAME] for each positional argument, in the order of the names given.
-parse_arguments() { # <plan entry...> -- <argument...>
-  local names=()
-  while [[ $1 != -- ]]; do
-    names+=("$1")
-    shift
-  done
+parse_arguments() { # <"plan entry ..."> <argument...>
+  local names
+  read -ra names <<<"$1"
   shift
+  LAUNCH_LINE=("$0" "$@")
   while (($#)); do
     [[ $1 == --*=* ]] && set -- "${1%%=*}" "${1#*=}" "${@:2}"
     case $1 in
@@ -36,13 +31,12 @@ parse_arguments() { # <plan entry...> -- <argument...>
         shift
         ;;
       *)
-        if is_setting "$1"; then
+        if [[ $1 =~ ^[A-Za-z_+~][A-Za-z0-9_.+-]*= && ! -e $1 ]]; then
           SETTINGS+=("$1")
-        elif ((${#names[@]})); then
+        else
+          ((${#names[@]})) || die 2 "one argument too many, ${1@Q}; see $PROGRAM --help"
           plan[${names[0]}]=$1
           names=("${names[@]:1}")
-        else
-          die 2 "one argument too many, ${1@Q}; see $PROGRAM --help"
         fi
         ;;
     esac

@@ -1,9 +1,7 @@
 # shellcheck shell=bash disable=SC2034,SC2154 # the files of lib/ share their variables
 # What every script stands on: where the project is, how it fails, how it explains itself.
-# The script that sources this has set ROOT (see any of them: it also finds the project from a
-# copy in a scheduler's spool folder).
 
-ROOT=$(cd -- "$ROOT" && pwd -P)
+ROOT=$(cd -- "${BASH_SOURCE[0]%/*}/../.." && pwd -P)
 PROGRAM=${0##*/}
 HOST=${HOSTNAME%%.*}
 
@@ -17,7 +15,7 @@ refuse() { # <fault of TROUBLESHOOTING.md> <"cause; cure">
 }
 
 print_usage() {
-  awk 'NR > 1 { if (!/^#/) exit; if (sub(/^# /, "") || sub(/^#$/, "")) print }' "$0"
+  sed '1d; /^#/!Q; s/^# \{0,1\}//' "$0"
   echo
   cat "$ROOT/scripts/lib/help.txt"
 }

@@ -1,17 +1,19 @@
 # shellcheck shell=bash disable=SC2034,SC2154 # the files of lib/ share their variables
-# The way of every launcher: plan, preflight, start. An entry script sources this and one fan-out
-# (local.sh, ...), parses its arguments and calls launch.
+# The way of every launcher: plan, preflight, start. An entry script sources this with the name of
+# its fan-out (local, ...), parses its arguments and calls launch.
 
 # shellcheck source=scripts/lib/common.sh
-source "$ROOT/scripts/lib/common.sh"
+source "$LIB/common.sh"
 # shellcheck source=scripts/lib/arguments.sh
-source "$ROOT/scripts/lib/arguments.sh"
+source "$LIB/arguments.sh"
+# shellcheck source=scripts/lib/scheduler.sh
+source "$LIB/scheduler.sh"
 # shellcheck source=scripts/lib/python.sh
-source "$ROOT/scripts/lib/python.sh"
+source "$LIB/python.sh"
 # shellcheck source=scripts/lib/plan.sh
-source "$ROOT/scripts/lib/plan.sh"
-
-LAUNCH_LINE=("$0" "$@")
+source "$LIB/plan.sh"
+# shellcheck source=scripts/lib/local.sh
+source "$LIB/$1.sh"
 
 launch() {
   plan_settings
@@ -33,20 +35,20 @@ start_or_print() {
 
 # Sets COMMAND: what one node runs, in the working directory of the launch.
 node_command() { # <node rank>
-  local setting variables=() options=()
-  [[ -z ${plan[run_id]} ]] || variables+=("RUN_ID=${plan[run_id]}")
-  variables+=("LAUNCH_COMMAND=$(launch_line)")
-  for setting in LOG_LEVEL BACKEND GRACE; do
-    [[ -z ${!setting:-} ]] || variables+=("$setting=${!setting}")
+  local name variables=() RUN_ID=${plan[run_id]} LAUNCH_COMMAND
+  LAUNCH_COMMAND=$(launch_line)
+  for name in RUN_ID LAUNCH_COMMAND LOG_LEVEL BACKEND GRACE; do
+    [[ -z ${!name:-} ]] || variables+=("$name=${!name}")
   done
-  options=(
+  COMMAND=(
+    env "${variables[@]}" "$PYTHON" "$ROOT/scripts/lib/agent.py"
     --nnodes "${plan[nnodes]}" --node-rank "$1" --nproc-per-node "${plan[nproc]}"
     --master-addr "${plan[master]}" --master-port "${plan[port]}"
     --rdzv-conf "join_timeout=${plan[join_timeout]:-300}" --log-dir "${LOG_DIR:-logs}"
   )
-  [[ -z ${plan[run_id]} ]] || options+=(--rdzv-id "${plan[run_id]}")
-  ((${MAX_RESTARTS:-0} == 0)) || options+=(--max-restarts "$MAX_RESTARTS")
-  COMMAND=(env "${variables[@]}" "$PYTHON" "$ROOT/scripts/lib/agent.py" "${options[@]}" "${SCRIPT[@]}")
+  [[ -z $RUN_ID ]] || COMMAND+=(--rdzv-id "$RUN_ID")
+  ((${MAX_RESTARTS:-0} == 0)) || COMMAND+=(--max-restarts "$MAX_RESTARTS")
+  COMMAND+=("${SCRIPT[@]}")
 }
 
 # What the user typed, with the variables that shaped it: the run is resumed by typing it again.
@@ -59,9 +61,4 @@ launch_line() {
     [[ -n $DRY_RUN && $word == --dry-run ]] || words+=("$word")
   done
   quote_line "${words[@]}"
-}
-
-# The file of the training script, for the preflight; nothing for a module.
-script_path() {
-  [[ ${SCRIPT[0]} == -m ]] || printf '%s' "${SCRIPT[0]}"
 }

@@ -7,16 +7,16 @@
 #   fanout_start   starts every node's agent; the script ends with their exit code
 
 fanout_check() {
-  local words=(
+  local facts words=(
     --nnodes "${plan[nnodes]}" --node-rank "${plan[node_rank]}" --run-id "${plan[run_id]}"
     --nproc "${plan[nproc]}" --cpu-nproc "${plan[cpu_nproc]:-1}"
-    --master-addr "${plan[master]}" --port "${plan[port]}" --script "$(script_path)"
+    --master-addr "${plan[master]}" --port "${plan[port]}"
     --directory "$PWD" --log-dir "${LOG_DIR:-logs}" --checkpoint-dir "${plan[checkpoint_dir]:-}"
   )
+  [[ ${SCRIPT[0]} == -m ]] || words+=(--script "${SCRIPT[0]}")
   [[ -z $STRICT ]] || words+=(--strict)
   [[ -z $DRY_RUN && -z ${SKIP_PREFLIGHT:-} ]] || words+=(--no-checks)
-  local facts
-  facts=$(PROGRAM=$PROGRAM HOST=$HOST run_ours distributed.preflight "${words[@]}") || exit
+  facts=$(PROGRAM=$PROGRAM run_ours distributed.preflight "${words[@]}") || exit
   read_facts "$facts"
   plan[checked_nodes]=1
 }

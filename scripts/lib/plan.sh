@@ -8,68 +8,46 @@
 SCRIPT=() # the training script and its arguments, the agent's last words
 
 require_number() { # <what it is called> <value> <least> <most>
-  [[ $2 =~ ^[0-9]{1,9}$ ]] && ((10#$2 >= $3 && 10#$2 <= $4)) && return
+  [[ $2 =~ ^(0|[1-9][0-9]{0,8})$ ]] && (($2 >= $3 && $2 <= $4)) && return
   die 2 "$1 is ${2@Q}; give a whole number from $3 to $4"
 }
 
-plan_number() { # <plan entry> <what it is called> <least> <most>
-  require_number "$2" "${plan[$1]}" "$3" "$4"
-  plan[$1]=$((10#${plan[$1]}))
-}
-
-require_word() { # <what it is called> <value> <word allowed...>
-  local word
-  for word in "${@:3}"; do
-    [[ $2 == "$word" ]] && return
-  done
-  die 2 "$1 is ${2@Q}; it can be ${*:3}"
+require_word() { # <variable> <word allowed...>
+  local value=${!1:-}
+  [[ -z $value || ($value != *" "* && " ${*:2} " == *" $value "*) ]] ||
+    die 2 "$1 is ${value@Q}; it can be ${*:2}"
 }
 
 # Takes from the environment what the arguments left open, and refuses what cannot be meant.
 plan_settings() {
-  plan_defaults nproc "${NPROC_PER_NODE:-auto}" nnodes 1 node_rank 0 port "${MASTER_PORT:-auto}"
-  [[ ${plan[nproc]} == auto ]] || plan_number nproc "the number of processes" 1 4096
-  [[ ${plan[port]} == auto ]] || plan_number port "the port" 1 65535
-  plan_number nnodes "the number of nodes" 1 100000
-  plan_number node_rank "the node rank" 0 $((plan[nnodes] - 1))
-  if ((plan[nnodes] == 1)); then
-    plan_defaults master 127.0.0.1
-  else
-    plan_defaults master "${MASTER_ADDR:-}"
-  fi
-  [[ -n ${plan[master]} ]] ||
+  : "${plan[nproc]=${NPROC_PER_NODE:-auto}}" "${plan[port]=${MASTER_PORT:-auto}}"
+  : "${plan[nnodes]=1}" "${plan[node_rank]=0}"
+  [[ ${plan[nproc]} == auto ]] || require_number "the number of processes" "${plan[nproc]}" 1 4096
+  [[ ${plan[port]} == auto ]] || require_number "the port" "${plan[port]}" 1 65535
+  require_number "the number of nodes" "${plan[nnodes]}" 1 100000
+  require_number "the node rank" "${plan[node_rank]}" 0 $((plan[nnodes] - 1))
+  ((plan[nnodes] > 1)) || : "${plan[master]=127.0.0.1}"
+  [[ -n ${plan[master]=${MASTER_ADDR:-}} ]] ||
     die 2 "$(count "${plan[nnodes]}" node) but no address of the master; give MASTER_ADDR"
-  plan_environment
-  plan_run_id
-}
-
-plan_defaults() { # <plan entry> <value> ...
-  while (($#)); do
-    plan[$1]=${plan[$1]-$2}
-    shift 2
-  done
-}
-
-# What the agent and the ranks read from the environment themselves.
-plan_environment() {
+  # What the agent and the ranks read from the environment themselves.
   LOG_LEVEL=${plan[log_level]-${LOG_LEVEL:-}}
-  [[ -z $LOG_LEVEL ]] || require_word LOG_LEVEL "$LOG_LEVEL" DEBUG INFO WARNING ERROR
-  [[ -z ${BACKEND:-} ]] || require_word BACKEND "$BACKEND" nccl gloo
+  require_word LOG_LEVEL DEBUG INFO WARNING ERROR
+  require_word BACKEND nccl gloo
   require_number MAX_RESTARTS "${MAX_RESTARTS:-0}" 0 1000
   require_number GRACE "${GRACE:-30}" 0 86400
+  plan_run_id
 }
 
 # For the scripts whose CONFIG may be left out. A training script of the user's needs none.
 default_config() {
   local default=$ROOT/config/local3.yaml
-  [[ $PWD != "$ROOT" ]] || default=config/local3.yaml
   [[ -z ${TRAIN_SCRIPT:-} ]] || default=-
-  plan_defaults config "$default"
+  : "${plan[config]=$default}"
 }
 
 # Nodes that are started by hand cannot agree on a run id, and on its port, before they meet.
 by_hand() {
-  [[ ${plan[nnodes]-1} == 1 ]] || plan_defaults port "${MASTER_PORT:-29500}"
+  [[ ${plan[nnodes]-1} == 1 ]] || : "${plan[port]=${MASTER_PORT:-29500}}"
 }
 
 # RUN_ID, else the scheduler's job, else a new one. Nodes started by hand take it from node rank 0.
@@ -91,19 +69,18 @@ plan_run_id() {
 
 # Sets SCRIPT and, for train.py, has the config and the settings checked.
 plan_script() {
-  local flag=${CONFIG_FLAG:---config}
+  local words=() script=${TRAIN_SCRIPT:-$ROOT/train.py}
   [[ -n ${plan[config]+given} ]] || die 2 "no config; usage: $(usage_line)"
   [[ ${plan[config]} == - || -n ${CONFIG_FLAG:-} || -f ${plan[config]} ]] ||
     die 2 "there is no config ${plan[config]@Q}; give the path of a YAML file"
-  if [[ ! ${TRAIN_SCRIPT:-$ROOT/train.py} -ef $ROOT/train.py ]]; then
-    SCRIPT=("$TRAIN_SCRIPT")
-    [[ ${plan[config]} == - ]] || SCRIPT+=("$flag" "${plan[config]}")
-    SCRIPT+=("${SETTINGS[@]}" "${REST[@]}")
+  if [[ ! $script -ef $ROOT/train.py ]]; then
+    [[ ${plan[config]} == - ]] || words=("${CONFIG_FLAG:---config}" "${plan[config]}")
+    SCRIPT=("$script" "${words[@]}" "${SETTINGS[@]}" "${REST[@]}")
     return
   fi
-  SCRIPT=("$ROOT/train.py" --config "${plan[config]}")
-  [[ -z ${BACKEND:-} ]] || SCRIPT+=(--distributed-backend "$BACKEND")
-  SCRIPT+=("${SETTINGS[@]}" "${REST[@]}")
+  words=(--config "${plan[config]}")
+  [[ -z ${BACKEND:-} ]] || words+=(--distributed-backend "$BACKEND")
+  SCRIPT=("$ROOT/train.py" "${words[@]}" "${SETTINGS[@]}" "${REST[@]}")
   check_config
 }
 
@@ -112,14 +89,11 @@ check_config() {
   local -x WORLD_SIZE=
   [[ ${plan[nproc]} == auto ]] || WORLD_SIZE=$((plan[nnodes] * plan[nproc]))
   said=$("$PYTHON" "${SCRIPT[@]}" --check 2>&1) || code=$?
-  case $code in
-    0)
-      read_facts "$said"
-      [[ -n ${plan[backend]:-} ]] || refuse env-missing "$PYTHON is no Python; correct PYTHON"
-      ;;
-    2) printf '%s\n' "$said" >&2 && exit 2 ;;
-    *) refuse env-missing "$PYTHON cannot run train.py (${said##*$'\n'}); run make setup, or set PYTHON" ;;
-  esac
+  if ((code == 2)); then printf '%s\n' "$said" >&2 && exit 2; fi
+  ((code == 0)) ||
+    refuse env-missing "$PYTHON cannot run train.py (${said##*$'\n'}); run make setup, or set PYTHON"
+  read_facts "$said"
+  [[ -n ${plan[backend]:-} ]] || refuse env-missing "$PYTHON is no Python; correct PYTHON"
 }
 
 # name=value lines, as train.py --check and the preflight print them, into the plan.
@@ -131,13 +105,22 @@ read_facts() { # <text>
 }
 
 print_plan() {
-  local run=${plan[run_id]:-"(named by node rank 0)"} config=
-  [[ -z ${plan[config]:-} || ${plan[config]} == - ]] || printf -v config '    %q' "${plan[config]}"
-  print_row run "$run$config"
-  print_row hosts "$(describe_hosts)"
-  print_row ranks "$((plan[nnodes] * plan[nproc])) = $(count "${plan[nnodes]}" node) x ${plan[nproc]}, $(describe_backend)"
-  print_row preflight "$(describe_preflight)"
-  print_row logs "${LOG_DIR:-logs}/${plan[run_id]:-<run id>}/   (tail -f ${LOG_DIR:-logs}/node_*.log)"
+  local master=${plan[master]}:${plan[port]} logs=${LOG_DIR:-logs} run=${plan[run_id]} config=
+  local hosts="$HOST (master, $master)" backend=${BACKEND:-${plan[backend]:-auto}} checks verdict=ok
+  [[ ${plan[config]:--} == - ]] || printf -v config '    %q' "${plan[config]}"
+  ((plan[nnodes] == 1)) ||
+    hosts="$master (master)  $HOST (this one, node rank ${plan[node_rank]} of ${plan[nnodes]})"
+  [[ $backend != auto || ${plan[gpus]} == 0 ]] || backend=nccl
+  ((plan[warnings] == 0)) || verdict=$(count "${plan[warnings]}" warning)
+  checks="$(count "${plan[checks]}" check) on $(count "${plan[checked_nodes]}" node)"
+  checks+=": $verdict in ${plan[seconds]} s"
+  [[ -z ${SKIP_PREFLIGHT:-} ]] || checks="not run (SKIP_PREFLIGHT)"
+  [[ -z $DRY_RUN ]] || checks="not run (--dry-run)"
+  print_row run "${run:-(named by node rank 0)}$config"
+  print_row hosts "$hosts"
+  print_row ranks "$((plan[nnodes] * plan[nproc])) = $(count "${plan[nnodes]}" node) x ${plan[nproc]}, ${backend/auto/gloo}"
+  print_row preflight "$checks"
+  print_row logs "$logs/${run:-<run id>}/   (tail -f $logs/node_*.log)"
 }
 
 print_row() { # <label> <text>
@@ -148,33 +131,4 @@ print_row() { # <label> <text>
 
 count() { # <number> <noun> [<plural>]
   if (($1 == 1)); then echo "1 $2"; else echo "$1 ${3:-$2s}"; fi
-}
-
-describe_hosts() {
-  local master=${plan[master]}:${plan[port]}
-  if ((plan[nnodes] == 1)); then
-    echo "$HOST (master, $master)"
-  else
-    echo "$master (master)  $HOST (this one, node rank ${plan[node_rank]} of ${plan[nnodes]})"
-  fi
-}
-
-describe_backend() {
-  local backend=${BACKEND:-${plan[backend]:-auto}}
-  if [[ $backend == auto ]]; then
-    if ((plan[gpus])); then backend=nccl; else backend=gloo; fi
-  fi
-  echo "$backend"
-}
-
-describe_preflight() {
-  if [[ -n $DRY_RUN ]]; then
-    echo "not run (--dry-run)"
-  elif [[ -n ${SKIP_PREFLIGHT:-} ]]; then
-    echo "not run (SKIP_PREFLIGHT)"
-  else
-    local verdict=ok
-    ((plan[warnings] == 0)) || verdict=$(count "${plan[warnings]}" warning)
-    echo "$(count "${plan[checks]}" check) on $(count "${plan[checked_nodes]}" node): $verdict in ${plan[seconds]} s"
-  fi
 }

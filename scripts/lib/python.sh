@@ -4,17 +4,17 @@
 # Sets PYTHON to an absolute path. First of: PYTHON, VENV, CONDA_ENV, the active environment, the
 # project's .venv, python3.
 choose_python() {
-  load_modules
+  [[ -z ${MODULES:-} ]] || load_modules
   if [[ -n ${PYTHON:-} ]]; then
     :
   elif [[ -n ${VENV:-} ]]; then
-    use_folder "$VENV" VENV
+    use_folder VENV
   elif [[ -n ${CONDA_ENV:-} ]]; then
     activate_conda
   elif [[ -n ${VIRTUAL_ENV:-} ]]; then
-    use_folder "$VIRTUAL_ENV" VIRTUAL_ENV
+    use_folder VIRTUAL_ENV
   elif [[ -n ${CONDA_PREFIX:-} && ${CONDA_DEFAULT_ENV:-base} != base ]]; then
-    use_folder "$CONDA_PREFIX" CONDA_PREFIX
+    use_folder CONDA_PREFIX
   elif [[ -x $ROOT/.venv/bin/python ]]; then
     PYTHON=$ROOT/.venv/bin/python
   else
@@ -27,20 +27,21 @@ choose_python() {
   PYTHON=$found
 }
 
-use_folder() { # <environment's folder> <variable that named it>
-  [[ -x $1/bin/python ]] || refuse env-missing "$2 names ${1@Q}, which holds no bin/python; correct $2"
-  PYTHON=$1/bin/python
-  PATH=$(cd -- "$1/bin" && pwd):$PATH
+use_folder() { # <variable that names an environment's folder>
+  local folder=${!1}
+  PYTHON=$folder/bin/python
+  [[ -x $PYTHON ]] || refuse env-missing "$1 names ${folder@Q}, which holds no bin/python; correct $1"
+  PATH=$(cd -- "$folder/bin" && pwd):$PATH
 }
 
 activate_conda() {
-  local conda base
+  local conda file
   conda=${CONDA_EXE:-$(type -P conda)} || refuse env-missing "CONDA_ENV is set but there is no conda on PATH; set CONDA_EXE"
-  base=${conda%/*/*}
-  [[ -r $base/etc/profile.d/conda.sh ]] || refuse env-missing "no conda.sh under ${base@Q}; set CONDA_EXE"
+  file=${conda%/*/*}/etc/profile.d/conda.sh
+  [[ -r $file ]] || refuse env-missing "there is no ${file@Q}; set CONDA_EXE"
   set +u # conda's own scripts read unset variables
-  # shellcheck disable=SC1091
-  source "$base/etc/profile.d/conda.sh"
+  # shellcheck disable=SC1090
+  source "$file"
   conda activate "$CONDA_ENV" >&2 ||
     refuse env-missing "conda cannot activate ${CONDA_ENV@Q}; see conda env list"
   set -u
@@ -48,15 +49,13 @@ activate_conda() {
 }
 
 load_modules() {
-  [[ -n ${MODULES:-} ]] || return 0
   local file names
   set +u # so do the module system's
-  if ! declare -F module >/dev/null; then
-    for file in "$LMOD_PKG/init/bash" "$MODULESHOME/init/bash" /etc/profile.d/{lmod,modules}.sh; do
-      # shellcheck disable=SC1090
-      if [[ -r $file ]]; then source "$file" && break; fi
-    done
-  fi
+  for file in "$LMOD_PKG/init/bash" "$MODULESHOME/init/bash" /etc/profile.d/{lmod,modules}.sh; do
+    declare -F module >/dev/null && break
+    # shellcheck disable=SC1090
+    [[ ! -r $file ]] || source "$file"
+  done
   declare -F module >/dev/null ||
     refuse env-missing "MODULES is set but this machine has no module command; unset MODULES"
   read -ra names <<<"$MODULES"
@@ -67,8 +66,4 @@ load_modules() {
 # Our own modules, found whatever the working directory holds. Paths given to them are absolute.
 run_ours() { # <module> <argument...>
   (cd -- "$ROOT" && exec "$PYTHON" -m "$@")
-}
-
-run_ours_agent() { # <agent's argument...>
-  (cd -- "$ROOT" && exec "$PYTHON" scripts/lib/agent.py "$@")
 }

@@ -8,23 +8,17 @@ in_slurm_step() {
   [[ -n ${SLURM_STEP_ID:-} && $SLURM_STEP_ID != "$SLURM_INTERACTIVE_STEP" ]]
 }
 
-# The nodes this script was given: the step's, else the job's, else one.
-allocated_nodes() {
-  if in_slurm_step; then
-    echo "${SLURM_STEP_NUM_NODES:-1}"
-  elif [[ -n ${SLURM_JOB_ID:-} ]]; then
-    echo "${SLURM_JOB_NUM_NODES:-${SLURM_NNODES:-1}}"
-  elif [[ -r ${PBS_NODEFILE:-} ]]; then
-    sort -u -- "$PBS_NODEFILE" | wc -l
-  else
-    echo 1
-  fi
-}
-
+# Refuses where this script was given more nodes than one: the step's, else the job's.
 refuse_many_nodes() {
-  local nodes way="srun scripts/cluster_train.sh CONFIG"
-  nodes=$(allocated_nodes)
-  [[ -n ${SLURM_JOB_ID:-} ]] || way="scripts/cluster_train.sh CONFIG NUM_NODES NODE_RANK MASTER_ADDR on each"
+  local nodes=1 way="srun scripts/cluster_train.sh CONFIG"
+  if in_slurm_step; then
+    nodes=${SLURM_STEP_NUM_NODES:-1}
+  elif [[ -n ${SLURM_JOB_ID:-} ]]; then
+    nodes=${SLURM_JOB_NUM_NODES:-${SLURM_NNODES:-1}}
+  elif [[ -r ${PBS_NODEFILE:-} ]]; then
+    nodes=$(sort -u -- "$PBS_NODEFILE" | wc -l)
+    way="scripts/cluster_train.sh CONFIG NUM_NODES NODE_RANK MASTER_ADDR on each"
+  fi
   ((nodes == 1)) || die 2 "this allocation has $nodes nodes and $PROGRAM starts one; use $way"
 }
 
@@ -44,16 +38,13 @@ plan_from_step() {
 }
 
 agree() { # <plan entry> <name of the argument> <variable of the step>
-  [[ ${plan[$1]-${!3}} == "${!3}" ]] ||
+  [[ ${plan[$1]=${!3}} == "${!3}" ]] ||
     die 2 "the argument $2 is ${plan[$1]@Q} but srun's $3 is ${!3}; leave the argument out (the batch shell may have expanded it) [wrong-world]"
-  plan[$1]=${!3}
 }
 
 # A job of several nodes, but no srun: this would be node rank 0 waiting for nobody.
 refuse_batch_step() {
-  [[ -n ${SLURM_JOB_ID:-} ]] || return 0
-  local nodes
-  nodes=$(allocated_nodes)
-  ((nodes == 1)) ||
+  local nodes=${SLURM_JOB_NUM_NODES:-${SLURM_NNODES:-1}}
+  [[ -z ${SLURM_JOB_ID:-} ]] || ((nodes == 1)) ||
     die 2 "the job has $nodes nodes and no srun started $PROGRAM on them; use srun scripts/cluster_train.sh CONFIG [batch-step]"
 }

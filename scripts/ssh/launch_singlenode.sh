@@ -9,16 +9,13 @@
 #
 # example: scripts/ssh/launch_singlenode.sh config/local3.yaml 2 train.max_steps=100
 set -euo pipefail
-for ROOT in "$(dirname -- "$(readlink -f -- "$0")")/../.." "${SLURM_SUBMIT_DIR:-}" "${PBS_O_WORKDIR:-}"; do
-  [[ ! -r $ROOT/scripts/lib/launch.sh ]] || break
-done
+LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib
+[[ -r $LIB/launch.sh ]] || LIB=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/scripts/lib # a scheduler's copy
 # shellcheck source=scripts/lib/launch.sh
-source "$ROOT/scripts/lib/launch.sh"
-# shellcheck source=scripts/lib/local.sh
-source "$ROOT/scripts/lib/local.sh"
+source "$LIB/launch.sh" local
 
 main() {
-  parse_arguments config nproc -- "$@"
+  parse_arguments "config nproc" "$@"
   launch
 }
 main "$@"

@@ -14,16 +14,13 @@
 # example: scripts/ssh/launch_torchrun_multinode.sh config/local3.yaml 8 2 0 10.0.0.1
 #          and on the second machine the same with 1 for the 0
 set -euo pipefail
-for ROOT in "$(dirname -- "$(readlink -f -- "$0")")/../.." "${SLURM_SUBMIT_DIR:-}" "${PBS_O_WORKDIR:-}"; do
-  [[ ! -r $ROOT/scripts/lib/launch.sh ]] || break
-done
+LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib
+[[ -r $LIB/launch.sh ]] || LIB=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/scripts/lib # a scheduler's copy
 # shellcheck source=scripts/lib/launch.sh
-source "$ROOT/scripts/lib/launch.sh"
-# shellcheck source=scripts/lib/local.sh
-source "$ROOT/scripts/lib/local.sh"
+source "$LIB/launch.sh" local
 
 main() {
-  parse_arguments config nproc nnodes node_rank master port -- "$@"
+  parse_arguments "config nproc nnodes node_rank master port" "$@"
   [[ -n ${plan[master]:-} ]] || die 2 "too few arguments; usage: $(usage_line)"
   by_hand
   launch

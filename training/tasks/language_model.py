@@ -7,6 +7,7 @@ of its name says so, one in sixteen, so that the split stays when files come and
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import math
 import os
@@ -43,10 +44,11 @@ def text_files(folder: Path | None) -> list[tuple[bytes, Path]]:
     found = []
     for parent, folders, names in os.walk(root):
         folders[:] = [f for f in folders if f not in SKIPPED_FOLDERS and not f.startswith(".")]
-        for path in (Path(parent, name) for name in names if not name.startswith(".")):
-            if path.is_file() and (folder is not None or path.suffix == ".py"):
-                name = path.relative_to(root).as_posix()
-                found.append((hashlib.sha256(os.fsencode(name)).digest(), path))
+        for name in fnmatch.filter(names, "[!.]*" if folder else "[!.]*.py"):
+            path = Path(parent, name)
+            if path.is_file():
+                digest = hashlib.sha256(os.fsencode(path.relative_to(root))).digest()
+                found.append((digest, path))
     return sorted(found)
 
 
@@ -142,10 +144,8 @@ class LanguageModelTask(Task):
         texts = load_text(settings.data.path)
         self.train, self.validation = (Windows(text, self.shape.context) for text in texts)
         if not (len(self.train) and len(self.validation)):
-            raise SettingsError(
-                f"data.path: {self.path} is too short: no file fills model.context, "
-                f"{self.shape.context} bytes"
-            )
+            cause = f"no file fills model.context, {self.shape.context} bytes"
+            raise SettingsError(f"data.path: {self.path} is too short: {cause}")
 
     def model(self) -> GPT:
         return GPT(self.shape)
