@@ -7,7 +7,8 @@
     torchrun --nproc-per-node 2 train.py --config config/local3.yaml    # the same through torchrun
 
 What is trained is a task, the built-in one or yours: see training/tasks/__init__.py. A run with
-the RUN_ID of an earlier one goes on where that one saved last.
+the RUN_ID of an earlier one goes on where that one saved last. On SIGTERM, SIGINT or SIGUSR1, and
+after train.max_seconds, it saves and leaves with code 75.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ if __name__ == "__main__":
 
 # Only now, for torch takes over a second to import, and --check and a wrong config need none of it.
 import argparse
+import contextlib
 import logging
 import math
 import os
@@ -26,14 +28,18 @@ import shlex
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 from distributed import checkpoint
+from distributed.environment import Environment
+from distributed.failure import STOPPED
+from distributed.stop import Stop
 from distributed.torch import (
+    barrier,
     beat,
     device,
     finish,
@@ -48,13 +54,14 @@ from distributed.torch import (
 from training.batches import Batches, move, share_of
 from training.optimizer import find_last_step, learning_rate, make_optimizer
 from training.progress import Limits, Meter, Progress
-from training.settings import Settings, SettingsError
+from training.settings import Settings, SettingsError, Train
 from training.tasks import Task, load_task
 
 log = logging.getLogger(__name__)
 
 
-def train(arguments: argparse.Namespace, settings: Settings) -> None:
+def train(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Train to the end, or until a stop is asked for; returns the exit code."""
     os.umask(0o077)  # logs and checkpoints are their user's alone
 
     # Who am I, and with whom?
@@ -72,14 +79,17 @@ def train(arguments: argparse.Namespace, settings: Settings) -> None:
     if environment.is_main or arguments.log_level == "DEBUG":
         logging.basicConfig(level=arguments.log_level, format="%(message)s")
     run_folder = Path(settings.checkpoint.dir) / environment.run_id
-    keep_last, accumulation = settings.checkpoint.keep_last, settings.train.grad_accumulation
+    accumulation = settings.train.grad_accumulation
+    stop = Stop(settings.train.max_seconds)
 
     # What is learnt, on what? Training data is one endless stream, validation data is shared out.
     seed_everything(settings.seed)
     with one_voice(environment):
-        if settings.resume == "never" and checkpoint.steps(run_folder):
-            raise SettingsError(f"resume: never, but {run_folder} is not empty; use a new RUN_ID")
-        batch_size = settings.train.batch_size_on(world_size)
+        saver = checkpoint.Saver(
+            run_folder, keep_last=settings.checkpoint.keep_last, enabled=environment.is_main
+        )
+        saved = find_checkpoint(settings.resume, run_folder)
+        batch_size = choose_batch_size(settings.train, world_size, saved)
         task = load_task(settings)
         loader = get_dataloader_for_distributed(
             task.train,
@@ -96,7 +106,6 @@ def train(arguments: argparse.Namespace, settings: Settings) -> None:
 
     # By which model? The weights begin the same on every rank; after them, dropout differs.
     with one_voice(environment):
-        saved = find_checkpoint(settings.resume, run_folder)
         model = task.model()
         if saved:
             model.load_state_dict(saved.model)
@@ -108,17 +117,26 @@ def train(arguments: argparse.Namespace, settings: Settings) -> None:
     optimizer = make_optimizer(model, settings.train)
     seed_everything(settings.seed, rank)
 
-    # From where? The random generators come last: opening the stream draws from them.
+    # From where? Each rank has random numbers and half-read meters of its own.
     place = saved.progress if saved else {"step": 0, "epoch": 0, "samples": 0}
     step = first_step = place["step"]
-    samples_at_once = batch_size * world_size
-    batches = Batches(loader, epoch=place["epoch"], done=place["samples"] // samples_at_once)
+    per_batch, per_epoch = batch_size * world_size, len(loader)
+    done = place["epoch"] * per_epoch + place["samples"] // per_batch
+    batches = Batches(loader, seed=settings.seed, done=done)
+    own: dict[str, Any] = {}
     if saved:
         optimizer.load_state_dict(saved.optimizer)
-        if rank < len(saved.rng):
-            checkpoint.set_rng_state(saved.rng[rank])
+        own = saved.ranks[rank] if rank < len(saved.ranks) else {}
+        if own:
+            checkpoint.set_rng_state(own["rng"])
         log.info(f"resumed    after step {step}")
-    last_step = find_last_step(settings.train, len(loader))
+        if len(saved.ranks) != world_size:
+            before, now = len(saved.ranks), world_size
+            log.info(
+                f"           on {now} processes, once {before}: the same batches, other rounding"
+            )
+    meter = Meter(own.get("meter"))
+    last_step = find_last_step(settings.train, per_epoch)
 
     size = sum(parameter.numel() for parameter in model.parameters())
     log.info(f"model      {size:,} parameters, on {world_size} x {device().type}")
@@ -126,21 +144,23 @@ def train(arguments: argparse.Namespace, settings: Settings) -> None:
     limits = Limits(first_step, last_step, settings.train.max_seconds)
     log_folder = environment.log_dir / environment.run_id
     progress = Progress(log_folder, task.unit, limits, enabled=environment.is_main)
-    meter = Meter()
     validation_loss = None
-    is_over = last_step is not None and step >= last_step
-    while not is_over:
+    is_over, is_stopped = last_step is not None and step >= last_step, False
+    beat(step, saved=step if saved else None, hang_seconds=settings.distributed.hang_seconds)
+    while not (is_over or is_stopped):
         rate = learning_rate(step, settings.train, last_step)
         for group in optimizer.param_groups:
             group["lr"] = rate
         for micro in range(accumulation):
             batch = move(next(batches), device())
+            beat(step)  # here and below: a rank that gets stuck is known by its last beat
             # Gradients travel between the ranks once a step, with the last micro-batch.
             with no_sync(model, enabled=micro < accumulation - 1):
                 with autocast(settings):
                     loss = task.loss(model, batch)
+                beat(step)
                 (loss / accumulation).backward()  # type: ignore[no-untyped-call]
-            meter.add(loss, task.weight(batch))
+            meter.add(step + 1, loss, task.weight(batch))
         if settings.train.clip_norm:
             nn.utils.clip_grad_norm_(model.parameters(), settings.train.clip_norm)
         optimizer.step()
@@ -149,37 +169,50 @@ def train(arguments: argparse.Namespace, settings: Settings) -> None:
         beat(step)
 
         is_over = step == last_step
-        if is_over or step == first_step + 1 or step % settings.train.log_every == 0:
-            # The mean is the same on every rank, so that all stop at one step.
-            mean = sync_metrics({"seconds": meter.wall(), **meter.read()})
-            is_over |= mean["seconds"] >= (settings.train.max_seconds or math.inf)
+        is_stopped = not is_over and stop.agreed()
+        is_logged = is_over or step == 1 or step % settings.train.log_every == 0
+        is_saved = is_over or is_stopped or is_time(step, settings.checkpoint.every)
+        if is_logged or is_saved:
+            mean_loss = sync_metrics({"loss": meter.loss()})["loss"]
+            if not math.isfinite(mean_loss):
+                leave_not_finite(meter, environment)
+        if is_logged:
+            speed = sync_metrics({"speed": meter.read()})["speed"] * world_size
             with meter.paused():
-                values = {"loss": mean["loss"], **task.metrics(mean["loss"]), "lr": rate}
-                values[f"{task.unit}_per_second"] = mean["speed"] * world_size
-                progress.record(step, values)
+                values = {"loss": mean_loss, **task.metrics(mean_loss), "lr": rate}
+                progress.record(step, {**values, f"{task.unit}_per_second": speed})
         progress.step(step)
-        if is_time(step, settings.train.eval_every, is_over):
+        is_validated = is_time(step, settings.train.eval_every, is_over)
+        if is_validated:
             with meter.paused():
                 # Without its wrapper, for ranks may have different numbers of batches.
-                validation_loss = evaluate(task, unwrap(model), validation, settings)
+                validation_loss = evaluate(task, unwrap(model), validation, settings, step)
                 values = {"loss": validation_loss, **task.metrics(validation_loss)}
                 progress.record(step, {f"validation_{name}": v for name, v in values.items()})
                 progress.draw()
-        if is_over or is_time(step, settings.checkpoint.every):
+        if is_saved:
             with meter.paused():
-                samples = batches.done * samples_at_once
-                place = {"step": step, "epoch": batches.epoch, "samples": samples}
+                progress.sync()
+                epoch, batch_of_epoch = divmod(batches.done, per_epoch)
+                place = {"step": step, "epoch": epoch, "samples": batch_of_epoch * per_batch}
+                place |= {"global_batch_size": per_batch * accumulation}
+                place |= {"validation_loss": validation_loss} if is_validated else {}
+                own = {"rng": checkpoint.rng_state(), "meter": meter.state()}
+                ranks = checkpoint.gather_ranks(own)
                 weights, moments = unwrap(model).state_dict(), optimizer.state_dict()
-                state = checkpoint.State(weights, moments, place, checkpoint.gather_rng_states())
-                if environment.is_main:
-                    checkpoint.save(run_folder, step, state, keep_last=keep_last)
-                    beat(step, saved=step)
+                saver.save(step, checkpoint.State(weights, moments, place, ranks))
+        saver.check()
 
+    saver.wait()
     progress.close()
+    if is_stopped:
+        log.info(f"stopped    after step {step}, which is saved ({stop.reason or 'another rank'})")
+        barrier()  # the launcher ends the ranks that are left some time after the first has gone
+        return STOPPED
     if environment.is_main:
-        speed = f"{meter.speed() * world_size:,.0f} {task.unit}/s"
+        speed_text = f"{meter.speed() * world_size:,.0f} {task.unit}/s"
         time = timedelta(seconds=round(meter.wall()))
-        print(f"done       {step} steps, {step - first_step} in {time}, {speed}")
+        print(f"done       {step} steps, {step - first_step} in {time}, {speed_text}")
         if validation_loss is not None:
             for label, text in task.summary(unwrap(model), validation_loss):
                 print(f"{label:<10} {text}".replace("\n", "\n" + 11 * " "))
@@ -187,11 +220,14 @@ def train(arguments: argparse.Namespace, settings: Settings) -> None:
         print(f"logs       {log_folder}: metrics.jsonl, loss.png, tensorboard")
         command = os.environ.get("LAUNCH_COMMAND") or shlex.join(["python", *sys.argv])
         print(f"resume     RUN_ID={shlex.quote(environment.run_id)} {command}")
+    return 0
 
 
 def find_checkpoint(resume: str, run_folder: Path) -> checkpoint.State | None:
     """Return what the run goes on from: its own newest, else, for `resume: PATH`, what is there."""
     if resume == "never":
+        if checkpoint.steps(run_folder):
+            raise SettingsError(f"resume: never, but {run_folder} is not empty; use a new RUN_ID")
         return None
     state = checkpoint.load(run_folder)
     if state is None and resume != "auto":
@@ -199,6 +235,30 @@ def find_checkpoint(resume: str, run_folder: Path) -> checkpoint.State | None:
         if state is None:
             raise SettingsError(f"resume: {resume} holds no checkpoint")
     return state
+
+
+def choose_batch_size(train: Train, world_size: int, saved: checkpoint.State | None) -> int:
+    """Return the samples of a process's micro-batch; a resumed run keeps its global batch."""
+    if saved and train.batch_size and len(saved.ranks) != world_size:
+        train = train.model_copy(
+            update={"batch_size": None, "global_batch_size": saved.progress["global_batch_size"]}
+        )
+    return train.batch_size_on(world_size)
+
+
+def leave_not_finite(meter: Meter, environment: Environment) -> NoReturn:
+    """End the run in the name of the rank whose loss was the first to be no number."""
+    first, value = meter.not_finite or (math.inf, 0.0)
+    steps = [first] * environment.world_size
+    if environment.world_size > 1:
+        torch.distributed.all_gather_object(steps, first)
+    if environment.rank != steps.index(min(steps)):
+        with contextlib.suppress(RuntimeError):  # until the launcher ends this one, too
+            barrier()
+        finish(1)
+    cause = f"the loss of step {first} is {value} on rank {environment.rank}"
+    cure = "try a lower train.learning_rate, and look at the data of that step"
+    raise FloatingPointError(f"{cause}; {cure} [loss-not-finite]")
 
 
 def autocast(settings: Settings) -> torch.autocast:
@@ -211,11 +271,14 @@ def is_time(step: int, every: int, is_over: bool = False) -> bool:
 
 
 @torch.no_grad()
-def evaluate(task: Task, model: nn.Module, own_share: DataLoader[Any], settings: Settings) -> float:
+def evaluate(
+    task: Task, model: nn.Module, own_share: DataLoader[Any], settings: Settings, step: int
+) -> float:
     """Return the mean loss over all ranks' shares, each term counted once."""
     model.eval()
     total, weight = 0.0, 0
     for batch in own_share:
+        beat(step)
         batch = move(batch, device())
         with autocast(settings):
             loss = task.loss(model, batch)
@@ -226,5 +289,5 @@ def evaluate(task: Task, model: nn.Module, own_share: DataLoader[Any], settings:
 
 
 if __name__ == "__main__":
-    train(arguments, settings)
-    finish(0)  # train()'s loaders are gone by now, and their worker processes with them
+    code = train(arguments, settings)
+    finish(code)  # train()'s loaders are gone by now, and their worker processes with them

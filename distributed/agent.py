@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import json
 import os
 import shlex
@@ -30,8 +31,9 @@ from torch.distributed.elastic.utils.api import macros
 from distributed import link, rank, runlog
 from distributed.arguments import Arguments, parse
 from distributed.attempt import Attempt, Rank, Verdict
-from distributed.environment import HEARTBEAT, new_run_id
+from distributed.environment import new_run_id
 from distributed.failure import Refused, Story, print_block, print_stop
+from distributed.heartbeat import Heartbeats
 from distributed.output import NodeLog, Stream, Terminal, open_stream
 
 
@@ -112,7 +114,8 @@ class NodeAgent:
         self.error_files = self.folder.failures
         self.log = NodeLog(self.folder.node_log)
         if self.args.node_rank == 0:
-            self.lock = self.folder.lock()
+            run_id = self.place.run_id
+            self.lock = runlog.claim(self.folder.path / "lock", f"run {run_id}")
             record = runlog.start_record(
                 self.place.run_id,
                 self.arguments,
@@ -127,8 +130,8 @@ class NodeAgent:
     def run(self) -> int:
         """Run the ranks to their end; returns the run's exit code, or in a rank that rank's."""
         gc.freeze()  # shared with all ranks from here on: no collector shall touch these pages
-        most = self.args.max_restarts
-        for number in range(most + 1):
+        reached = (-1, -1)
+        for number in itertools.count():
             ranks = self._fork_ranks(number)
             if isinstance(ranks, int):
                 return ranks
@@ -140,14 +143,21 @@ class NodeAgent:
                 hosts=self.place.hosts,
                 peers=self.peers,
                 guardian=self.guardian,
-                heartbeat=self.heartbeat,
+                heartbeats=self.heartbeats,
                 grace_s=self.args.grace_s,
             )
             verdict = attempt.watch(self.terminals)
+            before, reached = reached, max(reached, self.heartbeats.furthest(self.args.nproc))
+            self.heartbeats.close()
             first = verdict.failure
-            if first is None or attempt.signals or number == most:
+            if first is None or attempt.signals or number == self.args.max_restarts:
                 break
-            _say(f"restart {number + 1} of {most} after {first.who}: {first.cause}")
+            if number > 0 and before == reached != (-1, -1):
+                _say(f"restart {number} gained no step: there is no other")
+                break
+            _say(
+                f"restart {number + 1} of {self.args.max_restarts} after {first.who}: {first.cause}"
+            )
             self.store = None  # a fresh one, for the old keys would mislead the new ranks
             self.listener = link.listen(self.args.master_addr, self.port, is_local=True)
         self._tell(verdict)
@@ -155,8 +165,7 @@ class NodeAgent:
 
     def _fork_ranks(self, attempt: int) -> list[Rank] | int:
         """Fork the ranks of an attempt; in a rank, run it and return its exit code instead."""
-        self.heartbeat = os.memfd_create("heartbeat", 0)  # inherited, also by what a rank executes
-        os.write(self.heartbeat, HEARTBEAT.pack(-1, 0.0, -1) * self.args.nproc)
+        self.heartbeats = Heartbeats(self.args.nproc)
         ranks: list[Rank] = []
         agent = os.getpid()
         for local_rank in range(self.args.nproc):
@@ -213,7 +222,7 @@ class NodeAgent:
             "TORCHELASTIC_ERROR_FILE": error_file,
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
             "RUN_ID": self.place.run_id,
-            "HEARTBEAT_FILE": f"/proc/self/fd/{self.heartbeat}",
+            "HEARTBEAT_FILE": self.heartbeats.path,
         }
         if self.folder is not None:
             variables["LOG_DIR"] = self.folder.root

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from distributed import failure, link, processes
-from distributed.environment import HEARTBEAT
-from distributed.failure import Failure
+from distributed.failure import STOPPED, Failure
+from distributed.heartbeat import STACK_SIGNAL, Beat, Heartbeats, stack_file_of
 from distributed.output import Stream, Terminal
 
 SETTLE_S = 0.3  # after an end that looks like a consequence: the time for its cause to show
@@ -27,7 +27,7 @@ TERM_S = 1.0  # after a failure: from SIGTERM to SIGKILL
 VERDICT_S = 1.5  # after a failure, when all is over here: for the other nodes' last words
 DRAIN_S = 2.0  # at the end: for a terminal or pipe that is slow to take the last output
 SECOND_INTERRUPT_S = 0.3  # two SIGINTs closer than this are one
-STOPPED = 75  # exit code of a rank that saved and stopped on request
+STACKS_S = 1.0  # for stuck ranks to write their stacks
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _NEVER = float("inf")
 
@@ -43,6 +43,10 @@ class Rank:
     streams: tuple[Stream, Stream]  # of stdout and stderr
     error_file: Path
     code: int | None = None  # as a shell shows it; None while it runs
+
+    @property
+    def stack_file(self) -> Path:
+        return stack_file_of(self.error_file)
 
     def close(self) -> None:
         os.close(self.pidfd)
@@ -61,6 +65,17 @@ class Verdict:
     left: int = 0  # processes here that no signal ended
 
 
+@dataclass(frozen=True)
+class Behind:
+    """The rank of a node that is furthest behind; the others wait for such a one."""
+
+    rank: int
+    place: list[int]  # Beat.place
+    is_stuck: bool  # it and all that are as far have been silent for longer than their limits
+    is_stopped: bool
+    silence_s: float
+
+
 class Attempt:
     """The ranks of this node and what is known of the others'. All deadlines are monotonic."""
 
@@ -72,7 +87,7 @@ class Attempt:
         hosts: Sequence[str],
         peers: dict[int, link.Peer],
         guardian: socket.socket,
-        heartbeat: int,
+        heartbeats: Heartbeats,
         grace_s: float,
     ) -> None:
         """
@@ -80,14 +95,14 @@ class Attempt:
             hosts: host names by node rank.
             peers: on node rank 0 every other agent by node rank, elsewhere node rank 0's.
             guardian: its other end closes when the guardian dies.
-            heartbeat: file with one HEARTBEAT per local rank.
+            heartbeats: the ranks' records; the caller closes them.
         """
         self.ranks = ranks
         self.node_rank = node_rank
         self.hosts = hosts
         self.peers = peers
         self.guardian = guardian
-        self.heartbeat = heartbeat
+        self.heartbeats = heartbeats
         self.grace_s = grace_s
         self.selector = selectors.DefaultSelector()
         self.memory_kills = failure.count_memory_kills()
@@ -95,6 +110,7 @@ class Attempt:
         self.signals: list[int] = []  # stop signals that came from outside
         self.stop_codes: list[int] = []  # of ranks that stopped on request
         self.ended: set[int] = set()  # ranks that the agent itself had to stop
+        self.behind: dict[int, Behind] = {}  # each node's ranks furthest behind, on node rank 0
         self.done: dict[int, dict[str, Any]] = {}  # other nodes' last words, on node rank 0
         self.verdict: Verdict | None = None  # node rank 0's
         self.is_told = False  # node rank 0 knows that all is over here
@@ -131,7 +147,7 @@ class Attempt:
         signal.set_wakeup_fd(-1)
         for source in (wake, waker):
             source.close()
-        saved_step = self._read_heartbeat(0)[1]
+        saved_step = self.heartbeats.read(0).saved
         left = processes.end_descendants(term_s=TERM_S)
         for each in self.ranks:
             for stream in each.streams:
@@ -139,7 +155,6 @@ class Attempt:
                 stream.close()
         for terminal in terminals:
             terminal.detach(DRAIN_S)
-        os.close(self.heartbeat)
         self.selector.close()
         return self._reach_verdict(saved_step, len(left))
 
@@ -205,6 +220,10 @@ class Attempt:
                         other.send("signal", number=message["number"])
             elif kind == "failure":
                 self._fail(Failure(**message["failure"]))
+            elif kind == "beat" and message["behind"]:
+                self.behind[node] = Behind(**message["behind"])
+            elif kind == "end" and "stuck" in message:
+                self._end_stuck(message["stuck"])
             elif kind == "end":
                 self._end_ranks(0.0)
             elif kind == "done":
@@ -226,12 +245,61 @@ class Attempt:
         self._fail(Failure(fault, cause, code, host, node, time.time()))
 
     def _beat(self) -> None:
+        here = self._find_behind()
         for node, peer in list(self.peers.items()):
-            peer.send("beat")
+            peer.send("beat", behind=asdict(here) if here else None)
             if peer.is_silent:
                 self._drop_peer(
                     node, "link-lost", f"no sign of life for {link.SILENCE_S:g} s: network cut?"
                 )
+        if self.node_rank == 0 and here and not self.failures:
+            known = [here, *(self.behind[node] for node in self.peers if node in self.behind)]
+            last = [one for one in known if one.place == min(one.place for one in known)]
+            if len(known) == len(self.peers) + 1 and all(one.is_stuck for one in last):
+                suspect = max(last, key=lambda one: (one.is_stopped, one.silence_s)).rank
+                for peer in self.peers.values():
+                    peer.send("end", stuck=suspect)
+                self._end_stuck(suspect)
+
+    def _find_behind(self) -> Behind | None:
+        """The rank furthest behind on this node, and whether it and its likes are all silent."""
+        living = [each for each in self.ranks if each.code is None]
+        if not living:
+            return None
+        beats = {each.rank: self.heartbeats.read(each.local_rank) for each in living}
+        place = min(beat.place for beat in beats.values())
+        last = [each for each in living if beats[each.rank].place == place]
+        stopped = {each.rank: processes.is_stopped(each.pid) for each in last}
+        rank = max(stopped, key=lambda rank: (stopped[rank], beats[rank].silence_s))
+        silences = [beats[each.rank].silence_s > beats[each.rank].limit_s for each in last]
+        return Behind(rank, list(place), all(silences), stopped[rank], beats[rank].silence_s)
+
+    def _end_stuck(self, suspect: int) -> None:
+        """Collect the stacks of all ranks here, and kill them in the name of the suspect."""
+        living = [each for each in self.ranks if each.code is None]
+        if not living:
+            return
+        named = next((each for each in living if each.rank == suspect), living[0])
+        beat = self.heartbeats.read(named.local_rank)
+        silence = f"no sign of life for {beat.silence_s:.0f} s"
+        beating = [each for each in living if self.heartbeats.read(each.local_rank).step >= 0]
+        for signum in (STACK_SIGNAL, signal.SIGCONT):  # one that was stopped is to speak, too
+            processes.send([each.pid for each in beating], signum)
+        failure.wait_for_stacks([each.stack_file for each in beating], STACKS_S)
+        stacks = {each.rank: failure.read_stack(each.stack_file) for each in living}
+        self._fail(
+            replace(
+                self._failure_of(named, beat),
+                fault="rank-stuck",
+                cause=f"{silence}; the limit, distributed.hang_seconds, is {beat.limit_s:.0f} s",
+                code=128 + signal.SIGKILL,
+                frames=stacks[named.rank],
+                stacks=failure.group_stacks(stacks),
+                is_consequence=named.rank != suspect,
+                log=failure.short_path(str(named.stack_file)),
+            )
+        )
+        self.kill_at = time.monotonic()  # one that goes on now is not to save
 
     def _fail(self, first: Failure) -> None:
         """Note a failure, tell the other nodes, and end the ranks here."""
@@ -289,7 +357,7 @@ class Attempt:
         error = failure.read_error(each.error_file)
         if error is not None:
             cause, stack, code, when = error
-            fault = "out-of-memory" if "out of memory" in cause.lower() else "rank-error"
+            cause, fault = failure.name_fault(cause)
             frames = failure.user_frames(stack)
         else:
             code, when, frames = each.code or 1, time.time(), []
@@ -300,28 +368,31 @@ class Attempt:
             cause += f", after: {err.last_text}"
         line = err.traceback_line or err.last_line or out.last_line
         log = failure.short_path(str(out.log.path)) if out.log.path else ""
-        step, saved_step = self._read_heartbeat(each.local_rank)
-        return Failure(
+        return replace(
+            self._failure_of(each, self.heartbeats.read(each.local_rank)),
             fault=fault,
             cause=failure.one_line(cause),
             code=code,
-            host=self.hosts[self.node_rank],
-            node_rank=self.node_rank,
             time=when,
-            rank=each.rank,
-            local_rank=each.local_rank,
             frames=frames,
             is_consequence=failure.is_peer_lost(cause),
-            step=step,
-            saved_step=saved_step,
             log=f"{log}:{line}" if log and line else log,
         )
 
-    def _read_heartbeat(self, local_rank: int) -> tuple[int, int]:
-        """A rank's step, and the newest step it knows to be on disk; -1: none."""
-        record = os.pread(self.heartbeat, HEARTBEAT.size, HEARTBEAT.size * local_rank)
-        step, _, saved_step = HEARTBEAT.unpack(record)
-        return step, saved_step
+    def _failure_of(self, each: Rank, beat: Beat) -> Failure:
+        """What holds for any failure of a rank here."""
+        return Failure(
+            fault="rank-error",
+            cause="",
+            code=1,
+            host=self.hosts[self.node_rank],
+            node_rank=self.node_rank,
+            time=time.time(),
+            rank=each.rank,
+            local_rank=each.local_rank,
+            step=beat.step,
+            saved_step=beat.saved,
+        )
 
     def _last_words(self) -> dict[str, list[int]]:
         """Ranks here that lost their peer, ranks that were stopped, codes of asked-for stops."""
@@ -341,7 +412,8 @@ class Attempt:
             lost = {rank for word in words for rank in word["lost"]} - {first.rank}
             ended = {rank for word in words for rank in word["ended"]} - lost - {first.rank}
             if self.node_rank == 0:
-                first = replace(first, saved_step=saved_step)
+                stacks = [line for one in self.failures for line in one.stacks]
+                first = replace(first, saved_step=saved_step, stacks=stacks)
             verdict = Verdict(first.code, first, lost_peer=len(lost), stopped=len(ended))
         if self.node_rank == 0:
             for peer in self.peers.values():

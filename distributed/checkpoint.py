@@ -1,14 +1,18 @@
 """Checkpoints: each one whole on disk, verified when read, the same bytes on every rank.
 
-    python -m distributed.checkpoint hash DIR     one SHA-256 over the weights of a checkpoint,
-                                                  or of a run's newest, to compare two runs
+    python -m distributed.checkpoint ls DIR             the checkpoints of a run
+    python -m distributed.checkpoint verify DIR         read them, and compare with their manifests
+    python -m distributed.checkpoint export DIR FILE    the weights alone, for torch.load
+    python -m distributed.checkpoint hash DIR           one SHA-256 over the weights
 
-A run saves in a folder of its own, which only one live run at a time writes to:
+DIR is a checkpoint, or the folder of a run, of which export and hash take the newest whole one. A
+run saves in a folder of its own, which only one live run at a time writes to:
 
-    step-200/            model.pt  optimizer.pt  rng.pt  progress.json  manifest.json
+    step-200/            model.pt  optimizer.pt  ranks.pt  progress.json  manifest.json
     step-400/
     step-600.tmp-1234/   being written, or left over by a process that died: never counts
     latest -> step-400
+    best -> step-200     of those with a validation loss
 
 A checkpoint is written beside the others, flushed to the disk, and only then renamed, so that a
 folder with a name of its own is whole. Its manifest holds each file's size and SHA-256: a flipped
@@ -17,16 +21,21 @@ bit would load in silence. Needs torch alone.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import io
 import json
 import logging
+import math
 import os
 import random
 import shutil
 import sys
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +43,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distributed.heartbeat import beat
+from distributed.runlog import claim
+
 MANIFEST = "manifest.json"
+_CHUNK = 1 << 22  # bytes
 _log = logging.getLogger(__name__)
 
 
 class CheckpointError(RuntimeError):
-    """There is no whole checkpoint where one was asked for; one line that names the damage."""
+    """A checkpoint cannot be read or saved; one line that names the damage."""
 
 
 @dataclass(frozen=True)
@@ -49,55 +62,113 @@ class State:
     model: dict[str, Tensor]  # the user's own module's, not the wrapper's
     optimizer: dict[str, Any]  # as optimizer.state_dict() gives it
     progress: dict[str, Any]  # step, place in the data, and the like: anything JSON can hold
-    rng: list[dict[str, Any]]  # each rank's random generators, see rng_state
+    ranks: list[dict[str, Any]]  # what each rank has of its own, such as its rng_state
 
 
 # --- saving (rank 0 alone) ----------------------------------------------------------------------
 
 
-def save(run_folder: Path, step: int, state: State, *, keep_last: int) -> Path:
-    """Write and commit a checkpoint, delete all whole ones but the newest, and return its folder.
+class Saver:
+    """Saves a run's checkpoints in the background, one at a time; not enabled, it does nothing.
 
-    No other live process may save in the run's folder.
+    The newest `keep_last` stay, and the one with the best validation loss: the least
+    `progress["validation_loss"]`. The process must call `wait` before its end.
 
     Raises:
-        OSError: the disk is full or not writable; the checkpoints before are untouched.
+        Refused: another live process saves in this folder.
     """
-    run_folder.mkdir(parents=True, exist_ok=True)
-    for leftover in run_folder.glob("step-*.tmp-*"):
-        shutil.rmtree(leftover)
-    temporary = run_folder / f"step-{step}.tmp-{os.getpid()}"
-    _write(temporary, _encode(state))
-    final = run_folder / f"step-{step}"
-    _commit(temporary, final)
-    whole = [folder for folder in steps(run_folder) if (folder / MANIFEST).exists()]
-    for folder in whole[:-keep_last]:
-        _delete(folder)
-    return final
+
+    def __init__(self, run_folder: Path, *, keep_last: int, enabled: bool = True) -> None:
+        self.folder = run_folder
+        self.keep_last = keep_last
+        self.enabled = enabled
+        self._copies: dict[tuple[Any, ...], Tensor] = {}  # memory for them, used again
+        self._thread = threading.Thread()
+        self._error: Exception | None = None
+        if enabled:
+            run_folder.mkdir(parents=True, exist_ok=True)
+            self._lock = claim(run_folder / "lock", f"run {run_folder.name}")
+
+    def save(self, step: int, state: State) -> None:
+        """Copy the state, and write the copy in the background, once the one before is written.
+
+        Raises:
+            CheckpointError: the one before could not be written; those before it are untouched.
+        """
+        if not self.enabled:
+            return
+        self.wait()
+        copy = replace(
+            state,
+            model=self._copy(state.model, ("model",)),
+            optimizer=self._copy(state.optimizer, ("optimizer",)),
+        )
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        self._thread = threading.Thread(target=self._write, args=(step, copy), daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise the CheckpointError of the save in the background, if it has met one."""
+        if self._error is not None:
+            raise self._error
+
+    def wait(self) -> None:
+        """Wait for the save in the background; raises its CheckpointError."""
+        while self._thread.is_alive():
+            self._thread.join(1.0)
+            beat()
+        self.check()
+
+    def _copy(self, tree: Any, path: tuple[Any, ...]) -> Any:
+        """Return a tree of dicts and lists whose tensors lie in memory of ours."""
+        if isinstance(tree, dict):
+            return {key: self._copy(value, (*path, key)) for key, value in tree.items()}
+        if isinstance(tree, list | tuple):
+            return type(tree)(self._copy(value, (*path, at)) for at, value in enumerate(tree))
+        if not isinstance(tree, Tensor):
+            return tree
+        memory = self._copies.get(path)
+        if memory is None or memory.shape != tree.shape or memory.dtype != tree.dtype:
+            memory = torch.empty_like(tree, device="cpu", pin_memory=tree.is_cuda)
+            self._copies[path] = memory
+        return memory.copy_(tree, non_blocking=True)
+
+    def _write(self, step: int, state: State) -> None:
+        temporary = self.folder / f"step-{step}.tmp-{os.getpid()}"
+        try:
+            for leftover in self.folder.glob("step-*.tmp-*"):
+                shutil.rmtree(leftover)
+            _write_files(temporary, state)
+            _commit(temporary, self.folder / f"step-{step}")
+            beat(saved=step)
+            _prune(self.folder, step, self.keep_last)
+        except Exception as error:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(temporary)  # makes room, too
+            self._error = CheckpointError(f"step {step} was not saved: {error}")
 
 
-def _encode(state: State) -> dict[str, bytes]:
-    """Return what goes into each file, the manifest apart."""
-    content = {"progress.json": json.dumps(state.progress).encode()}
-    for name in ("model", "optimizer", "rng"):
-        file = io.BytesIO()
-        torch.save(getattr(state, name), file)
-        content[f"{name}.pt"] = file.getvalue()
-    return content
-
-
-def _write(folder: Path, content: dict[str, bytes]) -> None:
+def _write_files(folder: Path, state: State) -> None:
     """Write a new folder, and return when the disk has it."""
-    entries = {
-        name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        for name, data in content.items()
-    }
-    manifest = json.dumps({"version": 1, "files": entries}, indent=2).encode()
     folder.mkdir()
-    for name, data in {**content, MANIFEST: manifest}.items():
-        (folder / name).write_bytes(data)
-        _sync(folder / name)
-    _sync(folder)
+    for name in ("model", "optimizer", "ranks"):
+        torch.save(getattr(state, name), folder / f"{name}.pt")
+    (folder / "progress.json").write_text(json.dumps(state.progress))
+    files = sorted(folder.iterdir())
+    entries = {file.name: {"size": file.stat().st_size, "sha256": _hash(file)} for file in files}
+    manifest = {"version": 1, "saved": time.time(), "files": entries}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2))
+    for file in (*files, folder / MANIFEST, folder):
+        _sync(file)
+
+
+def _hash(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while chunk := opened.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _commit(temporary: Path, final: Path) -> None:
@@ -106,17 +177,37 @@ def _commit(temporary: Path, final: Path) -> None:
         _delete(final)
     temporary.rename(final)
     _sync(final.parent)
-    link = final.parent / "latest.tmp"
-    link.unlink(missing_ok=True)  # left over by a process that died
-    link.symlink_to(final.name)
-    link.replace(final.parent / "latest")
+    _point(final.parent / "latest", final)
+
+
+def _prune(run_folder: Path, step: int, keep_last: int) -> None:
+    """Delete old checkpoints, and those of later steps: the run went on without them."""
+    whole = [folder for folder in steps(run_folder) if not _damage(folder)]
+    kept = [folder for folder in whole if _step_of(folder) <= step][-keep_last:]
+    best = min(whole, key=_validation_loss)
+    if math.isfinite(_validation_loss(best)):
+        _point(run_folder / "best", best)
+        kept.append(best)
+    for folder in whole:
+        if folder not in kept:
+            _delete(folder)
+
+
+def _point(link: Path, target: Path) -> None:
+    """Make or move a symbolic link to a neighbour, in one step."""
+    new = link.with_name(f"{link.name}.tmp")
+    new.unlink(missing_ok=True)  # left over by a process that died
+    new.symlink_to(target.name)
+    new.replace(link)
 
 
 def _sync(path: Path) -> None:
     """Wait until the disk has a file's content, or a folder's names."""
     fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _delete(folder: Path) -> None:
@@ -132,7 +223,11 @@ def _delete(folder: Path) -> None:
 def steps(run_folder: Path) -> list[Path]:
     """Return the committed checkpoints of a run, oldest first. They may still be damaged."""
     found = [path for path in run_folder.glob("step-*") if path.name[5:].isdecimal()]
-    return sorted(found, key=lambda path: int(path.name[5:]))
+    return sorted(found, key=_step_of)
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name[5:])
 
 
 def load(folder: Path) -> State | None:
@@ -161,10 +256,14 @@ def load(folder: Path) -> State | None:
     return _decode(content) if content else None
 
 
+def _candidates(folder: Path) -> list[Path]:
+    """Return the checkpoint itself, or all of a run's, the newest first."""
+    return [folder] if (folder / MANIFEST).exists() else steps(folder)[::-1]
+
+
 def _read_newest(folder: Path) -> dict[str, bytes]:
-    candidates = [folder] if (folder / MANIFEST).exists() else steps(folder)[::-1]
     damage = []
-    for candidate in candidates:
+    for candidate in _candidates(folder):
         try:
             return _read(candidate)
         except CheckpointError as error:
@@ -177,18 +276,36 @@ def _read_newest(folder: Path) -> dict[str, bytes]:
 
 def _read(folder: Path) -> dict[str, bytes]:
     """Return the content of a checkpoint's files, each just as its manifest says."""
-    try:
-        entries = json.loads((folder / MANIFEST).read_bytes())["files"]
-        content = {name: (folder / name).read_bytes() for name in entries}
-        hashes = {name: hashlib.sha256(data).hexdigest() for name, data in content.items()}
-        changed = [name for name in entries if hashes[name] != entries[name]["sha256"]]
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{folder}: unreadable ({error})") from None
-    if changed:
-        name = changed[0]
-        sizes = f"{len(content[name])} bytes, once {entries[name].get('size')}"
-        raise CheckpointError(f"{folder}/{name}: is not what was written ({sizes}; SHA-256)")
+    if damage := _damage(folder):
+        raise CheckpointError(damage)
+    content = {}
+    for name, entry in _manifest(folder)["files"].items():
+        content[name] = (folder / name).read_bytes()
+        if hashlib.sha256(content[name]).hexdigest() != entry["sha256"]:
+            raise CheckpointError(f"{folder}/{name}: is not what was written (SHA-256)")
     return content
+
+
+def _damage(folder: Path) -> str:
+    """Return what can be seen to be wrong without reading the files, or nothing."""
+    try:
+        for name, entry in _manifest(folder)["files"].items():
+            size = (folder / name).stat().st_size
+            if size != entry["size"]:
+                return f"{folder}/{name}: has {size} bytes, once {entry['size']}"
+    except (OSError, ValueError, KeyError) as error:
+        return f"{folder}: unreadable ({error})"
+    return ""
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
+    return manifest
+
+
+def _validation_loss(folder: Path) -> float:
+    loss = json.loads((folder / "progress.json").read_bytes()).get("validation_loss")
+    return math.inf if loss is None else loss
 
 
 def _share(content: bytes | None, size: int) -> bytes:
@@ -199,27 +316,27 @@ def _share(content: bytes | None, size: int) -> bytes:
     else:
         tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(where)
     dist.broadcast(tensor, 0)
-    return _to_bytes(tensor.cpu())
+    return content or _to_bytes(tensor.cpu())
 
 
 def _decode(content: dict[str, bytes]) -> State:
     tensors = {
         name: torch.load(io.BytesIO(content[f"{name}.pt"]), map_location="cpu", weights_only=True)
-        for name in ("model", "optimizer", "rng")
+        for name in ("model", "optimizer", "ranks")
     }
     return State(progress=json.loads(content["progress.json"]), **tensors)
 
 
-# --- random generators --------------------------------------------------------------------------
+# --- what each rank has of its own --------------------------------------------------------------
 
 
-def gather_rng_states() -> list[dict[str, Any]]:
-    """Return every rank's rng_state on rank 0, and an empty list on the others."""
+def gather_ranks(own: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what every rank gives on rank 0, and an empty list on the others."""
     if not dist.is_initialized():
-        return [rng_state()]
-    states: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
-    dist.gather_object(rng_state(), states or None)
-    return states
+        return [own]
+    all_of_them: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
+    dist.gather_object(own, all_of_them or None)
+    return all_of_them
 
 
 def rng_state() -> dict[str, Any]:
@@ -234,7 +351,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Take up an rng_state again. Make `iter(loader)` first: that draws a number too."""
+    """Take up an rng_state again. Make `iter(loader)` first: that may draw a number too."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
@@ -243,7 +360,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
         sys.modules["numpy"].random.set_state(state["numpy"])
 
 
-# --- comparing ----------------------------------------------------------------------------------
+# --- the command line ---------------------------------------------------------------------------
 
 
 def weights_hash(weights: dict[str, Tensor]) -> str:
@@ -261,19 +378,63 @@ def _to_bytes(tensor: Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
-def main(arguments: list[str]) -> int:
-    if len(arguments) != 2 or arguments[0] != "hash":
-        print("usage: python -m distributed.checkpoint hash DIR", file=sys.stderr)
+def _list(folder: Path) -> int:
+    for path in _candidates(folder)[::-1]:
+        if damage := _damage(path):
+            print(f"{path.name:<14} damaged: {damage}")
+            continue
+        manifest, loss = _manifest(path), _validation_loss(path)
+        size = sum(entry["size"] for entry in manifest["files"].values()) / 1e6
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest["saved"]))
+        names = [n for n in ("latest", "best") if (path.parent / n).resolve() == path.resolve()]
+        text = f"validation loss {loss:.4f}" if math.isfinite(loss) else ""
+        print(f"{path.name:<14} {size:10.1f} MB   {saved}   {text:<24} {' '.join(names)}".rstrip())
+    return 0
+
+
+def _verify(folder: Path) -> int:
+    code = 0
+    for path in _candidates(folder)[::-1]:
+        try:
+            _read(path)
+            print(f"{path.name:<14} whole")
+        except CheckpointError as error:
+            print(f"{path.name:<14} damaged: {error}")
+            code = 1
+    return code
+
+
+def _export(folder: Path, file: str) -> int:
+    torch.save(_decode(_read_newest(folder)).model, file)
+    return 0
+
+
+def _print_hash(folder: Path) -> int:
+    print(weights_hash(_decode(_read_newest(folder)).model))
+    return 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Do what the command line says; returns the exit code, 1 where verify finds damage."""
+    commands: dict[str, Callable[..., int]] = {
+        "ls": _list,
+        "verify": _verify,
+        "export": _export,
+        "hash": _print_hash,
+    }
+    verb, *rest = arguments or [""]
+    if len(rest) != 1 + (verb == "export") or verb not in commands:
+        usage = "ls DIR | verify DIR | export DIR FILE | hash DIR"
+        print(f"usage: python -m distributed.checkpoint {usage}", file=sys.stderr)
         return 2
+    folder = Path(rest[0])
     try:
-        found = load(Path(arguments[1]))
-        if found is None:
-            raise CheckpointError(f"{arguments[1]}: holds no checkpoint")
-    except CheckpointError as error:
+        if not _candidates(folder):
+            raise CheckpointError(f"{folder} holds no checkpoint")
+        return commands[verb](folder, *rest[1:])
+    except (CheckpointError, OSError) as error:
         print(f"checkpoint: {error}", file=sys.stderr)
         return 2
-    print(weights_hash(found.model))
-    return 0
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import struct
 import sys
 import time
 import zlib
@@ -20,9 +19,6 @@ from pathlib import Path
 
 from distributed import hostlist
 
-# A rank's record in HEARTBEAT_FILE, at its local rank's place: optimizer steps done, seconds since
-# the epoch, step of the newest checkpoint on disk; -1: none yet.
-HEARTBEAT = struct.Struct("<qdq")
 INTERACTIVE_STEP = "4294967290"  # SLURM_STEP_ID in the shell that salloc opens on a node
 
 

@@ -7,7 +7,8 @@ import os
 import re
 import signal
 import sysconfig
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
@@ -20,7 +21,15 @@ _PEER_LOST = re.compile(
     r"|timed out waiting .* for (send|recv) operation",
     re.IGNORECASE,
 )
-_FRAME = re.compile(r'^ {2}File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)$')
+# As in a traceback, or as faulthandler has it.
+_FRAME = re.compile(r'^ {2}File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$')
+STOPPED = 75  # exit code of a rank or run that saved and stopped on request
+# An error whose words tell the fault. Others may name theirs themselves: `cause; cure [fault]`.
+_FAULTS = {
+    "out-of-memory": re.compile("out of memory", re.IGNORECASE),
+    "disk-full": re.compile(r"no space left|quota exceeded|unexpected pos \d+ vs", re.IGNORECASE),
+    "dir-unwritable": re.compile("read-only file system", re.IGNORECASE),
+}
 _SHOWN_FRAMES = 3
 _LONGEST = 300  # characters of a cause
 _MEANING = {
@@ -60,6 +69,7 @@ class Failure:
     step: int = -1  # -1: unknown
     saved_step: int = -1
     log: str = ""
+    stacks: Sequence[str] = field(default_factory=tuple)  # of all ranks, where they were stuck
 
     @property
     def who(self) -> str:
@@ -83,6 +93,15 @@ def read_error(path: Path) -> tuple[str, str, int, float] | None:
         return message, "", 1, raised
     stack = message.get("extraInfo", {}).get("py_callstack", "")
     return message.get("message", ""), stack, message.get("errorCode", 1), raised
+
+
+def name_fault(cause: str) -> tuple[str, str]:
+    """An error's words, without the fault's name if they end in one, and that name."""
+    named = re.fullmatch(r"(.*) \[([a-z-]+)\]", cause.splitlines()[0] if cause else "")
+    if named:
+        return named[1], named[2]
+    found = (fault for fault, words in _FAULTS.items() if words.search(cause))
+    return cause, next(found, "rank-error")
 
 
 def explain(code: int, *, out_of_memory: bool = False) -> tuple[str, str]:
@@ -128,7 +147,8 @@ def is_peer_lost(message: str) -> bool:
 
 def user_frames(stack: str) -> list[str]:
     """The last frames of the user's own code, innermost first: `file:line in name`."""
-    foreign = (os.path.dirname(__file__) + os.sep, sysconfig.get_path("stdlib") + os.sep, "<")
+    ours, standard = Path(__file__).parent, sysconfig.get_path("stdlib")
+    foreign = (f"{ours}{os.sep}", f"{ours.parent / 'scripts'}{os.sep}", f"{standard}{os.sep}", "<")
     found = []
     for match in map(_FRAME.match, stack.splitlines()):
         if match is None:
@@ -138,6 +158,34 @@ def user_frames(stack: str) -> list[str]:
             continue
         found.append(f"{short_path(file)}:{match['line']} in {match['name']}")
     return found[-1 : -_SHOWN_FRAMES - 1 : -1]
+
+
+def wait_for_stacks(files: Sequence[Path], limit_s: float) -> None:
+    """Wait until the ranks have written their stacks, or the time is up: some may never."""
+    deadline = time.monotonic() + limit_s
+    sizes: list[int] = []
+    while time.monotonic() < deadline:
+        before, sizes = sizes, [file.stat().st_size for file in files]
+        if all(sizes) and sizes == before:
+            return
+        time.sleep(0.05)
+
+
+def read_stack(file: Path) -> list[str]:
+    """The main thread's own frames in what faulthandler wrote, innermost first."""
+    try:
+        main_thread = file.read_text().rpartition("hread 0x")[2]  # it comes last
+    except OSError:
+        return []
+    return user_frames("\n".join(reversed(main_thread.splitlines())))
+
+
+def group_stacks(stacks: Mapping[int, Sequence[str]]) -> list[str]:
+    """One line for all ranks that are at one place."""
+    ranks: dict[str, list[str]] = {}
+    for rank, frames in stacks.items():
+        ranks.setdefault(" < ".join(frames) or "no Python stack", []).append(str(rank))
+    return [f"rank {', '.join(numbers)}: {place}" for place, numbers in ranks.items()]
 
 
 def short_path(path: str) -> str:
@@ -171,6 +219,7 @@ def print_block(failure: Failure, story: Story, out: TextIO) -> None:
         ("FAILED", f"{failure.who} {after}{at_step}       [{failure.fault}]"),
         ("cause", failure.cause),
         *(("", frame) for frame in failure.frames),
+        *(("stacks", line) for line in failure.stacks),
         ("code", f"{failure.code}{_signal_name(failure.code)}"),
         ("others", _others(story)),
     ]
@@ -191,7 +240,9 @@ def print_block(failure: Failure, story: Story, out: TextIO) -> None:
 
 def print_stop(code: int, story: Story, out: TextIO) -> None:
     """Print the line for a run that was stopped on request."""
-    how = "after saving a checkpoint" if code == 75 else f"by {_signal_name(code).strip(' ()')}"
+    how = (
+        "after saving a checkpoint" if code == STOPPED else f"by {_signal_name(code).strip(' ()')}"
+    )
     print(f"stopped  {how} (code {code}); nothing is left running", file=out)
     if story.command:
         print(f"resume   RUN_ID={story.run_id} {story.command}", file=out)

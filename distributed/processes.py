@@ -65,6 +65,14 @@ def descendants(root: int) -> list[int]:
     return found
 
 
+def is_stopped(pid: int) -> bool:
+    """True for a process that a signal, or a debugger, has stopped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def send(pids: Iterable[int], signum: int) -> None:
     """Send a signal to each process that still exists."""
     for pid in pids:

@@ -48,23 +48,6 @@ class RunFolder:
         _link(self.root / "latest", self.run_id)
         _link(self.root / self.node_log.name, f"{self.run_id}/{self.node_log.name}")
 
-    def lock(self) -> int:
-        """Claim the run for this process and its descendants; the kernel frees it at their end.
-
-        Raises:
-            Refused: a live process has it.
-        """
-        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(fd, 1000, 0).decode()
-            cure = "wait for its end, or choose another RUN_ID"
-            raise Refused("run-is-live", f"run {self.run_id} is live: {holder}; {cure}") from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        return fd
-
     def write_record(self, fields: Mapping[str, Any]) -> None:
         """Merge `fields` into run.json, in one step."""
         path = self.path / "run.json"
@@ -76,6 +59,24 @@ class RunFolder:
         with open(handle, "w", encoding="utf-8") as file:
             json.dump(record, file, indent=2)
         os.replace(name, path)
+
+
+def claim(path: Path, what: str) -> int:
+    """Lock a file for this process; the kernel frees it at the process's end.
+
+    Raises:
+        Refused: a live process has it.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        holder = os.pread(fd, 1000, 0).decode()
+        cure = "wait for its end, or choose another RUN_ID"
+        raise Refused("run-is-live", f"{what} is live: {holder}; {cure}") from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    return fd
 
 
 def _link(path: Path, target: str) -> None:

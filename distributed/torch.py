@@ -14,15 +14,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import functools
 import logging
-import mmap
 import os
 import random
 import socket
 import struct
 import sys
-import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -34,7 +31,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from distributed.environment import HEARTBEAT, Environment, LauncherError, detect
+from distributed.environment import Environment, LauncherError, detect
+from distributed.heartbeat import beat as beat
 
 STRATEGIES = ("auto", "single", "dp", "ddp")
 
@@ -305,27 +303,6 @@ def sync_metrics(values: Mapping[str, float], *, weight: float = 1.0) -> dict[st
     dist.all_reduce(sums)
     means = dict(zip(names, (sums[:-1] / sums[-1]).tolist(), strict=True))
     return {name: means[name] for name in values}
-
-
-def beat(step: int, saved: int | None = None) -> None:
-    """Tell the node agent, where there is one, the step reached and the step `saved` just now."""
-    record = _heartbeat()
-    if record is None:
-        return
-    struct.pack_into("<qd", record, 0, step, time.time())
-    if saved is not None:
-        struct.pack_into("<q", record, 16, saved)
-
-
-@functools.cache
-def _heartbeat() -> memoryview | None:
-    """Map this rank's record of the agent's file, once."""
-    env = detect()
-    if env.heartbeat_file is None:
-        return None
-    with open(env.heartbeat_file, "r+b") as file:
-        records = memoryview(mmap.mmap(file.fileno(), 0))
-    return records[HEARTBEAT.size * env.local_rank :]
 
 
 def finish(code: int = 0) -> NoReturn:

@@ -38,19 +38,20 @@ def one_voice(environment: Environment) -> Iterator[None]:
     import torch.distributed as dist
 
     from distributed.checkpoint import CheckpointError
+    from distributed.failure import Refused
     from distributed.torch import barrier
 
     mistake = None
     try:
         yield
-    except (SettingsError, LauncherError, CheckpointError) as error:
+    except (SettingsError, LauncherError, CheckpointError, Refused) as error:
         mistake = str(error) if environment.is_main else f"rank {environment.rank}: {error}"
     mistakes = [mistake] * environment.world_size
     if environment.world_size > 1:
         dist.all_gather_object(mistakes, mistake)
-    if any(mistakes):
+    if first := next(filter(None, mistakes), None):
         if environment.is_main:
-            _complain(f"{next(filter(None, mistakes))}")
+            _complain(first)
         barrier()  # as soon as one leaves, the launcher ends the others
         if not environment.is_main:
             with contextlib.suppress(RuntimeError):

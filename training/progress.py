@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -16,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -30,31 +33,52 @@ _log = logging.getLogger(__name__)
 class Meter:
     """Loss and speed of one rank, without waiting for the device between two readings."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: Mapping[str, float] | None = None) -> None:
         self._start = self._since = time.perf_counter()  # of all, and of this reading's time
-        self._loss: Tensor | float = 0.0
-        self._terms = 0
+        self._new: list[tuple[int, Tensor, int]] = []  # step, loss, terms
+        self._sums = dict(state or {"loss": 0.0, "terms": 0})  # since the last reading
+        self._terms = 0  # of this process's own
         self._all_terms = 0
         self._all_seconds = 0.0
+        self.not_finite: tuple[int, float] | None = None  # the first such loss: its step, and it
 
     def wall(self) -> float:
         """Return the seconds since the meter was made."""
         return time.perf_counter() - self._start
 
-    def add(self, loss: Tensor, terms: int) -> None:
+    def add(self, step: int, loss: Tensor, terms: int) -> None:
         """Take in one micro-batch: its mean loss, and how many terms that is over."""
-        self._loss = self._loss + loss.detach() * terms
-        self._terms += terms
+        self._new.append((step, loss.detach(), terms))
 
-    def read(self) -> dict[str, float]:
-        """Return the mean loss and the speed, in terms per second, since the last reading."""
-        loss = float(self._loss) / self._terms  # waits for the device
+    def state(self) -> dict[str, float]:
+        """Return the sums since the last reading, for a meter that is to go on from here."""
+        if self._new:
+            losses = torch.stack(
+                [loss for _, loss, _ in self._new]
+            ).tolist()  # waits for the device
+            for (step, _, terms), loss in zip(self._new, losses, strict=True):
+                self._sums["loss"] += loss * terms
+                self._sums["terms"] += terms
+                self._terms += terms
+                if not math.isfinite(loss) and self.not_finite is None:
+                    self.not_finite = step, loss
+            self._new.clear()
+        return dict(self._sums)
+
+    def loss(self) -> float:
+        """Return the mean loss since the last reading."""
+        sums = self.state()
+        return sums["loss"] / sums["terms"]
+
+    def read(self) -> float:
+        """Begin a new reading; returns the terms per second of the one that ends."""
+        self.state()
         now = time.perf_counter()
         seconds, terms = now - self._since, self._terms
         self._all_seconds += seconds
         self._all_terms += terms
-        self._since, self._loss, self._terms = now, 0.0, 0
-        return {"loss": loss, "speed": terms / seconds}
+        self._since, self._terms, self._sums = now, 0, {"loss": 0.0, "terms": 0}
+        return terms / seconds
 
     def speed(self) -> float:
         """Return the terms per second over all readings."""
@@ -88,12 +112,13 @@ class Limits:
 class Progress:
     """Shows and records on rank 0; on any other rank every method does nothing.
 
-    The folder is the run's, and may hold metrics.jsonl from before; the unit is what the speed
-    counts, such as "tokens".
+    The folder is the run's, and may hold metrics.jsonl from before: what it says of steps that a
+    resumed run will do again is taken out. The unit is what the speed counts, such as "tokens".
     """
 
     def __init__(self, folder: Path, unit: str, limits: Limits, *, enabled: bool) -> None:
         self._folder = folder
+        self._metrics = folder / "metrics.jsonl"
         self._unit = unit
         self._limits = limits
         self._enabled = enabled
@@ -104,6 +129,7 @@ class Progress:
         self._events: EventFileWriter | None = None
         if enabled:
             folder.mkdir(parents=True, exist_ok=True)
+            self._forget_later(limits.first_step)
             if sys.stderr.isatty() and _log.isEnabledFor(logging.INFO):
                 self._bar = _open_bar(limits)
 
@@ -137,7 +163,7 @@ class Progress:
         if not self._enabled:
             return
         line = {"step": step, **values, "time": round(time.time(), 3)}
-        with (self._folder / "metrics.jsonl").open("a") as file:
+        with self._metrics.open("a") as file:
             file.write(json.dumps(line) + "\n")
         if "loss" in values:
             speed = f"{values[f'{self._unit}_per_second']:,.0f} {self._unit}/s"
@@ -175,15 +201,28 @@ class Progress:
         figure.savefig(temporary, format="png")
         temporary.replace(self._folder / "loss.png")  # a viewer never sees half a picture
 
+    def sync(self) -> None:
+        """Return when the disk has the metrics: a checkpoint may count on them."""
+        if self._enabled and self._metrics.exists():
+            with self._metrics.open("rb") as file:
+                os.fsync(file.fileno())
+
+    def _forget_later(self, first_step: int) -> None:
+        kept = [line for line in self._lines() if line["step"] <= first_step]
+        temporary = self._folder / ".metrics.jsonl"
+        temporary.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
+        temporary.replace(self._metrics)
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        if not self._metrics.exists():
+            return
+        for text in self._metrics.read_text().splitlines():
+            with contextlib.suppress(ValueError):  # half a line, from a process that was killed
+                yield json.loads(text)
+
     def _curve(self, name: str) -> dict[int, float]:
-        """Return the values by step, all of the run's, without the steps that a resume undid."""
-        lines: list[dict[str, Any]] = []
-        for text in (self._folder / "metrics.jsonl").read_text().splitlines():
-            line = json.loads(text)
-            while lines and lines[-1]["step"] > line["step"]:
-                lines.pop()
-            lines.append(line)
-        return {line["step"]: line[name] for line in lines if name in line}
+        """Return the values by step, all of the run's."""
+        return {line["step"]: line[name] for line in self._lines() if name in line}
 
 
 def _open_bar(limits: Limits) -> Bar:

@@ -58,8 +58,8 @@ class LanguageModel(Section):
 
 
 class Train(Section):
-    max_steps: Count | None = None  # the first of these three ends the run
-    max_seconds: Seconds | None = None  # looked at every log_every steps
+    max_steps: Count | None = None  # this or epochs, whichever comes first, ends the run
+    max_seconds: Seconds | None = None  # then it saves and stops, to be resumed
     epochs: Count | None = None
     batch_size: Count | None = None  # samples per process and micro-batch; or else:
     global_batch_size: Count | None = None  # samples per optimizer step, over all processes
@@ -88,18 +88,16 @@ class Train(Section):
         assert self.global_batch_size is not None
         shares = world_size * self.grad_accumulation
         if self.global_batch_size % shares:
-            raise SettingsError(
-                f"train.global_batch_size: {self.global_batch_size} does not divide by {shares} "
-                f"({world_size} processes x {self.grad_accumulation} accumulated); "
-                f"use a multiple of {shares}"
-            )
+            parts = f"{world_size} processes x {self.grad_accumulation} accumulated"
+            cause = f"{self.global_batch_size} does not divide by {shares} ({parts})"
+            raise SettingsError(f"train.global_batch_size: {cause}; use a multiple of {shares}")
         return self.global_batch_size // shares
 
 
 class Checkpoint(Section):
     dir: str = "checkpoints"  # a run saves in <dir>/<run id>/
     every: Interval = 0  # 0: only at the end
-    keep_last: Count = 3  # whole checkpoints of the run, older ones are deleted
+    keep_last: Count = 3  # whole checkpoints of the run; of the others, only the best stays
 
 
 class MixedPrecision(Section):
@@ -112,6 +110,7 @@ class Distributed(Section):
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     join_timeout: Seconds = 300  # until all ranks must have met
     timeout: Seconds = 1800  # of one collective
+    hang_seconds: Seconds | None = None  # a rank silent for so long is stuck; null: by its steps
     find_unused_parameters: bool = False
     mixed_precision: MixedPrecision = MixedPrecision()
 
@@ -144,10 +143,8 @@ class Settings(Section):
         if not (module and name):
             raise ValueError(f"{task!r} is neither {BUILT_IN_TASK} nor module:Class")
         if importlib.machinery.PathFinder.find_spec(module.partition(".")[0]) is None:
-            raise ValueError(
-                f"there is no module {module}; put {module}.py into this folder, into the "
-                "config's, or on PYTHONPATH"
-            )
+            cure = f"put {module}.py into this folder, into the config's, or on PYTHONPATH"
+            raise ValueError(f"there is no module {module}; {cure}")
         return task
 
 
@@ -166,9 +163,6 @@ def _known_keys(section: type[Section], prefix: str = "") -> Iterator[tuple[str,
 KNOWN = dict(_known_keys(Settings))  # the type of each setting by its full path
 
 
-# --- reading ------------------------------------------------------------------------------------
-
-
 def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
     """Read a config, lay it over its defaults, lay the `key=value` overrides over it, and check it.
 
@@ -177,13 +171,13 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
     """
     config = _read_file(path)
     names = config.pop("defaults", [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, list):
         raise SettingsError(f"{path}: defaults: should be a list of names, such as [distributed]")
     defaults = [path.parent / f"{name}.yaml" for name in names]
     layers = {str(file): _read_file(file) for file in defaults}
     layers |= {str(path): config, COMMAND_LINE: _read_overrides(overrides)}
     tree: Tree = {}
-    sources = {"": str(path)}
+    sources = {"": str(path)}  # of each key the file that has the last word, or the command line
     for source, layer in layers.items():
         sources |= dict.fromkeys(_paths(layer), source)
         train = layer.get("train", {})
@@ -209,13 +203,11 @@ def _paths(tree: Tree, prefix: str = "") -> Iterator[str]:
             yield from _paths(value, f"{prefix}{key}.")
 
 
-def _merge(below: Tree, above: Tree) -> Tree:
+def _merge(below: Any, above: Any) -> Any:
     """Return the settings of both; where both have one, that of `above`."""
-    merged = {**below, **above}
-    for key, value in above.items():
-        if isinstance(value, dict) and isinstance(below.get(key), dict):
-            merged[key] = _merge(below[key], value)
-    return merged
+    if not (isinstance(below, dict) and isinstance(above, dict)):
+        return above
+    return below | {key: _merge(below.get(key), value) for key, value in above.items()}
 
 
 class _Loader(yaml.SafeLoader):
@@ -246,12 +238,11 @@ def _read_file(path: Path) -> Tree:
         raise SettingsError(f"{path}: no such file; {cure}") from None
     except OSError as error:
         raise SettingsError(f"{path}: {error.strerror}") from None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: the 13th month, say
+        mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise SettingsError(f"{path}: {place}not YAML: {error.problem}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise SettingsError(f"{path}: not YAML: {str(error).splitlines()[0]}") from None
+        cause = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise SettingsError(f"{path}: {place}not YAML: {cause}") from None
     if not isinstance(tree, dict):
         raise SettingsError(f"{path}: should hold `key: value` lines")
     return tree
@@ -281,7 +272,7 @@ def _parse(key: str, text: str) -> Any:
         return text
     try:
         value = yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError):  # ValueError: the 13th month, say
+    except (yaml.YAMLError, ValueError):
         return text
     return value if isinstance(value, bool | int | float | list) else text
 

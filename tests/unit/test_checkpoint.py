@@ -6,11 +6,13 @@ import hashlib
 import json
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,12 +21,28 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
 from distributed import checkpoint
-from distributed.checkpoint import CheckpointError, State, load, save, weights_hash
+from distributed.checkpoint import CheckpointError, Saver, State, load, weights_hash
+from distributed.failure import Refused
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def make_state(step: int) -> State:
+def save(run: Path, step: int, state: State, *, keep_last: int) -> Path:
+    """Save one checkpoint, and return its folder when it is on the disk."""
+    saver = Saver(run, keep_last=keep_last)
+    try:
+        saver.save(step, state)
+        saver.wait()
+    finally:
+        os.close(saver._lock)
+    return run / f"step-{step}"
+
+
+def names(run: Path) -> list[str]:
+    return sorted(set(os.listdir(run)) - {"lock"})
+
+
+def make_state(step: int, **progress: float) -> State:
     """A model and an AdamW that has made one step; the weights are all `step`."""
     model = nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -32,8 +50,9 @@ def make_state(step: int) -> State:
     optimizer.step()
     for parameter in model.parameters():
         nn.init.constant_(parameter, step)
-    place = {"step": step, "epoch": 0, "samples": 8}
-    return State(model.state_dict(), optimizer.state_dict(), place, [checkpoint.rng_state()])
+    place = {"step": step, "epoch": 0, "samples": 8, **progress}
+    own = {"rng": checkpoint.rng_state()}
+    return State(model.state_dict(), optimizer.state_dict(), place, [own])
 
 
 def newest_step(run: Path) -> int:
@@ -51,7 +70,7 @@ def in_a_child(action: Callable[[], object]) -> int:
         try:
             action()
             code = 0
-        except OSError:
+        except CheckpointError:
             code = 3
         finally:
             os._exit(code)
@@ -90,7 +109,7 @@ def test_a_run_without_checkpoints_has_none(tmp_path: Path) -> None:
 def test_the_newest_stay_and_latest_points_at_the_last(tmp_path: Path) -> None:
     for step in (8, 9, 10, 11):
         save(tmp_path, step, make_state(step), keep_last=2)
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-10", "step-11"]
+    assert names(tmp_path) == ["latest", "step-10", "step-11"]
     assert os.readlink(tmp_path / "latest") == "step-11"
     assert newest_step(tmp_path) == 11
 
@@ -102,7 +121,7 @@ def test_what_is_not_whole_never_counts(tmp_path: Path) -> None:
     (tmp_path / "step-4.tmp-99").mkdir()
     assert newest_step(tmp_path) == 2
     save(tmp_path, 5, make_state(5), keep_last=2)
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-2", "step-3", "step-5"]
+    assert names(tmp_path) == ["latest", "step-2", "step-3", "step-5"]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +131,7 @@ def test_what_is_not_whole_never_counts(tmp_path: Path) -> None:
         lambda folder: flip_a_bit(folder / "optimizer.pt"),
         lambda folder: flip_a_bit(folder / "manifest.json"),
         lambda folder: os.truncate(folder / "model.pt", 100),
-        lambda folder: (folder / "rng.pt").unlink(),
+        lambda folder: (folder / "ranks.pt").unlink(),
         lambda folder: (folder / "manifest.json").unlink(),
     ],
     ids=["model", "optimizer", "manifest", "cut", "file missing", "manifest missing"],
@@ -156,7 +175,7 @@ def test_killed_at_any_moment_a_whole_one_is_left(
 
     for owner, name in (
         (os, "fsync"), (os, "mkdir"), (os, "rename"), (os, "replace"), (os, "symlink"),
-        (os, "unlink"), (os, "rmdir"),
+        (os, "unlink"), (os, "rmdir"), (torch, "save"), (checkpoint, "_hash"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, deadly(getattr(owner, name)))
     calls_left = 1000
@@ -176,6 +195,47 @@ def test_killed_at_any_moment_a_whole_one_is_left(
     assert os.readlink(tmp_path / "latest") == f"step-{newest}"
 
 
+def test_the_best_stays_too(tmp_path: Path) -> None:
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None)):
+        progress = {"validation_loss": loss} if loss else {}
+        save(tmp_path, step, make_state(step, **progress), keep_last=1)
+    assert names(tmp_path) == ["best", "latest", "step-2", "step-4"]
+    assert os.readlink(tmp_path / "best") == "step-2"
+
+
+def test_what_a_run_went_back_behind_is_deleted(tmp_path: Path) -> None:
+    """Else the damaged one, being the newest, would stay in the place of a good one."""
+    for step in (1, 2, 3):
+        save(tmp_path, step, make_state(step), keep_last=2)
+    flip_a_bit(tmp_path / "step-3/model.pt")
+    assert newest_step(tmp_path) == 2
+    save(tmp_path, 2, make_state(2), keep_last=1)
+    assert names(tmp_path) == ["latest", "step-2"]
+
+
+def test_what_changes_after_the_call_is_not_saved(tmp_path: Path) -> None:
+    state = make_state(1)
+    saver = Saver(tmp_path, keep_last=1)
+    for step in (1, 2):
+        nn.init.constant_(state.model["weight"], step)
+        saver.save(step, replace(state, progress={"step": step}))
+        state.model["weight"].zero_()
+    saver.wait()
+    assert newest_step(tmp_path) == 2
+
+
+def test_two_live_runs_cannot_save_in_one_folder(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, keep_last=1)
+    holder = f"is live: process {os.getpid()} on .*run-is-live"
+
+    def save_too() -> None:
+        with pytest.raises(Refused, match=holder):
+            Saver(tmp_path, keep_last=1)
+
+    assert in_a_child(save_too) == 0
+    os.close(saver._lock)
+
+
 def test_a_full_disk_leaves_the_one_before(tmp_path: Path) -> None:
     save(tmp_path, 1, make_state(1), keep_last=1)
     state = make_state(2)
@@ -186,6 +246,17 @@ def test_a_full_disk_leaves_the_one_before(tmp_path: Path) -> None:
 
     assert os.waitstatus_to_exitcode(in_a_child(save_within_20_kb)) == 3
     assert newest_step(tmp_path) == 1
+    assert names(tmp_path) == ["latest", "step-1"], "half of one takes up room"
+
+
+def test_an_error_in_the_background_ends_the_run(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, keep_last=1)
+    (tmp_path / "step-1").write_text("in the way")
+    saver.save(1, make_state(1))
+    with pytest.raises(CheckpointError, match=r"^step 1 was not saved: .*step-1"):
+        saver.wait()
+    with pytest.raises(CheckpointError):
+        saver.check()
 
 
 def test_random_generators_go_on_where_they_were() -> None:
@@ -226,29 +297,45 @@ def test_the_hash_sees_names_types_shapes_and_bytes() -> None:
     assert hash_of(a=base, b=base) == weights_hash({"b": base, "a": base})
 
 
-def run_hash(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "distributed.checkpoint", *arguments]
+def run_command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "distributed.checkpoint", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
 @pytest.mark.slow  # a torch for each command
-def test_the_hash_command(tmp_path: Path) -> None:
-    state = make_state(1)
-    folder = save(tmp_path, 1, state, keep_last=1)
-    for path in (folder, tmp_path):
-        assert run_hash("hash", str(path)).stdout.strip() == weights_hash(state.model)
-    missing = run_hash("hash", str(tmp_path / "no"))
+def test_the_commands(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    state = make_state(1, validation_loss=2.5)
+    folder = save(run, 1, state, keep_last=3)
+    save(run, 2, make_state(2), keep_last=3)
+    for path in (folder, run / "best"):
+        assert run_command("hash", path).stdout.strip() == weights_hash(state.model)
+    first, second = run_command("ls", run).stdout.splitlines()
+    assert re.fullmatch(r"step-1 +0\.1 MB +\S+ \S+ +validation loss 2\.5000 +best", first)
+    assert re.fullmatch(r"step-2 +0\.1 MB +\S+ \S+ +latest", second)
+    assert run_command("export", run, tmp_path / "weights.pt").returncode == 0
+    exported = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert exported["bias"].tolist() == [2.0] * 64
+    flip_a_bit(run / "step-2/optimizer.pt")
+    verified = run_command("verify", run)
+    assert verified.returncode == 1
+    whole, damaged = verified.stdout.splitlines()
+    assert whole.split() == ["step-1", "whole"]
+    cause = f"{run}/step-2/optimizer.pt: is not what was written (SHA-256)"
+    assert damaged.endswith(f"damaged: {cause}")
+    missing = run_command("hash", tmp_path / "no")
     assert missing.returncode == 2
-    assert missing.stderr == f"checkpoint: {tmp_path}/no: holds no checkpoint\n"
-    assert run_hash().returncode == 2
+    assert missing.stderr == f"checkpoint: {tmp_path}/no holds no checkpoint\n"
+    for wrong in ((), ("ls",), ("look", run), ("export", run)):
+        assert run_command(*wrong).returncode == 2
 
 
 def _load_on_a_rank(rank: int, folder: str, results: str) -> None:
     meeting = f"file://{results}/store"
     torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     torch.manual_seed(rank)
-    states = checkpoint.gather_rng_states()
-    assert len(states) == (2 if rank == 0 else 0)
+    gathered = checkpoint.gather_ranks({"rank": rank})
+    assert gathered == ([{"rank": 0}, {"rank": 1}] if rank == 0 else [])
     # Rank 1 looks at a folder that is not there, as on a node without the shared disk.
     state = load(Path(folder if rank == 0 else "/nonexistent"))
     assert state is not None

@@ -129,18 +129,49 @@ def test_the_meter_weighs_its_losses_and_leaves_pauses_out(
     now = 0.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     meter = Meter()
-    meter.add(torch.tensor(1.0), 30)
-    meter.add(torch.tensor(5.0), 10)
+    meter.add(1, torch.tensor(1.0), 30)
+    meter.add(1, torch.tensor(5.0), 10)
     now = 2.0
     with meter.paused():
         now = 10.0
     now = 12.0
-    assert meter.read() == {"loss": 2.0, "speed": 10.0}
-    meter.add(torch.tensor(3.0), 60)
+    assert (meter.loss(), meter.read()) == (2.0, 10.0)
+    meter.add(2, torch.tensor(3.0), 60)
     now = 14.0
-    assert meter.read() == {"loss": 3.0, "speed": 30.0}
+    assert (meter.loss(), meter.read()) == (3.0, 30.0)
     assert meter.speed() == pytest.approx(100 / 6)
     assert meter.wall() == 14.0
+
+
+def test_a_meter_goes_on_from_anothers_sums() -> None:
+    whole, before = Meter(), Meter()
+    losses = torch.rand(6)
+    for step, loss in enumerate(losses[:3]):
+        whole.add(step, loss, step + 1)
+        before.add(step, loss, step + 1)
+    after = Meter(before.state())
+    for step, loss in enumerate(losses[3:]):
+        whole.add(step, loss, step + 1)
+        after.add(step, loss, step + 1)
+    assert after.loss() == whole.loss(), "to the last bit"
+
+
+def test_the_meter_knows_the_first_loss_that_is_no_number() -> None:
+    meter = Meter()
+    for step, loss in enumerate((1.0, math.inf, math.nan)):
+        meter.add(step, torch.tensor(loss), 1)
+    assert not math.isfinite(meter.loss())
+    assert meter.not_finite == (1, math.inf)
+
+
+def test_lines_cut_short_and_steps_that_come_again_are_taken_out(tmp_path: Path) -> None:
+    before = make(tmp_path)
+    for step in (1, 2, 3):
+        before.record(step, values(step))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')  # killed within the line
+    make(tmp_path, first_step=2).record(3, values(5.0))
+    assert [(line["step"], line["loss"]) for line in lines_of(tmp_path)] == [(1, 1), (2, 2), (3, 5)]
 
 
 def test_a_loss_that_is_not_finite_shows(tmp_path: Path) -> None:

@@ -5,12 +5,11 @@ import multiprocessing
 import os
 import re
 import socket
-import struct
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -345,54 +344,7 @@ def test_nccl_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     helper.init_distributed(backend="gloo")  # the argument wins
 
 
-# --- beats, interfaces, the end -----------------------------------------------------------------
-
-
-@pytest.fixture
-def heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The agent's file for two local ranks, of which this process is the second."""
-    file = tmp_path / "beats"
-    file.write_bytes(struct.pack("<qdq", -1, 0.0, -1) * 2)
-    by_hand = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
-    for name, value in ({"HEARTBEAT_FILE": str(file), "MASTER_ADDR": "x"} | by_hand).items():
-        monkeypatch.setenv(name, value)
-    helper._heartbeat.cache_clear()
-    yield file
-    helper._heartbeat.cache_clear()
-
-
-def test_beat_writes_this_ranks_record(heartbeat: Path) -> None:
-    def records() -> list[tuple[int, float, int]]:
-        return list(struct.iter_unpack("<qdq", heartbeat.read_bytes()))
-
-    before = time.time()
-    helper.beat(3)
-    other, (step, when, saved) = records()
-    assert other == (-1, 0.0, -1), "another rank's record was touched"
-    assert (step, saved) == (3, -1) and before <= when <= time.time()
-    helper.beat(4, saved=2)
-    helper.beat(5)
-    step, _, saved = records()[1]
-    assert (step, saved) == (5, 2)
-
-
-@pytest.mark.usefixtures("heartbeat")
-def test_beat_costs_under_5_microseconds() -> None:
-    helper.beat(0)
-    fastest = 1.0
-    for _ in range(20):
-        start = time.perf_counter()
-        for step in range(1000):
-            helper.beat(step)
-        fastest = min(fastest, time.perf_counter() - start)
-    assert fastest < 5e-3
-
-
-def test_beat_without_an_agent_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HEARTBEAT_FILE", raising=False)
-    helper._heartbeat.cache_clear()
-    helper.beat(1)
-    helper._heartbeat.cache_clear()
+# --- interfaces, the end -----------------------------------------------------------------
 
 
 def test_interface_of_an_address() -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from distributed.checkpoint import load, weights_hash
 from distributed.torch import get_dataloader_for_distributed
@@ -203,7 +206,8 @@ def test_a_run_ends_with_all_it_promises(trained: Path) -> None:
         assert not any(path.stat().st_mode & 0o077 for path in (private, *private.rglob("*"))), (
             "others may read them"
         )
-    assert sorted(os.listdir(trained / "checkpoints/first")) == ["latest", "step-3", "step-6"]
+    saved = ["best", "latest", "lock", "step-3", "step-6"]
+    assert sorted(os.listdir(trained / "checkpoints/first")) == saved
     stdout = (trained / "stdout").read_text()
     labels = [line.split()[0] for line in stdout.splitlines() if line[:1].strip()]
     assert labels == ["done", "validation", "sample", "checkpoint", "logs", "resume"]
@@ -313,8 +317,9 @@ def test_a_task_of_ones_own_beside_the_config(tmp_path: Path) -> None:
 def test_the_clock_ends_a_run(tmp_path: Path, text: Path) -> None:
     limits = ("train.max_steps=null", "train.max_seconds=1e-9", "train.eval_every=0")
     done = run_tiny(tmp_path, text, "short", *limits)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "checkpoints/short/step-1").is_dir()
+    assert done.returncode == 1, "torchrun's own code for any that is not 0"
+    assert "stopped    after step 2, which is saved (max_seconds)" in done.stderr
+    assert (tmp_path / "checkpoints/short/step-2").is_dir()
 
 
 @pytest.mark.slow
@@ -334,19 +339,43 @@ def test_the_end_comes_soon_after_the_last_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("done", range(9))
 def test_a_stream_opened_anywhere_goes_on_as_if_it_had_come_there(done: int) -> None:
-    def open_at(epoch: int, done: int) -> Batches:
+    def open_at(done: int) -> Batches:
         loader = get_dataloader_for_distributed(
             TensorDataset(torch.arange(17)), batch_size=4, shuffle=True, seed=3, drop_last=True
         )
-        return Batches(loader, epoch=epoch, done=done)
+        return Batches(loader, seed=3, done=done)
 
-    whole = open_at(0, 0)
+    whole = open_at(0)
     for _ in range(done):
         next(whole)
-    opened = open_at(whole.epoch, whole.done)
+    opened = open_at(whole.done)
     expected = [next(whole)[0].tolist() for _ in range(9)]
     assert [next(opened)[0].tolist() for _ in range(9)] == expected
-    assert (opened.epoch, opened.done) == (whole.epoch, whole.done)
+    assert opened.done == whole.done == done + 9
+
+
+class Drawn(Dataset[Any]):
+    """Every sample is three random numbers."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(1).item(), random.random(), float(numpy.random.rand())
+
+
+def test_a_worker_draws_by_sample_not_by_what_it_read_before() -> None:
+    def draw(workers: int, done: int) -> list[list[list[float]]]:
+        loader = get_dataloader_for_distributed(
+            Drawn(), batch_size=4, shuffle=True, seed=3, num_workers=workers
+        )
+        batches = Batches(loader, seed=5, done=done)
+        return [torch.stack(next(batches)).tolist() for _ in range(6 - done)]
+
+    whole = draw(1, 0)
+    assert draw(2, 0) == whole
+    assert draw(2, 4) == whole[4:]
+    assert len({number for batch in whole for numbers in batch for number in numbers}) == 72
 
 
 def test_shares_are_uneven_and_hold_each_sample_once() -> None:

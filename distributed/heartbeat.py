@@ -1,0 +1,137 @@
+"""How a rank shows its node agent that it gets on: a record in shared memory (no torch).
+
+A beat is a store into memory. It costs a microsecond, and never waits for anyone. The agent reads
+the records, and takes the run for stuck when the ranks that are furthest behind fall silent: the
+others wait for them.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import mmap
+import os
+import signal
+import struct
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from distributed.environment import detect
+
+STACK_SIGNAL = signal.SIGUSR2  # asks a rank that beats for its stacks
+LEAST_LIMIT_S = 60.0
+FIRST_LIMIT_S = 600.0  # before the second step: compiling, filling caches
+LIMIT_OF_LONGEST = 10  # times the longest silence seen so far
+
+_RECORD = struct.Struct("<qqqdd")
+
+
+class Beat(NamedTuple):
+    """A rank's record. A rank that has not begun to beat, and is not watched, has step -1."""
+
+    step: int = -1  # optimizer steps done
+    marks: int = 0  # beats since then
+    saved: int = -1  # step of the newest checkpoint on disk; -1: none
+    time: float = 0.0  # of the newest beat, in seconds of the machine's monotonic clock
+    limit_s: float = FIRST_LIMIT_S  # the longest silence before the rank counts as stuck
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """How far the rank has got; ranks in step with each other have the same."""
+        return self.step, self.marks
+
+    @property
+    def silence_s(self) -> float:
+        return time.monotonic() - self.time if self.step >= 0 else 0.0
+
+
+class Heartbeats:
+    """The agent's side: one record for each rank of the node, by local rank."""
+
+    def __init__(self, ranks: int) -> None:
+        self._fd = os.memfd_create("heartbeat", 0)  # inherited, also by what a rank executes
+        os.write(self._fd, _RECORD.pack(*Beat()) * ranks)
+        self.path = f"/proc/self/fd/{self._fd}"  # for the ranks
+
+    def read(self, local_rank: int) -> Beat:
+        return Beat(*_RECORD.unpack(os.pread(self._fd, _RECORD.size, _RECORD.size * local_rank)))
+
+    def furthest(self, ranks: int) -> tuple[int, int]:
+        """The newest checkpoint, and the most steps done by any rank; -1: none."""
+        beats = [self.read(local_rank) for local_rank in range(ranks)]
+        return max(beat.saved for beat in beats), max(beat.step for beat in beats)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Heart:
+    """A rank's side. On the stack signal it writes every thread's stack to `stack_file`."""
+
+    def __init__(self, file: str, local_rank: int, stack_file: Path) -> None:
+        with open(file, "r+b") as opened:
+            records = memoryview(mmap.mmap(opened.fileno(), 0))
+        self._record = records[_RECORD.size * local_rank :]
+        self._last = Beat()
+        self._first_step = -1
+        self._longest_s = 0.0
+        self._hang_seconds: float | None = None
+        self._stack_file = stack_file.open("w")  # kept open: the handler writes to its descriptor
+        faulthandler.register(STACK_SIGNAL, self._stack_file, all_threads=True)
+
+    def beat(self, step: int | None, saved: int | None, hang_seconds: float | None) -> None:
+        now, last = time.monotonic(), self._last
+        self._hang_seconds = hang_seconds or self._hang_seconds
+        if last.step >= 0:
+            self._longest_s = max(self._longest_s, now - last.time)
+        else:
+            self._first_step = step or 0
+        has_moved = step is not None and step != last.step
+        self._last = Beat(
+            step=last.step if step is None else step,
+            marks=0 if has_moved else last.marks + (step is not None),
+            saved=last.saved if saved is None else saved,
+            time=now,
+            limit_s=self._hang_seconds or self._usual_limit(step or last.step),
+        )
+        _RECORD.pack_into(self._record, 0, *self._last)
+
+    def _usual_limit(self, step: int) -> float:
+        if step < self._first_step + 2:
+            return FIRST_LIMIT_S
+        return max(LEAST_LIMIT_S, LIMIT_OF_LONGEST * self._longest_s)
+
+
+def beat(
+    step: int | None = None, *, saved: int | None = None, hang_seconds: float | None = None
+) -> None:
+    """Tell the node agent, where there is one, that this rank gets on.
+
+    Call it with the number of optimizer steps done, as often as you like within a step, from the
+    same places on every rank. While one rank works alone for long, as at saving, call it there
+    without a step.
+
+    Args:
+        step: optimizer steps done.
+        saved: the step of a checkpoint that has reached the disk just now.
+        hang_seconds: silence before this rank counts as stuck, from now on. Until it is given: 10
+            times the longest seen so far, at least 60 s, and 600 s until two steps are done.
+    """
+    heart = _heart()
+    if heart is not None:
+        heart.beat(step, saved, hang_seconds)
+
+
+@functools.cache
+def _heart() -> Heart | None:
+    environment = detect()
+    if environment.heartbeat_file is None:
+        return None
+    stack_file = stack_file_of(Path(os.environ["TORCHELASTIC_ERROR_FILE"]))
+    return Heart(environment.heartbeat_file, environment.local_rank, stack_file)
+
+
+def stack_file_of(error_file: Path) -> Path:
+    """Where a rank's stacks go: beside its error file."""
+    return error_file.with_suffix(".stack")

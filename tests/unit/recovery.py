@@ -1,0 +1,189 @@
+"""A small job that can be stopped, killed, hung and resumed, and what is left of it then."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agents import AGENT, ROOT
+
+from distributed.checkpoint import load, weights_hash
+
+# Its samples, its dropout and its batches are all drawn at random. FAULT="WHAT RANK CALL" lets
+# something happen in a rank at its so-and-so-manieth call of the loss, in the first attempt only,
+# or in all of them for "always-WHAT".
+TASK = """
+import os, random, signal, time
+import numpy, torch
+from torch import nn
+from torch.utils.data import Dataset
+from training.tasks import Task
+
+class Noisy(Dataset):
+    def __len__(self):
+        return 88
+    def __getitem__(self, index):
+        x = torch.linspace(-1, 1, 4) * index / 88
+        noise = torch.rand(4) + random.random() + numpy.random.rand()
+        return (x + 0.01 * noise).float(), x.sum()
+
+class Noisily(Task):
+    def __init__(self, settings):
+        self.train = self.validation = Noisy()
+        self.calls = 0
+        what, rank, call = os.environ.get("FAULT", "none 0 0").split()
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        is_here = rank == os.environ.get("RANK", "0") and (attempt == "0" or "always" in what)
+        self.fault, self.call = (what.removeprefix("always-"), int(call)) if is_here else ("", 0)
+    def model(self):
+        return nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.2), nn.Linear(16, 1))
+    def loss(self, model, batch):
+        self.calls += model.training
+        loss = (model(batch[0])[:, 0] - batch[1]).square().mean()
+        if self.calls != self.call:
+            return loss
+        if self.fault == "nan":
+            return loss * float("nan")
+        if self.fault == "sleep":
+            time.sleep(1000)
+        elif self.fault:
+            os.kill(os.getpid(), getattr(signal, self.fault))
+        return loss
+"""
+CONFIG = """
+task: noisy:Noisily
+model: {}
+train: {max_steps: 60, global_batch_size: 16, grad_accumulation: 2, learning_rate: 0.01,
+        log_every: 7, eval_every: 20}
+checkpoint: {every: 5, keep_last: 2}
+"""
+# train.py, of which rank 0 ends all ranks by SIGKILL when it comes to fault point N of saving,
+# where N is the first line of the file KILLS; without a line left it goes to its end.
+DEADLY = f"""
+import os, runpy, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+from pathlib import Path
+from distributed import checkpoint
+
+kills = Path(os.environ["KILLS"])
+lines = kills.read_text().splitlines()
+left = int(lines[0]) if lines else 10**9
+
+def deadly(owner, name):
+    call = getattr(owner, name)
+    def wrapped(*args, **options):
+        global left
+        left -= 1
+        if left == 0:
+            with open(os.environ["KILLED"], "a") as file:
+                print(name, file=file)
+            kills.write_text("\\n".join(lines[1:]))
+            agent = os.getppid()
+            ranks = Path(f"/proc/{{agent}}/task/{{agent}}/children").read_text().split()
+            for pid in [pid for pid in map(int, ranks) if pid != os.getpid()] + [os.getpid()]:
+                os.kill(pid, signal.SIGKILL)
+        return call(*args, **options)
+    setattr(owner, name, wrapped)
+
+if os.environ["RANK"] == "0":
+    for name in ("mkdir", "fsync", "rename", "symlink", "replace", "unlink", "rmdir"):
+        deadly(os, name)
+    for name in ("_hash", "_write_files", "_commit", "_prune"):
+        deadly(checkpoint, name)
+    deadly(checkpoint.Saver, "_copy")
+    deadly(torch, "save")
+sys.argv[0] = {str(ROOT / "train.py")!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+FAULT_POINTS = {
+    *("mkdir", "fsync", "rename", "symlink", "replace", "unlink", "rmdir"),
+    *("_hash", "_write_files", "_commit", "_prune", "_copy", "save"),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished run leaves: the hash of its weights, and (step, losses) of each metric."""
+
+    weights: str
+    metrics: list[tuple[int, float | None, float | None]]
+
+
+class Job:
+    """One config in one folder, started with any run id and any number of ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "noisy.py").write_text(TASK)
+        (folder / "job.yaml").write_text(CONFIG)
+        (folder / "deadly.py").write_text(DEADLY)
+
+    def start(
+        self,
+        run_id: str,
+        nproc: int,
+        *settings: str,
+        script: Path = ROOT / "train.py",
+        restarts: int = 0,
+        **environment: str,
+    ) -> subprocess.Popen[str]:
+        options = ["--nproc-per-node", str(nproc), "--max-restarts", str(restarts)]
+        return subprocess.Popen(
+            [*AGENT, *options, "--log-dir", "logs", script, "--config", "job.yaml", *settings],
+            cwd=self.folder,
+            env={**os.environ, "RUN_ID": run_id, "OMP_NUM_THREADS": "1", **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, run_id: str, nproc: int, *settings: str, **options: str) -> tuple[int, str]:
+        """Run to the end; returns the exit code and all that was printed."""
+        process = self.start(run_id, nproc, *settings, **options)  # type: ignore[arg-type]
+        output = process.communicate(timeout=120)[0]
+        return process.returncode, output
+
+    def finish(self, run_id: str, nproc: int, *settings: str) -> Outcome:
+        code, output = self.run(run_id, nproc, *settings)
+        assert code == 0, output
+        return self.outcome(run_id)
+
+    def stop_and_finish(
+        self, run_id: str, nproc: int, settings: Sequence[str], faults: Sequence[str]
+    ) -> Outcome:
+        """Start the run once for each fault, which is to make it save and stop; then to its end."""
+        for fault in faults:
+            code, output = self.run(run_id, nproc, *settings, FAULT=fault)
+            assert code == 75, output
+        return self.finish(run_id, nproc, *settings)
+
+    def kill_and_finish(self, run_id: str, nproc: int, kills: Sequence[int]) -> Outcome:
+        """Kill all ranks at each of these fault points of saving, counted from each start."""
+        counts = self.folder / f"{run_id}.kills"
+        counts.write_text("\n".join(map(str, kills)))
+        files = {"KILLS": str(counts), "KILLED": str(self.folder / "killed")}
+        code = 1
+        while code != 0:
+            process = self.start(
+                run_id, nproc, script=self.folder / "deadly.py", restarts=len(kills), **files
+            )
+            output = process.communicate(timeout=300)[0]
+            code = process.returncode
+            assert code in (0, 137), output
+        assert counts.read_text() == "", output
+        return self.outcome(run_id)
+
+    def outcome(self, run_id: str) -> Outcome:
+        state = load(self.folder / "checkpoints" / run_id)
+        assert state is not None
+        lines = (self.folder / "logs" / run_id / "metrics.jsonl").read_text().splitlines()
+        metrics = [json.loads(line) for line in lines]
+        return Outcome(
+            weights_hash(state.model),
+            [(line["step"], line.get("loss"), line.get("validation_loss")) for line in metrics],
+        )

@@ -1,0 +1,123 @@
+"""Beats: what a rank writes, and when its silence counts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distributed import failure, heartbeat
+from distributed.heartbeat import Beat, Heartbeats, beat
+
+NEVER = Beat()
+
+
+@pytest.fixture
+def beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heartbeats]:
+    """The agent's records of two ranks, of which this process is the second."""
+    records = Heartbeats(2)
+    by_hand = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
+    by_hand |= {"HEARTBEAT_FILE": records.path, "MASTER_ADDR": "x"}
+    by_hand |= {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "rank_1.json")}
+    for name, value in by_hand.items():
+        monkeypatch.setenv(name, value)
+    heartbeat._heart.cache_clear()
+    yield records
+    heartbeat._heart.cache_clear()
+    records.close()
+
+
+def test_a_beat_writes_this_ranks_record_alone(beats: Heartbeats) -> None:
+    assert beats.read(1) == NEVER and beats.read(1).silence_s == 0
+    before = time.monotonic()
+    beat(3)
+    assert beats.read(0) == NEVER
+    record = beats.read(1)
+    assert (record.step, record.saved) == (3, -1)
+    assert before <= record.time <= time.monotonic()
+    beat(4, saved=2)
+    beat(5)
+    assert (beats.read(1).step, beats.read(1).saved) == (5, 2)
+    assert beats.furthest(2) == (2, 5)
+
+
+def test_the_place_counts_the_beats_of_a_step(beats: Heartbeats) -> None:
+    places = []
+    for step in (1, 1, 2, None, 2, 3):
+        beat(step)
+        places.append(beats.read(1).place)
+    assert places == [(1, 0), (1, 1), (2, 0), (2, 0), (2, 1), (3, 0)]
+
+
+def test_the_limit_comes_from_the_longest_silence_or_is_given(
+    beats: Heartbeats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    limits = []
+    for step, seconds in ((7, 1), (8, 1), (9, 2), (10, 9), (11, 1)):
+        now += seconds
+        beat(step)
+        limits.append(beats.read(1).limit_s)
+    assert limits == [600, 600, 60, 90, 90]
+    beat(12, hang_seconds=5)
+    beat(13)
+    assert beats.read(1).limit_s == 5
+    now += 6
+    assert beats.read(1).silence_s == 6
+
+
+@pytest.mark.usefixtures("beats")
+def test_a_beat_costs_under_10_microseconds() -> None:
+    fastest = 1.0
+    for _ in range(20):
+        start = time.perf_counter()
+        for step in range(1000):
+            beat(step)
+        fastest = min(fastest, time.perf_counter() - start)
+    assert fastest < 10e-3
+
+
+def test_without_an_agent_a_beat_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HEARTBEAT_FILE", raising=False)
+    heartbeat._heart.cache_clear()
+    beat(1)
+    heartbeat._heart.cache_clear()
+
+
+@pytest.mark.usefixtures("beats")
+def test_the_stack_signal_writes_the_stack(tmp_path: Path) -> None:
+    beat(1)
+    os.kill(os.getpid(), signal.SIGUSR2)
+    file = tmp_path / "rank_1.stack"
+    failure.wait_for_stacks([file], 5)
+    frames = failure.read_stack(file)
+    assert frames[0].endswith("in test_the_stack_signal_writes_the_stack")
+
+
+def test_ranks_at_one_place_share_a_line() -> None:
+    stacks = {0: ["a.py:1 in f", "a.py:9 in g"], 1: [], 2: ["a.py:1 in f", "a.py:9 in g"]}
+    assert failure.group_stacks(stacks) == [
+        "rank 0, 2: a.py:1 in f < a.py:9 in g",
+        "rank 1: no Python stack",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "cause", "fault"),
+    [
+        ("OSError: [Errno 28] No space left on device: 'a'", None, "disk-full"),
+        ("RuntimeError: unexpected pos 704 vs 598", None, "disk-full"),
+        ("torch.OutOfMemoryError: CUDA out of memory.", None, "out-of-memory"),
+        ("ValueError: too long; make it short [my-fault]", "ValueError: too long; make it short",
+         "my-fault"),
+        ("ValueError: a list [1, 2]", None, "rank-error"),
+        ("", None, "rank-error"),
+    ],
+)  # fmt: skip
+def test_an_errors_words_name_its_fault(words: str, cause: str | None, fault: str) -> None:
+    assert failure.name_fault(words) == (words if cause is None else cause, fault)

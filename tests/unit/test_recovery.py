@@ -1,0 +1,174 @@
+"""Nothing is lost: runs that are stopped, killed, hung, or run out of disk, and go on."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from recovery import FAULT_POINTS, Job, Outcome
+
+from distributed.checkpoint import load
+
+pytestmark = pytest.mark.slow
+
+STOPS = ("SIGTERM", "SIGUSR1", "SIGINT")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return Job(tmp_path_factory.mktemp("job"))
+
+
+@pytest.fixture(scope="module")
+def whole(job: Job) -> Outcome:
+    """What two ranks come to that nobody stops."""
+    return job.finish("whole", 2)
+
+
+def test_a_run_that_is_never_stopped_records_each_step_once(whole: Outcome) -> None:
+    trained = [step for step, loss, _ in whole.metrics if loss is not None]
+    validated = [step for step, _, loss in whole.metrics if loss is not None]
+    assert trained == [1, *range(7, 60, 7), 60]
+    assert validated == [20, 40, 60]
+
+
+@pytest.mark.parametrize(
+    ("nproc", "workers", "stops"), [(1, 2, 5), (2, 0, 1), (2, 0, 5), (2, 2, 3)]
+)
+def test_stopped_and_resumed_it_ends_with_the_same_bytes(
+    job: Job, nproc: int, workers: int, stops: int
+) -> None:
+    settings = [f"data.num_workers={workers}"]
+    name = f"{nproc}-{workers}-{stops}"
+    never = job.finish(f"never-{name}", nproc, *settings)
+    draw = random.Random(stops)
+    faults = [f"{draw.choice(STOPS)} {draw.randrange(nproc)} {draw.randrange(1, 20)}"] * stops
+    assert job.stop_and_finish(f"often-{name}", nproc, settings, faults) == never
+
+
+def test_killed_while_saving_it_ends_with_the_same_bytes(job: Job, whole: Outcome) -> None:
+    draw = random.Random(1)
+    kills = [draw.randrange(1, 120) for _ in range(12)]
+    assert job.kill_and_finish("killed", 2, kills) == whole
+    found = (job.folder / "killed").read_text().split()
+    assert len(found) == 12 and set(found) <= FAULT_POINTS
+
+
+def test_a_signal_to_the_launcher_saves_and_leaves_with_75(job: Job, whole: Outcome) -> None:
+    process = job.start("signalled", 2, FAULT="sleep 0 1000")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("data"):
+            break
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    if process.returncode != 0:  # it was not over by then
+        assert process.returncode == 75
+        assert re.search(r"^stopped    after step \d+, which is saved \(SIGTERM\)$", output, re.M)
+        assert "stopped  after saving a checkpoint (code 75); nothing is left running" in output
+    assert job.finish("signalled", 2) == whole
+
+
+def test_the_clock_saves_and_leaves_with_75(job: Job, whole: Outcome) -> None:
+    code, output = job.run("clock", 2, "train.max_seconds=1e-9")
+    assert code == 75
+    assert "stopped    after step 2, which is saved (max_seconds)" in output
+    assert job.finish("clock", 2) == whole
+
+
+def test_with_another_number_of_ranks_it_sees_each_sample_once(job: Job) -> None:
+    """The data's order, the global batch, and so nearly the losses are those of one rank."""
+    settings = ["data.num_workers=1", "train.learning_rate=0"]
+    alone = job.finish("alone", 1, *settings)
+    code, _ = job.run("moved", 1, *settings, FAULT="SIGTERM 0 25")
+    assert code == 75
+    code, output = job.run("moved", 2, *settings)
+    assert code == 0
+    assert "on 2 processes, once 1: the same batches, other rounding" in output
+    moved = job.outcome("moved")
+    assert [line[0] for line in moved.metrics] == [line[0] for line in alone.metrics]
+    validations = [line[2] for line in moved.metrics if line[2] is not None]
+    assert len(validations) == 3
+
+
+def test_a_restart_goes_on_from_the_last_checkpoint(job: Job, whole: Outcome) -> None:
+    process = job.start("restarted", 2, restarts=1, FAULT="SIGKILL 1 50")
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, output
+    assert "restart 1 of 1 after rank 1" in output
+    assert "resumed    after step" in output
+    assert job.outcome("restarted") == whole
+
+
+def test_restarts_end_where_no_step_is_gained(job: Job) -> None:
+    process = job.start("hopeless", 2, restarts=9, FAULT="always-SIGKILL 1 3")
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 137
+    assert "restart 1 of 9 after rank 1" in output
+    assert "restart 1 gained no step: there is no other" in output
+    assert "restart 2" not in output
+
+
+@pytest.mark.parametrize("fault", ["SIGSTOP", "sleep"])
+def test_a_stuck_rank_is_named_with_its_stack(job: Job, fault: str) -> None:
+    began = time.monotonic()
+    code, output = job.run(f"stuck-{fault}", 2, "distributed.hang_seconds=4", FAULT=f"{fault} 1 9")
+    assert time.monotonic() - began < 4 + 10 + 10  # the last for the start
+    assert code == 137
+    block = output[output.index("FAILED") :]
+    assert re.match(r"FAILED   rank 1 \(local rank 1, \S+\) .*\[rank-stuck\]\n", block)
+    assert re.search(r"^cause    no sign of life for \d+ s; the limit, .*, is 4 s$", block, re.M)
+    assert re.search(r"^         noisy.py:\d+ in loss$", block, re.M)
+    assert re.search(r"^stacks   rank 0: .*train.py:\d+ in train", block, re.M)
+    assert re.search(r"^stacks   rank 1: noisy.py:\d+ in loss < ", block, re.M)
+    assert "nothing is left running" in block
+
+
+def test_a_loss_that_is_no_number_stops_the_run(job: Job) -> None:
+    code, output = job.run("nan", 2, FAULT="nan 1 27")  # step 14, the second half of its batch
+    assert code == 1
+    block = output[output.index("FAILED") :]
+    assert re.match(r"FAILED   rank 1 \(local rank 1, \S+\) .*\[loss-not-finite\]\n", block)
+    assert "the loss of step 14 is nan on rank 1; try a lower" in block
+    state = load(job.folder / "checkpoints/nan")
+    assert state is not None and state.progress["step"] == 10
+    assert all(tensor.isfinite().all() for tensor in state.model.values())
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a small disk needs root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_ends_the_run_by_name(job: Job, small_disk: Path) -> None:
+    code, output = job.run("full", 2, f"checkpoint.dir={small_disk}", "checkpoint.keep_last=50")
+    assert code == 1
+    block = output[output.index("FAILED") :]
+    assert re.match(r"FAILED   rank 0 .*\[disk-full\]\n", block)
+    saved = re.search(r"CheckpointError: step (\d+) was not saved", block)
+    assert saved is not None
+    state = load(small_disk / "full")
+    assert state is not None and state.progress["step"] == int(saved[1]) - 5
+
+
+def test_a_disk_that_turns_read_only_ends_the_run_by_name(job: Job, small_disk: Path) -> None:
+    assert job.run("read", 1, f"checkpoint.dir={small_disk}", FAULT="SIGTERM 0 30")[0] == 75
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    code, output = job.run("read", 1, f"checkpoint.dir={small_disk}")
+    assert code != 0
+    assert "[dir-unwritable]" in output
+    state = load(small_disk / "read")
+    assert state is not None

@@ -1,0 +1,74 @@
+"""Stops: heeded by all ranks at one step's end, whoever was asked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.multiprocessing.spawn import start_processes
+
+from distributed import stop
+from distributed.stop import SIGNALS, Stop
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_alone_a_signal_stops_at_the_next_question(signum: signal.Signals) -> None:
+    asked = Stop()
+    assert not asked.agreed()
+    os.kill(os.getpid(), signum)
+    os.kill(os.getpid(), signum)  # schedulers send it twice
+    assert asked.agreed() and asked.reason == signum.name
+
+
+def test_the_clock_stops_too() -> None:
+    assert not Stop(max_seconds=1000).agreed()
+    asked = Stop(max_seconds=1e-9)
+    assert asked.agreed() and asked.reason == "max_seconds"
+
+
+def test_a_second_interrupt_a_while_later_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop, "IMPATIENT_S", 0.0)
+    Stop()
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.001)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    asked = Stop()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert not asked.agreed()
+
+
+def _step_until_stopped(rank: int, folder: str) -> None:
+    meeting = f"file://{folder}/store"
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=3)
+    asked = Stop()
+    step = 0
+    while not asked.agreed():
+        step += 1
+        if rank == 2 and step == 5:
+            os.kill(os.getpid(), signal.SIGUSR1)
+    Path(folder, str(rank)).write_text(f"{step} {asked.reason}")
+    torch.distributed.barrier()
+
+
+@pytest.mark.slow
+def test_all_ranks_stop_at_the_same_step(tmp_path: Path) -> None:
+    start_processes(_step_until_stopped, (str(tmp_path),), nprocs=3, start_method="fork")  # type: ignore[no-untyped-call]
+    assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["6 ", "6 ", "6 SIGUSR1"]
