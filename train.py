@@ -207,6 +207,8 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
     progress.close()
     if is_stopped:
         log.info(f"stopped    after step {step}, which is saved ({stop.reason or 'another rank'})")
+        if "LAUNCH_COMMAND" not in os.environ:  # else the launcher says it
+            log.info(resume_line(environment))
         barrier()  # the launcher ends the ranks that are left some time after the first has gone
         return STOPPED
     if environment.is_main:
@@ -218,8 +220,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
                 print(f"{label:<10} {text}".replace("\n", "\n" + 11 * " "))
         print(f"checkpoint {run_folder / f'step-{step}'}")
         print(f"logs       {log_folder}: metrics.jsonl, loss.png, tensorboard")
-        command = os.environ.get("LAUNCH_COMMAND") or shlex.join(["python", *sys.argv])
-        print(f"resume     RUN_ID={shlex.quote(environment.run_id)} {command}")
+        print(resume_line(environment))
     return 0
 
 
@@ -235,6 +236,12 @@ def find_checkpoint(resume: str, run_folder: Path) -> checkpoint.State | None:
         if state is None:
             raise SettingsError(f"resume: {resume} holds no checkpoint")
     return state
+
+
+def resume_line(environment: Environment) -> str:
+    words = [word for word in sys.argv if not word.startswith(("--local-rank", "--local_rank"))]
+    command = os.environ.get("LAUNCH_COMMAND") or shlex.join(["python", *words])
+    return f"resume     RUN_ID={shlex.quote(environment.run_id)} {command}"
 
 
 def choose_batch_size(train: Train, world_size: int, saved: checkpoint.State | None) -> int:

@@ -35,6 +35,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ from distributed.runlog import claim
 
 MANIFEST = "manifest.json"
 _CHUNK = 1 << 22  # bytes
+_COPY_THREADS = 4  # memory is faster than one core can copy
 _log = logging.getLogger(__name__)
 
 
@@ -82,7 +84,7 @@ class Saver:
         self.folder = run_folder
         self.keep_last = keep_last
         self.enabled = enabled
-        self._copies: dict[tuple[Any, ...], Tensor] = {}  # memory for them, used again
+        self._memory: dict[tuple[Any, ...], Tensor] = {}  # for the copies, used again
         self._thread = threading.Thread()
         self._error: Exception | None = None
         if enabled:
@@ -98,13 +100,13 @@ class Saver:
         if not self.enabled:
             return
         self.wait()
+        pairs: list[tuple[Tensor, Tensor]] = []
         copy = replace(
             state,
-            model=self._copy(state.model, ("model",)),
-            optimizer=self._copy(state.optimizer, ("optimizer",)),
+            model=self._lay_out(state.model, ("model",), pairs),
+            optimizer=self._lay_out(state.optimizer, ("optimizer",), pairs),
         )
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
+        _copy_all(pairs)
         self._thread = threading.Thread(target=self._write, args=(step, copy), daemon=True)
         self._thread.start()
 
@@ -120,19 +122,20 @@ class Saver:
             beat()
         self.check()
 
-    def _copy(self, tree: Any, path: tuple[Any, ...]) -> Any:
-        """Return a tree of dicts and lists whose tensors lie in memory of ours."""
+    def _lay_out(self, tree: Any, path: tuple[Any, ...], pairs: list[tuple[Tensor, Tensor]]) -> Any:
+        """Return a tree with our memory in the place of its tensors; adds (ours, theirs) pairs."""
         if isinstance(tree, dict):
-            return {key: self._copy(value, (*path, key)) for key, value in tree.items()}
+            return {key: self._lay_out(value, (*path, key), pairs) for key, value in tree.items()}
         if isinstance(tree, list | tuple):
-            return type(tree)(self._copy(value, (*path, at)) for at, value in enumerate(tree))
+            return type(tree)(self._lay_out(v, (*path, i), pairs) for i, v in enumerate(tree))
         if not isinstance(tree, Tensor):
             return tree
-        memory = self._copies.get(path)
+        memory = self._memory.get(path)
         if memory is None or memory.shape != tree.shape or memory.dtype != tree.dtype:
             memory = torch.empty_like(tree, device="cpu", pin_memory=tree.is_cuda)
-            self._copies[path] = memory
-        return memory.copy_(tree, non_blocking=True)
+            self._memory[path] = memory
+        pairs.append((memory, tree))
+        return memory
 
     def _write(self, step: int, state: State) -> None:
         temporary = self.folder / f"step-{step}.tmp-{os.getpid()}"
@@ -147,6 +150,18 @@ class Saver:
             with contextlib.suppress(OSError):
                 shutil.rmtree(temporary)  # makes room, too
             self._error = CheckpointError(f"step {step} was not saved: {error}")
+
+
+def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second of each pair into the first, by several threads where that is quicker."""
+    if torch.cuda.is_available():
+        for ours, theirs in pairs:
+            ours.copy_(theirs, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        return
+    with ThreadPoolExecutor(_COPY_THREADS) as pool:
+        for _ in pool.map(lambda pair: pair[0].copy_(pair[1]), pairs):
+            pass  # or it raises
 
 
 def _write_files(folder: Path, state: State) -> None:

@@ -63,9 +63,9 @@ checkpoint: {every: 5, keep_last: 2}
 """
 # train.py, of which rank 0 ends all ranks by SIGKILL when it comes to fault point N of saving,
 # where N is the first line of the file KILLS; without a line left it goes to its end.
-DEADLY = f"""
+DEADLY = """
 import os, runpy, signal, sys
-sys.path.insert(0, {str(ROOT)!r})
+sys.path.insert(0, os.environ["ROOT"])
 import torch
 from pathlib import Path
 from distributed import checkpoint
@@ -81,10 +81,10 @@ def deadly(owner, name):
         left -= 1
         if left == 0:
             with open(os.environ["KILLED"], "a") as file:
-                print(name, file=file)
+                print(f"{owner.__name__.rpartition('.')[2]}.{name}", file=file)
             kills.write_text("\\n".join(lines[1:]))
             agent = os.getppid()
-            ranks = Path(f"/proc/{{agent}}/task/{{agent}}/children").read_text().split()
+            ranks = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
             for pid in [pid for pid in map(int, ranks) if pid != os.getpid()] + [os.getpid()]:
                 os.kill(pid, signal.SIGKILL)
         return call(*args, **options)
@@ -95,15 +95,20 @@ if os.environ["RANK"] == "0":
         deadly(os, name)
     for name in ("_hash", "_write_files", "_commit", "_prune"):
         deadly(checkpoint, name)
-    deadly(checkpoint.Saver, "_copy")
+    for name in ("save", "_write"):
+        deadly(checkpoint.Saver, name)
     deadly(torch, "save")
-sys.argv[0] = {str(ROOT / "train.py")!r}
+sys.argv[0] = os.environ["ROOT"] + "/train.py"
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 FAULT_POINTS = {
-    *("mkdir", "fsync", "rename", "symlink", "replace", "unlink", "rmdir"),
-    *("_hash", "_write_files", "_commit", "_prune", "_copy", "save"),
+    *("os.mkdir", "os.fsync", "os.rename", "os.symlink", "os.replace", "os.unlink", "os.rmdir"),
+    *("checkpoint._hash", "checkpoint._write_files", "checkpoint._commit", "checkpoint._prune"),
+    *("Saver.save", "Saver._write", "torch.save"),
 }
+
+
+STOPS = ("SIGTERM", "SIGUSR1", "SIGINT")
 
 
 @dataclass(frozen=True)
@@ -162,15 +167,22 @@ class Job:
             assert code == 75, output
         return self.finish(run_id, nproc, *settings)
 
-    def kill_and_finish(self, run_id: str, nproc: int, kills: Sequence[int]) -> Outcome:
+    def kill_and_finish(
+        self, run_id: str, nproc: int, settings: Sequence[str], kills: Sequence[int]
+    ) -> Outcome:
         """Kill all ranks at each of these fault points of saving, counted from each start."""
         counts = self.folder / f"{run_id}.kills"
         counts.write_text("\n".join(map(str, kills)))
-        files = {"KILLS": str(counts), "KILLED": str(self.folder / "killed")}
+        files = {"KILLS": str(counts), "KILLED": str(self.folder / "killed"), "ROOT": str(ROOT)}
         code = 1
         while code != 0:
             process = self.start(
-                run_id, nproc, script=self.folder / "deadly.py", restarts=len(kills), **files
+                run_id,
+                nproc,
+                *settings,
+                script=self.folder / "deadly.py",
+                restarts=len(kills),
+                **files,
             )
             output = process.communicate(timeout=300)[0]
             code = process.returncode
