@@ -43,6 +43,9 @@ class Noisily(Task):
         return nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.2), nn.Linear(16, 1))
     def loss(self, model, batch):
         self.calls += model.training
+        if model.training and "SEEN" in os.environ:
+            with open(os.environ["SEEN"], "a") as file:
+                file.write("".join(f"{sample:.9f}\\n" for sample in batch[1].tolist()))
         loss = (model(batch[0])[:, 0] - batch[1]).square().mean()
         if self.calls != self.call:
             return loss

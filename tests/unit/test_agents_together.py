@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from agents import PROGRAM, Run, kill_what_is_left
+from agents import PROGRAM, ROOT, Run, kill_what_is_left
 
 from distributed.link import BEAT_S, SILENCE_S
 
@@ -95,6 +96,38 @@ def test_a_silent_node_is_named(start: Start) -> None:
     err = runs[0].finish(within_s=SILENCE_S + 2 * BEAT_S + 1)
     assert "FAILED   node agent 1 (" in err
     assert "[link-lost]" in err
+
+
+@pytest.mark.parametrize("who", [1, 3])
+def test_a_stuck_rank_is_named_on_all_nodes(tmp_path: Path, port: int, who: int) -> None:
+    script = tmp_path / "beating.py"
+    script.write_text(
+        "import os, signal, torch, torch.distributed as dist\n"
+        "from distributed.heartbeat import beat\n"
+        "dist.init_process_group('gloo')\n"
+        "for step in range(1000000):\n"
+        "    beat(step, hang_seconds=3)\n"
+        f"    if step == 100 and dist.get_rank() == {who}:\n"
+        "        os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "    dist.all_reduce(torch.ones(1))\n"
+    )
+    world = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    logs = ["--log-dir", str(tmp_path / "logs"), "--nproc-per-node", "2"]
+    runs = [
+        Run([*world, *logs, "--node-rank", node, str(script)], PYTHONPATH=str(ROOT))
+        for node in "01"
+    ]
+    for run in runs:
+        err = run.finish(within_s=30)
+        run.look()
+        run.assert_gone()
+        assert run.process.returncode == 137
+        block = err[err.index("FAILED") :]
+        assert block.startswith(f"FAILED   rank {who} (local rank 1, ") and "[rank-stuck]" in block
+        stacks = [line for line in block.splitlines() if line.startswith("stacks")]
+        assert {rank for line in stacks for rank in re.findall(r"\b[0-3](?=[:,])", line)} == set(
+            "0123"
+        )
 
 
 def test_ranks_follow_node_ranks_with_uneven_nodes(tmp_path: Path, port: int) -> None:
