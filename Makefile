@@ -8,10 +8,10 @@ NPROC  ?= $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU' | sed 's/^0$$/2/')
 CONFIG ?= config/local3.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-fast lint prove bench-launch bench-step clean
+.PHONY: help setup train test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart clean
 
 help: ## show this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "make %-14s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "make %-17s %s\n", $$1, $$2 }'
 
 setup: $(STAMP) ## make .venv with everything the project runs with
 
@@ -35,6 +35,12 @@ bench-launch: $(STAMP) ## launch to first step: ours and the others, side by sid
 
 bench-step: $(STAMP) ## one training step: train.py and a bare loop, side by side
 	$(PYTHON) bench/step.py
+
+bench-checkpoint: $(STAMP) ## one save: its stall, its end, what it adds to a loop; ours and torch's
+	PYTHONPATH=. $(PYTHON) bench/checkpoint.py
+
+bench-restart: $(STAMP) ## from a killed rank to training again: ours and torchrun
+	$(PYTHON) bench/restart.py
 
 clean: ## remove .venv and caches; logs and checkpoints stay
 	rm -rf $(VENV) .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis

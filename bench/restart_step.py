@@ -1,0 +1,38 @@
+"""What bench/restart.py starts: small DDP steps, each noted when it is done.
+
+    STEPS_FILE=FILE <launcher> --max-restarts 1 bench/restart_step.py
+
+A note is a line: the rank, the attempt, the process id, and seconds since the epoch. The first
+attempt goes on until the bench kills a rank; the second ends by itself.
+"""
+
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+STEPS = (2000, 5)  # of the first attempt, should nobody kill a rank, and of the second
+PAUSE_S = 0.01
+
+
+def main() -> None:
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    who = f"{os.environ['RANK']} {attempt} {os.getpid()}"
+    torch.distributed.init_process_group("gloo")
+    model = DistributedDataParallel(torch.nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Path(os.environ["STEPS_FILE"]).open("a", buffering=1) as steps:  # one write a line
+        for _ in range(STEPS[attempt]):
+            optimizer.zero_grad()
+            model(torch.randn(8, 64)).sum().backward()
+            optimizer.step()
+            steps.write(f"{who} {time.time()!r}\n")
+            time.sleep(PAUSE_S)
+    torch.distributed.barrier()
+    os._exit(0)  # taking a gloo group down can deadlock: github.com/pytorch/pytorch/issues/56297
+
+
+if __name__ == "__main__":
+    main()
