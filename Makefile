@@ -6,8 +6,11 @@ STAMP  := $(VENV)/.installed
 TESTED := $(VENV)/.tests-installed
 NPROC  ?= $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU' | sed 's/^0$$/2/')
 CONFIG ?= config/local3.yaml
+NODES  ?= 4
+NODE   ?= login
 
 .DEFAULT_GOAL := help
+.PHONY: cluster-deps cluster-up cluster-down cluster-shell test-cluster
 .PHONY: help setup train test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart clean
 
 help: ## show this list
@@ -26,6 +29,21 @@ test-fast: $(TESTED) ## lint and the quick tests, under a minute
 
 lint: $(TESTED) ## shellcheck, shfmt, ruff, mypy
 	@PYTHON=$(PYTHON) tests/run.sh lint
+
+test-cluster: $(TESTED) ## the tests on the cluster in a box alone (as root)
+	@PYTHON=$(PYTHON) tests/run.sh cluster
+
+cluster-deps: ## install what the cluster in a box needs, with apt-get (as root)
+	@tests/cluster/cluster.sh deps
+
+cluster-up: ## a real SLURM on this machine, for trying a launch (as root; NODES=4)
+	@tests/cluster/cluster.sh up $(NODES)
+
+cluster-shell: ## a shell on one of its hosts (as root; NODE=login, node1, ...)
+	@tests/cluster/cluster.sh shell $(NODE)
+
+cluster-down: ## end it and all that runs on it (as root)
+	@tests/cluster/cluster.sh down
 
 prove: $(STAMP) ## the long proofs, whole, into bench/proofs.md (TIMES=20)
 	PYTHONPATH=.:tests/unit:bench $(PYTHON) tests/prove.py $(TIMES)

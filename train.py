@@ -72,6 +72,8 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
             join_timeout_s=settings.distributed.join_timeout,
             timeout_s=settings.distributed.timeout,
             local_rank=arguments.local_rank,
+            nodes=arguments.nodes,
+            ranks_per_node=arguments.gpus_per_node,
         )
     except ValueError as error:  # what the launcher or the config has wrong
         refuse(error)

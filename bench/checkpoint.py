@@ -42,7 +42,7 @@ ADDED_TARGET = 1.0
 NONE, TORCH, OURS = "no saves", "torch.save", "ours"
 
 Result = TypeVar("Result")
-Finish = Callable[[], object]  # returns when what was saved is on the disk
+Finish = Callable[[], object]  # returns when this way of saving has nothing left to do
 Save = Callable[[int], Finish]  # blocks the loop as long as this way of saving does
 
 

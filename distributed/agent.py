@@ -96,7 +96,9 @@ class NodeAgent:
             address = args.master_addr
             hub, self.place = link.join(address, self.port, me, args.join_timeout_s, _say)
             self.peers = {0: hub}
-            _say(f"checked in with node rank 0 on {self.place.hosts[0]} ({address}:{self.port})")
+            if not args.shares_terminal:
+                where = f"{self.place.hosts[0]} ({address}:{self.port})"
+                _say(f"checked in with node rank 0 on {where}")
         self.started = time.time()
         self._open_folder()
         notes = {"run_id": self.place.run_id, "node_rank": self.args.node_rank}
@@ -263,7 +265,9 @@ class NodeAgent:
             run_id=self.place.run_id,
             command=os.environ.get("LAUNCH_COMMAND", ""),
         )
-        if verdict.failure is not None:
+        if self.args.shares_terminal and verdict.is_told:
+            pass  # node rank 0 says it, in the same place
+        elif verdict.failure is not None:
             print_block(verdict.failure, story, sys.stderr)
         elif verdict.code != 0:
             print_stop(verdict.code, story, sys.stderr)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch.distributed.run as torchrun
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
+from distributed.environment import slurm_node
 from distributed.rank import Program
 
 _TORCHS_ALONE = (
@@ -40,6 +41,7 @@ class Arguments:
     role: str
     max_restarts: int
     shown: frozenset[int] | None  # local ranks on the terminal; None: as the logs allow
+    shares_terminal: bool  # with the agents of the other nodes: started by srun
     join_timeout_s: float
     grace_s: float
 
@@ -51,6 +53,7 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         ValueError: a number is out of range; one line with cause and cure.
     """
     args = torchrun.get_args_parser().parse_args(arguments)
+    is_placed = _place_in_step(args)
     low, high = torchrun.parse_min_max_nnodes(args.nnodes)
     nproc = _count_ranks(args.nproc_per_node)
     address, port = _master(args, high)
@@ -80,9 +83,22 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         role=args.role,
         max_restarts=args.max_restarts,
         shown=frozenset(map(int, filtered)) if filtered else None,
+        shares_terminal=is_placed,
         join_timeout_s=float(settings.get("join_timeout", "300")),
         grace_s=float(os.environ.get("GRACE", vars(args).get("shutdown_timeout") or 30)),
     ), _beyond_static(args, low, high)
+
+
+def _place_in_step(args: argparse.Namespace) -> bool:
+    """In a SLURM step, take from it the nodes, this one's rank and the master, if none was said."""
+    usual = vars(torchrun.get_args_parser().parse_args(["script"]))
+    names = ("nnodes", "node_rank", "master_addr", "rdzv_endpoint", "rdzv_backend", "standalone")
+    step = slurm_node(os.environ)
+    if step is None or any(getattr(args, name) != usual[name] for name in names):
+        return False
+    num_nodes, args.node_rank, args.master_addr = step
+    args.nnodes = str(num_nodes)
+    return True
 
 
 def _count_ranks(nproc_per_node: str) -> int:

@@ -63,6 +63,7 @@ class Verdict:
     lost_peer: int = 0  # ranks that ended as a consequence
     stopped: int = 0  # ranks that their agent had to stop
     left: int = 0  # processes here that no signal ended
+    is_told: bool = False  # by node rank 0, to this one
 
 
 @dataclass(frozen=True)
@@ -403,7 +404,7 @@ class Attempt:
     def _reach_verdict(self, saved_step: int, left: int) -> Verdict:
         """How the run ended; node rank 0 decides it and tells the others."""
         if self.verdict is not None:
-            return replace(self.verdict, left=left)
+            return replace(self.verdict, left=left, is_told=True)
         words = [self._last_words(), *self.done.values()]
         first = failure.first(self.failures) if self.failures else None
         if first is None:

@@ -152,6 +152,17 @@ def slurm(v: _Variables) -> Environment:
     return Environment("slurm", *ranks, *v.master(first_host, step))
 
 
+def slurm_node(environ: Mapping[str, str]) -> tuple[int, int, str] | None:
+    """Return number of nodes, node rank and master of a step of one task per node, else None."""
+    if environ.get("SLURM_STEP_ID") in (None, "", INTERACTIVE_STEP):
+        return None
+    place = slurm(_Variables({**environ, "MASTER_ADDR": "", "MASTER_PORT": "1", "WORLD_SIZE": ""}))
+    if place.world_size != place.num_nodes:
+        cause = f"srun started {place.world_size} tasks on {place.num_nodes} nodes, each an agent"
+        raise LauncherError(f"{cause}; give srun --ntasks-per-node=1 and --ntasks")
+    return place.num_nodes, place.node_rank, place.master_addr
+
+
 def tasks_per_node(text: str) -> list[int]:
     """Expand SLURM's short form: `2(x2),1` is [2, 2, 1]."""
     counts: list[int] = []

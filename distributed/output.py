@@ -23,6 +23,7 @@ from typing import BinaryIO
 _CHUNK = 65536
 _BACKLOG_BYTES = 1 << 20  # of output that the terminal has not taken yet
 _TRACEBACK = re.compile(rb"Traceback \(most recent call last\)|^Fatal Python error")
+_TORCHS_WARNING = re.compile(rb"\[[WI]\d{4} ")  # from its C++ side
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
 
 
@@ -167,7 +168,8 @@ class Stream:
             if not line:
                 return
         self.last_line = self.log.write(self.rank, line)
-        self.last_text = line.decode(errors="replace")
+        if not _TORCHS_WARNING.match(line):
+            self.last_text = line.decode(errors="replace")
         if _TRACEBACK.search(line):
             self.traceback_line = self.last_line
 

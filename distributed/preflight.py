@@ -196,7 +196,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the launcher's words; it has checked them."""
     parser = argparse.ArgumentParser(prog="python -m distributed.preflight")
     parser.add_argument("--nnodes", type=int, default=1)
-    parser.add_argument("--node-rank", type=int, default=0)
+    step_rank = os.environ.get("SLURM_NODEID") or 0
+    parser.add_argument("--node-rank", type=int, default=step_rank)
     parser.add_argument("--nproc", default="auto", help="auto: one per GPU, else --cpu-nproc")
     parser.add_argument("--cpu-nproc", type=int, default=1)
     parser.add_argument("--master-addr", default="127.0.0.1")
@@ -217,11 +218,12 @@ def examine(args: argparse.Namespace, environ: Mapping[str, str]) -> Node:
         gpus, gpu_error = visible_gpus(environ), ""
     except GpuError as error:
         gpus, gpu_error = (), str(error)
+    given = int(environ.get("SLURM_GPUS_ON_NODE") or 0)
     port = choose_port(args.run_id, search=args.nnodes == 1) if args.port == "auto" else args.port
     return Node(
         nnodes=args.nnodes,
         node_rank=args.node_rank,
-        nproc=(len(gpus) or args.cpu_nproc) if args.nproc == "auto" else int(args.nproc),
+        nproc=(len(gpus) or given or args.cpu_nproc) if args.nproc == "auto" else int(args.nproc),
         master_addr=args.master_addr,
         port=int(port),
         script=args.directory / args.script if args.script else None,

@@ -43,6 +43,8 @@ def init_distributed(
     join_timeout_s: float = 300,
     timeout_s: float = 1800,
     local_rank: int | None = None,
+    nodes: int | None = None,
+    ranks_per_node: int | None = None,
 ) -> Environment:
     """Choose this process's device and, where there are others, join them in a process group.
 
@@ -51,12 +53,21 @@ def init_distributed(
         join_timeout_s: how long every rank may take to show up.
         timeout_s: how long one collective may take.
         local_rank: the --local-rank argument of torch.distributed.launch.
+        nodes, ranks_per_node: what the user expects, if that is to be checked.
 
     Returns this process's place, with rank 0's run id. Raises LauncherError where variables, ranks
     or GPUs contradict each other, TimeoutError that names the ranks that did not show up, and
     ValueError for nccl without a GPU.
     """
     env = detect(local_rank=local_rank)
+    for name, asked, given in (
+        ("--nodes", nodes, env.num_nodes),
+        ("--gpus-per-node", ranks_per_node, env.local_world_size),
+    ):
+        if asked not in (None, given):
+            raise LauncherError(
+                f"{name} is {asked} but {env.launcher} started {given}; make them agree"
+            )
     backend = _choose_backend(backend, env)
     if torch.cuda.is_available():
         # A launcher may show each rank all GPUs of the node, or its own alone.

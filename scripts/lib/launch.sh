@@ -33,17 +33,30 @@ start_or_print() {
   if [[ -n $DRY_RUN ]]; then fanout_print; else fanout_start; fi
 }
 
+# Sets COMMAND: the preflight of one node, wherever it is started.
+preflight_command() {
+  COMMAND=(
+    env --chdir="$ROOT" PROGRAM="$PROGRAM" "$PYTHON" -m distributed.preflight
+    --nnodes "${plan[nnodes]}" --run-id "${plan[run_id]}"
+    --nproc "${plan[nproc]}" --cpu-nproc "${plan[cpu_nproc]:-1}"
+    --master-addr "${plan[master]}" --port "${plan[port]}"
+    --directory "$PWD" --log-dir "${LOG_DIR:-logs}" --checkpoint-dir "${plan[checkpoint_dir]:-}"
+  )
+  [[ ${SCRIPT[0]} == -m ]] || COMMAND+=(--script "${SCRIPT[0]}")
+  [[ -z $STRICT ]] || COMMAND+=(--strict)
+  [[ -z $DRY_RUN && -z ${SKIP_PREFLIGHT:-} ]] || COMMAND+=(--no-checks)
+}
+
 # Sets COMMAND: what one node runs, in the working directory of the launch.
-node_command() { # <node rank>
+node_command() { # <agent's options for the node's place, where it does not find that itself...>
   local name variables=() RUN_ID=${plan[run_id]} LAUNCH_COMMAND
   LAUNCH_COMMAND=$(launch_line)
   for name in RUN_ID LAUNCH_COMMAND LOG_LEVEL BACKEND GRACE; do
     [[ -z ${!name:-} ]] || variables+=("$name=${!name}")
   done
   COMMAND=(
-    env "${variables[@]}" "$PYTHON" "$ROOT/scripts/lib/agent.py"
-    --nnodes "${plan[nnodes]}" --node-rank "$1" --nproc-per-node "${plan[nproc]}"
-    --master-addr "${plan[master]}" --master-port "${plan[port]}"
+    env "${variables[@]}" "$PYTHON" "$ROOT/scripts/lib/agent.py" "$@"
+    --nproc-per-node "${plan[nproc]}" --master-port "${plan[port]}"
     --rdzv-conf "join_timeout=${plan[join_timeout]:-300}" --log-dir "${LOG_DIR:-logs}"
   )
   [[ -z $RUN_ID ]] || COMMAND+=(--rdzv-id "$RUN_ID")

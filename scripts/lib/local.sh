@@ -7,29 +7,26 @@
 #   fanout_start   starts every node's agent; the script ends with their exit code
 
 fanout_check() {
-  local facts words=(
-    --nnodes "${plan[nnodes]}" --node-rank "${plan[node_rank]}" --run-id "${plan[run_id]}"
-    --nproc "${plan[nproc]}" --cpu-nproc "${plan[cpu_nproc]:-1}"
-    --master-addr "${plan[master]}" --port "${plan[port]}"
-    --directory "$PWD" --log-dir "${LOG_DIR:-logs}" --checkpoint-dir "${plan[checkpoint_dir]:-}"
-  )
-  [[ ${SCRIPT[0]} == -m ]] || words+=(--script "${SCRIPT[0]}")
-  [[ -z $STRICT ]] || words+=(--strict)
-  [[ -z $DRY_RUN && -z ${SKIP_PREFLIGHT:-} ]] || words+=(--no-checks)
-  facts=$(PROGRAM=$PROGRAM run_ours distributed.preflight "${words[@]}") || exit
+  local facts
+  preflight_command
+  facts=$("${COMMAND[@]}" --node-rank "${plan[node_rank]}") || exit
   read_facts "$facts"
   plan[checked_nodes]=1
 }
 
 fanout_print() {
   local first=$((plan[node_rank] * plan[nproc]))
-  node_command "${plan[node_rank]}"
+  place_node
   printf '# node %s (%s): ranks %s-%s of %s, rendezvous %s:%s\n' "${plan[node_rank]}" "$HOST" \
     "$first" $((first + plan[nproc] - 1)) $((plan[nnodes] * plan[nproc])) "${plan[master]}" "${plan[port]}"
   echo "cd $(quote_line "$PWD") && $(quote_line "${COMMAND[@]}")"
 }
 
 fanout_start() {
-  node_command "${plan[node_rank]}"
+  place_node
   exec "${COMMAND[@]}"
+}
+
+place_node() {
+  node_command --nnodes "${plan[nnodes]}" --node-rank "${plan[node_rank]}" --master-addr "${plan[master]}"
 }

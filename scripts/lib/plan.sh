@@ -109,7 +109,7 @@ print_plan() {
   local hosts="$HOST (master, $master)" backend=${BACKEND:-${plan[backend]:-auto}} checks verdict=ok
   [[ ${plan[config]:--} == - ]] || printf -v config '    %q' "${plan[config]}"
   ((plan[nnodes] == 1)) ||
-    hosts="$master (master)  $HOST (this one, node rank ${plan[node_rank]} of ${plan[nnodes]})"
+    hosts="$master (master)  ${plan[hosts]-$HOST (this one, node rank ${plan[node_rank]} of ${plan[nnodes]})}"
   [[ $backend != auto || ${plan[gpus]} == 0 ]] || backend=nccl
   ((plan[warnings] == 0)) || verdict=$(count "${plan[warnings]}" warning)
   checks="$(count "${plan[checks]}" check) on $(count "${plan[checked_nodes]}" node)"

@@ -24,7 +24,7 @@ refuse_many_nodes() {
 
 warn_on_login_node() {
   [[ -z ${SLURM_JOB_ID:-}${PBS_JOBID:-} ]] || return 0
-  type -P sinfo >/dev/null || type -P qstat >/dev/null || return 0
+  timeout 3 sinfo &>/dev/null || timeout 3 qstat &>/dev/null || return 0 # there, and with a cluster behind
   echo "$PROGRAM: warning: this looks like a login node; get an allocation first (salloc, qsub -I)" >&2
 }
 
@@ -35,6 +35,29 @@ plan_from_step() {
   agree nnodes NUM_NODES SLURM_STEP_NUM_NODES
   agree node_rank NODE_RANK SLURM_NODEID
   plan[master]=${plan[master]-${MASTER_ADDR:-$(run_ours distributed.hostlist first "$SLURM_STEP_NODELIST")}}
+}
+
+# In a job, outside of its steps: its nodes, the first of which is the master, and the ranks on each.
+plan_from_job() { # <the script's own path>
+  local tasks=1
+  [[ -z ${SLURM_NTASKS:-} ]] || tasks=$SLURM_TASKS_PER_NODE # else it only counts the processors
+  [[ -n ${SLURM_JOB_ID:-} ]] || die 2 "this is no SLURM job; use sbatch $0, or salloc first"
+  ! in_slurm_step || die 2 "srun started $PROGRAM, which starts srun itself; leave srun out"
+  [[ $tasks =~ ^([0-9]+)(\(x[0-9]+\))?$ ]] ||
+    die 2 "the job has unequal nodes, SLURM_TASKS_PER_NODE=$tasks; give sbatch --ntasks-per-node [wrong-world]"
+  tasks=${BASH_REMATCH[1]}
+  plan[nnodes]=$SLURM_JOB_NUM_NODES
+  plan[master]=$(run_ours distributed.hostlist first "$SLURM_JOB_NODELIST")
+  plan[hosts]=$SLURM_JOB_NODELIST
+  # What the user typed was not the copy that runs.
+  [[ ${0##*/} != slurm_script ]] || LAUNCH_LINE=(sbatch "$1" "${LAUNCH_LINE[@]:1}")
+  if ((tasks > 1)); then
+    [[ ${NPROC_PER_NODE:-$tasks} == "$tasks" ]] ||
+      die 2 "NPROC_PER_NODE is $NPROC_PER_NODE but the job has SLURM_TASKS_PER_NODE=$SLURM_TASKS_PER_NODE; leave it out [wrong-world]"
+    plan[nproc]=$tasks
+  else
+    plan[nproc]=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-auto}}
+  fi
 }
 
 agree() { # <plan entry> <name of the argument> <variable of the step>

@@ -71,7 +71,7 @@ assert_output() { # <text>
 # The golden command of node 0, with what differs between machines filled in.
 golden_command() { # <launcher's line> <nnodes> <node rank> <nproc> <master> <script and arguments>
   printf '%s' "cd $PWD && env RUN_ID=golden LAUNCH_COMMAND=$1 $PYTHON $ROOT/scripts/lib/agent.py" \
-    " --nnodes $2 --node-rank $3 --nproc-per-node $4 --master-addr $5 --master-port 23456" \
+    " --nnodes $2 --node-rank $3 --master-addr $5 --nproc-per-node $4 --master-port 23456" \
     " --rdzv-conf join_timeout=300 --log-dir logs --rdzv-id golden $6"
 }
 

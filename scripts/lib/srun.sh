@@ -1,0 +1,71 @@
+# shellcheck shell=bash disable=SC2034,SC2154 # the files of lib/ share their variables
+# Fan-out through srun, from a job's batch script or from salloc's shell: one agent on each node,
+# which takes its node rank from the step; with LAUNCHER=srun one task for each rank instead.
+
+STEP=   # srun's process
+NOTICE= # came ahead of the time limit, or of pre-emption
+
+fanout_check() {
+  local facts
+  preflight_command
+  agent_step --kill-on-bad-exit=0
+  facts=$("${COMMAND[@]}") || exit
+  read_facts "$facts"
+  plan[checked_nodes]=${plan[nnodes]}
+}
+
+fanout_print() {
+  step_command
+  printf '# job %s, %s: ranks 0-%s, rendezvous %s:%s\n' "$SLURM_JOB_ID" "$(count "${plan[nnodes]}" node)" \
+    $((plan[nnodes] * plan[nproc] - 1)) "${plan[master]}" "${plan[port]}"
+  echo "cd $(quote_line "$PWD") && $(quote_line "${COMMAND[@]}")"
+}
+
+# srun runs beside us, for bash holds traps back while a command is in the foreground.
+fanout_start() {
+  local code
+  step_command
+  trap 'NOTICE=USR1 && pass_on USR1' USR1
+  trap 'pass_on TERM' TERM INT HUP
+  "${COMMAND[@]}" &
+  STEP=$!
+  until wait "$STEP" && code=0; do
+    code=$?
+    kill -0 "$STEP" 2>/dev/null || break # else a trap has ended the wait
+  done
+  if ((code == 75)) && [[ -n $NOTICE ]]; then requeue; fi
+  exit "$code"
+}
+
+pass_on() { # <signal, for every task of the step>
+  [[ -z $STEP ]] || kill -s "$1" "$STEP" 2>/dev/null || true
+}
+
+step_command() {
+  require_word LAUNCHER agent srun
+  if [[ ${LAUNCHER:-agent} == agent ]]; then
+    node_command
+    agent_step --kill-on-bad-exit=1
+  else
+    [[ ${SLURM_TASKS_PER_NODE%%[!0-9]*} == "${plan[nproc]}" ]] ||
+      die 2 "LAUNCHER=srun starts the job's tasks, SLURM_TASKS_PER_NODE=$SLURM_TASKS_PER_NODE, for ${plan[nproc]} ranks per node; give --ntasks-per-node=${plan[nproc]} [wrong-world]"
+    COMMAND=(
+      env LAUNCH_COMMAND="$(launch_line)" RUN_ID="${plan[run_id]}"
+      OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" srun --kill-on-bad-exit=1
+      ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} "$PYTHON" -u "${SCRIPT[@]}"
+    )
+  fi
+}
+
+# Puts COMMAND on every node once, with all that the job has there: srun itself would take over
+# neither the processors nor, where sbatch was told otherwise than the script, the GPUs.
+agent_step() { # <srun's options...>
+  local words=(--nodes="${plan[nnodes]}" --ntasks="${plan[nnodes]}" --ntasks-per-node=1)
+  words+=(--cpus-per-task="${SLURM_JOB_CPUS_PER_NODE%%[!0-9]*}")
+  [[ -z ${SLURM_GPUS_ON_NODE:-} ]] || words+=(--gpus-per-node="$SLURM_GPUS_ON_NODE")
+  COMMAND=(env --unset=SLURM_GPUS_PER_TASK srun "${words[@]}" "$@" "${COMMAND[@]}")
+}
+
+requeue() {
+  scontrol requeue "$SLURM_JOB_ID"
+}

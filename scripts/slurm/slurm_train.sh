@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Train in a SLURM job, on all of its nodes.
+#
+# usage: sbatch [SBATCH OPTIONS] scripts/slurm/slurm_train.sh [CONFIG] [key=value...] [-- ARGS...]
+#
+#   CONFIG     the configuration, a YAML file (default: config/local3.yaml)
+#   key=value  settings that replace the config's
+#
+# example: sbatch --nodes=4 --gpus-per-node=8 scripts/slurm/slurm_train.sh config/local3.yaml
+#          and inside an allocation of salloc the same without sbatch
+#
+# What the job asks for. Edit it, or say it to sbatch, which wins. Ranks per node: the tasks per node
+# where they are more than one, else the GPUs.
+#SBATCH --job-name=train
+#SBATCH --nodes=2
+#SBATCH --gpus-per-node=2
+#SBATCH --time=24:00:00
+#SBATCH --output=logs/slurm-%j.out
+#
+# So long before its time is over the job saves, and goes to the queue again.
+#SBATCH --signal=B:USR1@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+set -euo pipefail
+LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib
+[[ -r $LIB/launch.sh ]] || LIB=${SLURM_SUBMIT_DIR:-}/scripts/lib # sbatch runs a copy of this file
+# shellcheck source=scripts/lib/launch.sh
+source "$LIB/launch.sh" srun
+
+main() {
+  parse_arguments config "$@"
+  default_config
+  choose_python
+  plan_from_job scripts/slurm/slurm_train.sh
+  launch
+}
+main "$@"

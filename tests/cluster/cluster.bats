@@ -1,0 +1,268 @@
+#!/usr/bin/env bats
+# The cluster itself: what the tests of the launchers stand on.
+# shellcheck disable=SC2030,SC2031 # each test is a subshell, and is meant to be one
+bats_require_minimum_version 1.5.0
+load helper
+
+setup_file() {
+  cluster_up 3
+}
+
+teardown_file() {
+  cluster_down
+}
+
+# --- SLURM --------------------------------------------------------------------------------------
+
+@test "up in less than 20 seconds, with every node idle and two partitions" {
+  ((UP_S < 20))
+  run on login sinfo -h -o '%P %D %T'
+  [[ $output == $'batch* 3 idle\nurgent 3 idle' ]]
+}
+
+@test "srun: each node says its own name" {
+  run on login srun -N3 hostname
+  [[ $(sort <<<"$output") == $'node1\nnode2\nnode3' ]]
+}
+
+@test "sbatch: a job runs, from SLURM's own copy of the script" {
+  # shellcheck disable=SC2016 # for the job
+  printf '#!/bin/bash\necho "$SLURM_JOB_NUM_NODES $(hostname) $0"\n' >job.sh
+  on login sbatch --wait -N2 --output=job.out job.sh
+  [[ $(<job.out) == "2 node1 /run/slurmd/"* ]]
+}
+
+@test "fake GPUs: as many as asked for, and no more than there are" {
+  # shellcheck disable=SC2016 # for the far end
+  run on login srun -N2 --gres=gpu:2 bash -c 'echo "$SLURM_GPUS_ON_NODE $CUDA_VISIBLE_DEVICES"'
+  [[ $output == $'2 0,1\n2 0,1' ]]
+  run on login srun --ntasks=2 --gpus-per-task=1 printenv CUDA_VISIBLE_DEVICES
+  [[ $(sort <<<"$output") == $'0\n1' ]]
+  run on login srun --gres=gpu:9 true
+  [[ $status != 0 ]]
+}
+
+@test "salloc: its shell is an interactive step on the first node" {
+  # shellcheck disable=SC2016 # for the shell on the node
+  run on login script -qc 'salloc -N2' /dev/null <<<$'echo "$(hostname):$SLURM_STEP_ID"\nexit\n'
+  [[ $output == *node1:4294967290* ]]
+}
+
+@test "a requeued job starts again" {
+  local job
+  job=$(submit sleep 600)
+  on login scontrol requeue "$job"
+  eventually 40 is_running "$job" 1
+  on login scancel "$job"
+}
+
+@test "a job in urgent takes the place of one in batch, which starts again" {
+  local job
+  job=$(submit --nodes=3 --exclusive sleep 600)
+  on login srun --partition=urgent --nodes=3 --exclusive true
+  eventually 40 is_running "$job" 1
+  on login scancel "$job"
+}
+
+# bats test_tags=slow
+@test "a job ends at its time limit" {
+  local job
+  job=$(submit --time=1 sleep 600)
+  eventually 120 has_ended "$job"
+  [[ $(on login scontrol show job "$job") == *JobState=TIMEOUT* ]]
+}
+
+# --- hosts --------------------------------------------------------------------------------------
+
+@test "every host has its name, and knows the addresses of all" {
+  local host
+  for host in login node1 node2 node3; do
+    [[ $(on "$host" hostname) == "$host" ]]
+    run on "$host" getent hosts login node1 node3
+    [[ $output == $(printf '%-15s %s\n' 10.0.0.254 login 10.0.0.1 node1 10.0.0.3 node3) ]]
+  done
+}
+
+@test "a host sees its own processes only, and has its own /dev/shm" {
+  "$CLUSTER" run node1 sleep 4711 &
+  eventually 5 on node1 pgrep -f '^sleep 4711'
+  run on node2 pgrep -f '^sleep 4711'
+  [[ $status == 1 ]]
+  on node1 touch /dev/shm/node1
+  [[ -z $(on node2 ls /dev/shm) && ! -e /dev/shm/node1 ]]
+  kill $!
+}
+
+@test "ssh: between all hosts, also with -F; an unknown host key is refused" {
+  local from to
+  for from in login node1 node3; do
+    for to in login node1 node2; do
+      [[ $(on "$from" ssh "$to" hostname) == "$to" ]]
+    done
+  done
+  [[ $(on login ssh -F "$CLUSTER_DIR/etc/ssh_config" 10.0.0.2 hostname) == node2 ]]
+  run on login ssh -o UserKnownHostsFile=/dev/null node1 true
+  [[ $status == 255 && $output == *"Host key verification failed"* ]]
+}
+
+@test "pdsh: over ssh, with host lists" {
+  run on login pdsh -R ssh -w 'node[1-3]' hostname
+  [[ $(sort <<<"$output") == $'node1: node1\nnode2: node2\nnode3: node3' ]]
+}
+
+@test "run: arguments, folder, standard input and exit code come through" {
+  # shellcheck disable=SC2016 # for the far end
+  [[ $(on node2 printf '<%s>' 'a b' '$HOME' '' $'\n"') == '<a b><$HOME><><'$'\n"''>' ]]
+  [[ $(on node2 pwd) == "$PWD" ]]
+  [[ $(echo text | on node2 cat) == text ]]
+  run on node2 bash -c 'exit 7'
+  [[ $status == 7 ]]
+  run on node2 bash -c 'kill -KILL $$'
+  [[ $status == 137 ]]
+  run on node9 true
+  [[ $status == 3 && $output == *"no host 'node9' is up; start it with make cluster-up" ]]
+}
+
+@test "run: the caller's variables come through, whatever their names" {
+  export HERE=1 DIR=2 HOST=3 INIT=4 signal=5
+  diff <(env | grep -vE '^(SLURM_CONF|SSH_OPTS|PDSH_[A-Z_]+|PATH|SHLVL|_)=') \
+    <(on node1 env | grep -vE '^(SLURM_CONF|SSH_OPTS|PDSH_[A-Z_]+|PATH|SHLVL|_)=')
+}
+
+@test "run: signals come through; killed, it takes its command along" {
+  local signal code
+  set -m # or bash has what follows ignore SIGINT
+  for signal in INT TERM HUP USR1; do
+    "$CLUSTER" run node1 bash -c "trap 'exit 9' $signal; touch ready; while :; do sleep 0.05; done" &
+    eventually 5 rm ready
+    kill "-$signal" $!
+    code=0
+    wait $! || code=$?
+    [[ $code == 9 ]]
+  done
+  "$CLUSTER" run node1 sleep 4712 &
+  eventually 5 on node1 pgrep -f '^sleep 4712'
+  kill -KILL $!
+  eventually 2 is_gone_from node1 '^sleep 4712'
+}
+
+@test "env: the machine's own shell uses the cluster" {
+  # shellcheck source=/dev/null
+  source <("$CLUSTER" env)
+  [[ $(sinfo -h -p batch -o %D) == 3 ]]
+  [[ $(srun -N1 -w node2 hostname) == node2 ]]
+  [[ $(ssh node3 hostname) == node3 ]]
+  [[ $(pdsh -w node1 hostname) == "node1: node1" ]]
+}
+
+# --- faults -------------------------------------------------------------------------------------
+
+@test "a cut link is noticed, by ssh and by SLURM, and heals" {
+  "$CLUSTER" cut node3
+  run on login ssh -o ConnectTimeout=2 node3 true
+  [[ $status == 255 ]]
+  eventually 60 node_state_is node3 'down*'
+  "$CLUSTER" restore node3
+  eventually 60 node_state_is node3 idle
+  on login ssh node3 true
+}
+
+@test "a slow link is slow, a dropped port silent, and both heal" {
+  "$CLUSTER" slow node2 10mbit
+  run timeout 0.8 "$CLUSTER" run login ssh node2 head -c 2000000 /dev/zero
+  [[ $status == 124 ]]
+  "$CLUSTER" drop node2 22
+  run timeout 1 "$CLUSTER" run login ssh node2 true
+  [[ $status == 124 ]]
+  on login ssh node1 true
+  "$CLUSTER" restore node2
+  timeout 5 "$CLUSTER" run login ssh node2 head -c 2000000 /dev/zero >zeros
+}
+
+# --- up and down --------------------------------------------------------------------------------
+
+# From here on the test has a folder for clusters of its own, and knows what they may not change.
+set_apart() {
+  export CLUSTER_DIR=$PWD/other
+  : >namespaces
+  BEFORE=$(traces)
+}
+
+up_and_remember() { # <nodes>
+  "$CLUSTER" up "$1"
+  cut -d ' ' -f 2 -- "$CLUSTER_DIR"/hosts/* >>namespaces
+}
+
+# What a cluster may leave behind other than processes, as one text.
+traces() {
+  ls /sys/class/net
+  ip netns
+  ls -A /run /run/netns ~/.ssh 2>&1 || true # not all of them need be there
+  cat /proc/self/mounts /etc/hosts
+}
+
+# The processes of the clusters that were in CLUSTER_DIR: by where they live, and by who started them.
+processes() (
+  export -n CLUSTER_DIR # or the commands here were found
+  {
+    find /proc/[0-9]*/ns/pid -printf '%l %p\n' 2>/dev/null | grep -F -f namespaces
+    grep -lsz "^CLUSTER_DIR=$CLUSTER_DIR\$" /proc/[0-9]*/environ
+  } | grep -oE '/proc/[0-9]+' | cut -d / -f 3 | sort -u
+)
+
+no_processes() {
+  [[ -z $(processes) ]]
+}
+
+assert_nothing_left() {
+  [[ ! -e $CLUSTER_DIR ]]
+  diff <(echo "$BEFORE") <(traces)
+  eventually 5 no_processes
+}
+
+@test "another cluster beside this one: up twice, down twice; nothing is left" {
+  set_apart
+  up_and_remember 1
+  on login sbatch --output=/dev/null --wrap 'setsid sleep 4713 & sleep 4713'
+  eventually 10 on node1 pgrep -f '^sleep 4713'
+  mkdir full
+  on node1 mount -t tmpfs -o size=64k full "$PWD/full"
+  up_and_remember 2
+  [[ $(on login srun -N2 hostname | sort) == $'node1\nnode2' ]]
+  "$CLUSTER" down
+  "$CLUSTER" down
+  assert_nothing_left
+}
+
+@test "after kill -9 of everything: down cleans up, and up starts again" {
+  set_apart
+  local again pids
+  for again in up down; do
+    up_and_remember 1
+    mapfile -t pids < <(processes)
+    ((${#pids[@]} > 10))                        # two hosts, their daemons and what holds them
+    kill -KILL "${pids[@]}" 2>/dev/null || true # some die with the first
+    "$CLUSTER" "$again"
+    [[ $again == down || $(on login srun hostname) == node1 ]]
+  done
+  assert_nothing_left
+}
+
+@test "an up that fails says why and leaves nothing" {
+  set_apart
+  mkdir fake
+  printf '#!/bin/sh\necho "no controller today" >&2\nexit 1\n' >fake/slurmctld
+  chmod +x fake/slurmctld
+  PATH=$PWD/fake:$PATH run "$CLUSTER" up 1
+  [[ $status != 0 && $output == *"no controller today"* ]]
+  assert_nothing_left
+}
+
+@test "a folder with files of others is neither used nor removed" {
+  mkdir other
+  touch other/precious
+  CLUSTER_DIR=$PWD/other run "$CLUSTER" up 1
+  [[ $status == 2 && $output == *"$PWD/other holds files of others; set CLUSTER_DIR" ]]
+  CLUSTER_DIR=$PWD/other "$CLUSTER" down
+  [[ -e other/precious ]]
+}

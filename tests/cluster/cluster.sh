@@ -1,0 +1,334 @@
+#!/usr/bin/env bash
+# A cluster in a box: hosts "login" and "node1" to "nodeN" on this machine, under a real SLURM.
+#
+# usage: tests/cluster/cluster.sh COMMAND
+#
+#   deps                 install what is missing of SLURM, munge, OpenSSH and pdsh, with apt-get
+#   check                say what keeps a cluster from running here, if anything does
+#   up [N]               start it with N nodes (default: 4); where one is up, that one ends first
+#   down                 end it and all that runs on it; nothing is left
+#   shell [HOST]         a shell on a host (default: login, where one types sbatch and ssh)
+#   run HOST COMMAND...  a command on a host, in the folder of the caller; it gets the signals too
+#   env                  variables with which this machine's own shell reaches it: source <(...)
+#   cut HOST             unplug a node's network cable
+#   slow HOST RATE       throttle a node's link to a rate such as 10mbit, both ways
+#   drop HOST PORT       a firewall on a node that drops what comes in for a TCP port
+#   restore HOST         mend what cut, slow and drop did
+#
+# example: tests/cluster/cluster.sh up 2 && tests/cluster/cluster.sh run login srun -N2 hostname
+#
+# CLUSTER_DIR (default: /var/lib/launch-kit-cluster) keeps all of its files; clusters with different
+# folders do not meet. A host has its own name, network, process ids, /run, /dev/shm, sshd and slurmd.
+# All else is shared, as on a cluster with NFS. There is no way from it to other networks.
+set -euo pipefail
+shopt -s nullglob
+# Names that no one has exported: the commands that run on hosts get the caller's variables.
+BOX_HERE=$(dirname -- "$(readlink -f -- "$0")")
+BOX=${CLUSTER_DIR:-/var/lib/launch-kit-cluster}
+BOX_MARK=$BOX/.cluster-in-a-box # what holds it may be removed
+PATH=${PATH//"$BOX/bin:"/}:/usr/sbin:/sbin
+BOX_TOOLS=( # <package>:<its command>
+  slurmctld:slurmctld slurmd:slurmd slurm-client:sbatch munge:munged
+  openssh-server:sshd pdsh:pdsh iproute2:tc iptables:iptables
+)
+BOX_WAIT_S=30 # the limit of every wait
+
+main() {
+  [[ $BOX =~ ^/[A-Za-z0-9/._-]+$ && $BOX/ != /run/* ]] ||
+    die 2 "CLUSTER_DIR=$BOX cannot be used; give an absolute path of plain letters, not in /run"
+  case ${1:-} in
+    deps | check | up | down) "$@" ;;
+    env) print_variables ;;
+    shell) open_shell "${2:-login}" ;;
+    run) run_on "${@:2}" ;;
+    cut | slow | drop | restore) "$1_link" "${@:2}" ;;
+    become) become_host "$2" ;; # for start_host
+    *) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" ;;
+  esac
+}
+
+die() { # <exit code> <text>
+  echo "cluster.sh: $2" >&2
+  exit "$1"
+}
+
+# --- packages -----------------------------------------------------------------------------------
+
+packages_missing() {
+  local tool
+  for tool in "${BOX_TOOLS[@]}"; do
+    type -P "${tool#*:}" >/dev/null || echo "${tool%:*}"
+  done
+}
+
+check() {
+  local missing
+  mapfile -t missing < <(packages_missing)
+  ((${#missing[@]} == 0)) || die 3 "not installed: ${missing[*]}; run make cluster-deps as root"
+  ((EUID == 0)) || die 3 "it takes root to make hosts; run it as root"
+  unshare --net --uts --mount --pid --fork ip link add probe type bridge 2>/dev/null ||
+    die 3 "no namespaces or bridges can be made here; use a virtual machine or a privileged container"
+}
+
+deps() {
+  local missing policy=/usr/sbin/policy-rc.d
+  mapfile -t missing < <(packages_missing)
+  ((${#missing[@]} > 0)) || return 0
+  ((EUID == 0)) || die 3 "installing takes root; run make cluster-deps as root"
+  echo "installing ${missing[*]} with apt-get; none of their services is started or enabled"
+  # Where this file says 101, a package's script starts no service.
+  if [[ ! -e $policy ]]; then
+    trap 'rm -f -- /usr/sbin/policy-rc.d' EXIT
+    printf '#!/bin/sh\nexit 101\n' >"$policy"
+    chmod +x "$policy"
+  fi
+  apt-get -qq update
+  DEBIAN_FRONTEND=noninteractive apt-get -qq install -y \
+    --no-upgrade --no-install-recommends "${missing[@]}" >/dev/null
+  [[ ! -d /run/systemd/system ]] || disable_services "${missing[@]}"
+}
+
+# Not at the next start of the machine either. Only for packages that were not there before.
+disable_services() { # <package...>
+  local package
+  for package in "$@"; do
+    case $package in
+      slurmctld | slurmd | munge) systemctl disable --now "$package" ;;
+      openssh-server) systemctl disable --now ssh.service ssh.socket ;;
+    esac
+  done
+}
+
+# --- up and down --------------------------------------------------------------------------------
+
+up() { # [<nodes>]
+  local nodes=${1:-4} host
+  [[ $nodes =~ ^[1-9][0-9]?$ ]] || die 2 "cannot make '$nodes' nodes; give a number of 1..99"
+  check
+  down
+  trap give_up EXIT
+  make_files "$nodes"
+  exec 3>&- 4>&- # bats waits for whoever holds these
+  for host in $(hosts); do start_host "$host"; done
+  wait_until "every host has started" hosts_have_started
+  connect_hosts
+  for host in $(hosts); do start_daemons "$host"; done
+  wait_until "$nodes nodes are idle" nodes_are_idle "$nodes"
+  trap - EXIT
+  echo "up: login and node1 to node$nodes; make cluster-shell opens a shell, make cluster-down ends it"
+}
+
+down() {
+  local host
+  [[ -e $BOX_MARK ]] || return 0
+  for host in $(hosts); do
+    if find_init "$host"; then kill -KILL "$BOX_INIT"; fi
+  done
+  wait_until "every host is gone" hosts_are_gone
+  rm -rf -- "$BOX"
+}
+
+give_up() {
+  tail -n 3 -- "$BOX"/logs/* >&2
+  down
+}
+
+hosts() {
+  basename -a -- "$BOX"/hosts/* 2>/dev/null || true
+}
+
+make_files() { # <nodes>
+  local host i file hosts=(login) address=10.0.0.254
+  rmdir -- "$BOX" 2>/dev/null || [[ ! -e $BOX ]] || die 2 "$BOX holds files of others; set CLUSTER_DIR"
+  mkdir -p -- "$BOX"/{bin,etc,gpus,hosts,keys,logs,state}
+  touch "$BOX_MARK"
+  for ((i = 0; i < 8; i++)); do ln -s /dev/null "$BOX/gpus/gpu$i"; done # SLURM wants devices
+  chmod 700 "$BOX/keys" "$BOX/state"
+  (umask 077 && head -c 1024 /dev/urandom >"$BOX/keys/munge")
+  ssh-keygen -q -t ed25519 -N '' -C cluster-in-a-box -f "$BOX/keys/user"
+  for ((i = 1; i <= $1; i++)); do hosts+=("node$i"); done
+  printf '%s localhost\n' 127.0.0.1 ::1 >"$BOX/etc/hosts"
+  for ((i = 0; i <= $1; i++)); do
+    host=${hosts[i]}
+    ((i == 0)) || address=10.0.0.$i
+    : >"$BOX/hosts/$host"
+    echo "$address $host" >>"$BOX/etc/hosts"
+    ssh-keygen -q -t ed25519 -N '' -C "$host" -f "$BOX/keys/$host"
+    echo "$host,$address $(<"$BOX/keys/$host.pub")" >>"$BOX/etc/known_hosts"
+  done
+  for file in "$BOX_HERE"/etc/*; do
+    sed "s|@DIR@|$BOX|g; s|@NODES@|$1|g" "$file" >"$BOX/etc/${file##*/}"
+  done
+  make_commands
+}
+
+# The commands for the machine's own shell: each runs on login.
+make_commands() {
+  local name
+  # shellcheck disable=SC2016 # $0 and $@ are the command's
+  printf '#!/usr/bin/env bash\nCLUSTER_DIR=%q exec %q run login "${0##*/}" "$@"\n' "$BOX" "$BOX_HERE/cluster.sh" \
+    >"$BOX/bin/on-login"
+  chmod +x "$BOX/bin/on-login"
+  for name in sbatch srun salloc squeue sinfo scancel scontrol ssh scp pdsh; do
+    ln -s on-login "$BOX/bin/$name"
+  done
+}
+
+# --- hosts --------------------------------------------------------------------------------------
+
+start_host() { # <host>
+  (cd / && exec setsid unshare --net --uts --mount --pid --fork -- "$BOX_HERE/cluster.sh" become "$1") \
+    </dev/null &>"$BOX/logs/$1.log" &
+}
+
+# The first process of a host. When it dies the kernel ends every other, and takes the namespaces
+# and what was mounted there with them.
+become_host() { # <host>
+  local pid
+  read -r pid _ </proc/self/stat # this is still the machine's /proc, so its number there
+  hostname "$1"
+  ip link set lo up
+  mount --bind "$BOX/etc/hosts" /etc/hosts
+  mount --bind "$BOX/etc/ssh_config" /etc/ssh/ssh_config # a bare ssh works, and reads no one's keys
+  mount -t tmpfs -o mode=755 run /run                    # hides the machine's munge, resolver, sshd
+  mkdir /run/munge /run/sshd
+  mount -t tmpfs shm /dev/shm
+  mount -t proc proc /proc
+  echo "$pid $(readlink /proc/self/ns/pid)" >"$BOX/hosts/$1"
+  sleep infinity &
+  wait # and reap orphans meanwhile
+}
+
+start_daemons() { # <host>
+  on "$1" munged --key-file="$BOX/keys/munge" --seed-file=/run/munge/seed --log-file="$BOX/logs/munged-$1.log"
+  on "$1" "$(type -P sshd)" -f "$BOX/etc/sshd_config" -h "$BOX/keys/$1" -E "$BOX/logs/sshd-$1.log"
+  if [[ $1 == login ]]; then on login slurmctld -i; else on "$1" slurmd -N "$1"; fi
+}
+
+# Sets BOX_INIT: the first process of a host. Another that was given its number since is in another namespace.
+find_init() { # <host>
+  local namespace=""
+  read -r BOX_INIT namespace 2>/dev/null <"$BOX/hosts/$1" || true
+  [[ -n $namespace && $(readlink "/proc/$BOX_INIT/ns/pid") == "$namespace" ]]
+}
+
+hosts_have_started() {
+  local host
+  for host in $(hosts); do find_init "$host" || return; done
+}
+
+hosts_are_gone() {
+  local host
+  for host in $(hosts); do ! find_init "$host" || return; done
+}
+
+nodes_are_idle() { # <number>
+  [[ $(on login sinfo -h -p batch -t idle -o %D 2>/dev/null) == "$1" ]]
+}
+
+# On login's side a node's cable is called as the node, on the node's eth0.
+connect_hosts() {
+  local address host login
+  on login ip link add switch type bridge
+  on login ip address add 10.0.0.254/24 dev switch
+  on login ip link set switch up
+  find_init login && login=$BOX_INIT
+  while read -r address host; do
+    [[ $host == node* ]] || continue
+    find_init "$host"
+    ip link add "$host" netns "$login" type veth peer name eth0 netns "$BOX_INIT"
+    on login ip link set "$host" master switch up
+    on "$host" ip address add "$address/24" dev eth0
+    on "$host" ip link set eth0 up
+  done <"$BOX/etc/hosts"
+}
+
+# --- commands on hosts --------------------------------------------------------------------------
+
+print_variables() {
+  cat <<END
+export SLURM_CONF=$BOX/etc/slurm.conf
+export SSH_OPTS="-F $BOX/etc/ssh_config"
+export PDSH_RCMD_TYPE=ssh
+export PDSH_SSH_ARGS_APPEND="-F $BOX/etc/ssh_config"
+export PATH=$BOX/bin:\$PATH
+END
+}
+
+# Sets BOX_ENTER, the start of a command that runs on a host. It dies with the process that enters.
+find_way() { # <host>
+  find_init "$1" || die 3 "no host '$1' is up; start it with make cluster-up"
+  BOX_ENTER=( # PATH is the caller's, but for our own stand-ins
+    nsenter --target "$BOX_INIT" --net --uts --mount --pid
+    setpriv --pdeathsig KILL env --unset=HOSTNAME --chdir="$PWD" PATH="$PATH"
+    SLURM_CONF="$BOX/etc/slurm.conf" PDSH_RCMD_TYPE=ssh
+    SSH_OPTS="-F $BOX/etc/ssh_config" PDSH_SSH_ARGS_APPEND="-F $BOX/etc/ssh_config"
+  )
+}
+
+on() { # <host> <command...>
+  find_way "$1"
+  "${BOX_ENTER[@]}" "${@:2}"
+}
+
+open_shell() { # <host>
+  find_way "$1"
+  exec "${BOX_ENTER[@]}" bash -i
+}
+
+# A process cannot enter another set of process ids, only its children can. So the signals that we
+# are sent are passed on, and when we are killed the command is.
+run_on() { # <host> <command...>
+  find_way "$1"
+  [[ ! -t 0 ]] || exec "${BOX_ENTER[@]}" "${@:2}" # a terminal sends its signals to all
+  set -m                                      # without job control the command would ignore SIGINT
+  setpriv --pdeathsig KILL "${BOX_ENTER[@]}" "${@:2}" <&0 &
+  set +m
+  local signal code=0
+  for signal in HUP INT TERM USR1 USR2; do
+    # shellcheck disable=SC2064 # both are known now
+    trap "pass_on $signal $!" "$signal"
+  done
+  exec 2>/dev/null # bash would tell how the command died
+  until wait $! && code=0; do
+    code=$?
+    kill -0 $! || exit "$code"
+  done
+}
+
+pass_on() { # <signal> <process whose child is meant>
+  kill "-$1" "$(<"/proc/$2/task/$2/children")"
+}
+
+# --- faults -------------------------------------------------------------------------------------
+
+cut_link() { # <host>
+  on login ip link set "$1" down
+}
+
+slow_link() { # <host> <rate>
+  local limit=(root tbf rate "$2" burst 32kb latency 400ms)
+  on login tc qdisc replace dev "$1" "${limit[@]}"
+  on "$1" tc qdisc replace dev eth0 "${limit[@]}"
+}
+
+drop_link() { # <host> <port>
+  on "$1" iptables --append INPUT --protocol tcp --dport "$2" --jump DROP
+}
+
+restore_link() { # <host>
+  on login ip link set "$1" up
+  on login tc qdisc delete dev "$1" root 2>/dev/null || true
+  on "$1" tc qdisc delete dev eth0 root 2>/dev/null || true
+  ! type -P iptables >/dev/null || on "$1" iptables --flush INPUT
+  on login scontrol reconfigure # asks every slurmd at once, where it would ask a lost one in minutes
+}
+
+wait_until() { # <what is waited for> <command...>
+  local end=$((SECONDS + BOX_WAIT_S))
+  until "${@:2}"; do
+    ((SECONDS < end)) || die 3 "$1: not so within $BOX_WAIT_S s; see $BOX/logs"
+    sleep 0.05
+  done
+}
+main "$@"

@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Take the SLURM_* variables of each kind of step from a real SLURM into the .env files here.
+#
+# usage: tests/cluster/environments/take.sh
+set -euo pipefail
+HERE=$(dirname -- "$(readlink -f -- "$0")")
+WORK=$(mktemp -d)
+export CLUSTER_DIR=$WORK/cluster HERE
+cd /tmp # SLURM_SUBMIT_DIR
+
+main() {
+  trap '"$HERE/../cluster.sh" down; rm -rf -- "$WORK"' EXIT
+  "$HERE/../cluster.sh" up 3
+  make_tell
+  # A job of 2 x 2 tasks: told by the batch script, by the last task, by a step on the second node
+  # alone, by the second of two tasks that are one per node.
+  job -N2 --ntasks-per-node=2 --gres=gpu:2 --wrap "tell batch-step; srun tell srun-step 3
+    srun -N1 -n1 -w node2 tell sub-step; srun -n2 --ntasks-per-node=1 tell one-per-node-step 1"
+  on_login salloc -N2 --ntasks-per-node=2 tell salloc-command
+  on_login script -qc 'salloc -N2 --ntasks-per-node=2' /dev/null <<<$'tell salloc-interactive-step; exit\n'
+  on_login script -qc 'srun -N2 -n4 --pty tell srun-pty-step' /dev/null
+  job --array=5 -n2 --wrap "tell array-batch-step; srun tell array-step 1"
+  # Two groups: 1 x 1 task and 2 x 2; each told by its first task, and by srun's choice of one.
+  job -N1 -n1 : -N2 --ntasks-per-node=2 --wrap "tell het-batch-step; srun tell het-plain-step
+    srun --het-group=0,1 bash -c 'tell het-group-0-step 0; tell het-group-1-step 1'"
+  # shellcheck disable=SC2016 # for the job
+  job --wrap 'if [[ -n ${SLURM_RESTART_COUNT:-} ]]; then tell requeued-batch-step; else scontrol requeue $SLURM_JOB_ID; sleep 60; fi'
+}
+
+on_login() {
+  PATH=$WORK:$PATH "$HERE/../cluster.sh" run login "$@"
+}
+
+job() {
+  on_login sbatch --wait --output=/dev/null "$@"
+}
+
+# tell NAME [TASK]: writes this process's variables, where it is that task.
+make_tell() {
+  cat >"$WORK/tell" <<'END'
+#!/usr/bin/env bash
+[[ ${SLURM_PROCID:-0} == "${2:-0}" ]] || exit 0
+env | grep '^SLURM_' | grep -v '^SLURM_CONF=' | LC_ALL=C sort >"$HERE/$1.env"
+END
+  chmod +x "$WORK/tell"
+}
+main

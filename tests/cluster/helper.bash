@@ -1,0 +1,62 @@
+# shellcheck shell=bash
+# What the tests on the cluster in a box share. Each file has a cluster of its own, each test a
+# folder of its own as working directory, which every host sees.
+
+CLUSTER=${BATS_TEST_DIRNAME:?}/cluster.sh
+
+setup() {
+  cd -- "${BATS_TEST_TMPDIR:?}" || return
+}
+
+cluster_up() { # <nodes>
+  export CLUSTER_DIR=$BATS_FILE_TMPDIR/cluster UP_S=$SECONDS
+  "$CLUSTER" up "$1"
+  UP_S=$((SECONDS - UP_S))
+}
+
+cluster_down() {
+  "$CLUSTER" down
+}
+
+on() { # <host> <command...>
+  "$CLUSTER" run "$@"
+}
+
+# Submits a command as a job; prints the job's id once it runs.
+submit() { # <sbatch options and command...>
+  local job options=()
+  while [[ $1 == --* ]]; do
+    options+=("$1")
+    shift
+  done
+  job=$(on login sbatch --parsable --output=/dev/null "${options[@]}" --wrap "$*")
+  eventually 20 is_running "$job" 0
+  echo "$job"
+}
+
+is_running() { # <job> <restarts>
+  [[ $(on login scontrol show job "$1") == *JobState=RUNNING*Restarts="$2"* ]]
+}
+
+has_ended() { # <job>
+  [[ -z $(on login squeue -h -j "$1") ]]
+}
+
+node_state_is() { # <node> <state>
+  [[ $(on login sinfo -h -p batch -n "$1" -o %T) == "$2" ]]
+}
+
+is_gone_from() { # <host> <pattern of a command line>
+  ! on "$1" pgrep -f "$2"
+}
+
+eventually() { # <seconds> <command...>
+  local end=$((SECONDS + $1))
+  until "${@:2}" >/dev/null 2>&1; do
+    ((SECONDS < end)) || {
+      echo "not within $1 s: ${*:2}"
+      return 1
+    }
+    sleep 0.1
+  done
+}

@@ -1,0 +1,141 @@
+#!/usr/bin/env bats
+# The scripts for SLURM, under a real one.
+bats_require_minimum_version 1.5.0
+# shellcheck disable=SC2030,SC2031 # each test is a subshell, and is meant to be
+load helper
+
+ROOT=$(cd -- "$BATS_TEST_DIRNAME/../.." && pwd -P)
+SHORT=(train.max_steps=6 train.eval_every=0 train.global_batch_size=12)
+LONG=(train.max_steps=100000 train.eval_every=0 train.global_batch_size=12 model.layers=1 model.width=16 checkpoint.every=0)
+
+setup_file() {
+  cluster_up 3
+}
+
+teardown_file() {
+  cluster_down
+}
+
+setup() {
+  cd -- "$BATS_TEST_TMPDIR" || return
+  ln -s -- "$ROOT"/{config,scripts} .
+  export PYTHON=${PYTHON:-$ROOT/.venv/bin/python} PYTHONPATH=$ROOT OMP_NUM_THREADS=1
+}
+
+# Runs a job to its end; returns its exit code. (sbatch --wait looks every 10 s only.)
+job() { # <sbatch's options, the script and its arguments...>
+  local code
+  JOB=$(on login sbatch --parsable --output=job.out "$@")
+  eventually 60 has_ended "$JOB"
+  code=$(field "$JOB" ExitCode)
+  code=${code#*=}
+  return "${code%:*}"
+}
+
+weights_of() { # <run id>
+  "$PYTHON" -m distributed.checkpoint hash "checkpoints/$1"
+}
+
+# Submits a long run; sets JOB when it has taken its first step.
+start_long() { # <sbatch's options...>
+  JOB=$(on login sbatch --parsable --output=job.out "$@" scripts/slurm/slurm_train.sh config/local3.yaml "${LONG[@]}")
+  eventually 60 grep -q '^step ' job.out
+}
+
+field() { # <job> <name>
+  on login scontrol show job "$1" | grep -oE "\b$2=\S+" | head -n 1
+}
+
+@test "2 x 2, 3 x 2 and 1 x 4 end with the weights of one machine" {
+  local shape ranks
+  for shape in "2 2" "3 2" "1 4"; do
+    read -r nodes ranks <<<"$shape"
+    RUN_ID=job-$nodes job --nodes="$nodes" --gpus-per-node="$ranks" scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
+    RUN_ID=one-$nodes SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml $((nodes * ranks)) "${SHORT[@]}"
+    [[ $(weights_of "job-$nodes") == "$(weights_of "one-$nodes")" ]]
+  done
+  grep -q '^hosts      node1 (master, 127.0.0.1:[0-9]*)$' job.out || cat job.out
+}
+
+@test "tasks, GPUs and one task per rank are three ways to say the same" {
+  RUN_ID=gpus job --nodes=1 --gpus-per-node=2 scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
+  RUN_ID=tasks job --ntasks-per-node=2 --gres=gpu:2 scripts/slurm/slurm_train_single_node.sh config/local3.yaml "${SHORT[@]}"
+  RUN_ID=srun LAUNCHER=srun job --nodes=2 --ntasks-per-node=1 scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}" || true
+  grep -q 'LAUNCHER=srun starts the job.s tasks.*\[wrong-world\]$' job.out
+  RUN_ID=srun LAUNCHER=srun job --nodes=1 --ntasks-per-node=2 scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
+  [[ $(weights_of gpus) == "$(weights_of tasks)" && $(weights_of gpus) == "$(weights_of srun)" ]]
+}
+
+@test "inside salloc it is the same script" {
+  RUN_ID=salloc on login salloc -Q --nodes=2 --gres=gpu:2 scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
+  [[ -d checkpoints/salloc/step-6 ]]
+}
+
+@test "a rank's exit code or signal is the job's, and the block names rank and host" {
+  cat >dies.py <<'PY'
+import os, signal, sys, time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == 3:
+    sys.exit(7) if sys.argv[1] == "exit" else os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(600)
+PY
+  local way code start
+  for way in exit:7 kill:137; do
+    code=0 start=$SECONDS
+    TRAIN_SCRIPT=dies.py job scripts/slurm/slurm_train.sh - -- "${way%:*}" || code=$?
+    echo "exit code $code after $((SECONDS - start)) s: $(<job.out)"
+    ((code == ${way#*:} && SECONDS - start < 15))
+    [[ $(grep -c '^FAILED ' job.out) == 1 ]]
+    grep -q '^FAILED   rank 3 (local rank 1, node2) ' job.out
+    rm job.out
+  done
+}
+
+@test "without srun: refused in a job of several tasks, trains in a job of one" {
+  local wrap="$PYTHON $ROOT/train.py --config config/local3.yaml ${SHORT[*]}"
+  run -2 job --nodes=2 --wrap "$wrap"
+  grep -q '; put srun before the command \[batch-step\]$' job.out
+  run -2 on login salloc -Q --ntasks=2 bash -c "$wrap"
+  RUN_ID=one job --wrap "$wrap"
+  [[ -d checkpoints/one/step-6 ]]
+}
+
+@test "what train.py is told to expect is compared with what SLURM gave" {
+  run -2 on login salloc -Q --nodes=2 --ntasks-per-node=1 srun "$PYTHON" -u "$ROOT/train.py" \
+    --config config/local3.yaml --nodes 4 "${SHORT[@]}"
+  [[ $output == *"--nodes is 4 but slurm started 2; make them agree [wrong-world]"* ]]
+}
+
+@test "USR1 to the batch script saves, requeues and resumes; TERM saves and does not" {
+  start_long --nodes=2
+  on login scancel --signal=USR1 --batch "$JOB"
+  eventually 60 grep -q '^resumed    after step' job.out
+  [[ $(field "$JOB" Restarts) == Restarts=1 ]]
+  grep -q '^stopped    after step [0-9]*, which is saved (SIGUSR1)$' job.out
+  on login scancel "$JOB"
+  eventually 30 has_ended "$JOB"
+  grep -q '^stopped    after step [0-9]*, which is saved (SIGTERM)$' job.out
+  [[ $(field "$JOB" JobState) == JobState=CANCELLED && $(field "$JOB" Restarts) == Restarts=1 ]]
+}
+
+@test "a job that is pre-empted saves, and comes back by itself" {
+  NPROC_PER_NODE=2 start_long --nodes=3 --exclusive
+  on login sbatch --partition=urgent --nodes=3 --exclusive --output=/dev/null --wrap "sleep 1"
+  eventually 90 grep -q '^resumed    after step' job.out
+  on login scancel "$JOB"
+  eventually 30 has_ended "$JOB"
+}
+
+@test "a submit folder with a space in its name, without a folder for logs" {
+  mkdir "a b"
+  ln -s -- "$ROOT"/{config,scripts} "a b"
+  (cd "a b" && RUN_ID=spaced job --nodes=1 scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}")
+  [[ -d "a b/checkpoints/spaced/step-6" ]]
+}
+
+@test "outside of a job: exit 2, and what to do" {
+  run -2 on login scripts/slurm/slurm_train.sh config/local3.yaml
+  [[ $output == "slurm_train.sh: this is no SLURM job; use sbatch "*", or salloc first" ]]
+}
