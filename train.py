@@ -7,8 +7,8 @@
     torchrun --nproc-per-node 2 train.py --config config/local3.yaml    # the same through torchrun
 
 What is trained is a task, the built-in one or yours: see training/tasks/__init__.py. A run with
-the RUN_ID of an earlier one goes on where that one saved last. On SIGTERM, SIGINT or SIGUSR1, and
-after train.max_seconds, it saves and leaves with code 75.
+the RUN_ID of an earlier one goes on where that one saved last. On SIGTERM, SIGINT, SIGHUP or
+SIGUSR1, and after train.max_seconds, it saves and leaves with code 75.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
         saver = checkpoint.Saver(
             run_folder, keep_last=settings.checkpoint.keep_last, enabled=environment.is_main
         )
-        saved = find_checkpoint(settings.resume, run_folder)
+        saved = find_checkpoint(settings.resume, run_folder, is_again=environment.restart_count > 0)
         batch_size = choose_batch_size(settings.train, world_size, saved)
         task = load_task(settings)
         loader = get_dataloader_for_distributed(
@@ -110,7 +110,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
     with one_voice(environment):
         model = task.model()
         if saved:
-            model.load_state_dict(saved.model)
+            fill(model, saved.model)
         model = setup_distributed_models(
             model,
             strategy=settings.distributed.strategy,
@@ -132,11 +132,11 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
         if own:
             checkpoint.set_rng_state(own["rng"])
         log.info(f"resumed    after step {step}")
-        if len(saved.ranks) != world_size:
-            before, now = len(saved.ranks), world_size
-            log.info(
-                f"           on {now} processes, once {before}: the same batches, other rounding"
-            )
+        before = (place["global_batch_size"], len(saved.ranks))
+        if before[0] != per_batch * accumulation:
+            log.info(f"           batches of {per_batch * accumulation} samples, once {before[0]}")
+        elif before[1] != world_size:
+            log.info(f"           world size {world_size}, once {before[1]}: other rounding")
     meter = Meter(own.get("meter"))
     last_step = find_last_step(settings.train, per_epoch)
 
@@ -161,6 +161,8 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
                 with autocast(settings):
                     loss = task.loss(model, batch)
                 beat(step)
+                if micro == accumulation - 1:
+                    stop.ask()
                 (loss / accumulation).backward()  # type: ignore[no-untyped-call]
             meter.add(step + 1, loss, task.weight(batch))
         if settings.train.clip_norm:
@@ -171,7 +173,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
         beat(step)
 
         is_over = step == last_step
-        is_stopped = not is_over and stop.agreed()
+        is_stopped = stop.agreed() and not is_over
         is_logged = is_over or step == 1 or step % settings.train.log_every == 0
         is_saved = is_over or is_stopped or is_time(step, settings.checkpoint.every)
         if is_logged or is_saved:
@@ -226,33 +228,50 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
     return 0
 
 
-def find_checkpoint(resume: str, run_folder: Path) -> checkpoint.State | None:
-    """Return what the run goes on from: its own newest, else, for `resume: PATH`, what is there."""
-    if resume == "never":
+def find_checkpoint(
+    resume: str, run_folder: Path, *, is_again: bool = False
+) -> checkpoint.State | None:
+    """Return what the run goes on from: its own newest, else, for `resume: PATH`, what is there.
+
+    Where it `is_again`, restarted after a failure, `never` is said of its first start.
+    """
+    if resume == "never" and not is_again:
         if checkpoint.steps(run_folder):
             raise SettingsError(f"resume: never, but {run_folder} is not empty; use a new RUN_ID")
         return None
     state = checkpoint.load(run_folder)
-    if state is None and resume != "auto":
+    if state is None and resume not in ("auto", "never"):
         state = checkpoint.load(Path(resume))
         if state is None:
             raise SettingsError(f"resume: {resume} holds no checkpoint")
     return state
 
 
+def fill(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Give the model a checkpoint's weights."""
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        cause = f"the checkpoint is of another model ({str(error).splitlines()[-1].strip()})"
+        raise SettingsError(f"model: {cause}; use its settings, or another RUN_ID") from None
+
+
 def resume_line(environment: Environment) -> str:
-    words = [word for word in sys.argv if not word.startswith(("--local-rank", "--local_rank"))]
+    dropped = ("--local-rank", "--local_rank", "resume=never")
+    words = [word for word in sys.argv if not word.startswith(dropped)]
     command = os.environ.get("LAUNCH_COMMAND") or shlex.join(["python", *words])
     return f"resume     RUN_ID={shlex.quote(environment.run_id)} {command}"
 
 
 def choose_batch_size(train: Train, world_size: int, saved: checkpoint.State | None) -> int:
     """Return the samples of a process's micro-batch; a resumed run keeps its global batch."""
-    if saved and train.batch_size and len(saved.ranks) != world_size:
-        train = train.model_copy(
-            update={"batch_size": None, "global_batch_size": saved.progress["global_batch_size"]}
-        )
-    return train.batch_size_on(world_size)
+    if not (saved and train.batch_size and len(saved.ranks) != world_size):
+        return train.batch_size_on(world_size)
+    samples, shares = saved.progress["global_batch_size"], world_size * train.grad_accumulation
+    if samples % shares:
+        cause = f"the run's batches of {samples} samples do not divide by {shares}"
+        raise SettingsError(f"resume: {cause}; resume it with another number of processes")
+    return int(samples // shares)
 
 
 def leave_not_finite(meter: Meter, environment: Environment) -> NoReturn:

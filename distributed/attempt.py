@@ -283,10 +283,14 @@ class Attempt:
         named = next((each for each in living if each.rank == suspect), living[0])
         beat = self.heartbeats.read(named.local_rank)
         silence = f"no sign of life for {beat.silence_s:.0f} s"
+        if processes.is_stopped(named.pid):
+            silence += ", its process is stopped (SIGSTOP)"
         beating = [each for each in living if self.heartbeats.read(each.local_rank).step >= 0]
-        for signum in (STACK_SIGNAL, signal.SIGCONT):  # one that was stopped is to speak, too
-            processes.send([each.pid for each in beating], signum)
-        failure.wait_for_stacks([each.stack_file for each in beating], STACKS_S)
+        stopped = [each for each in beating if processes.is_stopped(each.pid)]
+        processes.send([each.pid for each in beating], STACK_SIGNAL)
+        failure.wait_for_stacks([e.stack_file for e in beating if e not in stopped], STACKS_S)
+        processes.send([each.pid for each in stopped], signal.SIGCONT)  # they are to speak, too
+        failure.wait_for_stacks([each.stack_file for each in stopped], STACKS_S)
         stacks = {each.rank: failure.read_stack(each.stack_file) for each in living}
         self._fail(
             replace(
@@ -399,7 +403,9 @@ class Attempt:
         """Ranks here that lost their peer, ranks that were stopped, codes of asked-for stops."""
         here = {each.rank for each in self.ranks}
         lost = {one.rank for one in self.failures if one.is_consequence} & here
-        return {"lost": list(lost), "ended": list(self.ended), "codes": self.stop_codes}
+        gone = [each.rank for each in self.ranks if each.code == 0]
+        words = {"lost": list(lost), "ended": list(self.ended), "codes": self.stop_codes}
+        return {**words, "gone": gone}
 
     def _reach_verdict(self, saved_step: int, left: int) -> Verdict:
         """How the run ended; node rank 0 decides it and tells the others."""
@@ -415,6 +421,10 @@ class Attempt:
             if self.node_rank == 0:
                 stacks = [line for one in self.failures for line in one.stacks]
                 first = replace(first, saved_step=saved_step, stacks=stacks)
+                gone = sorted(rank for word in words for rank in word["gone"])
+                if first.is_consequence and gone:
+                    before = f"before it rank {gone[0]} left with exit code 0"
+                    first = replace(first, cause=f"{first.cause} ({before})")
             verdict = Verdict(first.code, first, lost_peer=len(lost), stopped=len(ended))
         if self.node_rank == 0:
             for peer in self.peers.values():

@@ -45,7 +45,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed.heartbeat import beat
-from distributed.runlog import claim
+from distributed.runlog import claim, point
 
 MANIFEST = "manifest.json"
 _CHUNK = 1 << 22  # bytes
@@ -78,6 +78,7 @@ class Saver:
 
     Raises:
         Refused: another live process saves in this folder.
+        CheckpointError: the folder cannot be written to.
     """
 
     def __init__(self, run_folder: Path, *, keep_last: int, enabled: bool = True) -> None:
@@ -88,8 +89,12 @@ class Saver:
         self._thread = threading.Thread()
         self._error: Exception | None = None
         if enabled:
-            run_folder.mkdir(parents=True, exist_ok=True)
-            self._lock = claim(run_folder / "lock", f"run {run_folder.name}")
+            try:
+                run_folder.mkdir(parents=True, exist_ok=True)
+                self._lock = claim(run_folder / "lock", f"run {run_folder.name}")
+            except OSError as error:
+                cause = f"cannot write under '{run_folder}' ({error.strerror})"
+                raise CheckpointError(f"{cause}; change checkpoint.dir [dir-unwritable]") from None
 
     def save(self, step: int, state: State) -> None:
         """Copy the state, and write the copy in the background, once the one before is written.
@@ -192,7 +197,7 @@ def _commit(temporary: Path, final: Path) -> None:
         _delete(final)
     temporary.rename(final)
     _sync(final.parent)
-    _point(final.parent / "latest", final)
+    point(final.parent / "latest", final.name)
 
 
 def _prune(run_folder: Path, step: int, keep_last: int) -> None:
@@ -201,19 +206,11 @@ def _prune(run_folder: Path, step: int, keep_last: int) -> None:
     kept = [folder for folder in whole if _step_of(folder) <= step][-keep_last:]
     best = min(whole, key=_validation_loss)
     if math.isfinite(_validation_loss(best)):
-        _point(run_folder / "best", best)
+        point(run_folder / "best", best.name)
         kept.append(best)
     for folder in whole:
         if folder not in kept:
             _delete(folder)
-
-
-def _point(link: Path, target: Path) -> None:
-    """Make or move a symbolic link to a neighbour, in one step."""
-    new = link.with_name(f"{link.name}.tmp")
-    new.unlink(missing_ok=True)  # left over by a process that died
-    new.symlink_to(target.name)
-    new.replace(link)
 
 
 def _sync(path: Path) -> None:
@@ -221,6 +218,8 @@ def _sync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
+        if path.is_file():  # its pages are free for the next one, and push no data out of memory
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
 
@@ -285,7 +284,8 @@ def _read_newest(folder: Path) -> dict[str, bytes]:
             damage.append(str(error))
             _log.warning("%s; the one before it is tried", error)
     if damage:
-        raise CheckpointError(f"{damage[0]}; no whole checkpoint is left in {folder}")
+        cause = f"{damage[0]}, and no whole checkpoint is left in {folder}"
+        raise CheckpointError(f"{cause}; move it away, or take another RUN_ID [checkpoint-damaged]")
     return {}
 
 
@@ -308,7 +308,7 @@ def _damage(folder: Path) -> str:
             size = (folder / name).stat().st_size
             if size != entry["size"]:
                 return f"{folder}/{name}: has {size} bytes, once {entry['size']}"
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{folder}: unreadable ({error})"
     return ""
 
@@ -447,8 +447,8 @@ def main(arguments: Sequence[str]) -> int:
         if not _candidates(folder):
             raise CheckpointError(f"{folder} holds no checkpoint")
         return commands[verb](folder, *rest[1:])
-    except (CheckpointError, OSError) as error:
-        print(f"checkpoint: {error}", file=sys.stderr)
+    except (OSError, RuntimeError) as error:  # CheckpointError, and torch.save's
+        print(f"checkpoint: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
 
 

@@ -240,9 +240,9 @@ def print_block(failure: Failure, story: Story, out: TextIO) -> None:
 
 def print_stop(code: int, story: Story, out: TextIO) -> None:
     """Print the line for a run that was stopped on request."""
-    how = (
-        "after saving a checkpoint" if code == STOPPED else f"by {_signal_name(code).strip(' ()')}"
-    )
+    how = "after saving a checkpoint"
+    if code != STOPPED:
+        how = f"by {_signal_name(code).strip(' ()')}, before the ranks had saved"
     print(f"stopped  {how} (code {code}); nothing is left running", file=out)
     if story.command:
         print(f"resume   RUN_ID={story.run_id} {story.command}", file=out)

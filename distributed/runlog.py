@@ -45,8 +45,8 @@ class RunFolder:
         self.path.mkdir(mode=0o700, exist_ok=True)
         self.failures.mkdir(mode=0o700, exist_ok=True)
         self.node_log.touch(mode=0o600)
-        _link(self.root / "latest", self.run_id)
-        _link(self.root / self.node_log.name, f"{self.run_id}/{self.node_log.name}")
+        point(self.root / "latest", self.run_id)
+        point(self.root / self.node_log.name, f"{self.run_id}/{self.node_log.name}")
 
     def write_record(self, fields: Mapping[str, Any]) -> None:
         """Merge `fields` into run.json, in one step."""
@@ -79,7 +79,7 @@ def claim(path: Path, what: str) -> int:
     return fd
 
 
-def _link(path: Path, target: str) -> None:
+def point(path: Path, target: str) -> None:
     """Point a symbolic link at `target` in one step; the newest of several runs wins."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
     new.unlink(missing_ok=True)

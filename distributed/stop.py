@@ -37,23 +37,23 @@ class Stop:
         elif signum == signal.SIGINT and time.monotonic() - self._noted > IMPATIENT_S:
             raise KeyboardInterrupt
 
-    def agreed(self) -> bool:
-        """Return whether all are to stop now. Every rank calls it at the end of every step.
+    def ask(self) -> None:
+        """Send this rank's flag to the others, beside what is computed until `agreed` is called.
 
-        The ranks' flags travel while the next step is computed, so that no rank waits; a request
-        is heeded one step later.
+        Every rank calls it in every step, as late as leaves the flags their time: what comes after
+        it is heeded one step later.
         """
         if not self.reason and self._end and time.monotonic() >= self._end:
             self.reason = "max_seconds"
-        if not dist.is_initialized():
-            return bool(self.reason)
+        self._flag.fill_(bool(self.reason))
+        if dist.is_initialized():
+            self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, self._group, async_op=True)
+
+    def agreed(self) -> bool:
+        """Return whether any rank has asked for a stop: the same on all, at the step's end."""
         if self._work is not None:
             self._work.wait()
-            if self._flag.item():
-                return True
-        self._flag.fill_(bool(self.reason))
-        self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, self._group, async_op=True)
-        return False
+        return bool(self._flag.item())
 
 
 def ignore_signals(_worker: int) -> None:

@@ -67,11 +67,12 @@ node_command() { # <agent's options for the node's place, where it does not find
 # What the user typed, with the variables that shaped it: the run is resumed by typing it again.
 launch_line() {
   local name word words=()
-  for name in TRAIN_SCRIPT CONFIG_FLAG NPROC_PER_NODE BACKEND LOG_DIR MASTER_ADDR MASTER_PORT; do
+  for name in TRAIN_SCRIPT CONFIG_FLAG NPROC_PER_NODE BACKEND LOG_DIR MASTER_ADDR MASTER_PORT \
+    MAX_RESTARTS GRACE LAUNCHER; do
     [[ -z ${!name:-} ]] || words+=("$name=${!name}")
   done
   for word in "${LAUNCH_LINE[@]}"; do
-    [[ -n $DRY_RUN && $word == --dry-run ]] || words+=("$word")
+    [[ $word == --dry-run || $word == resume=never ]] || words+=("$word")
   done
   quote_line "${words[@]}"
 }

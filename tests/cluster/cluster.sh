@@ -281,7 +281,7 @@ open_shell() { # <host>
 run_on() { # <host> <command...>
   find_way "$1"
   [[ ! -t 0 ]] || exec "${BOX_ENTER[@]}" "${@:2}" # a terminal sends its signals to all
-  set -m                                      # without job control the command would ignore SIGINT
+  set -m                                          # without job control the command would ignore SIGINT
   setpriv --pdeathsig KILL "${BOX_ENTER[@]}" "${@:2}" <&0 &
   set +m
   local signal code=0

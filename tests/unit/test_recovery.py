@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -79,7 +80,7 @@ def test_a_signal_to_the_launcher_saves_and_leaves_with_75(job: Job, whole: Outc
 def test_the_clock_saves_and_leaves_with_75(job: Job, whole: Outcome) -> None:
     code, output = job.run("clock", 2, "train.max_seconds=1e-9")
     assert code == 75
-    assert "stopped    after step 2, which is saved (max_seconds)" in output
+    assert "stopped    after step 1, which is saved (max_seconds)" in output
     assert "resume     RUN_ID=clock python " in output
     assert job.finish("clock", 2) == whole
 
@@ -92,7 +93,7 @@ def test_with_another_number_of_ranks_it_sees_each_sample_once(job: Job) -> None
     assert code == 75
     code, output = job.run("moved", 2, SEEN=str(moved))
     assert code == 0
-    assert "on 2 processes, once 1: the same batches, other rounding" in output
+    assert "world size 2, once 1: other rounding" in output
     assert sorted(moved.read_text().split()) == sorted(alone.read_text().split())
     steps = [step for step, _, _ in job.outcome("moved").metrics]
     assert steps == [step for step, _, _ in job.outcome("alone").metrics]
@@ -116,6 +117,34 @@ def test_restarts_end_where_no_step_is_gained(job: Job) -> None:
     assert "restart 2" not in output
 
 
+def test_what_no_longer_fits_is_one_line(job: Job, whole: Outcome) -> None:
+    shutil.copytree(job.folder / "checkpoints/whole", job.folder / "checkpoints/other")
+    code, output = job.run("other", 3, "train.global_batch_size=null", "train.batch_size=1")
+    assert code == 2
+    cause = "the run's batches of 16 samples do not divide by 6; resume it with another number"
+    assert f"train.py: resume: {cause}" in output
+    task = (job.folder / "noisy.py").read_text()
+    (job.folder / "wide.py").write_text(task.replace("16", "32"))
+    code, output = job.run("other", 2, "task=wide:Noisily")
+    assert code == 2
+    assert "train.py: model: the checkpoint is of another model (size mismatch for 2.w" in output
+
+
+def test_never_is_said_of_the_first_start(job: Job, whole: Outcome) -> None:
+    process = job.start("fresh", 2, "resume=never", restarts=1, FAULT="SIGKILL 1 50")
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, output
+    assert "resume=never" not in output
+    assert job.outcome("fresh") == whole
+
+
+def test_a_rank_that_leaves_with_0_too_early_is_named(job: Job) -> None:
+    code, output = job.run("early", 2, FAULT="leave 1 9")
+    assert code == 1
+    cause = output[output.index("FAILED") :].splitlines()[1]
+    assert cause.endswith("(before it rank 1 left with exit code 0)")
+
+
 @pytest.mark.parametrize("fault", ["SIGSTOP", "sleep"])
 def test_a_stuck_rank_is_named_with_its_stack(job: Job, fault: str) -> None:
     began = time.monotonic()
@@ -124,7 +153,9 @@ def test_a_stuck_rank_is_named_with_its_stack(job: Job, fault: str) -> None:
     assert code == 137
     block = output[output.index("FAILED") :]
     assert re.match(r"FAILED   rank 1 \(local rank 1, \S+\) .*\[rank-stuck\]\n", block)
-    assert re.search(r"^cause    no sign of life for \d+ s; the limit, .*, is 4 s$", block, re.M)
+    state = ", its process is stopped (SIGSTOP)" if fault == "SIGSTOP" else ""
+    cause = rf"^cause    no sign of life for \d+ s{re.escape(state)}; the limit, .*, is 4 s$"
+    assert re.search(cause, block, re.M)
     assert re.search(r"^         noisy.py:\d+ in loss$", block, re.M)
     assert re.search(r"^stacks   rank 0: .*train.py:\d+ in train", block, re.M)
     assert re.search(r"^stacks   rank 1: noisy.py:\d+ in loss < ", block, re.M)

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Take the SLURM_* variables of each kind of step from a real SLURM into the .env files here.
+# Take the SLURM_* variables of each kind of step from a real SLURM into the .env files here, one
+# NAME=value a line.
 #
 # usage: tests/cluster/environments/take.sh
 set -euo pipefail
@@ -23,8 +24,12 @@ main() {
   # Two groups: 1 x 1 task and 2 x 2; each told by its first task, and by srun's choice of one.
   job -N1 -n1 : -N2 --ntasks-per-node=2 --wrap "tell het-batch-step; srun tell het-plain-step
     srun --het-group=0,1 bash -c 'tell het-group-0-step 0; tell het-group-1-step 1'"
+  # Here the hosts are listed in another order than the tasks are: task 0 is on node3.
+  on_login salloc -w node3 -N1 -n1 : -w 'node[1-2]' -N2 --ntasks-per-node=2 srun --het-group=0,1 tell het-reversed-step 0
+  printf 'node3\nnode1\nnode1\n' >"$WORK/hosts"
+  SLURM_HOSTFILE=$WORK/hosts on_login srun -n3 --distribution=arbitrary tell arbitrary-step 0
   # shellcheck disable=SC2016 # for the job
-  job --wrap 'if [[ -n ${SLURM_RESTART_COUNT:-} ]]; then tell requeued-batch-step; else scontrol requeue $SLURM_JOB_ID; sleep 60; fi'
+  job --wrap 'if [ "$SLURM_RESTART_COUNT" ]; then tell requeued-batch-step; else scontrol requeue $SLURM_JOB_ID; sleep 60; fi'
 }
 
 on_login() {
@@ -40,7 +45,7 @@ make_tell() {
   cat >"$WORK/tell" <<'END'
 #!/usr/bin/env bash
 [[ ${SLURM_PROCID:-0} == "${2:-0}" ]] || exit 0
-env | grep '^SLURM_' | grep -v '^SLURM_CONF=' | LC_ALL=C sort >"$HERE/$1.env"
+env | grep '^SLURM_' | grep -vE '^SLURM_(CONF|HOSTFILE)=' | LC_ALL=C sort >"$HERE/$1.env"
 END
   chmod +x "$WORK/tell"
 }
