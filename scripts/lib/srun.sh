@@ -66,6 +66,17 @@ agent_step() { # <srun's options...>
   COMMAND=(env --unset=SLURM_GPUS_PER_TASK srun "${words[@]}" "$@" "${COMMAND[@]}")
 }
 
+# Back to the queue, where SLURM starts the job again under its id; not after three times without
+# a new checkpoint.
 requeue() {
+  local folder=${LOG_DIR:-logs}/${plan[run_id]} newest=
+  if [[ -n ${plan[checkpoint_dir]:-} ]]; then
+    newest=$(readlink "${plan[checkpoint_dir]}/${plan[run_id]}/latest" || echo none)
+    echo "$newest" >>"$folder/requeues"
+    if (($(tail -n 4 "$folder/requeues" | grep -cxF "$newest") == 4)); then
+      echo "$PROGRAM: three restarts have gained no step; the job is not requeued" >&2
+      return
+    fi
+  fi
   scontrol requeue "$SLURM_JOB_ID"
 }

@@ -135,6 +135,83 @@ PY
   [[ -d "a b/checkpoints/spaced/step-6" ]]
 }
 
+@test "run_ddp.sh in an allocation takes all of its nodes" {
+  RUN_ID=ddp on login salloc -Q --nodes=2 --gres=gpu:2 scripts/run_ddp.sh -c config/local3.yaml "${SHORT[@]}"
+  grep -q '"world_size": 4' logs/ddp/run.json
+}
+
+@test "submit_with_config.sh: one node where the GPUs fit, else several, all alike" {
+  local words
+  while IFS='|' read -r gpus words; do
+    run --separate-stderr on login scripts/submit_with_config.sh config=config/local3.yaml \
+      num_gpus_train="$gpus" --dry-run train.global_batch_size=48 time=10
+    # shellcheck disable=SC2154 # run sets it
+    [[ $status == 0 && $stderr == *"sbatch --parsable --time=10 $words config/local3.yaml train.global_batch_size=48" ]]
+  done <<'TABLE'
+4|--nodes=1 --gpus-per-node=4 scripts/slurm/slurm_train_single_node.sh
+8|--nodes=1 --gpus-per-node=8 --exclusive scripts/slurm/slurm_train_single_node.sh
+12|--nodes=2 --gpus-per-node=6 scripts/slurm/slurm_train.sh
+16|--nodes=2 --gpus-per-node=8 --exclusive scripts/slurm/slurm_train.sh
+TABLE
+  [[ -z $(on login squeue -h) ]]
+}
+
+@test "submit_with_config.sh: a list of nodes is left aside where one will do" {
+  run on login scripts/submit_with_config.sh config=config/local3.yaml num_gpus_train=4 nodelist=node1,node2 --dry-run
+  [[ $output == *"warning: 4 GPUs fit on one node; nodelist=node1,node2 is left aside"* ]]
+  [[ $output != *--nodelist* ]]
+  run on login scripts/submit_with_config.sh config=config/local3.yaml num_gpus_train=4 nodelist=node2 --dry-run
+  [[ $output == *" --nodelist=node2 "* ]]
+}
+
+@test "submit_with_config.sh: what is wrong is one line, and nothing is queued" {
+  local cause arguments
+  while IFS='|' read -r arguments cause; do
+    read -ra arguments <<<"$arguments"
+    run -2 on login scripts/submit_with_config.sh "${arguments[@]}"
+    [[ ${#lines[@]} == 1 && $output == *"$cause"* ]]
+  done <<'TABLE'
+config=config/local3.yaml|no num_gpus_train; usage: scripts/submit_with_config.sh config=FILE
+config=config/local3.yaml num_gpus_train=x|num_gpus_train is 'x'; give a whole number
+config=config/local3.yaml num_gpus_train=2 partitoin=a|unknown setting 'partitoin'; did you mean partition?
+config=config/local3.yaml num_gpus_train=2 train.max_step=3|train.max_step: unknown key; did you mean train.max_steps?
+config=config/local3.yaml num_gpus_train=5|train.global_batch_size: 32 does not divide by 5
+config=config/local3.yaml num_gpus_train=2 num_gpus=2|give prepare=SCRIPT too
+config=no.yaml num_gpus_train=2|there is no config 'no.yaml'
+TABLE
+  [[ -z $(on login squeue -h) ]]
+}
+
+@test "submit_with_config.sh: first the preparing job, then the training; --wait gives its code" {
+  # shellcheck disable=SC2016 # for the job
+  printf '#!/bin/bash\necho "$SLURM_GPUS_ON_NODE GPU for $1" >prepared\n' >prepare.sh
+  run --separate-stderr on login scripts/submit_with_config.sh config=config/local3.yaml num_gpus=1 \
+    prepare=prepare.sh num_gpus_train=2 --wait "${SHORT[@]}"
+  [[ $status == 0 && $output == *"done       6 steps"* ]]
+  [[ $(<prepared) == "1 GPU for config/local3.yaml" ]]
+  echo 'import sys; sys.exit(7)' >seven.py
+  TRAIN_SCRIPT=seven.py run -7 on login scripts/submit_with_config.sh config=- num_gpus_train=1 --wait
+}
+
+@test "three restarts without a new step, and the job is not requeued" {
+  export PROGRAM_DIR=$ROOT LOG_DIR=logs
+  cat >requeue.sh <<'SH'
+LIB=$PROGRAM_DIR/scripts/lib
+source "$LIB/srun.sh"
+declare -A plan=([run_id]=mine [checkpoint_dir]=checkpoints)
+PROGRAM=requeue.sh SLURM_JOB_ID=1
+scontrol() { echo "$*" >>queued; }
+mkdir -p logs/mine checkpoints/mine
+for step in 5 5 9 9 9 9 9; do
+  ln -sfn "step-$step" checkpoints/mine/latest
+  requeue
+done
+SH
+  run bash requeue.sh
+  [[ $output == *"three restarts have gained no step; the job is not requeued"* ]]
+  [[ $(wc -l <queued) == 5 ]]
+}
+
 @test "outside of a job: exit 2, and what to do" {
   run -2 on login scripts/slurm/slurm_train.sh config/local3.yaml
   [[ $output == "slurm_train.sh: this is no SLURM job; use sbatch "*", or salloc first" ]]

@@ -1,0 +1,133 @@
+#!/usr/bin/env bash
+# Work out what a training needs of SLURM, and submit it.
+#
+# usage: scripts/submit_with_config.sh config=FILE num_gpus_train=N [num_gpus=N prepare=SCRIPT] [nodelist=LIST] [key=value...] [-- ARGS...]
+#
+#   config=FILE        the configuration, a YAML file
+#   num_gpus_train=N   GPUs to train on: of one node where it has so many, else of several
+#   num_gpus=N prepare=SCRIPT
+#                      first a job of its own for a batch script of yours, with so many GPUs of a node
+#   nodelist=LIST      the nodes to take
+#   partition= time= account= qos= mem= dependency=
+#                      for sbatch
+#   key=value          settings that replace the config's
+#   --wait             follow the log to the job's end, and leave with its exit code
+#
+# example: scripts/submit_with_config.sh config=config/local3.yaml num_gpus_train=8 train.max_steps=100
+set -euo pipefail
+LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
+# shellcheck source=scripts/lib/launch.sh
+source "$LIB/launch.sh" local
+
+OWN=(config num_gpus_train num_gpus prepare nodelist partition time account qos mem dependency)
+COMMON=() # sbatch's options for every job
+
+main() {
+  # shellcheck disable=SC2034 # for parse_arguments
+  OPTIONS=(["--wait"]='!wait')
+  parse_arguments "" "$@"
+  choose_python
+  take_own_settings
+  plan_allocation
+  plan_settings
+  plan_script
+  [[ -n $DRY_RUN ]] || mkdir -p -- logs # sbatch fails silently without
+  local name
+  for name in partition account qos mem time; do
+    [[ -z ${plan[$name]:-} ]] || COMMON+=("--$name=${plan[$name]}")
+  done
+  submit_all
+}
+
+# Moves our own settings into the plan. Those of the training script have a section and a dot, or
+# are among the few that train.py knows without.
+take_own_settings() {
+  local setting name others=()
+  for setting in "${SETTINGS[@]}"; do
+    name=${setting%%=*}
+    if [[ " ${OWN[*]} " == *" $name "* ]]; then
+      plan[$name]=${setting#*=}
+    else
+      [[ $name == *.* || " seed task resume " == *" $name "* || -n ${TRAIN_SCRIPT:-} ]] ||
+        die 2 "unknown setting ${name@Q}; $(suggest "$name" "${OWN[@]}")"
+      others+=("$setting")
+    fi
+  done
+  SETTINGS=("${others[@]}")
+  [[ -n ${plan[num_gpus_train]:-} ]] || die 2 "no num_gpus_train; usage: $(usage_line)"
+  require_number num_gpus_train "${plan[num_gpus_train]}" 1 100000
+  [[ -n ${plan[num_gpus]:-} ]] || plan[num_gpus]=0
+  require_number num_gpus "${plan[num_gpus]}" 0 100000
+  [[ ${plan[num_gpus]} == 0 || -n ${plan[prepare]:-} ]] ||
+    die 2 "num_gpus is for a script that prepares the training; give prepare=SCRIPT too"
+}
+
+suggest() { # <word> <known word...>
+  local near
+  near=$("$PYTHON" -c 'import difflib, sys; print(*difflib.get_close_matches(sys.argv[1], sys.argv[2:], 1))' "$@")
+  echo "${near:+did you mean $near? }known here: ${*:2}, and the config's own"
+}
+
+# How many nodes, and GPUs on each: as few nodes as can be, and all alike.
+plan_allocation() {
+  local gpus=${plan[num_gpus_train]} most nodes=1
+  most=$(most_gpus_of_a_node)
+  ((most > 0)) || refuse too-few-gpus "sinfo shows no GPUs${plan[partition]:+ in partition ${plan[partition]}}; choose another partition"
+  while ((gpus % nodes != 0 || gpus / nodes > most)); do ((nodes += 1)); done
+  plan[nnodes]=$nodes
+  plan[nproc]=$((gpus / nodes))
+  plan[master]="the job's first node"
+  if ((plan[nproc] == most)); then plan[exclusive]=1; fi
+  if ((nodes == 1)) && [[ -n ${plan[nodelist]:-} ]] && (($(run_ours distributed.hostlist expand "${plan[nodelist]}" | wc -w) > 1)); then
+    echo "$PROGRAM: warning: $(count "$gpus" GPU) fit on one node; nodelist=${plan[nodelist]} is left aside" >&2
+    plan[nodelist]=
+  fi
+}
+
+most_gpus_of_a_node() {
+  local words=(-h -N -o %G) each
+  [[ -z ${plan[partition]:-} ]] || words+=(-p "${plan[partition]}")
+  type -P sinfo >/dev/null || refuse env-missing "there is no sinfo here; submit from a login node"
+  # It says such as gpu:a100:8(S:0-1).
+  for each in $(sinfo "${words[@]}"); do
+    [[ $each =~ gpu:([^:,\(]+:)?([0-9]+) ]] && echo "${BASH_REMATCH[2]}"
+  done | sort -n | tail -n 1 | grep . || echo 0
+}
+
+submit_all() {
+  local after=${plan[dependency]:-} script=slurm_train.sh words=()
+  if [[ -n ${plan[prepare]:-} ]]; then
+    submit --nodes=1 --gpus-per-node="${plan[num_gpus]}" --output=logs/slurm-%j.out \
+      ${after:+--dependency="$after"} "${plan[prepare]}" "${plan[config]}"
+    after=afterok:$JOB
+  fi
+  ((plan[nnodes] > 1)) || script=slurm_train_single_node.sh
+  words=(--nodes="${plan[nnodes]}" --gpus-per-node="${plan[nproc]}" ${after:+--dependency="$after"})
+  [[ -z ${plan[nodelist]:-} ]] || words+=(--nodelist="${plan[nodelist]}")
+  [[ -z ${plan[exclusive]:-} ]] || words+=(--exclusive)
+  [[ -z ${plan[wait]:-} ]] || words+=(--wait)
+  submit "${words[@]}" "scripts/slurm/$script" "${plan[config]}" "${SETTINGS[@]}" ${REST:+-- "${REST[@]}"}
+  [[ -z ${plan[wait]:-} || -n $DRY_RUN ]] || follow
+}
+
+# Prints the command, runs it and sets JOB.
+submit() { # <sbatch's options, script and arguments...>
+  local command=(sbatch --parsable "${COMMON[@]}" "$@")
+  JOB=JOBID
+  print_row submit "$(quote_line "${command[@]}")"
+  [[ -z $DRY_RUN ]] || return 0
+  exec {SAID}< <(exec "${command[@]}")
+  SBATCH=$!
+  read -r JOB <&"$SAID" || die 3 "sbatch refused the job, see above"
+  print_row job "$JOB    (tail -f logs/slurm-$JOB.out, scancel $JOB)"
+}
+
+# sbatch --wait leaves with the job's code.
+follow() {
+  local code=0
+  tail --pid="$SBATCH" --follow=name --retry --lines=+1 "logs/slurm-$JOB.out" 2>/dev/null &
+  wait "$SBATCH" || code=$?
+  wait $! || true
+  exit "$code"
+}
+main "$@"
