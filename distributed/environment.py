@@ -147,6 +147,9 @@ def slurm(v: _Variables) -> Environment:
     node_rank = v.rank("SLURM_NODEID", num_nodes, "SLURM_STEP_NUM_NODES")
     local_rank = v.rank("SLURM_LOCALID", tasks[node_rank], "tasks on this node")
     ranks = (rank, local_rank, world_size, tasks[node_rank], node_rank, num_nodes)
+    if v.get("SLURM_DISTRIBUTION").startswith("arbitrary") and not v.get("MASTER_ADDR"):
+        cause = "srun --distribution=arbitrary can put rank 0 on any node"
+        raise LauncherError(f"{cause}; leave it out, or set MASTER_ADDR to that node")
     first_host = hostlist.first(v.text("SLURM_STEP_NODELIST"))
     step = f"{_job_id(v)}.{v.get('SLURM_STEP_ID')}"
     return Environment("slurm", *ranks, *v.master(first_host, step))

@@ -60,6 +60,8 @@ def _guard(agent: int, notes: socket.socket, handled: Sequence[signal.Signals]) 
         signal.signal(signum, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
     _, status = os.waitpid(agent, 0)
+    for signum in handled:  # the code is settled; srun may stop us for another node's end
+        signal.signal(signum, signal.SIG_IGN)
     left = processes.end_descendants()
     code = processes.exit_code(status)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) not in passed_on:

@@ -3,7 +3,8 @@
 
 ROOT=$(cd -P -- "${BASH_SOURCE[0]%/*}/../.." && pwd)
 PROGRAM=${0##*/}
-HOST=${HOSTNAME%%.*}
+HOST=$(uname -n) # srun passes the batch host's HOSTNAME on
+HOST=${HOST%%.*}
 
 die() { # <exit code> <"cause; cure">
   printf '%s: %s\n' "$PROGRAM" "$2" >&2

@@ -46,7 +46,9 @@ teardown_file() {
 
 @test "salloc: its shell is an interactive step on the first node" {
   # shellcheck disable=SC2016 # for the shell on the node
-  run on login script -qc 'salloc -N2' /dev/null <<<$'echo "$(hostname):$SLURM_STEP_ID"\nexit\n'
+  printf '#!/bin/bash\necho "$(hostname):$SLURM_STEP_ID"\n' >shell.sh
+  chmod +x shell.sh
+  run on login script -qc 'SHELL=./shell.sh salloc -N2' /dev/null </dev/null
   [[ $output == *node1:4294967290* ]]
 }
 
@@ -61,7 +63,7 @@ teardown_file() {
 @test "a job in urgent takes the place of one in batch, which starts again" {
   local job
   job=$(submit --nodelist='node[2-3]' --exclusive sleep 600)
-  on login srun --partition=urgent --nodelist='node[2-3]' --exclusive true
+  timeout 40 "$CLUSTER" run login srun --partition=urgent --nodelist='node[2-3]' --exclusive true
   eventually 40 is_running "$job" 1
   on login scancel "$job"
 }
@@ -211,7 +213,7 @@ no_processes() {
 assert_nothing_left() {
   [[ ! -e $CLUSTER_DIR ]]
   diff <(echo "$BEFORE") <(traces)
-  eventually 5 no_processes
+  eventually 2 no_processes
 }
 
 @test "another cluster beside this one: up twice, down twice; nothing is left" {

@@ -43,7 +43,8 @@ main() {
     run) run_on "${@:2}" ;;
     cut | slow | drop | restore) "$1_link" "${@:2}" ;;
     become) become_host "$2" ;; # for start_host
-    *) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" ;;
+    "" | -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" ;;
+    *) die 2 "no command is called '$1'; --help lists them" ;;
   esac
 }
 
@@ -182,7 +183,7 @@ start_host() { # <host>
 }
 
 # The first process of a host. When it dies the kernel ends every other, and takes the namespaces
-# and what was mounted there with them.
+# and what was mounted there with them. It ends by itself where the folder was removed under it.
 become_host() { # <host>
   local pid
   read -r pid _ </proc/self/stat # this is still the machine's /proc, so its number there
@@ -195,8 +196,10 @@ become_host() { # <host>
   mount -t tmpfs shm /dev/shm
   mount -t proc proc /proc
   echo "$pid $(readlink /proc/self/ns/pid)" >"$BOX/hosts/$1"
-  sleep infinity &
-  wait # and reap orphans meanwhile
+  while [[ -e $BOX_MARK ]]; do
+    sleep 5 &
+    wait $! # and reap orphans meanwhile
+  done
 }
 
 start_daemons() { # <host>

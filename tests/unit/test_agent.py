@@ -128,6 +128,18 @@ def test_a_second_interrupt_kills(start: Start) -> None:
 
 
 @pytest.mark.slow
+def test_a_stop_after_the_end_does_not_change_the_code(start: Start) -> None:
+    """As under srun, which ends the agents of all nodes when the first one has left."""
+    run = start("_exit")
+    assert run.process.stderr is not None
+    while not run.process.stderr.readline().startswith("see "):
+        pass
+    while run.process.poll() is None:
+        run.process.send_signal(signal.SIGTERM)
+    assert run.process.returncode == 7
+
+
+@pytest.mark.slow
 def test_a_plain_script_ends_at_once_on_a_stop(start: Start) -> None:
     run = start("sleep")
     run.wait_for("ready 0", "ready 1")

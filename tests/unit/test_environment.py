@@ -265,3 +265,49 @@ def test_import_is_light() -> None:
     code = f"import sys, distributed.environment; print({heavy} & set(sys.modules))"
     command = [sys.executable, "-c", code]
     assert subprocess.check_output(command, text=True) == "set()\n"
+
+
+# Taken from a real SLURM; tests/cluster/environments/take.sh takes them anew.
+CAPTURED = Path(__file__).resolve().parents[1] / "cluster/environments"
+
+
+def captured(name: str) -> Variables:
+    lines = (CAPTURED / f"{name}.env").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if "=" in line)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [  # launcher, rank, local rank, world size, local world size, node rank, nodes, master, run id
+        ("srun-step", ("slurm", 3, 1, 4, 2, 1, 2, "node1", "1")),
+        ("one-per-node-step", ("slurm", 1, 0, 2, 1, 1, 2, "node1", "1")),
+        ("sub-step", ("slurm", 0, 0, 1, 1, 0, 1, "node2", "1")),
+        ("srun-pty-step", ("slurm", 0, 0, 4, 3, 0, 2, "node1", "4")),
+        ("array-step", ("slurm", 1, 1, 2, 2, 0, 1, "node1", "5_5")),
+        ("het-plain-step", ("slurm", 0, 0, 1, 1, 0, 1, "node1", "6")),
+        ("het-group-0-step", ("slurm", 0, 0, 5, 1, 0, 3, "node1", "6")),
+        ("het-group-1-step", ("slurm", 1, 0, 5, 2, 1, 3, "node1", "6")),
+        ("requeued-batch-step", ("plain", 0, 0, 1, 1, 0, 1, "127.0.0.1", "11")),
+        ("het-batch-step", ("plain", 0, 0, 1, 1, 0, 1, "127.0.0.1", "6")),
+    ],
+)
+def test_place_in_a_real_slurm(name: str, expected: tuple[object, ...]) -> None:
+    env = detect(captured(name))
+    ranks = (env.rank, env.local_rank, env.world_size, env.local_world_size)
+    nodes = (env.node_rank, env.num_nodes, env.master_addr)
+    assert (env.launcher, *ranks, *nodes, env.run_id) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("batch-step", "no srun started this process, one of the 4 tasks of job 1"),
+        ("array-batch-step", "no srun started this process, one of the 2 tasks of job 5_5"),
+        ("salloc-interactive-step", "no srun started this process, one of the 4 tasks of job 3"),
+        ("salloc-command", "no srun started this process, one of the 4 tasks of job 2"),
+        ("arbitrary-step", "srun --distribution=arbitrary can put rank 0 on any node"),
+    ],
+)
+def test_refused_in_a_real_slurm(name: str, cause: str) -> None:
+    with pytest.raises(LauncherError, match=re.escape(cause)):
+        detect(captured(name))
