@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from distributed import checkpoint
 from distributed.environment import Environment
@@ -117,6 +117,8 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
             find_unused_parameters=settings.distributed.find_unused_parameters,
         )
     optimizer = make_optimizer(model, settings.train)
+    if world_size > 2:
+        settle_buckets(task, model, batch_size, settings)
     seed_everything(settings.seed, rank)
 
     # From where? Each rank has random numbers and half-read meters of its own.
@@ -245,6 +247,22 @@ def find_checkpoint(
         if state is None:
             raise SettingsError(f"resume: {resume} holds no checkpoint")
     return state
+
+
+def settle_buckets(task: Task, model: nn.Module, batch_size: int, settings: Settings) -> None:
+    """Let DDP order its buckets, which it does after its first backward pass.
+
+    The order decides how more than two ranks' gradients are rounded. Without this the first step
+    after a resume would be rounded otherwise than in a run that was never stopped.
+    """
+    before = [buffer.clone() for buffer in model.buffers()]
+    samples = [task.train[index] for index in range(batch_size)]
+    with autocast(settings):
+        loss = task.loss(model, move(default_collate(samples), device()))
+    loss.backward()  # type: ignore[no-untyped-call]
+    model.zero_grad()
+    for buffer, value in zip(model.buffers(), before, strict=True):
+        buffer.copy_(value)
 
 
 def fill(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
