@@ -85,13 +85,14 @@ plan_allocation() {
 }
 
 most_gpus_of_a_node() {
-  local words=(-h -N -o %G) each
+  local words=(-h -N -o %G) said each most=0
   [[ -z ${plan[partition]:-} ]] || words+=(-p "${plan[partition]}")
   type -P sinfo >/dev/null || refuse env-missing "there is no sinfo here; submit from a login node"
-  # It says such as gpu:a100:8(S:0-1).
-  for each in $(sinfo "${words[@]}"); do
-    [[ $each =~ gpu:([^:,\(]+:)?([0-9]+) ]] && echo "${BASH_REMATCH[2]}"
-  done | sort -n | tail -n 1 | grep . || echo 0
+  said=$(sinfo "${words[@]}") || refuse env-missing "sinfo fails, see above; submit where SLURM answers"
+  for each in $said; do # such as gpu:a100:8(S:0-1)
+    if [[ $each =~ gpu:([^:,\(]+:)?([0-9]+) ]] && ((BASH_REMATCH[2] > most)); then most=${BASH_REMATCH[2]}; fi
+  done
+  echo "$most"
 }
 
 submit_all() {
@@ -106,7 +107,9 @@ submit_all() {
   [[ -z ${plan[nodelist]:-} ]] || words+=(--nodelist="${plan[nodelist]}")
   [[ -z ${plan[exclusive]:-} ]] || words+=(--exclusive)
   [[ -z ${plan[wait]:-} ]] || words+=(--wait)
-  submit "${words[@]}" "scripts/slurm/$script" "${plan[config]}" "${SETTINGS[@]}" ${REST:+-- "${REST[@]}"}
+  words+=("scripts/slurm/$script" "${plan[config]}" "${SETTINGS[@]}")
+  ((${#REST[@]} == 0)) || words+=(-- "${REST[@]}")
+  submit "${words[@]}"
   [[ -z ${plan[wait]:-} || -n $DRY_RUN ]] || follow
 }
 

@@ -182,6 +182,14 @@ TABLE
   [[ -z $(on login squeue -h) ]]
 }
 
+@test "submit_with_config.sh: a SLURM that does not answer is named; what follows -- arrives, empty or not" {
+  touch empty.conf
+  SLURM_CONF=$PWD/empty.conf run -3 "$ROOT/scripts/submit_with_config.sh" config=config/local3.yaml num_gpus_train=2 --dry-run
+  [[ ${lines[-1]} == *"sinfo fails, see above; submit where SLURM answers [env-missing]" ]]
+  TRAIN_SCRIPT=own.py run on login scripts/submit_with_config.sh config=- num_gpus_train=2 --dry-run -- '' 'a b'
+  [[ $output == *" - -- '' a\\ b" ]]
+}
+
 @test "submit_with_config.sh: first the preparing job, then the training; --wait gives its code" {
   # shellcheck disable=SC2016 # for the job
   printf '#!/bin/bash\necho "$SLURM_GPUS_ON_NODE GPU for $1" >prepared\n' >prepare.sh
