@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ours, theirs = socket.socketpair()
     me = os.getpid()
     handled = [one for one in _FORWARDED if signal.getsignal(one) != signal.SIG_IGN]  # nohup
-    signal.pthread_sigmask(signal.SIG_BLOCK, handled)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, signal.SIGCHLD})
     agent = os.fork()
     if agent != 0:
         theirs.close()
@@ -43,25 +44,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     processes.die_with_parent(me)
     for signum in handled:
         signal.signal(signum, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*handled, signal.SIGCHLD})
     from distributed.agent import run_agent  # imports torch
 
     return run_agent(list(arguments), theirs)
 
 
 def _guard(agent: int, notes: socket.socket, handled: Sequence[signal.Signals]) -> int:
+    """Wait for the agent's end. No handlers: blocked signals neither nest nor change the code."""
     passed_on: list[int] = []
-
-    def pass_on(signum: int, _frame: object) -> None:
-        passed_on.append(signum)
-        processes.send([agent], signum)
-
-    for signum in handled:
-        signal.signal(signum, pass_on)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
-    _, status = os.waitpid(agent, 0)
-    for signum in handled:  # the code is settled; srun may stop us for another node's end
-        signal.signal(signum, signal.SIG_IGN)
+    while (ended := os.waitpid(agent, os.WNOHANG)) == (0, 0):
+        signum = signal.sigwait({*handled, signal.SIGCHLD})
+        if signum != signal.SIGCHLD:
+            passed_on.append(signum)
+            processes.send([agent], signum)
+    status = ended[1]
     left = processes.end_descendants()
     code = processes.exit_code(status)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) not in passed_on:

@@ -92,7 +92,7 @@ for ((i = 0; i < $1; i++)); do echo \"\$i, GPU-\$i, 0\"; done"
 bare_path() {
   local tool
   mkdir -p bare
-  for tool in bash env dirname readlink sed awk cat; do
+  for tool in bash env dirname readlink sed awk cat uname; do
     ln -sf "$(type -P "$tool")" bare/
   done
   # shellcheck disable=SC2123 # it is meant
