@@ -7,6 +7,7 @@ static: node rank 0 serves the store, and ranks follow node ranks. What needs mo
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import itertools
@@ -117,7 +118,7 @@ class NodeAgent:
         self.log = NodeLog(self.folder.node_log)
         if self.args.node_rank == 0:
             run_id = self.place.run_id
-            self.lock = runlog.claim(self.folder.path / "lock", f"run {run_id}")
+            self.claim = runlog.Claim(self.folder.path, f"run {run_id}")
             record = runlog.start_record(
                 self.place.run_id,
                 self.arguments,
@@ -274,7 +275,8 @@ class NodeAgent:
         if self.folder is None:
             shutil.rmtree(self.error_files)
         elif self.args.node_rank == 0:
-            self.folder.write_record({"ended": time.time(), "exit_code": verdict.code})
+            with contextlib.suppress(Refused), self.claim.committing():
+                self.folder.write_record({"ended": time.time(), "exit_code": verdict.code})
 
 
 def _versions() -> dict[str, str]:

@@ -10,7 +10,7 @@ run saves in a folder of its own, which only one live run at a time writes to:
 
     step-200/            model.pt  optimizer.pt  ranks.pt  progress.json  manifest.json
     step-400/
-    step-600.tmp-1234/   being written, or left over by a process that died: never counts
+    step-600.tmp-.../    being written, or left over by a process that died: never counts
     latest -> step-400
     best -> step-200     of those with a validation loss
 
@@ -31,6 +31,7 @@ import math
 import os
 import random
 import shutil
+import socket
 import sys
 import threading
 import time
@@ -45,7 +46,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed.heartbeat import beat
-from distributed.runlog import claim, point
+from distributed.runlog import Claim, point
 
 MANIFEST = "manifest.json"
 _CHUNK = 1 << 22  # bytes
@@ -91,7 +92,7 @@ class Saver:
         if enabled:
             try:
                 run_folder.mkdir(parents=True, exist_ok=True)
-                self._lock = claim(run_folder / "lock", f"run {run_folder.name}")
+                self._claim = Claim(run_folder, f"run {run_folder.name}")
             except OSError as error:
                 cause = f"cannot write under '{run_folder}' ({error.strerror})"
                 raise CheckpointError(f"{cause}; change checkpoint.dir [dir-unwritable]") from None
@@ -143,14 +144,16 @@ class Saver:
         return memory
 
     def _write(self, step: int, state: State) -> None:
-        temporary = self.folder / f"step-{step}.tmp-{os.getpid()}"
+        temporary = self.folder / f"step-{step}.tmp-{socket.gethostname()}-{os.getpid()}"
         try:
-            for leftover in self.folder.glob("step-*.tmp-*"):
-                shutil.rmtree(leftover)
+            with self._claim.committing():
+                for leftover in self.folder.glob("step-*.tmp-*"):
+                    shutil.rmtree(leftover)
             _write_files(temporary, state)
-            _commit(temporary, self.folder / f"step-{step}")
-            beat(saved=step)
-            _prune(self.folder, step, self.keep_last)
+            with self._claim.committing():
+                _commit(temporary, self.folder / f"step-{step}")
+                beat(saved=step)
+                _prune(self.folder, step, self.keep_last)
         except Exception as error:
             with contextlib.suppress(OSError):
                 shutil.rmtree(temporary)  # makes room, too

@@ -11,12 +11,15 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from distributed.failure import Refused
+
+_LIVE, _COMMIT = 0, 1  # bytes of a claim's file
+_COMMIT_S = 30.0  # how long a commit may take, at most
 
 
 @dataclass(frozen=True)
@@ -61,22 +64,95 @@ class RunFolder:
         os.replace(name, path)
 
 
-def claim(path: Path, what: str) -> int:
-    """Lock a file for this process; the kernel frees it at the process's end.
+class Claim:
+    """A folder that one live run at a time writes to: held until this process ends.
+
+    A SLURM job that was started again takes the folder over from its earlier start, for that may
+    live on where SLURM cannot reach it. Each claim puts a new file in the place of the one before.
+    The kernel's lock on its first byte tells whether the holder lives; the lock on its second is
+    held while something is committed. All of it works on NFS, too (fcntl(2)).
 
     Raises:
         Refused: a live process has it.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+
+    def __init__(self, folder: Path, what: str) -> None:
+        self.what = what
+        self.path = folder / "lock"
+        me = {"process": os.getpid(), "host": socket.gethostname(), **_slurm_start()}
+        self.fd, new = tempfile.mkstemp(dir=folder, prefix=".lock.")
+        os.write(self.fd, json.dumps(me).encode())
+        fcntl.lockf(self.fd, fcntl.LOCK_EX, 1, _LIVE)
+        try:
+            while not self._take_place(new, me):
+                pass  # another was quicker
+        except BaseException:
+            os.unlink(new)
+            os.close(self.fd)
+            raise
+
+    def _take_place(self, new: str, me: Mapping[str, Any]) -> bool:
+        before = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            until = time.monotonic() + _COMMIT_S
+            while not _try_lock(before, _COMMIT):
+                if time.monotonic() > until:
+                    raise self._refusal(_holder(before))
+                time.sleep(0.01)
+            if os.fstat(before).st_nlink == 0:
+                return False
+            holder = _holder(before)
+            is_next = (
+                "job" in me and me["job"] == holder.get("job") and me["start"] > holder["start"]
+            )
+            if not is_next and not _try_lock(before, _LIVE):
+                raise self._refusal(holder)
+            os.replace(new, self.path)
+            return True
+        finally:
+            os.close(before)
+
+    def _refusal(self, holder: Mapping[str, Any]) -> Refused:
+        cause = f"{self.what} is live: process {holder.get('process')} on {holder.get('host')}"
+        return Refused("run-is-live", f"{cause}; wait for its end, or choose another RUN_ID")
+
+    @contextlib.contextmanager
+    def committing(self) -> Iterator[None]:
+        """Keep successors out for a moment.
+
+        Raises:
+            Refused: one has taken over; this process must write nothing more.
+        """
+        fcntl.lockf(self.fd, fcntl.LOCK_EX, 1, _COMMIT)
+        try:
+            if os.fstat(self.fd).st_nlink == 0:
+                with contextlib.closing(open(self.path, "rb")) as file:
+                    by = _holder(file.fileno())
+                cause = f"{self.what} was started again, on {by.get('host')}"
+                raise Refused("node-lost", f"{cause}; this process, cut off, leaves it alone")
+            yield
+        finally:
+            fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, _COMMIT)
+
+
+def _slurm_start() -> dict[str, Any]:
+    """Which start of which SLURM job this is: nothing outside of one."""
+    if job := os.environ.get("SLURM_JOB_ID"):
+        return {"job": job, "start": int(os.environ.get("SLURM_RESTART_COUNT", 0))}
+    return {}
+
+
+def _try_lock(fd: int, byte: int) -> bool:
     try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
     except (BlockingIOError, PermissionError):
-        holder = os.pread(fd, 1000, 0).decode()
-        cure = "wait for its end, or choose another RUN_ID"
-        raise Refused("run-is-live", f"{what} is live: {holder}; {cure}") from None
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-    return fd
+        return False
+    return True
+
+
+def _holder(fd: int) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(os.pread(fd, 1000, 0) or "{}")
+    return told
 
 
 def point(path: Path, target: str) -> None:

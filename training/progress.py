@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from torch import Tensor
@@ -127,9 +127,11 @@ class Progress:
         self._status = ""  # loss and speed
         self._bar: Bar | None = None
         self._events: EventFileWriter | None = None
+        self._file: TextIO | None = None
         if enabled:
             folder.mkdir(parents=True, exist_ok=True)
             self._forget_later(limits.first_step)
+            self._file = self._metrics.open("a")  # ours; a run that takes over makes another
             if sys.stderr.isatty() and _log.isEnabledFor(logging.INFO):
                 self._bar = _open_bar(limits)
 
@@ -160,11 +162,11 @@ class Progress:
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         """Append values to metrics.jsonl, TensorBoard and the curves of loss.png."""
-        if not self._enabled:
+        if self._file is None:
             return
         line = {"step": step, **values, "time": round(time.time(), 3)}
-        with self._metrics.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
         if "loss" in values:
             speed = f"{values[f'{self._unit}_per_second']:,.0f} {self._unit}/s"
             self._status = f"  loss {values['loss']:.3f}  {speed}"
@@ -203,9 +205,8 @@ class Progress:
 
     def sync(self) -> None:
         """Return when the disk has the metrics: a checkpoint may count on them."""
-        if self._enabled and self._metrics.exists():
-            with self._metrics.open("rb") as file:
-                os.fsync(file.fileno())
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
     def _forget_later(self, first_step: int) -> None:
         kept = [line for line in self._lines() if line["step"] <= first_step]

@@ -23,6 +23,7 @@ from torch.multiprocessing.spawn import start_processes
 from distributed import checkpoint
 from distributed.checkpoint import CheckpointError, Saver, State, load, weights_hash
 from distributed.failure import Refused
+from distributed.runlog import Claim
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,7 +35,7 @@ def save(run: Path, step: int, state: State, *, keep_last: int) -> Path:
         saver.save(step, state)
         saver.wait()
     finally:
-        os.close(saver._lock)
+        os.close(saver._claim.fd)
     return run / f"step-{step}"
 
 
@@ -233,7 +234,98 @@ def test_two_live_runs_cannot_save_in_one_folder(tmp_path: Path) -> None:
             Saver(tmp_path, keep_last=1)
 
     assert in_a_child(save_too) == 0
-    os.close(saver._lock)
+    os.close(saver._claim.fd)
+
+
+def start_again(run: Path, state: State, job: str, start: int) -> None:
+    """Be a later start of a SLURM job, which saves its step 5."""
+    os.environ |= {"SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": str(start)}
+    save(run, 5, state, keep_last=1)
+
+
+def test_a_job_that_was_started_again_takes_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    cut_off = Saver(tmp_path, keep_last=1)
+    cut_off.save(9, make_state(9))
+    cut_off.wait()
+    state = make_state(5)
+    assert in_a_child(lambda: start_again(tmp_path, state, "12", 1)) == 0
+    after = names(tmp_path)
+    assert after == ["latest", "step-5"]
+    cut_off.save(10, make_state(10))
+    with pytest.raises(CheckpointError, match=r"step 10 was not saved: .*again, on .*node-lost"):
+        cut_off.wait()
+    assert names(tmp_path) == after
+    os.close(cut_off._claim.fd)
+
+
+@pytest.mark.parametrize(("job", "start"), [("12", 1), ("12", 0), ("13", 5)])
+def test_nobody_else_takes_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, start: int
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    live, state = Saver(tmp_path, keep_last=1), make_state(5)
+
+    def refused() -> None:
+        with pytest.raises(Refused, match="run-is-live"):
+            start_again(tmp_path, state, job, start)
+
+    assert in_a_child(refused) == 0
+    assert names(tmp_path) == []
+    os.close(live._claim.fd)
+
+
+def test_what_takes_over_waits_for_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    claim = Claim(tmp_path, "run")
+    ready, done = os.pipe()
+    with claim.committing():
+        pid = os.fork()
+        if pid == 0:
+            monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+            os.write(done, b"started ")
+            Claim(tmp_path, "run")
+            os._exit(len(os.listdir(tmp_path / "committed")))  # 0 where it did not wait
+        assert os.read(ready, 8) == b"started "
+        (tmp_path / "committed").mkdir()
+        (tmp_path / "committed/first").touch()
+        (tmp_path / "committed/second").touch()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
+    with pytest.raises(Refused, match="node-lost"), claim.committing():
+        pass
+    os.close(claim.fd)
+
+
+def test_of_many_at_once_one_claims(tmp_path: Path) -> None:
+    go, wait = os.pipe()
+    over, stay = os.pipe()
+    told, tell = os.pipe()
+    pids = []
+    for _ in range(8):
+        if (pid := os.fork()) == 0:
+            os.close(wait)
+            os.close(stay)
+            os.read(go, 1)  # the end of the file, for all at once
+            try:
+                Claim(tmp_path, "run")
+                os.write(tell, b"1")
+                os.read(over, 1)
+            except Refused:
+                os.write(tell, b"0")
+            os._exit(0)
+        pids.append(pid)
+    os.close(wait)
+    answers = b"".join(os.read(told, 1) for _ in pids)
+    os.close(stay)
+    for pid in pids:
+        os.waitpid(pid, 0)
+    assert sorted(answers) == list(b"00000001")
+    assert os.listdir(tmp_path) == ["lock"]
 
 
 def test_a_full_disk_leaves_the_one_before(tmp_path: Path) -> None:
