@@ -128,6 +128,22 @@ PY
   eventually 30 has_ended "$JOB"
 }
 
+@test "a lost node: its job goes on elsewhere, and what was cut off commits nothing" {
+  LONG+=(checkpoint.every=50)
+  start_long --nodes=1
+  local lost
+  lost=$(field "$JOB" BatchHost)
+  "$CLUSTER" cut "${lost#*=}"
+  eventually 60 grep -q '^resumed    after step' job.out
+  eventually 30 is_gone_from "${lost#*=}" train.py
+  grep -q "step [0-9]* was not saved: run $JOB was started again, on node[23]; .*\[node-lost\]" job.out
+  "$CLUSTER" restore "${lost#*=}"
+  on login scancel "$JOB"
+  eventually 30 has_ended "$JOB"
+  "$PYTHON" -m distributed.checkpoint verify "checkpoints/$JOB"
+  eventually 30 node_state_is "${lost#*=}" idle
+}
+
 @test "a submit folder with a space in its name, without a folder for logs" {
   mkdir "a b"
   ln -s -- "$ROOT"/{config,scripts} "a b"

@@ -76,6 +76,15 @@ def test_a_resumed_run_takes_up_its_curve_without_the_steps_it_lost(tmp_path: Pa
     assert after._curve("loss") == {1: 1.0, 2: 2.0, 3: 5.0}
 
 
+def test_a_run_that_was_taken_over_adds_no_line(tmp_path: Path) -> None:
+    cut_off = make(tmp_path)
+    cut_off.record(10, values(3.0))
+    taken_over = make(tmp_path, first_step=10)
+    cut_off.record(20, values(2.0))
+    taken_over.record(20, values(1.0))
+    assert [(line["step"], line["loss"]) for line in lines_of(tmp_path)] == [(10, 3.0), (20, 1.0)]
+
+
 def test_another_rank_shows_and_writes_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
