@@ -7,6 +7,9 @@ was named with the right code, and how long the rest lived.
 Nothing is lost: kills all ranks at 10 x TIMES random points of saving, and stops runs 1, 5 and
 TIMES times; whether the weights and the metrics are those of a run that nobody touched.
 
+Under a real SLURM: the same, by what SLURM itself does to jobs: TIMES stops of one run, half as many
+cancelled jobs, a lost node, and the weights of three shapes of a job.
+
 Writes what came of it to bench/proofs.md; fails where a promise was not kept.
 """
 
@@ -14,8 +17,10 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -47,7 +52,7 @@ def main() -> None:
     times = int(sys.argv[1]) if len(sys.argv) > 1 else 20
     text = f"# Proofs\n\n{describe_machine('make prove')}\n"
     is_kept = True
-    for prove in (prove_one_dies, prove_kills, prove_stops):
+    for prove in (prove_one_dies, prove_kills, prove_stops, prove_slurm):
         section, is_section_kept = prove(times)
         text += f"\n## {section}\n"
         is_kept &= is_section_kept
@@ -121,6 +126,19 @@ def prove_stops(times: int) -> tuple[str, bool]:
     head = ["ranks", "data workers each", "stops", "weights", "metrics"]
     text = f"Stopped and resumed\n\nAgainst the same run never stopped\n\n{render(head, rows)}"
     return text, not any("DIFFER" in row for row in rows)
+
+
+def prove_slurm(times: int) -> tuple[str, bool]:
+    done = subprocess.run(
+        ["bats", "--filter-tags", "prove", "tests/cluster"],
+        env={**os.environ, "TIMES": str(times), "PYTHON": sys.executable},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    lines = [re.sub(r"^ok \d+|^#", "-", line) for line in done.stdout.splitlines()[1:]]
+    if done.returncode != 0:
+        print(done.stdout)
+    return "Under SLURM\n\n" + "\n".join(lines), done.returncode == 0
 
 
 def kill_once(victim: str, busy: str, tally: Tally) -> None:

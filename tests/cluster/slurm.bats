@@ -8,8 +8,14 @@ ROOT=$(cd -- "$BATS_TEST_DIRNAME/../.." && pwd -P)
 SHORT=(train.max_steps=6 train.eval_every=0 train.global_batch_size=12)
 LONG=(train.max_steps=100000 train.eval_every=0 train.global_batch_size=12 model.layers=1 model.width=16 checkpoint.every=0)
 
+# A minute passes slowly: the job that meets its time limit runs beside the first tests.
 setup_file() {
   cluster_up 3
+  cd -- "$BATS_FILE_TMPDIR" || return
+  setup_folder
+  TIMED=$(on login sbatch --parsable --output=timed.out --nodes=1 --gpus-per-node=1 --time=1 --signal=B:USR1@30 \
+    scripts/slurm/slurm_train.sh config/local3.yaml "${LONG[@]}")
+  export TIMED
 }
 
 teardown_file() {
@@ -18,6 +24,10 @@ teardown_file() {
 
 setup() {
   cd -- "$BATS_TEST_TMPDIR" || return
+  setup_folder
+}
+
+setup_folder() {
   ln -s -- "$ROOT"/{config,scripts} .
   export PYTHON=${PYTHON:-$ROOT/.venv/bin/python} PYTHONPATH=$ROOT OMP_NUM_THREADS=1
 }
@@ -46,6 +56,7 @@ field() { # <job> <name>
   on login scontrol show job "$1" | grep -oE "\b$2=\S+" | head -n 1
 }
 
+# bats test_tags=prove
 @test "2 x 2, 3 x 2 and 1 x 4 end with the weights of one machine" {
   local shape ranks
   for shape in "2 2" "3 2" "1 4"; do
@@ -69,6 +80,13 @@ field() { # <job> <name>
 @test "inside salloc it is the same script" {
   RUN_ID=salloc on login salloc -Q --nodes=2 --gres=gpu:2 scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
   [[ -d checkpoints/salloc/step-6 ]]
+}
+
+@test "ahead of its time limit a job saves, and comes back" {
+  eventually 120 grep -q '^resumed    after step' "$BATS_FILE_TMPDIR/timed.out"
+  on login scancel "$TIMED"
+  grep -q '^stopped    after step [0-9]*, which is saved (SIGUSR1)$' "$BATS_FILE_TMPDIR/timed.out"
+  eventually 30 has_ended "$TIMED"
 }
 
 @test "a rank's exit code or signal is the job's, and the block names rank and host" {
@@ -108,26 +126,63 @@ PY
   [[ $output == *"--nodes is 4 but slurm started 2; make them agree [wrong-world]"* ]]
 }
 
-@test "USR1 to the batch script saves, requeues and resumes; TERM saves and does not" {
-  start_long --nodes=2
-  on login scancel --signal=USR1 --batch "$JOB"
-  eventually 60 grep -q '^resumed    after step' job.out
-  [[ $(field "$JOB" Restarts) == Restarts=1 ]]
+# Stops the job in one way, a random moment after it has come (back).
+stop_once() { # <urgent|notice|requeue> <restarts so far>
+  if (($2 == 0)); then
+    eventually 60 grep -q '^step ' job.out
+  else
+    eventually 90 has_resumed "$2"
+  fi
+  sleep "$((RANDOM % 2)).$((RANDOM % 10))"
+  case $1 in
+    urgent) on login sbatch --partition=urgent --nodes=3 --exclusive --output=/dev/null --wrap "sleep 1" ;;
+    requeue) on login scontrol requeue "$JOB" ;;
+    notice) on login scancel --signal=USR1 --batch "$JOB" ;; # as ahead of the time limit
+  esac
+  eventually 60 has_restarts $(($2 + 1))
+}
+
+has_resumed() { # <times>
+  (($(grep -c '^resumed    after step' job.out) >= $1))
+}
+
+has_restarts() { # <number>
+  [[ $(field "$JOB" Restarts) == Restarts=$1 ]]
+}
+
+# bats test_tags=prove
+@test "pre-empted, requeued, given notice: it saves, comes back, and ends with the weights of a run never stopped" {
+  local kinds=(urgent notice requeue) times=${TIMES:-3} number
+  LONG=(train.max_steps=$((50 * times)) train.eval_every=0 train.global_batch_size=12 checkpoint.every=0)
+  RUN_ID=never SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${LONG[@]}"
+  RUN_ID=often start_long --nodes=2 --gpus-per-node=1
+  for ((number = 0; number < times; number++)); do
+    stop_once "${kinds[number < 3 ? number : RANDOM % 3]}" "$number"
+  done
+  eventually 300 has_ended "$JOB"
+  [[ $(field "$JOB" JobState) == JobState=COMPLETED ]]
+  [[ $(weights_of often) == "$(weights_of never)" ]]
   grep -q '^stopped    after step [0-9]*, which is saved (SIGUSR1)$' job.out
-  on login scancel "$JOB"
-  eventually 30 has_ended "$JOB"
-  grep -q '^stopped    after step [0-9]*, which is saved (SIGTERM)$' job.out
-  [[ $(field "$JOB" JobState) == JobState=CANCELLED && $(field "$JOB" Restarts) == Restarts=1 ]]
+  echo "# $times stops, $(grep -c '^stopped    after step' job.out) of them saved" >&3
 }
 
-@test "a job that is pre-empted saves, and comes back by itself" {
-  NPROC_PER_NODE=2 start_long --nodes=3 --exclusive
-  on login sbatch --partition=urgent --nodes=3 --exclusive --output=/dev/null --wrap "sleep 1"
-  eventually 90 grep -q '^resumed    after step' job.out
-  on login scancel "$JOB"
-  eventually 30 has_ended "$JOB"
+# bats test_tags=prove
+@test "scancel saves, cancels, and nothing comes back" {
+  local number times=$((${TIMES:-2} / 2))
+  for ((number = 0; number < times; number++)); do
+    start_long --nodes=2
+    sleep "$((RANDOM % 2)).$((RANDOM % 10))"
+    on login scancel "$JOB"
+    eventually 30 has_ended "$JOB"
+    grep -q '^stopped    after step [0-9]*, which is saved (SIGTERM)$' job.out
+    [[ $(field "$JOB" JobState) == JobState=CANCELLED && $(field "$JOB" Restarts) == Restarts=0 ]]
+    "$PYTHON" -m distributed.checkpoint verify "checkpoints/$JOB"
+    rm job.out
+  done
+  echo "# $times of $times cancelled, saved, not requeued" >&3
 }
 
+# bats test_tags=prove
 @test "a lost node: its job goes on elsewhere, and what was cut off commits nothing" {
   LONG+=(checkpoint.every=50)
   start_long --nodes=1
