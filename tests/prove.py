@@ -7,8 +7,8 @@ was named with the right code, and how long the rest lived.
 Nothing is lost: kills all ranks at 10 x TIMES random points of saving, and stops runs 1, 5 and
 TIMES times; whether the weights and the metrics are those of a run that nobody touched.
 
-Under a real SLURM: the same, by what SLURM itself does to jobs: TIMES stops of one run, half as many
-cancelled jobs, a lost node, and the weights of three shapes of a job.
+Under a real SLURM: TIMES stops of one run, half as many cancelled jobs, a lost node, and the
+weights of three shapes of a job.
 
 Writes what came of it to bench/proofs.md; fails where a promise was not kept.
 """

@@ -1,7 +1,8 @@
 #!/usr/bin/env bats
 # The scripts for SLURM, under a real one.
-bats_require_minimum_version 1.5.0
 # shellcheck disable=SC2030,SC2031 # each test is a subshell, and is meant to be
+
+bats_require_minimum_version 1.5.0
 load helper
 
 ROOT=$(cd -- "$BATS_TEST_DIRNAME/../.." && pwd -P)
