@@ -78,5 +78,7 @@ requeue() {
       return
     fi
   fi
-  scontrol requeue "$SLURM_JOB_ID"
+  local job=$SLURM_JOB_ID # which for one task of an array is the whole array's
+  [[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+  scontrol requeue "$job"
 }

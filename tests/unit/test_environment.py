@@ -287,6 +287,7 @@ def captured(name: str) -> Variables:
         ("het-plain-step", ("slurm", 0, 0, 1, 1, 0, 1, "node1", "6")),
         ("het-group-0-step", ("slurm", 0, 0, 5, 1, 0, 3, "node1", "6")),
         ("het-group-1-step", ("slurm", 1, 0, 5, 2, 1, 3, "node1", "6")),
+        ("het-reversed-step", ("slurm", 0, 0, 5, 1, 0, 3, "node3", "8")),
         ("requeued-batch-step", ("plain", 0, 0, 1, 1, 0, 1, "127.0.0.1", "11")),
         ("het-batch-step", ("plain", 0, 0, 1, 1, 0, 1, "127.0.0.1", "6")),
     ],
