@@ -120,6 +120,38 @@ PY
   [[ $(field "$JOB" JobState) == JobState=CANCELLED && $(field "$JOB" Restarts) == Restarts=1 ]]
 }
 
+@test "an array: each task has its run and its log, and one that is requeued comes back alone" {
+  mkdir logs
+  local job=(sbatch --parsable --array=1-2 --nodes=1 --gpus-per-node=1 scripts/slurm/slurm_train.sh config/local3.yaml) array task
+  array=$(on login "${job[@]}" "${LONG[@]}")
+  for task in 1 2; do eventually 60 grep -qs '"step"' "logs/${array}_$task/metrics.jsonl"; done
+  # Its last task has the array's own job id.
+  [[ $(field "${array}_2" JobId) == JobId=$array ]]
+  on login scancel --signal=USR1 --batch "${array}_2"
+  eventually 60 grep -q '^resumed    after step' "logs/slurm-$array.out"
+  [[ $(field "${array}_1" JobState) == JobState=RUNNING && $(field "${array}_1" Restarts) == Restarts=0 ]]
+  on login scancel "$array"
+  eventually 30 has_ended "$array"
+  [[ $(cat logs/slurm-*.out | grep -oE "^run +${array}_[12] " | sort -u | wc -l) == 2 ]]
+  for task in 1 2; do [[ -d checkpoints/${array}_$task/latest ]]; done
+}
+
+@test "a heterogeneous job: refused by the script, trains through srun, whatever the order of its hosts" {
+  local groups=(--nodelist=node3 --ntasks=1 : --nodelist=node2 --ntasks=2)
+  run -2 job "${groups[@]}" scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
+  [[ $(<job.out) == *": a heterogeneous job has nodes that differ, "*"; leave out the : and what follows, "*"[wrong-world]" ]]
+  [[ $(wc -l <job.out) == 1 ]]
+  RUN_ID=het on login salloc -Q "${groups[@]}" srun --het-group=0,1 "$PYTHON" "$ROOT/train.py" --config config/local3.yaml "${SHORT[@]}"
+  [[ -d checkpoints/het/step-6 ]]
+}
+
+@test "a wrong config is one line a job, with one task for each rank too" {
+  run -2 on login srun -N2 -n4 "$PYTHON" "$ROOT/train.py" --config config/local3.yaml train.max_step=6
+  [[ $(grep -v '^srun: ' <<<"$output") == "train.py: command line: train.max_step: unknown key; did you mean train.max_steps? [config-invalid]" ]]
+  LAUNCHER=srun run -2 job --ntasks-per-node=2 scripts/slurm/slurm_train.sh config/local3.yaml train.max_step=6
+  [[ $(<job.out) == *"did you mean train.max_steps? [config-invalid]" && $(wc -l <job.out) == 1 ]]
+}
+
 @test "a job that is pre-empted saves, and comes back by itself" {
   NPROC_PER_NODE=2 start_long --nodes=3 --exclusive
   on login sbatch --partition=urgent --nodes=3 --exclusive --output=/dev/null --wrap "sleep 1"
@@ -128,11 +160,34 @@ PY
   eventually 30 has_ended "$JOB"
 }
 
-@test "a submit folder with a space in its name, without a folder for logs" {
-  mkdir "a b"
-  ln -s -- "$ROOT"/{config,scripts} "a b"
-  (cd "a b" && RUN_ID=spaced job --nodes=1 scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}")
+@test "submitted from any folder, by its path: also one with a space in its name" {
+  mkdir "a b" elsewhere
+  ln -s -- "$ROOT/scripts" "a b"
+  cp -- "$ROOT/config/"*.yaml "a b"
+  (cd "a b" && RUN_ID=spaced job --nodes=1 scripts/slurm/slurm_train.sh local3.yaml "${SHORT[@]}")
   [[ -d "a b/checkpoints/spaced/step-6" ]]
+  (cd elsewhere && RUN_ID=path job --nodes=1 "../a b/scripts/slurm/slurm_train_single_node.sh" "../a b/local3.yaml" "${SHORT[@]}")
+  [[ -d elsewhere/checkpoints/path/step-6 ]]
+  grep -q "^resume     RUN_ID=path sbatch $ROOT/scripts/slurm/slurm_train_single_node.sh " elsewhere/job.out
+}
+
+@test "a copy of the script that finds nothing else is refused in one line" {
+  mkdir elsewhere
+  local name
+  for name in slurm_train slurm_train_single_node; do
+    cp -- "$ROOT/scripts/slurm/$name.sh" elsewhere/mine.sh
+    (cd elsewhere && run -2 job --nodes=1 mine.sh)
+    [[ $(<elsewhere/job.out) == "$name.sh: finds no scripts/lib, for it is a copy; submit it in the project's folder" ]]
+    rm elsewhere/job.out
+    RUN_ID=$name job --nodes=1 elsewhere/mine.sh config/local3.yaml --dry-run # from the project's folder
+  done
+}
+
+@test "without logs/ SLURM drops a job before it starts, as the guide says" {
+  JOB=$(on login sbatch --parsable scripts/slurm/slurm_train.sh)
+  eventually 30 has_ended "$JOB"
+  [[ $(on login scontrol show job "$JOB") == *"JobState=FAILED Reason=JobLaunchFailure"*"ExitCode=0:53"* ]]
+  [[ ! -e logs ]]
 }
 
 @test "run_ddp.sh in an allocation takes all of its nodes" {
