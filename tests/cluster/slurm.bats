@@ -9,7 +9,7 @@ SHORT=(train.max_steps=6 train.eval_every=0 train.global_batch_size=12)
 LONG=(train.max_steps=100000 train.eval_every=0 train.global_batch_size=12 model.layers=1 model.width=16 checkpoint.every=0)
 
 setup_file() {
-  cluster_up 3
+  cluster_up 4 # as many as the guide's commands ask for
 }
 
 teardown_file() {
@@ -254,6 +254,44 @@ TABLE
   [[ $(<prepared) == "1 GPU for config/local3.yaml" ]]
   echo 'import sys; sys.exit(7)' >seven.py
   TRAIN_SCRIPT=seven.py run -7 on login scripts/submit_with_config.sh config=- num_gpus_train=1 --wait
+}
+
+nothing_queued() {
+  [[ -z $(on login squeue -h) ]]
+}
+
+# Each as it stands to SLURM's own check, and to its end with two steps on small nodes.
+@test "every command of the guide's chapter on SLURM runs" {
+  local line small id jobs=() others=()
+  mkdir logs
+  ln -s -- "$ROOT/train.py" .
+  PATH=${PYTHON%/*}:$PATH
+  sed -n '/^## SLURM jobs$/,/^## /p' "$ROOT/LAUNCH_GUIDE.md" | sed -n '/^```bash$/,/^```$/{/^```/!p}' >commands
+  while IFS= read -r line <&9; do
+    small=$(sed -E 's/(--nodes[= ])4/\12/g; s/(per-node[= ]|gpu:)[48]/\11/g; s/array=1-3/array=1-2/
+      s/num_gpus_train=[48]/num_gpus_train=2/; s/node001/node1/; s/partition=gpu/partition=batch/' <<<"$line")
+    small+=" train.max_steps=2 train.eval_every=0 train.global_batch_size=4 model.layers=1 model.width=16"
+    case $line in
+      "sbatch "* | "LAUNCHER=srun sbatch "*)
+        on login bash -c "${line/sbatch /sbatch --test-only }"
+        jobs+=("$(on login bash -c "${small/sbatch /sbatch --parsable }")")
+        ;;
+      "salloc "* | "scripts/submit_with_config.sh "*)
+        on login bash -c "$small" 3>&- &
+        others+=($!)
+        ;;
+      *) echo "no test runs this command of the guide: $line" && return 1 ;;
+    esac
+  done 9<commands
+  ((${#jobs[@]} >= 5 && ${#others[@]} >= 4))
+  for id in "${others[@]}"; do wait "$id"; done
+  eventually 90 nothing_queued
+  for id in "${jobs[@]}"; do
+    run on login scontrol show job "$id"
+    echo "$output"
+    [[ $output == *JobState=COMPLETED* && $output != *ExitCode=[!0]* ]]
+  done
+  [[ $(grep -L '^done       2 steps' logs/slurm-*.out) == "" ]]
 }
 
 @test "three restarts without a new step, and the job is not requeued" {
