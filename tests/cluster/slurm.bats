@@ -6,7 +6,8 @@ load helper
 
 ROOT=$(cd -- "$BATS_TEST_DIRNAME/../.." && pwd -P)
 SHORT=(train.max_steps=6 train.eval_every=0 train.global_batch_size=12)
-LONG=(train.max_steps=100000 train.eval_every=0 train.global_batch_size=12 model.layers=1 model.width=16 checkpoint.every=0)
+SMALL=("${SHORT[@]}" model.layers=1 model.width=16)
+LONG=("${SMALL[@]}" train.max_steps=100000 checkpoint.every=0)
 
 setup_file() {
   cluster_up 4 # as many as the guide's commands ask for
@@ -50,8 +51,9 @@ field() { # <job> <name>
   local shape ranks
   for shape in "2 2" "3 2" "1 4"; do
     read -r nodes ranks <<<"$shape"
-    RUN_ID=job-$nodes job --nodes="$nodes" --gpus-per-node="$ranks" scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
+    RUN_ID=job-$nodes job --nodes="$nodes" --gpus-per-node="$ranks" scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}" 3>&- &
     RUN_ID=one-$nodes SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml $((nodes * ranks)) "${SHORT[@]}"
+    wait $!
     [[ $(weights_of "job-$nodes") == "$(weights_of "one-$nodes")" ]]
   done
   grep -q '^hosts      node1 (master, 127.0.0.1:[0-9]*)$' job.out || cat job.out
@@ -64,11 +66,6 @@ field() { # <job> <name>
   grep -q 'LAUNCHER=srun starts the job.s tasks.*\[wrong-world\]$' job.out
   RUN_ID=srun LAUNCHER=srun job --nodes=1 --ntasks-per-node=2 scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
   [[ $(weights_of gpus) == "$(weights_of tasks)" && $(weights_of gpus) == "$(weights_of srun)" ]]
-}
-
-@test "inside salloc it is the same script" {
-  RUN_ID=salloc on login salloc -Q --nodes=2 --gres=gpu:2 scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
-  [[ -d checkpoints/salloc/step-6 ]]
 }
 
 @test "a rank's exit code or signal is the job's, and the block names rank and host" {
@@ -94,7 +91,7 @@ PY
 }
 
 @test "without srun: refused in a job of several tasks, trains in a job of one" {
-  local wrap="$PYTHON $ROOT/train.py --config config/local3.yaml ${SHORT[*]}"
+  local wrap="$PYTHON $ROOT/train.py --config config/local3.yaml ${SMALL[*]}"
   run -2 job --nodes=2 --wrap "$wrap"
   grep -q '; put srun before the command \[batch-step\]$' job.out
   run -2 on login salloc -Q --ntasks=2 bash -c "$wrap"
@@ -108,40 +105,33 @@ PY
   [[ $output == *"--nodes is 4 but slurm started 2; make them agree [wrong-world]"* ]]
 }
 
-@test "USR1 to the batch script saves, requeues and resumes; TERM saves and does not" {
-  start_long --nodes=2
-  on login scancel --signal=USR1 --batch "$JOB"
-  eventually 60 grep -q '^resumed    after step' job.out
-  [[ $(field "$JOB" Restarts) == Restarts=1 ]]
-  grep -q '^stopped    after step [0-9]*, which is saved (SIGUSR1)$' job.out
-  on login scancel "$JOB"
-  eventually 30 has_ended "$JOB"
-  grep -q '^stopped    after step [0-9]*, which is saved (SIGTERM)$' job.out
-  [[ $(field "$JOB" JobState) == JobState=CANCELLED && $(field "$JOB" Restarts) == Restarts=1 ]]
-}
-
-@test "an array: each task has its run and its log, and one that is requeued comes back alone" {
+# The last task of an array has the array's own job id: it alone is to come back.
+@test "in an array: USR1 to a task saves, requeues and resumes it alone; TERM saves and does not" {
+  local script=(scripts/slurm/slurm_train.sh config/local3.yaml) array task
   mkdir logs
-  local job=(sbatch --parsable --array=1-2 --nodes=1 --gpus-per-node=1 scripts/slurm/slurm_train.sh config/local3.yaml) array task
-  array=$(on login "${job[@]}" "${LONG[@]}")
+  array=$(on login sbatch --parsable --array=1-2 --nodes=2 --gpus-per-node=1 "${script[@]}" "${LONG[@]}")
   for task in 1 2; do eventually 60 grep -qs '"step"' "logs/${array}_$task/metrics.jsonl"; done
-  # Its last task has the array's own job id.
   [[ $(field "${array}_2" JobId) == JobId=$array ]]
   on login scancel --signal=USR1 --batch "${array}_2"
   eventually 60 grep -q '^resumed    after step' "logs/slurm-$array.out"
-  [[ $(field "${array}_1" JobState) == JobState=RUNNING && $(field "${array}_1" Restarts) == Restarts=0 ]]
+  grep -q '^stopped    after step [0-9]*, which is saved (SIGUSR1)$' "logs/slurm-$array.out"
+  [[ $(field "${array}_2" Restarts) == Restarts=1 && $(field "${array}_1" Restarts) == Restarts=0 ]]
   on login scancel "$array"
   eventually 30 has_ended "$array"
-  [[ $(cat logs/slurm-*.out | grep -oE "^run +${array}_[12] " | sort -u | wc -l) == 2 ]]
-  for task in 1 2; do [[ -d checkpoints/${array}_$task/latest ]]; done
+  for task in 1 2; do
+    [[ $(field "${array}_$task" JobState) == JobState=CANCELLED && -d checkpoints/${array}_$task/latest ]]
+    [[ $(field "${array}_$task" Restarts) == Restarts=$((task - 1)) ]]
+    grep -lE "^run +${array}_$task " logs/slurm-*.out | xargs grep -q '^stopped    after step [0-9]*, which is saved (SIGTERM)$'
+  done
+  [[ $(find logs -name 'slurm-*.out' | wc -l) == 2 ]]
 }
 
 @test "a heterogeneous job: refused by the script, trains through srun, whatever the order of its hosts" {
-  local groups=(--nodelist=node3 --ntasks=1 : --nodelist=node2 --ntasks=2)
+  local groups=(--nodelist=node3 --ntasks=1 : --nodelist=node2 --ntasks=1)
   run -2 job "${groups[@]}" scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
   [[ $(<job.out) == *": a heterogeneous job has nodes that differ, "*"; leave out the : and what follows, "*"[wrong-world]" ]]
   [[ $(wc -l <job.out) == 1 ]]
-  RUN_ID=het on login salloc -Q "${groups[@]}" srun --het-group=0,1 "$PYTHON" "$ROOT/train.py" --config config/local3.yaml "${SHORT[@]}"
+  RUN_ID=het on login salloc -Q "${groups[@]}" srun --het-group=0,1 "$PYTHON" "$ROOT/train.py" --config config/local3.yaml "${SMALL[@]}"
   [[ -d checkpoints/het/step-6 ]]
 }
 
@@ -160,15 +150,14 @@ PY
   eventually 30 has_ended "$JOB"
 }
 
-@test "submitted from any folder, by its path: also one with a space in its name" {
-  mkdir "a b" elsewhere
+@test "submitted from any folder, by its path, with spaces in both" {
+  mkdir "a b" "else where"
   ln -s -- "$ROOT/scripts" "a b"
   cp -- "$ROOT/config/"*.yaml "a b"
-  (cd "a b" && RUN_ID=spaced job --nodes=1 scripts/slurm/slurm_train.sh local3.yaml "${SHORT[@]}")
-  [[ -d "a b/checkpoints/spaced/step-6" ]]
-  (cd elsewhere && RUN_ID=path job --nodes=1 "../a b/scripts/slurm/slurm_train_single_node.sh" "../a b/local3.yaml" "${SHORT[@]}")
-  [[ -d elsewhere/checkpoints/path/step-6 ]]
-  grep -q "^resume     RUN_ID=path sbatch $ROOT/scripts/slurm/slurm_train_single_node.sh " elsewhere/job.out
+  cd "else where"
+  RUN_ID=path job --nodes=1 "../a b/scripts/slurm/slurm_train.sh" "../a b/local3.yaml" "${SMALL[@]}"
+  [[ -d checkpoints/path/step-6 ]]
+  grep -q "^resume     RUN_ID=path sbatch $ROOT/scripts/slurm/slurm_train.sh ../a" job.out
 }
 
 @test "a copy of the script that finds nothing else is refused in one line" {
@@ -191,7 +180,7 @@ PY
 }
 
 @test "run_ddp.sh in an allocation takes all of its nodes" {
-  RUN_ID=ddp on login salloc -Q --nodes=2 --gres=gpu:2 scripts/run_ddp.sh -c config/local3.yaml "${SHORT[@]}"
+  RUN_ID=ddp on login salloc -Q --nodes=2 --gres=gpu:2 scripts/run_ddp.sh -c config/local3.yaml "${SMALL[@]}"
   grep -q '"world_size": 4' logs/ddp/run.json
 }
 
@@ -248,12 +237,15 @@ TABLE
 @test "submit_with_config.sh: first the preparing job, then the training; --wait gives its code" {
   # shellcheck disable=SC2016 # for the job
   printf '#!/bin/bash\necho "$SLURM_GPUS_ON_NODE GPU for $1" >prepared\n' >prepare.sh
+  echo 'import sys; sys.exit(7)' >seven.py # beside it, for SLURM looks every 10 s whether a job has ended
+  TRAIN_SCRIPT=seven.py on login scripts/submit_with_config.sh config=- num_gpus_train=1 --wait &>seven.out 3>&- &
+  local seven=$! code=0
   run --separate-stderr on login scripts/submit_with_config.sh config=config/local3.yaml num_gpus=1 \
-    prepare=prepare.sh num_gpus_train=2 --wait "${SHORT[@]}"
+    prepare=prepare.sh num_gpus_train=2 --wait "${SMALL[@]}"
   [[ $status == 0 && $output == *"done       6 steps"* ]]
   [[ $(<prepared) == "1 GPU for config/local3.yaml" ]]
-  echo 'import sys; sys.exit(7)' >seven.py
-  TRAIN_SCRIPT=seven.py run -7 on login scripts/submit_with_config.sh config=- num_gpus_train=1 --wait
+  wait "$seven" || code=$?
+  ((code == 7))
 }
 
 nothing_queued() {
@@ -266,9 +258,10 @@ nothing_queued() {
   mkdir logs
   ln -s -- "$ROOT/train.py" .
   PATH=${PYTHON%/*}:$PATH
+  # shellcheck disable=SC2016 # the marks of a block of code
   sed -n '/^## SLURM jobs$/,/^## /p' "$ROOT/LAUNCH_GUIDE.md" | sed -n '/^```bash$/,/^```$/{/^```/!p}' >commands
   while IFS= read -r line <&9; do
-    small=$(sed -E 's/(--nodes[= ])4/\12/g; s/(per-node[= ]|gpu:)[48]/\11/g; s/array=1-3/array=1-2/
+    small=$(sed -E 's/(--nodes[= ])4/\12/g; s/(per-node[= ]|gpu:)[48]/\11/g; s/array=1-3/array=1/
       s/num_gpus_train=[48]/num_gpus_train=2/; s/node001/node1/; s/partition=gpu/partition=batch/' <<<"$line")
     small+=" train.max_steps=2 train.eval_every=0 train.global_batch_size=4 model.layers=1 model.width=16"
     case $line in
@@ -304,13 +297,14 @@ PROGRAM=requeue.sh SLURM_JOB_ID=1
 scontrol() { echo "$*" >>queued; }
 mkdir -p logs/mine checkpoints/mine
 for step in 5 5 9 9 9 9 9; do
+  if ((step == 9)); then SLURM_ARRAY_JOB_ID=3 SLURM_ARRAY_TASK_ID=8; fi
   ln -sfn "step-$step" checkpoints/mine/latest
   requeue
 done
 SH
   run bash requeue.sh
   [[ $output == *"three restarts have gained no step; the job is not requeued"* ]]
-  [[ $(wc -l <queued) == 5 ]]
+  [[ $(<queued) == $'requeue 1\nrequeue 1\nrequeue 3_8\nrequeue 3_8\nrequeue 3_8' ]]
 }
 
 @test "outside of a job: exit 2, and what to do" {
