@@ -163,7 +163,7 @@ def _in_order_of_tasks(v: _Variables) -> tuple[str, list[int]]:
     tasks = tasks_per_node(v.text("SLURM_STEP_TASKS_PER_NODE"))
     groups = [
         v.get(f"SLURM_JOB_NODELIST_HET_GROUP_{group}")
-        or v.get(f"SLURM_JOB_NODELIST_PACK_GROUP_{group}")  # its older name, still all srun sets
+        or v.get(f"SLURM_JOB_NODELIST_PACK_GROUP_{group}")  # all that an srun without a job sets
         for group in range(int(v.get("SLURM_HET_SIZE") or 0))
     ]
     if not any(groups):

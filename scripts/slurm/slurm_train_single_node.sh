@@ -24,10 +24,10 @@
 set -euo pipefail
 LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib
 if [[ ! -r $LIB/launch.sh ]]; then # sbatch runs a copy of this file, but knows where it lay
-  LIB=$(scontrol show job "$SLURM_JOB_ID" | sed -n '/^ *Command=/{s///; s|/slurm/slurm_train.*|/lib|p; q}')
-  [[ -r $LIB/launch.sh ]] || LIB=$SLURM_SUBMIT_DIR/scripts/lib
+  LIB=$(scontrol show job "${SLURM_JOB_ID:-}" 2>/dev/null | sed -n '/^ *Command=/{s///; s|/slurm/slurm_train.*|/lib|p; q}') || true
+  [[ -r $LIB/launch.sh ]] || LIB=${SLURM_SUBMIT_DIR:-}/scripts/lib
   [[ -r $LIB/launch.sh ]] || {
-    echo "slurm_train_single_node.sh: finds no scripts/lib, for it is a copy; submit it in the project's folder" >&2
+    echo "slurm_train_single_node.sh: this is a copy, and finds no scripts/lib; submit it in the project's folder" >&2
     exit 2
   }
 fi

@@ -166,8 +166,10 @@ PY
   for name in slurm_train slurm_train_single_node; do
     cp -- "$ROOT/scripts/slurm/$name.sh" elsewhere/mine.sh
     (cd elsewhere && run -2 job --nodes=1 mine.sh)
-    [[ $(<elsewhere/job.out) == "$name.sh: finds no scripts/lib, for it is a copy; submit it in the project's folder" ]]
+    [[ $(<elsewhere/job.out) == "$name.sh: this is a copy, and finds no scripts/lib; submit it in the project's folder" ]]
     rm elsewhere/job.out
+    run -2 elsewhere/mine.sh # in no job at all
+    [[ $output == "$name.sh: this is a copy, and finds no scripts/lib; "* && ${#lines[@]} == 1 ]]
     RUN_ID=$name job --nodes=1 elsewhere/mine.sh config/local3.yaml --dry-run # from the project's folder
   done
 }

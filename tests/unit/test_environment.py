@@ -299,6 +299,16 @@ def test_place_in_a_real_slurm(name: str, expected: tuple[object, ...]) -> None:
     assert (env.launcher, *ranks, *nodes, env.run_id) == expected
 
 
+def test_local_sizes_follow_the_groups_of_a_heterogeneous_job() -> None:
+    there = captured("het-reversed-step")  # 1 task on node3, then 2 on node1 and 2 on node2
+    older = {name: value for name, value in there.items() if "HET_GROUP" not in name}
+    for environ in (there, older):
+        second = {"SLURM_PROCID": "2", "SLURM_NODEID": "1", "SLURM_LOCALID": "1"}
+        env = detect({**environ, **second})
+        assert (env.local_world_size, env.master_addr) == (2, "node3")
+        assert detect(environ).local_world_size == 1
+
+
 @pytest.mark.parametrize(
     ("name", "cause"),
     [
