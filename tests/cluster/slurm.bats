@@ -158,6 +158,8 @@ PY
   RUN_ID=path job --nodes=1 "../a b/scripts/slurm/slurm_train.sh" "../a b/local3.yaml" "${SMALL[@]}"
   [[ -d checkpoints/path/step-6 ]]
   grep -q "^resume     RUN_ID=path sbatch $ROOT/scripts/slurm/slurm_train.sh ../a" job.out
+  run on login "../a b/scripts/submit_with_config.sh" config="../a b/local3.yaml" num_gpus_train=2 --dry-run
+  [[ $output == *" $ROOT/scripts/slurm/slurm_train_single_node.sh ../a"* ]]
 }
 
 @test "a copy of the script that finds nothing else is refused in one line" {
