@@ -141,7 +141,7 @@ def slurm(v: _Variables) -> Environment:
         cause = f"WORLD_SIZE={v.get('WORLD_SIZE')} but SLURM_STEP_NUM_TASKS={world_size}"
         raise LauncherError(f"{cause}; unset WORLD_SIZE, or ask srun for that many tasks")
     rank = v.rank("SLURM_PROCID", world_size, "SLURM_STEP_NUM_TASKS")
-    tasks = tasks_per_node(v.text("SLURM_STEP_TASKS_PER_NODE"))
+    first_host, tasks = _in_order_of_tasks(v)
     why = f" (SLURM_STEP_TASKS_PER_NODE={v.get('SLURM_STEP_TASKS_PER_NODE')})"
     num_nodes = v.number("SLURM_STEP_NUM_NODES", len(tasks), len(tasks), why)
     node_rank = v.rank("SLURM_NODEID", num_nodes, "SLURM_STEP_NUM_NODES")
@@ -150,9 +150,27 @@ def slurm(v: _Variables) -> Environment:
     if v.get("SLURM_DISTRIBUTION").startswith("arbitrary") and not v.get("MASTER_ADDR"):
         cause = "srun --distribution=arbitrary can put rank 0 on any node"
         raise LauncherError(f"{cause}; leave it out, or set MASTER_ADDR to that node")
-    first_host = hostlist.first(v.text("SLURM_STEP_NODELIST"))
     step = f"{_job_id(v)}.{v.get('SLURM_STEP_ID')}"
     return Environment("slurm", *ranks, *v.master(first_host, step))
+
+
+def _in_order_of_tasks(v: _Variables) -> tuple[str, list[int]]:
+    """Return the step's first host, and how many tasks each host has.
+
+    SLURM lists hosts by name, but of a heterogeneous job it starts the tasks group by group.
+    """
+    hosts = v.text("SLURM_STEP_NODELIST")
+    tasks = tasks_per_node(v.text("SLURM_STEP_TASKS_PER_NODE"))
+    groups = [
+        v.get(f"SLURM_JOB_NODELIST_HET_GROUP_{group}")
+        or v.get(f"SLURM_JOB_NODELIST_PACK_GROUP_{group}")  # all that an srun without a job sets
+        for group in range(int(v.get("SLURM_HET_SIZE") or 0))
+    ]
+    if not any(groups):
+        return hostlist.first(hosts), tasks
+    tasks_of = dict(zip(hostlist.expand(hosts), tasks, strict=False))
+    order = [host for host in hostlist.expand(",".join(groups)) if host in tasks_of]
+    return order[0], [tasks_of[host] for host in order]
 
 
 def slurm_node(environ: Mapping[str, str]) -> tuple[int, int, str] | None:

@@ -4,8 +4,9 @@
     python -m distributed.hostlist first LIST     the first name
 
 As `scontrol show hostnames` reads them: order and duplicates are kept, the zeros of a range's first
-number give its width, and of several brackets the last runs fastest. More than it: a suffix may
-follow a bracket, a range may be of any length, and what cannot be read is always an error.
+number give its width, and of several brackets the last runs fastest, then the first, the second...
+More than it: a suffix may follow a bracket, a range may be of any length, and what cannot be read
+is always an error (tests/unit/test_like_scontrol.py lists what each of the two refuses).
 """
 
 from __future__ import annotations
@@ -52,12 +53,16 @@ def _names(text: str) -> Iterator[str]:
 
 
 def _expand_item(item: str) -> Iterator[str]:
-    """Read all of an item; its names are made one by one, the last bracket fastest."""
-    head, *pairs = re.split(r"\[(.*?)\]", item, flags=re.DOTALL)  # text, bracket, text, ...
+    """Read all of an item; its names are made one by one."""
+    *parts, tail = re.split(r"\[(.*?)\]", item, flags=re.DOTALL)  # text, bracket, text, ...
+    if not parts:
+        return iter((tail,))
+    pairs = list(zip(parts[::2], map(_read_bracket, parts[1::2]), strict=True))
+    head, last = pairs.pop()
     names = iter((head,))
-    for bracket, text in zip(pairs[::2], pairs[1::2], strict=True):
-        names = _each_with(names, _read_bracket(bracket), text)
-    return names
+    for text, ranges in reversed(pairs):
+        names = _each_with(names, ranges, text, in_front=True)
+    return _each_with(names, last, tail, in_front=False)
 
 
 def _read_bracket(bracket: str) -> list[tuple[range, int]]:
@@ -74,11 +79,15 @@ def _read_bracket(bracket: str) -> list[tuple[range, int]]:
     return ranges
 
 
-def _each_with(heads: Iterator[str], ranges: list[tuple[range, int]], tail: str) -> Iterator[str]:
-    for head in heads:
+def _each_with(
+    names: Iterator[str], ranges: list[tuple[range, int]], text: str, in_front: bool
+) -> Iterator[str]:
+    """Yield `text number name`, or where not in front `name number text`, the number fastest."""
+    for name in names:
         for numbers, width in ranges:
             for number in numbers:
-                yield f"{head}{number:0{width}}{tail}"
+                digits = f"{number:0{width}}"
+                yield text + digits + name if in_front else name + digits + text
 
 
 def _error(text: str, position: int, problem: str) -> HostlistError:

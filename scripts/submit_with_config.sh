@@ -96,18 +96,19 @@ most_gpus_of_a_node() {
 }
 
 submit_all() {
-  local after=${plan[dependency]:-} script=slurm_train.sh words=()
+  local after=${plan[dependency]:-} script=scripts/slurm/slurm_train.sh words=()
   if [[ -n ${plan[prepare]:-} ]]; then
     submit --nodes=1 --gpus-per-node="${plan[num_gpus]}" --output=logs/slurm-%j.out \
       ${after:+--dependency="$after"} "${plan[prepare]}" "${plan[config]}"
     after=afterok:$JOB
   fi
-  ((plan[nnodes] > 1)) || script=slurm_train_single_node.sh
+  ((plan[nnodes] > 1)) || script=scripts/slurm/slurm_train_single_node.sh
+  [[ $script -ef $ROOT/$script ]] || script=$ROOT/$script
   words=(--nodes="${plan[nnodes]}" --gpus-per-node="${plan[nproc]}" ${after:+--dependency="$after"})
   [[ -z ${plan[nodelist]:-} ]] || words+=(--nodelist="${plan[nodelist]}")
   [[ -z ${plan[exclusive]:-} ]] || words+=(--exclusive)
   [[ -z ${plan[wait]:-} ]] || words+=(--wait)
-  words+=("scripts/slurm/$script" "${plan[config]}" "${SETTINGS[@]}")
+  words+=("$script" "${plan[config]}" "${SETTINGS[@]}")
   ((${#REST[@]} == 0)) || words+=(-- "${REST[@]}")
   submit "${words[@]}"
   [[ -z ${plan[wait]:-} || -n $DRY_RUN ]] || follow

@@ -15,6 +15,7 @@ PASSED=0 FAILED=0
 SKIPPED=() # one line each, with the reason
 
 main() {
+  [[ $1 != all && $1 != cluster ]] || provide_cluster
   [[ $1 == cluster ]] || lint
   if [[ $1 == all || $1 == fast ]]; then
     test_python "$1"
@@ -56,10 +57,13 @@ test_scripts() { # <all|fast> <folder>
   done < <(grep '^ok .* # skip' "$OUTPUT")
 }
 
+provide_cluster() {
+  ! may_install_packages || tests/cluster/cluster.sh deps >/dev/null 2>&1 || true
+}
+
 # On several hosts under a real SLURM, where that may be.
 test_cluster() {
   local why
-  ! may_install_packages || tests/cluster/cluster.sh deps >/dev/null 2>&1 || true
   if why=$(tests/cluster/cluster.sh check 2>&1); then
     test_scripts all tests/cluster
   else

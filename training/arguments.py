@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +23,17 @@ class _Parser(argparse.ArgumentParser):
 
 
 def refuse(cause: object) -> NoReturn:
-    """Say in one line what the user got wrong, and leave."""
-    _complain(str(cause))
+    """Say in one line what the user got wrong, and leave. Of an srun's tasks the first says it.
+
+    The others leave after it, with the same code also where they are ended with it.
+    """
+    other_task = "SLURM_STEP_ID" in os.environ and os.environ.get("SLURM_PROCID") != "0"
+    of_this_host = type(cause) is ValueError
+    if other_task and "RANK" not in os.environ and not of_this_host:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        signal.sigtimedwait([signal.SIGTERM], 2)
+    else:
+        _complain(str(cause))
     sys.exit(2)
 
 

@@ -43,6 +43,8 @@ plan_from_job() { # <the script's own path>
   [[ -z ${SLURM_NTASKS:-} ]] || tasks=$SLURM_TASKS_PER_NODE # else it only counts the processors
   [[ -n ${SLURM_JOB_ID:-} ]] || die 2 "this is no SLURM job; use sbatch $0, or salloc first"
   ! in_slurm_step || die 2 "srun started $PROGRAM, which starts srun itself; leave srun out"
+  [[ -z ${SLURM_HET_SIZE:-} ]] ||
+    die 2 "a heterogeneous job has nodes that differ, and this starts the same on each; leave out the : and what follows, or start train.py with srun --het-group [wrong-world]"
   [[ $tasks =~ ^([0-9]+)(\(x[0-9]+\))?$ ]] ||
     die 2 "the job has unequal nodes, SLURM_TASKS_PER_NODE=$tasks; give sbatch --ntasks-per-node [wrong-world]"
   tasks=${BASH_REMATCH[1]}
@@ -50,7 +52,9 @@ plan_from_job() { # <the script's own path>
   plan[master]=$(run_ours distributed.hostlist first "$SLURM_JOB_NODELIST")
   plan[hosts]=$SLURM_JOB_NODELIST
   # What the user typed was not the copy that runs.
-  [[ ${0##*/} != slurm_script ]] || LAUNCH_LINE=(sbatch "$1" "${LAUNCH_LINE[@]:1}")
+  local script=$1
+  [[ $1 -ef $ROOT/$1 ]] || script=$ROOT/$1
+  [[ ${0##*/} != slurm_script ]] || LAUNCH_LINE=(sbatch "$script" "${LAUNCH_LINE[@]:1}")
   local asked=${plan[nproc]-${NPROC_PER_NODE:-}}
   if ((tasks > 1)); then
     [[ ${asked:-$tasks} == "$tasks" ]] ||

@@ -49,8 +49,9 @@ step_command() {
   else
     [[ ${SLURM_TASKS_PER_NODE%%[!0-9]*} == "${plan[nproc]}" ]] ||
       die 2 "LAUNCHER=srun starts the job's tasks, SLURM_TASKS_PER_NODE=$SLURM_TASKS_PER_NODE, for ${plan[nproc]} ranks per node; give --ntasks-per-node=${plan[nproc]} [wrong-world]"
-    COMMAND=(
+    COMMAND=( # the GPUs that the script asks for need not be those that sbatch was told
       env LAUNCH_COMMAND="$(launch_line)" RUN_ID="${plan[run_id]}"
+      ${SLURM_GPUS_PER_NODE:+SLURM_GPUS_PER_NODE="${SLURM_GPUS_ON_NODE:-}"}
       OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" srun --kill-on-bad-exit=1
       ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} "$PYTHON" -u "${SCRIPT[@]}"
     )
@@ -78,5 +79,7 @@ requeue() {
       return
     fi
   fi
-  scontrol requeue "$SLURM_JOB_ID"
+  local job=$SLURM_JOB_ID # which for one task of an array is the whole array's
+  [[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+  scontrol requeue "$job"
 }

@@ -23,7 +23,14 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib
-[[ -r $LIB/launch.sh ]] || LIB=${SLURM_SUBMIT_DIR:-}/scripts/lib # sbatch runs a copy of this file
+if [[ ! -r $LIB/launch.sh ]]; then # sbatch runs a copy of this file, but knows where it lay
+  LIB=$(scontrol show job "${SLURM_JOB_ID:-}" 2>/dev/null | sed -n '/^ *Command=/{s///; s|/slurm/slurm_train.*|/lib|p; q}') || true
+  [[ -r $LIB/launch.sh ]] || LIB=${SLURM_SUBMIT_DIR:-}/scripts/lib
+  [[ -r $LIB/launch.sh ]] || {
+    echo "slurm_train.sh: this is a copy, and finds no scripts/lib; submit it in the project's folder" >&2
+    exit 2
+  }
+fi
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh" srun
 

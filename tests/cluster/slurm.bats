@@ -7,11 +7,12 @@ load helper
 
 ROOT=$(cd -- "$BATS_TEST_DIRNAME/../.." && pwd -P)
 SHORT=(train.max_steps=6 train.eval_every=0 train.global_batch_size=12)
-LONG=(train.max_steps=100000 train.eval_every=0 train.global_batch_size=12 model.layers=1 model.width=16 checkpoint.every=0)
+SMALL=("${SHORT[@]}" model.layers=1 model.width=16)
+LONG=("${SMALL[@]}" train.max_steps=100000 checkpoint.every=0)
 
 # A minute passes slowly: the job that meets its time limit runs beside the first tests.
 setup_file() {
-  cluster_up 3
+  cluster_up 4 # as many as the guide's commands ask for
   cd -- "$BATS_FILE_TMPDIR" || return
   setup_folder
   TIMED=$(on login sbatch --parsable --output=timed.out --nodes=1 --gpus-per-node=1 --time=1 --signal=B:USR1@30 \
@@ -62,8 +63,9 @@ field() { # <job> <name>
   local shape ranks
   for shape in "2 2" "3 2" "1 4"; do
     read -r nodes ranks <<<"$shape"
-    RUN_ID=job-$nodes job --nodes="$nodes" --gpus-per-node="$ranks" scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
+    RUN_ID=job-$nodes job --nodes="$nodes" --gpus-per-node="$ranks" scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}" 3>&- &
     RUN_ID=one-$nodes SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml $((nodes * ranks)) "${SHORT[@]}"
+    wait $!
     [[ $(weights_of "job-$nodes") == "$(weights_of "one-$nodes")" ]]
   done
   grep -q '^hosts      node1 (master, 127.0.0.1:[0-9]*)$' job.out || cat job.out
@@ -76,11 +78,6 @@ field() { # <job> <name>
   grep -q 'LAUNCHER=srun starts the job.s tasks.*\[wrong-world\]$' job.out
   RUN_ID=srun LAUNCHER=srun job --nodes=1 --ntasks-per-node=2 scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
   [[ $(weights_of gpus) == "$(weights_of tasks)" && $(weights_of gpus) == "$(weights_of srun)" ]]
-}
-
-@test "inside salloc it is the same script" {
-  RUN_ID=salloc on login salloc -Q --nodes=2 --gres=gpu:2 scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
-  [[ -d checkpoints/salloc/step-6 ]]
 }
 
 @test "ahead of its time limit a job saves, and comes back" {
@@ -113,7 +110,7 @@ PY
 }
 
 @test "without srun: refused in a job of several tasks, trains in a job of one" {
-  local wrap="$PYTHON $ROOT/train.py --config config/local3.yaml ${SHORT[*]}"
+  local wrap="$PYTHON $ROOT/train.py --config config/local3.yaml ${SMALL[*]}"
   run -2 job --nodes=2 --wrap "$wrap"
   grep -q '; put srun before the command \[batch-step\]$' job.out
   run -2 on login salloc -Q --ntasks=2 bash -c "$wrap"
@@ -127,6 +124,43 @@ PY
   [[ $output == *"--nodes is 4 but slurm started 2; make them agree [wrong-world]"* ]]
 }
 
+# The last task of an array has the array's own job id: it alone is to come back.
+@test "in an array: USR1 to a task saves, requeues and resumes it alone; TERM saves and does not" {
+  local script=(scripts/slurm/slurm_train.sh config/local3.yaml) array task
+  mkdir logs
+  array=$(on login sbatch --parsable --array=1-2 --nodes=2 --gpus-per-node=1 "${script[@]}" "${LONG[@]}")
+  for task in 1 2; do eventually 60 grep -qs '"step"' "logs/${array}_$task/metrics.jsonl"; done
+  [[ $(field "${array}_2" JobId) == JobId=$array ]]
+  on login scancel --signal=USR1 --batch "${array}_2"
+  eventually 60 grep -q '^resumed    after step' "logs/slurm-$array.out"
+  grep -q '^stopped    after step [0-9]*, which is saved (SIGUSR1)$' "logs/slurm-$array.out"
+  [[ $(field "${array}_2" Restarts) == Restarts=1 && $(field "${array}_1" Restarts) == Restarts=0 ]]
+  on login scancel "$array"
+  eventually 30 has_ended "$array"
+  for task in 1 2; do
+    [[ $(field "${array}_$task" JobState) == JobState=CANCELLED && -d checkpoints/${array}_$task/latest ]]
+    [[ $(field "${array}_$task" Restarts) == Restarts=$((task - 1)) ]]
+    grep -lE "^run +${array}_$task " logs/slurm-*.out | xargs grep -q '^stopped    after step [0-9]*, which is saved (SIGTERM)$'
+  done
+  [[ $(find logs -name 'slurm-*.out' | wc -l) == 2 ]]
+}
+
+@test "a heterogeneous job: refused by the script, trains through srun, whatever the order of its hosts" {
+  local groups=(--nodelist=node3 --ntasks=1 : --nodelist=node2 --ntasks=1)
+  run -2 job "${groups[@]}" scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
+  [[ $(<job.out) == *": a heterogeneous job has nodes that differ, "*"; leave out the : and what follows, "*"[wrong-world]" ]]
+  [[ $(wc -l <job.out) == 1 ]]
+  RUN_ID=het on login salloc -Q "${groups[@]}" srun --het-group=0,1 "$PYTHON" "$ROOT/train.py" --config config/local3.yaml "${SMALL[@]}"
+  [[ -d checkpoints/het/step-6 ]]
+}
+
+@test "a wrong config is one line a job, with one task for each rank too" {
+  run -2 on login srun -N2 -n4 "$PYTHON" "$ROOT/train.py" --config config/local3.yaml train.max_step=6
+  [[ $(grep -v '^srun: ' <<<"$output") == "train.py: command line: train.max_step: unknown key; did you mean train.max_steps? [config-invalid]" ]]
+  LAUNCHER=srun run -2 job --ntasks-per-node=2 scripts/slurm/slurm_train.sh config/local3.yaml train.max_step=6
+  [[ $(<job.out) == *"did you mean train.max_steps? [config-invalid]" && $(wc -l <job.out) == 1 ]]
+}
+
 # Stops the job in one way, a random moment after it has come (back).
 stop_once() { # <urgent|notice|requeue> <restarts so far>
   if (($2 == 0)); then
@@ -136,7 +170,7 @@ stop_once() { # <urgent|notice|requeue> <restarts so far>
   fi
   sleep "$((RANDOM % 2)).$((RANDOM % 10))"
   case $1 in
-    urgent) on login sbatch --partition=urgent --nodes=3 --exclusive --output=/dev/null --wrap "sleep 1" ;;
+    urgent) on login sbatch --partition=urgent --nodes=4 --exclusive --output=/dev/null --wrap "sleep 1" ;;
     requeue) on login scontrol requeue "$JOB" ;;
     notice) on login scancel --signal=USR1 --batch "$JOB" ;; # as ahead of the time limit
   esac
@@ -192,7 +226,7 @@ has_restarts() { # <number>
   "$CLUSTER" cut "${lost#*=}"
   eventually 60 grep -q '^resumed    after step' job.out
   eventually 30 is_gone_from "${lost#*=}" train.py
-  grep -q "step [0-9]* was not saved: run $JOB was started again, on node[23]; .*\[node-lost\]" job.out
+  grep -q "step [0-9]* was not saved: run $JOB was started again, on node[234]; .*\[node-lost\]" job.out
   "$CLUSTER" restore "${lost#*=}"
   on login scancel "$JOB"
   eventually 30 has_ended "$JOB"
@@ -200,15 +234,41 @@ has_restarts() { # <number>
   eventually 30 node_state_is "${lost#*=}" idle
 }
 
-@test "a submit folder with a space in its name, without a folder for logs" {
-  mkdir "a b"
-  ln -s -- "$ROOT"/{config,scripts} "a b"
-  (cd "a b" && RUN_ID=spaced job --nodes=1 scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}")
-  [[ -d "a b/checkpoints/spaced/step-6" ]]
+@test "submitted from any folder, by its path, with spaces in both" {
+  mkdir "a b" "else where"
+  ln -s -- "$ROOT/scripts" "a b"
+  cp -- "$ROOT/config/"*.yaml "a b"
+  cd "else where"
+  RUN_ID=path job --nodes=1 "../a b/scripts/slurm/slurm_train.sh" "../a b/local3.yaml" "${SMALL[@]}"
+  [[ -d checkpoints/path/step-6 ]]
+  grep -q "^resume     RUN_ID=path sbatch $ROOT/scripts/slurm/slurm_train.sh ../a" job.out
+  run on login "../a b/scripts/submit_with_config.sh" config="../a b/local3.yaml" num_gpus_train=2 --dry-run
+  [[ $output == *" $ROOT/scripts/slurm/slurm_train_single_node.sh ../a"* ]]
+}
+
+@test "a copy of the script that finds nothing else is refused in one line" {
+  mkdir elsewhere
+  local name
+  for name in slurm_train slurm_train_single_node; do
+    cp -- "$ROOT/scripts/slurm/$name.sh" elsewhere/mine.sh
+    (cd elsewhere && run -2 job --nodes=1 mine.sh)
+    [[ $(<elsewhere/job.out) == "$name.sh: this is a copy, and finds no scripts/lib; submit it in the project's folder" ]]
+    rm elsewhere/job.out
+    run -2 elsewhere/mine.sh # in no job at all
+    [[ $output == "$name.sh: this is a copy, and finds no scripts/lib; "* && ${#lines[@]} == 1 ]]
+    RUN_ID=$name job --nodes=1 elsewhere/mine.sh config/local3.yaml --dry-run # from the project's folder
+  done
+}
+
+@test "without logs/ SLURM drops a job before it starts, as the guide says" {
+  JOB=$(on login sbatch --parsable scripts/slurm/slurm_train.sh)
+  eventually 30 has_ended "$JOB"
+  [[ $(on login scontrol show job "$JOB") == *"JobState=FAILED Reason=JobLaunchFailure"*"ExitCode=0:53"* ]]
+  [[ ! -e logs ]]
 }
 
 @test "run_ddp.sh in an allocation takes all of its nodes" {
-  RUN_ID=ddp on login salloc -Q --nodes=2 --gres=gpu:2 scripts/run_ddp.sh -c config/local3.yaml "${SHORT[@]}"
+  RUN_ID=ddp on login salloc -Q --nodes=2 --gres=gpu:2 scripts/run_ddp.sh -c config/local3.yaml "${SMALL[@]}"
   grep -q '"world_size": 4' logs/ddp/run.json
 }
 
@@ -265,12 +325,54 @@ TABLE
 @test "submit_with_config.sh: first the preparing job, then the training; --wait gives its code" {
   # shellcheck disable=SC2016 # for the job
   printf '#!/bin/bash\necho "$SLURM_GPUS_ON_NODE GPU for $1" >prepared\n' >prepare.sh
+  echo 'import sys; sys.exit(7)' >seven.py # beside it, for SLURM looks every 10 s whether a job has ended
+  TRAIN_SCRIPT=seven.py on login scripts/submit_with_config.sh config=- num_gpus_train=1 --wait &>seven.out 3>&- &
+  local seven=$! code=0
   run --separate-stderr on login scripts/submit_with_config.sh config=config/local3.yaml num_gpus=1 \
-    prepare=prepare.sh num_gpus_train=2 --wait "${SHORT[@]}"
+    prepare=prepare.sh num_gpus_train=2 --wait "${SMALL[@]}"
   [[ $status == 0 && $output == *"done       6 steps"* ]]
   [[ $(<prepared) == "1 GPU for config/local3.yaml" ]]
-  echo 'import sys; sys.exit(7)' >seven.py
-  TRAIN_SCRIPT=seven.py run -7 on login scripts/submit_with_config.sh config=- num_gpus_train=1 --wait
+  wait "$seven" || code=$?
+  ((code == 7))
+}
+
+nothing_queued() {
+  [[ -z $(on login squeue -h) ]]
+}
+
+# Each as it stands to SLURM's own check, and to its end with two steps on small nodes.
+@test "every command of the guide's chapter on SLURM runs" {
+  local line small id jobs=() others=()
+  mkdir logs
+  ln -s -- "$ROOT/train.py" .
+  PATH=${PYTHON%/*}:$PATH
+  # shellcheck disable=SC2016 # the marks of a block of code
+  sed -n '/^## SLURM jobs$/,/^## /p' "$ROOT/LAUNCH_GUIDE.md" | sed -n '/^```bash$/,/^```$/{/^```/!p}' >commands
+  while IFS= read -r line <&9; do
+    small=$(sed -E 's/(--nodes[= ])4/\12/g; s/(per-node[= ]|gpu:)[48]/\11/g; s/array=1-3/array=1/
+      s/num_gpus_train=[48]/num_gpus_train=2/; s/node001/node1/; s/partition=gpu/partition=batch/' <<<"$line")
+    small+=" train.max_steps=2 train.eval_every=0 train.global_batch_size=4 model.layers=1 model.width=16"
+    case $line in
+      "sbatch "* | "LAUNCHER=srun sbatch "*)
+        on login bash -c "${line/sbatch /sbatch --test-only }"
+        jobs+=("$(on login bash -c "${small/sbatch /sbatch --parsable }")")
+        ;;
+      "salloc "* | "scripts/submit_with_config.sh "*)
+        on login bash -c "$small" 3>&- &
+        others+=($!)
+        ;;
+      *) echo "no test runs this command of the guide: $line" && return 1 ;;
+    esac
+  done 9<commands
+  ((${#jobs[@]} >= 5 && ${#others[@]} >= 4))
+  for id in "${others[@]}"; do wait "$id"; done
+  eventually 90 nothing_queued
+  for id in "${jobs[@]}"; do
+    run on login scontrol show job "$id"
+    echo "$output"
+    [[ $output == *JobState=COMPLETED* && $output != *ExitCode=[!0]* ]]
+  done
+  [[ $(grep -L '^done       2 steps' logs/slurm-*.out) == "" ]]
 }
 
 @test "three restarts without a new step, and the job is not requeued" {
@@ -283,13 +385,14 @@ PROGRAM=requeue.sh SLURM_JOB_ID=1
 scontrol() { echo "$*" >>queued; }
 mkdir -p logs/mine checkpoints/mine
 for step in 5 5 9 9 9 9 9; do
+  if ((step == 9)); then SLURM_ARRAY_JOB_ID=3 SLURM_ARRAY_TASK_ID=8; fi
   ln -sfn "step-$step" checkpoints/mine/latest
   requeue
 done
 SH
   run bash requeue.sh
   [[ $output == *"three restarts have gained no step; the job is not requeued"* ]]
-  [[ $(wc -l <queued) == 5 ]]
+  [[ $(<queued) == $'requeue 1\nrequeue 1\nrequeue 3_8\nrequeue 3_8\nrequeue 3_8' ]]
 }
 
 @test "outside of a job: exit 2, and what to do" {

@@ -37,7 +37,7 @@ FOREIGN_FLAGS = {
     "torchrun": ["--nproc-per-node", "--node-rank", "--redirects", "--tee", "--use-env"],
     "torchrun too": ["--monitor-interval", "--standalone"],
     "SLURM": ["--nodes", "--gres", "--time", "--ntasks", "--ntasks-per-node", "--cpus-per-task"],
-    "SLURM too": ["--signal"],
+    "SLURM too": ["--signal", "--het-group", "--output", "--array"],
     "sacct": ["--format"],
     "docker": ["--ipc", "--shm-size"],
     "tensorboard": ["--logdir"],

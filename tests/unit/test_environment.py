@@ -287,6 +287,7 @@ def captured(name: str) -> Variables:
         ("het-plain-step", ("slurm", 0, 0, 1, 1, 0, 1, "node1", "6")),
         ("het-group-0-step", ("slurm", 0, 0, 5, 1, 0, 3, "node1", "6")),
         ("het-group-1-step", ("slurm", 1, 0, 5, 2, 1, 3, "node1", "6")),
+        ("het-reversed-step", ("slurm", 0, 0, 5, 1, 0, 3, "node3", "8")),
         ("requeued-batch-step", ("plain", 0, 0, 1, 1, 0, 1, "127.0.0.1", "11")),
         ("het-batch-step", ("plain", 0, 0, 1, 1, 0, 1, "127.0.0.1", "6")),
     ],
@@ -296,6 +297,16 @@ def test_place_in_a_real_slurm(name: str, expected: tuple[object, ...]) -> None:
     ranks = (env.rank, env.local_rank, env.world_size, env.local_world_size)
     nodes = (env.node_rank, env.num_nodes, env.master_addr)
     assert (env.launcher, *ranks, *nodes, env.run_id) == expected
+
+
+def test_local_sizes_follow_the_groups_of_a_heterogeneous_job() -> None:
+    there = captured("het-reversed-step")  # 1 task on node3, then 2 on node1 and 2 on node2
+    older = {name: value for name, value in there.items() if "HET_GROUP" not in name}
+    for environ in (there, older):
+        second = {"SLURM_PROCID": "2", "SLURM_NODEID": "1", "SLURM_LOCALID": "1"}
+        env = detect({**environ, **second})
+        assert (env.local_world_size, env.master_addr) == (2, "node3")
+        assert detect(environ).local_world_size == 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,191 @@
+"""hostlist.py beside `scontrol show hostnames`: where they agree, and where they do not."""
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from distributed.hostlist import HostlistError, expand, first
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not shutil.which("scontrol"),
+        reason="scontrol: not installed; run make cluster-deps as root",
+    ),
+]
+REFUSED = None
+
+
+class Scontrol:
+    """scontrol, asked many times: it reads commands from its standard input."""
+
+    def __init__(self, folder: Path) -> None:
+        conf = folder / "slurm.conf"  # any will do, no daemon is asked
+        conf.write_text("ClusterName=none\nSlurmctldHost=localhost\n")
+        # Its prompt shows each command again, and must not break it into lines.
+        self.environ = {"PATH": "/usr/bin:/bin", "SLURM_CONF": str(conf), "COLUMNS": "10000"}
+        self.process = subprocess.Popen(
+            ["stdbuf", "-oL", "scontrol"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=self.environ,
+        )
+
+    def hostnames(self, text: str) -> list[str] | None:
+        """Return the names it prints for a list without blanks, or REFUSED."""
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(f"show hostnames {text}\nversion\n")
+        self.process.stdin.flush()
+        said = []
+        for line in self.process.stdout:
+            if line.startswith("slurm"):  # its version, so this is the end
+                break
+            if not line.startswith("scontrol: "):  # its prompt
+                said.append(line)
+        return _names("".join(said))
+
+    def command(self, text: str) -> list[str] | None:
+        """Return what `scontrol show hostnames TEXT` prints, or REFUSED."""
+        command = ["scontrol", "show", "hostnames", text]
+        return _names(subprocess.run(command, env=self.environ, **_CAPTURE).stdout)
+
+
+_CAPTURE: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+
+
+def _names(said: str) -> list[str] | None:
+    return REFUSED if "Invalid hostlist" in said else said.splitlines()
+
+
+@pytest.fixture(scope="module")
+def scontrol(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scontrol]:
+    scontrol = Scontrol(tmp_path_factory.mktemp("slurm"))
+    yield scontrol
+    scontrol.process.kill()
+    scontrol.process.communicate()
+
+
+def ours(text: str) -> list[str] | None:
+    try:
+        return expand(text)
+    except HostlistError:
+        return REFUSED
+
+
+@pytest.mark.parametrize("text", ["n[1-3]", "n[3-1]", "a", "a[08-11]b[1-2],c"])
+def test_it_answers_the_same_in_both_ways(scontrol: Scontrol, text: str) -> None:
+    assert scontrol.hostnames(text) == scontrol.command(text) == ours(text)
+
+
+# --- what is generated --------------------------------------------------------------------------
+
+
+def brackets(most: int) -> st.SearchStrategy[str]:
+    """Brackets of up to three parts, each a number or a range of so many."""
+
+    @st.composite
+    def part(draw: st.DrawFn) -> str:
+        low = draw(st.one_of(st.integers(0, 12), st.integers(0, 1200)))
+        text = f"{low:0{draw(st.integers(0, 6))}}"
+        if draw(st.booleans()):
+            high = low + draw(st.integers(0, most - 1))
+            text += f"-{high:0{draw(st.sampled_from([0, len(text)]))}}"
+        return text
+
+    return st.lists(part(), min_size=1, max_size=3).map(lambda parts: f"[{','.join(parts)}]")
+
+
+SETTINGS = settings(
+    deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+words = st.text("abgnpuxz019-.", min_size=1, max_size=6)
+joined = "".join
+hosts = st.one_of(
+    words,
+    st.tuples(words, brackets(40)).map(joined),
+    st.lists(st.tuples(words, brackets(2)).map(joined), min_size=2, max_size=3).map(joined),
+    st.tuples(words, brackets(5), brackets(5)).map(joined),
+    brackets(10),
+)
+
+
+@st.composite
+def lists(draw: st.DrawFn) -> str:
+    items = draw(st.lists(hosts, min_size=1, max_size=4))
+    items += draw(st.lists(st.sampled_from(items), max_size=2))  # some again
+    return draw(st.sampled_from([",", ",", ",", ",,"])).join(items)
+
+
+def test_generated_lists_expand_alike(scontrol: Scontrol) -> None:
+    asked = set()
+
+    @settings(SETTINGS, max_examples=2300)
+    @given(lists())
+    def alike(text: str) -> None:
+        asked.add(text)
+        theirs = scontrol.hostnames(text)
+        assert theirs and expand(text) == theirs
+        assert first(text) == theirs[0]
+
+    alike()
+    assert len(asked) >= 2000
+
+
+def test_a_list_with_a_slip_is_never_read_as_other_names(scontrol: Scontrol) -> None:
+    """It is refused here, or scontrol reads the same, or refuses it for a suffix or a length."""
+
+    @settings(SETTINGS, max_examples=400)
+    @given(lists(), st.integers(0), st.sampled_from("[],-0a"))
+    def alike(text: str, place: int, slip: str) -> None:
+        place %= len(text)
+        text = text[:place] + slip + text[place + 1 :]
+        theirs = scontrol.hostnames(text)
+        assert ours(text) in (REFUSED, theirs) or theirs is REFUSED
+
+    alike()
+
+
+# --- what each refuses --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["n[2-1]", "n[1]]", "n[[1]]", "a,n[]", "n[1,,2]", "n[a-b]", "n[1-2-3]", "n[-1]", "n[0x1]"],
+)
+def test_both_refuse(scontrol: Scontrol, text: str) -> None:
+    assert ours(text) is REFUSED and scontrol.command(text) is REFUSED
+
+
+@pytest.mark.parametrize(
+    ("text", "mine", "theirs"),
+    [
+        # Nothing, which a launcher cannot go on with.
+        ("", REFUSED, []),
+        (",", REFUSED, []),
+        # Slips that scontrol reads as something, mostly not what was meant.
+        ("n[1-2", REFUSED, ["n]"]),
+        ("n1]", REFUSED, ["n1]"]),
+        ("n[1-]", REFUSED, ["n1"]),
+        ("n[+1]", REFUSED, ["n01"]),
+        ("n[1 -2]", REFUSED, ["n01", "n02"]),
+        # A blank in a bracket is no digit.
+        ("n[1, 2]", ["n1", "n2"], ["n1", "n02"]),
+        # What scontrol 22.05 cannot do.
+        ("n[1-2]-ib", ["n1-ib", "n2-ib"], REFUSED),
+        ("n[0-65536]", [f"n{i}" for i in range(65537)], REFUSED),
+        ("n[99999999999999999999]", ["n99999999999999999999"], ["n18446744073709551615"]),
+    ],
+)
+def test_they_differ(
+    scontrol: Scontrol, text: str, mine: list[str] | None, theirs: list[str] | None
+) -> None:
+    assert ours(text) == mine
+    assert scontrol.command(text) == theirs
