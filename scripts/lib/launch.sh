@@ -68,7 +68,7 @@ node_command() { # <agent's options for the node's place, where it does not find
 launch_line() {
   local name word words=()
   for name in TRAIN_SCRIPT CONFIG_FLAG NPROC_PER_NODE BACKEND LOG_DIR MASTER_ADDR MASTER_PORT \
-    MAX_RESTARTS GRACE LAUNCHER; do
+    MAX_RESTARTS GRACE LAUNCHER SSH_OPTS FORWARD_ENV; do
     [[ -z ${!name:-} ]] || words+=("$name=${!name}")
   done
   for word in "${LAUNCH_LINE[@]}"; do
