@@ -7,7 +7,7 @@ plan_nodes() {
   [[ -z ${plan[hostfile]:-} ]] || read_hostfile
   ((${#words[@]})) || die 2 "no nodes; usage: $(usage_line)"
   : "${plan[nproc]=${NPROC_PER_NODE:-}}"
-  require_number "the number of processes" "${plan[nproc]}" 1 4096
+  [[ ${plan[nproc]} == auto ]] || require_number "the number of processes" "${plan[nproc]}" 1 4096
   NODES=()
   for word in "${words[@]}"; do
     name=$word number=${plan[nproc]}
@@ -17,7 +17,7 @@ plan_nodes() {
       name=${word%:*} number=${word##*:}
     fi
     [[ $name =~ ^[^-[:space:]] ]] || die 2 "${word@Q} names no node; give NODE, NODE:NPROC or a list such as gpu[01-08]"
-    require_number "the number of processes of ${word@Q}" "$number" 1 4096
+    [[ $number == auto ]] || require_number "the number of processes of ${word@Q}" "$number" 1 4096
     [[ $name != *[]\[,]* ]] || name=$(run_ours distributed.hostlist expand "$name") || exit
     mapfile -t names <<<"$name"
     for name in "${names[@]}"; do NODES+=("$name") RANKS+=("$number"); done
@@ -34,4 +34,16 @@ read_hostfile() {
     [[ $slots != slots=* ]] || name+=:${slots#slots=}
     [[ -z $name || $name == \#* ]] || words+=("${name%%\#*}")
   done <"${plan[hostfile]}"
+}
+
+# In a PBS job: its nodes, and on each as many processes as the node file has lines for it.
+plan_from_nodefile() {
+  local name number
+  [[ -n ${PBS_JOBID:-} && -r ${PBS_NODEFILE:-} ]] || die 2 "this is no PBS job; use qsub $0"
+  while read -r number name; do
+    ((number > 1)) || number=auto
+    NODES+=("$name:${plan[nproc]-${NPROC_PER_NODE:-$number}}")
+  done < <(awk '{ if (!seen[$1]++) order[++n] = $1 } END { for (i = 1; i <= n; i++) print seen[order[i]], order[i] }' "$PBS_NODEFILE")
+  : "${plan[nproc]=auto}"
+  plan_nodes
 }

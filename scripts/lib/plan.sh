@@ -88,7 +88,7 @@ plan_script() {
 check_config() {
   local said code=0
   local -x WORLD_SIZE=
-  [[ ${plan[nproc]} == auto ]] || WORLD_SIZE=$(count_ranks)
+  [[ " ${plan[nproc]} ${RANKS[*]} " == *" auto "* ]] || WORLD_SIZE=$(count_ranks)
   said=$("$PYTHON" "${SCRIPT[@]}" --check 2>&1) || code=$?
   if ((code == 2)); then printf '%s\n' "$said" >&2 && exit 2; fi
   ((code == 0)) ||
