@@ -6,7 +6,8 @@
 # signal's name to pass on, and at its end, however that came, the agent ends its node's part.
 # What the nodes say to us, and not to the user, stands behind a token: a word, and a text.
 
-declare -A SAID=()           # ["<node rank> <word>"]=<text>
+declare -A SAID=() # ["<node rank> <word>"]=<text>
+END_LINES='^FAILED   \(rank\|node agent\) \|^stopped  \(after saving a\|by SIG\)'
 LEASH=()                     # by node rank: where to tell it something
 JOBS=()                      # by node rank: what holds its connection
 LIMIT=$((SECONDS + 10 ** 9)) # when the leashes end: once some node has ended, or a signal has come
@@ -52,7 +53,7 @@ ssh_node() { # <node rank>
 # Whole lines from a node to the user, to us, and how the run ended into a file: that comes last.
 show() { # <node rank>
   sed -u -e "/^$TOKEN /{s//$1 /;w $FOLDER/events" -e 'd}' \
-    -e "/^FAILED   \(rank\|node agent\) \|^stopped  \(after saving a\|by SIG\)/,\${w $FOLDER/end.$1" -e 'd}' -e "s/^/[$1] /"
+    -e "/$END_LINES/,\${w $FOLDER/end.$1" -e 'd}' -e "s/^/[$1] /"
 }
 
 tell() { # <node rank> <line>

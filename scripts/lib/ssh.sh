@@ -18,9 +18,7 @@ fanout_check() {
   fi
   connect_nodes
   await hello
-  if [[ -z ${MASTER_ADDR:-} && -n ${SAID["0 hello"]:-} ]] && ((plan[nnodes] > 1)); then
-    plan[master]=${SAID["0 hello"]} # where we reach node 0
-  fi
+  [[ -n ${MASTER_ADDR:-} || ${plan[nnodes]} == 1 ]] || take_master_address
   for node in "${!NODES[@]}"; do
     plan[nproc]=${RANKS[node]}
     preflight_command
@@ -34,15 +32,30 @@ fanout_check() {
   printf -v "plan[seconds]" '%d.%02d' $((now / 100)) $((now % 100))
 }
 
+# Where ssh reaches node 0: an address, whatever an alias or a jump host is called.
+take_master_address() {
+  local node address=${SAID["0 hello"]:-}
+  plan[master]=${address:-${plan[master]}}
+  [[ $address == 127.* || $address == ::1 ]] || return 0
+  for node in "${!NODES[@]}"; do
+    [[ ${SAID["$node hello"]:-$address} == "$address" ]] ||
+      refuse loopback-address "${NODES[0]}, the master, is $address, which ${NODES[node]} cannot reach; give its name on the network"
+  done
+}
+
 fanout_print() {
   local node first=0
   for node in "${!NODES[@]}"; do
     place_node "$node"
     printf '# node %s (%s): ranks %s-%s of %s, rendezvous %s:%s\n' "$node" "${NODES[node]}" "$first" \
       $((first += RANKS[node], first - 1)) "$(count_ranks)" "${plan[master]}" "${plan[port]}"
-    quote_line ssh -- "${NODES[node]}" "cd $(quote_line "$PWD") && $(quote_line "${COMMAND[@]}")"
+    paste_line "${NODES[node]}" "cd $(quote_line "$PWD") && $(quote_line "${COMMAND[@]}")"
     echo
   done
+}
+
+paste_line() { # <node> <command>
+  quote_line ssh -- "$@"
 }
 
 fanout_start() {
@@ -53,18 +66,13 @@ fanout_start() {
   done
   for node in "${!NODES[@]}"; do
     place_node "$node"
-    start_node "$node"
+    start_node "$node" "cd -- $(quote_line "$PWD") && $(exports)env LEASH=$TOKEN.\$BASHPID $(quote_line "${COMMAND[@]}")"
   done
+  all_started
   until have_all ended || ((SECONDS > LIMIT + 10)); do
     hear 2 || tell_all "" # a beat
     for node in "${!NODES[@]}"; do
-      if [[ -n ${SAID["$node code"]:-} ]]; then
-        hurry 5
-      elif [[ -n ${SAID["$node ended"]:-} && -z ${SAID["$node lost"]:-} ]]; then
-        hurry 0
-        SAID["$node lost"]="the ssh connection has ended: $(last_line <"$FOLDER/ssh.$node")"
-        echo "$PROGRAM: ${NODES[node]}: ${SAID["$node lost"]%: }" >&2
-      fi
+      note_end "$node"
     done
     ((SECONDS < LIMIT)) || end_leashes
   done
@@ -76,11 +84,25 @@ place_node() { # <node rank>
   node_command --nnodes "${plan[nnodes]}" --node-rank "$1" --master-addr "${plan[master]}"
 }
 
-# Its agent, on a leash. `$$` is the far bash, to which the agent knows itself to be tied.
-start_node() { # <node rank>
-  tell "$1" "cd -- $(quote_line "$PWD") && $(exports)env LEASH=$TOKEN.\$\$ $(quote_line "${COMMAND[@]}"); \
-code=\$?; $(sweep); echo $TOKEN code \$code; exit"
+# Once one node has ended the others have 5 s; none, where one was lost.
+note_end() { # <node rank>
+  if [[ -n ${SAID["$1 cut"]:-} || (-n ${SAID["$1 ended"]:-} && -z ${SAID["$1 code"]:-}) ]]; then
+    [[ -z ${SAID["$1 lost"]:-} && ${#LEASH[@]} -gt 0 ]] || return 0
+    SAID["$1 lost"]="${SAID["$1 cut"]:-the ssh connection} has ended: $(last_line <"$FOLDER/ssh.$1")"
+    SAID["$1 lost"]=${SAID["$1 lost"]%: }
+    echo "$PROGRAM: ${NODES[$1]}: ${SAID["$1 lost"]}" >&2
+    hurry 0
+  elif [[ -n ${SAID["$1 code"]:-}${SAID["$1 pdsh"]:-} ]]; then
+    hurry 5
+  fi
 }
+
+# The agent knows the process that it hangs on, by LEASH; what follows in the connection is for it.
+start_node() { # <node rank> <command>
+  tell "$1" "$2; code=\$?; $(sweep); echo $TOKEN code \$code; exit"
+}
+
+all_started() { :; }
 
 # --- what is told to the user -------------------------------------------------------------------
 
@@ -122,7 +144,7 @@ last_line() {
 report_end() {
   local node code=0 left=0 lost=() block
   for node in "${!NODES[@]}"; do
-    [[ -n ${SAID["$node code"]:-} ]] || lost+=("$node")
+    [[ -n ${SAID["$node code"]:-} && -z ${SAID["$node lost"]:-} ]] || lost+=("$node")
     ((code)) || code=${SAID["$node code"]:-0}
     ((left += ${SAID["$node left"]:-0})) || true
   done
@@ -152,7 +174,7 @@ report_lost() { # <node rank...>
     left=$(sweep | ssh_node "$node" 2>/dev/null) || fault="[link-lost]"
   done
   print_row ended "code 137; nothing is left running where a node can be reached"
-  print_block "$fault" "$1" 137 "${SAID["$1 lost"]%: }"
+  print_block "$fault" "$1" 137 "${SAID["$1 lost"]:-the ssh connection has ended}"
   exit 137
 }
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 # The launchers over ssh, to real sshds.
-bats_require_minimum_version 1.5.0
 # shellcheck disable=SC2030,SC2031 # each test is a subshell, and is meant to be
+bats_require_minimum_version 1.5.0
 load helper
 load ../scripts/helper
 
@@ -68,13 +68,16 @@ launcher_of() { # <run id>
 }
 
 # On node2: the process that is to die.
-find_victim() { # <run id> <rank|agent|sshd>
-  local guardian
-  guardian=$(on node2 pgrep -o -f "rdzv-id $1 ")
+find_victim() { # <run id> <rank|agent|sshd|pdsh>: the last is the sshd of pdsh's connection
+  local pid
+  pid=$(on node2 pgrep -o -f "rdzv-id $1 ")
   case $2 in
-    agent) on node2 pgrep -P "$guardian" ;;
-    rank) on node2 pgrep -n -P "$(on node2 pgrep -P "$guardian")" ;;
-    sshd) on node2 bash -c "ps -o ppid= -p \$(ps -o ppid= -p $guardian)" ;;
+    agent) on node2 pgrep -P "$pid" ;;
+    rank) on node2 pgrep -n -P "$(on node2 pgrep -P "$pid")" ;;
+    *)
+      until [[ $(on node2 ps -o comm= -p "$pid") == sshd ]]; do pid=$(($(on node2 ps -o ppid= -p "$pid"))); done
+      echo "$pid"
+      ;;
   esac
 }
 
@@ -91,8 +94,10 @@ end_of() { # <process> sets CODE
     [[ $(weights_of "ssh-$number") == "$(weights_of "one-$number")" ]]
   done
   printf '%s\n' node1 node1 node2 node2 >nodes
+  LAUNCH=scripts/ssh/launch_pdsh_multinode.sh RUN_ID=pdsh launch config/local3.yaml 2 node1 node2 "${SHORT[@]}"
   LAUNCH=scripts/ssh/launch_multinode.sh RUN_ID=old launch config/local3.yaml 2 node1 node2 "${SHORT[@]}"
   LAUNCH=scripts/pbs/pbs_train.sh PBS_JOBID=7.pbs PBS_NODEFILE=nodes launch config/local3.yaml "${SHORT[@]}"
+  [[ $(weights_of pdsh) == "$(weights_of one-2)" ]]
   [[ $(weights_of old) == "$(weights_of one-2)" && $(weights_of 7.pbs) == "$(weights_of one-2)" ]]
 }
 
@@ -102,6 +107,7 @@ end_of() { # <process> sets CODE
   start neighbour - 1 node1 node2 -- idle
   local neighbour=$PID kind work what who
   while read -r kind work what who; do
+    if [[ $kind == pdsh ]]; then LAUNCH=scripts/ssh/launch_pdsh_multinode.sh; fi
     start "$kind" - 1 node1 node2 -- "$work" "$kind"
     on node2 kill -KILL "$(find_victim "$kind" "$kind")"
     eventually 3 is_gone "$kind"
@@ -115,7 +121,9 @@ end_of() { # <process> sets CODE
 rank idle rank-killed rank 1 (local rank 0, node2)
 agent busy agent-killed node agent 1 (node2)
 sshd busy launcher-killed node agent 1 (node2)
+pdsh idle launcher-killed node agent 1 (node2)
 TABLE
+  LAUNCH=scripts/ssh/launch_torchrun_auto.sh
   start killed - 1 node1 node2 -- busy killed
   on login kill -KILL "$(launcher_of killed)"
   eventually 3 is_gone killed
@@ -173,6 +181,9 @@ PY
   on login bash -c 'while sleep 0.05; do ps -eo args; done' >ps.out 3>&- &
   local watch=$!
   launch "$ODD_CONFIG" 1 node1 node2 "${ODD_SETTINGS[@]}" -- "${ODD_REST[@]}"
+  assert_odd_dumped
+  rm dump.json
+  SKIP_PREFLIGHT=1 LAUNCH=scripts/ssh/launch_pdsh_multinode.sh launch "$ODD_CONFIG" 1 node1 node2 "${ODD_SETTINGS[@]}" -- "${ODD_REST[@]}"
   kill "$watch"
   assert_odd_dumped
   "$PYTHON" -c 'import json, sys; assert json.load(open("seen.json")) == [[*sys.argv[1:], None], False]' "$WANDB_API_KEY" "$MINE"
