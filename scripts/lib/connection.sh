@@ -9,7 +9,6 @@
 declare -A SAID=() # ["<node rank> <word>"]=<text>
 END_LINES='^FAILED   \(rank\|node agent\) \|^stopped  \(after saving a\|by SIG\)'
 LEASH=()                     # by node rank: where to tell it something
-JOBS=()                      # by node rank: what holds its connection
 LIMIT=$((SECONDS + 10 ** 9)) # when the leashes end: once some node has ended, or a signal has come
 
 connect_nodes() {
@@ -19,14 +18,11 @@ connect_nodes() {
   trap 'end_connections; rm -rf -- "$FOLDER"' EXIT
   mkfifo -- "$FOLDER/events"
   exec {EVENTS}<>"$FOLDER/events"
-  ANSWER_BY=$((SECONDS + 8))
-  set -m # jobs that a terminal's Ctrl-C does not reach
+  ANSWER_BY=$((SECONDS + 9))
   for node in "${!NODES[@]}"; do
     mkfifo -- "$FOLDER/leash.$node" "$FOLDER/stderr.$node"
     hold_connection "$node" &
-    JOBS[node]=$!
   done
-  set +m
   # Opened now, when no other process can inherit one: it must end with us.
   for node in "${!NODES[@]}"; do
     exec {fd}<>"$FOLDER/leash.$node"
@@ -35,18 +31,23 @@ connect_nodes() {
   done
 }
 
+# In the background, where a terminal's Ctrl-C and its end reach nothing.
 hold_connection() { # <node rank>
   trap - EXIT
+  trap '' INT HUP
   show "$1" <"$FOLDER/stderr.$1" >&2 &
   ssh_node "$1" <"$FOLDER/leash.$1" 2>"$FOLDER/stderr.$1" | show "$1" || true
+  rm -f -- "$FOLDER/pid.$1"
   wait
+  kill -0 $$ 2>/dev/null || rm -rf -- "$FOLDER" # the launcher was killed
   echo "$1 ended -" >&"$EVENTS"
 }
 
 ssh_node() { # <node rank>
   local options
   read -ra options <<<"${SSH_OPTS:-}"
-  ssh "${options[@]}" -T -x -a -o BatchMode=yes -o ConnectTimeout=5 -o ServerAliveInterval=2 -o ServerAliveCountMax=3 \
+  echo "$BASHPID" >"$FOLDER/pid.$1"
+  exec setsid ssh "${options[@]}" -T -x -a -o BatchMode=yes -o ConnectTimeout=5 -o ServerAliveInterval=2 -o ServerAliveCountMax=3 \
     -o ControlMaster=no -o ControlPath=none -o ClearAllForwardings=yes -E "$FOLDER/ssh.$1" -- "${NODES[$1]}" "exec bash -s"
 }
 
@@ -96,8 +97,10 @@ end_leashes() {
 }
 
 end_connections() {
-  local job
-  for job in "${JOBS[@]}"; do kill -- "-$job" 2>/dev/null || true; done
+  local file
+  for file in "$FOLDER"/pid.*; do
+    [[ ! -e $file ]] || kill "$(<"$file")" 2>/dev/null || true
+  done
 }
 
 # A command for a node: waits until nothing of the run is there, and ends what stays.

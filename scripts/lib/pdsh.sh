@@ -31,17 +31,15 @@ kill \$! 2>/dev/null; cat end >&2; cd /; rm -r $folder; $(sweep); echo $TOKEN co
 all_started() {
   ANSWER_BY=$((SECONDS + 8))
   await ready
-  set -m
   run_pdsh </dev/null &
-  JOBS+=($!)
-  set +m
 }
 
 run_pdsh() {
   local IFS=, node
   trap - EXIT
+  trap '' INT HUP
   end_leashes # they are to end with our parent
   PDSH_SSH_ARGS_APPEND="${PDSH_SSH_ARGS_APPEND:-} ${SSH_OPTS:-} -o BatchMode=yes -o ServerAliveInterval=2" \
-    pdsh -R ssh -S -N -f "${#NODES[@]}" -w "${NODES[*]}" "exec bash /tmp/launch.$TOKEN.%n/go" || true
+    setsid pdsh -R ssh -S -N -f "${#NODES[@]}" -w "${NODES[*]}" "exec bash /tmp/launch.$TOKEN.%n/go" || true
   for node in "${!NODES[@]}"; do echo "$node pdsh over" >&"$EVENTS"; done
 }

@@ -6,8 +6,9 @@ load helper
 load ../scripts/helper
 
 LAUNCH=scripts/ssh/launch_torchrun_auto.sh
-SHORT=(train.max_steps=6 train.eval_every=0 train.global_batch_size=12)
-LONG=(train.max_steps=100000 train.eval_every=0 train.global_batch_size=12 model.layers=1 model.width=16 checkpoint.every=0)
+SMALL=(train.eval_every=0 train.global_batch_size=12 model.layers=1 model.width=16 checkpoint.every=0)
+SHORT=(train.max_steps=6 "${SMALL[@]}")
+LONG=(train.max_steps=100000 "${SMALL[@]}")
 
 setup_file() {
   cluster_up 3
@@ -128,6 +129,7 @@ TABLE
   on login kill -KILL "$(launcher_of killed)"
   eventually 3 is_gone killed
   end_of "$PID"
+  ((CODE == 137))
   [[ -z $(on login pgrep -f "ssh .*node1 exec bash" | sed 1d) ]] # the neighbour's
   kill -0 "$neighbour"
   run ! is_gone neighbour
@@ -141,13 +143,26 @@ TABLE
   grep -q '^FAILED   node agent 1 (node2) .*\[link-lost\]$' neighbour.out
 }
 
-@test "a stop saves first; a second Ctrl-C kills" {
-  start saves config/local3.yaml 2 node1 node2 "${LONG[@]}" seed=1
-  on login kill -TERM "$(launcher_of seed=1)"
-  end_of "$PID"
-  ((CODE == 75))
+@test "Ctrl-C in a terminal saves first; a second one kills" {
+  cat >terminal.py <<'PY'
+import os, pty, sys
+pid, terminal = pty.fork()
+if pid == 0:
+    os.execvp(sys.argv[1], sys.argv[1:])
+shown = b""
+try:
+    while data := os.read(terminal, 4096):
+        if b"step 1/" in data and b"step 1/" not in shown:
+            os.write(terminal, b"\x03")
+        shown += data
+except OSError:  # a terminal's end
+    pass
+print(shown.decode())
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+PY
+  RUN_ID=saves NO_COLOR=1 run -75 timeout 60 "$CLUSTER" run login "$PYTHON" terminal.py "$LAUNCH" config/local3.yaml 2 node1 node2 "${LONG[@]}" </dev/null
   is_gone saves
-  [[ -d checkpoints/saves/latest/. && $(tail -n 1 saves.out) == "resume   RUN_ID=saves "*"seed=1" ]]
+  [[ -d checkpoints/saves/latest/. && $output == *$'^C[0] stopped    after step '*$'\nstopped  after saving a checkpoint '*$'\nresume   RUN_ID=saves '* ]]
   cat >deaf.py <<'PY'
 import signal, time
 import torch.distributed as dist
@@ -158,13 +173,14 @@ print("met", flush=True)
 time.sleep(600)
 PY
   TRAIN_SCRIPT=deaf.py start deaf - 1 node1 node2 -- deaf
+  on login kill -TERM "$(launcher_of deaf)"
   on login kill -INT "$(launcher_of deaf)"
   sleep 1 # two that are closer count as one
   run ! is_gone deaf
   on login kill -INT "$(launcher_of deaf)"
   eventually 3 is_gone deaf
   end_of "$PID"
-  ((CODE == 130))
+  ((CODE == 143))
 }
 
 @test "arguments arrive byte for byte, variables too, and no secret shows in ps" {
