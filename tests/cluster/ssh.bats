@@ -22,7 +22,8 @@ setup() {
   cd -- "$BATS_TEST_TMPDIR" || return
   ln -s -- "$ROOT"/{config,scripts} .
   find_python
-  export OMP_NUM_THREADS=1
+  mkdir tmp
+  export OMP_NUM_THREADS=1 TMPDIR=$PWD/tmp
 }
 
 launch() { # <argument...>
@@ -87,19 +88,18 @@ end_of() { # <process> sets CODE
   wait "$1" || CODE=$?
 }
 
-@test "2 x 2, by every launcher, and 3 x 2 end with the weights of one machine" {
-  local nodes=(node1 node2 node3) number
+@test "2 x 2 and, in a PBS job, 3 x 2 end with the weights of one machine, whoever starts them" {
+  local script number
   for number in 2 3; do
-    RUN_ID=ssh-$number launch config/local3.yaml 2 "${nodes[@]:0:number}" "${SHORT[@]}"
     RUN_ID=one-$number SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml $((number * 2)) "${SHORT[@]}"
-    [[ $(weights_of "ssh-$number") == "$(weights_of "one-$number")" ]]
   done
-  printf '%s\n' node1 node1 node2 node2 >nodes
-  LAUNCH=scripts/ssh/launch_pdsh_multinode.sh RUN_ID=pdsh launch config/local3.yaml 2 node1 node2 "${SHORT[@]}"
-  LAUNCH=scripts/ssh/launch_multinode.sh RUN_ID=old launch config/local3.yaml 2 node1 node2 "${SHORT[@]}"
+  for script in launch_torchrun_auto launch_pdsh_multinode launch_multinode; do
+    LAUNCH=scripts/ssh/$script.sh RUN_ID=$script launch config/local3.yaml 2 node1 node2 "${SHORT[@]}"
+    [[ $(weights_of "$script") == "$(weights_of one-2)" ]]
+  done
+  printf '%s\n' node2 node2 node1 node1 node3 node3 >nodes
   LAUNCH=scripts/pbs/pbs_train.sh PBS_JOBID=7.pbs PBS_NODEFILE=nodes launch config/local3.yaml "${SHORT[@]}"
-  [[ $(weights_of pdsh) == "$(weights_of one-2)" ]]
-  [[ $(weights_of old) == "$(weights_of one-2)" && $(weights_of 7.pbs) == "$(weights_of one-2)" ]]
+  [[ $(weights_of 7.pbs) == "$(weights_of one-3)" ]]
 }
 
 @test "a death or a cut anywhere ends the run everywhere, by name; a neighbour goes on" {
@@ -130,6 +130,7 @@ TABLE
   eventually 3 is_gone killed
   end_of "$PID"
   ((CODE == 137))
+  [[ $(compgen -G "tmp/launch.*" | wc -l) == 1 ]]                # the neighbour's
   [[ -z $(on login pgrep -f "ssh .*node1 exec bash" | sed 1d) ]] # the neighbour's
   kill -0 "$neighbour"
   run ! is_gone neighbour
