@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 
 from distributed import processes
 from distributed.failure import Failure, Story, print_block
 
+LEASH_S = 10.0  # without a word for so long, a launcher elsewhere is gone
+TERM_S = 1.0  # from then on, for the ranks to save
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -30,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pass
     os.close(fd)
     processes.adopt_orphans()
+    leash = _take_leash()
     ours, theirs = socket.socketpair()
     me = os.getpid()
     handled = [one for one in _FORWARDED if signal.getsignal(one) != signal.SIG_IGN]  # nohup
@@ -38,21 +43,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
     agent = os.fork()
     if agent != 0:
         theirs.close()
-        return _guard(agent, ours, handled)
+        return _guard(agent, ours, handled, leash)
     ours.close()
+    if leash is not None:
+        os.close(leash)
     os.setsid()  # a terminal's Ctrl-C reaches the guardian alone
     processes.die_with_parent(me)
     for signum in handled:
         signal.signal(signum, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*handled, signal.SIGCHLD})
+    if os.environ.get("LAUNCHER") == "launch":
+        from torch.distributed.launch import main as launch  # its ranks, its report
+
+        launch(list(arguments))  # type: ignore[no-untyped-call]
+        return 0
     from distributed.agent import run_agent  # imports torch
 
     return run_agent(list(arguments), theirs)
 
 
-def _guard(agent: int, notes: socket.socket, handled: Sequence[signal.Signals]) -> int:
+def _take_leash() -> int | None:
+    """The stream that a launcher on another machine holds the end of, if one started this."""
+    if os.environ.get("LEASH", "").rpartition(".")[2] != str(os.getppid()):
+        return None  # none did, or this is a run within its run
+    leash = os.dup(0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    return leash
+
+
+def _heed(leash: int, agent: int, passed_on: list[int]) -> None:
+    """Pass on the signals whose names come, a line each; at the launcher's end, end the run."""
+    pending = b""
+    while select.select([leash], [], [], LEASH_S)[0] and (data := os.read(leash, 4096)):
+        *lines, pending = (pending + data).split(b"\n")
+        for name in filter(None, lines):
+            os.kill(os.getpid(), signal.Signals[name.decode()])
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(TERM_S)
+    passed_on.append(signal.SIGKILL)
+    processes.send([agent], signal.SIGKILL)
+
+
+def _guard(
+    agent: int, notes: socket.socket, handled: Sequence[signal.Signals], leash: int | None
+) -> int:
     """Wait for the agent's end. No handlers: blocked signals neither nest nor change the code."""
     passed_on: list[int] = []
+    if leash is not None:
+        threading.Thread(target=_heed, args=(leash, agent, passed_on), daemon=True).start()
     while (ended := os.waitpid(agent, os.WNOHANG)) == (0, 0):
         signum = signal.sigwait({*handled, signal.SIGCHLD})
         if signum != signal.SIGCHLD:

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Train here, wherever that is: on a plain machine, on all nodes of a SLURM allocation, or in a PBS
-# allocation of one node.
+# Train here, wherever that is: on a plain machine, or on all nodes of a SLURM or PBS allocation.
 #
 # usage: scripts/run_ddp.sh [-n NPROC] [-c CONFIG] [-l LOG_LEVEL] [key=value...] [-- ARGS...]
 #
@@ -32,6 +31,11 @@ main() {
     plan_from_job scripts/run_ddp.sh
     # shellcheck source=scripts/lib/srun.sh
     source "$LIB/srun.sh"
+  elif [[ -r ${PBS_NODEFILE:-} && -n $(sort -u -- "$PBS_NODEFILE" | sed 1d) ]]; then
+    choose_python
+    # shellcheck source=scripts/lib/ssh.sh
+    source "$LIB/ssh.sh"
+    plan_from_nodefile
   else
     refuse_many_nodes
     warn_on_login_node

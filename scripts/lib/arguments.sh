@@ -4,6 +4,7 @@
 
 declare -A plan=()    # what the user said and what was made of it; plan.sh completes it
 declare -A OPTIONS=() # the script's own options, each with the plan entry its value goes to
+NODES=()              # where there may be any number, under the name "nodes..."
 SETTINGS=()           # key=value, in order
 REST=()               # what follows `--`
 LAUNCH_LINE=()        # all of it, as it was typed
@@ -37,6 +38,8 @@ parse_arguments() { # <"plan entry ..."> <argument...>
       *)
         if [[ $1 =~ ^[A-Za-z_+~][A-Za-z0-9_.+-]*= && ! -e $1 ]]; then
           SETTINGS+=("$1")
+        elif [[ ${names[0]:-} == nodes... ]]; then
+          NODES+=("$1")
         else
           ((${#names[@]})) || die 2 "one argument too many, ${1@Q}; see $PROGRAM --help"
           plan[${names[0]}]=$1

@@ -51,14 +51,19 @@ preflight_command() {
 node_command() { # <agent's options for the node's place, where it does not find that itself...>
   local name variables=() RUN_ID=${plan[run_id]} LAUNCH_COMMAND
   LAUNCH_COMMAND=$(launch_line)
-  for name in RUN_ID LAUNCH_COMMAND LOG_LEVEL BACKEND GRACE; do
+  local LAUNCHER=${plan[engine]:-}
+  for name in RUN_ID LAUNCH_COMMAND LOG_LEVEL BACKEND GRACE LAUNCHER; do
     [[ -z ${!name:-} ]] || variables+=("$name=${!name}")
   done
   COMMAND=(
     env "${variables[@]}" "$PYTHON" "$ROOT/scripts/lib/agent.py" "$@"
     --nproc-per-node "${plan[nproc]}" --master-port "${plan[port]}"
-    --rdzv-conf "join_timeout=${plan[join_timeout]:-300}" --log-dir "${LOG_DIR:-logs}"
   )
+  if [[ -n $LAUNCHER ]]; then
+    COMMAND+=(${plan[use_env]:+--use-env} "${SCRIPT[@]}")
+    return
+  fi
+  COMMAND+=(--rdzv-conf "join_timeout=${plan[join_timeout]:-300}" --log-dir "${LOG_DIR:-logs}")
   [[ -z $RUN_ID ]] || COMMAND+=(--rdzv-id "$RUN_ID")
   ((${MAX_RESTARTS:-0} == 0)) || COMMAND+=(--max-restarts "$MAX_RESTARTS")
   COMMAND+=("${SCRIPT[@]}")
@@ -68,7 +73,7 @@ node_command() { # <agent's options for the node's place, where it does not find
 launch_line() {
   local name word words=()
   for name in TRAIN_SCRIPT CONFIG_FLAG NPROC_PER_NODE BACKEND LOG_DIR MASTER_ADDR MASTER_PORT \
-    MAX_RESTARTS GRACE LAUNCHER; do
+    MAX_RESTARTS GRACE LAUNCHER SSH_OPTS FORWARD_ENV; do
     [[ -z ${!name:-} ]] || words+=("$name=${!name}")
   done
   for word in "${LAUNCH_LINE[@]}"; do

@@ -5,6 +5,7 @@
 # plan[...]: config nproc nnodes node_rank master port run_id backend join_timeout checkpoint_dir,
 # and from the preflight: gpus checks warnings seconds checked_nodes.
 
+RANKS=()  # processes of each node; empty where all have plan[nproc]
 SCRIPT=() # the training script and its arguments, the agent's last words
 
 require_number() { # <what it is called> <value> <least> <most>
@@ -87,7 +88,7 @@ plan_script() {
 check_config() {
   local said code=0
   local -x WORLD_SIZE=
-  [[ ${plan[nproc]} == auto ]] || WORLD_SIZE=$((plan[nnodes] * plan[nproc]))
+  [[ " ${plan[nproc]} ${RANKS[*]} " == *" auto "* ]] || WORLD_SIZE=$(count_ranks)
   said=$("$PYTHON" "${SCRIPT[@]}" --check 2>&1) || code=$?
   if ((code == 2)); then printf '%s\n' "$said" >&2 && exit 2; fi
   ((code == 0)) ||
@@ -106,9 +107,15 @@ read_facts() { # <text>
 
 print_plan() {
   local master=${plan[master]}:${plan[port]} logs=${LOG_DIR:-logs} run=${plan[run_id]} config=
-  local hosts="$HOST (master, $master)" backend=${BACKEND:-${plan[backend]:-auto}} checks verdict=ok
+  local each=${plan[nproc]}
+  local hosts="${NODES[0]:-$HOST} (master, $master)" backend=${BACKEND:-${plan[backend]:-auto}} checks verdict=ok
   [[ ${plan[config]:--} == - ]] || printf -v config '    %q' "${plan[config]}"
-  ((plan[nnodes] == 1)) ||
+  if ((${#NODES[@]} > 1)); then
+    hosts+=$(printf '  %s' "${NODES[@]:1}")
+    each=$(printf '%s\n' "${RANKS[@]}" | sort -u)
+    [[ $each != *$'\n'* ]] || each=$(tr ' ' , <<<"${RANKS[*]}")
+  fi
+  ((plan[nnodes] == 1 || ${#NODES[@]} > 0)) ||
     hosts="$master (master)  ${plan[hosts]-$HOST (this one, node rank ${plan[node_rank]} of ${plan[nnodes]})}"
   [[ $backend != auto || ${plan[gpus]} == 0 ]] || backend=nccl
   ((plan[warnings] == 0)) || verdict=$(count "${plan[warnings]}" warning)
@@ -118,9 +125,17 @@ print_plan() {
   [[ -z $DRY_RUN ]] || checks="not run (--dry-run)"
   print_row run "${run:-(named by node rank 0)}$config"
   print_row hosts "$hosts"
-  print_row ranks "$((plan[nnodes] * plan[nproc])) = $(count "${plan[nnodes]}" node) x ${plan[nproc]}, ${backend/auto/gloo}"
+  print_row ranks "$(count_ranks) = $(count "${plan[nnodes]}" node) x $each, ${backend/auto/gloo}"
+  [[ -z ${plan[forwarded]:-} ]] || print_row variables "${plan[forwarded]//$'\n'/ } go with it"
   print_row preflight "$checks"
   print_row logs "$logs/${run:-<run id>}/   (tail -f $logs/node_*.log)"
+}
+
+# All of them; they may differ from node to node.
+count_ranks() {
+  local number sum=0
+  for number in "${RANKS[@]}"; do ((sum += number)); done
+  echo $((sum ? sum : plan[nnodes] * plan[nproc]))
 }
 
 print_row() { # <label> <text>

@@ -10,16 +10,13 @@ in_slurm_step() {
 
 # Refuses where this script was given more nodes than one: the step's, else the job's.
 refuse_many_nodes() {
-  local nodes=1 way="srun scripts/cluster_train.sh CONFIG"
+  local nodes=1
   if in_slurm_step; then
     nodes=${SLURM_STEP_NUM_NODES:-1}
   elif [[ -n ${SLURM_JOB_ID:-} ]]; then
     nodes=${SLURM_JOB_NUM_NODES:-${SLURM_NNODES:-1}}
-  elif [[ -r ${PBS_NODEFILE:-} ]]; then
-    nodes=$(sort -u -- "$PBS_NODEFILE" | wc -l)
-    way="scripts/cluster_train.sh CONFIG NUM_NODES NODE_RANK MASTER_ADDR on each"
   fi
-  ((nodes == 1)) || die 2 "this allocation has $nodes nodes and $PROGRAM starts one; use $way"
+  ((nodes == 1)) || die 2 "this allocation has $nodes nodes and $PROGRAM starts one; use srun scripts/cluster_train.sh CONFIG"
 }
 
 warn_on_login_node() {

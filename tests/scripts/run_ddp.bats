@@ -67,9 +67,12 @@ $command"
 @test "an allocation of several nodes: exit 2, and what to use" {
   SLURM_JOB_ID=5 SLURM_STEP_ID=0 SLURM_STEP_NUM_NODES=2 run launch -c plain.yaml
   assert_refused 2 "this allocation has 2 nodes and run_ddp.sh starts one; use srun scripts/cluster_train.sh CONFIG"
-  printf 'n1\nn1\nn2\n' >nodes
-  PBS_JOBID=6.host PBS_NODEFILE=nodes run launch -c plain.yaml
-  assert_refused 2 "this allocation has 2 nodes"
+}
+
+@test "a PBS allocation of several nodes is trained on over ssh" {
+  printf '%s\n' n1 n1 n2 >nodes
+  PBS_JOBID=6.host PBS_NODEFILE=nodes run launch -n 3 -c plain.yaml --dry-run
+  [[ $status == 0 && $output == *"6 = 2 nodes x 3"*"ssh -- n1 "*"ssh -- n2 "* ]]
 }
 
 @test "an allocation of one node, or a step of one, trains here under the job's id" {

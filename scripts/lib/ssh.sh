@@ -1,0 +1,187 @@
+# shellcheck shell=bash disable=SC2034,SC2154 # the files of lib/ share their variables
+# Fan-out over ssh: one agent on each node of NODES, all at once.
+
+# shellcheck source=scripts/lib/nodes.sh
+source "$LIB/nodes.sh"
+# shellcheck source=scripts/lib/connection.sh
+source "$LIB/connection.sh"
+
+fanout_check() {
+  local node since now
+  plan[checked_nodes]=${plan[nnodes]} plan[forwarded]=$(forwarded)
+  read -r since _ </proc/uptime
+  if [[ -n $DRY_RUN ]]; then
+    preflight_command
+    read_facts "$("${COMMAND[@]}")"
+    RANKS=("${RANKS[@]/auto/${plan[nproc]}}")
+    return
+  fi
+  connect_nodes
+  await hello
+  [[ -n ${MASTER_ADDR:-} || ${plan[nnodes]} == 1 ]] || take_master_address
+  for node in "${!NODES[@]}"; do
+    plan[nproc]=${RANKS[node]}
+    preflight_command
+    tell "$node" "{ cd -- $(quote_line "$PWD") && $(exports)$(quote_line "${COMMAND[@]}" --node-rank "$node"); } \
+</dev/null 2>&1 | sed 's/^/$TOKEN say /'; echo $TOKEN checked \${PIPESTATUS[0]}"
+  done
+  await checked
+  read_answers
+  read -r now _ </proc/uptime
+  now=$((${now/./} - ${since/./}))
+  printf -v "plan[seconds]" '%d.%02d' $((now / 100)) $((now % 100))
+}
+
+# Where ssh reaches node 0: an address, whatever an alias or a jump host is called.
+take_master_address() {
+  local node address=${SAID["0 hello"]:-}
+  plan[master]=${address:-${plan[master]}}
+  [[ $address == 127.* || $address == ::1 ]] || return 0
+  for node in "${!NODES[@]}"; do
+    [[ ${SAID["$node hello"]:-$address} == "$address" ]] ||
+      refuse loopback-address "${NODES[0]}, the master, is $address, which ${NODES[node]} cannot reach; give its name on the network"
+  done
+}
+
+fanout_print() {
+  local node first=0
+  for node in "${!NODES[@]}"; do
+    place_node "$node"
+    printf '# node %s (%s): ranks %s-%s of %s, rendezvous %s:%s\n' "$node" "${NODES[node]}" "$first" \
+      $((first += RANKS[node], first - 1)) "$(count_ranks)" "${plan[master]}" "${plan[port]}"
+    paste_line "${NODES[node]}" "cd $(quote_line "$PWD") && $(quote_line "${COMMAND[@]}")"
+    echo
+  done
+}
+
+paste_line() { # <node> <command>
+  quote_line ssh -- "$@"
+}
+
+fanout_start() {
+  local node signal
+  for signal in INT TERM HUP; do
+    # shellcheck disable=SC2064 # now
+    trap "hurry $((${GRACE:-30} + 10)); tell_all SIG$signal" "$signal"
+  done
+  for node in "${!NODES[@]}"; do
+    place_node "$node"
+    start_node "$node" "cd -- $(quote_line "$PWD") && $(exports)env LEASH=$TOKEN.\$BASHPID $(quote_line "${COMMAND[@]}")"
+  done
+  all_started
+  until have_all ended || ((SECONDS > LIMIT + 10)); do
+    hear 2 || tell_all "" # a beat
+    for node in "${!NODES[@]}"; do
+      note_end "$node"
+    done
+    ((SECONDS < LIMIT)) || end_leashes
+  done
+  report_end
+}
+
+place_node() { # <node rank>
+  plan[nproc]=${RANKS[$1]}
+  node_command --nnodes "${plan[nnodes]}" --node-rank "$1" --master-addr "${plan[master]}"
+}
+
+# Once one node has ended the others have 5 s; none, where one was lost.
+note_end() { # <node rank>
+  if [[ -n ${SAID["$1 cut"]:-} || (-n ${SAID["$1 ended"]:-} && -z ${SAID["$1 code"]:-}) ]]; then
+    [[ -z ${SAID["$1 lost"]:-} && ${#LEASH[@]} -gt 0 ]] || return 0
+    SAID["$1 lost"]="${SAID["$1 cut"]:-the ssh connection} has ended: $(last_line <"$FOLDER/ssh.$1")"
+    SAID["$1 lost"]=${SAID["$1 lost"]%: }
+    echo "$PROGRAM: ${NODES[$1]}: ${SAID["$1 lost"]}" >&2
+    hurry 0
+  elif [[ -n ${SAID["$1 code"]:-}${SAID["$1 pdsh"]:-} ]]; then
+    hurry 5
+  fi
+}
+
+# The agent knows the process that it hangs on, by LEASH; what follows in the connection is for it.
+start_node() { # <node rank> <command>
+  tell "$1" "$2; code=\$?; $(sweep); echo $TOKEN code \$code; exit"
+}
+
+all_started() { :; }
+
+# --- what is told to the user -------------------------------------------------------------------
+
+# The preflight's answers: the facts into the plan, what is wrong to the user, in one list.
+read_answers() {
+  local node line code refused='' warnings=0
+  for node in "${!NODES[@]}"; do
+    code=${SAID["$node checked"]:-}
+    read_facts "${SAID["$node say"]:-}"
+    [[ $code != [03] ]] || RANKS[node]=${plan[nproc]}
+    case $code in
+      0 | 3) grep -vE '^([a-z_]+=.*)?$' <<<"${SAID["$node say"]:-}" >&2 || true ;;
+      "") explain_silence "$node" >&2 ;;
+      *) printf '%s: %s: %s; %s\n' "$PROGRAM" "${NODES[node]}" "$(last_line <<<"${SAID["$node say"]}")" \
+        "let $PWD, $ROOT and $PYTHON be there as they are here [env-missing]" >&2 ;;
+    esac
+    [[ $code == 0 ]] || refused=1
+    ((warnings += plan[warnings])) || true
+  done
+  [[ -z $refused ]] || exit 3
+  plan[warnings]=$warnings
+}
+
+explain_silence() { # <node rank>
+  local said cure="see that 'ssh ${NODES[$1]} true' works without a question [ssh-refused]"
+  said=$(last_line <"$FOLDER/ssh.$1")
+  case $said in
+    *"Could not resolve"*) cure="correct the name, or ~/.ssh/config [name-unresolved]" ;;
+    *"timed out"* | *"No route"* | *unreachable* | "") cure="see that the machine is up [host-unreachable]" ;;
+  esac
+  printf '%s: %s: %s; %s\n' "$PROGRAM" "${NODES[$1]}" "${said:-no answer within 10 s}" "$cure"
+}
+
+last_line() {
+  tr -d '\r' | sed '/^$/d' | tail -n 1
+}
+
+# Leaves with the run's code, after a last look at every node.
+report_end() {
+  local node code=0 left=0 lost=() block
+  for node in "${!NODES[@]}"; do
+    [[ -n ${SAID["$node code"]:-} && -z ${SAID["$node lost"]:-} ]] || lost+=("$node")
+    ((code)) || code=${SAID["$node code"]:-0}
+    ((left += ${SAID["$node left"]:-0})) || true
+  done
+  if ((${#lost[@]})); then report_lost "${lost[@]}"; fi
+  ((left == 0)) || echo "$PROGRAM: $(count "$left" process processes) of the run had to be killed" >&2
+  print_row ended "code $code; nothing is left running on $(count "${plan[nnodes]}" node)"
+  for block in "$FOLDER"/end.*; do
+    if [[ -s $block ]]; then cat -- "$block" >&2 && exit "$code"; fi
+  done
+  ((code == 0 || code == 2 || code == 3)) || report_silence "$code"
+  exit "$code"
+}
+
+# No agent has told why.
+report_silence() { # <code>
+  local fault="[agent-killed]" cause="the node agent has gone without a word"
+  if [[ -n ${plan[engine]:-} ]]; then
+    fault="[rank-error]" cause="torch.distributed.launch ended with an error; its own report stands above"
+  fi
+  print_block "$fault" 0 "$1" "$cause"
+}
+
+# The connection to a node has ended, and not the node's part of the run: look there once more.
+report_lost() { # <node rank...>
+  local node fault="[launcher-killed]" left
+  for node in "$@"; do
+    left=$(sweep | ssh_node "$node" 2>/dev/null) || fault="[link-lost]"
+  done
+  print_row ended "code 137; nothing is left running where a node can be reached"
+  print_block "$fault" "$1" 137 "${SAID["$1 lost"]:-the ssh connection has ended}"
+  exit 137
+}
+
+# As distributed/failure.py has it, where no agent could print it.
+print_block() { # <[fault]> <node rank> <code> <cause>
+  printf '%-8s %s\n' FAILED "node agent $2 (${NODES[$2]})       $1" cause "$4" \
+    code "$3$( (($3 < 129)) || echo " (SIG$(kill -l $(($3 - 128))))")" others "the other nodes were stopped" \
+    log "${LOG_DIR:-logs}/${plan[run_id]}/node_$2.log" \
+    resume "RUN_ID=${plan[run_id]} $(launch_line)" see "TROUBLESHOOTING.md#${1//[][]/}" >&2
+}

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Train in a PBS job (PBS Pro, OpenPBS, Torque), on all of its nodes, over ssh.
+#
+# usage: qsub [QSUB OPTIONS] scripts/pbs/pbs_train.sh
+#
+#   -v CONFIG=FILE        the configuration, a YAML file (default: config/local3.yaml)
+#   -F "CONFIG key=value"  the same and settings, where qsub knows -F (OpenPBS, Torque)
+#
+# example: qsub -l select=4:ngpus=8 -v CONFIG=config/local3.yaml scripts/pbs/pbs_train.sh
+#
+# What the job asks for. Edit it, or say it to qsub, which wins. Processes per node: NPROC_PER_NODE,
+# else as often as a node stands in the node file, where that is more than once, else its GPUs.
+#PBS -N train
+#PBS -l select=2:ncpus=8:ngpus=2
+#PBS -l walltime=24:00:00
+#PBS -j oe
+set -euo pipefail
+cd -- "${PBS_O_WORKDIR:-.}"
+LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib
+[[ -r $LIB/launch.sh ]] || LIB=$PWD/scripts/lib # PBS runs a copy of this file
+# shellcheck source=scripts/lib/launch.sh
+source "$LIB/launch.sh" ssh
+
+main() {
+  parse_arguments config "$@"
+  [[ -z ${CONFIG:-} ]] || : "${plan[config]=$CONFIG}"
+  default_config
+  choose_python
+  plan_from_nodefile
+  [[ -e $0 && $0 -ef $ROOT/scripts/pbs/pbs_train.sh ]] || LAUNCH_LINE=(qsub scripts/pbs/pbs_train.sh "${LAUNCH_LINE[@]:1}")
+  launch
+}
+main "$@"

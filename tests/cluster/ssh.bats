@@ -1,0 +1,229 @@
+#!/usr/bin/env bats
+# The launchers over ssh, to real sshds.
+# shellcheck disable=SC2030,SC2031 # each test is a subshell, and is meant to be
+bats_require_minimum_version 1.5.0
+load helper
+load ../scripts/helper
+
+LAUNCH=scripts/ssh/launch_torchrun_auto.sh
+SMALL=(train.eval_every=0 train.global_batch_size=12 model.layers=1 model.width=16 checkpoint.every=0)
+SHORT=(train.max_steps=6 "${SMALL[@]}")
+LONG=(train.max_steps=100000 "${SMALL[@]}")
+
+setup_file() {
+  cluster_up 3
+}
+
+teardown_file() {
+  cluster_down
+}
+
+setup() {
+  cd -- "$BATS_TEST_TMPDIR" || return
+  ln -s -- "$ROOT"/{config,scripts} .
+  find_python
+  mkdir tmp
+  export OMP_NUM_THREADS=1 TMPDIR=$PWD/tmp
+}
+
+launch() { # <argument...>
+  timeout 60 "$CLUSTER" run login "$LAUNCH" "$@"
+}
+
+weights_of() { # <run id>
+  run_ours "$PYTHON" -m distributed.checkpoint hash "$PWD/checkpoints/$1"
+}
+
+run_ours() { # <command...>
+  (cd -- "$ROOT" && "$@")
+}
+
+# A script that meets the others and then does nothing, or nothing but work.
+make_idle() {
+  cat >idle.py <<'PY'
+import sys, time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+print("met", flush=True)
+while True:
+    time.sleep(600 if sys.argv[1] == "idle" else 0)
+PY
+}
+
+# Starts a run of id $1 on node1 and node2 in the background; its ranks have met when this returns.
+start() { # <run id> <the launcher's arguments...>
+  RUN_ID=$1 launch "${@:2}" >"$1.out" 2>&1 3>&- &
+  PID=$!
+  eventually 40 grep -qE '^\[0\] (met|step 1/)' "$1.out"
+}
+
+is_gone() { # <run id>
+  local node
+  for node in node1 node2; do
+    ! on "$node" pgrep -f "rdzv-id $1 " || return
+  done
+}
+
+launcher_of() { # <run id>
+  on login pgrep -o -f "^bash $LAUNCH .* $1$"
+}
+
+# On node2: the process that is to die.
+find_victim() { # <run id> <rank|agent|sshd|pdsh>: the last is the sshd of pdsh's connection
+  local pid
+  pid=$(on node2 pgrep -o -f "rdzv-id $1 ")
+  case $2 in
+    agent) on node2 pgrep -P "$pid" ;;
+    rank) on node2 pgrep -n -P "$(on node2 pgrep -P "$pid")" ;;
+    *)
+      until [[ $(on node2 ps -o comm= -p "$pid") == sshd ]]; do pid=$(($(on node2 ps -o ppid= -p "$pid"))); done
+      echo "$pid"
+      ;;
+  esac
+}
+
+end_of() { # <process> sets CODE
+  CODE=0
+  wait "$1" || CODE=$?
+}
+
+@test "2 x 2 and, in a PBS job, 3 x 2 end with the weights of one machine, whoever starts them" {
+  local script number
+  for number in 2 3; do
+    RUN_ID=one-$number SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml $((number * 2)) "${SHORT[@]}"
+  done
+  for script in launch_torchrun_auto launch_pdsh_multinode launch_multinode; do
+    LAUNCH=scripts/ssh/$script.sh RUN_ID=$script launch config/local3.yaml 2 node1 node2 "${SHORT[@]}"
+    [[ $(weights_of "$script") == "$(weights_of one-2)" ]]
+  done
+  printf '%s\n' node2 node2 node1 node1 node3 node3 >nodes
+  LAUNCH=scripts/pbs/pbs_train.sh PBS_JOBID=7.pbs PBS_NODEFILE=nodes launch config/local3.yaml "${SHORT[@]}"
+  [[ $(weights_of 7.pbs) == "$(weights_of one-3)" ]]
+}
+
+@test "a death or a cut anywhere ends the run everywhere, by name; a neighbour goes on" {
+  make_idle
+  export TRAIN_SCRIPT=idle.py
+  start neighbour - 1 node1 node2 -- idle
+  local neighbour=$PID kind work what who
+  while read -r kind work what who; do
+    if [[ $kind == pdsh ]]; then LAUNCH=scripts/ssh/launch_pdsh_multinode.sh; fi
+    start "$kind" - 1 node1 node2 -- "$work" "$kind"
+    on node2 kill -KILL "$(find_victim "$kind" "$kind")"
+    eventually 3 is_gone "$kind"
+    end_of "$PID"
+    cat "$kind.out"
+    ((CODE == 137))
+    [[ $(grep -c '^FAILED ' "$kind.out") == 1 ]]
+    grep -q "^FAILED   $who .*\[$what\]$" "$kind.out"
+    grep -q '^ended      code 137; nothing is left running' "$kind.out"
+  done <<'TABLE'
+rank idle rank-killed rank 1 (local rank 0, node2)
+agent busy agent-killed node agent 1 (node2)
+sshd busy launcher-killed node agent 1 (node2)
+pdsh idle launcher-killed node agent 1 (node2)
+TABLE
+  LAUNCH=scripts/ssh/launch_torchrun_auto.sh
+  start killed - 1 node1 node2 -- busy killed
+  on login kill -KILL "$(launcher_of killed)"
+  eventually 3 is_gone killed
+  end_of "$PID"
+  ((CODE == 137))
+  [[ $(compgen -G "tmp/launch.*" | wc -l) == 1 ]]                # the neighbour's
+  [[ -z $(on login pgrep -f "ssh .*node1 exec bash" | sed 1d) ]] # the neighbour's
+  kill -0 "$neighbour"
+  run ! is_gone neighbour
+  "$CLUSTER" cut node2
+  eventually 15 grep -q '^launch_torchrun_auto.sh: node2: the ssh connection has ended: Timeout' neighbour.out
+  end_of "$neighbour"
+  eventually 15 is_gone neighbour # on node2 by itself
+  "$CLUSTER" restore node2
+  cat neighbour.out
+  ((CODE == 137))
+  grep -q '^FAILED   node agent 1 (node2) .*\[link-lost\]$' neighbour.out
+}
+
+@test "Ctrl-C in a terminal saves first; a second one kills" {
+  cat >terminal.py <<'PY'
+import os, pty, sys
+pid, terminal = pty.fork()
+if pid == 0:
+    os.execvp(sys.argv[1], sys.argv[1:])
+shown = b""
+try:
+    while data := os.read(terminal, 4096):
+        if b"step 1/" in data and b"step 1/" not in shown:
+            os.write(terminal, b"\x03")
+        shown += data
+except OSError:  # a terminal's end
+    pass
+print(shown.decode())
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+PY
+  RUN_ID=saves NO_COLOR=1 run -75 timeout 60 "$CLUSTER" run login "$PYTHON" terminal.py "$LAUNCH" config/local3.yaml 2 node1 node2 "${LONG[@]}" </dev/null
+  is_gone saves
+  [[ -d checkpoints/saves/latest/. && $output == *$'^C[0] stopped    after step '*$'\nstopped  after saving a checkpoint '*$'\nresume   RUN_ID=saves '* ]]
+  cat >deaf.py <<'PY'
+import signal, time
+import torch.distributed as dist
+for one in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(one, signal.SIG_IGN)
+dist.init_process_group("gloo")
+print("met", flush=True)
+time.sleep(600)
+PY
+  TRAIN_SCRIPT=deaf.py start deaf - 1 node1 node2 -- deaf
+  on login kill -TERM "$(launcher_of deaf)"
+  on login kill -INT "$(launcher_of deaf)"
+  sleep 1 # two that are closer count as one
+  run ! is_gone deaf
+  on login kill -INT "$(launcher_of deaf)"
+  eventually 3 is_gone deaf
+  end_of "$PID"
+  ((CODE == 143))
+}
+
+@test "arguments arrive byte for byte, variables too, and no secret shows in ps" {
+  make_dump
+  cat >>dump.py <<'PY'
+    import subprocess
+    shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    given = [os.environ.get(name) for name in ("WANDB_API_KEY", "MINE", "OTHER")]
+    with open("seen.json", "w") as file:
+        json.dump([given, "hush" in shown], file)
+PY
+  make_config "$ODD_CONFIG"
+  export WANDB_API_KEY=$'hush "$x"\n`y`' MINE="hush 'z'" OTHER=hush FORWARD_ENV=MINE
+  on login bash -c 'while sleep 0.05; do ps -eo args; done' >ps.out 3>&- &
+  local watch=$!
+  launch "$ODD_CONFIG" 1 node1 node2 "${ODD_SETTINGS[@]}" -- "${ODD_REST[@]}"
+  assert_odd_dumped
+  rm dump.json
+  SKIP_PREFLIGHT=1 LAUNCH=scripts/ssh/launch_pdsh_multinode.sh launch "$ODD_CONFIG" 1 node1 node2 "${ODD_SETTINGS[@]}" -- "${ODD_REST[@]}"
+  kill "$watch"
+  assert_odd_dumped
+  "$PYTHON" -c 'import json, sys; assert json.load(open("seen.json")) == [[*sys.argv[1:], None], False]' "$WANDB_API_KEY" "$MINE"
+  grep -q "ssh .* node2 exec bash -s" ps.out
+  run ! grep -q hush ps.out
+}
+
+@test "the preflight: every fault of every node in one list, nothing started, within 10 s" {
+  on node1 "$PYTHON" -c 'import socket, time; s = socket.create_server(("", 4321)); time.sleep(600)' 3>&- &
+  local holder=$! start=$SECONDS
+  eventually 10 on node1 bash -c '</dev/tcp/127.0.0.1/4321'
+  "$CLUSTER" cut node3
+  make_config my.yaml
+  MASTER_PORT=4321 run launch my.yaml 1 node1 node2 node3 nobody@node2 no-such-host train.batch_size=1
+  "$CLUSTER" restore node3
+  kill "$holder"
+  ((status == 3 && SECONDS - start <= 12 && ${#lines[@]} == 4))
+  [[ ${lines[0]} == "launch_torchrun_auto.sh: node1: port 4321 is taken by "*" [port-in-use]" ]]
+  [[ ${lines[1]} == "launch_torchrun_auto.sh: node3: ssh: connect to host node3"*" [host-unreachable]" ]]
+  [[ ${lines[2]} == "launch_torchrun_auto.sh: nobody@node2: nobody@node2: Permission denied "*" [ssh-refused]" ]]
+  [[ ${lines[3]} == "launch_torchrun_auto.sh: no-such-host: ssh: Could not resolve "*" [name-unresolved]" ]]
+  [[ ! -e logs ]]
+  SSH_OPTS="-F $CLUSTER_DIR/etc/ssh_config -o UserKnownHostsFile=/dev/null" run on login env \
+    SSH_OPTS="-F $CLUSTER_DIR/etc/ssh_config -o UserKnownHostsFile=/dev/null" "$LAUNCH" my.yaml 1 node1
+  [[ $status == 3 && $output == *"Host key verification failed"*"[ssh-refused]" ]]
+}

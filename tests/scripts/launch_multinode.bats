@@ -1,0 +1,19 @@
+#!/usr/bin/env bats
+bats_require_minimum_version 1.5.0
+load helper
+
+launch() {
+  "$ROOT/scripts/ssh/launch_multinode.sh" "$@"
+}
+
+@test "--dry-run: torch.distributed.launch below the guardian, with its own arguments alone" {
+  export RUN_ID=golden MASTER_PORT=23456
+  local each words
+  for each in "" --use-env; do
+    run --separate-stderr launch plain.yaml 2 node1 node2 $each --dry-run
+    [[ $status == 0 && ${#lines[@]} == 4 ]]
+    mapfile -t words < <(xargs printf '%s\n' <<<"${lines[3]}")
+    [[ ${words[*]:0:3} == "ssh -- node2" && ${words[3]} == *" LAUNCHER=launch "* ]]
+    [[ ${words[3]} == *"/agent.py --nnodes 2 --node-rank 1 --master-addr node1 --nproc-per-node 2 --master-port 23456 ${each:+$each }$ROOT/train.py --config plain.yaml" ]]
+  done
+}

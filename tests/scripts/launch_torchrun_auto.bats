@@ -1,0 +1,66 @@
+#!/usr/bin/env bats
+bats_require_minimum_version 1.5.0
+load helper
+
+launch() {
+  "$ROOT/scripts/ssh/launch_torchrun_auto.sh" "$@"
+}
+
+# The nodes that --dry-run shows, with their ranks.
+nodes_of() { # <argument...>
+  launch plain.yaml "$@" train.batch_size=1 --dry-run 2>/dev/null | sed -n 's/^# node [0-9]* (\(.*\)): ranks \([0-9-]*\) .*/\1 \2/p' | paste -sd,
+}
+
+@test "--dry-run: the plan and the golden command of each node" {
+  export RUN_ID=golden MASTER_PORT=23456 OMP_NUM_THREADS=1
+  run --separate-stderr launch plain.yaml 2 node1 me@node2:4 --dry-run
+  local line="MASTER_PORT=23456\\ $ROOT/scripts/ssh/launch_torchrun_auto.sh\\ plain.yaml\\ 2\\ node1\\ me@node2:4"
+  assert_output "# node 0 (node1): ranks 0-1 of 6, rendezvous node1:23456
+ssh -- node1 $(printf %q "$(golden_command "$line" 2 0 2 node1 "$ROOT/train.py --config plain.yaml")")
+# node 1 (me@node2): ranks 2-5 of 6, rendezvous node1:23456
+ssh -- me@node2 $(printf %q "$(golden_command "$line" 2 1 4 node1 "$ROOT/train.py --config plain.yaml")")"
+  # shellcheck disable=SC2154 # set by run
+  [[ $stderr == "run        golden    plain.yaml
+hosts      node1 (master, node1:23456)  me@node2
+ranks      6 = 2 nodes x 2,4, gloo
+variables  OMP_NUM_THREADS go with it
+preflight  not run (--dry-run)
+logs       logs/golden/   (tail -f logs/node_*.log)" ]]
+}
+
+@test "nodes: lists, addresses, numbers, files" {
+  printf '%s\n' '# ours' 'a slots=3' '' 'b:1 # old' 'c[1-2]' >hosts
+  printf 'd' >>hosts
+  [[ $(nodes_of 2 'gpu[01-03],login' me@n[1-2]:1) == "gpu01 0-1,gpu02 2-3,gpu03 4-5,login 6-7,me@n1 8-8,me@n2 9-9" ]]
+  [[ $(nodes_of 2 fd00::1 '[fd00::2]:3' 'me@[fd00::3]' 10.0.0.1:1) == "fd00::1 0-1,fd00::2 2-4,me@fd00::3 5-6,10.0.0.1 7-7" ]]
+  [[ $(nodes_of 2 -f hosts) == "a 0-2,b 3-3,c1 4-5,c2 6-7,d 8-9" ]]
+}
+
+@test "what goes to the nodes is named, and no value is shown" {
+  export NCCL_DEBUG=WARN WANDB_API_KEY=hush OTHER=hush MINE=hush FORWARD_ENV=MINE,NONE
+  run launch plain.yaml 1 node1 --dry-run
+  [[ $output == *"variables  MINE "*" WANDB_API_KEY go with it"* && $output == *NCCL_DEBUG* ]]
+  [[ $output != *hush* && $output != *OTHER* ]]
+}
+
+@test "bad arguments: exit 2, one line" {
+  local cause arguments
+  while IFS='|' read -r arguments cause; do
+    read -ra arguments <<<"$arguments"
+    run launch plain.yaml "${arguments[@]}"
+    assert_refused 2 "$cause"
+  done <<'TABLE'
+|no nodes; usage: scripts/ssh/launch_torchrun_auto.sh CONFIG NPROC NODE...
+2|no nodes; usage
+node1 node2|the number of processes is 'node1'
+2 node1:x|the number of processes of 'node1:x' is 'x'
+2 node1:|the number of processes of 'node1:' is ''
+2 :3|':3' names no node
+2 gpu[3-1]|'3-1' runs backwards
+2 -f none|there is no file 'none' of hosts
+2 node1 -f|option -f has no value
+2 node1 --nodes=3|unknown option '--nodes'
+TABLE
+  MAX_RESTARTS=1 run launch plain.yaml 1 node1 node2
+  assert_refused 2 "MAX_RESTARTS is for one node so far"
+}

@@ -1,0 +1,36 @@
+#!/usr/bin/env bats
+bats_require_minimum_version 1.5.0
+load helper
+
+# A job's copy of the script, in the spool folder of PBS, started in the user's home.
+launch() {
+  cp -- "$ROOT/scripts/pbs/pbs_train.sh" 7.host.SC
+  (cd / && PBS_JOBID=7.host PBS_O_WORKDIR=$OLDPWD PBS_NODEFILE=$OLDPWD/nodes "$OLDPWD/7.host.SC" "$@")
+}
+
+setup_folder() {
+  ln -s -- "$ROOT"/{config,scripts} .
+  printf '%s\n' n2 n2 n1 n1 >nodes
+}
+
+@test "the nodes of the node file, in its order, each with as many processes as it has lines" {
+  setup_folder
+  run launch --dry-run
+  [[ $status == 0 && $output == *"run        7.host "*"n2 (master, n2:"*"  n1"*"4 = 2 nodes x 2"* ]]
+  [[ $output == *"LAUNCH_COMMAND=qsub\\\\\\ scripts/pbs/pbs_train.sh"* ]]
+  NPROC_PER_NODE=4 CONFIG=plain.yaml run launch --dry-run
+  [[ $output == *"plain.yaml"*"8 = 2 nodes x 4"* ]]
+}
+
+@test "nodes that stand there once: one process for each GPU" {
+  setup_folder
+  printf '%s\n' n1 n2 >nodes
+  fake_gpus 4
+  run launch plain.yaml --dry-run
+  [[ $status == 0 && $output == *"8 = 2 nodes x 4, nccl"* ]]
+}
+
+@test "outside of a job: exit 2, and what to do" {
+  run "$ROOT/scripts/pbs/pbs_train.sh" plain.yaml
+  assert_refused 2 "this is no PBS job; use qsub "
+}
