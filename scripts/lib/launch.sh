@@ -71,9 +71,10 @@ node_command() { # <agent's options for the node's place, where it does not find
 
 # What the user typed, with the variables that shaped it: the run is resumed by typing it again.
 launch_line() {
-  local name word words=()
+  local name word words=() over_ssh=()
+  ((${#NODES[@]} == 0)) || over_ssh=(SSH_OPTS FORWARD_ENV)
   for name in TRAIN_SCRIPT CONFIG_FLAG NPROC_PER_NODE BACKEND LOG_DIR MASTER_ADDR MASTER_PORT \
-    MAX_RESTARTS GRACE LAUNCHER SSH_OPTS FORWARD_ENV; do
+    MAX_RESTARTS GRACE LAUNCHER "${over_ssh[@]}"; do
     [[ -z ${!name:-} ]] || words+=("$name=${!name}")
   done
   for word in "${LAUNCH_LINE[@]}"; do
