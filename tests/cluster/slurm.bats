@@ -80,6 +80,7 @@ field() { # <job> <name>
   [[ $(weights_of gpus) == "$(weights_of tasks)" && $(weights_of gpus) == "$(weights_of srun)" ]]
 }
 
+# bats test_tags=prove
 @test "ahead of its time limit a job saves, and comes back" {
   eventually 120 grep -q '^resumed    after step' "$BATS_FILE_TMPDIR/timed.out"
   on login scancel "$TIMED"
@@ -225,7 +226,7 @@ has_restarts() { # <number>
   lost=$(field "$JOB" BatchHost)
   "$CLUSTER" cut "${lost#*=}"
   eventually 60 grep -q '^resumed    after step' job.out
-  eventually 30 is_gone_from "${lost#*=}" train.py
+  eventually 30 is_gone_from "${lost#*=}" "rdzv-id $JOB .*train.py"
   grep -q "step [0-9]* was not saved: run $JOB was started again, on node[234]; .*\[node-lost\]" job.out
   "$CLUSTER" restore "${lost#*=}"
   on login scancel "$JOB"
