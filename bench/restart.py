@@ -1,7 +1,8 @@
 """A killed rank to training again, side by side: `make bench-restart`, or
 python bench/restart.py [RUNS].
 
-One node trains a small DDP model; once it runs steadily, rank 1 is killed with SIGKILL. Seconds
+One node, or two on loopback, train a small DDP model; once it runs steadily, rank 1 is killed with
+SIGKILL. Seconds
 from there to the end of the first step that all ranks have done after the restart, without loading
 a checkpoint. All launchers run in turn, RUNS times (default 7), in one go: medians compare.
 """

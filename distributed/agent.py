@@ -29,7 +29,7 @@ import torch.distributed.run as torchrun
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.utils.api import macros
 
-from distributed import link, rank, runlog
+from distributed import link, network, rank, runlog
 from distributed.arguments import Arguments, parse
 from distributed.attempt import Attempt, Rank, Verdict
 from distributed.environment import new_run_id
@@ -57,6 +57,10 @@ def run_agent(arguments: list[str], guardian: socket.socket) -> int:
     os._exit(code)  # nothing of torch's needs its 0.6 s of taking down here
 
 
+NO_STEP = (-1, -1)  # no checkpoint, no step
+VERDICT_S = 1.5  # after a failure that no restart follows: for the other nodes' last words
+
+
 class NodeAgent:
     """This node's part of a run."""
 
@@ -68,6 +72,7 @@ class NodeAgent:
         self.port = args.master_port
         self.store: TCPStore | None = None
         self.terminals = (Terminal(1), Terminal(2))
+        self.reached = NO_STEP
 
     # --- before the ranks ---------------------------------------------------------------------
 
@@ -80,6 +85,8 @@ class NodeAgent:
         args = self.args
         run_id = args.run_id or (new_run_id() if args.node_rank == 0 else "")
         is_alone = args.num_nodes == 1
+        if not is_alone:
+            self._choose_network()
         me = link.Node(
             node_rank=args.node_rank,
             num_nodes=args.num_nodes,
@@ -105,6 +112,12 @@ class NodeAgent:
         notes = {"run_id": self.place.run_id, "node_rank": self.args.node_rank}
         notes |= {"started": self.started, "ranks": self.args.nproc}
         self.guardian.sendall(json.dumps(notes).encode())
+
+    def _choose_network(self) -> None:
+        chosen = network.choose_variables(self.args.master_addr)
+        os.environ.update(chosen)
+        if chosen and self.args.node_rank == 0:
+            _say(f"sets {' '.join(f'{name}={value}' for name, value in chosen.items())}")
 
     def _open_folder(self) -> None:
         self.folder: runlog.RunFolder | None = None
@@ -133,13 +146,14 @@ class NodeAgent:
     def run(self) -> int:
         """Run the ranks to their end; returns the run's exit code, or in a rank that rank's."""
         gc.freeze()  # shared with all ranks from here on: no collector shall touch these pages
-        reached = (-1, -1)
+        signals: list[int] = []  # that came from outside
         for number in itertools.count():
             ranks = self._fork_ranks(number)
             if isinstance(ranks, int):
                 return ranks
             if self.args.node_rank == 0:
                 self._serve_store()
+            is_last = number == self.args.max_restarts
             attempt = Attempt(
                 ranks,
                 node_rank=self.args.node_rank,
@@ -147,24 +161,46 @@ class NodeAgent:
                 peers=self.peers,
                 guardian=self.guardian,
                 heartbeats=self.heartbeats,
+                signals=signals,
                 grace_s=self.args.grace_s,
+                verdict_s=VERDICT_S if is_last else link.SILENCE_S,
             )
             verdict = attempt.watch(self.terminals)
-            before, reached = reached, max(reached, self.heartbeats.furthest(self.args.nproc))
-            self.heartbeats.close()
-            first = verdict.failure
-            if first is None or attempt.signals or number == self.args.max_restarts:
+            before, self.reached = self.reached, max(self.reached, self._furthest())
+            if self.args.node_rank == 0:
+                is_wanted = verdict.failure is not None and not is_last and not signals
+                if is_wanted and self._can_restart(attempt, number, before):
+                    verdict = replace(verdict, restarts=True)
+                    self._prepare_restart(verdict, number + 1)
+                attempt.tell(verdict)
+            if not verdict.restarts:
                 break
-            if number > 0 and before == reached != (-1, -1):
-                _say(f"restart {number} gained no step: there is no other")
-                break
-            _say(
-                f"restart {number + 1} of {self.args.max_restarts} after {first.who}: {first.cause}"
-            )
-            self.store = None  # a fresh one, for the old keys would mislead the new ranks
-            self.listener = link.listen(self.args.master_addr, self.port, is_local=True)
         self._tell(verdict)
         return verdict.code
+
+    def _furthest(self) -> tuple[int, int]:
+        """The newest checkpoint and step of this attempt, whose records are then closed."""
+        with contextlib.closing(self.heartbeats) as beats:
+            return beats.furthest(self.args.nproc)
+
+    def _can_restart(self, attempt: Attempt, number: int, before: tuple[int, int]) -> bool:
+        """Whether every node is still there, and the attempt got further than those before it."""
+        if len(self.peers.keys() & attempt.done.keys()) < self.args.num_nodes - 1:
+            _say("a node's agent is gone: there is no restart")
+            return False
+        if number > 0 and before == self.reached != NO_STEP:
+            _say(f"restart {number} gained no step: there is no other")
+            return False
+        return True
+
+    def _prepare_restart(self, verdict: Verdict, number: int) -> None:
+        """On node rank 0, before the others hear of it."""
+        first = verdict.failure
+        assert first is not None
+        _say(f"restart {number} of {self.args.max_restarts} after {first.who}: {first.cause}")
+        self.store = None  # a fresh one, for the old keys would mislead the new ranks
+        is_local = self.args.num_nodes == 1
+        self.listener = link.listen(self.args.master_addr, self.port, is_local=is_local)
 
     def _fork_ranks(self, attempt: int) -> list[Rank] | int:
         """Fork the ranks of an attempt; in a rank, run it and return its exit code instead."""

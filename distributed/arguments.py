@@ -129,7 +129,6 @@ def _beyond_static(args: argparse.Namespace, low: int, high: int) -> str | None:
     asked = {
         "--nnodes MIN:MAX": low != high,
         f"--rdzv-backend {args.rdzv_backend}": args.rdzv_backend != "static" and high > 1,
-        "--max-restarts over several nodes": high > 1 and args.max_restarts > 0,
         "--redirects": args.redirects != "0",
         "--tee": args.tee != "0",
     }

@@ -24,7 +24,6 @@ from distributed.output import Stream, Terminal
 
 SETTLE_S = 0.3  # after an end that looks like a consequence: the time for its cause to show
 TERM_S = 1.0  # after a failure: from SIGTERM to SIGKILL
-VERDICT_S = 1.5  # after a failure, when all is over here: for the other nodes' last words
 DRAIN_S = 2.0  # at the end: for a terminal or pipe that is slow to take the last output
 SECOND_INTERRUPT_S = 0.3  # two SIGINTs closer than this are one
 STACKS_S = 1.0  # for stuck ranks to write their stacks
@@ -63,6 +62,7 @@ class Verdict:
     lost_peer: int = 0  # ranks that ended as a consequence
     stopped: int = 0  # ranks that their agent had to stop
     left: int = 0  # processes here that no signal ended
+    restarts: bool = False  # all nodes start their ranks again
     is_told: bool = False  # by node rank 0, to this one
 
 
@@ -89,7 +89,9 @@ class Attempt:
         peers: dict[int, link.Peer],
         guardian: socket.socket,
         heartbeats: Heartbeats,
+        signals: list[int],
         grace_s: float,
+        verdict_s: float,
     ) -> None:
         """
         Args:
@@ -97,6 +99,8 @@ class Attempt:
             peers: on node rank 0 every other agent by node rank, elsewhere node rank 0's.
             guardian: its other end closes when the guardian dies.
             heartbeats: the ranks' records; the caller closes them.
+            signals: stop signals that came from outside, also since the attempt before.
+            verdict_s: after a failure, when all is over here: for the other nodes' last words.
         """
         self.ranks = ranks
         self.node_rank = node_rank
@@ -104,11 +108,12 @@ class Attempt:
         self.peers = peers
         self.guardian = guardian
         self.heartbeats = heartbeats
+        self.signals = signals
         self.grace_s = grace_s
+        self.verdict_s = verdict_s
         self.selector = selectors.DefaultSelector()
         self.memory_kills = failure.count_memory_kills()
         self.failures: list[Failure] = []
-        self.signals: list[int] = []  # stop signals that came from outside
         self.stop_codes: list[int] = []  # of ranks that stopped on request
         self.ended: set[int] = set()  # ranks that the agent itself had to stop
         self.behind: dict[int, Behind] = {}  # each node's ranks furthest behind, on node rank 0
@@ -125,6 +130,8 @@ class Attempt:
         for signum in (*_STOP_SIGNALS, signal.SIGUSR1):
             if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup has it
                 signal.signal(signum, self._on_signal)
+        for earlier in self.signals:
+            self._pass_on(earlier)
         self._listen_to(wake, lambda: wake.recv(4096))
         self._listen_to(self.guardian, self._on_guardian_death)
         processes.outlive_parent()  # the loop sees the guardian's death, and ends more than itself
@@ -200,6 +207,9 @@ class Attempt:
 
     def _stop(self, signum: int) -> None:
         self.signals.append(signum)
+        self._pass_on(signum)
+
+    def _pass_on(self, signum: int) -> None:
         if signum in _STOP_SIGNALS:  # SIGUSR1 comes minutes ahead: no hurry
             self.kill_at = min(self.kill_at, time.monotonic() + self.grace_s)
         processes.send(self._living(), signum)
@@ -352,7 +362,7 @@ class Attempt:
         ):
             return True
         if self.failures or self.ended:
-            self.over_by = min(self.over_by, time.monotonic() + VERDICT_S)
+            self.over_by = min(self.over_by, time.monotonic() + self.verdict_s)
         return time.monotonic() >= self.over_by
 
     # --- how it ended -------------------------------------------------------------------------
@@ -408,7 +418,7 @@ class Attempt:
         return {**words, "gone": gone}
 
     def _reach_verdict(self, saved_step: int, left: int) -> Verdict:
-        """How the run ended; node rank 0 decides it and tells the others."""
+        """How the run ended, as node rank 0 says; what is known here, where it is that or gone."""
         if self.verdict is not None:
             return replace(self.verdict, left=left, is_told=True)
         words = [self._last_words(), *self.done.values()]
@@ -426,10 +436,12 @@ class Attempt:
                     before = f"before it rank {gone[0]} left with exit code 0"
                     first = replace(first, cause=f"{first.cause} ({before})")
             verdict = Verdict(first.code, first, lost_peer=len(lost), stopped=len(ended))
-        if self.node_rank == 0:
-            for peer in self.peers.values():
-                peer.send("verdict", verdict=asdict(verdict))
         return replace(verdict, left=left)
+
+    def tell(self, verdict: Verdict) -> None:
+        """From node rank 0, to the others: they wait for it."""
+        for peer in self.peers.values():
+            peer.send("verdict", verdict=asdict(verdict))
 
     def _stop_code(self, codes: Sequence[int]) -> int:
         """The code of a run that did not fail: 0, 75 when all saved, or that of a signal."""

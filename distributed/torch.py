@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import logging
 import os
 import random
 import socket
-import struct
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
@@ -31,6 +29,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from distributed import network
 from distributed.environment import Environment, LauncherError, detect
 from distributed.heartbeat import beat as beat
 
@@ -74,8 +73,8 @@ def init_distributed(
         torch.cuda.set_device(env.local_rank % torch.cuda.device_count())
     if env.world_size == 1:
         return env
-    if backend == "gloo":
-        _choose_gloo_interface(env)
+    if env.num_nodes > 1:
+        os.environ.update(network.choose_variables(env.master_addr))
     # torchrun's store outlives a restart.
     store = PrefixStore(f"launch/{env.restart_count}", _open_store(env, join_timeout_s))
     run_id = _meet(store, env, join_timeout_s, backend)
@@ -169,33 +168,6 @@ def _absent(store: Store, env: Environment, timeout_s: float) -> str:
     meeting = f"at {env.master_addr}:{env.master_port} within {timeout_s:g} s"
     cause = f"{len(missing)} of {env.world_size} ranks did not join {meeting}: rank {named}"
     return f"{cause}; see whether they started, and the log of their node [node-missing]"
-
-
-def _choose_gloo_interface(env: Environment) -> None:
-    """Name gloo's interface where the host's own name, which it binds to, is no real address."""
-    if env.num_nodes == 1 or "GLOO_SOCKET_IFNAME" in os.environ:
-        return
-    with contextlib.suppress(OSError):  # the host's own name has no address: as bad
-        if not socket.gethostbyname(socket.gethostname()).startswith("127."):
-            return
-    # Without a way to the master, joining will say so.
-    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
-        probe.connect((env.master_addr, 9))  # sends nothing, only picks the route
-        name = _interface_of(probe.getsockname()[0])
-        if name not in (None, "lo"):
-            os.environ["GLOO_SOCKET_IFNAME"] = name
-
-
-def _interface_of(address: str) -> str | None:
-    """Return the name of the network interface that has this IPv4 address."""
-    with socket.socket(type=socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an IPv4 address
-                request = struct.pack("256s", name.encode())
-                reply = fcntl.ioctl(any_socket, 0x8915, request)  # SIOCGIFADDR, netdevice(7)
-                if socket.inet_ntoa(reply[20:24]) == address:
-                    return name
-    return None
 
 
 def device() -> torch.device:

@@ -23,7 +23,6 @@ plan_nodes() {
     for name in "${names[@]}"; do NODES+=("$name") RANKS+=("$number"); done
   done
   plan[nnodes]=${#NODES[@]}
-  ((plan[nnodes] == 1 || ${MAX_RESTARTS:-0} == 0)) || die 2 "MAX_RESTARTS is for one node so far; leave it out"
   ((plan[nnodes] == 1)) || plan[master]=${MASTER_ADDR:-${NODES[0]##*@}}
 }
 

@@ -34,7 +34,10 @@ plan_settings() {
   LOG_LEVEL=${plan[log_level]-${LOG_LEVEL:-}}
   require_word LOG_LEVEL DEBUG INFO WARNING ERROR
   require_word BACKEND nccl gloo
+  require_word NCCL_PROFILE infiniband ethernet none
   require_number MAX_RESTARTS "${MAX_RESTARTS:-0}" 0 1000
+  [[ ${MAX_RESTARTS:-0} == 0 || -z ${plan[engine]:-} ]] ||
+    die 2 "MAX_RESTARTS is $MAX_RESTARTS, but ${plan[engine]} starts no rank again; leave it out"
   require_number GRACE "${GRACE:-30}" 0 86400
   plan_run_id
 }

@@ -45,6 +45,8 @@ plan_from_job() { # <the script's own path>
   [[ $tasks =~ ^([0-9]+)(\(x[0-9]+\))?$ ]] ||
     die 2 "the job has unequal nodes, SLURM_TASKS_PER_NODE=$tasks; give sbatch --ntasks-per-node [wrong-world]"
   tasks=${BASH_REMATCH[1]}
+  require_word LAUNCHER agent srun
+  [[ ${LAUNCHER:-agent} == agent ]] || plan[engine]=$LAUNCHER
   plan[nnodes]=$SLURM_JOB_NUM_NODES
   plan[master]=$(run_ours distributed.hostlist first "$SLURM_JOB_NODELIST")
   plan[hosts]=$SLURM_JOB_NODELIST

@@ -42,8 +42,7 @@ pass_on() { # <signal, for every task of the step>
 }
 
 step_command() {
-  require_word LAUNCHER agent srun
-  if [[ ${LAUNCHER:-agent} == agent ]]; then
+  if [[ -z ${plan[engine]:-} ]]; then
     node_command
     agent_step --kill-on-bad-exit=1
   else

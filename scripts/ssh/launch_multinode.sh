@@ -22,7 +22,7 @@ main() {
   OPTIONS=(["-f"]=hostfile ["--use-env"]='!use_env')
   parse_arguments "config nproc nodes..." "$@"
   choose_python
-  plan[engine]=launch
+  plan[engine]=torch.distributed.launch
   plan_nodes
   launch
 }

@@ -55,7 +55,7 @@ PY
 start() { # <run id> <the launcher's arguments...>
   RUN_ID=$1 launch "${@:2}" >"$1.out" 2>&1 3>&- &
   PID=$!
-  eventually 40 grep -qE '^\[0\] (met|step 1/)' "$1.out"
+  eventually 40 grep -qE '^\[0\] (met|step 1/)' "$1.out" || { cat "$1.out" && false; }
 }
 
 is_gone() { # <run id>
@@ -142,6 +142,20 @@ TABLE
   cat neighbour.out
   ((CODE == 137))
   grep -q '^FAILED   node agent 1 (node2) .*\[link-lost\]$' neighbour.out
+}
+
+@test "MAX_RESTARTS: all nodes again after a death, with the weights of a run without one" {
+  local settings=(train.max_steps=400 "${SMALL[@]}" checkpoint.every=50)
+  export MAX_RESTARTS=1
+  start again config/local3.yaml 2 node1 node2 "${settings[@]}"
+  on node2 kill -KILL "$(find_victim again rank)"
+  end_of "$PID"
+  cat again.out
+  ((CODE == 0))
+  grep -q '^\[0\] node agent: sets GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME==eth0$' again.out
+  grep -q '^\[0\] node agent: restart 1 of 1 after rank [23] .*SIGKILL' again.out
+  RUN_ID=never on node1 scripts/ssh/launch_singlenode.sh config/local3.yaml 4 "${settings[@]}"
+  [[ $(weights_of again) == "$(weights_of never)" ]]
 }
 
 @test "Ctrl-C in a terminal saves first; a second one kills" {

@@ -61,6 +61,6 @@ node1 node2|the number of processes is 'node1'
 2 node1 -f|option -f has no value
 2 node1 --nodes=3|unknown option '--nodes'
 TABLE
-  MAX_RESTARTS=1 run launch plain.yaml 1 node1 node2
-  assert_refused 2 "MAX_RESTARTS is for one node so far"
+  NCCL_PROFILE=fast run launch plain.yaml 1 node1 node2
+  assert_refused 2 "NCCL_PROFILE is 'fast'; it can be infiniband ethernet none"
 }

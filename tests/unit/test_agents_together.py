@@ -88,6 +88,53 @@ def test_a_stop_on_one_node_reaches_the_others(start: Start) -> None:
         run.assert_gone()
 
 
+AGAIN = """
+import os, signal, sys, torch.distributed as dist
+dist.init_process_group("gloo")
+attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), dist.get_rank()
+dist.barrier()
+print(f"attempt {attempt} rank {rank}", flush=True)
+if attempt == 0 and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if attempt == 1 and rank == 3:
+    raise ValueError("once more")
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_all_nodes_start_again_after_a_failure(tmp_path: Path, port: int, restarts: int) -> None:
+    script = tmp_path / "again.py"
+    script.write_text(AGAIN)
+    world = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    world += ["--nproc-per-node", "2", "--max-restarts", str(restarts)]
+    runs = [Run([*world, "--node-rank", node, str(script)]) for node in "01"]
+    told = [run.finish() for run in runs]
+    lines = sorted((runs[0].output + runs[1].output).splitlines())
+    attempts = range(restarts + 1)
+    assert lines == [f"attempt {one} rank {rank}" for one in attempts for rank in range(4)]
+    assert f"restart 1 of {restarts} after rank 1 " in told[0]
+    for run, err in zip(runs, told, strict=True):
+        run.assert_gone()
+        assert run.process.returncode == (1 if restarts == 1 else 0)
+        assert ("FAILED   rank 3 " in err) == (restarts == 1)
+
+
+def test_without_one_of_its_nodes_a_run_does_not_start_again(tmp_path: Path, port: int) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    world = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    world += ["--max-restarts", "3", "--node-rank"]
+    runs = [Run([*world, node, str(script), "sleep", "0"]) for node in "01"]
+    for run in runs:
+        run.wait_for("ready")
+    os.kill(runs[1].agent_pid(), signal.SIGKILL)
+    for run in runs:
+        run.assert_gone()
+        assert run.process.wait() == 137
+    assert "a node's agent is gone: there is no restart" in runs[0].finish()
+
+
 def test_a_silent_node_is_named(start: Start) -> None:
     runs = start("sleep", 0)
     for run in runs:

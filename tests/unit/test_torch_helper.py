@@ -344,37 +344,7 @@ def test_nccl_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     helper.init_distributed(backend="gloo")  # the argument wins
 
 
-# --- interfaces, the end -----------------------------------------------------------------
-
-
-def test_interface_of_an_address() -> None:
-    assert helper._interface_of("127.0.0.1") == "lo"
-    assert helper._interface_of("192.0.2.1") is None  # kept for documents, RFC 5737
-
-
-def default_interface() -> str:
-    """Return the interface of the default route, as the kernel lists it."""
-    routes = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
-    names = [name for name, destination, *_ in routes if destination == "00000000"]
-    return names[0] if names else pytest.skip("this machine has no default route")
-
-
-def test_gloo_leaves_the_loopback_where_nodes_must_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "chosen0")
-    nodes = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
-    env = detect(nodes | {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"})
-    helper._choose_gloo_interface(env)
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "chosen0", "the user's choice is overruled"
-
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    helper._choose_gloo_interface(detect({}))
-    assert "GLOO_SOCKET_IFNAME" not in os.environ, "one machine needs none"
-
-    expected = default_interface()
-    if not socket.gethostbyname(socket.gethostname()).startswith("127."):
-        pytest.skip("this host's name has an address that others can reach")
-    helper._choose_gloo_interface(env)
-    assert os.environ["GLOO_SOCKET_IFNAME"] == expected
+# --- the end ---------------------------------------------------------------------------
 
 
 def test_finish_flushes_and_gives_its_code(tmp_path: Path) -> None:

@@ -1,0 +1,68 @@
+"""The network settings of gloo and NCCL, for ranks on several nodes (no torch).
+
+Of all a machine's interfaces the one that leads to the master is right more often than gloo's
+choice (what the host's own name means, on many machines 127.0.1.1) or NCCL's (by name). What the
+user has set is never overridden.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+PROFILES = {  # of NCCL_PROFILE; docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
+    "": {},
+    "infiniband": {"NCCL_NET": "IB"},  # an error where there is none, not a slow run over TCP
+    "ethernet": {"NCCL_IB_DISABLE": "1"},  # which would be tried first
+    "none": {},
+}
+_SIOCGIFADDR = 0x8915  # netdevice(7)
+
+
+def choose_variables(master_addr: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return what to add to the environment of ranks on several nodes; NCCL_PROFILE=none: nothing.
+
+    Raises:
+        ValueError: there is no such NCCL_PROFILE.
+    """
+    profile = environ.get("NCCL_PROFILE", "")
+    if profile not in PROFILES:
+        known = ", ".join(name for name in PROFILES if name)
+        raise ValueError(f"NCCL_PROFILE is {profile!r}; it can be {known}")
+    chosen = dict(PROFILES[profile])
+    name = None if profile == "none" else interface_to(master_addr)
+    if name not in (None, "lo"):
+        chosen |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+    return {variable: value for variable, value in chosen.items() if variable not in environ}
+
+
+def interface_to(address: str) -> str | None:
+    """Return the name of the interface that leads to an address; None where none does."""
+    with contextlib.suppress(OSError):
+        family, *_, where = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)  # sends nothing, only picks the route
+            return _interface_of(probe.getsockname()[0])
+    return None
+
+
+def _interface_of(address: str) -> str | None:
+    if ":" in address:
+        packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            if line.startswith(packed):
+                return line.split()[-1]
+        return None
+    with socket.socket(type=socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an IPv4 address
+                request = struct.pack("256s", name.encode())
+                reply = fcntl.ioctl(any_socket, _SIOCGIFADDR, request)
+                if socket.inet_ntoa(reply[20:24]) == address:
+                    return name
+    return None
