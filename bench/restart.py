@@ -9,15 +9,16 @@ a checkpoint. All launchers run in turn, RUNS times (default 7), in one go: medi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from subprocess import DEVNULL
+from subprocess import DEVNULL, Popen
 from typing import NamedTuple
 
 from table import describe_machine, render, write_section
@@ -25,12 +26,12 @@ from torch.distributed.run import get_args_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = str(ROOT / "bench/restart_step.py")
-PROCESSES = (2, 4)
+SHAPES = ((1, 2), (1, 4), (2, 2))  # nodes, processes on each
 AGENT = [sys.executable, str(ROOT / "scripts/lib/agent.py")]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 # Left to itself, torchrun has its ranks meet again where they met before. They find the addresses
 # of those that are dead, and most restarts fail; with a store for each attempt all should work.
-OWN_STORE = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *TORCHRUN, "--standalone"]
+OWN_STORE = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *TORCHRUN]
 REFERENCE = "torchrun, a store for each attempt"
 LAUNCHERS = {
     "ours": AGENT,
@@ -54,33 +55,41 @@ class Step(NamedTuple):
 def main() -> None:
     runs = int(sys.argv[1]) if len(sys.argv) > 1 else 7
     rows = []
-    for nproc in PROCESSES:
+    for nodes, nproc in SHAPES:
         times: dict[str, list[float | None]] = {name: [] for name in LAUNCHERS}
         for number in range(runs + 1):
             for name, launcher in LAUNCHERS.items():
-                seconds = time_restart(launcher, nproc)
+                seconds = time_restart(launcher, nodes, nproc)
                 if number > 0:  # the first round only warms the caches
                     times[name].append(seconds)
-        rows += [summarise(nproc, name, times) for name in LAUNCHERS]
-    head = ["processes", "launcher", "worked", "median s", "min-max s", "x torchrun that works"]
+        shape = f"{nodes} x {nproc}"
+        rows += [summarise(shape, name, times) for name in LAUNCHERS]
+    head = [
+        "nodes x processes",
+        "launcher",
+        "worked",
+        "median s",
+        "min-max s",
+        "x torchrun that works",
+    ]
     text = (
         f"{describe_machine('make bench-restart')}, medians of {runs}\n\n{render(head, rows)}\n\n"
         f"Ours: at most {TARGET} x {REFERENCE} (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-        " torchrun --standalone`). By default torchrun looks at its ranks every"
+        " torchrun`). By default torchrun looks at its ranks every"
         f" {default_interval()} s (`--monitor-interval`). A restart has not worked when the run"
         f" ended, or no step was done in {LIMIT_S:.0f} s; the medians are of those that worked."
     )
     write_section("restart", text)
 
 
-def summarise(nproc: int, name: str, times: dict[str, list[float | None]]) -> list[str]:
+def summarise(shape: str, name: str, times: dict[str, list[float | None]]) -> list[str]:
     worked = {each: [s for s in seconds if s is not None] for each, seconds in times.items()}
     share = f"{len(worked[name])} of {len(times[name])}"
     if not worked[name] or not worked[REFERENCE]:
-        return [str(nproc), name, share, "-", "-", "-"]
+        return [shape, name, share, "-", "-", "-"]
     middle = statistics.median(worked[name])
     return [
-        str(nproc),
+        shape,
         name,
         share,
         f"{middle:.2f}",
@@ -89,36 +98,54 @@ def summarise(nproc: int, name: str, times: dict[str, list[float | None]]) -> li
     ]
 
 
-def time_restart(launcher: list[str], nproc: int) -> float | None:
+def time_restart(launcher: list[str], nodes: int, nproc: int) -> float | None:
     """Seconds from the kill to the last rank's next step; None: it did not come to that."""
-    command = [*launcher, f"--nproc-per-node={nproc}", "--max-restarts=1", PROGRAM]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         file = Path(folder, "steps")
         file.touch()
         environment = {**os.environ, "STEPS_FILE": str(file), "OMP_NUM_THREADS": "1"}
-        with subprocess.Popen(command, env=environment, stdout=DEVNULL, stderr=DEVNULL) as launched:
-            before = wait_for_steps(launched, file, 0, nproc, STEADY)
-            if before is None:
-                raise RuntimeError(f"no steady run of {' '.join(command)}")
-            killed = time.time()
-            os.kill(before[VICTIM][0].pid, signal.SIGKILL)
-            after = wait_for_steps(launched, file, 1, nproc, 1)
-            if after is None:
-                launched.terminate()
+        launched = []
+        for where in places(launcher, nodes):
+            command = [*launcher, *where, f"--nproc-per-node={nproc}", "--max-restarts=1", PROGRAM]
+            process = Popen(command, env=environment, stdout=DEVNULL, stderr=DEVNULL)
+            launched.append(stack.enter_context(process))
+        before = wait_for_steps(launched, file, 0, nodes * nproc, STEADY)
+        if before is None:
+            raise RuntimeError(f"no steady run of {' '.join(launcher)}")
+        killed = time.time()
+        os.kill(before[VICTIM][0].pid, signal.SIGKILL)
+        after = wait_for_steps(launched, file, 1, nodes * nproc, 1)
+        if after is None:
+            for process in launched:
+                process.terminate()
     return max(steps[0].time for steps in after.values()) - killed if after else None
 
 
+def places(launcher: list[str], nodes: int) -> list[list[str]]:
+    """The options that tell each node's launcher where it stands."""
+    if nodes == 1:
+        return [[] if launcher in (AGENT, TORCHRUN) else ["--standalone"]]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    if launcher == AGENT:
+        meet = ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    else:  # which counts on its ranks to meet anew: a static rendezvous cannot
+        meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+        meet.append("--local-addr=127.0.0.1")
+    return [[f"--nnodes={nodes}", f"--node-rank={node}", *meet] for node in range(nodes)]
+
+
 def wait_for_steps(
-    launched: subprocess.Popen[bytes], file: Path, attempt: int, nproc: int, count: int
+    launched: list[Popen[bytes]], file: Path, attempt: int, ranks: int, count: int
 ) -> dict[int, list[Step]] | None:
     """Wait until each rank has done that many steps of an attempt; returns them by rank.
 
-    Returns None where the launcher ended before, or has hung.
+    Returns None where the launchers ended before, or one has hung.
     """
     end = time.time() + LIMIT_S
     while time.time() < end:
-        has_ended = launched.poll() is not None
-        done: dict[int, list[Step]] = {rank: [] for rank in range(nproc)}
+        has_ended = all(process.poll() is not None for process in launched)
+        done: dict[int, list[Step]] = {rank: [] for rank in range(ranks)}
         for line in file.read_text().split("\n")[:-1]:
             rank, of_attempt, pid, at = line.split()
             if int(of_attempt) == attempt:

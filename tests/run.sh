@@ -10,19 +10,55 @@ PYTHON=${PYTHON:-${VENV:-.venv}/bin/python}
 [[ $PYTHON == /* ]] || PYTHON=$PWD/$PYTHON
 export PYTHON PATH="${PYTHON%/*}:$PWD/.tools/node_modules/.bin:$PATH"
 OUTPUT=$(mktemp)
-trap 'rm -f -- "$OUTPUT"' EXIT
+BESIDE= # the process group of the tests on the cluster
+trap clean_up EXIT
 PASSED=0 FAILED=0
 SKIPPED=() # one line each, with the reason
 
 main() {
-  [[ $1 != all && $1 != cluster ]] || provide_cluster
-  [[ $1 == cluster ]] || lint
-  if [[ $1 == all || $1 == fast ]]; then
-    test_python "$1"
-    test_scripts "$1" tests/scripts
-  fi
-  [[ $1 != all && $1 != cluster ]] || test_cluster
+  case $1 in
+    all)
+      begin_cluster
+      test_fast all
+      end_cluster
+      ;;
+    fast) test_fast fast ;;
+    lint) lint ;;
+    cluster) test_cluster ;;
+  esac
   summarise
+}
+
+test_fast() { # <all|fast>
+  lint
+  test_python "$1"
+  test_scripts "$1" tests/scripts
+}
+
+# The tests on the cluster, which mostly wait, run beside the others, which mostly compute. With
+# job control, for else they would ignore Ctrl-C, which they are to try.
+begin_cluster() {
+  set -m
+  "$0" cluster >"$OUTPUT.cluster" 2>&1 &
+  BESIDE=$!
+  set +m
+}
+
+end_cluster() {
+  local line
+  wait "$BESIDE" || true # it has counted what failed
+  BESIDE=
+  cat -- "$OUTPUT.cluster"
+  while IFS= read -r line; do
+    SKIPPED+=("${line#skipped  }")
+  done < <(grep '^skipped  ' "$OUTPUT.cluster")
+  tail -n 1 -- "$OUTPUT.cluster" >"$OUTPUT"
+  if grep -qE '^[0-9]+ passed, ' "$OUTPUT"; then add "$(number passed)" "$(number failed)"; else add 0 1; fi
+}
+
+clean_up() {
+  [[ -z $BESIDE ]] || kill -INT -- "-$BESIDE" || true
+  rm -f -- "$OUTPUT" "$OUTPUT.cluster"
 }
 
 lint() {
@@ -64,6 +100,7 @@ provide_cluster() {
 # On several hosts under a real SLURM, where that may be.
 test_cluster() {
   local why
+  provide_cluster
   if why=$(tests/cluster/cluster.sh check 2>&1); then
     test_scripts all tests/cluster
   else
