@@ -38,15 +38,18 @@ test_fast() { # <all|fast>
 # The tests on the cluster, which mostly wait, run beside the others, which mostly compute. With
 # job control, for else they would ignore Ctrl-C, which they are to try.
 begin_cluster() {
+  provide_cluster # now, for only one apt-get can run at a time
+  provide bats bats npm bats@1.11.0 || return 0
   set -m
-  "$0" cluster >"$OUTPUT.cluster" 2>&1 &
+  tests/run.sh cluster >"$OUTPUT.cluster" 2>&1 &
   BESIDE=$!
   set +m
 }
 
 end_cluster() {
   local line
-  wait "$BESIDE" || true # it has counted what failed
+  [[ -n $BESIDE ]] || return 0
+  wait "$BESIDE" || true # its last line counts what failed
   BESIDE=
   cat -- "$OUTPUT.cluster"
   while IFS= read -r line; do
