@@ -67,6 +67,12 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         )
     if not 0 <= port < 65536:
         raise ValueError(f"--master-port {port}: not a port; give 1 to 65535")
+    beyond_static = _beyond_static(args, low, high)
+    if is_placed and beyond_static:
+        raise ValueError(
+            f"{beyond_static}: not in a SLURM step; leave it out, or give --nnodes,"
+            " --node-rank and --master-addr too"
+        )
     settings = _parse_rendezvous_config(args.rdzv_conf)
     filtered = args.local_ranks_filter.split(",") if args.local_ranks_filter else None
     return Arguments(
@@ -86,7 +92,7 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         shares_terminal=is_placed or "LEASH" in os.environ,
         join_timeout_s=float(settings.get("join_timeout", "300")),
         grace_s=float(os.environ.get("GRACE", vars(args).get("shutdown_timeout") or 30)),
-    ), _beyond_static(args, low, high)
+    ), beyond_static
 
 
 def _place_in_step(args: argparse.Namespace) -> bool:

@@ -208,6 +208,7 @@ def plain(v: _Variables) -> Environment:
     return Environment("plain", 0, 0, 1, 1, 0, 1, "127.0.0.1", port_from_id(_run_id(v)))
 
 
+RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # an agent's, a job's
 # The first variable found decides: an agent under srun or mpirun sets RANK, and mpirun uses srun.
 LAUNCHERS = {
     "RANK": (torchrun, "start the ranks with torchrun, or set every variable that it sets"),
@@ -231,7 +232,7 @@ def detect(
         read(replace(v, cure=cure)),
         run_id=_run_id(v),
         log_dir=Path(v.get("LOG_DIR") or "logs"),
-        restart_count=int(v.get("TORCHELASTIC_RESTART_COUNT") or 0),
+        restart_count=sum(int(v.get(name) or 0) for name in RESTART_COUNTS),
         agent_store=v.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         heartbeat_file=v.get("HEARTBEAT_FILE") or None,
         backend=v.get("BACKEND") or None,

@@ -16,7 +16,7 @@ refuse() { # <fault of TROUBLESHOOTING.md> <"cause; cure">
 }
 
 print_usage() {
-  sed '1d; /^#/!Q; s/^# \{0,1\}//' "$0"
+  sed '1d; /^#/!Q; /^#[A-Z]/d; s/^# \{0,1\}//' "$0"
   echo
   cat "$ROOT/scripts/lib/help.txt"
 }

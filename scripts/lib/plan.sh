@@ -111,7 +111,7 @@ read_facts() { # <text>
 print_plan() {
   local master=${plan[master]}:${plan[port]} logs=${LOG_DIR:-logs} run=${plan[run_id]} config=
   local each=${plan[nproc]}
-  local hosts="${NODES[0]:-$HOST} (master, $master)" backend=${BACKEND:-${plan[backend]:-auto}} checks verdict=ok
+  local hosts="${NODES[0]:-${plan[hosts]:-$HOST}} (master, $master)" backend=${BACKEND:-${plan[backend]:-auto}} checks verdict=ok
   [[ ${plan[config]:--} == - ]] || printf -v config '    %q' "${plan[config]}"
   if ((${#NODES[@]} > 1)); then
     hosts+=$(printf '  %s' "${NODES[@]:1}")
@@ -131,7 +131,9 @@ print_plan() {
   print_row ranks "$(count_ranks) = $(count "${plan[nnodes]}" node) x $each, ${backend/auto/gloo}"
   [[ -z ${plan[forwarded]:-} ]] || print_row variables "${plan[forwarded]//$'\n'/ } go with it"
   print_row preflight "$checks"
-  print_row logs "$logs/${run:-<run id>}/   (tail -f $logs/node_*.log)"
+  logs+=/${run:-<run id>}/
+  [[ -n ${plan[engine]:-} ]] || logs+="   (tail -f ${LOG_DIR:-logs}/node_*.log)"
+  print_row logs "$logs"
 }
 
 # All of them; they may differ from node to node.

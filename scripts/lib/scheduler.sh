@@ -38,7 +38,7 @@ plan_from_step() {
 plan_from_job() { # <the script's own path>
   local tasks=1
   [[ -z ${SLURM_NTASKS:-} ]] || tasks=$SLURM_TASKS_PER_NODE # else it only counts the processors
-  [[ -n ${SLURM_JOB_ID:-} ]] || die 2 "this is no SLURM job; use sbatch $0, or salloc first"
+  [[ -n ${SLURM_JOB_ID:-} && -n ${SLURM_JOB_NUM_NODES:-} ]] || die 2 "this is no SLURM job; use sbatch $0, or salloc first"
   ! in_slurm_step || die 2 "srun started $PROGRAM, which starts srun itself; leave srun out"
   [[ -z ${SLURM_HET_SIZE:-} ]] ||
     die 2 "a heterogeneous job has nodes that differ, and this starts the same on each; leave out the : and what follows, or start train.py with srun --het-group [wrong-world]"
@@ -47,21 +47,25 @@ plan_from_job() { # <the script's own path>
   tasks=${BASH_REMATCH[1]}
   require_word LAUNCHER agent srun
   [[ ${LAUNCHER:-agent} == agent ]] || plan[engine]=$LAUNCHER
+  [[ -z ${plan[engine]:-} || -z ${TRAIN_SCRIPT:-} ]] ||
+    echo "$PROGRAM: warning: LAUNCHER=srun sets no RANK: $TRAIN_SCRIPT must call init_distributed(), or read SLURM's variables" >&2
   plan[nnodes]=$SLURM_JOB_NUM_NODES
   plan[master]=$(run_ours distributed.hostlist first "$SLURM_JOB_NODELIST")
   plan[hosts]=$SLURM_JOB_NODELIST
   # What the user typed was not the copy that runs.
   local script=$1
   [[ $1 -ef $ROOT/$1 ]] || script=$ROOT/$1
-  [[ ${0##*/} != slurm_script ]] || LAUNCH_LINE=(sbatch "$script" "${LAUNCH_LINE[@]:1}")
-  local asked=${plan[nproc]-${NPROC_PER_NODE:-}}
+  local asked=${plan[nproc]-${NPROC_PER_NODE:-}} size=(--nodes="$SLURM_JOB_NUM_NODES")
   if ((tasks > 1)); then
     [[ ${asked:-$tasks} == "$tasks" ]] ||
       die 2 "$asked processes per node, but the job has SLURM_TASKS_PER_NODE=$SLURM_TASKS_PER_NODE; leave the number out [wrong-world]"
     plan[nproc]=$tasks
+    size+=(--ntasks-per-node="$tasks")
   else
     plan[nproc]=${asked:-${SLURM_GPUS_ON_NODE:-auto}}
   fi
+  [[ -z ${SLURM_GPUS_ON_NODE:-} ]] || size+=(--gpus-per-node="$SLURM_GPUS_ON_NODE")
+  [[ ${0##*/} != slurm_script ]] || LAUNCH_LINE=(sbatch "${size[@]}" "$script" "${LAUNCH_LINE[@]:1}")
 }
 
 agree() { # <plan entry> <name of the argument> <variable of the step>

@@ -2,11 +2,14 @@
 # Fan-out through srun, from a job's batch script or from salloc's shell: one agent on each node,
 # which takes its node rank from the step; with LAUNCHER=srun one task for each rank instead.
 
-STEP=   # srun's process
-NOTICE= # came ahead of the time limit, or of pre-emption
+STEP=    # srun's process
+STOPPED= # the last signal that stopped it
+NOTICE=  # came ahead of the time limit, or of pre-emption
 
+# A notice that comes while nodes are checked must not end the script: it is heeded at the start.
 fanout_check() {
   local facts
+  [[ -n $DRY_RUN ]] || trap 'NOTICE=USR1' USR1
   preflight_command
   agent_step --kill-on-bad-exit=0
   facts=$("${COMMAND[@]}") || exit
@@ -21,24 +24,34 @@ fanout_print() {
   echo "cd $(quote_line "$PWD") && $(quote_line "${COMMAND[@]}")"
 }
 
-# srun runs beside us, for bash holds traps back while a command is in the foreground.
+# srun runs beside us, for bash holds traps back while a command is in the foreground. It is kept
+# from the terminal's Ctrl-C, and from TERM: either makes it kill the step, with nothing saved.
 fanout_start() {
-  local code
+  local code signal
   step_command
-  trap 'NOTICE=USR1 && pass_on USR1' USR1
-  trap 'pass_on TERM' TERM INT HUP
-  "${COMMAND[@]}" &
+  [[ -z $NOTICE ]] || { requeue && exit 75; }
+  trap 'NOTICE=USR1 && kill -s USR1 "$STEP"' USR1
+  for signal in TERM HUP INT; do
+    # shellcheck disable=SC2064 # now
+    trap "stop_step $signal" "$signal"
+  done
+  setsid setpriv --pdeathsig TERM "${COMMAND[@]}" & # it ends with us, too
   STEP=$!
   until wait "$STEP" && code=0; do
     code=$?
     kill -0 "$STEP" 2>/dev/null || break # else a trap has ended the wait
   done
-  if ((code == 75)) && [[ -n $NOTICE ]]; then requeue; fi
+  # 138: the notice came before there was anything to save.
+  if [[ -n $NOTICE && ($code == 75 || ($code == 138 && -n ${plan[checkpoint_dir]:-})) ]]; then requeue; fi
   exit "$code"
 }
 
-pass_on() { # <signal, for every task of the step>
-  [[ -z $STEP ]] || kill -s "$1" "$STEP" 2>/dev/null || true
+# TERM to every task, which may save; a second Ctrl-C ends them at once.
+stop_step() { # <signal>
+  local step
+  step=$(squeue --noheader --steps --job="$SLURM_JOB_ID" --format="%i %j" | awk -v name="${plan[run_id]}" '$2 == name { print $1 }')
+  if [[ $STOPPED$1 == INTINT || -z $step ]]; then kill -s TERM "$STEP"; else scancel --signal=TERM "$step"; fi
+  STOPPED=$1
 }
 
 step_command() {
@@ -51,7 +64,7 @@ step_command() {
     COMMAND=( # the GPUs that the script asks for need not be those that sbatch was told
       env LAUNCH_COMMAND="$(launch_line)" RUN_ID="${plan[run_id]}"
       ${SLURM_GPUS_PER_NODE:+SLURM_GPUS_PER_NODE="${SLURM_GPUS_ON_NODE:-}"}
-      OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" srun --kill-on-bad-exit=1
+      OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" srun --kill-on-bad-exit=1 --job-name="${plan[run_id]}"
       ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} "$PYTHON" -u "${SCRIPT[@]}"
     )
   fi
@@ -62,6 +75,7 @@ step_command() {
 agent_step() { # <srun's options...>
   local words=(--nodes="${plan[nnodes]}" --ntasks="${plan[nnodes]}" --ntasks-per-node=1)
   words+=(--cpus-per-task="${SLURM_JOB_CPUS_PER_NODE%%[!0-9]*}")
+  words+=(--job-name="${plan[run_id]}") # the step's, by which it alone is stopped
   [[ -z ${SLURM_GPUS_ON_NODE:-} ]] || words+=(--gpus-per-node="$SLURM_GPUS_ON_NODE")
   COMMAND=(env --unset=SLURM_GPUS_PER_TASK srun "${words[@]}" "$@" "${COMMAND[@]}")
 }
@@ -71,6 +85,7 @@ agent_step() { # <srun's options...>
 requeue() {
   local folder=${LOG_DIR:-logs}/${plan[run_id]} newest=
   if [[ -n ${plan[checkpoint_dir]:-} ]]; then
+    mkdir -p -- "$folder"
     newest=$(readlink "${plan[checkpoint_dir]}/${plan[run_id]}/latest" || echo none)
     echo "$newest" >>"$folder/requeues"
     if (($(tail -n 4 "$folder/requeues" | grep -cxF "$newest") == 4)); then

@@ -35,6 +35,7 @@ fi
 source "$LIB/launch.sh" srun
 
 main() {
+  PROGRAM=slurm_train.sh # whatever SLURM calls its copy
   parse_arguments config "$@"
   default_config
   choose_python
