@@ -58,7 +58,7 @@ refuse_scheduled() { # <option>
     die 2 "$1 is for runs that no scheduler holds; use sbatch, squeue and scancel (PBS: qsub, qstat and qdel)"
 }
 
-# Those of this machine, the newest last.
+# Those of this machine; the one that started or ended last comes last.
 detached_runs() {
   find "${LOG_DIR:-logs}" -mindepth 2 -maxdepth 2 -name "launcher_$HOST" -printf '%T@ %h\n' 2>/dev/null | sort -n | sed 's|.*/||'
 }
@@ -89,15 +89,21 @@ find_run() { # <run id>
 }
 
 print_status() { # [<run id>...]
-  local run runs=("$@") folder
+  local run runs=("$@")
   refuse_scheduled --status
   (($#)) || mapfile -t runs < <(detached_runs)
   for run in "${runs[@]}"; do
     find_run "$run"
-    folder=${LOG_DIR:-logs}/$run
-    printf '%s  %-15s  since %s  %s\n' "$run" "$STATE" "$SINCE" \
-      "$(tail -qn 1 -- "$folder"/node_*.log "$folder/launcher_$HOST.log" 2>/dev/null | head -n 1)"
+    printf '%s  %-15s  since %s  %s\n' "$run" "$STATE" "$SINCE" "$(how_far "${LOG_DIR:-logs}/$run")"
   done
+}
+
+# What node 0 said last before its closing lines; where its log is not on this disk, the launcher.
+how_far() { # <run folder>
+  {
+    tail -n 1 -- "$1/launcher_$HOST.log"
+    tail -n 9 -- "$1/node_0.log" | grep -vE '^\[0\] (checkpoint|logs|resume) '
+  } 2>/dev/null | tail -n 1
 }
 
 # The ranks may save first.

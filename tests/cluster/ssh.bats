@@ -203,16 +203,18 @@ PY
   # shellcheck disable=SC2016 # the marks of a block of code
   mapfile -t commands < <(sed -n '/^### Without the terminal$/,/^## /p' "$ROOT/LAUNCH_GUIDE.md" |
     sed -n '/^```bash$/,/^```$/{/^```/!{s/ *#.*//;p}}')
-  ((${#commands[@]} == 3))
+  ((${#commands[@]} == 4))
   make_hang_up
   NO_COLOR=1 run timeout 60 "$CLUSTER" run login "$PYTHON" hang_up.py "${commands[0]/ 8 / 2 } ${LONG[*]}" </dev/null
   [[ $output == *"2 nodes x 2, gloo"*"stop       $LAUNCH --stop mine"$'\n'"the end of 0"* ]]
   eventually 40 grep -q '^\[0\] step 1/' logs/mine/launcher_login.log
-  run on login bash -c "${commands[1]}"
-  [[ $status == 0 && $output == "mine  running "*" [0] step "* ]]
-  run on node1 bash -c "${commands[2]}"
-  [[ $status == 3 && $output == *"another machine, see 'logs/mine/launcher_login.log'"* ]]
+  run -124 on login timeout 1 bash -c "${commands[1]}"
+  [[ $output == *"[0] step "* ]]
   run on login bash -c "${commands[2]}"
+  [[ $status == 0 && $output == "mine  running "*" [0] step "* ]]
+  run on node1 bash -c "${commands[3]}"
+  [[ $status == 3 && $output == *"another machine, see 'logs/mine/launcher_login.log'"* ]]
+  run on login bash -c "${commands[3]}"
   [[ $status == 0 && $output == *$'\n'"mine  ended, code 75 "* ]]
   is_gone mine
   [[ -d checkpoints/mine/latest/. ]]

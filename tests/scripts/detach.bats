@@ -60,7 +60,7 @@ the end of 0"* ]]
   run launch --dry-run --stop mine
   [[ $status == 0 && $output == "kill -TERM "* ]]
   run launch --stop mine
-  [[ $status == 0 && ${lines[0]} == *"waiting for its end, 55 s at most" && ${lines[1]} == "mine  ended, code 75  "* ]]
+  [[ $status == 0 && ${lines[0]} == *"waiting for its end, 55 s at most" && ${lines[1]} == "mine  ended, code 75  "*"[0] waiting a  b" ]]
   eventually 3 is_gone "rdzv-id mine "
   grep -q "^resume   RUN_ID=mine TRAIN_SCRIPT=own.py $ROOT/.* --detach - 1 -- a\\\\ \\\\ b" "logs/mine/launcher_$HOST.log"
   run launch --stop mine
@@ -70,7 +70,7 @@ the end of 0"* ]]
 # bats test_tags=slow
 @test "a failure and a kill show in --status" {
   make_waiting
-  GRACE=1 RUN_ID=fails launch --detach - 1
+  RUN_ID=fails launch --detach - 1
   RUN_ID=killed launch --detach - 1
   eventually 30 grep -q waiting logs/fails/node_0.log
   touch fail-fails
