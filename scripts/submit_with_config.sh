@@ -17,7 +17,7 @@
 set -euo pipefail
 LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
 # shellcheck source=scripts/lib/launch.sh
-source "$LIB/launch.sh" local
+source "$LIB/launch.sh" srun
 
 OWN=(config num_gpus_train num_gpus prepare nodelist partition time account qos mem dependency)
 COMMON=() # sbatch's options for every job
@@ -64,7 +64,7 @@ take_own_settings() {
 
 suggest() { # <word> <known word...>
   local near
-  near=$("$PYTHON" -c 'import difflib, sys; print(*difflib.get_close_matches(sys.argv[1], sys.argv[2:], 1))' "$@")
+  near=$(nearest "$@")
   echo "${near:+did you mean $near? }known here: ${*:2}, and the config's own"
 }
 

@@ -10,6 +10,7 @@ REST=()               # what follows `--`
 LAUNCH_LINE=()        # all of it, as it was typed
 DRY_RUN=
 STRICT=
+DETACH=
 
 # Fills plan[NAME] for each positional argument, in the order of the names given.
 parse_arguments() { # <"plan entry ..."> <argument...>
@@ -23,7 +24,10 @@ parse_arguments() { # <"plan entry ..."> <argument...>
       -h | --help) print_usage && exit ;;
       --dry-run) DRY_RUN=1 ;;
       --strict) STRICT=1 ;;
-      --) REST=("${@:2}") && return ;;
+      --detach) DETACH=1 ;;
+      --status) print_status "${@:2}" && exit ;;
+      --stop) stop_run "${@:2}" && exit ;;
+      --) REST=("${@:2}") && break ;;
       -?*)
         [[ -n ${OPTIONS[$1]:-} ]] ||
           die 2 "unknown option ${1@Q}; see $PROGRAM --help, and put the training script's own after --"
@@ -49,4 +53,5 @@ parse_arguments() { # <"plan entry ..."> <argument...>
     esac
     shift
   done
+  if [[ -n $DETACH && -z $DRY_RUN && -z ${LAUNCHER_RECORD:-} ]]; then detach && exit; fi
 }

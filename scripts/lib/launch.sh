@@ -2,6 +2,8 @@
 # The way of every launcher: plan, preflight, start. An entry script sources this with the name of
 # its fan-out (local, ...), parses its arguments and calls launch.
 
+FANOUT=$1
+
 # shellcheck source=scripts/lib/common.sh
 source "$LIB/common.sh"
 # shellcheck source=scripts/lib/arguments.sh
@@ -12,8 +14,10 @@ source "$LIB/scheduler.sh"
 source "$LIB/python.sh"
 # shellcheck source=scripts/lib/plan.sh
 source "$LIB/plan.sh"
+# shellcheck source=scripts/lib/detach.sh
+source "$LIB/detach.sh"
 # shellcheck source=scripts/lib/local.sh
-source "$LIB/$1.sh"
+source "$LIB/$FANOUT.sh"
 
 launch() {
   plan_settings
@@ -30,7 +34,12 @@ launch_planned() {
 }
 
 start_or_print() {
-  if [[ -n $DRY_RUN ]]; then fanout_print; else fanout_start; fi
+  if [[ -n $DRY_RUN ]]; then
+    fanout_print
+  else
+    [[ -z ${LAUNCHER_RECORD:-} ]] || note_start
+    fanout_start
+  fi
 }
 
 # Sets COMMAND: the preflight of one node, wherever it is started.

@@ -66,7 +66,7 @@ plan_run_id() {
     plan[run_id]=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
   elif [[ -n ${SLURM_JOB_ID:-${PBS_JOBID:-}} ]]; then
     plan[run_id]=${SLURM_JOB_ID:-$PBS_JOBID}
-  elif ((plan[node_rank] == 0)); then
+  elif [[ ${plan[node_rank]-0} == 0 ]]; then
     printf -v "plan[run_id]" '%(%Y%m%d-%H%M%S)T-%04x' -1 $(($$ % 65536))
   fi
 }

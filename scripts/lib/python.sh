@@ -67,3 +67,7 @@ load_modules() {
 run_ours() { # <module> <argument...>
   (cd -- "$ROOT" && exec "$PYTHON" -m "$@")
 }
+
+nearest() { # <word> <known word...>
+  "$PYTHON" -c 'import difflib, sys; print(*difflib.get_close_matches(sys.argv[1], sys.argv[2:], 1))' "$@"
+}

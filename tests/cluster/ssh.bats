@@ -198,6 +198,54 @@ PY
   ((CODE == 143))
 }
 
+@test "a detached run outlives its terminal and is stopped from here, by the guide's commands" {
+  local commands
+  # shellcheck disable=SC2016 # the marks of a block of code
+  mapfile -t commands < <(sed -n '/^### Without the terminal$/,/^## /p' "$ROOT/LAUNCH_GUIDE.md" |
+    sed -n '/^```bash$/,/^```$/{/^```/!{s/ *#.*//;p}}')
+  ((${#commands[@]} == 4))
+  make_hang_up
+  NO_COLOR=1 run timeout 60 "$CLUSTER" run login "$PYTHON" hang_up.py "${commands[0]/ 8 / 2 } ${LONG[*]}" </dev/null
+  [[ $output == *"2 nodes x 2, gloo"*"stop       $LAUNCH --stop mine"$'\n'"the end of 0"* ]]
+  eventually 40 grep -q '^\[0\] step 1/' logs/mine/launcher_login.log
+  run -124 on login timeout 1 bash -c "${commands[1]}"
+  [[ $output == *"[0] step "* ]]
+  run on login bash -c "${commands[2]}"
+  [[ $status == 0 && $output == "mine  running "*" [0] step "* ]]
+  run on node1 bash -c "${commands[3]}"
+  [[ $status == 3 && $output == *"another machine, see 'logs/mine/launcher_login.log'"* ]]
+  run on login bash -c "${commands[3]}"
+  [[ $status == 0 && $output == *$'\n'"mine  ended, code 75 "* ]]
+  is_gone mine
+  [[ -d checkpoints/mine/latest/. ]]
+  grep -q '^resume   RUN_ID=mine .*--detach' logs/mine/launcher_login.log
+
+  make_idle
+  export TRAIN_SCRIPT=idle.py LAUNCH=scripts/ssh/launch_pdsh_multinode.sh
+  local end
+  for end in fails killed; do
+    RUN_ID=$end launch --detach - 1 node1 node2 -- busy "$end"
+    eventually 40 grep -q '^\[0\] met' "logs/$end/launcher_login.log"
+  done
+  on node2 kill -KILL "$(find_victim fails rank)"
+  on login kill -KILL "$(cut -d ' ' -f 1 logs/killed/launcher_login)"
+  eventually 3 is_gone fails
+  eventually 3 is_gone killed
+  eventually 10 detached_as fails "ended, code 137"
+  eventually 3 detached_as killed "ended, code 137"
+  grep -q '^FAILED   rank 1 (local rank 0, node2)' logs/fails/launcher_login.log
+  eventually 3 is_empty tmp
+  run ! on login pgrep -f "launcher_login|exec bash -s"
+}
+
+detached_as() { # <run id> <state>
+  [[ $(on login "$LAUNCH" --status "$1") == "$1  $2 "* ]]
+}
+
+is_empty() { # <folder>
+  [[ -z $(ls -A -- "$1") ]]
+}
+
 @test "arguments arrive byte for byte, variables too, and no secret shows in ps" {
   make_dump
   cat >>dump.py <<'PY'

@@ -88,6 +88,22 @@ fake_gpus() { # <number>
 for ((i = 0; i < $1; i++)); do echo \"\$i, GPU-\$i, 0\"; done"
 }
 
+# Makes hang_up.py, which runs a line of bash in a terminal and then hangs up.
+make_hang_up() {
+  cat >hang_up.py <<'PY'
+import os, pty, sys
+pid, terminal = pty.fork()
+if pid == 0:
+    os.execvp("bash", ["bash", "-c", sys.argv[1] + "\necho the end of $?; exec sleep 600"])
+shown = b""
+while b"the end of " not in shown:
+    shown += os.read(terminal, 4096)
+os.close(terminal)
+os.waitpid(pid, 0)
+print(shown.decode().replace("\r", ""))
+PY
+}
+
 # A PATH with what the launchers themselves need, and nothing else.
 bare_path() {
   local tool

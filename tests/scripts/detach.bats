@@ -1,0 +1,159 @@
+#!/usr/bin/env bats
+# --detach, --status and --stop, on one machine.
+# shellcheck disable=SC2030,SC2031 # each test is a subshell, on purpose
+bats_require_minimum_version 1.5.0
+load ../cluster/helper # eventually
+load helper
+
+launch() {
+  "$ROOT/scripts/ssh/launch_singlenode.sh" "$@"
+}
+
+# A script that leaves with 75 when it is to stop, and with 7 when there is a file `fail-<run id>`.
+make_waiting() {
+  cat >own.py <<'PY'
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+print("waiting", *sys.argv[1:], flush=True)
+while not os.path.exists("fail-" + os.environ["RUN_ID"]):
+    time.sleep(0.1)
+sys.exit(7)
+PY
+  export TRAIN_SCRIPT=own.py
+}
+
+# The preflight does not get on before there is a file `go`.
+hold_preflight() {
+  fake_tool nvidia-smi "touch '$PWD/held'; until [[ -e '$PWD/go' ]]; do sleep 0.1; done"
+}
+
+# None may outlive its test.
+teardown() {
+  local record
+  for record in logs/*/"launcher_$HOST"; do
+    if [[ -s $record && ! -L ${record%/*} ]]; then launch --stop "$(basename -- "${record%/*}")" || true; fi
+  done
+}
+
+state_is() { # <run id> <state>
+  [[ $(launch --status "$1") == "$1  $2 "* ]]
+}
+
+is_gone() { # <text in a command line>
+  ! pgrep -f "$1"
+}
+
+# bats test_tags=slow
+@test "a detached run outlives its terminal, can be looked at, followed and stopped" {
+  make_waiting
+  make_hang_up
+  NO_COLOR=1 run "$PYTHON" hang_up.py "RUN_ID=mine '$ROOT'/scripts/ssh/launch_singlenode.sh --detach - 1 -- 'a  b'"
+  echo "$output"
+  [[ $output == *"run        mine"*"preflight  14 checks"*"detached   tail -f logs/mine/launcher_$HOST.log"* ]]
+  [[ $output == *"stop       $ROOT/scripts/ssh/launch_singlenode.sh --stop mine
+the end of 0"* ]]
+  eventually 30 grep -qx "waiting a  b" "logs/mine/launcher_$HOST.log"
+  run launch --status
+  [[ $status == 0 && $output == "mine  running          since 20"*"  [0] waiting a  b" ]]
+  RUN_ID=mine run launch - 1 --detach
+  [[ $status == 3 && $output == *"run mine is live: process "*"[run-is-live]" ]]
+  run launch --dry-run --stop mine
+  [[ $status == 0 && $output == "kill -TERM "* ]]
+  run launch --stop mine
+  [[ $status == 0 && ${lines[0]} == *"waiting for its end, 55 s at most" && ${lines[1]} == "mine  ended, code 75  "*"[0] waiting a  b" ]]
+  eventually 3 is_gone "rdzv-id mine "
+  grep -q "^resume   RUN_ID=mine TRAIN_SCRIPT=own.py $ROOT/.* --detach - 1 -- a\\\\ \\\\ b" "logs/mine/launcher_$HOST.log"
+  run launch --stop mine
+  [[ $status == 3 && $output == *"run mine is not running: ended, code 75; there is nothing to stop" ]]
+}
+
+# bats test_tags=slow
+@test "a failure and a kill show in --status" {
+  make_waiting
+  RUN_ID=fails launch --detach - 1
+  RUN_ID=killed launch --detach - 1
+  eventually 30 grep -q waiting logs/fails/node_0.log
+  touch fail-fails
+  eventually 10 state_is fails "ended, code 7"
+  eventually 30 grep -q waiting logs/killed/node_0.log
+  kill -KILL "$(cut -d ' ' -f 1 "logs/killed/launcher_$HOST")"
+  eventually 3 state_is killed "ended, code 137"
+  eventually 3 is_gone "rdzv-id killed "
+  sed -i '2d; s/ [0-9]* / 1 /' "logs/killed/launcher_$HOST" # as a machine that went down leaves it
+  run launch --status
+  [[ ${#lines[@]} == 2 && ${lines[0]} == "fails  ended, code 7 "* && ${lines[1]} == "killed  killed "* ]]
+}
+
+@test "what is refused is told on the terminal, and leaves nothing" {
+  local folders
+  run launch --detach
+  [[ $status == 2 && $output == "launch_singlenode.sh: no config; usage: "* ]]
+  run launch --detach plain.yaml 1 train.max_stepz=3
+  [[ $status == 2 && ${#lines[@]} == 1 && $output == *"train.max_stepz: unknown key"* ]]
+  fake_gpus 1
+  run launch --detach plain.yaml 2
+  [[ $status == 3 && ${#lines[@]} == 1 && $output == *"[too-few-gpus]" ]]
+  RUN_ID=../up run launch --detach plain.yaml 1
+  [[ $status == 2 && $output == *"RUN_ID is '../up'"* && ! -e up ]]
+  touch file
+  LOG_DIR=file/logs run launch --detach plain.yaml 1
+  [[ $status == 3 && ${#lines[@]} == 1 && $output == *"cannot write to 'file/logs/"*"[dir-unwritable]" ]]
+  run launch --detach --dry-run plain.yaml 1
+  [[ $status == 0 && $output == *"# node 0 "* ]]
+  folders=$(ls logs)
+  [[ -z $folders ]]
+}
+
+# bats test_tags=slow
+@test "who is gone before the start starts nothing" {
+  local signal launcher
+  make_waiting
+  hold_preflight
+  for signal in INT HUP; do
+    rm -f held go
+    RUN_ID=$signal env --default-signal=INT "$ROOT/scripts/ssh/launch_singlenode.sh" --detach - 1 -- "$signal" 3>&- &
+    launcher=$!
+    eventually 10 test -e held
+    kill -s "$signal" "$launcher"
+    wait "$launcher" || true
+    touch go
+    eventually 10 is_gone "launch_singlenode.sh --detach - 1 -- $signal"
+    [[ ! -e logs/$signal/node_0.log && ! -e logs/$signal/launcher_$HOST ]]
+  done
+}
+
+@test "--stop and --status know one run from another" {
+  mkdir -p logs/here logs/there
+  echo "$$ 1 30 2026-11-20T16:12:33" >"logs/here/launcher_$HOST" # another process by now
+  touch logs/there/launcher_elsewhere{,.log}
+  ln -s here logs/latest
+  run launch --status
+  [[ $status == 0 && $output == "here  killed           since 2026-11-20T16:12:33  " ]]
+  run launch --stop here
+  [[ $status == 3 && $output == *"run here is not running: killed; "* ]]
+  run launch --stop there
+  [[ $status == 3 && $output == *"run there was detached on another machine, see 'logs/there/launcher_elsewhere.log'"* ]]
+  run launch --stop heer
+  [[ $status == 2 && $output == *"no run 'heer' was detached on $HOST "*"did you mean here? "* ]]
+  run launch --status ''
+  [[ $status == 2 && $output == *"no run '' was "* ]]
+  run launch --stop
+  [[ $status == 2 && $output == *"--stop takes one run"* ]]
+  LOG_DIR=none run launch --status
+  [[ $status == 0 && -z $output ]]
+}
+
+@test "by hand node rank 0 alone can do without RUN_ID; a scheduler does it itself" {
+  local script=$ROOT/scripts/ssh/launch_torchrun_multinode.sh
+  run "$script" --detach plain.yaml 1 2 1 127.0.0.1
+  assert_refused 2 "give RUN_ID, the same on every node"
+  # shellcheck disable=SC2016 # nothing here is to expand
+  run "$script" --detach plain.yaml 1 2 'a[$(touch file)]' 127.0.0.1
+  [[ $status == 2 && ! -e file ]]
+  SLURM_JOB_ID=1 run launch --detach plain.yaml
+  assert_refused 2 "use sbatch, squeue and scancel (PBS: qsub, qstat and qdel)"
+  PBS_JOBID=1 run launch --stop 1
+  assert_refused 2 "qdel"
+  run "$ROOT/scripts/submit_with_config.sh" --status
+  assert_refused 2 squeue
+}
