@@ -14,9 +14,11 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from itertools import islice
 
 # Up to a comma or blank outside brackets; and the bracket without a partner that ends it, if any.
 _ITEM = re.compile(r"(?=[^,\s])((?:[^\[\],\s]|\[[^\[\]]*\])*)([\[\]]?)")
+_MOST_NAMES = 10**6
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
 
@@ -25,8 +27,14 @@ class HostlistError(ValueError):
 
 
 def expand(text: str) -> list[str]:
-    """Return every host name in order, duplicates included; raises HostlistError."""
-    return list(_names(text))
+    """Return every host name in order, duplicates included.
+
+    Raises HostlistError, also where they are more than a million: that is a slip of the keyboard.
+    """
+    names = list(islice(_names(text), _MOST_NAMES + 1))
+    if len(names) > _MOST_NAMES:
+        raise HostlistError(f"host list {text[:60]!r} has more than {_MOST_NAMES} names")
+    return names
 
 
 def first(text: str) -> str:

@@ -70,7 +70,7 @@ suggest() { # <word> <known word...>
 
 # How many nodes, and GPUs on each: as few nodes as can be, and all alike.
 plan_allocation() {
-  local gpus=${plan[num_gpus_train]} most nodes=1
+  local gpus=${plan[num_gpus_train]} most nodes=1 names
   most=$(most_gpus_of_a_node)
   ((most > 0)) || refuse too-few-gpus "sinfo shows no GPUs${plan[partition]:+ in partition ${plan[partition]}}; choose another partition"
   while ((gpus % nodes != 0 || gpus / nodes > most)); do ((nodes += 1)); done
@@ -78,7 +78,8 @@ plan_allocation() {
   plan[nproc]=$((gpus / nodes))
   plan[master]="the job's first node"
   if ((plan[nproc] == most)); then plan[exclusive]=1; fi
-  if ((nodes == 1)) && [[ -n ${plan[nodelist]:-} ]] && (($(run_ours distributed.hostlist expand "${plan[nodelist]}" | wc -w) > 1)); then
+  names=$(run_ours distributed.hostlist expand "${plan[nodelist]:-any}") || exit
+  if ((nodes == 1)) && [[ $names == *$'\n'* ]]; then
     echo "$PROGRAM: warning: $(count "$gpus" GPU) fit on one node; nodelist=${plan[nodelist]} is left aside" >&2
     plan[nodelist]=
   fi
@@ -97,21 +98,28 @@ most_gpus_of_a_node() {
 
 submit_all() {
   local after=${plan[dependency]:-} script=scripts/slurm/slurm_train.sh words=()
+  ((plan[nnodes] > 1)) || script=scripts/slurm/slurm_train_single_node.sh
+  [[ $script -ef $ROOT/$script ]] || script=$ROOT/$script
+  words=(--nodes="${plan[nnodes]}" --gpus-per-node="${plan[nproc]}")
+  [[ -z ${plan[nodelist]:-} ]] || words+=(--nodelist="${plan[nodelist]}")
+  [[ -z ${plan[exclusive]:-} ]] || words+=(--exclusive)
+  words+=("$script" "${plan[config]}" "${SETTINGS[@]}")
+  ((${#REST[@]} == 0)) || words+=(-- "${REST[@]}")
+  [[ -n $DRY_RUN ]] || refuse_unless_possible "${words[@]}"
   if [[ -n ${plan[prepare]:-} ]]; then
     submit --nodes=1 --gpus-per-node="${plan[num_gpus]}" --output=logs/slurm-%j.out \
       ${after:+--dependency="$after"} "${plan[prepare]}" "${plan[config]}"
     after=afterok:$JOB
   fi
-  ((plan[nnodes] > 1)) || script=scripts/slurm/slurm_train_single_node.sh
-  [[ $script -ef $ROOT/$script ]] || script=$ROOT/$script
-  words=(--nodes="${plan[nnodes]}" --gpus-per-node="${plan[nproc]}" ${after:+--dependency="$after"})
-  [[ -z ${plan[nodelist]:-} ]] || words+=(--nodelist="${plan[nodelist]}")
-  [[ -z ${plan[exclusive]:-} ]] || words+=(--exclusive)
-  [[ -z ${plan[wait]:-} ]] || words+=(--wait)
-  words+=("$script" "${plan[config]}" "${SETTINGS[@]}")
-  ((${#REST[@]} == 0)) || words+=(-- "${REST[@]}")
-  submit "${words[@]}"
-  [[ -z ${plan[wait]:-} || -n $DRY_RUN ]] || follow
+  submit ${after:+--dependency="$after" --kill-on-invalid-dep=yes} ${plan[wait]:+--wait} "${words[@]}"
+  [[ -z ${plan[wait]:-} || -n $DRY_RUN ]] || follow "${after#afterok:}"
+}
+
+# Before anything is queued, for SLURM keeps a job that can never start.
+refuse_unless_possible() { # <sbatch's options, script and arguments...>
+  local said
+  said=$(sbatch --test-only "${COMMON[@]}" "$@" 2>&1) ||
+    die 3 "$(count "${plan[nnodes]}" node) x ${plan[nproc]} GPUs: ${said##*$'\n'}; see sinfo, and ask for what there is"
 }
 
 # Prints the command, runs it and sets JOB.
@@ -127,11 +135,13 @@ submit() { # <sbatch's options, script and arguments...>
 }
 
 # sbatch --wait leaves with the job's code.
-follow() {
+follow() { # <the job before it, if there is one>
   local code=0
   tail --pid="$SBATCH" --follow=name --retry --lines=+1 "logs/slurm-$JOB.out" 2>/dev/null &
   wait "$SBATCH" || code=$?
   wait $! || true
+  [[ -e logs/slurm-$JOB.out ]] ||
+    die $((code ? code : 1)) "job $JOB did not start${1:+, for job $1 failed; see logs/slurm-$1.out}"
   exit "$code"
 }
 main "$@"

@@ -50,6 +50,11 @@ is_gone_from() { # <host> <pattern of a command line>
   ! on "$1" pgrep -f "$2"
 }
 
+end_of() { # <process> sets CODE
+  CODE=0
+  wait "$1" || CODE=$?
+}
+
 eventually() { # <seconds> <command...>
   local end=$((SECONDS + $1))
   until "${@:2}" >/dev/null 2>&1; do

@@ -1,6 +1,6 @@
 #!/usr/bin/env bats
 # The scripts for SLURM, under a real one.
-# shellcheck disable=SC2030,SC2031 # each test is a subshell, and is meant to be
+# shellcheck disable=SC2030,SC2031,SC2153 # each test is a subshell, and is meant to be
 
 bats_require_minimum_version 1.5.0
 load helper
@@ -224,6 +224,46 @@ has_restarts() { # <number>
   echo "# $times of $times cancelled, saved, not requeued" >&3
 }
 
+@test "Ctrl-C under salloc and TERM to the batch script save first; a second Ctrl-C kills" {
+  local signal
+  for signal in INT TERM HUP; do
+    RUN_ID=$signal on login salloc -Q --nodes=2 scripts/slurm/slurm_train.sh config/local3.yaml "${LONG[@]}" >"$signal.out" 2>&1 3>&- &
+    eventually 60 grep -q '^step ' "$signal.out"
+    on login pkill "-$signal" -o -f "^bash .*/slurm_train.sh config"
+    end_of $!
+    ((CODE == 75))
+    grep -q '^stopped  after saving a checkpoint ' "$signal.out"
+    "$PYTHON" -m distributed.checkpoint verify "checkpoints/$signal"
+  done
+  printf '%s\n' 'import signal, time' 'signal.signal(signal.SIGTERM, signal.SIG_IGN)' \
+    'print("deaf", flush=True)' 'time.sleep(600)' >deaf.py
+  TRAIN_SCRIPT=deaf.py on login salloc -Q --nodes=1 scripts/slurm/slurm_train.sh - >deaf.out 2>&1 3>&- &
+  eventually 60 grep -q '^deaf' deaf.out
+  on login pkill -INT -o -f "^bash .*/slurm_train.sh -"
+  sleep 1 # two that are closer count as one
+  run ! is_gone_from node1 "deaf.py"
+  on login pkill -INT -o -f "^bash .*/slurm_train.sh -"
+  eventually 5 is_gone_from node1 "deaf.py"
+  start_long --nodes=2
+  on login scancel --batch --signal=TERM "$JOB"
+  eventually 30 has_ended "$JOB"
+  grep -q '^stopped    after step [0-9]*, which is saved (SIGTERM)$' job.out
+  [[ $(field "$JOB" ExitCode) == ExitCode=75:0 && $(field "$JOB" Restarts) == Restarts=0 ]]
+}
+
+@test "a notice before the first step requeues too, and resume=never is said of the first start alone" {
+  JOB=$(on login sbatch --parsable --output=job.out --nodes=1 scripts/slurm/slurm_train.sh config/local3.yaml "${LONG[@]}" resume=never)
+  eventually 30 grep -q '^logs ' job.out # the agent is about to start
+  on login scancel --batch --signal=USR1 "$JOB"
+  eventually 60 has_restarts 1
+  eventually 60 grep -q '^step ' job.out
+  on login scancel --batch --signal=USR1 "$JOB"
+  eventually 60 has_resumed 1
+  grep -q "^resume   RUN_ID=$JOB sbatch --nodes=1 --gpus-per-node=2 scripts/slurm/slurm_train.sh config" job.out
+  on login scancel "$JOB"
+  eventually 30 has_ended "$JOB"
+}
+
 # bats test_tags=prove
 @test "a lost node: its jobs go on elsewhere to their ends, and what was cut off commits nothing" {
   local many=(train.max_steps=600 "${SMALL[@]:1}" checkpoint.every=50) two lost other
@@ -263,7 +303,7 @@ has_restarts() { # <number>
   cd "else where"
   RUN_ID=path job --nodes=1 "../a b/scripts/slurm/slurm_train.sh" "../a b/local3.yaml" "${SMALL[@]}"
   [[ -d checkpoints/path/step-6 ]]
-  grep -q "^resume     RUN_ID=path sbatch $ROOT/scripts/slurm/slurm_train.sh ../a" job.out
+  grep -q "^resume     RUN_ID=path sbatch --nodes=1 --gpus-per-node=2 $ROOT/scripts/slurm/slurm_train.sh ../a" job.out
   run on login "../a b/scripts/submit_with_config.sh" config="../a b/local3.yaml" num_gpus_train=2 --dry-run
   [[ $output == *" $ROOT/scripts/slurm/slurm_train_single_node.sh ../a"* ]]
 }
@@ -333,6 +373,17 @@ config=config/local3.yaml num_gpus_train=5|train.global_batch_size: 32 does not 
 config=config/local3.yaml num_gpus_train=2 num_gpus=2|give prepare=SCRIPT too
 config=no.yaml num_gpus_train=2|there is no config 'no.yaml'
 TABLE
+  while IFS='|' read -r arguments cause; do
+    read -ra arguments <<<"$arguments"
+    run -3 on login scripts/submit_with_config.sh config=config/local3.yaml train.global_batch_size=704 "${arguments[@]}"
+    [[ $output == *"$cause"*"; see sinfo, and ask for what there is" ]]
+  done <<'TABLE'
+num_gpus_train=64 prepare=prepare.sh|8 nodes x 8 GPUs: allocation failure: Requested node configuration is not available
+num_gpus_train=11|11 nodes x 1 GPUs: allocation failure: Requested node configuration is not available
+num_gpus_train=2 nodelist=nope|1 node x 2 GPUs: allocation failure: Invalid node name specified
+TABLE
+  run -2 on login scripts/submit_with_config.sh config=config/local3.yaml num_gpus_train=2 nodelist='node[1-' --dry-run
+  [[ $output == *"host list 'node[1-'"* && ${#lines[@]} == 1 ]]
   [[ -z $(on login squeue -h) ]]
 }
 
@@ -347,15 +398,22 @@ TABLE
 @test "submit_with_config.sh: first the preparing job, then the training; --wait gives its code" {
   # shellcheck disable=SC2016 # for the job
   printf '#!/bin/bash\necho "$SLURM_GPUS_ON_NODE GPU for $1" >prepared\n' >prepare.sh
+  printf '#!/bin/bash\nexit 5\n' >fails.sh
   echo 'import sys; sys.exit(7)' >seven.py # beside it, for SLURM looks every 10 s whether a job has ended
   TRAIN_SCRIPT=seven.py on login scripts/submit_with_config.sh config=- num_gpus_train=1 --wait &>seven.out 3>&- &
-  local seven=$! code=0
+  local seven=$! never
+  on login scripts/submit_with_config.sh config=config/local3.yaml num_gpus=1 prepare=fails.sh num_gpus_train=2 --wait &>never.out 3>&- &
+  never=$!
   run --separate-stderr on login scripts/submit_with_config.sh config=config/local3.yaml num_gpus=1 \
     prepare=prepare.sh num_gpus_train=2 --wait "${SMALL[@]}"
   [[ $status == 0 && $output == *"done       6 steps"* ]]
   [[ $(<prepared) == "1 GPU for config/local3.yaml" ]]
-  wait "$seven" || code=$?
-  ((code == 7))
+  end_of "$seven"
+  ((CODE == 7))
+  end_of "$never"
+  cat never.out
+  ((CODE == 1))
+  grep -qE '^submit_with_config.sh: job [0-9]+ did not start, for job [0-9]+ failed; see logs/slurm-[0-9]+.out$' never.out
 }
 
 nothing_queued() {

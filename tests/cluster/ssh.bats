@@ -83,11 +83,6 @@ find_victim() { # <run id> <rank|agent|sshd|pdsh>: the last is the sshd of pdsh'
   esac
 }
 
-end_of() { # <process> sets CODE
-  CODE=0
-  wait "$1" || CODE=$?
-}
-
 @test "2 x 2 and, in a PBS job, 3 x 2 end with the weights of one machine, whoever starts them" {
   local script number
   for number in 2 3; do

@@ -160,3 +160,9 @@ def test_command() -> None:
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr == "hostlist: host list 'n[2-1]': '2-1' runs backwards, at position 1\n"
     assert _command("what").returncode == 2
+
+
+def test_a_list_without_end_is_refused() -> None:
+    assert first("n[1-99999999999]") == "n1"
+    with pytest.raises(HostlistError, match="more than 1000000 names"):
+        expand("n[1-99999999999]")
