@@ -50,6 +50,7 @@ is_gone_from() { # <host> <pattern of a command line>
   ! on "$1" pgrep -f "$2"
 }
 
+# shellcheck disable=SC2034 # for the tests
 end_of() { # <process> sets CODE
   CODE=0
   wait "$1" || CODE=$?
