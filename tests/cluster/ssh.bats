@@ -9,9 +9,11 @@ LAUNCH=scripts/ssh/launch_torchrun_auto.sh
 SMALL=(train.eval_every=0 train.global_batch_size=12 model.layers=1 model.width=16 checkpoint.every=0)
 SHORT=(train.max_steps=6 "${SMALL[@]}")
 LONG=(train.max_steps=100000 "${SMALL[@]}")
+HOSTS=(node1 node2)
+((${TIMES:-1} == 1)) || HOSTS+=(node3 node4)
 
 setup_file() {
-  cluster_up 3
+  cluster_up 4
 }
 
 teardown_file() {
@@ -60,7 +62,7 @@ start() { # <run id> <the launcher's arguments...>
 
 is_gone() { # <run id>
   local node
-  for node in node1 node2; do
+  for node in "${HOSTS[@]}"; do
     ! on "$node" pgrep -f "rdzv-id $1 " || return
   done
 }
@@ -69,18 +71,45 @@ launcher_of() { # <run id>
   on login pgrep -o -f "^bash $LAUNCH .* $1$"
 }
 
-# On node2: the process that is to die.
-find_victim() { # <run id> <rank|agent|sshd|pdsh>: the last is the sshd of pdsh's connection
+# The process that is to die.
+find_victim() { # <run id> <host> <rank|agent|sshd|pdsh>: the last is the sshd of pdsh's connection
   local pid
-  pid=$(on node2 pgrep -o -f "rdzv-id $1 ")
-  case $2 in
-    agent) on node2 pgrep -P "$pid" ;;
-    rank) on node2 pgrep -n -P "$(on node2 pgrep -P "$pid")" ;;
+  pid=$(on "$2" pgrep -o -f "rdzv-id $1 ")
+  case $3 in
+    agent) on "$2" pgrep -P "$pid" ;;
+    rank) on "$2" pgrep -n -P "$(on "$2" pgrep -P "$pid")" ;;
     *)
-      until [[ $(on node2 ps -o comm= -p "$pid") == sshd ]]; do pid=$(($(on node2 ps -o ppid= -p "$pid"))); done
+      until [[ $(on "$2" ps -o comm= -p "$pid") == sshd ]]; do pid=$(($(on "$2" ps -o ppid= -p "$pid"))); done
       echo "$pid"
       ;;
   esac
+}
+
+# Kills one process of a run at a random moment; adds to TOOK the milliseconds until all was gone.
+kill_one() { # <rank|agent|sshd|pdsh|launcher> <run id> <idle|busy> <fault> <who is named>
+  local place=$((RANDOM % ${#HOSTS[@]})) host=login victim began who
+  LAUNCH=scripts/ssh/launch_torchrun_auto.sh
+  if [[ $1 == pdsh ]]; then LAUNCH=scripts/ssh/launch_pdsh_multinode.sh; fi
+  start "$2" - 1 "${HOSTS[@]}" -- "$3" "$2"
+  if [[ $1 == launcher ]]; then
+    victim=$(launcher_of "$2")
+  else
+    host=${HOSTS[place]}
+    victim=$(find_victim "$2" "$host" "$1")
+  fi
+  sleep "0.$((RANDOM % 10))" # the random moment itself
+  began=${EPOCHREALTIME/./}
+  on "$host" kill -KILL "$victim"
+  eventually 3 is_gone "$2"
+  TOOK+=($(((${EPOCHREALTIME/./} - began) / 1000)))
+  end_of "$PID"
+  cat "$2.out"
+  ((CODE == 137))
+  [[ $1 != launcher ]] || return 0
+  [[ $(grep -c '^FAILED ' "$2.out") == 1 ]]
+  who=${5/P/$place}
+  grep -q "^FAILED   ${who/nodeP/$host} .*\[$4\]$" "$2.out"
+  grep -q '^ended      code 137; nothing is left running' "$2.out"
 }
 
 @test "2 x 2 and, in a PBS job, 3 x 2 end with the weights of one machine, whoever starts them" {
@@ -97,36 +126,32 @@ find_victim() { # <run id> <rank|agent|sshd|pdsh>: the last is the sshd of pdsh'
   [[ $(weights_of 7.pbs) == "$(weights_of one-3)" ]]
 }
 
+# Of all launchers on login.
+only_one_is_left() {
+  [[ $(compgen -G "tmp/launch.*" | wc -l) == 1 && -z $(on login pgrep -f "ssh .*node1 exec bash" | sed 1d) ]]
+}
+
+# bats test_tags=prove
 @test "a death or a cut anywhere ends the run everywhere, by name; a neighbour goes on" {
   make_idle
   export TRAIN_SCRIPT=idle.py
-  start neighbour - 1 node1 node2 -- idle
-  local neighbour=$PID kind work what who
-  while read -r kind work what who; do
-    if [[ $kind == pdsh ]]; then LAUNCH=scripts/ssh/launch_pdsh_multinode.sh; fi
-    start "$kind" - 1 node1 node2 -- "$work" "$kind"
-    on node2 kill -KILL "$(find_victim "$kind" "$kind")"
-    eventually 3 is_gone "$kind"
-    end_of "$PID"
-    cat "$kind.out"
-    ((CODE == 137))
-    [[ $(grep -c '^FAILED ' "$kind.out") == 1 ]]
-    grep -q "^FAILED   $who .*\[$what\]$" "$kind.out"
-    grep -q '^ended      code 137; nothing is left running' "$kind.out"
+  start neighbour - 1 "${HOSTS[@]}" -- idle
+  local neighbour=$PID what fault who number work=idle
+  while read -r what fault who; do
+    TOOK=()
+    for ((number = 0; number < ${TIMES:-1}; number++)); do
+      if [[ $work == idle ]]; then work=busy; else work=idle; fi
+      kill_one "$what" "$what-$number" "$work" "$fault" "$who"
+    done
+    echo "# kill -9 of one $what of ${#HOSTS[@]} nodes: ${#TOOK[@]} times all gone, at the latest after $(printf '%s\n' "${TOOK[@]}" | sort -n | tail -n 1) ms" >&3
   done <<'TABLE'
-rank idle rank-killed rank 1 (local rank 0, node2)
-agent busy agent-killed node agent 1 (node2)
-sshd busy launcher-killed node agent 1 (node2)
-pdsh idle launcher-killed node agent 1 (node2)
+rank rank-killed rank P (local rank 0, nodeP)
+agent agent-killed node agent P (nodeP)
+sshd launcher-killed node agent P (nodeP)
+pdsh launcher-killed node agent P (nodeP)
+launcher - -
 TABLE
-  LAUNCH=scripts/ssh/launch_torchrun_auto.sh
-  start killed - 1 node1 node2 -- busy killed
-  on login kill -KILL "$(launcher_of killed)"
-  eventually 3 is_gone killed
-  end_of "$PID"
-  ((CODE == 137))
-  [[ $(compgen -G "tmp/launch.*" | wc -l) == 1 ]]                # the neighbour's
-  [[ -z $(on login pgrep -f "ssh .*node1 exec bash" | sed 1d) ]] # the neighbour's
+  eventually 3 only_one_is_left
   kill -0 "$neighbour"
   run ! is_gone neighbour
   "$CLUSTER" cut node2
@@ -143,7 +168,7 @@ TABLE
   local settings=(train.max_steps=400 "${SMALL[@]}" checkpoint.every=50)
   export MAX_RESTARTS=1
   start again config/local3.yaml 2 node1 node2 "${settings[@]}"
-  on node2 kill -KILL "$(find_victim again rank)"
+  on node2 kill -KILL "$(find_victim again node2 rank)"
   end_of "$PID"
   cat again.out
   ((CODE == 0))
@@ -151,6 +176,24 @@ TABLE
   grep -q '^\[0\] node agent: restart 1 of 1 after rank [23] .*SIGKILL' again.out
   RUN_ID=never on node1 scripts/ssh/launch_singlenode.sh config/local3.yaml 4 "${settings[@]}"
   [[ $(weights_of again) == "$(weights_of never)" ]]
+}
+
+# bats test_tags=prove
+@test "SIGINT and SIGTERM at random moments save first, on every node" {
+  local signal number
+  for signal in INT TERM; do
+    for ((number = 0; number < ${TIMES:-1}; number++)); do
+      start "$signal-$number" config/local3.yaml 1 "${HOSTS[@]}" "${LONG[@]}"
+      sleep "0.$((RANDOM % 10))" # the random moment itself
+      on login kill "-$signal" "$(on login pgrep -o -f "^bash $LAUNCH config")"
+      end_of "$PID"
+      cat "$signal-$number.out"
+      ((CODE == 75))
+      is_gone "$signal-$number"
+      run_ours "$PYTHON" -m distributed.checkpoint verify "$PWD/checkpoints/$signal-$number"
+    done
+    echo "# SIG$signal to the launcher of ${#HOSTS[@]} nodes: $number times saved, code 75, all gone" >&3
+  done
 }
 
 @test "Ctrl-C in a terminal saves first; a second one kills" {
