@@ -112,18 +112,38 @@ kill_one() { # <rank|agent|sshd|pdsh|launcher> <run id> <idle|busy> <fault> <who
   grep -q '^ended      code 137; nothing is left running' "$2.out"
 }
 
-@test "2 x 2 and, in a PBS job, 3 x 2 end with the weights of one machine, whoever starts them" {
+# Trains with the weights of one machine, on node1 to nodeN with two ranks each.
+train_equally() { # <script> <N>
+  local hosts=(node1 node2 node3) id=${1##*/}-$2 node
+  hosts=("${hosts[@]::$2}")
+  LAUNCH=scripts/$1.sh
+  case $1 in
+    pbs/*)
+      printf '%s\n' "${hosts[@]}" "${hosts[@]}" >nodes
+      RUN_ID=$id PBS_JOBID=7.pbs PBS_NODEFILE=nodes launch config/local3.yaml "${SHORT[@]}"
+      ;;
+    */launch_torchrun_multinode)
+      for ((node = $2 - 1; node > 0; node--)); do
+        timeout 60 "$CLUSTER" run "${hosts[node]}" "$LAUNCH" config/local3.yaml 2 "$2" "$node" node1 "${SHORT[@]}" 3>&- &
+      done
+      RUN_ID=$id timeout 60 "$CLUSTER" run node1 "$LAUNCH" config/local3.yaml 2 "$2" 0 node1 "${SHORT[@]}"
+      wait
+      ;;
+    *) RUN_ID=$id launch config/local3.yaml 2 "${hosts[@]}" "${SHORT[@]}" ;;
+  esac
+  [[ $(weights_of "$id") == "$(weights_of "one-$2")" ]]
+}
+
+# bats test_tags=prove
+@test "2 x 2 and 3 x 2 end with the weights of one machine, whoever starts them" {
   local script number
   for number in 2 3; do
     RUN_ID=one-$number SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml $((number * 2)) "${SHORT[@]}"
   done
-  for script in launch_torchrun_auto launch_pdsh_multinode launch_multinode; do
-    LAUNCH=scripts/ssh/$script.sh RUN_ID=$script launch config/local3.yaml 2 node1 node2 "${SHORT[@]}"
-    [[ $(weights_of "$script") == "$(weights_of one-2)" ]]
+  for script in ssh/launch_{torchrun_auto,pdsh_multinode,multinode,torchrun_multinode} pbs/pbs_train; do
+    if [[ -n ${TIMES:-} || $script != pbs/* ]]; then train_equally "$script" 2; fi
+    if [[ -n ${TIMES:-} || $script == pbs/* ]]; then train_equally "$script" 3; fi
   done
-  printf '%s\n' node2 node2 node1 node1 node3 node3 >nodes
-  LAUNCH=scripts/pbs/pbs_train.sh PBS_JOBID=7.pbs PBS_NODEFILE=nodes launch config/local3.yaml "${SHORT[@]}"
-  [[ $(weights_of 7.pbs) == "$(weights_of one-3)" ]]
 }
 
 # Of all launchers on login.
