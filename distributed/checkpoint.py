@@ -44,6 +44,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distributed.heartbeat import beat
 from distributed.runlog import Claim, point
@@ -86,7 +87,7 @@ class Saver:
         self.folder = run_folder
         self.keep_last = keep_last
         self.enabled = enabled
-        self._memory: dict[tuple[Any, ...], Tensor] = {}  # for the copies, used again
+        self._memory: list[Tensor] = []  # for the copies, used again
         self._thread = threading.Thread()
         self._error: Exception | None = None
         if enabled:
@@ -106,14 +107,8 @@ class Saver:
         if not self.enabled:
             return
         self.wait()
-        pairs: list[tuple[Tensor, Tensor]] = []
-        copy = replace(
-            state,
-            model=self._lay_out(state.model, ("model",), pairs),
-            optimizer=self._lay_out(state.optimizer, ("optimizer",), pairs),
-        )
-        _copy_all(pairs)
-        self._thread = threading.Thread(target=self._write, args=(step, copy), daemon=True)
+        copy = self._copy({"model": state.model, "optimizer": state.optimizer})
+        self._thread = threading.Thread(target=self._write, args=(step, replace(state, **copy)), daemon=True)
         self._thread.start()
 
     def check(self) -> None:
@@ -128,20 +123,15 @@ class Saver:
             beat()
         self.check()
 
-    def _lay_out(self, tree: Any, path: tuple[Any, ...], pairs: list[tuple[Tensor, Tensor]]) -> Any:
-        """Return a tree with our memory in the place of its tensors; adds (ours, theirs) pairs."""
-        if isinstance(tree, dict):
-            return {key: self._lay_out(value, (*path, key), pairs) for key, value in tree.items()}
-        if isinstance(tree, list | tuple):
-            return type(tree)(self._lay_out(v, (*path, i), pairs) for i, v in enumerate(tree))
-        if not isinstance(tree, Tensor):
-            return tree
-        memory = self._memory.get(path)
-        if memory is None or memory.shape != tree.shape or memory.dtype != tree.dtype:
-            memory = torch.empty_like(tree, device="cpu", pin_memory=tree.is_cuda)
-            self._memory[path] = memory
-        pairs.append((memory, tree))
-        return memory
+    def _copy(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """Return a tree whose tensors have been copied into our memory."""
+        theirs = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+        if [(t.shape, t.dtype) for t in theirs] != [(t.shape, t.dtype) for t in self._memory]:
+            self._memory = [torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for t in theirs]
+        _copy_all(self._memory, theirs)
+        ours = iter(self._memory)
+        copy: dict[str, Any] = tree_map_only(Tensor, lambda _: next(ours), tree)
+        return copy
 
     def _write(self, step: int, state: State) -> None:
         temporary = self.folder / f"step-{step}.tmp-{socket.gethostname()}-{os.getpid()}"
@@ -160,16 +150,15 @@ class Saver:
             self._error = CheckpointError(f"step {step} was not saved: {error}")
 
 
-def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy the second of each pair into the first, by several threads where that is quicker."""
+def _copy_all(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+    """Copy each tensor into its own place, by several threads where that is quicker."""
     if torch.cuda.is_available():
-        for ours, theirs in pairs:
-            ours.copy_(theirs, non_blocking=True)
+        for memory, tensor in zip(ours, theirs, strict=True):
+            memory.copy_(tensor, non_blocking=True)
         torch.cuda.current_stream().synchronize()
-        return
-    with ThreadPoolExecutor(_COPY_THREADS) as pool:
-        for _ in pool.map(lambda pair: pair[0].copy_(pair[1]), pairs):
-            pass  # or it raises
+    else:
+        with ThreadPoolExecutor(_COPY_THREADS) as pool:
+            list(pool.map(Tensor.copy_, ours, theirs))  # raises what a thread has met
 
 
 def _write_files(folder: Path, state: State) -> None:
