@@ -107,8 +107,8 @@ class Saver:
         if not self.enabled:
             return
         self.wait()
-        copy = self._copy({"model": state.model, "optimizer": state.optimizer})
-        self._thread = threading.Thread(target=self._write, args=(step, replace(state, **copy)), daemon=True)
+        copy = self._copy(state)
+        self._thread = threading.Thread(target=self._write, args=(step, copy), daemon=True)
         self._thread.start()
 
     def check(self) -> None:
@@ -123,15 +123,16 @@ class Saver:
             beat()
         self.check()
 
-    def _copy(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """Return a tree whose tensors have been copied into our memory."""
-        theirs = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    def _copy(self, state: State) -> State:
+        """Return the state with its model and optimizer copied into our memory."""
+        trees = (state.model, state.optimizer)
+        theirs = [leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)]
         if [(t.shape, t.dtype) for t in theirs] != [(t.shape, t.dtype) for t in self._memory]:
             self._memory = [torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for t in theirs]
         _copy_all(self._memory, theirs)
         ours = iter(self._memory)
-        copy: dict[str, Any] = tree_map_only(Tensor, lambda _: next(ours), tree)
-        return copy
+        model, optimizer = tree_map_only(Tensor, lambda _: next(ours), trees)
+        return replace(state, model=model, optimizer=optimizer)
 
     def _write(self, step: int, state: State) -> None:
         temporary = self.folder / f"step-{step}.tmp-{socket.gethostname()}-{os.getpid()}"
@@ -194,7 +195,7 @@ def _commit(temporary: Path, final: Path) -> None:
 
 def _prune(run_folder: Path, step: int, keep_last: int) -> None:
     """Delete old checkpoints, and those of later steps: the run went on without them."""
-    whole = [folder for folder in steps(run_folder) if not _damage(folder)]
+    whole = [folder for folder in steps(run_folder) if _is_whole(folder)]
     kept = [folder for folder in whole if _step_of(folder) <= step][-keep_last:]
     best = min(whole, key=_validation_loss)
     if math.isfinite(_validation_loss(best)):
@@ -283,8 +284,6 @@ def _read_newest(folder: Path) -> dict[str, bytes]:
 
 def _read(folder: Path) -> dict[str, bytes]:
     """Return the content of a checkpoint's files, each just as its manifest says."""
-    if damage := _damage(folder):
-        raise CheckpointError(damage)
     content = {}
     for name, entry in _manifest(folder)["files"].items():
         content[name] = (folder / name).read_bytes()
@@ -293,21 +292,25 @@ def _read(folder: Path) -> dict[str, bytes]:
     return content
 
 
-def _damage(folder: Path) -> str:
-    """Return what can be seen to be wrong without reading the files, or nothing."""
+def _manifest(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's manifest; all but the bytes of the files is seen to agree with it."""
     try:
-        for name, entry in _manifest(folder)["files"].items():
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
+        for name, entry in manifest["files"].items():
             size = (folder / name).stat().st_size
             if size != entry["size"]:
-                return f"{folder}/{name}: has {size} bytes, once {entry['size']}"
+                raise CheckpointError(f"{folder}/{name}: has {size} bytes, once {entry['size']}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{folder}: unreadable ({error})"
-    return ""
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
+        raise CheckpointError(f"{folder}: unreadable ({error})") from None
     return manifest
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        _manifest(folder)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _validation_loss(folder: Path) -> float:
@@ -318,10 +321,7 @@ def _validation_loss(folder: Path) -> float:
 def _share(content: bytes | None, size: int) -> bytes:
     """Return rank 0's bytes on every rank."""
     where = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    if content is None:
-        tensor = torch.empty(size, dtype=torch.uint8, device=where)
-    else:
-        tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(where)
+    tensor = torch.frombuffer(bytearray(content or size), dtype=torch.uint8).to(where)
     dist.broadcast(tensor, 0)
     return content or _to_bytes(tensor.cpu())
 
@@ -341,9 +341,9 @@ def gather_ranks(own: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what every rank gives on rank 0, and an empty list on the others."""
     if not dist.is_initialized():
         return [own]
-    all_of_them: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
-    dist.gather_object(own, all_of_them or None)
-    return all_of_them
+    everyone: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
+    dist.gather_object(own, everyone or None)
+    return everyone
 
 
 def rng_state() -> dict[str, Any]:
@@ -385,63 +385,58 @@ def _to_bytes(tensor: Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
-def _list(folder: Path) -> int:
-    for path in _candidates(folder)[::-1]:
-        if damage := _damage(path):
-            print(f"{path.name:<14} damaged: {damage}")
-            continue
-        manifest, loss = _manifest(path), _validation_loss(path)
-        size = sum(entry["size"] for entry in manifest["files"].values()) / 1e6
-        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest["saved"]))
-        names = [n for n in ("latest", "best") if (path.parent / n).resolve() == path.resolve()]
-        text = f"validation loss {loss:.4f}" if math.isfinite(loss) else ""
-        print(f"{path.name:<14} {size:10.1f} MB   {saved}   {text:<24} {' '.join(names)}".rstrip())
-    return 0
-
-
-def _verify(folder: Path) -> int:
-    code = 0
+def _list(folder: Path, describe: Callable[[Path], str]) -> bool:
+    """Print a line for each checkpoint; returns whether any is damaged."""
+    has_damage = False
     for path in _candidates(folder)[::-1]:
         try:
-            _read(path)
-            print(f"{path.name:<14} whole")
+            text = describe(path)
         except CheckpointError as error:
-            print(f"{path.name:<14} damaged: {error}")
-            code = 1
-    return code
+            text, has_damage = f"damaged: {error}", True
+        print(f"{path.name:<14} {text}")
+    return has_damage
 
 
-def _export(folder: Path, file: str) -> int:
-    torch.save(_decode(_read_newest(folder)).model, file)
-    return 0
+def _describe(path: Path) -> str:
+    manifest, loss = _manifest(path), _validation_loss(path)
+    size = sum(entry["size"] for entry in manifest["files"].values()) / 1e6
+    saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest["saved"]))
+    names = [n for n in ("latest", "best") if (path.parent / n).resolve() == path.resolve()]
+    text = f"validation loss {loss:.4f}" if math.isfinite(loss) else ""
+    return f"{size:10.1f} MB   {saved}   {text:<24} {' '.join(names)}".rstrip()
 
 
-def _print_hash(folder: Path) -> int:
-    print(weights_hash(_decode(_read_newest(folder)).model))
-    return 0
+def _verify(path: Path) -> str:
+    _read(path)
+    return "whole"
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    return _decode(_read_newest(folder)).model
 
 
 def main(arguments: Sequence[str]) -> int:
     """Do what the command line says; returns the exit code, 1 where verify finds damage."""
-    commands: dict[str, Callable[..., int]] = {
-        "ls": _list,
-        "verify": _verify,
-        "export": _export,
-        "hash": _print_hash,
-    }
-    verb, *rest = arguments or [""]
-    if len(rest) != 1 + (verb == "export") or verb not in commands:
-        usage = "ls DIR | verify DIR | export DIR FILE | hash DIR"
-        print(f"usage: python -m distributed.checkpoint {usage}", file=sys.stderr)
-        return 2
-    folder = Path(rest[0])
     try:
-        if not _candidates(folder):
-            raise CheckpointError(f"{folder} holds no checkpoint")
-        return commands[verb](folder, *rest[1:])
+        if len(arguments) > 1 and not _candidates(Path(arguments[1])):
+            raise CheckpointError(f"{arguments[1]} holds no checkpoint")
+        match arguments:
+            case ["ls", folder]:
+                _list(Path(folder), _describe)
+            case ["verify", folder]:
+                return int(_list(Path(folder), _verify))
+            case ["export", folder, file]:
+                torch.save(_weights(Path(folder)), file)
+            case ["hash", folder]:
+                print(weights_hash(_weights(Path(folder))))
+            case _:
+                usage = "ls DIR | verify DIR | export DIR FILE | hash DIR"
+                print(f"usage: python -m distributed.checkpoint {usage}", file=sys.stderr)
+                return 2
     except (OSError, RuntimeError) as error:  # CheckpointError, and torch.save's
         print(f"checkpoint: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
+    return 0
 
 
 if __name__ == "__main__":
