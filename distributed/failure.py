@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -85,14 +86,12 @@ def read_error(path: Path) -> tuple[str, str, int, float] | None:
     seconds only, so the time is the file's own.
     """
     try:
-        message = json.loads(path.read_text(encoding="utf-8"))["message"]
         raised = path.stat().st_mtime
-    except (OSError, ValueError, KeyError):
+        message = json.loads(path.read_text(encoding="utf-8"))["message"]
+        stack = message["extraInfo"]["py_callstack"]
+        return message["message"], stack, message.get("errorCode", 1), raised
+    except (OSError, ValueError, KeyError, TypeError):
         return None  # none was written, or the rank was killed while writing it
-    if isinstance(message, str):
-        return message, "", 1, raised
-    stack = message.get("extraInfo", {}).get("py_callstack", "")
-    return message.get("message", ""), stack, message.get("errorCode", 1), raised
 
 
 def name_fault(cause: str) -> tuple[str, str]:
@@ -108,28 +107,28 @@ def explain(code: int, *, out_of_memory: bool = False) -> tuple[str, str]:
     """Fault name and cause of an exit code that came without an error file."""
     if code == 128 + signal.SIGKILL and out_of_memory:
         return "out-of-memory", "SIGKILL by the kernel: this node's memory limit was reached"
-    if code == 128 + signal.SIGKILL:
-        return "rank-killed", _MEANING[code]
-    if code > 128 and code - 128 in {int(s) for s in signal.Signals}:
-        return "rank-error", _MEANING.get(code, signal.Signals(code - 128).name)
-    return "rank-error", _MEANING.get(code, f"left with exit code {code}, without an exception")
+    unknown = signal_name(code) or f"left with exit code {code}, without an exception"
+    fault = "rank-killed" if code == 128 + signal.SIGKILL else "rank-error"
+    return fault, _MEANING.get(code, unknown)
+
+
+def signal_name(code: int) -> str:
+    """The name of the signal that an exit code stands for; empty where it is none."""
+    try:
+        return signal.Signals(code - 128).name
+    except ValueError:
+        return ""
 
 
 def count_memory_kills() -> int:
     """How often the kernel's out-of-memory killer struck in this process's control group."""
-    try:
+    with contextlib.suppress(OSError):
         group = Path("/proc/self/cgroup").read_text().splitlines()[-1].rpartition(":")[2]
-    except OSError:
-        return 0
-    for file in (
-        f"/sys/fs/cgroup{group}/memory.events",
-        f"/sys/fs/cgroup/memory{group}/memory.oom_control",
-    ):
-        try:
-            counts = dict(line.split() for line in Path(file).read_text().splitlines())
-        except (OSError, ValueError):
-            continue
-        return int(counts.get("oom_kill", 0))
+        for file in (f"{group}/memory.events", f"/memory{group}/memory.oom_control"):  # v2, v1
+            with contextlib.suppress(OSError):
+                counted = Path(f"/sys/fs/cgroup{file}").read_text()
+                if found := re.search(r"^oom_kill (\d+)$", counted, re.MULTILINE):
+                    return int(found[1])
     return 0
 
 
@@ -147,17 +146,14 @@ def is_peer_lost(message: str) -> bool:
 
 def user_frames(stack: str) -> list[str]:
     """The last frames of the user's own code, innermost first: `file:line in name`."""
-    ours, standard = Path(__file__).parent, sysconfig.get_path("stdlib")
-    foreign = (f"{ours}{os.sep}", f"{ours.parent / 'scripts'}{os.sep}", f"{standard}{os.sep}", "<")
-    found = []
-    for match in map(_FRAME.match, stack.splitlines()):
-        if match is None:
-            continue
-        file = match["file"]
-        if file.startswith(foreign) or f"{os.sep}site-packages{os.sep}" in file:
-            continue
-        found.append(f"{short_path(file)}:{match['line']} in {match['name']}")
-    return found[-1 : -_SHOWN_FRAMES - 1 : -1]
+    ours = Path(__file__).parent
+    foreign = (f"{ours}/", f"{ours.parent}/scripts/", f"{sysconfig.get_path('stdlib')}/", "<")
+    found = [
+        f"{short_path(frame['file'])}:{frame['line']} in {frame['name']}"
+        for frame in filter(None, map(_FRAME.match, stack.splitlines()))
+        if not frame["file"].startswith(foreign) and "/site-packages/" not in frame["file"]
+    ]
+    return found[::-1][:_SHOWN_FRAMES]
 
 
 def wait_for_stacks(files: Sequence[Path], limit_s: float) -> None:
@@ -215,57 +211,48 @@ def print_block(failure: Failure, story: Story, out: TextIO) -> None:
     """Print the failure block, the last thing a user sees of a failed run."""
     after = f"{failure.time - story.started:.0f} s after the start"
     at_step = f", at step {failure.step}" if failure.step >= 0 else ""
+    from_step = f"     (from step {failure.saved_step})" if failure.saved_step >= 0 else ""
+    by_signal = f" ({signal_name(failure.code)})" if signal_name(failure.code) else ""
     rows = [
         ("FAILED", f"{failure.who} {after}{at_step}       [{failure.fault}]"),
         ("cause", failure.cause),
         *(("", frame) for frame in failure.frames),
         *(("stacks", line) for line in failure.stacks),
-        ("code", f"{failure.code}{_signal_name(failure.code)}"),
+        ("code", f"{failure.code}{by_signal}"),
         ("others", _others(story)),
+        ("log", failure.log),
+        ("resume", story.command and f"RUN_ID={story.run_id} {story.command}{from_step}"),
+        ("see", f"TROUBLESHOOTING.md#{failure.fault}"),
     ]
-    if failure.log:
-        rows.append(("log", failure.log))
-    if story.command:
-        from_step = f"     (from step {failure.saved_step})" if failure.saved_step >= 0 else ""
-        rows.append(("resume", f"RUN_ID={story.run_id} {story.command}{from_step}"))
-    rows.append(("see", f"TROUBLESHOOTING.md#{failure.fault}"))
     colour = out.isatty() and "NO_COLOR" not in os.environ
     for name, text in rows:
         label = f"{name:<8}"
         if colour and name == "FAILED":
             label = f"\x1b[1;31m{label}\x1b[0m"
-        print(f"{label} {text}", file=out)
-    out.flush()
+        if text:
+            print(label, text, file=out, flush=True)
 
 
 def print_stop(code: int, story: Story, out: TextIO) -> None:
     """Print the line for a run that was stopped on request."""
-    how = "after saving a checkpoint"
-    if code != STOPPED:
-        how = f"by {_signal_name(code).strip(' ()')}, before the ranks had saved"
-    print(f"stopped  {how} (code {code}); nothing is left running", file=out)
+    unsaved = f"by {signal_name(code)}, before the ranks had saved"
+    how = "after saving a checkpoint" if code == STOPPED else unsaved
+    print(f"stopped  {how} (code {code}); nothing is left running", file=out, flush=True)
     if story.command:
-        print(f"resume   RUN_ID={story.run_id} {story.command}", file=out)
-    out.flush()
-
-
-def _signal_name(code: int) -> str:
-    try:
-        return f" ({signal.Signals(code - 128).name})"
-    except ValueError:
-        return ""
+        print(f"resume   RUN_ID={story.run_id} {story.command}", file=out, flush=True)
 
 
 def _others(story: Story) -> str:
     parts = []
     if story.lost_peer:
-        parts.append(f"{_ranks(story.lost_peer)} lost their peer (a consequence)")
+        parts.append(f"{count(story.lost_peer, 'rank')} lost their peer (a consequence)")
     if story.stopped:
         were = "was" if story.stopped == 1 else "were"
-        parts.append(f"{_ranks(story.stopped)} {were} stopped by the launcher")
+        parts.append(f"{count(story.stopped, 'rank')} {were} stopped by the launcher")
     left = f"{story.left} processes could not be ended" if story.left else "nothing is left running"
     return f"{', '.join(parts)}; {left}" if parts else left
 
 
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
+def count(number: int, noun: str) -> str:
+    """A number with its noun: 1 rank, 2 ranks."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
