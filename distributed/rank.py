@@ -10,6 +10,7 @@ tell and some refuse.
 from __future__ import annotations
 
 import builtins
+import faulthandler
 import importlib.machinery
 import io
 import json
@@ -26,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from distributed import processes
 
@@ -72,13 +72,10 @@ def run(
         os.dup2(fd, number)
         os.close(fd)
     os.environ.update(variables)
-    if not program.can_fork:
-        return _execute_command(program.command())
-    if torch.cuda._is_in_bad_fork():  # CUDA, once initialised, does not survive a fork
-        if variables["LOCAL_RANK"] == "0":
-            print(
-                "node agent: CUDA is in use already: one import of torch per rank", file=sys.stderr
-            )
+    is_too_late = program.can_fork and torch.cuda._is_in_bad_fork()  # CUDA survives no fork
+    if is_too_late and variables["LOCAL_RANK"] == "0":
+        print("node agent: CUDA is in use already: one import of torch per rank", file=sys.stderr)
+    if is_too_late or not program.can_fork:
         return _execute_command(program.command())
     if "OMP_NUM_THREADS" in variables:  # its library read the environment when torch was imported
         torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
@@ -103,7 +100,7 @@ def _execute_command(command: list[str]) -> int:
         os.execvp(command[0], command)
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)
-    return 127 if isinstance(sys.exc_info()[1], FileNotFoundError) else 126
+        return 127 if isinstance(error, FileNotFoundError) else 126
 
 
 def _renew_streams() -> None:
@@ -141,8 +138,7 @@ def _hide_the_agent(program: Program) -> None:
 
 def _execute(program: Program) -> int:
     """Run the program as `__main__`; returns the exit code that Python would give it."""
-    errors = get_error_handler()
-    errors.initialize()
+    faulthandler.enable()
     try:
         if program.is_module:
             sys.modules["__main__"] = types.ModuleType("__main__")
@@ -152,7 +148,7 @@ def _execute(program: Program) -> int:
     except SystemExit as leave:
         code = _code_of(leave)
         if code != 0:
-            _record_exit(code, leave)
+            _record(leave, code)
         return code
     except KeyboardInterrupt as stop:
         _report(stop)
@@ -160,8 +156,7 @@ def _execute(program: Program) -> int:
         os.kill(os.getpid(), signal.SIGINT)
         return 130
     except BaseException as error:
-        if isinstance(error, Exception):
-            errors.record_exception(error)
+        _record(error, 1)
         _report(error)
         return 1
     return 0
@@ -186,10 +181,10 @@ def _code_of(leave: SystemExit) -> int:
     return 1
 
 
-def _record_exit(code: int, leave: SystemExit) -> None:
-    """Write the error file for `sys.exit(code)` too, in torch's format, at the moment itself."""
+def _record(error: BaseException, code: int) -> None:
+    """Write the error file in torch's format, which has it for exceptions alone."""
     message = {
-        "message": f"SystemExit: {leave.code}",
+        "message": f"{type(error).__name__}: {error}",
         "errorCode": code,
         "extraInfo": {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))},
     }
