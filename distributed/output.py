@@ -11,15 +11,15 @@ import fcntl
 import os
 import pty
 import re
+import select
 import selectors
 import sys
 import termios
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
+_NOWHERE = Path(os.devnull)
 _CHUNK = 65536
 _BACKLOG_BYTES = 1 << 20  # of output that the terminal has not taken yet
 _TRACEBACK = re.compile(rb"Traceback \(most recent call last\)|^Fatal Python error")
@@ -33,28 +33,22 @@ class NodeLog:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.lines = 0
-        self._file: BinaryIO | None = None
         if path is not None:
-            if path.exists():
-                with path.open("rb") as before:
-                    self.lines = sum(
-                        chunk.count(b"\n") for chunk in iter(lambda: before.read(_CHUNK), b"")
-                    )
-            self._file = path.open("ab", buffering=0)
+            with path.open("rb") as before:
+                self.lines = sum(line.endswith(b"\n") for line in before)
+        self._file = (path or _NOWHERE).open("ab", buffering=0)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
     def write(self, rank: int, line: bytes) -> int:
         """Append one line, without its end; returns its number in the file, from 1."""
         self.lines += 1
-        if self._file is not None:
-            try:
-                self._file.write(b"[%d] %s\n" % (rank, line))
-            except OSError as error:  # a full disk ends the log, not the run
-                print(f"node agent: {self.path} ends here: {error.strerror}", file=sys.stderr)
-                self._file = None
+        try:
+            self._file.write(b"[%d] %s\n" % (rank, line))
+        except OSError as error:  # a full disk ends the log, not the run
+            print(f"node agent: {self.path} ends here: {error.strerror}", file=sys.stderr)
+            self._file = _NOWHERE.open("ab", buffering=0)
         return self.lines
 
 
@@ -64,11 +58,9 @@ class Terminal:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.is_tty = os.isatty(fd)
-        self._selector: selectors.BaseSelector
-        self._pending: deque[bytes] = deque()
-        self._size = 0
-        self._watched = False
         self.is_line_open = False  # the last line shown has not ended
+        self._pending = bytearray()
+        self._selector: selectors.BaseSelector
 
     def attach(self, selector: selectors.BaseSelector) -> None:
         """Let this loop say when there is room."""
@@ -76,49 +68,44 @@ class Terminal:
 
     def detach(self, limit_s: float) -> None:
         """The loop is over: write what is left, for at most `limit_s` seconds."""
-        self.drain(limit_s)
-        if self._watched:
-            self._selector.unregister(self.fd)
-            self._watched = False
+        self._drain(limit_s)
+        self._rest()
 
     def write(self, data: bytes) -> None:
         self.is_line_open = not data.endswith(b"\n")
-        self._pending.append(data)
-        self._size += len(data)
-        if self._size > _BACKLOG_BYTES:
-            self.drain(limit_s=0.1)  # slows the ranks down, yet leaves the agent its senses
-        if not self._watched:
+        self._pending += data
+        if len(self._pending) > _BACKLOG_BYTES:
+            self._drain(limit_s=0.1)  # slows the ranks down, yet leaves the agent its senses
+        if self.fd not in self._selector.get_map():
             try:
-                self._selector.register(self.fd, selectors.EVENT_WRITE, self.flush_ready)
-                self._watched = True
+                self._selector.register(self.fd, selectors.EVENT_WRITE, self._write_some)
             except PermissionError:  # a plain file: always ready, and cannot be polled
                 while self._pending:
-                    self.flush_ready()
+                    self._write_some()
 
-    def flush_ready(self) -> None:
+    def _write_some(self) -> None:
         """Write what the stream takes now: a ready pipe or terminal takes PIPE_BUF bytes."""
-        data = self._pending.popleft()
         try:
-            written = os.write(self.fd, data[:4096])
+            written = os.write(self.fd, self._pending[:4096])
         except OSError:  # nobody reads any more (`| head`): the log has it all
-            self._pending.clear()
-            self._size = written = 0
-        else:
-            self._size -= written
-            if written < len(data):
-                self._pending.appendleft(data[written:])
-        if not self._pending and self._watched:
-            self._selector.unregister(self.fd)
-            self._watched = False
+            written = len(self._pending)
+        del self._pending[:written]
+        if not self._pending:
+            self._rest()
 
-    def drain(self, limit_s: float) -> None:
+    def _drain(self, limit_s: float) -> None:
         """Write everything, for at most `limit_s` seconds."""
         deadline = time.monotonic() + limit_s
+        room = select.poll()
+        room.register(self.fd, select.POLLOUT)
         while self._pending and time.monotonic() < deadline:
-            with selectors.PollSelector() as ready:
-                ready.register(self.fd, selectors.EVENT_WRITE)
-                if ready.select(0.05):
-                    self.flush_ready()
+            if room.poll(50):
+                self._write_some()
+
+    def _rest(self) -> None:
+        """Ask the loop no more."""
+        if self.fd in self._selector.get_map():
+            self._selector.unregister(self.fd)
 
 
 @dataclass
@@ -146,21 +133,15 @@ class Stream:
             return True
         except OSError:  # a pseudo-terminal's way of saying that the other end is closed
             data = b""
-        if not data:
-            if self._partial:
-                self._end_line(self._partial)
-                if self.terminal is not None and not self.is_tty:
-                    self.terminal.write(self._partial)
-                self._partial = b""
-            return False
-        if self.terminal is not None and self.terminal.is_tty:
-            self.terminal.write(data)  # as it is: the bar draws itself
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        for line in lines:
+        text = self._partial + data
+        whole = text[: text.rfind(b"\n") + 1] if data else text  # at the end, as it was left
+        self._partial = text[len(whole) :]
+        for line in whole.removesuffix(b"\n").split(b"\n") if whole else ():
             self._end_line(line)
-        if lines and self.terminal is not None and not self.is_tty:
-            self.terminal.write(b"\n".join(lines) + b"\n")
-        return True
+        shown = data if self.is_tty else whole  # to a terminal as it is: the bar draws itself
+        if self.terminal is not None and shown:
+            self.terminal.write(shown)
+        return bool(data)
 
     def _end_line(self, line: bytes) -> None:
         if self.is_tty:  # what a reader of the terminal would have seen in the end
@@ -175,17 +156,13 @@ class Stream:
 
     def drain(self) -> None:
         """Take what a dead rank has left, without waiting for children that hold the pipe."""
-        while _has_bytes(self.fd) and self.pump():
+        ready = select.poll()
+        ready.register(self.fd, select.POLLIN)
+        while ready.poll(0) and self.pump():
             pass
 
     def close(self) -> None:
         os.close(self.fd)
-
-
-def _has_bytes(fd: int) -> bool:
-    with selectors.PollSelector() as ready:
-        ready.register(fd, selectors.EVENT_READ)
-        return bool(ready.select(0))
 
 
 def open_stream(rank: int, log: NodeLog, terminal: Terminal | None) -> tuple[int, Stream]:

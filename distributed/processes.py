@@ -17,6 +17,7 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.01
+_KILL_S = 1.0
 
 
 def _prctl(option: int, value: int) -> None:
@@ -45,9 +46,7 @@ def outlive_parent() -> None:
 def descendants(root: int) -> list[int]:
     """Process ids of all living descendants of `root`, zombies left out."""
     children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
+    for entry in filter(str.isdecimal, os.listdir("/proc")):
         try:
             # Fields after the command, which is in brackets and may hold anything: state, parent.
             state, parent = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()[:2]
@@ -80,19 +79,19 @@ def send(pids: Iterable[int], signum: int) -> None:
             os.kill(pid, signum)
 
 
-def end_descendants(*, term_s: float = 0.0, kill_s: float = 1.0) -> list[int]:
+def end_descendants(*, term_s: float = 0.0) -> list[int]:
     """End every descendant of this process: SIGTERM and `term_s` seconds, then SIGKILL.
 
-    Returns the process ids still there `kill_s` seconds after the first SIGKILL: tasks in
-    uninterruptible sleep, which no signal ends.
+    Returns the process ids still there a second later: tasks in uninterruptible sleep, which no
+    signal ends.
     """
     me = os.getpid()
-    if term_s > 0 and (alive := descendants(me)):
-        send(alive, signal.SIGTERM)
+    if term_s > 0:
+        send(descendants(me), signal.SIGTERM)
         deadline = time.monotonic() + term_s
         while descendants(me) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-    deadline = time.monotonic() + kill_s
+    deadline = time.monotonic() + _KILL_S
     while alive := descendants(me):
         if time.monotonic() > deadline:
             return alive
