@@ -1,8 +1,5 @@
 """Which launcher started this process, and its place among the others.
 
-    python -m distributed.environment port ID     the port that belongs to a run id
-    python -m distributed.environment new-id      a fresh run id
-
 The launcher's variables are read here and nowhere else. No torch import, so it is instant.
 """
 
@@ -10,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import time
 import zlib
 from collections.abc import Mapping
@@ -260,14 +256,3 @@ def new_run_id() -> str:
     """Return YYYYMMDD-HHMMSS-<4 hex digits> from the time and the process id."""
     mixed = zlib.crc32(f"{time.time_ns()} {os.getpid()}".encode())
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{mixed & 0xFFFF:04x}"
-
-
-if __name__ == "__main__":
-    match sys.argv[1:]:
-        case ["port", run_id]:
-            print(port_from_id(run_id))
-        case ["new-id"]:
-            print(new_run_id())
-        case _:
-            print("usage: python -m distributed.environment port ID | new-id", file=sys.stderr)
-            sys.exit(2)

@@ -27,7 +27,7 @@ $(golden_command "$ROOT/scripts/cluster_train.sh\\ plain.yaml\\ 2\\ 1\\ 10.0.0.1
   run --separate-stderr launch plain.yaml --dry-run
   [[ $status == 0 ]]
   local port
-  port=$(cd "$ROOT" && "$PYTHON" -m distributed.environment port 9)
+  port=$(cd "$ROOT" && "$PYTHON" -c 'import distributed.environment as e; print(e.port_from_id("9"))')
   [[ $output == *" --nnodes 2 --node-rank 1 --master-addr node1 --nproc-per-node 1 --master-port $port "* ]]
   [[ $output == *" --rdzv-id 9 "* ]]
   run --separate-stderr launch plain.yaml 2 1 --dry-run

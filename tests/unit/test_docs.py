@@ -56,7 +56,7 @@ FOREIGN_VARIABLES = {
 # Words of the code that look like a fault's name and are none.
 NO_FAULTS = {
     *("all-gather", "all-reduce", "reduce-scatter"),  # collectives
-    *("compute-apps", "nvidia-smi", "site-packages", "dist-packages", "new-id"),
+    *("compute-apps", "nvidia-smi", "site-packages", "dist-packages"),
 }
 
 NAME = r"[a-z]+(?:-[a-z]+)+"

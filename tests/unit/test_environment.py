@@ -249,17 +249,6 @@ def test_ports_are_stable_spread_and_in_range() -> None:
     assert port_from_id("20261120-161233-3f9a") == 25_164  # the same on every machine, for ever
 
 
-def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "distributed.environment", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def test_command() -> None:
-    assert _command("port", "77").stdout == f"{port_from_id('77')}\n"
-    assert re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{4}\n", _command("new-id").stdout)
-    assert _command("nonsense").returncode == 2
-
-
 def test_import_is_light() -> None:
     heavy = {"torch", "typing", "asyncio"}
     code = f"import sys, distributed.environment; print({heavy} & set(sys.modules))"
