@@ -8,14 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    Sampler,
-    Subset,
-    get_worker_info,
-)
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, get_worker_info
 
 from distributed.stop import ignore_signals
 from distributed.torch import seed_everything
@@ -33,7 +27,7 @@ class Batches:
         self.done = done
         stream = DataLoader(
             _Seeded(loader.dataset, seed),
-            batch_sampler=_Order(loader, done),
+            batch_sampler=_places(loader, done),
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
             worker_init_fn=ignore_signals,
@@ -46,23 +40,17 @@ class Batches:
         return next(self._rest)
 
 
-class _Order(Sampler[list[tuple[int, int]]]):
-    """The (epoch, index) pairs of each batch, without end."""
-
-    def __init__(self, loader: DataLoader[Any], done: int) -> None:
-        self._loader = loader
-        self._done = done
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        epoch, done = divmod(self._done, len(self._loader))
-        assert self._loader.batch_sampler is not None
-        while True:
-            if isinstance(self._loader.sampler, DistributedSampler):
-                self._loader.sampler.set_epoch(epoch)
-            for number, batch in enumerate(self._loader.batch_sampler):
-                if number >= done:
-                    yield [(epoch, index) for index in batch]
-            epoch, done = epoch + 1, 0
+def _places(loader: DataLoader[Any], done: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield the (epoch, index) pairs of each batch after the first `done`, without end."""
+    epoch, done = divmod(done, len(loader))
+    assert loader.batch_sampler is not None
+    while True:
+        if isinstance(loader.sampler, DistributedSampler):
+            loader.sampler.set_epoch(epoch)
+        for number, batch in enumerate(loader.batch_sampler):
+            if number >= done:
+                yield [(epoch, index) for index in batch]
+        epoch, done = epoch + 1, 0
 
 
 class _Seeded(Dataset[Any]):
@@ -79,8 +67,7 @@ class _Seeded(Dataset[Any]):
     def __getitem__(self, place: tuple[int, int]) -> Any:
         epoch, index = place
         if get_worker_info() is not None:
-            own_seed = zlib.crc32(f"{self._seed} {epoch} {index}".encode())
-            seed_everything(own_seed)
+            seed_everything(zlib.crc32(f"{self._seed} {epoch} {index}".encode()))
         return self._dataset[index]
 
 
@@ -90,11 +77,5 @@ def share_of(dataset: Dataset[Any], rank: int, world_size: int) -> Dataset[Any]:
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """Return a batch, a tensor or tensors in tuples, lists and dicts, on a device."""
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: move(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return [move(value, device) for value in batch]
-    return batch
+    """Return a batch with its tensors, in tuples, lists and dicts as it has them, on a device."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
