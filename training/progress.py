@@ -34,12 +34,12 @@ class Meter:
     """Loss and speed of one rank, without waiting for the device between two readings."""
 
     def __init__(self, state: Mapping[str, float] | None = None) -> None:
-        self._start = self._since = time.perf_counter()  # of all, and of this reading's time
+        self._start = time.perf_counter()
+        self._paused_s = 0.0
         self._new: list[tuple[int, Tensor, int]] = []  # step, loss, terms
         self._sums = dict(state or {"loss": 0.0, "terms": 0})  # since the last reading
         self._terms = 0  # of this process's own
-        self._all_terms = 0
-        self._all_seconds = 0.0
+        self._read_s, self._read_terms = 0.0, 0  # of training, until the last reading
         self.not_finite: tuple[int, float] | None = None  # the first such loss: its step, and it
 
     def wall(self) -> float:
@@ -52,17 +52,15 @@ class Meter:
 
     def state(self) -> dict[str, float]:
         """Return the sums since the last reading, for a meter that is to go on from here."""
-        if self._new:
-            losses = torch.stack(
-                [loss for _, loss, _ in self._new]
-            ).tolist()  # waits for the device
-            for (step, _, terms), loss in zip(self._new, losses, strict=True):
-                self._sums["loss"] += loss * terms
-                self._sums["terms"] += terms
-                self._terms += terms
-                if not math.isfinite(loss) and self.not_finite is None:
-                    self.not_finite = step, loss
-            self._new.clear()
+        losses = [loss for _, loss, _ in self._new]
+        values = torch.stack(losses).tolist() if losses else []  # waits for the device
+        for (step, _, terms), value in zip(self._new, values, strict=True):
+            self._sums["loss"] += value * terms
+            self._sums["terms"] += terms
+            self._terms += terms
+            if not math.isfinite(value) and self.not_finite is None:
+                self.not_finite = step, value
+        self._new.clear()
         return dict(self._sums)
 
     def loss(self) -> float:
@@ -73,23 +71,21 @@ class Meter:
     def read(self) -> float:
         """Begin a new reading; returns the terms per second of the one that ends."""
         self.state()
-        now = time.perf_counter()
-        seconds, terms = now - self._since, self._terms
-        self._all_seconds += seconds
-        self._all_terms += terms
-        self._since, self._terms, self._sums = now, 0, {"loss": 0.0, "terms": 0}
-        return terms / seconds
+        before_s, before_terms = self._read_s, self._read_terms
+        self._read_s, self._read_terms = self.wall() - self._paused_s, self._terms
+        self._sums = {"loss": 0.0, "terms": 0}
+        return (self._read_terms - before_terms) / (self._read_s - before_s)
 
     def speed(self) -> float:
         """Return the terms per second over all readings."""
-        return self._all_terms / self._all_seconds if self._all_seconds else 0.0
+        return self._read_terms / self._read_s if self._read_s else 0.0
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Leave out of the speed what is no training."""
-        start = time.perf_counter()
+        start = self.wall()
         yield
-        self._since += time.perf_counter() - start
+        self._paused_s += self.wall() - start
 
 
 @dataclass(frozen=True)
@@ -121,7 +117,6 @@ class Progress:
         self._metrics = folder / "metrics.jsonl"
         self._unit = unit
         self._limits = limits
-        self._enabled = enabled
         self._start = time.monotonic()
         self._shown = 0.0
         self._status = ""  # loss and speed
@@ -147,7 +142,7 @@ class Progress:
         """Note that a step is done, and show it where it is time to."""
         now = time.monotonic()
         is_due = now - self._shown >= (BAR_EVERY_S if self._bar else LINE_EVERY_S)
-        if not self._enabled or not (is_due or step == self._limits.last_step):
+        if self._file is None or not (is_due or step == self._limits.last_step):
             return
         self._shown = now
         end = f"/{self._limits.last_step}" if self._limits.last_step else ""
@@ -185,7 +180,7 @@ class Progress:
 
     def draw(self) -> None:
         """Draw loss.png anew."""
-        if not self._enabled:
+        if self._file is None:
             return
         logging.getLogger("matplotlib").setLevel(logging.WARNING)  # no word of its fonts
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -215,9 +210,7 @@ class Progress:
         temporary.replace(self._metrics)
 
     def _lines(self) -> Iterator[dict[str, Any]]:
-        if not self._metrics.exists():
-            return
-        for text in self._metrics.read_text().splitlines():
+        for text in self._metrics.read_text().splitlines() if self._metrics.exists() else ():
             with contextlib.suppress(ValueError):  # half a line, from a process that was killed
                 yield json.loads(text)
 
