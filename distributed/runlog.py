@@ -57,11 +57,9 @@ class RunFolder:
         record: dict[str, Any] = {}
         with contextlib.suppress(FileNotFoundError, ValueError):
             record = json.loads(path.read_text(encoding="utf-8"))
-        record.update(fields)
-        handle, name = tempfile.mkstemp(dir=self.path, prefix="run.json.")
-        with open(handle, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=2)
-        os.replace(name, path)
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps({**record, **fields}, indent=2), encoding="utf-8")
+        new.replace(path)
 
 
 class Claim:
@@ -79,7 +77,9 @@ class Claim:
     def __init__(self, folder: Path, what: str) -> None:
         self.what = what
         self.path = folder / "lock"
-        me = {"process": os.getpid(), "host": socket.gethostname(), **_slurm_start()}
+        me: dict[str, Any] = {"process": os.getpid(), "host": socket.gethostname()}
+        if job := os.environ.get("SLURM_JOB_ID"):  # which start of which job
+            me |= {"job": job, "start": int(os.environ.get("SLURM_RESTART_COUNT", 0))}
         self.fd, new = tempfile.mkstemp(dir=folder, prefix=".lock.")
         os.write(self.fd, json.dumps(me).encode())
         fcntl.lockf(self.fd, fcntl.LOCK_EX, 1, _LIVE)
@@ -102,9 +102,8 @@ class Claim:
             if os.fstat(before).st_nlink == 0:
                 return False
             holder = _holder(before)
-            is_next = (
-                "job" in me and me["job"] == holder.get("job") and me["start"] > holder["start"]
-            )
+            is_same_job = "job" in me and me["job"] == holder.get("job")
+            is_next = is_same_job and me["start"] > holder["start"]
             if not is_next and not _try_lock(before, _LIVE):
                 raise self._refusal(holder)
             os.replace(new, self.path)
@@ -126,20 +125,12 @@ class Claim:
         fcntl.lockf(self.fd, fcntl.LOCK_EX, 1, _COMMIT)
         try:
             if os.fstat(self.fd).st_nlink == 0:
-                with contextlib.closing(open(self.path, "rb")) as file:
-                    by = _holder(file.fileno())
-                cause = f"{self.what} was started again, on {by.get('host')}"
+                host = json.loads(self.path.read_text())["host"]
+                cause = f"{self.what} was started again, on {host}"
                 raise Refused("node-lost", f"{cause}; this process, cut off, leaves it alone")
             yield
         finally:
             fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, _COMMIT)
-
-
-def _slurm_start() -> dict[str, Any]:
-    """Which start of which SLURM job this is: nothing outside of one."""
-    if job := os.environ.get("SLURM_JOB_ID"):
-        return {"job": job, "start": int(os.environ.get("SLURM_RESTART_COUNT", 0))}
-    return {}
 
 
 def _try_lock(fd: int, byte: int) -> bool:
@@ -177,9 +168,9 @@ def start_record(
     return {
         "run_id": run_id,
         "command": os.environ.get("LAUNCH_COMMAND", ""),
-        "agent_arguments": list(argv),
+        "agent_arguments": argv,
         "working_directory": os.getcwd(),
-        "hosts": list(hosts),
+        "hosts": hosts,
         "world_size": world_size,
         "versions": {**versions, "kernel": platform.release()},
         "git_commit": _git_commit(),

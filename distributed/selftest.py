@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from distributed.environment import Environment
+from distributed.failure import count
 from distributed.torch import device, finish, init_distributed, setup_distributed_models
 
 Check = tuple[str, Tensor, Tensor]  # name, what came, what should have come
@@ -137,9 +138,8 @@ def check_all(env: Environment) -> tuple[int, list[str]]:
     faults = [fault for *_, of_rank in rows for fault in of_rank if fault]
     versions = {version: f"torch {version} on {host}" for host, _, version, _ in rows}
     if len(versions) > 1:
-        faults.insert(
-            0, f"{', '.join(versions.values())}; install one everywhere [version-mismatch]"
-        )
+        cause = ", ".join(versions.values())
+        faults.insert(0, f"{cause}; install one everywhere [version-mismatch]")
     return len(checks) + 1, faults
 
 
@@ -150,8 +150,8 @@ def run(seconds: float) -> int:
         backend = "nccl" if device().type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     number, faults = check_all(env)
-    ranks = f"{env.world_size} rank{'s' * (env.world_size > 1)}"
-    world = f"{ranks} on {env.num_nodes} node{'s' * (env.num_nodes > 1)}, {dist.get_backend()}"
+    ranks, nodes = count(env.world_size, "rank"), count(env.num_nodes, "node")
+    world = f"{ranks} on {nodes}, {dist.get_backend()}"
     if faults:
         more = f" (and {len(faults) - 1} more, above)" if len(faults) > 1 else ""
         tell(env, *faults[1:], f"FAIL  {world}: {faults[0]}{more}")
