@@ -247,19 +247,19 @@ def load(folder: Path) -> State | None:
         CheckpointError: there are checkpoints and all are damaged.
     """
     content: dict[str, bytes] = {}
-    outcome: list[Any] = [None]  # the size of each file, none at all, or what is wrong
+    damage: CheckpointError | None = None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             content = _read_newest(folder)
-            outcome = [{name: len(data) for name, data in content.items()}]
         except CheckpointError as error:
-            outcome = [error]
+            damage = error
     if dist.is_initialized():
-        dist.broadcast_object_list(outcome)
-        if isinstance(outcome[0], dict):
-            content = {name: _share(content.get(name), n) for name, n in outcome[0].items()}
-    if isinstance(outcome[0], CheckpointError):
-        raise outcome[0]
+        told: list[Any] = [damage, {name: len(data) for name, data in content.items()}]
+        dist.broadcast_object_list(told)
+        damage, sizes = told
+        content = {name: _share(content.get(name), size) for name, size in sizes.items()}
+    if damage is not None:
+        raise damage
     return _decode(content) if content else None
 
 

@@ -12,7 +12,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +21,14 @@ _LIVE, _COMMIT = 0, 1  # bytes of a claim's file
 _COMMIT_S = 30.0  # how long a commit may take, at most
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """Paths of one run; private to the user, for logs show what the run was given."""
 
-    root: Path  # the log directory, which holds all runs
-    run_id: str
-    node_rank: int
-
-    @property
-    def path(self) -> Path:
-        return self.root / self.run_id
-
-    @property
-    def node_log(self) -> Path:
-        return self.path / f"node_{self.node_rank}.log"
-
-    @property
-    def failures(self) -> Path:
-        return self.path / "failures"
+    def __init__(self, root: Path, run_id: str, node_rank: int) -> None:
+        self.root = root  # the log directory, which holds all runs
+        self.path = root / run_id
+        self.node_log = self.path / f"node_{node_rank}.log"
+        self.failures = self.path / "failures"
 
     def create(self) -> None:
         """Make the folders and the links `latest` and `node_<rank>.log` beside them."""
@@ -48,8 +36,8 @@ class RunFolder:
         self.path.mkdir(mode=0o700, exist_ok=True)
         self.failures.mkdir(mode=0o700, exist_ok=True)
         self.node_log.touch(mode=0o600)
-        point(self.root / "latest", self.run_id)
-        point(self.root / self.node_log.name, f"{self.run_id}/{self.node_log.name}")
+        point(self.root / "latest", self.path.name)
+        point(self.root / self.node_log.name, f"{self.path.name}/{self.node_log.name}")
 
     def write_record(self, fields: Mapping[str, Any]) -> None:
         """Merge `fields` into run.json, in one step."""
