@@ -53,20 +53,18 @@ class Environment:
         return self.rank == 0
 
 
-@dataclass(frozen=True)
-class _Variables:
+class _Variables(dict[str, str]):
     """The variables of one process; what is missing or wrong is refused with the cure."""
 
-    environ: Mapping[str, str]
-    cure: str = ""
+    cure = ""
 
-    def get(self, name: str) -> str:
-        return self.environ.get(name, "")
+    def __missing__(self, name: str) -> str:
+        return ""
 
     def text(self, name: str) -> str:
-        if not self.get(name):
+        if not self[name]:
             raise LauncherError(f"{name} is not set; {self.cure}")
-        return self.get(name)
+        return self[name]
 
     def number(self, name: str, low: int = 1, high: int = 2**31, why: str = "") -> int:
         """Return an integer of low..high; `why` says where the bounds come from."""
@@ -80,26 +78,26 @@ class _Variables:
 
     def master(self, address: str = "", port_id: str = "") -> tuple[str, int]:
         """Return MASTER_ADDR and MASTER_PORT, which what is given here may stand in for."""
-        address = self.get("MASTER_ADDR") or address or self.text("MASTER_ADDR")
-        if port_id and not self.get("MASTER_PORT"):
+        address = self["MASTER_ADDR"] or address or self.text("MASTER_ADDR")
+        if port_id and not self["MASTER_PORT"]:
             return address, port_from_id(port_id)
         return address, self.number("MASTER_PORT", 1, 2**16 - 1)
 
 
 def torchrun(v: _Variables) -> Environment:
     """Read what torchrun, our node agent, torch.distributed.launch and hand-made starts set."""
-    local_name = "--local-rank" if v.get("--local-rank") else "LOCAL_RANK"
-    if v.get("LOCAL_RANK") not in ("", v.get(local_name)):
-        cause = f"LOCAL_RANK={v.get('LOCAL_RANK')} but --local-rank is {v.get(local_name)}"
+    local_name = "--local-rank" if v["--local-rank"] else "LOCAL_RANK"
+    if v["LOCAL_RANK"] not in ("", v[local_name]):
+        cause = f"LOCAL_RANK={v['LOCAL_RANK']} but --local-rank is {v[local_name]}"
         raise LauncherError(f"{cause}; give only one")
     # Started by hand without LOCAL_WORLD_SIZE, all the ranks have to be on this machine.
-    size_name = "LOCAL_WORLD_SIZE" if v.get("LOCAL_WORLD_SIZE") else "WORLD_SIZE"
+    size_name = "LOCAL_WORLD_SIZE" if v["LOCAL_WORLD_SIZE"] else "WORLD_SIZE"
     ranks = _ranks_of_equal_nodes(v, "RANK", "WORLD_SIZE", local_name, size_name)
-    place = Environment("launch" if v.get("--local-rank") else "torchrun", *ranks, *v.master())
+    place = Environment("launch" if v["--local-rank"] else "torchrun", *ranks, *v.master())
     if size_name == "WORLD_SIZE" and place.rank != place.local_rank:
         cause = f"RANK={place.rank} is not LOCAL_RANK={place.local_rank}, so there are more nodes"
         raise LauncherError(f"{cause}; set LOCAL_WORLD_SIZE, the number of ranks on this one")
-    if not v.get("GROUP_WORLD_SIZE"):
+    if not v["GROUP_WORLD_SIZE"]:
         return place
     num_nodes = v.number("GROUP_WORLD_SIZE")
     node_rank = v.rank("GROUP_RANK", num_nodes, "GROUP_WORLD_SIZE")
@@ -111,10 +109,9 @@ def openmpi(v: _Variables) -> Environment:
     names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
     ranks = _ranks_of_equal_nodes(v, *names)
     address = "127.0.0.1" if ranks[-1] == 1 else ""  # one node
-    cure = "set it to the first host (a free port) and pass it on, as mpirun -x MASTER_ADDR does"
+    v.cure = "set it to the first host (a free port) and pass it on, as mpirun -x MASTER_ADDR does"
     # The namespace is one per mpirun, the same on every rank.
-    master = replace(v, cure=cure).master(address, v.get("PMIX_NAMESPACE"))
-    return Environment("openmpi", *ranks, *master)
+    return Environment("openmpi", *ranks, *v.master(address, v["PMIX_NAMESPACE"]))
 
 
 def _ranks_of_equal_nodes(
@@ -130,23 +127,23 @@ def _ranks_of_equal_nodes(
 
 def slurm(v: _Variables) -> Environment:
     """Read one task of a SLURM step, by the step's variables: the job's may name more nodes."""
-    if v.get("SLURM_STEP_ID") == INTERACTIVE_STEP:
+    if v["SLURM_STEP_ID"] == INTERACTIVE_STEP:
         return plain(v)
     world_size = v.number("SLURM_STEP_NUM_TASKS")
-    if v.get("WORLD_SIZE") not in ("", str(world_size)):
-        cause = f"WORLD_SIZE={v.get('WORLD_SIZE')} but SLURM_STEP_NUM_TASKS={world_size}"
+    if v["WORLD_SIZE"] not in ("", str(world_size)):
+        cause = f"WORLD_SIZE={v['WORLD_SIZE']} but SLURM_STEP_NUM_TASKS={world_size}"
         raise LauncherError(f"{cause}; unset WORLD_SIZE, or ask srun for that many tasks")
     rank = v.rank("SLURM_PROCID", world_size, "SLURM_STEP_NUM_TASKS")
     first_host, tasks = _in_order_of_tasks(v)
-    why = f" (SLURM_STEP_TASKS_PER_NODE={v.get('SLURM_STEP_TASKS_PER_NODE')})"
+    why = f" (SLURM_STEP_TASKS_PER_NODE={v['SLURM_STEP_TASKS_PER_NODE']})"
     num_nodes = v.number("SLURM_STEP_NUM_NODES", len(tasks), len(tasks), why)
     node_rank = v.rank("SLURM_NODEID", num_nodes, "SLURM_STEP_NUM_NODES")
     local_rank = v.rank("SLURM_LOCALID", tasks[node_rank], "tasks on this node")
     ranks = (rank, local_rank, world_size, tasks[node_rank], node_rank, num_nodes)
-    if v.get("SLURM_DISTRIBUTION").startswith("arbitrary") and not v.get("MASTER_ADDR"):
+    if v["SLURM_DISTRIBUTION"].startswith("arbitrary") and not v["MASTER_ADDR"]:
         cause = "srun --distribution=arbitrary can put rank 0 on any node"
         raise LauncherError(f"{cause}; leave it out, or set MASTER_ADDR to that node")
-    step = f"{_job_id(v)}.{v.get('SLURM_STEP_ID')}"
+    step = f"{_job_id(v)}.{v['SLURM_STEP_ID']}"
     return Environment("slurm", *ranks, *v.master(first_host, step))
 
 
@@ -158,9 +155,9 @@ def _in_order_of_tasks(v: _Variables) -> tuple[str, list[int]]:
     hosts = v.text("SLURM_STEP_NODELIST")
     tasks = tasks_per_node(v.text("SLURM_STEP_TASKS_PER_NODE"))
     groups = [
-        v.get(f"SLURM_JOB_NODELIST_HET_GROUP_{group}")
-        or v.get(f"SLURM_JOB_NODELIST_PACK_GROUP_{group}")  # all that an srun without a job sets
-        for group in range(int(v.get("SLURM_HET_SIZE") or 0))
+        v[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"]
+        or v[f"SLURM_JOB_NODELIST_PACK_GROUP_{group}"]  # all that an srun without a job sets
+        for group in range(int(v["SLURM_HET_SIZE"] or 0))
     ]
     if not any(groups):
         return hostlist.first(hosts), tasks
@@ -193,13 +190,13 @@ def tasks_per_node(text: str) -> list[int]:
 
 def plain(v: _Variables) -> Environment:
     """One process alone; what a launcher left half done is an error."""
-    job_tasks = int(v.get("SLURM_NTASKS") or v.get("SLURM_JOB_NUM_NODES") or 1)
-    started = int(v.get("SLURM_STEP_NUM_TASKS") or 1)  # several in a salloc shell of several
-    if v.get("SLURM_JOB_ID") and started < job_tasks:
+    job_tasks = int(v["SLURM_NTASKS"] or v["SLURM_JOB_NUM_NODES"] or 1)
+    started = int(v["SLURM_STEP_NUM_TASKS"] or 1)  # several in a salloc shell of several
+    if v["SLURM_JOB_ID"] and started < job_tasks:
         cause = f"no srun started this process, one of the {job_tasks} tasks of job {_job_id(v)}"
         raise LauncherError(f"{cause}; put srun before the command", fault="batch-step")
     for name in ("WORLD_SIZE", "LOCAL_RANK", "--local-rank"):
-        if v.get(name):
+        if v[name]:
             raise LauncherError(f"{name} is given but RANK is not set; set both, or neither")
     return Environment("plain", 0, 0, 1, 1, 0, 1, "127.0.0.1", port_from_id(_run_id(v)))
 
@@ -220,29 +217,30 @@ def detect(
 
     Raises LauncherError or HostlistError where a variable is missing, wrong or contradicts another.
     """
-    argument = {} if local_rank is None else {"--local-rank": str(local_rank)}
-    v = _Variables({**(os.environ if environ is None else environ), **argument})
-    mark = next((name for name in LAUNCHERS if v.get(name)), "")
-    read, cure = LAUNCHERS.get(mark, (plain, ""))
+    v = _Variables(os.environ if environ is None else environ)
+    if local_rank is not None:
+        v["--local-rank"] = str(local_rank)
+    mark = next((name for name in LAUNCHERS if v[name]), "")
+    read, v.cure = LAUNCHERS.get(mark, (plain, ""))
     return replace(
-        read(replace(v, cure=cure)),
+        read(v),
         run_id=_run_id(v),
-        log_dir=Path(v.get("LOG_DIR") or "logs"),
-        restart_count=sum(int(v.get(name) or 0) for name in RESTART_COUNTS),
-        agent_store=v.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        heartbeat_file=v.get("HEARTBEAT_FILE") or None,
-        backend=v.get("BACKEND") or None,
+        log_dir=Path(v["LOG_DIR"] or "logs"),
+        restart_count=sum(int(v[name] or 0) for name in RESTART_COUNTS),
+        agent_store=v["TORCHELASTIC_USE_AGENT_STORE"] == "True",
+        heartbeat_file=v["HEARTBEAT_FILE"] or None,
+        backend=v["BACKEND"] or None,
     )
 
 
 def _job_id(v: _Variables) -> str:
     """Return SLURM's job id; the tasks of an array get one each."""
-    array, task = v.get("SLURM_ARRAY_JOB_ID"), v.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{task}" if array and task else v.get("SLURM_JOB_ID")
+    array, task = v["SLURM_ARRAY_JOB_ID"], v["SLURM_ARRAY_TASK_ID"]
+    return f"{array}_{task}" if array and task else v["SLURM_JOB_ID"]
 
 
 def _run_id(v: _Variables) -> str:
-    given = (v.get("RUN_ID"), v.get("TORCHELASTIC_RUN_ID"), _job_id(v), v.get("PBS_JOBID"))
+    given = (v["RUN_ID"], v["TORCHELASTIC_RUN_ID"], _job_id(v), v["PBS_JOBID"])
     known = [one for one in given if one not in ("", "none")]  # "none": torchrun was given none
     return known[0] if known else new_run_id()
 
