@@ -35,22 +35,10 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 from distributed import checkpoint
+from distributed import torch as helper
 from distributed.environment import Environment
 from distributed.failure import STOPPED
 from distributed.stop import Stop
-from distributed.torch import (
-    barrier,
-    beat,
-    device,
-    finish,
-    get_dataloader_for_distributed,
-    init_distributed,
-    no_sync,
-    seed_everything,
-    setup_distributed_models,
-    sync_metrics,
-    unwrap,
-)
 from training.batches import Batches, move, share_of
 from training.optimizer import find_last_step, learning_rate, make_optimizer
 from training.progress import Limits, Meter, Progress
@@ -67,7 +55,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
     # Who am I, and with whom?
     torch.distributed.set_debug_level_from_env()  # type: ignore[attr-defined]
     try:
-        environment = init_distributed(
+        environment = helper.init_distributed(
             backend=settings.distributed.backend,
             join_timeout_s=settings.distributed.join_timeout,
             timeout_s=settings.distributed.timeout,
@@ -85,7 +73,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
     stop = Stop(settings.train.max_seconds)
 
     # What is learnt, on what? Training data is one endless stream, validation data is shared out.
-    seed_everything(settings.seed)
+    helper.seed_everything(settings.seed)
     with one_voice(environment):
         saver = checkpoint.Saver(
             run_folder, keep_last=settings.checkpoint.keep_last, enabled=environment.is_main
@@ -93,7 +81,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
         saved = find_checkpoint(settings.resume, run_folder, is_again=environment.restart_count > 0)
         batch_size = choose_batch_size(settings.train, world_size, saved)
         task = load_task(settings)
-        loader = get_dataloader_for_distributed(
+        loader = helper.get_dataloader_for_distributed(
             task.train,
             batch_size=batch_size,
             shuffle=True,
@@ -111,7 +99,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
         model = task.model()
         if saved:
             fill(model, saved.model)
-        model = setup_distributed_models(
+        model = helper.setup_distributed_models(
             model,
             strategy=settings.distributed.strategy,
             find_unused_parameters=settings.distributed.find_unused_parameters,
@@ -119,10 +107,10 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
     optimizer = make_optimizer(model, settings.train)
     if world_size > 2:
         settle_buckets(task, model, batch_size, settings)
-    seed_everything(settings.seed, rank)
+    helper.seed_everything(settings.seed, rank)
 
     # From where? Each rank has random numbers and half-read meters of its own.
-    place = saved.progress if saved else {"step": 0, "epoch": 0, "samples": 0}
+    place: dict[str, Any] = saved.progress if saved else {"step": 0, "epoch": 0, "samples": 0}
     step = first_step = place["step"]
     per_batch, per_epoch = batch_size * world_size, len(loader)
     done = place["epoch"] * per_epoch + place["samples"] // per_batch
@@ -143,26 +131,26 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
     last_step = find_last_step(settings.train, per_epoch)
 
     size = sum(parameter.numel() for parameter in model.parameters())
-    log.info(f"model      {size:,} parameters, on {world_size} x {device().type}")
+    log.info(f"model      {size:,} parameters, on {world_size} x {helper.device().type}")
     log.info(f"data       {task.describe()}")
     limits = Limits(first_step, last_step, settings.train.max_seconds)
     log_folder = environment.log_dir / environment.run_id
     progress = Progress(log_folder, task.unit, limits, enabled=environment.is_main)
     validation_loss = None
     is_over, is_stopped = last_step is not None and step >= last_step, False
-    beat(step, saved=step if saved else None, hang_seconds=settings.distributed.hang_seconds)
+    helper.beat(step, saved=step if saved else None, hang_seconds=settings.distributed.hang_seconds)
     while not (is_over or is_stopped):
         rate = learning_rate(step, settings.train, last_step)
         for group in optimizer.param_groups:
             group["lr"] = rate
         for micro in range(accumulation):
-            batch = move(next(batches), device())
-            beat(step)  # here and below: a rank that gets stuck is known by its last beat
+            batch = move(next(batches), helper.device())
+            helper.beat(step)  # here and below: a rank that gets stuck is known by its last beat
             # Gradients travel between the ranks once a step, with the last micro-batch.
-            with no_sync(model, enabled=micro < accumulation - 1):
+            with helper.no_sync(model, enabled=micro < accumulation - 1):
                 with autocast(settings):
                     loss = task.loss(model, batch)
-                beat(step)
+                helper.beat(step)
                 if micro == accumulation - 1:
                     stop.ask()
                 (loss / accumulation).backward()  # type: ignore[no-untyped-call]
@@ -172,18 +160,18 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-        beat(step)
+        helper.beat(step)
 
         is_over = step == last_step
         is_stopped = stop.agreed() and not is_over
         is_logged = is_over or step == 1 or step % settings.train.log_every == 0
         is_saved = is_over or is_stopped or is_time(step, settings.checkpoint.every)
         if is_logged or is_saved:
-            mean_loss = sync_metrics({"loss": meter.loss()})["loss"]
+            mean_loss = helper.sync_metrics({"loss": meter.loss()})["loss"]
             if not math.isfinite(mean_loss):
                 leave_not_finite(meter, environment)
         if is_logged:
-            speed = sync_metrics({"speed": meter.read()})["speed"] * world_size
+            speed = helper.sync_metrics({"speed": meter.read()})["speed"] * world_size
             with meter.paused():
                 values = {"loss": mean_loss, **task.metrics(mean_loss), "lr": rate}
                 progress.record(step, {**values, f"{task.unit}_per_second": speed})
@@ -192,7 +180,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
         if is_validated:
             with meter.paused():
                 # Without its wrapper, for ranks may have different numbers of batches.
-                validation_loss = evaluate(task, unwrap(model), validation, settings, step)
+                validation_loss = evaluate(task, helper.unwrap(model), validation, settings, step)
                 values = {"loss": validation_loss, **task.metrics(validation_loss)}
                 progress.record(step, {f"validation_{name}": v for name, v in values.items()})
                 progress.draw()
@@ -201,11 +189,12 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
                 progress.sync()
                 epoch, batch_of_epoch = divmod(batches.done, per_epoch)
                 place = {"step": step, "epoch": epoch, "samples": batch_of_epoch * per_batch}
-                place |= {"global_batch_size": per_batch * accumulation}
-                place |= {"validation_loss": validation_loss} if is_validated else {}
+                place["global_batch_size"] = per_batch * accumulation
+                if is_validated:
+                    place["validation_loss"] = validation_loss
                 own = {"rng": checkpoint.rng_state(), "meter": meter.state()}
                 ranks = checkpoint.gather_ranks(own)
-                weights, moments = unwrap(model).state_dict(), optimizer.state_dict()
+                weights, moments = helper.unwrap(model).state_dict(), optimizer.state_dict()
                 saver.save(step, checkpoint.State(weights, moments, place, ranks))
         saver.check()
 
@@ -215,14 +204,14 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
         log.info(f"stopped    after step {step}, which is saved ({stop.reason or 'another rank'})")
         if "LAUNCH_COMMAND" not in os.environ:  # else the launcher says it
             log.info(resume_line(environment))
-        barrier()  # the launcher ends the ranks that are left some time after the first has gone
+        helper.barrier()  # some time after the first has gone the launcher ends those that are left
         return STOPPED
     if environment.is_main:
         speed_text = f"{meter.speed() * world_size:,.0f} {task.unit}/s"
         time = timedelta(seconds=round(meter.wall()))
         print(f"done       {step} steps, {step - first_step} in {time}, {speed_text}")
         if validation_loss is not None:
-            for label, text in task.summary(unwrap(model), validation_loss):
+            for label, text in task.summary(helper.unwrap(model), validation_loss):
                 print(f"{label:<10} {text}".replace("\n", "\n" + 11 * " "))
         print(f"checkpoint {run_folder / f'step-{step}'}")
         print(f"logs       {log_folder}: metrics.jsonl, loss.png, tensorboard")
@@ -258,7 +247,7 @@ def settle_buckets(task: Task, model: nn.Module, batch_size: int, settings: Sett
     before = [buffer.clone() for buffer in model.buffers()]
     samples = [task.train[index] for index in range(batch_size)]
     with autocast(settings):
-        loss = task.loss(model, move(default_collate(samples), device()))
+        loss = task.loss(model, move(default_collate(samples), helper.device()))
     loss.backward()  # type: ignore[no-untyped-call]
     model.zero_grad()
     for buffer, value in zip(model.buffers(), before, strict=True):
@@ -298,18 +287,18 @@ def leave_not_finite(meter: Meter, environment: Environment) -> NoReturn:
     steps = [first] * environment.world_size
     if environment.world_size > 1:
         torch.distributed.all_gather_object(steps, first)
-    if environment.rank != steps.index(min(steps)):
-        with contextlib.suppress(RuntimeError):  # until the launcher ends this one, too
-            barrier()
-        finish(1)
-    cause = f"the loss of step {first} is {value} on rank {environment.rank}"
-    cure = "try a lower train.learning_rate, and look at the data of that step"
-    raise FloatingPointError(f"{cause}; {cure} [loss-not-finite]")
+    if environment.rank == steps.index(min(steps)):
+        cause = f"the loss of step {first} is {value} on rank {environment.rank}"
+        cure = "try a lower train.learning_rate, and look at the data of that step"
+        raise FloatingPointError(f"{cause}; {cure} [loss-not-finite]")
+    with contextlib.suppress(RuntimeError):  # until the launcher ends this one, too
+        helper.barrier()
+    helper.finish(1)
 
 
 def autocast(settings: Settings) -> torch.autocast:
-    enabled = settings.distributed.mixed_precision.enabled and device().type == "cuda"
-    return torch.autocast(device().type, dtype=torch.bfloat16, enabled=enabled)
+    enabled = settings.distributed.mixed_precision.enabled and helper.device().type == "cuda"
+    return torch.autocast(helper.device().type, dtype=torch.bfloat16, enabled=enabled)
 
 
 def is_time(step: int, every: int, is_over: bool = False) -> bool:
@@ -324,16 +313,16 @@ def evaluate(
     model.eval()
     total, weight = 0.0, 0
     for batch in own_share:
-        beat(step)
-        batch = move(batch, device())
+        helper.beat(step)
+        batch = move(batch, helper.device())
         with autocast(settings):
             loss = task.loss(model, batch)
         total += loss.item() * task.weight(batch)
         weight += task.weight(batch)
     model.train()
-    return sync_metrics({"loss": total / max(weight, 1)}, weight=weight)["loss"]
+    return helper.sync_metrics({"loss": total / max(weight, 1)}, weight=weight)["loss"]
 
 
 if __name__ == "__main__":
     code = train(arguments, settings)
-    finish(code)  # train()'s loaders are gone by now, and their worker processes with them
+    helper.finish(code)  # train()'s loaders are gone by now, and their worker processes with them
