@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import os
 import signal
@@ -49,7 +50,7 @@ def one_voice(environment: Environment) -> Iterator[None]:
 
     from distributed.checkpoint import CheckpointError
     from distributed.failure import Refused
-    from distributed.torch import barrier
+    from distributed.torch import barrier, finish
 
     mistake = None
     try:
@@ -66,6 +67,7 @@ def one_voice(environment: Environment) -> Iterator[None]:
         if not environment.is_main:
             with contextlib.suppress(RuntimeError):
                 barrier()  # ended by rank 0, which has said why and leaves first
+        atexit.register(finish, 2)  # gloo's threads can abort an interpreter that is taken down
         sys.exit(2)
 
 
