@@ -236,6 +236,18 @@ def test_a_terminal_reaches_rank_zero(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_reader_that_is_slow_loses_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "lots.py"
+    script.write_text("for number in range(60_000): print('x' * 100, number)\n")
+    run = Run(["--nproc-per-node", "1", str(script)])
+    time.sleep(3)  # the reader's slowness itself: by then more waits than the agent keeps
+    assert run.finish() == ""
+    assert run.process.returncode == 0
+    assert run.output.splitlines()[-1] == "x" * 100 + " 59999"
+    assert run.output.count("\n") == 60_000
+
+
+@pytest.mark.slow
 def test_torn_lines_are_made_whole(tmp_path: Path) -> None:
     script = tmp_path / "torn.py"
     script.write_text(

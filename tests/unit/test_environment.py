@@ -119,6 +119,7 @@ def test_agent_hands_on_its_own() -> None:
         | {"HEARTBEAT_FILE": "/tmp/beat", "BACKEND": "gloo", "LOG_DIR": "elsewhere"}
     )
     assert (env.agent_store, env.restart_count, env.heartbeat_file) == (True, 2, "/tmp/beat")
+    assert detect({"SLURM_RESTART_COUNT": "1"}).restart_count == 1
     assert (env.backend, env.log_dir) == ("gloo", Path("elsewhere"))
     assert not env.is_main and detect({}).is_main
     assert detect({}).log_dir == Path("logs")
