@@ -58,14 +58,20 @@ def versions() -> dict[str, str]:
 
 
 def hash_files(words: Sequence[str], directory: Path) -> dict[str, str]:
-    """Return the start of the SHA-256 of each word that is a file of at most 1 MiB, by its name."""
-    found = {}
+    """Return by name the hash of this project, and of each word that is a file up to 1 MiB."""
+    folders = Path(__file__).parent, Path(__file__).parents[1] / "training"
+    modules = sorted(module for folder in folders for module in folder.rglob("*.py"))
+    found = {"this project": _hash(*modules)}
     for path in (os.path.join(directory, word) for word in words):
         if os.path.isfile(path) and os.path.getsize(path) <= 1 << 20:
             with contextlib.suppress(OSError):  # unreadable is as good as missing
-                content = Path(path).read_bytes()
-                found[os.path.basename(path)] = hashlib.sha256(content).hexdigest()[:12]
+                found[os.path.basename(path)] = _hash(Path(path))
     return found
+
+
+def _hash(*files: Path) -> str:
+    """Return the start of the SHA-256 of the files, one after the other."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
 def mismatches(me: Node, node: Node) -> Iterator[tuple[str, str]]:

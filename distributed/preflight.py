@@ -270,7 +270,7 @@ def _connect(address: str, port: int, deadline: float) -> socket.socket:
         except ConnectionRefusedError:
             if time.monotonic() > deadline:
                 raise
-            time.sleep(0.05)
+            time.sleep(0.02)
 
 
 def compare(answers: Iterable[Answer]) -> Iterator[tuple[str, Fault]]:

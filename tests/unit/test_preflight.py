@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -496,6 +497,20 @@ def test_what_is_the_same_is_told_without_torch() -> None:
     code = "import torch; print(torch.__version__)"
     theirs = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert json.loads(ours.stdout)["torch"] == theirs.stdout.strip()
+
+
+def test_this_project_is_hashed_too(tmp_path: Path) -> None:
+    for name in ("distributed", "training"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.pyc"))
+    code = "from pathlib import Path; from distributed import link"
+    code += "; print(link.hash_files([], Path())['this project'])"
+
+    def hash_of(folder: Path) -> str:
+        return subprocess.check_output([sys.executable, "-c", code], cwd=folder, text=True)
+
+    assert hash_of(tmp_path) == hash_of(ROOT)
+    (tmp_path / "training/tasks/__init__.py").write_text("changed")
+    assert hash_of(tmp_path) != hash_of(ROOT)
 
 
 def test_no_torch_is_imported() -> None:
