@@ -15,6 +15,8 @@ fanout_check() {
   facts=$("${COMMAND[@]}") || code=$?
   read_facts "$facts"
   compare_nodes "$facts" || exit
+  ((code < 125 || code > 127)) ||
+    refuse env-missing "the preflight did not start on every node, see above; let $PWD, $ROOT and $PYTHON be there as they are here"
   ((code == 0)) || exit "$code"
   plan[checked_nodes]=${plan[nnodes]}
 }

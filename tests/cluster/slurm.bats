@@ -337,6 +337,9 @@ has_restarts() { # <number>
     scripts/slurm/slurm_train.sh config/local3.yaml
   "$CLUSTER" restore node1
   [[ $output == *"slurm_train.sh: node2: no way to node1:4321 (no answer in 3 s); "*" [port-blocked]" && ! -e logs ]]
+  for node in login node1; do on "$node" ln -s "$PYTHON" "$own/python"; done
+  PYTHON=$own/python TRAIN_SCRIPT=own.py run -3 on login salloc -Q --nodes=2 --nodelist=node[1-2] scripts/slurm/slurm_train.sh -
+  [[ $output == *"No such file or directory"*"; let $PWD, $ROOT and $own/python be there as they are here [env-missing]" ]]
 }
 
 @test "without logs/ SLURM drops a job before it starts, as the guide says" {
