@@ -41,8 +41,6 @@ LEAST_MEMLOCK = 64 << 10  # bytes; Linux's own default before 5.16
 LEAST_MEMLOCK_INFINIBAND = 1 << 30  # bytes; every buffer on the wire is locked memory
 ANSWER_S = 3.0  # a connection that nothing answers for so long is dropped
 PIECE = 900  # characters; srun mixes the nodes' lines where they are longer than 1024
-MEET_S = 3.5  # until all nodes have come; some start later than others
-MEET_IN_JOB_S = 8.0  # where SLURM starts them
 
 
 @dataclass(frozen=True)
@@ -202,13 +200,12 @@ COMPARED = 6  # versions, files, the master's port, any other port, clocks, a sh
 
 def meet(args: argparse.Namespace, port: int, faults: list[Fault]) -> None:
     """Meet the other nodes, while this one is checked; what is found is added to `faults`."""
-    in_job = "SLURM_JOB_ID" in os.environ
-    deadline = time.monotonic() + (MEET_IN_JOB_S if in_job else MEET_S)
+    deadline = time.monotonic() + args.within
     if args.node_rank != 0:
         faults += visit_master(args.master_addr, port, deadline)
         return
     # A job may start again on other nodes. Else node rank 0 alone needs the checkpoints.
-    is_shared = in_job and args.checkpoint_dir
+    is_shared = args.checkpoint_dir and "SLURM_JOB_ID" in os.environ
     folder = args.directory / args.checkpoint_dir if is_shared else None
     receive_others(port, args.meet - 1, folder, deadline)
 
@@ -388,6 +385,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--run-id", default="")
     parser.add_argument("program", nargs="*", metavar="-- SCRIPT ARGUMENTS")
     parser.add_argument("--meet", type=int, default=0, help="so many nodes meet at the port")
+    parser.add_argument("--within", type=float, default=7.0, help="seconds for all to have come")
     parser.add_argument("--directory", type=Path, default=Path(), help="where relative paths begin")
     parser.add_argument("--log-dir", default="logs")
     parser.add_argument("--checkpoint-dir", default="")

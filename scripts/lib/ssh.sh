@@ -25,7 +25,7 @@ fanout_check() {
   [[ ${there[0]:-} == 0 ]] || there=() # for they meet on node 0
   for node in "${!NODES[@]}"; do
     plan[nproc]=${RANKS[node]}
-    preflight_command --node-rank "$node" --meet "${#there[@]}"
+    preflight_command --node-rank "$node" --meet "${#there[@]}" --within $((ANSWER_BY - SECONDS - 2))
     tell "$node" "{ cd -- $(quote_line "$PWD") && $(exports)$(quote_line "${COMMAND[@]}"); } \
 </dev/null 2>&1 | sed 's/^/$TOKEN say /'; echo $TOKEN checked \${PIPESTATUS[0]}"
   done
