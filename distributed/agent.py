@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 import itertools
 import json
 import os
@@ -94,7 +93,7 @@ class NodeAgent:
             host=socket.gethostname(),
             run_id=run_id,
             versions=_versions(),
-            files={} if is_alone else _code([args.program.name, *args.program.arguments]),
+            files={} if is_alone else _code(args.program.name, args.program.arguments),
         )
         if args.node_rank == 0:
             self.listener = link.listen(args.master_addr, self.port, is_local=is_alone)
@@ -317,21 +316,17 @@ class NodeAgent:
 
 def _versions() -> dict[str, str]:
     """What must be the same on every node."""
-    versions = {"python": "{}.{}".format(*sys.version_info), "torch": torch.__version__}
+    versions = link.versions()
     if torch.distributed.is_nccl_available():
         nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         versions["nccl"] = ".".join(map(str, nccl))
     return versions
 
 
-def _code(names: Sequence[str]) -> dict[str, str]:
-    """The arguments, and of each that is a file of at most 1 MiB the start of its SHA-256."""
-    same = {"the list of arguments": shlex.join(names[1:])}
-    for name in names:
-        path = Path(name)
-        if path.is_file() and path.stat().st_size <= 1 << 20:
-            same[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-    return same
+def _code(script: str, arguments: Sequence[str]) -> dict[str, str]:
+    """The arguments, and the files among them."""
+    files = link.hash_files([script, *arguments], Path())
+    return {"the list of arguments": shlex.join(arguments), **files}
 
 
 def _say(text: str) -> None:

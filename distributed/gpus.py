@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-LIMIT_S = 20  # a GPU that fell off the bus can make nvidia-smi hang
+LIMIT_S = 8.0  # in all; a GPU that fell off the bus can make nvidia-smi hang
 
 
 class GpuError(RuntimeError):
@@ -32,8 +33,9 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
     """
     if not shutil.which("nvidia-smi"):
         return ()
-    rows = list(_query("gpu", "index,uuid,ecc.errors.uncorrected.volatile.total"))
-    users = list(_query("compute-apps", "gpu_uuid,pid,process_name")) if rows else []
+    until = time.monotonic() + LIMIT_S
+    rows = list(_query("gpu", "index,uuid,ecc.errors.uncorrected.volatile.total", until))
+    users = list(_query("compute-apps", "gpu_uuid,pid,process_name", until)) if rows else []
     gpus = [
         Gpu(
             index=index,
@@ -47,12 +49,13 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
     return tuple(gpus if wanted is None else _select(gpus, wanted))
 
 
-def _query(table: str, columns: str) -> Iterator[list[str]]:
+def _query(table: str, columns: str, until: float) -> Iterator[list[str]]:
     command = ["nvidia-smi", f"--query-{table}={columns}", "--format=csv,noheader,nounits"]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        left = until - time.monotonic()
+        result = subprocess.run(command, capture_output=True, text=True, timeout=left)
     except subprocess.TimeoutExpired as error:
-        raise GpuError(f"nvidia-smi gives no answer in {LIMIT_S} s") from error
+        raise GpuError(f"nvidia-smi gives no answer in {LIMIT_S:g} s") from error
     if result.returncode == 0:
         for line in result.stdout.splitlines():
             yield [cell.strip() for cell in line.split(",", columns.count(","))]

@@ -8,11 +8,18 @@ arrives is ever unpickled.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import importlib.util
 import json
+import os
+import runpy
 import socket
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from distributed.failure import Refused
@@ -22,7 +29,7 @@ SILENCE_S = 10.0  # without a beat for so long, a node is lost
 WELCOME_S = 3.0  # for an agent to greet another; torch's store, served there later, does not
 TELL_S = 3.0  # a wait that takes longer says what it waits for
 _RETRY_S = 0.1
-_SKEW_S = 5.0
+SKEW_S = 5.0  # between clocks, from where on it is told
 _MAX_BYTES = 1 << 20
 
 
@@ -36,8 +43,51 @@ class Node:
     host: str
     run_id: str  # empty: takes node rank 0's
     versions: Mapping[str, str]
-    files: Mapping[str, str]  # the arguments, and name -> SHA-256 of every file among them
+    files: Mapping[str, str]  # as hash_files() has them; at check-in the arguments, too
     time: float = field(default_factory=time.time)  # seconds since the epoch
+
+
+def versions() -> dict[str, str]:
+    """Return Python's version, and torch's without importing it ("" where it is not there)."""
+    torch = importlib.util.find_spec("torch")
+    version = ""
+    if torch is not None and torch.origin is not None:
+        file = Path(torch.origin).with_name("version.py")
+        version = runpy.run_path(str(file))["__version__"]
+    return {"python": "{}.{}".format(*sys.version_info), "torch": version}
+
+
+def hash_files(words: Sequence[str], directory: Path) -> dict[str, str]:
+    """Return by name the hash of this project, and of each word that is a file up to 1 MiB."""
+    folders = Path(__file__).parent, Path(__file__).parents[1] / "training"
+    modules = sorted(module for folder in folders for module in folder.rglob("*.py"))
+    found = {"this project": _hash(*modules)}
+    for path in (os.path.join(directory, word) for word in words):
+        if os.path.isfile(path) and os.path.getsize(path) <= 1 << 20:
+            with contextlib.suppress(OSError):  # unreadable is as good as missing
+                found[os.path.basename(path)] = _hash(Path(path))
+    return found
+
+
+def _hash(*files: Path) -> str:
+    """Return the start of the SHA-256 of the files, one after the other."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+def mismatches(me: Node, node: Node) -> Iterator[tuple[str, str]]:
+    """Yield fault and cause of each version and file that `node` has otherwise than `me`.
+
+    One that is "" is not there, and its node has told so.
+    """
+    for fault, mine, theirs in (
+        ("version-mismatch", me.versions, node.versions),
+        ("code-mismatch", me.files, node.files),
+    ):
+        for name in {**mine, **theirs}:
+            here, there = mine.get(name, "missing"), theirs.get(name, "missing")
+            if here != there and here and there:
+                first, second = (f"node rank {one.node_rank} ({one.host})" for one in (me, node))
+                yield fault, f"{name} is {here!r} on {first} and {there!r} on {second}"
 
 
 @dataclass(frozen=True)
@@ -126,14 +176,19 @@ def listen(address: str, port: int, *, is_local: bool) -> socket.socket:
         if is_local:
             family, *_, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
             return socket.create_server(where[:2], family=family, backlog=4096)
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=4096)
+        return open_port(port)
     except OSError as error:
         cure = "set MASTER_PORT to a free one"
         raise Refused(
             "port-in-use", f"port {port} on {address}: {error.strerror}; {cure}"
         ) from error
+
+
+def open_port(port: int) -> socket.socket:
+    """Listen on the port (0: any free one) at every address of this machine; raises OSError."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=4096)
 
 
 def gather(
@@ -180,7 +235,7 @@ def gather(
             strangers.append(peer)
             _compare(me, node, nodes)
             skew = node.time - time.time()
-            if abs(skew) > _SKEW_S:
+            if abs(skew) > SKEW_S:
                 say(f"warning: {node.host}'s clock is {skew:+.0f} s from {me.host}'s [clock-skew]")
             nodes[node.node_rank] = node
             peers[node.node_rank] = strangers.pop()
@@ -223,16 +278,8 @@ def _compare(me: Node, node: Node, nodes: Mapping[int, Node]) -> None:
             f"{node.host} has run id {node.run_id}, {me.host} has {me.run_id};"
             " leave RUN_ID away, or give the same one",
         )
-    for fault, mine, theirs in (
-        ("version-mismatch", me.versions, node.versions),
-        ("code-mismatch", me.files, node.files),
-    ):
-        for name in mine:
-            if mine[name] != theirs.get(name):
-                here, there = mine[name], theirs.get(name, "missing")
-                who = f"node rank {node.node_rank} ({node.host})"
-                cause = f"{name} is {here!r} on node rank 0 ({me.host}) and {there!r} on {who}"
-                raise Refused(fault, f"{cause}; make them the same")
+    for fault, cause in mismatches(me, node):
+        raise Refused(fault, f"{cause}; make them the same")
 
 
 def join(

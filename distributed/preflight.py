@@ -1,9 +1,13 @@
-"""Is this machine fit for the run? Small named checks, run on each node before anything starts.
+"""Are the machines fit for the run? Small named checks, before anything starts.
 
-    python -m distributed.preflight --script train.py --run-id ID     check this node
+    python -m distributed.preflight --run-id ID -- train.py     check this node
+    python -m distributed.preflight --compare <ANSWERS          compare what all nodes have printed
 
-Prints what the plan needs to know of the node as name=value lines on stdout, and each fault as one
-line on stderr. Exit code 3 when one refuses the start. No torch import, so it is instant.
+Prints what the plan needs to know as name=value lines on stdout, and each fault as one line on
+stderr. Exit code 3 when one refuses the start. No torch import, so it is instant.
+
+Where the nodes are started together, they meet at the master's port meanwhile: node rank 0 listens
+there until all the others have come, and tells them what they are to compare with.
 """
 
 from __future__ import annotations
@@ -12,25 +16,31 @@ import argparse
 import contextlib
 import errno
 import importlib.util
+import json
 import os
 import resource
 import shutil
 import socket
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from distributed import link
 from distributed.environment import port_from_id
 from distributed.gpus import Gpu, GpuError, visible_gpus
+from distributed.network import interface_to
 
 LEAST_FILES = 1024  # open files of one process; Linux's own default
 LEAST_SHM = 512 << 20  # bytes; Docker's default of 64 MiB is too small for data workers
 LEAST_DISK = 2 << 30  # bytes free where checkpoints go
 LEAST_MEMLOCK = 64 << 10  # bytes; Linux's own default before 5.16
 LEAST_MEMLOCK_INFINIBAND = 1 << 30  # bytes; every buffer on the wire is locked memory
+ANSWER_S = 3.0  # a connection that nothing answers for so long is dropped
+PIECE = 900  # characters; srun mixes the nodes' lines where they are longer than 1024
 
 
 @dataclass(frozen=True)
@@ -52,11 +62,20 @@ class Node:
     nproc: int
     master_addr: str
     port: int
+    port_error: int  # errno where it cannot be opened
     script: Path | None
     directories: tuple[Path, ...]  # logs and checkpoints
     gpus: tuple[Gpu, ...]
     gpu_error: str  # why they could not be looked at
     environ: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Answer(link.Node):
+    """What a node says of itself, for the launcher to compare with what the others say."""
+
+    told: Sequence[str] = ()  # the names of the faults that it has told itself
+    met: Sequence[Fault] = ()  # those found at the master's port, if node rank 0 was there
 
 
 def check_program(node: Node) -> Iterator[Fault]:
@@ -102,19 +121,21 @@ def check_master(node: Node) -> Iterator[Fault]:
             cause += f" (/etc/hosts line {line})"
         cure = "give the master's address on the network the nodes share"
         yield Fault("loopback-address", cause, cure, warns=literal)
-    code = _bind_error(port) if node.node_rank == 0 else 0
-    if code == errno.EADDRINUSE:
+    if node.port_error == errno.EADDRINUSE:
         cause = f"port {port} is taken{_holder(port)}"
         yield Fault("port-in-use", cause, "end that, or choose another with MASTER_PORT")
-    elif code:
-        cause = f"port {port} cannot be opened ({os.strerror(code)})"
+    elif node.port_error:
+        cause = f"port {port} cannot be opened ({os.strerror(node.port_error)})"
         yield Fault("port-in-use", cause, "choose one above 1023 with MASTER_PORT")
 
 
 def check_interfaces(node: Node) -> Iterator[Fault]:
     """GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, where set, name interfaces of this machine."""
     names = [name for _, name in socket.if_nameindex()]
-    cure = f"name one of {', '.join(names)}"
+    leads = interface_to(node.master_addr)
+    cure = f"unset it, or name one of {', '.join(names)}"
+    if leads not in (None, "lo"):
+        cure = f"unset it, or name {leads}, which leads to the master"
     gloo = node.environ.get("GLOO_SOCKET_IFNAME", "")
     if gloo and not set(gloo.split(",")) <= set(names):
         cause = f"GLOO_SOCKET_IFNAME={gloo} is not of this machine"
@@ -148,7 +169,7 @@ def check_limits(node: Node) -> Iterator[Fault]:
 def check_folders(node: Node) -> Iterator[Fault]:
     """There is room where logs and checkpoints go, and a real write succeeds."""
     for directory in node.directories:
-        place = next(path for path in (directory, *directory.parents) if os.path.exists(path))
+        place = _existing(directory)
         free = shutil.disk_usage(place).free
         if free < LEAST_DISK:
             cause = f"{free >> 20} MiB free under {str(directory)!r}"
@@ -171,25 +192,184 @@ CHECKS = {  # and how many things each looks at
 }
 
 
+COMPARED = 6  # versions, files, the master's port, any other port, clocks, a shared folder
+
+
+# --- all nodes ----------------------------------------------------------------------------------
+
+
+def meet(args: argparse.Namespace, port: int, faults: list[Fault]) -> None:
+    """Meet the other nodes, while this one is checked; what is found is added to `faults`."""
+    deadline = time.monotonic() + args.within
+    if args.node_rank != 0:
+        faults += visit_master(args.master_addr, port, deadline)
+        return
+    # A job may start again on other nodes. Else node rank 0 alone needs the checkpoints.
+    is_shared = args.checkpoint_dir and "SLURM_JOB_ID" in os.environ
+    folder = args.directory / args.checkpoint_dir if is_shared else None
+    receive_others(port, args.meet - 1, folder, deadline)
+
+
+def receive_others(port: int, number: int, folder: Path | None, deadline: float) -> None:
+    """On node rank 0: wait at the port for so many nodes, and tell each what to compare with."""
+    with contextlib.ExitStack() as stack:
+        listener, other = (stack.enter_context(link.open_port(one)) for one in (port, 0))
+        greeting = {"port": other.getsockname()[1], "file": ""}
+        if folder is not None:
+            with contextlib.suppress(OSError):  # which check_folders tells
+                greeting["file"] = stack.enter_context(
+                    tempfile.NamedTemporaryFile(dir=_existing(folder), prefix=".shared-")
+                ).name
+        visitors: list[socket.socket] = []
+        while len(visitors) < number and (left := deadline - time.monotonic()) > 0:
+            listener.settimeout(left)
+            with contextlib.suppress(OSError):
+                visitor = stack.enter_context(listener.accept()[0])
+                visitor.sendall(json.dumps({**greeting, "time": time.time()}).encode() + b"\n")
+                visitors.append(visitor)
+        for visitor in visitors:
+            visitor.settimeout(max(0.01, deadline - time.monotonic()))
+            with contextlib.suppress(OSError):
+                visitor.recv(1)  # its end: that node has tried the port and seen the file
+
+
+def visit_master(address: str, port: int, deadline: float) -> Iterator[Fault]:
+    """On any other node: reach node rank 0, and compare this node's clock and folder with its."""
+    cure = "open the port in the firewall"
+    try:
+        with _connect(address, port, deadline) as master:
+            greeting = json.loads(master.makefile().readline())
+            skew = time.time() - greeting["time"]
+            if abs(skew) > link.SKEW_S:
+                cause = f"the clock is {skew:+.0f} s from node rank 0's"
+                yield Fault("clock-skew", cause, "have both synchronised", warns=True)
+            if greeting["file"] and not os.path.exists(greeting["file"]):
+                cause = f"{os.path.dirname(greeting['file'])!r} is another folder on node rank 0"
+                advice = "choose a checkpoint.dir that all nodes share: the job may move"
+                yield Fault("dir-not-shared", cause, advice)
+            port, cure = greeting["port"], "open all ports between the nodes, for gloo and NCCL"
+            _connect(address, port, deadline=0).close()
+    except socket.gaierror:
+        pass  # check_master tells it
+    except OSError as error:
+        is_silent = isinstance(error, TimeoutError)
+        why = f"no answer in {ANSWER_S:g} s" if is_silent else error.strerror
+        yield Fault("port-blocked", f"no way to {address}:{port} ({why})", cure)
+    except (ValueError, KeyError, TypeError):
+        pass  # this was another program; node rank 0 tells it
+
+
+def _connect(address: str, port: int, deadline: float) -> socket.socket:
+    """Connect; until the deadline node rank 0 may be later than this node, and refuse."""
+    while True:
+        try:
+            return socket.create_connection((address, port), timeout=ANSWER_S)
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+def compare(answers: Iterable[Answer]) -> Iterator[tuple[str, Fault]]:
+    """Yield host and fault where a node is not as the first, or cannot reach node rank 0."""
+    first, *others = sorted(answers, key=lambda answer: answer.node_rank)
+    is_master_there = first.node_rank == 0 and "port-in-use" not in first.told
+    for node in others:
+        for name, cause in link.mismatches(first, node):
+            yield node.host, Fault(name, cause, "make them the same")
+        if is_master_there:
+            yield from ((node.host, fault) for fault in node.met)
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check this node, or compare what all nodes have printed; returns the exit code."""
+    args = parse_arguments(arguments)
+    return compare_nodes(sys.stdin, args.strict) if args.compare else check_node(args)
+
+
 def choose_port(run_id: str, *, search: bool) -> int:
     """Return the port that belongs to the run id; with `search`, the next free one after it."""
     port = port_from_id(run_id)
-    while search and _bind_error(port) == errno.EADDRINUSE:
+    while search and bind_error(port) == errno.EADDRINUSE:
         port += 1
     return port
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Check this node; returns the exit code."""
+def bind_error(port: int) -> int:
+    """Return 0 if this machine can listen on the port, as the store will, else the errno."""
+    try:
+        link.open_port(port).close()
+    except OSError as error:
+        return error.errno or errno.EINVAL
+    return 0
+
+
+def check_node(args: argparse.Namespace) -> int:
+    """Check this node; meet the others meanwhile."""
     start = time.perf_counter()
-    args = parse_arguments(arguments)
-    node = examine(args, os.environ)
+    is_alone = args.nnodes == 1
+    port = choose_port(args.run_id, search=is_alone) if args.port == "auto" else int(args.port)
+    port_error = bind_error(port) if args.node_rank == 0 else 0
+    met: list[Fault] = []
+    meeting = threading.Thread(target=meet, args=(args, port, met))
+    if args.checks and args.meet > 1 and not port_error:
+        meeting.start()
+    node = examine(args, os.environ, port, port_error)
     checks = CHECKS if args.checks else {}
     faults = [fault for check in checks for fault in check(node)]
+    if meeting.ident is not None:  # it was started
+        meeting.join()
     print(f"gpus={len(node.gpus)}", f"nproc={node.nproc}", f"port={node.port}", sep="\n")
     print(f"checks={sum(checks.values())}", f"warnings={len(faults)}", sep="\n")
+    if checks and not is_alone:
+        files = link.hash_files(args.program, args.directory)
+        if node.script is not None:
+            files.setdefault(node.script.name, "")
+        answer = Answer(
+            node_rank=args.node_rank,
+            num_nodes=args.nnodes,
+            nproc=node.nproc,
+            host=_host(),
+            run_id=args.run_id,
+            versions=link.versions(),
+            files=files,
+            told=[fault.name for fault in faults],
+            met=met,
+        )
+        print_answer(answer)
     print(f"seconds={time.perf_counter() - start:.3f}")
-    return report(faults, strict=args.strict)
+    return report(faults, strict=args.strict, host=_host())
+
+
+def print_answer(answer: Answer) -> None:
+    """Print it in pieces that srun does not tear, and without spaces, which bash would strip."""
+    text = json.dumps(asdict(answer), separators=(",", ":")).replace(" ", r"\u0020")
+    for start in range(0, len(text), PIECE):
+        print(f"node={answer.node_rank} {text[start : start + PIECE]}")
+
+
+def read_answers(lines: Iterable[str]) -> Iterator[Answer]:
+    """Yield the answers among what the nodes have printed, in whatever order."""
+    pieces: dict[str, str] = {}
+    for line in lines:
+        if line.startswith("node="):
+            node_rank, piece = line.removeprefix("node=").split()
+            pieces[node_rank] = pieces.get(node_rank, "") + piece
+    for text in pieces.values():
+        fields = json.loads(text)
+        yield Answer(**{**fields, "met": [Fault(**fault) for fault in fields["met"]]})
+
+
+def compare_nodes(lines: Iterable[str], strict: bool) -> int:
+    """Compare what the nodes have printed; prints what that changes in the plan."""
+    answers = list(read_answers(lines))
+    found = list(compare(answers)) if answers else []
+    print(f"checks={sum(CHECKS.values()) + COMPARED}")
+    print(f"warnings={sum(len(answer.told) for answer in answers) + len(found)}")
+    return max((report([fault], strict=strict, host=host) for host, fault in found), default=0)
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -203,30 +383,36 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--master-addr", default="127.0.0.1")
     parser.add_argument("--port", default="auto", help="auto: from the run id")
     parser.add_argument("--run-id", default="")
-    parser.add_argument("--script", default="")
+    parser.add_argument("program", nargs="*", metavar="-- SCRIPT ARGUMENTS")
+    parser.add_argument("--meet", type=int, default=0, help="so many nodes meet at the port")
+    parser.add_argument("--within", type=float, default=7.0, help="seconds for all to have come")
     parser.add_argument("--directory", type=Path, default=Path(), help="where relative paths begin")
     parser.add_argument("--log-dir", default="logs")
     parser.add_argument("--checkpoint-dir", default="")
     parser.add_argument("--strict", action="store_true", help="a warning refuses too")
     parser.add_argument("--no-checks", dest="checks", action="store_false")
+    parser.add_argument("--compare", action="store_true", help="the answers on stdin")
     return parser.parse_args(arguments)
 
 
-def examine(args: argparse.Namespace, environ: Mapping[str, str]) -> Node:
+def examine(
+    args: argparse.Namespace, environ: Mapping[str, str], port: int, port_error: int
+) -> Node:
     """Return the node as the plan and the machine together make it."""
     try:
         gpus, gpu_error = visible_gpus(environ), ""
     except GpuError as error:
         gpus, gpu_error = (), str(error)
     given = int(environ.get("SLURM_GPUS_ON_NODE") or 0)
-    port = choose_port(args.run_id, search=args.nnodes == 1) if args.port == "auto" else args.port
+    script = args.program[0] if args.program and args.program[0] != "-m" else ""
     return Node(
         nnodes=args.nnodes,
         node_rank=args.node_rank,
         nproc=(len(gpus) or given or args.cpu_nproc) if args.nproc == "auto" else int(args.nproc),
         master_addr=args.master_addr,
-        port=int(port),
-        script=args.directory / args.script if args.script else None,
+        port=port,
+        port_error=port_error,
+        script=args.directory / script if script else None,
         directories=tuple(args.directory / d for d in (args.log_dir, args.checkpoint_dir) if d),
         gpus=gpus,
         gpu_error=gpu_error,
@@ -234,10 +420,9 @@ def examine(args: argparse.Namespace, environ: Mapping[str, str]) -> Node:
     )
 
 
-def report(faults: Sequence[Fault], *, strict: bool) -> int:
+def report(faults: Sequence[Fault], *, strict: bool, host: str) -> int:
     """Print one line per fault; returns 3 if one refuses the start, else 0."""
     program = os.environ.get("PROGRAM", "preflight")
-    host = socket.gethostname().partition(".")[0]
     refusals = [fault for fault in faults if strict or not fault.warns]
     for fault in faults:
         kind = "" if fault in refusals else "warning: "
@@ -246,8 +431,17 @@ def report(faults: Sequence[Fault], *, strict: bool) -> int:
     return 3 if refusals else 0
 
 
+def _host() -> str:
+    return socket.gethostname().partition(".")[0]
+
+
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _existing(directory: Path) -> Path:
+    """Return the directory, or what of the way to it exists."""
+    return next(path for path in (directory, *directory.parents) if os.path.exists(path))
 
 
 def _is_loopback(address: str) -> bool:
@@ -263,17 +457,6 @@ def _hosts_line(name: str) -> int | None:
     return None
 
 
-def _bind_error(port: int) -> int:
-    """Return 0 if this machine can listen on the port, as the store will, else the errno."""
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    try:
-        socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
-    except OSError as error:
-        return error.errno or errno.EINVAL
-    return 0
-
-
 def _holder(port: int) -> str:
     """Return " by pid 123 (command line)" where /proc shows who listens on the port."""
     listeners = set()
@@ -282,10 +465,10 @@ def _holder(port: int) -> str:
             fields = line.split()
             if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
                 listeners.add(f"socket:[{fields[9]}]")
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
+    for file in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):  # the process has gone, or is not ours to see
-            if os.readlink(link) in listeners:
-                process = link.parents[1]
+            if os.readlink(file) in listeners:
+                process = file.parents[1]
                 command = (process / "cmdline").read_text(errors="replace").replace("\0", " ")
                 return f" by pid {process.name} ({' '.join(command.split())[:80]})"
     return ""

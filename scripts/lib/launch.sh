@@ -43,17 +43,25 @@ start_or_print() {
 }
 
 # Sets COMMAND: the preflight of one node, wherever it is started.
-preflight_command() {
+preflight_command() { # <its options for the node's place, where it does not find that itself...>
   COMMAND=(
-    env --chdir="$ROOT" PROGRAM="$PROGRAM" "$PYTHON" -m distributed.preflight
+    env --chdir="$ROOT" PROGRAM="$PROGRAM" "$PYTHON" -m distributed.preflight "$@"
     --nnodes "${plan[nnodes]}" --run-id "${plan[run_id]}"
     --nproc "${plan[nproc]}" --cpu-nproc "${plan[cpu_nproc]:-1}"
     --master-addr "${plan[master]}" --port "${plan[port]}"
     --directory "$PWD" --log-dir "${LOG_DIR:-logs}" --checkpoint-dir "${plan[checkpoint_dir]:-}"
   )
-  [[ ${SCRIPT[0]} == -m ]] || COMMAND+=(--script "${SCRIPT[0]}")
   [[ -z $STRICT ]] || COMMAND+=(--strict)
   [[ -z $DRY_RUN && -z ${SKIP_PREFLIGHT:-} ]] || COMMAND+=(--no-checks)
+  COMMAND+=(-- "${SCRIPT[@]}")
+}
+
+# After it, with the answers of several nodes: what differs between them.
+compare_nodes() { # <what all of them have printed>
+  local facts
+  ((plan[nnodes] > 1)) && [[ -z $DRY_RUN && -z ${SKIP_PREFLIGHT:-} ]] || return 0
+  facts=$(PROGRAM=$PROGRAM run_ours distributed.preflight --compare ${STRICT:+--strict} <<<"$1") || return
+  read_facts "$facts"
 }
 
 # Sets COMMAND: what one node runs, in the working directory of the launch.

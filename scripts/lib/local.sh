@@ -8,8 +8,8 @@
 
 fanout_check() {
   local facts
-  preflight_command
-  facts=$("${COMMAND[@]}" --node-rank "${plan[node_rank]}") || exit
+  preflight_command --node-rank "${plan[node_rank]}"
+  facts=$("${COMMAND[@]}") || exit
   read_facts "$facts"
   plan[checked_nodes]=1
 }

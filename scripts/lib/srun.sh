@@ -8,12 +8,16 @@ NOTICE=  # came ahead of the time limit, or of pre-emption
 
 # A notice that comes while nodes are checked must not end the script: it is heeded at the start.
 fanout_check() {
-  local facts
+  local facts code=0
   [[ -n $DRY_RUN ]] || trap 'NOTICE=USR1' USR1
-  preflight_command
+  preflight_command --meet "${plan[nnodes]}"
   agent_step --kill-on-bad-exit=0
-  facts=$("${COMMAND[@]}") || exit
+  facts=$("${COMMAND[@]}") || code=$?
   read_facts "$facts"
+  compare_nodes "$facts" || exit
+  ((code < 125 || code > 127)) ||
+    refuse env-missing "the preflight did not start on every node, see above; let $PWD, $ROOT and $PYTHON be there as they are here"
+  ((code == 0)) || exit "$code"
   plan[checked_nodes]=${plan[nnodes]}
 }
 

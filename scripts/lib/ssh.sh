@@ -7,7 +7,7 @@ source "$LIB/nodes.sh"
 source "$LIB/connection.sh"
 
 fanout_check() {
-  local node since now
+  local node there=() since now
   plan[checked_nodes]=${plan[nnodes]} plan[forwarded]=$(forwarded)
   read -r since _ </proc/uptime
   if [[ -n $DRY_RUN ]]; then
@@ -20,9 +20,13 @@ fanout_check() {
   await hello
   [[ -n ${MASTER_ADDR:-} || ${plan[nnodes]} == 1 ]] || take_master_address
   for node in "${!NODES[@]}"; do
+    [[ -z ${SAID["$node hello"]+said} ]] || there+=("$node")
+  done
+  [[ ${there[0]:-} == 0 ]] || there=() # for they meet on node 0
+  for node in "${!NODES[@]}"; do
     plan[nproc]=${RANKS[node]}
-    preflight_command
-    tell "$node" "{ cd -- $(quote_line "$PWD") && $(exports)$(quote_line "${COMMAND[@]}" --node-rank "$node"); } \
+    preflight_command --node-rank "$node" --meet "${#there[@]}" --within $((ANSWER_BY - SECONDS - 2))
+    tell "$node" "{ cd -- $(quote_line "$PWD") && $(exports)$(quote_line "${COMMAND[@]}"); } \
 </dev/null 2>&1 | sed 's/^/$TOKEN say /'; echo $TOKEN checked \${PIPESTATUS[0]}"
   done
   await checked
@@ -108,7 +112,7 @@ all_started() { :; }
 
 # The preflight's answers: the facts into the plan, what is wrong to the user, in one list.
 read_answers() {
-  local node line code refused='' warnings=0
+  local node code refused='' answers=''
   for node in "${!NODES[@]}"; do
     code=${SAID["$node checked"]:-}
     read_facts "${SAID["$node say"]:-}"
@@ -120,10 +124,10 @@ read_answers() {
         "let $PWD, $ROOT and $PYTHON be there as they are here [env-missing]" >&2 ;;
     esac
     [[ $code == 0 ]] || refused=1
-    ((warnings += plan[warnings])) || true
+    answers+=${SAID["$node say"]:-}
   done
+  compare_nodes "$answers" || refused=1
   [[ -z $refused ]] || exit 3
-  plan[warnings]=$warnings
 }
 
 explain_silence() { # <node rank>

@@ -322,6 +322,26 @@ has_restarts() { # <number>
   done
 }
 
+@test "the preflight compares the nodes of a job, and looks at what they share" {
+  local node own=/dev/shm/own # which each host has for itself
+  for node in login node1 node2; do
+    on "$node" mkdir -p "$own"
+    on "$node" tee "$own/my.yaml" <<<"train: {max_steps: 1, batch_size: 1}"
+  done
+  on node2 tee -a "$own/my.yaml" <<<"seed: 2"
+  MASTER_PORT=4321 run -3 on login salloc -Q --nodes=2 --nodelist=node[1-2] --gpus-per-node=1 \
+    scripts/slurm/slurm_train.sh "$own/my.yaml" checkpoint.dir="$own/checkpoints"
+  [[ $(grep -v '^srun: ' <<<"$output") == "slurm_train.sh: node2: my.yaml is "*"; make them the same [code-mismatch]"$'\n'"slurm_train.sh: node2: '$own' is another folder on node rank 0; "*" [dir-not-shared]" ]]
+  "$CLUSTER" drop node1 4321
+  MASTER_PORT=4321 run -3 on login salloc -Q --nodes=2 --nodelist=node[1-2] --gpus-per-node=1 \
+    scripts/slurm/slurm_train.sh config/local3.yaml
+  "$CLUSTER" restore node1
+  [[ $output == *"slurm_train.sh: node2: no way to node1:4321 (no answer in 3 s); "*" [port-blocked]" && ! -e logs ]]
+  for node in login node1; do on "$node" ln -s "$PYTHON" "$own/python"; done
+  PYTHON=$own/python TRAIN_SCRIPT=own.py run -3 on login salloc -Q --nodes=2 --nodelist=node[1-2] scripts/slurm/slurm_train.sh -
+  [[ $output == *"No such file or directory"*"; let $PWD, $ROOT and $own/python be there as they are here [env-missing]" ]]
+}
+
 @test "without logs/ SLURM drops a job before it starts, as the guide says" {
   JOB=$(on login sbatch --parsable scripts/slurm/slurm_train.sh)
   eventually 30 has_ended "$JOB"

@@ -347,3 +347,54 @@ PY
     SSH_OPTS="-F $CLUSTER_DIR/etc/ssh_config -o UserKnownHostsFile=/dev/null" "$LAUNCH" my.yaml 1 node1
   [[ $status == 3 && $output == *"Host key verification failed"*"[ssh-refused]" ]]
 }
+
+@test "the preflight: what differs between nodes, and a firewall, in the same list" {
+  local node line start faults own=/dev/shm/own # which each host has for itself
+  for node in login node1 node2 node3; do
+    on "$node" mkdir -p "$own/torch"
+    on "$node" tee "$own/own.py" <<<"print('met')"
+    on "$node" tee "$own/my.yaml" <<<"seed: 1"
+    on "$node" tee "$own/python" <<<$'#!/bin/sh\nexec "'"$PYTHON"$'" "$@"'
+    on "$node" chmod +x "$own/python"
+  done
+  export PYTHON=$own/python TRAIN_SCRIPT=$own/own.py MASTER_PORT=4322
+  launch "$own/my.yaml" 1 node1 node2 node3
+  rm -r logs
+  on node2 tee "$own/own.py" <<<"print('changed')"
+  on node2 rm "$own/my.yaml"
+  on node2 touch "$own/torch/__init__.py"
+  on node2 tee "$own/torch/version.py" <<<"__version__ = '2.5.1'"
+  on node2 sed -i "s|^exec|PYTHONPATH=$own exec|" "$own/python"
+  on node3 sed -i 's|"\$@"|-S "$@"|' "$own/python"
+  "$CLUSTER" drop node1 4322
+  start=$SECONDS
+  GLOO_SOCKET_IFNAME=ib0 run launch "$own/my.yaml" 1 node1 node2 node3
+  "$CLUSTER" restore node1
+  ((status == 3 && SECONDS - start <= 11 && ${#lines[@]} == 9))
+  mapfile -t faults <<<"$output"
+  while read -r line; do
+    # shellcheck disable=SC2053 # a pattern
+    [[ ${faults[0]#launch_torchrun_auto.sh: } == $line ]] || { echo "${faults[0]}, not $line" && false; }
+    faults=("${faults[@]:1}")
+  done <<'TABLE'
+node1: GLOO_SOCKET_IFNAME=ib0 *name eth0, which leads to the master*\[no-such-interface]
+node2: GLOO_SOCKET_IFNAME=ib0 *name eth0, which leads to the master*\[no-such-interface]
+node3: */python* has no torch; *\[env-missing]
+node3: GLOO_SOCKET_IFNAME=ib0 *name eth0, which leads to the master*\[no-such-interface]
+node2: torch is '*' on node rank 0 (node1) and '2.5.1' on node rank 1 (node2); *\[version-mismatch]
+node2: own.py is '*' on node rank 0 (node1) and '*' on node rank 1 (node2); *\[code-mismatch]
+node2: my.yaml is '*' on node rank 0 (node1) and 'missing' on node rank 1 (node2); *\[code-mismatch]
+node2: no way to 10.0.0.1:4322 (no answer in 3 s); *\[port-blocked]
+node3: no way to 10.0.0.1:4322 (no answer in 3 s); *\[port-blocked]
+TABLE
+  on node1 iptables --append INPUT --protocol tcp --dport 4322 --jump REJECT
+  run launch "$own/my.yaml" 1 node1 node2 node3
+  on node1 iptables --flush INPUT
+  on node1 iptables --append INPUT --protocol tcp --dport 1024: --jump DROP
+  [[ $status == 3 && ${lines[-1]} == *"node3: no way to 10.0.0.1:4322 (Connection refused); "*"[port-blocked]" ]]
+  on node1 iptables --insert INPUT --protocol tcp --dport 4322 --jump ACCEPT
+  run launch "$own/my.yaml" 1 node1 node2 node3
+  "$CLUSTER" restore node1
+  [[ $status == 3 && ${lines[-1]} == *"node3: no way to 10.0.0.1:"*" (no answer in 3 s); open all ports between the nodes"* ]]
+  [[ ! -e logs ]]
+}

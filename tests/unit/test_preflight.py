@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import re
 import resource
+import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from distributed import gpus, preflight
 from distributed.environment import port_from_id
 from distributed.gpus import Gpu, GpuError, visible_gpus
-from distributed.preflight import Fault, Node
+from distributed.preflight import Answer, Fault, Node
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,6 +36,7 @@ def make_node(**changes: object) -> Node:
         nproc=2,
         master_addr="127.0.0.1",
         port=free_port(),
+        port_error=0,
         script=Path(__file__),
         directories=(Path.cwd(),),
         gpus=(),
@@ -174,11 +182,11 @@ def test_loopback_master_of_several_nodes() -> None:
 
 
 def test_port_in_use_names_the_holder(listener: int) -> None:
-    fault = find(preflight.check_master, port=listener)
+    code = preflight.bind_error(listener)
+    fault = find(preflight.check_master, port=listener, port_error=code)
     assert fault is not None
     assert fault.name == "port-in-use"
     assert f"port {listener} is taken by pid {os.getpid()} (" in fault.cause
-    assert find(preflight.check_master, node_rank=1, port=listener) is None
 
 
 def test_the_port_moves_on_from_one_in_use() -> None:
@@ -193,6 +201,19 @@ def test_the_port_moves_on_from_one_in_use() -> None:
 def test_gloo_interface(wanted: str, sound: bool) -> None:
     fault = find(preflight.check_interfaces, environ={"GLOO_SOCKET_IFNAME": wanted})
     assert (fault is None) == sound
+
+
+def test_the_interface_that_leads_to_the_master_is_proposed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environ = {"GLOO_SOCKET_IFNAME": "none9"}
+    fault = find(preflight.check_interfaces, environ=environ)  # of one machine
+    assert fault is not None
+    assert "name one of lo" in fault.cure
+    monkeypatch.setattr(preflight, "interface_to", {"192.0.2.1": "eth7"}.get)
+    fault = find(preflight.check_interfaces, environ=environ, master_addr="192.0.2.1")
+    assert fault is not None
+    assert fault.cure.startswith("unset it, or name eth7, which leads to the master")
 
 
 @pytest.mark.parametrize(
@@ -240,13 +261,13 @@ def test_unwritable_folder(tmp_path: Path) -> None:
 
 def test_warnings_refuse_only_when_strict(capsys: pytest.CaptureFixture[str]) -> None:
     warning = Fault("low-nofile", "cause", "cure", warns=True)
-    assert preflight.report([warning], strict=False) == 0
+    assert preflight.report([warning], strict=False, host="node1") == 0
     told = capsys.readouterr().err
-    assert told.startswith("preflight: warning: ")
-    assert told.endswith(": cause; cure [low-nofile]\n")
-    assert preflight.report([warning], strict=True) == 3
+    assert told == "preflight: warning: node1: cause; cure [low-nofile]\n"
+    assert preflight.report([warning], strict=True, host="node1") == 3
     assert "warning" not in capsys.readouterr().err
-    assert preflight.report([dataclasses.replace(warning, warns=False)], strict=False) == 3
+    refusal = dataclasses.replace(warning, warns=False)
+    assert preflight.report([refusal], strict=False, host="node1") == 3
 
 
 def test_facts_for_the_plan(tmp_path: Path) -> None:
@@ -266,6 +287,233 @@ def test_facts_for_the_plan(tmp_path: Path) -> None:
     assert set(facts) == {"gpus", "nproc", "port", "checks", "warnings", "seconds"}
 
 
+# --- several nodes ------------------------------------------------------------------------------
+
+
+def start_node(
+    node_rank: int, port: int, *more: str, python: Sequence[str] = (sys.executable,)
+) -> subprocess.Popen[str]:
+    """Start one of three nodes that are all this machine."""
+    place = ["--nnodes", "3", "--meet", "3", "--node-rank", str(node_rank), "--port", str(port)]
+    return subprocess.Popen(
+        [*python, "-m", "distributed.preflight", *place, *more],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def compare(said: str, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "distributed.preflight", "--compare", *more]
+    return subprocess.run(command, cwd=ROOT, input=said, capture_output=True, text=True)
+
+
+def test_nodes_that_match_meet_and_pass(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("")
+    port = free_port()
+    program = ["--directory", str(tmp_path), "--", "own.py", "x" * 300, " a  b ", "--flag"]
+    nodes = [start_node(rank, port, *program) for rank in (2, 1, 0)]
+    said = "".join(node.communicate()[0] for node in nodes)
+    assert [node.returncode for node in nodes] == [0, 0, 0]
+    result = compare(said)
+    assert (result.returncode, result.stderr) == (0, "")
+    facts = dict(line.split("=") for line in result.stdout.splitlines())
+    assert facts["checks"] == str(sum(preflight.CHECKS.values()) + preflight.COMPARED) == "20"
+    assert int(facts["warnings"]) >= 3  # each that 127.0.0.1 is loopback
+
+
+def test_each_nodes_own_files_and_torch_are_compared(tmp_path: Path) -> None:
+    port = free_port()
+    nodes = []
+    for rank, python in enumerate([(sys.executable,), (sys.executable, "-S"), (sys.executable,)]):
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        (folder / "my.yaml").write_text(f"seed: {rank // 2}")
+        if rank != 2:
+            (folder / "own.py").write_text(f"seed = {rank}")
+        words = ["--directory", str(folder), "--", "own.py", "--config", "my.yaml"]
+        nodes.append(start_node(rank, port, *words, python=python))
+    said = [node.communicate() for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 3, 3]
+    assert "has no torch; " in said[1][1]
+    assert "there is no script " in said[2][1]
+    result = compare("".join(out for out, _ in said))
+    assert result.returncode == 3
+    differ = [re.sub("'[0-9a-f]{12}'", "HASH", line) for line in result.stderr.splitlines()]
+    host = socket.gethostname().partition(".")[0]
+    assert [line.removeprefix(f"preflight: {host}: ") for line in differ] == [
+        f"{file} is HASH on node rank 0 ({host}) and HASH on node rank {rank} ({host});"
+        " make them the same [code-mismatch]"
+        for file, rank in (("own.py", 1), ("my.yaml", 2))
+    ]
+
+
+def make_answer(node_rank: int, **changes: Any) -> Answer:
+    answer = Answer(
+        node_rank=node_rank,
+        num_nodes=3,
+        nproc=1,
+        host=f"node{node_rank + 1}",
+        run_id="x",
+        versions={"python": "3.11", "torch": "2.13.0"},
+        files={"own.py": "aa", "my.yaml": "bb"},
+    )
+    return dataclasses.replace(answer, **changes)
+
+
+BLOCKED = Fault("port-blocked", "no way", "open it")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "found"),
+    [
+        ([{}, {"versions": {"python": "3.12", "torch": "2.13.0"}}], ["version-mismatch"]),
+        ([{}, {"versions": {"python": "3.11", "torch": "2.6.0"}}], ["version-mismatch"]),
+        ([{}, {"versions": {"python": "3.11", "torch": ""}}], []),  # which it has told
+        ([{"versions": {"python": "3.11", "torch": ""}}, {}], []),
+        ([{}, {"files": {"own.py": "aa"}}, {"files": {}}], ["code-mismatch"] * 3),
+        ([{"files": {"own.py": "aa"}}, {}], ["code-mismatch"]),
+        ([{}, {"met": [BLOCKED]}, {"met": [BLOCKED]}], ["port-blocked"] * 2),
+        ([{"told": ["port-in-use"]}, {"met": [BLOCKED]}], []),
+        ([{"told": ["small-shm"]}, {"met": [BLOCKED]}], ["port-blocked"]),
+    ],
+)
+def test_faults_between_nodes(nodes: list[dict[str, Any]], found: list[str]) -> None:
+    answers = [make_answer(rank, **changes) for rank, changes in enumerate(nodes)]
+    assert [fault.name for _, fault in preflight.compare(reversed(answers))] == found
+
+
+def test_nothing_is_said_of_the_port_of_a_node_that_gave_no_answer() -> None:
+    answers = [
+        make_answer(1),
+        make_answer(2, met=[BLOCKED], files={"own.py": "aa", "my.yaml": "cc"}),
+    ]
+    (host, fault), *others = preflight.compare(answers)
+    assert (host, fault.name, others) == ("node3", "code-mismatch", [])
+
+
+def test_answers_arrive_in_pieces_and_mixed(capsys: pytest.CaptureFixture[str]) -> None:
+    long = {f"file {number} .yaml": "ab" * 6 for number in range(100)}
+    answers = [make_answer(rank, files=long, told=[], met=[BLOCKED]) for rank in range(2)]
+    for answer in answers:
+        preflight.print_answer(answer)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) < 1024  # so much srun keeps together
+    assert not any(line.endswith(" ") for line in lines)
+    first, second = lines[: len(lines) // 2], lines[len(lines) // 2 :]
+    mixed = [line for pair in zip(second, first, strict=True) for line in pair]
+    assert sorted(preflight.read_answers(["gpus=0", *mixed]), key=lambda a: a.node_rank) == answers
+
+
+def test_warnings_of_all_nodes_refuse_only_when_strict(capsys: pytest.CaptureFixture[str]) -> None:
+    skew = Fault("clock-skew", "cause", "cure", warns=True)
+    for answer in (make_answer(0, told=["small-shm"]), make_answer(1, met=[skew])):
+        preflight.print_answer(answer)
+    said = capsys.readouterr().out
+    result = compare(said)
+    assert (result.returncode, result.stdout) == (0, "checks=20\nwarnings=2\n")
+    assert result.stderr == "preflight: warning: node2: cause; cure [clock-skew]\n"
+    assert compare(said, "--strict").returncode == 3
+
+
+@contextmanager
+def a_master(says: bytes) -> Iterator[int]:
+    """Be a node rank 0 that says this to the first that comes to its port."""
+
+    def serve() -> None:
+        with server.accept()[0] as visitor:
+            visitor.sendall(says)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield int(server.getsockname()[1])
+        thread.join()
+
+
+def visit(says: bytes) -> list[Fault]:
+    with a_master(says) as port:
+        return list(preflight.visit_master("127.0.0.1", port, time.monotonic() + 5))
+
+
+@pytest.mark.parametrize(("ahead", "sound"), [(0, True), (-4, True), (42, False), (-42, False)])
+def test_clocks(listener: int, ahead: float, sound: bool) -> None:
+    greeting = {"port": listener, "file": "", "time": time.time() - ahead}
+    faults = visit(json.dumps(greeting).encode() + b"\n")
+    assert sound == (not faults)
+    for fault in faults:
+        assert (fault.name, fault.warns) == ("clock-skew", True)
+        assert fault.cause == f"the clock is {ahead:+d} s from node rank 0's"
+
+
+def test_a_folder_that_is_not_shared(listener: int, tmp_path: Path) -> None:
+    greeting = {"port": listener, "file": str(tmp_path / "file"), "time": time.time()}
+    (fault,) = visit(json.dumps(greeting).encode() + b"\n")
+    assert (fault.name, fault.warns) == ("dir-not-shared", False)
+    assert fault.cause == f"{str(tmp_path)!r} is another folder on node rank 0"
+    (tmp_path / "file").touch()
+    assert visit(json.dumps(greeting).encode() + b"\n") == []
+
+
+def test_another_port_that_is_closed() -> None:
+    port = free_port()
+    greeting = {"port": port, "file": "", "time": time.time()}
+    (fault,) = visit(json.dumps(greeting).encode() + b"\n")
+    assert (fault.name, fault.cause) == (
+        "port-blocked",
+        f"no way to 127.0.0.1:{port} (Connection refused)",
+    )
+
+
+@pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n", b"{}\n", b"7\n"])
+def test_another_program_at_the_port_is_left_to_node_rank_0(says: bytes) -> None:
+    assert visit(says) == []
+
+
+def test_a_master_that_refuses_until_the_deadline() -> None:
+    (fault,) = preflight.visit_master("127.0.0.1", free_port(), time.monotonic() + 0.2)
+    assert fault.name == "port-blocked"
+    assert fault.cure == "open the port in the firewall"
+
+
+def test_a_master_that_comes_later(tmp_path: Path) -> None:
+    port = free_port()
+    found: list[Fault] = []
+    deadline = time.monotonic() + 20
+    visitor = threading.Thread(
+        target=lambda: found.extend(preflight.visit_master("127.0.0.1", port, deadline))
+    )
+    visitor.start()
+    preflight.receive_others(port, 1, tmp_path / "not" / "yet", deadline)
+    visitor.join()
+    assert found == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_the_same_is_told_without_torch() -> None:
+    code = "import json, sys; from distributed import link; print(json.dumps(link.versions()))"
+    ours = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    code = "import torch; print(torch.__version__)"
+    theirs = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert json.loads(ours.stdout)["torch"] == theirs.stdout.strip()
+
+
+def test_this_project_is_hashed_too(tmp_path: Path) -> None:
+    for name in ("distributed", "training"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.pyc"))
+    code = "from pathlib import Path; from distributed import link"
+    code += "; print(link.hash_files([], Path())['this project'])"
+
+    def hash_of(folder: Path) -> str:
+        return subprocess.check_output([sys.executable, "-c", code], cwd=folder, text=True)
+
+    assert hash_of(tmp_path) == hash_of(ROOT)
+    (tmp_path / "training/tasks/__init__.py").write_text("changed")
+    assert hash_of(tmp_path) != hash_of(ROOT)
+
+
 def test_no_torch_is_imported() -> None:
-    code = "import sys, distributed.preflight; sys.exit('torch' in sys.modules)"
+    code = "import sys, distributed.preflight as it; it.link.versions()"
+    code += "; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
