@@ -7,24 +7,23 @@
 # What the nodes say to us, and not to the user, stands behind a token: a word, and a text.
 
 declare -A SAID=() # ["<node rank> <word>"]=<text>
-END_LINES='^FAILED   \(rank\|node agent\) \|^stopped  \(after saving a\|by SIG\)'
+HEARD=             # the node rank that said the last word
+ENDED=0            # connections
+END_LINES='^(FAILED   (rank|node agent)|stopped  (after saving a|by SIG))'
 LEASH=()                     # by node rank: where to tell it something
 LIMIT=$((SECONDS + 10 ** 9)) # when the leashes end: once some node has ended, or a signal has come
 
 connect_nodes() {
-  local node fd
+  local node fd ranks=("${!NODES[@]}")
   FOLDER=$(mktemp -d "${TMPDIR:-/tmp}/launch.XXXXXXXXXX")
   TOKEN=${FOLDER##*.}
-  trap 'end_connections; rm -rf -- "$FOLDER"' EXIT
-  mkfifo -- "$FOLDER/events"
+  trap end_connections EXIT
+  mkfifo -- "$FOLDER/events" "${ranks[@]/#/$FOLDER/leash.}"
   exec {EVENTS}<>"$FOLDER/events"
   ANSWER_BY=$((SECONDS + 9))
-  for node in "${!NODES[@]}"; do
-    mkfifo -- "$FOLDER/leash.$node" "$FOLDER/stderr.$node"
-    hold_connection "$node" &
-  done
+  hold_connections &
   # Opened now, when no other process can inherit one: it must end with us.
-  for node in "${!NODES[@]}"; do
+  for node in "${ranks[@]}"; do
     exec {fd}<>"$FOLDER/leash.$node"
     LEASH[node]=$fd
     tell "$node" "read -r _ _ address _ <<<\"\${SSH_CONNECTION:-}\"; echo $TOKEN hello \"\$address\""
@@ -32,29 +31,42 @@ connect_nodes() {
 }
 
 # In the background, where a terminal's Ctrl-C and its end reach nothing.
-hold_connection() { # <node rank>
-  trap - EXIT
+hold_connections() {
+  local node
   trap '' INT HUP
-  show "$1" <"$FOLDER/stderr.$1" >&2 &
-  ssh_node "$1" <"$FOLDER/leash.$1" 2>"$FOLDER/stderr.$1" | show "$1" || true
-  rm -f -- "$FOLDER/pid.$1"
+  trap 'kill $(jobs -p) 2>/dev/null' TERM # each ssh
+  for node in "${!NODES[@]}"; do
+    ssh_node "$node" <"$FOLDER/leash.$node" 2>&1 | show "$node" &
+  done
   wait
   kill -0 $$ 2>/dev/null || rm -rf -- "$FOLDER" # the launcher was killed
-  echo "$1 ended -" >&"$EVENTS"
 }
 
 ssh_node() { # <node rank>
   local options
   read -ra options <<<"${SSH_OPTS:-}"
-  echo "$BASHPID" >"$FOLDER/pid.$1"
   exec setsid ssh "${options[@]}" -T -x -a -o BatchMode=yes -o ConnectTimeout=5 -o ServerAliveInterval=2 -o ServerAliveCountMax=3 \
     -o ControlMaster=no -o ControlPath=none -o ClearAllForwardings=yes -E "$FOLDER/ssh.$1" -- "${NODES[$1]}" "exec bash -s"
 }
 
-# Whole lines from a node to the user, to us, and how the run ended into a file: that comes last.
+# Whole lines from a node, to us and to the user. How the run ended goes into a file: that comes last.
 show() { # <node rank>
-  sed -u -e "/^$TOKEN /{s//$1 /;w $FOLDER/events" -e 'd}' \
-    -e "/$END_LINES/,\${w $FOLDER/end.$1" -e 'd}' -e "s/^/[$1] /"
+  local line prefix="[$1] "
+  while IFS= read -r line || [[ -n $line ]]; do
+    case $line in
+      "$TOKEN "[a-z]*) echo "$1 ${line#* }" >&"$EVENTS" ;;
+      "$TOKEN !"*) # of stderr
+        line=${line#"$TOKEN !"}
+        if [[ $line =~ $END_LINES ]]; then
+          prefix=
+          exec 2>"$FOLDER/end.$1"
+        fi
+        printf '%s\n' "$prefix$line" >&2
+        ;;
+      *) printf '%s\n' "[$1] $line" ;;
+    esac
+  done
+  echo "$1 ended -" >&"$EVENTS"
 }
 
 tell() { # <node rank> <line>
@@ -68,21 +80,22 @@ tell_all() { # <line>
 
 # Takes one word from any node; fails where none comes in time.
 hear() { # <seconds>
-  local node word text
-  read -r -t "$1" -u "$EVENTS" node word text || return
-  if [[ $word == say ]]; then text=${SAID["$node say"]:-}$text$'\n'; fi
-  SAID["$node $word"]=$text
+  local word text
+  read -r -t "$1" -u "$EVENTS" HEARD word text || return
+  case $word in
+    say) text=${SAID["$HEARD say"]:-}$text$'\n' ;;
+    ended) ENDED=$((ENDED + 1)) ;;
+  esac
+  SAID["$HEARD $word"]=$text
 }
 
 # Until every node has said a word, or has gone, or the preflight's time is up.
 await() { # <word>
-  until have_all "$1" || ((SECONDS > ANSWER_BY)); do hear 1 || true; done
-}
-
-have_all() { # <word>
   local node
   for node in "${!NODES[@]}"; do
-    [[ -n ${SAID["$node $1"]+said} || -n ${SAID["$node ended"]:-} ]] || return
+    until [[ -n ${SAID["$node $1"]+said}${SAID["$node ended"]:-} ]] || ((SECONDS > ANSWER_BY)); do
+      hear 1 || true
+    done
   done
 }
 
@@ -97,17 +110,9 @@ end_leashes() {
 }
 
 end_connections() {
-  local file
-  for file in "$FOLDER"/pid.*; do
-    [[ ! -e $file ]] || kill "$(<"$file")" 2>/dev/null || true
-  done
-}
-
-# A command for a node: waits until nothing of the run is there, and ends what stays.
-sweep() {
-  printf '%s' "for try in {20..0}; do mapfile -t left < <(grep -lzs '^LEASH=$TOKEN' /proc/[0-9]*/environ); " \
-    "((\${#left[@]} && try)) || break; sleep 0.1; done; left=(\"\${left[@]//[!0-9]/}\"); " \
-    "kill -KILL \"\${left[@]}\" 2>/dev/null; echo $TOKEN left \${#left[@]}"
+  # shellcheck disable=SC2046 # numbers
+  kill $(jobs -p) 2>/dev/null || true
+  rm -rf -- "$FOLDER"
 }
 
 # Variables that go with a run by themselves, and those of FORWARD_ENV.

@@ -1,6 +1,16 @@
 # shellcheck shell=bash disable=SC2034,SC2154 # the files of lib/ share their variables
 # Which nodes, and how many processes on each, where the user names them: node rank 0 comes first.
 
+# The way of the scripts that are given the nodes.
+launch_on_nodes() { # <argument...>
+  OPTIONS+=(["-f"]=hostfile)
+  parse_arguments "config nproc nodes..." "$@"
+  require_tools
+  choose_python
+  plan_nodes
+  launch
+}
+
 # From the words in NODES to what ssh calls each node, and RANKS, by node rank.
 plan_nodes() {
   local words=("${NODES[@]}") word name number names

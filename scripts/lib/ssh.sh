@@ -6,6 +6,10 @@ source "$LIB/nodes.sh"
 # shellcheck source=scripts/lib/connection.sh
 source "$LIB/connection.sh"
 
+START=start_here # of node.sh
+
+require_tools() { :; }
+
 fanout_check() {
   local node there=() since now
   plan[checked_nodes]=${plan[nnodes]} plan[forwarded]=$(forwarded)
@@ -63,21 +67,19 @@ paste_line() { # <node> <command>
 }
 
 fanout_start() {
-  local node signal
+  local node signal before
   for signal in INT TERM HUP; do
     # shellcheck disable=SC2064 # now
     trap "hurry $((${GRACE:-30} + 10)); tell_all SIG$signal" "$signal"
   done
+  before=$(node_code)$'\n'$(exports)
   for node in "${!NODES[@]}"; do
     place_node "$node"
-    start_node "$node" "cd -- $(quote_line "$PWD") && $(exports)env LEASH=$TOKEN.\$BASHPID $(quote_line "${COMMAND[@]}")"
+    tell "$node" "$before$START $(quote_line "$node" "$PWD" "${COMMAND[@]}")"
   done
   all_started
-  until have_all ended || ((SECONDS > LIMIT + 10)); do
-    hear 2 || tell_all "" # a beat
-    for node in "${!NODES[@]}"; do
-      note_end "$node"
-    done
+  until ((ENDED == ${#NODES[@]} || SECONDS > LIMIT + 10)); do
+    if hear 2; then note_end "$HEARD"; else tell_all ""; fi # a beat
     ((SECONDS < LIMIT)) || end_leashes
   done
   report_end
@@ -88,25 +90,27 @@ place_node() { # <node rank>
   node_command --nnodes "${plan[nnodes]}" --node-rank "$1" --master-addr "${plan[master]}"
 }
 
+all_started() { :; }
+
+# What a node's bash must know first.
+node_code() {
+  echo "TOKEN=$TOKEN"
+  cat -- "$LIB/node.sh"
+}
+
 # Once one node has ended the others have 5 s; none, where one was lost.
 note_end() { # <node rank>
-  if [[ -n ${SAID["$1 cut"]:-} || (-n ${SAID["$1 ended"]:-} && -z ${SAID["$1 code"]:-}) ]]; then
-    [[ -z ${SAID["$1 lost"]:-} && ${#LEASH[@]} -gt 0 ]] || return 0
-    SAID["$1 lost"]="${SAID["$1 cut"]:-the ssh connection} has ended: $(last_line <"$FOLDER/ssh.$1")"
-    SAID["$1 lost"]=${SAID["$1 lost"]%: }
-    echo "$PROGRAM: ${NODES[$1]}: ${SAID["$1 lost"]}" >&2
+  local lost=${SAID["$1 cut"]:-}
+  if [[ -n ${SAID["$1 ended"]:-} && -z ${SAID["$1 code"]:-} ]]; then lost=${lost:-the ssh connection}; fi
+  if [[ -n $lost && -z ${SAID["$1 lost"]:-} && ${#LEASH[@]} -gt 0 ]]; then
+    lost+=" has ended: $(last_line <"$FOLDER/ssh.$1")"
+    SAID["$1 lost"]=${lost%: }
+    echo "$PROGRAM: ${NODES[$1]}: ${lost%: }" >&2
     hurry 0
   elif [[ -n ${SAID["$1 code"]:-}${SAID["$1 pdsh"]:-} ]]; then
     hurry 5
   fi
 }
-
-# The agent knows the process that it hangs on, by LEASH; what follows in the connection is for it.
-start_node() { # <node rank> <command>
-  tell "$1" "$2; code=\$?; $(sweep); echo $TOKEN code \$code; exit"
-}
-
-all_started() { :; }
 
 # --- what is told to the user -------------------------------------------------------------------
 
@@ -173,9 +177,12 @@ report_silence() { # <code>
 
 # The connection to a node has ended, and not the node's part of the run: look there once more.
 report_lost() { # <node rank...>
-  local node fault="[launcher-killed]" left
+  local node fault="[launcher-killed]"
   for node in "$@"; do
-    left=$(sweep | ssh_node "$node" 2>/dev/null) || fault="[link-lost]"
+    (ssh_node "$node") <<<"$(node_code)"$'\nsweep' &>/dev/null || {
+      fault="[link-lost]"
+      echo "$PROGRAM: ${NODES[node]}: $(last_line <"$FOLDER/ssh.$node")" >&2
+    }
   done
   print_row ended "code 137; nothing is left running where a node can be reached"
   print_block "$fault" "$1" 137 "${SAID["$1 lost"]:-the ssh connection has ended}"

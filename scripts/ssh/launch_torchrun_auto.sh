@@ -3,25 +3,10 @@
 #
 # usage: scripts/ssh/launch_torchrun_auto.sh CONFIG NPROC NODE... [key=value...] [-- ARGS...]
 #
-#   CONFIG     the configuration, a YAML file, at the same path on every node
-#   NPROC      processes on each node
-#   NODE       what ssh calls a node: a name, user@host, an alias, an address; node:4 for another
-#              number of processes there, gpu[01-08] for a list. The first is node rank 0
-#   -f FILE    more nodes, one a line
-#   key=value  settings that replace the config's
-#
 # example: scripts/ssh/launch_torchrun_auto.sh config/local3.yaml 8 node1 node2
 set -euo pipefail
 LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib
 [[ -r $LIB/launch.sh ]] || LIB=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/scripts/lib # a scheduler's copy
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh" ssh
-
-main() {
-  OPTIONS=(["-f"]=hostfile)
-  parse_arguments "config nproc nodes..." "$@"
-  choose_python
-  plan_nodes
-  launch
-}
-main "$@"
+launch_on_nodes "$@"
