@@ -10,7 +10,7 @@ import signal
 import sysconfig
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -65,12 +65,12 @@ class Failure:
     time: float  # seconds since the epoch
     rank: int = -1  # -1: the node's agent
     local_rank: int = -1
-    frames: Sequence[str] = field(default_factory=tuple)
+    frames: Sequence[str] = ()
     is_consequence: bool = False  # of another rank's end
     step: int = -1  # -1: unknown
     saved_step: int = -1
     log: str = ""
-    stacks: Sequence[str] = field(default_factory=tuple)  # of all ranks, where they were stuck
+    stacks: Sequence[str] = ()  # of all ranks, where they were stuck
 
     @property
     def who(self) -> str:

@@ -94,6 +94,7 @@ dist.init_process_group("gloo")
 attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), dist.get_rank()
 dist.barrier()
 print(f"attempt {attempt} rank {rank}", flush=True)
+dist.barrier()  # every rank has said so before any of them does anything
 if attempt == 0 and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 if attempt == 1 and rank == 3:
