@@ -11,7 +11,7 @@ NODE   ?= login
 
 .DEFAULT_GOAL := help
 .PHONY: cluster-deps cluster-up cluster-down cluster-shell test-cluster
-.PHONY: help setup train test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart clean
+.PHONY: help setup train test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-fanout clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "make %-17s %s\n", $$1, $$2 }'
@@ -59,6 +59,9 @@ bench-checkpoint: $(STAMP) ## one save: its stall, its end, what it adds to a lo
 
 bench-restart: $(STAMP) ## from a killed rank to training again: ours and torchrun
 	$(PYTHON) bench/restart.py
+
+bench-fanout: $(STAMP) ## a command on 8 to 64 hosts: ours, pdsh, clush and plain ssh (as root)
+	PYTHONPATH=. $(PYTHON) bench/fanout.py
 
 clean: ## remove .venv and caches; logs and checkpoints stay
 	rm -rf $(VENV) .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis

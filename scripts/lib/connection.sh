@@ -34,11 +34,11 @@ connect_nodes() {
 hold_connections() {
   local node
   trap '' INT HUP
-  trap 'kill $(jobs -p) 2>/dev/null' TERM # each ssh
+  trap 'kill $(jobs -p) 2>/dev/null || true' TERM # each ssh
   for node in "${!NODES[@]}"; do
     ssh_node "$node" <"$FOLDER/leash.$node" 2>&1 | show "$node" &
   done
-  wait
+  wait || true
   kill -0 $$ 2>/dev/null || rm -rf -- "$FOLDER" # the launcher was killed
 }
 

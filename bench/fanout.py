@@ -1,0 +1,217 @@
+"""A command on many hosts, side by side: `make bench-fanout` (as root), or
+PYTHONPATH=. python bench/fanout.py [RUNS].
+
+Starts `echo started` on 8, 32 and 64 hosts of a cluster in a box, whose users' start-up files are
+empty: by the connections of scripts/lib, pdsh and clush without their limits, and plain `ssh &`.
+Seconds until the last host has answered, and what it costs the client: the processor time of the
+launcher and of all below it, to its end. All take turns, RUNS times (default 5): medians compare.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from table import describe_machine, render, write_section
+
+from distributed.processes import adopt_orphans
+
+ROOT = Path(__file__).resolve().parents[1]
+CLUSTER = str(ROOT / "tests/cluster/cluster.sh")
+HOSTS = (8, 32, 64)
+MORE = 100  # commands over connections that are there
+CLUSH = Path(tempfile.gettempdir(), f"bench-clush-{os.getuid()}/bin/clush")
+CHEAP = "-o KexAlgorithms=curve25519-sha256"
+# What the launchers do with each node: connect, tell it something, wait for its answer.
+OURS = """
+set -euo pipefail
+LIB=scripts/lib
+source "$LIB/launch.sh" ssh
+NODES=("${@:2}")
+connect_nodes
+ANSWER_BY=$((SECONDS + 60))
+for ((number = 1; number <= $1; number++)); do
+  tell_all "echo $TOKEN started$number"
+  await "started$number"
+done
+for node in "${!NODES[@]}"; do
+  [[ -z ${SAID["$node started$1"]+said} ]] || echo started
+done
+end_leashes
+until ((ENDED == ${#NODES[@]})); do hear 1 || true; done
+"""
+PLAIN = 'for node; do ssh $SSH_OPTS "$node" echo started </dev/null & done; wait'
+TARGETS = "at most 0.9 x pdsh's time and 1.0 x its processor time; for one more command, 0.15 x"
+
+
+class Sample(NamedTuple):
+    """One fan-out."""
+
+    seconds: float  # until the last host had answered
+    client_ms: float  # of processor time, per host
+
+
+Measure = Callable[[], Sample]
+
+
+def main() -> None:
+    runs = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    if "BENCH_IN_BOX" not in os.environ:
+        start_in_box()
+        return
+    adopt_orphans()
+    tables = []
+    for title, counts, options in (
+        ("With ssh as it is", HOSTS, ""),
+        (f"With a cheaper key exchange for all (`{CHEAP}`)", HOSTS[-1:], CHEAP),
+    ):
+        rows = []
+        for count in counts:
+            measures = launchers(count, options)
+            samples: dict[str, list[Sample]] = {name: [] for name in measures}
+            for number in range(runs + 1):
+                for name, measure in measures.items():
+                    sample = measure()
+                    if number > 0:  # the first round only warms the caches
+                        samples[name].append(sample)
+            rows += summarise(count, samples)
+        head = ["hosts", "by", "median s", "min-max s", "x pdsh", "client ms per host", "x pdsh"]
+        tables.append(f"{title}:\n\n{render(head, rows)}")
+    machine = f"{describe_machine('make bench-fanout')}, {ssh_version()}, medians of {runs}"
+    write_section("fanout", "\n\n".join([machine, *tables, f"Ours, on 64 hosts: {TARGETS}."]))
+
+
+def start_in_box() -> None:
+    """Run this again on a cluster in a box, whose nodes have an empty home."""
+    install_clush()  # there is no way from the box to other networks
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "CLUSTER_DIR": f"{folder}/cluster", "BENCH_IN_BOX": "1"}
+        empty = Path(folder, "home")
+        empty.mkdir()
+
+        def cluster(*words: str) -> None:
+            subprocess.run([CLUSTER, *words], env=environment, check=True)
+
+        try:
+            cluster("up", str(HOSTS[-1]))
+            for node in names(HOSTS[-1]):
+                cluster("run", node, "mount", "--bind", str(empty), os.path.expanduser("~root"))
+            cluster("run", "login", sys.executable, *sys.argv)
+        finally:
+            cluster("down")
+
+
+def names(count: int) -> list[str]:
+    return [f"node{number}" for number in range(1, count + 1)]
+
+
+def launchers(count: int, options: str) -> dict[str, Measure]:
+    """Name -> one measurement."""
+    nodes = names(count)
+    ssh = f"{os.environ['SSH_OPTS']} {options}"
+    environment = {**os.environ, "SSH_OPTS": ssh, "PDSH_SSH_ARGS_APPEND": ssh}
+    limit = ["-f", str(count), "-w", ",".join(nodes)]
+
+    def measure(*command: str) -> Measure:
+        return lambda: start(command, count, environment)
+
+    ours = ["bash", "-c", OURS, "bash"]
+    measures = {
+        "ours": measure(*ours, "1", *nodes),
+        f"ours, {MORE} more": measure(*ours, str(1 + MORE), *nodes),
+        "pdsh": measure("pdsh", "-R", "ssh", *limit, "echo started"),
+        "plain `ssh &`": measure("bash", "-c", PLAIN, "bash", *nodes),
+    }
+    if CLUSH.exists():
+        measures["clush"] = measure(str(CLUSH), "-o", ssh, *limit, "echo started")
+    return measures
+
+
+def start(command: tuple[str, ...], count: int, environment: dict[str, str]) -> Sample:
+    """Run a fan-out to its end."""
+    before, began, answers = client_ms(), time.monotonic(), []
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+    ) as launcher:
+        assert launcher.stdout is not None
+        answers = [time.monotonic() for line in launcher.stdout if b"started" in line]
+    reap_orphans()
+    if len(answers) != count:
+        raise RuntimeError(f"{command[0]}: {len(answers)} of {count} hosts have answered")
+    return Sample(answers[-1] - began, (client_ms() - before) / count)
+
+
+def client_ms() -> float:
+    """Processor time of all that were below us and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return 1000 * (used.ru_utime + used.ru_stime)
+
+
+def reap_orphans() -> None:
+    try:
+        while True:
+            os.wait()
+    except ChildProcessError:
+        return
+
+
+def summarise(count: int, samples: dict[str, list[Sample]]) -> list[list[str]]:
+    seconds = {name: statistics.median(one.seconds for one in samples[name]) for name in samples}
+    cost = {name: statistics.median(one.client_ms for one in samples[name]) for name in samples}
+    more = f"ours, {MORE} more"
+    another = (cost.pop(more) - cost["ours"]) / MORE
+    rows = []
+    for name in cost:
+        times = [one.seconds for one in samples[name]]
+        rows.append(
+            [
+                str(count),
+                name,
+                f"{seconds[name]:.2f}",
+                f"{min(times):.2f}-{max(times):.2f}",
+                f"{seconds[name] / seconds['pdsh']:.2f}",
+                f"{cost[name]:.1f}",
+                f"{cost[name] / cost['pdsh']:.2f}",
+            ]
+        )
+    time_s = (seconds[more] - seconds["ours"]) / MORE
+    return [
+        *rows,
+        [
+            str(count),
+            "ours, one more command",
+            f"{time_s:.3f}",
+            "",
+            f"{time_s / seconds['pdsh']:.3f}",
+            f"{another:.2f}",
+            f"{another / cost['pdsh']:.3f}",
+        ],
+    ]
+
+
+def ssh_version() -> str:
+    told = subprocess.run(["ssh", "-V"], stderr=subprocess.PIPE, text=True).stderr
+    return told.split(",")[0].split()[0]
+
+
+def install_clush() -> None:
+    """ClusterShell in a throw-away environment of its own."""
+    if CLUSH.exists():
+        return
+    folder = CLUSH.parents[1]
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    told = subprocess.run([folder / "bin/python", "-m", "pip", "install", "-q", "ClusterShell"])
+    if told.returncode != 0:
+        print("clush is left out", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
