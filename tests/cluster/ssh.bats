@@ -171,7 +171,7 @@ sshd launcher-killed node agent P (nodeP)
 pdsh launcher-killed node agent P (nodeP)
 launcher - -
 TABLE
-  eventually 3 only_one_is_left
+  eventually 10 only_one_is_left
   kill -0 "$neighbour"
   run ! is_gone neighbour
   "$CLUSTER" cut node2
