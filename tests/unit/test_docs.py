@@ -37,7 +37,7 @@ FOREIGN_FLAGS = {
     "torchrun": ["--nproc-per-node", "--node-rank", "--redirects", "--tee", "--use-env"],
     "torchrun too": ["--monitor-interval", "--standalone"],
     "SLURM": ["--nodes", "--gres", "--time", "--ntasks", "--ntasks-per-node", "--cpus-per-task"],
-    "SLURM too": ["--signal", "--het-group", "--output", "--array"],
+    "SLURM too": ["--signal", "--het-group", "--output", "--array", "--gpus"],
     "sacct": ["--format"],
     "docker": ["--ipc", "--shm-size"],
     "tensorboard": ["--logdir"],
