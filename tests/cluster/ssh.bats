@@ -29,7 +29,7 @@ setup() {
 }
 
 launch() { # <argument...>
-  timeout 60 "$CLUSTER" run login "$LAUNCH" "$@"
+  timeout "${LIMIT_S:-60}" "$CLUSTER" run login "$LAUNCH" "$@"
 }
 
 weights_of() { # <run id>
@@ -155,7 +155,7 @@ only_one_is_left() {
 @test "a death or a cut anywhere ends the run everywhere, by name; a neighbour goes on" {
   make_idle
   export TRAIN_SCRIPT=idle.py
-  start neighbour - 1 "${HOSTS[@]}" -- idle
+  LIMIT_S=$((600 * ${TIMES:-1})) start neighbour - 1 "${HOSTS[@]}" -- idle # it outlives them all
   local neighbour=$PID what fault who number work=idle
   while read -r what fault who; do
     TOOK=()
@@ -171,7 +171,7 @@ sshd launcher-killed node agent P (nodeP)
 pdsh launcher-killed node agent P (nodeP)
 launcher - -
 TABLE
-  eventually 10 only_one_is_left
+  eventually 3 only_one_is_left
   kill -0 "$neighbour"
   run ! is_gone neighbour
   "$CLUSTER" cut node2
