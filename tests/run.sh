@@ -19,24 +19,24 @@ main() {
   case $1 in
     all)
       begin_cluster
-      test_fast all
+      lint
+      test_scripts all tests/scripts
       end_cluster
+      test_python all
       ;;
-    fast) test_fast fast ;;
+    fast)
+      lint
+      test_scripts fast tests/scripts
+      test_python fast
+      ;;
     lint) lint ;;
     cluster) test_cluster ;;
   esac
   summarise
 }
 
-test_fast() { # <all|fast>
-  lint
-  test_python "$1"
-  test_scripts "$1" tests/scripts
-}
-
-# The tests on the cluster, which mostly wait, run beside the others, which mostly compute. With
-# job control, for else they would ignore Ctrl-C, which they are to try.
+# The tests on the cluster mostly wait, and run beside those that have no time to keep. With job
+# control, for else they would ignore Ctrl-C, which they are to try.
 begin_cluster() {
   provide_cluster # now, for only one apt-get can run at a time
   provide bats bats npm bats@1.11.0 || return 0
