@@ -6,10 +6,10 @@
 # signal's name to pass on, and at its end, however that came, the agent ends its node's part.
 # What the nodes say to us, and not to the user, stands behind a token: a word, and a text.
 
-declare -A SAID=() # ["<node rank> <word>"]=<text>
-HEARD=             # the node rank that said the last word
-ENDED=0            # connections
-END_LINES='^(FAILED   (rank|node agent)|stopped  (after saving a|by SIG))'
+declare -A SAID=()           # ["<node rank> <word>"]=<text>
+HEARD=                       # the node rank that said the last word
+BEGUN=                       # of a line that has not come to its end
+ENDED=0                      # connections
 LEASH=()                     # by node rank: where to tell it something
 LIMIT=$((SECONDS + 10 ** 9)) # when the leashes end: once some node has ended, or a signal has come
 
@@ -17,6 +17,7 @@ connect_nodes() {
   local node fd ranks=("${!NODES[@]}")
   FOLDER=$(mktemp -d "${TMPDIR:-/tmp}/launch.XXXXXXXXXX")
   TOKEN=${FOLDER##*.}
+  NODE_CODE="TOKEN=$TOKEN"$'\n'$(<"$LIB/node.sh")$'\n' # what a node's bash is to know
   trap end_connections EXIT
   mkfifo -- "$FOLDER/events" "${ranks[@]/#/$FOLDER/leash.}"
   exec {EVENTS}<>"$FOLDER/events"
@@ -55,14 +56,12 @@ show() { # <node rank>
   while IFS= read -r line || [[ -n $line ]]; do
     case $line in
       "$TOKEN "[a-z]*) echo "$1 ${line#* }" >&"$EVENTS" ;;
-      "$TOKEN !"*) # of stderr
-        line=${line#"$TOKEN !"}
-        if [[ $line =~ $END_LINES ]]; then
-          prefix=
-          exec 2>"$FOLDER/end.$1"
-        fi
-        printf '%s\n' "$prefix$line" >&2
-        ;;
+      "$TOKEN !FAILED   rank "* | "$TOKEN !FAILED   node agent "* | \
+        "$TOKEN !stopped  after saving a"* | "$TOKEN !stopped  by SIG"*)
+        exec 2>"$FOLDER/end.$1"
+        prefix=
+        ;;&
+      "$TOKEN !"*) printf '%s\n' "$prefix${line#*!}" >&2 ;;
       *) printf '%s\n' "[$1] $line" ;;
     esac
   done
@@ -80,8 +79,13 @@ tell_all() { # <line>
 
 # Takes one word from any node; fails where none comes in time.
 hear() { # <seconds>
-  local word text
-  read -r -t "$1" -u "$EVENTS" HEARD word text || return
+  local line word text
+  IFS= read -r -t "$1" -u "$EVENTS" line || {
+    BEGUN+=$line # the time was up amid a line
+    return 1
+  }
+  read -r HEARD word text <<<"$BEGUN$line"
+  BEGUN=
   case $word in
     say) text=${SAID["$HEARD say"]:-}$text$'\n' ;;
     ended) ENDED=$((ENDED + 1)) ;;

@@ -12,14 +12,8 @@ start_here() { # <node rank> <directory> <command...>
   end_run "$?"
 }
 
-end_run() { # <the agent's code>
-  sweep
-  echo "$TOKEN code $1"
-  exit
-}
-
 # Waits until nothing of the run is there, and ends what stays.
-sweep() {
+end_run() { # <the agent's code>
   local try left
   for try in {20..0}; do
     mapfile -t left < <(grep -lzs "^LEASH=$TOKEN" /proc/[0-9]*/environ)
@@ -29,37 +23,38 @@ sweep() {
   left=("${left[@]//[!0-9]/}")
   kill -KILL "${left[@]}" 2>/dev/null
   echo "$TOKEN left ${#left[@]}"
+  echo "$TOKEN code $1"
+  exit
 }
 
 # pdsh starts the agent on a connection of its own, and forwards no stdin: this one feeds the leash,
 # until pdsh's has ended, and shows what the agent prints.
 start_by_pdsh() { # <node rank> <directory> <command...>
-  local folder=/tmp/launch.$TOKEN.$1 word='' feeder reader
-  (umask 077 && mkdir -- "$folder") && cd -- "$folder" && mkfifo leash output words || exit
+  local folder=/tmp/launch.$TOKEN.$1 feeder reader
+  (umask 077 && mkdir -- "$folder") && cd -- "$folder" && mkfifo leash output over || exit
   { export -p && declare -p TOKEN && declare -f run_agent run_by_pdsh && echo "run_by_pdsh ${*@Q}"; } >go
-  exec 3<>words
+  exec 3<>over
   cat <&0 1<>leash &
   feeder=$!
   LEASH=$TOKEN cat output &
   reader=$!
   echo "$TOKEN ready"
-  until read -rt 1 word <&3 || ! kill -0 "$feeder"; do :; done
-  if [[ $word == cut ]]; then
-    echo "$TOKEN cut the connection of pdsh"
-    word=''
-  fi
+  until read -rt 1 <&3 || ! kill -0 "$feeder"; do :; done
+  [[ ! -e ended ]] || echo "$TOKEN cut the connection of pdsh"
   kill "$feeder"
-  [[ -n $word ]] || read -rt 4 word <&3 || kill "$reader"
+  [[ -s code ]] || read -rt 4 <&3 || kill "$reader"
+  set -- "$(cat code || echo 137)"
   cd / && rm -r -- "$folder"
-  end_run "${word:-137}"
+  end_run "$1"
 } 2>/dev/null
 
 run_by_pdsh() { # the same
-  local watch
-  cd -- "/tmp/launch.$TOKEN.$1" && exec 3>words
-  { cat && echo cut >&3; } <&0 &>/dev/null &
+  local folder=/tmp/launch.$TOKEN.$1 watch
+  cd -- "$folder" && exec 3>over
+  { cat && : >ended && echo >&3; } <&0 &>/dev/null &
   watch=$!
   run_agent "${@:2}" <leash >output 3>&-
-  echo "$?" >&3
+  echo "$?" >"$folder/code"
   kill "$watch"
+  echo >&3
 }

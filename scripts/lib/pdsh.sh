@@ -5,8 +5,6 @@
 # shellcheck source=scripts/lib/ssh.sh
 source "$LIB/ssh.sh"
 
-START=start_by_pdsh
-
 require_tools() {
   [[ -n $DRY_RUN ]] || type -P pdsh >/dev/null ||
     refuse env-missing "there is no pdsh here; install it, or use launch_torchrun_auto.sh"
@@ -16,10 +14,12 @@ paste_line() { # <node> <command>
   quote_line pdsh -R ssh -S -w "$1" "${2//%/%%}"
 }
 
-all_started() {
+fanout_start() {
+  start_nodes start_by_pdsh
   ANSWER_BY=$((SECONDS + 8))
   await ready
   run_pdsh </dev/null &
+  watch_nodes
 }
 
 run_pdsh() {

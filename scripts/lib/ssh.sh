@@ -6,8 +6,6 @@ source "$LIB/nodes.sh"
 # shellcheck source=scripts/lib/connection.sh
 source "$LIB/connection.sh"
 
-START=start_here # of node.sh
-
 require_tools() { :; }
 
 fanout_check() {
@@ -67,17 +65,25 @@ paste_line() { # <node> <command>
 }
 
 fanout_start() {
+  start_nodes start_here
+  watch_nodes
+}
+
+# On all nodes at once.
+start_nodes() { # <function of node.sh>
   local node signal before
   for signal in INT TERM HUP; do
     # shellcheck disable=SC2064 # now
     trap "hurry $((${GRACE:-30} + 10)); tell_all SIG$signal" "$signal"
   done
-  before=$(node_code)$'\n'$(exports)
+  before=$NODE_CODE$(exports)
   for node in "${!NODES[@]}"; do
     place_node "$node"
-    tell "$node" "$before$START $(quote_line "$node" "$PWD" "${COMMAND[@]}")"
+    tell "$node" "$before$1 $(quote_line "$node" "$PWD" "${COMMAND[@]}")"
   done
-  all_started
+}
+
+watch_nodes() {
   until ((ENDED == ${#NODES[@]} || SECONDS > LIMIT + 10)); do
     if hear 2; then note_end "$HEARD"; else tell_all ""; fi # a beat
     ((SECONDS < LIMIT)) || end_leashes
@@ -88,14 +94,6 @@ fanout_start() {
 place_node() { # <node rank>
   plan[nproc]=${RANKS[$1]}
   node_command --nnodes "${plan[nnodes]}" --node-rank "$1" --master-addr "${plan[master]}"
-}
-
-all_started() { :; }
-
-# What a node's bash must know first.
-node_code() {
-  echo "TOKEN=$TOKEN"
-  cat -- "$LIB/node.sh"
 }
 
 # Once one node has ended the others have 5 s; none, where one was lost.
@@ -179,7 +177,7 @@ report_silence() { # <code>
 report_lost() { # <node rank...>
   local node fault="[launcher-killed]"
   for node in "$@"; do
-    (ssh_node "$node") <<<"$(node_code)"$'\nsweep' &>/dev/null || {
+    (ssh_node "$node") <<<"${NODE_CODE}end_run 0" &>/dev/null || {
       fault="[link-lost]"
       echo "$PROGRAM: ${NODES[node]}: $(last_line <"$FOLDER/ssh.$node")" >&2
     }

@@ -182,6 +182,7 @@ TABLE
   cat neighbour.out
   ((CODE == 137))
   grep -q '^FAILED   node agent 1 (node2) .*\[link-lost\]$' neighbour.out
+  grep -q '^launch_torchrun_auto.sh: node2: ssh: connect to host node2 port 22: ' neighbour.out # why it is so
 }
 
 @test "MAX_RESTARTS: all nodes again after a death, with the weights of a run without one" {
@@ -214,6 +215,34 @@ TABLE
     done
     echo "# SIG$signal to the launcher of ${#HOSTS[@]} nodes: $number times saved, code 75, all gone" >&3
   done
+}
+
+# bats test_tags=prove
+# In place of agents, what ends only when it runs on every node.
+@test "40 nodes start at once, through pdsh too (64 over ssh in make prove)" {
+  cat >all.sh <<'BASH'
+set -euo pipefail
+LIB=scripts/lib
+source "$LIB/launch.sh" "$1"
+NODES=("${@:2}") RANKS=("${@/*/1}") plan[nnodes]=${#NODES[@]} plan[master]=node1 plan[run_id]=all
+connect_nodes
+ANSWER_BY=$((SECONDS + 60))
+await hello
+node_command() {
+  COMMAND=(bash -c 'echo >>"$0"; until mapfile there <"$0" && ((${#there[@]} == $1)); do sleep 0.3; done' "$FOLDER/here" "${#NODES[@]}")
+}
+fanout_start
+BASH
+  export CLUSTER_DIR=$BATS_TEST_TMPDIR/cluster
+  local number=40
+  [[ -z ${TIMES:-} ]] || number=64
+  "$CLUSTER" up "$number"
+  mapfile -t nodes < <(printf 'node%s\n' $(seq "$number"))
+  run timeout 90 "$CLUSTER" run login bash -c 'bash all.sh pdsh node{1..40}; bash all.sh ssh "$@"' bash "${nodes[@]}"
+  "$CLUSTER" down
+  ((status == 0 && ${#lines[@]} == 2))
+  [[ ${lines[0]} == "ended      code 0; nothing is left running on 40 nodes" ]]
+  [[ ${lines[1]} == "ended      code 0; nothing is left running on $number nodes" ]]
 }
 
 @test "Ctrl-C in a terminal saves first; a second one kills" {
@@ -285,7 +314,7 @@ PY
     RUN_ID=$end launch --detach - 1 node1 node2 -- busy "$end"
     eventually 40 grep -q '^\[0\] met' "logs/$end/launcher_login.log"
   done
-  on node2 kill -KILL "$(find_victim fails rank)"
+  on node2 kill -KILL "$(find_victim fails node2 rank)"
   on login kill -KILL "$(cut -d ' ' -f 1 logs/killed/launcher_login)"
   eventually 3 is_gone fails
   eventually 3 is_gone killed

@@ -43,6 +43,19 @@ logs       logs/golden/   (tail -f logs/node_*.log)" ]]
   [[ $output != *hush* && $output != *OTHER* ]]
 }
 
+@test "a word from a node is heard whole, though the time for it was up half-way" {
+  local LIB=$ROOT/scripts/lib EVENTS
+  # shellcheck source=scripts/lib/connection.sh
+  source "$LIB/connection.sh"
+  mkfifo events
+  exec {EVENTS}<>events
+  printf '3 co' >&"$EVENTS"
+  if hear 0.1; then return 1; fi
+  echo 'de 7' >&"$EVENTS"
+  hear 1
+  [[ ${SAID["3 code"]} == 7 ]]
+}
+
 @test "bad arguments: exit 2, one line" {
   local cause arguments
   while IFS='|' read -r arguments cause; do
