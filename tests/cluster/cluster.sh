@@ -105,6 +105,7 @@ disable_services() { # <package...>
 up() { # [<nodes>]
   local nodes=${1:-4} host
   [[ $nodes =~ ^[1-9][0-9]?$ ]] || die 2 "cannot make '$nodes' nodes; give a number of 1..99"
+  BOX_WAIT_S=$((BOX_WAIT_S + nodes))
   check
   down
   trap give_up EXIT
