@@ -88,7 +88,7 @@ test_scripts() { # <all|fast> <folder>
   local words=() line
   [[ $1 == all ]] || words=(--filter-tags '!slow')
   provide bats bats npm bats@1.11.0 || return 0
-  show bats --tap "${words[@]}" "$2"
+  show bats --tap --print-output-on-failure "${words[@]}" "$2"
   add "$(grep -c '^ok ' "$OUTPUT" || true)" "$(grep -c '^not ok ' "$OUTPUT" || true)"
   while IFS= read -r line; do
     PASSED=$((PASSED - 1))

@@ -21,7 +21,7 @@ connect_nodes() {
   trap end_connections EXIT
   mkfifo -- "$FOLDER/events" "${ranks[@]/#/$FOLDER/leash.}"
   exec {EVENTS}<>"$FOLDER/events"
-  ANSWER_BY=$((SECONDS + 9))
+  ANSWER_BY=$((SECONDS + $(patience 9)))
   hold_connections &
   # Opened now, when no other process can inherit one: it must end with us.
   for node in "${ranks[@]}"; do
@@ -43,10 +43,15 @@ hold_connections() {
   kill -0 $$ 2>/dev/null || rm -rf -- "$FOLDER" # the launcher was killed
 }
 
+# A limit for all nodes: each key exchange takes some of this machine's time.
+patience() { # <seconds for a few>
+  echo $(($1 + ${#NODES[@]} / 10))
+}
+
 ssh_node() { # <node rank>
   local options
   read -ra options <<<"${SSH_OPTS:-}"
-  exec setsid ssh "${options[@]}" -T -x -a -o BatchMode=yes -o ConnectTimeout=5 -o ServerAliveInterval=2 -o ServerAliveCountMax=3 \
+  exec setsid ssh "${options[@]}" -T -x -a -o BatchMode=yes -o ConnectTimeout="$(patience 5)" -o ServerAliveInterval=2 -o ServerAliveCountMax=3 \
     -o ControlMaster=no -o ControlPath=none -o ClearAllForwardings=yes -E "$FOLDER/ssh.$1" -- "${NODES[$1]}" "exec bash -s"
 }
 

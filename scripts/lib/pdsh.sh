@@ -16,7 +16,7 @@ paste_line() { # <node> <command>
 
 fanout_start() {
   start_nodes start_by_pdsh
-  ANSWER_BY=$((SECONDS + 8))
+  ANSWER_BY=$((SECONDS + $(patience 8)))
   await ready
   run_pdsh </dev/null &
   watch_nodes
@@ -28,6 +28,6 @@ run_pdsh() {
   trap '' INT HUP
   end_leashes # they are to end with our parent
   PDSH_SSH_ARGS_APPEND="${PDSH_SSH_ARGS_APPEND:-} ${SSH_OPTS:-} -o BatchMode=yes -o ServerAliveInterval=2" \
-    setsid pdsh -R ssh -S -f "${#NODES[@]}" -w "${NODES[*]}" "exec bash /tmp/launch.$TOKEN.%n/go" || true
+    setsid pdsh -R ssh -S -f "${#NODES[@]}" -t "$(patience 10)" -w "${NODES[*]}" "exec bash /tmp/launch.$TOKEN.%n/go" || true
   for node in "${!NODES[@]}"; do echo "$node pdsh over" >&"$EVENTS"; done
 }

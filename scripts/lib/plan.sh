@@ -109,8 +109,10 @@ read_facts() { # <text>
 }
 
 print_plan() {
-  local master=${plan[master]}:${plan[port]} logs=${LOG_DIR:-logs} run=${plan[run_id]} config=
+  local master=${plan[master]} logs=${LOG_DIR:-logs} run=${plan[run_id]} config=
   local each=${plan[nproc]}
+  [[ $master != *:* ]] || master=[$master]
+  master+=:${plan[port]}
   local hosts="${NODES[0]:-${plan[hosts]:-$HOST}} (master, $master)" backend=${BACKEND:-${plan[backend]:-auto}} checks verdict=ok
   [[ ${plan[config]:--} == - ]] || printf -v config '    %q' "${plan[config]}"
   if ((${#NODES[@]} > 1)); then

@@ -156,7 +156,7 @@ make_files() { # <nodes>
     : >"$BOX/hosts/$host"
     echo "$address $host" >>"$BOX/etc/hosts"
     ssh-keygen -q -t ed25519 -N '' -C "$host" -f "$BOX/keys/$host"
-    echo "$host,$address $(<"$BOX/keys/$host.pub")" >>"$BOX/etc/known_hosts"
+    echo "$host,$address,fd00::${address##*.} $(<"$BOX/keys/$host.pub")" >>"$BOX/etc/known_hosts"
   done
   for file in "$BOX_HERE"/etc/*; do
     sed "s|@DIR@|$BOX|g; s|@NODES@|$1|g" "$file" >"$BOX/etc/${file##*/}"
@@ -235,6 +235,7 @@ connect_hosts() {
   local address host login
   on login ip link add switch type bridge
   on login ip address add 10.0.0.254/24 dev switch
+  on login ip address add fd00::254/64 dev switch nodad 2>/dev/null || true # where there is IPv6
   on login ip link set switch up
   find_init login && login=$BOX_INIT
   while read -r address host; do
@@ -243,6 +244,7 @@ connect_hosts() {
     ip link add "$host" netns "$login" type veth peer name eth0 netns "$BOX_INIT"
     on login ip link set "$host" master switch up
     on "$host" ip address add "$address/24" dev eth0
+    on "$host" ip address add "fd00::${address##*.}/64" dev eth0 nodad 2>/dev/null || true
     on "$host" ip link set eth0 up
   done <"$BOX/etc/hosts"
 }

@@ -129,14 +129,18 @@ train_equally() { # <script> <N>
       RUN_ID=$id timeout 60 "$CLUSTER" run node1 "$LAUNCH" config/local3.yaml 2 "$2" 0 node1 "${SHORT[@]}"
       wait
       ;;
-    *) RUN_ID=$id launch config/local3.yaml 2 "${hosts[@]}" "${SHORT[@]}" ;;
+    *)
+      if [[ $1 == */launch_pdsh_multinode ]]; then hosts=("${hosts[@]/#node/${V6:-node}}"); fi
+      RUN_ID=$id launch config/local3.yaml 2 "${hosts[@]}" "${SHORT[@]}"
+      ;;
   esac
   [[ $(weights_of "$id") == "$(weights_of "one-$2")" ]]
 }
 
 # bats test_tags=prove
 @test "2 x 2 and 3 x 2 end with the weights of one machine, whoever starts them" {
-  local script number
+  local script number V6=fd00::
+  on node1 timeout 2 bash -c "</dev/tcp/fd00::2/22" || { V6= && echo "# no IPv6 here" >&3; }
   for number in 2 3; do
     RUN_ID=one-$number SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml $((number * 2)) "${SHORT[@]}"
   done
@@ -226,7 +230,6 @@ LIB=scripts/lib
 source "$LIB/launch.sh" "$1"
 NODES=("${@:2}") RANKS=("${@/*/1}") plan[nnodes]=${#NODES[@]} plan[master]=node1 plan[run_id]=all
 connect_nodes
-ANSWER_BY=$((SECONDS + 60))
 await hello
 node_command() {
   COMMAND=(bash -c 'echo >>"$0"; until mapfile there <"$0" && ((${#there[@]} == $1)); do sleep 0.3; done' "$FOLDER/here" "${#NODES[@]}")
@@ -240,9 +243,8 @@ BASH
   mapfile -t nodes < <(printf 'node%s\n' $(seq "$number"))
   run timeout 90 "$CLUSTER" run login bash -c 'bash all.sh pdsh node{1..40}; bash all.sh ssh "$@"' bash "${nodes[@]}"
   "$CLUSTER" down
-  ((status == 0 && ${#lines[@]} == 2))
-  [[ ${lines[0]} == "ended      code 0; nothing is left running on 40 nodes" ]]
-  [[ ${lines[1]} == "ended      code 0; nothing is left running on $number nodes" ]]
+  [[ $status == 0 && $(grep '^ended' <<<"$output") == "ended      code 0; nothing is left running on 40 nodes
+ended      code 0; nothing is left running on $number nodes" ]]
 }
 
 @test "Ctrl-C in a terminal saves first; a second one kills" {
