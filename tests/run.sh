@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run this checkout's checks and tests; make calls it.
 #
-# usage: tests/run.sh all|fast|lint|cluster
+# usage: tests/run.sh all|fast|lint|cluster|slurm
 #
 # Ends with what was skipped and why, and as the last line the count of all.
 set -euo pipefail
@@ -10,7 +10,7 @@ PYTHON=${PYTHON:-${VENV:-.venv}/bin/python}
 [[ $PYTHON == /* ]] || PYTHON=$PWD/$PYTHON
 export PYTHON PATH="${PYTHON%/*}:$PWD/.tools/node_modules/.bin:$PATH"
 OUTPUT=$(mktemp)
-BESIDE= # the process group of the tests on the cluster
+BESIDE= # the process group of the tests under SLURM
 trap clean_up EXIT
 PASSED=0 FAILED=0
 SKIPPED=() # one line each, with the reason
@@ -18,11 +18,12 @@ SKIPPED=() # one line each, with the reason
 main() {
   case $1 in
     all)
-      begin_cluster
+      begin_slurm
       lint
       test_scripts all tests/scripts
-      end_cluster
+      test_cluster tests/cluster/{cluster,ssh}.bats
       test_python all
+      end_slurm
       ;;
     fast)
       lint
@@ -30,38 +31,39 @@ main() {
       test_python fast
       ;;
     lint) lint ;;
-    cluster) test_cluster ;;
+    cluster) test_cluster tests/cluster ;;
+    slurm) test_cluster tests/cluster/slurm.bats ;;
   esac
   summarise
 }
 
-# The tests on the cluster mostly wait, and run beside those that have no time to keep. With job
-# control, for else they would ignore Ctrl-C, which they are to try.
-begin_cluster() {
+# The tests under SLURM mostly wait, and run beside the others. With job control, for else they
+# would ignore Ctrl-C, which they are to try.
+begin_slurm() {
   provide_cluster # now, for only one apt-get can run at a time
-  provide bats bats npm bats@1.11.0 || return 0
+  provide bats bats npm bats@1.11.0 && tests/cluster/cluster.sh check &>/dev/null || return 0
   set -m
-  tests/run.sh cluster >"$OUTPUT.cluster" 2>&1 &
+  tests/run.sh slurm >"$OUTPUT.slurm" 2>&1 &
   BESIDE=$!
   set +m
 }
 
-end_cluster() {
+end_slurm() {
   local line
   [[ -n $BESIDE ]] || return 0
   wait "$BESIDE" || true # its last line counts what failed
   BESIDE=
-  cat -- "$OUTPUT.cluster"
+  cat -- "$OUTPUT.slurm"
   while IFS= read -r line; do
     SKIPPED+=("${line#skipped  }")
-  done < <(grep '^skipped  ' "$OUTPUT.cluster")
-  tail -n 1 -- "$OUTPUT.cluster" >"$OUTPUT"
+  done < <(grep '^skipped  ' "$OUTPUT.slurm")
+  tail -n 1 -- "$OUTPUT.slurm" >"$OUTPUT"
   if grep -qE '^[0-9]+ passed, ' "$OUTPUT"; then add "$(number passed)" "$(number failed)"; else add 0 1; fi
 }
 
 clean_up() {
   [[ -z $BESIDE ]] || kill -INT -- "-$BESIDE" || true
-  rm -f -- "$OUTPUT" "$OUTPUT.cluster"
+  rm -f -- "$OUTPUT" "$OUTPUT.slurm"
 }
 
 lint() {
@@ -76,7 +78,7 @@ lint() {
 test_python() { # <all|fast>
   local words=()
   [[ $1 == all ]] || words=(-m "not slow")
-  show "$PYTHON" -m pytest -q "${words[@]}"
+  show "$PYTHON" -m pytest -q -n 3 --dist worksteal "${words[@]}" # they wait a good deal, too
   add "$(number passed)" $(($(number failed) + $(number errors?)))
   local line
   while IFS= read -r line; do
@@ -84,11 +86,11 @@ test_python() { # <all|fast>
   done < <(grep '^SKIPPED ' "$OUTPUT")
 }
 
-test_scripts() { # <all|fast> <folder>
+test_scripts() { # <all|fast> <file or folder...>
   local words=() line
   [[ $1 == all ]] || words=(--filter-tags '!slow')
   provide bats bats npm bats@1.11.0 || return 0
-  show bats --tap --print-output-on-failure "${words[@]}" "$2"
+  show bats --tap --print-output-on-failure "${words[@]}" "${@:2}"
   add "$(grep -c '^ok ' "$OUTPUT" || true)" "$(grep -c '^not ok ' "$OUTPUT" || true)"
   while IFS= read -r line; do
     PASSED=$((PASSED - 1))
@@ -101,11 +103,11 @@ provide_cluster() {
 }
 
 # On several hosts under a real SLURM, where that may be.
-test_cluster() {
+test_cluster() { # <file or folder...>
   local why
   provide_cluster
   if why=$(tests/cluster/cluster.sh check 2>&1); then
-    test_scripts all tests/cluster
+    test_scripts all "$@"
   else
     SKIPPED+=("cluster: ${why#*: }")
   fi

@@ -124,9 +124,9 @@ end_connections() {
   rm -rf -- "$FOLDER"
 }
 
-# Variables that go with a run by themselves, and those of FORWARD_ENV.
+# Variables that go with a run by themselves, those that its environment has changed, and FORWARD_ENV's.
 forwarded() {
-  local name wanted=${FORWARD_ENV:-}
+  local name wanted="${FORWARD_ENV:-} ${ACTIVATED[*]}"
   for name in $(compgen -A export); do
     case $name in
       NCCL_* | GLOO_* | TORCH_* | OMP_* | WANDB_* | CUDA_VISIBLE_DEVICES) echo "$name" ;;

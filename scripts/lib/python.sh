@@ -1,9 +1,14 @@
 # shellcheck shell=bash disable=SC2034,SC2154 # the files of lib/ share their variables
 # The Python that runs the job: environment modules, conda, virtual environments.
 
+ACTIVATED=() # variables that are otherwise since, for the ranks on other machines
+
 # Sets PYTHON to an absolute path. First of: PYTHON, VENV, CONDA_ENV, the active environment, the
 # project's .venv, python3.
 choose_python() {
+  local name
+  local -A before=()
+  for name in $(compgen -A export); do before[$name]=${!name}; done
   [[ -z ${MODULES:-} ]] || load_modules
   if [[ -n ${PYTHON:-} ]]; then
     :
@@ -25,6 +30,9 @@ choose_python() {
     refuse env-missing "there is no Python at ${PYTHON@Q}; run make setup, or set PYTHON"
   [[ $found == /* ]] || found=$PWD/$found
   PYTHON=$found
+  for name in $(compgen -A export); do
+    [[ ${before[$name]-unset} == "${!name}" ]] || ACTIVATED+=("$name")
+  done
 }
 
 use_folder() { # <variable that names an environment's folder>

@@ -340,12 +340,14 @@ is_empty() { # <folder>
   cat >>dump.py <<'PY'
     import subprocess
     shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
-    given = [os.environ.get(name) for name in ("WANDB_API_KEY", "MINE", "OTHER")]
+    given = [os.environ.get(name) for name in ("WANDB_API_KEY", "MINE", "TOOLKIT", "OTHER")]
     with open("seen.json", "w") as file:
         json.dump([given, "hush" in shown], file)
 PY
   make_config "$ODD_CONFIG"
-  export WANDB_API_KEY=$'hush "$x"\n`y`' MINE="hush 'z'" OTHER=hush FORWARD_ENV=MINE
+  export WANDB_API_KEY=$'hush "$x"\n`y`' MINE="hush 'z'" OTHER=hush FORWARD_ENV=MINE MODULES=tools
+  module() { export TOOLKIT=hush; }
+  export -f module
   on login bash -c 'while sleep 0.05; do ps -eo args; done' >ps.out 3>&- &
   local watch=$!
   launch "$ODD_CONFIG" 1 node1 node2 "${ODD_SETTINGS[@]}" -- "${ODD_REST[@]}"
@@ -354,7 +356,7 @@ PY
   SKIP_PREFLIGHT=1 LAUNCH=scripts/ssh/launch_pdsh_multinode.sh launch "$ODD_CONFIG" 1 node1 node2 "${ODD_SETTINGS[@]}" -- "${ODD_REST[@]}"
   kill "$watch"
   assert_odd_dumped
-  "$PYTHON" -c 'import json, sys; assert json.load(open("seen.json")) == [[*sys.argv[1:], None], False]' "$WANDB_API_KEY" "$MINE"
+  "$PYTHON" -c 'import json, sys; assert json.load(open("seen.json")) == [[*sys.argv[1:], "hush", None], False]' "$WANDB_API_KEY" "$MINE"
   grep -q "ssh .* node2 exec bash -s" ps.out
   run ! grep -q hush ps.out
 }

@@ -42,6 +42,10 @@ logs       logs/golden/   (tail -f logs/node_*.log)" ]]
   run launch plain.yaml 1 node1 --dry-run
   [[ $output == *"variables  MINE "*" WANDB_API_KEY go with it"* && $output == *NCCL_DEBUG* ]]
   [[ $output != *hush* && $output != *OTHER* ]]
+  module() { export TOOLKIT=hush; }
+  export -f module
+  MODULES=tools run launch plain.yaml 1 node1 --dry-run
+  [[ $output == *"variables  "*" TOOLKIT "*" go with it"* && $output != *hush* ]]
 }
 
 @test "a word from a node is heard whole, though the time for it was up half-way" {
