@@ -34,7 +34,7 @@ connect_nodes() {
 # In the background, where a terminal's Ctrl-C and its end reach nothing.
 hold_connections() {
   local node
-  trap '' INT HUP
+  trap '' INT HUP QUIT
   trap 'kill $(jobs -p) 2>/dev/null || true' TERM # each ssh
   for node in "${!NODES[@]}"; do
     ssh_node "$node" <"$FOLDER/leash.$node" 2>&1 | show "$node" &
@@ -50,8 +50,9 @@ patience() { # <seconds for a few>
 
 ssh_node() { # <node rank>
   local options
+  trap '' INT HUP QUIT # a terminal's, which ssh then leaves alone
   read -ra options <<<"${SSH_OPTS:-}"
-  exec setsid ssh "${options[@]}" -T -x -a -o BatchMode=yes -o ConnectTimeout="$(patience 5)" -o ServerAliveInterval=2 -o ServerAliveCountMax=3 \
+  exec ssh "${options[@]}" -T -x -a -o BatchMode=yes -o ConnectTimeout="$(patience 5)" -o ServerAliveInterval=2 -o ServerAliveCountMax=3 \
     -o ControlMaster=no -o ControlPath=none -o ClearAllForwardings=yes -E "$FOLDER/ssh.$1" -- "${NODES[$1]}" "exec bash -s"
 }
 

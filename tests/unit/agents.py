@@ -61,6 +61,7 @@ if what == "save":
 if os.environ.get("BUSY"):
     while True:
         dist.all_reduce(torch.ones(1000))
+print(f"asleep {rank}", flush=True)
 time.sleep(600)
 """
 

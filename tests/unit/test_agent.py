@@ -142,7 +142,7 @@ def test_a_stop_after_the_end_does_not_change_the_code(start: Start) -> None:
 @pytest.mark.slow
 def test_a_plain_script_ends_at_once_on_a_stop(start: Start) -> None:
     run = start("sleep")
-    run.wait_for("ready 0", "ready 1")
+    run.wait_for("asleep 0", "asleep 1")  # one in a collective would be waited for
     run.process.send_signal(signal.SIGINT)
     err = run.finish(within_s=5)
     assert run.process.returncode == 130
