@@ -169,11 +169,12 @@ class NodeAgent:
             if self.args.node_rank == 0:
                 is_wanted = verdict.failure is not None and not is_last and not signals
                 if is_wanted and self._can_restart(attempt, number, before):
-                    verdict = replace(verdict, restarts=True)
-                    self._prepare_restart(verdict, number + 1)
+                    port = self._prepare_restart(verdict, number + 1)
+                    verdict = replace(verdict, restart_port=port)
                 attempt.tell(verdict)
-            if not verdict.restarts:
+            if not verdict.restart_port:
                 break
+            self.port = verdict.restart_port
         self._tell(verdict)
         return verdict.code
 
@@ -192,14 +193,19 @@ class NodeAgent:
             return False
         return True
 
-    def _prepare_restart(self, verdict: Verdict, number: int) -> None:
-        """On node rank 0, before the others hear of it."""
+    def _prepare_restart(self, verdict: Verdict, number: int) -> int:
+        """On node rank 0, before the others hear of it; returns the port of a fresh store.
+
+        The old one's keys, and whoever is still on the way to it, would mislead the new ranks.
+        """
         first = verdict.failure
         assert first is not None
-        _say(f"restart {number} of {self.args.max_restarts} after {first.who}: {first.cause}")
-        self.store = None  # a fresh one, for the old keys would mislead the new ranks
-        is_local = self.args.num_nodes == 1
-        self.listener = link.listen(self.args.master_addr, self.port, is_local=is_local)
+        self.store = None
+        self.listener = link.listen(self.args.master_addr, 0, is_local=self.args.num_nodes == 1)
+        port: int = self.listener.getsockname()[1]
+        restart = f"restart {number} of {self.args.max_restarts} after {first.who}"
+        _say(f"{restart}: {first.cause}; now on port {port}")
+        return port
 
     def _fork_ranks(self, attempt: int) -> list[Rank] | int:
         """Fork the ranks of an attempt; in a rank, run it and return its exit code instead."""

@@ -62,7 +62,7 @@ class Verdict:
     lost_peer: int = 0  # ranks that ended as a consequence
     stopped: int = 0  # ranks that their agent had to stop
     left: int = 0  # processes here that no signal ended
-    restarts: bool = False  # all nodes start their ranks again
+    restart_port: int = 0  # of the store with which all nodes start their ranks again
     is_told: bool = False  # by node rank 0, to this one
 
 

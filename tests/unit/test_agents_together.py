@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -94,6 +95,7 @@ dist.init_process_group("gloo")
 attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), dist.get_rank()
 dist.barrier()
 print(f"attempt {attempt} rank {rank}", flush=True)
+print(f"port {os.environ['MASTER_PORT']}", flush=True)
 dist.barrier()  # every rank has said so before any of them does anything
 if attempt == 0 and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -113,7 +115,10 @@ def test_all_nodes_start_again_after_a_failure(tmp_path: Path, port: int, restar
     told = [run.finish() for run in runs]
     lines = sorted((runs[0].output + runs[1].output).splitlines())
     attempts = range(restarts + 1)
-    assert lines == [f"attempt {one} rank {rank}" for one in attempts for rank in range(4)]
+    texts = [line for line in lines if line.startswith("attempt")]
+    assert texts == [f"attempt {one} rank {rank}" for one in attempts for rank in range(4)]
+    ports = Counter(line for line in lines if line.startswith("port"))
+    assert sorted(ports.values()) == [4] * len(attempts)  # a fresh one for each
     assert f"restart 1 of {restarts} after rank 1 " in told[0]
     for run, err in zip(runs, told, strict=True):
         run.assert_gone()
