@@ -31,6 +31,7 @@ from pathlib import Path
 
 from distributed import link
 from distributed.environment import port_from_id
+from distributed.failure import count
 from distributed.gpus import Gpu, GpuError, visible_gpus
 from distributed.network import interface_to
 
@@ -90,14 +91,14 @@ def check_program(node: Node) -> Iterator[Fault]:
 def check_gpus(node: Node) -> Iterator[Fault]:
     """One process per visible GPU at most, each sound and idle; without any, all run on the CPU."""
     if 0 < len(node.gpus) < node.nproc:
-        cause = f"{node.nproc} processes but {_count(len(node.gpus), 'visible GPU')}"
+        cause = f"{node.nproc} processes but {count(len(node.gpus), 'visible GPU')}"
         yield Fault("too-few-gpus", cause, "ask for fewer, or see CUDA_VISIBLE_DEVICES")
     cure = "have the GPU reset or replaced, or leave it out with CUDA_VISIBLE_DEVICES"
     if node.gpu_error:
         yield Fault("gpu-unhealthy", node.gpu_error, cure)
     for gpu in node.gpus:
         if gpu.memory_errors:
-            cause = f"GPU {gpu.index} has {_count(gpu.memory_errors, 'uncorrected memory error')}"
+            cause = f"GPU {gpu.index} has {count(gpu.memory_errors, 'uncorrected memory error')}"
             yield Fault("gpu-unhealthy", cause, cure)
         if gpu.processes:
             cause = f"GPU {gpu.index} is in use by {', '.join(gpu.processes)}"
@@ -433,10 +434,6 @@ def report(faults: Sequence[Fault], *, strict: bool, host: str) -> int:
 
 def _host() -> str:
     return socket.gethostname().partition(".")[0]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _existing(directory: Path) -> Path:
