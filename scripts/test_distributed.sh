@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
 # Verify the set-up: environment, collectives with known answers, bandwidth, a verdict in one line.
 #
-# usage: scripts/test_distributed.sh [N]
+# usage: scripts/test_distributed.sh [N] [NODE...]
 #
-#   N  processes to start (default: one per GPU, two where there is none)
+#   N        processes to start, on each node (default: one per GPU, two where there is none)
+#   NODE     machines to verify together, over ssh, as launch_torchrun_auto.sh is given them
+#            (default: this one)
+#   -f FILE  more of them, one a line
 #
 # example: scripts/test_distributed.sh 2
+#          scripts/test_distributed.sh 8 node1 node2
 #
 # It runs in the project's folder; TRAIN_SCRIPT and CONFIG_FLAG have no part in it.
 set -euo pipefail
@@ -15,11 +19,17 @@ LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
 source "$LIB/launch.sh" local
 
 main() {
-  parse_arguments "nproc" "$@"
+  OPTIONS=(["-f"]=hostfile)
+  parse_arguments "nproc nodes..." "$@"
   ((${#SETTINGS[@]} == 0)) || die 2 "settings mean nothing here (${SETTINGS[0]@Q}); leave them out"
   plan[cpu_nproc]=2
-  plan_settings
   choose_python
+  if [[ -n ${NODES[*]}${plan[hostfile]:-} ]]; then
+    # shellcheck source=scripts/lib/ssh.sh
+    source "$LIB/ssh.sh"
+    plan_nodes
+  fi
+  plan_settings
   cd -- "$ROOT"
   SCRIPT=(-m distributed.selftest "${REST[@]}")
   launch_planned

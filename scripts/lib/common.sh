@@ -18,7 +18,7 @@ refuse() { # <fault of TROUBLESHOOTING.md> <"cause; cure">
 print_usage() {
   sed '1d; /^#/!Q; /^#[A-Z]/d; s/^# \{0,1\}//' "$0"
   echo
-  [[ $(usage_line) != *NODE...* ]] || cat "$ROOT/scripts/lib/nodes.txt"
+  [[ $(usage_line) != *" NODE..."* ]] || cat "$ROOT/scripts/lib/nodes.txt"
   cat "$ROOT/scripts/lib/help.txt"
 }
 

@@ -287,6 +287,13 @@ PY
   ((CODE == 143))
 }
 
+@test "test_distributed.sh verifies several nodes together" {
+  export LOG_DIR=$PWD/logs
+  LAUNCH=scripts/test_distributed.sh launch 2 node1 node2:1 -- --seconds 0.1 | tee out
+  grep -qE '^\[0\] node2 +2  cpu ' out
+  grep -q '^\[0\] PASS  3 ranks on 2 nodes, gloo: ' out
+}
+
 @test "a detached run outlives its terminal and is stopped from here, by the guide's commands" {
   local commands
   # shellcheck disable=SC2016 # the marks of a block of code
