@@ -22,7 +22,7 @@ connect_nodes() {
   mkfifo -- "$FOLDER/events" "${ranks[@]/#/$FOLDER/leash.}"
   exec {EVENTS}<>"$FOLDER/events"
   ANSWER_BY=$((SECONDS + $(patience 9)))
-  hold_connections &
+  apart hold_connections
   # Opened now, when no other process can inherit one: it must end with us.
   for node in "${ranks[@]}"; do
     exec {fd}<>"$FOLDER/leash.$node"
@@ -31,10 +31,18 @@ connect_nodes() {
   done
 }
 
-# In the background, where a terminal's Ctrl-C and its end reach nothing.
+# In a process group of its own, where neither a terminal's Ctrl-C comes nor what `timeout`, or
+# whoever else signals our whole group, sends.
+apart() { # <function>
+  set -m
+  "$1" </dev/null &
+  set +m
+}
+
 hold_connections() {
   local node
-  trap '' INT HUP QUIT
+  # A terminal's end must not end it; and it is written to from here.
+  trap '' HUP TTOU
   trap 'kill $(jobs -p) 2>/dev/null || true' TERM # each ssh
   for node in "${!NODES[@]}"; do
     ssh_node "$node" <"$FOLDER/leash.$node" 2>&1 | show "$node" &
@@ -50,7 +58,6 @@ patience() { # <seconds for a few>
 
 ssh_node() { # <node rank>
   local options
-  trap '' INT HUP QUIT # a terminal's, which ssh then leaves alone
   read -ra options <<<"${SSH_OPTS:-}"
   exec ssh "${options[@]}" -T -x -a -o BatchMode=yes -o ConnectTimeout="$(patience 5)" -o ServerAliveInterval=2 -o ServerAliveCountMax=3 \
     -o ControlMaster=no -o ControlPath=none -o ClearAllForwardings=yes -E "$FOLDER/ssh.$1" -- "${NODES[$1]}" "exec bash -s"

@@ -18,16 +18,16 @@ fanout_start() {
   start_nodes start_by_pdsh
   ANSWER_BY=$((SECONDS + $(patience 8)))
   await ready
-  run_pdsh </dev/null &
+  apart run_pdsh
   watch_nodes
 }
 
 run_pdsh() {
   local IFS=, node
   trap - EXIT
-  trap '' INT HUP
+  trap '' HUP TTOU
   end_leashes # they are to end with our parent
   PDSH_SSH_ARGS_APPEND="${PDSH_SSH_ARGS_APPEND:-} ${SSH_OPTS:-} -o BatchMode=yes -o ServerAliveInterval=2" \
-    setsid pdsh -R ssh -S -f "${#NODES[@]}" -t "$(patience 10)" -w "${NODES[*]}" "exec bash /tmp/launch.$TOKEN.%n/go" || true
+    pdsh -R ssh -S -f "${#NODES[@]}" -t "$(patience 10)" -w "${NODES[*]}" "exec bash /tmp/launch.$TOKEN.%n/go" || true
   for node in "${!NODES[@]}"; do echo "$node pdsh over" >&"$EVENTS"; done
 }

@@ -177,7 +177,7 @@ report_silence() { # <code>
 report_lost() { # <node rank...>
   local node fault="[launcher-killed]"
   for node in "$@"; do
-    (ssh_node "$node") <<<"${NODE_CODE}end_run 0" &>/dev/null || {
+    (trap '' INT TERM && ssh_node "$node") <<<"${NODE_CODE}end_run 0" &>/dev/null || {
       fault="[link-lost]"
       echo "$PROGRAM: ${NODES[node]}: $(last_line <"$FOLDER/ssh.$node")" >&2
     }

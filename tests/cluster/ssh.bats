@@ -219,6 +219,18 @@ TABLE
     done
     echo "# SIG$signal to the launcher of ${#HOSTS[@]} nodes: $number times saved, code 75, all gone" >&3
   done
+  # What timeout is sent goes to all of the launcher's group.
+  local launcher
+  for launcher in torchrun_auto pdsh_multinode; do
+    printf '#!/bin/sh\nexec timeout 100 scripts/ssh/launch_%s.sh "$@"\n' "$launcher" >limited
+    chmod +x limited
+    LAUNCH=./limited start "$launcher" config/local3.yaml 1 "${HOSTS[@]}" "${LONG[@]}"
+    on login kill -TERM "$(on login pgrep -f "^timeout 100 ")"
+    end_of "$PID"
+    cat "$launcher.out"
+    ((CODE == 75))
+    is_gone "$launcher"
+  done
 }
 
 # bats test_tags=prove
