@@ -11,6 +11,7 @@ HEARD=                       # the node rank that said the last word
 BEGUN=                       # of a line that has not come to its end
 ENDED=0                      # connections
 LEASH=()                     # by node rank: where to tell it something
+SLACK=0                      # seconds more for many nodes: each key exchange takes some of our time
 LIMIT=$((SECONDS + 10 ** 9)) # when the leashes end: once some node has ended, or a signal has come
 
 connect_nodes() {
@@ -21,7 +22,8 @@ connect_nodes() {
   trap end_connections EXIT
   mkfifo -- "$FOLDER/events" "${ranks[@]/#/$FOLDER/leash.}"
   exec {EVENTS}<>"$FOLDER/events"
-  ANSWER_BY=$((SECONDS + $(patience 9)))
+  SLACK=$((${#NODES[@]} / 10))
+  ANSWER_BY=$((SECONDS + 9 + SLACK))
   apart hold_connections
   # Opened now, when no other process can inherit one: it must end with us.
   for node in "${ranks[@]}"; do
@@ -51,15 +53,10 @@ hold_connections() {
   kill -0 $$ 2>/dev/null || rm -rf -- "$FOLDER" # the launcher was killed
 }
 
-# A limit for all nodes: each key exchange takes some of this machine's time.
-patience() { # <seconds for a few>
-  echo $(($1 + ${#NODES[@]} / 10))
-}
-
 ssh_node() { # <node rank>
   local options
   read -ra options <<<"${SSH_OPTS:-}"
-  exec ssh "${options[@]}" -T -x -a -o BatchMode=yes -o ConnectTimeout="$(patience 5)" -o ServerAliveInterval=2 -o ServerAliveCountMax=3 \
+  exec ssh "${options[@]}" -T -x -a -o BatchMode=yes -o ConnectTimeout=$((5 + SLACK)) -o ServerAliveInterval=2 -o ServerAliveCountMax=3 \
     -o ControlMaster=no -o ControlPath=none -o ClearAllForwardings=yes -E "$FOLDER/ssh.$1" -- "${NODES[$1]}" "exec bash -s"
 }
 

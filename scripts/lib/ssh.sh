@@ -139,7 +139,7 @@ explain_silence() { # <node rank>
     *"Could not resolve"*) cure="correct the name, or ~/.ssh/config [name-unresolved]" ;;
     *"timed out"* | *"No route"* | *unreachable* | "") cure="see that the machine is up [host-unreachable]" ;;
   esac
-  printf '%s: %s: %s; %s\n' "$PROGRAM" "${NODES[$1]}" "${said:-no answer within $(patience 10) s}" "$cure"
+  printf '%s: %s: %s; %s\n' "$PROGRAM" "${NODES[$1]}" "${said:-no answer within $((10 + SLACK)) s}" "$cure"
 }
 
 last_line() {
