@@ -58,6 +58,7 @@ class Fault:
 class Node:
     """This node's part in the plan, and what was found out about the node."""
 
+    run_id: str
     nnodes: int
     node_rank: int
     nproc: int
@@ -122,8 +123,17 @@ def check_master(node: Node) -> Iterator[Fault]:
             cause += f" (/etc/hosts line {line})"
         cure = "give the master's address on the network the nodes share"
         yield Fault("loopback-address", cause, cure, warns=literal)
+    if node.nnodes > 1 and node.node_rank == 0 and addresses and not _is_here(addresses[0]):
+        cause = f"the master's address {addresses[0]} is not of this machine"
+        cure = "give node rank 0's in MASTER_ADDR, unless a router translates it"
+        yield Fault("no-such-interface", cause, cure, warns=True)
     if node.port_error == errno.EADDRINUSE:
-        cause = f"port {port} is taken{_holder(port)}"
+        holder = _holder(port)
+        if f" --rdzv-id {node.run_id} " in holder:
+            cause = f"run {node.run_id} is live: its node agent runs here"
+            yield Fault("run-is-live", cause, "wait for its end, or choose another RUN_ID")
+            return
+        cause = f"port {port} is taken{holder[:120]}"
         yield Fault("port-in-use", cause, "end that, or choose another with MASTER_PORT")
     elif node.port_error:
         cause = f"port {port} cannot be opened ({os.strerror(node.port_error)})"
@@ -274,7 +284,7 @@ def _connect(address: str, port: int, deadline: float) -> socket.socket:
 def compare(answers: Iterable[Answer]) -> Iterator[tuple[str, Fault]]:
     """Yield host and fault where a node is not as the first, or cannot reach node rank 0."""
     first, *others = sorted(answers, key=lambda answer: answer.node_rank)
-    is_master_there = first.node_rank == 0 and "port-in-use" not in first.told
+    is_master_there = first.node_rank == 0 and not {"port-in-use", "run-is-live"} & {*first.told}
     for node in others:
         for name, cause in link.mismatches(first, node):
             yield node.host, Fault(name, cause, "make them the same")
@@ -407,6 +417,7 @@ def examine(
     given = int(environ.get("SLURM_GPUS_ON_NODE") or 0)
     script = args.program[0] if args.program and args.program[0] != "-m" else ""
     return Node(
+        run_id=args.run_id,
         nnodes=args.nnodes,
         node_rank=args.node_rank,
         nproc=(len(gpus) or given or args.cpu_nproc) if args.nproc == "auto" else int(args.nproc),
@@ -445,6 +456,16 @@ def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
+def _is_here(address: str) -> bool:
+    """Whether it is an address of this machine, where something could listen."""
+    with contextlib.suppress(OSError):
+        family, kind, *_, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(where)
+            return True
+    return False
+
+
 def _hosts_line(name: str) -> int | None:
     """Return the number of the line of /etc/hosts that makes the name a loopback address."""
     for number, line in enumerate(Path("/etc/hosts").read_text().splitlines(), 1):
@@ -467,7 +488,7 @@ def _holder(port: int) -> str:
             if os.readlink(file) in listeners:
                 process = file.parents[1]
                 command = (process / "cmdline").read_text(errors="replace").replace("\0", " ")
-                return f" by pid {process.name} ({' '.join(command.split())[:80]})"
+                return f" by pid {process.name} ({' '.join(command.split())})"
     return ""
 
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 
 from distributed import processes
-from distributed.failure import Failure, Story, print_block
+from distributed.failure import Failure, Story, print_block, print_stop
 
 LEASH_S = 10.0  # without a word for so long, a launcher elsewhere is gone
 TERM_S = 1.0  # from then on, for the ranks to save
@@ -101,18 +101,20 @@ def _guard(
     status = ended[1]
     left = processes.end_descendants()
     code = processes.exit_code(status)
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) not in passed_on:
-        _report_death(code, notes, left=len(left))
+    if os.WIFSIGNALED(status):
+        is_asked = os.WTERMSIG(status) in passed_on
+        _report_death(code, notes, left=len(left), is_asked=is_asked)
     return code
 
 
-def _report_death(code: int, notes: socket.socket, *, left: int) -> None:
-    """The agent was killed: tell so in its place."""
+def _report_death(code: int, notes: socket.socket, *, left: int, is_asked: bool) -> None:
+    """The agent was killed, or stopped before it could heed a stop: tell so in its place."""
     notes.setblocking(False)
     try:
         told = json.loads(notes.recv(65536))
     except (OSError, ValueError):  # it died before it had anything to tell
-        told = {"node_rank": 0, "run_id": "", "started": time.time(), "ranks": 0}
+        run_id = os.environ.get("RUN_ID", "")
+        told = {"node_rank": 0, "run_id": run_id, "started": time.time(), "ranks": 0}
     failure = Failure(
         fault="agent-killed",
         cause=f"{signal.Signals(code - 128).name} to the node agent, from outside this run",
@@ -129,7 +131,10 @@ def _report_death(code: int, notes: socket.socket, *, left: int) -> None:
         run_id=told["run_id"],
         command=os.environ.get("LAUNCH_COMMAND", "") if told["run_id"] else "",
     )
-    print_block(failure, story, sys.stderr)
+    if not is_asked:
+        print_block(failure, story, sys.stderr)
+    elif code != 128 + signal.SIGKILL:
+        print_stop(code, story, sys.stderr)
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ def _holder(fd: int) -> dict[str, Any]:
 
 def point(path: Path, target: str) -> None:
     """Point a symbolic link at `target` in one step; the newest of several runs wins."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     new.unlink(missing_ok=True)
     new.symlink_to(target)
     try:

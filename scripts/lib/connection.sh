@@ -16,14 +16,17 @@ LIMIT=$((SECONDS + 10 ** 9)) # when the leashes end: once some node has ended, o
 
 connect_nodes() {
   local node fd ranks=("${!NODES[@]}")
-  FOLDER=$(mktemp -d "${TMPDIR:-/tmp}/launch.XXXXXXXXXX")
+  type -P ssh >/dev/null || refuse env-missing "there is no ssh here; install OpenSSH's client"
+  FOLDER=$(mktemp -d "${TMPDIR:-/tmp}/launch.XXXXXXXXXX" 2>/dev/null) ||
+    refuse dir-unwritable "cannot write to ${TMPDIR:-/tmp}; set TMPDIR"
   TOKEN=${FOLDER##*.}
   NODE_CODE="TOKEN=$TOKEN"$'\n'$(<"$LIB/node.sh")$'\n' # what a node's bash is to know
   trap end_connections EXIT
   mkfifo -- "$FOLDER/events" "${ranks[@]/#/$FOLDER/leash.}"
+  touch -- "${ranks[@]/#/$FOLDER/words.}" "${ranks[@]/#/$FOLDER/ssh.}"
   exec {EVENTS}<>"$FOLDER/events"
   SLACK=$((${#NODES[@]} / 10))
-  ANSWER_BY=$((SECONDS + 9 + SLACK))
+  BEGAN=$SECONDS ANSWER_BY=$((SECONDS + 9 + SLACK))
   apart hold_connections
   # Opened now, when no other process can inherit one: it must end with us.
   for node in "${ranks[@]}"; do
@@ -47,10 +50,11 @@ hold_connections() {
   trap '' HUP TTOU
   trap 'kill $(jobs -p) 2>/dev/null || true' TERM # each ssh
   for node in "${!NODES[@]}"; do
-    ssh_node "$node" <"$FOLDER/leash.$node" 2>&1 | show "$node" &
+    # What start-up files say, and why ssh would not start, is kept for explain_silence.
+    ssh_node "$node" <"$FOLDER/leash.$node" 2>"$FOLDER/words.$node" | show "$node" &
   done
-  wait || true
-  kill -0 $$ 2>/dev/null || rm -rf -- "$FOLDER" # the launcher was killed
+  wait 2>/dev/null || true
+  [[ -e /proc/$$/exe ]] || rm -rf -- "$FOLDER" # the launcher was killed
 }
 
 ssh_node() { # <node rank>
@@ -60,9 +64,11 @@ ssh_node() { # <node rank>
     -o ControlMaster=no -o ControlPath=none -o ClearAllForwardings=yes -E "$FOLDER/ssh.$1" -- "${NODES[$1]}" "exec bash -s"
 }
 
-# Whole lines from a node, to us and to the user. How the run ended goes into a file: that comes last.
+# Whole lines from a node, to us and to the user, if he still listens. How the run ended goes into a
+# file: that comes last.
 show() { # <node rank>
   local line prefix="[$1] "
+  trap '' PIPE
   while IFS= read -r line || [[ -n $line ]]; do
     case $line in
       "$TOKEN "[a-z]*) echo "$1 ${line#* }" >&"$EVENTS" ;;
@@ -71,8 +77,8 @@ show() { # <node rank>
         exec 2>"$FOLDER/end.$1"
         prefix=
         ;;&
-      "$TOKEN !"*) printf '%s\n' "$prefix${line#*!}" >&2 ;;
-      *) printf '%s\n' "[$1] $line" ;;
+      "$TOKEN !"*) printf '%s\n' "$prefix${line#*!}" >&2 || true ;;
+      *) printf '%s\n' "[$1] $line" 2>/dev/null || true ;;
     esac
   done
   echo "$1 ended -" >&"$EVENTS"
@@ -103,11 +109,11 @@ hear() { # <seconds>
   SAID["$HEARD $word"]=$text
 }
 
-# Until every node has said a word, or has gone, or the preflight's time is up.
-await() { # <word>
+# Until every node has said a word, or has gone, or the time is up.
+await() { # <word> <until>
   local node
   for node in "${!NODES[@]}"; do
-    until [[ -n ${SAID["$node $1"]+said}${SAID["$node ended"]:-} ]] || ((SECONDS > ANSWER_BY)); do
+    until [[ -n ${SAID["$node $1"]+said}${SAID["$node ended"]:-} ]] || ((SECONDS > $2)); do
       hear 1 || true
     done
   done

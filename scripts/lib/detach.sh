@@ -92,6 +92,7 @@ print_status() { # [<run id>...]
   local run runs=("$@")
   refuse_scheduled --status
   (($#)) || mapfile -t runs < <(detached_runs)
+  ((${#runs[@]})) || echo "$PROGRAM: no run was detached on $HOST with its logs in ${LOG_DIR:-logs}" >&2
   for run in "${runs[@]}"; do
     find_run "$run"
     printf '%s  %-15s  since %s  %s\n' "$run" "$STATE" "$SINCE" "$(how_far "${LOG_DIR:-logs}/$run")"

@@ -91,7 +91,7 @@ launch_line() {
   local name word words=() over_ssh=()
   ((${#NODES[@]} == 0)) || over_ssh=(SSH_OPTS FORWARD_ENV)
   for name in TRAIN_SCRIPT CONFIG_FLAG NPROC_PER_NODE BACKEND LOG_DIR MASTER_ADDR MASTER_PORT \
-    MAX_RESTARTS GRACE LAUNCHER "${over_ssh[@]}"; do
+    MAX_RESTARTS GRACE LAUNCHER NCCL_PROFILE VENV CONDA_ENV MODULES "${over_ssh[@]}"; do
     [[ -z ${!name:-} ]] || words+=("$name=${!name}")
   done
   for word in "${LAUNCH_LINE[@]}"; do

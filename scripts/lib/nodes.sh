@@ -28,7 +28,8 @@ plan_nodes() {
     fi
     [[ $name =~ ^[^-[:space:]] ]] || die 2 "${word@Q} names no node; give NODE, NODE:NPROC or a list such as gpu[01-08]"
     [[ $number == auto ]] || require_number "the number of processes of ${word@Q}" "$number" 1 4096
-    [[ $name != *[]\[,]* ]] || name=$(run_ours distributed.hostlist expand "$name") || exit
+    [[ $name != *[]\[,]* ]] || name=$(run_ours distributed.hostlist expand "$name" 2>&1) ||
+      die 2 "${name#hostlist: }; correct it"
     mapfile -t names <<<"$name"
     for name in "${names[@]}"; do NODES+=("$name") RANKS+=("$number"); done
   done
@@ -38,12 +39,21 @@ plan_nodes() {
 
 # A node a line, as on the command line, or as Open MPI has it: `node1 slots=4`.
 read_hostfile() {
-  local name slots
-  [[ -r ${plan[hostfile]} && ! -d ${plan[hostfile]} ]] || die 2 "there is no file ${plan[hostfile]@Q} of hosts; correct -f"
-  while read -r name slots || [[ -n $name ]]; do
-    [[ $slots != slots=* ]] || name+=:${slots#slots=}
-    [[ -z $name || $name == \#* ]] || words+=("${name%%\#*}")
-  done <"${plan[hostfile]}"
+  local file=${plan[hostfile]} line fields number=0 slots='(max[-_]slots=[0-9]+ )?slots=([0-9]+)( max[-_]slots=[0-9]+)?'
+  [[ -r $file && ! -d $file ]] || die 2 "there is no file ${file@Q} of hosts; correct -f"
+  while IFS= read -r line || [[ -n $line ]]; do
+    ((number += 1))
+    line=${line%%#*}
+    read -ra fields <<<"${line%$'\r'}"
+    if ((${#fields[@]} < 2)); then
+      words+=("${fields[@]}")
+    elif [[ ${fields[*]} =~ ^([^ ]+)\ $slots$ ]]; then
+      words+=("${BASH_REMATCH[1]}:${BASH_REMATCH[3]}")
+    else
+      die 2 "line $number of ${file@Q} is ${line@Q}; give NODE, NODE:NPROC or NODE slots=NPROC, one a line"
+    fi
+  done <"$file"
+  ((${#words[@]})) || die 2 "${file@Q} names no node; give one a line"
 }
 
 # In a PBS job: its nodes, and on each as many processes as the node file has lines for it.

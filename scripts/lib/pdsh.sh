@@ -16,8 +16,7 @@ paste_line() { # <node> <command>
 
 fanout_start() {
   start_nodes start_by_pdsh
-  ANSWER_BY=$((SECONDS + 8 + SLACK))
-  await ready
+  await ready $((SECONDS + 8 + SLACK))
   apart run_pdsh
   watch_nodes
 }
@@ -28,6 +27,7 @@ run_pdsh() {
   trap '' HUP TTOU
   end_leashes # they are to end with our parent
   PDSH_SSH_ARGS_APPEND="${PDSH_SSH_ARGS_APPEND:-} ${SSH_OPTS:-} -o BatchMode=yes -o ServerAliveInterval=2" \
-    pdsh -R ssh -S -f "${#NODES[@]}" -t $((10 + SLACK)) -w "${NODES[*]}" "exec bash /tmp/launch.$TOKEN.%n/go" || true
+    pdsh -R ssh -S -f "${#NODES[@]}" -t $((10 + SLACK)) -w "${NODES[*]}" "exec bash /tmp/launch.$TOKEN.%n/go" &
+  wait $! 2>/dev/null || true
   for node in "${!NODES[@]}"; do echo "$node pdsh over" >&"$EVENTS"; done
 }

@@ -58,8 +58,8 @@ by_hand() {
 plan_run_id() {
   plan[run_id]=${RUN_ID:-}
   if [[ -n ${plan[run_id]} ]]; then
-    [[ ${plan[run_id]} =~ ^[A-Za-z0-9_][][A-Za-z0-9_.-]*$ ]] ||
-      die 2 "RUN_ID is ${RUN_ID@Q}; use letters, digits, and . _ - only"
+    [[ ${plan[run_id]} =~ ^[A-Za-z0-9_][][A-Za-z0-9_.-]{0,127}$ ]] ||
+      die 2 "RUN_ID is ${RUN_ID@Q}; use letters, digits and _ . - only, the first no . or -, at most 128"
     [[ ! ${plan[run_id]} =~ ^(latest|distributed_training|node_[0-9]+\.log)$ ]] ||
       die 2 "RUN_ID is ${RUN_ID@Q}, a name that the log folder needs itself; choose another"
   elif [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then
@@ -134,8 +134,8 @@ print_plan() {
   [[ -z ${plan[forwarded]:-} ]] || print_row variables "${plan[forwarded]//$'\n'/ } go with it"
   print_row preflight "$checks"
   logs+=/${run:-<run id>}/
-  [[ -n ${plan[engine]:-} ]] || logs+="   (tail -f ${LOG_DIR:-logs}/node_*.log)"
-  print_row logs "$logs"
+  [[ -n ${plan[engine]:-} ]] || logs+="   (tail -f $(quote_line "${LOG_DIR:-logs}")/node_*.log)"
+  [[ -n ${plan[engine]:-} && -n ${TRAIN_SCRIPT:-} ]] || print_row logs "$logs" # else there are none
 }
 
 # All of them; they may differ from node to node.

@@ -6,10 +6,12 @@ source "$LIB/nodes.sh"
 # shellcheck source=scripts/lib/connection.sh
 source "$LIB/connection.sh"
 
+STOPPED= # the last signal that stopped the run
+
 require_tools() { :; }
 
 fanout_check() {
-  local node there=() since now
+  local node there=() since now left
   plan[checked_nodes]=${plan[nnodes]} plan[forwarded]=$(forwarded)
   read -r since _ </proc/uptime
   if [[ -n $DRY_RUN ]]; then
@@ -19,19 +21,20 @@ fanout_check() {
     return
   fi
   connect_nodes
-  await hello
+  await hello $((ANSWER_BY - 3)) # and leave the others their time
   [[ -n ${MASTER_ADDR:-} || ${plan[nnodes]} == 1 ]] || take_master_address
   for node in "${!NODES[@]}"; do
     [[ -z ${SAID["$node hello"]+said} ]] || there+=("$node")
   done
-  [[ ${there[0]:-} == 0 ]] || there=() # for they meet on node 0
+  ((${#there[@]} == ${#NODES[@]})) || there=() # who has no time to wait for the others
+  left=$((ANSWER_BY - SECONDS - 2))
   for node in "${!NODES[@]}"; do
     plan[nproc]=${RANKS[node]}
-    preflight_command --node-rank "$node" --meet "${#there[@]}" --within $((ANSWER_BY - SECONDS - 2))
+    preflight_command --node-rank "$node" --meet "${#there[@]}" --within $((left > 0 ? left : 1))
     tell "$node" "{ cd -- $(quote_line "$PWD") && $(exports)$(quote_line "${COMMAND[@]}"); } \
 </dev/null 2>&1 | sed 's/^/$TOKEN say /'; echo $TOKEN checked \${PIPESTATUS[0]}"
   done
-  await checked
+  await checked "$ANSWER_BY"
   read_answers
   read -r now _ </proc/uptime
   now=$((${now/./} - ${since/./}))
@@ -74,7 +77,7 @@ start_nodes() { # <function of node.sh>
   local node signal before
   for signal in INT TERM HUP; do
     # shellcheck disable=SC2064 # now
-    trap "hurry $((${GRACE:-30} + 10)); tell_all SIG$signal" "$signal"
+    trap "STOPPED=$signal; hurry $((${GRACE:-30} + 10)); tell_all SIG$signal" "$signal"
   done
   before=$NODE_CODE$(exports)
   for node in "${!NODES[@]}"; do
@@ -134,12 +137,17 @@ read_answers() {
 
 explain_silence() { # <node rank>
   local said cure="see that 'ssh ${NODES[$1]} true' works without a question [ssh-refused]"
-  said=$(last_line <"$FOLDER/ssh.$1")
+  said=$(cat -- "$FOLDER/words.$1" "$FOLDER/ssh.$1" | last_line)
+  if [[ -z ${SAID["$1 ended"]:-} && -n ${SAID["$1 hello"]+said} ]]; then
+    said="its checks take longer than the preflight's time" cure="see what hangs there [host-unreachable]"
+  elif [[ -z ${SAID["$1 ended"]:-} ]]; then
+    said="no answer within $((ANSWER_BY - 3 - BEGAN)) s" cure="see that the machine is up, and a login there asks nothing [host-unreachable]"
+  fi
   case $said in
     *"Could not resolve"*) cure="correct the name, or ~/.ssh/config [name-unresolved]" ;;
-    *"timed out"* | *"No route"* | *unreachable* | "") cure="see that the machine is up [host-unreachable]" ;;
+    *"timed out"* | *"No route"* | *unreachable*) cure="see that the machine is up [host-unreachable]" ;;
   esac
-  printf '%s: %s: %s; %s\n' "$PROGRAM" "${NODES[$1]}" "${said:-no answer within $((10 + SLACK)) s}" "$cure"
+  printf '%s: %s: %s; %s\n' "$PROGRAM" "${NODES[$1]}" "${said:-the connection ended without a word}" "$cure"
 }
 
 last_line() {
@@ -157,20 +165,25 @@ report_end() {
   if ((${#lost[@]})); then report_lost "${lost[@]}"; fi
   ((left == 0)) || echo "$PROGRAM: $(count "$left" process processes) of the run had to be killed" >&2
   print_row ended "code $code; nothing is left running on $(count "${plan[nnodes]}" node)"
+  ((code != 0 && code != 2 && code != 3)) || exit "$code" # who refused the run has said so
   for block in "$FOLDER"/end.*; do
     if [[ -s $block ]]; then cat -- "$block" >&2 && exit "$code"; fi
   done
-  ((code == 0 || code == 2 || code == 3)) || report_silence "$code"
+  report_silence "$code"
   exit "$code"
 }
 
 # No agent has told why.
 report_silence() { # <code>
-  local fault="[agent-killed]" cause="the node agent has gone without a word"
-  if [[ -n ${plan[engine]:-} ]]; then
-    fault="[rank-error]" cause="torch.distributed.launch ended with an error; its own report stands above"
+  local engine=${plan[engine]:-}
+  if [[ -n $STOPPED && -n $engine ]]; then
+    printf '%-8s %s\n' stopped "by SIG$STOPPED (code $1); nothing is left running" \
+      resume "RUN_ID=${plan[run_id]} $(launch_line)" >&2
+  elif [[ -n $engine ]]; then
+    print_block "[rank-error]" "a rank of $engine" "$1" "it ended with an error; $engine's own report stands above"
+  else
+    print_block "[agent-killed]" "node agent 0 (${NODES[0]})" "$1" "the node agent has gone without a word"
   fi
-  print_block "$fault" 0 "$1" "$cause"
 }
 
 # The connection to a node has ended, and not the node's part of the run: look there once more.
@@ -183,14 +196,14 @@ report_lost() { # <node rank...>
     }
   done
   print_row ended "code 137; nothing is left running where a node can be reached"
-  print_block "$fault" "$1" 137 "${SAID["$1 lost"]:-the ssh connection has ended}"
+  print_block "$fault" "node agent $1 (${NODES[$1]})" 137 "${SAID["$1 lost"]:-the ssh connection has ended}" \
+    "${LOG_DIR:-logs}/${plan[run_id]}/node_$1.log"
   exit 137
 }
 
 # As distributed/failure.py has it, where no agent could print it.
-print_block() { # <[fault]> <node rank> <code> <cause>
-  printf '%-8s %s\n' FAILED "node agent $2 (${NODES[$2]})       $1" cause "$4" \
+print_block() { # <[fault]> <who> <code> <cause> [<log>]
+  printf '%-8s %s\n' FAILED "$2       $1" cause "$4" \
     code "$3$( (($3 < 129)) || echo " (SIG$(kill -l $(($3 - 128))))")" others "the other nodes were stopped" \
-    log "${LOG_DIR:-logs}/${plan[run_id]}/node_$2.log" \
-    resume "RUN_ID=${plan[run_id]} $(launch_line)" see "TROUBLESHOOTING.md#${1//[][]/}" >&2
+    ${5:+log "$5"} resume "RUN_ID=${plan[run_id]} $(launch_line)" see "TROUBLESHOOTING.md#${1//[][]/}" >&2
 }

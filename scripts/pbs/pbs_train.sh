@@ -18,6 +18,10 @@ set -euo pipefail
 cd -- "${PBS_O_WORKDIR:-.}"
 LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib
 [[ -r $LIB/launch.sh ]] || LIB=$PWD/scripts/lib # PBS runs a copy of this file
+[[ -r $LIB/launch.sh ]] || {
+  echo "pbs_train.sh: this is a copy, and finds no scripts/lib; submit it in the project's folder" >&2
+  exit 2
+}
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh" ssh
 
@@ -27,7 +31,18 @@ main() {
   default_config
   choose_python
   plan_from_nodefile
-  [[ -e $0 && $0 -ef $ROOT/scripts/pbs/pbs_train.sh ]] || LAUNCH_LINE=(qsub scripts/pbs/pbs_train.sh "${LAUNCH_LINE[@]:1}")
+  [[ -e $0 && $0 -ef $ROOT/scripts/pbs/pbs_train.sh ]] || name_submission "$@"
   launch
+}
+
+# What was typed, as far as one can tell: with the variables before it, which -V takes along.
+name_submission() { # <argument...>
+  local word again=()
+  for word in "$@"; do
+    [[ $word == --dry-run || $word == resume=never ]] || again+=("$word")
+  done
+  LAUNCH_LINE=(${CONFIG:+"CONFIG=$CONFIG"} qsub -V)
+  ((${#again[@]} == 0)) || LAUNCH_LINE+=(-F "$(quote_line "${again[@]}")")
+  LAUNCH_LINE+=(scripts/pbs/pbs_train.sh)
 }
 main "$@"

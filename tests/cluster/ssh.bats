@@ -299,6 +299,38 @@ PY
   ((CODE == 143))
 }
 
+@test "a run that is live, a stop before the first rank, a terminal that takes no more" {
+  make_idle
+  export TRAIN_SCRIPT=idle.py
+  start live - 1 node1 node2 -- idle
+  local live=$PID
+  RUN_ID=live run launch - 1 node1 node3 -- idle
+  [[ $status == 3 && $output == *"node1: run live is live: its node agent runs here; "*"[run-is-live]" ]]
+  RUN_ID=live MASTER_PORT=4323 run launch - 1 node3 node2 -- idle
+  [[ $status == 3 && $output == *"run live is live: "*" on node1; "*"[run-is-live]"*$'\n'"ended      code 3; "* && $output != *FAILED* ]]
+  on login kill -TERM "$(launcher_of idle)"
+  end_of "$live"
+  ((CODE == 143))
+
+  RUN_ID=early launch - 1 node1 node2 -- idle >early.out 2>&1 3>&- &
+  PID=$!
+  eventually 10 is_started early
+  on login kill -INT "$(launcher_of idle)"
+  end_of "$PID"
+  cat early.out
+  ((CODE == 130))
+  [[ $(tail -n 2 early.out) == "stopped  by SIGINT, before the ranks had saved (code 130); nothing is left running
+resume   RUN_ID=early "* ]]
+
+  echo "print('x' * 10**6)" >idle.py
+  launch - 1 node1 node2 >/dev/full 2>full.out
+  [[ $(tail -n 1 full.out) == "ended      code 0; nothing is left running on 2 nodes" ]]
+}
+
+is_started() { # <run id>
+  ! is_gone "$1"
+}
+
 @test "test_distributed.sh verifies several nodes together" {
   export LOG_DIR=$PWD/logs
   LAUNCH=scripts/test_distributed.sh launch 2 node1 node2:1 -- --seconds 0.1 | tee out
@@ -386,15 +418,27 @@ PY
   eventually 10 on node1 bash -c '</dev/tcp/127.0.0.1/4321'
   "$CLUSTER" cut node3
   make_config my.yaml
-  MASTER_PORT=4321 run launch my.yaml 1 node1 node2 node3 nobody@node2 no-such-host train.batch_size=1
+  mkdir home
+  echo "sleep 60" >home/.bashrc
+  on node4 mount --bind home ~root
+  MASTER_PORT=4321 run launch my.yaml 1 node1 node2 node3 nobody@node2 no-such-host node4 train.batch_size=1
+  on node4 umount --lazy ~root
   "$CLUSTER" restore node3
   kill "$holder"
-  ((status == 3 && SECONDS - start <= 12 && ${#lines[@]} == 4))
+  ((status == 3 && SECONDS - start <= 12 && ${#lines[@]} == 5))
   [[ ${lines[0]} == "launch_torchrun_auto.sh: node1: port 4321 is taken by "*" [port-in-use]" ]]
   [[ ${lines[1]} == "launch_torchrun_auto.sh: node3: ssh: connect to host node3"*" [host-unreachable]" ]]
   [[ ${lines[2]} == "launch_torchrun_auto.sh: nobody@node2: nobody@node2: Permission denied "*" [ssh-refused]" ]]
   [[ ${lines[3]} == "launch_torchrun_auto.sh: no-such-host: ssh: Could not resolve "*" [name-unresolved]" ]]
+  [[ ${lines[4]} == "launch_torchrun_auto.sh: node4: no answer within 6 s; see that the machine is up, and a login there asks nothing [host-unreachable]" ]]
   [[ ! -e logs ]]
+  echo "exit 0" >home/.bashrc
+  on node4 mount --bind home ~root
+  run launch my.yaml 1 node1 node4 train.batch_size=1
+  on node4 umount --lazy ~root
+  [[ $status == 3 && $output == "launch_torchrun_auto.sh: node4: the connection ended without a word; see that 'ssh node4 true' works without a question [ssh-refused]" ]]
+  run on login env SSH_OPTS="-o NoSuchOption=1" "$LAUNCH" my.yaml 1 node1 train.batch_size=1
+  [[ $status == 3 && $output == *"node1: "*"Bad configuration option: nosuchoption"*"[ssh-refused]" ]]
   SSH_OPTS="-F $CLUSTER_DIR/etc/ssh_config -o UserKnownHostsFile=/dev/null" run on login env \
     SSH_OPTS="-F $CLUSTER_DIR/etc/ssh_config -o UserKnownHostsFile=/dev/null" "$LAUNCH" my.yaml 1 node1
   [[ $status == 3 && $output == *"Host key verification failed"*"[ssh-refused]" ]]

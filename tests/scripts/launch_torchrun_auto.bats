@@ -30,11 +30,26 @@ logs       logs/golden/   (tail -f logs/node_*.log)" ]]
 }
 
 @test "nodes: lists, addresses, numbers, files" {
-  printf '%s\n' '# ours' 'a slots=3' '' 'b:1 # old' 'c[1-2]' >hosts
+  printf '%s\n' '# ours' 'a slots=3 # new' '' $'b:1\r' 'c[1-2] ' 'e max_slots=4 slots=2' >hosts
   printf 'd' >>hosts
   [[ $(nodes_of 2 'gpu[01-03],login' me@n[1-2]:1) == "gpu01 0-1,gpu02 2-3,gpu03 4-5,login 6-7,me@n1 8-8,me@n2 9-9" ]]
   [[ $(nodes_of 2 fd00::1 '[fd00::2]:3' 'me@[fd00::3]' 10.0.0.1:1) == "fd00::1 0-1,fd00::2 2-4,me@fd00::3 5-6,10.0.0.1 7-7" ]]
-  [[ $(nodes_of 2 -f hosts) == "a 0-2,b 3-3,c1 4-5,c2 6-7,d 8-9" ]]
+  [[ $(nodes_of 2 -f hosts) == "a 0-2,b 3-3,c1 4-5,c2 6-7,e 8-9,d 10-11" ]]
+  echo "a b" >hosts
+  run launch plain.yaml 2 -f hosts
+  assert_refused 2 "line 1 of 'hosts' is 'a b'; give NODE, NODE:NPROC or NODE slots=NPROC, one a line"
+  echo "# a" >hosts
+  run launch plain.yaml 2 -f hosts
+  assert_refused 2 "'hosts' names no node; give one a line"
+}
+
+@test "no ssh, no folder for its files: exit 3, one line" {
+  TMPDIR=/nowhere run launch plain.yaml 1 node1
+  assert_refused 3 "cannot write to /nowhere; set TMPDIR" "dir-unwritable"
+  local PATH=$PATH
+  bare_path
+  run launch plain.yaml 1 node1
+  assert_refused 3 "there is no ssh here; install OpenSSH's client" "env-missing"
 }
 
 @test "what goes to the nodes is named, and no value is shown" {

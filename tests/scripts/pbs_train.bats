@@ -17,7 +17,10 @@ setup_folder() {
   setup_folder
   run launch --dry-run
   [[ $status == 0 && $output == *"run        7.host "*"n2 (master, n2:"*"  n1"*"4 = 2 nodes x 2"* ]]
-  [[ $output == *"LAUNCH_COMMAND=qsub\\\\\\ scripts/pbs/pbs_train.sh"* ]]
+  [[ $output == *'LAUNCH_COMMAND=qsub\\\ -V\\\ scripts/pbs/pbs_train.sh'* ]]
+  TRAIN_SCRIPT=x CONFIG=- run launch a=1 resume=never --dry-run -- 2
+  [[ $output == *"LAUNCH_COMMAND=TRAIN_SCRIPT=x"*" CONFIG=-"*" qsub"*" -V"*" -F"*" a=1"*" --"*" 2"*" scripts/pbs/pbs_train.sh"* ]]
+  [[ ${lines[6]%%resume=never*} == *pbs_train.sh* ]]
   NPROC_PER_NODE=4 CONFIG=plain.yaml run launch --dry-run
   [[ $output == *"plain.yaml"*"8 = 2 nodes x 4"* ]]
 }
@@ -28,6 +31,12 @@ setup_folder() {
   fake_gpus 4
   run launch plain.yaml --dry-run
   [[ $status == 0 && $output == *"8 = 2 nodes x 4, nccl"* ]]
+}
+
+@test "a copy far from the project: exit 2, and what to do" {
+  touch nodes
+  run launch plain.yaml
+  [[ $status == 2 && $output == "pbs_train.sh: this is a copy, and finds no scripts/lib; submit it in the project's folder" ]]
 }
 
 @test "outside of a job: exit 2, and what to do" {

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -151,6 +152,22 @@ def test_a_plain_script_ends_at_once_on_a_stop(start: Start) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_before_the_ranks_is_told_as_one(start: Start, signum: signal.Signals) -> None:
+    run = start("sleep", RUN_ID="early", LAUNCH_COMMAND="launch it")
+    while not Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text():
+        time.sleep(0.001)  # until there is an agent, which then imports torch
+    run.process.send_signal(signum)
+    err = run.finish(within_s=5)
+    assert run.process.returncode == 128 + signum
+    assert err.splitlines() == [
+        f"stopped  by {signum.name}, before the ranks had saved (code {128 + signum});"
+        " nothing is left running",
+        "resume   RUN_ID=early launch it",
+    ]
+
+
+@pytest.mark.slow
 def test_a_neighbour_run_never_notices(start: Start) -> None:
     neighbour, run = start("sleep"), start("sleep")
     neighbour.wait_for("ready 0", "ready 1")
@@ -158,6 +175,22 @@ def test_a_neighbour_run_never_notices(start: Start) -> None:
     os.kill(run.agent_pid(), signal.SIGKILL)
     run.assert_gone()
     assert sorted(neighbour.survivors()) == sorted(neighbour.seen)
+
+
+def test_hosts_with_one_process_id_point_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    link, replace = tmp_path / "latest", os.replace
+
+    def while_the_other_does(new: Path, path: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        monkeypatch.setattr(socket, "gethostname", lambda: "other")
+        runlog.point(link, "theirs")
+        replace(new, path)
+
+    monkeypatch.setattr(os, "replace", while_the_other_does)
+    runlog.point(link, "ours")
+    assert link.readlink() == Path("ours")
 
 
 def test_the_folder_of_a_run(start: Start, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def make_node(**changes: object) -> Node:
     """Return a sound single node, changed."""
     node = Node(
+        run_id="mine",
         nnodes=1,
         node_rank=0,
         nproc=2,
@@ -172,13 +173,36 @@ def test_unknown_name() -> None:
 
 def test_loopback_master_of_several_nodes() -> None:
     assert find(preflight.check_master, master_addr="127.0.0.1") is None
-    assert find(preflight.check_master, nnodes=2, master_addr="192.0.2.1") is None
+    assert find(preflight.check_master, nnodes=2, node_rank=1, master_addr="192.0.2.1") is None
     literal = find(preflight.check_master, nnodes=2, master_addr="localhost")
     assert literal is not None
     assert literal.warns
     other = find(preflight.check_master, nnodes=2, master_addr="127.3.2.1")
     assert other is not None
     assert not other.warns
+
+
+def test_a_live_run_of_the_same_id_is_named() -> None:
+    serve = "import socket; s = socket.create_server(('', 0)); print(s.getsockname()[1], flush=1)"
+    command = [sys.executable, "-c", f"{serve}; input()", "--rdzv-id", "mine", "script"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
+        assert agent.stdout is not None
+        port = int(agent.stdout.readline())
+        taken = make_node(port=port, port_error=preflight.bind_error(port))
+        (live,) = preflight.check_master(taken)
+        (other,) = preflight.check_master(dataclasses.replace(taken, run_id="min"))
+        agent.communicate(b"\n")
+    assert (live.name, other.name) == ("run-is-live", "port-in-use")
+    assert live.cause == "run mine is live: its node agent runs here"
+
+
+def test_a_master_address_of_another_machine_is_a_warning() -> None:
+    (fault,) = preflight.check_master(make_node(nnodes=2, master_addr="192.0.2.1"))
+    assert fault.warns and fault.name == "no-such-interface"
+    assert "192.0.2.1 is not of this machine" in fault.cause
+    assert not list(
+        preflight.check_master(make_node(nnodes=2, node_rank=1, master_addr="192.0.2.1"))
+    )
 
 
 def test_port_in_use_names_the_holder(listener: int) -> None:
