@@ -182,24 +182,18 @@ has_resumed() { # <times>
   (($(grep -c '^resumed    after step' job.out) >= $1))
 }
 
-has_saved() { # <times>
-  (($(grep -c '^stopped    after step' job.out) >= $1))
-}
-
 has_restarts() { # <number>
   [[ $(field "$JOB" Restarts) == Restarts=$1 ]]
 }
 
 # bats test_tags=prove
 @test "pre-empted, requeued, given notice: it saves, comes back, and ends with the weights of a run never stopped" {
-  local kinds=(urgent notice requeue) times=${TIMES:-3} number kind
+  local kinds=(urgent notice requeue) times=${TIMES:-3} number
   LONG=(train.max_steps=$((50 * times)) train.eval_every=0 train.global_batch_size=12 checkpoint.every=0)
   RUN_ID=never SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${LONG[@]}"
   RUN_ID=often start_long --nodes=2 --gpus-per-node=1
   for ((number = 0; number < times; number++)); do
-    kind=${kinds[number < 3 ? number : RANDOM % 3]}
-    stop_once "$kind" "$number"
-    has_saved $((number + 1)) || echo "# stop $number ($kind) is without a line: $(tail -n 3 job.out)" >&3
+    stop_once "${kinds[number < 3 ? number : RANDOM % 3]}" "$number"
   done
   eventually 300 has_ended "$JOB"
   [[ $(field "$JOB" JobState) == JobState=COMPLETED ]]
