@@ -38,10 +38,9 @@ LIB=scripts/lib
 source "$LIB/launch.sh" ssh
 NODES=("${@:2}")
 connect_nodes
-ANSWER_BY=$((SECONDS + 60))
 for ((number = 1; number <= $1; number++)); do
   tell_all "echo $TOKEN started$number"
-  await "started$number"
+  await "started$number" $((SECONDS + 60))
 done
 for node in "${!NODES[@]}"; do
   [[ -z ${SAID["$node started$1"]+said} ]] || echo started

@@ -242,7 +242,7 @@ LIB=scripts/lib
 source "$LIB/launch.sh" "$1"
 NODES=("${@:2}") RANKS=("${@/*/1}") plan[nnodes]=${#NODES[@]} plan[master]=node1 plan[run_id]=all
 connect_nodes
-await hello
+await hello "$ANSWER_BY"
 node_command() {
   COMMAND=(bash -c 'echo >>"$0"; until mapfile there <"$0" && ((${#there[@]} == $1)); do sleep 0.3; done' "$FOLDER/here" "${#NODES[@]}")
 }
