@@ -52,8 +52,8 @@ PLAIN = 'for node; do ssh $SSH_OPTS "$node" echo started </dev/null & done; wait
 # As ours and pdsh start it, in a session of its own each: what no launcher can go below.
 SESSIONS = PLAIN.replace("ssh $", "setsid ssh $")
 TARGETS = """at most 0.9 x pdsh's time and 1.0 x its processor time; for one more command, 0.15 x.
-The first is out of reach here: the key exchange takes nearly all of it, for everyone alike, and plain
-`ssh &` is the floor"""
+The first is out of reach here: the key exchange takes nearly all of it, for everyone alike, and
+plain `ssh &` is the floor"""
 
 
 class Sample(NamedTuple):
