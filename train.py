@@ -13,7 +13,7 @@ SIGUSR1, and after train.max_seconds, it saves and leaves with code 75.
 
 from __future__ import annotations
 
-from training.arguments import one_voice, refuse, start
+from training.arguments import refuse, refuse_together, start
 
 if __name__ == "__main__":
     arguments, settings = start(__doc__)
@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, default_collate
 from distributed import checkpoint
 from distributed import torch as helper
 from distributed.environment import Environment
-from distributed.failure import STOPPED
+from distributed.errors import STOPPED
 from distributed.stop import Stop
 from training.batches import Batches, move, share_of
 from training.optimizer import find_last_step, learning_rate, make_optimizer
@@ -74,7 +74,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
 
     # What is learnt, on what? Training data is one endless stream, validation data is shared out.
     helper.seed_everything(settings.seed)
-    with one_voice(environment):
+    with refuse_together(environment):
         saver = checkpoint.Saver(
             run_folder, keep_last=settings.checkpoint.keep_last, enabled=environment.is_main
         )
@@ -95,7 +95,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
     validation = DataLoader(share_of(task.validation, rank, world_size), batch_size=batch_size)
 
     # By which model? The weights begin the same on every rank; after them, dropout differs.
-    with one_voice(environment):
+    with refuse_together(environment):
         model = task.model()
         if saved:
             fill(model, saved.model)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from table import describe_machine, render, write_section
 
-from distributed.processes import adopt_orphans
+from launcher.processes import adopt_orphans
 
 ROOT = Path(__file__).resolve().parents[1]
 CLUSTER = str(ROOT / "tests/cluster/cluster.sh")

@@ -47,7 +47,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distributed.heartbeat import beat
-from distributed.runlog import Claim, point
+from distributed.lock import RunLock, update_link
 
 MANIFEST = "manifest.json"
 _CHUNK = 1 << 22  # bytes
@@ -93,7 +93,7 @@ class Saver:
         if enabled:
             try:
                 run_folder.mkdir(parents=True, exist_ok=True)
-                self._claim = Claim(run_folder, f"run {run_folder.name}")
+                self._lock = RunLock(run_folder, f"run {run_folder.name}")
             except OSError as error:
                 cause = f"cannot write under '{run_folder}' ({error.strerror})"
                 raise CheckpointError(f"{cause}; change checkpoint.dir [dir-unwritable]") from None
@@ -137,11 +137,11 @@ class Saver:
     def _write(self, step: int, state: State) -> None:
         temporary = self.folder / f"step-{step}.tmp-{socket.gethostname()}-{os.getpid()}"
         try:
-            with self._claim.committing():
+            with self._lock.committing():
                 for leftover in self.folder.glob("step-*.tmp-*"):
                     shutil.rmtree(leftover)
             _write_files(temporary, state)
-            with self._claim.committing():
+            with self._lock.committing():
                 _commit(temporary, self.folder / f"step-{step}")
                 beat(saved=step)
                 _prune(self.folder, step, self.keep_last)
@@ -190,7 +190,7 @@ def _commit(temporary: Path, final: Path) -> None:
         _delete(final)
     temporary.rename(final)
     _sync(final.parent)
-    point(final.parent / "latest", final.name)
+    update_link(final.parent / "latest", final.name)
 
 
 def _prune(run_folder: Path, step: int, keep_last: int) -> None:
@@ -199,7 +199,7 @@ def _prune(run_folder: Path, step: int, keep_last: int) -> None:
     kept = [folder for folder in whole if _step_of(folder) <= step][-keep_last:]
     best = min(whole, key=_validation_loss)
     if math.isfinite(_validation_loss(best)):
-        point(run_folder / "best", best.name)
+        update_link(run_folder / "best", best.name)
         kept.append(best)
     for folder in whole:
         if folder not in kept:

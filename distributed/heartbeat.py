@@ -24,7 +24,7 @@ LEAST_LIMIT_S = 60.0
 FIRST_LIMIT_S = 600.0  # before the second step: compiling, filling caches
 LIMIT_OF_LONGEST = 10  # times the longest silence seen so far
 
-_RECORD = struct.Struct("<qqqdd")
+RECORD = struct.Struct("<qqqdd")
 
 
 class Beat(NamedTuple):
@@ -37,7 +37,7 @@ class Beat(NamedTuple):
     limit_s: float = FIRST_LIMIT_S  # the longest silence before the rank counts as stuck
 
     @property
-    def place(self) -> tuple[int, int]:
+    def progress(self) -> tuple[int, int]:
         """How far the rank has got; ranks in step with each other have the same."""
         return self.step, self.marks
 
@@ -46,33 +46,13 @@ class Beat(NamedTuple):
         return time.monotonic() - self.time if self.step >= 0 else 0.0
 
 
-class Heartbeats:
-    """The agent's side: one record for each rank of the node, by local rank."""
-
-    def __init__(self, ranks: int) -> None:
-        self._fd = os.memfd_create("heartbeat", 0)  # inherited, also by what a rank executes
-        os.write(self._fd, _RECORD.pack(*Beat()) * ranks)
-        self.path = f"/proc/self/fd/{self._fd}"  # for the ranks
-
-    def read(self, local_rank: int) -> Beat:
-        return Beat(*_RECORD.unpack(os.pread(self._fd, _RECORD.size, _RECORD.size * local_rank)))
-
-    def furthest(self, ranks: int) -> tuple[int, int]:
-        """The newest checkpoint, and the most steps done by any rank; -1: none."""
-        beats = [self.read(local_rank) for local_rank in range(ranks)]
-        return max(beat.saved for beat in beats), max(beat.step for beat in beats)
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
 class Heart:
     """A rank's side. On the stack signal it writes every thread's stack to `stack_file`."""
 
     def __init__(self, file: str, local_rank: int, stack_file: Path) -> None:
         with open(file, "r+b") as opened:
             records = memoryview(mmap.mmap(opened.fileno(), 0))
-        self._record = records[_RECORD.size * local_rank :]
+        self._record = records[RECORD.size * local_rank :]
         self._last = Beat()
         self._first_step = -1
         self._longest_s = 0.0
@@ -95,7 +75,7 @@ class Heart:
             time=now,
             limit_s=self._hang_seconds or self._usual_limit(step or last.step),
         )
-        _RECORD.pack_into(self._record, 0, *self._last)
+        RECORD.pack_into(self._record, 0, *self._last)
 
     def _usual_limit(self, step: int) -> float:
         if step < self._first_step + 2:

@@ -44,12 +44,12 @@ def _complain(cause: str) -> None:
 
 
 @contextlib.contextmanager
-def one_voice(environment: Environment) -> Iterator[None]:
+def refuse_together(environment: Environment) -> Iterator[None]:
     """Where any rank finds a mistake of the user's in here, rank 0 says it, and all leave."""
     import torch.distributed as dist
 
     from distributed.checkpoint import CheckpointError
-    from distributed.failure import Refused
+    from distributed.errors import Refused
     from distributed.torch import barrier, finish
 
     mistake = None

@@ -45,7 +45,7 @@ start_or_print() {
 # Sets COMMAND: the preflight of one node, wherever it is started.
 preflight_command() { # <its options for the node's place, where it does not find that itself...>
   COMMAND=(
-    env --chdir="$ROOT" PROGRAM="$PROGRAM" "$PYTHON" -m distributed.preflight "$@"
+    env --chdir="$ROOT" PROGRAM="$PROGRAM" "$PYTHON" -m launcher.preflight "$@"
     --nnodes "${plan[nnodes]}" --run-id "${plan[run_id]}"
     --nproc "${plan[nproc]}" --cpu-nproc "${plan[cpu_nproc]:-1}"
     --master-addr "${plan[master]}" --port "${plan[port]}"
@@ -60,7 +60,7 @@ preflight_command() { # <its options for the node's place, where it does not fin
 compare_nodes() { # <what all of them have printed>
   local facts
   ((plan[nnodes] > 1)) && [[ -z $DRY_RUN && -z ${SKIP_PREFLIGHT:-} ]] || return 0
-  facts=$(PROGRAM=$PROGRAM run_ours distributed.preflight --compare ${STRICT:+--strict} <<<"$1") || return
+  facts=$(PROGRAM=$PROGRAM run_ours launcher.preflight --compare ${STRICT:+--strict} <<<"$1") || return
   read_facts "$facts"
 }
 

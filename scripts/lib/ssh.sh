@@ -201,7 +201,7 @@ report_lost() { # <node rank...>
   exit 137
 }
 
-# As distributed/failure.py has it, where no agent could print it.
+# As launcher/failure.py has it, where no agent could print it.
 print_block() { # <[fault]> <who> <code> <cause> [<log>]
   printf '%-8s %s\n' FAILED "$2       $1" cause "$4" \
     code "$3$( (($3 < 129)) || echo " (SIG$(kill -l $(($3 - 128))))")" others "the other nodes were stopped" \

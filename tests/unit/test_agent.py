@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from agents import AGENT, GONE_WITHIN_S, PROGRAM, Run, kill_what_is_left
 
-from distributed import failure, runlog
+from distributed.lock import update_link
+from launcher import failure, runlog
 
 Start = Callable[..., Run]
 
@@ -185,11 +186,11 @@ def test_hosts_with_one_process_id_point_at_once(
     def while_the_other_does(new: Path, path: Path) -> None:
         monkeypatch.setattr(os, "replace", replace)
         monkeypatch.setattr(socket, "gethostname", lambda: "other")
-        runlog.point(link, "theirs")
+        update_link(link, "theirs")
         replace(new, path)
 
     monkeypatch.setattr(os, "replace", while_the_other_does)
-    runlog.point(link, "ours")
+    update_link(link, "ours")
     assert link.readlink() == Path("ours")
 
 

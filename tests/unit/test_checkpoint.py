@@ -22,8 +22,8 @@ from torch.multiprocessing.spawn import start_processes
 
 from distributed import checkpoint
 from distributed.checkpoint import CheckpointError, Saver, State, load, weights_hash
-from distributed.failure import Refused
-from distributed.runlog import Claim
+from distributed.errors import Refused
+from distributed.lock import RunLock
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,7 +35,7 @@ def save(run: Path, step: int, state: State, *, keep_last: int) -> Path:
         saver.save(step, state)
         saver.wait()
     finally:
-        os.close(saver._claim.fd)
+        os.close(saver._lock.fd)
     return run / f"step-{step}"
 
 
@@ -234,7 +234,7 @@ def test_two_live_runs_cannot_save_in_one_folder(tmp_path: Path) -> None:
             Saver(tmp_path, keep_last=1)
 
     assert in_a_child(save_too) == 0
-    os.close(saver._claim.fd)
+    os.close(saver._lock.fd)
 
 
 def start_again(run: Path, state: State, job: str, start: int) -> None:
@@ -258,7 +258,7 @@ def test_a_job_that_was_started_again_takes_over(
     with pytest.raises(CheckpointError, match=r"step 10 was not saved: .*again, on .*node-lost"):
         cut_off.wait()
     assert names(tmp_path) == after
-    os.close(cut_off._claim.fd)
+    os.close(cut_off._lock.fd)
 
 
 @pytest.mark.parametrize(("job", "start"), [("12", 1), ("12", 0), ("13", 5)])
@@ -275,21 +275,21 @@ def test_nobody_else_takes_over(
 
     assert in_a_child(refused) == 0
     assert names(tmp_path) == []
-    os.close(live._claim.fd)
+    os.close(live._lock.fd)
 
 
 def test_what_takes_over_waits_for_a_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "12")
-    claim = Claim(tmp_path, "run")
+    claim = RunLock(tmp_path, "run")
     ready, done = os.pipe()
     with claim.committing():
         pid = os.fork()
         if pid == 0:
             monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
             os.write(done, b"started ")
-            Claim(tmp_path, "run")
+            RunLock(tmp_path, "run")
             os._exit(len(os.listdir(tmp_path / "committed")))  # 0 where it did not wait
         assert os.read(ready, 8) == b"started "
         (tmp_path / "committed").mkdir()
@@ -301,7 +301,7 @@ def test_what_takes_over_waits_for_a_commit(
     os.close(claim.fd)
 
 
-def test_of_many_at_once_one_claims(tmp_path: Path) -> None:
+def test_of_many_at_once_one_locks(tmp_path: Path) -> None:
     go, wait = os.pipe()
     over, stay = os.pipe()
     told, tell = os.pipe()
@@ -312,7 +312,7 @@ def test_of_many_at_once_one_claims(tmp_path: Path) -> None:
             os.close(stay)
             os.read(go, 1)  # the end of the file, for all at once
             try:
-                Claim(tmp_path, "run")
+                RunLock(tmp_path, "run")
                 os.write(tell, b"1")
                 os.read(over, 1)
             except Refused:

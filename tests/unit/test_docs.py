@@ -27,7 +27,11 @@ ENTRIES = [name for name in SCRIPTS if "/lib/" not in name]
 BASH = "\n".join((ROOT / name).read_text() for name in SCRIPTS)
 HELP = (ROOT / "scripts/lib/help.txt").read_text()
 MODULES = [ROOT / "train.py", *ROOT.glob("scripts/**/*.py")]
-MODULES += [*ROOT.glob("distributed/*.py"), *ROOT.glob("training/**/*.py")]
+MODULES += [
+    *ROOT.glob("launcher/*.py"),
+    *ROOT.glob("distributed/*.py"),
+    *ROOT.glob("training/**/*.py"),
+]
 PYTHON = "\n".join(module.read_text() for module in MODULES)
 CODE = "\n".join((BASH, HELP, PYTHON))
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -110,7 +114,9 @@ def test_every_relative_link_leads_somewhere(guide: Path) -> None:
 
 
 def test_every_path_named_exists() -> None:
-    folders = "|".join((".ci", "bench", "config", "distributed", "scripts", "tests", "training"))
+    folders = "|".join(
+        (".ci", "bench", "config", "distributed", "launcher", "scripts", "tests", "training")
+    )
     for path in re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./-]*", ALL_CODE):
         assert (ROOT / path.rstrip(".")).exists(), path
     layout = next(block for block in blocks(TEXT["CONTRIBUTING.md"]) if "lib/plan.sh" in block)

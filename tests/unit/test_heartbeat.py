@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from distributed import failure, heartbeat
-from distributed.heartbeat import Beat, Heartbeats, beat
+from distributed import heartbeat
+from distributed.heartbeat import Beat, beat
+from launcher import failure
+from launcher.heartbeats import Heartbeats
 
 NEVER = Beat()
 
@@ -49,7 +51,7 @@ def test_the_place_counts_the_beats_of_a_step(beats: Heartbeats) -> None:
     places = []
     for step in (1, 1, 2, None, 2, 3):
         beat(step)
-        places.append(beats.read(1).place)
+        places.append(beats.read(1).progress)
     assert places == [(1, 0), (1, 1), (2, 0), (2, 0), (2, 1), (3, 0)]
 
 

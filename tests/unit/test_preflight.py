@@ -20,17 +20,17 @@ from typing import Any
 
 import pytest
 
-from distributed import gpus, preflight
 from distributed.environment import port_from_id
-from distributed.gpus import Gpu, GpuError, visible_gpus
-from distributed.preflight import Answer, Fault, Node
+from launcher import gpus, preflight
+from launcher.gpus import Gpu, GpuError, visible_gpus
+from launcher.preflight import Fault, Machine, PreflightReport
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def make_node(**changes: object) -> Node:
+def make_node(**changes: object) -> Machine:
     """Return a sound single node, changed."""
-    node = Node(
+    node = Machine(
         run_id="mine",
         nnodes=1,
         node_rank=0,
@@ -75,7 +75,7 @@ def fake_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
     return install
 
 
-Check = Callable[[Node], Iterator[Fault]]
+Check = Callable[[Machine], Iterator[Fault]]
 
 
 def find(check: Check, *, only: str = "", **changes: object) -> Fault | None:
@@ -98,7 +98,7 @@ def test_missing_script() -> None:
 
 
 def test_missing_torch() -> None:
-    bare = [sys.executable, "-S", "-m", "distributed.preflight", "--run-id", "x"]  # -S: no packages
+    bare = [sys.executable, "-S", "-m", "launcher.preflight", "--run-id", "x"]  # -S: no packages
     result = subprocess.run(bare, cwd=ROOT, env={}, capture_output=True, text=True)
     assert result.returncode == 3
     assert result.stderr.count("\n") == 1
@@ -295,7 +295,7 @@ def test_warnings_refuse_only_when_strict(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_facts_for_the_plan(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "distributed.preflight", "--run-id", "x", "--cpu-nproc", "2"]
+    command = [sys.executable, "-m", "launcher.preflight", "--run-id", "x", "--cpu-nproc", "2"]
     environ = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(
         [*command, "--directory", str(tmp_path)],
@@ -320,7 +320,7 @@ def start_node(
     """Start one of three nodes that are all this machine."""
     place = ["--nnodes", "3", "--meet", "3", "--node-rank", str(node_rank), "--port", str(port)]
     return subprocess.Popen(
-        [*python, "-m", "distributed.preflight", *place, *more],
+        [*python, "-m", "launcher.preflight", *place, *more],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -329,7 +329,7 @@ def start_node(
 
 
 def compare(said: str, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "distributed.preflight", "--compare", *more]
+    command = [sys.executable, "-m", "launcher.preflight", "--compare", *more]
     return subprocess.run(command, cwd=ROOT, input=said, capture_output=True, text=True)
 
 
@@ -373,8 +373,8 @@ def test_each_nodes_own_files_and_torch_are_compared(tmp_path: Path) -> None:
     ]
 
 
-def make_answer(node_rank: int, **changes: Any) -> Answer:
-    answer = Answer(
+def make_answer(node_rank: int, **changes: Any) -> PreflightReport:
+    answer = PreflightReport(
         node_rank=node_rank,
         num_nodes=3,
         nproc=1,
@@ -516,7 +516,7 @@ def test_a_master_that_comes_later(tmp_path: Path) -> None:
 
 
 def test_what_is_the_same_is_told_without_torch() -> None:
-    code = "import json, sys; from distributed import link; print(json.dumps(link.versions()))"
+    code = "import json, sys; from launcher import identity; print(json.dumps(identity.versions()))"
     ours = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     code = "import torch; print(torch.__version__)"
     theirs = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -524,10 +524,10 @@ def test_what_is_the_same_is_told_without_torch() -> None:
 
 
 def test_this_project_is_hashed_too(tmp_path: Path) -> None:
-    for name in ("distributed", "training"):
+    for name in ("launcher", "distributed", "training"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.pyc"))
-    code = "from pathlib import Path; from distributed import link"
-    code += "; print(link.hash_files([], Path())['this project'])"
+    code = "from pathlib import Path; from launcher import identity"
+    code += "; print(identity.hash_files([], Path())['this project'])"
 
     def hash_of(folder: Path) -> str:
         return subprocess.check_output([sys.executable, "-c", code], cwd=folder, text=True)
@@ -538,6 +538,6 @@ def test_this_project_is_hashed_too(tmp_path: Path) -> None:
 
 
 def test_no_torch_is_imported() -> None:
-    code = "import sys, distributed.preflight as it; it.link.versions()"
+    code = "import sys, launcher.preflight as it; it.identity.versions()"
     code += "; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

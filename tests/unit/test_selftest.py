@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from test_torch_helper import clean_environment, free_port, run_ranks
 
-from distributed import selftest
+from launcher import selftest
 
 pytestmark = pytest.mark.slow  # real process groups, seconds each
 

@@ -17,10 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distributed import failure, link, processes
-from distributed.failure import STOPPED, Failure
-from distributed.heartbeat import STACK_SIGNAL, Beat, Heartbeats, stack_file_of
-from distributed.output import Stream, Terminal
+from distributed.errors import STOPPED
+from distributed.heartbeat import STACK_SIGNAL, Beat, stack_file_of
+from launcher import failure, link, processes
+from launcher.failure import Failure
+from launcher.heartbeats import Heartbeats
+from launcher.output import Stream, Terminal
 
 SETTLE_S = 0.3  # after an end that looks like a consequence: the time for its cause to show
 TERM_S = 1.0  # after a failure: from SIGTERM to SIGKILL
@@ -67,11 +69,11 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Behind:
+class Straggler:
     """The rank of a node that is furthest behind; the others wait for such a one."""
 
     rank: int
-    place: list[int]  # Beat.place
+    progress: list[int]  # Beat.progress
     is_stuck: bool  # it and all that are as far have been silent for longer than their limits
     is_stopped: bool
     silence_s: float
@@ -116,7 +118,7 @@ class Attempt:
         self.failures: list[Failure] = []
         self.stop_codes: list[int] = []  # of ranks that stopped on request
         self.ended: set[int] = set()  # ranks that the agent itself had to stop
-        self.behind: dict[int, Behind] = {}  # each node's ranks furthest behind, on node rank 0
+        self.behind: dict[int, Straggler] = {}  # each node's ranks furthest behind, on node rank 0
         self.done: dict[int, dict[str, Any]] = {}  # other nodes' last words, on node rank 0
         self.verdict: Verdict | None = None  # node rank 0's
         self.is_told = False  # node rank 0 knows that all is over here
@@ -232,7 +234,7 @@ class Attempt:
             elif kind == "failure":
                 self._fail(Failure(**message["failure"]))
             elif kind == "beat" and message["behind"]:
-                self.behind[node] = Behind(**message["behind"])
+                self.behind[node] = Straggler(**message["behind"])
             elif kind == "end" and "stuck" in message:
                 self._end_stuck(message["stuck"])
             elif kind == "end":
@@ -265,25 +267,25 @@ class Attempt:
                 )
         if self.node_rank == 0 and here and not self.failures:
             known = [here, *(self.behind[node] for node in self.peers if node in self.behind)]
-            last = [one for one in known if one.place == min(one.place for one in known)]
+            last = [one for one in known if one.progress == min(one.progress for one in known)]
             if len(known) == len(self.peers) + 1 and all(one.is_stuck for one in last):
                 suspect = max(last, key=lambda one: (one.is_stopped, one.silence_s)).rank
                 for peer in self.peers.values():
                     peer.send("end", stuck=suspect)
                 self._end_stuck(suspect)
 
-    def _find_behind(self) -> Behind | None:
+    def _find_behind(self) -> Straggler | None:
         """The rank furthest behind on this node, and whether it and its likes are all silent."""
         living = [each for each in self.ranks if each.code is None]
         if not living:
             return None
         beats = {each.rank: self.heartbeats.read(each.local_rank) for each in living}
-        place = min(beat.place for beat in beats.values())
-        last = [each for each in living if beats[each.rank].place == place]
+        progress = min(beat.progress for beat in beats.values())
+        last = [each for each in living if beats[each.rank].progress == progress]
         stopped = {each.rank: processes.is_stopped(each.pid) for each in last}
         rank = max(stopped, key=lambda rank: (stopped[rank], beats[rank].silence_s))
         silences = [beats[each.rank].silence_s > beats[each.rank].limit_s for each in last]
-        return Behind(rank, list(place), all(silences), stopped[rank], beats[rank].silence_s)
+        return Straggler(rank, list(progress), all(silences), stopped[rank], beats[rank].silence_s)
 
     def _end_stuck(self, suspect: int) -> None:
         """Collect the stacks of all ranks here, and kill them in the name of the suspect."""

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from distributed import processes
+from launcher import processes
 
 _ROOT = str(Path(__file__).resolve().parents[1])
 
@@ -125,7 +125,7 @@ def _renew_seeds() -> None:
 def _hide_the_agent(program: Program) -> None:
     """Leave the user's script its own path and its own package called `distributed`."""
     for name in list(sys.modules):
-        if name.partition(".")[0] == "distributed":
+        if name.partition(".")[0] in ("distributed", "launcher"):
             del sys.modules[name]
     is_safe_path = getattr(sys.flags, "safe_path", False)  # -P, Python 3.11
     if not is_safe_path or sys.path[0] == _ROOT:

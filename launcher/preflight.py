@@ -1,7 +1,7 @@
 """Are the machines fit for the run? Small named checks, before anything starts.
 
-    python -m distributed.preflight --run-id ID -- train.py     check this node
-    python -m distributed.preflight --compare <ANSWERS          compare what all nodes have printed
+    python -m launcher.preflight --run-id ID -- train.py     check this node
+    python -m launcher.preflight --compare <ANSWERS          compare what all nodes have printed
 
 Prints what the plan needs to know as name=value lines on stdout, and each fault as one line on
 stderr. Exit code 3 when one refuses the start. No torch import, so it is instant.
@@ -29,11 +29,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from distributed import link
 from distributed.environment import port_from_id
-from distributed.failure import count
-from distributed.gpus import Gpu, GpuError, visible_gpus
 from distributed.network import interface_to
+from launcher import checkin, identity
+from launcher.failure import count
+from launcher.gpus import Gpu, GpuError, visible_gpus
 
 LEAST_FILES = 1024  # open files of one process; Linux's own default
 LEAST_SHM = 512 << 20  # bytes; Docker's default of 64 MiB is too small for data workers
@@ -55,7 +55,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Node:
+class Machine:
     """This node's part in the plan, and what was found out about the node."""
 
     run_id: str
@@ -73,31 +73,33 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Answer(link.Node):
+class PreflightReport(identity.NodeReport):
     """What a node says of itself, for the launcher to compare with what the others say."""
 
     told: Sequence[str] = ()  # the names of the faults that it has told itself
     met: Sequence[Fault] = ()  # those found at the master's port, if node rank 0 was there
 
 
-def check_program(node: Node) -> Iterator[Fault]:
+def check_program(machine: Machine) -> Iterator[Fault]:
     """This Python has torch, and the training script is here."""
     if importlib.util.find_spec("torch") is None:
         cure = "run make setup, or set VENV, CONDA_ENV or PYTHON"
         yield Fault("env-missing", f"{sys.executable} has no torch", cure)
-    elif node.script and not node.script.is_file():
-        yield Fault("env-missing", f"there is no script {str(node.script)!r}", "correct its path")
+    elif machine.script and not machine.script.is_file():
+        yield Fault(
+            "env-missing", f"there is no script {str(machine.script)!r}", "correct its path"
+        )
 
 
-def check_gpus(node: Node) -> Iterator[Fault]:
+def check_gpus(machine: Machine) -> Iterator[Fault]:
     """One process per visible GPU at most, each sound and idle; without any, all run on the CPU."""
-    if 0 < len(node.gpus) < node.nproc:
-        cause = f"{node.nproc} processes but {count(len(node.gpus), 'visible GPU')}"
+    if 0 < len(machine.gpus) < machine.nproc:
+        cause = f"{machine.nproc} processes but {count(len(machine.gpus), 'visible GPU')}"
         yield Fault("too-few-gpus", cause, "ask for fewer, or see CUDA_VISIBLE_DEVICES")
     cure = "have the GPU reset or replaced, or leave it out with CUDA_VISIBLE_DEVICES"
-    if node.gpu_error:
-        yield Fault("gpu-unhealthy", node.gpu_error, cure)
-    for gpu in node.gpus:
+    if machine.gpu_error:
+        yield Fault("gpu-unhealthy", machine.gpu_error, cure)
+    for gpu in machine.gpus:
         if gpu.memory_errors:
             cause = f"GPU {gpu.index} has {count(gpu.memory_errors, 'uncorrected memory error')}"
             yield Fault("gpu-unhealthy", cause, cure)
@@ -106,9 +108,9 @@ def check_gpus(node: Node) -> Iterator[Fault]:
             yield Fault("gpu-unhealthy", cause, "wait for it, or choose another GPU", warns=True)
 
 
-def check_master(node: Node) -> Iterator[Fault]:
+def check_master(machine: Machine) -> Iterator[Fault]:
     """The master's name means something here, other nodes can reach it, and its port is free."""
-    name, port = node.master_addr, node.port
+    name, port = machine.master_addr, machine.port
     addresses = []
     try:
         addresses = [str(address[0]) for *_, address in socket.getaddrinfo(name, None)]
@@ -116,42 +118,42 @@ def check_master(node: Node) -> Iterator[Fault]:
         cause = f"the master's name {name!r} is unknown"
         yield Fault("name-unresolved", cause, "correct it, or give its address")
     loopback = [address for address in addresses if _is_loopback(address)]
-    if node.nnodes > 1 and loopback:
+    if machine.nnodes > 1 and loopback:
         cause = f"the master {name} is {loopback[0]}, which no other machine can reach"
         literal = name in ("localhost", "127.0.0.1", "::1")  # maybe all nodes are this machine
         if not literal and (line := _hosts_line(name)):
             cause += f" (/etc/hosts line {line})"
         cure = "give the master's address on the network the nodes share"
         yield Fault("loopback-address", cause, cure, warns=literal)
-    if node.nnodes > 1 and node.node_rank == 0 and addresses and not _is_here(addresses[0]):
+    if machine.nnodes > 1 and machine.node_rank == 0 and addresses and not _is_here(addresses[0]):
         cause = f"the master's address {addresses[0]} is not of this machine"
         cure = "give node rank 0's in MASTER_ADDR, unless a router translates it"
         yield Fault("no-such-interface", cause, cure, warns=True)
-    if node.port_error == errno.EADDRINUSE:
+    if machine.port_error == errno.EADDRINUSE:
         holder = _holder(port)
-        if f" --rdzv-id {node.run_id} " in holder:
-            cause = f"run {node.run_id} is live: its node agent runs here"
+        if f" --rdzv-id {machine.run_id} " in holder:
+            cause = f"run {machine.run_id} is live: its node agent runs here"
             yield Fault("run-is-live", cause, "wait for its end, or choose another RUN_ID")
             return
         cause = f"port {port} is taken{holder[:120]}"
         yield Fault("port-in-use", cause, "end that, or choose another with MASTER_PORT")
-    elif node.port_error:
-        cause = f"port {port} cannot be opened ({os.strerror(node.port_error)})"
+    elif machine.port_error:
+        cause = f"port {port} cannot be opened ({os.strerror(machine.port_error)})"
         yield Fault("port-in-use", cause, "choose one above 1023 with MASTER_PORT")
 
 
-def check_interfaces(node: Node) -> Iterator[Fault]:
+def check_interfaces(machine: Machine) -> Iterator[Fault]:
     """GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, where set, name interfaces of this machine."""
     names = [name for _, name in socket.if_nameindex()]
-    leads = interface_to(node.master_addr)
+    leads = interface_to(machine.master_addr)
     cure = f"unset it, or name one of {', '.join(names)}"
     if leads not in (None, "lo"):
         cure = f"unset it, or name {leads}, which leads to the master"
-    gloo = node.environ.get("GLOO_SOCKET_IFNAME", "")
+    gloo = machine.environ.get("GLOO_SOCKET_IFNAME", "")
     if gloo and not set(gloo.split(",")) <= set(names):
         cause = f"GLOO_SOCKET_IFNAME={gloo} is not of this machine"
         yield Fault("no-such-interface", cause, f"{cure} (to exclude with ^ is NCCL's alone)")
-    if nccl := node.environ.get("NCCL_SOCKET_IFNAME", ""):
+    if nccl := machine.environ.get("NCCL_SOCKET_IFNAME", ""):
         marks, words = nccl[:2], nccl.lstrip("^=").split(",")  # prefixes, =exact or ^excluded
         named = {name for name in names if name.startswith(tuple(words))}
         if "=" in marks:
@@ -161,7 +163,7 @@ def check_interfaces(node: Node) -> Iterator[Fault]:
             yield Fault("no-such-interface", cause, cure)
 
 
-def check_limits(node: Node) -> Iterator[Fault]:
+def check_limits(machine: Machine) -> Iterator[Fault]:
     """Data workers pass descriptors and share /dev/shm with NCCL; InfiniBand locks its buffers."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1 is no limit
     if 0 <= files < LEAST_FILES:
@@ -177,9 +179,9 @@ def check_limits(node: Node) -> Iterator[Fault]:
         yield Fault("low-memlock", cause, "ulimit -l unlimited", warns=not infiniband)
 
 
-def check_folders(node: Node) -> Iterator[Fault]:
+def check_folders(machine: Machine) -> Iterator[Fault]:
     """There is room where logs and checkpoints go, and a real write succeeds."""
-    for directory in node.directories:
+    for directory in machine.directories:
         place = _existing(directory)
         free = shutil.disk_usage(place).free
         if free < LEAST_DISK:
@@ -224,7 +226,7 @@ def meet(args: argparse.Namespace, port: int, faults: list[Fault]) -> None:
 def receive_others(port: int, number: int, folder: Path | None, deadline: float) -> None:
     """On node rank 0: wait at the port for so many nodes, and tell each what to compare with."""
     with contextlib.ExitStack() as stack:
-        listener, other = (stack.enter_context(link.open_port(one)) for one in (port, 0))
+        listener, other = (stack.enter_context(checkin.open_port(one)) for one in (port, 0))
         greeting = {"port": other.getsockname()[1], "file": ""}
         if folder is not None:
             with contextlib.suppress(OSError):  # which check_folders tells
@@ -251,7 +253,7 @@ def visit_master(address: str, port: int, deadline: float) -> Iterator[Fault]:
         with _connect(address, port, deadline) as master:
             greeting = json.loads(master.makefile().readline())
             skew = time.time() - greeting["time"]
-            if abs(skew) > link.SKEW_S:
+            if abs(skew) > checkin.SKEW_S:
                 cause = f"the clock is {skew:+.0f} s from node rank 0's"
                 yield Fault("clock-skew", cause, "have both synchronised", warns=True)
             if greeting["file"] and not os.path.exists(greeting["file"]):
@@ -281,12 +283,12 @@ def _connect(address: str, port: int, deadline: float) -> socket.socket:
             time.sleep(0.02)
 
 
-def compare(answers: Iterable[Answer]) -> Iterator[tuple[str, Fault]]:
+def compare(answers: Iterable[PreflightReport]) -> Iterator[tuple[str, Fault]]:
     """Yield host and fault where a node is not as the first, or cannot reach node rank 0."""
     first, *others = sorted(answers, key=lambda answer: answer.node_rank)
     is_master_there = first.node_rank == 0 and not {"port-in-use", "run-is-live"} & {*first.told}
     for node in others:
-        for name, cause in link.mismatches(first, node):
+        for name, cause in identity.mismatches(first, node):
             yield node.host, Fault(name, cause, "make them the same")
         if is_master_there:
             yield from ((node.host, fault) for fault in node.met)
@@ -312,7 +314,7 @@ def choose_port(run_id: str, *, search: bool) -> int:
 def bind_error(port: int) -> int:
     """Return 0 if this machine can listen on the port, as the store will, else the errno."""
     try:
-        link.open_port(port).close()
+        checkin.open_port(port).close()
     except OSError as error:
         return error.errno or errno.EINVAL
     return 0
@@ -328,24 +330,24 @@ def check_node(args: argparse.Namespace) -> int:
     meeting = threading.Thread(target=meet, args=(args, port, met))
     if args.checks and args.meet > 1 and not port_error:
         meeting.start()
-    node = examine(args, os.environ, port, port_error)
+    machine = examine(args, os.environ, port, port_error)
     checks = CHECKS if args.checks else {}
-    faults = [fault for check in checks for fault in check(node)]
+    faults = [fault for check in checks for fault in check(machine)]
     if meeting.ident is not None:  # it was started
         meeting.join()
-    print(f"gpus={len(node.gpus)}", f"nproc={node.nproc}", f"port={node.port}", sep="\n")
+    print(f"gpus={len(machine.gpus)}", f"nproc={machine.nproc}", f"port={machine.port}", sep="\n")
     print(f"checks={sum(checks.values())}", f"warnings={len(faults)}", sep="\n")
     if checks and not is_alone:
-        files = link.hash_files(args.program, args.directory)
-        if node.script is not None:
-            files.setdefault(node.script.name, "")
-        answer = Answer(
+        files = identity.hash_files(args.program, args.directory)
+        if machine.script is not None:
+            files.setdefault(machine.script.name, "")
+        answer = PreflightReport(
             node_rank=args.node_rank,
             num_nodes=args.nnodes,
-            nproc=node.nproc,
+            nproc=machine.nproc,
             host=_host(),
             run_id=args.run_id,
-            versions=link.versions(),
+            versions=identity.versions(),
             files=files,
             told=[fault.name for fault in faults],
             met=met,
@@ -355,14 +357,14 @@ def check_node(args: argparse.Namespace) -> int:
     return report(faults, strict=args.strict, host=_host())
 
 
-def print_answer(answer: Answer) -> None:
+def print_answer(answer: PreflightReport) -> None:
     """Print it in pieces that srun does not tear, and without spaces, which bash would strip."""
     text = json.dumps(asdict(answer), separators=(",", ":")).replace(" ", r"\u0020")
     for start in range(0, len(text), PIECE):
         print(f"node={answer.node_rank} {text[start : start + PIECE]}")
 
 
-def read_answers(lines: Iterable[str]) -> Iterator[Answer]:
+def read_answers(lines: Iterable[str]) -> Iterator[PreflightReport]:
     """Yield the answers among what the nodes have printed, in whatever order."""
     pieces: dict[str, str] = {}
     for line in lines:
@@ -371,7 +373,7 @@ def read_answers(lines: Iterable[str]) -> Iterator[Answer]:
             pieces[node_rank] = pieces.get(node_rank, "") + piece
     for text in pieces.values():
         fields = json.loads(text)
-        yield Answer(**{**fields, "met": [Fault(**fault) for fault in fields["met"]]})
+        yield PreflightReport(**{**fields, "met": [Fault(**fault) for fault in fields["met"]]})
 
 
 def compare_nodes(lines: Iterable[str], strict: bool) -> int:
@@ -385,7 +387,7 @@ def compare_nodes(lines: Iterable[str], strict: bool) -> int:
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the launcher's words; it has checked them."""
-    parser = argparse.ArgumentParser(prog="python -m distributed.preflight")
+    parser = argparse.ArgumentParser(prog="python -m launcher.preflight")
     parser.add_argument("--nnodes", type=int, default=1)
     step_rank = os.environ.get("SLURM_NODEID") or 0
     parser.add_argument("--node-rank", type=int, default=step_rank)
@@ -408,7 +410,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 def examine(
     args: argparse.Namespace, environ: Mapping[str, str], port: int, port_error: int
-) -> Node:
+) -> Machine:
     """Return the node as the plan and the machine together make it."""
     try:
         gpus, gpu_error = visible_gpus(environ), ""
@@ -416,7 +418,7 @@ def examine(
         gpus, gpu_error = (), str(error)
     given = int(environ.get("SLURM_GPUS_ON_NODE") or 0)
     script = args.program[0] if args.program and args.program[0] != "-m" else ""
-    return Node(
+    return Machine(
         run_id=args.run_id,
         nnodes=args.nnodes,
         node_rank=args.node_rank,

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from distributed.errors import STOPPED
+
 # What a rank reports when another one has gone: its own end is then a consequence.
 _PEER_LOST = re.compile(
     r"connection (was )?(closed|reset|aborted|refused)( by (remote )?peer)?"
@@ -24,7 +26,6 @@ _PEER_LOST = re.compile(
 )
 # As in a traceback, or as faulthandler has it.
 _FRAME = re.compile(r'^ {2}File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$')
-STOPPED = 75  # exit code of a rank or run that saved and stopped on request
 # An error whose words tell the fault. Others may name theirs themselves: `cause; cure [fault]`.
 _FAULTS = {
     "out-of-memory": re.compile("out of memory", re.IGNORECASE),
@@ -43,14 +44,6 @@ _MEANING = {
     128 + signal.SIGTERM: "SIGTERM, from outside this run",
     128 + signal.SIGINT: "SIGINT",
 }
-
-
-class Refused(Exception):
-    """The run cannot start: `str()` is one line with the cause and the cure."""
-
-    def __init__(self, fault: str, message: str) -> None:
-        super().__init__(f"{message} [{fault}]")
-        self.fault = fault
 
 
 @dataclass(frozen=True)
@@ -146,8 +139,12 @@ def is_peer_lost(message: str) -> bool:
 
 def user_frames(stack: str) -> list[str]:
     """The last frames of the user's own code, innermost first: `file:line in name`."""
-    ours = Path(__file__).parent
-    foreign = (f"{ours}/", f"{ours.parent}/scripts/", f"{sysconfig.get_path('stdlib')}/", "<")
+    ours = Path(__file__).parents[1]
+    foreign = (
+        *(f"{ours}/{folder}/" for folder in ("launcher", "distributed", "scripts")),
+        f"{sysconfig.get_path('stdlib')}/",
+        "<",
+    )
     found = [
         f"{short_path(frame['file'])}:{frame['line']} in {frame['name']}"
         for frame in filter(None, map(_FRAME.match, stack.splitlines()))
@@ -196,7 +193,7 @@ def first(failures: Sequence[Failure]) -> Failure:
 
 
 @dataclass(frozen=True)
-class Story:
+class RunSummary:
     """What the block tells besides the failure itself."""
 
     started: float  # seconds since the epoch
@@ -207,9 +204,9 @@ class Story:
     command: str  # as the user typed it, quoted for a shell; empty if unknown
 
 
-def print_block(failure: Failure, story: Story, out: TextIO) -> None:
+def print_block(failure: Failure, summary: RunSummary, out: TextIO) -> None:
     """Print the failure block, the last thing a user sees of a failed run."""
-    after = f"{failure.time - story.started:.0f} s after the start"
+    after = f"{failure.time - summary.started:.0f} s after the start"
     at_step = f", at step {failure.step}" if failure.step >= 0 else ""
     from_step = f"     (from step {failure.saved_step})" if failure.saved_step >= 0 else ""
     by_signal = f" ({signal_name(failure.code)})" if signal_name(failure.code) else ""
@@ -219,9 +216,9 @@ def print_block(failure: Failure, story: Story, out: TextIO) -> None:
         *(("", frame) for frame in failure.frames),
         *(("stacks", line) for line in failure.stacks),
         ("code", f"{failure.code}{by_signal}"),
-        ("others", _others(story)),
+        ("others", _others(summary)),
         ("log", failure.log),
-        ("resume", story.command and f"RUN_ID={story.run_id} {story.command}{from_step}"),
+        ("resume", summary.command and f"RUN_ID={summary.run_id} {summary.command}{from_step}"),
         ("see", f"TROUBLESHOOTING.md#{failure.fault}"),
     ]
     colour = out.isatty() and "NO_COLOR" not in os.environ
@@ -233,26 +230,29 @@ def print_block(failure: Failure, story: Story, out: TextIO) -> None:
             print(label, text, file=out, flush=True)
 
 
-def print_stop(code: int, story: Story, out: TextIO) -> None:
+def print_stop(code: int, summary: RunSummary, out: TextIO) -> None:
     """Print the line for a run that was stopped on request."""
     unsaved = f"by {signal_name(code)}, before the ranks had saved"
     how = "after saving a checkpoint" if code == STOPPED else unsaved
     print(f"stopped  {how} (code {code}); nothing is left running", file=out, flush=True)
-    if story.command:
-        print(f"resume   RUN_ID={story.run_id} {story.command}", file=out, flush=True)
+    if summary.command:
+        print(f"resume   RUN_ID={summary.run_id} {summary.command}", file=out, flush=True)
 
 
-def _others(story: Story) -> str:
+def _others(summary: RunSummary) -> str:
     parts = []
-    if story.lost_peer:
-        parts.append(f"{count(story.lost_peer, 'rank')} lost their peer (a consequence)")
-    if story.stopped:
-        were = "was" if story.stopped == 1 else "were"
-        parts.append(f"{count(story.stopped, 'rank')} {were} stopped by the launcher")
-    left = f"{story.left} processes could not be ended" if story.left else "nothing is left running"
+    if summary.lost_peer:
+        its = "its connection" if summary.lost_peer == 1 else "their connections"
+        parts.append(f"{count(summary.lost_peer, 'rank')} lost {its} to a peer (a consequence)")
+    if summary.stopped:
+        were = "was" if summary.stopped == 1 else "were"
+        parts.append(f"{count(summary.stopped, 'rank')} {were} stopped by the launcher")
+    left = "nothing is left running"
+    if summary.left:
+        left = f"{count(summary.left, 'process', 'processes')} could not be ended"
     return f"{', '.join(parts)}; {left}" if parts else left
 
 
-def count(number: int, noun: str) -> str:
+def count(number: int, noun: str, plural: str = "") -> str:
     """A number with its noun: 1 rank, 2 ranks."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"

@@ -1,4 +1,4 @@
-"""The folder of a run, `<log dir>/<run id>/`: node logs, error files and run.json (no torch)."""
+"""A lock on a folder for one live run, and symbolic links that change in one step."""
 
 from __future__ import annotations
 
@@ -6,55 +6,24 @@ import contextlib
 import fcntl
 import json
 import os
-import platform
 import socket
-import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from distributed.failure import Refused
+from distributed.errors import Refused
 
-_LIVE, _COMMIT = 0, 1  # bytes of a claim's file
-_COMMIT_S = 30.0  # how long a commit may take, at most
-
-
-class RunFolder:
-    """Paths of one run; private to the user, for logs show what the run was given."""
-
-    def __init__(self, root: Path, run_id: str, node_rank: int) -> None:
-        self.root = root  # the log directory, which holds all runs
-        self.path = root / run_id
-        self.node_log = self.path / f"node_{node_rank}.log"
-        self.failures = self.path / "failures"
-
-    def create(self) -> None:
-        """Make the folders and the links `latest` and `node_<rank>.log` beside them."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        self.path.mkdir(mode=0o700, exist_ok=True)
-        self.failures.mkdir(mode=0o700, exist_ok=True)
-        self.node_log.touch(mode=0o600)
-        point(self.root / "latest", self.path.name)
-        point(self.root / self.node_log.name, f"{self.path.name}/{self.node_log.name}")
-
-    def write_record(self, fields: Mapping[str, Any]) -> None:
-        """Merge `fields` into run.json, in one step."""
-        path = self.path / "run.json"
-        record: dict[str, Any] = {}
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            record = json.loads(path.read_text(encoding="utf-8"))
-        new = path.with_suffix(".new")
-        new.write_text(json.dumps({**record, **fields}, indent=2), encoding="utf-8")
-        new.replace(path)
+_LIVE, _COMMIT = 0, 1  # bytes of the lock's file
+_COMMIT_S = 30.0  # the longest that a commit may take
 
 
-class Claim:
+class RunLock:
     """A folder that one live run at a time writes to: held until this process ends.
 
     A SLURM job that was started again takes the folder over from its earlier start, for that may
-    live on where SLURM cannot reach it. Each claim puts a new file in the place of the one before.
+    live on where SLURM cannot reach it. Each lock puts a new file in the place of the one before.
     The kernel's lock on its first byte tells whether the holder lives; the lock on its second is
     held while something is committed. All of it works on NFS, too (fcntl(2)).
 
@@ -134,7 +103,7 @@ def _holder(fd: int) -> dict[str, Any]:
     return told
 
 
-def point(path: Path, target: str) -> None:
+def update_link(path: Path, target: str) -> None:
     """Point a symbolic link at `target` in one step; the newest of several runs wins."""
     new = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     new.unlink(missing_ok=True)
@@ -143,40 +112,3 @@ def point(path: Path, target: str) -> None:
         os.replace(new, path)
     except IsADirectoryError:  # something else has the name: a convenience less
         new.unlink()
-
-
-def start_record(
-    run_id: str,
-    argv: Sequence[str],
-    hosts: Sequence[str],
-    world_size: int,
-    versions: Mapping[str, str],
-) -> dict[str, Any]:
-    """What run.json holds from the start: enough to know, and to repeat, what ran."""
-    return {
-        "run_id": run_id,
-        "command": os.environ.get("LAUNCH_COMMAND", ""),
-        "agent_arguments": argv,
-        "working_directory": os.getcwd(),
-        "hosts": hosts,
-        "world_size": world_size,
-        "versions": {**versions, "kernel": platform.release()},
-        "git_commit": _git_commit(),
-        "started": time.time(),
-        "ended": None,
-        "exit_code": None,
-    }
-
-
-def _git_commit() -> str | None:
-    """The commit of the working directory, with `+` when files were changed; None outside git."""
-    try:
-        told = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"],
-            capture_output=True,
-            text=True,
-            timeout=5,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return told.stdout.strip() or None

@@ -12,7 +12,7 @@ import torch.distributed.run as torchrun
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
 from distributed.environment import slurm_node
-from distributed.rank import Program
+from launcher.rank import Program
 
 _TORCHS_ALONE = (
     "run_path",

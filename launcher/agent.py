@@ -28,13 +28,16 @@ import torch.distributed.run as torchrun
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.utils.api import macros
 
-from distributed import link, network, rank, runlog
-from distributed.arguments import Arguments, parse
-from distributed.attempt import Attempt, Rank, Verdict
+from distributed import network
 from distributed.environment import new_run_id
-from distributed.failure import Refused, Story, print_block, print_stop
-from distributed.heartbeat import Heartbeats
-from distributed.output import NodeLog, Stream, Terminal, open_stream
+from distributed.errors import Refused
+from distributed.lock import RunLock
+from launcher import checkin, identity, link, rank, runlog
+from launcher.arguments import Arguments, parse
+from launcher.attempt import Attempt, Rank, Verdict
+from launcher.failure import RunSummary, print_block, print_stop
+from launcher.heartbeats import Heartbeats
+from launcher.output import NodeLog, Stream, Terminal, open_stream
 
 
 def run_agent(arguments: list[str], guardian: socket.socket) -> int:
@@ -86,7 +89,7 @@ class NodeAgent:
         is_alone = args.num_nodes == 1
         if not is_alone:
             self._choose_network()
-        me = link.Node(
+        me = identity.NodeReport(
             node_rank=args.node_rank,
             num_nodes=args.num_nodes,
             nproc=args.nproc,
@@ -96,19 +99,21 @@ class NodeAgent:
             files={} if is_alone else _code(args.program.name, args.program.arguments),
         )
         if args.node_rank == 0:
-            self.listener = link.listen(args.master_addr, self.port, is_local=is_alone)
+            self.listener = checkin.listen(args.master_addr, self.port, is_local=is_alone)
             self.port = self.listener.getsockname()[1]
-            self.peers, self.place = link.gather(self.listener, me, args.join_timeout_s, _say)
+            self.peers, self.assignment = checkin.gather(
+                self.listener, me, args.join_timeout_s, _say
+            )
         else:
             address = args.master_addr
-            hub, self.place = link.join(address, self.port, me, args.join_timeout_s, _say)
+            hub, self.assignment = checkin.join(address, self.port, me, args.join_timeout_s, _say)
             self.peers = {0: hub}
             if not args.shares_terminal:
-                where = f"{self.place.hosts[0]} ({address}:{self.port})"
+                where = f"{self.assignment.hosts[0]} ({address}:{self.port})"
                 _say(f"checked in with node rank 0 on {where}")
         self.started = time.time()
         self._open_folder()
-        notes = {"run_id": self.place.run_id, "node_rank": self.args.node_rank}
+        notes = {"run_id": self.assignment.run_id, "node_rank": self.args.node_rank}
         notes |= {"started": self.started, "ranks": self.args.nproc}
         self.guardian.sendall(json.dumps(notes).encode())
 
@@ -124,18 +129,18 @@ class NodeAgent:
             self.error_files = Path(tempfile.mkdtemp(prefix="ranks-"))
             self.log = NodeLog(None)
             return
-        self.folder = runlog.RunFolder(self.args.log_dir, self.place.run_id, self.args.node_rank)
+        run_id = self.assignment.run_id
+        self.folder = runlog.RunFolder(self.args.log_dir, run_id, self.args.node_rank)
         self.folder.create()
         self.error_files = self.folder.failures
         self.log = NodeLog(self.folder.node_log)
         if self.args.node_rank == 0:
-            run_id = self.place.run_id
-            self.claim = runlog.Claim(self.folder.path, f"run {run_id}")
+            self.lock = RunLock(self.folder.path, f"run {run_id}")
             record = runlog.start_record(
-                self.place.run_id,
+                run_id,
                 self.arguments,
-                self.place.hosts,
-                self.place.world_size,
+                self.assignment.hosts,
+                self.assignment.world_size,
                 _versions(),
             )
             self.folder.write_record(record)
@@ -156,7 +161,7 @@ class NodeAgent:
             attempt = Attempt(
                 ranks,
                 node_rank=self.args.node_rank,
-                hosts=self.place.hosts,
+                hosts=self.assignment.hosts,
                 peers=self.peers,
                 guardian=self.guardian,
                 heartbeats=self.heartbeats,
@@ -201,7 +206,7 @@ class NodeAgent:
         first = verdict.failure
         assert first is not None
         self.store = None
-        self.listener = link.listen(self.args.master_addr, 0, is_local=self.args.num_nodes == 1)
+        self.listener = checkin.listen(self.args.master_addr, 0, is_local=self.args.num_nodes == 1)
         port: int = self.listener.getsockname()[1]
         restart = f"restart {number} of {self.args.max_restarts} after {first.who}"
         _say(f"{restart}: {first.cause}; now on port {port}")
@@ -213,7 +218,7 @@ class NodeAgent:
         ranks: list[Rank] = []
         agent = os.getpid()
         for local_rank in range(self.args.nproc):
-            number = self.place.first_rank + local_rank
+            number = self.assignment.first_rank + local_rank
             error_file = self.error_files / f"rank_{number}.json"
             error_file.unlink(missing_ok=True)
             shown = self.terminals if self._is_shown(local_rank, number) else (None, None)
@@ -250,22 +255,22 @@ class NodeAgent:
         variables = {
             "RANK": number,
             "LOCAL_RANK": local_rank,
-            "WORLD_SIZE": self.place.world_size,
+            "WORLD_SIZE": self.assignment.world_size,
             "LOCAL_WORLD_SIZE": self.args.nproc,
             "GROUP_RANK": self.args.node_rank,
             "GROUP_WORLD_SIZE": self.args.num_nodes,
             "ROLE_NAME": self.args.role,
             "ROLE_RANK": number,
-            "ROLE_WORLD_SIZE": self.place.world_size,
+            "ROLE_WORLD_SIZE": self.assignment.world_size,
             "MASTER_ADDR": self.args.master_addr,
             "MASTER_PORT": self.port,
-            "TORCHELASTIC_RUN_ID": self.place.run_id,
+            "TORCHELASTIC_RUN_ID": self.assignment.run_id,
             "TORCHELASTIC_RESTART_COUNT": attempt,
             "TORCHELASTIC_MAX_RESTARTS": self.args.max_restarts,
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "TORCHELASTIC_ERROR_FILE": error_file,
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
-            "RUN_ID": self.place.run_id,
+            "RUN_ID": self.assignment.run_id,
             "HEARTBEAT_FILE": self.heartbeats.path,
         }
         if self.folder is not None:
@@ -299,12 +304,12 @@ class NodeAgent:
         """Print how it ended, last of all, and complete run.json."""
         if verdict.code != 0 and any(terminal.is_line_open for terminal in self.terminals):
             print(file=sys.stderr)
-        story = Story(
+        story = RunSummary(
             started=self.started,
             lost_peer=verdict.lost_peer,
             stopped=verdict.stopped,
             left=verdict.left,
-            run_id=self.place.run_id,
+            run_id=self.assignment.run_id,
             command=os.environ.get("LAUNCH_COMMAND", ""),
         )
         if self.args.shares_terminal and verdict.is_told:
@@ -316,13 +321,13 @@ class NodeAgent:
         if self.folder is None:
             shutil.rmtree(self.error_files)
         elif self.args.node_rank == 0:
-            with contextlib.suppress(Refused), self.claim.committing():
+            with contextlib.suppress(Refused), self.lock.committing():
                 self.folder.write_record({"ended": time.time(), "exit_code": verdict.code})
 
 
 def _versions() -> dict[str, str]:
     """What must be the same on every node."""
-    versions = link.versions()
+    versions = identity.versions()
     if torch.distributed.is_nccl_available():
         nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         versions["nccl"] = ".".join(map(str, nccl))
@@ -331,7 +336,7 @@ def _versions() -> dict[str, str]:
 
 def _code(script: str, arguments: Sequence[str]) -> dict[str, str]:
     """The arguments, and the files among them."""
-    files = link.hash_files([script, *arguments], Path())
+    files = identity.hash_files([script, *arguments], Path())
     return {"the list of arguments": shlex.join(arguments), **files}
 
 

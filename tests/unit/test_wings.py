@@ -1,0 +1,48 @@
+"""The import rule: scripts -> launcher -> distributed <- training, train.py."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOORS = {"distributed/run.py", "distributed/selftest.py"}  # keep documented commands alive
+LONGEST_DOOR = 10  # lines
+MAY_IMPORT = {
+    "distributed": {"distributed"},
+    "launcher": {"launcher", "distributed"},
+    "training": {"training", "distributed"},
+    "train.py": {"training", "distributed"},
+    "scripts": {"launcher"},
+}
+WINGS = {"launcher", "distributed", "training", "train", "scripts"}
+
+
+def modules() -> list[str]:
+    files = [ROOT / "train.py"]
+    for folder in ("distributed", "launcher", "training", "scripts"):
+        files += (ROOT / folder).rglob("*.py")
+    return sorted(str(file.relative_to(ROOT)) for file in files)
+
+
+def imported(name: str) -> Iterator[str]:
+    """Yield the wing of every import of ours, also of those inside functions."""
+    for node in ast.walk(ast.parse((ROOT / name).read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        else:
+            continue
+        yield from {name.partition(".")[0] for name in names} & WINGS
+
+
+@pytest.mark.parametrize("name", modules())
+def test_a_module_imports_only_what_its_wing_may(name: str) -> None:
+    if name in DOORS:
+        assert len((ROOT / name).read_text().splitlines()) <= LONGEST_DOOR
+    else:
+        assert set(imported(name)) <= MAY_IMPORT[name.partition("/")[0]]
