@@ -1,7 +1,7 @@
 """Dataclasses as JSON, between programs: whatever does not fit the type is refused on arrival.
 
-    text = encode(report)
-    report = decode(Report, json.loads(text))
+text = encode(report)
+report = decode(Report, json.loads(text))
 """
 
 from __future__ import annotations
