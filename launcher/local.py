@@ -16,7 +16,7 @@ from launcher.plan import Plan, node_comment, print_plan, print_row
 from launcher.preflight import check_node, short_host_name
 
 
-def run(plan: Plan) -> int:
+def run(plan: Plan) -> int:  # noqa: RET503 - execve does not return
     """Start this node's ranks; returns only where nothing was started, with the exit code."""
     report = check_node(plan.request())
     outcome = compare.judge([report])
@@ -31,17 +31,14 @@ def run(plan: Plan) -> int:
         print(node_comment(plan, plan.node_rank, host, counts, report.port))
         print(plan.paste_line(command))
         return 0
-    if plan.has_health_check and plan.has_checks:
-        check_health(plan, report.nproc)
+    if plan.has_health_check and plan.has_checks and not is_healthy(plan, report.nproc):
+        return 3
+    os.chdir(plan.directory)
     os.execve(plan.python, command, {**os.environ, **plan.run_variables()})
 
 
-def check_health(plan: Plan, nproc: int) -> None:
-    """See whether the ranks of this node can work together.
-
-    Raises:
-        Refused: they cannot; what they said is on stderr.
-    """
+def is_healthy(plan: Plan, nproc: int) -> bool:
+    """Try whether the ranks of this node can work together, and print how it went."""
     start = time.monotonic()
     command = [plan.python, "-m", "distributed.run", "--nproc-per-node", str(nproc)]
     command += ["-m", "distributed.selftest", "--seconds", "0.05"]
@@ -50,7 +47,10 @@ def check_health(plan: Plan, nproc: int) -> None:
     )
     if result.returncode != 0:
         sys.stderr.buffer.write(result.stdout)
-        cause = f"the processes of this machine cannot work together (exit code {result.returncode}"
-        raise SystemExit(f"{cause}, see above); see TROUBLESHOOTING.md")
+        cause = f"the processes of {short_host_name()} cannot work together"
+        where = f"(exit code {result.returncode}, see above); see TROUBLESHOOTING.md"
+        print(f"{plan.program}: {cause} {where}", file=sys.stderr)
+        return False
     took = f"{time.monotonic() - start:.0f} s"
     print_row("health", f"all-reduce over {count(nproc, 'process', 'processes')}: ok in {took}")
+    return True

@@ -1,6 +1,6 @@
 """Start a run: the one program that every entry script hands its words to.
 
-    python scripts/lib/start.py FANOUT [OPTIONS] -- ARGS      as `launch` in scripts/lib/launch.sh does
+    python scripts/lib/start.py FANOUT [OPTIONS] -- ARGS      (launch in scripts/lib/launch.sh)
 
 It makes the plan, has the config checked, and lets the fan-out do the rest: check the nodes, print
 the plan, start the agents, wait for them. A fan-out is a module with one function, `run`.
@@ -41,6 +41,8 @@ def main(arguments: Sequence[str]) -> int:
     args = options.parse(arguments)
     try:
         plan = check_config(options.make_plan(args))
+        if plan.fanout == "check":
+            return 0
         return int(importlib.import_module(f"launcher.{plan.fanout}").run(plan))
     except Refused as error:
         print(f"{args.program}: {short_host_name()}: {error}", file=sys.stderr)

@@ -43,6 +43,7 @@ take_argument() { # <argument>
     NODES+=("$1")
   else
     ((${#names[@]})) || die 2 "one argument too many, ${1@Q}; see $PROGRAM --help"
+    # shellcheck disable=SC2004 # a name, not arithmetic
     PLAN[${names[0]}]=$1
     names=("${names[@]:1}")
   fi
