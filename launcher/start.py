@@ -38,17 +38,17 @@ class ConfigFacts:
 
 def main(arguments: Sequence[str]) -> int:
     """Start a run; returns its exit code."""
-    args = options.parse(arguments)
+    typed = options.parse(arguments)
     try:
-        plan = check_config(options.make_plan(args))
+        plan = check_config(options.make_plan(typed))
         if plan.fanout == "check":
             return 0
         return int(importlib.import_module(f"launcher.{plan.fanout}").run(plan))
     except Refused as error:
-        print(f"{args.program}: {short_host_name()}: {error}", file=sys.stderr)
+        print(f"{typed.program}: {short_host_name()}: {error}", file=sys.stderr)
         return 3
     except (PlanError, LauncherError, HostlistError) as error:
-        print(f"{args.program}: {error}", file=sys.stderr)
+        print(f"{typed.program}: {error}", file=sys.stderr)
         return 2
 
 
