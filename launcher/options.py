@@ -196,11 +196,8 @@ def _read_named(typed: Typed, environ: Mapping[str, str], fanout: str, nproc: in
     if typed.nodefile or typed.fanout == "auto":
         nodes = hosts.read_nodefile(environ, nproc)
     else:
-        words = [
-            *typed.node,
-            *(hosts.read_hostfile(Path(typed.hostfile)) if typed.hostfile else ()),
-        ]
-        nodes = hosts.read_nodes(words, nproc)
+        more = hosts.read_hostfile(Path(typed.hostfile)) if typed.hostfile else ()
+        nodes = hosts.read_nodes([*typed.node, *more], nproc)
     master = environ.get("MASTER_ADDR") or nodes[0].name.rpartition("@")[2]
     return World(
         fanout, len(nodes), 0, master if len(nodes) > 1 else "127.0.0.1", nproc, nodes=nodes
