@@ -163,7 +163,7 @@ def _read_words(typed: Typed, environ: Mapping[str, str]) -> str:
 
 def read_world(typed: Typed, environ: Mapping[str, str]) -> World:
     """Return the nodes of the run, from the arguments or from the scheduler."""
-    nproc = read_nproc("the number of processes", typed.nproc or environ.get("NPROC_PER_NODE"))
+    nproc = read_nproc("the number of processes", _first(typed.nproc, environ, "NPROC_PER_NODE"))
     fanout = _choose_fanout(typed, environ)
     if fanout == "srun":
         job = scheduler.read_job(environ, typed.program, nproc)
@@ -173,6 +173,11 @@ def read_world(typed: Typed, environ: Mapping[str, str]) -> World:
         return _read_named(typed, environ, fanout, nproc)
     place = _read_place(typed, environ)
     return World(fanout, place.num_nodes, place.node_rank, place.master_addr, nproc)
+
+
+def _first(given: str | None, environ: Mapping[str, str], variable: str) -> str | None:
+    """Return the argument, else the variable where it is not empty."""
+    return given if given is not None else environ.get(variable) or None
 
 
 def _choose_fanout(typed: Typed, environ: Mapping[str, str]) -> str:
@@ -220,7 +225,7 @@ def _read_place(typed: Typed, environ: Mapping[str, str]) -> Allocation:
 
 
 def _read_port(typed: Typed, environ: Mapping[str, str], world: World) -> int | None:
-    text = typed.port or environ.get("MASTER_PORT")
+    text = _first(typed.port, environ, "MASTER_PORT")
     is_by_hand = world.fanout == "local" and world.num_nodes > 1 and not in_slurm_step(environ)
     text = text or (BY_HAND_PORT if is_by_hand else "auto")
     return None if text == "auto" else read_number("the port", text, 1, 65535)
