@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -82,7 +83,11 @@ def start(description: str) -> tuple[argparse.Namespace, Settings]:
             settings.train.batch_size_on(int(world_size))
     except SettingsError as error:
         refuse(error)
-    if arguments.check:  # what launchers need to know
+    if arguments.check and arguments.json:  # for launchers
+        facts = settings.distributed.model_dump(include={"backend", "strategy", "join_timeout"})
+        print(json.dumps(facts | {"checkpoint_dir": settings.checkpoint.dir}))
+        sys.exit(0)
+    if arguments.check:  # what the bash launchers still read
         print(f"backend={settings.distributed.backend}")
         print(f"strategy={settings.distributed.strategy}")
         print(f"join_timeout={settings.distributed.join_timeout:g}")
@@ -106,6 +111,7 @@ def _parse(description: str) -> argparse.Namespace:
     place.add_argument("--config-path", dest="folder", metavar="DIR", type=Path)
     parser.add_argument("--config-name", metavar="NAME", help="of the config in DIR")
     parser.add_argument("--check", action="store_true", help="check the config, start nothing")
+    parser.add_argument("--json", action="store_true", help="with --check: the result as JSON")
     parser.add_argument("--distributed-backend", choices=("nccl", "gloo"))
     level = os.environ.get("LOG_LEVEL") or "INFO"
     levels = f"{', '.join(LOG_LEVELS)}; or the variable LOG_LEVEL (default: INFO)"

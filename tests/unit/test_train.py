@@ -117,6 +117,19 @@ def test_check_prints_the_facts_without_torch(config: list[str]) -> None:
     assert done.stdout.splitlines() == facts
 
 
+def test_check_tells_launchers_in_json() -> None:
+    words = ("--config", LOCAL3, "--check", "--json", "distributed.join_timeout=20")
+    done = check(*words, "checkpoint.dir=a b$c\nd")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "backend": "auto",
+        "strategy": "auto",
+        "join_timeout": 20,
+        "checkpoint_dir": "a b$c\nd",
+    }
+    assert done.stdout.count("\n") == 1
+
+
 def test_the_flag_for_the_backend_is_a_setting() -> None:
     done = check("--config", LOCAL3, "--check", "--distributed-backend", "gloo")
     assert "backend=gloo" in done.stdout.splitlines()

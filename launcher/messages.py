@@ -1,0 +1,79 @@
+"""Dataclasses as JSON, between programs: whatever does not fit the type is refused on arrival.
+
+text = encode(report)
+report = decode(Report, json.loads(text))
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+class MessageError(ValueError):
+    """What arrived is not what was announced; names the field."""
+
+
+def encode(message: Any) -> str:
+    """Return a dataclass as one line of JSON."""
+    return json.dumps(asdict(message), default=str, separators=(",", ":"))
+
+
+def decode(kind: type[T], value: Any) -> T:
+    """Return the dataclass that a JSON object describes, with every field checked.
+
+    Fields may be of type str, int, float, bool, Path, another dataclass, a Sequence, a Mapping
+    from str, or a union of these with None. Missing fields take their defaults.
+
+    Raises:
+        MessageError: a field is missing, unknown or of another type.
+    """
+    result: T = _read(kind, value, kind.__name__)
+    return result
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _read(kind: Any, value: Any, where: str) -> Any:
+    if is_dataclass(kind):
+        return _read_dataclass(kind, value, where)
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        (kind,) = (one for one in arguments if one is not type(None))
+        return _read(kind, value, where)
+    if origin in (tuple, list, Sequence) and isinstance(value, list):
+        items = [_read(arguments[0], one, f"{where}[{n}]") for n, one in enumerate(value)]
+        return tuple(items) if origin is tuple else items
+    if origin in (dict, Mapping) and isinstance(value, dict):
+        return {name: _read(arguments[1], one, f"{where}.{name}") for name, one in value.items()}
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise MessageError(f"{where}: {value!r:.80} is not of type {kind}")
+    return value
+
+
+def _read_dataclass(kind: Any, value: Any, where: str) -> Any:
+    known = {field.name for field in fields(kind)}
+    if not isinstance(value, dict) or not value.keys() <= known:
+        raise MessageError(f"{where}: {value!r:.80} is no {kind.__name__}")
+    hints = _hints(kind)
+    read = {name: _read(hints[name], one, f"{where}.{name}") for name, one in value.items()}
+    try:
+        return kind(**read)
+    except TypeError as error:
+        raise MessageError(f"{where}: {error}") from None
