@@ -61,7 +61,7 @@ FOREIGN_VARIABLES = {
 # Words of the code that look like a fault's name and are none.
 NO_FAULTS = {
     *("all-gather", "all-reduce", "reduce-scatter"),  # collectives
-    *("compute-apps", "nvidia-smi", "site-packages", "dist-packages"),
+    *("compute-apps", "nvidia-smi"),
 }
 
 NAME = r"[a-z]+(?:-[a-z]+)+"
@@ -216,15 +216,22 @@ def test_every_make_target_named_exists_and_every_target_is_named() -> None:
 
 
 def faults_of_python(module: Path) -> Iterator[str]:
-    """Yield what a module's strings name: `name`, `... [name]` or `name: ...`, comments apart."""
+    """Yield the faults that a module's strings name: `name`, `... [name]` or `name: ...`."""
     tree = ast.parse(module.read_text())
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    left_out = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Tuple, ast.List, ast.Set)) and all(map(is_word, node.elts)):
+            left_out |= {id(word) for word in node.elts}  # the names of options, for example
     for node in ast.walk(tree):
         is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
-        if is_text and id(node) not in docstrings:
+        if is_text and id(node) not in left_out:
             text = str(node.value)  # type: ignore[attr-defined]
             for alone, last in re.findall(rf"^!?({NAME})(?:$|: )|\[({NAME})\]$", text):
                 yield alone or last
+
+
+def is_word(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and bool(re.fullmatch(r"[\w-]+", str(node.value)))
 
 
 def faults_of_bash(text: str) -> Iterator[str]:
@@ -249,6 +256,7 @@ def test_the_scan_finds_a_name_in_every_form(tmp_path: Path) -> None:
         'text = f"{x} is wrong; mend it [fault-three]"\n'
         'fault = "fault-four" if x else "no fault"\n'
         'text = "[fault-five] not at the end"\n'
+        'for option in ("no-fault", "word"): pass\n'
     )
     found = set(faults_of_python(module))
     assert found == {"fault-one", "fault-two", "fault-three", "fault-four"}
