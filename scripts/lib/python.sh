@@ -1,9 +1,7 @@
-# shellcheck shell=bash disable=SC2034,SC2154 # the files of lib/ share their variables
+# shellcheck shell=bash
 # The Python that runs the job: environment modules, conda, virtual environments.
 
-ACTIVATED=() # variables that are otherwise since, for the ranks on other machines
-
-# Sets PYTHON to an absolute path. First of: PYTHON, VENV, CONDA_ENV, the active environment, the
+# Sets PYTHON to an absolute path, and ACTIVATED. First of: PYTHON, VENV, CONDA_ENV, the active environment, the
 # project's .venv, python3.
 choose_python() {
   local name
@@ -69,11 +67,6 @@ load_modules() {
   read -ra names <<<"$MODULES"
   module load "${names[@]}" || refuse env-missing "module load $MODULES failed; see module avail"
   set -u
-}
-
-# Our own modules, found whatever the working directory holds. Paths given to them are absolute.
-run_ours() { # <module> <argument...>
-  (cd -- "$ROOT" && exec "$PYTHON" -m "$@")
 }
 
 nearest() { # <word> <known word...>
