@@ -127,7 +127,7 @@ def _ranks_of_equal_nodes(
 
 def slurm(v: _Variables) -> Environment:
     """Read one task of a SLURM step, by the step's variables: the job's may name more nodes."""
-    if v["SLURM_STEP_ID"] == INTERACTIVE_STEP:
+    if not in_slurm_step(v):
         return plain(v)
     world_size = v.number("SLURM_STEP_NUM_TASKS")
     if v["WORLD_SIZE"] not in ("", str(world_size)):
@@ -143,7 +143,7 @@ def slurm(v: _Variables) -> Environment:
     if v["SLURM_DISTRIBUTION"].startswith("arbitrary") and not v["MASTER_ADDR"]:
         cause = "srun --distribution=arbitrary can put rank 0 on any node"
         raise LauncherError(f"{cause}; leave it out, or set MASTER_ADDR to that node")
-    step = f"{_job_id(v)}.{v['SLURM_STEP_ID']}"
+    step = f"{job_id(v)}.{v['SLURM_STEP_ID']}"
     return Environment("slurm", *ranks, *v.master(first_host, step))
 
 
@@ -168,7 +168,7 @@ def _in_order_of_tasks(v: _Variables) -> tuple[str, list[int]]:
 
 def slurm_node(environ: Mapping[str, str]) -> tuple[int, int, str] | None:
     """Return number of nodes, node rank and master of a step of one task per node, else None."""
-    if environ.get("SLURM_STEP_ID") in (None, "", INTERACTIVE_STEP):
+    if not in_slurm_step(environ):
         return None
     place = slurm(_Variables({**environ, "MASTER_ADDR": "", "MASTER_PORT": "1", "WORLD_SIZE": ""}))
     if place.world_size != place.num_nodes:
@@ -193,7 +193,7 @@ def plain(v: _Variables) -> Environment:
     job_tasks = int(v["SLURM_NTASKS"] or v["SLURM_JOB_NUM_NODES"] or 1)
     started = int(v["SLURM_STEP_NUM_TASKS"] or 1)  # several in a salloc shell of several
     if v["SLURM_JOB_ID"] and started < job_tasks:
-        cause = f"no srun started this process, one of the {job_tasks} tasks of job {_job_id(v)}"
+        cause = f"no srun started this process, one of the {job_tasks} tasks of job {job_id(v)}"
         raise LauncherError(f"{cause}; put srun before the command", fault="batch-step")
     for name in ("WORLD_SIZE", "LOCAL_RANK", "--local-rank"):
         if v[name]:
@@ -233,14 +233,21 @@ def detect(
     )
 
 
-def _job_id(v: _Variables) -> str:
-    """Return SLURM's job id; the tasks of an array get one each."""
-    array, task = v["SLURM_ARRAY_JOB_ID"], v["SLURM_ARRAY_TASK_ID"]
-    return f"{array}_{task}" if array and task else v["SLURM_JOB_ID"]
+def in_slurm_step(environ: Mapping[str, str]) -> bool:
+    """Return whether srun started this process; salloc's own shell is no such step."""
+    return environ.get("SLURM_STEP_ID", "") not in ("", INTERACTIVE_STEP)
+
+
+def job_id(environ: Mapping[str, str]) -> str:
+    """Return the SLURM or PBS job's id, or ""; the tasks of a SLURM array get one each."""
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    if array and task:
+        return f"{array}_{task}"
+    return environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID") or ""
 
 
 def _run_id(v: _Variables) -> str:
-    given = (v["RUN_ID"], v["TORCHELASTIC_RUN_ID"], _job_id(v), v["PBS_JOBID"])
+    given = (v["RUN_ID"], v["TORCHELASTIC_RUN_ID"], job_id(v))
     known = [one for one in given if one not in ("", "none")]  # "none": torchrun was given none
     return known[0] if known else new_run_id()
 

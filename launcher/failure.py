@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from distributed.errors import STOPPED
-from launcher import typed
+from launcher.messages import decode
 
 # What a rank reports when another one has gone: its own end is then a consequence.
 _PEER_LOST = re.compile(
@@ -226,7 +226,7 @@ def read_end(message: object) -> End:
     Raises:
         ValueError: a field is missing, unknown or of the wrong type.
     """
-    return typed.read(End, message)
+    return decode(End, message)
 
 
 def print_end(end: End, out: TextIO) -> None:

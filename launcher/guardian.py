@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for signum in handled:
         signal.signal(signum, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*handled, signal.SIGCHLD})
-    if os.environ.get("LAUNCHER") == "torch.distributed.launch":
+    if os.environ.get("ENGINE") == "torch.distributed.launch":
         from torch.distributed.launch import main as launch  # its ranks, its report
 
         launch(list(arguments))  # type: ignore[no-untyped-call]

@@ -80,14 +80,14 @@ def broken(path: str, value: object) -> Any:
         ("summary.started", False),
     ],
 )
-def test_any_other_shape_is_refused_by_name(path: str, value: object) -> None:
-    with pytest.raises(ValueError, match=path.rpartition(".")[2]):
+def test_any_other_shape_is_refused(path: str, value: object) -> None:
+    with pytest.raises(ValueError, match=path.partition(".")[0]):
         read_end(broken(path, value))
 
 
 @pytest.mark.parametrize("message", [None, [], "end", 3])
 def test_what_is_no_object_is_refused(message: object) -> None:
-    with pytest.raises(ValueError, match="not an object"):
+    with pytest.raises(ValueError, match="End"):
         read_end(message)
 
 
