@@ -44,7 +44,7 @@ class Connection:
         Args:
             node: as ssh calls it.
             opening: what a bash on the node runs.
-            token: begins the node's messages.
+            token: begins the node's messages, and marks its processes.
             show: is given other lines, and whether they came on stderr.
         """
         self.node = node
@@ -52,7 +52,7 @@ class Connection:
         self.lost = ""  # why the node's part of the run ended before its time
         self._fault = "ssh-refused"  # why there is no connection, once it has ended
         self._probe: threading.Thread | None = None
-        self._token = token
+        self.token = token
         self._show = show
         self._answers: dict[type, Any] = {}
         self._words = ""  # on stderr before the start: of start-up files, or Python
@@ -86,7 +86,7 @@ class Connection:
         return next((line for line in reversed(lines) if line), "")
 
     def _on_line(self, line: bytes, is_error: bool) -> None:
-        message = None if is_error else protocol.read_answer(self._token, line)
+        message = None if is_error else protocol.read_answer(self.token, line)
         if message is not None:
             self._answers.setdefault(type(message), message)
         elif self.is_started or not is_error:

@@ -20,6 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import IO, TextIO, cast
 
 BACKLOG_BYTES = 1 << 20  # that a slow terminal has not taken yet; more lines are dropped
 LONGEST_LINE = 1 << 20  # bytes; a longer one arrives in parts
@@ -166,7 +167,7 @@ class Child:
         elif is_registered and not is_wanted:
             self._loop.selector.unregister(self._input)
 
-    def _read(self, stream: io.IOBase) -> bool:
+    def _read(self, stream: IO[bytes]) -> bool:
         """Take what is there; False where that is nothing."""
         try:
             data = os.read(stream.fileno(), _CHUNK)
@@ -185,7 +186,7 @@ class Child:
             self._on_line(line, is_error)
         return True
 
-    def _end(self, stream: io.IOBase) -> None:
+    def _end(self, stream: IO[bytes]) -> None:
         self._loop.selector.unregister(stream)
         if rest := self._partial.pop(stream):
             self._on_line(rest, stream is self._process.stderr)
@@ -201,7 +202,7 @@ class Terminal(io.RawIOBase):
         self._size = 0  # bytes not written yet
         self._dropped = 0  # lines, since the last notice
         self._changed = threading.Condition()
-        self.text = io.TextIOWrapper(self, write_through=True)  # to print to
+        self.text: TextIO = io.TextIOWrapper(cast(IO[bytes], self), write_through=True)
         threading.Thread(target=self._write_all, daemon=True).start()
 
     def writable(self) -> bool:
