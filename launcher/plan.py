@@ -129,18 +129,28 @@ class Plan:
             command += ["--max-restarts", str(self.max_restarts)]
         return [*command, *self.words]
 
+    def with_variables(self, command: Sequence[str]) -> list[str]:
+        """Return a command of this run, with the run's variables before it."""
+        return [
+            "env",
+            *(f"{name}={value}" for name, value in self.run_variables().items()),
+            *command,
+        ]
+
     def paste_line(self, command: Sequence[str]) -> str:
         """Return a line for a shell that runs a command of this run where this was typed."""
-        variables = [f"{name}={value}" for name, value in self.run_variables().items()]
-        return (
-            f"cd {shlex.quote(str(self.directory))} && {shlex.join(['env', *variables, *command])}"
-        )
+        return shell_line(self.directory, self.with_variables(command))
 
     def rank_counts(self, nproc: int) -> list[int]:
         """Return the number of ranks of every node; `nproc` where none was asked for."""
         if self.nodes:
             return [node.nproc or nproc for node in self.nodes]
         return [self.nproc or nproc] * self.num_nodes
+
+
+def shell_line(directory: Path, command: Sequence[str]) -> str:
+    """Return a line for a shell that runs a command in a directory."""
+    return f"cd {shlex.quote(str(directory))} && {shlex.join(command)}"
 
 
 def node_comment(plan: Plan, node_rank: int, host: str, counts: Sequence[int], port: int) -> str:
