@@ -175,7 +175,7 @@ def print_plan(
 
     Args:
         outcome: what the preflight found.
-        counts: ranks of each node.
+        counts: ranks of each node; empty where they are not known yet.
         port: of the master.
         gpus: visible ones on node 0.
         host: this machine.
@@ -188,7 +188,8 @@ def print_plan(
     backend = "nccl" if plan.backend == "auto" and gpus else plan.backend.replace("auto", "gloo")
     each = str(counts[0]) if len({*counts}) == 1 else ",".join(map(str, counts))
     nodes = count(plan.num_nodes, "node")
-    print_row("ranks", f"{sum(counts)} = {nodes} x {each}, {backend}", out)
+    if counts:
+        print_row("ranks", f"{sum(counts)} = {nodes} x {each}, {backend}", out)
     if plan.forwarded:
         print_row("variables", f"{' '.join(plan.forwarded)} go with it", out)
     print_row("preflight", _preflight(plan, outcome), out)
@@ -200,6 +201,8 @@ def print_plan(
 
 
 def _hosts(plan: Plan, port: int, host: str) -> str:
+    if not plan.master_addr:  # the scheduler has not chosen yet
+        return plan.hosts
     address = f"[{plan.master_addr}]" if ":" in plan.master_addr else plan.master_addr
     master = f"{address}:{port}"
     if plan.nodes:

@@ -113,7 +113,7 @@ def step_command(
         agent = plan.agent_command(nproc=nproc, port=port, is_placed=False)
         return node_step(plan, ["--kill-on-bad-exit=1"], plan.with_variables(agent), environ)
     tasks = environ.get("SLURM_TASKS_PER_NODE", "1")
-    if {*tasks_per_node(tasks)} != {nproc}:
+    if {*tasks_per_node(tasks, "SLURM_TASKS_PER_NODE")} != {nproc}:
         cause = f"LAUNCHER=srun starts the job's tasks, SLURM_TASKS_PER_NODE={tasks}"
         cure = f"give --ntasks-per-node={nproc}"
         raise PlanError(f"{cause}, for {nproc} ranks per node; {cure} [wrong-world]")
@@ -137,7 +137,7 @@ def node_step(
     step = ["env", "--unset=SLURM_GPUS_PER_TASK", "srun", f"--nodes={plan.num_nodes}"]
     step += [f"--ntasks={plan.num_nodes}", "--ntasks-per-node=1"]
     if cpus := environ.get("SLURM_JOB_CPUS_PER_NODE"):
-        step.append(f"--cpus-per-task={min(tasks_per_node(cpus))}")
+        step.append(f"--cpus-per-task={min(tasks_per_node(cpus, 'SLURM_JOB_CPUS_PER_NODE'))}")
     step.append(f"--job-name={plan.run_id}")
     if gpus := environ.get("SLURM_GPUS_ON_NODE"):
         step.append(f"--gpus-per-node={gpus}")
