@@ -177,13 +177,13 @@ def slurm_node(environ: Mapping[str, str]) -> tuple[int, int, str] | None:
     return place.num_nodes, place.node_rank, place.master_addr
 
 
-def tasks_per_node(text: str) -> list[int]:
+def tasks_per_node(text: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> list[int]:
     """Expand SLURM's short form: `2(x2),1` is [2, 2, 1]."""
     counts: list[int] = []
     for item in text.split(","):
         match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", item)
         if match is None:
-            raise LauncherError(f"SLURM_STEP_TASKS_PER_NODE={text} cannot be read; use srun")
+            raise LauncherError(f"{name}={text} cannot be read; use srun")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
