@@ -129,7 +129,7 @@ def _ranks_of_equal_nodes(
 
 def slurm(v: _Variables) -> Environment:
     """Read one task of a SLURM step, by the step's variables: the job's may name more nodes."""
-    if v["SLURM_STEP_ID"] == INTERACTIVE_STEP:
+    if not in_slurm_step(v):
         return plain(v)
     world_size = v.number("SLURM_STEP_NUM_TASKS")
     if v["WORLD_SIZE"] not in ("", str(world_size)):
@@ -145,7 +145,7 @@ def slurm(v: _Variables) -> Environment:
     if v["SLURM_DISTRIBUTION"].startswith("arbitrary") and not v["MASTER_ADDR"]:
         cause = "srun --distribution=arbitrary can put rank 0 on any node"
         raise LauncherError(f"{cause}; leave it out, or set MASTER_ADDR to that node")
-    step = f"{_job_id(v)}.{v['SLURM_STEP_ID']}"
+    step = f"{job_id(v)}.{v['SLURM_STEP_ID']}"
     return Environment("slurm", *ranks, *v.master(first_host, step))
 
 
@@ -170,7 +170,7 @@ def _in_order_of_tasks(v: _Variables) -> tuple[str, list[int]]:
 
 def slurm_node(environ: Mapping[str, str]) -> tuple[int, int, str] | None:
     """Return node count, node rank and master of a step with one task per node; None outside."""
-    if environ.get("SLURM_STEP_ID") in (None, "", INTERACTIVE_STEP):
+    if not in_slurm_step(environ):
         return None
     env = slurm(_Variables({**environ, "MASTER_ADDR": "", "MASTER_PORT": "1", "WORLD_SIZE": ""}))
     if env.world_size != env.num_nodes:
@@ -195,7 +195,7 @@ def plain(v: _Variables) -> Environment:
     job_tasks = int(v["SLURM_NTASKS"] or v["SLURM_JOB_NUM_NODES"] or 1)
     started = int(v["SLURM_STEP_NUM_TASKS"] or 1)  # more in a salloc shell
     if v["SLURM_JOB_ID"] and started < job_tasks:
-        cause = f"no srun started this process, one of the {job_tasks} tasks of job {_job_id(v)}"
+        cause = f"no srun started this process, one of the {job_tasks} tasks of job {job_id(v)}"
         raise LauncherError(f"{cause}; put srun before the command", fault="batch-step")
     for name in ("WORLD_SIZE", "LOCAL_RANK", "--local-rank"):
         if v[name]:
@@ -235,57 +235,56 @@ def detect(
     )
 
 
+def in_slurm_step(environ: Mapping[str, str]) -> bool:
+    """Return whether srun started this process; salloc's own shell is no such step."""
+    return environ.get("SLURM_STEP_ID", "") not in ("", INTERACTIVE_STEP)
+
+
 def is_first_task(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether this is the first of srun's tasks; True under any other launcher.
 
-    Unlike detect(), it never raises: for the one task that reports what detect() refuses.
+    It never raises, so the one task that reports what detect() refuses can use it.
     """
-    is_task = "SLURM_STEP_ID" in environ and "RANK" not in environ
-    return not is_task or environ.get("SLURM_PROCID") == "0"
+    is_other = in_slurm_step(environ) and environ.get("SLURM_PROCID") != "0"
+    return "RANK" in environ or not is_other
+
+
+def job_id(environ: Mapping[str, str]) -> str:
+    """Return the SLURM or PBS job's id, or ""; each task of a SLURM array has its own."""
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    if array and task:
+        return f"{array}_{task}"
+    return environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID") or ""
 
 
 def slurm_job(environ: Mapping[str, str] = os.environ) -> dict[str, str | int]:
     """Return what identifies this start of this SLURM job; {} outside of SLURM.
 
-    A requeued job keeps its id and counts its starts from 0. After a reset of SLURM's database
-    another job can have the same id. Its cluster or the time of its submission differs, which
-    SLURM sets again at each requeue.
+    A requeued job keeps its id, counts its starts from 0, and gets a new submit time. Another job
+    can have the same id on another cluster or after a reset of SLURM's database.
     """
     v = _Variables(environ)
     if not v["SLURM_JOB_ID"]:
         return {}
-    run_id, start = _job_id(v), int(v["SLURM_RESTART_COUNT"] or 0)
     return {
         "job": v["SLURM_JOB_ID"],
-        "run_id": run_id,
-        "start": start,
+        "run_id": job_id(v),
+        "start": int(v["SLURM_RESTART_COUNT"] or 0),
         "cluster": v["SLURM_CLUSTER_NAME"],
-        "submitted": _submit_time(run_id),
+        "submitted": _submit_time(job_id(v)),
     }
 
 
-def _submit_time(job_id: str) -> str:
+def _submit_time(job: str) -> str:
     """Ask SLURM for a job's submit time; empty where it does not answer, as in a container."""
     import subprocess  # costs more than the rest of this module, and few need it
 
-    command = ["squeue", "--noheader", f"--jobs={job_id}", "--format=%V"]
-    variables = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
+    command = ["env", "SLURM_TIME_FORMAT=standard", "squeue", "-h", "-j", job, "-o", "%V"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.check_output(
-            command, env=variables, stderr=subprocess.DEVNULL, text=True, timeout=_SQUEUE_S
+            command, stderr=subprocess.DEVNULL, text=True, timeout=_SQUEUE_S
         ).strip()
     return ""
-
-
-def _job_id(v: _Variables) -> str:
-    """Return SLURM's job id; each task of an array has its own."""
-    array, task = v["SLURM_ARRAY_JOB_ID"], v["SLURM_ARRAY_TASK_ID"]
-    return f"{array}_{task}" if array and task else v["SLURM_JOB_ID"]
-
-
-def _run_id(v: _Variables) -> str:
-    given = (v["RUN_ID"], v["TORCHELASTIC_RUN_ID"], _job_id(v), v["PBS_JOBID"])
-    known = [one for one in given if one not in ("", "none")]  # "none": torchrun's default
     return known[0] if known else new_run_id()
 
 

@@ -117,7 +117,7 @@ def _is_foreign(holder: Mapping[str, Any], me: Mapping[str, Any]) -> bool:
     is_same_job = holder.get("job") == me["job"]
     if is_same_job and holder["start"] == me["start"]:
         return differs("submitted")
-    return me["start"] == 0 or (is_same_job and holder["start"] > me["start"])
+    return bool(me["start"] == 0 or (is_same_job and holder["start"] > me["start"]))
 
 
 def _holder(fd: int) -> dict[str, Any]:

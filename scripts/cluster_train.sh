@@ -19,35 +19,23 @@ set -euo pipefail
 LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
 [[ -r $LIB/launch.sh ]] || LIB=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/scripts/lib # a scheduler's copy
 # shellcheck source=scripts/lib/launch.sh
-source "$LIB/launch.sh" local
+source "$LIB/launch.sh"
 
 main() {
-  parse_arguments "config nnodes node_rank master port" "$@"
+  parse_arguments "config nnodes node-rank master port" "$@"
   default_config
-  choose_python
-  if in_slurm_step; then
-    plan_from_step
-  else
-    refuse_batch_step
-    by_hand
-  fi
-  plan_settings
-  plan_script
-  [[ -n $DRY_RUN ]] || keep_copy
-  fanout_check
-  print_plan
-  [[ -n $DRY_RUN || -n ${SKIP_PREFLIGHT:-} ]] || check_health
-  start_or_print
+  [[ " ${FLAGS[*]} " == *" --dry-run "* ]] || keep_copy
+  launch local --health-check
 }
 
 # From here on all that is shown is written to this node's log too. The copying process must be
 # no child of ours, for the agent that we become ends every process below it, and must outlive
 # the signals that stop the run.
 keep_copy() {
-  local folder=${LOG_DIR:-logs}/distributed_training name pipes
-  printf -v name 'cluster_train_%(%Y%m%d-%H%M%S)T_node%s.log' -1 "${plan[node_rank]}"
+  local folder=${LOG_DIR:-logs}/distributed_training name pipes node_rank=${PLAN[node-rank]:-${SLURM_NODEID:-0}}
+  printf -v name 'cluster_train_%(%Y%m%d-%H%M%S)T_node%s.log' -1 "$node_rank"
   mkdir -p -- "$folder" 2>/dev/null || refuse dir-unwritable "cannot make ${folder@Q}; set LOG_DIR"
-  ln -sfn -- "$name" "$folder/latest_node${plan[node_rank]}.log"
+  ln -sfn -- "$name" "$folder/latest_node$node_rank.log"
   pipes=$(mktemp -d)
   mkfifo "$pipes/copy"
   (
@@ -56,17 +44,5 @@ keep_copy() {
   )
   exec >"$pipes/copy" 2>&1
   rm -r -- "$pipes"
-}
-
-# After the preflight: can the processes of this node talk? (The agent waits for the master.)
-check_health() {
-  local start=$SECONDS said code=0
-  said=$(run_ours distributed.run --nproc-per-node "${plan[nproc]}" \
-    -m distributed.selftest --seconds 0.05 2>&1) || code=$?
-  if ((code != 0)); then
-    printf '%s\n' "$said" >&2
-    die 3 "the processes of $HOST cannot work together (exit code $code, see above); see TROUBLESHOOTING.md"
-  fi
-  print_row health "all-reduce over $(count "${plan[nproc]}" process processes): ok in $((SECONDS - start)) s"
 }
 main "$@"

@@ -15,39 +15,26 @@ set -euo pipefail
 LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
 [[ -r $LIB/launch.sh ]] || LIB=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/scripts/lib # a scheduler's copy
 # shellcheck source=scripts/lib/launch.sh
-source "$LIB/launch.sh" local
+source "$LIB/launch.sh"
 
 main() {
   OPTIONS=(
     ["-n"]=nproc ["--num-gpus"]=nproc
     ["-c"]=config ["--config"]=config ["--config-path"]=config_path ["--config-name"]=config_name
-    ["-l"]=log_level ["--log-level"]=log_level
+    ["-l"]=log-level ["--log-level"]=log-level
   )
   parse_arguments "" "$@"
   join_config
   default_config
-  if [[ -n ${SLURM_JOB_ID:-} ]] && ! in_slurm_step; then
-    choose_python
-    plan_from_job scripts/run_ddp.sh
-    # shellcheck source=scripts/lib/srun.sh
-    source "$LIB/srun.sh"
-  elif [[ -r ${PBS_NODEFILE:-} && -n $(sort -u -- "$PBS_NODEFILE" | sed 1d) ]]; then
-    choose_python
-    # shellcheck source=scripts/lib/ssh.sh
-    source "$LIB/ssh.sh"
-    plan_from_nodefile
-  else
-    refuse_many_nodes
-    warn_on_login_node
-  fi
-  launch
+  launch auto
 }
 
 join_config() {
-  local folder=${plan[config_path]:-} name=${plan[config_name]:-}
+  local folder=${PLAN[config_path]:-} name=${PLAN[config_name]:-}
+  unset 'PLAN[config_path]' 'PLAN[config_name]'
   [[ -n $folder$name ]] || return 0
   [[ -n $folder && -n $name ]] ||
     die 2 "--config-path and --config-name go together; give both, or --config FILE"
-  plan[config]=$folder/${name%.yaml}.yaml
+  PLAN[config]=$folder/${name%.yaml}.yaml
 }
 main "$@"

@@ -16,22 +16,13 @@ set -euo pipefail
 LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
 [[ -r $LIB/launch.sh ]] || LIB=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/scripts/lib # a scheduler's copy
 # shellcheck source=scripts/lib/launch.sh
-source "$LIB/launch.sh" local
+source "$LIB/launch.sh"
 
 main() {
   OPTIONS=(["-f"]=hostfile)
   parse_arguments "nproc nodes..." "$@"
   ((${#SETTINGS[@]} == 0)) || die 2 "settings mean nothing here (${SETTINGS[0]@Q}); leave them out"
-  plan[cpu_nproc]=2
-  choose_python
-  if [[ -n ${NODES[*]}${plan[hostfile]:-} ]]; then
-    # shellcheck source=scripts/lib/ssh.sh
-    source "$LIB/ssh.sh"
-    plan_nodes
-  fi
-  plan_settings
-  cd -- "$ROOT"
-  SCRIPT=(-m distributed.selftest "${REST[@]}")
-  launch_planned
+  PLAN[cpu-nproc]=2 PLAN[module]=distributed.selftest
+  launch local
 }
 main "$@"

@@ -1,101 +1,69 @@
-# shellcheck shell=bash disable=SC2034,SC2154 # the files of lib/ share their variables
-# The way of every launcher: plan, preflight, start. An entry script sources this with the name of
-# its fan-out (local, ...), parses its arguments and calls launch.
+# shellcheck shell=bash
+# What every entry script sources. bash reads the arguments and finds the Python; then it hands
+# over to launcher/start.py, which plans, checks, starts and watches.
 
-FANOUT=$1
+ROOT=$(cd -P -- "${BASH_SOURCE[0]%/*}/../.." && pwd)
+PROGRAM=${0##*/}
+declare -A PLAN=()    # what was typed, by the names of start.py's options
+declare -A OPTIONS=() # the script's own options: the PLAN entry of each one's value; !entry: it takes none
+TYPED=()              # the whole command line
+NODES=()              # the arguments named "nodes..."
+SETTINGS=()           # key=value, in order
+REST=()               # what follows `--`
+FLAGS=()              # of start.py: --dry-run, --strict, --detach
+ACTIVATED=()          # names of variables that the environment of PYTHON has changed
 
-# shellcheck source=scripts/lib/common.sh
-source "$LIB/common.sh"
 # shellcheck source=scripts/lib/arguments.sh
-source "$LIB/arguments.sh"
-# shellcheck source=scripts/lib/scheduler.sh
-source "$LIB/scheduler.sh"
+source "${BASH_SOURCE[0]%/*}/arguments.sh"
 # shellcheck source=scripts/lib/python.sh
-source "$LIB/python.sh"
-# shellcheck source=scripts/lib/plan.sh
-source "$LIB/plan.sh"
-# shellcheck source=scripts/lib/detach.sh
-source "$LIB/detach.sh"
-# shellcheck source=scripts/lib/local.sh
-source "$LIB/$FANOUT.sh"
+source "${BASH_SOURCE[0]%/*}/python.sh"
 
-launch() {
-  plan_settings
+die() { # <exit code> <"cause; cure">
+  printf '%s: %s\n' "$PROGRAM" "$2" >&2
+  exit "$1"
+}
+
+refuse() { # <fault of TROUBLESHOOTING.md> <"cause; cure">
+  local host
+  host=$(uname -n)
+  die 3 "${host%%.*}: $2 [$1]"
+}
+
+# For the scripts whose CONFIG may be left out. A training script of the user's needs none.
+default_config() {
+  local default=$ROOT/config/local3.yaml
+  [[ -z ${TRAIN_SCRIPT:-} ]] || default=-
+  : "${PLAN[config]=$default}"
+}
+
+# Plans, checks and starts the run; does not return.
+launch() { # <fan-out> <more options of start.py...>
+  [[ -n ${PLAN[config]+given}${PLAN[module]+given} ]] || die 2 "no config; usage: $(usage_line)"
   choose_python
-  plan_script
-  launch_planned
+  start_words "$@"
+  exec "${COMMAND[@]}"
 }
 
-# The second half, for a script that sets SCRIPT itself.
-launch_planned() {
-  fanout_check
-  print_plan
-  start_or_print
+# Sets COMMAND: start.py with all that was typed.
+start_words() { # as launch
+  local name
+  COMMAND=("$PYTHON" "$ROOT/scripts/lib/start.py" "$@" "${FLAGS[@]}" --program="$PROGRAM" --python="$PYTHON")
+  for name in "${!PLAN[@]}"; do COMMAND+=("--$name=${PLAN[$name]}"); done
+  COMMAND+=("${TYPED[@]/#/--typed=}" "${NODES[@]/#/--node=}" "${SETTINGS[@]/#/--setting=}" "${ACTIVATED[@]/#/--activated=}")
+  COMMAND+=(-- "${REST[@]}")
 }
 
-start_or_print() {
-  if [[ -n $DRY_RUN ]]; then
-    fanout_print
-  else
-    [[ -z ${LAUNCHER_RECORD:-} ]] || note_start
-    fanout_start
-  fi
+# Our own modules, found whatever the working directory holds. Paths given to them are absolute.
+run_ours() { # <module> <argument...>
+  (cd -- "$ROOT" && exec "$PYTHON" -m "$@")
 }
 
-# Sets COMMAND: the preflight of one node, wherever it is started.
-preflight_command() { # <its options for the node's place, where it does not find that itself...>
-  COMMAND=(
-    env --chdir="$ROOT" PROGRAM="$PROGRAM" "$PYTHON" -m launcher.preflight "$@"
-    --nnodes "${plan[nnodes]}" --run-id "${plan[run_id]}"
-    --nproc "${plan[nproc]}" --cpu-nproc "${plan[cpu_nproc]:-1}"
-    --master-addr "${plan[master]}" --port "${plan[port]}"
-    --directory "$PWD" --log-dir "${LOG_DIR:-logs}" --checkpoint-dir "${plan[checkpoint_dir]:-}"
-  )
-  [[ -z $STRICT ]] || COMMAND+=(--strict)
-  [[ -z $DRY_RUN && -z ${SKIP_PREFLIGHT:-} ]] || COMMAND+=(--no-checks)
-  COMMAND+=(-- "${SCRIPT[@]}")
-}
-
-# After it, with the answers of several nodes: what differs between them.
-compare_nodes() { # <what all of them have printed>
-  local facts
-  ((plan[nnodes] > 1)) && [[ -z $DRY_RUN && -z ${SKIP_PREFLIGHT:-} ]] || return 0
-  facts=$(PROGRAM=$PROGRAM run_ours launcher.preflight --compare ${STRICT:+--strict} <<<"$1") || return
-  read_facts "$facts"
-}
-
-# Sets COMMAND: what one node runs, in the working directory of the launch.
-node_command() { # <agent's options for the node's place, where it does not find that itself...>
-  local name variables=() RUN_ID=${plan[run_id]} LAUNCH_COMMAND
-  LAUNCH_COMMAND=$(launch_line)
-  local LAUNCHER=${plan[engine]:-}
-  for name in RUN_ID LAUNCH_COMMAND LOG_LEVEL BACKEND GRACE LAUNCHER; do
-    [[ -z ${!name:-} ]] || variables+=("$name=${!name}")
+# A word as a shell reads it, in quotes where it needs them.
+quote_line() { # <argument...>
+  local word line=
+  for word in "$@"; do
+    [[ $word =~ ^[A-Za-z0-9_@%+=:,./-]+$ ]] || word=${word@Q}
+    line+=" $word"
   done
-  COMMAND=(
-    env "${variables[@]}" "$PYTHON" "$ROOT/scripts/lib/agent.py" "$@"
-    --nproc-per-node "${plan[nproc]}" --master-port "${plan[port]}"
-  )
-  if [[ -n $LAUNCHER ]]; then
-    COMMAND+=(${plan[use_env]:+--use-env} "${SCRIPT[@]}")
-    return
-  fi
-  COMMAND+=(--rdzv-conf "join_timeout=${plan[join_timeout]:-300}" --log-dir "${LOG_DIR:-logs}")
-  [[ -z $RUN_ID ]] || COMMAND+=(--rdzv-id "$RUN_ID")
-  ((${MAX_RESTARTS:-0} == 0)) || COMMAND+=(--max-restarts "$MAX_RESTARTS")
-  COMMAND+=("${SCRIPT[@]}")
-}
-
-# What the user typed, with the variables that shaped it: the run is resumed by typing it again.
-launch_line() {
-  local name word words=() over_ssh=()
-  ((${#NODES[@]} == 0)) || over_ssh=(SSH_OPTS FORWARD_ENV)
-  for name in TRAIN_SCRIPT CONFIG_FLAG NPROC_PER_NODE BACKEND LOG_DIR MASTER_ADDR MASTER_PORT \
-    MAX_RESTARTS GRACE LAUNCHER NCCL_PROFILE VENV CONDA_ENV MODULES "${over_ssh[@]}"; do
-    [[ -z ${!name:-} ]] || words+=("$name=${!name}")
-  done
-  for word in "${LAUNCH_LINE[@]}"; do
-    [[ $word == --dry-run || $word == resume=never ]] || words+=("$word")
-  done
-  quote_line "${words[@]}"
+  printf '%s' "${line# }"
 }

@@ -1,9 +1,7 @@
-# shellcheck shell=bash disable=SC2034,SC2154 # the files of lib/ share their variables
+# shellcheck shell=bash
 # The Python that runs the job: environment modules, conda, virtual environments.
 
-ACTIVATED=() # variables that are otherwise since, for the ranks on other machines
-
-# Sets PYTHON to an absolute path. First of: PYTHON, VENV, CONDA_ENV, the active environment, the
+# Sets PYTHON to an absolute path, and ACTIVATED. First of: PYTHON, VENV, CONDA_ENV, the active environment, the
 # project's .venv, python3.
 choose_python() {
   local name
@@ -25,11 +23,17 @@ choose_python() {
   else
     PYTHON=python3
   fi
-  local found
+  local found code=0
   found=$(type -P -- "$PYTHON") ||
     refuse env-missing "there is no Python at ${PYTHON@Q}; run make setup, or set PYTHON"
   [[ $found == /* ]] || found=$PWD/$found
   PYTHON=$found
+  "$PYTHON" -S -E -c 'import sys; sys.exit(42 if sys.version_info >= (3, 10) else 43)' 2>/dev/null || code=$?
+  case $code in
+    42) ;;
+    43) refuse env-missing "$PYTHON is older than Python 3.10; set PYTHON to a newer one" ;;
+    *) refuse env-missing "$PYTHON is no Python; correct PYTHON" ;;
+  esac
   for name in $(compgen -A export); do
     [[ ${before[$name]-unset} == "${!name}" ]] || ACTIVATED+=("$name")
   done
@@ -69,11 +73,6 @@ load_modules() {
   read -ra names <<<"$MODULES"
   module load "${names[@]}" || refuse env-missing "module load $MODULES failed; see module avail"
   set -u
-}
-
-# Our own modules, found whatever the working directory holds. Paths given to them are absolute.
-run_ours() { # <module> <argument...>
-  (cd -- "$ROOT" && exec "$PYTHON" -m "$@")
 }
 
 nearest() { # <word> <known word...>

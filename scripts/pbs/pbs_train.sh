@@ -23,26 +23,13 @@ LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib
   exit 2
 }
 # shellcheck source=scripts/lib/launch.sh
-source "$LIB/launch.sh" ssh
+source "$LIB/launch.sh"
 
 main() {
   parse_arguments config "$@"
-  [[ -z ${CONFIG:-} ]] || : "${plan[config]=$CONFIG}"
+  [[ -z ${CONFIG:-} ]] || : "${PLAN[config]=$CONFIG}"
   default_config
-  choose_python
-  plan_from_nodefile
-  [[ -e $0 && $0 -ef $ROOT/scripts/pbs/pbs_train.sh ]] || name_submission "$@"
-  launch
-}
-
-# What was typed, as far as one can tell: with the variables before it, which -V takes along.
-name_submission() { # <argument...>
-  local word again=()
-  for word in "$@"; do
-    [[ $word == --dry-run || $word == resume=never ]] || again+=("$word")
-  done
-  LAUNCH_LINE=(${CONFIG:+"CONFIG=$CONFIG"} qsub -V)
-  ((${#again[@]} == 0)) || LAUNCH_LINE+=(-F "$(quote_line "${again[@]}")")
-  LAUNCH_LINE+=(scripts/pbs/pbs_train.sh)
+  PLAN[batch-script]=scripts/pbs/pbs_train.sh
+  launch ssh --nodefile
 }
 main "$@"

@@ -32,14 +32,14 @@ if [[ ! -r $LIB/launch.sh ]]; then # sbatch runs a copy of this file, but knows 
   }
 fi
 # shellcheck source=scripts/lib/launch.sh
-source "$LIB/launch.sh" srun
+source "$LIB/launch.sh"
+
+PROGRAM=slurm_train_single_node.sh # whatever SLURM calls its copy
 
 main() {
-  PROGRAM=slurm_train_single_node.sh # whatever SLURM calls its copy
   parse_arguments config "$@"
   default_config
-  choose_python
-  plan_from_job scripts/slurm/slurm_train_single_node.sh
-  launch
+  PLAN[batch-script]=scripts/slurm/slurm_train_single_node.sh
+  launch srun
 }
 main "$@"

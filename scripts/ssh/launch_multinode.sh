@@ -10,8 +10,12 @@ set -euo pipefail
 LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib
 [[ -r $LIB/launch.sh ]] || LIB=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/scripts/lib # a scheduler's copy
 # shellcheck source=scripts/lib/launch.sh
-source "$LIB/launch.sh" ssh
+source "$LIB/launch.sh"
 
-plan[engine]=torch.distributed.launch
-OPTIONS+=(["--use-env"]='!use_env')
-launch_on_nodes "$@"
+main() {
+  OPTIONS=(["-f"]=hostfile ["--use-env"]='!use-env')
+  PLAN[engine]=torch.distributed.launch
+  parse_arguments "config nproc nodes..." "$@"
+  launch ssh
+}
+main "$@"

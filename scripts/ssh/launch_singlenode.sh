@@ -12,10 +12,10 @@ set -euo pipefail
 LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib
 [[ -r $LIB/launch.sh ]] || LIB=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/scripts/lib # a scheduler's copy
 # shellcheck source=scripts/lib/launch.sh
-source "$LIB/launch.sh" local
+source "$LIB/launch.sh"
 
 main() {
   parse_arguments "config nproc" "$@"
-  launch
+  launch local
 }
 main "$@"

@@ -8,5 +8,11 @@ set -euo pipefail
 LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib
 [[ -r $LIB/launch.sh ]] || LIB=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/scripts/lib # a scheduler's copy
 # shellcheck source=scripts/lib/launch.sh
-source "$LIB/launch.sh" ssh
-launch_on_nodes "$@"
+source "$LIB/launch.sh"
+
+main() {
+  OPTIONS=(["-f"]=hostfile)
+  parse_arguments "config nproc nodes..." "$@"
+  launch ssh
+}
+main "$@"

@@ -17,12 +17,11 @@ set -euo pipefail
 LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib
 [[ -r $LIB/launch.sh ]] || LIB=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/scripts/lib # a scheduler's copy
 # shellcheck source=scripts/lib/launch.sh
-source "$LIB/launch.sh" local
+source "$LIB/launch.sh"
 
 main() {
-  parse_arguments "config nproc nnodes node_rank master port" "$@"
-  [[ -n ${plan[master]:-} ]] || die 2 "too few arguments; usage: $(usage_line)"
-  by_hand
-  launch
+  parse_arguments "config nproc nnodes node-rank master port" "$@"
+  [[ -n ${PLAN[master]:-} ]] || die 2 "too few arguments; usage: $(usage_line)"
+  launch local
 }
 main "$@"

@@ -1,0 +1,84 @@
+"""Start a run: the one program that every entry script hands its words to.
+
+    python scripts/lib/start.py FANOUT [OPTIONS] -- ARGS      (launch in scripts/lib/launch.sh)
+
+It makes the plan, has the config checked, and lets the fan-out do the rest: check the nodes, print
+the plan, start the agents, wait for them. A fan-out is a module with one function, `run`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from distributed.environment import LauncherError
+from distributed.errors import Refused
+from distributed.hostlist import HostlistError
+from launcher import options
+from launcher.messages import decode
+from launcher.plan import Plan, PlanError
+from launcher.preflight import short_host_name
+
+
+@dataclass(frozen=True)
+class ConfigFacts:
+    """What a launcher must know of a config: `train.py --check --json`."""
+
+    backend: str
+    strategy: str
+    join_timeout: float
+    checkpoint_dir: str
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Start a run; returns its exit code."""
+    typed = options.parse(arguments)
+    try:
+        plan = check_config(options.make_plan(typed))
+        if plan.fanout == "check":
+            return 0
+        return int(importlib.import_module(f"launcher.{plan.fanout}").run(plan))
+    except Refused as error:
+        print(f"{typed.program}: {short_host_name()}: {error}", file=sys.stderr)
+        return 3
+    except (PlanError, LauncherError, HostlistError) as error:
+        print(f"{typed.program}: {error}", file=sys.stderr)
+        return 2
+
+
+def check_config(plan: Plan) -> Plan:
+    """Have train.py check the config and the settings; returns the plan with what they say.
+
+    A script of the user's own checks itself, once it runs.
+
+    Raises:
+        Refused: train.py cannot run here. Where the config is wrong, this exits with code 2.
+    """
+    if plan.words[0] != str(plan.root / "train.py"):
+        return plan
+    environ = dict(os.environ)
+    environ.pop("WORLD_SIZE", None)
+    if all(node.nproc for node in plan.nodes) and (plan.nodes or plan.nproc):
+        environ["WORLD_SIZE"] = str(sum(plan.rank_counts(0)))
+    command = [plan.python, *plan.words, "--check", "--json"]
+    result = subprocess.run(command, env=environ, capture_output=True, text=True)
+    if result.returncode == 2:
+        sys.stderr.write(result.stderr)
+        raise SystemExit(2)
+    if result.returncode != 0:
+        words = (result.stderr or result.stdout).strip().splitlines() or ["no word"]
+        cause = f"{plan.python} cannot run train.py ({words[-1]})"
+        raise Refused("env-missing", f"{cause}; run make setup, or set PYTHON")
+    facts = decode(ConfigFacts, json.loads(result.stdout))
+    return replace(
+        plan,
+        backend=plan.backend if plan.backend != "auto" else facts.backend,
+        join_timeout_s=facts.join_timeout,
+        checkpoint_dir=Path(facts.checkpoint_dir),
+    )
