@@ -285,6 +285,11 @@ def _submit_time(job: str) -> str:
             command, stderr=subprocess.DEVNULL, text=True, timeout=_SQUEUE_S
         ).strip()
     return ""
+
+
+def _run_id(v: _Variables) -> str:
+    given = (v["RUN_ID"], v["TORCHELASTIC_RUN_ID"], job_id(v))
+    known = [one for one in given if one not in ("", "none")]  # "none": torchrun's default
     return known[0] if known else new_run_id()
 
 
