@@ -44,7 +44,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="start.py", allow_abbrev=False)
     parser.add_argument("fanout", choices=(*FANOUTS, "auto", "check"))
     parser.add_argument("--program", default="start.py", help="the script that was typed")
-    parser.add_argument("--typed", action="append", default=[], help="a word of it; repeated")
+    parser.add_argument("--copy", default="", help="another name for a detached launcher's log")
     for name in ("config", "nproc", "cpu-nproc", "nnodes", "node-rank", "master", "port"):
         parser.add_argument(f"--{name}")
     for name in ("log-level", "hostfile", "engine", "module", "batch-script", "python"):
@@ -55,7 +55,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for name in ("by-hand", "nodefile", "use-env", "health-check", "dry-run", "strict", "detach"):
         parser.add_argument(f"--{name}", action="store_true")
     before, _, rest = _split(arguments)
-    args = parser.parse_args(before)
+    # --typed=WORD, for each word of what was typed: argparse would drop a "--" among them.
+    args = parser.parse_args([word for word in before if not word.startswith("--typed=")])
+    args.typed = [word[8:] for word in before if word.startswith("--typed=")]
     args.rest = rest
     return args
 
