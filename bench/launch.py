@@ -12,9 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
+import others
 from table import describe_machine, render, write_section
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,7 +29,7 @@ Measure = Callable[[], float]
 
 def main() -> None:
     runs = int(sys.argv[1]) if len(sys.argv) > 1 else 7
-    deepspeed = find_deepspeed()
+    deepspeed = others.find("deepspeed", "deepspeed")
     imports: dict[str, Measure] = {
         "import torch": lambda: time_import("torch"),
         "import torch, torch._dynamo": lambda: time_import("torch, torch._dynamo"),
@@ -119,35 +120,6 @@ def time_import(modules: str) -> float:
     began = time.time()
     subprocess.run([PYTHON, "-c", f"import {modules}"], check=True)
     return time.time() - began
-
-
-def find_deepspeed() -> Path | None:
-    """DeepSpeed's launcher in a throw-away environment of its own, on top of this one's torch."""
-    folder = Path(tempfile.gettempdir(), f"bench-deepspeed-{os.getuid()}")
-    launcher = folder / "bin/deepspeed"
-    if launcher.exists():
-        return launcher
-    subprocess.run([PYTHON, "-m", "venv", folder], check=True)
-    ours = subprocess.check_output(
-        [PYTHON, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
-    )
-    next((folder / "lib").glob("python*/site-packages")).joinpath("torch.pth").write_text(ours)
-    for packages in (["wheel", "setuptools"], ["--no-build-isolation", "deepspeed"]):
-        if not install(folder, packages):
-            return None
-    return launcher
-
-
-def install(folder: Path, packages: Sequence[str]) -> bool:
-    told = subprocess.run(
-        [folder / "bin/python", "-m", "pip", "install", "-q", *packages],
-        env={**os.environ, "DS_BUILD_OPS": "0"},  # only its launcher is wanted
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    if told.returncode != 0:
-        print(f"DeepSpeed is left out: {told.stderr.strip().splitlines()[-1]}", file=sys.stderr)
-    return told.returncode == 0
 
 
 if __name__ == "__main__":

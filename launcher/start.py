@@ -41,20 +41,20 @@ def main(arguments: Sequence[str]) -> int:
     """Start a run; returns its exit code."""
     if arguments[0] in ("status", "stop"):
         return runs.main(arguments)
-    args = options.parse(arguments)
+    typed = options.parse(arguments)
     try:
-        plan = options.make_plan(args)
+        plan = options.make_plan(typed)
         if plan.fanout == "check":
             check_config(plan)
             return 0
-        be_ready = detach.prepare(plan, script=(args.typed or [args.program])[0], copy=args.copy)
+        be_ready = detach.prepare(plan, script=typed.typed[0], copy=typed.copy)
         fanout = importlib.import_module(f"launcher.{plan.fanout}")
         return int(fanout.run(check_config(plan), be_ready))
     except Refused as error:
-        print(f"{args.program}: {short_host_name()}: {error}", file=sys.stderr)
+        print(f"{typed.program}: {short_host_name()}: {error}", file=sys.stderr)
         return 3
     except (PlanError, LauncherError, HostlistError) as error:
-        print(f"{args.program}: {error}", file=sys.stderr)
+        print(f"{typed.program}: {error}", file=sys.stderr)
         return 2
 
 

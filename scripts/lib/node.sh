@@ -1,10 +1,10 @@
 # shellcheck shell=bash disable=SC2154 # TOKEN is the run's
 # What a node does for a run, in the bash at the far end of its connection, which brings this there.
 
-# The agent hangs on its parent by LEASH: what comes on stdin is for it. What it prints goes one way,
+# The agent takes its stdin as the control stream (launcher/control.py). What it prints goes one way,
 # with a mark on the lines of stderr.
 run_agent() { # <directory> <command...>
-  cd -- "$1" && LEASH=$TOKEN.$BASHPID "${@:2}"
+  cd -- "$1" && LEASH=$TOKEN LAUNCH_CONTROL=1 "${@:2}"
 } 2> >(LEASH=$TOKEN exec sed -u "s/^/$TOKEN !/")
 
 start_here() { # <node rank> <directory> <command...>

@@ -21,6 +21,7 @@ GUIDES = [ROOT / f"{name}.md" for name in ("README", "LAUNCH_GUIDE", "TROUBLESHO
 GUIDES += [ROOT / "CONTRIBUTING.md", ROOT / "bench/README.md"]
 TEXT = {guide.name if guide.parent == ROOT else "bench": guide.read_text() for guide in GUIDES}
 LAUNCH_GUIDE = TEXT["LAUNCH_GUIDE.md"]
+CONFIG_SECTION = LAUNCH_GUIDE.partition("\n## The config\n")[2].partition("\n## ")[0]
 
 SCRIPTS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("scripts/**/*.sh"))
 ENTRIES = [name for name in SCRIPTS if "/lib/" not in name]
@@ -60,7 +61,7 @@ FOREIGN_VARIABLES = {
 # Words of the code that look like a fault's name and are none.
 NO_FAULTS = {
     *("all-gather", "all-reduce", "reduce-scatter"),  # collectives
-    *("compute-apps", "nvidia-smi", "site-packages", "dist-packages"),
+    *("compute-apps", "nvidia-smi"),
 }
 
 NAME = r"[a-z]+(?:-[a-z]+)+"
@@ -159,7 +160,7 @@ def test_every_flag_of_the_scripts_is_in_the_launch_guide() -> None:
 
 def test_settings_and_guides_name_the_same_keys() -> None:
     keys = set(KNOWN)
-    table = re.findall(r"^\| `([a-z_.]+)` \|", LAUNCH_GUIDE, re.M)
+    table = re.findall(r"^\| `([a-z_.]+)` \|", CONFIG_SECTION, re.M)
     assert keys == set(table)
     sections = "|".join(sorted({key.partition(".")[0] for key in keys if "." in key}))
     for key in re.findall(rf"(?<![\w./:-])((?:{sections})\.[a-z_.]+\b)(?!\()", ALL_CODE):
@@ -170,7 +171,7 @@ def test_settings_and_guides_name_the_same_keys() -> None:
 
 
 def test_the_defaults_in_the_guide_are_the_codes() -> None:
-    rows = dict(re.findall(r"^\| `([a-z_.]+)` \|([^|]*)\|", LAUNCH_GUIDE, re.M))
+    rows = dict(re.findall(r"^\| `([a-z_.]+)` \|([^|]*)\|", CONFIG_SECTION, re.M))
     least = Settings.model_validate({"train": {"batch_size": 1, "max_steps": 1}})
     for key in set(KNOWN) - {"train.batch_size", "train.max_steps"}:
         value: object = least
@@ -199,7 +200,7 @@ def test_every_variable_of_the_help_is_in_the_launch_guide() -> None:
     table = LAUNCH_GUIDE.partition("## Environment variables")[2].partition("\n## ")[0]
     for name in variables:
         assert re.search(rf"^\| .*`{name}`.* \|", table, re.M), name
-    ours = table.partition("These belong to others")[0]
+    ours = table.partition("### Variables of other programs")[0]
     rows = re.findall(r"^\| (`.*?) \|", ours, re.M)
     assert set(re.findall(r"`([A-Z_]+)`", " ".join(rows))) == set(variables)
 
@@ -215,15 +216,22 @@ def test_every_make_target_named_exists_and_every_target_is_named() -> None:
 
 
 def faults_of_python(module: Path) -> Iterator[str]:
-    """Yield what a module's strings name: `name`, `... [name]` or `name: ...`, comments apart."""
+    """Yield the faults that a module's strings name: `name`, `... [name]` or `name: ...`."""
     tree = ast.parse(module.read_text())
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    left_out = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Tuple, ast.List, ast.Set)) and all(map(is_word, node.elts)):
+            left_out |= {id(word) for word in node.elts}  # the names of options, for example
     for node in ast.walk(tree):
         is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
-        if is_text and id(node) not in docstrings:
+        if is_text and id(node) not in left_out:
             text = str(node.value)  # type: ignore[attr-defined]
             for alone, last in re.findall(rf"^!?({NAME})(?:$|: )|\[({NAME})\]$", text):
                 yield alone or last
+
+
+def is_word(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and bool(re.fullmatch(r"[\w-]+", str(node.value)))
 
 
 def faults_of_bash(text: str) -> Iterator[str]:
@@ -248,6 +256,7 @@ def test_the_scan_finds_a_name_in_every_form(tmp_path: Path) -> None:
         'text = f"{x} is wrong; mend it [fault-three]"\n'
         'fault = "fault-four" if x else "no fault"\n'
         'text = "[fault-five] not at the end"\n'
+        'for option in ("no-fault", "word"): pass\n'
     )
     found = set(faults_of_python(module))
     assert found == {"fault-one", "fault-two", "fault-three", "fault-four"}
