@@ -29,9 +29,9 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from distributed import network
-from distributed.environment import Environment, LauncherError, detect
-from distributed.heartbeat import beat as beat
+from . import network
+from .environment import Environment, LauncherError, detect
+from .heartbeat import beat as beat
 
 STRATEGIES = ("auto", "single", "dp", "ddp")
 

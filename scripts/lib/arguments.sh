@@ -7,7 +7,8 @@ parse_arguments() { # <"plan entry ..."> <argument...>
   local names
   read -ra names <<<"$1"
   shift
-  TYPED=("$0" "$@")
+  TYPED=("${LAUNCH_AS:-$0}" "$@") # a command that pip has installed has its own name
+  unset LAUNCH_AS
   while (($#)); do
     [[ $1 == --*=* ]] && set -- "${1%%=*}" "${1#*=}" "${@:2}"
     case $1 in
