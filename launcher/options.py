@@ -46,6 +46,7 @@ class Typed:
     program: str = "start.py"  # the script
     python: str = sys.executable
     typed: Sequence[str] = ()  # every word of the command line
+    copy: str = ""  # another name for the log of a detached launcher
     config: str | None = None
     nproc: str | None = None
     cpu_nproc: str | None = None  # where there is no GPU

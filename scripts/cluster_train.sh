@@ -36,6 +36,10 @@ keep_copy() {
   printf -v name 'cluster_train_%(%Y%m%d-%H%M%S)T_node%s.log' -1 "$node_rank"
   mkdir -p -- "$folder" 2>/dev/null || refuse dir-unwritable "cannot make ${folder@Q}; set LOG_DIR"
   ln -sfn -- "$name" "$folder/latest_node$node_rank.log"
+  if [[ " ${FLAGS[*]} " == *" --detach "* ]]; then # what it would copy is in a log anyway
+    PLAN[copy]=$folder/$name
+    return
+  fi
   pipes=$(mktemp -d)
   mkfifo "$pipes/copy"
   (

@@ -25,6 +25,7 @@ COMMON=() # sbatch's options for every job
 main() {
   # shellcheck disable=SC2034 # for parse_arguments
   OPTIONS=(["--wait"]='!wait')
+  SCHEDULED=1
   parse_arguments "" "$@"
   choose_python
   take_own_settings

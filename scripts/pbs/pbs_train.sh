@@ -26,6 +26,7 @@ LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib
 source "$LIB/launch.sh"
 
 main() {
+  SCHEDULED=1
   parse_arguments config "$@"
   [[ -z ${CONFIG:-} ]] || : "${PLAN[config]=$CONFIG}"
   default_config

@@ -37,6 +37,7 @@ source "$LIB/launch.sh"
 PROGRAM=slurm_train.sh # whatever SLURM calls its copy
 
 main() {
+  SCHEDULED=1
   parse_arguments config "$@"
   default_config
   PLAN[batch-script]=scripts/slurm/slurm_train.sh
