@@ -40,6 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     """Start a run; returns its exit code."""
     typed = options.parse(arguments)
     try:
+        if typed.fanout == "submit":
+            return int(importlib.import_module("launcher.submit").run(typed))
         plan = check_config(options.make_plan(typed))
         if plan.fanout == "check":
             return 0
