@@ -378,10 +378,13 @@ is_started() { # <run id>
   run -124 on login timeout 1 bash -c "${commands[1]}"
   [[ $output == *"[0] step "* ]]
   run on login bash -c "${commands[2]}"
+  echo "$output"
   [[ $status == 0 && $output == "mine  running "*" [0] step "* ]]
   run on node1 bash -c "${commands[3]}"
+  echo "$output"
   [[ $status == 3 && $output == *"another machine, see 'logs/mine/launcher_login.log'"* ]]
   run on login bash -c "${commands[3]}"
+  echo "$output"
   [[ $status == 0 && $output == *$'\n'"mine  ended, code 75 "* ]]
   is_gone mine
   [[ -d checkpoints/mine/latest/. ]]
