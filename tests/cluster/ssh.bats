@@ -269,6 +269,7 @@ PY
   export PYTHONPATH=$ROOT
   run timeout 90 "$CLUSTER" run login bash -c '"$PYTHON" all.py "$0" pdsh node{1..40}; "$PYTHON" all.py "$0" ssh "$@"' "$ROOT" "${nodes[@]}"
   "$CLUSTER" down
+  echo "$output"
   [[ $status == 0 && $(grep '^ended' <<<"$output") == "ended      code 0; nothing is left running on 40 nodes
 ended      code 0; nothing is left running on $number nodes" ]]
 }
