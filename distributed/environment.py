@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from distributed import hostlist
+from . import hostlist
 
 INTERACTIVE_STEP = "4294967290"  # SLURM_STEP_ID in the shell that salloc opens on a node
 _SQUEUE_S = 10  # limit for an answer of SLURM's controller
@@ -179,13 +179,13 @@ def slurm_node(environ: Mapping[str, str]) -> tuple[int, int, str] | None:
     return env.num_nodes, env.node_rank, env.master_addr
 
 
-def tasks_per_node(text: str) -> list[int]:
+def tasks_per_node(text: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> list[int]:
     """Expand SLURM's short form: `2(x2),1` gives [2, 2, 1]."""
     counts: list[int] = []
     for item in text.split(","):
         match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", item)
         if match is None:
-            raise LauncherError(f"SLURM_STEP_TASKS_PER_NODE={text} cannot be read; use srun")
+            raise LauncherError(f"{name}={text} cannot be read; use srun")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from distributed.environment import slurm_job
-from distributed.errors import Refused
+from .environment import slurm_job
+from .errors import Refused
 
 _LIVE, _COMMIT = 0, 1  # bytes of the lock's file
 _COMMIT_S = 30.0  # the longest that a commit may take

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distributed.environment import LauncherError
+from .environment import LauncherError
 
 STRATEGIES = ("auto", "single", "dp", "ddp")
 _ONE_PROCESS = ("single", "dp")

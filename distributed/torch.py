@@ -31,10 +31,10 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from distributed import network
-from distributed.environment import Environment, LauncherError, detect
-from distributed.heartbeat import beat as beat
-from distributed.strategy import check_strategy
+from . import network
+from .environment import Environment, LauncherError, detect
+from .heartbeat import beat as beat
+from .strategy import check_strategy
 
 EXIT_LIMIT_S = 30.0  # for threads and exit handlers
 

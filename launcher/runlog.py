@@ -16,7 +16,7 @@ from distributed.lock import update_link
 
 
 class RunFolder:
-    """Paths of one run; private to the user, for logs show what the run was given."""
+    """Paths of one run. The user's umask decides who can read them."""
 
     def __init__(self, root: Path, run_id: str, node_rank: int) -> None:
         self.root = root  # the log directory, which holds all runs
@@ -27,9 +27,9 @@ class RunFolder:
     def create(self) -> None:
         """Make the folders and the links `latest` and `node_<rank>.log` beside them."""
         self.root.mkdir(parents=True, exist_ok=True)
-        self.path.mkdir(mode=0o700, exist_ok=True)
-        self.failures.mkdir(mode=0o700, exist_ok=True)
-        self.node_log.touch(mode=0o600)
+        self.path.mkdir(exist_ok=True)
+        self.failures.mkdir(exist_ok=True)
+        self.node_log.touch()
         update_link(self.root / "latest", self.path.name)
         update_link(self.root / self.node_log.name, f"{self.path.name}/{self.node_log.name}")
 

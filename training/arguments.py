@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
+from distributed import __version__
 from distributed.environment import Environment, LauncherError, is_first_task
 from distributed.strategy import check_strategy
 from training.settings import BUILT_IN_TASK, Settings, SettingsError, load, text_folder
@@ -116,6 +117,7 @@ def _parse(description: str) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"train.py {__version__}")
     config = parser.add_mutually_exclusive_group(required=True)
     config.add_argument("--config", "--config_path", metavar="FILE", type=Path)
     config.add_argument("--config-path", dest="folder", metavar="DIR", type=Path)
