@@ -75,7 +75,7 @@ def writing_to(folder: Path) -> Iterator[None]:
     """Make the folder of a run; what cannot be written there from now on is Refused."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         yield
     except OSError as error:
         cause = f"cannot write to '{folder}' ({error.strerror})"
