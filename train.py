@@ -34,7 +34,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from distributed import checkpoint
+from distributed import checkpoint, checkpoint_files
 from distributed import torch as helper
 from distributed.environment import Environment
 from distributed.errors import STOPPED
@@ -227,7 +227,7 @@ def find_checkpoint(
     Where it `is_again`, restarted after a failure, `never` is said of its first start.
     """
     if resume == "never" and not is_again:
-        if checkpoint.steps(run_folder):
+        if checkpoint_files.steps(run_folder):
             raise SettingsError(f"resume: never, but {run_folder} is not empty; use a new RUN_ID")
         return None
     state = checkpoint.load(run_folder)

@@ -106,6 +106,8 @@ def _error(text: str, position: int, problem: str) -> HostlistError:
 def main(arguments: list[str]) -> int:
     try:
         match arguments:
+            case ["-h" | "--help"]:
+                print(__doc__)
             case ["expand", text]:
                 print(*expand(text), sep="\n")
             case ["first", text]:

@@ -1,4 +1,4 @@
-"""A request to stop, by a signal or by the clock, that all ranks heed at the same step's end."""
+"""A request to stop, by a signal or by the clock: all ranks stop at the end of the same step."""
 
 from __future__ import annotations
 
@@ -8,40 +8,38 @@ import time
 import torch
 import torch.distributed as dist
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-IMPATIENT_S = 1.0  # a SIGINT so long after the first means it
+from .stop_signals import STOP_SIGNALS, Interrupts
 
 
 class Stop:
-    """Heeds stop signals from its making on; a handler only sets a flag.
+    """Records stop signals from its creation on; a handler only sets a flag.
 
-    Make it on every rank, after the process group.
+    Create it on every rank, after the process group.
     """
 
     def __init__(self, max_seconds: float | None = None) -> None:
         self.reason = ""  # of this rank; empty until there is one
-        self._noted = 0.0
+        self._interrupts = Interrupts()
         self._end = time.monotonic() + max_seconds if max_seconds else None
         self._group: dist.ProcessGroup | None = None  # the ranks' own, where that is gloo's
         self._work: dist.Work | None = None
         self._flag = torch.zeros(1)
         if dist.is_initialized() and dist.get_backend() != "gloo":
-            self._group = dist.new_group(backend="gloo")  # no waiting for a GPU
-        for signum in SIGNALS:
-            if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup has it
+            self._group = dist.new_group(backend="gloo")  # does not wait for a GPU
+        for signum in STOP_SIGNALS:
+            if signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
                 signal.signal(signum, self._on_signal)
 
     def _on_signal(self, signum: int, frame: object) -> None:
-        if not self.reason:
-            self.reason, self._noted = signal.Signals(signum).name, time.monotonic()
-        elif signum == signal.SIGINT and time.monotonic() - self._noted > IMPATIENT_S:
+        self.reason = self.reason or signal.Signals(signum).name
+        if signum == signal.SIGINT and self._interrupts.is_second():
             raise KeyboardInterrupt
 
     def ask(self) -> None:
-        """Send this rank's flag to the others, beside what is computed until `agreed` is called.
+        """Send this rank's flag to the others, while the step computes until `agreed` is called.
 
-        Every rank calls it in every step, as late as leaves the flags their time: what comes after
-        it is heeded one step later.
+        Every rank calls it in every step, as late as leaves the flags time to travel. A request
+        that comes after this call stops the ranks one step later.
         """
         if not self.reason and self._end and time.monotonic() >= self._end:
             self.reason = "max_seconds"
@@ -57,6 +55,6 @@ class Stop:
 
 
 def ignore_signals(_worker: int) -> None:
-    """Leave stops to the rank: schedulers signal its data workers too (a `worker_init_fn`)."""
-    for signum in SIGNALS:
+    """Ignore stop signals in a data worker (a `worker_init_fn`): schedulers send it them, too."""
+    for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)

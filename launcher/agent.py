@@ -35,12 +35,13 @@ from distributed.lock import RunLock
 from launcher import checkin, identity, link, rank, runlog
 from launcher.arguments import Arguments, parse
 from launcher.attempt import Attempt, Rank, Verdict
-from launcher.failure import RunSummary, print_block, print_stop
+from launcher.control import Control, report_end
+from launcher.failure import End, RunSummary
 from launcher.heartbeats import Heartbeats
 from launcher.output import NodeLog, Stream, Terminal, open_stream
 
 
-def run_agent(arguments: list[str], guardian: socket.socket) -> int:
+def run_agent(arguments: list[str], guardian: socket.socket, control: Control | None) -> int:
     """Be the agent process; in each forked rank, return that rank's exit code instead."""
     try:
         args, beyond_static = parse(arguments)
@@ -48,7 +49,7 @@ def run_agent(arguments: list[str], guardian: socket.socket) -> int:
             _say(f"{beyond_static}: started by torch's own elastic agent, one import per rank")
             torchrun.main(arguments)
             return 0
-        agent = NodeAgent(args, arguments, guardian)
+        agent = NodeAgent(args, arguments, guardian, control)
         agent.check_in()
     except (Refused, ValueError) as error:
         _say(str(error))
@@ -66,8 +67,16 @@ VERDICT_S = 1.5  # after a failure that no restart follows: for the other nodes'
 class NodeAgent:
     """This node's part of a run."""
 
-    def __init__(self, args: Arguments, arguments: list[str], guardian: socket.socket) -> None:
+    def __init__(
+        self,
+        args: Arguments,
+        arguments: list[str],
+        guardian: socket.socket,
+        control: Control | None,
+    ) -> None:
         self.args = args
+        self.control = control
+        self.shares_terminal = args.is_in_step or control is not None
         self.arguments = arguments
         self.guardian = guardian
         self.is_rank = False  # in the agent itself
@@ -108,7 +117,7 @@ class NodeAgent:
             address = args.master_addr
             hub, self.assignment = checkin.join(address, self.port, me, args.join_timeout_s, _say)
             self.peers = {0: hub}
-            if not args.shares_terminal:
+            if not self.shares_terminal:
                 where = f"{self.assignment.hosts[0]} ({address}:{self.port})"
                 _say(f"checked in with node rank 0 on {where}")
         self.started = time.time()
@@ -302,9 +311,11 @@ class NodeAgent:
 
     def _tell(self, verdict: Verdict) -> None:
         """Print how it ended, last of all, and complete run.json."""
-        if verdict.code != 0 and any(terminal.is_line_open for terminal in self.terminals):
+        is_line_open = any(terminal.is_line_open for terminal in self.terminals)
+        sends_end = self.control is not None and self.control.token
+        if verdict.code != 0 and is_line_open and not sends_end:
             print(file=sys.stderr)
-        story = RunSummary(
+        summary = RunSummary(
             started=self.started,
             lost_peer=verdict.lost_peer,
             stopped=verdict.stopped,
@@ -312,12 +323,11 @@ class NodeAgent:
             run_id=self.assignment.run_id,
             command=os.environ.get("LAUNCH_COMMAND", ""),
         )
-        if self.args.shares_terminal and verdict.is_told:
-            pass  # node rank 0 says it, in the same place
-        elif verdict.failure is not None:
-            print_block(verdict.failure, story, sys.stderr)
-        elif verdict.code != 0:
-            print_stop(verdict.code, story, sys.stderr)
+        if sends_end or not (
+            self.shares_terminal and verdict.is_told
+        ):  # else node rank 0 prints it
+            end = End(verdict.code, verdict.failure, summary, verdict.is_told)
+            report_end(end, self.control, is_line_open=self.terminals[0].is_line_open)
         if self.folder is None:
             shutil.rmtree(self.error_files)
         elif self.args.node_rank == 0:

@@ -41,7 +41,7 @@ class Arguments:
     role: str
     max_restarts: int
     shown: frozenset[int] | None  # local ranks on the terminal; None: as the logs allow
-    shares_terminal: bool  # with the agents of the other nodes: started by srun, ssh
+    is_in_step: bool  # srun started it, and shares its terminal between all nodes
     join_timeout_s: float
     grace_s: float
 
@@ -89,7 +89,7 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         role=args.role,
         max_restarts=args.max_restarts,
         shown=frozenset(map(int, filtered)) if filtered else None,
-        shares_terminal=is_placed or "LEASH" in os.environ,
+        is_in_step=is_placed,
         join_timeout_s=float(settings.get("join_timeout", "300")),
         grace_s=float(os.environ.get("GRACE", vars(args).get("shutdown_timeout") or 30)),
     ), beyond_static

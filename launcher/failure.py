@@ -10,11 +10,12 @@ import signal
 import sysconfig
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
 from distributed.errors import STOPPED
+from launcher.messages import decode
 
 # What a rank reports when another one has gone: its own end is then a consequence.
 _PEER_LOST = re.compile(
@@ -202,6 +203,38 @@ class RunSummary:
     left: int  # processes that could not be ended
     run_id: str
     command: str  # as the user typed it, quoted for a shell; empty if unknown
+
+
+@dataclass(frozen=True)
+class End:
+    """How a node agent's part of the run ended, as it tells a launcher on another machine."""
+
+    code: int
+    failure: Failure | None
+    summary: RunSummary
+    is_told: bool  # node rank 0 decided it and told this node; node rank 0 sends the same itself
+
+
+def end_message(token: str, end: End) -> str:
+    """Return the line, with its end, that stands for the failure block on an agent's stdout."""
+    return f"{token} {json.dumps({'end': asdict(end)})}\n"
+
+
+def read_end(message: object) -> End:
+    """Return the End of a message's `end` field, as `json` parses it.
+
+    Raises:
+        ValueError: a field is missing, unknown or of the wrong type.
+    """
+    return decode(End, message)
+
+
+def print_end(end: End, out: TextIO) -> None:
+    """Print what a user sees last: the failure block, the stopped line, or nothing for code 0."""
+    if end.failure is not None:
+        print_block(end.failure, end.summary, out)
+    elif end.code != 0:
+        print_stop(end.code, end.summary, out)
 
 
 def print_block(failure: Failure, summary: RunSummary, out: TextIO) -> None:

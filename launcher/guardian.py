@@ -11,19 +11,16 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Sequence
 
 from launcher import processes
-from launcher.failure import Failure, RunSummary, print_block, print_stop
+from launcher.control import Control, report_end, take_control
+from launcher.failure import End, Failure, RunSummary
 
-LEASH_S = 10.0  # without a word for so long, a launcher elsewhere is gone
-TERM_S = 1.0  # from then on, for the ranks to save
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -34,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pass
     os.close(fd)
     processes.adopt_orphans()
-    leash = _take_leash()
+    control = take_control()
     ours, theirs = socket.socketpair()
     me = os.getpid()
     handled = [one for one in _FORWARDED if signal.getsignal(one) != signal.SIG_IGN]  # nohup
@@ -43,56 +40,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     agent = os.fork()
     if agent != 0:
         theirs.close()
-        return _guard(agent, ours, handled, leash)
+        return _guard(agent, ours, handled, control)
     ours.close()
-    if leash is not None:
-        os.close(leash)
+    if control is not None:
+        os.close(control.fd)
     os.setsid()  # a terminal's Ctrl-C reaches the guardian alone
     processes.die_with_parent(me)
     for signum in handled:
         signal.signal(signum, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*handled, signal.SIGCHLD})
-    if os.environ.get("LAUNCHER") == "torch.distributed.launch":
+    if os.environ.get("ENGINE") == "torch.distributed.launch":
         from torch.distributed.launch import main as launch  # its ranks, its report
 
         launch(list(arguments))  # type: ignore[no-untyped-call]
         return 0
     from launcher.agent import run_agent  # imports torch
 
-    return run_agent(list(arguments), theirs)
-
-
-def _take_leash() -> int | None:
-    """The stream that a launcher on another machine holds the end of, if one started this."""
-    if os.environ.get("LEASH", "").rpartition(".")[2] != str(os.getppid()):
-        return None  # none did, or this is a run within its run
-    leash = os.dup(0)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    return leash
-
-
-def _heed(leash: int, agent: int, passed_on: list[int]) -> None:
-    """Pass on the signals whose names come, a line each; at the launcher's end, end the run."""
-    pending = b""
-    while select.select([leash], [], [], LEASH_S)[0] and (data := os.read(leash, 4096)):
-        *lines, pending = (pending + data).split(b"\n")
-        for name in filter(None, lines):
-            os.kill(os.getpid(), signal.Signals[name.decode()])
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(TERM_S)
-    passed_on.append(signal.SIGKILL)
-    processes.send([agent], signal.SIGKILL)
+    return run_agent(list(arguments), theirs, control)
 
 
 def _guard(
-    agent: int, notes: socket.socket, handled: Sequence[signal.Signals], leash: int | None
+    agent: int, notes: socket.socket, handled: Sequence[signal.Signals], control: Control | None
 ) -> int:
     """Wait for the agent's end. No handlers: blocked signals neither nest nor change the code."""
     passed_on: list[int] = []
-    if leash is not None:
-        threading.Thread(target=_heed, args=(leash, agent, passed_on), daemon=True).start()
+
+    def kill_agent() -> None:
+        passed_on.append(signal.SIGKILL)
+        processes.send([agent], signal.SIGKILL)
+
+    if control is not None:
+        control.follow(kill_agent)
     while (ended := os.waitpid(agent, os.WNOHANG)) == (0, 0):
         signum = signal.sigwait({*handled, signal.SIGCHLD})
         if signum != signal.SIGCHLD:
@@ -103,11 +81,13 @@ def _guard(
     code = processes.exit_code(status)
     if os.WIFSIGNALED(status):
         is_asked = os.WTERMSIG(status) in passed_on
-        _report_death(code, notes, left=len(left), is_asked=is_asked)
+        _report_death(code, notes, control, left=len(left), is_asked=is_asked)
     return code
 
 
-def _report_death(code: int, notes: socket.socket, *, left: int, is_asked: bool) -> None:
+def _report_death(
+    code: int, notes: socket.socket, control: Control | None, *, left: int, is_asked: bool
+) -> None:
     """The agent was killed, or stopped before it could heed a stop: tell so in its place."""
     notes.setblocking(False)
     try:
@@ -131,10 +111,10 @@ def _report_death(code: int, notes: socket.socket, *, left: int, is_asked: bool)
         run_id=told["run_id"],
         command=os.environ.get("LAUNCH_COMMAND", "") if told["run_id"] else "",
     )
-    if not is_asked:
-        print_block(failure, summary, sys.stderr)
-    elif code != 128 + signal.SIGKILL:
-        print_stop(code, summary, sys.stderr)
+    end = End(code, None if is_asked else failure, summary, is_told=False)
+    is_silent = is_asked and code == 128 + signal.SIGKILL  # the launcher is gone
+    if not is_silent:
+        report_end(end, control, is_line_open=True)
 
 
 if __name__ == "__main__":

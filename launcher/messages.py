@@ -7,6 +7,7 @@ report = decode(Report, json.loads(text))
 from __future__ import annotations
 
 import json
+import sys
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+MAX_FLOAT = sys.float_info.max
 
 
 class MessageError(ValueError):
@@ -60,7 +62,11 @@ def _read(kind: Any, value: Any, where: str) -> Any:
         return {name: _read(arguments[1], one, f"{where}.{name}") for name, one in value.items()}
     if kind is Path and isinstance(value, str):
         return Path(value)
-    if kind is float and type(value) is int:
+    if kind is float and type(value) in (int, float):
+        if (
+            not -MAX_FLOAT <= value <= MAX_FLOAT
+        ):  # json reads NaN, Infinity and integers of any size
+            raise MessageError(f"{where}: {value!r:.80} is not a finite number")
         return float(value)
     if type(value) is not kind:
         raise MessageError(f"{where}: {value!r:.80} is not of type {kind}")

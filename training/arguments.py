@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
+from distributed import __version__
 from distributed.environment import Environment, LauncherError
 from training.settings import Settings, SettingsError, load
 
@@ -106,6 +107,7 @@ def _parse(description: str) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"train.py {__version__}")
     place = parser.add_mutually_exclusive_group(required=True)
     place.add_argument("--config", "--config_path", metavar="FILE", type=Path)
     place.add_argument("--config-path", dest="folder", metavar="DIR", type=Path)

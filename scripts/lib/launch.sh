@@ -13,6 +13,8 @@ REST=()               # what follows `--`
 FLAGS=()              # of start.py: --dry-run, --strict, --detach
 ACTIVATED=()          # names of variables that the environment of PYTHON has changed
 
+SCHEDULED=${SLURM_JOB_ID:-${PBS_JOBID:-}} # not empty: a scheduler holds the run
+
 # shellcheck source=scripts/lib/arguments.sh
 source "${BASH_SOURCE[0]%/*}/arguments.sh"
 # shellcheck source=scripts/lib/python.sh

@@ -23,11 +23,17 @@ choose_python() {
   else
     PYTHON=python3
   fi
-  local found
+  local found code=0
   found=$(type -P -- "$PYTHON") ||
     refuse env-missing "there is no Python at ${PYTHON@Q}; run make setup, or set PYTHON"
   [[ $found == /* ]] || found=$PWD/$found
   PYTHON=$found
+  "$PYTHON" -S -E -c 'import sys; sys.exit(42 if sys.version_info >= (3, 10) else 43)' 2>/dev/null || code=$?
+  case $code in
+    42) ;;
+    43) refuse env-missing "$PYTHON is older than Python 3.10; set PYTHON to a newer one" ;;
+    *) refuse env-missing "$PYTHON is no Python; correct PYTHON" ;;
+  esac
   for name in $(compgen -A export); do
     [[ ${before[$name]-unset} == "${!name}" ]] || ACTIVATED+=("$name")
   done

@@ -68,9 +68,9 @@ assert_output() { # <text>
   diff <(printf '%s\n' "$1") <(printf '%s\n' "$output")
 }
 
-# The golden command of node 0, with what differs between machines filled in.
+# The golden command of a node, with what differs between machines filled in.
 golden_command() { # <launcher's line> <nnodes> <node rank> <nproc> <master> <script and arguments>
-  printf '%s' "cd $PWD && env RUN_ID=golden LAUNCH_COMMAND=$1 $PYTHON $ROOT/scripts/lib/agent.py" \
+  printf '%s' "cd $PWD && env RUN_ID=golden 'LAUNCH_COMMAND=$1' $PYTHON $ROOT/scripts/lib/agent.py" \
     " --nnodes $2 --node-rank $3 --master-addr $5 --nproc-per-node $4 --master-port 23456" \
     " --rdzv-conf join_timeout=300 --log-dir logs --rdzv-id golden $6"
 }

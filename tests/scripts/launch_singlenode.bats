@@ -20,7 +20,7 @@ launch() {
   run --separate-stderr launch plain.yaml 2 seed=3 --dry-run -- --log-level INFO
   [[ $status == 0 ]]
   assert_output "# node 0 ($HOST): ranks 0-1 of 2, rendezvous 127.0.0.1:23456
-$(golden_command "MASTER_PORT=23456\\ $ROOT/scripts/ssh/launch_singlenode.sh\\ plain.yaml\\ 2\\ seed=3\\ --\\ --log-level\\ INFO" \
+$(golden_command "MASTER_PORT=23456 $ROOT/scripts/ssh/launch_singlenode.sh plain.yaml 2 seed=3 -- --log-level INFO" \
     1 0 2 127.0.0.1 "$ROOT/train.py --config plain.yaml seed=3 --log-level INFO")"
   # shellcheck disable=SC2154 # set by run
   [[ $stderr == "run        golden    plain.yaml
@@ -115,7 +115,7 @@ PY
   run launch ""
   assert_refused 2 "there is no config ''"
   run launch $'missing\n.yaml' 2
-  assert_refused 2 "there is no config \$'missing\\n.yaml'; give"
+  assert_refused 2 "there is no config 'missing\n.yaml'; give"
   run launch plain.yaml 0
   assert_refused 2 "the number of processes is '0'; give a whole number from 1"
   RUN_ID=latest run launch plain.yaml 1

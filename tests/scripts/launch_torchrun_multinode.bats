@@ -8,14 +8,14 @@ launch() {
 
 @test "--dry-run: the golden command of each node rank" {
   export RUN_ID=golden
-  local line="$ROOT/scripts/ssh/launch_torchrun_multinode.sh\\ plain.yaml\\ 4\\ 2"
+  local line="$ROOT/scripts/ssh/launch_torchrun_multinode.sh plain.yaml 4 2"
   run --separate-stderr launch plain.yaml 4 2 0 10.0.0.1 23456 --dry-run
   [[ $status == 0 ]]
   assert_output "# node 0 ($HOST): ranks 0-3 of 8, rendezvous 10.0.0.1:23456
-$(golden_command "$line\\ 0\\ 10.0.0.1\\ 23456" 2 0 4 10.0.0.1 "$ROOT/train.py --config plain.yaml")"
+$(golden_command "$line 0 10.0.0.1 23456" 2 0 4 10.0.0.1 "$ROOT/train.py --config plain.yaml")"
   run --separate-stderr launch plain.yaml 4 2 1 10.0.0.1 23456 --dry-run
   assert_output "# node 1 ($HOST): ranks 4-7 of 8, rendezvous 10.0.0.1:23456
-$(golden_command "$line\\ 1\\ 10.0.0.1\\ 23456" 2 1 4 10.0.0.1 "$ROOT/train.py --config plain.yaml")"
+$(golden_command "$line 1 10.0.0.1 23456" 2 1 4 10.0.0.1 "$ROOT/train.py --config plain.yaml")"
   # shellcheck disable=SC2154 # set by run
   [[ $stderr == *"ranks      8 = 2 nodes x 4, gloo"* ]]
 }

@@ -12,7 +12,7 @@ launch() {
   [[ $status == 0 ]]
   cd "$ROOT"
   assert_output "# node 0 ($HOST): ranks 0-2 of 3, rendezvous 127.0.0.1:23456
-$(golden_command "MASTER_PORT=23456\\ $ROOT/scripts/test_distributed.sh\\ 3" 1 0 3 127.0.0.1 "-m distributed.selftest")"
+$(golden_command "MASTER_PORT=23456 $ROOT/scripts/test_distributed.sh 3" 1 0 3 127.0.0.1 "-m distributed.selftest")"
 }
 
 @test "two processes where there is no GPU, else one per GPU" {

@@ -69,9 +69,12 @@ time.sleep(600)
 class Run:
     """One agent under test, and all that descends from it."""
 
-    def __init__(self, arguments: Sequence[str], **environment: str) -> None:
+    def __init__(
+        self, arguments: Sequence[str], stdin: int | None = None, /, **environment: str
+    ) -> None:
         self.process = subprocess.Popen(
             [*AGENT, *arguments],
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

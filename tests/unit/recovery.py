@@ -73,7 +73,7 @@ import os, runpy, signal, sys
 sys.path.insert(0, os.environ["ROOT"])
 import torch
 from pathlib import Path
-from distributed import checkpoint
+from distributed import checkpoint, checkpoint_files
 
 kills = Path(os.environ["KILLS"])
 lines = kills.read_text().splitlines()
@@ -98,8 +98,8 @@ def deadly(owner, name):
 if os.environ["RANK"] == "0":
     for name in ("mkdir", "fsync", "rename", "symlink", "replace", "unlink", "rmdir"):
         deadly(os, name)
-    for name in ("_hash", "_write_files", "_commit", "_prune"):
-        deadly(checkpoint, name)
+    for name in ("hash_file", "write", "commit", "prune"):
+        deadly(checkpoint_files, name)
     for name in ("save", "_write"):
         deadly(checkpoint.Saver, name)
     deadly(torch, "save")
@@ -108,7 +108,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 FAULT_POINTS = {
     *("os.mkdir", "os.fsync", "os.rename", "os.symlink", "os.replace", "os.unlink", "os.rmdir"),
-    *("checkpoint._hash", "checkpoint._write_files", "checkpoint._commit", "checkpoint._prune"),
+    *(f"checkpoint_files.{name}" for name in ("hash_file", "write", "commit", "prune")),
     *("Saver.save", "Saver._write", "torch.save"),
 }
 

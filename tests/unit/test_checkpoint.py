@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
-from distributed import checkpoint
+from distributed import checkpoint, checkpoint_files
 from distributed.checkpoint import CheckpointError, Saver, State, load, weights_hash
 from distributed.errors import Refused
 from distributed.lock import RunLock
@@ -146,7 +146,7 @@ def test_a_damaged_one_is_named_and_the_one_before_taken(
     assert newest_step(tmp_path) == 1
     assert f"{tmp_path}/step-2" in caplog.text
     damage(tmp_path / "step-1")
-    with pytest.raises(CheckpointError, match=r"step-2.*no whole checkpoint is left"):
+    with pytest.raises(CheckpointError, match=r"step-2.*no intact checkpoint is left"):
         load(tmp_path)
 
 
@@ -176,7 +176,7 @@ def test_killed_at_any_moment_a_whole_one_is_left(
 
     for owner, name in (
         (os, "fsync"), (os, "mkdir"), (os, "rename"), (os, "replace"), (os, "symlink"),
-        (os, "unlink"), (os, "rmdir"), (torch, "save"), (checkpoint, "_hash"),
+        (os, "unlink"), (os, "rmdir"), (torch, "save"), (checkpoint_files, "hash_file"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, deadly(getattr(owner, name)))
     calls_left = 1000
@@ -411,13 +411,16 @@ def test_the_commands(tmp_path: Path) -> None:
     flip_a_bit(run / "step-2/optimizer.pt")
     verified = run_command("verify", run)
     assert verified.returncode == 1
-    whole, damaged = verified.stdout.splitlines()
-    assert whole.split() == ["step-1", "whole"]
+    intact, damaged = verified.stdout.splitlines()
+    assert intact.split() == ["step-1", "intact"]
     cause = f"{run}/step-2/optimizer.pt: is not what was written (SHA-256)"
     assert damaged.endswith(f"damaged: {cause}")
     missing = run_command("hash", tmp_path / "no")
     assert missing.returncode == 2
     assert missing.stderr == f"checkpoint: {tmp_path}/no holds no checkpoint\n"
+    helped = run_command("--help")
+    assert (helped.returncode, helped.stderr) == (0, "")
+    assert "python -m distributed.checkpoint verify DIR" in helped.stdout
     for wrong in ((), ("ls",), ("look", run), ("export", run)):
         assert run_command(*wrong).returncode == 2
 

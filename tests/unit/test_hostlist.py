@@ -160,6 +160,8 @@ def test_command() -> None:
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr == "hostlist: host list 'n[2-1]': '2-1' runs backwards, at position 1\n"
     assert _command("what").returncode == 2
+    assert _command("--help").stdout.startswith("SLURM's host lists")
+    assert _command("--help").returncode == 0
 
 
 def test_a_list_without_end_is_refused() -> None:

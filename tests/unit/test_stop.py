@@ -1,4 +1,4 @@
-"""Stops: heeded by all ranks at one step's end, whoever was asked."""
+"""A stop request to any rank stops all ranks at the end of the same step."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ import pytest
 import torch
 from torch.multiprocessing.spawn import start_processes
 
-from distributed import stop
-from distributed.stop import SIGNALS, Stop
+from distributed import stop_signals
+from distributed.stop import Stop
+from distributed.stop_signals import STOP_SIGNALS
 
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    before = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     yield
     for signum, handler in before.items():
         signal.signal(signum, handler)
 
 
-@pytest.mark.parametrize("signum", SIGNALS)
-def test_alone_a_signal_stops_at_the_next_question(signum: signal.Signals) -> None:
+@pytest.mark.parametrize("signum", STOP_SIGNALS)
+def test_a_signal_stops_a_rank_on_its_own_at_the_next_step(signum: signal.Signals) -> None:
     asked = Stop()
     asked.ask()
     assert not asked.agreed()
@@ -44,7 +45,7 @@ def test_the_clock_stops_too() -> None:
 
 
 def test_a_second_interrupt_a_while_later_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stop, "IMPATIENT_S", 0.0)
+    monkeypatch.setattr(stop_signals, "SECOND_INTERRUPT_S", 0.0)
     Stop()
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(0.001)
@@ -72,6 +73,17 @@ def _step_until_stopped(rank: int, folder: str) -> None:
         asked.ask()
     Path(folder, str(rank)).write_text(f"{step} {asked.reason}")
     torch.distributed.barrier()
+
+
+def test_a_sigint_that_arrives_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    interrupts = stop_signals.Interrupts()
+    is_second = []
+    for seconds in (0.0, 0.1, 0.1, 0.2):
+        now += seconds
+        is_second.append(interrupts.is_second())
+    assert is_second == [False, False, False, True]
 
 
 @pytest.mark.slow

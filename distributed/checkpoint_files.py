@@ -1,0 +1,192 @@
+"""A checkpoint on disk: written in full before it gets its name, verified when it is read.
+
+A run saves in a folder of its own, and only one live run at a time writes to it:
+
+    step-200/            model.pt  optimizer.pt  ranks.pt  progress.json  manifest.json
+    step-400/
+    step-600.tmp-.../    being written, or left over from a process that died; never counts
+    latest -> step-400
+    best -> step-200     the lowest validation loss so far
+
+A checkpoint is written under a temporary name, flushed to the disk, and only then renamed, so a
+folder named step-N is always complete. Its manifest holds the size and SHA-256 of each file,
+because torch.load does not notice a flipped bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .lock import update_link
+
+MANIFEST = "manifest.json"
+_CHUNK = 1 << 22  # bytes
+_log = logging.getLogger(__name__)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be read or saved; one line that names the damage."""
+
+
+# --- writing ------------------------------------------------------------------------------------
+
+
+def write(folder: Path, tensors: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
+    """Write a checkpoint into a new folder, and return when it is on the disk.
+
+    Args:
+        tensors: saved with torch.save as `<name>.pt`.
+        progress: saved as JSON.
+    """
+    folder.mkdir()
+    for name, content in tensors.items():
+        torch.save(content, folder / f"{name}.pt")
+    (folder / "progress.json").write_text(json.dumps(progress))
+    files = sorted(folder.iterdir())
+    entries = {f.name: {"size": f.stat().st_size, "sha256": hash_file(f)} for f in files}
+    manifest = {"version": 1, "saved": time.time(), "files": entries}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2))
+    for file in (*files, folder / MANIFEST, folder):
+        _sync(file)
+
+
+def hash_file(file: Path) -> str:
+    """Return the SHA-256 of a file, read in pieces."""
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while chunk := opened.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def commit(temporary: Path, final: Path) -> None:
+    """Rename a written checkpoint to its final name, durably, and point `latest` at it."""
+    if final.exists():  # damaged: an intact one would have been resumed
+        _delete(final)
+    temporary.rename(final)
+    _sync(final.parent)
+    update_link(final.parent / "latest", final.name)
+
+
+def prune(run_folder: Path, step: int, keep_last: int) -> None:
+    """Delete old checkpoints, and those of later steps, which the run went back behind."""
+    whole = [folder for folder in steps(run_folder) if _is_whole(folder)]
+    kept = [folder for folder in whole if _step_of(folder) <= step][-keep_last:]
+    best = min(whole, key=validation_loss)
+    if math.isfinite(validation_loss(best)):
+        update_link(run_folder / "best", best.name)
+        kept.append(best)
+    for folder in whole:
+        if folder not in kept:
+            _delete(folder)
+
+
+def _sync(path: Path) -> None:
+    """Flush a file's content, or a folder's names, to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        if path.is_file():  # nobody reads it soon: leave the page cache to the training data
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def _delete(folder: Path) -> None:
+    """Delete a checkpoint. It is renamed first: a half deleted one must not count."""
+    doomed = folder.with_name(f"{folder.name}.tmp-old")
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def steps(run_folder: Path) -> list[Path]:
+    """Return the committed checkpoints of a run, oldest first. They may still be damaged."""
+    found = [path for path in run_folder.glob("step-*") if path.name[5:].isdecimal()]
+    return sorted(found, key=_step_of)
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name[5:])
+
+
+def candidates(folder: Path) -> list[Path]:
+    """Return the folder itself if it is a checkpoint, else those of the run, newest first."""
+    return [folder] if (folder / MANIFEST).exists() else steps(folder)[::-1]
+
+
+def read_newest(folder: Path) -> dict[str, bytes]:
+    """Return the files of a checkpoint, or of a run's newest intact one; {} if there is none.
+
+    Raises:
+        CheckpointError: every checkpoint of the run is damaged.
+    """
+    damage = []
+    for candidate in candidates(folder):
+        try:
+            return read(candidate)
+        except CheckpointError as error:
+            damage.append(str(error))
+            _log.warning("%s; trying the checkpoint before it", error)
+    if damage:
+        cause = f"{damage[0]}, and no intact checkpoint is left in {folder}"
+        raise CheckpointError(f"{cause}; move it away, or use another RUN_ID [checkpoint-damaged]")
+    return {}
+
+
+def read(folder: Path) -> dict[str, bytes]:
+    """Return the content of a checkpoint's files by name.
+
+    Raises:
+        CheckpointError: a file does not match the manifest.
+    """
+    content = {}
+    for name, entry in read_manifest(folder)["files"].items():
+        content[name] = (folder / name).read_bytes()
+        if hashlib.sha256(content[name]).hexdigest() != entry["sha256"]:
+            raise CheckpointError(f"{folder}/{name}: is not what was written (SHA-256)")
+    return content
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's manifest, after comparing the sizes of the files with it.
+
+    Raises:
+        CheckpointError: the manifest cannot be read, or a file is missing or has another size.
+    """
+    try:
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
+        for name, entry in manifest["files"].items():
+            size = (folder / name).stat().st_size
+            if size != entry["size"]:
+                raise CheckpointError(f"{folder}/{name}: has {size} bytes, not {entry['size']}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder}: unreadable ({error})") from None
+    return manifest
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        read_manifest(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def validation_loss(folder: Path) -> float:
+    """Return the validation loss that a checkpoint was saved with; infinity if there was none."""
+    loss = json.loads((folder / "progress.json").read_bytes()).get("validation_loss")
+    return math.inf if loss is None else loss

@@ -1,0 +1,25 @@
+"""Which signals ask a run to stop, and when a second Ctrl-C counts (no torch)."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+NOTICE = signal.SIGUSR1  # schedulers send it minutes before they end a job
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, NOTICE)
+SECOND_INTERRUPT_S = 0.3  # schedulers and terminals may send one SIGINT twice
+
+
+class Interrupts:
+    """Tells a second Ctrl-C from one that arrives twice. The second one ends a run at once."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None  # monotonic seconds
+
+    def is_second(self) -> bool:
+        """Call it at each SIGINT: True at least SECOND_INTERRUPT_S after the first one."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now
+            return False
+        return now - self._first >= SECOND_INTERRUPT_S

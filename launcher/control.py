@@ -1,0 +1,79 @@
+"""The control stream: how a launcher on another machine holds a node's part of a run (no torch).
+
+Such a launcher sets two variables for the guardian:
+
+    LAUNCH_CONTROL=1        stdin is the control stream. The guardian takes it and removes the
+                            variable, so that a run nested within this one keeps its own stdin.
+    LAUNCH_TOKEN=<token>    the launcher prints how the run ended: instead of the failure block the
+                            guardian or the agent writes a message to stdout, `<token> {json}`.
+                            The variable stays, for it marks every process of the run.
+
+On the stream comes an empty line as a beat every few seconds, and the name of a signal to pass on.
+Its end, or silence, means that the launcher is gone: that ends the run on this node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from distributed.stop_signals import STOP_SIGNALS
+from launcher.failure import End, end_message, print_end
+
+SILENCE_S = 10.0  # without a beat for so long, the launcher is gone
+TERM_S = 1.0  # from then on, for the ranks to save
+_BY_NAME = {signum.name.encode(): signum for signum in STOP_SIGNALS}
+
+
+@dataclass(frozen=True)
+class Control:
+    """The control stream of this process, and the token that begins messages to the launcher."""
+
+    fd: int
+    token: str  # empty: the launcher reads no messages
+
+    def follow(self, kill_agent: Callable[[], None]) -> None:
+        """In a thread, send this process each signal named; at the launcher's end, end the run."""
+        threading.Thread(target=self._follow, args=(kill_agent,), daemon=True).start()
+
+    def _follow(self, kill_agent: Callable[[], None]) -> None:
+        pending = b""
+        while select.select([self.fd], [], [], SILENCE_S)[0] and (data := os.read(self.fd, 4096)):
+            *lines, pending = (pending + data).split(b"\n")
+            for signum in filter(None, map(_BY_NAME.get, lines)):
+                os.kill(os.getpid(), signum)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(TERM_S)
+        kill_agent()
+
+
+def take_control() -> Control | None:
+    """Take the control stream away from stdin, if a launcher elsewhere started this process."""
+    if not os.environ.pop("LAUNCH_CONTROL", None):
+        return None
+    fd = os.dup(0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    return Control(fd, os.environ.get("LAUNCH_TOKEN", ""))
+
+
+def report_end(end: End, control: Control | None, *, is_line_open: bool) -> None:
+    """Print how this node's part ended or, to a launcher that reads messages, send it.
+
+    Args:
+        is_line_open: the last line on stdout may lack its end; a message begins a line.
+    """
+    if control is None or not control.token:
+        print_end(end, sys.stderr)
+        return
+    message = "\n" * is_line_open + end_message(control.token, end)
+    with contextlib.suppress(OSError):  # nobody reads any more
+        print(message, end="", flush=True)

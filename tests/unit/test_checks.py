@@ -1,0 +1,277 @@
+"""Each check on a machine that is sound, and on one with the fault that it is there for."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from ports import free_port
+
+from distributed.environment import port_from_id
+from launcher import checks, gpus
+from launcher.checks import Fault, Machine
+from launcher.gpus import Gpu, GpuError, visible_gpus
+from launcher.preflight import bind_error, choose_port
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def make_machine(**changes: object) -> Machine:
+    """Return a sound single node, changed."""
+    machine = Machine(
+        run_id="mine",
+        nnodes=1,
+        node_rank=0,
+        nproc=2,
+        master_addr="127.0.0.1",
+        port=free_port(),
+        port_error=0,
+        script=Path(__file__),
+        directories=(Path.cwd(),),
+        gpus=(),
+        gpu_error="",
+        environ={},
+    )
+    return dataclasses.replace(machine, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def listener() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield int(server.getsockname()[1])
+
+
+@pytest.fixture
+def fake_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """A function that puts an nvidia-smi on PATH which answers with these tables."""
+
+    def install(gpus: str, users: str = "") -> None:
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text(
+            f"#!/bin/sh\ncase $1 in\n"
+            f"--query-gpu=*) printf '%s' '{gpus}' ;;\n"
+            f"--query-compute-apps=*) printf '%s' '{users}' ;;\nesac\n"
+        )
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    return install
+
+
+Check = Callable[[Machine], Iterator[Fault]]
+
+
+def find(check: Check, *, only: str = "", **changes: object) -> Fault | None:
+    """Return the one fault (of this name, where given) that a check finds on a changed node."""
+    found = [fault for fault in check(make_machine(**changes)) if only in ("", fault.name)]
+    assert len(found) <= 1, found
+    return found[0] if found else None
+
+
+@pytest.mark.parametrize("check", checks.CHECKS, ids=lambda check: check.__name__)
+def test_a_sound_node_passes_each_check(check: Check) -> None:
+    # The limits and /dev/shm are those of the machine; their own tests set them.
+    assert all(fault.warns for fault in check(make_machine()))
+
+
+def test_missing_script() -> None:
+    fault = find(checks.check_program, script=Path("/no/such.py"))
+    assert fault is not None
+    assert (fault.name, fault.cause) == ("env-missing", "there is no script '/no/such.py'")
+
+
+def test_missing_torch() -> None:
+    code = """
+from pathlib import Path
+from launcher.checks import Machine, check_program
+machine = Machine("x", 1, 0, 1, "127.0.0.1", 1, 0, None, (), (), "", {})
+print(*(f"{fault.cause}; {fault.cure} [{fault.name}]" for fault in check_program(machine)))
+"""
+    bare = [sys.executable, "-S", "-c", code]  # -S: no packages
+    result = subprocess.run(bare, cwd=ROOT, env={}, capture_output=True, text=True)
+    assert "has no torch; run make setup" in result.stdout
+    assert result.stdout.endswith(" [env-missing]\n")
+
+
+def test_processes_and_gpus() -> None:
+    two = (Gpu("0", "GPU-aa", 0), Gpu("1", "GPU-bb", 0))
+    assert find(checks.check_gpus, nproc=99) is None  # on the CPU any number runs
+    assert find(checks.check_gpus, nproc=2, gpus=two) is None
+    fault = find(checks.check_gpus, nproc=3, gpus=two)
+    assert fault is not None
+    assert fault.name == "too-few-gpus"
+    assert fault.cause == "3 processes but 2 visible GPUs"
+
+
+def test_unhealthy_gpus() -> None:
+    good, bad = Gpu("0", "GPU-aa", 0), Gpu("1", "GPU-bb", 3)
+    fault = find(checks.check_gpus, gpus=(good, bad))
+    assert fault is not None
+    assert fault.cause == "GPU 1 has 3 uncorrected memory errors"
+    assert find(checks.check_gpus, nproc=1, gpus=(good,)) is None
+    fault = find(checks.check_gpus, gpu_error="nvidia-smi: GPU is lost")
+    assert fault is not None
+    assert fault.cause == "nvidia-smi: GPU is lost"
+
+
+def test_gpus_in_use() -> None:
+    fault = find(checks.check_gpus, nproc=1, gpus=(Gpu("0", "GPU-aa", 0, ("pid 7 (x)",)),))
+    assert fault is not None
+    assert fault.warns
+    assert fault.cause == "GPU 0 is in use by pid 7 (x)"
+
+
+def test_gpus_are_read_from_nvidia_smi(fake_nvidia_smi: Callable[[str, str], None]) -> None:
+    fake_nvidia_smi("0, GPU-aa, 0\n1, GPU-bb, [N/A]\n2, GPU-cc, 5\n", "GPU-bb, 42, /usr/bin/a, b\n")
+    assert visible_gpus({}) == (
+        Gpu("0", "GPU-aa", 0),
+        Gpu("1", "GPU-bb", 0, ("pid 42 (/usr/bin/a, b)",)),
+        Gpu("2", "GPU-cc", 5),
+    )
+
+
+def test_a_driver_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_nvidia_smi: Callable[[str], None]
+) -> None:
+    fake_nvidia_smi("")
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(gpus, "LIMIT_S", 0.1)
+    with pytest.raises(GpuError, match="no answer"):
+        visible_gpus({})
+
+
+@pytest.mark.parametrize(
+    ("visible", "left"),
+    [("2,0", ["2", "0"]), ("GPU-bb", ["1"]), ("", []), ("-1", []), ("0,7,1", ["0"])],
+)
+def test_cuda_visible_devices(
+    fake_nvidia_smi: Callable[..., None], visible: str, left: list[str]
+) -> None:
+    fake_nvidia_smi("0, GPU-aa, 0\n1, GPU-bb, 0\n2, GPU-cc, 0\n")
+    found = visible_gpus({"CUDA_VISIBLE_DEVICES": visible})
+    assert [gpu.index for gpu in found] == left
+
+
+def test_unknown_name() -> None:
+    fault = find(checks.check_master, master_addr="no-such-host.invalid")
+    assert fault is not None
+    assert fault.name == "name-unresolved"
+
+
+def test_loopback_master_of_several_nodes() -> None:
+    assert find(checks.check_master, master_addr="127.0.0.1") is None
+    assert find(checks.check_master, nnodes=2, node_rank=1, master_addr="192.0.2.1") is None
+    literal = find(checks.check_master, nnodes=2, master_addr="localhost")
+    assert literal is not None
+    assert literal.warns
+    other = find(checks.check_master, nnodes=2, master_addr="127.3.2.1")
+    assert other is not None
+    assert not other.warns
+
+
+def test_a_live_run_of_the_same_id_is_named() -> None:
+    serve = "import socket; s = socket.create_server(('', 0)); print(s.getsockname()[1], flush=1)"
+    command = [sys.executable, "-c", f"{serve}; input()", "--rdzv-id", "mine", "script"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
+        assert agent.stdout is not None
+        port = int(agent.stdout.readline())
+        taken = make_machine(port=port, port_error=bind_error(port))
+        (live,) = checks.check_master(taken)
+        (other,) = checks.check_master(dataclasses.replace(taken, run_id="min"))
+        agent.communicate(b"\n")
+    assert (live.name, other.name) == ("run-is-live", "port-in-use")
+    assert live.cause == "run mine is live: its node agent runs here"
+
+
+def test_a_master_address_of_another_machine_is_a_warning() -> None:
+    (fault,) = checks.check_master(make_machine(nnodes=2, master_addr="192.0.2.1"))
+    assert fault.warns and fault.name == "no-such-interface"
+    assert "192.0.2.1 is not of this machine" in fault.cause
+    assert not list(
+        checks.check_master(make_machine(nnodes=2, node_rank=1, master_addr="192.0.2.1"))
+    )
+
+
+def test_port_in_use_names_the_holder(listener: int) -> None:
+    code = bind_error(listener)
+    fault = find(checks.check_master, port=listener, port_error=code)
+    assert fault is not None
+    assert fault.name == "port-in-use"
+    assert f"port {listener} is taken by pid {os.getpid()} (" in fault.cause
+
+
+def test_the_port_moves_on_from_one_in_use() -> None:
+    wanted = port_from_id("a run")
+    with socket.create_server(("127.0.0.1", wanted)):
+        assert choose_port("a run", search=False) == wanted
+        assert choose_port("a run", search=True) > wanted
+    assert choose_port("a run", search=True) == wanted
+
+
+@pytest.mark.parametrize(("wanted", "sound"), [("lo", True), ("none9", False), ("^lo", False)])
+def test_gloo_interface(wanted: str, sound: bool) -> None:
+    fault = find(checks.check_interfaces, environ={"GLOO_SOCKET_IFNAME": wanted})
+    assert (fault is None) == sound
+
+
+def test_the_interface_that_leads_to_the_master_is_proposed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environ = {"GLOO_SOCKET_IFNAME": "none9"}
+    fault = find(checks.check_interfaces, environ=environ)  # of one machine
+    assert fault is not None
+    assert "name one of lo" in fault.cure
+    monkeypatch.setattr(checks, "interface_to", {"192.0.2.1": "eth7"}.get)
+    fault = find(checks.check_interfaces, environ=environ, master_addr="192.0.2.1")
+    assert fault is not None
+    assert fault.cure.startswith("unset it, or name eth7, which leads to the master")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "sound"),
+    [("lo", True), ("l", True), ("=lo", True), ("=l", False), ("none9", False), ("^none9", True)],
+)
+def test_nccl_interface(wanted: str, sound: bool) -> None:
+    fault = find(checks.check_interfaces, environ={"NCCL_SOCKET_IFNAME": wanted})
+    assert (fault is None) == sound
+
+
+def test_nccl_interface_that_excludes_all() -> None:
+    every = "^" + ",".join(name for _, name in socket.if_nameindex())
+    fault = find(checks.check_interfaces, environ={"NCCL_SOCKET_IFNAME": every})
+    assert fault is not None
+    assert fault.name == "no-such-interface"
+
+
+def test_few_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        fault = find(checks.check_limits, only="low-nofile")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert fault == Fault("low-nofile", "at most 512 open files", "ulimit -n 65536", warns=True)
+
+
+def test_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "LEAST_DISK", 1 << 60)
+    fault = find(checks.check_folders, directories=(tmp_path / "not" / "yet",))
+    assert fault is not None
+    assert fault.name == "disk-low"
+    assert fault.warns
+
+
+def test_unwritable_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    fault = find(checks.check_folders, directories=(tmp_path / "file" / "logs",))
+    assert fault is not None
+    assert fault.name == "dir-unwritable"
+    assert find(checks.check_folders, directories=(tmp_path / "new" / "logs",)) is None
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]  # nothing is left behind

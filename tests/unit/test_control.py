@@ -1,0 +1,146 @@
+"""A node agent held by a launcher on another machine: beats, signals, and how it tells its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from agents import AGENT, PROGRAM, Run, kill_what_is_left
+
+from launcher.failure import End, read_end
+from launcher.link import BEAT_S
+
+TOKEN = "t0ken"
+
+
+class Launcher:
+    """The launcher's end of one agent's control stream; it beats until it is closed."""
+
+    def __init__(self, arguments: list[str], **environment: str) -> None:
+        theirs, self.stream = os.pipe()
+        self.run = Run(arguments, theirs, LAUNCH_CONTROL="1", LAUNCH_TOKEN=TOKEN, **environment)
+        os.close(theirs)
+        self._is_closed = threading.Event()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def _beat(self) -> None:
+        while not self._is_closed.wait(BEAT_S):
+            self.tell("")
+
+    def tell(self, line: str) -> None:
+        os.write(self.stream, f"{line}\n".encode())
+
+    def close(self) -> None:
+        if not self._is_closed.is_set():
+            self._is_closed.set()
+            os.close(self.stream)
+
+    def end(self) -> tuple[End, str]:
+        """Wait for the end; return what was told on the last line of stdout, and stderr."""
+        err = self.run.finish()
+        self.run.assert_gone()
+        *_, last = self.run.output.splitlines()
+        token, _, message = last.partition(" ")
+        assert token == TOKEN and self.run.output.count(TOKEN) == 1
+        return read_end(json.loads(message)["end"]), err
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    launchers: list[Launcher] = []
+
+    def begin(*words: str, **environment: str) -> Launcher:
+        arguments = ["--nproc-per-node", "2", str(script), *words]
+        launchers.append(Launcher(arguments, RUN_ID="r1", **environment))
+        return launchers[-1]
+
+    yield begin
+    for each in launchers:
+        each.close()
+    kill_what_is_left(each.run for each in launchers)
+
+
+Launch = Callable[..., Launcher]
+
+
+def test_a_failure_is_sent_and_not_printed(launch: Launch) -> None:
+    launcher = launch("raise", "1", LAUNCH_COMMAND="launch 'a b'")
+    end, err = launcher.end()
+    assert launcher.run.process.returncode == end.code == 1
+    assert end.failure is not None and end.failure.rank == 1
+    assert end.failure.cause == "ValueError: batch 120 holds no samples"
+    assert (end.summary.run_id, end.summary.command) == ("r1", "launch 'a b'")
+    assert not end.is_told  # node rank 0 decides
+    assert "FAILED" not in err
+
+
+@pytest.mark.slow
+def test_a_usage_error_of_the_script_is_sent_too(launch: Launch) -> None:
+    end, _ = launch("say", "1").end()
+    assert end.failure is not None
+    assert end.failure.cause == "SystemExit: 2, after: the words of a usage error"
+
+
+@pytest.mark.slow
+def test_a_signal_by_name_stops_the_run(launch: Launch) -> None:
+    launcher = launch("save", "1")
+    launcher.run.wait_for("armed 0", "armed 1")
+    launcher.tell("SIGNAL")  # there is none of this name
+    launcher.tell("SIGTERM")
+    end, err = launcher.end()
+    assert "saved 0" in launcher.run.output
+    assert (end.code, end.failure) == (75, None)
+    assert launcher.run.process.returncode == 75
+    assert "stopped" not in err
+
+
+@pytest.mark.slow
+def test_the_launchers_end_ends_the_run(launch: Launch) -> None:
+    launcher = launch("deaf", "1", GRACE="600")
+    launcher.run.wait_for("armed 0", "armed 1")
+    launcher.close()
+    launcher.run.finish(within_s=5)
+    launcher.run.assert_gone()
+
+
+@pytest.mark.slow
+def test_the_guardian_tells_of_a_killed_agent(launch: Launch) -> None:
+    launcher = launch("sleep", "1")
+    launcher.run.wait_for("ready 0", "ready 1")
+    os.kill(launcher.run.agent_pid(), signal.SIGKILL)
+    end, err = launcher.end()
+    assert end.failure is not None and end.failure.fault == "agent-killed"
+    assert (end.code, end.summary.stopped, end.summary.run_id) == (137, 2, "r1")
+    assert "FAILED" not in err
+
+
+def test_an_open_line_is_ended_before_the_message(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import os; os.write(1, b'no end')")
+    launcher = launch()
+    end, _ = launcher.end()
+    assert (end.code, end.failure) == (0, None)
+    assert launcher.run.output.startswith("no end")
+
+
+def test_a_run_within_the_run_has_a_stdin_of_its_own(launch: Launch, tmp_path: Path) -> None:
+    inner = tmp_path / "inner.py"
+    inner.write_text("import sys; print('inner read', sys.stdin.read()); raise ValueError('inner')")
+    command = [*AGENT, "--nproc-per-node", "1", str(inner)]
+    (tmp_path / "program.py").write_text(
+        "import os, subprocess, sys\n"
+        "if os.environ['RANK'] == '0':\n"
+        f"    done = subprocess.run({command!r}, input=b'own', stderr=subprocess.PIPE)\n"
+        "    print(done.returncode, done.stderr.decode().count('FAILED   rank 0'))\n"
+    )
+    launcher = launch()
+    end, err = launcher.end()
+    assert end.code == 0, err
+    assert "inner read own\n" in launcher.run.output
+    assert "1 1\n" in launcher.run.output  # its code; it printed its own failure block

@@ -1,0 +1,33 @@
+"""What must be the same on every node."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_what_is_the_same_is_told_without_torch() -> None:
+    code = "import json, sys; from launcher import identity; print(json.dumps(identity.versions()))"
+    ours = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    code = "import torch; print(torch.__version__)"
+    theirs = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert json.loads(ours.stdout)["torch"] == theirs.stdout.strip()
+
+
+def test_this_project_is_hashed_too(tmp_path: Path) -> None:
+    for name in ("launcher", "distributed", "training"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.pyc"))
+    code = "from pathlib import Path; from launcher import identity"
+    code += "; print(identity.hash_files([], Path())['this project'])"
+
+    def hash_of(folder: Path) -> str:
+        return subprocess.check_output([sys.executable, "-c", code], cwd=folder, text=True)
+
+    assert hash_of(tmp_path) == hash_of(ROOT)
+    (tmp_path / "training/tasks/__init__.py").write_text("changed")
+    assert hash_of(tmp_path) != hash_of(ROOT)

@@ -1,0 +1,220 @@
+"""--status and --stop on the records of runs; whole launches are in tests/scripts/detach.bats."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher import runs
+from launcher.runlog import RunFolder
+
+HERE = socket.gethostname()
+SAVES = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+print(flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    """A launcher that ends on SIGTERM."""
+    with subprocess.Popen([sys.executable, "-c", SAVES], stdout=subprocess.PIPE) as started:
+        assert started.stdout
+        started.stdout.readline()
+        yield started
+        started.kill()
+
+
+def write(log_dir: Path, run_id: str, **fields: Any) -> None:
+    log_dir.joinpath(run_id).mkdir(parents=True, exist_ok=True)
+    RunFolder(log_dir, run_id, 0).write_record(fields)
+
+
+def launcher_of(process: int, *, host: str = HERE, older_by: int = 0) -> dict[str, Any]:
+    found = asdict(runs.identify(process))
+    return {**found, "host": host, "birth": found["birth"] - older_by}
+
+
+def status(log_dir: Path, *run_ids: str) -> int:
+    return runs.main(
+        ["status", "--program", "launch.sh", "--log-dir", str(log_dir), *named(run_ids)]
+    )
+
+
+def stop(log_dir: Path, *run_ids: str, options: tuple[str, ...] = ()) -> int:
+    given = ["--log-dir", str(log_dir), *named(run_ids), *options]
+    return runs.main(["stop", "--program", "launch.sh", *given])
+
+
+def named(run_ids: tuple[str, ...]) -> list[str]:
+    return [f"--run={run_id}" for run_id in run_ids]
+
+
+def test_a_birth_tells_a_process_from_a_later_one_of_the_same_id() -> None:
+    me = runs.identify(os.getpid())
+    assert me.is_here and me.is_alive
+    assert not runs.LauncherProcess(me.process, me.birth - 1, HERE).is_alive
+
+
+@pytest.mark.parametrize("process", [-1, 0, 1])
+def test_a_process_id_that_names_more_than_one_process_is_none(process: int) -> None:
+    assert not runs.LauncherProcess(process, runs.birth(1) or 0, HERE).is_alive
+
+
+def test_a_process_that_nobody_has_waited_for_has_ended() -> None:
+    with subprocess.Popen(["true"]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        assert runs.birth(ended.pid) is None
+
+
+def test_a_name_with_brackets_and_half_a_letter_does_not_hide_a_birth() -> None:
+    name = "open('/proc/self/comm', 'wb').write(b'x) S 1 \\xc3'); print(flush=True); input()"
+    command = [sys.executable, "-c", name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as odd:
+        assert odd.stdout and odd.stdout.readline()
+        assert Path(f"/proc/{odd.pid}/comm").read_bytes() == b"x) S 1 \xc3\n"
+        assert runs.birth(odd.pid)
+        odd.kill()
+
+
+@pytest.mark.parametrize(
+    ("fields", "state"),
+    [
+        ({"state": "starting"}, "starting"),
+        ({"state": "running"}, "running"),
+        ({"state": "running", "older_by": 1}, "killed"),
+        ({"state": "starting", "older_by": 1}, "killed"),
+        ({"state": "ended", "exit_code": 7, "ended": 1.0, "older_by": 1}, "ended, code 7"),
+        ({"state": "ended", "exit_code": 0, "ended": 1.0, "host": "other"}, "ended, code 0"),
+        ({"state": "running", "host": "other"}, "running on other, as of 2026-11-20 16:12:33"),
+    ],
+)
+def test_states(fields: dict[str, Any], state: str, tmp_path: Path) -> None:
+    place = {name: fields.pop(name) for name in ("host", "older_by") if name in fields}
+    write(tmp_path, "one", **fields, launcher=launcher_of(os.getpid(), **place))
+    written = time.mktime((2026, 11, 20, 16, 12, 33, 0, 0, -1))
+    os.utime(tmp_path / "one/run.json", (written, written))
+    run = runs.read(tmp_path / "one")
+    assert run and run.state == state
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    ["", "[]", "null", '{"state": "running", "launcher": {"process": "1"}}', '{"exit_code": "0"}'],
+)
+def test_a_record_that_makes_no_sense_is_a_run_of_unknown_state(
+    damaged: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, "one")
+    (tmp_path / "one/run.json").write_text(damaged)
+    assert status(tmp_path) == 0
+    assert capsys.readouterr().out.startswith("one  unknown  since ")
+    assert stop(tmp_path, "one") == 3
+    assert "run one is not running: unknown" in capsys.readouterr().err
+
+
+def test_every_run_has_a_line_and_the_newest_comes_last(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    me = launcher_of(os.getpid())
+    write(tmp_path, "now", state="running", launcher=me, started=3.0, step=120)
+    write(tmp_path, "older", state="ended", launcher=me, started=1.0, ended=2.0, exit_code=75)
+    (tmp_path / "latest").symlink_to("now")
+    (tmp_path / "distributed_training").mkdir()
+    (tmp_path / "now/metrics.jsonl").write_text(
+        '{"step": 110, "loss": 3.0}\n{"step": 120, "loss": 2.51234, "time": 1.5}\n'
+    )
+    (tmp_path / "older/node_0.log").write_text("[0] first\n[0] two\x1b[31m\n\n")
+    assert status(tmp_path) == 0
+    since = [runs.date(seconds) for seconds in (2.0, 3.0)]
+    assert capsys.readouterr().out.splitlines() == [
+        f"older  ended, code 75  since {since[0]}            [0] two\ufffd[31m",
+        f"now    running         since {since[1]}  step 120  loss 2.512",
+    ]
+
+
+def test_half_a_line_of_metrics_gives_way_to_the_log(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"ste')
+    (tmp_path / "launcher_here.log").write_text("[0] step 1\n")
+    assert runs.progress(tmp_path) == "[0] step 1"
+
+
+def test_a_run_without_a_log_has_no_progress_and_no_runs_are_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert runs.progress(tmp_path) == ""
+    for log_dir in (tmp_path, tmp_path / "none"):
+        assert status(log_dir) == 0
+        assert capsys.readouterr().err == f"launch.sh: there is no run in {log_dir}\n"
+
+
+def test_a_run_that_is_not_there_is_refused_and_its_neighbour_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, "here")
+    for run_id, near in (("heer", "did you mean here? "), ("", ""), ("../here", "")):
+        for command in (status, stop):
+            assert command(tmp_path, run_id) == 2
+            text = f"there is no run {run_id!r} in {tmp_path}; {near}"
+            assert text in capsys.readouterr().err
+    for words in ((), ("here", "there")):
+        assert stop(tmp_path, *words) == 2
+        assert "--stop takes one run" in capsys.readouterr().err
+
+
+def test_a_run_is_stopped_through_its_launcher(
+    process: subprocess.Popen[bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, "one", state="running", launcher=launcher_of(process.pid), grace=2)
+    assert stop(tmp_path, "one", options=("--dry-run",)) == 0
+    assert capsys.readouterr().out == f"kill -TERM {process.pid}\n"
+    assert stop(tmp_path, "one") == 0
+    said = capsys.readouterr()
+    assert said.err == "launch.sh: asked run one to stop; waiting up to 27 s for its end\n"
+    assert said.out.startswith("one  killed  since ")  # this launcher writes no record
+    assert process.wait() == 75
+
+
+def test_a_run_that_does_not_end_is_left_with_the_command_that_ends_it(
+    process: subprocess.Popen[bytes],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runs, "STOP_S", 0.2)
+    process.send_signal(signal.SIGSTOP)
+    write(tmp_path, "one", state="running", launcher=launcher_of(process.pid), grace=0)
+    assert stop(tmp_path, "one") == 3
+    assert f"has not ended yet; kill -KILL {process.pid} ends it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("place", "cause"),
+    [
+        ({"older_by": 1}, "run one is not running: killed; there is nothing to stop"),
+        ({"host": "other"}, "; stop it on other"),
+    ],
+)
+def test_another_process_gets_no_signal(
+    place: dict[str, Any],
+    cause: str,
+    process: subprocess.Popen[bytes],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write(tmp_path, "one", state="running", launcher=launcher_of(process.pid, **place))
+    assert stop(tmp_path, "one") == 3
+    assert cause in capsys.readouterr().err
+    assert process.poll() is None
