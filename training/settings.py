@@ -15,7 +15,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from distributed.strategy import check_strategy
 
 COMMAND_LINE = "command line"
 BUILT_IN_TASK = "language_model"
@@ -106,20 +116,13 @@ class MixedPrecision(Section):
 
 
 class Distributed(Section):
-    strategy: Literal["auto", "single", "dp", "ddp"] = "auto"
+    strategy: Annotated[str, AfterValidator(check_strategy)] = "auto"
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     join_timeout: Seconds = 300  # until all ranks must have met
     timeout: Seconds = 1800  # of one collective
     hang_seconds: Seconds | None = None  # a rank silent for so long is stuck; null: by its steps
     find_unused_parameters: bool = False
     mixed_precision: MixedPrecision = MixedPrecision()
-
-    @field_validator("strategy", mode="before")
-    @classmethod
-    def _refuse_fsdp(cls, value: Any) -> Any:
-        if value == "fsdp":
-            raise ValueError("fsdp is not built yet; use ddp")
-        return value
 
 
 class Settings(Section):
