@@ -46,20 +46,21 @@ def conclude(
         cause = nodes[lost[0]].lost or "this node has not ended its part in time"
         return blame(lost[0], 128 + SIGKILL, fault, cause)
     codes = [node.exit.code for node in nodes if node.exit]
-    code = next(filter(None, codes), 0)
-    first = codes.index(code)
-    told = [node.end for node in nodes if node.end and node.end.code]
-    if CANNOT_START in codes and nodes[codes.index(CANNOT_START)].end is None:
+    silent = [0 if node.end else code for node, code in zip(nodes, codes, strict=True)]
+    if CANNOT_START in silent:
         cause = "the node agent was not started; what stands above says why"
-        return blame(codes.index(CANNOT_START), CANNOT_START, "env-missing", cause)
+        return blame(silent.index(CANNOT_START), CANNOT_START, "env-missing", cause)
+    refused = [code for code in silent if code in REFUSED and not plan.engine]
+    code = next(filter(None, refused + codes), 0)
+    if code == 0 or refused:
+        return End(code, None, summary, is_told=True)
+    told = [node.end for node in nodes if node.end and node.end.code]
     if told:
         end = next((end for end in told if not end.is_told), told[0])
         return replace(end, code=code, is_told=False)
-    if code == 0 or (code in REFUSED and not plan.engine):
-        return End(code, None, summary, is_told=True)
     if plan.engine and stopped_by:
         return End(128 + stopped_by, None, summary, is_told=False)
     if plan.engine:
         cause = f"a rank failed; the report of {plan.engine} stands above"
-        return blame(first, code, "rank-error", cause)
-    return blame(first, code, "agent-killed", "the node agent ended without a report")
+        return blame(codes.index(code), code, "rank-error", cause)
+    return blame(codes.index(code), code, "agent-killed", "the node agent ended without a report")

@@ -68,6 +68,8 @@ class Typed:
     dry_run: bool = False
     strict: bool = False
     detach: bool = False
+    wait: bool = False  # submit: for the job's end
+    usage: str = ""  # of the script, in one line
     rest: Sequence[str] = ()  # what followed `--`
 
 
@@ -286,11 +288,15 @@ def command_line(typed: Typed, environ: Mapping[str, str], world: World) -> str:
     names = ("RUN_ID", *names) if world.fanout == "submission" else names
     variables = [f"{name}={shlex.quote(environ[name])}" for name in names if environ.get(name)]
     words = [word for word in typed.typed if word not in ("--dry-run", "resume=never")]
-    script = typed.batch_script
-    if script and not (Path(script).exists() and Path(script).samefile(ROOT / script)):
-        script = str(ROOT / script)
+    script = resolve_script(typed.batch_script) if typed.batch_script else None
     if script and typed.nodefile:
         words = submission.pbs_command(script, words)
     elif script or world.fanout == "srun":
         words = submission.slurm_command(environ, script, words)
     return " ".join([*variables, shlex.join(words)])
+
+
+def resolve_script(script: str) -> str:
+    """Return the path of a script of the project; from its own folder, the relative one."""
+    path = ROOT / script
+    return script if Path(script).exists() and path.samefile(script) else str(path)

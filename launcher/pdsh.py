@@ -11,7 +11,7 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from distributed.errors import Refused
@@ -26,13 +26,13 @@ READY_S = 8.0
 CONNECT_S = 10
 
 
-def run(plan: Plan) -> int:
+def run(plan: Plan, be_ready: Callable[[], None]) -> int:
     """Start the run on its nodes and wait for its end; returns the exit code.
 
     Raises:
         PlanError, Refused: nothing was started.
     """
-    return PdshFanout(plan).run()
+    return PdshFanout(plan).run(be_ready)
 
 
 class PdshFanout(Fanout):

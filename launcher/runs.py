@@ -102,6 +102,16 @@ def note_start(folder: RunFolder, *, is_detached: bool, grace_s: float) -> None:
         folder.write_record(record)
 
 
+def note_end(folder: Path, code: int) -> None:
+    """Write into run.json how the run ended that this process started, if it did."""
+    run = read(folder)
+    if run is None or run.is_over or run.record.launcher != identify(os.getpid()):
+        return
+    record = {"state": "ended", "ended": time.time(), "exit_code": code}
+    with contextlib.suppress(OSError):
+        RunFolder(folder.parent, folder.name, 0).write_record(record)
+
+
 @dataclass(frozen=True)
 class Record:
     """What is read of run.json."""

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from distributed import hostlist
 from distributed.environment import job_id, tasks_per_node
@@ -29,7 +29,7 @@ MOST_RESTARTS = 3  # in a row that gain no checkpoint
 _CANNOT_START = range(125, 128)  # exit codes of env: a folder or a program is not there
 
 
-def run(plan: Plan) -> int:
+def run(plan: Plan, be_ready: Callable[[], None]) -> int:
     """Start all nodes of the job; returns the run's exit code."""
     if not plan.is_dry_run:  # a notice that comes during the preflight stays pending
         signal.pthread_sigmask(signal.SIG_BLOCK, {NOTICE})
@@ -49,6 +49,7 @@ def run(plan: Plan) -> int:
         print(f"# job {job_id(os.environ)}, {nodes}: ranks 0-{sum(counts) - 1}, {where}")
         print(shell_line(plan.directory, command))
         return 0
+    be_ready()
     return run_step(plan, command)
 
 

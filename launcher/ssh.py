@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -38,13 +39,13 @@ NODE = "launcher/node.py"
 FORWARDED = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "WANDB_", "CUDA_VISIBLE_DEVICES")
 
 
-def run(plan: Plan) -> int:
+def run(plan: Plan, be_ready: Callable[[], None]) -> int:
     """Start the run on its nodes and wait for its end; returns the exit code.
 
     Raises:
         PlanError, Refused: nothing was started.
     """
-    return Fanout(plan).run()
+    return Fanout(plan).run(be_ready)
 
 
 class Interrupted(Exception):
@@ -64,7 +65,7 @@ class Fanout:
         self.close_at: float | None = None  # when the control streams end
         self.beat_at = 0.0
 
-    def run(self) -> int:
+    def run(self, be_ready: Callable[[], None]) -> int:
         if self.plan.is_dry_run:
             return self.print_commands()
         self.require_tools()
@@ -73,6 +74,7 @@ class Fanout:
             reports = self.check_nodes()
             if reports is None:
                 return 3
+            be_ready()
             self.start_nodes(reports)
             self.watch()
             return self.report_end()
@@ -123,13 +125,13 @@ class Fanout:
         ]
         outcome = compare.judge(reports, time.monotonic() - began)
         outcome = replace(outcome, findings=[*silent, *outcome.findings])
-        is_strict, err = self.plan.is_strict, self.err.text
-        compare.print_findings(outcome, program=self.plan.program, strict=is_strict, out=err)
+        is_strict = self.plan.is_strict
+        compare.print_findings(outcome, program=self.plan.program, strict=is_strict, out=sys.stderr)
         if outcome.refusals(strict=is_strict):
             return None
         first, counts = reports[0], [report.nproc for report in reports]
         port, gpus, host = first.port, first.gpus, short_host_name()
-        print_plan(self.plan, outcome, counts=counts, port=port, gpus=gpus, host=host, out=err)
+        print_plan(self.plan, outcome, counts=counts, port=port, gpus=gpus, host=host)
         return reports
 
     def connect(self, node: str, token: str, show: Callable[[bytes, bool], None]) -> Connection:

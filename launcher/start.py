@@ -43,13 +43,17 @@ def main(arguments: Sequence[str]) -> int:
         return runs.main(arguments)
     typed = options.parse(arguments)
     try:
+        if typed.fanout == "submit":
+            return int(importlib.import_module("launcher.submit").run(typed))
         plan = options.make_plan(typed)
         if plan.fanout == "check":
             check_config(plan)
             return 0
         be_ready = detach.prepare(plan, script=typed.typed[0], copy=typed.copy)
         fanout = importlib.import_module(f"launcher.{plan.fanout}")
-        return int(fanout.run(check_config(plan), be_ready))
+        code = int(fanout.run(check_config(plan), be_ready))
+        runs.note_end(plan.log_dir / plan.run_id, code)
+        return code
     except Refused as error:
         print(f"{typed.program}: {short_host_name()}: {error}", file=sys.stderr)
         return 3
