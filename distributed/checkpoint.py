@@ -35,10 +35,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from distributed import checkpoint_files as files
-from distributed.checkpoint_files import CheckpointError as CheckpointError
-from distributed.heartbeat import beat
-from distributed.lock import RunLock
+from . import checkpoint_files as files
+from .checkpoint_files import CheckpointError as CheckpointError
+from .heartbeat import beat
+from .lock import RunLock
 
 _COPY_THREADS = 4  # one core copies more slowly than memory allows
 _TENSORS = ("model", "optimizer", "ranks")  # the fields of State in files of torch.save

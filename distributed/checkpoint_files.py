@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from distributed.lock import update_link
+from .lock import update_link
 
 MANIFEST = "manifest.json"
 _CHUNK = 1 << 22  # bytes

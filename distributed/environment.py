@@ -1,10 +1,11 @@
-"""Which launcher started this process, and its place among the others.
+"""Which launcher started this process, and its rank among the others.
 
-The launcher's variables are read here and nowhere else. No torch import, so it is instant.
+No other module reads the launchers' variables. It does not import torch, so it is instant.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -13,13 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from distributed import hostlist
+from . import hostlist
 
 INTERACTIVE_STEP = "4294967290"  # SLURM_STEP_ID in the shell that salloc opens on a node
+_SQUEUE_S = 10  # limit for an answer of SLURM's controller
 
 
 class LauncherError(ValueError):
-    """What the launcher gave cannot be right: `cause; cure [fault]`, in one line."""
+    """The launcher's variables are wrong or contradict each other: `cause; cure [fault]`."""
 
     def __init__(self, text: str, fault: str = "wrong-world") -> None:
         super().__init__(f"{text} [{fault}]")
@@ -28,7 +30,7 @@ class LauncherError(ValueError):
 
 @dataclass(frozen=True)
 class Environment:
-    """One process's place in the run. Ranks and sizes count processes, node ranks count hosts."""
+    """One process's part in the run. Ranks and sizes count processes, node ranks count hosts."""
 
     launcher: str  # "torchrun", "launch", "slurm", "openmpi" or "plain"
     rank: int
@@ -39,11 +41,11 @@ class Environment:
     num_nodes: int
     master_addr: str
     master_port: int
-    # What no launcher has a word in; detect() adds it.
+    # The same under every launcher; detect() adds them.
     run_id: str = ""
     log_dir: Path = Path("logs")
     restart_count: int = 0
-    agent_store: bool = False  # the node agent already serves the store on the master's port
+    agent_store: bool = False  # the node agent serves the store on the master's port
     heartbeat_file: str | None = None
     backend: str | None = None
 
@@ -54,7 +56,7 @@ class Environment:
 
 
 class _Variables(dict[str, str]):
-    """The variables of one process; what is missing or wrong is refused with the cure."""
+    """The variables of one process. Missing or wrong ones raise a LauncherError with the cure."""
 
     cure = ""
 
@@ -67,7 +69,7 @@ class _Variables(dict[str, str]):
         return self[name]
 
     def number(self, name: str, low: int = 1, high: int = 2**31, why: str = "") -> int:
-        """Return an integer of low..high; `why` says where the bounds come from."""
+        """Return an integer in low..high; `why` explains the bounds."""
         value = self.text(name)
         if value.isascii() and value.isdigit() and low <= int(value) <= high:
             return int(value)
@@ -77,7 +79,7 @@ class _Variables(dict[str, str]):
         return self.number(name, 0, size - 1, f" ({size_name}={size})")
 
     def master(self, address: str = "", port_id: str = "") -> tuple[str, int]:
-        """Return MASTER_ADDR and MASTER_PORT, which what is given here may stand in for."""
+        """Return MASTER_ADDR and MASTER_PORT; the arguments are used where one is not set."""
         address = self["MASTER_ADDR"] or address or self.text("MASTER_ADDR")
         if port_id and not self["MASTER_PORT"]:
             return address, port_from_id(port_id)
@@ -85,27 +87,27 @@ class _Variables(dict[str, str]):
 
 
 def torchrun(v: _Variables) -> Environment:
-    """Read what torchrun, our node agent, torch.distributed.launch and hand-made starts set."""
+    """Read what torchrun, our node agent, torch.distributed.launch and starts by hand set."""
     local_name = "--local-rank" if v["--local-rank"] else "LOCAL_RANK"
     if v["LOCAL_RANK"] not in ("", v[local_name]):
         cause = f"LOCAL_RANK={v['LOCAL_RANK']} but --local-rank is {v[local_name]}"
         raise LauncherError(f"{cause}; give only one")
-    # Started by hand without LOCAL_WORLD_SIZE, all the ranks have to be on this machine.
+    # Started by hand without LOCAL_WORLD_SIZE, all ranks must be on this machine.
     size_name = "LOCAL_WORLD_SIZE" if v["LOCAL_WORLD_SIZE"] else "WORLD_SIZE"
     ranks = _ranks_of_equal_nodes(v, "RANK", "WORLD_SIZE", local_name, size_name)
-    place = Environment("launch" if v["--local-rank"] else "torchrun", *ranks, *v.master())
-    if size_name == "WORLD_SIZE" and place.rank != place.local_rank:
-        cause = f"RANK={place.rank} is not LOCAL_RANK={place.local_rank}, so there are more nodes"
+    env = Environment("launch" if v["--local-rank"] else "torchrun", *ranks, *v.master())
+    if size_name == "WORLD_SIZE" and env.rank != env.local_rank:
+        cause = f"RANK={env.rank} is not LOCAL_RANK={env.local_rank}, so there are more nodes"
         raise LauncherError(f"{cause}; set LOCAL_WORLD_SIZE, the number of ranks on this one")
     if not v["GROUP_WORLD_SIZE"]:
-        return place
+        return env
     num_nodes = v.number("GROUP_WORLD_SIZE")
     node_rank = v.rank("GROUP_RANK", num_nodes, "GROUP_WORLD_SIZE")
-    return replace(place, node_rank=node_rank, num_nodes=num_nodes)
+    return replace(env, node_rank=node_rank, num_nodes=num_nodes)
 
 
 def openmpi(v: _Variables) -> Environment:
-    """Read what Open MPI's mpirun sets. Ranks are taken to be placed node by node."""
+    """Read what Open MPI's mpirun sets. Assumes that ranks are placed node by node."""
     names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
     ranks = _ranks_of_equal_nodes(v, *names)
     address = "127.0.0.1" if ranks[-1] == 1 else ""  # one node
@@ -148,15 +150,15 @@ def slurm(v: _Variables) -> Environment:
 
 
 def _in_order_of_tasks(v: _Variables) -> tuple[str, list[int]]:
-    """Return the step's first host, and how many tasks each host has.
+    """Return the step's first host, and the number of tasks on each host.
 
-    SLURM lists hosts by name, but of a heterogeneous job it starts the tasks group by group.
+    SLURM lists hosts by name. In a heterogeneous job it starts the tasks group by group.
     """
     hosts = v.text("SLURM_STEP_NODELIST")
     tasks = tasks_per_node(v.text("SLURM_STEP_TASKS_PER_NODE"))
     groups = [
         v[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"]
-        or v[f"SLURM_JOB_NODELIST_PACK_GROUP_{group}"]  # all that an srun without a job sets
+        or v[f"SLURM_JOB_NODELIST_PACK_GROUP_{group}"]  # an srun outside a job sets only this
         for group in range(int(v["SLURM_HET_SIZE"] or 0))
     ]
     if not any(groups):
@@ -167,31 +169,31 @@ def _in_order_of_tasks(v: _Variables) -> tuple[str, list[int]]:
 
 
 def slurm_node(environ: Mapping[str, str]) -> tuple[int, int, str] | None:
-    """Return number of nodes, node rank and master of a step of one task per node, else None."""
+    """Return node count, node rank and master of a step with one task per node; None outside."""
     if not in_slurm_step(environ):
         return None
-    place = slurm(_Variables({**environ, "MASTER_ADDR": "", "MASTER_PORT": "1", "WORLD_SIZE": ""}))
-    if place.world_size != place.num_nodes:
-        cause = f"srun started {place.world_size} tasks on {place.num_nodes} nodes, each an agent"
+    env = slurm(_Variables({**environ, "MASTER_ADDR": "", "MASTER_PORT": "1", "WORLD_SIZE": ""}))
+    if env.world_size != env.num_nodes:
+        cause = f"srun started {env.world_size} tasks on {env.num_nodes} nodes, each an agent"
         raise LauncherError(f"{cause}; give srun --ntasks-per-node=1 and --ntasks")
-    return place.num_nodes, place.node_rank, place.master_addr
+    return env.num_nodes, env.node_rank, env.master_addr
 
 
-def tasks_per_node(text: str) -> list[int]:
-    """Expand SLURM's short form: `2(x2),1` is [2, 2, 1]."""
+def tasks_per_node(text: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> list[int]:
+    """Expand SLURM's short form: `2(x2),1` gives [2, 2, 1]."""
     counts: list[int] = []
     for item in text.split(","):
         match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", item)
         if match is None:
-            raise LauncherError(f"SLURM_STEP_TASKS_PER_NODE={text} cannot be read; use srun")
+            raise LauncherError(f"{name}={text} cannot be read; use srun")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
 def plain(v: _Variables) -> Environment:
-    """One process alone; what a launcher left half done is an error."""
+    """Return the environment of one process alone. Raises LauncherError if a launch is half set."""
     job_tasks = int(v["SLURM_NTASKS"] or v["SLURM_JOB_NUM_NODES"] or 1)
-    started = int(v["SLURM_STEP_NUM_TASKS"] or 1)  # several in a salloc shell of several
+    started = int(v["SLURM_STEP_NUM_TASKS"] or 1)  # more in a salloc shell
     if v["SLURM_JOB_ID"] and started < job_tasks:
         cause = f"no srun started this process, one of the {job_tasks} tasks of job {job_id(v)}"
         raise LauncherError(f"{cause}; put srun before the command", fault="batch-step")
@@ -213,9 +215,9 @@ LAUNCHERS = {
 def detect(
     environ: Mapping[str, str] | None = None, *, local_rank: int | None = None
 ) -> Environment:
-    """Return this process's place; `local_rank` is the argument of torch.distributed.launch.
+    """Return this process's environment; `local_rank` is torch.distributed.launch's argument.
 
-    Raises LauncherError or HostlistError where a variable is missing, wrong or contradicts another.
+    Raises LauncherError or HostlistError if a variable is missing, wrong or contradicts another.
     """
     v = _Variables(os.environ if environ is None else environ)
     if local_rank is not None:
@@ -238,22 +240,61 @@ def in_slurm_step(environ: Mapping[str, str]) -> bool:
     return environ.get("SLURM_STEP_ID", "") not in ("", INTERACTIVE_STEP)
 
 
+def is_first_task(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this is the first of srun's tasks; True under any other launcher.
+
+    It never raises, so the one task that reports what detect() refuses can use it.
+    """
+    is_other = in_slurm_step(environ) and environ.get("SLURM_PROCID") != "0"
+    return "RANK" in environ or not is_other
+
+
 def job_id(environ: Mapping[str, str]) -> str:
-    """Return the SLURM or PBS job's id, or ""; the tasks of a SLURM array get one each."""
+    """Return the SLURM or PBS job's id, or ""; each task of a SLURM array has its own."""
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     if array and task:
         return f"{array}_{task}"
     return environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID") or ""
 
 
+def slurm_job(environ: Mapping[str, str] = os.environ) -> dict[str, str | int]:
+    """Return what identifies this start of this SLURM job; {} outside of SLURM.
+
+    A requeued job keeps its id, counts its starts from 0, and gets a new submit time. Another job
+    can have the same id on another cluster or after a reset of SLURM's database.
+    """
+    v = _Variables(environ)
+    if not v["SLURM_JOB_ID"]:
+        return {}
+    return {
+        "job": v["SLURM_JOB_ID"],
+        "run_id": job_id(v),
+        "start": int(v["SLURM_RESTART_COUNT"] or 0),
+        "cluster": v["SLURM_CLUSTER_NAME"],
+        "submitted": _submit_time(job_id(v)),
+    }
+
+
+def _submit_time(job: str) -> str:
+    """Ask SLURM for a job's submit time; empty where it does not answer, as in a container."""
+    import subprocess  # costs more than the rest of this module, and few need it
+
+    command = ["env", "SLURM_TIME_FORMAT=standard", "squeue", "-h", "-j", job, "-o", "%V"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, text=True, timeout=_SQUEUE_S
+        ).strip()
+    return ""
+
+
 def _run_id(v: _Variables) -> str:
     given = (v["RUN_ID"], v["TORCHELASTIC_RUN_ID"], job_id(v))
-    known = [one for one in given if one not in ("", "none")]  # "none": torchrun was given none
+    known = [one for one in given if one not in ("", "none")]  # "none": torchrun's default
     return known[0] if known else new_run_id()
 
 
 def port_from_id(run_id: str) -> int:
-    """Return a port of [10000, 32768), below Linux's ephemeral ones; the same on every machine."""
+    """Return a port in 10000..32767, below Linux's ephemeral ports; the same on every machine."""
     return 10_000 + zlib.crc32(run_id.encode()) % 22_768
 
 

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from distributed.environment import detect
+from .environment import detect
 
 STACK_SIGNAL = signal.SIGUSR2  # asks a rank that beats for its stacks
 LEAST_LIMIT_S = 60.0

@@ -7,13 +7,13 @@ import fcntl
 import json
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from distributed.errors import Refused
+from .environment import slurm_job
+from .errors import Refused
 
 _LIVE, _COMMIT = 0, 1  # bytes of the lock's file
 _COMMIT_S = 30.0  # the longest that a commit may take
@@ -28,16 +28,15 @@ class RunLock:
     held while something is committed. All of it works on NFS, too (fcntl(2)).
 
     Raises:
-        Refused: a live process has it.
+        Refused: a live process has it, or the folder is another SLURM job's with this job's id.
     """
 
     def __init__(self, folder: Path, what: str) -> None:
         self.what = what
         self.path = folder / "lock"
-        me: dict[str, Any] = {"process": os.getpid(), "host": socket.gethostname()}
-        if job := os.environ.get("SLURM_JOB_ID"):  # which start of which job
-            me |= {"job": job, "start": int(os.environ.get("SLURM_RESTART_COUNT", 0))}
-        self.fd, new = tempfile.mkstemp(dir=folder, prefix=".lock.")
+        me: dict[str, Any] = {"process": os.getpid(), "host": socket.gethostname(), **slurm_job()}
+        new = str(folder / f".lock.{me['host']}.{me['process']}.{time.time_ns()}")
+        self.fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         os.write(self.fd, json.dumps(me).encode())
         fcntl.lockf(self.fd, fcntl.LOCK_EX, 1, _LIVE)
         try:
@@ -49,7 +48,7 @@ class RunLock:
             raise
 
     def _take_place(self, new: str, me: Mapping[str, Any]) -> bool:
-        before = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        before = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             until = time.monotonic() + _COMMIT_S
             while not _try_lock(before, _COMMIT):
@@ -59,6 +58,8 @@ class RunLock:
             if os.fstat(before).st_nlink == 0:
                 return False
             holder = _holder(before)
+            if self.path.parent.name == me.get("run_id") and _is_foreign(holder, me):
+                raise self._refuse_foreign(holder)
             is_same_job = "job" in me and me["job"] == holder.get("job")
             is_next = is_same_job and me["start"] > holder["start"]
             if not is_next and not _try_lock(before, _LIVE):
@@ -71,6 +72,13 @@ class RunLock:
     def _refusal(self, holder: Mapping[str, Any]) -> Refused:
         cause = f"{self.what} is live: process {holder.get('process')} on {holder.get('host')}"
         return Refused("run-is-live", f"{cause}; wait for its end, or choose another RUN_ID")
+
+    def _refuse_foreign(self, holder: Mapping[str, Any]) -> Refused:
+        told = {name: holder.get(name) or "unknown" for name in ("cluster", "submitted")}
+        whose = f"cluster {told['cluster']}, submitted {told['submitted']}"
+        cause = f"{self.what} belongs to another job of the same id ({whose})"
+        cure = f"choose another RUN_ID, and resume={self.path.parent} to continue from it"
+        return Refused("foreign-run", f"{cause}; {cure}")
 
     @contextlib.contextmanager
     def committing(self) -> Iterator[None]:
@@ -96,6 +104,20 @@ def _try_lock(fd: int, byte: int) -> bool:
     except (BlockingIOError, PermissionError):
         return False
     return True
+
+
+def _is_foreign(holder: Mapping[str, Any], me: Mapping[str, Any]) -> bool:
+    """Return whether a run named after this SLURM job's id was another job's (see slurm_job)."""
+
+    def differs(name: str) -> bool:
+        return "" not in (holder.get(name, ""), me[name]) and holder[name] != me[name]
+
+    if not holder or differs("cluster"):
+        return bool(holder)
+    is_same_job = holder.get("job") == me["job"]
+    if is_same_job and holder["start"] == me["start"]:
+        return differs("submitted")
+    return bool(me["start"] == 0 or (is_same_job and holder["start"] > me["start"]))
 
 
 def _holder(fd: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from distributed.stop_signals import STOP_SIGNALS, Interrupts
+from .stop_signals import STOP_SIGNALS, Interrupts
 
 
 class Stop:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 from launcher import compare
 from launcher.failure import count
@@ -16,7 +17,7 @@ from launcher.plan import Plan, node_comment, print_plan, print_row
 from launcher.preflight import check_node, short_host_name
 
 
-def run(plan: Plan) -> int:  # noqa: RET503 - execve does not return
+def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - execve does not return
     """Start this node's ranks; returns only where nothing was started, with the exit code."""
     report = check_node(plan.request())
     outcome = compare.judge([report])
@@ -33,6 +34,7 @@ def run(plan: Plan) -> int:  # noqa: RET503 - execve does not return
         return 0
     if plan.has_health_check and plan.has_checks and not is_healthy(plan, report.nproc):
         return 3
+    be_ready()
     os.chdir(plan.directory)
     os.execve(plan.python, command, {**os.environ, **plan.run_variables()})
 

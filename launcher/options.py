@@ -16,14 +16,14 @@ from typing import Any
 
 from distributed.environment import in_slurm_step, job_id, new_run_id
 from distributed.network import PROFILES
-from launcher import hosts, scheduler
+from launcher import hosts, scheduler, submission
 from launcher.plan import NodePlan, Plan, PlanError, read_nproc, read_number
 from launcher.scheduler import Allocation
 
 ROOT = Path(__file__).resolve().parents[1]
 BY_HAND_PORT = "29500"  # nodes started by hand cannot agree on another before they meet
 _RUN_ID = re.compile(r"[A-Za-z0-9_][\w\]\[.-]{0,127}", re.ASCII)
-_TAKEN_RUN_ID = re.compile(r"latest|distributed_training|node_[0-9]+\.log")
+_TAKEN_RUN_ID = re.compile(r"latest|tensorboard|distributed_training|node_[0-9]+\.log")
 _WORDS = {  # variables that can only be one of these
     "LOG_LEVEL": ("DEBUG", "INFO", "WARNING", "ERROR"),
     "BACKEND": ("nccl", "gloo"),
@@ -46,6 +46,7 @@ class Typed:
     program: str = "start.py"  # the script
     python: str = sys.executable
     typed: Sequence[str] = ()  # every word of the command line
+    copy: str = ""  # another name for the log of a detached launcher
     config: str | None = None
     nproc: str | None = None
     cpu_nproc: str | None = None  # where there is no GPU
@@ -67,6 +68,8 @@ class Typed:
     dry_run: bool = False
     strict: bool = False
     detach: bool = False
+    wait: bool = False  # submit: for the job's end
+    usage: str = ""  # of the script, in one line
     rest: Sequence[str] = ()  # what followed `--`
 
 
@@ -97,6 +100,11 @@ class World:
     nodes: Sequence[NodePlan] = ()
     hosts: str = ""
 
+    @property
+    def is_namer(self) -> bool:
+        """Whether a run without RUN_ID and job gets its id here."""
+        return self.node_rank == 0 and self.fanout != "submission"
+
 
 def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     """Return the plan, but for what only the config and the machines can tell.
@@ -122,7 +130,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         python=typed.python or sys.executable,
         directory=ROOT if typed.module else Path.cwd(),
         log_dir=Path(environ.get("LOG_DIR") or "logs"),
-        run_id=choose_run_id(environ, world.node_rank),
+        run_id=choose_run_id(environ, is_namer=world.is_namer),
         words=training_words(typed, environ),
         config="" if typed.config == "-" else typed.config or "",
         nodes=world.nodes,
@@ -165,8 +173,11 @@ def read_world(typed: Typed, environ: Mapping[str, str]) -> World:
     """Return the nodes of the run, from the arguments or from the scheduler."""
     nproc = read_nproc("the number of processes", _first(typed.nproc, environ, "NPROC_PER_NODE"))
     fanout = _choose_fanout(typed, environ)
+    if fanout == "submission":
+        job = submission.read_script(ROOT / str(typed.batch_script), nproc)
+        return World(fanout, job.num_nodes, 0, "", job.nproc, hosts=job.hosts)
     if fanout == "srun":
-        job = scheduler.read_job(environ, typed.program, nproc)
+        job = scheduler.read_job(environ, (*typed.typed, typed.program)[0], nproc)
         nproc = job.nproc or nproc or read_nproc("", environ.get("SLURM_GPUS_ON_NODE") or None)
         return World(fanout, job.num_nodes, 0, job.master_addr, nproc, hosts=job.hosts)
     if fanout in ("ssh", "pdsh"):
@@ -182,6 +193,8 @@ def _first(given: str | None, environ: Mapping[str, str], variable: str) -> str 
 
 def _choose_fanout(typed: Typed, environ: Mapping[str, str]) -> str:
     """Return how the nodes are reached; `auto` looks at where this is."""
+    if typed.batch_script and typed.dry_run and not environ.get(_job_variable(typed)):
+        return "submission"
     if typed.fanout == "local" and (typed.node or typed.hostfile):
         return "ssh"
     if typed.fanout != "auto":
@@ -195,6 +208,10 @@ def _choose_fanout(typed: Typed, environ: Mapping[str, str]) -> str:
         cause = "this looks like a login node; get an allocation first (salloc, qsub -I)"
         print(f"{typed.program}: warning: {cause}", file=sys.stderr)
     return "local"
+
+
+def _job_variable(typed: Typed) -> str:
+    return "PBS_JOBID" if typed.nodefile else "SLURM_JOB_ID"
 
 
 def _read_named(typed: Typed, environ: Mapping[str, str], fanout: str, nproc: int | None) -> World:
@@ -234,11 +251,11 @@ def _read_port(typed: Typed, environ: Mapping[str, str], world: World) -> int | 
 # --- the run ------------------------------------------------------------------------------------
 
 
-def choose_run_id(environ: Mapping[str, str], node_rank: int) -> str:
-    """Return RUN_ID, else the scheduler's job, else a new one; node rank 0 names the run."""
+def choose_run_id(environ: Mapping[str, str], *, is_namer: bool) -> str:
+    """Return RUN_ID, else the scheduler's job, else a new one if this machine names the run."""
     run_id = environ.get("RUN_ID") or job_id(environ)
     if not run_id:
-        return new_run_id() if node_rank == 0 else ""
+        return new_run_id() if is_namer else ""
     if not _RUN_ID.fullmatch(run_id):
         rule = "use letters, digits and _ . - only, the first no . or -, at most 128"
         raise PlanError(f"RUN_ID is {run_id!r}; {rule}")
@@ -266,9 +283,20 @@ def training_words(typed: Typed, environ: Mapping[str, str]) -> list[str]:
 
 def command_line(typed: Typed, environ: Mapping[str, str], world: World) -> str:
     """Return what was typed, with the variables that shaped it: typed again, it resumes the run."""
-    names = _RESUMED_WITH + (_RESUMED_WITH_SSH if world.nodes else ())
+    names = _RESUMED_WITH + (_RESUMED_WITH_SSH if world.nodes or typed.nodefile else ())
+    names += ("CONFIG",) if typed.nodefile else ()  # which qsub's -v sets
+    names = ("RUN_ID", *names) if world.fanout == "submission" else names
     variables = [f"{name}={shlex.quote(environ[name])}" for name in names if environ.get(name)]
     words = [word for word in typed.typed if word not in ("--dry-run", "resume=never")]
-    if typed.batch_script and world.fanout == "srun":
-        words = scheduler.submission(environ, typed.batch_script, words[1:])
+    script = resolve_script(typed.batch_script) if typed.batch_script else None
+    if script and typed.nodefile:
+        words = submission.pbs_command(script, words)
+    elif script or world.fanout == "srun":
+        words = submission.slurm_command(environ, script, words)
     return " ".join([*variables, shlex.join(words)])
+
+
+def resolve_script(script: str) -> str:
+    """Return the path of a script of the project; from its own folder, the relative one."""
+    path = ROOT / script
+    return script if Path(script).exists() and path.samefile(script) else str(path)

@@ -129,18 +129,28 @@ class Plan:
             command += ["--max-restarts", str(self.max_restarts)]
         return [*command, *self.words]
 
+    def with_variables(self, command: Sequence[str]) -> list[str]:
+        """Return a command of this run, with the run's variables before it."""
+        return [
+            "env",
+            *(f"{name}={value}" for name, value in self.run_variables().items()),
+            *command,
+        ]
+
     def paste_line(self, command: Sequence[str]) -> str:
         """Return a line for a shell that runs a command of this run where this was typed."""
-        variables = [f"{name}={value}" for name, value in self.run_variables().items()]
-        return (
-            f"cd {shlex.quote(str(self.directory))} && {shlex.join(['env', *variables, *command])}"
-        )
+        return shell_line(self.directory, self.with_variables(command))
 
     def rank_counts(self, nproc: int) -> list[int]:
         """Return the number of ranks of every node; `nproc` where none was asked for."""
         if self.nodes:
             return [node.nproc or nproc for node in self.nodes]
         return [self.nproc or nproc] * self.num_nodes
+
+
+def shell_line(directory: Path, command: Sequence[str]) -> str:
+    """Return a line for a shell that runs a command in a directory."""
+    return f"cd {shlex.quote(str(directory))} && {shlex.join(command)}"
 
 
 def node_comment(plan: Plan, node_rank: int, host: str, counts: Sequence[int], port: int) -> str:
@@ -165,7 +175,7 @@ def print_plan(
 
     Args:
         outcome: what the preflight found.
-        counts: ranks of each node.
+        counts: ranks of each node; empty where they are not known yet.
         port: of the master.
         gpus: visible ones on node 0.
         host: this machine.
@@ -178,7 +188,8 @@ def print_plan(
     backend = "nccl" if plan.backend == "auto" and gpus else plan.backend.replace("auto", "gloo")
     each = str(counts[0]) if len({*counts}) == 1 else ",".join(map(str, counts))
     nodes = count(plan.num_nodes, "node")
-    print_row("ranks", f"{sum(counts)} = {nodes} x {each}, {backend}", out)
+    if counts:
+        print_row("ranks", f"{sum(counts)} = {nodes} x {each}, {backend}", out)
     if plan.forwarded:
         print_row("variables", f"{' '.join(plan.forwarded)} go with it", out)
     print_row("preflight", _preflight(plan, outcome), out)
@@ -190,6 +201,8 @@ def print_plan(
 
 
 def _hosts(plan: Plan, port: int, host: str) -> str:
+    if not plan.master_addr:  # the scheduler has not chosen yet
+        return plan.hosts
     address = f"[{plan.master_addr}]" if ":" in plan.master_addr else plan.master_addr
     master = f"{address}:{port}"
     if plan.nodes:

@@ -30,11 +30,11 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel for a SIGKILL at the death of `parent` (a process id), the caller's parent."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
+    """Ask the kernel for a signal at the death of `parent` (a process id), the caller's parent."""
+    _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:  # it died before the call
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signum)
 
 
 def outlive_parent() -> None:

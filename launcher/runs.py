@@ -17,10 +17,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from distributed.errors import Refused
 from launcher.messages import decode
 from launcher.runlog import RunFolder
 
@@ -69,20 +70,46 @@ def identify(process: int) -> LauncherProcess:
     return LauncherProcess(process, born, socket.gethostname())
 
 
+@contextlib.contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Make the folder of a run; what cannot be written there from now on is Refused."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
+        yield
+    except OSError as error:
+        cause = f"cannot write to '{folder}' ({error.strerror})"
+        raise Refused("dir-unwritable", f"{cause}; set LOG_DIR") from None
+
+
 def note_start(folder: RunFolder, *, is_detached: bool, grace_s: float) -> None:
-    """Write into run.json that this process is about to start the run."""
-    folder.write_record(
-        {
-            "run_id": folder.path.name,
-            "state": "starting",
-            "launcher": asdict(identify(os.getpid())),
-            "detached": is_detached,
-            "grace": grace_s,
-            "started": time.time(),
-            "ended": None,
-            "exit_code": None,
-        }
-    )
+    """Write into run.json that this process is about to start the run.
+
+    Raises:
+        Refused: it cannot be written.
+    """
+    record = {
+        "run_id": folder.path.name,
+        "state": "starting",
+        "launcher": asdict(identify(os.getpid())),
+        "detached": is_detached,
+        "grace": grace_s,
+        "started": time.time(),
+        "ended": None,
+        "exit_code": None,
+    }
+    with writing_to(folder.path):
+        folder.write_record(record)
+
+
+def note_end(folder: Path, code: int) -> None:
+    """Write into run.json how the run ended that this process started, if it did."""
+    run = read(folder)
+    if run is None or run.is_over or run.record.launcher != identify(os.getpid()):
+        return
+    record = {"state": "ended", "ended": time.time(), "exit_code": code}
+    with contextlib.suppress(OSError):
+        RunFolder(folder.parent, folder.name, 0).write_record(record)
 
 
 @dataclass(frozen=True)
@@ -152,6 +179,18 @@ def read(folder: Path) -> Run | None:
         return Run(folder, Record(), written)
 
 
+def refuse_live(folder: Path) -> None:
+    """Raise Refused where a process of this machine runs the run in a folder."""
+    run = read(folder)
+    if run is None or run.is_over or run.record.launcher is None:
+        return
+    launcher = run.record.launcher
+    if launcher.is_here and launcher.is_alive and launcher.process != os.getpid():
+        cause = f"run {run.id} is live: process {launcher.process}"
+        cure = "wait for its end, or choose another RUN_ID"
+        raise Refused("run-is-live", f"{cause}; {cure}")
+
+
 def find_all(log_dir: Path) -> list[Run]:
     """Return the runs of a log directory; the one that started or ended last comes last."""
     found = []
@@ -183,7 +222,7 @@ def describe(runs: Sequence[Run]) -> str:
             run.state,
             f"since {date(run.since)}",
             f"step {run.record.step}" if run.record.step >= 0 else "",
-            progress(run.folder),
+            progress(run),
         )
         for run in runs
     ]
@@ -192,14 +231,16 @@ def describe(runs: Sequence[Run]) -> str:
     return "\n".join("  ".join(row).rstrip() for row in padded)
 
 
-def progress(folder: Path) -> str:
-    """Return the newest metrics of a run, else the last line that node 0 or its launcher logged."""
+def progress(run: Run) -> str:
+    """Return the newest metrics of a run, else the last line of node 0's output."""
     with contextlib.suppress(ValueError, AttributeError, OSError):
-        values = json.loads(_last_line(folder / "metrics.jsonl"))
+        values = json.loads(_last_line(run.folder / "metrics.jsonl"))
         numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
         kept = (name for name in numbers if name not in ("step", "time"))
         return _shown("  ".join(f"{name} {numbers[name]:.4g}" for name in kept))
-    logs = [folder / "node_0.log", *sorted(folder.glob("launcher_*.log"))]
+    logs = [run.folder / "node_0.log"]
+    if run.record.state == "running":  # and node 0's log may be on its own disk alone
+        logs += sorted(run.folder.glob("launcher_*.log"))
     for log in logs:
         with contextlib.suppress(OSError):
             if line := _last_line(log):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from distributed import hostlist
+from distributed import environment, hostlist
 from distributed.environment import in_slurm_step
 from launcher.plan import PlanError
 
@@ -28,10 +27,11 @@ def in_slurm_job(environ: Mapping[str, str]) -> bool:
     return bool(environ.get("SLURM_JOB_ID")) and not in_slurm_step(environ)
 
 
-def read_job(environ: Mapping[str, str], program: str, asked: int | None) -> Allocation:
+def read_job(environ: Mapping[str, str], script: str, asked: int | None) -> Allocation:
     """Return a job's nodes, the first of which is the master, and the ranks on each.
 
     Args:
+        script: the entry script, as it was typed.
         asked: ranks per node that the user asked for.
 
     Raises:
@@ -39,14 +39,14 @@ def read_job(environ: Mapping[str, str], program: str, asked: int | None) -> All
     """
     num_nodes = environ.get("SLURM_JOB_NUM_NODES", "")
     if not environ.get("SLURM_JOB_ID") or not num_nodes:
-        raise PlanError(f"this is no SLURM job; use sbatch {program}, or salloc first")
+        raise PlanError(f"this is no SLURM job; use sbatch {script}, or salloc first")
     if in_slurm_step(environ):
-        raise PlanError(f"srun started {program}, which starts srun itself; leave srun out")
+        raise PlanError(f"srun started {script}, which starts srun itself; leave srun out")
     if environ.get("SLURM_HET_SIZE"):
         cause = "a heterogeneous job has nodes that differ, and this starts the same on each"
         cure = "leave out the : and what follows, or start train.py with srun --het-group"
         raise PlanError(f"{cause}; {cure} [wrong-world]")
-    nproc = _tasks_per_node(environ)
+    nproc = tasks_per_node(environ)
     if nproc and asked not in (None, nproc):
         cause = f"{asked} processes per node, but the job has SLURM_TASKS_PER_NODE={nproc}"
         raise PlanError(f"{cause}; leave the number out [wrong-world]")
@@ -54,16 +54,20 @@ def read_job(environ: Mapping[str, str], program: str, asked: int | None) -> All
     return Allocation(int(num_nodes), hostlist.first(nodes), nproc=nproc, hosts=nodes)
 
 
-def _tasks_per_node(environ: Mapping[str, str]) -> int | None:
-    """Return the tasks per node that were asked for, if they are more than one."""
-    tasks = environ.get("SLURM_TASKS_PER_NODE", "1")
-    if not environ.get("SLURM_NTASKS"):  # it only counts the processors then
-        tasks = "1"
-    match = re.fullmatch(r"([0-9]+)(\(x[0-9]+\))?", tasks)
-    if match is None:
-        cause = f"the job has unequal nodes, SLURM_TASKS_PER_NODE={tasks}"
+def tasks_per_node(environ: Mapping[str, str]) -> int | None:
+    """Return the tasks per node that the user asked for, if they are more than one.
+
+    Raises:
+        PlanError: the nodes have different numbers of tasks.
+    """
+    if not environ.get("SLURM_NTASKS"):  # the other variable only counts the processors then
+        return None
+    text = environ.get("SLURM_TASKS_PER_NODE", "1")
+    tasks, *others = {*environment.tasks_per_node(text, "SLURM_TASKS_PER_NODE")}
+    if others:
+        cause = f"the job has unequal nodes, SLURM_TASKS_PER_NODE={text}"
         raise PlanError(f"{cause}; give sbatch --ntasks-per-node [wrong-world]")
-    return int(match[1]) if int(match[1]) > 1 else None
+    return tasks if tasks > 1 else None
 
 
 def read_step(environ: Mapping[str, str], typed: Mapping[str, str | None]) -> Allocation:
@@ -121,13 +125,3 @@ def _answers(command: Sequence[str]) -> bool:
         return subprocess.run(command, capture_output=True, timeout=3).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
         return False
-
-
-def submission(environ: Mapping[str, str], script: str, arguments: Sequence[str]) -> list[str]:
-    """Return the sbatch command that asks for what this job has."""
-    words = ["sbatch", f"--nodes={environ['SLURM_JOB_NUM_NODES']}"]
-    if tasks := _tasks_per_node(environ):
-        words.append(f"--ntasks-per-node={tasks}")
-    if gpus := environ.get("SLURM_GPUS_ON_NODE"):
-        words.append(f"--gpus-per-node={gpus}")
-    return [*words, script, *arguments]

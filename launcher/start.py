@@ -3,7 +3,8 @@
     python scripts/lib/start.py FANOUT [OPTIONS] -- ARGS      (launch in scripts/lib/launch.sh)
 
 It makes the plan, has the config checked, and lets the fan-out do the rest: check the nodes, print
-the plan, start the agents, wait for them. A fan-out is a module with one function, `run`.
+the plan, start the agents, wait for them. A fan-out is a module with one function, `run`, which
+calls what it is given when nothing is left to refuse, before it starts the first agent.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from distributed.environment import LauncherError
 from distributed.errors import Refused
 from distributed.hostlist import HostlistError
-from launcher import options
+from launcher import detach, options, runs
 from launcher.messages import decode
 from launcher.plan import Plan, PlanError
 from launcher.preflight import short_host_name
@@ -38,12 +39,21 @@ class ConfigFacts:
 
 def main(arguments: Sequence[str]) -> int:
     """Start a run; returns its exit code."""
+    if arguments[0] in ("status", "stop"):
+        return runs.main(arguments)
     typed = options.parse(arguments)
     try:
-        plan = check_config(options.make_plan(typed))
+        if typed.fanout == "submit":
+            return int(importlib.import_module("launcher.submit").run(typed))
+        plan = options.make_plan(typed)
         if plan.fanout == "check":
+            check_config(plan)
             return 0
-        return int(importlib.import_module(f"launcher.{plan.fanout}").run(plan))
+        be_ready = detach.prepare(plan, script=typed.typed[0], copy=typed.copy)
+        fanout = importlib.import_module(f"launcher.{plan.fanout}")
+        code = int(fanout.run(check_config(plan), be_ready))
+        runs.note_end(plan.log_dir / plan.run_id, code)
+        return code
     except Refused as error:
         print(f"{typed.program}: {short_host_name()}: {error}", file=sys.stderr)
         return 3

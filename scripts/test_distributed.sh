@@ -22,7 +22,7 @@ main() {
   OPTIONS=(["-f"]=hostfile)
   parse_arguments "nproc nodes..." "$@"
   ((${#SETTINGS[@]} == 0)) || die 2 "settings mean nothing here (${SETTINGS[0]@Q}); leave them out"
-  PLAN[cpu-nproc]=2 PLAN[module]=distributed.selftest
+  PLAN[cpu_nproc]=2 PLAN[module]=distributed.selftest
   launch local
 }
 main "$@"

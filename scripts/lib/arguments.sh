@@ -7,12 +7,16 @@ parse_arguments() { # <"plan entry ..."> <argument...>
   local names
   read -ra names <<<"$1"
   shift
-  TYPED=("$0" "$@")
+  TYPED=("${LAUNCH_AS:-$0}" "$@") # a command that pip has installed has its own name
+  unset LAUNCH_AS
   while (($#)); do
     [[ $1 == --*=* ]] && set -- "${1%%=*}" "${1#*=}" "${@:2}"
     case $1 in
       -h | --help) print_usage && exit ;;
-      --dry-run | --strict | --detach) FLAGS+=("$1") ;;
+      --version) echo "$PROGRAM $(sed -n 's/^__version__ = "\(.*\)"$/\1/p' "$ROOT/distributed/__init__.py")" && exit ;;
+      --dry-run | --strict) FLAGS+=("$1") ;;
+      --detach) refuse_scheduled "$1" && FLAGS+=("$1") ;;
+      --status | --stop) answer_about_runs "$@" ;;
       --) REST=("${@:2}") && break ;;
       -?*)
         take_option "$@"
@@ -47,6 +51,27 @@ take_argument() { # <argument>
     PLAN[${names[0]}]=$1
     names=("${names[@]:1}")
   fi
+}
+
+# A scheduler does it itself.
+refuse_scheduled() { # <option>
+  [[ -z $SCHEDULED ]] ||
+    die 2 "$1 is for runs that no scheduler holds; use sbatch, squeue and scancel (PBS: qsub, qstat and qdel)"
+}
+
+# Does not return.
+answer_about_runs() { # <--status|--stop> [<run id>...]
+  local word words=("${1#--}" --program="$PROGRAM" --log-dir="${LOG_DIR:-logs}")
+  refuse_scheduled "$1"
+  for word in "${FLAGS[@]}" "${@:2}"; do
+    case $word in
+      --dry-run) words+=("$word") ;;
+      -*) die 2 "$word does not go with $1; give the names of runs" ;;
+      *) words+=("--run=$word") ;;
+    esac
+  done
+  choose_python
+  exec "$PYTHON" "$ROOT/scripts/lib/start.py" "${words[@]}"
 }
 
 print_usage() {

@@ -13,6 +13,8 @@ REST=()               # what follows `--`
 FLAGS=()              # of start.py: --dry-run, --strict, --detach
 ACTIVATED=()          # names of variables that the environment of PYTHON has changed
 
+SCHEDULED=${SLURM_JOB_ID:-${PBS_JOBID:-}} # not empty: a scheduler holds the run
+
 # shellcheck source=scripts/lib/arguments.sh
 source "${BASH_SOURCE[0]%/*}/arguments.sh"
 # shellcheck source=scripts/lib/python.sh
@@ -51,19 +53,4 @@ start_words() { # as launch
   for name in "${!PLAN[@]}"; do COMMAND+=("--$name=${PLAN[$name]}"); done
   COMMAND+=("${TYPED[@]/#/--typed=}" "${NODES[@]/#/--node=}" "${SETTINGS[@]/#/--setting=}" "${ACTIVATED[@]/#/--activated=}")
   COMMAND+=(-- "${REST[@]}")
-}
-
-# Our own modules, found whatever the working directory holds. Paths given to them are absolute.
-run_ours() { # <module> <argument...>
-  (cd -- "$ROOT" && exec "$PYTHON" -m "$@")
-}
-
-# A word as a shell reads it, in quotes where it needs them.
-quote_line() { # <argument...>
-  local word line=
-  for word in "$@"; do
-    [[ $word =~ ^[A-Za-z0-9_@%+=:,./-]+$ ]] || word=${word@Q}
-    line+=" $word"
-  done
-  printf '%s' "${line# }"
 }

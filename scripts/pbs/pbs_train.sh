@@ -4,12 +4,13 @@
 # usage: qsub [QSUB OPTIONS] scripts/pbs/pbs_train.sh
 #
 #   -v CONFIG=FILE        the configuration, a YAML file (default: config/local3.yaml)
-#   -F "CONFIG key=value"  the same and settings, where qsub knows -F (OpenPBS, Torque)
+#   -F "CONFIG key=value"  the same with settings, if this qsub has -F (OpenPBS, Torque)
+#   --dry-run             outside of a job: show the qsub command
 #
 # example: qsub -l select=4:ngpus=8 -v CONFIG=config/local3.yaml scripts/pbs/pbs_train.sh
 #
-# What the job asks for. Edit it, or say it to qsub, which wins. Processes per node: NPROC_PER_NODE,
-# else as often as a node stands in the node file, where that is more than once, else its GPUs.
+# The job's size. Edit it here, or give the options to qsub, which win. Processes per node:
+# NPROC_PER_NODE, else the node's lines in the node file if more than one, else its GPUs.
 #PBS -N train
 #PBS -l select=2:ncpus=8:ngpus=2
 #PBS -l walltime=24:00:00
@@ -18,18 +19,16 @@ set -euo pipefail
 cd -- "${PBS_O_WORKDIR:-.}"
 LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib
 [[ -r $LIB/launch.sh ]] || LIB=$PWD/scripts/lib # PBS runs a copy of this file
-[[ -r $LIB/launch.sh ]] || {
-  echo "pbs_train.sh: this is a copy, and finds no scripts/lib; submit it in the project's folder" >&2
-  exit 2
-}
+[[ -r $LIB/launch.sh ]] || { echo "pbs_train.sh: this is a copy and finds no scripts/lib; submit it from the project's folder" >&2 && exit 2; }
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh"
 
 main() {
+  SCHEDULED=1
   parse_arguments config "$@"
   [[ -z ${CONFIG:-} ]] || : "${PLAN[config]=$CONFIG}"
   default_config
-  PLAN[batch-script]=scripts/pbs/pbs_train.sh
+  PLAN[batch_script]=scripts/pbs/pbs_train.sh
   launch ssh --nodefile
 }
 main "$@"

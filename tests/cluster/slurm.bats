@@ -223,7 +223,7 @@ has_restarts() { # <number>
   for signal in INT TERM HUP; do
     RUN_ID=$signal on login salloc -Q --nodes=2 scripts/slurm/slurm_train.sh config/local3.yaml "${LONG[@]}" >"$signal.out" 2>&1 3>&- &
     eventually 60 grep -q '^step ' "$signal.out"
-    on login pkill "-$signal" -o -f "^bash .*/slurm_train.sh config"
+    on login pkill "-$signal" -o -f "lib/start.py srun .*slurm_train.sh"
     end_of $!
     ((CODE == 75))
     grep -q '^stopped  after saving a checkpoint ' "$signal.out"
@@ -233,10 +233,10 @@ has_restarts() { # <number>
     'print("deaf", flush=True)' 'time.sleep(600)' >deaf.py
   TRAIN_SCRIPT=deaf.py on login salloc -Q --nodes=1 scripts/slurm/slurm_train.sh - >deaf.out 2>&1 3>&- &
   eventually 60 grep -q '^deaf' deaf.out
-  on login pkill -INT -o -f "^bash .*/slurm_train.sh -"
+  on login pkill -INT -o -f "lib/start.py srun .*slurm_train.sh"
   sleep 1 # two that are closer count as one
   run ! is_gone_from node1 "deaf.py"
-  on login pkill -INT -o -f "^bash .*/slurm_train.sh -"
+  on login pkill -INT -o -f "lib/start.py srun .*slurm_train.sh"
   eventually 5 is_gone_from node1 "deaf.py"
   start_long --nodes=2
   on login scancel --batch --signal=TERM "$JOB"
@@ -297,9 +297,9 @@ has_restarts() { # <number>
   cd "else where"
   RUN_ID=path job --nodes=1 "../a b/scripts/slurm/slurm_train.sh" "../a b/local3.yaml" "${SMALL[@]}"
   [[ -d checkpoints/path/step-6 ]]
-  grep -q "^resume     RUN_ID=path sbatch --nodes=1 --gpus-per-node=2 $ROOT/scripts/slurm/slurm_train.sh ../a" job.out
+  grep -q "^resume     RUN_ID=path sbatch --nodes=1 --gpus-per-node=2 $ROOT/scripts/slurm/slurm_train.sh '../a b/local3.yaml' " job.out
   run on login "../a b/scripts/submit_with_config.sh" config="../a b/local3.yaml" num_gpus_train=2 --dry-run
-  [[ $output == *" $ROOT/scripts/slurm/slurm_train_single_node.sh ../a"* ]]
+  [[ $output == *" $ROOT/scripts/slurm/slurm_train_single_node.sh '../a b/local3.yaml'"* ]]
 }
 
 @test "a copy of the script that finds nothing else is refused in one line" {
@@ -308,10 +308,10 @@ has_restarts() { # <number>
   for name in slurm_train slurm_train_single_node; do
     cp -- "$ROOT/scripts/slurm/$name.sh" elsewhere/mine.sh
     (cd elsewhere && run -2 job --nodes=1 mine.sh)
-    [[ $(<elsewhere/job.out) == "$name.sh: this is a copy, and finds no scripts/lib; submit it in the project's folder" ]]
+    [[ $(<elsewhere/job.out) == "$name.sh: this is a copy and finds no scripts/lib; submit it from the project's folder" ]]
     rm elsewhere/job.out
     run -2 elsewhere/mine.sh # in no job at all
-    [[ $output == "$name.sh: this is a copy, and finds no scripts/lib; "* && ${#lines[@]} == 1 ]]
+    [[ $output == "$name.sh: this is a copy and finds no scripts/lib; "* && ${#lines[@]} == 1 ]]
     RUN_ID=$name job --nodes=1 elsewhere/mine.sh config/local3.yaml --dry-run # from the project's folder
   done
 }
@@ -364,9 +364,9 @@ TABLE
   [[ -z $(on login squeue -h) ]]
 }
 
-@test "submit_with_config.sh: a list of nodes is left aside where one will do" {
+@test "submit_with_config.sh: a list of nodes is ignored if one node is enough" {
   run on login scripts/submit_with_config.sh config=config/local3.yaml num_gpus_train=4 nodelist=node1,node2 --dry-run
-  [[ $output == *"warning: 4 GPUs fit on one node; nodelist=node1,node2 is left aside"* ]]
+  [[ $output == *"warning: 4 GPUs fit on one node; nodelist=node1,node2 is ignored"* ]]
   [[ $output != *--nodelist* ]]
   run on login scripts/submit_with_config.sh config=config/local3.yaml num_gpus_train=4 nodelist=node2 --dry-run
   [[ $output == *" --nodelist=node2 "* ]]
@@ -406,7 +406,7 @@ TABLE
   SLURM_CONF=$PWD/empty.conf run -3 "$ROOT/scripts/submit_with_config.sh" config=config/local3.yaml num_gpus_train=2 --dry-run
   [[ ${lines[-1]} == *"sinfo fails, see above; submit where SLURM answers [env-missing]" ]]
   TRAIN_SCRIPT=own.py run on login scripts/submit_with_config.sh config=- num_gpus_train=2 --dry-run -- '' 'a b'
-  [[ $output == *" - -- '' a\\ b" ]]
+  [[ $output == *" - -- '' 'a b'" ]]
 }
 
 @test "submit_with_config.sh: first the preparing job, then the training; --wait gives its code" {
@@ -427,7 +427,7 @@ TABLE
   end_of "$never"
   cat never.out
   ((CODE == 1))
-  grep -qE '^submit_with_config.sh: job [0-9]+ did not start, for job [0-9]+ failed; see logs/slurm-[0-9]+.out$' never.out
+  grep -qE '^submit_with_config.sh: job [0-9]+ did not start: job [0-9]+ failed; see logs/slurm-[0-9]+.out$' never.out
 }
 
 nothing_queued() {
@@ -469,27 +469,24 @@ nothing_queued() {
   [[ $(grep -L '^done       2 steps' logs/slurm-*.out) == "" ]]
 }
 
-@test "three restarts without a new step, and the job is not requeued" {
-  export PROGRAM_DIR=$ROOT LOG_DIR=logs
-  cat >requeue.sh <<'SH'
-LIB=$PROGRAM_DIR/scripts/lib
-source "$LIB/srun.sh"
-declare -A plan=([run_id]=mine [checkpoint_dir]=checkpoints)
-PROGRAM=requeue.sh SLURM_JOB_ID=1
-scontrol() { echo "$*" >>queued; }
-mkdir -p logs/mine checkpoints/mine
-for step in 5 5 9 9 9 9 9; do
-  if ((step == 9)); then SLURM_ARRAY_JOB_ID=3 SLURM_ARRAY_TASK_ID=8; fi
-  ln -sfn "step-$step" checkpoints/mine/latest
-  requeue
-done
-SH
-  run bash requeue.sh
-  [[ $output == *"three restarts have gained no step; the job is not requeued"* ]]
-  [[ $(<queued) == $'requeue 1\nrequeue 1\nrequeue 3_8\nrequeue 3_8\nrequeue 3_8' ]]
+@test "outside of a job: exit 2, and what to do; --dry-run shows the sbatch command" {
+  local name
+  for name in slurm_train slurm_train_single_node; do
+    run -2 on login "scripts/slurm/$name.sh" config/local3.yaml
+    [[ $output == "$name.sh: this is no SLURM job; use sbatch scripts/slurm/$name.sh, or salloc first" ]]
+  done
+  TRAIN_SCRIPT='my train.py' run --separate-stderr on login scripts/slurm/slurm_train.sh config/local3.yaml --dry-run -- 'a b'
+  # shellcheck disable=SC2154 # run sets it
+  [[ $status == 0 && $stderr == *"ranks      4 = 2 nodes x 2"* ]]
+  [[ ${lines[-1]} == "cd $PWD && TRAIN_SCRIPT='my train.py' sbatch scripts/slurm/slurm_train.sh config/local3.yaml -- 'a b'" ]]
 }
 
-@test "outside of a job: exit 2, and what to do" {
-  run -2 on login scripts/slurm/slurm_train.sh config/local3.yaml
-  [[ $output == "slurm_train.sh: this is no SLURM job; use sbatch "*", or salloc first" ]]
+@test "the resume line of a run under salloc works from a plain shell" {
+  local line
+  RUN_ID=again on login salloc -Q --nodes=2 --gres=gpu:1 scripts/slurm/slurm_train.sh config/local3.yaml "${SMALL[@]}" &>first.out
+  line=$(sed -n 's/^resume  *//p' first.out)
+  [[ $line == "RUN_ID=again salloc --nodes=2 --gres=gpu:1 "*"/slurm_train.sh config/local3.yaml "* ]]
+  on login bash -c "$line train.max_steps=8" &>second.out
+  grep -q '^resumed    after step 6$' second.out
+  grep -q '"world_size": 2' logs/again/run.json
 }

@@ -67,8 +67,8 @@ is_gone() { # <run id>
   done
 }
 
-launcher_of() { # <run id>
-  on login pgrep -o -f "^bash $LAUNCH .* $1$"
+launcher_of() { # <its last argument>
+  on login pgrep -o -f "/start.py (ssh|pdsh) .* $1$"
 }
 
 # The process that is to die.
@@ -150,9 +150,9 @@ train_equally() { # <script> <N>
   done
 }
 
-# Of all launchers on login.
+# Of all launchers on login; and none has left a file.
 only_one_is_left() {
-  [[ $(compgen -G "tmp/launch.*" | wc -l) == 1 && -z $(on login pgrep -f "ssh .*node1 exec bash" | sed 1d) ]]
+  [[ -z $(ls tmp) && $(on login pgrep -f "ssh .*node1 exec bash" | wc -l) == 1 ]]
 }
 
 # bats test_tags=prove
@@ -210,7 +210,7 @@ TABLE
     for ((number = 0; number < ${TIMES:-1}; number++)); do
       start "$signal-$number" config/local3.yaml 1 "${HOSTS[@]}" "${LONG[@]}"
       sleep "0.$((RANDOM % 10))" # the random moment itself
-      on login kill "-$signal" "$(on login pgrep -o -f "^bash $LAUNCH config")"
+      on login kill "-$signal" "$(on login pgrep -o -f "/start.py ssh ")"
       end_of "$PID"
       cat "$signal-$number.out"
       ((CODE == 75))
@@ -236,25 +236,40 @@ TABLE
 # bats test_tags=prove
 # In place of agents, what ends only when it runs on every node.
 @test "40 nodes start at once, through pdsh too (64 over ssh in make prove)" {
-  cat >all.sh <<'BASH'
-set -euo pipefail
-LIB=scripts/lib
-source "$LIB/launch.sh" "$1"
-NODES=("${@:2}") RANKS=("${@/*/1}") plan[nnodes]=${#NODES[@]} plan[master]=node1 plan[run_id]=all
-connect_nodes
-await hello "$ANSWER_BY"
-node_command() {
-  COMMAND=(bash -c 'echo >>"$0"; until mapfile there <"$0" && ((${#there[@]} == $1)); do sleep 0.3; done' "$FOLDER/here" "${#NODES[@]}")
-}
-fanout_start
-BASH
+  cat >all.py <<'PY'
+import os, sys
+from pathlib import Path
+from launcher import pdsh, protocol, ssh
+from launcher.plan import NodePlan, Plan
+
+FANOUTS = {"ssh": ssh.Fanout, "pdsh": pdsh.PdshFanout}
+AGENT = 'echo >>"$0"; until mapfile there <"$0" && ((${#there[@]} == $1)); do sleep 0.3; done'
+root, fanout, *nodes = sys.argv[1:]
+
+
+class All(FANOUTS[fanout]):
+    def start_request(self, report, token):
+        start = super().start_request(report, token)
+        command = ["bash", "-c", AGENT, fanout, str(len(nodes))]
+        return protocol.Start(command, start.variables, start.directory, start.socket)
+
+
+here = Path.cwd()
+node_plans = [NodePlan(node, 1) for node in nodes]
+plan = Plan(program="all.py", fanout=fanout, command="", root=Path(root), python=sys.executable,
+            directory=here, log_dir=here / "logs", run_id="all", words=["all.py"],
+            nodes=node_plans, num_nodes=len(nodes), master_addr="node1")
+sys.exit(All(plan).run())
+PY
   export CLUSTER_DIR=$BATS_TEST_TMPDIR/cluster
   local number=40
   [[ -z ${TIMES:-} ]] || number=64
   "$CLUSTER" up "$number"
   mapfile -t nodes < <(printf 'node%s\n' $(seq "$number"))
-  run timeout 90 "$CLUSTER" run login bash -c 'bash all.sh pdsh node{1..40}; bash all.sh ssh "$@"' bash "${nodes[@]}"
+  export PYTHONPATH=$ROOT
+  run timeout 90 "$CLUSTER" run login bash -c '"$PYTHON" all.py "$0" pdsh node{1..40}; "$PYTHON" all.py "$0" ssh "$@"' "$ROOT" "${nodes[@]}"
   "$CLUSTER" down
+  echo "$output"
   [[ $status == 0 && $(grep '^ended' <<<"$output") == "ended      code 0; nothing is left running on 40 nodes
 ended      code 0; nothing is left running on $number nodes" ]]
 }
@@ -307,6 +322,7 @@ PY
   RUN_ID=live run launch - 1 node1 node3 -- idle
   [[ $status == 3 && $output == *"node1: run live is live: its node agent runs here; "*"[run-is-live]" ]]
   RUN_ID=live MASTER_PORT=4323 run launch - 1 node3 node2 -- idle
+  echo "$output"
   [[ $status == 3 && $output == *"run live is live: "*" on node1; "*"[run-is-live]"*$'\n'"ended      code 3; "* && $output != *FAILED* ]]
   on login kill -TERM "$(launcher_of idle)"
   end_of "$live"
@@ -346,14 +362,15 @@ is_started() { # <run id>
   ((${#commands[@]} == 4))
   make_hang_up
   NO_COLOR=1 run timeout 60 "$CLUSTER" run login "$PYTHON" hang_up.py "${commands[0]/ 8 / 2 } ${LONG[*]}" </dev/null
+  echo "$output"
   [[ $output == *"2 nodes x 2, gloo"*"stop       $LAUNCH --stop mine"$'\n'"the end of 0"* ]]
   eventually 40 grep -q '^\[0\] step 1/' logs/mine/launcher_login.log
   run -124 on login timeout 1 bash -c "${commands[1]}"
   [[ $output == *"[0] step "* ]]
   run on login bash -c "${commands[2]}"
-  [[ $status == 0 && $output == "mine  running "*" [0] step "* ]]
+  [[ $status == 0 && $output == "mine  running  since "*"  loss "* ]]
   run on node1 bash -c "${commands[3]}"
-  [[ $status == 3 && $output == *"another machine, see 'logs/mine/launcher_login.log'"* ]]
+  [[ $status == 3 && $output == *"run mine is running on login, as of "*"; stop it on login" ]]
   run on login bash -c "${commands[3]}"
   [[ $status == 0 && $output == *$'\n'"mine  ended, code 75 "* ]]
   is_gone mine
@@ -368,18 +385,18 @@ is_started() { # <run id>
     eventually 40 grep -q '^\[0\] met' "logs/$end/launcher_login.log"
   done
   on node2 kill -KILL "$(find_victim fails node2 rank)"
-  on login kill -KILL "$(cut -d ' ' -f 1 logs/killed/launcher_login)"
+  on login kill -KILL "$(on login pgrep -o -f '/start.py pdsh .* killed$')"
   eventually 3 is_gone fails
   eventually 3 is_gone killed
   eventually 10 detached_as fails "ended, code 137"
-  eventually 3 detached_as killed "ended, code 137"
+  eventually 3 detached_as killed "(killed|ended, code 1(37|43))"
   grep -q '^FAILED   rank 1 (local rank 0, node2)' logs/fails/launcher_login.log
   eventually 3 is_empty tmp
-  run ! on login pgrep -f "launcher_login|exec bash -s"
+  run ! on login pgrep -f "/start.py pdsh|exec bash -s"
 }
 
 detached_as() { # <run id> <state>
-  [[ $(on login "$LAUNCH" --status "$1") == "$1  $2 "* ]]
+  [[ $(on login "$LAUNCH" --status "$1") =~ ^$1\ \ $2\ \  ]]
 }
 
 is_empty() { # <folder>

@@ -30,13 +30,18 @@ hold_preflight() {
 # None may outlive its test.
 teardown() {
   local record
-  for record in logs/*/"launcher_$HOST"; do
+  for record in logs/*/run.json; do
     if [[ -s $record && ! -L ${record%/*} ]]; then launch --stop "$(basename -- "${record%/*}")" || true; fi
   done
 }
 
 state_is() { # <run id> <state>
-  [[ $(launch --status "$1") == "$1  $2 "* ]]
+  [[ $(launch --status "$1") == "$1  $2  "* ]]
+}
+
+# What run.json says of a run's launcher.
+launcher_of() { # <run id>
+  "$PYTHON" -c 'import json, sys; print(json.load(open(sys.argv[1]))["launcher"]["process"])' "logs/$1/run.json"
 }
 
 is_gone() { # <text in a command line>
@@ -53,22 +58,25 @@ is_gone() { # <text in a command line>
   [[ $output == *"stop       $ROOT/scripts/ssh/launch_singlenode.sh --stop mine
 the end of 0"* ]]
   eventually 30 grep -qx "waiting a  b" "logs/mine/launcher_$HOST.log"
+  eventually 5 state_is mine running
   run launch --status
-  [[ $status == 0 && $output == "mine  running          since 20"*"  [0] waiting a  b" ]]
+  [[ $status == 0 && $output == "mine  running  since 20"*"  [0] waiting a  b" ]]
   RUN_ID=mine run launch - 1 --detach
   [[ $status == 3 && $output == *"run mine is live: process "*"[run-is-live]" ]]
   run launch --dry-run --stop mine
   [[ $status == 0 && $output == "kill -TERM "* ]]
   run launch --stop mine
-  [[ $status == 0 && ${lines[0]} == *"waiting for its end, 55 s at most" && ${lines[1]} == "mine  ended, code 75  "*"[0] waiting a  b" ]]
+  [[ $status == 0 && ${lines[0]} == *"waiting up to 55 s for its end" && ${lines[1]} == "mine  ended, code 75  "*"[0] waiting a  b" ]]
   eventually 3 is_gone "rdzv-id mine "
-  grep -q "^resume   RUN_ID=mine TRAIN_SCRIPT=own.py $ROOT/.* --detach - 1 -- a\\\\ \\\\ b" "logs/mine/launcher_$HOST.log"
+  grep -qF "resume   RUN_ID=mine TRAIN_SCRIPT=own.py $ROOT/scripts/ssh/launch_singlenode.sh --detach - 1 -- 'a  b'" "logs/mine/launcher_$HOST.log"
+  grep -q '^preflight  14 checks' "logs/mine/launcher_$HOST.log"
   run launch --stop mine
   [[ $status == 3 && $output == *"run mine is not running: ended, code 75; there is nothing to stop" ]]
 }
 
 # bats test_tags=slow
-@test "a failure and a kill show in --status" {
+@test "--status shows every run: a failed, a killed and one that was not detached" {
+  local attached
   make_waiting
   RUN_ID=fails launch --detach - 1
   RUN_ID=killed launch --detach - 1
@@ -76,16 +84,20 @@ the end of 0"* ]]
   touch fail-fails
   eventually 10 state_is fails "ended, code 7"
   eventually 30 grep -q waiting logs/killed/node_0.log
-  kill -KILL "$(cut -d ' ' -f 1 "logs/killed/launcher_$HOST")"
-  eventually 3 state_is killed "ended, code 137"
+  kill -KILL "$(launcher_of killed)"
+  eventually 3 state_is killed killed
   eventually 3 is_gone "rdzv-id killed "
-  sed -i '2d; s/ [0-9]* / 1 /' "logs/killed/launcher_$HOST" # as a machine that went down leaves it
+  RUN_ID=attached launch - 1 3>&- &
+  attached=$!
+  eventually 30 grep -q waiting logs/attached/node_0.log
+  eventually 5 state_is attached running
   run launch --status
-  [[ ${#lines[@]} == 2 && ${lines[0]} == "fails  ended, code 7 "* && ${lines[1]} == "killed  killed "* ]]
+  [[ ${#lines[@]} == 3 && ${lines[0]} == "killed "*" killed  "* && ${lines[1]} == "fails "*" ended, code 7  "* && ${lines[2]} == "attached  running  "* ]]
+  launch --stop attached
+  wait "$attached" || [[ $? == 75 ]]
 }
 
 @test "what is refused is told on the terminal, and leaves nothing" {
-  local folders
   run launch --detach
   [[ $status == 2 && $output == "launch_singlenode.sh: no config; usage: "* ]]
   run launch --detach plain.yaml 1 train.max_stepz=3
@@ -97,11 +109,12 @@ the end of 0"* ]]
   [[ $status == 2 && $output == *"RUN_ID is '../up'"* && ! -e up ]]
   touch file
   LOG_DIR=file/logs run launch --detach plain.yaml 1
-  [[ $status == 3 && ${#lines[@]} == 1 && $output == *"cannot write to 'file/logs/"*"[dir-unwritable]" ]]
+  [[ $status == 3 && ${#lines[@]} == 1 && $output == *"cannot write under"*"[dir-unwritable]" ]]
+  RUN_ID=mine LOG_DIR=file/logs SKIP_PREFLIGHT=1 run launch --detach plain.yaml 1
+  [[ $status == 3 && ${lines[-1]} == *"cannot write to 'file/logs/mine' (Not a directory); set LOG_DIR [dir-unwritable]" ]]
   run launch --detach --dry-run plain.yaml 1
   [[ $status == 0 && $output == *"# node 0 "* ]]
-  folders=$(ls logs)
-  [[ -z $folders ]]
+  [[ ! -e logs ]]
 }
 
 # bats test_tags=slow
@@ -118,29 +131,33 @@ the end of 0"* ]]
     wait "$launcher" || true
     touch go
     eventually 10 is_gone "launch_singlenode.sh --detach - 1 -- $signal"
-    [[ ! -e logs/$signal/node_0.log && ! -e logs/$signal/launcher_$HOST ]]
+    [[ ! -e logs/$signal ]]
   done
 }
 
-@test "--stop and --status know one run from another" {
+@test "--stop and --status know one run from another, and what goes with them" {
   mkdir -p logs/here logs/there
-  echo "$$ 1 30 2026-11-20T16:12:33" >"logs/here/launcher_$HOST" # another process by now
-  touch logs/there/launcher_elsewhere{,.log}
+  echo '{"state": "running", "launcher": {"process": '$$', "birth": 1, "host": "'"$HOSTNAME"'"}, "started": 1}' >logs/here/run.json
+  echo '{"state": "running", "launcher": {"process": 1, "birth": 1, "host": "elsewhere"}, "started": 2}' >logs/there/run.json
   ln -s here logs/latest
   run launch --status
-  [[ $status == 0 && $output == "here  killed           since 2026-11-20T16:12:33  " ]]
+  [[ $status == 0 && ${#lines[@]} == 2 && ${lines[0]} == "here   killed  "* && ${lines[1]} == "there  running on elsewhere, as of 20"* ]]
+  run launch --status here
+  [[ $status == 0 && $output == "here  killed  since "* ]]
   run launch --stop here
-  [[ $status == 3 && $output == *"run here is not running: killed; "* ]]
+  [[ $status == 3 && $output == "launch_singlenode.sh: run here is not running: killed; "* ]]
   run launch --stop there
-  [[ $status == 3 && $output == *"run there was detached on another machine, see 'logs/there/launcher_elsewhere.log'"* ]]
+  [[ $status == 3 && $output == *"; stop it on elsewhere" ]]
   run launch --stop heer
-  [[ $status == 2 && $output == *"no run 'heer' was detached on $HOST "*"did you mean here? "* ]]
+  [[ $status == 2 && $output == *"there is no run 'heer' in logs; did you mean here? "* ]]
   run launch --status ''
-  [[ $status == 2 && $output == *"no run '' was "* ]]
+  [[ $status == 2 && $output == *"there is no run '' in logs"* ]]
   run launch --stop
   [[ $status == 2 && $output == *"--stop takes one run"* ]]
+  run launch --status --strict
+  [[ $status == 2 && $output == *"--strict does not go with --status"* ]]
   LOG_DIR=none run launch --status
-  [[ $status == 0 && $output == "launch_singlenode.sh: no run was detached on "*" with its logs in none" ]]
+  [[ $status == 0 && $output == "launch_singlenode.sh: there is no run in none" ]]
 }
 
 @test "by hand node rank 0 alone can do without RUN_ID; a scheduler does it itself" {
@@ -154,6 +171,9 @@ the end of 0"* ]]
   assert_refused 2 "use sbatch, squeue and scancel (PBS: qsub, qstat and qdel)"
   PBS_JOBID=1 run launch --stop 1
   assert_refused 2 "qdel"
-  run "$ROOT/scripts/submit_with_config.sh" --status
-  assert_refused 2 squeue
+  local name
+  for name in submit_with_config slurm/slurm_train slurm/slurm_train_single_node pbs/pbs_train; do
+    run "$ROOT/scripts/$name.sh" --detach
+    assert_refused 2 squeue
+  done
 }

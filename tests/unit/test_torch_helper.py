@@ -347,19 +347,60 @@ def test_nccl_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the end ---------------------------------------------------------------------------
 
 
-def test_finish_flushes_and_gives_its_code(tmp_path: Path) -> None:
-    code = """if True:
-        import atexit, logging.handlers
-        from distributed.torch import finish
+def finish_in(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from distributed.torch import *\n" + textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=clean_environment(),
+    )
+
+
+def test_finish_flushes_runs_exit_handlers_and_gives_its_code(tmp_path: Path) -> None:
+    done = finish_in(
+        tmp_path,
+        """
+        import logging.handlers, pathlib, threading, time
         file = logging.handlers.MemoryHandler(99, target=logging.FileHandler("kept.log"))
         logging.getLogger().addHandler(file)
-        atexit.register(print, "the interpreter went the long way")
+        atexit.register(print, "and last this", end="")
+        atexit.register(print, "then this", end=", ")
+        atexit.register(lambda: 1 / 0)
+        def work():
+            time.sleep(0.3)
+            print("the thread's end", end=", ")
+        threading.Thread(target=work).start()
         logging.warning("last words")
-        print("printed", end="")
+        print("printed", end=", ")
         finish(7)
-    """
-    command = [sys.executable, "-c", code]
-    environment = clean_environment()
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert (done.returncode, done.stdout) == (7, "printed")
+        """,
+    )
+    assert done.returncode == 7
+    assert done.stdout == "printed, the thread's end, then this, and last this"
+    assert "ZeroDivisionError" in done.stderr
     assert (tmp_path / "kept.log").read_text() == "last words\n"
+
+
+@pytest.mark.parametrize("waits_in", ["atexit.register({})", "threading.Thread(target={}).start()"])
+def test_exit_handlers_have_a_limit(tmp_path: Path, waits_in: str) -> None:
+    start = time.monotonic()
+    done = finish_in(
+        tmp_path,
+        f"""
+        import distributed.torch, threading, time
+        distributed.torch.EXIT_LIMIT_S = 0.5
+        print("printed", end="")
+        {waits_in.format("threading.Event().wait")}
+        finish(3)
+        """,
+    )
+    assert time.monotonic() - start < 25
+    assert (done.returncode, done.stdout) == (3, "printed")
+    assert "threads or exit handlers still run after 0.5 s; exiting without them" in done.stderr
+
+
+def test_finish_can_be_an_exit_handler(tmp_path: Path) -> None:
+    code = 'atexit.register(print, "once")\natexit.register(finish, 2)\nsys.exit(4)'
+    done = finish_in(tmp_path, code)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "once\n", "")

@@ -1,0 +1,18 @@
+"""The commands that `pip install` makes: each runs the entry script of its name."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+
+def main() -> NoReturn:
+    """Become the entry script, with the Python that this is installed for unless one is chosen."""
+    scripts = Path(__file__).resolve().parents[1] / "scripts"
+    (script,) = scripts.glob(f"**/{Path(sys.argv[0]).name}")
+    if not any(os.environ.get(name) for name in ("PYTHON", "VENV", "CONDA_ENV")):
+        os.environ["PYTHON"] = sys.executable
+    os.environ["LAUNCH_AS"] = sys.argv[0]
+    os.execvp("bash", ["bash", str(script), *sys.argv[1:]])

@@ -1,0 +1,259 @@
+"""One event loop over child programs, signals and time; and a terminal that never blocks it.
+
+loop = Loop()
+child = Child(loop, ["ssh", "node1", "uptime"], on_line)
+while child.code is None:
+    signals = loop.wait(1.0)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import IO, TextIO, cast
+
+BACKLOG_BYTES = 1 << 20  # that a slow terminal has not taken yet; more lines are dropped
+LONGEST_LINE = 1 << 20  # bytes; a longer one arrives in parts
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_CHUNK = 65536
+
+OnLine = Callable[[bytes, bool], None]  # a line without its end; whether it came on stderr
+
+
+class Loop:
+    """Waits for children, signals and time together. Make it in the main thread, once."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.children: list[Child] = []
+        self._signals: list[signal.Signals] = []
+        self._wake, self._waker = socket.socketpair()
+        for end in (self._wake, self._waker):
+            end.setblocking(False)
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        for signum in PASSED_ON:
+            if signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
+                signal.signal(signum, _wake_only)
+        signal.signal(signal.SIGCHLD, _wake_only)
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a terminal's `stty tostop`
+        self.selector.register(self._wake, selectors.EVENT_READ, self._on_signal)
+
+    def wait(self, seconds: float) -> list[signal.Signals]:
+        """Handle what happens, for at most so long; returns the signals that came."""
+        for key, _ in self.selector.select(max(0.0, seconds)):
+            if key.fd in self.selector.get_map():  # no other event has closed it
+                key.data()
+        came, self._signals = self._signals, []
+        return came
+
+    def _on_signal(self) -> None:
+        for number in self._wake.recv(4096):
+            if number in PASSED_ON:
+                self._signals.append(signal.Signals(number))
+        for child in self.children:
+            child.reap()
+
+    def close(self) -> None:
+        """End what is left of the children."""
+        for child in self.children:
+            child.kill()
+
+
+def _wake_only(signum: int, frame: object) -> None:
+    """Do nothing: Python writes the signal's number to the loop's socket."""
+
+
+class Child:
+    """One program, whose whole lines go to a function. Neither Ctrl-C nor `timeout` reaches it."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        command: Sequence[str],
+        on_line: OnLine,
+        *,
+        environ: Mapping[str, str] | None = None,
+        has_input: bool = True,
+    ) -> None:
+        """Start it.
+
+        Args:
+            environ: all of its variables, where they differ from ours.
+            has_input: whether `send` will be used; else its stdin is empty.
+        """
+        self.code: int | None = None  # its exit code, once it has ended; -N: killed by signal N
+        self._loop = loop
+        self._on_line = on_line
+        self._process = subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+        )
+        self._input = self._process.stdin
+        self._unsent = bytearray()
+        assert self._process.stdout is not None and self._process.stderr is not None
+        self._partial = {self._process.stdout: b"", self._process.stderr: b""}
+        for stream in self._partial:
+            os.set_blocking(stream.fileno(), False)
+            loop.selector.register(stream, selectors.EVENT_READ, partial(self._read, stream))
+        if self._input is not None:
+            os.set_blocking(self._input.fileno(), False)
+        loop.children.append(self)
+
+    @property
+    def has_input(self) -> bool:
+        return self._input is not None
+
+    def send(self, data: bytes) -> None:
+        """Write to its stdin as soon as it takes it; nothing where that is closed."""
+        if self._input is not None:
+            self._unsent += data
+            self._write()
+
+    def close_input(self) -> None:
+        """Let it see the end of its stdin, now."""
+        if self._input is not None:
+            self._want_write(False)
+            self._input.close()
+            self._input = None
+
+    def kill(self) -> None:
+        self.close_input()
+        if self.code is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+
+    def reap(self) -> None:
+        """Note its end, after its last lines."""
+        if self.code is None and self._process.poll() is not None:
+            for stream in list(self._partial):
+                while self._read(stream):
+                    pass
+            for stream in list(self._partial):  # a child of its own keeps it open
+                self._end(stream)
+            self.close_input()
+            self.code = self._process.returncode
+
+    def _write(self) -> None:
+        assert self._input is not None
+        try:
+            del self._unsent[: os.write(self._input.fileno(), self._unsent[:_CHUNK])]
+        except BlockingIOError:
+            pass
+        except OSError:  # it reads no more
+            self.close_input()
+            return
+        self._want_write(bool(self._unsent))
+
+    def _want_write(self, is_wanted: bool) -> None:
+        assert self._input is not None
+        is_registered = self._input.fileno() in self._loop.selector.get_map()
+        if is_wanted and not is_registered:
+            self._loop.selector.register(self._input, selectors.EVENT_WRITE, self._write)
+        elif is_registered and not is_wanted:
+            self._loop.selector.unregister(self._input)
+
+    def _read(self, stream: IO[bytes]) -> bool:
+        """Take what is there; False where that is nothing."""
+        try:
+            data = os.read(stream.fileno(), _CHUNK)
+        except BlockingIOError:
+            return False
+        *lines, rest = (self._partial[stream] + data).split(b"\n")
+        self._partial[stream] = rest
+        if not data:
+            self._end(stream)
+            return False
+        if len(rest) > LONGEST_LINE:
+            lines.append(rest)
+            self._partial[stream] = b""
+        is_error = stream is self._process.stderr
+        for line in lines:
+            self._on_line(line, is_error)
+        return True
+
+    def _end(self, stream: IO[bytes]) -> None:
+        self._loop.selector.unregister(stream)
+        if rest := self._partial.pop(stream):
+            self._on_line(rest, stream is self._process.stderr)
+        stream.close()
+
+
+class Terminal(io.RawIOBase):
+    """One of our own streams. A thread writes to it, so that a slow reader delays nobody."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._queue: deque[bytes] = deque()
+        self._size = 0  # bytes not written yet
+        self._dropped = 0  # lines, since the last notice
+        self._changed = threading.Condition()
+        self.text: TextIO = io.TextIOWrapper(cast(IO[bytes], self), write_through=True)
+        threading.Thread(target=self._write_all, daemon=True).start()
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return os.isatty(self._fd)
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]  # RawIOBase takes any buffer
+        """Queue it, however much there is."""
+        with self._changed:
+            self._queue.append(bytes(data))
+            self._size += len(data)
+            self._changed.notify_all()
+        return len(data)
+
+    def write_line(self, line: bytes) -> None:
+        """Queue a line, or drop it where the reader is too far behind."""
+        if self._size + len(line) > BACKLOG_BYTES:
+            self._dropped += 1
+            return
+        self._tell_dropped()
+        self.write(line + b"\n")
+
+    def drain(self, limit_s: float) -> None:
+        """Wait until all is written, for at most so long."""
+        self._tell_dropped()
+        with self._changed:
+            self._changed.wait_for(lambda: self._size == 0, limit_s)
+
+    def _tell_dropped(self) -> None:
+        if self._dropped:
+            self.write(
+                b"... %d lines not shown: this terminal took them too slowly\n" % self._dropped
+            )
+            self._dropped = 0
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._queue))
+                data = self._queue.popleft()
+            while data:
+                try:
+                    written = os.write(self._fd, data)
+                except BlockingIOError:  # someone who shares it has set it so
+                    select.select([], [self._fd], [])
+                    continue
+                except OSError:  # nobody reads any more (`| head`), or the disk is full
+                    written = len(data)
+                data = data[written:]
+                with self._changed:
+                    self._size -= written
+                    self._changed.notify_all()

@@ -1,0 +1,144 @@
+"""`pip install .` gives the same commands, and shadows no package called distributed."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LEFT_OUT = (".*", "logs", "checkpoints", "tests", "bench", "__pycache__", "*.egg-info", "build")
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+
+USER_SCRIPT = """
+import distributed
+from torch_launch_kit.distributed.checkpoint import Saver
+from torch_launch_kit.distributed.torch import finish, init_distributed, sync_metrics
+
+env = init_distributed()
+assert distributed.IS_ANOTHER, distributed
+means = sync_metrics({"rank": env.rank})
+if env.is_main:
+    print(f"{env.world_size} ranks, mean {means['rank']}", flush=True)
+finish()
+"""
+
+
+def test_every_entry_script_is_a_command() -> None:
+    section = PYPROJECT.partition("[project.scripts]")[2].partition("\n[")[0]
+    commands = re.findall(r'^"([\w.]+)" = "torch_launch_kit.launcher.command:main"$', section, re.M)
+    scripts = (ROOT / "scripts").glob("**/*.sh")
+    assert sorted(commands) == sorted(path.name for path in scripts if path.parent.name != "lib")
+
+
+def test_what_it_needs_is_what_the_project_runs_with() -> None:
+    needed = re.search(r"^dependencies = (\[.*\])$", PYPROJECT, re.M)
+    assert needed
+    names = {re.split(r"[<>=]", text)[0] for text in ast.literal_eval(needed[1])}
+    pinned = re.findall(r"^([\w-]+)==", (ROOT / "requirements.txt").read_text(), re.M)
+    assert names == set(pinned)
+
+
+class Installed:
+    """A virtual environment with the wheel, and a package of another's called distributed."""
+
+    def __init__(self, folder: Path) -> None:
+        source, wheels, environment = folder / "source", folder / "wheels", folder / "environment"
+        shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*LEFT_OUT))
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+        options = ["--no-deps", "--no-index"]
+        build = [*pip, "wheel", *options, "--no-build-isolation", "-w", str(wheels), str(source)]
+        subprocess.run(build, check=True)
+        (self.wheel,) = wheels.iterdir()
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+        self.bin = environment / "bin"
+        into = ["--python", str(self.bin / "python"), "install", *options]
+        subprocess.run([*pip, *into, str(self.wheel)], check=True)
+        (site,) = environment.glob("lib/*/site-packages")
+        (site / "distributed").mkdir()
+        (site / "distributed/__init__.py").write_text("IS_ANOTHER = True\n")
+        (site / "torch.pth").write_text(sysconfig.get_path("purelib"))  # not installed once more
+
+    def run(
+        self, folder: Path, command: str, *words: str, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        kept = {name: os.environ[name] for name in ("HOME", "TMPDIR") if name in os.environ}
+        return subprocess.run(
+            [self.bin / command, *words],
+            cwd=folder,
+            env={**kept, "PATH": os.defpath, "OMP_NUM_THREADS": "1", **variables},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    return Installed(tmp_path_factory.mktemp("installed"))
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_one_package(installed: Installed) -> None:
+    assert re.fullmatch(r"torch_launch_kit-[\d.]+-py3-none-any\.whl", installed.wheel.name)
+    (site,) = installed.bin.parent.glob("lib/*/site-packages")
+    ours = {path.name for path in site.iterdir() if path.suffix != ".dist-info"}
+    assert ours == {"torch_launch_kit", "distributed", "torch.pth"}
+    package = site / "torch_launch_kit"
+    assert (package / "distributed/py.typed").exists()
+    for script in package.glob("scripts/**/*.sh"):
+        is_executable = os.access(script, os.X_OK)
+        assert is_executable == (script.parent.name != "lib"), script
+
+
+@pytest.mark.slow
+def test_a_script_of_the_users_finds_the_helper_and_the_other_distributed(
+    installed: Installed, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(USER_SCRIPT)
+    result = installed.run(tmp_path, "launch_singlenode.sh", "-", "2", TRAIN_SCRIPT="own.py")
+    assert (result.returncode, result.stdout) == (0, "2 ranks, mean 0.5\n"), result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "own.py"]
+
+
+@pytest.mark.slow
+def test_a_training_runs_in_an_empty_folder_and_is_resumed_by_the_command(
+    installed: Installed, tmp_path: Path
+) -> None:
+    words = ["-n", "2", "train.max_steps=2", "model.layers=1", "train.eval_every=0"]
+    result = installed.run(tmp_path, "run_ddp.sh", *words, RUN_ID="mine")
+    assert result.returncode == 0, result.stderr
+    assert f"resume     RUN_ID=mine {installed.bin}/run_ddp.sh -n 2" in result.stdout
+    tool = ["-m", "torch_launch_kit.distributed.checkpoint", "ls", "checkpoints/mine"]
+    assert installed.run(tmp_path, "python", *tool).stdout.startswith("step-2 ")
+    status = installed.run(tmp_path, "run_ddp.sh", "--status")
+    assert status.stdout.startswith("mine  ended, code 0  ")
+
+
+@pytest.mark.slow
+def test_the_commands_tell_their_version_and_their_help(
+    installed: Installed, tmp_path: Path
+) -> None:
+    version = installed.wheel.name.split("-")[1]
+    for name in ("run_ddp.sh", "slurm_train.sh"):
+        assert installed.run(tmp_path, name, "--version").stdout == f"{name} {version}\n"
+        assert f"usage: {'sbatch [SBATCH OPTIONS] ' * (name[0] == 's')}scripts/" in (
+            installed.run(tmp_path, name, "--help").stdout
+        )
+
+
+@pytest.mark.slow
+def test_an_installed_script_finds_its_python_by_itself(
+    installed: Installed, tmp_path: Path
+) -> None:
+    (script,) = installed.bin.parent.glob("lib/*/site-packages/*/scripts/ssh/launch_singlenode.sh")
+    result = installed.run(tmp_path, str(script), "--dry-run", "-", "1", TRAIN_SCRIPT=__file__)
+    assert result.returncode == 0, result.stderr
+    assert f" {installed.bin}/python " in result.stdout
