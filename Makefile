@@ -63,6 +63,9 @@ bench-restart: $(STAMP) ## from a killed rank to training again: ours and torchr
 bench-fanout: $(STAMP) ## a command on 8 to 64 hosts: ours, pdsh, clush and plain ssh (as root)
 	PYTHONPATH=. $(PYTHON) bench/fanout.py
 
+pictures: $(STAMP) ## draw the pictures of the README from real runs
+	$(PYTHON) docs/pictures.py
+
 bench-failures: $(STAMP) ## a failing rank, a killed launcher, a stop: ours and the others
 	$(PYTHON) bench/failures.py
 

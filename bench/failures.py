@@ -133,13 +133,14 @@ def look(launcher: Launcher) -> list[str]:
         stopped = run.code()
         run.wait_until_gone(run.pids, LEFT_S)
         saved = len(list(run.folder.glob("*.saved")))
+        still = len(run.alive())
     return [
         launcher.name,
         ", ".join(map(str, sorted(codes))),
         f"{named} of {TRIES}",
         other_node(launcher),
         f"{left} of {RANKS}",
-        f"{saved} of {RANKS}, code {stopped if stopped >= 0 else 128 - stopped}",
+        f"{saved} of {RANKS}, code {stopped if stopped >= 0 else 128 - stopped}, {still} left",
     ]
 
 

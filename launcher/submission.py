@@ -22,8 +22,8 @@ _TASKS = re.compile(r"--ntasks-per-node=(\d+)")
 _GPUS = re.compile(r"(?:--gpus-per-node=|--gres=gpu:|n?gpus=)(?:[a-z]\w*:)?(\d+)")
 
 
-def run(plan: Plan, be_ready: Callable[[], None]) -> int:
-    """Show the job that a batch script asks for, as far as that is known; start nothing."""
+def run(plan: Plan, _be_ready: Callable[[], None]) -> int:
+    """Show the job that a batch script asks for, as far as it is known before it starts."""
     counts = plan.rank_counts(plan.nproc) if plan.nproc else []
     backend = plan.backend.replace("auto", "nccl with GPUs, else gloo")
     plan = replace(plan, run_id=plan.run_id or JOB_ID, backend=backend)

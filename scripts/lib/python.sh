@@ -76,7 +76,3 @@ load_modules() {
   module load "${names[@]}" || refuse env-missing "module load $MODULES failed; see module avail"
   set -u
 }
-
-nearest() { # <word> <known word...>
-  "$PYTHON" -c 'import difflib, sys; print(*difflib.get_close_matches(sys.argv[1], sys.argv[2:], 1))' "$@"
-}

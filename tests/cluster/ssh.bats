@@ -319,6 +319,9 @@ PY
   start live - 1 node1 node2 -- idle
   local live=$PID
   RUN_ID=live run launch - 1 node1 node3 -- idle
+  [[ $status == 3 && ${#lines[@]} == 1 && $output == *": login: run live is live: process "*"[run-is-live]" ]]
+  mv logs/live/run.json . # where that cannot be known from here
+  RUN_ID=live run launch - 1 node1 node3 -- idle
   [[ $status == 3 && $output == *"node1: run live is live: its node agent runs here; "*"[run-is-live]" ]]
   RUN_ID=live MASTER_PORT=4323 run launch - 1 node3 node2 -- idle
   echo "$output"
