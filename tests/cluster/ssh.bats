@@ -280,7 +280,6 @@ PY
   export PYTHONPATH=$ROOT
   run timeout 90 "$CLUSTER" run login bash -c '"$PYTHON" all.py "$0" pdsh node{1..40}; "$PYTHON" all.py "$0" ssh "$@"' "$ROOT" "${nodes[@]}"
   "$CLUSTER" down
-  echo "$output"
   [[ $status == 0 && $(grep '^ended' <<<"$output") == "ended      code 0; nothing is left running on 40 nodes
 ended      code 0; nothing is left running on $number nodes" ]]
 }
@@ -330,6 +329,9 @@ PY
   export TRAIN_SCRIPT=idle.py
   start live - 1 node1 node2 -- idle
   local live=$PID
+  RUN_ID=live run launch - 1 node1 node3 -- idle
+  [[ $status == 3 && ${#lines[@]} == 1 && $output == *": login: run live is live: process "*"[run-is-live]" ]]
+  mv logs/live/run.json . # where that cannot be known from here
   RUN_ID=live run launch - 1 node1 node3 -- idle
   [[ $status == 3 && $output == *"node1: run live is live: its node agent runs here; "*"[run-is-live]" ]]
   RUN_ID=live MASTER_PORT=4323 run launch - 1 node3 node2 -- idle
