@@ -128,7 +128,7 @@ class Handover:
             Refused: the log cannot be written.
         """
         with runs.writing_to(log.parent):
-            fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         processes.outlive_parent()
         is_wanted = False
         with contextlib.suppress(OSError), self._channel as channel:

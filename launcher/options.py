@@ -23,7 +23,7 @@ from launcher.scheduler import Allocation
 ROOT = Path(__file__).resolve().parents[1]
 BY_HAND_PORT = "29500"  # nodes started by hand cannot agree on another before they meet
 _RUN_ID = re.compile(r"[A-Za-z0-9_][\w\]\[.-]{0,127}", re.ASCII)
-_TAKEN_RUN_ID = re.compile(r"latest|distributed_training|node_[0-9]+\.log")
+_TAKEN_RUN_ID = re.compile(r"latest|tensorboard|distributed_training|node_[0-9]+\.log")
 _WORDS = {  # variables that can only be one of these
     "LOG_LEVEL": ("DEBUG", "INFO", "WARNING", "ERROR"),
     "BACKEND": ("nccl", "gloo"),

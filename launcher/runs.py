@@ -75,7 +75,7 @@ def writing_to(folder: Path) -> Iterator[None]:
     """Make the folder of a run; what cannot be written there from now on is Refused."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         yield
     except OSError as error:
         cause = f"cannot write to '{folder}' ({error.strerror})"
@@ -222,7 +222,7 @@ def describe(runs: Sequence[Run]) -> str:
             run.state,
             f"since {date(run.since)}",
             f"step {run.record.step}" if run.record.step >= 0 else "",
-            progress(run.folder),
+            progress(run),
         )
         for run in runs
     ]
@@ -231,14 +231,16 @@ def describe(runs: Sequence[Run]) -> str:
     return "\n".join("  ".join(row).rstrip() for row in padded)
 
 
-def progress(folder: Path) -> str:
-    """Return the newest metrics of a run, else the last line that node 0 or its launcher logged."""
+def progress(run: Run) -> str:
+    """Return the newest metrics of a run, else the last line of node 0's output."""
     with contextlib.suppress(ValueError, AttributeError, OSError):
-        values = json.loads(_last_line(folder / "metrics.jsonl"))
+        values = json.loads(_last_line(run.folder / "metrics.jsonl"))
         numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
         kept = (name for name in numbers if name not in ("step", "time"))
         return _shown("  ".join(f"{name} {numbers[name]:.4g}" for name in kept))
-    logs = [folder / "node_0.log", *sorted(folder.glob("launcher_*.log"))]
+    logs = [run.folder / "node_0.log"]
+    if run.record.state == "running":  # and node 0's log may be on its own disk alone
+        logs += sorted(run.folder.glob("launcher_*.log"))
     for log in logs:
         with contextlib.suppress(OSError):
             if line := _last_line(log):

@@ -116,7 +116,17 @@ def test_every_relative_link_leads_somewhere(guide: Path) -> None:
 
 def test_every_path_named_exists() -> None:
     folders = "|".join(
-        (".ci", "bench", "config", "distributed", "launcher", "scripts", "tests", "training")
+        (
+            ".ci",
+            "bench",
+            "config",
+            "distributed",
+            "examples",
+            "launcher",
+            "scripts",
+            "tests",
+            "training",
+        )
     )
     for path in re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./-]*", ALL_CODE):
         assert (ROOT / path.rstrip(".")).exists(), path

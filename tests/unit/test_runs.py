@@ -145,16 +145,16 @@ def test_every_run_has_a_line_and_the_newest_comes_last(
     ]
 
 
-def test_half_a_line_of_metrics_gives_way_to_the_log(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("state", "shown"), [("running", "[0] step 1"), ("starting", "")])
+def test_half_a_line_of_metrics_gives_way_to_a_log(state: str, shown: str, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"ste')
     (tmp_path / "launcher_here.log").write_text("[0] step 1\n")
-    assert runs.progress(tmp_path) == "[0] step 1"
+    assert runs.progress(runs.Run(tmp_path, runs.Record(state), 0.0)) == shown
 
 
-def test_a_run_without_a_log_has_no_progress_and_no_runs_are_told_so(
+def test_where_there_are_no_runs_it_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert runs.progress(tmp_path) == ""
     for log_dir in (tmp_path, tmp_path / "none"):
         assert status(log_dir) == 0
         assert capsys.readouterr().err == f"launch.sh: there is no run in {log_dir}\n"
