@@ -33,7 +33,6 @@ teardown_file() {
 setup() {
   cd -- "$BATS_TEST_TMPDIR" || return
   ln -s -- "$ROOT"/{config,scripts} .
-  find_python
   mkdir tmp
   export OMP_NUM_THREADS=1 TMPDIR=$PWD/tmp
 }
