@@ -10,8 +10,8 @@ NODES  ?= 4
 NODE   ?= login
 
 .DEFAULT_GOAL := help
-.PHONY: cluster-deps cluster-up cluster-down cluster-shell test-cluster
-.PHONY: help setup train test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-fanout clean
+.PHONY: cluster-deps cluster-up cluster-down cluster-shell test-cluster test-login
+.PHONY: help setup train test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-fanout bench-failures pictures clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "make %-17s %s\n", $$1, $$2 }'
@@ -32,6 +32,9 @@ lint: $(TESTED) ## shellcheck, shfmt, ruff, mypy
 
 test-cluster: $(TESTED) ## the tests on the cluster in a box alone (as root)
 	@PYTHON=$(PYTHON) tests/run.sh cluster
+
+test-login: $(TESTED) ## every test as on a login node with settings of its own (as root)
+	@PYTHON=$(PYTHON) tests/login_node.sh tests/run.sh all
 
 cluster-deps: ## install what the cluster in a box needs, with apt-get (as root)
 	@tests/cluster/cluster.sh deps
@@ -62,6 +65,12 @@ bench-restart: $(STAMP) ## from a killed rank to training again: ours and torchr
 
 bench-fanout: $(STAMP) ## a command on 8 to 64 hosts: ours, pdsh, clush and plain ssh (as root)
 	PYTHONPATH=. $(PYTHON) bench/fanout.py
+
+pictures: $(STAMP) ## draw the pictures of the README from real runs
+	$(PYTHON) docs/pictures.py
+
+bench-failures: $(STAMP) ## a failing rank, a killed launcher, a stop: ours and the others
+	$(PYTHON) bench/failures.py
 
 clean: ## remove .venv and caches; logs and checkpoints stay
 	rm -rf $(VENV) .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis
