@@ -62,8 +62,8 @@ class PdshFanout(Fanout):
             [*command, "-t", str(CONNECT_S + self.slack_s), self.remote_command()],
             lambda line, is_error: (self.err if is_error else self.out).write_line(line),
             environ={**os.environ, "PDSH_SSH_ARGS_APPEND": options},
-            has_input=False,
         )
+        self.pdsh.close_input()
 
     def start_request(self, report: Report, token: str) -> Start:
         start = super().start_request(report, token)
