@@ -125,6 +125,13 @@ def _holder(fd: int) -> dict[str, Any]:
     return told
 
 
+def is_locked(folder: Path) -> bool:
+    """Return whether another process holds a folder's lock, on any machine that shares it."""
+    with contextlib.suppress(OSError), (folder / "lock").open("r+b") as lock:
+        return not _try_lock(lock.fileno(), _LIVE)
+    return False
+
+
 def locked_by(folder: Path) -> tuple[int, str] | None:
     """Return the process id and the host of the last to lock a folder; None without a lock."""
     try:
