@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TextIO
 
 from distributed.environment import job_id
+from distributed.lock import update_link
 from launcher import processes, runs
 from launcher.plan import Plan, PlanError, print_row
 from launcher.preflight import short_host_name
@@ -144,7 +145,7 @@ class Handover:
         sys.stderr = self._shown.stream
         print(_COLOURS.sub("", self._shown.getvalue()), end="", file=sys.stderr, flush=True)
         if copy:
-            Path(copy).symlink_to(os.path.relpath(log, Path(copy).parent))
+            update_link(Path(copy), os.path.relpath(log, Path(copy).parent))
 
 
 class _Copy(io.StringIO):

@@ -11,7 +11,8 @@
 # example: scripts/test_distributed.sh 2
 #          scripts/test_distributed.sh 8 node1 node2
 #
-# It runs in the project's folder; TRAIN_SCRIPT and CONFIG_FLAG have no part in it.
+# It runs in the project's folder, and writes its logs where you start it. TRAIN_SCRIPT and
+# CONFIG_FLAG have no part in it.
 set -euo pipefail
 LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
 [[ -r $LIB/launch.sh ]] || LIB=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/scripts/lib # a scheduler's copy
