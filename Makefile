@@ -10,7 +10,7 @@ NODES  ?= 4
 NODE   ?= login
 
 .DEFAULT_GOAL := help
-.PHONY: cluster-deps cluster-up cluster-down cluster-shell test-cluster
+.PHONY: cluster-deps cluster-up cluster-down cluster-shell test-cluster test-login
 .PHONY: help setup train test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-fanout bench-failures pictures clean
 
 help: ## show this list
@@ -32,6 +32,9 @@ lint: $(TESTED) ## shellcheck, shfmt, ruff, mypy
 
 test-cluster: $(TESTED) ## the tests on the cluster in a box alone (as root)
 	@PYTHON=$(PYTHON) tests/run.sh cluster
+
+test-login: $(TESTED) ## every test as on a login node with settings of its own (as root)
+	@PYTHON=$(PYTHON) tests/login_node.sh tests/run.sh all
 
 cluster-deps: ## install what the cluster in a box needs, with apt-get (as root)
 	@tests/cluster/cluster.sh deps

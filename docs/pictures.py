@@ -94,7 +94,7 @@ def draw(path: Path, command: str, shown: str) -> None:
     with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere)
         console.print(Text.assemble(("$ ", "bold green"), (command, "bold")))
-        console.print(Text.from_ansi(shown.replace(this_machine, "node1")))
+        console.print(Text.from_ansi(shown.replace(this_machine, "node1")), end="\n\n")
     console.save_svg(str(path), title="launch kit")
 
 

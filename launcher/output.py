@@ -67,8 +67,8 @@ class Terminal:
     """One of the launcher's own streams, written without ever blocking the caller."""
 
     def __init__(self, fd: int) -> None:
-        self.fd = fd
         self.is_tty = os.isatty(fd)
+        self.fd = _open_again(fd) if self.is_tty else fd
         self.is_line_open = False  # the last line shown has not ended
         self._pending = bytearray()
         self._selector: selectors.BaseSelector
@@ -95,9 +95,11 @@ class Terminal:
                     self._write_some()
 
     def _write_some(self) -> None:
-        """Write what the stream takes now: a ready pipe or terminal takes PIPE_BUF bytes."""
+        """Write what the stream takes now: a ready pipe takes PIPE_BUF bytes."""
         try:
             written = os.write(self.fd, self._pending[:4096])
+        except BlockingIOError:
+            return
         except OSError:  # the reader has gone (`| head`): the log has it all
             written = len(self._pending)
         del self._pending[:written]
@@ -117,6 +119,18 @@ class Terminal:
         """Leave the event loop."""
         if self.fd in self._selector.get_map():
             self._selector.unregister(self.fd)
+
+
+def _open_again(fd: int) -> int:
+    """Return another descriptor of a terminal, which never blocks; the same where there is none.
+
+    A terminal that is ready may take less than what is written. To make its own descriptor
+    non-blocking would change it for the shell, too.
+    """
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError:  # another user's terminal
+        return fd
 
 
 @dataclass

@@ -1,6 +1,43 @@
-"""What holds for all tests."""
+"""What holds for all tests: each is isolated from the machine and from who runs it."""
 
+from __future__ import annotations
+
+import functools
+import os
+import shutil
 import signal
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
 
 # A runner in the background ignores it, and all that the tests start would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any module of tests is loaded, take over the environment that the other tests have."""
+    folder = tempfile.mkdtemp(prefix="tests-")
+    config.add_cleanup(functools.partial(shutil.rmtree, folder))
+    isolate(folder)
+
+
+def isolate(folder: str) -> None:
+    """Replace the environment; `folder` is to hold what stands in for folders of PATH."""
+    script = 'source "$0"; isolate "$1"; env -0'
+    command = ["bash", "-c", script, str(Path(__file__).parents[1] / "isolate.bash"), folder]
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.split(b"\0")[:-1]
+    os.environb.clear()
+    parts = (line.partition(b"=") for line in said)
+    os.environb.update({name: value for name, _, value in parts})
+    os.environ["HOME"] = folder
+    os.umask(0o022)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give each test an empty HOME of its own."""
+    folder = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("HOME", str(folder))
+    return folder
