@@ -63,7 +63,6 @@ def run_agent(arguments: list[str], guardian: socket.socket, control: Control | 
         agent = NodeAgent(args, arguments, meeting, guardian, control)
     except Refused as refused:
         _say(str(refused))
-        runlog.note_refusal(refused, args.log_dir, args.run_id, launcher=os.getppid())
         return 3
     os._exit(agent.run())  # nothing of torch's needs its 0.6 s of taking down here
 
