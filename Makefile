@@ -11,7 +11,7 @@ NODE   ?= login
 
 .DEFAULT_GOAL := help
 .PHONY: cluster-deps cluster-up cluster-down cluster-shell test-cluster test-login
-.PHONY: help setup train test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-fanout clean
+.PHONY: help setup train test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-fanout bench-failures pictures clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "make %-17s %s\n", $$1, $$2 }'
@@ -65,6 +65,12 @@ bench-restart: $(STAMP) ## from a killed rank to training again: ours and torchr
 
 bench-fanout: $(STAMP) ## a command on 8 to 64 hosts: ours, pdsh, clush and plain ssh (as root)
 	PYTHONPATH=. $(PYTHON) bench/fanout.py
+
+pictures: $(STAMP) ## draw the pictures of the README from real runs
+	$(PYTHON) docs/pictures.py
+
+bench-failures: $(STAMP) ## a failing rank, a killed launcher, a stop: ours and the others
+	$(PYTHON) bench/failures.py
 
 clean: ## remove .venv and caches; logs and checkpoints stay
 	rm -rf $(VENV) .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis

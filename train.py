@@ -1,14 +1,14 @@
 """Train a task on one process or on many.
 
     python train.py --config config/local3.yaml                         # this process alone
-    python train.py --config config/local3.yaml train.max_steps=100     # any setting, changed
-    python train.py --config config/local3.yaml --check                 # only look at the config
+    python train.py --config config/local3.yaml train.max_steps=100     # with a setting changed
+    python train.py --config config/local3.yaml --check                 # only check the config
     scripts/ssh/launch_singlenode.sh config/local3.yaml 2               # 2 processes here
     torchrun --nproc-per-node 2 train.py --config config/local3.yaml    # the same through torchrun
 
-What is trained is a task, the built-in one or yours: see training/tasks/__init__.py. A run with
-the RUN_ID of an earlier one goes on where that one saved last. On SIGTERM, SIGINT, SIGHUP or
-SIGUSR1, and after train.max_seconds, it saves and leaves with code 75.
+It trains a task, the built-in one or yours: see training/tasks/__init__.py. A run with the RUN_ID
+of an earlier one resumes from that run's newest checkpoint. On SIGTERM, SIGINT, SIGHUP or SIGUSR1,
+and after train.max_seconds, it saves and exits with code 75.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from training.arguments import refuse, refuse_together, start
 if __name__ == "__main__":
     arguments, settings = start(__doc__)
 
-# Only now, for torch takes over a second to import, and --check and a wrong config need none of it.
+# torch is imported only now: it takes over a second, and --check and a wrong config do not need it.
 import argparse
 import contextlib
 import logging
 import math
 import os
-import shlex
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,25 +32,67 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from distributed import checkpoint, checkpoint_files
+from distributed import checkpoint
 from distributed import torch as helper
 from distributed.environment import Environment
 from distributed.errors import STOPPED
 from distributed.stop import Stop
-from training.batches import Batches, move, share_of
+from training import resume
+from training.batches import START, Batches, move, share_of
 from training.optimizer import find_last_step, learning_rate, make_optimizer
 from training.progress import Limits, Meter, Progress
-from training.settings import Settings, SettingsError, Train
+from training.settings import Settings
 from training.tasks import Task, load_task
 
 log = logging.getLogger(__name__)
 
 
 def train(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Train to the end, or until a stop is asked for; returns the exit code."""
-    os.umask(0o077)  # logs and checkpoints are their user's alone
+    """Train to the last step, or until a stop is requested; returns the exit code."""
+    environment = join(arguments, settings)
+    run = Run(settings, environment)
+    step, last_step, validation_loss = run.limits.first_step, run.limits.last_step, None
+    helper.beat(step, saved=step or None, hang_seconds=settings.distributed.hang_seconds)
+    is_over, is_stopped = last_step is not None and step >= last_step, False
+    while not (is_over or is_stopped):
+        rate = learning_rate(step, settings.train, last_step)
+        for group in run.optimizer.param_groups:
+            group["lr"] = rate
+        run.take_step(step)
+        step += 1
+        is_over = step == last_step
+        is_stopped = run.stop.agreed() and not is_over
+        is_logged = is_over or step == 1 or step % settings.train.log_every == 0
+        is_validated = is_due(step, settings.train.eval_every, is_over)
+        is_saved = is_over or is_stopped or is_due(step, settings.checkpoint.every)
 
-    # Who am I, and with whom?
+        if is_logged or is_saved:
+            loss = run.mean_loss()  # raises if it is not finite: no checkpoint holds such weights
+        if is_logged:
+            run.record(step, loss, rate)
+        run.progress.step(step)
+        if is_validated:
+            validation_loss = run.validate(step)
+        if is_saved:
+            run.save(step, validation_loss if is_validated else None)
+        run.saver.check()
+
+    run.saver.wait()
+    run.progress.close()
+    if is_stopped:
+        reason = run.stop.reason or "another rank"
+        log.info(f"stopped    after step {step}, which is saved ({reason})")
+        if "LAUNCH_COMMAND" not in os.environ:  # else the launcher prints it
+            log.info(resume.resume_line(environment))
+        helper.barrier()  # once one rank has left, the launcher soon ends the others
+        return STOPPED
+    if environment.is_main:
+        run.print_summary(step, validation_loss)
+    return 0
+
+
+def join(arguments: argparse.Namespace, settings: Settings) -> Environment:
+    """Join the other ranks and set up logging, by default on rank 0 alone."""
     torch.distributed.set_debug_level_from_env()  # type: ignore[attr-defined]
     try:
         environment = helper.init_distributed(
@@ -63,186 +103,181 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
             nodes=arguments.nodes,
             ranks_per_node=arguments.gpus_per_node,
         )
-    except ValueError as error:  # what the launcher or the config has wrong
+    except ValueError as error:  # the launcher's variables or the config are wrong
         refuse(error)
-    rank, world_size = environment.rank, environment.world_size
     if environment.is_main or arguments.log_level == "DEBUG":
         logging.basicConfig(level=arguments.log_level, format="%(message)s")
-    run_folder = Path(settings.checkpoint.dir) / environment.run_id
-    accumulation = settings.train.grad_accumulation
-    stop = Stop(settings.train.max_seconds)
+    return environment
 
-    # What is learnt, on what? Training data is one endless stream, validation data is shared out.
-    helper.seed_everything(settings.seed)
-    with refuse_together(environment):
-        saver = checkpoint.Saver(
-            run_folder, keep_last=settings.checkpoint.keep_last, enabled=environment.is_main
-        )
-        saved = find_checkpoint(settings.resume, run_folder, is_again=environment.restart_count > 0)
-        batch_size = choose_batch_size(settings.train, world_size, saved)
-        task = load_task(settings)
-        loader = helper.get_dataloader_for_distributed(
-            task.train,
-            batch_size=batch_size,
-            shuffle=True,
-            seed=settings.seed,
-            num_workers=settings.data.num_workers,
-            pin_memory=settings.data.pin_memory,
-            drop_last=True,
-        )
-        if len(loader) == 0:
-            raise SettingsError(f"data: too little for {world_size} batches of {batch_size}")
-    validation = DataLoader(share_of(task.validation, rank, world_size), batch_size=batch_size)
 
-    # By which model? The weights begin the same on every rank; after them, dropout differs.
-    with refuse_together(environment):
-        model = task.model()
+class Run:
+    """A task, its data, model and optimizer on one rank, as the newest checkpoint left them."""
+
+    def __init__(self, settings: Settings, environment: Environment) -> None:
+        self.settings, self.environment = settings, environment
+        rank, world_size, is_main = environment.rank, environment.world_size, environment.is_main
+        self.folder = Path(settings.checkpoint.dir) / environment.run_id
+        self.stop = Stop(settings.train.max_seconds)
+        helper.seed_everything(settings.seed)  # the same weights on every rank
+        with refuse_together(environment):
+            keep_last = settings.checkpoint.keep_last
+            self.saver = checkpoint.Saver(self.folder, keep_last=keep_last, enabled=is_main)
+            is_restart = environment.restart_count > 0
+            saved = resume.find_checkpoint(settings.resume, self.folder, is_restart=is_restart)
+            batch_size = resume.choose_batch_size(settings.train, world_size, saved)
+            position = saved.progress if saved else START
+            self.task = load_task(settings)
+            self.batches = Batches(self.task.train, batch_size, settings, environment, position)
+        share = share_of(self.task.validation, rank, world_size)
+        self.validation = DataLoader(share, batch_size=batch_size)
+        with refuse_together(environment):
+            self.model = make_model(self.task, saved, settings)
+        self.optimizer = make_optimizer(self.model, settings.train)
+        if world_size > 2:
+            fix_bucket_order(self.task, self.model, batch_size, settings)
+        helper.seed_everything(settings.seed, rank)  # from here on, dropout differs by rank
+
+        own: dict[str, Any] = {}  # this rank's random generators, and the sums of its meter
         if saved:
-            fill(model, saved.model)
-        model = helper.setup_distributed_models(
-            model,
-            strategy=settings.distributed.strategy,
-            find_unused_parameters=settings.distributed.find_unused_parameters,
-        )
-    optimizer = make_optimizer(model, settings.train)
-    if world_size > 2:
-        settle_buckets(task, model, batch_size, settings)
-    helper.seed_everything(settings.seed, rank)
+            self.optimizer.load_state_dict(saved.optimizer)
+            own = saved.ranks[rank] if rank < len(saved.ranks) else {}
+            if own:
+                checkpoint.set_rng_state(own["rng"])
+            resume.log_resume(saved, self.progress_at(position["step"]), world_size)
+        self.meter = Meter(own.get("meter"))
+        size = sum(parameter.numel() for parameter in self.model.parameters())
+        log.info(f"model      {size:,} parameters, on {world_size} x {helper.device().type}")
+        log.info(f"data       {self.task.describe()}")
+        last_step = find_last_step(settings.train, self.batches.per_epoch)
+        self.limits = Limits(position["step"], last_step, settings.train.max_seconds)
+        self.logs = environment.log_dir / environment.run_id
+        self.progress = Progress(self.logs, self.task.unit, self.limits, enabled=is_main)
+        if is_main:
+            resume.write_config(settings, self.logs)
 
-    # From where? Each rank has random numbers and half-read meters of its own.
-    place: dict[str, Any] = saved.progress if saved else {"step": 0, "epoch": 0, "samples": 0}
-    step = first_step = place["step"]
-    per_batch, per_epoch = batch_size * world_size, len(loader)
-    done = place["epoch"] * per_epoch + place["samples"] // per_batch
-    batches = Batches(loader, seed=settings.seed, done=done)
-    own: dict[str, Any] = {}
-    if saved:
-        optimizer.load_state_dict(saved.optimizer)
-        own = saved.ranks[rank] if rank < len(saved.ranks) else {}
-        if own:
-            checkpoint.set_rng_state(own["rng"])
-        log.info(f"resumed    after step {step}")
-        before = (place["global_batch_size"], len(saved.ranks))
-        if before[0] != per_batch * accumulation:
-            log.info(f"           batches of {per_batch * accumulation} samples, once {before[0]}")
-        elif before[1] != world_size:
-            log.info(f"           world size {world_size}, once {before[1]}: other rounding")
-    meter = Meter(own.get("meter"))
-    last_step = find_last_step(settings.train, per_epoch)
-
-    size = sum(parameter.numel() for parameter in model.parameters())
-    log.info(f"model      {size:,} parameters, on {world_size} x {helper.device().type}")
-    log.info(f"data       {task.describe()}")
-    limits = Limits(first_step, last_step, settings.train.max_seconds)
-    log_folder = environment.log_dir / environment.run_id
-    progress = Progress(log_folder, task.unit, limits, enabled=environment.is_main)
-    validation_loss = None
-    is_over, is_stopped = last_step is not None and step >= last_step, False
-    helper.beat(step, saved=step if saved else None, hang_seconds=settings.distributed.hang_seconds)
-    while not (is_over or is_stopped):
-        rate = learning_rate(step, settings.train, last_step)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        for micro in range(accumulation):
-            batch = move(next(batches), helper.device())
-            helper.beat(step)  # here and below: a rank that gets stuck is known by its last beat
-            # Gradients travel between the ranks once a step, with the last micro-batch.
-            with helper.no_sync(model, enabled=micro < accumulation - 1):
-                with autocast(settings):
-                    loss = task.loss(model, batch)
+    def take_step(self, step: int) -> None:
+        """Take one optimizer step: the gradients of each micro-batch, then the update."""
+        train = self.settings.train
+        for micro in range(train.grad_accumulation):
+            is_last = micro == train.grad_accumulation - 1
+            batch = move(next(self.batches), helper.device())
+            helper.beat(step)  # here and below: the last beat identifies a stuck rank
+            # The ranks average their gradients once a step.
+            with helper.no_sync(self.model, enabled=not is_last):
+                with autocast(self.settings):
+                    loss = self.task.loss(self.model, batch)
                 helper.beat(step)
-                if micro == accumulation - 1:
-                    stop.ask()
-                (loss / accumulation).backward()  # type: ignore[no-untyped-call]
-            meter.add(step + 1, loss, task.weight(batch))
-        if settings.train.clip_norm:
-            nn.utils.clip_grad_norm_(model.parameters(), settings.train.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        step += 1
-        helper.beat(step)
+                if is_last:
+                    self.stop.ask()  # the ranks agree during the backward pass
+                (loss / train.grad_accumulation).backward()  # type: ignore[no-untyped-call]
+            self.meter.add(step + 1, loss, self.task.weight(batch))
+        if train.clip_norm:
+            nn.utils.clip_grad_norm_(self.model.parameters(), train.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        helper.beat(step + 1)
 
-        is_over = step == last_step
-        is_stopped = stop.agreed() and not is_over
-        is_logged = is_over or step == 1 or step % settings.train.log_every == 0
-        is_saved = is_over or is_stopped or is_time(step, settings.checkpoint.every)
-        if is_logged or is_saved:
-            mean_loss = helper.sync_metrics({"loss": meter.loss()})["loss"]
-            if not math.isfinite(mean_loss):
-                leave_not_finite(meter, environment)
-        if is_logged:
-            speed = helper.sync_metrics({"speed": meter.read()})["speed"] * world_size
-            with meter.paused():
-                values = {"loss": mean_loss, **task.metrics(mean_loss), "lr": rate}
-                progress.record(step, {**values, f"{task.unit}_per_second": speed})
-        progress.step(step)
-        is_validated = is_time(step, settings.train.eval_every, is_over)
-        if is_validated:
-            with meter.paused():
-                # Without its wrapper, for ranks may have different numbers of batches.
-                validation_loss = evaluate(task, helper.unwrap(model), validation, settings, step)
-                values = {"loss": validation_loss, **task.metrics(validation_loss)}
-                progress.record(step, {f"validation_{name}": v for name, v in values.items()})
-                progress.draw()
-        if is_saved:
-            with meter.paused():
-                progress.sync()
-                epoch, batch_of_epoch = divmod(batches.done, per_epoch)
-                place = {"step": step, "epoch": epoch, "samples": batch_of_epoch * per_batch}
-                place["global_batch_size"] = per_batch * accumulation
-                if is_validated:
-                    place["validation_loss"] = validation_loss
-                own = {"rng": checkpoint.rng_state(), "meter": meter.state()}
-                ranks = checkpoint.gather_ranks(own)
-                weights, moments = helper.unwrap(model).state_dict(), optimizer.state_dict()
-                saver.save(step, checkpoint.State(weights, moments, place, ranks))
-        saver.check()
+    def mean_loss(self) -> float:
+        """Return the mean loss of all ranks since the last reading; ends a run if not finite."""
+        mean = helper.sync_metrics({"loss": self.meter.loss()})["loss"]
+        if not math.isfinite(mean):
+            self._exit_not_finite()
+        return mean
 
-    saver.wait()
-    progress.close()
-    if is_stopped:
-        log.info(f"stopped    after step {step}, which is saved ({stop.reason or 'another rank'})")
-        if "LAUNCH_COMMAND" not in os.environ:  # else the launcher says it
-            log.info(resume_line(environment))
-        helper.barrier()  # some time after the first has gone the launcher ends those that are left
-        return STOPPED
-    if environment.is_main:
-        speed_text = f"{meter.speed() * world_size:,.0f} {task.unit}/s"
-        time = timedelta(seconds=round(meter.wall()))
-        print(f"done       {step} steps, {step - first_step} in {time}, {speed_text}")
+    def _exit_not_finite(self) -> NoReturn:
+        """Raise FloatingPointError on the rank whose loss was the first; exit on the others."""
+        first, value = self.meter.not_finite or (math.inf, 0.0)
+        rank = self.environment.rank
+        steps = [first] * self.environment.world_size
+        if len(steps) > 1:
+            torch.distributed.all_gather_object(steps, first)
+        if rank == steps.index(min(steps)):
+            cause = f"the loss of step {first} is {value} on rank {rank}"
+            cure = "try a lower train.learning_rate, and check the data of that step"
+            raise FloatingPointError(f"{cause}; {cure} [loss-not-finite]")
+        with contextlib.suppress(RuntimeError):
+            helper.barrier()  # until the launcher ends this rank
+        helper.finish(1)
+
+    def record(self, step: int, loss: float, rate: float) -> None:
+        """Record the training loss, the learning rate and the speed of all ranks together."""
+        speed = helper.sync_metrics({"speed": self.meter.read()})["speed"]
+        with self.meter.paused():
+            values = {"loss": loss, **self.task.metrics(loss), "lr": rate}
+            values[f"{self.task.unit}_per_second"] = speed * self.environment.world_size
+            self.progress.record(step, values)
+
+    @torch.no_grad()
+    def validate(self, step: int) -> float:
+        """Return and record the mean loss over all ranks' shares of the validation data."""
+        with self.meter.paused():
+            model = helper.unwrap(self.model)  # ranks can have different numbers of batches
+            model.eval()
+            total, weight = 0.0, 0
+            for batch in self.validation:
+                helper.beat(step)
+                batch = move(batch, helper.device())
+                with autocast(self.settings):
+                    loss = self.task.loss(model, batch)
+                total += loss.item() * self.task.weight(batch)
+                weight += self.task.weight(batch)
+            model.train()
+            mean = helper.sync_metrics({"loss": total / max(weight, 1)}, weight=weight)["loss"]
+            values = {"loss": mean, **self.task.metrics(mean)}
+            self.progress.record(step, {f"validation_{name}": v for name, v in values.items()})
+            self.progress.draw()
+        return mean
+
+    def save(self, step: int, validation_loss: float | None) -> None:
+        """Copy the state now, and write it as a checkpoint in the background."""
+        with self.meter.paused():
+            self.progress.sync()
+            progress = self.progress_at(step)
+            if validation_loss is not None:
+                progress["validation_loss"] = validation_loss
+            own = {"rng": checkpoint.rng_state(), "meter": self.meter.state()}
+            ranks = checkpoint.gather_ranks(own)
+            weights, moments = helper.unwrap(self.model).state_dict(), self.optimizer.state_dict()
+            self.saver.save(step, checkpoint.State(weights, moments, progress, ranks))
+
+    def progress_at(self, step: int) -> dict[str, Any]:
+        """Return how far the run has got, and with which settings, for a checkpoint."""
+        return {
+            "step": step,
+            **self.batches.position(),
+            "global_batch_size": self.batches.samples * self.settings.train.grad_accumulation,
+            "settings": self.settings.model_dump(mode="json"),
+        }
+
+    def print_summary(self, step: int, validation_loss: float | None) -> None:
+        time = timedelta(seconds=round(self.meter.wall()))
+        session = f"{step - self.limits.first_step} steps this session, {time}"
+        speed = f"{self.meter.speed() * self.environment.world_size:,.0f} {self.task.unit}/s"
+        print(f"done       step {step} ({session}), {speed}")
         if validation_loss is not None:
-            for label, text in task.summary(helper.unwrap(model), validation_loss):
+            for label, text in self.task.summary(helper.unwrap(self.model), validation_loss):
                 print(f"{label:<10} {text}".replace("\n", "\n" + 11 * " "))
-        print(f"checkpoint {run_folder / f'step-{step}'}")
-        print(f"logs       {log_folder}: metrics.jsonl, loss.png, tensorboard")
-        print(resume_line(environment))
-    return 0
+        print(f"checkpoint {self.folder / f'step-{step}'}")
+        print(f"logs       {self.logs}: metrics.jsonl, loss.png, config.yaml")
+        print(resume.resume_line(self.environment))
 
 
-def find_checkpoint(
-    resume: str, run_folder: Path, *, is_again: bool = False
-) -> checkpoint.State | None:
-    """Return what the run goes on from: its own newest, else, for `resume: PATH`, what is there.
-
-    Where it `is_again`, restarted after a failure, `never` is said of its first start.
-    """
-    if resume == "never" and not is_again:
-        if checkpoint_files.steps(run_folder):
-            raise SettingsError(f"resume: never, but {run_folder} is not empty; use a new RUN_ID")
-        return None
-    state = checkpoint.load(run_folder)
-    if state is None and resume not in ("auto", "never"):
-        state = checkpoint.load(Path(resume))
-        if state is None:
-            raise SettingsError(f"resume: {resume} holds no checkpoint")
-    return state
+def make_model(task: Task, saved: checkpoint.State | None, settings: Settings) -> nn.Module:
+    model = task.model()
+    if saved:
+        resume.load_weights(model, saved.model)
+    return helper.setup_distributed_models(
+        model,
+        strategy=settings.distributed.strategy,
+        find_unused_parameters=settings.distributed.find_unused_parameters,
+    )
 
 
-def settle_buckets(task: Task, model: nn.Module, batch_size: int, settings: Settings) -> None:
-    """Let DDP order its buckets, which it does after its first backward pass.
+def fix_bucket_order(task: Task, model: nn.Module, batch_size: int, settings: Settings) -> None:
+    """Run one backward pass, after which DDP puts its gradient buckets in their final order.
 
-    The order decides how more than two ranks' gradients are rounded. Without this the first step
-    after a resume would be rounded otherwise than in a run that was never stopped.
+    With more than two ranks the order decides how sums are rounded. The first step after a resume
+    must be rounded like the same step of an uninterrupted run.
     """
     before = [buffer.clone() for buffer in model.buffers()]
     samples = [task.train[index] for index in range(batch_size)]
@@ -254,75 +289,14 @@ def settle_buckets(task: Task, model: nn.Module, batch_size: int, settings: Sett
         buffer.copy_(value)
 
 
-def fill(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Give the model a checkpoint's weights."""
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        cause = f"the checkpoint is of another model ({str(error).splitlines()[-1].strip()})"
-        raise SettingsError(f"model: {cause}; use its settings, or another RUN_ID") from None
-
-
-def resume_line(environment: Environment) -> str:
-    dropped = ("--local-rank", "--local_rank", "resume=never")
-    words = [word for word in sys.argv if not word.startswith(dropped)]
-    command = os.environ.get("LAUNCH_COMMAND") or shlex.join(["python", *words])
-    return f"resume     RUN_ID={shlex.quote(environment.run_id)} {command}"
-
-
-def choose_batch_size(train: Train, world_size: int, saved: checkpoint.State | None) -> int:
-    """Return the samples of a process's micro-batch; a resumed run keeps its global batch."""
-    if not (saved and train.batch_size and len(saved.ranks) != world_size):
-        return train.batch_size_on(world_size)
-    samples, shares = saved.progress["global_batch_size"], world_size * train.grad_accumulation
-    if samples % shares:
-        cause = f"the run's batches of {samples} samples do not divide by {shares}"
-        raise SettingsError(f"resume: {cause}; resume it with another number of processes")
-    return int(samples // shares)
-
-
-def leave_not_finite(meter: Meter, environment: Environment) -> NoReturn:
-    """End the run in the name of the rank whose loss was the first to be no number."""
-    first, value = meter.not_finite or (math.inf, 0.0)
-    steps = [first] * environment.world_size
-    if environment.world_size > 1:
-        torch.distributed.all_gather_object(steps, first)
-    if environment.rank == steps.index(min(steps)):
-        cause = f"the loss of step {first} is {value} on rank {environment.rank}"
-        cure = "try a lower train.learning_rate, and look at the data of that step"
-        raise FloatingPointError(f"{cause}; {cure} [loss-not-finite]")
-    with contextlib.suppress(RuntimeError):  # until the launcher ends this one, too
-        helper.barrier()
-    helper.finish(1)
-
-
 def autocast(settings: Settings) -> torch.autocast:
     enabled = settings.distributed.mixed_precision.enabled and helper.device().type == "cuda"
     return torch.autocast(helper.device().type, dtype=torch.bfloat16, enabled=enabled)
 
 
-def is_time(step: int, every: int, is_over: bool = False) -> bool:
+def is_due(step: int, every: int, is_over: bool = False) -> bool:
     return every > 0 and (is_over or step % every == 0)
 
 
-@torch.no_grad()
-def evaluate(
-    task: Task, model: nn.Module, own_share: DataLoader[Any], settings: Settings, step: int
-) -> float:
-    """Return the mean loss over all ranks' shares, each term counted once."""
-    model.eval()
-    total, weight = 0.0, 0
-    for batch in own_share:
-        helper.beat(step)
-        batch = move(batch, helper.device())
-        with autocast(settings):
-            loss = task.loss(model, batch)
-        total += loss.item() * task.weight(batch)
-        weight += task.weight(batch)
-    model.train()
-    return helper.sync_metrics({"loss": total / max(weight, 1)}, weight=weight)["loss"]
-
-
 if __name__ == "__main__":
-    code = train(arguments, settings)
-    helper.finish(code)  # train()'s loaders are gone by now, and their worker processes with them
+    helper.finish(train(arguments, settings))

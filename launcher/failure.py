@@ -8,8 +8,7 @@ import os
 import re
 import signal
 import sysconfig
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
@@ -73,8 +72,18 @@ class Failure:
         return f"rank {self.rank} (local rank {self.local_rank}, {self.host})"
 
 
-def read_error(path: Path) -> tuple[str, str, int, float] | None:
-    """A rank's error file: message, traceback, exit code and the time of the raise; None if none.
+@dataclass(frozen=True)
+class RaisedError:
+    """What a rank's error file says of the exception that ended it."""
+
+    message: str
+    stack: str  # the traceback
+    code: int  # exit code
+    time: float  # seconds since the epoch
+
+
+def read_error(path: Path) -> RaisedError | None:
+    """Return the content of a rank's error file; None where there is none, or not a whole one.
 
     The format is torch's (torch.distributed.elastic.multiprocessing.errors). It holds whole
     seconds only, so the time is the file's own.
@@ -82,9 +91,9 @@ def read_error(path: Path) -> tuple[str, str, int, float] | None:
     try:
         raised = path.stat().st_mtime
         message = json.loads(path.read_text(encoding="utf-8"))["message"]
-        stack = message["extraInfo"]["py_callstack"]
-        return message["message"], stack, message.get("errorCode", 1), raised
-    except (OSError, ValueError, KeyError, TypeError):
+        text, stack = message["message"], message["extraInfo"]["py_callstack"]
+        return RaisedError(str(text), str(stack), int(message.get("errorCode", 1)), raised)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # none was written, or the rank was killed while writing it
 
 
@@ -154,43 +163,10 @@ def user_frames(stack: str) -> list[str]:
     return found[::-1][:_SHOWN_FRAMES]
 
 
-def wait_for_stacks(files: Sequence[Path], limit_s: float) -> None:
-    """Wait until the ranks have written their stacks, or the time is up: some may never."""
-    deadline = time.monotonic() + limit_s
-    sizes: list[int] = []
-    while time.monotonic() < deadline:
-        before, sizes = sizes, [file.stat().st_size for file in files]
-        if all(sizes) and sizes == before:
-            return
-        time.sleep(0.05)
-
-
-def read_stack(file: Path) -> list[str]:
-    """The main thread's own frames in what faulthandler wrote, innermost first."""
-    try:
-        main_thread = file.read_text().rpartition("hread 0x")[2]  # it comes last
-    except OSError:
-        return []
-    return user_frames("\n".join(reversed(main_thread.splitlines())))
-
-
-def group_stacks(stacks: Mapping[int, Sequence[str]]) -> list[str]:
-    """One line for all ranks that are at one place."""
-    ranks: dict[str, list[str]] = {}
-    for rank, frames in stacks.items():
-        ranks.setdefault(" < ".join(frames) or "no Python stack", []).append(str(rank))
-    return [f"rank {', '.join(numbers)}: {place}" for place, numbers in ranks.items()]
-
-
 def short_path(path: str) -> str:
     """A path below the working directory as seen from there, any other as it is."""
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative
-
-
-def first(failures: Sequence[Failure]) -> Failure:
-    """The failure that began it: causes before consequences, then by time."""
-    return min(failures, key=lambda failure: (failure.is_consequence, failure.time))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from launcher.scheduler import Allocation
 ROOT = Path(__file__).resolve().parents[1]
 BY_HAND_PORT = "29500"  # nodes started by hand cannot agree on another before they meet
 _RUN_ID = re.compile(r"[A-Za-z0-9_][\w\]\[.-]{0,127}", re.ASCII)
-_TAKEN_RUN_ID = re.compile(r"latest|distributed_training|node_[0-9]+\.log")
+_TAKEN_RUN_ID = re.compile(r"latest|tensorboard|distributed_training|node_[0-9]+\.log")
 _WORDS = {  # variables that can only be one of these
     "LOG_LEVEL": ("DEBUG", "INFO", "WARNING", "ERROR"),
     "BACKEND": ("nccl", "gloo"),
@@ -46,7 +46,7 @@ class Typed:
     program: str = "start.py"  # the script
     python: str = sys.executable
     typed: Sequence[str] = ()  # every word of the command line
-    copy: str = ""  # another name for the log of a detached launcher
+    transcript: bool = False  # keep what the terminal shows
     config: str | None = None
     nproc: str | None = None
     cpu_nproc: str | None = None  # where there is no GPU
@@ -153,6 +153,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         is_detached=typed.detach,
         has_checks=not environ.get("SKIP_PREFLIGHT"),
         has_health_check=typed.health_check,
+        has_transcript=typed.transcript,
     )
 
 
@@ -233,8 +234,10 @@ def _read_place(typed: Typed, environ: Mapping[str, str]) -> Allocation:
         return scheduler.read_step(environ, given)
     if typed.health_check:
         scheduler.refuse_batch_step(environ, typed.program)
-    num_nodes = read_number("the number of nodes", typed.nnodes or "1", 1, 100_000)
-    node_rank = read_number("the node rank", typed.node_rank or "0", 0, num_nodes - 1)
+    nnodes = "1" if typed.nnodes is None else typed.nnodes
+    num_nodes = read_number("the number of nodes", nnodes, 1, 100_000)
+    rank = "0" if typed.node_rank is None else typed.node_rank
+    node_rank = read_number("the node rank", rank, 0, num_nodes - 1)
     master = typed.master or (environ.get("MASTER_ADDR") if num_nodes > 1 else "127.0.0.1")
     if not master:
         raise PlanError(f"{num_nodes} nodes but no address of the master; give MASTER_ADDR")

@@ -80,6 +80,7 @@ class Plan:
     is_detached: bool = False
     has_checks: bool = True
     has_health_check: bool = False  # of this node's ranks together, after the preflight
+    has_transcript: bool = False  # of what the terminal shows
 
     def request(self, *, meeting_size: int = 0, within_s: float = 7.0) -> Request:
         """Return what the preflight of this machine, or of every node of a step, is asked."""

@@ -126,12 +126,13 @@ class Fanout:
         outcome = compare.judge(reports, time.monotonic() - began)
         outcome = replace(outcome, findings=[*silent, *outcome.findings])
         is_strict = self.plan.is_strict
-        compare.print_findings(outcome, program=self.plan.program, strict=is_strict, out=sys.stderr)
+        out = sys.stderr if self.plan.is_detached else self.err.text
+        compare.print_findings(outcome, program=self.plan.program, strict=is_strict, out=out)
         if outcome.refusals(strict=is_strict):
             return None
         first, counts = reports[0], [report.nproc for report in reports]
         port, gpus, host = first.port, first.gpus, short_host_name()
-        print_plan(self.plan, outcome, counts=counts, port=port, gpus=gpus, host=host)
+        print_plan(self.plan, outcome, counts=counts, port=port, gpus=gpus, host=host, out=out)
         return reports
 
     def connect(self, node: str, token: str, show: Callable[[bytes, bool], None]) -> Connection:

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
         if plan.fanout == "check":
             check_config(plan)
             return 0
-        be_ready = detach.prepare(plan, script=typed.typed[0], copy=typed.copy)
+        be_ready = detach.prepare(plan, script=typed.typed[0])
         fanout = importlib.import_module(f"launcher.{plan.fanout}")
         code = int(fanout.run(check_config(plan), be_ready))
         runs.note_end(plan.log_dir / plan.run_id, code)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ _TASKS = re.compile(r"--ntasks-per-node=(\d+)")
 _GPUS = re.compile(r"(?:--gpus-per-node=|--gres=gpu:|n?gpus=)(?:[a-z]\w*:)?(\d+)")
 
 
-def run(plan: Plan) -> int:
+def run(plan: Plan, _be_ready: Callable[[], None]) -> int:
     """Show the job that a batch script asks for, as far as it is known before it starts."""
     counts = plan.rank_counts(plan.nproc) if plan.nproc else []
     backend = plan.backend.replace("auto", "nccl with GPUs, else gloo")

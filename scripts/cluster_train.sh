@@ -24,29 +24,6 @@ source "$LIB/launch.sh"
 main() {
   parse_arguments "config nnodes node_rank master port" "$@"
   default_config
-  [[ " ${FLAGS[*]} " == *" --dry-run "* ]] || keep_copy
-  launch local --health-check
-}
-
-# From here on all that is shown is written to this node's log too. The copying process must be
-# no child of ours, for the agent that we become ends every process below it, and must outlive
-# the signals that stop the run.
-keep_copy() {
-  local folder=${LOG_DIR:-logs}/distributed_training name pipes node_rank=${PLAN[node_rank]:-${SLURM_NODEID:-0}}
-  printf -v name 'cluster_train_%(%Y%m%d-%H%M%S)T_node%s.log' -1 "$node_rank"
-  mkdir -p -- "$folder" 2>/dev/null || refuse dir-unwritable "cannot make ${folder@Q}; set LOG_DIR"
-  ln -sfn -- "$name" "$folder/latest_node$node_rank.log"
-  if [[ " ${FLAGS[*]} " == *" --detach "* ]]; then # what it would copy is in a log anyway
-    PLAN[copy]=$folder/$name
-    return
-  fi
-  pipes=$(mktemp -d)
-  mkfifo "$pipes/copy"
-  (
-    trap '' INT TERM HUP
-    tee -a -- "$folder/$name" <"$pipes/copy" &
-  )
-  exec >"$pipes/copy" 2>&1
-  rm -r -- "$pipes"
+  launch local --health-check --transcript
 }
 main "$@"

@@ -1,1 +1,1 @@
-"""What train.py stands on: settings, progress, and the tasks it can train."""
+"""What train.py uses: settings, batches, progress, resuming, and the tasks it can train."""

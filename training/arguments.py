@@ -1,4 +1,4 @@
-"""train.py's command line. Needs no torch: what is wrong is refused before that second is spent."""
+"""train.py's command line. It does not import torch, so mistakes are refused within 0.2 s."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from distributed import __version__
-from distributed.environment import Environment, LauncherError
-from training.settings import Settings, SettingsError, load
+from distributed.environment import Environment, LauncherError, is_first_task
+from distributed.strategy import check_strategy
+from training.settings import BUILT_IN_TASK, Settings, SettingsError, load, text_folder
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -26,17 +27,16 @@ class _Parser(argparse.ArgumentParser):
 
 
 def refuse(cause: object) -> NoReturn:
-    """Say in one line what the user got wrong, and leave. Of an srun's tasks the first says it.
+    """Print in one line what is wrong, and exit with code 2. Only the first of srun's tasks prints.
 
-    The others leave after it, with the same code also where they are ended with it.
+    The other tasks exit after it, with the same code even if srun ends them first. What concerns
+    this host alone, a plain ValueError, is printed by every task.
     """
-    other_task = "SLURM_STEP_ID" in os.environ and os.environ.get("SLURM_PROCID") != "0"
-    of_this_host = type(cause) is ValueError
-    if other_task and "RANK" not in os.environ and not of_this_host:
+    if is_first_task() or type(cause) is ValueError:
+        _complain(str(cause))
+    else:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         signal.sigtimedwait([signal.SIGTERM], 2)
-    else:
-        _complain(str(cause))
     sys.exit(2)
 
 
@@ -47,7 +47,7 @@ def _complain(cause: str) -> None:
 
 @contextlib.contextmanager
 def refuse_together(environment: Environment) -> Iterator[None]:
-    """Where any rank finds a mistake of the user's in here, rank 0 says it, and all leave."""
+    """Run the body on every rank; if any rank finds a mistake, rank 0 prints it and all exit."""
     import torch.distributed as dist
 
     from distributed.checkpoint import CheckpointError
@@ -65,39 +65,49 @@ def refuse_together(environment: Environment) -> Iterator[None]:
     if first := next(filter(None, mistakes), None):
         if environment.is_main:
             _complain(first)
-        barrier()  # as soon as one leaves, the launcher ends the others
+        barrier()  # once one rank has left, the launcher ends the others
         if not environment.is_main:
             with contextlib.suppress(RuntimeError):
-                barrier()  # ended by rank 0, which has said why and leaves first
-        atexit.register(finish, 2)  # gloo's threads can abort an interpreter that is taken down
+                barrier()  # rank 0 leaves first, and so ends this one
+        atexit.register(finish, 2)  # gloo's threads can abort an interpreter that shuts down
         sys.exit(2)
 
 
 def start(description: str) -> tuple[argparse.Namespace, Settings]:
-    """Read the arguments and the config; with --check, or where they are wrong, it ends here."""
+    """Read the arguments and the config. With --check, or if they are wrong, exit here."""
     arguments = _parse(description)
-    # A task of the user's own may lie in this folder or in the config's.
+    # A task of the user's own can be in this folder or in the config's.
     sys.path += [str(Path.cwd()), str(arguments.config.resolve().parent)]
     try:
         settings = load(arguments.config, arguments.overrides)
-        if arguments.check and (world_size := os.environ.get("WORLD_SIZE")):  # where it is known
-            settings.train.batch_size_on(int(world_size))
-    except SettingsError as error:
+        if arguments.check:
+            _check(arguments, settings)
+    except (SettingsError, LauncherError) as error:
         refuse(error)
-    if arguments.check and arguments.json:  # for launchers
-        facts = settings.distributed.model_dump(include={"backend", "strategy", "join_timeout"})
-        print(json.dumps(facts | {"checkpoint_dir": settings.checkpoint.dir}))
-        sys.exit(0)
-    if arguments.check:  # what the bash launchers still read
-        print(f"backend={settings.distributed.backend}")
-        print(f"strategy={settings.distributed.strategy}")
-        print(f"join_timeout={settings.distributed.join_timeout:g}")
-        print(f"checkpoint_dir={settings.checkpoint.dir}")
-        sys.exit(0)
     if arguments.log_level == "DEBUG":  # torch and NCCL too, unless the user chose otherwise
         for name in ("TORCH_DISTRIBUTED_DEBUG", "TORCH_CPP_LOG_LEVEL", "NCCL_DEBUG"):
             os.environ.setdefault(name, "INFO")
     return arguments, settings
+
+
+def _check(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
+    """Check what else can be known before the start, print the result, and exit."""
+    if settings.task == BUILT_IN_TASK:
+        text_folder(settings.data.path)
+    train, chosen = settings.train, settings.distributed
+    samples = f"{train.batch_size} samples per process"
+    if train.global_batch_size:
+        samples = f"{train.global_batch_size} samples"
+    if world_size := int(os.environ.get("WORLD_SIZE") or 0):  # a launcher knows it
+        check_strategy(chosen.strategy, world_size)
+        count = "1 process" if world_size == 1 else f"{world_size} processes"
+        samples = f"{count} x {train.batch_size_on(world_size)} samples"
+    if arguments.json:  # for launchers
+        facts = chosen.model_dump(include={"backend", "strategy", "join_timeout"})
+        print(json.dumps(facts | {"checkpoint_dir": settings.checkpoint.dir}))
+    else:
+        print(f"ok: {arguments.config}, task {settings.task}, batches of {samples}")
+    sys.exit(0)
 
 
 def _parse(description: str) -> argparse.Namespace:
@@ -108,18 +118,18 @@ def _parse(description: str) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"train.py {__version__}")
-    place = parser.add_mutually_exclusive_group(required=True)
-    place.add_argument("--config", "--config_path", metavar="FILE", type=Path)
-    place.add_argument("--config-path", dest="folder", metavar="DIR", type=Path)
+    config = parser.add_mutually_exclusive_group(required=True)
+    config.add_argument("--config", "--config_path", metavar="FILE", type=Path)
+    config.add_argument("--config-path", dest="folder", metavar="DIR", type=Path)
     parser.add_argument("--config-name", metavar="NAME", help="of the config in DIR")
     parser.add_argument("--check", action="store_true", help="check the config, start nothing")
-    parser.add_argument("--json", action="store_true", help="with --check: the result as JSON")
+    parser.add_argument("--json", action="store_true", help="with --check: print JSON")
     parser.add_argument("--distributed-backend", choices=("nccl", "gloo"))
     level = os.environ.get("LOG_LEVEL") or "INFO"
     levels = f"{', '.join(LOG_LEVELS)}; or the variable LOG_LEVEL (default: INFO)"
     parser.add_argument("--log-level", metavar="LEVEL", type=str.upper, default=level, help=levels)
-    parser.add_argument("--nodes", metavar="N", type=int, help="how many there must be")
-    parser.add_argument("--gpus-per-node", metavar="N", type=int, help="ranks on each, likewise")
+    parser.add_argument("--nodes", metavar="N", type=int, help="refuse another number of nodes")
+    parser.add_argument("--gpus-per-node", metavar="N", type=int, help="... of ranks on each")
     # torch.distributed.launch adds one of these.
     parser.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")

@@ -12,7 +12,7 @@ from training.settings import Train
 
 
 def make_optimizer(model: nn.Module, settings: Train) -> AdamW:
-    """AdamW, in which matrices decay, and biases and gains do not."""
+    """Return AdamW with weight decay for matrices alone, not for biases and gains."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups: list[dict[str, Any]] = [
@@ -23,7 +23,7 @@ def make_optimizer(model: nn.Module, settings: Train) -> AdamW:
 
 
 def find_last_step(settings: Train, batches_per_epoch: int) -> int | None:
-    """Return the step that ends the run, or None where only time does."""
+    """Return the step that ends the run, or None if only time does."""
     limits = [settings.max_steps] if settings.max_steps else []
     if settings.epochs:
         limits.append(settings.epochs * batches_per_epoch // settings.grad_accumulation)
@@ -31,7 +31,7 @@ def find_last_step(settings: Train, batches_per_epoch: int) -> int | None:
 
 
 def learning_rate(step: int, settings: Train, last_step: int | None) -> float:
-    """Rise over the warm-up, then follow a cosine to 0; without a last step, stay at the peak."""
+    """Return a linear warm-up, then a cosine to 0; without a last step, a constant."""
     if step < settings.warmup_steps:
         return settings.learning_rate * (step + 1) / settings.warmup_steps
     if last_step is None:

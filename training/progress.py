@@ -1,6 +1,6 @@
-"""What rank 0 shows and records: a bar or lines, metrics.jsonl, TensorBoard, loss.png.
+"""What rank 0 shows and records: a bar or lines, metrics.jsonl, TensorBoard events, loss.png.
 
-What it needs for that is imported after the first step, and on rank 0 alone.
+The libraries for this are imported after the first step, and on rank 0 alone.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ _log = logging.getLogger(__name__)
 
 
 class Meter:
-    """Loss and speed of one rank, without waiting for the device between two readings."""
+    """Measures one rank's loss and speed; it waits for the device only when it is read."""
 
     def __init__(self, state: Mapping[str, float] | None = None) -> None:
         self._start = time.perf_counter()
         self._paused_s = 0.0
         self._new: list[tuple[int, Tensor, int]] = []  # step, loss, terms
         self._sums = dict(state or {"loss": 0.0, "terms": 0})  # since the last reading
-        self._terms = 0  # of this process's own
-        self._read_s, self._read_terms = 0.0, 0  # of training, until the last reading
-        self.not_finite: tuple[int, float] | None = None  # the first such loss: its step, and it
+        self._terms = 0  # since the start of this process
+        self._read_s, self._read_terms = 0.0, 0  # training time and terms at the last reading
+        self.not_finite: tuple[int, float] | None = None  # step and value of the first such loss
 
     def wall(self) -> float:
-        """Return the seconds since the meter was made."""
+        """Return the seconds since the meter was created."""
         return time.perf_counter() - self._start
 
     def add(self, step: int, loss: Tensor, terms: int) -> None:
-        """Take in one micro-batch: its mean loss, and how many terms that is over."""
+        """Add one micro-batch: its mean loss, a scalar, over a number of terms."""
         self._new.append((step, loss.detach(), terms))
 
     def state(self) -> dict[str, float]:
-        """Return the sums since the last reading, for a meter that is to go on from here."""
+        """Return the sums since the last reading, with which another Meter can continue."""
         losses = [loss for _, loss, _ in self._new]
         values = torch.stack(losses).tolist() if losses else []  # waits for the device
         for (step, _, terms), value in zip(self._new, values, strict=True):
@@ -69,7 +69,7 @@ class Meter:
         return sums["loss"] / sums["terms"]
 
     def read(self) -> float:
-        """Begin a new reading; returns the terms per second of the one that ends."""
+        """Start a new reading; returns the terms per second of the previous one."""
         self.state()
         before_s, before_terms = self._read_s, self._read_terms
         self._read_s, self._read_terms = self.wall() - self._paused_s, self._terms
@@ -82,7 +82,7 @@ class Meter:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out of the speed what is no training."""
+        """Exclude the body from the speed."""
         start = self.wall()
         yield
         self._paused_s += self.wall() - start
@@ -90,7 +90,7 @@ class Meter:
 
 @dataclass(frozen=True)
 class Limits:
-    """Where this process begins, and where the run ends as far as that is known."""
+    """The first step of this process, and where the run ends as far as that is known."""
 
     first_step: int
     last_step: int | None
@@ -106,10 +106,10 @@ class Limits:
 
 
 class Progress:
-    """Shows and records on rank 0; on any other rank every method does nothing.
+    """Shows and records on rank 0; if not enabled, every method does nothing.
 
-    The folder is the run's, and may hold metrics.jsonl from before: what it says of steps that a
-    resumed run will do again is taken out. The unit is what the speed counts, such as "tokens".
+    The folder is the run's. If it holds metrics.jsonl from before, the lines of steps that a
+    resumed run will repeat are removed. The speed counts `unit`, such as "tokens".
     """
 
     def __init__(self, folder: Path, unit: str, limits: Limits, *, enabled: bool) -> None:
@@ -125,13 +125,13 @@ class Progress:
         self._file: TextIO | None = None
         if enabled:
             folder.mkdir(parents=True, exist_ok=True)
-            self._forget_later(limits.first_step)
-            self._file = self._metrics.open("a")  # ours; a run that takes over makes another
+            self._remove_later(limits.first_step)
+            self._file = self._metrics.open("a")  # a new file: an earlier process keeps its own
             if sys.stderr.isatty() and _log.isEnabledFor(logging.INFO):
                 self._bar = _open_bar(limits)
 
     def close(self) -> None:
-        """Draw the picture, and put the last events on the disk."""
+        """Draw loss.png and flush TensorBoard's events."""
         if self._bar is not None:
             self._bar.stop()
         if self._events is not None:
@@ -139,7 +139,7 @@ class Progress:
             self._events.close()
 
     def step(self, step: int) -> None:
-        """Note that a step is done, and show it where it is time to."""
+        """Note that a step is done; show it if the last one shown is some time ago."""
         now = time.monotonic()
         is_due = now - self._shown >= (BAR_EVERY_S if self._bar else LINE_EVERY_S)
         if self._file is None or not (is_due or step == self._limits.last_step):
@@ -156,7 +156,7 @@ class Progress:
             self._bar.refresh()
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
-        """Append values to metrics.jsonl, TensorBoard and the curves of loss.png."""
+        """Append values to metrics.jsonl and TensorBoard's events."""
         if self._file is None:
             return
         line = {"step": step, **values, "time": round(time.time(), 3)}
@@ -166,25 +166,27 @@ class Progress:
             speed = f"{values[f'{self._unit}_per_second']:,.0f} {self._unit}/s"
             self._status = f"  loss {values['loss']:.3f}  {speed}"
 
-        # torch.utils.tensorboard would do the same for 1.5 s of imports.
+        # torch.utils.tensorboard does the same but takes 1.5 s to import.
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         if self._events is None:
-            self._events = EventFileWriter(str(self._folder / "tensorboard"))
-            self.draw()  # the first costs its imports: better now than at the end
+            # Outside the run's folder: TensorBoard follows the link `latest` to that one.
+            folder = self._folder.parent / "tensorboard" / self._folder.name
+            self._events = EventFileWriter(str(folder))
+            self.draw()  # imports matplotlib now rather than at the end
         points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         event = Event(step=step, wall_time=time.time(), summary=Summary(value=points))
         self._events.add_event(event)
 
     def draw(self) -> None:
-        """Draw loss.png anew."""
+        """Draw loss.png from metrics.jsonl."""
         if self._file is None:
             return
-        logging.getLogger("matplotlib").setLevel(logging.WARNING)  # no word of its fonts
+        logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it logs about fonts
         from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure  # no pyplot: no global state, a quicker import
+        from matplotlib.figure import Figure  # pyplot is slower to import and has global state
 
         figure = Figure(figsize=(7, 4), layout="constrained")
         FigureCanvasAgg(figure)
@@ -196,14 +198,14 @@ class Progress:
         axes.legend()
         temporary = self._folder / ".loss.png"
         figure.savefig(temporary, format="png")
-        temporary.replace(self._folder / "loss.png")  # a viewer never sees half a picture
+        temporary.replace(self._folder / "loss.png")  # so that nobody reads half a picture
 
     def sync(self) -> None:
-        """Return when the disk has the metrics: a checkpoint may count on them."""
+        """Flush metrics.jsonl to the disk: a checkpoint must not be ahead of it."""
         if self._file is not None:
             os.fsync(self._file.fileno())
 
-    def _forget_later(self, first_step: int) -> None:
+    def _remove_later(self, first_step: int) -> None:
         kept = [line for line in self._lines() if line["step"] <= first_step]
         temporary = self._folder / ".metrics.jsonl"
         temporary.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
@@ -215,7 +217,7 @@ class Progress:
                 yield json.loads(text)
 
     def _curve(self, name: str) -> dict[int, float]:
-        """Return the values by step, all of the run's."""
+        """Return the values of a metric by step, over the whole run."""
         return {line["step"]: line[name] for line in self._lines() if name in line}
 
 
@@ -224,10 +226,10 @@ def _open_bar(limits: Limits) -> Bar:
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
 
-    # Refreshed by hand: a thread of its own would take time from the steps.
+    # No auto_refresh: its thread would take time from the steps.
     columns = (BarColumn(), TextColumn("{task.description}"))
     bar = Bar(*columns, console=Console(stderr=True), auto_refresh=False)
     bar.add_task("", total=limits.last_step, completed=limits.first_step)
     bar.start()
-    bar.console.show_cursor(True)  # for whoever is killed, and could not bring it back
+    bar.console.show_cursor(True)  # a killed process could not restore it
     return bar

@@ -1,15 +1,16 @@
-"""The config: typed, composed, and refused in one line where it is wrong. Needs no torch.
+"""The config: typed, composed of layers, and refused in one line if it is wrong. Needs no torch.
 
-A config is YAML. `defaults: [distributed]` lays it over distributed.yaml in its own folder, and
-`key=value` arguments (`train.batch_size=8`) lie over both. Times are in seconds, sizes in bytes,
+A config is YAML. `defaults: [distributed]` puts it on top of distributed.yaml in its own folder;
+`key=value` arguments (`train.batch_size=8`) override both. Times are in seconds, sizes in bytes,
 intervals in optimizer steps.
 """
 
 from __future__ import annotations
 
 import difflib
-import importlib.machinery
+import importlib.util
 import re
+import symtable
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -33,23 +34,23 @@ Count = Annotated[int, Field(gt=0)]
 Interval = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Rate = Annotated[float, Field(ge=0)]
-NOTHING = ("", "null", "~")  # `key=null` takes a setting back
+NOTHING = ("", "null", "~")  # `key=null` unsets a setting
 Tree = dict[str, Any]  # a config before it is checked
 
 
 class SettingsError(ValueError):
-    """The config, or the data it names, is wrong: one line with the place, the cause, the cure."""
+    """The config, or the data it names, is wrong: where, why and what to do, in one line."""
 
 
 class Section(BaseModel):
-    """A group of settings: every key is known, has one type, and does not change."""
+    """A group of settings. Unknown keys and wrong types are errors; values do not change."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class Data(Section):
-    path: str | None = None  # folder of text files; unset: the sources of Python's standard library
-    num_workers: Interval = 0  # processes that load batches; 0: the training process itself
+    path: str | None = None  # folder of text files; null: the sources of Python's standard library
+    num_workers: Interval = 0  # processes per rank that load batches; 0: the rank itself
     pin_memory: bool = False  # faster copies to a GPU
 
 
@@ -57,7 +58,7 @@ class LanguageModel(Section):
     layers: Count = 4
     heads: Count = 4
     width: Count = 128  # of the residual stream; a multiple of heads
-    context: Count = 128  # bytes that a prediction can look back on
+    context: Count = 128  # bytes that each prediction sees
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     @model_validator(mode="after")
@@ -68,18 +69,18 @@ class LanguageModel(Section):
 
 
 class Train(Section):
-    max_steps: Count | None = None  # this or epochs, whichever comes first, ends the run
-    max_seconds: Seconds | None = None  # then it saves and stops, to be resumed
+    max_steps: Count | None = None  # the run ends after max_steps or epochs, whichever is first
+    max_seconds: Seconds | None = None  # then it saves and stops; resume it later
     epochs: Count | None = None
-    batch_size: Count | None = None  # samples per process and micro-batch; or else:
+    batch_size: Count | None = None  # samples per process and micro-batch; or:
     global_batch_size: Count | None = None  # samples per optimizer step, over all processes
     grad_accumulation: Count = 1  # micro-batches per optimizer step
-    learning_rate: Rate = 3e-4  # at its peak; a cosine takes it to 0 at the last step
+    learning_rate: Rate = 3e-4  # the peak, after the warm-up; a cosine to 0 follows
     warmup_steps: Interval = 0
     weight_decay: Rate = 0.1
     clip_norm: Seconds | None = 1.0  # of all gradients together; null: no limit
     log_every: Count = 10
-    eval_every: Interval = 0  # 0: no validation at all, also not at the end
+    eval_every: Interval = 0  # 0: never, not even at the end
 
     @model_validator(mode="after")
     def _check_choices(self) -> Train:
@@ -107,11 +108,11 @@ class Train(Section):
 class Checkpoint(Section):
     dir: str = "checkpoints"  # a run saves in <dir>/<run id>/
     every: Interval = 0  # 0: only at the end
-    keep_last: Count = 3  # whole checkpoints of the run; of the others, only the best stays
+    keep_last: Count = 3  # intact checkpoints; older ones are deleted, except the best
 
 
 class MixedPrecision(Section):
-    enabled: bool = False  # on a GPU; has no effect on a CPU
+    enabled: bool = False  # on GPUs; CPUs always compute in float32
     dtype: Literal["bfloat16"] = "bfloat16"
 
 
@@ -120,17 +121,17 @@ class Distributed(Section):
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     join_timeout: Seconds = 300  # until all ranks must have met
     timeout: Seconds = 1800  # of one collective
-    hang_seconds: Seconds | None = None  # a rank silent for so long is stuck; null: by its steps
+    hang_seconds: Seconds | None = None  # a rank silent for longer is stuck; null: from its steps
     find_unused_parameters: bool = False
     mixed_precision: MixedPrecision = MixedPrecision()
 
 
 class Settings(Section):
-    """Everything train.py can be told."""
+    """All settings of train.py."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     task: str = BUILT_IN_TASK  # or my_module:MyTask, see training/tasks/__init__.py
-    resume: str = "auto"  # auto: this run's newest; never; or the checkpoint a new run starts from
+    resume: str = "auto"  # auto: from this run's newest checkpoint; never; or a path
     data: Data = Data()
     train: Train
     checkpoint: Checkpoint = Checkpoint()
@@ -145,14 +146,41 @@ class Settings(Section):
         module, _, name = task.partition(":")
         if not (module and name):
             raise ValueError(f"{task!r} is neither {BUILT_IN_TASK} nor module:Class")
-        if importlib.machinery.PathFinder.find_spec(module.partition(".")[0]) is None:
-            cure = f"put {module}.py into this folder, into the config's, or on PYTHONPATH"
-            raise ValueError(f"there is no module {module}; {cure}")
+        _check_class(module, name)
         return task
 
 
 class OwnTaskSettings(Settings):
-    model: Tree = {}  # type: ignore[assignment]  # keys that only the user's task knows
+    model: Tree = {}  # type: ignore[assignment]  # only the user's task knows its keys
+
+
+def _check_class(module: str, name: str) -> None:
+    """Raise ValueError if there is no such class, without importing the module and so torch."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None:
+        cure = f"put {module}.py into this folder, into the config's, or on PYTHONPATH"
+        raise ValueError(f"there is no module {module}; {cure}")
+    if not (spec.origin or "").endswith(".py"):
+        return
+    source = Path(spec.origin or "").read_text(encoding="utf-8")
+    try:
+        symbols = symtable.symtable(source, module, "exec").get_symbols()
+    except SyntaxError as error:
+        raise ValueError(f"{spec.origin}, line {error.lineno}: {error.msg}") from None
+    names = [each.get_name() for each in symbols if each.is_assigned() or each.is_imported()]
+    if name not in names and "import *" not in source:
+        raise ValueError(f"{spec.origin} has no class {name}")
+
+
+def text_folder(path: str | None) -> Path | None:
+    """Return the folder that data.path names for the built-in task. SettingsError: it is absent."""
+    folder = Path(path).expanduser() if path else None
+    if folder and not folder.is_dir():
+        raise SettingsError(f"data.path: there is no folder {folder}")
+    return folder
 
 
 def _known_keys(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -163,11 +191,11 @@ def _known_keys(section: type[Section], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", field.annotation
 
 
-KNOWN = dict(_known_keys(Settings))  # the type of each setting by its full path
+KNOWN = dict(_known_keys(Settings))  # the type of each setting by its full key
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
-    """Read a config, lay it over its defaults, lay the `key=value` overrides over it, and check it.
+    """Read a config, combine it with its defaults and the `key=value` overrides, and check it.
 
     Raises:
         SettingsError: one line that names the file (or "command line"), the key and the cure.
@@ -180,12 +208,12 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
     layers = {str(file): _read_file(file) for file in defaults}
     layers |= {str(path): config, COMMAND_LINE: _read_overrides(overrides)}
     tree: Tree = {}
-    sources = {"": str(path)}  # of each key the file that has the last word, or the command line
+    sources = {"": str(path)}  # the layer that sets each key
     for source, layer in layers.items():
         sources |= dict.fromkeys(_paths(layer), source)
         train = layer.get("train", {})
         if isinstance(train, dict) and ("batch_size" in train) != ("global_batch_size" in train):
-            # Two ways to say one thing: the upper layer's stands, and takes back the other.
+            # Two ways to set one thing: the upper layer's choice unsets the other.
             layer["train"] = {"batch_size": None, "global_batch_size": None, **train}
         tree = _merge(tree, layer)
     kind = Settings if tree.get("task", BUILT_IN_TASK) == BUILT_IN_TASK else OwnTaskSettings
@@ -207,14 +235,14 @@ def _paths(tree: Tree, prefix: str = "") -> Iterator[str]:
 
 
 def _merge(below: Any, above: Any) -> Any:
-    """Return the settings of both; where both have one, that of `above`."""
+    """Return the settings of both; `above` wins."""
     if not (isinstance(below, dict) and isinstance(above, dict)):
         return above
     return below | {key: _merge(below.get(key), value) for key, value in above.items()}
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people write it: 1e-3 is a number, and a key given twice is an error."""
+    """YAML in which 1e-3 is a number and a duplicate key is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: list[Any] = []
@@ -241,18 +269,18 @@ def _read_file(path: Path) -> Tree:
         raise SettingsError(f"{path}: no such file; {cure}") from None
     except OSError as error:
         raise SettingsError(f"{path}: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: the 13th month, say
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-13-45
         mark = getattr(error, "problem_mark", None)
-        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         cause = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise SettingsError(f"{path}: {place}not YAML: {cause}") from None
+        raise SettingsError(f"{path}: {where}not YAML: {cause}") from None
     if not isinstance(tree, dict):
         raise SettingsError(f"{path}: should hold `key: value` lines")
     return tree
 
 
 def _read_overrides(overrides: Sequence[str]) -> Tree:
-    """Turn `a.b=value` into {a: {b: value}}; of two for one key, the later stands."""
+    """Turn `a.b=value` into {a: {b: value}}; of two values for one key, the later wins."""
     tree: Tree = {}
     for text in overrides:
         key, equals, value = text.partition("=")
@@ -267,7 +295,7 @@ def _read_overrides(overrides: Sequence[str]) -> Tree:
 
 
 def _parse(key: str, text: str) -> Any:
-    """Return text as it is where the key wants text, else as a YAML scalar or list if it is one."""
+    """Return text unchanged for a key of type str, else as a YAML scalar or list if it is one."""
     if text in NOTHING:
         return None
     kind = KNOWN.get(key)
@@ -295,10 +323,10 @@ def _explain(error: Any) -> str:
             return f"{error['msg'].removeprefix('Input ')}, not {given}"
 
 
-def _suggest(place: tuple[str, ...]) -> str:
-    if near := difflib.get_close_matches(".".join(place), KNOWN, n=1):
+def _suggest(key: tuple[str, ...]) -> str:
+    if near := difflib.get_close_matches(".".join(key), KNOWN, n=1):
         return f"did you mean {near[0]}?"
     section: Any = Settings
-    for name in place[:-1]:
+    for name in key[:-1]:
         section = section.model_fields[name].annotation
     return f"known here: {', '.join(section.model_fields)}"

@@ -11,8 +11,9 @@ launch() {
   run --separate-stderr launch -n 2 -c plain.yaml -l INFO --dry-run
   [[ $status == 0 ]]
   local command
-  command=$(golden_command "MASTER_PORT=23456\\ $ROOT/scripts/run_ddp.sh\\ -n\\ 2\\ -c\\ plain.yaml\\ -l\\ INFO LOG_LEVEL=INFO" \
+  command=$(golden_command "MASTER_PORT=23456 $ROOT/scripts/run_ddp.sh -n 2 -c plain.yaml -l INFO" \
     1 0 2 127.0.0.1 "$ROOT/train.py --config plain.yaml")
+  command=${command/"INFO' "/"INFO' LOG_LEVEL=INFO "}
   assert_output "# node 0 ($HOST): ranks 0-1 of 2, rendezvous 127.0.0.1:23456
 $command"
   run --separate-stderr launch --num-gpus=2 --config plain.yaml --log-level=INFO --dry-run

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import figures
 import pytest
 import yaml
 
@@ -64,6 +65,8 @@ NO_FAULTS = {
     *("compute-apps", "nvidia-smi"),
 }
 
+NOT_LISTED = ("__init__", "__pycache__")
+
 NAME = r"[a-z]+(?:-[a-z]+)+"
 
 
@@ -116,18 +119,35 @@ def test_every_relative_link_leads_somewhere(guide: Path) -> None:
 
 def test_every_path_named_exists() -> None:
     folders = "|".join(
-        (".ci", "bench", "config", "distributed", "launcher", "scripts", "tests", "training")
+        (
+            ".ci",
+            "bench",
+            "config",
+            "distributed",
+            "examples",
+            "launcher",
+            "scripts",
+            "tests",
+            "training",
+        )
     )
     for path in re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./-]*", ALL_CODE):
         assert (ROOT / path.rstrip(".")).exists(), path
-    layout = next(block for block in blocks(TEXT["CONTRIBUTING.md"]) if "lib/plan.sh" in block)
-    folder = ""
+
+
+def test_the_layout_names_every_file_and_no_other() -> None:
+    layout = next(block for block in blocks(TEXT["CONTRIBUTING.md"]) if "lib/launch.sh" in block)
+    folder, named = "", set()
     for line in layout.splitlines():
-        names = re.match(r" {4,}((?:[\w./]+ )*[\w./]+)", line)
-        assert names, line
-        for name in names[1].split():
-            folder = name if name.endswith("/") else folder
-            assert (ROOT / name).exists() or (ROOT / folder / name).exists(), line
+        indent, names = re.match(r"( +)((?:[\w./]+ )*[\w./]+)", line).groups()  # type: ignore
+        for name in names.split():
+            folder = name if name.endswith("/") and len(indent) == 4 else folder
+            is_below = len(indent) > 4 and name != folder
+            path = ROOT / (f"{folder}{name}" if is_below else name)
+            assert path.exists(), line
+            named.add(path)
+    for pattern in ("scripts/lib/*", "launcher/*.py", "distributed/*.py", "training/*.py"):
+        assert {path for path in ROOT.glob(pattern) if path.stem not in NOT_LISTED} <= named
 
 
 def test_every_module_named_exists() -> None:
@@ -210,6 +230,11 @@ def test_every_make_target_named_exists_and_every_target_is_named() -> None:
     named = set(re.findall(r"(?:^|`)make ([a-z-]+)", ALL_CODE, re.M))
     named |= {span[5:] for span in spans("\n".join(TEXT.values())) if span.startswith("make ")}
     assert named == targets
+
+
+def test_the_figures_of_the_readme_are_those_of_the_benches() -> None:
+    """`python bench/figures.py` brings them up to date; so does each bench."""
+    assert f"<!-- figures -->\n{figures.text()}<!-- /figures -->" in TEXT["README.md"]
 
 
 # --- faults -------------------------------------------------------------------------------------

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.backend.event_processing.io_wrapper import GetLogdirSubdirectories
 
+from distributed.lock import update_link
 from training.progress import Limits, Meter, Progress
 
 
@@ -44,11 +46,11 @@ def test_metrics_are_appended_one_line_each(tmp_path: Path) -> None:
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
-    shown = make(tmp_path)
+    shown = make(tmp_path / "run")
     shown.record(1, values(4.5))
     shown.record(2, {"validation_loss": 3.5})
     shown.close()
-    (file,) = (tmp_path / "tensorboard").iterdir()
+    (file,) = (tmp_path / "tensorboard/run").iterdir()
     found = {
         (event.step, value.tag): value.tensor.float_val[0]
         for event in EventFileLoader(str(file)).Load()
@@ -56,6 +58,16 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     }
     assert found[1, "loss"] == 4.5
     assert found[2, "validation_loss"] == 3.5
+
+
+def test_tensorboard_finds_each_run_once(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        shown = make(tmp_path / name)
+        shown.record(1, values(4.5))
+        shown.close()
+        update_link(tmp_path / "latest", name)
+    found = [path.removeprefix(f"{tmp_path}/") for path in GetLogdirSubdirectories(str(tmp_path))]
+    assert sorted(found) == ["tensorboard/first", "tensorboard/second"]
 
 
 def test_the_picture_is_there_and_a_png(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_text_arrives_byte_for_byte(text: str) -> None:
 
 
 def test_an_override_may_hold_a_list_for_a_task_of_ones_own(config: Path) -> None:
-    settings = load(config, ["task=json:Mine", "model.sizes=[1, 2]", "model.deep.name=a b"])
+    settings = load(config, ["task=json:JSONDecoder", "model.sizes=[1, 2]", "model.deep.name=a b"])
     assert settings.model_dump()["model"] == {"sizes": [1, 2], "deep": {"name": "a b"}}
 
 
@@ -104,6 +104,8 @@ def test_the_built_in_model_is_typed() -> None:
         ("model.heads=3", "width 128 is not a multiple of heads 3"),
         ("train.max_steps=null", "nothing ends the run"),
         ("task=nonesuch:Task", "there is no module nonesuch"),
+        ("task=json.tool.deeper:Task", "there is no module json.tool.deeper"),
+        ("task=json:Decoder", "json/__init__.py has no class Decoder"),
         ("task=json", "neither language_model nor module:Class"),
         ("train.max_steps", "is not a setting; write it as"),
         (".=3", "is not a setting; write it as"),
@@ -145,6 +147,33 @@ def test_a_wrong_file_is_one_line(tmp_path: Path, text: str, message: str) -> No
 def test_a_mistake_in_the_defaults_names_their_file(config: Path) -> None:
     (config.parent / "base.yaml").write_text("train: {batch_size: 4, max_stepz: 10}\n")
     assert error_of(config).startswith(f"{config.parent}/base.yaml: train.max_stepz: unknown key")
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("class Mine: ...", ""),
+        (
+            "import torch\ntry:\n    from other import Mine\nexcept ImportError:\n    Mine = None",
+            "",
+        ),
+        ("from other import *", ""),
+        ("class Theirs:\n    Mine = 1\nprint(Mine)", "own_task.py has no class Mine"),
+        ("class Mine:\n  x = (", "own_task.py, line 2: '(' was never closed"),
+    ],
+    ids=["class", "import", "star", "only used", "syntax"],
+)
+def test_the_class_of_a_task_is_found_without_importing_it(
+    config: Path, monkeypatch: pytest.MonkeyPatch, source: str, error: str
+) -> None:
+    monkeypatch.syspath_prepend(config.parent)
+    monkeypatch.setitem(sys.modules, "own_task", None)
+    monkeypatch.delitem(sys.modules, "own_task")
+    (config.parent / "own_task.py").write_text(source)
+    if error:
+        assert error in error_of(config, "task=own_task:Mine")
+    else:
+        assert load(config, ["task=own_task:Mine"]).task == "own_task:Mine"
 
 
 def test_a_missing_file_names_those_beside_it(config: Path) -> None:

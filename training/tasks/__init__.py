@@ -1,6 +1,6 @@
 """What train.py can train: the built-in language model, or a class of yours.
 
-    # my_task.py, beside the config or where you start; use it with `task: my_task:Digits`
+    # my_task.py, next to the config or in the folder you start from; `task: my_task:Digits`
     class Digits(Task):
         def __init__(self, settings):
             self.train, self.validation = MyDigits("train"), MyDigits("test")
@@ -12,8 +12,8 @@
             pixels, labels = batch
             return F.cross_entropy(model(pixels), labels)
 
-`settings.model` holds whatever `model:` has in your config. Logging, checkpoints, the learning
-rate and everything distributed are train.py's business.
+`settings.model` holds your config's `model:` section. train.py does the rest: logging, checkpoints,
+the learning rate and everything distributed.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from training.settings import BUILT_IN_TASK, Settings, SettingsError
+from training.settings import BUILT_IN_TASK, Settings
 
 
 class Task(Protocol):
-    """A model, its data and its loss. Every rank makes one, from the same settings."""
+    """A model, its data and its loss. Every rank creates one from the same settings."""
 
-    train: Dataset[Any]  # has a length; its batches reach `loss` on the model's device
+    train: Dataset[Any]  # has a length; `loss` gets its batches on the model's device
     validation: Dataset[Any]
     unit: str = "samples"  # what `weight` counts
 
     def __init__(self, settings: Settings) -> None: ...
 
     def model(self) -> nn.Module:
-        """Return a new model. The random generators are the same on every rank."""
+        """Return a new model. Random generators are in the same state on every rank."""
         ...
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -45,11 +45,11 @@ class Task(Protocol):
         ...
 
     def weight(self, batch: Any) -> int:
-        """Return how many terms the mean of `loss` is over: for exact averages, and the speed."""
+        """Return how many terms `loss` is the mean of, for exact averages and for the speed."""
         return len(batch if isinstance(batch, Tensor) else next(iter(batch)))
 
     def metrics(self, loss: float) -> dict[str, float]:
-        """Return what else to record beside a loss, by name."""
+        """Return further values to record with a loss, by name."""
         return {}
 
     def describe(self) -> str:
@@ -57,19 +57,16 @@ class Task(Protocol):
         return ""
 
     def summary(self, model: nn.Module, validation_loss: float) -> list[tuple[str, str]]:
-        """Return (label, text) pairs for rank 0 to print at the end, if there was a validation."""
+        """Return (label, text) pairs that rank 0 prints at the end, after a validation."""
         return [("validation", f"loss {validation_loss:.4f}")]
 
 
 def load_task(settings: Settings) -> Task:
-    """Make the task that the settings name. SettingsError: it, or its data, is not there."""
+    """Create the task that the settings name. Raises SettingsError, such as for missing data."""
     if settings.task == BUILT_IN_TASK:
         from training.tasks.language_model import LanguageModelTask
 
         return LanguageModelTask(settings)
-    module_name, _, class_name = settings.task.partition(":")
-    module = importlib.import_module(module_name)
-    if not hasattr(module, class_name):
-        raise SettingsError(f"task: {module.__file__} has no class {class_name}")
-    task: Task = getattr(module, class_name)(settings)
+    module, _, name = settings.task.partition(":")
+    task: Task = getattr(importlib.import_module(module), name)(settings)
     return task

@@ -1,8 +1,8 @@
-"""The built-in task: a small GPT that learns to write the text of a folder, byte by byte.
+"""The built-in task: a small GPT that learns the text of a folder, byte by byte.
 
-Without `data.path` the text is the source files of Python's own standard library, which every
-machine has (its tests and IDLE left out). A file belongs to the validation set where the SHA-256
-of its name says so, one in sixteen, so that the split stays when files come and go.
+Without `data.path` it reads the sources of Python's standard library, without its tests and IDLE.
+The SHA-256 of a file's name decides whether it is validation data, one file in sixteen, so files
+keep their side when others come and go.
 """
 
 from __future__ import annotations
@@ -21,26 +21,24 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from training import settings as config
-from training.settings import SettingsError
+from training.settings import SettingsError, text_folder
 from training.tasks import Task
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib"}
 VALIDATION_HASHES = 16  # of the 256 values of a hash's last byte
-MAX_BYTES = 64_000_000  # read at most, in the order of the files' hashes
-VALIDATION_BYTES = 131_072  # of the validation files, the rest of which goes unused
+MAX_BYTES = 64_000_000  # read at most, in order of the files' hashes
+VALIDATION_BYTES = 131_072  # used of the validation files
 SAMPLE_BYTES = 240
 SAMPLE_PROMPT = b"\n    def "
-BITS = 1 / math.log(2)  # in a nat
+BITS = 1 / math.log(2)  # per nat
 
 
 def text_files(folder: Path | None) -> list[tuple[bytes, Path]]:
-    """Return (SHA-256 of the name, path) of each candidate, sorted by hash: a fixed shuffle.
+    """Return (SHA-256 of the name, path) of each file, sorted by hash: a fixed shuffle.
 
-    Candidates are all files below the folder; without one, the standard library's *.py files.
+    These are all files below the folder; without one, the standard library's *.py files.
     """
     root = folder or Path(sysconfig.get_path("stdlib"))
-    if not root.is_dir():
-        raise SettingsError(f"data.path: there is no folder {root}")
     found = []
     for parent, folders, names in os.walk(root):
         folders[:] = [f for f in folders if f not in SKIPPED_FOLDERS and not f.startswith(".")]
@@ -53,8 +51,8 @@ def text_files(folder: Path | None) -> list[tuple[bytes, Path]]:
 
 
 def load_text(path: str | None) -> tuple[bytes, bytes]:
-    """Return the bytes to train on and to validate on. Files with a NUL byte are no text."""
-    folder = Path(path).expanduser() if path else None
+    """Return the bytes to train and to validate on. Files with a NUL byte are not text."""
+    folder = text_folder(path)
     train: list[bytes] = []
     validation: list[bytes] = []
     room = MAX_BYTES
@@ -69,16 +67,16 @@ def load_text(path: str | None) -> tuple[bytes, bytes]:
     if len(train) + len(validation) < 2:
         raise SettingsError(f"data.path: {folder} holds fewer than two text files")
     for empty, other in ((train, validation), (validation, train)):
-        if not empty:  # so few files that chance gave them all to one side
+        if not empty:  # with few files, all can be on one side
             empty.append(other.pop(0))
     return b"".join(train), b"".join(validation)[: VALIDATION_BYTES + 1]
 
 
 class Windows(Dataset[Tensor]):
-    """A text cut into windows; window i is bytes [i * context, (i + 1) * context], ends included.
+    """A text cut into windows; window i is bytes i * context to (i + 1) * context inclusive.
 
-    Neighbours share one byte, the last target of one and the first input of the next, so that
-    every byte but the first is predicted once.
+    Neighbours share one byte, the last target of one and the first input of the next, so every
+    byte but the first is predicted exactly once.
     """
 
     def __init__(self, text: bytes, context: int) -> None:
@@ -93,12 +91,12 @@ class Windows(Dataset[Tensor]):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer over bytes (Radford et al. 2019), input and output tied."""
+    """A decoder-only transformer over bytes (Radford et al. 2019) with tied embeddings."""
 
     def __init__(self, shape: config.LanguageModel) -> None:
         super().__init__()
         self.context = shape.context
-        width = shape.width  # of the residual stream; the network within a block is 4 times it
+        width = shape.width  # of the residual stream; a block's MLP is 4 times as wide
         self.embedding = nn.Embedding(256, width)
         self.position = nn.Embedding(shape.context, width)
         block = nn.TransformerEncoderLayer(
@@ -109,34 +107,34 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
-            elif parameter.dim() == 2:  # the two that end in the residual stream start smaller
+            elif parameter.dim() == 2:  # smaller for layers that add to the residual stream
                 ends = name.endswith(("out_proj.weight", "linear2.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * shape.layers if ends else 1))
 
     def forward(self, text: Tensor) -> Tensor:  # [batch, context] of bytes -> [..., 256] logits
         length = text.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=text.device)
-        places = torch.arange(length, device=text.device)
-        x = self.embedding(text) + self.position(places)  # [batch, context, width]
+        positions = torch.arange(length, device=text.device)
+        x = self.embedding(text) + self.position(positions)  # [batch, context, width]
         return F.linear(self.blocks(x, mask=mask, is_causal=True), self.embedding.weight)
 
 
 @torch.no_grad()
 def generate(model: GPT, prompt: bytes, length: int, *, temperature: float = 0.8) -> bytes:
-    """Return the prompt and `length` bytes drawn after it, the same ones for the same weights."""
+    """Return the prompt and `length` bytes sampled after it, with a fixed seed."""
     model.eval()
-    place = model.embedding.weight.device
+    device = model.embedding.weight.device
     generator = torch.Generator().manual_seed(0)
-    text = torch.tensor([list(prompt)], device=place)
+    text = torch.tensor([list(prompt)], device=device)
     for _ in range(length):
         logits = model(text[:, -model.context :])[:, -1].float().cpu()
         drawn = torch.multinomial(F.softmax(logits / temperature, -1), 1, generator=generator)
-        text = torch.cat([text, drawn.to(place)], 1)
+        text = torch.cat([text, drawn.to(device)], 1)
     return bytes(text[0].tolist())
 
 
 class LanguageModelTask(Task):
-    unit = "tokens"  # bytes, here
+    unit = "tokens"  # one byte each
 
     def __init__(self, settings: config.Settings) -> None:
         self.shape = settings.model
@@ -167,7 +165,7 @@ class LanguageModelTask(Task):
         return f"{train:.2f} MB of {self.path}, and {validation:.2f} MB to validate on"
 
     def summary(self, model: nn.Module, validation_loss: float) -> list[tuple[str, str]]:
-        """Set the loss beside what simpler models need for the same bytes, and show a sample."""
+        """Compare the loss with simpler models of the same bytes, and show a sample."""
         assert isinstance(model, GPT)
         windows = self.validation
         predicted = windows.bytes[1 : len(windows) * windows.context + 1]
@@ -179,13 +177,13 @@ class LanguageModelTask(Task):
 
 
 def printable(text: bytes) -> str:
-    """Return text that does a terminal no harm, whatever the bytes are."""
+    """Return text that is safe to print on a terminal."""
     characters = text.decode(errors="replace")
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in characters)
 
 
 def entropy(text: Tensor) -> float:
-    """Return the order-0 entropy in bits per byte: the best that byte frequencies alone can do."""
+    """Return the order-0 entropy in bits per byte: the best that byte frequencies alone allow."""
     shares = torch.bincount(text, minlength=256) / len(text)
     return -(shares * shares.log2()).nan_to_num().sum().item()
 

@@ -1,0 +1,101 @@
+"""Resuming a run: its checkpoint, its settings before and now, and the command that resumes it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import Tensor, nn
+
+from distributed import checkpoint
+from distributed.checkpoint_files import steps
+from distributed.environment import Environment
+from training.settings import Settings, SettingsError, Train, Tree
+
+_log = logging.getLogger(__name__)
+
+
+def find_checkpoint(resume: str, folder: Path, *, is_restart: bool) -> checkpoint.State | None:
+    """Return the run's newest checkpoint, else the one that `resume: PATH` names, else None.
+
+    `resume: never` holds for the first start of a run, not for its restarts after a failure.
+    """
+    if resume == "never" and not is_restart:
+        if steps(folder):
+            raise SettingsError(f"resume: never, but {folder} holds checkpoints; use a new RUN_ID")
+        return None
+    state = checkpoint.load(folder)
+    if state is None and resume not in ("auto", "never"):
+        state = checkpoint.load(Path(resume))
+        if state is None:
+            raise SettingsError(f"resume: {resume} holds no checkpoint")
+    return state
+
+
+def choose_batch_size(train: Train, world_size: int, saved: checkpoint.State | None) -> int:
+    """Return the samples of one process's micro-batch. A resumed run keeps its global batch."""
+    if not (saved and train.batch_size and len(saved.ranks) != world_size):
+        return train.batch_size_on(world_size)
+    samples, shares = saved.progress["global_batch_size"], world_size * train.grad_accumulation
+    if samples % shares:
+        cause = f"the run's batches of {samples} samples do not divide by {shares}"
+        raise SettingsError(f"resume: {cause}; resume it with another number of processes")
+    return int(samples // shares)
+
+
+def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        cause = f"the checkpoint is of another model ({str(error).splitlines()[-1].strip()})"
+        raise SettingsError(f"model: {cause}; use its settings, or another RUN_ID") from None
+
+
+def log_resume(saved: checkpoint.State, progress: Tree, world_size: int) -> None:
+    """Log the step that the run resumes after, and everything that has changed since then."""
+    _log.info(f"resumed    after step {saved.progress['step']}")
+    told = changes(saved.progress.get("settings", {}), progress["settings"])
+    before, samples = saved.progress["global_batch_size"], progress["global_batch_size"]
+    if samples != before:
+        told.append(f"batches of {samples} samples (was {before})")
+    if world_size != len(saved.ranks):
+        told.append(f"{world_size} processes (was {len(saved.ranks)}): sums are rounded otherwise")
+    for change in told:
+        _log.warning(f"           with {change}")
+
+
+def changes(before: Tree, now: Tree) -> list[str]:
+    """Return each setting that differs, such as `seed 2 (was 1)`; how to resume is no part."""
+    old, new = dict(_leaves(before)), dict(_leaves(now))
+    keys = [key for key in {**new, **old} if old.get(key) != new.get(key) and key != "resume"]
+    return [f"{key} {json.dumps(new.get(key))} (was {json.dumps(old.get(key))})" for key in keys]
+
+
+def _leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def write_config(settings: Settings, folder: Path) -> None:
+    """Write all settings of the run into config.yaml, which train.py accepts as a config."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
+    (folder / "config.yaml").write_text(f"# All settings of this run's newest start.\n{text}")
+
+
+def resume_line(environment: Environment) -> str:
+    """Return the command that resumes this run, with its label."""
+    dropped = ("--local-rank", "--local_rank", "resume=never")
+    words = [word for word in sys.argv if not word.startswith(dropped)]
+    command = os.environ.get("LAUNCH_COMMAND") or shlex.join(["python", *words])
+    return f"resume     RUN_ID={shlex.quote(environment.run_id)} {command}"
