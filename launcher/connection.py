@@ -86,10 +86,13 @@ class Connection:
         return next((line for line in reversed(lines) if line), "")
 
     def _on_line(self, line: bytes, is_error: bool) -> None:
-        message = None if is_error else protocol.read_answer(self.token, line)
-        if message is not None:
-            self._answers.setdefault(type(message), message)
-        elif self.is_started or not is_error:
+        if not is_error:
+            line, message = protocol.read_answer(self.token, line)
+            if message is not None:
+                self._answers.setdefault(type(message), message)
+                if not line:
+                    return
+        if self.is_started or not is_error:
             self._show(line, is_error)
         else:
             self._words = line.decode(errors="replace").strip() or self._words

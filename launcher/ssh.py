@@ -115,7 +115,7 @@ class Fanout:
         )
         for number, node in enumerate(self.plan.nodes):
             asked = replace(request, node_rank=number, nproc=node.nproc)
-            self.connections[number].send(protocol.write(asked))
+            self.connections[number].send(protocol.write_request(asked))
         self.wait_for(Report, answer_by)
         reports = [report for one in self.connections if (report := one.answer(Report))]
         silent = [
@@ -174,7 +174,7 @@ class Fanout:
         self.started = time.time()
         for connection, report in zip(self.connections, reports, strict=True):
             connection.is_started = True
-            connection.send(protocol.write(self.start_request(report, connection.token)))
+            connection.send(protocol.write_request(self.start_request(report, connection.token)))
 
     def start_request(self, report: Report, token: str) -> Start:
         plan = self.plan
@@ -278,7 +278,7 @@ class Fanout:
         for one in self.connections:
             if one.answer(Exit) is None:
                 again[one] = self.connect(one.node, token, lambda line, is_error: None)
-                again[one].send(protocol.write(Sweep(one.token)))
+                again[one].send(protocol.write_request(Sweep(one.token)))
         until = time.monotonic() + CONNECT_S + self.slack_s + END_S
         while any(look.code is None for look in again.values()) and time.monotonic() < until:
             self.loop.wait(until - time.monotonic())  # signals change nothing any more
