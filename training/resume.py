@@ -66,7 +66,8 @@ def log_resume(saved: checkpoint.State, progress: Tree, world_size: int) -> None
     if samples != before:
         told.append(f"batches of {samples} samples (was {before})")
     if world_size != len(saved.ranks):
-        told.append(f"{world_size} processes (was {len(saved.ranks)}): sums are rounded otherwise")
+        count = f"{world_size} {'process' if world_size == 1 else 'processes'}"
+        told.append(f"{count} (was {len(saved.ranks)}): sums are rounded differently")
     for change in told:
         _log.warning(f"           with {change}")
 

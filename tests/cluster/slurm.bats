@@ -420,7 +420,7 @@ TABLE
   never=$!
   run --separate-stderr on login scripts/submit_with_config.sh config=config/local3.yaml num_gpus=1 \
     prepare=prepare.sh num_gpus_train=2 --wait "${SMALL[@]}"
-  [[ $status == 0 && $output == *"done       6 steps"* ]]
+  [[ $status == 0 && $output == *"done       step 6 (6 steps"* ]]
   [[ $(<prepared) == "1 GPU for config/local3.yaml" ]]
   end_of "$seven"
   ((CODE == 7))
