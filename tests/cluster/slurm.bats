@@ -466,7 +466,7 @@ nothing_queued() {
     echo "$output"
     [[ $output == *JobState=COMPLETED* && $output != *ExitCode=[!0]* ]]
   done
-  [[ $(grep -L '^done       2 steps' logs/slurm-*.out) == "" ]]
+  [[ $(grep -L '^done       step 2 (2 steps' logs/slurm-*.out) == "" ]]
 }
 
 @test "outside of a job: exit 2, and what to do; --dry-run shows the sbatch command" {
