@@ -490,3 +490,16 @@ nothing_queued() {
   grep -q '^resumed    after step 6$' second.out
   grep -q '"world_size": 2' logs/again/run.json
 }
+
+# The last test, for the jobs of the others are gone with the cluster.
+@test "a job that has the id of an earlier job is refused, and leaves that one's run alone" {
+  local words=(--nodes=1 --gpus-per-node=1 scripts/slurm/slurm_train.sh config/local3.yaml "${SMALL[@]}")
+  cluster_up 1 # counts its jobs from 1 again
+  job "${words[@]}"
+  cluster_up 1
+  run -3 job "${words[@]}"
+  grep -q "run 1 belongs to another job of the same id (cluster box, submitted 2.*); .*\[foreign-run\]$" job.out
+  [[ $(readlink checkpoints/1/latest) == step-6 ]]
+  RUN_ID=mine job "${words[@]}" resume=checkpoints/1
+  grep -q '^resumed    after step 6$' job.out
+}
