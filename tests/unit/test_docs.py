@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 import re
 import shlex
@@ -12,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import figures
 import pytest
 import yaml
 
@@ -231,21 +229,6 @@ def test_every_make_target_named_exists_and_every_target_is_named() -> None:
     named = set(re.findall(r"(?:^|`)make ([a-z-]+)", ALL_CODE, re.M))
     named |= {span[5:] for span in spans("\n".join(TEXT.values())) if span.startswith("make ")}
     assert named == targets
-
-
-def test_the_figures_of_the_readme_are_those_of_the_benches() -> None:
-    """`python bench/figures.py` brings them up to date; so does each bench."""
-    assert f"<!-- figures -->\n{figures.text()}<!-- /figures -->" in TEXT["README.md"]
-
-
-def test_a_picture_shows_what_a_terminal_shows_at_the_end() -> None:
-    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs/pictures.py")
-    assert spec and spec.loader
-    pictures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(pictures)
-    bar = "\r\x1b[2K\x1b[31m--  \x1b[0m 1/2\r\x1b[2K\x1b[32m----\x1b[0m 2/2"
-    sent = f"\x1b[?25lplan\r\n{bar}\x1b[?25h\r\ntwo\r\nlines\x1b[1A\x1b[2Kone"
-    assert pictures.show(sent) == "plan\n\x1b[32m----\x1b[0m 2/2\none"
 
 
 # --- faults -------------------------------------------------------------------------------------
