@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import figures
 import pytest
 import yaml
 
@@ -230,11 +229,6 @@ def test_every_make_target_named_exists_and_every_target_is_named() -> None:
     named = set(re.findall(r"(?:^|`)make ([a-z-]+)", ALL_CODE, re.M))
     named |= {span[5:] for span in spans("\n".join(TEXT.values())) if span.startswith("make ")}
     assert named == targets
-
-
-def test_the_figures_of_the_readme_are_those_of_the_benches() -> None:
-    """`python bench/figures.py` brings them up to date; so does each bench."""
-    assert f"<!-- figures -->\n{figures.text()}<!-- /figures -->" in TEXT["README.md"]
 
 
 # --- faults -------------------------------------------------------------------------------------
