@@ -11,13 +11,8 @@
 # example: scripts/test_distributed.sh 2
 #          scripts/test_distributed.sh 8 node1 node2
 #
-<<<<<<< HEAD
-# It runs in the project's folder, writes its logs to your working directory, and ignores
-# TRAIN_SCRIPT and CONFIG_FLAG.
-=======
 # It runs in the project's folder, writes its logs where you start it, and ignores TRAIN_SCRIPT and
 # CONFIG_FLAG.
->>>>>>> main
 set -euo pipefail
 LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
 [[ -r $LIB/launch.sh ]] || LIB=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/scripts/lib # a scheduler's copy
