@@ -263,7 +263,7 @@ has_restarts() { # <number>
   cat >fake/srun <<SH
 #!/bin/bash
 [[ "\$*" != *launcher.preflight* || -e noticed ]] || { touch noticed && kill -USR1 "\$PPID"; }
-exec $(type -P srun) "\$@"
+exec $(on login bash -c 'type -P srun') "\$@"
 SH
   chmod +x fake/srun
   JOB=$(PATH=$PWD/fake:$PATH on login sbatch --parsable --output=job.out --nodes=2 scripts/slurm/slurm_train.sh config/local3.yaml "${SMALL[@]}")
