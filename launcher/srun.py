@@ -130,7 +130,7 @@ def step_command(
 def node_step(
     plan: Plan, options: Sequence[str], command: Sequence[str], environ: Mapping[str, str]
 ) -> list[str]:
-    """Return the srun command that runs `command` once on every node, with all resources of the job.
+    """Return the srun command that runs `command` once per node, with all resources of the job.
 
     srun does not inherit the processors, nor the GPUs where sbatch's options differ from the
     script's. The job name belongs to the step: stop_step() finds the step by it.
