@@ -184,8 +184,8 @@ def read_world(typed: Typed, environ: Mapping[str, str]) -> World:
         return World(fanout, job.num_nodes, 0, job.master_addr, nproc, hosts=job.hosts)
     if fanout in ("ssh", "pdsh"):
         return _read_named(typed, environ, fanout, nproc)
-    place = _read_place(typed, environ)
-    return World(fanout, place.num_nodes, place.node_rank, place.master_addr, nproc)
+    own = _read_own_node(typed, environ)
+    return World(fanout, own.num_nodes, own.node_rank, own.master_addr, nproc)
 
 
 def _first(given: str | None, environ: Mapping[str, str], variable: str) -> str | None:
@@ -228,8 +228,8 @@ def _read_named(typed: Typed, environ: Mapping[str, str], fanout: str, nproc: in
     )
 
 
-def _read_place(typed: Typed, environ: Mapping[str, str]) -> Allocation:
-    """Return this machine's place where every node starts itself: under srun, or by hand."""
+def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> Allocation:
+    """Return this machine's node rank where every node starts itself: under srun, or by hand."""
     given = {"NUM_NODES": typed.nnodes, "NODE_RANK": typed.node_rank, "MASTER_ADDR": typed.master}
     if typed.health_check and in_slurm_step(environ):
         return scheduler.read_step(environ, given)
