@@ -199,7 +199,7 @@ def main() -> None:
     ]
     text = (
         f"{describe_machine('make bench-failures')}\n\n{render(head, rows)}\n\n"
-        "DeepSpeed's launcher starts other nodes through pdsh or MPI, which is not tried here."
+        "DeepSpeed starts other nodes through pdsh or MPI, which is not measured here."
     )
     write_section("failures", text)
 

@@ -120,6 +120,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     grace_s = read_number("GRACE", environ.get("GRACE") or "30", 0, 86400)
     world = read_world(typed, environ)
     engine = typed.engine or ("srun" if environ.get("LAUNCHER") == "srun" else "")
+    log_dir = Path(environ.get("LOG_DIR") or "logs")  # also where the run is in another directory
     names = ("BACKEND", "GRACE")
     variables = {name: environ[name] for name in names if environ.get(name)}
     return Plan(
@@ -129,7 +130,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         root=ROOT,
         python=typed.python or sys.executable,
         directory=ROOT if typed.module else Path.cwd(),
-        log_dir=Path(environ.get("LOG_DIR") or "logs"),
+        log_dir=log_dir.absolute() if typed.module else log_dir,
         run_id=choose_run_id(environ, is_namer=world.is_namer),
         words=training_words(typed, environ),
         config="" if typed.config == "-" else typed.config or "",

@@ -329,10 +329,10 @@ PY
   start live - 1 node1 node2 -- idle
   local live=$PID
   RUN_ID=live run launch - 1 node1 node3 -- idle
-  [[ $status == 3 && ${#lines[@]} == 1 && $output == *": login: run live is live: process "*"[run-is-live]" ]]
-  mv logs/live/run.json . # where that cannot be known from here
-  RUN_ID=live run launch - 1 node1 node3 -- idle
+  [[ $status == 3 && $output == *"login: run live is live: process "*"[run-is-live]" ]]
+  RUN_ID=live LOG_DIR=other run launch - 1 node1 node3 -- idle
   [[ $status == 3 && $output == *"node1: run live is live: its node agent runs here; "*"[run-is-live]" ]]
+  rm logs/live/run.json # the launcher may see another disk than the nodes
   RUN_ID=live MASTER_PORT=4323 run launch - 1 node3 node2 -- idle
   echo "$output"
   [[ $status == 3 && $output == *"run live is live: "*" on node1; "*"[run-is-live]"*$'\n'"ended      code 3; "* && $output != *FAILED* ]]

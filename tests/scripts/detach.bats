@@ -160,6 +160,16 @@ the end of 0"* ]]
   [[ $status == 0 && $output == "launch_singlenode.sh: there is no run in none" ]]
 }
 
+# bats test_tags=slow
+@test "the log that cluster_train.sh keeps is there too" {
+  make_waiting
+  RUN_ID=mine run "$ROOT/scripts/cluster_train.sh" --detach - 1
+  [[ $status == 0 ]]
+  eventually 30 grep -q '^waiting' logs/distributed_training/latest_node0.log
+  grep -q '^preflight ' logs/distributed_training/latest_node0.log
+  grep -q '^health ' logs/distributed_training/latest_node0.log
+}
+
 @test "by hand node rank 0 alone can do without RUN_ID; a scheduler does it itself" {
   local script=$ROOT/scripts/ssh/launch_torchrun_multinode.sh
   run "$script" --detach plain.yaml 1 2 1 127.0.0.1

@@ -19,7 +19,7 @@ from training.settings import KNOWN, Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = [ROOT / f"{name}.md" for name in ("README", "LAUNCH_GUIDE", "TROUBLESHOOTING")]
-GUIDES += [ROOT / "CONTRIBUTING.md", ROOT / "bench/README.md"]
+GUIDES += [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "bench/README.md"]
 TEXT = {guide.name if guide.parent == ROOT else "bench": guide.read_text() for guide in GUIDES}
 LAUNCH_GUIDE = TEXT["LAUNCH_GUIDE.md"]
 CONFIG_SECTION = LAUNCH_GUIDE.partition("\n## The config\n")[2].partition("\n## ")[0]
@@ -108,7 +108,7 @@ ALL_CODE = "\n".join(map(code_of, TEXT.values()))
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: str(guide.relative_to(ROOT)))
 def test_every_relative_link_leads_somewhere(guide: Path) -> None:
-    for link in re.findall(r"\]\(([^)\s]+)\)", guide.read_text()):
+    for link in re.findall(r"(?:\]\(|src=\")([^)\s\"]+)", guide.read_text()):
         if link.startswith("https://"):
             continue
         path, _, anchor = link.partition("#")
