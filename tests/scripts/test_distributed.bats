@@ -25,6 +25,7 @@ ${golden/--log-dir logs/--log-dir $typed_in/logs}"
   [[ $output == *"3 = 1 node x 3, nccl"* ]]
 }
 
+# bats test_tags=slow
 @test "the verdict in one line" {
   LOG_DIR=$PWD/logs run --separate-stderr launch 2 -- --seconds 0.1
   [[ $status == 0 && ${lines[-1]} == "PASS  2 ranks on 1 node, gloo: "* ]]

@@ -237,6 +237,7 @@ def test_max_restarts_forks_the_ranks_anew(tmp_path: Path) -> None:
     assert "restart 2 of 3" in err
 
 
+@pytest.mark.slow
 def test_a_terminal_reaches_rank_zero(tmp_path: Path) -> None:
     script = tmp_path / "tty.py"
     script.write_text(
@@ -298,6 +299,7 @@ def test_lines_written_in_pieces_are_whole_in_the_log(tmp_path: Path) -> None:
     assert sorted(lines) == sorted([*expected, *(f"[{r}] no end" for r in range(4))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [["--nproc-per-node", "0"], ["--nnodes", "2", "--node-rank", "2"]]
 )
@@ -354,6 +356,7 @@ def test_a_live_run_id_is_refused(start: Start, tmp_path: Path) -> None:
     assert third.process.returncode == 1
 
 
+@pytest.mark.slow
 def test_a_closed_stdout_harms_nothing(tmp_path: Path) -> None:
     script = tmp_path / "x.py"
     script.write_text("print('to nobody'); open('done', 'w')")
@@ -363,6 +366,7 @@ def test_a_closed_stdout_harms_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "done").exists()
 
 
+@pytest.mark.slow
 def test_words_of_an_exit_and_a_line_left_open(tmp_path: Path) -> None:
     script = tmp_path / "x.py"
     script.write_text("import os, sys; os.write(2, b'left open'); sys.exit('in so many words')")
