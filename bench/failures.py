@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = str(ROOT / "bench/failing_ranks.py")
 RANKS = 4
 TRIES = 5
-START_S = 60.0  # until all ranks have met
+START_S = 120.0  # until all ranks have met
 LEFT_S = 10.0  # after which a rank counts as left running
 LIMIT_S = 30.0  # for how long the ranks of the other node are watched
 _NAMED = re.compile(r"FAILED +rank (\d+)|Root Cause.*?rank +: (\d+)", re.DOTALL)
@@ -57,6 +57,7 @@ class Run:
         self.folder = Path(self._folder.name)
         environment = {**os.environ, "FOLDER": str(self.folder), "WHAT": what}
         environment["OMP_NUM_THREADS"] = "1"
+        self.pids: list[int] = []
         self.report = (self.folder / "report").open("w+b")
         self.launchers = [
             subprocess.Popen(
@@ -73,7 +74,9 @@ class Run:
         limit = time.monotonic() + START_S
         while len(list(self.folder.glob("*.pid"))) < RANKS:
             if time.monotonic() > limit:
-                raise RuntimeError(f"no start:\n{(self.folder / 'report').read_text()}")
+                report = (self.folder / "report").read_text()
+                self.__exit__()
+                raise RuntimeError(f"no start:\n{report}")
             time.sleep(0.02)
         time.sleep(0.2)  # all have left the barrier
         self.pids = [int((self.folder / f"{rank}.pid").read_text()) for rank in range(RANKS)]
@@ -84,6 +87,7 @@ class Run:
             with contextlib.suppress(ProcessLookupError):
                 launcher.kill()
             launcher.wait()
+        self.pids += [int(file.read_text()) for file in self.folder.glob("*.pid")]
         for pid in self.alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -92,7 +96,7 @@ class Run:
 
     def alive(self) -> list[int]:
         """Return the process ids of the ranks that are still there."""
-        return [pid for pid in self.pids if self._is_alive(pid)]
+        return [pid for pid in {*self.pids} if self._is_alive(pid)]
 
     def _is_alive(self, pid: int) -> bool:
         try:
@@ -199,7 +203,7 @@ def main() -> None:
     ]
     text = (
         f"{describe_machine('make bench-failures')}\n\n{render(head, rows)}\n\n"
-        "DeepSpeed's launcher starts other nodes through pdsh or MPI, which is not tried here."
+        "DeepSpeed starts other nodes through pdsh or MPI, which is not measured here."
     )
     write_section("failures", text)
 

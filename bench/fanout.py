@@ -57,9 +57,9 @@ while any(each.code is None for each in connections):
 PLAIN = 'for node; do ssh $SSH_OPTS "$node" echo started </dev/null & done; wait'
 # As ours and pdsh start it, in a session of its own each: what no launcher can go below.
 SESSIONS = PLAIN.replace("ssh $", "setsid ssh $")
-TARGETS = """at most 0.9 x pdsh's time and 1.0 x its processor time; for one more command, 0.15 x.
-The first is out of reach here: the key exchange takes nearly all of it, for everyone alike, and
-plain `ssh &` is the floor"""
+TARGETS = """at most 0.9 x pdsh's time and 1.0 x its CPU time; for one more command, 0.15 x.
+With ssh's default key exchange, the first target cannot be reached: the key exchange takes nearly
+all of the time, for every launcher, and plain `ssh &` is the lower bound"""
 
 
 class Sample(NamedTuple):
@@ -96,7 +96,9 @@ def main() -> None:
         head = ["hosts", "by", "median s", "min-max s", "x pdsh", "client ms per host", "x pdsh"]
         tables.append(f"{title}:\n\n{render(head, rows)}")
     machine = f"{describe_machine('make bench-fanout')}, {ssh_version()}, medians of {runs}"
-    write_section("fanout", "\n\n".join([machine, *tables, f"Ours, on 64 hosts: {TARGETS}."]))
+    write_section(
+        "fanout", "\n\n".join([machine, *tables, f"Targets for ours on 64 hosts: {TARGETS}."])
+    )
 
 
 def start_in_box() -> None:

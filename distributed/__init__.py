@@ -1,3 +1,3 @@
-"""The helper of a training script: its place among the ranks, and what follows from that."""
+"""What a training script imports: process groups, checkpoints, stops and heartbeats."""
 
 __version__ = "0.1.0"

@@ -43,12 +43,7 @@ class CheckpointError(RuntimeError):
 
 
 def write(folder: Path, tensors: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
-    """Write a checkpoint into a new folder, and return when it is on the disk.
-
-    Args:
-        tensors: saved with torch.save as `<name>.pt`.
-        progress: saved as JSON.
-    """
+    """Write `<name>.pt` files and progress.json into a new folder, and flush it to the disk."""
     folder.mkdir()
     for name, content in tensors.items():
         torch.save(content, folder / f"{name}.pt")
@@ -129,11 +124,7 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def read_newest(folder: Path) -> dict[str, bytes]:
-    """Return the files of a checkpoint, or of a run's newest intact one; {} if there is none.
-
-    Raises:
-        CheckpointError: every checkpoint of the run is damaged.
-    """
+    """Return the files of a checkpoint, or of a run's newest intact one; {} if there is none."""
     damage = []
     for candidate in candidates(folder):
         try:
@@ -148,11 +139,7 @@ def read_newest(folder: Path) -> dict[str, bytes]:
 
 
 def read(folder: Path) -> dict[str, bytes]:
-    """Return the content of a checkpoint's files by name.
-
-    Raises:
-        CheckpointError: a file does not match the manifest.
-    """
+    """Return the content of a checkpoint's files. CheckpointError: one is not what was written."""
     content = {}
     for name, entry in read_manifest(folder)["files"].items():
         content[name] = (folder / name).read_bytes()
@@ -162,11 +149,7 @@ def read(folder: Path) -> dict[str, bytes]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's manifest, after comparing the sizes of the files with it.
-
-    Raises:
-        CheckpointError: the manifest cannot be read, or a file is missing or has another size.
-    """
+    """Return a checkpoint's manifest. CheckpointError: it is unreadable, or a size differs."""
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
         for name, entry in manifest["files"].items():

@@ -1,22 +1,18 @@
 """SLURM's host lists: `rack[1-2]n[01-03],login` names seven hosts.
 
-    python -m distributed.hostlist expand LIST    every name, one a line
-    python -m distributed.hostlist first LIST     the first name
-
-As `scontrol show hostnames` reads them: order and duplicates are kept, the zeros of a range's first
-number give its width, and of several brackets the last runs fastest, then the first, the second...
-More than it: a suffix may follow a bracket, a range may be of any length, and what cannot be read
-is always an error (tests/unit/test_like_scontrol.py lists what each of the two refuses).
+They expand as with `scontrol show hostnames`: order and duplicates are kept, the zeros of a range's
+first number give its width, and the last of several brackets changes fastest, then the first, the
+second and so on. Unlike there, a suffix can follow a bracket, a range can have any length, and any
+unreadable list is an error (tests/unit/test_like_scontrol.py lists what each of the two refuses).
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from itertools import islice
 
-# Up to a comma or blank outside brackets; and the bracket without a partner that ends it, if any.
+# Up to a comma or blank outside of brackets, and the bracket without a partner that ends it.
 _ITEM = re.compile(r"(?=[^,\s])((?:[^\[\],\s]|\[[^\[\]]*\])*)([\[\]]?)")
 _MOST_NAMES = 10**6
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
@@ -29,7 +25,7 @@ class HostlistError(ValueError):
 def expand(text: str) -> list[str]:
     """Return every host name in order, duplicates included.
 
-    Raises HostlistError, also where they are more than a million: that is a slip of the keyboard.
+    Raises HostlistError if the list cannot be read, or has more than a million names (a typo).
     """
     names = list(islice(_names(text), _MOST_NAMES + 1))
     if len(names) > _MOST_NAMES:
@@ -38,9 +34,9 @@ def expand(text: str) -> list[str]:
 
 
 def first(text: str) -> str:
-    """Return the first name and read no further, so that a long list costs nothing.
+    """Return the first name without reading the rest of the list.
 
-    Raises HostlistError where the list is empty or its first item cannot be read.
+    Raises HostlistError if the list is empty or its first item cannot be read.
     """
     return next(_names(text))
 
@@ -61,7 +57,7 @@ def _names(text: str) -> Iterator[str]:
 
 
 def _expand_item(item: str) -> Iterator[str]:
-    """Read all of an item; its names are made one by one."""
+    """Read an item; its names are generated on demand."""
     *parts, tail = re.split(r"\[(.*?)\]", item, flags=re.DOTALL)  # text, bracket, text, ...
     if not parts:
         return iter((tail,))
@@ -90,7 +86,7 @@ def _read_bracket(bracket: str) -> list[tuple[range, int]]:
 def _each_with(
     names: Iterator[str], ranges: list[tuple[range, int]], text: str, in_front: bool
 ) -> Iterator[str]:
-    """Yield `text number name`, or where not in front `name number text`, the number fastest."""
+    """Yield `text number name`, or `name number text`; the number changes fastest."""
     for name in names:
         for numbers, width in ranges:
             for number in numbers:
@@ -101,25 +97,3 @@ def _each_with(
 def _error(text: str, position: int, problem: str) -> HostlistError:
     nearby = text[max(0, position - 20) : position + 40]
     return HostlistError(f"host list {nearby!r}: {problem}, at position {position + 1}")
-
-
-def main(arguments: list[str]) -> int:
-    try:
-        match arguments:
-            case ["-h" | "--help"]:
-                print(__doc__)
-            case ["expand", text]:
-                print(*expand(text), sep="\n")
-            case ["first", text]:
-                print(first(text))
-            case _:
-                print("usage: python -m distributed.hostlist expand|first LIST", file=sys.stderr)
-                return 2
-    except HostlistError as error:
-        print(f"hostlist: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -59,7 +59,10 @@ class RunLock:
                 return False
             holder = _holder(before)
             if self.path.parent.name == me.get("run_id") and _is_foreign(holder, me):
-                raise self._refuse_foreign(holder)
+                whose = f"cluster {holder.get('cluster')}, submitted {holder.get('submitted')}"
+                cause = f"{self.what} belongs to another job of the same id ({whose})"
+                cure = f"choose another RUN_ID, and resume={self.path.parent} to continue from it"
+                raise Refused("foreign-run", f"{cause}; {cure}")
             is_same_job = "job" in me and me["job"] == holder.get("job")
             is_next = is_same_job and me["start"] > holder["start"]
             if not is_next and not _try_lock(before, _LIVE):
@@ -72,13 +75,6 @@ class RunLock:
     def _refusal(self, holder: Mapping[str, Any]) -> Refused:
         cause = f"{self.what} is live: process {holder.get('process')} on {holder.get('host')}"
         return Refused("run-is-live", f"{cause}; wait for its end, or choose another RUN_ID")
-
-    def _refuse_foreign(self, holder: Mapping[str, Any]) -> Refused:
-        told = {name: holder.get(name) or "unknown" for name in ("cluster", "submitted")}
-        whose = f"cluster {told['cluster']}, submitted {told['submitted']}"
-        cause = f"{self.what} belongs to another job of the same id ({whose})"
-        cure = f"choose another RUN_ID, and resume={self.path.parent} to continue from it"
-        return Refused("foreign-run", f"{cause}; {cure}")
 
     @contextlib.contextmanager
     def committing(self) -> Iterator[None]:

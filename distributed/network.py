@@ -1,8 +1,8 @@
 """The network settings of gloo and NCCL, for ranks on several nodes (no torch).
 
-Of all a machine's interfaces the one that leads to the master is right more often than gloo's
-choice (what the host's own name means, on many machines 127.0.1.1) or NCCL's (by name). What the
-user has set is never overridden.
+The interface that leads to the master is right more often than gloo's choice (the address of the
+host's own name, on many machines 127.0.1.1) or NCCL's (by name). It never overrides what the user
+has set.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from pathlib import Path
 
 PROFILES = {  # of NCCL_PROFILE; docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
     "": {},
-    "infiniband": {"NCCL_NET": "IB"},  # an error where there is none, not a slow run over TCP
-    "ethernet": {"NCCL_IB_DISABLE": "1"},  # which would be tried first
+    "infiniband": {"NCCL_NET": "IB"},  # fails without InfiniBand, rather than using TCP
+    "ethernet": {"NCCL_IB_DISABLE": "1"},  # NCCL would try it first
     "none": {},
 }
 _SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 def choose_variables(master_addr: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return what to add to the environment of ranks on several nodes; NCCL_PROFILE=none: nothing.
+    """Return the variables to add for ranks on several nodes; none for NCCL_PROFILE=none.
 
-    Raises:
-        ValueError: there is no such NCCL_PROFILE.
+    Raises ValueError for an unknown NCCL_PROFILE.
     """
     profile = environ.get("NCCL_PROFILE", "")
     if profile not in PROFILES:
@@ -42,11 +41,11 @@ def choose_variables(master_addr: str, environ: Mapping[str, str] = os.environ) 
 
 
 def interface_to(address: str) -> str | None:
-    """Return the name of the interface that leads to an address; None where none does."""
+    """Return the name of the interface that leads to an address, or None."""
     with contextlib.suppress(OSError):
         family, *_, where = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(where)  # sends nothing, only picks the route
+            probe.connect(where)  # sends nothing; it selects the route
             return _interface_of(probe.getsockname()[0])
     return None
 

@@ -9,11 +9,9 @@ _ONE_PROCESS = ("single", "dp")
 
 
 def check_strategy(strategy: str, world_size: int = 1) -> str:
-    """Return the strategy if it is known and can run on `world_size` processes.
+    """Return the strategy.
 
-    Raises:
-        ValueError: the strategy is unknown.
-        LauncherError: it runs in one process, and there are more.
+    Raises ValueError if it is unknown, and LauncherError if it cannot run on so many processes.
     """
     if strategy == "fsdp":
         raise ValueError("strategy fsdp is not built yet; use ddp")

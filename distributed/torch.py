@@ -1,12 +1,12 @@
-"""What a training script needs to run on one process or on many, unchanged.
+"""What a training script needs to run unchanged on one process or on many.
 
-    env = init_distributed()                            # join the others; a no-op when alone
+    env = init_distributed()                            # join the others; does nothing when alone
     seed_everything(42, env.rank)
     model = setup_distributed_models(model)             # on the device, wrapped in DDP
     loader = get_dataloader_for_distributed(dataset, batch_size=32, shuffle=True)
     metrics = sync_metrics({"loss": loss}, weight=samples)
 
-Needs torch alone. Holds no state of its own: the process group is torch's.
+Needs torch alone. It has no state of its own: the process group is torch's.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ def init_distributed(
     nodes: int | None = None,
     ranks_per_node: int | None = None,
 ) -> Environment:
-    """Choose this process's device and, where there are others, join them in a process group.
+    """Choose this process's device and, if there are other ranks, join them in a process group.
 
     Args:
-        backend: "nccl" or "gloo"; None or "auto" takes $BACKEND, else nccl with GPUs, else gloo.
-        join_timeout_s: how long every rank may take to show up.
-        timeout_s: how long one collective may take.
+        backend: "nccl" or "gloo"; None or "auto": $BACKEND, else nccl with GPUs, else gloo.
+        join_timeout_s: limit until all ranks have joined.
+        timeout_s: limit for one collective.
         local_rank: the --local-rank argument of torch.distributed.launch.
-        nodes, ranks_per_node: what the user expects, if that is to be checked.
+        nodes, ranks_per_node: refuse any other number.
 
-    Returns this process's place, with rank 0's run id. Raises LauncherError where variables, ranks
-    or GPUs contradict each other, TimeoutError that names the ranks that did not show up, and
+    Returns this process's environment, with rank 0's run id. Raises LauncherError if variables,
+    ranks or GPUs contradict each other, TimeoutError with the ranks that did not join, and
     ValueError for nccl without a GPU.
     """
     env = detect(local_rank=local_rank)
@@ -72,13 +72,13 @@ def init_distributed(
             )
     backend = _choose_backend(backend, env)
     if torch.cuda.is_available():
-        # A launcher may show each rank all GPUs of the node, or its own alone.
+        # Some launchers show each rank all GPUs of the node, others only its own.
         torch.cuda.set_device(env.local_rank % torch.cuda.device_count())
     if env.world_size == 1:
         return env
     if env.num_nodes > 1:
         os.environ.update(network.choose_variables(env.master_addr))
-    # torchrun's store outlives a restart.
+    # The prefix, because torchrun's store survives a restart.
     store = PrefixStore(f"launch/{env.restart_count}", _open_store(env, join_timeout_s))
     run_id = _meet(store, env, join_timeout_s, backend)
     store.set_timeout(timedelta(seconds=timeout_s))
@@ -104,7 +104,7 @@ def _choose_backend(asked: str | None, env: Environment) -> str:
 
 
 def _open_store(env: Environment, timeout_s: float) -> TCPStore:
-    """Open the store at the master's address; rank 0 serves it unless the node agent does."""
+    """Connect to the store at the master's address; rank 0 serves it unless the node agent does."""
     at = f"{env.master_addr}:{env.master_port}"
     try:
         return TCPStore(
@@ -119,15 +119,15 @@ def _open_store(env: Environment, timeout_s: float) -> TCPStore:
         if "EADDRINUSE" in str(error):
             raise OSError(f"cannot serve {at}; set another MASTER_PORT [port-in-use]") from error
         me = f"rank {env.rank} on {socket.gethostname()}"
-        text = f"{me} found nobody at {at} within {timeout_s:g} s; see that rank 0 starts there"
-        raise TimeoutError(f"{text}, and that this host can reach it [node-missing]") from error
+        text = f"{me} found nobody at {at} within {timeout_s:g} s; check that rank 0 starts there"
+        raise TimeoutError(f"{text} and that this host can reach it [node-missing]") from error
 
 
 def _meet(store: Store, env: Environment, timeout_s: float, backend: str) -> str:
     """Wait until every rank has checked in, and return rank 0's run id.
 
-    The last to come opens the gate for all; whoever finds a fault puts it there instead, after a
-    "!", and every rank stops with the same message.
+    All ranks wait for the key `gate`. The last to check in sets it to the run id. A rank that finds
+    a fault sets it to "!" and the fault instead, and every rank raises that.
     """
     try:
         if env.rank == 0:
@@ -151,17 +151,17 @@ def _meet(store: Store, env: Environment, timeout_s: float, backend: str) -> str
 
 
 def _check_in(store: Store, env: Environment, backend: str) -> str | None:
-    """Claim this rank and, for NCCL, its GPU; return the fault where another has them already."""
+    """Take this rank and, for NCCL, its GPU; return the fault if another process has them."""
     me = f"{socket.gethostname()} (rank {env.rank}, {device()}, process {os.getpid()})"
-    claims = {f"rank {env.rank} runs": "give each node its own rank [duplicate-node-rank]"}
+    taken = {f"rank {env.rank} runs": "give each node its own rank [duplicate-node-rank]"}
     if backend == "nccl":
         uuid = torch.cuda.get_device_properties(device()).uuid
         cure = "start no more ranks than GPUs, or use the gloo backend [duplicate-gpu]"
-        claims[f"GPU-{uuid} is used"] = cure
-    for claim, cure in claims.items():
-        other = store.compare_set(claim, "", me).decode()
+        taken[f"GPU-{uuid} is used"] = cure
+    for key, cure in taken.items():
+        other = store.compare_set(key, "", me).decode()
         if other != me:
-            return f"{claim} twice, on {other} and on {me}; {cure}"
+            return f"{key} twice, on {other} and on {me}; {cure}"
     return None
 
 
@@ -170,7 +170,7 @@ def _absent(store: Store, env: Environment, timeout_s: float) -> str:
     named = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
     meeting = f"at {env.master_addr}:{env.master_port} within {timeout_s:g} s"
     cause = f"{len(missing)} of {env.world_size} ranks did not join {meeting}: rank {named}"
-    return f"{cause}; see whether they started, and the log of their node [node-missing]"
+    return f"{cause}; check whether they started, and read their node's log [node-missing]"
 
 
 def device() -> torch.device:
@@ -186,15 +186,15 @@ def is_main_process() -> bool:
 
 
 def barrier() -> None:
-    """Wait for every rank; a no-op when alone."""
+    """Wait for every rank; do nothing when alone."""
     if dist.is_initialized():
         dist.barrier()
 
 
 def seed_everything(seed: int, rank: int = 0) -> None:
-    """Seed torch, its GPUs, Python and, where it is loaded, NumPy; no two ranks alike.
+    """Seed torch, its GPUs, Python and NumPy (if it is imported), differently for each rank.
 
-    With rank 0 on all ranks before the model is made (same weights), with the own rank after it.
+    Call it without a rank before the model is created, for the same weights on every rank.
     """
     own_seed = (seed + 1_000_003 * rank) % 2**32
     torch.manual_seed(own_seed)
@@ -206,11 +206,11 @@ def seed_everything(seed: int, rank: int = 0) -> None:
 def setup_distributed_models(
     model: nn.Module, *, strategy: str = "auto", find_unused_parameters: bool = False
 ) -> nn.Module:
-    """Move the model to this process's device and wrap it; rank 0's weights go to all.
+    """Move the model to this process's device and wrap it; every rank gets rank 0's weights.
 
-    `strategy` is "ddp", one process per GPU; "dp", one process, all its GPUs; "single", neither; or
-    "auto", which is ddp where there are several processes. A model that skips parameters in some
-    steps needs `find_unused_parameters`. Raises ValueError for a strategy that does not fit.
+    `strategy` is "ddp": one process per GPU; "dp": one process, all its GPUs; "single": neither; or
+    "auto": ddp if there are several processes. A model that skips parameters in some steps needs
+    `find_unused_parameters`. Raises ValueError for a strategy that is unknown or does not fit.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     check_strategy(strategy, world_size)
@@ -220,7 +220,7 @@ def setup_distributed_models(
             model,
             device_ids=[device()] if device().type == "cuda" else None,
             find_unused_parameters=find_unused_parameters,
-            gradient_as_bucket_view=True,  # gradients live in the buckets: one copy less
+            gradient_as_bucket_view=True,  # saves a copy of the gradients
         )
     if strategy == "dp" and torch.cuda.device_count() > 1:
         return DataParallel(model)
@@ -228,12 +228,12 @@ def setup_distributed_models(
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the user's own module from within its wrapper."""
+    """Return the user's module without its wrapper."""
     return model.module if isinstance(model, DistributedDataParallel | DataParallel) else model
 
 
 def no_sync(model: nn.Module, enabled: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Keep gradients local while accumulating; the backward pass after it exchanges the sum."""
+    """Do not exchange gradients in the body; the next backward pass exchanges their sum."""
     if enabled and isinstance(model, DistributedDataParallel):
         return model.no_sync()
     return contextlib.nullcontext()
@@ -251,8 +251,8 @@ def get_dataloader_for_distributed(
 ) -> DataLoader[Any]:
     """Return a loader over this rank's share of a dataset, `batch_size` samples per process.
 
-    All ranks get equally many, some samples twice unless `drop_last`. For another order in each
-    epoch call `loader.sampler.set_epoch(n)`.
+    All ranks get the same number of samples. Unless `drop_last`, some samples repeat for that. Call
+    `loader.sampler.set_epoch(n)` for another order in each epoch.
     """
     alone = {} if dist.is_initialized() else {"num_replicas": 1, "rank": 0}
     sampler: DistributedSampler[Any] = DistributedSampler(
@@ -270,10 +270,10 @@ def get_dataloader_for_distributed(
 
 
 def sync_metrics(values: Mapping[str, float], *, weight: float = 1.0) -> dict[str, float]:
-    """Return each value's mean over the ranks, weighted exactly, in one all-reduce of float64.
+    """Return each value's weighted mean over the ranks, with one all-reduce in float64.
 
-    Every rank gives the same names and gets the same numbers. `weight` is what this rank's values
-    count, such as its samples: at 0 they are ignored, and where all ranks weigh 0 the mean is NaN.
+    Every rank passes the same names and gets the same numbers. `weight` is what this rank's values
+    count, such as its samples. Values of weight 0 are ignored; if all weights are 0, means are NaN.
     """
     if not dist.is_initialized():
         return dict(values)

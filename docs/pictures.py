@@ -1,8 +1,8 @@
-"""The pictures of the README, from real runs: `make pictures`, or python docs/pictures.py.
+"""The pictures of the README, from real runs: `make pictures`, or python docs/pictures.py [NAME].
 
 Runs the launcher on a pseudo-terminal, as a user sees it, and draws what the terminal shows at the
-end: docs/run.svg and docs/failure.svg. docs/loss.png is the first run's own. This machine's name
-is shown as node1.
+end: docs/run.svg and docs/failure.svg. docs/loss.png is the first run's own. The name of this
+machine is shown as node1, and this folder as ~/launch-kit.
 """
 
 from __future__ import annotations
@@ -24,21 +24,29 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parents[1]
 HERE = ROOT / "docs"
 WIDTH = 110  # columns
-LAUNCH = "scripts/ssh/launch_singlenode.sh config/local3.yaml 2"
-FAILING = f"{LAUNCH} task=docs.failing_task:Failing checkpoint.every=100"
+PICTURES = {
+    "run": "scripts/ssh/launch_singlenode.sh config/local3.yaml 2",
+    "failure": "scripts/ssh/launch_singlenode.sh my.yaml 2",
+}
 _ESCAPE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|\x1b\][^\x07]*\x07")
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for part in ("scripts", "config", "docs"):
+    asked = sys.argv[1:] or PICTURES.keys()
+    pictures = {name: PICTURES[name] for name in asked}
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        for part in ("scripts", "config"):
             (folder / part).symlink_to(ROOT / part)
-        for picture, command in (("run.svg", LAUNCH), ("failure.svg", FAILING)):
+        shutil.copy(HERE / "failing.yaml", folder / "my.yaml")
+        shutil.copy(HERE / "failing_task.py", folder)
+        for name, command in pictures.items():
             shown = show(run(command, folder)).rstrip()
-            if picture == "run.svg":
-                shutil.copy(folder / "logs/latest/loss.png", HERE)
-            draw(HERE / picture, command, shown.replace(f"{folder}/", "~/project/"))
+            for path, shorter in ((folder, "~/project"), (ROOT, "~/launch-kit")):
+                shown = shown.replace(str(path), shorter)
+            draw(HERE / f"{name}.svg", command, shown)
+            if name == "run":
+                shutil.copyfile(folder / "logs/latest/loss.png", HERE / "loss.png")
 
 
 def run(command: str, folder: Path) -> str:

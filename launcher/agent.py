@@ -33,7 +33,7 @@ from launcher.arguments import Arguments, parse
 from launcher.attempt import Attempt
 from launcher.checkin import Meeting
 from launcher.control import Control, report_end
-from launcher.failure import End, RunSummary
+from launcher.failure import End, Failure, RunSummary
 from launcher.guardian import AgentNote
 from launcher.heartbeats import Heartbeats
 from launcher.node_ranks import NodeRanks, Rank
@@ -63,7 +63,6 @@ def run_agent(arguments: list[str], guardian: socket.socket, control: Control | 
         agent = NodeAgent(args, arguments, meeting, guardian, control)
     except Refused as refused:
         _say(str(refused))
-        runlog.note_refusal(refused, args.log_dir, args.run_id, launcher=os.getppid())
         return 3
     os._exit(agent.run())  # nothing of torch's needs its 0.6 s of taking down here
 
@@ -87,7 +86,7 @@ def check_in(args: Arguments, *, is_terminal_shared: bool) -> Meeting:
         host=socket.gethostname(),
         run_id=args.run_id or (new_run_id() if args.node_rank == 0 else ""),
         versions=_versions(),
-        files={} if is_alone else _hash_code(args.program.name, args.program.arguments),
+        files={} if is_alone else _hash_code([args.program.name, *args.program.arguments]),
     )
     address, port = args.master_addr, args.master_port
     meeting = checkin.meet(address, port, me, args.join_timeout_s, _say)
@@ -128,32 +127,24 @@ class NodeAgent:
         self.terminals = (Terminal(1), Terminal(2))
         self.reached = NO_STEP
         self.started = time.time()
-        self.folder = self._open_folder()
+        run_id, log_dir = self.assignment.run_id, args.log_dir
+        self.folder = runlog.RunFolder(log_dir, run_id, args.node_rank) if log_dir else None
         self.record = self._open_record(arguments)
-        self.error_files = (
-            self.folder.failures if self.folder else Path(tempfile.mkdtemp(prefix="ranks-"))
-        )
         self.log = NodeLog(self.folder.node_log if self.folder else None)
-        note = AgentNote(
-            run_id=self.assignment.run_id,
-            node_rank=args.node_rank,
-            started=self.started,
-            ranks=args.nproc,
-            folder=str(self.folder.path) if self.folder and self.record else "",
-        )
+        self.error_files = self.folder.failures if self.folder else Path(tempfile.mkdtemp())
+        folder = str(self.folder.path) if self.folder and self.record else ""
+        note = AgentNote(run_id, args.node_rank, self.started, args.nproc, folder)
         guardian.sendall(messages.encode(note).encode())
 
-    def _open_folder(self) -> runlog.RunFolder | None:
-        if self.args.log_dir is None:
-            return None
-        run_id = self.assignment.run_id
-        folder = runlog.RunFolder(self.args.log_dir, run_id, self.args.node_rank)
-        folder.create()
-        return folder
-
     def _open_record(self, arguments: list[str]) -> runlog.RunRecord | None:
-        """On node rank 0 start run.json; the guardian is the launcher unless one is elsewhere."""
-        if self.folder is None or self.args.node_rank != 0:
+        """Make the run's folder; on node rank 0 start run.json.
+
+        The guardian is the run's launcher, unless that is elsewhere.
+        """
+        if self.folder is None:
+            return None
+        self.folder.create()
+        if self.args.node_rank != 0:
             return None
         run = self.assignment
         fields = runlog.start_record(run.run_id, arguments, run.hosts, run.world_size, _versions())
@@ -197,10 +188,9 @@ class NodeAgent:
         before, self.reached = self.reached, max(self.reached, heartbeats.furthest())
         heartbeats.close()
         if self.args.node_rank == 0:
-            is_wanted = verdict.failure is not None and not is_last and not signals
-            if is_wanted and self._can_restart(attempt, number, before):
-                port = self._prepare_restart(verdict, number + 1)
-                verdict = replace(verdict, restart_port=port)
+            first = None if is_last or signals else verdict.failure
+            if first is not None and self._can_restart(attempt, number, before):
+                verdict = replace(verdict, restart_port=self._prepare_restart(first, number + 1))
             attempt.send_all(verdict)
         return verdict
 
@@ -214,17 +204,15 @@ class NodeAgent:
             _say("a node's agent is gone: there is no restart")
             return False
         if number > 0 and before == self.reached != NO_STEP:
-            _say(f"restart {number} made no progress: there is no other")
+            _say(f"restart {number} gained no step: there is no other")
             return False
         return True
 
-    def _prepare_restart(self, verdict: Verdict, number: int) -> int:
+    def _prepare_restart(self, first: Failure, number: int) -> int:
         """On node rank 0, before the others hear of it; returns the port of a fresh store.
 
         The old one's keys, and whoever is still on the way to it, would mislead the new ranks.
         """
-        first = verdict.failure
-        assert first is not None
         self.store = None
         self.listener = checkin.listen(self.args.master_addr, 0, is_local=self.args.num_nodes == 1)
         port: int = self.listener.getsockname()[1]
@@ -333,14 +321,12 @@ class NodeAgent:
             run_id=self.assignment.run_id,
             command=os.environ.get("LAUNCH_COMMAND", ""),
         )
-        end = End(verdict.code, verdict.failure, summary, verdict.is_told)
-        sends_message = self.control is not None and self.control.token
-        is_shared = self.args.is_in_step or self.control is not None  # the terminal, by all nodes
-        if is_shared and verdict.is_told and not sends_message:
-            return  # node rank 0 prints it
+        if self.args.is_in_step and verdict.is_told:
+            return  # node rank 0 prints it, to the same terminal
         is_line_open = any(terminal.is_line_open for terminal in self.terminals)
-        if verdict.code != 0 and is_line_open and not sends_message:
+        if self.control is None and verdict.code != 0 and is_line_open:
             print(file=sys.stderr)
+        end = End(verdict.code, verdict.failure, summary, verdict.is_told)
         report_end(end, self.control, is_line_open=self.terminals[0].is_line_open)
 
 
@@ -353,10 +339,9 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _hash_code(script: str, arguments: Sequence[str]) -> dict[str, str]:
-    """Return the arguments, and the hashes of the files among them."""
-    files = identity.hash_files([script, *arguments], Path())
-    return {"the list of arguments": shlex.join(arguments), **files}
+def _hash_code(words: Sequence[str]) -> dict[str, str]:
+    """Return the script's arguments, and the hashes of the files among these words."""
+    return {"the list of arguments": shlex.join(words[1:]), **identity.hash_files(words, Path())}
 
 
 def _say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Which rank failed first, why, and the one block that tells it (needs no torch)."""
+"""Why a rank or an agent failed, and the one block that shows it (no torch)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TextIO
 from distributed.errors import STOPPED
 from launcher.messages import decode
 
-# What a rank reports when another one has gone: its own end is then a consequence.
+# What a rank reports when another rank has gone: its own end is a consequence then.
 _PEER_LOST = re.compile(
     r"connection (was )?(closed|reset|aborted|refused)( by (remote )?peer)?"
     r"|broken pipe|socket is not connected|ncclremoteerror|remote process exited"
@@ -24,9 +24,9 @@ _PEER_LOST = re.compile(
     r"|timed out waiting .* for (send|recv) operation",
     re.IGNORECASE,
 )
-# As in a traceback, or as faulthandler has it.
+# In a traceback, or as faulthandler writes it.
 _FRAME = re.compile(r'^ {2}File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$')
-# An error whose words tell the fault. Others may name theirs themselves: `cause; cure [fault]`.
+# Errors whose text shows the fault. Others can name it themselves: `cause; cure [fault]`.
 _FAULTS = {
     "out-of-memory": re.compile("out of memory", re.IGNORECASE),
     "disk-full": re.compile(r"no space left|quota exceeded|unexpected pos \d+ vs", re.IGNORECASE),
@@ -39,7 +39,7 @@ _MEANING = {
     127: "the command was not found",
     128 + signal.SIGKILL: "SIGKILL, from outside this run (the kernel counted no memory kill here)",
     128 + signal.SIGSEGV: "SIGSEGV: a crash in native code; the stack is in the log",
-    128 + signal.SIGABRT: "SIGABRT: native code gave up; its last words are in the log",
+    128 + signal.SIGABRT: "SIGABRT: native code gave up; its last message is in the log",
     128 + signal.SIGBUS: "SIGBUS: often a full /dev/shm",
     128 + signal.SIGTERM: "SIGTERM, from outside this run",
     128 + signal.SIGINT: "SIGINT",
@@ -48,7 +48,7 @@ _MEANING = {
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of one rank, or of one node's agent, that was not asked for."""
+    """The end of one rank, or of one node's agent, that nobody asked for."""
 
     fault: str  # its section in TROUBLESHOOTING.md
     cause: str
@@ -98,7 +98,7 @@ def read_error(path: Path) -> RaisedError | None:
 
 
 def name_fault(cause: str) -> tuple[str, str]:
-    """An error's words, without the fault's name if they end in one, and that name."""
+    """Return an error's text without the fault's name at its end, and that name."""
     named = re.fullmatch(r"(.*) \[([a-z-]+)\]", cause.splitlines()[0] if cause else "")
     if named:
         return named[1], named[2]
@@ -107,7 +107,7 @@ def name_fault(cause: str) -> tuple[str, str]:
 
 
 def explain(code: int, *, out_of_memory: bool = False) -> tuple[str, str]:
-    """Fault name and cause of an exit code that came without an error file."""
+    """Return fault and cause of an exit code without an error file."""
     if code == 128 + signal.SIGKILL and out_of_memory:
         return "out-of-memory", "SIGKILL by the kernel: this node's memory limit was reached"
     unknown = signal_name(code) or f"left with exit code {code}, without an exception"
@@ -116,7 +116,7 @@ def explain(code: int, *, out_of_memory: bool = False) -> tuple[str, str]:
 
 
 def signal_name(code: int) -> str:
-    """The name of the signal that an exit code stands for; empty where it is none."""
+    """Return the name of the signal behind an exit code; empty where there is none."""
     try:
         return signal.Signals(code - 128).name
     except ValueError:
@@ -124,10 +124,13 @@ def signal_name(code: int) -> str:
 
 
 def count_memory_kills() -> int:
-    """How often the kernel's out-of-memory killer struck in this process's control group."""
+    """Return how often the kernel has killed for lack of memory in this process's control group."""
     with contextlib.suppress(OSError):
-        group = Path("/proc/self/cgroup").read_text().splitlines()[-1].rpartition(":")[2]
-        for file in (f"{group}/memory.events", f"/memory{group}/memory.oom_control"):  # v2, v1
+        groups = Path("/proc/self/cgroup").read_text(errors="surrogateescape")
+        for line in groups.splitlines():  # one a controller in version 1, one in all in version 2
+            _, controllers, group = line.split(":", 2)
+            is_first = "memory" in controllers.split(",")
+            file = f"/memory{group}/memory.oom_control" if is_first else f"{group}/memory.events"
             with contextlib.suppress(OSError):
                 counted = Path(f"/sys/fs/cgroup{file}").read_text()
                 if found := re.search(r"^oom_kill (\d+)$", counted, re.MULTILINE):
@@ -136,19 +139,19 @@ def count_memory_kills() -> int:
 
 
 def one_line(cause: str) -> str:
-    """The first line of a message, cut where it would fill the screen."""
+    """Return the first line of a message, cut where it would fill the screen."""
     first, *more = cause.splitlines() or ["an exception without a message"]
     first = first.rstrip(": ")
     return f"{first[:_LONGEST]} ..." if more or len(first) > _LONGEST else first
 
 
 def is_peer_lost(message: str) -> bool:
-    """True where an error only says that another rank is gone."""
+    """Whether an error only says that another rank is gone."""
     return _PEER_LOST.search(message) is not None
 
 
 def user_frames(stack: str) -> list[str]:
-    """The last frames of the user's own code, innermost first: `file:line in name`."""
+    """Return the last frames of the user's own code, innermost first: `file:line in name`."""
     ours = Path(__file__).parents[1]
     foreign = (
         *(f"{ours}/{folder}/" for folder in ("launcher", "distributed", "scripts")),
@@ -164,14 +167,14 @@ def user_frames(stack: str) -> list[str]:
 
 
 def short_path(path: str) -> str:
-    """A path below the working directory as seen from there, any other as it is."""
+    """Return a path below the working directory relative to it, any other as it is."""
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What the block tells besides the failure itself."""
+    """What the block shows besides the failure itself."""
 
     started: float  # seconds since the epoch
     lost_peer: int  # ranks that ended as a consequence
@@ -183,12 +186,12 @@ class RunSummary:
 
 @dataclass(frozen=True)
 class End:
-    """How a node agent's part of the run ended, as it tells a launcher on another machine."""
+    """How a node's part of the run ended, for a launcher on another machine."""
 
     code: int
     failure: Failure | None
     summary: RunSummary
-    is_told: bool  # node rank 0 decided it and told this node; node rank 0 sends the same itself
+    is_told: bool  # node rank 0 decided it, told this node, and sends the same itself
 
 
 def end_message(token: str, end: End) -> str:
@@ -263,5 +266,5 @@ def _others(summary: RunSummary) -> str:
 
 
 def count(number: int, noun: str, plural: str = "") -> str:
-    """A number with its noun: 1 rank, 2 ranks."""
+    """Return a number with its noun: 1 rank, 2 ranks."""
     return f"{number} {noun if number == 1 else plural or noun + 's'}"

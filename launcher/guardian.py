@@ -22,7 +22,7 @@ from pathlib import Path
 
 from distributed.lock import locked_by
 from distributed.stop_signals import STOP_SIGNALS
-from launcher import messages, processes
+from launcher import messages, processes, runs
 from launcher.control import Control, report_end, take_control
 from launcher.failure import End, Failure, RunSummary
 from launcher.runlog import RunFolder, ended
@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # a stream that the caller has closed
         pass
     os.close(fd)
+    recorded = os.environ.pop("RUN_RECORD", "")  # the run folder where this process is noted
     processes.adopt_orphans()
     control = take_control()
     ours, theirs = socket.socketpair()
@@ -55,7 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     agent = os.fork()
     if agent != 0:
         theirs.close()
-        return _guard(agent, ours, handled, control)
+        code = _guard(agent, ours, handled, control)
+        if recorded:  # the run may have ended before it began
+            runs.note_end(Path(recorded), code)
+        return code
     ours.close()
     if control is not None:
         os.close(control.fd)

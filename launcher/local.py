@@ -37,8 +37,9 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
     if plan.has_health_check and plan.has_checks and not is_healthy(plan, report.nproc):
         return 3
     be_ready()
+    recorded = {"RUN_RECORD": str((plan.log_dir / plan.run_id).absolute())} if plan.run_id else {}
     os.chdir(plan.directory)
-    os.execve(plan.python, command, {**os.environ, **plan.run_variables()})
+    os.execve(plan.python, command, {**os.environ, **plan.run_variables(), **recorded})
 
 
 def is_healthy(plan: Plan, nproc: int) -> bool:

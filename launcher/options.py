@@ -120,6 +120,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     grace_s = read_number("GRACE", environ.get("GRACE") or "30", 0, 86400)
     world = read_world(typed, environ)
     engine = typed.engine or ("srun" if environ.get("LAUNCHER") == "srun" else "")
+    log_dir = Path(environ.get("LOG_DIR") or "logs")  # also where the run is in another directory
     names = ("BACKEND", "GRACE")
     variables = {name: environ[name] for name in names if environ.get(name)}
     return Plan(
@@ -129,7 +130,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         root=ROOT,
         python=typed.python or sys.executable,
         directory=ROOT if typed.module else Path.cwd(),
-        log_dir=Path(environ.get("LOG_DIR") or "logs"),
+        log_dir=log_dir.absolute() if typed.module else log_dir,
         run_id=choose_run_id(environ, is_namer=world.is_namer),
         words=training_words(typed, environ),
         config="" if typed.config == "-" else typed.config or "",
@@ -183,8 +184,8 @@ def read_world(typed: Typed, environ: Mapping[str, str]) -> World:
         return World(fanout, job.num_nodes, 0, job.master_addr, nproc, hosts=job.hosts)
     if fanout in ("ssh", "pdsh"):
         return _read_named(typed, environ, fanout, nproc)
-    place = _read_place(typed, environ)
-    return World(fanout, place.num_nodes, place.node_rank, place.master_addr, nproc)
+    own = _read_own_node(typed, environ)
+    return World(fanout, own.num_nodes, own.node_rank, own.master_addr, nproc)
 
 
 def _first(given: str | None, environ: Mapping[str, str], variable: str) -> str | None:
@@ -227,8 +228,8 @@ def _read_named(typed: Typed, environ: Mapping[str, str], fanout: str, nproc: in
     )
 
 
-def _read_place(typed: Typed, environ: Mapping[str, str]) -> Allocation:
-    """Return this machine's place where every node starts itself: under srun, or by hand."""
+def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> Allocation:
+    """Return this machine's node rank where every node starts itself: under srun, or by hand."""
     given = {"NUM_NODES": typed.nnodes, "NODE_RANK": typed.node_rank, "MASTER_ADDR": typed.master}
     if typed.health_check and in_slurm_step(environ):
         return scheduler.read_step(environ, given)

@@ -127,16 +127,6 @@ def ended(code: int) -> dict[str, Any]:
     return {"state": "ended", "ended": time.time(), "exit_code": code}
 
 
-def note_refusal(refused: Refused, root: Path | None, run_id: str, *, launcher: int) -> None:
-    """Write into run.json that a run ended before it began, where `launcher` has recorded it."""
-    if root is None or not run_id or refused.fault == "run-is-live":
-        return
-    folder = RunFolder(root, run_id, 0)
-    if folder.read_record().get("launcher") == launcher_process(launcher):
-        with contextlib.suppress(OSError):
-            folder.write_record(ended(3))
-
-
 def launcher_process(pid: int) -> dict[str, Any]:
     """Return what names the process that `--stop` signals: its id, its start and its host."""
     return {"process": pid, "birth": start_ticks(pid), "host": socket.gethostname()}

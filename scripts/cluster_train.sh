@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Train on one node of a cluster, or on several: by hand on each, or once under srun. The health
-# of the node is checked first.
+# Train on one node of a cluster or on several: by hand on each node, or once under srun. Tests the
+# node first.
 #
 # usage: scripts/cluster_train.sh [CONFIG] [NUM_NODES] [NODE_RANK] [MASTER_ADDR] [MASTER_PORT] [key=value...] [-- ARGS...]
 #
-#   CONFIG       the configuration, a YAML file (default: config/local3.yaml)
-#   NUM_NODES    nodes in all (default: 1; under srun: the step's)
-#   NODE_RANK    this node's number, from 0 (under srun: the step's)
-#   MASTER_ADDR  address of node 0 (under srun: the step's first node)
-#   MASTER_PORT  a free port on node 0 (default: from the run id; by hand on several nodes 29500)
-#   key=value    settings that replace the config's
+#   CONFIG       the config, a YAML file (default: config/local3.yaml)
+#   NUM_NODES    number of nodes (default: 1; under srun: from the step)
+#   NODE_RANK    this node's number, from 0 (under srun: from the step)
+#   MASTER_ADDR  address of node 0 (under srun: the first node of the step)
+#   MASTER_PORT  a free port on node 0 (default: from the run id; several nodes by hand: 29500)
+#   key=value    settings that override the config
 #
 # example: scripts/cluster_train.sh config/local3.yaml 2 0 10.0.0.1
 #          srun --ntasks-per-node=1 scripts/cluster_train.sh config/local3.yaml
 #
-# What the terminal shows is kept in logs/distributed_training/, newest: latest_node<rank>.log.
+# The terminal's output is kept in logs/distributed_training/; newest: latest_node<rank>.log.
 set -euo pipefail
 LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
 [[ -r $LIB/launch.sh ]] || LIB=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/scripts/lib # a scheduler's copy

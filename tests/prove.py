@@ -30,6 +30,7 @@ from pathlib import Path
 
 import figures
 from agents import PROGRAM, Run
+from conftest import isolate
 from recovery import FAULT_POINTS, STOPS, Job
 from table import describe_machine, render
 
@@ -176,4 +177,6 @@ def summarise(victim: str, busy: str, times: int, tally: Tally) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as own:
+        isolate(own)
+        main()

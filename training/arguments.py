@@ -92,21 +92,17 @@ def start(description: str) -> tuple[argparse.Namespace, Settings]:
 
 def _check(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
     """Check what else can be known before the start, print the result, and exit."""
+    chosen, world_size = settings.distributed, int(os.environ.get("WORLD_SIZE") or 1)
+    check_strategy(chosen.strategy, world_size)
+    samples = settings.train.batch_size_on(world_size)
     if settings.task == BUILT_IN_TASK:
         text_folder(settings.data.path)
-    train, chosen = settings.train, settings.distributed
-    samples = f"{train.batch_size} samples per process"
-    if train.global_batch_size:
-        samples = f"{train.global_batch_size} samples"
-    if world_size := int(os.environ.get("WORLD_SIZE") or 0):  # a launcher knows it
-        check_strategy(chosen.strategy, world_size)
-        count = "1 process" if world_size == 1 else f"{world_size} processes"
-        samples = f"{count} x {train.batch_size_on(world_size)} samples"
     if arguments.json:  # for launchers
         facts = chosen.model_dump(include={"backend", "strategy", "join_timeout"})
         print(json.dumps(facts | {"checkpoint_dir": settings.checkpoint.dir}))
     else:
-        print(f"ok: {arguments.config}, task {settings.task}, batches of {samples}")
+        ranks = "1 process" if world_size == 1 else f"{world_size} processes"
+        print(f"ok: {arguments.config}, task {settings.task}, {ranks} x {samples} samples")
     sys.exit(0)
 
 

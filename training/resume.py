@@ -9,7 +9,6 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import yaml
 from torch import Tensor, nn
@@ -61,29 +60,25 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
 def log_resume(saved: checkpoint.State, progress: Tree, world_size: int) -> None:
     """Log the step that the run resumes after, and everything that has changed since then."""
     _log.info(f"resumed    after step {saved.progress['step']}")
-    told = changes(saved.progress.get("settings", {}), progress["settings"])
+    told = list(changes(saved.progress.get("settings", {}), progress["settings"]))
     before, samples = saved.progress["global_batch_size"], progress["global_batch_size"]
     if samples != before:
         told.append(f"batches of {samples} samples (was {before})")
     if world_size != len(saved.ranks):
-        told.append(f"{world_size} processes (was {len(saved.ranks)}): sums are rounded otherwise")
+        count = f"{world_size} {'process' if world_size == 1 else 'processes'}"
+        told.append(f"{count} (was {len(saved.ranks)}): sums are rounded differently")
     for change in told:
         _log.warning(f"           with {change}")
 
 
-def changes(before: Tree, now: Tree) -> list[str]:
-    """Return each setting that differs, such as `seed 2 (was 1)`; how to resume is no part."""
-    old, new = dict(_leaves(before)), dict(_leaves(now))
-    keys = [key for key in {**new, **old} if old.get(key) != new.get(key) and key != "resume"]
-    return [f"{key} {json.dumps(new.get(key))} (was {json.dumps(old.get(key))})" for key in keys]
-
-
-def _leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+def changes(before: Tree, now: Tree, prefix: str = "") -> Iterator[str]:
+    """Yield each setting that differs, such as `seed 2 (was 1)`, apart from `resume`."""
+    for key in {**now, **before}:
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from changes(old, new, f"{prefix}{key}.")
+        elif old != new and key != "resume":
+            yield f"{prefix}{key} {json.dumps(new)} (was {json.dumps(old)})"
 
 
 def write_config(settings: Settings, folder: Path) -> None:

@@ -119,7 +119,7 @@ class MixedPrecision(Section):
 class Distributed(Section):
     strategy: Annotated[str, AfterValidator(check_strategy)] = "auto"
     backend: Literal["auto", "nccl", "gloo"] = "auto"
-    join_timeout: Seconds = 300  # until all ranks must have met
+    join_timeout: Seconds = 300  # until all ranks must have joined
     timeout: Seconds = 1800  # of one collective
     hang_seconds: Seconds | None = None  # a rank silent for longer is stuck; null: from its steps
     find_unused_parameters: bool = False
@@ -165,8 +165,8 @@ def _check_class(module: str, name: str) -> None:
         raise ValueError(f"there is no module {module}; {cure}")
     if not (spec.origin or "").endswith(".py"):
         return
-    source = Path(spec.origin or "").read_text(encoding="utf-8")
     try:
+        source = importlib.util.decode_source(Path(spec.origin or "").read_bytes())
         symbols = symtable.symtable(source, module, "exec").get_symbols()
     except SyntaxError as error:
         raise ValueError(f"{spec.origin}, line {error.lineno}: {error.msg}") from None

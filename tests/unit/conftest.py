@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
+
 # A runner in the background ignores it, and all that the tests start would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -21,12 +23,18 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.mkdtemp(prefix="tests-")
     config.add_cleanup(functools.partial(shutil.rmtree, folder))
     isolate(folder)
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the torch of the workers; more only spin
+
+
+def pytest_collection_finish() -> None:
+    """What the tests start decides by itself; the worker's torch has been loaded."""
+    os.environ.pop("OMP_NUM_THREADS", None)
 
 
 def isolate(folder: str) -> None:
     """Replace the environment; `folder` is to hold what stands in for folders of PATH."""
     script = 'source "$0"; isolate "$1"; env -0'
-    command = ["bash", "-c", script, str(Path(__file__).parents[1] / "isolate.bash"), folder]
+    command = ["bash", "-c", script, str(ROOT / "tests/isolate.bash"), folder]
     said = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.split(b"\0")[:-1]
     os.environb.clear()
     parts = (line.partition(b"=") for line in said)
@@ -36,8 +44,7 @@ def isolate(folder: str) -> None:
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give each test an empty HOME of its own."""
-    folder = tmp_path_factory.mktemp("home")
-    monkeypatch.setenv("HOME", str(folder))
-    return folder
+def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each test an empty HOME, and the project's folder as working directory."""
+    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+    monkeypatch.chdir(ROOT)

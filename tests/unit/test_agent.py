@@ -70,7 +70,7 @@ def test_one_dies_all_stop(
 
 
 @pytest.mark.slow
-def test_a_rank_that_heeds_no_signal_is_killed_with_the_others(start: Start) -> None:
+def test_a_rank_that_ignores_signals_is_killed_with_the_others(start: Start) -> None:
     run = start("deaf")
     run.wait_for("armed 0", "armed 1")
     os.kill(run.rank_pids()[0], signal.SIGKILL)
@@ -109,7 +109,7 @@ def test_a_stop_lets_the_ranks_save(start: Start, signum: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_stop_that_is_not_heeded_ends_after_the_grace(start: Start) -> None:
+def test_a_stop_that_ranks_ignore_ends_after_the_grace(start: Start) -> None:
     run = start("deaf", GRACE="1")
     run.wait_for("armed 0", "armed 1")
     run.process.send_signal(signal.SIGTERM)
@@ -155,7 +155,7 @@ def test_a_plain_script_ends_at_once_on_a_stop(start: Start) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_before_the_ranks_is_told_as_one(start: Start, signum: signal.Signals) -> None:
+def test_a_stop_before_the_ranks_is_reported_as_one(start: Start, signum: signal.Signals) -> None:
     run = start("sleep", RUN_ID="early", LAUNCH_COMMAND="launch it")
     while not Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text():
         time.sleep(0.001)  # until there is an agent, which then imports torch
@@ -237,6 +237,7 @@ def test_max_restarts_forks_the_ranks_anew(tmp_path: Path) -> None:
     assert "restart 2 of 3" in err
 
 
+@pytest.mark.slow
 def test_a_terminal_reaches_rank_zero(tmp_path: Path) -> None:
     script = tmp_path / "tty.py"
     script.write_text(
@@ -282,7 +283,7 @@ def test_a_reader_that_is_slow_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torn_lines_are_made_whole(tmp_path: Path) -> None:
+def test_lines_written_in_pieces_are_whole_in_the_log(tmp_path: Path) -> None:
     script = tmp_path / "torn.py"
     script.write_text(
         "import os\n"
@@ -298,6 +299,7 @@ def test_torn_lines_are_made_whole(tmp_path: Path) -> None:
     assert sorted(lines) == sorted([*expected, *(f"[{r}] no end" for r in range(4))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [["--nproc-per-node", "0"], ["--nnodes", "2", "--node-rank", "2"]]
 )
@@ -323,7 +325,7 @@ def test_a_slow_reader_gets_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nohup_is_heeded(start: Start) -> None:
+def test_a_signal_that_nohup_ignores_stays_ignored(start: Start) -> None:
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         run = start("save")
@@ -354,6 +356,7 @@ def test_a_live_run_id_is_refused(start: Start, tmp_path: Path) -> None:
     assert third.process.returncode == 1
 
 
+@pytest.mark.slow
 def test_a_closed_stdout_harms_nothing(tmp_path: Path) -> None:
     script = tmp_path / "x.py"
     script.write_text("print('to nobody'); open('done', 'w')")
@@ -363,6 +366,7 @@ def test_a_closed_stdout_harms_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "done").exists()
 
 
+@pytest.mark.slow
 def test_words_of_an_exit_and_a_line_left_open(tmp_path: Path) -> None:
     script = tmp_path / "x.py"
     script.write_text("import os, sys; os.write(2, b'left open'); sys.exit('in so many words')")

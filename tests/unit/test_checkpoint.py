@@ -278,6 +278,57 @@ def test_nobody_else_takes_over(
     os.close(live._lock.fd)
 
 
+SUBMITTED = "2026-11-20T16:12:33"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "start", "submitted", "is_refused"),
+    [
+        ("box", 1, SUBMITTED, False),  # the same start, as a second srun in one job
+        ("box", 1, "", False),  # in a container without SLURM's commands
+        ("box", 2, "2026-11-20T17:00:00", False),  # requeued
+        ("box", 1, "2026-12-24T00:00:00", True),
+        ("box", 0, "2026-12-24T00:00:00", True),
+        ("other", 2, SUBMITTED, True),
+    ],
+)
+def test_another_job_of_the_same_id_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cluster: str,
+    start: int,
+    submitted: str,
+    is_refused: bool,
+) -> None:
+    def be_job(cluster: str, start: int, submitted: str) -> None:
+        """The squeue on PATH answers with the submit time, or not at all."""
+        squeue = tmp_path / "squeue"
+        squeue.write_text(f"#!/bin/sh\n[ $3 = 12 ] && [ $5 = %V ] && echo {submitted}")
+        squeue.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        monkeypatch.setenv("SLURM_JOB_ID", "12")
+        monkeypatch.setenv("SLURM_CLUSTER_NAME", cluster)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(start))
+
+    state = make_state(2)  # here: OpenMP does not survive a fork
+
+    def save_as_job(run: str) -> None:
+        be_job(cluster, start, submitted)
+        save(tmp_path / run, 2, state, keep_last=1)
+
+    def refused() -> None:
+        whose = f"cluster box, submitted {SUBMITTED}"
+        with pytest.raises(Refused, match=rf"run 12 .* of the same id \({whose}\); .*foreign-run"):
+            save_as_job("12")
+
+    be_job("box", 1, SUBMITTED)
+    for run in ("12", "mine"):
+        save(tmp_path / run, 1, make_state(1), keep_last=1)
+    assert in_a_child(refused if is_refused else lambda: save_as_job("12")) == 0
+    assert newest_step(tmp_path / "12") == (1 if is_refused else 2)
+    assert in_a_child(lambda: save_as_job("mine")) == 0, "a RUN_ID that somebody chose"
+
+
 def test_what_takes_over_waits_for_a_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import figures
 import pytest
 import yaml
 
@@ -19,7 +18,7 @@ from training.settings import KNOWN, Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = [ROOT / f"{name}.md" for name in ("README", "LAUNCH_GUIDE", "TROUBLESHOOTING")]
-GUIDES += [ROOT / "CONTRIBUTING.md", ROOT / "bench/README.md"]
+GUIDES += [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "bench/README.md"]
 TEXT = {guide.name if guide.parent == ROOT else "bench": guide.read_text() for guide in GUIDES}
 LAUNCH_GUIDE = TEXT["LAUNCH_GUIDE.md"]
 CONFIG_SECTION = LAUNCH_GUIDE.partition("\n## The config\n")[2].partition("\n## ")[0]
@@ -108,7 +107,7 @@ ALL_CODE = "\n".join(map(code_of, TEXT.values()))
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: str(guide.relative_to(ROOT)))
 def test_every_relative_link_leads_somewhere(guide: Path) -> None:
-    for link in re.findall(r"\]\(([^)\s]+)\)", guide.read_text()):
+    for link in re.findall(r"(?:\]\(|src=\")([^)\s\"]+)", guide.read_text()):
         if link.startswith("https://"):
             continue
         path, _, anchor = link.partition("#")
@@ -230,11 +229,6 @@ def test_every_make_target_named_exists_and_every_target_is_named() -> None:
     named = set(re.findall(r"(?:^|`)make ([a-z-]+)", ALL_CODE, re.M))
     named |= {span[5:] for span in spans("\n".join(TEXT.values())) if span.startswith("make ")}
     assert named == targets
-
-
-def test_the_figures_of_the_readme_are_those_of_the_benches() -> None:
-    """`python bench/figures.py` brings them up to date; so does each bench."""
-    assert f"<!-- figures -->\n{figures.text()}<!-- /figures -->" in TEXT["README.md"]
 
 
 # --- faults -------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LONGEST = 60  # lines
-STEPS = 1500  # enough for a signal to arrive in between
+STEPS = 800  # enough for a signal to arrive in between
 
 
 def start(folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:

@@ -1,8 +1,6 @@
 """Host lists as SLURM writes them; expectations are what `scontrol show hostnames` prints."""
 
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 
@@ -128,9 +126,9 @@ def test_any_text_is_names_or_an_error(text: str) -> None:
 def _median_ms(work: Callable[[], object]) -> float:
     times = []
     for _ in range(21):
-        start = time.perf_counter()
+        start = time.process_time()
         work()
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     return statistics.median(times) * 1e3
 
 
@@ -146,22 +144,6 @@ def test_4096_names_take_less_than_5_ms(text: str) -> None:
 def test_first_of_100000_names_takes_less_than_1_ms(text: str) -> None:
     assert first(text) in ("n1", "r1n1")
     assert _median_ms(lambda: first(text)) <= 1
-
-
-def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "distributed.hostlist", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def test_command() -> None:
-    assert _command("expand", "n[1-2]").stdout == "n1\nn2\n"
-    assert _command("first", "n[1-2]").stdout == "n1\n"
-    wrong = _command("expand", "n[2-1]")
-    assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr == "hostlist: host list 'n[2-1]': '2-1' runs backwards, at position 1\n"
-    assert _command("what").returncode == 2
-    assert _command("--help").stdout.startswith("SLURM's host lists")
-    assert _command("--help").returncode == 0
 
 
 def test_a_list_without_end_is_refused() -> None:

@@ -91,7 +91,7 @@ def test_with_another_number_of_ranks_it_sees_each_sample_once(job: Job) -> None
     assert code == 75
     code, output = job.run("moved", 2, SEEN=str(moved))
     assert code == 0
-    assert "world size 2, once 1: other rounding" in output
+    assert "with 2 processes (was 1): sums are rounded differently" in output
     assert sorted(moved.read_text().split()) == sorted(alone.read_text().split())
     steps = [step for step, _, _ in job.outcome("moved").metrics]
     assert steps == [step for step, _, _ in job.outcome("alone").metrics]

@@ -135,7 +135,7 @@ def test_a_run_that_is_refused_has_ended(start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         options = ["--master-port", str(server.getsockname()[1]), "--log-dir", "logs"]
         command = [sys.executable, "-c", code, *AGENT, *options, "--rdzv-id", "r1", "steps.py"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "RUN_RECORD": "logs/r1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (done.returncode, "[port-in-use]" in done.stderr) == (3, True)
     assert (read()["state"], read()["exit_code"]) == ("ended", 3)

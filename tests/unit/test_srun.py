@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -147,3 +149,34 @@ def test_three_restarts_without_a_new_step_end_the_job(
 def test_a_requeue_that_slurm_refuses(plan: Plan, tools: Path) -> None:
     make_tool(tools / "scontrol", "exit 1")
     assert not srun.requeue(plan, captured("salloc-command"))
+
+
+# --- signals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("squeue", "cancelled", "expected"),
+    [  # what squeue does, the steps that scancel gets, the signal that srun gets
+        (
+            "printf '7.0 other\\n7.1 mine\\n7.batch batch\\n7.2 mine too\\n'",
+            "--signal=TERM 7.1",
+            "",
+        ),
+        ("echo 7.0 other", "", "SIGTERM"),
+        ("exit 1", "", "SIGUSR1"),
+    ],
+)
+def test_a_stop_reaches_our_step_alone(
+    tools: Path, monkeypatch: pytest.MonkeyPatch, squeue: str, cancelled: str, expected: str
+) -> None:
+    make_tool(tools / "squeue", squeue)
+    make_tool(tools / "scancel", f'echo "$*" >"{tools}/cancelled"')
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with subprocess.Popen(["sleep", "60"]) as sleeper:
+        srun.stop_step("mine", sleeper)
+        if not expected:
+            sleeper.kill()
+        code = sleeper.wait()
+    assert -code == (signal.Signals[expected] if expected else signal.SIGKILL)
+    asked = tools / "cancelled"
+    assert (asked.read_text().strip() if asked.exists() else "") == cancelled
