@@ -44,10 +44,10 @@ class PdshFanout(Fanout):
         self.pdsh: Child | None = None
 
     def require_tools(self) -> None:
-        super().require_tools()
         if shutil.which("pdsh") is None:
             cure = "install it, or use launch_torchrun_auto.sh"
             raise Refused("env-missing", f"there is no pdsh here; {cure}")
+        super().require_tools()
 
     def start_nodes(self, reports: Sequence[Report]) -> None:
         super().start_nodes(reports)

@@ -1,6 +1,6 @@
 """One event loop over child programs, signals and time; and a terminal that never blocks it.
 
-loop = Loop()
+loop = Loop(most_children=1)
 child = Child(loop, ["ssh", "node1", "uptime"], on_line)
 while child.code is None:
     signals = loop.wait(1.0)
@@ -31,7 +31,11 @@ _CHUNK = 65536
 class Loop:
     """Waits for children, signals and time together. Make it in the main thread, once."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_children: int) -> None:
+        while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # a stream that the caller has closed
+            pass
+        os.close(fd)
+        allow_files(8 * most_children + 64)
         self.selector = selectors.DefaultSelector()
         self.children: list[Child] = []
         self._signals: list[signal.Signals] = []
@@ -44,8 +48,6 @@ class Loop:
                 signal.signal(signum, lambda *_: None)  # its number arrives at `_wake`
         signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # of a terminal after `stty tostop`
         self.selector.register(self._wake, selectors.EVENT_READ, self._on_signal)
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each child takes several
 
     def wait(self, seconds: float) -> list[signal.Signals]:
         """Handle what happens, for at most so long; returns the signals that came."""
@@ -66,6 +68,14 @@ class Loop:
         for child in self.children:
             child.close_input()
             child.terminate()
+
+
+def allow_files(number: int) -> None:
+    """Raise the limit of open files where it is lower, as far as that may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < number:
+        number = number if hard == resource.RLIM_INFINITY else min(number, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
 
 
 class Child:

@@ -69,7 +69,8 @@ class Fanout:
         if self.plan.is_dry_run:
             return self.print_commands()
         self.require_tools()
-        self.loop, self.out, self.err = Loop(), Terminal(1), Terminal(2)
+        self.loop = Loop(most_children=len(self.plan.nodes) + 1)
+        self.out, self.err = Terminal(1), Terminal(2)
         try:
             reports = self.check_nodes()
             if reports is None:

@@ -478,3 +478,21 @@ def connect(name: str) -> bytes:
     with socket.socket(socket.AF_UNIX) as other:
         other.connect(f"\0{name}")
         return other.recv(100)
+
+
+def test_streams_that_the_caller_has_closed_do_no_harm(nodes: Nodes) -> None:
+    nodes.agent("print('x' * 100); sys.exit(0)")
+    command = shlex.join([str(SCRIPTS / "launch_torchrun_auto.sh"), "-", "1", "n0", "n1"])
+    closed = f"ulimit -n 40; exec {command} <&- >&- 2>&-"
+    result = subprocess.run(["bash", "-c", closed], cwd=nodes.folder, env=nodes.environ, timeout=30)
+    assert result.returncode == 0
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_needed(nodes: Nodes) -> None:
+    nodes.agent("sys.exit(0)")
+    command = shlex.join([str(SCRIPTS / "launch_torchrun_auto.sh"), "-", "1", "n[0-7]"])
+    limited = f"ulimit -Sn 30; exec {command}"
+    result = subprocess.run(
+        ["bash", "-c", limited], cwd=nodes.folder, env=nodes.environ, timeout=60
+    )
+    assert result.returncode == 0
