@@ -266,6 +266,7 @@ PY
   "$CLUSTER" up "$number"
   mapfile -t nodes < <(printf 'node%s\n' $(seq "$number"))
   export PYTHONPATH=$ROOT
+  # shellcheck disable=SC2016 # the inner bash's own
   run timeout 90 "$CLUSTER" run login bash -c '"$PYTHON" all.py "$0" pdsh node{1..40}; "$PYTHON" all.py "$0" ssh "$@"' "$ROOT" "${nodes[@]}"
   "$CLUSTER" down
   [[ $status == 0 && $(grep '^ended' <<<"$output") == "ended      code 0; nothing is left running on 40 nodes
