@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from . import checkpoint_files as files
 from .checkpoint_files import CheckpointError as CheckpointError
+from .errors import with_fault
 from .heartbeat import beat
 from .lock import RunLock
 
@@ -60,12 +61,9 @@ class State:
 class Saver:
     """Saves a run's checkpoints in the background, one at a time; if not enabled, does nothing.
 
-    Keeps the newest `keep_last`, and the one with the lowest `progress["validation_loss"]`. The
-    process must call `wait` before it exits.
-
-    Raises:
-        Refused: another live process saves in this folder, or the folder is another job's.
-        CheckpointError: the folder cannot be written to.
+    Keeps the newest `keep_last`, and the one with the lowest `progress["validation_loss"]`. Call
+    `wait` before the process exits. Raises Refused if another live process saves in this folder or
+    the folder is another job's, and CheckpointError if it cannot be written to.
     """
 
     def __init__(self, run_folder: Path, *, keep_last: int, enabled: bool = True) -> None:
@@ -81,13 +79,13 @@ class Saver:
                 self._lock = RunLock(run_folder, f"run {run_folder.name}")
             except OSError as error:
                 cause = f"cannot write under '{run_folder}' ({error.strerror})"
-                raise CheckpointError(f"{cause}; change checkpoint.dir [dir-unwritable]") from None
+                cause += "; change checkpoint.dir"
+                raise with_fault(CheckpointError, "dir-unwritable", cause) from None
 
     def save(self, step: int, state: State) -> None:
         """Wait for the previous save, copy the state, and write the copy in the background.
 
-        Raises:
-            CheckpointError: the previous save failed; the checkpoints before it are intact.
+        Raises CheckpointError if the previous save failed; earlier checkpoints are intact.
         """
         if not self.enabled:
             return
@@ -155,10 +153,8 @@ def load(folder: Path) -> State | None:
     """Load one checkpoint, or a run's newest intact one, on every rank.
 
     Only rank 0 reads; the other ranks receive its bytes, so the folder need not be shared. Tensors
-    are on the CPU. Returns None if the run has no checkpoint yet.
-
-    Raises:
-        CheckpointError: every checkpoint of the run is damaged.
+    are on the CPU. Returns None if the run has no checkpoint yet, and raises CheckpointError if all
+    of its checkpoints are damaged.
     """
     content: dict[str, bytes] = {}
     damage: CheckpointError | None = None

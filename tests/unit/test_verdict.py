@@ -63,7 +63,7 @@ def test_which_ends_were_asked_for(
     assert verdict.is_asked(code, signals, has_raised=has_raised) == is_asked
 
 
-RAISED = RaisedError("ValueError: bad; give a good one [my-fault]", "", 1, 5.0)
+RAISED = RaisedError("ValueError: bad; give a good one [my-fault]", "", 1, 5.0, "my-fault")
 
 
 @pytest.mark.parametrize(
