@@ -173,10 +173,7 @@ class Fanout:
         """Start all agents."""
         self.started = time.time()
         for connection, report in zip(self.connections, reports, strict=True):
-            connection.is_started = True
-            connection.send_line(
-                protocol.write_request(self.start_request(report, connection.token))
-            )
+            connection.start(self.start_request(report, connection.token))
 
     def start_request(self, report: Report, token: str) -> Start:
         plan = self.plan

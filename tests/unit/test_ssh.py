@@ -213,6 +213,7 @@ COMMAND = "RANKS[$(touch pwned)]"
         "[" * 100_000,
         "null",
         '{"report":\xff',
+        json.dumps({"hello": {"address": COMMAND}}),
     ],
     ids=str,
 )
