@@ -1,4 +1,4 @@
-# One command each; `make` alone lists them. Needs python3 (3.10 or newer) and make.
+# `make` lists all commands. They need make and python3 (3.10 or newer).
 
 VENV   := .venv
 PYTHON := $(VENV)/bin/python
@@ -10,13 +10,13 @@ NODES  ?= 4
 NODE   ?= login
 
 .DEFAULT_GOAL := help
-.PHONY: cluster-deps cluster-up cluster-down cluster-shell test-cluster
-.PHONY: help setup train test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-fanout clean
+.PHONY: cluster-deps cluster-up cluster-down cluster-shell test-cluster test-login
+.PHONY: help setup train test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-fanout bench-failures pictures clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "make %-17s %s\n", $$1, $$2 }'
 
-setup: $(STAMP) ## make .venv with everything the project runs with
+setup: $(STAMP) ## create .venv and install the requirements
 
 train: $(STAMP) ## train the built-in model on this machine (CONFIG=..., NPROC=...)
 	PYTHON=$(PYTHON) scripts/ssh/launch_singlenode.sh $(CONFIG) $(NPROC)
@@ -30,44 +30,53 @@ test-fast: $(TESTED) ## lint and the quick tests, under a minute
 lint: $(TESTED) ## shellcheck, shfmt, ruff, mypy
 	@PYTHON=$(PYTHON) tests/run.sh lint
 
-test-cluster: $(TESTED) ## the tests on the cluster in a box alone (as root)
+test-cluster: $(TESTED) ## only the tests on the cluster on this machine (as root)
 	@PYTHON=$(PYTHON) tests/run.sh cluster
 
-cluster-deps: ## install what the cluster in a box needs, with apt-get (as root)
+test-login: $(TESTED) ## run every test as on a login node, where SLURM and PBS answer (as root)
+	@PYTHON=$(PYTHON) tests/login_node.sh tests/run.sh all
+
+cluster-deps: ## install what the cluster needs, with apt-get (as root)
 	@tests/cluster/cluster.sh deps
 
-cluster-up: ## a real SLURM on this machine, for trying a launch (as root; NODES=4)
+cluster-up: ## start a cluster with a real SLURM on this machine (as root; NODES=4)
 	@tests/cluster/cluster.sh up $(NODES)
 
-cluster-shell: ## a shell on one of its hosts (as root; NODE=login, node1, ...)
+cluster-shell: ## open a shell on one of its hosts (as root; NODE=login, node1, ...)
 	@tests/cluster/cluster.sh shell $(NODE)
 
-cluster-down: ## end it and all that runs on it (as root)
+cluster-down: ## stop the cluster and everything on it (as root)
 	@tests/cluster/cluster.sh down
 
-prove: $(STAMP) ## the long proofs, whole, into bench/proofs.md (TIMES=20)
+prove: $(STAMP) ## run the long proofs, and write bench/proofs.md (TIMES=20)
 	PYTHONPATH=.:tests/unit:bench $(PYTHON) tests/prove.py $(TIMES)
 
-bench-launch: $(STAMP) ## launch to first step: ours and the others, side by side
+bench-launch: $(STAMP) ## measure a launch to its first step: ours and others
 	$(PYTHON) bench/launch.py
 
-bench-step: $(STAMP) ## one training step: train.py and a bare loop, side by side
+bench-step: $(STAMP) ## measure a training step: train.py and a bare loop
 	$(PYTHON) bench/step.py
 
-bench-checkpoint: $(STAMP) ## one save: its stall, its end, what it adds to a loop; ours and torch's
+bench-checkpoint: $(STAMP) ## measure a save: the stall, the end, the cost for a loop; ours and torch's
 	PYTHONPATH=. $(PYTHON) bench/checkpoint.py
 
-bench-restart: $(STAMP) ## from a killed rank to training again: ours and torchrun
+bench-restart: $(STAMP) ## measure a restart after a killed rank: ours and torchrun
 	$(PYTHON) bench/restart.py
 
-bench-fanout: $(STAMP) ## a command on 8 to 64 hosts: ours, pdsh, clush and plain ssh (as root)
+bench-fanout: $(STAMP) ## measure a command on 8 to 64 hosts: ours, pdsh, clush, ssh (as root)
 	PYTHONPATH=. $(PYTHON) bench/fanout.py
+
+bench-failures: $(STAMP) ## compare what launchers do when a rank fails or the launcher is killed
+	$(PYTHON) bench/failures.py
+
+pictures: $(STAMP) ## draw the pictures of the README from real runs
+	$(PYTHON) docs/pictures.py
 
 clean: ## remove .venv and caches; logs and checkpoints stay
 	rm -rf $(VENV) .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# pip's own log is long and dull: it is shown only when it fails.
+# pip's output is long; it is shown only when pip fails.
 $(PYTHON):
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || \
 	  { echo "make: python3 is missing or older than 3.10; install Python 3.10 or newer" >&2; exit 3; }

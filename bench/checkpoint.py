@@ -240,10 +240,10 @@ def describe_saves(saves: dict[float, dict[str, list[list[Times]]]]) -> str:
     targets = " and ".join(f"{most} x {way}" for way, most in STALL_TARGETS.items())
     return (
         f"{render(head, rows)}\n\n"
-        "The stall is how long the call blocks the loop: of the first save in a process, and of"
-        " the next, which is the one compared. Ours and dcp wait until the disk has the files"
-        " (fsync) before they are done, and ours hashes them too; torch.save alone leaves them to"
-        f" the kernel. The target for ours at {SIZES_GB[-1]} GB: at most {targets}."
+        "The stall is how long a save blocks the training loop. The first save in a process takes"
+        " longer; the columns with x compare later ones. Ours and dcp are done when the files are"
+        " on the disk (fsync), and ours also hashes them. torch.save alone leaves the writing to"
+        f" the kernel. Target for ours at {SIZES_GB[-1]} GB: at most {targets}."
     )
 
 
@@ -263,8 +263,9 @@ def describe_walls(walls: dict[str, list[float]]) -> str:
     head = [f"{STEPS} steps", "median s", "min-max s", "added s", "x torch.save"]
     return (
         f"{render(head, rows)}\n\n"
-        f"{SIZES_GB[-1]} GB saved every {SAVE_EVERY} steps, the first save and the wait for the"
-        f" last included. The target for what ours adds: at most {ADDED_TARGET} x torch.save."
+        f"{SIZES_GB[-1]} GB are saved every {SAVE_EVERY} steps. The first save, and the wait for"
+        f" the last one, are included. Target for what ours adds: at most {ADDED_TARGET} x"
+        " torch.save."
     )
 
 

@@ -2,7 +2,7 @@
 PYTHONPATH=. python bench/fanout.py [RUNS].
 
 Starts `echo started` on 8, 32 and 64 hosts of a cluster in a box, whose users' start-up files are
-empty: by the connections of scripts/lib, pdsh and clush without their limits, and plain `ssh &`.
+empty: by the launchers' connections, pdsh and clush without their limits, and plain `ssh &`.
 Seconds until the last host has answered, and what it costs the client: the processor time of the
 launcher and of all below it, to its end. All take turns, RUNS times (default 5). Each is compared
 with the pdsh of its own turn, for the machine may be slower in another; medians of that.
@@ -33,27 +33,33 @@ CLUSH = Path(tempfile.gettempdir(), f"bench-clush-{os.getuid()}/bin/clush")
 CHEAP = "-o KexAlgorithms=curve25519-sha256"
 # What the launchers do with each node: connect, tell it something, wait for its answer.
 OURS = """
-set -euo pipefail
-LIB=scripts/lib
-source "$LIB/launch.sh" ssh
-NODES=("${@:2}")
-connect_nodes
-for ((number = 1; number <= $1; number++)); do
-  tell_all "echo $TOKEN started$number"
-  await "started$number" $((SECONDS + 60))
-done
-for node in "${!NODES[@]}"; do
-  [[ -z ${SAID["$node started$1"]+said} ]] || echo started
-done
-end_leashes
-until ((ENDED == ${#NODES[@]})); do hear 1 || true; done
+import os, sys
+from collections import Counter
+from launcher.connection import ssh_command
+from launcher.remote import Child, Loop
+
+loop, answers = Loop(most_children=len(sys.argv)), Counter()
+connections = [
+    Child(loop, ssh_command(node, 10, os.devnull), lambda line, is_error: answers.update([line]))
+    for node in sys.argv[2:]
+]
+for number in range(int(sys.argv[1])):
+    for each in connections:
+        each.send(b"echo %d\\n" % number)
+    while answers[b"%d" % number] < len(connections):
+        loop.wait(60)
+print("started\\n" * answers[b"%d" % number], end="", flush=True)
+for each in connections:
+    each.close_input()
+while any(each.code is None for each in connections):
+    loop.wait(60)
 """
 PLAIN = 'for node; do ssh $SSH_OPTS "$node" echo started </dev/null & done; wait'
 # As ours and pdsh start it, in a session of its own each: what no launcher can go below.
 SESSIONS = PLAIN.replace("ssh $", "setsid ssh $")
-TARGETS = """at most 0.9 x pdsh's time and 1.0 x its processor time; for one more command, 0.15 x.
-The first is out of reach here: the key exchange takes nearly all of it, for everyone alike, and
-plain `ssh &` is the floor"""
+TARGETS = """at most 0.9 x pdsh's time and 1.0 x its CPU time; for one more command, 0.15 x.
+With ssh's default key exchange, the first target cannot be reached: the key exchange takes nearly
+all of the time, for every launcher, and plain `ssh &` is the lower bound"""
 
 
 class Sample(NamedTuple):
@@ -90,7 +96,9 @@ def main() -> None:
         head = ["hosts", "by", "median s", "min-max s", "x pdsh", "client ms per host", "x pdsh"]
         tables.append(f"{title}:\n\n{render(head, rows)}")
     machine = f"{describe_machine('make bench-fanout')}, {ssh_version()}, medians of {runs}"
-    write_section("fanout", "\n\n".join([machine, *tables, f"Ours, on 64 hosts: {TARGETS}."]))
+    write_section(
+        "fanout", "\n\n".join([machine, *tables, f"Targets for ours on 64 hosts: {TARGETS}."])
+    )
 
 
 def start_in_box() -> None:
@@ -127,7 +135,7 @@ def launchers(count: int, options: str) -> dict[str, Measure]:
     def measure(*command: str) -> Measure:
         return lambda: start(command, count, environment)
 
-    ours = ["bash", "-c", OURS, "bash"]
+    ours = [sys.executable, "-c", OURS]
     measures = {
         "ours": measure(*ours, "1", *nodes),
         f"ours, {MORE} more": measure(*ours, str(1 + MORE), *nodes),

@@ -74,10 +74,11 @@ def main() -> None:
     ]
     text = (
         f"{describe_machine('make bench-restart')}, medians of {runs}\n\n{render(head, rows)}\n\n"
-        f"Ours: at most {TARGET} x {REFERENCE} (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-        " torchrun`). By default torchrun looks at its ranks every"
-        f" {default_interval()} s (`--monitor-interval`). A restart has not worked when the run"
-        f" ended, or no step was done in {LIMIT_S:.0f} s; the medians are of those that worked."
+        f"Target for ours: at most {TARGET} x {REFERENCE}"
+        " (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun`). By default, torchrun checks its ranks"
+        f" every {default_interval()} s (`--monitor-interval`). A restart has failed if the run"
+        f" ended, or if no step was done within {LIMIT_S:.0f} s. Medians are of the restarts that"
+        " worked."
     )
     write_section("restart", text)
 

@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import figures
+
 README = Path(__file__).with_name("README.md")
 
 
@@ -28,8 +30,12 @@ def render(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_section(name: str, text: str) -> None:
-    """Put `text` between the markers of section `name` of bench/README.md, and print it."""
+    """Put `text` between the markers of section `name` of bench/README.md, and print it.
+
+    The figures of the main README follow.
+    """
     print(text)
     section = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
     page = README.read_text(encoding="utf-8")
     README.write_text(section.sub(lambda at: f"{at[1]}{text}\n{at[2]}", page), encoding="utf-8")
+    figures.write()

@@ -1,8 +1,8 @@
-"""How a rank shows its node agent that it gets on: a record in shared memory (no torch).
+"""How a rank shows its node agent that it makes progress: a record in shared memory (no torch).
 
-A beat is a store into memory. It costs a microsecond, and never waits for anyone. The agent reads
-the records, and takes the run for stuck when the ranks that are furthest behind fall silent: the
-others wait for them.
+A beat is a store into memory. It costs a microsecond and waits for nobody. The agent reads the
+records. It considers the run stuck when the ranks that are furthest behind are silent for too long:
+the others wait for them.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import NamedTuple
 
 from .environment import detect
 
-STACK_SIGNAL = signal.SIGUSR2  # asks a rank that beats for its stacks
+STACK_SIGNAL = signal.SIGUSR2  # a rank that beats writes its stacks on it
 LEAST_LIMIT_S = 60.0
-FIRST_LIMIT_S = 600.0  # before the second step: compiling, filling caches
+FIRST_LIMIT_S = 600.0  # until two steps are done: compilation, caches
 LIMIT_OF_LONGEST = 10  # times the longest silence seen so far
 
 RECORD = struct.Struct("<qqqdd")
 
 
 class Beat(NamedTuple):
-    """A rank's record. A rank that has not begun to beat, and is not watched, has step -1."""
+    """A rank's record. Step -1: it has made no beat, and is not watched."""
 
     step: int = -1  # optimizer steps done
     marks: int = 0  # beats since then
@@ -38,7 +38,7 @@ class Beat(NamedTuple):
 
     @property
     def progress(self) -> tuple[int, int]:
-        """How far the rank has got; ranks in step with each other have the same."""
+        """How far the rank is; ranks in step with each other are equal."""
         return self.step, self.marks
 
     @property
@@ -47,7 +47,7 @@ class Beat(NamedTuple):
 
 
 class Heart:
-    """A rank's side. On the stack signal it writes every thread's stack to `stack_file`."""
+    """The rank's side. On the stack signal it writes every thread's stack to `stack_file`."""
 
     def __init__(self, file: str, local_rank: int, stack_file: Path) -> None:
         with open(file, "r+b") as opened:
@@ -86,17 +86,17 @@ class Heart:
 def beat(
     step: int | None = None, *, saved: int | None = None, hang_seconds: float | None = None
 ) -> None:
-    """Tell the node agent, where there is one, that this rank gets on.
+    """Show the node agent, if there is one, that this rank makes progress.
 
     Call it with the number of optimizer steps done, as often as you like within a step, from the
-    same places on every rank. While one rank works alone for long, as at saving, call it there
-    without a step.
+    same places on every rank. While one rank works alone for a long time, for instance to save,
+    call it there without a step.
 
     Args:
         step: optimizer steps done.
-        saved: the step of a checkpoint that has reached the disk just now.
-        hang_seconds: silence before this rank counts as stuck, from now on. Until it is given: 10
-            times the longest seen so far, at least 60 s, and 600 s until two steps are done.
+        saved: the step of a checkpoint that has just reached the disk.
+        hang_seconds: silence, in seconds, before this rank counts as stuck, from now on. By
+            default 10 times the longest so far, at least 60, and 600 until two steps are done.
     """
     heart = _heart()
     if heart is not None:
@@ -113,5 +113,5 @@ def _heart() -> Heart | None:
 
 
 def stack_file_of(error_file: Path) -> Path:
-    """Where a rank's stacks go: beside its error file."""
+    """Return the file for a rank's stacks, in the folder of its error file."""
     return error_file.with_suffix(".stack")

@@ -121,6 +121,22 @@ def _holder(fd: int) -> dict[str, Any]:
     return told
 
 
+def is_locked(folder: Path) -> bool:
+    """Return whether another process holds a folder's lock, on any machine that shares it."""
+    with contextlib.suppress(OSError), (folder / "lock").open("r+b") as lock:
+        return not _try_lock(lock.fileno(), _LIVE)
+    return False
+
+
+def locked_by(folder: Path) -> tuple[int, str] | None:
+    """Return the process id and the host of the last to lock a folder; None without a lock."""
+    try:
+        told = json.loads((folder / "lock").read_bytes())
+        return int(told["process"]), str(told["host"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def update_link(path: Path, target: str) -> None:
     """Point a symbolic link at `target` in one step; the newest of several runs wins."""
     new = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")

@@ -1,4 +1,4 @@
-"""torchrun's arguments, as the node agent understands them."""
+"""torchrun's arguments, as the node agent reads them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 @dataclass(frozen=True)
 class Arguments:
-    """What one node's agent is to do. Times in seconds."""
+    """What one node's agent does. Times in seconds."""
 
     program: Program
     num_nodes: int
@@ -40,17 +40,17 @@ class Arguments:
     log_dir: Path | None  # the folder of all runs' folders; None: no logs
     role: str
     max_restarts: int
-    shown: frozenset[int] | None  # local ranks on the terminal; None: as the logs allow
+    shown: frozenset[int] | None  # local ranks on the terminal; None: rank 0, or all without logs
     is_in_step: bool  # srun started it, and shares its terminal between all nodes
     join_timeout_s: float
     grace_s: float
 
 
 def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
-    """Read torchrun's arguments; the second value names what only torch's own agent can do.
+    """Return torchrun's arguments, and the name of one that only torch's own agent can handle.
 
     Raises:
-        ValueError: a number is out of range; one line with cause and cure.
+        ValueError: a number is out of range; the message is one line with cause and cure.
     """
     args = torchrun.get_args_parser().parse_args(arguments)
     is_placed = _place_in_step(args)
@@ -70,8 +70,8 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
     beyond_static = _beyond_static(args, low, high)
     if is_placed and beyond_static:
         raise ValueError(
-            f"{beyond_static}: not in a SLURM step; leave it out, or give --nnodes,"
-            " --node-rank and --master-addr too"
+            f"{beyond_static}: not in a SLURM step; leave it out, or also give"
+            " --nnodes, --node-rank and --master-addr"
         )
     settings = _parse_rendezvous_config(args.rdzv_conf)
     filtered = args.local_ranks_filter.split(",") if args.local_ranks_filter else None
@@ -96,7 +96,7 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
 
 
 def _place_in_step(args: argparse.Namespace) -> bool:
-    """In a SLURM step, take from it the nodes, this one's rank and the master, if none was said."""
+    """In a SLURM step, take the nodes, this node's rank and the master from it, unless given."""
     usual = vars(torchrun.get_args_parser().parse_args(["script"]))
     names = ("nnodes", "node_rank", "master_addr", "rdzv_endpoint", "rdzv_backend", "standalone")
     step = slurm_node(os.environ)
@@ -108,7 +108,7 @@ def _place_in_step(args: argparse.Namespace) -> bool:
 
 
 def _count_ranks(nproc_per_node: str) -> int:
-    """A number as it is, else that of the devices, counted without touching CUDA (by NVML)."""
+    """Return the number given, else that of the devices, counted by NVML: CUDA stays unused."""
     given = os.environ.get(_BY_NVML)
     os.environ[_BY_NVML] = "1"
     try:

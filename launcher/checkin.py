@@ -4,27 +4,43 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from distributed.errors import Refused
 from launcher.identity import NodeReport, mismatches
-from launcher.link import SILENCE_S, Peer
+from launcher.link import SILENCE_S, Assignment, Peer, Refusal, Welcome
 
+HELLO_S = 3.0  # for whoever connects to say that it is an agent
 WELCOME_S = 3.0  # for an agent to greet another; torch's store, served there later, does not
 TELL_S = 3.0  # a wait that takes longer says what it waits for
 SKEW_S = 5.0  # a larger difference between clocks is reported
 _RETRY_S = 0.1
 
+Say = Callable[[str], None]
+
 
 @dataclass(frozen=True)
-class Assignment:
-    """An agent's part in the run, as node rank 0 gives it."""
+class Meeting:
+    """The outcome of check-in, for one node's agent."""
 
-    run_id: str
-    first_rank: int
-    world_size: int
-    hosts: list[str]
+    assignment: Assignment
+    peers: dict[int, Peer]  # on node rank 0 every other agent by node rank, else node rank 0's
+    listener: socket.socket | None  # on node rank 0: where the agents met
+
+
+def meet(address: str, port: int, me: NodeReport, timeout_s: float, say: Say) -> Meeting:
+    """Meet the other nodes' agents at node rank 0.
+
+    Raises:
+        Refused: the run cannot start.
+    """
+    if me.node_rank == 0:
+        listener = listen(address, port, is_local=me.num_nodes == 1)
+        peers, assignment = gather(listener, me, timeout_s, say)
+        return Meeting(assignment, peers, listener)
+    hub, assignment = join(address, port, me, timeout_s, say)
+    return Meeting(assignment, {0: hub}, None)
 
 
 def listen(address: str, port: int, *, is_local: bool) -> socket.socket:
@@ -39,10 +55,8 @@ def listen(address: str, port: int, *, is_local: bool) -> socket.socket:
             return socket.create_server(where[:2], family=family, backlog=4096)
         return open_port(port)
     except OSError as error:
-        cure = "set MASTER_PORT to a free one"
-        raise Refused(
-            "port-in-use", f"port {port} on {address}: {error.strerror}; {cure}"
-        ) from error
+        cause = f"port {port} on {address}: {error.strerror}"
+        raise Refused("port-in-use", f"{cause}; set MASTER_PORT to a free one") from error
 
 
 def open_port(port: int) -> socket.socket:
@@ -53,78 +67,92 @@ def open_port(port: int) -> socket.socket:
 
 
 def gather(
-    listener: socket.socket, me: NodeReport, timeout_s: float, say: Callable[[str], None]
+    listener: socket.socket, me: NodeReport, timeout_s: float, say: Say
 ) -> tuple[dict[int, Peer], Assignment]:
     """On node rank 0: wait until every other agent has checked in, and start them.
 
-    Returns the others by node rank, and the place of this node.
+    Returns the others by node rank, and this node's part.
 
     Raises:
         Refused: a node did not come, came twice, or does not match this one; all are told.
     """
     start = time.monotonic()
-    deadline = start + timeout_s
-    is_told = False
     nodes: dict[int, NodeReport] = {me.node_rank: me}
     peers: dict[int, Peer] = {}
-    strangers: list[Peer] = []
+    visitors: list[Peer] = []  # they have checked in, and may yet be refused
     try:
         while len(nodes) < me.num_nodes:
-            limit = deadline if is_told else min(deadline, start + TELL_S)
-            listener.settimeout(max(0.0, limit - time.monotonic()))
-            try:
-                peer = Peer(listener.accept()[0])
-            except (TimeoutError, BlockingIOError):
-                missing = ", ".join(str(one) for one in range(me.num_nodes) if one not in nodes)
-                if time.monotonic() < deadline:
-                    say(f"waiting for node rank {missing}, {timeout_s:g} s at most")
-                    is_told = True
-                    continue
-                here = ", ".join(f"{node.node_rank} ({node.host})" for node in nodes.values())
-                raise Refused(
-                    "node-missing",
-                    f"node rank {missing} did not check in within {timeout_s:g} s"
-                    f" (here: {here}); start it, or look at its terminal",
-                ) from None
-            hello = peer.wait(min(deadline, time.monotonic() + 3))
-            try:
-                node = NodeReport(**hello["node"])  # type: ignore[index]
-            except (TypeError, KeyError):
+            peer = _accept(listener, nodes, me.num_nodes, start, timeout_s, say)
+            node = peer.wait(min(start + timeout_s, time.monotonic() + HELLO_S))
+            if not isinstance(node, NodeReport):
                 peer.close()  # a port scan, or a health check
                 continue
-            peer.send("welcome")
-            strangers.append(peer)
+            peer.send(Welcome())
+            visitors.append(peer)
             _compare(me, node, nodes)
             skew = node.time - time.time()
             if abs(skew) > SKEW_S:
                 say(f"warning: {node.host}'s clock is {skew:+.0f} s from {me.host}'s [clock-skew]")
             nodes[node.node_rank] = node
-            peers[node.node_rank] = strangers.pop()
+            peers[node.node_rank] = peer
     except Refused as refused:
-        for peer in [*peers.values(), *strangers]:
-            peer.send("refused", fault=refused.fault, message=str(refused).rpartition(" [")[0])
+        for peer in visitors:
+            peer.send(Refusal(refused.fault, str(refused).rpartition(" [")[0]))
         raise
-    first_rank = 0
-    assignments = {}
-    for rank in sorted(nodes):
-        assignments[rank] = Assignment(
-            run_id=me.run_id,
-            first_rank=first_rank,
-            world_size=sum(node.nproc for node in nodes.values()),
-            hosts=[nodes[rank].host for rank in sorted(nodes)],
-        )
-        first_rank += nodes[rank].nproc
+    assignments = assign_ranks(me.run_id, [nodes[rank] for rank in sorted(nodes)])
     for rank, peer in peers.items():
-        peer.send("start", assignment=asdict(assignments[rank]))
+        peer.send(assignments[rank])
     return peers, assignments[me.node_rank]
 
 
+def _accept(
+    listener: socket.socket,
+    nodes: Mapping[int, NodeReport],
+    num_nodes: int,
+    start: float,
+    timeout_s: float,
+    say: Say,
+) -> Peer:
+    """Wait for one more connection; after TELL_S say who is missing."""
+    deadline, tell_at = start + timeout_s, start + TELL_S
+    missing = ", ".join(str(rank) for rank in range(num_nodes) if rank not in nodes)
+    for limit in (tell_at, deadline) if time.monotonic() < tell_at < deadline else (deadline,):
+        listener.settimeout(max(0.0, limit - time.monotonic()))
+        try:
+            return Peer(listener.accept()[0])
+        except (TimeoutError, BlockingIOError):
+            pass
+        if limit < deadline:
+            say(f"waiting for node rank {missing}, {timeout_s:g} s at most")
+    here = ", ".join(f"{node.node_rank} ({node.host})" for node in nodes.values())
+    raise Refused(
+        "node-missing",
+        f"node rank {missing} did not check in within {timeout_s:g} s (here: {here});"
+        " start it, or look at its terminal",
+    )
+
+
+def assign_ranks(run_id: str, nodes: Sequence[NodeReport]) -> list[Assignment]:
+    """Return every node's part, by node rank: ranks follow node ranks."""
+    counts = [node.nproc for node in nodes]
+    return [
+        Assignment(
+            run_id=run_id,
+            first_rank=sum(counts[:rank]),
+            world_size=sum(counts),
+            hosts=[node.host for node in nodes],
+        )
+        for rank in range(len(nodes))
+    ]
+
+
 def _compare(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) -> None:
-    if node.num_nodes != me.num_nodes or not 0 < node.node_rank < me.num_nodes:
+    """Raise Refused where a node that has come cannot be part of this run."""
+    if node.num_nodes != me.num_nodes or not 0 <= node.node_rank < me.num_nodes:
         raise Refused(
             "wrong-world",
-            f"{node.host} says node rank {node.node_rank} of {node.num_nodes}, {me.host} says"
-            f" {me.num_nodes} nodes; give every node the same number",
+            f"{node.host} was started as node {node.node_rank} of {node.num_nodes},"
+            f" {me.host} as node 0 of {me.num_nodes}; give every node the same number",
         )
     if node.node_rank in nodes:
         first = nodes[node.node_rank].host
@@ -137,14 +165,14 @@ def _compare(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) 
         raise Refused(
             "wrong-world",
             f"{node.host} has run id {node.run_id}, {me.host} has {me.run_id};"
-            " leave RUN_ID away, or give the same one",
+            " do not set RUN_ID, or set the same one",
         )
     for fault, cause in mismatches(me, node):
         raise Refused(fault, f"{cause}; make them the same")
 
 
 def join(
-    address: str, port: int, me: NodeReport, timeout_s: float, say: Callable[[str], None]
+    address: str, port: int, me: NodeReport, timeout_s: float, say: Say
 ) -> tuple[Peer, Assignment]:
     """On any other node: check in with node rank 0, and wait for the start.
 
@@ -159,14 +187,8 @@ def join(
     while time.monotonic() < deadline:
         try:
             peer = Peer(socket.create_connection((address, port), timeout=min(3.0, timeout_s)))
-            peer.send("hello", node=asdict(me))
-            answer = peer.wait(min(deadline, time.monotonic() + WELCOME_S))
-            if answer is not None and answer["kind"] == "welcome":
-                answer = peer.wait(deadline)
-            if answer is not None and answer["kind"] == "refused":
-                raise Refused(answer["fault"], answer["message"])
-            if answer is not None:
-                return peer, Assignment(**answer["assignment"])
+            if assignment := _ask(peer, me, deadline):
+                return peer, assignment
             peer.close()
             turned_away = turned_away or time.monotonic()
             if time.monotonic() - turned_away > SILENCE_S:
@@ -184,12 +206,27 @@ def join(
     raise Refused(fault, f"{cause} ({last.strerror or last}); {cure}")
 
 
+def _ask(peer: Peer, me: NodeReport, deadline: float) -> Assignment | None:
+    """Report to node rank 0; returns its answer, None where there is no agent any more.
+
+    Raises:
+        Refused: node rank 0 refuses this node or the run.
+    """
+    peer.send(me)
+    answer = peer.wait(min(deadline, time.monotonic() + WELCOME_S))
+    if isinstance(answer, Welcome):
+        answer = peer.wait(deadline)
+    if isinstance(answer, Refusal):
+        raise Refused(answer.fault, answer.message)
+    return answer if isinstance(answer, Assignment) else None
+
+
 def _explain(error: OSError) -> tuple[str, str]:
-    """The fault behind a connection that failed, and its cure."""
+    """Return the fault behind a connection that failed, and its cure."""
     if isinstance(error, socket.gaierror):
         return "name-unresolved", "correct the master's name, or give its address"
     if isinstance(error, ConnectionRefusedError):
         return "node-missing", "start node rank 0"
     if isinstance(error, TimeoutError):
         return "port-blocked", "open the port in the firewall"
-    return "host-unreachable", "see that the machine is up"
+    return "host-unreachable", "check that the machine is up"

@@ -4,8 +4,8 @@ Such a launcher sets two variables for the guardian:
 
     LAUNCH_CONTROL=1        stdin is the control stream. The guardian takes it and removes the
                             variable, so that a run nested within this one keeps its own stdin.
-    LAUNCH_TOKEN=<token>    the launcher prints how the run ended: instead of the failure block the
-                            guardian or the agent writes a message to stdout, `<token> {json}`.
+    LAUNCH_TOKEN=<token>    begins messages to the launcher, `<token> {json}` on stdout: one tells
+                            how this node's part ended, and the launcher prints the failure block.
                             The variable stays, for it marks every process of the run.
 
 On the stream comes an empty line as a beat every few seconds, and the name of a signal to pass on.
@@ -37,7 +37,7 @@ class Control:
     """The control stream of this process, and the token that begins messages to the launcher."""
 
     fd: int
-    token: str  # empty: the launcher reads no messages
+    token: str
 
     def follow(self, kill_agent: Callable[[], None]) -> None:
         """In a thread, send this process each signal named; at the launcher's end, end the run."""
@@ -62,16 +62,16 @@ def take_control() -> Control | None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    return Control(fd, os.environ.get("LAUNCH_TOKEN", ""))
+    return Control(fd, os.environ["LAUNCH_TOKEN"])
 
 
 def report_end(end: End, control: Control | None, *, is_line_open: bool) -> None:
-    """Print how this node's part ended or, to a launcher that reads messages, send it.
+    """Print how this node's part ended or, to a launcher elsewhere, send it.
 
     Args:
         is_line_open: the last line on stdout may lack its end; a message begins a line.
     """
-    if control is None or not control.token:
+    if control is None:
         print_end(end, sys.stderr)
         return
     message = "\n" * is_line_open + end_message(control.token, end)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TextIO
 
 from distributed.environment import job_id
-from launcher import processes, runs
+from launcher import processes, runs, transcript
 from launcher.plan import Plan, PlanError, print_row
 from launcher.preflight import short_host_name
 from launcher.runlog import RunFolder
@@ -29,7 +29,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def prepare(plan: Plan, *, script: str, copy: str = "") -> Callable[[], None]:
+def prepare(plan: Plan, *, script: str) -> Callable[[], None]:
     """Return what a fan-out calls when nothing is left to refuse, before it starts an agent.
 
     That call writes run.json. With --detach, this goes on in a child process, and the call takes
@@ -37,7 +37,6 @@ def prepare(plan: Plan, *, script: str, copy: str = "") -> Callable[[], None]:
 
     Args:
         script: as it was typed, for the commands that the user is told.
-        copy: a name of its own for that log; empty: none.
 
     Raises:
         PlanError: a detached run needs a name.
@@ -56,7 +55,10 @@ def prepare(plan: Plan, *, script: str, copy: str = "") -> Callable[[], None]:
 
     def be_ready() -> None:
         if handover is not None:
-            handover.leave_terminal(log, copy)
+            handover.leave_terminal(log)
+            if plan.has_transcript:  # the log has it all
+                file = transcript.new_file(plan)
+                file.symlink_to(os.path.relpath(log, file.parent))
         if is_first:
             folder = RunFolder(plan.log_dir, plan.run_id, 0)
             runs.note_start(folder, is_detached=plan.is_detached, grace_s=plan.grace_s)
@@ -117,7 +119,7 @@ class Handover:
         self._shown = _Copy(sys.stderr)
         sys.stderr = self._shown
 
-    def leave_terminal(self, log: Path, copy: str) -> None:
+    def leave_terminal(self, log: Path) -> None:
         """Print to the log from here on, after what was shown so far, and let the parent go.
 
         Exits where the parent has gone: then the user has changed his mind.
@@ -143,8 +145,6 @@ class Handover:
         os.close(fd)
         sys.stderr = self._shown.stream
         print(_COLOURS.sub("", self._shown.getvalue()), end="", file=sys.stderr, flush=True)
-        if copy:
-            Path(copy).symlink_to(os.path.relpath(log, Path(copy).parent))
 
 
 class _Copy(io.StringIO):

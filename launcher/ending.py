@@ -39,7 +39,8 @@ def conclude(
         failure = Failure(fault, cause, code, nodes[rank].host, rank, time.time(), log=log)
         return End(code, failure, summary, is_told=False)
 
-    summary = RunSummary(started, 0, 0, 0, plan.run_id, plan.command)
+    command = plan.run_variables().get("LAUNCH_COMMAND", "")
+    summary = RunSummary(started, 0, 0, 0, plan.run_id, command)
     lost = [rank for rank, node in enumerate(nodes) if node.lost or node.exit is None]
     if lost:
         fault = "launcher-killed" if all(node.is_reachable for node in nodes) else "link-lost"

@@ -1,4 +1,4 @@
-"""Which rank failed first, why, and the one block that tells it (needs no torch)."""
+"""Why a rank or an agent failed, and the one block that shows it (no torch)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import os
 import re
 import signal
 import sysconfig
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
@@ -17,7 +16,7 @@ from typing import TextIO
 from distributed.errors import STOPPED
 from launcher.messages import decode
 
-# What a rank reports when another one has gone: its own end is then a consequence.
+# What a rank reports when another rank has gone: its own end is a consequence then.
 _PEER_LOST = re.compile(
     r"connection (was )?(closed|reset|aborted|refused)( by (remote )?peer)?"
     r"|broken pipe|socket is not connected|ncclremoteerror|remote process exited"
@@ -25,9 +24,9 @@ _PEER_LOST = re.compile(
     r"|timed out waiting .* for (send|recv) operation",
     re.IGNORECASE,
 )
-# As in a traceback, or as faulthandler has it.
+# In a traceback, or as faulthandler writes it.
 _FRAME = re.compile(r'^ {2}File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$')
-# An error whose words tell the fault. Others may name theirs themselves: `cause; cure [fault]`.
+# Errors whose text shows the fault. Others can name it themselves: `cause; cure [fault]`.
 _FAULTS = {
     "out-of-memory": re.compile("out of memory", re.IGNORECASE),
     "disk-full": re.compile(r"no space left|quota exceeded|unexpected pos \d+ vs", re.IGNORECASE),
@@ -40,7 +39,7 @@ _MEANING = {
     127: "the command was not found",
     128 + signal.SIGKILL: "SIGKILL, from outside this run (the kernel counted no memory kill here)",
     128 + signal.SIGSEGV: "SIGSEGV: a crash in native code; the stack is in the log",
-    128 + signal.SIGABRT: "SIGABRT: native code gave up; its last words are in the log",
+    128 + signal.SIGABRT: "SIGABRT: native code gave up; its last message is in the log",
     128 + signal.SIGBUS: "SIGBUS: often a full /dev/shm",
     128 + signal.SIGTERM: "SIGTERM, from outside this run",
     128 + signal.SIGINT: "SIGINT",
@@ -49,7 +48,7 @@ _MEANING = {
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of one rank, or of one node's agent, that was not asked for."""
+    """The end of one rank, or of one node's agent, that nobody asked for."""
 
     fault: str  # its section in TROUBLESHOOTING.md
     cause: str
@@ -73,8 +72,18 @@ class Failure:
         return f"rank {self.rank} (local rank {self.local_rank}, {self.host})"
 
 
-def read_error(path: Path) -> tuple[str, str, int, float] | None:
-    """A rank's error file: message, traceback, exit code and the time of the raise; None if none.
+@dataclass(frozen=True)
+class RaisedError:
+    """What a rank's error file says of the exception that ended it."""
+
+    message: str
+    stack: str  # the traceback
+    code: int  # exit code
+    time: float  # seconds since the epoch
+
+
+def read_error(path: Path) -> RaisedError | None:
+    """Return the content of a rank's error file; None where there is none, or not a whole one.
 
     The format is torch's (torch.distributed.elastic.multiprocessing.errors). It holds whole
     seconds only, so the time is the file's own.
@@ -82,14 +91,14 @@ def read_error(path: Path) -> tuple[str, str, int, float] | None:
     try:
         raised = path.stat().st_mtime
         message = json.loads(path.read_text(encoding="utf-8"))["message"]
-        stack = message["extraInfo"]["py_callstack"]
-        return message["message"], stack, message.get("errorCode", 1), raised
-    except (OSError, ValueError, KeyError, TypeError):
+        text, stack = message["message"], message["extraInfo"]["py_callstack"]
+        return RaisedError(str(text), str(stack), int(message.get("errorCode", 1)), raised)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # none was written, or the rank was killed while writing it
 
 
 def name_fault(cause: str) -> tuple[str, str]:
-    """An error's words, without the fault's name if they end in one, and that name."""
+    """Return an error's text without the fault's name at its end, and that name."""
     named = re.fullmatch(r"(.*) \[([a-z-]+)\]", cause.splitlines()[0] if cause else "")
     if named:
         return named[1], named[2]
@@ -98,7 +107,7 @@ def name_fault(cause: str) -> tuple[str, str]:
 
 
 def explain(code: int, *, out_of_memory: bool = False) -> tuple[str, str]:
-    """Fault name and cause of an exit code that came without an error file."""
+    """Return fault and cause of an exit code without an error file."""
     if code == 128 + signal.SIGKILL and out_of_memory:
         return "out-of-memory", "SIGKILL by the kernel: this node's memory limit was reached"
     unknown = signal_name(code) or f"left with exit code {code}, without an exception"
@@ -107,7 +116,7 @@ def explain(code: int, *, out_of_memory: bool = False) -> tuple[str, str]:
 
 
 def signal_name(code: int) -> str:
-    """The name of the signal that an exit code stands for; empty where it is none."""
+    """Return the name of the signal behind an exit code; empty where there is none."""
     try:
         return signal.Signals(code - 128).name
     except ValueError:
@@ -115,10 +124,13 @@ def signal_name(code: int) -> str:
 
 
 def count_memory_kills() -> int:
-    """How often the kernel's out-of-memory killer struck in this process's control group."""
+    """Return how often the kernel has killed for lack of memory in this process's control group."""
     with contextlib.suppress(OSError):
-        group = Path("/proc/self/cgroup").read_text().splitlines()[-1].rpartition(":")[2]
-        for file in (f"{group}/memory.events", f"/memory{group}/memory.oom_control"):  # v2, v1
+        groups = Path("/proc/self/cgroup").read_text(errors="surrogateescape")
+        for line in groups.splitlines():  # one a controller in version 1, one in all in version 2
+            _, controllers, group = line.split(":", 2)
+            is_first = "memory" in controllers.split(",")
+            file = f"/memory{group}/memory.oom_control" if is_first else f"{group}/memory.events"
             with contextlib.suppress(OSError):
                 counted = Path(f"/sys/fs/cgroup{file}").read_text()
                 if found := re.search(r"^oom_kill (\d+)$", counted, re.MULTILINE):
@@ -127,19 +139,19 @@ def count_memory_kills() -> int:
 
 
 def one_line(cause: str) -> str:
-    """The first line of a message, cut where it would fill the screen."""
+    """Return the first line of a message, cut where it would fill the screen."""
     first, *more = cause.splitlines() or ["an exception without a message"]
     first = first.rstrip(": ")
     return f"{first[:_LONGEST]} ..." if more or len(first) > _LONGEST else first
 
 
 def is_peer_lost(message: str) -> bool:
-    """True where an error only says that another rank is gone."""
+    """Whether an error only says that another rank is gone."""
     return _PEER_LOST.search(message) is not None
 
 
 def user_frames(stack: str) -> list[str]:
-    """The last frames of the user's own code, innermost first: `file:line in name`."""
+    """Return the last frames of the user's own code, innermost first: `file:line in name`."""
     ours = Path(__file__).parents[1]
     foreign = (
         *(f"{ours}/{folder}/" for folder in ("launcher", "distributed", "scripts")),
@@ -154,48 +166,15 @@ def user_frames(stack: str) -> list[str]:
     return found[::-1][:_SHOWN_FRAMES]
 
 
-def wait_for_stacks(files: Sequence[Path], limit_s: float) -> None:
-    """Wait until the ranks have written their stacks, or the time is up: some may never."""
-    deadline = time.monotonic() + limit_s
-    sizes: list[int] = []
-    while time.monotonic() < deadline:
-        before, sizes = sizes, [file.stat().st_size for file in files]
-        if all(sizes) and sizes == before:
-            return
-        time.sleep(0.05)
-
-
-def read_stack(file: Path) -> list[str]:
-    """The main thread's own frames in what faulthandler wrote, innermost first."""
-    try:
-        main_thread = file.read_text().rpartition("hread 0x")[2]  # it comes last
-    except OSError:
-        return []
-    return user_frames("\n".join(reversed(main_thread.splitlines())))
-
-
-def group_stacks(stacks: Mapping[int, Sequence[str]]) -> list[str]:
-    """One line for all ranks that are at one place."""
-    ranks: dict[str, list[str]] = {}
-    for rank, frames in stacks.items():
-        ranks.setdefault(" < ".join(frames) or "no Python stack", []).append(str(rank))
-    return [f"rank {', '.join(numbers)}: {place}" for place, numbers in ranks.items()]
-
-
 def short_path(path: str) -> str:
-    """A path below the working directory as seen from there, any other as it is."""
+    """Return a path below the working directory relative to it, any other as it is."""
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative
 
 
-def first(failures: Sequence[Failure]) -> Failure:
-    """The failure that began it: causes before consequences, then by time."""
-    return min(failures, key=lambda failure: (failure.is_consequence, failure.time))
-
-
 @dataclass(frozen=True)
 class RunSummary:
-    """What the block tells besides the failure itself."""
+    """What the block shows besides the failure itself."""
 
     started: float  # seconds since the epoch
     lost_peer: int  # ranks that ended as a consequence
@@ -207,12 +186,12 @@ class RunSummary:
 
 @dataclass(frozen=True)
 class End:
-    """How a node agent's part of the run ended, as it tells a launcher on another machine."""
+    """How a node's part of the run ended, for a launcher on another machine."""
 
     code: int
     failure: Failure | None
     summary: RunSummary
-    is_told: bool  # node rank 0 decided it and told this node; node rank 0 sends the same itself
+    is_told: bool  # node rank 0 decided it, told this node, and sends the same itself
 
 
 def end_message(token: str, end: End) -> str:
@@ -287,5 +266,5 @@ def _others(summary: RunSummary) -> str:
 
 
 def count(number: int, noun: str, plural: str = "") -> str:
-    """A number with its noun: 1 rank, 2 ranks."""
+    """Return a number with its noun: 1 rank, 2 ranks."""
     return f"{number} {noun if number == 1 else plural or noun + 's'}"

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from launcher import compare
+from launcher import compare, transcript
 from launcher.failure import count
 from launcher.plan import Plan, node_comment, print_plan, print_row
 from launcher.preflight import check_node, short_host_name
@@ -19,6 +19,8 @@ from launcher.preflight import check_node, short_host_name
 
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - execve does not return
     """Start this node's ranks; returns only where nothing was started, with the exit code."""
+    if plan.has_transcript and not plan.is_dry_run and not plan.is_detached:
+        transcript.keep(transcript.new_file(plan))
     report = check_node(plan.request())
     outcome = compare.judge([report])
     compare.print_findings(outcome, program=plan.program, strict=plan.is_strict, out=sys.stderr)
@@ -35,8 +37,9 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
     if plan.has_health_check and plan.has_checks and not is_healthy(plan, report.nproc):
         return 3
     be_ready()
+    recorded = {"RUN_RECORD": str((plan.log_dir / plan.run_id).absolute())} if plan.run_id else {}
     os.chdir(plan.directory)
-    os.execve(plan.python, command, {**os.environ, **plan.run_variables()})
+    os.execve(plan.python, command, {**os.environ, **plan.run_variables(), **recorded})
 
 
 def is_healthy(plan: Plan, nproc: int) -> bool:

@@ -63,9 +63,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     if kind is Path and isinstance(value, str):
         return Path(value)
     if kind is float and type(value) in (int, float):
-        if (
-            not -MAX_FLOAT <= value <= MAX_FLOAT
-        ):  # json reads NaN, Infinity and integers of any size
+        if not -MAX_FLOAT <= value <= MAX_FLOAT:  # json reads NaN and 1e999
             raise MessageError(f"{where}: {value!r:.80} is not a finite number")
         return float(value)
     if type(value) is not kind:

@@ -33,7 +33,7 @@ SILENCE_S = 10.0  # without a beat for so long, the launcher is gone
 SWEEP_S = 2.0  # for what is left of a run to end by itself
 CUT_S = 4.0  # after the end of pdsh's connection, for the agent to end its part
 CANNOT_START = 127  # exit code, as a shell has it
-_LONGEST = 16 << 20  # bytes of a request
+FETCH_S = 20.0  # for pdsh to reach this node
 
 
 def main(arguments: list[str]) -> int:
@@ -41,33 +41,36 @@ def main(arguments: list[str]) -> int:
     if arguments:
         return start_for_other(arguments[0])
     token = os.environ["LAUNCH_TOKEN"]
-    while line := read_line():
-        match protocol.read(line, protocol.REQUESTS):
-            case Request() as request:
+    while (request := read_request()) is not None:
+        match request:
+            case Request():
                 answer(token, check_node(request))
-            case Sweep(token=other):
-                answer(token, Exit(0, end_leftovers(other)))
-            case Start() as start:
-                code = offer_start(start, token) if start.socket else start_agent(start)
+            case Sweep():
+                answer(token, Exit(0, end_leftovers(request.token)))
+            case Start():
+                code = offer_start(request, token) if request.socket else start_agent(request)
                 answer(token, Exit(code, end_leftovers(token)))
                 return 0
     return 0
 
 
-def read_line() -> bytes:
-    """Return the launcher's next request, beats aside; empty at its end.
+def read_request() -> Request | Start | Sweep | None:
+    """Return the launcher's next request, beats aside; None at its end.
 
-    Byte by byte: what follows a start is the agent's.
+    Not a byte more is read: what follows a start is the agent's.
     """
-    line = b""
-    while not line.endswith(b"\n"):
-        if len(line) > _LONGEST or not select.select([0], [], [], SILENCE_S)[0]:
-            return b""
-        byte = os.read(0, 1)
-        if not byte:
-            return b""
-        line = b"" if line + byte == b"\n" else line + byte
-    return line
+    size = b""
+    while not size.endswith(b"\n") or size == b"\n":
+        if not select.select([0], [], [], SILENCE_S)[0] or not (byte := os.read(0, 1)):
+            return None
+        size = size.strip() + byte
+    text = b""
+    while left := int(size) - len(text):
+        if not (data := os.read(0, left)):
+            return None
+        text += data
+    request: Request | Start | Sweep = protocol.read(text, protocol.REQUESTS)
+    return request
 
 
 def answer(token: str, message: object) -> None:
@@ -110,7 +113,7 @@ def offer_start(start: Start, token: str) -> int:
         answer(token, Ready())
         other = await_other(listener)
     if other is None:
-        return CANNOT_START  # the launcher has ended before
+        return CANNOT_START
     with other:
         variables = {**os.environ, **start.variables}
         full = Start(start.command, variables, start.directory)
@@ -128,13 +131,13 @@ def offer_start(start: Start, token: str) -> int:
 
 
 def await_other(listener: socket.socket) -> socket.socket | None:
-    """Return the connection of pdsh's process; None where the launcher ends first."""
+    """Return the connection of pdsh's process; None where it does not come."""
     ready = select.poll()
     ready.register(listener, select.POLLIN)
     ready.register(0, select.POLLRDHUP)  # beats are the agent's, and stay unread
     while True:
-        found = dict(ready.poll())
-        if 0 in found:
+        found = dict(ready.poll(FETCH_S * 1000))
+        if 0 in found or not found:
             return None
         other, _ = listener.accept()
         if is_ours(other):

@@ -46,7 +46,7 @@ class Typed:
     program: str = "start.py"  # the script
     python: str = sys.executable
     typed: Sequence[str] = ()  # every word of the command line
-    copy: str = ""  # another name for the log of a detached launcher
+    transcript: bool = False  # keep what the terminal shows
     config: str | None = None
     nproc: str | None = None
     cpu_nproc: str | None = None  # where there is no GPU
@@ -120,6 +120,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     grace_s = read_number("GRACE", environ.get("GRACE") or "30", 0, 86400)
     world = read_world(typed, environ)
     engine = typed.engine or ("srun" if environ.get("LAUNCHER") == "srun" else "")
+    log_dir = Path(environ.get("LOG_DIR") or "logs")  # also where the run is in another directory
     names = ("BACKEND", "GRACE")
     variables = {name: environ[name] for name in names if environ.get(name)}
     return Plan(
@@ -129,7 +130,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         root=ROOT,
         python=typed.python or sys.executable,
         directory=ROOT if typed.module else Path.cwd(),
-        log_dir=Path(environ.get("LOG_DIR") or "logs"),
+        log_dir=log_dir.absolute() if typed.module else log_dir,
         run_id=choose_run_id(environ, is_namer=world.is_namer),
         words=training_words(typed, environ),
         config="" if typed.config == "-" else typed.config or "",
@@ -153,6 +154,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         is_detached=typed.detach,
         has_checks=not environ.get("SKIP_PREFLIGHT"),
         has_health_check=typed.health_check,
+        has_transcript=typed.transcript,
     )
 
 
@@ -182,8 +184,8 @@ def read_world(typed: Typed, environ: Mapping[str, str]) -> World:
         return World(fanout, job.num_nodes, 0, job.master_addr, nproc, hosts=job.hosts)
     if fanout in ("ssh", "pdsh"):
         return _read_named(typed, environ, fanout, nproc)
-    place = _read_place(typed, environ)
-    return World(fanout, place.num_nodes, place.node_rank, place.master_addr, nproc)
+    own = _read_own_node(typed, environ)
+    return World(fanout, own.num_nodes, own.node_rank, own.master_addr, nproc)
 
 
 def _first(given: str | None, environ: Mapping[str, str], variable: str) -> str | None:
@@ -220,21 +222,25 @@ def _read_named(typed: Typed, environ: Mapping[str, str], fanout: str, nproc: in
     else:
         more = hosts.read_hostfile(Path(typed.hostfile)) if typed.hostfile else ()
         nodes = hosts.read_nodes([*typed.node, *more], nproc)
+    if not nodes:
+        raise PlanError("no nodes; name them after NPROC, or in a file with -f")
     master = environ.get("MASTER_ADDR") or nodes[0].name.rpartition("@")[2]
     return World(
         fanout, len(nodes), 0, master if len(nodes) > 1 else "127.0.0.1", nproc, nodes=nodes
     )
 
 
-def _read_place(typed: Typed, environ: Mapping[str, str]) -> Allocation:
-    """Return this machine's place where every node starts itself: under srun, or by hand."""
+def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> Allocation:
+    """Return this machine's node rank where every node starts itself: under srun, or by hand."""
     given = {"NUM_NODES": typed.nnodes, "NODE_RANK": typed.node_rank, "MASTER_ADDR": typed.master}
     if typed.health_check and in_slurm_step(environ):
         return scheduler.read_step(environ, given)
     if typed.health_check:
         scheduler.refuse_batch_step(environ, typed.program)
-    num_nodes = read_number("the number of nodes", typed.nnodes or "1", 1, 100_000)
-    node_rank = read_number("the node rank", typed.node_rank or "0", 0, num_nodes - 1)
+    nnodes = "1" if typed.nnodes is None else typed.nnodes
+    num_nodes = read_number("the number of nodes", nnodes, 1, 100_000)
+    rank = "0" if typed.node_rank is None else typed.node_rank
+    node_rank = read_number("the node rank", rank, 0, num_nodes - 1)
     master = typed.master or (environ.get("MASTER_ADDR") if num_nodes > 1 else "127.0.0.1")
     if not master:
         raise PlanError(f"{num_nodes} nodes but no address of the master; give MASTER_ADDR")

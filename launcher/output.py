@@ -1,7 +1,7 @@
-"""What the ranks print: whole lines into the node's log, rank 0's progress onto the terminal.
+"""What the ranks print: whole lines into the node's log, rank 0's output onto the terminal.
 
-A rank writes to pipes, or rank 0 to a pseudo-terminal where the launcher has a terminal, so that
-a progress bar finds one. The agent reads them here and never blocks on a terminal that is slow.
+A rank writes to pipes; rank 0 writes to a pseudo-terminal where the launcher has a terminal, so
+that a progress bar finds one. The agent reads them here and never blocks on a slow terminal.
 """
 
 from __future__ import annotations
@@ -14,21 +14,32 @@ import re
 import select
 import selectors
 import sys
+import tempfile
 import termios
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 _NOWHERE = Path(os.devnull)
 _CHUNK = 65536
 _BACKLOG_BYTES = 1 << 20  # of output that the terminal has not taken yet
+_LONGEST_LINE = 1 << 20  # bytes; a longer one is cut
+PROGRESS_S = 5.0  # between two lines in the log of one that redraws itself
 _TRACEBACK = re.compile(rb"Traceback \(most recent call last\)|^Fatal Python error")
 _TORCHS_WARNING = re.compile(rb"\[[WI]\d{4} ")  # from its C++ side
+# Torch looks up the name behind each address of its store, and uses it in messages alone. Where
+# no name server answers, this appears on every start; it tells nothing.
+_NOISE = re.compile(
+    rb"^(\[rank\d+\]:)?\[W[^\n]* socket\.cpp:\d+\] \[c10d\] "
+    rb"The hostname of the client socket cannot be retrieved[^\n]*\n",
+    re.MULTILINE,
+)
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
 
 
 class NodeLog:
-    """`node_<rank>.log`: every rank's lines, each behind its rank; knows its own line numbers."""
+    """`node_<rank>.log`: every rank's lines, each after its rank; knows its own line numbers."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -56,18 +67,18 @@ class Terminal:
     """One of the launcher's own streams, written without ever blocking the caller."""
 
     def __init__(self, fd: int) -> None:
-        self.fd = fd
         self.is_tty = os.isatty(fd)
+        self.fd = _open_again(fd) if self.is_tty else fd
         self.is_line_open = False  # the last line shown has not ended
         self._pending = bytearray()
         self._selector: selectors.BaseSelector
 
     def attach(self, selector: selectors.BaseSelector) -> None:
-        """Let this loop say when there is room."""
+        """Use this event loop to learn when there is room."""
         self._selector = selector
 
     def detach(self, limit_s: float) -> None:
-        """The loop is over: write what is left, for at most `limit_s` seconds."""
+        """After the loop, write what is left, for at most `limit_s` seconds."""
         self._drain(limit_s)
         self._rest()
 
@@ -75,7 +86,7 @@ class Terminal:
         self.is_line_open = not data.endswith(b"\n")
         self._pending += data
         if len(self._pending) > _BACKLOG_BYTES:
-            self._drain(limit_s=0.1)  # slows the ranks down, yet leaves the agent its senses
+            self._drain(limit_s=0.1)  # slows the ranks down, and the agent still hears others
         if self.fd not in self._selector.get_map():
             try:
                 self._selector.register(self.fd, selectors.EVENT_WRITE, self._write_some)
@@ -84,10 +95,12 @@ class Terminal:
                     self._write_some()
 
     def _write_some(self) -> None:
-        """Write what the stream takes now: a ready pipe or terminal takes PIPE_BUF bytes."""
+        """Write what the stream takes now: a ready pipe takes PIPE_BUF bytes."""
         try:
             written = os.write(self.fd, self._pending[:4096])
-        except OSError:  # nobody reads any more (`| head`): the log has it all
+        except BlockingIOError:
+            return
+        except OSError:  # the reader has gone (`| head`): the log has it all
             written = len(self._pending)
         del self._pending[:written]
         if not self._pending:
@@ -103,9 +116,21 @@ class Terminal:
                 self._write_some()
 
     def _rest(self) -> None:
-        """Ask the loop no more."""
+        """Leave the event loop."""
         if self.fd in self._selector.get_map():
             self._selector.unregister(self.fd)
+
+
+def _open_again(fd: int) -> int:
+    """Return another descriptor of a terminal, which never blocks; the same where there is none.
+
+    A terminal that is ready may take less than what is written. To make its own descriptor
+    non-blocking would change it for the shell, too.
+    """
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError:  # another user's terminal
+        return fd
 
 
 @dataclass
@@ -120,6 +145,8 @@ class Stream:
     last_line: int = 0
     last_text: str = ""
     _partial: bytes = field(default=b"", repr=False)
+    _logged: float = field(default_factory=time.monotonic, repr=False)  # the last line of a bar
+    _logged_text: bytes = field(default=b"", repr=False)  # of the line not yet ended
 
     @property
     def is_tty(self) -> bool:
@@ -134,19 +161,37 @@ class Stream:
         except OSError:  # a pseudo-terminal's way of saying that the other end is closed
             data = b""
         text = self._partial + data
-        whole = text[: text.rfind(b"\n") + 1] if data else text  # at the end, as it was left
+        is_cut = len(text) > _LONGEST_LINE and b"\n" not in data
+        whole = text if is_cut or not data else text[: text.rfind(b"\n") + 1]
         self._partial = text[len(whole) :]
         for line in whole.removesuffix(b"\n").split(b"\n") if whole else ():
             self._end_line(line)
+        if self.is_tty:
+            self._shorten()
         shown = data if self.is_tty else whole  # to a terminal as it is: the bar draws itself
         if self.terminal is not None and shown:
-            self.terminal.write(shown)
+            self.terminal.write(_drop_noise(shown))
         return bool(data)
 
+    def _shorten(self) -> None:
+        """Keep only the newest state of a line that redraws itself; log it every PROGRESS_S."""
+        *older, newest = self._partial.split(b"\r")
+        if not older:
+            return
+        self._partial = newest or older[-1] + b"\r"
+        if time.monotonic() - self._logged < PROGRESS_S:
+            return
+        states = (_ESCAPES.sub(b"", state) for state in (newest, *reversed(older)))
+        if text := next(filter(None, states), b""):
+            self._logged, self._logged_text = time.monotonic(), text
+            self.last_line = self.log.write(self.rank, text)
+
     def _end_line(self, line: bytes) -> None:
-        if self.is_tty:  # what a reader of the terminal would have seen in the end
+        if self.is_tty:
+            # What a terminal shows in the end of a line that was drawn several times.
             line = _ESCAPES.sub(b"", line.rstrip(b"\r").rpartition(b"\r")[2])
-            if not line:
+            is_logged, self._logged_text = line == self._logged_text, b""
+            if not line or is_logged:
                 return
         self.last_line = self.log.write(self.rank, line)
         if not _TORCHS_WARNING.match(line):
@@ -163,6 +208,29 @@ class Stream:
 
     def close(self) -> None:
         os.close(self.fd)
+
+
+def _drop_noise(data: bytes) -> bytes:
+    """Return what a terminal is to show of this; with LOG_LEVEL=DEBUG everything."""
+    if b"socket.cpp" not in data or os.environ.get("LOG_LEVEL", "").upper() == "DEBUG":
+        return data
+    return _NOISE.sub(b"", data)
+
+
+@contextlib.contextmanager
+def without_noise(fd: int) -> Iterator[None]:
+    """Hold back what this process itself writes to a descriptor, and drop torch's noise from it."""
+    kept = os.dup(fd)
+    with tempfile.TemporaryFile() as held_back:
+        os.dup2(held_back.fileno(), fd)
+        try:
+            yield
+        finally:
+            os.dup2(kept, fd)
+            os.close(kept)
+            held_back.seek(0)
+            with contextlib.suppress(OSError):
+                os.write(fd, _drop_noise(held_back.read()))
 
 
 def open_stream(rank: int, log: NodeLog, terminal: Terminal | None) -> tuple[int, Stream]:

@@ -17,6 +17,7 @@ from launcher.preflight import Request
 
 AGENT = "scripts/lib/agent.py"
 MOST_RANKS = 4096  # of one node
+LONGEST_COMMAND = 100_000  # bytes of the resume line; Linux takes 128 KiB in one variable
 
 
 class PlanError(ValueError):
@@ -80,6 +81,7 @@ class Plan:
     is_detached: bool = False
     has_checks: bool = True
     has_health_check: bool = False  # of this node's ranks together, after the preflight
+    has_transcript: bool = False  # of what the terminal shows
 
     def request(self, *, meeting_size: int = 0, within_s: float = 7.0) -> Request:
         """Return what the preflight of this machine, or of every node of a step, is asked."""
@@ -102,7 +104,8 @@ class Plan:
 
     def run_variables(self) -> dict[str, str]:
         """Return the environment variables that tell an agent and its ranks of the run."""
-        named = {"RUN_ID": self.run_id, "LAUNCH_COMMAND": self.command, "ENGINE": self.engine}
+        command = self.command if len(os.fsencode(self.command)) < LONGEST_COMMAND else ""
+        named = {"RUN_ID": self.run_id, "LAUNCH_COMMAND": command, "ENGINE": self.engine}
         return {name: value for name, value in {**named, **self.variables}.items() if value}
 
     def agent_command(

@@ -12,7 +12,6 @@ import os
 import signal
 import time
 from collections.abc import Iterable
-from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -43,17 +42,35 @@ def outlive_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, 0)
 
 
+def read_stat(pid: int) -> list[bytes]:
+    """Return the fields of /proc/PID/stat from the third on: state, parent, ... (proc(5)).
+
+    Empty where the process has ended, or may not be seen. The second field is the name: its bytes
+    are anybody's choice, and a name longer than 15 bytes is cut, inside a letter if need be.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()
+    except OSError:
+        return []
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since the boot; None where it has ended.
+
+    With the process id this names a process for good: the kernel gives ids out again.
+    """
+    stat = read_stat(pid)
+    return int(stat[19]) if len(stat) > 19 and stat[0] not in (b"Z", b"X") else None
+
+
 def descendants(root: int) -> list[int]:
-    """Process ids of all living descendants of `root`, zombies left out."""
+    """Return the process ids of all living descendants of `root`, without zombies."""
     children: dict[int, list[int]] = {}
-    for entry in filter(str.isdecimal, os.listdir("/proc")):
-        try:
-            # Fields after the command, which is in brackets and may hold anything: state, parent.
-            state, parent = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()[:2]
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended meanwhile
-        # A zombie still links its living children to us until they are handed over.
-        children.setdefault(int(parent), []).append(-int(entry) if state == "Z" else int(entry))
+    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+        if stat := read_stat(pid):
+            # A zombie still links its living children to us until they are handed over.
+            children.setdefault(int(stat[1]), []).append(-pid if stat[0] == b"Z" else pid)
     found: list[int] = []
     pending = [root]
     while pending:
@@ -65,17 +82,14 @@ def descendants(root: int) -> list[int]:
 
 
 def is_stopped(pid: int) -> bool:
-    """True for a process that a signal, or a debugger, has stopped."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    """Whether a signal or a debugger has stopped a process."""
+    return read_stat(pid)[:1] in ([b"T"], [b"t"])
 
 
 def send(pids: Iterable[int], signum: int) -> None:
-    """Send a signal to each process that still exists."""
+    """Send a signal to each process that still exists and is ours."""
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signum)
 
 
@@ -101,6 +115,6 @@ def end_descendants(*, term_s: float = 0.0) -> list[int]:
 
 
 def exit_code(status: int) -> int:
-    """A `waitpid` status as a shell shows it: the exit code, or 128 + signal."""
+    """Return a `waitpid` status as a shell shows it: the exit code, or 128 + signal."""
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code

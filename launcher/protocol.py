@@ -1,8 +1,8 @@
-"""What a launcher and its nodes tell each other over ssh: one JSON object a line, with one key.
+"""What a launcher and its nodes tell each other over ssh: JSON objects with one key.
 
-launcher -> node   {"check": {...}}, {"start": {...}} or {"sweep": {...}}. After a start the stream
-                   is the agent's control stream (control.py).
-node -> launcher   `<token> {"hello": {...}}` and so on. Any other line is output for the user.
+launcher -> node   {"check": {...}}, {"start": {...}} or {"sweep": {...}}, each after a line with
+                   its size. After a start the stream is the agent's control stream (control.py).
+node -> launcher   `<token> {"hello": {...}}` and so on, a line each. All else is output.
 """
 
 from __future__ import annotations
@@ -69,6 +69,12 @@ ANSWERS = {"hello": Hello, "report": Report, "ready": Ready, "cut": Cut, "end": 
 NAMES: dict[type, str] = {kind: name for name, kind in {**REQUESTS, **ANSWERS}.items()}
 
 
+def write_request(request: Request | Start | Sweep) -> str:
+    """Return a request with its size before it, so that a node reads it and nothing else."""
+    text = write(request)
+    return f"{len(text)}\n{text}"
+
+
 def write(message: object) -> str:
     """Return a message as JSON, in one line without its end."""
     return f'{{"{NAMES[type(message)]}":{encode(message)}}}'
@@ -83,12 +89,10 @@ def read(text: bytes, kinds: Mapping[str, type]) -> Any:
     return decode(kinds[name], content)
 
 
-def read_answer(token: str, line: bytes) -> Any:
-    """Return what a node says; None where the line is output, or does not fit."""
-    mark, _, text = line.partition(b" ")
-    if mark != token.encode():
-        return None
+def read_answer(token: str, line: bytes) -> tuple[bytes, Any]:
+    """Return the output that a line of a node holds, and the message behind it; None: none fits."""
+    output, mark, text = line.partition(f"{token} ".encode())
     try:
-        return read(text, ANSWERS)
+        return (output, read(text, ANSWERS)) if mark else (line, None)
     except (ValueError, RecursionError):
-        return None
+        return line, None

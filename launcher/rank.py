@@ -1,10 +1,10 @@
 """Become a rank: what a process forked from the node agent does to look freshly started.
 
-A user's script cannot tell the fork from `python -u script.py`: `__main__` is the script, and
-arguments, path, streams, signals and random seeds are those of a new process. Only torch is there
-already. `torch.distributed.elastic.multiprocessing.start_processes` forks too, but gives a
-multiprocessing worker (no stdin, start method fixed, not the main process), which a script can
-tell and some refuse.
+For a user's script the fork is like `python -u script.py`: `__main__` is the script, and
+arguments, path, streams, signals and random seeds are those of a new process. Only torch is
+imported already. `torch.distributed.elastic.multiprocessing.start_processes` forks too, but its
+child is a multiprocessing worker (no stdin, a fixed start method, not the main process), and some
+scripts refuse to run in one.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -55,10 +56,13 @@ class Program:
         return [sys.executable, "-u", *option, self.name, *self.arguments]
 
 
-def run(
+def run_and_exit(
     program: Program, variables: Mapping[str, str], *, stdout: int, stderr: int, parent: int
-) -> int:
-    """In the child of a fork: turn into a rank, run the program, and return its exit code.
+) -> NoReturn:
+    """In the child of a fork: turn into a rank, run the program, and leave with its exit code.
+
+    It leaves by SystemExit, through all callers: the interpreter then ends as that of any script,
+    with its threads and exit handlers.
 
     Args:
         variables: environment variables to add to those inherited.
@@ -76,13 +80,13 @@ def run(
     if is_too_late and variables["LOCAL_RANK"] == "0":
         print("node agent: CUDA is in use already: one import of torch per rank", file=sys.stderr)
     if is_too_late or not program.can_fork:
-        return _execute_command(program.command())
+        sys.exit(_execute_command(program.command()))
     if "OMP_NUM_THREADS" in variables:  # its library read the environment when torch was imported
         torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
     _renew_streams()
     _renew_seeds()
     _hide_the_agent(program)
-    return _execute(program)
+    sys.exit(_execute(program))
 
 
 def _restore_signals() -> None:
@@ -96,6 +100,7 @@ def _restore_signals() -> None:
 
 
 def _execute_command(command: list[str]) -> int:
+    """Become the command; returns an exit code only where it cannot be executed."""
     try:
         os.execvp(command[0], command)
     except OSError as error:
@@ -123,7 +128,7 @@ def _renew_seeds() -> None:
 
 
 def _hide_the_agent(program: Program) -> None:
-    """Leave the user's script its own path and its own package called `distributed`."""
+    """Give the user's script its own path and its own package called `distributed`."""
     for name in list(sys.modules):
         if name.partition(".")[0] in ("distributed", "launcher"):
             del sys.modules[name]
@@ -152,7 +157,7 @@ def _execute(program: Program) -> int:
         return code
     except KeyboardInterrupt as stop:
         _report(stop)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # die of it, as Python does
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # die of the signal, as Python does
         os.kill(os.getpid(), signal.SIGINT)
         return 130
     except BaseException as error:
@@ -168,7 +173,7 @@ def _run_script(path: str) -> None:
     main.__dict__["__builtins__"] = builtins
     main.__dict__["__cached__"] = None
     main.__loader__ = importlib.machinery.SourceFileLoader("__main__", main.__file__)
-    sys.modules["__main__"] = main  # and stays: its classes must pickle to the very end
+    sys.modules["__main__"] = main  # to the very end: its classes must pickle
     with io.open_code(main.__file__) as source:
         code = compile(source.read(), main.__file__, "exec", dont_inherit=True)
     exec(code, main.__dict__)
@@ -182,7 +187,7 @@ def _code_of(leave: SystemExit) -> int:
 
 
 def _record(error: BaseException, code: int) -> None:
-    """Write the error file in torch's format, which has it for exceptions alone."""
+    """Write the error file, in torch's format; torch writes it for exceptions alone."""
     message = {
         "message": f"{type(error).__name__}: {error}",
         "errorCode": code,

@@ -18,12 +18,14 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from distributed.errors import Refused
+from distributed.lock import is_locked
 from launcher.messages import decode
-from launcher.runlog import RunFolder
+from launcher.processes import start_ticks
+from launcher.runlog import RunFolder, ended, launcher_process
 
 STOP_S = 25.0  # for a run to end, beyond the seconds that its ranks may take to save
 TAIL_BYTES = 8192  # of a file, to find its last line
@@ -35,7 +37,7 @@ class LauncherProcess:
     """The process that a stop request goes to."""
 
     process: int
-    birth: int  # its start, in clock ticks since the machine booted: process ids are reused
+    birth: int  # when it started, in clock ticks since the boot: process ids are reused
     host: str
 
     @property
@@ -45,37 +47,14 @@ class LauncherProcess:
     @property
     def is_alive(self) -> bool:
         """Whether it still runs on this machine."""
-        return self.process > 1 and birth(self.process) == self.birth
-
-
-def birth(process: int) -> int | None:
-    """Return when a process started, in clock ticks since the boot; None where it has ended."""
-    try:
-        stat = Path(f"/proc/{process}/stat").read_bytes()
-    except OSError:
-        return None
-    state, *others = stat.rpartition(b")")[2].split()  # the name before it may hold anything
-    return None if state in (b"Z", b"X") else int(others[18])
-
-
-def identify(process: int) -> LauncherProcess:
-    """Return what run.json says of a process of this machine.
-
-    Raises:
-        ProcessLookupError: it has ended.
-    """
-    born = birth(process)
-    if born is None:
-        raise ProcessLookupError(f"process {process} has ended")
-    return LauncherProcess(process, born, socket.gethostname())
+        return self.process > 1 and start_ticks(self.process) == self.birth
 
 
 @contextlib.contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
     """Make the folder of a run; what cannot be written there from now on is Refused."""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
         cause = f"cannot write to '{folder}' ({error.strerror})"
@@ -91,7 +70,7 @@ def note_start(folder: RunFolder, *, is_detached: bool, grace_s: float) -> None:
     record = {
         "run_id": folder.path.name,
         "state": "starting",
-        "launcher": asdict(identify(os.getpid())),
+        "launcher": launcher_process(os.getpid()),
         "detached": is_detached,
         "grace": grace_s,
         "started": time.time(),
@@ -105,11 +84,11 @@ def note_start(folder: RunFolder, *, is_detached: bool, grace_s: float) -> None:
 def note_end(folder: Path, code: int) -> None:
     """Write into run.json how the run ended that this process started, if it did."""
     run = read(folder)
-    if run is None or run.is_over or run.record.launcher != identify(os.getpid()):
+    me = LauncherProcess(**launcher_process(os.getpid()))
+    if run is None or run.is_over or run.record.launcher != me:
         return
-    record = {"state": "ended", "ended": time.time(), "exit_code": code}
     with contextlib.suppress(OSError):
-        RunFolder(folder.parent, folder.name, 0).write_record(record)
+        RunFolder(folder.parent, folder.name, 0).write_record(ended(code))
 
 
 @dataclass(frozen=True)
@@ -180,15 +159,14 @@ def read(folder: Path) -> Run | None:
 
 
 def refuse_live(folder: Path) -> None:
-    """Raise Refused where a process of this machine runs the run in a folder."""
+    """Raise Refused where the run in a folder is live, as far as this machine can see."""
     run = read(folder)
-    if run is None or run.is_over or run.record.launcher is None:
-        return
-    launcher = run.record.launcher
-    if launcher.is_here and launcher.is_alive and launcher.process != os.getpid():
-        cause = f"run {run.id} is live: process {launcher.process}"
-        cure = "wait for its end, or choose another RUN_ID"
-        raise Refused("run-is-live", f"{cause}; {cure}")
+    launcher = run.record.launcher if run and not run.is_over else None
+    is_ours = launcher is not None and launcher.is_here
+    if launcher and (launcher.is_alive if is_ours else is_locked(folder)):
+        where = "" if is_ours else f" on {launcher.host}"
+        cause = f"run {folder.name} is live: process {launcher.process}{where}"
+        raise Refused("run-is-live", f"{cause}; wait for its end, or choose another RUN_ID")
 
 
 def find_all(log_dir: Path) -> list[Run]:
@@ -222,7 +200,7 @@ def describe(runs: Sequence[Run]) -> str:
             run.state,
             f"since {date(run.since)}",
             f"step {run.record.step}" if run.record.step >= 0 else "",
-            progress(run.folder),
+            progress(run),
         )
         for run in runs
     ]
@@ -231,14 +209,16 @@ def describe(runs: Sequence[Run]) -> str:
     return "\n".join("  ".join(row).rstrip() for row in padded)
 
 
-def progress(folder: Path) -> str:
-    """Return the newest metrics of a run, else the last line that node 0 or its launcher logged."""
+def progress(run: Run) -> str:
+    """Return the newest metrics of a run, else the last line of node 0's output."""
     with contextlib.suppress(ValueError, AttributeError, OSError):
-        values = json.loads(_last_line(folder / "metrics.jsonl"))
+        values = json.loads(_last_line(run.folder / "metrics.jsonl"))
         numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
         kept = (name for name in numbers if name not in ("step", "time"))
         return _shown("  ".join(f"{name} {numbers[name]:.4g}" for name in kept))
-    logs = [folder / "node_0.log", *sorted(folder.glob("launcher_*.log"))]
+    logs = [run.folder / "node_0.log"]
+    if run.record.state == "running":  # and node 0's log may be on its own disk alone
+        logs += sorted(run.folder.glob("launcher_*.log"))
     for log in logs:
         with contextlib.suppress(OSError):
             if line := _last_line(log):

@@ -1,4 +1,4 @@
-"""What a scheduler gives a launch: SLURM's job or step, PBS's job, a login node."""
+"""What SLURM says about this process: its job, its step, or a login node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from launcher.plan import PlanError
 
 @dataclass(frozen=True)
 class Allocation:
-    """The nodes that SLURM gives."""
+    """The nodes of a job or a step."""
 
     num_nodes: int
     master_addr: str
@@ -23,19 +23,19 @@ class Allocation:
 
 
 def in_slurm_job(environ: Mapping[str, str]) -> bool:
-    """Return whether this is a job outside of its steps: a batch script, or salloc's shell."""
+    """Return whether this runs in a job outside its steps: a batch script, salloc's shell."""
     return bool(environ.get("SLURM_JOB_ID")) and not in_slurm_step(environ)
 
 
 def read_job(environ: Mapping[str, str], script: str, asked: int | None) -> Allocation:
-    """Return a job's nodes, the first of which is the master, and the ranks on each.
+    """Return the nodes of a job, with the first as master, and the ranks per node.
 
     Args:
         script: the entry script, as it was typed.
         asked: ranks per node that the user asked for.
 
     Raises:
-        PlanError: this is no job, or one that cannot be used.
+        PlanError: this is not a job, or the scripts cannot use it.
     """
     num_nodes = environ.get("SLURM_JOB_NUM_NODES", "")
     if not environ.get("SLURM_JOB_ID") or not num_nodes:
@@ -71,13 +71,13 @@ def tasks_per_node(environ: Mapping[str, str]) -> int | None:
 
 
 def read_step(environ: Mapping[str, str], typed: Mapping[str, str | None]) -> Allocation:
-    """Return the place of this task of a step of one task per node; what was typed must agree.
+    """Return the nodes and this node's rank from a step with one task per node.
 
     Args:
         typed: the arguments NUM_NODES, NODE_RANK and MASTER_ADDR; None where not given.
 
     Raises:
-        PlanError: the step has several tasks on a node, or the arguments say something else.
+        PlanError: the step has several tasks per node, or an argument contradicts it.
     """
     tasks, nodes = environ["SLURM_STEP_NUM_TASKS"], environ["SLURM_STEP_NUM_NODES"]
     if tasks != nodes:
@@ -94,7 +94,7 @@ def read_step(environ: Mapping[str, str], typed: Mapping[str, str | None]) -> Al
 
 
 def refuse_batch_step(environ: Mapping[str, str], program: str) -> None:
-    """Refuse to be node rank 0 of a job of several nodes on which no srun started anything."""
+    """Raise PlanError in a job of several nodes if srun did not start this process."""
     nodes = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or "1"
     if environ.get("SLURM_JOB_ID") and nodes != "1":
         cause = f"the job has {nodes} nodes and no srun started {program} on them"
@@ -102,7 +102,7 @@ def refuse_batch_step(environ: Mapping[str, str], program: str) -> None:
 
 
 def refuse_many_nodes(environ: Mapping[str, str], program: str) -> None:
-    """Refuse to start one node where the step, or else the job, has several."""
+    """Raise PlanError if the step, or else the job, has several nodes."""
     nodes = "1"
     if in_slurm_step(environ):
         nodes = environ.get("SLURM_STEP_NUM_NODES") or "1"
@@ -114,7 +114,7 @@ def refuse_many_nodes(environ: Mapping[str, str], program: str) -> None:
 
 
 def is_login_node(environ: Mapping[str, str]) -> bool:
-    """Return whether a batch system answers here, and this is no allocation of it."""
+    """Return whether a batch system answers here and this is outside its jobs."""
     if environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID"):
         return False
     return any(_answers(command) for command in (["sinfo"], ["qstat"]))

@@ -121,7 +121,7 @@ def step_command(
     step = ["srun", "--kill-on-bad-exit=1", f"--job-name={plan.run_id}"]
     if cpus := environ.get("SLURM_CPUS_PER_TASK"):  # srun does not inherit it
         step.append(f"--cpus-per-task={cpus}")
-    if environ.get("SLURM_GPUS_PER_NODE"):  # the script's own, which sbatch's options may replace
+    if environ.get("SLURM_GPUS_PER_NODE"):  # the script's value; sbatch's options may differ
         step = ["env", f"SLURM_GPUS_PER_NODE={environ.get('SLURM_GPUS_ON_NODE', '')}", *step]
     threads = f"OMP_NUM_THREADS={environ.get('OMP_NUM_THREADS') or 1}"
     return [*step, *plan.with_variables([threads, plan.python, "-u", *plan.words])]
@@ -130,10 +130,10 @@ def step_command(
 def node_step(
     plan: Plan, options: Sequence[str], command: Sequence[str], environ: Mapping[str, str]
 ) -> list[str]:
-    """Return the srun command that runs `command` once on every node, with all that the job has.
+    """Return the srun command that runs `command` once per node, with all resources of the job.
 
-    By itself, srun takes over neither the processors nor, where sbatch's options differ from the
-    script's, the GPUs. The job name is the step's: by it, this step alone is stopped.
+    srun does not inherit the processors, nor the GPUs where sbatch's options differ from the
+    script's. The job name belongs to the step: stop_step() finds the step by it.
     """
     step = ["env", "--unset=SLURM_GPUS_PER_TASK", "srun", f"--nodes={plan.num_nodes}"]
     step += [f"--ntasks={plan.num_nodes}", "--ntasks-per-node=1"]
@@ -182,7 +182,7 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
         signum = signal.sigwait({*handled, signal.SIGCHLD})
         if signum == NOTICE:
             has_notice = True
-            srun.send_signal(NOTICE)  # srun passes it on to the tasks
+            srun.send_signal(NOTICE)  # srun forwards it to the tasks
         elif signum == signal.SIGINT and interrupts.is_second():
             srun.terminate()  # which kills them
         elif signum != signal.SIGCHLD:
@@ -205,30 +205,29 @@ def stop_step(name: str, srun: subprocess.Popen[bytes]) -> None:
     try:
         listed = subprocess.check_output([*command, "--format=%i %j"], timeout=SQUEUE_S, text=True)
     except (OSError, subprocess.SubprocessError):
-        srun.send_signal(NOTICE)  # this needs no answer of SLURM's controller
+        srun.send_signal(NOTICE)  # works without SLURM's controller
         return
     steps = [line.split()[0] for line in listed.splitlines() if line.split()[1:] == [name]]
     if steps:
         subprocess.run(["scancel", "--signal=TERM", *steps])
     else:
-        srun.terminate()  # it still waits for its step
+        srun.terminate()  # the step has not started yet
 
 
 def requeue(plan: Plan, environ: Mapping[str, str] = os.environ) -> bool:
     """Put the job back into the queue, where SLURM starts it again under its id.
 
-    Returns False where SLURM refuses. After three restarts in a row without a new checkpoint the
-    job ends instead.
+    After three restarts in a row without a new checkpoint the job ends instead. Returns False if
+    SLURM refuses.
     """
     if plan.checkpoint_dir is not None:
         latest = plan.directory / plan.checkpoint_dir / plan.run_id / "latest"
         record = plan.directory / plan.log_dir / plan.run_id / "requeues"
         record.parent.mkdir(parents=True, exist_ok=True)
         newest = os.readlink(latest) if latest.is_symlink() else "none"
-        with record.open("a+") as file:
+        with record.open("a") as file:
             print(newest, file=file)
-            file.seek(0)
-            last = file.read().splitlines()[-MOST_RESTARTS - 1 :]
+        last = record.read_text().splitlines()[-MOST_RESTARTS - 1 :]
         if last == [newest] * (MOST_RESTARTS + 1):
             cause = f"{MOST_RESTARTS} restarts gained no step; the job is not requeued"
             print(f"{plan.program}: {cause}", file=sys.stderr)

@@ -9,6 +9,7 @@ calls what it is given when nothing is left to refuse, before it starts the firs
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
         if plan.fanout == "check":
             check_config(plan)
             return 0
-        be_ready = detach.prepare(plan, script=typed.typed[0], copy=typed.copy)
+        be_ready = detach.prepare(plan, script=typed.typed[0])
         fanout = importlib.import_module(f"launcher.{plan.fanout}")
         code = int(fanout.run(check_config(plan), be_ready))
         runs.note_end(plan.log_dir / plan.run_id, code)
@@ -59,6 +60,12 @@ def main(arguments: Sequence[str]) -> int:
         return 3
     except (PlanError, LauncherError, HostlistError) as error:
         print(f"{typed.program}: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno != errno.E2BIG:
+            raise
+        cause = "the arguments are longer than the system allows a program"
+        print(f"{typed.program}: {cause}; put them into a file", file=sys.stderr)
         return 2
 
 

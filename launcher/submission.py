@@ -1,6 +1,6 @@
-"""The commands that ask SLURM or PBS for a job, and fan-out of a batch script outside of a job.
+"""The commands that submit a job to SLURM or PBS, for resume lines and for --dry-run.
 
-A batch script with --dry-run outside of a job shows what the scheduler is asked for, and how.
+`run` is the fan-out of a batch script that runs with --dry-run outside a job.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +22,8 @@ _TASKS = re.compile(r"--ntasks-per-node=(\d+)")
 _GPUS = re.compile(r"(?:--gpus-per-node=|--gres=gpu:|n?gpus=)(?:[a-z]\w*:)?(\d+)")
 
 
-def run(plan: Plan) -> int:
-    """Show the job that a batch script asks for, as far as it is known before it starts."""
+def run(plan: Plan, _be_ready: Callable[[], None]) -> int:
+    """Print what is known of the job before it starts, and the command that submits it."""
     counts = plan.rank_counts(plan.nproc) if plan.nproc else []
     backend = plan.backend.replace("auto", "nccl with GPUs, else gloo")
     plan = replace(plan, run_id=plan.run_id or JOB_ID, backend=backend)
@@ -35,7 +35,7 @@ def run(plan: Plan) -> int:
 
 
 def read_script(file: Path, nproc: int | None) -> Allocation:
-    """Return what the #SBATCH or #PBS lines of a batch script ask for.
+    """Return the nodes and ranks that the #SBATCH or #PBS lines of a batch script ask for.
 
     Args:
         nproc: ranks per node that the user asked for.
@@ -57,7 +57,7 @@ def _last(pattern: re.Pattern[str], lines: Sequence[str]) -> int:
 
 
 def pbs_command(script: str, typed: Sequence[str]) -> list[str]:
-    """Return the qsub command that stands for what was typed; -V takes the variables along."""
+    """Return the qsub command for what was typed; -V forwards the variables."""
     arguments = ["-F", shlex.join(typed[1:])] if typed[1:] else []
     return ["qsub", "-V", *arguments, script]
 
@@ -65,10 +65,10 @@ def pbs_command(script: str, typed: Sequence[str]) -> list[str]:
 def slurm_command(
     environ: Mapping[str, str], script: str | None, typed: Sequence[str]
 ) -> list[str]:
-    """Return the command that starts the same in a job of the same size, from any shell.
+    """Return the command that runs what was typed in a job of the same size, from any shell.
 
     Args:
-        script: ours, if that was typed; sbatch takes no other.
+        script: the batch script of this project; None if another script was typed.
     """
     if not environ.get("SLURM_JOB_ID"):
         return ["sbatch", script or typed[0], *typed[1:]]
@@ -84,7 +84,7 @@ def slurm_command(
 
 
 def _gres(job: str) -> list[str]:
-    """Return the option by which an allocation of salloc has its GPUs: no variable tells."""
+    """Return the --gres option of a job; salloc sets no variable for it."""
     command = ["squeue", "--noheader", f"--job={job}", "--format=%b"]
     try:
         answer = subprocess.check_output(

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Train here, wherever that is: on a plain machine, or on all nodes of a SLURM or PBS allocation.
+# Train wherever you are: on a plain machine, or on all nodes of a SLURM or PBS allocation.
 #
 # usage: scripts/run_ddp.sh [-n NPROC] [-c CONFIG] [-l LOG_LEVEL] [key=value...] [-- ARGS...]
 #
-#   -n, --num-gpus NPROC        processes to start (default: one per GPU, one where there is none)
-#   -c, --config CONFIG         the configuration, a YAML file (default: config/local3.yaml)
+#   -n, --num-gpus NPROC        number of processes (default: one per GPU, or one without GPUs)
+#   -c, --config CONFIG         the config, a YAML file (default: config/local3.yaml)
 #   --config-path DIR --config-name NAME
 #                               the same in two parts: DIR/NAME.yaml
 #   -l, --log-level LOG_LEVEL   DEBUG, INFO, WARNING or ERROR
-#   key=value                   settings that replace the config's
+#   key=value                   settings that override the config
 #
 # example: scripts/run_ddp.sh -n 4 -c config/local3.yaml train.max_steps=100
 set -euo pipefail

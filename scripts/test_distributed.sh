@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# Verify the set-up: environment, collectives with known answers, bandwidth, a verdict in one line.
+# Verify the set-up: environment, collectives with known results, bandwidth. Ends with PASS or FAIL.
 #
 # usage: scripts/test_distributed.sh [N] [NODE...]
 #
-#   N        processes to start, on each node (default: one per GPU, two where there is none)
-#   NODE     machines to verify together, over ssh, as launch_torchrun_auto.sh is given them
-#            (default: this one)
-#   -f FILE  more of them, one a line
+#   N        processes on each node (default: one per GPU, or two without GPUs)
+#   NODE     machines to test together over ssh, named as for launch_torchrun_auto.sh
+#            (default: this machine)
+#   -f FILE  read more machines from FILE, one per line
 #
 # example: scripts/test_distributed.sh 2
 #          scripts/test_distributed.sh 8 node1 node2
 #
-# It runs in the project's folder; TRAIN_SCRIPT and CONFIG_FLAG have no part in it.
+# It runs in the project's folder, writes its logs where you start it, and ignores TRAIN_SCRIPT and
+# CONFIG_FLAG.
 set -euo pipefail
 LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
 [[ -r $LIB/launch.sh ]] || LIB=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/scripts/lib # a scheduler's copy

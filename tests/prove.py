@@ -28,7 +28,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import figures
 from agents import PROGRAM, Run
+from conftest import isolate
 from recovery import FAULT_POINTS, STOPS, Job
 from table import describe_machine, render
 
@@ -58,6 +60,7 @@ def main() -> None:
         text += f"\n## {section}\n"
         is_kept &= is_section_kept
     PROOFS.write_text(text, encoding="utf-8")
+    figures.write()
     print(text)
     sys.exit(not is_kept)
 
@@ -97,10 +100,11 @@ def prove_kills(times: int) -> tuple[str, bool]:
             equal += job.kill_and_finish(f"killed-{number}", 2, longer, kills) == never
         found = (job.folder / "killed").read_text().split()
     points = ", ".join(f"{name} {found.count(name)}" for name in sorted(set(found)))
+    head = ["kills", "runs", "equal to an uninterrupted run"]
     text = (
         "Killed while saving\n\n"
-        f"{len(found)} x SIGKILL of both ranks at a random point of saving, in {runs} runs.\n"
-        f"{equal} of them ended with the weights and metrics of a run never killed.\n"
+        "SIGKILL to both ranks, at random points of a save. Weights and metrics are compared.\n\n"
+        f"{render(head, [[str(len(found)), str(runs), str(equal)]])}\n\n"
         f"Points: {points}."
     )
     return text, equal == runs and (times < 20 or set(found) == FAULT_POINTS)
@@ -125,7 +129,7 @@ def prove_stops(times: int) -> tuple[str, bool]:
                     row = [str(nproc), str(workers), str(stops)]
                     rows.append([*row, *("equal" if one else "DIFFER" for one in is_equal)])
     head = ["ranks", "data workers each", "stops", "weights", "metrics"]
-    text = f"Stopped and resumed\n\nAgainst the same run never stopped\n\n{render(head, rows)}"
+    text = f"Stopped and resumed\n\nCompared with an uninterrupted run\n\n{render(head, rows)}"
     return text, not any("DIFFER" in row for row in rows)
 
 
@@ -173,4 +177,6 @@ def summarise(victim: str, busy: str, times: int, tally: Tally) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as own:
+        isolate(own)
+        main()

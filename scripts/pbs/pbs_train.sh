@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Train in a PBS job (PBS Pro, OpenPBS, Torque), on all of its nodes, over ssh.
+# Train in a PBS job (PBS Pro, OpenPBS, Torque) on all of its nodes, over ssh.
 #
 # usage: qsub [QSUB OPTIONS] scripts/pbs/pbs_train.sh
 #
-#   -v CONFIG=FILE        the configuration, a YAML file (default: config/local3.yaml)
-#   -F "CONFIG key=value"  the same with settings, if this qsub has -F (OpenPBS, Torque)
-#   --dry-run             outside of a job: show the qsub command
+#   -v CONFIG=FILE        the config, a YAML file (default: config/local3.yaml)
+#   -F "CONFIG key=value"  the same with settings, if your qsub has -F (OpenPBS, Torque)
+#   --dry-run             outside a job: show the qsub command
 #
 # example: qsub -l select=4:ngpus=8 -v CONFIG=config/local3.yaml scripts/pbs/pbs_train.sh
 #

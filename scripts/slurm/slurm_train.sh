@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Train in a SLURM job, on all of its nodes.
+# Train in a SLURM job on all of its nodes.
 #
 # usage: sbatch [SBATCH OPTIONS] scripts/slurm/slurm_train.sh [CONFIG] [key=value...] [-- ARGS...]
 #
-#   CONFIG     the configuration, a YAML file (default: config/local3.yaml)
-#   key=value  settings that replace the config's
-#   --dry-run  outside of a job: show the sbatch command
+#   CONFIG     the config, a YAML file (default: config/local3.yaml)
+#   key=value  settings that override the config
+#   --dry-run  outside a job: show the sbatch command
 #
 # example: sbatch --nodes=4 --gpus-per-node=8 scripts/slurm/slurm_train.sh config/local3.yaml
-#          inside an allocation of salloc: the same without sbatch
+#          under salloc: the same without sbatch
 #
 # The job's size. Edit it here, or give the options to sbatch, which win. Ranks per node: the tasks
 # per node if more than one, else the GPUs.

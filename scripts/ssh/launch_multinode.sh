@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Train on several machines through torch.distributed.launch, for older PyTorch: run this once.
+# Train on several machines through torch.distributed.launch, for older PyTorch. Run it once.
 #
 # usage: scripts/ssh/launch_multinode.sh CONFIG NPROC NODE... [key=value...] [-- ARGS...]
 #
-#   --use-env  tell the ranks their local rank by LOCAL_RANK alone, not by --local-rank too
+#   --use-env  pass the local rank only as LOCAL_RANK, not also as --local-rank
 #
 # example: scripts/ssh/launch_multinode.sh config/local3.yaml 8 node1 node2
 set -euo pipefail

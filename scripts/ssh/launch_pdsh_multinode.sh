@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on several machines through pdsh: run this once.
+# Train on several machines through pdsh. Run it once.
 #
 # usage: scripts/ssh/launch_pdsh_multinode.sh CONFIG NPROC NODE... [key=value...] [-- ARGS...]
 #

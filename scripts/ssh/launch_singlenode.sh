@@ -3,9 +3,9 @@
 #
 # usage: scripts/ssh/launch_singlenode.sh CONFIG [NPROC] [key=value...] [-- ARGS...]
 #
-#   CONFIG     the configuration, a YAML file
-#   NPROC      processes to start (default: one per GPU, one where there is none)
-#   key=value  settings that replace the config's
+#   CONFIG     the config, a YAML file
+#   NPROC      number of processes (default: one per GPU, or one without GPUs)
+#   key=value  settings that override the config
 #
 # example: scripts/ssh/launch_singlenode.sh config/local3.yaml 2 train.max_steps=100
 set -euo pipefail

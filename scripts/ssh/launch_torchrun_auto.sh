@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on several machines: run this once, it starts every node over ssh.
+# Train on several machines. Run it once: it starts every node over ssh.
 #
 # usage: scripts/ssh/launch_torchrun_auto.sh CONFIG NPROC NODE... [key=value...] [-- ARGS...]
 #

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Train on several machines: run this by hand on each of them.
+# Train on several machines. Run it by hand on each of them.
 #
 # usage: scripts/ssh/launch_torchrun_multinode.sh CONFIG NPROC NNODES NODE_RANK MASTER_ADDR [MASTER_PORT] [key=value...] [-- ARGS...]
 #
-#   CONFIG       the configuration, a YAML file, the same on every machine
+#   CONFIG       the config, a YAML file, the same on every machine
 #   NPROC        processes on each machine
-#   NNODES       machines in all
+#   NNODES       number of machines
 #   NODE_RANK    this machine's number, from 0
 #   MASTER_ADDR  address of machine 0
 #   MASTER_PORT  a free port on machine 0 (default: 29500)
-#   key=value    settings that replace the config's
+#   key=value    settings that override the config
 #
 # example: scripts/ssh/launch_torchrun_multinode.sh config/local3.yaml 8 2 0 10.0.0.1
-#          and on the second machine the same with 1 for the 0
+#          and on the second machine, the same with 1 instead of 0
 set -euo pipefail
 LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib
 [[ -r $LIB/launch.sh ]] || LIB=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/scripts/lib # a scheduler's copy

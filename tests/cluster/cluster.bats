@@ -101,6 +101,14 @@ teardown_file() {
   [[ $status == 255 && $output == *"Host key verification failed"* ]]
 }
 
+@test "a host's home is the cluster's, whose ssh reads none of the user's settings" {
+  local home=$CLUSTER_DIR/home
+  # shellcheck disable=SC2016,SC2088 # for the host
+  [[ $(on login bash -c 'echo "$HOME" ~root') == "$home $home" ]]
+  # shellcheck disable=SC2016 # for the far end
+  [[ $(on login ssh node1 'echo "$HOME $PWD"') == "$home $home" ]]
+}
+
 @test "pdsh: over ssh, with host lists" {
   run on login pdsh -R ssh -w 'node[1-3]' hostname
   [[ $(sort <<<"$output") == $'node1: node1\nnode2: node2\nnode3: node3' ]]
@@ -121,7 +129,7 @@ teardown_file() {
 
 @test "run: the caller's variables come through, whatever their names" {
   export HERE=1 DIR=2 HOST=3 INIT=4 signal=5
-  local ours='^(SLURM_CONF|SSH_OPTS|PDSH_[A-Z_]+|PATH|SHLVL|_)='
+  local ours='^(SLURM_CONF|SSH_OPTS|PDSH_[A-Z_]+|PATH|HOME|SHLVL|_)='
   diff <(env | grep -vE "$ours" | sort) <(on node1 env | grep -vE "$ours" | sort)
 }
 

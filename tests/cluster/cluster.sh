@@ -19,14 +19,15 @@
 #
 # CLUSTER_DIR (default: /var/lib/launch-kit-cluster) keeps all of its files; clusters with different
 # folders do not meet. A host has its own name, network, process ids, /run, /dev/shm, sshd and slurmd.
-# All else is shared, as on a cluster with NFS. There is no way from it to other networks.
+# All hosts share an empty home. All else is shared too, as on a cluster with NFS. There is no way from it to other networks.
 set -euo pipefail
 shopt -s nullglob
 # Names that no one has exported: the commands that run on hosts get the caller's variables.
 BOX_HERE=$(dirname -- "$(readlink -f -- "$0")")
 BOX=${CLUSTER_DIR:-/var/lib/launch-kit-cluster}
 BOX_MARK=$BOX/.cluster-in-a-box # what holds it may be removed
-PATH=${PATH//"$BOX/bin:"/}:/usr/sbin:/sbin
+# With the packages' own folders, also where the caller's PATH leaves out the scheduler.
+PATH=${PATH//"$BOX/bin:"/}:/usr/bin:/usr/sbin:/sbin
 BOX_TOOLS=( # <package>:<its command>
   slurmctld:slurmctld slurmd:slurmd slurm-client:sbatch munge:munged
   openssh-server:sshd pdsh:pdsh iproute2:tc iptables:iptables
@@ -142,7 +143,7 @@ hosts() {
 make_files() { # <nodes>
   local host i file hosts=(login) address=10.0.0.254
   rmdir -- "$BOX" 2>/dev/null || [[ ! -e $BOX ]] || die 2 "$BOX holds files of others; set CLUSTER_DIR"
-  mkdir -p -- "$BOX"/{bin,etc,gpus,hosts,keys,logs,state}
+  mkdir -p -- "$BOX"/{bin,etc,gpus,home,hosts,keys,logs,state}
   touch "$BOX_MARK"
   for ((i = 0; i < 8; i++)); do ln -s /dev/null "$BOX/gpus/gpu$i"; done # SLURM wants devices
   chmod 700 "$BOX/keys" "$BOX/state"
@@ -158,6 +159,8 @@ make_files() { # <nodes>
     ssh-keygen -q -t ed25519 -N '' -C "$host" -f "$BOX/keys/$host"
     echo "$host,$address,fd00::${address##*.} $(<"$BOX/keys/$host.pub")" >>"$BOX/etc/known_hosts"
   done
+  # ssh and sshd look for the files of root's home here, not in those of whoever runs this.
+  awk -F: -v OFS=: -v home="$BOX/home" '$3 == 0 { $6 = home } 1' /etc/passwd >"$BOX/etc/passwd"
   for file in "$BOX_HERE"/etc/*; do
     sed "s|@DIR@|$BOX|g; s|@NODES@|$1|g" "$file" >"$BOX/etc/${file##*/}"
   done
@@ -191,6 +194,7 @@ become_host() { # <host>
   hostname "$1"
   ip link set lo up
   mount --bind "$BOX/etc/hosts" /etc/hosts
+  mount --bind "$BOX/etc/passwd" /etc/passwd
   mount --bind "$BOX/etc/ssh_config" /etc/ssh/ssh_config # a bare ssh works, and reads no one's keys
   mount -t tmpfs -o mode=755 run /run                    # hides the machine's munge, resolver, sshd
   mkdir /run/munge /run/sshd
@@ -266,7 +270,7 @@ find_way() { # <host>
   find_init "$1" || die 3 "no host '$1' is up; start it with make cluster-up"
   BOX_ENTER=( # PATH is the caller's, but for our own stand-ins
     nsenter --target "$BOX_INIT" --net --uts --mount --pid
-    setpriv --pdeathsig KILL env --unset=HOSTNAME --chdir="$PWD" PATH="$PATH"
+    setpriv --pdeathsig KILL env --unset=HOSTNAME --chdir="$PWD" PATH="$PATH" HOME="$BOX/home"
     SLURM_CONF="$BOX/etc/slurm.conf" PDSH_RCMD_TYPE=ssh
     SSH_OPTS="-F $BOX/etc/ssh_config" PDSH_SSH_ARGS_APPEND="-F $BOX/etc/ssh_config"
   )

@@ -4,6 +4,10 @@
 
 CLUSTER=${BATS_TEST_DIRNAME:?}/cluster.sh
 
+# shellcheck source=tests/isolate.bash
+source "$BATS_TEST_DIRNAME/../isolate.bash"
+isolate_test
+
 setup() {
   cd -- "${BATS_TEST_TMPDIR:?}" || return
 }

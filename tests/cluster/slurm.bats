@@ -258,6 +258,21 @@ has_restarts() { # <number>
   eventually 30 has_ended "$JOB"
 }
 
+@test "a notice during the preflight is kept, and acted upon before the ranks start" {
+  mkdir fake
+  cat >fake/srun <<SH
+#!/bin/bash
+[[ "\$*" != *launcher.preflight* || -e noticed ]] || { touch noticed && kill -USR1 "\$PPID"; }
+exec $(on login bash -c 'type -P srun') "\$@"
+SH
+  chmod +x fake/srun
+  JOB=$(PATH=$PWD/fake:$PATH on login sbatch --parsable --output=job.out --nodes=2 scripts/slurm/slurm_train.sh config/local3.yaml "${SMALL[@]}")
+  eventually 90 has_ended "$JOB"
+  cat job.out
+  [[ $(field "$JOB" Restarts) == Restarts=1 && $(field "$JOB" ExitCode) == ExitCode=0:0 ]]
+  [[ $(grep -c '^run ' job.out) == 2 && $(grep -c '^model ' job.out) == 1 ]]
+}
+
 # bats test_tags=prove
 @test "a lost node: its jobs go on elsewhere to their ends, and what was cut off commits nothing" {
   local many=(train.max_steps=600 "${SMALL[@]:1}" checkpoint.every=50) two lost other
@@ -420,7 +435,7 @@ TABLE
   never=$!
   run --separate-stderr on login scripts/submit_with_config.sh config=config/local3.yaml num_gpus=1 \
     prepare=prepare.sh num_gpus_train=2 --wait "${SMALL[@]}"
-  [[ $status == 0 && $output == *"done       step 6 (6 steps"* ]]
+  [[ $status == 0 && $output == *"done       step 6 "* ]]
   [[ $(<prepared) == "1 GPU for config/local3.yaml" ]]
   end_of "$seven"
   ((CODE == 7))
@@ -466,7 +481,7 @@ nothing_queued() {
     echo "$output"
     [[ $output == *JobState=COMPLETED* && $output != *ExitCode=[!0]* ]]
   done
-  [[ $(grep -L '^done       step 2 (2 steps' logs/slurm-*.out) == "" ]]
+  [[ $(grep -L '^done       step 2 ' logs/slurm-*.out) == "" ]]
 }
 
 @test "outside of a job: exit 2, and what to do; --dry-run shows the sbatch command" {

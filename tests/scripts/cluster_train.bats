@@ -17,7 +17,7 @@ export_step() {
   run --separate-stderr launch plain.yaml 2 1 10.0.0.1 23456 --dry-run
   [[ $status == 0 ]]
   assert_output "# node 1 ($HOST): ranks 1-1 of 2, rendezvous 10.0.0.1:23456
-$(golden_command "$ROOT/scripts/cluster_train.sh\\ plain.yaml\\ 2\\ 1\\ 10.0.0.1\\ 23456" \
+$(golden_command "$ROOT/scripts/cluster_train.sh plain.yaml 2 1 10.0.0.1 23456" \
     2 1 1 10.0.0.1 "$ROOT/train.py --config plain.yaml")"
   [[ ! -e logs ]]
 }

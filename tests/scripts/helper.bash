@@ -4,28 +4,17 @@
 ROOT=$(cd -- "$BATS_TEST_DIRNAME/../.." && pwd -P)
 HOST=${HOSTNAME%%.*}
 
+# shellcheck source=tests/isolate.bash
+source "$ROOT/tests/isolate.bash"
+isolate_test
+
 setup() {
   cd -- "$BATS_TEST_TMPDIR" || return
-  find_python
-  # The tests decide about all that a launcher reads.
-  unset CONDA_ENV MODULES TRAIN_SCRIPT CONFIG_FLAG BACKEND RUN_ID LOG_DIR LOG_LEVEL GRACE NO_COLOR \
-    NPROC_PER_NODE MASTER_ADDR MASTER_PORT MAX_RESTARTS SKIP_PREFLIGHT CUDA_VISIBLE_DEVICES \
-    SSH_OPTS FORWARD_ENV "${!SLURM_@}" "${!PBS_@}" GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME MAKEFLAGS MAKELEVEL
   make_config plain.yaml
 }
 
 make_config() { # <file>
   echo "train: {max_steps: 1, batch_size: 1}" >"$1"
-}
-
-# The tests' Python, whatever names it: PYTHON, VENV, or the project's own.
-find_python() {
-  if [[ -z ${PYTHON:-} ]]; then
-    PYTHON=${VENV:-$ROOT/.venv}/bin/python
-    [[ -x $PYTHON ]] || PYTHON=$(type -P python3)
-  fi
-  export PYTHON
-  unset VENV VIRTUAL_ENV CONDA_PREFIX
 }
 
 # A training script that writes what it was given, byte for byte, as JSON.

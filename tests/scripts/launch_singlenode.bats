@@ -102,6 +102,7 @@ PY
   [[ $status == 7 ]]
 }
 
+# bats test_tags=slow
 @test "arguments arrive byte for byte" {
   make_dump
   make_config "$ODD_CONFIG"
@@ -227,6 +228,7 @@ PY
   [[ $status == 0 && ${lines[0]} == *"warning: "*"[low-nofile]" && $output == *"14 checks on 1 node: 1 warning in"* ]]
 }
 
+# bats test_tags=slow
 @test "SKIP_PREFLIGHT=1 leaves the checks out" {
   fake_gpus 1
   echo 'raise SystemExit' >own.py

@@ -17,7 +17,7 @@ setup_folder() {
   setup_folder
   run launch --dry-run
   [[ $status == 0 && $output == *"run        7.host "*"n2 (master, n2:"*"  n1"*"4 = 2 nodes x 2"* ]]
-  [[ $output == *'LAUNCH_COMMAND=qsub\\\ -V\\\ scripts/pbs/pbs_train.sh'* ]]
+  [[ $output == *"'LAUNCH_COMMAND=qsub -V scripts/pbs/pbs_train.sh'"* ]]
   TRAIN_SCRIPT=x CONFIG=- run launch a=1 resume=never --dry-run -- 2
   [[ $output == *"LAUNCH_COMMAND=TRAIN_SCRIPT=x"*" CONFIG=-"*" qsub"*" -V"*" -F"*" a=1"*" --"*" 2"*" scripts/pbs/pbs_train.sh"* ]]
   [[ ${lines[6]%%resume=never*} == *pbs_train.sh* ]]
@@ -36,10 +36,10 @@ setup_folder() {
 @test "a copy far from the project: exit 2, and what to do" {
   touch nodes
   run launch plain.yaml
-  [[ $status == 2 && $output == "pbs_train.sh: this is a copy, and finds no scripts/lib; submit it in the project's folder" ]]
+  [[ $status == 2 && $output == "pbs_train.sh: this is a copy and finds no scripts/lib; submit it from the project's folder" ]]
 }
 
 @test "outside of a job: exit 2, and what to do" {
   run "$ROOT/scripts/pbs/pbs_train.sh" plain.yaml
-  assert_refused 2 "this is no PBS job; use qsub "
+  assert_refused 2 "this is no PBS job; use qsub"
 }

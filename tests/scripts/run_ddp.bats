@@ -11,8 +11,9 @@ launch() {
   run --separate-stderr launch -n 2 -c plain.yaml -l INFO --dry-run
   [[ $status == 0 ]]
   local command
-  command=$(golden_command "MASTER_PORT=23456\\ $ROOT/scripts/run_ddp.sh\\ -n\\ 2\\ -c\\ plain.yaml\\ -l\\ INFO LOG_LEVEL=INFO" \
+  command=$(golden_command "MASTER_PORT=23456 $ROOT/scripts/run_ddp.sh -n 2 -c plain.yaml -l INFO" \
     1 0 2 127.0.0.1 "$ROOT/train.py --config plain.yaml")
+  command=${command/"INFO' "/"INFO' LOG_LEVEL=INFO "}
   assert_output "# node 0 ($HOST): ranks 0-1 of 2, rendezvous 127.0.0.1:23456
 $command"
   run --separate-stderr launch --num-gpus=2 --config plain.yaml --log-level=INFO --dry-run
@@ -62,6 +63,10 @@ $command"
   assert_refused 2 "unknown option '-x'"
   run launch plain.yaml
   assert_refused 2 "one argument too many, 'plain.yaml'"
+  touch own.py
+  # shellcheck disable=SC2046 # many words
+  TRAIN_SCRIPT=own.py run launch -c - -- $(seq 100000 130000)
+  [[ $status == 2 && ${lines[-1]} == "run_ddp.sh: the arguments are longer than the system allows a program; put them into a file" ]]
 }
 
 @test "an allocation of several nodes: exit 2, and what to use" {

@@ -10,9 +10,11 @@ launch() {
   export RUN_ID=golden MASTER_PORT=23456
   run --separate-stderr launch 3 --dry-run
   [[ $status == 0 ]]
+  local typed_in=$PWD golden
   cd "$ROOT"
+  golden=$(golden_command "MASTER_PORT=23456 $ROOT/scripts/test_distributed.sh 3" 1 0 3 127.0.0.1 "-m distributed.selftest")
   assert_output "# node 0 ($HOST): ranks 0-2 of 3, rendezvous 127.0.0.1:23456
-$(golden_command "MASTER_PORT=23456 $ROOT/scripts/test_distributed.sh 3" 1 0 3 127.0.0.1 "-m distributed.selftest")"
+${golden/--log-dir logs/--log-dir $typed_in/logs}"
 }
 
 @test "two processes where there is no GPU, else one per GPU" {
@@ -23,6 +25,7 @@ $(golden_command "MASTER_PORT=23456 $ROOT/scripts/test_distributed.sh 3" 1 0 3 1
   [[ $output == *"3 = 1 node x 3, nccl"* ]]
 }
 
+# bats test_tags=slow
 @test "the verdict in one line" {
   LOG_DIR=$PWD/logs run --separate-stderr launch 2 -- --seconds 0.1
   [[ $status == 0 && ${lines[-1]} == "PASS  2 ranks on 1 node, gloo: "* ]]

@@ -123,14 +123,11 @@ class Run:
 
 
 def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    return processes.start_ticks(pid) is not None
 
 
 def kill_what_is_left(runs: Iterable[Run]) -> None:
-    """After a test, whatever its outcome: only what these runs started."""
+    """Clean up after a test, whatever its outcome: only what these runs started."""
     for run in runs:
         run.look()
         processes.send(run.survivors(), signal.SIGKILL)

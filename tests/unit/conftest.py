@@ -1,6 +1,63 @@
-"""What holds for all tests."""
+"""What holds for all tests: each is isolated from the machine and from who runs it."""
 
+from __future__ import annotations
+
+import functools
+import os
+import shutil
 import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
 
 # A runner in the background ignores it, and all that the tests start would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any module of tests is loaded, take over the environment that the other tests have."""
+    folder = tempfile.mkdtemp(prefix="tests-")
+    config.add_cleanup(functools.partial(shutil.rmtree, folder))
+    isolate(folder)
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the torch of the workers; more only spin
+
+
+def pytest_collection_finish() -> None:
+    """What the tests start decides by itself; the worker's torch has been loaded."""
+    os.environ.pop("OMP_NUM_THREADS", None)
+
+
+def isolate(folder: str) -> None:
+    """Replace the environment; `folder` is to hold what stands in for folders of PATH."""
+    script = 'source "$0"; isolate "$1"; env -0'
+    command = ["bash", "-c", script, str(ROOT / "tests/isolate.bash"), folder]
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.split(b"\0")[:-1]
+    os.environb.clear()
+    parts = (line.partition(b"=") for line in said)
+    os.environb.update({name: value for name, _, value in parts})
+    os.environ["HOME"] = folder
+    os.umask(0o022)
+
+
+@pytest.fixture(autouse=True)
+def own_place(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Give each test an empty HOME and the project's folder to work in; undo what it sets."""
+    monkeypatch.chdir(ROOT)
+    with mock.patch.dict(os.environ, HOME=str(tmp_path_factory.mktemp("home"))):
+        yield
+
+
+@pytest.fixture
+def listener() -> Iterator[int]:
+    """Return a port on which somebody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield int(server.getsockname()[1])

@@ -70,6 +70,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
 Launch = Callable[..., Launcher]
 
 
+@pytest.mark.slow
 def test_a_failure_is_sent_and_not_printed(launch: Launch) -> None:
     launcher = launch("raise", "1", LAUNCH_COMMAND="launch 'a b'")
     end, err = launcher.end()
@@ -121,6 +122,7 @@ def test_the_guardian_tells_of_a_killed_agent(launch: Launch) -> None:
     assert "FAILED" not in err
 
 
+@pytest.mark.slow
 def test_an_open_line_is_ended_before_the_message(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("import os; os.write(1, b'no end')")
     launcher = launch()
@@ -129,6 +131,7 @@ def test_an_open_line_is_ended_before_the_message(launch: Launch, tmp_path: Path
     assert launcher.run.output.startswith("no end")
 
 
+@pytest.mark.slow
 def test_a_run_within_the_run_has_a_stdin_of_its_own(launch: Launch, tmp_path: Path) -> None:
     inner = tmp_path / "inner.py"
     inner.write_text("import sys; print('inner read', sys.stdin.read()); raise ValueError('inner')")

@@ -18,7 +18,7 @@ from training.settings import KNOWN, Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = [ROOT / f"{name}.md" for name in ("README", "LAUNCH_GUIDE", "TROUBLESHOOTING")]
-GUIDES += [ROOT / "CONTRIBUTING.md", ROOT / "bench/README.md"]
+GUIDES += [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "bench/README.md"]
 TEXT = {guide.name if guide.parent == ROOT else "bench": guide.read_text() for guide in GUIDES}
 LAUNCH_GUIDE = TEXT["LAUNCH_GUIDE.md"]
 CONFIG_SECTION = LAUNCH_GUIDE.partition("\n## The config\n")[2].partition("\n## ")[0]
@@ -64,6 +64,8 @@ NO_FAULTS = {
     *("compute-apps", "nvidia-smi"),
 }
 
+NOT_LISTED = ("__init__", "__pycache__")
+
 NAME = r"[a-z]+(?:-[a-z]+)+"
 
 
@@ -105,7 +107,7 @@ ALL_CODE = "\n".join(map(code_of, TEXT.values()))
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: str(guide.relative_to(ROOT)))
 def test_every_relative_link_leads_somewhere(guide: Path) -> None:
-    for link in re.findall(r"\]\(([^)\s]+)\)", guide.read_text()):
+    for link in re.findall(r"(?:\]\(|src=\")([^)\s\"]+)", guide.read_text()):
         if link.startswith("https://"):
             continue
         path, _, anchor = link.partition("#")
@@ -116,18 +118,35 @@ def test_every_relative_link_leads_somewhere(guide: Path) -> None:
 
 def test_every_path_named_exists() -> None:
     folders = "|".join(
-        (".ci", "bench", "config", "distributed", "launcher", "scripts", "tests", "training")
+        (
+            ".ci",
+            "bench",
+            "config",
+            "distributed",
+            "examples",
+            "launcher",
+            "scripts",
+            "tests",
+            "training",
+        )
     )
     for path in re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./-]*", ALL_CODE):
         assert (ROOT / path.rstrip(".")).exists(), path
-    layout = next(block for block in blocks(TEXT["CONTRIBUTING.md"]) if "lib/plan.sh" in block)
-    folder = ""
+
+
+def test_the_layout_names_every_file_and_no_other() -> None:
+    layout = next(block for block in blocks(TEXT["CONTRIBUTING.md"]) if "lib/launch.sh" in block)
+    folder, named = "", set()
     for line in layout.splitlines():
-        names = re.match(r" {4,}((?:[\w./]+ )*[\w./]+)", line)
-        assert names, line
-        for name in names[1].split():
-            folder = name if name.endswith("/") else folder
-            assert (ROOT / name).exists() or (ROOT / folder / name).exists(), line
+        indent, names = re.match(r"( +)((?:[\w./]+ )*[\w./]+)", line).groups()  # type: ignore
+        for name in names.split():
+            folder = name if name.endswith("/") and len(indent) == 4 else folder
+            is_below = len(indent) > 4 and name != folder
+            path = ROOT / (f"{folder}{name}" if is_below else name)
+            assert path.exists(), line
+            named.add(path)
+    for pattern in ("scripts/lib/*", "launcher/*.py", "distributed/*.py", "training/*.py"):
+        assert {path for path in ROOT.glob(pattern) if path.stem not in NOT_LISTED} <= named
 
 
 def test_every_module_named_exists() -> None:

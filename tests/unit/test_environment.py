@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from captured import captured
 
 from distributed.environment import (
     Environment,
@@ -255,15 +256,6 @@ def test_import_is_light() -> None:
     code = f"import sys, distributed.environment; print({heavy} & set(sys.modules))"
     command = [sys.executable, "-c", code]
     assert subprocess.check_output(command, text=True) == "set()\n"
-
-
-# Taken from a real SLURM; tests/cluster/environments/take.sh takes them anew.
-CAPTURED = Path(__file__).resolve().parents[1] / "cluster/environments"
-
-
-def captured(name: str) -> Variables:
-    lines = (CAPTURED / f"{name}.env").read_text().splitlines()
-    return dict(line.split("=", 1) for line in lines if "=" in line)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from distributed import heartbeat
 from distributed.heartbeat import Beat, beat
-from launcher import failure
+from launcher import failure, stacks
 from launcher.heartbeats import Heartbeats
 
 NEVER = Beat()
@@ -44,15 +44,15 @@ def test_a_beat_writes_this_ranks_record_alone(beats: Heartbeats) -> None:
     beat(4, saved=2)
     beat(5)
     assert (beats.read(1).step, beats.read(1).saved) == (5, 2)
-    assert beats.furthest(2) == (2, 5)
+    assert beats.furthest() == (2, 5)
 
 
-def test_the_place_counts_the_beats_of_a_step(beats: Heartbeats) -> None:
-    places = []
+def test_progress_counts_the_beats_of_a_step(beats: Heartbeats) -> None:
+    seen = []
     for step in (1, 1, 2, None, 2, 3):
         beat(step)
-        places.append(beats.read(1).progress)
-    assert places == [(1, 0), (1, 1), (2, 0), (2, 0), (2, 1), (3, 0)]
+        seen.append(beats.read(1).progress)
+    assert seen == [(1, 0), (1, 1), (2, 0), (2, 0), (2, 1), (3, 0)]
 
 
 def test_the_limit_comes_from_the_longest_silence_or_is_given(
@@ -96,14 +96,14 @@ def test_the_stack_signal_writes_the_stack(tmp_path: Path) -> None:
     beat(1)
     os.kill(os.getpid(), signal.SIGUSR2)
     file = tmp_path / "rank_1.stack"
-    failure.wait_for_stacks([file], 5)
-    frames = failure.read_stack(file)
+    stacks.wait_for_stacks([file], 5)
+    frames = stacks.read_stack(file)
     assert frames[0].endswith("in test_the_stack_signal_writes_the_stack")
 
 
-def test_ranks_at_one_place_share_a_line() -> None:
-    stacks = {0: ["a.py:1 in f", "a.py:9 in g"], 1: [], 2: ["a.py:1 in f", "a.py:9 in g"]}
-    assert failure.group_stacks(stacks) == [
+def test_ranks_with_the_same_stack_share_a_line() -> None:
+    by_rank = {0: ["a.py:1 in f", "a.py:9 in g"], 1: [], 2: ["a.py:1 in f", "a.py:9 in g"]}
+    assert stacks.group_stacks(by_rank) == [
         "rank 0, 2: a.py:1 in f < a.py:9 in g",
         "rank 1: no Python stack",
     ]
@@ -121,5 +121,5 @@ def test_ranks_at_one_place_share_a_line() -> None:
         ("", None, "rank-error"),
     ],
 )  # fmt: skip
-def test_an_errors_words_name_its_fault(words: str, cause: str | None, fault: str) -> None:
+def test_the_fault_of_an_errors_text(words: str, cause: str | None, fault: str) -> None:
     assert failure.name_fault(words) == (words if cause is None else cause, fault)

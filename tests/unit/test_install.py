@@ -132,3 +132,13 @@ def test_the_commands_tell_their_version_and_their_help(
         assert f"usage: {'sbatch [SBATCH OPTIONS] ' * (name[0] == 's')}scripts/" in (
             installed.run(tmp_path, name, "--help").stdout
         )
+
+
+@pytest.mark.slow
+def test_an_installed_script_finds_its_python_by_itself(
+    installed: Installed, tmp_path: Path
+) -> None:
+    (script,) = installed.bin.parent.glob("lib/*/site-packages/*/scripts/ssh/launch_singlenode.sh")
+    result = installed.run(tmp_path, str(script), "--dry-run", "-", "1", TRAIN_SCRIPT=__file__)
+    assert result.returncode == 0, result.stderr
+    assert f" {installed.bin}/python " in result.stdout

@@ -9,15 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from distributed.errors import Refused
 from launcher import runs
-from launcher.runlog import RunFolder
+from launcher.processes import start_ticks
+from launcher.runlog import RunFolder, launcher_process
 
+ROOT = Path(__file__).resolve().parents[2]
 HERE = socket.gethostname()
 SAVES = """
 import signal, sys, time
@@ -43,7 +45,7 @@ def write(log_dir: Path, run_id: str, **fields: Any) -> None:
 
 
 def launcher_of(process: int, *, host: str = HERE, older_by: int = 0) -> dict[str, Any]:
-    found = asdict(runs.identify(process))
+    found = launcher_process(process)
     return {**found, "host": host, "birth": found["birth"] - older_by}
 
 
@@ -63,20 +65,20 @@ def named(run_ids: tuple[str, ...]) -> list[str]:
 
 
 def test_a_birth_tells_a_process_from_a_later_one_of_the_same_id() -> None:
-    me = runs.identify(os.getpid())
+    me = runs.LauncherProcess(**launcher_process(os.getpid()))
     assert me.is_here and me.is_alive
     assert not runs.LauncherProcess(me.process, me.birth - 1, HERE).is_alive
 
 
 @pytest.mark.parametrize("process", [-1, 0, 1])
 def test_a_process_id_that_names_more_than_one_process_is_none(process: int) -> None:
-    assert not runs.LauncherProcess(process, runs.birth(1) or 0, HERE).is_alive
+    assert not runs.LauncherProcess(process, start_ticks(1) or 0, HERE).is_alive
 
 
 def test_a_process_that_nobody_has_waited_for_has_ended() -> None:
     with subprocess.Popen(["true"]) as ended:
         os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
-        assert runs.birth(ended.pid) is None
+        assert start_ticks(ended.pid) is None
 
 
 def test_a_name_with_brackets_and_half_a_letter_does_not_hide_a_birth() -> None:
@@ -85,7 +87,7 @@ def test_a_name_with_brackets_and_half_a_letter_does_not_hide_a_birth() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as odd:
         assert odd.stdout and odd.stdout.readline()
         assert Path(f"/proc/{odd.pid}/comm").read_bytes() == b"x) S 1 \xc3\n"
-        assert runs.birth(odd.pid)
+        assert start_ticks(odd.pid)
         odd.kill()
 
 
@@ -145,16 +147,16 @@ def test_every_run_has_a_line_and_the_newest_comes_last(
     ]
 
 
-def test_half_a_line_of_metrics_gives_way_to_the_log(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("state", "shown"), [("running", "[0] step 1"), ("starting", "")])
+def test_half_a_line_of_metrics_gives_way_to_a_log(state: str, shown: str, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"ste')
     (tmp_path / "launcher_here.log").write_text("[0] step 1\n")
-    assert runs.progress(tmp_path) == "[0] step 1"
+    assert runs.progress(runs.Run(tmp_path, runs.Record(state), 0.0)) == shown
 
 
-def test_a_run_without_a_log_has_no_progress_and_no_runs_are_told_so(
+def test_where_there_are_no_runs_it_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert runs.progress(tmp_path) == ""
     for log_dir in (tmp_path, tmp_path / "none"):
         assert status(log_dir) == 0
         assert capsys.readouterr().err == f"launch.sh: there is no run in {log_dir}\n"
@@ -218,3 +220,37 @@ def test_another_process_gets_no_signal(
     assert stop(tmp_path, "one") == 3
     assert cause in capsys.readouterr().err
     assert process.poll() is None
+
+
+def test_a_live_run_is_not_started_again(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    folder = tmp_path / "one"
+    runs.refuse_live(folder)
+    write(tmp_path, "one", state="running", launcher=launcher_of(process.pid))
+    with pytest.raises(Refused, match=f"run one is live: process {process.pid};.*run-is-live"):
+        runs.refuse_live(folder)
+    write(tmp_path, "one", state="ended", exit_code=0)
+    runs.refuse_live(folder)
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+from distributed.lock import RunLock
+lock = RunLock(Path(sys.argv[1]), "run one")
+print(flush=True)
+input()
+"""
+
+
+def test_a_run_that_is_live_on_another_machine_is_known_by_its_lock(tmp_path: Path) -> None:
+    folder = tmp_path / "one"
+    write(tmp_path, "one", state="running", launcher=launcher_of(os.getpid(), host="other"))
+    runs.refuse_live(folder)
+    command = [sys.executable, "-c", HOLDS, str(folder)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe) as holder:
+        assert holder.stdout and holder.stdout.readline()
+        with pytest.raises(Refused, match=r"process \d+ on other"):
+            runs.refuse_live(folder)
+        holder.kill()
+    runs.refuse_live(folder)

@@ -18,6 +18,7 @@ main() {
   job -N2 --ntasks-per-node=2 --gres=gpu:2 --wrap "tell batch-step; srun tell srun-step 3
     srun -N1 -n1 -w node2 tell sub-step; srun -n2 --ntasks-per-node=1 tell one-per-node-step 1"
   on_login salloc -N2 --ntasks-per-node=2 tell salloc-command
+  on_login salloc -N2 --gpus-per-node=2 tell salloc-gpus-command
   on_login script -qc 'salloc -N2 --ntasks-per-node=2' /dev/null <<<$'tell salloc-interactive-step; exit\n'
   on_login script -qc 'srun -N2 -n4 --pty tell srun-pty-step' /dev/null
   job --array=5 -n2 --wrap "tell array-batch-step; srun tell array-step 1"

@@ -1,0 +1,61 @@
+# shellcheck shell=bash
+# Sets a test apart from the machine it runs on and from who runs it. The helpers of the tests source
+# this, and tests/unit/conftest.py takes over the environment that it makes.
+
+KEPT='PATH|PWD|SHLVL|TERM|TMPDIR|USER|LOGNAME|LD_LIBRARY_PATH|CI|PYTHON|TIMES|(BATS|PYTEST)_.*'
+SCHEDULER_TOOLS=( # SLURM's, then those of PBS, LSF and Grid Engine
+  sinfo squeue sbatch srun salloc scontrol scancel sacct sacctmgr sattach sbcast sprio sshare sstat
+  qstat qsub qdel qalter qhost pbsnodes bsub bjobs lsid
+)
+
+# For bats, when it loads a helper: each file is isolated once, each test has a HOME of its own.
+isolate_test() {
+  local root=${BASH_SOURCE[0]%/*}/..
+  if [[ ${BATS_ISOLATED:-} != "${BATS_RUN_TMPDIR:?}" ]]; then
+    isolate "$BATS_RUN_TMPDIR/path"
+    export BATS_ISOLATED=$BATS_RUN_TMPDIR # not that of bats around this one
+    export PYTHON=${PYTHON:-$(cd -- "$root" && pwd -P)/.venv/bin/python}
+    type -P "$PYTHON" >/dev/null || PYTHON=$(type -P python3)
+  fi
+  export HOME=${BATS_TEST_TMPDIR:-$BATS_FILE_TMPDIR}.home
+  mkdir -p -- "$HOME"
+}
+
+# Leaves the variables in KEPT, a plain locale and umask, an empty HOME, and a PATH without a scheduler.
+isolate() { # <folder for the links>
+  local name
+  for name in $(compgen -e); do
+    [[ $name =~ ^($KEPT)$ ]] || unset "$name"
+  done
+  while read -r _ _ name; do
+    [[ $name == bats_* ]] || unset -f "$name" # module and the like
+  done < <(declare -Fx)
+  umask 022
+  export LANG=C.UTF-8 RES_OPTIONS='timeout:1 attempts:1' # of a name server that loses a packet
+  hide_schedulers "$1"
+}
+
+# In the place of a folder of PATH that has a scheduler's tools comes one with links to all the others.
+hide_schedulers() { # <folder for the links>
+  local folder tool folders path=
+  IFS=: read -ra folders <<<"$PATH"
+  for folder in "${folders[@]}"; do
+    for tool in "${SCHEDULER_TOOLS[@]}"; do
+      [[ -x $folder/$tool ]] || continue
+      link_others "$folder" "$1$folder"
+      folder=$1$folder
+      break
+    done
+    path+=:$folder
+  done
+  PATH=${path#:}
+}
+
+link_others() { # <folder of tools> <folder to make, if no other test has>
+  local new=$2.$BASHPID
+  [[ ! -d $2 ]] || return 0
+  mkdir -p -- "$new"
+  ln -s -- "$1"/* "$new"
+  (cd -- "$new" && rm -f -- "${SCHEDULER_TOOLS[@]}")
+  mv -T -- "$new" "$2" 2>/dev/null || rm -r -- "$new"
+}

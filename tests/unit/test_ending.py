@@ -1,0 +1,93 @@
+"""How a run over several nodes ended, as a table of what each node told."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+from signal import Signals
+
+import pytest
+
+from launcher.ending import NodeEnd, conclude
+from launcher.failure import End, Failure, RunSummary
+from launcher.plan import Plan
+from launcher.protocol import Exit
+
+ENGINE = "torch.distributed.launch"
+PLAN = Plan(
+    program="p",
+    fanout="ssh",
+    command="again",
+    root=Path("/p"),
+    python="python",
+    directory=Path("/d"),
+    log_dir=Path("logs"),
+    run_id="r",
+    words=["own.py"],
+)
+SUMMARY = RunSummary(0.0, 0, 0, 0, "r", "again")
+
+
+def told(code: int, fault: str = "", *, is_told: bool = False) -> End:
+    """What an agent told; without a fault the run was stopped, or went well."""
+    failure = Failure(fault, "cause", code, "host", 0, 0.0) if fault else None
+    return End(code, failure, SUMMARY, is_told)
+
+
+def node(code: int | None, end: End | None = None, lost: str = "", reached: bool = True) -> NodeEnd:
+    return NodeEnd("host", None if code is None else Exit(code, 0), end, lost, reached)
+
+
+FINE = node(0, told(0))
+STOPPED = node(143, told(143))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "code", "fault"),
+    [
+        ([FINE, FINE], 0, ""),
+        ([node(0), node(0)], 0, ""),  # an engine's tells nothing
+        ([node(75, told(75)), node(75, told(75, is_told=True))], 75, "stopped"),
+        (
+            [node(1, told(1, "rank-error")), node(1, told(1, "rank-error", is_told=True))],
+            1,
+            "rank-error",
+        ),
+        # Node rank 0 is gone: the other's own view counts, and not what it was told.
+        ([node(137, told(0)), node(137, told(137, "agent-killed"))], 137, "agent-killed"),
+        ([node(3, told(3, "rank-error")), FINE], 3, "rank-error"),  # a user's script
+        # An agent that refuses says why itself; the others only see it go.
+        ([node(3), node(137, told(137, "agent-killed"))], 3, ""),
+        ([node(137, told(137, "agent-killed")), node(2)], 2, ""),
+        ([node(7), node(7)], 7, "agent-killed"),
+        ([STOPPED, node(127)], 127, "env-missing"),
+        ([STOPPED, node(None)], 137, "launcher-killed"),
+        ([STOPPED, node(0, told(0), lost="pdsh's connection")], 137, "launcher-killed"),
+        ([node(None, lost="cut", reached=False), STOPPED], 137, "link-lost"),
+        ([STOPPED, node(None), node(None, reached=False)], 137, "link-lost"),
+    ],
+)
+def test_the_code_and_what_is_printed(nodes: list[NodeEnd], code: int, fault: str) -> None:
+    end = conclude(nodes, PLAN, started=0.0, stopped_by=None)
+    assert end.code == code
+    shown = "" if end.is_told or code == 0 else end.failure.fault if end.failure else "stopped"
+    assert shown == fault
+
+
+@pytest.mark.parametrize(
+    ("codes", "stopped_by", "code", "fault"),
+    [
+        ([0, 0], None, 0, ""),
+        ([0, 1], None, 1, "rank-error"),
+        ([2, 0], None, 2, "rank-error"),
+        ([1, 1], signal.SIGTERM, 143, "stopped"),
+    ],
+)
+def test_the_end_of_an_engine(
+    codes: list[int], stopped_by: Signals | None, code: int, fault: str
+) -> None:
+    plan = replace(PLAN, engine=ENGINE)
+    end = conclude([node(one) for one in codes], plan, started=0.0, stopped_by=stopped_by)
+    shown = "" if end.is_told or code == 0 else end.failure.fault if end.failure else "stopped"
+    assert (end.code, shown) == (code, fault)

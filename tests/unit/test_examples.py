@@ -1,0 +1,85 @@
+"""Each program of examples/ runs as its first lines say."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+LONGEST = 60  # lines
+STEPS = 800  # enough for a signal to arrive in between
+
+
+def start(folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    return subprocess.Popen(
+        [ROOT / "scripts/ssh/launch_singlenode.sh", *words],
+        cwd=folder,
+        env={**kept, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(folder: Path, *words: str, **variables: str) -> str:
+    with start(folder, *words, **variables) as launcher:
+        out, err = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0, err
+    return out
+
+
+def weights_hash(checkpoints: Path) -> str:
+    command = [sys.executable, "-m", "distributed.checkpoint", "hash", str(checkpoints)]
+    return subprocess.run(
+        command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60
+    ).stdout
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_is_short_and_says_how_to_run_it(example: Path) -> None:
+    text = example.read_text()
+    assert len(text.splitlines()) <= LONGEST
+    name = f"examples/{example.name}"
+    commands = (f"TRAIN_SCRIPT={name} scripts/ssh/launch_singlenode.sh - 2", f"{name[:-2]}yaml 2")
+    assert any(command in text for command in commands)
+
+
+@pytest.mark.slow
+def test_the_minimal_one_learns(tmp_path: Path) -> None:
+    out = run(tmp_path, "-", "2", TRAIN_SCRIPT=str(ROOT / "examples/minimal_ddp.py"))
+    losses = [float(loss) for loss in re.findall(r"^epoch \d  loss ([\d.]+)$", out, re.M)]
+    assert len(losses) == 3 and losses[2] < losses[0] / 4
+
+
+@pytest.mark.slow
+def test_the_resumable_one_ends_with_the_weights_of_an_uninterrupted_run(tmp_path: Path) -> None:
+    script = str(ROOT / "examples/resumable.py")
+    words = ("-", "2", "--", str(STEPS))
+    run(tmp_path, *words, TRAIN_SCRIPT=script, RUN_ID="whole")
+    with start(tmp_path, *words, TRAIN_SCRIPT=script, RUN_ID="stopped") as launcher:
+        assert launcher.stdout
+        assert launcher.stdout.readline().startswith("step 100 ")
+        launcher.send_signal(signal.SIGTERM)
+        launcher.communicate(timeout=120)
+    assert launcher.returncode == 75
+    (saved,) = (tmp_path / "checkpoints/stopped").glob("step-*")
+    assert 100 <= int(saved.name[5:]) < STEPS
+    out = run(tmp_path, *words, TRAIN_SCRIPT=script, RUN_ID="stopped")
+    assert "step 100 " not in out and f"step {STEPS} " in out
+    hashes = {weights_hash(tmp_path / "checkpoints" / name) for name in ("whole", "stopped")}
+    assert len(hashes) == 1
+
+
+@pytest.mark.slow
+def test_the_task_recognises_digits(tmp_path: Path) -> None:
+    out = run(tmp_path, str(ROOT / "examples/digits.yaml"), "2")
+    share = re.search(r"^validation loss [\d.]+, ([\d.]+)% recognised$", out, re.M)
+    assert share and float(share[1]) > 90

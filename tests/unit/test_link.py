@@ -1,0 +1,110 @@
+"""What the agents say to each other arrives as it was sent; anything else is no agent."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+
+from launcher import link
+from launcher.failure import Failure
+from launcher.identity import NodeReport
+from launcher.link import (
+    Assignment,
+    EndRanks,
+    Message,
+    NodeBeat,
+    Peer,
+    Refusal,
+    StopRequest,
+    Welcome,
+)
+from launcher.stuck import Straggler
+from launcher.verdict import NodeEnd, Verdict
+
+FAILURE = Failure(
+    "rank-error", "ValueError: ü\n", 1, "node2", 1, 5.5, 3, 1, ["a.py:1 in f"], stacks=[]
+)
+MESSAGES: list[Message] = [
+    NodeReport(1, 2, 4, "node2", "", {"torch": "2.13"}, {"a.py": "0f"}, 1000.0),
+    Welcome(),
+    Refusal("wrong-world", "two; make it one"),
+    Assignment("r1", 4, 8, ["node1", "node2"]),
+    StopRequest(15),
+    NodeBeat(None),
+    NodeBeat(Straggler(3, (120, 2), True, False, 61.5)),
+    FAILURE,
+    EndRanks(),
+    EndRanks(3),
+    NodeEnd([1], [2], [0], [75]),
+    Verdict(0),
+    Verdict(1, FAILURE, 2, 1, 0, 29501, True),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_is_one_line_and_arrives(message: Message) -> None:
+    line = link.encode(message)
+    assert line.count(b"\n") == 1 and line.endswith(b"\n")
+    assert link.decode(line) == message
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"GET / HTTP/1.0",
+        b"\xff\xfe",
+        b"[]",
+        b"{}",
+        b"null",
+        b'{"welcome": {}, "end": {}}',
+        b'{"unknown": {}}',
+        b'{"welcome": []}',
+        b'{"signal": {"signum": "15"}}',
+        b'{"signal": {}}',
+        b'{"signal": {"signum": 15, "more": 1}}',
+        b'{"beat": {"straggler": {"rank": 0}}}',
+        b'{"failure": {"fault": "x"}}',
+        b'{"verdict": {"code": null}}',
+        b"[" * 100_000,
+    ],
+)
+def test_any_other_line_is_no_agents(line: bytes) -> None:
+    with pytest.raises(ValueError):
+        link.decode(line)
+
+
+def connect() -> tuple[Peer, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        return Peer(listener.accept()[0]), theirs
+
+
+def test_messages_arrive_in_pieces_and_together() -> None:
+    peer, theirs = connect()
+    line = link.encode(StopRequest(2))
+    theirs.sendall(line[:5])
+    assert peer.receive() == []
+    theirs.sendall(line[5:] + link.encode(EndRanks()) + b"{")
+    assert peer.receive() == [StopRequest(2), EndRanks()]
+    theirs.sendall(b"}\n")
+    assert peer.receive() is None
+
+
+def test_a_peer_that_has_gone_is_noticed_where_it_is_read() -> None:
+    peer, theirs = connect()
+    theirs.close()
+    peer.send(EndRanks())
+    assert peer.receive() is None
+    assert peer.wait(time.monotonic() + 5) is None
+
+
+def test_a_line_without_end_is_no_agents() -> None:
+    peer, theirs = connect()
+    for _ in range(40):
+        theirs.sendall(b"x" * 65536)
+        if peer.receive() is None:
+            return
+    raise AssertionError("took more than 2 MiB")

@@ -1,0 +1,186 @@
+"""Arguments, environment and scheduler become a plan: which wins, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from captured import captured
+
+from launcher.options import Typed, make_plan, parse
+from launcher.plan import Plan, PlanError
+from launcher.start import check_config
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text("train: {max_steps: 1, batch_size: 1}\n")
+    return tmp_path
+
+
+def plan_of(environ: dict[str, str] | None = None, **typed: Any) -> Plan:
+    words = {"fanout": "local", "program": "x.sh", "typed": ("x.sh", "c.yaml"), "config": "c.yaml"}
+    return make_plan(Typed(**{**words, **typed}), environ or {})
+
+
+BY_HAND = {"nnodes": "2", "node_rank": "1", "master": "10.0.0.1"}
+SSH = {"fanout": "ssh", "node": ("n1", "n2:3")}
+
+
+@pytest.mark.parametrize(
+    ("field", "typed", "environ", "expected"),
+    [  # argument, then environment, then default
+        ("nproc", {"nproc": "3"}, {"NPROC_PER_NODE": "2"}, 3),
+        ("nproc", {"nproc": "auto"}, {"NPROC_PER_NODE": "2"}, None),
+        ("nproc", {}, {"NPROC_PER_NODE": "2"}, 2),
+        ("nproc", {}, {}, None),
+        ("port", {"port": "2000"}, {"MASTER_PORT": "3000"}, 2000),
+        ("port", {"port": "auto"}, {"MASTER_PORT": "3000"}, None),
+        ("port", {}, {"MASTER_PORT": "3000"}, 3000),
+        ("port", {}, {}, None),
+        ("port", BY_HAND, {}, 29500),
+        ("master_addr", BY_HAND, {"MASTER_ADDR": "10.0.0.2"}, "10.0.0.1"),
+        ("master_addr", {"nnodes": "2"}, {"MASTER_ADDR": "10.0.0.2"}, "10.0.0.2"),
+        ("master_addr", {}, {"MASTER_ADDR": "10.0.0.2"}, "127.0.0.1"),
+        ("master_addr", SSH, {"MASTER_ADDR": "10.0.0.2"}, "10.0.0.2"),
+        ("master_addr", SSH, {}, "n1"),
+        ("run_id", {}, {"RUN_ID": "mine", "SLURM_JOB_ID": "7"}, "mine"),
+        ("run_id", {}, {"SLURM_JOB_ID": "7"}, "7"),
+        ("run_id", {}, {"PBS_JOBID": "7.host"}, "7.host"),
+        ("run_id", BY_HAND, {}, ""),
+        ("variables", {"log_level": "DEBUG"}, {"LOG_LEVEL": "INFO"}, {"LOG_LEVEL": "DEBUG"}),
+        ("variables", {}, {"LOG_LEVEL": "INFO", "GRACE": "5"}, {"LOG_LEVEL": "INFO", "GRACE": "5"}),
+        ("log_dir", {}, {"LOG_DIR": "else where"}, Path("else where")),
+        ("log_dir", {}, {}, Path("logs")),
+        ("max_restarts", {}, {"MAX_RESTARTS": "2"}, 2),
+        ("grace_s", {}, {}, 30),
+        ("grace_s", {}, {"GRACE": "0"}, 0),
+        ("has_checks", {}, {"SKIP_PREFLIGHT": "1"}, False),
+        ("engine", {}, {"LAUNCHER": "srun"}, ""),
+        ("config", {"config": "-"}, {"TRAIN_SCRIPT": "own.py"}, ""),
+        ("words", {"config": "-"}, {"TRAIN_SCRIPT": "own.py"}, ["own.py"]),
+        ("words", {}, {"TRAIN_SCRIPT": "own.py"}, ["own.py", "--config", "c.yaml"]),
+        ("words", {}, {"TRAIN_SCRIPT": "own.py", "CONFIG_FLAG": "-f"}, ["own.py", "-f", "c.yaml"]),
+    ],
+)
+def test_what_wins(
+    field: str, typed: dict[str, Any], environ: dict[str, str], expected: object
+) -> None:
+    assert getattr(plan_of(environ, **typed), field) == expected
+
+
+def test_a_new_run_id_where_nothing_names_the_run() -> None:
+    assert re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{4}", plan_of().run_id)
+
+
+@pytest.mark.parametrize(
+    ("name", "environ", "nproc", "num_nodes", "run_id"),
+    [
+        ("batch-step", {}, 2, 2, "1"),
+        ("salloc-command", {}, 2, 2, "2"),
+        ("salloc-interactive-step", {}, 2, 2, "3"),
+        ("array-batch-step", {}, 2, 1, "5_5"),
+        ("requeued-batch-step", {}, None, 1, "11"),
+        ("requeued-batch-step", {"SLURM_GPUS_ON_NODE": "4"}, 4, 1, "11"),
+        ("requeued-batch-step", {"SLURM_GPUS_ON_NODE": "4", "NPROC_PER_NODE": "2"}, 2, 1, "11"),
+    ],
+)
+def test_world_of_a_slurm_job(
+    name: str, environ: dict[str, str], nproc: int | None, num_nodes: int, run_id: str
+) -> None:
+    for fanout in ("srun", "auto"):
+        plan = plan_of(captured(name, **environ), fanout=fanout)
+        assert plan.fanout == "srun"
+        found = (plan.nproc, plan.num_nodes, plan.run_id, plan.master_addr)
+        assert found == (nproc, num_nodes, run_id, "node1")
+
+
+def test_world_of_a_slurm_step_and_of_a_pbs_job(folder: Path) -> None:
+    plan = plan_of(captured("one-per-node-step"), health_check=True)
+    assert (plan.num_nodes, plan.node_rank, plan.master_addr) == (2, 1, "node1")
+    (folder / "nodes").write_text("n2\nn2\nn1\nn1\n")
+    environ = {"PBS_JOBID": "7.host", "PBS_NODEFILE": "nodes"}
+    plan = plan_of(environ, fanout="ssh", nodefile=True)
+    assert [(node.name, node.nproc) for node in plan.nodes] == [("n2", 2), ("n1", 2)]
+
+
+@pytest.mark.parametrize(
+    ("typed", "environ", "cause"),
+    [
+        ({"nproc": "0"}, {}, "the number of processes is '0'; give a whole number from 1 to 4096"),
+        ({"nproc": ""}, {}, "the number of processes is ''"),
+        ({}, {"NPROC_PER_NODE": "two"}, "the number of processes is 'two'"),
+        ({"port": "65536"}, {}, "the port is '65536'"),
+        ({}, {"MASTER_PORT": "-1"}, "the port is '-1'"),
+        ({"nnodes": ""}, {}, "the number of nodes is ''"),
+        (
+            {**BY_HAND, "node_rank": "2"},
+            {},
+            "the node rank is '2'; give a whole number from 0 to 1",
+        ),
+        ({"nnodes": "2"}, {}, "2 nodes but no address of the master; give MASTER_ADDR"),
+        ({}, {"GRACE": "1.5"}, "GRACE is '1.5'"),
+        ({}, {"MAX_RESTARTS": "x"}, "MAX_RESTARTS is 'x'"),
+        ({"engine": "torch.distributed.launch"}, {"MAX_RESTARTS": "1"}, "starts no rank again"),
+        ({"log_level": "loud"}, {}, "LOG_LEVEL is 'loud'; it can be DEBUG INFO WARNING ERROR"),
+        ({}, {"BACKEND": "mpi"}, "BACKEND is 'mpi'; it can be nccl gloo"),
+        ({}, {"LAUNCHER": "torchrun"}, "LAUNCHER is 'torchrun'; it can be agent srun"),
+        ({}, {"NCCL_PROFILE": "x"}, "NCCL_PROFILE is 'x'"),
+        ({}, {"RUN_ID": "a b"}, "RUN_ID is 'a b'; use letters, digits"),
+        ({}, {"RUN_ID": "-x"}, "RUN_ID is '-x'"),
+        ({}, {"RUN_ID": "latest"}, "RUN_ID is 'latest', a name that the log folder needs itself"),
+        ({"config": "no.yaml"}, {}, "there is no config 'no.yaml'; give the path"),
+        ({"fanout": "ssh", "node": ("-o",)}, {}, "'-o' names no node"),
+        ({"fanout": "ssh", "nodefile": True}, {}, "this is no PBS job; use qsub"),
+        ({"fanout": "srun"}, {}, "this is no SLURM job; use sbatch x.sh, or salloc first"),
+        ({"fanout": "auto"}, captured("one-per-node-step"), "this allocation has 2 nodes"),
+        ({"health_check": True}, captured("batch-step"), "the job has 2 nodes and no srun started"),
+    ],
+)
+def test_what_is_refused_in_one_line(
+    typed: dict[str, Any], environ: dict[str, str], cause: str
+) -> None:
+    with pytest.raises(PlanError) as raised:
+        plan_of(environ, **typed)
+    assert cause in str(raised.value)
+    assert "; " in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_the_config_counts_where_nothing_else_was_said(folder: Path) -> None:
+    (folder / "c.yaml").write_text(
+        "train: {max_steps: 1, batch_size: 1}\ncheckpoint: {dir: kept}\n"
+        "distributed: {backend: gloo, join_timeout: 7}\n"
+    )
+    plan = check_config(plan_of())
+    assert (plan.backend, plan.join_timeout_s, plan.checkpoint_dir) == ("gloo", 7, Path("kept"))
+    said = check_config(plan_of({"BACKEND": "nccl"}))
+    assert said.backend == "nccl"
+    assert replace(plan_of(), run_id="") == replace(plan_of({"GRACE": ""}), run_id="")
+
+
+def test_the_command_repeats_what_shaped_the_run() -> None:
+    typed = ("scripts/x.sh", "c.yaml", "a b", "--dry-run", "resume=never", "--", "'")
+    plan = plan_of({"TRAIN_SCRIPT": "my own.py", "RUN_ID": "mine", "GRACE": "5"}, typed=typed)
+    assert (
+        plan.command == """TRAIN_SCRIPT='my own.py' GRACE=5 scripts/x.sh c.yaml 'a b' -- ''"'"''"""
+    )
+
+
+def test_arguments_of_the_entry_scripts() -> None:
+    words = ["ssh", "--program=x.sh", "--typed=x.sh", "--typed=--", "--node=n1", "--node=n2"]
+    words += ["--master=", "--cpu-nproc=2", "--setting=a=b=c", "--dry-run", "--", "--strict", "--"]
+    assert parse(words) == Typed(
+        fanout="ssh",
+        program="x.sh",
+        typed=("x.sh", "--"),
+        node=("n1", "n2"),
+        master="",
+        cpu_nproc="2",
+        setting=("a=b=c",),
+        dry_run=True,
+        rest=("--strict", "--"),
+    )

@@ -1,0 +1,149 @@
+"""What ranks print: node logs that can be followed, terminals without noise, bounded memory."""
+
+from __future__ import annotations
+
+import os
+import pty
+import selectors
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher import output
+from launcher.output import NodeLog, Stream, Terminal, without_noise
+
+NOISE = b"[W1121 20:17:03.842175702 socket.cpp:207] [c10d] The hostname of the client socket cannot"
+NOISE += b" be retrieved. err=-3\n"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that the agent reads."""
+    now = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+class Screen:
+    """A terminal or a pipe that the launcher was started on, and one rank that writes to it."""
+
+    def __init__(self, folder: Path, *, is_tty: bool) -> None:
+        self.reader, writer = pty.openpty() if is_tty else os.pipe()
+        self.terminal = Terminal(writer)
+        self.terminal.attach(selectors.DefaultSelector())
+        self.log = NodeLog(None)
+        self.log.path = folder / "node_0.log"
+        self.log._file = self.log.path.open("ab", buffering=0)
+        theirs, self.rank = os.pipe()
+        os.set_blocking(theirs, False)
+        self.stream = Stream(0, theirs, self.log, self.terminal, _logged=time.monotonic())
+
+    def write(self, data: bytes) -> None:
+        """The rank writes, and the agent takes it."""
+        os.write(self.rank, data)
+        self.stream.pump()
+
+    def logged(self) -> list[str]:
+        assert self.log.path is not None
+        return self.log.path.read_text().splitlines()
+
+    def shown(self) -> bytes:
+        self.terminal.detach(1.0)
+        return os.read(self.reader, 65536)
+
+
+@pytest.fixture
+def tty(tmp_path: Path) -> Screen:
+    return Screen(tmp_path, is_tty=True)
+
+
+def test_the_log_has_the_newest_state_of_a_bar_every_5_s(clock: list[float], tty: Screen) -> None:
+    for step in range(100):  # a second each
+        tty.write(b"\r\x1b[2Kstep %d/100" % step)
+        clock[0] += 1
+    assert tty.logged() == [f"[0] step {step}/100" for step in range(5, 100, 5)]
+    tty.write(b"\r\x1b[2Kstep 100/100\n")
+    assert tty.logged()[-2:] == ["[0] step 95/100", "[0] step 100/100"]
+
+
+@pytest.mark.parametrize("drawn", [b"\r%d%%", b"%d%%\r", b"\r\x1b[K%d%%", b"\x1b[2K\r%d%%"])
+def test_however_a_bar_draws_itself(clock: list[float], tty: Screen, drawn: bytes) -> None:
+    for percent in (10, 20, 30):
+        clock[0] += 6
+        tty.write(drawn % percent)
+    assert tty.logged()[-1] in ("[0] 30%", "[0] 20%")  # one is complete once the next begins
+    tty.write(b"\n")
+    assert tty.logged() == ["[0] 10%", "[0] 20%", "[0] 30%"]
+
+
+def test_a_line_is_not_logged_before_its_end_unless_it_redraws(
+    clock: list[float], tty: Screen
+) -> None:
+    clock[0] += 60
+    tty.write(b"Are you ")
+    tty.write(b"sure?\n")
+    assert tty.logged() == ["[0] Are you sure?"]
+
+
+def test_a_bar_without_end_takes_no_memory(tty: Screen) -> None:
+    for _ in range(100):
+        tty.write(b"\r50%" * 10_000)  # nobody reads the terminal
+    assert len(tty.stream._partial) < 100
+
+
+def test_a_terminal_that_nobody_reads_holds_nothing_up(tty: Screen) -> None:
+    start = time.monotonic()
+    tty.terminal.write(b"x" * 100_000)
+    tty.terminal.detach(0.1)
+    assert time.monotonic() - start < 1.0
+
+
+@pytest.mark.parametrize("is_tty", [True, False])
+def test_a_line_without_end_is_cut(tmp_path: Path, is_tty: bool) -> None:
+    screen = Screen(tmp_path, is_tty=is_tty)
+    screen.stream.terminal = None  # nobody reads here
+    for _ in range(40):
+        screen.write(b"x" * 65536)
+        assert len(screen.stream._partial) <= output._LONGEST_LINE
+    screen.write(b"\n")
+    assert "".join(line.removeprefix("[0] ") for line in screen.logged()) == "x" * 40 * 65536
+
+
+@pytest.mark.parametrize("is_tty", [True, False])
+@pytest.mark.parametrize("prefix", [b"", b"[rank0]:"])
+def test_torchs_noise_is_in_the_log_alone(tmp_path: Path, is_tty: bool, prefix: bytes) -> None:
+    screen = Screen(tmp_path, is_tty=is_tty)
+    error = NOISE.replace(b"[W", b"[E")
+    other = b"[W1121 20:17:03.8 socket.cpp:99] [c10d] The server cannot listen on any address\n"
+    screen.write(b"before\n" + prefix + NOISE + error + prefix + NOISE + other + b"after\n")
+    shown = screen.shown().replace(b"\r\n", b"\n")
+    assert shown == b"before\n" + error + other + b"after\n"
+    assert len(screen.logged()) == 6
+
+
+def test_with_log_level_debug_everything_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOG_LEVEL", "debug")
+    screen = Screen(tmp_path, is_tty=False)
+    screen.write(NOISE)
+    assert screen.shown() == NOISE
+
+
+@pytest.fixture
+def stderr() -> Iterator[tuple[int, int]]:
+    """A pipe: the read end, and a descriptor that a process writes its messages to."""
+    yield (pipe := os.pipe())
+    for fd in pipe:
+        os.close(fd)
+
+
+def test_the_agents_own_messages_keep_all_but_the_noise(stderr: tuple[int, int]) -> None:
+    reader, writer = stderr
+    with pytest.raises(OSError), without_noise(writer):
+        os.write(writer, b"a warning\n" + NOISE)
+        raise OSError("and an error")
+    os.write(writer, b"later\n")
+    assert os.read(reader, 65536) == b"a warning\nlater\n"

@@ -1,0 +1,75 @@
+"""Finding the processes of a run among all others on the machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agents import Run
+
+from launcher import processes
+
+# A name of 16 bytes, which the kernel cuts at 15: in the middle of its last letter.
+NAMED = """
+import ctypes, signal
+ctypes.CDLL(None).prctl(15, ("é" * 8).encode(), 0, 0, 0)
+print("named", flush=True)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def foreign() -> Iterator[subprocess.Popen[str]]:
+    """A process of somebody else's, with a name that is no text."""
+    command = [sys.executable, "-c", NAMED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "named\n"
+        yield process
+        process.kill()
+
+
+def test_a_foreign_process_with_a_cut_name_harms_no_run(
+    foreign: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    name = Path(f"/proc/{foreign.pid}/comm").read_bytes().rstrip(b"\n")
+    assert len(name) == 15 and name.decode(errors="ignore") == "é" * 7
+    script = tmp_path / "x.py"
+    script.write_text("print('ran')")
+    run = Run([str(script)])
+    assert run.finish() == ""
+    assert (run.process.returncode, run.output) == (0, "ran\n")
+
+
+def test_descendants_and_their_states(foreign: subprocess.Popen[str]) -> None:
+    assert foreign.pid in processes.descendants(os.getpid())
+    assert not processes.is_stopped(foreign.pid)
+    os.kill(foreign.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, foreign.pid, os.WSTOPPED)
+    assert processes.is_stopped(foreign.pid)
+    assert processes.start_ticks(foreign.pid) == processes.start_ticks(foreign.pid) is not None
+    foreign.kill()
+    os.waitid(os.P_PID, foreign.pid, os.WEXITED | os.WNOWAIT)
+    assert processes.start_ticks(foreign.pid) is None  # a zombie
+    assert foreign.pid not in processes.descendants(os.getpid())
+
+
+def test_a_process_that_is_not_there() -> None:
+    no_such = 2**22 + 1  # the kernel's largest is 2**22
+    assert processes.read_stat(no_such) == []
+    assert processes.start_ticks(no_such) is None
+    assert not processes.is_stopped(no_such)
+    processes.send([no_such], signal.SIGKILL)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
+def test_what_may_not_be_seen_or_signalled_is_left_out() -> None:
+    code = "import os, signal\nfrom launcher import processes\nos.setuid(65534)\n"
+    code += "processes.send([1], signal.SIGTERM); print(processes.descendants(1) != [])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr

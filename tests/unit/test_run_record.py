@@ -1,0 +1,202 @@
+"""The folder of a run and its run.json: who may read it, and what it says while the run lives."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agents import AGENT, ROOT, Run, kill_what_is_left
+
+from distributed.errors import Refused
+from launcher import processes, runlog
+from launcher.runlog import RunFolder
+
+STEPS = """
+import os, sys, time
+from distributed.heartbeat import beat
+beat(3, saved=2)
+print("beats", flush=True)
+while not os.path.exists("go on"):
+    time.sleep(0.01)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "steps.py").write_text(STEPS)
+    runs: list[Run] = []
+
+    def begin(*words: str, stdin: int | None = None, **environment: str) -> Run:
+        arguments = ["--log-dir", "logs", "--rdzv-id", "r1", "steps.py", *words]
+        runs.append(Run(arguments, stdin, **{"PYTHONPATH": str(ROOT), **environment}))
+        return runs[-1]
+
+    yield begin
+    kill_what_is_left(runs)
+
+
+Start = Callable[..., Run]
+
+
+def read() -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(Path("logs/r1/run.json").read_text())
+    return record
+
+
+def wait_until(name: str, value: object) -> dict[str, Any]:
+    deadline = time.monotonic() + 30
+    while (record := read())[name] != value:
+        assert time.monotonic() < deadline, record
+        time.sleep(0.05)
+    return record
+
+
+def test_run_json_says_how_far_the_run_is_and_how_it_ended(start: Start) -> None:
+    RunFolder(Path("logs"), "r1", 0).write_record({"detached": True, "state": "starting"})
+    run = start("7", GRACE="12")
+    run.wait_for("beats")
+    record = read()
+    assert (record["state"], record["exit_code"], record["ended"]) == ("running", None, None)
+    assert (record["step"], record["grace"]) == (-1, 12)
+    assert record["detached"] is True  # another's field stays
+    assert record["launcher"] == {
+        "process": run.process.pid,
+        "birth": processes.start_ticks(run.process.pid),
+        "host": socket.gethostname(),
+    }
+    assert wait_until("step", 3)["saved_step"] == 2  # within some seconds
+    Path("go on").touch()
+    run.finish()
+    record = read()
+    assert (record["state"], record["exit_code"]) == ("ended", 7)
+    assert (record["step"], record["saved_step"]) == (3, 2)
+    assert record["started"] < record["ended"] <= time.time()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_the_guardian_completes_the_record_of_an_agent_that_was_killed(
+    start: Start, signum: int
+) -> None:
+    run = start("0")
+    run.wait_for("beats")
+    agent = run.agent_pid()
+    if signum == signal.SIGTERM:  # before it can note it, as a stuck agent could not
+        os.kill(agent, signal.SIGSTOP)
+        run.process.send_signal(signum)
+        os.kill(agent, signal.SIGKILL)
+    else:
+        os.kill(agent, signum)
+    run.finish()
+    record = read()
+    assert (record["state"], record["exit_code"]) == ("ended", 137)
+    assert record["ended"] > record["started"]
+
+
+def test_the_guardian_leaves_the_record_of_a_run_that_was_taken_over(start: Start) -> None:
+    run = start("0")
+    run.wait_for("beats")
+    lock = Path("logs/r1/lock")
+    lock.write_text(json.dumps({"process": 1, "host": "elsewhere"}))
+    os.kill(run.agent_pid(), signal.SIGKILL)
+    run.finish()
+    assert read()["state"] == "running"
+
+
+def test_a_launcher_elsewhere_names_itself(start: Start) -> None:
+    folder = RunFolder(Path("logs"), "r1", 0)
+    launcher = {"process": 1, "birth": 2, "host": "elsewhere"}
+    folder.write_record({"launcher": launcher})
+    Path("go on").touch()
+    reader, writer = os.pipe()
+    run = start("0", stdin=reader, LAUNCH_CONTROL="1", LAUNCH_TOKEN="t")
+    run.finish()
+    os.close(reader)
+    os.close(writer)
+    assert read()["launcher"] == launcher
+
+
+def test_a_run_that_is_refused_has_ended(start: Start) -> None:
+    """Where the launcher, which has become the guardian, has recorded it before."""
+    code = "import os, sys\nfrom pathlib import Path\nfrom launcher import runlog\n"
+    code += "me = {'launcher': runlog.launcher_process(os.getpid()), 'state': 'starting'}\n"
+    code += "runlog.RunFolder(Path('logs'), 'r1', 0).write_record(me)\n"
+    code += "os.execv(sys.argv[1], sys.argv[1:])"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        options = ["--master-port", str(server.getsockname()[1]), "--log-dir", "logs"]
+        command = [sys.executable, "-c", code, *AGENT, *options, "--rdzv-id", "r1", "steps.py"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "RUN_RECORD": "logs/r1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, "[port-in-use]" in done.stderr) == (3, True)
+    assert (read()["state"], read()["exit_code"]) == ("ended", 3)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o664), (0o022, 0o644), (0o077, 0o600)])
+def test_permissions_follow_the_users_umask(tmp_path: Path, umask: int, mode: int) -> None:
+    script = tmp_path / "x.py"
+    script.write_text("import os; open(os.environ['LOG_DIR'] + '/own', 'w'); raise SystemExit(1)")
+    command = [*AGENT, "--log-dir", str(tmp_path / "logs"), "--rdzv-id", "r1", str(script)]
+    subprocess.run(command, umask=umask, stderr=subprocess.DEVNULL)
+    files = [path for path in (tmp_path / "logs").rglob("*") if not path.is_symlink()]
+    modes = {path.name: path.stat().st_mode & 0o777 for path in files}
+    folders = {path.name for path in files if path.is_dir()}
+    assert folders == {"r1", "failures"}
+    assert {"run.json", "node_0.log", "rank_0.json", "lock", "own"} <= modes.keys()
+    for name, found in modes.items():
+        assert found == (mode | (mode >> 2 & 0o111) if name in folders else mode), name
+
+
+def test_writers_of_run_json_lose_nothing_of_each_other(tmp_path: Path) -> None:
+    code = "import sys\nfrom pathlib import Path\nfrom launcher.runlog import RunFolder\n"
+    code += "for number in range(50):\n"
+    code += "    RunFolder(Path('.'), 'r1', 0).write_record({sys.argv[1] + str(number): number})\n"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    writers = [
+        subprocess.Popen([sys.executable, "-c", code, name], cwd=tmp_path, env=environment)
+        for name in "abc"
+    ]
+    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    assert len(json.loads((tmp_path / "r1/run.json").read_text())) == 150
+
+
+def test_a_damaged_record_is_written_anew(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, "r1", 0)
+    folder.create()
+    for damaged in ("", "[]", "{", "\xff"):
+        (folder.path / "run.json").write_text(damaged, encoding="latin-1")
+        folder.write_record({"a": 1})
+        assert folder.read_record() == {"a": 1}
+
+
+def test_a_writer_that_hangs_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runlog, "_LOCK_S", 0.1)
+    folder = RunFolder(tmp_path, "r1", 0)
+    folder.create()
+    code = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX)\n"
+    code += "print('held', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", code, str(folder.path / ".run.json.lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        folder.write_record({"a": 1})
+        other.kill()
+    assert folder.read_record() == {"a": 1}
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("a file")
+    with pytest.raises(
+        Refused, match=r"cannot write to .*logs/r1.*; set LOG_DIR \[dir-unwritable\]"
+    ):
+        RunFolder(tmp_path / "logs", "r1", 0).create()

@@ -1,0 +1,196 @@
+"""What SLURM and PBS give a launch, from variables that a real SLURM has set; and the commands
+that ask them for a job."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from captured import captured
+
+from launcher import scheduler, submission
+from launcher.plan import PlanError
+from launcher.scheduler import Allocation
+
+ROOT = Path(__file__).resolve().parents[2]
+TWO = Allocation(2, "node1", nproc=2, hosts="node[1-2]")
+ONE = Allocation(1, "node1", nproc=None, hosts="node1")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("batch-step", TWO),
+        ("salloc-command", TWO),
+        ("salloc-interactive-step", TWO),
+        ("salloc-gpus-command", Allocation(2, "node1", hosts="node[1-2]")),
+        ("array-batch-step", Allocation(1, "node1", nproc=2, hosts="node1")),
+        ("requeued-batch-step", ONE),
+    ],
+)
+def test_nodes_and_ranks_of_a_job(name: str, expected: Allocation) -> None:
+    environ = captured(name)
+    assert scheduler.in_slurm_job(environ)
+    assert scheduler.read_job(environ, "x.sh", None) == expected
+    assert scheduler.read_job(environ, "x.sh", expected.nproc) == expected
+
+
+UNEQUAL = {"SLURM_TASKS_PER_NODE": "2,1", "SLURM_NTASKS": "3"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "asked", "cause"),
+    [
+        ({}, None, "this is no SLURM job; use sbatch a/x.sh, or salloc first"),
+        (captured("srun-step"), None, "srun started a/x.sh, which starts srun itself; leave srun"),
+        (captured("srun-pty-step"), None, "srun started a/x.sh"),
+        (captured("het-batch-step"), None, "a heterogeneous job has nodes that differ"),
+        (captured("batch-step", **UNEQUAL), None, "unequal nodes, SLURM_TASKS_PER_NODE=2,1; give"),
+        (captured("batch-step"), 4, "4 processes per node, but the job has SLURM_TASKS_PER_NODE=2"),
+    ],
+)
+def test_a_job_that_cannot_be_used(environ: dict[str, str], asked: int | None, cause: str) -> None:
+    with pytest.raises(PlanError) as raised:
+        scheduler.read_job(environ, "a/x.sh", asked)
+    assert cause in str(raised.value)
+    assert ";" in str(raised.value) and "\n" not in str(raised.value)
+
+
+NOT_TYPED = {"NUM_NODES": None, "NODE_RANK": None, "MASTER_ADDR": None}
+
+
+@pytest.mark.parametrize(
+    ("name", "typed", "expected"),
+    [
+        ("one-per-node-step", {}, Allocation(2, "node1", node_rank=1)),
+        ("one-per-node-step", {"NODE_RANK": "1", "NUM_NODES": "2"}, Allocation(2, "node1", 1)),
+        ("one-per-node-step", {"MASTER_ADDR": "10.0.0.9"}, Allocation(2, "10.0.0.9", 1)),
+        ("sub-step", {}, Allocation(1, "node2", node_rank=0)),
+        ("one-per-node-step", {"NODE_RANK": "0"}, "NODE_RANK is '0' but srun's SLURM_NODEID is 1"),
+        ("one-per-node-step", {"NUM_NODES": "3"}, "'3' but srun's SLURM_STEP_NUM_NODES is 2"),
+        ("srun-step", {}, "srun started 4 tasks on 2 nodes; give it --ntasks=2"),
+    ],
+)
+def test_place_in_a_step(
+    name: str, typed: dict[str, str | None], expected: Allocation | str
+) -> None:
+    assert not scheduler.in_slurm_job(captured(name))
+    if isinstance(expected, Allocation):
+        assert scheduler.read_step(captured(name), {**NOT_TYPED, **typed}) == expected
+        return
+    with pytest.raises(PlanError) as raised:
+        scheduler.read_step(captured(name), {**NOT_TYPED, **typed})
+    assert expected in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_batch_step", "has_many"),
+    [  # refused as one node of several that nobody started; refused as a launch of one node
+        ("batch-step", True, True),
+        ("salloc-interactive-step", True, True),
+        ("requeued-batch-step", False, False),
+        ("sub-step", True, False),
+        ("one-per-node-step", True, True),
+    ],
+)
+def test_one_node_of_several_is_refused(name: str, is_batch_step: bool, has_many: bool) -> None:
+    for check, is_refused in (
+        (scheduler.refuse_batch_step, is_batch_step),
+        (scheduler.refuse_many_nodes, has_many),
+    ):
+        try:
+            check(captured(name), "x.sh")
+        except PlanError as error:
+            assert is_refused and "; use srun scripts/cluster_train.sh CONFIG" in str(error)
+        else:
+            assert not is_refused
+
+
+def test_a_login_node_has_a_batch_system_and_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not scheduler.is_login_node({})
+    (tmp_path / "qstat").write_text("#!/bin/sh\n")
+    (tmp_path / "qstat").chmod(0o755)
+    assert scheduler.is_login_node({})
+    assert not scheduler.is_login_node({"SLURM_JOB_ID": "5"})
+    assert not scheduler.is_login_node({"PBS_JOBID": "5.host"})
+
+
+# --- the commands that ask for a job ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environ", "is_ours", "expected"),
+    [
+        (captured("batch-step"), True, "sbatch --nodes=2 --ntasks-per-node=2 --gpus-per-node=2 S"),
+        (captured("batch-step"), False, "typed.sh"),
+        (captured("requeued-batch-step"), True, "sbatch --nodes=1 S"),
+        (captured("array-batch-step"), True, "sbatch --nodes=1 --ntasks-per-node=2 S"),
+        (captured("salloc-command"), True, "salloc --nodes=2 --ntasks-per-node=2 typed.sh"),
+        (
+            captured("salloc-interactive-step"),
+            False,
+            "salloc --nodes=2 --ntasks-per-node=2 typed.sh",
+        ),
+        (captured("salloc-gpus-command"), True, "salloc --nodes=2 --gpus-per-node=2 typed.sh"),
+        ({}, True, "sbatch S"),
+    ],
+)
+def test_slurm_command(environ: dict[str, str], is_ours: bool, expected: str) -> None:
+    script = "S" if is_ours else None
+    command = submission.slurm_command(environ, script, ["typed.sh", "c.yaml", "a b"])
+    assert shlex.join(command) == f"{expected} c.yaml 'a b'"
+
+
+def test_pbs_command() -> None:
+    assert submission.pbs_command("S", ["typed.sh"]) == ["qsub", "-V", "S"]
+    with_arguments = submission.pbs_command("S", ["typed.sh", "c.yaml", "a b"])
+    assert with_arguments == ["qsub", "-V", "-F", "c.yaml 'a b'", "S"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "asked", "num_nodes", "nproc"),
+    [
+        ("#SBATCH --nodes=3\n#SBATCH --gpus-per-node=4  # each", None, 3, 4),
+        ("#SBATCH --nodes=3\n#SBATCH --gpus-per-node=4", 2, 3, 2),
+        ("#SBATCH -N 3\n#SBATCH --gres=gpu:a100:8", None, 3, 8),
+        ("#SBATCH --nodes=2 --ntasks-per-node=6\n#SBATCH --gres=gpu:8", 2, 2, 6),
+        ("#PBS -l select=2:ncpus=8:ngpus=4", None, 2, 4),
+        ("#PBS -l nodes=2:ppn=8:gpus=4", None, 2, 4),
+        ("#SBATCH --gpus-per-node=4", None, 1, None),
+        ("#SBATCH --nodes=2", None, 2, None),
+        ("# --nodes=2 --gpus-per-node=2", None, 1, None),
+    ],
+)
+def test_what_a_batch_script_asks_for(
+    tmp_path: Path, lines: str, asked: int | None, num_nodes: int, nproc: int | None
+) -> None:
+    script = tmp_path / "x.sh"
+    script.write_text(f"#!/bin/bash\n{lines}\ntrue\n")
+    found = submission.read_script(script, asked)
+    assert (found.num_nodes, found.nproc) == (num_nodes, nproc)
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("slurm/slurm_train.sh", "sbatch scripts/slurm/slurm_train.sh config/local3.yaml seed=2"),
+        (
+            "slurm/slurm_train_single_node.sh",
+            "sbatch scripts/slurm/slurm_train_single_node.sh conf",
+        ),
+        ("pbs/pbs_train.sh", "qsub -V -F 'config/local3.yaml seed=2' scripts/pbs/pbs_train.sh"),
+    ],
+)
+def test_dry_run_outside_of_a_job_shows_the_submission(script: str, expected: str) -> None:
+    command = [f"scripts/{script}", "config/local3.yaml", "seed=2", "--dry-run"]
+    environ = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable}
+    shown = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    assert f" && {expected}" in shown.stdout.splitlines()[-1]
+    assert "run        <job id>    config/local3.yaml" in shown.stderr

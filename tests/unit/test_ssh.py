@@ -1,0 +1,498 @@
+"""Launches over ssh and pdsh, where a bash on this machine stands for ssh.
+
+The launcher, node.py and pdsh are the real ones; the agent is a script of a few lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher import processes
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "scripts/ssh"
+SSH = """#!/usr/bin/env bash
+# As the launcher and pdsh call it: options, the host, the command.
+host=${*: -2:1} command=${*: -1}
+echo "$host" >>"$FAKE_NODES/asked"
+export SSH_CONNECTION="10.0.0.1 1 127.0.0.1 22"
+cd /
+if [[ -e $FAKE_NODES/$host && $command == *"bash -s" ]]; then exec bash "$FAKE_NODES/$host"; fi
+exec bash -c "$command"
+"""
+PYTHON = f"""#!/usr/bin/env bash
+if [[ $1 == */agent.py ]]; then exec {sys.executable} "$FAKE_NODES/agent.py" "$@"; fi
+exec {sys.executable} "$@"
+"""
+LIE = """
+mapfile -t -n 3 opening
+[[ ${opening[1]} =~ ([0-9a-f]{32}[.][0-9]+) ]]
+token=${BASH_REMATCH[1]}
+say() { printf '%s %s\\n' "$token" "$1"; }
+say '{"hello":{"address":"127.0.0.1"}}'
+"""
+REPORT = {
+    "node_rank": 0,
+    "num_nodes": 1,
+    "nproc": 1,
+    "host": "n0",
+    "run_id": "r",
+    "versions": {},
+    "files": {},
+    "port": 20000,
+}
+BEAT_S = 2.0
+
+
+class Nodes:
+    """A folder that says how each node behaves, and the launcher's environment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.nodes = folder / "nodes"
+        tools = folder / "tools"
+        for each in (self.nodes, tools):
+            each.mkdir()
+        self.add(tools / "ssh", SSH)
+        self.add(tools / "python", PYTHON)
+        (folder / "own.py").touch()
+        self.environ = {
+            "PATH": f"{tools}:{os.environ['PATH']}",
+            "HOME": str(folder),
+            "TMPDIR": str(tools),
+            "FAKE_NODES": str(self.nodes),
+            "PYTHON": str(tools / "python"),
+            "TRAIN_SCRIPT": "own.py",
+            "SKIP_PREFLIGHT": "1",
+            "GRACE": "5",
+        }
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    @staticmethod
+    def add(file: Path, script: str) -> None:
+        file.write_text(script)
+        file.chmod(0o755)
+
+    def agent(self, script: str) -> None:
+        """Say what each node's agent does, with `tell` to send a message."""
+        tell = "\n".join(
+            [
+                "import json, os, signal, sys, time",
+                "def tell(**message):",
+                "    print(os.environ['LAUNCH_TOKEN'], json.dumps(message), flush=True)",
+                "rank = sys.argv[sys.argv.index('--node-rank') + 1]",
+            ]
+        )
+        (self.nodes / "agent.py").write_text(f"{tell}\n{script}")
+
+    def start(
+        self, *words: str, script: str = "launch_torchrun_auto.sh", **environ: str
+    ) -> subprocess.Popen[bytes]:
+        """Start a launch; stdout and stderr are pipes."""
+        self.started.append(
+            subprocess.Popen(
+                [SCRIPTS / script, *words],
+                cwd=self.folder,
+                env={**self.environ, **environ},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        )
+        return self.started[-1]
+
+    def launch(self, *words: str, **options: str) -> tuple[int, str, str]:
+        """Launch to the end; returns the exit code, stdout and stderr."""
+        launcher = self.start(*words, **options)
+        out, err = launcher.communicate(timeout=30)
+        assert b"Traceback" not in err, err
+        return launcher.returncode, out.decode(), err.decode()
+
+    def wait_for(self, name: str) -> str:
+        """Return what an agent has written into a file, as soon as it has."""
+        file = self.nodes / name
+        eventually(lambda: file.exists() and file.read_text() != "", name)
+        return file.read_text()
+
+    def process(self, name: str) -> int:
+        return int(self.wait_for(name))
+
+
+def eventually(is_so: Callable[[], bool], what: str, limit_s: float = 10.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def is_gone(process: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return True
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    made = Nodes(tmp_path)
+    yield made
+    for launcher in made.started:
+        processes.send([*processes.descendants(launcher.pid), launcher.pid], signal.SIGKILL)
+        launcher.communicate()
+
+
+END = """
+def end(code, fault="rank-error", cause="ValueError: no samples", is_told=False):
+    failure = dict(fault=fault, cause=cause, code=code, host="n", node_rank=0, time=2.0, rank=1)
+    summary = dict(started=1.0, lost_peer=0, stopped=0, left=0, run_id="r", command="again")
+    tell(end=dict(code=code, failure=failure, summary=summary, is_told=is_told))
+    sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("code", [1, 2, 3, 75])
+def test_the_block_is_shown_last_for_every_exit_code(nodes: Nodes, code: int) -> None:
+    nodes.agent(f"{END}\nprint('busy'); sys.stderr.write('warned\\n')\nend({code})")
+    got, out, err = nodes.launch("-", "1", "n0")
+    assert (got, out) == (code, "[0] busy\n"), err
+    *before, last = err.split("ended      ")
+    assert last.startswith(f"code {code}; nothing is left running on 1 node\nFAILED   rank 1 ")
+    assert "\ncause    ValueError: no samples\n" in last
+    assert last.endswith("see      TROUBLESHOOTING.md#rank-error\n")
+    assert "[0] warned\n" in "".join(before)
+
+
+def test_a_message_is_read_behind_a_line_without_an_end(nodes: Nodes) -> None:
+    nodes.agent(f"{END}\nsys.stdout.write('half a line')\nend(1)")
+    code, out, err = nodes.launch("-", "1", "n0")
+    assert (code, out) == (1, "[0] half a line\n") and "FAILED   rank 1" in err
+
+
+def test_a_line_that_looks_like_the_block_is_output_like_any_other(nodes: Nodes) -> None:
+    nodes.agent(
+        "print('FAILED   rank 0 (local rank 0, n) 1 s after the start', flush=True)\n"
+        "print('stopped  by SIGTERM', file=sys.stderr, flush=True)\n"
+        "sys.stdin.read()"
+    )
+    launcher = nodes.start("-", "1", "n0")
+    assert launcher.stdout is not None and launcher.stderr is not None
+    assert launcher.stdout.readline().startswith(b"[0] FAILED   rank 0")
+    while launcher.stderr.readline() != b"[0] stopped  by SIGTERM\n":
+        pass
+    assert launcher.poll() is None  # both were shown while it ran
+
+
+# --- what a node says is data -------------------------------------------------------------------
+
+COMMAND = "RANKS[$(touch pwned)]"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        f'nproc={COMMAND}\nsay checked 0\necho "nproc={COMMAND}"',
+        json.dumps({"report": {**REPORT, "nproc": COMMAND}}),
+        json.dumps({"report": {**REPORT, "faults": 7}}),
+        json.dumps({"report": {"port": 1}}),
+        json.dumps({"report": None, "exit": None}),
+        "[" * 100_000,
+        "null",
+        '{"report":\xff',
+    ],
+    ids=str,
+)
+def test_a_report_that_does_not_fit_is_refused(nodes: Nodes, answer: str) -> None:
+    (nodes.nodes / "n0").write_text(f"{LIE}\nsay {shlex.quote(answer)}\nexit 0")
+    code, _, err = nodes.launch("-", "1", "n0", SKIP_PREFLIGHT="")
+    assert code == 3 and "n0: " in err and "[env-missing]" in err
+    assert not list(nodes.folder.rglob("pwned"))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"exit": {"code": "x[$(touch pwned)]", "left": 0}},
+        {"exit": {"code": 256, "left": 0}},
+        {"exit": {"code": 0, "left": -1}},
+        {"exit": {"code": True, "left": 0}},
+        {"exit": {"code": 0}},
+        {"end": {"code": 0}},
+    ],
+    ids=str,
+)
+def test_an_end_that_does_not_fit_is_a_lost_node(nodes: Nodes, answer: object) -> None:
+    lie = f"{LIE}\nsay {shlex.quote(json.dumps({'report': REPORT}))}\nread -r; read -r"
+    (nodes.nodes / "n0").write_text(f"{lie}\nsay {shlex.quote(json.dumps(answer))}\nexit 0")
+    code, _, err = nodes.launch("-", "1", "n0")
+    assert code == 137 and "FAILED   node agent 0 (n0)" in err
+    assert not list(nodes.folder.rglob("pwned"))
+
+
+# --- a terminal that takes nothing --------------------------------------------------------------
+
+
+def test_a_reader_that_stalls_delays_neither_the_run_nor_its_stop(nodes: Nodes) -> None:
+    nodes.agent(
+        f"{END}\n"
+        "for number in range(40000): print('x' * 100)\n"  # the pipe takes 64 KiB
+        "print('done', flush=True)\n"
+        "open(os.environ['FAKE_NODES'] + '/printed', 'w').write('yes')\n"
+        "while (line := sys.stdin.readline()) == '\\n': pass\n"
+        "open(os.environ['FAKE_NODES'] + '/told', 'w').write(line)\n"
+        "end(75)"
+    )
+    launcher = nodes.start("-", "1", "n0")
+    nodes.wait_for("printed")
+    began = time.monotonic()
+    launcher.terminate()
+    assert nodes.wait_for("told") == "SIGTERM\n"
+    assert time.monotonic() - began < 1.0
+    assert launcher.wait(10) == 75  # without a reader
+    assert launcher.stdout is not None and launcher.stderr is not None
+    assert b"not shown" not in launcher.stderr.read()
+
+
+def test_lines_that_were_not_shown_are_counted(nodes: Nodes) -> None:
+    nodes.agent(
+        "for number in range(40000): print('x' * 100)\n"
+        "print(flush=True)\n"
+        "open(os.environ['FAKE_NODES'] + '/printed', 'w').write('yes')\n"
+        "while not os.path.exists(os.environ['FAKE_NODES'] + '/read'): time.sleep(0.01)\n"
+        "print('the last', flush=True)"
+    )
+    launcher = nodes.start("-", "1", "n0")
+    nodes.wait_for("printed")
+    (nodes.nodes / "read").touch()
+    out, _ = launcher.communicate(timeout=30)
+    lines = out.decode().splitlines()
+    dropped = sum(int(line.split()[1]) for line in lines if line.startswith("..."))
+    shown = sum(line.startswith("[0] ") for line in lines)
+    assert 9000 < shown < 20000 and shown + dropped == 40002
+
+
+def test_a_terminal_that_was_stopped_by_ctrl_s_delays_no_stop(nodes: Nodes) -> None:
+    nodes.agent(
+        f"{END}\n"
+        "print('begun', flush=True)\n"
+        "sys.stdin.readline()\n"  # a beat
+        "for number in range(4000): print('x' * 100)\n"
+        "sys.stdout.flush()\n"
+        "while (line := sys.stdin.readline()) == '\\n': pass\n"
+        "open(os.environ['FAKE_NODES'] + '/told', 'w').write(line)\n"
+        "end(75)"
+    )
+    master, terminal = pty.openpty()
+    launcher = subprocess.Popen(
+        [SCRIPTS / "launch_torchrun_auto.sh", "-", "1", "n0"],
+        cwd=nodes.folder,
+        env=nodes.environ,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+    )
+    nodes.started.append(launcher)
+    shown = b""
+    while b"begun" not in shown:
+        shown += os.read(master, 4096)
+    termios.tcflow(terminal, termios.TCOOFF)
+    time.sleep(BEAT_S + 0.5)  # it prints
+    began = time.monotonic()
+    launcher.send_signal(signal.SIGINT)
+    assert nodes.wait_for("told") == "SIGINT\n"
+    assert time.monotonic() - began < 1.0
+    assert launcher.wait(10) == 75
+    os.close(master)
+    os.close(terminal)
+
+
+# --- arguments and variables --------------------------------------------------------------------
+
+DUMP = (
+    "json.dump([sys.argv[1:], dict(os.environ)], open(os.environ['FAKE_NODES'] + '/' + rank, 'w'))"
+)
+
+
+def test_arguments_of_230_kb_arrive(nodes: Nodes) -> None:
+    nodes.agent(DUMP)
+    words = [f"{number:0100}" for number in range(2300)]
+    code, _, err = nodes.launch("-", "1", "n0", "--", *words)
+    assert code == 0, err
+    arguments, environ = json.loads((nodes.nodes / "0").read_text())
+    assert arguments[-2300:] == words and environ["RUN_ID"]
+
+
+def test_a_variable_to_forward_that_is_not_set_is_refused(nodes: Nodes) -> None:
+    code, out, err = nodes.launch("-", "1", "n0", FORWARD_ENV="HOME,NONE")
+    assert (code, out) == (2, "")
+    cause = "FORWARD_ENV names 'NONE', which is not in the environment; export it, or leave it out"
+    assert err == f"launch_torchrun_auto.sh: {cause}\n"
+    assert not (nodes.nodes / "asked").exists()
+
+
+@pytest.mark.parametrize("script", ["launch_torchrun_auto.sh", "launch_pdsh_multinode.sh"])
+def test_variables_arrive_byte_for_byte(nodes: Nodes, script: str) -> None:
+    if "pdsh" in script and shutil.which("pdsh") is None:
+        pytest.skip("pdsh is not installed")
+    nodes.agent(DUMP)
+    odd = "a 'b' \"c\" $d `e` \\ \n \udcff ü"
+    code, _, err = nodes.launch(
+        "-", "1", "n0", "n1", script=script, NCCL_ODD=odd, MINE=odd, OTHER="no", FORWARD_ENV="MINE"
+    )
+    assert code == 0, err
+    for rank in "01":
+        _, environ = json.loads((nodes.nodes / rank).read_text())
+        assert environ["NCCL_ODD"] == environ["MINE"] == odd and environ["LAUNCH_CONTROL"] == "1"
+    assert "variables  MINE NCCL_ODD go with it\n" in err and "`e`" not in err
+
+
+@pytest.mark.parametrize("words", [["plain"], ["it's", "a b"], ["$HOME", '"', "it's", "%h"]])
+def test_the_line_of_a_dry_run_can_be_pasted(nodes: Nodes, words: list[str]) -> None:
+    nodes.agent(DUMP)
+    code, out, _ = nodes.launch("-", "1", "n0", "n1", "--dry-run", "--", *words)
+    assert code == 0 and not (nodes.nodes / "asked").exists()
+    _, _, comment, line = out.splitlines()
+    assert comment.startswith("# node 1 (n1): ranks 1-1 of 2, rendezvous n0:")
+    assert line.startswith("ssh -- n1 ") and "\\" not in line
+    subprocess.run(["bash", "-c", line], env=nodes.environ, check=True)
+    arguments, _ = json.loads((nodes.nodes / "1").read_text())
+    assert arguments[-len(words) :] == words
+
+
+# --- ends ---------------------------------------------------------------------------------------
+
+WAIT = """
+open(os.environ['FAKE_NODES'] + '/agent.' + rank, 'w').write(str(os.getpid()))
+print('begun', flush=True)
+while (line := sys.stdin.readline()) == '\\n': pass
+sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize("what", ["launcher", "node"])
+@pytest.mark.parametrize("script", ["launch_torchrun_auto.sh", "launch_pdsh_multinode.sh"])
+def test_kill_9_ends_all_and_leaves_no_file(nodes: Nodes, script: str, what: str) -> None:
+    if "pdsh" in script and shutil.which("pdsh") is None:
+        pytest.skip("pdsh is not installed")
+    before = {*Path("/tmp").glob("launch.*.*")}
+    nodes.agent(WAIT)
+    launcher = nodes.start("-", "1", "n0", "n1", script=script)
+    agents = [nodes.process(f"agent.{rank}") for rank in range(2)]
+    below = processes.descendants(launcher.pid)
+    victim = launcher.pid
+    if what == "node":
+        victim = next(
+            one
+            for one in below
+            if re.search(rb"/launcher/node.py\0$", Path(f"/proc/{one}/cmdline").read_bytes())
+        )
+    os.kill(victim, signal.SIGKILL)
+    eventually(lambda: all(map(is_gone, [*below, *agents])), "processes are left")
+    _, err = launcher.communicate(timeout=20)
+    if what == "node":
+        assert launcher.returncode == 137 and b"[launcher-killed]\n" in err
+    tools = {file.name for file in (nodes.folder / "tools").iterdir()}
+    assert tools == {"ssh", "python"} and {*Path("/tmp").glob("launch.*.*")} == before
+
+
+def test_a_signal_before_the_start_ends_the_launch(nodes: Nodes) -> None:
+    (nodes.nodes / "n0").write_text('echo $$ >"$FAKE_NODES/there"; sleep 60')
+    launcher = nodes.start("-", "1", "n0")
+    there = nodes.process("there")
+    launcher.send_signal(signal.SIGINT)
+    out, err = launcher.communicate(timeout=5)
+    assert launcher.returncode == 130 and out == b""
+    assert err == b"launch_torchrun_auto.sh: stopped by SIGINT; nothing was started\n"
+    eventually(lambda: is_gone(there), "the login")
+
+
+def test_a_process_that_stays_is_killed_and_counted(nodes: Nodes) -> None:
+    nodes.agent(
+        "if not os.fork():\n"
+        "    os.setsid(); open(os.environ['FAKE_NODES'] + '/stays', 'w').write(str(os.getpid()))\n"
+        "    os.closerange(0, 3); time.sleep(600)"
+    )
+    code, _, err = nodes.launch("-", "1", "n0")
+    assert code == 0 and "1 process of the run had to be killed\n" in err
+    assert is_gone(nodes.process("stays"))
+
+
+def test_an_agent_that_says_nothing_is_named(nodes: Nodes) -> None:
+    nodes.agent("sys.exit(0 if rank == '0' else 7)")
+    code, _, err = nodes.launch("-", "1", "n0", "n1")
+    assert code == 7 and "FAILED   node agent 1 (n1)" in err and "[agent-killed]\n" in err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("pdsh") is None, reason="pdsh is not installed")
+def test_a_node_that_pdsh_does_not_reach_ends_the_run(nodes: Nodes) -> None:
+    nodes.agent(WAIT)
+    ssh = nodes.folder / "tools/ssh"
+    ssh.write_text(
+        ssh.read_text().replace(
+            "cd /\n", "[[ $command != *.1 ]] || { echo no >&2; exit 255; }\ncd /\n"
+        )
+    )
+    code, _, err = nodes.launch("-", "1", "n0", "n1", script="launch_pdsh_multinode.sh")
+    assert code == 127 and "n1: no\n" in err and "FAILED   node agent 1 (n1)" in err
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user, too")
+def test_another_user_is_not_handed_the_start(tmp_path: Path) -> None:
+    name = f"{os.getpid()}.test"
+    script = (
+        "import socket, sys; sys.path.insert(0, sys.argv[1])\n"
+        "from launcher.node import await_other\n"
+        "with socket.socket(socket.AF_UNIX) as listener:\n"
+        "    listener.bind('\\0' + sys.argv[2]); listener.listen(); print(flush=True)\n"
+        "    await_other(listener).sendall(b'welcome')\n"
+    )
+    command = [sys.executable, "-c", script, str(ROOT), name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as node:
+        assert node.stdout is not None
+        node.stdout.readline()
+        stranger = os.fork()
+        if stranger == 0:
+            os.setuid(65534)
+            os._exit(len(connect(name)))
+        assert os.waitpid(stranger, 0)[1] == 0
+        assert connect(name) == b"welcome"
+
+
+def connect(name: str) -> bytes:
+    with socket.socket(socket.AF_UNIX) as other:
+        other.connect(f"\0{name}")
+        return other.recv(100)
+
+
+def test_streams_that_the_caller_has_closed_do_no_harm(nodes: Nodes) -> None:
+    nodes.agent("print('x' * 100); sys.exit(0)")
+    command = shlex.join([str(SCRIPTS / "launch_torchrun_auto.sh"), "-", "1", "n0", "n1"])
+    closed = f"ulimit -n 40; exec {command} <&- >&- 2>&-"
+    result = subprocess.run(["bash", "-c", closed], cwd=nodes.folder, env=nodes.environ, timeout=30)
+    assert result.returncode == 0
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_needed(nodes: Nodes) -> None:
+    nodes.agent("sys.exit(0)")
+    command = shlex.join([str(SCRIPTS / "launch_torchrun_auto.sh"), "-", "1", "n[0-7]"])
+    limited = f"ulimit -Sn 30; exec {command}"
+    result = subprocess.run(
+        ["bash", "-c", limited], cwd=nodes.folder, env=nodes.environ, timeout=60
+    )
+    assert result.returncode == 0

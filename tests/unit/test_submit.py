@@ -1,0 +1,51 @@
+"""What scripts/submit_with_config.sh asks SLURM for; whole submissions are in tests/cluster."""
+
+from __future__ import annotations
+
+import pytest
+
+from launcher.options import Typed
+from launcher.plan import PlanError
+from launcher.submit import Size, choose_size, take_own_settings
+
+OURS = ("config=c.yaml", "num_gpus_train=2")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "most", "expected"),
+    [
+        (4, 8, Size(1, 4, is_exclusive=False)),
+        (8, 8, Size(1, 8, is_exclusive=True)),
+        (12, 8, Size(2, 6, is_exclusive=False)),
+        (16, 8, Size(2, 8, is_exclusive=True)),
+        (11, 8, Size(11, 1, is_exclusive=False)),
+        (3, 1, Size(3, 1, is_exclusive=True)),
+    ],
+)
+def test_as_few_nodes_as_share_the_gpus_evenly(gpus: int, most: int, expected: Size) -> None:
+    assert choose_size(gpus, most) == expected
+
+
+def test_settings_of_the_submission_and_of_the_training() -> None:
+    given = (*OURS, "seed=3", "train.max_steps=5", "mem=4G")
+    own, others = take_own_settings(Typed("submit", setting=given), {})
+    assert own == {"config": "c.yaml", "num_gpus_train": "2", "mem": "4G"}
+    assert others == ["seed=3", "train.max_steps=5"]
+    typed = Typed("submit", setting=(*OURS, "whatever=1"))
+    assert take_own_settings(typed, {"TRAIN_SCRIPT": "own.py"})[1] == ["whatever=1"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "cause"),
+    [
+        (("config=c.yaml",), "no num_gpus_train; usage: x.sh ..."),
+        (("num_gpus_train=2",), "no config; usage: x.sh ..."),
+        ((*OURS, "partitoin=a"), "unknown setting 'partitoin'; did you mean partition? known here"),
+        ((*OURS, "num_gpus=1"), "give prepare=SCRIPT too"),
+        ((*OURS, "num_gpus=x"), "num_gpus is 'x'; give a whole number from 0"),
+    ],
+)
+def test_wrong_settings(settings: tuple[str, ...], cause: str) -> None:
+    with pytest.raises(PlanError) as raised:
+        take_own_settings(Typed("submit", setting=settings, usage="x.sh ..."), {})
+    assert cause in str(raised.value)

@@ -1,0 +1,188 @@
+"""Who failed first, the verdict and the exit code, as tables of recorded facts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from launcher import verdict
+from launcher.failure import Failure, RaisedError
+from launcher.verdict import Facts, NodeEnd, Verdict
+
+
+def failed(rank: int, time: float = 1.0, *, code: int = 1, is_consequence: bool = False) -> Failure:
+    return Failure(
+        fault="rank-error",
+        cause=f"cause of {rank}",
+        code=code,
+        host="node1",
+        node_rank=0,
+        time=time,
+        rank=rank,
+        local_rank=rank,
+        is_consequence=is_consequence,
+    )
+
+
+def victim(rank: int, time: float = 1.0) -> Failure:
+    return failed(rank, time, is_consequence=True)
+
+
+@pytest.mark.parametrize(
+    ("failures", "rank"),
+    [
+        ([failed(3)], 3),
+        ([failed(3, 2.0), failed(1, 1.0)], 1),
+        ([victim(1, 1.0), failed(3, 2.0)], 3),  # a cause, however late its message came
+        ([victim(1, 2.0), victim(2, 1.0)], 2),
+        ([failed(1, 1.0), failed(2, 1.0)], 1),  # as they were seen
+        ([], None),
+    ],
+)
+def test_the_first_failure(failures: list[Failure], rank: int | None) -> None:
+    first = verdict.first_failure(failures)
+    assert (first and first.rank) == rank
+
+
+@pytest.mark.parametrize(
+    ("code", "signals", "has_raised", "is_asked"),
+    [
+        (75, [], False, True),
+        (75, [], True, True),  # SystemExit(75) leaves an error file, too
+        (1, [], False, False),
+        (1, [15], False, True),
+        (1, [15], True, False),
+        (143, [15], False, True),
+        (137, [], False, False),
+    ],
+)
+def test_which_ends_were_asked_for(
+    code: int, signals: list[int], has_raised: bool, is_asked: bool
+) -> None:
+    assert verdict.is_asked(code, signals, has_raised=has_raised) == is_asked
+
+
+RAISED = RaisedError("ValueError: bad; give a good one [my-fault]", "", 1, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "is_out_of_memory", "last_text", "expected"),
+    [
+        (RAISED, 1, False, "", ("my-fault", "ValueError: bad; give a good one", 1, 5.0, False)),
+        (
+            replace(RAISED, message="SystemExit: 2", code=2), 2, False, "usage: ...",
+            ("rank-error", "SystemExit: 2, after: usage: ...", 2, 5.0, False),
+        ),
+        (
+            replace(RAISED, message="RuntimeError: Connection closed by peer"), 1, False, "",
+            ("rank-error", "RuntimeError: Connection closed by peer", 1, 5.0, True),
+        ),
+        (
+            None, 137, True, "",
+            ("out-of-memory", "SIGKILL by the kernel: this node's memory limit was reached", 137,
+             9.0, False),
+        ),
+        (
+            None, 7, True, "",
+            ("rank-error", "left with exit code 7, without an exception", 7, 9.0, False),
+        ),
+    ],
+)  # fmt: skip
+def test_why_a_rank_ended(
+    raised: RaisedError | None,
+    code: int,
+    is_out_of_memory: bool,
+    last_text: str,
+    expected: tuple[str, str, int, float, bool],
+) -> None:
+    told = verdict.describe_end(
+        failed(1, 9.0), raised, code=code, is_out_of_memory=is_out_of_memory, last_text=last_text
+    )
+    assert (told.fault, told.cause, told.code, told.time, told.is_consequence) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "signals", "code"),
+    [
+        ([NodeEnd(finished=[0, 1])], [], 0),
+        ([NodeEnd(stop_codes=[75, 75])], [15], 75),
+        ([NodeEnd(stop_codes=[75]), NodeEnd(stop_codes=[75])], [15, 2], 75),
+        ([NodeEnd(stop_codes=[143, 75])], [15], 143),  # one has not saved
+        ([NodeEnd(stopped=[0])], [15], 143),  # ignored the signal, and was killed
+        ([NodeEnd(finished=[0]), NodeEnd(stopped=[1])], [2], 130),  # on another node
+        ([NodeEnd(stop_codes=[75], stopped=[1])], [15], 75),
+        ([NodeEnd(stopped=[0])], [], 137),
+    ],
+)
+def test_the_exit_code_of_a_run_that_did_not_fail(
+    nodes: list[NodeEnd], signals: list[int], code: int
+) -> None:
+    assert verdict.stop_code(nodes, signals) == code
+
+
+def test_what_a_node_tells_at_its_end() -> None:
+    facts = Facts(
+        codes={2: 1, 3: 0, 4: 143, 5: 75},
+        stopped={4},
+        failures=[victim(2), victim(0)],  # rank 0 is another node's
+        stop_codes=[75],
+    )
+    assert verdict.end_of_node(facts) == NodeEnd([2], [4], [3], [75])
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (Facts(codes={0: 0, 1: 0}), Verdict(0)),
+        (Facts(codes={0: 75}, stop_codes=[75], signals=[15]), Verdict(75)),
+        (
+            Facts(codes={0: 143, 1: 1}, failures=[failed(1)], stopped={0}),
+            Verdict(1, replace(failed(1), saved_step=40), stopped=1),
+        ),
+        (  # of two nodes: each rank is counted once
+            Facts(
+                codes={0: 1, 1: 143},
+                failures=[failed(2, code=7), victim(0)],
+                stopped={1},
+                nodes={1: NodeEnd(lost_peer=[3], stopped=[2, 3])},
+            ),
+            Verdict(7, replace(failed(2, code=7), saved_step=40), lost_peer=2, stopped=1),
+        ),
+        (  # nobody failed, one left too early
+            Facts(codes={0: 1, 1: 0}, failures=[victim(0)]),
+            Verdict(
+                1,
+                replace(
+                    victim(0),
+                    cause="cause of 0 (before it rank 1 left with exit code 0)",
+                    saved_step=40,
+                ),
+            ),
+        ),
+        (  # the stacks of all nodes
+            Facts(
+                codes={0: 137},
+                failures=[
+                    replace(failed(0), stacks=["rank 0: a"]),
+                    replace(victim(1), stacks=["rank 1: b"]),
+                ],
+            ),
+            Verdict(1, replace(failed(0), stacks=["rank 0: a", "rank 1: b"], saved_step=40)),
+        ),
+        (  # node rank 0 has told
+            Facts(codes={0: 143}, failures=[failed(0)], verdict=Verdict(9, failed(5), 1, 2)),
+            Verdict(9, failed(5), 1, 2, is_told=True),
+        ),
+    ],
+)
+def test_the_verdict(facts: Facts, expected: Verdict) -> None:
+    told = verdict.reach_verdict(facts, saved_step=40, left=0)
+    if told.failure and not told.failure.stacks:
+        told = replace(told, failure=replace(told.failure, stacks=()))
+    assert told == expected
+
+
+def test_what_is_left_is_this_nodes() -> None:
+    facts = Facts(codes={0: 0}, verdict=Verdict(0, left=3))
+    assert verdict.reach_verdict(facts, saved_step=-1, left=1).left == 1
