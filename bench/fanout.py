@@ -38,7 +38,7 @@ from collections import Counter
 from launcher.connection import ssh_command
 from launcher.remote import Child, Loop
 
-loop, answers = Loop(), Counter()
+loop, answers = Loop(most_children=len(sys.argv)), Counter()
 connections = [
     Child(loop, ssh_command(node, 10, os.devnull), lambda line, is_error: answers.update([line]))
     for node in sys.argv[2:]

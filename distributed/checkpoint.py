@@ -60,12 +60,9 @@ class State:
 class Saver:
     """Saves a run's checkpoints in the background, one at a time; if not enabled, does nothing.
 
-    Keeps the newest `keep_last`, and the one with the lowest `progress["validation_loss"]`. The
-    process must call `wait` before it exits.
-
-    Raises:
-        Refused: another live process saves in this folder, or the folder is another job's.
-        CheckpointError: the folder cannot be written to.
+    Keeps the newest `keep_last`, and the one with the lowest `progress["validation_loss"]`. Call
+    `wait` before the process exits. Raises Refused if another live process saves in this folder or
+    the folder is another job's, and CheckpointError if it cannot be written to.
     """
 
     def __init__(self, run_folder: Path, *, keep_last: int, enabled: bool = True) -> None:
@@ -86,8 +83,7 @@ class Saver:
     def save(self, step: int, state: State) -> None:
         """Wait for the previous save, copy the state, and write the copy in the background.
 
-        Raises:
-            CheckpointError: the previous save failed; the checkpoints before it are intact.
+        Raises CheckpointError if the previous save failed; earlier checkpoints are intact.
         """
         if not self.enabled:
             return
@@ -155,10 +151,8 @@ def load(folder: Path) -> State | None:
     """Load one checkpoint, or a run's newest intact one, on every rank.
 
     Only rank 0 reads; the other ranks receive its bytes, so the folder need not be shared. Tensors
-    are on the CPU. Returns None if the run has no checkpoint yet.
-
-    Raises:
-        CheckpointError: every checkpoint of the run is damaged.
+    are on the CPU. Returns None if the run has no checkpoint yet, and raises CheckpointError if all
+    of its checkpoints are damaged.
     """
     content: dict[str, bytes] = {}
     damage: CheckpointError | None = None

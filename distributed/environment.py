@@ -5,7 +5,6 @@ No other module reads the launchers' variables. It does not import torch, so it 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import time
@@ -241,10 +240,7 @@ def in_slurm_step(environ: Mapping[str, str]) -> bool:
 
 
 def is_first_task(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this is the first of srun's tasks; True under any other launcher.
-
-    It never raises, so the one task that reports what detect() refuses can use it.
-    """
+    """Return whether this is the first of srun's tasks; True under any other launcher."""
     is_other = in_slurm_step(environ) and environ.get("SLURM_PROCID") != "0"
     return "RANK" in environ or not is_other
 
@@ -260,8 +256,8 @@ def job_id(environ: Mapping[str, str]) -> str:
 def slurm_job(environ: Mapping[str, str] = os.environ) -> dict[str, str | int]:
     """Return what identifies this start of this SLURM job; {} outside of SLURM.
 
-    A requeued job keeps its id, counts its starts from 0, and gets a new submit time. Another job
-    can have the same id on another cluster or after a reset of SLURM's database.
+    A requeued job keeps its id, and gets the next start count and a new submit time. Another job
+    can have the same id, on another cluster or after a reset of SLURM's database.
     """
     v = _Variables(environ)
     if not v["SLURM_JOB_ID"]:
@@ -280,11 +276,11 @@ def _submit_time(job: str) -> str:
     import subprocess  # costs more than the rest of this module, and few need it
 
     command = ["env", "SLURM_TIME_FORMAT=standard", "squeue", "-h", "-j", job, "-o", "%V"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.check_output(
-            command, stderr=subprocess.DEVNULL, text=True, timeout=_SQUEUE_S
-        ).strip()
-    return ""
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=_SQUEUE_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return told.stdout.strip()
 
 
 def _run_id(v: _Variables) -> str:

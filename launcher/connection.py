@@ -18,7 +18,7 @@ from launcher.remote import Child, Loop
 PROBE_S = 3.0
 SSH_FAILED = 255  # ssh's exit code where it failed itself
 CURES = {
-    "env-missing": "make this folder, the project and its Python the same there",
+    "env-missing": "let this folder, the project and its Python be there as they are here",
     "host-unreachable": "see that the machine is up",
     "name-unresolved": "correct the name, or ~/.ssh/config",
     "ssh-refused": "see that 'ssh {node} true' works without a question",
@@ -26,7 +26,7 @@ CURES = {
 T = TypeVar("T")
 
 
-class Connection:
+class Connection(Child):
     """ssh to one node. Nothing but paths shows in anyone's list of processes."""
 
     def __init__(
@@ -35,47 +35,35 @@ class Connection:
         node: str,
         *,
         connect_s: int,
-        opening: str,
         token: str,
         show: Callable[[bytes, bool], None],
     ) -> None:
-        """Connect.
+        """Connect to a bash on the node.
 
         Args:
             node: as ssh calls it.
-            opening: what a bash on the node runs.
             token: begins the node's messages, and marks its processes.
-            show: is given other lines, and whether they came on stderr.
+            show: is given what is no message, and whether it came on stderr.
         """
         self.node = node
+        self.token = token
         self.is_started = False  # from then on, what comes on stderr is the run's
         self.lost = ""  # why the node's part of the run ended before its time
         self._fault = "ssh-refused"  # why there is no connection, once it has ended
         self._probe: threading.Thread | None = None
-        self.token = token
         self._show = show
         self._answers: dict[type, Any] = {}
         self._words = ""  # on stderr before the start: of start-up files, or Python
         self._log = os.memfd_create("ssh")  # what ssh itself says, in no file that could stay
         log = f"/proc/{os.getpid()}/fd/{self._log}"
-        self._child = Child(loop, ssh_command(node, connect_s, log), self._on_line)
-        self.send(opening)
+        super().__init__(loop, ssh_command(node, connect_s, log), self._take_line)
 
-    def send(self, line: str) -> None:
-        self._child.send(os.fsencode(f"{line}\n"))
-
-    def end_control(self) -> None:
-        """Let the node see the end of the control stream."""
-        self._child.close_input()
+    def send_line(self, line: str) -> None:
+        self.send(os.fsencode(f"{line}\n"))
 
     def answer(self, kind: type[T]) -> T | None:
         """Return what the node has said of this kind."""
         return self._answers.get(kind)
-
-    @property
-    def code(self) -> int | None:
-        """ssh's exit code, once it has ended."""
-        return self._child.code
 
     @property
     def last_words(self) -> str:
@@ -85,7 +73,7 @@ class Connection:
         lines = [line.strip() for line in (self._words, *said.split("\n"))]
         return next((line for line in reversed(lines) if line), "")
 
-    def _on_line(self, line: bytes, is_error: bool) -> None:
+    def _take_line(self, line: bytes, is_error: bool) -> None:
         if not is_error:
             line, message = protocol.read_answer(self.token, line)
             if message is not None:
@@ -114,12 +102,12 @@ class Connection:
         if self._probe is not None:
             self._probe.join(PROBE_S)
         is_there = self.answer(Hello) is not None
-        if self.code is None and is_there:
-            cause = "its checks take longer than the preflight's time"
-            return Fault("host-unreachable", cause, "see what hangs there")
         if self.code is None:
-            cure = "see that the machine is up, and a login there asks nothing"
-            return Fault("host-unreachable", f"no answer within {waited_s:g} s", cure)
+            cause, cure = "its checks take longer than the preflight's time", "see what hangs there"
+            if not is_there:
+                cause = f"no answer within {waited_s:g} s"
+                cure = "see that the machine is up, and a login there asks nothing"
+            return Fault("host-unreachable", cause, cure)
         fault = self._fault
         if is_there:
             fault = "host-unreachable" if self.code == SSH_FAILED else "env-missing"
@@ -148,15 +136,14 @@ def find_fault(node: str) -> str:
     result = subprocess.run(command, capture_output=True, timeout=PROBE_S)
     lines = (line.partition(" ") for line in os.fsdecode(result.stdout).splitlines())
     config = {name: value for name, _, value in lines}
-    if result.returncode != 0 or config.keys() & {"proxyjump", "proxycommand"}:
-        return "ssh-refused"  # and it says why
-    try:
-        address = (config["hostname"], int(config["port"]))
-        socket.create_connection(address, timeout=PROBE_S).close()
-    except socket.gaierror:
-        return "name-unresolved"
-    except ConnectionRefusedError:
-        return "ssh-refused"
-    except OSError:
-        return "host-unreachable"
-    return "ssh-refused"
+    if result.returncode == 0 and not config.keys() & {"proxyjump", "proxycommand"}:
+        try:
+            address = (config["hostname"], int(config["port"]))
+            socket.create_connection(address, timeout=PROBE_S).close()
+        except socket.gaierror:
+            return "name-unresolved"
+        except ConnectionRefusedError:
+            pass
+        except OSError:
+            return "host-unreachable"
+    return "ssh-refused"  # and ssh says why

@@ -60,12 +60,10 @@ def read_request() -> Request | Start | Sweep | None:
     Not a byte more is read: what follows a start is the agent's.
     """
     size = b""
-    while not size.strip():
-        size = b""
-        while not size.endswith(b"\n"):
-            if not select.select([0], [], [], SILENCE_S)[0] or not (byte := os.read(0, 1)):
-                return None
-            size += byte
+    while not size.endswith(b"\n") or size == b"\n":
+        if not select.select([0], [], [], SILENCE_S)[0] or not (byte := os.read(0, 1)):
+            return None
+        size = size.strip() + byte
     text = b""
     while left := int(size) - len(text):
         if not (data := os.read(0, left)):

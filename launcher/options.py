@@ -222,6 +222,8 @@ def _read_named(typed: Typed, environ: Mapping[str, str], fanout: str, nproc: in
     else:
         more = hosts.read_hostfile(Path(typed.hostfile)) if typed.hostfile else ()
         nodes = hosts.read_nodes([*typed.node, *more], nproc)
+    if not nodes:
+        raise PlanError("no nodes; name them after NPROC, or in a file with -f")
     master = environ.get("MASTER_ADDR") or nodes[0].name.rpartition("@")[2]
     return World(
         fanout, len(nodes), 0, master if len(nodes) > 1 else "127.0.0.1", nproc, nodes=nodes

@@ -44,10 +44,10 @@ class PdshFanout(Fanout):
         self.pdsh: Child | None = None
 
     def require_tools(self) -> None:
-        super().require_tools()
         if shutil.which("pdsh") is None:
             cure = "install it, or use launch_torchrun_auto.sh"
             raise Refused("env-missing", f"there is no pdsh here; {cure}")
+        super().require_tools()
 
     def start_nodes(self, reports: Sequence[Report]) -> None:
         super().start_nodes(reports)
@@ -62,8 +62,8 @@ class PdshFanout(Fanout):
             [*command, "-t", str(CONNECT_S + self.slack_s), self.remote_command()],
             lambda line, is_error: (self.err if is_error else self.out).write_line(line),
             environ={**os.environ, "PDSH_SSH_ARGS_APPEND": options},
-            has_input=False,
         )
+        self.pdsh.close_input()
 
     def start_request(self, report: Report, token: str) -> Start:
         start = super().start_request(report, token)

@@ -1,6 +1,6 @@
 """One event loop over child programs, signals and time; and a terminal that never blocks it.
 
-loop = Loop()
+loop = Loop(most_children=1)
 child = Child(loop, ["ssh", "node1", "uptime"], on_line)
 while child.code is None:
     signals = loop.wait(1.0)
@@ -8,9 +8,9 @@ while child.code is None:
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
+import resource
 import select
 import selectors
 import signal
@@ -27,13 +27,15 @@ LONGEST_LINE = 1 << 20  # bytes; a longer one arrives in parts
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _CHUNK = 65536
 
-OnLine = Callable[[bytes, bool], None]  # a line without its end; whether it came on stderr
-
 
 class Loop:
     """Waits for children, signals and time together. Make it in the main thread, once."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_children: int) -> None:
+        while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # a stream that the caller has closed
+            pass
+        os.close(fd)
+        allow_files(8 * most_children + 64)
         self.selector = selectors.DefaultSelector()
         self.children: list[Child] = []
         self._signals: list[signal.Signals] = []
@@ -41,36 +43,39 @@ class Loop:
         for end in (self._wake, self._waker):
             end.setblocking(False)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
-        for signum in PASSED_ON:
-            if signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
-                signal.signal(signum, _wake_only)
-        signal.signal(signal.SIGCHLD, _wake_only)
-        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a terminal's `stty tostop`
+        for signum in (*PASSED_ON, signal.SIGCHLD):
+            if signal.getsignal(signum) != signal.SIG_IGN or signum == signal.SIGCHLD:  # nohup
+                signal.signal(signum, lambda *_: None)  # its number arrives at `_wake`
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # of a terminal after `stty tostop`
         self.selector.register(self._wake, selectors.EVENT_READ, self._on_signal)
 
     def wait(self, seconds: float) -> list[signal.Signals]:
         """Handle what happens, for at most so long; returns the signals that came."""
         for key, _ in self.selector.select(max(0.0, seconds)):
-            if key.fd in self.selector.get_map():  # no other event has closed it
+            if self.selector.get_map().get(key.fd) is key:  # no other event has closed it
                 key.data()
         came, self._signals = self._signals, []
         return came
 
     def _on_signal(self) -> None:
-        for number in self._wake.recv(4096):
-            if number in PASSED_ON:
-                self._signals.append(signal.Signals(number))
+        numbers = self._wake.recv(4096)
+        self._signals += [signal.Signals(number) for number in numbers if number in PASSED_ON]
         for child in self.children:
             child.reap()
 
     def close(self) -> None:
         """End what is left of the children."""
         for child in self.children:
-            child.kill()
+            child.close_input()
+            child.terminate()
 
 
-def _wake_only(signum: int, frame: object) -> None:
-    """Do nothing: Python writes the signal's number to the loop's socket."""
+def allow_files(number: int) -> None:
+    """Raise the limit of open files where it is lower, as far as that may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < number:
+        number = number if hard == resource.RLIM_INFINITY else min(number, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
 
 
 class Child:
@@ -80,76 +85,65 @@ class Child:
         self,
         loop: Loop,
         command: Sequence[str],
-        on_line: OnLine,
-        *,
+        on_line: Callable[[bytes, bool], None],
         environ: Mapping[str, str] | None = None,
-        has_input: bool = True,
     ) -> None:
         """Start it.
 
         Args:
+            on_line: is given each line without its end, and whether it came on stderr.
             environ: all of its variables, where they differ from ours.
-            has_input: whether `send` will be used; else its stdin is empty.
         """
         self.code: int | None = None  # its exit code, once it has ended; -N: killed by signal N
         self._loop = loop
         self._on_line = on_line
         self._process = subprocess.Popen(
             command,
-            env=environ,
-            stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
+            bufsize=0,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            bufsize=0,
+            env=environ,
             start_new_session=True,
         )
-        self._input = self._process.stdin
+        streams = self._process.stdin, self._process.stdout, self._process.stderr
+        self._input, *outputs = cast(tuple[IO[bytes], IO[bytes], IO[bytes]], streams)
         self._unsent = bytearray()
-        assert self._process.stdout is not None and self._process.stderr is not None
-        self._partial = {self._process.stdout: b"", self._process.stderr: b""}
-        for stream in self._partial:
+        self._partial = dict.fromkeys(outputs, b"")
+        for stream in (self._input, *outputs):
             os.set_blocking(stream.fileno(), False)
+        for stream in outputs:
             loop.selector.register(stream, selectors.EVENT_READ, partial(self._read, stream))
-        if self._input is not None:
-            os.set_blocking(self._input.fileno(), False)
         loop.children.append(self)
-
-    @property
-    def has_input(self) -> bool:
-        return self._input is not None
 
     def send(self, data: bytes) -> None:
         """Write to its stdin as soon as it takes it; nothing where that is closed."""
-        if self._input is not None:
+        if not self._input.closed:
             self._unsent += data
             self._write()
 
     def close_input(self) -> None:
         """Let it see the end of its stdin, now."""
-        if self._input is not None:
+        if not self._input.closed:
             self._want_write(False)
             self._input.close()
-            self._input = None
 
-    def kill(self) -> None:
-        self.close_input()
-        if self.code is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
+    def terminate(self) -> None:
+        self._process.terminate()
 
     def reap(self) -> None:
         """Note its end, after its last lines."""
-        if self.code is None and self._process.poll() is not None:
-            for stream in list(self._partial):
-                while self._read(stream):
-                    pass
-            for stream in list(self._partial):  # a child of its own keeps it open
+        if self.code is not None or self._process.poll() is None:
+            return
+        for stream in list(self._partial):
+            while self._read(stream):
+                pass
+            if stream in self._partial:  # a child of its own keeps it open
                 self._end(stream)
-            self.close_input()
-            self.code = self._process.returncode
+        self.close_input()
+        self.code = self._process.returncode
 
     def _write(self) -> None:
-        assert self._input is not None
         try:
             del self._unsent[: os.write(self._input.fileno(), self._unsent[:_CHUNK])]
         except BlockingIOError:
@@ -160,7 +154,6 @@ class Child:
         self._want_write(bool(self._unsent))
 
     def _want_write(self, is_wanted: bool) -> None:
-        assert self._input is not None
         is_registered = self._input.fileno() in self._loop.selector.get_map()
         if is_wanted and not is_registered:
             self._loop.selector.register(self._input, selectors.EVENT_WRITE, self._write)
@@ -174,17 +167,14 @@ class Child:
         except BlockingIOError:
             return False
         *lines, rest = (self._partial[stream] + data).split(b"\n")
+        if len(rest) > LONGEST_LINE:
+            lines, rest = [*lines, rest], b""
         self._partial[stream] = rest
+        for line in lines:
+            self._on_line(line, stream is self._process.stderr)
         if not data:
             self._end(stream)
-            return False
-        if len(rest) > LONGEST_LINE:
-            lines.append(rest)
-            self._partial[stream] = b""
-        is_error = stream is self._process.stderr
-        for line in lines:
-            self._on_line(line, is_error)
-        return True
+        return bool(data)
 
     def _end(self, stream: IO[bytes]) -> None:
         self._loop.selector.unregister(stream)
@@ -235,9 +225,7 @@ class Terminal(io.RawIOBase):
 
     def _tell_dropped(self) -> None:
         if self._dropped:
-            self.write(
-                b"... %d lines not shown: this terminal took them too slowly\n" % self._dropped
-            )
+            self.write(b"... %d lines not shown: the terminal is too slow\n" % self._dropped)
             self._dropped = 0
 
     def _write_all(self) -> None:

@@ -69,7 +69,8 @@ class Fanout:
         if self.plan.is_dry_run:
             return self.print_commands()
         self.require_tools()
-        self.loop, self.out, self.err = Loop(), Terminal(1), Terminal(2)
+        self.loop = Loop(most_children=len(self.plan.nodes) + 1)
+        self.out, self.err = Terminal(1), Terminal(2)
         try:
             reports = self.check_nodes()
             if reports is None:
@@ -115,7 +116,7 @@ class Fanout:
         )
         for number, node in enumerate(self.plan.nodes):
             asked = replace(request, node_rank=number, nproc=node.nproc)
-            self.connections[number].send(protocol.write_request(asked))
+            self.connections[number].send_line(protocol.write_request(asked))
         self.wait_for(Report, answer_by)
         reports = [report for one in self.connections if (report := one.answer(Report))]
         silent = [
@@ -136,11 +137,10 @@ class Fanout:
         return reports
 
     def connect(self, node: str, token: str, show: Callable[[bytes, bool], None]) -> Connection:
-        opening = write_opening(self.plan, token, os.environ)
         connect_s = CONNECT_S + self.slack_s
-        return Connection(
-            self.loop, node, connect_s=connect_s, opening=opening, token=token, show=show
-        )
+        connection = Connection(self.loop, node, connect_s=connect_s, token=token, show=show)
+        connection.send_line(write_opening(self.plan, token, os.environ))
+        return connection
 
     def choose_master(self) -> None:
         """Take the address at which ssh reached node 0, whatever an alias or a jump host is called.
@@ -174,7 +174,9 @@ class Fanout:
         self.started = time.time()
         for connection, report in zip(self.connections, reports, strict=True):
             connection.is_started = True
-            connection.send(protocol.write_request(self.start_request(report, connection.token)))
+            connection.send_line(
+                protocol.write_request(self.start_request(report, connection.token))
+            )
 
     def start_request(self, report: Report, token: str) -> Start:
         plan = self.plan
@@ -191,7 +193,7 @@ class Fanout:
                 self.turn(self.close_at)
                 continue
             for one in self.connections:
-                one.end_control()
+                one.close_input()
             if now > self.close_at + END_S:
                 return
             self.turn(self.close_at + END_S)
@@ -202,7 +204,7 @@ class Fanout:
         if now >= self.beat_at:
             self.beat_at = now + BEAT_S
             for one in self.connections:
-                one.send("")
+                one.send(b"\n")
         until = self.beat_at if until is None else min(until, self.beat_at)
         for signum in self.loop.wait(until - now):
             if self.started is None:
@@ -217,7 +219,7 @@ class Fanout:
             self.stopped_by = signum
             self.close_within(self.plan.grace_s + END_S)
         for one in self.connections:
-            one.send(signum.name)
+            one.send_line(signum.name)
 
     def note(self, one: Connection) -> None:
         """See whether a node's part of the run has ended, and how."""
@@ -278,13 +280,13 @@ class Fanout:
         for one in self.connections:
             if one.answer(Exit) is None:
                 again[one] = self.connect(one.node, token, lambda line, is_error: None)
-                again[one].send(protocol.write_request(Sweep(one.token)))
+                again[one].send_line(protocol.write_request(Sweep(one.token)))
         until = time.monotonic() + CONNECT_S + self.slack_s + END_S
         while any(look.code is None for look in again.values()) and time.monotonic() < until:
             self.loop.wait(until - time.monotonic())  # signals change nothing any more
             for look in again.values():
                 if look.answer(Exit) is not None:
-                    look.end_control()
+                    look.close_input()
         unreachable = [one for one, look in again.items() if look.answer(Exit) is None]
         for one in unreachable:
             self.say(f"{one.node}: {again[one].last_words}")

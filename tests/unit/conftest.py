@@ -6,9 +6,12 @@ import functools
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -44,7 +47,17 @@ def isolate(folder: str) -> None:
 
 
 @pytest.fixture(autouse=True)
-def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give each test an empty HOME, and the project's folder as working directory."""
-    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+def own_place(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Give each test an empty HOME and the project's folder to work in; undo what it sets."""
     monkeypatch.chdir(ROOT)
+    with mock.patch.dict(os.environ, HOME=str(tmp_path_factory.mktemp("home"))):
+        yield
+
+
+@pytest.fixture
+def listener() -> Iterator[int]:
+    """Return a port on which somebody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield int(server.getsockname()[1])

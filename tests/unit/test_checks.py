@@ -43,12 +43,6 @@ def make_machine(**changes: object) -> Machine:
 
 
 @pytest.fixture
-def listener() -> Iterator[int]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield int(server.getsockname()[1])
-
-
-@pytest.fixture
 def fake_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
     """A function that puts an nvidia-smi on PATH which answers with these tables."""
 

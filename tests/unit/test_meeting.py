@@ -17,12 +17,6 @@ from launcher import meeting
 from launcher.checks import Fault
 
 
-@pytest.fixture
-def listener() -> Iterator[int]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield int(server.getsockname()[1])
-
-
 @contextmanager
 def a_master(says: bytes) -> Iterator[int]:
     """Be a node rank 0 that says this to the first that comes to its port."""

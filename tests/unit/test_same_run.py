@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -26,14 +26,9 @@ LAUNCHERS = (
 )
 
 
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
-
-
 def by_hand() -> list[list[str]]:
     """On two nodes, both of them here."""
-    script, port = f"{ROOT}/scripts/ssh/launch_torchrun_multinode.sh", free_port()
+    script, port = f"{ROOT}/scripts/ssh/launch_torchrun_multinode.sh", str(free_port())
     return [[script, CONFIG, "1", "2", rank, "127.0.0.1", port] for rank in "01"]
 
 

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 import torch.distributed as dist
-from test_torch_helper import clean_environment, free_port, run_ranks
+from ports import free_port
+from test_torch_helper import own_environment, run_ranks
 
 from launcher import selftest
 
@@ -22,13 +23,14 @@ def _selftest() -> tuple[int, str]:
 
 
 def test_passes_under_torchrun() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    launcher.append(f"--master-port={free_port()}")
     done = subprocess.run(
-        [*command, "--master-port", free_port(), "-m", "distributed.selftest", "--seconds=0.1"],
+        [*launcher, "-m", "distributed.selftest", "--seconds=0.1"],
         capture_output=True,
         text=True,
         timeout=60,
-        env=clean_environment(),
+        env=own_environment(),
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("PASS  2 ranks on 1 node, gloo: 9 checks, ")

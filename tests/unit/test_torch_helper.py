@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from ports import free_port
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -25,25 +26,10 @@ from distributed.environment import LauncherError, detect
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow  # real process groups, seconds each
-LAUNCHER_NAMES = re.compile(
-    r"RANK|LOCAL_|GROUP_|WORLD_SIZE|MASTER_|TORCHELASTIC|SLURM_|OMPI_|BACKEND"
-)
 
 
-def clean_environment(**more: str) -> dict[str, str]:
-    """Return this process's environment without any launcher's variables.
-
-    The store looks up the names of its peers; a name server that loses a packet must not make
-    a test wait for 5 s.
-    """
-    kept = {k: v for k, v in os.environ.items() if not LAUNCHER_NAMES.match(k)}
-    quick = {"OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"}
-    return kept | quick | {"PYTHONPATH": str(ROOT)} | more
-
-
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
+def own_environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
 
 
 FORKSERVER = multiprocessing.get_context("forkserver")  # imports torch once for all ranks
@@ -58,7 +44,7 @@ def run_ranks(
     Returns what each returned, or its exception in words, in the order given.
     """
     variables = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
-    environment = clean_environment(**variables, MASTER_PORT=free_port())
+    environment = own_environment(**variables, MASTER_PORT=str(free_port()))
     started = []
     for rank in ranks:
         mine = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -104,20 +90,14 @@ def torchrun(folder: Path, body: str, *options: str) -> list[str]:
     script.write_text(PRELUDE + textwrap.dedent(body))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*command, "--master-port", free_port(), *options, str(script)],
+        [*command, f"--master-port={free_port()}", *options, str(script)],
         capture_output=True,
         text=True,
         timeout=60,
-        env=clean_environment(),
+        env=own_environment(),
     )
     assert done.returncode == 0, done.stderr
     return sorted(done.stdout.splitlines())
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in filter(LAUNCHER_NAMES.match, list(os.environ)):
-        monkeypatch.delenv(name)
 
 
 # --- several ranks ------------------------------------------------------------------------------
@@ -353,7 +333,7 @@ def finish_in(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         cwd=folder,
-        env=clean_environment(),
+        env=own_environment(),
     )
 
 
