@@ -75,7 +75,8 @@ RAISED = RaisedError("ValueError: bad; give a good one [my-fault]", "", 1, 5.0, 
             ("rank-error", "SystemExit: 2, after: usage: ...", 2, 5.0, False),
         ),
         (
-            replace(RAISED, message="RuntimeError: Connection closed by peer", fault=""), 1, False, "",
+            replace(RAISED, message="RuntimeError: Connection closed by peer", fault=""),
+            1, False, "",
             ("rank-error", "RuntimeError: Connection closed by peer", 1, 5.0, True),
         ),
         (
