@@ -15,10 +15,9 @@ import select
 import selectors
 import signal
 import socket
-import subprocess
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import IO, TextIO, cast
 
@@ -84,7 +83,7 @@ class Child:
     def __init__(
         self,
         loop: Loop,
-        command: Sequence[str],
+        command: list[str],
         on_line: Callable[[bytes, bool], None],
         environ: Mapping[str, str] | None = None,
     ) -> None:
@@ -97,55 +96,59 @@ class Child:
         self.code: int | None = None  # its exit code, once it has ended; -N: killed by signal N
         self._loop = loop
         self._on_line = on_line
-        self._process = subprocess.Popen(
+        (stdin, self._stdin), *outputs = (os.pipe() for _ in range(3))
+        theirs = stdin, outputs[0][1], outputs[1][1]
+        self._pid = os.posix_spawnp(
+            command[0],
             command,
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environ,
-            start_new_session=True,
+            os.environ if environ is None else environ,
+            file_actions=[(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate(theirs)],
+            setpgroup=0,  # a session of its own would cost each ssh 2 % more time
+            setsigdef=[signal.SIGPIPE],
         )
-        streams = self._process.stdin, self._process.stdout, self._process.stderr
-        self._input, *outputs = cast(tuple[IO[bytes], IO[bytes], IO[bytes]], streams)
+        for fd in theirs:
+            os.close(fd)
+        self._stdout, self._stderr = (reader for reader, _ in outputs)
         self._unsent = bytearray()
-        self._partial = dict.fromkeys(outputs, b"")
-        for stream in (self._input, *outputs):
-            os.set_blocking(stream.fileno(), False)
-        for stream in outputs:
-            loop.selector.register(stream, selectors.EVENT_READ, partial(self._read, stream))
+        self._partial = {self._stdout: b"", self._stderr: b""}  # of streams that have not ended
+        for fd in (self._stdin, *self._partial):
+            os.set_blocking(fd, False)
+        for fd in self._partial:
+            loop.selector.register(fd, selectors.EVENT_READ, partial(self._read, fd))
         loop.children.append(self)
 
     def send(self, data: bytes) -> None:
         """Write to its stdin as soon as it takes it; nothing where that is closed."""
-        if not self._input.closed:
+        if self._stdin >= 0:
             self._unsent += data
             self._write()
 
     def close_input(self) -> None:
         """Let it see the end of its stdin, now."""
-        if not self._input.closed:
+        if self._stdin >= 0:
             self._want_write(False)
-            self._input.close()
+            os.close(self._stdin)
+            self._stdin = -1
 
     def terminate(self) -> None:
-        self._process.terminate()
+        if self.code is None:
+            os.kill(self._pid, signal.SIGTERM)
 
     def reap(self) -> None:
         """Note its end, after its last lines."""
-        if self.code is not None or self._process.poll() is None:
+        if self.code is not None or (ended := os.waitpid(self._pid, os.WNOHANG)) == (0, 0):
             return
-        for stream in list(self._partial):
-            while self._read(stream):
+        for fd in list(self._partial):
+            while self._read(fd):
                 pass
-            if stream in self._partial:  # a child of its own keeps it open
-                self._end(stream)
+            if fd in self._partial:  # a child of its own keeps it open
+                self._end(fd)
         self.close_input()
-        self.code = self._process.returncode
+        self.code = os.waitstatus_to_exitcode(ended[1])
 
     def _write(self) -> None:
         try:
-            del self._unsent[: os.write(self._input.fileno(), self._unsent[:_CHUNK])]
+            del self._unsent[: os.write(self._stdin, self._unsent[:_CHUNK])]
         except BlockingIOError:
             pass
         except OSError:  # it reads no more
@@ -154,33 +157,33 @@ class Child:
         self._want_write(bool(self._unsent))
 
     def _want_write(self, is_wanted: bool) -> None:
-        is_registered = self._input.fileno() in self._loop.selector.get_map()
+        is_registered = self._stdin in self._loop.selector.get_map()
         if is_wanted and not is_registered:
-            self._loop.selector.register(self._input, selectors.EVENT_WRITE, self._write)
+            self._loop.selector.register(self._stdin, selectors.EVENT_WRITE, self._write)
         elif is_registered and not is_wanted:
-            self._loop.selector.unregister(self._input)
+            self._loop.selector.unregister(self._stdin)
 
-    def _read(self, stream: IO[bytes]) -> bool:
+    def _read(self, fd: int) -> bool:
         """Take what is there; False where that is nothing."""
         try:
-            data = os.read(stream.fileno(), _CHUNK)
+            data = os.read(fd, _CHUNK)
         except BlockingIOError:
             return False
-        *lines, rest = (self._partial[stream] + data).split(b"\n")
+        *lines, rest = (self._partial[fd] + data).split(b"\n")
         if len(rest) > LONGEST_LINE:
             lines, rest = [*lines, rest], b""
-        self._partial[stream] = rest
+        self._partial[fd] = rest
         for line in lines:
-            self._on_line(line, stream is self._process.stderr)
+            self._on_line(line, fd == self._stderr)
         if not data:
-            self._end(stream)
+            self._end(fd)
         return bool(data)
 
-    def _end(self, stream: IO[bytes]) -> None:
-        self._loop.selector.unregister(stream)
-        if rest := self._partial.pop(stream):
-            self._on_line(rest, stream is self._process.stderr)
-        stream.close()
+    def _end(self, fd: int) -> None:
+        self._loop.selector.unregister(fd)
+        if rest := self._partial.pop(fd):
+            self._on_line(rest, fd == self._stderr)
+        os.close(fd)
 
 
 class Terminal(io.RawIOBase):
