@@ -331,6 +331,13 @@ SH
   done
 }
 
+@test "200 kB of arguments arrive" {
+  echo 'import sys; print("got", len(sys.argv))' >many.py
+  # shellcheck disable=SC2046 # many words
+  TRAIN_SCRIPT=many.py run on login salloc -Q --nodes=2 scripts/slurm/slurm_train.sh - -- $(seq 100000 130000)
+  [[ $status == 0 && $output == *"got 30002"* ]]
+}
+
 @test "the preflight compares the nodes of a job, and looks at what they share" {
   local node own=/dev/shm/own # which each host has for itself
   for node in login node1 node2; do
