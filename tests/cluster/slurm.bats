@@ -103,7 +103,7 @@ PY
     code=0 start=$SECONDS
     TRAIN_SCRIPT=dies.py job scripts/slurm/slurm_train.sh - -- "${way%:*}" || code=$?
     echo "exit code $code after $((SECONDS - start)) s: $(<job.out)"
-    ((code == ${way#*:} && SECONDS - start < 25)) # under GRACE
+    ((code == ${way#*:} && SECONDS - start < 15))
     [[ $(grep -c '^FAILED ' job.out) == 1 ]]
     grep -q '^FAILED   rank 3 (local rank 1, node2) ' job.out
     rm job.out
