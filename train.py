@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, default_collate
 from distributed import checkpoint
 from distributed import torch as helper
 from distributed.environment import Environment
-from distributed.errors import STOPPED
+from distributed.errors import STOPPED, with_fault
 from distributed.stop import Stop
 from training import resume
 from training.batches import START, Batches, move, share_of
@@ -194,7 +194,7 @@ class Run:
         if rank == steps.index(min(steps)):
             cause = f"the loss of step {first} is {value} on rank {rank}"
             cure = "try a lower train.learning_rate, and check the data of that step"
-            raise FloatingPointError(f"{cause}; {cure} [loss-not-finite]")
+            raise with_fault(FloatingPointError, "loss-not-finite", f"{cause}; {cure}")
         with contextlib.suppress(RuntimeError):
             helper.barrier()  # until the launcher ends this rank
         helper.finish(1)

@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from . import checkpoint_files as files
 from .checkpoint_files import CheckpointError as CheckpointError
+from .errors import with_fault
 from .heartbeat import beat
 from .lock import RunLock
 
@@ -78,7 +79,8 @@ class Saver:
                 self._lock = RunLock(run_folder, f"run {run_folder.name}")
             except OSError as error:
                 cause = f"cannot write under '{run_folder}' ({error.strerror})"
-                raise CheckpointError(f"{cause}; change checkpoint.dir [dir-unwritable]") from None
+                cause += "; change checkpoint.dir"
+                raise with_fault(CheckpointError, "dir-unwritable", cause) from None
 
     def save(self, step: int, state: State) -> None:
         """Wait for the previous save, copy the state, and write the copy in the background.

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from .errors import with_fault
 from .lock import update_link
 
 MANIFEST = "manifest.json"
@@ -134,7 +135,8 @@ def read_newest(folder: Path) -> dict[str, bytes]:
             _log.warning("%s; trying the checkpoint before it", error)
     if damage:
         cause = f"{damage[0]}, and no intact checkpoint is left in {folder}"
-        raise CheckpointError(f"{cause}; move it away, or use another RUN_ID [checkpoint-damaged]")
+        cause += "; move it away, or use another RUN_ID"
+        raise with_fault(CheckpointError, "checkpoint-damaged", cause)
     return {}
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import json
 import os
 import random
 import socket
@@ -33,6 +34,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from . import network
 from .environment import Environment, LauncherError, detect
+from .errors import with_fault
 from .heartbeat import beat as beat
 from .strategy import check_strategy
 
@@ -117,51 +119,58 @@ def _open_store(env: Environment, timeout_s: float) -> TCPStore:
         )
     except dist.DistNetworkError as error:
         if "EADDRINUSE" in str(error):
-            raise OSError(f"cannot serve {at}; set another MASTER_PORT [port-in-use]") from error
+            cause = f"cannot serve {at}; set another MASTER_PORT"
+            raise with_fault(OSError, "port-in-use", cause) from error
         me = f"rank {env.rank} on {socket.gethostname()}"
-        text = f"{me} found nobody at {at} within {timeout_s:g} s; check that rank 0 starts there"
-        raise TimeoutError(f"{text} and that this host can reach it [node-missing]") from error
+        cause = f"{me} found nobody at {at} within {timeout_s:g} s"
+        cure = "check that rank 0 starts there and that this host can reach it"
+        raise with_fault(TimeoutError, "node-missing", f"{cause}; {cure}") from error
 
 
 def _meet(store: Store, env: Environment, timeout_s: float, backend: str) -> str:
     """Wait until every rank has checked in, and return rank 0's run id.
 
-    All ranks wait for the key `gate`. The last to check in sets it to the run id. A rank that finds
-    a fault sets it to "!" and the fault instead, and every rank raises that.
+    All ranks wait for the key `gate`, which holds JSON. The last to check in puts the run id there.
+    A rank that finds a fault puts its name and text there instead, and every rank raises that.
     """
     try:
         if env.rank == 0:
             store.set("run_id", env.run_id)
-        if fault := _check_in(store, env, backend):
-            store.set("gate", f"!{fault}")
+        if found := _check_in(store, env, backend):
+            store.set("gate", json.dumps(found))
         elif store.add("joined", 1) == env.world_size:
-            store.set("gate", store.get("run_id").decode())
+            store.set("gate", json.dumps([store.get("run_id").decode()]))
         try:
             store.wait(["gate"], timedelta(seconds=timeout_s))
         except dist.DistStoreError:
-            store.set("gate", f"!{_absent(store, env, timeout_s)}")
-        gate = store.get("gate").decode()
+            store.set("gate", json.dumps(["node-missing", _absent(store, env, timeout_s)]))
+        gate = json.loads(store.get("gate"))
     except dist.DistNetworkError as error:
         cause = f"lost the store at {env.master_addr}:{env.master_port} while ranks were joining"
-        raise ConnectionError(f"{cause}; rank 0's message says why [node-missing]") from error
-    if not gate.startswith("!"):
-        return gate
-    text, _, fault = gate[1:-1].rpartition(" [")
-    raise TimeoutError(gate[1:]) if fault == "node-missing" else LauncherError(text, fault)
+        cause = f"{cause}; rank 0's message says why"
+        raise with_fault(ConnectionError, "node-missing", cause) from error
+    match gate:
+        case [str(run_id)]:
+            return run_id
+        case ["node-missing", text]:
+            raise with_fault(TimeoutError, "node-missing", text)
+        case [fault, text]:
+            raise LauncherError(text, fault)
+    raise ConnectionError(f"{gate!r:.80} at the store is not from a rank of this run")
 
 
-def _check_in(store: Store, env: Environment, backend: str) -> str | None:
-    """Take this rank and, for NCCL, its GPU; return the fault if another process has them."""
+def _check_in(store: Store, env: Environment, backend: str) -> tuple[str, str] | None:
+    """Take this rank and, for NCCL, its GPU; return fault and text if another process has them."""
     me = f"{socket.gethostname()} (rank {env.rank}, {device()}, process {os.getpid()})"
-    taken = {f"rank {env.rank} runs": "give each node its own rank [duplicate-node-rank]"}
+    taken = {f"rank {env.rank} runs": ("duplicate-node-rank", "give each node its own rank")}
     if backend == "nccl":
         uuid = torch.cuda.get_device_properties(device()).uuid
-        cure = "start no more ranks than GPUs, or use the gloo backend [duplicate-gpu]"
-        taken[f"GPU-{uuid} is used"] = cure
-    for key, cure in taken.items():
+        cure = "start no more ranks than GPUs, or use the gloo backend"
+        taken[f"GPU-{uuid} is used"] = ("duplicate-gpu", cure)
+    for key, (fault, cure) in taken.items():
         other = store.compare_set(key, "", me).decode()
         if other != me:
-            return f"{key} twice, on {other} and on {me}; {cure}"
+            return fault, f"{key} twice, on {other} and on {me}; {cure}"
     return None
 
 
@@ -170,7 +179,7 @@ def _absent(store: Store, env: Environment, timeout_s: float) -> str:
     named = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
     meeting = f"at {env.master_addr}:{env.master_port} within {timeout_s:g} s"
     cause = f"{len(missing)} of {env.world_size} ranks did not join {meeting}: rank {named}"
-    return f"{cause}; check whether they started, and read their node's log [node-missing]"
+    return f"{cause}; check whether they started, and read their node's log"
 
 
 def device() -> torch.device:

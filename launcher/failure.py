@@ -80,6 +80,7 @@ class RaisedError:
     stack: str  # the traceback
     code: int  # exit code
     time: float  # seconds since the epoch
+    fault: str = ""  # that the exception names as its attribute, and at the end of its message
 
 
 def read_error(path: Path) -> RaisedError | None:
@@ -92,18 +93,15 @@ def read_error(path: Path) -> RaisedError | None:
         raised = path.stat().st_mtime
         message = json.loads(path.read_text(encoding="utf-8"))["message"]
         text, stack = message["message"], message["extraInfo"]["py_callstack"]
-        return RaisedError(str(text), str(stack), int(message.get("errorCode", 1)), raised)
+        code, fault = int(message.get("errorCode", 1)), str(message.get("fault", ""))
+        return RaisedError(str(text), str(stack), code, raised, fault)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # none was written, or the rank was killed while writing it
 
 
-def name_fault(cause: str) -> tuple[str, str]:
-    """Return an error's text without the fault's name at its end, and that name."""
-    named = re.fullmatch(r"(.*) \[([a-z-]+)\]", cause.splitlines()[0] if cause else "")
-    if named:
-        return named[1], named[2]
-    found = (fault for fault, words in _FAULTS.items() if words.search(cause))
-    return cause, next(found, "rank-error")
+def fault_of(message: str) -> str:
+    """Return the fault behind an error that names none, from what torch and the system say."""
+    return next((fault for fault, words in _FAULTS.items() if words.search(message)), "rank-error")
 
 
 def explain(code: int, *, out_of_memory: bool = False) -> tuple[str, str]:

@@ -192,6 +192,7 @@ def _record(error: BaseException, code: int) -> None:
         "message": f"{type(error).__name__}: {error}",
         "errorCode": code,
         "extraInfo": {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))},
+        "fault": getattr(error, "fault", ""),  # ours; torch ignores it
     }
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         Path(file).write_text(json.dumps({"message": message}), encoding="utf-8")

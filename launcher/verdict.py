@@ -84,7 +84,8 @@ def describe_end(
     if raised is None:
         fault, cause = failure.explain(code, out_of_memory=is_out_of_memory)
         return replace(unknown, fault=fault, cause=failure.one_line(cause), code=code)
-    cause, fault = failure.name_fault(raised.message)
+    fault = raised.fault or failure.fault_of(raised.message)
+    cause = raised.message.removesuffix(f" [{fault}]")
     if cause.startswith("SystemExit") and last_text:
         cause += f", after: {last_text}"
     return replace(

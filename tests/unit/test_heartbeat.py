@@ -110,16 +110,15 @@ def test_ranks_with_the_same_stack_share_a_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "cause", "fault"),
+    ("message", "fault"),
     [
-        ("OSError: [Errno 28] No space left on device: 'a'", None, "disk-full"),
-        ("RuntimeError: unexpected pos 704 vs 598", None, "disk-full"),
-        ("torch.OutOfMemoryError: CUDA out of memory.", None, "out-of-memory"),
-        ("ValueError: too long; make it short [my-fault]", "ValueError: too long; make it short",
-         "my-fault"),
-        ("ValueError: a list [1, 2]", None, "rank-error"),
-        ("", None, "rank-error"),
+        ("OSError: [Errno 28] No space left on device: 'a'", "disk-full"),
+        ("RuntimeError: unexpected pos 704 vs 598", "disk-full"),
+        ("torch.OutOfMemoryError: CUDA out of memory.", "out-of-memory"),
+        ("ValueError: a list [1, 2]", "rank-error"),
+        ("ValueError: a word [in-brackets]", "rank-error"),
+        ("", "rank-error"),
     ],
-)  # fmt: skip
-def test_the_fault_of_an_errors_text(words: str, cause: str | None, fault: str) -> None:
-    assert failure.name_fault(words) == (words if cause is None else cause, fault)
+)
+def test_the_fault_of_an_error_that_names_none(message: str, fault: str) -> None:
+    assert failure.fault_of(message) == fault
