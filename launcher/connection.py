@@ -61,6 +61,11 @@ class Connection(Child):
     def send_line(self, line: str) -> None:
         self.send(os.fsencode(f"{line}\n"))
 
+    def start(self, request: protocol.Start) -> None:
+        """Start the node's agent."""
+        self.is_started, self._words = True, ""
+        self.send_line(protocol.write_request(request))
+
     def answer(self, kind: type[T]) -> T | None:
         """Return what the node has said of this kind."""
         return self._answers.get(kind)

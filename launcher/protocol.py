@@ -8,6 +8,7 @@ node -> launcher   `<token> {"hello": {...}}` and so on, a line each. All else i
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,10 @@ class Hello:
     """The connection is there."""
 
     address: str  # of the node, as ssh reached it; empty: unknown
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[0-9A-Fa-f.:]*(%\w+)?", self.address):
+            raise ValueError(f"{self.address!r:.80} is no address")
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class Fanout:
 
     def run(self, be_ready: Callable[[], None]) -> int:
         if self.plan.is_dry_run:
-            return self.print_commands()
+            return print_commands(self)
         self.require_tools()
         self.loop = Loop(most_children=len(self.plan.nodes) + 1)
         self.out, self.err = Terminal(1), Terminal(2)
@@ -173,10 +173,7 @@ class Fanout:
         """Start all agents."""
         self.started = time.time()
         for connection, report in zip(self.connections, reports, strict=True):
-            connection.is_started = True
-            connection.send_line(
-                protocol.write_request(self.start_request(report, connection.token))
-            )
+            connection.start(self.start_request(report, connection.token))
 
     def start_request(self, report: Report, token: str) -> Start:
         plan = self.plan
@@ -292,23 +289,26 @@ class Fanout:
             self.say(f"{one.node}: {again[one].last_words}")
         return unreachable
 
-    # --- a dry run ----------------------------------------------------------------------------
-
-    def print_commands(self) -> int:
-        """Print the plan and each node's command; one per GPU means those of this machine."""
-        plan, host = self.plan, short_host_name()
-        here = check_node(plan.request())
-        counts = plan.rank_counts(here.nproc)
-        outcome = compare.judge([here])
-        print_plan(plan, outcome, counts=counts, port=here.port, gpus=here.gpus, host=host)
-        for number, node in enumerate(plan.nodes):
-            command = plan.agent_command(nproc=counts[number], port=here.port, node_rank=number)
-            print(node_comment(plan, number, node.name, counts, here.port))
-            print(self.paste_line(node.name, plan.paste_line(command)))
-        return 0
-
     def paste_line(self, node: str, line: str) -> str:
+        """Return what a user can type to run a line of a shell on a node."""
         return f"ssh -- {shlex.quote(node)} {quote_once(line)}"
+
+
+# --- what is printed, and sent ------------------------------------------------------------------
+
+
+def print_commands(fanout: Fanout) -> int:
+    """Print the plan and each node's command; one rank per GPU means the GPUs of this machine."""
+    plan, host = fanout.plan, short_host_name()
+    here = check_node(plan.request())
+    counts = plan.rank_counts(here.nproc)
+    outcome = compare.judge([here])
+    print_plan(plan, outcome, counts=counts, port=here.port, gpus=here.gpus, host=host)
+    for number, node in enumerate(plan.nodes):
+        command = plan.agent_command(nproc=counts[number], port=here.port, node_rank=number)
+        print(node_comment(plan, number, node.name, counts, here.port))
+        print(fanout.paste_line(node.name, plan.paste_line(command)))
+    return 0
 
 
 def quote_once(line: str) -> str:

@@ -14,16 +14,6 @@ HOSTS=(node1 node2)
 
 setup_file() {
   cluster_up 4
-  hide_start_files node{1..4}
-}
-
-# Logins run no start-up file of this machine's user, which may be slow, or take a lock.
-hide_start_files() { # <host...>
-  local host
-  : >"$BATS_FILE_TMPDIR/empty"
-  [[ ! -e ~root/.bashrc ]] || for host in "$@"; do
-    on "$host" mount --bind "$BATS_FILE_TMPDIR/empty" ~root/.bashrc
-  done
 }
 
 teardown_file() {
@@ -275,8 +265,8 @@ PY
   [[ -z ${TIMES:-} ]] || number=64
   "$CLUSTER" up "$number"
   mapfile -t nodes < <(printf 'node%s\n' $(seq "$number"))
-  hide_start_files "${nodes[@]}"
   export PYTHONPATH=$ROOT
+  # shellcheck disable=SC2016 # the inner bash's own
   run timeout 90 "$CLUSTER" run login bash -c '"$PYTHON" all.py "$0" pdsh node{1..40}; "$PYTHON" all.py "$0" ssh "$@"' "$ROOT" "${nodes[@]}"
   "$CLUSTER" down
   [[ $status == 0 && $(grep '^ended' <<<"$output") == "ended      code 0; nothing is left running on 40 nodes
@@ -449,9 +439,9 @@ PY
   make_config my.yaml
   mkdir home
   echo "sleep 60" >home/.bashrc
-  on node4 mount --bind home ~root
+  on node4 mount --bind home "$CLUSTER_DIR/home"
   MASTER_PORT=4321 run launch my.yaml 1 node1 node2 node3 nobody@node2 no-such-host node4 train.batch_size=1
-  on node4 umount --lazy ~root
+  on node4 umount --lazy "$CLUSTER_DIR/home"
   "$CLUSTER" restore node3
   kill "$holder"
   printf '%s\n' "after $((SECONDS - start)) s" "$output"
@@ -463,9 +453,9 @@ PY
   [[ ${lines[4]} == "launch_torchrun_auto.sh: node1: port 4321 is taken by "*" [port-in-use]" ]]
   [[ ! -e logs ]]
   echo "exit 0" >home/.bashrc
-  on node4 mount --bind home ~root
+  on node4 mount --bind home "$CLUSTER_DIR/home"
   run launch my.yaml 1 node1 node4 train.batch_size=1
-  on node4 umount --lazy ~root
+  on node4 umount --lazy "$CLUSTER_DIR/home"
   [[ $status == 3 && $output == "launch_torchrun_auto.sh: node4: the connection ended without a word; see that 'ssh node4 true' works without a question [ssh-refused]" ]]
   run on login env SSH_OPTS="-o NoSuchOption=1" "$LAUNCH" my.yaml 1 node1 train.batch_size=1
   [[ $status == 3 && $output == *"node1: "*"Bad configuration option: nosuchoption"*"[ssh-refused]" ]]

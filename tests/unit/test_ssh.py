@@ -213,6 +213,7 @@ COMMAND = "RANKS[$(touch pwned)]"
         "[" * 100_000,
         "null",
         '{"report":\xff',
+        json.dumps({"hello": {"address": COMMAND}}),
     ],
     ids=str,
 )
@@ -246,6 +247,7 @@ def test_an_end_that_does_not_fit_is_a_lost_node(nodes: Nodes, answer: object) -
 # --- a terminal that takes nothing --------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_reader_that_stalls_delays_neither_the_run_nor_its_stop(nodes: Nodes) -> None:
     nodes.agent(
         f"{END}\n"
@@ -285,6 +287,7 @@ def test_lines_that_were_not_shown_are_counted(nodes: Nodes) -> None:
     assert 9000 < shown < 20000 and shown + dropped == 40002
 
 
+@pytest.mark.slow
 def test_a_terminal_that_was_stopped_by_ctrl_s_delays_no_stop(nodes: Nodes) -> None:
     nodes.agent(
         f"{END}\n"
@@ -384,6 +387,7 @@ sys.exit(0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["launcher", "node"])
 @pytest.mark.parametrize("script", ["launch_torchrun_auto.sh", "launch_pdsh_multinode.sh"])
 def test_kill_9_ends_all_and_leaves_no_file(nodes: Nodes, script: str, what: str) -> None:

@@ -71,11 +71,12 @@ RAISED = RaisedError("ValueError: bad; give a good one [my-fault]", "", 1, 5.0, 
     [
         (RAISED, 1, False, "", ("my-fault", "ValueError: bad; give a good one", 1, 5.0, False)),
         (
-            replace(RAISED, message="SystemExit: 2", code=2), 2, False, "usage: ...",
+            replace(RAISED, message="SystemExit: 2", code=2, fault=""), 2, False, "usage: ...",
             ("rank-error", "SystemExit: 2, after: usage: ...", 2, 5.0, False),
         ),
         (
-            replace(RAISED, message="RuntimeError: Connection closed by peer"), 1, False, "",
+            replace(RAISED, message="RuntimeError: Connection closed by peer", fault=""),
+            1, False, "",
             ("rank-error", "RuntimeError: Connection closed by peer", 1, 5.0, True),
         ),
         (
