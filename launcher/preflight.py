@@ -177,8 +177,8 @@ def read_reports(lines: Iterable[str]) -> list[Report]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check this node of a step, as the one argument asks."""
-    asked = json.loads(arguments[0])
+    """Check this node of a step, as the request asks; a long one comes in several arguments."""
+    asked = json.loads("".join(arguments))
     asked["node_rank"] = int(os.environ.get("SLURM_NODEID") or 0)
     print("\n".join(write_report(check_node(decode(Request, asked)))), flush=True)
     return 0

@@ -25,6 +25,7 @@ from launcher.preflight import Report, read_reports
 
 PREFLIGHT_S = 300.0  # for all nodes to answer; other steps of the job may have to end first
 SQUEUE_S = 10.0  # for an answer of SLURM's controller
+LONGEST = 100_000  # characters of an argument; Linux allows 128 KiB
 MOST_RESTARTS = 3  # in a row that gain no checkpoint
 _CANNOT_START = range(125, 128)  # exit codes of env: a folder or a program is not there
 
@@ -70,7 +71,8 @@ def check_nodes(plan: Plan) -> list[Report]:
         Refused: a node did not answer.
     """
     request = encode(plan.request(meeting_size=plan.num_nodes))
-    command = ["env", f"--chdir={plan.root}", plan.python, "-m", "launcher.preflight", request]
+    pieces = [request[at : at + LONGEST] for at in range(0, len(request), LONGEST)]
+    command = ["env", f"--chdir={plan.root}", plan.python, "-m", "launcher.preflight", *pieces]
     step = node_step(plan, ["--kill-on-bad-exit=0"], command, os.environ)
     srun = _start(step, stdout=subprocess.PIPE)
     try:

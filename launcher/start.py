@@ -9,7 +9,6 @@ calls what it is given when nothing is left to refuse, before it starts the firs
 
 from __future__ import annotations
 
-import errno
 import importlib
 import json
 import os
@@ -60,12 +59,6 @@ def main(arguments: Sequence[str]) -> int:
         return 3
     except (PlanError, LauncherError, HostlistError) as error:
         print(f"{typed.program}: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        if error.errno != errno.E2BIG:
-            raise
-        cause = "the arguments are longer than the system allows a program"
-        print(f"{typed.program}: {cause}; put them into a file", file=sys.stderr)
         return 2
 
 

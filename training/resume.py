@@ -61,7 +61,7 @@ def log_resume(saved: checkpoint.State, progress: Tree, world_size: int) -> None
     """Log the step that the run resumes after, and everything that has changed since then."""
     _log.info(f"resumed    after step {saved.progress['step']}")
     now: Tree = progress["settings"]
-    told = list(changes(saved.progress.get("settings") or now, now))
+    told = list(changes(saved.progress.get("settings", now), now))
     before, samples = saved.progress["global_batch_size"], progress["global_batch_size"]
     if samples != before:
         told.append(f"batches of {samples} samples (was {before})")

@@ -331,6 +331,13 @@ SH
   done
 }
 
+@test "200 kB of arguments arrive" {
+  echo 'import sys; print("got", len(sys.argv))' >many.py
+  # shellcheck disable=SC2046 # many words
+  TRAIN_SCRIPT=many.py run on login salloc -Q --nodes=2 scripts/slurm/slurm_train.sh - -- $(seq 100000 130000)
+  [[ $status == 0 && $output == *"got 30002"* ]]
+}
+
 @test "the preflight compares the nodes of a job, and looks at what they share" {
   local node own=/dev/shm/own # which each host has for itself
   for node in login node1 node2; do
@@ -418,7 +425,7 @@ TABLE
 
 @test "submit_with_config.sh: a SLURM that does not answer is named; what follows -- arrives, empty or not" {
   touch empty.conf
-  SLURM_CONF=$PWD/empty.conf run -3 "$ROOT/scripts/submit_with_config.sh" config=config/local3.yaml num_gpus_train=2 --dry-run
+  run -3 on login env SLURM_CONF="$PWD/empty.conf" scripts/submit_with_config.sh config=config/local3.yaml num_gpus_train=2 --dry-run
   [[ ${lines[-1]} == *"sinfo fails, see above; submit where SLURM answers [env-missing]" ]]
   TRAIN_SCRIPT=own.py run on login scripts/submit_with_config.sh config=- num_gpus_train=2 --dry-run -- '' 'a b'
   [[ $output == *" - -- '' 'a b'" ]]

@@ -63,10 +63,6 @@ $command"
   assert_refused 2 "unknown option '-x'"
   run launch plain.yaml
   assert_refused 2 "one argument too many, 'plain.yaml'"
-  touch own.py
-  # shellcheck disable=SC2046 # many words
-  TRAIN_SCRIPT=own.py run launch -c - -- $(seq 100000 130000)
-  [[ $status == 2 && ${lines[-1]} == "run_ddp.sh: the arguments are longer than the system allows a program; put them into a file" ]]
 }
 
 @test "an allocation of several nodes: exit 2, and what to use" {

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from distributed.hostlist import HostlistError, expand, first
 
+PATH = "/usr/bin:/bin"  # the packages' own, for the tests' PATH leaves out schedulers
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not shutil.which("scontrol"),
+        not shutil.which("scontrol", path=PATH),
         reason="scontrol: not installed; run make cluster-deps as root",
     ),
 ]
@@ -29,7 +30,7 @@ class Scontrol:
         conf = folder / "slurm.conf"  # any will do, no daemon is asked
         conf.write_text("ClusterName=none\nSlurmctldHost=localhost\n")
         # Its prompt shows each command again, and must not break it into lines.
-        self.environ = {"PATH": "/usr/bin:/bin", "SLURM_CONF": str(conf), "COLUMNS": "10000"}
+        self.environ = {"PATH": PATH, "SLURM_CONF": str(conf), "COLUMNS": "10000"}
         self.process = subprocess.Popen(
             ["stdbuf", "-oL", "scontrol"],
             stdin=subprocess.PIPE,
