@@ -18,7 +18,8 @@ import pytest
 from agents import AGENT, GONE_WITHIN_S, PROGRAM, Run, kill_what_is_left
 
 from distributed.lock import update_link
-from launcher import failure, runlog
+from launcher import failure
+from launcher.record import runlog
 
 Start = Callable[..., Run]
 

@@ -17,8 +17,9 @@ import pytest
 from agents import AGENT, ROOT, Run, kill_what_is_left
 
 from distributed.errors import Refused
-from launcher import processes, runlog
-from launcher.runlog import RunFolder
+from launcher import processes
+from launcher.record import runlog
+from launcher.record.runlog import RunFolder
 
 STEPS = """
 import os, sys, time
