@@ -134,7 +134,7 @@ def test_a_launcher_elsewhere_names_itself(start: Start) -> None:
 @pytest.mark.slow
 def test_a_run_that_is_refused_has_ended(start: Start) -> None:
     """Where the launcher, which has become the guardian, has recorded it before."""
-    code = "import os, sys\nfrom pathlib import Path\nfrom launcher import runlog\n"
+    code = "import os, sys\nfrom pathlib import Path\nfrom launcher.record import runlog\n"
     code += "me = {'launcher': runlog.launcher_process(os.getpid()), 'state': 'starting'}\n"
     code += "runlog.RunFolder(Path('logs'), 'r1', 0).write_record(me)\n"
     code += "os.execv(sys.argv[1], sys.argv[1:])"
