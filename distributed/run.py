@@ -2,7 +2,7 @@
 
 import sys
 
-from launcher.guardian import main
+from launcher.agent.guardian import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -21,10 +21,11 @@ from pathlib import Path
 from distributed.environment import LauncherError
 from distributed.errors import Refused
 from distributed.hostlist import HostlistError
-from launcher import detach, options, runs
 from launcher.messages import decode
-from launcher.plan import Plan, PlanError
-from launcher.preflight import short_host_name
+from launcher.plan import options
+from launcher.plan.plan import Plan, PlanError
+from launcher.preflight.check_node import short_host_name
+from launcher.record import detach, runs
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,13 @@ def main(arguments: Sequence[str]) -> int:
     typed = options.parse(arguments)
     try:
         if typed.fanout == "submit":
-            return int(importlib.import_module("launcher.submit").run(typed))
+            return int(importlib.import_module("launcher.plan.submit").run(typed))
         plan = options.make_plan(typed)
         if plan.fanout == "check":
             check_config(plan)
             return 0
         be_ready = detach.prepare(plan, script=typed.typed[0])
-        fanout = importlib.import_module(f"launcher.{plan.fanout}")
+        fanout = importlib.import_module(f"launcher.fanout.{plan.fanout}")
         code = int(fanout.run(check_config(plan), be_ready))
         runs.note_end(plan.log_dir / plan.run_id, code)
         return code

@@ -91,7 +91,7 @@ lint() {
 test_python() { # <all|fast>
   local words=()
   [[ $1 == all ]] || words=(-m "not slow")
-  show "$PYTHON" -m pytest -q -n 3 --dist worksteal "${words[@]}" # they wait a good deal, too
+  show "$PYTHON" -m pytest -q -n 3 --dist worksteal --durations=5 "${words[@]}" # they wait a good deal, too
   add "$(number passed)" $(($(number failed) + $(number errors?)))
   local line
   while IFS= read -r line; do
@@ -103,7 +103,7 @@ test_scripts() { # <all|fast> <file or folder...>
   local words=() line
   [[ $1 == all ]] || words=(--filter-tags '!slow')
   provide_bats || return 0
-  show bats --tap --print-output-on-failure "${words[@]}" "${@:2}"
+  show bats --tap --timing --print-output-on-failure "${words[@]}" "${@:2}"
   add "$(grep -c '^ok ' "$OUTPUT" || true)" "$(grep -c '^not ok ' "$OUTPUT" || true)"
   while IFS= read -r line; do
     PASSED=$((PASSED - 1))

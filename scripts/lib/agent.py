@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from launcher.guardian import main  # noqa: E402
+from launcher.agent.guardian import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -31,3 +31,14 @@ load helper
   make setup
   [[ $(wc -l <said) == 2 ]]
 }
+
+@test "tests see neither the scheduler nor the settings of the machine" {
+  fake_tool sinfo ''
+  fake_tool ours 'echo ours'
+  module() { echo theirs; }
+  export -f module
+  # shellcheck disable=SC2016 # for the shell that is isolated
+  SLURM_JOB_ID=7 RUN_ID=theirs LC_ALL=POSIX run bash -euc 'umask 077; source "$0"; isolate "$PWD/links"
+    ! type -P sinfo && ! declare -F module && ours; echo "${SLURM_JOB_ID-} ${RUN_ID-} $LANG ${LC_ALL-} $(umask)"' "$ROOT/tests/isolate.bash"
+  [[ $output == $'ours\n  C.UTF-8  0022' && -L links/$PWD/fake/ours && $HOME == *.home && -z $(ls -A "$HOME") ]]
+}

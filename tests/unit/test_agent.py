@@ -18,7 +18,8 @@ import pytest
 from agents import AGENT, GONE_WITHIN_S, PROGRAM, Run, kill_what_is_left
 
 from distributed.lock import update_link
-from launcher import failure, runlog
+from launcher import failure
+from launcher.record import runlog
 
 Start = Callable[..., Run]
 
@@ -412,6 +413,7 @@ NO_NAMES = "import socket\ntry: socket.getnameinfo(('::ffff:127.0.0.1', 1), 0)\n
 NO_NAMES += "except socket.gaierror: print('none')"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["INFO", "DEBUG"])
 def test_without_a_name_server_torch_is_quiet(tmp_path: Path, level: str) -> None:
     alone = ["unshare", "--net", "bash", "-c", 'ip link set lo up; exec "$@"', "bash"]

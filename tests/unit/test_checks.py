@@ -15,10 +15,10 @@ import pytest
 from ports import free_port
 
 from distributed.environment import port_from_id
-from launcher import checks, gpus
-from launcher.checks import Fault, Machine
-from launcher.gpus import Gpu, GpuError, visible_gpus
-from launcher.preflight import bind_error, choose_port
+from launcher.preflight import checks, gpus
+from launcher.preflight.check_node import bind_error, choose_port
+from launcher.preflight.checks import Fault, Machine
+from launcher.preflight.gpus import Gpu, GpuError, visible_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,7 +84,7 @@ def test_missing_script() -> None:
 def test_missing_torch() -> None:
     code = """
 from pathlib import Path
-from launcher.checks import Machine, check_program
+from launcher.preflight.checks import Machine, check_program
 machine = Machine("x", 1, 0, 1, "127.0.0.1", 1, 0, None, (), (), "", {})
 print(*(f"{fault.cause}; {fault.cure} [{fault.name}]" for fault in check_program(machine)))
 """

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from launcher import compare
-from launcher.checks import CHECKS, Fault
-from launcher.compare import judge, print_findings
-from launcher.preflight import Report
+from launcher.preflight import compare
+from launcher.preflight.check_node import Report
+from launcher.preflight.checks import CHECKS, Fault
+from launcher.preflight.compare import judge, print_findings
 
 BLOCKED = Fault("port-blocked", "no way", "open it")
 WARNING = Fault("low-nofile", "cause", "cure", warns=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from agents import AGENT, PROGRAM, Run, kill_what_is_left
 
+from launcher.agent.link import BEAT_S
 from launcher.failure import End, read_end
-from launcher.link import BEAT_S
 
 TOKEN = "t0ken"
 

@@ -29,7 +29,7 @@ BASH = "\n".join((ROOT / name).read_text() for name in SCRIPTS)
 HELP = (ROOT / "scripts/lib/help.txt").read_text()
 MODULES = [ROOT / "train.py", *ROOT.glob("scripts/**/*.py")]
 MODULES += [
-    *ROOT.glob("launcher/*.py"),
+    *ROOT.glob("launcher/**/*.py"),
     *ROOT.glob("distributed/*.py"),
     *ROOT.glob("training/**/*.py"),
 ]
@@ -145,7 +145,7 @@ def test_the_layout_names_every_file_and_no_other() -> None:
             path = ROOT / (f"{folder}{name}" if is_below else name)
             assert path.exists(), line
             named.add(path)
-    for pattern in ("scripts/lib/*", "launcher/*.py", "distributed/*.py", "training/*.py"):
+    for pattern in ("scripts/lib/*", "launcher/**/*.py", "distributed/*.py", "training/*.py"):
         assert {path for path in ROOT.glob(pattern) if path.stem not in NOT_LISTED} <= named
 
 

@@ -9,10 +9,10 @@ from signal import Signals
 
 import pytest
 
-from launcher.ending import NodeEnd, conclude
 from launcher.failure import End, Failure, RunSummary
-from launcher.plan import Plan
-from launcher.protocol import Exit
+from launcher.fanout.ending import NodeResult, conclude
+from launcher.fanout.protocol import Exit
+from launcher.plan.plan import Plan
 
 ENGINE = "torch.distributed.launch"
 PLAN = Plan(
@@ -35,8 +35,10 @@ def told(code: int, fault: str = "", *, is_told: bool = False) -> End:
     return End(code, failure, SUMMARY, is_told)
 
 
-def node(code: int | None, end: End | None = None, lost: str = "", reached: bool = True) -> NodeEnd:
-    return NodeEnd("host", None if code is None else Exit(code, 0), end, lost, reached)
+def node(
+    code: int | None, end: End | None = None, lost: str = "", reached: bool = True
+) -> NodeResult:
+    return NodeResult("host", None if code is None else Exit(code, 0), end, lost, reached)
 
 
 FINE = node(0, told(0))
@@ -68,7 +70,7 @@ STOPPED = node(143, told(143))
         ([STOPPED, node(None), node(None, reached=False)], 137, "link-lost"),
     ],
 )
-def test_the_code_and_what_is_printed(nodes: list[NodeEnd], code: int, fault: str) -> None:
+def test_the_code_and_what_is_printed(nodes: list[NodeResult], code: int, fault: str) -> None:
     end = conclude(nodes, PLAN, started=0.0, stopped_by=None)
     assert end.code == code
     shown = "" if end.is_told or code == 0 else end.failure.fault if end.failure else "stopped"

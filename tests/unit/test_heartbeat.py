@@ -12,8 +12,9 @@ import pytest
 
 from distributed import heartbeat
 from distributed.heartbeat import Beat, beat
-from launcher import failure, stacks
-from launcher.heartbeats import Heartbeats
+from launcher import failure
+from launcher.agent import stacks
+from launcher.agent.heartbeats import Heartbeats
 
 NEVER = Beat()
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_what_is_the_same_is_told_without_torch() -> None:
-    code = "import json, sys; from launcher import identity; print(json.dumps(identity.versions()))"
+    code = "import json; from launcher.preflight import identity as it; print(json.dumps(it.versions()))"
     ours = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     code = "import torch; print(torch.__version__)"
     theirs = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -22,7 +22,7 @@ def test_what_is_the_same_is_told_without_torch() -> None:
 def test_this_project_is_hashed_too(tmp_path: Path) -> None:
     for name in ("launcher", "distributed", "training"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.pyc"))
-    code = "from pathlib import Path; from launcher import identity"
+    code = "from pathlib import Path; from launcher.preflight import identity"
     code += "; print(identity.hash_files([], Path())['this project'])"
 
     def hash_of(folder: Path) -> str:

@@ -7,10 +7,8 @@ import time
 
 import pytest
 
-from launcher import link
-from launcher.failure import Failure
-from launcher.identity import NodeReport
-from launcher.link import (
+from launcher.agent import link
+from launcher.agent.link import (
     Assignment,
     EndRanks,
     Message,
@@ -20,8 +18,10 @@ from launcher.link import (
     StopRequest,
     Welcome,
 )
-from launcher.stuck import Straggler
-from launcher.verdict import NodeEnd, Verdict
+from launcher.agent.stuck import Straggler
+from launcher.agent.verdict import NodeEnd, Verdict
+from launcher.failure import Failure
+from launcher.preflight.identity import NodeReport
 
 FAILURE = Failure(
     "rank-error", "ValueError: ü\n", 1, "node2", 1, 5.5, 3, 1, ["a.py:1 in f"], stacks=[]

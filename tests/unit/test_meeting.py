@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from ports import free_port
 
-from launcher import meeting
-from launcher.checks import Fault
+from launcher.preflight import meeting
+from launcher.preflight.checks import Fault
 
 
 @contextmanager

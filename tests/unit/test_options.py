@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from captured import captured
 
-from launcher.options import Typed, make_plan, parse
-from launcher.plan import Plan, PlanError
+from launcher.plan.options import Typed, make_plan, parse
+from launcher.plan.plan import Plan, PlanError
 from launcher.start import check_config
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher import output
-from launcher.output import NodeLog, Stream, Terminal, without_noise
+from launcher.agent import output
+from launcher.agent.output import NodeLog, Stream, Terminal, without_noise
 
 NOISE = b"[W1121 20:17:03.842175702 socket.cpp:207] [c10d] The hostname of the client socket cannot"
 NOISE += b" be retrieved. err=-3\n"

@@ -15,9 +15,9 @@ import pytest
 from ports import free_port
 from test_compare import BLOCKED, make_report
 
-from launcher.compare import judge
 from launcher.messages import MessageError, encode
-from launcher.preflight import Report, Request, check_node, read_reports, write_report
+from launcher.preflight.check_node import Report, Request, check_node, read_reports, write_report
+from launcher.preflight.compare import judge
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,7 +65,7 @@ def start_node(
     place = {"num_nodes": 3, "meeting_size": 3, "port": port, "words": words}
     request = make_request(folder, **place)
     return subprocess.Popen(
-        [*python, "-m", "launcher.preflight", encode(request)],
+        [*python, "-m", "launcher.preflight.check_node", encode(request)],
         cwd=ROOT,
         env={**os.environ, "SLURM_NODEID": str(node_rank)},
         stdout=subprocess.PIPE,
@@ -130,6 +130,6 @@ def test_what_is_no_report_is_refused() -> None:
 
 
 def test_no_torch_is_imported() -> None:
-    code = "import sys, launcher.preflight as it; it.identity.versions()"
+    code = "import sys, launcher.preflight.check_node as it; it.identity.versions()"
     code += "; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

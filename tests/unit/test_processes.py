@@ -34,6 +34,7 @@ def foreign() -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
+@pytest.mark.slow
 def test_a_foreign_process_with_a_cut_name_harms_no_run(
     foreign: subprocess.Popen[str], tmp_path: Path
 ) -> None:

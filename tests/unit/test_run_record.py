@@ -17,8 +17,9 @@ import pytest
 from agents import AGENT, ROOT, Run, kill_what_is_left
 
 from distributed.errors import Refused
-from launcher import processes, runlog
-from launcher.runlog import RunFolder
+from launcher import processes
+from launcher.record import runlog
+from launcher.record.runlog import RunFolder
 
 STEPS = """
 import os, sys, time
@@ -62,6 +63,7 @@ def wait_until(name: str, value: object) -> dict[str, Any]:
     return record
 
 
+@pytest.mark.slow
 def test_run_json_says_how_far_the_run_is_and_how_it_ended(start: Start) -> None:
     RunFolder(Path("logs"), "r1", 0).write_record({"detached": True, "state": "starting"})
     run = start("7", GRACE="12")
@@ -84,6 +86,7 @@ def test_run_json_says_how_far_the_run_is_and_how_it_ended(start: Start) -> None
     assert record["started"] < record["ended"] <= time.time()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
 def test_the_guardian_completes_the_record_of_an_agent_that_was_killed(
     start: Start, signum: int
@@ -103,6 +106,7 @@ def test_the_guardian_completes_the_record_of_an_agent_that_was_killed(
     assert record["ended"] > record["started"]
 
 
+@pytest.mark.slow
 def test_the_guardian_leaves_the_record_of_a_run_that_was_taken_over(start: Start) -> None:
     run = start("0")
     run.wait_for("beats")
@@ -113,6 +117,7 @@ def test_the_guardian_leaves_the_record_of_a_run_that_was_taken_over(start: Star
     assert read()["state"] == "running"
 
 
+@pytest.mark.slow
 def test_a_launcher_elsewhere_names_itself(start: Start) -> None:
     folder = RunFolder(Path("logs"), "r1", 0)
     launcher = {"process": 1, "birth": 2, "host": "elsewhere"}
@@ -126,6 +131,7 @@ def test_a_launcher_elsewhere_names_itself(start: Start) -> None:
     assert read()["launcher"] == launcher
 
 
+@pytest.mark.slow
 def test_a_run_that_is_refused_has_ended(start: Start) -> None:
     """Where the launcher, which has become the guardian, has recorded it before."""
     code = "import os, sys\nfrom pathlib import Path\nfrom launcher import runlog\n"
@@ -141,6 +147,7 @@ def test_a_run_that_is_refused_has_ended(start: Start) -> None:
     assert (read()["state"], read()["exit_code"]) == ("ended", 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o664), (0o022, 0o644), (0o077, 0o600)])
 def test_permissions_follow_the_users_umask(tmp_path: Path, umask: int, mode: int) -> None:
     script = tmp_path / "x.py"

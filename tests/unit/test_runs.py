@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from distributed.errors import Refused
-from launcher import runs
 from launcher.processes import start_ticks
-from launcher.runlog import RunFolder, launcher_process
+from launcher.record import runs
+from launcher.record.runlog import RunFolder, launcher_process
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = socket.gethostname()

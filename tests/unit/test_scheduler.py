@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from captured import captured
 
-from launcher import scheduler, submission
-from launcher.plan import PlanError
-from launcher.scheduler import Allocation
+from launcher.fanout import submission
+from launcher.plan import scheduler
+from launcher.plan.plan import PlanError
+from launcher.plan.scheduler import Allocation
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO = Allocation(2, "node1", nproc=2, hosts="node[1-2]")

@@ -11,10 +11,10 @@ import pytest
 from captured import captured
 
 from distributed.errors import Refused
-from launcher import srun
+from launcher.fanout import srun
 from launcher.messages import encode
-from launcher.plan import Plan, PlanError
-from launcher.preflight import Report, write_report
+from launcher.plan.plan import Plan, PlanError
+from launcher.preflight.check_node import Report, write_report
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_reports_come_by_node_rank(plan: Plan, tools: Path) -> None:
     os.chdir(plan.directory)
     assert [found.node_rank for found in srun.check_nodes(plan)] == [0, 1, 2]
     *_, module, request = Path("asked").read_text().rstrip("\0").split("\0")
-    assert module == "launcher.preflight"
+    assert module == "launcher.preflight.check_node"
     assert request == encode(plan.request(meeting_size=3))
 
 

@@ -403,7 +403,9 @@ def test_kill_9_ends_all_and_leaves_no_file(nodes: Nodes, script: str, what: str
         victim = next(
             one
             for one in below
-            if re.search(rb"/launcher/node.py\0$", Path(f"/proc/{one}/cmdline").read_bytes())
+            if re.search(
+                rb"/launcher/fanout/far_side.py\0$", Path(f"/proc/{one}/cmdline").read_bytes()
+            )
         )
     os.kill(victim, signal.SIGKILL)
     eventually(lambda: all(map(is_gone, [*below, *agents])), "processes are left")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.stuck import RankState, Straggler, find_straggler, find_stuck
+from launcher.agent.stuck import RankState, Straggler, find_straggler, find_stuck
 
 
 def rank(

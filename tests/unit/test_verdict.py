@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from launcher import verdict
+from launcher.agent import verdict
+from launcher.agent.verdict import Facts, NodeEnd, Verdict
 from launcher.failure import Failure, RaisedError
-from launcher.verdict import Facts, NodeEnd, Verdict
 
 
 def failed(rank: int, time: float = 1.0, *, code: int = 1, is_consequence: bool = False) -> Failure:

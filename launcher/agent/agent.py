@@ -1,0 +1,350 @@
+"""The agent of one node: fork the ranks from one import of torch, watch them, end them together.
+
+It takes torchrun's parser, error files, store and environment variables from torch. Rendezvous is
+static: node rank 0 serves the store, and ranks follow node ranks. What needs more than that
+(elastic node counts, etcd, ...) is handed to torch's own elastic agent.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shlex
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch._dynamo  # DistributedDataParallel imports it: here once, not in each rank
+import torch.distributed.run as torchrun
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.elastic.utils.api import macros
+
+from distributed import network
+from distributed.environment import new_run_id
+from distributed.errors import Refused
+from launcher import messages
+from launcher.agent import checkin, link, rank
+from launcher.agent.arguments import Arguments, parse
+from launcher.agent.attempt import Attempt
+from launcher.agent.control import Control, report_end
+from launcher.agent.guardian import AgentNote
+from launcher.agent.heartbeats import Heartbeats
+from launcher.agent.node_ranks import NodeRanks, Rank
+from launcher.agent.output import NodeLog, Stream, Terminal, open_stream, without_noise
+from launcher.agent.verdict import Verdict
+from launcher.failure import End, Failure, RunSummary
+from launcher.preflight import identity
+from launcher.record import runlog
+
+NO_STEP = (-1, -1)  # no checkpoint, no step
+VERDICT_S = 1.5  # after a failure that no restart follows: for the other nodes' ends
+
+
+def run_agent(arguments: list[str], guardian: socket.socket, control: Control | None) -> int:
+    """Be the agent process; returns its exit code where no rank was started, else ends it.
+
+    Each forked rank leaves this function by SystemExit (launcher/agent/rank.py).
+    """
+    try:
+        args, beyond_static = parse(arguments)
+    except ValueError as error:
+        _say(str(error))
+        return 2
+    if beyond_static is not None:
+        _say(f"{beyond_static}: started by torch's own elastic agent, one import per rank")
+        torchrun.main(arguments)
+        return 0
+    try:
+        meeting = check_in(args, is_terminal_shared=args.is_in_step or control is not None)
+        agent = NodeAgent(args, arguments, meeting, guardian, control)
+    except Refused as refused:
+        _say(str(refused))
+        return 3
+    os._exit(agent.run())  # nothing of torch's needs its 0.6 s of taking down here
+
+
+def check_in(args: Arguments, *, is_terminal_shared: bool) -> checkin.Meeting:
+    """Meet the other nodes' agents: settles the run id, the ranks and the hosts.
+
+    Raises:
+        Refused: the run cannot start; no rank was started.
+    """
+    is_alone = args.num_nodes == 1
+    if not is_alone:
+        chosen = network.choose_variables(args.master_addr)
+        os.environ.update(chosen)
+        if chosen and args.node_rank == 0:
+            _say(f"sets {' '.join(f'{name}={value}' for name, value in chosen.items())}")
+    me = identity.NodeReport(
+        node_rank=args.node_rank,
+        num_nodes=args.num_nodes,
+        nproc=args.nproc,
+        host=socket.gethostname(),
+        run_id=args.run_id or (new_run_id() if args.node_rank == 0 else ""),
+        versions=_versions(),
+        files={} if is_alone else _hash_code([args.program.name, *args.program.arguments]),
+    )
+    address, port = args.master_addr, args.master_port
+    meeting = checkin.meet(address, port, me, args.join_timeout_s, _say)
+    if args.node_rank != 0 and not is_terminal_shared:
+        where = f"{meeting.assignment.hosts[0]} ({address}:{port})"
+        _say(f"checked in with node rank 0 on {where}")
+    return meeting
+
+
+class NodeAgent:
+    """This node's part of a run, once all nodes have checked in."""
+
+    def __init__(
+        self,
+        args: Arguments,
+        arguments: list[str],
+        meeting: checkin.Meeting,
+        guardian: socket.socket,
+        control: Control | None,
+    ) -> None:
+        """
+        Args:
+            arguments: as they were typed, for run.json.
+            guardian: the connection to the guardian.
+            control: the connection to a launcher elsewhere, if there is one.
+
+        Raises:
+            Refused: the run's folder cannot be written, or another live process has the run.
+        """
+        self.args = args
+        self.assignment = meeting.assignment
+        self.peers = meeting.peers
+        self.listener = meeting.listener
+        self.port = meeting.listener.getsockname()[1] if meeting.listener else args.master_port
+        self.guardian = guardian
+        self.control = control
+        self.store: TCPStore | None = None
+        self.terminals = (Terminal(1), Terminal(2))
+        self.reached = NO_STEP
+        self.started = time.time()
+        run_id, log_dir = self.assignment.run_id, args.log_dir
+        self.folder = runlog.RunFolder(log_dir, run_id, args.node_rank) if log_dir else None
+        self.record = self._open_record(arguments)
+        self.log = NodeLog(self.folder.node_log if self.folder else None)
+        self.error_files = self.folder.failures if self.folder else Path(tempfile.mkdtemp())
+        folder = str(self.folder.path) if self.folder and self.record else ""
+        note = AgentNote(run_id, args.node_rank, self.started, args.nproc, folder)
+        guardian.sendall(messages.encode(note).encode())
+
+    def _open_record(self, arguments: list[str]) -> runlog.RunRecord | None:
+        """Make the run's folder; on node rank 0 start run.json.
+
+        The guardian is the run's launcher, unless that is elsewhere.
+        """
+        if self.folder is None:
+            return None
+        self.folder.create()
+        if self.args.node_rank != 0:
+            return None
+        run = self.assignment
+        fields = runlog.start_record(run.run_id, arguments, run.hosts, run.world_size, _versions())
+        fields["grace"] = self.args.grace_s
+        if self.control is None:
+            fields["launcher"] = runlog.launcher_process(os.getppid())
+        return runlog.RunRecord(self.folder, run.run_id, fields)
+
+    # --- one attempt after another ------------------------------------------------------------
+
+    def run(self) -> int:
+        """Run the ranks to their end; returns the run's exit code."""
+        gc.freeze()  # shared with all ranks from here on: no collector shall touch these pages
+        signals: list[int] = []  # that came from outside
+        number = 0
+        while (verdict := self._run_attempt(number, signals)).restart_port:
+            self.port = verdict.restart_port
+            number += 1
+        self._report(verdict)
+        return verdict.code
+
+    def _run_attempt(self, number: int, signals: list[int]) -> Verdict:
+        """Fork the ranks and watch them to their end; returns what all nodes agree on."""
+        heartbeats = Heartbeats(self.args.nproc)
+        ranks = self._fork_ranks(number, heartbeats)
+        if self.args.node_rank == 0:
+            self._serve_store()
+        is_last = number == self.args.max_restarts
+        host = self.assignment.hosts[self.args.node_rank]
+        attempt = Attempt(
+            NodeRanks(ranks, heartbeats, self.args.node_rank, host),
+            hosts=self.assignment.hosts,
+            peers=self.peers,
+            guardian=self.guardian,
+            signals=signals,
+            grace_s=self.args.grace_s,
+            verdict_s=VERDICT_S if is_last else link.SILENCE_S,
+            note_progress=self._note_progress,
+        )
+        verdict = attempt.watch(self.terminals)
+        before, self.reached = self.reached, max(self.reached, heartbeats.furthest())
+        heartbeats.close()
+        if self.args.node_rank == 0:
+            first = None if is_last or signals else verdict.failure
+            if first is not None and self._can_restart(attempt, number, before):
+                verdict = replace(verdict, restart_port=self._prepare_restart(first, number + 1))
+            attempt.send_all(verdict)
+        return verdict
+
+    def _note_progress(self, saved_step: int, step: int) -> None:
+        if self.record is not None:
+            self.record.note_progress(*max(self.reached, (saved_step, step)))
+
+    def _can_restart(self, attempt: Attempt, number: int, before: tuple[int, int]) -> bool:
+        """Whether every node is still there, and the attempt got further than those before it."""
+        if len(self.peers.keys() & attempt.facts.nodes.keys()) < self.args.num_nodes - 1:
+            _say("a node's agent is gone: there is no restart")
+            return False
+        if number > 0 and before == self.reached != NO_STEP:
+            _say(f"restart {number} gained no step: there is no other")
+            return False
+        return True
+
+    def _prepare_restart(self, first: Failure, number: int) -> int:
+        """On node rank 0, before the others hear of it; returns the port of a fresh store.
+
+        The old one's keys, and whoever is still on the way to it, would mislead the new ranks.
+        """
+        self.store = None
+        self.listener = checkin.listen(self.args.master_addr, 0, is_local=self.args.num_nodes == 1)
+        port: int = self.listener.getsockname()[1]
+        restart = f"restart {number} of {self.args.max_restarts} after {first.who}"
+        _say(f"{restart}: {first.cause}; now on port {port}")
+        return port
+
+    def _serve_store(self) -> None:
+        """Serve torch's store where the agents met, on the very same listening socket."""
+        assert self.listener is not None
+        with without_noise(2):
+            self.store = TCPStore(
+                self.args.master_addr,
+                self.port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=self.listener.detach(),
+            )
+
+    # --- the ranks ----------------------------------------------------------------------------
+
+    def _fork_ranks(self, attempt: int, heartbeats: Heartbeats) -> list[Rank]:
+        """Fork the ranks of an attempt. Each rank runs its program and leaves by SystemExit."""
+        ranks: list[Rank] = []
+        agent = os.getpid()
+        for local_rank in range(self.args.nproc):
+            number = self.assignment.first_rank + local_rank
+            error_file = self.error_files / f"rank_{number}.json"
+            error_file.unlink(missing_ok=True)
+            shown = self.terminals if self._is_shown(local_rank, number) else (None, None)
+            stdout, out = open_stream(number, self.log, shown[0])
+            stderr, err = open_stream(number, self.log, shown[1])
+            variables = self._variables(local_rank, attempt)
+            variables["TORCHELASTIC_ERROR_FILE"] = str(error_file)
+            variables["HEARTBEAT_FILE"] = heartbeats.path
+            pid = os.fork()
+            if pid == 0:
+                self._close_all(out, err, *ranks)
+                words = macros.substitute(list(self.args.program.arguments), str(local_rank))
+                program = replace(self.args.program, arguments=tuple(words))
+                rank.run_and_exit(program, variables, stdout=stdout, stderr=stderr, parent=agent)
+            os.close(stdout)
+            os.close(stderr)
+            pidfd = os.pidfd_open(pid)
+            ranks.append(Rank(number, local_rank, pid, pidfd, (out, err), error_file))
+        return ranks
+
+    def _close_all(self, *private: Stream | Rank) -> None:
+        """In a rank, close what is the agent's: through its objects, so that none closes twice."""
+        self.guardian.close()
+        self.log.close()
+        if self.listener is not None:
+            self.listener.close()
+        for peer in self.peers.values():
+            peer.close()
+        for one in private:
+            one.close()
+
+    def _is_shown(self, local_rank: int, number: int) -> bool:
+        """Whether the terminal shows this rank: any, or rank 0 alone where there is a log."""
+        if self.args.shown is not None:
+            return local_rank in self.args.shown
+        return self.folder is None or number == 0
+
+    def _variables(self, local_rank: int, attempt: int) -> dict[str, str]:
+        """Return what torchrun adds to a rank's environment, and RUN_ID and LOG_DIR."""
+        number = self.assignment.first_rank + local_rank
+        variables = {
+            "RANK": number,
+            "LOCAL_RANK": local_rank,
+            "WORLD_SIZE": self.assignment.world_size,
+            "LOCAL_WORLD_SIZE": self.args.nproc,
+            "GROUP_RANK": self.args.node_rank,
+            "GROUP_WORLD_SIZE": self.args.num_nodes,
+            "ROLE_NAME": self.args.role,
+            "ROLE_RANK": number,
+            "ROLE_WORLD_SIZE": self.assignment.world_size,
+            "MASTER_ADDR": self.args.master_addr,
+            "MASTER_PORT": self.port,
+            "TORCHELASTIC_RUN_ID": self.assignment.run_id,
+            "TORCHELASTIC_RESTART_COUNT": attempt,
+            "TORCHELASTIC_MAX_RESTARTS": self.args.max_restarts,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
+            "RUN_ID": self.assignment.run_id,
+        }
+        if self.folder is not None:
+            variables["LOG_DIR"] = self.folder.root
+        if self.args.nproc > 1 and "OMP_NUM_THREADS" not in os.environ:
+            variables["OMP_NUM_THREADS"] = 1  # torchrun's choice
+        return {name: str(value) for name, value in variables.items()}
+
+    # --- the end ------------------------------------------------------------------------------
+
+    def _report(self, verdict: Verdict) -> None:
+        """Complete run.json, and tell last of all how the run ended."""
+        if self.folder is None:
+            shutil.rmtree(self.error_files, ignore_errors=True)
+        if self.record is not None:
+            self.record.end(verdict.code, *self.reached)
+        summary = RunSummary(
+            started=self.started,
+            lost_peer=verdict.lost_peer,
+            stopped=verdict.stopped,
+            left=verdict.left,
+            run_id=self.assignment.run_id,
+            command=os.environ.get("LAUNCH_COMMAND", ""),
+        )
+        if self.args.is_in_step and verdict.is_told:
+            return  # node rank 0 prints it, to the same terminal
+        is_line_open = any(terminal.is_line_open for terminal in self.terminals)
+        if self.control is None and verdict.code != 0 and is_line_open:
+            print(file=sys.stderr)
+        end = End(verdict.code, verdict.failure, summary, verdict.is_told)
+        report_end(end, self.control, is_line_open=self.terminals[0].is_line_open)
+
+
+def _versions() -> dict[str, str]:
+    """Return what must be the same on every node."""
+    versions = identity.versions()
+    if torch.distributed.is_nccl_available():
+        nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        versions["nccl"] = ".".join(map(str, nccl))
+    return versions
+
+
+def _hash_code(words: Sequence[str]) -> dict[str, str]:
+    """Return the script's arguments, and the hashes of the files among these words."""
+    return {"the list of arguments": shlex.join(words[1:]), **identity.hash_files(words, Path())}
+
+
+def _say(text: str) -> None:
+    print(f"node agent: {text}", file=sys.stderr, flush=True)

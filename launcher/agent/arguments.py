@@ -1,0 +1,144 @@
+"""torchrun's arguments, as the node agent reads them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed.run as torchrun
+from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
+
+from distributed.environment import slurm_node
+from launcher.agent.rank import Program
+
+_TORCHS_ALONE = (
+    "run_path",
+    "logs_specs",
+    "event_log_handler",
+    "numa_binding",
+    "virtual_local_rank",
+    "duplicate_stdout_filters",
+    "duplicate_stderr_filters",
+)
+_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What one node's agent does. Times in seconds."""
+
+    program: Program
+    num_nodes: int
+    node_rank: int
+    nproc: int  # ranks on this node
+    master_addr: str
+    master_port: int  # 0: any free one
+    run_id: str  # empty: a new one, or node rank 0's
+    log_dir: Path | None  # the folder of all runs' folders; None: no logs
+    role: str
+    max_restarts: int
+    shown: frozenset[int] | None  # local ranks on the terminal; None: rank 0, or all without logs
+    is_in_step: bool  # srun started it, and shares its terminal between all nodes
+    join_timeout_s: float
+    grace_s: float
+
+
+def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
+    """Return torchrun's arguments, and the name of one that only torch's own agent can handle.
+
+    Raises:
+        ValueError: a number is out of range; the message is one line with cause and cure.
+    """
+    args = torchrun.get_args_parser().parse_args(arguments)
+    is_placed = _place_in_step(args)
+    low, high = torchrun.parse_min_max_nnodes(args.nnodes)
+    nproc = _count_ranks(args.nproc_per_node)
+    address, port = _master(args, high)
+    if low != high and args.rdzv_backend == "static":
+        raise ValueError(f"--nnodes {args.nnodes}: a range needs --rdzv-backend c10d")
+    if nproc < 1:
+        raise ValueError(f"--nproc-per-node {nproc}: no ranks; give at least 1")
+    if not 0 <= args.node_rank < high:
+        raise ValueError(
+            f"--node-rank {args.node_rank}: out of range; give 0 to {high - 1} (--nnodes)"
+        )
+    if not 0 <= port < 65536:
+        raise ValueError(f"--master-port {port}: not a port; give 1 to 65535")
+    beyond_static = _beyond_static(args, low, high)
+    if is_placed and beyond_static:
+        raise ValueError(
+            f"{beyond_static}: not in a SLURM step; leave it out, or also give"
+            " --nnodes, --node-rank and --master-addr"
+        )
+    settings = _parse_rendezvous_config(args.rdzv_conf)
+    filtered = args.local_ranks_filter.split(",") if args.local_ranks_filter else None
+    return Arguments(
+        program=Program(
+            args.training_script, tuple(args.training_script_args), args.module, args.no_python
+        ),
+        num_nodes=high,
+        node_rank=args.node_rank,
+        nproc=nproc,
+        master_addr=address,
+        master_port=port,
+        run_id=os.environ.get("RUN_ID") or ("" if args.rdzv_id == "none" else args.rdzv_id),
+        log_dir=Path(args.log_dir).absolute() if args.log_dir is not None else None,
+        role=args.role,
+        max_restarts=args.max_restarts,
+        shown=frozenset(map(int, filtered)) if filtered else None,
+        is_in_step=is_placed,
+        join_timeout_s=float(settings.get("join_timeout", "300")),
+        grace_s=float(os.environ.get("GRACE", vars(args).get("shutdown_timeout") or 30)),
+    ), beyond_static
+
+
+def _place_in_step(args: argparse.Namespace) -> bool:
+    """In a SLURM step, take the nodes, this node's rank and the master from it, unless given."""
+    usual = vars(torchrun.get_args_parser().parse_args(["script"]))
+    names = ("nnodes", "node_rank", "master_addr", "rdzv_endpoint", "rdzv_backend", "standalone")
+    step = slurm_node(os.environ)
+    if step is None or any(getattr(args, name) != usual[name] for name in names):
+        return False
+    num_nodes, args.node_rank, args.master_addr = step
+    args.nnodes = str(num_nodes)
+    return True
+
+
+def _count_ranks(nproc_per_node: str) -> int:
+    """Return the number given, else that of the devices, counted by NVML: CUDA stays unused."""
+    given = os.environ.get(_BY_NVML)
+    os.environ[_BY_NVML] = "1"
+    try:
+        return int(torchrun.determine_local_world_size(nproc_per_node))
+    finally:
+        del os.environ[_BY_NVML]
+        if given is not None:
+            os.environ[_BY_NVML] = given
+
+
+def _master(args: argparse.Namespace, num_nodes: int) -> tuple[str, int]:
+    if args.standalone or (num_nodes == 1 and args.rdzv_backend != "static"):
+        return "127.0.0.1", 0
+    if args.rdzv_endpoint:
+        host, _, port = args.rdzv_endpoint.rpartition(":")
+        return (host.strip("[]"), int(port)) if host else (args.rdzv_endpoint, 29500)
+    default_port = 0 if num_nodes == 1 else 29500
+    port = default_port if args.master_port is None else args.master_port
+    return args.master_addr.strip("[]"), port
+
+
+def _beyond_static(args: argparse.Namespace, low: int, high: int) -> str | None:
+    given = vars(args)  # older torch lacks the newest arguments
+    asked = {
+        "--nnodes MIN:MAX": low != high,
+        f"--rdzv-backend {args.rdzv_backend}": args.rdzv_backend != "static" and high > 1,
+        "--redirects": args.redirects != "0",
+        "--tee": args.tee != "0",
+    }
+    for name in _TORCHS_ALONE:
+        value = given.get(name)
+        asked[f"--{name.replace('_', '-')}"] = bool(value) and value != "null"
+    return next((name for name, is_asked in asked.items() if is_asked), None)

@@ -1,0 +1,310 @@
+"""One attempt at running this node's ranks, from the fork to the last of them (no torch).
+
+Events come in (output, deaths, signals, messages of other nodes' agents, time); one verdict comes
+out, the same on every node. The attempt records what it sees and acts on it; what the facts mean
+is decided in launcher/agent/verdict.py and launcher/agent/stuck.py.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from distributed.stop_signals import NOTICE, STOP_SIGNALS, Interrupts
+from launcher import processes
+from launcher.agent import verdict
+from launcher.agent.link import (
+    BEAT_S,
+    SILENCE_S,
+    EndRanks,
+    Message,
+    NodeBeat,
+    Peer,
+    StopRequest,
+)
+from launcher.agent.node_ranks import NodeRanks, Rank
+from launcher.agent.output import Stream, Terminal
+from launcher.agent.stuck import Straggler, find_stuck
+from launcher.agent.verdict import Facts, NodeEnd, Verdict
+from launcher.failure import Failure
+
+SETTLE_S = 0.3  # after an end that looks like a consequence: the time for its cause to show
+TERM_S = 1.0  # after a failure: from SIGTERM to SIGKILL
+DRAIN_S = 2.0  # at the end: for a terminal or pipe that is slow to take the last output
+
+
+class Deadline:
+    """A time on the monotonic clock that can only move closer; not set at first."""
+
+    def __init__(self) -> None:
+        self.at: float | None = None
+
+    def set_within(self, seconds: float) -> None:
+        """Set it to so many seconds from now, unless it is earlier already."""
+        at = time.monotonic() + seconds
+        self.at = at if self.at is None else min(self.at, at)
+
+    @property
+    def has_passed(self) -> bool:
+        return self.at is not None and time.monotonic() >= self.at
+
+    def take(self) -> bool:
+        """Whether it has passed; if so it is not set any more."""
+        has_passed = self.has_passed
+        if has_passed:
+            self.at = None
+        return has_passed
+
+
+class Attempt:
+    """The ranks of this node, and the connections to the other nodes' agents."""
+
+    def __init__(
+        self,
+        ranks: NodeRanks,
+        *,
+        hosts: Sequence[str],
+        peers: dict[int, Peer],
+        guardian: socket.socket,
+        signals: list[int],
+        grace_s: float,
+        verdict_s: float,
+        note_progress: Callable[[int, int], None],
+    ) -> None:
+        """
+        Args:
+            hosts: host names by node rank.
+            peers: on node rank 0 every other agent by node rank, elsewhere node rank 0's.
+            guardian: its other end closes when the guardian dies.
+            signals: stop signals that came from outside, also since the attempt before.
+            grace_s: for the ranks to save, after a request to stop.
+            verdict_s: after a failure, when all is over here: for the other nodes' ends.
+            note_progress: is called with the newest checkpoint and step at every beat.
+        """
+        self.ranks = ranks
+        self.is_first_node = ranks.node_rank == 0  # its agent decides
+        self.hosts = hosts
+        self.peers = peers
+        self.guardian = guardian
+        self.grace_s = grace_s
+        self.verdict_s = verdict_s
+        self.note_progress = note_progress
+        self.facts = Facts(signals=signals)
+        self.interrupts = Interrupts()
+        self.selector = selectors.DefaultSelector()
+        self.stragglers: dict[int, Straggler] = {}  # of the other nodes, on node rank 0
+        self.is_end_sent = False  # node rank 0 knows that all is over here
+        self.term = Deadline()  # SIGTERM to the ranks here
+        self.kill = Deadline()  # SIGKILL to all that descends from here
+        self.over = Deadline()  # no more waiting for the other nodes
+
+    # --- the event loop -------------------------------------------------------------------------
+
+    def watch(self, terminals: Sequence[Terminal]) -> Verdict:
+        """Handle events until every rank here has ended and all nodes agree on how."""
+        wake, waker = socket.socketpair()
+        waker.setblocking(False)
+        signal.set_wakeup_fd(waker.fileno())
+        self._listen_to(wake, lambda: wake.recv(4096))
+        self._listen_to_all(terminals)
+        processes.outlive_parent()  # the loop sees the guardian's death, and ends more than itself
+        beat = Deadline()
+        beat.set_within(0.0)
+        while not self._is_over():
+            wanted = [
+                one.at for one in (beat, self.term, self.kill, self.over) if one.at is not None
+            ]
+            for key, _ in self.selector.select(max(0.0, min(wanted) - time.monotonic())):
+                key.data()
+            self._on_time()
+            if beat.take():
+                beat.set_within(BEAT_S)
+                self._beat()
+        signal.set_wakeup_fd(-1)
+        for source in (wake, waker):
+            source.close()
+        saved_step = self.ranks.heartbeats.read(0).saved
+        left = processes.end_descendants(term_s=TERM_S)
+        for each in self.ranks.all:
+            for stream in each.streams:
+                stream.drain()
+                stream.close()
+        for terminal in terminals:
+            terminal.detach(DRAIN_S)
+        self.selector.close()
+        return verdict.reach_verdict(self.facts, saved_step=saved_step, left=len(left))
+
+    def _listen_to_all(self, terminals: Sequence[Terminal]) -> None:
+        for signum in STOP_SIGNALS:
+            if signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
+                signal.signal(signum, self._on_signal)
+        for earlier in self.facts.signals:
+            self._pass_on(earlier)
+        self._listen_to(self.guardian, self._on_guardian_death)
+        for node, peer in self.peers.items():
+            self._listen_to(peer.socket, partial(self._on_peer, node, peer))
+        for each in self.ranks.all:
+            self._listen_to(each.pidfd, partial(self._on_death, each))
+            for stream in each.streams:
+                self._listen_to(stream.fd, partial(self._on_output, stream))
+        for terminal in terminals:
+            terminal.attach(self.selector)
+
+    def _listen_to(self, source: Any, handle: Callable[[], object]) -> None:
+        self.selector.register(source, selectors.EVENT_READ, handle)
+
+    def _on_time(self) -> None:
+        """Do what is due: SIGTERM to the ranks, then SIGKILL to all that descends from here."""
+        if self.term.take():
+            for each in self.ranks.living():
+                if each.error_file.exists():  # it has raised, and is about to exit
+                    self._record_failure(self.ranks.describe_end(each))
+            self._note_stopped()
+            self.ranks.send(signal.SIGTERM)
+            self.kill.set_within(TERM_S)
+        if self.kill.take():
+            self._note_stopped()
+            processes.end_descendants()
+
+    def _is_over(self) -> bool:
+        """True when every rank here has ended and nothing more is to be heard from other nodes."""
+        if self.ranks.living():
+            return False
+        if not self.is_end_sent:
+            self.is_end_sent = True
+            if not self.is_first_node:
+                self.send_all(verdict.end_of_node(self.facts))
+        if not self.peers or self.facts.verdict is not None:
+            return True
+        if self.is_first_node and self.peers.keys() <= self.facts.nodes.keys():
+            return True
+        if self.facts.is_ending:
+            self.over.set_within(self.verdict_s)
+        return self.over.has_passed
+
+    # --- this node's ranks ----------------------------------------------------------------------
+
+    def _note_stopped(self) -> None:
+        self.facts.stopped.update(each.rank for each in self.ranks.living())
+
+    def _on_guardian_death(self) -> None:
+        processes.end_descendants()
+        os._exit(128 + signal.SIGKILL)
+
+    def _on_output(self, stream: Stream) -> None:
+        if not stream.pump():
+            self.selector.unregister(stream.fd)
+
+    def _on_death(self, each: Rank) -> None:
+        self.selector.unregister(each.pidfd)
+        code = self.facts.codes[each.rank] = self.ranks.wait(each)
+        if code == 0 or each.rank in self.facts.stopped:
+            return
+        if verdict.is_asked(code, self.facts.signals, has_raised=each.error_file.exists()):
+            self.facts.stop_codes.append(code)
+            self.kill.set_within(self.grace_s)
+        else:
+            self._fail(self.ranks.describe_end(each))
+
+    def _fail(self, first: Failure) -> None:
+        """Record a failure, and end the ranks of all nodes."""
+        self._record_failure(first)
+        if self.is_first_node:
+            self.send_all(EndRanks())
+        self.term.set_within(SETTLE_S if first.is_consequence else 0.0)
+
+    def _record_failure(self, first: Failure) -> None:
+        self.facts.failures.append(first)
+        if not self.is_first_node and first.node_rank == self.ranks.node_rank:
+            self.send_all(first)
+
+    # --- stop requests --------------------------------------------------------------------------
+
+    def _on_signal(self, signum: int, _frame: object) -> None:
+        """Pass a stop signal on, so that the ranks can save first; a second Ctrl-C kills."""
+        if signum == signal.SIGINT and self.interrupts.is_second():
+            self.kill.set_within(0.0)
+        else:
+            self._stop(signum, None)
+
+    def _stop(self, signum: int, source: Peer | None) -> None:
+        """Ask the ranks here and all other nodes to stop; `source` has asked and knows."""
+        if signum not in self.facts.signals:  # schedulers send one signal to several processes
+            self.facts.signals.append(signum)
+            self._pass_on(signum)
+            for peer in self.peers.values():
+                if peer is not source:
+                    peer.send(StopRequest(signum))
+
+    def _pass_on(self, signum: int) -> None:
+        if signum != NOTICE:  # which leaves the ranks minutes
+            self.kill.set_within(self.grace_s)
+        self.ranks.send(signum)
+
+    # --- the other nodes ------------------------------------------------------------------------
+
+    def _on_peer(self, node: int, peer: Peer) -> None:
+        received = peer.receive()
+        if received is None:
+            self._drop_peer(node, "agent-killed", "its node agent is gone")
+        for message in received or ():
+            self._on_message(node, peer, message)
+
+    def _on_message(self, node: int, peer: Peer, message: Message) -> None:
+        match message:
+            case StopRequest() if message.signum in STOP_SIGNALS:
+                self._stop(message.signum, peer)
+            case Failure():
+                self._fail(message)
+            case NodeBeat() if message.straggler is not None:
+                self.stragglers[node] = message.straggler
+            case EndRanks() if message.stuck >= 0:
+                self._end_stuck(message.stuck)
+            case EndRanks():
+                self.term.set_within(0.0)
+            case NodeEnd():
+                self.facts.nodes[node] = message
+            case Verdict():
+                self.facts.verdict = message
+
+    def send_all(self, message: Message) -> None:
+        """Send to every other agent from node rank 0, and from elsewhere to node rank 0's."""
+        for peer in self.peers.values():
+            peer.send(message)
+
+    def _drop_peer(self, node: int, fault: str, cause: str) -> None:
+        """A node is gone before its work was done: that ends the run."""
+        peer = self.peers.pop(node)
+        self.selector.unregister(peer.socket)
+        peer.close()
+        if node not in self.facts.nodes and self.facts.verdict is None:
+            code = 128 + signal.SIGKILL
+            self._fail(Failure(fault, cause, code, self.hosts[node], node, time.time()))
+
+    def _beat(self) -> None:
+        """Tell the other nodes that this one lives, and see whether all are alive and move on."""
+        self.note_progress(*self.ranks.heartbeats.furthest())
+        here = self.ranks.straggler()
+        self.send_all(NodeBeat(here))
+        for node, peer in list(self.peers.items()):
+            if peer.is_silent:
+                cause = f"no sign of life for {SILENCE_S:g} s: network cut?"
+                self._drop_peer(node, "link-lost", cause)
+        if self.is_first_node and not self.facts.failures:
+            stuck = find_stuck([here, *(self.stragglers.get(node) for node in self.peers)])
+            if stuck is not None:
+                self.send_all(EndRanks(stuck))
+                self._end_stuck(stuck)
+
+    def _end_stuck(self, suspect: int) -> None:
+        """Collect the stacks of all ranks here, and kill them because of the suspect."""
+        found = self.ranks.describe_stuck(suspect)
+        if found is not None:
+            self._fail(found)
+            self.kill.set_within(0.0)  # one that continues now must not save

@@ -1,0 +1,178 @@
+"""The node agents' connections to the agent of node rank 0, from check-in to the end (no torch).
+
+Each agent holds one TCP connection to the master address and port, where the torch store is served
+afterwards on the same listening socket. The kernel ends the connection at an agent's death, so the
+others know at once; beats tell a network that was cut.
+
+A message is one line of JSON, `{"<kind>": {...}}`, and a dataclass here: encode() and decode() are
+the only places that know one from the other. Nothing that arrives is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TypeAlias
+
+from launcher import messages
+from launcher.agent.stuck import Straggler
+from launcher.agent.verdict import NodeEnd, Verdict
+from launcher.failure import Failure
+from launcher.preflight.identity import NodeReport
+
+BEAT_S = 2.0
+SILENCE_S = 10.0  # without a beat for so long, a node is lost
+_MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """Node rank 0 has read a node's report. Torch's store, served there later, does not answer."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The run does not start."""
+
+    fault: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """An agent's part in the run, as node rank 0 gives it: the ranks can start."""
+
+    run_id: str
+    first_rank: int
+    world_size: int
+    hosts: Sequence[str]  # by node rank
+
+
+@dataclass(frozen=True)
+class StopRequest:
+    """A stop signal came from outside to one of the agents."""
+
+    signum: int
+
+
+@dataclass(frozen=True)
+class NodeBeat:
+    """A node's agent lives; every BEAT_S seconds."""
+
+    straggler: Straggler | None  # None: no rank of it lives
+
+
+@dataclass(frozen=True)
+class EndRanks:
+    """From node rank 0: something has failed; end the ranks."""
+
+    stuck: int = -1  # the rank that holds up the run; first collect all stacks. -1: none
+
+
+Message: TypeAlias = (
+    NodeReport | Welcome | Refusal | Assignment | StopRequest | NodeBeat | EndRanks | NodeEnd
+    | Verdict | Failure  # of a rank of the node that sends it
+)  # fmt: skip
+_KINDS: dict[str, type[Message]] = {
+    "hello": NodeReport,
+    "welcome": Welcome,
+    "refused": Refusal,
+    "start": Assignment,
+    "signal": StopRequest,
+    "beat": NodeBeat,
+    "failure": Failure,
+    "end": EndRanks,
+    "done": NodeEnd,
+    "verdict": Verdict,
+}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+
+
+def encode(message: Message) -> bytes:
+    """Return a message as the line that is sent."""
+    return json.dumps({_NAMES[type(message)]: asdict(message)}).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """Return the message of a line.
+
+    Raises:
+        ValueError: whoever sent it is no agent.
+    """
+    try:
+        [(name, content)] = json.loads(line).items()
+        return messages.decode(_KINDS[name], content)
+    except (AttributeError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"no message of an agent: {line!r:.80}") from error
+
+
+class Peer:
+    """One end of a connection between two agents."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = connection
+        self.heard = time.monotonic()
+        self._buffer = b""
+
+    def send(self, message: Message) -> None:
+        """Send one message; a peer that is gone is noticed where it is read."""
+        try:
+            self.socket.sendall(encode(message))
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)  # reading it now finds its end
+
+    def receive(self) -> list[Message] | None:
+        """Return the messages that have arrived; None when the peer is gone, or is no agent."""
+        if not self._fill():
+            return None
+        *lines, self._buffer = self._buffer.split(b"\n")
+        try:
+            return [decode(line) for line in lines]
+        except ValueError:
+            return None
+
+    def wait(self, deadline: float) -> Message | None:
+        """Return the next message.
+
+        None when the peer is gone, is no agent, or `deadline` (monotonic) has passed.
+        """
+        while b"\n" not in self._buffer:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            self.socket.settimeout(left)
+            is_there = self._fill()
+            self.socket.settimeout(SILENCE_S)
+            if not is_there:
+                return None
+        line, _, self._buffer = self._buffer.partition(b"\n")  # what follows is for later
+        try:
+            return decode(line)
+        except ValueError:
+            return None
+
+    def _fill(self) -> bool:
+        """Take what has arrived; False when the peer is gone, or is no agent."""
+        try:
+            data = self.socket.recv(65536)
+        except TimeoutError:
+            return True
+        except OSError:
+            return False
+        self.heard = time.monotonic()
+        self._buffer += data
+        return bool(data) and len(self._buffer) <= _MAX_BYTES
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing has come for SILENCE_S seconds."""
+        return time.monotonic() - self.heard > SILENCE_S
+
+    def close(self) -> None:
+        self.socket.close()

@@ -1,0 +1,206 @@
+"""Become a rank: what a process forked from the node agent does to look freshly started.
+
+For a user's script the fork is like `python -u script.py`: `__main__` is the script, and
+arguments, path, streams, signals and random seeds are those of a new process. Only torch is
+imported already. `torch.distributed.elastic.multiprocessing.start_processes` forks too, but its
+child is a multiprocessing worker (no stdin, a fixed start method, not the main process), and some
+scripts refuse to run in one.
+"""
+
+from __future__ import annotations
+
+import builtins
+import faulthandler
+import importlib.machinery
+import io
+import json
+import os
+import random
+import runpy
+import signal
+import sys
+import time
+import traceback
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from launcher import processes
+
+_ROOT = str(Path(__file__).resolve().parents[2])
+
+
+@dataclass(frozen=True)
+class Program:
+    """What each rank runs: torchrun's SCRIPT, `-m MODULE` or, with `--no-python`, any command."""
+
+    name: str
+    arguments: tuple[str, ...]
+    is_module: bool = False
+    is_command: bool = False
+
+    @property
+    def can_fork(self) -> bool:
+        """False for what only a new process can run."""
+        return not self.is_command and (self.is_module or os.path.isfile(self.name))
+
+    def command(self) -> list[str]:
+        """The command line that starts it in a new process, as torchrun would."""
+        if self.is_command:
+            return [self.name, *self.arguments]
+        option = ["-m"] if self.is_module else []
+        return [sys.executable, "-u", *option, self.name, *self.arguments]
+
+
+def run_and_exit(
+    program: Program, variables: Mapping[str, str], *, stdout: int, stderr: int, parent: int
+) -> NoReturn:
+    """In the child of a fork: turn into a rank, run the program, and leave with its exit code.
+
+    It leaves by SystemExit, through all callers: the interpreter then ends as that of any script,
+    with its threads and exit handlers.
+
+    Args:
+        variables: environment variables to add to those inherited.
+        stdout, stderr: file descriptors to print to.
+        parent: the node agent's process id; the rank dies with it.
+    """
+    os.setsid()  # a terminal's Ctrl-C reaches the launcher alone, which passes it on
+    processes.die_with_parent(parent)
+    _restore_signals()
+    for fd, number in ((stdout, 1), (stderr, 2)):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.environ.update(variables)
+    is_too_late = program.can_fork and torch.cuda._is_in_bad_fork()  # CUDA survives no fork
+    if is_too_late and variables["LOCAL_RANK"] == "0":
+        print("node agent: CUDA is in use already: one import of torch per rank", file=sys.stderr)
+    if is_too_late or not program.can_fork:
+        sys.exit(_execute_command(program.command()))
+    if "OMP_NUM_THREADS" in variables:  # its library read the environment when torch was imported
+        torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
+    _renew_streams()
+    _renew_seeds()
+    _hide_the_agent(program)
+    sys.exit(_execute(program))
+
+
+def _restore_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup has it
+            is_interrupt = signum == signal.SIGINT
+            default = signal.default_int_handler if is_interrupt else signal.SIG_DFL
+            signal.signal(signum, default)
+    signal.pthread_sigmask(signal.SIG_SETMASK, set())
+
+
+def _execute_command(command: list[str]) -> int:
+    """Become the command; returns an exit code only where it cannot be executed."""
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+        return 127 if isinstance(error, FileNotFoundError) else 126
+
+
+def _renew_streams() -> None:
+    """Unbuffered, as `python -u` has them, for the descriptors behind them have changed."""
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        old = getattr(sys, name) or io.TextIOWrapper(io.BytesIO(), "utf-8")  # None: was closed
+        raw = io.FileIO(fd, "wb", closefd=False)
+        new = io.TextIOWrapper(raw, old.encoding, old.errors, write_through=True)
+        new.mode = "w"  # type: ignore[misc]
+        setattr(sys, name, new)
+        setattr(sys, f"__{name}__", new)
+
+
+def _renew_seeds() -> None:
+    """Fresh random numbers, as a new process has: forked ranks would all draw the same."""
+    torch.seed()
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
+def _hide_the_agent(program: Program) -> None:
+    """Give the user's script its own path and its own package called `distributed`."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("distributed", "launcher"):
+            del sys.modules[name]
+    is_safe_path = getattr(sys.flags, "safe_path", False)  # -P, Python 3.11
+    if not is_safe_path or sys.path[0] == _ROOT:
+        del sys.path[0]
+    if not is_safe_path:
+        script_folder = os.path.dirname(os.path.realpath(program.name))
+        sys.path.insert(0, os.getcwd() if program.is_module else script_folder)
+    sys.argv = [program.name, *program.arguments]
+
+
+def _execute(program: Program) -> int:
+    """Run the program as `__main__`; returns the exit code that Python would give it."""
+    faulthandler.enable()
+    try:
+        if program.is_module:
+            sys.modules["__main__"] = types.ModuleType("__main__")
+            runpy._run_module_as_main(program.name)  # type: ignore[attr-defined]
+        else:
+            _run_script(program.name)
+    except SystemExit as leave:
+        code = _code_of(leave)
+        if code != 0:
+            _record(leave, code)
+        return code
+    except KeyboardInterrupt as stop:
+        _report(stop)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # die of the signal, as Python does
+        os.kill(os.getpid(), signal.SIGINT)
+        return 130
+    except BaseException as error:
+        _record(error, 1)
+        _report(error)
+        return 1
+    return 0
+
+
+def _run_script(path: str) -> None:
+    main = types.ModuleType("__main__")
+    main.__file__ = os.path.abspath(path)
+    main.__dict__["__builtins__"] = builtins
+    main.__dict__["__cached__"] = None
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", main.__file__)
+    sys.modules["__main__"] = main  # to the very end: its classes must pickle
+    with io.open_code(main.__file__) as source:
+        code = compile(source.read(), main.__file__, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
+
+
+def _code_of(leave: SystemExit) -> int:
+    if leave.code is None or isinstance(leave.code, int):
+        return (leave.code or 0) & 0xFF
+    print(leave.code, file=sys.stderr)
+    return 1
+
+
+def _record(error: BaseException, code: int) -> None:
+    """Write the error file, in torch's format; torch writes it for exceptions alone."""
+    message = {
+        "message": f"{type(error).__name__}: {error}",
+        "errorCode": code,
+        "extraInfo": {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))},
+        "fault": getattr(error, "fault", ""),  # ours; torch ignores it
+    }
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(file).write_text(json.dumps({"message": message}), encoding="utf-8")
+
+
+def _report(error: BaseException) -> None:
+    """Print the traceback through the script's own hook, without our frames above it."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    sys.excepthook(type(error), error.with_traceback(frames), frames)

@@ -1,0 +1,151 @@
+"""Which rank failed first, how a run ended and its exit code: functions of recorded facts.
+
+The attempt (attempt.py) records the facts and acts; nothing here reads a clock, a file or a
+process.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from distributed.errors import STOPPED
+from launcher import failure
+from launcher.failure import Failure, RaisedError
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all nodes agree on at the end: the exit code, and the first failure if there was one."""
+
+    code: int
+    failure: Failure | None = None
+    lost_peer: int = 0  # ranks that ended as a consequence
+    stopped: int = 0  # ranks that their agent had to stop
+    left: int = 0  # processes here that no signal ended
+    restart_port: int = 0  # of the store with which all nodes start their ranks again
+    is_told: bool = False  # by node rank 0, to this one
+
+
+@dataclass(frozen=True)
+class NodeEnd:
+    """What a node's agent knows when all its ranks have ended; node rank 0 is told it."""
+
+    lost_peer: Sequence[int] = ()  # ranks that ended because another had gone
+    stopped: Sequence[int] = ()  # ranks that the agent had to stop
+    finished: Sequence[int] = ()  # ranks that left with exit code 0
+    stop_codes: Sequence[int] = ()  # exit codes of the ranks that stopped on request
+
+
+@dataclass
+class Facts:
+    """What one agent has seen of an attempt, in the order in which it saw it."""
+
+    signals: list[int] = field(default_factory=list)  # stop signals from outside
+    codes: dict[int, int] = field(default_factory=dict)  # by rank of this node, once it has ended
+    stopped: set[int] = field(default_factory=set)  # ranks here that the agent had to stop
+    failures: list[Failure] = field(default_factory=list)  # here, and those that other nodes told
+    stop_codes: list[int] = field(default_factory=list)  # of ranks here that stopped on request
+    nodes: dict[int, NodeEnd] = field(default_factory=dict)  # other nodes' ends, on node rank 0
+    verdict: Verdict | None = None  # node rank 0's, on the other nodes
+
+    @property
+    def is_ending(self) -> bool:
+        """True once this agent has reason to end the attempt."""
+        return bool(self.failures or self.stopped)
+
+
+def is_asked(code: int, signals: Sequence[int], *, has_raised: bool) -> bool:
+    """Whether a rank that ended with this code stopped on request.
+
+    Code 75 says so itself. Any other code counts after a stop signal, except with an exception.
+    """
+    return code == STOPPED or (bool(signals) and not has_raised)
+
+
+def describe_end(
+    unknown: Failure,
+    raised: RaisedError | None,
+    *,
+    code: int,
+    is_out_of_memory: bool,
+    last_text: str,
+) -> Failure:
+    """Return the failure of a rank that ended, or is about to, by an error.
+
+    Args:
+        unknown: the failure as far as it is known of any rank; its time is the end's.
+        raised: the error file's content; None where the rank left none.
+        code: the exit code; of a rank that has not left yet, 1.
+        is_out_of_memory: the kernel has killed for lack of memory during the attempt.
+        last_text: the last line that the rank wrote to stderr.
+    """
+    if raised is None:
+        fault, cause = failure.explain(code, out_of_memory=is_out_of_memory)
+        return replace(unknown, fault=fault, cause=failure.one_line(cause), code=code)
+    fault = raised.fault or failure.fault_of(raised.message)
+    cause = raised.message.removesuffix(f" [{fault}]")
+    if cause.startswith("SystemExit") and last_text:
+        cause += f", after: {last_text}"
+    return replace(
+        unknown,
+        fault=fault,
+        cause=failure.one_line(cause),
+        code=raised.code,
+        time=raised.time,
+        frames=failure.user_frames(raised.stack),
+        is_consequence=failure.is_peer_lost(cause),
+    )
+
+
+def first_failure(failures: Sequence[Failure]) -> Failure | None:
+    """Return the failure that began it: causes before consequences, then by time."""
+    return min(failures, key=lambda one: (one.is_consequence, one.time), default=None)
+
+
+def end_of_node(facts: Facts) -> NodeEnd:
+    """Return what this node tells node rank 0 when all its ranks have ended."""
+    lost = {one.rank for one in facts.failures if one.is_consequence} & facts.codes.keys()
+    return NodeEnd(
+        lost_peer=sorted(lost),
+        stopped=sorted(facts.stopped),
+        finished=sorted(rank for rank, code in facts.codes.items() if code == 0),
+        stop_codes=facts.stop_codes,
+    )
+
+
+def reach_verdict(facts: Facts, *, saved_step: int, left: int) -> Verdict:
+    """Return how the attempt ended: as node rank 0 told it, else from what is known here.
+
+    Args:
+        saved_step: of the newest checkpoint that the first rank here knows of; -1: none.
+        left: processes here that could not be ended.
+    """
+    if facts.verdict is not None:
+        return replace(facts.verdict, left=left, is_told=True)
+    nodes = [end_of_node(facts), *facts.nodes.values()]
+    first = first_failure(facts.failures)
+    if first is None:
+        return Verdict(stop_code(nodes, facts.signals), left=left)
+    lost = {rank for node in nodes for rank in node.lost_peer} - {first.rank}
+    stopped = {rank for node in nodes for rank in node.stopped} - lost - {first.rank}
+    finished = [rank for node in nodes for rank in node.finished]
+    if first.is_consequence and finished:  # nobody has failed: one has left too early
+        before = f"before it rank {min(finished)} left with exit code 0"
+        first = replace(first, cause=f"{first.cause} ({before})")
+    stacks = [line for one in facts.failures for line in one.stacks]
+    first = replace(first, stacks=stacks, saved_step=max(saved_step, first.saved_step))
+    return Verdict(first.code, first, lost_peer=len(lost), stopped=len(stopped), left=left)
+
+
+def stop_code(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> int:
+    """Return the exit code of a run that did not fail.
+
+    75 when ranks saved and stopped, another code with which one stopped on request, that of the
+    signal where ranks had to be killed, else 0.
+    """
+    codes = [code for node in nodes for code in node.stop_codes]
+    if not codes and any(node.stopped for node in nodes):
+        return 128 + (signals[0] if signals else signal.SIGKILL)
+    return next((code for code in codes if code != STOPPED), STOPPED if codes else 0)

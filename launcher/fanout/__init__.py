@@ -1,0 +1,1 @@
+"""The ways to start the node agents: here, by srun, over ssh, through pdsh."""

@@ -1,0 +1,139 @@
+"""One ssh connection to a node: what the node says, and why there is no connection."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from launcher.fanout import protocol
+from launcher.fanout.loop import Child, Loop, given_options, ssh_command
+from launcher.fanout.protocol import Hello
+from launcher.preflight.checks import Fault
+
+PROBE_S = 3.0
+SSH_FAILED = 255  # ssh's exit code where it failed itself
+CURES = {
+    "env-missing": "let this folder, the project and its Python be there as they are here",
+    "host-unreachable": "see that the machine is up",
+    "name-unresolved": "correct the name, or ~/.ssh/config",
+    "ssh-refused": "see that 'ssh {node} true' works without a question",
+}
+T = TypeVar("T")
+
+
+class Connection(Child):
+    """ssh to one node. Nothing but paths shows in anyone's list of processes."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        node: str,
+        *,
+        connect_s: int,
+        token: str,
+        show: Callable[[bytes, bool], None],
+    ) -> None:
+        """Connect to a bash on the node.
+
+        Args:
+            node: as ssh calls it.
+            token: begins the node's messages, and marks its processes.
+            show: is given what is no message, and whether it came on stderr.
+        """
+        self.node = node
+        self.token = token
+        self.is_started = False  # from then on, what comes on stderr is the run's
+        self.lost = ""  # why the node's part of the run ended before its time
+        self._fault = "ssh-refused"  # why there is no connection, once it has ended
+        self._probe: threading.Thread | None = None
+        self._show = show
+        self._answers: dict[type, Any] = {}
+        self._words = ""  # on stderr before the start: of start-up files, or Python
+        self._log = os.memfd_create("ssh")  # what ssh itself says, in no file that could stay
+        log = f"/proc/{os.getpid()}/fd/{self._log}"
+        super().__init__(loop, ssh_command(node, connect_s, log), self._take_line)
+
+    def send_line(self, line: str) -> None:
+        self.send(os.fsencode(f"{line}\n"))
+
+    def start(self, request: protocol.Start) -> None:
+        """Start the node's agent."""
+        self.is_started, self._words = True, ""
+        self.send_line(protocol.write_request(request))
+
+    def answer(self, kind: type[T]) -> T | None:
+        """Return what the node has said of this kind."""
+        return self._answers.get(kind)
+
+    @property
+    def last_words(self) -> str:
+        """The last line that ssh, or else the node before the start, has said."""
+        size = os.fstat(self._log).st_size
+        said = os.pread(self._log, 4096, max(0, size - 4096)).decode(errors="replace")
+        lines = [line.strip() for line in (self._words, *said.split("\n"))]
+        return next((line for line in reversed(lines) if line), "")
+
+    def _take_line(self, line: bytes, is_error: bool) -> None:
+        if not is_error:
+            line, message = protocol.read_answer(self.token, line)
+            if message is not None:
+                self._answers.setdefault(type(message), message)
+                if not line:
+                    return
+        if self.is_started or not is_error:
+            self._show(line, is_error)
+        else:
+            self._words = line.decode(errors="replace").strip() or self._words
+
+    # --- why it is not there ------------------------------------------------------------------
+
+    def look_for_fault(self) -> None:
+        """See why ssh has not reached the node, meanwhile."""
+        if self._probe is None and self.code == SSH_FAILED and self.answer(Hello) is None:
+            self._probe = threading.Thread(target=self._find_fault, daemon=True)
+            self._probe.start()
+
+    def _find_fault(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired, KeyError, ValueError):
+            self._fault = find_fault(self.node)
+
+    def explain_silence(self, waited_s: float) -> Fault:
+        """Return why the node has not told what its checks found."""
+        if self._probe is not None:
+            self._probe.join(PROBE_S)
+        is_there = self.answer(Hello) is not None
+        if self.code is None:
+            cause, cure = "its checks take longer than the preflight's time", "see what hangs there"
+            if not is_there:
+                cause = f"no answer within {waited_s:g} s"
+                cure = "see that the machine is up, and a login there asks nothing"
+            return Fault("host-unreachable", cause, cure)
+        fault = self._fault
+        if is_there:
+            fault = "host-unreachable" if self.code == SSH_FAILED else "env-missing"
+        cause = self.last_words or "the connection ended without a word"
+        return Fault(fault, cause, CURES[fault].format(node=self.node))
+
+
+def find_fault(node: str) -> str:
+    """Return the fault of a node that ssh does not reach: its name, the way there, or its sshd."""
+    command = ["ssh", *given_options(), "-T", "-G", "--", node]
+    result = subprocess.run(command, capture_output=True, timeout=PROBE_S)
+    lines = (line.partition(" ") for line in os.fsdecode(result.stdout).splitlines())
+    config = {name: value for name, _, value in lines}
+    if result.returncode == 0 and not config.keys() & {"proxyjump", "proxycommand"}:
+        try:
+            address = (config["hostname"], int(config["port"]))
+            socket.create_connection(address, timeout=PROBE_S).close()
+        except socket.gaierror:
+            return "name-unresolved"
+        except ConnectionRefusedError:
+            pass
+        except OSError:
+            return "host-unreachable"
+    return "ssh-refused"  # and ssh says why

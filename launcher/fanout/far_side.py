@@ -1,0 +1,207 @@
+"""The far side of a launcher that reaches nodes over ssh: one process on each node, without torch.
+
+    python far_side.py            told on stdin what to do: check the node, start its agent
+    python far_side.py SOCKET     started by pdsh: start the agent that the first one describes
+
+It starts this node's agent with its own stdin as the control stream, so the agent sees the end of
+the connection, and of this process. At the end it looks for what is left of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+
+if __name__ == "__main__":  # in place of this folder, the project
+    sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
+
+from launcher import processes
+from launcher.fanout import protocol
+from launcher.fanout.protocol import Cut, Exit, Ready, Start, Sweep
+from launcher.messages import decode, encode
+from launcher.preflight.check_node import Request, check_node
+
+SILENCE_S = 10.0  # without a beat for so long, the launcher is gone
+SWEEP_S = 2.0  # for what is left of a run to end by itself
+CUT_S = 4.0  # after the end of pdsh's connection, for the agent to end its part
+CANNOT_START = 127  # exit code, as a shell has it
+FETCH_S = 20.0  # for pdsh to reach this node
+
+
+def main(arguments: list[str]) -> int:
+    """Serve the launcher, or pdsh; returns the exit code."""
+    if arguments:
+        return start_for_other(arguments[0])
+    token = os.environ["LAUNCH_TOKEN"]
+    while (request := read_request()) is not None:
+        match request:
+            case Request():
+                answer(token, check_node(request))
+            case Sweep():
+                answer(token, Exit(0, end_leftovers(request.token)))
+            case Start():
+                code = offer_start(request, token) if request.socket else start_agent(request)
+                answer(token, Exit(code, end_leftovers(token)))
+                return 0
+    return 0
+
+
+def read_request() -> Request | Start | Sweep | None:
+    """Return the launcher's next request, beats aside; None at its end.
+
+    Not a byte more is read: what follows a start is the agent's.
+    """
+    size = b""
+    while not size.endswith(b"\n") or size == b"\n":
+        if not select.select([0], [], [], SILENCE_S)[0] or not (byte := os.read(0, 1)):
+            return None
+        size = size.strip() + byte
+    text = b""
+    while left := int(size) - len(text):
+        if not (data := os.read(0, left)):
+            return None
+        text += data
+    request: Request | Start | Sweep = protocol.read(text, protocol.REQUESTS)
+    return request
+
+
+def answer(token: str, message: object) -> None:
+    with contextlib.suppress(OSError):  # the launcher is gone
+        os.write(1, f"{token} {protocol.write(message)}\n".encode())
+
+
+def start_agent(start: Start, streams: tuple[int, int, int] = (0, 1, 2)) -> int:
+    """Run the node's agent; returns its exit code."""
+    stdin, stdout, stderr = streams
+    environ = {**os.environ, **start.variables, "LAUNCH_CONTROL": "1"}
+    try:
+        agent = subprocess.Popen(
+            start.command,
+            cwd=start.directory,
+            env=environ,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+        )
+    except OSError as error:
+        os.write(stderr, os.fsencode(f"cannot start the node agent: {error}\n"))
+        return CANNOT_START
+    code = agent.wait()
+    return code if code >= 0 else 128 - code
+
+
+# --- through pdsh -------------------------------------------------------------------------------
+
+
+def offer_start(start: Start, token: str) -> int:
+    """Have the agent started by pdsh's process, which comes to a socket; returns its exit code.
+
+    Only this user's processes are listened to. The name cannot be known before it is taken: the
+    launcher made it up, and pdsh's command names it when every node is ready.
+    """
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{start.socket}")
+        listener.listen()
+        answer(token, Ready())
+        other = await_other(listener)
+    if other is None:
+        return CANNOT_START
+    with other:
+        variables = {**os.environ, **start.variables}
+        full = Start(start.command, variables, start.directory)
+        socket.send_fds(other, [b"\n"], [0, 1, 2])
+        with contextlib.suppress(OSError):  # it died: seen below
+            other.sendall(f"{encode(full)}\n".encode())
+        said = other.makefile("rb")
+        code = said.readline(80)
+        if not code.strip().isdigit():  # its connection, or it itself, has ended
+            answer(token, Cut())
+            other.settimeout(CUT_S)
+            with contextlib.suppress(OSError):
+                code = said.readline(80)
+    return int(code) % 256 if code.strip().isdigit() else 128 + signal.SIGKILL
+
+
+def await_other(listener: socket.socket) -> socket.socket | None:
+    """Return the connection of pdsh's process; None where it does not come."""
+    ready = select.poll()
+    ready.register(listener, select.POLLIN)
+    ready.register(0, select.POLLRDHUP)  # beats are the agent's, and stay unread
+    while True:
+        found = dict(ready.poll(FETCH_S * 1000))
+        if 0 in found or not found:
+            return None
+        other, _ = listener.accept()
+        if is_ours(other):
+            return other
+        other.close()
+
+
+def is_ours(connection: socket.socket) -> bool:
+    """Return whether the process at the other end belongs to this user."""
+    size = struct.calcsize("3i")
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    _, user, _ = struct.unpack("3i", peer)
+    return bool(user == os.getuid())
+
+
+def start_for_other(name: str) -> int:
+    """Start the agent that the other one describes, on its streams; returns the exit code."""
+    with socket.socket(socket.AF_UNIX) as other:
+        other.connect(f"\0{name}")
+        if not is_ours(other):
+            raise SystemExit("the socket is another user's")
+        _, streams, *_ = socket.recv_fds(other, 1, 3)
+        start = decode(Start, json.loads(other.makefile("rb").readline()))
+        threading.Thread(target=report_cut, args=(other,), daemon=True).start()
+        os.environ.clear()
+        code = start_agent(start, (streams[0], streams[1], streams[2]))
+        with contextlib.suppress(OSError):
+            other.sendall(b"%d\n" % code)
+        return code
+
+
+def report_cut(other: socket.socket) -> None:
+    """Wait for the end of pdsh's connection, and tell it."""
+    while os.read(0, 4096):
+        pass
+    with contextlib.suppress(OSError):
+        other.sendall(b"cut\n")
+
+
+# --- the end ------------------------------------------------------------------------------------
+
+
+def end_leftovers(token: str) -> int:
+    """Wait until no process of the run is left, and kill those that stay; returns their number."""
+    deadline = time.monotonic() + SWEEP_S
+    while left := marked(token):
+        if time.monotonic() > deadline:
+            processes.send(left, signal.SIGKILL)
+            break
+        time.sleep(0.1)
+    return len(left)
+
+
+def marked(token: str) -> list[int]:
+    """Return the processes of this user that were started with the run's token."""
+    mark = f"LAUNCH_TOKEN={token}".encode()
+    found = []
+    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as environ:
+            if mark in environ.read().split(b"\0") and pid != os.getpid():
+                found.append(pid)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

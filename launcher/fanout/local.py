@@ -1,0 +1,62 @@
+"""Fan-out to this machine alone: check it, and become its node agent.
+
+Where every node is started on its own, by hand or by srun, each is such a machine.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from launcher.failure import count
+from launcher.plan.plan import Plan, node_comment, print_plan, print_row
+from launcher.preflight import compare
+from launcher.preflight.check_node import check_node, short_host_name
+from launcher.record import transcript
+
+
+def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - execve does not return
+    """Start this node's ranks; returns only where nothing was started, with the exit code."""
+    if plan.has_transcript and not plan.is_dry_run and not plan.is_detached:
+        transcript.keep(transcript.new_file(plan))
+    report = check_node(plan.request())
+    outcome = compare.judge([report])
+    compare.print_findings(outcome, program=plan.program, strict=plan.is_strict, out=sys.stderr)
+    if outcome.refusals(strict=plan.is_strict):
+        return 3
+    counts = plan.rank_counts(report.nproc)
+    host = short_host_name()
+    print_plan(plan, outcome, counts=counts, port=report.port, gpus=report.gpus, host=host)
+    command = plan.agent_command(nproc=report.nproc, port=report.port)
+    if plan.is_dry_run:
+        print(node_comment(plan, plan.node_rank, host, counts, report.port))
+        print(plan.paste_line(command))
+        return 0
+    if plan.has_health_check and plan.has_checks and not is_healthy(plan, report.nproc):
+        return 3
+    be_ready()
+    recorded = {"RUN_RECORD": str((plan.log_dir / plan.run_id).absolute())} if plan.run_id else {}
+    os.chdir(plan.directory)
+    os.execve(plan.python, command, {**os.environ, **plan.run_variables(), **recorded})
+
+
+def is_healthy(plan: Plan, nproc: int) -> bool:
+    """Try whether the ranks of this node can work together, and print how it went."""
+    start = time.monotonic()
+    command = [plan.python, "-m", "distributed.run", "--nproc-per-node", str(nproc)]
+    command += ["-m", "distributed.selftest", "--seconds", "0.05"]
+    result = subprocess.run(
+        command, cwd=plan.root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    if result.returncode != 0:
+        sys.stderr.buffer.write(result.stdout)
+        cause = f"the processes of {short_host_name()} cannot work together"
+        where = f"(exit code {result.returncode}, see above); see TROUBLESHOOTING.md"
+        print(f"{plan.program}: {cause} {where}", file=sys.stderr)
+        return False
+    took = f"{time.monotonic() - start:.0f} s"
+    print_row("health", f"all-reduce over {count(nproc, 'process', 'processes')}: ok in {took}")
+    return True

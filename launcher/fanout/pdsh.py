@@ -1,0 +1,86 @@
+"""Fan-out through pdsh, which starts the agents and does nothing else.
+
+pdsh passes on no stdin, and its command shows in the list of processes. So the launcher's own ssh
+connections carry all the rest: on each, node.py waits for pdsh's process, and hands it the command
+and the streams.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from distributed.errors import Refused
+from launcher.fanout.connection import Connection
+from launcher.fanout.loop import Child
+from launcher.fanout.protocol import Ready, Start
+from launcher.fanout.ssh import NODE, OTHERS_S, Fanout
+from launcher.plan.plan import Plan
+from launcher.preflight.check_node import Report
+
+READY_S = 8.0
+CONNECT_S = 10
+
+
+def run(plan: Plan, be_ready: Callable[[], None]) -> int:
+    """Start the run on its nodes and wait for its end; returns the exit code.
+
+    Raises:
+        PlanError, Refused: nothing was started.
+    """
+    return PdshFanout(plan).run(be_ready)
+
+
+class PdshFanout(Fanout):
+    """A run on nodes whose agents pdsh starts."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self.socket = os.urandom(16).hex()  # of each node's socket, before its rank
+        self.pdsh: Child | None = None
+
+    def require_tools(self) -> None:
+        if shutil.which("pdsh") is None:
+            cure = "install it, or use launch_torchrun_auto.sh"
+            raise Refused("env-missing", f"there is no pdsh here; {cure}")
+        super().require_tools()
+
+    def start_nodes(self, reports: Sequence[Report]) -> None:
+        super().start_nodes(reports)
+        self.wait_for(Ready, time.monotonic() + READY_S + self.slack_s)
+        options = "{} {} -o BatchMode=yes -o ServerAliveInterval=2".format(
+            *(os.environ.get(name, "") for name in ("PDSH_SSH_ARGS_APPEND", "SSH_OPTS"))
+        )
+        names = [node.name for node in self.plan.nodes]
+        command = ["pdsh", "-R", "ssh", "-S", "-f", str(len(names)), "-w", ",".join(names)]
+        self.pdsh = Child(
+            self.loop,
+            [*command, "-t", str(CONNECT_S + self.slack_s), self.remote_command()],
+            lambda line, is_error: (self.err if is_error else self.out).write_line(line),
+            environ={**os.environ, "PDSH_SSH_ARGS_APPEND": options},
+        )
+        self.pdsh.close_input()
+
+    def start_request(self, report: Report, token: str) -> Start:
+        start = super().start_request(report, token)
+        return replace(start, socket=f"{self.socket}.{report.node_rank}")
+
+    def remote_command(self) -> str:
+        """Return what pdsh runs on every node, where it puts the node's rank for %n."""
+        words = [self.plan.python, str(self.plan.root / NODE)]
+        if "LD_LIBRARY_PATH" in self.plan.forwarded:  # some Python's own library is there
+            words = ["env", f"LD_LIBRARY_PATH={os.environ['LD_LIBRARY_PATH']}", *words]
+        return f"exec {shlex.join(words).replace('%', '%%')} {self.socket}.%n"
+
+    def note(self, one: Connection) -> None:
+        super().note(one)
+        if self.pdsh is not None and self.pdsh.code is not None:
+            self.close_within(OTHERS_S)
+
+    def paste_line(self, node: str, line: str) -> str:
+        words = super().paste_line(node, line.replace("%", "%%")).removeprefix("ssh -- ")
+        return f"pdsh -R ssh -S -w {words}"

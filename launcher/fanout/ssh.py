@@ -1,0 +1,343 @@
+"""Fan-out over ssh: check every node, start its agent, pass on signals, wait for the end of all.
+
+One connection to each node carries everything (connection.py): requests and the control stream one
+way, messages and output the other. node.py is at the far end.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from signal import SIGUSR1, Signals
+
+from distributed.errors import Refused
+from launcher.failure import End, count, print_end
+from launcher.fanout import protocol
+from launcher.fanout.connection import Connection
+from launcher.fanout.ending import NodeResult, conclude
+from launcher.fanout.loop import Loop, Terminal
+from launcher.fanout.protocol import Cut, Exit, Hello, Start, Sweep
+from launcher.plan.plan import Plan, PlanError, node_comment, print_plan, print_row
+from launcher.preflight import compare
+from launcher.preflight.check_node import Report, check_node, short_host_name
+from launcher.preflight.compare import Finding
+
+ANSWER_S = 9.0  # for every node to connect and be checked
+CHECK_S = 3.0  # of that, the least for the checks
+CONNECT_S = 5
+BEAT_S = 2.0
+OTHERS_S = 5.0  # once a node has ended, for the others
+END_S = 10.0  # after the end of the control streams; beyond GRACE, after a stop
+DRAIN_S = 2.0  # at the end, for a slow terminal
+NODE = "launcher/fanout/far_side.py"
+FORWARDED = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "WANDB_", "CUDA_VISIBLE_DEVICES")
+
+
+def run(plan: Plan, be_ready: Callable[[], None]) -> int:
+    """Start the run on its nodes and wait for its end; returns the exit code.
+
+    Raises:
+        PlanError, Refused: nothing was started.
+    """
+    return Fanout(plan).run(be_ready)
+
+
+class Interrupted(Exception):
+    """A stop signal came before the start."""
+
+
+class Fanout:
+    """A run on nodes that ssh reaches."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = replace(plan, forwarded=forwarded_names(plan.activated, os.environ))
+        self.token = os.urandom(16).hex()
+        self.slack_s = len(plan.nodes) // 10  # each key exchange takes some of our time
+        self.connections: list[Connection] = []
+        self.started: float | None = None  # seconds since the epoch
+        self.stopped_by: Signals | None = None
+        self.close_at: float | None = None  # when the control streams end
+        self.beat_at = 0.0
+
+    def run(self, be_ready: Callable[[], None]) -> int:
+        if self.plan.is_dry_run:
+            return print_commands(self)
+        self.require_tools()
+        self.loop = Loop(most_children=len(self.plan.nodes) + 1)
+        self.out, self.err = Terminal(1), Terminal(2)
+        try:
+            reports = self.check_nodes()
+            if reports is None:
+                return 3
+            be_ready()
+            self.start_nodes(reports)
+            self.watch()
+            return self.report_end()
+        except Interrupted as interrupt:
+            (signum,) = interrupt.args
+            self.say(f"stopped by {signum.name}; nothing was started")
+            return 128 + int(signum)
+        finally:
+            self.loop.close()
+            self.err.drain(DRAIN_S)
+
+    def require_tools(self) -> None:
+        if shutil.which("ssh") is None:
+            raise Refused("env-missing", "there is no ssh here; install OpenSSH's client")
+
+    def say(self, text: str) -> None:
+        print(f"{self.plan.program}: {text}", file=self.err.text)
+
+    def show(self, node_rank: int, line: bytes, is_error: bool) -> None:
+        (self.err if is_error else self.out).write_line(b"[%d] %s" % (node_rank, line))
+
+    # --- the preflight ------------------------------------------------------------------------
+
+    def check_nodes(self) -> list[Report] | None:
+        """Connect to all nodes, check them and print the plan; None where it is refused."""
+        began = time.monotonic()
+        waited_s = ANSWER_S - CHECK_S + self.slack_s
+        answer_by = began + ANSWER_S + self.slack_s
+        for number, node in enumerate(self.plan.nodes):
+            token = f"{self.token}.{number}"  # two nodes may be one machine
+            self.connections.append(self.connect(node.name, token, partial(self.show, number)))
+        self.wait_for(Hello, began + waited_s)
+        self.choose_master()
+        are_all_there = all(one.answer(Hello) for one in self.connections)
+        request = self.plan.request(
+            meeting_size=self.plan.num_nodes if are_all_there else 0,  # nobody waits for the others
+            within_s=max(1.0, answer_by - time.monotonic() - 2),
+        )
+        for number, node in enumerate(self.plan.nodes):
+            asked = replace(request, node_rank=number, nproc=node.nproc)
+            self.connections[number].send_line(protocol.write_request(asked))
+        self.wait_for(Report, answer_by)
+        reports = [report for one in self.connections if (report := one.answer(Report))]
+        silent = [
+            Finding(one.node, one.explain_silence(waited_s))
+            for one in self.connections
+            if one.answer(Report) is None
+        ]
+        outcome = compare.judge(reports, time.monotonic() - began)
+        outcome = replace(outcome, findings=[*silent, *outcome.findings])
+        is_strict = self.plan.is_strict
+        out = sys.stderr if self.plan.is_detached else self.err.text
+        compare.print_findings(outcome, program=self.plan.program, strict=is_strict, out=out)
+        if outcome.refusals(strict=is_strict):
+            return None
+        first, counts = reports[0], [report.nproc for report in reports]
+        port, gpus, host = first.port, first.gpus, short_host_name()
+        print_plan(self.plan, outcome, counts=counts, port=port, gpus=gpus, host=host, out=out)
+        return reports
+
+    def connect(self, node: str, token: str, show: Callable[[bytes, bool], None]) -> Connection:
+        connect_s = CONNECT_S + self.slack_s
+        connection = Connection(self.loop, node, connect_s=connect_s, token=token, show=show)
+        connection.send_line(write_opening(self.plan, token, os.environ))
+        return connection
+
+    def choose_master(self) -> None:
+        """Take the address at which ssh reached node 0, whatever an alias or a jump host is called.
+
+        Raises:
+            Refused: the other nodes cannot reach it.
+        """
+        hellos = [one.answer(Hello) for one in self.connections]
+        address = hellos[0].address if hellos[0] else ""
+        if os.environ.get("MASTER_ADDR") or self.plan.num_nodes == 1 or not address:
+            return
+        self.plan = replace(self.plan, master_addr=address)
+        is_loopback = address.startswith("127.") or address == "::1"
+        for node, hello in zip(self.plan.nodes, hellos, strict=True):
+            if is_loopback and hello and hello.address != address:
+                cause = f"{self.plan.nodes[0].name}, the master, is {address}"
+                cure = f"which {node.name} cannot reach; give its name on the network"
+                raise Refused("loopback-address", f"{cause}, {cure}")
+
+    def wait_for(self, kind: type, until: float) -> None:
+        """Wait until every node has given such an answer, or has gone."""
+        while time.monotonic() < until and any(
+            one.code is None and one.answer(kind) is None for one in self.connections
+        ):
+            self.turn(until)
+
+    # --- the run ------------------------------------------------------------------------------
+
+    def start_nodes(self, reports: Sequence[Report]) -> None:
+        """Start all agents."""
+        self.started = time.time()
+        for connection, report in zip(self.connections, reports, strict=True):
+            connection.start(self.start_request(report, connection.token))
+
+    def start_request(self, report: Report, token: str) -> Start:
+        plan = self.plan
+        command = plan.agent_command(
+            nproc=report.nproc, port=report.port, node_rank=report.node_rank
+        )
+        return Start(command, {**plan.run_variables(), "LAUNCH_TOKEN": token}, plan.directory)
+
+    def watch(self) -> None:
+        """Wait for the end of every node's part, and see to it once one has ended."""
+        while any(one.code is None for one in self.connections):
+            now = time.monotonic()
+            if self.close_at is None or now < self.close_at:
+                self.turn(self.close_at)
+                continue
+            for one in self.connections:
+                one.close_input()
+            if now > self.close_at + END_S:
+                return
+            self.turn(self.close_at + END_S)
+
+    def turn(self, until: float | None) -> None:
+        """Handle what happens, until then or the next beat."""
+        now = time.monotonic()
+        if now >= self.beat_at:
+            self.beat_at = now + BEAT_S
+            for one in self.connections:
+                one.send(b"\n")
+        until = self.beat_at if until is None else min(until, self.beat_at)
+        for signum in self.loop.wait(until - now):
+            if self.started is None:
+                raise Interrupted(signum)
+            self.pass_on(signum)
+        for one in self.connections:
+            self.note(one)
+
+    def pass_on(self, signum: Signals) -> None:
+        """Tell every node of a signal; what it means there the agents decide."""
+        if signum != SIGUSR1:
+            self.stopped_by = signum
+            self.close_within(self.plan.grace_s + END_S)
+        for one in self.connections:
+            one.send_line(signum.name)
+
+    def note(self, one: Connection) -> None:
+        """See whether a node's part of the run has ended, and how."""
+        is_cut = one.answer(Cut) is not None
+        if self.started is None:
+            one.look_for_fault()
+        elif one.answer(Exit) is not None and not is_cut:
+            self.close_within(OTHERS_S)
+        elif (one.code is not None or is_cut) and not one.lost and self.is_open:
+            which = "the connection of pdsh" if is_cut else "the ssh connection"
+            words = "" if is_cut else one.last_words
+            one.lost = f"{which} has ended{words and ': '}{words}"
+            self.say(f"{one.node}: {one.lost}")
+            self.close_within(0)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the control streams are."""
+        return self.close_at is None or time.monotonic() < self.close_at
+
+    def close_within(self, seconds: float) -> None:
+        at = time.monotonic() + seconds
+        self.close_at = at if self.close_at is None else min(at, self.close_at)
+
+    # --- the end ------------------------------------------------------------------------------
+
+    def report_end(self) -> int:
+        """Print how the run ended; returns its exit code."""
+        plan = self.plan
+        unreachable = self.look_again()
+        nodes = [
+            NodeResult(
+                host=one.node,
+                exit=one.answer(Exit),
+                end=one.answer(End),
+                lost=one.lost,
+                is_reachable=one not in unreachable,
+            )
+            for one in self.connections
+        ]
+        end = conclude(nodes, plan, started=self.started or 0.0, stopped_by=self.stopped_by)
+        left = sum(node.exit.left for node in nodes if node.exit)
+        if left:
+            self.say(f"{count(left, 'process', 'processes')} of the run had to be killed")
+        where = f"on {count(len(nodes), 'node')}"
+        where = "where a node can be reached" if unreachable else where
+        self.out.drain(DRAIN_S)
+        err = self.err.text
+        print_row("ended", f"code {end.code}; nothing is left running {where}", err)
+        if not end.is_told:
+            print_end(end, err)
+        return end.code
+
+    def look_again(self) -> list[Connection]:
+        """End what is left on nodes that were lost; returns those that cannot be reached."""
+        token = os.urandom(16).hex()
+        again = {}
+        for one in self.connections:
+            if one.answer(Exit) is None:
+                again[one] = self.connect(one.node, token, lambda line, is_error: None)
+                again[one].send_line(protocol.write_request(Sweep(one.token)))
+        until = time.monotonic() + CONNECT_S + self.slack_s + END_S
+        while any(look.code is None for look in again.values()) and time.monotonic() < until:
+            self.loop.wait(until - time.monotonic())  # signals change nothing any more
+            for look in again.values():
+                if look.answer(Exit) is not None:
+                    look.close_input()
+        unreachable = [one for one, look in again.items() if look.answer(Exit) is None]
+        for one in unreachable:
+            self.say(f"{one.node}: {again[one].last_words}")
+        return unreachable
+
+    def paste_line(self, node: str, line: str) -> str:
+        """Return what a user can type to run a line of a shell on a node."""
+        return f"ssh -- {shlex.quote(node)} {quote_once(line)}"
+
+
+# --- what is printed, and sent ------------------------------------------------------------------
+
+
+def print_commands(fanout: Fanout) -> int:
+    """Print the plan and each node's command; one rank per GPU means the GPUs of this machine."""
+    plan, host = fanout.plan, short_host_name()
+    here = check_node(plan.request())
+    counts = plan.rank_counts(here.nproc)
+    outcome = compare.judge([here])
+    print_plan(plan, outcome, counts=counts, port=here.port, gpus=here.gpus, host=host)
+    for number, node in enumerate(plan.nodes):
+        command = plan.agent_command(nproc=counts[number], port=here.port, node_rank=number)
+        print(node_comment(plan, number, node.name, counts, here.port))
+        print(fanout.paste_line(node.name, plan.paste_line(command)))
+    return 0
+
+
+def quote_once(line: str) -> str:
+    """Return a shell's line as one word, which can still be read."""
+    return f'"{line}"' if "'" in line and not {*line} & {*'"$`\\!'} else shlex.quote(line)
+
+
+def forwarded_names(activated: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Return the names of the variables that go to the nodes.
+
+    Raises:
+        PlanError: FORWARD_ENV names one that is not set.
+    """
+    asked = environ.get("FORWARD_ENV", "").replace(",", " ").split()
+    for name in asked:
+        if name not in environ:
+            cause = f"FORWARD_ENV names {name!r}, which is not in the environment"
+            raise PlanError(f"{cause}; export it, or leave it out")
+    wanted = {*asked, *activated, *(name for name in environ if name.startswith(FORWARDED))}
+    return sorted(name for name in wanted & environ.keys() if re.fullmatch(r"[A-Za-z_]\w*", name))
+
+
+def write_opening(plan: Plan, token: str, environ: Mapping[str, str]) -> str:
+    """Return what a node's bash runs: say hello, and become node.py where the launch was typed."""
+    variables = {name: environ[name] for name in plan.forwarded} | {"LAUNCH_TOKEN": token}
+    exports = shlex.join(f"{name}={value}" for name, value in variables.items())
+    directory, far_side = (shlex.quote(str(path)) for path in (plan.directory, plan.root / NODE))
+    return f"""\
+set -- ${{SSH_CONNECTION:-}}
+printf '%s {{"hello":{{"address":"%s"}}}}\\n' {token} "${{3:-}}"
+cd -- {directory} && export {exports} && exec {shlex.quote(plan.python)} {far_side}; exit 127"""

@@ -1,0 +1,1 @@
+"""What will run, where and how: decided before anything starts."""

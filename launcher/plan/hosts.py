@@ -1,0 +1,79 @@
+"""Which nodes, and how many ranks on each, where the user names them. Node rank 0 comes first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from distributed import hostlist
+from launcher.plan.plan import NodePlan, PlanError, read_nproc
+
+_IPV6 = re.compile(r"([^:]*@)?\[([^]]*:[^]]*)\](?::(.+))?")  # [fd00::1]:4
+_SLOTS = re.compile(r"(\S+) (?:max[-_]slots=\d+ )?slots=(\d+)(?: max[-_]slots=\d+)?")
+
+
+def read_nodes(words: Sequence[str], nproc: int | None) -> tuple[NodePlan, ...]:
+    """Return the nodes that words such as `node1`, `me@node2:4` and `gpu[01-08]` name.
+
+    Raises:
+        PlanError: a word names no node.
+    """
+    return tuple(node for word in words for node in _read_node(word, nproc))
+
+
+def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:
+    name, number = word, ""
+    has_number = False
+    if match := _IPV6.fullmatch(word):
+        name, number, has_number = (match[1] or "") + match[2], match[3] or "", bool(match[3])
+    elif word.count(":") == 1:
+        name, _, number = word.partition(":")
+        has_number = True
+    if not name or name[0] == "-" or name[0].isspace():
+        cure = "give NODE, NODE:NPROC or a list such as gpu[01-08]"
+        raise PlanError(f"{word!r} names no node; {cure}")
+    if has_number:
+        nproc = read_nproc(f"the number of processes of {word!r}", number)
+    try:
+        names = hostlist.expand(name) if re.search(r"[\[\],]", name) else [name]
+    except hostlist.HostlistError as error:
+        raise PlanError(f"{error}; correct it") from None
+    return (NodePlan(name, nproc) for name in names)
+
+
+def read_hostfile(file: Path) -> list[str]:
+    """Return the words of a file of hosts: a node a line, or as Open MPI has it (`node1 slots=4`).
+
+    Raises:
+        PlanError: there is no such file, or a line cannot be read.
+    """
+    if not file.is_file():
+        raise PlanError(f"there is no file {str(file)!r} of hosts; correct -f")
+    words = []
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        fields = line.partition("#")[0].split()
+        if len(fields) < 2:
+            words += fields
+        elif match := _SLOTS.fullmatch(" ".join(fields)):
+            words.append(f"{match[1]}:{match[2]}")
+        else:
+            cure = "give NODE, NODE:NPROC or NODE slots=NPROC, one a line"
+            raise PlanError(f"line {number} of {str(file)!r} is {line!r}; {cure}")
+    if not words:
+        raise PlanError(f"{str(file)!r} names no node; give one a line")
+    return words
+
+
+def read_nodefile(environ: Mapping[str, str], nproc: int | None) -> tuple[NodePlan, ...]:
+    """Return a PBS job's nodes, each with as many ranks as the node file has lines for it.
+
+    Raises:
+        PlanError: this is no PBS job.
+    """
+    file = Path(environ.get("PBS_NODEFILE") or "/nonexistent")
+    if not environ.get("PBS_JOBID") or not file.is_file():
+        raise PlanError("this is no PBS job; use qsub")
+    lines = file.read_text().split()
+    several = {name: lines.count(name) for name in lines if lines.count(name) > 1}
+    return tuple(NodePlan(name, nproc or several.get(name)) for name in dict.fromkeys(lines))

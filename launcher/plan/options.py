@@ -1,0 +1,309 @@
+"""From what was typed, the environment and the scheduler to the plan: each decided here, once.
+
+What the user said wins in this order: arguments, environment, config, default.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from distributed.environment import in_slurm_step, job_id, new_run_id
+from distributed.network import PROFILES
+from launcher.fanout import submission
+from launcher.plan import hosts, scheduler
+from launcher.plan.plan import NodePlan, Plan, PlanError, read_nproc, read_number
+from launcher.plan.scheduler import Allocation
+
+ROOT = Path(__file__).resolve().parents[2]
+BY_HAND_PORT = "29500"  # nodes started by hand cannot agree on another before they meet
+_RUN_ID = re.compile(r"[A-Za-z0-9_][\w\]\[.-]{0,127}", re.ASCII)
+_TAKEN_RUN_ID = re.compile(r"latest|tensorboard|distributed_training|node_[0-9]+\.log")
+_WORDS = {  # variables that can only be one of these
+    "LOG_LEVEL": ("DEBUG", "INFO", "WARNING", "ERROR"),
+    "BACKEND": ("nccl", "gloo"),
+    "NCCL_PROFILE": tuple(name for name in PROFILES if name),
+    "LAUNCHER": ("agent", "srun"),
+}
+_RESUMED_WITH = (  # variables that shape a run: the resume line repeats them
+    *("TRAIN_SCRIPT", "CONFIG_FLAG", "NPROC_PER_NODE", "BACKEND", "LOG_DIR", "MASTER_ADDR"),
+    *("MASTER_PORT", "MAX_RESTARTS", "GRACE", "LAUNCHER", "NCCL_PROFILE", "VENV", "CONDA_ENV"),
+    "MODULES",
+)
+_RESUMED_WITH_SSH = ("SSH_OPTS", "FORWARD_ENV")
+
+
+@dataclass(frozen=True)
+class Typed:
+    """What an entry script hands over: what was typed, by name."""
+
+    fanout: str  # a module of launcher/; auto: what this place allows; check: start nothing
+    program: str = "start.py"  # the script
+    python: str = sys.executable
+    typed: Sequence[str] = ()  # every word of the command line
+    transcript: bool = False  # keep what the terminal shows
+    config: str | None = None
+    nproc: str | None = None
+    cpu_nproc: str | None = None  # where there is no GPU
+    nnodes: str | None = None
+    node_rank: str | None = None
+    master: str | None = None
+    port: str | None = None
+    log_level: str | None = None
+    hostfile: str | None = None
+    engine: str | None = None
+    module: str | None = None  # run in place of a training script
+    batch_script: str | None = None  # of SLURM or PBS, as one submits it
+    node: Sequence[str] = ()  # NODE, NODE:NPROC or a list
+    setting: Sequence[str] = ()  # key=value
+    activated: Sequence[str] = ()  # names of variables that the Python's environment has changed
+    nodefile: bool = False  # the nodes are those of the PBS job
+    use_env: bool = False
+    health_check: bool = False
+    dry_run: bool = False
+    strict: bool = False
+    detach: bool = False
+    wait: bool = False  # submit: for the job's end
+    usage: str = ""  # of the script, in one line
+    rest: Sequence[str] = ()  # what followed `--`
+
+
+def parse(arguments: Sequence[str]) -> Typed:
+    """Read FANOUT [--name=value | --flag]... -- REST, as scripts/lib/launch.sh writes it."""
+    end = arguments.index("--")
+    values: dict[str, Any] = {"fanout": arguments[0], "rest": tuple(arguments[end + 1 :])}
+    defaults = {field.name: field.default for field in fields(Typed)}
+    for word in arguments[1:end]:
+        name, equals, value = word.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if defaults[name] == ():
+            values[name] = (*values.get(name, ()), value)
+        else:
+            values[name] = value if equals else True
+    return Typed(**values)
+
+
+@dataclass(frozen=True)
+class World:
+    """How many nodes there are, which one this is, and where they meet."""
+
+    fanout: str
+    num_nodes: int
+    node_rank: int
+    master_addr: str
+    nproc: int | None
+    nodes: Sequence[NodePlan] = ()
+    hosts: str = ""
+
+    @property
+    def is_namer(self) -> bool:
+        """Whether a run without RUN_ID and job gets its id here."""
+        return self.node_rank == 0 and self.fanout != "submission"
+
+
+def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
+    """Return the plan, but for what only the config and the machines can tell.
+
+    Raises:
+        PlanError, LauncherError, HostlistError: the user or the scheduler cannot mean this.
+    """
+    level = _read_words(typed, environ)
+    max_restarts = read_number("MAX_RESTARTS", environ.get("MAX_RESTARTS") or "0", 0, 1000)
+    if max_restarts and typed.engine:
+        cause = f"MAX_RESTARTS is {max_restarts}, but {typed.engine} starts no rank again"
+        raise PlanError(f"{cause}; leave it out")
+    grace_s = read_number("GRACE", environ.get("GRACE") or "30", 0, 86400)
+    world = read_world(typed, environ)
+    engine = typed.engine or ("srun" if environ.get("LAUNCHER") == "srun" else "")
+    log_dir = Path(environ.get("LOG_DIR") or "logs")  # also where the run is in another directory
+    names = ("BACKEND", "GRACE")
+    variables = {name: environ[name] for name in names if environ.get(name)}
+    return Plan(
+        program=typed.program,
+        fanout=world.fanout,
+        command=command_line(typed, environ, world),
+        root=ROOT,
+        python=typed.python or sys.executable,
+        directory=ROOT if typed.module else Path.cwd(),
+        log_dir=log_dir.absolute() if typed.module else log_dir,
+        run_id=choose_run_id(environ, is_namer=world.is_namer),
+        words=training_words(typed, environ),
+        config="" if typed.config == "-" else typed.config or "",
+        nodes=world.nodes,
+        hosts=world.hosts,
+        num_nodes=world.num_nodes,
+        node_rank=world.node_rank,
+        nproc=world.nproc,
+        cpu_nproc=int(typed.cpu_nproc or 1),
+        master_addr=world.master_addr,
+        port=_read_port(typed, environ, world),
+        backend=environ.get("BACKEND") or "auto",
+        engine=engine if world.fanout != "local" else typed.engine or "",
+        use_env=typed.use_env,
+        max_restarts=max_restarts,
+        grace_s=grace_s,
+        variables={**({"LOG_LEVEL": level} if level else {}), **variables},
+        activated=typed.activated,
+        is_dry_run=typed.dry_run,
+        is_strict=typed.strict,
+        is_detached=typed.detach,
+        has_checks=not environ.get("SKIP_PREFLIGHT"),
+        has_health_check=typed.health_check,
+        has_transcript=typed.transcript,
+    )
+
+
+def _read_words(typed: Typed, environ: Mapping[str, str]) -> str:
+    """Check the variables that can only be one of a few words; returns the log level."""
+    given = {name: environ.get(name) or "" for name in _WORDS}
+    given["LOG_LEVEL"] = typed.log_level or given["LOG_LEVEL"]
+    for name, known in _WORDS.items():
+        if given[name] and given[name] not in known:
+            raise PlanError(f"{name} is {given[name]!r}; it can be {' '.join(known)}")
+    return given["LOG_LEVEL"]
+
+
+# --- nodes --------------------------------------------------------------------------------------
+
+
+def read_world(typed: Typed, environ: Mapping[str, str]) -> World:
+    """Return the nodes of the run, from the arguments or from the scheduler."""
+    nproc = read_nproc("the number of processes", _first(typed.nproc, environ, "NPROC_PER_NODE"))
+    fanout = _choose_fanout(typed, environ)
+    if fanout == "submission":
+        job = submission.read_script(ROOT / str(typed.batch_script), nproc)
+        return World(fanout, job.num_nodes, 0, "", job.nproc, hosts=job.hosts)
+    if fanout == "srun":
+        job = scheduler.read_job(environ, (*typed.typed, typed.program)[0], nproc)
+        nproc = job.nproc or nproc or read_nproc("", environ.get("SLURM_GPUS_ON_NODE") or None)
+        return World(fanout, job.num_nodes, 0, job.master_addr, nproc, hosts=job.hosts)
+    if fanout in ("ssh", "pdsh"):
+        return _read_named(typed, environ, fanout, nproc)
+    own = _read_own_node(typed, environ)
+    return World(fanout, own.num_nodes, own.node_rank, own.master_addr, nproc)
+
+
+def _first(given: str | None, environ: Mapping[str, str], variable: str) -> str | None:
+    """Return the argument, else the variable where it is not empty."""
+    return given if given is not None else environ.get(variable) or None
+
+
+def _choose_fanout(typed: Typed, environ: Mapping[str, str]) -> str:
+    """Return how the nodes are reached; `auto` looks at where this is."""
+    if typed.batch_script and typed.dry_run and not environ.get(_job_variable(typed)):
+        return "submission"
+    if typed.fanout == "local" and (typed.node or typed.hostfile):
+        return "ssh"
+    if typed.fanout != "auto":
+        return str(typed.fanout)
+    if scheduler.in_slurm_job(environ):
+        return "srun"
+    if len(hosts.read_nodefile(environ, None) if environ.get("PBS_NODEFILE") else ()) > 1:
+        return "ssh"
+    scheduler.refuse_many_nodes(environ, typed.program)
+    if scheduler.is_login_node(environ):
+        cause = "this looks like a login node; get an allocation first (salloc, qsub -I)"
+        print(f"{typed.program}: warning: {cause}", file=sys.stderr)
+    return "local"
+
+
+def _job_variable(typed: Typed) -> str:
+    return "PBS_JOBID" if typed.nodefile else "SLURM_JOB_ID"
+
+
+def _read_named(typed: Typed, environ: Mapping[str, str], fanout: str, nproc: int | None) -> World:
+    if typed.nodefile or typed.fanout == "auto":
+        nodes = hosts.read_nodefile(environ, nproc)
+    else:
+        more = hosts.read_hostfile(Path(typed.hostfile)) if typed.hostfile else ()
+        nodes = hosts.read_nodes([*typed.node, *more], nproc)
+    if not nodes:
+        raise PlanError("no nodes; name them after NPROC, or in a file with -f")
+    master = environ.get("MASTER_ADDR") or nodes[0].name.rpartition("@")[2]
+    return World(
+        fanout, len(nodes), 0, master if len(nodes) > 1 else "127.0.0.1", nproc, nodes=nodes
+    )
+
+
+def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> Allocation:
+    """Return this machine's node rank where every node starts itself: under srun, or by hand."""
+    given = {"NUM_NODES": typed.nnodes, "NODE_RANK": typed.node_rank, "MASTER_ADDR": typed.master}
+    if typed.health_check and in_slurm_step(environ):
+        return scheduler.read_step(environ, given)
+    if typed.health_check:
+        scheduler.refuse_batch_step(environ, typed.program)
+    nnodes = "1" if typed.nnodes is None else typed.nnodes
+    num_nodes = read_number("the number of nodes", nnodes, 1, 100_000)
+    rank = "0" if typed.node_rank is None else typed.node_rank
+    node_rank = read_number("the node rank", rank, 0, num_nodes - 1)
+    master = typed.master or (environ.get("MASTER_ADDR") if num_nodes > 1 else "127.0.0.1")
+    if not master:
+        raise PlanError(f"{num_nodes} nodes but no address of the master; give MASTER_ADDR")
+    return Allocation(num_nodes, master, node_rank)
+
+
+def _read_port(typed: Typed, environ: Mapping[str, str], world: World) -> int | None:
+    text = _first(typed.port, environ, "MASTER_PORT")
+    is_by_hand = world.fanout == "local" and world.num_nodes > 1 and not in_slurm_step(environ)
+    text = text or (BY_HAND_PORT if is_by_hand else "auto")
+    return None if text == "auto" else read_number("the port", text, 1, 65535)
+
+
+# --- the run ------------------------------------------------------------------------------------
+
+
+def choose_run_id(environ: Mapping[str, str], *, is_namer: bool) -> str:
+    """Return RUN_ID, else the scheduler's job, else a new one if this machine names the run."""
+    run_id = environ.get("RUN_ID") or job_id(environ)
+    if not run_id:
+        return new_run_id() if is_namer else ""
+    if not _RUN_ID.fullmatch(run_id):
+        rule = "use letters, digits and _ . - only, the first no . or -, at most 128"
+        raise PlanError(f"RUN_ID is {run_id!r}; {rule}")
+    if _TAKEN_RUN_ID.fullmatch(run_id):
+        cause = f"RUN_ID is {run_id!r}, a name that the log folder needs itself"
+        raise PlanError(f"{cause}; choose another")
+    return run_id
+
+
+def training_words(typed: Typed, environ: Mapping[str, str]) -> list[str]:
+    """Return the training script and its arguments, the agent's last words."""
+    if typed.module:
+        return ["-m", typed.module, *typed.rest]
+    config, flag = typed.config or "", environ.get("CONFIG_FLAG")
+    if config != "-" and not flag and not Path(config).is_file():
+        raise PlanError(f"there is no config {config!r}; give the path of a YAML file")
+    ours = ROOT / "train.py"
+    script = environ.get("TRAIN_SCRIPT") or str(ours)
+    if Path(script).exists() and Path(script).samefile(ours):
+        backend = ["--distributed-backend", environ["BACKEND"]] if environ.get("BACKEND") else []
+        return [str(ours), "--config", config, *backend, *typed.setting, *typed.rest]
+    words = [] if config == "-" else [flag or "--config", config]
+    return [script, *words, *typed.setting, *typed.rest]
+
+
+def command_line(typed: Typed, environ: Mapping[str, str], world: World) -> str:
+    """Return what was typed, with the variables that shaped it: typed again, it resumes the run."""
+    names = _RESUMED_WITH + (_RESUMED_WITH_SSH if world.nodes or typed.nodefile else ())
+    names += ("CONFIG",) if typed.nodefile else ()  # which qsub's -v sets
+    names = ("RUN_ID", *names) if world.fanout == "submission" else names
+    variables = [f"{name}={shlex.quote(environ[name])}" for name in names if environ.get(name)]
+    words = [word for word in typed.typed if word not in ("--dry-run", "resume=never")]
+    script = resolve_script(typed.batch_script) if typed.batch_script else None
+    if script and typed.nodefile:
+        words = submission.pbs_command(script, words)
+    elif script or world.fanout == "srun":
+        words = submission.slurm_command(environ, script, words)
+    return " ".join([*variables, shlex.join(words)])
+
+
+def resolve_script(script: str) -> str:
+    """Return the path of a script of the project; from its own folder, the relative one."""
+    path = ROOT / script
+    return script if Path(script).exists() and path.samefile(script) else str(path)

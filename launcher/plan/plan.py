@@ -1,0 +1,236 @@
+"""The plan of a run, as decided before anything starts: its rows on the terminal, its commands."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from launcher.failure import count
+from launcher.preflight.check_node import Request
+from launcher.preflight.compare import Outcome
+
+AGENT = "scripts/lib/agent.py"
+MOST_RANKS = 4096  # of one node
+LONGEST_COMMAND = 100_000  # bytes of the resume line; Linux takes 128 KiB in one variable
+
+
+class PlanError(ValueError):
+    """The arguments, the environment and the scheduler cannot mean a run: `cause; cure`."""
+
+
+def read_number(what: str, text: str, low: int, high: int) -> int:
+    """Return a whole number of low..high; raises PlanError."""
+    if re.fullmatch(r"0|[1-9][0-9]{0,8}", text) and low <= int(text) <= high:
+        return int(text)
+    raise PlanError(f"{what} is {text!r}; give a whole number from {low} to {high}")
+
+
+def read_nproc(what: str, text: str | None) -> int | None:
+    """Return a number of ranks, or None for "auto" and where nothing was said."""
+    return None if text in (None, "auto") else read_number(what, str(text), 1, MOST_RANKS)
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """One node, as ssh calls it, and its number of ranks."""
+
+    name: str
+    nproc: int | None = None  # None: one per GPU
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that the user, the environment, the config and the scheduler decided."""
+
+    program: str  # the script that was typed, for messages
+    fanout: str  # local, srun, ssh or pdsh
+    command: str  # all that was typed, quoted for a shell: the resume line
+    root: Path  # the project
+    python: str
+    directory: Path  # where it was typed; relative paths begin here
+    log_dir: Path
+    run_id: str  # empty: node rank 0 names the run
+    words: Sequence[str]  # the training script and its arguments
+    config: str = ""  # empty: none
+    nodes: Sequence[NodePlan] = ()  # by node rank, where this launcher starts them all by name
+    hosts: str = ""  # SLURM's list of them
+    num_nodes: int = 1
+    node_rank: int = 0  # of this machine
+    nproc: int | None = None  # ranks per node; None: one per GPU, else `cpu_nproc`
+    cpu_nproc: int = 1
+    master_addr: str = "127.0.0.1"
+    port: int | None = None  # None: from the run id
+    backend: str = "auto"
+    engine: str = ""  # what starts the ranks in place of the node agent
+    use_env: bool = False  # torch.distributed.launch's option
+    join_timeout_s: float = 300.0
+    checkpoint_dir: Path | None = None
+    max_restarts: int = 0
+    grace_s: int = 30
+    variables: Mapping[str, str] = field(default_factory=dict)  # that go with the run
+    activated: Sequence[str] = ()  # names of those that VENV, CONDA_ENV and MODULES changed
+    forwarded: Sequence[str] = ()  # names of all that go to nodes over ssh
+    is_dry_run: bool = False
+    is_strict: bool = False
+    is_detached: bool = False
+    has_checks: bool = True
+    has_health_check: bool = False  # of this node's ranks together, after the preflight
+    has_transcript: bool = False  # of what the terminal shows
+
+    def request(self, *, meeting_size: int = 0, within_s: float = 7.0) -> Request:
+        """Return what the preflight of this machine, or of every node of a step, is asked."""
+        return Request(
+            run_id=self.run_id,
+            num_nodes=self.num_nodes,
+            node_rank=self.node_rank,
+            nproc=self.nproc,
+            cpu_nproc=self.cpu_nproc,
+            master_addr=self.master_addr,
+            port=self.port,
+            words=self.words,
+            directory=self.directory,
+            log_dir=self.log_dir,
+            checkpoint_dir=self.checkpoint_dir,
+            has_checks=self.has_checks and not self.is_dry_run,
+            meeting_size=meeting_size,
+            within_s=within_s,
+        )
+
+    def run_variables(self) -> dict[str, str]:
+        """Return the environment variables that tell an agent and its ranks of the run."""
+        command = self.command if len(os.fsencode(self.command)) < LONGEST_COMMAND else ""
+        named = {"RUN_ID": self.run_id, "LAUNCH_COMMAND": command, "ENGINE": self.engine}
+        return {name: value for name, value in {**named, **self.variables}.items() if value}
+
+    def agent_command(
+        self, *, nproc: int, port: int, node_rank: int | None = None, is_placed: bool = True
+    ) -> list[str]:
+        """Return what one node runs: its agent, with torchrun's arguments.
+
+        Args:
+            is_placed: False where the agent finds its place itself, in a step of a SLURM job.
+        """
+        command = [self.python, str(self.root / AGENT)]
+        if is_placed:
+            rank = self.node_rank if node_rank is None else node_rank
+            command += ["--nnodes", str(self.num_nodes), "--node-rank", str(rank)]
+            command += ["--master-addr", self.master_addr]
+        command += ["--nproc-per-node", str(nproc), "--master-port", str(port)]
+        if self.engine:
+            return [*command, *(["--use-env"] if self.use_env else []), *self.words]
+        command += ["--rdzv-conf", f"join_timeout={self.join_timeout_s:g}"]
+        command += ["--log-dir", str(self.log_dir)]
+        if self.run_id:
+            command += ["--rdzv-id", self.run_id]
+        if self.max_restarts:
+            command += ["--max-restarts", str(self.max_restarts)]
+        return [*command, *self.words]
+
+    def with_variables(self, command: Sequence[str]) -> list[str]:
+        """Return a command of this run, with the run's variables before it."""
+        return [
+            "env",
+            *(f"{name}={value}" for name, value in self.run_variables().items()),
+            *command,
+        ]
+
+    def paste_line(self, command: Sequence[str]) -> str:
+        """Return a line for a shell that runs a command of this run where this was typed."""
+        return shell_line(self.directory, self.with_variables(command))
+
+    def rank_counts(self, nproc: int) -> list[int]:
+        """Return the number of ranks of every node; `nproc` where none was asked for."""
+        if self.nodes:
+            return [node.nproc or nproc for node in self.nodes]
+        return [self.nproc or nproc] * self.num_nodes
+
+
+def shell_line(directory: Path, command: Sequence[str]) -> str:
+    """Return a line for a shell that runs a command in a directory."""
+    return f"cd {shlex.quote(str(directory))} && {shlex.join(command)}"
+
+
+def node_comment(plan: Plan, node_rank: int, host: str, counts: Sequence[int], port: int) -> str:
+    """Return the line above a node's command in a dry run."""
+    first = sum(counts[:node_rank])
+    last, total = first + counts[node_rank] - 1, sum(counts)
+    where = f"rendezvous {plan.master_addr}:{port}"
+    return f"# node {node_rank} ({host}): ranks {first}-{last} of {total}, {where}"
+
+
+def print_plan(
+    plan: Plan,
+    outcome: Outcome,
+    *,
+    counts: Sequence[int],
+    port: int,
+    gpus: int,
+    host: str,
+    out: TextIO | None = None,
+) -> None:
+    """Print the plan.
+
+    Args:
+        outcome: what the preflight found.
+        counts: ranks of each node; empty where they are not known yet.
+        port: of the master.
+        gpus: visible ones on node 0.
+        host: this machine.
+        out: stderr where it is not given.
+    """
+    out = out or sys.stderr
+    config = f"    {shlex.quote(plan.config)}" if plan.config not in ("", "-") else ""
+    print_row("run", f"{plan.run_id or '(named by node rank 0)'}{config}", out)
+    print_row("hosts", _hosts(plan, port, host), out)
+    backend = "nccl" if plan.backend == "auto" and gpus else plan.backend.replace("auto", "gloo")
+    each = str(counts[0]) if len({*counts}) == 1 else ",".join(map(str, counts))
+    nodes = count(plan.num_nodes, "node")
+    if counts:
+        print_row("ranks", f"{sum(counts)} = {nodes} x {each}, {backend}", out)
+    if plan.forwarded:
+        print_row("variables", f"{' '.join(plan.forwarded)} go with it", out)
+    print_row("preflight", _preflight(plan, outcome), out)
+    if plan.engine and plan.words[:1] != [str(plan.root / "train.py")]:
+        return  # nobody writes a log
+    logs = f"{plan.log_dir}/{plan.run_id or '<run id>'}/"
+    follow = "" if plan.engine else f"   (tail -f {shlex.quote(str(plan.log_dir))}/node_*.log)"
+    print_row("logs", logs + follow, out)
+
+
+def _hosts(plan: Plan, port: int, host: str) -> str:
+    if not plan.master_addr:  # the scheduler has not chosen yet
+        return plan.hosts
+    address = f"[{plan.master_addr}]" if ":" in plan.master_addr else plan.master_addr
+    master = f"{address}:{port}"
+    if plan.nodes:
+        first, *others = (node.name for node in plan.nodes)
+        return "  ".join([f"{first} (master, {master})", *others])
+    if plan.num_nodes == 1:
+        return f"{plan.hosts or host} (master, {master})"
+    here = f"{host} (this one, node rank {plan.node_rank} of {plan.num_nodes})"
+    return f"{master} (master)  {plan.hosts or here}"
+
+
+def _preflight(plan: Plan, outcome: Outcome) -> str:
+    if plan.is_dry_run:
+        return "not run (--dry-run)"
+    if not plan.has_checks:
+        return "not run (SKIP_PREFLIGHT)"
+    warnings = len(outcome.findings)
+    verdict = count(warnings, "warning") if warnings else "ok"
+    checks = f"{count(outcome.num_checks, 'check')} on {count(outcome.num_nodes, 'node')}"
+    return f"{checks}: {verdict} in {outcome.seconds:.{2 if plan.nodes else 3}f} s"
+
+
+def print_row(label: str, text: str, out: TextIO | None = None) -> None:
+    """Print one row of what a user sees before and after a run."""
+    out = out or sys.stderr
+    is_bold = out.isatty() and not os.environ.get("NO_COLOR")
+    start, end = ("\x1b[1m", "\x1b[0m") if is_bold else ("", "")
+    print(f"{start}{label:<9}{end}  {text}", file=out, flush=True)

@@ -1,0 +1,184 @@
+"""Work out what a training needs of SLURM, and submit it: scripts/submit_with_config.sh."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from distributed import hostlist
+from distributed.errors import Refused
+from launcher.failure import count
+from launcher.plan.options import Typed, make_plan, resolve_script
+from launcher.plan.plan import PlanError, print_row, read_number
+from launcher.start import check_config
+
+SBATCH_OPTIONS = ("partition", "account", "qos", "mem", "time")  # for every job
+OWN = (
+    *("config", "num_gpus_train", "num_gpus", "prepare", "nodelist", "partition", "time"),
+    *("account", "qos", "mem", "dependency"),
+)
+_OF_TRAINING = ("seed", "task", "resume")  # train.py's settings without a dot
+_GPUS = re.compile(r"gpu:(?:[^:,(]+:)?(\d+)")  # as in gpu:a100:8(S:0-1)
+MOST_GPUS = 100_000
+
+
+@dataclass(frozen=True)
+class Size:
+    """As few nodes as the GPUs fit on, all alike."""
+
+    num_nodes: int
+    gpus: int  # per node
+    is_exclusive: bool  # every node's GPUs are all used
+
+
+def run(typed: Typed) -> int:
+    """Submit the training; returns the exit code: with --wait, the job's."""
+    own, settings = take_own_settings(typed, os.environ)
+    gpus = read_number("num_gpus_train", own["num_gpus_train"], 1, MOST_GPUS)
+    size = choose_size(gpus, most_gpus_of_a_node(own.get("partition", "")))
+    nodelist = own.get("nodelist", "")
+    if size.num_nodes == 1 and len(hostlist.expand(nodelist or "any")) > 1:
+        cause = f"{count(gpus, 'GPU')} fit on one node; nodelist={nodelist} is ignored"
+        print(f"{typed.program}: warning: {cause}", file=sys.stderr)
+        nodelist = ""
+    checked = replace(typed, fanout="check", config=own.get("config"), setting=settings)
+    checked = replace(checked, nnodes=str(size.num_nodes), nproc=str(size.gpus), master="unknown")
+    plan = check_config(make_plan(checked))
+    name = "slurm_train.sh" if size.num_nodes > 1 else "slurm_train_single_node.sh"
+    job = [f"--nodes={size.num_nodes}", f"--gpus-per-node={size.gpus}"]
+    job += [f"--nodelist={nodelist}"] if nodelist else []
+    job += ["--exclusive"] if size.is_exclusive else []
+    job += [resolve_script(f"scripts/slurm/{name}"), plan.config or "-", *settings]
+    job += ["--", *typed.rest] if typed.rest else []
+    if not typed.dry_run:
+        Path("logs").mkdir(exist_ok=True)  # without it, sbatch's job fails silently
+    return submit_all(typed, own, size, job)
+
+
+# --- what is asked for --------------------------------------------------------------------------
+
+
+def take_own_settings(typed: Typed, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return the settings of this script by name, and those of the training.
+
+    Raises:
+        PlanError: a setting is unknown, or one is missing.
+    """
+    own: dict[str, str] = {}
+    others = []
+    for setting in typed.setting:
+        name, _, value = setting.partition("=")
+        if name in OWN:
+            own[name] = value
+            continue
+        if "." not in name and name not in _OF_TRAINING and not environ.get("TRAIN_SCRIPT"):
+            near = difflib.get_close_matches(name, OWN, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            known = f"known here: {' '.join(OWN)}, and the config's own"
+            raise PlanError(f"unknown setting {name!r}; {hint}{known}")
+        others.append(setting)
+    for name in ("num_gpus_train", "config"):
+        if not own.get(name):
+            raise PlanError(f"no {name}; usage: {typed.usage}")
+    if read_number("num_gpus", own.get("num_gpus") or "0", 0, MOST_GPUS) and not own.get("prepare"):
+        cause = "num_gpus is for a script that prepares the training"
+        raise PlanError(f"{cause}; give prepare=SCRIPT too")
+    return own, others
+
+
+def choose_size(gpus: int, most: int) -> Size:
+    """Return how many nodes, with up to `most` GPUs each, share the GPUs evenly."""
+    num_nodes = next(n for n in range(-(-gpus // most), gpus + 1) if gpus % n == 0)
+    return Size(num_nodes, gpus // num_nodes, is_exclusive=gpus == num_nodes * most)
+
+
+def most_gpus_of_a_node(partition: str) -> int:
+    """Return the greatest number of GPUs that sinfo shows for a node.
+
+    Raises:
+        Refused: there are none, or sinfo cannot tell.
+    """
+    if shutil.which("sinfo") is None:
+        raise Refused("env-missing", "there is no sinfo here; submit from a login node")
+    command = ["sinfo", "-h", "-N", "-o", "%G", *(["-p", partition] if partition else [])]
+    answer = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if answer.returncode != 0:
+        raise Refused("env-missing", "sinfo fails, see above; submit where SLURM answers")
+    most = max((int(number) for number in _GPUS.findall(answer.stdout)), default=0)
+    if most == 0:
+        where = f" in partition {partition}" if partition else ""
+        cause = f"sinfo shows no GPUs{where}"
+        raise Refused("too-few-gpus", f"{cause}; choose another partition")
+    return most
+
+
+# --- sbatch -------------------------------------------------------------------------------------
+
+
+def submit_all(typed: Typed, own: Mapping[str, str], size: Size, job: Sequence[str]) -> int:
+    """Submit the preparing job, if there is one, and the training."""
+    common = [f"--{name}={own[name]}" for name in SBATCH_OPTIONS if own.get(name)]
+    if not typed.dry_run and (cause := refusal([*common, *job])):
+        # SLURM would keep a job that can never start.
+        asked = f"{count(size.num_nodes, 'node')} x {size.gpus} GPUs"
+        cure = "see sinfo, and ask for what there is"
+        print(f"{typed.program}: {asked}: {cause}; {cure}", file=sys.stderr)
+        return 3
+    after = own.get("dependency", "")
+    if own.get("prepare"):
+        first = ["--nodes=1", f"--gpus-per-node={own.get('num_gpus') or 0}"]
+        first += ["--output=logs/slurm-%j.out", *([f"--dependency={after}"] if after else [])]
+        first += [own["prepare"], own["config"]]
+        after = f"afterok:{submit([*common, *first], is_dry_run=typed.dry_run)[0]}"
+    words = [f"--dependency={after}", "--kill-on-invalid-dep=yes"] if after else []
+    words += ["--wait"] if typed.wait else []
+    job_id, sbatch = submit([*common, *words, *job], is_dry_run=typed.dry_run)
+    if sbatch is None or not typed.wait:
+        return 0
+    return follow(typed.program, job_id, sbatch, after)
+
+
+def refusal(words: Sequence[str]) -> str:
+    """Return why SLURM could never start a job; empty if it could."""
+    command = ["sbatch", "--test-only", *words]
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = result.stdout.strip().splitlines() or ["no answer"]
+    return lines[-1] if result.returncode else ""
+
+
+def submit(words: Sequence[str], *, is_dry_run: bool) -> tuple[str, subprocess.Popen[str] | None]:
+    """Print the sbatch command and run it; returns the job's id, and sbatch, which may wait."""
+    command = ["sbatch", "--parsable", *words]
+    print_row("submit", shlex.join(command))
+    if is_dry_run:
+        return "JOBID", None
+    sbatch = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert sbatch.stdout is not None
+    job_id = sbatch.stdout.readline().strip().partition(";")[0]  # a cluster's name may follow
+    if not job_id:  # sbatch has printed why
+        raise SystemExit(3)
+    print_row("job", f"{job_id}    (tail -f logs/slurm-{job_id}.out, scancel {job_id})")
+    return job_id, sbatch
+
+
+def follow(program: str, job_id: str, sbatch: subprocess.Popen[str], after: str) -> int:
+    """Show the job's log until `sbatch --wait` ends; returns the job's exit code."""
+    log = f"logs/slurm-{job_id}.out"
+    command = ["tail", f"--pid={sbatch.pid}", "--follow=name", "--retry", "--lines=+1", log]
+    tail = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    code = sbatch.wait()
+    tail.wait()
+    if Path(log).exists():
+        return code
+    first = after.removeprefix("afterok:")
+    why = f": job {first} failed; see logs/slurm-{first}.out" if first else ""
+    print(f"{program}: job {job_id} did not start{why}", file=sys.stderr)
+    return code or 1

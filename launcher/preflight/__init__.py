@@ -1,0 +1,1 @@
+"""Whether the nodes are fit for the run: checked before anything starts."""

@@ -1,0 +1,188 @@
+"""Check one node before anything starts: what is wrong with it, and what the plan must know of it.
+
+    python -m launcher.preflight.check_node REQUEST      in a step of a SLURM job; prints a Report
+
+Where the nodes are started together they meet at the master's port meanwhile. No torch import, so
+it takes a few hundredths of a second.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distributed.environment import port_from_id
+from launcher.agent.checkin import open_port
+from launcher.messages import decode, encode
+from launcher.preflight import identity, meeting
+from launcher.preflight.checks import CHECKS, Fault, Machine
+from launcher.preflight.gpus import GpuError, visible_gpus
+
+PIECE = 900  # characters; srun mixes the nodes' lines where they are longer than 1024
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a node is asked to check: its part of the plan."""
+
+    run_id: str
+    num_nodes: int
+    node_rank: int
+    nproc: int | None  # None: one per GPU, else `cpu_nproc`
+    cpu_nproc: int
+    master_addr: str
+    port: int | None  # None: from the run id
+    words: Sequence[str]  # the training script and its arguments
+    directory: Path  # where relative paths begin
+    log_dir: Path
+    checkpoint_dir: Path | None
+    has_checks: bool = True  # False: only count the GPUs and choose the port
+    meeting_size: int = 0  # nodes that meet at the port; 0: they do not
+    within_s: float = 7.0  # for all of them to have come
+
+
+@dataclass(frozen=True)
+class Report(identity.NodeReport):
+    """What a node found out about itself."""
+
+    port: int = 0
+    gpus: int = 0
+    faults: Sequence[Fault] = ()
+    met: Sequence[Fault] = ()  # those found at the master's port, if node rank 0 was there
+    seconds: float = 0.0
+
+
+def check_node(request: Request, environ: Mapping[str, str] = os.environ) -> Report:
+    """Check this node, and meet the others meanwhile."""
+    start = time.perf_counter()
+    is_alone = request.num_nodes == 1
+    port = request.port or choose_port(request.run_id, search=is_alone)
+    port_error = bind_error(port) if request.node_rank == 0 else 0
+    met: list[Fault] = []
+    visit = threading.Thread(target=_meet, args=(request, port, met))
+    if request.has_checks and request.meeting_size > 1 and not port_error:
+        visit.start()
+    machine = _look_at_machine(request, environ, port, port_error)
+    faults = [fault for check in CHECKS for fault in check(machine)] if request.has_checks else []
+    is_compared = request.has_checks and not is_alone
+    files = identity.hash_files(request.words, request.directory) if is_compared else {}
+    if is_compared and machine.script is not None:
+        files.setdefault(machine.script.name, "")
+    if visit.ident is not None:  # it was started
+        visit.join()
+    return Report(
+        node_rank=request.node_rank,
+        num_nodes=request.num_nodes,
+        nproc=machine.nproc,
+        host=short_host_name(),
+        run_id=request.run_id,
+        versions=identity.versions() if is_compared else {},
+        files=files,
+        port=port,
+        gpus=len(machine.gpus),
+        faults=faults,
+        met=met,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _meet(request: Request, port: int, met: list[Fault]) -> None:
+    deadline = time.monotonic() + request.within_s
+    if request.node_rank != 0:
+        met += meeting.visit_master(request.master_addr, port, deadline)
+        return
+    # A SLURM job may start again on other nodes. Else node rank 0 alone needs the checkpoints.
+    is_shared = request.checkpoint_dir is not None and "SLURM_JOB_ID" in os.environ
+    folder = request.directory / (request.checkpoint_dir or "") if is_shared else None
+    meeting.receive_others(port, request.meeting_size - 1, folder, deadline)
+
+
+def _look_at_machine(
+    request: Request, environ: Mapping[str, str], port: int, port_error: int
+) -> Machine:
+    try:
+        gpus, gpu_error = visible_gpus(environ), ""
+    except GpuError as error:
+        gpus, gpu_error = (), str(error)
+    given = int(environ.get("SLURM_GPUS_ON_NODE") or 0)
+    words = request.words
+    script = request.directory / words[0] if words and words[0] != "-m" else None
+    folders = (request.log_dir, request.checkpoint_dir)
+    return Machine(
+        run_id=request.run_id,
+        nnodes=request.num_nodes,
+        node_rank=request.node_rank,
+        nproc=request.nproc or len(gpus) or given or request.cpu_nproc,
+        master_addr=request.master_addr,
+        port=port,
+        port_error=port_error,
+        script=script,
+        directories=tuple(request.directory / folder for folder in folders if folder is not None),
+        gpus=gpus,
+        gpu_error=gpu_error,
+        environ=environ,
+    )
+
+
+def choose_port(run_id: str, *, search: bool) -> int:
+    """Return the port that belongs to the run id; with `search`, the next free one after it."""
+    port = port_from_id(run_id)
+    while search and bind_error(port) == errno.EADDRINUSE:
+        port += 1
+    return port
+
+
+def bind_error(port: int) -> int:
+    """Return 0 if this machine can listen on the port, as the store will, else the errno."""
+    try:
+        open_port(port).close()
+    except OSError as error:
+        return error.errno or errno.EINVAL
+    return 0
+
+
+def short_host_name() -> str:
+    """Return this machine's name without its domain."""
+    return socket.gethostname().partition(".")[0]
+
+
+def write_report(report: Report) -> Iterator[str]:
+    """Yield a report as lines that srun does not tear."""
+    text = encode(report)
+    for start in range(0, len(text), PIECE):
+        yield f"node={report.node_rank} {text[start : start + PIECE]}"
+
+
+def read_reports(lines: Iterable[str]) -> list[Report]:
+    """Return the reports among what the nodes have printed, by node rank.
+
+    Raises:
+        ValueError: a report is not whole, or is none.
+    """
+    pieces: dict[str, str] = {}
+    for line in lines:
+        if line.startswith("node="):
+            node_rank, _, piece = line.removeprefix("node=").rstrip("\n").partition(" ")
+            pieces[node_rank] = pieces.get(node_rank, "") + piece
+    reports = [decode(Report, json.loads(text)) for text in pieces.values()]
+    return sorted(reports, key=lambda report: report.node_rank)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check this node of a step, as the request asks; a long one comes in several arguments."""
+    asked = json.loads("".join(arguments))
+    asked["node_rank"] = int(os.environ.get("SLURM_NODEID") or 0)
+    print("\n".join(write_report(check_node(decode(Request, asked)))), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,227 @@
+"""The checks of one machine: each a small generator of faults (no torch).
+
+Another check is another function here, and a line in CHECKS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.util
+import os
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from distributed.network import interface_to
+from launcher.failure import count
+from launcher.preflight.gpus import Gpu
+
+LEAST_FILES = 1024  # open files of one process; Linux's own default
+LEAST_SHM = 512 << 20  # bytes; Docker's default of 64 MiB is too small for data workers
+LEAST_DISK = 2 << 30  # bytes free where checkpoints go
+LEAST_MEMLOCK = 64 << 10  # bytes; Linux's own default before 5.16
+LEAST_MEMLOCK_INFINIBAND = 1 << 30  # bytes; every buffer on the wire is locked memory
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong under its name in TROUBLESHOOTING.md, and the cure. Some only warn."""
+
+    name: str
+    cause: str
+    cure: str
+    warns: bool = False
+
+
+@dataclass(frozen=True)
+class Machine:
+    """This node's part in the plan, and what was found out about the node."""
+
+    run_id: str
+    nnodes: int
+    node_rank: int
+    nproc: int
+    master_addr: str
+    port: int
+    port_error: int  # errno where it cannot be opened
+    script: Path | None
+    directories: tuple[Path, ...]  # logs and checkpoints
+    gpus: tuple[Gpu, ...]
+    gpu_error: str  # why they could not be looked at
+    environ: Mapping[str, str]
+
+
+def check_program(machine: Machine) -> Iterator[Fault]:
+    """This Python has torch, and the training script is here."""
+    if importlib.util.find_spec("torch") is None:
+        cure = "run make setup, or set VENV, CONDA_ENV or PYTHON"
+        yield Fault("env-missing", f"{sys.executable} has no torch", cure)
+    elif machine.script and not machine.script.is_file():
+        yield Fault(
+            "env-missing", f"there is no script {str(machine.script)!r}", "correct its path"
+        )
+
+
+def check_gpus(machine: Machine) -> Iterator[Fault]:
+    """One process per visible GPU at most, each sound and idle; without any, all run on the CPU."""
+    if 0 < len(machine.gpus) < machine.nproc:
+        cause = f"{machine.nproc} processes but {count(len(machine.gpus), 'visible GPU')}"
+        yield Fault("too-few-gpus", cause, "ask for fewer, or see CUDA_VISIBLE_DEVICES")
+    cure = "have the GPU reset or replaced, or leave it out with CUDA_VISIBLE_DEVICES"
+    if machine.gpu_error:
+        yield Fault("gpu-unhealthy", machine.gpu_error, cure)
+    for gpu in machine.gpus:
+        if gpu.memory_errors:
+            cause = f"GPU {gpu.index} has {count(gpu.memory_errors, 'uncorrected memory error')}"
+            yield Fault("gpu-unhealthy", cause, cure)
+        if gpu.processes:
+            cause = f"GPU {gpu.index} is in use by {', '.join(gpu.processes)}"
+            yield Fault("gpu-unhealthy", cause, "wait for it, or choose another GPU", warns=True)
+
+
+def check_master(machine: Machine) -> Iterator[Fault]:
+    """The master's name means something here, other nodes can reach it, and its port is free."""
+    name, port = machine.master_addr, machine.port
+    addresses = []
+    try:
+        addresses = [str(address[0]) for *_, address in socket.getaddrinfo(name, None)]
+    except OSError:
+        cause = f"the master's name {name!r} is unknown"
+        yield Fault("name-unresolved", cause, "correct it, or give its address")
+    loopback = [address for address in addresses if _is_loopback(address)]
+    if machine.nnodes > 1 and loopback:
+        cause = f"the master {name} is {loopback[0]}, which no other machine can reach"
+        literal = name in ("localhost", "127.0.0.1", "::1")  # maybe all nodes are this machine
+        if not literal and (line := _hosts_line(name)):
+            cause += f" (/etc/hosts line {line})"
+        cure = "give the master's address on the network the nodes share"
+        yield Fault("loopback-address", cause, cure, warns=literal)
+    if machine.nnodes > 1 and machine.node_rank == 0 and addresses and not _is_here(addresses[0]):
+        cause = f"the master's address {addresses[0]} is not of this machine"
+        cure = "give node rank 0's in MASTER_ADDR, unless a router translates it"
+        yield Fault("no-such-interface", cause, cure, warns=True)
+    if machine.port_error == errno.EADDRINUSE:
+        holder = _holder(port)
+        if f" --rdzv-id {machine.run_id} " in holder:
+            cause = f"run {machine.run_id} is live: its node agent runs here"
+            yield Fault("run-is-live", cause, "wait for its end, or choose another RUN_ID")
+            return
+        cause = f"port {port} is taken{holder[:120]}"
+        yield Fault("port-in-use", cause, "end that, or choose another with MASTER_PORT")
+    elif machine.port_error:
+        cause = f"port {port} cannot be opened ({os.strerror(machine.port_error)})"
+        yield Fault("port-in-use", cause, "choose one above 1023 with MASTER_PORT")
+
+
+def check_interfaces(machine: Machine) -> Iterator[Fault]:
+    """GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, where set, name interfaces of this machine."""
+    names = [name for _, name in socket.if_nameindex()]
+    leads = interface_to(machine.master_addr)
+    cure = f"unset it, or name one of {', '.join(names)}"
+    if leads not in (None, "lo"):
+        cure = f"unset it, or name {leads}, which leads to the master"
+    gloo = machine.environ.get("GLOO_SOCKET_IFNAME", "")
+    if gloo and not set(gloo.split(",")) <= set(names):
+        cause = f"GLOO_SOCKET_IFNAME={gloo} is not of this machine"
+        yield Fault("no-such-interface", cause, f"{cure} (to exclude with ^ is NCCL's alone)")
+    if nccl := machine.environ.get("NCCL_SOCKET_IFNAME", ""):
+        marks, words = nccl[:2], nccl.lstrip("^=").split(",")  # prefixes, =exact or ^excluded
+        named = {name for name in names if name.startswith(tuple(words))}
+        if "=" in marks:
+            named &= set(words)
+        if not (set(names) - named if "^" in marks else named):
+            cause = f"NCCL_SOCKET_IFNAME={nccl} leaves no interface of this machine"
+            yield Fault("no-such-interface", cause, cure)
+
+
+def check_limits(machine: Machine) -> Iterator[Fault]:
+    """Data workers pass descriptors and share /dev/shm with NCCL; InfiniBand locks its buffers."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1 is no limit
+    if 0 <= files < LEAST_FILES:
+        yield Fault("low-nofile", f"at most {files} open files", "ulimit -n 65536", warns=True)
+    shm = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
+    if shm < LEAST_SHM:
+        cure = "in Docker: --ipc=host or --shm-size=8g"
+        yield Fault("small-shm", f"/dev/shm holds {shm >> 20} MiB", cure, warns=True)
+    infiniband = Path("/sys/class/infiniband").is_dir()
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if 0 <= locked < (LEAST_MEMLOCK_INFINIBAND if infiniband else LEAST_MEMLOCK):
+        cause = f"at most {locked >> 10} KiB of locked memory"
+        yield Fault("low-memlock", cause, "ulimit -l unlimited", warns=not infiniband)
+
+
+def check_folders(machine: Machine) -> Iterator[Fault]:
+    """There is room where logs and checkpoints go, and a real write succeeds."""
+    for directory in machine.directories:
+        place = existing(directory)
+        free = shutil.disk_usage(place).free
+        if free < LEAST_DISK:
+            cause = f"{free >> 20} MiB free under {str(directory)!r}"
+            yield Fault("disk-low", cause, "make room, or choose another folder", warns=True)
+        try:
+            with tempfile.TemporaryFile(dir=place) as probe:
+                probe.write(b"\0")
+        except OSError as error:
+            cause = f"cannot write under {str(directory)!r} ({error.strerror})"
+            yield Fault("dir-unwritable", cause, "choose another folder (LOG_DIR, checkpoint.dir)")
+
+
+CHECKS = {  # and how many things each looks at
+    check_program: 1,
+    check_gpus: 3,
+    check_master: 3,
+    check_interfaces: 2,
+    check_limits: 3,
+    check_folders: 2,
+}
+
+
+def existing(directory: Path) -> Path:
+    """Return the directory, or what of the way to it exists."""
+    return next(path for path in (directory, *directory.parents) if os.path.exists(path))
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def _is_here(address: str) -> bool:
+    """Whether it is an address of this machine, where something could listen."""
+    with contextlib.suppress(OSError):
+        family, kind, *_, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(where)
+            return True
+    return False
+
+
+def _hosts_line(name: str) -> int | None:
+    """Return the number of the line of /etc/hosts that makes the name a loopback address."""
+    for number, line in enumerate(Path("/etc/hosts").read_text().splitlines(), 1):
+        address, *names = line.partition("#")[0].split() or [""]
+        if name in names and _is_loopback(address):
+            return number
+    return None
+
+
+def _holder(port: int) -> str:
+    """Return " by pid 123 (command line)" where /proc shows who listens on the port."""
+    listeners = set()
+    for table in Path("/proc/net").glob("tcp*"):
+        for line in table.read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                listeners.add(f"socket:[{fields[9]}]")
+    for file in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # the process has gone, or is not ours to see
+            if os.readlink(file) in listeners:
+                process = file.parents[1]
+                command = (process / "cmdline").read_text(errors="replace").replace("\0", " ")
+                return f" by pid {process.name} ({' '.join(command.split())})"
+    return ""

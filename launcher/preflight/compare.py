@@ -1,0 +1,69 @@
+"""What the nodes' preflights found, together: every fault in one list, and what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+from launcher.preflight.check_node import Report
+from launcher.preflight.checks import CHECKS, Fault
+from launcher.preflight.identity import mismatches
+
+COMPARED = 6  # versions, files, the master's port, any other port, clocks, a shared folder
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault, and the host that has it."""
+
+    host: str
+    fault: Fault
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the preflight says of all nodes."""
+
+    num_checks: int
+    findings: Sequence[Finding]
+    num_nodes: int
+    seconds: float
+
+    def refusals(self, *, strict: bool) -> list[Finding]:
+        """Return what refuses the start; where `strict`, every warning does."""
+        return [one for one in self.findings if strict or not one.fault.warns]
+
+
+def judge(reports: Sequence[Report], seconds: float | None = None) -> Outcome:
+    """Return all faults by node rank, and after them what differs between nodes."""
+    by_rank = sorted(reports, key=lambda report: report.node_rank)
+    findings = [Finding(report.host, fault) for report in by_rank for fault in report.faults]
+    num_checks = sum(CHECKS.values())
+    if len(by_rank) > 1:
+        findings += differences(by_rank)
+        num_checks += COMPARED
+    took = max(report.seconds for report in reports) if seconds is None else seconds
+    return Outcome(num_checks, findings, len(by_rank), took)
+
+
+def differences(reports: Sequence[Report]) -> Iterator[Finding]:
+    """Yield what a node has otherwise than the first, or that it cannot reach node rank 0."""
+    first, *others = reports
+    told = {fault.name for fault in first.faults}
+    is_master_there = first.node_rank == 0 and not told & {"port-in-use", "run-is-live"}
+    for report in others:
+        for name, cause in mismatches(first, report):
+            yield Finding(report.host, Fault(name, cause, "make them the same"))
+        if is_master_there:
+            yield from (Finding(report.host, fault) for fault in report.met)
+
+
+def print_findings(outcome: Outcome, *, program: str, strict: bool, out: TextIO) -> None:
+    """Print one line for each fault."""
+    refusals = outcome.refusals(strict=strict)
+    for finding in outcome.findings:
+        fault = finding.fault
+        kind = "" if finding in refusals else "warning: "
+        line = f"{program}: {kind}{finding.host}: {fault.cause}; {fault.cure} [{fault.name}]"
+        print(line, file=out, flush=True)

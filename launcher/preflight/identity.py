@@ -1,0 +1,72 @@
+"""What must be the same on every node: versions and files, and where they differ (no torch)."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import runpy
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """What a node says of itself: at check-in its agent, before that its preflight."""
+
+    node_rank: int
+    num_nodes: int
+    nproc: int
+    host: str
+    run_id: str  # empty: takes node rank 0's
+    versions: Mapping[str, str]
+    files: Mapping[str, str]  # as hash_files() has them; at check-in the arguments, too
+    time: float = field(default_factory=time.time)  # seconds since the epoch
+
+
+def versions() -> dict[str, str]:
+    """Return Python's version, and torch's without importing it ("" where it is not there)."""
+    torch = importlib.util.find_spec("torch")
+    version = ""
+    if torch is not None and torch.origin is not None:
+        file = Path(torch.origin).with_name("version.py")
+        version = runpy.run_path(str(file))["__version__"]
+    return {"python": "{}.{}".format(*sys.version_info), "torch": version}
+
+
+def hash_files(words: Sequence[str], directory: Path) -> dict[str, str]:
+    """Return by name the hash of this project, and of each word that is a file up to 1 MiB."""
+    root = Path(__file__).parents[2]
+    folders = (root / name for name in ("launcher", "distributed", "training"))
+    modules = sorted(module for folder in folders for module in folder.rglob("*.py"))
+    found = {"this project": _hash(*modules)}
+    for path in (os.path.join(directory, word) for word in words):
+        if os.path.isfile(path) and os.path.getsize(path) <= 1 << 20:
+            with contextlib.suppress(OSError):  # unreadable is as good as missing
+                found[os.path.basename(path)] = _hash(Path(path))
+    return found
+
+
+def _hash(*files: Path) -> str:
+    """Return the start of the SHA-256 of the files, one after the other."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+def mismatches(me: NodeReport, node: NodeReport) -> Iterator[tuple[str, str]]:
+    """Yield fault and cause of each version and file that `node` has otherwise than `me`.
+
+    One that is "" is not there, and its node has told so.
+    """
+    for fault, mine, theirs in (
+        ("version-mismatch", me.versions, node.versions),
+        ("code-mismatch", me.files, node.files),
+    ):
+        for name in {**mine, **theirs}:
+            here, there = mine.get(name, "missing"), theirs.get(name, "missing")
+            if here != there and here and there:
+                first, second = (f"node rank {one.node_rank} ({one.host})" for one in (me, node))
+                yield fault, f"{name} is {here!r} on {first} and {there!r} on {second}"

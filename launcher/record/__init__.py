@@ -1,0 +1,1 @@
+"""What a run leaves behind: its folder, run.json, and the list of runs."""

@@ -1,0 +1,308 @@
+"""The runs of a log directory, as each run's run.json describes them: list them, stop one.
+
+    python scripts/lib/start.py status --program NAME --log-dir DIR [--run ID...]
+    python scripts/lib/start.py stop --program NAME --log-dir DIR [--dry-run] --run ID
+
+A run is stopped through its launcher: the process that run.json names, on the host that it names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from distributed.errors import Refused
+from distributed.lock import is_locked
+from launcher.messages import decode
+from launcher.processes import start_ticks
+from launcher.record.runlog import RunFolder, ended, launcher_process
+
+STOP_S = 25.0  # for a run to end, beyond the seconds that its ranks may take to save
+TAIL_BYTES = 8192  # of a file, to find its last line
+LONGEST = 100  # characters of it that are shown
+
+
+@dataclass(frozen=True)
+class LauncherProcess:
+    """The process that a stop request goes to."""
+
+    process: int
+    birth: int  # when it started, in clock ticks since the boot: process ids are reused
+    host: str
+
+    @property
+    def is_here(self) -> bool:
+        return self.host == socket.gethostname()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still runs on this machine."""
+        return self.process > 1 and start_ticks(self.process) == self.birth
+
+
+@contextlib.contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Make the folder of a run; what cannot be written there from now on is Refused."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        cause = f"cannot write to '{folder}' ({error.strerror})"
+        raise Refused("dir-unwritable", f"{cause}; set LOG_DIR") from None
+
+
+def note_start(folder: RunFolder, *, is_detached: bool, grace_s: float) -> None:
+    """Write into run.json that this process is about to start the run.
+
+    Raises:
+        Refused: it cannot be written.
+    """
+    record = {
+        "run_id": folder.path.name,
+        "state": "starting",
+        "launcher": launcher_process(os.getpid()),
+        "detached": is_detached,
+        "grace": grace_s,
+        "started": time.time(),
+        "ended": None,
+        "exit_code": None,
+    }
+    with writing_to(folder.path):
+        folder.write_record(record)
+
+
+def note_end(folder: Path, code: int) -> None:
+    """Write into run.json how the run ended that this process started, if it did."""
+    run = read(folder)
+    me = LauncherProcess(**launcher_process(os.getpid()))
+    if run is None or run.is_over or run.record.launcher != me:
+        return
+    with contextlib.suppress(OSError):
+        RunFolder(folder.parent, folder.name, 0).write_record(ended(code))
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is read of run.json."""
+
+    state: str = "unknown"
+    launcher: LauncherProcess | None = None
+    grace: float = 30.0  # seconds that the ranks may take to save
+    started: float | None = None  # seconds since the epoch, as is `ended`
+    ended: float | None = None
+    exit_code: int | None = None
+    step: int = -1  # the newest; -1: unknown
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a log directory."""
+
+    folder: Path
+    record: Record
+    written: float  # when run.json last changed, in seconds since the epoch
+
+    @property
+    def id(self) -> str:
+        return self.folder.name
+
+    @property
+    def is_over(self) -> bool:
+        return self.record.exit_code is not None
+
+    @property
+    def state(self) -> str:
+        """The state in words: of a run on another machine as its record has it."""
+        record = self.record
+        if record.exit_code is not None:
+            return f"ended, code {record.exit_code}"
+        if record.launcher is None:
+            return "unknown"
+        if not record.launcher.is_here:
+            return f"{record.state} on {record.launcher.host}, as of {date(self.written)}"
+        return record.state if record.launcher.is_alive else "killed"
+
+    @property
+    def since(self) -> float:
+        """When it ended, else when it started."""
+        return self.record.ended or self.record.started or self.written
+
+
+def read(folder: Path) -> Run | None:
+    """Return the run in a folder, of state "unknown" where run.json is damaged; None without one.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    file = folder / "run.json"
+    try:
+        written = file.stat().st_mtime
+        text = file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        content = json.loads(text)
+        known = {one.name: content[one.name] for one in fields(Record) if one.name in content}
+        return Run(folder, decode(Record, known), written)
+    except (ValueError, TypeError):
+        return Run(folder, Record(), written)
+
+
+def refuse_live(folder: Path) -> None:
+    """Raise Refused where the run in a folder is live, as far as this machine can see."""
+    run = read(folder)
+    launcher = run.record.launcher if run and not run.is_over else None
+    is_ours = launcher is not None and launcher.is_here
+    if launcher and (launcher.is_alive if is_ours else is_locked(folder)):
+        where = "" if is_ours else f" on {launcher.host}"
+        cause = f"run {folder.name} is live: process {launcher.process}{where}"
+        raise Refused("run-is-live", f"{cause}; wait for its end, or choose another RUN_ID")
+
+
+def find_all(log_dir: Path) -> list[Run]:
+    """Return the runs of a log directory; the one that started or ended last comes last."""
+    found = []
+    for folder in log_dir.iterdir() if log_dir.is_dir() else ():
+        with contextlib.suppress(PermissionError):  # another user's
+            if not folder.is_symlink() and (run := read(folder)):
+                found.append(run)
+    return sorted(found, key=lambda run: (run.since, run.id))
+
+
+def find(log_dir: Path, run_id: str) -> Run:
+    """Return the run of a name.
+
+    Raises:
+        ValueError: there is none; names one that is spelt nearly so.
+    """
+    runs = {run.id: run for run in find_all(log_dir)}
+    if run_id in runs:
+        return runs[run_id]
+    near = "".join(f"did you mean {name}? " for name in difflib.get_close_matches(run_id, runs, 1))
+    raise ValueError(f"there is no run {run_id!r} in {log_dir}; {near}--status lists all")
+
+
+def describe(runs: Sequence[Run]) -> str:
+    """Return a line for each run: its name, state, since when, step and progress."""
+    rows = [
+        (
+            run.id,
+            run.state,
+            f"since {date(run.since)}",
+            f"step {run.record.step}" if run.record.step >= 0 else "",
+            progress(run),
+        )
+        for run in runs
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = ([f"{c:<{w}}" for c, w in zip(row, widths, strict=True)] for row in rows)
+    return "\n".join("  ".join(row).rstrip() for row in padded)
+
+
+def progress(run: Run) -> str:
+    """Return the newest metrics of a run, else the last line of node 0's output."""
+    with contextlib.suppress(ValueError, AttributeError, OSError):
+        values = json.loads(_last_line(run.folder / "metrics.jsonl"))
+        numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
+        kept = (name for name in numbers if name not in ("step", "time"))
+        return _shown("  ".join(f"{name} {numbers[name]:.4g}" for name in kept))
+    logs = [run.folder / "node_0.log"]
+    if run.record.state == "running":  # and node 0's log may be on its own disk alone
+        logs += sorted(run.folder.glob("launcher_*.log"))
+    for log in logs:
+        with contextlib.suppress(OSError):
+            if line := _last_line(log):
+                return _shown(line)
+    return ""
+
+
+def _last_line(file: Path) -> str:
+    """Return the last line with text on it, as far as the end of the file holds one."""
+    with file.open("rb") as opened:
+        opened.seek(max(0, opened.seek(0, os.SEEK_END) - TAIL_BYTES))
+        text = opened.read().decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines()]
+    return next((line for line in reversed(lines) if line), "")
+
+
+def _shown(line: str) -> str:
+    """Return what fits on a terminal, and does it no harm."""
+    return "".join(c if c.isprintable() else "\ufffd" for c in line[:LONGEST])
+
+
+def date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+# --- the command line ---------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Do what --status or --stop asks for; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="start.py", allow_abbrev=False)
+    parser.add_argument("task", choices=("status", "stop"))
+    parser.add_argument("--program", default="start.py", help="the script that was typed")
+    parser.add_argument("--log-dir", type=Path, default=Path("logs"))
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--run", action="append", default=[], help="a run's name; repeated")
+    args = parser.parse_args(arguments)
+    try:
+        if args.task == "status":
+            return print_status(args.log_dir, args.run, args.program)
+        if len(args.run) != 1:
+            raise ValueError("--stop takes one run; --status lists all")
+        return stop(find(args.log_dir, args.run[0]), args.program, is_dry_run=args.dry_run)
+    except (ValueError, OSError) as error:
+        print(f"{args.program}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 3
+
+
+def print_status(log_dir: Path, run_ids: Sequence[str], program: str) -> int:
+    """Print the runs that are named, else all."""
+    runs = [find(log_dir, run_id) for run_id in run_ids] or find_all(log_dir)
+    if runs:
+        print(describe(runs))
+    else:
+        print(f"{program}: there is no run in {log_dir}", file=sys.stderr)
+    return 0
+
+
+def stop(run: Run, program: str, *, is_dry_run: bool = False) -> int:
+    """Ask a run's launcher to stop it, and wait for its end; the ranks may save first."""
+    launcher, limit_s = run.record.launcher, run.record.grace + STOP_S
+    if run.is_over or launcher is None or (launcher.is_here and not launcher.is_alive):
+        return _refuse(
+            program, f"run {run.id} is not running: {run.state}; there is nothing to stop"
+        )
+    if not launcher.is_here:
+        return _refuse(program, f"run {run.id} is {run.state}; stop it on {launcher.host}")
+    if is_dry_run:
+        print(f"kill -TERM {launcher.process}")
+        return 0
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        os.kill(launcher.process, signal.SIGTERM)
+    said = f"{program}: asked run {run.id} to stop; waiting up to {limit_s:.0f} s for its end"
+    print(said, file=sys.stderr)
+    deadline = time.monotonic() + limit_s
+    with contextlib.suppress(KeyboardInterrupt):  # the user waits no longer
+        while launcher.is_alive and time.monotonic() < deadline:
+            time.sleep(0.05)
+    if launcher.is_alive:
+        cure = f"kill -KILL {launcher.process} ends it without saving"
+        return _refuse(program, f"run {run.id} has not ended yet; {cure}")
+    return print_status(run.folder.parent, [run.id], program)
+
+
+def _refuse(program: str, text: str) -> int:
+    print(f"{program}: {text}", file=sys.stderr)
+    return 3

@@ -1,0 +1,51 @@
+"""Keep what the terminal shows, in <log dir>/distributed_training/ (scripts/cluster_train.sh)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from distributed.errors import Refused
+from distributed.lock import update_link
+from launcher.plan.plan import Plan
+
+
+def new_file(plan: Plan) -> Path:
+    """Return the path of a new transcript, to which the link `latest_node<rank>.log` points.
+
+    Raises:
+        Refused: the folder cannot be written.
+    """
+    folder = plan.directory / plan.log_dir / "distributed_training"
+    name = f"cluster_train_{time.strftime('%Y%m%d-%H%M%S')}_node{plan.node_rank}.log"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        update_link(folder / f"latest_node{plan.node_rank}.log", name)
+    except OSError as error:
+        cause = f"cannot write to '{folder}' ({error.strerror})"
+        raise Refused("dir-unwritable", f"{cause}; set LOG_DIR") from None
+    return folder / name
+
+
+def keep(file: Path) -> None:
+    """Write stdout and stderr of this process to a file, too, from here on.
+
+    The copying process is not a child of this one: the agent, which this process becomes, ends
+    every process below it. It ignores the signals that stop the run.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        if os.fork() == 0:
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(signum, signal.SIG_IGN)
+            os.dup2(reader, 0)
+            os.execvp("tee", ["tee", "-a", "--", str(file)])
+        os._exit(0)
+    os.waitpid(child, 0)
+    for fd in (1, 2):
+        os.dup2(writer, fd)
+    os.close(reader)
+    os.close(writer)
