@@ -238,8 +238,8 @@ TABLE
   cat >all.py <<'PY'
 import os, sys
 from pathlib import Path
-from launcher import pdsh, protocol, ssh
-from launcher.plan import NodePlan, Plan
+from launcher.fanout import pdsh, protocol, ssh
+from launcher.plan.plan import NodePlan, Plan
 
 FANOUTS = {"ssh": ssh.Fanout, "pdsh": pdsh.PdshFanout}
 AGENT = 'echo >>"$0"; until mapfile there <"$0" && ((${#there[@]} == $1)); do sleep 0.3; done'

@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_what_is_the_same_is_told_without_torch() -> None:
-    code = "import json; from launcher.preflight import identity as it; print(json.dumps(it.versions()))"
+    code = "import json; from launcher.preflight.identity import versions"
+    code += "; print(json.dumps(versions()))"
     ours = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     code = "import torch; print(torch.__version__)"
     theirs = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

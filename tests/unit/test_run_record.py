@@ -134,7 +134,7 @@ def test_a_launcher_elsewhere_names_itself(start: Start) -> None:
 @pytest.mark.slow
 def test_a_run_that_is_refused_has_ended(start: Start) -> None:
     """Where the launcher, which has become the guardian, has recorded it before."""
-    code = "import os, sys\nfrom pathlib import Path\nfrom launcher import runlog\n"
+    code = "import os, sys\nfrom pathlib import Path\nfrom launcher.record import runlog\n"
     code += "me = {'launcher': runlog.launcher_process(os.getpid()), 'state': 'starting'}\n"
     code += "runlog.RunFolder(Path('logs'), 'r1', 0).write_record(me)\n"
     code += "os.execv(sys.argv[1], sys.argv[1:])"
@@ -164,7 +164,7 @@ def test_permissions_follow_the_users_umask(tmp_path: Path, umask: int, mode: in
 
 
 def test_writers_of_run_json_lose_nothing_of_each_other(tmp_path: Path) -> None:
-    code = "import sys\nfrom pathlib import Path\nfrom launcher.runlog import RunFolder\n"
+    code = "import sys\nfrom pathlib import Path\nfrom launcher.record.runlog import RunFolder\n"
     code += "for number in range(50):\n"
     code += "    RunFolder(Path('.'), 'r1', 0).write_record({sys.argv[1] + str(number): number})\n"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -463,7 +463,7 @@ def test_another_user_is_not_handed_the_start(tmp_path: Path) -> None:
     name = f"{os.getpid()}.test"
     script = (
         "import socket, sys; sys.path.insert(0, sys.argv[1])\n"
-        "from launcher.node import await_other\n"
+        "from launcher.fanout.far_side import await_other\n"
         "with socket.socket(socket.AF_UNIX) as listener:\n"
         "    listener.bind('\\0' + sys.argv[2]); listener.listen(); print(flush=True)\n"
         "    await_other(listener).sendall(b'welcome')\n"
