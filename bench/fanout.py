@@ -35,8 +35,7 @@ CHEAP = "-o KexAlgorithms=curve25519-sha256"
 OURS = """
 import os, sys
 from collections import Counter
-from launcher.fanout.connection import ssh_command
-from launcher.fanout.loop import Child, Loop
+from launcher.fanout.loop import Child, Loop, ssh_command
 
 loop, answers = Loop(most_children=len(sys.argv)), Counter()
 connections = [

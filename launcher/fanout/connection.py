@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from launcher.fanout import protocol
-from launcher.fanout.loop import Child, Loop
+from launcher.fanout.loop import Child, Loop, given_options, ssh_command
 from launcher.fanout.protocol import Hello
 from launcher.preflight.checks import Fault
 
@@ -118,21 +118,6 @@ class Connection(Child):
             fault = "host-unreachable" if self.code == SSH_FAILED else "env-missing"
         cause = self.last_words or "the connection ended without a word"
         return Fault(fault, cause, CURES[fault].format(node=self.node))
-
-
-def ssh_command(node: str, connect_s: int, log: str) -> list[str]:
-    """Return ssh's command. SSH_OPTS come first: of two options that differ the first counts."""
-    options = [
-        *("BatchMode=yes", f"ConnectTimeout={connect_s}"),
-        *("ServerAliveInterval=2", "ServerAliveCountMax=3"),
-        *("ControlMaster=no", "ControlPath=none", "ClearAllForwardings=yes"),
-    ]
-    ours = [word for option in options for word in ("-o", option)]
-    return ["ssh", *given_options(), "-T", "-x", "-a", *ours, "-E", log, "--", node, "exec bash -s"]
-
-
-def given_options() -> list[str]:
-    return os.environ.get("SSH_OPTS", "").split()
 
 
 def find_fault(node: str) -> str:

@@ -1,4 +1,4 @@
-"""One event loop over child programs, signals and time; and a terminal that never blocks it.
+"""Child programs, signals and time in one event loop; and a terminal that never blocks it.
 
 loop = Loop(most_children=1)
 child = Child(loop, ["ssh", "node1", "uptime"], on_line)
@@ -75,6 +75,21 @@ def allow_files(number: int) -> None:
     if 0 <= soft < number:
         number = number if hard == resource.RLIM_INFINITY else min(number, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
+
+
+def ssh_command(node: str, connect_s: int, log: str) -> list[str]:
+    """Return ssh's command. SSH_OPTS come first: of two options that differ the first counts."""
+    options = [
+        *("BatchMode=yes", f"ConnectTimeout={connect_s}"),
+        *("ServerAliveInterval=2", "ServerAliveCountMax=3"),
+        *("ControlMaster=no", "ControlPath=none", "ClearAllForwardings=yes"),
+    ]
+    ours = [word for option in options for word in ("-o", option)]
+    return ["ssh", *given_options(), "-T", "-x", "-a", *ours, "-E", log, "--", node, "exec bash -s"]
+
+
+def given_options() -> list[str]:
+    return os.environ.get("SSH_OPTS", "").split()
 
 
 class Child:

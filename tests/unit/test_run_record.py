@@ -164,7 +164,7 @@ def test_permissions_follow_the_users_umask(tmp_path: Path, umask: int, mode: in
 
 
 def test_writers_of_run_json_lose_nothing_of_each_other(tmp_path: Path) -> None:
-    code = "import sys\nfrom pathlib import Path\nfrom launcher.runlog import RunFolder\n"
+    code = "import sys\nfrom pathlib import Path\nfrom launcher.record.runlog import RunFolder\n"
     code += "for number in range(50):\n"
     code += "    RunFolder(Path('.'), 'r1', 0).write_record({sys.argv[1] + str(number): number})\n"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
