@@ -38,7 +38,8 @@ from launcher.agent.heartbeats import Heartbeats
 from launcher.agent.node_ranks import NodeRanks, Rank
 from launcher.agent.output import NodeLog, Stream, Terminal, open_stream, without_noise
 from launcher.agent.verdict import Verdict
-from launcher.failure import End, Failure, RunSummary
+from launcher.failure import Failure
+from launcher.failure_block import End, RunSummary
 from launcher.preflight import identity
 from launcher.record import runlog
 
