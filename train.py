@@ -188,9 +188,7 @@ class Run:
         """Raise FloatingPointError on the rank whose loss was the first; exit on the others."""
         first, value = self.meter.not_finite or (math.inf, 0.0)
         rank = self.environment.rank
-        steps = [first] * self.environment.world_size
-        if len(steps) > 1:
-            torch.distributed.all_gather_object(steps, first)
+        steps = [float(told) for told in helper.gather_bytes(str(first).encode())]
         if rank == steps.index(min(steps)):
             cause = f"the loss of step {first} is {value} on rank {rank}"
             cure = "try a lower train.learning_rate, and check the data of that step"

@@ -12,7 +12,6 @@ checkpoint_files.py describes the folder. Needs torch alone.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import io
 import json
@@ -40,6 +39,7 @@ from .checkpoint_files import CheckpointError as CheckpointError
 from .errors import with_fault
 from .heartbeat import beat
 from .lock import RunLock
+from .torch import gather_bytes, to_bytes
 
 _COPY_THREADS = 4  # one core copies more slowly than memory allows
 _TENSORS = ("model", "optimizer", "ranks")  # the fields of State in files of torch.save
@@ -157,19 +157,16 @@ def load(folder: Path) -> State | None:
     of its checkpoints are damaged.
     """
     content: dict[str, bytes] = {}
-    damage: CheckpointError | None = None
+    damage = ""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            content = files.read_newest(folder)
-        except CheckpointError as error:
-            damage = error
+        content, damage = files.read_newest(folder)
     if dist.is_initialized():
-        told: list[Any] = [damage, {name: len(data) for name, data in content.items()}]
-        dist.broadcast_object_list(told)
-        damage, sizes = told
+        told = [damage, {name: len(data) for name, data in content.items()}]
+        damage, sizes = json.loads(gather_bytes(json.dumps(told).encode())[0])
         content = {name: _broadcast(content.get(name), size) for name, size in sizes.items()}
-    if damage is not None:
-        raise damage
+    if damage:
+        cure = "move it away, or use another RUN_ID"
+        raise with_fault(CheckpointError, "checkpoint-damaged", f"{damage}; {cure}")
     return _decode(content) if content else None
 
 
@@ -178,7 +175,7 @@ def _broadcast(content: bytes | None, size: int) -> bytes:
     where = "cuda" if dist.get_backend() == "nccl" else "cpu"
     tensor = torch.frombuffer(bytearray(content or size), dtype=torch.uint8).to(where)
     dist.broadcast(tensor, 0)
-    return content or _to_bytes(tensor.cpu())
+    return content or to_bytes(tensor.cpu())
 
 
 def _decode(content: dict[str, bytes]) -> State:
@@ -194,11 +191,12 @@ def _decode(content: dict[str, bytes]) -> State:
 
 def gather_ranks(own: dict[str, Any]) -> list[dict[str, Any]]:
     """Return every rank's dictionary on rank 0, in order of rank, and [] on the other ranks."""
-    if not dist.is_initialized():
-        return [own]
-    everyone: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
-    dist.gather_object(own, everyone or None)
-    return everyone
+    file = io.BytesIO()
+    torch.save(own, file)
+    gathered = gather_bytes(file.getvalue())
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return []
+    return [torch.load(io.BytesIO(data), weights_only=True) for data in gathered]
 
 
 def rng_state() -> dict[str, Any]:
@@ -231,13 +229,8 @@ def weights_hash(weights: dict[str, Tensor]) -> str:
     for name in sorted(weights):
         tensor = weights[name].detach().cpu().contiguous()
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(_to_bytes(tensor))
+        digest.update(to_bytes(tensor))
     return digest.hexdigest()
-
-
-def _to_bytes(tensor: Tensor) -> bytes:
-    """Return a copy of a contiguous CPU tensor's memory, without NumPy."""
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def _list(folder: Path, describe: Callable[[Path], str]) -> bool:
@@ -267,7 +260,10 @@ def _verify(path: Path) -> str:
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
-    return _decode(files.read_newest(folder)).model
+    content, damage = files.read_newest(folder)
+    if damage:
+        raise CheckpointError(damage)
+    return _decode(content).model
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 
-from .errors import with_fault
 from .lock import update_link
 
 MANIFEST = "manifest.json"
@@ -124,20 +123,20 @@ def candidates(folder: Path) -> list[Path]:
     return [folder] if (folder / MANIFEST).exists() else steps(folder)[::-1]
 
 
-def read_newest(folder: Path) -> dict[str, bytes]:
-    """Return the files of a checkpoint, or of a run's newest intact one; {} if there is none."""
+def read_newest(folder: Path) -> tuple[dict[str, bytes], str]:
+    """Return the files of a checkpoint, or of a run's newest intact one; {} if there is none.
+
+    And what is damaged, if therefore there is none.
+    """
     damage = []
     for candidate in candidates(folder):
         try:
-            return read(candidate)
+            return read(candidate), ""
         except CheckpointError as error:
             damage.append(str(error))
             _log.warning("%s; trying the checkpoint before it", error)
-    if damage:
-        cause = f"{damage[0]}, and no intact checkpoint is left in {folder}"
-        cause += "; move it away, or use another RUN_ID"
-        raise with_fault(CheckpointError, "checkpoint-damaged", cause)
-    return {}
+    cause = f"{damage[0]}, and no intact checkpoint is left in {folder}" if damage else ""
+    return {}, cause
 
 
 def read(folder: Path) -> dict[str, bytes]:

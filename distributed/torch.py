@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import dataclasses
 import json
 import os
@@ -28,7 +29,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -199,6 +200,28 @@ def barrier() -> None:
     """Wait for every rank; do nothing when alone."""
     if dist.is_initialized():
         dist.barrier()
+
+
+def gather_bytes(data: bytes) -> list[bytes]:
+    """Return every rank's bytes, by rank, on every rank.
+
+    torch's own all_gather_object would unpickle what the others send.
+    """
+    if not dist.is_initialized():
+        return [data]
+    where = device() if dist.get_backend() == "nccl" else "cpu"
+    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=where)
+    sizes[dist.get_rank()] = len(data)
+    dist.all_reduce(sizes)
+    mine = torch.frombuffer(bytearray(data.ljust(int(sizes.max()) + 1)), dtype=torch.uint8)
+    everyone = [torch.empty_like(mine, device=where) for _ in sizes]
+    dist.all_gather(everyone, mine.to(where))
+    return [to_bytes(one.cpu())[:size] for one, size in zip(everyone, sizes.tolist(), strict=True)]
+
+
+def to_bytes(tensor: Tensor) -> bytes:
+    """Return a copy of a contiguous CPU tensor's memory, without NumPy."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def seed_everything(seed: int, rank: int = 0) -> None:

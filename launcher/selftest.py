@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import socket
 import time
 import warnings
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from distributed.environment import Environment
-from distributed.torch import device, init_distributed, setup_distributed_models
+from distributed.torch import device, gather_bytes, init_distributed, setup_distributed_models
 from launcher.text import count
 
 Check = tuple[str, Tensor, Tensor]  # name, what came, what should have come
@@ -130,8 +131,8 @@ def check_all(env: Environment) -> tuple[int, list[str]]:
     host = socket.gethostname()
     found = [find_fault(check, f"rank {env.rank} ({host})") for check in checks]
     where = f"{device()} {torch.cuda.get_device_name()}" if device().type == "cuda" else "cpu"
-    rows = [(host, where, torch.__version__, found)] * env.world_size
-    dist.all_gather_object(rows, rows[0])
+    row = json.dumps([host, where, torch.__version__, found]).encode()
+    rows = [json.loads(told) for told in gather_bytes(row)]
     tell(env, f"{'host':<20}{'rank':>6}  {'device':<30}  torch")
     for rank, (host, where, version, _) in enumerate(rows):
         tell(env, f"{host:<20}{rank:>6}  {where:<30}  {version}")

@@ -48,21 +48,17 @@ def _complain(cause: str) -> None:
 @contextlib.contextmanager
 def refuse_together(environment: Environment) -> Iterator[None]:
     """Run the body on every rank; if any rank finds a mistake, rank 0 prints it and all exit."""
-    import torch.distributed as dist
-
     from distributed.checkpoint import CheckpointError
     from distributed.errors import Refused
-    from distributed.torch import barrier, finish
+    from distributed.torch import barrier, finish, gather_bytes
 
     mistake = None
     try:
         yield
     except (SettingsError, LauncherError, CheckpointError, Refused) as error:
         mistake = str(error) if environment.is_main else f"rank {environment.rank}: {error}"
-    mistakes = [mistake] * environment.world_size
-    if environment.world_size > 1:
-        dist.all_gather_object(mistakes, mistake)
-    if first := next(filter(None, mistakes), None):
+    mistakes = gather_bytes((mistake or "").encode())
+    if first := next(filter(None, mistakes), b"").decode():
         if environment.is_main:
             _complain(first)
         barrier()  # once one rank has left, the launcher ends the others

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
+import pickle
 import random
 import re
 import resource
@@ -14,6 +16,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +27,7 @@ from distributed import checkpoint, checkpoint_files
 from distributed.checkpoint import CheckpointError, Saver, State, load, weights_hash
 from distributed.errors import Refused
 from distributed.lock import RunLock
+from distributed.torch import gather_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -503,6 +507,47 @@ def test_rank_0_reads_for_all(tmp_path: Path) -> None:
     assert found == {weights_hash(state.model)}
     errors = {(tmp_path / "results" / f"{rank}.error").read_text() for rank in (0, 1)}
     assert len(errors) == 1
+
+
+class Intruder:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, tuple[Path]]:
+        return Path.touch, (Path(self.file),)
+
+
+def _send_a_pickle(rank: int, results: str) -> None:
+    meeting = f"file://{results}/store"
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+    opened = str(Path(results, "opened"))
+    for send in (pickle.dumps, _saved):
+        if rank == 1:
+            gather_bytes(send(Intruder(opened)))
+        else:
+            with pytest.raises(pickle.UnpicklingError):
+                checkpoint.gather_ranks({"rank": rank})
+    if rank == 1:
+        gather_bytes(pickle.dumps(Intruder(opened)))
+    else:
+        assert gather_bytes(b"")[1] == pickle.dumps(Intruder(opened))
+    if rank == 0:
+        gather_bytes(pickle.dumps(Intruder(opened)))
+    else:
+        with pytest.raises(ValueError):  # no JSON
+            load(Path("/nonexistent"))
+
+
+def _saved(content: object) -> bytes:
+    torch.save(content, file := io.BytesIO())
+    return file.getvalue()
+
+
+def test_what_a_false_rank_sends_is_not_unpickled(tmp_path: Path) -> None:
+    start_processes(_send_a_pickle, (str(tmp_path),), nprocs=2, start_method="fork")  # type: ignore[no-untyped-call]
+    assert not (tmp_path / "opened").exists()
 
 
 def test_the_manifest_has_the_size_and_hash_of_what_is_on_the_disk(tmp_path: Path) -> None:

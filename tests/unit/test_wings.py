@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +40,24 @@ def imported(name: str) -> Iterator[str]:
         else:
             continue
         yield from {name.partition(".")[0] for name in names} & WINGS
+
+
+UNPICKLE = re.compile(r"\w+_object(_list)?|loads?_pickle|unpickle|Unpickler")
+
+
+@pytest.mark.parametrize("name", modules())
+def test_nothing_that_arrives_is_unpickled(name: str) -> None:
+    """torch's *_object functions unpickle what other ranks send; torch.load can be told not to."""
+    tree = ast.parse((ROOT / name).read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    for call in calls:
+        called = ast.unparse(call.func)
+        assert not UNPICKLE.fullmatch(called.rpartition(".")[2]), called
+        if called == "torch.load":
+            assert any(word.arg == "weights_only" for word in call.keywords)
+    imports = (node for node in ast.walk(tree) if isinstance(node, ast.Import))
+    names = {alias.name for node in imports for alias in node.names}
+    assert not names & {"pickle", "dill", "marshal", "shelve"}
 
 
 @pytest.mark.parametrize("name", modules())
