@@ -42,7 +42,6 @@ from .lock import RunLock
 from .torch import gather_bytes, to_bytes
 
 _COPY_THREADS = 4  # one core copies more slowly than memory allows
-_TENSORS = ("model", "optimizer", "ranks")  # the fields of State in files of torch.save
 
 
 @dataclass(frozen=True)
@@ -63,10 +62,13 @@ class Saver:
 
     Keeps the newest `keep_last`, and the one with the lowest `progress["validation_loss"]`. Call
     `wait` before the process exits. Raises Refused if another live process saves in this folder or
-    the folder is another job's, and CheckpointError if it cannot be written to.
+    the folder is another job's, CheckpointError if it cannot be written to, and ValueError for
+    `keep_last` below 1.
     """
 
     def __init__(self, run_folder: Path, *, keep_last: int, enabled: bool = True) -> None:
+        if keep_last < 1:
+            raise ValueError(f"keep_last is {keep_last}; keep at least 1 checkpoint")
         self.folder = run_folder
         self.keep_last = keep_last
         self.enabled = enabled
@@ -123,7 +125,7 @@ class Saver:
             with self._lock.committing():
                 for leftover in self.folder.glob("step-*.tmp-*"):
                     shutil.rmtree(leftover)
-            tensors = {name: getattr(state, name) for name in _TENSORS}
+            tensors = {name: getattr(state, name) for name in files.TENSORS}
             files.write(temporary, tensors, state.progress)
             with self._lock.committing():
                 files.commit(temporary, self.folder / f"step-{step}")
@@ -181,7 +183,7 @@ def _broadcast(content: bytes | None, size: int) -> bytes:
 def _decode(content: dict[str, bytes]) -> State:
     tensors = {
         name: torch.load(io.BytesIO(content[f"{name}.pt"]), map_location="cpu", weights_only=True)
-        for name in _TENSORS
+        for name in files.TENSORS
     }
     return State(progress=json.loads(content["progress.json"]), **tensors)
 

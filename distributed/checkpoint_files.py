@@ -9,8 +9,8 @@ A run saves in a folder of its own, and only one live run at a time writes to it
     best -> step-200     the lowest validation loss so far
 
 A checkpoint is written under a temporary name, flushed to the disk, and only then renamed, so a
-folder named step-N is always complete. Its manifest holds the size and SHA-256 of each file,
-because torch.load does not notice a flipped bit.
+folder named step-N is always complete. Its manifest holds the size and SHA-256 of each file, and
+of itself, because torch.load does not notice a flipped bit.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import logging
 import math
 import os
 import shutil
+import stat
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +32,8 @@ import torch
 from .lock import update_link
 
 MANIFEST = "manifest.json"
+TENSORS = ("model", "optimizer", "ranks")  # in a file of torch.save each
+FILES = {*(f"{name}.pt" for name in TENSORS), "progress.json"}
 _CHUNK = 1 << 22  # bytes
 _log = logging.getLogger(__name__)
 
@@ -50,7 +53,8 @@ def write(folder: Path, tensors: Mapping[str, Any], progress: Mapping[str, Any])
     (folder / "progress.json").write_text(json.dumps(progress))
     files = sorted(folder.iterdir())
     entries = {f.name: {"size": f.stat().st_size, "sha256": hash_file(f)} for f in files}
-    manifest = {"version": 1, "saved": time.time(), "files": entries}
+    manifest = {"version": 2, "saved": time.time(), "files": entries}
+    manifest["sha256"] = _hash_manifest(manifest)
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2))
     for file in (*files, folder / MANIFEST, folder):
         _sync(file)
@@ -65,6 +69,12 @@ def hash_file(file: Path) -> str:
     return digest.hexdigest()
 
 
+def _hash_manifest(manifest: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a manifest's content, without that field."""
+    content = {name: value for name, value in manifest.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def commit(temporary: Path, final: Path) -> None:
     """Rename a written checkpoint to its final name, durably, and point `latest` at it."""
     if final.exists():  # damaged: an intact one would have been resumed
@@ -75,14 +85,22 @@ def commit(temporary: Path, final: Path) -> None:
 
 
 def prune(run_folder: Path, step: int, keep_last: int) -> None:
-    """Delete old checkpoints, and those of later steps, which the run went back behind."""
-    whole = [folder for folder in steps(run_folder) if _is_whole(folder)]
-    kept = [folder for folder in whole if _step_of(folder) <= step][-keep_last:]
-    best = min(whole, key=validation_loss)
-    if math.isfinite(validation_loss(best)):
+    """Delete old checkpoints, and those of later steps, which the run went back behind.
+
+    Damaged ones stay: a warning names them.
+    """
+    losses = {}
+    for folder in steps(run_folder):
+        try:
+            losses[folder] = validation_loss(folder)
+        except CheckpointError as error:
+            _log.warning("%s; this checkpoint is left as it is", error)
+    kept = [folder for folder in losses if _step_of(folder) <= step][-keep_last:]
+    best = min(losses, key=losses.__getitem__, default=None)
+    if best is not None and math.isfinite(losses[best]):
         update_link(run_folder / "best", best.name)
         kept.append(best)
-    for folder in whole:
+    for folder in losses:
         if folder not in kept:
             _delete(folder)
 
@@ -141,36 +159,42 @@ def read_newest(folder: Path) -> tuple[dict[str, bytes], str]:
 
 def read(folder: Path) -> dict[str, bytes]:
     """Return the content of a checkpoint's files. CheckpointError: one is not what was written."""
-    content = {}
-    for name, entry in read_manifest(folder)["files"].items():
-        content[name] = (folder / name).read_bytes()
-        if hashlib.sha256(content[name]).hexdigest() != entry["sha256"]:
-            raise CheckpointError(f"{folder}/{name}: is not what was written (SHA-256)")
+    manifest = read_manifest(folder)
+    return {name: _read_file(folder, name, manifest) for name in manifest["files"]}
+
+
+def _read_file(folder: Path, name: str, manifest: Mapping[str, Any]) -> bytes:
+    content = (folder / name).read_bytes()
+    if hashlib.sha256(content).hexdigest() != manifest["files"][name]["sha256"]:
+        raise CheckpointError(f"{folder}/{name}: is not what was written (SHA-256)")
     return content
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's manifest. CheckpointError: it is unreadable, or a size differs."""
+    """Return a checkpoint's manifest. CheckpointError: it is damaged, or a file's size differs."""
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
+        is_whole = manifest["version"] == 1 or manifest["sha256"] == _hash_manifest(manifest)
+        if not is_whole or manifest["files"].keys() != FILES:
+            raise CheckpointError(f"{folder}/{MANIFEST}: is not what was written")
         for name, entry in manifest["files"].items():
-            size = (folder / name).stat().st_size
-            if size != entry["size"]:
-                raise CheckpointError(f"{folder}/{name}: has {size} bytes, not {entry['size']}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            status = (folder / name).lstat()
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{folder}/{name}: is not a file of its own")
+            if status.st_size != entry["size"]:
+                found = f"has {status.st_size} bytes, not {entry['size']}"
+                raise CheckpointError(f"{folder}/{name}: {found}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder}: unreadable ({error})") from None
     return manifest
 
 
-def _is_whole(folder: Path) -> bool:
-    try:
-        read_manifest(folder)
-    except CheckpointError:
-        return False
-    return True
-
-
 def validation_loss(folder: Path) -> float:
-    """Return the validation loss that a checkpoint was saved with; infinity if there was none."""
-    loss = json.loads((folder / "progress.json").read_bytes()).get("validation_loss")
+    """Return the validation loss that a checkpoint was saved with; infinity if there was none.
+
+    Raises:
+        CheckpointError: its manifest, or the file that holds the loss, is damaged.
+    """
+    progress = json.loads(_read_file(folder, "progress.json", read_manifest(folder)))
+    loss = progress.get("validation_loss")
     return math.inf if loss is None else loss

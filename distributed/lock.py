@@ -7,8 +7,11 @@ import fcntl
 import json
 import os
 import socket
+import struct
 import time
+import weakref
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,9 @@ from .errors import Refused
 
 _LIVE, _COMMIT = 0, 1  # bytes of the lock's file
 _COMMIT_S = 30.0  # the longest that a commit may take
+# Locks of an open file, not of the process: to copy the folder would end those (fcntl(2)).
+_SET, _SET_WAITING = 37, 38  # F_OFD_SETLK, F_OFD_SETLKW; the fcntl of some Pythons lacks them
+_FLOCK = struct.Struct("hhqqi0q")  # struct flock: type, whence, start, length, process
 
 
 class RunLock:
@@ -25,7 +31,7 @@ class RunLock:
     A SLURM job that was started again takes the folder over from its earlier start, for that may
     live on where SLURM cannot reach it. Each lock puts a new file in the place of the one before.
     The kernel's lock on its first byte tells whether the holder lives; the lock on its second is
-    held while something is committed. All of it works on NFS, too (fcntl(2)).
+    held while something is committed. All of it works on NFS, too. Forked children do not have it.
 
     Raises:
         Refused: a live process has it, or the folder is another SLURM job's with this job's id.
@@ -38,14 +44,21 @@ class RunLock:
         new = str(folder / f".lock.{me['host']}.{me['process']}.{time.time_ns()}")
         self.fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         os.write(self.fd, json.dumps(me).encode())
-        fcntl.lockf(self.fd, fcntl.LOCK_EX, 1, _LIVE)
+        _set_lock(self.fd, fcntl.F_WRLCK, _LIVE)
         try:
             while not self._take_place(new, me):
                 pass  # another was quicker
         except BaseException:
             os.unlink(new)
-            os.close(self.fd)
+            self.close()
             raise
+        os.register_at_fork(after_in_child=partial(_close, weakref.ref(self)))
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
 
     def _take_place(self, new: str, me: Mapping[str, Any]) -> bool:
         before = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -83,7 +96,7 @@ class RunLock:
         Raises:
             Refused: one has taken over; this process must write nothing more.
         """
-        fcntl.lockf(self.fd, fcntl.LOCK_EX, 1, _COMMIT)
+        _set_lock(self.fd, fcntl.F_WRLCK, _COMMIT, _SET_WAITING)
         try:
             if os.fstat(self.fd).st_nlink == 0:
                 host = json.loads(self.path.read_text())["host"]
@@ -91,12 +104,21 @@ class RunLock:
                 raise Refused("node-lost", f"{cause}; this process, cut off, leaves it alone")
             yield
         finally:
-            fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, _COMMIT)
+            _set_lock(self.fd, fcntl.F_UNLCK, _COMMIT)
+
+
+def _close(lock: weakref.ref[RunLock]) -> None:
+    if (alive := lock()) is not None:
+        alive.close()
+
+
+def _set_lock(fd: int, kind: int, byte: int, how: int = _SET) -> None:
+    fcntl.fcntl(fd, how, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
 
 
 def _try_lock(fd: int, byte: int) -> bool:
     try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+        _set_lock(fd, fcntl.F_WRLCK, byte)
     except (BlockingIOError, PermissionError):
         return False
     return True

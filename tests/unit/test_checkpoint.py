@@ -10,7 +10,9 @@ import pickle
 import random
 import re
 import resource
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -39,7 +41,7 @@ def save(run: Path, step: int, state: State, *, keep_last: int) -> Path:
         saver.save(step, state)
         saver.wait()
     finally:
-        os.close(saver._lock.fd)
+        saver._lock.close()
     return run / f"step-{step}"
 
 
@@ -154,6 +156,63 @@ def test_a_damaged_one_is_named_and_the_one_before_taken(
         load(tmp_path)
 
 
+@pytest.mark.parametrize(("file", "every"), [("manifest.json", 37), ("progress.json", 5)])
+def test_a_flip_in_an_old_one_is_named_and_ends_no_save(
+    tmp_path: Path, file: str, every: int
+) -> None:
+    assert flip_old_ones(tmp_path, file, every) > 5
+
+
+def flip_old_ones(folder: Path, file: str, every: int) -> int:
+    """Flip a bit of each `every`-th byte of an old checkpoint's file; returns how many."""
+    saver = Saver(folder, keep_last=2)
+    state = make_state(1)
+    saver.save(1, state)
+    saver.wait()
+    whole = (folder / "step-1" / file).read_bytes()
+    for number, byte in enumerate(range(0, len(whole), every)):
+        damaged = bytearray(whole)
+        damaged[byte] ^= 1 << number % 8
+        (folder / "step-1" / file).write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="step-1"):
+            checkpoint_files.read(folder / "step-1")
+        for step in (2, 3):
+            saver.save(step, state)
+            saver.wait()
+        assert {"step-1", "step-2", "step-3"} <= set(os.listdir(folder))
+    saver._lock.close()
+    return number + 1
+
+
+def test_what_is_no_manifest_of_a_checkpoint_is_damage(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1, make_state(1), keep_last=1)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (tmp_path / "secret").write_text("")
+    for content in ({}, {"../secret": {"size": 0, "sha256": hashlib.sha256().hexdigest()}}):
+        forged = {"version": 1, "saved": 0.0, "files": content}
+        (folder / "manifest.json").write_text(json.dumps(forged))
+        with pytest.raises(CheckpointError, match="is not what was written"):
+            load(tmp_path)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "model.pt").rename(tmp_path / "model.pt")
+    (folder / "model.pt").symlink_to(tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match="is not a file of its own"):
+        load(tmp_path)
+
+
+def test_a_manifest_without_a_hash_of_its_own_still_counts(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1, make_state(1), keep_last=1)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    older = {"version": 1, "saved": manifest["saved"], "files": manifest["files"]}
+    (folder / "manifest.json").write_text(json.dumps(older))
+    assert newest_step(tmp_path) == 1
+
+
+def test_at_least_one_checkpoint_is_kept(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep_last is 0"):
+        Saver(tmp_path, keep_last=0)
+
+
 def test_a_damaged_one_is_replaced(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step, make_state(step), keep_last=2)
@@ -238,7 +297,7 @@ def test_two_live_runs_cannot_save_in_one_folder(tmp_path: Path) -> None:
             Saver(tmp_path, keep_last=1)
 
     assert in_a_child(save_too) == 0
-    os.close(saver._lock.fd)
+    saver._lock.close()
 
 
 def start_again(run: Path, state: State, job: str, start: int) -> None:
@@ -262,7 +321,7 @@ def test_a_job_that_was_started_again_takes_over(
     with pytest.raises(CheckpointError, match=r"step 10 was not saved: .*again, on .*node-lost"):
         cut_off.wait()
     assert names(tmp_path) == after
-    os.close(cut_off._lock.fd)
+    cut_off._lock.close()
 
 
 @pytest.mark.parametrize(("job", "start"), [("12", 1), ("12", 0), ("13", 5)])
@@ -279,7 +338,7 @@ def test_nobody_else_takes_over(
 
     assert in_a_child(refused) == 0
     assert names(tmp_path) == []
-    os.close(live._lock.fd)
+    live._lock.close()
 
 
 SUBMITTED = "2026-11-20T16:12:33"
@@ -354,6 +413,34 @@ def test_what_takes_over_waits_for_a_commit(
     with pytest.raises(Refused, match="node-lost"), claim.committing():
         pass
     os.close(claim.fd)
+
+
+def test_a_copy_of_the_folder_lets_nobody_in(tmp_path: Path) -> None:
+    saver = Saver(tmp_path / "run", keep_last=1)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")  # opens and closes the lock's file
+    code = "import sys; from pathlib import Path; from distributed.lock import RunLock\n"
+    code += "RunLock(Path(sys.argv[1]), 'run r')"
+    other = [sys.executable, "-c", code, str(tmp_path / "run")]
+    result = subprocess.run(other, cwd=ROOT, capture_output=True, text=True)
+    assert "[run-is-live]" in result.stderr
+    saver._lock.close()
+
+
+def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path, "run r")
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        ours.close()
+        theirs.send(b"forked")
+        theirs.recv(1)
+        os._exit(0)
+    assert ours.recv(6) == b"forked"
+    lock.close()
+    RunLock(tmp_path, "run r").close()
+    theirs.close()
+    ours.close()
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_of_many_at_once_one_locks(tmp_path: Path) -> None:
