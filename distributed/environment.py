@@ -15,6 +15,10 @@ from pathlib import Path
 
 from . import hostlist
 
+_RUN_ID = re.compile(r"[A-Za-z0-9_][\w\]\[.-]{0,127}", re.ASCII)
+_TAKEN_RUN_ID = re.compile(r"latest|tensorboard|distributed_training|node_[0-9]+\.log")
+_MOST_TASKS = 10**6
+_LONGEST = 600  # characters of an error
 INTERACTIVE_STEP = "4294967290"  # SLURM_STEP_ID in the shell that salloc opens on a node
 _SQUEUE_S = 10  # limit for an answer of SLURM's controller
 
@@ -23,7 +27,9 @@ class LauncherError(ValueError):
     """The launcher's variables are wrong or contradict each other: `cause; cure [fault]`."""
 
     def __init__(self, text: str, fault: str = "wrong-world") -> None:
-        super().__init__(f"{text} [{fault}]")
+        shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+        shown = shown if len(shown) < _LONGEST else f"{shown[:300]} ... {shown[-200:]}"
+        super().__init__(f"{shown} [{fault}]")
         self.fault = fault
 
 
@@ -67,12 +73,16 @@ class _Variables(dict[str, str]):
             raise LauncherError(f"{name} is not set; {self.cure}")
         return self[name]
 
-    def number(self, name: str, low: int = 1, high: int = 2**31, why: str = "") -> int:
+    def number(
+        self, name: str, low: int = 1, high: int = 2**31, why: str = "", default: str = ""
+    ) -> int:
         """Return an integer in low..high; `why` explains the bounds."""
-        value = self.text(name)
+        value = self[name] or default or self.text(name)
         if value.isascii() and value.isdigit() and low <= int(value) <= high:
             return int(value)
-        raise LauncherError(f"{name}={value} is not a number of {low}..{high}{why}; {self.cure}")
+        raise LauncherError(
+            f"{name}={value} is not a number of {low}..{high}{why}; {self.cure or 'unset it'}"
+        )
 
     def rank(self, name: str, size: int, size_name: str) -> int:
         return self.number(name, 0, size - 1, f" ({size_name}={size})")
@@ -158,7 +168,7 @@ def _in_order_of_tasks(v: _Variables) -> tuple[str, list[int]]:
     groups = [
         v[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"]
         or v[f"SLURM_JOB_NODELIST_PACK_GROUP_{group}"]  # an srun outside a job sets only this
-        for group in range(int(v["SLURM_HET_SIZE"] or 0))
+        for group in range(v.number("SLURM_HET_SIZE", 0, 1000, default="0"))
     ]
     if not any(groups):
         return hostlist.first(hosts), tasks
@@ -182,8 +192,8 @@ def tasks_per_node(text: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> list[i
     """Expand SLURM's short form: `2(x2),1` gives [2, 2, 1]."""
     counts: list[int] = []
     for item in text.split(","):
-        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", item)
-        if match is None:
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", item)
+        if match is None or int(match[2] or 1) + len(counts) > _MOST_TASKS:
             raise LauncherError(f"{name}={text} cannot be read; use srun")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
@@ -191,8 +201,9 @@ def tasks_per_node(text: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> list[i
 
 def plain(v: _Variables) -> Environment:
     """Return the environment of one process alone. Raises LauncherError if a launch is half set."""
-    job_tasks = int(v["SLURM_NTASKS"] or v["SLURM_JOB_NUM_NODES"] or 1)
-    started = int(v["SLURM_STEP_NUM_TASKS"] or 1)  # more in a salloc shell
+    nodes = v.number("SLURM_JOB_NUM_NODES", default="1")
+    job_tasks = v.number("SLURM_NTASKS", default=str(nodes))
+    started = v.number("SLURM_STEP_NUM_TASKS", default="1")  # more in a salloc shell
     if v["SLURM_JOB_ID"] and started < job_tasks:
         cause = f"no srun started this process, one of the {job_tasks} tasks of job {job_id(v)}"
         raise LauncherError(f"{cause}; put srun before the command", fault="batch-step")
@@ -227,7 +238,7 @@ def detect(
         read(v),
         run_id=_run_id(v),
         log_dir=Path(v["LOG_DIR"] or "logs"),
-        restart_count=sum(int(v[name] or 0) for name in RESTART_COUNTS),
+        restart_count=sum(v.number(name, 0, default="0") for name in RESTART_COUNTS),
         agent_store=v["TORCHELASTIC_USE_AGENT_STORE"] == "True",
         heartbeat_file=v["HEARTBEAT_FILE"] or None,
         backend=v["BACKEND"] or None,
@@ -265,7 +276,7 @@ def slurm_job(environ: Mapping[str, str] = os.environ) -> dict[str, str | int]:
     return {
         "job": v["SLURM_JOB_ID"],
         "run_id": job_id(v),
-        "start": int(v["SLURM_RESTART_COUNT"] or 0),
+        "start": v.number("SLURM_RESTART_COUNT", 0, default="0"),
         "cluster": v["SLURM_CLUSTER_NAME"],
         "submitted": _submit_time(job_id(v)),
     }
@@ -286,7 +297,18 @@ def _submit_time(job: str) -> str:
 def _run_id(v: _Variables) -> str:
     given = (v["RUN_ID"], v["TORCHELASTIC_RUN_ID"], job_id(v))
     known = [one for one in given if one not in ("", "none")]  # "none": torchrun's default
-    return known[0] if known else new_run_id()
+    return check_run_id(known[0]) if known else new_run_id()
+
+
+def check_run_id(run_id: str) -> str:
+    """Return a run id, which names folders, wherever it comes from; raises LauncherError."""
+    if not _RUN_ID.fullmatch(run_id):
+        rule = "use letters, digits and _ . - only, the first no . or -, at most 128"
+        raise LauncherError(f"RUN_ID is {run_id!r:.150}; {rule}", fault="config-invalid")
+    if _TAKEN_RUN_ID.fullmatch(run_id):
+        cause = f"RUN_ID is {run_id!r}, a name that the log folder needs itself"
+        raise LauncherError(f"{cause}; choose another", fault="config-invalid")
+    return run_id
 
 
 def port_from_id(run_id: str) -> int:

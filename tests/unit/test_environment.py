@@ -1,6 +1,7 @@
 """Every launcher's variables, whole and half set."""
 
 import dataclasses
+import os
 import re
 import subprocess
 import sys
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from captured import captured
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from distributed.environment import (
     Environment,
@@ -17,8 +20,10 @@ from distributed.environment import (
     port_from_id,
     tasks_per_node,
 )
+from distributed.hostlist import HostlistError
 
 Variables = dict[str, str]
+TIMES = int(os.environ.get("EXAMPLES", "1"))  # make prove tries 100 times as many
 
 TORCHRUN: Variables = {
     "RANK": "5",
@@ -304,3 +309,34 @@ def test_local_sizes_follow_the_groups_of_a_heterogeneous_job() -> None:
 def test_refused_in_a_real_slurm(name: str, cause: str) -> None:
     with pytest.raises(LauncherError, match=re.escape(cause)):
         detect(captured(name))
+
+
+NAMES = sorted({*BY_HAND, *TORCHRUN, *OPENMPI, *STEP, *BATCH, *ARRAY, "SLURM_RESTART_COUNT"})
+NAMES += ["SLURM_HET_SIZE", "SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_DISTRIBUTION", "RUN_ID"]
+VALUES = [
+    *("", "0", "1", "2", "-1", "1.5", "99999999999", "9" * 30, "4294967290", " 1", "1e3", "\u00b2"),
+    *("node1", "node[1-2]", "node[1-999999999]", "n[1-3", "n[1-9][1-9][1-9][1-9][1-9][1-9][1-9]"),
+    *("2(x2)", "2(x99999999)", "2(x999999999999)", "../../x", "a\nb", "\x1b[31m", "x" * 100_000),
+    *("arbitrary", "latest", "none", "gloo"),
+]
+
+
+@settings(max_examples=300 * TIMES, deadline=2000)
+@given(
+    st.sampled_from([BY_HAND, TORCHRUN, OPENMPI, STEP, BATCH, {}]),
+    st.sets(st.sampled_from(NAMES), max_size=5),
+    st.dictionaries(st.sampled_from(NAMES), st.sampled_from(VALUES) | st.text(), max_size=5),
+)
+def test_any_environment_gives_a_place_or_one_line(
+    base: Variables, dropped: set[str], changed: Variables
+) -> None:
+    variables = {name: value for name, value in base.items() if name not in dropped} | changed
+    try:
+        env = detect(variables)
+    except (LauncherError, HostlistError) as error:
+        assert str(error).isprintable()
+        assert len(str(error)) < 1000
+    else:
+        assert 0 <= env.local_rank < env.local_world_size <= env.world_size
+        assert 0 <= env.rank < env.world_size and 0 <= env.node_rank < env.num_nodes
+        assert re.fullmatch(r"[\w.\[\]-]{1,128}", env.run_id, re.ASCII)
