@@ -23,13 +23,17 @@ INTERACTIVE_STEP = "4294967290"  # SLURM_STEP_ID in the shell that salloc opens 
 _SQUEUE_S = 10  # limit for an answer of SLURM's controller
 
 
+def printable(text: str) -> str:
+    """Return one line in which control characters are shown, not obeyed; a long one is cut."""
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return shown if len(shown) < _LONGEST else f"{shown[:300]} ... {shown[-200:]}"
+
+
 class LauncherError(ValueError):
     """The launcher's variables are wrong or contradict each other: `cause; cure [fault]`."""
 
     def __init__(self, text: str, fault: str = "wrong-world") -> None:
-        shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-        shown = shown if len(shown) < _LONGEST else f"{shown[:300]} ... {shown[-200:]}"
-        super().__init__(f"{shown} [{fault}]")
+        super().__init__(f"{printable(text)} [{fault}]")
         self.fault = fault
 
 
@@ -129,9 +133,13 @@ def _ranks_of_equal_nodes(
     v: _Variables, rank_name: str, size_name: str, local_rank_name: str, local_size_name: str
 ) -> tuple[int, int, int, int, int, int]:
     """Return Environment's six numbers, where every node runs as many ranks as this one."""
-    world_size, local_size = v.number(size_name), v.number(local_size_name)
+    world_size = v.number(size_name)
+    local_size = v.number(local_size_name, 1, world_size, f" ({size_name}={world_size})")
     rank = v.rank(rank_name, world_size, size_name)
     local_rank = v.rank(local_rank_name, local_size, local_size_name)
+    if rank < local_rank:
+        cause = f"{rank_name}={rank} is less than {local_rank_name}={local_rank}"
+        raise LauncherError(f"{cause}; {v.cure}")
     node_rank, num_nodes = (rank - local_rank) // local_size, -(-world_size // local_size)
     return rank, local_rank, world_size, local_size, node_rank, num_nodes
 

@@ -26,14 +26,17 @@ from pydantic import (
     model_validator,
 )
 
+from distributed.environment import printable
 from distributed.strategy import check_strategy
 
 COMMAND_LINE = "command line"
 BUILT_IN_TASK = "language_model"
-Count = Annotated[int, Field(gt=0)]
-Interval = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
-Rate = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(gt=0, le=10**15)]
+Interval = Annotated[int, Field(ge=0, le=10**15)]
+Seconds = Annotated[float, Field(gt=0, le=10**7)]
+Rate = Annotated[float, Field(ge=0, le=10**9)]
+Norm = Annotated[float, Field(gt=0, le=10**9)]
+MOST_VALUES = 10_000  # of a config, with each alias in full: a few lines can stand for billions
 NOTHING = ("", "null", "~")  # `key=null` unsets a setting
 Tree = dict[str, Any]  # a config before it is checked
 
@@ -41,11 +44,14 @@ Tree = dict[str, Any]  # a config before it is checked
 class SettingsError(ValueError):
     """The config, or the data it names, is wrong: where, why and what to do, in one line."""
 
+    def __init__(self, text: str) -> None:
+        super().__init__(printable(text))
+
 
 class Section(BaseModel):
     """A group of settings. Unknown keys and wrong types are errors; values do not change."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class Data(Section):
@@ -78,7 +84,7 @@ class Train(Section):
     learning_rate: Rate = 3e-4  # the peak, after the warm-up; a cosine to 0 follows
     warmup_steps: Interval = 0
     weight_decay: Rate = 0.1
-    clip_norm: Seconds | None = 1.0  # of all gradients together; null: no limit
+    clip_norm: Norm | None = 1.0  # of all gradients together; null: no limit
     log_every: Count = 10
     eval_every: Interval = 0  # 0: never, not even at the end
 
@@ -158,7 +164,7 @@ def _check_class(module: str, name: str) -> None:
     """Raise ValueError if there is no such class, without importing the module and so torch."""
     try:
         spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
+    except (ImportError, ValueError):  # it is not there, or cannot be a module's name
         spec = None
     if spec is None:
         cure = f"put {module}.py into this folder, into the config's, or on PYTHONPATH"
@@ -269,6 +275,8 @@ def _read_file(path: Path) -> Tree:
         raise SettingsError(f"{path}: no such file; {cure}") from None
     except OSError as error:
         raise SettingsError(f"{path}: {error.strerror}") from None
+    except RecursionError:
+        raise SettingsError(f"{path}: is nested too deeply; write it flatter") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-13-45
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
@@ -276,7 +284,21 @@ def _read_file(path: Path) -> Tree:
         raise SettingsError(f"{path}: {where}not YAML: {cause}") from None
     if not isinstance(tree, dict):
         raise SettingsError(f"{path}: should hold `key: value` lines")
+    if _is_too_large(tree):
+        raise SettingsError(f"{path}: holds over {MOST_VALUES} values; see its aliases (*name)")
     return tree
+
+
+def _is_too_large(tree: Tree) -> bool:
+    """Whether a tree has more than MOST_VALUES values, or is within itself."""
+    pending: list[Any] = [tree]
+    for _ in range(MOST_VALUES):
+        if not pending:
+            return False
+        value = pending.pop()
+        if isinstance(value, dict | list):
+            pending += value.values() if isinstance(value, dict) else value
+    return True
 
 
 def _read_overrides(overrides: Sequence[str]) -> Tree:
@@ -303,7 +325,7 @@ def _parse(key: str, text: str) -> Any:
         return text
     try:
         value = yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         return text
     return value if isinstance(value, bool | int | float | list) else text
 

@@ -13,9 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
+import hypothesis
 import pytest
 
 ROOT = Path(__file__).parents[2]
+
+hypothesis.settings.register_profile("default", deadline=2000)  # ms, for one example
+hypothesis.settings.register_profile("prove", deadline=2000, max_examples=10_000)
 
 # A runner in the background ignores it, and all that the tests start would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)

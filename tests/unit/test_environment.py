@@ -1,7 +1,6 @@
 """Every launcher's variables, whole and half set."""
 
 import dataclasses
-import os
 import re
 import subprocess
 import sys
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from captured import captured
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from distributed.environment import (
@@ -23,7 +22,6 @@ from distributed.environment import (
 from distributed.hostlist import HostlistError
 
 Variables = dict[str, str]
-TIMES = int(os.environ.get("EXAMPLES", "1"))  # make prove tries 100 times as many
 
 TORCHRUN: Variables = {
     "RANK": "5",
@@ -321,7 +319,6 @@ VALUES = [
 ]
 
 
-@settings(max_examples=300 * TIMES, deadline=2000)
 @given(
     st.sampled_from([BY_HAND, TORCHRUN, OPENMPI, STEP, BATCH, {}]),
     st.sets(st.sampled_from(NAMES), max_size=5),

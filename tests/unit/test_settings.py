@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import example, given
@@ -79,6 +80,43 @@ def test_text_arrives_byte_for_byte(text: str) -> None:
 def test_an_override_may_hold_a_list_for_a_task_of_ones_own(config: Path) -> None:
     settings = load(config, ["task=json:JSONDecoder", "model.sizes=[1, 2]", "model.deep.name=a b"])
     assert settings.model_dump()["model"] == {"sizes": [1, 2], "deep": {"name": "a b"}}
+
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60))
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (BOMB, "holds over 10000 values; see its aliases (*name)"),
+        ("a: &a [*a]", "holds over 10000 values"),
+        ("a: " + "[" * 3000 + "]" * 3000, "is nested too deeply; write it flatter"),
+        ("a: " + "{a: " * 3000 + "1" + "}" * 3000, "is nested too deeply"),
+        ('"a\\e[31m": 1', r"a\x1b[31m: unknown key"),
+        ("a: \0", "not YAML"),
+        ("~: 1", "Keys should be strings"),
+    ],
+    ids=["bomb", "in itself", "lists", "mappings", "escape", "zero", "no key"],
+)
+def test_a_hostile_config_is_refused_in_one_line(tmp_path: Path, text: str, cause: str) -> None:
+    (tmp_path / "c.yaml").write_text(f"train: {{batch_size: 4, max_steps: 10}}\n{text}\n")
+    assert cause in error_of(tmp_path / "c.yaml")
+
+
+@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan", "1e300", "9" * 400, "[" * 3000])
+@pytest.mark.parametrize("key", [key for key, kind in KNOWN.items() if kind is not str])
+def test_a_number_out_of_bounds_is_refused_in_one_line(config: Path, key: str, value: str) -> None:
+    if str not in get_args(KNOWN[key]):
+        assert error_of(config, f"{key}={value}").startswith(f"command line: {key}: ")
+
+
+@given(st.sampled_from(sorted(KNOWN)), st.text())
+def test_any_value_is_taken_or_refused_in_one_line(key: str, value: str) -> None:
+    try:
+        load(LOCAL3, [f"{key}={value}"])
+    except SettingsError as error:
+        assert str(error).isprintable()
+        assert len(str(error)) < 1000
 
 
 def test_the_built_in_model_is_typed() -> None:
