@@ -115,6 +115,10 @@ def end_descendants(*, term_s: float = 0.0) -> list[int]:
 
 
 def exit_code(status: int) -> int:
-    """Return a `waitpid` status as a shell shows it: the exit code, or 128 + signal."""
-    code = os.waitstatus_to_exitcode(status)
+    """Return a `waitpid` status as a shell shows it."""
+    return shell_code(os.waitstatus_to_exitcode(status))
+
+
+def shell_code(code: int) -> int:
+    """Return an exit code, or a signal's number below 0, as a shell shows it: 128 + signal."""
     return code if code >= 0 else 128 - code

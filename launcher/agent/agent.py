@@ -29,14 +29,14 @@ from distributed import network
 from distributed.environment import new_run_id
 from distributed.errors import Refused
 from launcher import messages
-from launcher.agent import checkin, link, rank
-from launcher.agent.arguments import Arguments, parse
+from launcher.agent import agent_link, checkin, rank
 from launcher.agent.attempt import Attempt
 from launcher.agent.control import Control, report_end
 from launcher.agent.guardian import AgentNote
 from launcher.agent.heartbeats import Heartbeats
 from launcher.agent.node_ranks import NodeRanks, Rank
 from launcher.agent.output import NodeLog, Stream, Terminal, open_stream, without_noise
+from launcher.agent.torchrun_arguments import Arguments, parse
 from launcher.agent.verdict import Verdict
 from launcher.failure import End, Failure, RunSummary
 from launcher.preflight import identity
@@ -183,7 +183,7 @@ class NodeAgent:
             guardian=self.guardian,
             signals=signals,
             grace_s=self.args.grace_s,
-            verdict_s=VERDICT_S if is_last else link.SILENCE_S,
+            verdict_s=VERDICT_S if is_last else agent_link.SILENCE_S,
             note_progress=self._note_progress,
         )
         verdict = attempt.watch(self.terminals)

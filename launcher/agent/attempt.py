@@ -19,7 +19,7 @@ from typing import Any
 from distributed.stop_signals import NOTICE, STOP_SIGNALS, Interrupts
 from launcher import processes
 from launcher.agent import verdict
-from launcher.agent.link import (
+from launcher.agent.agent_link import (
     BEAT_S,
     SILENCE_S,
     EndRanks,
@@ -30,7 +30,7 @@ from launcher.agent.link import (
 )
 from launcher.agent.node_ranks import NodeRanks, Rank
 from launcher.agent.output import Stream, Terminal
-from launcher.agent.stuck import Straggler, find_stuck
+from launcher.agent.stuck import RankState, find_straggler
 from launcher.agent.verdict import Facts, NodeEnd, Verdict
 from launcher.failure import Failure
 
@@ -98,7 +98,7 @@ class Attempt:
         self.facts = Facts(signals=signals)
         self.interrupts = Interrupts()
         self.selector = selectors.DefaultSelector()
-        self.stragglers: dict[int, Straggler] = {}  # of the other nodes, on node rank 0
+        self.stragglers: dict[int, RankState] = {}  # of the other nodes, on node rank 0
         self.is_end_sent = False  # node rank 0 knows that all is over here
         self.term = Deadline()  # SIGTERM to the ranks here
         self.kill = Deadline()  # SIGKILL to all that descends from here
@@ -297,10 +297,10 @@ class Attempt:
                 cause = f"no sign of life for {SILENCE_S:g} s: network cut?"
                 self._drop_peer(node, "link-lost", cause)
         if self.is_first_node and not self.facts.failures:
-            stuck = find_stuck([here, *(self.stragglers.get(node) for node in self.peers)])
-            if stuck is not None:
-                self.send_all(EndRanks(stuck))
-                self._end_stuck(stuck)
+            suspect = find_straggler([here, *map(self.stragglers.get, self.peers)])
+            if suspect is not None and suspect.is_stuck:
+                self.send_all(EndRanks(suspect.rank))
+                self._end_stuck(suspect.rank)
 
     def _end_stuck(self, suspect: int) -> None:
         """Collect the stacks of all ranks here, and kill them because of the suspect."""

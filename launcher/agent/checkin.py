@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from distributed.errors import Refused
-from launcher.agent.link import SILENCE_S, Assignment, Peer, Refusal, Welcome
+from launcher.agent.agent_link import SILENCE_S, Assignment, Peer, Refusal, Welcome
 from launcher.preflight.identity import NodeReport, mismatches
 
 HELLO_S = 3.0  # for whoever connects to say that it is an agent

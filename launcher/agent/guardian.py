@@ -156,7 +156,3 @@ def _complete_record(folder: Path, agent: int, code: int) -> None:
     with contextlib.suppress(OSError):
         if locked_by(folder) == (agent, socket.gethostname()):
             RunFolder(folder.parent, folder.name, 0).write_record(ended(code))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

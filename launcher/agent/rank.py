@@ -29,6 +29,7 @@ from typing import NoReturn
 
 import torch
 
+from distributed.stop_signals import STOP_SIGNALS
 from launcher import processes
 
 _ROOT = str(Path(__file__).resolve().parents[2])
@@ -91,7 +92,7 @@ def run_and_exit(
 
 def _restore_signals() -> None:
     signal.set_wakeup_fd(-1)
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    for signum in STOP_SIGNALS:
         if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup has it
             is_interrupt = signum == signal.SIGINT
             default = signal.default_int_handler if is_interrupt else signal.SIG_DFL

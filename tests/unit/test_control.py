@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from agents import AGENT, PROGRAM, Run, kill_what_is_left
 
-from launcher.agent.link import BEAT_S
+from launcher.agent.agent_link import BEAT_S
 from launcher.failure import End, read_end
 
 TOKEN = "t0ken"

@@ -13,7 +13,7 @@ import pytest
 from distributed import heartbeat
 from distributed.heartbeat import Beat, beat
 from launcher import failure
-from launcher.agent import stacks
+from launcher.agent import stuck
 from launcher.agent.heartbeats import Heartbeats
 
 NEVER = Beat()
@@ -97,14 +97,14 @@ def test_the_stack_signal_writes_the_stack(tmp_path: Path) -> None:
     beat(1)
     os.kill(os.getpid(), signal.SIGUSR2)
     file = tmp_path / "rank_1.stack"
-    stacks.wait_for_stacks([file], 5)
-    frames = stacks.read_stack(file)
+    stuck.wait_for_stacks([file], 5)
+    frames = stuck.read_stack(file)
     assert frames[0].endswith("in test_the_stack_signal_writes_the_stack")
 
 
 def test_ranks_with_the_same_stack_share_a_line() -> None:
     by_rank = {0: ["a.py:1 in f", "a.py:9 in g"], 1: [], 2: ["a.py:1 in f", "a.py:9 in g"]}
-    assert stacks.group_stacks(by_rank) == [
+    assert stuck.group_stacks(by_rank) == [
         "rank 0, 2: a.py:1 in f < a.py:9 in g",
         "rank 1: no Python stack",
     ]

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import TypeAlias
 
 from launcher import messages
-from launcher.agent.stuck import Straggler
+from launcher.agent.stuck import RankState
 from launcher.agent.verdict import NodeEnd, Verdict
 from launcher.failure import Failure
 from launcher.preflight.identity import NodeReport
@@ -63,7 +63,7 @@ class StopRequest:
 class NodeBeat:
     """A node's agent lives; every BEAT_S seconds."""
 
-    straggler: Straggler | None  # None: no rank of it lives
+    straggler: RankState | None  # None: no rank of it lives
 
 
 @dataclass(frozen=True)

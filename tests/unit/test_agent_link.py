@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from launcher.agent import link
-from launcher.agent.link import (
+from launcher.agent import agent_link
+from launcher.agent.agent_link import (
     Assignment,
     EndRanks,
     Message,
@@ -18,7 +18,7 @@ from launcher.agent.link import (
     StopRequest,
     Welcome,
 )
-from launcher.agent.stuck import Straggler
+from launcher.agent.stuck import RankState
 from launcher.agent.verdict import NodeEnd, Verdict
 from launcher.failure import Failure
 from launcher.preflight.identity import NodeReport
@@ -33,7 +33,7 @@ MESSAGES: list[Message] = [
     Assignment("r1", 4, 8, ["node1", "node2"]),
     StopRequest(15),
     NodeBeat(None),
-    NodeBeat(Straggler(3, (120, 2), True, False, 61.5)),
+    NodeBeat(RankState(3, (120, 2), True, False, 61.5)),
     FAILURE,
     EndRanks(),
     EndRanks(3),
@@ -45,9 +45,9 @@ MESSAGES: list[Message] = [
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_a_message_is_one_line_and_arrives(message: Message) -> None:
-    line = link.encode(message)
+    line = agent_link.encode(message)
     assert line.count(b"\n") == 1 and line.endswith(b"\n")
-    assert link.decode(line) == message
+    assert agent_link.decode(line) == message
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_message_is_one_line_and_arrives(message: Message) -> None:
 )
 def test_any_other_line_is_no_agents(line: bytes) -> None:
     with pytest.raises(ValueError):
-        link.decode(line)
+        agent_link.decode(line)
 
 
 def connect() -> tuple[Peer, socket.socket]:
@@ -84,10 +84,10 @@ def connect() -> tuple[Peer, socket.socket]:
 
 def test_messages_arrive_in_pieces_and_together() -> None:
     peer, theirs = connect()
-    line = link.encode(StopRequest(2))
+    line = agent_link.encode(StopRequest(2))
     theirs.sendall(line[:5])
     assert peer.receive() == []
-    theirs.sendall(line[5:] + link.encode(EndRanks()) + b"{")
+    theirs.sendall(line[5:] + agent_link.encode(EndRanks()) + b"{")
     assert peer.receive() == [StopRequest(2), EndRanks()]
     theirs.sendall(b"}\n")
     assert peer.receive() is None
