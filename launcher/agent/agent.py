@@ -15,7 +15,6 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,7 +34,7 @@ from launcher.agent.control import Control, report_end
 from launcher.agent.guardian import AgentNote
 from launcher.agent.heartbeats import Heartbeats
 from launcher.agent.node_ranks import NodeRanks, Rank
-from launcher.agent.output import NodeLog, Stream, Terminal, open_stream, without_noise
+from launcher.agent.output import NodeLog, Stream, Terminal, open_stream, say, without_noise
 from launcher.agent.torchrun_arguments import Arguments, parse
 from launcher.agent.verdict import Verdict
 from launcher.failure import End, Failure, RunSummary
@@ -54,17 +53,17 @@ def run_agent(arguments: list[str], guardian: socket.socket, control: Control | 
     try:
         args, beyond_static = parse(arguments)
     except ValueError as error:
-        _say(str(error))
+        say(str(error))
         return 2
     if beyond_static is not None:
-        _say(f"{beyond_static}: started by torch's own elastic agent, one import per rank")
+        say(f"{beyond_static}: started by torch's own elastic agent, one import per rank")
         torchrun.main(arguments)
         return 0
     try:
         meeting = check_in(args, is_terminal_shared=args.is_in_step or control is not None)
         agent = NodeAgent(args, arguments, meeting, guardian, control)
     except Refused as refused:
-        _say(str(refused))
+        say(str(refused))
         return 3
     os._exit(agent.run())  # nothing of torch's needs its 0.6 s of taking down here
 
@@ -75,12 +74,15 @@ def check_in(args: Arguments, *, is_terminal_shared: bool) -> checkin.Meeting:
     Raises:
         Refused: the run cannot start; no rank was started.
     """
-    is_alone = args.num_nodes == 1
-    if not is_alone:
+    files: dict[str, str] = {}
+    if args.num_nodes > 1:
+        words = [args.program.name, *args.program.arguments]
+        files = {"the list of arguments": shlex.join(words[1:])}
+        files |= identity.hash_files(words, Path())
         chosen = network.choose_variables(args.master_addr)
         os.environ.update(chosen)
         if chosen and args.node_rank == 0:
-            _say(f"sets {' '.join(f'{name}={value}' for name, value in chosen.items())}")
+            say(f"sets {' '.join(f'{name}={value}' for name, value in chosen.items())}")
     me = identity.NodeReport(
         node_rank=args.node_rank,
         num_nodes=args.num_nodes,
@@ -88,13 +90,13 @@ def check_in(args: Arguments, *, is_terminal_shared: bool) -> checkin.Meeting:
         host=socket.gethostname(),
         run_id=args.run_id or (new_run_id() if args.node_rank == 0 else ""),
         versions=_versions(),
-        files={} if is_alone else _hash_code([args.program.name, *args.program.arguments]),
+        files=files,
     )
     address, port = args.master_addr, args.master_port
-    meeting = checkin.meet(address, port, me, args.join_timeout_s, _say)
+    meeting = checkin.meet(address, port, me, args.join_timeout_s)
     if args.node_rank != 0 and not is_terminal_shared:
         where = f"{meeting.assignment.hosts[0]} ({address}:{port})"
-        _say(f"checked in with node rank 0 on {where}")
+        say(f"checked in with node rank 0 on {where}")
     return meeting
 
 
@@ -119,8 +121,8 @@ class NodeAgent:
             Refused: the run's folder cannot be written, or another live process has the run.
         """
         self.args = args
+        self.meeting = meeting
         self.assignment = meeting.assignment
-        self.peers = meeting.peers
         self.listener = meeting.listener
         self.port = meeting.listener.getsockname()[1] if meeting.listener else args.master_port
         self.guardian = guardian
@@ -178,8 +180,7 @@ class NodeAgent:
         host = self.assignment.hosts[self.args.node_rank]
         attempt = Attempt(
             NodeRanks(ranks, heartbeats, self.args.node_rank, host),
-            hosts=self.assignment.hosts,
-            peers=self.peers,
+            meeting=self.meeting,
             guardian=self.guardian,
             signals=signals,
             grace_s=self.args.grace_s,
@@ -202,11 +203,11 @@ class NodeAgent:
 
     def _can_restart(self, attempt: Attempt, number: int, before: tuple[int, int]) -> bool:
         """Whether every node is still there, and the attempt got further than those before it."""
-        if len(self.peers.keys() & attempt.facts.nodes.keys()) < self.args.num_nodes - 1:
-            _say("a node's agent is gone: there is no restart")
+        if len(self.meeting.peers.keys() & attempt.facts.nodes.keys()) < self.args.num_nodes - 1:
+            say("a node's agent is gone: there is no restart")
             return False
         if number > 0 and before == self.reached != NO_STEP:
-            _say(f"restart {number} gained no step: there is no other")
+            say(f"restart {number} gained no step: there is no other")
             return False
         return True
 
@@ -219,7 +220,7 @@ class NodeAgent:
         self.listener = checkin.listen(self.args.master_addr, 0, is_local=self.args.num_nodes == 1)
         port: int = self.listener.getsockname()[1]
         restart = f"restart {number} of {self.args.max_restarts} after {first.who}"
-        _say(f"{restart}: {first.cause}; now on port {port}")
+        say(f"{restart}: {first.cause}; now on port {port}")
         return port
 
     def _serve_store(self) -> None:
@@ -268,7 +269,7 @@ class NodeAgent:
         self.log.close()
         if self.listener is not None:
             self.listener.close()
-        for peer in self.peers.values():
+        for peer in self.meeting.peers.values():
             peer.close()
         for one in private:
             one.close()
@@ -339,12 +340,3 @@ def _versions() -> dict[str, str]:
         nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         versions["nccl"] = ".".join(map(str, nccl))
     return versions
-
-
-def _hash_code(words: Sequence[str]) -> dict[str, str]:
-    """Return the script's arguments, and the hashes of the files among these words."""
-    return {"the list of arguments": shlex.join(words[1:]), **identity.hash_files(words, Path())}
-
-
-def _say(text: str) -> None:
-    print(f"node agent: {text}", file=sys.stderr, flush=True)

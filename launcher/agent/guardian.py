@@ -103,24 +103,18 @@ def _guard(
     left = processes.end_descendants()
     code = processes.exit_code(status)
     if os.WIFSIGNALED(status):
+        note = _read_note(notes)
+        if note.folder:
+            _complete_record(Path(note.folder), agent, code)
         is_asked = os.WTERMSIG(status) in passed_on
-        _report_death(code, agent, notes, control, left=len(left), is_asked=is_asked)
+        _report_death(code, note, control, left=len(left), is_asked=is_asked)
     return code
 
 
 def _report_death(
-    code: int,
-    agent: int,
-    notes: socket.socket,
-    control: Control | None,
-    *,
-    left: int,
-    is_asked: bool,
+    code: int, note: AgentNote, control: Control | None, *, left: int, is_asked: bool
 ) -> None:
     """Tell in the agent's place how the run ended: the agent was killed, or stopped too early."""
-    note = _read_note(notes)
-    if note.folder:
-        _complete_record(Path(note.folder), agent, code)
     failure = Failure(
         fault="agent-killed",
         cause=f"{signal.Signals(code - 128).name} to the node agent, from outside this run",

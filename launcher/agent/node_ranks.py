@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from distributed.heartbeat import STACK_SIGNAL, Beat, stack_file_of
+from distributed.heartbeat import STACK_SIGNAL, stack_file_of
 from launcher import failure, processes
 from launcher.agent import stuck, verdict
 from launcher.agent.heartbeats import Heartbeats
@@ -97,7 +97,7 @@ class NodeRanks:
         out, err = each.streams
         line = err.traceback_line or err.last_line or out.last_line
         log = failure.short_path(str(out.log.path)) if out.log.path else ""
-        unknown = self._unknown_failure(each, self.heartbeats.read(each.local_rank))
+        unknown = self._unknown_failure(each)
         return verdict.describe_end(
             replace(unknown, log=f"{log}:{line}" if log and line else log),
             failure.read_error(each.error_file),
@@ -123,7 +123,7 @@ class NodeRanks:
         cause += f"; the limit, distributed.hang_seconds, is {beat.limit_s:.0f} s"
         stacks = self._collect_stacks()
         return replace(
-            self._unknown_failure(named, beat),
+            self._unknown_failure(named),
             fault="rank-stuck",
             cause=cause,
             code=128 + signal.SIGKILL,
@@ -149,8 +149,9 @@ class NodeRanks:
         stuck.wait_for_stacks([each.stack_file for each in stopped], STACK_S)
         return {each.rank: stuck.read_stack(each.stack_file) for each in living}
 
-    def _unknown_failure(self, each: Rank, beat: Beat) -> Failure:
+    def _unknown_failure(self, each: Rank) -> Failure:
         """Return what holds for any failure of a rank here."""
+        beat = self.heartbeats.read(each.local_rank)
         return Failure(
             fault="rank-error",
             cause="",

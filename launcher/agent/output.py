@@ -38,6 +38,11 @@ _NOISE = re.compile(
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
 
 
+def say(text: str) -> None:
+    """Print a line of the agent's own to stderr."""
+    print(f"node agent: {text}", file=sys.stderr, flush=True)
+
+
 class NodeLog:
     """`node_<rank>.log`: every rank's lines, each after its rank; knows its own line numbers."""
 
@@ -58,7 +63,7 @@ class NodeLog:
         try:
             self._file.write(b"[%d] %s\n" % (rank, line))
         except OSError as error:  # a full disk ends the log, not the run
-            print(f"node agent: {self.path} ends here: {error.strerror}", file=sys.stderr)
+            say(f"{self.path} ends here: {error.strerror}")
             self._file = _NOWHERE.open("ab", buffering=0)
         return self.lines
 
@@ -212,9 +217,8 @@ class Stream:
 
 def _drop_noise(data: bytes) -> bytes:
     """Return what a terminal is to show of this; with LOG_LEVEL=DEBUG everything."""
-    if b"socket.cpp" not in data or os.environ.get("LOG_LEVEL", "").upper() == "DEBUG":
-        return data
-    return _NOISE.sub(b"", data)
+    is_debug = os.environ.get("LOG_LEVEL", "").upper() == "DEBUG"
+    return data if is_debug else _NOISE.sub(b"", data)
 
 
 @contextlib.contextmanager

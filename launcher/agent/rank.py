@@ -31,6 +31,7 @@ import torch
 
 from distributed.stop_signals import STOP_SIGNALS
 from launcher import processes
+from launcher.agent.output import say
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 
@@ -79,7 +80,7 @@ def run_and_exit(
     os.environ.update(variables)
     is_too_late = program.can_fork and torch.cuda._is_in_bad_fork()  # CUDA survives no fork
     if is_too_late and variables["LOCAL_RANK"] == "0":
-        print("node agent: CUDA is in use already: one import of torch per rank", file=sys.stderr)
+        say("CUDA is in use already: one import of torch per rank")
     if is_too_late or not program.can_fork:
         sys.exit(_execute_command(program.command()))
     if "OMP_NUM_THREADS" in variables:  # its library read the environment when torch was imported
