@@ -24,8 +24,8 @@ from distributed.hostlist import HostlistError
 from launcher.messages import decode
 from launcher.plan import options
 from launcher.plan.plan import Plan, PlanError
-from launcher.preflight.check_node import short_host_name
 from launcher.record import detach, runs
+from launcher.text import short_host_name
 
 
 @dataclass(frozen=True)

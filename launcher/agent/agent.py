@@ -37,7 +37,8 @@ from launcher.agent.node_ranks import NodeRanks, Rank
 from launcher.agent.output import NodeLog, Stream, Terminal, open_stream, say, without_noise
 from launcher.agent.torchrun_arguments import Arguments, parse
 from launcher.agent.verdict import Verdict
-from launcher.failure import End, Failure, RunSummary
+from launcher.failure import Failure
+from launcher.failure_block import End, RunSummary
 from launcher.preflight import identity
 from launcher.record import runlog
 

@@ -24,7 +24,8 @@ from distributed.lock import locked_by
 from distributed.stop_signals import STOP_SIGNALS
 from launcher import messages, processes
 from launcher.agent.control import Control, report_end, take_control
-from launcher.failure import End, Failure, RunSummary
+from launcher.failure import Failure
+from launcher.failure_block import End, RunSummary
 from launcher.record import runs
 from launcher.record.runlog import RunFolder, ended
 
