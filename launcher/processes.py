@@ -25,6 +25,13 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
 
 
+def open_closed_streams() -> None:
+    """Open /dev/null as stdin, stdout or stderr where the caller has closed it."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+
+
 def adopt_orphans() -> None:
     """Make this process the new parent of every descendant whose own parent dies."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -42,7 +42,6 @@ from launcher.failure_block import End, RunSummary
 from launcher.preflight import identity
 from launcher.record import runlog
 
-NO_STEP = (-1, -1)  # no checkpoint, no step
 VERDICT_S = 1.5  # after a failure that no restart follows: for the other nodes' ends
 
 
@@ -130,7 +129,7 @@ class NodeAgent:
         self.control = control
         self.store: TCPStore | None = None
         self.terminals = (Terminal(1), Terminal(2))
-        self.reached = NO_STEP
+        self.heartbeats = Heartbeats(args.nproc)
         self.started = time.time()
         run_id, log_dir = self.assignment.run_id, args.log_dir
         self.folder = runlog.RunFolder(log_dir, run_id, args.node_rank) if log_dir else None
@@ -173,41 +172,36 @@ class NodeAgent:
 
     def _run_attempt(self, number: int, signals: list[int]) -> Verdict:
         """Fork the ranks and watch them to their end; returns what all nodes agree on."""
-        heartbeats = Heartbeats(self.args.nproc)
-        ranks = self._fork_ranks(number, heartbeats)
+        reached = self.heartbeats.reached()
+        self.heartbeats.clear()
+        ranks = self._fork_ranks(number)
         if self.args.node_rank == 0:
             self._serve_store()
         is_last = number == self.args.max_restarts
         host = self.assignment.hosts[self.args.node_rank]
         attempt = Attempt(
-            NodeRanks(ranks, heartbeats, self.args.node_rank, host),
+            NodeRanks(ranks, self.heartbeats, self.args.node_rank, host),
             meeting=self.meeting,
             guardian=self.guardian,
             signals=signals,
             grace_s=self.args.grace_s,
             verdict_s=VERDICT_S if is_last else agent_link.SILENCE_S,
-            note_progress=self._note_progress,
+            record=self.record,
         )
         verdict = attempt.watch(self.terminals)
-        before, self.reached = self.reached, max(self.reached, heartbeats.furthest())
-        heartbeats.close()
         if self.args.node_rank == 0:
             first = None if is_last or signals else verdict.failure
-            if first is not None and self._can_restart(attempt, number, before):
+            if first is not None and self._can_restart(attempt, number, reached):
                 verdict = replace(verdict, restart_port=self._prepare_restart(first, number + 1))
             attempt.send_all(verdict)
         return verdict
-
-    def _note_progress(self, saved_step: int, step: int) -> None:
-        if self.record is not None:
-            self.record.note_progress(*max(self.reached, (saved_step, step)))
 
     def _can_restart(self, attempt: Attempt, number: int, before: tuple[int, int]) -> bool:
         """Whether every node is still there, and the attempt got further than those before it."""
         if len(self.meeting.peers.keys() & attempt.facts.nodes.keys()) < self.args.num_nodes - 1:
             say("a node's agent is gone: there is no restart")
             return False
-        if number > 0 and before == self.reached != NO_STEP:
+        if number > 0 and self.heartbeats.reached() == before != (-1, -1):
             say(f"restart {number} gained no step: there is no other")
             return False
         return True
@@ -238,7 +232,7 @@ class NodeAgent:
 
     # --- the ranks ----------------------------------------------------------------------------
 
-    def _fork_ranks(self, attempt: int, heartbeats: Heartbeats) -> list[Rank]:
+    def _fork_ranks(self, attempt: int) -> list[Rank]:
         """Fork the ranks of an attempt. Each rank runs its program and leaves by SystemExit."""
         ranks: list[Rank] = []
         agent = os.getpid()
@@ -251,7 +245,6 @@ class NodeAgent:
             stderr, err = open_stream(number, self.log, shown[1])
             variables = self._variables(local_rank, attempt)
             variables["TORCHELASTIC_ERROR_FILE"] = str(error_file)
-            variables["HEARTBEAT_FILE"] = heartbeats.path
             pid = os.fork()
             if pid == 0:
                 self._close_all(out, err, *ranks)
@@ -282,7 +275,7 @@ class NodeAgent:
         return self.folder is None or number == 0
 
     def _variables(self, local_rank: int, attempt: int) -> dict[str, str]:
-        """Return what torchrun adds to a rank's environment, and RUN_ID and LOG_DIR."""
+        """Return what torchrun adds to a rank's environment, and what is ours."""
         number = self.assignment.first_rank + local_rank
         variables = {
             "RANK": number,
@@ -302,6 +295,7 @@ class NodeAgent:
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
             "RUN_ID": self.assignment.run_id,
+            "HEARTBEAT_FILE": self.heartbeats.path,
         }
         if self.folder is not None:
             variables["LOG_DIR"] = self.folder.root
@@ -316,7 +310,7 @@ class NodeAgent:
         if self.folder is None:
             shutil.rmtree(self.error_files, ignore_errors=True)
         if self.record is not None:
-            self.record.end(verdict.code, *self.reached)
+            self.record.end(verdict.code, *self.heartbeats.reached())
         summary = RunSummary(
             started=self.started,
             lost_peer=verdict.lost_peer,

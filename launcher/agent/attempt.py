@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from distributed.stop_signals import NOTICE, STOP_SIGNALS, Interrupts
+from distributed.stop_signals import NOTICE, STOP_SIGNALS, Interrupts, handled_signals
 from launcher import processes
 from launcher.agent import verdict
 from launcher.agent.agent_link import (
@@ -35,6 +35,7 @@ from launcher.agent.output import Stream, Terminal
 from launcher.agent.stuck import RankState, find_straggler
 from launcher.agent.verdict import Facts, NodeEnd, Verdict
 from launcher.failure import Failure
+from launcher.record.runlog import RunRecord
 
 SETTLE_S = 0.3  # after an end that looks like a consequence: the time for its cause to show
 TERM_S = 1.0  # after a failure: from SIGTERM to SIGKILL
@@ -71,7 +72,7 @@ class Attempt:
         signals: list[int],
         grace_s: float,
         verdict_s: float,
-        note_progress: Callable[[int, int], None],
+        record: RunRecord | None,
     ) -> None:
         """
         Args:
@@ -79,7 +80,7 @@ class Attempt:
             signals: stop signals that came from outside, also since the attempt before.
             grace_s: for the ranks to save, after a request to stop.
             verdict_s: after a failure, when all is over here: for the other nodes' ends.
-            note_progress: is called with the newest checkpoint and step at every beat.
+            record: run.json, where this agent writes it.
         """
         self.ranks = ranks
         self.is_first_node = ranks.node_rank == 0  # its agent decides
@@ -88,7 +89,7 @@ class Attempt:
         self.guardian = guardian
         self.grace_s = grace_s
         self.verdict_s = verdict_s
-        self.note_progress = note_progress
+        self.record = record
         self.facts = Facts(signals=signals)
         self.interrupts = Interrupts()
         self.selector = selectors.DefaultSelector()
@@ -132,9 +133,8 @@ class Attempt:
         return verdict.reach_verdict(self.facts, saved_step=saved_step, left=len(left))
 
     def _listen_to_all(self, terminals: Sequence[Terminal]) -> None:
-        for signum in STOP_SIGNALS:
-            if signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
-                signal.signal(signum, self._on_signal)
+        for signum in handled_signals():
+            signal.signal(signum, self._on_signal)
         for earlier in self.facts.signals:
             self._pass_on(earlier)
         self._listen_to(self.guardian, self._on_guardian_death)
@@ -278,7 +278,9 @@ class Attempt:
 
     def _beat(self) -> None:
         """Tell the other nodes that this one lives, and see whether all are alive and move on."""
-        self.note_progress(*self.ranks.heartbeats.furthest())
+        reached = self.ranks.heartbeats.reached()
+        if self.record is not None:
+            self.record.note_progress(*reached)
         here = self.ranks.straggler()
         self.send_all(NodeBeat(here))
         for node, peer in list(self.peers.items()):

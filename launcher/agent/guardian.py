@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributed.lock import locked_by
-from distributed.stop_signals import STOP_SIGNALS
+from distributed.stop_signals import handled_signals
 from launcher import messages, processes
 from launcher.agent.control import Control, report_end, take_control
 from launcher.failure import Failure
@@ -44,15 +44,13 @@ class AgentNote:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the agent below a guardian; returns the exit code. A rank leaves by SystemExit."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # a stream that the caller has closed
-        pass
-    os.close(fd)
+    processes.open_closed_streams()
     recorded = os.environ.pop("RUN_RECORD", "")  # the run folder where this process is noted
     processes.adopt_orphans()
     control = take_control()
     ours, theirs = socket.socketpair()
     me = os.getpid()
-    handled = [one for one in STOP_SIGNALS if signal.getsignal(one) != signal.SIG_IGN]  # nohup
+    handled = handled_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, signal.SIGCHLD})
     agent = os.fork()

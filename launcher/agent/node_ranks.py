@@ -52,10 +52,6 @@ class NodeRanks:
     def __init__(
         self, ranks: Sequence[Rank], heartbeats: Heartbeats, node_rank: int, host: str
     ) -> None:
-        """
-        Args:
-            heartbeats: the ranks' records; the caller closes them.
-        """
         self.all = ranks
         self.heartbeats = heartbeats
         self.node_rank = node_rank

@@ -241,7 +241,9 @@ def open_stream(rank: int, log: NodeLog, terminal: Terminal | None) -> tuple[int
     """One stream of one rank: the file descriptor for the rank, and the agent's reading end."""
     if terminal is not None and terminal.is_tty:
         reader, writer = pty.openpty()
-        _copy_window_size(terminal.fd, writer)
+        with contextlib.suppress(OSError):
+            size = fcntl.ioctl(terminal.fd, termios.TIOCGWINSZ, b"\0" * 8)
+            fcntl.ioctl(writer, termios.TIOCSWINSZ, size)
         attributes = termios.tcgetattr(writer)
         attributes[1] &= ~termios.OPOST  # the real terminal turns \n into \r\n, once
         termios.tcsetattr(writer, termios.TCSANOW, attributes)
@@ -249,8 +251,3 @@ def open_stream(rank: int, log: NodeLog, terminal: Terminal | None) -> tuple[int
         reader, writer = os.pipe()
     os.set_blocking(reader, False)
     return writer, Stream(rank, reader, log, terminal)
-
-
-def _copy_window_size(source: int, target: int) -> None:
-    with contextlib.suppress(OSError):
-        fcntl.ioctl(target, termios.TIOCSWINSZ, fcntl.ioctl(source, termios.TIOCGWINSZ, b"\0" * 8))

@@ -29,7 +29,7 @@ from typing import NoReturn
 
 import torch
 
-from distributed.stop_signals import STOP_SIGNALS
+from distributed.stop_signals import handled_signals
 from launcher import processes
 from launcher.agent.output import say
 
@@ -93,11 +93,9 @@ def run_and_exit(
 
 def _restore_signals() -> None:
     signal.set_wakeup_fd(-1)
-    for signum in STOP_SIGNALS:
-        if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup has it
-            is_interrupt = signum == signal.SIGINT
-            default = signal.default_int_handler if is_interrupt else signal.SIG_DFL
-            signal.signal(signum, default)
+    for signum in handled_signals():
+        is_interrupt = signum == signal.SIGINT
+        signal.signal(signum, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
 
 

@@ -31,7 +31,6 @@ def beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heartbeat
     heartbeat._heart.cache_clear()
     yield records
     heartbeat._heart.cache_clear()
-    records.close()
 
 
 def test_a_beat_writes_this_ranks_record_alone(beats: Heartbeats) -> None:
@@ -45,7 +44,10 @@ def test_a_beat_writes_this_ranks_record_alone(beats: Heartbeats) -> None:
     beat(4, saved=2)
     beat(5)
     assert (beats.read(1).step, beats.read(1).saved) == (5, 2)
-    assert beats.furthest() == (2, 5)
+    assert beats.reached() == (2, 5)
+    beats.clear()
+    assert beats.read(1) == NEVER
+    assert beats.reached() == (2, 5)
 
 
 def test_progress_counts_the_beats_of_a_step(beats: Heartbeats) -> None:
