@@ -42,6 +42,7 @@ class Wait:
         return self.deadline - time.monotonic()
 
     def tell(self, what: str) -> None:
+        """Say what is waited for, if it is time to."""
         if time.monotonic() > self._tell_at:
             say(f"waiting for {what}, {self.timeout_s:g} s at most")
             self._tell_at = math.inf
@@ -134,14 +135,9 @@ def _accept(listener: socket.socket, nodes: Mapping[int, NodeReport], wait: Wait
 
 def assign_ranks(run_id: str, nodes: Sequence[NodeReport]) -> list[Assignment]:
     """Return every node's part, by node rank: ranks follow node ranks."""
-    counts = [node.nproc for node in nodes]
+    counts, hosts = [node.nproc for node in nodes], [node.host for node in nodes]
     return [
-        Assignment(
-            run_id=run_id,
-            first_rank=sum(counts[:rank]),
-            world_size=sum(counts),
-            hosts=[node.host for node in nodes],
-        )
+        Assignment(run_id, first_rank=sum(counts[:rank]), world_size=sum(counts), hosts=hosts)
         for rank in range(len(nodes))
     ]
 
