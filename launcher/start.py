@@ -25,7 +25,7 @@ from launcher.messages import decode
 from launcher.plan import options
 from launcher.plan.plan import Plan, PlanError
 from launcher.preflight.check_node import short_host_name
-from launcher.record import detach, runs
+from launcher.record import detach, run_json, runs
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         be_ready = detach.prepare(plan, script=typed.typed[0])
         fanout = importlib.import_module(f"launcher.fanout.{plan.fanout}")
         code = int(fanout.run(check_config(plan), be_ready))
-        runs.note_end(plan.log_dir / plan.run_id, code)
+        run_json.note_end(plan.log_dir / plan.run_id, code)
         return code
     except Refused as error:
         print(f"{typed.program}: {short_host_name()}: {error}", file=sys.stderr)

@@ -40,7 +40,7 @@ from launcher.agent.output import NodeLog, Stream, Terminal, open_stream, withou
 from launcher.agent.verdict import Verdict
 from launcher.failure import End, Failure, RunSummary
 from launcher.preflight import identity
-from launcher.record import runlog
+from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder
 
 NO_STEP = (-1, -1)  # no checkpoint, no step
 VERDICT_S = 1.5  # after a failure that no restart follows: for the other nodes' ends
@@ -130,7 +130,7 @@ class NodeAgent:
         self.reached = NO_STEP
         self.started = time.time()
         run_id, log_dir = self.assignment.run_id, args.log_dir
-        self.folder = runlog.RunFolder(log_dir, run_id, args.node_rank) if log_dir else None
+        self.folder = RunFolder(log_dir, run_id, args.node_rank) if log_dir else None
         self.record = self._open_record(arguments)
         self.log = NodeLog(self.folder.node_log if self.folder else None)
         self.error_files = self.folder.failures if self.folder else Path(tempfile.mkdtemp())
@@ -138,22 +138,22 @@ class NodeAgent:
         note = AgentNote(run_id, args.node_rank, self.started, args.nproc, folder)
         guardian.sendall(messages.encode(note).encode())
 
-    def _open_record(self, arguments: list[str]) -> runlog.RunRecord | None:
-        """Make the run's folder; on node rank 0 start run.json.
-
-        The guardian is the run's launcher, unless that is elsewhere.
-        """
+    def _open_record(self, arguments: list[str]) -> LiveRecord | None:
+        """Make the run's folder; on node rank 0 start run.json."""
         if self.folder is None:
             return None
         self.folder.create()
         if self.args.node_rank != 0:
             return None
-        run = self.assignment
-        fields = runlog.start_record(run.run_id, arguments, run.hosts, run.world_size, _versions())
-        fields["grace"] = self.args.grace_s
-        if self.control is None:
-            fields["launcher"] = runlog.launcher_process(os.getppid())
-        return runlog.RunRecord(self.folder, run.run_id, fields)
+        return LiveRecord(
+            self.folder.path,
+            launcher=None if self.control else LauncherProcess.of(os.getppid()),  # the guardian
+            versions=_versions(),
+            agent_arguments=arguments,
+            hosts=self.assignment.hosts,
+            world_size=self.assignment.world_size,
+            grace=self.args.grace_s,
+        )
 
     # --- one attempt after another ------------------------------------------------------------
 

@@ -9,7 +9,6 @@ torch once and forks the ranks.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -20,13 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distributed.lock import locked_by
 from distributed.stop_signals import STOP_SIGNALS
 from launcher import messages, processes
 from launcher.agent.control import Control, report_end, take_control
 from launcher.failure import End, Failure, RunSummary
-from launcher.record import runs
-from launcher.record.runlog import RunFolder, ended
+from launcher.record import run_json
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         theirs.close()
         code = _guard(agent, ours, handled, control)
         if recorded:  # the run may have ended before it began
-            runs.note_end(Path(recorded), code)
+            run_json.note_end(Path(recorded), code)
         return code
     ours.close()
     if control is not None:
@@ -120,7 +117,7 @@ def _report_death(
     """Tell in the agent's place how the run ended: the agent was killed, or stopped too early."""
     note = _read_note(notes)
     if note.folder:
-        _complete_record(Path(note.folder), agent, code)
+        run_json.note_end(Path(note.folder), code, agent=agent)
     failure = Failure(
         fault="agent-killed",
         cause=f"{signal.Signals(code - 128).name} to the node agent, from outside this run",
@@ -149,13 +146,6 @@ def _read_note(notes: socket.socket) -> AgentNote:
         return messages.decode(AgentNote, json.loads(notes.recv(65536)))
     except (OSError, ValueError):  # the agent ended before the run had begun
         return AgentNote(os.environ.get("RUN_ID", ""), 0, time.time(), 0)
-
-
-def _complete_record(folder: Path, agent: int, code: int) -> None:
-    """Write into run.json that the run has ended, unless another agent has taken it over."""
-    with contextlib.suppress(OSError):
-        if locked_by(folder) == (agent, socket.gethostname()):
-            RunFolder(folder.parent, folder.name, 0).write_record(ended(code))
 
 
 if __name__ == "__main__":

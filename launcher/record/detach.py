@@ -23,8 +23,7 @@ from distributed.environment import job_id
 from launcher import processes
 from launcher.plan.plan import Plan, PlanError, print_row
 from launcher.preflight.check_node import short_host_name
-from launcher.record import runs, transcript
-from launcher.record.runlog import RunFolder
+from launcher.record import run_json, transcript
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -50,7 +49,7 @@ def prepare(plan: Plan, *, script: str) -> Callable[[], None]:
         raise PlanError(f"{cause}; give RUN_ID, the same on every node")
     is_first = plan.node_rank == 0
     if is_first and not job_id(os.environ):  # a scheduler may start its job again beside the first
-        runs.refuse_live(plan.log_dir / plan.run_id)
+        run_json.refuse_live(plan.log_dir / plan.run_id)
     log = plan.log_dir / plan.run_id / f"launcher_{short_host_name()}.log"
     handover = _fork_launcher(_rows(plan, log, script)) if plan.is_detached else None
 
@@ -61,8 +60,8 @@ def prepare(plan: Plan, *, script: str) -> Callable[[], None]:
                 file = transcript.new_file(plan)
                 file.symlink_to(os.path.relpath(log, file.parent))
         if is_first:
-            folder = RunFolder(plan.log_dir, plan.run_id, 0)
-            runs.note_start(folder, is_detached=plan.is_detached, grace_s=plan.grace_s)
+            folder = plan.log_dir / plan.run_id
+            run_json.note_start(folder, detached=plan.is_detached, grace=float(plan.grace_s))
 
     return be_ready
 
@@ -128,7 +127,7 @@ class Handover:
         Raises:
             Refused: the log cannot be written.
         """
-        with runs.writing_to(log.parent):
+        with run_json.writing_to(log.parent):
             fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         processes.outlive_parent()
         is_wanted = False
