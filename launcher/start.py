@@ -40,9 +40,9 @@ class ConfigFacts:
 
 def main(arguments: Sequence[str]) -> int:
     """Start a run; returns its exit code."""
-    if arguments[0] in ("status", "stop"):
-        return runs.main(arguments)
     typed = options.parse(arguments)
+    if typed.fanout in ("status", "stop"):
+        return runs.main(typed)
     try:
         if typed.fanout == "submit":
             return int(importlib.import_module("launcher.plan.submit").run(typed))

@@ -1,14 +1,13 @@
-"""The runs of a log directory, as each run's run.json describes them: list them, stop one.
+"""--status and --stop: list the runs of the log directory, stop one.
 
-    python scripts/lib/start.py status --program NAME --log-dir DIR [--run ID...]
-    python scripts/lib/start.py stop --program NAME --log-dir DIR [--dry-run] --run ID
+    python scripts/lib/start.py status --program=NAME -- [RUN...]
+    python scripts/lib/start.py stop --program=NAME [--dry-run] -- RUN
 
 A run is stopped through its launcher: the process that run.json names, on the host that it names.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import difflib
 import json
@@ -16,10 +15,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.plan.options import Typed
 from launcher.record.run_json import Record, read
 
 STOP_S = 25.0  # for a run to end, beyond the seconds that its ranks may take to save
@@ -139,23 +139,17 @@ def date(seconds: float) -> str:
 # --- the command line ---------------------------------------------------------------------------
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(typed: Typed, environ: Mapping[str, str] = os.environ) -> int:
     """Do what --status or --stop asks for; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="start.py", allow_abbrev=False)
-    parser.add_argument("task", choices=("status", "stop"))
-    parser.add_argument("--program", default="start.py", help="the script that was typed")
-    parser.add_argument("--log-dir", type=Path, default=Path("logs"))
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--run", action="append", default=[], help="a run's name; repeated")
-    args = parser.parse_args(arguments)
+    log_dir = Path(environ.get("LOG_DIR") or "logs")
     try:
-        if args.task == "status":
-            return print_status(args.log_dir, args.run, args.program)
-        if len(args.run) != 1:
+        if typed.fanout == "status":
+            return print_status(log_dir, typed.rest, typed.program)
+        if len(typed.rest) != 1:
             raise ValueError("--stop takes one run; --status lists all")
-        return stop(find(args.log_dir, args.run[0]), args.program, is_dry_run=args.dry_run)
+        return stop(find(log_dir, typed.rest[0]), typed.program, is_dry_run=typed.dry_run)
     except (ValueError, OSError) as error:
-        print(f"{args.program}: {error}", file=sys.stderr)
+        print(f"{typed.program}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 3
 
 

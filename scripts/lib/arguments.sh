@@ -61,17 +61,17 @@ refuse_scheduled() { # <option>
 
 # Does not return.
 answer_about_runs() { # <--status|--stop> [<run id>...]
-  local word words=("${1#--}" --program="$PROGRAM" --log-dir="${LOG_DIR:-logs}")
+  local word words=("${1#--}" --program="$PROGRAM") runs=()
   refuse_scheduled "$1"
   for word in "${FLAGS[@]}" "${@:2}"; do
     case $word in
       --dry-run) words+=("$word") ;;
       -*) die 2 "$word does not go with $1; give the names of runs" ;;
-      *) words+=("--run=$word") ;;
+      *) runs+=("$word") ;;
     esac
   done
   choose_python
-  exec "$PYTHON" "$ROOT/scripts/lib/start.py" "${words[@]}"
+  exec "$PYTHON" "$ROOT/scripts/lib/start.py" "${words[@]}" -- "${runs[@]}"
 }
 
 print_usage() {

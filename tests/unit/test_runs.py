@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from distributed.errors import Refused
+from launcher.plan.options import Typed
 from launcher.processes import start_ticks
 from launcher.record import run_json, runs
 from launcher.record.run_json import LauncherProcess, Record, refuse_live
@@ -48,18 +49,13 @@ def launcher_of(process: int, *, host: str = HERE, older_by: int = 0) -> Launche
 
 
 def status(log_dir: Path, *run_ids: str) -> int:
-    return runs.main(
-        ["status", "--program", "launch.sh", "--log-dir", str(log_dir), *named(run_ids)]
-    )
+    typed = Typed("status", program="launch.sh", rest=run_ids)
+    return runs.main(typed, {"LOG_DIR": str(log_dir)})
 
 
-def stop(log_dir: Path, *run_ids: str, options: tuple[str, ...] = ()) -> int:
-    given = ["--log-dir", str(log_dir), *named(run_ids), *options]
-    return runs.main(["stop", "--program", "launch.sh", *given])
-
-
-def named(run_ids: tuple[str, ...]) -> list[str]:
-    return [f"--run={run_id}" for run_id in run_ids]
+def stop(log_dir: Path, *run_ids: str, is_dry_run: bool = False) -> int:
+    typed = Typed("stop", program="launch.sh", rest=run_ids, dry_run=is_dry_run)
+    return runs.main(typed, {"LOG_DIR": str(log_dir)})
 
 
 def test_a_birth_tells_a_process_from_a_later_one_of_the_same_id() -> None:
@@ -177,7 +173,7 @@ def test_a_run_is_stopped_through_its_launcher(
     process: subprocess.Popen[bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path, "one", state="running", launcher=launcher_of(process.pid), grace=2)
-    assert stop(tmp_path, "one", options=("--dry-run",)) == 0
+    assert stop(tmp_path, "one", is_dry_run=True) == 0
     assert capsys.readouterr().out == f"kill -TERM {process.pid}\n"
     assert stop(tmp_path, "one") == 0
     said = capsys.readouterr()
