@@ -167,14 +167,18 @@ def _in_order_of_tasks(v: _Variables) -> tuple[str, list[int]]:
     return order[0], [tasks_of[host] for host in order]
 
 
-def slurm_node(environ: Mapping[str, str]) -> tuple[int, int, str] | None:
-    """Return node count, node rank and master of a step with one task per node; None outside."""
+def slurm_node(environ: Mapping[str, str], master: str = "") -> tuple[int, int, str] | None:
+    """Return node count, node rank and master of a step with one task per node; None outside.
+
+    The master is the first node unless it is given.
+    """
     if not in_slurm_step(environ):
         return None
-    env = slurm(_Variables({**environ, "MASTER_ADDR": "", "MASTER_PORT": "1", "WORLD_SIZE": ""}))
+    given = {"MASTER_ADDR": master, "MASTER_PORT": "1", "WORLD_SIZE": ""}
+    env = slurm(_Variables({**environ, **given}))
     if env.world_size != env.num_nodes:
-        cause = f"srun started {env.world_size} tasks on {env.num_nodes} nodes, each an agent"
-        raise LauncherError(f"{cause}; give srun --ntasks-per-node=1 and --ntasks")
+        cause = f"srun started {env.world_size} tasks on {env.num_nodes} nodes"
+        raise LauncherError(f"{cause}; give it --ntasks={env.num_nodes} --ntasks-per-node=1")
     return env.num_nodes, env.node_rank, env.master_addr
 
 

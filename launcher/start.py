@@ -22,8 +22,9 @@ from distributed.environment import LauncherError
 from distributed.errors import Refused
 from distributed.hostlist import HostlistError
 from launcher.messages import decode
-from launcher.plan import options
+from launcher.plan.make_plan import make_plan
 from launcher.plan.plan import Plan, PlanError
+from launcher.plan.typed import parse
 from launcher.preflight.check_node import short_host_name
 from launcher.record import detach, run_json, runs
 
@@ -40,13 +41,13 @@ class ConfigFacts:
 
 def main(arguments: Sequence[str]) -> int:
     """Start a run; returns its exit code."""
-    typed = options.parse(arguments)
+    typed = parse(arguments)
     if typed.fanout in ("status", "stop"):
         return runs.main(typed)
     try:
         if typed.fanout == "submit":
-            return int(importlib.import_module("launcher.plan.submit").run(typed))
-        plan = options.make_plan(typed)
+            return int(importlib.import_module("launcher.plan.submit_with_config").run(typed))
+        plan = make_plan(typed)
         if plan.fanout == "check":
             check_config(plan)
             return 0

@@ -45,6 +45,18 @@ class NodePlan:
 
 
 @dataclass(frozen=True)
+class World:
+    """How many nodes there are, which one this is, and where they meet."""
+
+    num_nodes: int
+    master_addr: str  # empty: the scheduler has not chosen yet
+    node_rank: int = 0
+    nproc: int | None = None  # ranks per node; None: one per GPU
+    nodes: Sequence[NodePlan] = ()  # by node rank, where this launcher starts them all by name
+    hosts: str = ""  # SLURM's list of them
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that the user, the environment, the config and the scheduler decided."""
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.plan.options import Typed
+from launcher.plan.typed import Typed
 from launcher.record.run_json import Record, read
 
 STOP_S = 25.0  # for a run to end, beyond the seconds that its ranks may take to save

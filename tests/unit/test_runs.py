@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from distributed.errors import Refused
-from launcher.plan.options import Typed
+from launcher.plan.typed import Typed
 from launcher.processes import start_ticks
 from launcher.record import run_json, runs
 from launcher.record.run_json import LauncherProcess, Record, refuse_live
