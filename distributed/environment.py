@@ -15,6 +15,8 @@ from pathlib import Path
 
 from . import hostlist
 
+DEFAULT_LOG_DIR = "logs"
+DEFAULT_GRACE_S = 30  # for the ranks to save when they are stopped
 INTERACTIVE_STEP = "4294967290"  # SLURM_STEP_ID in the shell that salloc opens on a node
 _SQUEUE_S = 10  # limit for an answer of SLURM's controller
 
@@ -42,7 +44,7 @@ class Environment:
     master_port: int
     # The same under every launcher; detect() adds them.
     run_id: str = ""
-    log_dir: Path = Path("logs")
+    log_dir: Path = Path(DEFAULT_LOG_DIR)
     restart_count: int = 0
     agent_store: bool = False  # the node agent serves the store on the master's port
     heartbeat_file: str | None = None
@@ -230,7 +232,7 @@ def detect(
     return replace(
         read(v),
         run_id=_run_id(v),
-        log_dir=Path(v["LOG_DIR"] or "logs"),
+        log_dir=Path(v["LOG_DIR"] or DEFAULT_LOG_DIR),
         restart_count=sum(int(v[name] or 0) for name in RESTART_COUNTS),
         agent_store=v["TORCHELASTIC_USE_AGENT_STORE"] == "True",
         heartbeat_file=v["HEARTBEAT_FILE"] or None,

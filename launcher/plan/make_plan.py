@@ -14,7 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from distributed.environment import in_slurm_step, job_id, new_run_id
+from distributed.environment import (
+    DEFAULT_GRACE_S,
+    DEFAULT_LOG_DIR,
+    in_slurm_step,
+    job_id,
+    new_run_id,
+)
 from distributed.network import PROFILES
 from launcher.fanout import job_command
 from launcher.plan import hosts, pbs, slurm
@@ -50,11 +56,11 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     if max_restarts and typed.engine:
         cause = f"MAX_RESTARTS is {max_restarts}, but {typed.engine} starts no rank again"
         raise PlanError(f"{cause}; leave it out")
-    grace_s = read_number("GRACE", environ.get("GRACE") or "30", 0, 86400)
+    grace_s = read_number("GRACE", environ.get("GRACE") or str(DEFAULT_GRACE_S), 0, 86400)
     fanout = choose_fanout(typed, environ)
     world = read_world(typed, environ, fanout)
     engine = typed.engine or ("srun" if environ.get("LAUNCHER") == "srun" else "")
-    log_dir = Path(environ.get("LOG_DIR") or "logs")  # also where the run is in another directory
+    log_dir = Path(environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
     names = ("BACKEND", "GRACE")
     variables = {name: environ[name] for name in names if environ.get(name)}
     return Plan(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
+from distributed.environment import DEFAULT_GRACE_S
 from launcher.failure import count
 from launcher.preflight.check_node import Request
 from launcher.preflight.compare import Outcome
@@ -84,7 +85,7 @@ class Plan:
     join_timeout_s: float = 300.0
     checkpoint_dir: Path | None = None
     max_restarts: int = 0
-    grace_s: int = 30
+    grace_s: int = DEFAULT_GRACE_S
     variables: Mapping[str, str] = field(default_factory=dict)  # that go with the run
     activated: Sequence[str] = ()  # names of those that VENV, CONDA_ENV and MODULES changed
     forwarded: Sequence[str] = ()  # names of all that go to nodes over ssh

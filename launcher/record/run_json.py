@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from distributed.environment import DEFAULT_GRACE_S
 from distributed.errors import Refused
 from distributed.lock import RunLock, is_locked, locked_by, update_link
 from launcher.messages import decode
@@ -56,7 +57,7 @@ class Record:
     state: str = "unknown"  # starting, running, ended
     launcher: LauncherProcess | None = None
     detached: bool = False
-    grace: float = 30.0  # seconds that the ranks may take to save
+    grace: float = DEFAULT_GRACE_S  # seconds that the ranks may take to save
     command: str = ""  # as it was typed
     agent_arguments: tuple[str, ...] = ()
     working_directory: str = ""

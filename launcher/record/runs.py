@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from distributed.environment import DEFAULT_LOG_DIR
 from launcher.plan.typed import Typed
 from launcher.record.run_json import Record, read
 
@@ -141,7 +142,7 @@ def date(seconds: float) -> str:
 
 def main(typed: Typed, environ: Mapping[str, str] = os.environ) -> int:
     """Do what --status or --stop asks for; returns the exit code."""
-    log_dir = Path(environ.get("LOG_DIR") or "logs")
+    log_dir = Path(environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
     try:
         if typed.fanout == "status":
             return print_status(log_dir, typed.rest, typed.program)
