@@ -14,11 +14,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from distributed.environment import LauncherError
+from distributed.environment import LauncherError, job_id
 from distributed.errors import Refused
 from distributed.hostlist import HostlistError
 from launcher.messages import decode
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
         if plan.fanout == "check":
             check_config(plan)
             return 0
-        be_ready = detach.prepare(plan, script=typed.typed[0])
+        be_ready = prepare(plan, typed.typed[0])
         fanout = importlib.import_module(f"launcher.fanout.{plan.fanout}")
         code = int(fanout.run(check_config(plan), be_ready))
         run_json.note_end(plan.log_dir / plan.run_id, code)
@@ -62,6 +62,32 @@ def main(arguments: Sequence[str]) -> int:
     except (PlanError, LauncherError, HostlistError) as error:
         print(f"{typed.program}: {error}", file=sys.stderr)
         return 2
+
+
+def prepare(plan: Plan, script: str) -> Callable[[], None]:
+    """Return what a fan-out calls when nothing is left to refuse, before it starts an agent.
+
+    With --detach, this goes on in a child process, which the call takes from the terminal.
+
+    Raises:
+        PlanError: a detached run has no name.
+        Refused: a live run has its name.
+    """
+    if plan.is_dry_run:
+        return lambda: None
+    folder = plan.log_dir / plan.run_id
+    is_first = plan.node_rank == 0
+    if is_first and not job_id(os.environ):  # a scheduler may start its job again beside the first
+        run_json.refuse_live(folder)
+    leave_terminal = detach.fork_launcher(plan, script) if plan.is_detached else None
+
+    def be_ready() -> None:
+        if leave_terminal is not None:
+            leave_terminal()
+        if is_first:
+            run_json.note_start(folder, detached=plan.is_detached, grace=float(plan.grace_s))
+
+    return be_ready
 
 
 def check_config(plan: Plan) -> Plan:

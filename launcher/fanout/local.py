@@ -49,10 +49,15 @@ def is_healthy(plan: Plan, nproc: int) -> bool:
     command = [plan.python, "-m", "distributed.run", "--nproc-per-node", str(nproc)]
     command += ["-m", "distributed.selftest", "--seconds", "0.05"]
     result = subprocess.run(
-        command, cwd=plan.root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command,
+        cwd=plan.root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
     )
     if result.returncode != 0:
-        sys.stderr.buffer.write(result.stdout)
+        sys.stderr.write(result.stdout)
         cause = f"the processes of {short_host_name()} cannot work together"
         where = f"(exit code {result.returncode}, see above); see TROUBLESHOOTING.md"
         print(f"{plan.program}: {cause} {where}", file=sys.stderr)
