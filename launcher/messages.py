@@ -2,6 +2,11 @@
 
 text = encode(report)
 report = decode(Report, json.loads(text))
+
+Where several kinds of message share a channel, each stands behind its name: `{"hello": {...}}`.
+
+ANSWERS = Kinds(hello=Hello, report=Report)
+answer = ANSWERS.read(ANSWERS.write(Hello("10.0.0.1")))
 """
 
 from __future__ import annotations
@@ -21,6 +26,32 @@ MAX_FLOAT = sys.float_info.max
 
 class MessageError(ValueError):
     """What arrived is not what was announced; names the field."""
+
+
+class Kinds:
+    """The kinds of message of one channel, by name."""
+
+    def __init__(self, **kinds: type) -> None:
+        self._kinds = kinds
+        self._names = {kind: name for name, kind in kinds.items()}
+
+    def write(self, message: object) -> str:
+        """Return a message as one line, without its end."""
+        return f'{{"{self._names[type(message)]}":{encode(message)}}}'
+
+    def read(self, text: bytes | str) -> Any:
+        """Return the message of a line.
+
+        Raises:
+            MessageError: it is none of these kinds, or does not fit its type.
+        """
+        try:
+            [(name, content)] = json.loads(text).items()
+            return decode(self._kinds[name], content)
+        except MessageError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise MessageError(f"no message: {text!r:.80}") from error
 
 
 def encode(message: Any) -> str:

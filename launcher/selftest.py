@@ -22,7 +22,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from distributed.environment import Environment
 from distributed.torch import device, init_distributed, setup_distributed_models
-from launcher.failure import count
+from launcher.text import count
 
 Check = tuple[str, Tensor, Tensor]  # name, what came, what should have come
 

@@ -25,8 +25,8 @@ from launcher.messages import decode
 from launcher.plan.make_plan import make_plan
 from launcher.plan.plan import Plan, PlanError
 from launcher.plan.typed import parse
-from launcher.preflight.check_node import short_host_name
 from launcher.record import detach, run_json, runs
+from launcher.text import short_host_name
 
 
 @dataclass(frozen=True)

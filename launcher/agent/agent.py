@@ -38,7 +38,8 @@ from launcher.agent.heartbeats import Heartbeats
 from launcher.agent.node_ranks import NodeRanks, Rank
 from launcher.agent.output import NodeLog, Stream, Terminal, open_stream, without_noise
 from launcher.agent.verdict import Verdict
-from launcher.failure import End, Failure, RunSummary
+from launcher.failure import Failure
+from launcher.failure_block import End, RunSummary
 from launcher.preflight import identity
 from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder
 
@@ -140,10 +141,9 @@ class NodeAgent:
 
     def _open_record(self, arguments: list[str]) -> LiveRecord | None:
         """Make the run's folder; on node rank 0 start run.json."""
-        if self.folder is None:
-            return None
-        self.folder.create()
-        if self.args.node_rank != 0:
+        if self.folder is not None:
+            self.folder.create()
+        if self.folder is None or self.args.node_rank != 0:
             return None
         return LiveRecord(
             self.folder.path,

@@ -25,8 +25,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from distributed.stop_signals import STOP_SIGNALS
-from launcher.failure import End, end_message, print_end
+from launcher.failure_block import End, print_end
+from launcher.messages import Kinds
 
+MESSAGES = Kinds(end=End)  # to the launcher; fanout/protocol.py reads it
 SILENCE_S = 10.0  # without a beat for so long, the launcher is gone
 TERM_S = 1.0  # from then on, for the ranks to save
 _BY_NAME = {signum.name.encode(): signum for signum in STOP_SIGNALS}
@@ -74,6 +76,6 @@ def report_end(end: End, control: Control | None, *, is_line_open: bool) -> None
     if control is None:
         print_end(end, sys.stderr)
         return
-    message = "\n" * is_line_open + end_message(control.token, end)
+    line_end = "\n" if is_line_open else ""
     with contextlib.suppress(OSError):  # nobody reads any more
-        print(message, end="", flush=True)
+        print(f"{line_end}{control.token} {MESSAGES.write(end)}", flush=True)

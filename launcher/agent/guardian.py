@@ -22,7 +22,8 @@ from pathlib import Path
 from distributed.stop_signals import STOP_SIGNALS
 from launcher import messages, processes
 from launcher.agent.control import Control, report_end, take_control
-from launcher.failure import End, Failure, RunSummary
+from launcher.failure import Failure
+from launcher.failure_block import End, RunSummary
 from launcher.record import run_json
 
 

@@ -4,24 +4,22 @@ Each agent holds one TCP connection to the master address and port, where the to
 afterwards on the same listening socket. The kernel ends the connection at an agent's death, so the
 others know at once; beats tell a network that was cut.
 
-A message is one line of JSON, `{"<kind>": {...}}`, and a dataclass here: encode() and decode() are
-the only places that know one from the other. Nothing that arrives is ever unpickled.
+A message is one line of JSON, and a dataclass here. Nothing that arrives is ever unpickled.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TypeAlias
 
-from launcher import messages
 from launcher.agent.stuck import Straggler
 from launcher.agent.verdict import NodeEnd, Verdict
 from launcher.failure import Failure
+from launcher.messages import Kinds, MessageError
 from launcher.preflight.identity import NodeReport
 
 BEAT_S = 2.0
@@ -77,37 +75,18 @@ Message: TypeAlias = (
     NodeReport | Welcome | Refusal | Assignment | StopRequest | NodeBeat | EndRanks | NodeEnd
     | Verdict | Failure  # of a rank of the node that sends it
 )  # fmt: skip
-_KINDS: dict[str, type[Message]] = {
-    "hello": NodeReport,
-    "welcome": Welcome,
-    "refused": Refusal,
-    "start": Assignment,
-    "signal": StopRequest,
-    "beat": NodeBeat,
-    "failure": Failure,
-    "end": EndRanks,
-    "done": NodeEnd,
-    "verdict": Verdict,
-}
-_NAMES = {kind: name for name, kind in _KINDS.items()}
-
-
-def encode(message: Message) -> bytes:
-    """Return a message as the line that is sent."""
-    return json.dumps({_NAMES[type(message)]: asdict(message)}).encode() + b"\n"
-
-
-def decode(line: bytes) -> Message:
-    """Return the message of a line.
-
-    Raises:
-        ValueError: whoever sent it is no agent.
-    """
-    try:
-        [(name, content)] = json.loads(line).items()
-        return messages.decode(_KINDS[name], content)
-    except (AttributeError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"no message of an agent: {line!r:.80}") from error
+MESSAGES = Kinds(
+    hello=NodeReport,
+    welcome=Welcome,
+    refused=Refusal,
+    start=Assignment,
+    signal=StopRequest,
+    beat=NodeBeat,
+    failure=Failure,
+    end=EndRanks,
+    done=NodeEnd,
+    verdict=Verdict,
+)
 
 
 class Peer:
@@ -122,7 +101,7 @@ class Peer:
     def send(self, message: Message) -> None:
         """Send one message; a peer that is gone is noticed where it is read."""
         try:
-            self.socket.sendall(encode(message))
+            self.socket.sendall(f"{MESSAGES.write(message)}\n".encode())
         except OSError:
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)  # reading it now finds its end
@@ -133,8 +112,8 @@ class Peer:
             return None
         *lines, self._buffer = self._buffer.split(b"\n")
         try:
-            return [decode(line) for line in lines]
-        except ValueError:
+            return [MESSAGES.read(line) for line in lines]
+        except MessageError:
             return None
 
     def wait(self, deadline: float) -> Message | None:
@@ -153,8 +132,9 @@ class Peer:
                 return None
         line, _, self._buffer = self._buffer.partition(b"\n")  # what follows is for later
         try:
-            return decode(line)
-        except ValueError:
+            message: Message = MESSAGES.read(line)
+            return message
+        except MessageError:
             return None
 
     def _fill(self) -> bool:

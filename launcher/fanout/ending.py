@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from signal import SIGKILL, Signals
 
-from launcher.failure import End, Failure, RunSummary
+from launcher.failure import Failure
+from launcher.failure_block import End, RunSummary
 from launcher.fanout.far_side import CANNOT_START
 from launcher.fanout.protocol import Exit
 from launcher.plan.plan import Plan

@@ -70,13 +70,13 @@ def read_request() -> Request | Start | Sweep | None:
         if not (data := os.read(0, left)):
             return None
         text += data
-    request: Request | Start | Sweep = protocol.read(text, protocol.REQUESTS)
+    request: Request | Start | Sweep = protocol.REQUESTS.read(text)
     return request
 
 
 def answer(token: str, message: object) -> None:
     with contextlib.suppress(OSError):  # the launcher is gone
-        os.write(1, f"{token} {protocol.write(message)}\n".encode())
+        os.write(1, f"{token} {protocol.ANSWERS.write(message)}\n".encode())
 
 
 def start_agent(start: Start, streams: tuple[int, int, int] = (0, 1, 2)) -> int:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from launcher.plan.plan import Plan, World, print_plan, read_nproc
-from launcher.preflight.compare import Outcome
 
 JOB_ID = "<job id>"
 _NODES = re.compile(r"(?:--nodes=|-N ?|select=|nodes=)(\d+)")
@@ -22,8 +21,7 @@ def run(plan: Plan, _be_ready: Callable[[], None]) -> int:
     counts = plan.rank_counts(plan.nproc) if plan.nproc else []
     backend = plan.backend.replace("auto", "nccl with GPUs, else gloo")
     plan = replace(plan, run_id=plan.run_id or JOB_ID, backend=backend)
-    nothing = Outcome(num_checks=0, findings=(), num_nodes=0, seconds=0.0)
-    print_plan(plan, nothing, counts=counts, port=0, gpus=0, host="")
+    print_plan(plan, None, None, counts)
     print("# the command that submits this; options of the scheduler go before the script")
     print(f"cd {shlex.quote(str(plan.directory))} && {plan.command}")
     return 0

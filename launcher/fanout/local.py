@@ -11,11 +11,11 @@ import sys
 import time
 from collections.abc import Callable
 
-from launcher.failure import count
-from launcher.plan.plan import Plan, node_comment, print_plan, print_row
+from launcher.plan.plan import Plan, node_comment, print_plan
 from launcher.preflight import compare
-from launcher.preflight.check_node import check_node, short_host_name
+from launcher.preflight.check_node import check_node
 from launcher.record import transcript
+from launcher.text import count, print_row, short_host_name
 
 
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - execve does not return
@@ -24,15 +24,13 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
         transcript.keep(transcript.new_file(plan))
     report = check_node(plan.request())
     outcome = compare.judge([report])
-    compare.print_findings(outcome, program=plan.program, strict=plan.is_strict, out=sys.stderr)
-    if outcome.refusals(strict=plan.is_strict):
+    if compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=sys.stderr):
         return 3
     counts = plan.rank_counts(report.nproc)
-    host = short_host_name()
-    print_plan(plan, outcome, counts=counts, port=report.port, gpus=report.gpus, host=host)
+    print_plan(plan, report, outcome, counts)
     command = plan.agent_command(nproc=report.nproc, port=report.port)
     if plan.is_dry_run:
-        print(node_comment(plan, plan.node_rank, host, counts, report.port))
+        print(node_comment(plan, plan.node_rank, report.host, counts, report.port))
         print(plan.paste_line(command))
         return 0
     if plan.has_health_check and plan.has_checks and not is_healthy(plan, report.nproc):

@@ -7,15 +7,14 @@ node -> launcher   `<token> {"hello": {...}}` and so on, a line each. All else i
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.failure import End
-from launcher.messages import decode, encode
+from launcher.failure_block import End
+from launcher.messages import Kinds, MessageError
 from launcher.preflight.check_node import Report, Request
 
 
@@ -69,35 +68,20 @@ class Exit:
             raise ValueError(f"no exit code, or no number of processes: {self}")
 
 
-REQUESTS = {"check": Request, "start": Start, "sweep": Sweep}
-ANSWERS = {"hello": Hello, "report": Report, "ready": Ready, "cut": Cut, "end": End, "exit": Exit}
-NAMES: dict[type, str] = {kind: name for name, kind in {**REQUESTS, **ANSWERS}.items()}
+REQUESTS = Kinds(check=Request, start=Start, sweep=Sweep)
+ANSWERS = Kinds(hello=Hello, report=Report, ready=Ready, cut=Cut, end=End, exit=Exit)
 
 
 def write_request(request: Request | Start | Sweep) -> str:
     """Return a request with its size before it, so that a node reads it and nothing else."""
-    text = write(request)
+    text = REQUESTS.write(request)
     return f"{len(text)}\n{text}"
-
-
-def write(message: object) -> str:
-    """Return a message as JSON, in one line without its end."""
-    return f'{{"{NAMES[type(message)]}":{encode(message)}}}'
-
-
-def read(text: bytes, kinds: Mapping[str, type]) -> Any:
-    """Return the message, which is one of these kinds; raises ValueError."""
-    message = json.loads(text)
-    if not isinstance(message, dict) or len(message) != 1 or not message.keys() <= kinds.keys():
-        raise ValueError(f"{text!r:.80} is no message")
-    ((name, content),) = message.items()
-    return decode(kinds[name], content)
 
 
 def read_answer(token: str, line: bytes) -> tuple[bytes, Any]:
     """Return the output that a line of a node holds, and the message behind it; None: none fits."""
     output, mark, text = line.partition(f"{token} ".encode())
     try:
-        return (output, read(text, ANSWERS)) if mark else (line, None)
-    except (ValueError, RecursionError):
+        return (output, ANSWERS.read(text)) if mark else (line, None)
+    except MessageError:
         return line, None

@@ -18,11 +18,11 @@ from distributed.environment import job_id, tasks_per_node
 from distributed.errors import STOPPED, Refused
 from distributed.stop_signals import NOTICE, STOP_SIGNALS, Interrupts
 from launcher import processes
-from launcher.failure import count
 from launcher.messages import encode
 from launcher.plan.plan import Plan, PlanError, print_plan, shell_line
 from launcher.preflight import compare
 from launcher.preflight.check_node import Report, read_reports
+from launcher.text import count
 
 PREFLIGHT_S = 300.0  # for all nodes to answer; other steps of the job may have to end first
 SQUEUE_S = 10.0  # for an answer of SLURM's controller
@@ -38,13 +38,12 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
     _warn_of_missing_rank(plan)
     reports = check_nodes(plan)
     outcome = compare.judge(reports)
-    compare.print_findings(outcome, program=plan.program, strict=plan.is_strict, out=sys.stderr)
-    if outcome.refusals(strict=plan.is_strict):
+    if compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=sys.stderr):
         return 3
     first = reports[0]
     counts = plan.rank_counts(first.nproc)
     command = step_command(plan, nproc=first.nproc, port=first.port)
-    print_plan(plan, outcome, counts=counts, port=first.port, gpus=first.gpus, host=first.host)
+    print_plan(plan, first, outcome, counts)
     if plan.is_dry_run:
         where = f"rendezvous {plan.master_addr}:{first.port}"
         nodes = count(plan.num_nodes, "node")

@@ -18,16 +18,17 @@ from functools import partial
 from signal import SIGUSR1, Signals
 
 from distributed.errors import Refused
-from launcher.failure import End, count, print_end
+from launcher.failure_block import End, print_end
 from launcher.fanout import protocol
 from launcher.fanout.connection import Connection
 from launcher.fanout.ending import NodeResult, conclude
 from launcher.fanout.loop import Loop, Terminal
 from launcher.fanout.protocol import Cut, Exit, Hello, Start, Sweep
-from launcher.plan.plan import Plan, PlanError, node_comment, print_plan, print_row
+from launcher.plan.plan import Plan, PlanError, node_comment, print_plan
 from launcher.preflight import compare
-from launcher.preflight.check_node import Report, check_node, short_host_name
+from launcher.preflight.check_node import Report, check_node
 from launcher.preflight.compare import Finding
+from launcher.text import count, print_row
 
 ANSWER_S = 9.0  # for every node to connect and be checked
 CHECK_S = 3.0  # of that, the least for the checks
@@ -127,14 +128,10 @@ class Fanout:
         ]
         outcome = compare.judge(reports, time.monotonic() - began)
         outcome = replace(outcome, findings=[*silent, *outcome.findings])
-        is_strict = self.plan.is_strict
-        out = sys.stderr if self.plan.is_detached else self.err.text
-        compare.print_findings(outcome, program=self.plan.program, strict=is_strict, out=out)
-        if outcome.refusals(strict=is_strict):
+        plan, out = self.plan, sys.stderr if self.plan.is_detached else self.err.text
+        if compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=out):
             return None
-        first, counts = reports[0], [report.nproc for report in reports]
-        port, gpus, host = first.port, first.gpus, short_host_name()
-        print_plan(self.plan, outcome, counts=counts, port=port, gpus=gpus, host=host, out=out)
+        print_plan(plan, reports[0], outcome, [report.nproc for report in reports], out)
         return reports
 
     def connect(self, node: str, token: str, show: Callable[[bytes, bool], None]) -> Connection:
@@ -300,11 +297,10 @@ class Fanout:
 
 def print_commands(fanout: Fanout) -> int:
     """Print the plan and each node's command; one rank per GPU means the GPUs of this machine."""
-    plan, host = fanout.plan, short_host_name()
+    plan = fanout.plan
     here = check_node(plan.request())
     counts = plan.rank_counts(here.nproc)
-    outcome = compare.judge([here])
-    print_plan(plan, outcome, counts=counts, port=here.port, gpus=here.gpus, host=host)
+    print_plan(plan, here, None, counts)
     for number, node in enumerate(plan.nodes):
         command = plan.agent_command(nproc=counts[number], port=here.port, node_rank=number)
         print(node_comment(plan, number, node.name, counts, here.port))

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TextIO
 
 from distributed.environment import DEFAULT_GRACE_S
-from launcher.failure import count
-from launcher.preflight.check_node import Request
+from launcher.preflight.check_node import Report, Request
 from launcher.preflight.compare import Outcome
+from launcher.text import count, print_row
 
 AGENT = "scripts/lib/agent.py"
 MOST_RANKS = 4096  # of one node
@@ -179,29 +179,25 @@ def node_comment(plan: Plan, node_rank: int, host: str, counts: Sequence[int], p
 
 def print_plan(
     plan: Plan,
-    outcome: Outcome,
-    *,
+    node: Report | None,
+    outcome: Outcome | None,
     counts: Sequence[int],
-    port: int,
-    gpus: int,
-    host: str,
     out: TextIO | None = None,
 ) -> None:
     """Print the plan.
 
     Args:
-        outcome: what the preflight found.
+        node: what node 0 or, where each node is started on its own, this one has told.
+        outcome: what the preflight found; None where it has not run.
         counts: ranks of each node; empty where they are not known yet.
-        port: of the master.
-        gpus: visible ones on node 0.
-        host: this machine.
         out: stderr where it is not given.
     """
     out = out or sys.stderr
     config = f"    {shlex.quote(plan.config)}" if plan.config not in ("", "-") else ""
     print_row("run", f"{plan.run_id or '(named by node rank 0)'}{config}", out)
-    print_row("hosts", _hosts(plan, port, host), out)
-    backend = "nccl" if plan.backend == "auto" and gpus else plan.backend.replace("auto", "gloo")
+    print_row("hosts", _hosts(plan, node), out)
+    default_backend = "nccl" if node and node.gpus else "gloo"
+    backend = plan.backend.replace("auto", default_backend)
     each = str(counts[0]) if len({*counts}) == 1 else ",".join(map(str, counts))
     nodes = count(plan.num_nodes, "node")
     if counts:
@@ -216,22 +212,22 @@ def print_plan(
     print_row("logs", logs + follow, out)
 
 
-def _hosts(plan: Plan, port: int, host: str) -> str:
-    if not plan.master_addr:  # the scheduler has not chosen yet
+def _hosts(plan: Plan, node: Report | None) -> str:
+    if node is None:  # the scheduler has not chosen yet
         return plan.hosts
     address = f"[{plan.master_addr}]" if ":" in plan.master_addr else plan.master_addr
-    master = f"{address}:{port}"
+    master = f"{address}:{node.port}"
     if plan.nodes:
         first, *others = (node.name for node in plan.nodes)
         return "  ".join([f"{first} (master, {master})", *others])
     if plan.num_nodes == 1:
-        return f"{plan.hosts or host} (master, {master})"
-    here = f"{host} (this one, node rank {plan.node_rank} of {plan.num_nodes})"
+        return f"{plan.hosts or node.host} (master, {master})"
+    here = f"{node.host} (this one, node rank {plan.node_rank} of {plan.num_nodes})"
     return f"{master} (master)  {plan.hosts or here}"
 
 
-def _preflight(plan: Plan, outcome: Outcome) -> str:
-    if plan.is_dry_run:
+def _preflight(plan: Plan, outcome: Outcome | None) -> str:
+    if plan.is_dry_run or outcome is None:
         return "not run (--dry-run)"
     if not plan.has_checks:
         return "not run (SKIP_PREFLIGHT)"
@@ -239,11 +235,3 @@ def _preflight(plan: Plan, outcome: Outcome) -> str:
     verdict = count(warnings, "warning") if warnings else "ok"
     checks = f"{count(outcome.num_checks, 'check')} on {count(outcome.num_nodes, 'node')}"
     return f"{checks}: {verdict} in {outcome.seconds:.{2 if plan.nodes else 3}f} s"
-
-
-def print_row(label: str, text: str, out: TextIO | None = None) -> None:
-    """Print one row of what a user sees before and after a run."""
-    out = out or sys.stderr
-    is_bold = out.isatty() and not os.environ.get("NO_COLOR")
-    start, end = ("\x1b[1m", "\x1b[0m") if is_bold else ("", "")
-    print(f"{start}{label:<9}{end}  {text}", file=out, flush=True)

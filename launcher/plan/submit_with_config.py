@@ -15,11 +15,11 @@ from pathlib import Path
 
 from distributed import hostlist
 from distributed.errors import Refused
-from launcher.failure import count
 from launcher.plan.make_plan import make_plan, resolve_script
-from launcher.plan.plan import PlanError, print_row, read_number
+from launcher.plan.plan import PlanError, read_number
 from launcher.plan.typed import Typed
 from launcher.start import check_config
+from launcher.text import count, print_row
 
 SBATCH_OPTIONS = ("partition", "account", "qos", "mem", "time")  # for every job
 OWN = (

@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from launcher.messages import decode, encode
 from launcher.preflight import identity, meeting
 from launcher.preflight.checks import CHECKS, Fault, Machine
 from launcher.preflight.gpus import GpuError, visible_gpus
+from launcher.text import short_host_name
 
 PIECE = 900  # characters; srun mixes the nodes' lines where they are longer than 1024
 
@@ -147,11 +147,6 @@ def bind_error(port: int) -> int:
     except OSError as error:
         return error.errno or errno.EINVAL
     return 0
-
-
-def short_host_name() -> str:
-    """Return this machine's name without its domain."""
-    return socket.gethostname().partition(".")[0]
 
 
 def write_report(report: Report) -> Iterator[str]:

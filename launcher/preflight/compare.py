@@ -30,10 +30,6 @@ class Outcome:
     num_nodes: int
     seconds: float
 
-    def refusals(self, *, strict: bool) -> list[Finding]:
-        """Return what refuses the start; where `strict`, every warning does."""
-        return [one for one in self.findings if strict or not one.fault.warns]
-
 
 def judge(reports: Sequence[Report], seconds: float | None = None) -> Outcome:
     """Return all faults by node rank, and after them what differs between nodes."""
@@ -59,11 +55,18 @@ def differences(reports: Sequence[Report]) -> Iterator[Finding]:
             yield from (Finding(report.host, fault) for fault in report.met)
 
 
-def print_findings(outcome: Outcome, *, program: str, strict: bool, out: TextIO) -> None:
-    """Print one line for each fault."""
-    refusals = outcome.refusals(strict=strict)
+def print_findings(outcome: Outcome, program: str, *, is_strict: bool, out: TextIO) -> bool:
+    """Print one line for each fault; returns whether one refuses the start.
+
+    Args:
+        is_strict: every warning refuses it.
+    """
+    is_refused = False
     for finding in outcome.findings:
         fault = finding.fault
-        kind = "" if finding in refusals else "warning: "
+        is_warning = fault.warns and not is_strict
+        is_refused |= not is_warning
+        kind = "warning: " if is_warning else ""
         line = f"{program}: {kind}{finding.host}: {fault.cause}; {fault.cure} [{fault.name}]"
         print(line, file=out, flush=True)
+    return is_refused

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TextIO
 
 from launcher import processes
-from launcher.plan.plan import Plan, PlanError, print_row
-from launcher.preflight.check_node import short_host_name
+from launcher.plan.plan import Plan, PlanError
 from launcher.record import run_json, transcript
+from launcher.text import print_row, short_host_name
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -13,7 +12,8 @@ import pytest
 from agents import AGENT, PROGRAM, Run, kill_what_is_left
 
 from launcher.agent.link import BEAT_S
-from launcher.failure import End, read_end
+from launcher.failure_block import End
+from launcher.fanout.protocol import ANSWERS
 
 TOKEN = "t0ken"
 
@@ -47,7 +47,7 @@ class Launcher:
         *_, last = self.run.output.splitlines()
         token, _, message = last.partition(" ")
         assert token == TOKEN and self.run.output.count(TOKEN) == 1
-        return read_end(json.loads(message)["end"]), err
+        return ANSWERS.read(message), err
 
 
 @pytest.fixture

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
-import json
 from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
-from launcher.failure import End, Failure, RunSummary, end_message, print_end, read_end
+from launcher.agent.control import MESSAGES
+from launcher.failure import Failure
+from launcher.failure_block import End, RunSummary, print_end
+from launcher.fanout.protocol import ANSWERS
+from launcher.messages import MessageError, decode
 
 FAILURE = Failure(
     fault="rank-error",
@@ -33,13 +36,7 @@ END = End(code=1, failure=FAILURE, summary=SUMMARY, is_told=False)
     "end", [END, replace(END, code=75, failure=None, is_told=True)], ids=["failed", "stopped"]
 )
 def test_what_is_sent_is_what_is_read(end: End) -> None:
-    line = end_message("t0ken", end)
-    token, _, text = line.partition(" ")
-    assert token == "t0ken"
-    assert line.count("\n") == 1 and line.endswith("\n")
-    message = json.loads(text)
-    assert list(message) == ["end"]
-    assert read_end(message["end"]) == end
+    assert ANSWERS.read(MESSAGES.write(end)) == end
 
 
 def broken(path: str, value: object) -> Any:
@@ -81,14 +78,14 @@ def broken(path: str, value: object) -> Any:
     ],
 )
 def test_any_other_shape_is_refused(path: str, value: object) -> None:
-    with pytest.raises(ValueError, match=path.partition(".")[0]):
-        read_end(broken(path, value))
+    with pytest.raises(MessageError, match=path.partition(".")[0]):
+        decode(End, broken(path, value))
 
 
 @pytest.mark.parametrize("message", [None, [], "end", 3])
 def test_what_is_no_object_is_refused(message: object) -> None:
-    with pytest.raises(ValueError, match="End"):
-        read_end(message)
+    with pytest.raises(MessageError, match="End"):
+        decode(End, message)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from signal import Signals
 
 import pytest
 
-from launcher.failure import End, Failure, RunSummary
+from launcher.failure import Failure
+from launcher.failure_block import End, RunSummary
 from launcher.fanout.ending import NodeResult, conclude
 from launcher.fanout.protocol import Exit
 from launcher.plan.plan import Plan

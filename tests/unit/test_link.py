@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from launcher.agent import link
 from launcher.agent.link import (
+    MESSAGES,
     Assignment,
     EndRanks,
     Message,
@@ -26,7 +26,7 @@ from launcher.preflight.identity import NodeReport
 FAILURE = Failure(
     "rank-error", "ValueError: ü\n", 1, "node2", 1, 5.5, 3, 1, ["a.py:1 in f"], stacks=[]
 )
-MESSAGES: list[Message] = [
+EXAMPLES: list[Message] = [
     NodeReport(1, 2, 4, "node2", "", {"torch": "2.13"}, {"a.py": "0f"}, 1000.0),
     Welcome(),
     Refusal("wrong-world", "two; make it one"),
@@ -43,11 +43,11 @@ MESSAGES: list[Message] = [
 ]
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
 def test_a_message_is_one_line_and_arrives(message: Message) -> None:
-    line = link.encode(message)
-    assert line.count(b"\n") == 1 and line.endswith(b"\n")
-    assert link.decode(line) == message
+    line = MESSAGES.write(message)
+    assert "\n" not in line
+    assert MESSAGES.read(line) == message
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_message_is_one_line_and_arrives(message: Message) -> None:
 )
 def test_any_other_line_is_no_agents(line: bytes) -> None:
     with pytest.raises(ValueError):
-        link.decode(line)
+        MESSAGES.read(line)
 
 
 def connect() -> tuple[Peer, socket.socket]:
@@ -84,10 +84,10 @@ def connect() -> tuple[Peer, socket.socket]:
 
 def test_messages_arrive_in_pieces_and_together() -> None:
     peer, theirs = connect()
-    line = link.encode(StopRequest(2))
+    line = f"{MESSAGES.write(StopRequest(2))}\n".encode()
     theirs.sendall(line[:5])
     assert peer.receive() == []
-    theirs.sendall(line[5:] + link.encode(EndRanks()) + b"{")
+    theirs.sendall(line[5:] + f"{MESSAGES.write(EndRanks())}\n{{".encode())
     assert peer.receive() == [StopRequest(2), EndRanks()]
     theirs.sendall(b"}\n")
     assert peer.receive() is None

@@ -1,0 +1,90 @@
+"""The failure block and the stopped line: what a user sees last, whichever program prints it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TextIO
+
+from distributed.errors import STOPPED
+from launcher.failure import Failure, signal_name
+from launcher.text import count
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What the block shows besides the failure itself."""
+
+    started: float  # seconds since the epoch
+    lost_peer: int  # ranks that ended as a consequence
+    stopped: int  # ranks that the launcher stopped
+    left: int  # processes that could not be ended
+    run_id: str
+    command: str  # as the user typed it, quoted for a shell; empty if unknown
+
+
+@dataclass(frozen=True)
+class End:
+    """How a node's part of the run ended, for a launcher on another machine."""
+
+    code: int
+    failure: Failure | None
+    summary: RunSummary
+    is_told: bool  # node rank 0 decided it, told this node, and sends the same itself
+
+
+def print_end(end: End, out: TextIO) -> None:
+    """Print what a user sees last: the failure block, the stopped line, or nothing for code 0."""
+    if end.failure is not None:
+        print_block(end.failure, end.summary, out)
+    elif end.code != 0:
+        print_stop(end.code, end.summary, out)
+
+
+def print_block(failure: Failure, summary: RunSummary, out: TextIO) -> None:
+    """Print the failure block, the last thing a user sees of a failed run."""
+    after = f"{failure.time - summary.started:.0f} s after the start"
+    at_step = f", at step {failure.step}" if failure.step >= 0 else ""
+    from_step = f"     (from step {failure.saved_step})" if failure.saved_step >= 0 else ""
+    by_signal = f" ({signal_name(failure.code)})" if signal_name(failure.code) else ""
+    rows = [
+        ("FAILED", f"{failure.who} {after}{at_step}       [{failure.fault}]"),
+        ("cause", failure.cause),
+        *(("", frame) for frame in failure.frames),
+        *(("stacks", line) for line in failure.stacks),
+        ("code", f"{failure.code}{by_signal}"),
+        ("others", _others(summary)),
+        ("log", failure.log),
+        ("resume", summary.command and f"RUN_ID={summary.run_id} {summary.command}{from_step}"),
+        ("see", f"TROUBLESHOOTING.md#{failure.fault}"),
+    ]
+    colour = out.isatty() and "NO_COLOR" not in os.environ
+    for name, text in rows:
+        label = f"{name:<8}"
+        if colour and name == "FAILED":
+            label = f"\x1b[1;31m{label}\x1b[0m"
+        if text:
+            print(label, text, file=out, flush=True)
+
+
+def print_stop(code: int, summary: RunSummary, out: TextIO) -> None:
+    """Print the line for a run that was stopped on request."""
+    unsaved = f"by {signal_name(code)}, before the ranks had saved"
+    how = "after saving a checkpoint" if code == STOPPED else unsaved
+    print(f"stopped  {how} (code {code}); nothing is left running", file=out, flush=True)
+    if summary.command:
+        print(f"resume   RUN_ID={summary.run_id} {summary.command}", file=out, flush=True)
+
+
+def _others(summary: RunSummary) -> str:
+    parts = []
+    if summary.lost_peer:
+        its = "its connection" if summary.lost_peer == 1 else "their connections"
+        parts.append(f"{count(summary.lost_peer, 'rank')} lost {its} to a peer (a consequence)")
+    if summary.stopped:
+        were = "was" if summary.stopped == 1 else "were"
+        parts.append(f"{count(summary.stopped, 'rank')} {were} stopped by the launcher")
+    left = "nothing is left running"
+    if summary.left:
+        left = f"{count(summary.left, 'process', 'processes')} could not be ended"
+    return f"{', '.join(parts)}; {left}" if parts else left
