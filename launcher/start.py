@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distributed.environment import LauncherError, job_id
-from distributed.errors import Refused
+from distributed.errors import BAD_INPUT, REFUSED, Refused
 from distributed.hostlist import HostlistError
 from launcher.messages import decode
 from launcher.plan.make_plan import make_plan
@@ -58,10 +58,10 @@ def main(arguments: Sequence[str]) -> int:
         return code
     except Refused as error:
         print(f"{typed.program}: {short_host_name()}: {error}", file=sys.stderr)
-        return 3
+        return REFUSED
     except (PlanError, LauncherError, HostlistError) as error:
         print(f"{typed.program}: {error}", file=sys.stderr)
-        return 2
+        return BAD_INPUT
 
 
 def prepare(plan: Plan, script: str) -> Callable[[], None]:
@@ -96,7 +96,7 @@ def check_config(plan: Plan) -> Plan:
     A script of the user's own checks itself, once it runs.
 
     Raises:
-        Refused: train.py cannot run here. Where the config is wrong, this exits with code 2.
+        Refused: train.py cannot run here. Where the config is wrong, this exits with BAD_INPUT.
     """
     if plan.words[0] != str(plan.root / "train.py"):
         return plan
@@ -106,9 +106,9 @@ def check_config(plan: Plan) -> Plan:
         environ["WORLD_SIZE"] = str(sum(plan.rank_counts(0)))
     command = [plan.python, *plan.words, "--check", "--json"]
     result = subprocess.run(command, env=environ, capture_output=True, text=True)
-    if result.returncode == 2:
+    if result.returncode == BAD_INPUT:
         sys.stderr.write(result.stderr)
-        raise SystemExit(2)
+        raise SystemExit(BAD_INPUT)
     if result.returncode != 0:
         words = (result.stderr or result.stdout).strip().splitlines() or ["no word"]
         cause = f"{plan.python} cannot run train.py ({words[-1]})"

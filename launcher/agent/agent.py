@@ -27,7 +27,7 @@ from torch.distributed.elastic.utils.api import macros
 
 from distributed import network
 from distributed.environment import new_run_id
-from distributed.errors import Refused
+from distributed.errors import BAD_INPUT, REFUSED, Refused
 from launcher import messages
 from launcher.agent import checkin, link, rank
 from launcher.agent.arguments import Arguments, parse
@@ -56,7 +56,7 @@ def run_agent(arguments: list[str], guardian: socket.socket, control: Control | 
         args, beyond_static = parse(arguments)
     except ValueError as error:
         _say(str(error))
-        return 2
+        return BAD_INPUT
     if beyond_static is not None:
         _say(f"{beyond_static}: started by torch's own elastic agent, one import per rank")
         torchrun.main(arguments)
@@ -66,7 +66,7 @@ def run_agent(arguments: list[str], guardian: socket.socket, control: Control | 
         agent = NodeAgent(args, arguments, meeting, guardian, control)
     except Refused as refused:
         _say(str(refused))
-        return 3
+        return REFUSED
     os._exit(agent.run())  # nothing of torch's needs its 0.6 s of taking down here
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributed.environment import DEFAULT_LOG_DIR
+from distributed.errors import BAD_INPUT, REFUSED
 from launcher.plan.typed import Typed
 from launcher.record.run_json import Record, read
 
@@ -151,7 +152,7 @@ def main(typed: Typed, environ: Mapping[str, str] = os.environ) -> int:
         return stop(find(log_dir, typed.rest[0]), typed.program, is_dry_run=typed.dry_run)
     except (ValueError, OSError) as error:
         print(f"{typed.program}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 3
+        return BAD_INPUT if isinstance(error, ValueError) else REFUSED
 
 
 def print_status(log_dir: Path, run_ids: Sequence[str], program: str) -> int:
@@ -192,4 +193,4 @@ def stop(run: Run, program: str, *, is_dry_run: bool = False) -> int:
 
 def _refuse(program: str, text: str) -> int:
     print(f"{program}: {text}", file=sys.stderr)
-    return 3
+    return REFUSED
