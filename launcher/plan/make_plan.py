@@ -51,6 +51,8 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     Raises:
         PlanError, LauncherError, HostlistError: the user or the scheduler cannot mean this.
     """
+    if typed.config is None and not typed.module:
+        raise PlanError(f"no config; usage: {typed.usage}")
     level = _read_words(typed, environ)
     max_restarts = read_number("MAX_RESTARTS", environ.get("MAX_RESTARTS") or "0", 0, 1000)
     if max_restarts and typed.engine:
@@ -59,10 +61,9 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     grace_s = read_number("GRACE", environ.get("GRACE") or str(DEFAULT_GRACE_S), 0, 86400)
     fanout = choose_fanout(typed, environ)
     world = read_world(typed, environ, fanout)
-    engine = typed.engine or ("srun" if environ.get("LAUNCHER") == "srun" else "")
+    has_tasks = environ.get("LAUNCHER") == "srun" and fanout != "local"
     log_dir = Path(environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
-    names = ("BACKEND", "GRACE")
-    variables = {name: environ[name] for name in names if environ.get(name)}
+    given = {"LOG_LEVEL": level, **{name: environ.get(name) for name in ("BACKEND", "GRACE")}}
     return Plan(
         program=typed.program,
         fanout=fanout,
@@ -83,11 +84,11 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         master_addr=world.master_addr,
         port=_read_port(typed, environ, is_by_hand=fanout == "local" and world.num_nodes > 1),
         backend=environ.get("BACKEND") or "auto",
-        engine=engine if fanout != "local" else typed.engine or "",
+        engine=typed.engine or ("srun" if has_tasks else ""),
         use_env=typed.use_env,
         max_restarts=max_restarts,
         grace_s=grace_s,
-        variables={**({"LOG_LEVEL": level} if level else {}), **variables},
+        variables={name: value for name, value in given.items() if value},
         activated=typed.activated,
         is_dry_run=typed.dry_run,
         is_strict=typed.strict,
