@@ -65,6 +65,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     log_dir = Path(environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
     given = {"LOG_LEVEL": level, **{name: environ.get(name) for name in ("BACKEND", "GRACE")}}
     return Plan(
+        **vars(world),
         program=typed.program,
         fanout=fanout,
         command=command_line(typed, environ, fanout),
@@ -75,13 +76,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         run_id=choose_run_id(environ, is_namer=world.node_rank == 0 and fanout != "job_command"),
         words=training_words(typed, environ),
         config="" if typed.config == "-" else typed.config or "",
-        nodes=world.nodes,
-        hosts=world.hosts,
-        num_nodes=world.num_nodes,
-        node_rank=world.node_rank,
-        nproc=world.nproc,
         cpu_nproc=int(typed.cpu_nproc or 1),
-        master_addr=world.master_addr,
         port=_read_port(typed, environ, is_by_hand=fanout == "local" and world.num_nodes > 1),
         backend=environ.get("BACKEND") or "auto",
         engine=typed.engine or ("srun" if has_tasks else ""),

@@ -49,16 +49,16 @@ class NodePlan:
 class World:
     """How many nodes there are, which one this is, and where they meet."""
 
-    num_nodes: int
-    master_addr: str  # empty: the scheduler has not chosen yet
-    node_rank: int = 0
+    num_nodes: int = 1
+    master_addr: str = "127.0.0.1"  # empty: the scheduler has not chosen yet
+    node_rank: int = 0  # of this machine
     nproc: int | None = None  # ranks per node; None: one per GPU
     nodes: Sequence[NodePlan] = ()  # by node rank, where this launcher starts them all by name
     hosts: str = ""  # SLURM's list of them
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, kw_only=True)
+class Plan(World):
     """Everything that the user, the environment, the config and the scheduler decided."""
 
     program: str  # the script that was typed, for messages
@@ -71,13 +71,7 @@ class Plan:
     run_id: str  # empty: node rank 0 names the run
     words: Sequence[str]  # the training script and its arguments
     config: str = ""  # empty: none
-    nodes: Sequence[NodePlan] = ()  # by node rank, where this launcher starts them all by name
-    hosts: str = ""  # SLURM's list of them
-    num_nodes: int = 1
-    node_rank: int = 0  # of this machine
-    nproc: int | None = None  # ranks per node; None: one per GPU, else `cpu_nproc`
-    cpu_nproc: int = 1
-    master_addr: str = "127.0.0.1"
+    cpu_nproc: int = 1  # ranks per node where `nproc` is None and there is no GPU
     port: int | None = None  # None: from the run id
     backend: str = "auto"
     engine: str = ""  # what starts the ranks in place of the node agent
