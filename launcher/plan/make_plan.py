@@ -70,7 +70,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         fanout=fanout,
         command=command_line(typed, environ, fanout),
         root=ROOT,
-        python=typed.python or sys.executable,
+        python=typed.python,
         directory=ROOT if typed.module else Path.cwd(),
         log_dir=log_dir.absolute() if typed.module else log_dir,
         run_id=choose_run_id(environ, is_namer=world.node_rank == 0 and fanout != "job_command"),
