@@ -26,7 +26,7 @@ from torch.distributed.elastic.utils.api import macros
 
 from distributed import network
 from distributed.environment import new_run_id
-from distributed.errors import Refused
+from distributed.errors import BAD_INPUT, REFUSED, Refused
 from launcher import messages
 from launcher.agent import agent_link, checkin, rank
 from launcher.agent.attempt import Attempt
@@ -40,7 +40,7 @@ from launcher.agent.verdict import Verdict
 from launcher.failure import Failure
 from launcher.failure_block import End, RunSummary
 from launcher.preflight import identity
-from launcher.record import runlog
+from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder
 
 VERDICT_S = 1.5  # after a failure that no restart follows: for the other nodes' ends
 
@@ -54,7 +54,7 @@ def run_agent(arguments: list[str], guardian: socket.socket, control: Control | 
         args, beyond_static = parse(arguments)
     except ValueError as error:
         say(str(error))
-        return 2
+        return BAD_INPUT
     if beyond_static is not None:
         say(f"{beyond_static}: started by torch's own elastic agent, one import per rank")
         torchrun.main(arguments)
@@ -64,7 +64,7 @@ def run_agent(arguments: list[str], guardian: socket.socket, control: Control | 
         agent = NodeAgent(args, arguments, meeting, guardian, control)
     except Refused as refused:
         say(str(refused))
-        return 3
+        return REFUSED
     os._exit(agent.run())  # nothing of torch's needs its 0.6 s of taking down here
 
 
@@ -132,7 +132,7 @@ class NodeAgent:
         self.heartbeats = Heartbeats(args.nproc)
         self.started = time.time()
         run_id, log_dir = self.assignment.run_id, args.log_dir
-        self.folder = runlog.RunFolder(log_dir, run_id, args.node_rank) if log_dir else None
+        self.folder = RunFolder(log_dir, run_id, args.node_rank) if log_dir else None
         self.record = self._open_record(arguments)
         self.log = NodeLog(self.folder.node_log if self.folder else None)
         self.error_files = self.folder.failures if self.folder else Path(tempfile.mkdtemp())
@@ -140,22 +140,21 @@ class NodeAgent:
         note = AgentNote(run_id, args.node_rank, self.started, args.nproc, folder)
         guardian.sendall(messages.encode(note).encode())
 
-    def _open_record(self, arguments: list[str]) -> runlog.RunRecord | None:
-        """Make the run's folder; on node rank 0 start run.json.
-
-        The guardian is the run's launcher, unless that is elsewhere.
-        """
-        if self.folder is None:
+    def _open_record(self, arguments: list[str]) -> LiveRecord | None:
+        """Make the run's folder; on node rank 0 start run.json."""
+        if self.folder is not None:
+            self.folder.create()
+        if self.folder is None or self.args.node_rank != 0:
             return None
-        self.folder.create()
-        if self.args.node_rank != 0:
-            return None
-        run = self.assignment
-        fields = runlog.start_record(run.run_id, arguments, run.hosts, run.world_size, _versions())
-        fields["grace"] = self.args.grace_s
-        if self.control is None:
-            fields["launcher"] = runlog.launcher_process(os.getppid())
-        return runlog.RunRecord(self.folder, run.run_id, fields)
+        return LiveRecord(
+            self.folder.path,
+            launcher=None if self.control else LauncherProcess.of(os.getppid()),  # the guardian
+            versions=_versions(),
+            agent_arguments=arguments,
+            hosts=self.assignment.hosts,
+            world_size=self.assignment.world_size,
+            grace=self.args.grace_s,
+        )
 
     # --- one attempt after another ------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from launcher.agent.output import Stream, Terminal
 from launcher.agent.stuck import RankState, find_straggler
 from launcher.agent.verdict import Facts, NodeEnd, Verdict
 from launcher.failure import Failure
-from launcher.record.runlog import RunRecord
+from launcher.record.run_json import LiveRecord
 
 SETTLE_S = 0.3  # after an end that looks like a consequence: the time for its cause to show
 TERM_S = 1.0  # after a failure: from SIGTERM to SIGKILL
@@ -72,7 +72,7 @@ class Attempt:
         signals: list[int],
         grace_s: float,
         verdict_s: float,
-        record: RunRecord | None,
+        record: LiveRecord | None,
     ) -> None:
         """
         Args:

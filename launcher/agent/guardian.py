@@ -9,7 +9,6 @@ torch once and forks the ranks.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -20,14 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distributed.lock import locked_by
 from distributed.stop_signals import handled_signals
 from launcher import messages, processes
 from launcher.agent.control import Control, report_end, take_control
 from launcher.failure import Failure
 from launcher.failure_block import End, RunSummary
-from launcher.record import runs
-from launcher.record.runlog import RunFolder, ended
+from launcher.record import run_json
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         theirs.close()
         code = _guard(agent, ours, handled, control)
         if recorded:  # the run may have ended before it began
-            runs.note_end(Path(recorded), code)
+            run_json.note_end(Path(recorded), code)
         return code
     ours.close()
     if control is not None:
@@ -104,7 +101,7 @@ def _guard(
     if os.WIFSIGNALED(status):
         note = _read_note(notes)
         if note.folder:
-            _complete_record(Path(note.folder), agent, code)
+            run_json.note_end(Path(note.folder), code, agent=agent)
         is_asked = os.WTERMSIG(status) in passed_on
         _report_death(code, note, control, left=len(left), is_asked=is_asked)
     return code
@@ -142,10 +139,3 @@ def _read_note(notes: socket.socket) -> AgentNote:
         return messages.decode(AgentNote, json.loads(notes.recv(65536)))
     except (OSError, ValueError):  # the agent ended before the run had begun
         return AgentNote(os.environ.get("RUN_ID", ""), 0, time.time(), 0)
-
-
-def _complete_record(folder: Path, agent: int, code: int) -> None:
-    """Write into run.json that the run has ended, unless another agent has taken it over."""
-    with contextlib.suppress(OSError):
-        if locked_by(folder) == (agent, socket.gethostname()):
-            RunFolder(folder.parent, folder.name, 0).write_record(ended(code))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from distributed import hostlist
 from distributed.environment import job_id, tasks_per_node
-from distributed.errors import STOPPED, Refused
+from distributed.errors import REFUSED, STOPPED, Refused
 from distributed.stop_signals import NOTICE, STOP_SIGNALS, Interrupts
 from launcher import processes
 from launcher.messages import encode
@@ -39,7 +39,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
     reports = check_nodes(plan)
     outcome = compare.judge(reports)
     if compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=sys.stderr):
-        return 3
+        return REFUSED
     first = reports[0]
     counts = plan.rank_counts(first.nproc)
     command = step_command(plan, nproc=first.nproc, port=first.port)

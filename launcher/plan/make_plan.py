@@ -8,18 +8,24 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from distributed.environment import in_slurm_step, job_id, new_run_id
+from distributed.environment import (
+    DEFAULT_GRACE_S,
+    DEFAULT_LOG_DIR,
+    in_slurm_step,
+    job_id,
+    new_run_id,
+)
 from distributed.network import PROFILES
-from launcher.fanout import submission
-from launcher.plan import hosts, scheduler
-from launcher.plan.plan import NodePlan, Plan, PlanError, read_nproc, read_number
-from launcher.plan.scheduler import Allocation
+from launcher.fanout import job_command
+from launcher.plan import hosts, pbs, slurm
+from launcher.plan.plan import Plan, PlanError, World, read_nproc, read_number
+from launcher.plan.typed import Typed
 
 ROOT = Path(__file__).resolve().parents[2]
 BY_HAND_PORT = "29500"  # nodes started by hand cannot agree on another before they meet
@@ -39,116 +45,45 @@ _RESUMED_WITH = (  # variables that shape a run: the resume line repeats them
 _RESUMED_WITH_SSH = ("SSH_OPTS", "FORWARD_ENV")
 
 
-@dataclass(frozen=True)
-class Typed:
-    """What an entry script hands over: what was typed, by name."""
-
-    fanout: str  # a module of launcher/; auto: what this place allows; check: start nothing
-    program: str = "start.py"  # the script
-    python: str = sys.executable
-    typed: Sequence[str] = ()  # every word of the command line
-    transcript: bool = False  # keep what the terminal shows
-    config: str | None = None
-    nproc: str | None = None
-    cpu_nproc: str | None = None  # where there is no GPU
-    nnodes: str | None = None
-    node_rank: str | None = None
-    master: str | None = None
-    port: str | None = None
-    log_level: str | None = None
-    hostfile: str | None = None
-    engine: str | None = None
-    module: str | None = None  # run in place of a training script
-    batch_script: str | None = None  # of SLURM or PBS, as one submits it
-    node: Sequence[str] = ()  # NODE, NODE:NPROC or a list
-    setting: Sequence[str] = ()  # key=value
-    activated: Sequence[str] = ()  # names of variables that the Python's environment has changed
-    nodefile: bool = False  # the nodes are those of the PBS job
-    use_env: bool = False
-    health_check: bool = False
-    dry_run: bool = False
-    strict: bool = False
-    detach: bool = False
-    wait: bool = False  # submit: for the job's end
-    usage: str = ""  # of the script, in one line
-    rest: Sequence[str] = ()  # what followed `--`
-
-
-def parse(arguments: Sequence[str]) -> Typed:
-    """Read FANOUT [--name=value | --flag]... -- REST, as scripts/lib/launch.sh writes it."""
-    end = arguments.index("--")
-    values: dict[str, Any] = {"fanout": arguments[0], "rest": tuple(arguments[end + 1 :])}
-    defaults = {field.name: field.default for field in fields(Typed)}
-    for word in arguments[1:end]:
-        name, equals, value = word.removeprefix("--").partition("=")
-        name = name.replace("-", "_")
-        if defaults[name] == ():
-            values[name] = (*values.get(name, ()), value)
-        else:
-            values[name] = value if equals else True
-    return Typed(**values)
-
-
-@dataclass(frozen=True)
-class World:
-    """How many nodes there are, which one this is, and where they meet."""
-
-    fanout: str
-    num_nodes: int
-    node_rank: int
-    master_addr: str
-    nproc: int | None
-    nodes: Sequence[NodePlan] = ()
-    hosts: str = ""
-
-    @property
-    def is_namer(self) -> bool:
-        """Whether a run without RUN_ID and job gets its id here."""
-        return self.node_rank == 0 and self.fanout != "submission"
-
-
 def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     """Return the plan, but for what only the config and the machines can tell.
 
     Raises:
         PlanError, LauncherError, HostlistError: the user or the scheduler cannot mean this.
     """
+    if typed.config is None and not typed.module:
+        raise PlanError(f"no config; usage: {typed.usage}")
     level = _read_words(typed, environ)
     max_restarts = read_number("MAX_RESTARTS", environ.get("MAX_RESTARTS") or "0", 0, 1000)
     if max_restarts and typed.engine:
         cause = f"MAX_RESTARTS is {max_restarts}, but {typed.engine} starts no rank again"
         raise PlanError(f"{cause}; leave it out")
-    grace_s = read_number("GRACE", environ.get("GRACE") or "30", 0, 86400)
-    world = read_world(typed, environ)
-    engine = typed.engine or ("srun" if environ.get("LAUNCHER") == "srun" else "")
-    log_dir = Path(environ.get("LOG_DIR") or "logs")  # also where the run is in another directory
-    names = ("BACKEND", "GRACE")
-    variables = {name: environ[name] for name in names if environ.get(name)}
+    grace_s = read_number("GRACE", environ.get("GRACE") or str(DEFAULT_GRACE_S), 0, 86400)
+    fanout = choose_fanout(typed, environ)
+    world = read_world(typed, environ, fanout)
+    has_tasks = environ.get("LAUNCHER") == "srun" and fanout != "local"
+    log_dir = Path(environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
+    given = {"LOG_LEVEL": level, **{name: environ.get(name) for name in ("BACKEND", "GRACE")}}
     return Plan(
+        **vars(world),
         program=typed.program,
-        fanout=world.fanout,
-        command=command_line(typed, environ, world),
+        fanout=fanout,
+        command=command_line(typed, environ, fanout),
         root=ROOT,
-        python=typed.python or sys.executable,
+        python=typed.python,
         directory=ROOT if typed.module else Path.cwd(),
         log_dir=log_dir.absolute() if typed.module else log_dir,
-        run_id=choose_run_id(environ, is_namer=world.is_namer),
+        run_id=choose_run_id(environ, is_namer=world.node_rank == 0 and fanout != "job_command"),
         words=training_words(typed, environ),
         config="" if typed.config == "-" else typed.config or "",
-        nodes=world.nodes,
-        hosts=world.hosts,
-        num_nodes=world.num_nodes,
-        node_rank=world.node_rank,
-        nproc=world.nproc,
         cpu_nproc=int(typed.cpu_nproc or 1),
-        master_addr=world.master_addr,
-        port=_read_port(typed, environ, world),
+        port=_read_port(typed, environ, is_by_hand=fanout == "local" and world.num_nodes > 1),
         backend=environ.get("BACKEND") or "auto",
-        engine=engine if world.fanout != "local" else typed.engine or "",
+        engine=typed.engine or ("srun" if has_tasks else ""),
         use_env=typed.use_env,
         max_restarts=max_restarts,
         grace_s=grace_s,
-        variables={**({"LOG_LEVEL": level} if level else {}), **variables},
+        variables={name: value for name, value in given.items() if value},
         activated=typed.activated,
         is_dry_run=typed.dry_run,
         is_strict=typed.strict,
@@ -172,21 +107,50 @@ def _read_words(typed: Typed, environ: Mapping[str, str]) -> str:
 # --- nodes --------------------------------------------------------------------------------------
 
 
-def read_world(typed: Typed, environ: Mapping[str, str]) -> World:
+def choose_fanout(typed: Typed, environ: Mapping[str, str]) -> str:
+    """Return how the nodes are reached; `auto` looks at where this is."""
+    job = "PBS_JOBID" if typed.nodefile else "SLURM_JOB_ID"
+    if typed.batch_script and typed.dry_run and not environ.get(job):
+        return "job_command"
+    if typed.fanout == "local" and (typed.node or typed.hostfile):
+        return "ssh"
+    if typed.fanout != "auto":
+        return typed.fanout
+    if slurm.in_slurm_job(environ):
+        return "srun"
+    if len(pbs.read_nodefile(environ, None) if environ.get("PBS_NODEFILE") else ()) > 1:
+        return "ssh"
+    slurm.refuse_many_nodes(environ, typed.program)
+    if is_login_node(environ):
+        cause = "this looks like a login node; get an allocation first (salloc, qsub -I)"
+        print(f"{typed.program}: warning: {cause}", file=sys.stderr)
+    return "local"
+
+
+def is_login_node(environ: Mapping[str, str]) -> bool:
+    """Return whether a batch system answers here and this is outside its jobs."""
+    if environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID"):
+        return False
+    return any(_answers(command) for command in (["sinfo"], ["qstat"]))
+
+
+def _answers(command: Sequence[str]) -> bool:
+    try:
+        return subprocess.run(command, capture_output=True, timeout=3).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def read_world(typed: Typed, environ: Mapping[str, str], fanout: str) -> World:
     """Return the nodes of the run, from the arguments or from the scheduler."""
     nproc = read_nproc("the number of processes", _first(typed.nproc, environ, "NPROC_PER_NODE"))
-    fanout = _choose_fanout(typed, environ)
-    if fanout == "submission":
-        job = submission.read_script(ROOT / str(typed.batch_script), nproc)
-        return World(fanout, job.num_nodes, 0, "", job.nproc, hosts=job.hosts)
+    if fanout == "job_command":
+        return job_command.read_script(ROOT / str(typed.batch_script), nproc)
     if fanout == "srun":
-        job = scheduler.read_job(environ, (*typed.typed, typed.program)[0], nproc)
-        nproc = job.nproc or nproc or read_nproc("", environ.get("SLURM_GPUS_ON_NODE") or None)
-        return World(fanout, job.num_nodes, 0, job.master_addr, nproc, hosts=job.hosts)
+        return slurm.read_job(environ, (*typed.typed, typed.program)[0], nproc)
     if fanout in ("ssh", "pdsh"):
-        return _read_named(typed, environ, fanout, nproc)
-    own = _read_own_node(typed, environ)
-    return World(fanout, own.num_nodes, own.node_rank, own.master_addr, nproc)
+        return _read_named(typed, environ, nproc)
+    return replace(_read_own_node(typed, environ), nproc=nproc)
 
 
 def _first(given: str | None, environ: Mapping[str, str], variable: str) -> str | None:
@@ -194,50 +158,27 @@ def _first(given: str | None, environ: Mapping[str, str], variable: str) -> str 
     return given if given is not None else environ.get(variable) or None
 
 
-def _choose_fanout(typed: Typed, environ: Mapping[str, str]) -> str:
-    """Return how the nodes are reached; `auto` looks at where this is."""
-    if typed.batch_script and typed.dry_run and not environ.get(_job_variable(typed)):
-        return "submission"
-    if typed.fanout == "local" and (typed.node or typed.hostfile):
-        return "ssh"
-    if typed.fanout != "auto":
-        return str(typed.fanout)
-    if scheduler.in_slurm_job(environ):
-        return "srun"
-    if len(hosts.read_nodefile(environ, None) if environ.get("PBS_NODEFILE") else ()) > 1:
-        return "ssh"
-    scheduler.refuse_many_nodes(environ, typed.program)
-    if scheduler.is_login_node(environ):
-        cause = "this looks like a login node; get an allocation first (salloc, qsub -I)"
-        print(f"{typed.program}: warning: {cause}", file=sys.stderr)
-    return "local"
-
-
-def _job_variable(typed: Typed) -> str:
-    return "PBS_JOBID" if typed.nodefile else "SLURM_JOB_ID"
-
-
-def _read_named(typed: Typed, environ: Mapping[str, str], fanout: str, nproc: int | None) -> World:
+def _read_named(typed: Typed, environ: Mapping[str, str], nproc: int | None) -> World:
+    """Return the nodes that are named, one by one."""
     if typed.nodefile or typed.fanout == "auto":
-        nodes = hosts.read_nodefile(environ, nproc)
+        nodes = pbs.read_nodefile(environ, nproc)
     else:
         more = hosts.read_hostfile(Path(typed.hostfile)) if typed.hostfile else ()
         nodes = hosts.read_nodes([*typed.node, *more], nproc)
     if not nodes:
         raise PlanError("no nodes; name them after NPROC, or in a file with -f")
     master = environ.get("MASTER_ADDR") or nodes[0].name.rpartition("@")[2]
-    return World(
-        fanout, len(nodes), 0, master if len(nodes) > 1 else "127.0.0.1", nproc, nodes=nodes
-    )
+    master = master if len(nodes) > 1 else "127.0.0.1"
+    return World(len(nodes), master, nproc=nproc, nodes=nodes)
 
 
-def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> Allocation:
+def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> World:
     """Return this machine's node rank where every node starts itself: under srun, or by hand."""
     given = {"NUM_NODES": typed.nnodes, "NODE_RANK": typed.node_rank, "MASTER_ADDR": typed.master}
-    if typed.health_check and in_slurm_step(environ):
-        return scheduler.read_step(environ, given)
-    if typed.health_check:
-        scheduler.refuse_batch_step(environ, typed.program)
+    if typed.health_check:  # cluster_train.sh: srun may have started it on each node
+        if step := slurm.read_step(environ, given):
+            return step
+        slurm.refuse_many_nodes(environ, typed.program)
     nnodes = "1" if typed.nnodes is None else typed.nnodes
     num_nodes = read_number("the number of nodes", nnodes, 1, 100_000)
     rank = "0" if typed.node_rank is None else typed.node_rank
@@ -245,13 +186,12 @@ def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> Allocation:
     master = typed.master or (environ.get("MASTER_ADDR") if num_nodes > 1 else "127.0.0.1")
     if not master:
         raise PlanError(f"{num_nodes} nodes but no address of the master; give MASTER_ADDR")
-    return Allocation(num_nodes, master, node_rank)
+    return World(num_nodes, master, node_rank)
 
 
-def _read_port(typed: Typed, environ: Mapping[str, str], world: World) -> int | None:
+def _read_port(typed: Typed, environ: Mapping[str, str], *, is_by_hand: bool) -> int | None:
     text = _first(typed.port, environ, "MASTER_PORT")
-    is_by_hand = world.fanout == "local" and world.num_nodes > 1 and not in_slurm_step(environ)
-    text = text or (BY_HAND_PORT if is_by_hand else "auto")
+    text = text or (BY_HAND_PORT if is_by_hand and not in_slurm_step(environ) else "auto")
     return None if text == "auto" else read_number("the port", text, 1, 65535)
 
 
@@ -288,18 +228,20 @@ def training_words(typed: Typed, environ: Mapping[str, str]) -> list[str]:
     return [script, *words, *typed.setting, *typed.rest]
 
 
-def command_line(typed: Typed, environ: Mapping[str, str], world: World) -> str:
+def command_line(typed: Typed, environ: Mapping[str, str], fanout: str) -> str:
     """Return what was typed, with the variables that shaped it: typed again, it resumes the run."""
-    names = _RESUMED_WITH + (_RESUMED_WITH_SSH if world.nodes or typed.nodefile else ())
+    names = _RESUMED_WITH + (
+        _RESUMED_WITH_SSH if fanout in ("ssh", "pdsh") or typed.nodefile else ()
+    )
     names += ("CONFIG",) if typed.nodefile else ()  # which qsub's -v sets
-    names = ("RUN_ID", *names) if world.fanout == "submission" else names
+    names = ("RUN_ID", *names) if fanout == "job_command" else names
     variables = [f"{name}={shlex.quote(environ[name])}" for name in names if environ.get(name)]
     words = [word for word in typed.typed if word not in ("--dry-run", "resume=never")]
     script = resolve_script(typed.batch_script) if typed.batch_script else None
     if script and typed.nodefile:
-        words = submission.pbs_command(script, words)
-    elif script or world.fanout == "srun":
-        words = submission.slurm_command(environ, script, words)
+        words = pbs.job_command(script, words)
+    elif script or fanout == "srun":
+        words = slurm.job_command(environ, script, words)
     return " ".join([*variables, shlex.join(words)])
 
 
