@@ -95,8 +95,7 @@ def start_agent(start: Start, streams: tuple[int, int, int] = (0, 1, 2)) -> int:
     except OSError as error:
         os.write(stderr, os.fsencode(f"cannot start the node agent: {error}\n"))
         return CANNOT_START
-    code = agent.wait()
-    return code if code >= 0 else 128 - code
+    return processes.shell_code(agent.wait())
 
 
 # --- through pdsh -------------------------------------------------------------------------------
