@@ -19,6 +19,8 @@ _RUN_ID = re.compile(r"[A-Za-z0-9_][\w\]\[.-]{0,127}", re.ASCII)
 _TAKEN_RUN_ID = re.compile(r"latest|tensorboard|distributed_training|node_[0-9]+\.log")
 _MOST_TASKS = 10**6
 _LONGEST = 600  # characters of an error
+DEFAULT_LOG_DIR = "logs"
+DEFAULT_GRACE_S = 30  # for the ranks to save when they are stopped
 INTERACTIVE_STEP = "4294967290"  # SLURM_STEP_ID in the shell that salloc opens on a node
 _SQUEUE_S = 10  # limit for an answer of SLURM's controller
 
@@ -52,7 +54,7 @@ class Environment:
     master_port: int
     # The same under every launcher; detect() adds them.
     run_id: str = ""
-    log_dir: Path = Path("logs")
+    log_dir: Path = Path(DEFAULT_LOG_DIR)
     restart_count: int = 0
     agent_store: bool = False  # the node agent serves the store on the master's port
     heartbeat_file: str | None = None
@@ -185,14 +187,18 @@ def _in_order_of_tasks(v: _Variables) -> tuple[str, list[int]]:
     return order[0], [tasks_of[host] for host in order]
 
 
-def slurm_node(environ: Mapping[str, str]) -> tuple[int, int, str] | None:
-    """Return node count, node rank and master of a step with one task per node; None outside."""
+def slurm_node(environ: Mapping[str, str], master: str = "") -> tuple[int, int, str] | None:
+    """Return node count, node rank and master of a step with one task per node; None outside.
+
+    The master is the first node unless it is given.
+    """
     if not in_slurm_step(environ):
         return None
-    env = slurm(_Variables({**environ, "MASTER_ADDR": "", "MASTER_PORT": "1", "WORLD_SIZE": ""}))
+    given = {"MASTER_ADDR": master, "MASTER_PORT": "1", "WORLD_SIZE": ""}
+    env = slurm(_Variables({**environ, **given}))
     if env.world_size != env.num_nodes:
-        cause = f"srun started {env.world_size} tasks on {env.num_nodes} nodes, each an agent"
-        raise LauncherError(f"{cause}; give srun --ntasks-per-node=1 and --ntasks")
+        cause = f"srun started {env.world_size} tasks on {env.num_nodes} nodes"
+        raise LauncherError(f"{cause}; give it --ntasks={env.num_nodes} --ntasks-per-node=1")
     return env.num_nodes, env.node_rank, env.master_addr
 
 
@@ -245,7 +251,7 @@ def detect(
     return replace(
         read(v),
         run_id=_run_id(v),
-        log_dir=Path(v["LOG_DIR"] or "logs"),
+        log_dir=Path(v["LOG_DIR"] or DEFAULT_LOG_DIR),
         restart_count=sum(v.number(name, 0, default="0") for name in RESTART_COUNTS),
         agent_store=v["TORCHELASTIC_USE_AGENT_STORE"] == "True",
         heartbeat_file=v["HEARTBEAT_FILE"] or None,

@@ -1,10 +1,14 @@
-"""What a run can be refused for, and the exit code of a run that stopped after saving."""
+"""Exit codes, and errors that name their fault."""
 
 from __future__ import annotations
 
 from typing import TypeVar
 
-STOPPED = 75  # exit code of a rank, or a run, that saved a checkpoint and stopped on request
+# A run exits with 0 when it is done, and otherwise with the code of the rank that failed first, or:
+BAD_INPUT = 2  # the arguments, the config or the environment are wrong; nothing was started
+REFUSED = 3  # a machine cannot take the run; nothing was started
+STOPPED = 75  # it saved a checkpoint and stopped on request; so does a rank
+CANNOT_START = 127  # a program or a folder is not there, as in a shell
 
 
 class Refused(Exception):

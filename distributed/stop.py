@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from .stop_signals import STOP_SIGNALS, Interrupts
+from .stop_signals import STOP_SIGNALS, Interrupts, handled_signals
 
 
 class Stop:
@@ -26,9 +26,8 @@ class Stop:
         self._flag = torch.zeros(1)
         if dist.is_initialized() and dist.get_backend() != "gloo":
             self._group = dist.new_group(backend="gloo")  # does not wait for a GPU
-        for signum in STOP_SIGNALS:
-            if signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
-                signal.signal(signum, self._on_signal)
+        for signum in handled_signals():
+            signal.signal(signum, self._on_signal)
 
     def _on_signal(self, signum: int, frame: object) -> None:
         self.reason = self.reason or signal.Signals(signum).name

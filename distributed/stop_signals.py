@@ -10,6 +10,11 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, NOTICE)
 SECOND_INTERRUPT_S = 0.3  # schedulers and terminals may send one SIGINT twice
 
 
+def handled_signals() -> list[signal.Signals]:
+    """Return the stop signals that this process does not ignore, as it does under nohup."""
+    return [one for one in STOP_SIGNALS if signal.getsignal(one) != signal.SIG_IGN]
+
+
 class Interrupts:
     """Tells a second Ctrl-C from one that arrives twice. The second one ends a run at once."""
 

@@ -25,6 +25,13 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
 
 
+def open_closed_streams() -> None:
+    """Open /dev/null as stdin, stdout or stderr where the caller has closed it."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+
+
 def adopt_orphans() -> None:
     """Make this process the new parent of every descendant whose own parent dies."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -115,6 +122,10 @@ def end_descendants(*, term_s: float = 0.0) -> list[int]:
 
 
 def exit_code(status: int) -> int:
-    """Return a `waitpid` status as a shell shows it: the exit code, or 128 + signal."""
-    code = os.waitstatus_to_exitcode(status)
+    """Return a `waitpid` status as a shell shows it."""
+    return shell_code(os.waitstatus_to_exitcode(status))
+
+
+def shell_code(code: int) -> int:
+    """Return an exit code, or a signal's number below 0, as a shell shows it: 128 + signal."""
     return code if code >= 0 else 128 - code

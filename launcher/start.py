@@ -14,17 +14,18 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from distributed.environment import LauncherError
-from distributed.errors import Refused
+from distributed.environment import LauncherError, job_id
+from distributed.errors import BAD_INPUT, REFUSED, Refused
 from distributed.hostlist import HostlistError
 from launcher.messages import decode
-from launcher.plan import options
+from launcher.plan.make_plan import make_plan
 from launcher.plan.plan import Plan, PlanError
-from launcher.record import detach, runs
+from launcher.plan.typed import parse
+from launcher.record import detach, run_json, runs
 from launcher.text import short_host_name
 
 
@@ -40,27 +41,53 @@ class ConfigFacts:
 
 def main(arguments: Sequence[str]) -> int:
     """Start a run; returns its exit code."""
-    if arguments[0] in ("status", "stop"):
-        return runs.main(arguments)
-    typed = options.parse(arguments)
+    typed = parse(arguments)
+    if typed.fanout in ("status", "stop"):
+        return runs.main(typed)
     try:
         if typed.fanout == "submit":
-            return int(importlib.import_module("launcher.plan.submit").run(typed))
-        plan = options.make_plan(typed)
+            return int(importlib.import_module("launcher.plan.submit_with_config").run(typed))
+        plan = make_plan(typed)
         if plan.fanout == "check":
             check_config(plan)
             return 0
-        be_ready = detach.prepare(plan, script=typed.typed[0])
+        be_ready = prepare(plan, typed.typed[0])
         fanout = importlib.import_module(f"launcher.fanout.{plan.fanout}")
         code = int(fanout.run(check_config(plan), be_ready))
-        runs.note_end(plan.log_dir / plan.run_id, code)
+        run_json.note_end(plan.log_dir / plan.run_id, code)
         return code
     except Refused as error:
         print(f"{typed.program}: {short_host_name()}: {error}", file=sys.stderr)
-        return 3
+        return REFUSED
     except (PlanError, LauncherError, HostlistError) as error:
         print(f"{typed.program}: {error}", file=sys.stderr)
-        return 2
+        return BAD_INPUT
+
+
+def prepare(plan: Plan, script: str) -> Callable[[], None]:
+    """Return what a fan-out calls when nothing is left to refuse, before it starts an agent.
+
+    With --detach, this goes on in a child process, which the call takes from the terminal.
+
+    Raises:
+        PlanError: a detached run has no name.
+        Refused: a live run has its name.
+    """
+    if plan.is_dry_run:
+        return lambda: None
+    folder = plan.log_dir / plan.run_id
+    is_first = plan.node_rank == 0
+    if is_first and not job_id(os.environ):  # a scheduler may start its job again beside the first
+        run_json.refuse_live(folder)
+    leave_terminal = detach.fork_launcher(plan, script) if plan.is_detached else None
+
+    def be_ready() -> None:
+        if leave_terminal is not None:
+            leave_terminal()
+        if is_first:
+            run_json.note_start(folder, detached=plan.is_detached, grace=float(plan.grace_s))
+
+    return be_ready
 
 
 def check_config(plan: Plan) -> Plan:
@@ -69,7 +96,7 @@ def check_config(plan: Plan) -> Plan:
     A script of the user's own checks itself, once it runs.
 
     Raises:
-        Refused: train.py cannot run here. Where the config is wrong, this exits with code 2.
+        Refused: train.py cannot run here. Where the config is wrong, this exits with BAD_INPUT.
     """
     if plan.words[0] != str(plan.root / "train.py"):
         return plan
@@ -79,9 +106,9 @@ def check_config(plan: Plan) -> Plan:
         environ["WORLD_SIZE"] = str(sum(plan.rank_counts(0)))
     command = [plan.python, *plan.words, "--check", "--json"]
     result = subprocess.run(command, env=environ, capture_output=True, text=True)
-    if result.returncode == 2:
+    if result.returncode == BAD_INPUT:
         sys.stderr.write(result.stderr)
-        raise SystemExit(2)
+        raise SystemExit(BAD_INPUT)
     if result.returncode != 0:
         words = (result.stderr or result.stdout).strip().splitlines() or ["no word"]
         cause = f"{plan.python} cannot run train.py ({words[-1]})"

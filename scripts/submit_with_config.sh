@@ -23,8 +23,6 @@ main() {
   OPTIONS=(["--wait"]='!wait')
   SCHEDULED=1
   parse_arguments "" "$@"
-  choose_python
-  start_words submit --usage="$(usage_line)"
-  exec "${COMMAND[@]}"
+  launch submit
 }
 main "$@"

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from distributed import __version__
 from distributed.environment import Environment, LauncherError, is_first_task
+from distributed.errors import BAD_INPUT, Refused
 from distributed.strategy import check_strategy
 from training.settings import BUILT_IN_TASK, Settings, SettingsError, load, text_folder
 
@@ -27,7 +28,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def refuse(cause: object) -> NoReturn:
-    """Print in one line what is wrong, and exit with code 2. Only the first of srun's tasks prints.
+    """Print in one line what is wrong, and exit with 2. Only the first of srun's tasks prints.
 
     The other tasks exit after it, with the same code even if srun ends them first. What concerns
     this host alone, a plain ValueError, is printed by every task.
@@ -37,7 +38,7 @@ def refuse(cause: object) -> NoReturn:
     else:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         signal.sigtimedwait([signal.SIGTERM], 2)
-    sys.exit(2)
+    sys.exit(BAD_INPUT)
 
 
 def _complain(cause: str) -> None:
@@ -49,7 +50,6 @@ def _complain(cause: str) -> None:
 def refuse_together(environment: Environment) -> Iterator[None]:
     """Run the body on every rank; if any rank finds a mistake, rank 0 prints it and all exit."""
     from distributed.checkpoint import CheckpointError
-    from distributed.errors import Refused
     from distributed.torch import barrier, finish, gather_bytes
 
     mistake = None
@@ -65,8 +65,9 @@ def refuse_together(environment: Environment) -> Iterator[None]:
         if not environment.is_main:
             with contextlib.suppress(RuntimeError):
                 barrier()  # rank 0 leaves first, and so ends this one
-        atexit.register(finish, 2)  # gloo's threads can abort an interpreter that shuts down
-        sys.exit(2)
+        # gloo's threads can abort an interpreter that shuts down
+        atexit.register(finish, BAD_INPUT)
+        sys.exit(BAD_INPUT)
 
 
 def start(description: str) -> tuple[argparse.Namespace, Settings]:

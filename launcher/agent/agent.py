@@ -15,7 +15,6 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,23 +26,22 @@ from torch.distributed.elastic.utils.api import macros
 
 from distributed import network
 from distributed.environment import new_run_id
-from distributed.errors import Refused
+from distributed.errors import BAD_INPUT, REFUSED, Refused
 from launcher import messages
-from launcher.agent import checkin, link, rank
-from launcher.agent.arguments import Arguments, parse
+from launcher.agent import agent_link, checkin, rank
 from launcher.agent.attempt import Attempt
 from launcher.agent.control import Control, report_end
 from launcher.agent.guardian import AgentNote
 from launcher.agent.heartbeats import Heartbeats
 from launcher.agent.node_ranks import NodeRanks, Rank
-from launcher.agent.output import NodeLog, Stream, Terminal, open_stream, without_noise
+from launcher.agent.output import NodeLog, Stream, Terminal, open_stream, say, without_noise
+from launcher.agent.torchrun_arguments import Arguments, parse
 from launcher.agent.verdict import Verdict
 from launcher.failure import Failure
 from launcher.failure_block import End, RunSummary
 from launcher.preflight import identity
-from launcher.record import runlog
+from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder
 
-NO_STEP = (-1, -1)  # no checkpoint, no step
 VERDICT_S = 1.5  # after a failure that no restart follows: for the other nodes' ends
 
 
@@ -55,18 +53,18 @@ def run_agent(arguments: list[str], guardian: socket.socket, control: Control | 
     try:
         args, beyond_static = parse(arguments)
     except ValueError as error:
-        _say(str(error))
-        return 2
+        say(str(error))
+        return BAD_INPUT
     if beyond_static is not None:
-        _say(f"{beyond_static}: started by torch's own elastic agent, one import per rank")
+        say(f"{beyond_static}: started by torch's own elastic agent, one import per rank")
         torchrun.main(arguments)
         return 0
     try:
         meeting = check_in(args, is_terminal_shared=args.is_in_step or control is not None)
         agent = NodeAgent(args, arguments, meeting, guardian, control)
     except Refused as refused:
-        _say(str(refused))
-        return 3
+        say(str(refused))
+        return REFUSED
     os._exit(agent.run())  # nothing of torch's needs its 0.6 s of taking down here
 
 
@@ -76,12 +74,15 @@ def check_in(args: Arguments, *, is_terminal_shared: bool) -> checkin.Meeting:
     Raises:
         Refused: the run cannot start; no rank was started.
     """
-    is_alone = args.num_nodes == 1
-    if not is_alone:
+    files: dict[str, str] = {}
+    if args.num_nodes > 1:
+        words = [args.program.name, *args.program.arguments]
+        files = {"the list of arguments": shlex.join(words[1:])}
+        files |= identity.hash_files(words, Path())
         chosen = network.choose_variables(args.master_addr)
         os.environ.update(chosen)
         if chosen and args.node_rank == 0:
-            _say(f"sets {' '.join(f'{name}={value}' for name, value in chosen.items())}")
+            say(f"sets {' '.join(f'{name}={value}' for name, value in chosen.items())}")
     me = identity.NodeReport(
         node_rank=args.node_rank,
         num_nodes=args.num_nodes,
@@ -89,13 +90,13 @@ def check_in(args: Arguments, *, is_terminal_shared: bool) -> checkin.Meeting:
         host=socket.gethostname(),
         run_id=args.run_id or (new_run_id() if args.node_rank == 0 else ""),
         versions=_versions(),
-        files={} if is_alone else _hash_code([args.program.name, *args.program.arguments]),
+        files=files,
     )
     address, port = args.master_addr, args.master_port
-    meeting = checkin.meet(address, port, me, args.join_timeout_s, _say)
+    meeting = checkin.meet(address, port, me, args.join_timeout_s)
     if args.node_rank != 0 and not is_terminal_shared:
         where = f"{meeting.assignment.hosts[0]} ({address}:{port})"
-        _say(f"checked in with node rank 0 on {where}")
+        say(f"checked in with node rank 0 on {where}")
     return meeting
 
 
@@ -120,18 +121,18 @@ class NodeAgent:
             Refused: the run's folder cannot be written, or another live process has the run.
         """
         self.args = args
+        self.meeting = meeting
         self.assignment = meeting.assignment
-        self.peers = meeting.peers
         self.listener = meeting.listener
         self.port = meeting.listener.getsockname()[1] if meeting.listener else args.master_port
         self.guardian = guardian
         self.control = control
         self.store: TCPStore | None = None
         self.terminals = (Terminal(1), Terminal(2))
-        self.reached = NO_STEP
+        self.heartbeats = Heartbeats(args.nproc)
         self.started = time.time()
         run_id, log_dir = self.assignment.run_id, args.log_dir
-        self.folder = runlog.RunFolder(log_dir, run_id, args.node_rank) if log_dir else None
+        self.folder = RunFolder(log_dir, run_id, args.node_rank) if log_dir else None
         self.record = self._open_record(arguments)
         self.log = NodeLog(self.folder.node_log if self.folder else None)
         self.error_files = self.folder.failures if self.folder else Path(tempfile.mkdtemp())
@@ -139,22 +140,21 @@ class NodeAgent:
         note = AgentNote(run_id, args.node_rank, self.started, args.nproc, folder)
         guardian.sendall(messages.encode(note).encode())
 
-    def _open_record(self, arguments: list[str]) -> runlog.RunRecord | None:
-        """Make the run's folder; on node rank 0 start run.json.
-
-        The guardian is the run's launcher, unless that is elsewhere.
-        """
-        if self.folder is None:
+    def _open_record(self, arguments: list[str]) -> LiveRecord | None:
+        """Make the run's folder; on node rank 0 start run.json."""
+        if self.folder is not None:
+            self.folder.create()
+        if self.folder is None or self.args.node_rank != 0:
             return None
-        self.folder.create()
-        if self.args.node_rank != 0:
-            return None
-        run = self.assignment
-        fields = runlog.start_record(run.run_id, arguments, run.hosts, run.world_size, _versions())
-        fields["grace"] = self.args.grace_s
-        if self.control is None:
-            fields["launcher"] = runlog.launcher_process(os.getppid())
-        return runlog.RunRecord(self.folder, run.run_id, fields)
+        return LiveRecord(
+            self.folder.path,
+            launcher=None if self.control else LauncherProcess.of(os.getppid()),  # the guardian
+            versions=_versions(),
+            agent_arguments=arguments,
+            hosts=self.assignment.hosts,
+            world_size=self.assignment.world_size,
+            grace=self.args.grace_s,
+        )
 
     # --- one attempt after another ------------------------------------------------------------
 
@@ -171,43 +171,37 @@ class NodeAgent:
 
     def _run_attempt(self, number: int, signals: list[int]) -> Verdict:
         """Fork the ranks and watch them to their end; returns what all nodes agree on."""
-        heartbeats = Heartbeats(self.args.nproc)
-        ranks = self._fork_ranks(number, heartbeats)
+        reached = self.heartbeats.reached()
+        self.heartbeats.clear()
+        ranks = self._fork_ranks(number)
         if self.args.node_rank == 0:
             self._serve_store()
         is_last = number == self.args.max_restarts
         host = self.assignment.hosts[self.args.node_rank]
         attempt = Attempt(
-            NodeRanks(ranks, heartbeats, self.args.node_rank, host),
-            hosts=self.assignment.hosts,
-            peers=self.peers,
+            NodeRanks(ranks, self.heartbeats, self.args.node_rank, host),
+            meeting=self.meeting,
             guardian=self.guardian,
             signals=signals,
             grace_s=self.args.grace_s,
-            verdict_s=VERDICT_S if is_last else link.SILENCE_S,
-            note_progress=self._note_progress,
+            verdict_s=VERDICT_S if is_last else agent_link.SILENCE_S,
+            record=self.record,
         )
         verdict = attempt.watch(self.terminals)
-        before, self.reached = self.reached, max(self.reached, heartbeats.furthest())
-        heartbeats.close()
         if self.args.node_rank == 0:
             first = None if is_last or signals else verdict.failure
-            if first is not None and self._can_restart(attempt, number, before):
+            if first is not None and self._can_restart(attempt, number, reached):
                 verdict = replace(verdict, restart_port=self._prepare_restart(first, number + 1))
             attempt.send_all(verdict)
         return verdict
 
-    def _note_progress(self, saved_step: int, step: int) -> None:
-        if self.record is not None:
-            self.record.note_progress(*max(self.reached, (saved_step, step)))
-
     def _can_restart(self, attempt: Attempt, number: int, before: tuple[int, int]) -> bool:
         """Whether every node is still there, and the attempt got further than those before it."""
-        if len(self.peers.keys() & attempt.facts.nodes.keys()) < self.args.num_nodes - 1:
-            _say("a node's agent is gone: there is no restart")
+        if len(self.meeting.peers.keys() & attempt.facts.nodes.keys()) < self.args.num_nodes - 1:
+            say("a node's agent is gone: there is no restart")
             return False
-        if number > 0 and before == self.reached != NO_STEP:
-            _say(f"restart {number} gained no step: there is no other")
+        if number > 0 and self.heartbeats.reached() == before != (-1, -1):
+            say(f"restart {number} gained no step: there is no other")
             return False
         return True
 
@@ -220,7 +214,7 @@ class NodeAgent:
         self.listener = checkin.listen(self.args.master_addr, 0, is_local=self.args.num_nodes == 1)
         port: int = self.listener.getsockname()[1]
         restart = f"restart {number} of {self.args.max_restarts} after {first.who}"
-        _say(f"{restart}: {first.cause}; now on port {port}")
+        say(f"{restart}: {first.cause}; now on port {port}")
         return port
 
     def _serve_store(self) -> None:
@@ -237,7 +231,7 @@ class NodeAgent:
 
     # --- the ranks ----------------------------------------------------------------------------
 
-    def _fork_ranks(self, attempt: int, heartbeats: Heartbeats) -> list[Rank]:
+    def _fork_ranks(self, attempt: int) -> list[Rank]:
         """Fork the ranks of an attempt. Each rank runs its program and leaves by SystemExit."""
         ranks: list[Rank] = []
         agent = os.getpid()
@@ -250,7 +244,6 @@ class NodeAgent:
             stderr, err = open_stream(number, self.log, shown[1])
             variables = self._variables(local_rank, attempt)
             variables["TORCHELASTIC_ERROR_FILE"] = str(error_file)
-            variables["HEARTBEAT_FILE"] = heartbeats.path
             pid = os.fork()
             if pid == 0:
                 self._close_all(out, err, *ranks)
@@ -269,7 +262,7 @@ class NodeAgent:
         self.log.close()
         if self.listener is not None:
             self.listener.close()
-        for peer in self.peers.values():
+        for peer in self.meeting.peers.values():
             peer.close()
         for one in private:
             one.close()
@@ -281,7 +274,7 @@ class NodeAgent:
         return self.folder is None or number == 0
 
     def _variables(self, local_rank: int, attempt: int) -> dict[str, str]:
-        """Return what torchrun adds to a rank's environment, and RUN_ID and LOG_DIR."""
+        """Return what torchrun adds to a rank's environment, and what is ours."""
         number = self.assignment.first_rank + local_rank
         variables = {
             "RANK": number,
@@ -301,6 +294,7 @@ class NodeAgent:
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
             "RUN_ID": self.assignment.run_id,
+            "HEARTBEAT_FILE": self.heartbeats.path,
         }
         if self.folder is not None:
             variables["LOG_DIR"] = self.folder.root
@@ -315,7 +309,7 @@ class NodeAgent:
         if self.folder is None:
             shutil.rmtree(self.error_files, ignore_errors=True)
         if self.record is not None:
-            self.record.end(verdict.code, *self.reached)
+            self.record.end(verdict.code, *self.heartbeats.reached())
         summary = RunSummary(
             started=self.started,
             lost_peer=verdict.lost_peer,
@@ -340,12 +334,3 @@ def _versions() -> dict[str, str]:
         nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         versions["nccl"] = ".".join(map(str, nccl))
     return versions
-
-
-def _hash_code(words: Sequence[str]) -> dict[str, str]:
-    """Return the script's arguments, and the hashes of the files among these words."""
-    return {"the list of arguments": shlex.join(words[1:]), **identity.hash_files(words, Path())}
-
-
-def _say(text: str) -> None:
-    print(f"node agent: {text}", file=sys.stderr, flush=True)

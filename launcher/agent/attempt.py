@@ -7,6 +7,7 @@ is decided in launcher/agent/verdict.py and launcher/agent/stuck.py.
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import signal
@@ -16,10 +17,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from distributed.stop_signals import NOTICE, STOP_SIGNALS, Interrupts
+from distributed.stop_signals import NOTICE, STOP_SIGNALS, Interrupts, handled_signals
 from launcher import processes
 from launcher.agent import verdict
-from launcher.agent.link import (
+from launcher.agent.agent_link import (
     BEAT_S,
     SILENCE_S,
     EndRanks,
@@ -28,11 +29,13 @@ from launcher.agent.link import (
     Peer,
     StopRequest,
 )
+from launcher.agent.checkin import Meeting
 from launcher.agent.node_ranks import NodeRanks, Rank
 from launcher.agent.output import Stream, Terminal
-from launcher.agent.stuck import Straggler, find_stuck
+from launcher.agent.stuck import RankState, find_straggler
 from launcher.agent.verdict import Facts, NodeEnd, Verdict
 from launcher.failure import Failure
+from launcher.record.run_json import LiveRecord
 
 SETTLE_S = 0.3  # after an end that looks like a consequence: the time for its cause to show
 TERM_S = 1.0  # after a failure: from SIGTERM to SIGKILL
@@ -43,22 +46,17 @@ class Deadline:
     """A time on the monotonic clock that can only move closer; not set at first."""
 
     def __init__(self) -> None:
-        self.at: float | None = None
+        self.at = math.inf
 
     def set_within(self, seconds: float) -> None:
         """Set it to so many seconds from now, unless it is earlier already."""
-        at = time.monotonic() + seconds
-        self.at = at if self.at is None else min(self.at, at)
-
-    @property
-    def has_passed(self) -> bool:
-        return self.at is not None and time.monotonic() >= self.at
+        self.at = min(self.at, time.monotonic() + seconds)
 
     def take(self) -> bool:
         """Whether it has passed; if so it is not set any more."""
-        has_passed = self.has_passed
+        has_passed = time.monotonic() >= self.at
         if has_passed:
-            self.at = None
+            self.at = math.inf
         return has_passed
 
 
@@ -69,37 +67,33 @@ class Attempt:
         self,
         ranks: NodeRanks,
         *,
-        hosts: Sequence[str],
-        peers: dict[int, Peer],
+        meeting: Meeting,
         guardian: socket.socket,
         signals: list[int],
         grace_s: float,
         verdict_s: float,
-        note_progress: Callable[[int, int], None],
+        record: LiveRecord | None,
     ) -> None:
         """
         Args:
-            hosts: host names by node rank.
-            peers: on node rank 0 every other agent by node rank, elsewhere node rank 0's.
             guardian: its other end closes when the guardian dies.
             signals: stop signals that came from outside, also since the attempt before.
             grace_s: for the ranks to save, after a request to stop.
             verdict_s: after a failure, when all is over here: for the other nodes' ends.
-            note_progress: is called with the newest checkpoint and step at every beat.
+            record: run.json, where this agent writes it.
         """
         self.ranks = ranks
         self.is_first_node = ranks.node_rank == 0  # its agent decides
-        self.hosts = hosts
-        self.peers = peers
+        self.hosts = meeting.assignment.hosts  # by node rank
+        self.peers = meeting.peers
         self.guardian = guardian
         self.grace_s = grace_s
         self.verdict_s = verdict_s
-        self.note_progress = note_progress
+        self.record = record
         self.facts = Facts(signals=signals)
         self.interrupts = Interrupts()
         self.selector = selectors.DefaultSelector()
-        self.stragglers: dict[int, Straggler] = {}  # of the other nodes, on node rank 0
-        self.is_end_sent = False  # node rank 0 knows that all is over here
+        self.stragglers: dict[int, RankState] = {}  # of the other nodes, on node rank 0
         self.term = Deadline()  # SIGTERM to the ranks here
         self.kill = Deadline()  # SIGKILL to all that descends from here
         self.over = Deadline()  # no more waiting for the other nodes
@@ -117,10 +111,8 @@ class Attempt:
         beat = Deadline()
         beat.set_within(0.0)
         while not self._is_over():
-            wanted = [
-                one.at for one in (beat, self.term, self.kill, self.over) if one.at is not None
-            ]
-            for key, _ in self.selector.select(max(0.0, min(wanted) - time.monotonic())):
+            next_at = min(beat.at, self.term.at, self.kill.at, self.over.at)
+            for key, _ in self.selector.select(max(0.0, next_at - time.monotonic())):
                 key.data()
             self._on_time()
             if beat.take():
@@ -141,9 +133,8 @@ class Attempt:
         return verdict.reach_verdict(self.facts, saved_step=saved_step, left=len(left))
 
     def _listen_to_all(self, terminals: Sequence[Terminal]) -> None:
-        for signum in STOP_SIGNALS:
-            if signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
-                signal.signal(signum, self._on_signal)
+        for signum in handled_signals():
+            signal.signal(signum, self._on_signal)
         for earlier in self.facts.signals:
             self._pass_on(earlier)
         self._listen_to(self.guardian, self._on_guardian_death)
@@ -176,17 +167,13 @@ class Attempt:
         """True when every rank here has ended and nothing more is to be heard from other nodes."""
         if self.ranks.living():
             return False
-        if not self.is_end_sent:
-            self.is_end_sent = True
-            if not self.is_first_node:
-                self.send_all(verdict.end_of_node(self.facts))
         if not self.peers or self.facts.verdict is not None:
             return True
         if self.is_first_node and self.peers.keys() <= self.facts.nodes.keys():
             return True
         if self.facts.is_ending:
             self.over.set_within(self.verdict_s)
-        return self.over.has_passed
+        return self.over.take()
 
     # --- this node's ranks ----------------------------------------------------------------------
 
@@ -205,12 +192,14 @@ class Attempt:
         self.selector.unregister(each.pidfd)
         code = self.facts.codes[each.rank] = self.ranks.wait(each)
         if code == 0 or each.rank in self.facts.stopped:
-            return
-        if verdict.is_asked(code, self.facts.signals, has_raised=each.error_file.exists()):
+            pass
+        elif verdict.is_asked(code, self.facts.signals, has_raised=each.error_file.exists()):
             self.facts.stop_codes.append(code)
             self.kill.set_within(self.grace_s)
         else:
             self._fail(self.ranks.describe_end(each))
+        if not self.is_first_node and not self.ranks.living():
+            self.send_all(verdict.end_of_node(self.facts))
 
     def _fail(self, first: Failure) -> None:
         """Record a failure, and end the ranks of all nodes."""
@@ -289,7 +278,9 @@ class Attempt:
 
     def _beat(self) -> None:
         """Tell the other nodes that this one lives, and see whether all are alive and move on."""
-        self.note_progress(*self.ranks.heartbeats.furthest())
+        reached = self.ranks.heartbeats.reached()
+        if self.record is not None:
+            self.record.note_progress(*reached)
         here = self.ranks.straggler()
         self.send_all(NodeBeat(here))
         for node, peer in list(self.peers.items()):
@@ -297,10 +288,10 @@ class Attempt:
                 cause = f"no sign of life for {SILENCE_S:g} s: network cut?"
                 self._drop_peer(node, "link-lost", cause)
         if self.is_first_node and not self.facts.failures:
-            stuck = find_stuck([here, *(self.stragglers.get(node) for node in self.peers)])
-            if stuck is not None:
-                self.send_all(EndRanks(stuck))
-                self._end_stuck(stuck)
+            suspect = find_straggler([here, *map(self.stragglers.get, self.peers)])
+            if suspect is not None and suspect.is_stuck:
+                self.send_all(EndRanks(suspect.rank))
+                self._end_stuck(suspect.rank)
 
     def _end_stuck(self, suspect: int) -> None:
         """Collect the stacks of all ranks here, and kill them because of the suspect."""

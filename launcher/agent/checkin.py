@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from distributed.errors import Refused
-from launcher.agent.link import SILENCE_S, Assignment, Peer, Refusal, Welcome
+from launcher.agent.agent_link import SILENCE_S, Assignment, Peer, Refusal, Welcome
+from launcher.agent.output import say
 from launcher.preflight.identity import NodeReport, mismatches
 
 HELLO_S = 3.0  # for whoever connects to say that it is an agent
@@ -16,8 +18,6 @@ WELCOME_S = 3.0  # for an agent to greet another; torch's store, served there la
 TELL_S = 3.0  # a wait that takes longer says what it waits for
 SKEW_S = 5.0  # a larger difference between clocks is reported
 _RETRY_S = 0.1
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,34 @@ class Meeting:
     listener: socket.socket | None  # on node rank 0: where the agents met
 
 
-def meet(address: str, port: int, me: NodeReport, timeout_s: float, say: Say) -> Meeting:
+class Wait:
+    """A wait with a limit. After TELL_S it says once what it waits for."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.deadline = time.monotonic() + timeout_s
+        self._tell_at = time.monotonic() + TELL_S
+
+    @property
+    def left_s(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def tell(self, what: str) -> None:
+        """Say what is waited for, if it is time to."""
+        if time.monotonic() > self._tell_at:
+            say(f"waiting for {what}, {self.timeout_s:g} s at most")
+            self._tell_at = math.inf
+
+
+def meet(address: str, port: int, me: NodeReport, timeout_s: float) -> Meeting:
     """Meet the other nodes' agents at node rank 0.
 
     Raises:
         Refused: the run cannot start.
     """
     if me.node_rank == 0:
-        listener = listen(address, port, is_local=me.num_nodes == 1)
-        peers, assignment = gather(listener, me, timeout_s, say)
-        return Meeting(assignment, peers, listener)
-    hub, assignment = join(address, port, me, timeout_s, say)
-    return Meeting(assignment, {0: hub}, None)
+        return gather(listen(address, port, is_local=me.num_nodes == 1), me, Wait(timeout_s))
+    return join(address, port, me, Wait(timeout_s))
 
 
 def listen(address: str, port: int, *, is_local: bool) -> socket.socket:
@@ -66,24 +82,19 @@ def open_port(port: int) -> socket.socket:
     return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=4096)
 
 
-def gather(
-    listener: socket.socket, me: NodeReport, timeout_s: float, say: Say
-) -> tuple[dict[int, Peer], Assignment]:
+def gather(listener: socket.socket, me: NodeReport, wait: Wait) -> Meeting:
     """On node rank 0: wait until every other agent has checked in, and start them.
-
-    Returns the others by node rank, and this node's part.
 
     Raises:
         Refused: a node did not come, came twice, or does not match this one; all are told.
     """
-    start = time.monotonic()
     nodes: dict[int, NodeReport] = {me.node_rank: me}
     peers: dict[int, Peer] = {}
     visitors: list[Peer] = []  # they have checked in, and may yet be refused
     try:
         while len(nodes) < me.num_nodes:
-            peer = _accept(listener, nodes, me.num_nodes, start, timeout_s, say)
-            node = peer.wait(min(start + timeout_s, time.monotonic() + HELLO_S))
+            peer = _accept(listener, nodes, wait)
+            node = peer.wait(min(wait.deadline, time.monotonic() + HELLO_S))
             if not isinstance(node, NodeReport):
                 peer.close()  # a port scan, or a health check
                 continue
@@ -102,46 +113,31 @@ def gather(
     assignments = assign_ranks(me.run_id, [nodes[rank] for rank in sorted(nodes)])
     for rank, peer in peers.items():
         peer.send(assignments[rank])
-    return peers, assignments[me.node_rank]
+    return Meeting(assignments[me.node_rank], peers, listener)
 
 
-def _accept(
-    listener: socket.socket,
-    nodes: Mapping[int, NodeReport],
-    num_nodes: int,
-    start: float,
-    timeout_s: float,
-    say: Say,
-) -> Peer:
-    """Wait for one more connection; after TELL_S say who is missing."""
-    deadline, tell_at = start + timeout_s, start + TELL_S
-    missing = ", ".join(str(rank) for rank in range(num_nodes) if rank not in nodes)
-    for limit in (tell_at, deadline) if time.monotonic() < tell_at < deadline else (deadline,):
-        listener.settimeout(max(0.0, limit - time.monotonic()))
+def _accept(listener: socket.socket, nodes: Mapping[int, NodeReport], wait: Wait) -> Peer:
+    """Wait for one more connection."""
+    missing = ", ".join(str(rank) for rank in range(nodes[0].num_nodes) if rank not in nodes)
+    while (left_s := wait.left_s) > 0:
+        listener.settimeout(min(left_s, _RETRY_S))
         try:
             return Peer(listener.accept()[0])
-        except (TimeoutError, BlockingIOError):
-            pass
-        if limit < deadline:
-            say(f"waiting for node rank {missing}, {timeout_s:g} s at most")
+        except TimeoutError:
+            wait.tell(f"node rank {missing}")
     here = ", ".join(f"{node.node_rank} ({node.host})" for node in nodes.values())
     raise Refused(
         "node-missing",
-        f"node rank {missing} did not check in within {timeout_s:g} s (here: {here});"
+        f"node rank {missing} did not check in within {wait.timeout_s:g} s (here: {here});"
         " start it, or look at its terminal",
     )
 
 
 def assign_ranks(run_id: str, nodes: Sequence[NodeReport]) -> list[Assignment]:
     """Return every node's part, by node rank: ranks follow node ranks."""
-    counts = [node.nproc for node in nodes]
+    counts, hosts = [node.nproc for node in nodes], [node.host for node in nodes]
     return [
-        Assignment(
-            run_id=run_id,
-            first_rank=sum(counts[:rank]),
-            world_size=sum(counts),
-            hosts=[node.host for node in nodes],
-        )
+        Assignment(run_id, first_rank=sum(counts[:rank]), world_size=sum(counts), hosts=hosts)
         for rank in range(len(nodes))
     ]
 
@@ -171,24 +167,20 @@ def _compare(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) 
         raise Refused(fault, f"{cause}; make them the same")
 
 
-def join(
-    address: str, port: int, me: NodeReport, timeout_s: float, say: Say
-) -> tuple[Peer, Assignment]:
+def join(address: str, port: int, me: NodeReport, wait: Wait) -> Meeting:
     """On any other node: check in with node rank 0, and wait for the start.
 
     Raises:
         Refused: node rank 0 cannot be reached in time, or refuses this node or the run.
     """
-    start = time.monotonic()
-    deadline = start + timeout_s
     last: OSError = TimeoutError("no answer")
-    is_told = False
     turned_away: float | None = None  # since when
-    while time.monotonic() < deadline:
+    while wait.left_s > 0:
         try:
-            peer = Peer(socket.create_connection((address, port), timeout=min(3.0, timeout_s)))
-            if assignment := _ask(peer, me, deadline):
-                return peer, assignment
+            limit_s = min(3.0, wait.timeout_s)
+            peer = Peer(socket.create_connection((address, port), timeout=limit_s))
+            if assignment := _ask(peer, me, wait.deadline):
+                return Meeting(assignment, {0: peer}, None)
             peer.close()
             turned_away = turned_away or time.monotonic()
             if time.monotonic() - turned_away > SILENCE_S:
@@ -197,12 +189,10 @@ def join(
                 raise Refused("duplicate-node-rank", f"{cause}; {cure}")
         except OSError as error:
             last = error
-        if not is_told and time.monotonic() > start + TELL_S:
-            say(f"waiting for node rank 0 at {address}:{port}, {timeout_s:g} s at most")
-            is_told = True
+        wait.tell(f"node rank 0 at {address}:{port}")
         time.sleep(_RETRY_S)
     fault, cure = _explain(last)
-    cause = f"node rank 0 at {address}:{port} did not answer within {timeout_s:g} s"
+    cause = f"node rank 0 at {address}:{port} did not answer within {wait.timeout_s:g} s"
     raise Refused(fault, f"{cause} ({last.strerror or last}); {cure}")
 
 

@@ -9,7 +9,6 @@ torch once and forks the ranks.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -20,14 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distributed.lock import locked_by
-from distributed.stop_signals import STOP_SIGNALS
+from distributed.stop_signals import handled_signals
 from launcher import messages, processes
 from launcher.agent.control import Control, report_end, take_control
 from launcher.failure import Failure
 from launcher.failure_block import End, RunSummary
-from launcher.record import runs
-from launcher.record.runlog import RunFolder, ended
+from launcher.record import run_json
 
 
 @dataclass(frozen=True)
@@ -44,15 +41,13 @@ class AgentNote:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the agent below a guardian; returns the exit code. A rank leaves by SystemExit."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # a stream that the caller has closed
-        pass
-    os.close(fd)
+    processes.open_closed_streams()
     recorded = os.environ.pop("RUN_RECORD", "")  # the run folder where this process is noted
     processes.adopt_orphans()
     control = take_control()
     ours, theirs = socket.socketpair()
     me = os.getpid()
-    handled = [one for one in STOP_SIGNALS if signal.getsignal(one) != signal.SIG_IGN]  # nohup
+    handled = handled_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, signal.SIGCHLD})
     agent = os.fork()
@@ -60,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         theirs.close()
         code = _guard(agent, ours, handled, control)
         if recorded:  # the run may have ended before it began
-            runs.note_end(Path(recorded), code)
+            run_json.note_end(Path(recorded), code)
         return code
     ours.close()
     if control is not None:
@@ -104,24 +99,18 @@ def _guard(
     left = processes.end_descendants()
     code = processes.exit_code(status)
     if os.WIFSIGNALED(status):
+        note = _read_note(notes)
+        if note.folder:
+            run_json.note_end(Path(note.folder), code, agent=agent)
         is_asked = os.WTERMSIG(status) in passed_on
-        _report_death(code, agent, notes, control, left=len(left), is_asked=is_asked)
+        _report_death(code, note, control, left=len(left), is_asked=is_asked)
     return code
 
 
 def _report_death(
-    code: int,
-    agent: int,
-    notes: socket.socket,
-    control: Control | None,
-    *,
-    left: int,
-    is_asked: bool,
+    code: int, note: AgentNote, control: Control | None, *, left: int, is_asked: bool
 ) -> None:
     """Tell in the agent's place how the run ended: the agent was killed, or stopped too early."""
-    note = _read_note(notes)
-    if note.folder:
-        _complete_record(Path(note.folder), agent, code)
     failure = Failure(
         fault="agent-killed",
         cause=f"{signal.Signals(code - 128).name} to the node agent, from outside this run",
@@ -150,14 +139,3 @@ def _read_note(notes: socket.socket) -> AgentNote:
         return messages.decode(AgentNote, json.loads(notes.recv(65536)))
     except (OSError, ValueError):  # the agent ended before the run had begun
         return AgentNote(os.environ.get("RUN_ID", ""), 0, time.time(), 0)
-
-
-def _complete_record(folder: Path, agent: int, code: int) -> None:
-    """Write into run.json that the run has ended, unless another agent has taken it over."""
-    with contextlib.suppress(OSError):
-        if locked_by(folder) == (agent, socket.gethostname()):
-            RunFolder(folder.parent, folder.name, 0).write_record(ended(code))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,18 +12,22 @@ class Heartbeats:
 
     def __init__(self, ranks: int) -> None:
         self._fd = os.memfd_create("heartbeat", 0)  # inherited, also by what a rank executes
-        os.write(self._fd, RECORD.pack(*Beat()) * ranks)
-        self.ranks = ranks
+        self._ranks = ranks
+        self._reached = (-1, -1)
         self.path = f"/proc/self/fd/{self._fd}"  # for the ranks
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew: the ranks that are started next have made no beat."""
+        os.pwrite(self._fd, RECORD.pack(*Beat()) * self._ranks, 0)
 
     def read(self, local_rank: int) -> Beat:
         """Return a rank's newest beat."""
         return Beat(*RECORD.unpack(os.pread(self._fd, RECORD.size, RECORD.size * local_rank)))
 
-    def furthest(self) -> tuple[int, int]:
-        """Return the newest checkpoint, and the most steps done by any rank; -1: none."""
-        beats = [self.read(local_rank) for local_rank in range(self.ranks)]
-        return max(beat.saved for beat in beats), max(beat.step for beat in beats)
-
-    def close(self) -> None:
-        os.close(self._fd)
+    def reached(self) -> tuple[int, int]:
+        """Return the newest checkpoint, and the most steps done by any rank so far; -1: none."""
+        beats = [self.read(local_rank) for local_rank in range(self._ranks)]
+        now = max(beat.saved for beat in beats), max(beat.step for beat in beats)
+        self._reached = max(self._reached, now)
+        return self._reached

@@ -12,13 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from distributed.heartbeat import Beat, stack_file_of
+from distributed.heartbeat import STACK_SIGNAL, stack_file_of
 from launcher import failure, processes
-from launcher.agent import stacks, verdict
+from launcher.agent import stuck, verdict
 from launcher.agent.heartbeats import Heartbeats
 from launcher.agent.output import Stream
-from launcher.agent.stuck import RankState, Straggler, find_straggler
+from launcher.agent.stuck import RankState
 from launcher.failure import Failure
+
+STACK_S = 1.0  # for the ranks to write their stacks
 
 
 @dataclass
@@ -50,10 +52,6 @@ class NodeRanks:
     def __init__(
         self, ranks: Sequence[Rank], heartbeats: Heartbeats, node_rank: int, host: str
     ) -> None:
-        """
-        Args:
-            heartbeats: the ranks' records; the caller closes them.
-        """
         self.all = ranks
         self.heartbeats = heartbeats
         self.node_rank = node_rank
@@ -76,20 +74,26 @@ class NodeRanks:
             stream.drain()
         return each.code
 
-    def straggler(self) -> Straggler | None:
+    def straggler(self) -> RankState | None:
         """Return the rank furthest behind; None where none lives."""
-        return find_straggler([self._state(each) for each in self.living()])
+        return stuck.find_straggler([self._state(each) for each in self.living()])
 
     def _state(self, each: Rank) -> RankState:
-        beat, is_stopped = self.heartbeats.read(each.local_rank), processes.is_stopped(each.pid)
-        return RankState(each.rank, beat.progress, beat.silence_s, beat.limit_s, is_stopped)
+        beat = self.heartbeats.read(each.local_rank)
+        return RankState(
+            rank=each.rank,
+            progress=beat.progress,
+            is_stuck=beat.silence_s > beat.limit_s,
+            is_stopped=processes.is_stopped(each.pid),
+            silence_s=beat.silence_s,
+        )
 
     def describe_end(self, each: Rank) -> Failure:
         """Return why a rank has ended, or is about to: from its error file, else its exit code."""
         out, err = each.streams
         line = err.traceback_line or err.last_line or out.last_line
         log = failure.short_path(str(out.log.path)) if out.log.path else ""
-        unknown = self._unknown_failure(each, self.heartbeats.read(each.local_rank))
+        unknown = self._unknown_failure(each)
         return verdict.describe_end(
             replace(unknown, log=f"{log}:{line}" if log and line else log),
             failure.read_error(each.error_file),
@@ -113,25 +117,37 @@ class NodeRanks:
         if processes.is_stopped(named.pid):
             cause += ", its process is stopped (SIGSTOP)"
         cause += f"; the limit, distributed.hang_seconds, is {beat.limit_s:.0f} s"
-        collected = stacks.collect_stacks([self._stack_source(each) for each in living])
+        stacks = self._collect_stacks()
         return replace(
-            self._unknown_failure(named, beat),
+            self._unknown_failure(named),
             fault="rank-stuck",
             cause=cause,
             code=128 + signal.SIGKILL,
-            frames=collected[named.rank],
-            stacks=stacks.group_stacks(collected),
+            frames=stacks[named.rank],
+            stacks=stuck.group_stacks(stacks),
             is_consequence=named.rank != suspect,
             log=failure.short_path(str(named.stack_file)),
         )
 
-    def _stack_source(self, each: Rank) -> stacks.Source:
-        is_beating = self.heartbeats.read(each.local_rank).step >= 0
-        is_stopped = processes.is_stopped(each.pid)
-        return stacks.Source(each.rank, each.pid, each.stack_file, is_beating, is_stopped)
+    def _collect_stacks(self) -> dict[int, list[str]]:
+        """Have the living ranks write their stacks; returns each one's own frames by rank.
 
-    def _unknown_failure(self, each: Rank, beat: Beat) -> Failure:
+        Blocks up to STACK_S, twice where a process is stopped. Stopped processes are continued, or
+        they could not write. A rank that has made no beat does not write.
+        """
+        living = self.living()
+        writing = [each for each in living if self.heartbeats.read(each.local_rank).step >= 0]
+        stopped = [each for each in writing if processes.is_stopped(each.pid)]
+        processes.send([each.pid for each in writing], STACK_SIGNAL)
+        running = [each.stack_file for each in writing if each not in stopped]
+        stuck.wait_for_stacks(running, STACK_S)
+        processes.send([each.pid for each in stopped], signal.SIGCONT)
+        stuck.wait_for_stacks([each.stack_file for each in stopped], STACK_S)
+        return {each.rank: stuck.read_stack(each.stack_file) for each in living}
+
+    def _unknown_failure(self, each: Rank) -> Failure:
         """Return what holds for any failure of a rank here."""
+        beat = self.heartbeats.read(each.local_rank)
         return Failure(
             fault="rank-error",
             cause="",

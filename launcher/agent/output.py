@@ -38,6 +38,11 @@ _NOISE = re.compile(
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
 
 
+def say(text: str) -> None:
+    """Print a line of the agent's own to stderr."""
+    print(f"node agent: {text}", file=sys.stderr, flush=True)
+
+
 class NodeLog:
     """`node_<rank>.log`: every rank's lines, each after its rank; knows its own line numbers."""
 
@@ -58,7 +63,7 @@ class NodeLog:
         try:
             self._file.write(b"[%d] %s\n" % (rank, line))
         except OSError as error:  # a full disk ends the log, not the run
-            print(f"node agent: {self.path} ends here: {error.strerror}", file=sys.stderr)
+            say(f"{self.path} ends here: {error.strerror}")
             self._file = _NOWHERE.open("ab", buffering=0)
         return self.lines
 
@@ -212,9 +217,8 @@ class Stream:
 
 def _drop_noise(data: bytes) -> bytes:
     """Return what a terminal is to show of this; with LOG_LEVEL=DEBUG everything."""
-    if b"socket.cpp" not in data or os.environ.get("LOG_LEVEL", "").upper() == "DEBUG":
-        return data
-    return _NOISE.sub(b"", data)
+    is_debug = os.environ.get("LOG_LEVEL", "").upper() == "DEBUG"
+    return data if is_debug else _NOISE.sub(b"", data)
 
 
 @contextlib.contextmanager
@@ -237,7 +241,9 @@ def open_stream(rank: int, log: NodeLog, terminal: Terminal | None) -> tuple[int
     """One stream of one rank: the file descriptor for the rank, and the agent's reading end."""
     if terminal is not None and terminal.is_tty:
         reader, writer = pty.openpty()
-        _copy_window_size(terminal.fd, writer)
+        with contextlib.suppress(OSError):
+            size = fcntl.ioctl(terminal.fd, termios.TIOCGWINSZ, b"\0" * 8)
+            fcntl.ioctl(writer, termios.TIOCSWINSZ, size)
         attributes = termios.tcgetattr(writer)
         attributes[1] &= ~termios.OPOST  # the real terminal turns \n into \r\n, once
         termios.tcsetattr(writer, termios.TCSANOW, attributes)
@@ -245,8 +251,3 @@ def open_stream(rank: int, log: NodeLog, terminal: Terminal | None) -> tuple[int
         reader, writer = os.pipe()
     os.set_blocking(reader, False)
     return writer, Stream(rank, reader, log, terminal)
-
-
-def _copy_window_size(source: int, target: int) -> None:
-    with contextlib.suppress(OSError):
-        fcntl.ioctl(target, termios.TIOCSWINSZ, fcntl.ioctl(source, termios.TIOCGWINSZ, b"\0" * 8))

@@ -29,7 +29,9 @@ from typing import NoReturn
 
 import torch
 
+from distributed.stop_signals import handled_signals
 from launcher import processes
+from launcher.agent.output import say
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 
@@ -78,7 +80,7 @@ def run_and_exit(
     os.environ.update(variables)
     is_too_late = program.can_fork and torch.cuda._is_in_bad_fork()  # CUDA survives no fork
     if is_too_late and variables["LOCAL_RANK"] == "0":
-        print("node agent: CUDA is in use already: one import of torch per rank", file=sys.stderr)
+        say("CUDA is in use already: one import of torch per rank")
     if is_too_late or not program.can_fork:
         sys.exit(_execute_command(program.command()))
     if "OMP_NUM_THREADS" in variables:  # its library read the environment when torch was imported
@@ -91,11 +93,9 @@ def run_and_exit(
 
 def _restore_signals() -> None:
     signal.set_wakeup_fd(-1)
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup has it
-            is_interrupt = signum == signal.SIGINT
-            default = signal.default_int_handler if is_interrupt else signal.SIG_DFL
-            signal.signal(signum, default)
+    for signum in handled_signals():
+        is_interrupt = signum == signal.SIGINT
+        signal.signal(signum, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
 
 

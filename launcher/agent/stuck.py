@@ -1,9 +1,16 @@
-"""Which rank is stuck: the one that all others wait for, silent for too long (no torch, no I/O)."""
+"""Which rank is stuck: the one that all others wait for, silent for too long; and where (no torch).
+
+Ranks write their Python stacks to files on a signal (distributed/heartbeat.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from launcher.failure import user_frames
 
 
 @dataclass(frozen=True)
@@ -12,51 +19,50 @@ class RankState:
 
     rank: int
     progress: tuple[int, ...]  # Beat.progress: step, and beats since then
+    is_stuck: bool  # it has been silent for longer than its limit
+    is_stopped: bool  # its process is stopped (SIGSTOP)
     silence_s: float  # since its last beat; 0 before its first
-    limit_s: float  # the longest silence before it counts as stuck
-    is_stopped: bool = False  # its process is stopped (SIGSTOP)
 
 
-@dataclass(frozen=True)
-class Straggler:
-    """The rank of a node that is furthest behind; the others wait for it."""
+def find_straggler(ranks: Sequence[RankState | None]) -> RankState | None:
+    """Return the rank furthest behind: of several the stopped one, then the most silent.
 
-    rank: int
-    progress: tuple[int, ...]
-    is_stuck: bool  # it and all that are as far have been silent for longer than their limits
-    is_stopped: bool
-    silence_s: float
-
-
-def find_straggler(ranks: Sequence[RankState]) -> Straggler | None:
-    """Return a node's rank furthest behind: of several the stopped one, then the most silent.
-
-    None where no rank lives.
+    It is stuck only if all that are as far behind are. The ranks are those of a node or, for the
+    whole run, each node's straggler. None without ranks, and where one is unknown: it may be the
+    one furthest behind.
     """
-    if not ranks:
-        return None
-    progress = min(one.progress for one in ranks)
-    last = [one for one in ranks if one.progress == progress]
-    suspect = max(last, key=lambda one: (one.is_stopped, one.silence_s))
-    return Straggler(
-        rank=suspect.rank,
-        progress=progress,
-        is_stuck=all(one.silence_s > one.limit_s for one in last),
-        is_stopped=suspect.is_stopped,
-        silence_s=suspect.silence_s,
-    )
-
-
-def find_stuck(stragglers: Sequence[Straggler | None]) -> int | None:
-    """Return the rank that holds up the run, of every node's straggler; None while none does.
-
-    A node with no straggler, or none known yet, may hold the rank that is furthest behind.
-    """
-    known = [one for one in stragglers if one is not None]
-    if not known or len(known) < len(stragglers):
+    known = [one for one in ranks if one is not None]
+    if not known or len(known) < len(ranks):
         return None
     progress = min(one.progress for one in known)
     last = [one for one in known if one.progress == progress]
-    if not all(one.is_stuck for one in last):
-        return None
-    return max(last, key=lambda one: (one.is_stopped, one.silence_s)).rank
+    straggler = max(last, key=lambda one: (one.is_stopped, one.silence_s))
+    return replace(straggler, is_stuck=all(one.is_stuck for one in last))
+
+
+def wait_for_stacks(files: Sequence[Path], limit_s: float) -> None:
+    """Wait until all files have been written, or the time is up: some ranks never write."""
+    deadline = time.monotonic() + limit_s
+    sizes: list[int] = []
+    while files and time.monotonic() < deadline:
+        before, sizes = sizes, [file.stat().st_size for file in files]
+        if all(sizes) and sizes == before:
+            return
+        time.sleep(0.05)
+
+
+def read_stack(file: Path) -> list[str]:
+    """Return the main thread's own frames in what faulthandler wrote, innermost first."""
+    try:
+        main_thread = file.read_text(errors="replace").rpartition("hread 0x")[2]  # it comes last
+    except OSError:
+        return []
+    return user_frames("\n".join(reversed(main_thread.splitlines())))
+
+
+def group_stacks(stacks: Mapping[int, Sequence[str]]) -> list[str]:
+    """Return one line for all ranks that have the same stack."""
+    ranks: dict[str, list[str]] = {}
+    for rank, frames in stacks.items():
+        ranks.setdefault(" < ".join(frames) or "no Python stack", []).append(str(rank))
+    return [f"rank {', '.join(numbers)}: {place}" for place, numbers in ranks.items()]

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from signal import SIGKILL, Signals
 
+from distributed.errors import BAD_INPUT, CANNOT_START, REFUSED
 from launcher.failure import Failure
 from launcher.failure_block import End, RunSummary
-from launcher.fanout.far_side import CANNOT_START
 from launcher.fanout.protocol import Exit
 from launcher.plan.plan import Plan
-
-REFUSED = (2, 3)  # exit codes with which an agent refuses to start; it says why itself
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,8 @@ def conclude(
     if CANNOT_START in silent:
         cause = "the node agent was not started; what stands above says why"
         return blame(silent.index(CANNOT_START), CANNOT_START, "env-missing", cause)
-    refused = [code for code in silent if code in REFUSED and not plan.engine]
+    agents = () if plan.engine else (BAD_INPUT, REFUSED)  # whose causes an agent tells itself
+    refused = [code for code in silent if code in agents]
     code = next(filter(None, refused + codes), 0)
     if code == 0 or refused:
         return End(code, None, summary, is_told=True)

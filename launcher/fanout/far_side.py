@@ -24,6 +24,7 @@ import time
 if __name__ == "__main__":  # in place of this folder, the project
     sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 
+from distributed.errors import CANNOT_START
 from launcher import processes
 from launcher.fanout import protocol
 from launcher.fanout.protocol import Cut, Exit, Ready, Start, Sweep
@@ -33,7 +34,6 @@ from launcher.preflight.check_node import Request, check_node
 SILENCE_S = 10.0  # without a beat for so long, the launcher is gone
 SWEEP_S = 2.0  # for what is left of a run to end by itself
 CUT_S = 4.0  # after the end of pdsh's connection, for the agent to end its part
-CANNOT_START = 127  # exit code, as a shell has it
 FETCH_S = 20.0  # for pdsh to reach this node
 
 
@@ -95,8 +95,7 @@ def start_agent(start: Start, streams: tuple[int, int, int] = (0, 1, 2)) -> int:
     except OSError as error:
         os.write(stderr, os.fsencode(f"cannot start the node agent: {error}\n"))
         return CANNOT_START
-    code = agent.wait()
-    return code if code >= 0 else 128 - code
+    return processes.shell_code(agent.wait())
 
 
 # --- through pdsh -------------------------------------------------------------------------------

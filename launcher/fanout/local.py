@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from distributed.errors import REFUSED
 from launcher.plan.plan import Plan, node_comment, print_plan
 from launcher.preflight import compare
 from launcher.preflight.check_node import check_node
@@ -25,7 +26,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
     report = check_node(plan.request())
     outcome = compare.judge([report])
     if compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=sys.stderr):
-        return 3
+        return REFUSED
     counts = plan.rank_counts(report.nproc)
     print_plan(plan, report, outcome, counts)
     command = plan.agent_command(nproc=report.nproc, port=report.port)
@@ -34,7 +35,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
         print(plan.paste_line(command))
         return 0
     if plan.has_health_check and plan.has_checks and not is_healthy(plan, report.nproc):
-        return 3
+        return REFUSED
     be_ready()
     recorded = {"RUN_RECORD": str((plan.log_dir / plan.run_id).absolute())} if plan.run_id else {}
     os.chdir(plan.directory)
@@ -47,10 +48,15 @@ def is_healthy(plan: Plan, nproc: int) -> bool:
     command = [plan.python, "-m", "distributed.run", "--nproc-per-node", str(nproc)]
     command += ["-m", "distributed.selftest", "--seconds", "0.05"]
     result = subprocess.run(
-        command, cwd=plan.root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command,
+        cwd=plan.root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
     )
     if result.returncode != 0:
-        sys.stderr.buffer.write(result.stdout)
+        sys.stderr.write(result.stdout)
         cause = f"the processes of {short_host_name()} cannot work together"
         where = f"(exit code {result.returncode}, see above); see TROUBLESHOOTING.md"
         print(f"{plan.program}: {cause} {where}", file=sys.stderr)

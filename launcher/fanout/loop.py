@@ -21,9 +21,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import IO, TextIO, cast
 
+from distributed.stop_signals import STOP_SIGNALS, handled_signals
+from launcher.processes import open_closed_streams
+
 BACKLOG_BYTES = 1 << 20  # that a slow terminal has not taken yet; more lines are dropped
 LONGEST_LINE = 1 << 20  # bytes; a longer one arrives in parts
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _CHUNK = 65536
 
 
@@ -31,9 +33,7 @@ class Loop:
     """Waits for children, signals and time together. Make it in the main thread, once."""
 
     def __init__(self, most_children: int) -> None:
-        while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # a stream that the caller has closed
-            pass
-        os.close(fd)
+        open_closed_streams()
         allow_files(8 * most_children + 64)
         self.selector = selectors.DefaultSelector()
         self.children: list[Child] = []
@@ -42,9 +42,8 @@ class Loop:
         for end in (self._wake, self._waker):
             end.setblocking(False)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
-        for signum in (*PASSED_ON, signal.SIGCHLD):
-            if signal.getsignal(signum) != signal.SIG_IGN or signum == signal.SIGCHLD:  # nohup
-                signal.signal(signum, lambda *_: None)  # its number arrives at `_wake`
+        for signum in (*handled_signals(), signal.SIGCHLD):
+            signal.signal(signum, lambda *_: None)  # its number arrives at `_wake`
         signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # of a terminal after `stty tostop`
         self.selector.register(self._wake, selectors.EVENT_READ, self._on_signal)
 
@@ -58,7 +57,7 @@ class Loop:
 
     def _on_signal(self) -> None:
         numbers = self._wake.recv(4096)
-        self._signals += [signal.Signals(number) for number in numbers if number in PASSED_ON]
+        self._signals += [signal.Signals(number) for number in numbers if number in STOP_SIGNALS]
         for child in self.children:
             child.reap()
 

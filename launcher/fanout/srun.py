@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from distributed import hostlist
 from distributed.environment import job_id, tasks_per_node
-from distributed.errors import STOPPED, Refused
-from distributed.stop_signals import NOTICE, STOP_SIGNALS, Interrupts
+from distributed.errors import REFUSED, STOPPED, Refused
+from distributed.stop_signals import NOTICE, STOP_SIGNALS, Interrupts, handled_signals
 from launcher import processes
 from launcher.messages import encode
 from launcher.plan.plan import Plan, PlanError, print_plan, shell_line
@@ -39,7 +39,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
     reports = check_nodes(plan)
     outcome = compare.judge(reports)
     if compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=sys.stderr):
-        return 3
+        return REFUSED
     first = reports[0]
     counts = plan.rank_counts(first.nproc)
     command = step_command(plan, nproc=first.nproc, port=first.port)
@@ -102,7 +102,7 @@ def check_nodes(plan: Plan) -> list[Report]:
         needed = f"{plan.directory}, {plan.root} and {plan.python}"
         raise Refused("env-missing", f"{cause}; let {needed} be there as they are here")
     cause = f"no answer to the preflight from {' '.join(silent)}"
-    how = f"srun's exit code is {_shell_code(srun.returncode)}, see above"
+    how = f"srun's exit code is {processes.shell_code(srun.returncode)}, see above"
     raise Refused("node-missing", f"{cause} ({how}); try srun --nodelist={silent[0]} hostname")
 
 
@@ -179,7 +179,7 @@ def _start(command: Sequence[str], stdout: int | None = None) -> subprocess.Pope
 
 def run_step(plan: Plan, command: Sequence[str]) -> int:
     """Run the step to its end, and act on signals; returns its exit code."""
-    handled = {one for one in STOP_SIGNALS if signal.getsignal(one) != signal.SIG_IGN}  # nohup
+    handled = handled_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, signal.SIGCHLD})
     has_notice = signal.sigtimedwait({NOTICE}, 0) is not None
@@ -196,16 +196,12 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
             srun.terminate()  # which kills them
         elif signum != signal.SIGCHLD:
             threading.Thread(target=stop_step, args=(plan.run_id, srun), daemon=True).start()
-    code = _shell_code(srun.returncode)
+    code = processes.shell_code(srun.returncode)
     # 128 + SIGUSR1: the notice came before there was anything to save.
     has_saved = code == STOPPED or (code == 128 + NOTICE and plan.checkpoint_dir is not None)
     if has_notice and has_saved:
         requeue(plan)
     return code
-
-
-def _shell_code(returncode: int) -> int:
-    return returncode if returncode >= 0 else 128 - returncode
 
 
 def stop_step(name: str, srun: subprocess.Popen[bytes]) -> None:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from signal import SIGUSR1, Signals
 
-from distributed.errors import Refused
+from distributed.errors import REFUSED, Refused
 from launcher.failure_block import End, print_end
 from launcher.fanout import protocol
 from launcher.fanout.connection import Connection
@@ -76,7 +76,7 @@ class Fanout:
         try:
             reports = self.check_nodes()
             if reports is None:
-                return 3
+                return REFUSED
             be_ready()
             self.start_nodes(reports)
             self.watch()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from distributed import hostlist
@@ -63,17 +63,3 @@ def read_hostfile(file: Path) -> list[str]:
     if not words:
         raise PlanError(f"{str(file)!r} names no node; give one a line")
     return words
-
-
-def read_nodefile(environ: Mapping[str, str], nproc: int | None) -> tuple[NodePlan, ...]:
-    """Return a PBS job's nodes, each with as many ranks as the node file has lines for it.
-
-    Raises:
-        PlanError: this is no PBS job.
-    """
-    file = Path(environ.get("PBS_NODEFILE") or "/nonexistent")
-    if not environ.get("PBS_JOBID") or not file.is_file():
-        raise PlanError("this is no PBS job; use qsub")
-    lines = file.read_text().split()
-    several = {name: lines.count(name) for name in lines if lines.count(name) > 1}
-    return tuple(NodePlan(name, nproc or several.get(name)) for name in dict.fromkeys(lines))

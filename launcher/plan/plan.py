@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
+from distributed.environment import DEFAULT_GRACE_S
 from launcher.preflight.check_node import Report, Request
 from launcher.preflight.compare import Outcome
 from launcher.text import count, print_row
@@ -45,7 +46,19 @@ class NodePlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class World:
+    """How many nodes there are, which one this is, and where they meet."""
+
+    num_nodes: int = 1
+    master_addr: str = "127.0.0.1"  # empty: the scheduler has not chosen yet
+    node_rank: int = 0  # of this machine
+    nproc: int | None = None  # ranks per node; None: one per GPU
+    nodes: Sequence[NodePlan] = ()  # by node rank, where this launcher starts them all by name
+    hosts: str = ""  # SLURM's list of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(World):
     """Everything that the user, the environment, the config and the scheduler decided."""
 
     program: str  # the script that was typed, for messages
@@ -58,13 +71,7 @@ class Plan:
     run_id: str  # empty: node rank 0 names the run
     words: Sequence[str]  # the training script and its arguments
     config: str = ""  # empty: none
-    nodes: Sequence[NodePlan] = ()  # by node rank, where this launcher starts them all by name
-    hosts: str = ""  # SLURM's list of them
-    num_nodes: int = 1
-    node_rank: int = 0  # of this machine
-    nproc: int | None = None  # ranks per node; None: one per GPU, else `cpu_nproc`
-    cpu_nproc: int = 1
-    master_addr: str = "127.0.0.1"
+    cpu_nproc: int = 1  # ranks per node where `nproc` is None and there is no GPU
     port: int | None = None  # None: from the run id
     backend: str = "auto"
     engine: str = ""  # what starts the ranks in place of the node agent
@@ -72,7 +79,7 @@ class Plan:
     join_timeout_s: float = 300.0
     checkpoint_dir: Path | None = None
     max_restarts: int = 0
-    grace_s: int = 30
+    grace_s: int = DEFAULT_GRACE_S
     variables: Mapping[str, str] = field(default_factory=dict)  # that go with the run
     activated: Sequence[str] = ()  # names of those that VENV, CONDA_ENV and MODULES changed
     forwarded: Sequence[str] = ()  # names of all that go to nodes over ssh

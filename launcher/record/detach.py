@@ -7,145 +7,105 @@ parent, which waits.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import re
 import shlex
 import signal
-import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-from distributed.environment import job_id
 from launcher import processes
 from launcher.plan.plan import Plan, PlanError
-from launcher.record import runs, transcript
-from launcher.record.runlog import RunFolder
+from launcher.record import run_json, transcript
 from launcher.text import print_row, short_host_name
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def prepare(plan: Plan, *, script: str) -> Callable[[], None]:
-    """Return what a fan-out calls when nothing is left to refuse, before it starts an agent.
+def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
+    """Go on in a child; returns what takes it from the terminal to the run's log.
 
-    That call writes run.json. With --detach, this goes on in a child process, and the call takes
-    it from the terminal to a log.
+    This process stays on the terminal until then, and passes signals on to the child. It exits
+    with the child's code if the child ends, else with code 0.
 
     Args:
         script: as it was typed, for the commands that the user is told.
 
     Raises:
-        PlanError: a detached run needs a name.
-        Refused: a live run has its name.
+        PlanError: the run has no name yet.
     """
-    if plan.is_dry_run:
-        return lambda: None
-    if plan.is_detached and not plan.run_id:
+    if not plan.run_id:
         cause = "node rank 0 names the run, and --detach must know its name"
         raise PlanError(f"{cause}; give RUN_ID, the same on every node")
-    is_first = plan.node_rank == 0
-    if is_first and not job_id(os.environ):  # a scheduler may start its job again beside the first
-        runs.refuse_live(plan.log_dir / plan.run_id)
     log = plan.log_dir / plan.run_id / f"launcher_{short_host_name()}.log"
-    handover = _fork_launcher(_rows(plan, log, script)) if plan.is_detached else None
-
-    def be_ready() -> None:
-        if handover is not None:
-            handover.leave_terminal(log)
-            if plan.has_transcript:  # the log has it all
-                file = transcript.new_file(plan)
-                file.symlink_to(os.path.relpath(log, file.parent))
-        if is_first:
-            folder = RunFolder(plan.log_dir, plan.run_id, 0)
-            runs.note_start(folder, is_detached=plan.is_detached, grace_s=plan.grace_s)
-
-    return be_ready
-
-
-def _rows(plan: Plan, log: Path, script: str) -> list[tuple[str, str]]:
-    log_dir = os.environ.get("LOG_DIR")
-    again = shlex.join([*([f"LOG_DIR={log_dir}"] if log_dir else []), script])
-    return [
-        ("detached", f"tail -f {shlex.quote(str(log))}"),
-        ("status", f"{again} --status {shlex.quote(plan.run_id)}"),
-        ("stop", f"{again} --stop {shlex.quote(plan.run_id)}"),
-    ]
-
-
-def _fork_launcher(rows: Sequence[tuple[str, str]]) -> Handover:
-    """Go on in a child; this process stays on the terminal until the run starts.
-
-    It passes signals on to the child. When the run starts it prints the rows (label, text) and
-    exits with code 0; where the child ends before that, it exits with the child's code.
-    """
     sys.stdout.flush()
     sys.stderr.flush()
-    ours, theirs = socket.socketpair()
+    reader, writer = os.pipe()
     me = os.getpid()
     child = os.fork()
-    if child == 0:
-        ours.close()
-        os.setsid()
-        processes.die_with_parent(me)
-        return Handover(theirs)
-    theirs.close()
-    os._exit(_wait_for_start(child, ours, rows))
+    if child != 0:
+        os.close(writer)
+        code = _wait_for_start(child, reader)
+        if code is None:
+            _print_commands(plan.run_id, log, script)
+        os._exit(code or 0)
+    os.close(reader)
+    os.setsid()
+    processes.die_with_parent(me)
+    sys.stderr = shown = _Copy(sys.stderr)
+    return partial(_leave_terminal, plan, log, shown, writer)
 
 
-def _wait_for_start(child: int, channel: socket.socket, rows: Sequence[tuple[str, str]]) -> int:
+def _wait_for_start(child: int, reader: int) -> int | None:
+    """Return the exit code of a child that ends before the run starts, else None."""
     handled = [one for one in _SIGNALS if signal.getsignal(one) != signal.SIG_IGN]  # nohup
     for signum in handled:
         signal.signal(signum, lambda signum, _: os.kill(child, signum))
-    with contextlib.suppress(OSError):
-        if channel.recv(1):
-            for signum in handled:  # from now on --stop is the way
-                signal.signal(signum, signal.SIG_IGN)
-            channel.sendall(b"g")
-            for label, text in rows:
-                print_row(label, text)
-            return 0
-    return processes.exit_code(os.waitpid(child, 0)[1])
+    if not os.read(reader, 1):
+        return processes.exit_code(os.waitpid(child, 0)[1])
+    for signum in handled:  # from now on --stop is the way
+        signal.signal(signum, signal.SIG_IGN)
+    return None
 
 
-class Handover:
-    """In the child: its way from the terminal to the log."""
+def _print_commands(run_id: str, log: Path, script: str) -> None:
+    log_dir = os.environ.get("LOG_DIR")
+    again = shlex.join([*([f"LOG_DIR={log_dir}"] if log_dir else []), script])
+    print_row("detached", f"tail -f {shlex.quote(str(log))}")
+    print_row("status", f"{again} --status {shlex.quote(run_id)}")
+    print_row("stop", f"{again} --stop {shlex.quote(run_id)}")
 
-    def __init__(self, channel: socket.socket) -> None:
-        self._channel = channel
-        self._shown = _Copy(sys.stderr)
-        sys.stderr = self._shown
 
-    def leave_terminal(self, log: Path) -> None:
-        """Print to the log from here on, after what was shown so far, and let the parent go.
+def _leave_terminal(plan: Plan, log: Path, shown: _Copy, writer: int) -> None:
+    """In the child: print to the log from here on, after what was shown, and let the parent go.
 
-        Exits where the parent has gone: then the user has changed his mind.
-
-        Raises:
-            Refused: the log cannot be written.
-        """
-        with runs.writing_to(log.parent):
-            fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        processes.outlive_parent()
-        is_wanted = False
-        with contextlib.suppress(OSError), self._channel as channel:
-            channel.sendall(b"r")
-            is_wanted = bool(channel.recv(1))
-        if not is_wanted:
-            _remove_empty(log)
-            os._exit(1)
-        sys.stdout.flush()
-        null = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((null, 0), (fd, 1), (fd, 2)):
-            os.dup2(source, target)
-        os.close(null)
-        os.close(fd)
-        sys.stderr = self._shown.stream
-        print(_COLOURS.sub("", self._shown.getvalue()), end="", file=sys.stderr, flush=True)
+    Raises:
+        Refused: the log cannot be written.
+    """
+    with run_json.writing_to(log.parent):
+        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    if plan.has_transcript:  # the log has it all
+        file = transcript.new_file(plan)
+        file.symlink_to(os.path.relpath(log, file.parent))
+    processes.outlive_parent()
+    try:
+        os.write(writer, b"r")
+    except OSError:  # the parent is gone: the user wants no run
+        os._exit(1)
+    os.close(writer)
+    sys.stdout.flush()
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (fd, 1), (fd, 2)):
+        os.dup2(source, target)
+    os.close(null)
+    os.close(fd)
+    sys.stderr = shown.stream
+    print(_COLOURS.sub("", shown.getvalue()), end="", file=sys.stderr, flush=True)
 
 
 class _Copy(io.StringIO):
@@ -162,13 +122,3 @@ class _Copy(io.StringIO):
 
     def isatty(self) -> bool:
         return self.stream.isatty()
-
-    def fileno(self) -> int:
-        return self.stream.fileno()
-
-
-def _remove_empty(log: Path) -> None:
-    with contextlib.suppress(OSError):
-        if log.stat().st_size == 0:
-            log.unlink()
-            log.parent.rmdir()

@@ -1,107 +1,32 @@
-"""The runs of a log directory, as each run's run.json describes them: list them, stop one.
+"""--status and --stop: list the runs of the log directory, stop one.
 
-    python scripts/lib/start.py status --program NAME --log-dir DIR [--run ID...]
-    python scripts/lib/start.py stop --program NAME --log-dir DIR [--dry-run] --run ID
+    python scripts/lib/start.py status --program=NAME -- [RUN...]
+    python scripts/lib/start.py stop --program=NAME [--dry-run] -- RUN
 
 A run is stopped through its launcher: the process that run.json names, on the host that it names.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import difflib
 import json
 import os
 import signal
-import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from distributed.errors import Refused
-from distributed.lock import is_locked
-from launcher.messages import decode
-from launcher.processes import start_ticks
-from launcher.record.runlog import RunFolder, ended, launcher_process
+from distributed.environment import DEFAULT_LOG_DIR
+from distributed.errors import BAD_INPUT, REFUSED
+from launcher.plan.typed import Typed
+from launcher.record.run_json import Record, read
 
 STOP_S = 25.0  # for a run to end, beyond the seconds that its ranks may take to save
 TAIL_BYTES = 8192  # of a file, to find its last line
 LONGEST = 100  # characters of it that are shown
-
-
-@dataclass(frozen=True)
-class LauncherProcess:
-    """The process that a stop request goes to."""
-
-    process: int
-    birth: int  # when it started, in clock ticks since the boot: process ids are reused
-    host: str
-
-    @property
-    def is_here(self) -> bool:
-        return self.host == socket.gethostname()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it still runs on this machine."""
-        return self.process > 1 and start_ticks(self.process) == self.birth
-
-
-@contextlib.contextmanager
-def writing_to(folder: Path) -> Iterator[None]:
-    """Make the folder of a run; what cannot be written there from now on is Refused."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        cause = f"cannot write to '{folder}' ({error.strerror})"
-        raise Refused("dir-unwritable", f"{cause}; set LOG_DIR") from None
-
-
-def note_start(folder: RunFolder, *, is_detached: bool, grace_s: float) -> None:
-    """Write into run.json that this process is about to start the run.
-
-    Raises:
-        Refused: it cannot be written.
-    """
-    record = {
-        "run_id": folder.path.name,
-        "state": "starting",
-        "launcher": launcher_process(os.getpid()),
-        "detached": is_detached,
-        "grace": grace_s,
-        "started": time.time(),
-        "ended": None,
-        "exit_code": None,
-    }
-    with writing_to(folder.path):
-        folder.write_record(record)
-
-
-def note_end(folder: Path, code: int) -> None:
-    """Write into run.json how the run ended that this process started, if it did."""
-    run = read(folder)
-    me = LauncherProcess(**launcher_process(os.getpid()))
-    if run is None or run.is_over or run.record.launcher != me:
-        return
-    with contextlib.suppress(OSError):
-        RunFolder(folder.parent, folder.name, 0).write_record(ended(code))
-
-
-@dataclass(frozen=True)
-class Record:
-    """What is read of run.json."""
-
-    state: str = "unknown"
-    launcher: LauncherProcess | None = None
-    grace: float = 30.0  # seconds that the ranks may take to save
-    started: float | None = None  # seconds since the epoch, as is `ended`
-    ended: float | None = None
-    exit_code: int | None = None
-    step: int = -1  # the newest; -1: unknown
 
 
 @dataclass(frozen=True)
@@ -110,21 +35,21 @@ class Run:
 
     folder: Path
     record: Record
-    written: float  # when run.json last changed, in seconds since the epoch
 
     @property
     def id(self) -> str:
         return self.folder.name
 
     @property
-    def is_over(self) -> bool:
-        return self.record.exit_code is not None
+    def written(self) -> float:
+        """When run.json last changed, in seconds since the epoch."""
+        return (self.folder / "run.json").stat().st_mtime
 
     @property
     def state(self) -> str:
         """The state in words: of a run on another machine as its record has it."""
         record = self.record
-        if record.exit_code is not None:
+        if record.is_over:
             return f"ended, code {record.exit_code}"
         if record.launcher is None:
             return "unknown"
@@ -138,44 +63,13 @@ class Run:
         return self.record.ended or self.record.started or self.written
 
 
-def read(folder: Path) -> Run | None:
-    """Return the run in a folder, of state "unknown" where run.json is damaged; None without one.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    file = folder / "run.json"
-    try:
-        written = file.stat().st_mtime
-        text = file.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    try:
-        content = json.loads(text)
-        known = {one.name: content[one.name] for one in fields(Record) if one.name in content}
-        return Run(folder, decode(Record, known), written)
-    except (ValueError, TypeError):
-        return Run(folder, Record(), written)
-
-
-def refuse_live(folder: Path) -> None:
-    """Raise Refused where the run in a folder is live, as far as this machine can see."""
-    run = read(folder)
-    launcher = run.record.launcher if run and not run.is_over else None
-    is_ours = launcher is not None and launcher.is_here
-    if launcher and (launcher.is_alive if is_ours else is_locked(folder)):
-        where = "" if is_ours else f" on {launcher.host}"
-        cause = f"run {folder.name} is live: process {launcher.process}{where}"
-        raise Refused("run-is-live", f"{cause}; wait for its end, or choose another RUN_ID")
-
-
 def find_all(log_dir: Path) -> list[Run]:
     """Return the runs of a log directory; the one that started or ended last comes last."""
     found = []
     for folder in log_dir.iterdir() if log_dir.is_dir() else ():
         with contextlib.suppress(PermissionError):  # another user's
-            if not folder.is_symlink() and (run := read(folder)):
-                found.append(run)
+            if not folder.is_symlink() and (record := read(folder)):
+                found.append(Run(folder, record))
     return sorted(found, key=lambda run: (run.since, run.id))
 
 
@@ -247,24 +141,18 @@ def date(seconds: float) -> str:
 # --- the command line ---------------------------------------------------------------------------
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(typed: Typed, environ: Mapping[str, str] = os.environ) -> int:
     """Do what --status or --stop asks for; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="start.py", allow_abbrev=False)
-    parser.add_argument("task", choices=("status", "stop"))
-    parser.add_argument("--program", default="start.py", help="the script that was typed")
-    parser.add_argument("--log-dir", type=Path, default=Path("logs"))
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--run", action="append", default=[], help="a run's name; repeated")
-    args = parser.parse_args(arguments)
+    log_dir = Path(environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
     try:
-        if args.task == "status":
-            return print_status(args.log_dir, args.run, args.program)
-        if len(args.run) != 1:
+        if typed.fanout == "status":
+            return print_status(log_dir, typed.rest, typed.program)
+        if len(typed.rest) != 1:
             raise ValueError("--stop takes one run; --status lists all")
-        return stop(find(args.log_dir, args.run[0]), args.program, is_dry_run=args.dry_run)
+        return stop(find(log_dir, typed.rest[0]), typed.program, is_dry_run=typed.dry_run)
     except (ValueError, OSError) as error:
-        print(f"{args.program}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 3
+        print(f"{typed.program}: {error}", file=sys.stderr)
+        return BAD_INPUT if isinstance(error, ValueError) else REFUSED
 
 
 def print_status(log_dir: Path, run_ids: Sequence[str], program: str) -> int:
@@ -280,7 +168,7 @@ def print_status(log_dir: Path, run_ids: Sequence[str], program: str) -> int:
 def stop(run: Run, program: str, *, is_dry_run: bool = False) -> int:
     """Ask a run's launcher to stop it, and wait for its end; the ranks may save first."""
     launcher, limit_s = run.record.launcher, run.record.grace + STOP_S
-    if run.is_over or launcher is None or (launcher.is_here and not launcher.is_alive):
+    if run.record.is_over or launcher is None or (launcher.is_here and not launcher.is_alive):
         return _refuse(
             program, f"run {run.id} is not running: {run.state}; there is nothing to stop"
         )
@@ -305,4 +193,4 @@ def stop(run: Run, program: str, *, is_dry_run: bool = False) -> int:
 
 def _refuse(program: str, text: str) -> int:
     print(f"{program}: {text}", file=sys.stderr)
-    return 3
+    return REFUSED

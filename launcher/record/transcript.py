@@ -7,9 +7,9 @@ import signal
 import time
 from pathlib import Path
 
-from distributed.errors import Refused
 from distributed.lock import update_link
 from launcher.plan.plan import Plan
+from launcher.record.run_json import writing_to
 
 
 def new_file(plan: Plan) -> Path:
@@ -20,12 +20,8 @@ def new_file(plan: Plan) -> Path:
     """
     folder = plan.directory / plan.log_dir / "distributed_training"
     name = f"cluster_train_{time.strftime('%Y%m%d-%H%M%S')}_node{plan.node_rank}.log"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with writing_to(folder):
         update_link(folder / f"latest_node{plan.node_rank}.log", name)
-    except OSError as error:
-        cause = f"cannot write to '{folder}' ({error.strerror})"
-        raise Refused("dir-unwritable", f"{cause}; set LOG_DIR") from None
     return folder / name
 
 

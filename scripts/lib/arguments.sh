@@ -61,17 +61,16 @@ refuse_scheduled() { # <option>
 
 # Does not return.
 answer_about_runs() { # <--status|--stop> [<run id>...]
-  local word words=("${1#--}" --program="$PROGRAM" --log-dir="${LOG_DIR:-logs}")
+  local word
   refuse_scheduled "$1"
   for word in "${FLAGS[@]}" "${@:2}"; do
     case $word in
-      --dry-run) words+=("$word") ;;
+      --dry-run) FLAGS=("$word") ;;
       -*) die 2 "$word does not go with $1; give the names of runs" ;;
-      *) words+=("--run=$word") ;;
+      *) REST+=("$word") ;;
     esac
   done
-  choose_python
-  exec "$PYTHON" "$ROOT/scripts/lib/start.py" "${words[@]}"
+  launch "${1#--}"
 }
 
 print_usage() {

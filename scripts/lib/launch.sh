@@ -38,19 +38,13 @@ default_config() {
   : "${PLAN[config]=$default}"
 }
 
-# Plans, checks and starts the run; does not return.
-launch() { # <fan-out> <more options of start.py...>
-  [[ -n ${PLAN[config]+given}${PLAN[module]+given} ]] || die 2 "no config; usage: $(usage_line)"
+# Hands all that was typed to start.py; does not return.
+launch() { # <fan-out or other task> <more options of start.py...>
+  local name command
   choose_python
-  start_words "$@"
-  exec "${COMMAND[@]}"
-}
-
-# Sets COMMAND: start.py with all that was typed.
-start_words() { # as launch
-  local name
-  COMMAND=("$PYTHON" "$ROOT/scripts/lib/start.py" "$@" "${FLAGS[@]}" --program="$PROGRAM" --python="$PYTHON")
-  for name in "${!PLAN[@]}"; do COMMAND+=("--$name=${PLAN[$name]}"); done
-  COMMAND+=("${TYPED[@]/#/--typed=}" "${NODES[@]/#/--node=}" "${SETTINGS[@]/#/--setting=}" "${ACTIVATED[@]/#/--activated=}")
-  COMMAND+=(-- "${REST[@]}")
+  command=("$PYTHON" "$ROOT/scripts/lib/start.py" "$@" "${FLAGS[@]}")
+  command+=(--program="$PROGRAM" --usage="$(usage_line)" --python="$PYTHON")
+  for name in "${!PLAN[@]}"; do command+=("--$name=${PLAN[$name]}"); done
+  command+=("${TYPED[@]/#/--typed=}" "${NODES[@]/#/--node=}" "${SETTINGS[@]/#/--setting=}" "${ACTIVATED[@]/#/--activated=}")
+  exec "${command[@]}" -- "${REST[@]}"
 }

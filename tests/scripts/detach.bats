@@ -119,6 +119,14 @@ the end of 0"* ]]
   [[ ! -e logs ]]
 }
 
+@test "a health check that fails is told on the terminal" {
+  printf '#!/bin/sh\ncase "$*" in *distributed.selftest*) echo broken; exit 1 ;; esac\nexec %s "$@"\n' "$PYTHON" >python
+  chmod +x python
+  PYTHON=$PWD/python RUN_ID=mine run "$ROOT/scripts/cluster_train.sh" --detach plain.yaml
+  [[ $status == 3 && ${lines[-2]} == broken && ${lines[-1]} == *"cannot work together (exit code 1, see above)"* ]]
+  [[ ! -e logs/mine ]]
+}
+
 # bats test_tags=slow
 @test "who is gone before the start starts nothing" {
   local signal launcher

@@ -19,7 +19,7 @@ from agents import AGENT, GONE_WITHIN_S, PROGRAM, Run, kill_what_is_left
 
 from distributed.lock import update_link
 from launcher import failure
-from launcher.record import runlog
+from launcher.record.run_json import RunFolder
 
 Start = Callable[..., Run]
 
@@ -405,7 +405,7 @@ def test_a_cause_is_one_line(cause: str, line: str) -> None:
 
 def test_a_name_taken_by_a_folder_costs_the_link_only(tmp_path: Path) -> None:
     (tmp_path / "latest").mkdir()
-    runlog.RunFolder(tmp_path, "r1", 0).create()
+    RunFolder(tmp_path, "r1", 0).create()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "node_0.log", "r1"]
 
 

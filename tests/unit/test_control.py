@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from agents import AGENT, PROGRAM, Run, kill_what_is_left
 
-from launcher.agent.link import BEAT_S
+from launcher.agent.agent_link import BEAT_S
 from launcher.failure_block import End
 from launcher.fanout.protocol import ANSWERS
 

@@ -13,7 +13,7 @@ import pytest
 from distributed import heartbeat
 from distributed.heartbeat import Beat, beat
 from launcher import failure
-from launcher.agent import stacks
+from launcher.agent import stuck
 from launcher.agent.heartbeats import Heartbeats
 
 NEVER = Beat()
@@ -31,7 +31,6 @@ def beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heartbeat
     heartbeat._heart.cache_clear()
     yield records
     heartbeat._heart.cache_clear()
-    records.close()
 
 
 def test_a_beat_writes_this_ranks_record_alone(beats: Heartbeats) -> None:
@@ -45,7 +44,10 @@ def test_a_beat_writes_this_ranks_record_alone(beats: Heartbeats) -> None:
     beat(4, saved=2)
     beat(5)
     assert (beats.read(1).step, beats.read(1).saved) == (5, 2)
-    assert beats.furthest() == (2, 5)
+    assert beats.reached() == (2, 5)
+    beats.clear()
+    assert beats.read(1) == NEVER
+    assert beats.reached() == (2, 5)
 
 
 def test_progress_counts_the_beats_of_a_step(beats: Heartbeats) -> None:
@@ -97,14 +99,14 @@ def test_the_stack_signal_writes_the_stack(tmp_path: Path) -> None:
     beat(1)
     os.kill(os.getpid(), signal.SIGUSR2)
     file = tmp_path / "rank_1.stack"
-    stacks.wait_for_stacks([file], 5)
-    frames = stacks.read_stack(file)
+    stuck.wait_for_stacks([file], 5)
+    frames = stuck.read_stack(file)
     assert frames[0].endswith("in test_the_stack_signal_writes_the_stack")
 
 
 def test_ranks_with_the_same_stack_share_a_line() -> None:
     by_rank = {0: ["a.py:1 in f", "a.py:9 in g"], 1: [], 2: ["a.py:1 in f", "a.py:9 in g"]}
-    assert stacks.group_stacks(by_rank) == [
+    assert stuck.group_stacks(by_rank) == [
         "rank 0, 2: a.py:1 in f < a.py:9 in g",
         "rank 1: no Python stack",
     ]

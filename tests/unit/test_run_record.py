@@ -18,8 +18,8 @@ from agents import AGENT, ROOT, Run, kill_what_is_left
 
 from distributed.errors import Refused
 from launcher import processes
-from launcher.record import runlog
-from launcher.record.runlog import RunFolder
+from launcher.record import run_json
+from launcher.record.run_json import LauncherProcess, Record, RunFolder
 
 STEPS = """
 import os, sys, time
@@ -65,7 +65,7 @@ def wait_until(name: str, value: object) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_run_json_says_how_far_the_run_is_and_how_it_ended(start: Start) -> None:
-    RunFolder(Path("logs"), "r1", 0).write_record({"detached": True, "state": "starting"})
+    run_json.update(Path("logs/r1"), detached=True, state="starting")
     run = start("7", GRACE="12")
     run.wait_for("beats")
     record = read()
@@ -119,24 +119,21 @@ def test_the_guardian_leaves_the_record_of_a_run_that_was_taken_over(start: Star
 
 @pytest.mark.slow
 def test_a_launcher_elsewhere_names_itself(start: Start) -> None:
-    folder = RunFolder(Path("logs"), "r1", 0)
-    launcher = {"process": 1, "birth": 2, "host": "elsewhere"}
-    folder.write_record({"launcher": launcher})
+    run_json.update(Path("logs/r1"), launcher=LauncherProcess(1, 2, "elsewhere"))
     Path("go on").touch()
     reader, writer = os.pipe()
     run = start("0", stdin=reader, LAUNCH_CONTROL="1", LAUNCH_TOKEN="t")
     run.finish()
     os.close(reader)
     os.close(writer)
-    assert read()["launcher"] == launcher
+    assert read()["launcher"] == {"process": 1, "birth": 2, "host": "elsewhere"}
 
 
 @pytest.mark.slow
 def test_a_run_that_is_refused_has_ended(start: Start) -> None:
     """Where the launcher, which has become the guardian, has recorded it before."""
-    code = "import os, sys\nfrom pathlib import Path\nfrom launcher.record import runlog\n"
-    code += "me = {'launcher': runlog.launcher_process(os.getpid()), 'state': 'starting'}\n"
-    code += "runlog.RunFolder(Path('logs'), 'r1', 0).write_record(me)\n"
+    code = "import os, sys\nfrom pathlib import Path\nfrom launcher.record import run_json\n"
+    code += "run_json.note_start(Path('logs/r1'))\n"
     code += "os.execv(sys.argv[1], sys.argv[1:])"
     with socket.create_server(("127.0.0.1", 0)) as server:
         options = ["--master-port", str(server.getsockname()[1]), "--log-dir", "logs"]
@@ -164,41 +161,37 @@ def test_permissions_follow_the_users_umask(tmp_path: Path, umask: int, mode: in
 
 
 def test_writers_of_run_json_lose_nothing_of_each_other(tmp_path: Path) -> None:
-    code = "import sys\nfrom pathlib import Path\nfrom launcher.record.runlog import RunFolder\n"
+    code = "import sys\nfrom pathlib import Path\nfrom launcher.record import run_json\n"
     code += "for number in range(50):\n"
-    code += "    RunFolder(Path('.'), 'r1', 0).write_record({sys.argv[1] + str(number): number})\n"
+    code += "    run_json.update(Path('r1'), **{sys.argv[1]: number})\n"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     writers = [
         subprocess.Popen([sys.executable, "-c", code, name], cwd=tmp_path, env=environment)
-        for name in "abc"
+        for name in ("step", "saved_step", "world_size")
     ]
     assert [writer.wait() for writer in writers] == [0, 0, 0]
-    assert len(json.loads((tmp_path / "r1/run.json").read_text())) == 150
+    assert run_json.read(tmp_path / "r1") == Record(step=49, saved_step=49, world_size=49)
 
 
 def test_a_damaged_record_is_written_anew(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path, "r1", 0)
-    folder.create()
     for damaged in ("", "[]", "{", "\xff"):
-        (folder.path / "run.json").write_text(damaged, encoding="latin-1")
-        folder.write_record({"a": 1})
-        assert folder.read_record() == {"a": 1}
+        (tmp_path / "run.json").write_text(damaged, encoding="latin-1")
+        run_json.update(tmp_path, step=1)
+        assert run_json.read(tmp_path) == Record(step=1)
 
 
 def test_a_writer_that_hangs_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runlog, "_LOCK_S", 0.1)
-    folder = RunFolder(tmp_path, "r1", 0)
-    folder.create()
+    monkeypatch.setattr(run_json, "_LOCK_S", 0.1)
     code = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX)\n"
     code += "print('held', flush=True); sys.stdin.read()"
-    command = [sys.executable, "-c", code, str(folder.path / ".run.json.lock")]
+    command = [sys.executable, "-c", code, str(tmp_path / ".run.json.lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
-        folder.write_record({"a": 1})
+        run_json.update(tmp_path, step=1)
         other.kill()
-    assert folder.read_record() == {"a": 1}
+    assert run_json.read(tmp_path) == Record(step=1)
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

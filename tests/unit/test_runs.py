@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from distributed.errors import Refused
+from launcher.plan.typed import Typed
 from launcher.processes import start_ticks
-from launcher.record import runs
-from launcher.record.runlog import RunFolder, launcher_process
+from launcher.record import run_json, runs
+from launcher.record.run_json import LauncherProcess, Record, refuse_live
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = socket.gethostname()
@@ -40,39 +41,32 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def write(log_dir: Path, run_id: str, **fields: Any) -> None:
-    log_dir.joinpath(run_id).mkdir(parents=True, exist_ok=True)
-    RunFolder(log_dir, run_id, 0).write_record(fields)
+    run_json.update(log_dir / run_id, **fields)
 
 
-def launcher_of(process: int, *, host: str = HERE, older_by: int = 0) -> dict[str, Any]:
-    found = launcher_process(process)
-    return {**found, "host": host, "birth": found["birth"] - older_by}
+def launcher_of(process: int, *, host: str = HERE, older_by: int = 0) -> LauncherProcess:
+    return LauncherProcess(process, LauncherProcess.of(process).birth - older_by, host)
 
 
 def status(log_dir: Path, *run_ids: str) -> int:
-    return runs.main(
-        ["status", "--program", "launch.sh", "--log-dir", str(log_dir), *named(run_ids)]
-    )
+    typed = Typed("status", program="launch.sh", rest=run_ids)
+    return runs.main(typed, {"LOG_DIR": str(log_dir)})
 
 
-def stop(log_dir: Path, *run_ids: str, options: tuple[str, ...] = ()) -> int:
-    given = ["--log-dir", str(log_dir), *named(run_ids), *options]
-    return runs.main(["stop", "--program", "launch.sh", *given])
-
-
-def named(run_ids: tuple[str, ...]) -> list[str]:
-    return [f"--run={run_id}" for run_id in run_ids]
+def stop(log_dir: Path, *run_ids: str, is_dry_run: bool = False) -> int:
+    typed = Typed("stop", program="launch.sh", rest=run_ids, dry_run=is_dry_run)
+    return runs.main(typed, {"LOG_DIR": str(log_dir)})
 
 
 def test_a_birth_tells_a_process_from_a_later_one_of_the_same_id() -> None:
-    me = runs.LauncherProcess(**launcher_process(os.getpid()))
+    me = LauncherProcess.of(os.getpid())
     assert me.is_here and me.is_alive
-    assert not runs.LauncherProcess(me.process, me.birth - 1, HERE).is_alive
+    assert not LauncherProcess(me.process, me.birth - 1, HERE).is_alive
 
 
 @pytest.mark.parametrize("process", [-1, 0, 1])
 def test_a_process_id_that_names_more_than_one_process_is_none(process: int) -> None:
-    assert not runs.LauncherProcess(process, start_ticks(1) or 0, HERE).is_alive
+    assert not LauncherProcess(process, start_ticks(1) or 0, HERE).is_alive
 
 
 def test_a_process_that_nobody_has_waited_for_has_ended() -> None:
@@ -108,8 +102,7 @@ def test_states(fields: dict[str, Any], state: str, tmp_path: Path) -> None:
     write(tmp_path, "one", **fields, launcher=launcher_of(os.getpid(), **place))
     written = time.mktime((2026, 11, 20, 16, 12, 33, 0, 0, -1))
     os.utime(tmp_path / "one/run.json", (written, written))
-    run = runs.read(tmp_path / "one")
-    assert run and run.state == state
+    assert runs.find(tmp_path, "one").state == state
 
 
 @pytest.mark.parametrize(
@@ -151,7 +144,7 @@ def test_every_run_has_a_line_and_the_newest_comes_last(
 def test_half_a_line_of_metrics_gives_way_to_a_log(state: str, shown: str, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"ste')
     (tmp_path / "launcher_here.log").write_text("[0] step 1\n")
-    assert runs.progress(runs.Run(tmp_path, runs.Record(state), 0.0)) == shown
+    assert runs.progress(runs.Run(tmp_path, Record(state=state))) == shown
 
 
 def test_where_there_are_no_runs_it_says_so(
@@ -180,7 +173,7 @@ def test_a_run_is_stopped_through_its_launcher(
     process: subprocess.Popen[bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path, "one", state="running", launcher=launcher_of(process.pid), grace=2)
-    assert stop(tmp_path, "one", options=("--dry-run",)) == 0
+    assert stop(tmp_path, "one", is_dry_run=True) == 0
     assert capsys.readouterr().out == f"kill -TERM {process.pid}\n"
     assert stop(tmp_path, "one") == 0
     said = capsys.readouterr()
@@ -224,12 +217,12 @@ def test_another_process_gets_no_signal(
 
 def test_a_live_run_is_not_started_again(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
     folder = tmp_path / "one"
-    runs.refuse_live(folder)
+    refuse_live(folder)
     write(tmp_path, "one", state="running", launcher=launcher_of(process.pid))
     with pytest.raises(Refused, match=f"run one is live: process {process.pid};.*run-is-live"):
-        runs.refuse_live(folder)
+        refuse_live(folder)
     write(tmp_path, "one", state="ended", exit_code=0)
-    runs.refuse_live(folder)
+    refuse_live(folder)
 
 
 HOLDS = """
@@ -245,12 +238,12 @@ input()
 def test_a_run_that_is_live_on_another_machine_is_known_by_its_lock(tmp_path: Path) -> None:
     folder = tmp_path / "one"
     write(tmp_path, "one", state="running", launcher=launcher_of(os.getpid(), host="other"))
-    runs.refuse_live(folder)
+    refuse_live(folder)
     command = [sys.executable, "-c", HOLDS, str(folder)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe) as holder:
         assert holder.stdout and holder.stdout.readline()
         with pytest.raises(Refused, match=r"process \d+ on other"):
-            runs.refuse_live(folder)
+            refuse_live(folder)
         holder.kill()
-    runs.refuse_live(folder)
+    refuse_live(folder)

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = {  # lines of each wing; launcher/ is twice the size that was planned, and must shrink
     ("distributed",): 1700,
-    ("launcher",): 7200,
+    ("launcher",): 7040,
     ("scripts",): 1600,
     ("training", "train.py"): 1700,
 }

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.agent.stuck import RankState, Straggler, find_straggler, find_stuck
+from launcher.agent.stuck import RankState, find_straggler
 
 
 def rank(
     number: int, step: int, silence_s: float = 0.0, *, marks: int = 0, is_stopped: bool = False
 ) -> RankState:
-    return RankState(number, (step, marks), silence_s, 60.0, is_stopped)
-
-
-def straggler(number: int, step: int, *, is_stuck: bool = True, silence_s: float = 61) -> Straggler:
-    return Straggler(number, (step, 0), is_stuck, False, silence_s)
+    return RankState(number, (step, marks), silence_s > 60, is_stopped, silence_s)
 
 
 @pytest.mark.parametrize(
@@ -30,31 +26,30 @@ def straggler(number: int, step: int, *, is_stuck: bool = True, silence_s: float
         ([rank(0, -1), rank(1, 9, 61)], 0, False),  # a rank that never beats is not watched
     ],
 )
-def test_a_nodes_straggler(ranks: list[RankState], number: int, is_stuck: bool) -> None:
+def test_the_straggler_of_a_node(ranks: list[RankState], number: int, is_stuck: bool) -> None:
     found = find_straggler(ranks)
     assert found is not None
     assert (found.rank, found.is_stuck) == (number, is_stuck)
 
 
-def test_a_node_without_ranks_has_no_straggler() -> None:
-    assert find_straggler([]) is None
+def of_node(*ranks: RankState) -> RankState | None:
+    return find_straggler(ranks)
 
 
 @pytest.mark.parametrize(
-    ("stragglers", "stuck"),
+    ("nodes", "number"),
     [
-        ([straggler(0, 5)], 0),
-        ([straggler(0, 5, is_stuck=False)], None),
-        ([straggler(0, 5), straggler(4, 3)], 4),
-        ([straggler(0, 5), straggler(4, 3, is_stuck=False)], None),
-        ([straggler(0, 3), straggler(4, 3, silence_s=70)], 4),
-        ([straggler(0, 3), straggler(4, 3, is_stuck=False)], None),
-        ([straggler(0, 5), None], None),  # the other node's may be further behind
+        ([of_node(rank(0, 5, 61))], 0),
+        ([of_node(rank(0, 5, 1))], None),
+        ([of_node(rank(0, 5, 61)), of_node(rank(4, 3, 61))], 4),
+        ([of_node(rank(0, 5, 61)), of_node(rank(4, 3, 1))], None),
+        ([of_node(rank(0, 3, 61)), of_node(rank(4, 3, 70))], 4),
+        ([of_node(rank(0, 3, 61)), of_node(rank(4, 3, 61), rank(5, 3, 1))], None),
+        ([of_node(rank(0, 5, 61)), None], None),  # the other node's may be further behind
         ([None, None], None),
         ([], None),
     ],
 )
-def test_the_rank_that_holds_up_the_run(
-    stragglers: list[Straggler | None], stuck: int | None
-) -> None:
-    assert find_stuck(stragglers) == stuck
+def test_the_rank_that_holds_up_the_run(nodes: list[RankState | None], number: int | None) -> None:
+    found = find_straggler(nodes)
+    assert (found.rank if found and found.is_stuck else None) == number

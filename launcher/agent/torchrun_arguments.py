@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed.run as torchrun
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
-from distributed.environment import slurm_node
+from distributed.environment import DEFAULT_GRACE_S, slurm_node
 from launcher.agent.rank import Program
 
 _TORCHS_ALONE = (
@@ -91,7 +91,9 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         shown=frozenset(map(int, filtered)) if filtered else None,
         is_in_step=is_placed,
         join_timeout_s=float(settings.get("join_timeout", "300")),
-        grace_s=float(os.environ.get("GRACE", vars(args).get("shutdown_timeout") or 30)),
+        grace_s=float(
+            os.environ.get("GRACE", vars(args).get("shutdown_timeout") or DEFAULT_GRACE_S)
+        ),
     ), beyond_static
 
 

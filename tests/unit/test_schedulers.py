@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from captured import captured
 
-from launcher.fanout import submission
-from launcher.plan import scheduler
-from launcher.plan.plan import PlanError
-from launcher.plan.scheduler import Allocation
+from distributed.environment import LauncherError
+from launcher.fanout import job_command
+from launcher.plan import make_plan, pbs, slurm
+from launcher.plan.plan import PlanError, World
 
 ROOT = Path(__file__).resolve().parents[2]
-TWO = Allocation(2, "node1", nproc=2, hosts="node[1-2]")
-ONE = Allocation(1, "node1", nproc=None, hosts="node1")
+TWO = World(2, "node1", nproc=2, hosts="node[1-2]")
+ONE = World(1, "node1", nproc=None, hosts="node1")
 
 
 @pytest.mark.parametrize(
@@ -27,16 +27,16 @@ ONE = Allocation(1, "node1", nproc=None, hosts="node1")
         ("batch-step", TWO),
         ("salloc-command", TWO),
         ("salloc-interactive-step", TWO),
-        ("salloc-gpus-command", Allocation(2, "node1", hosts="node[1-2]")),
-        ("array-batch-step", Allocation(1, "node1", nproc=2, hosts="node1")),
+        ("salloc-gpus-command", World(2, "node1", hosts="node[1-2]")),
+        ("array-batch-step", World(1, "node1", nproc=2, hosts="node1")),
         ("requeued-batch-step", ONE),
     ],
 )
-def test_nodes_and_ranks_of_a_job(name: str, expected: Allocation) -> None:
+def test_nodes_and_ranks_of_a_job(name: str, expected: World) -> None:
     environ = captured(name)
-    assert scheduler.in_slurm_job(environ)
-    assert scheduler.read_job(environ, "x.sh", None) == expected
-    assert scheduler.read_job(environ, "x.sh", expected.nproc) == expected
+    assert slurm.in_slurm_job(environ)
+    assert slurm.read_job(environ, "x.sh", None) == expected
+    assert slurm.read_job(environ, "x.sh", expected.nproc) == expected
 
 
 UNEQUAL = {"SLURM_TASKS_PER_NODE": "2,1", "SLURM_NTASKS": "3"}
@@ -55,7 +55,7 @@ UNEQUAL = {"SLURM_TASKS_PER_NODE": "2,1", "SLURM_NTASKS": "3"}
 )
 def test_a_job_that_cannot_be_used(environ: dict[str, str], asked: int | None, cause: str) -> None:
     with pytest.raises(PlanError) as raised:
-        scheduler.read_job(environ, "a/x.sh", asked)
+        slurm.read_job(environ, "a/x.sh", asked)
     assert cause in str(raised.value)
     assert ";" in str(raised.value) and "\n" not in str(raised.value)
 
@@ -66,60 +66,54 @@ NOT_TYPED = {"NUM_NODES": None, "NODE_RANK": None, "MASTER_ADDR": None}
 @pytest.mark.parametrize(
     ("name", "typed", "expected"),
     [
-        ("one-per-node-step", {}, Allocation(2, "node1", node_rank=1)),
-        ("one-per-node-step", {"NODE_RANK": "1", "NUM_NODES": "2"}, Allocation(2, "node1", 1)),
-        ("one-per-node-step", {"MASTER_ADDR": "10.0.0.9"}, Allocation(2, "10.0.0.9", 1)),
-        ("sub-step", {}, Allocation(1, "node2", node_rank=0)),
+        ("one-per-node-step", {}, World(2, "node1", node_rank=1)),
+        ("one-per-node-step", {"NODE_RANK": "1", "NUM_NODES": "2"}, World(2, "node1", 1)),
+        ("one-per-node-step", {"MASTER_ADDR": "10.0.0.9"}, World(2, "10.0.0.9", 1)),
+        ("sub-step", {}, World(1, "node2", node_rank=0)),
         ("one-per-node-step", {"NODE_RANK": "0"}, "NODE_RANK is '0' but srun's SLURM_NODEID is 1"),
         ("one-per-node-step", {"NUM_NODES": "3"}, "'3' but srun's SLURM_STEP_NUM_NODES is 2"),
         ("srun-step", {}, "srun started 4 tasks on 2 nodes; give it --ntasks=2"),
     ],
 )
-def test_place_in_a_step(
-    name: str, typed: dict[str, str | None], expected: Allocation | str
-) -> None:
-    assert not scheduler.in_slurm_job(captured(name))
-    if isinstance(expected, Allocation):
-        assert scheduler.read_step(captured(name), {**NOT_TYPED, **typed}) == expected
+def test_place_in_a_step(name: str, typed: dict[str, str | None], expected: World | str) -> None:
+    assert not slurm.in_slurm_job(captured(name))
+    if isinstance(expected, World):
+        assert slurm.read_step(captured(name), {**NOT_TYPED, **typed}) == expected
         return
-    with pytest.raises(PlanError) as raised:
-        scheduler.read_step(captured(name), {**NOT_TYPED, **typed})
+    with pytest.raises((PlanError, LauncherError)) as raised:
+        slurm.read_step(captured(name), {**NOT_TYPED, **typed})
     assert expected in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "is_batch_step", "has_many"),
-    [  # refused as one node of several that nobody started; refused as a launch of one node
-        ("batch-step", True, True),
-        ("salloc-interactive-step", True, True),
-        ("requeued-batch-step", False, False),
-        ("sub-step", True, False),
-        ("one-per-node-step", True, True),
+    ("name", "cause"),
+    [
+        ("batch-step", "the job has 2 nodes and no srun started x.sh on them; "),
+        ("salloc-interactive-step", "the job has 2 nodes and no srun started x.sh on them; "),
+        ("requeued-batch-step", ""),
+        ("sub-step", ""),
+        ("one-per-node-step", "this allocation has 2 nodes and x.sh starts one; "),
     ],
 )
-def test_one_node_of_several_is_refused(name: str, is_batch_step: bool, has_many: bool) -> None:
-    for check, is_refused in (
-        (scheduler.refuse_batch_step, is_batch_step),
-        (scheduler.refuse_many_nodes, has_many),
-    ):
-        try:
-            check(captured(name), "x.sh")
-        except PlanError as error:
-            assert is_refused and "; use srun scripts/cluster_train.sh CONFIG" in str(error)
-        else:
-            assert not is_refused
+def test_one_node_of_several_is_refused(name: str, cause: str) -> None:
+    if not cause:
+        slurm.refuse_many_nodes(captured(name), "x.sh")
+        return
+    with pytest.raises(PlanError) as raised:
+        slurm.refuse_many_nodes(captured(name), "x.sh")
+    assert f"{cause}use srun scripts/cluster_train.sh CONFIG" in str(raised.value)
 
 
 def test_a_login_node_has_a_batch_system_and_no_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert not scheduler.is_login_node({})
+    assert not make_plan.is_login_node({})
     (tmp_path / "qstat").write_text("#!/bin/sh\n")
     (tmp_path / "qstat").chmod(0o755)
-    assert scheduler.is_login_node({})
-    assert not scheduler.is_login_node({"SLURM_JOB_ID": "5"})
-    assert not scheduler.is_login_node({"PBS_JOBID": "5.host"})
+    assert make_plan.is_login_node({})
+    assert not make_plan.is_login_node({"SLURM_JOB_ID": "5"})
+    assert not make_plan.is_login_node({"PBS_JOBID": "5.host"})
 
 
 # --- the commands that ask for a job ------------------------------------------------------------
@@ -144,13 +138,13 @@ def test_a_login_node_has_a_batch_system_and_no_job(
 )
 def test_slurm_command(environ: dict[str, str], is_ours: bool, expected: str) -> None:
     script = "S" if is_ours else None
-    command = submission.slurm_command(environ, script, ["typed.sh", "c.yaml", "a b"])
+    command = slurm.job_command(environ, script, ["typed.sh", "c.yaml", "a b"])
     assert shlex.join(command) == f"{expected} c.yaml 'a b'"
 
 
 def test_pbs_command() -> None:
-    assert submission.pbs_command("S", ["typed.sh"]) == ["qsub", "-V", "S"]
-    with_arguments = submission.pbs_command("S", ["typed.sh", "c.yaml", "a b"])
+    assert pbs.job_command("S", ["typed.sh"]) == ["qsub", "-V", "S"]
+    with_arguments = pbs.job_command("S", ["typed.sh", "c.yaml", "a b"])
     assert with_arguments == ["qsub", "-V", "-F", "c.yaml 'a b'", "S"]
 
 
@@ -173,7 +167,7 @@ def test_what_a_batch_script_asks_for(
 ) -> None:
     script = tmp_path / "x.sh"
     script.write_text(f"#!/bin/bash\n{lines}\ntrue\n")
-    found = submission.read_script(script, asked)
+    found = job_command.read_script(script, asked)
     assert (found.num_nodes, found.nproc) == (num_nodes, nproc)
 
 

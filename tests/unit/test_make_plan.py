@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from captured import captured
 
-from launcher.plan.options import Typed, make_plan, parse
+from launcher.plan.make_plan import make_plan
 from launcher.plan.plan import Plan, PlanError
+from launcher.plan.typed import Typed, parse
 from launcher.start import check_config
 
 

@@ -1,25 +1,13 @@
-"""What SLURM says about this process: its job, its step, or a login node."""
+"""SLURM: the nodes of a job or of a step, and the command that asks for a job."""
 
 from __future__ import annotations
 
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from distributed import environment, hostlist
-from distributed.environment import in_slurm_step
-from launcher.plan.plan import PlanError
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """The nodes of a job or a step."""
-
-    num_nodes: int
-    master_addr: str
-    node_rank: int = 0
-    nproc: int | None = None  # tasks per node, where the user asked for several
-    hosts: str = ""  # SLURM's list of them
+from distributed.environment import in_slurm_step, slurm_node
+from launcher.plan.plan import PlanError, World, read_nproc
 
 
 def in_slurm_job(environ: Mapping[str, str]) -> bool:
@@ -27,7 +15,7 @@ def in_slurm_job(environ: Mapping[str, str]) -> bool:
     return bool(environ.get("SLURM_JOB_ID")) and not in_slurm_step(environ)
 
 
-def read_job(environ: Mapping[str, str], script: str, asked: int | None) -> Allocation:
+def read_job(environ: Mapping[str, str], script: str, asked: int | None) -> World:
     """Return the nodes of a job, with the first as master, and the ranks per node.
 
     Args:
@@ -50,8 +38,9 @@ def read_job(environ: Mapping[str, str], script: str, asked: int | None) -> Allo
     if nproc and asked not in (None, nproc):
         cause = f"{asked} processes per node, but the job has SLURM_TASKS_PER_NODE={nproc}"
         raise PlanError(f"{cause}; leave the number out [wrong-world]")
+    nproc = nproc or asked or read_nproc("", environ.get("SLURM_GPUS_ON_NODE") or None)
     nodes = environ["SLURM_JOB_NODELIST"]
-    return Allocation(int(num_nodes), hostlist.first(nodes), nproc=nproc, hosts=nodes)
+    return World(int(num_nodes), hostlist.first(nodes), nproc=nproc, hosts=nodes)
 
 
 def tasks_per_node(environ: Mapping[str, str]) -> int | None:
@@ -70,58 +59,66 @@ def tasks_per_node(environ: Mapping[str, str]) -> int | None:
     return tasks if tasks > 1 else None
 
 
-def read_step(environ: Mapping[str, str], typed: Mapping[str, str | None]) -> Allocation:
-    """Return the nodes and this node's rank from a step with one task per node.
+def read_step(environ: Mapping[str, str], typed: Mapping[str, str | None]) -> World | None:
+    """Return the nodes and this node's rank from a step with one task per node; None outside.
 
     Args:
         typed: the arguments NUM_NODES, NODE_RANK and MASTER_ADDR; None where not given.
 
     Raises:
-        PlanError: the step has several tasks per node, or an argument contradicts it.
+        PlanError: an argument contradicts the step.
+        LauncherError: the step has several tasks per node.
     """
-    tasks, nodes = environ["SLURM_STEP_NUM_TASKS"], environ["SLURM_STEP_NUM_NODES"]
-    if tasks != nodes:
-        cure = f"give it --ntasks={nodes} --ntasks-per-node=1"
-        raise PlanError(f"srun started {tasks} tasks on {nodes} nodes; {cure} [wrong-world]")
+    step = slurm_node(environ, master=typed["MASTER_ADDR"] or environ.get("MASTER_ADDR") or "")
+    if step is None:
+        return None
     for name, variable in (("NUM_NODES", "SLURM_STEP_NUM_NODES"), ("NODE_RANK", "SLURM_NODEID")):
         if typed[name] not in (None, environ[variable]):
             cause = f"the argument {name} is {typed[name]!r} but srun's {variable}"
             cure = "leave the argument out (the batch shell may have expanded it)"
             raise PlanError(f"{cause} is {environ[variable]}; {cure} [wrong-world]")
-    master = typed["MASTER_ADDR"] or environ.get("MASTER_ADDR")
-    master = master or hostlist.first(environ["SLURM_STEP_NODELIST"])
-    return Allocation(int(nodes), master, node_rank=int(environ["SLURM_NODEID"]))
-
-
-def refuse_batch_step(environ: Mapping[str, str], program: str) -> None:
-    """Raise PlanError in a job of several nodes if srun did not start this process."""
-    nodes = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or "1"
-    if environ.get("SLURM_JOB_ID") and nodes != "1":
-        cause = f"the job has {nodes} nodes and no srun started {program} on them"
-        raise PlanError(f"{cause}; use srun scripts/cluster_train.sh CONFIG [batch-step]")
+    num_nodes, node_rank, master_addr = step
+    return World(num_nodes, master_addr, node_rank)
 
 
 def refuse_many_nodes(environ: Mapping[str, str], program: str) -> None:
-    """Raise PlanError if the step, or else the job, has several nodes."""
-    nodes = "1"
+    """Raise PlanError if the step, or else the job, has nodes on which nothing would start."""
     if in_slurm_step(environ):
-        nodes = environ.get("SLURM_STEP_NUM_NODES") or "1"
-    elif environ.get("SLURM_JOB_ID"):
-        nodes = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or "1"
-    if nodes != "1":
+        nodes, fault = environ.get("SLURM_STEP_NUM_NODES"), ""
         cause = f"this allocation has {nodes} nodes and {program} starts one"
-        raise PlanError(f"{cause}; use srun scripts/cluster_train.sh CONFIG")
+    else:
+        nodes, fault = environ.get("SLURM_JOB_NUM_NODES"), " [batch-step]"
+        cause = f"the job has {nodes} nodes and no srun started {program} on them"
+    if environ.get("SLURM_JOB_ID") and nodes not in (None, "1"):
+        raise PlanError(f"{cause}; use srun scripts/cluster_train.sh CONFIG{fault}")
 
 
-def is_login_node(environ: Mapping[str, str]) -> bool:
-    """Return whether a batch system answers here and this is outside its jobs."""
-    if environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID"):
-        return False
-    return any(_answers(command) for command in (["sinfo"], ["qstat"]))
+def job_command(environ: Mapping[str, str], script: str | None, typed: Sequence[str]) -> list[str]:
+    """Return the command that runs what was typed in a job of the same size, from any shell.
+
+    Args:
+        script: the batch script of this project; None if another script was typed.
+    """
+    if not environ.get("SLURM_JOB_ID"):
+        return ["sbatch", script or typed[0], *typed[1:]]
+    words = [f"--nodes={environ['SLURM_JOB_NUM_NODES']}"]
+    if tasks := tasks_per_node(environ):
+        words.append(f"--ntasks-per-node={tasks}")
+    if gpus := environ.get("SLURM_GPUS_ON_NODE") or environ.get("SLURM_GPUS_PER_NODE"):
+        words.append(f"--gpus-per-node={gpus}")
+    is_batch = "SLURM_PROCID" in environ and "SLURM_STEP_ID" not in environ
+    if is_batch:
+        return ["sbatch", *words, script, *typed[1:]] if script else list(typed)
+    return ["salloc", *words, *([] if gpus else _gres(environ["SLURM_JOB_ID"])), *typed]
 
 
-def _answers(command: Sequence[str]) -> bool:
+def _gres(job: str) -> list[str]:
+    """Return the --gres option of a job; salloc sets no variable for it."""
+    command = ["squeue", "--noheader", f"--job={job}", "--format=%b"]
     try:
-        return subprocess.run(command, capture_output=True, timeout=3).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        return False
+        answer = subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, text=True, timeout=10.0
+        ).strip()
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [f"--gres={answer.removeprefix('gres:')}"] if answer.startswith("gres:") else []

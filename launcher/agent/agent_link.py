@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from launcher.agent.stuck import Straggler
+from launcher.agent.stuck import RankState
 from launcher.agent.verdict import NodeEnd, Verdict
 from launcher.failure import Failure
 from launcher.messages import Kinds, MessageError
@@ -61,7 +61,7 @@ class StopRequest:
 class NodeBeat:
     """A node's agent lives; every BEAT_S seconds."""
 
-    straggler: Straggler | None  # None: no rank of it lives
+    straggler: RankState | None  # None: no rank of it lives
 
 
 @dataclass(frozen=True)
@@ -122,13 +122,8 @@ class Peer:
         None when the peer is gone, is no agent, or `deadline` (monotonic) has passed.
         """
         while b"\n" not in self._buffer:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return None
-            self.socket.settimeout(left)
-            is_there = self._fill()
-            self.socket.settimeout(SILENCE_S)
-            if not is_there:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not self._fill(min(left_s, SILENCE_S)):
                 return None
         line, _, self._buffer = self._buffer.partition(b"\n")  # what follows is for later
         try:
@@ -137,8 +132,9 @@ class Peer:
         except MessageError:
             return None
 
-    def _fill(self) -> bool:
-        """Take what has arrived; False when the peer is gone, or is no agent."""
+    def _fill(self, limit_s: float = SILENCE_S) -> bool:
+        """Take what arrives within the limit; False when the peer is gone, or is no agent."""
+        self.socket.settimeout(limit_s)
         try:
             data = self.socket.recv(65536)
         except TimeoutError:

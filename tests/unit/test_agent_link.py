@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from launcher.agent.link import (
+from launcher.agent.agent_link import (
     MESSAGES,
     Assignment,
     EndRanks,
@@ -18,7 +18,7 @@ from launcher.agent.link import (
     StopRequest,
     Welcome,
 )
-from launcher.agent.stuck import Straggler
+from launcher.agent.stuck import RankState
 from launcher.agent.verdict import NodeEnd, Verdict
 from launcher.failure import Failure
 from launcher.preflight.identity import NodeReport
@@ -33,7 +33,7 @@ EXAMPLES: list[Message] = [
     Assignment("r1", 4, 8, ["node1", "node2"]),
     StopRequest(15),
     NodeBeat(None),
-    NodeBeat(Straggler(3, (120, 2), True, False, 61.5)),
+    NodeBeat(RankState(3, (120, 2), True, False, 61.5)),
     FAILURE,
     EndRanks(),
     EndRanks(3),

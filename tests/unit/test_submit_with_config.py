@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.plan.options import Typed
 from launcher.plan.plan import PlanError
-from launcher.plan.submit import Size, choose_size, take_own_settings
+from launcher.plan.submit_with_config import Size, choose_size, take_own_settings
+from launcher.plan.typed import Typed
 
 OURS = ("config=c.yaml", "num_gpus_train=2")
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distributed import hostlist
-from distributed.errors import Refused
-from launcher.plan.options import Typed, make_plan, resolve_script
+from distributed.errors import REFUSED, Refused
+from launcher.plan.make_plan import make_plan, resolve_script
 from launcher.plan.plan import PlanError, read_number
+from launcher.plan.typed import Typed
 from launcher.start import check_config
 from launcher.text import count, print_row
 
@@ -131,7 +132,7 @@ def submit_all(typed: Typed, own: Mapping[str, str], size: Size, job: Sequence[s
         asked = f"{count(size.num_nodes, 'node')} x {size.gpus} GPUs"
         cure = "see sinfo, and ask for what there is"
         print(f"{typed.program}: {asked}: {cause}; {cure}", file=sys.stderr)
-        return 3
+        return REFUSED
     after = own.get("dependency", "")
     if own.get("prepare"):
         first = ["--nodes=1", f"--gpus-per-node={own.get('num_gpus') or 0}"]
@@ -164,7 +165,7 @@ def submit(words: Sequence[str], *, is_dry_run: bool) -> tuple[str, subprocess.P
     assert sbatch.stdout is not None
     job_id = sbatch.stdout.readline().strip().partition(";")[0]  # a cluster's name may follow
     if not job_id:  # sbatch has printed why
-        raise SystemExit(3)
+        raise SystemExit(REFUSED)
     print_row("job", f"{job_id}    (tail -f logs/slurm-{job_id}.out, scancel {job_id})")
     return job_id, sbatch
 

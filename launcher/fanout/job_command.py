@@ -1,0 +1,49 @@
+"""Fan-out of a batch script with --dry-run outside a job: show the command that submits it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from launcher.plan.plan import Plan, World, print_plan, read_nproc
+
+JOB_ID = "<job id>"
+_NODES = re.compile(r"(?:--nodes=|-N ?|select=|nodes=)(\d+)")
+_TASKS = re.compile(r"--ntasks-per-node=(\d+)")
+_GPUS = re.compile(r"(?:--gpus-per-node=|--gres=gpu:|n?gpus=)(?:[a-z]\w*:)?(\d+)")
+
+
+def run(plan: Plan, _be_ready: Callable[[], None]) -> int:
+    """Print what is known of the job before it starts, and the command that submits it."""
+    counts = plan.rank_counts(plan.nproc) if plan.nproc else []
+    backend = plan.backend.replace("auto", "nccl with GPUs, else gloo")
+    plan = replace(plan, run_id=plan.run_id or JOB_ID, backend=backend)
+    print_plan(plan, None, None, counts)
+    print("# the command that submits this; options of the scheduler go before the script")
+    print(f"cd {shlex.quote(str(plan.directory))} && {plan.command}")
+    return 0
+
+
+def read_script(file: Path, nproc: int | None) -> World:
+    """Return the nodes and ranks that the #SBATCH or #PBS lines of a batch script ask for.
+
+    Args:
+        nproc: ranks per node that the user asked for.
+    """
+    lines = re.findall(r"^#(?:SBATCH|PBS) (.*?)(?: #.*)?$", file.read_text(), re.MULTILINE)
+    nodes, tasks, gpus = (_last(pattern, lines) for pattern in (_NODES, _TASKS, _GPUS))
+    ranks = tasks if tasks > 1 else nproc or gpus
+    return World(
+        num_nodes=nodes or 1,
+        master_addr="",
+        nproc=read_nproc("", str(ranks)) if nodes and ranks else None,
+        hosts="chosen by the scheduler when the job starts",
+    )
+
+
+def _last(pattern: re.Pattern[str], lines: Sequence[str]) -> int:
+    found = [int(match[1]) for line in lines if (match := pattern.search(line))]
+    return found[-1] if found else 0

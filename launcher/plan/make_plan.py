@@ -1,0 +1,243 @@
+"""From what was typed, the environment and the scheduler to the plan: each decided here, once.
+
+What the user said wins in this order: arguments, environment, config, default.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from distributed.environment import (
+    DEFAULT_GRACE_S,
+    DEFAULT_LOG_DIR,
+    check_run_id,
+    in_slurm_step,
+    job_id,
+    new_run_id,
+)
+from distributed.network import PROFILES
+from launcher.fanout import job_command
+from launcher.plan import hosts, pbs, slurm
+from launcher.plan.plan import Plan, PlanError, World, read_nproc, read_number
+from launcher.plan.typed import Typed
+
+ROOT = Path(__file__).resolve().parents[2]
+BY_HAND_PORT = "29500"  # nodes started by hand cannot agree on another before they meet
+_WORDS = {  # variables that can only be one of these
+    "LOG_LEVEL": ("DEBUG", "INFO", "WARNING", "ERROR"),
+    "BACKEND": ("nccl", "gloo"),
+    "NCCL_PROFILE": tuple(name for name in PROFILES if name),
+    "LAUNCHER": ("agent", "srun"),
+}
+_RESUMED_WITH = (  # variables that shape a run: the resume line repeats them
+    *("TRAIN_SCRIPT", "CONFIG_FLAG", "NPROC_PER_NODE", "BACKEND", "LOG_DIR", "MASTER_ADDR"),
+    *("MASTER_PORT", "MAX_RESTARTS", "GRACE", "LAUNCHER", "NCCL_PROFILE", "VENV", "CONDA_ENV"),
+    "MODULES",
+)
+_RESUMED_WITH_SSH = ("SSH_OPTS", "FORWARD_ENV")
+
+
+def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
+    """Return the plan, but for what only the config and the machines can tell.
+
+    Raises:
+        PlanError, LauncherError, HostlistError: the user or the scheduler cannot mean this.
+    """
+    if typed.config is None and not typed.module:
+        raise PlanError(f"no config; usage: {typed.usage}")
+    level = _read_words(typed, environ)
+    max_restarts = read_number("MAX_RESTARTS", environ.get("MAX_RESTARTS") or "0", 0, 1000)
+    if max_restarts and typed.engine:
+        cause = f"MAX_RESTARTS is {max_restarts}, but {typed.engine} starts no rank again"
+        raise PlanError(f"{cause}; leave it out")
+    grace_s = read_number("GRACE", environ.get("GRACE") or str(DEFAULT_GRACE_S), 0, 86400)
+    fanout = choose_fanout(typed, environ)
+    world = read_world(typed, environ, fanout)
+    has_tasks = environ.get("LAUNCHER") == "srun" and fanout != "local"
+    log_dir = Path(environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
+    given = {"LOG_LEVEL": level, **{name: environ.get(name) for name in ("BACKEND", "GRACE")}}
+    return Plan(
+        **vars(world),
+        program=typed.program,
+        fanout=fanout,
+        command=command_line(typed, environ, fanout),
+        root=ROOT,
+        python=typed.python,
+        directory=ROOT if typed.module else Path.cwd(),
+        log_dir=log_dir.absolute() if typed.module else log_dir,
+        run_id=choose_run_id(environ, is_namer=world.node_rank == 0 and fanout != "job_command"),
+        words=training_words(typed, environ),
+        config="" if typed.config == "-" else typed.config or "",
+        cpu_nproc=int(typed.cpu_nproc or 1),
+        port=_read_port(typed, environ, is_by_hand=fanout == "local" and world.num_nodes > 1),
+        backend=environ.get("BACKEND") or "auto",
+        engine=typed.engine or ("srun" if has_tasks else ""),
+        use_env=typed.use_env,
+        max_restarts=max_restarts,
+        grace_s=grace_s,
+        variables={name: value for name, value in given.items() if value},
+        activated=typed.activated,
+        is_dry_run=typed.dry_run,
+        is_strict=typed.strict,
+        is_detached=typed.detach,
+        has_checks=not environ.get("SKIP_PREFLIGHT"),
+        has_health_check=typed.health_check,
+        has_transcript=typed.transcript,
+    )
+
+
+def _read_words(typed: Typed, environ: Mapping[str, str]) -> str:
+    """Check the variables that can only be one of a few words; returns the log level."""
+    given = {name: environ.get(name) or "" for name in _WORDS}
+    given["LOG_LEVEL"] = typed.log_level or given["LOG_LEVEL"]
+    for name, known in _WORDS.items():
+        if given[name] and given[name] not in known:
+            raise PlanError(f"{name} is {given[name]!r}; it can be {' '.join(known)}")
+    return given["LOG_LEVEL"]
+
+
+# --- nodes --------------------------------------------------------------------------------------
+
+
+def choose_fanout(typed: Typed, environ: Mapping[str, str]) -> str:
+    """Return how the nodes are reached; `auto` looks at where this is."""
+    job = "PBS_JOBID" if typed.nodefile else "SLURM_JOB_ID"
+    if typed.batch_script and typed.dry_run and not environ.get(job):
+        return "job_command"
+    if typed.fanout == "local" and (typed.node or typed.hostfile):
+        return "ssh"
+    if typed.fanout != "auto":
+        return typed.fanout
+    if slurm.in_slurm_job(environ):
+        return "srun"
+    if len(pbs.read_nodefile(environ, None) if environ.get("PBS_NODEFILE") else ()) > 1:
+        return "ssh"
+    slurm.refuse_many_nodes(environ, typed.program)
+    if is_login_node(environ):
+        cause = "this looks like a login node; get an allocation first (salloc, qsub -I)"
+        print(f"{typed.program}: warning: {cause}", file=sys.stderr)
+    return "local"
+
+
+def is_login_node(environ: Mapping[str, str]) -> bool:
+    """Return whether a batch system answers here and this is outside its jobs."""
+    if environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID"):
+        return False
+    return any(_answers(command) for command in (["sinfo"], ["qstat"]))
+
+
+def _answers(command: Sequence[str]) -> bool:
+    try:
+        return subprocess.run(command, capture_output=True, timeout=3).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def read_world(typed: Typed, environ: Mapping[str, str], fanout: str) -> World:
+    """Return the nodes of the run, from the arguments or from the scheduler."""
+    nproc = read_nproc("the number of processes", _first(typed.nproc, environ, "NPROC_PER_NODE"))
+    if fanout == "job_command":
+        return job_command.read_script(ROOT / str(typed.batch_script), nproc)
+    if fanout == "srun":
+        return slurm.read_job(environ, (*typed.typed, typed.program)[0], nproc)
+    if fanout in ("ssh", "pdsh"):
+        return _read_named(typed, environ, nproc)
+    return replace(_read_own_node(typed, environ), nproc=nproc)
+
+
+def _first(given: str | None, environ: Mapping[str, str], variable: str) -> str | None:
+    """Return the argument, else the variable where it is not empty."""
+    return given if given is not None else environ.get(variable) or None
+
+
+def _read_named(typed: Typed, environ: Mapping[str, str], nproc: int | None) -> World:
+    """Return the nodes that are named, one by one."""
+    if typed.nodefile or typed.fanout == "auto":
+        nodes = pbs.read_nodefile(environ, nproc)
+    else:
+        more = hosts.read_hostfile(Path(typed.hostfile)) if typed.hostfile else ()
+        nodes = hosts.read_nodes([*typed.node, *more], nproc)
+    if not nodes:
+        raise PlanError("no nodes; name them after NPROC, or in a file with -f")
+    master = environ.get("MASTER_ADDR") or nodes[0].name.rpartition("@")[2]
+    master = master if len(nodes) > 1 else "127.0.0.1"
+    return World(len(nodes), master, nproc=nproc, nodes=nodes)
+
+
+def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> World:
+    """Return this machine's node rank where every node starts itself: under srun, or by hand."""
+    given = {"NUM_NODES": typed.nnodes, "NODE_RANK": typed.node_rank, "MASTER_ADDR": typed.master}
+    if typed.health_check:  # cluster_train.sh: srun may have started it on each node
+        if step := slurm.read_step(environ, given):
+            return step
+        slurm.refuse_many_nodes(environ, typed.program)
+    nnodes = "1" if typed.nnodes is None else typed.nnodes
+    num_nodes = read_number("the number of nodes", nnodes, 1, 100_000)
+    rank = "0" if typed.node_rank is None else typed.node_rank
+    node_rank = read_number("the node rank", rank, 0, num_nodes - 1)
+    master = typed.master or (environ.get("MASTER_ADDR") if num_nodes > 1 else "127.0.0.1")
+    if not master:
+        raise PlanError(f"{num_nodes} nodes but no address of the master; give MASTER_ADDR")
+    return World(num_nodes, master, node_rank)
+
+
+def _read_port(typed: Typed, environ: Mapping[str, str], *, is_by_hand: bool) -> int | None:
+    text = _first(typed.port, environ, "MASTER_PORT")
+    text = text or (BY_HAND_PORT if is_by_hand and not in_slurm_step(environ) else "auto")
+    return None if text == "auto" else read_number("the port", text, 1, 65535)
+
+
+# --- the run ------------------------------------------------------------------------------------
+
+
+def choose_run_id(environ: Mapping[str, str], *, is_namer: bool) -> str:
+    """Return RUN_ID, else the scheduler's job, else a new one if this machine names the run."""
+    run_id = environ.get("RUN_ID") or job_id(environ)
+    if not run_id:
+        return new_run_id() if is_namer else ""
+    return check_run_id(run_id)
+
+
+def training_words(typed: Typed, environ: Mapping[str, str]) -> list[str]:
+    """Return the training script and its arguments, the agent's last words."""
+    if typed.module:
+        return ["-m", typed.module, *typed.rest]
+    config, flag = typed.config or "", environ.get("CONFIG_FLAG")
+    if config != "-" and not flag and not Path(config).is_file():
+        raise PlanError(f"there is no config {config!r}; give the path of a YAML file")
+    ours = ROOT / "train.py"
+    script = environ.get("TRAIN_SCRIPT") or str(ours)
+    if Path(script).exists() and Path(script).samefile(ours):
+        backend = ["--distributed-backend", environ["BACKEND"]] if environ.get("BACKEND") else []
+        return [str(ours), "--config", config, *backend, *typed.setting, *typed.rest]
+    words = [] if config == "-" else [flag or "--config", config]
+    return [script, *words, *typed.setting, *typed.rest]
+
+
+def command_line(typed: Typed, environ: Mapping[str, str], fanout: str) -> str:
+    """Return what was typed, with the variables that shaped it: typed again, it resumes the run."""
+    names = _RESUMED_WITH + (
+        _RESUMED_WITH_SSH if fanout in ("ssh", "pdsh") or typed.nodefile else ()
+    )
+    names += ("CONFIG",) if typed.nodefile else ()  # which qsub's -v sets
+    names = ("RUN_ID", *names) if fanout == "job_command" else names
+    variables = [f"{name}={shlex.quote(environ[name])}" for name in names if environ.get(name)]
+    words = [word for word in typed.typed if word not in ("--dry-run", "resume=never")]
+    script = resolve_script(typed.batch_script) if typed.batch_script else None
+    if script and typed.nodefile:
+        words = pbs.job_command(script, words)
+    elif script or fanout == "srun":
+        words = slurm.job_command(environ, script, words)
+    return " ".join([*variables, shlex.join(words)])
+
+
+def resolve_script(script: str) -> str:
+    """Return the path of a script of the project; from its own folder, the relative one."""
+    path = ROOT / script
+    return script if Path(script).exists() and path.samefile(script) else str(path)

@@ -1,0 +1,59 @@
+"""What was typed, as scripts/lib/launch.sh hands it over."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Typed:
+    """What an entry script hands over: what was typed, by name."""
+
+    fanout: str  # a module of launcher/fanout/, auto (what this place allows), or another task:
+    # check (the config), submit, status, stop
+    program: str = "start.py"  # the script
+    python: str = sys.executable
+    typed: Sequence[str] = ()  # every word of the command line
+    transcript: bool = False  # keep what the terminal shows
+    config: str | None = None
+    nproc: str | None = None
+    cpu_nproc: str | None = None  # where there is no GPU
+    nnodes: str | None = None
+    node_rank: str | None = None
+    master: str | None = None
+    port: str | None = None
+    log_level: str | None = None
+    hostfile: str | None = None
+    engine: str | None = None
+    module: str | None = None  # run in place of a training script
+    batch_script: str | None = None  # of SLURM or PBS, as one submits it
+    node: Sequence[str] = ()  # NODE, NODE:NPROC or a list
+    setting: Sequence[str] = ()  # key=value
+    activated: Sequence[str] = ()  # names of variables that the Python's environment has changed
+    nodefile: bool = False  # the nodes are those of the PBS job
+    use_env: bool = False
+    health_check: bool = False
+    dry_run: bool = False
+    strict: bool = False
+    detach: bool = False
+    wait: bool = False  # submit: for the job's end
+    usage: str = ""  # of the script, in one line
+    rest: Sequence[str] = ()  # what followed `--`
+
+
+def parse(arguments: Sequence[str]) -> Typed:
+    """Read FANOUT [--name=value | --flag]... -- REST, as scripts/lib/launch.sh writes it."""
+    end = arguments.index("--")
+    values: dict[str, Any] = {"fanout": arguments[0], "rest": tuple(arguments[end + 1 :])}
+    defaults = {field.name: field.default for field in fields(Typed)}
+    for word in arguments[1:end]:
+        name, equals, value = word.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if defaults[name] == ():
+            values[name] = (*values.get(name, ()), value)
+        else:
+            values[name] = value if equals else True
+    return Typed(**values)

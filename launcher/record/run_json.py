@@ -1,0 +1,289 @@
+"""The folder of a run, `<log dir>/<run id>/`, and its run.json: what ran, how far, how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from distributed.environment import DEFAULT_GRACE_S
+from distributed.errors import Refused
+from distributed.lock import RunLock, is_locked, locked_by, update_link
+from launcher.messages import decode
+from launcher.processes import start_ticks
+
+PROGRESS_S = 5.0  # between two updates of a run's step
+_LOCK_S = 2.0  # the longest wait for another writer
+
+
+@dataclass(frozen=True)
+class LauncherProcess:
+    """The process that --stop signals."""
+
+    process: int
+    birth: int  # when it started, in clock ticks since the boot: process ids are reused
+    host: str
+
+    @classmethod
+    def of(cls, pid: int) -> LauncherProcess:
+        """Return what identifies a living process of this machine."""
+        return cls(pid, start_ticks(pid) or 0, socket.gethostname())
+
+    @property
+    def is_here(self) -> bool:
+        return self.host == socket.gethostname()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still runs on this machine."""
+        return self.process > 1 and start_ticks(self.process) == self.birth
+
+
+@dataclass(frozen=True)
+class Record:
+    """The content of run.json. Times are in seconds since the epoch."""
+
+    run_id: str = ""
+    state: str = "unknown"  # starting, running, ended
+    launcher: LauncherProcess | None = None
+    detached: bool = False
+    grace: float = DEFAULT_GRACE_S  # seconds that the ranks may take to save
+    command: str = ""  # as it was typed
+    agent_arguments: tuple[str, ...] = ()
+    working_directory: str = ""
+    hosts: tuple[str, ...] = ()
+    world_size: int | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    git_commit: str | None = None
+    started: float | None = None
+    ended: float | None = None
+    exit_code: int | None = None
+    step: int = -1  # the newest; -1: unknown
+    saved_step: int = -1
+
+    @property
+    def is_over(self) -> bool:
+        return self.exit_code is not None
+
+
+def read(folder: Path) -> Record | None:
+    """Return the record of a run, an empty one if run.json is damaged; None without run.json.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        text = (folder / "run.json").read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        content = json.loads(text)
+        known = {one.name: content[one.name] for one in fields(Record) if one.name in content}
+        return decode(Record, known)
+    except (ValueError, TypeError):
+        return Record()
+
+
+def update(folder: Path, **changes: Any) -> None:
+    """Change fields of run.json in one step; the others stay, whoever wrote them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    new = folder / f".run.json.{socket.gethostname()}.{os.getpid()}"
+    with _one_writer(folder):
+        record = replace(read(folder) or Record(), **changes)
+        new.write_text(json.dumps(asdict(record), indent=2))
+        new.replace(folder / "run.json")
+
+
+@contextlib.contextmanager
+def _one_writer(folder: Path) -> Iterator[None]:
+    """Keep other writers out; not for ever, and not where the file system has no locks."""
+    fd = os.open(folder / ".run.json.lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        deadline = time.monotonic() + _LOCK_S
+        while time.monotonic() < deadline:
+            try:
+                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except (BlockingIOError, PermissionError):
+                time.sleep(0.01)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Make a folder for logs; what cannot be written there from now on is Refused."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        cause = f"cannot write to '{folder}' ({error.strerror})"
+        raise Refused("dir-unwritable", f"{cause}; set LOG_DIR") from None
+
+
+# --- a launcher's part --------------------------------------------------------------------------
+
+
+def refuse_live(folder: Path) -> None:
+    """Raise Refused where the run in a folder is live, as far as this machine can see."""
+    record = read(folder)
+    launcher = record.launcher if record and not record.is_over else None
+    is_ours = launcher is not None and launcher.is_here
+    if launcher and (launcher.is_alive if is_ours else is_locked(folder)):
+        where = "" if is_ours else f" on {launcher.host}"
+        cause = f"run {folder.name} is live: process {launcher.process}{where}"
+        raise Refused("run-is-live", f"{cause}; wait for its end, or choose another RUN_ID")
+
+
+def note_start(folder: Path, **fields: Any) -> None:
+    """Record that this process is about to start the run.
+
+    Raises:
+        Refused: run.json cannot be written.
+    """
+    with writing_to(folder):
+        update(folder, launcher=LauncherProcess.of(os.getpid()), **_start("starting"), **fields)
+
+
+def note_end(folder: Path, code: int, *, agent: int | None = None) -> None:
+    """Record how this process's run ended, unless that is known or another has taken it over.
+
+    Args:
+        agent: the process id of the run's agent, which held the folder's lock.
+    """
+    with contextlib.suppress(OSError):
+        record = read(folder) or Record()
+        if agent is None:
+            is_ours = record.launcher == LauncherProcess.of(os.getpid())
+        else:
+            is_ours = locked_by(folder) == (agent, socket.gethostname())
+        if is_ours and not record.is_over:
+            update(folder, **_end(code))
+
+
+def _start(state: str) -> dict[str, Any]:
+    return {"state": state, "started": time.time(), "ended": None, "exit_code": None}
+
+
+def _end(code: int) -> dict[str, Any]:
+    return {"state": "ended", "ended": time.time(), "exit_code": code}
+
+
+# --- the agent's part ---------------------------------------------------------------------------
+
+
+class RunFolder:
+    """Paths of one run. Their permissions follow the user's umask."""
+
+    def __init__(self, root: Path, run_id: str, node_rank: int) -> None:
+        self.root = root  # the log directory, which holds all runs
+        self.path = root / run_id
+        self.node_log = self.path / f"node_{node_rank}.log"
+        self.failures = self.path / "failures"
+
+    def create(self) -> None:
+        """Make the folders, and the links `latest` and `node_<rank>.log` in the log directory.
+
+        Raises:
+            Refused: they cannot be written to.
+        """
+        with writing_to(self.path):
+            self.failures.mkdir(exist_ok=True)
+            self.node_log.open("ab").close()
+            update_link(self.root / "latest", self.path.name)
+            update_link(self.root / self.node_log.name, f"{self.path.name}/{self.node_log.name}")
+
+
+class LiveRecord:
+    """run.json of a live run, kept up to date by node rank 0's agent.
+
+    Once another start of the same job has taken the run over, it writes nothing more.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        launcher: LauncherProcess | None,
+        versions: Mapping[str, str],
+        **fields: Any,
+    ) -> None:
+        """Write what is known from the start: enough to know, and to repeat, what ran.
+
+        Args:
+            launcher: None where it has recorded itself.
+            versions: of torch and the like.
+            fields: more of the record.
+
+        Raises:
+            Refused: another live process has the run.
+        """
+        self._folder = folder
+        self._lock = RunLock(folder, f"run {folder.name}")
+        self._progress = (-1, -1)
+        self._written = time.monotonic()
+        self._is_lost = False
+        self._write(
+            run_id=folder.name,
+            command=os.environ.get("LAUNCH_COMMAND", ""),
+            working_directory=os.getcwd(),
+            versions={**versions, "kernel": platform.release()},
+            git_commit=_git_commit(),
+            step=-1,
+            saved_step=-1,
+            **({"launcher": launcher} if launcher else {}),
+            **_start("running"),
+            **fields,
+        )
+
+    def note_progress(self, saved_step: int, step: int) -> None:
+        """Record the newest checkpoint and step, PROGRESS_S after the last time at the earliest."""
+        is_due = time.monotonic() - self._written >= PROGRESS_S
+        if is_due and (saved_step, step) != self._progress:
+            self._progress = saved_step, step
+            self._written = time.monotonic()
+            self._write(step=step, saved_step=saved_step)
+
+    def end(self, code: int, saved_step: int, step: int) -> None:
+        """Record how the run ended."""
+        self._write(step=step, saved_step=saved_step, **_end(code))
+
+    def _write(self, **changes: Any) -> None:
+        try:
+            with self._lock.committing():
+                update(self._folder, **changes)
+        except Refused:  # taken over
+            pass
+        except OSError as error:  # a full disk ends the record, not the run
+            if not self._is_lost:
+                where = self._folder / "run.json"
+                text = f"warning: cannot write {where} ({error.strerror}) [log-lost]"
+                print(f"node agent: {text}", file=sys.stderr, flush=True)
+            self._is_lost = True
+
+
+def _git_commit() -> str | None:
+    """Return the working directory's commit, with `+` after changes; None outside git."""
+    try:
+        told = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return told.stdout.strip() or None
