@@ -18,17 +18,17 @@ from . import hostlist
 _RUN_ID = re.compile(r"[A-Za-z0-9_][\w\]\[.-]{0,127}", re.ASCII)
 _TAKEN_RUN_ID = re.compile(r"latest|tensorboard|distributed_training|node_[0-9]+\.log")
 _MOST_TASKS = 10**6
-_LONGEST = 600  # characters of an error
 DEFAULT_LOG_DIR = "logs"
 DEFAULT_GRACE_S = 30  # for the ranks to save when they are stopped
 INTERACTIVE_STEP = "4294967290"  # SLURM_STEP_ID in the shell that salloc opens on a node
 _SQUEUE_S = 10  # limit for an answer of SLURM's controller
 
 
-def printable(text: str) -> str:
-    """Return one line in which control characters are shown, not obeyed; a long one is cut."""
+def printable(text: str, longest: int = 600) -> str:
+    """Return one line in which control characters are shown, not obeyed; a longer one is cut."""
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    return shown if len(shown) < _LONGEST else f"{shown[:300]} ... {shown[-200:]}"
+    half = longest // 2
+    return shown if len(shown) <= longest else f"{shown[:half]} ... {shown[-half:]}"
 
 
 class LauncherError(ValueError):

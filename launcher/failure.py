@@ -61,6 +61,10 @@ class Failure:
     log: str = ""
     stacks: Sequence[str] = ()  # of all ranks, where they were stuck
 
+    def __post_init__(self) -> None:
+        if not 1 <= self.code <= 255:
+            raise ValueError(f"{self.code} is no exit code of a failure")
+
     @property
     def who(self) -> str:
         if self.rank < 0:
@@ -89,7 +93,7 @@ def read_error(path: Path) -> RaisedError | None:
         raised = path.stat().st_mtime
         message = json.loads(path.read_text(encoding="utf-8"))["message"]
         text, stack = message["message"], message["extraInfo"]["py_callstack"]
-        code, fault = int(message.get("errorCode", 1)), str(message.get("fault", ""))
+        code, fault = int(message.get("errorCode", 1)) % 256 or 1, str(message.get("fault", ""))
         return RaisedError(str(text), str(stack), code, raised, fault)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # none was written, or the rank was killed while writing it

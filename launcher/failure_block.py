@@ -6,9 +6,12 @@ import os
 from dataclasses import dataclass
 from typing import TextIO
 
+from distributed.environment import printable
 from distributed.errors import STOPPED
 from launcher.failure import Failure, signal_name
 from launcher.text import count
+
+LONGEST_ROW = 1 << 20  # characters: a command can be long
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ def print_block(failure: Failure, summary: RunSummary, out: TextIO) -> None:
         if colour and name == "FAILED":
             label = f"\x1b[1;31m{label}\x1b[0m"
         if text:
-            print(label, text, file=out, flush=True)
+            print(label, printable(text, LONGEST_ROW), file=out, flush=True)
 
 
 def print_stop(code: int, summary: RunSummary, out: TextIO) -> None:

@@ -1,7 +1,7 @@
 """Dataclasses as JSON, between programs: whatever does not fit the type is refused on arrival.
 
 text = encode(report)
-report = decode(Report, json.loads(text))
+report = parse(Report, text)
 
 Where several kinds of message share a channel, each stands behind its name: `{"hello": {...}}`.
 
@@ -45,18 +45,32 @@ class Kinds:
         Raises:
             MessageError: it is none of these kinds, or does not fit its type.
         """
-        try:
-            [(name, content)] = json.loads(text).items()
-            return decode(self._kinds[name], content)
-        except MessageError:
-            raise
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-            raise MessageError(f"no message: {text!r:.80}") from error
+        content = _parse(text)
+        if (
+            not isinstance(content, dict)
+            or len(content) != 1
+            or not content.keys() <= self._kinds.keys()
+        ):
+            raise MessageError(f"no message: {text!r:.80}")
+        ((name, fields),) = content.items()
+        return decode(self._kinds[name], fields)
 
 
 def encode(message: Any) -> str:
     """Return a dataclass as one line of JSON."""
     return json.dumps(asdict(message), default=str, separators=(",", ":"))
+
+
+def parse(kind: type[T], text: bytes | str) -> T:
+    """Return the dataclass that a JSON text describes; raises MessageError."""
+    return decode(kind, _parse(text))
+
+
+def _parse(text: bytes | str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise MessageError(f"not JSON: {text!r:.80}") from None
 
 
 def decode(kind: type[T], value: Any) -> T:
@@ -110,5 +124,5 @@ def _read_dataclass(kind: Any, value: Any, where: str) -> Any:
     read = {name: _read(hints[name], one, f"{where}.{name}") for name, one in value.items()}
     try:
         return kind(**read)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # a field is missing, or the type refuses its value
         raise MessageError(f"{where}: {error}") from None

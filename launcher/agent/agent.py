@@ -55,6 +55,7 @@ def run_agent(arguments: list[str], guardian: socket.socket, control: Control | 
     except ValueError as error:
         say(str(error))
         return BAD_INPUT
+    os.environ.pop("RUN_SECRET", None)  # no rank needs it
     if beyond_static is not None:
         say(f"{beyond_static}: started by torch's own elastic agent, one import per rank")
         torchrun.main(arguments)
@@ -83,6 +84,10 @@ def check_in(args: Arguments, *, is_terminal_shared: bool) -> checkin.Meeting:
         os.environ.update(chosen)
         if chosen and args.node_rank == 0:
             say(f"sets {' '.join(f'{name}={value}' for name, value in chosen.items())}")
+        if not args.access.secret and args.node_rank == 0:
+            who = "a process on any of HOSTS" if args.access.addresses else "anyone who reaches it"
+            where = f"port {args.master_port} of {args.master_addr}"
+            say(f"warning: {who} can join this run at {where}; set RUN_SECRET [stranger]")
     me = identity.NodeReport(
         node_rank=args.node_rank,
         num_nodes=args.num_nodes,
@@ -93,7 +98,7 @@ def check_in(args: Arguments, *, is_terminal_shared: bool) -> checkin.Meeting:
         files=files,
     )
     address, port = args.master_addr, args.master_port
-    meeting = checkin.meet(address, port, me, args.join_timeout_s)
+    meeting = checkin.meet(address, port, me, args.access, args.join_timeout_s)
     if args.node_rank != 0 and not is_terminal_shared:
         where = f"{meeting.assignment.hosts[0]} ({address}:{port})"
         say(f"checked in with node rank 0 on {where}")
@@ -211,7 +216,7 @@ class NodeAgent:
         The old one's keys, and whoever is still on the way to it, would mislead the new ranks.
         """
         self.store = None
-        self.listener = checkin.listen(self.args.master_addr, 0, is_local=self.args.num_nodes == 1)
+        self.listener = checkin.listen(self.args.master_addr, 0)
         port: int = self.listener.getsockname()[1]
         restart = f"restart {number} of {self.args.max_restarts} after {first.who}"
         say(f"{restart}: {first.cause}; now on port {port}")

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from distributed.environment import check_run_id
 from launcher.agent.stuck import RankState
 from launcher.agent.verdict import NodeEnd, Verdict
 from launcher.failure import Failure
@@ -24,12 +25,8 @@ from launcher.preflight.identity import NodeReport
 
 BEAT_S = 2.0
 SILENCE_S = 10.0  # without a beat for so long, a node is lost
+MOST_RANKS = 1 << 20
 _MAX_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Welcome:
-    """Node rank 0 has read a node's report. Torch's store, served there later, does not answer."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +45,11 @@ class Assignment:
     first_rank: int
     world_size: int
     hosts: Sequence[str]  # by node rank
+
+    def __post_init__(self) -> None:
+        check_run_id(self.run_id)
+        if not 0 <= self.first_rank < self.world_size <= MOST_RANKS:
+            raise ValueError(f"rank {self.first_rank} of {self.world_size} is none")
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,11 @@ class EndRanks:
 
 
 Message: TypeAlias = (
-    NodeReport | Welcome | Refusal | Assignment | StopRequest | NodeBeat | EndRanks | NodeEnd
+    NodeReport | Refusal | Assignment | StopRequest | NodeBeat | EndRanks | NodeEnd
     | Verdict | Failure  # of a rank of the node that sends it
 )  # fmt: skip
 MESSAGES = Kinds(
     hello=NodeReport,
-    welcome=Welcome,
     refused=Refusal,
     start=Assignment,
     signal=StopRequest,
@@ -92,11 +93,11 @@ MESSAGES = Kinds(
 class Peer:
     """One end of a connection between two agents."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, received: bytes = b"") -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
         self.heard = time.monotonic()
-        self._buffer = b""
+        self._buffer = received
 
     def send(self, message: Message) -> None:
         """Send one message; a peer that is gone is noticed where it is read."""

@@ -247,6 +247,8 @@ class Attempt:
 
     def _on_message(self, node: int, peer: Peer, message: Message) -> None:
         match message:
+            case EndRanks() | Verdict() if self.is_first_node:
+                pass  # those it gives itself
             case StopRequest() if message.signum in STOP_SIGNALS:
                 self._stop(message.signum, peer)
             case Failure():

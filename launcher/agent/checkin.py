@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from distributed.errors import Refused
-from launcher.agent.agent_link import SILENCE_S, Assignment, Peer, Refusal, Welcome
+from launcher.agent.agent_link import SILENCE_S, Assignment, Peer, Refusal
 from launcher.agent.output import say
+from launcher.handshake import (
+    WAIT_S,
+    Access,
+    Entrance,
+    NoEntrance,
+    WrongSecret,
+    introduce,
+    open_port,
+)
 from launcher.preflight.identity import NodeReport, mismatches
 
-HELLO_S = 3.0  # for whoever connects to say that it is an agent
-WELCOME_S = 3.0  # for an agent to greet another; torch's store, served there later, does not
 TELL_S = 3.0  # a wait that takes longer says what it waits for
 SKEW_S = 5.0  # a larger difference between clocks is reported
 _RETRY_S = 0.1
@@ -48,89 +56,84 @@ class Wait:
             self._tell_at = math.inf
 
 
-def meet(address: str, port: int, me: NodeReport, timeout_s: float) -> Meeting:
+def meet(address: str, port: int, me: NodeReport, access: Access, timeout_s: float) -> Meeting:
     """Meet the other nodes' agents at node rank 0.
 
     Raises:
         Refused: the run cannot start.
     """
-    if me.node_rank == 0:
-        return gather(listen(address, port, is_local=me.num_nodes == 1), me, Wait(timeout_s))
-    return join(address, port, me, Wait(timeout_s))
+    if me.node_rank != 0:
+        return join(address, port, me, access.secret, Wait(timeout_s))
+    listener = listen(address, port)
+    with contextlib.closing(Entrance(listener, access, say)) as entrance:
+        peers, assignment = gather(entrance, me, Wait(timeout_s))
+    return Meeting(assignment, peers, listener)
 
 
-def listen(address: str, port: int, *, is_local: bool) -> socket.socket:
-    """Listen on the master port (0: any free one); only on loopback where all ranks are here.
+def listen(address: str, port: int) -> socket.socket:
+    """Listen on the master port (0: any free one).
 
     Raises:
         Refused: the port is taken.
     """
     try:
-        if is_local:
-            family, *_, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-            return socket.create_server(where[:2], family=family, backlog=4096)
-        return open_port(port)
+        return open_port(port, address)
     except OSError as error:
         cause = f"port {port} on {address}: {error.strerror}"
         raise Refused("port-in-use", f"{cause}; set MASTER_PORT to a free one") from error
 
 
-def open_port(port: int) -> socket.socket:
-    """Listen on the port (0: any free one) at every address of this machine; raises OSError."""
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=4096)
-
-
-def gather(listener: socket.socket, me: NodeReport, wait: Wait) -> Meeting:
+def gather(entrance: Entrance, me: NodeReport, wait: Wait) -> tuple[dict[int, Peer], Assignment]:
     """On node rank 0: wait until every other agent has checked in, and start them.
+
+    Returns the others by node rank, and this node's part.
 
     Raises:
         Refused: a node did not come, came twice, or does not match this one; all are told.
     """
     nodes: dict[int, NodeReport] = {me.node_rank: me}
     peers: dict[int, Peer] = {}
-    visitors: list[Peer] = []  # they have checked in, and may yet be refused
+    newcomers: list[Peer] = []  # they have checked in, and may yet be refused
     try:
         while len(nodes) < me.num_nodes:
-            peer = _accept(listener, nodes, wait)
-            node = peer.wait(min(wait.deadline, time.monotonic() + HELLO_S))
-            if not isinstance(node, NodeReport):
-                peer.close()  # a port scan, or a health check
-                continue
-            peer.send(Welcome())
-            visitors.append(peer)
-            _compare(me, node, nodes)
-            skew = node.time - time.time()
-            if abs(skew) > SKEW_S:
-                say(f"warning: {node.host}'s clock is {skew:+.0f} s from {me.host}'s [clock-skew]")
-            nodes[node.node_rank] = node
-            peers[node.node_rank] = peer
+            for peer, node in _let_in(entrance, nodes, wait):
+                newcomers.append(peer)
+                _compare(me, node, nodes)
+                skew = node.time - time.time()
+                if abs(skew) > SKEW_S:
+                    differs = f"{node.host}'s clock is {skew:+.0f} s from {me.host}'s"
+                    say(f"warning: {differs} [clock-skew]")
+                nodes[node.node_rank] = node
+                peers[node.node_rank] = peer
     except Refused as refused:
-        for peer in visitors:
+        for peer in newcomers:
             peer.send(Refusal(refused.fault, str(refused).rpartition(" [")[0]))
         raise
     assignments = assign_ranks(me.run_id, [nodes[rank] for rank in sorted(nodes)])
     for rank, peer in peers.items():
         peer.send(assignments[rank])
-    return Meeting(assignments[me.node_rank], peers, listener)
+    return peers, assignments[me.node_rank]
 
 
-def _accept(listener: socket.socket, nodes: Mapping[int, NodeReport], wait: Wait) -> Peer:
-    """Wait for one more connection."""
+def _let_in(
+    entrance: Entrance, nodes: Mapping[int, NodeReport], wait: Wait
+) -> Iterator[tuple[Peer, NodeReport]]:
+    """Wait a little, and yield the agents that come."""
     missing = ", ".join(str(rank) for rank in range(nodes[0].num_nodes) if rank not in nodes)
-    while (left_s := wait.left_s) > 0:
-        listener.settimeout(min(left_s, _RETRY_S))
-        try:
-            return Peer(listener.accept()[0])
-        except TimeoutError:
-            wait.tell(f"node rank {missing}")
-    here = ", ".join(f"{node.node_rank} ({node.host})" for node in nodes.values())
-    raise Refused(
-        "node-missing",
-        f"node rank {missing} did not check in within {wait.timeout_s:g} s (here: {here});"
-        " start it, or look at its terminal",
-    )
+    if wait.left_s <= 0:
+        here = ", ".join(f"{node.node_rank} ({node.host})" for node in nodes.values())
+        raise Refused(
+            "node-missing",
+            f"node rank {missing} did not check in within {wait.timeout_s:g} s (here: {here});"
+            " start it, or look at its terminal",
+        )
+    wait.tell(f"node rank {missing}")
+    for connection, received in entrance.wait(min(wait.left_s, _RETRY_S)):
+        peer = Peer(connection, received)
+        if isinstance(node := peer.wait(wait.deadline), NodeReport):
+            yield peer, node
+        else:
+            peer.close()
 
 
 def assign_ranks(run_id: str, nodes: Sequence[NodeReport]) -> list[Assignment]:
@@ -167,7 +170,7 @@ def _compare(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) 
         raise Refused(fault, f"{cause}; make them the same")
 
 
-def join(address: str, port: int, me: NodeReport, wait: Wait) -> Meeting:
+def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> Meeting:
     """On any other node: check in with node rank 0, and wait for the start.
 
     Raises:
@@ -177,38 +180,53 @@ def join(address: str, port: int, me: NodeReport, wait: Wait) -> Meeting:
     turned_away: float | None = None  # since when
     while wait.left_s > 0:
         try:
-            limit_s = min(3.0, wait.timeout_s)
-            peer = Peer(socket.create_connection((address, port), timeout=limit_s))
-            if assignment := _ask(peer, me, wait.deadline):
-                return Meeting(assignment, {0: peer}, None)
-            peer.close()
-            turned_away = turned_away or time.monotonic()
+            peer = _introduce(address, port, secret, min(WAIT_S, wait.timeout_s))
+            return Meeting(_ask(peer, me, wait.deadline), {0: peer}, None)
+        except (NoEntrance, WrongSecret) as error:
+            last, turned_away = error, turned_away or time.monotonic()
             if time.monotonic() - turned_away > SILENCE_S:
-                cause = f"{address}:{port} takes no node rank {me.node_rank}: its run has begun"
-                cure = "see whether this node rank was started elsewhere too"
-                raise Refused("duplicate-node-rank", f"{cause}; {cure}")
+                break
         except OSError as error:
             last = error
         wait.tell(f"node rank 0 at {address}:{port}")
         time.sleep(_RETRY_S)
+    if isinstance(last, WrongSecret):
+        cause = f"node rank 0 at {address}:{port} has another RUN_SECRET than this node"
+        raise Refused("stranger", f"{cause}; set the same one on every node")
+    if isinstance(last, NoEntrance):
+        cause = f"{address}:{port} takes no node rank {me.node_rank}: its run has begun"
+        cure = "see whether this node rank was started elsewhere too"
+        raise Refused("duplicate-node-rank", f"{cause}; {cure}")
     fault, cure = _explain(last)
     cause = f"node rank 0 at {address}:{port} did not answer within {wait.timeout_s:g} s"
     raise Refused(fault, f"{cause} ({last.strerror or last}); {cure}")
 
 
-def _ask(peer: Peer, me: NodeReport, deadline: float) -> Assignment | None:
-    """Report to node rank 0; returns its answer, None where there is no agent any more.
+def _introduce(address: str, port: int, secret: bytes, limit_s: float) -> Peer:
+    connection = socket.create_connection((address, port), timeout=limit_s)
+    try:
+        introduce(connection, secret, limit_s)
+    except OSError:
+        connection.close()
+        raise
+    return Peer(connection)
+
+
+def _ask(peer: Peer, me: NodeReport, deadline: float) -> Assignment:
+    """Report to node rank 0; returns its answer.
 
     Raises:
         Refused: node rank 0 refuses this node or the run.
+        NoEntrance: it has gone.
     """
     peer.send(me)
-    answer = peer.wait(min(deadline, time.monotonic() + WELCOME_S))
-    if isinstance(answer, Welcome):
-        answer = peer.wait(deadline)
+    answer = peer.wait(deadline)
+    if isinstance(answer, Assignment):
+        return answer
+    peer.close()
     if isinstance(answer, Refusal):
         raise Refused(answer.fault, answer.message)
-    return answer if isinstance(answer, Assignment) else None
+    raise NoEntrance("node rank 0 has gone")
 
 
 def _explain(error: OSError) -> tuple[str, str]:

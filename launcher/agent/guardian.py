@@ -9,7 +9,6 @@ torch once and forks the ranks.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -136,6 +135,6 @@ def _report_death(
 def _read_note(notes: socket.socket) -> AgentNote:
     notes.setblocking(False)
     try:
-        return messages.decode(AgentNote, json.loads(notes.recv(65536)))
+        return messages.parse(AgentNote, notes.recv(65536))
     except (OSError, ValueError):  # the agent ended before the run had begun
         return AgentNote(os.environ.get("RUN_ID", ""), 0, time.time(), 0)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed.run as torchrun
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
 from distributed.environment import DEFAULT_GRACE_S, slurm_node
+from launcher import handshake
 from launcher.agent.rank import Program
+from launcher.handshake import Access
 
 _TORCHS_ALONE = (
     "run_path",
@@ -44,6 +46,7 @@ class Arguments:
     is_in_step: bool  # srun started it, and shares its terminal between all nodes
     join_timeout_s: float
     grace_s: float
+    access: Access = field(repr=False)
 
 
 def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
@@ -94,6 +97,7 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         grace_s=float(
             os.environ.get("GRACE", vars(args).get("shutdown_timeout") or DEFAULT_GRACE_S)
         ),
+        access=handshake.read_access(os.environ),
     ), beyond_static
 
 

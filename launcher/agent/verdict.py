@@ -27,6 +27,10 @@ class Verdict:
     restart_port: int = 0  # of the store with which all nodes start their ranks again
     is_told: bool = False  # by node rank 0, to this one
 
+    def __post_init__(self) -> None:
+        if not (0 <= self.code <= 255 and 0 <= self.restart_port < 65536):
+            raise ValueError(f"no exit code, or no port: {self.code}, {self.restart_port}")
+
 
 @dataclass(frozen=True)
 class NodeEnd:

@@ -10,7 +10,6 @@ the connection, and of this process. At the end it looks for what is left of the
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import signal
@@ -28,7 +27,7 @@ from distributed.errors import CANNOT_START
 from launcher import processes
 from launcher.fanout import protocol
 from launcher.fanout.protocol import Cut, Exit, Ready, Start, Sweep
-from launcher.messages import decode, encode
+from launcher.messages import encode, parse
 from launcher.preflight.check_node import Request, check_node
 
 SILENCE_S = 10.0  # without a beat for so long, the launcher is gone
@@ -160,7 +159,7 @@ def start_for_other(name: str) -> int:
         if not is_ours(other):
             raise SystemExit("the socket is another user's")
         _, streams, *_ = socket.recv_fds(other, 1, 3)
-        start = decode(Start, json.loads(other.makefile("rb").readline()))
+        start = parse(Start, other.makefile("rb").readline())
         threading.Thread(target=report_cut, args=(other,), daemon=True).start()
         os.environ.clear()
         code = start_agent(start, (streams[0], streams[1], streams[2]))

@@ -17,7 +17,7 @@ from distributed import hostlist
 from distributed.environment import job_id, tasks_per_node
 from distributed.errors import REFUSED, STOPPED, Refused
 from distributed.stop_signals import NOTICE, STOP_SIGNALS, Interrupts, handled_signals
-from launcher import processes
+from launcher import handshake, processes
 from launcher.messages import encode
 from launcher.plan.plan import Plan, PlanError, print_plan, shell_line
 from launcher.preflight import compare
@@ -35,6 +35,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
     """Start all nodes of the job; returns the run's exit code."""
     if not plan.is_dry_run:  # a notice that comes during the preflight stays pending
         signal.pthread_sigmask(signal.SIG_BLOCK, {NOTICE})
+    os.environ.update(secret_variables(os.environ))
     _warn_of_missing_rank(plan)
     reports = check_nodes(plan)
     outcome = compare.judge(reports)
@@ -52,6 +53,17 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
         return 0
     be_ready()
     return run_step(plan, command)
+
+
+def secret_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the run's secret, and what has srun forward it also under sbatch --export=NONE."""
+    variables = {"RUN_SECRET": handshake.new_secret()}
+    exported = environ.get("SLURM_EXPORT_ENV") or "ALL"
+    if exported in ("NONE", "NIL"):
+        variables["SLURM_EXPORT_ENV"] = "RUN_SECRET"
+    elif "ALL" not in exported.split(","):
+        variables["SLURM_EXPORT_ENV"] = f"{exported},RUN_SECRET"
+    return variables
 
 
 def _warn_of_missing_rank(plan: Plan) -> None:

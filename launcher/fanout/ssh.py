@@ -18,6 +18,7 @@ from functools import partial
 from signal import SIGUSR1, Signals
 
 from distributed.errors import REFUSED, Refused
+from launcher import handshake
 from launcher.failure_block import End, print_end
 from launcher.fanout import protocol
 from launcher.fanout.connection import Connection
@@ -60,6 +61,7 @@ class Fanout:
     def __init__(self, plan: Plan) -> None:
         self.plan = replace(plan, forwarded=forwarded_names(plan.activated, os.environ))
         self.token = os.urandom(16).hex()
+        self.secret = handshake.new_secret()
         self.slack_s = len(plan.nodes) // 10  # each key exchange takes some of our time
         self.connections: list[Connection] = []
         self.started: float | None = None  # seconds since the epoch
@@ -137,7 +139,8 @@ class Fanout:
     def connect(self, node: str, token: str, show: Callable[[bytes, bool], None]) -> Connection:
         connect_s = CONNECT_S + self.slack_s
         connection = Connection(self.loop, node, connect_s=connect_s, token=token, show=show)
-        connection.send_line(write_opening(self.plan, token, os.environ))
+        variables = {"LAUNCH_TOKEN": token, "RUN_SECRET": self.secret}
+        connection.send_line(write_opening(self.plan, variables, os.environ))
         return connection
 
     def choose_master(self) -> None:
@@ -328,9 +331,14 @@ def forwarded_names(activated: Sequence[str], environ: Mapping[str, str]) -> lis
     return sorted(name for name in wanted & environ.keys() if re.fullmatch(r"[A-Za-z_]\w*", name))
 
 
-def write_opening(plan: Plan, token: str, environ: Mapping[str, str]) -> str:
-    """Return what a node's bash runs: say hello, and become node.py where the launch was typed."""
-    variables = {name: environ[name] for name in plan.forwarded} | {"LAUNCH_TOKEN": token}
+def write_opening(plan: Plan, added: Mapping[str, str], environ: Mapping[str, str]) -> str:
+    """Return what a node's bash runs: say hello, become far_side.py where the launch was typed.
+
+    Args:
+        added: variables in addition to those that are forwarded.
+    """
+    variables = {name: environ[name] for name in plan.forwarded} | {**added}
+    token = shlex.quote(added["LAUNCH_TOKEN"])
     exports = shlex.join(f"{name}={value}" for name, value in variables.items())
     directory, far_side = (shlex.quote(str(path)) for path in (plan.directory, plan.root / NODE))
     return f"""\

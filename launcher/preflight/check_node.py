@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributed.environment import port_from_id
-from launcher.agent.checkin import open_port
-from launcher.messages import decode, encode
+from launcher.handshake import Access, open_port, read_access
+from launcher.messages import decode, encode, parse
 from launcher.preflight import identity, meeting
 from launcher.preflight.checks import CHECKS, Fault, Machine
 from launcher.preflight.gpus import GpuError, visible_gpus
@@ -64,10 +64,10 @@ def check_node(request: Request, environ: Mapping[str, str] = os.environ) -> Rep
     """Check this node, and meet the others meanwhile."""
     start = time.perf_counter()
     is_alone = request.num_nodes == 1
-    port = request.port or choose_port(request.run_id, search=is_alone)
-    port_error = bind_error(port) if request.node_rank == 0 else 0
+    port = request.port or choose_port(request, search=is_alone)
+    port_error = bind_error(request.master_addr, port) if request.node_rank == 0 else 0
     met: list[Fault] = []
-    visit = threading.Thread(target=_meet, args=(request, port, met))
+    visit = threading.Thread(target=_meet, args=(request, port, read_access(environ), met))
     if request.has_checks and request.meeting_size > 1 and not port_error:
         visit.start()
     machine = _look_at_machine(request, environ, port, port_error)
@@ -94,15 +94,16 @@ def check_node(request: Request, environ: Mapping[str, str] = os.environ) -> Rep
     )
 
 
-def _meet(request: Request, port: int, met: list[Fault]) -> None:
-    deadline = time.monotonic() + request.within_s
+def _meet(request: Request, port: int, access: Access, met: list[Fault]) -> None:
+    deadline, address = time.monotonic() + request.within_s, request.master_addr
     if request.node_rank != 0:
-        met += meeting.visit_master(request.master_addr, port, deadline)
+        met += meeting.visit_master(address, port, access.secret, deadline)
         return
     # A SLURM job may start again on other nodes. Else node rank 0 alone needs the checkpoints.
     is_shared = request.checkpoint_dir is not None and "SLURM_JOB_ID" in os.environ
     folder = request.directory / (request.checkpoint_dir or "") if is_shared else None
-    meeting.receive_others(port, request.meeting_size - 1, folder, deadline)
+    others = request.meeting_size - 1
+    meeting.receive_others(address, port, access, others, folder, deadline)
 
 
 def _look_at_machine(
@@ -132,18 +133,18 @@ def _look_at_machine(
     )
 
 
-def choose_port(run_id: str, *, search: bool) -> int:
+def choose_port(request: Request, *, search: bool) -> int:
     """Return the port that belongs to the run id; with `search`, the next free one after it."""
-    port = port_from_id(run_id)
-    while search and bind_error(port) == errno.EADDRINUSE:
+    port = port_from_id(request.run_id)
+    while search and bind_error(request.master_addr, port) == errno.EADDRINUSE:
         port += 1
     return port
 
 
-def bind_error(port: int) -> int:
+def bind_error(address: str, port: int) -> int:
     """Return 0 if this machine can listen on the port, as the store will, else the errno."""
     try:
-        open_port(port).close()
+        open_port(port, address).close()
     except OSError as error:
         return error.errno or errno.EINVAL
     return 0
@@ -167,7 +168,7 @@ def read_reports(lines: Iterable[str]) -> list[Report]:
         if line.startswith("node="):
             node_rank, _, piece = line.removeprefix("node=").rstrip("\n").partition(" ")
             pieces[node_rank] = pieces.get(node_rank, "") + piece
-    reports = [decode(Report, json.loads(text)) for text in pieces.values()]
+    reports = [parse(Report, text) for text in pieces.values()]
     return sorted(reports, key=lambda report: report.node_rank)
 
 

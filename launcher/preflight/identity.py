@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from distributed.environment import check_run_id
+
 
 @dataclass(frozen=True)
 class NodeReport:
@@ -26,6 +28,12 @@ class NodeReport:
     versions: Mapping[str, str]
     files: Mapping[str, str]  # as hash_files() has them; at check-in the arguments, too
     time: float = field(default_factory=time.time)  # seconds since the epoch
+
+    def __post_init__(self) -> None:
+        if min(self.node_rank, self.num_nodes - 1, self.nproc - 1) < 0:
+            raise ValueError(f"node {self.node_rank} of {self.num_nodes} with {self.nproc} ranks")
+        if self.run_id:
+            check_run_id(self.run_id)
 
 
 def versions() -> dict[str, str]:

@@ -16,7 +16,6 @@ from launcher.agent.agent_link import (
     Peer,
     Refusal,
     StopRequest,
-    Welcome,
 )
 from launcher.agent.stuck import RankState
 from launcher.agent.verdict import NodeEnd, Verdict
@@ -28,7 +27,6 @@ FAILURE = Failure(
 )
 EXAMPLES: list[Message] = [
     NodeReport(1, 2, 4, "node2", "", {"torch": "2.13"}, {"a.py": "0f"}, 1000.0),
-    Welcome(),
     Refusal("wrong-world", "two; make it one"),
     Assignment("r1", 4, 8, ["node1", "node2"]),
     StopRequest(15),
@@ -59,9 +57,9 @@ def test_a_message_is_one_line_and_arrives(message: Message) -> None:
         b"[]",
         b"{}",
         b"null",
-        b'{"welcome": {}, "end": {}}',
+        b'{"end": {}, "beat": {"straggler": null}}',
         b'{"unknown": {}}',
-        b'{"welcome": []}',
+        b'{"end": []}',
         b'{"signal": {"signum": "15"}}',
         b'{"signal": {}}',
         b'{"signal": {"signum": 15, "more": 1}}',

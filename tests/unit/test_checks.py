@@ -16,7 +16,7 @@ from ports import free_port
 
 from distributed.environment import port_from_id
 from launcher.preflight import checks, gpus
-from launcher.preflight.check_node import bind_error, choose_port
+from launcher.preflight.check_node import Request, bind_error, choose_port
 from launcher.preflight.checks import Fault, Machine
 from launcher.preflight.gpus import Gpu, GpuError, visible_gpus
 
@@ -176,7 +176,7 @@ def test_a_live_run_of_the_same_id_is_named() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
         assert agent.stdout is not None
         port = int(agent.stdout.readline())
-        taken = make_machine(port=port, port_error=bind_error(port))
+        taken = make_machine(port=port, port_error=bind_error("", port))
         (live,) = checks.check_master(taken)
         (other,) = checks.check_master(dataclasses.replace(taken, run_id="min"))
         agent.communicate(b"\n")
@@ -194,7 +194,7 @@ def test_a_master_address_of_another_machine_is_a_warning() -> None:
 
 
 def test_port_in_use_names_the_holder(listener: int) -> None:
-    code = bind_error(listener)
+    code = bind_error("127.0.0.1", listener)
     fault = find(checks.check_master, port=listener, port_error=code)
     assert fault is not None
     assert fault.name == "port-in-use"
@@ -202,11 +202,12 @@ def test_port_in_use_names_the_holder(listener: int) -> None:
 
 
 def test_the_port_moves_on_from_one_in_use() -> None:
-    wanted = port_from_id("a run")
+    wanted, here = port_from_id("a run"), Path()
+    request = Request("a run", 1, 0, None, 1, "127.0.0.1", None, [], here, here, None)
     with socket.create_server(("127.0.0.1", wanted)):
-        assert choose_port("a run", search=False) == wanted
-        assert choose_port("a run", search=True) > wanted
-    assert choose_port("a run", search=True) == wanted
+        assert choose_port(request, search=False) == wanted
+        assert choose_port(request, search=True) > wanted
+    assert choose_port(request, search=True) == wanted
 
 
 @pytest.mark.parametrize(("wanted", "sound"), [("lo", True), ("none9", False), ("^lo", False)])

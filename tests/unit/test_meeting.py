@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -13,13 +14,34 @@ from pathlib import Path
 import pytest
 from ports import free_port
 
+from launcher.handshake import Access, Entrance
 from launcher.preflight import meeting
 from launcher.preflight.checks import Fault
+
+SECRET = b"0123456789abcdef"
 
 
 @contextmanager
 def a_master(says: bytes) -> Iterator[int]:
-    """Be a node rank 0 that says this to the first that comes to its port."""
+    """Be a node rank 0 that says this to the first that it lets in."""
+
+    def serve() -> None:
+        with contextlib.closing(Entrance(server, Access(SECRET), print)) as entrance:
+            while not (let_in := entrance.wait(1.0)):
+                pass
+            with let_in[0][0] as visitor:
+                visitor.sendall(says)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield int(server.getsockname()[1])
+        thread.join()
+
+
+@contextmanager
+def another_program(says: bytes) -> Iterator[int]:
+    """Serve one connection at a port that is not ours."""
 
     def serve() -> None:
         with server.accept()[0] as visitor:
@@ -32,9 +54,13 @@ def a_master(says: bytes) -> Iterator[int]:
         thread.join()
 
 
+def visit_at(port: int, within_s: float = 5.0) -> list[Fault]:
+    return list(meeting.visit_master("127.0.0.1", port, SECRET, time.monotonic() + within_s))
+
+
 def visit(says: bytes) -> list[Fault]:
     with a_master(says) as port:
-        return list(meeting.visit_master("127.0.0.1", port, time.monotonic() + 5))
+        return visit_at(port)
 
 
 @pytest.mark.parametrize(("ahead", "sound"), [(0, True), (-4, True), (42, False), (-42, False)])
@@ -66,13 +92,54 @@ def test_another_port_that_is_closed() -> None:
     )
 
 
-@pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n", b"{}\n", b"7\n"])
+@pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n", b"x" * 96])
 def test_another_program_at_the_port_is_left_to_node_rank_0(says: bytes) -> None:
+    with another_program(says) as port:
+        assert visit_at(port) == []
+
+
+@pytest.mark.parametrize("says", [b"", b"{}\n", b"7\n", b'{"port": "x"}\n', b"[" * 5000 + b"\n"])
+def test_a_greeting_that_is_none_is_left_to_node_rank_0(says: bytes) -> None:
     assert visit(says) == []
 
 
+def test_strangers_are_no_nodes(listener: int) -> None:
+    """Connections that say nothing, or the wrong things, do not take the place of a node."""
+    port = free_port()
+    deadline = time.monotonic() + 8
+    host = threading.Thread(
+        target=meeting.receive_others,
+        args=("127.0.0.1", port, Access(SECRET), 2, None, deadline),
+    )
+    host.start()
+    found: list[Fault] = []
+    strangers = [connect(port) for _ in range(50)]
+    for number, stranger in enumerate(strangers[::2]):
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * (number + 1))
+    nodes = [
+        threading.Thread(target=lambda: found.extend(visit_at(port, within_s=4))) for _ in range(2)
+    ]
+    for node in nodes:
+        node.start()
+    for node in nodes:
+        node.join()
+    host.join()
+    assert found == []
+    assert time.monotonic() < deadline - 2
+    for stranger in strangers:
+        stranger.close()
+
+
+def connect(port: int) -> socket.socket:
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port))
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+
+
 def test_a_master_that_refuses_until_the_deadline() -> None:
-    (fault,) = meeting.visit_master("127.0.0.1", free_port(), time.monotonic() + 0.2)
+    (fault,) = visit_at(free_port(), within_s=0.2)
     assert fault.name == "port-blocked"
     assert fault.cure == "open the port in the firewall"
 
@@ -82,10 +149,11 @@ def test_a_master_that_comes_later(tmp_path: Path) -> None:
     found: list[Fault] = []
     deadline = time.monotonic() + 20
     visitor = threading.Thread(
-        target=lambda: found.extend(meeting.visit_master("127.0.0.1", port, deadline))
+        target=lambda: found.extend(meeting.visit_master("127.0.0.1", port, SECRET, deadline))
     )
     visitor.start()
-    meeting.receive_others(port, 1, tmp_path / "not" / "yet", deadline)
+    folder = tmp_path / "not" / "yet"
+    meeting.receive_others("127.0.0.1", port, Access(SECRET), 1, folder, deadline)
     visitor.join()
     assert found == []
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,278 @@
+"""Who knows the run's secret is let in: how connections between the nodes begin (no torch).
+
+    node rank 0 -> node     a nonce
+    node -> node rank 0     a nonce, and HMAC-SHA256 over both (RFC 2104), keyed by the secret
+    node rank 0 -> node     the same, for its own role
+
+Until then node rank 0 reads no more than that, and says nothing else. The secret is in RUN_SECRET,
+which ssh, pdsh and srun hand over for the launcher. Nodes started by hand can do without: then any
+process can join, on the hosts of HOSTS if that is set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from distributed import hostlist
+
+NONCE_BYTES = PROOF_BYTES = 32
+LEAST_SECRET = 16  # characters
+WAIT_S = 3.0  # for whoever connects to prove that it knows the secret
+MOST_WAITING = 256  # connections; the oldest gives way
+MOST_BYTES = 1 << 20  # of the first line
+_NODE, _MASTER = b"node", b"node rank 0"
+
+
+class NoEntrance(ConnectionError):
+    """What listens there is no node rank 0 that waits for others."""
+
+
+class WrongSecret(ConnectionError):
+    """The other end does not take this node's proof, or does not give its own."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may join a run."""
+
+    secret: bytes = b""  # empty: nodes were started by hand, without one
+    addresses: frozenset[str] | None = None  # None: any
+
+
+def new_secret() -> str:
+    return os.urandom(32).hex()
+
+
+def read_access(environ: Mapping[str, str]) -> Access:
+    """Return what RUN_SECRET, the secret or the path of its file, and else HOSTS say.
+
+    Raises:
+        ValueError: one of them cannot be used; one line with cause and cure.
+    """
+    secret = environ.get("RUN_SECRET", "")
+    if secret.startswith("/"):
+        secret = _read_private(Path(secret))
+    if secret and len(secret) < LEAST_SECRET:
+        cause = f"RUN_SECRET has {len(secret)} characters"
+        raise ValueError(f"{cause}; give at least {LEAST_SECRET}, as openssl rand -hex 32 does")
+    if secret or not environ.get("HOSTS"):
+        return Access(secret.encode())
+    return Access(addresses=_addresses(hostlist.expand(environ["HOSTS"])))
+
+
+def _read_private(file: Path) -> str:
+    try:
+        if file.stat().st_mode & 0o077:
+            cause = f"RUN_SECRET names {str(file)!r}, which other users can read"
+            raise ValueError(f"{cause}; chmod 600 it")
+        return file.read_text().strip() or "-"
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not text"
+        raise ValueError(f"RUN_SECRET names {str(file)!r} ({why}); correct it") from None
+
+
+def _addresses(names: list[str]) -> frozenset[str]:
+    found = set()
+    for name in names:
+        try:
+            found |= {str(address[0]) for *_, address in socket.getaddrinfo(name, None)}
+        except OSError:
+            raise ValueError(f"HOSTS names {name!r}, which is unknown; correct it") from None
+    return frozenset(found)
+
+
+def open_port(port: int, address: str = "") -> socket.socket:
+    """Listen on the port (0: any free one) of this machine's address.
+
+    Where that is not the only one that the name stands for, or is translated on the way here, or
+    is loopback for this machine alone, listen at all of them.
+
+    Raises:
+        OSError: the port cannot be opened.
+    """
+    family, where = _only_address(address)
+    try:
+        if where:
+            return socket.create_server((where, port), family=family, backlog=4096)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=4096)
+
+
+def _only_address(name: str) -> tuple[int, str]:
+    """Return the one address that a name stands for, and its family; "" where there are several."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for family, *_, address in socket.getaddrinfo(name or None, 0, type=socket.SOCK_STREAM):
+            found.add((int(family), str(address[0])))
+    if len(found) != 1 or not name:
+        return socket.AF_INET, ""
+    ((number, where),) = found
+    is_loopback = where.startswith("127.") or where == "::1"
+    return number, where if name in ("localhost", where) or not is_loopback else ""
+
+
+def _prove(secret: bytes, role: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(secret or b"-", role + nonces, "sha256")
+
+
+def introduce(connection: socket.socket, secret: bytes, limit_s: float = WAIT_S) -> None:
+    """Prove to node rank 0 that this node knows the secret, and see that node rank 0 does.
+
+    Raises:
+        NoEntrance, WrongSecret: the other end is not node rank 0 of this run.
+    """
+    connection.settimeout(limit_s)
+    try:
+        theirs, ours = _receive(connection, NONCE_BYTES), os.urandom(NONCE_BYTES)
+    except OSError as error:
+        raise NoEntrance(str(error)) from error
+    try:
+        connection.sendall(ours + _prove(secret, _NODE, theirs + ours))
+        proof = _receive(connection, PROOF_BYTES)
+    except OSError as error:
+        raise WrongSecret(str(error)) from None
+    if not hmac.compare_digest(proof, _prove(secret, _MASTER, theirs + ours)):
+        raise WrongSecret("the other end has another RUN_SECRET")
+
+
+def _receive(connection: socket.socket, number: int) -> bytes:
+    data = b""
+    while len(data) < number:
+        if not (more := connection.recv(number - len(data))):
+            raise ConnectionResetError("the connection was closed")
+        data += more
+    return data
+
+
+@dataclass
+class _Visitor:
+    """A connection that has not been let in yet."""
+
+    socket: socket.socket
+    address: str
+    since: float  # monotonic seconds
+    nonce: bytes
+    received: bytes = b""
+    is_known: bool = False  # it has proved that it knows the secret
+
+
+class Entrance:
+    """Lets in whoever knows the secret. Any number of connections can wait; none delays another."""
+
+    def __init__(self, listener: socket.socket, access: Access, say: Callable[[str], None]) -> None:
+        """
+        Args:
+            listener: the caller closes it.
+            say: is told of the first connection that was dropped.
+        """
+        self.strangers = 0  # dropped so far
+        self._say = say
+        self._access = access
+        self._listener = listener
+        self._waiting: dict[int, _Visitor] = {}  # by file descriptor; the oldest comes first
+        self._selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def wait(self, limit_s: float) -> list[tuple[socket.socket, bytes]]:
+        """Return the connections let in within the limit, each with its first line."""
+        let_in = []
+        for key, _ in self._selector.select(max(0.0, min(limit_s, WAIT_S))):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif (visitor := self._waiting.get(key.fd)) and self._read(visitor):
+                self._forget(visitor)
+                visitor.socket.setblocking(True)
+                let_in.append((visitor.socket, visitor.received))
+        while self._waiting and self._oldest.since < time.monotonic() - WAIT_S:
+            self._drop(self._oldest)
+        return let_in
+
+    def close(self) -> None:
+        """Drop whoever still waits."""
+        for visitor in [*self._waiting.values()]:
+            self._forget(visitor)
+            visitor.socket.close()
+        self._selector.close()
+
+    @property
+    def _oldest(self) -> _Visitor:
+        return next(iter(self._waiting.values()))
+
+    def _accept(self) -> None:
+        try:
+            connection, (address, *_) = self._listener.accept()
+        except OSError:  # it has gone already, or this process has too many files open
+            if self._waiting:
+                self._drop(self._oldest)
+            return
+        allowed = self._access.addresses
+        if allowed is not None and address.removeprefix("::ffff:") not in allowed:
+            self._count_stranger(address)
+            connection.close()
+            return
+        if len(self._waiting) >= MOST_WAITING:
+            self._drop(self._oldest)
+        connection.setblocking(False)
+        visitor = _Visitor(connection, address, time.monotonic(), os.urandom(NONCE_BYTES))
+        self._waiting[connection.fileno()] = visitor
+        self._selector.register(connection, selectors.EVENT_READ)
+        with contextlib.suppress(OSError):
+            connection.send(visitor.nonce)  # into an empty buffer
+
+    def _read(self, visitor: _Visitor) -> bool:
+        """Take what has arrived; returns whether the visitor is known and has said a line."""
+        missing = NONCE_BYTES + PROOF_BYTES - len(visitor.received)
+        try:
+            data = visitor.socket.recv(65536 if visitor.is_known else missing)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        visitor.received += data
+        if not data or len(visitor.received) > MOST_BYTES:
+            self._drop(visitor)
+        elif visitor.is_known:
+            return b"\n" in visitor.received
+        elif len(data) == missing:
+            self._check(visitor)
+        return False
+
+    def _check(self, visitor: _Visitor) -> None:
+        nonces = visitor.nonce + visitor.received[:NONCE_BYTES]
+        proof = visitor.received[NONCE_BYTES:]
+        if not hmac.compare_digest(proof, _prove(self._access.secret, _NODE, nonces)):
+            self._drop(visitor)
+            return
+        visitor.is_known, visitor.received = True, b""
+        with contextlib.suppress(OSError):
+            visitor.socket.send(_prove(self._access.secret, _MASTER, nonces))
+
+    def _drop(self, visitor: _Visitor) -> None:
+        if not visitor.is_known:
+            self._count_stranger(visitor.address)
+        self._forget(visitor)
+        visitor.socket.close()
+
+    def _count_stranger(self, address: str) -> None:
+        self.strangers += 1
+        if self.strangers == 1:
+            cause = f"{address} connected without the run's secret, and was dropped"
+            self._say(f"warning: {cause}; others will be, too [stranger]")
+
+    def _forget(self, visitor: _Visitor) -> None:
+        del self._waiting[visitor.socket.fileno()]
+        self._selector.unregister(visitor.socket)
