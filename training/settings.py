@@ -35,7 +35,6 @@ Count = Annotated[int, Field(gt=0, le=10**15)]
 Interval = Annotated[int, Field(ge=0, le=10**15)]
 Seconds = Annotated[float, Field(gt=0, le=10**7)]
 Rate = Annotated[float, Field(ge=0, le=10**9)]
-Norm = Annotated[float, Field(gt=0, le=10**9)]
 MOST_VALUES = 10_000  # of a config, with each alias in full: a few lines can stand for billions
 NOTHING = ("", "null", "~")  # `key=null` unsets a setting
 Tree = dict[str, Any]  # a config before it is checked
@@ -84,7 +83,9 @@ class Train(Section):
     learning_rate: Rate = 3e-4  # the peak, after the warm-up; a cosine to 0 follows
     warmup_steps: Interval = 0
     weight_decay: Rate = 0.1
-    clip_norm: Norm | None = 1.0  # of all gradients together; null: no limit
+    clip_norm: Annotated[float, Field(gt=0, le=10**9)] | None = (
+        1.0  # of all gradients together; null: no limit
+    )
     log_every: Count = 10
     eval_every: Interval = 0  # 0: never, not even at the end
 
@@ -275,9 +276,7 @@ def _read_file(path: Path) -> Tree:
         raise SettingsError(f"{path}: no such file; {cure}") from None
     except OSError as error:
         raise SettingsError(f"{path}: {error.strerror}") from None
-    except RecursionError:
-        raise SettingsError(f"{path}: is nested too deeply; write it flatter") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-13-45
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date such as 2024-13-45
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         cause = getattr(error, "problem", None) or str(error).splitlines()[0]
@@ -296,8 +295,8 @@ def _is_too_large(tree: Tree) -> bool:
         if not pending:
             return False
         value = pending.pop()
-        if isinstance(value, dict | list):
-            pending += value.values() if isinstance(value, dict) else value
+        inner = [*value.values()] if isinstance(value, dict) else value
+        pending += inner if isinstance(inner, list) else []
     return True
 
 

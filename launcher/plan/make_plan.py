@@ -23,6 +23,7 @@ from distributed.environment import (
 )
 from distributed.network import PROFILES
 from launcher.fanout import job_command
+from launcher.handshake import read_access
 from launcher.plan import hosts, pbs, slurm
 from launcher.plan.plan import Plan, PlanError, World, read_nproc, read_number
 from launcher.plan.typed import Typed
@@ -59,6 +60,8 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     grace_s = read_number("GRACE", environ.get("GRACE") or str(DEFAULT_GRACE_S), 0, 86400)
     fanout = choose_fanout(typed, environ)
     world = read_world(typed, environ, fanout)
+    if fanout == "local" and world.num_nodes > 1:
+        _check_access(environ)
     has_tasks = environ.get("LAUNCHER") == "srun" and fanout != "local"
     log_dir = Path(environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
     given = {"LOG_LEVEL": level, **{name: environ.get(name) for name in ("BACKEND", "GRACE")}}
@@ -90,6 +93,13 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         has_health_check=typed.health_check,
         has_transcript=typed.transcript,
     )
+
+
+def _check_access(environ: Mapping[str, str]) -> None:
+    try:
+        read_access(environ)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
 
 
 def _read_words(typed: Typed, environ: Mapping[str, str]) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributed.environment import port_from_id
-from launcher.handshake import Access, open_port, read_access
+from launcher.handshake import open_port, read_access
 from launcher.messages import decode, encode, parse
 from launcher.preflight import identity, meeting
 from launcher.preflight.checks import CHECKS, Fault, Machine
@@ -67,7 +67,7 @@ def check_node(request: Request, environ: Mapping[str, str] = os.environ) -> Rep
     port = request.port or choose_port(request, search=is_alone)
     port_error = bind_error(request.master_addr, port) if request.node_rank == 0 else 0
     met: list[Fault] = []
-    visit = threading.Thread(target=_meet, args=(request, port, read_access(environ), met))
+    visit = threading.Thread(target=_meet, args=(request, port, environ, met))
     if request.has_checks and request.meeting_size > 1 and not port_error:
         visit.start()
     machine = _look_at_machine(request, environ, port, port_error)
@@ -94,13 +94,14 @@ def check_node(request: Request, environ: Mapping[str, str] = os.environ) -> Rep
     )
 
 
-def _meet(request: Request, port: int, access: Access, met: list[Fault]) -> None:
+def _meet(request: Request, port: int, environ: Mapping[str, str], met: list[Fault]) -> None:
     deadline, address = time.monotonic() + request.within_s, request.master_addr
+    access = read_access(environ)
     if request.node_rank != 0:
         met += meeting.visit_master(address, port, access.secret, deadline)
         return
     # A SLURM job may start again on other nodes. Else node rank 0 alone needs the checkpoints.
-    is_shared = request.checkpoint_dir is not None and "SLURM_JOB_ID" in os.environ
+    is_shared = request.checkpoint_dir is not None and "SLURM_JOB_ID" in environ
     folder = request.directory / (request.checkpoint_dir or "") if is_shared else None
     others = request.meeting_size - 1
     meeting.receive_others(address, port, access, others, folder, deadline)

@@ -66,7 +66,7 @@ NO_FAULTS = {
 
 NOT_LISTED = ("__init__", "__pycache__")
 
-NAME = r"[a-z]+(?:-[a-z]+)+"
+NAME = r"stranger|[a-z]+(?:-[a-z]+)+"
 
 
 # --- what the guides say ------------------------------------------------------------------------

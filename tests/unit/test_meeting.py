@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from ports import free_port
+from strangers import keep_silent
 
 from launcher.handshake import Access, Entrance
 from launcher.preflight import meeting
@@ -113,7 +114,7 @@ def test_strangers_are_no_nodes(listener: int) -> None:
     )
     host.start()
     found: list[Fault] = []
-    strangers = [connect(port) for _ in range(50)]
+    strangers = keep_silent(port, 50)
     for number, stranger in enumerate(strangers[::2]):
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * (number + 1))
     nodes = [
@@ -128,14 +129,6 @@ def test_strangers_are_no_nodes(listener: int) -> None:
     assert time.monotonic() < deadline - 2
     for stranger in strangers:
         stranger.close()
-
-
-def connect(port: int) -> socket.socket:
-    while True:
-        try:
-            return socket.create_connection(("127.0.0.1", port))
-        except ConnectionRefusedError:
-            time.sleep(0.01)
 
 
 def test_a_master_that_refuses_until_the_deadline() -> None:

