@@ -35,7 +35,6 @@ Count = Annotated[int, Field(gt=0, le=10**15)]
 Interval = Annotated[int, Field(ge=0, le=10**15)]
 Seconds = Annotated[float, Field(gt=0, le=10**7)]
 Rate = Annotated[float, Field(ge=0, le=10**9)]
-MOST_VALUES = 10_000  # of a config, with each alias in full: a few lines can stand for billions
 NOTHING = ("", "null", "~")  # `key=null` unsets a setting
 Tree = dict[str, Any]  # a config before it is checked
 
@@ -284,20 +283,18 @@ def _read_file(path: Path) -> Tree:
     if not isinstance(tree, dict):
         raise SettingsError(f"{path}: should hold `key: value` lines")
     if _is_too_large(tree):
-        raise SettingsError(f"{path}: holds over {MOST_VALUES} values; see its aliases (*name)")
+        raise SettingsError(f"{path}: holds over 10000 values; see its aliases (*name)")
     return tree
 
 
 def _is_too_large(tree: Tree) -> bool:
-    """Whether a tree has more than MOST_VALUES values, or is within itself."""
+    """Whether a tree, with each alias in full, has over 10,000 values, or is within itself."""
     pending: list[Any] = [tree]
-    for _ in range(MOST_VALUES):
-        if not pending:
-            return False
-        value = pending.pop()
+    for _ in range(10_000):
+        value = pending.pop() if pending else None
         inner = [*value.values()] if isinstance(value, dict) else value
         pending += inner if isinstance(inner, list) else []
-    return True
+    return bool(pending)
 
 
 def _read_overrides(overrides: Sequence[str]) -> Tree:
