@@ -7,6 +7,7 @@ the others wait for them.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import mmap
@@ -49,9 +50,8 @@ class Beat(NamedTuple):
 class Heart:
     """The rank's side. On the stack signal it writes every thread's stack to `stack_file`."""
 
-    def __init__(self, file: str, local_rank: int, stack_file: Path) -> None:
-        with open(file, "r+b") as opened:
-            records = memoryview(mmap.mmap(opened.fileno(), 0))
+    def __init__(self, fd: int, local_rank: int, stack_file: Path) -> None:
+        records = memoryview(mmap.mmap(fd, 0))
         self._record = records[RECORD.size * local_rank :]
         self._last = Beat()
         self._first_step = -1
@@ -106,10 +106,29 @@ def beat(
 @functools.cache
 def _heart() -> Heart | None:
     environment = detect()
-    if environment.heartbeat_file is None:
+    fd = _find_file(environment.heartbeat_file or "")
+    if fd is None:
         return None
     stack_file = stack_file_of(Path(os.environ["TORCHELASTIC_ERROR_FILE"]))
-    return Heart(environment.heartbeat_file, environment.local_rank, stack_file)
+    return Heart(fd, environment.local_rank, stack_file)
+
+
+def name_file(fd: int) -> str:
+    """Return what HEARTBEAT_FILE says of the agent's open file: its descriptor and identity."""
+    status = os.fstat(fd)
+    return f"{fd}:{status.st_dev}:{status.st_ino}"
+
+
+def _find_file(name: str) -> int | None:
+    """Return the descriptor of the named file; None where this process did not inherit it.
+
+    A subprocess of a rank has the variable, and may have another file behind the descriptor.
+    """
+    fd = name.partition(":")[0]
+    with contextlib.suppress(OSError):
+        if fd.isdecimal() and name_file(int(fd)) == name:
+            return int(fd)
+    return None
 
 
 def stack_file_of(error_file: Path) -> Path:

@@ -1,7 +1,8 @@
 """Linux process control: keep, find and end the processes of this run, and only those.
 
 A run is found by descent. Every process that starts others declares itself a child subreaper, so
-that whatever a rank forks, detaches or orphans stays below it in the process tree (prctl(2)).
+that whatever a rank forks, detaches or orphans stays below it in the process tree (prctl(2)). Where
+all of those have died, it is found by its token, a variable with which its first process started.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import contextlib
 import ctypes
 import os
 import signal
+import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -23,6 +25,15 @@ def _prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+
+
+def anonymous_file(name: str) -> int:
+    """Return the descriptor of a new file in memory, which nobody else can open by a name."""
+    if hasattr(os, "memfd_create"):  # not in Pythons built for old systems, such as conda's
+        return os.memfd_create(name)
+    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryFile(dir=folder) as file:
+        return os.dup(file.fileno())
 
 
 def open_closed_streams() -> None:
@@ -74,7 +85,7 @@ def start_ticks(pid: int) -> int | None:
 def descendants(root: int) -> list[int]:
     """Return the process ids of all living descendants of `root`, without zombies."""
     children: dict[int, list[int]] = {}
-    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+    for pid in _all_pids():
         if stat := read_stat(pid):
             # A zombie still links its living children to us until they are handed over.
             children.setdefault(int(stat[1]), []).append(-pid if stat[0] == b"Z" else pid)
@@ -88,6 +99,17 @@ def descendants(root: int) -> list[int]:
     return found
 
 
+def _all_pids() -> list[int]:
+    """Return the ids of all processes that this one may see; none where it has no descriptor left.
+
+    The guardian, which has few of them, then ends what is left.
+    """
+    try:
+        return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    except OSError:
+        return []
+
+
 def is_stopped(pid: int) -> bool:
     """Whether a signal or a debugger has stopped a process."""
     return read_stat(pid)[:1] in ([b"T"], [b"t"])
@@ -98,6 +120,13 @@ def send(pids: Iterable[int], signum: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signum)
+
+
+def reap() -> Iterator[tuple[int, int]]:
+    """Yield process id and wait status of each child that has ended, adopted ones too."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+            yield ended
 
 
 def end_descendants(*, term_s: float = 0.0) -> list[int]:
@@ -119,6 +148,28 @@ def end_descendants(*, term_s: float = 0.0) -> list[int]:
         send(alive, signal.SIGKILL)  # again each time: one may have forked in between
         time.sleep(_POLL_S)
     return []
+
+
+def end_marked(token: str, wait_s: float) -> int:
+    """Wait until no process of a run is left, and kill those that stay; returns their number."""
+    deadline = time.monotonic() + wait_s
+    while left := _marked(token):
+        if time.monotonic() >= deadline:
+            send(left, signal.SIGKILL)
+            break
+        time.sleep(10 * _POLL_S)
+    return len(left)
+
+
+def _marked(token: str) -> list[int]:
+    """Return the processes of this user that were started with the run's token."""
+    mark = f"LAUNCH_TOKEN={token}".encode()
+    found = []
+    for pid in _all_pids():
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as environ:
+            if mark in environ.read().split(b"\0") and pid != os.getpid():
+                found.append(pid)
+    return found
 
 
 def exit_code(status: int) -> int:

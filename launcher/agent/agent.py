@@ -30,8 +30,8 @@ from distributed.errors import BAD_INPUT, REFUSED, Refused
 from launcher import messages
 from launcher.agent import agent_link, checkin, rank
 from launcher.agent.attempt import Attempt
-from launcher.agent.control import Control, report_end
-from launcher.agent.guardian import AgentNote
+from launcher.agent.control import report_end
+from launcher.agent.guardian import AgentNote, GuardianLink
 from launcher.agent.heartbeats import Heartbeats
 from launcher.agent.node_ranks import NodeRanks, Rank
 from launcher.agent.output import NodeLog, Stream, Terminal, open_stream, say, without_noise
@@ -45,7 +45,7 @@ from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder
 VERDICT_S = 1.5  # after a failure that no restart follows: for the other nodes' ends
 
 
-def run_agent(arguments: list[str], guardian: socket.socket, control: Control | None) -> int:
+def run_agent(arguments: list[str], guardian: GuardianLink) -> int:
     """Be the agent process; returns its exit code where no rank was started, else ends it.
 
     Each forked rank leaves this function by SystemExit (launcher/agent/rank.py).
@@ -61,8 +61,9 @@ def run_agent(arguments: list[str], guardian: socket.socket, control: Control | 
         torchrun.main(arguments)
         return 0
     try:
-        meeting = check_in(args, is_terminal_shared=args.is_in_step or control is not None)
-        agent = NodeAgent(args, arguments, meeting, guardian, control)
+        is_terminal_shared = args.is_in_step or guardian.control is not None
+        meeting = check_in(args, is_terminal_shared=is_terminal_shared)
+        agent = NodeAgent(args, arguments, meeting, guardian)
     except Refused as refused:
         say(str(refused))
         return REFUSED
@@ -113,14 +114,11 @@ class NodeAgent:
         args: Arguments,
         arguments: list[str],
         meeting: checkin.Meeting,
-        guardian: socket.socket,
-        control: Control | None,
+        guardian: GuardianLink,
     ) -> None:
         """
         Args:
             arguments: as they were typed, for run.json.
-            guardian: the connection to the guardian.
-            control: the connection to a launcher elsewhere, if there is one.
 
         Raises:
             Refused: the run's folder cannot be written, or another live process has the run.
@@ -131,7 +129,7 @@ class NodeAgent:
         self.listener = meeting.listener
         self.port = meeting.listener.getsockname()[1] if meeting.listener else args.master_port
         self.guardian = guardian
-        self.control = control
+        self.control = guardian.control
         self.store: TCPStore | None = None
         self.terminals = (Terminal(1), Terminal(2))
         self.heartbeats = Heartbeats(args.nproc)
@@ -143,7 +141,7 @@ class NodeAgent:
         self.error_files = self.folder.failures if self.folder else Path(tempfile.mkdtemp())
         folder = str(self.folder.path) if self.folder and self.record else ""
         note = AgentNote(run_id, args.node_rank, self.started, args.nproc, folder)
-        guardian.sendall(messages.encode(note).encode())
+        guardian.socket.sendall(messages.encode(note).encode())
 
     def _open_record(self, arguments: list[str]) -> LiveRecord | None:
         """Make the run's folder; on node rank 0 start run.json."""
@@ -186,7 +184,7 @@ class NodeAgent:
         attempt = Attempt(
             NodeRanks(ranks, self.heartbeats, self.args.node_rank, host),
             meeting=self.meeting,
-            guardian=self.guardian,
+            guardian=self.guardian.socket,
             signals=signals,
             grace_s=self.args.grace_s,
             verdict_s=VERDICT_S if is_last else agent_link.SILENCE_S,
@@ -257,8 +255,7 @@ class NodeAgent:
                 rank.run_and_exit(program, variables, stdout=stdout, stderr=stderr, parent=agent)
             os.close(stdout)
             os.close(stderr)
-            pidfd = os.pidfd_open(pid)
-            ranks.append(Rank(number, local_rank, pid, pidfd, (out, err), error_file))
+            ranks.append(Rank(number, local_rank, pid, (out, err), error_file))
         return ranks
 
     def _close_all(self, *private: Stream | Rank) -> None:
@@ -299,7 +296,7 @@ class NodeAgent:
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
             "RUN_ID": self.assignment.run_id,
-            "HEARTBEAT_FILE": self.heartbeats.path,
+            "HEARTBEAT_FILE": self.heartbeats.name,
         }
         if self.folder is not None:
             variables["LOG_DIR"] = self.folder.root

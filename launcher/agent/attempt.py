@@ -114,6 +114,8 @@ class Attempt:
             next_at = min(beat.at, self.term.at, self.kill.at, self.over.at)
             for key, _ in self.selector.select(max(0.0, next_at - time.monotonic())):
                 key.data()
+            for each in self.ranks.ended():
+                self._on_death(each)
             self._on_time()
             if beat.take():
                 beat.set_within(BEAT_S)
@@ -133,6 +135,7 @@ class Attempt:
         return verdict.reach_verdict(self.facts, saved_step=saved_step, left=len(left))
 
     def _listen_to_all(self, terminals: Sequence[Terminal]) -> None:
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes the loop
         for signum in handled_signals():
             signal.signal(signum, self._on_signal)
         for earlier in self.facts.signals:
@@ -141,7 +144,6 @@ class Attempt:
         for node, peer in self.peers.items():
             self._listen_to(peer.socket, partial(self._on_peer, node, peer))
         for each in self.ranks.all:
-            self._listen_to(each.pidfd, partial(self._on_death, each))
             for stream in each.streams:
                 self._listen_to(stream.fd, partial(self._on_output, stream))
         for terminal in terminals:
@@ -189,8 +191,7 @@ class Attempt:
             self.selector.unregister(stream.fd)
 
     def _on_death(self, each: Rank) -> None:
-        self.selector.unregister(each.pidfd)
-        code = self.facts.codes[each.rank] = self.ranks.wait(each)
+        code = self.facts.codes[each.rank] = each.code or 0
         if code == 0 or each.rank in self.facts.stopped:
             pass
         elif verdict.is_asked(code, self.facts.signals, has_raised=each.error_file.exists()):

@@ -4,12 +4,16 @@
 
 Two processes do the work. The guardian, this one, needs no torch: it passes signals on, and when
 the agent ends, however it ends, it ends whatever is left below it. The agent (agent.py) imports
-torch once and forks the ranks.
+torch once and forks the ranks; it does the same when the guardian ends. A third, the janitor, waits
+for the end of either. It ends what the other one, killed or stopped at the same time, leaves.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+import select
 import signal
 import socket
 import sys
@@ -17,13 +21,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
-from distributed.stop_signals import handled_signals
+from distributed.environment import DEFAULT_GRACE_S
+from distributed.stop_signals import NOTICE, STOP_SIGNALS, handled_signals
 from launcher import messages, processes
 from launcher.agent.control import Control, report_end, take_control
 from launcher.failure import Failure
 from launcher.failure_block import End, RunSummary
 from launcher.record import run_json
+
+LONGEST_WAIT_S = 3600.0  # of one wait; sigtimedwait takes no infinity
+ORPHANS_S = 1.0  # after the guardian's end, for the agent to end the run
+LATE_S = 15.0  # beyond GRACE, for an agent to end; it may wait for other nodes
 
 
 @dataclass(frozen=True)
@@ -37,13 +47,33 @@ class AgentNote:
     folder: str = ""  # of the run, where this node writes run.json
 
 
+@dataclass(frozen=True)
+class GuardianLink:
+    """What the agent holds of its guardian; no rank does."""
+
+    socket: socket.socket  # for the note; its other end closes when the guardian dies
+    control: Control | None  # the connection to a launcher elsewhere, if there is one
+    janitor: int | None  # tells the janitor of the agent's end
+
+    def close(self) -> None:
+        """In a rank, let go of all."""
+        self.socket.close()
+        _close(self.janitor)
+
+
+def _close(fd: int | None) -> None:
+    if fd is not None:
+        os.close(fd)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the agent below a guardian; returns the exit code. A rank leaves by SystemExit."""
     arguments = sys.argv[1:] if arguments is None else arguments
     processes.open_closed_streams()
     recorded = os.environ.pop("RUN_RECORD", "")  # the run folder where this process is noted
-    processes.adopt_orphans()
     control = take_control()
+    janitors = start_janitor() if os.environ.pop("LAUNCH_JANITOR", "") else (None, None)
+    processes.adopt_orphans()
     ours, theirs = socket.socketpair()
     me = os.getpid()
     handled = handled_signals()
@@ -52,15 +82,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     agent = os.fork()
     if agent != 0:
         theirs.close()
+        _close(janitors[1])
         code = _guard(agent, ours, handled, control)
         if recorded:  # the run may have ended before it began
             run_json.note_end(Path(recorded), code)
         return code
     ours.close()
+    _close(janitors[0])
     if control is not None:
         os.close(control.fd)
     os.setsid()  # a terminal's Ctrl-C reaches the guardian alone
     processes.die_with_parent(me)
+    processes.adopt_orphans()
     for signum in handled:
         signal.signal(signum, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*handled, signal.SIGCHLD})
@@ -71,7 +104,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     from launcher.agent.agent import run_agent  # imports torch
 
-    return run_agent(list(arguments), theirs, control)
+    return run_agent(list(arguments), GuardianLink(theirs, control, janitors[1]))
+
+
+def start_janitor() -> tuple[int, int]:
+    """Start the janitor, which is not below this process.
+
+    Returns two descriptors, whose ends tell it of the guardian's end and of the agent's.
+    """
+    token = os.environ["LAUNCH_TOKEN"]  # of this run alone: launcher/fanout/local.py has set it
+    guardian, agent = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        if os.fork() == 0:
+            _wait_and_clean(guardian[0], agent[0], token)
+        os._exit(0)
+    for reader, _ in (guardian, agent):
+        os.close(reader)
+    os.waitpid(child, 0)
+    return guardian[1], agent[1]
+
+
+def _wait_and_clean(guardian: int, agent: int, token: str) -> NoReturn:
+    os.setsid()
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+    for fd in {*map(int, os.listdir("/proc/self/fd"))} - {guardian, agent}:
+        with contextlib.suppress(OSError):  # others wait for the ends of these
+            os.close(fd)
+    ended, _, _ = select.select([guardian, agent], [], [])
+    processes.end_marked(token, ORPHANS_S if guardian in ended else LATE_S)
+    os._exit(0)
 
 
 def _guard(
@@ -82,6 +145,8 @@ def _guard(
     Signals are blocked and taken one by one: a handler could run within another.
     """
     passed_on: list[int] = []
+    kill_at = math.inf
+    grace_s = float(os.environ.get("GRACE") or DEFAULT_GRACE_S)
 
     def kill_agent() -> None:
         passed_on.append(signal.SIGKILL)
@@ -89,12 +154,17 @@ def _guard(
 
     if control is not None:
         control.follow(kill_agent)
-    while (waited := os.waitpid(agent, os.WNOHANG)) == (0, 0):
-        signum = signal.sigwait({*handled, signal.SIGCHLD})
-        if signum != signal.SIGCHLD:
-            passed_on.append(signum)
-            processes.send([agent], signum)
-    status = waited[1]
+    while (status := dict(processes.reap()).get(agent)) is None:
+        wait_s = min(kill_at - time.monotonic(), LONGEST_WAIT_S)
+        came = signal.sigtimedwait({*handled, signal.SIGCHLD}, max(0.0, wait_s))
+        if came is not None and came.si_signo != signal.SIGCHLD:
+            passed_on.append(came.si_signo)
+            processes.send([agent], came.si_signo)
+            if came.si_signo != NOTICE:
+                kill_at = min(kill_at, time.monotonic() + grace_s + LATE_S)
+        elif time.monotonic() > kill_at:  # it has been stopped (SIGSTOP), or hangs
+            kill_agent()
+            kill_at = math.inf
     left = processes.end_descendants()
     code = processes.exit_code(status)
     if os.WIFSIGNALED(status):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 
-from distributed.heartbeat import RECORD, Beat
+from distributed.heartbeat import RECORD, Beat, name_file
+from launcher import processes
 
 
 class Heartbeats:
     """The agent's side: one record for each rank of the node, by local rank."""
 
     def __init__(self, ranks: int) -> None:
-        self._fd = os.memfd_create("heartbeat", 0)  # inherited, also by what a rank executes
+        self._fd = processes.anonymous_file("heartbeat")
+        os.set_inheritable(self._fd, True)  # also by what a rank executes
         self._ranks = ranks
         self._reached = (-1, -1)
-        self.path = f"/proc/self/fd/{self._fd}"  # for the ranks
+        self.name = name_file(self._fd)  # for the ranks
         self.clear()
 
     def clear(self) -> None:

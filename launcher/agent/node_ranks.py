@@ -5,7 +5,6 @@ The ranks' own side, what each process does after the fork, is launcher/agent/ra
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Sequence
@@ -30,7 +29,6 @@ class Rank:
     rank: int
     local_rank: int
     pid: int
-    pidfd: int
     streams: tuple[Stream, Stream]  # of stdout and stderr
     error_file: Path
     code: int | None = None  # as a shell shows it; None while it runs
@@ -40,8 +38,7 @@ class Rank:
         return stack_file_of(self.error_file)
 
     def close(self) -> None:
-        """Close the agent's ends: its descriptor of the process, and of its output."""
-        os.close(self.pidfd)
+        """Close the agent's ends of its output."""
         for stream in self.streams:
             stream.close()
 
@@ -66,13 +63,18 @@ class NodeRanks:
         """Send a signal to every living rank."""
         processes.send([each.pid for each in self.living()], signum)
 
-    def wait(self, each: Rank) -> int:
-        """Note the end of a rank that has ended; returns its exit code as a shell shows it."""
-        os.close(each.pidfd)
-        each.code = processes.exit_code(os.waitpid(each.pid, 0)[1])
-        for stream in each.streams:
-            stream.drain()
-        return each.code
+    def ended(self) -> list[Rank]:
+        """Return the ranks that have ended since the last call, with all of their output.
+
+        The agent adopts what its ranks leave behind, and must not let that stay as zombies.
+        """
+        statuses = dict(processes.reap())
+        ended = [each for each in self.living() if each.pid in statuses]
+        for each in ended:
+            each.code = processes.exit_code(statuses[each.pid])
+            for stream in each.streams:
+                stream.drain()
+        return ended
 
     def straggler(self) -> RankState | None:
         """Return the rank furthest behind; None where none lives."""

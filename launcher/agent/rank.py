@@ -93,6 +93,7 @@ def run_and_exit(
 
 def _restore_signals() -> None:
     signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for signum in handled_signals():
         is_interrupt = signum == signal.SIGINT
         signal.signal(signum, signal.default_int_handler if is_interrupt else signal.SIG_DFL)

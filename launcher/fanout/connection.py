@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from launcher import processes
 from launcher.fanout import protocol
 from launcher.fanout.loop import Child, Loop, given_options, ssh_command
 from launcher.fanout.protocol import Hello
@@ -54,7 +55,7 @@ class Connection(Child):
         self._show = show
         self._answers: dict[type, Any] = {}
         self._words = ""  # on stderr before the start: of start-up files, or Python
-        self._log = os.memfd_create("ssh")  # what ssh itself says, in no file that could stay
+        self._log = processes.anonymous_file("ssh")  # what ssh itself says
         log = f"/proc/{os.getpid()}/fd/{self._log}"
         super().__init__(loop, ssh_command(node, connect_s, log), self._take_line)
 

@@ -18,7 +18,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 
 if __name__ == "__main__":  # in place of this folder, the project
     sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
@@ -46,10 +45,10 @@ def main(arguments: list[str]) -> int:
             case Request():
                 answer(token, check_node(request))
             case Sweep():
-                answer(token, Exit(0, end_leftovers(request.token)))
+                answer(token, Exit(0, processes.end_marked(request.token, SWEEP_S)))
             case Start():
                 code = offer_start(request, token) if request.socket else start_agent(request)
-                answer(token, Exit(code, end_leftovers(token)))
+                answer(token, Exit(code, processes.end_marked(token, SWEEP_S)))
                 return 0
     return 0
 
@@ -174,31 +173,6 @@ def report_cut(other: socket.socket) -> None:
         pass
     with contextlib.suppress(OSError):
         other.sendall(b"cut\n")
-
-
-# --- the end ------------------------------------------------------------------------------------
-
-
-def end_leftovers(token: str) -> int:
-    """Wait until no process of the run is left, and kill those that stay; returns their number."""
-    deadline = time.monotonic() + SWEEP_S
-    while left := marked(token):
-        if time.monotonic() > deadline:
-            processes.send(left, signal.SIGKILL)
-            break
-        time.sleep(0.1)
-    return len(left)
-
-
-def marked(token: str) -> list[int]:
-    """Return the processes of this user that were started with the run's token."""
-    mark = f"LAUNCH_TOKEN={token}".encode()
-    found = []
-    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as environ:
-            if mark in environ.read().split(b"\0") and pid != os.getpid():
-                found.append(pid)
-    return found
 
 
 if __name__ == "__main__":

@@ -37,9 +37,11 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
     if plan.has_health_check and plan.has_checks and not is_healthy(plan, report.nproc):
         return REFUSED
     be_ready()
-    recorded = {"RUN_RECORD": str((plan.log_dir / plan.run_id).absolute())} if plan.run_id else {}
+    added = {"LAUNCH_TOKEN": os.urandom(16).hex(), "LAUNCH_JANITOR": "1"}
+    if plan.run_id:
+        added["RUN_RECORD"] = str((plan.log_dir / plan.run_id).absolute())
     os.chdir(plan.directory)
-    os.execve(plan.python, command, {**os.environ, **plan.run_variables(), **recorded})
+    os.execve(plan.python, command, {**os.environ, **plan.run_variables(), **added})
 
 
 def is_healthy(plan: Plan, nproc: int) -> bool:

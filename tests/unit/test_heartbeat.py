@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ def beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heartbeat
     """The agent's records of two ranks, of which this process is the second."""
     records = Heartbeats(2)
     by_hand = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
-    by_hand |= {"HEARTBEAT_FILE": records.path, "MASTER_ADDR": "x"}
+    by_hand |= {"HEARTBEAT_FILE": records.name, "MASTER_ADDR": "x"}
     by_hand |= {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "rank_1.json")}
     for name, value in by_hand.items():
         monkeypatch.setenv(name, value)
@@ -125,3 +126,24 @@ def test_ranks_with_the_same_stack_share_a_line() -> None:
 )
 def test_the_fault_of_an_error_that_names_none(message: str, fault: str) -> None:
     assert failure.fault_of(message) == fault
+
+
+def test_a_subprocess_of_a_rank_cannot_write_to_the_record(
+    beats: Heartbeats, tmp_path: Path
+) -> None:
+    """It has the variable, and another file behind that descriptor."""
+    beat(3)
+    fd = int(beats.name.partition(":")[0])
+    data = tmp_path / "data"
+    data.write_bytes(b"x" * 1000)
+    code = "from distributed.heartbeat import beat; beat(99)"
+    with data.open("r+b") as file:
+        pid = os.posix_spawn(
+            sys.executable,
+            [sys.executable, "-c", code],
+            os.environ,
+            file_actions=[(os.POSIX_SPAWN_DUP2, file.fileno(), fd)],
+        )
+    assert os.waitpid(pid, 0)[1] == 0
+    assert data.read_bytes() == b"x" * 1000
+    assert beats.read(1).step == 3

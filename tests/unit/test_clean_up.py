@@ -1,0 +1,134 @@
+"""Whoever is killed or stopped, nothing of a run is left; not even what forks twice."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from agents import Run, kill_what_is_left
+
+from launcher import processes
+
+pytestmark = pytest.mark.slow
+
+FORKS_TWICE = """
+import os, time
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+if os.fork() == 0:
+    os.setsid()
+    for _ in range(30):
+        if os.fork() == 0:
+            os._exit(0)  # a zombie of whoever adopts it
+    if os.fork() == 0:
+        time.sleep(600)
+    os._exit(0)
+os.wait()
+dist.barrier()
+print(f"ready {dist.get_rank()}", flush=True)
+time.sleep(600)
+"""
+VICTIMS = {  # -> the signals for guardian and agent, in this order; 0: none
+    "guardian": (signal.SIGKILL, 0),
+    "agent": (0, signal.SIGKILL),
+    "both": (signal.SIGKILL, signal.SIGKILL),
+    "guardian, agent stopped": (signal.SIGKILL, signal.SIGSTOP),
+}
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    runs: list[Run] = []
+
+    def begin(**environment: str) -> Run:
+        runs.append(start_run(tmp_path, **environment))
+        return runs[-1]
+
+    yield begin
+    kill_what_is_left(runs)
+
+
+def start_run(folder: Path, **environment: str) -> Run:
+    """Start two ranks as launcher/fanout/local.py does, and wait until they are ready."""
+    script = folder / "program.py"
+    script.write_text(FORKS_TWICE)
+    janitor = {"LAUNCH_TOKEN": f"{random.randbytes(8).hex()}", "LAUNCH_JANITOR": "1"}
+    run = Run(["--nproc-per-node", "2", str(script)], **janitor, **environment)
+    run.wait_for("ready 0", "ready 1")
+    return run
+
+
+def hit(run: Run, victim: str) -> None:
+    """Send each victim its signal; a stopped one gets it first."""
+    pids = run.process.pid, run.agent_pid()
+    for pid, signum in sorted(zip(pids, VICTIMS[victim], strict=True), key=lambda one: -one[1]):
+        if signum:
+            os.kill(pid, signum)
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_nothing_is_left(start: Start, victim: str) -> None:
+    run = start()
+    assert len(run.seen) >= 2 + 2 + 2  # guardian and agent, ranks, and what those left behind
+    hit(run, victim)
+    run.assert_gone()
+
+
+def test_what_is_adopted_is_reaped(start: Start) -> None:
+    run = start()
+    family = {run.process.pid, run.agent_pid()}
+    deadline = time.monotonic() + 5
+    while zombies_of(family) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert zombies_of(family) == 0
+    run.process.terminate()
+    run.finish()
+    run.assert_gone()
+
+
+def zombies_of(parents: set[int]) -> int:
+    stats = [processes.read_stat(int(name)) for name in os.listdir("/proc") if name.isdecimal()]
+    return sum(stat[0] == b"Z" and int(stat[1]) in parents for stat in stats if stat)
+
+
+def test_an_agent_that_was_stopped_is_killed_after_the_grace(start: Start) -> None:
+    run = start(GRACE="0")
+    os.kill(run.agent_pid(), signal.SIGSTOP)
+    run.process.terminate()
+    run.finish(within_s=40)
+    run.assert_gone()
+    assert run.process.returncode == 137
+
+
+def test_a_python_without_the_newest_calls_will_do(start: Start, tmp_path: Path) -> None:
+    """As conda's, and those built for older kernels."""
+    (tmp_path / "sitecustomize.py").write_text("import os\ndel os.memfd_create, os.pidfd_open\n")
+    run = start(PYTHONPATH=str(tmp_path))
+    hit(run, "agent")
+    err = run.finish()
+    run.assert_gone()
+    assert "[agent-killed]" in err and "Traceback" not in err
+
+
+def test_a_process_without_descriptors_left_sees_no_other() -> None:
+    code = """
+import os, resource
+from launcher import processes
+resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
+try:
+    while True:
+        os.open("/dev/null", 0)
+except OSError:
+    pass
+assert processes.descendants(1) == []
+assert processes.end_descendants() == []
+"""
+    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
