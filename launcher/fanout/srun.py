@@ -56,13 +56,15 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
 
 
 def secret_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the run's secret, and what has srun forward it also under sbatch --export=NONE."""
+    """Return the run's secret, and what has srun forward it.
+
+    After sbatch --export=NONE or a list, srun forwards what that names, and finds no program.
+    """
     variables = {"RUN_SECRET": handshake.new_secret()}
-    exported = environ.get("SLURM_EXPORT_ENV") or "ALL"
-    if exported in ("NONE", "NIL"):
-        variables["SLURM_EXPORT_ENV"] = "RUN_SECRET"
-    elif "ALL" not in exported.split(","):
-        variables["SLURM_EXPORT_ENV"] = f"{exported},RUN_SECRET"
+    exported = (environ.get("SLURM_EXPORT_ENV") or "ALL").split(",")
+    if "ALL" not in exported:
+        named = [word for word in exported if word not in ("NONE", "NIL")]
+        variables["SLURM_EXPORT_ENV"] = ",".join([*named, "PATH", "HOME", "RUN_SECRET"])
     return variables
 
 

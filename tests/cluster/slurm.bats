@@ -80,6 +80,20 @@ field() { # <job> <name>
   [[ $(weights_of gpus) == "$(weights_of tasks)" && $(weights_of gpus) == "$(weights_of srun)" ]]
 }
 
+@test "the run's secret reaches every node, under --export=NONE too, and neither ps nor the log" {
+  local export
+  on node1 bash -c 'while sleep 0.05; do ps -eo args; done' >ps.out 3>&- &
+  local watch=$!
+  for export in ALL NONE "PYTHON=$PYTHON,PYTHONPATH=$ROOT"; do
+    job --export="$export" --nodes=2 --gpus-per-node=1 scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
+    run ! grep -E 'stranger|RUN_SECRET' job.out
+    grep -qE '^hosts .* node1 \(master|^hosts .*node\[1-2\]' job.out
+  done
+  kill "$watch"
+  grep -q 'agent.py' ps.out
+  run ! grep -qE '\b[0-9a-f]{64}\b' ps.out job.out
+}
+
 # bats test_tags=prove
 @test "ahead of its time limit a job saves, and comes back" {
   eventually 120 grep -q '^resumed    after step' "$BATS_FILE_TMPDIR/timed.out"

@@ -429,6 +429,7 @@ PY
   "$PYTHON" -c 'import json, sys; assert json.load(open("seen.json")) == [[*sys.argv[1:], "hush", None], False]' "$WANDB_API_KEY" "$MINE"
   grep -q "ssh .* node2 exec bash -s" ps.out
   run ! grep -q hush ps.out
+  run ! grep -qE '[0-9a-f]{64}' ps.out # the run's own secret
 }
 
 @test "the preflight: every fault of every node in one list, nothing started, within 10 s" {

@@ -66,6 +66,27 @@ def test_agents_get_all_that_the_job_has_and_the_variables_of_the_run(plan: Plan
     assert command[-2:] == ["own.py", "a b"]
 
 
+@pytest.mark.parametrize(
+    ("given", "forwarded"),
+    [
+        (None, None),
+        ("ALL", None),
+        ("ALL,MINE=1", None),
+        ("NONE", "PATH,HOME,RUN_SECRET"),
+        ("NIL", "PATH,HOME,RUN_SECRET"),
+        ("MINE=1,OTHER", "MINE=1,OTHER,PATH,HOME,RUN_SECRET"),
+    ],
+)
+def test_srun_forwards_the_secret_whatever_sbatch_exports(
+    given: str | None, forwarded: str | None
+) -> None:
+    environ = {} if given is None else {"SLURM_EXPORT_ENV": given}
+    first, second = srun.secret_variables(environ), srun.secret_variables(environ)
+    assert first.get("SLURM_EXPORT_ENV") == forwarded
+    assert len(bytes.fromhex(first["RUN_SECRET"])) == 32
+    assert first["RUN_SECRET"] != second["RUN_SECRET"]
+
+
 def test_one_task_for_each_rank(plan: Plan) -> None:
     plan = Plan(**{**vars(plan), "engine": "srun"})
     environ = captured("batch-step", SLURM_GPUS_PER_NODE="8", SLURM_CPUS_PER_TASK="4")
