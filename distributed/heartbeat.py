@@ -57,7 +57,10 @@ class Heart:
         self._first_step = -1
         self._longest_s = 0.0
         self._hang_seconds: float | None = None
-        self._stack_file = stack_file.open("w")  # kept open: the handler writes to its descriptor
+        try:
+            self._stack_file = stack_file.open("w")  # stays open: the handler writes to it
+        except OSError:  # a full disk, or the folder has gone: no stacks, but the run goes on
+            self._stack_file = open(os.devnull, "w")  # noqa: SIM115
         faulthandler.register(STACK_SIGNAL, self._stack_file, all_threads=True)
 
     def beat(self, step: int | None, saved: int | None, hang_seconds: float | None) -> None:

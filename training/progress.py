@@ -6,6 +6,7 @@ The libraries for this are imported after the first step, and on rank 0 alone.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -28,6 +29,20 @@ if TYPE_CHECKING:
 BAR_EVERY_S = 0.5
 LINE_EVERY_S = 5.0
 _log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def may_be_lost(folder: Path) -> Iterator[None]:
+    """A full disk, or a folder that has gone, ends what the body writes there, but not the run."""
+    try:
+        yield
+    except OSError as error:
+        _tell_lost(folder, error.strerror or str(error))
+
+
+@functools.cache
+def _tell_lost(folder: Path, why: str) -> None:
+    _log.warning(f"cannot write in {str(folder)!r} ({why}); the run goes on [log-lost]")
 
 
 class Meter:
@@ -123,10 +138,12 @@ class Progress:
         self._bar: Bar | None = None
         self._events: EventFileWriter | None = None
         self._file: TextIO | None = None
+        self._enabled = enabled
         if enabled:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._remove_later(limits.first_step)
-            self._file = self._metrics.open("a")  # a new file: an earlier process keeps its own
+            with may_be_lost(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                self._remove_later(limits.first_step)
+                self._file = self._metrics.open("a")  # a new one: an earlier process keeps its own
             if sys.stderr.isatty() and _log.isEnabledFor(logging.INFO):
                 self._bar = _open_bar(limits)
 
@@ -136,13 +153,14 @@ class Progress:
             self._bar.stop()
         if self._events is not None:
             self.draw()
-            self._events.close()
+            with may_be_lost(self._folder):
+                self._events.close()
 
     def step(self, step: int) -> None:
         """Note that a step is done; show it if the last one shown is some time ago."""
         now = time.monotonic()
         is_due = now - self._shown >= (BAR_EVERY_S if self._bar else LINE_EVERY_S)
-        if self._file is None or not (is_due or step == self._limits.last_step):
+        if not self._enabled or not (is_due or step == self._limits.last_step):
             return
         self._shown = now
         end = f"/{self._limits.last_step}" if self._limits.last_step else ""
@@ -157,15 +175,19 @@ class Progress:
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         """Append values to metrics.jsonl and TensorBoard's events."""
-        if self._file is None:
+        if not self._enabled:
             return
-        line = {"step": step, **values, "time": round(time.time(), 3)}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
         if "loss" in values:
             speed = f"{values[f'{self._unit}_per_second']:,.0f} {self._unit}/s"
             self._status = f"  loss {values['loss']:.3f}  {speed}"
+        with may_be_lost(self._folder):
+            self._append(step, values)
 
+    def _append(self, step: int, values: Mapping[str, float]) -> None:
+        if self._file is not None:
+            line = {"step": step, **values, "time": round(time.time(), 3)}
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
         # torch.utils.tensorboard does the same but takes 1.5 s to import.
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -182,7 +204,7 @@ class Progress:
 
     def draw(self) -> None:
         """Draw loss.png from metrics.jsonl."""
-        if self._file is None:
+        if not self._enabled:
             return
         logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it logs about fonts
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -197,13 +219,15 @@ class Progress:
         axes.grid(alpha=0.3)
         axes.legend()
         temporary = self._folder / ".loss.png"
-        figure.savefig(temporary, format="png")
-        temporary.replace(self._folder / "loss.png")  # so that nobody reads half a picture
+        with may_be_lost(self._folder):
+            figure.savefig(temporary, format="png")
+            temporary.replace(self._folder / "loss.png")  # so that nobody reads half a picture
 
     def sync(self) -> None:
         """Flush metrics.jsonl to the disk: a checkpoint must not be ahead of it."""
         if self._file is not None:
-            os.fsync(self._file.fileno())
+            with may_be_lost(self._folder):
+                os.fsync(self._file.fileno())
 
     def _remove_later(self, first_step: int) -> None:
         kept = [line for line in self._lines() if line["step"] <= first_step]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from distributed import checkpoint
 from distributed.checkpoint_files import steps
 from distributed.environment import Environment
+from training.progress import may_be_lost
 from training.settings import Settings, SettingsError, Train, Tree
 
 _log = logging.getLogger(__name__)
@@ -84,9 +85,10 @@ def changes(before: Tree, now: Tree, prefix: str = "") -> Iterator[str]:
 
 def write_config(settings: Settings, folder: Path) -> None:
     """Write all settings of the run into config.yaml, which train.py accepts as a config."""
-    folder.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
-    (folder / "config.yaml").write_text(f"# All settings of this run's newest start.\n{text}")
+    with may_be_lost(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(f"# All settings of this run's newest start.\n{text}")
 
 
 def resume_line(environment: Environment) -> str:

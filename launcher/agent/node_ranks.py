@@ -102,6 +102,7 @@ class NodeRanks:
             code=each.code or 1,
             is_out_of_memory=failure.count_memory_kills() > self._memory_kills,
             last_text=err.last_text,
+            has_traceback=err.traceback_line > 0,
         )
 
     def describe_stuck(self, suspect: int) -> Failure | None:

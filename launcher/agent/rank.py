@@ -10,6 +10,7 @@ scripts refuse to run in one.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import faulthandler
 import importlib.machinery
 import io
@@ -195,8 +196,9 @@ def _record(error: BaseException, code: int) -> None:
         "extraInfo": {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))},
         "fault": getattr(error, "fault", ""),  # ours; torch ignores it
     }
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        Path(file).write_text(json.dumps({"message": message}), encoding="utf-8")
+    file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull)
+    with contextlib.suppress(OSError):  # a full disk: stderr has it, too
+        file.write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
 def _report(error: BaseException) -> None:

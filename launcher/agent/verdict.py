@@ -75,6 +75,7 @@ def describe_end(
     code: int,
     is_out_of_memory: bool,
     last_text: str,
+    has_traceback: bool,
 ) -> Failure:
     """Return the failure of a rank that ended, or is about to, by an error.
 
@@ -84,7 +85,10 @@ def describe_end(
         code: the exit code; of a rank that has not left yet, 1.
         is_out_of_memory: the kernel has killed for lack of memory during the attempt.
         last_text: the last line that the rank wrote to stderr.
+        has_traceback: it wrote one there.
     """
+    if raised is None and has_traceback and code == 1:  # the disk of the error file may be full
+        raised = RaisedError(last_text, stack="", code=code, time=unknown.time)
     if raised is None:
         fault, cause = failure.explain(code, out_of_memory=is_out_of_memory)
         return replace(unknown, fault=fault, cause=failure.one_line(cause), code=code)

@@ -88,6 +88,7 @@ RAISED = RaisedError("ValueError: bad; give a good one [my-fault]", "", 1, 5.0, 
             None, 7, True, "",
             ("rank-error", "left with exit code 7, without an exception", 7, 9.0, False),
         ),
+        (None, 1, False, "ValueError: bad", ("rank-error", "ValueError: bad", 1, 9.0, False)),
     ],
 )  # fmt: skip
 def test_why_a_rank_ended(
@@ -98,7 +99,12 @@ def test_why_a_rank_ended(
     expected: tuple[str, str, int, float, bool],
 ) -> None:
     told = verdict.describe_end(
-        failed(1, 9.0), raised, code=code, is_out_of_memory=is_out_of_memory, last_text=last_text
+        failed(1, 9.0),
+        raised,
+        code=code,
+        is_out_of_memory=is_out_of_memory,
+        last_text=last_text,
+        has_traceback=last_text.startswith("ValueError"),
     )
     assert (told.fault, told.cause, told.code, told.time, told.is_consequence) == expected
 
