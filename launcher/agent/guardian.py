@@ -27,7 +27,7 @@ from distributed.environment import DEFAULT_GRACE_S
 from distributed.stop_signals import NOTICE, STOP_SIGNALS, handled_signals
 from launcher import messages, processes
 from launcher.agent.control import Control, report_end, take_control
-from launcher.failure import Failure
+from launcher.failure import Failure, count_memory_kills, explain, signal_name
 from launcher.failure_block import End, RunSummary
 from launcher.record import run_json
 
@@ -145,6 +145,7 @@ def _guard(
     Signals are blocked and taken one by one: a handler could run within another.
     """
     passed_on: list[int] = []
+    memory_kills = count_memory_kills()
     kill_at = math.inf
     grace_s = float(os.environ.get("GRACE") or DEFAULT_GRACE_S)
 
@@ -171,18 +172,34 @@ def _guard(
         note = _read_note(notes)
         if note.folder:
             run_json.note_end(Path(note.folder), code, agent=agent)
-        is_asked = os.WTERMSIG(status) in passed_on
-        _report_death(code, note, control, left=len(left), is_asked=is_asked)
+        _report_death(
+            code,
+            note,
+            control,
+            left=len(left),
+            is_asked=os.WTERMSIG(status) in passed_on,
+            is_out_of_memory=count_memory_kills() > memory_kills,
+        )
     return code
 
 
 def _report_death(
-    code: int, note: AgentNote, control: Control | None, *, left: int, is_asked: bool
+    code: int,
+    note: AgentNote,
+    control: Control | None,
+    *,
+    left: int,
+    is_asked: bool,
+    is_out_of_memory: bool,
 ) -> None:
     """Tell in the agent's place how the run ended: the agent was killed, or stopped too early."""
+    fault, cause = "agent-killed", f"{signal_name(code)} to the node agent, from outside this run"
+    if is_out_of_memory and code == 128 + signal.SIGKILL:
+        fault, cause = explain(code, out_of_memory=True)
+        cause = f"the node agent: {cause}"
     failure = Failure(
-        fault="agent-killed",
-        cause=f"{signal.Signals(code - 128).name} to the node agent, from outside this run",
+        fault=fault,
+        cause=cause,
         code=code,
         host=socket.gethostname(),
         node_rank=note.node_rank,

@@ -24,6 +24,7 @@ from pathlib import Path
 _NOWHERE = Path(os.devnull)
 _CHUNK = 65536
 _BACKLOG_BYTES = 1 << 20  # of output that the terminal has not taken yet
+_MOST_BYTES = 1 << 24  # of it that are kept for a terminal that is stuck
 _LONGEST_LINE = 1 << 20  # bytes; a longer one is cut
 PROGRESS_S = 5.0  # between two lines in the log of one that redraws itself
 _TRACEBACK = re.compile(rb"Traceback \(most recent call last\)|^Fatal Python error")
@@ -76,6 +77,7 @@ class Terminal:
         self.fd = _open_again(fd) if self.is_tty else fd
         self.is_line_open = False  # the last line shown has not ended
         self._pending = bytearray()
+        self._dropped = 0  # bytes, since the last notice
         self._selector: selectors.BaseSelector
 
     def attach(self, selector: selectors.BaseSelector) -> None:
@@ -88,10 +90,18 @@ class Terminal:
         self._rest()
 
     def write(self, data: bytes) -> None:
+        """Queue it. A slow reader slows the ranks down; one that is stuck loses output."""
+        if len(self._pending) > _MOST_BYTES:
+            self._dropped += len(data)
+            return
+        if len(self._pending) > _BACKLOG_BYTES:
+            self._drain(limit_s=0.1)  # and the agent still hears others
+        if self._dropped:
+            notice = f"\n... {self._dropped} bytes not shown: the terminal is too slow\n"
+            self._pending += notice.encode()
+            self._dropped = 0
         self.is_line_open = not data.endswith(b"\n")
         self._pending += data
-        if len(self._pending) > _BACKLOG_BYTES:
-            self._drain(limit_s=0.1)  # slows the ranks down, and the agent still hears others
         if self.fd not in self._selector.get_map():
             try:
                 self._selector.register(self.fd, selectors.EVENT_WRITE, self._write_some)

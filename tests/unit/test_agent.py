@@ -284,6 +284,31 @@ def test_a_reader_that_is_slow_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_reader_that_is_stuck_costs_a_fixed_buffer(tmp_path: Path) -> None:
+    """The run goes on, whatever it prints, and says at the end how much was not shown."""
+    script = tmp_path / "lots.py"
+    script.write_text("import os\nfor _ in range(600): os.write(1, b'x' * 100_000)\nprint('end')\n")
+    run = Run(["--nproc-per-node", "1", str(script)])
+    while len(run.seen) < 3:  # guardian, agent, rank
+        run.look()
+    agent = run.agent_pid()
+    before = peak_kib(agent)
+    while run.rank_pids():  # nobody reads until the rank has ended
+        after = peak_kib(agent)
+        time.sleep(0.01)
+    assert after - before < 60_000
+    assert run.finish() == ""
+    assert run.process.returncode == 0
+    assert len(run.output) < 40_000_000
+
+
+def peak_kib(pid: int) -> int:
+    """The most memory that a process has used."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+)", status)[1])  # type: ignore[index]
+
+
+@pytest.mark.slow
 def test_lines_written_in_pieces_are_whole_in_the_log(tmp_path: Path) -> None:
     script = tmp_path / "torn.py"
     script.write_text(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from agents import AGENT, PROGRAM, Run, kill_what_is_left
 
 from launcher.agent.agent_link import BEAT_S
+from launcher.agent.guardian import AgentNote, _report_death
 from launcher.failure_block import End
 from launcher.fanout.protocol import ANSWERS
 
@@ -147,3 +149,15 @@ def test_a_run_within_the_run_has_a_stdin_of_its_own(launch: Launch, tmp_path: P
     assert end.code == 0, err
     assert "inner read own\n" in launcher.run.output
     assert "1 1\n" in launcher.run.output  # its code; it printed its own failure block
+
+
+@pytest.mark.parametrize("is_out_of_memory", [True, False])
+def test_the_kernels_kill_of_an_agent_is_told_from_a_foreign_one(
+    is_out_of_memory: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note = AgentNote("r", 1, time.time(), 2)
+    _report_death(137, note, None, left=0, is_asked=False, is_out_of_memory=is_out_of_memory)
+    err = capsys.readouterr().err
+    fault = "out-of-memory" if is_out_of_memory else "agent-killed"
+    assert err.startswith("FAILED   node agent 1 (") and f"[{fault}]" in err
+    assert ("by the kernel" in err) == is_out_of_memory
