@@ -13,6 +13,12 @@ and after train.max_seconds, it saves and exits with code 75.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+if getattr(sys.flags, "safe_path", False):  # PYTHONSAFEPATH leaves this folder out
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 from training.arguments import refuse, refuse_together, start
 
 if __name__ == "__main__":
@@ -25,7 +31,6 @@ import logging
 import math
 import os
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch

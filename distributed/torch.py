@@ -35,7 +35,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from . import network
-from .environment import Environment, LauncherError, detect
+from .environment import Environment, LauncherError, check_run_id, detect
 from .errors import with_fault
 from .heartbeat import beat as beat
 from .strategy import check_strategy
@@ -146,19 +146,20 @@ def _meet(store: Store, env: Environment, timeout_s: float, backend: str) -> str
             store.wait(["gate"], timedelta(seconds=timeout_s))
         except dist.DistStoreError:
             store.set("gate", json.dumps(["node-missing", _absent(store, env, timeout_s)]))
-        gate = json.loads(store.get("gate"))
+        told = store.get("gate")
     except dist.DistNetworkError as error:
         cause = f"lost the store at {env.master_addr}:{env.master_port} while ranks were joining"
         cause = f"{cause}; rank 0's message says why"
         raise with_fault(ConnectionError, "node-missing", cause) from error
-    match gate:
-        case [str(run_id)]:
-            return run_id
-        case ["node-missing", text]:
-            raise with_fault(TimeoutError, "node-missing", text)
-        case [fault, text]:
-            raise LauncherError(text, fault)
-    raise ConnectionError(f"{gate!r:.80} at the store is not from a rank of this run")
+    with contextlib.suppress(RecursionError, json.JSONDecodeError, UnicodeDecodeError):
+        match json.loads(told):
+            case [str(run_id)]:  # the store has no password: an agent's ranks know their run id
+                return env.run_id if env.agent_store else check_run_id(run_id)
+            case ["node-missing", str(text)]:
+                raise with_fault(TimeoutError, "node-missing", text)
+            case [str(fault), str(text)]:
+                raise LauncherError(text, fault)
+    raise ConnectionError(f"{told!r:.80} at the store is not from a rank of this run")
 
 
 def _check_in(store: Store, env: Environment, backend: str) -> tuple[str, str] | None:

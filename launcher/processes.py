@@ -36,13 +36,6 @@ def anonymous_file(name: str) -> int:
         return os.dup(file.fileno())
 
 
-def open_closed_streams() -> None:
-    """Open /dev/null as stdin, stdout or stderr where the caller has closed it."""
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(fd)
-
-
 def adopt_orphans() -> None:
     """Make this process the new parent of every descendant whose own parent dies."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -25,7 +25,7 @@ from launcher.plan.make_plan import make_plan
 from launcher.plan.plan import Plan, PlanError
 from launcher.plan.typed import parse
 from launcher.record import detach, run_json, runs
-from launcher.text import short_host_name
+from launcher.text import mend_streams, short_host_name
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class ConfigFacts:
 
 def main(arguments: Sequence[str]) -> int:
     """Start a run; returns its exit code."""
+    mend_streams()
     typed = parse(arguments)
     if typed.fanout in ("status", "stop"):
         return runs.main(typed)

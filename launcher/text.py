@@ -1,11 +1,38 @@
-"""Small pieces of what a user reads: a row of the plan, a number with its noun, a host's name."""
+"""Small pieces of what a user reads: a row of the plan, a number with its noun, a host's name.
+
+And the streams that it goes to.
+"""
 
 from __future__ import annotations
 
+import io
 import os
 import socket
 import sys
-from typing import TextIO
+from typing import Any, TextIO
+
+
+class _Stream(io.FileIO):
+    """stdout or stderr, which takes everything: a full disk or a reader that left ends no run."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def mend_streams() -> None:
+    """Make stdin, stdout and stderr work where the caller has closed them, or they are full."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        old = getattr(sys, name)  # None: was closed
+        encoding, errors = (old.encoding, old.errors) if old else ("utf-8", "replace")
+        raw = _Stream(number, "wb", closefd=False)
+        new = io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors, line_buffering=True)
+        setattr(sys, name, new)
 
 
 def print_row(label: str, text: str, out: TextIO | None = None) -> None:

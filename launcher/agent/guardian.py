@@ -30,6 +30,7 @@ from launcher.agent.control import Control, report_end, take_control
 from launcher.failure import Failure, count_memory_kills, explain, signal_name
 from launcher.failure_block import End, RunSummary
 from launcher.record import run_json
+from launcher.text import mend_streams
 
 LONGEST_WAIT_S = 3600.0  # of one wait; sigtimedwait takes no infinity
 ORPHANS_S = 1.0  # after the guardian's end, for the agent to end the run
@@ -69,7 +70,7 @@ def _close(fd: int | None) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the agent below a guardian; returns the exit code. A rank leaves by SystemExit."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    processes.open_closed_streams()
+    mend_streams()
     recorded = os.environ.pop("RUN_RECORD", "")  # the run folder where this process is noted
     control = take_control()
     janitors = start_janitor() if os.environ.pop("LAUNCH_JANITOR", "") else (None, None)

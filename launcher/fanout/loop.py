@@ -22,7 +22,6 @@ from functools import partial
 from typing import IO, TextIO, cast
 
 from distributed.stop_signals import STOP_SIGNALS, handled_signals
-from launcher.processes import open_closed_streams
 
 BACKLOG_BYTES = 1 << 20  # that a slow terminal has not taken yet; more lines are dropped
 LONGEST_LINE = 1 << 20  # bytes; a longer one arrives in parts
@@ -33,7 +32,6 @@ class Loop:
     """Waits for children, signals and time together. Make it in the main thread, once."""
 
     def __init__(self, most_children: int) -> None:
-        open_closed_streams()
         allow_files(8 * most_children + 64)
         self.selector = selectors.DefaultSelector()
         self.children: list[Child] = []
