@@ -25,7 +25,7 @@ LAUNCH = str(ROOT / "scripts/ssh/launch_singlenode.sh")
         "{} >/dev/full",
         "{} >/dev/full 2>/dev/full",
         "env -u HOME {}",
-        "HOME=/nonexistent LC_ALL=C PYTHONUTF8=0 {}",
+        "HOME=/nonexistent LC_ALL=C {}",
         "env -i PATH=/usr/bin:/bin PYTHON=$PYTHON TRAIN_SCRIPT=$TRAIN_SCRIPT {}",
     ],
 )
