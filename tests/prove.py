@@ -4,6 +4,9 @@ One dies, all stop: kills a rank, the node agent, or the launcher, with idle and
 TIMES times each (default 20) at random moments; how many processes were left, whether the right one
 was named with the right code, and how long the rest lived.
 
+Nobody gets in, nothing stops the clean-up: attacks on ports, checkpoints and processes
+(tests/unit/attacks.py).
+
 Nothing is lost: kills all ranks at 10 x TIMES random points of saving, and stops runs 1, 5 and
 TIMES times; whether the weights and the metrics are those of a run that nobody touched.
 
@@ -30,6 +33,7 @@ from pathlib import Path
 
 import figures
 from agents import PROGRAM, Run
+from attacks import prove_attacks
 from conftest import isolate
 from recovery import FAULT_POINTS, STOPS, Job
 from table import describe_machine, render
@@ -55,7 +59,7 @@ def main() -> None:
     times = int(sys.argv[1]) if len(sys.argv) > 1 else 20
     text = f"# Proofs\n\n{describe_machine('make prove')}\n"
     is_kept = True
-    for prove in (prove_one_dies, prove_kills, prove_stops, prove_cluster):
+    for prove in (prove_one_dies, prove_attacks, prove_kills, prove_stops, prove_cluster):
         section, is_section_kept = prove(times)
         text += f"\n## {section}\n"
         is_kept &= is_section_kept
