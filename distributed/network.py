@@ -1,4 +1,4 @@
-"""The network settings of gloo and NCCL, for ranks on several nodes (no torch).
+"""The network settings of gloo and NCCL (no torch). On one machine they stay on loopback.
 
 The interface that leads to the master is right more often than gloo's choice (the address of the
 host's own name, on many machines 127.0.1.1) or NCCL's (by name). It never overrides what the user
@@ -24,8 +24,10 @@ PROFILES = {  # of NCCL_PROFILE; docs.nvidia.com/deeplearning/nccl/user-guide/do
 _SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
-def choose_variables(master_addr: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables to add for ranks on several nodes; none for NCCL_PROFILE=none.
+def choose_variables(
+    master_addr: str, num_nodes: int, environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return the variables to add for ranks; none for NCCL_PROFILE=none.
 
     Raises ValueError for an unknown NCCL_PROFILE.
     """
@@ -33,9 +35,10 @@ def choose_variables(master_addr: str, environ: Mapping[str, str] = os.environ) 
     if profile not in PROFILES:
         known = ", ".join(name for name in PROFILES if name)
         raise ValueError(f"NCCL_PROFILE is {profile!r}; it can be {known}")
-    chosen = dict(PROFILES[profile])
-    name = None if profile == "none" else interface_to(master_addr)
-    if name not in (None, "lo"):
+    is_alone = num_nodes == 1
+    chosen = {} if is_alone else dict(PROFILES[profile])
+    name = None if profile == "none" else interface_to("127.0.0.1" if is_alone else master_addr)
+    if name is not None and (is_alone or name != "lo"):
         chosen |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
     return {variable: value for variable, value in chosen.items() if variable not in environ}
 

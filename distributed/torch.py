@@ -80,8 +80,7 @@ def init_distributed(
         torch.cuda.set_device(env.local_rank % torch.cuda.device_count())
     if env.world_size == 1:
         return env
-    if env.num_nodes > 1:
-        os.environ.update(network.choose_variables(env.master_addr))
+    os.environ.update(network.choose_variables(env.master_addr, env.num_nodes))
     # The prefix, because torchrun's store survives a restart.
     store = PrefixStore(f"launch/{env.restart_count}", _open_store(env, join_timeout_s))
     run_id = _meet(store, env, join_timeout_s, backend)

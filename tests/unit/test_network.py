@@ -28,20 +28,30 @@ def test_interface_to_an_address() -> None:
 def test_the_interface_to_the_master_is_named() -> None:
     name = default_interface()
     both = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
-    assert choose_variables(ELSEWHERE, {}) == both
-    assert choose_variables("127.0.0.1", {}) == {}  # all nodes on one machine
+    assert choose_variables(ELSEWHERE, 2, {}) == both
+    assert choose_variables("127.0.0.1", 2, {}) == {}  # all nodes on one machine
 
 
 def test_what_the_user_has_set_is_not_overridden() -> None:
     theirs = {"GLOO_SOCKET_IFNAME": "x0", "NCCL_SOCKET_IFNAME": "^docker", "NCCL_NET": "Socket"}
-    assert choose_variables(ELSEWHERE, {**theirs, "NCCL_PROFILE": "infiniband"}) == {}
+    assert choose_variables(ELSEWHERE, 2, {**theirs, "NCCL_PROFILE": "infiniband"}) == {}
 
 
 def test_profiles() -> None:
-    assert choose_variables(ELSEWHERE, {"NCCL_PROFILE": "none"}) == {}
-    chosen = choose_variables(ELSEWHERE, {"NCCL_PROFILE": "infiniband"})
+    assert choose_variables(ELSEWHERE, 2, {"NCCL_PROFILE": "none"}) == {}
+    chosen = choose_variables(ELSEWHERE, 2, {"NCCL_PROFILE": "infiniband"})
     assert chosen.pop("NCCL_NET") == "IB"
-    assert chosen == choose_variables(ELSEWHERE, {})
-    assert choose_variables("127.0.0.1", {"NCCL_PROFILE": "ethernet"}) == {"NCCL_IB_DISABLE": "1"}
+    assert chosen == choose_variables(ELSEWHERE, 2, {})
+    assert choose_variables("127.0.0.1", 2, {"NCCL_PROFILE": "ethernet"}) == {
+        "NCCL_IB_DISABLE": "1"
+    }
     with pytest.raises(ValueError, match="'fast'; it can be infiniband, ethernet, none"):
-        choose_variables(ELSEWHERE, {"NCCL_PROFILE": "fast"})
+        choose_variables(ELSEWHERE, 2, {"NCCL_PROFILE": "fast"})
+
+
+def test_one_machine_stays_on_loopback() -> None:
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    assert choose_variables(ELSEWHERE, 1, {}) == loopback
+    assert choose_variables(ELSEWHERE, 1, {"NCCL_PROFILE": "infiniband"}) == loopback
+    assert choose_variables(ELSEWHERE, 1, {"NCCL_PROFILE": "none"}) == {}
+    assert choose_variables(ELSEWHERE, 1, {**loopback, "GLOO_SOCKET_IFNAME": "x0"}) == {}
