@@ -19,7 +19,6 @@ _RUN_ID = re.compile(r"[A-Za-z0-9_][\w\]\[.-]{0,127}", re.ASCII)
 _TAKEN_RUN_ID = re.compile(r"latest|tensorboard|distributed_training|node_[0-9]+\.log")
 _MOST_TASKS = 10**6
 DEFAULT_LOG_DIR = "logs"
-DEFAULT_GRACE_S = 30  # for the ranks to save when they are stopped
 INTERACTIVE_STEP = "4294967290"  # SLURM_STEP_ID in the shell that salloc opens on a node
 _SQUEUE_S = 10  # limit for an answer of SLURM's controller
 

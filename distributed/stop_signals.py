@@ -1,4 +1,4 @@
-"""Which signals ask a run to stop, and when a second Ctrl-C counts (no torch)."""
+"""Which signals ask a run to stop, how long it may then save, a second Ctrl-C (no torch)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 
 NOTICE = signal.SIGUSR1  # schedulers send it minutes before they end a job
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, NOTICE)
+DEFAULT_GRACE_S = 30  # for the ranks to save when they are stopped
 SECOND_INTERRUPT_S = 0.3  # schedulers and terminals may send one SIGINT twice
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from distributed.environment import LauncherError, job_id
 from distributed.errors import BAD_INPUT, REFUSED, Refused
 from distributed.hostlist import HostlistError
-from launcher import messages
+from launcher import typed_json
 from launcher.plan.make_plan import make_plan
 from launcher.plan.plan import Plan, PlanError
 from launcher.plan.typed import parse
@@ -113,7 +113,7 @@ def check_config(plan: Plan) -> Plan:
         words = (result.stderr or result.stdout).strip().splitlines() or ["no word"]
         cause = f"{plan.python} cannot run train.py ({words[-1]})"
         raise Refused("env-missing", f"{cause}; run make setup, or set PYTHON")
-    facts = messages.parse(ConfigFacts, result.stdout)
+    facts = typed_json.parse(ConfigFacts, result.stdout)
     return replace(
         plan,
         backend=plan.backend if plan.backend != "auto" else facts.backend,

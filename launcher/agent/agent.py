@@ -27,8 +27,8 @@ from torch.distributed.elastic.utils.api import macros
 from distributed import network
 from distributed.environment import new_run_id
 from distributed.errors import BAD_INPUT, REFUSED, Refused
-from launcher import messages
-from launcher.agent import agent_link, checkin, rank
+from launcher import typed_json
+from launcher.agent import checkin, protocol, rank
 from launcher.agent.attempt import Attempt
 from launcher.agent.control import report_end
 from launcher.agent.guardian import AgentNote, GuardianLink
@@ -39,7 +39,7 @@ from launcher.agent.torchrun_arguments import Arguments, parse
 from launcher.agent.verdict import Verdict
 from launcher.failure import Failure
 from launcher.failure_block import End, RunSummary
-from launcher.preflight import identity
+from launcher.preflight import must_match
 from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder
 
 VERDICT_S = 1.5  # after a failure that no restart follows: for the other nodes' ends
@@ -82,14 +82,14 @@ def check_in(args: Arguments, *, is_terminal_shared: bool) -> checkin.Meeting:
     if args.num_nodes > 1:
         words = [args.program.name, *args.program.arguments]
         files = {"the list of arguments": shlex.join(words[1:])}
-        files |= identity.hash_files(words, Path())
+        files |= must_match.hash_files(words, Path())
         if chosen and args.node_rank == 0:
             say(f"sets {' '.join(f'{name}={value}' for name, value in chosen.items())}")
         if not args.access.secret and args.node_rank == 0:
             who = "a process on any of HOSTS" if args.access.addresses else "anyone who reaches it"
             where = f"port {args.master_port} of {args.master_addr}"
             say(f"warning: {who} can join this run at {where}; set RUN_SECRET [stranger]")
-    me = identity.NodeReport(
+    me = must_match.NodeReport(
         node_rank=args.node_rank,
         num_nodes=args.num_nodes,
         nproc=args.nproc,
@@ -141,7 +141,7 @@ class NodeAgent:
         self.error_files = self.folder.failures if self.folder else Path(tempfile.mkdtemp())
         folder = str(self.folder.path) if self.folder and self.record else ""
         note = AgentNote(run_id, args.node_rank, self.started, args.nproc, folder)
-        guardian.socket.sendall(messages.encode(note).encode())
+        guardian.socket.sendall(typed_json.encode(note).encode())
 
     def _open_record(self, arguments: list[str]) -> LiveRecord | None:
         """Make the run's folder; on node rank 0 start run.json."""
@@ -187,7 +187,7 @@ class NodeAgent:
             guardian=self.guardian.socket,
             signals=signals,
             grace_s=self.args.grace_s,
-            verdict_s=VERDICT_S if is_last else agent_link.SILENCE_S,
+            verdict_s=VERDICT_S if is_last else protocol.SILENCE_S,
             record=self.record,
         )
         verdict = attempt.watch(self.terminals)
@@ -331,7 +331,7 @@ class NodeAgent:
 
 def _versions() -> dict[str, str]:
     """Return what must be the same on every node."""
-    versions = identity.versions()
+    versions = must_match.versions()
     if torch.distributed.is_nccl_available():
         nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         versions["nccl"] = ".".join(map(str, nccl))

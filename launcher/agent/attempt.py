@@ -20,7 +20,10 @@ from typing import Any
 from distributed.stop_signals import NOTICE, STOP_SIGNALS, Interrupts, handled_signals
 from launcher import processes
 from launcher.agent import verdict
-from launcher.agent.agent_link import (
+from launcher.agent.checkin import Meeting
+from launcher.agent.node_ranks import NodeRanks, Rank
+from launcher.agent.output import Stream, Terminal
+from launcher.agent.protocol import (
     BEAT_S,
     SILENCE_S,
     EndRanks,
@@ -29,9 +32,6 @@ from launcher.agent.agent_link import (
     Peer,
     StopRequest,
 )
-from launcher.agent.checkin import Meeting
-from launcher.agent.node_ranks import NodeRanks, Rank
-from launcher.agent.output import Stream, Terminal
 from launcher.agent.stuck import RankState, find_straggler
 from launcher.agent.verdict import Facts, NodeEnd, Verdict
 from launcher.failure import Failure

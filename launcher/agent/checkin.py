@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from distributed.errors import Refused
-from launcher.agent.agent_link import SILENCE_S, Assignment, Peer, Refusal
 from launcher.agent.output import say
+from launcher.agent.protocol import SILENCE_S, Assignment, Peer, Refusal
 from launcher.handshake import (
     WAIT_S,
     Access,
@@ -21,7 +21,7 @@ from launcher.handshake import (
     introduce,
     open_port,
 )
-from launcher.preflight.identity import NodeReport, mismatches
+from launcher.preflight.must_match import NodeReport, mismatches
 
 TELL_S = 3.0  # a wait that takes longer says what it waits for
 SKEW_S = 5.0  # a larger difference between clocks is reported

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from distributed.stop_signals import STOP_SIGNALS
 from launcher.failure_block import End, print_end
-from launcher.messages import Kinds
+from launcher.typed_json import Kinds
 
 MESSAGES = Kinds(end=End)  # to the launcher; fanout/protocol.py reads it
 SILENCE_S = 10.0  # without a beat for so long, the launcher is gone

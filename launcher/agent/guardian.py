@@ -23,9 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from distributed.environment import DEFAULT_GRACE_S
-from distributed.stop_signals import NOTICE, STOP_SIGNALS, handled_signals
-from launcher import messages, processes
+from distributed.stop_signals import DEFAULT_GRACE_S, NOTICE, STOP_SIGNALS, handled_signals
+from launcher import processes, typed_json
 from launcher.agent.control import Control, report_end, take_control
 from launcher.failure import Failure, count_memory_kills, explain, signal_name
 from launcher.failure_block import End, RunSummary
@@ -223,6 +222,6 @@ def _report_death(
 def _read_note(notes: socket.socket) -> AgentNote:
     notes.setblocking(False)
     try:
-        return messages.parse(AgentNote, notes.recv(65536))
+        return typed_json.parse(AgentNote, notes.recv(65536))
     except (OSError, ValueError):  # the agent ended before the run had begun
         return AgentNote(os.environ.get("RUN_ID", ""), 0, time.time(), 0)

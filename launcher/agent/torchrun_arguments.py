@@ -11,7 +11,8 @@ from pathlib import Path
 import torch.distributed.run as torchrun
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
-from distributed.environment import DEFAULT_GRACE_S, slurm_node
+from distributed.environment import slurm_node
+from distributed.stop_signals import DEFAULT_GRACE_S
 from launcher import handshake
 from launcher.agent.rank import Program
 from launcher.handshake import Access

@@ -26,8 +26,8 @@ from distributed.errors import CANNOT_START
 from launcher import processes
 from launcher.fanout import protocol
 from launcher.fanout.protocol import Cut, Exit, Ready, Start, Sweep
-from launcher.messages import encode, parse
 from launcher.preflight.check_node import Request, check_node
+from launcher.typed_json import encode, parse
 
 SILENCE_S = 10.0  # without a beat for so long, the launcher is gone
 SWEEP_S = 2.0  # for what is left of a run to end by itself

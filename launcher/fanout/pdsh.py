@@ -1,8 +1,8 @@
 """Fan-out through pdsh, which starts the agents and does nothing else.
 
 pdsh passes on no stdin, and its command shows in the list of processes. So the launcher's own ssh
-connections carry all the rest: on each, node.py waits for pdsh's process, and hands it the command
-and the streams.
+connections carry all the rest: on each, far_side.py waits for pdsh's process, and hands it the
+command and the streams.
 """
 
 from __future__ import annotations

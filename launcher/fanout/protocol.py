@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher.failure_block import End
-from launcher.messages import Kinds, MessageError
 from launcher.preflight.check_node import Report, Request
+from launcher.typed_json import Kinds, MessageError
 
 
 @dataclass(frozen=True)

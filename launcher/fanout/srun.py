@@ -18,11 +18,11 @@ from distributed.environment import job_id, tasks_per_node
 from distributed.errors import REFUSED, STOPPED, Refused
 from distributed.stop_signals import NOTICE, STOP_SIGNALS, Interrupts, handled_signals
 from launcher import handshake, processes
-from launcher.messages import encode
 from launcher.plan.plan import Plan, PlanError, print_plan, shell_line
 from launcher.preflight import compare
 from launcher.preflight.check_node import Report, read_reports
 from launcher.text import count
+from launcher.typed_json import encode
 
 PREFLIGHT_S = 300.0  # for all nodes to answer; other steps of the job may have to end first
 SQUEUE_S = 10.0  # for an answer of SLURM's controller

@@ -1,7 +1,7 @@
 """Fan-out over ssh: check every node, start its agent, pass on signals, wait for the end of all.
 
 One connection to each node carries everything (connection.py): requests and the control stream one
-way, messages and output the other. node.py is at the far end.
+way, messages and output the other. far_side.py is at the far end.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from distributed.environment import (
-    DEFAULT_GRACE_S,
     DEFAULT_LOG_DIR,
     check_run_id,
     in_slurm_step,
@@ -22,6 +21,7 @@ from distributed.environment import (
     new_run_id,
 )
 from distributed.network import PROFILES
+from distributed.stop_signals import DEFAULT_GRACE_S
 from launcher.fanout import job_command
 from launcher.handshake import read_access
 from launcher.plan import hosts, pbs, slurm

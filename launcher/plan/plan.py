@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from distributed.environment import DEFAULT_GRACE_S
+from distributed.stop_signals import DEFAULT_GRACE_S
 from launcher.preflight.check_node import Report, Request
 from launcher.preflight.compare import Outcome
 from launcher.text import count, print_row

@@ -20,11 +20,11 @@ from pathlib import Path
 
 from distributed.environment import port_from_id
 from launcher.handshake import open_port, read_access
-from launcher.messages import decode, encode, parse
-from launcher.preflight import identity, meeting
+from launcher.preflight import meeting, must_match
 from launcher.preflight.checks import CHECKS, Fault, Machine
 from launcher.preflight.gpus import GpuError, visible_gpus
 from launcher.text import short_host_name
+from launcher.typed_json import decode, encode, parse
 
 PIECE = 900  # characters; srun mixes the nodes' lines where they are longer than 1024
 
@@ -50,7 +50,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Report(identity.NodeReport):
+class Report(must_match.NodeReport):
     """What a node found out about itself."""
 
     port: int = 0
@@ -73,7 +73,7 @@ def check_node(request: Request, environ: Mapping[str, str] = os.environ) -> Rep
     machine = _look_at_machine(request, environ, port, port_error)
     faults = [fault for check in CHECKS for fault in check(machine)] if request.has_checks else []
     is_compared = request.has_checks and not is_alone
-    files = identity.hash_files(request.words, request.directory) if is_compared else {}
+    files = must_match.hash_files(request.words, request.directory) if is_compared else {}
     if is_compared and machine.script is not None:
         files.setdefault(machine.script.name, "")
     if visit.ident is not None:  # it was started
@@ -84,7 +84,7 @@ def check_node(request: Request, environ: Mapping[str, str] = os.environ) -> Rep
         nproc=machine.nproc,
         host=short_host_name(),
         run_id=request.run_id,
-        versions=identity.versions() if is_compared else {},
+        versions=must_match.versions() if is_compared else {},
         files=files,
         port=port,
         gpus=len(machine.gpus),

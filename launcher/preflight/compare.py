@@ -8,7 +8,7 @@ from typing import TextIO
 
 from launcher.preflight.check_node import Report
 from launcher.preflight.checks import CHECKS, Fault
-from launcher.preflight.identity import mismatches
+from launcher.preflight.must_match import mismatches
 
 COMPARED = 6  # versions, files, the master's port, any other port, clocks, a shared folder
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from launcher.agent.checkin import SKEW_S
 from launcher.handshake import Access, Entrance, NoEntrance, WrongSecret, introduce, open_port
-from launcher.messages import encode, parse
 from launcher.preflight.checks import Fault, existing
+from launcher.typed_json import encode, parse
 
 ANSWER_S = 3.0  # a connection that nothing answers for so long is dropped
 MOST_BYTES = 10_000  # of a greeting

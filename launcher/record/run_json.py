@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from distributed.environment import DEFAULT_GRACE_S
 from distributed.errors import Refused
 from distributed.lock import RunLock, is_locked, locked_by, update_link
-from launcher.messages import decode
+from distributed.stop_signals import DEFAULT_GRACE_S
 from launcher.processes import start_ticks
+from launcher.typed_json import decode
 
 PROGRESS_S = 5.0  # between two updates of a run's step
 _LOCK_S = 2.0  # the longest wait for another writer

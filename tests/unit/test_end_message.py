@@ -12,7 +12,7 @@ from launcher.agent.control import MESSAGES
 from launcher.failure import Failure
 from launcher.failure_block import End, RunSummary, print_end
 from launcher.fanout.protocol import ANSWERS
-from launcher.messages import MessageError, decode
+from launcher.typed_json import MessageError, decode
 
 FAILURE = Failure(
     fault="rank-error",

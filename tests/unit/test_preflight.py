@@ -15,9 +15,9 @@ import pytest
 from ports import free_port
 from test_compare import BLOCKED, make_report
 
-from launcher.messages import MessageError, encode
 from launcher.preflight.check_node import Report, Request, check_node, read_reports, write_report
 from launcher.preflight.compare import Finding, Outcome, judge
+from launcher.typed_json import MessageError, encode
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -134,6 +134,6 @@ def test_what_is_no_report_is_refused() -> None:
 
 
 def test_no_torch_is_imported() -> None:
-    code = "import sys, launcher.preflight.check_node as it; it.identity.versions()"
+    code = "import sys, launcher.preflight.check_node as it; it.must_match.versions()"
     code += "; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -12,9 +12,9 @@ from captured import captured
 
 from distributed.errors import Refused
 from launcher.fanout import srun
-from launcher.messages import encode
 from launcher.plan.plan import Plan, PlanError
 from launcher.preflight.check_node import Report, write_report
+from launcher.typed_json import encode
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from distributed.environment import check_run_id
 from launcher.agent.stuck import RankState
 from launcher.agent.verdict import NodeEnd, Verdict
 from launcher.failure import Failure
-from launcher.messages import Kinds, MessageError
-from launcher.preflight.identity import NodeReport
+from launcher.preflight.must_match import NodeReport
+from launcher.typed_json import Kinds, MessageError
 
 BEAT_S = 2.0
 SILENCE_S = 10.0  # without a beat for so long, a node is lost

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from launcher.messages import MessageError, decode, encode
+from launcher.typed_json import MessageError, decode, encode
 
 
 @dataclass(frozen=True)

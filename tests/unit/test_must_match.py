@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_what_is_the_same_is_told_without_torch() -> None:
-    code = "import json; from launcher.preflight.identity import versions"
+    code = "import json; from launcher.preflight.must_match import versions"
     code += "; print(json.dumps(versions()))"
     ours = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     code = "import torch; print(torch.__version__)"
@@ -23,8 +23,8 @@ def test_what_is_the_same_is_told_without_torch() -> None:
 def test_this_project_is_hashed_too(tmp_path: Path) -> None:
     for name in ("launcher", "distributed", "training"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.pyc"))
-    code = "from pathlib import Path; from launcher.preflight import identity"
-    code += "; print(identity.hash_files([], Path())['this project'])"
+    code = "from pathlib import Path; from launcher.preflight import must_match"
+    code += "; print(must_match.hash_files([], Path())['this project'])"
 
     def hash_of(folder: Path) -> str:
         return subprocess.check_output([sys.executable, "-c", code], cwd=folder, text=True)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from launcher.agent.agent_link import (
+from launcher.agent.protocol import (
     MESSAGES,
     Assignment,
     EndRanks,
@@ -20,7 +20,7 @@ from launcher.agent.agent_link import (
 from launcher.agent.stuck import RankState
 from launcher.agent.verdict import NodeEnd, Verdict
 from launcher.failure import Failure
-from launcher.preflight.identity import NodeReport
+from launcher.preflight.must_match import NodeReport
 
 FAILURE = Failure(
     "rank-error", "ValueError: ü\n", 1, "node2", 1, 5.5, 3, 1, ["a.py:1 in f"], stacks=[]
