@@ -41,6 +41,10 @@ class NodeEnd:
     finished: Sequence[int] = ()  # ranks that left with exit code 0
     stop_codes: Sequence[int] = ()  # exit codes of the ranks that stopped on request
 
+    def __post_init__(self) -> None:
+        if not all(0 < code <= 255 for code in self.stop_codes):
+            raise ValueError(f"{self.stop_codes}: no exit codes")
+
 
 @dataclass
 class Facts:

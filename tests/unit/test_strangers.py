@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from ports import free_port
 from strangers import attack, keep_silent
 
 from launcher import handshake
+from launcher.agent.agent import _versions
+from launcher.agent.protocol import MESSAGES
+from launcher.preflight import must_match
 
 pytestmark = pytest.mark.slow
 
@@ -61,3 +65,46 @@ def attack_a_run(folder: Path, *, times: int, silent: int) -> None:
             connection.close()
     finally:
         kill_what_is_left(runs)
+
+
+STOLEN = [
+    b'{"failure":{"fault":"x","cause":"\\u001b[2J","code":0,"host":"h","node_rank":7,"time":0}}',
+    b'{"failure":{"fault":"x","cause":"\\u001b[2J","code":9,"host":"h","node_rank":7,"time":0}}',
+    b'{"done":{"lost_peer":[99],"stopped":[-1],"finished":[1000000],"stop_codes":[75,300]}}',
+    b'{"beat":{"straggler":{"rank":99,"progress":[1,2],"is_stuck":true,"is_stopped":false}}}',
+    b'{"verdict":{"code":0}}\n{"end":{"stuck":1}}',
+    b'{"signal":{"signum":9}}\n{"signal":{"signum":64}}',
+    b'{"start":{"run_id":"../../x","first_rank":0,"world_size":2,"hosts":[]}}',
+    b"[" * 100_000,
+    b"\xff" * 2_000_000,
+]
+
+
+@pytest.mark.parametrize("message", STOLEN, ids=lambda message: message[:12].decode("latin1"))
+def test_a_stolen_node_can_only_end_the_run(tmp_path: Path, message: bytes) -> None:
+    """A node that knows the secret, and says what none should: no traceback, and no code 0."""
+    script = tmp_path / "program.py"
+    script.write_text("import time\ntime.sleep(600)\n")
+    port, secret = free_port(), handshake.new_secret()
+    world = ["--nnodes", "2", "--nproc-per-node", "1", "--master-port", str(port)]
+    run = Run([*world, "--master-addr", "127.0.0.1", str(script)], RUN_SECRET=secret)
+    try:
+        with keep_silent(port, 1)[0] as stolen:
+            handshake.introduce(stolen, secret.encode())
+            stolen.sendall(hello(script))
+            assert b'"start"' in stolen.recv(65536)
+            stolen.sendall(message + b"\n")
+            time.sleep(0.5)  # by then it has been read; the connection's end ends the run
+        err = run.finish(within_s=30)
+        run.assert_gone()
+        assert "FAILED   " in err and "Traceback" not in err and "\x1b" not in err
+        assert run.process.returncode not in (0, 1)
+    finally:
+        kill_what_is_left([run])
+
+
+def hello(script: Path) -> bytes:
+    """What a node says first, with the versions and hashes that node 0 expects."""
+    files = {"the list of arguments": "", **must_match.hash_files([str(script)], Path())}
+    report = must_match.NodeReport(1, 2, 1, "stolen", "", _versions(), files)
+    return f"{MESSAGES.write(report)}\n".encode()
