@@ -127,6 +127,7 @@ class Run:
         with refuse_together(environment):
             keep_last = settings.checkpoint.keep_last
             self.saver = checkpoint.Saver(self.folder, keep_last=keep_last, enabled=is_main)
+        with refuse_together(environment):  # the ranks load together, or not at all
             is_restart = environment.restart_count > 0
             saved = resume.find_checkpoint(settings.resume, self.folder, is_restart=is_restart)
             batch_size = resume.choose_batch_size(settings.train, world_size, saved)

@@ -142,10 +142,7 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def read_newest(folder: Path) -> tuple[dict[str, bytes], str]:
-    """Return the files of a checkpoint, or of a run's newest intact one; {} if there is none.
-
-    And what is damaged, if therefore there is none.
-    """
+    """Return the files of a run's newest intact checkpoint, {} without; and the damage, if any."""
     damage = []
     for candidate in candidates(folder):
         try:

@@ -53,6 +53,7 @@ class Environment:
     master_port: int
     # The same under every launcher; detect() adds them.
     run_id: str = ""
+    is_named: bool = False  # the run id is given, not this process's own invention
     log_dir: Path = Path(DEFAULT_LOG_DIR)
     restart_count: int = 0
     agent_store: bool = False  # the node agent serves the store on the master's port
@@ -250,6 +251,7 @@ def detect(
     return replace(
         read(v),
         run_id=_run_id(v),
+        is_named=bool(v["RUN_ID"]),
         log_dir=Path(v["LOG_DIR"] or DEFAULT_LOG_DIR),
         restart_count=sum(v.number(name, 0, default="0") for name in RESTART_COUNTS),
         agent_store=v["TORCHELASTIC_USE_AGENT_STORE"] == "True",

@@ -123,10 +123,7 @@ def name_file(fd: int) -> str:
 
 
 def _find_file(name: str) -> int | None:
-    """Return the descriptor of the named file; None where this process did not inherit it.
-
-    A subprocess of a rank has the variable, and may have another file behind the descriptor.
-    """
+    """Return the named file's descriptor; None in a rank's subprocess, which may have another."""
     fd = name.partition(":")[0]
     with contextlib.suppress(OSError):
         if fd.isdecimal() and name_file(int(fd)) == name:

@@ -153,7 +153,7 @@ def _meet(store: Store, env: Environment, timeout_s: float, backend: str) -> str
     with contextlib.suppress(RecursionError, json.JSONDecodeError, UnicodeDecodeError):
         match json.loads(told):
             case [str(run_id)]:  # the store has no password: an agent's ranks know their run id
-                return env.run_id if env.agent_store else check_run_id(run_id)
+                return env.run_id if env.agent_store and env.is_named else check_run_id(run_id)
             case ["node-missing", str(text)]:
                 raise with_fault(TimeoutError, "node-missing", text)
             case [str(fault), str(text)]:

@@ -59,7 +59,7 @@ def read_access(environ: Mapping[str, str]) -> Access:
         ValueError: one of them cannot be used; one line with cause and cure.
     """
     secret = environ.get("RUN_SECRET", "")
-    if secret.startswith("/"):
+    if "/" in secret:
         secret = _read_private(Path(secret))
     if secret and len(secret) < LEAST_SECRET:
         cause = f"RUN_SECRET has {len(secret)} characters"
@@ -70,14 +70,16 @@ def read_access(environ: Mapping[str, str]) -> Access:
 
 
 def _read_private(file: Path) -> str:
+    """Return a file's secret. No message shows the path: it may be the secret itself."""
     try:
+        file = file.expanduser()
         if file.stat().st_mode & 0o077:
-            cause = f"RUN_SECRET names {str(file)!r}, which other users can read"
-            raise ValueError(f"{cause}; chmod 600 it")
+            raise ValueError("RUN_SECRET names a file that other users can read; chmod 600 it")
         return file.read_text().strip() or "-"
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:  # RuntimeError: an unknown ~user
         why = error.strerror if isinstance(error, OSError) else "not text"
-        raise ValueError(f"RUN_SECRET names {str(file)!r} ({why}); correct it") from None
+        cure = "correct its path; a secret itself holds no /"
+        raise ValueError(f"RUN_SECRET names a file that cannot be read ({why}); {cure}") from None
 
 
 def _addresses(names: list[str]) -> frozenset[str]:
@@ -221,7 +223,7 @@ class Entrance:
             return
         allowed = self._access.addresses
         if allowed is not None and address.removeprefix("::ffff:") not in allowed:
-            self._count_stranger(address)
+            self._count_stranger(f"{address} is not in HOSTS")
             connection.close()
             return
         if len(self._waiting) >= MOST_WAITING:
@@ -263,15 +265,14 @@ class Entrance:
 
     def _drop(self, visitor: _Visitor) -> None:
         if not visitor.is_known:
-            self._count_stranger(visitor.address)
+            self._count_stranger(f"{visitor.address} connected without the run's secret")
         self._forget(visitor)
         visitor.socket.close()
 
-    def _count_stranger(self, address: str) -> None:
+    def _count_stranger(self, what: str) -> None:
         self.strangers += 1
         if self.strangers == 1:
-            cause = f"{address} connected without the run's secret, and was dropped"
-            self._say(f"warning: {cause}; others will be, too [stranger]")
+            self._say(f"warning: {what}, and was dropped; others will be, too [stranger]")
 
     def _forget(self, visitor: _Visitor) -> None:
         del self._waiting[visitor.socket.fileno()]

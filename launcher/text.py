@@ -1,7 +1,4 @@
-"""Small pieces of what a user reads: a row of the plan, a number with its noun, a host's name.
-
-And the streams that it goes to.
-"""
+"""Small pieces of what a user reads, and the streams that it goes to."""
 
 from __future__ import annotations
 

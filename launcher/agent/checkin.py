@@ -22,6 +22,7 @@ from launcher.handshake import (
     open_port,
 )
 from launcher.preflight.must_match import NodeReport, mismatches
+from launcher.text import count
 
 TELL_S = 3.0  # a wait that takes longer says what it waits for
 SKEW_S = 5.0  # a larger difference between clocks is reported
@@ -122,11 +123,11 @@ def _let_in(
     missing = ", ".join(str(rank) for rank in range(nodes[0].num_nodes) if rank not in nodes)
     if wait.left_s <= 0:
         here = ", ".join(f"{node.node_rank} ({node.host})" for node in nodes.values())
-        raise Refused(
-            "node-missing",
-            f"node rank {missing} did not check in within {wait.timeout_s:g} s (here: {here});"
-            " start it, or look at its terminal",
-        )
+        strangers = count(entrance.strangers, "connection")
+        dropped = f"; {strangers} without the run's secret dropped" if entrance.strangers else ""
+        cause = f"node rank {missing} did not check in within {wait.timeout_s:g} s (here: {here}"
+        cure = "start it, or look at its terminal"
+        raise Refused("node-missing", f"{cause}{dropped}); {cure}")
     wait.tell(f"node rank {missing}")
     for connection, received in entrance.wait(min(wait.left_s, _RETRY_S)):
         peer = Peer(connection, received)
@@ -183,6 +184,8 @@ def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> 
             peer = _introduce(address, port, secret, min(WAIT_S, wait.timeout_s))
             return Meeting(_ask(peer, me, wait.deadline), {0: peer}, None)
         except (NoEntrance, WrongSecret) as error:
+            if isinstance(error, WrongSecret) and turned_away is None:
+                say(f"warning: {address}:{port} has another RUN_SECRET, or none [stranger]")
             last, turned_away = error, turned_away or time.monotonic()
             if time.monotonic() - turned_away > SILENCE_S:
                 break
@@ -191,7 +194,7 @@ def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> 
         wait.tell(f"node rank 0 at {address}:{port}")
         time.sleep(_RETRY_S)
     if isinstance(last, WrongSecret):
-        cause = f"node rank 0 at {address}:{port} has another RUN_SECRET than this node"
+        cause = f"node rank 0 at {address}:{port} has another RUN_SECRET than this node, or none"
         raise Refused("stranger", f"{cause}; set the same one on every node")
     if isinstance(last, NoEntrance):
         cause = f"{address}:{port} takes no node rank {me.node_rank}: its run has begun"

@@ -15,6 +15,7 @@ from launcher import processes
 ROOT = Path(__file__).resolve().parents[2]
 AGENT = [sys.executable, str(ROOT / "scripts/lib/agent.py")]
 GONE_WITHIN_S = 2.0
+SECRET = "the same for all agents"
 
 PROGRAM = """
 import os, signal, sys, time
@@ -78,7 +79,7 @@ class Run:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": "", **environment},
+            env={**os.environ, "PYTHONPATH": "", "RUN_SECRET": SECRET, **environment},
         )
         self.seen: set[int] = {self.process.pid}
         self.output = ""

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from distributed.checkpoint import load, weights_hash
 from distributed.environment import detect
+from distributed.lock import RunLock
 from training.batches import Batches, move, share_of
 from training.optimizer import find_last_step, learning_rate
 from training.settings import Data, Settings, Train
@@ -380,6 +381,20 @@ def test_the_clock_ends_a_run(tmp_path: Path, text: Path) -> None:
     assert done.returncode == 1, "torchrun's own code for any that is not 0"
     assert "stopped    after step 1, which is saved (max_seconds)" in done.stderr
     assert (tmp_path / "checkpoints/short/step-1").is_dir()
+
+
+def test_a_run_whose_checkpoints_are_anothers_is_refused_by_all_ranks_together(
+    tmp_path: Path, text: Path
+) -> None:
+    """With another LOG_DIR only the lock on the checkpoints tells that the run is live."""
+    (tmp_path / "checkpoints/held").mkdir(parents=True)
+    lock = RunLock(tmp_path / "checkpoints/held", "run held")
+    done = run_tiny(tmp_path, text, "held")
+    lock.close()
+    assert done.returncode == 1  # torchrun's own
+    assert done.stderr.count("run held is live: process") == 1
+    assert "exitcode  : 2 " in done.stderr and "exitcode  : 1 " not in done.stderr
+    assert "JSONDecodeError" not in done.stderr
 
 
 def test_exit_handlers_of_a_task_run(tmp_path: Path) -> None:
