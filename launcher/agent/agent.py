@@ -64,10 +64,11 @@ def run_agent(arguments: list[str], guardian: GuardianLink) -> int:
         is_terminal_shared = args.is_in_step or guardian.control is not None
         meeting = check_in(args, is_terminal_shared=is_terminal_shared)
         agent = NodeAgent(args, arguments, meeting, guardian)
+        code = agent.run()
     except Refused as refused:
         say(str(refused))
-        return REFUSED
-    os._exit(agent.run())  # nothing of torch's needs its 0.6 s of taking down here
+        code = REFUSED
+    os._exit(code)  # nothing of torch's needs its 0.6 s of taking down here
 
 
 def check_in(args: Arguments, *, is_terminal_shared: bool) -> checkin.Meeting:
