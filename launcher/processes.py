@@ -31,8 +31,7 @@ def anonymous_file(name: str) -> int:
     """Return the descriptor of a new file in memory, which nobody else can open by a name."""
     if hasattr(os, "memfd_create"):  # not in Pythons built for old systems, such as conda's
         return os.memfd_create(name)
-    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryFile(dir=folder) as file:
+    with tempfile.TemporaryFile(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as file:
         return os.dup(file.fileno())
 
 
