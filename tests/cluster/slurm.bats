@@ -81,11 +81,11 @@ field() { # <job> <name>
 }
 
 @test "the run's secret reaches every node, under --export=NONE too, and neither ps nor the log" {
-  local export
+  local forwarded
   on node1 bash -c 'while sleep 0.05; do ps -eo args; done' >ps.out 3>&- &
   local watch=$!
-  for export in ALL NONE "PYTHON=$PYTHON,PYTHONPATH=$ROOT"; do
-    job --export="$export" --nodes=2 --gpus-per-node=1 scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
+  for forwarded in ALL NONE "PYTHON=$PYTHON,PYTHONPATH=$ROOT"; do
+    job --export="$forwarded" --nodes=2 --gpus-per-node=1 scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
     run ! grep -E 'stranger|RUN_SECRET' job.out
     grep -qE '^hosts .* node1 \(master|^hosts .*node\[1-2\]' job.out
   done
