@@ -51,7 +51,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def weights_of(launcher: str, folder: Path) -> str:
     """Train a few steps and return the hash of the final weights."""
-    environment = {**os.environ, "PYTHON": sys.executable, "RUN_ID": "same", "BACKEND": "gloo"}
+    run_id = f"same-{os.getpid()}"  # it gives the port, and another worker may run one, too
+    environment = {**os.environ, "PYTHON": sys.executable, "RUN_ID": run_id, "BACKEND": "gloo"}
     environment |= {"LOG_DIR": f"{folder}/logs", "NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "1"}
     settings = [*SHORT, f"checkpoint.dir={folder}/checkpoints"]
     nodes = [
@@ -61,7 +62,13 @@ def weights_of(launcher: str, folder: Path) -> str:
     for node in nodes:
         _, err = node.communicate(timeout=120)
         assert node.returncode == 0, err
-    hashed = [sys.executable, "-m", "distributed.checkpoint", "hash", f"{folder}/checkpoints/same"]
+    hashed = [
+        sys.executable,
+        "-m",
+        "distributed.checkpoint",
+        "hash",
+        f"{folder}/checkpoints/{run_id}",
+    ]
     return subprocess.check_output(hashed, cwd=ROOT, text=True)
 
 
