@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -328,7 +328,7 @@ def finish(code: int = 0) -> NoReturn:
     sys.stderr.flush()
     threading.Thread(target=_exit_late, args=(code,), daemon=True).start()
     for finalizer, info in getattr(weakref.finalize, "_registry", {}).items():
-        if info.func.__module__ == "torch.library":
+        if info.func.__module__ == library.__name__:
             finalizer.atexit = False  # part of tearing down torch: 0.03 s
     threading._shutdown()  # type: ignore[attr-defined]  # then handlers, as Python does
     atexit._run_exitfuncs()
