@@ -7,8 +7,8 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,36 +23,36 @@ SECRET = b"0123456789abcdef"
 
 
 @contextmanager
-def a_master(says: bytes) -> Iterator[int]:
+def serving(serve: Callable[[socket.socket], None]) -> Iterator[int]:
+    """Have a thread serve one connection at a port."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve, args=(server,), daemon=True)
+        thread.start()
+        yield int(server.getsockname()[1])
+        thread.join()
+
+
+def a_master(says: bytes) -> AbstractContextManager[int]:
     """Be a node rank 0 that says this to the first that it lets in."""
 
-    def serve() -> None:
+    def serve(server: socket.socket) -> None:
         with contextlib.closing(Entrance(server, Access(SECRET), print)) as entrance:
             while not (let_in := entrance.wait(1.0)):
                 pass
             with let_in[0][0] as visitor:
                 visitor.sendall(says)
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield int(server.getsockname()[1])
-        thread.join()
+    return serving(serve)
 
 
-@contextmanager
-def another_program(says: bytes) -> Iterator[int]:
-    """Serve one connection at a port that is not ours."""
+def another_program(says: bytes) -> AbstractContextManager[int]:
+    """Be a program that is not ours, for one connection."""
 
-    def serve() -> None:
+    def serve(server: socket.socket) -> None:
         with server.accept()[0] as visitor:
             visitor.sendall(says)
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield int(server.getsockname()[1])
-        thread.join()
+    return serving(serve)
 
 
 def visit_at(port: int, within_s: float = 5.0) -> list[Fault]:
