@@ -61,6 +61,7 @@ class Loop:
 
     def close(self) -> None:
         """End what is left of the children."""
+        signal.set_wakeup_fd(-1)  # one that ends later would be told to a socket that is gone
         for child in self.children:
             child.close_input()
             child.terminate()

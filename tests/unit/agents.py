@@ -71,10 +71,16 @@ class Run:
     """One agent under test, and all that descends from it."""
 
     def __init__(
-        self, arguments: Sequence[str], stdin: int | None = None, /, **environment: str
+        self,
+        arguments: Sequence[str],
+        stdin: int | None = None,
+        through: Sequence[str] = (),
+        /,
+        **environment: str,
     ) -> None:
+        """Start it; `through` is a command that becomes the agent, as prlimit does."""
         self.process = subprocess.Popen(
-            [*AGENT, *arguments],
+            [*through, *AGENT, *arguments],
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

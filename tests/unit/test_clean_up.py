@@ -56,12 +56,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
     kill_what_is_left(runs)
 
 
-def start_run(folder: Path, **environment: str) -> Run:
+def start_run(folder: Path, *through: str, **environment: str) -> Run:
     """Start two ranks as launcher/fanout/local.py does, and wait until they are ready."""
     script = folder / "program.py"
     script.write_text(FORKS_TWICE)
     janitor = {"LAUNCH_TOKEN": f"{random.randbytes(8).hex()}", "LAUNCH_JANITOR": "1"}
-    run = Run(["--nproc-per-node", "2", str(script)], **janitor, **environment)
+    arguments = ["--nproc-per-node", "2", str(script)]
+    run = Run(arguments, None, through, **janitor, **environment)
     run.wait_for("ready 0", "ready 1")
     return run
 
