@@ -12,6 +12,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import faulthandler
+import functools
 import importlib.machinery
 import io
 import json
@@ -26,9 +27,11 @@ import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from distributed.stop_signals import handled_signals
 from launcher import processes
@@ -89,7 +92,11 @@ def run_and_exit(
     _renew_streams()
     _renew_seeds()
     _hide_the_agent(program)
-    sys.exit(_execute(program))
+    kept = _keep_groups()
+    code = _execute(program)
+    kept.clear()
+    time.sleep(0.001)  # without the GIL: torch's threads drop what they hold, and do not abort
+    sys.exit(code)
 
 
 def _restore_signals() -> None:
@@ -141,6 +148,23 @@ def _hide_the_agent(program: Program) -> None:
         script_folder = os.path.dirname(os.path.realpath(program.name))
         sys.path.insert(0, os.getcwd() if program.is_module else script_folder)
     sys.argv = [program.name, *program.arguments]
+
+
+def _keep_groups() -> list[Any]:
+    """Keep the process groups that the script destroys; returns the list that holds them.
+
+    The last reference is often a DistributedDataParallel's, and that drops it with the GIL held.
+    The group then joins gloo's thread, which may need the GIL for the last tensor it reduced.
+    """
+    destroy, kept = dist.destroy_process_group, []
+
+    @functools.wraps(destroy)
+    def keep_and_destroy(group: dist.ProcessGroup | None = None) -> None:
+        kept[:] = distributed_c10d._world.pg_map
+        destroy(group)
+
+    dist.destroy_process_group = distributed_c10d.destroy_process_group = keep_and_destroy
+    return kept
 
 
 def _execute(program: Program) -> int:

@@ -154,6 +154,27 @@ def test_exit_work_of_the_script_is_done(tmp_path: Path) -> None:
         assert (tmp_path / f"thread{rank}").read_text() == "done"
 
 
+def test_a_model_that_outlives_its_process_group(tmp_path: Path) -> None:
+    """It is freed with the GIL held, while gloo's thread needs the GIL for its last tensor."""
+    script = tmp_path / "outlives.py"
+    script.write_text(
+        "import sys, torch, torch.distributed as dist\n"
+        "def main():\n"
+        "    dist.init_process_group('gloo')\n"
+        "    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))\n"
+        "    model(torch.ones(2, 4)).sum().backward()\n"
+        "    sys.setswitchinterval(100)\n"
+        "    ones = torch.ones(1)\n"
+        "    dist.all_reduce(ones)\n"
+        "    dist.destroy_process_group()\n"
+        "main()\n"
+        "print('done')\n"
+    )
+    for _ in range(6):  # without the cure each hangs with a probability of a half
+        done = run(script)
+        assert (done.returncode, done.stdout) == (0, "done\ndone\n"), done.stderr
+
+
 @pytest.mark.parametrize(
     ("statement", "code"),
     [
