@@ -45,6 +45,7 @@ class AgentNote:
     started: float  # seconds since the epoch
     ranks: int  # on this node
     folder: str = ""  # of the run, where this node writes run.json
+    command: str = ""  # that resumes it; empty where nothing does
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ def _report_death(
         stopped=note.ranks,
         left=left,
         run_id=note.run_id,
-        command=os.environ.get("LAUNCH_COMMAND", "") if note.run_id else "",
+        command=note.command,
     )
     end = End(code, None if is_asked else failure, summary, is_told=False)
     is_silent = is_asked and code == 128 + signal.SIGKILL  # the launcher is gone

@@ -156,7 +156,8 @@ def _keep_groups() -> list[Any]:
     The last reference is often a DistributedDataParallel's, and that drops it with the GIL held.
     The group then joins gloo's thread, which may need the GIL for the last tensor it reduced.
     """
-    destroy, kept = dist.destroy_process_group, []
+    destroy = dist.destroy_process_group
+    kept: list[Any] = []
 
     @functools.wraps(destroy)
     def keep_and_destroy(group: dist.ProcessGroup | None = None) -> None:
