@@ -1,4 +1,4 @@
-"""After a stop signal each rank has its time, whatever the others do, and the end says what each did."""
+"""After a stop signal each rank has its time, and the end says what each did."""
 
 from __future__ import annotations
 
