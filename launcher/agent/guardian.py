@@ -103,8 +103,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         launch(list(arguments))  # type: ignore[no-untyped-call]
         return 0
+    given = set(os.environ)
     from launcher.agent.agent import run_agent  # imports torch
 
+    for name in os.environ.keys() - given:  # what the import adds is not for the ranks
+        del os.environ[name]
     return run_agent(list(arguments), GuardianLink(theirs, control, janitors[1]))
 
 

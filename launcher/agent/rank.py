@@ -48,11 +48,13 @@ class Program:
     arguments: tuple[str, ...]
     is_module: bool = False
     is_command: bool = False
+    is_fresh: bool = False  # each rank imports torch itself
 
     @property
     def can_fork(self) -> bool:
         """False for what only a new process can run."""
-        return not self.is_command and (self.is_module or os.path.isfile(self.name))
+        is_python = self.is_module or os.path.isfile(self.name)
+        return is_python and not (self.is_command or self.is_fresh)
 
     def command(self) -> list[str]:
         """The command line that starts it in a new process, as torchrun would."""
