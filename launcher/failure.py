@@ -24,7 +24,7 @@ _PEER_LOST = re.compile(
 _FRAME = re.compile(r'^ {2}File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$')
 # Errors whose text shows the fault. Others can name it themselves: `cause; cure [fault]`.
 _FAULTS = {
-    "out-of-memory": re.compile("out of memory", re.IGNORECASE),
+    "out-of-memory": re.compile("out of memory|^MemoryError", re.IGNORECASE),
     "disk-full": re.compile(r"no space left|quota exceeded|unexpected pos \d+ vs", re.IGNORECASE),
     "dir-unwritable": re.compile("read-only file system", re.IGNORECASE),
 }

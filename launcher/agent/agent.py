@@ -273,10 +273,11 @@ class NodeAgent:
             one.close()
 
     def _is_shown(self, local_rank: int, number: int) -> bool:
-        """Whether the terminal shows this rank: any, or rank 0 alone where there is a log."""
+        """Whether the terminal shows this rank: rank 0 alone where there is a log, else any."""
         if self.args.shown is not None:
             return local_rank in self.args.shown
-        return self.folder is None or number == 0
+        is_any = self.folder is None or os.environ.get("LOG_LEVEL") == "DEBUG"
+        return is_any or number == 0
 
     def _variables(self, local_rank: int, attempt: int) -> dict[str, str]:
         """Return what torchrun adds to a rank's environment, and what is ours."""

@@ -99,7 +99,7 @@ class NodeRanks:
         return verdict.describe_end(
             replace(unknown, log=f"{log}:{line}" if log and line else log),
             failure.read_error(each.error_file),
-            code=each.code or 1,
+            code=each.code,
             is_out_of_memory=failure.count_memory_kills() > self._memory_kills,
             last_text=err.last_text,
             has_traceback=err.traceback_line > 0,

@@ -191,8 +191,7 @@ def _execute(program: Program) -> int:
         return 130
     except BaseException as error:
         _record(error, 1)
-        _report(error)
-        return 1
+        return _report(error)
     return 0
 
 
@@ -222,8 +221,12 @@ def _code_of(leave: SystemExit) -> int:
 
 def _record(error: BaseException, code: int) -> None:
     """Write the error file, in torch's format; torch writes it for exceptions alone."""
+    try:
+        text = str(error)
+    except Exception as second:
+        text = f"(its __str__ raised {type(second).__name__})"
     message = {
-        "message": f"{type(error).__name__}: {error}",
+        "message": f"{type(error).__name__}: {text}",
         "errorCode": code,
         "extraInfo": {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))},
         "fault": getattr(error, "fault", ""),  # ours; torch ignores it
@@ -233,9 +236,21 @@ def _record(error: BaseException, code: int) -> None:
         file.write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
-def _report(error: BaseException) -> None:
-    """Print the traceback through the script's own hook, without our frames above it."""
+def _report(error: BaseException) -> int:
+    """Print the traceback through the script's own hook, without our frames above it.
+
+    Returns the exit code, which the hook can choose.
+    """
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
-    sys.excepthook(type(error), error.with_traceback(frames), frames)
+    try:
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
+    except SystemExit as leave:
+        return _code_of(leave)
+    except BaseException as second:  # as Python has it
+        print("Error in sys.excepthook:", file=sys.stderr)
+        sys.__excepthook__(type(second), second, second.__traceback__)
+        print("\nOriginal exception was:", file=sys.stderr)
+        sys.__excepthook__(type(error), error, frames)
+    return 1

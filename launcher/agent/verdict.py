@@ -89,7 +89,7 @@ def describe_end(
     unknown: Failure,
     raised: RaisedError | None,
     *,
-    code: int,
+    code: int | None,
     is_out_of_memory: bool,
     last_text: str,
     has_traceback: bool,
@@ -99,7 +99,7 @@ def describe_end(
     Args:
         unknown: the failure as far as it is known of any rank; its time is the end's.
         raised: the error file's content; None where the rank left none.
-        code: the exit code; of a rank that has not left yet, 1.
+        code: the exit code; None of a rank that has not left yet.
         is_out_of_memory: the kernel has killed for lack of memory during the attempt.
         last_text: the last line that the rank wrote to stderr.
         has_traceback: it wrote one there.
@@ -107,8 +107,8 @@ def describe_end(
     if raised is None and has_traceback and code == 1:  # the disk of the error file may be full
         raised = RaisedError(last_text, stack="", code=code, time=unknown.time)
     if raised is None:
-        fault, cause = failure.explain(code, out_of_memory=is_out_of_memory)
-        return replace(unknown, fault=fault, cause=failure.one_line(cause), code=code)
+        fault, cause = failure.explain(code or 1, out_of_memory=is_out_of_memory)
+        return replace(unknown, fault=fault, cause=failure.one_line(cause), code=code or 1)
     fault = raised.fault or failure.fault_of(raised.message)
     cause = raised.message.removesuffix(f" [{fault}]")
     if cause.startswith("SystemExit") and last_text:
@@ -117,7 +117,7 @@ def describe_end(
         unknown,
         fault=fault,
         cause=failure.one_line(cause),
-        code=raised.code,
+        code=code if code and code < 128 else raised.code,  # its excepthook may choose another
         time=raised.time,
         frames=failure.user_frames(raised.stack),
         is_consequence=failure.is_peer_lost(cause),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.util
 import os
 import resource
 import shutil
@@ -19,9 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributed.network import interface_to
+from launcher.preflight import must_match
 from launcher.preflight.gpus import Gpu
 from launcher.text import count
 
+OLDEST_TORCH = (2, 6)  # whose store can take over a port that is open already
 LEAST_FILES = 1024  # open files of one process; Linux's own default
 LEAST_SHM = 512 << 20  # bytes; Docker's default of 64 MiB is too small for data workers
 LEAST_DISK = 2 << 30  # bytes free where checkpoints go
@@ -58,10 +59,13 @@ class Machine:
 
 
 def check_program(machine: Machine) -> Iterator[Fault]:
-    """This Python has torch, and the training script is here."""
-    if importlib.util.find_spec("torch") is None:
-        cure = "run make setup, or set VENV, CONDA_ENV or PYTHON"
+    """This Python has a torch that can be used, and the training script is here."""
+    torch, cure = must_match.versions()["torch"], "run make setup, or set VENV, CONDA_ENV or PYTHON"
+    if not torch:
         yield Fault("env-missing", f"{sys.executable} has no torch", cure)
+    elif tuple(map(int, torch.split(".")[:2])) < OLDEST_TORCH:
+        cause = f"{sys.executable} has torch {torch}, too old for the launchers"
+        yield Fault("env-missing", cause, "install {}.{} or newer".format(*OLDEST_TORCH))
     elif machine.script and not machine.script.is_file():
         yield Fault(
             "env-missing", f"there is no script {str(machine.script)!r}", "correct its path"

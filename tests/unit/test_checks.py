@@ -94,6 +94,24 @@ print(*(f"{fault.cause}; {fault.cure} [{fault.name}]" for fault in check_program
     assert result.stdout.endswith(" [env-missing]\n")
 
 
+@pytest.mark.parametrize(("version", "is_told"), [("2.5.1+cu118", True), ("2.10.0a0", False)])
+def test_a_torch_that_is_too_old(tmp_path: Path, version: str, is_told: bool) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("")
+    (tmp_path / "torch/version.py").write_text(f"__version__ = '{version}'\n")
+    code = """
+from pathlib import Path
+from launcher.preflight.checks import Machine, check_program
+machine = Machine("x", 1, 0, 1, "127.0.0.1", 1, 0, None, (), (), "", {})
+print(*(f"{fault.cause}; {fault.cure} [{fault.name}]" for fault in check_program(machine)))
+"""
+    bare = [sys.executable, "-S", "-c", code]
+    path = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    result = subprocess.run(bare, cwd=ROOT, env=path, capture_output=True, text=True)
+    told = f"has torch {version}, too old for the launchers; install 2.6 or newer [env-missing]\n"
+    assert result.stdout.endswith(told) if is_told else result.stdout == "\n", result.stderr
+
+
 def test_processes_and_gpus() -> None:
     two = (Gpu("0", "GPU-aa", 0), Gpu("1", "GPU-bb", 0))
     assert find(checks.check_gpus, nproc=99) is None  # on the CPU any number runs

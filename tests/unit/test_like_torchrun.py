@@ -210,12 +210,38 @@ def test_a_model_that_outlives_its_process_group(tmp_path: Path) -> None:
         ("import os; os.abort()", 134),
         ("this is no python", 1),
         ("import no_such_module", 1),
+        (
+            "import os, sys; sys.excepthook = lambda *_: sys.exit(33); 1 / int(os.environ['RANK'])",
+            33,
+        ),
+        (
+            "import os, sys; sys.excepthook = lambda *_: os._exit(34); 1 / int(os.environ['RANK'])",
+            34,
+        ),
+        ("import sys; sys.excepthook = lambda *_: 1 / 0; [][0]", 1),
     ],
 )
 def test_exit_codes(tmp_path: Path, statement: str, code: int) -> None:
     script = tmp_path / "leave.py"
     script.write_text(statement + "\n")
     assert run(script).returncode == code
+
+
+@pytest.mark.parametrize(
+    ("statement", "words"),
+    [
+        (
+            "class Odd(Exception):\n    def __str__(self):\n        return 1 / 0\nraise Odd",
+            "cause    Odd: (its __str__ raised ZeroDivisionError)",
+        ),
+        ("raise MemoryError", "[out-of-memory]"),
+        ("import sys\nsys.excepthook = 3\nraise OSError('mine')", "cause    OSError: mine"),
+    ],
+)
+def test_what_is_told_of_an_error(tmp_path: Path, statement: str, words: str) -> None:
+    script = tmp_path / "leave.py"
+    script.write_text(statement + "\n")
+    assert words in run(script).stderr
 
 
 def test_elastic_launches_are_handed_to_torch(tmp_path: Path) -> None:
