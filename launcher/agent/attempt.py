@@ -22,7 +22,7 @@ from launcher import processes
 from launcher.agent import verdict
 from launcher.agent.checkin import Meeting
 from launcher.agent.node_ranks import NodeRanks, Rank
-from launcher.agent.output import Stream, Terminal
+from launcher.agent.output import Stream
 from launcher.agent.protocol import (
     BEAT_S,
     SILENCE_S,
@@ -33,9 +33,11 @@ from launcher.agent.protocol import (
     StopRequest,
 )
 from launcher.agent.stuck import RankState, find_straggler
+from launcher.agent.terminal import Terminal
 from launcher.agent.verdict import Facts, NodeEnd, Verdict
 from launcher.failure import Failure
 from launcher.record.run_json import LiveRecord
+from launcher.screen import PARTIAL_S
 
 SETTLE_S = 0.3  # after an end that looks like a consequence: the time for its cause to show
 TERM_S = 1.0  # after a failure: from SIGTERM to SIGKILL
@@ -96,6 +98,7 @@ class Attempt:
         self.stragglers: dict[int, RankState] = {}  # of the other nodes, on node rank 0
         self.term = Deadline()  # SIGTERM to the ranks here
         self.kill = Deadline()  # SIGKILL to all that descends from here
+        self.partial = Deadline()  # to see to lines that have not ended
         self.over = Deadline()  # no more waiting for the other nodes
 
     # --- the event loop -------------------------------------------------------------------------
@@ -111,9 +114,12 @@ class Attempt:
         beat = Deadline()
         beat.set_within(0.0)
         while not self._is_over():
-            next_at = min(beat.at, self.term.at, self.kill.at, self.over.at)
-            for key, _ in self.selector.select(max(0.0, next_at - time.monotonic())):
+            now = time.monotonic()
+            next_at = min(beat.at, self.partial.at, self.term.at, self.kill.at, self.over.at)
+            for key, _ in self.selector.select(max(0.0, next_at - now)):
                 key.data()
+            if self.partial.take():
+                self._tick(now)
             for each in self.ranks.ended():
                 self._on_death(each)
             self._on_time()
@@ -127,8 +133,7 @@ class Attempt:
         left = processes.end_descendants(term_s=TERM_S)
         for each in self.ranks.all:
             for stream in each.streams:
-                stream.drain()
-                stream.close()
+                stream.end()
         for terminal in terminals:
             terminal.detach(DRAIN_S)
         self.selector.close()
@@ -187,8 +192,15 @@ class Attempt:
         os._exit(128 + signal.SIGKILL)
 
     def _on_output(self, stream: Stream) -> None:
+        self.partial.set_within(PARTIAL_S)
         if not stream.pump():
             self.selector.unregister(stream.fd)
+
+    def _tick(self, now: float) -> None:
+        """See to lines that have not ended."""
+        streams = [stream for each in self.ranks.all for stream in each.streams]
+        if [stream for stream in streams if stream.tick(now)]:
+            self.partial.set_within(PARTIAL_S)
 
     def _on_death(self, each: Rank) -> None:
         code = self.facts.codes[each.rank] = each.code or 0

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from launcher.agent import output
-from launcher.agent.output import NodeLog, Stream, Terminal, without_noise
+from launcher.agent.output import NodeLog, RankView, Stream, without_noise
+from launcher.agent.terminal import Terminal
 
 NOISE = b"[W1121 20:17:03.842175702 socket.cpp:207] [c10d] The hostname of the client socket cannot"
 NOISE += b" be retrieved. err=-3\n"
@@ -38,12 +39,14 @@ class Screen:
         self.log._file = self.log.path.open("ab", buffering=0)
         theirs, self.rank = os.pipe()
         os.set_blocking(theirs, False)
-        self.stream = Stream(0, theirs, self.log, self.terminal, _logged=time.monotonic())
+        view = RankView(self.terminal, is_alone=True)
+        self.stream = Stream(0, theirs, self.log, view, is_tty, _logged=time.monotonic())
 
     def write(self, data: bytes) -> None:
         """The rank writes, and the agent takes it."""
         os.write(self.rank, data)
         self.stream.pump()
+        self.stream.tick(time.monotonic())
 
     def logged(self) -> list[str]:
         assert self.log.path is not None
@@ -95,7 +98,7 @@ def test_a_bar_without_end_takes_no_memory(tty: Screen) -> None:
 
 def test_a_terminal_that_nobody_reads_holds_nothing_up(tty: Screen) -> None:
     start = time.monotonic()
-    tty.terminal.write(b"x" * 100_000)
+    tty.terminal.queue(b"x" * 100_000)
     tty.terminal.detach(0.1)
     assert time.monotonic() - start < 1.0
 
@@ -103,7 +106,7 @@ def test_a_terminal_that_nobody_reads_holds_nothing_up(tty: Screen) -> None:
 @pytest.mark.parametrize("is_tty", [True, False])
 def test_a_line_without_end_is_cut(tmp_path: Path, is_tty: bool) -> None:
     screen = Screen(tmp_path, is_tty=is_tty)
-    screen.stream.terminal = None  # nobody reads here
+    screen.stream.view = None  # nobody reads here
     for _ in range(40):
         screen.write(b"x" * 65536)
         assert len(screen.stream._partial) <= output._LONGEST_LINE
