@@ -218,8 +218,9 @@ class NodeAgent:
         self.store = None
         self.listener = checkin.listen(self.args.master_addr, 0)
         port: int = self.listener.getsockname()[1]
-        self._end_line()
+        line_end = "\n" if self._is_line_open() else ""
         restart = f"restart {number} of {self.args.max_restarts} after {first.who}"
+        print(end=line_end, file=sys.stderr)
         say(f"{restart}: {first.cause}; now on port {port}")
         return port
 
@@ -328,17 +329,13 @@ class NodeAgent:
         )
         if self.args.is_in_step and verdict.is_told:
             return  # node rank 0 prints it, to the same terminal
-        if self.control is None and verdict.code != 0:
-            self._end_line()
         end = End(verdict.code, verdict.failure, summary, verdict.is_told)
-        report_end(end, self.control, is_line_open=self.terminals[0].open_by is not None)
+        report_end(end, self.control, is_line_open=self._is_line_open())
 
-    def _end_line(self) -> None:
-        """Between attempts, or at the end: let a message begin a line."""
-        if any(terminal.open_by is not None for terminal in self.terminals):
-            print(file=sys.stderr)
-            for terminal in self.terminals:
-                terminal.open_by = None
+    def _is_line_open(self) -> bool:
+        """Whether what is printed now would continue a line of a rank."""
+        seen = self.terminals if self.control is None else self.terminals[:1]
+        return any(terminal.open_by is not None for terminal in seen)
 
 
 def _versions() -> dict[str, str]:

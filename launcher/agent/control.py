@@ -71,11 +71,13 @@ def report_end(end: End, control: Control | None, *, is_line_open: bool) -> None
     """Print how this node's part ended or, to a launcher elsewhere, send it.
 
     Args:
-        is_line_open: the last line on stdout may lack its end; a message begins a line.
+        is_line_open: the last line shown may lack its end; a message begins a line.
     """
+    line_end = "\n" if is_line_open else ""
     if control is None:
+        if end.code != 0:
+            print(end=line_end, file=sys.stderr)
         print_end(end, sys.stderr)
         return
-    line_end = "\n" if is_line_open else ""
     with contextlib.suppress(OSError):  # nobody reads any more
         print(f"{line_end}{control.token} {MESSAGES.write(end)}", flush=True)

@@ -34,6 +34,7 @@ class Terminal(Screen):
     def attach(self, selector: selectors.BaseSelector) -> None:
         """Use this event loop to learn when there is room."""
         self._selector = selector
+        self.open_by = None  # what came after the attempt before has begun a line
 
     def detach(self, limit_s: float) -> None:
         """After the loop, write what is left, for at most `limit_s` seconds."""
