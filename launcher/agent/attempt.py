@@ -42,6 +42,7 @@ from launcher.screen import PARTIAL_S
 SETTLE_S = 0.3  # after an end that looks like a consequence: the time for its cause to show
 TERM_S = 1.0  # after a failure: from SIGTERM to SIGKILL
 DRAIN_S = 2.0  # at the end: for a terminal or pipe that is slow to take the last output
+TRICKLE_S = 0.001  # so many small writes of a rank become one of the agent's
 
 
 class Deadline:
@@ -98,6 +99,7 @@ class Attempt:
         self.stragglers: dict[int, RankState] = {}  # of the other nodes, on node rank 0
         self.term = Deadline()  # SIGTERM to the ranks here
         self.kill = Deadline()  # SIGKILL to all that descends from here
+        self.is_trickle = False  # output comes in small pieces
         self.partial = Deadline()  # to see to lines that have not ended
         self.over = Deadline()  # no more waiting for the other nodes
 
@@ -118,6 +120,9 @@ class Attempt:
             next_at = min(beat.at, self.partial.at, self.term.at, self.kill.at, self.over.at)
             for key, _ in self.selector.select(max(0.0, next_at - now)):
                 key.data()
+            if self.is_trickle:
+                self.is_trickle = False
+                time.sleep(TRICKLE_S)
             if self.partial.take():
                 self._tick(now)
             for each in self.ranks.ended():
@@ -195,6 +200,7 @@ class Attempt:
         self.partial.set_within(PARTIAL_S)
         if not stream.pump():
             self.selector.unregister(stream.fd)
+        self.is_trickle = stream.is_trickle
 
     def _tick(self, now: float) -> None:
         """See to lines that have not ended."""

@@ -25,6 +25,7 @@ from launcher.screen import View
 
 _NOWHERE = Path(os.devnull)
 _CHUNK = 65536
+_TRICKLE = 2048  # bytes
 _LONGEST_LINE = 1 << 20  # bytes; a longer one is logged in pieces
 _STATES = 5  # of a line that redraws itself: the newest ones are kept
 PROGRESS_S = 5.0  # between two lines in the log of one that redraws itself
@@ -92,6 +93,7 @@ class Stream:
     log: NodeLog
     view: RankView | None = None  # None: this rank is not shown
     is_tty: bool = False
+    is_trickle: bool = False  # the last read took little
     traceback_line: int = 0  # of the last traceback's start in the log, 0 if there was none
     last_line: int = 0
     _last: bytes = field(default=b"", repr=False)  # its text
@@ -107,12 +109,14 @@ class Stream:
 
     def pump(self) -> bool:
         """Take what is there; False at the end of the stream."""
+        self.is_trickle = False
         try:
             data = os.read(self.fd, _CHUNK)
         except BlockingIOError:
             return True
         except OSError:  # a pseudo-terminal's way of saying that the other end is closed
             data = b""
+        self.is_trickle = 0 < len(data) < _TRICKLE
         if self.view is not None:
             self.view.add(data)
         head, end, tail = data.rpartition(b"\n")

@@ -52,10 +52,9 @@ class Terminal(Screen):
             notice = f"\n... {self._dropped} bytes not shown: the terminal is too slow\n"
             self._pending += notice.encode()
             self._dropped = 0
-        was_empty = not self._pending
+        if self.fd != self._given and not self._pending:
+            data = data[self._write(data) :]
         self._pending += data
-        if was_empty and self.fd != self._given:
-            self._write_some()
         if self._pending and self.fd not in self._selector.get_map():
             try:
                 self._selector.register(self.fd, selectors.EVENT_WRITE, self._write_some)
@@ -65,15 +64,18 @@ class Terminal(Screen):
 
     def _write_some(self) -> None:
         """Write what the stream takes now: a ready pipe that blocks takes PIPE_BUF bytes."""
-        try:
-            written = os.write(self.fd, self._pending[: self._most])
-        except BlockingIOError:
-            return
-        except OSError:  # the reader has gone (`| head`): the log has it all
-            written = len(self._pending)
-        del self._pending[:written]
+        del self._pending[: self._write(self._pending[: self._most])]
         if not self._pending:
             self._rest()
+
+    def _write(self, data: bytes | bytearray) -> int:
+        """Return how many bytes are done with."""
+        try:
+            return os.write(self.fd, data)
+        except BlockingIOError:
+            return 0
+        except OSError:  # the reader has gone (`| head`): the log has it all
+            return len(data)
 
     def _drain(self, limit_s: float) -> None:
         """Write everything, for at most `limit_s` seconds."""
