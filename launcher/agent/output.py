@@ -66,8 +66,10 @@ class NodeLog:
         """Append lines, without their ends; returns the number of the last in the file, from 1."""
         self.lines += len(lines)
         head = b"[%d] " % rank
+        data = memoryview(head + (b"\n" + head).join(lines) + b"\n")
         try:
-            self._file.write(head + (b"\n" + head).join(lines) + b"\n")
+            while data:
+                data = data[self._file.write(data) :]
         except OSError as error:  # a full disk ends the log, not the run
             say(f"{self.path} ends here: {error.strerror}")
             self._file = _NOWHERE.open("ab", buffering=0)
