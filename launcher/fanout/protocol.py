@@ -102,8 +102,10 @@ class Answers:
         if not data or kept > LONGEST_MESSAGE:
             kept = 0
         held = kept if kept >= _LEAST_HELD else 0
-        output.append(text[self._passed : len(text) - held])
-        self._text, self._passed = text[len(text) - kept :], kept - held
+        passed = max(self._passed, len(text) - held)
+        output.append(text[self._passed : passed])
+        start = len(text) - kept
+        self._text, self._passed = text[start:], max(0, passed - start)
         return b"".join(output), messages
 
     def _begun(self, text: bytes) -> int:
