@@ -35,7 +35,7 @@ from launcher.agent.guardian import AgentNote, GuardianLink
 from launcher.agent.heartbeats import Heartbeats
 from launcher.agent.node_ranks import NodeRanks, Rank
 from launcher.agent.output import NodeLog, Stream, open_stream, say, without_noise
-from launcher.agent.terminal import Terminal, open_terminals
+from launcher.agent.terminal import Terminal, is_line_open, open_terminals
 from launcher.agent.torchrun_arguments import Arguments, parse
 from launcher.agent.verdict import Verdict
 from launcher.failure import Failure
@@ -43,6 +43,7 @@ from launcher.failure_block import End, RunSummary
 from launcher.preflight import must_match
 from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder
 
+TRAIN = str(Path(__file__).resolve().parents[2] / "train.py")
 VERDICT_S = 1.5  # after a failure that no restart follows: for the other nodes' ends
 
 
@@ -142,7 +143,8 @@ class NodeAgent:
         self.log = NodeLog(self.folder.node_log if self.folder else None)
         self.error_files = self.folder.failures if self.folder else Path(tempfile.mkdtemp())
         folder = str(self.folder.path) if self.folder and self.record else ""
-        note = AgentNote(run_id, args.node_rank, self.started, args.nproc, folder)
+        command = self._resume_command(has_saved=False)
+        note = AgentNote(run_id, args.node_rank, self.started, args.nproc, folder, command)
         guardian.socket.sendall(typed_json.encode(note).encode())
 
     def _open_record(self, arguments: list[str]) -> LiveRecord | None:
@@ -218,9 +220,8 @@ class NodeAgent:
         self.store = None
         self.listener = checkin.listen(self.args.master_addr, 0)
         port: int = self.listener.getsockname()[1]
-        line_end = "\n" if self._is_line_open() else ""
         restart = f"restart {number} of {self.args.max_restarts} after {first.who}"
-        print(end=line_end, file=sys.stderr)
+        print(end="\n" if is_line_open(self.terminals) else "", file=sys.stderr)
         say(f"{restart}: {first.cause}; now on port {port}")
         return port
 
@@ -325,17 +326,18 @@ class NodeAgent:
             stopped=verdict.stopped,
             left=verdict.left,
             run_id=self.assignment.run_id,
-            command=os.environ.get("LAUNCH_COMMAND", ""),
+            command=self._resume_command(verdict.has_saved),
+            ends=verdict.ends,
         )
         if self.args.is_in_step and verdict.is_told:
             return  # node rank 0 prints it, to the same terminal
         end = End(verdict.code, verdict.failure, summary, verdict.is_told)
-        report_end(end, self.control, is_line_open=self._is_line_open())
+        report_end(end, self.control, is_line_open=is_line_open(self.terminals))
 
-    def _is_line_open(self) -> bool:
-        """Whether what is printed now would continue a line of a rank."""
-        seen = self.terminals if self.control is None else self.terminals[:1]
-        return any(terminal.open_by is not None for terminal in seen)
+    def _resume_command(self, has_saved: bool) -> str:
+        """Return what resumes the run; nothing for a program that may not be able to resume."""
+        can_resume = has_saved or os.path.realpath(self.args.program.name) == TRAIN
+        return os.environ.get("LAUNCH_COMMAND", "") if can_resume else ""
 
 
 def _versions() -> dict[str, str]:

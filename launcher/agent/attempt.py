@@ -99,7 +99,7 @@ class Attempt:
         self.stragglers: dict[int, RankState] = {}  # of the other nodes, on node rank 0
         self.term = Deadline()  # SIGTERM to the ranks here
         self.kill = Deadline()  # SIGKILL to all that descends from here
-        self.is_trickle = False  # output comes in small pieces
+        self.rest_s = 0.0  # before the next turn, where output comes in small pieces
         self.partial = Deadline()  # to see to lines that have not ended
         self.over = Deadline()  # no more waiting for the other nodes
 
@@ -120,11 +120,10 @@ class Attempt:
             next_at = min(beat.at, self.partial.at, self.term.at, self.kill.at, self.over.at)
             for key, _ in self.selector.select(max(0.0, next_at - now)):
                 key.data()
-            if self.is_trickle:
-                self.is_trickle = False
-                time.sleep(TRICKLE_S)
-            if self.partial.take():
-                self._tick(now)
+            time.sleep(self.rest_s)
+            self.rest_s = 0.0
+            if self.partial.take() and self.ranks.tick(now):
+                self.partial.set_within(PARTIAL_S)
             for each in self.ranks.ended():
                 self._on_death(each)
             self._on_time()
@@ -134,11 +133,10 @@ class Attempt:
         signal.set_wakeup_fd(-1)
         for source in (wake, waker):
             source.close()
-        saved_step = self.ranks.heartbeats.read(0).saved
+        saved_step = self.ranks.heartbeats.saved()
         left = processes.end_descendants(term_s=TERM_S)
-        for each in self.ranks.all:
-            for stream in each.streams:
-                stream.end()
+        for stream in self.ranks.streams():
+            stream.end()
         for terminal in terminals:
             terminal.detach(DRAIN_S)
         self.selector.close()
@@ -153,9 +151,8 @@ class Attempt:
         self._listen_to(self.guardian, self._on_guardian_death)
         for node, peer in self.peers.items():
             self._listen_to(peer.socket, partial(self._on_peer, node, peer))
-        for each in self.ranks.all:
-            for stream in each.streams:
-                self._listen_to(stream.fd, partial(self._on_output, stream))
+        for stream in self.ranks.streams():
+            self._listen_to(stream.fd, partial(self._on_output, stream))
         for terminal in terminals:
             terminal.attach(self.selector)
 
@@ -200,29 +197,26 @@ class Attempt:
         self.partial.set_within(PARTIAL_S)
         if not stream.pump():
             self.selector.unregister(stream.fd)
-        self.is_trickle = stream.is_trickle
-
-    def _tick(self, now: float) -> None:
-        """See to lines that have not ended."""
-        streams = [stream for each in self.ranks.all for stream in each.streams]
-        if [stream for stream in streams if stream.tick(now)]:
-            self.partial.set_within(PARTIAL_S)
+        self.rest_s = TRICKLE_S if stream.is_trickle else 0.0
 
     def _on_death(self, each: Rank) -> None:
         code = self.facts.codes[each.rank] = each.code or 0
-        if code == 0 or each.rank in self.facts.stopped:
-            pass
-        elif verdict.is_asked(code, self.facts.signals, has_raised=each.error_file.exists()):
-            self.facts.stop_codes.append(code)
-            self.kill.set_within(self.grace_s)
-        else:
-            self._fail(self.ranks.describe_end(each))
+        saved_step = self.ranks.heartbeats.saved()
+        if code != 0 and each.rank not in self.facts.stopped:
+            end, has_saved = self.ranks.describe_end(each), saved_step >= 0
+            if verdict.is_asked(end, self.facts.signals, has_saved=has_saved):
+                self.kill.set_within(self.grace_s)
+            else:
+                self._fail(end)
         if not self.is_first_node and not self.ranks.living():
-            self.send_all(verdict.end_of_node(self.facts))
+            self.send_all(verdict.end_of_node(self.facts, saved_step))
 
     def _fail(self, first: Failure) -> None:
-        """Record a failure, and end the ranks of all nodes."""
+        """Record a failure, and end the ranks of all nodes; those that are asked to may save."""
         self._record_failure(first)
+        if self.facts.signals:
+            self.kill.set_within(self.grace_s)
+            return
         if self.is_first_node:
             self.send_all(EndRanks())
         self.term.set_within(SETTLE_S if first.is_consequence else 0.0)

@@ -71,13 +71,12 @@ def report_end(end: End, control: Control | None, *, is_line_open: bool) -> None
     """Print how this node's part ended or, to a launcher elsewhere, send it.
 
     Args:
-        is_line_open: the last line shown may lack its end; a message begins a line.
+        is_line_open: the last line shown may lack its end; the block begins a line.
     """
-    line_end = "\n" if is_line_open else ""
     if control is None:
-        if end.code != 0:
-            print(end=line_end, file=sys.stderr)
+        if is_line_open and end.code != 0:
+            print(file=sys.stderr)
         print_end(end, sys.stderr)
         return
     with contextlib.suppress(OSError):  # nobody reads any more
-        print(f"{line_end}{control.token} {MESSAGES.write(end)}", flush=True)
+        print(f"{control.token} {MESSAGES.write(end)}", flush=True)

@@ -26,6 +26,7 @@ from launcher.screen import View
 _NOWHERE = Path(os.devnull)
 _CHUNK = 65536
 _TRICKLE = 2048  # bytes
+_PAGE = 4095  # bytes of one read of a terminal
 _LONGEST_LINE = 1 << 20  # bytes; a longer one is logged in pieces
 _STATES = 5  # of a line that redraws itself: the newest ones are kept
 PROGRESS_S = 5.0  # between two lines in the log of one that redraws itself
@@ -112,12 +113,17 @@ class Stream:
     def pump(self) -> bool:
         """Take what is there; False at the end of the stream."""
         self.is_trickle = False
+        data = b""
         try:
             data = os.read(self.fd, _CHUNK)
+            more = data if self.is_tty else b""
+            while len(more) >= _PAGE and len(data) < _CHUNK:  # what a terminal gives at most
+                data += (more := os.read(self.fd, _CHUNK))
         except BlockingIOError:
-            return True
+            if not data:
+                return True
         except OSError:  # a pseudo-terminal's way of saying that the other end is closed
-            data = b""
+            pass
         self.is_trickle = 0 < len(data) < _TRICKLE
         if self.view is not None:
             self.view.add(data)

@@ -7,6 +7,7 @@ import select
 import selectors
 import stat
 import time
+from collections.abc import Sequence
 
 from launcher.screen import Screen, are_one_file
 
@@ -64,11 +65,13 @@ class Terminal(Screen):
 
     def _write_some(self) -> None:
         """Write what the stream takes now: a ready pipe that blocks takes PIPE_BUF bytes."""
-        del self._pending[: self._write(self._pending[: self._most])]
+        with memoryview(self._pending) as waiting, waiting[: self._most] as some:
+            written = self._write(some)
+        del self._pending[:written]
         if not self._pending:
             self._rest()
 
-    def _write(self, data: bytes | bytearray) -> int:
+    def _write(self, data: bytes | memoryview) -> int:
         """Return how many bytes are done with."""
         try:
             return os.write(self.fd, data)
@@ -96,6 +99,11 @@ def open_terminals() -> tuple[Terminal, Terminal]:
     """Return stdout's and stderr's; one and the same where they are one file."""
     out = Terminal(1)
     return out, out if are_one_file(1, 2) else Terminal(2)
+
+
+def is_line_open(terminals: Sequence[Terminal]) -> bool:
+    """Whether what is printed now would continue a line of a rank."""
+    return any(terminal.open_by is not None for terminal in terminals)
 
 
 def _open_again(fd: int) -> int:

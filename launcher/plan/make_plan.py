@@ -35,11 +35,12 @@ _WORDS = {  # variables that can only be one of these
     "BACKEND": ("nccl", "gloo"),
     "NCCL_PROFILE": tuple(name for name in PROFILES if name),
     "LAUNCHER": ("agent", "srun"),
+    "FRESH": ("0", "1"),
 }
 _RESUMED_WITH = (  # variables that shape a run: the resume line repeats them
     *("TRAIN_SCRIPT", "CONFIG_FLAG", "NPROC_PER_NODE", "BACKEND", "LOG_DIR", "MASTER_ADDR"),
     *("MASTER_PORT", "MAX_RESTARTS", "GRACE", "LAUNCHER", "NCCL_PROFILE", "VENV", "CONDA_ENV"),
-    "MODULES",
+    *("MODULES", "FRESH"),
 )
 _RESUMED_WITH_SSH = ("SSH_OPTS", "FORWARD_ENV")
 
@@ -64,7 +65,10 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         _check_access(environ)
     has_tasks = environ.get("LAUNCHER") == "srun" and fanout != "local"
     log_dir = Path(environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
-    given = {"LOG_LEVEL": level, **{name: environ.get(name) for name in ("BACKEND", "GRACE")}}
+    given = {
+        "LOG_LEVEL": level,
+        **{name: environ.get(name) for name in ("BACKEND", "GRACE", "FRESH")},
+    }
     return Plan(
         **vars(world),
         program=typed.program,
