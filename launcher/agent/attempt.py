@@ -121,7 +121,6 @@ class Attempt:
             for key, _ in self.selector.select(max(0.0, next_at - now)):
                 key.data()
             time.sleep(self.rest_s)
-            self.rest_s = 0.0
             if self.partial.take() and self.ranks.tick(now):
                 self.partial.set_within(PARTIAL_S)
             for each in self.ranks.ended():
@@ -131,8 +130,8 @@ class Attempt:
                 beat.set_within(BEAT_S)
                 self._beat()
         signal.set_wakeup_fd(-1)
-        for source in (wake, waker):
-            source.close()
+        wake.close()
+        waker.close()
         saved_step = self.ranks.heartbeats.saved()
         left = processes.end_descendants(term_s=TERM_S)
         for stream in self.ranks.streams():

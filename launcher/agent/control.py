@@ -78,5 +78,6 @@ def report_end(end: End, control: Control | None, *, is_line_open: bool) -> None
             print(file=sys.stderr)
         print_end(end, sys.stderr)
         return
+    line_end = "\n" if is_line_open else ""
     with contextlib.suppress(OSError):  # nobody reads any more
-        print(f"{control.token} {MESSAGES.write(end)}", flush=True)
+        print(f"{line_end}{control.token} {MESSAGES.write(end)}", flush=True)
