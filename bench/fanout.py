@@ -39,7 +39,7 @@ from launcher.fanout.loop import Child, Loop, ssh_command
 
 loop, answers = Loop(most_children=len(sys.argv)), Counter()
 connections = [
-    Child(loop, ssh_command(node, 10, os.devnull), lambda line, is_error: answers.update([line]))
+    Child(loop, ssh_command(node, 10, os.devnull), lambda data, _: answers.update(data.split()))
     for node in sys.argv[2:]
 ]
 for number in range(int(sys.argv[1])):

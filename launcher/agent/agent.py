@@ -34,7 +34,8 @@ from launcher.agent.control import report_end
 from launcher.agent.guardian import AgentNote, GuardianLink
 from launcher.agent.heartbeats import Heartbeats
 from launcher.agent.node_ranks import NodeRanks, Rank
-from launcher.agent.output import NodeLog, Stream, Terminal, open_stream, say, without_noise
+from launcher.agent.output import NodeLog, Stream, open_stream, say, without_noise
+from launcher.agent.terminal import Terminal, is_line_open, open_terminals
 from launcher.agent.torchrun_arguments import Arguments, parse
 from launcher.agent.verdict import Verdict
 from launcher.failure import Failure
@@ -133,7 +134,7 @@ class NodeAgent:
         self.guardian = guardian
         self.control = guardian.control
         self.store: TCPStore | None = None
-        self.terminals = (Terminal(1), Terminal(2))
+        self.terminals = open_terminals()
         self.heartbeats = Heartbeats(args.nproc)
         self.started = time.time()
         run_id, log_dir = self.assignment.run_id, args.log_dir
@@ -220,6 +221,7 @@ class NodeAgent:
         self.listener = checkin.listen(self.args.master_addr, 0)
         port: int = self.listener.getsockname()[1]
         restart = f"restart {number} of {self.args.max_restarts} after {first.who}"
+        print(end="\n" if is_line_open(self.terminals) else "", file=sys.stderr)
         say(f"{restart}: {first.cause}; now on port {port}")
         return port
 
@@ -241,18 +243,21 @@ class NodeAgent:
         """Fork the ranks of an attempt. Each rank runs its program and leaves by SystemExit."""
         ranks: list[Rank] = []
         agent = os.getpid()
+        first = self.assignment.first_rank
+        is_shown = [self._is_shown(local, first + local) for local in range(self.args.nproc)]
+        is_alone = sum(is_shown) == 1
         for local_rank in range(self.args.nproc):
-            number = self.assignment.first_rank + local_rank
+            number = first + local_rank
             error_file = self.error_files / f"rank_{number}.json"
             error_file.unlink(missing_ok=True)
-            shown = self.terminals if self._is_shown(local_rank, number) else (None, None)
-            stdout, out = open_stream(number, self.log, shown[0])
-            stderr, err = open_stream(number, self.log, shown[1])
+            shown = self.terminals if is_shown[local_rank] else (None, None)
+            stdout, out = open_stream(number, self.log, shown[0], is_alone=is_alone)
+            stderr, err = open_stream(number, self.log, shown[1], is_alone=is_alone)
             variables = self._variables(local_rank, attempt)
             variables["TORCHELASTIC_ERROR_FILE"] = str(error_file)
             pid = os.fork()
             if pid == 0:
-                self._close_all(out, err, *ranks)
+                self._close_all(out, err, *{*self.terminals}, *ranks)
                 words = macros.substitute(list(self.args.program.arguments), str(local_rank))
                 program = replace(self.args.program, arguments=tuple(words))
                 rank.run_and_exit(program, variables, stdout=stdout, stderr=stderr, parent=agent)
@@ -261,7 +266,7 @@ class NodeAgent:
             ranks.append(Rank(number, local_rank, pid, (out, err), error_file))
         return ranks
 
-    def _close_all(self, *private: Stream | Rank) -> None:
+    def _close_all(self, *private: Stream | Terminal | Rank) -> None:
         """In a rank, close what is the agent's: through its objects, so that none closes twice."""
         self.guardian.close()
         self.log.close()
@@ -327,11 +332,8 @@ class NodeAgent:
         )
         if self.args.is_in_step and verdict.is_told:
             return  # node rank 0 prints it, to the same terminal
-        is_line_open = any(terminal.is_line_open for terminal in self.terminals)
-        if self.control is None and verdict.code != 0 and is_line_open:
-            print(file=sys.stderr)
         end = End(verdict.code, verdict.failure, summary, verdict.is_told)
-        report_end(end, self.control, is_line_open=self.terminals[0].is_line_open)
+        report_end(end, self.control, is_line_open=is_line_open(self.terminals))
 
     def _resume_command(self, has_saved: bool) -> str:
         """Return what resumes the run; nothing for a program that may not be able to resume."""

@@ -22,7 +22,7 @@ from launcher import processes
 from launcher.agent import verdict
 from launcher.agent.checkin import Meeting
 from launcher.agent.node_ranks import NodeRanks, Rank
-from launcher.agent.output import Stream, Terminal
+from launcher.agent.output import Stream
 from launcher.agent.protocol import (
     BEAT_S,
     SILENCE_S,
@@ -33,13 +33,16 @@ from launcher.agent.protocol import (
     StopRequest,
 )
 from launcher.agent.stuck import RankState, find_straggler
+from launcher.agent.terminal import Terminal
 from launcher.agent.verdict import Facts, NodeEnd, Verdict
 from launcher.failure import Failure
 from launcher.record.run_json import LiveRecord
+from launcher.screen import PARTIAL_S
 
 SETTLE_S = 0.3  # after an end that looks like a consequence: the time for its cause to show
 TERM_S = 1.0  # after a failure: from SIGTERM to SIGKILL
 DRAIN_S = 2.0  # at the end: for a terminal or pipe that is slow to take the last output
+TRICKLE_S = 0.001  # so many small writes of a rank become one of the agent's
 
 
 class Deadline:
@@ -96,6 +99,8 @@ class Attempt:
         self.stragglers: dict[int, RankState] = {}  # of the other nodes, on node rank 0
         self.term = Deadline()  # SIGTERM to the ranks here
         self.kill = Deadline()  # SIGKILL to all that descends from here
+        self.rest_s = 0.0  # before the next turn, where output comes in small pieces
+        self.partial = Deadline()  # to see to lines that have not ended
         self.over = Deadline()  # no more waiting for the other nodes
 
     # --- the event loop -------------------------------------------------------------------------
@@ -111,9 +116,13 @@ class Attempt:
         beat = Deadline()
         beat.set_within(0.0)
         while not self._is_over():
-            next_at = min(beat.at, self.term.at, self.kill.at, self.over.at)
-            for key, _ in self.selector.select(max(0.0, next_at - time.monotonic())):
+            now = time.monotonic()
+            next_at = min(beat.at, self.partial.at, self.term.at, self.kill.at, self.over.at)
+            for key, _ in self.selector.select(max(0.0, next_at - now)):
                 key.data()
+            time.sleep(self.rest_s)
+            if self.partial.take() and self.ranks.tick(now):
+                self.partial.set_within(PARTIAL_S)
             for each in self.ranks.ended():
                 self._on_death(each)
             self._on_time()
@@ -121,14 +130,12 @@ class Attempt:
                 beat.set_within(BEAT_S)
                 self._beat()
         signal.set_wakeup_fd(-1)
-        for source in (wake, waker):
-            source.close()
+        wake.close()
+        waker.close()
         saved_step = self.ranks.heartbeats.saved()
         left = processes.end_descendants(term_s=TERM_S)
-        for each in self.ranks.all:
-            for stream in each.streams:
-                stream.drain()
-                stream.close()
+        for stream in self.ranks.streams():
+            stream.end()
         for terminal in terminals:
             terminal.detach(DRAIN_S)
         self.selector.close()
@@ -143,9 +150,8 @@ class Attempt:
         self._listen_to(self.guardian, self._on_guardian_death)
         for node, peer in self.peers.items():
             self._listen_to(peer.socket, partial(self._on_peer, node, peer))
-        for each in self.ranks.all:
-            for stream in each.streams:
-                self._listen_to(stream.fd, partial(self._on_output, stream))
+        for stream in self.ranks.streams():
+            self._listen_to(stream.fd, partial(self._on_output, stream))
         for terminal in terminals:
             terminal.attach(self.selector)
 
@@ -187,8 +193,10 @@ class Attempt:
         os._exit(128 + signal.SIGKILL)
 
     def _on_output(self, stream: Stream) -> None:
+        self.partial.set_within(PARTIAL_S)
         if not stream.pump():
             self.selector.unregister(stream.fd)
+        self.rest_s = TRICKLE_S if stream.is_trickle else 0.0
 
     def _on_death(self, each: Rank) -> None:
         code = self.facts.codes[each.rank] = each.code or 0

@@ -71,9 +71,11 @@ def report_end(end: End, control: Control | None, *, is_line_open: bool) -> None
     """Print how this node's part ended or, to a launcher elsewhere, send it.
 
     Args:
-        is_line_open: the last line on stdout may lack its end; a message begins a line.
+        is_line_open: the last line shown may lack its end; the block begins a line.
     """
     if control is None:
+        if is_line_open and end.code != 0:
+            print(file=sys.stderr)
         print_end(end, sys.stderr)
         return
     line_end = "\n" if is_line_open else ""

@@ -220,7 +220,7 @@ def _report_death(
     end = End(code, None if is_asked else failure, summary, is_told=False)
     is_silent = is_asked and code == 128 + signal.SIGKILL  # the launcher is gone
     if not is_silent:
-        report_end(end, control, is_line_open=True)
+        report_end(end, control, is_line_open=note.ranks > 0)
 
 
 def _read_note(notes: socket.socket) -> AgentNote:

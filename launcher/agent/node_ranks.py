@@ -76,6 +76,13 @@ class NodeRanks:
                 stream.drain()
         return ended
 
+    def streams(self) -> list[Stream]:
+        return [stream for each in self.all for stream in each.streams]
+
+    def tick(self, now: float) -> bool:
+        """See to lines that have not ended; returns whether there are any."""
+        return bool([stream for stream in self.streams() if stream.tick(now)])
+
     def straggler(self) -> RankState | None:
         """Return the rank furthest behind; None where none lives."""
         return stuck.find_straggler([self._state(each) for each in self.living()])

@@ -12,30 +12,35 @@ import os
 import pty
 import re
 import select
-import selectors
 import sys
 import tempfile
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from launcher.agent.terminal import Terminal
+from launcher.screen import View
+
 _NOWHERE = Path(os.devnull)
 _CHUNK = 65536
-_BACKLOG_BYTES = 1 << 20  # of output that the terminal has not taken yet
-_MOST_BYTES = 1 << 24  # of it that are kept for a terminal that is stuck
-_LONGEST_LINE = 1 << 20  # bytes; a longer one is cut
+_TRICKLE = 2048  # bytes
+_PAGE = 4095  # bytes of one read of a terminal
+_LONGEST_LINE = 1 << 20  # bytes; a longer one is logged in pieces
+_STATES = 5  # of a line that redraws itself: the newest ones are kept
 PROGRESS_S = 5.0  # between two lines in the log of one that redraws itself
+_FATAL = b"Traceback (most recent call last)", b"Fatal Python error"
 _TRACEBACK = re.compile(rb"Traceback \(most recent call last\)|^Fatal Python error")
 _TORCHS_WARNING = re.compile(rb"\[[WI]\d{4} ")  # from its C++ side
 # Torch looks up the name behind each address of its store, and uses it in messages alone. Where
 # no name server answers, this appears on every start; it tells nothing.
+_NOISE_TEXT = b"The hostname of the client socket cannot be retrieved"
 _NOISE = re.compile(
-    rb"^(\[rank\d+\]:)?\[W[^\n]* socket\.cpp:\d+\] \[c10d\] "
-    rb"The hostname of the client socket cannot be retrieved[^\n]*\n",
-    re.MULTILINE,
+    rb"^(\[rank\d+\]:)?\[W[^\n]* socket\.cpp:\d+\] \[c10d\] %s[^\n]*\n" % _NOISE_TEXT, re.MULTILINE
 )
+_MAY_BE_NOISE = re.compile(rb"\[([Wr][^\r\n]*)?\Z")  # of the start of a line
+_LONGEST_NOISE = 1024
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
 
 
@@ -58,94 +63,28 @@ class NodeLog:
     def close(self) -> None:
         self._file.close()
 
-    def write(self, rank: int, line: bytes) -> int:
-        """Append one line, without its end; returns its number in the file, from 1."""
-        self.lines += 1
+    def write(self, rank: int, lines: Sequence[bytes]) -> int:
+        """Append lines, without their ends; returns the number of the last in the file, from 1."""
+        self.lines += len(lines)
+        head = b"[%d] " % rank
+        data = memoryview(head + (b"\n" + head).join(lines) + b"\n")
         try:
-            self._file.write(b"[%d] %s\n" % (rank, line))
+            while data:
+                data = data[self._file.write(data) :]
         except OSError as error:  # a full disk ends the log, not the run
             say(f"{self.path} ends here: {error.strerror}")
             self._file = _NOWHERE.open("ab", buffering=0)
         return self.lines
 
 
-class Terminal:
-    """One of the launcher's own streams, written without ever blocking the caller."""
+class RankView(View):
+    """A rank's stream on the terminal, without torch's noise."""
 
-    def __init__(self, fd: int) -> None:
-        self.is_tty = os.isatty(fd)
-        self.fd = _open_again(fd) if self.is_tty else fd
-        self.is_line_open = False  # the last line shown has not ended
-        self._pending = bytearray()
-        self._dropped = 0  # bytes, since the last notice
-        self._selector: selectors.BaseSelector
+    def may_be_dropped(self, line: bytes) -> bool:
+        return len(line) < _LONGEST_NOISE and _MAY_BE_NOISE.match(line) is not None
 
-    def attach(self, selector: selectors.BaseSelector) -> None:
-        """Use this event loop to learn when there is room."""
-        self._selector = selector
-
-    def detach(self, limit_s: float) -> None:
-        """After the loop, write what is left, for at most `limit_s` seconds."""
-        self._drain(limit_s)
-        self._rest()
-
-    def write(self, data: bytes) -> None:
-        """Queue it. A slow reader slows the ranks down; one that is stuck loses output."""
-        if len(self._pending) > _MOST_BYTES:
-            self._dropped += len(data)
-            return
-        if len(self._pending) > _BACKLOG_BYTES:
-            self._drain(limit_s=0.1)  # and the agent still hears others
-        if self._dropped:
-            notice = f"\n... {self._dropped} bytes not shown: the terminal is too slow\n"
-            self._pending += notice.encode()
-            self._dropped = 0
-        self.is_line_open = not data.endswith(b"\n")
-        self._pending += data
-        if self.fd not in self._selector.get_map():
-            try:
-                self._selector.register(self.fd, selectors.EVENT_WRITE, self._write_some)
-            except PermissionError:  # a plain file: always ready, and cannot be polled
-                while self._pending:
-                    self._write_some()
-
-    def _write_some(self) -> None:
-        """Write what the stream takes now: a ready pipe takes PIPE_BUF bytes."""
-        try:
-            written = os.write(self.fd, self._pending[:4096])
-        except BlockingIOError:
-            return
-        except OSError:  # the reader has gone (`| head`): the log has it all
-            written = len(self._pending)
-        del self._pending[:written]
-        if not self._pending:
-            self._rest()
-
-    def _drain(self, limit_s: float) -> None:
-        """Write everything, for at most `limit_s` seconds."""
-        deadline = time.monotonic() + limit_s
-        room = select.poll()
-        room.register(self.fd, select.POLLOUT)
-        while self._pending and time.monotonic() < deadline:
-            if room.poll(50):
-                self._write_some()
-
-    def _rest(self) -> None:
-        """Leave the event loop."""
-        if self.fd in self._selector.get_map():
-            self._selector.unregister(self.fd)
-
-
-def _open_again(fd: int) -> int:
-    """Return another descriptor of a terminal, which never blocks; the same where there is none.
-
-    A terminal that is ready may take less than what is written. To make its own descriptor
-    non-blocking would change it for the shell, too.
-    """
-    try:
-        return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
-    except OSError:  # another user's terminal
-        return fd
+    def clean(self, data: bytes) -> bytes:
+        return _drop_noise(data)
 
 
 @dataclass
@@ -155,64 +94,97 @@ class Stream:
     rank: int
     fd: int
     log: NodeLog
-    terminal: Terminal | None  # None: this rank is not shown
+    view: RankView | None = None  # None: this rank is not shown
+    is_tty: bool = False
+    is_trickle: bool = False  # the last read took little
     traceback_line: int = 0  # of the last traceback's start in the log, 0 if there was none
     last_line: int = 0
-    last_text: str = ""
-    _partial: bytes = field(default=b"", repr=False)
-    _logged: float = field(default_factory=time.monotonic, repr=False)  # the last line of a bar
+    _last: bytes = field(default=b"", repr=False)  # its text
+    _partial: bytearray = field(default_factory=bytearray, repr=False)
+    _is_bar: bool = False  # the line not yet ended redraws itself
+    _logged: float = field(default_factory=time.monotonic, repr=False)  # the last state of a bar
     _logged_text: bytes = field(default=b"", repr=False)  # of the line not yet ended
 
     @property
-    def is_tty(self) -> bool:
-        return self.terminal is not None and self.terminal.is_tty
+    def last_text(self) -> str:
+        """The last line that is not a warning of torch's C++ side."""
+        return self._last.decode(errors="replace")
 
     def pump(self) -> bool:
         """Take what is there; False at the end of the stream."""
+        self.is_trickle = False
+        data = b""
         try:
             data = os.read(self.fd, _CHUNK)
+            more = data if self.is_tty else b""
+            while len(more) >= _PAGE and len(data) < _CHUNK:  # what a terminal gives at most
+                data += (more := os.read(self.fd, _CHUNK))
         except BlockingIOError:
-            return True
+            if not data:
+                return True
         except OSError:  # a pseudo-terminal's way of saying that the other end is closed
-            data = b""
-        text = self._partial + data
-        is_cut = len(text) > _LONGEST_LINE and b"\n" not in data
-        whole = text if is_cut or not data else text[: text.rfind(b"\n") + 1]
-        self._partial = text[len(whole) :]
-        for line in whole.removesuffix(b"\n").split(b"\n") if whole else ():
-            self._end_line(line)
-        if self.is_tty:
-            self._shorten()
-        shown = data if self.is_tty else whole  # to a terminal as it is: the bar draws itself
-        if self.terminal is not None and shown:
-            self.terminal.write(_drop_noise(shown))
+            pass
+        self.is_trickle = 0 < len(data) < _TRICKLE
+        if self.view is not None:
+            self.view.add(data)
+        head, end, tail = data.rpartition(b"\n")
+        if end:
+            self._end_lines(head)
+        self._partial += tail
+        if b"\r" in tail:
+            self._is_bar = True
+            self._partial = bytearray(b"\r").join(self._partial.rsplit(b"\r", _STATES)[-_STATES:])
+        if self._partial and (not data or len(self._partial) > _LONGEST_LINE):
+            self._end_lines(b"")
+        if not data and self.view is not None:
+            self.view.end()
         return bool(data)
 
-    def _shorten(self) -> None:
-        """Keep only the newest state of a line that redraws itself; log it every PROGRESS_S."""
-        *older, newest = self._partial.split(b"\r")
-        if not older:
-            return
-        self._partial = newest or older[-1] + b"\r"
-        if time.monotonic() - self._logged < PROGRESS_S:
-            return
-        states = (_ESCAPES.sub(b"", state) for state in (newest, *reversed(older)))
-        if text := next(filter(None, states), b""):
-            self._logged, self._logged_text = time.monotonic(), text
-            self.last_line = self.log.write(self.rank, text)
+    def tick(self, now: float) -> bool:
+        """Show and log what has waited for long enough; returns whether something waits.
 
-    def _end_line(self, line: bytes) -> None:
-        if self.is_tty:
-            # What a terminal shows in the end of a line that was drawn several times.
-            line = _ESCAPES.sub(b"", line.rstrip(b"\r").rpartition(b"\r")[2])
-            is_logged, self._logged_text = line == self._logged_text, b""
-            if not line or is_logged:
-                return
-        self.last_line = self.log.write(self.rank, line)
-        if not _TORCHS_WARNING.match(line):
-            self.last_text = line.decode(errors="replace")
-        if _TRACEBACK.search(line):
-            self.traceback_line = self.last_line
+        Args:
+            now: a time before the stream was last read.
+        """
+        is_waiting = self.view is not None and self.view.tick(now)
+        if not self._is_bar:
+            return is_waiting
+        state = _newest_state(bytes(self._partial))
+        if not state or state == self._logged_text:
+            return is_waiting
+        if now - self._logged >= PROGRESS_S:
+            self._logged, self._logged_text = now, state
+            self.last_line = self.log.write(self.rank, [state])
+        return True
+
+    def _end_lines(self, text: bytes) -> None:
+        """Log the line begun before and those of `text`, which is without its last end."""
+        whole = bytes(self._partial + text)
+        logged, self._logged_text = self._logged_text, b""
+        self._partial.clear()
+        self._is_bar = False
+        lines = whole.split(b"\n")
+        if self.is_tty or b"\r" in whole:
+            lines = [*self._clean(lines)]
+            if logged and lines[:1] == [logged]:
+                del lines[0]
+        if not lines:
+            return
+        self.last_line = self.log.write(self.rank, lines)
+        said = (line for line in reversed(lines) if not _TORCHS_WARNING.match(line))
+        self._last = next(said, self._last)
+        if any(mark in whole for mark in _FATAL):
+            for number, line in enumerate(lines, self.last_line - len(lines) + 1):
+                if _TRACEBACK.search(line):
+                    self.traceback_line = number
+
+    def _clean(self, lines: Sequence[bytes]) -> Iterator[bytes]:
+        """Yield what a terminal shows of lines in the end; of a pipe's, if they were redrawn."""
+        for line in lines:
+            if not self.is_tty and b"\r" not in line:
+                yield line
+            elif state := _newest_state(line):
+                yield state
 
     def drain(self) -> None:
         """Take what a dead rank has left, without waiting for children that hold the pipe."""
@@ -221,14 +193,36 @@ class Stream:
         while ready.poll(0) and self.pump():
             pass
 
+    def end(self) -> None:
+        """Take and show all that is left."""
+        self.drain()
+        if self._partial:
+            self._end_lines(b"")
+        if self.view is not None:
+            self.view.end()
+        self.close()
+
     def close(self) -> None:
         os.close(self.fd)
 
 
+def _newest_state(line: bytes) -> bytes:
+    """Return what is last seen of a line that was drawn several times, before it was cleared."""
+    end = len(line)
+    while end >= 0:
+        start = line.rfind(b"\r", 0, end)
+        state = _ESCAPES.sub(b"", line[start + 1 : end])
+        if state.strip():
+            return state
+        end = start
+    return b""
+
+
 def _drop_noise(data: bytes) -> bytes:
     """Return what a terminal is to show of this; with LOG_LEVEL=DEBUG everything."""
-    is_debug = os.environ.get("LOG_LEVEL", "").upper() == "DEBUG"
-    return data if is_debug else _NOISE.sub(b"", data)
+    if _NOISE_TEXT not in data or os.environ.get("LOG_LEVEL", "").upper() == "DEBUG":
+        return data
+    return _NOISE.sub(b"", data)
 
 
 @contextlib.contextmanager
@@ -247,9 +241,16 @@ def without_noise(fd: int) -> Iterator[None]:
                 os.write(fd, _drop_noise(held_back.read()))
 
 
-def open_stream(rank: int, log: NodeLog, terminal: Terminal | None) -> tuple[int, Stream]:
-    """One stream of one rank: the file descriptor for the rank, and the agent's reading end."""
-    if terminal is not None and terminal.is_tty:
+def open_stream(
+    rank: int, log: NodeLog, terminal: Terminal | None, *, is_alone: bool
+) -> tuple[int, Stream]:
+    """One stream of one rank: the file descriptor for the rank, and the agent's reading end.
+
+    Args:
+        is_alone: the terminal shows no other rank.
+    """
+    is_tty = terminal is not None and terminal.is_tty
+    if terminal is not None and is_tty:
         reader, writer = pty.openpty()
         with contextlib.suppress(OSError):
             size = fcntl.ioctl(terminal.fd, termios.TIOCGWINSZ, b"\0" * 8)
@@ -260,4 +261,5 @@ def open_stream(rank: int, log: NodeLog, terminal: Terminal | None) -> tuple[int
     else:
         reader, writer = os.pipe()
     os.set_blocking(reader, False)
-    return writer, Stream(rank, reader, log, terminal)
+    view = RankView(terminal, is_alone=is_alone) if terminal is not None else None
+    return writer, Stream(rank, reader, log, view, is_tty)

@@ -44,7 +44,7 @@ class Connection(Child):
         Args:
             node: as ssh calls it.
             token: begins the node's messages, and marks its processes.
-            show: is given what is no message, and whether it came on stderr.
+            show: is given what is no message, nothing at the end, and whether it came on stderr.
         """
         self.node = node
         self.token = token
@@ -53,18 +53,19 @@ class Connection(Child):
         self._fault = "ssh-refused"  # why there is no connection, once it has ended
         self._probe: threading.Thread | None = None
         self._show = show
+        self._messages = protocol.Answers(token)
         self._answers: dict[type, Any] = {}
-        self._words = ""  # on stderr before the start: of start-up files, or Python
+        self._words = b""  # on stderr before the start: of start-up files, or Python
         self._log = processes.anonymous_file("ssh")  # what ssh itself says
         log = f"/proc/{os.getpid()}/fd/{self._log}"
-        super().__init__(loop, ssh_command(node, connect_s, log), self._take_line)
+        super().__init__(loop, ssh_command(node, connect_s, log), self._take)
 
     def send_line(self, line: str) -> None:
         self.send(os.fsencode(f"{line}\n"))
 
     def start(self, request: protocol.Start) -> None:
         """Start the node's agent."""
-        self.is_started, self._words = True, ""
+        self.is_started, self._words = True, b""
         self.send_line(protocol.write_request(request))
 
     def answer(self, kind: type[T]) -> T | None:
@@ -75,21 +76,23 @@ class Connection(Child):
     def last_words(self) -> str:
         """The last line that ssh, or else the node before the start, has said."""
         size = os.fstat(self._log).st_size
-        said = os.pread(self._log, 4096, max(0, size - 4096)).decode(errors="replace")
-        lines = [line.strip() for line in (self._words, *said.split("\n"))]
+        said = self._words + b"\n" + os.pread(self._log, 4096, max(0, size - 4096))
+        lines = [line.strip() for line in said.decode(errors="replace").split("\n")]
         return next((line for line in reversed(lines) if line), "")
 
-    def _take_line(self, line: bytes, is_error: bool) -> None:
+    def _take(self, data: bytes, is_error: bool) -> None:
+        output = data
         if not is_error:
-            line, message = protocol.read_answer(self.token, line)
-            if message is not None:
+            output, messages = self._messages.read(data)
+            for message in messages:
                 self._answers.setdefault(type(message), message)
-                if not line:
-                    return
-        if self.is_started or not is_error:
-            self._show(line, is_error)
-        else:
-            self._words = line.decode(errors="replace").strip() or self._words
+        if is_error and not self.is_started:
+            self._words = (self._words + data)[-4096:]
+            return
+        if output:
+            self._show(output, is_error)
+        if not data:
+            self._show(b"", is_error)
 
     # --- why it is not there ------------------------------------------------------------------
 

@@ -1,30 +1,23 @@
-"""Child programs, signals and time in one event loop; and a terminal that never blocks it.
+"""Child programs, signals and time in one event loop.
 
 loop = Loop(most_children=1)
-child = Child(loop, ["ssh", "node1", "uptime"], on_line)
+child = Child(loop, ["ssh", "node1", "uptime"], on_output)
 while child.code is None:
     signals = loop.wait(1.0)
 """
 
 from __future__ import annotations
 
-import io
 import os
 import resource
-import select
 import selectors
 import signal
 import socket
-import threading
-from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import IO, TextIO, cast
 
 from distributed.stop_signals import STOP_SIGNALS, handled_signals
 
-BACKLOG_BYTES = 1 << 20  # that a slow terminal has not taken yet; more lines are dropped
-LONGEST_LINE = 1 << 20  # bytes; a longer one arrives in parts
 _CHUNK = 65536
 
 
@@ -91,24 +84,24 @@ def given_options() -> list[str]:
 
 
 class Child:
-    """One program, whose whole lines go to a function. Neither Ctrl-C nor `timeout` reaches it."""
+    """One program, whose output goes to a function. Neither Ctrl-C nor `timeout` reaches it."""
 
     def __init__(
         self,
         loop: Loop,
         command: list[str],
-        on_line: Callable[[bytes, bool], None],
+        on_output: Callable[[bytes, bool], None],
         environ: Mapping[str, str] | None = None,
     ) -> None:
         """Start it.
 
         Args:
-            on_line: is given each line without its end, and whether it came on stderr.
+            on_output: is given what comes, nothing at the end, and whether it came on stderr.
             environ: all of its variables, where they differ from ours.
         """
         self.code: int | None = None  # its exit code, once it has ended; -N: killed by signal N
         self._loop = loop
-        self._on_line = on_line
+        self._on_output = on_output
         (stdin, self._stdin), *outputs = (os.pipe() for _ in range(3))
         theirs = stdin, outputs[0][1], outputs[1][1]
         self._pid = os.posix_spawnp(
@@ -123,10 +116,10 @@ class Child:
             os.close(fd)
         self._stdout, self._stderr = (reader for reader, _ in outputs)
         self._unsent = bytearray()
-        self._partial = {self._stdout: b"", self._stderr: b""}  # of streams that have not ended
-        for fd in (self._stdin, *self._partial):
+        self._open = [self._stdout, self._stderr]
+        for fd in (self._stdin, *self._open):
             os.set_blocking(fd, False)
-        for fd in self._partial:
+        for fd in self._open:
             loop.selector.register(fd, selectors.EVENT_READ, partial(self._read, fd))
         loop.children.append(self)
 
@@ -148,13 +141,13 @@ class Child:
             os.kill(self._pid, signal.SIGTERM)
 
     def reap(self) -> None:
-        """Note its end, after its last lines."""
+        """Note its end, after its last output."""
         if self.code is not None or (ended := os.waitpid(self._pid, os.WNOHANG)) == (0, 0):
             return
-        for fd in list(self._partial):
+        for fd in list(self._open):
             while self._read(fd):
                 pass
-            if fd in self._partial:  # a child of its own keeps it open
+            if fd in self._open:  # a child of its own keeps it open
                 self._end(fd)
         self.close_input()
         self.code = os.waitstatus_to_exitcode(ended[1])
@@ -182,82 +175,14 @@ class Child:
             data = os.read(fd, _CHUNK)
         except BlockingIOError:
             return False
-        *lines, rest = (self._partial[fd] + data).split(b"\n")
-        if len(rest) > LONGEST_LINE:
-            lines, rest = [*lines, rest], b""
-        self._partial[fd] = rest
-        for line in lines:
-            self._on_line(line, fd == self._stderr)
-        if not data:
+        if data:
+            self._on_output(data, fd == self._stderr)
+        else:
             self._end(fd)
         return bool(data)
 
     def _end(self, fd: int) -> None:
         self._loop.selector.unregister(fd)
-        if rest := self._partial.pop(fd):
-            self._on_line(rest, fd == self._stderr)
+        self._open.remove(fd)
         os.close(fd)
-
-
-class Terminal(io.RawIOBase):
-    """One of our own streams. A thread writes to it, so that a slow reader delays nobody."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._queue: deque[bytes] = deque()
-        self._size = 0  # bytes not written yet
-        self._dropped = 0  # lines, since the last notice
-        self._changed = threading.Condition()
-        self.text: TextIO = io.TextIOWrapper(cast(IO[bytes], self), write_through=True)
-        threading.Thread(target=self._write_all, daemon=True).start()
-
-    def writable(self) -> bool:
-        return True
-
-    def isatty(self) -> bool:
-        return os.isatty(self._fd)
-
-    def write(self, data: bytes) -> int:  # type: ignore[override]  # RawIOBase takes any buffer
-        """Queue it, however much there is."""
-        with self._changed:
-            self._queue.append(bytes(data))
-            self._size += len(data)
-            self._changed.notify_all()
-        return len(data)
-
-    def write_line(self, line: bytes) -> None:
-        """Queue a line, or drop it where the reader is too far behind."""
-        if self._size + len(line) > BACKLOG_BYTES:
-            self._dropped += 1
-            return
-        self._tell_dropped()
-        self.write(line + b"\n")
-
-    def drain(self, limit_s: float) -> None:
-        """Wait until all is written, for at most so long."""
-        self._tell_dropped()
-        with self._changed:
-            self._changed.wait_for(lambda: self._size == 0, limit_s)
-
-    def _tell_dropped(self) -> None:
-        if self._dropped:
-            self.write(b"... %d lines not shown: the terminal is too slow\n" % self._dropped)
-            self._dropped = 0
-
-    def _write_all(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: bool(self._queue))
-                data = self._queue.popleft()
-            while data:
-                try:
-                    written = os.write(self._fd, data)
-                except BlockingIOError:  # someone who shares it has set it so
-                    select.select([], [self._fd], [])
-                    continue
-                except OSError:  # nobody reads any more (`| head`), or the disk is full
-                    written = len(data)
-                data = data[written:]
-                with self._changed:
-                    self._size -= written
-                    self._changed.notify_all()
+        self._on_output(b"", fd == self._stderr)

@@ -60,7 +60,7 @@ class PdshFanout(Fanout):
         self.pdsh = Child(
             self.loop,
             [*command, "-t", str(CONNECT_S + self.slack_s), self.remote_command()],
-            lambda line, is_error: (self.err if is_error else self.out).write_line(line),
+            self.terminals.show_behind(b""),
             environ={**os.environ, "PDSH_SSH_ARGS_APPEND": options},
         )
         self.pdsh.close_input()

@@ -68,6 +68,8 @@ class Exit:
             raise ValueError(f"no exit code, or no number of processes: {self}")
 
 
+LONGEST_MESSAGE = 1 << 20  # bytes
+_LEAST_HELD = 4  # bytes; fewer are shown at once, for they are most likely a bar's
 REQUESTS = Kinds(check=Request, start=Start, sweep=Sweep)
 ANSWERS = Kinds(hello=Hello, report=Report, ready=Ready, cut=Cut, end=End, exit=Exit)
 
@@ -78,10 +80,35 @@ def write_request(request: Request | Start | Sweep) -> str:
     return f"{len(text)}\n{text}"
 
 
-def read_answer(token: str, line: bytes) -> tuple[bytes, Any]:
-    """Return the output that a line of a node holds, and the message behind it; None: none fits."""
-    output, mark, text = line.partition(f"{token} ".encode())
-    try:
-        return (output, ANSWERS.read(text)) if mark else (line, None)
-    except MessageError:
-        return line, None
+class Answers:
+    """What a node writes to stdout: its messages are taken out of its output."""
+
+    def __init__(self, token: str) -> None:
+        self._mark = f"{token} ".encode()
+        self._text = b""  # what may be a message, or its beginning
+        self._passed = 0  # bytes of it that were passed on as output
+
+    def read(self, data: bytes) -> tuple[bytes, list[Any]]:
+        """Return the output, and the messages; at the end, without data, all that is left."""
+        text, output, messages = self._text + data, [], []
+        while (at := text.find(self._mark)) >= 0 and (end := text.find(b"\n", at)) >= 0:
+            try:
+                messages.append(ANSWERS.read(text[at + len(self._mark) : end]))
+                output.append(text[self._passed : at])
+            except MessageError:
+                output.append(text[self._passed : end + 1])
+            text, self._passed = text[end + 1 :], 0
+        kept = len(text) - at if at >= 0 else self._begun(text)
+        if not data or kept > LONGEST_MESSAGE:
+            kept = 0
+        held = kept if kept >= _LEAST_HELD else 0
+        passed = max(self._passed, len(text) - held)
+        output.append(text[self._passed : passed])
+        start = len(text) - kept
+        self._text, self._passed = text[start:], max(0, passed - start)
+        return b"".join(output), messages
+
+    def _begun(self, text: bytes) -> int:
+        """Return how many bytes at the end may begin a message."""
+        sizes = range(min(len(text), len(self._mark) - 1), 0, -1)
+        return next((size for size in sizes if text.endswith(self._mark[:size])), 0)

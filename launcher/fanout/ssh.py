@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from signal import SIGUSR1, Signals
 
 from distributed.errors import REFUSED, Refused
@@ -23,12 +22,14 @@ from launcher.failure_block import End, print_end
 from launcher.fanout import protocol
 from launcher.fanout.connection import Connection
 from launcher.fanout.ending import NodeResult, conclude
-from launcher.fanout.loop import Loop, Terminal
+from launcher.fanout.loop import Loop
 from launcher.fanout.protocol import Cut, Exit, Hello, Start, Sweep
+from launcher.fanout.terminal import Terminals
 from launcher.plan.plan import Plan, PlanError, node_comment, print_plan
 from launcher.preflight import compare
 from launcher.preflight.check_node import Report, check_node
 from launcher.preflight.compare import Finding
+from launcher.screen import PARTIAL_S
 from launcher.text import count, print_row
 
 ANSWER_S = 9.0  # for every node to connect and be checked
@@ -74,7 +75,8 @@ class Fanout:
             return print_commands(self)
         self.require_tools()
         self.loop = Loop(most_children=len(self.plan.nodes) + 1)
-        self.out, self.err = Terminal(1), Terminal(2)
+        self.terminals = Terminals()
+        self.out, self.err = self.terminals.out, self.terminals.err
         try:
             reports = self.check_nodes()
             if reports is None:
@@ -98,9 +100,6 @@ class Fanout:
     def say(self, text: str) -> None:
         print(f"{self.plan.program}: {text}", file=self.err.text)
 
-    def show(self, node_rank: int, line: bytes, is_error: bool) -> None:
-        (self.err if is_error else self.out).write_line(b"[%d] %s" % (node_rank, line))
-
     # --- the preflight ------------------------------------------------------------------------
 
     def check_nodes(self) -> list[Report] | None:
@@ -110,7 +109,8 @@ class Fanout:
         answer_by = began + ANSWER_S + self.slack_s
         for number, node in enumerate(self.plan.nodes):
             token = f"{self.token}.{number}"  # two nodes may be one machine
-            self.connections.append(self.connect(node.name, token, partial(self.show, number)))
+            show = self.terminals.show_behind(b"[%d] " % number)
+            self.connections.append(self.connect(node.name, token, show))
         self.wait_for(Hello, began + waited_s)
         self.choose_master()
         are_all_there = all(one.answer(Hello) for one in self.connections)
@@ -204,10 +204,13 @@ class Fanout:
             for one in self.connections:
                 one.send(b"\n")
         until = self.beat_at if until is None else min(until, self.beat_at)
+        if self.terminals.is_waiting:
+            until = min(until, now + PARTIAL_S)
         for signum in self.loop.wait(until - now):
             if self.started is None:
                 raise Interrupted(signum)
             self.pass_on(signum)
+        self.terminals.tick(now)
         for one in self.connections:
             self.note(one)
 

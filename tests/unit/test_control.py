@@ -159,5 +159,5 @@ def test_the_kernels_kill_of_an_agent_is_told_from_a_foreign_one(
     _report_death(137, note, None, left=0, is_asked=False, is_out_of_memory=is_out_of_memory)
     err = capsys.readouterr().err
     fault = "out-of-memory" if is_out_of_memory else "agent-killed"
-    assert err.startswith("FAILED   node agent 1 (") and f"[{fault}]" in err
+    assert err.lstrip("\n").startswith("FAILED   node agent 1 (") and f"[{fault}]" in err
     assert ("by the kernel" in err) == is_out_of_memory

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from launcher.agent import output
-from launcher.agent.output import NodeLog, Stream, Terminal, without_noise
+from launcher.agent.output import NodeLog, RankView, Stream, without_noise
+from launcher.agent.terminal import Terminal
 
 NOISE = b"[W1121 20:17:03.842175702 socket.cpp:207] [c10d] The hostname of the client socket cannot"
 NOISE += b" be retrieved. err=-3\n"
@@ -38,16 +39,24 @@ class Screen:
         self.log._file = self.log.path.open("ab", buffering=0)
         theirs, self.rank = os.pipe()
         os.set_blocking(theirs, False)
-        self.stream = Stream(0, theirs, self.log, self.terminal, _logged=time.monotonic())
+        view = RankView(self.terminal, is_alone=True)
+        self.stream = Stream(0, theirs, self.log, view, is_tty, _logged=time.monotonic())
 
     def write(self, data: bytes) -> None:
         """The rank writes, and the agent takes it."""
         os.write(self.rank, data)
         self.stream.pump()
+        self.stream.tick(time.monotonic())
 
     def logged(self) -> list[str]:
         assert self.log.path is not None
         return self.log.path.read_text().splitlines()
+
+    def end(self) -> None:
+        """The rank ends."""
+        os.close(self.rank)
+        while self.stream.pump():
+            pass
 
     def shown(self) -> bytes:
         self.terminal.detach(1.0)
@@ -59,23 +68,83 @@ def tty(tmp_path: Path) -> Screen:
     return Screen(tmp_path, is_tty=True)
 
 
-def test_the_log_has_the_newest_state_of_a_bar_every_5_s(clock: list[float], tty: Screen) -> None:
+@pytest.fixture(params=[True, False], ids=["terminal", "pipe"])
+def screen(tmp_path: Path, request: pytest.FixtureRequest) -> Screen:
+    return Screen(tmp_path, is_tty=request.param)
+
+
+def test_the_log_has_the_newest_state_of_a_bar_every_5_s(
+    clock: list[float], screen: Screen
+) -> None:
     for step in range(100):  # a second each
-        tty.write(b"\r\x1b[2Kstep %d/100" % step)
+        screen.write(b"\r\x1b[2Kstep %d/100" % step)
         clock[0] += 1
-    assert tty.logged() == [f"[0] step {step}/100" for step in range(5, 100, 5)]
-    tty.write(b"\r\x1b[2Kstep 100/100\n")
-    assert tty.logged()[-2:] == ["[0] step 95/100", "[0] step 100/100"]
+    assert screen.logged() == [f"[0] step {step}/100" for step in range(5, 100, 5)]
+    screen.write(b"\r\x1b[2Kstep 100/100\n")
+    assert screen.logged()[-2:] == ["[0] step 95/100", "[0] step 100/100"]
+
+
+def test_a_bar_that_stands_still_is_logged_as_it_is(clock: list[float], screen: Screen) -> None:
+    screen.write(b"\r10%\r11%")
+    assert screen.logged() == [] and screen.stream.tick(clock[0])  # there is something to log
+    clock[0] += 6
+    assert screen.stream.tick(clock[0]) and not screen.stream.tick(clock[0])
+    assert screen.logged() == ["[0] 11%"]
+    screen.write(b"\n")
+    assert screen.logged() == ["[0] 11%"]
+
+
+def test_a_bar_that_clears_itself_is_logged_as_it_was(screen: Screen) -> None:
+    screen.write(b"\r99%\r100%\r    \r\x1b[K\nnext\n")
+    assert screen.logged() == ["[0] 100%", "[0] next"]
+
+
+def test_a_pipe_shows_bytes_as_they_come(tmp_path: Path) -> None:
+    screen = Screen(tmp_path, is_tty=False)
+    for piece in (b"Name? ", b"\r50%", b"\r\x1b[K[##", b"] 3", b"\r\n\n", b"\xff\0[", b"x"):
+        screen.write(piece)
+        assert os.read(screen.reader, 65536) == piece
+
+
+def test_200_mb_without_a_line_end_take_seconds(tmp_path: Path) -> None:
+    """Each byte is copied a few times: not once for each read that follows."""
+    screen = Screen(tmp_path, is_tty=False)
+    piece = b"x" * 65536
+    began = time.process_time()
+    for _ in range(3200):
+        screen.write(piece)
+        assert os.read(screen.reader, 65536) == piece
+    assert time.process_time() - began < 5.0  # 0.5 s; it was 100 s
+    screen.end()
+    assert screen.log.path is not None
+    logged = screen.log.path.read_bytes()
+    assert len(logged) - logged.count(b"\n") * 5 == 3200 * 65536
+    assert logged.count(b"\n") == screen.log.lines == screen.stream.last_line >= 100
+
+
+def test_a_traceback_and_the_last_words_are_found(screen: Screen) -> None:
+    screen.write(b"one\ntwo\nTraceback (most recent call last):\n  File\nError: no\n[W1121 x\n")
+    assert (screen.stream.traceback_line, screen.stream.last_line) == (3, 6)
+    assert screen.stream.last_text == "Error: no"
+    screen.write(b"\r10%\rFatal Python error: Aborted\nthread\n")
+    assert (screen.stream.traceback_line, screen.stream.last_text) == (7, "thread")
+
+
+def test_a_line_that_a_rank_did_not_end_is_open(screen: Screen) -> None:
+    screen.write(b"50%")
+    assert screen.terminal.open_by is not None
+    screen.write(b"\n")
+    assert screen.terminal.open_by is None
 
 
 @pytest.mark.parametrize("drawn", [b"\r%d%%", b"%d%%\r", b"\r\x1b[K%d%%", b"\x1b[2K\r%d%%"])
-def test_however_a_bar_draws_itself(clock: list[float], tty: Screen, drawn: bytes) -> None:
+def test_however_a_bar_draws_itself(clock: list[float], screen: Screen, drawn: bytes) -> None:
     for percent in (10, 20, 30):
         clock[0] += 6
-        tty.write(drawn % percent)
-    assert tty.logged()[-1] in ("[0] 30%", "[0] 20%")  # one is complete once the next begins
-    tty.write(b"\n")
-    assert tty.logged() == ["[0] 10%", "[0] 20%", "[0] 30%"]
+        screen.write(drawn % percent)
+    assert screen.logged()[-1] in ("[0] 30%", "[0] 20%")  # one is complete once the next begins
+    screen.write(b"\n")
+    assert screen.logged() == ["[0] 10%", "[0] 20%", "[0] 30%"]
 
 
 def test_a_line_is_not_logged_before_its_end_unless_it_redraws(
@@ -87,15 +156,15 @@ def test_a_line_is_not_logged_before_its_end_unless_it_redraws(
     assert tty.logged() == ["[0] Are you sure?"]
 
 
-def test_a_bar_without_end_takes_no_memory(tty: Screen) -> None:
+def test_a_bar_without_end_takes_no_memory(screen: Screen) -> None:
     for _ in range(100):
-        tty.write(b"\r50%" * 10_000)  # nobody reads the terminal
-    assert len(tty.stream._partial) < 100
+        screen.write(b"\r50%" * 10_000)  # nobody reads the terminal
+    assert len(screen.stream._partial) < 100
 
 
 def test_a_terminal_that_nobody_reads_holds_nothing_up(tty: Screen) -> None:
     start = time.monotonic()
-    tty.terminal.write(b"x" * 100_000)
+    tty.terminal.queue(b"x" * 100_000)
     tty.terminal.detach(0.1)
     assert time.monotonic() - start < 1.0
 
@@ -103,7 +172,7 @@ def test_a_terminal_that_nobody_reads_holds_nothing_up(tty: Screen) -> None:
 @pytest.mark.parametrize("is_tty", [True, False])
 def test_a_line_without_end_is_cut(tmp_path: Path, is_tty: bool) -> None:
     screen = Screen(tmp_path, is_tty=is_tty)
-    screen.stream.terminal = None  # nobody reads here
+    screen.stream.view = None  # nobody reads here
     for _ in range(40):
         screen.write(b"x" * 65536)
         assert len(screen.stream._partial) <= output._LONGEST_LINE
@@ -121,6 +190,17 @@ def test_torchs_noise_is_in_the_log_alone(tmp_path: Path, is_tty: bool, prefix: 
     shown = screen.shown().replace(b"\r\n", b"\n")
     assert shown == b"before\n" + error + other + b"after\n"
     assert len(screen.logged()) == 6
+
+
+def test_noise_that_comes_in_pieces_is_dropped_too(clock: list[float], tmp_path: Path) -> None:
+    screen = Screen(tmp_path, is_tty=False)
+    for at in range(0, len(NOISE), 10):
+        screen.write(NOISE[at : at + 10])
+    screen.write(b"[W is a bar")  # like the noise's beginning
+    assert screen.terminal.open_by is None
+    clock[0] += 1
+    screen.stream.tick(clock[0])
+    assert screen.shown() == b"[W is a bar"
 
 
 def test_with_log_level_debug_everything_is_shown(

@@ -197,6 +197,31 @@ def test_a_line_that_looks_like_the_block_is_output_like_any_other(nodes: Nodes)
     assert launcher.poll() is None  # both were shown while it ran
 
 
+def test_a_prompt_and_a_bar_are_shown_while_they_last(nodes: Nodes) -> None:
+    nodes.agent(
+        "sys.stdout.write('Name? '); sys.stdout.flush()\n"
+        "sys.stderr.write('\\r10%\\r11%'); sys.stderr.flush()\n"
+        "sys.stdin.read()"
+    )
+    launcher = nodes.start("-", "1", "n0", "n1")
+    assert launcher.stdout is not None and launcher.stderr is not None
+    both = {b"[0] Name? ", b"[1] Name? "}
+    first = os.read(launcher.stdout.fileno(), 65536)  # the other's line waits for its end
+    assert first in both
+    shown = b""
+    while not re.search(rb"\[[01]\] \r\[[01]\] 10%\r\[[01]\] 11%$", shown):
+        shown += os.read(launcher.stderr.fileno(), 65536)
+    assert launcher.poll() is None
+    launcher.kill()
+    launcher.wait()
+
+
+def test_a_long_line_arrives_whole(nodes: Nodes) -> None:
+    nodes.agent("for _ in range(300): sys.stdout.write('x' * 65536)\nprint()")
+    code, out, err = nodes.launch("-", "1", "n0")
+    assert (code, out == f"[0] {'x' * 300 * 65536}\n") == (0, True), err
+
+
 # --- what a node says is data -------------------------------------------------------------------
 
 COMMAND = "RANKS[$(touch pwned)]"

@@ -1,0 +1,122 @@
+"""What several streams show on one terminal or pipe: bytes as they come, lines that stay apart."""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+
+PARTIAL_S = 0.2  # a line without an end, of one stream among several, is shown after so long
+LONGEST_HELD = 1 << 16  # bytes of it; a longer one is shown at once
+
+
+class Screen(ABC):
+    """A terminal or pipe, and the stream whose line there has not ended."""
+
+    open_by: object | None = None
+
+    @abstractmethod
+    def queue(self, data: bytes) -> None:
+        """Write it as soon as the reader takes it."""
+
+    def show(self, data: bytes, source: object) -> None:
+        """Show bytes of a stream; where another's line is open, on a line of their own."""
+        if not self.is_free_for(source):
+            self.end_line()
+        self.open_by = None if data.endswith(b"\n") else source
+        self.queue(data)
+
+    def is_free_for(self, source: object) -> bool:
+        return self.open_by is None or self.open_by is source
+
+    def end_line(self) -> None:
+        if self.open_by is not None:
+            self.open_by = None
+            self.queue(b"\n")
+
+
+class View:
+    """One stream on a screen.
+
+    If it is the only one, its bytes pass as they come. Beside others, whole lines are shown at
+    once; the start of a line after PARTIAL_S where no other line is open, and then as it grows.
+    """
+
+    def __init__(self, screen: Screen, *, is_alone: bool, prefix: bytes = b"") -> None:
+        """
+        Args:
+            prefix: begins each line, and each state of a line that redraws itself.
+        """
+        self._screen = screen
+        self._is_alone = is_alone
+        self._source = screen if is_alone else self  # one rank may mix its two streams
+        self._prefix = prefix
+        self._held = b""  # the start of a line, not shown yet
+        self._since = 0.0  # when it came
+        self._is_redrawn = False  # the last byte shown was \r
+
+    def may_be_dropped(self, line: bytes) -> bool:
+        """Whether this start of a line may become one that is not to be shown."""
+        return False
+
+    def clean(self, data: bytes) -> bytes:
+        """Return what is to be shown of this."""
+        return data
+
+    def add(self, data: bytes) -> None:
+        """Take what the stream has written."""
+        text = self._held + data
+        start = text.rfind(b"\n") + 1
+        whole, line = text[:start], text[start:]
+        is_mine = self._is_alone or self._screen.open_by is self
+        newest = line.rfind(b"\r", 0, -1)
+        if is_mine and not self.may_be_dropped(line):
+            whole, line = text, b""
+        elif len(line) > LONGEST_HELD and newest >= 0 and not self._screen.is_free_for(self):
+            line = line[newest:]  # a bar that waits for another
+        elif len(line) > LONGEST_HELD:
+            whole, line = text, b""
+        if whole or not self._held:
+            self._since = time.monotonic()
+        self._held = line
+        self._show(whole)
+
+    def tick(self, now: float) -> bool:
+        """Show what has been held for long enough; returns whether something is held.
+
+        Args:
+            now: a time before the stream was last read, so that what has come is known.
+        """
+        is_due = self._held and now - self._since >= PARTIAL_S
+        if is_due and self._screen.is_free_for(self._source):
+            self.end()
+        return bool(self._held)
+
+    def end(self) -> None:
+        """Show what is held."""
+        line, self._held = self._held, b""
+        self._show(line)
+
+    def _show(self, data: bytes) -> None:
+        if data := self.clean(data):
+            self._screen.show(self._begin_lines(data) if self._prefix else data, self._source)
+
+    def _begin_lines(self, data: bytes) -> bytes:
+        prefix = self._prefix
+        is_new = self._screen.open_by is not self
+        is_new = is_new or (self._is_redrawn and not data.startswith(b"\n"))
+        self._is_redrawn = data.endswith(b"\r")
+        data, last = data[:-1], data[-1:]
+        data = data.replace(b"\n", b"\n" + prefix).replace(b"\r", b"\r" + prefix)
+        data = data.replace(b"\r" + prefix + b"\n", b"\r\n")
+        if last == b"\n" and data.endswith(b"\r" + prefix):
+            data = data.removesuffix(prefix)
+        return (prefix if is_new else b"") + data + last
+
+
+def are_one_file(one: int, other: int) -> bool:
+    """Whether two descriptors lead to one file, as after 2>&1."""
+    try:
+        return os.path.sameopenfile(one, other)
+    except OSError:  # one is closed
+        return False
