@@ -15,6 +15,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from launcher.agent.attempt import Attempt
 from launcher.agent.control import report_end
 from launcher.agent.guardian import AgentNote, GuardianLink
 from launcher.agent.heartbeats import Heartbeats
+from launcher.agent.labels import LabelledTerminal, Labels
 from launcher.agent.node_ranks import NodeRanks, Rank
 from launcher.agent.output import NodeLog, Stream, Terminal, open_stream, say, without_noise
 from launcher.agent.torchrun_arguments import Arguments, parse
@@ -133,6 +135,7 @@ class NodeAgent:
         self.control = guardian.control
         self.store: TCPStore | None = None
         self.terminals = (Terminal(1), Terminal(2))
+        self.labels = [Labels(terminal) for terminal in self.terminals]
         self.heartbeats = Heartbeats(args.nproc)
         self.started = time.time()
         run_id, log_dir = self.assignment.run_id, args.log_dir
@@ -243,7 +246,7 @@ class NodeAgent:
             number = self.assignment.first_rank + local_rank
             error_file = self.error_files / f"rank_{number}.json"
             error_file.unlink(missing_ok=True)
-            shown = self.terminals if self._is_shown(local_rank, number) else (None, None)
+            shown = self._shown_on(local_rank, number)
             stdout, out = open_stream(number, self.log, shown[0])
             stderr, err = open_stream(number, self.log, shown[1])
             variables = self._variables(local_rank, attempt)
@@ -270,11 +273,13 @@ class NodeAgent:
         for one in private:
             one.close()
 
-    def _is_shown(self, local_rank: int, number: int) -> bool:
-        """Whether the terminal shows this rank: any, or rank 0 alone where there is a log."""
-        if self.args.shown is not None:
-            return local_rank in self.args.shown
-        return self.folder is None or number == 0
+    def _shown_on(self, local_rank: int, number: int) -> Sequence[Terminal | None]:
+        """Return where a rank is shown, if it is: any, or rank 0 alone where there is a log."""
+        if os.environ.get("SHOW_RANKS") == "all":
+            return [LabelledTerminal(one, number) for one in self.labels]
+        is_usual = self.folder is None or number == 0
+        is_shown = is_usual if self.args.shown is None else local_rank in self.args.shown
+        return self.terminals if is_shown else (None, None)
 
     def _variables(self, local_rank: int, attempt: int) -> dict[str, str]:
         """Return what torchrun adds to a rank's environment, and what is ours."""

@@ -24,6 +24,7 @@ import sys
 import time
 import traceback
 import types
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,9 @@ class Program:
     @property
     def can_fork(self) -> bool:
         """False for what only a new process can run."""
-        return not self.is_command and (self.is_module or os.path.isfile(self.name))
+        if self.is_command or self.is_module:
+            return self.is_module
+        return os.path.isfile(self.name) and not zipfile.is_zipfile(self.name)
 
     def command(self) -> list[str]:
         """The command line that starts it in a new process, as torchrun would."""
