@@ -19,7 +19,7 @@ help: ## show this list
 setup: $(STAMP) ## create .venv and install the requirements
 
 init: ## copy this project into a repository of your own: DIR=REPOSITORY makes REPOSITORY/launch-kit
-	@scripts/lib/init.sh "$(DIR)"
+	@bash scripts/lib/init.sh "$(DIR)"
 
 train: $(STAMP) ## train the built-in model on this machine (CONFIG=..., NPROC=...)
 	PYTHON=$(PYTHON) scripts/ssh/launch_singlenode.sh $(CONFIG) $(NPROC)

@@ -164,10 +164,9 @@ def update_link(path: Path, target: str) -> None:
 
     A file that is no link, or a link to another folder, is the user's own: it stays.
     """
-    if os.path.lexists(path):
-        is_ours = path.is_symlink() and path.readlink().parts[0] not in ("/", "..")
-        if not is_ours:
-            return
+    is_ours = path.is_symlink() and path.readlink().parts[0] not in ("/", "..")
+    if os.path.lexists(path) and not is_ours:
+        return
     new = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     new.unlink(missing_ok=True)
     new.symlink_to(target)

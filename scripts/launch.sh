@@ -46,7 +46,7 @@ take_variables() {
   local option name
   for option in "${!OPTIONS[@]}"; do
     name=${option#--} && name=PET_${name//-/_} && name=${name^^}
-    [[ $option != --* || ${OPTIONS[$option]} == [!@]* ]] && continue
+    [[ $option != --* || ${OPTIONS[$option]} == [@!]* ]] && continue
     [[ -z ${!name:-} ]] || : "${PLAN[${OPTIONS[$option]}]=${!name}}"
   done
 }
