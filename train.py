@@ -89,7 +89,8 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
         log.info(f"stopped    after step {step}, which is saved ({reason})")
         if "LAUNCH_COMMAND" not in os.environ:  # else the launcher prints it
             log.info(resume.resume_line(environment))
-        helper.barrier()  # once one rank has left, the launcher soon ends the others
+        helper.barrier()  # it is saved before the first rank says so
+        helper.beat(saved=step)
         return STOPPED
     if environment.is_main:
         run.print_summary(step, validation_loss)

@@ -53,4 +53,5 @@ while step < STEPS and not stop.agreed():
         saver.save(step, State(weights, moments, {"step": step}, ranks))
 saver.wait()
 helper.barrier()  # no rank leaves while another still saves
+helper.beat(saved=step)  # now code 75 means: saved, resume it
 helper.finish(0 if step == STEPS else STOPPED)

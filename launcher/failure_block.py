@@ -23,7 +23,8 @@ class RunSummary:
     stopped: int  # ranks that the launcher stopped
     left: int  # processes that could not be ended
     run_id: str
-    command: str  # as the user typed it, quoted for a shell; empty if unknown
+    command: str  # that resumes it, as typed, quoted for a shell; empty where nothing does
+    ends: str = ""  # of a run that was stopped: by what, and how its ranks ended
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,9 @@ def print_block(failure: Failure, summary: RunSummary, out: TextIO) -> None:
 
 def print_stop(code: int, summary: RunSummary, out: TextIO) -> None:
     """Print the line for a run that was stopped on request."""
-    unsaved = f"by {signal_name(code)}, before the ranks had saved"
-    how = "after saving a checkpoint" if code == STOPPED else unsaved
+    how = summary.ends or f"by {signal_name(code)}"
+    if code == STOPPED:
+        how = "after saving a checkpoint"
     print(f"stopped  {how} (code {code}); nothing is left running", file=out, flush=True)
     if summary.command:
         print(f"resume   RUN_ID={summary.run_id} {summary.command}", file=out, flush=True)

@@ -15,7 +15,6 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +43,7 @@ from launcher.failure_block import End, RunSummary
 from launcher.preflight import must_match
 from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder
 
+TRAIN = str(Path(__file__).resolve().parents[2] / "train.py")
 VERDICT_S = 1.5  # after a failure that no restart follows: for the other nodes' ends
 
 
@@ -144,7 +144,8 @@ class NodeAgent:
         self.log = NodeLog(self.folder.node_log if self.folder else None)
         self.error_files = self.folder.failures if self.folder else Path(tempfile.mkdtemp())
         folder = str(self.folder.path) if self.folder and self.record else ""
-        note = AgentNote(run_id, args.node_rank, self.started, args.nproc, folder)
+        command = self._resume_command(has_saved=False)
+        note = AgentNote(run_id, args.node_rank, self.started, args.nproc, folder, command)
         guardian.socket.sendall(typed_json.encode(note).encode())
 
     def _open_record(self, arguments: list[str]) -> LiveRecord | None:
@@ -273,13 +274,12 @@ class NodeAgent:
         for one in private:
             one.close()
 
-    def _shown_on(self, local_rank: int, number: int) -> Sequence[Terminal | None]:
+    def _shown_on(self, local_rank: int, number: int) -> tuple[Terminal | None, ...]:
         """Return where a rank is shown, if it is: any, or rank 0 alone where there is a log."""
         if os.environ.get("SHOW_RANKS") == "all":
-            return [LabelledTerminal(one, number) for one in self.labels]
-        is_usual = self.folder is None or number == 0
-        is_shown = is_usual if self.args.shown is None else local_rank in self.args.shown
-        return self.terminals if is_shown else (None, None)
+            return tuple(LabelledTerminal(one, number) for one in self.labels)
+        shown = self.args.shown or ({local_rank} if self.folder is None or number == 0 else ())
+        return self.terminals if local_rank in shown else (None, None)
 
     def _variables(self, local_rank: int, attempt: int) -> dict[str, str]:
         """Return what torchrun adds to a rank's environment, and what is ours."""
@@ -324,7 +324,8 @@ class NodeAgent:
             stopped=verdict.stopped,
             left=verdict.left,
             run_id=self.assignment.run_id,
-            command=os.environ.get("LAUNCH_COMMAND", ""),
+            command=self._resume_command(verdict.has_saved),
+            ends=verdict.ends,
         )
         if self.args.is_in_step and verdict.is_told:
             return  # node rank 0 prints it, to the same terminal
@@ -333,6 +334,11 @@ class NodeAgent:
             print(file=sys.stderr)
         end = End(verdict.code, verdict.failure, summary, verdict.is_told)
         report_end(end, self.control, is_line_open=self.terminals[0].is_line_open)
+
+    def _resume_command(self, has_saved: bool) -> str:
+        """Return what resumes the run; nothing for a program that may not be able to resume."""
+        can_resume = has_saved or os.path.realpath(self.args.program.name) == TRAIN
+        return os.environ.get("LAUNCH_COMMAND", "") if can_resume else ""
 
 
 def _versions() -> dict[str, str]:

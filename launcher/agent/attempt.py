@@ -123,7 +123,7 @@ class Attempt:
         signal.set_wakeup_fd(-1)
         for source in (wake, waker):
             source.close()
-        saved_step = self.ranks.heartbeats.read(0).saved
+        saved_step = self.ranks.heartbeats.saved()
         left = processes.end_descendants(term_s=TERM_S)
         for each in self.ranks.all:
             for stream in each.streams:
@@ -192,19 +192,22 @@ class Attempt:
 
     def _on_death(self, each: Rank) -> None:
         code = self.facts.codes[each.rank] = each.code or 0
-        if code == 0 or each.rank in self.facts.stopped:
-            pass
-        elif verdict.is_asked(code, self.facts.signals, has_raised=each.error_file.exists()):
-            self.facts.stop_codes.append(code)
-            self.kill.set_within(self.grace_s)
-        else:
-            self._fail(self.ranks.describe_end(each))
+        saved_step = self.ranks.heartbeats.saved()
+        if code != 0 and each.rank not in self.facts.stopped:
+            end, has_saved = self.ranks.describe_end(each), saved_step >= 0
+            if verdict.is_asked(end, self.facts.signals, has_saved=has_saved):
+                self.kill.set_within(self.grace_s)
+            else:
+                self._fail(end)
         if not self.is_first_node and not self.ranks.living():
-            self.send_all(verdict.end_of_node(self.facts))
+            self.send_all(verdict.end_of_node(self.facts, saved_step))
 
     def _fail(self, first: Failure) -> None:
-        """Record a failure, and end the ranks of all nodes."""
+        """Record a failure, and end the ranks of all nodes; those that are asked to may save."""
         self._record_failure(first)
+        if self.facts.signals:
+            self.kill.set_within(self.grace_s)
+            return
         if self.is_first_node:
             self.send_all(EndRanks())
         self.term.set_within(SETTLE_S if first.is_consequence else 0.0)

@@ -45,6 +45,7 @@ class AgentNote:
     started: float  # seconds since the epoch
     ranks: int  # on this node
     folder: str = ""  # of the run, where this node writes run.json
+    command: str = ""  # that resumes it; empty where nothing does
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         launch(list(arguments))  # type: ignore[no-untyped-call]
         return 0
+    given = set(os.environ)
     from launcher.agent.agent import run_agent  # imports torch
 
+    for name in os.environ.keys() - given:  # what the import adds is not for the ranks
+        del os.environ[name]
     return run_agent(list(arguments), GuardianLink(theirs, control, janitors[1]))
 
 
@@ -211,7 +215,7 @@ def _report_death(
         stopped=note.ranks,
         left=left,
         run_id=note.run_id,
-        command=os.environ.get("LAUNCH_COMMAND", "") if note.run_id else "",
+        command=note.command,
     )
     end = End(code, None if is_asked else failure, summary, is_told=False)
     is_silent = is_asked and code == 128 + signal.SIGKILL  # the launcher is gone

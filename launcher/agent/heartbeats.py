@@ -27,9 +27,13 @@ class Heartbeats:
         """Return a rank's newest beat."""
         return Beat(*RECORD.unpack(os.pread(self._fd, RECORD.size, RECORD.size * local_rank)))
 
+    def saved(self) -> int:
+        """Return the step of the newest checkpoint that any rank has told; -1: none."""
+        return max(self.read(local_rank).saved for local_rank in range(self._ranks))
+
     def reached(self) -> tuple[int, int]:
         """Return the newest checkpoint, and the most steps done by any rank so far; -1: none."""
-        beats = [self.read(local_rank) for local_rank in range(self._ranks)]
-        now = max(beat.saved for beat in beats), max(beat.step for beat in beats)
+        steps = (self.read(local_rank).step for local_rank in range(self._ranks))
+        now = self.saved(), max(steps)
         self._reached = max(self._reached, now)
         return self._reached

@@ -49,13 +49,15 @@ class Program:
     arguments: tuple[str, ...]
     is_module: bool = False
     is_command: bool = False
+    is_fresh: bool = False  # each rank imports torch itself
 
     @property
     def can_fork(self) -> bool:
         """False for what only a new process can run."""
-        if self.is_command or self.is_module:
-            return self.is_module
-        return os.path.isfile(self.name) and not zipfile.is_zipfile(self.name)
+        if self.is_command or self.is_fresh:
+            return False
+        is_file = os.path.isfile(self.name) and not zipfile.is_zipfile(self.name)
+        return self.is_module or is_file
 
     def command(self) -> list[str]:
         """The command line that starts it in a new process, as torchrun would."""
@@ -159,7 +161,8 @@ def _keep_groups() -> list[Any]:
     The last reference is often a DistributedDataParallel's, and that drops it with the GIL held.
     The group then joins gloo's thread, which may need the GIL for the last tensor it reduced.
     """
-    destroy, kept = dist.destroy_process_group, []
+    destroy = dist.destroy_process_group
+    kept: list[Any] = []
 
     @functools.wraps(destroy)
     def keep_and_destroy(group: dist.ProcessGroup | None = None) -> None:
@@ -175,7 +178,7 @@ def _execute(program: Program) -> int:
     faulthandler.enable()
     try:
         if program.is_module:
-            sys.modules["__main__"] = types.ModuleType("__main__")
+            _become_main(types.ModuleType("__main__"))
             runpy._run_module_as_main(program.name)  # type: ignore[attr-defined]
         else:
             _run_script(program.name)
@@ -202,10 +205,15 @@ def _run_script(path: str) -> None:
     main.__dict__["__builtins__"] = builtins
     main.__dict__["__cached__"] = None
     main.__loader__ = importlib.machinery.SourceFileLoader("__main__", main.__file__)
-    sys.modules["__main__"] = main  # to the very end: its classes must pickle
+    _become_main(main)
     with io.open_code(main.__file__) as source:
         code = compile(source.read(), main.__file__, "exec", dont_inherit=True)
     exec(code, main.__dict__)
+
+
+def _become_main(main: types.ModuleType) -> None:
+    """Be the main module to the very end: its classes must pickle, in spawned workers, too."""
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
 
 
 def _code_of(leave: SystemExit) -> int:

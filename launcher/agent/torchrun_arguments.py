@@ -14,6 +14,7 @@ from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 from distributed.environment import slurm_node
 from distributed.stop_signals import DEFAULT_GRACE_S
 from launcher import handshake
+from launcher.agent import fresh
 from launcher.agent.rank import Program
 from launcher.handshake import Access
 
@@ -79,10 +80,10 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         )
     settings = _parse_rendezvous_config(args.rdzv_conf)
     filtered = args.local_ranks_filter.split(",") if args.local_ranks_filter else None
+    words = tuple(args.training_script_args)
+    program = Program(args.training_script, words, args.module, args.no_python)
     return Arguments(
-        program=Program(
-            args.training_script, tuple(args.training_script_args), args.module, args.no_python
-        ),
+        program=fresh.choose(program, os.environ.get("FRESH")),
         num_nodes=high,
         node_rank=args.node_rank,
         nproc=nproc,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from distributed.errors import STOPPED
+from distributed.stop_signals import NOTICE, STOP_SIGNALS
 from launcher import failure
 from launcher.failure import Failure, RaisedError
 
@@ -24,6 +25,8 @@ class Verdict:
     lost_peer: int = 0  # ranks that ended as a consequence
     stopped: int = 0  # ranks that their agent had to stop
     left: int = 0  # processes here that no signal ended
+    ends: str = ""  # of a run that was stopped: by what, and how its ranks ended
+    has_saved: bool = False  # a rank has told that it saved
     restart_port: int = 0  # of the store with which all nodes start their ranks again
     is_told: bool = False  # by node rank 0, to this one
 
@@ -38,12 +41,19 @@ class NodeEnd:
 
     lost_peer: Sequence[int] = ()  # ranks that ended because another had gone
     stopped: Sequence[int] = ()  # ranks that the agent had to stop
-    finished: Sequence[int] = ()  # ranks that left with exit code 0
-    stop_codes: Sequence[int] = ()  # exit codes of the ranks that stopped on request
+    first_rank: int = 0
+    codes: Sequence[int] = ()  # the exit codes of all its ranks, from the first on
+    saved_step: int = -1  # of the newest checkpoint that a rank of it has told; -1: none
 
     def __post_init__(self) -> None:
-        if not all(0 < code <= 255 for code in self.stop_codes):
-            raise ValueError(f"{self.stop_codes}: no exit codes")
+        if not all(0 <= code <= 255 for code in self.codes):
+            raise ValueError(f"{self.codes}: no exit codes")
+
+    @property
+    def left(self) -> dict[int, int]:
+        """The exit codes of the ranks that ended by themselves, by rank."""
+        codes = dict(enumerate(self.codes, self.first_rank))
+        return {rank: code for rank, code in codes.items() if rank not in self.stopped}
 
 
 @dataclass
@@ -54,7 +64,6 @@ class Facts:
     codes: dict[int, int] = field(default_factory=dict)  # by rank of this node, once it has ended
     stopped: set[int] = field(default_factory=set)  # ranks here that the agent had to stop
     failures: list[Failure] = field(default_factory=list)  # here, and those that other nodes told
-    stop_codes: list[int] = field(default_factory=list)  # of ranks here that stopped on request
     nodes: dict[int, NodeEnd] = field(default_factory=dict)  # other nodes' ends, on node rank 0
     verdict: Verdict | None = None  # node rank 0's, on the other nodes
 
@@ -64,12 +73,16 @@ class Facts:
         return bool(self.failures or self.stopped)
 
 
-def is_asked(code: int, signals: Sequence[int], *, has_raised: bool) -> bool:
-    """Whether a rank that ended with this code stopped on request.
+def is_asked(end: Failure, signals: Sequence[int], *, has_saved: bool) -> bool:
+    """Whether a rank that ended, not with code 0, stopped on request.
 
-    Code 75 says so itself. Any other code counts after a stop signal, except with an exception.
+    After a stop signal every end counts, but an error of the script's own. Without one, code 75
+    says so itself, where a rank of the node has told that it saved.
     """
-    return code == STOPPED or (bool(signals) and not has_raised)
+    if not signals:
+        return end.code == STOPPED and has_saved
+    has_left = end.cause.startswith(("left with", "SystemExit", "KeyboardInterrupt"))
+    return has_left or end.is_consequence or end.code - 128 in STOP_SIGNALS
 
 
 def describe_end(
@@ -116,14 +129,15 @@ def first_failure(failures: Sequence[Failure]) -> Failure | None:
     return min(failures, key=lambda one: (one.is_consequence, one.time), default=None)
 
 
-def end_of_node(facts: Facts) -> NodeEnd:
+def end_of_node(facts: Facts, saved_step: int) -> NodeEnd:
     """Return what this node tells node rank 0 when all its ranks have ended."""
     lost = {one.rank for one in facts.failures if one.is_consequence} & facts.codes.keys()
     return NodeEnd(
         lost_peer=sorted(lost),
         stopped=sorted(facts.stopped),
-        finished=sorted(rank for rank, code in facts.codes.items() if code == 0),
-        stop_codes=facts.stop_codes,
+        first_rank=min(facts.codes, default=0),
+        codes=[code for _, code in sorted(facts.codes.items())],
+        saved_step=saved_step,
     )
 
 
@@ -131,33 +145,80 @@ def reach_verdict(facts: Facts, *, saved_step: int, left: int) -> Verdict:
     """Return how the attempt ended: as node rank 0 told it, else from what is known here.
 
     Args:
-        saved_step: of the newest checkpoint that the first rank here knows of; -1: none.
+        saved_step: of the newest checkpoint that a rank here has told; -1: none.
         left: processes here that could not be ended.
     """
     if facts.verdict is not None:
         return replace(facts.verdict, left=left, is_told=True)
-    nodes = [end_of_node(facts), *facts.nodes.values()]
+    nodes = [end_of_node(facts, saved_step), *facts.nodes.values()]
+    has_saved = any(node.saved_step >= 0 for node in nodes)
     first = first_failure(facts.failures)
     if first is None:
-        return Verdict(stop_code(nodes, facts.signals), left=left)
+        code = stop_code(nodes, facts.signals)
+        ends = describe_ends(nodes, has_saved=has_saved) if code else ""
+        if code and facts.signals:
+            ends = f"by {signal.Signals(facts.signals[0]).name}: {ends}"
+        return Verdict(code, left=left, ends=ends, has_saved=has_saved)
     lost = {rank for node in nodes for rank in node.lost_peer} - {first.rank}
     stopped = {rank for node in nodes for rank in node.stopped} - lost - {first.rank}
-    finished = [rank for node in nodes for rank in node.finished]
+    finished = [rank for node in nodes for rank, code in node.left.items() if code == 0]
     if first.is_consequence and finished:  # nobody has failed: one has left too early
         before = f"before it rank {min(finished)} left with exit code 0"
         first = replace(first, cause=f"{first.cause} ({before})")
     stacks = [line for one in facts.failures for line in one.stacks]
     first = replace(first, stacks=stacks, saved_step=max(saved_step, first.saved_step))
-    return Verdict(first.code, first, lost_peer=len(lost), stopped=len(stopped), left=left)
+    return Verdict(
+        first.code,
+        first,
+        lost_peer=len(lost),
+        stopped=len(stopped),
+        left=left,
+        has_saved=has_saved,
+    )
 
 
 def stop_code(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> int:
     """Return the exit code of a run that did not fail.
 
-    75 when ranks saved and stopped, another code with which one stopped on request, that of the
-    signal where ranks had to be killed, else 0.
+    0 when it was done. When it was stopped: 75 if ranks saved, another code with which one left, or
+    that of the signal. A rank that has told a save leaves with 0 only when it is done.
     """
-    codes = [code for node in nodes for code in node.stop_codes]
-    if not codes and any(node.stopped for node in nodes):
+    codes = [code for node in nodes for code in node.left.values() if code != 0]
+    has_saved = any(node.saved_step >= 0 for node in nodes)
+    if other := next((code for code in codes if code != STOPPED), 0):
+        return other
+    if codes and has_saved:
+        return STOPPED
+    if codes or any(node.stopped for node in nodes):
         return 128 + (signals[0] if signals else signal.SIGKILL)
-    return next((code for code in codes if code != STOPPED), STOPPED if codes else 0)
+    wanted = [] if has_saved else [one for one in signals if one != NOTICE]
+    return 128 + wanted[0] if wanted else 0
+
+
+def describe_ends(nodes: Sequence[NodeEnd], *, has_saved: bool) -> str:
+    """Return how the ranks of a stopped run ended, alike ones together: "ranks 0-2 saved, ..."."""
+    ends = {rank: "killed after GRACE" for node in nodes for rank in node.stopped}
+    for node in nodes:
+        for rank, code in node.left.items():
+            if code == STOPPED and has_saved:
+                ends[rank] = "saved"
+            elif code - 128 in STOP_SIGNALS:
+                ends[rank] = f"ended by {signal.Signals(code - 128).name}"
+            else:
+                ends[rank] = f"left with code {code}"
+    groups: dict[str, list[int]] = {}
+    for rank, end in sorted(ends.items()):
+        groups.setdefault(end, []).append(rank)
+    return ", ".join(f"{name_ranks(ranks)} {end}" for end, ranks in groups.items())
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return sorted ranks as a person names them: "rank 3", "ranks 0-2, 7"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    text = ", ".join("-".join(map(str, run)) for run in runs)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

@@ -38,7 +38,8 @@ def conclude(
         failure = Failure(fault, cause, code, nodes[rank].host, rank, time.time(), log=log)
         return End(code, failure, summary, is_told=False)
 
-    command = plan.run_variables().get("LAUNCH_COMMAND", "")
+    can_resume = plan.checkpoint_dir is not None  # train.py can; of other programs nobody knows
+    command = plan.run_variables().get("LAUNCH_COMMAND", "") if can_resume else ""
     summary = RunSummary(started, 0, 0, 0, plan.run_id, command)
     lost = [rank for rank, node in enumerate(nodes) if node.lost or node.exit is None]
     if lost:

@@ -38,11 +38,12 @@ _WORDS = {  # variables that can only be one of these
     "NCCL_PROFILE": tuple(name for name in PROFILES if name),
     "LAUNCHER": ("agent", "srun"),
     "SHOW_RANKS": ("all", "0"),
+    "FRESH": ("0", "1"),
 }
 _RESUMED_WITH = (  # variables that shape a run: the resume line repeats them
     *("TRAIN_SCRIPT", "CONFIG_FLAG", "NPROC_PER_NODE", "BACKEND", "LOG_DIR", "MASTER_ADDR"),
     *("MASTER_PORT", "MAX_RESTARTS", "GRACE", "LAUNCHER", "NCCL_PROFILE", "VENV", "CONDA_ENV"),
-    "MODULES",
+    *("MODULES", "FRESH"),
 )
 _RESUMED_WITH_SSH = ("SSH_OPTS", "FORWARD_ENV")
 
@@ -68,7 +69,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     has_tasks = environ.get("LAUNCHER") == "srun" and fanout != "local"
     log_dir = Path(_first(typed.log_dir, environ, "LOG_DIR") or DEFAULT_LOG_DIR)
     is_namer = world.node_rank == 0 and fanout != "job_command"
-    named = ("BACKEND", "GRACE", "SHOW_RANKS")
+    named = ("BACKEND", "GRACE", "SHOW_RANKS", "FRESH")
     given = {"LOG_LEVEL": level, **{name: environ.get(name) for name in named}}
     return Plan(
         **vars(world),

@@ -13,13 +13,16 @@ launch() {
 make_waiting() {
   cat >own.py <<'PY'
 import os, signal, sys, time
+sys.path.append(os.environ["KIT"])
+from distributed.heartbeat import beat
+beat(saved=1)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 print("waiting", *sys.argv[1:], flush=True)
 while not os.path.exists("fail-" + os.environ["RUN_ID"]):
     time.sleep(0.1)
 sys.exit(7)
 PY
-  export TRAIN_SCRIPT=own.py
+  export TRAIN_SCRIPT=own.py KIT=$ROOT
 }
 
 # The preflight does not get on before there is a file `go`.

@@ -57,6 +57,9 @@ if what == "save":
     while not stop:
         time.sleep(0.01)
     time.sleep(0.5)
+    sys.path.append(os.environ["KIT"])
+    from distributed.heartbeat import beat
+    beat(saved=1)
     print(f"saved {rank}", flush=True)
     sys.exit(75)
 if os.environ.get("BUSY"):
@@ -85,7 +88,13 @@ class Run:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": "", "RUN_SECRET": SECRET, **environment},
+            env={
+                **os.environ,
+                "PYTHONPATH": "",
+                "RUN_SECRET": SECRET,
+                "KIT": str(ROOT),
+                **environment,
+            },
         )
         self.seen: set[int] = {self.process.pid}
         self.output = ""

@@ -35,9 +35,10 @@ EXAMPLES: list[Message] = [
     FAILURE,
     EndRanks(),
     EndRanks(3),
-    NodeEnd([1], [2], [0], [75]),
+    NodeEnd([1], [2], 4, [1, 137, 75], 120),
     Verdict(0),
-    Verdict(1, FAILURE, 2, 1, 0, 29501, True),
+    Verdict(1, FAILURE, 2, 1, 0, "", True, 29501, True),
+    Verdict(143, ends="rank 0 left with code 0"),
 ]
 
 

@@ -131,7 +131,7 @@ def test_every_path_named_exists() -> None:
         )
     )
     for path in re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./-]*", ALL_CODE):
-        assert (ROOT / path.rstrip(".")).exists(), path
+        assert path == "config/x.py" or (ROOT / path.rstrip(".")).exists(), path  # nanoGPT's
 
 
 def test_the_layout_names_every_file_and_no_other() -> None:

@@ -92,7 +92,7 @@ def test_what_is_no_object_is_refused(message: object) -> None:
     ("end", "first"),
     [
         (END, "FAILED   rank 5 (local rank 1, node2) 14 s after the start"),
-        (replace(END, code=143, failure=None), "stopped  by SIGTERM, before the ranks had saved"),
+        (replace(END, code=143, failure=None), "stopped  by SIGTERM (code 143); nothing"),
         (replace(END, code=0, failure=None), ""),
     ],
 )

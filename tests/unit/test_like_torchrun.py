@@ -93,12 +93,16 @@ def test_everything_a_script_can_see(tmp_path: Path, how: str) -> None:
 
 
 def run(script: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run_words(script.parent, str(script), *arguments, **environment)
+
+
+def run_words(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*AGENT, "--nproc-per-node", "2", str(script), *arguments],
+        [*AGENT, "--nproc-per-node", "2", *words],
         capture_output=True,
         text=True,
         env={**os.environ, **environment},
-        cwd=script.parent,
+        cwd=folder,
         timeout=120,
     )
 
@@ -119,6 +123,27 @@ def test_data_workers(tmp_path: Path, method: str) -> None:
     )
     done = run(script, method)
     assert (done.returncode, done.stdout) == (0, "28\n28\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("method", "is_module"), [("spawn", False), ("forkserver", False), ("spawn", True)]
+)
+def test_a_pool_returns_what_the_script_defines(
+    tmp_path: Path, method: str, is_module: bool
+) -> None:
+    script = tmp_path / "pool.py"
+    script.write_text(
+        "import multiprocessing\n"
+        "class Mine:\n    pass\n"
+        "def make(number):\n    return Mine()\n"
+        "if __name__ == '__main__':\n"
+        f"    with multiprocessing.get_context('{method}').Pool(1) as pool:\n"
+        "        assert [type(one) for one in pool.map(make, [1])] == [Mine]\n"
+        "    print('done')\n"
+    )
+    words = ["-m", "pool"] if is_module else ["pool.py"]
+    done = run_words(tmp_path, *words)
+    assert (done.returncode, done.stdout) == (0, "done\ndone\n"), done.stderr
 
 
 def test_the_users_own_package_called_distributed(tmp_path: Path) -> None:

@@ -46,21 +46,31 @@ def test_the_first_failure(failures: list[Failure], rank: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "signals", "has_raised", "is_asked"),
+    ("cause", "code", "signals", "has_saved", "is_asked"),
     [
-        (75, [], False, True),
-        (75, [], True, True),  # SystemExit(75) leaves an error file, too
-        (1, [], False, False),
-        (1, [15], False, True),
-        (1, [15], True, False),
-        (143, [15], False, True),
-        (137, [], False, False),
+        ("left with exit code 75, without an exception", 75, [], True, True),
+        ("SystemExit: 75", 75, [], True, True),
+        ("SystemExit: 75", 75, [], False, False),  # a code like any other
+        ("left with exit code 1, without an exception", 1, [], True, False),
+        ("left with exit code 1, without an exception", 1, [15], False, True),
+        ("SystemExit: 1", 1, [15], False, True),
+        ("KeyboardInterrupt: ", 1, [2], False, True),
+        ("ValueError: cannot save", 1, [15], False, False),
+        ("SIGTERM", 143, [2], False, True),  # a scheduler may send several
+        ("SIGKILL, from outside this run", 137, [15], False, False),
+        ("SIGKILL, from outside this run", 137, [], False, False),
     ],
 )
 def test_which_ends_were_asked_for(
-    code: int, signals: list[int], has_raised: bool, is_asked: bool
+    cause: str, code: int, signals: list[int], has_saved: bool, is_asked: bool
 ) -> None:
-    assert verdict.is_asked(code, signals, has_raised=has_raised) == is_asked
+    end = replace(failed(1, code=code), cause=cause)
+    assert verdict.is_asked(end, signals, has_saved=has_saved) == is_asked
+
+
+def test_a_rank_that_lost_its_peer_after_a_stop_signal_has_not_failed() -> None:
+    assert verdict.is_asked(victim(1), [15], has_saved=False)
+    assert not verdict.is_asked(victim(1), [], has_saved=True)
 
 
 RAISED = RaisedError("ValueError: bad; give a good one [my-fault]", "", 1, 5.0, "my-fault")
@@ -112,14 +122,19 @@ def test_why_a_rank_ended(
 @pytest.mark.parametrize(
     ("nodes", "signals", "code"),
     [
-        ([NodeEnd(finished=[0, 1])], [], 0),
-        ([NodeEnd(stop_codes=[75, 75])], [15], 75),
-        ([NodeEnd(stop_codes=[75]), NodeEnd(stop_codes=[75])], [15, 2], 75),
-        ([NodeEnd(stop_codes=[143, 75])], [15], 143),  # one has not saved
-        ([NodeEnd(stopped=[0])], [15], 143),  # ignored the signal, and was killed
-        ([NodeEnd(finished=[0]), NodeEnd(stopped=[1])], [2], 130),  # on another node
-        ([NodeEnd(stop_codes=[75], stopped=[1])], [15], 75),
-        ([NodeEnd(stopped=[0])], [], 137),
+        ([NodeEnd(codes=[0, 0])], [], 0),
+        ([NodeEnd(codes=[0, 0])], [10], 0),  # done before the time that the notice told
+        ([NodeEnd(codes=[0, 0])], [15], 143),  # both have handled it
+        ([NodeEnd(codes=[0, 0], saved_step=9)], [15], 0),  # one that saves would say 75
+        ([NodeEnd(codes=[75, 75], saved_step=9)], [15], 75),
+        ([NodeEnd(codes=[75, 75])], [15], 143),  # nobody has told a save
+        ([NodeEnd(codes=[75], saved_step=9), NodeEnd(first_rank=1, codes=[75])], [15, 2], 75),
+        ([NodeEnd(codes=[143, 75], saved_step=9)], [15], 143),  # one has not saved
+        ([NodeEnd(codes=[75, 1], saved_step=9)], [15], 1),
+        ([NodeEnd(stopped=[0], codes=[137])], [15], 143),  # ignored the signal, and was killed
+        ([NodeEnd(codes=[0]), NodeEnd(stopped=[1], first_rank=1, codes=[137])], [2], 130),
+        ([NodeEnd(stopped=[1], codes=[75, 137], saved_step=9)], [15], 75),
+        ([NodeEnd(stopped=[0], codes=[137])], [], 137),
     ],
 )
 def test_the_exit_code_of_a_run_that_did_not_fail(
@@ -128,21 +143,41 @@ def test_the_exit_code_of_a_run_that_did_not_fail(
     assert verdict.stop_code(nodes, signals) == code
 
 
+@pytest.mark.parametrize(
+    ("nodes", "has_saved", "ends"),
+    [
+        ([NodeEnd(codes=[75, 75, 75])], True, "ranks 0-2 saved"),
+        ([NodeEnd(codes=[75])], False, "rank 0 left with code 75"),
+        ([NodeEnd(codes=[0, 1])], False, "rank 0 left with code 0, rank 1 left with code 1"),
+        (
+            [NodeEnd(codes=[143, 0]), NodeEnd([], [3], 2, [143, 137])],
+            False,
+            "ranks 0, 2 ended by SIGTERM, rank 1 left with code 0, rank 3 killed after GRACE",
+        ),
+    ],
+)
+def test_how_the_ranks_of_a_stopped_run_ended(
+    nodes: list[NodeEnd], has_saved: bool, ends: str
+) -> None:
+    assert verdict.describe_ends(nodes, has_saved=has_saved) == ends
+
+
 def test_what_a_node_tells_at_its_end() -> None:
     facts = Facts(
-        codes={2: 1, 3: 0, 4: 143, 5: 75},
+        codes={5: 75, 2: 1, 3: 0, 4: 143},
         stopped={4},
         failures=[victim(2), victim(0)],  # rank 0 is another node's
-        stop_codes=[75],
     )
-    assert verdict.end_of_node(facts) == NodeEnd([2], [4], [3], [75])
+    node = verdict.end_of_node(facts, 9)
+    assert node == NodeEnd([2], [4], 2, [1, 0, 143, 75], 9)
+    assert node.left == {2: 1, 3: 0, 5: 75}
 
 
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
         (Facts(codes={0: 0, 1: 0}), Verdict(0)),
-        (Facts(codes={0: 75}, stop_codes=[75], signals=[15]), Verdict(75)),
+        (Facts(codes={0: 75}, signals=[15]), Verdict(75, ends="by SIGTERM: rank 0 saved")),
         (
             Facts(codes={0: 143, 1: 1}, failures=[failed(1)], stopped={0}),
             Verdict(1, replace(failed(1), saved_step=40), stopped=1),
@@ -152,7 +187,7 @@ def test_what_a_node_tells_at_its_end() -> None:
                 codes={0: 1, 1: 143},
                 failures=[failed(2, code=7), victim(0)],
                 stopped={1},
-                nodes={1: NodeEnd(lost_peer=[3], stopped=[2, 3])},
+                nodes={1: NodeEnd([3], [2, 3], 2, [137, 137])},
             ),
             Verdict(7, replace(failed(2, code=7), saved_step=40), lost_peer=2, stopped=1),
         ),
@@ -185,6 +220,8 @@ def test_what_a_node_tells_at_its_end() -> None:
 )
 def test_the_verdict(facts: Facts, expected: Verdict) -> None:
     told = verdict.reach_verdict(facts, saved_step=40, left=0)
+    assert told.is_told or told.has_saved
+    told = replace(told, has_saved=False)
     if told.failure and not told.failure.stacks:
         told = replace(told, failure=replace(told.failure, stacks=()))
     assert told == expected

@@ -1,0 +1,113 @@
+"""After a stop signal each rank has its time, and the end says what each did."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agents import Run, kill_what_is_left
+
+pytestmark = pytest.mark.slow
+
+HEAD = """
+import os, signal, sys, time
+import torch.distributed as dist
+from pathlib import Path
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+dist.barrier()
+print(f"ready {rank}", flush=True)
+while not asked:
+    time.sleep(0.01)
+"""
+SLOW_SAVE = "time.sleep(3)\nPath(f'saved{rank}').write_text('all')\n"
+PROGRAMS = {  # -> of rank 1; exit code, how the ranks ended
+    "sys.exit(1)": (1, "rank 0 left with code 0, rank 1 left with code 1"),
+    "os._exit(1)": (1, "rank 0 left with code 0, rank 1 left with code 1"),
+    "raise KeyboardInterrupt": (130, "rank 0 left with code 0, rank 1 ended by SIGINT"),
+    "raise RuntimeError('Connection closed by peer')": (
+        1,
+        "rank 0 left with code 0, rank 1 left with code 1",
+    ),
+    "sys.exit(75)": (143, "rank 0 left with code 0, rank 1 left with code 75"),
+    "time.sleep(60)": (143, "rank 0 left with code 0, rank 1 killed after GRACE"),
+    "pass": (143, "ranks 0-1 left with code 0"),
+}
+
+
+@pytest.fixture
+def runs() -> Iterator[list[Run]]:
+    started: list[Run] = []
+    yield started
+    kill_what_is_left(started)
+
+
+def begin(runs: list[Run], folder: Path, tail: str, *options: str, **environment: str) -> Run:
+    """Start two ranks, and wait until they are ready to be stopped."""
+    script = folder / "program.py"
+    script.write_text(HEAD + tail)
+    arguments = ["--nproc-per-node", "2", *options, str(script)]
+    folder_of = {"LAUNCH_COMMAND": "again", "GRACE": "6", **environment}
+    runs.append(Run(arguments, None, ["env", "-C", str(folder)], **folder_of))
+    runs[-1].wait_for("ready 0", "ready 1")
+    return runs[-1]
+
+
+@pytest.mark.parametrize("leaves", PROGRAMS)
+def test_one_that_leaves_does_not_end_the_save_of_another(
+    runs: list[Run], tmp_path: Path, leaves: str
+) -> None:
+    run = begin(runs, tmp_path, f"if rank == 1:\n    {leaves}\nelse:\n    " + SLOW_SAVE.replace(
+        "\n", "\n    "
+    ))  # fmt: skip
+    run.process.terminate()
+    err = run.finish()
+    code, ends = PROGRAMS[leaves]
+    assert (tmp_path / "saved0").read_text() == "all"
+    assert run.process.returncode == code, err
+    told = f"stopped  by SIGTERM: {ends} (code {code}); nothing is left running"
+    assert err.splitlines()[-1] == told
+    run.assert_gone()
+
+
+def test_an_error_while_stopping_is_told_and_ends_no_other_save(
+    runs: list[Run], tmp_path: Path
+) -> None:
+    tail = "if rank == 1:\n    raise OSError('no space left')\n" + SLOW_SAVE
+    run = begin(runs, tmp_path, tail)
+    run.process.terminate()
+    err = run.finish()
+    assert (tmp_path / "saved0").read_text() == "all"
+    assert run.process.returncode == 1
+    assert "OSError: no space left" in err and "FAILED   rank 1" in err
+    assert "resume" not in err  # nobody has told a save
+
+
+def test_a_told_save_is_one_and_can_be_resumed(runs: list[Run], tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    tail = (
+        f"sys.path.insert(0, {str(root)!r})\nfrom distributed.heartbeat import beat\n"
+        "beat(saved=7)\nsys.exit(75)\n"
+    )
+    run = begin(runs, tmp_path, tail)
+    run.process.send_signal(signal.SIGTERM)
+    err = run.finish()
+    assert run.process.returncode == 75
+    assert "stopped  after saving a checkpoint (code 75)" in err
+    assert err.splitlines()[-1].startswith("resume   RUN_ID=") and err.endswith(" again\n")
+
+
+def test_code_75_of_a_script_that_told_no_save_is_a_failure(
+    runs: list[Run], tmp_path: Path
+) -> None:
+    script = tmp_path / "program.py"
+    script.write_text("import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(75)\n")
+    runs.append(Run(["--nproc-per-node", "2", str(script)]))
+    err = runs[-1].finish()
+    assert runs[-1].process.returncode == 75
+    assert "FAILED   rank 1" in err and "SystemExit: 75" in err
