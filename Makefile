@@ -11,12 +11,15 @@ NODE   ?= login
 
 .DEFAULT_GOAL := help
 .PHONY: cluster-deps cluster-up cluster-down cluster-shell test-cluster test-login
-.PHONY: help setup train test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-fanout bench-failures pictures clean
+.PHONY: help init setup train test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-fanout bench-failures pictures clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "make %-17s %s\n", $$1, $$2 }'
 
 setup: $(STAMP) ## create .venv and install the requirements
+
+init: ## copy this project into a repository of your own: DIR=REPOSITORY makes REPOSITORY/launch-kit
+	@bash scripts/lib/init.sh "$(DIR)"
 
 train: $(STAMP) ## train the built-in model on this machine (CONFIG=..., NPROC=...)
 	PYTHON=$(PYTHON) scripts/ssh/launch_singlenode.sh $(CONFIG) $(NPROC)

@@ -195,7 +195,9 @@ def slurm_node(environ: Mapping[str, str], master: str = "") -> tuple[int, int, 
     if not in_slurm_step(environ):
         return None
     given = {"MASTER_ADDR": master, "MASTER_PORT": "1", "WORLD_SIZE": ""}
-    env = slurm(_Variables({**environ, **given}))
+    v = _Variables({**environ, **given})
+    v.cure = LAUNCHERS["SLURM_STEP_ID"][1]
+    env = slurm(v)
     if env.world_size != env.num_nodes:
         cause = f"srun started {env.world_size} tasks on {env.num_nodes} nodes"
         raise LauncherError(f"{cause}; give it --ntasks={env.num_nodes} --ntasks-per-node=1")

@@ -160,11 +160,14 @@ def locked_by(folder: Path) -> tuple[int, str] | None:
 
 
 def update_link(path: Path, target: str) -> None:
-    """Point a symbolic link at `target` in one step; the newest of several runs wins."""
+    """Point a symbolic link at `target` in one step; the newest of several runs wins.
+
+    A file that is no link, or a link to another folder, is the user's own: it stays.
+    """
+    is_ours = path.is_symlink() and path.readlink().parts[0] not in ("/", "..")
+    if os.path.lexists(path) and not is_ours:
+        return
     new = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     new.unlink(missing_ok=True)
     new.symlink_to(target)
-    try:
-        os.replace(new, path)
-    except IsADirectoryError:  # something else has the name: a convenience less
-        new.unlink()
+    os.replace(new, path)

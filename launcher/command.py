@@ -11,7 +11,8 @@ from typing import NoReturn
 def main() -> NoReturn:
     """Become the entry script, with the Python that this is installed for unless one is chosen."""
     scripts = Path(__file__).resolve().parents[1] / "scripts"
-    (script,) = scripts.glob(f"**/{Path(sys.argv[0]).name}")
+    found = scripts.glob(f"**/{Path(sys.argv[0]).stem}.sh")
+    (script,) = (path for path in found if path.parent.name != "lib")
     if not any(os.environ.get(name) for name in ("PYTHON", "VENV", "CONDA_ENV")):
         os.environ["PYTHON"] = sys.executable
     os.environ["LAUNCH_AS"] = sys.argv[0]

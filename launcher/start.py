@@ -98,7 +98,7 @@ def check_config(plan: Plan) -> Plan:
     Raises:
         Refused: train.py cannot run here. Where the config is wrong, this exits with BAD_INPUT.
     """
-    if plan.words[0] != str(plan.root / "train.py"):
+    if not plan.is_ours:
         return plan
     environ = dict(os.environ)
     environ.pop("WORLD_SIZE", None)

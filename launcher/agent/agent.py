@@ -244,15 +244,19 @@ class NodeAgent:
         ranks: list[Rank] = []
         agent = os.getpid()
         first = self.assignment.first_rank
-        is_shown = [self._is_shown(local, first + local) for local in range(self.args.nproc)]
-        is_alone = sum(is_shown) == 1
+        shown = self.args.shown_ranks(first, has_log=self.folder is not None)
+        is_alone = len(shown) == 1 and not self.args.has_labels
         for local_rank in range(self.args.nproc):
             number = first + local_rank
             error_file = self.error_files / f"rank_{number}.json"
             error_file.unlink(missing_ok=True)
-            shown = self.terminals if is_shown[local_rank] else (None, None)
-            stdout, out = open_stream(number, self.log, shown[0], is_alone=is_alone)
-            stderr, err = open_stream(number, self.log, shown[1], is_alone=is_alone)
+            label = b"[%d] " % number if self.args.has_labels else b""
+            terminals = self.terminals if local_rank in shown else (None, None)
+            streams = [
+                open_stream(number, self.log, terminal, is_alone=is_alone, label=label)
+                for terminal in terminals
+            ]
+            (stdout, out), (stderr, err) = streams
             variables = self._variables(local_rank, attempt)
             variables["TORCHELASTIC_ERROR_FILE"] = str(error_file)
             pid = os.fork()
@@ -276,13 +280,6 @@ class NodeAgent:
             peer.close()
         for one in private:
             one.close()
-
-    def _is_shown(self, local_rank: int, number: int) -> bool:
-        """Whether the terminal shows this rank: rank 0 alone where there is a log, else any."""
-        if self.args.shown is not None:
-            return local_rank in self.args.shown
-        is_any = self.folder is None or os.environ.get("LOG_LEVEL") == "DEBUG"
-        return is_any or number == 0
 
     def _variables(self, local_rank: int, attempt: int) -> dict[str, str]:
         """Return what torchrun adds to a rank's environment, and what is ours."""

@@ -242,14 +242,15 @@ def without_noise(fd: int) -> Iterator[None]:
 
 
 def open_stream(
-    rank: int, log: NodeLog, terminal: Terminal | None, *, is_alone: bool
+    rank: int, log: NodeLog, terminal: Terminal | None, *, is_alone: bool, label: bytes = b""
 ) -> tuple[int, Stream]:
     """One stream of one rank: the file descriptor for the rank, and the agent's reading end.
 
     Args:
         is_alone: the terminal shows no other rank.
+        label: begins each line there; the rank then has no terminal of its own.
     """
-    is_tty = terminal is not None and terminal.is_tty
+    is_tty = terminal is not None and terminal.is_tty and not label
     if terminal is not None and is_tty:
         reader, writer = pty.openpty()
         with contextlib.suppress(OSError):
@@ -261,5 +262,5 @@ def open_stream(
     else:
         reader, writer = os.pipe()
     os.set_blocking(reader, False)
-    view = RankView(terminal, is_alone=is_alone) if terminal is not None else None
+    view = RankView(terminal, is_alone=is_alone, prefix=label) if terminal is not None else None
     return writer, Stream(rank, reader, log, view, is_tty)

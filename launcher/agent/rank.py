@@ -24,6 +24,7 @@ import sys
 import time
 import traceback
 import types
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,8 +54,10 @@ class Program:
     @property
     def can_fork(self) -> bool:
         """False for what only a new process can run."""
-        is_python = self.is_module or os.path.isfile(self.name)
-        return is_python and not (self.is_command or self.is_fresh)
+        if self.is_command or self.is_fresh:
+            return False
+        is_file = os.path.isfile(self.name) and not zipfile.is_zipfile(self.name)
+        return self.is_module or is_file
 
     def command(self) -> list[str]:
         """The command line that starts it in a new process, as torchrun would."""

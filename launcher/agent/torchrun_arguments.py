@@ -48,7 +48,16 @@ class Arguments:
     is_in_step: bool  # srun started it, and shares its terminal between all nodes
     join_timeout_s: float
     grace_s: float
+    has_labels: bool  # all ranks are shown, each line after its rank
     access: Access = field(repr=False)
+
+    def shown_ranks(self, first_rank: int, *, has_log: bool) -> Sequence[int]:
+        """Return the local ranks that the terminal shows: rank 0 alone where there is a log."""
+        ranks = range(self.nproc)
+        if self.shown is not None:
+            return [one for one in ranks if one in self.shown]
+        is_any = self.has_labels or not has_log
+        return [one for one in ranks if is_any or first_rank + one == 0]
 
 
 def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
@@ -99,6 +108,7 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         grace_s=float(
             os.environ.get("GRACE", vars(args).get("shutdown_timeout") or DEFAULT_GRACE_S)
         ),
+        has_labels=os.environ.get("SHOW_RANKS") == "all" or os.environ.get("LOG_LEVEL") == "DEBUG",
         access=handshake.read_access(os.environ),
     ), beyond_static
 

@@ -18,9 +18,16 @@ import struct
 import subprocess
 import sys
 import threading
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
 
-if __name__ == "__main__":  # in place of this folder, the project
-    sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
+if __name__ == "__main__":  # as in scripts/lib/start.py: not through sys.path
+    del sys.path[0]
+    for name in ("distributed", "launcher"):
+        spec = PathFinder.find_spec(name, [os.path.join(os.path.dirname(__file__), "..", "..")])
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
 
 from distributed.errors import CANNOT_START
 from launcher import processes

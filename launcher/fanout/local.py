@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from distributed.errors import REFUSED
-from launcher.plan.plan import Plan, node_comment, print_plan
+from launcher.plan.plan import AGENT, Plan, node_comment, print_plan
 from launcher.preflight import compare
 from launcher.preflight.check_node import check_node
 from launcher.record import transcript
@@ -47,7 +47,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
 def is_healthy(plan: Plan, nproc: int) -> bool:
     """Try whether the ranks of this node can work together, and print how it went."""
     start = time.monotonic()
-    command = [plan.python, "-m", "distributed.run", "--nproc-per-node", str(nproc)]
+    command = [plan.python, str(plan.root / AGENT), "--nproc-per-node", str(nproc)]
     command += ["-m", "distributed.selftest", "--seconds", "0.05"]
     result = subprocess.run(
         command,

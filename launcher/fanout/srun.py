@@ -69,8 +69,8 @@ def secret_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _warn_of_missing_rank(plan: Plan) -> None:
-    if plan.engine and plan.words[0] != str(plan.root / "train.py"):
-        cause = f"LAUNCHER=srun sets no RANK: {plan.words[0]}"
+    if plan.engine and not plan.is_ours:
+        cause = f"LAUNCHER=srun sets no RANK: {' '.join(plan.words[:2])}"
         cure = "must call init_distributed(), or read SLURM's variables"
         print(f"{plan.program}: warning: {cause} {cure}", file=sys.stderr)
 
@@ -86,14 +86,8 @@ def check_nodes(plan: Plan) -> list[Report]:
     """
     request = encode(plan.request(meeting_size=plan.num_nodes))
     pieces = [request[at : at + LONGEST] for at in range(0, len(request), LONGEST)]
-    command = [
-        "env",
-        f"--chdir={plan.root}",
-        plan.python,
-        "-m",
-        "launcher.preflight.check_node",
-        *pieces,
-    ]
+    command = ["env", f"--chdir={plan.root}", plan.python, str(plan.root / "scripts/lib/start.py")]
+    command += ["launcher.preflight.check_node", *pieces]
     step = node_step(plan, ["--kill-on-bad-exit=0"], command, os.environ)
     srun = _start(step, stdout=subprocess.PIPE)
     try:

@@ -6,6 +6,7 @@ What the user said wins in this order: arguments, environment, config, default.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -29,12 +30,14 @@ from launcher.plan.plan import Plan, PlanError, World, read_nproc, read_number
 from launcher.plan.typed import Typed
 
 ROOT = Path(__file__).resolve().parents[2]
+PART = "training/arguments.py"  # of our train.py
 BY_HAND_PORT = "29500"  # nodes started by hand cannot agree on another before they meet
 _WORDS = {  # variables that can only be one of these
     "LOG_LEVEL": ("DEBUG", "INFO", "WARNING", "ERROR"),
     "BACKEND": ("nccl", "gloo"),
     "NCCL_PROFILE": tuple(name for name in PROFILES if name),
     "LAUNCHER": ("agent", "srun"),
+    "SHOW_RANKS": ("all", "0"),
     "FRESH": ("0", "1"),
 }
 _RESUMED_WITH = (  # variables that shape a run: the resume line repeats them
@@ -51,10 +54,10 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     Raises:
         PlanError, LauncherError, HostlistError: the user or the scheduler cannot mean this.
     """
-    if typed.config is None and not typed.module:
-        raise PlanError(f"no config; usage: {typed.usage}")
+    words, is_ours, config = choose_program(typed, environ)
     level = _read_words(typed, environ)
-    max_restarts = read_number("MAX_RESTARTS", environ.get("MAX_RESTARTS") or "0", 0, 1000)
+    restarts = _first(typed.max_restarts, environ, "MAX_RESTARTS") or "0"
+    max_restarts = read_number("MAX_RESTARTS", restarts, 0, 1000)
     if max_restarts and typed.engine:
         cause = f"MAX_RESTARTS is {max_restarts}, but {typed.engine} starts no rank again"
         raise PlanError(f"{cause}; leave it out")
@@ -64,11 +67,10 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     if fanout == "local" and world.num_nodes > 1:
         _check_access(environ)
     has_tasks = environ.get("LAUNCHER") == "srun" and fanout != "local"
-    log_dir = Path(environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
-    given = {
-        "LOG_LEVEL": level,
-        **{name: environ.get(name) for name in ("BACKEND", "GRACE", "FRESH")},
-    }
+    log_dir = Path(_first(typed.log_dir, environ, "LOG_DIR") or DEFAULT_LOG_DIR)
+    is_namer = world.node_rank == 0 and fanout != "job_command"
+    named = ("BACKEND", "GRACE", "SHOW_RANKS", "FRESH")
+    given = {"LOG_LEVEL": level, **{name: environ.get(name) for name in named}}
     return Plan(
         **vars(world),
         program=typed.program,
@@ -78,9 +80,11 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         python=typed.python,
         directory=ROOT if typed.module else Path.cwd(),
         log_dir=log_dir.absolute() if typed.module else log_dir,
-        run_id=choose_run_id(environ, is_namer=world.node_rank == 0 and fanout != "job_command"),
-        words=training_words(typed, environ),
-        config="" if typed.config == "-" else typed.config or "",
+        run_id=choose_run_id(typed.run_id, environ, is_namer=is_namer),
+        words=words,
+        is_ours=is_ours,
+        passed=typed.passed,
+        config="" if config == "-" else config,
         cpu_nproc=int(typed.cpu_nproc or 1),
         port=_read_port(typed, environ, is_by_hand=fanout == "local" and world.num_nodes > 1),
         backend=environ.get("BACKEND") or "auto",
@@ -187,10 +191,11 @@ def _read_named(typed: Typed, environ: Mapping[str, str], nproc: int | None) -> 
 def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> World:
     """Return this machine's node rank where every node starts itself: under srun, or by hand."""
     given = {"NUM_NODES": typed.nnodes, "NODE_RANK": typed.node_rank, "MASTER_ADDR": typed.master}
-    if typed.health_check:  # cluster_train.sh: srun may have started it on each node
-        if step := slurm.read_step(environ, given):
+    if typed.health_check or (typed.like_torchrun and typed.nnodes != "1"):
+        if step := slurm.read_step(environ, given):  # srun has started this on each node
             return step
-        slurm.refuse_many_nodes(environ, typed.program)
+        if typed.health_check:
+            slurm.refuse_many_nodes(environ, typed.program)
     nnodes = "1" if typed.nnodes is None else typed.nnodes
     num_nodes = read_number("the number of nodes", nnodes, 1, 100_000)
     rank = "0" if typed.node_rank is None else typed.node_rank
@@ -210,28 +215,56 @@ def _read_port(typed: Typed, environ: Mapping[str, str], *, is_by_hand: bool) ->
 # --- the run ------------------------------------------------------------------------------------
 
 
-def choose_run_id(environ: Mapping[str, str], *, is_namer: bool) -> str:
-    """Return RUN_ID, else the scheduler's job, else a new one if this machine names the run."""
-    run_id = environ.get("RUN_ID") or job_id(environ)
+def choose_run_id(given: str | None, environ: Mapping[str, str], *, is_namer: bool) -> str:
+    """Return the one given, RUN_ID, the job of a scheduler, or a new one if this node names it."""
+    run_id = _first(given, environ, "RUN_ID") or job_id(environ)
     if not run_id:
         return new_run_id() if is_namer else ""
     return check_run_id(run_id)
 
 
-def training_words(typed: Typed, environ: Mapping[str, str]) -> list[str]:
-    """Return the training script and its arguments, the agent's last words."""
+def choose_program(typed: Typed, environ: Mapping[str, str]) -> tuple[list[str], bool, str]:
+    """Return the training script with its arguments, whether it is our train.py, and the config.
+
+    The words are the agent's last: they begin with `-m` for a module, and with `--no-python` for
+    any other program.
+    """
     if typed.module:
-        return ["-m", typed.module, *typed.rest]
-    config, flag = typed.config or "", environ.get("CONFIG_FLAG")
+        return ["-m", typed.module, *typed.rest], False, ""
+    ours = str(ROOT / "train.py")
+    if typed.like_torchrun:
+        if typed.as_module or typed.as_command:
+            return ["-m" if typed.as_module else "--no-python", *typed.rest], False, "-"
+        is_ours = _is_ours(typed.rest[0])
+        return [ours if is_ours else typed.rest[0], *typed.rest[1:]], is_ours, "-"
+    script = environ.get("TRAIN_SCRIPT") or ours
+    is_ours = _is_ours(script)
+    config, flag = typed.config, environ.get("CONFIG_FLAG")
+    if config is None and typed.default_config:
+        config = str(ROOT / "config/local3.yaml") if is_ours else "-"
+    if config is None:
+        raise PlanError(f"no config; usage: {typed.usage}")
     if config != "-" and not flag and not Path(config).is_file():
         raise PlanError(f"there is no config {config!r}; give the path of a YAML file")
-    ours = ROOT / "train.py"
-    script = environ.get("TRAIN_SCRIPT") or str(ours)
-    if Path(script).exists() and Path(script).samefile(ours):
+    if is_ours:
         backend = ["--distributed-backend", environ["BACKEND"]] if environ.get("BACKEND") else []
-        return [str(ours), "--config", config, *backend, *typed.setting, *typed.rest]
+        return [ours, "--config", config, *backend, *typed.setting, *typed.rest], True, config
+    is_module = re.match(r"-m\s", script)
+    program = ["-m", script[2:].strip()] if is_module else [script]
     words = [] if config == "-" else [flag or "--config", config]
-    return [script, *words, *typed.setting, *typed.rest]
+    return [*program, *words, *typed.setting, *typed.rest], False, config
+
+
+def _is_ours(script: str) -> bool:
+    """Whether a script is train.py of this project, as it came or changed; it is only read.
+
+    In a repository into which our folders were copied, train.py is another's.
+    """
+    ours = ROOT / "train.py"
+    if not Path(script).exists() or not ours.exists() or not ours.samefile(script):
+        return False
+    parts = {ours: "from training.arguments import ", ours.parent / PART: "from distributed.errors"}
+    return all(part.is_file() and text in part.read_text() for part, text in parts.items())
 
 
 def command_line(typed: Typed, environ: Mapping[str, str], fanout: str) -> str:
@@ -242,7 +275,9 @@ def command_line(typed: Typed, environ: Mapping[str, str], fanout: str) -> str:
     names += ("CONFIG",) if typed.nodefile else ()  # which qsub's -v sets
     names = ("RUN_ID", *names) if fanout == "job_command" else names
     variables = [f"{name}={shlex.quote(environ[name])}" for name in names if environ.get(name)]
-    words = [word for word in typed.typed if word not in ("--dry-run", "resume=never")]
+    own = len(typed.typed) - len(typed.rest)  # what follows is the training script's
+    words = [word for word in typed.typed[:own] if word not in ("--dry-run", "resume=never")]
+    words += typed.typed[own:]
     script = resolve_script(typed.batch_script) if typed.batch_script else None
     if script and typed.nodefile:
         words = pbs.job_command(script, words)

@@ -69,7 +69,9 @@ class Plan(World):
     directory: Path  # where it was typed; relative paths begin here
     log_dir: Path
     run_id: str  # empty: node rank 0 names the run
-    words: Sequence[str]  # the training script and its arguments
+    words: Sequence[str]  # the training script and its arguments, as the node agent takes them
+    is_ours: bool = False  # the training script is this project's train.py
+    passed: Sequence[str] = ()  # more options of the node agent
     config: str = ""  # empty: none
     cpu_nproc: int = 1  # ranks per node where `nproc` is None and there is no GPU
     port: int | None = None  # None: from the run id
@@ -137,7 +139,7 @@ class Plan(World):
             command += ["--rdzv-id", self.run_id]
         if self.max_restarts:
             command += ["--max-restarts", str(self.max_restarts)]
-        return [*command, *self.words]
+        return [*command, *self.passed, *self.words]
 
     def with_variables(self, command: Sequence[str]) -> list[str]:
         """Return a command of this run, with the run's variables before it."""
@@ -199,7 +201,7 @@ def print_plan(
     if plan.forwarded:
         print_row("variables", f"{' '.join(plan.forwarded)} go with it", out)
     print_row("preflight", _preflight(plan, outcome), out)
-    if plan.engine and plan.words[:1] != [str(plan.root / "train.py")]:
+    if plan.engine and not plan.is_ours:
         return  # nobody writes a log
     logs = f"{plan.log_dir}/{plan.run_id or '<run id>'}/"
     follow = "" if plan.engine else f"   (tail -f {shlex.quote(str(plan.log_dir))}/node_*.log)"

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from distributed import environment, hostlist
 from distributed.environment import in_slurm_step, slurm_node
-from launcher.plan.plan import PlanError, World, read_nproc
+from launcher.plan.plan import PlanError, World, read_nproc, read_number
+
+_GPUS = "SLURM_GPUS_ON_NODE"
 
 
 def in_slurm_job(environ: Mapping[str, str]) -> bool:
@@ -25,9 +27,12 @@ def read_job(environ: Mapping[str, str], script: str, asked: int | None) -> Worl
     Raises:
         PlanError: this is not a job, or the scripts cannot use it.
     """
-    num_nodes = environ.get("SLURM_JOB_NUM_NODES", "")
-    if not environ.get("SLURM_JOB_ID") or not num_nodes:
-        raise PlanError(f"this is no SLURM job; use sbatch {script}, or salloc first")
+    names = ("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST")
+    if missing := [name for name in names if not environ.get(name)]:
+        there = [name for name in names if name not in missing]
+        why = f": {there[0]} is set, but not {missing[0]}" if there else ""
+        raise PlanError(f"this is no SLURM job{why}; use sbatch {script}, or salloc first")
+    num_nodes = read_number("SLURM_JOB_NUM_NODES", environ["SLURM_JOB_NUM_NODES"], 1, 100_000)
     if in_slurm_step(environ):
         raise PlanError(f"srun started {script}, which starts srun itself; leave srun out")
     if environ.get("SLURM_HET_SIZE"):
@@ -38,9 +43,9 @@ def read_job(environ: Mapping[str, str], script: str, asked: int | None) -> Worl
     if nproc and asked not in (None, nproc):
         cause = f"{asked} processes per node, but the job has SLURM_TASKS_PER_NODE={nproc}"
         raise PlanError(f"{cause}; leave the number out [wrong-world]")
-    nproc = nproc or asked or read_nproc("", environ.get("SLURM_GPUS_ON_NODE") or None)
+    nproc = nproc or asked or read_nproc(_GPUS, environ.get(_GPUS) or None)
     nodes = environ["SLURM_JOB_NODELIST"]
-    return World(int(num_nodes), hostlist.first(nodes), nproc=nproc, hosts=nodes)
+    return World(num_nodes, hostlist.first(nodes), nproc=nproc, hosts=nodes)
 
 
 def tasks_per_node(environ: Mapping[str, str]) -> int | None:

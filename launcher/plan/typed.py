@@ -27,12 +27,21 @@ class Typed:
     port: str | None = None
     log_level: str | None = None
     hostfile: str | None = None
+    run_id: str | None = None
+    log_dir: str | None = None
+    max_restarts: str | None = None
     engine: str | None = None
     module: str | None = None  # run in place of a training script
     batch_script: str | None = None  # of SLURM or PBS, as one submits it
     node: Sequence[str] = ()  # NODE, NODE:NPROC or a list
     setting: Sequence[str] = ()  # key=value
     activated: Sequence[str] = ()  # names of variables that the Python's environment has changed
+    passed: Sequence[str] = ()  # options of the node agent
+    like_torchrun: bool = False  # what followed is a script with its arguments
+    as_module: bool = False  # it is a module
+    as_command: bool = False  # it is any program
+    standalone: bool = False
+    default_config: bool = False  # train.py of this project may do without `config`
     nodefile: bool = False  # the nodes are those of the PBS job
     use_env: bool = False
     health_check: bool = False

@@ -1,9 +1,9 @@
 """Check one node before anything starts: what is wrong with it, and what the plan must know of it.
 
-    python -m launcher.preflight.check_node REQUEST      in a step of a SLURM job; prints a Report
+    python scripts/lib/start.py launcher.preflight.check_node REQUEST      in a step of a SLURM job
 
-Where the nodes are started together they meet at the master's port meanwhile. No torch import, so
-it takes a few hundredths of a second.
+It prints a Report. Where the nodes are started together they meet at the master's port meanwhile.
+No torch import, so it takes a few hundredths of a second.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Request:
     num_nodes: int
     node_rank: int
     nproc: int | None  # None: one per GPU, else `cpu_nproc`
-    cpu_nproc: int
+    cpu_nproc: int  # 0: GPUs are needed
     master_addr: str
     port: int | None  # None: from the run id
     words: Sequence[str]  # the training script and its arguments
@@ -81,7 +81,7 @@ def check_node(request: Request, environ: Mapping[str, str] = os.environ) -> Rep
     return Report(
         node_rank=request.node_rank,
         num_nodes=request.num_nodes,
-        nproc=machine.nproc,
+        nproc=machine.nproc or 1,
         host=short_host_name(),
         run_id=request.run_id,
         versions=must_match.versions() if is_compared else {},
@@ -114,19 +114,19 @@ def _look_at_machine(
         gpus, gpu_error = visible_gpus(environ), ""
     except GpuError as error:
         gpus, gpu_error = (), str(error)
-    given = int(environ.get("SLURM_GPUS_ON_NODE") or 0)
+    given = environ.get("SLURM_GPUS_ON_NODE", "")
     words = request.words
-    script = request.directory / words[0] if words and words[0] != "-m" else None
+    is_path = bool(words) and words[0] not in ("-m", "--no-python")
     folders = (request.log_dir, request.checkpoint_dir)
     return Machine(
         run_id=request.run_id,
         nnodes=request.num_nodes,
         node_rank=request.node_rank,
-        nproc=request.nproc or len(gpus) or given or request.cpu_nproc,
+        nproc=request.nproc or len(gpus) or int(given.isdecimal() and given) or request.cpu_nproc,
         master_addr=request.master_addr,
         port=port,
         port_error=port_error,
-        script=script,
+        script=request.directory / words[0] if is_path else None,
         directories=tuple(request.directory / folder for folder in folders if folder is not None),
         gpus=gpus,
         gpu_error=gpu_error,

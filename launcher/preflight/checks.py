@@ -66,14 +66,19 @@ def check_program(machine: Machine) -> Iterator[Fault]:
     elif tuple(map(int, torch.split(".")[:2])) < OLDEST_TORCH:
         cause = f"{sys.executable} has torch {torch}, too old for the launchers"
         yield Fault("env-missing", cause, "install {}.{} or newer".format(*OLDEST_TORCH))
-    elif machine.script and not machine.script.is_file():
-        yield Fault(
-            "env-missing", f"there is no script {str(machine.script)!r}", "correct its path"
-        )
+    elif machine.script and not _is_program(machine.script):
+        cause = f"there is no script {str(machine.script)!r}"
+        yield Fault("env-missing", cause, "correct its path; for a module, give -m and its name")
+
+
+def _is_program(path: Path) -> bool:
+    return path.is_file() or (path / "__main__.py").is_file()
 
 
 def check_gpus(machine: Machine) -> Iterator[Fault]:
     """One process per visible GPU at most, each sound and idle; without any, all run on the CPU."""
+    if machine.nproc == 0:
+        yield Fault("too-few-gpus", "there is no visible GPU", "give a number of processes")
     if 0 < len(machine.gpus) < machine.nproc:
         cause = f"{machine.nproc} processes but {count(len(machine.gpus), 'visible GPU')}"
         yield Fault("too-few-gpus", cause, "ask for fewer, or see CUDA_VISIBLE_DEVICES")

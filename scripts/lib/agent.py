@@ -1,13 +1,19 @@
 """Start the node agent: python scripts/lib/agent.py [torchrun's arguments] SCRIPT [arguments].
 
-The same as `python -m distributed.run`, from any working directory. Our folder is on the path only
-while our own modules are loaded; the user's script never sees it.
+The same as `python -m distributed.run`, from any working directory. The user's script never sees
+our modules, and our modules none of the user's.
 """
 
 import sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[2])
+for name in ("distributed", "launcher"):  # not through sys.path: a user's files may lie beside them
+    spec = PathFinder.find_spec(name, [str(Path(__file__).resolve().parents[2])])
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
 
 from launcher.agent.guardian import main  # noqa: E402
 

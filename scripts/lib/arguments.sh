@@ -2,7 +2,8 @@
 # One grammar for every script: positional arguments, key=value settings, --options, and after
 # `--` what goes to the training script untouched. It fills what launch.sh declares.
 
-# The positional arguments go into PLAN under the names given, in that order.
+# The positional arguments go into PLAN under the names given, in that order. At "program..." the
+# training script begins, and all that follows is its own.
 parse_arguments() { # <"plan entry ..."> <argument...>
   local names
   read -ra names <<<"$1"
@@ -18,11 +19,20 @@ parse_arguments() { # <"plan entry ..."> <argument...>
       --detach) refuse_scheduled "$1" && FLAGS+=("$1") ;;
       --status | --stop) answer_about_runs "$@" ;;
       --) REST=("${@:2}") && break ;;
+      --show)
+        (($# > 1)) || die 2 "option $1 has no value; give all, or 0"
+        export SHOW_RANKS=$2
+        shift
+        ;;
       -?*)
+        [[ -n ${OPTIONS[$1]:-} ]] || set -- "${1//_/-}" "${@:2}"
         take_option "$@"
         [[ ${OPTIONS[$1]} == !* ]] || shift
         ;;
-      *) take_argument "$1" ;;
+      *)
+        [[ ${names[0]:-} == program... ]] && REST=("$@") && break
+        take_argument "$1"
+        ;;
     esac
     shift
   done
@@ -31,12 +41,13 @@ parse_arguments() { # <"plan entry ..."> <argument...>
 take_option() { # <option> [<value>] ...
   [[ -n ${OPTIONS[$1]:-} ]] ||
     die 2 "unknown option ${1@Q}; see $PROGRAM --help, and put the training script's own after --"
-  if [[ ${OPTIONS[$1]} == !* ]]; then
-    FLAGS+=("--${OPTIONS[$1]#!}")
-  else
-    (($# > 1)) || die 2 "option $1 has no value; see $PROGRAM --help"
-    PLAN[${OPTIONS[$1]}]=$2
-  fi
+  [[ ${OPTIONS[$1]} == !* ]] || (($# > 1)) || die 2 "option $1 has no value; see $PROGRAM --help"
+  case ${OPTIONS[$1]} in
+    !@) PASSED+=("$1") ;;
+    @) PASSED+=("$1" "$2") ;;
+    !*) FLAGS+=("--${OPTIONS[$1]#!}") ;;
+    *) PLAN[${OPTIONS[$1]}]=$2 ;;
+  esac
 }
 
 # Takes the next of parse_arguments' names.

@@ -5,11 +5,12 @@
 ROOT=$(cd -P -- "${BASH_SOURCE[0]%/*}/../.." && pwd)
 PROGRAM=${0##*/}
 declare -A PLAN=()    # what was typed, by the names of start.py's options
-declare -A OPTIONS=() # the script's own options: the PLAN entry of each one's value; !entry: it takes none
+declare -A OPTIONS=() # the script's own options: the PLAN entry of each one's value; !entry: it takes none; @: the agent's
 TYPED=()              # the whole command line
 NODES=()              # the arguments named "nodes..."
 SETTINGS=()           # key=value, in order
 REST=()               # what follows `--`
+PASSED=()             # options that the node agent reads
 FLAGS=()              # of start.py: --dry-run, --strict, --detach
 ACTIVATED=()          # names of variables that the environment of PYTHON has changed
 
@@ -33,18 +34,21 @@ refuse() { # <fault of TROUBLESHOOTING.md> <"cause; cure">
 
 # For the scripts whose CONFIG may be left out. A training script of the user's needs none.
 default_config() {
-  local default=$ROOT/config/local3.yaml
-  [[ -z ${TRAIN_SCRIPT:-} ]] || default=-
-  : "${PLAN[config]=$default}"
+  FLAGS+=(--default-config)
 }
 
 # Hands all that was typed to start.py; does not return.
 launch() { # <fan-out or other task> <more options of start.py...>
   local name command
+  for name in launcher/start.py distributed/environment.py; do
+    [[ -r $ROOT/$name ]] ||
+      die 2 "there is no $name in $ROOT; keep scripts/, launcher/ and distributed/ of this project together (make init DIR=...)"
+  done
   choose_python
   command=("$PYTHON" "$ROOT/scripts/lib/start.py" "$@" "${FLAGS[@]}")
   command+=(--program="$PROGRAM" --usage="$(usage_line)" --python="$PYTHON")
   for name in "${!PLAN[@]}"; do command+=("--$name=${PLAN[$name]}"); done
-  command+=("${TYPED[@]/#/--typed=}" "${NODES[@]/#/--node=}" "${SETTINGS[@]/#/--setting=}" "${ACTIVATED[@]/#/--activated=}")
+  command+=("${TYPED[@]/#/--typed=}" "${NODES[@]/#/--node=}" "${SETTINGS[@]/#/--setting=}")
+  command+=("${PASSED[@]/#/--passed=}" "${ACTIVATED[@]/#/--activated=}")
   exec "${command[@]}" -- "${REST[@]}"
 }

@@ -2,13 +2,20 @@
 
 import signal
 import sys
+from importlib import import_module
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
 from pathlib import Path
 
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends it without a traceback
-sys.path[0] = str(Path(__file__).resolve().parents[2])
-
-from launcher.start import main  # noqa: E402
+for name in ("distributed", "launcher"):  # not through sys.path: a user's files may lie beside them
+    spec = PathFinder.find_spec(name, [str(Path(__file__).resolve().parents[2])])
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    is_named = sys.argv[1].startswith("launcher.")  # another module than the one behind the scripts
+    module = import_module(sys.argv[1] if is_named else "launcher.start")
+    sys.exit(module.main(sys.argv[1 + is_named :]))

@@ -18,8 +18,10 @@
 set -euo pipefail
 cd -- "${PBS_O_WORKDIR:-.}"
 LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib
-[[ -r $LIB/launch.sh ]] || LIB=$PWD/scripts/lib # PBS runs a copy of this file
-[[ -r $LIB/launch.sh ]] || { echo "pbs_train.sh: this is a copy and finds no scripts/lib; submit it from the project's folder" >&2 && exit 2; }
+for FOLDER in "$PWD" "$PWD/launch-kit"; do # PBS runs a copy of this file; make init has made launch-kit
+  [[ -r $LIB/launch.sh ]] || LIB=$FOLDER/scripts/lib
+done
+[[ -r $LIB/launch.sh ]] || { echo "pbs_train.sh: this is a copy and finds no scripts/lib; submit it from the project's folder or the one around launch-kit/" >&2 && exit 2; }
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh"
 

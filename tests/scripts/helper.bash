@@ -28,6 +28,16 @@ PY
   export TRAIN_SCRIPT=dump.py
 }
 
+# A module as the training script.
+make_module() {
+  mkdir pkg
+  cat >pkg/mod.py <<'PY'
+import os, sys
+print("pkg.mod", int(os.environ["RANK"]) + 1, "of", os.environ["WORLD_SIZE"] + ":", *sys.argv[1:])
+PY
+  export TRAIN_SCRIPT="-m pkg.mod"
+}
+
 # What a shell on the way could spoil.
 # shellcheck disable=SC2016 # nothing here is to expand
 {

@@ -17,3 +17,12 @@ launch() {
     [[ ${words[3]} == *"/agent.py --nnodes 2 --node-rank 1 --master-addr node1 --nproc-per-node 2 --master-port 23456 ${each:+$each }$ROOT/train.py --config plain.yaml" ]]
   done
 }
+
+# bats test_tags=slow
+@test "TRAIN_SCRIPT: a module, in torch.distributed.launch's own ranks" {
+  make_module
+  run --separate-stderr launch - 1 node1 --dry-run --use-env -- x
+  [[ $status == 0 ]]
+  run bash -c "$(tail -n 1 <<<"$output" | xargs printf '%s\n' | tail -n 1)" # what node1 would run
+  [[ $status == 0 && $output == *"pkg.mod 1 of 1: x"* ]]
+}

@@ -14,6 +14,11 @@ launch() {
   [[ ${words[*]:0:6} == "pdsh -R ssh -S -w node2" && ${words[6]} == *" --node-rank 1 "*" own.py 100%%h" ]]
 }
 
+@test "TRAIN_SCRIPT: a module, through pdsh" {
+  TRAIN_SCRIPT="-m pkg.mod" run --separate-stderr launch plain.yaml 2 node1 --dry-run -- x
+  [[ $status == 0 && $output == *" -m pkg.mod --config plain.yaml x"* ]]
+}
+
 @test "no pdsh: exit 3, one line" {
   local PATH=$PATH
   bare_path

@@ -79,6 +79,15 @@ logs       logs/golden/   (tail -f logs/node_*.log)" ]]
   [[ $output == *" own.py" ]]
 }
 
+# bats test_tags=slow
+@test "TRAIN_SCRIPT: a module, and its path" {
+  make_module
+  run --separate-stderr launch - 2 -- x
+  [[ $status == 0 && $output == "pkg.mod 1 of 2: x" ]]
+  TRAIN_SCRIPT=pkg/mod.py run --separate-stderr launch - 2 -- x
+  [[ $status == 0 && $output == "pkg.mod 1 of 2: x" ]]
+}
+
 @test "a plain training script, two processes: its output, its exit code" {
   cat >own.py <<'PY'
 import sys, torch, torch.distributed as dist

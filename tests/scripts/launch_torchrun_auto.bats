@@ -29,6 +29,11 @@ preflight  not run (--dry-run)
 logs       logs/golden/   (tail -f logs/node_*.log)" ]]
 }
 
+@test "TRAIN_SCRIPT: a module, over ssh" {
+  TRAIN_SCRIPT="-m pkg.mod" run --separate-stderr launch plain.yaml 2 node1 --dry-run -- x
+  [[ $status == 0 && $output == *" -m pkg.mod --config plain.yaml x"* ]]
+}
+
 @test "nodes: lists, addresses, numbers, files" {
   printf '%s\n' '# ours' 'a slots=3 # new' '' $'b:1\r' 'c[1-2] ' 'e max_slots=4 slots=2' >hosts
   printf 'd' >>hosts

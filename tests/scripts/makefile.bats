@@ -5,7 +5,7 @@ load helper
   run make -C "$ROOT"
   [[ $status == 0 ]]
   local target
-  for target in setup train test test-fast lint clean; do
+  for target in init setup train test test-fast lint clean; do
     [[ $output == *"make $target "* ]]
   done
 }
@@ -41,4 +41,28 @@ load helper
   SLURM_JOB_ID=7 RUN_ID=theirs LC_ALL=POSIX run bash -euc 'umask 077; source "$0"; isolate "$PWD/links"
     ! type -P sinfo && ! declare -F module && ours; echo "${SLURM_JOB_ID-} ${RUN_ID-} $LANG ${LC_ALL-} $(umask)"' "$ROOT/tests/isolate.bash"
   [[ $output == $'ours\n  C.UTF-8  0022' && -L links/$PWD/fake/ours && $HOME == *.home && -z $(ls -A "$HOME") ]]
+}
+
+@test "make init puts the kit into one folder of a repository, and leaves all else alone" {
+  mkdir -p own/scripts
+  echo mine | tee own/train.py own/scripts/launch.sh >own/README.md
+  run make -s -C "$ROOT" init DIR="$PWD/own"
+  [[ $status == 0 && $output == *"launch-kit/scripts/launch.sh --nproc-per-node 2 YOUR_SCRIPT.py" ]]
+  [[ $(cat own/train.py own/scripts/launch.sh own/README.md) == $'mine\nmine\nmine' ]]
+  [[ $(ls own) == $'README.md\nlaunch-kit\nscripts\ntrain.py' ]]
+  (cd own && launch-kit/scripts/launch.sh --dry-run train.py) >planned
+  [[ $(<planned) == *" $PWD/own/launch-kit/scripts/lib/agent.py "*" train.py" ]]
+  (cd own && launch-kit/scripts/ssh/launch_singlenode.sh --dry-run ../plain.yaml 1) >planned
+  [[ $(<planned) == *" $PWD/own/launch-kit/train.py --config ../plain.yaml" ]]
+}
+
+@test "make init: refused in one line where it cannot be" {
+  mkdir -p own/launch-kit
+  run bash "$ROOT/scripts/lib/init.sh" own
+  assert_refused 2 "'own/launch-kit' exists, or cannot be made; nothing was changed"
+  [[ -z $(ls -A own/launch-kit) ]]
+  run bash "$ROOT/scripts/lib/init.sh" nowhere
+  assert_refused 2 "there is no folder 'nowhere'; correct DIR"
+  run bash "$ROOT/scripts/lib/init.sh" ""
+  assert_refused 2 "no DIR; give make init DIR=YOUR_REPOSITORY"
 }

@@ -194,6 +194,19 @@ def test_hosts_with_one_process_id_point_at_once(
     assert link.readlink() == Path("ours")
 
 
+def test_a_file_of_the_users_own_is_not_replaced_by_a_link(tmp_path: Path) -> None:
+    own, elsewhere, ours = (tmp_path / name for name in ("own", "elsewhere", "ours"))
+    own.write_text("mine")
+    elsewhere.symlink_to("../mine")
+    ours.symlink_to("old/node_0.log")
+    for link in (own, elsewhere, ours):
+        update_link(link, "new/node_0.log")
+    assert own.read_text() == "mine" and not own.is_symlink()
+    assert elsewhere.readlink() == Path("../mine")
+    assert ours.readlink() == Path("new/node_0.log")
+    assert len([*tmp_path.iterdir()]) == 3
+
+
 def test_the_folder_of_a_run(start: Start, tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     run = start(

@@ -55,6 +55,7 @@ FOREIGN_VARIABLES = {
     "NCCL too": ["NCCL_SHM_DISABLE"],
     "pdsh": ["PDSH_SSH_ARGS"],
     "torchrun": ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"],
+    "torch": ["TORCH_LOGS", "PYTORCH_ALLOC_CONF"],
     "CUDA": ["CUDA_LAUNCH_BLOCKING"],
     "the resolver": ["RES_OPTIONS"],
 }
@@ -131,7 +132,7 @@ def test_every_path_named_exists() -> None:
         )
     )
     for path in re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./-]*", ALL_CODE):
-        assert (ROOT / path.rstrip(".")).exists(), path
+        assert path == "config/x.py" or (ROOT / path.rstrip(".")).exists(), path  # nanoGPT's
 
 
 def test_the_layout_names_every_file_and_no_other() -> None:

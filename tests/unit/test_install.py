@@ -35,7 +35,8 @@ def test_every_entry_script_is_a_command() -> None:
     section = PYPROJECT.partition("[project.scripts]")[2].partition("\n[")[0]
     commands = re.findall(r'^"([\w.]+)" = "torch_launch_kit.launcher.command:main"$', section, re.M)
     scripts = (ROOT / "scripts").glob("**/*.sh")
-    assert sorted(commands) == sorted(path.name for path in scripts if path.parent.name != "lib")
+    entries = [path.name for path in scripts if path.parent.name != "lib"]
+    assert sorted(commands) == sorted(["launch", *entries])
 
 
 def test_what_it_needs_is_what_the_project_runs_with() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -69,16 +70,20 @@ def look(
     return [json.loads(out.with_name(out.name + str(rank)).read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("how", ["script", "module", "program"])
+@pytest.mark.parametrize("how", ["script", "module", "program", "folder", "zip"])
 def test_everything_a_script_can_see(tmp_path: Path, how: str) -> None:
     folder = tmp_path / "a folder"
     (folder / "pack").mkdir(parents=True)
     (folder / "pack" / "__init__.py").write_text("")
     (folder / "pack" / "look.py").write_text(LOOK)
+    (folder / "pack" / "__main__.py").write_text(LOOK)
+    shutil.make_archive(str(folder / "pack"), "zip", folder / "pack")
     awkward = ["--flag", "a b", "$HOME", "'\"", "ü", ""]
     arguments = {
         "script": ["pack/look.py", *awkward],
         "module": ["-m", "pack.look", *awkward],
+        "folder": ["pack", *awkward],
+        "zip": ["pack.zip", *awkward],
         "program": ["--no-python", sys.executable, "-u", "pack/look.py", *awkward],
     }[how]
     theirs = look(TORCHRUN, arguments, tmp_path / "theirs", folder)

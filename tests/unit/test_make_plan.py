@@ -30,6 +30,7 @@ def plan_of(environ: dict[str, str] | None = None, **typed: Any) -> Plan:
 
 
 BY_HAND = {"nnodes": "2", "node_rank": "1", "master": "10.0.0.1"}
+LIKE = {"like_torchrun": True, "rest": ("a.py", "--b=c"), "config": None}
 SSH = {"fanout": "ssh", "node": ("n1", "n2:3")}
 
 
@@ -67,6 +68,18 @@ SSH = {"fanout": "ssh", "node": ("n1", "n2:3")}
         ("words", {"config": "-"}, {"TRAIN_SCRIPT": "own.py"}, ["own.py"]),
         ("words", {}, {"TRAIN_SCRIPT": "own.py"}, ["own.py", "--config", "c.yaml"]),
         ("words", {}, {"TRAIN_SCRIPT": "own.py", "CONFIG_FLAG": "-f"}, ["own.py", "-f", "c.yaml"]),
+        ("words", {}, {"TRAIN_SCRIPT": "-m a.b"}, ["-m", "a.b", "--config", "c.yaml"]),
+        ("words", {"config": "-"}, {"TRAIN_SCRIPT": "-mine.py"}, ["-mine.py"]),
+        ("words", LIKE, {"TRAIN_SCRIPT": "own.py", "CONFIG_FLAG": "-f"}, ["a.py", "--b=c"]),
+        ("words", {**LIKE, "as_module": True}, {}, ["-m", "a.py", "--b=c"]),
+        ("words", {**LIKE, "as_command": True}, {}, ["--no-python", "a.py", "--b=c"]),
+        ("run_id", {"run_id": "typed"}, {"RUN_ID": "mine"}, "typed"),
+        ("log_dir", {"log_dir": "typed"}, {"LOG_DIR": "mine"}, Path("typed")),
+        ("max_restarts", {"max_restarts": "3"}, {"MAX_RESTARTS": "2"}, 3),
+        ("variables", {}, {"SHOW_RANKS": "all"}, {"SHOW_RANKS": "all"}),
+        ("num_nodes", LIKE, captured("one-per-node-step"), 2),
+        ("node_rank", LIKE, captured("one-per-node-step"), 1),
+        ("num_nodes", {**LIKE, "nnodes": "1"}, captured("one-per-node-step"), 1),
     ],
 )
 def test_what_wins(

@@ -46,6 +46,19 @@ UNEQUAL = {"SLURM_TASKS_PER_NODE": "2,1", "SLURM_NTASKS": "3"}
     ("environ", "asked", "cause"),
     [
         ({}, None, "this is no SLURM job; use sbatch a/x.sh, or salloc first"),
+        ({"SLURM_JOB_ID": "7"}, None, "no SLURM job: SLURM_JOB_ID is set, but not SLURM_JOB_NUM"),
+        ({"SLURM_JOB_NUM_NODES": "1"}, None, "_NODES is set, but not SLURM_JOB_ID; use sbatch"),
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "1"},
+            None,
+            "SLURM_JOB_ID is set, but not SLURM_JOB_NODELIST; use sbatch a/x.sh",
+        ),
+        (captured("batch-step", SLURM_JOB_NUM_NODES="x"), None, "SLURM_JOB_NUM_NODES is 'x'; give"),
+        (
+            captured("requeued-batch-step", SLURM_GPUS_ON_NODE="x"),
+            None,
+            "SLURM_GPUS_ON_NODE is 'x'; give a whole number",
+        ),
         (captured("srun-step"), None, "srun started a/x.sh, which starts srun itself; leave srun"),
         (captured("srun-pty-step"), None, "srun started a/x.sh"),
         (captured("het-batch-step"), None, "a heterogeneous job has nodes that differ"),

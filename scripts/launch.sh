@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# Run your own script with torchrun's arguments: put this command in the place of torchrun.
+#
+# usage: scripts/launch.sh [TORCHRUN OPTIONS] SCRIPT [ARGS...]
+#
+#   --nproc-per-node N    processes on this machine: a number, gpu, cpu or auto (default: 1)
+#   -m, --module          SCRIPT is a module: -m pkg.mod
+#   --no-python           SCRIPT is any program
+#   --nnodes N --node-rank R --master-addr ADDR --master-port PORT
+#                         several machines: run it on each of them, or once under srun
+#   SCRIPT                a Python file, or a folder or zip that holds __main__.py
+#   ARGS                  all that follows SCRIPT goes to it unchanged, without a `--`
+#   torchrun's other options work, too; options of this command go before SCRIPT.
+#
+# example: scripts/launch.sh --nproc-per-node 4 train.py config/x.py --batch_size=32
+#          pip installs it as: launch --nproc-per-node 4 train.py config/x.py --batch_size=32
+set -euo pipefail
+LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
+[[ -r $LIB/launch.sh ]] || LIB=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/scripts/lib # a scheduler's copy
+# shellcheck source=scripts/lib/launch.sh
+source "$LIB/launch.sh"
+
+main() {
+  OPTIONS=(
+    ["--nproc-per-node"]=nproc ["--nnodes"]=nnodes ["--node-rank"]=node_rank
+    ["--master-addr"]=master ["--master-port"]=port ["--standalone"]='!standalone'
+    ["--rdzv-backend"]=rdzv_backend ["--rdzv-endpoint"]=rdzv_endpoint ["--rdzv-id"]=run-id
+    ["--max-restarts"]=max-restarts ["--log-dir"]=log-dir
+    ["-m"]='!as-module' ["--module"]='!as-module' ["--no-python"]='!as-command'
+  )
+  local option
+  for option in --rdzv-conf --monitor-interval --start-method --event-log-handler --role -r --redirects \
+    -t --tee --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters --local-addr \
+    --logs-specs --numa-binding --signals-to-handle --shutdown-timeout; do OPTIONS[$option]=@; done
+  for option in --run-path --virtual-local-rank; do OPTIONS[$option]='!@'; done
+  parse_arguments "program..." "$@"
+  ((${#REST[@]})) || die 2 "no SCRIPT; usage: $(usage_line)"
+  take_variables
+  count_processes
+  find_master
+  launch local --like-torchrun
+}
+
+# As torchrun does, take what was not typed from PET_NNODES and the like.
+take_variables() {
+  local option name
+  for option in "${!OPTIONS[@]}"; do
+    name=${option#--} && name=PET_${name//-/_} && name=${name^^}
+    [[ $option != --* || ${OPTIONS[$option]} == [@!]* ]] && continue
+    [[ -z ${!name:-} ]] || : "${PLAN[${OPTIONS[$option]}]=${!name}}"
+  done
+}
+
+count_processes() {
+  case ${PLAN[nproc]=${NPROC_PER_NODE:-1}} in
+    cpu) PLAN[nproc]=$(getconf _NPROCESSORS_ONLN) ;;
+    auto) PLAN[cpu_nproc]=$(getconf _NPROCESSORS_ONLN) ;;
+    gpu) PLAN[nproc]=auto PLAN[cpu_nproc]=0 ;;
+  esac
+}
+
+# What torchrun's rendezvous says of the nodes, as their number, this one's rank and the master.
+find_master() {
+  local nodes=${PLAN[nnodes]:-} backend=${PLAN[rdzv_backend]:-static} endpoint=${PLAN[rdzv_endpoint]:-}
+  unset 'PLAN[rdzv_backend]' 'PLAN[rdzv_endpoint]'
+  [[ $nodes != *:* || ${nodes%:*} != "${nodes#*:}" ]] || nodes=${nodes%:*}
+  [[ $nodes != *:* ]] || die 2 "--nnodes $nodes: the number of nodes cannot change during a run; give one number"
+  [[ $backend == static || $backend == c10d ]] ||
+    die 2 "--rdzv-backend $backend: unknown here; leave it out, and give --master-addr"
+  [[ " ${FLAGS[*]} " != *" --standalone "* ]] || nodes=1
+  [[ -z $nodes ]] || PLAN[nnodes]=$nodes
+  [[ ${nodes:-1} != 1 || -n ${SLURM_STEP_ID:-} ]] || return 0
+  [[ $backend == static || -n ${PLAN[node_rank]:-}${SLURM_STEP_ID:-} ]] ||
+    die 2 "--rdzv-backend c10d numbers the nodes as they come; give each its --node-rank, from 0"
+  [[ -n $endpoint && $nodes != 1 ]] || return 0
+  [[ $endpoint != *:* ]] || : "${PLAN[port]=${endpoint##*:}}"
+  endpoint=${endpoint%:*} && endpoint=${endpoint#[}
+  : "${PLAN[master]=${endpoint%]}}"
+}
+main "$@"

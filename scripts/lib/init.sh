@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Copy this project into a repository of one's own, as one folder in it (make init DIR=...).
+set -euo pipefail
+
+ROOT=$(cd -P -- "$(dirname -- "$0")/../.." && pwd)
+PARTS=(scripts launcher distributed training config examples train.py requirements.txt pyproject.toml
+  LICENSE README.md LAUNCH_GUIDE.md TROUBLESHOOTING.md SECURITY.md)
+
+die() { # <"cause; cure">
+  echo "make init: $1" >&2
+  exit 2
+}
+
+main() { # <repository>
+  local folder=$1/launch-kit
+  [[ -n $1 ]] || die "no DIR; give make init DIR=YOUR_REPOSITORY"
+  [[ -d $1 ]] || die "there is no folder ${1@Q}; correct DIR"
+  mkdir -- "$folder" 2>/dev/null ||
+    die "${folder@Q} exists, or cannot be made; nothing was changed. Remove it to begin anew"
+  tar -C "$ROOT" --exclude=__pycache__ -cf - "${PARTS[@]}" | tar -C "$folder" -xf -
+  echo "$folder holds it; nothing else was changed. For example:"
+  echo "  cd ${1@Q} && launch-kit/scripts/launch.sh --nproc-per-node 2 YOUR_SCRIPT.py"
+}
+main "$@"

@@ -1,0 +1,198 @@
+#!/usr/bin/env bats
+# shellcheck disable=SC2030,SC2031 # each test is a subshell, on purpose
+bats_require_minimum_version 1.5.0
+load helper
+
+launch() {
+  "$ROOT/scripts/launch.sh" "$@"
+}
+
+# The agent's arguments in the dry run of a launch.
+planned() { # <argument...>
+  launch --dry-run "$@" | sed -n 's|^cd .*/scripts/lib/agent.py ||p'
+}
+
+# A script of nanoGPT's shape: its globals, a config file that is run, and --name=value.
+make_nano() {
+  mkdir config
+  echo 'batch_size = 8; learning_rate = 1e-3' >config/x.py
+  cat >configurator.py <<'PY'
+import sys
+from ast import literal_eval
+for arg in sys.argv[1:]:
+    if "=" not in arg:
+        exec(open(arg).read())
+    else:
+        key, value = arg.removeprefix("--").split("=")
+        globals()[key] = literal_eval(value)
+PY
+  cat >train.py <<'PY'
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+batch_size = 12
+learning_rate = 6e-4
+exec(open("configurator.py").read())
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+model(torch.ones(batch_size, 4)).sum().backward()
+print(os.environ["RANK"], dist.get_world_size(), batch_size, learning_rate, flush=True)
+dist.destroy_process_group()
+PY
+}
+
+@test "--help: usage, an example, the environment" {
+  run launch --help
+  [[ $status == 0 && $output == *"usage: scripts/launch.sh [TORCHRUN OPTIONS] SCRIPT"* ]]
+  [[ $output == *"--nproc-per-node 4 train.py"* && $output == *--show* && $output == *LOG_DIR* ]]
+}
+
+@test "--dry-run: the plan and the golden command" {
+  export RUN_ID=golden
+  run --separate-stderr launch --dry-run --nproc-per-node 2 --master-port 23456 own.py --dry-run a=b -- 'c d'
+  [[ $status == 0 ]]
+  assert_output "# node 0 ($HOST): ranks 0-1 of 2, rendezvous 127.0.0.1:23456
+$(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456 own.py --dry-run a=b -- '\"'\"'c d'\"'\"'" \
+    1 0 2 127.0.0.1 "own.py --dry-run a=b -- 'c d'" | sed "s/'\"'\"'\"'\"'\"'\"'\"'\"'/'\"'\"'/g")"
+  # shellcheck disable=SC2154 # set by run
+  [[ $stderr == *"logs       logs/golden/ "* && ! -e logs ]]
+}
+
+# bats test_tags=slow
+@test "nanoGPT's way of calling, in the place of torchrun and through TRAIN_SCRIPT" {
+  make_nano
+  run --separate-stderr launch --nproc-per-node 2 train.py config/x.py --batch_size=32
+  [[ $status == 0 && $output == "0 2 32 0.001" ]]
+  TRAIN_SCRIPT=train.py run --separate-stderr "$ROOT/scripts/ssh/launch_singlenode.sh" - 2 -- config/x.py --batch_size=32
+  [[ $status == 0 && $output == "0 2 32 0.001" ]]
+}
+
+# bats test_tags=slow
+@test "--show all: every rank's output, each line after its rank" {
+  make_nano
+  run --separate-stderr launch --nproc-per-node 2 --show all train.py
+  [[ $status == 0 && $(sort <<<"$output") == $'[0] 0 2 12 0.0006\n[1] 1 2 12 0.0006' ]]
+  run launch --show 7 train.py
+  assert_output "launch.sh: SHOW_RANKS is '7'; it can be all 0"
+}
+
+# bats test_tags=slow
+@test "a module, any program, a folder with __main__.py; its exit code" {
+  make_module
+  unset TRAIN_SCRIPT
+  run --separate-stderr launch -m pkg.mod -m x
+  [[ $status == 0 && $output == "pkg.mod 1 of 1: -m x" ]]
+  # shellcheck disable=SC2016 # for the program
+  run --separate-stderr launch --nproc_per_node=2 --no-python bash -c 'echo "$RANK: $1"; exit 7' bash 'a  b'
+  [[ $status == 7 && $output == "0: a  b" && $stderr == *"FAILED   rank "* ]]
+  cp pkg/mod.py pkg/__main__.py
+  run --separate-stderr launch pkg x
+  [[ $status == 0 && $output == "pkg.mod 1 of 1: x" ]]
+}
+
+# bats test_tags=slow
+@test "two nodes by hand train together" {
+  make_nano
+  local port words=(--nnodes 2 --nproc-per-node 1 --master-addr 127.0.0.1)
+  port=$("$PYTHON" -c 'import socket; s = socket.create_server(("", 0)); print(s.getsockname()[1])')
+  launch "${words[@]}" --node-rank 1 --master-port "$port" train.py >node1.out 2>&1 3>&- &
+  run --separate-stderr launch "${words[@]}" --node_rank=0 --master_port="$port" train.py
+  wait $!
+  [[ $status == 0 && $output == "0 2 12 0.0006" ]]
+  grep -q '^\[1\] 1 2 12' logs/node_1.log
+}
+
+@test "torchrun's options: what the plan takes, what the agent gets, PET_ variables" {
+  export RUN_ID=r
+  [[ $(planned own.py) == *" --nproc-per-node 1 "*" --rdzv-id r own.py" ]]
+  [[ $(planned --nproc-per-node=cpu own.py) == *" --nproc-per-node $(getconf _NPROCESSORS_ONLN) "* ]]
+  [[ $(planned --nproc-per-node auto own.py) == *" --nproc-per-node $(getconf _NPROCESSORS_ONLN) "* ]]
+  [[ $(NPROC_PER_NODE=3 planned own.py) == *" --nproc-per-node 3 "* ]]
+  [[ $(PET_NPROC_PER_NODE=3 PET_LOG_DIR=there planned own.py) == *" --nproc-per-node 3 "*" --log-dir there "* ]]
+  [[ $(planned --rdzv_id=7 --log-dir=x --max-restarts 2 --role w -t 3 own.py) == *" --log-dir x --rdzv-id 7 --max-restarts 2 --role w -t 3 own.py" ]]
+  [[ $(planned --standalone --rdzv-backend c10d own.py) == "--nnodes 1 --node-rank 0 --master-addr 127.0.0.1 "* ]]
+  [[ $(planned --nnodes 2:2 --node-rank 1 --rdzv-backend c10d --rdzv-endpoint localhost:4000 own.py) == "--nnodes 2 --node-rank 1 --master-addr localhost --nproc-per-node 1 --master-port 4000 "* ]]
+  fake_gpus 3
+  [[ $(planned --nproc-per-node gpu own.py) == *" --nproc-per-node 3 "* ]]
+}
+
+@test "bad arguments: one line" {
+  echo pass >own.py
+  run launch --nproc-per-node 2
+  assert_refused 2 "no SCRIPT; usage: scripts/launch.sh"
+  run launch --nproc-per-node
+  assert_refused 2 "option --nproc-per-node has no value"
+  run launch --show
+  assert_refused 2 "option --show has no value"
+  run launch --fast own.py
+  assert_refused 2 "unknown option '--fast'"
+  run launch --nnodes 1:4 own.py
+  assert_refused 2 "--nnodes 1:4: the number of nodes cannot change during a run"
+  run launch --nnodes 2 --rdzv-backend c10d --rdzv-endpoint h:1 own.py
+  assert_refused 2 "give each its --node-rank, from 0"
+  run launch --nnodes 2 --rdzv-backend etcd-v2 own.py
+  assert_refused 2 "--rdzv-backend etcd-v2: unknown here"
+  run launch --nnodes 2 own.py
+  assert_refused 2 "2 nodes but no address of the master"
+  run launch own.pyy
+  assert_refused 3 "own.pyy'; correct its path; for a module, give -m and its name" env-missing
+  run launch pkg
+  assert_refused 3 "there is no script" env-missing
+  run launch --nproc-per-node gpu own.py
+  assert_refused 3 "there is no visible GPU; give a number of processes" too-few-gpus
+}
+
+# --- beside a repository of one's own ---
+
+# The kit's folders copied into a repository that has a train.py of its own, and names of Python's.
+make_repository() {
+  cp -r "$ROOT"/{scripts,launcher,distributed} .
+  echo 'open("was_run", "a").write("train.py"); print("mine", __import__("sys").argv[1:], flush=True)' >train.py
+  local name
+  for name in json types dataclasses selectors torch yaml; do
+    echo "open('$PWD/was_run', 'a').write('$name'); raise SystemExit('$name is mine')" >$name.py
+  done
+}
+
+@test "a user's own files are run by no plan" {
+  make_repository
+  TRAIN_SCRIPT=other.py run --separate-stderr scripts/ssh/launch_singlenode.sh - 2 --dry-run
+  [[ $status == 0 && $output == *" other.py" ]]
+  run --separate-stderr scripts/ssh/launch_singlenode.sh plain.yaml 2 --dry-run
+  [[ $status == 0 && $output == *" $PWD/train.py --config plain.yaml" ]]
+  run --separate-stderr scripts/run_ddp.sh -n 2 --dry-run
+  [[ $status == 0 && $output == *" $PWD/train.py" ]]
+  run --separate-stderr scripts/launch.sh --dry-run train.py
+  [[ $status == 0 && $output == *" train.py" ]]
+  mkdir training
+  echo 'from training.arguments import A' >>train.py
+  echo 'A = 1' >training/arguments.py
+  run --separate-stderr scripts/run_ddp.sh -n 2 --dry-run
+  [[ $status == 0 && ! -e was_run ]]
+}
+
+# bats test_tags=slow
+@test "a user's own train.py runs as the ranks' program, and only so" {
+  make_repository
+  rm torch.py types.py dataclasses.py selectors.py json.py # torchrun's ranks would import them, too
+  run --separate-stderr scripts/launch.sh train.py a
+  [[ $status == 0 && $output == "mine ['a']" && $(<was_run) == train.py ]]
+}
+
+# bats test_tags=slow
+@test "LOG_DIR says where logs go; files of the user's own in it stay" {
+  echo pass >own.py
+  mkdir mine
+  echo notes | tee mine/node_0.log >mine/latest
+  LOG_DIR=mine RUN_ID=r run launch own.py
+  [[ $status == 0 && $output == *"logs       mine/r/ "* && -f mine/r/node_0.log && ! -e logs ]]
+  [[ $(cat mine/node_0.log mine/latest) == $'notes\nnotes' && ! -L mine/node_0.log && ! -L mine/latest ]]
+}
+
+@test "a part of the kit that is not there: one line" {
+  cp -r "$ROOT"/{scripts,distributed} .
+  echo pass >own.py
+  run scripts/launch.sh own.py
+  assert_refused 2 "there is no launcher/start.py in $PWD; keep scripts/, launcher/ and distributed/ of this project together"
+}
