@@ -70,3 +70,19 @@ eventually() { # <seconds> <command...>
     sleep 0.1
   done
 }
+
+# A script of the usual shape, whose model outlives the process group.
+make_ordinary() {
+  cat >ordinary.py <<'PY'
+import torch, torch.distributed as dist
+def main():
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    print(f"all {int(total)}", flush=True)
+main()
+PY
+}

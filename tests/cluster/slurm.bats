@@ -217,6 +217,17 @@ has_restarts() { # <number>
 }
 
 # bats test_tags=prove
+@test "an ordinary script ends every time" {
+  local number times=$((${TIMES:-1} * 5 / 2))
+  make_ordinary
+  for ((number = 0; number < times; number++)); do
+    TRAIN_SCRIPT=ordinary.py job --nodes=2 --gpus-per-node=1 scripts/slurm/slurm_train.sh -
+    grep -q '^all 2$' job.out
+  done
+  echo "# an ordinary script under slurm_train.sh: $times of $times end" >&3
+}
+
+# bats test_tags=prove
 @test "scancel saves, cancels, and nothing comes back" {
   local number times=$((${TIMES:-2} / 2))
   for ((number = 0; number < times; number++)); do

@@ -233,6 +233,22 @@ TABLE
 }
 
 # bats test_tags=prove
+@test "an ordinary script ends every time, on one machine, over ssh and through pdsh" {
+  local number times=$((${TIMES:-1} * 5 / 2)) script
+  make_ordinary
+  export TRAIN_SCRIPT=ordinary.py
+  for script in singlenode torchrun_auto pdsh_multinode; do
+    local words=(- 1 node1 node2)
+    [[ $script != singlenode ]] || words=(- 2)
+    for ((number = 0; number < times; number++)); do
+      LAUNCH=scripts/ssh/launch_$script.sh LIMIT_S=60 launch "${words[@]}" >ordinary.out 2>&1 || { cat ordinary.out && false; }
+      grep -q 'all 2$' ordinary.out
+    done
+    echo "# an ordinary script under launch_$script.sh: $times of $times end" >&3
+  done
+}
+
+# bats test_tags=prove
 # In place of agents, what ends only when it runs on every node.
 @test "40 nodes start at once, through pdsh too (64 over ssh in make prove)" {
   cat >all.py <<'PY'

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,6 +75,22 @@ def test_one_that_leaves_does_not_end_the_save_of_another(
     told = f"stopped  by SIGTERM: {ends} (code {code}); nothing is left running"
     assert err.splitlines()[-1] == told
     run.assert_gone()
+
+
+def stop_at_random(folder: Path) -> tuple[bool, bool]:
+    """Stop two ranks, of which one leaves at once and one saves for 5 s; is it saved, and told?"""
+    slow = "else:\n    time.sleep(5)\n    Path(f'saved{rank}').write_text('all')\n"
+    started: list[Run] = []
+    try:
+        run = begin(started, folder, "if rank == 1:\n    sys.exit(1)\n" + slow, GRACE="30")
+        time.sleep(random.uniform(0, 1))  # the random moment itself, not a wait
+        run.process.terminate()
+        err = run.finish()
+    finally:
+        kill_what_is_left(started)
+    told = "stopped  by SIGTERM: rank 0 left with code 0, rank 1 left with code 1 (code 1); "
+    is_saved = (folder / "saved0").exists()
+    return is_saved, err.endswith(told + "nothing is left running\n")
 
 
 def test_an_error_while_stopping_is_told_and_ends_no_other_save(
