@@ -1,4 +1,4 @@
-"""The launchers to compare with, in throw-away environments on top of this one's torch."""
+"""Other packages to compare or run with, in throw-away environments on top of this one's torch."""
 
 from __future__ import annotations
 
@@ -12,35 +12,45 @@ from pathlib import Path
 
 def find(package: str, command: str) -> Path | None:
     """Return the path of a package's command, installed from PyPI; None if that fails."""
-    folder = Path(tempfile.gettempdir(), f"bench-{package}-{os.getuid()}")
-    launcher = folder / "bin" / command
-    if launcher.exists():
-        return launcher
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    ours = subprocess.check_output(
-        [sys.executable, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
-    )
-    next((folder / "lib").glob("python*/site-packages")).joinpath("torch.pth").write_text(ours)
-    for packages in (["wheel", "setuptools"], ["--no-build-isolation", package]):
-        if not _install(folder, package, packages):
-            return None
-    return launcher
+    launcher = environment(package, [package]).with_name(command)
+    return launcher if launcher.exists() else None
+
+
+def environment(name: str, packages: Sequence[str]) -> Path:
+    """Return the Python of an environment that has the packages, or those that can be installed."""
+    folder = Path(tempfile.gettempdir(), f"bench-{name}-{os.getuid()}")
+    python = folder / "bin/python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        ours = subprocess.check_output([sys.executable, "-c", code], text=True)
+        next((folder / "lib").glob("python*/site-packages")).joinpath("torch.pth").write_text(ours)
+        _install(python, "setuptools", ["wheel", "setuptools"])
+    for package in packages:
+        if not version(python, package):
+            _install(python, package, ["--no-build-isolation", package])
+    return python
 
 
 def version(launcher: Path, package: str) -> str:
-    """Return the version of a package in the environment of its launcher."""
+    """Return the version of a package in the environment of its launcher; "" if it has none."""
     code = f"from importlib.metadata import version; print(version({package!r}))"
-    return subprocess.check_output([launcher.with_name("python"), "-c", code], text=True).strip()
-
-
-def _install(folder: Path, package: str, packages: Sequence[str]) -> bool:
     told = subprocess.run(
-        [folder / "bin/python", "-m", "pip", "install", "-q", *packages],
-        env={**os.environ, "DS_BUILD_OPS": "0"},  # of DeepSpeed only the launcher is needed
+        [launcher.with_name("python"), "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    return told.stdout.strip()
+
+
+def _install(python: Path, what: str, words: Sequence[str]) -> None:
+    told = subprocess.run(
+        [python, "-m", "pip", "install", "-q", *words],
+        env={**os.environ, "DS_BUILD_OPS": "0"},  # no kernels of DeepSpeed's
         stderr=subprocess.PIPE,
         text=True,
     )
     if told.returncode != 0:
         reason = told.stderr.strip().splitlines()[-1]
-        print(f"{package} is not measured: {reason}", file=sys.stderr)
-    return told.returncode == 0
+        print(f"{what} is left out: {reason}", file=sys.stderr)

@@ -1,0 +1,270 @@
+"""Runs a script under torchrun and under ours, and compares what they came to."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CLUSTER = str(ROOT / "tests/cluster/cluster.sh")
+LIMIT_S = 180.0
+RANKS = 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One script: the words after torchrun's own options, and what it needs."""
+
+    name: str
+    words: tuple[str, ...]
+    needs: str = ""  # a package
+    typed: str = ""  # on its standard input, which a SLURM job does not have
+    restarts: int = 0
+    code: int | None = None  # ours, where it says more than torchrun's 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to."""
+
+    code: int
+    stdout: list[str]  # the lines of all ranks, sorted
+    stderr: list[str]
+    files: dict[str, str]  # path -> hash
+    raw: str = field(repr=False, default="")
+
+
+Way = Callable[[Shape, Path], Outcome]
+
+
+# --- the launchers ------------------------------------------------------------------------------
+
+
+class Launchers:
+    """Runs a shape in a folder under each launcher."""
+
+    def __init__(self, python: Path) -> None:
+        self.python = str(python)
+        self.has_cluster = False
+        self._port = 29700
+
+    def ways(self) -> dict[str, tuple[Way, Way] | None]:
+        """Return the columns: torchrun's way and ours; None without a cluster."""
+        return {
+            "one machine": (self.torchrun, self.launch),
+            "two nodes over ssh": (self.torchrun_on_two, self.ssh) if self.has_cluster else None,
+            "SLURM, two nodes": (self.torchrun_on_two, self.slurm) if self.has_cluster else None,
+        }
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables of every run."""
+        python = Path(self.python)
+        return {
+            **os.environ,
+            "PYTHON": self.python,
+            "PATH": f"{python.parent}:{os.environ['PATH']}",
+            "SHOW_RANKS": "all",
+            "GRACE": "5",
+            "HF_HUB_OFFLINE": "1",
+            "DS_ACCELERATOR": "cpu",
+            "NO_COLOR": "1",
+        }
+
+    def torchrun(self, shape: Shape, folder: Path) -> Outcome:
+        return self._run([self._torchrun(shape)], shape, folder)
+
+    def launch(self, shape: Shape, folder: Path) -> Outcome:
+        options = [f"--nproc-per-node={RANKS}", f"--max-restarts={shape.restarts}"]
+        return self._run([[str(ROOT / "scripts/launch.sh"), *options, *shape.words]], shape, folder)
+
+    def torchrun_on_two(self, shape: Shape, folder: Path) -> Outcome:
+        self._port += 1
+        where = ["--nnodes=2", "--master-addr=node1", f"--master-port={self._port}"]
+        commands = [
+            [
+                CLUSTER,
+                "run",
+                f"node{node + 1}",
+                *self._torchrun(shape, *where, f"--node-rank={node}"),
+            ]
+            for node in range(2)
+        ]
+        return self._run(commands, shape, folder)
+
+    def ssh(self, shape: Shape, folder: Path) -> Outcome:
+        script, arguments = self._train_script(shape)
+        command = [str(ROOT / "scripts/ssh/launch_torchrun_auto.sh"), "-", "1", "node1", "node2"]
+        more = {"TRAIN_SCRIPT": script, "MAX_RESTARTS": str(shape.restarts)}
+        return self._run([[CLUSTER, "run", "login", *command, *arguments]], shape, folder, more)
+
+    def slurm(self, shape: Shape, folder: Path) -> Outcome:
+        script, arguments = self._train_script(shape)
+        more = {"TRAIN_SCRIPT": script, "MAX_RESTARTS": str(shape.restarts)}
+        logs = folder.with_name(f"{folder.name}.logs")
+        logs.mkdir()
+        submit = ["sbatch", "--parsable", f"--output={logs}/stdout", f"--error={logs}/stderr"]
+        submit += [
+            "--nodes=2",
+            "--gpus-per-node=1",
+            str(ROOT / "scripts/slurm/slurm_train.sh"),
+            "-",
+        ]
+        job = subprocess.check_output(
+            [CLUSTER, "run", "login", *submit, *arguments],
+            env={**self.environment, **more, "LOG_DIR": str(logs)},
+            cwd=folder,
+            text=True,
+        ).strip()
+        code = self._wait_for(job)
+        stdout, stderr = ((logs / name).read_bytes().decode() for name in ("stdout", "stderr"))
+        return outcome(code, stdout, stderr, folder)
+
+    def _wait_for(self, job: str) -> int:
+        limit = time.monotonic() + LIMIT_S
+        while time.monotonic() < limit:
+            told = subprocess.check_output(
+                [CLUSTER, "run", "login", "scontrol", "show", "job", job], text=True
+            )
+            if re.search(r"JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT)", told):
+                return int(re.findall(r" ExitCode=(\d+):", told)[0])
+            time.sleep(0.3)
+        raise RuntimeError(f"job {job} has not ended within {LIMIT_S:.0f} s")
+
+    def _torchrun(self, shape: Shape, *where: str) -> list[str]:
+        nproc = 1 if where else RANKS
+        options = [f"--nproc-per-node={nproc}", f"--max-restarts={shape.restarts}"]
+        return [self.python, "-m", "torch.distributed.run", *options, *where, *shape.words]
+
+    def _train_script(self, shape: Shape) -> tuple[str, list[str]]:
+        count = 2 if shape.words[0] == "-m" else 1
+        return " ".join(shape.words[:count]), ["--", *shape.words[count:]]
+
+    def _run(
+        self,
+        commands: Sequence[Sequence[str]],
+        shape: Shape,
+        folder: Path,
+        more: dict[str, str] | None = None,
+    ) -> Outcome:
+        logs = folder.with_name(f"{folder.name}.logs")
+        logs.mkdir()
+        (logs / "stdin").write_text(shape.typed)
+        running = []
+        for number, command in enumerate(commands):
+            with (
+                (logs / "stdin").open() as stdin,
+                (logs / f"stdout{number}").open("wb") as stdout,
+                (logs / f"stderr{number}").open("wb") as stderr,
+            ):
+                running.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=folder,
+                        env={**self.environment, **(more or {}), "LOG_DIR": str(logs)},
+                        stdin=stdin,
+                        stdout=stdout,
+                        stderr=stderr,
+                    )
+                )
+        try:
+            codes = [process.wait(LIMIT_S) for process in running]
+        except subprocess.TimeoutExpired:
+            for process in running:
+                process.terminate()
+            codes = [124]
+            for process in running:
+                process.wait()
+        stdout, stderr = (
+            "".join(
+                (logs / f"{name}{number}").read_bytes().decode() for number in range(len(running))
+            )
+            for name in ("stdout", "stderr")
+        )
+        return outcome(max(codes), told, errors, folder)
+
+
+def outcome(code: int, stdout: str, stderr: str, folder: Path) -> Outcome:
+    return Outcome(
+        code,
+        lines_of(stdout),
+        lines_of(without_torchruns(stderr)),
+        files_of(folder),
+        f"{stdout}\n--\n{stderr}",
+    )
+
+
+def lines_of(told: str) -> list[str]:
+    """Return what the ranks printed, in sorted lines without a rank's label before them."""
+    lines = (re.sub(r"^\[\d+\] ", "", line).strip() for line in re.split(r"[\r\n]+", told))
+    return sorted(line for line in lines if line)
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    """Return a hash of each file, but for Python's caches."""
+    files = (
+        path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    )
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
+
+
+# --- the comparison -----------------------------------------------------------------------------
+
+
+def differences(ours: Outcome, once: Outcome, again: Outcome, code: int) -> list[str]:
+    """Return what differs from torchrun's two runs, in words."""
+    found = [] if ours.code == code else [f"exit code {ours.code}"]
+    if once.stdout != again.stdout:
+        found += compare("stdout", *map(without_numbers, (ours.stdout, once.stdout)))
+    else:
+        found += compare("stdout", ours.stdout, once.stdout)
+    common = [line for line in once.stderr if line in again.stderr]
+    found += compare("stderr", [line for line in common if line in ours.stderr], common)
+    found += [f"file {name}" for name in sorted(ours.files.keys() ^ once.files.keys())]
+    for name, content in sorted(once.files.items()):
+        if again.files.get(name) == content != ours.files.get(name, content):
+            found.append(f"content of {name}")
+    return found
+
+
+def compare(what: str, ours: list[str], theirs: list[str]) -> list[str]:
+    missing, more = (Counter(theirs) - Counter(ours)), (Counter(ours) - Counter(theirs))
+    found = [f"{what} lacks {missing.total()} lines, as {next(iter(missing))!r}"] if missing else []
+    return found + ([f"{what} has {more.total()} more, as {next(iter(more))!r}"] if more else [])
+
+
+def without_numbers(lines: list[str]) -> list[str]:
+    return [re.sub(r"\d+", "N", line) for line in lines]
+
+
+def without_torchruns(told: str) -> str:
+    """Leave out what torchrun itself says on stderr: its warnings, and its report at the end."""
+    told = re.split(r"^E\d{4} .* failed \(exitcode", told, maxsplit=1, flags=re.MULTILINE)[0]
+    return re.sub(r"^[WE]\d{4} .*\n", "", told, flags=re.MULTILINE)
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[bool]:
+    """A cluster of two nodes, where there can be one."""
+    if subprocess.run([CLUSTER, "check"]).returncode != 0:
+        yield False
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["CLUSTER_DIR"] = f"{folder}/cluster"
+        subprocess.run([CLUSTER, "up", "2"], check=True)
+        try:
+            yield True
+        finally:
+            subprocess.run([CLUSTER, "down"], check=True)

@@ -1,0 +1,127 @@
+"""Scripts in the shape of public ones, under torchrun and under ours: `make bench-shapes`, or
+python bench/shapes.py [NAME...].
+
+Each script of tests/shapes/ runs with two ranks: on this machine under torchrun and under
+scripts/launch.sh; and on two nodes of a cluster in a box, where there can be one (as root), under
+torchrun on each node, under scripts/ssh/launch_torchrun_auto.sh, and as a SLURM job. Compared with
+torchrun's on the same nodes:
+
+- the exit code;
+- what all ranks print on stdout, and on stderr, line by line in any order;
+- the files they leave, with their content.
+
+torchrun runs each script twice. Where stdout differs between these two runs (times), numbers are
+not compared, nor is the content of files that differ. What torchrun itself says on stderr is left
+out.
+With names, or with --check, bench/README.md stays as it is. Exits with 1 if something differs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import others
+from shape_runs import ROOT, Launchers, Outcome, Shape, Way, cluster, differences
+from table import describe_machine, render, write_section
+
+SCRIPTS = ROOT / "tests/shapes"
+PACKAGES = ("accelerate", "transformers", "lightning", "hydra-core", "tqdm", "deepspeed")
+
+SHAPES = (
+    Shape("plain DDP, PyTorch's tutorial", ("ddp.py", "--epochs", "3")),
+    Shape("the same, crashes once, restarts from its snapshot", ("ddp.py", "--crash"), restarts=1),
+    Shape("a model that outlives its process group", ("ordinary.py",)),
+    Shape("nanoGPT", ("nano/train.py", "nano/small.py", "--learning_rate=1e-2")),
+    Shape("minGPT with Hydra", ("mingpt_hydra.py", "train.lr=0.2", "+train.seed=3"), "hydra-core"),
+    Shape("accelerate", ("accelerate_loop.py", "--gradient_accumulation_steps=2"), "accelerate"),
+    Shape(
+        "Hugging Face's Trainer",
+        (
+            *("hf_trainer.py", "--output_dir", "out", "--max_steps", "4", "--use_cpu"),
+            *("--report_to", "none", "--logging_steps", "2", "--save_steps", "2"),
+        ),
+        "transformers",
+    ),
+    Shape("Lightning", ("lightning_fit.py",), "lightning"),
+    Shape("DeepSpeed's init_distributed", ("deepspeed_init.py", "--steps", "2"), "deepspeed"),
+    Shape("FSDP2 and DCP", ("fsdp2.py",)),
+    Shape("tensor parallelism on a device mesh", ("tensor_parallel.py",)),
+    Shape("torch.compile", ("compiled.py",)),
+    Shape("spawned workers", ("workers.py", "spawn")),
+    Shape("workers of a fork server", ("workers.py", "forkserver")),
+    Shape("pdb in rank 0", ("debugged.py",), typed="answer += 1\np answer\ncontinue\n"),
+    Shape("tqdm", ("bars.py",), "tqdm"),
+    Shape("-m with relative imports", ("-m", "package.train", "--width=3", "--", "-a b")),
+    Shape("torchvision's references", ("references.py",)),
+    Shape("variables set before import torch", ("early_variables.py",)),
+    Shape("@record, and rank 1 raises", ("raises.py",)),
+    Shape("rank 1 leaves with 33", ("raises.py", "33"), code=33),
+)
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    names = [word for word in words if word != "--check"]
+    shapes = [one for one in SHAPES if not names or any(n in " ".join(one.words) for n in names)]
+    python = others.environment("shapes", PACKAGES)
+    launchers = Launchers(python)
+    rows, wrong = [], 0
+    with cluster() as is_up:
+        launchers.has_cluster = is_up
+        for shape in shapes:
+            cells = [""] * len(launchers.ways())
+            if shape.needs and not others.version(python, shape.needs):
+                cells[0] = f"not run: {shape.needs} cannot be installed here"
+            else:
+                cells = look(shape, launchers)
+            wrong += sum(cell.startswith("differs") for cell in cells)
+            rows.append([shape.name, f"`{' '.join(shape.words)}`", *cells])
+            print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
+    head = ["like", "script", *launchers.ways()]
+    text = f"{describe_machine('make bench-shapes')}\n\n{render(head, rows)}"
+    if words:
+        print(text)
+    else:
+        write_section("shapes", text)
+    sys.exit(wrong > 0)
+
+
+def look(shape: Shape, launchers: Launchers) -> list[str]:
+    """Return a shape's cells: each way of ours compared with torchrun's two runs."""
+    cells = []
+    references: dict[Way, list[Outcome]] = {}
+    for way in launchers.ways().values():
+        if way is None:
+            cells.append("not run: no cluster here")
+            continue
+        theirs, ours = way
+        if theirs not in references:
+            references[theirs] = [run_once(theirs, shape) for _ in range(2)]
+        if shape.typed and ours == launchers.slurm:
+            cells.append("not run: a job has no standard input")
+            continue
+        once, again = references[theirs]
+        mine = run_once(ours, shape)
+        found = differences(mine, once, again, once.code if shape.code is None else shape.code)
+        cells.append("; ".join(["differs", *found]) if found else f"same, exit code {once.code}")
+        if not found and mine.code != once.code:
+            cells[-1] = f"same, exit code {mine.code} (torchrun: {once.code})"
+        if found and "SHAPES_DEBUG" in os.environ:
+            print(*(f"{one.raw}\n=====" for one in (once, mine)), sep="\n", file=sys.stderr)
+    return cells
+
+
+def run_once(way: Way, shape: Shape) -> Outcome:
+    """Run a shape in a fresh copy of the scripts."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place, "own")
+        shutil.copytree(SCRIPTS, folder)
+        return way(shape, folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""Hugging Face's Trainer on a tiny model, in the shape of `run_clm.py`."""
+
+import sys
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainingArguments
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = (torch.arange(16) + index) % 50
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def main() -> None:
+    (arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+    torch.manual_seed(arguments.seed)
+    model = GPT2LMHeadModel(GPT2Config(50, 16, n_embd=16, n_layer=1, n_head=2))
+    trainer = Trainer(model=model, args=arguments, train_dataset=Tokens())
+    result = trainer.train()
+    trainer.save_model()
+    print(f"rank {arguments.process_index}: loss {result.training_loss:.5f}", file=sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+batch_size, max_iters = 8, 4
