@@ -184,7 +184,7 @@ class Launchers:
             codes = [124]
             for process in running:
                 process.wait()
-        stdout, stderr = (
+        told, errors = (
             "".join(
                 (logs / f"{name}{number}").read_bytes().decode() for number in range(len(running))
             )

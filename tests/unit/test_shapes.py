@@ -1,0 +1,63 @@
+"""Scripts in the shape of public ones: the comparison with torchrun, and a sample of them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import shapes
+from shape_runs import Launchers, Outcome, Shape, differences, lines_of, without_torchruns
+
+LIKE = Outcome(0, ["a 1", "b"], ["warned"], {"out/x": "hash", "time": "1"})
+
+
+@pytest.mark.parametrize(
+    ("ours", "found"),
+    [
+        (LIKE, []),
+        (replace(LIKE, code=3), ["exit code 3"]),
+        (replace(LIKE, stdout=["a 2", "b"]), ["stdout lacks 1 lines", "stdout has 1 more"]),
+        (replace(LIKE, stdout=["a 1", "b", "b"]), ["stdout has 1 more"]),
+        (replace(LIKE, stderr=["run  7", "warned"]), []),
+        (replace(LIKE, stderr=[]), ["stderr lacks 1 lines"]),
+        (replace(LIKE, files={"out/x": "other", "time": "3"}), ["content of out/x"]),
+        (replace(LIKE, files={"time": "3"}), ["file out/x"]),
+    ],
+)
+def test_what_counts_as_different(ours: Outcome, found: list[str]) -> None:
+    told = differences(ours, LIKE, replace(LIKE, files={"out/x": "hash", "time": "2"}), 0)
+    assert [one.partition(", as")[0] for one in told] == found
+
+
+def test_numbers_that_differ_under_torchrun_itself_do_not_count() -> None:
+    again = replace(LIKE, stdout=["a 7", "b"])
+    assert differences(replace(LIKE, stdout=["a 3", "b"]), LIKE, again, 0) == []
+    assert differences(replace(LIKE, stdout=["c 3", "b"]), LIKE, again, 0) != []
+
+
+def test_lines_without_labels_and_torchruns_own() -> None:
+    assert lines_of("[1] b\n[0]   1/2\r[0]   2/2\n\n") == ["1/2", "2/2", "b"]
+    said = "W1122 04:30:25.1 9 site-packages/x.py:7] Setting OMP\nmine\n"
+    report = "E1122 04:30:25.1 9 x.py:9] failed (exitcode: 1) local_rank: 1\nTraceback\n"
+    assert without_torchruns(said + report) == "mine\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("debugged.py",), ("workers.py", "spawn"), ("raises.py", "33")])
+def test_a_sample_is_as_under_torchrun(words: tuple[str, ...]) -> None:
+    (shape,) = (one for one in shapes.SHAPES if one.words == words)
+    cells = shapes.look(shape, Launchers(Path(sys.executable)))
+    assert cells[0].startswith("same, exit code")
+
+
+def test_each_shape_has_its_script() -> None:
+    for shape in shapes.SHAPES:
+        assert find(shape).is_file(), shape
+
+
+def find(shape: Shape) -> Path:
+    if shape.words[0] == "-m":
+        return shapes.SCRIPTS.joinpath(*shape.words[1].split(".")).with_suffix(".py")
+    return shapes.SCRIPTS / shape.words[0]
