@@ -29,7 +29,7 @@ class Shape:
     needs: str = ""  # a package
     typed: str = ""  # on its standard input, which a SLURM job does not have
     restarts: int = 0
-    code: int | None = None  # ours, where it says more than torchrun's 1
+    code: int = 0  # of the rank that fails first; torchrun's is then 1
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,11 @@ def files_of(folder: Path) -> dict[str, str]:
 
 
 def differences(ours: Outcome, once: Outcome, again: Outcome, code: int) -> list[str]:
-    """Return what differs from torchrun's two runs, in words."""
+    """Return what differs from torchrun's two runs, in words.
+
+    Args:
+        code: the exit code that ours should have.
+    """
     found = [] if ours.code == code else [f"exit code {ours.code}"]
     if once.stdout != again.stdout:
         found += compare("stdout", *map(without_numbers, (ours.stdout, once.stdout)))
