@@ -16,7 +16,6 @@ from distributed.stop_signals import NOTICE, STOP_SIGNALS
 from launcher import failure
 from launcher.failure import Failure, RaisedError
 
-
 _REFUSAL = re.compile(r"train\.py: (?P<cause>.+) \[(?P<fault>[a-z-]+)\]")  # its last line
 
 
