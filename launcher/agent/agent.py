@@ -324,7 +324,7 @@ class NodeAgent:
             stopped=verdict.stopped,
             left=verdict.left,
             run_id=self.assignment.run_id,
-            command=self._resume_command(verdict.has_saved),
+            command="" if verdict.code == BAD_INPUT else self._resume_command(verdict.has_saved),
             ends=verdict.ends,
         )
         if self.args.is_in_step and verdict.is_told:

@@ -180,7 +180,8 @@ class Attempt:
         if self.is_first_node and self.peers.keys() <= self.facts.nodes.keys():
             return True
         if self.facts.is_ending:
-            self.over.set_within(self.verdict_s)
+            others_s = self.grace_s if self.facts.signals else 0.0  # they may still save
+            self.over.set_within(self.verdict_s + others_s)
         return self.over.take()
 
     # --- this node's ranks ----------------------------------------------------------------------

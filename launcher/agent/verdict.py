@@ -6,6 +6,7 @@ process.
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,8 @@ from distributed.errors import STOPPED
 from distributed.stop_signals import NOTICE, STOP_SIGNALS
 from launcher import failure
 from launcher.failure import Failure, RaisedError
+
+_REFUSAL = re.compile(r"train\.py: (?P<cause>.+) \[(?P<fault>[a-z-]+)\]")  # its last line
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,10 @@ def describe_end(
         return replace(unknown, fault=fault, cause=failure.one_line(cause), code=code or 1)
     fault = raised.fault or failure.fault_of(raised.message)
     cause = raised.message.removesuffix(f" [{fault}]")
-    if cause.startswith("SystemExit") and last_text:
+    told = _REFUSAL.fullmatch(last_text) if cause.startswith("SystemExit") else None
+    if told is not None:
+        fault, cause = told["fault"], told["cause"]
+    elif cause.startswith("SystemExit") and last_text:
         cause += f", after: {last_text}"
     return replace(
         unknown,
@@ -119,7 +125,7 @@ def describe_end(
         cause=failure.one_line(cause),
         code=code if code and code < 128 else raised.code,  # its excepthook may choose another
         time=raised.time,
-        frames=failure.user_frames(raised.stack),
+        frames=() if told else failure.user_frames(raised.stack),
         is_consequence=failure.is_peer_lost(cause),
     )
 

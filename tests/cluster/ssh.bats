@@ -495,7 +495,7 @@ PY
   on node2 tee "$own/own.py" <<<"print('changed')"
   on node2 rm "$own/my.yaml"
   on node2 touch "$own/torch/__init__.py"
-  on node2 tee "$own/torch/version.py" <<<"__version__ = '2.5.1'"
+  on node2 tee "$own/torch/version.py" <<<"__version__ = '2.12.1'"
   on node2 sed -i "s|^exec|PYTHONPATH=$own exec|" "$own/python"
   on node3 sed -i 's|"\$@"|-S "$@"|' "$own/python"
   "$CLUSTER" drop node1 4322
@@ -513,7 +513,7 @@ node1: GLOO_SOCKET_IFNAME=ib0 *name eth0, which leads to the master*\[no-such-in
 node2: GLOO_SOCKET_IFNAME=ib0 *name eth0, which leads to the master*\[no-such-interface]
 node3: */python* has no torch; *\[env-missing]
 node3: GLOO_SOCKET_IFNAME=ib0 *name eth0, which leads to the master*\[no-such-interface]
-node2: torch is '*' on node rank 0 (node1) and '2.5.1' on node rank 1 (node2); *\[version-mismatch]
+node2: torch is '*' on node rank 0 (node1) and '2.12.1' on node rank 1 (node2); *\[version-mismatch]
 node2: own.py is '*' on node rank 0 (node1) and '*' on node rank 1 (node2); *\[code-mismatch]
 node2: my.yaml is '*' on node rank 0 (node1) and 'missing' on node rank 1 (node2); *\[code-mismatch]
 node2: no way to 10.0.0.1:4322 (no answer in 3 s); *\[port-blocked]

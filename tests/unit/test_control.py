@@ -79,7 +79,7 @@ def test_a_failure_is_sent_and_not_printed(launch: Launch) -> None:
     assert launcher.run.process.returncode == end.code == 1
     assert end.failure is not None and end.failure.rank == 1
     assert end.failure.cause == "ValueError: batch 120 holds no samples"
-    assert (end.summary.run_id, end.summary.command) == ("r1", "launch 'a b'")
+    assert (end.summary.run_id, end.summary.command) == ("r1", "")  # it has told no save
     assert not end.is_told  # node rank 0 decides
     assert "FAILED" not in err
 
@@ -93,13 +93,14 @@ def test_a_usage_error_of_the_script_is_sent_too(launch: Launch) -> None:
 
 @pytest.mark.slow
 def test_a_signal_by_name_stops_the_run(launch: Launch) -> None:
-    launcher = launch("save", "1")
+    launcher = launch("save", "1", LAUNCH_COMMAND="launch 'a b'")
     launcher.run.wait_for("armed 0", "armed 1")
     launcher.tell("SIGNAL")  # there is none of this name
     launcher.tell("SIGTERM")
     end, err = launcher.end()
     assert "saved 0" in launcher.run.output
     assert (end.code, end.failure) == (75, None)
+    assert end.summary.command == "launch 'a b'"
     assert launcher.run.process.returncode == 75
     assert "stopped" not in err
 

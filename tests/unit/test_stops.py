@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from agents import Run, kill_what_is_left
+from ports import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -104,6 +105,27 @@ def test_an_error_while_stopping_is_told_and_ends_no_other_save(
     assert run.process.returncode == 1
     assert "OSError: no space left" in err and "FAILED   rank 1" in err
     assert "resume" not in err  # nobody has told a save
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_on_one_node_ends_no_save_on_another(
+    runs: list[Run], tmp_path: Path, failing: int
+) -> None:
+    script = tmp_path / "program.py"
+    fails = f"if rank == {failing}:\n    raise OSError('no space left')\n"
+    script.write_text(HEAD + fails + SLOW_SAVE)
+    where = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    for node in range(2):
+        words = [*where, "--node-rank", str(node), "--nproc-per-node", "1", str(script)]
+        runs.append(Run(words, None, ["env", "-C", str(tmp_path)], GRACE="20"))
+    for node, run in enumerate(runs):
+        run.wait_for(f"ready {node}")
+    runs[0].process.terminate()
+    told = [runs[failing].finish()]  # its launcher would end the others soon after
+    assert (tmp_path / f"saved{1 - failing}").exists(), told
+    told.append(runs[1 - failing].finish())
+    assert [run.process.returncode for run in runs] == [1, 1]
+    assert all(f"FAILED   rank {failing}" in err for err in told)
 
 
 def test_a_told_save_is_one_and_can_be_resumed(runs: list[Run], tmp_path: Path) -> None:

@@ -85,6 +85,11 @@ RAISED = RaisedError("ValueError: bad; give a good one [my-fault]", "", 1, 5.0, 
             ("rank-error", "SystemExit: 2, after: usage: ...", 2, 5.0, False),
         ),
         (
+            replace(RAISED, message="SystemExit: 2", code=2, fault=""), 2, False,
+            "train.py: resume: /x holds no checkpoint [config-invalid]",
+            ("config-invalid", "resume: /x holds no checkpoint", 2, 5.0, False),
+        ),
+        (
             replace(RAISED, message="RuntimeError: Connection closed by peer", fault=""),
             1, False, "",
             ("rank-error", "RuntimeError: Connection closed by peer", 1, 5.0, True),
