@@ -81,7 +81,7 @@ class Launchers:
         }
 
     def torchrun(self, shape: Shape, folder: Path) -> Outcome:
-        return self._run([self._torchrun(shape)], shape, folder)
+        return self._run([self._torchrun(shape, folder)], shape, folder)
 
     def launch(self, shape: Shape, folder: Path) -> Outcome:
         options = [f"--nproc-per-node={RANKS}", f"--max-restarts={shape.restarts}"]
@@ -95,7 +95,7 @@ class Launchers:
                 CLUSTER,
                 "run",
                 f"node{node + 1}",
-                *self._torchrun(shape, *where, f"--node-rank={node}"),
+                *self._torchrun(shape, folder, *where, f"--node-rank={node}"),
             ]
             for node in range(2)
         ]
@@ -110,7 +110,7 @@ class Launchers:
     def slurm(self, shape: Shape, folder: Path) -> Outcome:
         script, arguments = self._train_script(shape)
         more = {"TRAIN_SCRIPT": script, "MAX_RESTARTS": str(shape.restarts)}
-        logs = folder.with_name(f"{folder.name}.logs")
+        logs = logs_of(folder)
         logs.mkdir()
         submit = ["sbatch", "--parsable", f"--output={logs}/stdout", f"--error={logs}/stderr"]
         submit += [
@@ -140,9 +140,11 @@ class Launchers:
             time.sleep(0.3)
         raise RuntimeError(f"job {job} has not ended within {LIMIT_S:.0f} s")
 
-    def _torchrun(self, shape: Shape, *where: str) -> list[str]:
-        nproc = 1 if where else RANKS
-        options = [f"--nproc-per-node={nproc}", f"--max-restarts={shape.restarts}"]
+    def _torchrun(self, shape: Shape, folder: Path, *where: str) -> list[str]:
+        """Each rank's output goes to a file of its own: torchrun mixes lines on the terminal."""
+        options = ["--redirects=3", f"--log-dir={logs_of(folder)}"]
+        options += [f"--nproc-per-node={1 if where else RANKS}"]
+        options += [f"--max-restarts={shape.restarts}"]
         return [self.python, "-m", "torch.distributed.run", *options, *where, *shape.words]
 
     def _train_script(self, shape: Shape) -> tuple[str, list[str]]:
@@ -156,7 +158,7 @@ class Launchers:
         folder: Path,
         more: dict[str, str] | None = None,
     ) -> Outcome:
-        logs = folder.with_name(f"{folder.name}.logs")
+        logs = logs_of(folder)
         logs.mkdir()
         (logs / "stdin").write_text(shape.typed)
         running = []
@@ -184,28 +186,37 @@ class Launchers:
             codes = [124]
             for process in running:
                 process.wait()
+        is_redirected = "--redirects=3" in commands[0]
         told, errors = (
             "".join(
-                (logs / f"{name}{number}").read_bytes().decode() for number in range(len(running))
+                file.read_bytes().decode()
+                for file in logs.glob(
+                    f"**/attempt_*/**/{name}.log" if is_redirected else f"{name}*"
+                )
             )
             for name in ("stdout", "stderr")
         )
         return outcome(max(codes), told, errors, folder)
 
 
+def logs_of(folder: Path) -> Path:
+    """Return the folder for a run's logs, beside that in which it runs."""
+    return folder.with_name(f"{folder.name}.logs")
+
+
 def outcome(code: int, stdout: str, stderr: str, folder: Path) -> Outcome:
     return Outcome(
         code,
         lines_of(stdout),
-        lines_of(without_torchruns(stderr)),
+        lines_of(stderr),
         files_of(folder),
         f"{stdout}\n--\n{stderr}",
     )
 
 
 def lines_of(told: str) -> list[str]:
-    """Return what the ranks printed, in sorted lines without a rank's label before them."""
-    lines = (re.sub(r"^\[\d+\] ", "", line).strip() for line in re.split(r"[\r\n]+", told))
+    """Return what the ranks printed, in sorted lines without the labels of node and rank."""
+    lines = (re.sub(r"^(\[\d+\] ){1,2}", "", line).strip() for line in re.split(r"[\r\n]+", told))
     return sorted(line for line in lines if line)
 
 
@@ -251,12 +262,6 @@ def compare(what: str, ours: list[str], theirs: list[str]) -> list[str]:
 
 def without_numbers(lines: list[str]) -> list[str]:
     return [re.sub(r"\d+", "N", line) for line in lines]
-
-
-def without_torchruns(told: str) -> str:
-    """Leave out what torchrun itself says on stderr: its warnings, and its report at the end."""
-    told = re.split(r"^E\d{4} .* failed \(exitcode", told, maxsplit=1, flags=re.MULTILINE)[0]
-    return re.sub(r"^[WE]\d{4} .*\n", "", told, flags=re.MULTILINE)
 
 
 @contextlib.contextmanager
