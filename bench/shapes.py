@@ -12,7 +12,8 @@ torchrun's on the same nodes:
 
 torchrun runs each script twice on one machine, and once on two nodes. Where stdout differs between
 its runs (times), numbers are not compared, nor is the content of files that differ.
-With names, or with --check, bench/README.md stays as it is. Exits with 1 if something differs.
+With names, or with --check, bench/README.md stays as it is. With --here: on
+this machine alone. Exits with 1 if something differs.
 """
 
 from __future__ import annotations
@@ -65,12 +66,12 @@ SHAPES = (
 
 def main() -> None:
     words = sys.argv[1:]
-    names = [word for word in words if word != "--check"]
+    names = [word for word in words if not word.startswith("--")]
     shapes = [one for one in SHAPES if not names or any(n in " ".join(one.words) for n in names)]
     python = others.environment("shapes", PACKAGES)
     launchers = Launchers(python)
     rows, wrong = [], 0
-    with cluster() as is_up:
+    with cluster(is_wanted="--here" not in words) as is_up:
         launchers.has_cluster = is_up
         for shape in shapes:
             cells = [""] * len(launchers.ways())
