@@ -131,11 +131,14 @@ def run_torchrun(way: Way, shape: Shape, times: int) -> list[Outcome]:
 
 
 def run_once(way: Way, shape: Shape) -> Outcome:
-    """Run a shape in a fresh copy of the scripts."""
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place, "own")
-        shutil.copytree(SCRIPTS, folder)
-        return way(shape, folder)
+    """Run a shape in a fresh copy of the scripts, which has the same path each time."""
+    place = Path(tempfile.gettempdir(), f"bench-shapes-{os.getpid()}")
+    place.mkdir()
+    try:
+        shutil.copytree(SCRIPTS, place / "own")
+        return way(shape, place / "own")
+    finally:
+        shutil.rmtree(place)
 
 
 if __name__ == "__main__":
