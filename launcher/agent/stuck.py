@@ -12,6 +12,8 @@ from pathlib import Path
 
 from launcher.failure import user_frames
 
+WRITTEN_S = 0.25  # a stack that has not grown for so long is whole: a busy machine writes in parts
+
 
 @dataclass(frozen=True)
 class RankState:
@@ -44,11 +46,14 @@ def wait_for_stacks(files: Sequence[Path], limit_s: float) -> None:
     """Wait until all files have been written, or the time is up: some ranks never write."""
     deadline = time.monotonic() + limit_s
     sizes: list[int] = []
+    changed = time.monotonic()
     while files and time.monotonic() < deadline:
         before, sizes = sizes, [file.stat().st_size for file in files]
-        if all(sizes) and sizes == before:
+        if sizes != before:
+            changed = time.monotonic()
+        elif all(sizes) and time.monotonic() > changed + WRITTEN_S:
             return
-        time.sleep(0.05)
+        time.sleep(0.02)
 
 
 def read_stack(file: Path) -> list[str]:
