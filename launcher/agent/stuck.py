@@ -12,8 +12,6 @@ from pathlib import Path
 
 from launcher.failure import user_frames
 
-WRITTEN_S = 0.25  # a stack that has not grown for so long is whole: a busy machine writes in parts
-
 
 @dataclass(frozen=True)
 class RankState:
@@ -46,14 +44,13 @@ def wait_for_stacks(files: Sequence[Path], limit_s: float) -> None:
     """Wait until all files have been written, or the time is up: some ranks never write."""
     deadline = time.monotonic() + limit_s
     sizes: list[int] = []
-    changed = time.monotonic()
+    same = 0  # looks: a busy machine writes a stack in parts
     while files and time.monotonic() < deadline:
         before, sizes = sizes, [file.stat().st_size for file in files]
-        if sizes != before:
-            changed = time.monotonic()
-        elif all(sizes) and time.monotonic() > changed + WRITTEN_S:
+        same = same + 1 if sizes == before else 0
+        if all(sizes) and same >= 5:
             return
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 def read_stack(file: Path) -> list[str]:
