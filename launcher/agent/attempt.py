@@ -175,9 +175,8 @@ class Attempt:
         """True when every rank here has ended and nothing more is to be heard from other nodes."""
         if self.ranks.living():
             return False
-        if not self.peers or self.facts.verdict is not None:
-            return True
-        if self.is_first_node and self.peers.keys() <= self.facts.nodes.keys():
+        has_all = self.is_first_node and self.peers.keys() <= self.facts.nodes.keys()
+        if has_all or not self.peers or self.facts.verdict is not None:
             return True
         if self.facts.is_ending:
             others_s = self.grace_s if self.facts.signals else 0.0  # they may still save

@@ -19,7 +19,7 @@ from launcher.agent.output import Stream
 from launcher.agent.stuck import RankState
 from launcher.failure import Failure
 
-STACK_S = 1.0  # for the ranks to write their stacks
+STACK_S = 2.0  # for the ranks to write their stacks
 
 
 @dataclass

@@ -178,7 +178,7 @@ def _execute(program: Program) -> int:
     faulthandler.enable()
     try:
         if program.is_module:
-            _become_main(types.ModuleType("__main__"))
+            sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
             runpy._run_module_as_main(program.name)  # type: ignore[attr-defined]
         else:
             _run_script(program.name)
@@ -204,15 +204,11 @@ def _run_script(path: str) -> None:
     main.__dict__["__builtins__"] = builtins
     main.__dict__["__cached__"] = None
     main.__loader__ = importlib.machinery.SourceFileLoader("__main__", main.__file__)
-    _become_main(main)
+    # To the very end: its classes must pickle, those of spawned workers, too.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     with io.open_code(main.__file__) as source:
         code = compile(source.read(), main.__file__, "exec", dont_inherit=True)
     exec(code, main.__dict__)
-
-
-def _become_main(main: types.ModuleType) -> None:
-    """Be the main module to the very end: its classes must pickle, in spawned workers, too."""
-    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
 
 
 def _code_of(leave: SystemExit) -> int:

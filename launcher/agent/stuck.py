@@ -44,9 +44,11 @@ def wait_for_stacks(files: Sequence[Path], limit_s: float) -> None:
     """Wait until all files have been written, or the time is up: some ranks never write."""
     deadline = time.monotonic() + limit_s
     sizes: list[int] = []
+    same = 0  # looks: a busy machine writes a stack in parts
     while files and time.monotonic() < deadline:
         before, sizes = sizes, [file.stat().st_size for file in files]
-        if all(sizes) and sizes == before:
+        same = same + 1 if sizes == before else 0
+        if all(sizes) and same >= 5:
             return
         time.sleep(0.05)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
 import pytest
 
+from launcher.agent import stuck
 from launcher.agent.stuck import RankState, find_straggler
 
 
@@ -53,3 +57,19 @@ def of_node(*ranks: RankState) -> RankState | None:
 def test_the_rank_that_holds_up_the_run(nodes: list[RankState | None], number: int | None) -> None:
     found = find_straggler(nodes)
     assert (found.rank if found and found.is_stuck else None) == number
+
+
+def test_a_stack_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    """Written in two parts, as on a busy machine."""
+    file = tmp_path / "rank.stack"
+    file.write_text("Thread 0x1\n")
+
+    def write_the_rest() -> None:
+        with file.open("a") as stack:
+            stack.write("Thread 0x2\n")
+
+    timer = threading.Timer(0.15, write_the_rest)
+    timer.start()
+    stuck.wait_for_stacks([file], 5)
+    assert file.read_text() == "Thread 0x1\nThread 0x2\n"
+    timer.join()
