@@ -28,10 +28,8 @@ def choose(program: Program, choice: str | None) -> Program:
     """
     if choice not in (None, "", "0", "1"):
         raise ValueError(f"FRESH is {choice!r}; give 1 for ranks that import torch anew, or 0")
-    if choice:
+    if choice or program.is_command:
         return replace(program, is_fresh=choice == "1")
-    if program.is_command:
-        return program
     script, folder = Path(program.name), Path(program.name).parent
     if program.is_module:
         script, folder = Path(*program.name.split(".")).with_suffix(".py"), Path()
@@ -84,9 +82,11 @@ class _Reader:
 
 def _in_order(tree: ast.AST) -> Iterator[ast.AST]:
     """Yield all nodes in the order of the text, which is about the order of execution."""
-    for child in ast.iter_child_nodes(tree):
-        yield child
-        yield from _in_order(child)
+    waiting = [tree]
+    while waiting:  # without recursion: a long sum is a deep tree
+        node = waiting.pop()
+        yield node
+        waiting += reversed([*ast.iter_child_nodes(node)])
 
 
 def _imported(node: ast.AST) -> list[str]:

@@ -1,4 +1,4 @@
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2034
 # One grammar for every script: positional arguments, key=value settings, --options, and after
 # `--` what goes to the training script untouched. It fills what launch.sh declares.
 

@@ -12,11 +12,11 @@ die() { # <"cause; cure">
 }
 
 main() { # <repository>
-  local folder=$1/launch-kit
+  local folder=$1/launch-kit why
   [[ -n $1 ]] || die "no DIR; give make init DIR=YOUR_REPOSITORY"
   [[ -d $1 ]] || die "there is no folder ${1@Q}; correct DIR"
-  mkdir -- "$folder" 2>/dev/null ||
-    die "${folder@Q} exists, or cannot be made; nothing was changed. Remove it to begin anew"
+  [[ ! -e $folder ]] || die "${folder@Q} exists; nothing was changed. Remove it to begin anew"
+  why=$(mkdir -- "$folder" 2>&1) || die "${why#mkdir: }; nothing was changed"
   tar -C "$ROOT" --exclude=__pycache__ -cf - "${PARTS[@]}" | tar -C "$folder" -xf -
   echo "$folder holds it; nothing else was changed. For example:"
   echo "  cd ${1@Q} && launch-kit/scripts/launch.sh --nproc-per-node 2 YOUR_SCRIPT.py"

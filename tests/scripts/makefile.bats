@@ -59,7 +59,7 @@ load helper
 @test "make init: refused in one line where it cannot be" {
   mkdir -p own/launch-kit
   run bash "$ROOT/scripts/lib/init.sh" own
-  assert_refused 2 "'own/launch-kit' exists, or cannot be made; nothing was changed"
+  assert_refused 2 "'own/launch-kit' exists; nothing was changed"
   [[ -z $(ls -A own/launch-kit) ]]
   run bash "$ROOT/scripts/lib/init.sh" nowhere
   assert_refused 2 "there is no folder 'nowhere'; correct DIR"

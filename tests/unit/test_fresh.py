@@ -28,6 +28,7 @@ from launcher.agent.fresh import variables_set_early
         ("from package import part\nimport torch\n", ["TORCH_PART"]),
         ("import with_torch, mine\n", []),
         ("import os\nos.environ['OMP_X'] = (\n", []),
+        (f"import os\nx = {'1 + ' * 1500}1\nos.environ['OMP_X'] = '1'\n", ["OMP_X"]),
         ("import torchvision, os\nos.environ['OMP_X'] = '1'\n", ["OMP_X"]),
     ],
 )
