@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CLUSTER = str(ROOT / "tests/cluster/cluster.sh")
-LIMIT_S = 180.0
+LIMIT_S = 90.0
 RANKS = 2
 
 
