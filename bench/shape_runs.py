@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CLUSTER = str(ROOT / "tests/cluster/cluster.sh")
-LIMIT_S = 90.0
+LIMIT_S = 60.0
 RANKS = 2
 
 
@@ -216,7 +216,8 @@ def outcome(code: int, stdout: str, stderr: str, folder: Path) -> Outcome:
 
 def lines_of(told: str) -> list[str]:
     """Return what the ranks printed, in sorted lines without the labels of node and rank."""
-    lines = (re.sub(r"^(\[\d+\] ){1,2}", "", line).strip() for line in re.split(r"[\r\n]+", told))
+    label = re.compile(r"^(\[\d+\] )?(\[rank\d+\] )?")
+    lines = (label.sub("", line).strip() for line in re.split(r"[\r\n]+", told))
     return sorted(line for line in lines if line)
 
 

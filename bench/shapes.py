@@ -30,7 +30,7 @@ from table import describe_machine, render, write_section
 
 SCRIPTS = ROOT / "tests/shapes"
 PACKAGES = ("accelerate", "transformers", "lightning", "hydra-core", "tqdm", "deepspeed")
-TRIES = 6
+TRIES = 4
 
 SHAPES = (
     Shape("plain DDP, PyTorch's tutorial", ("ddp.py", "--epochs", "3")),

@@ -250,7 +250,7 @@ class NodeAgent:
             number = first + local_rank
             error_file = self.error_files / f"rank_{number}.json"
             error_file.unlink(missing_ok=True)
-            label = b"[%d] " % number if self.args.has_labels else b""
+            label = b"[rank%d] " % number if self.args.has_labels else b""
             terminals = self.terminals if local_rank in shown else (None, None)
             streams = [
                 open_stream(number, self.log, terminal, is_alone=is_alone, label=label)

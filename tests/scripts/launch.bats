@@ -72,7 +72,7 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
 @test "--show all: every rank's output, each line after its rank" {
   make_nano
   run --separate-stderr launch --nproc-per-node 2 --show all train.py
-  [[ $status == 0 && $(sort <<<"$output") == $'[0] 0 2 12 0.0006\n[1] 1 2 12 0.0006' ]]
+  [[ $status == 0 && $(sort <<<"$output") == $'[rank0] 0 2 12 0.0006\n[rank1] 1 2 12 0.0006' ]]
   run launch --show 7 train.py
   assert_output "launch.sh: SHOW_RANKS is '7'; it can be all 0"
 }
