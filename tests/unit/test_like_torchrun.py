@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -247,6 +248,33 @@ def test_what_is_told_of_an_error(tmp_path: Path, statement: str, words: str) ->
     script = tmp_path / "leave.py"
     script.write_text(statement + "\n")
     assert words in run(script).stderr
+
+
+@pytest.fixture
+def memory_group() -> Iterator[Path]:
+    """A control group of 1 GiB of memory, of either version."""
+    root, limit = Path("/sys/fs/cgroup"), "memory.max"
+    if (root / "memory").is_dir():
+        root, limit = root / "memory", "memory.limit_in_bytes"
+    group = root / f"launch-kit-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(1 << 30))
+    except OSError as error:
+        pytest.skip(f"no control group for memory can be made here: {error}")
+    yield group
+    group.rmdir()
+
+
+def test_a_kill_for_lack_of_memory_is_named(tmp_path: Path, memory_group: Path) -> None:
+    script = tmp_path / "grow.py"
+    script.write_text("import os\nif os.environ['RANK'] == '1':\n    b'1' * (4 << 30)\n")
+    join = ["sh", "-c", f'echo $$ >{memory_group}/cgroup.procs; exec "$@"', "-"]
+    command = [*join, *AGENT, "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 137
+    assert "FAILED   rank 1 " in done.stderr and "[out-of-memory]" in done.stderr
+    assert "this node's memory limit was reached" in done.stderr
 
 
 def test_elastic_launches_are_handed_to_torch(tmp_path: Path) -> None:
