@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CLUSTER = str(ROOT / "tests/cluster/cluster.sh")
 LIMIT_S = 60.0
 RANKS = 2
+OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else gloo often fails at a restart
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Launchers:
         }
 
     def torchrun(self, shape: Shape, folder: Path) -> Outcome:
-        return self._run([self._torchrun(shape, folder)], shape, folder)
+        return self._run([self._torchrun(shape, folder)], shape, folder, OWN_STORES)
 
     def launch(self, shape: Shape, folder: Path) -> Outcome:
         options = [f"--nproc-per-node={RANKS}", f"--max-restarts={shape.restarts}"]
@@ -99,7 +100,7 @@ class Launchers:
             ]
             for node in range(2)
         ]
-        return self._run(commands, shape, folder)
+        return self._run(commands, shape, folder, OWN_STORES)
 
     def ssh(self, shape: Shape, folder: Path) -> Outcome:
         script, arguments = self._train_script(shape)

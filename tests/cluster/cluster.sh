@@ -10,7 +10,7 @@
 #   shell [HOST]         a shell on a host (default: login, where one types sbatch and ssh)
 #   run HOST COMMAND...  a command on a host, in the folder of the caller; it gets the signals too
 #   env                  variables with which this machine's own shell reaches it: source <(...)
-#   cut HOST             unplug a node's network cable
+#   cut HOST             unplug a node's network cable, or the login's from all nodes
 #   slow HOST RATE       throttle a node's link to a rate such as 10mbit, both ways
 #   drop HOST PORT       a firewall on a node that drops what comes in for a TCP port
 #   restore HOST         mend what cut, slow and drop did
@@ -313,7 +313,12 @@ pass_on() { # <signal> <process whose child is meant>
 # --- faults -------------------------------------------------------------------------------------
 
 cut_link() { # <host>
-  on login ip link set "$1" down
+  if [[ $1 == login ]]; then
+    on login iptables --append INPUT ! --in-interface lo --jump DROP
+    on login iptables --append OUTPUT ! --out-interface lo --jump DROP
+  else
+    on login ip link set "$1" down
+  fi
 }
 
 slow_link() { # <host> <rate>
@@ -327,10 +332,12 @@ drop_link() { # <host> <port>
 }
 
 restore_link() { # <host>
-  on login ip link set "$1" up
-  on login tc qdisc delete dev "$1" root 2>/dev/null || true
-  on "$1" tc qdisc delete dev eth0 root 2>/dev/null || true
-  ! type -P iptables >/dev/null || on "$1" iptables --flush INPUT
+  if [[ $1 != login ]]; then
+    on login ip link set "$1" up
+    on login tc qdisc delete dev "$1" root 2>/dev/null || true
+    on "$1" tc qdisc delete dev eth0 root 2>/dev/null || true
+  fi
+  ! type -P iptables >/dev/null || on "$1" iptables --flush
   on login scontrol reconfigure # asks every slurmd at once, where it would ask a lost one in minutes
 }
 
