@@ -14,6 +14,7 @@ A run that goes on after the cut is told to end, and its exit code is shown.
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import re
@@ -80,15 +81,13 @@ class Run:
         return time.monotonic() - began
 
     def is_left(self) -> bool:
-        """Whether a rank is still there; all hosts share this machine's /proc."""
-        mark = f"FOLDER={self.folder}".encode()
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                is_rank = b"RANK=" in (variables := (process / "environ").read_bytes())
-            except OSError:
-                continue
-            if is_rank and mark in variables.split(b"\0"):
-                return True
+        """Whether a rank is still there: each holds a lock on a file."""
+        for rank in range(2):
+            with (self.folder / f"rank_{rank}").open() as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return True
         return False
 
 

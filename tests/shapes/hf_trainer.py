@@ -18,7 +18,7 @@ class Tokens(torch.utils.data.Dataset):
 def main() -> None:
     (arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
     torch.manual_seed(arguments.seed)
-    model = GPT2LMHeadModel(GPT2Config(50, 16, n_embd=16, n_layer=1, n_head=2))
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2))
     trainer = Trainer(model=model, args=arguments, train_dataset=Tokens())
     result = trainer.train()
     trainer.save_model()
