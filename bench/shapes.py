@@ -69,10 +69,12 @@ def main() -> None:
     names = [word for word in words if not word.startswith("--")]
     shapes = [one for one in SHAPES if not names or any(n in " ".join(one.words) for n in names)]
     python = others.environment("shapes", PACKAGES)
-    launchers = Launchers(python)
     rows, wrong = [], 0
-    with cluster(is_wanted="--here" not in words) as is_up:
-        launchers.has_cluster = is_up
+    with (
+        tempfile.TemporaryDirectory() as extensions,
+        cluster(is_wanted="--here" not in words) as is_up,
+    ):
+        launchers = Launchers(python, extensions, has_cluster=is_up)
         for shape in shapes:
             cells = [""] * len(launchers.ways())
             if shape.needs and not others.version(python, shape.needs):
