@@ -109,18 +109,8 @@ class Launchers:
         self._port += 1
         start = 'exec "$1" -m torch.distributed.run --node-rank="$SLURM_NODEID" "${@:2}"'
         where = ["--nnodes=2", "--master-addr=node1", f"--master-port={self._port}"]
-        step = [
-            "srun",
-            "--job-name=train",
-            "--nodes=2",
-            "--gpus-per-node=1",
-            "bash",
-            "-c",
-            start,
-            "-",
-            self.python,
-        ]
-        words = self._torchrun(shape, folder, *where)[3:]
+        step = ["srun", "--job-name=train", "--nodes=2", "--gpus-per-node=1", "bash", "-c", start]
+        words = ["-", self.python, *self._torchrun(shape, folder, *where)[3:]]
         return self._run([[CLUSTER, "run", "login", *step, *words]], shape, folder, OWN_STORES)
 
     def ssh(self, shape: Shape, folder: Path) -> Outcome:
