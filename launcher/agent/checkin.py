@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from distributed.errors import Refused
+from launcher.agent.control import SILENCE_S
 from launcher.agent.output import say
-from launcher.agent.protocol import SILENCE_S, Assignment, Peer, Refusal
+from launcher.agent.protocol import Assignment, Peer, Refusal
 from launcher.handshake import (
     WAIT_S,
     Access,

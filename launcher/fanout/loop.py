@@ -17,8 +17,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from distributed.stop_signals import STOP_SIGNALS, handled_signals
+from launcher.agent.control import SILENCE_S
 
 _CHUNK = 65536
+# Late enough for the launcher to notice first that a node is silent.
+KEPT_ALIVE = (f"ServerAliveInterval={SILENCE_S:.0f}", "ServerAliveCountMax=2")
 
 
 class Loop:
@@ -72,7 +75,7 @@ def ssh_command(node: str, connect_s: int, log: str) -> list[str]:
     """Return ssh's command. SSH_OPTS come first: of two options that differ the first counts."""
     options = [
         *("BatchMode=yes", f"ConnectTimeout={connect_s}"),
-        *("ServerAliveInterval=2", "ServerAliveCountMax=3"),
+        *KEPT_ALIVE,
         *("ControlMaster=no", "ControlPath=none", "ClearAllForwardings=yes"),
     ]
     ours = [word for option in options for word in ("-o", option)]

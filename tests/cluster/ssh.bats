@@ -178,7 +178,7 @@ TABLE
   kill -0 "$neighbour"
   run ! is_gone neighbour
   "$CLUSTER" cut node2
-  eventually 15 grep -q '^launch_torchrun_auto.sh: node2: the ssh connection has ended: Timeout' neighbour.out
+  eventually 15 grep -q '^launch_torchrun_auto.sh: node2: no sign of life for 10 s: ' neighbour.out
   end_of "$neighbour"
   eventually 15 is_gone neighbour # on node2 by itself
   "$CLUSTER" restore node2
