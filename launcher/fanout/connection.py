@@ -129,7 +129,8 @@ class Connection(Child):
             cause, cure = "its checks take longer than the preflight's time", "see what hangs there"
             if not is_there:
                 cause = f"no answer within {waited_s:g} s"
-                cure = "see that the machine is up, and a login there asks nothing"
+                cure = "see that the machine is up, and a login there asks nothing, or give it"
+                cure += " more time with PREFLIGHT_SECONDS"
             return Fault("host-unreachable", cause, cure)
         fault = self._fault
         if is_there:

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from distributed.errors import Refused
 from launcher.fanout.connection import NODE, Connection
-from launcher.fanout.loop import KEPT_ALIVE, Child
+from launcher.fanout.loop import FIXED, Child
 from launcher.fanout.protocol import Ready, Start
 from launcher.fanout.ssh import OTHERS_S, Fanout
 from launcher.plan.plan import Plan
@@ -52,9 +52,9 @@ class PdshFanout(Fanout):
     def start_nodes(self, reports: Sequence[Report]) -> None:
         super().start_nodes(reports)
         self.wait_for(Ready, time.monotonic() + READY_S + self.slack_s)
-        options = "{} {} -o BatchMode=yes -o {} -o {}".format(
+        options = "{} {} -o {} -o {} -o {} -o {}".format(
             *(os.environ.get(name, "") for name in ("PDSH_SSH_ARGS_APPEND", "SSH_OPTS")),
-            *KEPT_ALIVE,
+            *FIXED,
         )
         names = [node.name for node in self.plan.nodes]
         command = ["pdsh", "-R", "ssh", "-S", "-f", str(len(names)), "-w", ",".join(names)]

@@ -33,8 +33,7 @@ from launcher.preflight.compare import Finding
 from launcher.screen import PARTIAL_S
 from launcher.text import count, print_row
 
-ANSWER_S = 9.0  # for every node to connect and be checked
-CHECK_S = 3.0  # of that, the least for the checks
+CHECK_S = 3  # of the preflight's time, the least for the checks
 CONNECT_S = 5
 OTHERS_S = 5.0  # once a node has ended, for the others
 END_S = 10.0  # after the end of the control streams; beyond GRACE, after a stop
@@ -106,9 +105,12 @@ class Fanout:
     def check_nodes(self) -> list[Report] | None:
         """Connect to all nodes, check them and print the plan; None where it is refused."""
         began = time.monotonic()
-        waited_s = ANSWER_S - CHECK_S + self.slack_s
-        answer_by = began + ANSWER_S + self.slack_s
-        for number, node in enumerate(self.plan.nodes):
+        plan = self.plan
+        within_s = self.slack_s + plan.preflight_s
+        if not plan.has_checks:  # whoever skips them wants to start, and a login may take long
+            within_s = max(within_s, int(plan.join_timeout_s))
+        waited_s, answer_by = within_s - CHECK_S, began + within_s
+        for number, node in enumerate(plan.nodes):
             token = f"{self.token}.{number}"  # two nodes may be one machine
             show = self.terminals.show_behind(b"[%d] " % number)
             self.connections.append(self.connect(node.name, token, show))
@@ -131,15 +133,15 @@ class Fanout:
         ]
         outcome = compare.judge(reports, time.monotonic() - began)
         outcome = replace(outcome, findings=[*silent, *outcome.findings])
-        plan, out = self.plan, sys.stderr if self.plan.is_detached else self.err.text
+        plan, out = self.plan, sys.stderr if plan.is_detached else self.err.text
         if compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=out):
             return None
         print_plan(plan, reports[0], outcome, [report.nproc for report in reports], out)
         return reports
 
     def connect(self, node: str, token: str, show: Callable[[bytes, bool], None]) -> Connection:
-        within_s = CONNECT_S + self.slack_s
-        connection = Connection(self.loop, node, connect_s=within_s, token=token, show=show)
+        connect_s = max(CONNECT_S, self.plan.preflight_s - CHECK_S - 1) + self.slack_s
+        connection = Connection(self.loop, node, connect_s=connect_s, token=token, show=show)
         variables = {"LAUNCH_TOKEN": token, "RUN_SECRET": self.secret}
         connection.send_line(write_opening(self.plan, variables, os.environ))
         return connection

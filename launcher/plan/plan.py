@@ -89,6 +89,7 @@ class Plan(World):
     is_strict: bool = False
     is_detached: bool = False
     has_checks: bool = True
+    preflight_s: int = 9  # for every node to connect over ssh and be checked
     has_health_check: bool = False  # of this node's ranks together, after the preflight
     has_transcript: bool = False  # of what the terminal shows
 

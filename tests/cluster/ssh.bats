@@ -465,7 +465,7 @@ PY
   [[ ${lines[0]} == "launch_torchrun_auto.sh: node3: ssh: connect to host node3"*" [host-unreachable]" ]]
   [[ ${lines[1]} == "launch_torchrun_auto.sh: nobody@node2: nobody@node2: Permission denied "*" [ssh-refused]" ]]
   [[ ${lines[2]} == "launch_torchrun_auto.sh: no-such-host: ssh: Could not resolve "*" [name-unresolved]" ]]
-  [[ ${lines[3]} == "launch_torchrun_auto.sh: node4: no answer within 6 s; see that the machine is up, and a login there asks nothing [host-unreachable]" ]]
+  [[ ${lines[3]} == "launch_torchrun_auto.sh: node4: no answer within 6 s; see that the machine is up, and a login there asks nothing, or give it more time with PREFLIGHT_SECONDS [host-unreachable]" ]]
   [[ ${lines[4]} == "launch_torchrun_auto.sh: node1: port 4321 is taken by "*" [port-in-use]" ]]
   [[ ! -e logs ]]
   echo "exit 0" >home/.bashrc
@@ -478,6 +478,32 @@ PY
   SSH_OPTS="-F $CLUSTER_DIR/etc/ssh_config -o UserKnownHostsFile=/dev/null" run on login env \
     SSH_OPTS="-F $CLUSTER_DIR/etc/ssh_config -o UserKnownHostsFile=/dev/null" "$LAUNCH" my.yaml 1 node1
   [[ $status == 3 && $output == *"Host key verification failed"*"[ssh-refused]" ]]
+}
+
+@test "aliases, RemoteCommand, start-up files that print without a newline, slow logins" {
+  make_idle
+  sed -i '/^while/,$d' idle.py
+  {
+    printf 'Host gpu-%s\n  HostName 10.0.0.%s\n  RemoteCommand tmux\n  RequestTTY yes\n' a 1 b 2
+    cat "$CLUSTER_DIR/etc/ssh_config"
+  } >config.ssh
+  mkdir home
+  echo "printf welcome; printf oops >&2; sleep 7" >home/.bashrc
+  on node2 mount --bind home "$CLUSTER_DIR/home"
+  local setting name
+  for setting in PREFLIGHT_SECONDS=30 SKIP_PREFLIGHT=1 SLOW=1; do
+    for name in torchrun_auto pdsh_multinode; do
+      run on login env "$setting" TRAIN_SCRIPT=idle.py MASTER_ADDR=gpu-a SSH_OPTS="-F $PWD/config.ssh" \
+        "scripts/ssh/launch_$name.sh" - 1 gpu-a gpu-b -- idle
+      echo "$setting $name: $status $output"
+      if [[ $setting == SLOW=1 ]]; then
+        [[ $status == 3 && $output == *"gpu-b: no answer within 6 s; "*" [host-unreachable]" ]]
+      else
+        [[ $status == 0 && $output == *"gpu-a (master, 10.0.0.1:"*"met"*"code 0; "* ]]
+      fi
+    done
+  done
+  on node2 umount --lazy "$CLUSTER_DIR/home"
 }
 
 @test "the preflight: what differs between nodes, and a firewall, in the same list" {
