@@ -78,6 +78,9 @@ def conclude(
     told = [node.end for node in nodes if node.end and node.end.code]
     if told:
         end = next((end for end in told if not end.is_told), told[0])
+        failed = next((end for end in told if end.failure and not end.is_told), None)
+        if end.failure is None and failed is not None:  # the others were only stopped
+            end, code = failed, failed.code
         return replace(end, code=code, is_told=False)
     if plan.engine and stopped_by:
         return End(128 + stopped_by, None, summary, is_told=False)

@@ -66,6 +66,7 @@ STOPPED = node(143, told(143))
         ([node(137, told(137, "agent-killed")), node(2)], 2, ""),
         ([node(7), node(7)], 7, "agent-killed"),
         ([STOPPED, node(127)], 127, "env-missing"),
+        ([STOPPED, node(1, told(1, "env-missing"))], 1, "env-missing"),
         ([STOPPED, node(None)], 137, "launcher-killed"),
         ([STOPPED, node(0, told(0), lost="pdsh's connection")], 137, "launcher-killed"),
         ([node(None, lost="cut", reached=False), STOPPED], 137, "link-lost"),
