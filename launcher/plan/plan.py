@@ -108,6 +108,7 @@ class Plan(World):
             log_dir=self.log_dir,
             checkpoint_dir=self.checkpoint_dir,
             has_checks=self.has_checks and not self.is_dry_run,
+            backend=self.backend,
             meeting_size=meeting_size,
             within_s=within_s,
         )

@@ -59,6 +59,7 @@ class Machine:
     gpus: tuple[Gpu, ...]
     gpu_error: str  # why they could not be looked at
     environ: Mapping[str, str]
+    backend: str = "auto"
 
 
 def check_program(machine: Machine) -> Iterator[Fault]:
@@ -103,7 +104,7 @@ def check_gpus(machine: Machine) -> Iterator[Fault]:
     """One process per visible GPU at most, each sound and idle; without any, all run on the CPU."""
     if machine.nproc == 0:
         yield Fault("too-few-gpus", "there is no visible GPU", "give a number of processes")
-    if 0 < len(machine.gpus) < machine.nproc:
+    if 0 < len(machine.gpus) < machine.nproc and machine.backend != "gloo":
         cause = f"{machine.nproc} processes but {count(len(machine.gpus), 'visible GPU')}"
         yield Fault("too-few-gpus", cause, "ask for fewer, or see CUDA_VISIBLE_DEVICES")
     cure = "have the GPU reset or replaced, or leave it out with CUDA_VISIBLE_DEVICES"

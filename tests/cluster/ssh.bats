@@ -503,6 +503,18 @@ PY
   [[ $output == *$'\nFAILED   node agent 1 (node2) '*"[env-missing]"$'\ncause    the node agent could not import torch: ModuleNotFoundError: '* ]]
 }
 
+@test "the preflight: a firewall between two nodes that are not the master" {
+  local start=$SECONDS
+  make_idle
+  on node3 iptables --append INPUT --source 10.0.0.4 --protocol tcp --dport 1024: --jump DROP
+  TRAIN_SCRIPT=idle.py run launch - 1 node1 node2 node3 node4 -- idle
+  "$CLUSTER" restore node3
+  echo "$output"
+  ((status == 3 && SECONDS - start <= 11 && ${#lines[@]} == 2))
+  [[ ${lines[0]} == *": node3: no way to node4 (10.0.0.4:"*") (no answer in 3 s); "*" [port-blocked]" ]]
+  [[ ${lines[1]} == *": node4: no way to node3 (10.0.0.3:"*") (no answer in 3 s); "*" [port-blocked]" ]]
+}
+
 @test "aliases, RemoteCommand, start-up files that print without a newline, slow logins" {
   make_idle
   sed -i '/^while/,$d' idle.py

@@ -139,6 +139,7 @@ def test_processes_and_gpus() -> None:
     two = (Gpu("0", "GPU-aa", 0), Gpu("1", "GPU-bb", 0))
     assert find(checks.check_gpus, nproc=99) is None  # on the CPU any number runs
     assert find(checks.check_gpus, nproc=2, gpus=two) is None
+    assert find(checks.check_gpus, nproc=3, gpus=two, backend="gloo") is None
     fault = find(checks.check_gpus, nproc=3, gpus=two)
     assert fault is not None
     assert fault.name == "too-few-gpus"
