@@ -50,7 +50,7 @@ class Failure:
     cause: str
     code: int  # the run's exit code
     host: str
-    node_rank: int
+    node_rank: int  # -1: the launcher's machine
     time: float  # seconds since the epoch
     rank: int = -1  # -1: the node's agent
     local_rank: int = -1
@@ -67,6 +67,8 @@ class Failure:
 
     @property
     def who(self) -> str:
+        if self.node_rank < 0:
+            return f"launcher ({self.host})"
         if self.rank < 0:
             return f"node agent {self.node_rank} ({self.host})"
         return f"rank {self.rank} (local rank {self.local_rank}, {self.host})"

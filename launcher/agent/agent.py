@@ -28,9 +28,9 @@ from distributed import network
 from distributed.environment import new_run_id
 from distributed.errors import BAD_INPUT, REFUSED, Refused
 from launcher import typed_json
-from launcher.agent import checkin, protocol, rank
+from launcher.agent import checkin, rank
 from launcher.agent.attempt import Attempt
-from launcher.agent.control import report_end
+from launcher.agent.control import SILENCE_S, report_end
 from launcher.agent.guardian import AgentNote, GuardianLink
 from launcher.agent.heartbeats import Heartbeats
 from launcher.agent.node_ranks import NodeRanks, Rank
@@ -191,7 +191,7 @@ class NodeAgent:
             guardian=self.guardian.socket,
             signals=signals,
             grace_s=self.args.grace_s,
-            verdict_s=VERDICT_S if is_last else protocol.SILENCE_S,
+            verdict_s=VERDICT_S if is_last else SILENCE_S,
             record=self.record,
         )
         verdict = attempt.watch(self.terminals)

@@ -21,17 +21,10 @@ from distributed.stop_signals import NOTICE, STOP_SIGNALS, Interrupts, handled_s
 from launcher import processes
 from launcher.agent import verdict
 from launcher.agent.checkin import Meeting
+from launcher.agent.control import BEAT_S, SILENCE_S
 from launcher.agent.node_ranks import NodeRanks, Rank
 from launcher.agent.output import Stream
-from launcher.agent.protocol import (
-    BEAT_S,
-    SILENCE_S,
-    EndRanks,
-    Message,
-    NodeBeat,
-    Peer,
-    StopRequest,
-)
+from launcher.agent.protocol import EndRanks, Message, NodeBeat, Peer, StopRequest
 from launcher.agent.stuck import RankState, find_straggler
 from launcher.agent.terminal import Terminal
 from launcher.agent.verdict import Facts, NodeEnd, Verdict

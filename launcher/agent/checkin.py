@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from distributed.errors import Refused
+from launcher.agent.control import SILENCE_S
 from launcher.agent.output import say
-from launcher.agent.protocol import SILENCE_S, Assignment, Peer, Refusal
+from launcher.agent.protocol import Assignment, Peer, Refusal
 from launcher.handshake import (
-    WAIT_S,
     Access,
     Entrance,
     NoEntrance,
@@ -26,6 +26,7 @@ from launcher.text import count
 
 TELL_S = 3.0  # a wait that takes longer says what it waits for
 SKEW_S = 5.0  # a larger difference between clocks is reported
+CONNECT_S = 4.0  # the kernel knows after 3 s that a host of this network is down
 _RETRY_S = 0.1
 
 
@@ -181,7 +182,7 @@ def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> 
     turned_away: float | None = None  # since when
     while wait.left_s > 0:
         try:
-            peer = _introduce(address, port, secret, min(WAIT_S, wait.timeout_s))
+            peer = _introduce(address, port, secret, min(CONNECT_S, wait.timeout_s))
             return Meeting(_ask(peer, me, wait.deadline), {0: peer}, None)
         except (NoEntrance, WrongSecret) as error:
             if isinstance(error, WrongSecret) and turned_away is None:

@@ -8,8 +8,8 @@ Such a launcher sets two variables for the guardian:
                             how this node's part ended, and the launcher prints the failure block.
                             The variable stays, for it marks every process of the run.
 
-On the stream comes an empty line as a beat every few seconds, and the name of a signal to pass on.
-Its end, or silence, means that the launcher is gone: that ends the run on this node.
+On the stream comes an empty line as a beat, and the name of a signal to pass on. Its end, or
+silence, means that the launcher is gone: that ends the run on this node.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from launcher.failure_block import End, print_end
 from launcher.typed_json import Kinds
 
 MESSAGES = Kinds(end=End)  # to the launcher; fanout/protocol.py reads it
-SILENCE_S = 10.0  # without a beat for so long, the launcher is gone
+BEAT_S = 2.0  # between two signs of life, of launchers and agents alike
+SILENCE_S = 10.0  # without one for so long, the other end is gone: a shorter blip ends no run
 TERM_S = 1.0  # from then on, for the ranks to save
 _BY_NAME = {signum.name.encode(): signum for signum in STOP_SIGNALS}
 

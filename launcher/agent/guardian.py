@@ -11,6 +11,7 @@ for the end of either. It ends what the other one, killed or stopped at the same
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import select
@@ -18,7 +19,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -76,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     janitors = start_janitor() if os.environ.pop("LAUNCH_JANITOR", "") else (None, None)
     processes.adopt_orphans()
     ours, theirs = socket.socketpair()
-    me = os.getpid()
+    me, words = os.getpid(), processes.anonymous_file("words")
     handled = handled_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, signal.SIGCHLD})
@@ -84,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if agent != 0:
         theirs.close()
         _close(janitors[1])
-        code = _guard(agent, ours, handled, control)
+        code = _guard(agent, ours, handled, control, _Early(words, _node_rank(arguments)))
         if recorded:  # the run may have ended before it began
             run_json.note_end(Path(recorded), code)
         return code
@@ -99,16 +101,59 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signum, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*handled, signal.SIGCHLD})
     if os.environ.get("ENGINE") == "torch.distributed.launch":
-        from torch.distributed.launch import main as launch  # its ranks, its report
-
+        with _keeping(words):
+            from torch.distributed.launch import main as launch  # its ranks, its report
         launch(list(arguments))  # type: ignore[no-untyped-call]
         return 0
     given = set(os.environ)
-    from launcher.agent.agent import run_agent  # imports torch
-
+    with _keeping(words):
+        from launcher.agent.agent import run_agent  # imports torch
     for name in os.environ.keys() - given:  # what the import adds is not for the ranks
         del os.environ[name]
     return run_agent(list(arguments), GuardianLink(theirs, control, janitors[1]))
+
+
+@dataclass(frozen=True)
+class _Early:
+    """An agent's part before it has imported torch."""
+
+    file: int  # its words on stderr; afterwards a zero
+    node_rank: int
+
+    def words(self) -> list[str] | None:
+        """Show them, and return them as lines; None where it has imported torch."""
+        said = os.pread(self.file, 1 << 16, 0)
+        if said == b"\0":
+            return None
+        sys.stderr.write(said.decode(errors="replace"))
+        return [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
+
+
+@contextlib.contextmanager
+def _keeping(file: int) -> Iterator[None]:
+    """Write what an import says on stderr into a file as long as it lasts, for the guardian."""
+    stderr = os.dup(2)
+    os.dup2(file, 2)
+    try:
+        yield
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.stderr.flush()
+    os.dup2(stderr, 2)
+    os.close(stderr)
+    sys.stderr.write(os.pread(file, 1 << 16, 0).decode(errors="replace"))
+    os.ftruncate(file, 0)
+    os.pwrite(file, b"\0", 0)
+    os.close(file)
+
+
+def _node_rank(arguments: Sequence[str]) -> int:
+    """Return this node's rank, as far as it is known before the agent has read its arguments."""
+    given = dict(itertools.pairwise(arguments)).get("--node-rank")
+    given = given or os.environ.get("SLURM_NODEID", "")
+    return int(given) if given.isdecimal() else 0
 
 
 def start_janitor() -> tuple[int, int]:
@@ -142,7 +187,11 @@ def _wait_and_clean(guardian: int, agent: int, token: str) -> NoReturn:
 
 
 def _guard(
-    agent: int, notes: socket.socket, handled: Sequence[signal.Signals], control: Control | None
+    agent: int,
+    notes: socket.socket,
+    handled: Sequence[signal.Signals],
+    control: Control | None,
+    early: _Early,
 ) -> int:
     """Wait for the agent's end, then end what is left below; returns the agent's exit code.
 
@@ -172,8 +221,9 @@ def _guard(
             kill_at = math.inf
     left = processes.end_descendants()
     code = processes.exit_code(status)
-    if os.WIFSIGNALED(status):
-        note = _read_note(notes)
+    words = early.words()
+    if os.WIFSIGNALED(status) or (words is not None and code != 0 and not passed_on):
+        note = _read_note(notes, early.node_rank)
         if note.folder:
             run_json.note_end(Path(note.folder), code, agent=agent)
         _report_death(
@@ -183,6 +233,7 @@ def _guard(
             left=len(left),
             is_asked=os.WTERMSIG(status) in passed_on,
             is_out_of_memory=count_memory_kills() > memory_kills,
+            words=words,
         )
     return code
 
@@ -195,9 +246,19 @@ def _report_death(
     left: int,
     is_asked: bool,
     is_out_of_memory: bool,
+    words: Sequence[str] | None = None,
 ) -> None:
-    """Tell in the agent's place how the run ended: the agent was killed, or stopped too early."""
-    fault, cause = "agent-killed", f"{signal_name(code)} to the node agent, from outside this run"
+    """Tell in the agent's place how the run ended: the agent was killed, or stopped too early.
+
+    Args:
+        words: what it said before it had imported torch; None where it has.
+    """
+    by_signal, last = signal_name(code), words[-1] if words else f"exit code {code}"
+    fault, cause = "agent-killed", f"{by_signal} to the node agent, from outside this run"
+    if words is not None and by_signal:
+        cause = f"{by_signal} to the node agent while it imported torch"
+    elif words is not None:
+        fault, cause = "env-missing", f"the node agent could not import torch: {last}"
     if is_out_of_memory and code == 128 + signal.SIGKILL:
         fault, cause = explain(code, out_of_memory=True)
         cause = f"the node agent: {cause}"
@@ -208,6 +269,7 @@ def _report_death(
         host=socket.gethostname(),
         node_rank=note.node_rank,
         time=time.time(),
+        frames=(words or ())[-3 if by_signal else -4 : None if by_signal else -1],
     )
     summary = RunSummary(
         started=note.started,
@@ -223,9 +285,9 @@ def _report_death(
         report_end(end, control, is_line_open=note.ranks > 0)
 
 
-def _read_note(notes: socket.socket) -> AgentNote:
+def _read_note(notes: socket.socket, node_rank: int) -> AgentNote:
     notes.setblocking(False)
     try:
         return typed_json.parse(AgentNote, notes.recv(65536))
     except (OSError, ValueError):  # the agent ended before the run had begun
-        return AgentNote(os.environ.get("RUN_ID", ""), 0, time.time(), 0)
+        return AgentNote(os.environ.get("RUN_ID", ""), node_rank, time.time(), 0)

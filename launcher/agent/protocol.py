@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from distributed.environment import check_run_id
+from launcher.agent.control import SILENCE_S
 from launcher.agent.stuck import RankState
 from launcher.agent.verdict import NodeEnd, Verdict
 from launcher.failure import Failure
 from launcher.preflight.must_match import NodeReport
 from launcher.typed_json import Kinds, MessageError
 
-BEAT_S = 2.0
-SILENCE_S = 10.0  # without a beat for so long, a node is lost
 MOST_RANKS = 1 << 20
 _MAX_BYTES = 1 << 20
 

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shlex
 import socket
 import subprocess
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from launcher import processes
+from launcher.agent.control import SILENCE_S
 from launcher.fanout import protocol
 from launcher.fanout.loop import Child, Loop, given_options, ssh_command
 from launcher.fanout.protocol import Hello
+from launcher.plan.plan import Plan, PlanError
 from launcher.preflight.checks import Fault
 
 PROBE_S = 3.0
+NODE = "launcher/fanout/far_side.py"
+FORWARDED = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "WANDB_", "CUDA_VISIBLE_DEVICES")
 SSH_FAILED = 255  # ssh's exit code where it failed itself
 CURES = {
     "env-missing": "let this folder, the project and its Python be there as they are here",
@@ -50,6 +57,9 @@ class Connection(Child):
         self.token = token
         self.is_started = False  # from then on, what comes on stderr is the run's
         self.lost = ""  # why the node's part of the run ended before its time
+        self.is_silent = False  # then
+        self.heard = time.monotonic()
+        self.blip = 0.0, 0.0  # when the newest silence that could end a run did, and its seconds
         self._fault = "ssh-refused"  # why there is no connection, once it has ended
         self._probe: threading.Thread | None = None
         self._show = show
@@ -65,7 +75,7 @@ class Connection(Child):
 
     def start(self, request: protocol.Start) -> None:
         """Start the node's agent."""
-        self.is_started, self._words = True, b""
+        self.is_started, self._words, self.heard = True, b"", time.monotonic()
         self.send_line(protocol.write_request(request))
 
     def answer(self, kind: type[T]) -> T | None:
@@ -81,6 +91,10 @@ class Connection(Child):
         return next((line for line in reversed(lines) if line), "")
 
     def _take(self, data: bytes, is_error: bool) -> None:
+        now = time.monotonic()
+        if self.is_started and now - self.heard > SILENCE_S / 2:
+            self.blip = now, now - self.heard
+        self.heard = now
         output = data
         if not is_error:
             output, messages = self._messages.read(data)
@@ -115,7 +129,8 @@ class Connection(Child):
             cause, cure = "its checks take longer than the preflight's time", "see what hangs there"
             if not is_there:
                 cause = f"no answer within {waited_s:g} s"
-                cure = "see that the machine is up, and a login there asks nothing"
+                cure = "see that the machine is up, and a login there asks nothing, or give it"
+                cure += " more time with PREFLIGHT_SECONDS"
             return Fault("host-unreachable", cause, cure)
         fault = self._fault
         if is_there:
@@ -141,3 +156,37 @@ def find_fault(node: str) -> str:
         except OSError:
             return "host-unreachable"
     return "ssh-refused"  # and ssh says why
+
+
+# --- what is sent first -------------------------------------------------------------------------
+
+
+def forwarded_names(activated: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Return the names of the variables that go to the nodes.
+
+    Raises:
+        PlanError: FORWARD_ENV names one that is not set.
+    """
+    asked = environ.get("FORWARD_ENV", "").replace(",", " ").split()
+    for name in asked:
+        if name not in environ:
+            cause = f"FORWARD_ENV names {name!r}, which is not in the environment"
+            raise PlanError(f"{cause}; export it, or leave it out")
+    wanted = {*asked, *activated, *(name for name in environ if name.startswith(FORWARDED))}
+    return sorted(name for name in wanted & environ.keys() if re.fullmatch(r"[A-Za-z_]\w*", name))
+
+
+def write_opening(plan: Plan, added: Mapping[str, str], environ: Mapping[str, str]) -> str:
+    """Return what a node's bash runs: say hello, become far_side.py where the launch was typed.
+
+    Args:
+        added: variables in addition to those that are forwarded.
+    """
+    variables = {name: environ[name] for name in plan.forwarded} | {**added}
+    token = shlex.quote(added["LAUNCH_TOKEN"])
+    exports = shlex.join(f"{name}={value}" for name, value in variables.items())
+    directory, far_side = (shlex.quote(str(path)) for path in (plan.directory, plan.root / NODE))
+    return f"""\
+set -- ${{SSH_CONNECTION:-}}
+printf '%s {{"hello":{{"address":"%s"}}}}\\n' {token} "${{3:-}}"
+cd -- {directory} && export {exports} && exec {shlex.quote(plan.python)} {far_side}; exit 127"""

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from signal import SIGKILL, Signals
 
-from distributed.errors import BAD_INPUT, CANNOT_START, REFUSED
+from distributed.errors import BAD_INPUT, CANNOT_START, REFUSED, STOPPED
+from launcher.agent.control import SILENCE_S
 from launcher.failure import Failure
 from launcher.failure_block import End, RunSummary
 from launcher.fanout.protocol import Exit
 from launcher.plan.plan import Plan
+from launcher.text import short_host_name
 
 
 @dataclass(frozen=True)
@@ -23,30 +25,47 @@ class NodeResult:
     end: End | None  # what its agent told, if it did
     lost: str = ""  # why the launcher gave it up
     is_reachable: bool = True  # when the launcher looked again
+    is_silent: bool = False  # when the launcher gave it up
 
 
 def conclude(
-    nodes: Sequence[NodeResult], plan: Plan, *, started: float, stopped_by: Signals | None
+    nodes: Sequence[NodeResult],
+    plan: Plan,
+    *,
+    started: float,
+    stopped_by: Signals | None,
+    still_s: float = 0.0,
 ) -> End:
     """Return the end of the run, from that of each node by node rank.
 
     Where somebody has told it already it `is_told`.
+
+    Args:
+        still_s: for so long the launcher stood still, just before the end.
     """
 
     def blame(rank: int, code: int, fault: str, cause: str) -> End:
-        log = "" if plan.engine else f"{plan.log_dir}/{plan.run_id}/node_{rank}.log"
-        failure = Failure(fault, cause, code, nodes[rank].host, rank, time.time(), log=log)
+        log = "" if plan.engine or rank < 0 else f"{plan.log_dir}/{plan.run_id}/node_{rank}.log"
+        host = nodes[rank].host if rank >= 0 else short_host_name()
+        failure = Failure(fault, cause, code, host, rank, time.time(), log=log)
         return End(code, failure, summary, is_told=False)
 
     can_resume = plan.checkpoint_dir is not None  # train.py can; of other programs nobody knows
     command = plan.run_variables().get("LAUNCH_COMMAND", "") if can_resume else ""
     summary = RunSummary(started, 0, 0, 0, plan.run_id, command)
-    lost = [rank for rank, node in enumerate(nodes) if node.lost or node.exit is None]
-    if lost:
-        fault = "launcher-killed" if all(node.is_reachable for node in nodes) else "link-lost"
-        cause = nodes[lost[0]].lost or "this node has not ended its part in time"
-        return blame(lost[0], 128 + SIGKILL, fault, cause)
     codes = [node.exit.code for node in nodes if node.exit]
+    failures = [node.end.failure for node in nodes if node.end and node.end.failure]
+    has_failed = any(failure.rank >= 0 and not failure.is_consequence for failure in failures)
+    is_well = len(codes) == len(nodes) and {*codes} <= {0, STOPPED}
+    outlived = has_failed or is_well  # a silence
+    if still_s and not (stopped_by or outlived):
+        cause = f"it stood still for {still_s:.0f} s (SIGSTOP, Ctrl-Z, or the machine slept)"
+        cause += f"; the nodes end a run after {SILENCE_S:g} s without it"
+        return blame(-1, 128 + SIGKILL, "launcher-killed", cause)
+    lost = find_lost(nodes, outlived=outlived)
+    if lost is not None:
+        rank, fault, cause = lost
+        return blame(rank, 128 + SIGKILL, fault, cause)
     silent = [0 if node.end else code for node, code in zip(nodes, codes, strict=True)]
     if CANNOT_START in silent:
         cause = "the node agent was not started; what stands above says why"
@@ -59,6 +78,9 @@ def conclude(
     told = [node.end for node in nodes if node.end and node.end.code]
     if told:
         end = next((end for end in told if not end.is_told), told[0])
+        failed = next((end for end in told if end.failure and not end.is_told), None)
+        if end.failure is None and failed is not None:  # the others were only stopped
+            end, code = failed, failed.code
         return replace(end, code=code, is_told=False)
     if plan.engine and stopped_by:
         return End(128 + stopped_by, None, summary, is_told=False)
@@ -66,3 +88,25 @@ def conclude(
         cause = f"a rank failed; the report of {plan.engine} stands above"
         return blame(codes.index(code), code, "rank-error", cause)
     return blame(codes.index(code), code, "agent-killed", "the node agent ended without a report")
+
+
+def find_lost(nodes: Sequence[NodeResult], *, outlived: bool) -> tuple[int, str, str] | None:
+    """Return node rank (-1: the launcher's machine), fault and cause of a node that was lost.
+
+    Args:
+        outlived: the run has ended for another reason than a silence.
+    """
+    lost = [
+        rank
+        for rank, node in enumerate(nodes)
+        if node.exit is None or (node.lost and not (node.is_silent and outlived))
+    ]
+    if not lost:
+        return None
+    silent = [rank for rank in lost if nodes[rank].is_silent]
+    if len(nodes) > 1 and len(silent) == len(nodes):
+        return -1, "link-lost", f"no sign of life from any node for {SILENCE_S:g} s: network cut?"
+    is_link = silent or not all(node.is_reachable for node in nodes)
+    first = (silent or lost)[0]
+    cause = nodes[first].lost or "this node has not ended its part in time"
+    return first, "link-lost" if is_link else "launcher-killed", cause

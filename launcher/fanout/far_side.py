@@ -18,6 +18,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 
@@ -31,12 +32,12 @@ if __name__ == "__main__":  # as in scripts/lib/start.py: not through sys.path
 
 from distributed.errors import CANNOT_START
 from launcher import processes
+from launcher.agent.control import BEAT_S, SILENCE_S
 from launcher.fanout import protocol
 from launcher.fanout.protocol import Cut, Exit, Ready, Start, Sweep
 from launcher.preflight.check_node import Request, check_node
 from launcher.typed_json import encode, parse
 
-SILENCE_S = 10.0  # without a beat for so long, the launcher is gone
 SWEEP_S = 2.0  # for what is left of a run to end by itself
 CUT_S = 4.0  # after the end of pdsh's connection, for the agent to end its part
 FETCH_S = 20.0  # for pdsh to reach this node
@@ -54,6 +55,7 @@ def main(arguments: list[str]) -> int:
             case Sweep():
                 answer(token, Exit(0, processes.end_marked(request.token, SWEEP_S)))
             case Start():
+                threading.Thread(target=beat, args=(token,), daemon=True).start()
                 code = offer_start(request, token) if request.socket else start_agent(request)
                 answer(token, Exit(code, processes.end_marked(token, SWEEP_S)))
                 return 0
@@ -82,6 +84,13 @@ def read_request() -> Request | Start | Sweep | None:
 def answer(token: str, message: object) -> None:
     with contextlib.suppress(OSError):  # the launcher is gone
         os.write(1, f"{token} {protocol.ANSWERS.write(message)}\n".encode())
+
+
+def beat(token: str) -> None:
+    while True:
+        with contextlib.suppress(OSError):
+            os.write(1, protocol.beat_line(token))
+        time.sleep(BEAT_S)
 
 
 def start_agent(start: Start, streams: tuple[int, int, int] = (0, 1, 2)) -> int:

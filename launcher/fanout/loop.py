@@ -17,8 +17,15 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from distributed.stop_signals import STOP_SIGNALS, handled_signals
+from launcher.agent.control import SILENCE_S
 
 _CHUNK = 65536
+# What the user's configuration must not change. The keep-alives are late enough for the launcher to
+# notice first that a node is silent.
+FIXED = (
+    *("BatchMode=yes", "RemoteCommand=none"),
+    *(f"ServerAliveInterval={SILENCE_S:.0f}", "ServerAliveCountMax=2"),
+)
 
 
 class Loop:
@@ -71,8 +78,7 @@ def allow_files(number: int) -> None:
 def ssh_command(node: str, connect_s: int, log: str) -> list[str]:
     """Return ssh's command. SSH_OPTS come first: of two options that differ the first counts."""
     options = [
-        *("BatchMode=yes", f"ConnectTimeout={connect_s}"),
-        *("ServerAliveInterval=2", "ServerAliveCountMax=3"),
+        *(*FIXED, f"ConnectTimeout={connect_s}"),
         *("ControlMaster=no", "ControlPath=none", "ClearAllForwardings=yes"),
     ]
     ours = [word for option in options for word in ("-o", option)]

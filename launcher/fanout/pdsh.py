@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from distributed.errors import Refused
-from launcher.fanout.connection import Connection
-from launcher.fanout.loop import Child
+from launcher.fanout.connection import NODE, Connection
+from launcher.fanout.loop import FIXED, Child
 from launcher.fanout.protocol import Ready, Start
-from launcher.fanout.ssh import NODE, OTHERS_S, Fanout
+from launcher.fanout.ssh import OTHERS_S, Fanout
 from launcher.plan.plan import Plan
 from launcher.preflight.check_node import Report
 
@@ -52,8 +52,9 @@ class PdshFanout(Fanout):
     def start_nodes(self, reports: Sequence[Report]) -> None:
         super().start_nodes(reports)
         self.wait_for(Ready, time.monotonic() + READY_S + self.slack_s)
-        options = "{} {} -o BatchMode=yes -o ServerAliveInterval=2".format(
-            *(os.environ.get(name, "") for name in ("PDSH_SSH_ARGS_APPEND", "SSH_OPTS"))
+        options = "{} {} -o {} -o {} -o {} -o {}".format(
+            *(os.environ.get(name, "") for name in ("PDSH_SSH_ARGS_APPEND", "SSH_OPTS")),
+            *FIXED,
         )
         names = [node.name for node in self.plan.nodes]
         command = ["pdsh", "-R", "ssh", "-S", "-f", str(len(names)), "-w", ",".join(names)]

@@ -2,7 +2,8 @@
 
 launcher -> node   {"check": {...}}, {"start": {...}} or {"sweep": {...}}, each after a line with
                    its size. After a start the stream is the agent's control stream (control.py).
-node -> launcher   `<token> {"hello": {...}}` and so on, a line each. All else is output.
+node -> launcher   `<token> {"hello": {...}}` and so on, a line each, and after a start
+                   `<token> beat` as a sign of life. All else is output.
 """
 
 from __future__ import annotations
@@ -80,17 +81,26 @@ def write_request(request: Request | Start | Sweep) -> str:
     return f"{len(text)}\n{text}"
 
 
+def beat_line(token: str) -> bytes:
+    """Return a node's sign of life, which may come within another message, or within output."""
+    return f"{token} beat\n".encode()
+
+
 class Answers:
     """What a node writes to stdout: its messages are taken out of its output."""
 
     def __init__(self, token: str) -> None:
         self._mark = f"{token} ".encode()
+        self._beat = beat_line(token)
         self._text = b""  # what may be a message, or its beginning
         self._passed = 0  # bytes of it that were passed on as output
 
     def read(self, data: bytes) -> tuple[bytes, list[Any]]:
         """Return the output, and the messages; at the end, without data, all that is left."""
         text, output, messages = self._text + data, [], []
+        if text.startswith(self._beat):
+            self._passed = 0
+        text = text.replace(self._beat, b"")
         while (at := text.find(self._mark)) >= 0 and (end := text.find(b"\n", at)) >= 0:
             try:
                 messages.append(ANSWERS.read(text[at + len(self._mark) : end]))

@@ -7,40 +7,37 @@ way, messages and output the other. far_side.py is at the far end.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from signal import SIGUSR1, Signals
 
 from distributed.errors import REFUSED, Refused
 from launcher import handshake
+from launcher.agent.control import BEAT_S, SILENCE_S
 from launcher.failure_block import End, print_end
 from launcher.fanout import protocol
-from launcher.fanout.connection import Connection
+from launcher.fanout.connection import Connection, forwarded_names, write_opening
 from launcher.fanout.ending import NodeResult, conclude
 from launcher.fanout.loop import Loop
 from launcher.fanout.protocol import Cut, Exit, Hello, Start, Sweep
+from launcher.fanout.silence import Silence
 from launcher.fanout.terminal import Terminals
-from launcher.plan.plan import Plan, PlanError, node_comment, print_plan
+from launcher.plan.plan import Plan, print_commands, print_plan, quote_once
 from launcher.preflight import compare
-from launcher.preflight.check_node import Report, check_node
+from launcher.preflight.check_node import Report
 from launcher.preflight.compare import Finding
 from launcher.screen import PARTIAL_S
 from launcher.text import count, print_row
 
-ANSWER_S = 9.0  # for every node to connect and be checked
-CHECK_S = 3.0  # of that, the least for the checks
+CHECK_S = 3  # of the preflight's time, the least for the checks
 CONNECT_S = 5
-BEAT_S = 2.0
 OTHERS_S = 5.0  # once a node has ended, for the others
 END_S = 10.0  # after the end of the control streams; beyond GRACE, after a stop
 DRAIN_S = 2.0  # at the end, for a slow terminal
-NODE = "launcher/fanout/far_side.py"
-FORWARDED = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "WANDB_", "CUDA_VISIBLE_DEVICES")
 
 
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:
@@ -65,14 +62,17 @@ class Fanout:
         self.secret = handshake.new_secret()
         self.slack_s = len(plan.nodes) // 10  # each key exchange takes some of our time
         self.connections: list[Connection] = []
+        self.silence = Silence(self.connections)
         self.started: float | None = None  # seconds since the epoch
         self.stopped_by: Signals | None = None
         self.close_at: float | None = None  # when the control streams end
         self.beat_at = 0.0
+        self.again: dict[Connection, Connection] = {}  # to nodes that were lost
 
     def run(self, be_ready: Callable[[], None]) -> int:
         if self.plan.is_dry_run:
-            return print_commands(self)
+            print_commands(self.plan, self.paste_line)
+            return 0
         self.require_tools()
         self.loop = Loop(most_children=len(self.plan.nodes) + 1)
         self.terminals = Terminals()
@@ -105,14 +105,17 @@ class Fanout:
     def check_nodes(self) -> list[Report] | None:
         """Connect to all nodes, check them and print the plan; None where it is refused."""
         began = time.monotonic()
-        waited_s = ANSWER_S - CHECK_S + self.slack_s
-        answer_by = began + ANSWER_S + self.slack_s
-        for number, node in enumerate(self.plan.nodes):
+        plan = self.plan
+        within_s = self.slack_s + plan.preflight_s
+        if not plan.has_checks:  # whoever skips them wants to start, and a login may take long
+            within_s = max(within_s, int(plan.join_timeout_s))
+        waited_s, answer_by = within_s - CHECK_S, began + within_s
+        for number, node in enumerate(plan.nodes):
             token = f"{self.token}.{number}"  # two nodes may be one machine
             show = self.terminals.show_behind(b"[%d] " % number)
             self.connections.append(self.connect(node.name, token, show))
         self.wait_for(Hello, began + waited_s)
-        self.choose_master()
+        self.plan = choose_master(self.plan, [one.answer(Hello) for one in self.connections])
         are_all_there = all(one.answer(Hello) for one in self.connections)
         request = self.plan.request(
             meeting_size=self.plan.num_nodes if are_all_there else 0,  # nobody waits for the others
@@ -130,36 +133,18 @@ class Fanout:
         ]
         outcome = compare.judge(reports, time.monotonic() - began)
         outcome = replace(outcome, findings=[*silent, *outcome.findings])
-        plan, out = self.plan, sys.stderr if self.plan.is_detached else self.err.text
+        plan, out = self.plan, sys.stderr if plan.is_detached else self.err.text
         if compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=out):
             return None
         print_plan(plan, reports[0], outcome, [report.nproc for report in reports], out)
         return reports
 
     def connect(self, node: str, token: str, show: Callable[[bytes, bool], None]) -> Connection:
-        connect_s = CONNECT_S + self.slack_s
+        connect_s = max(CONNECT_S, self.plan.preflight_s - CHECK_S - 1) + self.slack_s
         connection = Connection(self.loop, node, connect_s=connect_s, token=token, show=show)
         variables = {"LAUNCH_TOKEN": token, "RUN_SECRET": self.secret}
         connection.send_line(write_opening(self.plan, variables, os.environ))
         return connection
-
-    def choose_master(self) -> None:
-        """Take the address at which ssh reached node 0, whatever an alias or a jump host is called.
-
-        Raises:
-            Refused: the other nodes cannot reach it.
-        """
-        hellos = [one.answer(Hello) for one in self.connections]
-        address = hellos[0].address if hellos[0] else ""
-        if os.environ.get("MASTER_ADDR") or self.plan.num_nodes == 1 or not address:
-            return
-        self.plan = replace(self.plan, master_addr=address)
-        is_loopback = address.startswith("127.") or address == "::1"
-        for node, hello in zip(self.plan.nodes, hellos, strict=True):
-            if is_loopback and hello and hello.address != address:
-                cause = f"{self.plan.nodes[0].name}, the master, is {address}"
-                cure = f"which {node.name} cannot reach; give its name on the network"
-                raise Refused("loopback-address", f"{cause}, {cure}")
 
     def wait_for(self, kind: type, until: float) -> None:
         """Wait until every node has given such an answer, or has gone."""
@@ -204,6 +189,8 @@ class Fanout:
             for one in self.connections:
                 one.send(b"\n")
         until = self.beat_at if until is None else min(until, self.beat_at)
+        if self.is_open:
+            until = min([until, *self.silence.next_at])
         if self.terminals.is_waiting:
             until = min(until, now + PARTIAL_S)
         for signum in self.loop.wait(until - now):
@@ -211,8 +198,19 @@ class Fanout:
                 raise Interrupted(signum)
             self.pass_on(signum)
         self.terminals.tick(now)
+        self.silence.note_turn(is_ending=self.close_at is not None)
         for one in self.connections:
             self.note(one)
+        for one in self.silence.find() if self.is_open else ():
+            self.lose(one, f"no sign of life for {SILENCE_S:g} s: network cut?")
+            one.terminate()
+
+    def lose(self, one: Connection, why: str) -> None:
+        """Note that a node's part of the run has ended before its time: that ends the run."""
+        one.lost, one.is_silent = why, time.monotonic() - one.heard > SILENCE_S / 2
+        self.say(f"{one.node}: {why}")
+        self.close_within(0)
+        self.look_again(one)
 
     def pass_on(self, signum: Signals) -> None:
         """Tell every node of a signal; what it means there the agents decide."""
@@ -228,18 +226,19 @@ class Fanout:
         if self.started is None:
             one.look_for_fault()
         elif one.answer(Exit) is not None and not is_cut:
+            if self.close_at is None:
+                self.silence.recall()
             self.close_within(OTHERS_S)
         elif (one.code is not None or is_cut) and not one.lost and self.is_open:
             which = "the connection of pdsh" if is_cut else "the ssh connection"
             words = "" if is_cut else one.last_words
-            one.lost = f"{which} has ended{words and ': '}{words}"
-            self.say(f"{one.node}: {one.lost}")
-            self.close_within(0)
+            self.lose(one, f"{which} has ended{words and ': '}{words}")
 
     @property
     def is_open(self) -> bool:
-        """Whether the control streams are."""
-        return self.close_at is None or time.monotonic() < self.close_at
+        """Whether the run goes on, and the control streams are open."""
+        is_closed = self.close_at is not None and time.monotonic() >= self.close_at
+        return self.started is not None and not is_closed
 
     def close_within(self, seconds: float) -> None:
         at = time.monotonic() + seconds
@@ -250,7 +249,7 @@ class Fanout:
     def report_end(self) -> int:
         """Print how the run ended; returns its exit code."""
         plan = self.plan
-        unreachable = self.look_again()
+        unreachable = self.find_unreachable()
         nodes = [
             NodeResult(
                 host=one.node,
@@ -258,15 +257,16 @@ class Fanout:
                 end=one.answer(End),
                 lost=one.lost,
                 is_reachable=one not in unreachable,
+                is_silent=one.is_silent,
             )
             for one in self.connections
         ]
-        end = conclude(nodes, plan, started=self.started or 0.0, stopped_by=self.stopped_by)
+        started, still_s = self.started or 0.0, self.silence.still_s
+        end = conclude(nodes, plan, started=started, stopped_by=self.stopped_by, still_s=still_s)
         left = sum(node.exit.left for node in nodes if node.exit)
         if left:
             self.say(f"{count(left, 'process', 'processes')} of the run had to be killed")
-        where = f"on {count(len(nodes), 'node')}"
-        where = "where a node can be reached" if unreachable else where
+        where = "where a node can be reached" if unreachable else f"on {count(len(nodes), 'node')}"
         self.out.drain(DRAIN_S)
         err = self.err.text
         print_row("ended", f"code {end.code}; nothing is left running {where}", err)
@@ -274,23 +274,25 @@ class Fanout:
             print_end(end, err)
         return end.code
 
-    def look_again(self) -> list[Connection]:
-        """End what is left on nodes that were lost; returns those that cannot be reached."""
+    def look_again(self, one: Connection) -> None:
+        """Connect to a node that was lost, to end what is left there."""
         token = os.urandom(16).hex()
-        again = {}
-        for one in self.connections:
-            if one.answer(Exit) is None:
-                again[one] = self.connect(one.node, token, lambda line, is_error: None)
-                again[one].send_line(protocol.write_request(Sweep(one.token)))
+        self.again[one] = look = self.connect(one.node, token, lambda line, is_error: None)
+        look.send_line(protocol.write_request(Sweep(one.token)))
+
+    def find_unreachable(self) -> list[Connection]:
+        """See that nothing is left on nodes that were lost; returns those out of reach."""
+        for one in self.silence.awaited:
+            self.look_again(one)
         until = time.monotonic() + CONNECT_S + self.slack_s + END_S
-        while any(look.code is None for look in again.values()) and time.monotonic() < until:
-            self.loop.wait(until - time.monotonic())  # signals change nothing any more
-            for look in again.values():
+        while any(look.code is None for look in self.again.values()) and time.monotonic() < until:
+            for look in self.again.values():
                 if look.answer(Exit) is not None:
                     look.close_input()
-        unreachable = [one for one, look in again.items() if look.answer(Exit) is None]
+            self.loop.wait(until - time.monotonic())  # signals change nothing any more
+        unreachable = [one for one, look in self.again.items() if look.answer(Exit) is None]
         for one in unreachable:
-            self.say(f"{one.node}: {again[one].last_words}")
+            self.say(f"{one.node}: {self.again[one].last_words}")
         return unreachable
 
     def paste_line(self, node: str, line: str) -> str:
@@ -298,53 +300,19 @@ class Fanout:
         return f"ssh -- {shlex.quote(node)} {quote_once(line)}"
 
 
-# --- what is printed, and sent ------------------------------------------------------------------
-
-
-def print_commands(fanout: Fanout) -> int:
-    """Print the plan and each node's command; one rank per GPU means the GPUs of this machine."""
-    plan = fanout.plan
-    here = check_node(plan.request())
-    counts = plan.rank_counts(here.nproc)
-    print_plan(plan, here, None, counts)
-    for number, node in enumerate(plan.nodes):
-        command = plan.agent_command(nproc=counts[number], port=here.port, node_rank=number)
-        print(node_comment(plan, number, node.name, counts, here.port))
-        print(fanout.paste_line(node.name, plan.paste_line(command)))
-    return 0
-
-
-def quote_once(line: str) -> str:
-    """Return a shell's line as one word, which can still be read."""
-    return f'"{line}"' if "'" in line and not {*line} & {*'"$`\\!'} else shlex.quote(line)
-
-
-def forwarded_names(activated: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Return the names of the variables that go to the nodes.
+def choose_master(plan: Plan, hellos: Sequence[Hello | None]) -> Plan:
+    """Take the address at which ssh reached node 0, whatever an alias or a jump host is called.
 
     Raises:
-        PlanError: FORWARD_ENV names one that is not set.
+        Refused: the other nodes cannot reach it.
     """
-    asked = environ.get("FORWARD_ENV", "").replace(",", " ").split()
-    for name in asked:
-        if name not in environ:
-            cause = f"FORWARD_ENV names {name!r}, which is not in the environment"
-            raise PlanError(f"{cause}; export it, or leave it out")
-    wanted = {*asked, *activated, *(name for name in environ if name.startswith(FORWARDED))}
-    return sorted(name for name in wanted & environ.keys() if re.fullmatch(r"[A-Za-z_]\w*", name))
-
-
-def write_opening(plan: Plan, added: Mapping[str, str], environ: Mapping[str, str]) -> str:
-    """Return what a node's bash runs: say hello, become far_side.py where the launch was typed.
-
-    Args:
-        added: variables in addition to those that are forwarded.
-    """
-    variables = {name: environ[name] for name in plan.forwarded} | {**added}
-    token = shlex.quote(added["LAUNCH_TOKEN"])
-    exports = shlex.join(f"{name}={value}" for name, value in variables.items())
-    directory, far_side = (shlex.quote(str(path)) for path in (plan.directory, plan.root / NODE))
-    return f"""\
-set -- ${{SSH_CONNECTION:-}}
-printf '%s {{"hello":{{"address":"%s"}}}}\\n' {token} "${{3:-}}"
-cd -- {directory} && export {exports} && exec {shlex.quote(plan.python)} {far_side}; exit 127"""
+    first, address = plan.nodes[0].name, hellos[0].address if hellos[0] else ""
+    given = os.environ.get("MASTER_ADDR")
+    if given not in (None, "", first, first.rpartition("@")[2]) or plan.num_nodes == 1:
+        return plan
+    is_loopback = address.startswith("127.") or address == "::1"
+    for node, hello in zip(plan.nodes, hellos, strict=True):
+        if is_loopback and hello and hello.address != address:
+            cause = f"{first}, the master, is {address}, which {node.name} cannot reach"
+            raise Refused("loopback-address", f"{cause}; give its name on the network")
+    return replace(plan, master_addr=address or plan.master_addr)

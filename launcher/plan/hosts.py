@@ -17,9 +17,13 @@ def read_nodes(words: Sequence[str], nproc: int | None) -> tuple[NodePlan, ...]:
     """Return the nodes that words such as `node1`, `me@node2:4` and `gpu[01-08]` name.
 
     Raises:
-        PlanError: a word names no node.
+        PlanError: a word names no node, or two name the same.
     """
-    return tuple(node for word in words for node in _read_node(word, nproc))
+    nodes = tuple(node for word in words for node in _read_node(word, nproc))
+    names = [node.name for node in nodes]
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        raise PlanError(f"{twice} is named twice; give {twice}:NPROC for more processes on it")
+    return nodes
 
 
 def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:

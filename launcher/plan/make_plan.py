@@ -45,7 +45,7 @@ _RESUMED_WITH = (  # variables that shape a run: the resume line repeats them
     *("MASTER_PORT", "MAX_RESTARTS", "GRACE", "LAUNCHER", "NCCL_PROFILE", "VENV", "CONDA_ENV"),
     *("MODULES", "FRESH"),
 )
-_RESUMED_WITH_SSH = ("SSH_OPTS", "FORWARD_ENV")
+_RESUMED_WITH_SSH = ("SSH_OPTS", "FORWARD_ENV", "PREFLIGHT_SECONDS")
 
 
 def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
@@ -62,6 +62,8 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         cause = f"MAX_RESTARTS is {max_restarts}, but {typed.engine} starts no rank again"
         raise PlanError(f"{cause}; leave it out")
     grace_s = read_number("GRACE", environ.get("GRACE") or str(DEFAULT_GRACE_S), 0, 86400)
+    preflight = environ.get("PREFLIGHT_SECONDS") or "9"
+    preflight_s = read_number("PREFLIGHT_SECONDS", preflight, 5, 3600)
     fanout = choose_fanout(typed, environ)
     world = read_world(typed, environ, fanout)
     if fanout == "local" and world.num_nodes > 1:
@@ -98,6 +100,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         is_strict=typed.strict,
         is_detached=typed.detach,
         has_checks=not environ.get("SKIP_PREFLIGHT"),
+        preflight_s=preflight_s,
         has_health_check=typed.health_check,
         has_transcript=typed.transcript,
     )

@@ -6,13 +6,13 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
 from distributed.stop_signals import DEFAULT_GRACE_S
-from launcher.preflight.check_node import Report, Request
+from launcher.preflight.check_node import Report, Request, check_node
 from launcher.preflight.compare import Outcome
 from launcher.text import count, print_row
 
@@ -89,6 +89,7 @@ class Plan(World):
     is_strict: bool = False
     is_detached: bool = False
     has_checks: bool = True
+    preflight_s: int = 9  # for every node to connect over ssh and be checked
     has_health_check: bool = False  # of this node's ranks together, after the preflight
     has_transcript: bool = False  # of what the terminal shows
 
@@ -107,6 +108,7 @@ class Plan(World):
             log_dir=self.log_dir,
             checkpoint_dir=self.checkpoint_dir,
             has_checks=self.has_checks and not self.is_dry_run,
+            backend=self.backend,
             meeting_size=meeting_size,
             within_s=within_s,
         )
@@ -165,12 +167,28 @@ def shell_line(directory: Path, command: Sequence[str]) -> str:
     return f"cd {shlex.quote(str(directory))} && {shlex.join(command)}"
 
 
+def quote_once(line: str) -> str:
+    """Return a shell's line as one word, which can still be read."""
+    return f'"{line}"' if "'" in line and not {*line} & {*'"$`\\!'} else shlex.quote(line)
+
+
 def node_comment(plan: Plan, node_rank: int, host: str, counts: Sequence[int], port: int) -> str:
     """Return the line above a node's command in a dry run."""
     first = sum(counts[:node_rank])
     last, total = first + counts[node_rank] - 1, sum(counts)
     where = f"rendezvous {plan.master_addr}:{port}"
     return f"# node {node_rank} ({host}): ranks {first}-{last} of {total}, {where}"
+
+
+def print_commands(plan: Plan, paste_line: Callable[[str, str], str]) -> None:
+    """Print the plan and each node's command; one rank per GPU means the GPUs of this machine."""
+    here = check_node(plan.request())
+    counts = plan.rank_counts(here.nproc)
+    print_plan(plan, here, None, counts)
+    for number, node in enumerate(plan.nodes):
+        command = plan.agent_command(nproc=counts[number], port=here.port, node_rank=number)
+        print(node_comment(plan, number, node.name, counts, here.port))
+        print(paste_line(node.name, plan.paste_line(command)))
 
 
 def print_plan(

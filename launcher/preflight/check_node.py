@@ -45,6 +45,7 @@ class Request:
     log_dir: Path
     checkpoint_dir: Path | None
     has_checks: bool = True  # False: only count the GPUs and choose the port
+    backend: str = "auto"
     meeting_size: int = 0  # nodes that meet at the port; 0: they do not
     within_s: float = 7.0  # for all of them to have come
 
@@ -57,6 +58,7 @@ class Report(must_match.NodeReport):
     gpus: int = 0
     faults: Sequence[Fault] = ()
     met: Sequence[Fault] = ()  # those found at the master's port, if node rank 0 was there
+    done: Sequence[str] = ()  # the checks made there; node rank 0 makes none alone
     seconds: float = 0.0
 
 
@@ -67,7 +69,8 @@ def check_node(request: Request, environ: Mapping[str, str] = os.environ) -> Rep
     port = request.port or choose_port(request, search=is_alone)
     port_error = bind_error(request.master_addr, port) if request.node_rank == 0 else 0
     met: list[Fault] = []
-    visit = threading.Thread(target=_meet, args=(request, port, environ, met))
+    done: list[str] = []
+    visit = threading.Thread(target=_meet, args=(request, port, environ, met, done))
     if request.has_checks and request.meeting_size > 1 and not port_error:
         visit.start()
     machine = _look_at_machine(request, environ, port, port_error)
@@ -90,21 +93,27 @@ def check_node(request: Request, environ: Mapping[str, str] = os.environ) -> Rep
         gpus=len(machine.gpus),
         faults=faults,
         met=met,
+        done=done,
         seconds=time.perf_counter() - start,
     )
 
 
-def _meet(request: Request, port: int, environ: Mapping[str, str], met: list[Fault]) -> None:
+def _meet(
+    request: Request, port: int, environ: Mapping[str, str], met: list[Fault], done: list[str]
+) -> None:
     deadline, address = time.monotonic() + request.within_s, request.master_addr
     access = read_access(environ)
     if request.node_rank != 0:
-        met += meeting.visit_master(address, port, access.secret, deadline)
+        rank = request.node_rank
+        met += meeting.visit_master(
+            address, port, access.secret, deadline, node_rank=rank, done=done
+        )
         return
     # A SLURM job may start again on other nodes. Else node rank 0 alone needs the checkpoints.
     is_shared = request.checkpoint_dir is not None and "SLURM_JOB_ID" in environ
     folder = request.directory / (request.checkpoint_dir or "") if is_shared else None
     others = request.meeting_size - 1
-    meeting.receive_others(address, port, access, others, folder, deadline)
+    met += meeting.receive_others(address, port, access, others, folder, deadline)
 
 
 def _look_at_machine(
@@ -117,7 +126,8 @@ def _look_at_machine(
     given = environ.get("SLURM_GPUS_ON_NODE", "")
     words = request.words
     is_path = bool(words) and words[0] not in ("-m", "--no-python")
-    folders = (request.log_dir, request.checkpoint_dir)
+    writes = request.checkpoint_dir if request.node_rank == 0 else None  # rank 0 alone saves
+    folders = (request.log_dir, writes)
     return Machine(
         run_id=request.run_id,
         nnodes=request.num_nodes,
@@ -131,6 +141,7 @@ def _look_at_machine(
         gpus=gpus,
         gpu_error=gpu_error,
         environ=environ,
+        backend=request.backend,
     )
 
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.machinery
+import importlib.util
 import os
 import resource
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -56,6 +59,7 @@ class Machine:
     gpus: tuple[Gpu, ...]
     gpu_error: str  # why they could not be looked at
     environ: Mapping[str, str]
+    backend: str = "auto"
 
 
 def check_program(machine: Machine) -> Iterator[Fault]:
@@ -66,9 +70,30 @@ def check_program(machine: Machine) -> Iterator[Fault]:
     elif tuple(map(int, torch.split(".")[:2])) < OLDEST_TORCH:
         cause = f"{sys.executable} has torch {torch}, too old for the launchers"
         yield Fault("env-missing", cause, "install {}.{} or newer".format(*OLDEST_TORCH))
+    elif missing := missing_of_torch():
+        yield Fault("env-missing", f"{sys.executable} cannot import torch: {missing}", cure)
     elif machine.script and not _is_program(machine.script):
         cause = f"there is no script {str(machine.script)!r}"
         yield Fault("env-missing", cause, "correct its path; for a module, give -m and its name")
+
+
+def missing_of_torch() -> str:
+    """Return what an import of torch would not find, without the cost of one."""
+    spec = importlib.util.find_spec("torch")
+    folder = Path(spec.origin or "").parent if spec else Path()
+    names = [folder / f"_C{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    library = next(filter(Path.exists, names), None)
+    if library is None:
+        return f"{str(folder)!r} holds no _C for this Python"
+    try:
+        command, c_words = ["ldd", str(library)], {**os.environ, "LC_ALL": "C"}
+        traced = subprocess.run(command, capture_output=True, text=True, timeout=3, env=c_words)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""  # not on every system
+    lines = [line.split() for line in traced.stdout.splitlines()]
+    missing = {words[0] for words in lines if words[1:] == ["=>", "not", "found"]}
+    missing -= {file.name for file in folder.parent.glob("nvidia/*/lib/*")}  # it loads these itself
+    return f"there is no {', '.join(sorted(missing))}" if missing else ""
 
 
 def _is_program(path: Path) -> bool:
@@ -79,7 +104,7 @@ def check_gpus(machine: Machine) -> Iterator[Fault]:
     """One process per visible GPU at most, each sound and idle; without any, all run on the CPU."""
     if machine.nproc == 0:
         yield Fault("too-few-gpus", "there is no visible GPU", "give a number of processes")
-    if 0 < len(machine.gpus) < machine.nproc:
+    if 0 < len(machine.gpus) < machine.nproc and machine.backend != "gloo":
         cause = f"{machine.nproc} processes but {count(len(machine.gpus), 'visible GPU')}"
         yield Fault("too-few-gpus", cause, "ask for fewer, or see CUDA_VISIBLE_DEVICES")
     cure = "have the GPU reset or replaced, or leave it out with CUDA_VISIBLE_DEVICES"

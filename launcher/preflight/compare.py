@@ -10,7 +10,7 @@ from launcher.preflight.check_node import Report
 from launcher.preflight.checks import CHECKS, Fault
 from launcher.preflight.must_match import mismatches
 
-COMPARED = 6  # versions, files, the master's port, any other port, clocks, a shared folder
+COMPARED = 2  # versions and files; the rest is done at the master's port
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def judge(reports: Sequence[Report], seconds: float | None = None) -> Outcome:
     num_checks = sum(CHECKS.values())
     if len(by_rank) > 1:
         findings += differences(by_rank)
-        num_checks += COMPARED
+        num_checks += COMPARED + len(set.intersection(*({*one.done} for one in by_rank[1:])))
     took = max(report.seconds for report in reports) if seconds is None else seconds
     return Outcome(num_checks, findings, len(by_rank), took)
 
@@ -48,6 +48,8 @@ def differences(reports: Sequence[Report]) -> Iterator[Finding]:
     first, *others = reports
     told = {fault.name for fault in first.faults}
     is_master_there = first.node_rank == 0 and not told & {"port-in-use", "run-is-live"}
+    if is_master_there:
+        yield from (Finding(first.host, fault) for fault in first.met)
     for report in others:
         for name, cause in mismatches(first, report):
             yield Finding(report.host, Fault(name, cause, "make them the same"))

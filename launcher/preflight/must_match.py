@@ -42,7 +42,8 @@ def versions() -> dict[str, str]:
     version = ""
     if torch is not None and torch.origin is not None:
         file = Path(torch.origin).with_name("version.py")
-        version = runpy.run_path(str(file))["__version__"]
+        with contextlib.suppress(OSError, KeyError):  # of a folder that only has the name
+            version = runpy.run_path(str(file))["__version__"]
     return {"python": "{}.{}".format(*sys.version_info), "torch": version}
 
 

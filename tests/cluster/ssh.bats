@@ -178,7 +178,7 @@ TABLE
   kill -0 "$neighbour"
   run ! is_gone neighbour
   "$CLUSTER" cut node2
-  eventually 15 grep -q '^launch_torchrun_auto.sh: node2: the ssh connection has ended: Timeout' neighbour.out
+  eventually 15 grep -q '^launch_torchrun_auto.sh: node2: no sign of life for 10 s: ' neighbour.out
   end_of "$neighbour"
   eventually 15 is_gone neighbour # on node2 by itself
   "$CLUSTER" restore node2
@@ -465,7 +465,7 @@ PY
   [[ ${lines[0]} == "launch_torchrun_auto.sh: node3: ssh: connect to host node3"*" [host-unreachable]" ]]
   [[ ${lines[1]} == "launch_torchrun_auto.sh: nobody@node2: nobody@node2: Permission denied "*" [ssh-refused]" ]]
   [[ ${lines[2]} == "launch_torchrun_auto.sh: no-such-host: ssh: Could not resolve "*" [name-unresolved]" ]]
-  [[ ${lines[3]} == "launch_torchrun_auto.sh: node4: no answer within 6 s; see that the machine is up, and a login there asks nothing [host-unreachable]" ]]
+  [[ ${lines[3]} == "launch_torchrun_auto.sh: node4: no answer within 6 s; see that the machine is up, and a login there asks nothing, or give it more time with PREFLIGHT_SECONDS [host-unreachable]" ]]
   [[ ${lines[4]} == "launch_torchrun_auto.sh: node1: port 4321 is taken by "*" [port-in-use]" ]]
   [[ ! -e logs ]]
   echo "exit 0" >home/.bashrc
@@ -478,6 +478,68 @@ PY
   SSH_OPTS="-F $CLUSTER_DIR/etc/ssh_config -o UserKnownHostsFile=/dev/null" run on login env \
     SSH_OPTS="-F $CLUSTER_DIR/etc/ssh_config -o UserKnownHostsFile=/dev/null" "$LAUNCH" my.yaml 1 node1
   [[ $status == 3 && $output == *"Host key verification failed"*"[ssh-refused]" ]]
+}
+
+@test "a node that cannot import torch is named by itself, over ssh and under SLURM" {
+  local torch script
+  torch=$("$PYTHON" -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])')
+  mkdir -p broken/torch
+  ln -s "$torch"/{version.py,_C.*} broken/torch
+  echo "import not_there" >broken/torch/__init__.py
+  printf '#!/bin/sh\n[ "$(hostname)" = node2 ] && export PYTHONPATH=%q\nexec %q "$@"\n' "$PWD/broken" "$PYTHON" >python
+  chmod +x python
+  make_idle
+  export PYTHON=$PWD/python TRAIN_SCRIPT=idle.py
+  run launch - 1 node1 node2 -- idle
+  [[ $status == 3 && $output == *"node2: "*" cannot import torch: there is no libtorch_python.so; "*"[env-missing]" ]]
+  ln -s "$torch/lib" broken/torch # now only an import shows it
+  run launch - 1 node1 node2 -- idle
+  echo "$output"
+  ((status == 1))
+  [[ $output == *"preflight  20 checks on 2 nodes: ok"*$'\nFAILED   node agent 1 (node2) '*"[env-missing]"$'\ncause    the node agent could not import torch: ModuleNotFoundError: '* ]]
+  run on login salloc --quiet --nodes=2 --nodelist=node1,node2 --ntasks-per-node=1 scripts/run_ddp.sh -n 1 -- idle
+  echo "$output"
+  ((status == 1 || status == 143)) # srun takes the greatest
+  [[ $output == *$'\nFAILED   node agent 1 (node2) '*"[env-missing]"$'\ncause    the node agent could not import torch: ModuleNotFoundError: '* ]]
+}
+
+@test "the preflight: a firewall between two nodes that are not the master" {
+  local start=$SECONDS
+  make_idle
+  on node3 iptables --append INPUT --source 10.0.0.4 --protocol tcp --dport 1024: --jump DROP
+  TRAIN_SCRIPT=idle.py run launch - 1 node1 node2 node3 node4 -- idle
+  "$CLUSTER" restore node3
+  echo "$output"
+  ((status == 3 && SECONDS - start <= 11 && ${#lines[@]} == 2))
+  [[ ${lines[0]} == *": node3: no way to node4 (10.0.0.4:"*") (no answer in 3 s); "*" [port-blocked]" ]]
+  [[ ${lines[1]} == *": node4: no way to node3 (10.0.0.3:"*") (no answer in 3 s); "*" [port-blocked]" ]]
+}
+
+@test "aliases, RemoteCommand, start-up files that print without a newline, slow logins" {
+  make_idle
+  sed -i '/^while/,$d' idle.py
+  {
+    printf 'Host gpu-%s\n  HostName 10.0.0.%s\n  RemoteCommand tmux\n  RequestTTY yes\n' a 1 b 2
+    cat "$CLUSTER_DIR/etc/ssh_config"
+  } >config.ssh
+  mkdir home
+  echo "printf welcome; printf oops >&2; sleep 10" >home/.bashrc
+  on node2 mount --bind home "$CLUSTER_DIR/home"
+  local setting name
+  for setting in PREFLIGHT_SECONDS=30 SKIP_PREFLIGHT=1 SLOW=1; do
+    for name in torchrun_auto pdsh_multinode; do
+      [[ $setting == P* || $name == torchrun_auto ]] || continue
+      run on login env "$setting" TRAIN_SCRIPT=idle.py MASTER_ADDR=gpu-a SSH_OPTS="-F $PWD/config.ssh" \
+        "scripts/ssh/launch_$name.sh" - 1 gpu-a gpu-b -- idle
+      echo "$setting $name: $status $output"
+      if [[ $setting == SLOW=1 ]]; then
+        [[ $status == 3 && $output == *"gpu-b: no answer within 6 s; "*" [host-unreachable]" ]]
+      else
+        [[ $status == 0 && $output == *"gpu-a (master, 10.0.0.1:"*"met"*"code 0; "* ]]
+      fi
+    done
+  done
+  on node2 umount --lazy "$CLUSTER_DIR/home"
 }
 
 @test "the preflight: what differs between nodes, and a firewall, in the same list" {
@@ -502,7 +564,7 @@ PY
   start=$SECONDS
   GLOO_SOCKET_IFNAME=ib0 run launch "$own/my.yaml" 1 node1 node2 node3
   "$CLUSTER" restore node1
-  ((status == 3 && SECONDS - start <= 11 && ${#lines[@]} == 9))
+  ((status == 3 && SECONDS - start <= 11 && ${#lines[@]} == 10))
   mapfile -t faults <<<"$output"
   while read -r line; do
     # shellcheck disable=SC2053 # a pattern
@@ -510,6 +572,7 @@ PY
     faults=("${faults[@]:1}")
   done <<'TABLE'
 node1: GLOO_SOCKET_IFNAME=ib0 *name eth0, which leads to the master*\[no-such-interface]
+node2: */python* cannot import torch: */own/torch' holds no _C for this Python; *\[env-missing]
 node2: GLOO_SOCKET_IFNAME=ib0 *name eth0, which leads to the master*\[no-such-interface]
 node3: */python* has no torch; *\[env-missing]
 node3: GLOO_SOCKET_IFNAME=ib0 *name eth0, which leads to the master*\[no-such-interface]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from agents import PROGRAM, ROOT, Run, kill_what_is_left
 
-from launcher.agent.protocol import BEAT_S, SILENCE_S
+from launcher.agent.control import BEAT_S, SILENCE_S
 
 pytestmark = pytest.mark.slow
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import resource
 import socket
@@ -94,11 +95,19 @@ print(*(f"{fault.cause}; {fault.cure} [{fault.name}]" for fault in check_program
     assert result.stdout.endswith(" [env-missing]\n")
 
 
-@pytest.mark.parametrize(("version", "is_told"), [("2.5.1+cu118", True), ("2.10.0a0", False)])
-def test_a_torch_that_is_too_old(tmp_path: Path, version: str, is_told: bool) -> None:
+OLD = "has torch 2.5.1+cu118, too old for the launchers; install 2.6 or newer"
+EMPTY = "' holds no _C for this Python; run make setup, or set VENV, CONDA_ENV or PYTHON"
+
+
+@pytest.mark.parametrize(
+    ("version", "told"),
+    [("2.5.1+cu118", OLD), ("2.10.0a0", EMPTY), ("", " has no torch; run make setup, or ")],
+)
+def test_a_torch_that_is_too_old_or_not_whole(tmp_path: Path, version: str, told: str) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text("")
-    (tmp_path / "torch/version.py").write_text(f"__version__ = '{version}'\n")
+    if version:
+        (tmp_path / "torch/version.py").write_text(f"__version__ = '{version}'\n")
     code = """
 from pathlib import Path
 from launcher.preflight.checks import Machine, check_program
@@ -108,14 +117,29 @@ print(*(f"{fault.cause}; {fault.cure} [{fault.name}]" for fault in check_program
     bare = [sys.executable, "-S", "-c", code]
     path = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
     result = subprocess.run(bare, cwd=ROOT, env=path, capture_output=True, text=True)
-    told = f"has torch {version}, too old for the launchers; install 2.6 or newer [env-missing]\n"
-    assert result.stdout.endswith(told) if is_told else result.stdout == "\n", result.stderr
+    assert told in result.stdout and result.stdout.endswith(" [env-missing]\n"), result.stderr
+
+
+def test_a_shared_library_of_torch_that_is_not_there(tmp_path: Path) -> None:
+    real = importlib.util.find_spec("torch")
+    assert real is not None and real.origin is not None
+    (tmp_path / "torch").mkdir()
+    libraries = [each.name for each in Path(real.origin).parent.glob("_C.*")]
+    for name in ("__init__.py", "version.py", *libraries):
+        (tmp_path / "torch" / name).symlink_to(Path(real.origin).with_name(name))
+    code = "from launcher.preflight.checks import missing_of_torch; print(missing_of_torch())"
+    found = [
+        subprocess.check_output([sys.executable, "-c", code], env={"PYTHONPATH": path}, text=True)
+        for path in (f"{ROOT}:{tmp_path}", str(ROOT))
+    ]
+    assert found == ["there is no libtorch_python.so\n", "\n"]
 
 
 def test_processes_and_gpus() -> None:
     two = (Gpu("0", "GPU-aa", 0), Gpu("1", "GPU-bb", 0))
     assert find(checks.check_gpus, nproc=99) is None  # on the CPU any number runs
     assert find(checks.check_gpus, nproc=2, gpus=two) is None
+    assert find(checks.check_gpus, nproc=3, gpus=two, backend="gloo") is None
     fault = find(checks.check_gpus, nproc=3, gpus=two)
     assert fault is not None
     assert fault.name == "too-few-gpus"

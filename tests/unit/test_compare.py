@@ -56,7 +56,9 @@ def test_no_word_of_the_port_of_a_node_that_gave_no_report() -> None:
 
 
 def test_every_fault_of_every_node_in_one_list() -> None:
-    reports = [make_report(1, faults=[BLOCKED], seconds=2.0), make_report(0, faults=[WARNING])]
+    done = ["port", "clock", "other port", "pairs"]  # a shared folder was not looked for
+    second = make_report(1, faults=[BLOCKED], seconds=2.0, done=done)
+    reports = [second, make_report(0, faults=[WARNING])]
     outcome = judge(reports)
     assert [(one.host, one.fault) for one in outcome.findings] == [
         ("node1", WARNING),

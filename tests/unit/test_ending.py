@@ -32,7 +32,8 @@ SUMMARY = RunSummary(0.0, 0, 0, 0, "r", "again")
 
 def told(code: int, fault: str = "", *, is_told: bool = False) -> End:
     """What an agent told; without a fault the run was stopped, or went well."""
-    failure = Failure(fault, "cause", code, "host", 0, 0.0) if fault else None
+    rank = 0 if fault == "rank-error" else -1
+    failure = Failure(fault, "cause", code, "host", 0, 0.0, rank) if fault else None
     return End(code, failure, SUMMARY, is_told)
 
 
@@ -65,10 +66,23 @@ STOPPED = node(143, told(143))
         ([node(137, told(137, "agent-killed")), node(2)], 2, ""),
         ([node(7), node(7)], 7, "agent-killed"),
         ([STOPPED, node(127)], 127, "env-missing"),
+        ([STOPPED, node(1, told(1, "env-missing"))], 1, "env-missing"),
         ([STOPPED, node(None)], 137, "launcher-killed"),
         ([STOPPED, node(0, told(0), lost="pdsh's connection")], 137, "launcher-killed"),
         ([node(None, lost="cut", reached=False), STOPPED], 137, "link-lost"),
         ([STOPPED, node(None), node(None, reached=False)], 137, "link-lost"),
+        ([STOPPED, replace(node(None, lost="no sign of life"), is_silent=True)], 137, "link-lost"),
+        # Its guardian gave the launcher up, and the other agent has only seen it go.
+        (
+            [node(137, told(137, "agent-killed")), replace(STOPPED, lost="no", is_silent=True)],
+            137,
+            "link-lost",
+        ),
+        (
+            [node(1, told(1, "rank-error")), replace(STOPPED, lost="no", is_silent=True)],
+            1,
+            "rank-error",
+        ),
     ],
 )
 def test_the_code_and_what_is_printed(nodes: list[NodeResult], code: int, fault: str) -> None:
@@ -76,6 +90,26 @@ def test_the_code_and_what_is_printed(nodes: list[NodeResult], code: int, fault:
     assert end.code == code
     shown = "" if end.is_told or code == 0 else end.failure.fault if end.failure else "stopped"
     assert shown == fault
+
+
+@pytest.mark.parametrize(
+    ("nodes", "stopped_by", "shown"),
+    [
+        ([STOPPED, node(137)], None, "launcher-killed"),
+        ([STOPPED, node(137, told(137, "agent-killed"))], None, "launcher-killed"),
+        ([node(None, lost="ssh has ended"), node(None)], None, "launcher-killed"),
+        ([node(75, told(75)), node(75, told(75, is_told=True))], None, "stopped"),
+        ([FINE, FINE], None, "stopped"),
+        ([STOPPED, STOPPED], signal.SIGTERM, "stopped"),
+    ],
+)
+def test_a_launcher_that_stood_still(
+    nodes: list[NodeResult], stopped_by: Signals | None, shown: str
+) -> None:
+    end = conclude(nodes, PLAN, started=0.0, stopped_by=stopped_by, still_s=14.2)
+    assert (end.failure.fault if end.failure else "stopped") == shown
+    if end.failure:
+        assert end.failure.who.startswith("launcher (") and "for 14 s" in end.failure.cause
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.fanout.protocol import LONGEST_MESSAGE, Answers, Exit, Ready
+from launcher.fanout.protocol import LONGEST_MESSAGE, Answers, Exit, Ready, beat_line
 
 TOKEN = "0f" * 16 + ".0"
 READY, EXIT = b'{"ready":{}}', b'{"exit":{"code":3,"left":0}}'
@@ -28,6 +28,15 @@ def test_messages_are_found_wherever_they_are_cut(size: int) -> None:
     begins = [text.find(mark), text.find(mark, 10)]
     if all((at + more) % size for at in begins for more in (1, 2, 3)):  # else these are shown
         assert output == b"a\nhalf a line" + mark + b"no\nrest 0f0"
+
+
+@pytest.mark.parametrize("size", range(1, 200, 3))
+def test_a_sign_of_life_may_come_within_a_message(size: int) -> None:
+    beat, mark = beat_line(TOKEN), TOKEN.encode() + b" "
+    text = beat + b"out" + beat + mark + EXIT[:9] + beat + EXIT[9:] + b"\nput" + beat
+    output, messages = read([text[at : at + size] for at in range(0, len(text), size)])
+    assert messages == [Exit(3, 0)]
+    assert output.replace(b"0f", b"").replace(b"0", b"") in (b"output", b"outfput")
 
 
 def test_output_that_begins_like_a_message_is_not_held_up() -> None:

@@ -150,6 +150,7 @@ def test_world_of_a_slurm_step_and_of_a_pbs_job(folder: Path) -> None:
         ({}, {"RUN_ID": "latest"}, "RUN_ID is 'latest', a name that the log folder needs itself"),
         ({"config": "no.yaml"}, {}, "there is no config 'no.yaml'; give the path"),
         ({"fanout": "ssh", "node": ("-o",)}, {}, "'-o' names no node"),
+        ({"fanout": "ssh", "node": ("n[1-2]", "n2:4")}, {}, "n2 is named twice"),
         ({"fanout": "ssh", "nodefile": True}, {}, "this is no PBS job; use qsub"),
         ({"fanout": "srun"}, {}, "this is no SLURM job; use sbatch x.sh, or salloc first"),
         ({"fanout": "auto"}, captured("one-per-node-step"), "this allocation has 2 nodes"),

@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -150,3 +150,45 @@ def test_a_master_that_comes_later(tmp_path: Path) -> None:
     visitor.join()
     assert found == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_pair_of_nodes_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    port, deadline = free_port(), time.monotonic() + 8
+    tried: list[tuple[int, list[int]]] = []
+    real = meeting.try_doors
+
+    def note(doors: Sequence[meeting.Door], me: int, until: float) -> Iterator[Fault]:
+        tried.append((me, [door.node_rank for door in doors]))
+        return real(doors, me, until)
+
+    monkeypatch.setattr(meeting, "try_doors", note)
+    done: list[list[str]] = [[], []]
+    found: list[Fault] = []
+
+    def visit_as(rank: int) -> None:
+        names = done[rank - 1]
+        visitor = meeting.visit_master(
+            "127.0.0.1", port, SECRET, deadline, node_rank=rank, done=names
+        )
+        found.extend(visitor)
+
+    nodes = [threading.Thread(target=visit_as, args=(rank,)) for rank in (1, 2)]
+    for node in nodes:
+        node.start()
+    found += meeting.receive_others("127.0.0.1", port, Access(SECRET), 2, None, deadline)
+    for node in nodes:
+        node.join()
+    assert found == [] and time.monotonic() < deadline - 4
+    assert sorted((me, sorted(ranks)) for me, ranks in tried) == [(me, [1, 2]) for me in range(3)]
+    assert done == [["port", "clock", "other port", "pairs"]] * 2
+
+
+def test_a_door_that_is_closed(listener: int) -> None:
+    closed = [free_port() for _ in range(5)]
+    ports = [listener, *closed]
+    doors = [meeting.Door(at, f"n{at}", "127.0.0.1", port) for at, port in enumerate(ports)]
+    (fault,) = meeting.try_doors(doors, 4, time.monotonic() + 5)
+    assert fault.name == "port-blocked"
+    first = f"no way to n5 (127.0.0.1:{closed[4]}), n1 (127.0.0.1:{closed[0]}), n2 ("
+    assert fault.cause.startswith(first)
+    assert fault.cause.endswith(") and 1 more (Connection refused)")

@@ -117,7 +117,9 @@ def test_each_nodes_own_files_and_torch_are_compared(tmp_path: Path) -> None:
 
 def test_reports_arrive_in_pieces_and_mixed() -> None:
     long = {f"file {number} .yaml": "ab" * 6 for number in range(100)}
-    reports = [make_report(rank, files=long, faults=[], met=[BLOCKED]) for rank in range(2)]
+    reports = [
+        make_report(rank, files=long, faults=[], met=[BLOCKED], done=[]) for rank in range(2)
+    ]
     first, second = (list(write_report(report)) for report in reports)
     assert max(map(len, [*first, *second])) < 1024  # so much srun keeps together
     mixed = [line for pair in zip(second, first, strict=True) for line in pair]

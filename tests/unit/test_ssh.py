@@ -469,6 +469,54 @@ def test_an_agent_that_says_nothing_is_named(nodes: Nodes) -> None:
     assert code == 7 and "FAILED   node agent 1 (n1)" in err and "[agent-killed]\n" in err
 
 
+# As a guardian: it ends with its launcher, or without a sign of life from it.
+HELD = """
+import select
+open(os.environ['FAKE_NODES'] + '/agent.' + rank, 'w').write(str(os.getppid()))
+while select.select([0], [], [], 10)[0] and os.read(0, 100): pass
+sys.exit(143)
+"""
+
+
+@pytest.mark.slow
+def test_a_launcher_that_stood_still_says_so(nodes: Nodes) -> None:
+    nodes.agent(HELD)
+    launcher = nodes.start("-", "1", "n0", "n1")
+    parts = [nodes.process(f"agent.{rank}") for rank in range(2)]
+    os.kill(launcher.pid, signal.SIGSTOP)
+    time.sleep(5)  # too short to end the run
+    os.kill(launcher.pid, signal.SIGCONT)
+    time.sleep(BEAT_S)
+    assert not any(map(is_gone, parts))
+    os.kill(launcher.pid, signal.SIGSTOP)
+    eventually(lambda: all(map(is_gone, parts)), "the nodes go on", limit_s=15)
+    os.kill(launcher.pid, signal.SIGCONT)
+    _, err = launcher.communicate(timeout=20)
+    assert launcher.returncode == 137 and b"FAILED   launcher (" in err
+    assert (
+        re.search(rb"cause    it stood still for \d+ s .*\n", err) and b"[launcher-killed]\n" in err
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("silent", [[1], [0, 1]])
+def test_a_silent_node_is_a_lost_link(nodes: Nodes, silent: list[int]) -> None:
+    nodes.agent(HELD)
+    launcher = nodes.start("-", "1", "n0", "n1")
+    parts = [nodes.process(f"agent.{rank}") for rank in range(2)]
+    for rank in silent:
+        os.kill(parts[rank], signal.SIGSTOP)
+    began = time.monotonic()
+    _, err = launcher.communicate(timeout=40)
+    assert 8 < time.monotonic() - began < 15
+    assert launcher.returncode == 137 and b"[link-lost]\n" in err
+    who, cause = (
+        (b"launcher (", b"from any node ") if len(silent) == 2 else (b"node agent 1 (n1) ", b"")
+    )
+    assert b"FAILED   " + who in err and b"cause    no sign of life " + cause + b"for 10 s: " in err
+    assert all(map(is_gone, parts))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("pdsh") is None, reason="pdsh is not installed")
 def test_a_node_that_pdsh_does_not_reach_ends_the_run(nodes: Nodes) -> None:
