@@ -330,6 +330,41 @@ SH
   eventually 30 node_state_is "$other" idle
 }
 
+# SLURM itself gives a lost node up only after minutes, as is usual.
+set_slurmd_timeout() { # <seconds>
+  sed -i "s/^SlurmdTimeout=.*/SlurmdTimeout=$1/" "$CLUSTER_DIR/etc/slurm.conf"
+  on login scontrol reconfigure
+}
+
+is_not_running() { # <job>
+  [[ $(field "$1" JobState) != JobState=RUNNING ]]
+}
+
+@test "a job that has lost a node ends with the run's code, whether the node comes back or not" {
+  local away cut_at ended_s
+  set_slurmd_timeout 300
+  for away in 14 40; do
+    start_long --nodes=2 --nodelist=node[1-2] --gpus-per-node=1
+    "$CLUSTER" cut node2
+    cut_at=$SECONDS
+    (sleep "$away" && on login ip link set node2 up) 3>&- &
+    eventually 40 is_not_running "$JOB"
+    ended_s=$((SECONDS - cut_at))
+    wait $!
+    cat job.out
+    ((ended_s <= 28)) # 13 until it is known, 15 until the job ends
+    [[ $(field "$JOB" ExitCode) == ExitCode=137:0 ]]
+    [[ $(grep -c '^FAILED ' job.out) == 1 ]]
+    grep -q '^FAILED   node agent 1 (node2) .*\[link-lost\]$' job.out
+    [[ $(tail -n 1 job.out) == "see      TROUBLESHOOTING.md#link-lost" ]]
+    rm job.out
+    on login scontrol update nodename=node2 state=down reason=test # else SLURM asks it again in minutes
+    on login scontrol update nodename=node2 state=resume
+  done
+  set_slurmd_timeout 10
+  eventually 30 node_state_is node2 idle
+}
+
 @test "submitted from any folder, by its path, with spaces in both" {
   mkdir "a b" "else where"
   ln -s -- "$ROOT/scripts" "a b"
