@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from distributed.environment import job_id
 from distributed.errors import STOPPED
@@ -144,22 +145,26 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     code = processes.shell_code(srun.returncode)
     if output is not None:
         output.close()
-        code = report_end(output.end, code)
+    if output is not None and output.end is not None:
+        end = as_cancelled(output.end)
+        print_end(end, sys.stderr)
+        code = end.code
+        has_notice = has_notice or end.summary.signum == NOTICE  # scancel sent it to the ranks
     # 128 + SIGUSR1: the notice came before there was anything to save.
     has_saved = code == STOPPED or (code == 128 + NOTICE and plan.checkpoint_dir is not None)
     if has_notice and has_saved:
         requeue(plan)
-    if time.monotonic() > end_at and code and in_batch_script(os.environ):
+    if srun.returncode == -signal.SIGKILL and code and in_batch_script(os.environ):
         signal.sigtimedwait(handled, LOST_S)
     return code
 
 
-def report_end(end: End | None, code: int) -> int:
-    """Print how the run ended; returns its exit code, `code` where no agent has told another."""
-    if end is None:
-        return code
-    print_end(end, sys.stderr)
-    return end.code
+def as_cancelled(end: End) -> End:
+    """Return the end with SIGTERM's code, where scancel ended the run and no rank saved."""
+    is_cancelled = end.failure is None and end.summary.signum == signal.SIGTERM
+    if is_cancelled and end.code not in (0, STOPPED) and in_batch_script(os.environ):
+        return replace(end, code=128 + signal.SIGTERM)
+    return end
 
 
 def stop_step(name: str, srun: subprocess.Popen[bytes]) -> None:
@@ -172,7 +177,8 @@ def stop_step(name: str, srun: subprocess.Popen[bytes]) -> None:
         return
     steps = [line.split()[0] for line in listed.splitlines() if line.split()[1:] == [name]]
     if steps:
-        subprocess.run(["scancel", "--signal=TERM", *steps])
+        scancel = ["scancel", "--quiet", "--signal=TERM", *steps]  # they may have ended by now
+        subprocess.run(scancel)
     else:
         srun.terminate()  # the step has not started yet
 

@@ -237,10 +237,35 @@ has_restarts() { # <number>
     eventually 30 has_ended "$JOB"
     grep -q '^stopped    after step [0-9]*, which is saved (SIGTERM)$' job.out
     [[ $(field "$JOB" JobState) == JobState=CANCELLED && $(field "$JOB" Restarts) == Restarts=0 ]]
+    [[ $(field "$JOB" ExitCode) == ExitCode=75:0 ]]
     "$PYTHON" -m distributed.checkpoint verify "checkpoints/$JOB"
     rm job.out
   done
   echo "# $times of $times cancelled, saved, not requeued" >&3
+}
+
+@test "scancel of a script that saves nothing is code 143, whatever code it leaves with" {
+  printf '%s\n' 'import signal, sys, time' 'signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))' \
+    'print("ready", flush=True)' 'time.sleep(600)' >one.py
+  JOB=$(TRAIN_SCRIPT=one.py on login sbatch --parsable --output=job.out --nodes=2 scripts/slurm/slurm_train.sh -)
+  eventually 60 grep -q '^ready' job.out
+  on login scancel "$JOB"
+  eventually 30 has_ended "$JOB"
+  cat job.out
+  [[ $(field "$JOB" ExitCode) == ExitCode=143:0 && $(field "$JOB" JobState) == JobState=CANCELLED ]]
+  [[ $(tail -n 1 job.out) == "stopped  by SIGTERM: ranks "*" left with code 1 (code 143); nothing is left running" ]]
+  run ! grep -q '^scancel: ' job.out
+}
+
+@test "scancel --signal=USR1 without --batch saves, requeues and resumes, too" {
+  start_long --nodes=2 --gpus-per-node=1
+  on login scancel --signal=USR1 "$JOB"
+  eventually 60 has_resumed 1
+  [[ $(field "$JOB" Restarts) == Restarts=1 ]]
+  grep -q '^stopped    after step [0-9]*, which is saved (SIGUSR1)$' job.out
+  on login scancel "$JOB"
+  eventually 30 has_ended "$JOB"
+  [[ $(field "$JOB" ExitCode) == ExitCode=75:0 ]]
 }
 
 @test "Ctrl-C under salloc and TERM to the batch script save first; a second Ctrl-C kills" {

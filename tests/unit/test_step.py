@@ -123,7 +123,7 @@ def test_a_requeue_that_slurm_refuses(plan: Plan, tools: Path) -> None:
     [  # what squeue does, the steps that scancel gets, the signal that srun gets
         (
             "printf '7.0 other\\n7.1 mine\\n7.batch batch\\n7.2 mine too\\n'",
-            "--signal=TERM 7.1",
+            "--quiet --signal=TERM 7.1",
             "",
         ),
         ("echo 7.0 other", "", "SIGTERM"),
