@@ -121,6 +121,14 @@ def job_command(environ: Mapping[str, str], script: str | None, typed: Sequence[
     return ["salloc", *words, *([] if gpus else _gres(environ["SLURM_JOB_ID"])), *typed]
 
 
+def step_command(environ: Mapping[str, str], typed: Sequence[str]) -> list[str]:
+    """Return the command that runs what was typed in a step of the same size."""
+    nodes, tasks = (environ[f"SLURM_STEP_NUM_{what}"] for what in ("NODES", "TASKS"))
+    gpus = environ.get("SLURM_GPUS_ON_NODE")
+    options = [f"--nodes={nodes}", f"--ntasks={tasks}", *([f"--gpus-per-node={gpus}"] * bool(gpus))]
+    return ["srun", *options, *typed]
+
+
 def _gres(job: str) -> list[str]:
     """Return the --gres option of a job; salloc sets no variable for it."""
     command = ["squeue", "--noheader", f"--job={job}", "--format=%b"]

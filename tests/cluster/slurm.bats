@@ -455,6 +455,36 @@ is_not_running() { # <job>
   grep -q '"world_size": 4' logs/ddp/run.json
 }
 
+@test "two launches in one allocation are two runs; a requeued job resumes each" {
+  local words="${SHORT[*]}"
+  cat >two.sh <<SH
+#!/bin/bash
+scripts/run_ddp.sh -c config/local3.yaml $words
+scripts/run_ddp.sh -c config/local3.yaml $words seed=5
+srun --ntasks=2 --ntasks-per-node=1 scripts/cluster_train.sh config/local3.yaml $words seed=6
+[[ \$SLURM_RESTART_COUNT == 1 ]] || sleep 600
+SH
+  JOB=$(on login sbatch --parsable --requeue --output=job.out --nodes=2 --gpus-per-node=1 two.sh)
+  eventually 90 test -d "checkpoints/$JOB.4/step-6"
+  grep -q "^run        $JOB.1 " job.out
+  run ! grep -q '^resumed ' job.out
+  [[ $(weights_of "$JOB") != "$(weights_of "$JOB.1")" ]]
+  on login scontrol requeue "$JOB"
+  eventually 90 has_ended "$JOB"
+  cat job.out
+  [[ $(grep -c '^resumed    after step 6$' job.out) == 3 ]]
+  run ! grep -q '(was ' job.out
+}
+
+@test "cluster_train.sh under srun checks each node alone, whatever has port 29500" {
+  on node1 "$PYTHON" -c 'import socket, time; s = socket.create_server(("", 29500)); time.sleep(60)' 3>&- &
+  local taken=$!
+  run on login salloc -Q --nodes=2 --nodelist=node[1-2] srun --ntasks-per-node=1 scripts/cluster_train.sh config/local3.yaml "${SMALL[@]}"
+  kill "$taken"
+  echo "$output"
+  [[ $status == 0 && $(grep -c '^health     this node alone, all-reduce over 1 process: ok in ' <<<"$output") == 2 ]]
+}
+
 @test "submit_with_config.sh: one node where the GPUs fit, else several, all alike" {
   local words
   while IFS='|' read -r gpus words; do
