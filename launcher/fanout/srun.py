@@ -152,7 +152,8 @@ def node_step(
     srun does not inherit the processors, nor the GPUs where sbatch's options differ from the
     script's. The job name belongs to the step: stop_step() finds the step by it.
     """
-    step = ["env", "--unset=SLURM_GPUS_PER_TASK", "srun", f"--nodes={plan.num_nodes}"]
+    step = ["env", "--unset=SLURM_GPUS_PER_TASK", "--unset=SLURM_NTASKS_PER_GPU"]
+    step += ["srun", f"--nodes={plan.num_nodes}"]
     step += [f"--ntasks={plan.num_nodes}", "--ntasks-per-node=1"]
     if cpus := environ.get("SLURM_JOB_CPUS_PER_NODE"):
         step.append(f"--cpus-per-task={min(tasks_per_node(cpus, 'SLURM_JOB_CPUS_PER_NODE'))}")

@@ -80,11 +80,20 @@ field() { # <job> <name>
   [[ $(weights_of gpus) == "$(weights_of tasks)" && $(weights_of gpus) == "$(weights_of srun)" ]]
 }
 
+@test "--gpus with --ntasks-per-gpu, and sbatch's options as variables, give the ranks asked for" {
+  job --gpus=4 --ntasks-per-gpu=1 scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
+  grep -q '^ranks      4 = 2 nodes x 2, gloo$' job.out
+  rm job.out
+  SBATCH_EXPORT=NONE SBATCH_TIMELIMIT=5 job --nodes=2 --gpus-per-node=1 scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
+  grep -q '^ranks      2 = 2 nodes x 1, gloo$' job.out
+  [[ $(field "$JOB" TimeLimit) == TimeLimit=00:05:00 ]]
+}
+
 @test "the run's secret reaches every node, under --export=NONE too, and neither ps nor the log" {
   local forwarded
   on node1 bash -c 'while sleep 0.05; do ps -eo args; done' >ps.out 3>&- &
   local watch=$!
-  for forwarded in ALL NONE "PYTHON=$PYTHON,PYTHONPATH=$ROOT"; do
+  for forwarded in ALL NONE SLOW=1 "PYTHON=$PYTHON,PYTHONPATH=$ROOT"; do
     job --export="$forwarded" --nodes=2 --gpus-per-node=1 scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
     run ! grep -E 'stranger|RUN_SECRET' job.out
     grep -qE '^hosts .* node1 \(master|^hosts .*node\[1-2\]' job.out

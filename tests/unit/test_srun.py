@@ -21,9 +21,10 @@ from launcher.typed_json import encode
 def test_agents_get_all_that_the_job_has_and_the_variables_of_the_run(plan: Plan) -> None:
     environ = captured("batch-step", SLURM_JOB_CPUS_PER_NODE="64,32(x2)")
     command = srun.step_command(plan, nproc=2, port=1234, environ=environ)
-    assert command[:3] == ["env", "--unset=SLURM_GPUS_PER_TASK", "srun"]
+    unset = ["--unset=SLURM_GPUS_PER_TASK", "--unset=SLURM_NTASKS_PER_GPU"]
+    assert command[:4] == ["env", *unset, "srun"]
     agent = command.index("env", 1)
-    assert command[3:agent] == [
+    assert command[4:agent] == [
         *("--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--cpus-per-task=32"),
         *("--job-name=mine", "--gpus-per-node=2", "--kill-on-bad-exit=1"),
     ]
