@@ -33,6 +33,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
     """Start all nodes of the job; returns the run's exit code."""
     if not plan.is_dry_run:  # a notice that comes during the preflight stays pending
         signal.pthread_sigmask(signal.SIG_BLOCK, {NOTICE})
+    refuse_ended_job(os.environ["SLURM_JOB_ID"])
     os.environ.update(secret_variables(os.environ, has_agents=not plan.engine))
     _warn_of_missing_rank(plan)
     reports = check_nodes(plan)
@@ -51,6 +52,18 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
         return 0
     be_ready()
     return run_step(plan, command)
+
+
+def refuse_ended_job(job: str) -> None:
+    """Raise PlanError where SLURM answers, and this user has no such job any more."""
+    command = ["squeue", "--noheader", f"--user={os.getuid()}", "--format=%A"]
+    try:
+        jobs = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=10, text=True)
+    except (OSError, subprocess.SubprocessError):
+        return
+    if job not in jobs.split():
+        cause = f"SLURM_JOB_ID is {job}, a job that has ended"
+        raise PlanError(f"{cause}; unset the SLURM_ variables, or salloc again")
 
 
 def secret_variables(environ: Mapping[str, str], *, has_agents: bool) -> dict[str, str]:

@@ -621,6 +621,8 @@ nothing_queued() {
     run -2 on login "scripts/slurm/$name.sh" config/local3.yaml
     [[ $output == "$name.sh: this is no SLURM job; use sbatch scripts/slurm/$name.sh, or salloc first" ]]
   done
+  SLURM_JOB_ID=99 SLURM_JOB_NUM_NODES=1 SLURM_JOB_NODELIST=node1 run -2 on login scripts/run_ddp.sh -c config/local3.yaml
+  [[ $output == "run_ddp.sh: SLURM_JOB_ID is 99, a job that has ended; unset the SLURM_ variables, or salloc again" ]]
   TRAIN_SCRIPT='my train.py' run --separate-stderr on login scripts/slurm/slurm_train.sh config/local3.yaml --dry-run -- 'a b'
   # shellcheck disable=SC2154 # run sets it
   [[ $status == 0 && $stderr == *"ranks      4 = 2 nodes x 2"* ]]
