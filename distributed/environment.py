@@ -281,6 +281,12 @@ def job_id(environ: Mapping[str, str]) -> str:
     return environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID") or ""
 
 
+def job_run_id(environ: Mapping[str, str]) -> str:
+    """Return what names a run after its job: each step but the first is a run of its own."""
+    job, step = job_id(environ), environ.get("SLURM_STEP_ID", "")
+    return f"{job}.{step}" if in_slurm_step(environ) and step != "0" else job
+
+
 def slurm_job(environ: Mapping[str, str] = os.environ) -> dict[str, str | int]:
     """Return what identifies this start of this SLURM job; {} outside of SLURM.
 
@@ -312,7 +318,7 @@ def _submit_time(job: str) -> str:
 
 
 def _run_id(v: _Variables) -> str:
-    given = (v["RUN_ID"], v["TORCHELASTIC_RUN_ID"], job_id(v))
+    given = (v["RUN_ID"], v["TORCHELASTIC_RUN_ID"], job_run_id(v))
     known = [one for one in given if one not in ("", "none")]  # "none": torchrun's default
     return check_run_id(known[0]) if known else new_run_id()
 

@@ -71,7 +71,8 @@ class RunLock:
             if os.fstat(before).st_nlink == 0:
                 return False
             holder = _holder(before)
-            if self.path.parent.name == me.get("run_id") and _is_foreign(holder, me):
+            job = self.path.parent.name.partition(".")[0]  # that the run is named after
+            if job == me.get("run_id") and _is_foreign(holder, me):
                 whose = f"cluster {holder.get('cluster')}, submitted {holder.get('submitted')}"
                 cause = f"{self.what} belongs to another job of the same id ({whose})"
                 cure = f"choose another RUN_ID, and resume={self.path.parent} to continue from it"

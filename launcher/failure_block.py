@@ -25,6 +25,7 @@ class RunSummary:
     run_id: str
     command: str  # that resumes it, as typed, quoted for a shell; empty where nothing does
     ends: str = ""  # of a run that was stopped: by what, and how its ranks ended
+    signum: int = 0  # of a run that was stopped: the first signal
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,8 @@ def prepare(plan: Plan, script: str) -> Callable[[], None]:
         if leave_terminal is not None:
             leave_terminal()
         if is_first:
-            run_json.note_start(folder, detached=plan.is_detached, grace=float(plan.grace_s))
+            grace, job = float(plan.grace_s), run_json.this_start()
+            run_json.note_start(folder, detached=plan.is_detached, grace=grace, job=job)
 
     return be_ready
 

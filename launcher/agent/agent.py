@@ -326,6 +326,7 @@ class NodeAgent:
             run_id=self.assignment.run_id,
             command="" if verdict.code == BAD_INPUT else self._resume_command(verdict.has_saved),
             ends=verdict.ends,
+            signum=verdict.signum,
         )
         if self.args.is_in_step and verdict.is_told:
             return  # node rank 0 prints it, to the same terminal

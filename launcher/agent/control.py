@@ -8,6 +8,9 @@ Such a launcher sets two variables for the guardian:
                             how this node's part ended, and the launcher prints the failure block.
                             The variable stays, for it marks every process of the run.
 
+LAUNCH_CONTROL=step says that srun started the guardian: there is no control stream. The message
+comes in short lines then, for srun mixes long ones.
+
 On the stream comes an empty line as a beat, and the name of a signal to pass on. Its end, or
 silence, means that the launcher is gone: that ends the run on this node.
 """
@@ -26,6 +29,7 @@ from dataclasses import dataclass
 
 from distributed.stop_signals import STOP_SIGNALS
 from launcher.failure_block import End, print_end
+from launcher.preflight.check_node import PIECE
 from launcher.typed_json import Kinds
 
 MESSAGES = Kinds(end=End)  # to the launcher; fanout/protocol.py reads it
@@ -39,16 +43,19 @@ _BY_NAME = {signum.name.encode(): signum for signum in STOP_SIGNALS}
 class Control:
     """The control stream of this process, and the token that begins messages to the launcher."""
 
-    fd: int
+    fd: int | None  # None: in a step of a SLURM job
     token: str
+    piece: int = sys.maxsize  # characters of a message in one line
 
     def follow(self, kill_agent: Callable[[], None]) -> None:
         """In a thread, send this process each signal named; at the launcher's end, end the run."""
-        threading.Thread(target=self._follow, args=(kill_agent,), daemon=True).start()
+        if self.fd is not None:
+            args = self.fd, kill_agent
+            threading.Thread(target=self._follow, args=args, daemon=True).start()
 
-    def _follow(self, kill_agent: Callable[[], None]) -> None:
+    def _follow(self, fd: int, kill_agent: Callable[[], None]) -> None:
         pending = b""
-        while select.select([self.fd], [], [], SILENCE_S)[0] and (data := os.read(self.fd, 4096)):
+        while select.select([fd], [], [], SILENCE_S)[0] and (data := os.read(fd, 4096)):
             *lines, pending = (pending + data).split(b"\n")
             for signum in filter(None, map(_BY_NAME.get, lines)):
                 os.kill(os.getpid(), signum)
@@ -59,8 +66,12 @@ class Control:
 
 def take_control() -> Control | None:
     """Take the control stream away from stdin, if a launcher elsewhere started this process."""
-    if not os.environ.pop("LAUNCH_CONTROL", None):
+    control = os.environ.pop("LAUNCH_CONTROL", None)
+    if not control:
         return None
+    if control == "step":
+        token = f"{os.environ['LAUNCH_TOKEN']}.{os.environ['SLURM_NODEID']}"
+        return Control(None, token, piece=PIECE)
     fd = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -81,4 +92,7 @@ def report_end(end: End, control: Control | None, *, is_line_open: bool) -> None
         return
     line_end = "\n" if is_line_open else ""
     with contextlib.suppress(OSError):  # nobody reads any more
-        print(f"{line_end}{control.token} {MESSAGES.write(end)}", flush=True)
+        text = MESSAGES.write(end)
+        pieces = [text[at : at + control.piece] for at in range(0, len(text), control.piece)]
+        lines = [f"{control.token} {piece}\n" for piece in pieces]
+        print(line_end + "".join(lines), end="", flush=True)

@@ -92,8 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     ours.close()
     _close(janitors[0])
-    if control is not None:
-        os.close(control.fd)
+    _close(control.fd if control else None)
     os.setsid()  # a terminal's Ctrl-C reaches the guardian alone
     processes.die_with_parent(me)
     processes.adopt_orphans()

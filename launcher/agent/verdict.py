@@ -32,6 +32,7 @@ class Verdict:
     has_saved: bool = False  # a rank has told that it saved
     restart_port: int = 0  # of the store with which all nodes start their ranks again
     is_told: bool = False  # by node rank 0, to this one
+    signum: int = 0  # of a run that was stopped: the first signal
 
     def __post_init__(self) -> None:
         if not (0 <= self.code <= 255 and 0 <= self.restart_port < 65536):
@@ -164,7 +165,8 @@ def reach_verdict(facts: Facts, *, saved_step: int, left: int) -> Verdict:
         ends = describe_ends(nodes, has_saved=has_saved) if code else ""
         if code and facts.signals:
             ends = f"by {signal.Signals(facts.signals[0]).name}: {ends}"
-        return Verdict(code, left=left, ends=ends, has_saved=has_saved)
+        signum = next(iter(facts.signals), 0)
+        return Verdict(code, left=left, ends=ends, signum=signum, has_saved=has_saved)
     lost = {rank for node in nodes for rank in node.lost_peer} - {first.rank}
     stopped = {rank for node in nodes for rank in node.stopped} - lost - {first.rank}
     finished = [rank for node in nodes for rank, code in node.left.items() if code == 0]

@@ -45,9 +45,12 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
 
 
 def is_healthy(plan: Plan, nproc: int) -> bool:
-    """Try whether the ranks of this node can work together, and print how it went."""
+    """Try whether the ranks of this node can work together, and print how it went.
+
+    `--standalone` keeps it to this node, and to a free port, in a step of a SLURM job too.
+    """
     start = time.monotonic()
-    command = [plan.python, str(plan.root / AGENT), "--nproc-per-node", str(nproc)]
+    command = [plan.python, str(plan.root / AGENT), "--standalone", "--nproc-per-node", str(nproc)]
     command += ["-m", "distributed.selftest", "--seconds", "0.05"]
     result = subprocess.run(
         command,
@@ -64,5 +67,6 @@ def is_healthy(plan: Plan, nproc: int) -> bool:
         print(f"{plan.program}: {cause} {where}", file=sys.stderr)
         return False
     took = f"{time.monotonic() - start:.0f} s"
-    print_row("health", f"all-reduce over {count(nproc, 'process', 'processes')}: ok in {took}")
+    ranks = count(nproc, "process", "processes")
+    print_row("health", f"this node alone, all-reduce over {ranks}: ok in {took}")
     return True

@@ -10,14 +10,14 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from distributed import hostlist
 from distributed.environment import job_id, tasks_per_node
-from distributed.errors import REFUSED, STOPPED, Refused
-from distributed.stop_signals import NOTICE, STOP_SIGNALS, Interrupts, handled_signals
+from distributed.errors import REFUSED, Refused
+from distributed.stop_signals import NOTICE
 from launcher import handshake, processes
+from launcher.fanout.step import run_step, start
 from launcher.plan.plan import Plan, PlanError, print_plan, shell_line
 from launcher.preflight import compare
 from launcher.preflight.check_node import Report, read_reports
@@ -25,9 +25,7 @@ from launcher.text import count
 from launcher.typed_json import encode
 
 PREFLIGHT_S = 300.0  # for all nodes to answer; other steps of the job may have to end first
-SQUEUE_S = 10.0  # for an answer of SLURM's controller
 LONGEST = 100_000  # characters of an argument; Linux allows 128 KiB
-MOST_RESTARTS = 3  # in a row that gain no checkpoint
 _CANNOT_START = range(125, 128)  # exit codes of env: a folder or a program is not there
 
 
@@ -35,7 +33,8 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
     """Start all nodes of the job; returns the run's exit code."""
     if not plan.is_dry_run:  # a notice that comes during the preflight stays pending
         signal.pthread_sigmask(signal.SIG_BLOCK, {NOTICE})
-    os.environ.update(secret_variables(os.environ))
+    refuse_ended_job(os.environ["SLURM_JOB_ID"])
+    os.environ.update(secret_variables(os.environ, has_agents=not plan.engine))
     _warn_of_missing_rank(plan)
     reports = check_nodes(plan)
     outcome = compare.judge(reports)
@@ -55,16 +54,30 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
     return run_step(plan, command)
 
 
-def secret_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the run's secret, and what has srun forward it.
+def refuse_ended_job(job: str) -> None:
+    """Raise PlanError where SLURM answers, and this user has no such job any more."""
+    command = ["squeue", "--noheader", f"--user={os.getuid()}", "--format=%A"]
+    try:
+        jobs = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=10, text=True)
+    except (OSError, subprocess.SubprocessError):
+        return
+    if job not in jobs.split():
+        cause = f"SLURM_JOB_ID is {job}, a job that has ended"
+        raise PlanError(f"{cause}; unset the SLURM_ variables, or salloc again")
+
+
+def secret_variables(environ: Mapping[str, str], *, has_agents: bool) -> dict[str, str]:
+    """Return the run's secret, how agents tell the run's end, and what has srun forward them.
 
     After sbatch --export=NONE or a list, srun forwards what that names, and finds no program.
     """
     variables = {"RUN_SECRET": handshake.new_secret()}
+    if has_agents:
+        variables |= {"LAUNCH_CONTROL": "step", "LAUNCH_TOKEN": os.urandom(16).hex()}
     exported = (environ.get("SLURM_EXPORT_ENV") or "ALL").split(",")
     if "ALL" not in exported:
         named = [word for word in exported if word not in ("NONE", "NIL")]
-        variables["SLURM_EXPORT_ENV"] = ",".join([*named, "PATH", "HOME", "RUN_SECRET"])
+        variables["SLURM_EXPORT_ENV"] = ",".join([*named, "PATH", "HOME", *variables])
     return variables
 
 
@@ -89,7 +102,7 @@ def check_nodes(plan: Plan) -> list[Report]:
     command = ["env", f"--chdir={plan.root}", plan.python, str(plan.root / "scripts/lib/start.py")]
     command += ["launcher.preflight.check_node", *pieces]
     step = node_step(plan, ["--kill-on-bad-exit=0"], command, os.environ)
-    srun = _start(step, stdout=subprocess.PIPE)
+    srun = start(step, stdout=subprocess.PIPE)
     try:
         answers, _ = srun.communicate(timeout=PREFLIGHT_S)
     except subprocess.TimeoutExpired:
@@ -152,7 +165,8 @@ def node_step(
     srun does not inherit the processors, nor the GPUs where sbatch's options differ from the
     script's. The job name belongs to the step: stop_step() finds the step by it.
     """
-    step = ["env", "--unset=SLURM_GPUS_PER_TASK", "srun", f"--nodes={plan.num_nodes}"]
+    step = ["env", "--unset=SLURM_GPUS_PER_TASK", "--unset=SLURM_NTASKS_PER_GPU"]
+    step += ["srun", f"--nodes={plan.num_nodes}"]
     step += [f"--ntasks={plan.num_nodes}", "--ntasks-per-node=1"]
     if cpus := environ.get("SLURM_JOB_CPUS_PER_NODE"):
         step.append(f"--cpus-per-task={min(tasks_per_node(cpus, 'SLURM_JOB_CPUS_PER_NODE'))}")
@@ -160,89 +174,3 @@ def node_step(
     if gpus := environ.get("SLURM_GPUS_ON_NODE"):
         step.append(f"--gpus-per-node={gpus}")
     return [*step, *options, *command]
-
-
-# --- the run ------------------------------------------------------------------------------------
-
-
-def _start(command: Sequence[str], stdout: int | None = None) -> subprocess.Popen[bytes]:
-    """Start a command in a session of its own; it gets SIGTERM when this process ends.
-
-    A terminal's Ctrl-C would make srun kill the step, with nothing saved.
-    """
-    parent = os.getpid()
-
-    def prepare() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS, signal.SIGCHLD})
-        processes.die_with_parent(parent, signal.SIGTERM)
-
-    return subprocess.Popen(  # this process has one thread
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        start_new_session=True,
-        preexec_fn=prepare,
-    )
-
-
-def run_step(plan: Plan, command: Sequence[str]) -> int:
-    """Run the step to its end, and act on signals; returns its exit code."""
-    handled = handled_signals()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, signal.SIGCHLD})
-    has_notice = signal.sigtimedwait({NOTICE}, 0) is not None
-    if has_notice and requeue(plan):
-        return STOPPED
-    srun = _start(command)
-    interrupts = Interrupts()
-    while srun.poll() is None:
-        signum = signal.sigwait({*handled, signal.SIGCHLD})
-        if signum == NOTICE:
-            has_notice = True
-            srun.send_signal(NOTICE)  # srun forwards it to the tasks
-        elif signum == signal.SIGINT and interrupts.is_second():
-            srun.terminate()  # which kills them
-        elif signum != signal.SIGCHLD:
-            threading.Thread(target=stop_step, args=(plan.run_id, srun), daemon=True).start()
-    code = processes.shell_code(srun.returncode)
-    # 128 + SIGUSR1: the notice came before there was anything to save.
-    has_saved = code == STOPPED or (code == 128 + NOTICE and plan.checkpoint_dir is not None)
-    if has_notice and has_saved:
-        requeue(plan)
-    return code
-
-
-def stop_step(name: str, srun: subprocess.Popen[bytes]) -> None:
-    """Send SIGTERM to every task of our step, so that the ranks can save; srun forwards no TERM."""
-    command = ["squeue", "--noheader", "--steps", f"--job={os.environ['SLURM_JOB_ID']}"]
-    try:
-        listed = subprocess.check_output([*command, "--format=%i %j"], timeout=SQUEUE_S, text=True)
-    except (OSError, subprocess.SubprocessError):
-        srun.send_signal(NOTICE)  # works without SLURM's controller
-        return
-    steps = [line.split()[0] for line in listed.splitlines() if line.split()[1:] == [name]]
-    if steps:
-        subprocess.run(["scancel", "--signal=TERM", *steps])
-    else:
-        srun.terminate()  # the step has not started yet
-
-
-def requeue(plan: Plan, environ: Mapping[str, str] = os.environ) -> bool:
-    """Put the job back into the queue, where SLURM starts it again under its id.
-
-    After three restarts in a row without a new checkpoint the job ends instead. Returns False if
-    SLURM refuses.
-    """
-    if plan.checkpoint_dir is not None:
-        latest = plan.directory / plan.checkpoint_dir / plan.run_id / "latest"
-        record = plan.directory / plan.log_dir / plan.run_id / "requeues"
-        record.parent.mkdir(parents=True, exist_ok=True)
-        newest = os.readlink(latest) if latest.is_symlink() else "none"
-        with record.open("a") as file:
-            print(newest, file=file)
-        last = record.read_text().splitlines()[-MOST_RESTARTS - 1 :]
-        if last == [newest] * (MOST_RESTARTS + 1):
-            cause = f"{MOST_RESTARTS} restarts gained no step; the job is not requeued"
-            print(f"{plan.program}: {cause}", file=sys.stderr)
-            return True
-    return subprocess.run(["scontrol", "requeue", job_id(environ)]).returncode == 0

@@ -19,6 +19,7 @@ from distributed.environment import (
     check_run_id,
     in_slurm_step,
     job_id,
+    job_run_id,
     new_run_id,
 )
 from distributed.network import PROFILES
@@ -28,6 +29,7 @@ from launcher.handshake import read_access
 from launcher.plan import hosts, pbs, slurm
 from launcher.plan.plan import Plan, PlanError, World, read_nproc, read_number
 from launcher.plan.typed import Typed
+from launcher.record.run_json import next_run_id
 
 ROOT = Path(__file__).resolve().parents[2]
 PART = "training/arguments.py"  # of our train.py
@@ -70,6 +72,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         _check_access(environ)
     has_tasks = environ.get("LAUNCHER") == "srun" and fanout != "local"
     log_dir = Path(_first(typed.log_dir, environ, "LOG_DIR") or DEFAULT_LOG_DIR)
+    log_dir = log_dir.absolute() if typed.module else log_dir
     is_namer = world.node_rank == 0 and fanout != "job_command"
     named = ("BACKEND", "GRACE", "SHOW_RANKS", "FRESH")
     given = {"LOG_LEVEL": level, **{name: environ.get(name) for name in named}}
@@ -81,8 +84,8 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         root=ROOT,
         python=typed.python,
         directory=ROOT if typed.module else Path.cwd(),
-        log_dir=log_dir.absolute() if typed.module else log_dir,
-        run_id=choose_run_id(typed.run_id, environ, is_namer=is_namer),
+        log_dir=log_dir,
+        run_id=choose_run_id(typed.run_id, environ, log_dir, is_namer=is_namer),
         words=words,
         is_ours=is_ours,
         passed=typed.passed,
@@ -218,9 +221,17 @@ def _read_port(typed: Typed, environ: Mapping[str, str], *, is_by_hand: bool) ->
 # --- the run ------------------------------------------------------------------------------------
 
 
-def choose_run_id(given: str | None, environ: Mapping[str, str], *, is_namer: bool) -> str:
-    """Return the one given, RUN_ID, the job of a scheduler, or a new one if this node names it."""
-    run_id = _first(given, environ, "RUN_ID") or job_id(environ)
+def choose_run_id(
+    given: str | None, environ: Mapping[str, str], log_dir: Path, *, is_namer: bool
+) -> str:
+    """Return the one given, RUN_ID, one named after the scheduler's job, or a new one.
+
+    Each launch in one start of a SLURM job is a run of its own. A new id is node rank 0's.
+    """
+    run_id = _first(given, environ, "RUN_ID")
+    if not run_id and slurm.in_slurm_job(environ):
+        run_id = next_run_id(log_dir, job_id(environ))
+    run_id = run_id or job_run_id(environ)
     if not run_id:
         return new_run_id() if is_namer else ""
     return check_run_id(run_id)
@@ -286,6 +297,8 @@ def command_line(typed: Typed, environ: Mapping[str, str], fanout: str) -> str:
         words = pbs.job_command(script, words)
     elif script or fanout == "srun":
         words = slurm.job_command(environ, script, words)
+    elif in_slurm_step(environ):
+        words = slurm.step_command(environ, words)
     return " ".join([*variables, shlex.join(words)])
 
 

@@ -17,6 +17,11 @@ def in_slurm_job(environ: Mapping[str, str]) -> bool:
     return bool(environ.get("SLURM_JOB_ID")) and not in_slurm_step(environ)
 
 
+def in_batch_script(environ: Mapping[str, str]) -> bool:
+    """Return whether this runs in a job's batch script, and not in salloc's shell."""
+    return "SLURM_PROCID" in environ and "SLURM_STEP_ID" not in environ
+
+
 def read_job(environ: Mapping[str, str], script: str, asked: int | None) -> World:
     """Return the nodes of a job, with the first as master, and the ranks per node.
 
@@ -111,10 +116,17 @@ def job_command(environ: Mapping[str, str], script: str | None, typed: Sequence[
         words.append(f"--ntasks-per-node={tasks}")
     if gpus := environ.get("SLURM_GPUS_ON_NODE") or environ.get("SLURM_GPUS_PER_NODE"):
         words.append(f"--gpus-per-node={gpus}")
-    is_batch = "SLURM_PROCID" in environ and "SLURM_STEP_ID" not in environ
-    if is_batch:
+    if in_batch_script(environ):
         return ["sbatch", *words, script, *typed[1:]] if script else list(typed)
     return ["salloc", *words, *([] if gpus else _gres(environ["SLURM_JOB_ID"])), *typed]
+
+
+def step_command(environ: Mapping[str, str], typed: Sequence[str]) -> list[str]:
+    """Return the command that runs what was typed in a step of the same size."""
+    nodes, tasks = (environ[f"SLURM_STEP_NUM_{what}"] for what in ("NODES", "TASKS"))
+    gpus = environ.get("SLURM_GPUS_ON_NODE")
+    options = [f"--nodes={nodes}", f"--ntasks={tasks}", *([f"--gpus-per-node={gpus}"] * bool(gpus))]
+    return ["srun", *options, *typed]
 
 
 def _gres(job: str) -> list[str]:

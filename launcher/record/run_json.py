@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import platform
@@ -16,6 +17,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from distributed.environment import slurm_job
 from distributed.errors import Refused
 from distributed.lock import RunLock, is_locked, locked_by, update_link
 from distributed.stop_signals import DEFAULT_GRACE_S
@@ -58,6 +60,7 @@ class Record:
     launcher: LauncherProcess | None = None
     detached: bool = False
     grace: float = DEFAULT_GRACE_S  # seconds that the ranks may take to save
+    job: str = ""  # the start of a SLURM job that it was launched in
     command: str = ""  # as it was typed
     agent_arguments: tuple[str, ...] = ()
     working_directory: str = ""
@@ -135,6 +138,22 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 
 # --- a launcher's part --------------------------------------------------------------------------
+
+
+def this_start() -> str:
+    """Return what identifies this start of this SLURM job; empty outside of SLURM."""
+    job = slurm_job()
+    return " ".join(str(job[name]) for name in ("cluster", "run_id", "start", "submitted") if job)
+
+
+def next_run_id(log_dir: Path, job: str) -> str:
+    """Return JOB, JOB.1, ...: the first that no launch in this start of the job has taken."""
+    for number in itertools.count():
+        run_id = f"{job}.{number}" if number else job
+        record = read(log_dir / run_id)
+        if record is None or not record.job or record.job != this_start():
+            break
+    return run_id
 
 
 def refuse_live(folder: Path) -> None:

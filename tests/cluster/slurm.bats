@@ -80,11 +80,20 @@ field() { # <job> <name>
   [[ $(weights_of gpus) == "$(weights_of tasks)" && $(weights_of gpus) == "$(weights_of srun)" ]]
 }
 
+@test "--gpus with --ntasks-per-gpu, and sbatch's options as variables, give the ranks asked for" {
+  job --gpus=4 --ntasks-per-gpu=1 scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
+  grep -q '^ranks      4 = 2 nodes x 2, gloo$' job.out
+  rm job.out
+  SBATCH_EXPORT=NONE SBATCH_TIMELIMIT=5 job --nodes=2 --gpus-per-node=1 scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
+  grep -q '^ranks      2 = 2 nodes x 1, gloo$' job.out
+  [[ $(field "$JOB" TimeLimit) == TimeLimit=00:05:00 ]]
+}
+
 @test "the run's secret reaches every node, under --export=NONE too, and neither ps nor the log" {
   local forwarded
   on node1 bash -c 'while sleep 0.05; do ps -eo args; done' >ps.out 3>&- &
   local watch=$!
-  for forwarded in ALL NONE "PYTHON=$PYTHON,PYTHONPATH=$ROOT"; do
+  for forwarded in ALL NONE SLOW=1 "PYTHON=$PYTHON,PYTHONPATH=$ROOT"; do
     job --export="$forwarded" --nodes=2 --gpus-per-node=1 scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
     run ! grep -E 'stranger|RUN_SECRET' job.out
     grep -qE '^hosts .* node1 \(master|^hosts .*node\[1-2\]' job.out
@@ -237,10 +246,35 @@ has_restarts() { # <number>
     eventually 30 has_ended "$JOB"
     grep -q '^stopped    after step [0-9]*, which is saved (SIGTERM)$' job.out
     [[ $(field "$JOB" JobState) == JobState=CANCELLED && $(field "$JOB" Restarts) == Restarts=0 ]]
+    [[ $(field "$JOB" ExitCode) == ExitCode=75:0 ]]
     "$PYTHON" -m distributed.checkpoint verify "checkpoints/$JOB"
     rm job.out
   done
   echo "# $times of $times cancelled, saved, not requeued" >&3
+}
+
+@test "scancel of a script that saves nothing is code 143, whatever code it leaves with" {
+  printf '%s\n' 'import signal, sys, time' 'signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))' \
+    'print("ready", flush=True)' 'time.sleep(600)' >one.py
+  JOB=$(TRAIN_SCRIPT=one.py on login sbatch --parsable --output=job.out --nodes=2 scripts/slurm/slurm_train.sh -)
+  eventually 60 grep -q '^ready' job.out
+  on login scancel "$JOB"
+  eventually 30 has_ended "$JOB"
+  cat job.out
+  [[ $(field "$JOB" ExitCode) == ExitCode=143:0 && $(field "$JOB" JobState) == JobState=CANCELLED ]]
+  [[ $(tail -n 1 job.out) == "stopped  by SIGTERM: ranks "*" left with code 1 (code 143); nothing is left running" ]]
+  run ! grep -q '^scancel: ' job.out
+}
+
+@test "scancel --signal=USR1 without --batch saves, requeues and resumes, too" {
+  start_long --nodes=2 --gpus-per-node=1
+  on login scancel --signal=USR1 "$JOB"
+  eventually 60 has_resumed 1
+  [[ $(field "$JOB" Restarts) == Restarts=1 ]]
+  grep -q '^stopped    after step [0-9]*, which is saved (SIGUSR1)$' job.out
+  on login scancel "$JOB"
+  eventually 30 has_ended "$JOB"
+  [[ $(field "$JOB" ExitCode) == ExitCode=75:0 ]]
 }
 
 @test "Ctrl-C under salloc and TERM to the batch script save first; a second Ctrl-C kills" {
@@ -330,6 +364,41 @@ SH
   eventually 30 node_state_is "$other" idle
 }
 
+# SLURM itself gives a lost node up only after minutes, as is usual.
+set_slurmd_timeout() { # <seconds>
+  sed -i "s/^SlurmdTimeout=.*/SlurmdTimeout=$1/" "$CLUSTER_DIR/etc/slurm.conf"
+  on login scontrol reconfigure
+}
+
+is_not_running() { # <job>
+  [[ $(field "$1" JobState) != JobState=RUNNING ]]
+}
+
+@test "a job that has lost a node ends with the run's code, whether the node comes back or not" {
+  local away cut_at ended_s
+  set_slurmd_timeout 300
+  for away in 14 40; do
+    start_long --nodes=2 --nodelist=node[1-2] --gpus-per-node=1
+    "$CLUSTER" cut node2
+    cut_at=$SECONDS
+    (sleep "$away" && on login ip link set node2 up) 3>&- &
+    eventually 40 is_not_running "$JOB"
+    ended_s=$((SECONDS - cut_at))
+    wait $!
+    cat job.out
+    ((ended_s <= 28)) # 13 until it is known, 15 until the job ends
+    [[ $(field "$JOB" ExitCode) == ExitCode=137:0 ]]
+    [[ $(grep -c '^FAILED ' job.out) == 1 ]]
+    grep -q '^FAILED   node agent 1 (node2) .*\[link-lost\]$' job.out
+    [[ $(tail -n 1 job.out) == "see      TROUBLESHOOTING.md#link-lost" ]]
+    rm job.out
+    on login scontrol update nodename=node2 state=down reason=test # else SLURM asks it again in minutes
+    on login scontrol update nodename=node2 state=resume
+  done
+  set_slurmd_timeout 10
+  eventually 30 node_state_is node2 idle
+}
+
 @test "submitted from any folder, by its path, with spaces in both" {
   mkdir "a b" "else where"
   ln -s -- "$ROOT/scripts" "a b"
@@ -393,6 +462,36 @@ SH
 @test "run_ddp.sh in an allocation takes all of its nodes" {
   RUN_ID=ddp on login salloc -Q --nodes=2 --gres=gpu:2 scripts/run_ddp.sh -c config/local3.yaml "${SMALL[@]}"
   grep -q '"world_size": 4' logs/ddp/run.json
+}
+
+@test "two launches in one allocation are two runs; a requeued job resumes each" {
+  local words="${SHORT[*]}"
+  cat >two.sh <<SH
+#!/bin/bash
+scripts/run_ddp.sh -c config/local3.yaml $words
+scripts/run_ddp.sh -c config/local3.yaml $words seed=5
+srun --ntasks=2 --ntasks-per-node=1 scripts/cluster_train.sh config/local3.yaml $words seed=6
+[[ \$SLURM_RESTART_COUNT == 1 ]] || sleep 600
+SH
+  JOB=$(on login sbatch --parsable --requeue --output=job.out --nodes=2 --gpus-per-node=1 two.sh)
+  eventually 90 test -d "checkpoints/$JOB.4/step-6"
+  grep -q "^run        $JOB.1 " job.out
+  run ! grep -q '^resumed ' job.out
+  [[ $(weights_of "$JOB") != "$(weights_of "$JOB.1")" ]]
+  on login scontrol requeue "$JOB"
+  eventually 90 has_ended "$JOB"
+  cat job.out
+  [[ $(grep -c '^resumed    after step 6$' job.out) == 3 ]]
+  run ! grep -q '(was ' job.out
+}
+
+@test "cluster_train.sh under srun checks each node alone, whatever has port 29500" {
+  on node1 "$PYTHON" -c 'import socket, time; s = socket.create_server(("", 29500)); time.sleep(60)' 3>&- &
+  local taken=$!
+  run on login salloc -Q --nodes=2 --nodelist=node[1-2] srun --ntasks-per-node=1 scripts/cluster_train.sh config/local3.yaml "${SMALL[@]}"
+  kill "$taken"
+  echo "$output"
+  [[ $status == 0 && $(grep -c '^health     this node alone, all-reduce over 1 process: ok in ' <<<"$output") == 2 ]]
 }
 
 @test "submit_with_config.sh: one node where the GPUs fit, else several, all alike" {
@@ -522,6 +621,8 @@ nothing_queued() {
     run -2 on login "scripts/slurm/$name.sh" config/local3.yaml
     [[ $output == "$name.sh: this is no SLURM job; use sbatch scripts/slurm/$name.sh, or salloc first" ]]
   done
+  SLURM_JOB_ID=99 SLURM_JOB_NUM_NODES=1 SLURM_JOB_NODELIST=node1 run -2 on login scripts/run_ddp.sh -c config/local3.yaml
+  [[ $output == "run_ddp.sh: SLURM_JOB_ID is 99, a job that has ended; unset the SLURM_ variables, or salloc again" ]]
   TRAIN_SCRIPT='my train.py' run --separate-stderr on login scripts/slurm/slurm_train.sh config/local3.yaml --dry-run -- 'a b'
   # shellcheck disable=SC2154 # run sets it
   [[ $status == 0 && $stderr == *"ranks      4 = 2 nodes x 2"* ]]

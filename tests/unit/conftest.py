@@ -15,6 +15,9 @@ from unittest import mock
 
 import hypothesis
 import pytest
+from job_tools import job_plan
+
+from launcher.plan.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,3 +68,18 @@ def listener() -> Iterator[int]:
     """Return a port on which somebody listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield int(server.getsockname()[1])
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    """A run in a SLURM job."""
+    return job_plan(tmp_path)
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of tools that comes first in PATH."""
+    folder = tmp_path / "tools"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder

@@ -30,6 +30,7 @@ def plan_of(environ: dict[str, str] | None = None, **typed: Any) -> Plan:
 
 
 BY_HAND = {"nnodes": "2", "node_rank": "1", "master": "10.0.0.1"}
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}
 LIKE = {"like_torchrun": True, "rest": ("a.py", "--b=c"), "config": None}
 SSH = {"fanout": "ssh", "node": ("n1", "n2:3")}
 
@@ -53,6 +54,8 @@ SSH = {"fanout": "ssh", "node": ("n1", "n2:3")}
         ("master_addr", SSH, {}, "n1"),
         ("run_id", {}, {"RUN_ID": "mine", "SLURM_JOB_ID": "7"}, "mine"),
         ("run_id", {}, {"SLURM_JOB_ID": "7"}, "7"),
+        ("run_id", {}, {**STEP, "SLURM_STEP_ID": "0"}, "7"),
+        ("run_id", {}, {**STEP, "SLURM_STEP_ID": "2"}, "7.2"),
         ("run_id", {}, {"PBS_JOBID": "7.host"}, "7.host"),
         ("run_id", BY_HAND, {}, ""),
         ("variables", {"log_level": "DEBUG"}, {"LOG_LEVEL": "INFO"}, {"LOG_LEVEL": "DEBUG"}),
@@ -116,6 +119,7 @@ def test_world_of_a_slurm_job(
 
 def test_world_of_a_slurm_step_and_of_a_pbs_job(folder: Path) -> None:
     plan = plan_of(captured("one-per-node-step"), health_check=True)
+    assert plan.command.startswith("srun --nodes=2 --ntasks=2 ")
     assert (plan.num_nodes, plan.node_rank, plan.master_addr) == (2, 1, "node1")
     (folder / "nodes").write_text("n2\nn2\nn1\nn1\n")
     environ = {"PBS_JOBID": "7.host", "PBS_NODEFILE": "nodes"}

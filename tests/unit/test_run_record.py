@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 from agents import AGENT, ROOT, Run, kill_what_is_left
+from job_tools import make_tool
 
 from distributed.errors import Refused
 from launcher import processes
 from launcher.record import run_json
 from launcher.record.run_json import LauncherProcess, Record, RunFolder
 
+JOB = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "box"}
 STEPS = """
 import os, sys, time
 from distributed.heartbeat import beat
@@ -200,3 +202,30 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         Refused, match=r"cannot write to .*logs/r1.*; set LOG_DIR \[dir-unwritable\]"
     ):
         RunFolder(tmp_path / "logs", "r1", 0).create()
+
+
+@pytest.mark.parametrize(
+    ("later", "submitted", "run_id"),
+    [
+        ({}, "today", "7.1"),  # a second launch in one allocation
+        ({"SLURM_RESTART_COUNT": "1"}, "today", "7"),  # SLURM has restarted the job: it resumes
+        ({}, "last year", "7"),  # another job of this id: refused where the lock is taken
+    ],
+)
+def test_each_launch_in_an_allocation_is_a_run_of_its_own(
+    tmp_path: Path,
+    tools: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    later: dict[str, str],
+    submitted: str,
+    run_id: str,
+) -> None:
+    for name, value in JOB.items():
+        monkeypatch.setenv(name, value)
+    make_tool(tools / "squeue", "echo today")
+    run_json.note_start(tmp_path / "7", job=run_json.this_start())
+    make_tool(tools / "squeue", f"echo {submitted}")
+    for name, value in later.items():
+        monkeypatch.setenv(name, value)
+    assert run_json.next_run_id(tmp_path, "7") == run_id
+    assert run_json.next_run_id(tmp_path, "8") == "8"

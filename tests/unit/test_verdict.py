@@ -182,7 +182,10 @@ def test_what_a_node_tells_at_its_end() -> None:
     ("facts", "expected"),
     [
         (Facts(codes={0: 0, 1: 0}), Verdict(0)),
-        (Facts(codes={0: 75}, signals=[15]), Verdict(75, ends="by SIGTERM: rank 0 saved")),
+        (
+            Facts(codes={0: 75}, signals=[15]),
+            Verdict(75, ends="by SIGTERM: rank 0 saved", signum=15),
+        ),
         (
             Facts(codes={0: 143, 1: 1}, failures=[failed(1)], stopped={0}),
             Verdict(1, replace(failed(1), saved_step=40), stopped=1),

@@ -1,0 +1,204 @@
+"""The step of a SLURM job that runs the agents: start srun, act on signals, end it.
+
+The agents tell how the run ended through srun's stdout, in lines that begin with a token; the
+launcher prints the failure block once srun has ended. srun waits without limit for a node that it
+has lost, so the launcher ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from distributed.environment import job_id
+from distributed.errors import STOPPED
+from distributed.stop_signals import NOTICE, STOP_SIGNALS, Interrupts, handled_signals
+from launcher import processes
+from launcher.agent.control import MESSAGES
+from launcher.failure_block import End, print_end
+from launcher.plan.plan import Plan
+from launcher.plan.slurm import in_batch_script
+from launcher.typed_json import MessageError
+
+SQUEUE_S = 10.0  # for an answer of SLURM's controller
+END_S = 3.0  # for srun to end once the run has
+LOST_S = 8.0  # after an srun that did not, for SLURM to start a job again that has lost a node
+DRAIN_S = 2.0  # at the end, for a slow terminal
+MOST_RESTARTS = 3  # in a row that gain no checkpoint
+
+
+def start(command: Sequence[str], stdout: int | None = None) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own; it gets SIGTERM when this process ends.
+
+    A terminal's Ctrl-C would make srun kill the step, with nothing saved.
+    """
+    parent = os.getpid()
+
+    def prepare() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS, signal.SIGCHLD})
+        processes.die_with_parent(parent, signal.SIGTERM)
+
+    return subprocess.Popen(  # this process has one thread
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        start_new_session=True,
+        preexec_fn=prepare,
+    )
+
+
+class Output:
+    """What comes on srun's stdout: the agents' messages are taken out of the ranks' output."""
+
+    def __init__(self, srun: subprocess.Popen[bytes], token: str) -> None:
+        self.ends: dict[int, End] = {}  # by node rank
+        self._mark = f"{token}.".encode()
+        self._pieces: dict[int, bytes] = {}  # srun mixes the nodes' lines where they are long
+        self._last = b"\n"  # byte shown
+        assert srun.stdout is not None
+        self._fd = srun.stdout.fileno()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    @property
+    def end(self) -> End | None:
+        """How the run ended; node rank 0 knows best."""
+        return self.ends[min(self.ends)] if self.ends else None
+
+    def close(self) -> None:
+        """Show what has come, up to the end of a line."""
+        self._thread.join(DRAIN_S)
+        if self._last != b"\n":
+            print(file=sys.stderr)
+
+    def _follow(self) -> None:
+        text = b""
+        while data := os.read(self._fd, 65536):
+            text += data
+            size = text.rfind(b"\n") + 1
+            self._show(text[:size])
+            text = text[size:]
+        self._show(text)
+
+    def _show(self, text: bytes) -> None:
+        if self._mark in text:
+            lines = text.splitlines(keepends=True)
+            text = b"".join(line for line in lines if not self._is_message(line))
+        self._last = text[-1:] or self._last
+        while text:
+            try:
+                text = text[os.write(1, text) :]
+            except BlockingIOError:  # someone who shares it has set it so
+                select.select([], [1], [])
+            except OSError:  # nobody reads any more (`| head`), or the disk is full
+                return
+
+    def _is_message(self, line: bytes) -> bool:
+        rank, _, piece = line.removeprefix(self._mark).rstrip(b"\n").partition(b" ")
+        if not line.startswith(self._mark) or not rank.isdigit():
+            return False
+        self._pieces[int(rank)] = self._pieces.get(int(rank), b"") + piece
+        with contextlib.suppress(MessageError):  # not whole yet
+            self.ends[int(rank)] = MESSAGES.read(self._pieces[int(rank)])
+            os.kill(os.getpid(), signal.SIGCHLD)  # wakes run_step()
+        return True
+
+
+def run_step(plan: Plan, command: Sequence[str]) -> int:
+    """Run the step to its end, and act on signals; returns the run's exit code."""
+    handled = handled_signals()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, signal.SIGCHLD})
+    has_notice = signal.sigtimedwait({NOTICE}, 0) is not None
+    if has_notice and requeue(plan):
+        return STOPPED
+    srun = start(command, stdout=None if plan.engine else subprocess.PIPE)
+    output = None if plan.engine else Output(srun, os.environ["LAUNCH_TOKEN"])
+    interrupts = Interrupts()
+    end_at = math.inf
+    while srun.poll() is None:
+        if output and output.end:
+            end_at = min(end_at, time.monotonic() + END_S)
+        left_s = min(end_at - time.monotonic(), 3600.0)
+        came = signal.sigtimedwait({*handled, signal.SIGCHLD}, max(0.0, left_s))
+        if time.monotonic() > end_at:
+            srun.kill()
+            srun.wait()
+        elif came is None or came.si_signo == signal.SIGCHLD:
+            continue
+        elif came.si_signo == NOTICE:
+            has_notice = True
+            srun.send_signal(NOTICE)  # srun forwards it to the tasks
+        elif came.si_signo == signal.SIGINT and interrupts.is_second():
+            srun.terminate()  # which kills them
+        else:
+            threading.Thread(target=stop_step, args=(plan.run_id, srun), daemon=True).start()
+    code = processes.shell_code(srun.returncode)
+    if output is not None:
+        output.close()
+    if output is not None and output.end is not None:
+        end = as_cancelled(output.end)
+        print_end(end, sys.stderr)
+        code = end.code
+        has_notice = has_notice or end.summary.signum == NOTICE  # scancel sent it to the ranks
+    # 128 + SIGUSR1: the notice came before there was anything to save.
+    has_saved = code == STOPPED or (code == 128 + NOTICE and plan.checkpoint_dir is not None)
+    if has_notice and has_saved:
+        requeue(plan)
+    if srun.returncode == -signal.SIGKILL and code and in_batch_script(os.environ):
+        signal.sigtimedwait(handled, LOST_S)
+    return code
+
+
+def as_cancelled(end: End) -> End:
+    """Return the end with SIGTERM's code, where scancel ended the run and no rank saved."""
+    is_cancelled = end.failure is None and end.summary.signum == signal.SIGTERM
+    if is_cancelled and end.code not in (0, STOPPED) and in_batch_script(os.environ):
+        return replace(end, code=128 + signal.SIGTERM)
+    return end
+
+
+def stop_step(name: str, srun: subprocess.Popen[bytes]) -> None:
+    """Send SIGTERM to every task of our step, so that the ranks can save; srun forwards no TERM."""
+    command = ["squeue", "--noheader", "--steps", f"--job={os.environ['SLURM_JOB_ID']}"]
+    try:
+        listed = subprocess.check_output([*command, "--format=%i %j"], timeout=SQUEUE_S, text=True)
+    except (OSError, subprocess.SubprocessError):
+        srun.send_signal(NOTICE)  # works without SLURM's controller
+        return
+    steps = [line.split()[0] for line in listed.splitlines() if line.split()[1:] == [name]]
+    if steps:
+        scancel = ["scancel", "--quiet", "--signal=TERM", *steps]  # they may have ended by now
+        subprocess.run(scancel)
+    else:
+        srun.terminate()  # the step has not started yet
+
+
+def requeue(plan: Plan, environ: Mapping[str, str] = os.environ) -> bool:
+    """Put the job back into the queue, where SLURM starts it again under its id.
+
+    After three restarts in a row without a new checkpoint the job ends instead. Returns False if
+    SLURM refuses.
+    """
+    if plan.checkpoint_dir is not None:
+        latest = plan.directory / plan.checkpoint_dir / plan.run_id / "latest"
+        record = plan.directory / plan.log_dir / plan.run_id / "requeues"
+        record.parent.mkdir(parents=True, exist_ok=True)
+        newest = os.readlink(latest) if latest.is_symlink() else "none"
+        with record.open("a") as file:
+            print(newest, file=file)
+        last = record.read_text().splitlines()[-MOST_RESTARTS - 1 :]
+        if last == [newest] * (MOST_RESTARTS + 1):
+            cause = f"{MOST_RESTARTS} restarts gained no step; the job is not requeued"
+            print(f"{plan.program}: {cause}", file=sys.stderr)
+            return True
+    return subprocess.run(["scontrol", "requeue", job_id(environ)]).returncode == 0

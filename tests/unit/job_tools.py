@@ -1,0 +1,29 @@
+"""What the tests of SLURM jobs share: a plan, and scripts in the place of SLURM's programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launcher.plan.plan import Plan
+
+
+def make_tool(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    path.chmod(0o755)
+
+
+def job_plan(folder: Path) -> Plan:
+    return Plan(
+        program="x.sh",
+        fanout="srun",
+        command="x.sh c.yaml",
+        root=folder,
+        python="/python",
+        directory=folder,
+        log_dir=Path("logs"),
+        run_id="mine",
+        words=["own.py", "a b"],
+        hosts="node[1-3]",
+        num_nodes=3,
+        checkpoint_dir=Path("checkpoints"),
+    )

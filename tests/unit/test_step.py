@@ -1,0 +1,146 @@
+"""The step that runs the agents: its end, signals, requeues. Real jobs: tests/cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from captured import captured
+from job_tools import make_tool
+
+from launcher.agent.control import Control, report_end
+from launcher.failure import Failure
+from launcher.failure_block import End, RunSummary
+from launcher.fanout import step
+from launcher.plan.plan import Plan
+from launcher.preflight.check_node import PIECE
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = """
+import sys
+from pathlib import Path
+sys.path += [sys.argv[1] + "/tests/unit", sys.argv[1]]
+from job_tools import job_plan
+from launcher.fanout import step
+sys.exit(step.run_step(job_plan(Path.cwd()), ["srun"]))
+"""
+
+
+def told(node_rank: int, blamed: int, capsys: pytest.CaptureFixture[str], frames: int = 0) -> str:
+    """Return the lines in which a node's agent tells that it has lost another."""
+    lost = [f"my_task.py:{line} in loss" for line in range(frames)]
+    failure = Failure(
+        "link-lost", "no sign of life", 137, f"node{blamed + 1}", blamed, 9.0, frames=lost
+    )
+    end = End(137, failure, RunSummary(0.0, 0, 1, 0, "mine", ""), is_told=False)
+    report_end(end, Control(None, f"t0ken.{node_rank}", piece=PIECE), is_line_open=False)
+    return capsys.readouterr().out
+
+
+def run_step(folder: Path) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Run a step to its end; returns what came of it, and how long it took."""
+    began = time.monotonic()
+    environ = {**os.environ, "LAUNCH_TOKEN": "t0ken"}
+    command = [sys.executable, "-c", RUN, str(ROOT)]
+    result = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
+    return result, time.monotonic() - began
+
+
+# --- the end ------------------------------------------------------------------------------------
+
+
+def test_an_srun_that_waits_for_a_lost_node_is_ended(
+    tmp_path: Path, tools: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "told").write_text(told(0, 1, capsys))
+    make_tool(tools / "srun", "echo step 1; cat told; exec sleep 60")
+    result, took_s = run_step(tmp_path)
+    assert result.returncode == 137
+    assert result.stdout == "step 1\n"
+    assert result.stderr.startswith("FAILED   node agent 1 (node2) ")
+    assert step.END_S <= took_s < step.END_S + 3
+
+
+def test_the_block_comes_once_and_last_and_node_rank_0_is_believed(
+    tmp_path: Path, tools: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = (
+        told(node, 1 - node, capsys, frames=99).splitlines(keepends=True) for node in (0, 1)
+    )
+    assert len(first) > 2 and max(map(len, first)) < 1024
+    mixed = "".join(one + other for one, other in zip(second, first, strict=True))
+    (tmp_path / "told").write_text(f"step 1\n{mixed}no end")
+    make_tool(tools / "srun", "cat told; echo srun: error: node1 >&2; exit 1")
+    result, _ = run_step(tmp_path)
+    assert result.returncode == 137
+    assert result.stdout == "step 1\nno end"
+    assert result.stderr.startswith("srun: error: node1\n\nFAILED   node agent 1 (node2) ")
+    assert result.stderr.count("FAILED") == 1
+    assert result.stderr.endswith("see      TROUBLESHOOTING.md#link-lost\n")
+
+
+def test_without_a_word_of_the_agents_sruns_code_counts(tmp_path: Path, tools: Path) -> None:
+    make_tool(tools / "srun", "echo t0ken.0 no message; echo t0ken.x; exit 7")
+    result, _ = run_step(tmp_path)
+    assert (result.returncode, result.stderr) == (7, "")
+
+
+# --- requeues -----------------------------------------------------------------------------------
+
+
+def test_three_restarts_without_a_new_step_end_the_job(
+    plan: Plan, tools: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queued = plan.directory / "queued"
+    make_tool(tools / "scontrol", f'echo "$*" >>"{queued}"')
+    latest = plan.directory / "checkpoints/mine/latest"
+    latest.parent.mkdir(parents=True)
+    job, task = captured("requeued-batch-step"), captured("array-batch-step")
+    for number, environ in [(5, job), (5, job), *[(9, task)] * 5]:
+        latest.unlink(missing_ok=True)
+        latest.symlink_to(f"step-{number}")
+        assert step.requeue(plan, environ)
+    assert queued.read_text().splitlines() == ["requeue 11"] * 2 + ["requeue 5_5"] * 3
+    told = "x.sh: 3 restarts gained no step; the job is not requeued\n"
+    assert capsys.readouterr().err == told * 2
+
+
+def test_a_requeue_that_slurm_refuses(plan: Plan, tools: Path) -> None:
+    make_tool(tools / "scontrol", "exit 1")
+    assert not step.requeue(plan, captured("salloc-command"))
+
+
+# --- signals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("squeue", "cancelled", "expected"),
+    [  # what squeue does, the steps that scancel gets, the signal that srun gets
+        (
+            "printf '7.0 other\\n7.1 mine\\n7.batch batch\\n7.2 mine too\\n'",
+            "--quiet --signal=TERM 7.1",
+            "",
+        ),
+        ("echo 7.0 other", "", "SIGTERM"),
+        ("exit 1", "", "SIGUSR1"),
+    ],
+)
+def test_a_stop_reaches_our_step_alone(
+    tools: Path, monkeypatch: pytest.MonkeyPatch, squeue: str, cancelled: str, expected: str
+) -> None:
+    make_tool(tools / "squeue", squeue)
+    make_tool(tools / "scancel", f'echo "$*" >"{tools}/cancelled"')
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with subprocess.Popen(["sleep", "60"]) as sleeper:
+        step.stop_step("mine", sleeper)
+        if not expected:
+            sleeper.kill()
+        code = sleeper.wait()
+    assert -code == (signal.Signals[expected] if expected else signal.SIGKILL)
+    asked = tools / "cancelled"
+    assert (asked.read_text().strip() if asked.exists() else "") == cancelled
