@@ -28,7 +28,7 @@ class Shape:
     name: str
     words: tuple[str, ...]
     needs: str = ""  # a package
-    typed: str = ""  # on its standard input, which a SLURM job does not have
+    typed: str = ""  # on its standard input
     restarts: int = 0
     code: int = 0  # of the rank that fails first; torchrun's is then 1
 

@@ -102,8 +102,8 @@ def look(shape: Shape, launchers: Launchers) -> list[str]:
             cells.append("not run: no cluster here")
             continue
         theirs, ours = way
-        if shape.typed and ours == launchers.slurm:
-            cells.append("not run: a job has no standard input")
+        if shape.typed and ours != launchers.launch:
+            cells.append("not run: over several nodes ranks have no standard input")
             continue
         if theirs not in references:
             references[theirs] = run_torchrun(theirs, shape, 1 if references else 2)
