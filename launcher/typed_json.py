@@ -24,6 +24,14 @@ T = TypeVar("T")
 MAX_FLOAT = sys.float_info.max
 
 
+PIECE = 900  # characters; srun mixes the nodes' lines where they are longer than 1024
+
+
+def in_pieces(text: str) -> list[str]:
+    """Return what fits into lines that srun does not tear."""
+    return [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
+
+
 class MessageError(ValueError):
     """What arrived is not what was announced; names the field."""
 

@@ -29,8 +29,7 @@ from dataclasses import dataclass
 
 from distributed.stop_signals import STOP_SIGNALS
 from launcher.failure_block import End, print_end
-from launcher.preflight.check_node import PIECE
-from launcher.typed_json import Kinds
+from launcher.typed_json import Kinds, in_pieces
 
 MESSAGES = Kinds(end=End)  # to the launcher; fanout/protocol.py reads it
 BEAT_S = 2.0  # between two signs of life, of launchers and agents alike
@@ -45,7 +44,6 @@ class Control:
 
     fd: int | None  # None: in a step of a SLURM job
     token: str
-    piece: int = sys.maxsize  # characters of a message in one line
 
     def follow(self, kill_agent: Callable[[], None]) -> None:
         """In a thread, send this process each signal named; at the launcher's end, end the run."""
@@ -70,8 +68,8 @@ def take_control() -> Control | None:
     if not control:
         return None
     if control == "step":
-        token = f"{os.environ['LAUNCH_TOKEN']}.{os.environ['SLURM_NODEID']}"
-        return Control(None, token, piece=PIECE)
+        token = f"{os.environ['LAUNCH_TOKEN']} {os.environ['SLURM_NODEID']}"
+        return Control(None, token)
     fd = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -93,6 +91,6 @@ def report_end(end: End, control: Control | None, *, is_line_open: bool) -> None
     line_end = "\n" if is_line_open else ""
     with contextlib.suppress(OSError):  # nobody reads any more
         text = MESSAGES.write(end)
-        pieces = [text[at : at + control.piece] for at in range(0, len(text), control.piece)]
+        pieces = [text] if control.fd is not None else in_pieces(text)
         lines = [f"{control.token} {piece}\n" for piece in pieces]
         print(line_end + "".join(lines), end="", flush=True)

@@ -9,7 +9,7 @@ node -> launcher   `<token> {"hello": {...}}` and so on, a line each, and after 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,8 @@ def beat_line(token: str) -> bytes:
 class Answers:
     """What a node writes to stdout: its messages are taken out of its output."""
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, read: Callable[[bytes], Any] = ANSWERS.read) -> None:
+        self._read = read
         self._mark = f"{token} ".encode()
         self._beat = beat_line(token)
         self._text = b""  # what may be a message, or its beginning
@@ -103,7 +104,7 @@ class Answers:
         text = text.replace(self._beat, b"")
         while (at := text.find(self._mark)) >= 0 and (end := text.find(b"\n", at)) >= 0:
             try:
-                messages.append(ANSWERS.read(text[at + len(self._mark) : end]))
+                messages.append(self._read(text[at + len(self._mark) : end]))
                 output.append(text[self._passed : at])
             except MessageError:
                 output.append(text[self._passed : end + 1])

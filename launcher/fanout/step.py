@@ -25,6 +25,7 @@ from distributed.stop_signals import NOTICE, STOP_SIGNALS, Interrupts, handled_s
 from launcher import processes
 from launcher.agent.control import MESSAGES
 from launcher.failure_block import End, print_end
+from launcher.fanout.protocol import Answers
 from launcher.plan.plan import Plan
 from launcher.plan.slurm import in_batch_script
 from launcher.typed_json import MessageError
@@ -61,8 +62,8 @@ class Output:
 
     def __init__(self, srun: subprocess.Popen[bytes], token: str) -> None:
         self.ends: dict[int, End] = {}  # by node rank
-        self._mark = f"{token}.".encode()
-        self._pieces: dict[int, bytes] = {}  # srun mixes the nodes' lines where they are long
+        self._answers = Answers(token, _read_piece)
+        self._pieces: dict[int, bytes] = {}
         self._last = b"\n"  # byte shown
         assert srun.stdout is not None
         self._fd = srun.stdout.fileno()
@@ -81,18 +82,18 @@ class Output:
             print(file=sys.stderr)
 
     def _follow(self) -> None:
-        text = b""
-        while data := os.read(self._fd, 65536):
-            text += data
-            size = text.rfind(b"\n") + 1
-            self._show(text[:size])
-            text = text[size:]
-        self._show(text)
+        data = b"."
+        while data:
+            data = os.read(self._fd, 65536)
+            text, pieces = self._answers.read(data)
+            for rank, piece in pieces:
+                self._pieces[rank] = self._pieces.get(rank, b"") + piece
+                with contextlib.suppress(MessageError):  # not whole yet
+                    self.ends[rank] = MESSAGES.read(self._pieces[rank])
+                    os.kill(os.getpid(), signal.SIGCHLD)  # wakes run_step()
+            self._show(text)
 
     def _show(self, text: bytes) -> None:
-        if self._mark in text:
-            lines = text.splitlines(keepends=True)
-            text = b"".join(line for line in lines if not self._is_message(line))
         self._last = text[-1:] or self._last
         while text:
             try:
@@ -102,15 +103,13 @@ class Output:
             except OSError:  # nobody reads any more (`| head`), or the disk is full
                 return
 
-    def _is_message(self, line: bytes) -> bool:
-        rank, _, piece = line.removeprefix(self._mark).rstrip(b"\n").partition(b" ")
-        if not line.startswith(self._mark) or not rank.isdigit():
-            return False
-        self._pieces[int(rank)] = self._pieces.get(int(rank), b"") + piece
-        with contextlib.suppress(MessageError):  # not whole yet
-            self.ends[int(rank)] = MESSAGES.read(self._pieces[int(rank)])
-            os.kill(os.getpid(), signal.SIGCHLD)  # wakes run_step()
-        return True
+
+def _read_piece(text: bytes) -> tuple[int, bytes]:
+    """Return the node rank and a piece of its message: srun mixes the nodes' long lines."""
+    rank, _, piece = text.partition(b" ")
+    if not rank.isdigit():
+        raise MessageError("no node rank")
+    return int(rank), piece
 
 
 def run_step(plan: Plan, command: Sequence[str]) -> int:

@@ -24,10 +24,7 @@ from launcher.preflight import meeting, must_match
 from launcher.preflight.checks import CHECKS, Fault, Machine
 from launcher.preflight.gpus import GpuError, visible_gpus
 from launcher.text import short_host_name
-from launcher.typed_json import decode, encode, parse
-
-PIECE = 900  # characters; srun mixes the nodes' lines where they are longer than 1024
-
+from launcher.typed_json import decode, encode, in_pieces, parse
 
 @dataclass(frozen=True)
 class Request:
@@ -164,9 +161,8 @@ def bind_error(address: str, port: int) -> int:
 
 def write_report(report: Report) -> Iterator[str]:
     """Yield a report as lines that srun does not tear."""
-    text = encode(report)
-    for start in range(0, len(text), PIECE):
-        yield f"node={report.node_rank} {text[start : start + PIECE]}"
+    for piece in in_pieces(encode(report)):
+        yield f"node={report.node_rank} {piece}"
 
 
 def read_reports(lines: Iterable[str]) -> list[Report]:

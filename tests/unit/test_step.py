@@ -18,7 +18,6 @@ from launcher.failure import Failure
 from launcher.failure_block import End, RunSummary
 from launcher.fanout import step
 from launcher.plan.plan import Plan
-from launcher.preflight.check_node import PIECE
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = """
@@ -38,7 +37,7 @@ def told(node_rank: int, blamed: int, capsys: pytest.CaptureFixture[str], frames
         "link-lost", "no sign of life", 137, f"node{blamed + 1}", blamed, 9.0, frames=lost
     )
     end = End(137, failure, RunSummary(0.0, 0, 1, 0, "mine", ""), is_told=False)
-    report_end(end, Control(None, f"t0ken.{node_rank}", piece=PIECE), is_line_open=False)
+    report_end(end, Control(None, f"t0ken {node_rank}"), is_line_open=False)
     return capsys.readouterr().out
 
 
@@ -84,8 +83,26 @@ def test_the_block_comes_once_and_last_and_node_rank_0_is_believed(
     assert result.stderr.endswith("see      TROUBLESHOOTING.md#link-lost\n")
 
 
+def test_a_line_that_does_not_end_is_shown_as_it_comes(tmp_path: Path, tools: Path) -> None:
+    make_tool(tools / "srun", "printf ' 50%%'; while [[ ! -e seen ]]; do sleep 0.01; done")
+    environ = {**os.environ, "LAUNCH_TOKEN": "t0ken"}
+    command = [sys.executable, "-c", RUN, str(ROOT)]
+    with subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        assert os.read(running.stdout.fileno(), 9) == b" 50%"
+        (tmp_path / "seen").touch()
+
+
+def test_a_long_line_without_an_end_costs_no_square(tmp_path: Path, tools: Path) -> None:
+    size = 64 << 20
+    make_tool(tools / "srun", f"head -c {size} /dev/zero | tr '\\0' x")
+    result, took_s = run_step(tmp_path)
+    assert len(result.stdout) == size
+    assert took_s < 5
+
+
 def test_without_a_word_of_the_agents_sruns_code_counts(tmp_path: Path, tools: Path) -> None:
-    make_tool(tools / "srun", "echo t0ken.0 no message; echo t0ken.x; exit 7")
+    make_tool(tools / "srun", "echo t0ken 0 no message; echo t0ken x; exit 7")
     result, _ = run_step(tmp_path)
     assert (result.returncode, result.stderr) == (7, "")
 
