@@ -38,14 +38,15 @@ def test_numbers_that_differ_under_torchrun_itself_do_not_count() -> None:
 
 
 def test_lines_without_labels() -> None:
-    assert lines_of("[1] b\n[0] [0]   1/2\r[0]   2/2\n\n") == ["1/2", "2/2", "b"]
+    assert lines_of("[rank1] b\n[0] [rank0]   1/2\r[0]   2/2\n\n") == ["1/2", "2/2", "b"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [("debugged.py",), ("workers.py", "spawn"), ("raises.py", "33")])
-def test_a_sample_is_as_under_torchrun(words: tuple[str, ...]) -> None:
+def test_a_sample_is_as_under_torchrun(words: tuple[str, ...], tmp_path: Path) -> None:
     (shape,) = (one for one in shapes.SHAPES if one.words == words)
-    cells = shapes.look(shape, Launchers(Path(sys.executable)))
+    launchers = Launchers(Path(sys.executable), str(tmp_path), has_cluster=False)
+    cells = shapes.look(shape, launchers)
     assert cells[0].startswith("same, exit code")
 
 
