@@ -26,6 +26,7 @@ from launcher.preflight.gpus import GpuError, visible_gpus
 from launcher.text import short_host_name
 from launcher.typed_json import decode, encode, in_pieces, parse
 
+
 @dataclass(frozen=True)
 class Request:
     """What a node is asked to check: its part of the plan."""
