@@ -149,6 +149,7 @@ def test_world_of_a_slurm_step_and_of_a_pbs_job(folder: Path) -> None:
         ({}, {"RUN_ID": "-x"}, "RUN_ID is '-x'"),
         ({}, {"RUN_ID": "latest"}, "RUN_ID is 'latest', a name that the log folder needs itself"),
         ({"config": "no.yaml"}, {}, "there is no config 'no.yaml'; give the path"),
+        ({"config": "-"}, {}, "'-' passes no config, which this project's train.py needs; give"),
         ({"fanout": "ssh", "node": ("-o",)}, {}, "'-o' names no node"),
         ({"fanout": "ssh", "nodefile": True}, {}, "this is no PBS job; use qsub"),
         ({"fanout": "srun"}, {}, "this is no SLURM job; use sbatch x.sh, or salloc first"),
