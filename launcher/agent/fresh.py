@@ -6,7 +6,7 @@ Such a script's ranks are started anew. Only its text is read, and that of its o
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ _READ_EARLY = (
     *("CUDA_", "GOMP_", "HIP_", "KMP_", "MKL_", "OMP_", "OPENBLAS_", "PYTORCH_", "ROCR_", "TORCH"),
     "TRITON_",
 )
+_UNKNOWN = "variables"  # a name that the text does not tell
 
 
 def choose(program: Program, choice: str | None) -> Program:
@@ -30,97 +31,135 @@ def choose(program: Program, choice: str | None) -> Program:
         raise ValueError(f"FRESH is {choice!r}; give 1 for ranks that import torch anew, or 0")
     if choice or program.is_command:
         return replace(program, is_fresh=choice == "1")
-    script, folder = Path(program.name), Path(program.name).parent
+    script = Path(program.name)
+    if script == Path(__file__).parents[2] / "train.py":  # it sets none, and is long
+        return program
+    files, folder = [script], script.parent
     if program.is_module:
-        script, folder = Path(*program.name.split(".")).with_suffix(".py"), Path()
-    names = variables_set_early(script, folder)
+        folder = Path()
+        files = _files_of(folder, [*program.name.split("."), "__main__"])
+    names = variables_set_early(files, folder)
     if names:
         say(f"each rank imports torch anew, for {program.name} sets {names[0]} first")
     return replace(program, is_fresh=bool(names))
 
 
-def variables_set_early(script: Path, folder: Path) -> list[str]:
-    """Return the names that the script sets before its first import of torch.
+def variables_set_early(files: Sequence[Path], folder: Path) -> list[str]:
+    """Return the names that a script's files set, one after the other, before importing torch.
 
     Args:
         folder: where its own modules are. Those that it imports before torch are read, too.
     """
-    return _Reader(folder).read(script)[0]
+    reader = _Reader(folder)
+    any(reader.has_torch(file) for file in files)  # up to the first that imports it
+    return reader.names
 
 
 class _Reader:
+    """Reads files in about the order in which Python executes them."""
+
     def __init__(self, folder: Path) -> None:
+        self.names: list[str] = []
         self._folder = folder
-        self._seen: set[Path] = set()
+        self._seen: dict[Path, bool] = {}  # whether a file imports torch
 
-    def read(self, file: Path) -> tuple[list[str], bool]:
-        """Return the names set in a file before torch is imported, and whether it is."""
-        self._seen.add(file)
-        try:
-            tree = ast.parse(file.read_bytes())
-        except (OSError, SyntaxError, ValueError, RecursionError):  # Python will say it better
-            return [], True
-        found: list[str] = []
-        for node in _in_order(tree):
-            for name in _imported(node):
-                if name.partition(".")[0] == "torch":
-                    return found, True
-                module = self._own_module(name)
-                if module is not None and module not in self._seen:
-                    names, has_torch = self.read(module)
-                    found += names
-                    if has_torch:
-                        return found, True
-            found += [name for name in _names_set(node) if name.startswith(_READ_EARLY)]
-        return found, False
+    def has_torch(self, file: Path) -> bool:
+        """Note the names that a file sets before it imports torch; returns whether it does."""
+        if file not in self._seen:
+            self._seen[file] = False  # so far: two may import each other
+            try:
+                tree = ast.parse(file.read_bytes())
+            except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+                return True  # Python will say it better
+            self._seen[file] = self._imports_torch(tree, file, _names_of_environ(tree))
+        return self._seen[file]
 
-    def _own_module(self, name: str) -> Path | None:
-        path = self._folder.joinpath(*name.split("."))
-        files = (path.with_suffix(".py"), path / "__init__.py")
-        return next((file for file in files if file.is_file()), None)
+    def _imports_torch(self, tree: ast.AST, file: Path, environ: Set[str]) -> bool:
+        waiting = [tree]
+        while waiting:  # without recursion: a long sum is a deep tree
+            node = waiting.pop()
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                # It may be called before torch is imported, or after: its own import ends only it.
+                known = len(self.names)
+                self._imports_torch(ast.Module(node.body, []), file, environ)
+                self.names[known:] = [name for name in self.names[known:] if name != _UNKNOWN]
+            elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+                waiting += reversed(node.orelse)
+            elif any(self._loads_torch(*one) for one in _imported(node, file, self._folder)):
+                return True
+            else:
+                names = _names_set(node, environ)
+                self.names += [name for name in names if name.startswith((*_READ_EARLY, _UNKNOWN))]
+                waiting += reversed([*ast.iter_child_nodes(node)])
+        return False
+
+    def _loads_torch(self, folder: Path | None, parts: Sequence[str]) -> bool:
+        if folder is None:
+            return parts[0] == "torch" or self._loads_torch(self._folder, parts)
+        return any(self.has_torch(file) for file in _files_of(folder, parts))
 
 
-def _in_order(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes in the order of the text, which is about the order of execution."""
-    waiting = [tree]
-    while waiting:  # without recursion: a long sum is a deep tree
-        node = waiting.pop()
-        yield node
-        waiting += reversed([*ast.iter_child_nodes(node)])
+def _files_of(folder: Path, parts: Sequence[str]) -> list[Path]:
+    """Return the files that Python runs to import a module: its packages' first."""
+    found = []
+    for count in range(1, len(parts) + 1):
+        path = folder.joinpath(*parts[:count])
+        files = (path / "__init__.py", path.with_name(f"{path.name}.py"))
+        found += [file for file in files if file.is_file()][:1]
+    return found
 
 
-def _imported(node: ast.AST) -> list[str]:
-    if isinstance(node, ast.Import):
-        return [one.name for one in node.names]
-    if isinstance(node, ast.ImportFrom):
-        return [node.module or "", *(f"{node.module}.{one.name}" for one in node.names)]
+def _imported(node: ast.AST, file: Path, folder: Path) -> list[tuple[Path | None, list[str]]]:
+    """Return what a statement imports: where it is (None: on Python's path), and its name."""
+    match node:
+        case ast.Import(names=names):
+            return [(None, one.name.split(".")) for one in names]
+        case ast.ImportFrom(module=module, names=names, level=level):
+            parts = module.split(".") if module else []
+            above = file.absolute().parents
+            base = above[min(level, len(above)) - 1] if level else None
+            return [(base, [*parts, one.name]) for one in names]
     return []
 
 
-def _names_set(node: ast.AST) -> list[str]:
-    """Return the environment variables that a statement or a call sets, as far as it names them."""
-    keys: list[ast.expr | None] = []
+def _names_of_environ(tree: ast.AST) -> set[str]:
+    """Return the names by which a file calls os.environ."""
+    found = {"environ"}
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(module="os", names=names):
+                found |= {one.asname for one in names if one.name == "environ" and one.asname}
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if _is_environ(value, found):
+                found.add(name)
+    return found
+
+
+def _names_set(node: ast.AST, environ: Set[str]) -> list[str]:
+    """Return the environment variables that a statement or a call sets."""
+    keys: Sequence[ast.expr | None] = []
     match node:
-        case ast.Subscript(value=value, slice=key, ctx=ast.Store()) if _is_environ(value):
+        case ast.Subscript(value=value, slice=key, ctx=ast.Store()) if _is_environ(value, environ):
             keys = [key]
-        case ast.AugAssign(target=target, value=ast.Dict(keys=given)) if _is_environ(target):
-            keys = given
+        case ast.AugAssign(target=target, value=value) if _is_environ(target, environ):
+            keys = _keys_of(value)
         case ast.Call(func=ast.Attribute(value=value, attr="setdefault"), args=[key, *_]) if (
-            _is_environ(value)
+            _is_environ(value, environ)
         ):
             keys = [key]
         case ast.Call(func=ast.Attribute(attr="putenv"), args=[key, *_]):
             keys = [key]
-        case ast.Call(func=ast.Attribute(value=value, attr="update")) if _is_environ(value):
-            keys = [key for one in node.args if isinstance(one, ast.Dict) for key in one.keys]
-            return _constants(keys) + [one.arg for one in node.keywords if one.arg]
-    return _constants(keys)
+        case ast.Call(func=ast.Attribute(value=value, attr="update"), keywords=words) if (
+            _is_environ(value, environ)
+        ):
+            keys = [key for one in node.args for key in _keys_of(one)]
+            keys += [ast.Constant(word.arg) if word.arg else None for word in words]
+    values = (key.value if isinstance(key, ast.Constant) else None for key in keys)
+    return [value if isinstance(value, str) else _UNKNOWN for value in values]
 
 
-def _is_environ(node: ast.expr) -> bool:
-    return getattr(node, "attr", getattr(node, "id", "")) == "environ"
+def _keys_of(value: ast.expr) -> Sequence[ast.expr | None]:
+    return value.keys if isinstance(value, ast.Dict) else [None]
 
 
-def _constants(keys: list[ast.expr | None]) -> list[str]:
-    values = (key.value for key in keys if isinstance(key, ast.Constant))
-    return [value for value in values if isinstance(value, str)]
+def _is_environ(node: ast.expr, names: Set[str]) -> bool:
+    return getattr(node, "attr", getattr(node, "id", "")) in names

@@ -118,7 +118,7 @@ def describe_end(
     told = _REFUSAL.fullmatch(last_text) if cause.startswith("SystemExit") else None
     if told is not None:
         fault, cause = told["fault"], told["cause"]
-    elif cause.startswith("SystemExit") and last_text:
+    elif cause.startswith("SystemExit") and last_text not in cause:
         cause += f", after: {last_text}"
     return replace(
         unknown,

@@ -260,6 +260,9 @@ def choose_program(typed: Typed, environ: Mapping[str, str]) -> tuple[list[str],
         raise PlanError(f"no config; usage: {typed.usage}")
     if config != "-" and not flag and not Path(config).is_file():
         raise PlanError(f"there is no config {config!r}; give the path of a YAML file")
+    if is_ours and config == "-":
+        cause = "'-' passes no config, which this project's train.py needs"
+        raise PlanError(f"{cause}; give one, or name a script of your own in TRAIN_SCRIPT")
     if is_ours:
         backend = ["--distributed-backend", environ["BACKEND"]] if environ.get("BACKEND") else []
         return [ours, "--config", config, *backend, *typed.setting, *typed.rest], True, config

@@ -222,8 +222,16 @@ class RunFolder:
         with writing_to(self.path):
             self.failures.mkdir(exist_ok=True)
             self.node_log.open("ab").close()
-            update_link(self.root / "latest", self.path.name)
-            update_link(self.root / self.node_log.name, f"{self.path.name}/{self.node_log.name}")
+            log = self.node_log.name
+            for name, target in ("latest", self.path.name), (log, f"{self.path.name}/{log}"):
+                if not _is_users(self.root / name):
+                    update_link(self.root / name, target)
+
+
+def _is_users(link: Path) -> bool:
+    """Whether a link leads to something else than a run's folder."""
+    target = link.parent / Path(os.readlink(link)).parts[0] if link.is_symlink() else link
+    return link.is_symlink() and target.exists() and not (target / "failures").is_dir()
 
 
 class LiveRecord:

@@ -207,6 +207,20 @@ def test_a_file_of_the_users_own_is_not_replaced_by_a_link(tmp_path: Path) -> No
     assert len([*tmp_path.iterdir()]) == 3
 
 
+def test_a_link_of_the_users_own_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "latest").symlink_to("theirs")
+    (tmp_path / "node_0.log").symlink_to("gone/node_0.log")
+    for run_id in ("first", "second"):
+        RunFolder(tmp_path, run_id, 0).create()
+        assert (tmp_path / "latest").readlink() == Path("theirs")
+        assert (tmp_path / "node_0.log").readlink() == Path(run_id, "node_0.log")
+    (tmp_path / "latest").unlink()
+    for run_id in ("third", "fourth"):
+        RunFolder(tmp_path, run_id, 0).create()
+        assert (tmp_path / "latest").readlink() == Path(run_id)
+
+
 def test_the_folder_of_a_run(start: Start, tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     run = start(

@@ -30,6 +30,19 @@ from launcher.agent.fresh import variables_set_early
         ("import os\nos.environ['OMP_X'] = (\n", []),
         (f"import os\nx = {'1 + ' * 1500}1\nos.environ['OMP_X'] = '1'\n", ["OMP_X"]),
         ("import torchvision, os\nos.environ['OMP_X'] = '1'\n", ["OMP_X"]),
+        ("def f():\n    import torch\nimport os\nos.environ['OMP_X'] = '1'\n", ["OMP_X"]),
+        ("def f():\n    import torch, os\n    os.environ['OMP_X'] = '1'\nf()\n", []),
+        ("def f():\n    os.environ['OMP_X'] = '1'\nf()\nimport torch\n", ["OMP_X"]),
+        ("from os import environ as E\nE['OMP_X'] = '1'\n", ["OMP_X"]),
+        ("import os\nE = os.environ\nE.update(OMP_X='1')\nimport torch\n", ["OMP_X"]),
+        ("import os\nos.environ.update(config['env'])\nimport torch\n", ["variables"]),
+        ("import os\nfor k in x:\n    os.environ[k] = '1'\nimport torch\n", ["variables"]),
+        ("import os\nos.environ |= x\nimport torch\n", ["variables"]),
+        ("if TYPE_CHECKING:\n    import torch\nimport mine\n", ["TORCH_MINE"]),
+        ("from . import mine\nimport torch\n", ["TORCH_MINE"]),
+        ("from .package import relative\nimport torch\n", ["TORCH_MINE", "TORCH_PART"]),
+        ("from ....... import nothing\nimport torch\n", []),
+        ("import package.again, os\nos.environ['OMP_X'] = '1'\n", []),
     ],
 )
 def test_names_that_are_set_before_torch(tmp_path: Path, text: str, names: list[str]) -> None:
@@ -38,9 +51,34 @@ def test_names_that_are_set_before_torch(tmp_path: Path, text: str, names: list[
     (tmp_path / "package").mkdir()
     (tmp_path / "package/__init__.py").write_text("")
     (tmp_path / "package/part.py").write_text("import os\nos.environ['TORCH_PART'] = '1'\n")
+    (tmp_path / "package/again.py").write_text("from .. import with_torch\n")
+    (tmp_path / "package/relative.py").write_text("from ..mine import x\nfrom .part import y\n")
     script = tmp_path / "script.py"
     script.write_text(text)
-    assert variables_set_early(script, tmp_path) == names
+    assert variables_set_early([script], tmp_path) == names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("script.py",), ("-m", "own"), ("-m", "own.part")])
+def test_the_packages_around_a_script_are_read_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/__init__.py").write_text(
+        "import os\nfrom . import other\nos.environ['OMP_NUM_THREADS'] = '2'\n"
+    )
+    (tmp_path / "own/other.py").touch()
+    for name in ("script.py", "own/__main__.py", "own/part.py"):
+        (tmp_path / name).write_text("import own, torch\nprint(torch.get_num_threads())\n")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    ended = subprocess.run(
+        [*AGENT, "--nproc-per-node", "2", *words],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=120,
+    )
+    assert ended.stdout == "2\n2\n", ended.stderr
 
 
 SCRIPT = """

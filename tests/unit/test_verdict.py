@@ -81,6 +81,10 @@ RAISED = RaisedError("ValueError: bad; give a good one [my-fault]", "", 1, 5.0, 
     [
         (RAISED, 1, False, "", ("my-fault", "ValueError: bad; give a good one", 1, 5.0, False)),
         (
+            replace(RAISED, message="SystemExit: no data", fault=""), 1, False, "no data",
+            ("rank-error", "SystemExit: no data", 1, 5.0, False),
+        ),
+        (
             replace(RAISED, message="SystemExit: 2", code=2, fault=""), 2, False, "usage: ...",
             ("rank-error", "SystemExit: 2, after: usage: ...", 2, 5.0, False),
         ),
