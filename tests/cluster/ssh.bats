@@ -486,6 +486,7 @@ PY
   mkdir -p broken/torch
   ln -s "$torch"/{version.py,_C.*} broken/torch
   echo "import not_there" >broken/torch/__init__.py
+  # shellcheck disable=SC2016 # each node says its name
   printf '#!/bin/sh\n[ "$(hostname)" = node2 ] && export PYTHONPATH=%q\nexec %q "$@"\n' "$PWD/broken" "$PYTHON" >python
   chmod +x python
   make_idle
