@@ -304,6 +304,50 @@ has_restarts() { # <number>
   [[ $(field "$JOB" ExitCode) == ExitCode=75:0 && $(field "$JOB" Restarts) == Restarts=0 ]]
 }
 
+# What a user types at salloc's shell; the screen is in the file "screen".
+type_keys() { # <text>
+  printf '%b' "$1" >&7
+}
+
+@test "under salloc the terminal stays the user's: Ctrl-Z, fg, and what is typed during a run" {
+  cat >waits.py <<'PY'
+import os, sys, time
+import torch.distributed as dist
+def wait_for(file):
+    while not os.path.exists(file):
+        time.sleep(0.05)
+dist.init_process_group("gloo")
+print("ready", flush=True)
+wait_for("go")
+print("x" * 999_999, flush=True)  # more than a pipe holds, and nobody reads
+dist.barrier()
+open("passed", "w").close()
+wait_for("end")
+sys.exit(7 * dist.get_rank())
+PY
+  mkfifo keys
+  on login script -fqc "salloc -Q --nodes=2 --nodelist=node[1-2] bash --norc -i" screen <keys &>/dev/null 3>&- &
+  exec 7>keys
+  eventually 30 grep -q "bash-.*#" screen
+  type_keys 'TRAIN_SCRIPT=waits.py scripts/slurm/slurm_train.sh -\n'
+  eventually 60 grep -q '^ready' screen
+  type_keys '\032' # Ctrl-Z
+  eventually 10 grep -q 'Stopped .*slurm_train.sh' screen
+  touch go
+  eventually 20 test -e passed # the ranks go on
+  type_keys 'echo at-the-shell-$((40 + 2))\n'
+  eventually 10 grep -q 'at-the-shell-42' screen
+  type_keys 'fg\necho code-$?\n'
+  eventually 10 grep -q 'xxx' screen # it goes on, and shows what has come meanwhile
+  run ! grep -q 'code-[0-9]' screen  # the shell has not been given this yet
+  touch end
+  eventually 30 grep -q 'code-7' screen
+  type_keys 'exit\n'
+  wait $!
+  exec 7>&-
+  grep -q 'FAILED.* rank 1 (local rank 0, node2) .*rank-error' screen
+}
+
 @test "a notice before the first step requeues too, and resume=never is said of the first start alone" {
   JOB=$(on login sbatch --parsable --output=job.out --nodes=1 scripts/slurm/slurm_train.sh config/local3.yaml "${LONG[@]}" resume=never)
   eventually 30 grep -q '^logs ' job.out # the agent is about to start
