@@ -335,6 +335,7 @@ PY
   eventually 10 grep -q 'Stopped .*slurm_train.sh' screen
   touch go
   eventually 20 test -e passed # the ranks go on
+  # shellcheck disable=SC2016 # for salloc's shell
   type_keys 'echo at-the-shell-$((40 + 2))\n'
   eventually 10 grep -q 'at-the-shell-42' screen
   type_keys 'fg\necho code-$?\n'
@@ -494,6 +495,26 @@ is_not_running() { # <job>
   for node in login node1; do on "$node" ln -s "$PYTHON" "$own/python"; done
   PYTHON=$own/python TRAIN_SCRIPT=own.py run -3 on login salloc -Q --nodes=2 --nodelist=node[1-2] scripts/slurm/slurm_train.sh -
   [[ $output == *"No such file or directory"*"; let $PWD, $ROOT and $own/python be there as they are here [env-missing]" ]]
+}
+
+@test "the module of a task of one's own is compared between nodes, in a job and by hand" {
+  local node own=/dev/shm/task # which each host has for itself
+  local differs="mine.py is '*' on node rank 0 (node1) and '*' on node rank 1 (node2); make them the same [[]code-mismatch]"
+  for node in login node1 node2; do
+    on "$node" mkdir -p "$own"
+    on "$node" tee "$own/my.yaml" <<<"{task: 'mine:Mine', train: {max_steps: 1, batch_size: 1}}"
+    on "$node" tee "$own/mine.py" <<<"class Mine: ..."
+  done
+  on node2 tee -a "$own/mine.py" <<<"# newer"
+  run -3 on login salloc -Q --nodes=2 --nodelist=node[1-2] --gpus-per-node=1 scripts/slurm/slurm_train.sh "$own/my.yaml"
+  # shellcheck disable=SC2053 # a pattern
+  [[ $(grep -v '^srun: ' <<<"$output") == "slurm_train.sh: node2: "$differs ]]
+  on node2 scripts/ssh/launch_torchrun_multinode.sh "$own/my.yaml" 1 2 1 node1 4330 &>second.out 3>&- &
+  run -3 on node1 scripts/ssh/launch_torchrun_multinode.sh "$own/my.yaml" 1 2 0 node1 4330
+  end_of $!
+  echo "$output" "$(<second.out)"
+  # shellcheck disable=SC2053
+  [[ $CODE == 3 && $output == *${differs%;*}*"code-mismatch]"* ]]
 }
 
 @test "without logs/ SLURM drops a job before it starts, as the guide says" {
