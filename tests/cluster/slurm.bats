@@ -236,6 +236,31 @@ has_restarts() { # <number>
   echo "# an ordinary script under slurm_train.sh: $times of $times end" >&3
 }
 
+have_ended() { # <job...>
+  [[ -z $(on login squeue -h -j "$(IFS=, && echo "$*")") ]]
+}
+
+# bats test_tags=prove
+@test "ten jobs of cluster_train.sh and ten of slurm_train.sh at once on the same two nodes end with 0" {
+  local number job jobs=() options=(--parsable --nodes=2 --nodelist=node[1-2] --ntasks-per-node=1 --cpus-per-task=1 --mem=1G)
+  for ((number = 1; number <= 10; number++)); do
+    jobs+=("$(on login sbatch "${options[@]}" --output="cluster$number.out" \
+      --wrap "srun --ntasks-per-node=1 scripts/cluster_train.sh config/local3.yaml ${SMALL[*]}")")
+    jobs+=("$(on login sbatch "${options[@]}" --gpus-per-node=0 --output="slurm$number.out" \
+      scripts/slurm/slurm_train.sh config/local3.yaml "${SMALL[@]}")")
+  done
+  eventually 30 all_run_at_once "${jobs[@]}"
+  eventually 500 have_ended "${jobs[@]}"
+  tail -n 3 cluster*.out slurm*.out
+  for job in "${jobs[@]}"; do
+    [[ $(field "$job" JobState) == JobState=COMPLETED && -d checkpoints/$job/step-6 ]]
+  done
+}
+
+all_run_at_once() { # <job...>
+  (($(on login squeue -h -t running -j "$(IFS=, && echo "$*")" | wc -l) == $#))
+}
+
 # bats test_tags=prove
 @test "scancel saves, cancels, and nothing comes back" {
   local number times=$((${TIMES:-2} / 2))
@@ -495,6 +520,38 @@ is_not_running() { # <job>
   for node in login node1; do on "$node" ln -s "$PYTHON" "$own/python"; done
   PYTHON=$own/python TRAIN_SCRIPT=own.py run -3 on login salloc -Q --nodes=2 --nodelist=node[1-2] scripts/slurm/slurm_train.sh -
   [[ $output == *"No such file or directory"*"; let $PWD, $ROOT and $own/python be there as they are here [env-missing]" ]]
+}
+
+@test "a job of higher priority pre-empts a run on its nodes: it saves, waits, and resumes" {
+  local urgent
+  start_long --nodes=2 --nodelist=node[1-2] --gpus-per-node=1
+  urgent=$(on login sbatch --parsable --partition=urgent --nodes=2 --nodelist=node[1-2] --exclusive \
+    --output=/dev/null --wrap "until test -e over; do sleep 0.1; done")
+  eventually 30 is_running "$urgent" 0
+  [[ $(field "$JOB" JobState) == JobState=PENDING ]]
+  grep -q '^stopped    after step [0-9]*, which is saved (SIGTERM)$' job.out
+  "$PYTHON" -m distributed.checkpoint verify "checkpoints/$JOB"
+  touch over
+  eventually 90 has_resumed 1
+  [[ $(field "$JOB" Restarts) == Restarts=1 ]]
+  on login scancel "$JOB"
+  eventually 30 has_ended "$JOB"
+  run ! grep -q '^FAILED ' job.out
+}
+
+@test "a nested srun --overlap inside a job: it looks at the nodes, or is a run of its own; ours goes on" {
+  local looked
+  start_long --nodes=2 --gpus-per-node=1
+  looked=$(on login srun --jobid="$JOB" --overlap --nodes=2 --ntasks-per-node=1 hostname | sort -u)
+  [[ $(wc -l <<<"$looked") == 2 && $looked == node*node* ]]
+  on login srun --jobid="$JOB" --overlap --nodes=1 --ntasks=1 scripts/run_ddp.sh -c config/local3.yaml "${SMALL[@]}" &>nested.out
+  cat nested.out
+  grep -q "^run        ${JOB}[.][0-9]" nested.out
+  grep -q '^done       step 6 ' nested.out
+  [[ $(field "$JOB" JobState) == JobState=RUNNING ]]
+  on login scancel --batch --signal=TERM "$JOB"
+  eventually 30 has_ended "$JOB"
+  [[ $(field "$JOB" ExitCode) == ExitCode=75:0 ]]
 }
 
 @test "the module of a task of one's own is compared between nodes, in a job and by hand" {
