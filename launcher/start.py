@@ -33,9 +33,9 @@ class ConfigFacts:
     """What a launcher must know of a config: `train.py --check --json`."""
 
     backend: str
-    strategy: str
     join_timeout: float
     checkpoint_dir: str
+    task_file: str
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -120,4 +120,5 @@ def check_config(plan: Plan) -> Plan:
         backend=plan.backend if plan.backend != "auto" else facts.backend,
         join_timeout_s=facts.join_timeout,
         checkpoint_dir=Path(facts.checkpoint_dir),
+        task_file=facts.task_file,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -95,12 +96,19 @@ def _check(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
     if settings.task == BUILT_IN_TASK:
         text_folder(settings.data.path)
     if arguments.json:  # for launchers
-        facts = chosen.model_dump(include={"backend", "strategy", "join_timeout"})
-        print(json.dumps(facts | {"checkpoint_dir": settings.checkpoint.dir}))
+        facts = chosen.model_dump(include={"backend", "join_timeout"})
+        facts |= {"checkpoint_dir": settings.checkpoint.dir, "task_file": _task_file(settings.task)}
+        print(json.dumps(facts))
     else:
         ranks = "1 process" if world_size == 1 else f"{world_size} processes"
         print(f"ok: {arguments.config}, task {settings.task}, {ranks} x {samples} samples")
     sys.exit(0)
+
+
+def _task_file(task: str) -> str:
+    """Return the file of the module of a task of the user's own, "" if there is none."""
+    spec = None if task == BUILT_IN_TASK else importlib.util.find_spec(task.partition(":")[0])
+    return (spec and spec.origin) or ""
 
 
 def _parse(description: str) -> argparse.Namespace:

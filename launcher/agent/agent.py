@@ -80,12 +80,13 @@ def check_in(args: Arguments, *, is_terminal_shared: bool) -> checkin.Meeting:
         Refused: the run cannot start; no rank was started.
     """
     files: dict[str, str] = {}
+    task_file = os.environ.pop("LAUNCH_TASK_FILE", "")
     chosen = network.choose_variables(args.master_addr, args.num_nodes)
     os.environ.update(chosen)
     if args.num_nodes > 1:
         words = [args.program.name, *args.program.arguments]
         files = {"the list of arguments": shlex.join(words[1:])}
-        files |= must_match.hash_files(words, Path())
+        files |= must_match.hash_files([*words, task_file], Path())
         if chosen and args.node_rank == 0:
             say(f"sets {' '.join(f'{name}={value}' for name, value in chosen.items())}")
         if not args.access.secret and args.node_rank == 0:

@@ -176,8 +176,7 @@ def stop_step(name: str, srun: subprocess.Popen[bytes]) -> None:
         return
     steps = [line.split()[0] for line in listed.splitlines() if line.split()[1:] == [name]]
     if steps:
-        scancel = ["scancel", "--quiet", "--signal=TERM", *steps]  # they may have ended by now
-        subprocess.run(scancel)
+        subprocess.run(["scancel", "--quiet", "--signal=TERM", *steps])  # they may have ended
     else:
         srun.terminate()  # the step has not started yet
 

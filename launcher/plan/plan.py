@@ -80,6 +80,7 @@ class Plan(World):
     use_env: bool = False  # torch.distributed.launch's option
     join_timeout_s: float = 300.0
     checkpoint_dir: Path | None = None
+    task_file: str = ""  # the module of train.py's task, if it is the user's own
     max_restarts: int = 0
     grace_s: int = DEFAULT_GRACE_S
     variables: Mapping[str, str] = field(default_factory=dict)  # that go with the run
@@ -103,7 +104,7 @@ class Plan(World):
             cpu_nproc=self.cpu_nproc,
             master_addr=self.master_addr,
             port=self.port,
-            words=self.words,
+            words=[*self.words, self.task_file],
             directory=self.directory,
             log_dir=self.log_dir,
             checkpoint_dir=self.checkpoint_dir,
@@ -117,6 +118,7 @@ class Plan(World):
         """Return the environment variables that tell an agent and its ranks of the run."""
         command = self.command if len(os.fsencode(self.command)) < LONGEST_COMMAND else ""
         named = {"RUN_ID": self.run_id, "LAUNCH_COMMAND": command, "ENGINE": self.engine}
+        named["LAUNCH_TASK_FILE"] = self.task_file
         return {name: value for name, value in {**named, **self.variables}.items() if value}
 
     def agent_command(

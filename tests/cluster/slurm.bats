@@ -236,6 +236,31 @@ has_restarts() { # <number>
   echo "# an ordinary script under slurm_train.sh: $times of $times end" >&3
 }
 
+have_ended() { # <job...>
+  [[ -z $(on login squeue -h -j "$(IFS=, && echo "$*")") ]]
+}
+
+# bats test_tags=prove
+@test "ten jobs of cluster_train.sh and ten of slurm_train.sh at once on the same two nodes end with 0" {
+  local number job jobs=() options=(--parsable --nodes=2 --nodelist=node[1-2] --ntasks-per-node=1 --cpus-per-task=1 --mem=1G)
+  for ((number = 1; number <= 10; number++)); do
+    jobs+=("$(on login sbatch "${options[@]}" --output="cluster$number.out" \
+      --wrap "srun --ntasks-per-node=1 scripts/cluster_train.sh config/local3.yaml ${SMALL[*]}")")
+    jobs+=("$(on login sbatch "${options[@]}" --gpus-per-node=0 --output="slurm$number.out" \
+      scripts/slurm/slurm_train.sh config/local3.yaml "${SMALL[@]}")")
+  done
+  eventually 30 all_run_at_once "${jobs[@]}"
+  eventually 500 have_ended "${jobs[@]}"
+  tail -n 3 cluster*.out slurm*.out
+  for job in "${jobs[@]}"; do
+    [[ $(field "$job" JobState) == JobState=COMPLETED && -d checkpoints/$job/step-6 ]]
+  done
+}
+
+all_run_at_once() { # <job...>
+  (($(on login squeue -h -t running -j "$(IFS=, && echo "$*")" | wc -l) == $#))
+}
+
 # bats test_tags=prove
 @test "scancel saves, cancels, and nothing comes back" {
   local number times=$((${TIMES:-2} / 2))
@@ -302,6 +327,51 @@ has_restarts() { # <number>
   eventually 30 has_ended "$JOB"
   grep -q '^stopped    after step [0-9]*, which is saved (SIGTERM)$' job.out
   [[ $(field "$JOB" ExitCode) == ExitCode=75:0 && $(field "$JOB" Restarts) == Restarts=0 ]]
+}
+
+# What a user types at salloc's shell; the screen is in the file "screen".
+type_keys() { # <text>
+  printf '%b' "$1" >&7
+}
+
+@test "under salloc the terminal stays the user's: Ctrl-Z, fg, and what is typed during a run" {
+  cat >waits.py <<'PY'
+import os, sys, time
+import torch.distributed as dist
+def wait_for(file):
+    while not os.path.exists(file):
+        time.sleep(0.05)
+dist.init_process_group("gloo")
+print("ready", flush=True)
+wait_for("go")
+print("x" * 999_999, flush=True)  # more than a pipe holds, and nobody reads
+dist.barrier()
+open("passed", "w").close()
+wait_for("end")
+sys.exit(7 * dist.get_rank())
+PY
+  mkfifo keys
+  on login script -fqc "salloc -Q --nodes=2 --nodelist=node[1-2] bash --norc -i" screen <keys &>/dev/null 3>&- &
+  exec 7>keys
+  eventually 30 grep -q "bash-.*#" screen
+  type_keys 'TRAIN_SCRIPT=waits.py scripts/slurm/slurm_train.sh -\n'
+  eventually 60 grep -q '^ready' screen
+  type_keys '\032' # Ctrl-Z
+  eventually 10 grep -q 'Stopped .*slurm_train.sh' screen
+  touch go
+  eventually 20 test -e passed # the ranks go on
+  # shellcheck disable=SC2016 # for salloc's shell
+  type_keys 'echo at-the-shell-$((40 + 2))\n'
+  eventually 10 grep -q 'at-the-shell-42' screen
+  type_keys 'fg\necho code-$?\n'
+  eventually 10 grep -q 'xxx' screen # it goes on, and shows what has come meanwhile
+  run ! grep -q 'code-[0-9]' screen  # the shell has not been given this yet
+  touch end
+  eventually 30 grep -q 'code-7' screen
+  type_keys 'exit\n'
+  wait $!
+  exec 7>&-
+  grep -q 'FAILED.* rank 1 (local rank 0, node2) .*rank-error' screen
 }
 
 @test "a notice before the first step requeues too, and resume=never is said of the first start alone" {
@@ -450,6 +520,58 @@ is_not_running() { # <job>
   for node in login node1; do on "$node" ln -s "$PYTHON" "$own/python"; done
   PYTHON=$own/python TRAIN_SCRIPT=own.py run -3 on login salloc -Q --nodes=2 --nodelist=node[1-2] scripts/slurm/slurm_train.sh -
   [[ $output == *"No such file or directory"*"; let $PWD, $ROOT and $own/python be there as they are here [env-missing]" ]]
+}
+
+@test "a job of higher priority pre-empts a run on its nodes: it saves, waits, and resumes" {
+  local urgent
+  start_long --nodes=2 --nodelist=node[1-2] --gpus-per-node=1
+  urgent=$(on login sbatch --parsable --partition=urgent --nodes=2 --nodelist=node[1-2] --exclusive \
+    --output=/dev/null --wrap "until test -e over; do sleep 0.1; done")
+  eventually 30 is_running "$urgent" 0
+  [[ $(field "$JOB" JobState) == JobState=PENDING ]]
+  grep -q '^stopped    after step [0-9]*, which is saved (SIGTERM)$' job.out
+  "$PYTHON" -m distributed.checkpoint verify "checkpoints/$JOB"
+  touch over
+  eventually 90 has_resumed 1
+  [[ $(field "$JOB" Restarts) == Restarts=1 ]]
+  on login scancel "$JOB"
+  eventually 30 has_ended "$JOB"
+  run ! grep -q '^FAILED ' job.out
+}
+
+@test "a nested srun --overlap inside a job: it looks at the nodes, or is a run of its own; ours goes on" {
+  local looked
+  start_long --nodes=2 --gpus-per-node=1
+  looked=$(on login srun --jobid="$JOB" --overlap --nodes=2 --ntasks-per-node=1 hostname | sort -u)
+  [[ $(wc -l <<<"$looked") == 2 && $looked == node*node* ]]
+  on login srun --jobid="$JOB" --overlap --nodes=1 --ntasks=1 scripts/run_ddp.sh -c config/local3.yaml "${SMALL[@]}" &>nested.out
+  cat nested.out
+  grep -q "^run        ${JOB}[.][0-9]" nested.out
+  grep -q '^done       step 6 ' nested.out
+  [[ $(field "$JOB" JobState) == JobState=RUNNING ]]
+  on login scancel --batch --signal=TERM "$JOB"
+  eventually 30 has_ended "$JOB"
+  [[ $(field "$JOB" ExitCode) == ExitCode=75:0 ]]
+}
+
+@test "the module of a task of one's own is compared between nodes, in a job and by hand" {
+  local node own=/dev/shm/task # which each host has for itself
+  local differs="mine.py is '*' on node rank 0 (node1) and '*' on node rank 1 (node2); make them the same [[]code-mismatch]"
+  for node in login node1 node2; do
+    on "$node" mkdir -p "$own"
+    on "$node" tee "$own/my.yaml" <<<"{task: 'mine:Mine', train: {max_steps: 1, batch_size: 1}}"
+    on "$node" tee "$own/mine.py" <<<"class Mine: ..."
+  done
+  on node2 tee -a "$own/mine.py" <<<"# newer"
+  run -3 on login salloc -Q --nodes=2 --nodelist=node[1-2] --gpus-per-node=1 scripts/slurm/slurm_train.sh "$own/my.yaml"
+  # shellcheck disable=SC2053 # a pattern
+  [[ $(grep -v '^srun: ' <<<"$output") == "slurm_train.sh: node2: "$differs ]]
+  on node2 scripts/ssh/launch_torchrun_multinode.sh "$own/my.yaml" 1 2 1 node1 4330 &>second.out 3>&- &
+  run -3 on node1 scripts/ssh/launch_torchrun_multinode.sh "$own/my.yaml" 1 2 0 node1 4330
+  end_of $!
+  echo "$output" "$(<second.out)"
+  # shellcheck disable=SC2053
+  [[ $CODE == 3 && $output == *${differs%;*}*"code-mismatch]"* ]]
 }
 
 @test "without logs/ SLURM drops a job before it starts, as the guide says" {

@@ -180,7 +180,17 @@ def test_the_config_counts_where_nothing_else_was_said(folder: Path) -> None:
     assert (plan.backend, plan.join_timeout_s, plan.checkpoint_dir) == ("gloo", 7, Path("kept"))
     said = check_config(plan_of({"BACKEND": "nccl"}))
     assert said.backend == "nccl"
+    assert said.task_file == ""
     assert replace(plan_of(), run_id="") == replace(plan_of({"GRACE": ""}), run_id="")
+
+
+def test_a_task_of_the_users_own_is_among_the_compared_files(folder: Path) -> None:
+    (folder / "mine.py").write_text("class Digits: ...\n")
+    (folder / "c.yaml").write_text("task: mine:Digits\ntrain: {max_steps: 1, batch_size: 1}\n")
+    plan = check_config(plan_of())
+    assert plan.task_file == str(folder / "mine.py")
+    assert plan.request().words[-1] == plan.task_file
+    assert plan.run_variables()["LAUNCH_TASK_FILE"] == plan.task_file
 
 
 def test_the_command_repeats_what_shaped_the_run() -> None:

@@ -134,9 +134,9 @@ def test_check_tells_launchers_in_json() -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {
         "backend": "auto",
-        "strategy": "auto",
         "join_timeout": 20,
         "checkpoint_dir": "a b$c\nd",
+        "task_file": "",
     }
     assert done.stdout.count("\n") == 1
 
