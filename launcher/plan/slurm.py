@@ -123,9 +123,9 @@ def job_command(environ: Mapping[str, str], script: str | None, typed: Sequence[
 
 def step_command(environ: Mapping[str, str], typed: Sequence[str]) -> list[str]:
     """Return the command that runs what was typed in a step of the same size."""
-    nodes, tasks = (environ[f"SLURM_STEP_NUM_{what}"] for what in ("NODES", "TASKS"))
-    gpus = environ.get("SLURM_GPUS_ON_NODE")
-    options = [f"--nodes={nodes}", f"--ntasks={tasks}", *([f"--gpus-per-node={gpus}"] * bool(gpus))]
+    given = {"nodes": "STEP_NUM_NODES", "ntasks": "STEP_NUM_TASKS", "gpus-per-node": "GPUS_ON_NODE"}
+    sizes = {option: environ.get(f"SLURM_{name}") for option, name in given.items()}
+    options = [f"--{option}={size}" for option, size in sizes.items() if size]
     return ["srun", *options, *typed]
 
 
