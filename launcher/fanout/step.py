@@ -72,8 +72,10 @@ class Output:
 
     @property
     def end(self) -> End | None:
-        """How the run ended; node rank 0 knows best."""
-        return self.ends[min(self.ends)] if self.ends else None
+        """How the run ended: node rank 0 knows best, unless it was only stopped."""
+        ends = [self.ends[rank] for rank in sorted(self.ends)]
+        failed = [end for end in ends if end.failure and not ends[0].failure and ends[0].code]
+        return next(iter(failed + ends), None)
 
     def close(self) -> None:
         """Show what has come, up to the end of a line."""

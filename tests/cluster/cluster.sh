@@ -109,6 +109,7 @@ up() { # [<nodes>]
   BOX_WAIT_S=$((BOX_WAIT_S + nodes))
   check
   down
+  raise_neighbours $((4 * nodes * nodes))
   trap give_up EXIT
   make_files "$nodes"
   exec 3>&- 4>&- # bats waits for whoever holds these
@@ -119,6 +120,14 @@ up() { # [<nodes>]
   wait_until "$nodes nodes are idle" nodes_are_idle "$nodes"
   trap - EXIT
   echo "up: login and node1 to node$nodes; make cluster-shell opens a shell, make cluster-down ends it"
+}
+
+# The hosts share one table of this machine for the addresses of their neighbours.
+raise_neighbours() { # <entries>
+  local limit
+  for limit in /proc/sys/net/ipv4/neigh/default/gc_thresh{2,3}; do
+    (($(<"$limit") >= $1)) || echo "$1" 2>/dev/null >"$limit" || true
+  done
 }
 
 down() {

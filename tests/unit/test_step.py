@@ -83,6 +83,18 @@ def test_the_block_comes_once_and_last_and_node_rank_0_is_believed(
     assert result.stderr.endswith("see      TROUBLESHOOTING.md#link-lost\n")
 
 
+def test_a_node_that_failed_is_told_where_node_rank_0_was_only_stopped(
+    tmp_path: Path, tools: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped = End(143, None, RunSummary(0.0, 0, 1, 0, "mine", "", signum=15), is_told=False)
+    report_end(stopped, Control(None, "t0ken 0"), is_line_open=False)
+    (tmp_path / "told").write_text(capsys.readouterr().out + told(1, 1, capsys))
+    make_tool(tools / "srun", "cat told; exit 143")
+    result, _ = run_step(tmp_path)
+    assert result.returncode == 137
+    assert result.stderr.startswith("FAILED   node agent 1 (node2) ")
+
+
 def test_a_line_that_does_not_end_is_shown_as_it_comes(tmp_path: Path, tools: Path) -> None:
     make_tool(tools / "srun", "printf ' 50%%'; while [[ ! -e seen ]]; do sleep 0.01; done")
     environ = {**os.environ, "LAUNCH_TOKEN": "t0ken"}
