@@ -70,11 +70,8 @@ def main() -> None:
     shapes = [one for one in SHAPES if not names or any(n in " ".join(one.words) for n in names)]
     python = others.environment("shapes", PACKAGES)
     rows, wrong = [], 0
-    with (
-        tempfile.TemporaryDirectory() as extensions,
-        cluster(is_wanted="--here" not in words) as is_up,
-    ):
-        launchers = Launchers(python, extensions, has_cluster=is_up)
+    with cluster(is_wanted="--here" not in words) as is_up:
+        launchers = Launchers(python, has_cluster=is_up)
         for shape in shapes:
             cells = [""] * len(launchers.ways())
             if shape.needs and not others.version(python, shape.needs):

@@ -43,9 +43,9 @@ def test_lines_without_labels() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [("debugged.py",), ("workers.py", "spawn"), ("raises.py", "33")])
-def test_a_sample_is_as_under_torchrun(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_sample_is_as_under_torchrun(words: tuple[str, ...]) -> None:
     (shape,) = (one for one in shapes.SHAPES if one.words == words)
-    launchers = Launchers(Path(sys.executable), str(tmp_path), has_cluster=False)
+    launchers = Launchers(Path(sys.executable), has_cluster=False)
     cells = shapes.look(shape, launchers)
     assert cells[0].startswith("same, exit code")
 
