@@ -22,8 +22,6 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 MAX_FLOAT = sys.float_info.max
-
-
 PIECE = 900  # characters; srun mixes the nodes' lines where they are longer than 1024
 
 
