@@ -78,7 +78,7 @@ class Heart:
             time=now,
             limit_s=self._hang_seconds or self._usual_limit(step or last.step),
         )
-        RECORD.pack_into(self._record, 0, *self._last)
+        self._record[: RECORD.size] = RECORD.pack(*self._last)  # pack_into() would clear it first
 
     def _usual_limit(self, step: int) -> float:
         if step < self._first_step + 2:

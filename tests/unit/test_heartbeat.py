@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from distributed import heartbeat
-from distributed.heartbeat import Beat, beat
+from distributed.heartbeat import Beat, Heart, beat
 from launcher import failure
 from launcher.agent import stuck
 from launcher.agent.heartbeats import Heartbeats
@@ -147,3 +148,20 @@ def test_a_subprocess_of_a_rank_cannot_write_to_the_record(
     assert os.waitpid(pid, 0)[1] == 0
     assert data.read_bytes() == b"x" * 1000
     assert beats.read(1).step == 3
+
+
+def test_a_record_that_is_being_written_is_never_read_as_silence(tmp_path: Path) -> None:
+    beats = Heartbeats(1)
+    fd = int(beats.name.partition(":")[0])
+    writer = os.fork()
+    if writer == 0:
+        heart = Heart(fd, 0, tmp_path / "stack")
+        for step in itertools.count():
+            heart.beat(step, None, 60.0)
+    try:
+        read = [beats.read(0) for _ in range(100_000)]
+    finally:
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+    begun = [beat for beat in read if beat != Beat()]
+    assert begun and all(beat.limit_s == 60.0 and beat.time > 0 for beat in begun)
