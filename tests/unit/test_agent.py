@@ -57,7 +57,7 @@ def test_one_dies_all_stop(
 ) -> None:
     run = start(what, 1, BUSY=busy)
     run.wait_for("ready 0")
-    began = time.monotonic()
+    began = run.first_end()
     err = run.finish()
     assert time.monotonic() - began < GONE_WITHIN_S
     run.assert_gone()

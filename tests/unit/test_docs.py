@@ -63,6 +63,7 @@ FOREIGN_VARIABLES = {
 NO_FAULTS = {
     *("all-gather", "all-reduce", "reduce-scatter"),  # collectives
     *("compute-apps", "nvidia-smi"),
+    "gpus-per-node",  # an option of sbatch
 }
 
 NOT_LISTED = ("__init__", "__pycache__")
