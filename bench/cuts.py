@@ -67,6 +67,7 @@ class Run:
             "LOG_DIR": str(self.folder),
             "TRAIN_SCRIPT": str(ROOT / "bench/cut_steps.py"),
             "GRACE": "5",
+            "PYTHON": sys.executable,
             "NO_COLOR": "1",
         }
 
