@@ -46,6 +46,7 @@ class Run:
 
     def __enter__(self) -> Run:
         self.output.touch()
+        self.wait(are_connected, START_S)  # after the cut before
         self.poll = self.start(self.folder, {**os.environ, **self.variables})
         if self.wait(lambda: b"step" in self.output.read_bytes(), START_S) is None:
             raise RuntimeError(f"no start:\n{self.output.read_text()}")
@@ -90,6 +91,14 @@ class Run:
                 except BlockingIOError:
                     return True
         return False
+
+
+def are_connected() -> bool:
+    """Whether each host reaches the sshd of every other."""
+    pairs = itertools.permutations(HOSTS.values(), 2)
+    reach = ["bash", "-c", '</dev/tcp/"$0"/22']
+    tries = (subprocess.run([CLUSTER, "run", one, *reach, other]) for one, other in pairs)
+    return all(done.returncode == 0 for done in tries)
 
 
 def over_ssh(folder: Path, variables: dict[str, str]) -> Callable[[], int | None]:

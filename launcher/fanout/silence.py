@@ -49,8 +49,10 @@ class Silence:
         return [one for one in awaited if now - one.heard > SILENCE_S / 2]
 
     def recall(self) -> None:
-        """At the first end, see which nodes were silent just before: they may have given us up."""
+        """At the first end, see which nodes are silent, or were: they may have given us up."""
+        now = time.monotonic()
         for one in self.connections:
-            ended, seconds = one.blip
-            if ended > time.monotonic() - RECALL_S:
+            lasts_s = now - one.heard
+            ended, seconds = (now, lasts_s) if lasts_s > SILENCE_S / 2 else one.blip
+            if ended > now - RECALL_S:
                 one.lost, one.is_silent = f"no sign of life for {seconds:.0f} s: network cut?", True
