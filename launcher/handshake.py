@@ -130,13 +130,24 @@ def _prove(secret: bytes, role: bytes, nonces: bytes) -> bytes:
     return hmac.digest(secret or b"-", role + nonces, "sha256")
 
 
-def introduce(connection: socket.socket, secret: bytes, limit_s: float = WAIT_S) -> None:
-    """Prove to node rank 0 that this node knows the secret, and see that node rank 0 does.
+def connect(address: str, port: int, secret: bytes, limit_s: float) -> socket.socket:
+    """Connect to node rank 0, and let each prove to the other that it knows the secret.
 
     Raises:
         NoEntrance, WrongSecret: the other end is not node rank 0 of this run.
+        OSError: there is no way to it.
     """
-    connection.settimeout(limit_s)
+    connection = socket.create_connection((address, port), timeout=limit_s)
+    try:
+        introduce(connection, secret)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def introduce(connection: socket.socket, secret: bytes) -> None:
+    """Prove to node rank 0 that this node knows the secret, and see that node rank 0 does."""
     try:
         theirs, ours = _receive(connection, NONCE_BYTES), os.urandom(NONCE_BYTES)
     except OSError as error:

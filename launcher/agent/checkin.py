@@ -13,14 +13,7 @@ from distributed.errors import Refused
 from launcher.agent.control import SILENCE_S
 from launcher.agent.output import say
 from launcher.agent.protocol import Assignment, Peer, Refusal
-from launcher.handshake import (
-    Access,
-    Entrance,
-    NoEntrance,
-    WrongSecret,
-    introduce,
-    open_port,
-)
+from launcher.handshake import Access, Entrance, NoEntrance, WrongSecret, connect, open_port
 from launcher.preflight.must_match import NodeReport, mismatches
 from launcher.text import count
 
@@ -182,7 +175,7 @@ def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> 
     turned_away: float | None = None  # since when
     while wait.left_s > 0:
         try:
-            peer = _introduce(address, port, secret, min(CONNECT_S, wait.timeout_s))
+            peer = Peer(connect(address, port, secret, min(CONNECT_S, wait.timeout_s)))
             return Meeting(_ask(peer, me, wait.deadline), {0: peer}, None)
         except (NoEntrance, WrongSecret) as error:
             if isinstance(error, WrongSecret) and turned_away is None:
@@ -204,16 +197,6 @@ def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> 
     fault, cure = _explain(last)
     cause = f"node rank 0 at {address}:{port} did not answer within {wait.timeout_s:g} s"
     raise Refused(fault, f"{cause} ({last.strerror or last}); {cure}")
-
-
-def _introduce(address: str, port: int, secret: bytes, limit_s: float) -> Peer:
-    connection = socket.create_connection((address, port), timeout=limit_s)
-    try:
-        introduce(connection, secret, limit_s)
-    except OSError:
-        connection.close()
-        raise
-    return Peer(connection)
 
 
 def _ask(peer: Peer, me: NodeReport, deadline: float) -> Assignment:

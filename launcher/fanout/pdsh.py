@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from distributed.errors import Refused
-from launcher.fanout.connection import NODE, Connection
+from launcher.fanout.connection import FAR_SIDE, Connection
 from launcher.fanout.loop import FIXED, Child
 from launcher.fanout.protocol import Ready, Start
 from launcher.fanout.ssh import OTHERS_S, Fanout
@@ -72,7 +72,7 @@ class PdshFanout(Fanout):
 
     def remote_command(self) -> str:
         """Return what pdsh runs on every node, where it puts the node's rank for %n."""
-        words = [self.plan.python, str(self.plan.root / NODE)]
+        words = self.plan.module_command(FAR_SIDE)
         if "LD_LIBRARY_PATH" in self.plan.forwarded:  # some Python's own library is there
             words = ["env", f"LD_LIBRARY_PATH={os.environ['LD_LIBRARY_PATH']}", *words]
         return f"exec {shlex.join(words).replace('%', '%%')} {self.socket}.%n"

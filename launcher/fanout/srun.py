@@ -99,8 +99,8 @@ def check_nodes(plan: Plan) -> list[Report]:
     """
     request = encode(plan.request(meeting_size=plan.num_nodes))
     pieces = [request[at : at + LONGEST] for at in range(0, len(request), LONGEST)]
-    command = ["env", f"--chdir={plan.root}", plan.python, str(plan.root / "scripts/lib/start.py")]
-    command += ["launcher.preflight.check_node", *pieces]
+    check = plan.module_command("launcher.preflight.check_node")
+    command = ["env", f"--chdir={plan.root}", *check, *pieces]
     step = node_step(plan, ["--kill-on-bad-exit=0"], command, os.environ)
     srun = start(step, stdout=subprocess.PIPE)
     try:

@@ -16,7 +16,7 @@ from launcher.preflight.check_node import Report, Request, check_node
 from launcher.preflight.compare import Outcome
 from launcher.text import count, print_row
 
-AGENT = "scripts/lib/agent.py"
+AGENT, START = "scripts/lib/agent.py", "scripts/lib/start.py"
 MOST_RANKS = 4096  # of one node
 LONGEST_COMMAND = 100_000  # bytes of the resume line; Linux takes 128 KiB in one variable
 
@@ -144,6 +144,10 @@ class Plan(World):
         if self.max_restarts:
             command += ["--max-restarts", str(self.max_restarts)]
         return [*command, *self.passed, *self.words]
+
+    def module_command(self, module: str) -> list[str]:
+        """Return what runs a module of launcher/, on this machine or on a node."""
+        return [self.python, str(self.root / START), module]
 
     def with_variables(self, command: Sequence[str]) -> list[str]:
         """Return a command of this run, with the run's variables before it."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -187,7 +186,3 @@ def main(arguments: Sequence[str]) -> int:
     asked["node_rank"] = int(os.environ.get("SLURM_NODEID") or 0)
     print("\n".join(write_report(check_node(decode(Request, asked)))), flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
