@@ -122,8 +122,11 @@ def _only_address(name: str) -> tuple[int, str]:
     if len(found) != 1 or not name:
         return socket.AF_INET, ""
     ((number, where),) = found
-    is_loopback = where.startswith("127.") or where == "::1"
-    return number, where if name in ("localhost", where) or not is_loopback else ""
+    return number, where if name in ("localhost", where) or not is_loopback(where) else ""
+
+
+def is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
 
 
 def _prove(secret: bytes, role: bytes, nonces: bytes) -> bytes:

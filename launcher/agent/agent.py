@@ -37,7 +37,7 @@ from launcher.agent.node_ranks import NodeRanks, Rank
 from launcher.agent.output import NodeLog, Stream, open_stream, say, without_noise
 from launcher.agent.terminal import Terminal, is_line_open, open_terminals
 from launcher.agent.torchrun_arguments import Arguments, parse
-from launcher.agent.verdict import Verdict
+from launcher.agent.verdict import Facts, Verdict
 from launcher.failure import Failure
 from launcher.failure_block import End, RunSummary
 from launcher.preflight import must_match
@@ -185,12 +185,13 @@ class NodeAgent:
         if self.args.node_rank == 0:
             self._serve_store()
         is_last = number == self.args.max_restarts
-        host = self.assignment.hosts[self.args.node_rank]
+        hosts = self.assignment.hosts
         attempt = Attempt(
-            NodeRanks(ranks, self.heartbeats, self.args.node_rank, host),
-            meeting=self.meeting,
+            NodeRanks(ranks, self.heartbeats, self.args.node_rank, hosts[self.args.node_rank]),
+            hosts=hosts,
+            peers=self.meeting.peers,
             guardian=self.guardian.socket,
-            signals=signals,
+            facts=Facts(signals=signals),
             grace_s=self.args.grace_s,
             verdict_s=VERDICT_S if is_last else SILENCE_S,
             record=self.record,

@@ -19,6 +19,7 @@ from distributed.stop_signals import NOTICE
 from launcher import handshake, processes
 from launcher.fanout.step import run_step, start
 from launcher.plan.plan import Plan, PlanError, print_plan, shell_line
+from launcher.plan.slurm import ask_squeue
 from launcher.preflight import compare
 from launcher.preflight.check_node import Report, read_reports
 from launcher.text import count
@@ -56,12 +57,8 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
 
 def refuse_ended_job(job: str) -> None:
     """Raise PlanError where SLURM answers, and this user has no such job any more."""
-    command = ["squeue", "--noheader", f"--user={os.getuid()}", "--format=%A"]
-    try:
-        jobs = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=10, text=True)
-    except (OSError, subprocess.SubprocessError):
-        return
-    if job not in jobs.split():
+    jobs = ask_squeue(f"--user={os.getuid()}", "--format=%A")
+    if jobs is not None and job not in jobs.split():
         cause = f"SLURM_JOB_ID is {job}, a job that has ended"
         raise PlanError(f"{cause}; unset the SLURM_ variables, or salloc again")
 

@@ -310,9 +310,8 @@ def choose_master(plan: Plan, hellos: Sequence[Hello | None]) -> Plan:
     given = os.environ.get("MASTER_ADDR")
     if given not in (None, "", first, first.rpartition("@")[2]) or plan.num_nodes == 1:
         return plan
-    is_loopback = address.startswith("127.") or address == "::1"
     for node, hello in zip(plan.nodes, hellos, strict=True):
-        if is_loopback and hello and hello.address != address:
+        if handshake.is_loopback(address) and hello and hello.address != address:
             cause = f"{first}, the master, is {address}, which {node.name} cannot reach"
             raise Refused("loopback-address", f"{cause}; give its name on the network")
     return replace(plan, master_addr=address or plan.master_addr)

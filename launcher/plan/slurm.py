@@ -118,7 +118,10 @@ def job_command(environ: Mapping[str, str], script: str | None, typed: Sequence[
         words.append(f"--gpus-per-node={gpus}")
     if in_batch_script(environ):
         return ["sbatch", *words, script, *typed[1:]] if script else list(typed)
-    return ["salloc", *words, *([] if gpus else _gres(environ["SLURM_JOB_ID"])), *typed]
+    if not gpus:  # salloc sets no variable for --gres
+        asked = (ask_squeue(f"--job={environ['SLURM_JOB_ID']}", "--format=%b") or "").strip()
+        words += [f"--gres={asked.removeprefix('gres:')}"] if asked.startswith("gres:") else []
+    return ["salloc", *words, *typed]
 
 
 def step_command(environ: Mapping[str, str], typed: Sequence[str]) -> list[str]:
@@ -129,13 +132,10 @@ def step_command(environ: Mapping[str, str], typed: Sequence[str]) -> list[str]:
     return ["srun", *options, *typed]
 
 
-def _gres(job: str) -> list[str]:
-    """Return the --gres option of a job; salloc sets no variable for it."""
-    command = ["squeue", "--noheader", f"--job={job}", "--format=%b"]
+def ask_squeue(*options: str) -> str | None:
+    """Return what squeue prints; None where SLURM does not answer."""
+    command = ["squeue", "--noheader", *options]
     try:
-        answer = subprocess.check_output(
-            command, stderr=subprocess.DEVNULL, text=True, timeout=10.0
-        ).strip()
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=10, text=True)
     except (OSError, subprocess.SubprocessError):
-        return []
-    return [f"--gres={answer.removeprefix('gres:')}"] if answer.startswith("gres:") else []
+        return None
