@@ -140,6 +140,8 @@ class NodeAgent:
         self.started = time.time()
         run_id, log_dir = self.assignment.run_id, args.log_dir
         self.folder = RunFolder(log_dir, run_id, args.node_rank) if log_dir else None
+        if self.folder is not None:
+            self.folder.create()
         self.record = self._open_record(arguments)
         self.log = NodeLog(self.folder.node_log if self.folder else None)
         self.error_files = self.folder.failures if self.folder else Path(tempfile.mkdtemp())
@@ -149,9 +151,7 @@ class NodeAgent:
         guardian.socket.sendall(typed_json.encode(note).encode())
 
     def _open_record(self, arguments: list[str]) -> LiveRecord | None:
-        """Make the run's folder; on node rank 0 start run.json."""
-        if self.folder is not None:
-            self.folder.create()
+        """On node rank 0, start run.json."""
         if self.folder is None or self.args.node_rank != 0:
             return None
         return LiveRecord(

@@ -52,11 +52,7 @@ class Wait:
 
 
 def meet(address: str, port: int, me: NodeReport, access: Access, timeout_s: float) -> Meeting:
-    """Meet the other nodes' agents at node rank 0.
-
-    Raises:
-        Refused: the run cannot start.
-    """
+    """Meet the other nodes' agents at node rank 0; raises Refused where the run cannot start."""
     if me.node_rank != 0:
         return join(address, port, me, access.secret, Wait(timeout_s))
     listener = listen(address, port)
@@ -66,11 +62,7 @@ def meet(address: str, port: int, me: NodeReport, access: Access, timeout_s: flo
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Listen on the master port (0: any free one).
-
-    Raises:
-        Refused: the port is taken.
-    """
+    """Listen on the master port (0: any free one); raises Refused where it is taken."""
     try:
         return open_port(port, address)
     except OSError as error:
@@ -143,24 +135,15 @@ def assign_ranks(run_id: str, nodes: Sequence[NodeReport]) -> list[Assignment]:
 def _compare(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) -> None:
     """Raise Refused where a node that has come cannot be part of this run."""
     if node.num_nodes != me.num_nodes or not 0 <= node.node_rank < me.num_nodes:
-        raise Refused(
-            "wrong-world",
-            f"{node.host} was started as node {node.node_rank} of {node.num_nodes},"
-            f" {me.host} as node 0 of {me.num_nodes}; give every node the same number",
-        )
-    if node.node_rank in nodes:
-        first = nodes[node.node_rank].host
-        raise Refused(
-            "duplicate-node-rank",
-            f"node rank {node.node_rank} was started twice, on {first} and on {node.host};"
-            " give each node its own",
-        )
+        cause = f"{node.host} was started as node {node.node_rank} of {node.num_nodes}"
+        cause += f", {me.host} as node 0 of {me.num_nodes}"
+        raise Refused("wrong-world", f"{cause}; give every node the same number")
+    if twice := nodes.get(node.node_rank):
+        cause = f"node rank {node.node_rank} was started twice, on {twice.host} and on {node.host}"
+        raise Refused("duplicate-node-rank", f"{cause}; give each node its own")
     if node.run_id not in ("", me.run_id):
-        raise Refused(
-            "wrong-world",
-            f"{node.host} has run id {node.run_id}, {me.host} has {me.run_id};"
-            " do not set RUN_ID, or set the same one",
-        )
+        cause = f"{node.host} has run id {node.run_id}, {me.host} has {me.run_id}"
+        raise Refused("wrong-world", f"{cause}; do not set RUN_ID, or set the same one")
     for fault, cause in mismatches(me, node):
         raise Refused(fault, f"{cause}; make them the same")
 

@@ -87,15 +87,10 @@ def beat(token: str) -> None:
 def start_agent(start: Start, streams: tuple[int, int, int] = (0, 1, 2)) -> int:
     """Run the node's agent; returns its exit code."""
     stdin, stdout, stderr = streams
-    environ = {**os.environ, **start.variables, "LAUNCH_CONTROL": "1"}
+    env = {**os.environ, **start.variables, "LAUNCH_CONTROL": "1"}
     try:
         agent = subprocess.Popen(
-            start.command,
-            cwd=start.directory,
-            env=environ,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
+            start.command, cwd=start.directory, env=env, stdin=stdin, stdout=stdout, stderr=stderr
         )
     except OSError as error:
         os.write(stderr, os.fsencode(f"cannot start the node agent: {error}\n"))

@@ -27,17 +27,15 @@ def read_nodes(words: Sequence[str], nproc: int | None) -> tuple[NodePlan, ...]:
 
 
 def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:
-    name, number = word, ""
-    has_number = False
+    name, number = word, None
     if match := _IPV6.fullmatch(word):
-        name, number, has_number = (match[1] or "") + match[2], match[3] or "", bool(match[3])
+        name, number = (match[1] or "") + match[2], match[3]
     elif word.count(":") == 1:
-        name, _, number = word.partition(":")
-        has_number = True
+        name, number = word.split(":")
     if not name or name[0] == "-" or name[0].isspace():
         cure = "give NODE, NODE:NPROC or a list such as gpu[01-08]"
         raise PlanError(f"{word!r} names no node; {cure}")
-    if has_number:
+    if number is not None:
         nproc = read_nproc(f"the number of processes of {word!r}", number)
     try:
         names = hostlist.expand(name) if re.search(r"[\[\],]", name) else [name]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -151,11 +150,8 @@ class Plan(World):
 
     def with_variables(self, command: Sequence[str]) -> list[str]:
         """Return a command of this run, with the run's variables before it."""
-        return [
-            "env",
-            *(f"{name}={value}" for name, value in self.run_variables().items()),
-            *command,
-        ]
+        variables = [f"{name}={value}" for name, value in self.run_variables().items()]
+        return ["env", *variables, *command]
 
     def paste_line(self, command: Sequence[str]) -> str:
         """Return a line for a shell that runs a command of this run where this was typed."""
@@ -212,7 +208,6 @@ def print_plan(
         counts: ranks of each node; empty where they are not known yet.
         out: stderr where it is not given.
     """
-    out = out or sys.stderr
     config = f"    {shlex.quote(plan.config)}" if plan.config not in ("", "-") else ""
     print_row("run", f"{plan.run_id or '(named by node rank 0)'}{config}", out)
     print_row("hosts", _hosts(plan, node), out)
