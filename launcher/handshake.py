@@ -55,8 +55,7 @@ def new_secret() -> str:
 def read_access(environ: Mapping[str, str]) -> Access:
     """Return what RUN_SECRET, the secret or the path of its file, and else HOSTS say.
 
-    Raises:
-        ValueError: one of them cannot be used; one line with cause and cure.
+    Raises ValueError, one line with cause and cure, where one of them cannot be used.
     """
     secret = environ.get("RUN_SECRET", "")
     if "/" in secret:
@@ -96,10 +95,7 @@ def open_port(port: int, address: str = "") -> socket.socket:
     """Listen on the port (0: any free one) of this machine's address.
 
     Where that is not the only one that the name stands for, or is translated on the way here, or
-    is loopback for this machine alone, listen at all of them.
-
-    Raises:
-        OSError: the port cannot be opened.
+    is loopback for this machine alone, listen at all of them. Raises OSError where that fails.
     """
     family, where = _only_address(address)
     try:
@@ -136,9 +132,7 @@ def _prove(secret: bytes, role: bytes, nonces: bytes) -> bytes:
 def connect(address: str, port: int, secret: bytes, limit_s: float) -> socket.socket:
     """Connect to node rank 0, and let each prove to the other that it knows the secret.
 
-    Raises:
-        NoEntrance, WrongSecret: the other end is not node rank 0 of this run.
-        OSError: there is no way to it.
+    Raises OSError: NoEntrance or WrongSecret where the other end is not node rank 0 of this run.
     """
     connection = socket.create_connection((address, port), timeout=limit_s)
     try:

@@ -84,8 +84,7 @@ class View:
     def tick(self, now: float) -> bool:
         """Show what has been held for long enough; returns whether something is held.
 
-        Args:
-            now: a time before the stream was last read, so that what has come is known.
+        `now` is a time before the stream was last read, so that what has come is known.
         """
         is_due = self._held and now - self._since >= PARTIAL_S
         if is_due and self._screen.is_free_for(self._source):

@@ -48,8 +48,7 @@ class Kinds:
     def read(self, text: bytes | str) -> Any:
         """Return the message of a line.
 
-        Raises:
-            MessageError: it is none of these kinds, or does not fit its type.
+        Raises MessageError where it is none of these kinds, or does not fit its type.
         """
         content = _parse(text)
         if isinstance(content, dict) and len(content) == 1:
@@ -80,10 +79,8 @@ def decode(kind: type[T], value: Any) -> T:
     """Return the dataclass that a JSON object describes, with every field checked.
 
     Fields may be of type str, int, float, bool, Path, another dataclass, a Sequence, a Mapping
-    from str, or a union of these with None. Missing fields take their defaults.
-
-    Raises:
-        MessageError: a field is missing, unknown or of another type.
+    from str, or a union of these with None. Missing fields take their defaults. Raises MessageError
+    where a field is missing, unknown or of another type.
     """
     result: T = _read(kind, value, kind.__name__)
     return result

@@ -76,8 +76,7 @@ def run_agent(arguments: list[str], guardian: GuardianLink) -> int:
 def check_in(args: Arguments, *, is_terminal_shared: bool) -> checkin.Meeting:
     """Meet the other nodes' agents: settles the run id, the ranks and the hosts.
 
-    Raises:
-        Refused: the run cannot start; no rank was started.
+    Raises Refused where the run cannot start.
     """
     files: dict[str, str] = {}
     task_file = os.environ.pop("LAUNCH_TASK_FILE", "")

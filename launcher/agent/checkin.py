@@ -73,10 +73,8 @@ def listen(address: str, port: int) -> socket.socket:
 def gather(entrance: Entrance, me: NodeReport, wait: Wait) -> tuple[dict[int, Peer], Assignment]:
     """On node rank 0: wait until every other agent has checked in, and start them.
 
-    Returns the others by node rank, and this node's part.
-
-    Raises:
-        Refused: a node did not come, came twice, or does not match this one; all are told.
+    Returns the others by node rank, and this node's part. Raises Refused where a node did not come,
+    came twice, or does not match this one; all are told.
     """
     nodes: dict[int, NodeReport] = {me.node_rank: me}
     peers: dict[int, Peer] = {}
@@ -151,8 +149,7 @@ def _compare(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) 
 def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> Meeting:
     """On any other node: check in with node rank 0, and wait for the start.
 
-    Raises:
-        Refused: node rank 0 cannot be reached in time, or refuses this node or the run.
+    Raises Refused where node rank 0 cannot be reached in time, or refuses this node or the run.
     """
     last: OSError = TimeoutError("no answer")
     turned_away: float | None = None  # since when
@@ -183,12 +180,7 @@ def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> 
 
 
 def _ask(peer: Peer, me: NodeReport, deadline: float) -> Assignment:
-    """Report to node rank 0; returns its answer.
-
-    Raises:
-        Refused: node rank 0 refuses this node or the run.
-        NoEntrance: it has gone.
-    """
+    """Report to node rank 0; returns its answer, or raises Refused, NoEntrance if it has gone."""
     peer.send(me)
     answer = peer.wait(deadline)
     if isinstance(answer, Assignment):

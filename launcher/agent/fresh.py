@@ -24,8 +24,7 @@ _UNKNOWN = "variables"  # a name that the text does not tell
 def choose(program: Program, choice: str | None) -> Program:
     """Return the program with its ranks started anew or forked: as FRESH says, else as its text.
 
-    Raises:
-        ValueError: FRESH is neither 0 nor 1.
+    Raises ValueError where FRESH is neither 0 nor 1.
     """
     if choice not in (None, "", "0", "1"):
         raise ValueError(f"FRESH is {choice!r}; give 1 for ranks that import torch anew, or 0")
@@ -47,8 +46,7 @@ def choose(program: Program, choice: str | None) -> Program:
 def variables_set_early(files: Sequence[Path], folder: Path) -> list[str]:
     """Return the names that a script's files set, one after the other, before importing torch.
 
-    Args:
-        folder: where its own modules are. Those that it imports before torch are read, too.
+    Its own modules are in the folder. Those that it imports before torch are read, too.
     """
     reader = _Reader(folder)
     any(reader.has_torch(file) for file in files)  # up to the first that imports it

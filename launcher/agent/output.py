@@ -143,8 +143,7 @@ class Stream:
     def tick(self, now: float) -> bool:
         """Show and log what has waited for long enough; returns whether something waits.
 
-        Args:
-            now: a time before the stream was last read.
+        `now` is a time before the stream was last read.
         """
         is_waiting = self.view is not None and self.view.tick(now)
         if not self._is_bar:

@@ -58,8 +58,7 @@ class Arguments:
 def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
     """Return torchrun's arguments, and the name of one that only torch's own agent can handle.
 
-    Raises:
-        ValueError: a number is out of range; the message is one line with cause and cure.
+    Raises ValueError, one line with cause and cure, where a number is out of range.
     """
     args = torchrun.get_args_parser().parse_args(arguments)
     is_placed = _place_in_step(args)

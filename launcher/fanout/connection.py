@@ -164,8 +164,7 @@ def find_fault(node: str) -> str:
 def forwarded_names(activated: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """Return the names of the variables that go to the nodes.
 
-    Raises:
-        PlanError: FORWARD_ENV names one that is not set.
+    Raises PlanError where FORWARD_ENV names one that is not set.
     """
     asked = environ.get("FORWARD_ENV", "").replace(",", " ").split()
     for name in asked:
@@ -179,8 +178,7 @@ def forwarded_names(activated: Sequence[str], environ: Mapping[str, str]) -> lis
 def write_opening(plan: Plan, added: Mapping[str, str], environ: Mapping[str, str]) -> str:
     """Return what a node's bash runs: say hello, become the far side where the launch was typed.
 
-    Args:
-        added: variables in addition to those that are forwarded.
+    `added` are variables beyond those that are forwarded.
     """
     variables = {name: environ[name] for name in plan.forwarded} | {**added}
     token = shlex.quote(added["LAUNCH_TOKEN"])

@@ -27,11 +27,7 @@ CONNECT_S = 10
 
 
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:
-    """Start the run on its nodes and wait for its end; returns the exit code.
-
-    Raises:
-        PlanError, Refused: nothing was started.
-    """
+    """Start the run on its nodes and wait for its end; returns the exit code."""
     return PdshFanout(plan).run(be_ready)
 
 

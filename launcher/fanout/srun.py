@@ -91,8 +91,7 @@ def _warn_of_missing_rank(plan: Plan) -> None:
 def check_nodes(plan: Plan) -> list[Report]:
     """Run the preflight on every node; returns the reports by node rank.
 
-    Raises:
-        Refused: a node did not answer.
+    Raises Refused where a node did not answer.
     """
     request = encode(plan.request(meeting_size=plan.num_nodes))
     pieces = [request[at : at + LONGEST] for at in range(0, len(request), LONGEST)]
@@ -133,9 +132,7 @@ def step_command(
     """Return the command that starts the ranks of all nodes.
 
     The run's variables are set on the nodes: srun forwards none under sbatch --export=NONE.
-
-    Raises:
-        PlanError: with LAUNCHER=srun, the job has another number of tasks.
+    Raises PlanError where the job has another number of tasks, with LAUNCHER=srun.
     """
     if not plan.engine:
         agent = plan.agent_command(nproc=nproc, port=port, is_placed=False)

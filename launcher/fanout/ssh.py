@@ -43,8 +43,7 @@ DRAIN_S = 2.0  # at the end, for a slow terminal
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:
     """Start the run on its nodes and wait for its end; returns the exit code.
 
-    Raises:
-        PlanError, Refused: nothing was started.
+    Raises PlanError or Refused where nothing was started.
     """
     return Fanout(plan).run(be_ready)
 
@@ -303,8 +302,7 @@ class Fanout:
 def choose_master(plan: Plan, hellos: Sequence[Hello | None]) -> Plan:
     """Take the address at which ssh reached node 0, whatever an alias or a jump host is called.
 
-    Raises:
-        Refused: the other nodes cannot reach it.
+    Raises Refused where the other nodes cannot reach it.
     """
     first, address = plan.nodes[0].name, hellos[0].address if hellos[0] else ""
     given = os.environ.get("MASTER_ADDR")

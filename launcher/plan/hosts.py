@@ -16,8 +16,7 @@ _SLOTS = re.compile(r"(\S+) (?:max[-_]slots=\d+ )?slots=(\d+)(?: max[-_]slots=\d
 def read_nodes(words: Sequence[str], nproc: int | None) -> tuple[NodePlan, ...]:
     """Return the nodes that words such as `node1`, `me@node2:4` and `gpu[01-08]` name.
 
-    Raises:
-        PlanError: a word names no node, or two name the same.
+    Raises PlanError where a word names no node, or two name the same.
     """
     nodes = tuple(node for word in words for node in _read_node(word, nproc))
     names = [node.name for node in nodes]
@@ -47,8 +46,7 @@ def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:
 def read_hostfile(file: Path) -> list[str]:
     """Return the words of a file of hosts: a node a line, or as Open MPI has it (`node1 slots=4`).
 
-    Raises:
-        PlanError: there is no such file, or a line cannot be read.
+    Raises PlanError where there is no such file, or a line cannot be read.
     """
     if not file.is_file():
         raise PlanError(f"there is no file {str(file)!r} of hosts; correct -f")

@@ -125,8 +125,7 @@ class Plan(World):
     ) -> list[str]:
         """Return what one node runs: its agent, with torchrun's arguments.
 
-        Args:
-            is_placed: False where the agent finds its place itself, in a step of a SLURM job.
+        In a step of a SLURM job the agent is not placed: it finds its place itself.
         """
         command = [self.python, str(self.root / AGENT)]
         if is_placed:

@@ -56,8 +56,7 @@ def read_job(environ: Mapping[str, str], script: str, asked: int | None) -> Worl
 def tasks_per_node(environ: Mapping[str, str]) -> int | None:
     """Return the tasks per node that the user asked for, if they are more than one.
 
-    Raises:
-        PlanError: the nodes have different numbers of tasks.
+    Raises PlanError where the nodes have different numbers of tasks.
     """
     if not environ.get("SLURM_NTASKS"):  # the other variable only counts the processors then
         return None
@@ -106,8 +105,7 @@ def refuse_many_nodes(environ: Mapping[str, str], program: str) -> None:
 def job_command(environ: Mapping[str, str], script: str | None, typed: Sequence[str]) -> list[str]:
     """Return the command that runs what was typed in a job of the same size, from any shell.
 
-    Args:
-        script: the batch script of this project; None if another script was typed.
+    `script` is a batch script of this project; None if another script was typed.
     """
     if not environ.get("SLURM_JOB_ID"):
         return ["sbatch", script or typed[0], *typed[1:]]

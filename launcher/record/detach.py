@@ -84,8 +84,7 @@ def _print_commands(run_id: str, log: Path, script: str) -> None:
 def _leave_terminal(plan: Plan, log: Path, shown: _Copy, writer: int) -> None:
     """In the child: print to the log from here on, after what was shown, and let the parent go.
 
-    Raises:
-        Refused: the log cannot be written.
+    Raises Refused where the log cannot be written.
     """
     with run_json.writing_to(log.parent):
         fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)

@@ -82,8 +82,7 @@ class Record:
 def read(folder: Path) -> Record | None:
     """Return the record of a run, an empty one if run.json is damaged; None without run.json.
 
-    Raises:
-        OSError: it cannot be read.
+    Raises OSError where it cannot be read.
     """
     try:
         text = (folder / "run.json").read_bytes()
@@ -168,11 +167,7 @@ def refuse_live(folder: Path) -> None:
 
 
 def note_start(folder: Path, **fields: Any) -> None:
-    """Record that this process is about to start the run.
-
-    Raises:
-        Refused: run.json cannot be written.
-    """
+    """Record that this process is about to start the run; raises Refused where that fails."""
     with writing_to(folder):
         update(folder, launcher=LauncherProcess.of(os.getpid()), **_start("starting"), **fields)
 
@@ -180,8 +175,7 @@ def note_start(folder: Path, **fields: Any) -> None:
 def note_end(folder: Path, code: int, *, agent: int | None = None) -> None:
     """Record how this process's run ended, unless that is known or another has taken it over.
 
-    Args:
-        agent: the process id of the run's agent, which held the folder's lock.
+    `agent` is the process id of the run's agent, which held the folder's lock.
     """
     with contextlib.suppress(OSError):
         record = read(folder) or Record()
@@ -216,8 +210,7 @@ class RunFolder:
     def create(self) -> None:
         """Make the folders, and the links `latest` and `node_<rank>.log` in the log directory.
 
-        Raises:
-            Refused: they cannot be written to.
+        Raises Refused where they cannot be written to.
         """
         with writing_to(self.path):
             self.failures.mkdir(exist_ok=True)

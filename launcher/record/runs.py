@@ -76,8 +76,7 @@ def find_all(log_dir: Path) -> list[Run]:
 def find(log_dir: Path, run_id: str) -> Run:
     """Return the run of a name.
 
-    Raises:
-        ValueError: there is none; names one that is spelt nearly so.
+    Raises ValueError where there is none, with one that is spelt nearly so.
     """
     runs = {run.id: run for run in find_all(log_dir)}
     if run_id in runs:
