@@ -176,12 +176,7 @@ def reach_verdict(facts: Facts, *, saved_step: int, left: int) -> Verdict:
     stacks = [line for one in facts.failures for line in one.stacks]
     first = replace(first, stacks=stacks, saved_step=max(saved_step, first.saved_step))
     return Verdict(
-        first.code,
-        first,
-        lost_peer=len(lost),
-        stopped=len(stopped),
-        left=left,
-        has_saved=has_saved,
+        first.code, first, lost_peer=len(lost), stopped=len(stopped), left=left, has_saved=has_saved
     )
 
 

@@ -48,10 +48,8 @@ class PdshFanout(Fanout):
     def start_nodes(self, reports: Sequence[Report]) -> None:
         super().start_nodes(reports)
         self.wait_for(Ready, time.monotonic() + READY_S + self.slack_s)
-        options = "{} {} -o {} -o {} -o {} -o {}".format(
-            *(os.environ.get(name, "") for name in ("PDSH_SSH_ARGS_APPEND", "SSH_OPTS")),
-            *FIXED,
-        )
+        given = [os.environ.get(name, "") for name in ("PDSH_SSH_ARGS_APPEND", "SSH_OPTS")]
+        options = " ".join([*given, *(f"-o {option}" for option in FIXED)])
         names = [node.name for node in self.plan.nodes]
         command = ["pdsh", "-R", "ssh", "-S", "-f", str(len(names)), "-w", ",".join(names)]
         self.pdsh = Child(
