@@ -183,11 +183,7 @@ class Entrance:
     """Lets in whoever knows the secret. Any number of connections can wait; none delays another."""
 
     def __init__(self, listener: socket.socket, access: Access, say: Callable[[str], None]) -> None:
-        """
-        Args:
-            listener: the caller closes it.
-            say: is told of the first connection that was dropped.
-        """
+        """The caller closes the listener; `say` is told of the first connection dropped."""
         self.strangers = 0  # dropped so far
         self._say = say
         self._access = access

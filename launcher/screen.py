@@ -43,10 +43,7 @@ class View:
     """
 
     def __init__(self, screen: Screen, *, is_alone: bool, prefix: bytes = b"") -> None:
-        """
-        Args:
-            prefix: begins each line, and each state of a line that redraws itself.
-        """
+        """Begin each line, and each state of one that redraws itself, with the prefix."""
         self._screen = screen
         self._is_alone = is_alone
         self._source = screen if is_alone else self  # one rank may mix its two streams

@@ -115,17 +115,11 @@ class NodeAgent:
     def __init__(
         self,
         args: Arguments,
-        arguments: list[str],
+        arguments: list[str],  # as they were typed, for run.json
         meeting: checkin.Meeting,
         guardian: GuardianLink,
     ) -> None:
-        """
-        Args:
-            arguments: as they were typed, for run.json.
-
-        Raises:
-            Refused: the run's folder cannot be written, or another live process has the run.
-        """
+        """Raises Refused where the run's folder cannot be written, or a live process has it."""
         self.args = args
         self.meeting = meeting
         self.assignment = meeting.assignment

@@ -249,8 +249,7 @@ def _report_death(
 ) -> None:
     """Tell in the agent's place how the run ended: the agent was killed, or stopped too early.
 
-    Args:
-        words: what it said before it had imported torch; None where it has.
+    `words` are what it said before it had imported torch; None where it has.
     """
     by_signal, last = signal_name(code), words[-1] if words else f"exit code {code}"
     fault, cause = "agent-killed", f"{by_signal} to the node agent, from outside this run"

@@ -245,9 +245,8 @@ def open_stream(
 ) -> tuple[int, Stream]:
     """One stream of one rank: the file descriptor for the rank, and the agent's reading end.
 
-    Args:
-        is_alone: the terminal shows no other rank.
-        label: begins each line there; the rank then has no terminal of its own.
+    Where it `is_alone`, the terminal shows no other rank. A label begins each line there; the rank
+    then has no terminal of its own.
     """
     is_tty = terminal is not None and terminal.is_tty and not label
     if terminal is not None and is_tty:

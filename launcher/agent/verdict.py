@@ -151,9 +151,8 @@ def end_of_node(facts: Facts, saved_step: int) -> NodeEnd:
 def reach_verdict(facts: Facts, *, saved_step: int, left: int) -> Verdict:
     """Return how the attempt ended: as node rank 0 told it, else from what is known here.
 
-    Args:
-        saved_step: of the newest checkpoint that a rank here has told; -1: none.
-        left: processes here that could not be ended.
+    `saved_step` is that of the newest checkpoint that a rank here has told, or -1; `left` are the
+    processes here that could not be ended.
     """
     if facts.verdict is not None:
         return replace(facts.verdict, left=left, is_told=True)

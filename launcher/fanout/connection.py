@@ -46,12 +46,10 @@ class Connection(Child):
         token: str,
         show: Callable[[bytes, bool], None],
     ) -> None:
-        """Connect to a bash on the node.
+        """Connect to a bash on the node, which is named as ssh calls it.
 
-        Args:
-            node: as ssh calls it.
-            token: begins the node's messages, and marks its processes.
-            show: is given what is no message, nothing at the end, and whether it came on stderr.
+        The token begins the node's messages, and marks its processes. `show` is given what is no
+        message, nothing at the end, and whether it came on stderr.
         """
         self.node = node
         self.token = token

@@ -38,10 +38,8 @@ def conclude(
 ) -> End:
     """Return the end of the run, from that of each node by node rank.
 
-    Where somebody has told it already it `is_told`.
-
-    Args:
-        still_s: for so long the launcher stood still, just before the end.
+    Where somebody has told it already it `is_told`. For `still_s` seconds, just before the end, the
+    launcher stood still.
     """
 
     def blame(rank: int, code: int, fault: str, cause: str) -> End:
@@ -93,8 +91,7 @@ def conclude(
 def find_lost(nodes: Sequence[NodeResult], *, outlived: bool) -> tuple[int, str, str] | None:
     """Return node rank (-1: the launcher's machine), fault and cause of a node that was lost.
 
-    Args:
-        outlived: the run has ended for another reason than a silence.
+    With `outlived`, the run has ended for another reason than a silence.
     """
     lost = [
         rank

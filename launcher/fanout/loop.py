@@ -99,11 +99,9 @@ class Child:
         on_output: Callable[[bytes, bool], None],
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        """Start it.
+        """Start it; `environ` are all of its variables, where they differ from ours.
 
-        Args:
-            on_output: is given what comes, nothing at the end, and whether it came on stderr.
-            environ: all of its variables, where they differ from ours.
+        `on_output` is given what comes, nothing at the end, and whether it came on stderr.
         """
         self.code: int | None = None  # its exit code, once it has ended; -N: killed by signal N
         self._loop = loop

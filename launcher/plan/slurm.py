@@ -25,12 +25,8 @@ def in_batch_script(environ: Mapping[str, str]) -> bool:
 def read_job(environ: Mapping[str, str], script: str, asked: int | None) -> World:
     """Return the nodes of a job, with the first as master, and the ranks per node.
 
-    Args:
-        script: the entry script, as it was typed.
-        asked: ranks per node that the user asked for.
-
-    Raises:
-        PlanError: this is not a job, or the scripts cannot use it.
+    The entry script is named as it was typed; the user has asked for `asked` ranks per node.
+    Raises PlanError where this is not a job, or the scripts cannot use it.
     """
     names = ("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST")
     if missing := [name for name in names if not environ.get(name)]:
@@ -71,12 +67,8 @@ def tasks_per_node(environ: Mapping[str, str]) -> int | None:
 def read_step(environ: Mapping[str, str], typed: Mapping[str, str | None]) -> World | None:
     """Return the nodes and this node's rank from a step with one task per node; None outside.
 
-    Args:
-        typed: the arguments NUM_NODES, NODE_RANK and MASTER_ADDR; None where not given.
-
-    Raises:
-        PlanError: an argument contradicts the step.
-        LauncherError: the step has several tasks per node.
+    The arguments typed are NUM_NODES, NODE_RANK and MASTER_ADDR; None where not given. Raises
+    PlanError where one contradicts the step, LauncherError where it has several tasks per node.
     """
     step = slurm_node(environ, master=typed["MASTER_ADDR"] or environ.get("MASTER_ADDR") or "")
     if step is None:

@@ -111,8 +111,7 @@ def visit_master(
 ) -> Iterator[Fault]:
     """On any other node: reach node rank 0, and compare this node's clock and folder with its.
 
-    Args:
-        done: gets the names of the checks that were made.
+    `done` gets the names of the checks that were made.
     """
     done = [] if done is None else done
     cure = "open the port in the firewall"

@@ -243,13 +243,8 @@ class LiveRecord:
     ) -> None:
         """Write what is known from the start: enough to know, and to repeat, what ran.
 
-        Args:
-            launcher: None where it has recorded itself.
-            versions: of torch and the like.
-            fields: more of the record.
-
-        Raises:
-            Refused: another live process has the run.
+        `launcher` is None where it has recorded itself; `fields` are more of the record. Raises
+        Refused where another live process has the run.
         """
         self._folder = folder
         self._lock = RunLock(folder, f"run {folder.name}")
