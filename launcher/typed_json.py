@@ -25,9 +25,9 @@ MAX_FLOAT = sys.float_info.max
 PIECE = 900  # characters; srun mixes the nodes' lines where they are longer than 1024
 
 
-def in_pieces(text: str) -> list[str]:
-    """Return what fits into lines that srun does not tear."""
-    return [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
+def in_pieces(text: str, size: int = PIECE) -> list[str]:
+    """Return what fits into lines that srun does not tear, or into pieces of another size."""
+    return [text[at : at + size] for at in range(0, len(text), size)]
 
 
 class MessageError(ValueError):
@@ -86,9 +86,7 @@ def decode(kind: type[T], value: Any) -> T:
     return result
 
 
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+_hints = cache(get_type_hints)
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:

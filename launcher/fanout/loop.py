@@ -118,9 +118,9 @@ class Child:
         )
         for fd in theirs:
             os.close(fd)
-        self._stdout, self._stderr = (reader for reader, _ in outputs)
         self._unsent = bytearray()
-        self._open = [self._stdout, self._stderr]
+        self._open = [reader for reader, _ in outputs]
+        self._stderr = self._open[1]
         for fd in (self._stdin, *self._open):
             os.set_blocking(fd, False)
         for fd in self._open:

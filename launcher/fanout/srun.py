@@ -23,7 +23,7 @@ from launcher.plan.slurm import ask_squeue
 from launcher.preflight import compare
 from launcher.preflight.check_node import Report, read_reports
 from launcher.text import count
-from launcher.typed_json import encode
+from launcher.typed_json import encode, in_pieces
 
 PREFLIGHT_S = 300.0  # for all nodes to answer; other steps of the job may have to end first
 LONGEST = 100_000  # characters of an argument; Linux allows 128 KiB
@@ -93,8 +93,7 @@ def check_nodes(plan: Plan) -> list[Report]:
 
     Raises Refused where a node did not answer.
     """
-    request = encode(plan.request(meeting_size=plan.num_nodes))
-    pieces = [request[at : at + LONGEST] for at in range(0, len(request), LONGEST)]
+    pieces = in_pieces(encode(plan.request(meeting_size=plan.num_nodes)), LONGEST)
     check = plan.module_command("launcher.preflight.check_node")
     command = ["env", f"--chdir={plan.root}", *check, *pieces]
     step = node_step(plan, ["--kill-on-bad-exit=0"], command, os.environ)

@@ -189,7 +189,7 @@ class Fanout:
                 one.send(b"\n")
         until = self.beat_at if until is None else min(until, self.beat_at)
         if self.is_open:
-            until = min([until, *self.silence.next_at])
+            until = min([until, *(one.heard + SILENCE_S for one in self.silence.awaited)])
         if self.terminals.is_waiting:
             until = min(until, now + PARTIAL_S)
         for signum in self.loop.wait(until - now):

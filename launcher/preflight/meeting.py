@@ -101,19 +101,12 @@ def receive_others(
 
 
 def visit_master(
-    address: str,
-    port: int,
-    secret: bytes,
-    deadline: float,
-    *,
-    node_rank: int = 1,
-    done: list[str] | None = None,
+    address: str, port: int, secret: bytes, deadline: float, node_rank: int, done: list[str]
 ) -> Iterator[Fault]:
     """On any other node: reach node rank 0, and compare this node's clock and folder with its.
 
     `done` gets the names of the checks that were made.
     """
-    done = [] if done is None else done
     cure = "open the port in the firewall"
     try:
         with contextlib.ExitStack() as stack:
