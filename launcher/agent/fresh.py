@@ -140,17 +140,13 @@ def _names_set(node: ast.AST, environ: Set[str]) -> list[str]:
             keys = [key]
         case ast.AugAssign(target=target, value=value) if _is_environ(target, environ):
             keys = _keys_of(value)
-        case ast.Call(func=ast.Attribute(value=value, attr="setdefault"), args=[key, *_]) if (
-            _is_environ(value, environ)
-        ):
-            keys = [key]
-        case ast.Call(func=ast.Attribute(attr="putenv"), args=[key, *_]):
-            keys = [key]
-        case ast.Call(func=ast.Attribute(value=value, attr="update"), keywords=words) if (
-            _is_environ(value, environ)
-        ):
-            keys = [key for one in node.args for key in _keys_of(one)]
-            keys += [ast.Constant(word.arg) if word.arg else None for word in words]
+        case ast.Call(func=ast.Attribute(value=value, attr=method), args=given, keywords=words):
+            is_environ = _is_environ(value, environ)
+            if method == "putenv" or (method == "setdefault" and is_environ):
+                keys = given[:1]
+            elif method == "update" and is_environ:
+                keys = [key for one in given for key in _keys_of(one)]
+                keys += [ast.Constant(word.arg) if word.arg else None for word in words]
     values = (key.value if isinstance(key, ast.Constant) else None for key in keys)
     return [value if isinstance(value, str) else _UNKNOWN for value in values]
 
