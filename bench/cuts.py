@@ -67,6 +67,7 @@ class Run:
             "LOG_DIR": str(self.folder),
             "TRAIN_SCRIPT": str(ROOT / "bench/cut_steps.py"),
             "GRACE": "5",
+            "PYTHON": sys.executable,
             "NO_COLOR": "1",
         }
 
@@ -174,7 +175,8 @@ def cut(way: str, host: str, cut_s: int) -> list[str]:
             subprocess.run([CLUSTER, "restore", host], check=True)
         if not marks:
             return [*went_on(run), str(run.poll())]
-        said = [block[1].decode() for block in _BLOCK.finditer(run.output.read_bytes())]
+        blocks = _BLOCK.finditer(run.output.read_bytes())
+        said = [" ".join(block[1].decode().split()) for block in blocks]
         times = [f"{marks[name]:.0f} s" if name in marks else "" for name in ("said", "gone")]
         ended = f"{marks['ended']:.0f} s" if "ended" in marks else "held"
         return ["; ".join(said) or "nothing", *times, ended, str(run.poll())]

@@ -35,6 +35,7 @@ from launcher.text import mend_streams
 
 LONGEST_WAIT_S = 3600.0  # of one wait; sigtimedwait takes no infinity
 ORPHANS_S = 1.0  # after the guardian's end, for the agent to end the run
+HAS_TORCH = b"\0"
 LATE_S = 15.0  # beyond GRACE, for an agent to end; it may wait for other nodes
 
 
@@ -57,11 +58,13 @@ class GuardianLink:
     socket: socket.socket  # for the note; its other end closes when the guardian dies
     control: Control | None  # the connection to a launcher elsewhere, if there is one
     janitor: int | None  # tells the janitor of the agent's end
+    words: int  # a file for what the agent says last (_LastWords)
 
     def close(self) -> None:
         """In a rank, let go of all."""
         self.socket.close()
         _close(self.janitor)
+        os.close(self.words)
 
 
 def _close(fd: int | None) -> None:
@@ -86,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if agent != 0:
         theirs.close()
         _close(janitors[1])
-        code = _guard(agent, ours, handled, control, _Early(words, _node_rank(arguments)))
+        code = _guard(agent, ours, handled, control, _LastWords(words, _node_rank(arguments)))
         if recorded:  # the run may have ended before it began
             run_json.note_end(Path(recorded), code)
         return code
@@ -109,23 +112,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from launcher.agent.agent import run_agent  # imports torch
     for name in os.environ.keys() - given:  # what the import adds is not for the ranks
         del os.environ[name]
-    return run_agent(list(arguments), GuardianLink(theirs, control, janitors[1]))
+    try:
+        return run_agent(list(arguments), GuardianLink(theirs, control, janitors[1], words))
+    except Exception:
+        if os.getppid() == me:  # not in a rank
+            os.pwrite(words, traceback.format_exc().encode(), len(HAS_TORCH))
+            os._exit(1)
+        raise
 
 
 @dataclass(frozen=True)
-class _Early:
-    """An agent's part before it has imported torch."""
+class _LastWords:
+    """What an agent says last: on stderr while it imports torch, then the traceback of its end."""
 
-    file: int  # its words on stderr; afterwards a zero
+    file: int  # begins with HAS_TORCH after the import
     node_rank: int
 
-    def words(self) -> list[str] | None:
-        """Show them, and return them as lines; None where it has imported torch."""
+    def show(self) -> tuple[bool, list[str]]:
+        """Show them; returns whether the agent had imported torch, and the words as lines."""
         said = os.pread(self.file, 1 << 16, 0)
-        if said == b"\0":
-            return None
-        sys.stderr.write(said.decode(errors="replace"))
-        return [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
+        text = said.removeprefix(HAS_TORCH).decode(errors="replace")
+        sys.stderr.write(text)
+        lines = [line.strip() for line in text.splitlines() if line.strip(" ^~")]
+        return said.startswith(HAS_TORCH), lines
 
 
 @contextlib.contextmanager
@@ -144,8 +153,7 @@ def _keeping(file: int) -> Iterator[None]:
     os.close(stderr)
     sys.stderr.write(os.pread(file, 1 << 16, 0).decode(errors="replace"))
     os.ftruncate(file, 0)
-    os.pwrite(file, b"\0", 0)
-    os.close(file)
+    os.pwrite(file, HAS_TORCH, 0)
 
 
 def _node_rank(arguments: Sequence[str]) -> int:
@@ -190,7 +198,7 @@ def _guard(
     notes: socket.socket,
     handled: Sequence[signal.Signals],
     control: Control | None,
-    early: _Early,
+    last: _LastWords,
 ) -> int:
     """Wait for the agent's end, then end what is left below; returns the agent's exit code.
 
@@ -220,9 +228,10 @@ def _guard(
             kill_at = math.inf
     left = processes.end_descendants()
     code = processes.exit_code(status)
-    words = early.words()
-    if os.WIFSIGNALED(status) or (words is not None and code != 0 and not passed_on):
-        note = _read_note(notes, early.node_rank)
+    has_torch, words = last.show()
+    has_failed = code != 0 and not passed_on and (words or not has_torch)
+    if os.WIFSIGNALED(status) or has_failed:
+        note = _read_note(notes, last.node_rank)
         if note.folder:
             run_json.note_end(Path(note.folder), code, agent=agent)
         _report_death(
@@ -232,6 +241,7 @@ def _guard(
             left=len(left),
             is_asked=os.WTERMSIG(status) in passed_on,
             is_out_of_memory=count_memory_kills() > memory_kills,
+            has_torch=has_torch,
             words=words,
         )
     return code
@@ -245,23 +255,25 @@ def _report_death(
     left: int,
     is_asked: bool,
     is_out_of_memory: bool,
-    words: Sequence[str] | None = None,
+    has_torch: bool,
+    words: Sequence[str],
 ) -> None:
-    """Tell in the agent's place how the run ended: the agent was killed, or stopped too early.
+    """Tell in the agent's place how the run ended: the agent was killed, failed or left too early.
 
-    `words` are what it said before it had imported torch; None where it has.
+    `words` are what it said last.
     """
     by_signal, last = signal_name(code), words[-1] if words else f"exit code {code}"
-    fault, cause = "agent-killed", f"{by_signal} to the node agent, from outside this run"
-    if words is not None and by_signal:
-        cause = f"{by_signal} to the node agent while it imported torch"
-    elif words is not None:
+    if by_signal:
+        when = "from outside this run" if has_torch else "while it imported torch"
+        fault, cause = "agent-killed", f"{by_signal} to the node agent, {when}"
+    elif has_torch:
+        fault, cause = "agent-killed", f"the node agent failed: {last}"
+    else:
         fault, cause = "env-missing", f"the node agent could not import torch: {last}"
     if is_out_of_memory and code == 128 + signal.SIGKILL:
         fault, cause = explain(code, out_of_memory=True)
         cause = f"the node agent: {cause}"
-    said = words or ()
-    frames = said[-3:] if by_signal else said[-4:-1]
+    frames = words[-3:] if by_signal else words[-4:-1]
     host, now = socket.gethostname(), time.time()
     failure = Failure(fault, cause, code, host, note.node_rank, now, frames=frames)
     summary = RunSummary(note.started, 0, note.ranks, left, note.run_id, note.command)

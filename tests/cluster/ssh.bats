@@ -516,6 +516,50 @@ PY
   [[ ${lines[1]} == *": node4: no way to node3 (10.0.0.3:"*") (no answer in 3 s); "*" [port-blocked]" ]]
 }
 
+@test "through pdsh 5 s without network end no run; a longer cut does, by name" {
+  make_idle
+  export TRAIN_SCRIPT=idle.py LAUNCH=scripts/ssh/launch_pdsh_multinode.sh
+  start cut - 1 node1 node2 -- idle
+  "$CLUSTER" cut node2
+  sleep 5 # the time without network
+  "$CLUSTER" restore node2
+  sleep 10 # SILENCE_S: so long a run that has lost a node goes on
+  run ! grep -q FAILED cut.out
+  "$CLUSTER" cut node2
+  end_of "$PID"
+  eventually 15 is_gone cut # on node2 by itself
+  "$CLUSTER" restore node2
+  cat cut.out
+  ((CODE == 137))
+  grep -q '^FAILED   node agent 1 (node2) .*\[link-lost\]$' cut.out
+}
+
+@test "by hand: a master that is down is host-unreachable" {
+  "$CLUSTER" cut node1
+  LAUNCH=scripts/ssh/launch_torchrun_multinode.sh
+  run timeout 60 "$CLUSTER" run node2 "$LAUNCH" config/local3.yaml 1 2 1 node1 distributed.join_timeout=6 "${SHORT[@]}"
+  "$CLUSTER" restore node1
+  echo "$output"
+  ((status == 3))
+  [[ ${lines[-1]} == "node agent: node rank 0 at node1:29500 did not answer within 6 s (No route to host); check that the machine is up [host-unreachable]" ]]
+}
+
+@test "the checkpoint folder has to be writable on the first node alone" {
+  local node
+  mkdir checkpoints
+  for node in node2 node1; do
+    on "$node" mount --bind checkpoints checkpoints
+    on "$node" mount -o remount,ro,bind checkpoints
+    run launch config/local3.yaml 1 node1 node2 "${SHORT[@]}" checkpoint.every=3
+    on "$node" umount checkpoints
+    echo "$output"
+    case $node in
+      node2) ((status == 0)) ;;
+      node1) [[ $status == 3 && $output == *"node1: cannot write under '$PWD/checkpoints' (Read-only file system); "*"[dir-unwritable]" ]] ;;
+    esac
+  done
+}
+
 @test "aliases, RemoteCommand, start-up files that print without a newline, slow logins" {
   make_idle
   sed -i '/^while/,$d' idle.py

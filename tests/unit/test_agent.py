@@ -96,6 +96,19 @@ def test_kill_of_the_launcher_or_agent_leaves_nothing(start: Start, victim: str,
 
 
 @pytest.mark.slow
+def test_an_agent_that_fails_itself_says_so_in_a_block(tmp_path: Path) -> None:
+    script = tmp_path / "idle.py"
+    script.write_text("import time; time.sleep(600)")
+    run = Run(["--nproc-per-node", "16", str(script)], None, ["prlimit", "--nofile=40"])
+    err = run.finish()
+    run.assert_gone()
+    assert run.process.returncode == 1
+    block = err[err.index("FAILED") :]
+    assert re.match(r"FAILED   node agent 0 \(\S+\) \d+ s after the start +\[agent-killed\]", block)
+    assert "cause    the node agent failed: OSError: [Errno 24] Too many open files\n" in block
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_stop_lets_the_ranks_save(start: Start, signum: int) -> None:
     run = start("save")

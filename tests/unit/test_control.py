@@ -157,7 +157,16 @@ def test_the_kernels_kill_of_an_agent_is_told_from_a_foreign_one(
     is_out_of_memory: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     note = AgentNote("r", 1, time.time(), 2)
-    _report_death(137, note, None, left=0, is_asked=False, is_out_of_memory=is_out_of_memory)
+    _report_death(
+        137,
+        note,
+        None,
+        left=0,
+        is_asked=False,
+        is_out_of_memory=is_out_of_memory,
+        has_torch=True,
+        words=[],
+    )
     err = capsys.readouterr().err
     fault = "out-of-memory" if is_out_of_memory else "agent-killed"
     assert err.lstrip("\n").startswith("FAILED   node agent 1 (") and f"[{fault}]" in err
