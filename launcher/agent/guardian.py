@@ -256,12 +256,9 @@ def _report_death(
     is_asked: bool,
     is_out_of_memory: bool,
     has_torch: bool,
-    words: Sequence[str],
+    words: Sequence[str],  # what it said last
 ) -> None:
-    """Tell in the agent's place how the run ended: the agent was killed, failed or left too early.
-
-    `words` are what it said last.
-    """
+    """Tell in the agent's place how the run ended: the agent was killed, failed or left early."""
     by_signal, last = signal_name(code), words[-1] if words else f"exit code {code}"
     if by_signal:
         when = "from outside this run" if has_torch else "while it imported torch"

@@ -90,24 +90,15 @@ def is_asked(end: Failure, signals: Sequence[int], *, has_saved: bool) -> bool:
 
 
 def describe_end(
-    unknown: Failure,
-    raised: RaisedError | None,
+    unknown: Failure,  # as far as it is known of any rank; its time is the end's
+    raised: RaisedError | None,  # the error file's content; None where the rank left none
     *,
-    code: int | None,
-    is_out_of_memory: bool,
-    last_text: str,
-    has_traceback: bool,
+    code: int | None,  # the exit code; None of a rank that has not left yet
+    is_out_of_memory: bool,  # the kernel has killed for lack of memory during the attempt
+    last_text: str,  # the last line that the rank wrote to stderr
+    has_traceback: bool,  # it wrote one there
 ) -> Failure:
-    """Return the failure of a rank that ended, or is about to, by an error.
-
-    Args:
-        unknown: the failure as far as it is known of any rank; its time is the end's.
-        raised: the error file's content; None where the rank left none.
-        code: the exit code; None of a rank that has not left yet.
-        is_out_of_memory: the kernel has killed for lack of memory during the attempt.
-        last_text: the last line that the rank wrote to stderr.
-        has_traceback: it wrote one there.
-    """
+    """Return the failure of a rank that ended, or is about to, by an error."""
     if raised is None and has_traceback and code == 1:  # the disk of the error file may be full
         raised = RaisedError(last_text, stack="", code=code, time=unknown.time)
     if raised is None:

@@ -40,16 +40,15 @@ class Connection(Child):
     def __init__(
         self,
         loop: Loop,
-        node: str,
+        node: str,  # as ssh calls it
         *,
         connect_s: int,
-        token: str,
+        token: str,  # begins the node's messages, and marks its processes
         show: Callable[[bytes, bool], None],
     ) -> None:
-        """Connect to a bash on the node, which is named as ssh calls it.
+        """Connect to a bash on the node.
 
-        The token begins the node's messages, and marks its processes. `show` is given what is no
-        message, nothing at the end, and whether it came on stderr.
+        `show` is given what is no message, nothing at the end, and whether it came on stderr.
         """
         self.node = node
         self.token = token

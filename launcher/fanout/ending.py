@@ -34,12 +34,11 @@ def conclude(
     *,
     started: float,
     stopped_by: Signals | None,
-    still_s: float = 0.0,
+    still_s: float = 0.0,  # for so long the launcher stood still, just before the end
 ) -> End:
     """Return the end of the run, from that of each node by node rank.
 
-    Where somebody has told it already it `is_told`. For `still_s` seconds, just before the end, the
-    launcher stood still.
+    Where somebody has told it already it `is_told`.
     """
 
     def blame(rank: int, code: int, fault: str, cause: str) -> End:

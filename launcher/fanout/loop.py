@@ -97,12 +97,9 @@ class Child:
         loop: Loop,
         command: list[str],
         on_output: Callable[[bytes, bool], None],
-        environ: Mapping[str, str] | None = None,
+        environ: Mapping[str, str] | None = None,  # all of its variables; None: ours
     ) -> None:
-        """Start it; `environ` are all of its variables, where they differ from ours.
-
-        `on_output` is given what comes, nothing at the end, and whether it came on stderr.
-        """
+        """Start it; `on_output` is given what comes, nothing at the end, and if from stderr."""
         self.code: int | None = None  # its exit code, once it has ended; -N: killed by signal N
         self._loop = loop
         self._on_output = on_output

@@ -194,19 +194,12 @@ def print_commands(plan: Plan, paste_line: Callable[[str, str], str]) -> None:
 
 def print_plan(
     plan: Plan,
-    node: Report | None,
-    outcome: Outcome | None,
-    counts: Sequence[int],
-    out: TextIO | None = None,
+    node: Report | None,  # what node 0 or, where each node is started on its own, this one has told
+    outcome: Outcome | None,  # what the preflight found; None where it has not run
+    counts: Sequence[int],  # ranks of each node; empty where they are not known yet
+    out: TextIO | None = None,  # None: stderr
 ) -> None:
-    """Print the plan.
-
-    Args:
-        node: what node 0 or, where each node is started on its own, this one has told.
-        outcome: what the preflight found; None where it has not run.
-        counts: ranks of each node; empty where they are not known yet.
-        out: stderr where it is not given.
-    """
+    """Print the plan."""
     config = f"    {shlex.quote(plan.config)}" if plan.config not in ("", "-") else ""
     print_row("run", f"{plan.run_id or '(named by node rank 0)'}{config}", out)
     print_row("hosts", _hosts(plan, node), out)
