@@ -55,8 +55,7 @@ def new_secret() -> str:
 def read_access(environ: Mapping[str, str]) -> Access:
     """Return what RUN_SECRET, the secret or the path of its file, and else HOSTS say.
 
-    Raises:
-        ValueError: one of them cannot be used; one line with cause and cure.
+    Raises ValueError, one line with cause and cure, where one of them cannot be used.
     """
     secret = environ.get("RUN_SECRET", "")
     if "/" in secret:
@@ -96,10 +95,7 @@ def open_port(port: int, address: str = "") -> socket.socket:
     """Listen on the port (0: any free one) of this machine's address.
 
     Where that is not the only one that the name stands for, or is translated on the way here, or
-    is loopback for this machine alone, listen at all of them.
-
-    Raises:
-        OSError: the port cannot be opened.
+    is loopback for this machine alone, listen at all of them. Raises OSError where that fails.
     """
     family, where = _only_address(address)
     try:
@@ -122,21 +118,33 @@ def _only_address(name: str) -> tuple[int, str]:
     if len(found) != 1 or not name:
         return socket.AF_INET, ""
     ((number, where),) = found
-    is_loopback = where.startswith("127.") or where == "::1"
-    return number, where if name in ("localhost", where) or not is_loopback else ""
+    return number, where if name in ("localhost", where) or not is_loopback(where) else ""
+
+
+def is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
 
 
 def _prove(secret: bytes, role: bytes, nonces: bytes) -> bytes:
     return hmac.digest(secret or b"-", role + nonces, "sha256")
 
 
-def introduce(connection: socket.socket, secret: bytes, limit_s: float = WAIT_S) -> None:
-    """Prove to node rank 0 that this node knows the secret, and see that node rank 0 does.
+def connect(address: str, port: int, secret: bytes, limit_s: float) -> socket.socket:
+    """Connect to node rank 0, and let each prove to the other that it knows the secret.
 
-    Raises:
-        NoEntrance, WrongSecret: the other end is not node rank 0 of this run.
+    Raises OSError: NoEntrance or WrongSecret where the other end is not node rank 0 of this run.
     """
-    connection.settimeout(limit_s)
+    connection = socket.create_connection((address, port), timeout=limit_s)
+    try:
+        introduce(connection, secret)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def introduce(connection: socket.socket, secret: bytes) -> None:
+    """Prove to node rank 0 that this node knows the secret, and see that node rank 0 does."""
     try:
         theirs, ours = _receive(connection, NONCE_BYTES), os.urandom(NONCE_BYTES)
     except OSError as error:
@@ -175,11 +183,7 @@ class Entrance:
     """Lets in whoever knows the secret. Any number of connections can wait; none delays another."""
 
     def __init__(self, listener: socket.socket, access: Access, say: Callable[[str], None]) -> None:
-        """
-        Args:
-            listener: the caller closes it.
-            say: is told of the first connection that was dropped.
-        """
+        """The caller closes the listener; `say` is told of the first connection dropped."""
         self.strangers = 0  # dropped so far
         self._say = say
         self._access = access

@@ -43,10 +43,7 @@ class View:
     """
 
     def __init__(self, screen: Screen, *, is_alone: bool, prefix: bytes = b"") -> None:
-        """
-        Args:
-            prefix: begins each line, and each state of a line that redraws itself.
-        """
+        """Begin each line, and each state of one that redraws itself, with the prefix."""
         self._screen = screen
         self._is_alone = is_alone
         self._source = screen if is_alone else self  # one rank may mix its two streams
@@ -84,8 +81,7 @@ class View:
     def tick(self, now: float) -> bool:
         """Show what has been held for long enough; returns whether something is held.
 
-        Args:
-            now: a time before the stream was last read, so that what has come is known.
+        `now` is a time before the stream was last read, so that what has come is known.
         """
         is_due = self._held and now - self._since >= PARTIAL_S
         if is_due and self._screen.is_free_for(self._source):

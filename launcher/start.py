@@ -67,11 +67,8 @@ def main(arguments: Sequence[str]) -> int:
 def prepare(plan: Plan, script: str) -> Callable[[], None]:
     """Return what a fan-out calls when nothing is left to refuse, before it starts an agent.
 
-    With --detach, this goes on in a child process, which the call takes from the terminal.
-
-    Raises:
-        PlanError: a detached run has no name.
-        Refused: a live run has its name.
+    With --detach, this goes on in a child process, which the call takes from the terminal. Raises
+    PlanError where a detached run has no name, and Refused where a live run has its name.
     """
     if plan.is_dry_run:
         return lambda: None
@@ -94,10 +91,8 @@ def prepare(plan: Plan, script: str) -> Callable[[], None]:
 def check_config(plan: Plan) -> Plan:
     """Have train.py check the config and the settings; returns the plan with what they say.
 
-    A script of the user's own checks itself, once it runs.
-
-    Raises:
-        Refused: train.py cannot run here. Where the config is wrong, this exits with BAD_INPUT.
+    A script of the user's own checks itself, once it runs. Raises Refused where train.py cannot run
+    here. Where the config is wrong, this exits with BAD_INPUT.
     """
     if not plan.is_ours:
         return plan

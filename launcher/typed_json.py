@@ -25,9 +25,9 @@ MAX_FLOAT = sys.float_info.max
 PIECE = 900  # characters; srun mixes the nodes' lines where they are longer than 1024
 
 
-def in_pieces(text: str) -> list[str]:
-    """Return what fits into lines that srun does not tear."""
-    return [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
+def in_pieces(text: str, size: int = PIECE) -> list[str]:
+    """Return what fits into lines that srun does not tear, or into pieces of another size."""
+    return [text[at : at + size] for at in range(0, len(text), size)]
 
 
 class MessageError(ValueError):
@@ -48,18 +48,14 @@ class Kinds:
     def read(self, text: bytes | str) -> Any:
         """Return the message of a line.
 
-        Raises:
-            MessageError: it is none of these kinds, or does not fit its type.
+        Raises MessageError where it is none of these kinds, or does not fit its type.
         """
         content = _parse(text)
-        if (
-            not isinstance(content, dict)
-            or len(content) != 1
-            or not content.keys() <= self._kinds.keys()
-        ):
-            raise MessageError(f"no message: {text!r:.80}")
-        ((name, fields),) = content.items()
-        return decode(self._kinds[name], fields)
+        if isinstance(content, dict) and len(content) == 1:
+            ((name, fields),) = content.items()
+            if name in self._kinds:
+                return decode(self._kinds[name], fields)
+        raise MessageError(f"no message: {text!r:.80}")
 
 
 def encode(message: Any) -> str:
@@ -83,18 +79,14 @@ def decode(kind: type[T], value: Any) -> T:
     """Return the dataclass that a JSON object describes, with every field checked.
 
     Fields may be of type str, int, float, bool, Path, another dataclass, a Sequence, a Mapping
-    from str, or a union of these with None. Missing fields take their defaults.
-
-    Raises:
-        MessageError: a field is missing, unknown or of another type.
+    from str, or a union of these with None. Missing fields take their defaults. Raises MessageError
+    where a field is missing, unknown or of another type.
     """
     result: T = _read(kind, value, kind.__name__)
     return result
 
 
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+_hints = cache(get_type_hints)
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:

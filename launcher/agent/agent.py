@@ -37,7 +37,7 @@ from launcher.agent.node_ranks import NodeRanks, Rank
 from launcher.agent.output import NodeLog, Stream, open_stream, say, without_noise
 from launcher.agent.terminal import Terminal, is_line_open, open_terminals
 from launcher.agent.torchrun_arguments import Arguments, parse
-from launcher.agent.verdict import Verdict
+from launcher.agent.verdict import Facts, Verdict
 from launcher.failure import Failure
 from launcher.failure_block import End, RunSummary
 from launcher.preflight import must_match
@@ -76,8 +76,7 @@ def run_agent(arguments: list[str], guardian: GuardianLink) -> int:
 def check_in(args: Arguments, *, is_terminal_shared: bool) -> checkin.Meeting:
     """Meet the other nodes' agents: settles the run id, the ranks and the hosts.
 
-    Raises:
-        Refused: the run cannot start; no rank was started.
+    Raises Refused where the run cannot start.
     """
     files: dict[str, str] = {}
     task_file = os.environ.pop("LAUNCH_TASK_FILE", "")
@@ -116,17 +115,11 @@ class NodeAgent:
     def __init__(
         self,
         args: Arguments,
-        arguments: list[str],
+        arguments: list[str],  # as they were typed, for run.json
         meeting: checkin.Meeting,
         guardian: GuardianLink,
     ) -> None:
-        """
-        Args:
-            arguments: as they were typed, for run.json.
-
-        Raises:
-            Refused: the run's folder cannot be written, or another live process has the run.
-        """
+        """Raises Refused where the run's folder cannot be written, or a live process has it."""
         self.args = args
         self.meeting = meeting
         self.assignment = meeting.assignment
@@ -140,6 +133,8 @@ class NodeAgent:
         self.started = time.time()
         run_id, log_dir = self.assignment.run_id, args.log_dir
         self.folder = RunFolder(log_dir, run_id, args.node_rank) if log_dir else None
+        if self.folder is not None:
+            self.folder.create()
         self.record = self._open_record(arguments)
         self.log = NodeLog(self.folder.node_log if self.folder else None)
         self.error_files = self.folder.failures if self.folder else Path(tempfile.mkdtemp())
@@ -149,9 +144,7 @@ class NodeAgent:
         guardian.socket.sendall(typed_json.encode(note).encode())
 
     def _open_record(self, arguments: list[str]) -> LiveRecord | None:
-        """Make the run's folder; on node rank 0 start run.json."""
-        if self.folder is not None:
-            self.folder.create()
+        """On node rank 0, start run.json."""
         if self.folder is None or self.args.node_rank != 0:
             return None
         return LiveRecord(
@@ -185,12 +178,13 @@ class NodeAgent:
         if self.args.node_rank == 0:
             self._serve_store()
         is_last = number == self.args.max_restarts
-        host = self.assignment.hosts[self.args.node_rank]
+        hosts = self.assignment.hosts
         attempt = Attempt(
-            NodeRanks(ranks, self.heartbeats, self.args.node_rank, host),
-            meeting=self.meeting,
+            NodeRanks(ranks, self.heartbeats, self.args.node_rank, hosts[self.args.node_rank]),
+            hosts=hosts,
+            peers=self.meeting.peers,
             guardian=self.guardian.socket,
-            signals=signals,
+            facts=Facts(signals=signals),
             grace_s=self.args.grace_s,
             verdict_s=VERDICT_S if is_last else SILENCE_S,
             record=self.record,

@@ -14,13 +14,13 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from distributed.stop_signals import NOTICE, STOP_SIGNALS, Interrupts, handled_signals
 from launcher import processes
 from launcher.agent import verdict
-from launcher.agent.checkin import Meeting
 from launcher.agent.control import BEAT_S, SILENCE_S
 from launcher.agent.node_ranks import NodeRanks, Rank
 from launcher.agent.output import Stream
@@ -56,37 +56,21 @@ class Deadline:
         return has_passed
 
 
+@dataclass
 class Attempt:
     """The ranks of this node, and the connections to the other nodes' agents."""
 
-    def __init__(
-        self,
-        ranks: NodeRanks,
-        *,
-        meeting: Meeting,
-        guardian: socket.socket,
-        signals: list[int],
-        grace_s: float,
-        verdict_s: float,
-        record: LiveRecord | None,
-    ) -> None:
-        """
-        Args:
-            guardian: its other end closes when the guardian dies.
-            signals: stop signals that came from outside, also since the attempt before.
-            grace_s: for the ranks to save, after a request to stop.
-            verdict_s: after a failure, when all is over here: for the other nodes' ends.
-            record: run.json, where this agent writes it.
-        """
-        self.ranks = ranks
-        self.is_first_node = ranks.node_rank == 0  # its agent decides
-        self.hosts = meeting.assignment.hosts  # by node rank
-        self.peers = meeting.peers
-        self.guardian = guardian
-        self.grace_s = grace_s
-        self.verdict_s = verdict_s
-        self.record = record
-        self.facts = Facts(signals=signals)
+    ranks: NodeRanks
+    hosts: Sequence[str]  # by node rank
+    peers: dict[int, Peer]
+    guardian: socket.socket  # its other end closes when the guardian dies
+    facts: Facts  # the signals in it also came since the attempt before
+    grace_s: float  # for the ranks to save, after a request to stop
+    verdict_s: float  # after a failure, when all is over here: for the other nodes' ends
+    record: LiveRecord | None  # run.json, where this agent writes it
+
+    def __post_init__(self) -> None:
+        self.is_first_node = self.ranks.node_rank == 0  # its agent decides
         self.interrupts = Interrupts()
         self.selector = selectors.DefaultSelector()
         self.stragglers: dict[int, RankState] = {}  # of the other nodes, on node rank 0
@@ -232,9 +216,7 @@ class Attempt:
         if signum not in self.facts.signals:  # schedulers send one signal to several processes
             self.facts.signals.append(signum)
             self._pass_on(signum)
-            for peer in self.peers.values():
-                if peer is not source:
-                    peer.send(StopRequest(signum))
+            self.send_all(StopRequest(signum), but=source)
 
     def _pass_on(self, signum: int) -> None:
         if signum != NOTICE:  # which leaves the ranks minutes
@@ -269,10 +251,11 @@ class Attempt:
             case Verdict():
                 self.facts.verdict = message
 
-    def send_all(self, message: Message) -> None:
+    def send_all(self, message: Message, *, but: Peer | None = None) -> None:
         """Send to every other agent from node rank 0, and from elsewhere to node rank 0's."""
         for peer in self.peers.values():
-            peer.send(message)
+            if peer is not but:
+                peer.send(message)
 
     def _drop_peer(self, node: int, fault: str, cause: str) -> None:
         """A node is gone before its work was done: that ends the run."""

@@ -13,14 +13,7 @@ from distributed.errors import Refused
 from launcher.agent.control import SILENCE_S
 from launcher.agent.output import say
 from launcher.agent.protocol import Assignment, Peer, Refusal
-from launcher.handshake import (
-    Access,
-    Entrance,
-    NoEntrance,
-    WrongSecret,
-    introduce,
-    open_port,
-)
+from launcher.handshake import Access, Entrance, NoEntrance, WrongSecret, connect, open_port
 from launcher.preflight.must_match import NodeReport, mismatches
 from launcher.text import count
 
@@ -59,11 +52,7 @@ class Wait:
 
 
 def meet(address: str, port: int, me: NodeReport, access: Access, timeout_s: float) -> Meeting:
-    """Meet the other nodes' agents at node rank 0.
-
-    Raises:
-        Refused: the run cannot start.
-    """
+    """Meet the other nodes' agents at node rank 0; raises Refused where the run cannot start."""
     if me.node_rank != 0:
         return join(address, port, me, access.secret, Wait(timeout_s))
     listener = listen(address, port)
@@ -73,11 +62,7 @@ def meet(address: str, port: int, me: NodeReport, access: Access, timeout_s: flo
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Listen on the master port (0: any free one).
-
-    Raises:
-        Refused: the port is taken.
-    """
+    """Listen on the master port (0: any free one); raises Refused where it is taken."""
     try:
         return open_port(port, address)
     except OSError as error:
@@ -88,10 +73,8 @@ def listen(address: str, port: int) -> socket.socket:
 def gather(entrance: Entrance, me: NodeReport, wait: Wait) -> tuple[dict[int, Peer], Assignment]:
     """On node rank 0: wait until every other agent has checked in, and start them.
 
-    Returns the others by node rank, and this node's part.
-
-    Raises:
-        Refused: a node did not come, came twice, or does not match this one; all are told.
+    Returns the others by node rank, and this node's part. Raises Refused where a node did not come,
+    came twice, or does not match this one; all are told.
     """
     nodes: dict[int, NodeReport] = {me.node_rank: me}
     peers: dict[int, Peer] = {}
@@ -150,24 +133,15 @@ def assign_ranks(run_id: str, nodes: Sequence[NodeReport]) -> list[Assignment]:
 def _compare(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) -> None:
     """Raise Refused where a node that has come cannot be part of this run."""
     if node.num_nodes != me.num_nodes or not 0 <= node.node_rank < me.num_nodes:
-        raise Refused(
-            "wrong-world",
-            f"{node.host} was started as node {node.node_rank} of {node.num_nodes},"
-            f" {me.host} as node 0 of {me.num_nodes}; give every node the same number",
-        )
-    if node.node_rank in nodes:
-        first = nodes[node.node_rank].host
-        raise Refused(
-            "duplicate-node-rank",
-            f"node rank {node.node_rank} was started twice, on {first} and on {node.host};"
-            " give each node its own",
-        )
+        cause = f"{node.host} was started as node {node.node_rank} of {node.num_nodes}"
+        cause += f", {me.host} as node 0 of {me.num_nodes}"
+        raise Refused("wrong-world", f"{cause}; give every node the same number")
+    if twice := nodes.get(node.node_rank):
+        cause = f"node rank {node.node_rank} was started twice, on {twice.host} and on {node.host}"
+        raise Refused("duplicate-node-rank", f"{cause}; give each node its own")
     if node.run_id not in ("", me.run_id):
-        raise Refused(
-            "wrong-world",
-            f"{node.host} has run id {node.run_id}, {me.host} has {me.run_id};"
-            " do not set RUN_ID, or set the same one",
-        )
+        cause = f"{node.host} has run id {node.run_id}, {me.host} has {me.run_id}"
+        raise Refused("wrong-world", f"{cause}; do not set RUN_ID, or set the same one")
     for fault, cause in mismatches(me, node):
         raise Refused(fault, f"{cause}; make them the same")
 
@@ -175,14 +149,13 @@ def _compare(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) 
 def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> Meeting:
     """On any other node: check in with node rank 0, and wait for the start.
 
-    Raises:
-        Refused: node rank 0 cannot be reached in time, or refuses this node or the run.
+    Raises Refused where node rank 0 cannot be reached in time, or refuses this node or the run.
     """
     last: OSError = TimeoutError("no answer")
     turned_away: float | None = None  # since when
     while wait.left_s > 0:
         try:
-            peer = _introduce(address, port, secret, min(CONNECT_S, wait.timeout_s))
+            peer = Peer(connect(address, port, secret, min(CONNECT_S, wait.timeout_s)))
             return Meeting(_ask(peer, me, wait.deadline), {0: peer}, None)
         except (NoEntrance, WrongSecret) as error:
             if isinstance(error, WrongSecret) and turned_away is None:
@@ -206,23 +179,8 @@ def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> 
     raise Refused(fault, f"{cause} ({last.strerror or last}); {cure}")
 
 
-def _introduce(address: str, port: int, secret: bytes, limit_s: float) -> Peer:
-    connection = socket.create_connection((address, port), timeout=limit_s)
-    try:
-        introduce(connection, secret, limit_s)
-    except OSError:
-        connection.close()
-        raise
-    return Peer(connection)
-
-
 def _ask(peer: Peer, me: NodeReport, deadline: float) -> Assignment:
-    """Report to node rank 0; returns its answer.
-
-    Raises:
-        Refused: node rank 0 refuses this node or the run.
-        NoEntrance: it has gone.
-    """
+    """Report to node rank 0; returns its answer, or raises Refused, NoEntrance if it has gone."""
     peer.send(me)
     answer = peer.wait(deadline)
     if isinstance(answer, Assignment):

@@ -80,8 +80,7 @@ def take_control() -> Control | None:
 def report_end(end: End, control: Control | None, *, is_line_open: bool) -> None:
     """Print how this node's part ended or, to a launcher elsewhere, send it.
 
-    Args:
-        is_line_open: the last line shown may lack its end; the block begins a line.
+    Where `is_line_open`, the last line shown may lack its end; the block begins a line.
     """
     if control is None:
         if is_line_open and end.code != 0:

@@ -24,8 +24,7 @@ _UNKNOWN = "variables"  # a name that the text does not tell
 def choose(program: Program, choice: str | None) -> Program:
     """Return the program with its ranks started anew or forked: as FRESH says, else as its text.
 
-    Raises:
-        ValueError: FRESH is neither 0 nor 1.
+    Raises ValueError where FRESH is neither 0 nor 1.
     """
     if choice not in (None, "", "0", "1"):
         raise ValueError(f"FRESH is {choice!r}; give 1 for ranks that import torch anew, or 0")
@@ -47,8 +46,7 @@ def choose(program: Program, choice: str | None) -> Program:
 def variables_set_early(files: Sequence[Path], folder: Path) -> list[str]:
     """Return the names that a script's files set, one after the other, before importing torch.
 
-    Args:
-        folder: where its own modules are. Those that it imports before torch are read, too.
+    Its own modules are in the folder. Those that it imports before torch are read, too.
     """
     reader = _Reader(folder)
     any(reader.has_torch(file) for file in files)  # up to the first that imports it
@@ -142,17 +140,13 @@ def _names_set(node: ast.AST, environ: Set[str]) -> list[str]:
             keys = [key]
         case ast.AugAssign(target=target, value=value) if _is_environ(target, environ):
             keys = _keys_of(value)
-        case ast.Call(func=ast.Attribute(value=value, attr="setdefault"), args=[key, *_]) if (
-            _is_environ(value, environ)
-        ):
-            keys = [key]
-        case ast.Call(func=ast.Attribute(attr="putenv"), args=[key, *_]):
-            keys = [key]
-        case ast.Call(func=ast.Attribute(value=value, attr="update"), keywords=words) if (
-            _is_environ(value, environ)
-        ):
-            keys = [key for one in node.args for key in _keys_of(one)]
-            keys += [ast.Constant(word.arg) if word.arg else None for word in words]
+        case ast.Call(func=ast.Attribute(value=value, attr=method), args=given, keywords=words):
+            is_environ = _is_environ(value, environ)
+            if method == "putenv" or (method == "setdefault" and is_environ):
+                keys = given[:1]
+            elif method == "update" and is_environ:
+                keys = [key for one in given for key in _keys_of(one)]
+                keys += [ast.Constant(word.arg) if word.arg else None for word in words]
     values = (key.value if isinstance(key, ast.Constant) else None for key in keys)
     return [value if isinstance(value, str) else _UNKNOWN for value in values]
 

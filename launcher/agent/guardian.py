@@ -256,14 +256,9 @@ def _report_death(
     is_asked: bool,
     is_out_of_memory: bool,
     has_torch: bool,
-    words: Sequence[str],
+    words: Sequence[str],  # what it said last
 ) -> None:
-    """Tell in the agent's place how the run ended: the agent was killed, failed or left too early.
-
-    Args:
-        has_torch: whether it had imported torch.
-        words: what it said last.
-    """
+    """Tell in the agent's place how the run ended: the agent was killed, failed or left early."""
     by_signal, last = signal_name(code), words[-1] if words else f"exit code {code}"
     if by_signal:
         when = "from outside this run" if has_torch else "while it imported torch"
@@ -275,23 +270,10 @@ def _report_death(
     if is_out_of_memory and code == 128 + signal.SIGKILL:
         fault, cause = explain(code, out_of_memory=True)
         cause = f"the node agent: {cause}"
-    failure = Failure(
-        fault=fault,
-        cause=cause,
-        code=code,
-        host=socket.gethostname(),
-        node_rank=note.node_rank,
-        time=time.time(),
-        frames=words[-3 if by_signal else -4 : None if by_signal else -1],
-    )
-    summary = RunSummary(
-        started=note.started,
-        lost_peer=0,
-        stopped=note.ranks,
-        left=left,
-        run_id=note.run_id,
-        command=note.command,
-    )
+    frames = words[-3:] if by_signal else words[-4:-1]
+    host, now = socket.gethostname(), time.time()
+    failure = Failure(fault, cause, code, host, note.node_rank, now, frames=frames)
+    summary = RunSummary(note.started, 0, note.ranks, left, note.run_id, note.command)
     end = End(code, None if is_asked else failure, summary, is_told=False)
     is_silent = is_asked and code == 128 + signal.SIGKILL  # the launcher is gone
     if not is_silent:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from distributed.heartbeat import STACK_SIGNAL, stack_file_of
@@ -43,17 +43,15 @@ class Rank:
             stream.close()
 
 
+@dataclass(frozen=True)
 class NodeRanks:
     """All ranks of this node in one attempt."""
 
-    def __init__(
-        self, ranks: Sequence[Rank], heartbeats: Heartbeats, node_rank: int, host: str
-    ) -> None:
-        self.all = ranks
-        self.heartbeats = heartbeats
-        self.node_rank = node_rank
-        self.host = host
-        self._memory_kills = failure.count_memory_kills()
+    all: Sequence[Rank]
+    heartbeats: Heartbeats
+    node_rank: int
+    host: str
+    _memory_kills: int = field(default_factory=failure.count_memory_kills)
 
     def living(self) -> list[Rank]:
         """Return the ranks that have not ended."""

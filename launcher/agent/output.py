@@ -143,8 +143,7 @@ class Stream:
     def tick(self, now: float) -> bool:
         """Show and log what has waited for long enough; returns whether something waits.
 
-        Args:
-            now: a time before the stream was last read.
+        `now` is a time before the stream was last read.
         """
         is_waiting = self.view is not None and self.view.tick(now)
         if not self._is_bar:
@@ -246,9 +245,8 @@ def open_stream(
 ) -> tuple[int, Stream]:
     """One stream of one rank: the file descriptor for the rank, and the agent's reading end.
 
-    Args:
-        is_alone: the terminal shows no other rank.
-        label: begins each line there; the rank then has no terminal of its own.
+    Where it `is_alone`, the terminal shows no other rank. A label begins each line there; the rank
+    then has no terminal of its own.
     """
     is_tty = terminal is not None and terminal.is_tty and not label
     if terminal is not None and is_tty:

@@ -19,13 +19,8 @@ from launcher.agent.rank import Program
 from launcher.handshake import Access
 
 _TORCHS_ALONE = (
-    "run_path",
-    "logs_specs",
-    "event_log_handler",
-    "numa_binding",
-    "virtual_local_rank",
-    "duplicate_stdout_filters",
-    "duplicate_stderr_filters",
+    *("run_path", "logs_specs", "event_log_handler", "numa_binding", "virtual_local_rank"),
+    *("duplicate_stdout_filters", "duplicate_stderr_filters"),
 )
 _BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
@@ -63,8 +58,7 @@ class Arguments:
 def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
     """Return torchrun's arguments, and the name of one that only torch's own agent can handle.
 
-    Raises:
-        ValueError: a number is out of range; the message is one line with cause and cure.
+    Raises ValueError, one line with cause and cure, where a number is out of range.
     """
     args = torchrun.get_args_parser().parse_args(arguments)
     is_placed = _place_in_step(args)
@@ -76,18 +70,16 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
     if nproc < 1:
         raise ValueError(f"--nproc-per-node {nproc}: no ranks; give at least 1")
     if not 0 <= args.node_rank < high:
-        raise ValueError(
-            f"--node-rank {args.node_rank}: out of range; give 0 to {high - 1} (--nnodes)"
-        )
+        cure = f"give 0 to {high - 1} (--nnodes)"
+        raise ValueError(f"--node-rank {args.node_rank}: out of range; {cure}")
     if not 0 <= port < 65536:
         raise ValueError(f"--master-port {port}: not a port; give 1 to 65535")
     beyond_static = _beyond_static(args, low, high)
     if is_placed and beyond_static:
-        raise ValueError(
-            f"{beyond_static}: not in a SLURM step; leave it out, or also give"
-            " --nnodes, --node-rank and --master-addr"
-        )
+        cure = "leave it out, or also give --nnodes, --node-rank and --master-addr"
+        raise ValueError(f"{beyond_static}: not in a SLURM step; {cure}")
     settings = _parse_rendezvous_config(args.rdzv_conf)
+    grace_s = os.environ.get("GRACE", vars(args).get("shutdown_timeout") or DEFAULT_GRACE_S)
     filtered = args.local_ranks_filter.split(",") if args.local_ranks_filter else None
     words = tuple(args.training_script_args)
     program = Program(args.training_script, words, args.module, args.no_python)
@@ -105,9 +97,7 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         shown=frozenset(map(int, filtered)) if filtered else None,
         is_in_step=is_placed,
         join_timeout_s=float(settings.get("join_timeout", "300")),
-        grace_s=float(
-            os.environ.get("GRACE", vars(args).get("shutdown_timeout") or DEFAULT_GRACE_S)
-        ),
+        grace_s=float(grace_s),
         has_labels=os.environ.get("SHOW_RANKS") == "all" or os.environ.get("LOG_LEVEL") == "DEBUG",
         access=handshake.read_access(os.environ),
     ), beyond_static

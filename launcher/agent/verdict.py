@@ -90,24 +90,15 @@ def is_asked(end: Failure, signals: Sequence[int], *, has_saved: bool) -> bool:
 
 
 def describe_end(
-    unknown: Failure,
-    raised: RaisedError | None,
+    unknown: Failure,  # as far as it is known of any rank; its time is the end's
+    raised: RaisedError | None,  # the error file's content; None where the rank left none
     *,
-    code: int | None,
-    is_out_of_memory: bool,
-    last_text: str,
-    has_traceback: bool,
+    code: int | None,  # the exit code; None of a rank that has not left yet
+    is_out_of_memory: bool,  # the kernel has killed for lack of memory during the attempt
+    last_text: str,  # the last line that the rank wrote to stderr
+    has_traceback: bool,  # it wrote one there
 ) -> Failure:
-    """Return the failure of a rank that ended, or is about to, by an error.
-
-    Args:
-        unknown: the failure as far as it is known of any rank; its time is the end's.
-        raised: the error file's content; None where the rank left none.
-        code: the exit code; None of a rank that has not left yet.
-        is_out_of_memory: the kernel has killed for lack of memory during the attempt.
-        last_text: the last line that the rank wrote to stderr.
-        has_traceback: it wrote one there.
-    """
+    """Return the failure of a rank that ended, or is about to, by an error."""
     if raised is None and has_traceback and code == 1:  # the disk of the error file may be full
         raised = RaisedError(last_text, stack="", code=code, time=unknown.time)
     if raised is None:
@@ -151,9 +142,8 @@ def end_of_node(facts: Facts, saved_step: int) -> NodeEnd:
 def reach_verdict(facts: Facts, *, saved_step: int, left: int) -> Verdict:
     """Return how the attempt ended: as node rank 0 told it, else from what is known here.
 
-    Args:
-        saved_step: of the newest checkpoint that a rank here has told; -1: none.
-        left: processes here that could not be ended.
+    `saved_step` is that of the newest checkpoint that a rank here has told, or -1; `left` are the
+    processes here that could not be ended.
     """
     if facts.verdict is not None:
         return replace(facts.verdict, left=left, is_told=True)
@@ -176,12 +166,7 @@ def reach_verdict(facts: Facts, *, saved_step: int, left: int) -> Verdict:
     stacks = [line for one in facts.failures for line in one.stacks]
     first = replace(first, stacks=stacks, saved_step=max(saved_step, first.saved_step))
     return Verdict(
-        first.code,
-        first,
-        lost_peer=len(lost),
-        stopped=len(stopped),
-        left=left,
-        has_saved=has_saved,
+        first.code, first, lost_peer=len(lost), stopped=len(stopped), left=left, has_saved=has_saved
     )
 
 

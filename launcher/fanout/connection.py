@@ -22,7 +22,7 @@ from launcher.plan.plan import Plan, PlanError
 from launcher.preflight.checks import Fault
 
 PROBE_S = 3.0
-NODE = "launcher/fanout/far_side.py"
+FAR_SIDE = "launcher.fanout.far_side"
 FORWARDED = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "WANDB_", "CUDA_VISIBLE_DEVICES")
 SSH_FAILED = 255  # ssh's exit code where it failed itself
 CURES = {
@@ -40,18 +40,15 @@ class Connection(Child):
     def __init__(
         self,
         loop: Loop,
-        node: str,
+        node: str,  # as ssh calls it
         *,
         connect_s: int,
-        token: str,
+        token: str,  # begins the node's messages, and marks its processes
         show: Callable[[bytes, bool], None],
     ) -> None:
         """Connect to a bash on the node.
 
-        Args:
-            node: as ssh calls it.
-            token: begins the node's messages, and marks its processes.
-            show: is given what is no message, nothing at the end, and whether it came on stderr.
+        `show` is given what is no message, nothing at the end, and whether it came on stderr.
         """
         self.node = node
         self.token = token
@@ -164,8 +161,7 @@ def find_fault(node: str) -> str:
 def forwarded_names(activated: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """Return the names of the variables that go to the nodes.
 
-    Raises:
-        PlanError: FORWARD_ENV names one that is not set.
+    Raises PlanError where FORWARD_ENV names one that is not set.
     """
     asked = environ.get("FORWARD_ENV", "").replace(",", " ").split()
     for name in asked:
@@ -177,16 +173,15 @@ def forwarded_names(activated: Sequence[str], environ: Mapping[str, str]) -> lis
 
 
 def write_opening(plan: Plan, added: Mapping[str, str], environ: Mapping[str, str]) -> str:
-    """Return what a node's bash runs: say hello, become far_side.py where the launch was typed.
+    """Return what a node's bash runs: say hello, become the far side where the launch was typed.
 
-    Args:
-        added: variables in addition to those that are forwarded.
+    `added` are variables beyond those that are forwarded.
     """
     variables = {name: environ[name] for name in plan.forwarded} | {**added}
     token = shlex.quote(added["LAUNCH_TOKEN"])
     exports = shlex.join(f"{name}={value}" for name, value in variables.items())
-    directory, far_side = (shlex.quote(str(path)) for path in (plan.directory, plan.root / NODE))
+    far_side = shlex.join(plan.module_command(FAR_SIDE))
     return f"""\
 set -- ${{SSH_CONNECTION:-}}
 printf '%s {{"hello":{{"address":"%s"}}}}\\n' {token} "${{3:-}}"
-cd -- {directory} && export {exports} && exec {shlex.quote(plan.python)} {far_side}; exit 127"""
+cd -- {shlex.quote(str(plan.directory))} && export {exports} && exec {far_side}; exit 127"""

@@ -34,14 +34,11 @@ def conclude(
     *,
     started: float,
     stopped_by: Signals | None,
-    still_s: float = 0.0,
+    still_s: float = 0.0,  # for so long the launcher stood still, just before the end
 ) -> End:
     """Return the end of the run, from that of each node by node rank.
 
     Where somebody has told it already it `is_told`.
-
-    Args:
-        still_s: for so long the launcher stood still, just before the end.
     """
 
     def blame(rank: int, code: int, fault: str, cause: str) -> End:
@@ -93,8 +90,7 @@ def conclude(
 def find_lost(nodes: Sequence[NodeResult], *, outlived: bool) -> tuple[int, str, str] | None:
     """Return node rank (-1: the launcher's machine), fault and cause of a node that was lost.
 
-    Args:
-        outlived: the run has ended for another reason than a silence.
+    With `outlived`, the run has ended for another reason than a silence.
     """
     lost = [
         rank

@@ -1,7 +1,9 @@
 """The far side of a launcher that reaches nodes over ssh: one process on each node, without torch.
 
-    python far_side.py            told on stdin what to do: check the node, start its agent
-    python far_side.py SOCKET     started by pdsh: start the agent that the first one describes
+    python scripts/lib/start.py launcher.fanout.far_side [SOCKET]
+
+Without SOCKET it is told on stdin what to do: check the node, start its agent. With one, pdsh has
+started it: it starts the agent that the first one describes.
 
 It starts this node's agent with its own stdin as the control stream, so the agent sees the end of
 the connection, and of this process. At the end it looks for what is left of the run.
@@ -16,19 +18,8 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
-from importlib.machinery import PathFinder
-from importlib.util import module_from_spec
-
-if __name__ == "__main__":  # as in scripts/lib/start.py: not through sys.path
-    del sys.path[0]
-    for name in ("distributed", "launcher"):
-        spec = PathFinder.find_spec(name, [os.path.join(os.path.dirname(__file__), "..", "..")])
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
 
 from distributed.errors import CANNOT_START
 from launcher import processes
@@ -96,15 +87,10 @@ def beat(token: str) -> None:
 def start_agent(start: Start, streams: tuple[int, int, int] = (0, 1, 2)) -> int:
     """Run the node's agent; returns its exit code."""
     stdin, stdout, stderr = streams
-    environ = {**os.environ, **start.variables, "LAUNCH_CONTROL": "1"}
+    env = {**os.environ, **start.variables, "LAUNCH_CONTROL": "1"}
     try:
         agent = subprocess.Popen(
-            start.command,
-            cwd=start.directory,
-            env=environ,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
+            start.command, cwd=start.directory, env=env, stdin=stdin, stdout=stdout, stderr=stderr
         )
     except OSError as error:
         os.write(stderr, os.fsencode(f"cannot start the node agent: {error}\n"))
@@ -189,7 +175,3 @@ def report_cut(other: socket.socket) -> None:
         pass
     with contextlib.suppress(OSError):
         other.sendall(b"cut\n")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -30,8 +30,7 @@ def run(plan: Plan, _be_ready: Callable[[], None]) -> int:
 def read_script(file: Path, nproc: int | None) -> World:
     """Return the nodes and ranks that the #SBATCH or #PBS lines of a batch script ask for.
 
-    Args:
-        nproc: ranks per node that the user asked for.
+    `nproc` are the ranks per node that the user asked for.
     """
     lines = re.findall(r"^#(?:SBATCH|PBS) (.*?)(?: #.*)?$", file.read_text(), re.MULTILINE)
     nodes, tasks, gpus = (_last(pattern, lines) for pattern in (_NODES, _TASKS, _GPUS))

@@ -97,14 +97,9 @@ class Child:
         loop: Loop,
         command: list[str],
         on_output: Callable[[bytes, bool], None],
-        environ: Mapping[str, str] | None = None,
+        environ: Mapping[str, str] | None = None,  # all of its variables; None: ours
     ) -> None:
-        """Start it.
-
-        Args:
-            on_output: is given what comes, nothing at the end, and whether it came on stderr.
-            environ: all of its variables, where they differ from ours.
-        """
+        """Start it; `on_output` is given what comes, nothing at the end, and if from stderr."""
         self.code: int | None = None  # its exit code, once it has ended; -N: killed by signal N
         self._loop = loop
         self._on_output = on_output
@@ -120,9 +115,9 @@ class Child:
         )
         for fd in theirs:
             os.close(fd)
-        self._stdout, self._stderr = (reader for reader, _ in outputs)
         self._unsent = bytearray()
-        self._open = [self._stdout, self._stderr]
+        self._open = [reader for reader, _ in outputs]
+        self._stderr = self._open[1]
         for fd in (self._stdin, *self._open):
             os.set_blocking(fd, False)
         for fd in self._open:

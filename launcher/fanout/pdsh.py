@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from distributed.errors import Refused
-from launcher.fanout.connection import NODE, Connection
+from launcher.fanout.connection import FAR_SIDE, Connection
 from launcher.fanout.loop import FIXED, Child
 from launcher.fanout.protocol import Ready, Start
 from launcher.fanout.ssh import OTHERS_S, Fanout
@@ -27,11 +27,7 @@ CONNECT_S = 10
 
 
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:
-    """Start the run on its nodes and wait for its end; returns the exit code.
-
-    Raises:
-        PlanError, Refused: nothing was started.
-    """
+    """Start the run on its nodes and wait for its end; returns the exit code."""
     return PdshFanout(plan).run(be_ready)
 
 
@@ -52,10 +48,8 @@ class PdshFanout(Fanout):
     def start_nodes(self, reports: Sequence[Report]) -> None:
         super().start_nodes(reports)
         self.wait_for(Ready, time.monotonic() + READY_S + self.slack_s)
-        options = "{} {} -o {} -o {} -o {} -o {}".format(
-            *(os.environ.get(name, "") for name in ("PDSH_SSH_ARGS_APPEND", "SSH_OPTS")),
-            *FIXED,
-        )
+        given = [os.environ.get(name, "") for name in ("PDSH_SSH_ARGS_APPEND", "SSH_OPTS")]
+        options = " ".join([*given, *(f"-o {option}" for option in FIXED)])
         names = [node.name for node in self.plan.nodes]
         command = ["pdsh", "-R", "ssh", "-S", "-f", str(len(names)), "-w", ",".join(names)]
         self.pdsh = Child(
@@ -72,7 +66,7 @@ class PdshFanout(Fanout):
 
     def remote_command(self) -> str:
         """Return what pdsh runs on every node, where it puts the node's rank for %n."""
-        words = [self.plan.python, str(self.plan.root / NODE)]
+        words = self.plan.module_command(FAR_SIDE)
         if "LD_LIBRARY_PATH" in self.plan.forwarded:  # some Python's own library is there
             words = ["env", f"LD_LIBRARY_PATH={os.environ['LD_LIBRARY_PATH']}", *words]
         return f"exec {shlex.join(words).replace('%', '%%')} {self.socket}.%n"

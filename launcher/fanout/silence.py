@@ -25,11 +25,6 @@ class Silence:
         """The nodes whose part of the run has not ended."""
         return [one for one in self.connections if not one.lost and one.answer(Exit) is None]
 
-    @property
-    def next_at(self) -> list[float]:
-        """When each of them will have been silent for too long."""
-        return [one.heard + SILENCE_S for one in self.awaited]
-
     def note_turn(self, *, is_ending: bool) -> None:
         """Notice that this process was stopped, or the machine asleep: no node was silent then."""
         now = time.clock_gettime(time.CLOCK_BOOTTIME)

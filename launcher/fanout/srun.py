@@ -19,10 +19,11 @@ from distributed.stop_signals import NOTICE
 from launcher import handshake, processes
 from launcher.fanout.step import run_step, start
 from launcher.plan.plan import Plan, PlanError, print_plan, shell_line
+from launcher.plan.slurm import ask_squeue
 from launcher.preflight import compare
 from launcher.preflight.check_node import Report, read_reports
 from launcher.text import count
-from launcher.typed_json import encode
+from launcher.typed_json import encode, in_pieces
 
 PREFLIGHT_S = 300.0  # for all nodes to answer; other steps of the job may have to end first
 LONGEST = 100_000  # characters of an argument; Linux allows 128 KiB
@@ -56,12 +57,8 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
 
 def refuse_ended_job(job: str) -> None:
     """Raise PlanError where SLURM answers, and this user has no such job any more."""
-    command = ["squeue", "--noheader", f"--user={os.getuid()}", "--format=%A"]
-    try:
-        jobs = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=10, text=True)
-    except (OSError, subprocess.SubprocessError):
-        return
-    if job not in jobs.split():
+    jobs = ask_squeue(f"--user={os.getuid()}", "--format=%A")
+    if jobs is not None and job not in jobs.split():
         cause = f"SLURM_JOB_ID is {job}, a job that has ended"
         raise PlanError(f"{cause}; unset the SLURM_ variables, or salloc again")
 
@@ -94,13 +91,11 @@ def _warn_of_missing_rank(plan: Plan) -> None:
 def check_nodes(plan: Plan) -> list[Report]:
     """Run the preflight on every node; returns the reports by node rank.
 
-    Raises:
-        Refused: a node did not answer.
+    Raises Refused where a node did not answer.
     """
-    request = encode(plan.request(meeting_size=plan.num_nodes))
-    pieces = [request[at : at + LONGEST] for at in range(0, len(request), LONGEST)]
-    command = ["env", f"--chdir={plan.root}", plan.python, str(plan.root / "scripts/lib/start.py")]
-    command += ["launcher.preflight.check_node", *pieces]
+    pieces = in_pieces(encode(plan.request(meeting_size=plan.num_nodes)), LONGEST)
+    check = plan.module_command("launcher.preflight.check_node")
+    command = ["env", f"--chdir={plan.root}", *check, *pieces]
     step = node_step(plan, ["--kill-on-bad-exit=0"], command, os.environ)
     srun = start(step, stdout=subprocess.PIPE)
     try:
@@ -136,9 +131,7 @@ def step_command(
     """Return the command that starts the ranks of all nodes.
 
     The run's variables are set on the nodes: srun forwards none under sbatch --export=NONE.
-
-    Raises:
-        PlanError: with LAUNCHER=srun, the job has another number of tasks.
+    Raises PlanError where the job has another number of tasks, with LAUNCHER=srun.
     """
     if not plan.engine:
         agent = plan.agent_command(nproc=nproc, port=port, is_placed=False)

@@ -43,8 +43,7 @@ DRAIN_S = 2.0  # at the end, for a slow terminal
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:
     """Start the run on its nodes and wait for its end; returns the exit code.
 
-    Raises:
-        PlanError, Refused: nothing was started.
+    Raises PlanError or Refused where nothing was started.
     """
     return Fanout(plan).run(be_ready)
 
@@ -190,7 +189,7 @@ class Fanout:
                 one.send(b"\n")
         until = self.beat_at if until is None else min(until, self.beat_at)
         if self.is_open:
-            until = min([until, *self.silence.next_at])
+            until = min([until, *(one.heard + SILENCE_S for one in self.silence.awaited)])
         if self.terminals.is_waiting:
             until = min(until, now + PARTIAL_S)
         for signum in self.loop.wait(until - now):
@@ -303,16 +302,14 @@ class Fanout:
 def choose_master(plan: Plan, hellos: Sequence[Hello | None]) -> Plan:
     """Take the address at which ssh reached node 0, whatever an alias or a jump host is called.
 
-    Raises:
-        Refused: the other nodes cannot reach it.
+    Raises Refused where the other nodes cannot reach it.
     """
     first, address = plan.nodes[0].name, hellos[0].address if hellos[0] else ""
     given = os.environ.get("MASTER_ADDR")
     if given not in (None, "", first, first.rpartition("@")[2]) or plan.num_nodes == 1:
         return plan
-    is_loopback = address.startswith("127.") or address == "::1"
     for node, hello in zip(plan.nodes, hellos, strict=True):
-        if is_loopback and hello and hello.address != address:
+        if handshake.is_loopback(address) and hello and hello.address != address:
             cause = f"{first}, the master, is {address}, which {node.name} cannot reach"
             raise Refused("loopback-address", f"{cause}; give its name on the network")
     return replace(plan, master_addr=address or plan.master_addr)

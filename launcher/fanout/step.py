@@ -49,11 +49,7 @@ def start(command: Sequence[str], stdout: int | None = None) -> subprocess.Popen
         processes.die_with_parent(parent, signal.SIGTERM)
 
     return subprocess.Popen(  # this process has one thread
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        start_new_session=True,
-        preexec_fn=prepare,
+        command, stdin=subprocess.DEVNULL, stdout=stdout, start_new_session=True, preexec_fn=prepare
     )
 
 

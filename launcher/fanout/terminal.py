@@ -133,7 +133,6 @@ class Terminals:
     def tick(self, now: float) -> None:
         """Show the lines that have begun and do not end.
 
-        Args:
-            now: a time before the nodes were last read.
+        `now` is a time before the nodes were last read.
         """
         self.is_waiting = bool([view for view in self._views if view.tick(now)])

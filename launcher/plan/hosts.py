@@ -16,8 +16,7 @@ _SLOTS = re.compile(r"(\S+) (?:max[-_]slots=\d+ )?slots=(\d+)(?: max[-_]slots=\d
 def read_nodes(words: Sequence[str], nproc: int | None) -> tuple[NodePlan, ...]:
     """Return the nodes that words such as `node1`, `me@node2:4` and `gpu[01-08]` name.
 
-    Raises:
-        PlanError: a word names no node, or two name the same.
+    Raises PlanError where a word names no node, or two name the same.
     """
     nodes = tuple(node for word in words for node in _read_node(word, nproc))
     names = [node.name for node in nodes]
@@ -27,17 +26,15 @@ def read_nodes(words: Sequence[str], nproc: int | None) -> tuple[NodePlan, ...]:
 
 
 def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:
-    name, number = word, ""
-    has_number = False
+    name, number = word, None
     if match := _IPV6.fullmatch(word):
-        name, number, has_number = (match[1] or "") + match[2], match[3] or "", bool(match[3])
+        name, number = (match[1] or "") + match[2], match[3]
     elif word.count(":") == 1:
-        name, _, number = word.partition(":")
-        has_number = True
+        name, number = word.split(":")
     if not name or name[0] == "-" or name[0].isspace():
         cure = "give NODE, NODE:NPROC or a list such as gpu[01-08]"
         raise PlanError(f"{word!r} names no node; {cure}")
-    if has_number:
+    if number is not None:
         nproc = read_nproc(f"the number of processes of {word!r}", number)
     try:
         names = hostlist.expand(name) if re.search(r"[\[\],]", name) else [name]
@@ -49,8 +46,7 @@ def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:
 def read_hostfile(file: Path) -> list[str]:
     """Return the words of a file of hosts: a node a line, or as Open MPI has it (`node1 slots=4`).
 
-    Raises:
-        PlanError: there is no such file, or a line cannot be read.
+    Raises PlanError where there is no such file, or a line cannot be read.
     """
     if not file.is_file():
         raise PlanError(f"there is no file {str(file)!r} of hosts; correct -f")

@@ -53,8 +53,7 @@ _RESUMED_WITH_SSH = ("SSH_OPTS", "FORWARD_ENV", "PREFLIGHT_SECONDS")
 def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     """Return the plan, but for what only the config and the machines can tell.
 
-    Raises:
-        PlanError, LauncherError, HostlistError: the user or the scheduler cannot mean this.
+    Raises PlanError, LauncherError or HostlistError: the user or the scheduler cannot mean this.
     """
     words, is_ours, config = choose_program(typed, environ)
     level = _read_words(typed, environ)

@@ -12,8 +12,7 @@ from launcher.plan.plan import NodePlan, PlanError
 def read_nodefile(environ: Mapping[str, str], nproc: int | None) -> tuple[NodePlan, ...]:
     """Return a PBS job's nodes, each with as many ranks as the node file has lines for it.
 
-    Raises:
-        PlanError: this is no PBS job.
+    Raises PlanError where this is no PBS job.
     """
     file = Path(environ.get("PBS_NODEFILE") or "/nonexistent")
     if not environ.get("PBS_JOBID") or not file.is_file():

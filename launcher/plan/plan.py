@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from launcher.preflight.check_node import Report, Request, check_node
 from launcher.preflight.compare import Outcome
 from launcher.text import count, print_row
 
-AGENT = "scripts/lib/agent.py"
+AGENT, START = "scripts/lib/agent.py", "scripts/lib/start.py"
 MOST_RANKS = 4096  # of one node
 LONGEST_COMMAND = 100_000  # bytes of the resume line; Linux takes 128 KiB in one variable
 
@@ -126,8 +125,7 @@ class Plan(World):
     ) -> list[str]:
         """Return what one node runs: its agent, with torchrun's arguments.
 
-        Args:
-            is_placed: False where the agent finds its place itself, in a step of a SLURM job.
+        In a step of a SLURM job the agent is not placed: it finds its place itself.
         """
         command = [self.python, str(self.root / AGENT)]
         if is_placed:
@@ -145,13 +143,14 @@ class Plan(World):
             command += ["--max-restarts", str(self.max_restarts)]
         return [*command, *self.passed, *self.words]
 
+    def module_command(self, module: str) -> list[str]:
+        """Return what runs a module of launcher/, on this machine or on a node."""
+        return [self.python, str(self.root / START), module]
+
     def with_variables(self, command: Sequence[str]) -> list[str]:
         """Return a command of this run, with the run's variables before it."""
-        return [
-            "env",
-            *(f"{name}={value}" for name, value in self.run_variables().items()),
-            *command,
-        ]
+        variables = [f"{name}={value}" for name, value in self.run_variables().items()]
+        return ["env", *variables, *command]
 
     def paste_line(self, command: Sequence[str]) -> str:
         """Return a line for a shell that runs a command of this run where this was typed."""
@@ -195,20 +194,12 @@ def print_commands(plan: Plan, paste_line: Callable[[str, str], str]) -> None:
 
 def print_plan(
     plan: Plan,
-    node: Report | None,
-    outcome: Outcome | None,
-    counts: Sequence[int],
-    out: TextIO | None = None,
+    node: Report | None,  # what node 0 or, where each node is started on its own, this one has told
+    outcome: Outcome | None,  # what the preflight found; None where it has not run
+    counts: Sequence[int],  # ranks of each node; empty where they are not known yet
+    out: TextIO | None = None,  # None: stderr
 ) -> None:
-    """Print the plan.
-
-    Args:
-        node: what node 0 or, where each node is started on its own, this one has told.
-        outcome: what the preflight found; None where it has not run.
-        counts: ranks of each node; empty where they are not known yet.
-        out: stderr where it is not given.
-    """
-    out = out or sys.stderr
+    """Print the plan."""
     config = f"    {shlex.quote(plan.config)}" if plan.config not in ("", "-") else ""
     print_row("run", f"{plan.run_id or '(named by node rank 0)'}{config}", out)
     print_row("hosts", _hosts(plan, node), out)

@@ -25,12 +25,8 @@ def in_batch_script(environ: Mapping[str, str]) -> bool:
 def read_job(environ: Mapping[str, str], script: str, asked: int | None) -> World:
     """Return the nodes of a job, with the first as master, and the ranks per node.
 
-    Args:
-        script: the entry script, as it was typed.
-        asked: ranks per node that the user asked for.
-
-    Raises:
-        PlanError: this is not a job, or the scripts cannot use it.
+    The entry script is named as it was typed; the user has asked for `asked` ranks per node.
+    Raises PlanError where this is not a job, or the scripts cannot use it.
     """
     names = ("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST")
     if missing := [name for name in names if not environ.get(name)]:
@@ -56,8 +52,7 @@ def read_job(environ: Mapping[str, str], script: str, asked: int | None) -> Worl
 def tasks_per_node(environ: Mapping[str, str]) -> int | None:
     """Return the tasks per node that the user asked for, if they are more than one.
 
-    Raises:
-        PlanError: the nodes have different numbers of tasks.
+    Raises PlanError where the nodes have different numbers of tasks.
     """
     if not environ.get("SLURM_NTASKS"):  # the other variable only counts the processors then
         return None
@@ -72,12 +67,8 @@ def tasks_per_node(environ: Mapping[str, str]) -> int | None:
 def read_step(environ: Mapping[str, str], typed: Mapping[str, str | None]) -> World | None:
     """Return the nodes and this node's rank from a step with one task per node; None outside.
 
-    Args:
-        typed: the arguments NUM_NODES, NODE_RANK and MASTER_ADDR; None where not given.
-
-    Raises:
-        PlanError: an argument contradicts the step.
-        LauncherError: the step has several tasks per node.
+    The arguments typed are NUM_NODES, NODE_RANK and MASTER_ADDR; None where not given. Raises
+    PlanError where one contradicts the step, LauncherError where it has several tasks per node.
     """
     step = slurm_node(environ, master=typed["MASTER_ADDR"] or environ.get("MASTER_ADDR") or "")
     if step is None:
@@ -106,8 +97,7 @@ def refuse_many_nodes(environ: Mapping[str, str], program: str) -> None:
 def job_command(environ: Mapping[str, str], script: str | None, typed: Sequence[str]) -> list[str]:
     """Return the command that runs what was typed in a job of the same size, from any shell.
 
-    Args:
-        script: the batch script of this project; None if another script was typed.
+    `script` is a batch script of this project; None if another script was typed.
     """
     if not environ.get("SLURM_JOB_ID"):
         return ["sbatch", script or typed[0], *typed[1:]]
@@ -118,7 +108,10 @@ def job_command(environ: Mapping[str, str], script: str | None, typed: Sequence[
         words.append(f"--gpus-per-node={gpus}")
     if in_batch_script(environ):
         return ["sbatch", *words, script, *typed[1:]] if script else list(typed)
-    return ["salloc", *words, *([] if gpus else _gres(environ["SLURM_JOB_ID"])), *typed]
+    if not gpus:  # salloc sets no variable for --gres
+        asked = (ask_squeue(f"--job={environ['SLURM_JOB_ID']}", "--format=%b") or "").strip()
+        words += [f"--gres={asked.removeprefix('gres:')}"] if asked.startswith("gres:") else []
+    return ["salloc", *words, *typed]
 
 
 def step_command(environ: Mapping[str, str], typed: Sequence[str]) -> list[str]:
@@ -129,13 +122,10 @@ def step_command(environ: Mapping[str, str], typed: Sequence[str]) -> list[str]:
     return ["srun", *options, *typed]
 
 
-def _gres(job: str) -> list[str]:
-    """Return the --gres option of a job; salloc sets no variable for it."""
-    command = ["squeue", "--noheader", f"--job={job}", "--format=%b"]
+def ask_squeue(*options: str) -> str | None:
+    """Return what squeue prints; None where SLURM does not answer."""
+    command = ["squeue", "--noheader", *options]
     try:
-        answer = subprocess.check_output(
-            command, stderr=subprocess.DEVNULL, text=True, timeout=10.0
-        ).strip()
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=10, text=True)
     except (OSError, subprocess.SubprocessError):
-        return []
-    return [f"--gres={answer.removeprefix('gres:')}"] if answer.startswith("gres:") else []
+        return None

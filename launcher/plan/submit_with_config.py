@@ -70,8 +70,7 @@ def run(typed: Typed) -> int:
 def take_own_settings(typed: Typed, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Return the settings of this script by name, and those of the training.
 
-    Raises:
-        PlanError: a setting is unknown, or one is missing.
+    Raises PlanError where one is unknown or missing.
     """
     own: dict[str, str] = {}
     others = []
@@ -104,8 +103,7 @@ def choose_size(gpus: int, most: int) -> Size:
 def most_gpus_of_a_node(partition: str) -> int:
     """Return the greatest number of GPUs that sinfo shows for a node.
 
-    Raises:
-        Refused: there are none, or sinfo cannot tell.
+    Raises Refused where there are none, or sinfo cannot tell.
     """
     if shutil.which("sinfo") is None:
         raise Refused("env-missing", "there is no sinfo here; submit from a login node")

@@ -9,13 +9,11 @@ No torch import, so it takes a few hundredths of a second.
 from __future__ import annotations
 
 import errno
-import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distributed.environment import port_from_id
@@ -24,7 +22,7 @@ from launcher.preflight import meeting, must_match
 from launcher.preflight.checks import CHECKS, Fault, Machine
 from launcher.preflight.gpus import GpuError, visible_gpus
 from launcher.text import short_host_name
-from launcher.typed_json import decode, encode, in_pieces, parse
+from launcher.typed_json import encode, in_pieces, parse
 
 
 @dataclass(frozen=True)
@@ -101,11 +99,8 @@ def _meet(
 ) -> None:
     deadline, address = time.monotonic() + request.within_s, request.master_addr
     access = read_access(environ)
-    if request.node_rank != 0:
-        rank = request.node_rank
-        met += meeting.visit_master(
-            address, port, access.secret, deadline, node_rank=rank, done=done
-        )
+    if rank := request.node_rank:
+        met += meeting.visit_master(address, port, access.secret, deadline, rank, done)
         return
     # A SLURM job may start again on other nodes. Else node rank 0 alone needs the checkpoints.
     is_shared = request.checkpoint_dir is not None and "SLURM_JOB_ID" in environ
@@ -169,8 +164,7 @@ def write_report(report: Report) -> Iterator[str]:
 def read_reports(lines: Iterable[str]) -> list[Report]:
     """Return the reports among what the nodes have printed, by node rank.
 
-    Raises:
-        ValueError: a report is not whole, or is none.
+    Raises ValueError where one is not whole, or is none.
     """
     pieces: dict[str, str] = {}
     for line in lines:
@@ -183,11 +177,7 @@ def read_reports(lines: Iterable[str]) -> list[Report]:
 
 def main(arguments: Sequence[str]) -> int:
     """Check this node of a step, as the request asks; a long one comes in several arguments."""
-    asked = json.loads("".join(arguments))
-    asked["node_rank"] = int(os.environ.get("SLURM_NODEID") or 0)
-    print("\n".join(write_report(check_node(decode(Request, asked)))), flush=True)
+    node_rank = int(os.environ.get("SLURM_NODEID") or 0)
+    request = replace(parse(Request, "".join(arguments)), node_rank=node_rank)
+    print("\n".join(write_report(check_node(request))), flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributed.network import interface_to
+from launcher.handshake import is_loopback
 from launcher.preflight import must_match
 from launcher.preflight.gpus import Gpu
 from launcher.text import count
@@ -128,7 +129,7 @@ def check_master(machine: Machine) -> Iterator[Fault]:
     except OSError:
         cause = f"the master's name {name!r} is unknown"
         yield Fault("name-unresolved", cause, "correct it, or give its address")
-    loopback = [address for address in addresses if _is_loopback(address)]
+    loopback = [address for address in addresses if is_loopback(address)]
     if machine.nnodes > 1 and loopback:
         cause = f"the master {name} is {loopback[0]}, which no other machine can reach"
         literal = name in ("localhost", "127.0.0.1", "::1")  # maybe all nodes are this machine
@@ -221,10 +222,6 @@ def existing(directory: Path) -> Path:
     return next(path for path in (directory, *directory.parents) if os.path.exists(path))
 
 
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
-
-
 def _is_here(address: str) -> bool:
     """Whether it is an address of this machine, where something could listen."""
     with contextlib.suppress(OSError):
@@ -239,7 +236,7 @@ def _hosts_line(name: str) -> int | None:
     """Return the number of the line of /etc/hosts that makes the name a loopback address."""
     for number, line in enumerate(Path("/etc/hosts").read_text().splitlines(), 1):
         address, *names = line.partition("#")[0].split() or [""]
-        if name in names and _is_loopback(address):
+        if name in names and is_loopback(address):
             return number
     return None
 

@@ -60,8 +60,7 @@ def differences(reports: Sequence[Report]) -> Iterator[Finding]:
 def print_findings(outcome: Outcome, program: str, *, is_strict: bool, out: TextIO) -> bool:
     """Print one line for each fault; returns whether one refuses the start.
 
-    Args:
-        is_strict: every warning refuses it.
+    With `is_strict`, every warning refuses it.
     """
     is_refused = False
     for finding in outcome.findings:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TextIO
 
 from launcher.agent.checkin import SKEW_S
-from launcher.handshake import Access, Entrance, NoEntrance, WrongSecret, introduce, open_port
+from launcher.handshake import Access, Entrance, NoEntrance, WrongSecret, connect, open_port
 from launcher.preflight.checks import Fault, existing
 from launcher.text import short_host_name
 from launcher.typed_json import encode, parse
@@ -101,20 +101,12 @@ def receive_others(
 
 
 def visit_master(
-    address: str,
-    port: int,
-    secret: bytes,
-    deadline: float,
-    *,
-    node_rank: int = 1,
-    done: list[str] | None = None,
+    address: str, port: int, secret: bytes, deadline: float, node_rank: int, done: list[str]
 ) -> Iterator[Fault]:
     """On any other node: reach node rank 0, and compare this node's clock and folder with its.
 
-    Args:
-        done: gets the names of the checks that were made.
+    `done` gets the names of the checks that were made.
     """
-    done = [] if done is None else done
     cure = "open the port in the firewall"
     try:
         with contextlib.ExitStack() as stack:
@@ -210,15 +202,8 @@ def _reach(address: str, port: int, secret: bytes, deadline: float) -> socket.so
     """Connect to node rank 0, which may come to its port later than this node."""
     while True:
         try:
-            connection = socket.create_connection((address, port), timeout=ANSWER_S)
-            break
+            return connect(address, port, secret, ANSWER_S)
         except ConnectionRefusedError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.02)
-    try:
-        introduce(connection, secret, ANSWER_S)
-    except OSError:
-        connection.close()
-        raise
-    return connection

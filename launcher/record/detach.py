@@ -31,13 +31,8 @@ def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
     """Go on in a child; returns what takes it from the terminal to the run's log.
 
     This process stays on the terminal until then, and passes signals on to the child. It exits
-    with the child's code if the child ends, else with code 0.
-
-    Args:
-        script: as it was typed, for the commands that the user is told.
-
-    Raises:
-        PlanError: the run has no name yet.
+    with the child's code if the child ends, else with code 0. The script is named as it was typed,
+    for the commands that the user is told. Raises PlanError where the run has no name yet.
     """
     if not plan.run_id:
         cause = "node rank 0 names the run, and --detach must know its name"
@@ -84,8 +79,7 @@ def _print_commands(run_id: str, log: Path, script: str) -> None:
 def _leave_terminal(plan: Plan, log: Path, shown: _Copy, writer: int) -> None:
     """In the child: print to the log from here on, after what was shown, and let the parent go.
 
-    Raises:
-        Refused: the log cannot be written.
+    Raises Refused where the log cannot be written.
     """
     with run_json.writing_to(log.parent):
         fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)

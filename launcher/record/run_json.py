@@ -82,8 +82,7 @@ class Record:
 def read(folder: Path) -> Record | None:
     """Return the record of a run, an empty one if run.json is damaged; None without run.json.
 
-    Raises:
-        OSError: it cannot be read.
+    Raises OSError where it cannot be read.
     """
     try:
         text = (folder / "run.json").read_bytes()
@@ -168,11 +167,7 @@ def refuse_live(folder: Path) -> None:
 
 
 def note_start(folder: Path, **fields: Any) -> None:
-    """Record that this process is about to start the run.
-
-    Raises:
-        Refused: run.json cannot be written.
-    """
+    """Record that this process is about to start the run; raises Refused where that fails."""
     with writing_to(folder):
         update(folder, launcher=LauncherProcess.of(os.getpid()), **_start("starting"), **fields)
 
@@ -180,8 +175,7 @@ def note_start(folder: Path, **fields: Any) -> None:
 def note_end(folder: Path, code: int, *, agent: int | None = None) -> None:
     """Record how this process's run ended, unless that is known or another has taken it over.
 
-    Args:
-        agent: the process id of the run's agent, which held the folder's lock.
+    `agent` is the process id of the run's agent, which held the folder's lock.
     """
     with contextlib.suppress(OSError):
         record = read(folder) or Record()
@@ -216,8 +210,7 @@ class RunFolder:
     def create(self) -> None:
         """Make the folders, and the links `latest` and `node_<rank>.log` in the log directory.
 
-        Raises:
-            Refused: they cannot be written to.
+        Raises Refused where they cannot be written to.
         """
         with writing_to(self.path):
             self.failures.mkdir(exist_ok=True)
@@ -250,13 +243,8 @@ class LiveRecord:
     ) -> None:
         """Write what is known from the start: enough to know, and to repeat, what ran.
 
-        Args:
-            launcher: None where it has recorded itself.
-            versions: of torch and the like.
-            fields: more of the record.
-
-        Raises:
-            Refused: another live process has the run.
+        `launcher` is None where it has recorded itself; `fields` are more of the record. Raises
+        Refused where another live process has the run.
         """
         self._folder = folder
         self._lock = RunLock(folder, f"run {folder.name}")

@@ -76,8 +76,7 @@ def find_all(log_dir: Path) -> list[Run]:
 def find(log_dir: Path, run_id: str) -> Run:
     """Return the run of a name.
 
-    Raises:
-        ValueError: there is none; names one that is spelt nearly so.
+    Raises ValueError where there is none, with one that is spelt nearly so.
     """
     runs = {run.id: run for run in find_all(log_dir)}
     if run_id in runs:
@@ -169,9 +168,8 @@ def stop(run: Run, program: str, *, is_dry_run: bool = False) -> int:
     """Ask a run's launcher to stop it, and wait for its end; the ranks may save first."""
     launcher, limit_s = run.record.launcher, run.record.grace + STOP_S
     if run.record.is_over or launcher is None or (launcher.is_here and not launcher.is_alive):
-        return _refuse(
-            program, f"run {run.id} is not running: {run.state}; there is nothing to stop"
-        )
+        cause = f"run {run.id} is not running: {run.state}"
+        return _refuse(program, f"{cause}; there is nothing to stop")
     if not launcher.is_here:
         return _refuse(program, f"run {run.id} is {run.state}; stop it on {launcher.host}")
     if is_dry_run:

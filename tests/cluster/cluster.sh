@@ -122,11 +122,13 @@ up() { # [<nodes>]
   echo "up: login and node1 to node$nodes; make cluster-shell opens a shell, make cluster-down ends it"
 }
 
-# The hosts share one table of this machine for the addresses of their neighbours.
+# The hosts share one table of this machine for the addresses of their neighbours. In a container
+# its limits may not be ours to set; few hosts do without.
 raise_neighbours() { # <entries>
   local limit
   for limit in /proc/sys/net/ipv4/neigh/default/gc_thresh{2,3}; do
-    (($(<"$limit") >= $1)) || echo "$1" 2>/dev/null >"$limit" || true
+    [[ -w $limit ]] || continue
+    (($(<"$limit") >= $1)) || echo "$1" >"$limit"
   done
 }
 
@@ -146,7 +148,8 @@ give_up() {
 }
 
 hosts() {
-  basename -a -- "$BOX"/hosts/* 2>/dev/null || true
+  local host
+  for host in "$BOX"/hosts/*; do echo "${host##*/}"; done
 }
 
 make_files() { # <nodes>
@@ -224,9 +227,10 @@ start_daemons() { # <host>
 
 # Sets BOX_INIT: the first process of a host. Another that was given its number since is in another namespace.
 find_init() { # <host>
-  local namespace=""
-  read -r BOX_INIT namespace 2>/dev/null <"$BOX/hosts/$1" || true
-  [[ -n $namespace && $(readlink "/proc/$BOX_INIT/ns/pid") == "$namespace" ]]
+  local namespace
+  [[ -s $BOX/hosts/$1 ]] || return # it has not started, or there is no such host
+  read -r BOX_INIT namespace <"$BOX/hosts/$1"
+  [[ $(readlink "/proc/$BOX_INIT/ns/pid") == "$namespace" ]]
 }
 
 hosts_have_started() {
@@ -336,6 +340,12 @@ slow_link() { # <host> <rate>
   on "$1" tc qdisc replace dev eth0 "${limit[@]}"
 }
 
+lift_limit() { # <host> <device>
+  local shown
+  shown=$(on "$1" tc qdisc show dev "$2")
+  [[ $shown != *"qdisc tbf "* ]] || on "$1" tc qdisc delete dev "$2" root
+}
+
 drop_link() { # <host> <port>
   on "$1" iptables --append INPUT --protocol tcp --dport "$2" --jump DROP
 }
@@ -343,8 +353,8 @@ drop_link() { # <host> <port>
 restore_link() { # <host>
   if [[ $1 != login ]]; then
     on login ip link set "$1" up
-    on login tc qdisc delete dev "$1" root 2>/dev/null || true
-    on "$1" tc qdisc delete dev eth0 root 2>/dev/null || true
+    lift_limit login "$1"
+    lift_limit "$1" eth0
   fi
   ! type -P iptables >/dev/null || on "$1" iptables --flush
   on login scontrol reconfigure # asks every slurmd at once, where it would ask a lost one in minutes

@@ -56,7 +56,8 @@ def another_program(says: bytes) -> AbstractContextManager[int]:
 
 
 def visit_at(port: int, within_s: float = 5.0) -> list[Fault]:
-    return list(meeting.visit_master("127.0.0.1", port, SECRET, time.monotonic() + within_s))
+    deadline = time.monotonic() + within_s
+    return list(meeting.visit_master("127.0.0.1", port, SECRET, deadline, 1, []))
 
 
 def visit(says: bytes) -> list[Fault]:
@@ -142,7 +143,9 @@ def test_a_master_that_comes_later(tmp_path: Path) -> None:
     found: list[Fault] = []
     deadline = time.monotonic() + 20
     visitor = threading.Thread(
-        target=lambda: found.extend(meeting.visit_master("127.0.0.1", port, SECRET, deadline))
+        target=lambda: found.extend(
+            meeting.visit_master("127.0.0.1", port, SECRET, deadline, 1, [])
+        )
     )
     visitor.start()
     folder = tmp_path / "not" / "yet"
@@ -167,9 +170,7 @@ def test_every_pair_of_nodes_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def visit_as(rank: int) -> None:
         names = done[rank - 1]
-        visitor = meeting.visit_master(
-            "127.0.0.1", port, SECRET, deadline, node_rank=rank, done=names
-        )
+        visitor = meeting.visit_master("127.0.0.1", port, SECRET, deadline, rank, names)
         found.extend(visitor)
 
     nodes = [threading.Thread(target=visit_as, args=(rank,)) for rank in (1, 2)]

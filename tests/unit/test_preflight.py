@@ -64,7 +64,7 @@ def start_node(
     place = {"num_nodes": 3, "meeting_size": 3, "port": port, "words": words}
     request = make_request(folder, **place)
     return subprocess.Popen(
-        [*python, "-m", "launcher.preflight.check_node", encode(request)],
+        [*python, "scripts/lib/start.py", "launcher.preflight.check_node", encode(request)],
         cwd=ROOT,
         env={**os.environ, "SLURM_NODEID": str(node_rank)},
         stdout=subprocess.PIPE,

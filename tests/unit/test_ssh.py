@@ -429,7 +429,8 @@ def test_kill_9_ends_all_and_leaves_no_file(nodes: Nodes, script: str, what: str
             one
             for one in below
             if re.search(
-                rb"/launcher/fanout/far_side.py\0$", Path(f"/proc/{one}/cmdline").read_bytes()
+                rb"/start.py\0launcher.fanout.far_side\0$",
+                Path(f"/proc/{one}/cmdline").read_bytes(),
             )
         )
     os.kill(victim, signal.SIGKILL)
