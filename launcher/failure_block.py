@@ -58,7 +58,7 @@ def print_block(failure: Failure, summary: RunSummary, out: TextIO) -> None:
         *(("", frame) for frame in failure.frames),
         *(("stacks", line) for line in failure.stacks),
         ("code", f"{failure.code}{by_signal}"),
-        ("others", _others(summary)),
+        ("others", _others(summary, failure.fault)),
         ("log", failure.log),
         ("resume", summary.command and f"RUN_ID={summary.run_id} {summary.command}{from_step}"),
         ("see", f"TROUBLESHOOTING.md#{failure.fault}"),
@@ -82,7 +82,7 @@ def print_stop(code: int, summary: RunSummary, out: TextIO) -> None:
         print(f"resume   RUN_ID={summary.run_id} {summary.command}", file=out, flush=True)
 
 
-def _others(summary: RunSummary) -> str:
+def _others(summary: RunSummary, fault: str) -> str:
     parts = []
     if summary.lost_peer:
         its = "its connection" if summary.lost_peer == 1 else "their connections"
@@ -91,6 +91,8 @@ def _others(summary: RunSummary) -> str:
         were = "was" if summary.stopped == 1 else "were"
         parts.append(f"{count(summary.stopped, 'rank')} {were} stopped by the launcher")
     left = "nothing is left running"
+    if fault in ("link-lost", "node-lost"):
+        left += " where a node can be reached"
     if summary.left:
         left = f"{count(summary.left, 'process', 'processes')} could not be ended"
     return f"{', '.join(parts)}; {left}" if parts else left

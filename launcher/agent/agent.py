@@ -323,7 +323,7 @@ class NodeAgent:
             ends=verdict.ends,
             signum=verdict.signum,
         )
-        if self.args.is_in_step and verdict.is_told:
+        if self.args.is_in_step and verdict.is_told and self.control is None:
             return  # node rank 0 prints it, to the same terminal
         end = End(verdict.code, verdict.failure, summary, verdict.is_told)
         report_end(end, self.control, is_line_open=is_line_open(self.terminals))

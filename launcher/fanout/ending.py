@@ -9,7 +9,7 @@ from signal import SIGKILL, Signals
 
 from distributed.errors import BAD_INPUT, CANNOT_START, REFUSED, STOPPED
 from launcher.agent.control import SILENCE_S
-from launcher.failure import Failure
+from launcher.failure import Failure, signal_name
 from launcher.failure_block import End, RunSummary
 from launcher.fanout.protocol import Exit
 from launcher.plan.plan import Plan
@@ -73,18 +73,19 @@ def conclude(
     if code == 0 or refused:
         return End(code, None, summary, is_told=True)
     told = [node.end for node in nodes if node.end and node.end.code]
+    if any(silent) and not (failures or stopped_by or plan.engine):  # the others were only stopped
+        rank, cause = find_mute(silent)
+        return blame(rank, silent[rank], "agent-killed", cause)
     if told:
         end = next((end for end in told if not end.is_told), told[0])
         failed = next((end for end in told if end.failure and not end.is_told), None)
         if end.failure is None and failed is not None:  # the others were only stopped
             end, code = failed, failed.code
         return replace(end, code=code, is_told=False)
-    if plan.engine and stopped_by:
+    if stopped_by:
         return End(128 + stopped_by, None, summary, is_told=False)
-    if plan.engine:
-        cause = f"a rank failed; the report of {plan.engine} stands above"
-        return blame(codes.index(code), code, "rank-error", cause)
-    return blame(codes.index(code), code, "agent-killed", "the node agent ended without a report")
+    cause = f"a rank failed; the report of {plan.engine} stands above"
+    return blame(codes.index(code), code, "rank-error", cause)
 
 
 def find_lost(nodes: Sequence[NodeResult], *, outlived: bool) -> tuple[int, str, str] | None:
@@ -106,3 +107,11 @@ def find_lost(nodes: Sequence[NodeResult], *, outlived: bool) -> tuple[int, str,
     first = (silent or lost)[0]
     cause = nodes[first].lost or "this node has not ended its part in time"
     return first, "link-lost" if is_link else "launcher-killed", cause
+
+
+def find_mute(codes: Sequence[int]) -> tuple[int, str]:
+    """Return node rank and cause of the first agent that told nothing, by their exit codes."""
+    rank, code = next((rank, code) for rank, code in enumerate(codes) if code)
+    if name := signal_name(code):
+        return rank, f"{name} to the node agent, from outside this run"
+    return rank, "the node agent ended without a report"

@@ -11,11 +11,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 from distributed import hostlist
 from distributed.environment import job_id, tasks_per_node
 from distributed.errors import REFUSED, Refused
-from distributed.stop_signals import NOTICE
+from distributed.stop_signals import NOTICE, handled_signals
 from launcher import handshake, processes
 from launcher.fanout.step import run_step, start
 from launcher.plan.plan import Plan, PlanError, print_plan, shell_line
@@ -34,6 +35,8 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
     """Start all nodes of the job; returns the run's exit code."""
     if not plan.is_dry_run:  # a notice that comes during the preflight stays pending
         signal.pthread_sigmask(signal.SIG_BLOCK, {NOTICE})
+        for signum in {*handled_signals()} - {NOTICE}:
+            signal.signal(signum, _leave)
     refuse_ended_job(os.environ["SLURM_JOB_ID"])
     os.environ.update(secret_variables(os.environ, has_agents=not plan.engine))
     _warn_of_missing_rank(plan)
@@ -53,6 +56,12 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
         return 0
     be_ready()
     return run_step(plan, command)
+
+
+def _leave(signum: int, frame: object) -> NoReturn:
+    """Act on a stop during the preflight, whose step ends with this process."""
+    print(f"stopped  by {signal.Signals(signum).name}; nothing was started", file=sys.stderr)
+    raise SystemExit(128 + signum)
 
 
 def refuse_ended_job(job: str) -> None:
@@ -119,7 +128,8 @@ def check_nodes(plan: Plan) -> list[Report]:
         raise Refused("env-missing", f"{cause}; let {needed} be there as they are here")
     cause = f"no answer to the preflight from {' '.join(silent)}"
     how = f"srun's exit code is {processes.shell_code(srun.returncode)}, see above"
-    raise Refused("node-missing", f"{cause} ({how}); try srun --nodelist={silent[0]} hostname")
+    cure = f"try srun --nodelist={','.join(silent)} hostname"
+    raise Refused("node-missing", f"{cause} ({how}); {cure}")
 
 
 # --- the commands -------------------------------------------------------------------------------

@@ -19,13 +19,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from distributed import hostlist
 from distributed.environment import job_id
 from distributed.errors import STOPPED
 from distributed.stop_signals import NOTICE, STOP_SIGNALS, Interrupts, handled_signals
 from launcher import processes
 from launcher.agent.control import MESSAGES
 from launcher.failure_block import End, print_end
-from launcher.fanout.protocol import Answers
+from launcher.fanout.ending import NodeResult, conclude
+from launcher.fanout.protocol import Answers, Exit
 from launcher.plan.plan import Plan
 from launcher.plan.slurm import in_batch_script
 from launcher.typed_json import MessageError
@@ -69,9 +71,14 @@ class Output:
     @property
     def end(self) -> End | None:
         """How the run ended: node rank 0 knows best, unless it was only stopped."""
-        ends = [self.ends[rank] for rank in sorted(self.ends)]
+        ends = sorted((self.ends[rank] for rank in sorted(self.ends)), key=lambda end: end.is_told)
         failed = [end for end in ends if end.failure and not ends[0].failure and ends[0].code]
         return next(iter(failed + ends), None)
+
+    @property
+    def mute(self) -> set[int]:
+        """The nodes whose part began and told no end."""
+        return self._pieces.keys() - self.ends.keys()
 
     def close(self) -> None:
         """Show what has come, up to the end of a line."""
@@ -121,7 +128,7 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     srun = start(command, stdout=None if plan.engine else subprocess.PIPE)
     output = None if plan.engine else Output(srun, os.environ["LAUNCH_TOKEN"])
     interrupts = Interrupts()
-    end_at = math.inf
+    started, end_at, is_asked = time.time(), math.inf, False
     while srun.poll() is None:
         if output and output.end:
             end_at = min(end_at, time.monotonic() + END_S)
@@ -130,9 +137,11 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
         if time.monotonic() > end_at:
             srun.kill()
             srun.wait()
-        elif came is None or came.si_signo == signal.SIGCHLD:
+            break
+        if came is None or came.si_signo == signal.SIGCHLD:
             continue
-        elif came.si_signo == NOTICE:
+        is_asked = True
+        if came.si_signo == NOTICE:
             has_notice = True
             srun.send_signal(NOTICE)  # srun forwards it to the tasks
         elif came.si_signo == signal.SIGINT and interrupts.is_second():
@@ -140,10 +149,15 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
         else:
             threading.Thread(target=stop_step, args=(plan.run_id, srun), daemon=True).start()
     code = processes.shell_code(srun.returncode)
+    end = None
     if output is not None:
         output.close()
-    if output is not None and output.end is not None:
-        end = as_cancelled(output.end)
+        end = output.end
+        is_killed = code >= 128 + signal.SIGKILL  # srun's is the highest of its tasks'
+        if is_killed and output.mute and not is_asked and not (end and end.failure):
+            end = blame_mute(plan, output, started)
+    if end is not None:
+        end = as_cancelled(end)
         print_end(end, sys.stderr)
         code = end.code
         has_notice = has_notice or end.summary.signum == NOTICE  # scancel sent it to the ranks
@@ -154,6 +168,16 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     if srun.returncode == -signal.SIGKILL and code and in_batch_script(os.environ):
         signal.sigtimedwait(handled, LOST_S)
     return code
+
+
+def blame_mute(plan: Plan, output: Output, started: float) -> End:
+    """Return the end of a run of which a node agent was killed; the others were only stopped."""
+    killed, well = Exit(128 + signal.SIGKILL, 0), Exit(0, 0)
+    nodes = [
+        NodeResult(host, killed if rank in output.mute else well, output.ends.get(rank))
+        for rank, host in enumerate(hostlist.expand(plan.hosts))
+    ]
+    return conclude(nodes, plan, started=started, stopped_by=None)
 
 
 def as_cancelled(end: End) -> End:

@@ -291,6 +291,20 @@ all_run_at_once() { # <job...>
   run ! grep -q '^scancel: ' job.out
 }
 
+@test "scancel during the preflight is code 143, and says that nothing was started" {
+  # shellcheck disable=SC2016 # expanded on the node
+  printf '#!/bin/sh\ncase $* in *check_node*) sleep 60 ;; esac\nexec %q "$@"\n' "$PYTHON" >python
+  chmod +x python
+  JOB=$(PYTHON=$PWD/python on login sbatch --parsable --output=job.out --nodes=2 scripts/slurm/slurm_train.sh)
+  eventually 30 on node1 pgrep -f "python .*check_node"
+  on login scancel "$JOB"
+  eventually 30 has_ended "$JOB"
+  cat job.out
+  [[ $(field "$JOB" ExitCode) == ExitCode=143:0 && $(field "$JOB" JobState) == JobState=CANCELLED ]]
+  grep -q '^stopped  by SIGTERM; nothing was started$' job.out
+  run ! grep -qE '^Traceback|\[node-missing\]' job.out
+}
+
 @test "scancel --signal=USR1 without --batch saves, requeues and resumes, too" {
   start_long --nodes=2 --gpus-per-node=1
   on login scancel --signal=USR1 "$JOB"

@@ -504,6 +504,33 @@ PY
   [[ $output == *$'\nFAILED   node agent 1 (node2) '*"[env-missing]"$'\ncause    the node agent could not import torch: ModuleNotFoundError: '* ]]
 }
 
+@test "a node agent killed before it has checked in is named, over ssh and under SLURM" {
+  make_idle
+  # shellcheck disable=SC2016 # expanded on the node
+  printf '#!/bin/sh\ncase $*,$(hostname) in *agent.py*,node1) sleep 8 ;; esac\nexec %q "$@"\n' "$PYTHON" >python
+  chmod +x python # the others wait for node1
+  export PYTHON=$PWD/python TRAIN_SCRIPT=idle.py
+  local start name
+  for start in "$LAUNCH - 1 node1 node2 node3" \
+    "salloc --quiet --nodes=3 --nodelist=node[1-3] --ntasks-per-node=1 scripts/run_ddp.sh -n 1"; do
+    name=${start%% *}
+    name=${name##*/}
+    # shellcheck disable=SC2086 # words
+    timeout 60 "$CLUSTER" run login $start -- idle >"$name.out" 2>&1 3>&- &
+    PID=$!
+    eventually 20 on node2 pgrep -f agent.py
+    sleep 2 # it imports torch, or waits for node1
+    on node2 kill -KILL "$(on node2 pgrep -o -f "agent.py")"
+    end_of "$PID"
+    cat "$name.out"
+    ((CODE == 137))
+    [[ $(grep -c '^FAILED ' "$name.out") == 1 ]]
+    grep -q '^FAILED   node agent 1 (node2) .*\[agent-killed\]$' "$name.out"
+    grep -q '^cause    SIGKILL to the node agent, from outside this run$' "$name.out"
+    eventually 15 run ! on node1 pgrep -f agent.py
+  done
+}
+
 @test "the preflight: a firewall between two nodes that are not the master" {
   local start=$SECONDS
   make_idle

@@ -65,6 +65,8 @@ STOPPED = node(143, told(143))
         ([node(3), node(137, told(137, "agent-killed"))], 3, ""),
         ([node(137, told(137, "agent-killed")), node(2)], 2, ""),
         ([node(7), node(7)], 7, "agent-killed"),
+        ([STOPPED, node(137), STOPPED], 137, "agent-killed"),  # the others were stopped for it
+        ([node(137), STOPPED], 137, "agent-killed"),
         ([STOPPED, node(127)], 127, "env-missing"),
         ([STOPPED, node(1, told(1, "env-missing"))], 1, "env-missing"),
         ([STOPPED, node(None)], 137, "launcher-killed"),

@@ -95,6 +95,20 @@ def test_a_node_that_failed_is_told_where_node_rank_0_was_only_stopped(
     assert result.stderr.startswith("FAILED   node agent 1 (node2) ")
 
 
+def test_an_agent_that_was_killed_is_named_where_the_others_were_only_stopped(
+    tmp_path: Path, tools: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped = End(143, None, RunSummary(0.0, 0, 1, 0, "mine", "", signum=15), is_told=False)
+    for rank in (0, 2):
+        report_end(stopped, Control(None, f"t0ken {rank}"), is_line_open=False)
+    (tmp_path / "told").write_text("t0ken 1\n" + capsys.readouterr().out)
+    make_tool(tools / "srun", "cat told; exit 143")
+    result, _ = run_step(tmp_path)
+    assert result.returncode == 137
+    assert result.stderr.startswith("FAILED   node agent 1 (node2) ")
+    assert "[agent-killed]\ncause    SIGKILL to the node agent, from outside" in result.stderr
+
+
 def test_a_line_that_does_not_end_is_shown_as_it_comes(tmp_path: Path, tools: Path) -> None:
     make_tool(tools / "srun", "printf ' 50%%'; while [[ ! -e seen ]]; do sleep 0.01; done")
     environ = {**os.environ, "LAUNCH_TOKEN": "t0ken"}
