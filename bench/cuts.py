@@ -9,7 +9,8 @@ back. The table shows what was said, and counted from the pull:
 - when no rank was left on any node;
 - when the launcher or the job had ended.
 
-A run that goes on after the cut is told to end, and its exit code is shown.
+A run that goes on after the cut is told to end, and its exit code is shown. SLURM keeps the default
+of its SlurmdTimeout, by which it gives up a node: 300 s.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ HOSTS = {"node 0": "node1", "node 1": "node2", "login": "login"}
 START_S = 60.0  # until the first step
 AFTER_S = 60.0  # beyond the end of the cut, for the run to end
 ON_S = 5.0  # after the cut, a run that still makes steps goes on
-_BLOCK = re.compile(rb"^FAILED +(.*)", re.MULTILINE)
+_BLOCK = re.compile(rb"^(?:FAILED +|(?=stopped ))(.*)", re.MULTILINE)
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Run:
 
     def __enter__(self) -> Run:
         self.output.touch()
-        self.wait(are_connected, START_S)  # after the cut before
+        self.wait(are_connected, START_S)  # again, after the cut before
         self.poll = self.start(self.folder, {**os.environ, **self.variables})
         if self.wait(lambda: b"step" in self.output.read_bytes(), START_S) is None:
             raise RuntimeError(f"no start:\n{self.output.read_text()}")
@@ -96,9 +97,26 @@ class Run:
 def are_connected() -> bool:
     """Whether each host reaches the sshd of every other."""
     pairs = itertools.permutations(HOSTS.values(), 2)
-    reach = ["bash", "-c", '</dev/tcp/"$0"/22']
+    reach = ["bash", "-c", 'exec 2>/dev/null </dev/tcp/"$0"/22']
     tries = (subprocess.run([CLUSTER, "run", one, *reach, other]) for one, other in pairs)
     return all(done.returncode == 0 for done in tries)
+
+
+def on_login(*command: str) -> str:
+    return subprocess.run(
+        [CLUSTER, "run", "login", *command], capture_output=True, text=True
+    ).stdout
+
+
+def set_slurmd_timeout(seconds: int) -> None:
+    conf = Path(os.environ["CLUSTER_DIR"], "etc/slurm.conf")
+    conf.write_text(re.sub(r"(?m)^SlurmdTimeout=.*", f"SlurmdTimeout={seconds}", conf.read_text()))
+    on_login("scontrol", "reconfigure")
+
+
+def are_idle() -> bool:
+    """Whether SLURM would start a job on both nodes."""
+    return on_login("sinfo", "--noheader", "--Node", "--format=%T").split() == ["idle"] * 2
 
 
 def over_ssh(folder: Path, variables: dict[str, str]) -> Callable[[], int | None]:
@@ -118,6 +136,9 @@ def over_ssh(folder: Path, variables: dict[str, str]) -> Callable[[], int | None
 
 def as_job(folder: Path, variables: dict[str, str]) -> Callable[[], int | None]:
     """Submit the run; returns what gives the job's exit code once it is no longer held."""
+    for state in ("down", "resume"):  # else SLURM asks a node that was lost again in minutes
+        on_login("scontrol", "update", "nodename=node[1-2]", f"state={state}", "reason=cut")
+    Run.wait(are_idle, START_S)
     submit = ["sbatch", "--parsable", f"--output={folder}/output", "--nodes=2"]
     submit += ["--gpus-per-node=1", "--no-requeue", str(ROOT / "scripts/slurm/slurm_train.sh"), "-"]
     job = subprocess.check_output(
@@ -125,8 +146,7 @@ def as_job(folder: Path, variables: dict[str, str]) -> Callable[[], int | None]:
     ).strip()
 
     def code() -> int | None:
-        command = [CLUSTER, "run", "login", "scontrol", "show", "job", job]
-        told = subprocess.run(command, capture_output=True, text=True).stdout
+        told = on_login("scontrol", "show", "job", job)
         if not re.search(r"JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL)", told):
             return None
         status, signum = map(int, re.findall(r" ExitCode=(\d+):(\d+)", told)[0])
@@ -144,6 +164,7 @@ def main() -> None:
     with cluster(is_wanted=True) as is_up:
         if not is_up:
             sys.exit(1)
+        set_slurmd_timeout(300)
         rows = []
         for way, cut_s, where in itertools.product(WAYS, seconds, HOSTS):
             rows.append([way, where, f"{cut_s} s", *cut(way, HOSTS[where], cut_s)])
