@@ -116,7 +116,7 @@ def set_slurmd_timeout(seconds: int) -> None:
 
 def are_idle() -> bool:
     """Whether SLURM would start a job on both nodes."""
-    return on_login("sinfo", "--noheader", "--Node", "--format=%T").split() == ["idle"] * 2
+    return {*on_login("sinfo", "--noheader", "--format=%T").split()} == {"idle"}
 
 
 def over_ssh(folder: Path, variables: dict[str, str]) -> Callable[[], int | None]:
