@@ -8,7 +8,7 @@
 
 It trains a task, the built-in one or yours: see training/tasks/__init__.py. A run with the RUN_ID
 of an earlier one resumes from that run's newest checkpoint. On SIGTERM, SIGINT, SIGHUP or SIGUSR1,
-and after train.max_seconds, it saves and exits with code 75.
+after train.max_seconds, and for a file `stop` in the run's folder, it saves and exits with code 75.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
         is_stopped = run.stop.agreed() and not is_over
         is_logged = is_over or step == 1 or step % settings.train.log_every == 0
         is_validated = is_due(step, settings.train.eval_every, is_over)
-        is_saved = is_over or is_stopped or is_due(step, settings.checkpoint.every)
+        is_saved = is_over or is_stopped or run.stop.is_save_agreed
+        is_saved = is_saved or is_due(step, settings.checkpoint.every)
 
         if is_logged or is_saved:
             loss = run.mean_loss()  # raises if it is not finite: no checkpoint holds such weights
@@ -123,7 +124,12 @@ class Run:
         self.settings, self.environment = settings, environment
         rank, world_size, is_main = environment.rank, environment.world_size, environment.is_main
         self.folder = Path(settings.checkpoint.dir) / environment.run_id
-        self.stop = Stop(settings.train.max_seconds)
+        self.logs = environment.log_dir / environment.run_id
+        self.stop = Stop(
+            settings.train.max_seconds,
+            save_seconds=settings.checkpoint.every_minutes * 60,
+            folder=self.logs if is_main else None,
+        )
         helper.seed_everything(settings.seed)  # the same weights on every rank
         with refuse_together(environment):
             keep_last = settings.checkpoint.keep_last
@@ -157,7 +163,6 @@ class Run:
         log.info(f"data       {self.task.describe()}")
         last_step = find_last_step(settings.train, self.batches.per_epoch)
         self.limits = Limits(position["step"], last_step, settings.train.max_seconds)
-        self.logs = environment.log_dir / environment.run_id
         self.progress = Progress(self.logs, self.task.unit, self.limits, enabled=is_main)
         if is_main:
             resume.write_config(settings, self.logs)
@@ -244,6 +249,7 @@ class Run:
             ranks = checkpoint.gather_ranks(own)
             weights, moments = helper.unwrap(self.model).state_dict(), self.optimizer.state_dict()
             self.saver.save(step, checkpoint.State(weights, moments, progress, ranks))
+            self.stop.note_save()
 
     def progress_at(self, step: int) -> dict[str, Any]:
         """Return how far the run has got, and with which settings, for a checkpoint."""

@@ -1,29 +1,47 @@
-"""A request to stop, by a signal or by the clock: all ranks stop at the end of the same step."""
+"""Requests to stop or to save, by a signal, the clock or a file: all ranks act at the same step."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import signal
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from .stop_signals import STOP_SIGNALS, Interrupts, handled_signals
 
+LOOK_S = 1.0  # between two looks for a file
+
 
 class Stop:
     """Records stop signals from its creation on; a handler only sets a flag.
 
-    Create it on every rank, after the process group.
+    Create it on every rank, after the process group. A file `stop` in the folder asks for a stop,
+    a file `save` for a save; the rank that is given the folder takes it away.
     """
 
-    def __init__(self, max_seconds: float | None = None) -> None:
+    def __init__(
+        self,
+        max_seconds: float | None = None,
+        *,
+        save_seconds: float | None = None,  # after the last save, for the next one
+        folder: Path | None = None,
+    ) -> None:
         self.reason = ""  # of this rank; empty until there is one
+        self.is_save_agreed = False  # a save and no stop, by what `agreed` has found
         self._interrupts = Interrupts()
-        self._end = time.monotonic() + max_seconds if max_seconds else None
+        now = time.monotonic()
+        self._end = now + (max_seconds or math.inf)
+        self._save_seconds = save_seconds or math.inf
+        self._save_at = now + self._save_seconds
+        self._folder = folder
+        self._look_at = now
         self._group: dist.ProcessGroup | None = None  # the ranks' own, where that is gloo's
         self._work: dist.Work | None = None
-        self._flag = torch.zeros(1)
+        self._flags = torch.zeros(2)  # stop, save
         if dist.is_initialized() and dist.get_backend() != "gloo":
             self._group = dist.new_group(backend="gloo")  # does not wait for a GPU
         for signum in handled_signals():
@@ -40,17 +58,39 @@ class Stop:
         Every rank calls it in every step, as late as leaves the flags time to travel. A request
         that comes after this call stops the ranks one step later.
         """
-        if not self.reason and self._end and time.monotonic() >= self._end:
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + LOOK_S
+            if self._takes("save"):
+                self._save_at = now
+            if self._takes("stop"):
+                self.reason = self.reason or "the file stop"
+        if not self.reason and now >= self._end:
             self.reason = "max_seconds"
-        self._flag.fill_(bool(self.reason))
+        self._flags[0] = bool(self.reason)
+        self._flags[1] = now >= self._save_at
         if dist.is_initialized():
-            self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, self._group, async_op=True)
+            self._work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, self._group, async_op=True)
+
+    def _takes(self, name: str) -> bool:
+        """Remove a file of the user's; returns whether it was there."""
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                (self._folder / name).unlink()
+                return True
+        return False
 
     def agreed(self) -> bool:
         """Return whether any rank has asked for a stop: the same on all, at the step's end."""
         if self._work is not None:
             self._work.wait()
-        return bool(self._flag.item())
+        is_stop, is_save = map(bool, self._flags.tolist())
+        self.is_save_agreed = is_save and not is_stop
+        return is_stop
+
+    def note_save(self) -> None:
+        """Count the seconds to the next save from now on."""
+        self._save_at = time.monotonic() + self._save_seconds
 
 
 def ignore_signals(_worker: int) -> None:

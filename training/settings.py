@@ -35,6 +35,7 @@ Count = Annotated[int, Field(gt=0, le=10**15)]
 Interval = Annotated[int, Field(ge=0, le=10**15)]
 Seconds = Annotated[float, Field(gt=0, le=10**7)]
 Rate = Annotated[float, Field(ge=0, le=10**9)]
+Positive = Annotated[float, Field(gt=0, le=10**9)]
 NOTHING = ("", "null", "~")  # `key=null` unsets a setting
 Tree = dict[str, Any]  # a config before it is checked
 
@@ -82,9 +83,7 @@ class Train(Section):
     learning_rate: Rate = 3e-4  # the peak, after the warm-up; a cosine to 0 follows
     warmup_steps: Interval = 0
     weight_decay: Rate = 0.1
-    clip_norm: Annotated[float, Field(gt=0, le=10**9)] | None = (
-        1.0  # of all gradients together; null: no limit
-    )
+    clip_norm: Positive | None = 1.0  # of all gradients together; null: no limit
     log_every: Count = 10
     eval_every: Interval = 0  # 0: never, not even at the end
 
@@ -113,7 +112,8 @@ class Train(Section):
 
 class Checkpoint(Section):
     dir: str = "checkpoints"  # a run saves in <dir>/<run id>/
-    every: Interval = 0  # 0: only at the end
+    every: Interval = 0  # 0: by the clock and at the end alone
+    every_minutes: Rate = 10.0  # after the last save; 0: never
     keep_last: Count = 3  # intact checkpoints; older ones are deleted, except the best
 
 

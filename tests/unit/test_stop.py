@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.multiprocessing.spawn import start_processes
 
-from distributed import stop_signals
+from distributed import stop, stop_signals
 from distributed.stop import Stop
 from distributed.stop_signals import STOP_SIGNALS
 
@@ -42,6 +42,32 @@ def test_the_clock_stops_too() -> None:
     now.ask()
     assert not later.agreed()
     assert now.agreed() and now.reason == "max_seconds"
+
+
+def test_the_clock_saves_too_and_starts_anew_with_each_save() -> None:
+    asked = Stop(save_seconds=1000)
+    asked.ask()
+    assert not asked.agreed() and not asked.is_save_agreed
+    asked = Stop(save_seconds=1e-9)
+    asked.ask()
+    assert not asked.agreed() and asked.is_save_agreed
+
+
+def test_a_file_saves_or_stops_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop, "LOOK_S", 0.0)
+    asked = Stop(folder=tmp_path)
+    (tmp_path / "save").touch()
+    asked.ask()
+    assert not asked.agreed() and asked.is_save_agreed
+    asked.note_save()
+    asked.ask()
+    assert not asked.agreed() and not asked.is_save_agreed
+    for name in ("save", "stop"):
+        (tmp_path / name).touch()
+    asked.ask()
+    assert asked.agreed() and asked.reason == "the file stop"
+    assert not asked.is_save_agreed  # a stop saves anyway
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_second_interrupt_a_while_later_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:

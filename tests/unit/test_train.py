@@ -383,6 +383,22 @@ def test_the_clock_ends_a_run(tmp_path: Path, text: Path) -> None:
     assert (tmp_path / "checkpoints/short/step-1").is_dir()
 
 
+@pytest.mark.slow
+def test_files_in_the_runs_folder_save_and_stop(tmp_path: Path, text: Path) -> None:
+    folder = tmp_path / "logs/by-hand"
+    folder.mkdir(parents=True)
+    (folder / "save").touch()
+    never = ("checkpoint.every=0", "checkpoint.every_minutes=0", "train.eval_every=0")
+    done = run_tiny(tmp_path, text, "by-hand", *never, "train.max_steps=3")
+    assert done.returncode == 0, done.stderr
+    saved = {path.name for path in (tmp_path / "checkpoints/by-hand").glob("step-*")}
+    assert saved == {"step-1", "step-3"}
+    (folder / "stop").touch()
+    done = run_tiny(tmp_path, text, "by-hand", *never, "train.max_steps=9")
+    assert "stopped    after step 4, which is saved (the file stop)" in done.stderr
+    assert not {"save", "stop"} & {path.name for path in folder.iterdir()}
+
+
 def test_a_run_whose_checkpoints_are_anothers_is_refused_by_all_ranks_together(
     tmp_path: Path, text: Path
 ) -> None:
