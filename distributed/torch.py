@@ -15,7 +15,6 @@ import atexit
 import contextlib
 import ctypes
 import dataclasses
-import json
 import os
 import random
 import socket
@@ -25,19 +24,18 @@ import time
 import weakref
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, library, nn
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from . import network
-from .environment import Environment, LauncherError, check_run_id, detect
-from .errors import with_fault
+from .environment import Environment, LauncherError, detect
 from .heartbeat import beat as beat
+from .meet import meet
 from .strategy import check_strategy
 
 EXIT_LIMIT_S = 30.0  # for threads and exit handlers
@@ -81,9 +79,7 @@ def init_distributed(
     if env.world_size == 1:
         return env
     os.environ.update(network.choose_variables(env.master_addr, env.num_nodes))
-    # The prefix, because torchrun's store survives a restart.
-    store = PrefixStore(f"launch/{env.restart_count}", _open_store(env, join_timeout_s))
-    run_id = _meet(store, env, join_timeout_s, backend)
+    store, run_id = meet(env, device(), backend, join_timeout_s)
     store.set_timeout(timedelta(seconds=timeout_s))
     dist.init_process_group(
         backend,
@@ -104,84 +100,6 @@ def _choose_backend(asked: str | None, env: Environment) -> str:
     if chosen == "nccl" and not cuda:
         raise ValueError(f"backend nccl needs a GPU and {socket.gethostname()} has none; use gloo")
     return chosen
-
-
-def _open_store(env: Environment, timeout_s: float) -> TCPStore:
-    """Connect to the store at the master's address; rank 0 serves it unless the node agent does."""
-    at = f"{env.master_addr}:{env.master_port}"
-    try:
-        return TCPStore(
-            env.master_addr,
-            env.master_port,
-            is_master=env.rank == 0 and not env.agent_store,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=not env.agent_store,  # as torch's own env:// does
-        )
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" in str(error):
-            cause = f"cannot serve {at}; set another MASTER_PORT"
-            raise with_fault(OSError, "port-in-use", cause) from error
-        me = f"rank {env.rank} on {socket.gethostname()}"
-        cause = f"{me} found nobody at {at} within {timeout_s:g} s"
-        cure = "check that rank 0 starts there and that this host can reach it"
-        raise with_fault(TimeoutError, "node-missing", f"{cause}; {cure}") from error
-
-
-def _meet(store: Store, env: Environment, timeout_s: float, backend: str) -> str:
-    """Wait until every rank has checked in, and return rank 0's run id.
-
-    All ranks wait for the key `gate`, which holds JSON. The last to check in puts the run id there.
-    A rank that finds a fault puts its name and text there instead, and every rank raises that.
-    """
-    try:
-        if env.rank == 0:
-            store.set("run_id", env.run_id)
-        if found := _check_in(store, env, backend):
-            store.set("gate", json.dumps(found))
-        elif store.add("joined", 1) == env.world_size:
-            store.set("gate", json.dumps([store.get("run_id").decode()]))
-        try:
-            store.wait(["gate"], timedelta(seconds=timeout_s))
-        except dist.DistStoreError:
-            store.set("gate", json.dumps(["node-missing", _absent(store, env, timeout_s)]))
-        told = store.get("gate")
-    except dist.DistNetworkError as error:
-        cause = f"lost the store at {env.master_addr}:{env.master_port} while ranks were joining"
-        cause = f"{cause}; rank 0's message says why"
-        raise with_fault(ConnectionError, "node-missing", cause) from error
-    with contextlib.suppress(RecursionError, json.JSONDecodeError, UnicodeDecodeError):
-        match json.loads(told):
-            case [str(run_id)]:  # the store has no password: an agent's ranks know their run id
-                return env.run_id if env.agent_store and env.is_named else check_run_id(run_id)
-            case ["node-missing", str(text)]:
-                raise with_fault(TimeoutError, "node-missing", text)
-            case [str(fault), str(text)]:
-                raise LauncherError(text, fault)
-    raise ConnectionError(f"{told!r:.80} at the store is not from a rank of this run")
-
-
-def _check_in(store: Store, env: Environment, backend: str) -> tuple[str, str] | None:
-    """Take this rank and, for NCCL, its GPU; return fault and text if another process has them."""
-    me = f"{socket.gethostname()} (rank {env.rank}, {device()}, process {os.getpid()})"
-    taken = {f"rank {env.rank} runs": ("duplicate-node-rank", "give each node its own rank")}
-    if backend == "nccl":
-        uuid = torch.cuda.get_device_properties(device()).uuid
-        cure = "start no more ranks than GPUs, or use the gloo backend"
-        taken[f"GPU-{uuid} is used"] = ("duplicate-gpu", cure)
-    for key, (fault, cure) in taken.items():
-        other = store.compare_set(key, "", me).decode()
-        if other != me:
-            return fault, f"{key} twice, on {other} and on {me}; {cure}"
-    return None
-
-
-def _absent(store: Store, env: Environment, timeout_s: float) -> str:
-    missing = [r for r in range(env.world_size) if not store.check([f"rank {r} runs"])]
-    named = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
-    meeting = f"at {env.master_addr}:{env.master_port} within {timeout_s:g} s"
-    cause = f"{len(missing)} of {env.world_size} ranks did not join {meeting}: rank {named}"
-    return f"{cause}; check whether they started, and read their node's log"
 
 
 def device() -> torch.device:
@@ -236,19 +154,52 @@ def seed_everything(seed: int, rank: int = 0) -> None:
         sys.modules["numpy"].random.seed(own_seed)
 
 
+@overload
 def setup_distributed_models(
-    model: nn.Module, *, strategy: str = "auto", find_unused_parameters: bool = False
-) -> nn.Module:
-    """Move the model to this process's device and wrap it; every rank gets rank 0's weights.
+    model: nn.Module, /, *, strategy: str = "auto", find_unused_parameters: bool = False
+) -> nn.Module: ...
+
+
+@overload
+def setup_distributed_models(
+    model: nn.Module | None,
+    second: nn.Module | None,
+    /,
+    *more: nn.Module | None,
+    strategy: str = "auto",
+    find_unused_parameters: bool = False,
+) -> tuple[nn.Module | None, ...]: ...
+
+
+def setup_distributed_models(
+    *models: nn.Module | None, strategy: str = "auto", find_unused_parameters: bool = False
+) -> nn.Module | tuple[nn.Module | None, ...] | None:
+    """Move models to this process's device and wrap them; every rank gets rank 0's weights.
 
     `strategy` is "ddp": one process per GPU; "dp": one process, all its GPUs; "single": neither; or
     "auto": ddp if there are several processes. A model that skips parameters in some steps needs
-    `find_unused_parameters`. Raises ValueError for a strategy that is unknown or does not fit.
+    `find_unused_parameters`. One without a trainable parameter is not wrapped; None stays None.
+
+    Returns a model for one, a tuple for several. Raises ValueError for a strategy that is unknown
+    or does not fit.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     check_strategy(strategy, world_size)
+    done = tuple(
+        None if model is None else _wrap(model, strategy, find_unused_parameters)
+        for model in models
+    )
+    return done[0] if len(done) == 1 else done
+
+
+def _wrap(model: nn.Module, strategy: str, find_unused_parameters: bool) -> nn.Module:
     model = model.to(device())
-    if world_size > 1:
+    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        for tensor in () if is_alone else (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.data, src=0)
+        return model
+    if not is_alone:
         return DistributedDataParallel(
             model,
             device_ids=[device()] if device().type == "cuda" else None,
@@ -274,48 +225,62 @@ def no_sync(model: nn.Module, enabled: bool = True) -> contextlib.AbstractContex
 
 def get_dataloader_for_distributed(
     dataset: Dataset[Any],
-    *,
     batch_size: int,
+    world_size: int | None = None,
+    rank: int | None = None,
+    *,
     shuffle: bool,
     seed: int = 0,
-    num_workers: int = 0,
-    pin_memory: bool = False,
     drop_last: bool = False,
+    **options: Any,
 ) -> DataLoader[Any]:
     """Return a loader over this rank's share of a dataset, `batch_size` samples per process.
 
     All ranks get the same number of samples. Unless `drop_last`, some samples repeat for that. Call
-    `loader.sampler.set_epoch(n)` for another order in each epoch.
+    `loader.sampler.set_epoch(n)` for another order in each epoch. World size and rank are the
+    process group's; `options` are DataLoader's own, such as `collate_fn`. Raises ValueError for a
+    dataset without a length, which cannot be shared out.
     """
-    alone = {} if dist.is_initialized() else {"num_replicas": 1, "rank": 0}
+    if isinstance(dataset, IterableDataset):
+        cause = f"{type(dataset).__name__} is an IterableDataset, which has no samples to share out"
+        cure = "let its __iter__ skip those of other ranks, and give it to DataLoader"
+        raise ValueError(f"{cause}; {cure}")
+    if not dist.is_initialized():
+        world_size, rank = world_size or 1, rank or 0
     sampler: DistributedSampler[Any] = DistributedSampler(
-        dataset, shuffle=shuffle, seed=seed, drop_last=drop_last, **alone
+        dataset, world_size, rank, shuffle=shuffle, seed=seed, drop_last=drop_last
     )
-    return DataLoader(
-        dataset,
-        batch_size=batch_size,
-        sampler=sampler,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
-        drop_last=drop_last,
-        persistent_workers=num_workers > 0,
-    )
+    options.setdefault("persistent_workers", options.get("num_workers", 0) > 0)
+    return DataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last, **options)
 
 
-def sync_metrics(values: Mapping[str, float], *, weight: float = 1.0) -> dict[str, float]:
+def sync_metrics(
+    values: Mapping[str, float | Tensor], world_size: int | None = None, *, weight: float = 1.0
+) -> dict[str, float]:
     """Return each value's weighted mean over the ranks, with one all-reduce in float64.
 
     Every rank passes the same names and gets the same numbers. `weight` is what this rank's values
     count, such as its samples. Values of weight 0 are ignored; if all weights are 0, means are NaN.
+    Raises ValueError for a world size other than the process group's.
     """
+    there = dist.get_world_size() if dist.is_initialized() else 1
+    if world_size not in (None, there):
+        raise ValueError(f"world_size is {world_size}, but {there} ranks have joined; leave it out")
+    own = {name: float(value) for name, value in values.items()}
     if not dist.is_initialized():
-        return dict(values)
-    names = sorted(values)
-    parts = [values[name] * weight if weight else 0.0 for name in names]
+        return own
+    names = sorted(own)
+    parts = [own[name] * weight if weight else 0.0 for name in names]
     sums = torch.tensor([*parts, weight], dtype=torch.float64, device=device())
     dist.all_reduce(sums)
     means = dict(zip(names, (sums[:-1] / sums[-1]).tolist(), strict=True))
-    return {name: means[name] for name in values}
+    return {name: means[name] for name in own}
+
+
+def cleanup_distributed() -> None:
+    """Leave the process group, if there is one. A program that ends with `finish` need not."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def finish(code: int = 0) -> NoReturn:

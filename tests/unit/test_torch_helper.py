@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,9 @@ import torch
 from ports import free_port
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.utils.data import IterableDataset
 
+from distributed import meet
 from distributed import torch as helper
 from distributed.environment import LauncherError, detect
 
@@ -137,6 +139,45 @@ def test_ranks_join_share_data_and_agree(tmp_path: Path) -> None:
     assert set(drawn) == set(range(10)) and len(drawn) == 12
 
 
+def test_the_calls_of_a_script_with_several_models(tmp_path: Path) -> None:
+    lines = torchrun(
+        tmp_path,
+        """
+        from torch import nn
+        env = init_distributed()
+        seed_everything(1, env.rank)
+        frozen, first = nn.Linear(1, 1).requires_grad_(False), nn.Linear(1, 1)
+        teacher, student, none = setup_distributed_models(frozen, first, None)
+        loader = get_dataloader_for_distributed(
+            range(8), 2, env.world_size, env.rank, shuffle=False, collate_fn=list, timeout=0)
+        means = sync_metrics({"loss": torch.tensor(1.0 + env.rank), "n": 3}, env.world_size)
+        tell(type(teacher).__name__, type(student).__name__, none, list(loader)[0], means)
+        tell("weight", teacher.weight.item())
+        try:
+            sync_metrics({}, 3)
+        except ValueError as error:
+            tell(error)
+        cleanup_distributed()
+        cleanup_distributed()
+        tell(torch.distributed.is_initialized())
+        """,
+    )
+    whole = "Linear DistributedDataParallel None [{}, {}] {{'loss': 1.5, 'n': 3.0}}"
+    assert {whole.format(0, 2), whole.format(1, 3)} <= {*lines}
+    assert len({line for line in lines if line.startswith("weight")}) == 1  # rank 0's
+    assert lines.count("world_size is 3, but 2 ranks have joined; leave it out") == 2
+    assert lines.count("False") == 2
+
+
+def test_a_dataset_without_a_length_is_refused() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    with pytest.raises(ValueError, match=r"Stream is an IterableDataset, .*; let its __iter__"):
+        helper.get_dataloader_for_distributed(Stream(), 2, shuffle=False)
+
+
 def test_restart_sees_nothing_of_the_attempt_before(tmp_path: Path) -> None:
     lines = torchrun(
         tmp_path,
@@ -189,7 +230,7 @@ def test_gpu_used_twice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for env, uuid in zip(places, ("aa", "bb", "aa"), strict=True):  # no GPU has to be here
         gpu = SimpleNamespace(uuid=uuid)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, gpu=gpu: gpu)
-        faults.append(helper._check_in(store, env, "nccl"))
+        faults.append(meet._check_in(store, env, torch.device("cpu"), "nccl"))
     assert faults[:2] == [None, None]
     assert faults[2] is not None
     assert faults[2][0] == "duplicate-gpu"

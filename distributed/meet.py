@@ -1,0 +1,113 @@
+"""All ranks meet at the master's store before they form a process group.
+
+A rank that finds a fault tells it to all; ranks that do not come are named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from .environment import Environment, LauncherError, check_run_id
+from .errors import with_fault
+
+
+def meet(
+    env: Environment, device: torch.device, backend: str, timeout_s: float
+) -> tuple[Store, str]:
+    """Wait until every rank has checked in; returns the store, and rank 0's run id.
+
+    Raises LauncherError, TimeoutError or ConnectionError, on all ranks alike.
+    """
+    # The prefix, because torchrun's store survives a restart.
+    store = PrefixStore(f"launch/{env.restart_count}", _open_store(env, timeout_s))
+    return store, _meet(store, env, device, backend, timeout_s)
+
+
+def _open_store(env: Environment, timeout_s: float) -> TCPStore:
+    """Connect to the store at the master's address; rank 0 serves it unless the node agent does."""
+    at = f"{env.master_addr}:{env.master_port}"
+    try:
+        return TCPStore(
+            env.master_addr,
+            env.master_port,
+            is_master=env.rank == 0 and not env.agent_store,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=not env.agent_store,  # as torch's own env:// does
+        )
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" in str(error):
+            cause = f"cannot serve {at}; set another MASTER_PORT"
+            raise with_fault(OSError, "port-in-use", cause) from error
+        me = f"rank {env.rank} on {socket.gethostname()}"
+        cause = f"{me} found nobody at {at} within {timeout_s:g} s"
+        cure = "check that rank 0 starts there and that this host can reach it"
+        raise with_fault(TimeoutError, "node-missing", f"{cause}; {cure}") from error
+
+
+def _meet(
+    store: Store, env: Environment, device: torch.device, backend: str, timeout_s: float
+) -> str:
+    """Wait until every rank has checked in, and return rank 0's run id.
+
+    All ranks wait for the key `gate`, which holds JSON. The last to check in puts the run id there.
+    A rank that finds a fault puts its name and text there instead, and every rank raises that.
+    """
+    try:
+        if env.rank == 0:
+            store.set("run_id", env.run_id)
+        if found := _check_in(store, env, device, backend):
+            store.set("gate", json.dumps(found))
+        elif store.add("joined", 1) == env.world_size:
+            store.set("gate", json.dumps([store.get("run_id").decode()]))
+        try:
+            store.wait(["gate"], timedelta(seconds=timeout_s))
+        except dist.DistStoreError:
+            store.set("gate", json.dumps(["node-missing", _absent(store, env, timeout_s)]))
+        told = store.get("gate")
+    except dist.DistNetworkError as error:
+        cause = f"lost the store at {env.master_addr}:{env.master_port} while ranks were joining"
+        cause = f"{cause}; rank 0's message says why"
+        raise with_fault(ConnectionError, "node-missing", cause) from error
+    with contextlib.suppress(RecursionError, json.JSONDecodeError, UnicodeDecodeError):
+        match json.loads(told):
+            case [str(run_id)]:  # the store has no password: an agent's ranks know their run id
+                return env.run_id if env.agent_store and env.is_named else check_run_id(run_id)
+            case ["node-missing", str(text)]:
+                raise with_fault(TimeoutError, "node-missing", text)
+            case [str(fault), str(text)]:
+                raise LauncherError(text, fault)
+    raise ConnectionError(f"{told!r:.80} at the store is not from a rank of this run")
+
+
+def _check_in(
+    store: Store, env: Environment, device: torch.device, backend: str
+) -> tuple[str, str] | None:
+    """Take this rank and, for NCCL, its GPU; return fault and text if another process has them."""
+    me = f"{socket.gethostname()} (rank {env.rank}, {device}, process {os.getpid()})"
+    taken = {f"rank {env.rank} runs": ("duplicate-node-rank", "give each node its own rank")}
+    if backend == "nccl":
+        uuid = torch.cuda.get_device_properties(device).uuid
+        cure = "start no more ranks than GPUs, or use the gloo backend"
+        taken[f"GPU-{uuid} is used"] = ("duplicate-gpu", cure)
+    for key, (fault, cure) in taken.items():
+        other = store.compare_set(key, "", me).decode()
+        if other != me:
+            return fault, f"{key} twice, on {other} and on {me}; {cure}"
+    return None
+
+
+def _absent(store: Store, env: Environment, timeout_s: float) -> str:
+    missing = [r for r in range(env.world_size) if not store.check([f"rank {r} runs"])]
+    named = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
+    meeting = f"at {env.master_addr}:{env.master_port} within {timeout_s:g} s"
+    cause = f"{len(missing)} of {env.world_size} ranks did not join {meeting}: rank {named}"
+    return f"{cause}; check whether they started, and read their node's log"
