@@ -21,6 +21,7 @@ from distributed.environment import LauncherError, job_id
 from distributed.errors import BAD_INPUT, REFUSED, Refused
 from distributed.hostlist import HostlistError
 from launcher import typed_json
+from launcher.plan.idle import find_idle
 from launcher.plan.make_plan import make_plan
 from launcher.plan.plan import Plan, PlanError
 from launcher.plan.typed import parse
@@ -51,6 +52,8 @@ def main(arguments: Sequence[str]) -> int:
         if plan.fanout == "check":
             check_config(plan)
             return 0
+        if idle := find_idle(plan, os.environ):
+            print(f"{typed.program}: warning: {idle}", file=sys.stderr)
         be_ready = prepare(plan, typed.typed[0])
         fanout = importlib.import_module(f"launcher.fanout.{plan.fanout}")
         code = int(fanout.run(check_config(plan), be_ready))

@@ -91,7 +91,8 @@ def refuse_many_nodes(environ: Mapping[str, str], program: str) -> None:
         nodes, fault = environ.get("SLURM_JOB_NUM_NODES"), " [batch-step]"
         cause = f"the job has {nodes} nodes and no srun started {program} on them"
     if environ.get("SLURM_JOB_ID") and nodes not in (None, "1"):
-        raise PlanError(f"{cause}; use srun scripts/cluster_train.sh CONFIG{fault}")
+        each = f"--nodes={nodes} --ntasks={nodes}"
+        raise PlanError(f"{cause}; use srun {each} scripts/cluster_train.sh CONFIG{fault}")
 
 
 def job_command(environ: Mapping[str, str], script: str | None, typed: Sequence[str]) -> list[str]:

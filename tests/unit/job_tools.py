@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from launcher.plan.plan import Plan
 
@@ -12,8 +14,8 @@ def make_tool(path: Path, script: str) -> None:
     path.chmod(0o755)
 
 
-def job_plan(folder: Path) -> Plan:
-    return Plan(
+def job_plan(folder: Path, **changes: Any) -> Plan:
+    plan = Plan(
         program="x.sh",
         fanout="srun",
         command="x.sh c.yaml",
@@ -27,3 +29,4 @@ def job_plan(folder: Path) -> Plan:
         num_nodes=3,
         checkpoint_dir=Path("checkpoints"),
     )
+    return replace(plan, **changes)

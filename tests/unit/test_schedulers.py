@@ -114,7 +114,8 @@ def test_one_node_of_several_is_refused(name: str, cause: str) -> None:
         return
     with pytest.raises(PlanError) as raised:
         slurm.refuse_many_nodes(captured(name), "x.sh")
-    assert f"{cause}use srun scripts/cluster_train.sh CONFIG" in str(raised.value)
+    command = "srun --nodes=2 --ntasks=2 scripts/cluster_train.sh CONFIG"
+    assert f"{cause}use {command}" in str(raised.value)
 
 
 def test_a_login_node_has_a_batch_system_and_no_job(

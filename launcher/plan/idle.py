@@ -1,0 +1,42 @@
+"""What a run leaves idle of the job that it is in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from distributed.environment import in_slurm_step
+from launcher.plan.plan import Plan
+
+ALL = "; run_ddp.sh uses all"
+
+
+def find_idle(plan: Plan, environ: Mapping[str, str]) -> str:
+    """Return a line on the nodes or GPUs of the job that this run does not use; empty: it uses all.
+
+    A step of a SLURM job was given its size by whoever started it.
+    """
+    if in_slurm_step(environ) or plan.fanout == "job_command":
+        return ""
+    nodes, gpus = _job(environ)
+    if plan.num_nodes < nodes:
+        return f"this run uses {plan.num_nodes} of the job's {nodes} nodes{ALL}"
+    nproc = min((node.nproc or gpus for node in plan.nodes), default=plan.nproc or gpus)
+    if nproc < gpus:
+        return f"this run uses {nproc} of the job's {gpus} GPUs on each node{ALL}"
+    return ""
+
+
+def _job(environ: Mapping[str, str]) -> tuple[int, int]:
+    """Return the nodes of the job, and the GPUs of each; 0 where that is not known."""
+    if environ.get("SLURM_JOB_ID"):
+        sizes = (environ.get(f"SLURM_{name}", "") for name in ("JOB_NUM_NODES", "GPUS_ON_NODE"))
+        nodes, gpus = (int(size) if size.isdecimal() else 0 for size in sizes)
+        return nodes, gpus
+    names, cards = (_read_lines(environ.get(f"PBS_{name}FILE")) for name in ("NODE", "GPU"))
+    nodes = len({*names})
+    return nodes, len(cards) // max(nodes, 1)  # Torque's file has a line for each GPU
+
+
+def _read_lines(path: str | None) -> list[str]:
+    return Path(path).read_text().split() if path and Path(path).is_file() else []

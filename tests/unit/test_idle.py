@@ -1,0 +1,45 @@
+"""What a run leaves idle of its job, as a table of jobs and runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from job_tools import job_plan
+
+from launcher.plan.idle import find_idle
+from launcher.plan.plan import NodePlan
+
+SLURM = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8"}
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "nproc", "more", "line"),
+    [
+        (2, None, {}, ""),
+        (2, 8, {}, ""),
+        (2, 2, {}, "this run uses 2 of the job's 8 GPUs on each node; run_ddp.sh uses all"),
+        (1, 8, {}, "this run uses 1 of the job's 2 nodes; run_ddp.sh uses all"),
+        (2, 2, {"SLURM_GPUS_ON_NODE": ""}, ""),
+        (1, 2, {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_NODES": "1"}, ""),
+        (1, 2, {"SLURM_JOB_ID": ""}, ""),
+    ],
+)
+def test_a_slurm_job(
+    tmp_path: Path, num_nodes: int, nproc: int | None, more: dict[str, str], line: str
+) -> None:
+    plan = job_plan(tmp_path, num_nodes=num_nodes, nproc=nproc)
+    assert find_idle(plan, {**SLURM, **more}) == line
+
+
+def test_a_pbs_job(tmp_path: Path) -> None:
+    (tmp_path / "nodes").write_text("a\na\nb\nb\n")
+    (tmp_path / "gpus").write_text("a-gpu0\na-gpu1\nb-gpu0\nb-gpu1\n")
+    job = {"PBS_NODEFILE": str(tmp_path / "nodes"), "PBS_GPUFILE": str(tmp_path / "gpus")}
+    alone = job_plan(tmp_path, num_nodes=1)
+    assert find_idle(alone, job).startswith("this run uses 1 of the job's 2 nodes; ")
+    nodes = (NodePlan("a", 2), NodePlan("b", 1))
+    assert find_idle(job_plan(tmp_path, num_nodes=2, nodes=nodes), job).startswith(
+        "this run uses 1 of"
+    )
+    assert find_idle(alone, {"PBS_NODEFILE": "/nonexistent"}) == ""
