@@ -27,6 +27,8 @@ from launcher.preflight.gpus import Gpu
 from launcher.text import count
 
 OLDEST_TORCH = (2, 6)  # whose store can take over a port that is open already
+# Of a CUDA's drivers for Linux, the first: CUDA Compatibility, table 2 (NVIDIA).
+FIRST_DRIVER = {11: 450, 12: 525, 13: 580}
 LEAST_FILES = 1024  # open files of one process; Linux's own default
 LEAST_SHM = 512 << 20  # bytes; Docker's default of 64 MiB is too small for data workers
 LEAST_DISK = 2 << 30  # bytes free where checkpoints go
@@ -120,6 +122,24 @@ def check_gpus(machine: Machine) -> Iterator[Fault]:
             yield Fault("gpu-unhealthy", cause, "wait for it, or choose another GPU", warns=True)
 
 
+def check_build(machine: Machine) -> Iterator[Fault]:
+    """GPUs that are here can be used: torch is built for them, and their driver new enough."""
+    torch = must_match.read_torch()
+    if not machine.gpus or machine.backend == "gloo" or torch.get("hip"):
+        return
+    cuda, driver, cure = torch.get("cuda"), machine.gpus[0].driver, "or set BACKEND=gloo"
+    if torch and not cuda:
+        cause = f"{count(len(machine.gpus), 'GPU')} here, but torch {torch['__version__']} is built"
+        cure = f"install a torch with CUDA, {cure} to train on the CPU"
+        yield Fault("torch-without-gpu", f"{cause} without CUDA", cure)
+    elif cuda and driver:
+        least = FIRST_DRIVER.get(int(cuda.partition(".")[0]), 0)
+        if int(driver.partition(".")[0]) < least:
+            cause = f"driver {driver} of the GPUs is too old for torch's CUDA {cuda}"
+            cure = f"have {least} or newer installed, or install a torch for an older CUDA, {cure}"
+            yield Fault("torch-without-gpu", cause, cure)
+
+
 def check_master(machine: Machine) -> Iterator[Fault]:
     """The master's name means something here, other nodes can reach it, and its port is free."""
     name, port = machine.master_addr, machine.port
@@ -210,6 +230,7 @@ def check_folders(machine: Machine) -> Iterator[Fault]:
 CHECKS = {  # and how many things each looks at
     check_program: 1,
     check_gpus: 3,
+    check_build: 1,
     check_master: 3,
     check_interfaces: 2,
     check_limits: 3,

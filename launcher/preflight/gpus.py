@@ -23,6 +23,7 @@ class Gpu:
     index: str
     uuid: str
     memory_errors: int  # uncorrected, since the driver was loaded
+    driver: str = ""  # its version
     processes: tuple[str, ...] = ()  # "pid 123 (python)"
 
 
@@ -34,16 +35,19 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
     if not shutil.which("nvidia-smi"):
         return ()
     until = time.monotonic() + LIMIT_S
-    rows = list(_query("gpu", "index,uuid,ecc.errors.uncorrected.volatile.total", until))
+    rows = list(
+        _query("gpu", "index,uuid,ecc.errors.uncorrected.volatile.total,driver_version", until)
+    )
     users = list(_query("compute-apps", "gpu_uuid,pid,process_name", until)) if rows else []
     gpus = [
         Gpu(
             index=index,
             uuid=uuid,
             memory_errors=int(errors) if errors.isdigit() else 0,  # "[N/A]" without ECC
+            driver=driver,
             processes=tuple(f"pid {pid} ({name})" for gpu, pid, name in users if gpu == uuid),
         )
-        for index, uuid, errors in rows
+        for index, uuid, errors, driver in rows
     ]
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
     return tuple(gpus if wanted is None else _select(gpus, wanted))

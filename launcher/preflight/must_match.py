@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from distributed.environment import check_run_id
 
@@ -38,13 +39,17 @@ class NodeReport:
 
 def versions() -> dict[str, str]:
     """Return Python's version, and torch's without importing it ("" where it is not there)."""
+    python = "{}.{}".format(*sys.version_info)
+    return {"python": python, "torch": read_torch().get("__version__", "")}
+
+
+def read_torch() -> dict[str, Any]:
+    """Return what torch's version file says, such as the `cuda` or `hip` that it is built for."""
     torch = importlib.util.find_spec("torch")
-    version = ""
     if torch is not None and torch.origin is not None:
-        file = Path(torch.origin).with_name("version.py")
-        with contextlib.suppress(OSError, KeyError):  # of a folder that only has the name
-            version = runpy.run_path(str(file))["__version__"]
-    return {"python": "{}.{}".format(*sys.version_info), "torch": version}
+        with contextlib.suppress(OSError):  # of a folder that only has the name
+            return runpy.run_path(str(Path(torch.origin).with_name("version.py")))
+    return {}
 
 
 def hash_files(words: Sequence[str], directory: Path) -> dict[str, str]:

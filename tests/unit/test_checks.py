@@ -16,7 +16,7 @@ import pytest
 from ports import free_port
 
 from distributed.environment import port_from_id
-from launcher.preflight import checks, gpus
+from launcher.preflight import checks, gpus, must_match
 from launcher.preflight.check_node import Request, bind_error, choose_port
 from launcher.preflight.checks import Fault, Machine
 from launcher.preflight.gpus import Gpu, GpuError, visible_gpus
@@ -158,19 +158,49 @@ def test_unhealthy_gpus() -> None:
 
 
 def test_gpus_in_use() -> None:
-    fault = find(checks.check_gpus, nproc=1, gpus=(Gpu("0", "GPU-aa", 0, ("pid 7 (x)",)),))
+    fault = find(checks.check_gpus, nproc=1, gpus=(Gpu("0", "GPU-aa", 0, "", ("pid 7 (x)",)),))
     assert fault is not None
     assert fault.warns
     assert fault.cause == "GPU 0 is in use by pid 7 (x)"
 
 
 def test_gpus_are_read_from_nvidia_smi(fake_nvidia_smi: Callable[[str, str], None]) -> None:
-    fake_nvidia_smi("0, GPU-aa, 0\n1, GPU-bb, [N/A]\n2, GPU-cc, 5\n", "GPU-bb, 42, /usr/bin/a, b\n")
+    rows = "0, GPU-aa, 0, 580.1\n1, GPU-bb, [N/A], 580.1\n2, GPU-cc, 5, 580.1\n"
+    fake_nvidia_smi(rows, "GPU-bb, 42, /usr/bin/a, b\n")
     assert visible_gpus({}) == (
-        Gpu("0", "GPU-aa", 0),
-        Gpu("1", "GPU-bb", 0, ("pid 42 (/usr/bin/a, b)",)),
-        Gpu("2", "GPU-cc", 5),
+        Gpu("0", "GPU-aa", 0, "580.1"),
+        Gpu("1", "GPU-bb", 0, "580.1", ("pid 42 (/usr/bin/a, b)",)),
+        Gpu("2", "GPU-cc", 5, "580.1"),
     )
+
+
+@pytest.mark.parametrize(
+    ("torch", "driver", "backend", "cause"),
+    [
+        ({"cuda": "12.8"}, "525.60.13", "auto", ""),
+        ({"cuda": None, "hip": "6.3"}, "525.60.13", "auto", ""),
+        ({"cuda": None}, "580.65.06", "gloo", ""),
+        ({"cuda": None}, "", "auto", "1 GPU here, but torch 9.9 is built without CUDA"),
+        (
+            {"cuda": "12.8"},
+            "470.82.01",
+            "nccl",
+            "driver 470.82.01 of the GPUs is too old for torch's CUDA 12.8",
+        ),
+        ({"cuda": "14.0"}, "999.1", "auto", ""),  # of which nothing is known here
+    ],
+)
+def test_a_torch_that_cannot_use_the_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+    torch: dict[str, str | None],
+    driver: str,
+    backend: str,
+    cause: str,
+) -> None:
+    monkeypatch.setattr(must_match, "read_torch", lambda: {"__version__": "9.9", **torch})
+    fault = find(checks.check_build, gpus=(Gpu("0", "GPU-aa", 0, driver),), backend=backend)
+    assert (fault.cause if fault else "") == cause
+    assert fault is None or fault.name == "torch-without-gpu"
 
 
 def test_a_driver_that_hangs(
@@ -190,7 +220,7 @@ def test_a_driver_that_hangs(
 def test_cuda_visible_devices(
     fake_nvidia_smi: Callable[..., None], visible: str, left: list[str]
 ) -> None:
-    fake_nvidia_smi("0, GPU-aa, 0\n1, GPU-bb, 0\n2, GPU-cc, 0\n")
+    fake_nvidia_smi("0, GPU-aa, 0, 580\n1, GPU-bb, 0, 580\n2, GPU-cc, 0, 580\n")
     found = visible_gpus({"CUDA_VISIBLE_DEVICES": visible})
     assert [gpu.index for gpu in found] == left
 
