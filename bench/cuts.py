@@ -148,9 +148,7 @@ def as_job(folder: Path, variables: dict[str, str]) -> Callable[[], int | None]:
 
     def code() -> int | None:
         told = on_login("scontrol", "show", "job", job)
-        if not re.search(
-            r"JobState=(COMPLETING|COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL)", told
-        ):
+        if not re.search(r"JobState=(COMPLET(?:ING|ED)|FAILED|CANCELLED|TIMEOUT|NODE_FAIL)", told):
             return None
         status, signum = map(int, re.findall(r" ExitCode=(\d+):(\d+)", told)[0])
         return status or (128 + signum if signum else 0)
