@@ -7,7 +7,8 @@ back. The table shows what was said, and counted from the pull:
 
 - when the failure block stood in the output;
 - when no rank was left on any node;
-- when the launcher or the job had ended.
+- when the launcher had ended, or the job: SLURM may call it COMPLETING then, until it has heard of
+  the node that was cut off.
 
 A run that goes on after the cut is told to end, and its exit code is shown. SLURM keeps the default
 of its SlurmdTimeout, by which it gives up a node: 300 s.
@@ -147,7 +148,7 @@ def as_job(folder: Path, variables: dict[str, str]) -> Callable[[], int | None]:
 
     def code() -> int | None:
         told = on_login("scontrol", "show", "job", job)
-        if not re.search(r"JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL)", told):
+        if not re.search(r"JobState=(COMPLET(?:ING|ED)|FAILED|CANCELLED|TIMEOUT|NODE_FAIL)", told):
             return None
         status, signum = map(int, re.findall(r" ExitCode=(\d+):(\d+)", told)[0])
         return status or (128 + signum if signum else 0)
