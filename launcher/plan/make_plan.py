@@ -45,7 +45,7 @@ _WORDS = {  # variables that can only be one of these
 _RESUMED_WITH = (  # variables that shape a run: the resume line repeats them
     *("TRAIN_SCRIPT", "CONFIG_FLAG", "NPROC_PER_NODE", "BACKEND", "LOG_DIR", "MASTER_ADDR"),
     *("MASTER_PORT", "MAX_RESTARTS", "GRACE", "LAUNCHER", "NCCL_PROFILE", "VENV", "CONDA_ENV"),
-    *("MODULES", "FRESH"),
+    *("MODULES", "FRESH", "SITE"),
 )
 _RESUMED_WITH_SSH = ("SSH_OPTS", "FORWARD_ENV", "PREFLIGHT_SECONDS")
 
@@ -98,6 +98,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         grace_s=grace_s,
         variables={name: value for name, value in given.items() if value},
         activated=typed.activated,
+        site=typed.site,
         is_dry_run=typed.dry_run,
         is_strict=typed.strict,
         is_detached=typed.detach,

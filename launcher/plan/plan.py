@@ -83,7 +83,8 @@ class Plan(World):
     max_restarts: int = 0
     grace_s: int = DEFAULT_GRACE_S
     variables: Mapping[str, str] = field(default_factory=dict)  # that go with the run
-    activated: Sequence[str] = ()  # names of those that VENV, CONDA_ENV and MODULES changed
+    activated: Sequence[str] = ()  # names of those that SITE, VENV, CONDA_ENV and MODULES changed
+    site: str = ""  # the file with the cluster's settings, and which variables it sets
     forwarded: Sequence[str] = ()  # names of all that go to nodes over ssh
     is_dry_run: bool = False
     is_strict: bool = False
@@ -202,6 +203,8 @@ def print_plan(
     """Print the plan."""
     config = f"    {shlex.quote(plan.config)}" if plan.config not in ("", "-") else ""
     print_row("run", f"{plan.run_id or '(named by node rank 0)'}{config}", out)
+    if plan.site:
+        print_row("site", plan.site, out)
     print_row("hosts", _hosts(plan, node), out)
     default_backend = "nccl" if node and node.gpus else "gloo"
     backend = plan.backend.replace("auto", default_backend)

@@ -1,0 +1,23 @@
+# shellcheck shell=bash disable=SC2034,SC2154 # PLAN is launch.sh's
+# The cluster's own settings: config/site.env, or the file that SITE names.
+
+# Sets and exports what the file gives, but for what the user has set; adds the names to ACTIVATED,
+# and the row of the plan.
+read_site() {
+  local file=${SITE-$ROOT/config/site.env} line name value number=0 names=()
+  [[ -n $file && (-n ${SITE:-} || -e $file) ]] || return 0
+  [[ -r $file ]] || die 2 "SITE names ${file@Q}, which cannot be read; correct its path"
+  while read -r line || [[ -n $line ]]; do
+    number=$((number + 1))
+    [[ -n $line && $line != \#* ]] || continue
+    [[ ${line#export } =~ ^([A-Za-z_][A-Za-z0-9_]*)=(.*)$ ]] ||
+      die 2 "$file, line $number: ${line@Q} sets nothing; write NAME=VALUE [config-invalid]"
+    name=${BASH_REMATCH[1]} value=${BASH_REMATCH[2]}
+    case $value in \"*\" | \'*\') value=${value:1:-1} ;; esac
+    [[ -z ${!name+set} ]] || continue
+    export "$name=$value"
+    names+=("$name")
+  done <"$file"
+  ACTIVATED+=("${names[@]}")
+  PLAN[site]="$file sets ${names[*]:-nothing that is not set already}"
+}
