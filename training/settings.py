@@ -203,16 +203,16 @@ KNOWN = dict(_known_keys(Settings))  # the type of each setting by its full key
 def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
     """Read a config, combine it with its defaults and the `key=value` overrides, and check it.
 
-    Raises:
-        SettingsError: one line that names the file (or "command line"), the key and the cure.
+    Raises SettingsError: one line that names the file (or "command line"), the key and the cure.
     """
     config = _read_file(path)
     names = config.pop("defaults", [])
     if not isinstance(names, list):
         raise SettingsError(f"{path}: defaults: should be a list of names, such as [distributed]")
-    defaults = [path.parent / f"{name}.yaml" for name in names]
-    layers = {str(file): _read_file(file) for file in defaults}
-    layers |= {str(path): config, COMMAND_LINE: _read_overrides(overrides)}
+    names += [] if "_self_" in names else ["_self_"]  # Hydra's name for the file itself
+    files = [path if name == "_self_" else path.parent / f"{name}.yaml" for name in names]
+    layers = {str(file): config if file == path else _read_file(file) for file in files}
+    layers |= {COMMAND_LINE: _read_overrides(overrides)}
     tree: Tree = {}
     sources = {"": str(path)}  # the layer that sets each key
     for source, layer in layers.items():

@@ -89,8 +89,10 @@ def take_own_settings(typed: Typed, environ: Mapping[str, str]) -> tuple[dict[st
         if not own.get(name):
             raise PlanError(f"no {name}; usage: {typed.usage}")
     if read_number("num_gpus", own.get("num_gpus") or "0", 0, MOST_GPUS) and not own.get("prepare"):
-        cause = "num_gpus is for a script that prepares the training"
-        raise PlanError(f"{cause}; give prepare=SCRIPT too")
+        cause = (
+            "num_gpus is for a script that prepares the training, and there is no prepare=SCRIPT"
+        )
+        print(f"{typed.program}: warning: {cause}; only the training is submitted", file=sys.stderr)
     return own, others
 
 

@@ -666,7 +666,6 @@ config=config/local3.yaml num_gpus_train=x|num_gpus_train is 'x'; give a whole n
 config=config/local3.yaml num_gpus_train=2 partitoin=a|unknown setting 'partitoin'; did you mean partition?
 config=config/local3.yaml num_gpus_train=2 train.max_step=3|train.max_step: unknown key; did you mean train.max_steps?
 config=config/local3.yaml num_gpus_train=5|train.global_batch_size: 32 does not divide by 5
-config=config/local3.yaml num_gpus_train=2 num_gpus=2|give prepare=SCRIPT too
 config=no.yaml num_gpus_train=2|there is no config 'no.yaml'
 TABLE
   while IFS='|' read -r arguments cause; do

@@ -47,6 +47,12 @@ def test_the_file_lies_over_its_defaults_and_the_command_line_over_both(config: 
     assert settings.train.learning_rate == 0.002
 
 
+@pytest.mark.parametrize(("order", "seed"), [("base, _self_", 2), ("_self_, base", 1)])
+def test_self_is_the_files_own_place_as_in_hydra(config: Path, order: str, seed: int) -> None:
+    config.write_text(config.read_text().replace("[base]", f"[{order}]"))
+    assert load(config).seed == seed
+
+
 def test_a_number_in_exponent_form_is_a_number(config: Path) -> None:
     assert load(config).train.learning_rate == 0.001
 

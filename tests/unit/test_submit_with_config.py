@@ -41,7 +41,6 @@ def test_settings_of_the_submission_and_of_the_training() -> None:
         (("config=c.yaml",), "no num_gpus_train; usage: x.sh ..."),
         (("num_gpus_train=2",), "no config; usage: x.sh ..."),
         ((*OURS, "partitoin=a"), "unknown setting 'partitoin'; did you mean partition? known here"),
-        ((*OURS, "num_gpus=1"), "give prepare=SCRIPT too"),
         ((*OURS, "num_gpus=x"), "num_gpus is 'x'; give a whole number from 0"),
     ],
 )
@@ -49,3 +48,13 @@ def test_wrong_settings(settings: tuple[str, ...], cause: str) -> None:
     with pytest.raises(PlanError) as raised:
         take_own_settings(Typed("submit", setting=settings, usage="x.sh ..."), {})
     assert cause in str(raised.value)
+
+
+def test_gpus_for_a_preparation_that_is_not_there_are_a_warning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    own, _ = take_own_settings(Typed("submit", program="x.sh", setting=(*OURS, "num_gpus=8")), {})
+    assert own["num_gpus_train"] == "2"
+    err = capsys.readouterr().err
+    assert err.startswith("x.sh: warning: num_gpus is for a script that prepares the training, ")
+    assert err.endswith("; only the training is submitted\n")
