@@ -24,6 +24,7 @@ from launcher import typed_json
 from launcher.plan.idle import find_idle
 from launcher.plan.make_plan import make_plan
 from launcher.plan.plan import Plan, PlanError
+from launcher.plan.slurm import end_chain
 from launcher.plan.typed import parse
 from launcher.record import detach, run_json, runs
 from launcher.text import mend_streams, short_host_name
@@ -40,6 +41,19 @@ class ConfigFacts:
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Start a run, or answer about runs; returns the exit code."""
+    code = 1
+    try:
+        code = start(arguments)
+    except SystemExit as leave:  # a wrong config, a stop before the start
+        code = int(leave.code or 0)
+        raise
+    finally:
+        end_chain(code, os.environ)
+    return code
+
+
+def start(arguments: Sequence[str]) -> int:
     """Start a run; returns its exit code."""
     mend_streams()
     typed = parse(arguments)

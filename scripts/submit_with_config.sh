@@ -8,6 +8,7 @@
 #   num_gpus=N prepare=SCRIPT
 #                      run your batch script first, in a job of its own with N GPUs of one node
 #   nodelist=LIST      the nodes to use
+#   chain=N            submit N jobs, each of which resumes the run of the one before
 #   partition= time= account= qos= mem= dependency=
 #                      passed to sbatch
 #   key=value          settings that override the config

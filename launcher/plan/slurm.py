@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 
 from distributed import environment, hostlist
 from distributed.environment import in_slurm_step, slurm_node
+from distributed.errors import STOPPED
 from launcher.plan.plan import PlanError, World, read_nproc, read_number
 
 _GPUS = "SLURM_GPUS_ON_NODE"
@@ -121,6 +123,16 @@ def step_command(environ: Mapping[str, str], typed: Sequence[str]) -> list[str]:
     sizes = {option: environ.get(f"SLURM_{name}") for option, name in given.items()}
     options = [f"--{option}={size}" for option, size in sizes.items() if size]
     return ["srun", *options, *typed]
+
+
+def end_chain(code: int, environ: Mapping[str, str]) -> None:
+    """Cancel the jobs that would resume a run which has ended, or failed by itself.
+
+    They are needed after a stop that has saved, and after the loss of a node.
+    """
+    name = environ.get("CHAIN")
+    if name and in_batch_script(environ) and code not in (STOPPED, 128 + signal.SIGKILL):
+        subprocess.run(["scancel", "--state=PENDING", f"--name={name}"])
 
 
 def ask_squeue(*options: str) -> str | None:

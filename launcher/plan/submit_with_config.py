@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distributed import hostlist
+from distributed.environment import new_run_id
 from distributed.errors import REFUSED, Refused
 from launcher.plan.make_plan import make_plan, resolve_script
 from launcher.plan.plan import PlanError, read_number
@@ -24,11 +25,12 @@ from launcher.text import count, print_row
 SBATCH_OPTIONS = ("partition", "account", "qos", "mem", "time")  # for every job
 OWN = (
     *("config", "num_gpus_train", "num_gpus", "prepare", "nodelist", "partition", "time"),
-    *("account", "qos", "mem", "dependency"),
+    *("account", "qos", "mem", "dependency", "chain"),
 )
 _OF_TRAINING = ("seed", "task", "resume")  # train.py's settings without a dot
 _GPUS = re.compile(r"gpu:(?:[^:,(]+:)?(\d+)")  # as in gpu:a100:8(S:0-1)
 MOST_GPUS = 100_000
+MOST_JOBS = 1000  # of a chain
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ def take_own_settings(typed: Typed, environ: Mapping[str, str]) -> tuple[dict[st
             "num_gpus is for a script that prepares the training, and there is no prepare=SCRIPT"
         )
         print(f"{typed.program}: warning: {cause}; only the training is submitted", file=sys.stderr)
+    if read_number("chain", own.get("chain") or "1", 1, MOST_JOBS) > 1 and typed.wait:
+        raise PlanError("--wait follows one job, and chain asks for several; leave one out")
     return own, others
 
 
@@ -139,12 +143,30 @@ def submit_all(typed: Typed, own: Mapping[str, str], size: Size, job: Sequence[s
         first += ["--output=logs/slurm-%j.out", *([f"--dependency={after}"] if after else [])]
         first += [own["prepare"], own["config"]]
         after = f"afterok:{submit([*common, *first], is_dry_run=typed.dry_run)[0]}"
-    words = [f"--dependency={after}", "--kill-on-invalid-dep=yes"] if after else []
-    words += ["--wait"] if typed.wait else []
+    if (number := int(own.get("chain") or 1)) > 1:
+        submit_chain(number, [*common, *job], after, is_dry_run=typed.dry_run)
+        return 0
+    words = depend(after) + (["--wait"] if typed.wait else [])
     job_id, sbatch = submit([*common, *words, *job], is_dry_run=typed.dry_run)
     if sbatch is None or not typed.wait:
         return 0
     return follow(typed.program, job_id, sbatch, after)
+
+
+def submit_chain(number: int, job: Sequence[str], after: str, *, is_dry_run: bool) -> None:
+    """Submit jobs of which each starts after the one before, and resumes its run.
+
+    The job that ends the run cancels the rest, which it finds by their name (slurm.end_chain).
+    """
+    name = os.environ.get("RUN_ID") or new_run_id()
+    shared = ["--no-requeue", f"--job-name={name}", f"--export=ALL,RUN_ID={name},CHAIN={name}"]
+    for _ in range(number):
+        job_id, _ = submit([*depend(after), *shared, *job], is_dry_run=is_dry_run)
+        after = f"afterany:{job_id}"
+
+
+def depend(after: str) -> list[str]:
+    return [f"--dependency={after}", "--kill-on-invalid-dep=yes"] if after else []
 
 
 def refusal(words: Sequence[str]) -> str:

@@ -716,6 +716,40 @@ nothing_queued() {
 }
 
 # Each as it stands to SLURM's own check, and to its end with two steps on small nodes.
+@test "a chain: each job resumes the run of the one before, and the one that ends it cancels the rest" {
+  local jobs steps=1500 words=(config=config/local3.yaml num_gpus_train=2 "${SMALL[@]}")
+  RUN_ID=one SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${SMALL[@]}" train.max_steps=$steps
+  RUN_ID=linked on login scripts/submit_with_config.sh "${words[@]}" train.max_steps=$steps chain=4 &>chain.out
+  mapfile -t jobs < <(sed -n 's/^job  *\([0-9]*\) .*/\1/p' chain.out)
+  eventually 60 grep -q '^step ' "logs/slurm-${jobs[0]}.out"
+  on login scancel --signal=USR1 --batch "${jobs[0]}"
+  eventually 90 has_ended "${jobs[1]}"
+  [[ $(field "${jobs[0]}" ExitCode) == ExitCode=75:0 && $(field "${jobs[1]}" ExitCode) == ExitCode=0:0 ]]
+  grep -q '^resumed    after step ' "logs/slurm-${jobs[1]}.out"
+  eventually 30 has_ended "${jobs[3]}"
+  [[ $(field "${jobs[2]}" JobState) == JobState=CANCELLED && $(field "${jobs[3]}" JobState) == JobState=CANCELLED ]]
+  [[ ! -e logs/slurm-${jobs[2]}.out && ! -e logs/slurm-${jobs[3]}.out ]]
+  [[ $(weights_of linked) == "$(weights_of one)" ]]
+}
+
+# bats test_tags=prove
+@test "a chain of jobs that their time limits cut ends with the weights of one run" {
+  [[ -n ${TIMES:-} ]] || skip "takes 7 minutes; make prove runs it"
+  local began=$SECONDS steps=20000 jobs job
+  RUN_ID=paced SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${SMALL[@]}" train.max_steps=2000
+  steps=$((2000 * 100 / (SECONDS - began))) # of 100 s
+  RUN_ID=one SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${SMALL[@]}" train.max_steps=$steps
+  RUN_ID=linked SBATCH_SIGNAL=B:USR1@35 on login scripts/submit_with_config.sh config=config/local3.yaml \
+    num_gpus_train=2 time=1 chain=9 "${SMALL[@]}" train.max_steps=$steps &>chain.out
+  mapfile -t jobs < <(sed -n 's/^job  *\([0-9]*\) .*/\1/p' chain.out)
+  eventually 600 has_ended "${jobs[8]}"
+  for job in "${jobs[@]}"; do field "$job" ExitCode; done >codes
+  cat codes
+  (($(grep -c =75:0 codes) >= 3))
+  [[ $(weights_of linked) == "$(weights_of one)" ]]
+  echo "# a run in a chain of $(($(grep -c =75:0 codes) + 1)) jobs: the weights of one run" >&3
+}
+
 @test "every command of the guide's chapter on SLURM runs" {
   local line small id jobs=() others=()
   mkdir logs

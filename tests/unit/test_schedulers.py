@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from captured import captured
+from job_tools import make_tool
 
 from distributed.environment import LauncherError
 from launcher.fanout import job_command
@@ -203,3 +204,19 @@ def test_dry_run_outside_of_a_job_shows_the_submission(script: str, expected: st
     assert shown.returncode == 0, shown.stderr
     assert f" && {expected}" in shown.stdout.splitlines()[-1]
     assert "run        <job id>    config/local3.yaml" in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "is_cancelled"),
+    [(0, True), (1, True), (2, True), (143, True), (75, False), (137, False)],
+)
+def test_the_rest_of_a_chain_is_cancelled_unless_it_is_needed(
+    tmp_path: Path, tools: Path, code: int, is_cancelled: bool
+) -> None:
+    make_tool(tools / "scancel", f'echo "$@" >{tmp_path}/told')
+    slurm.end_chain(code, {**captured("batch-step"), "CHAIN": "linked"})
+    told = tmp_path / "told"
+    assert (told.read_text() if told.exists() else "") == (
+        "--state=PENDING --name=linked\n" if is_cancelled else ""
+    )
+    slurm.end_chain(0, {"CHAIN": "linked"})  # no batch script

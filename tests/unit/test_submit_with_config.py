@@ -58,3 +58,8 @@ def test_gpus_for_a_preparation_that_is_not_there_are_a_warning(
     err = capsys.readouterr().err
     assert err.startswith("x.sh: warning: num_gpus is for a script that prepares the training, ")
     assert err.endswith("; only the training is submitted\n")
+
+
+def test_a_chain_cannot_be_waited_for() -> None:
+    with pytest.raises(PlanError, match="--wait follows one job"):
+        take_own_settings(Typed("submit", setting=(*OURS, "chain=2"), wait=True), {})
