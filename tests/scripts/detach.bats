@@ -109,7 +109,7 @@ the end of 0"* ]]
   [[ $status == 2 && ${#lines[@]} == 1 && $output == *"train.max_stepz: unknown key"* ]]
   fake_gpus 1
   run launch --detach plain.yaml 2
-  [[ $status == 3 && ${#lines[@]} == 1 && $output == *"[too-few-gpus]" ]]
+  [[ $status == 3 && ${lines[0]} == *"[too-few-gpus]" ]]
   RUN_ID=../up run launch --detach plain.yaml 1
   [[ $status == 2 && $output == *"RUN_ID is '../up'"* && ! -e up ]]
   touch file

@@ -90,9 +90,10 @@ for ((i = 0; i < $1; i++)); do echo \"\$i, GPU-\$i, 0, 580.65.06\"; done"
 # Makes hang_up.py, which runs a line of bash in a terminal and then hangs up.
 make_hang_up() {
   cat >hang_up.py <<'PY'
-import os, pty, sys
+import os, pty, signal, sys
 pid, terminal = pty.fork()
 if pid == 0:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     os.execvp("bash", ["bash", "-c", sys.argv[1] + "\necho the end of $?; exec sleep 600"])
 shown = b""
 while b"the end of " not in shown:
