@@ -110,6 +110,7 @@ the end of 0"* ]]
   fake_gpus 1
   run launch --detach plain.yaml 2
   [[ $status == 3 && ${lines[0]} == *"[too-few-gpus]" ]]
+  rm fake/nvidia-smi
   RUN_ID=../up run launch --detach plain.yaml 1
   [[ $status == 2 && $output == *"RUN_ID is '../up'"* && ! -e up ]]
   touch file
