@@ -56,8 +56,6 @@ class Launchers:
     def __init__(self, python: Path, *, has_cluster: bool) -> None:
         self.python = str(python)
         self._extensions = python.parents[1] / "extensions"
-        for lock in self._extensions.glob("*/lock"):  # of a compilation that was cut off
-            lock.unlink()
         self.has_cluster = has_cluster
         self._port = 29700
 
@@ -71,7 +69,9 @@ class Launchers:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables of every run."""
+        """The variables of the next run."""
+        for lock in self._extensions.glob("*/lock"):  # of a compilation that was cut off
+            lock.unlink()
         python = Path(self.python)
         return {
             **os.environ,
