@@ -69,9 +69,7 @@ class Launchers:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables of the next run."""
-        for lock in self._extensions.glob("*/lock"):  # of a compilation that was cut off
-            lock.unlink()
+        """The variables of every run."""
         python = Path(self.python)
         return {
             **os.environ,
@@ -124,6 +122,7 @@ class Launchers:
     def slurm(self, shape: Shape, folder: Path) -> Outcome:
         script, arguments = self._train_script(shape)
         more = {"TRAIN_SCRIPT": script, "MAX_RESTARTS": str(shape.restarts)}
+        self._clear_locks()
         logs = logs_of(folder)
         logs.mkdir()
         submit = ["sbatch", "--parsable", f"--output={logs}/stdout", f"--error={logs}/stderr"]
@@ -142,6 +141,11 @@ class Launchers:
         code = self._wait_for(job)
         stdout, stderr = ((logs / name).read_bytes().decode() for name in ("stdout", "stderr"))
         return outcome(code, stdout, stderr, folder)
+
+    def _clear_locks(self) -> None:
+        """Remove what a run that was cut off while DeepSpeed compiled has left."""
+        for lock in self._extensions.glob("*/lock"):
+            lock.unlink()
 
     def _wait_for(self, job: str) -> int:
         limit = time.monotonic() + LIMIT_S
@@ -173,6 +177,7 @@ class Launchers:
         folder: Path,
         more: dict[str, str] | None = None,
     ) -> Outcome:
+        self._clear_locks()
         logs = logs_of(folder)
         logs.mkdir()
         (logs / "stdin").write_text(shape.typed)
