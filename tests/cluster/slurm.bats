@@ -718,13 +718,13 @@ nothing_queued() {
 
 # Each as it stands to SLURM's own check, and to its end with two steps on small nodes.
 @test "a chain: each job resumes the run of the one before, and the one that ends it cancels the rest" {
-  local jobs steps=1500 words=(config=config/local3.yaml num_gpus_train=2 "${SMALL[@]}")
+  local jobs steps=400 words=(config=config/local3.yaml num_gpus_train=2 "${SMALL[@]}")
   RUN_ID=one SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${SMALL[@]}" train.max_steps=$steps
   RUN_ID=linked on login scripts/submit_with_config.sh "${words[@]}" train.max_steps=$steps chain=4 &>chain.out
   mapfile -t jobs < <(sed -n 's/^job  *\([0-9]*\) .*/\1/p' chain.out)
   eventually 60 grep -q '^step ' "logs/slurm-${jobs[0]}.out"
   on login scancel --signal=USR1 --batch "${jobs[0]}"
-  eventually 90 has_ended "${jobs[1]}"
+  eventually 150 has_ended "${jobs[1]}"
   [[ $(field "${jobs[0]}" ExitCode) == ExitCode=75:0 && $(field "${jobs[1]}" ExitCode) == ExitCode=0:0 ]]
   grep -q '^resumed    after step ' "logs/slurm-${jobs[1]}.out"
   eventually 30 has_ended "${jobs[3]}"
