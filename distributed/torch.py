@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any, NoReturn, overload
 
@@ -130,10 +130,13 @@ def gather_bytes(data: bytes) -> list[bytes]:
     where = device() if dist.get_backend() == "nccl" else "cpu"
     sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=where)
     sizes[dist.get_rank()] = len(data)
-    dist.all_reduce(sizes)
+    with _freed(sizes):
+        dist.all_reduce(sizes)
     mine = torch.frombuffer(bytearray(data.ljust(int(sizes.max()) + 1)), dtype=torch.uint8)
-    everyone = [torch.empty_like(mine, device=where) for _ in sizes]
-    dist.all_gather(everyone, mine.to(where))
+    mine = mine.to(where)
+    everyone = [torch.empty_like(mine) for _ in sizes]
+    with _freed(mine, *everyone):
+        dist.all_gather(everyone, mine)
     return [to_bytes(one.cpu())[:size] for one, size in zip(everyone, sizes.tolist(), strict=True)]
 
 
@@ -197,7 +200,9 @@ def _wrap(model: nn.Module, strategy: str, find_unused_parameters: bool) -> nn.M
     is_alone = not dist.is_initialized() or dist.get_world_size() == 1
     if not any(parameter.requires_grad for parameter in model.parameters()):
         for tensor in () if is_alone else (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.data, src=0)
+            data = tensor.data
+            with _freed(data):
+                dist.broadcast(data, src=0)
         return model
     if not is_alone:
         return DistributedDataParallel(
@@ -272,9 +277,25 @@ def sync_metrics(
     names = sorted(own)
     parts = [own[name] * weight if weight else 0.0 for name in names]
     sums = torch.tensor([*parts, weight], dtype=torch.float64, device=device())
-    dist.all_reduce(sums)
+    with _freed(sums):
+        dist.all_reduce(sums)
     means = dict(zip(names, (sums[:-1] / sums[-1]).tolist(), strict=True))
     return {name: means[name] for name in own}
+
+
+@contextlib.contextmanager
+def _freed(*tensors: Tensor) -> Iterator[None]:
+    """Do a collective in the body, and wait until gloo's thread has let go of its tensors.
+
+    The thread takes the GIL for that, and aborts a program that is about to end.
+    """
+    before = [sys.getrefcount(tensor) for tensor in tensors]
+    yield
+    limit = time.monotonic() + 0.1
+    while tensors[0].is_cpu and [sys.getrefcount(tensor) for tensor in tensors] != before:
+        if time.monotonic() > limit:
+            break
+        time.sleep(0.0001)
 
 
 def cleanup_distributed() -> None:

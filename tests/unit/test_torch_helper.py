@@ -169,6 +169,23 @@ def test_the_calls_of_a_script_with_several_models(tmp_path: Path) -> None:
     assert lines.count("False") == 2
 
 
+def _held_after_calls() -> int:
+    """Count the tensors that a thread still holds when the call is over."""
+    helper.init_distributed()
+    held = 0
+    for _ in range(200):
+        tensor = torch.ones(1)
+        with helper._freed(tensor):
+            torch.distributed.all_reduce(tensor)
+        held += sys.getrefcount(tensor) - 2  # the variable is one, the argument another
+    return held
+
+
+def test_no_thread_holds_a_tensor_after_the_call() -> None:
+    """It would take the GIL to let go, and where the program ends just then, Python aborts."""
+    assert run_ranks(_held_after_calls, ranks=[0, 1], world_size=2) == [0, 0]
+
+
 def test_a_dataset_without_a_length_is_refused() -> None:
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
