@@ -149,6 +149,17 @@ train_equally() { # <script> <N>
   done
 }
 
+# Cut node2 off: the run, whose launcher is PID, ends everywhere and names it.
+end_by_a_cut() { # NAME PID
+  "$CLUSTER" cut node2
+  end_of "$2"
+  eventually 15 is_gone "$1" # on node2 by itself
+  "$CLUSTER" restore node2
+  cat "$1.out"
+  ((CODE == 137))
+  grep -q '^FAILED   node agent 1 (node2) .*\[link-lost\]$' "$1.out"
+}
+
 # Of all launchers on login; and none has left a file.
 only_one_is_left() {
   [[ -z $(ls tmp) && $(on login pgrep -f "ssh .*node1 exec bash" | wc -l) == 1 ]]
@@ -177,14 +188,8 @@ TABLE
   eventually 3 only_one_is_left
   kill -0 "$neighbour"
   run ! is_gone neighbour
-  "$CLUSTER" cut node2
-  eventually 15 grep -q '^launch_torchrun_auto.sh: node2: no sign of life for 10 s: ' neighbour.out
-  end_of "$neighbour"
-  eventually 15 is_gone neighbour # on node2 by itself
-  "$CLUSTER" restore node2
-  cat neighbour.out
-  ((CODE == 137))
-  grep -q '^FAILED   node agent 1 (node2) .*\[link-lost\]$' neighbour.out
+  end_by_a_cut neighbour "$neighbour"
+  grep -q '^launch_torchrun_auto.sh: node2: no sign of life for 10 s: ' neighbour.out
   grep -q '^launch_torchrun_auto.sh: node2: ssh: connect to host node2 port 22: ' neighbour.out # why it is so
 }
 
@@ -552,13 +557,7 @@ PY
   "$CLUSTER" restore node2
   sleep 10 # SILENCE_S: so long a run that has lost a node goes on
   run ! grep -q FAILED cut.out
-  "$CLUSTER" cut node2
-  end_of "$PID"
-  eventually 15 is_gone cut # on node2 by itself
-  "$CLUSTER" restore node2
-  cat cut.out
-  ((CODE == 137))
-  grep -q '^FAILED   node agent 1 (node2) .*\[link-lost\]$' cut.out
+  end_by_a_cut cut "$PID"
 }
 
 @test "by hand: a master that is down is host-unreachable" {
