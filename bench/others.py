@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,10 +23,10 @@ def environment(name: str, packages: Sequence[str]) -> Path:
     python = folder / "bin/python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-        ours = subprocess.check_output([sys.executable, "-c", code], text=True)
-        next((folder / "lib").glob("python*/site-packages")).joinpath("torch.pth").write_text(ours)
         _install(python, "setuptools", ["wheel", "setuptools"])
+    theirs = next((folder / "lib").glob("python*/site-packages"))
+    ours = sysconfig.get_path("purelib")  # may be another than when the environment was made
+    theirs.joinpath("torch.pth").write_text(ours)
     for package in packages:
         if not version(python, package):
             _install(python, package, ["--no-build-isolation", package])

@@ -189,29 +189,31 @@ def setup_distributed_models(
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     check_strategy(strategy, world_size)
     done = tuple(
-        None if model is None else _wrap(model, strategy, find_unused_parameters)
+        None if model is None else _wrap(model, world_size, strategy, find_unused_parameters)
         for model in models
     )
     return done[0] if len(done) == 1 else done
 
 
-def _wrap(model: nn.Module, strategy: str, find_unused_parameters: bool) -> nn.Module:
+def _wrap(
+    model: nn.Module, world_size: int, strategy: str, find_unused_parameters: bool
+) -> nn.Module:
     model = model.to(device())
-    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        for tensor in () if is_alone else (*model.parameters(), *model.buffers()):
+    is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
+    if world_size > 1 and is_frozen:  # which DDP refuses
+        for tensor in (*model.parameters(), *model.buffers()):
             data = tensor.data
             with _freed(data):
                 dist.broadcast(data, src=0)
         return model
-    if not is_alone:
+    if world_size > 1:
         return DistributedDataParallel(
             model,
             device_ids=[device()] if device().type == "cuda" else None,
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=True,  # saves a copy of the gradients
         )
-    if strategy == "dp" and torch.cuda.device_count() > 1:
+    if strategy == "dp" and torch.cuda.device_count() > 1 and not is_frozen:
         return DataParallel(model)
     return model
 
@@ -291,10 +293,8 @@ def _freed(*tensors: Tensor) -> Iterator[None]:
     """
     before = [sys.getrefcount(tensor) for tensor in tensors]
     yield
-    limit = time.monotonic() + 0.1
-    while tensors[0].is_cpu and [sys.getrefcount(tensor) for tensor in tensors] != before:
-        if time.monotonic() > limit:
-            break
+    limit = time.monotonic() + (0.1 if tensors[0].is_cpu else 0)
+    while [sys.getrefcount(tensor) for tensor in tensors] != before and time.monotonic() < limit:
         time.sleep(0.0001)
 
 
