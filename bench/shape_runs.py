@@ -16,7 +16,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CLUSTER = str(ROOT / "tests/cluster/cluster.sh")
-LIMIT_S = 180.0  # DeepSpeed compiles at its first start
 RANKS = 2
 OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else gloo often fails at a restart
 
@@ -31,6 +30,7 @@ class Shape:
     typed: str = ""  # on its standard input
     restarts: int = 0
     code: int = 0  # of the rank that fails first; torchrun's is then 1
+    limit_s: float = 75.0  # for one run
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Launchers:
             cwd=folder,
             text=True,
         ).strip()
-        code = self._wait_for(job)
+        code = self._wait_for(job, shape.limit_s)
         stdout, stderr = ((logs / name).read_bytes().decode() for name in ("stdout", "stderr"))
         return outcome(code, stdout, stderr, folder)
 
@@ -147,8 +147,8 @@ class Launchers:
         for lock in self._extensions.glob("*/lock"):
             lock.unlink()
 
-    def _wait_for(self, job: str) -> int:
-        limit = time.monotonic() + LIMIT_S
+    def _wait_for(self, job: str, limit_s: float) -> int:
+        limit = time.monotonic() + limit_s
         while time.monotonic() < limit:
             told = subprocess.check_output(
                 [CLUSTER, "run", "login", "scontrol", "show", "job", job], text=True
@@ -199,7 +199,7 @@ class Launchers:
                     )
                 )
         try:
-            codes = [process.wait(LIMIT_S) for process in running]
+            codes = [process.wait(shape.limit_s) for process in running]
         except subprocess.TimeoutExpired:
             for process in running:
                 process.terminate()

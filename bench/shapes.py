@@ -48,7 +48,12 @@ SHAPES = (
         "transformers",
     ),
     Shape("Lightning", ("lightning_fit.py",), "lightning"),
-    Shape("DeepSpeed's init_distributed", ("deepspeed_init.py", "--steps", "2"), "deepspeed"),
+    Shape(
+        "DeepSpeed's init_distributed",
+        ("deepspeed_init.py", "--steps", "2"),
+        "deepspeed",
+        limit_s=180,  # it compiles at its first start
+    ),
     Shape("FSDP2 and DCP", ("fsdp2.py",)),
     Shape("tensor parallelism on a device mesh", ("tensor_parallel.py",)),
     Shape("torch.compile", ("compiled.py",)),
