@@ -146,6 +146,7 @@ class Run:
         with refuse_together(environment):
             self.model = make_model(self.task, saved, settings)
         self.optimizer = make_optimizer(self.model, settings.train)
+        self.scaler = make_scaler(settings)
         if world_size > 2:
             fix_bucket_order(self.task, self.model, batch_size, settings)
         helper.seed_everything(settings.seed, rank)  # from here on, dropout differs by rank
@@ -153,6 +154,8 @@ class Run:
         own: dict[str, Any] = {}  # this rank's random generators, and the sums of its meter
         if saved:
             self.optimizer.load_state_dict(saved.optimizer)
+            if self.scaler.is_enabled() and "scaler" in saved.progress:
+                self.scaler.load_state_dict(saved.progress["scaler"])
             own = saved.ranks[rank] if rank < len(saved.ranks) else {}
             if own:
                 checkpoint.set_rng_state(own["rng"])
@@ -181,11 +184,14 @@ class Run:
                 helper.beat(step)
                 if is_last:
                     self.stop.ask()  # the ranks agree during the backward pass
-                (loss / train.grad_accumulation).backward()  # type: ignore[no-untyped-call]
+                loss_to_scale = loss / train.grad_accumulation
+                self.scaler.scale(loss_to_scale).backward()  # type: ignore[no-untyped-call]
             self.meter.add(step + 1, loss, self.task.weight(batch))
         if train.clip_norm:
+            self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), train.clip_norm)
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)  # skipped where a gradient is infinite
+        self.scaler.update()
         self.optimizer.zero_grad()
         helper.beat(step + 1)
 
@@ -258,6 +264,7 @@ class Run:
             **self.batches.position(),
             "global_batch_size": self.batches.samples * self.settings.train.grad_accumulation,
             "settings": self.settings.model_dump(mode="json"),
+            "scaler": self.scaler.state_dict(),
         }
 
     def print_summary(self, step: int, validation_loss: float | None) -> None:
@@ -300,9 +307,19 @@ def fix_bucket_order(task: Task, model: nn.Module, batch_size: int, settings: Se
         buffer.copy_(value)
 
 
+def is_mixed(settings: Settings) -> bool:
+    return settings.distributed.mixed_precision.enabled and helper.device().type == "cuda"
+
+
 def autocast(settings: Settings) -> torch.autocast:
-    enabled = settings.distributed.mixed_precision.enabled and helper.device().type == "cuda"
-    return torch.autocast(helper.device().type, dtype=torch.bfloat16, enabled=enabled)
+    dtype = getattr(torch, settings.distributed.mixed_precision.dtype)
+    return torch.autocast(helper.device().type, dtype=dtype, enabled=is_mixed(settings))
+
+
+def make_scaler(settings: Settings) -> torch.amp.GradScaler:
+    """Return what keeps float16's small gradients from vanishing; passes others through."""
+    is_needed = is_mixed(settings) and settings.distributed.mixed_precision.dtype == "float16"
+    return torch.amp.GradScaler(helper.device().type, enabled=is_needed)
 
 
 def is_due(step: int, every: int, is_over: bool = False) -> bool:

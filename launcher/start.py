@@ -23,7 +23,7 @@ from distributed.hostlist import HostlistError
 from launcher import typed_json
 from launcher.plan.idle import find_idle
 from launcher.plan.make_plan import make_plan
-from launcher.plan.plan import Plan, PlanError
+from launcher.plan.plan import Batch, Plan, PlanError
 from launcher.plan.slurm import end_chain
 from launcher.plan.typed import parse
 from launcher.record import detach, run_json, runs
@@ -38,6 +38,8 @@ class ConfigFacts:
     join_timeout: float
     checkpoint_dir: str
     task_file: str
+    prepare: str
+    batch: Batch
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -133,4 +135,6 @@ def check_config(plan: Plan) -> Plan:
         join_timeout_s=facts.join_timeout,
         checkpoint_dir=Path(facts.checkpoint_dir),
         task_file=facts.task_file,
+        prepare=facts.prepare,
+        batch=facts.batch,
     )

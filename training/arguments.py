@@ -18,7 +18,8 @@ from distributed import __version__
 from distributed.environment import Environment, LauncherError, is_first_task
 from distributed.errors import BAD_INPUT, Refused
 from distributed.strategy import check_strategy
-from training.settings import BUILT_IN_TASK, Settings, SettingsError, load, text_folder
+from training.config_file import SettingsError
+from training.settings import BUILT_IN_TASK, Settings, load, text_folder
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -98,6 +99,13 @@ def _check(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
     if arguments.json:  # for launchers
         facts = chosen.model_dump(include={"backend", "join_timeout"})
         facts |= {"checkpoint_dir": settings.checkpoint.dir, "task_file": _task_file(settings.task)}
+        facts["prepare"] = settings.prepare or ""
+        train = settings.train
+        facts["batch"] = {
+            "samples": train.batch_size or 0,
+            "samples_in_all": train.global_batch_size or 0,
+            "accumulation": train.grad_accumulation,
+        }
         print(json.dumps(facts))
     else:
         ranks = "1 process" if world_size == 1 else f"{world_size} processes"

@@ -16,7 +16,8 @@ from torch.utils.data import get_worker_info as worker_info
 from distributed.environment import Environment
 from distributed.stop import ignore_signals
 from distributed.torch import seed_everything
-from training.settings import Settings, SettingsError
+from training.config_file import SettingsError
+from training.settings import Settings
 
 START = {"step": 0, "epoch": 0, "samples": 0}
 

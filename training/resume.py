@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from distributed import checkpoint
 from distributed.checkpoint_files import steps
 from distributed.environment import Environment
+from training.config_file import SettingsError, Tree
 from training.progress import may_be_lost
-from training.settings import Settings, SettingsError, Train, Tree
+from training.settings import Settings, Train
 
 _log = logging.getLogger(__name__)
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import re
 import symtable
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -26,8 +25,8 @@ from pydantic import (
     model_validator,
 )
 
-from distributed.environment import printable
 from distributed.strategy import check_strategy
+from training.config_file import Loader, SettingsError, Tree, read_file
 
 COMMAND_LINE = "command line"
 BUILT_IN_TASK = "language_model"
@@ -37,14 +36,6 @@ Seconds = Annotated[float, Field(gt=0, le=10**7)]
 Rate = Annotated[float, Field(ge=0, le=10**9)]
 Positive = Annotated[float, Field(gt=0, le=10**9)]
 NOTHING = ("", "null", "~")  # `key=null` unsets a setting
-Tree = dict[str, Any]  # a config before it is checked
-
-
-class SettingsError(ValueError):
-    """The config, or the data it names, is wrong: where, why and what to do, in one line."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(printable(text))
 
 
 class Section(BaseModel):
@@ -119,7 +110,7 @@ class Checkpoint(Section):
 
 class MixedPrecision(Section):
     enabled: bool = False  # on GPUs; CPUs always compute in float32
-    dtype: Literal["bfloat16"] = "bfloat16"
+    dtype: Literal["bfloat16", "float16"] = "bfloat16"
 
 
 class Distributed(Section):
@@ -143,6 +134,7 @@ class Settings(Section):
     checkpoint: Checkpoint = Checkpoint()
     distributed: Distributed = Distributed()
     model: LanguageModel = LanguageModel()
+    prepare: str | None = None  # a batch script that submit_with_config.sh runs before the training
 
     @field_validator("task")
     @classmethod
@@ -205,13 +197,13 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
 
     Raises SettingsError: one line that names the file (or "command line"), the key and the cure.
     """
-    config = _read_file(path)
+    config = read_file(path)
     names = config.pop("defaults", [])
     if not isinstance(names, list):
         raise SettingsError(f"{path}: defaults: should be a list of names, such as [distributed]")
     names += [] if "_self_" in names else ["_self_"]  # Hydra's name for the file itself
     files = [path if name == "_self_" else path.parent / f"{name}.yaml" for name in names]
-    layers = {str(file): config if file == path else _read_file(file) for file in files}
+    layers = {str(file): config if file == path else read_file(file) for file in files}
     layers |= {COMMAND_LINE: _read_overrides(overrides)}
     tree: Tree = {}
     sources = {"": str(path)}  # the layer that sets each key
@@ -224,13 +216,26 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
         tree = _merge(tree, layer)
     kind = Settings if tree.get("task", BUILT_IN_TASK) == BUILT_IN_TASK else OwnTaskSettings
     try:
-        return kind.model_validate(tree)
+        return _with_time_to_join(kind.model_validate(tree), sources, [*layers])
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = known = ".".join(str(part) for part in first["loc"])
         while known not in sources:
             known = known.rpartition(".")[0]
         raise SettingsError(f"{sources[known]}: {key}: {_explain(first)}") from None
+
+
+def _with_time_to_join(
+    settings: Settings, sources: Mapping[str, str], order: list[str]
+) -> Settings:
+    """Raise join_timeout to timeout where a config sets only that: once it was both."""
+    limits = settings.distributed
+    keys = ("distributed.timeout", "distributed.join_timeout")
+    set_by = [["", *order].index(sources.get(key, "")) for key in keys]
+    if set_by[0] <= set_by[1] or limits.timeout <= limits.join_timeout:
+        return settings
+    limits = limits.model_copy(update={"join_timeout": limits.timeout})
+    return settings.model_copy(update={"distributed": limits})
 
 
 def _paths(tree: Tree, prefix: str = "") -> Iterator[str]:
@@ -245,56 +250,6 @@ def _merge(below: Any, above: Any) -> Any:
     if not (isinstance(below, dict) and isinstance(above, dict)):
         return above
     return below | {key: _merge(below.get(key), value) for key, value in above.items()}
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-3 is a number and a duplicate key is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: list[Any] = []
-        for key, _ in node.value:
-            if key.value in seen:
-                problem = f"{key.value} is given twice"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
-            seen.append(key.value)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
-
-
-def _read_file(path: Path) -> Tree:
-    try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except FileNotFoundError:
-        names = ", ".join(sorted(file.name for file in path.parent.glob("*.yaml")))
-        beside = f"{path.parent} holds {names or 'no .yaml files'}"
-        cure = beside if path.parent.is_dir() else f"there is no folder {path.parent}"
-        raise SettingsError(f"{path}: no such file; {cure}") from None
-    except OSError as error:
-        raise SettingsError(f"{path}: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date such as 2024-13-45
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        cause = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise SettingsError(f"{path}: {where}not YAML: {cause}") from None
-    if not isinstance(tree, dict):
-        raise SettingsError(f"{path}: should hold `key: value` lines")
-    if _is_too_large(tree):
-        raise SettingsError(f"{path}: holds over 10000 values; see its aliases (*name)")
-    return tree
-
-
-def _is_too_large(tree: Tree) -> bool:
-    """Whether a tree, with each alias in full, has over 10,000 values, or is within itself."""
-    pending: list[Any] = [tree]
-    for _ in range(10_000):
-        value = pending.pop() if pending else None
-        inner = [*value.values()] if isinstance(value, dict) else value
-        pending += inner if isinstance(inner, list) else []
-    return bool(pending)
 
 
 def _read_overrides(overrides: Sequence[str]) -> Tree:
@@ -320,7 +275,7 @@ def _parse(key: str, text: str) -> Any:
     if str in (kind, *get_args(kind)):
         return text
     try:
-        value = yaml.load(text, _Loader)
+        value = yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError):
         return text
     return value if isinstance(value, bool | int | float | list) else text

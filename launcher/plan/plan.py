@@ -17,6 +17,7 @@ from launcher.text import count, print_row
 
 AGENT, START = "scripts/lib/agent.py", "scripts/lib/start.py"
 MOST_RANKS = 4096  # of one node
+JOIN_S = 300.0
 LONGEST_COMMAND = 100_000  # bytes of the resume line; Linux takes 128 KiB in one variable
 
 
@@ -56,6 +57,23 @@ class World:
     hosts: str = ""  # SLURM's list of them
 
 
+@dataclass(frozen=True)
+class Batch:
+    """The samples of a step: of one process's micro-batch, or of all; the other is 0."""
+
+    samples: int
+    samples_in_all: int
+    accumulation: int  # micro-batches of one step
+
+    def describe(self, ranks: int) -> str:
+        """Return both numbers for so many ranks. A run that is resumed keeps the second."""
+        shares = ranks * self.accumulation
+        each = self.samples or self.samples_in_all // shares
+        accumulated = f" x {self.accumulation} accumulated" if self.accumulation > 1 else ""
+        in_all = self.samples_in_all or each * shares
+        return f"{in_all} samples a step = {count(ranks, 'rank')} x {each}{accumulated}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan(World):
     """Everything that the user, the environment, the config and the scheduler decided."""
@@ -77,8 +95,10 @@ class Plan(World):
     backend: str = "auto"
     engine: str = ""  # what starts the ranks in place of the node agent
     use_env: bool = False  # torch.distributed.launch's option
-    join_timeout_s: float = 300.0
+    join_timeout_s: float = JOIN_S
     checkpoint_dir: Path | None = None
+    batch: Batch | None = None  # of train.py
+    prepare: str = ""  # a script that is to run before the training
     task_file: str = ""  # the module of train.py's task, if it is the user's own
     max_restarts: int = 0
     grace_s: int = DEFAULT_GRACE_S
@@ -212,6 +232,10 @@ def print_plan(
     nodes = count(plan.num_nodes, "node")
     if counts:
         print_row("ranks", f"{sum(counts)} = {nodes} x {each}, {backend}", out)
+        if plan.batch:
+            print_row("batch", plan.batch.describe(sum(counts)), out)
+    if plan.join_timeout_s != JOIN_S:
+        print_row("wait", f"{plan.join_timeout_s:g} s at most for all to join", out)
     if plan.forwarded:
         print_row("variables", f"{' '.join(plan.forwarded)} go with it", out)
     print_row("preflight", _preflight(plan, outcome), out)

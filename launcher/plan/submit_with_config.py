@@ -55,6 +55,7 @@ def run(typed: Typed) -> int:
     checked = replace(typed, fanout="check", config=own.get("config"), setting=settings)
     checked = replace(checked, nnodes=str(size.num_nodes), nproc=str(size.gpus), master="unknown")
     plan = check_config(make_plan(checked))
+    own["prepare"] = choose_preparation(own, plan.prepare, typed.program)
     name = "slurm_train.sh" if size.num_nodes > 1 else "slurm_train_single_node.sh"
     job = [f"--nodes={size.num_nodes}", f"--gpus-per-node={size.gpus}"]
     job += [f"--nodelist={nodelist}"] if nodelist else []
@@ -90,14 +91,20 @@ def take_own_settings(typed: Typed, environ: Mapping[str, str]) -> tuple[dict[st
     for name in ("num_gpus_train", "config"):
         if not own.get(name):
             raise PlanError(f"no {name}; usage: {typed.usage}")
-    if read_number("num_gpus", own.get("num_gpus") or "0", 0, MOST_GPUS) and not own.get("prepare"):
-        cause = (
-            "num_gpus is for a script that prepares the training, and there is no prepare=SCRIPT"
-        )
-        print(f"{typed.program}: warning: {cause}; only the training is submitted", file=sys.stderr)
+    read_number("num_gpus", own.get("num_gpus") or "0", 0, MOST_GPUS)
     if read_number("chain", own.get("chain") or "1", 1, MOST_JOBS) > 1 and typed.wait:
         raise PlanError("--wait follows one job, and chain asks for several; leave one out")
     return own, others
+
+
+def choose_preparation(own: Mapping[str, str], by_config: str, program: str) -> str:
+    """Return the script that prepares the training: as typed, or as the config names it; or ""."""
+    script = own.get("prepare") or by_config
+    if int(own.get("num_gpus") or 0) and not script:
+        cause = "num_gpus is for a script that prepares the training, and nothing names one"
+        cure = "give prepare=SCRIPT, or the config's prepare; only the training is submitted"
+        print(f"{program}: warning: {cause}; {cure}", file=sys.stderr)
+    return script
 
 
 def choose_size(gpus: int, most: int) -> Size:
@@ -138,7 +145,7 @@ def submit_all(typed: Typed, own: Mapping[str, str], size: Size, job: Sequence[s
         print(f"{typed.program}: {asked}: {cause}; {cure}", file=sys.stderr)
         return REFUSED
     after = own.get("dependency", "")
-    if own.get("prepare"):
+    if own["prepare"]:
         first = ["--nodes=1", f"--gpus-per-node={own.get('num_gpus') or 0}"]
         first += ["--output=logs/slurm-%j.out", *([f"--dependency={after}"] if after else [])]
         first += [own["prepare"], own["config"]]

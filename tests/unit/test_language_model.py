@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from training.settings import LanguageModel, Settings, SettingsError, load
+from training.config_file import SettingsError
+from training.settings import LanguageModel, Settings, load
 from training.tasks import language_model
 from training.tasks.language_model import (
     GPT,

@@ -12,7 +12,7 @@ from captured import captured
 
 from distributed.environment import LauncherError
 from launcher.plan.make_plan import make_plan
-from launcher.plan.plan import Plan, PlanError
+from launcher.plan.plan import Batch, Plan, PlanError
 from launcher.plan.typed import Typed, parse
 from launcher.start import check_config
 
@@ -33,6 +33,17 @@ BY_HAND = {"nnodes": "2", "node_rank": "1", "master": "10.0.0.1"}
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}
 LIKE = {"like_torchrun": True, "rest": ("a.py", "--b=c"), "config": None}
 SSH = {"fanout": "ssh", "node": ("n1", "n2:3")}
+
+
+@pytest.mark.parametrize(
+    ("batch", "told"),
+    [
+        (Batch(16, 0, 1), "32 samples a step = 2 ranks x 16"),
+        (Batch(0, 32, 2), "32 samples a step = 2 ranks x 8 x 2 accumulated"),
+    ],
+)
+def test_a_batch_in_words(batch: Batch, told: str) -> None:
+    assert batch.describe(2) == told
 
 
 @pytest.mark.parametrize(
@@ -174,10 +185,11 @@ def test_what_is_refused_in_one_line(
 def test_the_config_counts_where_nothing_else_was_said(folder: Path) -> None:
     (folder / "c.yaml").write_text(
         "train: {max_steps: 1, batch_size: 1}\ncheckpoint: {dir: kept}\n"
-        "distributed: {backend: gloo, join_timeout: 7}\n"
+        "distributed: {backend: gloo, join_timeout: 7}\nprepare: first.sh\n"
     )
     plan = check_config(plan_of())
     assert (plan.backend, plan.join_timeout_s, plan.checkpoint_dir) == ("gloo", 7, Path("kept"))
+    assert (plan.prepare, plan.batch) == ("first.sh", Batch(1, 0, 1))
     said = check_config(plan_of({"BACKEND": "nccl"}))
     assert said.backend == "nccl"
     assert said.task_file == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +12,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from training.settings import (
-    KNOWN,
-    NOTHING,
-    LanguageModel,
-    SettingsError,
-    load,
-)
+from training.config_file import SettingsError
+from training.settings import KNOWN, NOTHING, LanguageModel, load
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCAL3 = ROOT / "config/local3.yaml"
@@ -51,6 +47,25 @@ def test_the_file_lies_over_its_defaults_and_the_command_line_over_both(config: 
 def test_self_is_the_files_own_place_as_in_hydra(config: Path, order: str, seed: int) -> None:
     config.write_text(config.read_text().replace("[base]", f"[{order}]"))
     assert load(config).seed == seed
+
+
+@pytest.mark.parametrize(
+    ("base", "given", "join"),
+    [
+        ({}, ["distributed.timeout=900"], 900),
+        ({"join_timeout": 20, "timeout": 1800}, ["distributed.timeout=900"], 900),
+        ({"join_timeout": 20, "timeout": 1800}, [], 20),
+        ({}, ["distributed.timeout=900", "distributed.join_timeout=30"], 30),
+        ({"timeout": 900}, ["distributed.join_timeout=30"], 30),
+        ({}, ["distributed.timeout=60"], 300),
+    ],
+)
+def test_a_timeout_alone_is_the_time_to_join_too(
+    config: Path, base: dict[str, int], given: list[str], join: int
+) -> None:
+    with (config.parent / "base.yaml").open("a") as file:
+        print(f"distributed: {json.dumps(base)}", file=file)
+    assert load(config, given).distributed.join_timeout == join
 
 
 def test_a_number_in_exponent_form_is_a_number(config: Path) -> None:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from launcher.plan.plan import PlanError
-from launcher.plan.submit_with_config import Size, choose_size, take_own_settings
+from launcher.plan.submit_with_config import (
+    Size,
+    choose_preparation,
+    choose_size,
+    take_own_settings,
+)
 from launcher.plan.typed import Typed
 
 OURS = ("config=c.yaml", "num_gpus_train=2")
@@ -50,11 +55,14 @@ def test_wrong_settings(settings: tuple[str, ...], cause: str) -> None:
     assert cause in str(raised.value)
 
 
-def test_gpus_for_a_preparation_that_is_not_there_are_a_warning(
+def test_the_script_that_prepares_is_typed_or_the_configs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    own, _ = take_own_settings(Typed("submit", program="x.sh", setting=(*OURS, "num_gpus=8")), {})
-    assert own["num_gpus_train"] == "2"
+    own = {"num_gpus": "8", "prepare": "typed.sh"}
+    assert choose_preparation(own, "config.sh", "x.sh") == "typed.sh"
+    assert choose_preparation({"num_gpus": "8"}, "config.sh", "x.sh") == "config.sh"
+    assert choose_preparation({}, "", "x.sh") == "" == capsys.readouterr().err
+    assert choose_preparation({"num_gpus": "8"}, "", "x.sh") == ""
     err = capsys.readouterr().err
     assert err.startswith("x.sh: warning: num_gpus is for a script that prepares the training, ")
     assert err.endswith("; only the training is submitted\n")

@@ -137,6 +137,8 @@ def test_check_tells_launchers_in_json() -> None:
         "join_timeout": 20,
         "checkpoint_dir": "a b$c\nd",
         "task_file": "",
+        "prepare": "",
+        "batch": {"samples": 0, "samples_in_all": 32, "accumulation": 1},
     }
     assert done.stdout.count("\n") == 1
 
@@ -265,6 +267,43 @@ def test_the_users_umask_decides_who_can_read_a_run(tmp_path: Path, text: Path, 
     for path in found:
         mode = (0o777 if path.is_dir() else 0o666) & ~umask
         assert path.stat().st_mode & 0o777 == mode, path
+
+
+# As on a GPU: a CPU computes in float32, whatever the config says.
+MIXED = """
+import sys
+import train
+from training.arguments import start
+train.is_mixed = lambda settings: True
+train.helper.finish(train.train(*start("")))
+"""
+
+
+def test_float16_scales_the_loss_and_resumes_with_the_same_bytes(
+    tmp_path: Path, text: Path
+) -> None:
+    words = [
+        *("--config", LOCAL3, f"data.path={text}", *TINY),
+        "distributed.mixed_precision.dtype=float16",
+    ]
+
+    def end(run_id: str, *settings: str) -> tuple[str, Any]:
+        done = subprocess.run(
+            [sys.executable, "-c", MIXED, *words, *settings],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "RUN_ID": run_id},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        state = load(tmp_path / "checkpoints" / run_id)
+        assert state is not None
+        return weights_hash(state.model), state.progress["scaler"]
+
+    weights, scaler = end("whole")
+    assert scaler["scale"] >= 1024 and scaler["_growth_tracker"] > 0
+    end("parts", "train.max_steps=3")
+    assert end("parts", "train.max_steps=6") == (weights, scaler)
 
 
 def test_a_resumed_run_ends_with_the_same_weights(trained: Path, text: Path) -> None:

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from training import settings as config
-from training.settings import SettingsError, text_folder
+from training.config_file import SettingsError
+from training.settings import text_folder
 from training.tasks import Task
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib"}

@@ -1,0 +1,70 @@
+"""A config as it is written: a YAML file, before its settings are checked."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from distributed.environment import printable
+
+Tree = dict[str, Any]
+
+
+class SettingsError(ValueError):
+    """The config, or the data it names, is wrong: where, why and what to do, in one line."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(printable(text))
+
+
+class Loader(yaml.SafeLoader):
+    """YAML in which 1e-3 is a number and a duplicate key is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: list[Any] = []
+        for key, _ in node.value:
+            if key.value in seen:
+                problem = f"{key.value} is given twice"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            seen.append(key.value)
+        return super().construct_mapping(node, deep)
+
+
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def read_file(path: Path) -> Tree:
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader)
+    except FileNotFoundError:
+        names = ", ".join(sorted(file.name for file in path.parent.glob("*.yaml")))
+        beside = f"{path.parent} holds {names or 'no .yaml files'}"
+        cure = beside if path.parent.is_dir() else f"there is no folder {path.parent}"
+        raise SettingsError(f"{path}: no such file; {cure}") from None
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date such as 2024-13-45
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        cause = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise SettingsError(f"{path}: {where}not YAML: {cause}") from None
+    if not isinstance(tree, dict):
+        raise SettingsError(f"{path}: should hold `key: value` lines")
+    if _is_too_large(tree):
+        raise SettingsError(f"{path}: holds over 10000 values; see its aliases (*name)")
+    return tree
+
+
+def _is_too_large(tree: Tree) -> bool:
+    """Whether a tree, with each alias in full, has over 10,000 values, or is within itself."""
+    pending: list[Any] = [tree]
+    for _ in range(10_000):
+        value = pending.pop() if pending else None
+        inner = [*value.values()] if isinstance(value, dict) else value
+        pending += inner if isinstance(inner, list) else []
+    return bool(pending)
