@@ -26,6 +26,7 @@ $(golden_command "MASTER_PORT=23456 $ROOT/scripts/ssh/launch_singlenode.sh plain
   [[ $stderr == "run        golden    plain.yaml
 hosts      $HOST (master, 127.0.0.1:23456)
 ranks      2 = 1 node x 2, gloo
+batch      2 samples a step = 2 ranks x 1
 preflight  not run (--dry-run)
 logs       logs/golden/   (tail -f logs/node_*.log)" ]]
   [[ ! -e logs ]]

@@ -24,6 +24,7 @@ ssh -- me@node2 \"$(golden_command "$line" 2 1 4 node1 "$ROOT/train.py --config 
   [[ $stderr == "run        golden    plain.yaml
 hosts      node1 (master, node1:23456)  me@node2
 ranks      6 = 2 nodes x 2,4, gloo
+batch      6 samples a step = 6 ranks x 1
 variables  OMP_NUM_THREADS go with it
 preflight  not run (--dry-run)
 logs       logs/golden/   (tail -f logs/node_*.log)" ]]
