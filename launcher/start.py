@@ -40,6 +40,7 @@ class ConfigFacts:
     task_file: str
     prepare: str
     batch: Batch
+    num_workers: int
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -137,4 +138,5 @@ def check_config(plan: Plan) -> Plan:
         task_file=facts.task_file,
         prepare=facts.prepare,
         batch=facts.batch,
+        num_workers=facts.num_workers,
     )

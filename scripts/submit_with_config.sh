@@ -9,6 +9,8 @@
 #                      run your batch script first, in a job of its own with N GPUs of one node
 #   nodelist=LIST      the nodes to use
 #   chain=N            submit N jobs, each of which resumes the run of the one before
+#   cpus_per_gpu= mem_per_gpu=
+#                      CPUs and memory for each GPU; they take the place of the batch script's
 #   partition= time= account= qos= mem= dependency=
 #                      passed to sbatch
 #   key=value          settings that override the config

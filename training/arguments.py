@@ -99,7 +99,7 @@ def _check(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
     if arguments.json:  # for launchers
         facts = chosen.model_dump(include={"backend", "join_timeout"})
         facts |= {"checkpoint_dir": settings.checkpoint.dir, "task_file": _task_file(settings.task)}
-        facts["prepare"] = settings.prepare or ""
+        facts |= {"prepare": settings.prepare or "", "num_workers": settings.data.num_workers}
         train = settings.train
         facts["batch"] = {
             "samples": train.batch_size or 0,

@@ -98,6 +98,7 @@ class Plan(World):
     join_timeout_s: float = JOIN_S
     checkpoint_dir: Path | None = None
     batch: Batch | None = None  # of train.py
+    num_workers: int = 0  # processes of each rank that load data
     prepare: str = ""  # a script that is to run before the training
     task_file: str = ""  # the module of train.py's task, if it is the user's own
     max_restarts: int = 0
@@ -122,6 +123,7 @@ class Plan(World):
             node_rank=self.node_rank,
             nproc=self.nproc,
             cpu_nproc=self.cpu_nproc,
+            num_workers=self.num_workers,
             master_addr=self.master_addr,
             port=self.port,
             words=[*self.words, self.task_file],
@@ -232,6 +234,8 @@ def print_plan(
     nodes = count(plan.num_nodes, "node")
     if counts:
         print_row("ranks", f"{sum(counts)} = {nodes} x {each}, {backend}", out)
+        if outcome and node and node.cpus:
+            print_row("cpus", f"{node.cpus / counts[0]:g} per rank of {node.host}", out)
         if plan.batch:
             print_row("batch", plan.batch.describe(sum(counts)), out)
     if plan.join_timeout_s != JOIN_S:

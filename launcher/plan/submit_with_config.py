@@ -23,9 +23,10 @@ from launcher.start import check_config
 from launcher.text import count, print_row
 
 SBATCH_OPTIONS = ("partition", "account", "qos", "mem", "time")  # for every job
+PER_GPU = ("cpus_per_gpu", "mem_per_gpu")  # for jobs with GPUs
 OWN = (
     *("config", "num_gpus_train", "num_gpus", "prepare", "nodelist", "partition", "time"),
-    *("account", "qos", "mem", "dependency", "chain"),
+    *("account", "qos", "mem", "dependency", "chain", *PER_GPU),
 )
 _OF_TRAINING = ("seed", "task", "resume")  # train.py's settings without a dot
 _GPUS = re.compile(r"gpu:(?:[^:,(]+:)?(\d+)")  # as in gpu:a100:8(S:0-1)
@@ -60,6 +61,7 @@ def run(typed: Typed) -> int:
     job = [f"--nodes={size.num_nodes}", f"--gpus-per-node={size.gpus}"]
     job += [f"--nodelist={nodelist}"] if nodelist else []
     job += ["--exclusive"] if size.is_exclusive else []
+    job += [f"--{name.replace('_', '-')}={own[name]}" for name in PER_GPU if own.get(name)]
     job += [resolve_script(f"scripts/slurm/{name}"), plan.config or "-", *settings]
     job += ["--", *typed.rest] if typed.rest else []
     if not typed.dry_run:

@@ -42,6 +42,7 @@ class Request:
     checkpoint_dir: Path | None
     has_checks: bool = True  # False: only count the GPUs and choose the port
     backend: str = "auto"
+    num_workers: int = 0  # processes of each rank that load data
     meeting_size: int = 0  # nodes that meet at the port; 0: they do not
     within_s: float = 7.0  # for all of them to have come
 
@@ -52,6 +53,7 @@ class Report(must_match.NodeReport):
 
     port: int = 0
     gpus: int = 0
+    cpus: int = 0  # for all of its ranks
     faults: Sequence[Fault] = ()
     met: Sequence[Fault] = ()  # those found at the master's port, if node rank 0 was there
     done: Sequence[str] = ()  # the checks made there; node rank 0 makes none alone
@@ -87,6 +89,7 @@ def check_node(request: Request, environ: Mapping[str, str] = os.environ) -> Rep
         files=files,
         port=port,
         gpus=len(machine.gpus),
+        cpus=machine.cpus,
         faults=faults,
         met=met,
         done=done,
@@ -135,6 +138,8 @@ def _look_at_machine(
         gpu_error=gpu_error,
         environ=environ,
         backend=request.backend,
+        cpus=len(os.sched_getaffinity(0)),
+        num_workers=request.num_workers,
     )
 
 

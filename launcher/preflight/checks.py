@@ -63,6 +63,8 @@ class Machine:
     gpu_error: str  # why they could not be looked at
     environ: Mapping[str, str]
     backend: str = "auto"
+    cpus: int = 0  # that this process may use
+    num_workers: int = 0  # processes of each rank that load data
 
 
 def check_program(machine: Machine) -> Iterator[Fault]:
@@ -138,6 +140,17 @@ def check_build(machine: Machine) -> Iterator[Fault]:
             cause = f"driver {driver} of the GPUs is too old for torch's CUDA {cuda}"
             cure = f"have {least} or newer installed, or install a torch for an older CUDA, {cure}"
             yield Fault("torch-without-gpu", cause, cure)
+
+
+def check_cpus(machine: Machine) -> Iterator[Fault]:
+    """Each rank, and each of its data workers, has a CPU of its own."""
+    wanted = machine.nproc * (1 + machine.num_workers)
+    if 0 < machine.cpus < wanted:
+        workers = f", each with {count(machine.num_workers, 'data worker')}"
+        cause = f"{count(machine.cpus, 'CPU')} for {count(machine.nproc, 'rank')}"
+        cause += workers if machine.num_workers else ""
+        cure = f"ask for {wanted} (SLURM: --cpus-per-gpu), or start fewer"
+        yield Fault("few-cpus", cause, cure, warns=True)
 
 
 def check_master(machine: Machine) -> Iterator[Fault]:
@@ -231,6 +244,7 @@ CHECKS = {  # and how many things each looks at
     check_program: 1,
     check_gpus: 3,
     check_build: 1,
+    check_cpus: 1,
     check_master: 3,
     check_interfaces: 2,
     check_limits: 3,

@@ -203,6 +203,23 @@ def test_a_torch_that_cannot_use_the_gpus(
     assert fault is None or fault.name == "torch-without-gpu"
 
 
+@pytest.mark.parametrize(
+    ("cpus", "ranks", "workers", "cause"),
+    [
+        (2, 2, 0, ""),
+        (2, 8, 0, "2 CPUs for 8 ranks"),
+        (1, 2, 0, "1 CPU for 2 ranks"),
+        (8, 2, 3, ""),
+        (7, 2, 3, "7 CPUs for 2 ranks, each with 3 data workers"),
+        (0, 8, 0, ""),  # not known
+    ],
+)
+def test_few_cpus_are_a_warning(cpus: int, ranks: int, workers: int, cause: str) -> None:
+    fault = find(checks.check_cpus, cpus=cpus, nproc=ranks, num_workers=workers)
+    assert (fault.cause if fault else "") == cause
+    assert fault is None or (fault.name == "few-cpus" and fault.warns)
+
+
 def test_a_driver_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_nvidia_smi: Callable[[str], None]
 ) -> None:
