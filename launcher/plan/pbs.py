@@ -7,17 +7,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launcher.plan.plan import NodePlan, PlanError
+from launcher.text import count
+
+REQUEST = (
+    "ask for nodes with qsub -l select=2:ncpus=16:ngpus=4 (PBS Pro, OpenPBS)"
+    " or qsub -l nodes=2:ppn=4 (Torque)"
+)
 
 
 def read_nodefile(environ: Mapping[str, str], nproc: int | None) -> tuple[NodePlan, ...]:
     """Return a PBS job's nodes, each with as many ranks as the node file has lines for it.
 
-    Raises PlanError where this is no PBS job.
+    Raises PlanError where this is no PBS job, or not one of the size that was asked for.
     """
+    if not environ.get("PBS_JOBID"):
+        raise PlanError(f"this is no PBS job; {REQUEST}")
     file = Path(environ.get("PBS_NODEFILE") or "/nonexistent")
-    if not environ.get("PBS_JOBID") or not file.is_file():
-        raise PlanError("this is no PBS job; use qsub")
-    lines = file.read_text().split()
+    lines = file.read_text().split() if file.is_file() else []
+    there, asked = len({*lines}), environ.get("PBS_NUM_NODES") or "some"  # Torque's
+    if not lines or (asked.isdecimal() and int(asked) != there):
+        cause = f"the job's node file names {count(there, 'node')} where {asked} should be"
+        raise PlanError(f"{cause}; {REQUEST}")
     several = {name: lines.count(name) for name in lines if lines.count(name) > 1}
     return tuple(NodePlan(name, nproc or several.get(name)) for name in dict.fromkeys(lines))
 

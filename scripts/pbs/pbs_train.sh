@@ -9,12 +9,15 @@
 #
 # example: qsub -l select=4:ngpus=8 -v CONFIG=config/local3.yaml scripts/pbs/pbs_train.sh
 #
-# The job's size. Edit it here, or give the options to qsub, which win. Processes per node:
-# NPROC_PER_NODE, else the node's lines in the node file if more than one, else its GPUs.
+# Give the job's size to qsub, for PBS Pro and Torque say it differently:
+#   PBS Pro, OpenPBS  -l select=4:ncpus=64:ngpus=8:mem=480gb
+#   Torque            -l nodes=4:ppn=8
+# Processes per node: NPROC_PER_NODE, else the node's lines in the node file if more than one, else
+# its GPUs.
 #PBS -N train
-#PBS -l select=2:ncpus=8:ngpus=2
 #PBS -l walltime=24:00:00
 #PBS -j oe
+#PBS -o logs/
 set -euo pipefail
 cd -- "${PBS_O_WORKDIR:-.}"
 LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib

@@ -41,5 +41,21 @@ setup_folder() {
 
 @test "outside of a job: exit 2, and what to do" {
   run "$ROOT/scripts/pbs/pbs_train.sh" plain.yaml
-  assert_refused 2 "this is no PBS job; use qsub"
+  assert_refused 2 "this is no PBS job; ask for nodes with qsub -l select=2:ncpus=16:ngpus=4 (PBS Pro, OpenPBS) or qsub -l nodes=2:ppn=4 (Torque)"
+}
+
+@test "a job of another size than asked for: exit 2, and how PBS Pro and Torque are asked" {
+  setup_folder
+  PBS_NUM_NODES=3 run launch plain.yaml
+  assert_refused 2 "the job's node file names 2 nodes where 3 should be; ask for nodes with qsub -l select=2:ncpus=16:ngpus=4 (PBS Pro, OpenPBS) or qsub -l nodes=2:ppn=4 (Torque)"
+  : >nodes
+  run launch plain.yaml
+  assert_refused 2 "the job's node file names 0 nodes where some should be; ask for nodes with qsub"
+}
+
+@test "the script itself asks for no nodes: the two dialects refuse each other's words" {
+  run grep -E '^#PBS .*(select|nodes)=' "$ROOT/scripts/pbs/pbs_train.sh"
+  [[ $status == 1 ]]
+  run "$ROOT/scripts/pbs/pbs_train.sh" plain.yaml --dry-run
+  [[ $status == 0 && $output == *"chosen by the scheduler"*"qsub -V -F plain.yaml "*pbs_train.sh* ]]
 }

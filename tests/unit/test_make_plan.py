@@ -167,7 +167,7 @@ def test_world_of_a_slurm_step_and_of_a_pbs_job(folder: Path) -> None:
         ({"config": "-"}, {}, "'-' passes no config, which this project's train.py needs; give"),
         ({"fanout": "ssh", "node": ("-o",)}, {}, "'-o' names no node"),
         ({"fanout": "ssh", "node": ("n[1-2]", "n2:4")}, {}, "n2 is named twice"),
-        ({"fanout": "ssh", "nodefile": True}, {}, "this is no PBS job; use qsub"),
+        ({"fanout": "ssh", "nodefile": True}, {}, "this is no PBS job; ask for nodes with qsub -l"),
         ({"fanout": "srun"}, {}, "this is no SLURM job; use sbatch x.sh, or salloc first"),
         ({"fanout": "auto"}, captured("one-per-node-step"), "this allocation has 2 nodes"),
         ({"health_check": True}, captured("batch-step"), "the job has 2 nodes and no srun started"),
