@@ -127,7 +127,10 @@ def check_gpus(machine: Machine) -> Iterator[Fault]:
 def check_build(machine: Machine) -> Iterator[Fault]:
     """GPUs that are here can be used: torch is built for them, and their driver new enough."""
     torch = must_match.read_torch()
-    if not machine.gpus or machine.backend == "gloo" or torch.get("hip"):
+    if torch.get("hip"):
+        yield from _contradictions(machine.environ)
+        return
+    if not machine.gpus or machine.backend == "gloo":
         return
     cuda, driver, cure = torch.get("cuda"), machine.gpus[0].driver, "or set BACKEND=gloo"
     if torch and not cuda:
@@ -140,6 +143,21 @@ def check_build(machine: Machine) -> Iterator[Fault]:
             cause = f"driver {driver} of the GPUs is too old for torch's CUDA {cuda}"
             cure = f"have {least} or newer installed, or install a torch for an older CUDA, {cure}"
             yield Fault("torch-without-gpu", cause, cure)
+
+
+def _contradictions(environ: Mapping[str, str]) -> Iterator[Fault]:
+    """ROCm's variables that choose GPUs choose the same ones, among those that are shown."""
+    names = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+    shown, by_hip, by_cuda = (environ.get(name) for name in names)
+    if None not in (by_hip, by_cuda) and by_hip != by_cuda:
+        cause = f"HIP_VISIBLE_DEVICES={by_hip} but CUDA_VISIBLE_DEVICES={by_cuda}"
+        yield Fault("visible-devices", cause, "unset one of them")
+    wanted = by_cuda if by_hip is None else by_hip
+    numbers = [int(word) for word in (wanted or "").split(",") if word.isdecimal()]
+    if shown is not None and numbers and max(numbers) >= len(shown.split(",")):
+        name = names[2] if by_hip is None else names[1]
+        cause = f"{name}={wanted} counts among the GPUs that ROCR_VISIBLE_DEVICES={shown} shows"
+        yield Fault("visible-devices", cause, f"unset {name}")
 
 
 def check_cpus(machine: Machine) -> Iterator[Fault]:

@@ -1,19 +1,20 @@
-"""The GPUs of this machine as nvidia-smi tells them. No torch import, and CUDA is not touched."""
+"""The GPUs of this machine as nvidia-smi or rocm-smi tells them. No torch import, and no CUDA."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 LIMIT_S = 8.0  # in all; a GPU that fell off the bus can make nvidia-smi hang
 
 
 class GpuError(RuntimeError):
-    """There are GPUs, but nvidia-smi cannot tell of them."""
+    """There are GPUs, but their tool cannot tell of them."""
 
 
 @dataclass(frozen=True)
@@ -28,38 +29,78 @@ class Gpu:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """Return the GPUs that CUDA would show, in its order; none on a machine without them.
+    """Return the GPUs that torch would see, in its order; none on a machine without them.
 
-    Raises GpuError where the machine has some and nvidia-smi fails.
+    Raises GpuError where the machine has some, and they cannot be told or chosen.
     """
-    if not shutil.which("nvidia-smi"):
-        return ()
     until = time.monotonic() + LIMIT_S
-    rows = list(
-        _query("gpu", "index,uuid,ecc.errors.uncorrected.volatile.total,driver_version", until)
-    )
+    if shutil.which("nvidia-smi"):
+        wanted = environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = [*_nvidia_gpus(until)]
+        return tuple(gpus if wanted is None else _select(gpus, wanted))
+    if not shutil.which("rocm-smi"):
+        return ()
+    gpus = [*_amd_gpus(until)]
+    seen = environ.get("ROCR_VISIBLE_DEVICES")
+    if seen is not None:  # HIP counts those that ROCm shows it
+        shown = _select(gpus, seen)
+        gpus = [replace(gpu, index=str(index)) for index, gpu in enumerate(shown)]
+    by_hip, by_cuda = (environ.get(f"{name}_VISIBLE_DEVICES") for name in ("HIP", "CUDA"))
+    wanted = by_cuda if by_hip is None else by_hip
+    return tuple(gpus if wanted is None else _select(gpus, wanted))
+
+
+def _nvidia_gpus(until: float) -> Iterator[Gpu]:
+    """Yield the GPUs and, of one that is divided, its MIG instances instead."""
+    columns = "index,uuid,ecc.errors.uncorrected.volatile.total,driver_version,mig.mode.current"
+    rows = list(_query("gpu", columns, until))
     users = list(_query("compute-apps", "gpu_uuid,pid,process_name", until)) if rows else []
-    gpus = [
-        Gpu(
+    instances = _mig_instances(until) if any(row[-1] == "Enabled" for row in rows) else {}
+    for index, uuid, errors, driver, mode in rows:
+        gpu = Gpu(
             index=index,
             uuid=uuid,
             memory_errors=int(errors) if errors.isdigit() else 0,  # "[N/A]" without ECC
             driver=driver,
             processes=tuple(f"pid {pid} ({name})" for gpu, pid, name in users if gpu == uuid),
         )
-        for index, uuid, errors, driver in rows
-    ]
-    wanted = environ.get("CUDA_VISIBLE_DEVICES")
-    return tuple(gpus if wanted is None else _select(gpus, wanted))
+        if mode != "Enabled":
+            yield gpu
+        for number, instance in enumerate(instances.get(uuid, [])):
+            yield replace(gpu, index=f"{index}:{number}", uuid=instance, processes=())
+
+
+def _mig_instances(until: float) -> dict[str, list[str]]:
+    """Return the UUIDs of the MIG instances of each GPU, by its own."""
+    found: dict[str, list[str]] = {}
+    for uuid in re.findall(r"\(UUID: (\S+)\)", _run("nvidia-smi", ["-L"], until).stdout):
+        if uuid.startswith("MIG-") and found:
+            found[[*found][-1]].append(uuid)
+        else:
+            found[uuid] = []
+    return found
+
+
+def _amd_gpus(until: float) -> Iterator[Gpu]:
+    told = _run("rocm-smi", ["--showuniqueid", "--csv"], until)
+    if told.returncode != 0 and Path("/dev/kfd").exists():
+        raise GpuError(f"rocm-smi: {' '.join((told.stdout + told.stderr).split())}")
+    ids = re.findall(r"^card\d+,(?:0x)?([^,\s]*)", told.stdout, re.MULTILINE)
+    for index, unique_id in enumerate(ids):
+        yield Gpu(str(index), f"GPU-{unique_id}", 0)
+
+
+def _run(tool: str, words: Sequence[str], until: float) -> subprocess.CompletedProcess[str]:
+    try:
+        left = until - time.monotonic()
+        return subprocess.run([tool, *words], capture_output=True, text=True, timeout=left)
+    except subprocess.TimeoutExpired as error:
+        raise GpuError(f"{tool} gives no answer in {LIMIT_S:g} s") from error
 
 
 def _query(table: str, columns: str, until: float) -> Iterator[list[str]]:
-    command = ["nvidia-smi", f"--query-{table}={columns}", "--format=csv,noheader,nounits"]
-    try:
-        left = until - time.monotonic()
-        result = subprocess.run(command, capture_output=True, text=True, timeout=left)
-    except subprocess.TimeoutExpired as error:
-        raise GpuError(f"nvidia-smi gives no answer in {LIMIT_S:g} s") from error
+    words = [f"--query-{table}={columns}", "--format=csv,noheader,nounits"]
+    result = _run("nvidia-smi", words, until)
     if result.returncode == 0:
         for line in result.stdout.splitlines():
             yield [cell.strip() for cell in line.split(",", columns.count(","))]
@@ -68,7 +109,7 @@ def _query(table: str, columns: str, until: float) -> Iterator[list[str]]:
 
 
 def _select(gpus: Sequence[Gpu], wanted: str) -> Iterator[Gpu]:
-    """Yield what CUDA_VISIBLE_DEVICES names, by index or UUID; as in CUDA, a wrong word ends it."""
+    """Yield what a variable names, by index or UUID; as in CUDA, a wrong word ends it."""
     for word in wanted.split(","):
         name = word.strip()
         named = [gpu for gpu in gpus if name and (gpu.index == name or gpu.uuid.startswith(name))]

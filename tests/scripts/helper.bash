@@ -84,7 +84,7 @@ fake_tool() { # <name> <bash script>
 
 fake_gpus() { # <number>
   fake_tool nvidia-smi "[[ \$1 == --query-gpu=* ]] || exit 0
-for ((i = 0; i < $1; i++)); do echo \"\$i, GPU-\$i, 0, 580.65.06\"; done"
+for ((i = 0; i < $1; i++)); do echo \"\$i, GPU-\$i, 0, 580.65.06, Disabled\"; done"
 }
 
 # Makes hang_up.py, which runs a line of bash in a terminal and then hangs up.

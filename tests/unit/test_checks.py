@@ -44,14 +44,15 @@ def make_machine(**changes: object) -> Machine:
 
 
 @pytest.fixture
-def fake_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+def fake_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """A function that puts an nvidia-smi on PATH which answers with these tables."""
 
-    def install(gpus: str, users: str = "") -> None:
+    def install(gpus: str, users: str = "", listed: str = "") -> None:
         tool = tmp_path / "nvidia-smi"
         tool.write_text(
             f"#!/bin/sh\ncase $1 in\n"
             f"--query-gpu=*) printf '%s' '{gpus}' ;;\n"
+            f"-L) printf '%s' '{listed}' ;;\n"
             f"--query-compute-apps=*) printf '%s' '{users}' ;;\nesac\n"
         )
         tool.chmod(0o755)
@@ -164,9 +165,9 @@ def test_gpus_in_use() -> None:
     assert fault.cause == "GPU 0 is in use by pid 7 (x)"
 
 
-def test_gpus_are_read_from_nvidia_smi(fake_nvidia_smi: Callable[[str, str], None]) -> None:
-    rows = "0, GPU-aa, 0, 580.1\n1, GPU-bb, [N/A], 580.1\n2, GPU-cc, 5, 580.1\n"
-    fake_nvidia_smi(rows, "GPU-bb, 42, /usr/bin/a, b\n")
+def test_gpus_are_read_from_nvidia_smi(fake_nvidia_smi: Callable[..., None]) -> None:
+    rows = "0, GPU-aa, 0, 580.1, [N/A]\n1, GPU-bb, [N/A], 580.1, [N/A]\n"
+    fake_nvidia_smi(f"{rows}2, GPU-cc, 5, 580.1, Disabled\n", "GPU-bb, 42, /usr/bin/a, b\n")
     assert visible_gpus({}) == (
         Gpu("0", "GPU-aa", 0, "580.1"),
         Gpu("1", "GPU-bb", 0, "580.1", ("pid 42 (/usr/bin/a, b)",)),
@@ -220,8 +221,74 @@ def test_few_cpus_are_a_warning(cpus: int, ranks: int, workers: int, cause: str)
     assert fault is None or (fault.name == "few-cpus" and fault.warns)
 
 
+# As on an A100 of which the first is divided in two.
+MIG_ROWS = "0, GPU-5c1f, 0, 580.1, Enabled\n1, GPU-77aa, 0, 580.1, Disabled\n"
+MIG_LIST = """\
+GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5c1f)
+  MIG 3g.20gb     Device  0: (UUID: MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f)
+  MIG 3g.20gb     Device  1: (UUID: MIG-cba663e8-9bed-5b25-b243-5985ef7c9beb)
+GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-77aa)
+"""
+
+
+def test_mig_instances_count_as_devices(fake_nvidia_smi: Callable[..., None]) -> None:
+    fake_nvidia_smi(MIG_ROWS, listed=MIG_LIST)
+    assert [(gpu.index, gpu.uuid[:8]) for gpu in visible_gpus({})] == [
+        ("0:0", "MIG-c6d4"),
+        ("0:1", "MIG-cba6"),
+        ("1", "GPU-77aa"),
+    ]
+    (chosen,) = visible_gpus({"CUDA_VISIBLE_DEVICES": "MIG-cba663e8"})
+    assert chosen.index == "0:1"
+
+
+@pytest.mark.parametrize(
+    ("variables", "left"),
+    [
+        ({}, "abcd"),
+        ({"CUDA_VISIBLE_DEVICES": "1,0"}, "ba"),
+        ({"HIP_VISIBLE_DEVICES": "3"}, "d"),
+        ({"ROCR_VISIBLE_DEVICES": "2,3"}, "cd"),
+        ({"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "1"}, "d"),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-b"}, "b"),
+    ],
+)
+def test_gpus_of_amd(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], left: str
+) -> None:
+    table = "\n".join(["device,Unique ID", *(f"card{i},0x{u}8f68e" for i, u in enumerate("abcd"))])
+    (tmp_path / "rocm-smi").write_text(f"#!/bin/sh\necho '{table}'\n")
+    (tmp_path / "rocm-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "".join(gpu.uuid[4] for gpu in visible_gpus(variables)) == left
+
+
+@pytest.mark.parametrize(
+    ("variables", "cause"),
+    [
+        ({"HIP_VISIBLE_DEVICES": "0,1", "CUDA_VISIBLE_DEVICES": "0,1"}, ""),
+        ({"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "0,1"}, ""),
+        (
+            {"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "0,1"},
+            "HIP_VISIBLE_DEVICES=0 but CUDA_VISIBLE_DEVICES=0,1",
+        ),
+        (
+            {"ROCR_VISIBLE_DEVICES": "2,3", "CUDA_VISIBLE_DEVICES": "2,3"},
+            "CUDA_VISIBLE_DEVICES=2,3 counts among the GPUs that ROCR_VISIBLE_DEVICES=2,3 shows",
+        ),
+    ],
+)
+def test_variables_of_amd_that_contradict_each_other(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], cause: str
+) -> None:
+    monkeypatch.setattr(must_match, "read_torch", lambda: {"hip": "6.4"})
+    fault = find(checks.check_build, environ=variables)
+    assert (fault.cause if fault else "") == cause
+    assert fault is None or fault.name == "visible-devices"
+
+
 def test_a_driver_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_nvidia_smi: Callable[[str], None]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_nvidia_smi: Callable[..., None]
 ) -> None:
     fake_nvidia_smi("")
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
@@ -237,7 +304,9 @@ def test_a_driver_that_hangs(
 def test_cuda_visible_devices(
     fake_nvidia_smi: Callable[..., None], visible: str, left: list[str]
 ) -> None:
-    fake_nvidia_smi("0, GPU-aa, 0, 580\n1, GPU-bb, 0, 580\n2, GPU-cc, 0, 580\n")
+    fake_nvidia_smi(
+        "".join(f"{i}, GPU-{u}, 0, 580, [N/A]\n" for i, u in enumerate(("aa", "bb", "cc")))
+    )
     found = visible_gpus({"CUDA_VISIBLE_DEVICES": visible})
     assert [gpu.index for gpu in found] == left
 
