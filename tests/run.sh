@@ -37,7 +37,7 @@ main() {
       ;;
     lint) lint ;;
     cluster) test_cluster tests/cluster ;;
-    slurm) test_cluster tests/cluster/slurm.bats ;;
+    slurm) test_cluster tests/cluster/{slurm,affinity}.bats ;;
     fast-scripts) test_scripts fast tests/scripts ;;
   esac
   summarise

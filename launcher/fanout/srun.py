@@ -146,9 +146,9 @@ def step_command(
     if not plan.engine:
         agent = plan.agent_command(nproc=nproc, port=port, is_placed=False)
         return node_step(plan, ["--kill-on-bad-exit=1"], plan.with_variables(agent), environ)
-    tasks = environ.get("SLURM_TASKS_PER_NODE", "1")
+    tasks = environ.get("SLURM_TASKS_PER_NODE", "1") if environ.get("SLURM_NTASKS") else "1"
     if {*tasks_per_node(tasks, "SLURM_TASKS_PER_NODE")} != {nproc}:
-        cause = f"LAUNCHER=srun starts the job's tasks, SLURM_TASKS_PER_NODE={tasks}"
+        cause = f"LAUNCHER=srun starts the job's tasks, {tasks} per node"
         cure = f"give --ntasks-per-node={nproc}"
         raise PlanError(f"{cause}, for {nproc} ranks per node; {cure} [wrong-world]")
     step = ["srun", "--kill-on-bad-exit=1", f"--job-name={plan.run_id}"]
@@ -156,6 +156,8 @@ def step_command(
         step.append(f"--cpus-per-task={cpus}")
     if environ.get("SLURM_GPUS_PER_NODE"):  # the script's value; sbatch's options may differ
         step = ["env", f"SLURM_GPUS_PER_NODE={environ.get('SLURM_GPUS_ON_NODE', '')}", *step]
+    if not environ.get("SLURM_GPUS_ON_NODE"):  # the script's --cpus-per-gpu means nothing then
+        step = ["env", "--unset=SLURM_CPUS_PER_GPU", *step]
     threads = f"OMP_NUM_THREADS={environ.get('OMP_NUM_THREADS') or 1}"
     return [*step, *plan.with_variables([threads, plan.python, "-u", *plan.words])]
 
@@ -168,7 +170,8 @@ def node_step(
     srun does not inherit the processors, nor the GPUs where sbatch's options differ from the
     script's. The job name belongs to the step: stop_step() finds the step by it.
     """
-    step = ["env", "--unset=SLURM_GPUS_PER_TASK", "--unset=SLURM_NTASKS_PER_GPU"]
+    job_wide = ("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_CPUS_PER_GPU")
+    step = ["env", *(f"--unset={name}" for name in job_wide)]
     step += ["srun", f"--nodes={plan.num_nodes}"]
     step += [f"--ntasks={plan.num_nodes}", "--ntasks-per-node=1"]
     if cpus := environ.get("SLURM_JOB_CPUS_PER_NODE"):

@@ -11,10 +11,11 @@
 #          under salloc: the same without sbatch
 #
 # The job's size. Edit it here, or give the options to sbatch, which win. Ranks per node: the tasks
-# per node if more than one, else the GPUs.
+# per node if more than one, else the GPUs. For memory beyond the site's default, give --mem-per-gpu.
 #SBATCH --job-name=train
 #SBATCH --nodes=2
 #SBATCH --gpus-per-node=2
+#SBATCH --cpus-per-gpu=4
 #SBATCH --time=24:00:00
 #SBATCH --output=logs/slurm-%j.out
 #

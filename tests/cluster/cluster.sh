@@ -15,6 +15,9 @@
 #   drop HOST PORT       a firewall on a node that drops what comes in for a TCP port
 #   restore HOST         mend what cut, slow and drop did
 #
+# CLUSTER_CPUS=N: each node has N CPUs, those of this machine, to which SLURM binds tasks; without it
+# each has 64 of which SLURM only keeps count.
+#
 # example: tests/cluster/cluster.sh up 2 && tests/cluster/cluster.sh run login srun -N2 hostname
 #
 # CLUSTER_DIR (default: /var/lib/launch-kit-cluster) keeps all of its files; clusters with different
@@ -153,7 +156,8 @@ hosts() {
 }
 
 make_files() { # <nodes>
-  local host i file hosts=(login) address=10.0.0.254
+  local host i file hosts=(login) address=10.0.0.254 tasks=none
+  [[ -z ${CLUSTER_CPUS:-} ]] || tasks=affinity
   rmdir -- "$BOX" 2>/dev/null || [[ ! -e $BOX ]] || die 2 "$BOX holds files of others; set CLUSTER_DIR"
   mkdir -p -- "$BOX"/{bin,etc,gpus,home,hosts,keys,logs,state}
   touch "$BOX_MARK"
@@ -174,7 +178,7 @@ make_files() { # <nodes>
   # ssh and sshd look for the files of root's home here, not in those of whoever runs this.
   awk -F: -v OFS=: -v home="$BOX/home" '$3 == 0 { $6 = home } 1' /etc/passwd >"$BOX/etc/passwd"
   for file in "$BOX_HERE"/etc/*; do
-    sed "s|@DIR@|$BOX|g; s|@NODES@|$1|g" "$file" >"$BOX/etc/${file##*/}"
+    sed "s|@DIR@|$BOX|g; s|@NODES@|$1|g; s|@CPUS@|${CLUSTER_CPUS:-64}|g; s|@TASKS@|$tasks|g" "$file" >"$BOX/etc/${file##*/}"
   done
   make_commands
 }

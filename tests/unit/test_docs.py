@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 GUIDES = [ROOT / f"{name}.md" for name in ("README", "LAUNCH_GUIDE", "TROUBLESHOOTING")]
 GUIDES += [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "bench/README.md"]
 TEXT = {guide.name if guide.parent == ROOT else "bench": guide.read_text() for guide in GUIDES}
+# Its flags and settings are those of the scripts that it runs.
+TEXT["bench"] = re.sub(r"<!-- shapes -->.*<!-- /shapes -->", "", TEXT["bench"], flags=re.DOTALL)
 LAUNCH_GUIDE = TEXT["LAUNCH_GUIDE.md"]
 CONFIG_SECTION = LAUNCH_GUIDE.partition("\n## The config\n")[2].partition("\n## ")[0]
 
@@ -42,6 +44,7 @@ FOREIGN_FLAGS = {
     "torchrun": ["--nproc-per-node", "--node-rank", "--redirects", "--tee", "--use-env"],
     "torchrun too": ["--monitor-interval", "--standalone"],
     "SLURM": ["--nodes", "--gres", "--time", "--ntasks", "--ntasks-per-node", "--cpus-per-task"],
+    "sbatch": ["--cpus-per-gpu", "--mem-per-gpu", "--mem"],
     "SLURM too": ["--signal", "--het-group", "--output", "--array", "--gpus"],
     "sacct": ["--format"],
     "docker": ["--ipc", "--shm-size"],

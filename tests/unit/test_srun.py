@@ -21,10 +21,11 @@ from launcher.typed_json import encode
 def test_agents_get_all_that_the_job_has_and_the_variables_of_the_run(plan: Plan) -> None:
     environ = captured("batch-step", SLURM_JOB_CPUS_PER_NODE="64,32(x2)")
     command = srun.step_command(plan, nproc=2, port=1234, environ=environ)
-    unset = ["--unset=SLURM_GPUS_PER_TASK", "--unset=SLURM_NTASKS_PER_GPU"]
-    assert command[:4] == ["env", *unset, "srun"]
+    names = ("GPUS_PER_TASK", "NTASKS_PER_GPU", "CPUS_PER_GPU")
+    unset = [f"--unset=SLURM_{name}" for name in names]
+    assert command[:5] == ["env", *unset, "srun"]
     agent = command.index("env", 1)
-    assert command[4:agent] == [
+    assert command[5:agent] == [
         *("--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--cpus-per-task=32"),
         *("--job-name=mine", "--gpus-per-node=2", "--kill-on-bad-exit=1"),
     ]
@@ -61,8 +62,11 @@ def test_one_task_for_each_rank(plan: Plan) -> None:
     assert command[:3] == ["env", "SLURM_GPUS_PER_NODE=2", "srun"]
     assert {"--kill-on-bad-exit=1", "--job-name=mine", "--cpus-per-task=4"} <= {*command}
     assert command[-5:] == ["OMP_NUM_THREADS=1", "/python", "-u", "own.py", "a b"]
-    with pytest.raises(PlanError, match=r"SLURM_TASKS_PER_NODE=2\(x2\), for 4 ranks .*-world\]$"):
+    with pytest.raises(PlanError, match=r"2\(x2\) per node, for 4 ranks .*-world\]$"):
         srun.step_command(plan, nproc=4, port=1234, environ=environ)
+    del environ["SLURM_NTASKS"]  # the other variable counts the CPUs then
+    with pytest.raises(PlanError, match=r"1 per node, for 2 ranks .*-world\]$"):
+        srun.step_command(plan, nproc=2, port=1234, environ=environ)
 
 
 # --- the preflight ------------------------------------------------------------------------------
