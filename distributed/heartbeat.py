@@ -50,9 +50,9 @@ class Beat(NamedTuple):
 class Heart:
     """The rank's side. On the stack signal it writes every thread's stack to `stack_file`."""
 
-    def __init__(self, fd: int, local_rank: int, stack_file: Path) -> None:
+    def __init__(self, fd: int, number: int, stack_file: Path) -> None:
         records = memoryview(mmap.mmap(fd, 0))
-        self._record = records[RECORD.size * local_rank :]
+        self._record = records[RECORD.size * number :]
         self._last = Beat()
         self._first_step = -1
         self._longest_s = 0.0
@@ -109,25 +109,25 @@ def beat(
 @functools.cache
 def _heart() -> Heart | None:
     environment = detect()
-    fd = _find_file(environment.heartbeat_file or "")
-    if fd is None:
+    place = _find_record(environment.heartbeat_file or "")
+    if place is None:
         return None
     stack_file = stack_file_of(Path(os.environ["TORCHELASTIC_ERROR_FILE"]))
-    return Heart(fd, environment.local_rank, stack_file)
+    return Heart(*place, stack_file)
 
 
-def name_file(fd: int) -> str:
-    """Return what HEARTBEAT_FILE says of the agent's open file: its descriptor and identity."""
+def name_record(fd: int, number: int) -> str:
+    """Return what HEARTBEAT_FILE says: the agent's open file, its identity, this rank's record."""
     status = os.fstat(fd)
-    return f"{fd}:{status.st_dev}:{status.st_ino}"
+    return f"{fd}:{status.st_dev}:{status.st_ino}:{number}"
 
 
-def _find_file(name: str) -> int | None:
-    """Return the named file's descriptor; None in a rank's subprocess, which may have another."""
-    fd = name.partition(":")[0]
+def _find_record(name: str) -> tuple[int, int] | None:
+    """Return descriptor and number; None in a rank's subprocess, which may have another file."""
+    fd, number = name.partition(":")[0], name.rpartition(":")[2]
     with contextlib.suppress(OSError):
-        if fd.isdecimal() and name_file(int(fd)) == name:
-            return int(fd)
+        if fd.isdecimal() and number.isdecimal() and name_record(int(fd), int(number)) == name:
+            return int(fd), int(number)
     return None
 
 

@@ -30,6 +30,7 @@ from distributed.errors import BAD_INPUT, REFUSED, Refused
 from launcher import typed_json
 from launcher.agent import checkin, rank
 from launcher.agent.attempt import Attempt
+from launcher.agent.binding import cpus_of_ranks, virtual_rank
 from launcher.agent.control import SILENCE_S, report_end
 from launcher.agent.guardian import AgentNote, GuardianLink
 from launcher.agent.heartbeats import Heartbeats
@@ -129,6 +130,7 @@ class NodeAgent:
         self.control = guardian.control
         self.store: TCPStore | None = None
         self.terminals = open_terminals()
+        self.cpus = cpus_of_ranks(args.numa_binding, args.nproc)
         self.heartbeats = Heartbeats(args.nproc)
         self.started = time.time()
         run_id, log_dir = self.assignment.run_id, args.log_dir
@@ -259,6 +261,8 @@ class NodeAgent:
                 self._close_all(out, err, *{*self.terminals}, *ranks)
                 words = macros.substitute(list(self.args.program.arguments), str(local_rank))
                 program = replace(self.args.program, arguments=tuple(words))
+                if cpus := self.cpus[local_rank]:
+                    os.sched_setaffinity(0, cpus)
                 rank.run_and_exit(program, variables, stdout=stdout, stderr=stderr, parent=agent)
             os.close(stdout)
             os.close(stderr)
@@ -297,12 +301,14 @@ class NodeAgent:
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
             "RUN_ID": self.assignment.run_id,
-            "HEARTBEAT_FILE": self.heartbeats.name,
+            "HEARTBEAT_FILE": self.heartbeats.name(local_rank),
         }
         if self.folder is not None:
             variables["LOG_DIR"] = self.folder.root
         if self.args.nproc > 1 and "OMP_NUM_THREADS" not in os.environ:
             variables["OMP_NUM_THREADS"] = 1  # torchrun's choice
+        if self.args.has_virtual_ranks:
+            variables |= virtual_rank(local_rank, os.environ)
         return {name: str(value) for name, value in variables.items()}
 
     # --- the end ------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from distributed.heartbeat import RECORD, Beat, name_file
+from distributed.heartbeat import RECORD, Beat, name_record
 from launcher import processes
 
 
@@ -16,8 +16,11 @@ class Heartbeats:
         os.set_inheritable(self._fd, True)  # also by what a rank executes
         self._ranks = ranks
         self._reached = (-1, -1)
-        self.name = name_file(self._fd)  # for the ranks
         self.clear()
+
+    def name(self, local_rank: int) -> str:
+        """Return what tells a rank where its record is."""
+        return name_record(self._fd, local_rank)
 
     def clear(self) -> None:
         """Begin anew: the ranks that are started next have made no beat."""

@@ -19,7 +19,7 @@ from launcher.agent.rank import Program
 from launcher.handshake import Access
 
 _TORCHS_ALONE = (
-    *("run_path", "logs_specs", "event_log_handler", "numa_binding", "virtual_local_rank"),
+    *("run_path", "logs_specs", "event_log_handler"),
     *("duplicate_stdout_filters", "duplicate_stderr_filters"),
 )
 _BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -43,6 +43,8 @@ class Arguments:
     is_in_step: bool  # srun started it, and shares its terminal between all nodes
     join_timeout_s: float
     grace_s: float
+    numa_binding: str  # empty: none
+    has_virtual_ranks: bool  # each rank sees its own GPU alone, as local rank 0
     has_labels: bool  # all ranks are shown, each line after its rank
     access: Access = field(repr=False)
 
@@ -98,6 +100,8 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         is_in_step=is_placed,
         join_timeout_s=float(settings.get("join_timeout", "300")),
         grace_s=float(grace_s),
+        has_virtual_ranks=_has_virtual_ranks(args, nproc),
+        numa_binding=vars(args).get("numa_binding") or os.environ.get("NUMA_BINDING", ""),
         has_labels=os.environ.get("SHOW_RANKS") == "all" or os.environ.get("LOG_LEVEL") == "DEBUG",
         access=handshake.read_access(os.environ),
     ), beyond_static
@@ -125,6 +129,17 @@ def _count_ranks(nproc_per_node: str) -> int:
         del os.environ[_BY_NVML]
         if given is not None:
             os.environ[_BY_NVML] = given
+
+
+def _has_virtual_ranks(args: argparse.Namespace, nproc: int) -> bool:
+    """Whether --virtual-local-rank was given; raises ValueError where ranks lack a GPU for it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not vars(args).get("virtual_local_rank"):
+        return False
+    if visible is not None and len(visible.split(",")) < nproc:
+        cause = f"--virtual-local-rank: {nproc} ranks, but CUDA_VISIBLE_DEVICES={visible}"
+        raise ValueError(f"{cause}; start no more ranks than GPUs")
+    return True
 
 
 def _master(args: argparse.Namespace, num_nodes: int) -> tuple[str, int]:

@@ -41,11 +41,12 @@ _WORDS = {  # variables that can only be one of these
     "LAUNCHER": ("agent", "srun"),
     "SHOW_RANKS": ("all", "0"),
     "FRESH": ("0", "1"),
+    "NUMA_BINDING": ("node", "socket", "exclusive", "core-complex"),
 }
 _RESUMED_WITH = (  # variables that shape a run: the resume line repeats them
     *("TRAIN_SCRIPT", "CONFIG_FLAG", "NPROC_PER_NODE", "BACKEND", "LOG_DIR", "MASTER_ADDR"),
     *("MASTER_PORT", "MAX_RESTARTS", "GRACE", "LAUNCHER", "NCCL_PROFILE", "VENV", "CONDA_ENV"),
-    *("MODULES", "FRESH", "SITE"),
+    *("MODULES", "FRESH", "NUMA_BINDING", "SITE"),
 )
 _RESUMED_WITH_SSH = ("SSH_OPTS", "FORWARD_ENV", "PREFLIGHT_SECONDS")
 
@@ -73,7 +74,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     log_dir = Path(_first(typed.log_dir, environ, "LOG_DIR") or DEFAULT_LOG_DIR)
     log_dir = log_dir.absolute() if typed.module else log_dir
     is_namer = world.node_rank == 0 and fanout != "job_command"
-    named = ("BACKEND", "GRACE", "SHOW_RANKS", "FRESH")
+    named = ("BACKEND", "GRACE", "SHOW_RANKS", "FRESH", "NUMA_BINDING")
     given = {"LOG_LEVEL": level, **{name: environ.get(name) for name in named}}
     return Plan(
         **vars(world),

@@ -26,7 +26,7 @@ def beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heartbeat
     """The agent's records of two ranks, of which this process is the second."""
     records = Heartbeats(2)
     by_hand = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
-    by_hand |= {"HEARTBEAT_FILE": records.name, "MASTER_ADDR": "x"}
+    by_hand |= {"HEARTBEAT_FILE": records.name(1), "MASTER_ADDR": "x"}
     by_hand |= {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "rank_1.json")}
     for name, value in by_hand.items():
         monkeypatch.setenv(name, value)
@@ -134,7 +134,7 @@ def test_a_subprocess_of_a_rank_cannot_write_to_the_record(
 ) -> None:
     """It has the variable, and another file behind that descriptor."""
     beat(3)
-    fd = int(beats.name.partition(":")[0])
+    fd = int(beats.name(1).partition(":")[0])
     data = tmp_path / "data"
     data.write_bytes(b"x" * 1000)
     code = "from distributed.heartbeat import beat; beat(99)"
@@ -152,7 +152,7 @@ def test_a_subprocess_of_a_rank_cannot_write_to_the_record(
 
 def test_a_record_that_is_being_written_is_never_read_as_silence(tmp_path: Path) -> None:
     beats = Heartbeats(1)
-    fd = int(beats.name.partition(":")[0])
+    fd = int(beats.name(1).partition(":")[0])
     writer = os.fork()
     if writer == 0:
         heart = Heart(fd, 0, tmp_path / "stack")
