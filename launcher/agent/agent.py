@@ -66,7 +66,8 @@ def run_agent(arguments: list[str], guardian: GuardianLink) -> int:
     try:
         is_terminal_shared = args.is_in_step or guardian.control is not None
         meeting = check_in(args, is_terminal_shared=is_terminal_shared)
-        agent = NodeAgent(args, arguments, meeting, guardian)
+        with meeting.ready():
+            agent = NodeAgent(args, arguments, meeting, guardian)
         code = agent.run()
     except Refused as refused:
         say(str(refused))

@@ -6,8 +6,8 @@ import contextlib
 import math
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from distributed.errors import Refused
 from launcher.agent.control import SILENCE_S
@@ -29,7 +29,19 @@ class Meeting:
 
     assignment: Assignment
     peers: dict[int, Peer]  # on node rank 0 every other agent by node rank, else node rank 0's
-    listener: socket.socket | None  # on node rank 0: where the agents met
+    listener: socket.socket | None = None  # on node rank 0: where the agents met
+    waiting: Mapping[int, Assignment] = field(default_factory=dict)  # there: of the others
+
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[None]:
+        """Start the other nodes after the body; where that raises Refused, refuse them."""
+        try:
+            yield
+        except Refused as refused:
+            _refuse([self.peers[rank] for rank in self.waiting], refused)
+            raise
+        for rank, assignment in self.waiting.items():
+            self.peers[rank].send(assignment)
 
 
 class Wait:
@@ -57,8 +69,9 @@ def meet(address: str, port: int, me: NodeReport, access: Access, timeout_s: flo
         return join(address, port, me, access.secret, Wait(timeout_s))
     listener = listen(address, port)
     with contextlib.closing(Entrance(listener, access, say)) as entrance:
-        peers, assignment = gather(entrance, me, Wait(timeout_s))
-    return Meeting(assignment, peers, listener)
+        peers, assignments = gather(entrance, me, Wait(timeout_s))
+    waiting = {rank: assignments[rank] for rank in peers}
+    return Meeting(assignments[me.node_rank], peers, listener, waiting)
 
 
 def listen(address: str, port: int) -> socket.socket:
@@ -70,11 +83,13 @@ def listen(address: str, port: int) -> socket.socket:
         raise Refused("port-in-use", f"{cause}; set MASTER_PORT to a free one") from error
 
 
-def gather(entrance: Entrance, me: NodeReport, wait: Wait) -> tuple[dict[int, Peer], Assignment]:
-    """On node rank 0: wait until every other agent has checked in, and start them.
+def gather(
+    entrance: Entrance, me: NodeReport, wait: Wait
+) -> tuple[dict[int, Peer], Sequence[Assignment]]:
+    """On node rank 0: wait until every other agent has checked in.
 
-    Returns the others by node rank, and this node's part. Raises Refused where a node did not come,
-    came twice, or does not match this one; all are told.
+    Returns the others by node rank, and every node's part. Raises Refused where a node did not
+    come, came twice, or does not match this one; all are told.
     """
     nodes: dict[int, NodeReport] = {me.node_rank: me}
     peers: dict[int, Peer] = {}
@@ -91,13 +106,14 @@ def gather(entrance: Entrance, me: NodeReport, wait: Wait) -> tuple[dict[int, Pe
                 nodes[node.node_rank] = node
                 peers[node.node_rank] = peer
     except Refused as refused:
-        for peer in newcomers:
-            peer.send(Refusal(refused.fault, str(refused).rpartition(" [")[0]))
+        _refuse(newcomers, refused)
         raise
-    assignments = assign_ranks(me.run_id, [nodes[rank] for rank in sorted(nodes)])
-    for rank, peer in peers.items():
-        peer.send(assignments[rank])
-    return peers, assignments[me.node_rank]
+    return peers, assign_ranks(me.run_id, [nodes[rank] for rank in sorted(nodes)])
+
+
+def _refuse(peers: Iterable[Peer], refused: Refused) -> None:
+    for peer in peers:
+        peer.send(Refusal(refused.fault, str(refused).rpartition(" [")[0]))
 
 
 def _let_in(
@@ -156,7 +172,7 @@ def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> 
     while wait.left_s > 0:
         try:
             peer = Peer(connect(address, port, secret, min(CONNECT_S, wait.timeout_s)))
-            return Meeting(_ask(peer, me, wait.deadline), {0: peer}, None)
+            return Meeting(_ask(peer, me, wait.deadline), {0: peer})
         except (NoEntrance, WrongSecret) as error:
             if isinstance(error, WrongSecret) and turned_away is None:
                 say(f"warning: {address}:{port} has another RUN_SECRET, or none [stranger]")

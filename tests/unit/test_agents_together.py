@@ -213,6 +213,18 @@ def refused(port: int, *nodes: list[str], timeout_s: int = 20) -> list[tuple[int
     return [(run.process.returncode, err) for run, err in zip(runs, told, strict=True)]
 
 
+def test_what_node_rank_0_finds_after_the_check_in_refuses_all(port: int, tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text("print('never')")
+    (tmp_path / "logs").write_text("no folder")
+    nodes = [
+        ["--nnodes=2", f"--node-rank={rank}", *options, str(tmp_path / "x.py")]
+        for rank, options in enumerate((["--log-dir", str(tmp_path / "logs")], []))
+    ]
+    for code, err in refused(port, *nodes):
+        assert code == 3
+        assert "[dir-unwritable]" in err and "FAILED" not in err
+
+
 def test_a_missing_node_is_named(port: int, tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text("print('never')")
     world = ["--nnodes", "3", "--node-rank"]
