@@ -22,6 +22,7 @@ import torch
 import torch._dynamo  # DistributedDataParallel imports it: here once, not in each rank
 import torch.distributed.run as torchrun
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.elastic.utils.api import macros
 
 from distributed import network
@@ -30,21 +31,22 @@ from distributed.errors import BAD_INPUT, REFUSED, Refused
 from launcher import typed_json
 from launcher.agent import checkin, rank
 from launcher.agent.attempt import Attempt
-from launcher.agent.binding import cpus_of_ranks, virtual_rank
 from launcher.agent.control import SILENCE_S, report_end
 from launcher.agent.guardian import AgentNote, GuardianLink
 from launcher.agent.heartbeats import Heartbeats
 from launcher.agent.node_ranks import NodeRanks, Rank
 from launcher.agent.output import NodeLog, Stream, open_stream, say, without_noise
+from launcher.agent.rank_environment import cpus_of_ranks, rank_variables
 from launcher.agent.terminal import Terminal, is_line_open, open_terminals
 from launcher.agent.torchrun_arguments import Arguments, parse
 from launcher.agent.verdict import Facts, Verdict
 from launcher.failure import Failure
 from launcher.failure_block import End, RunSummary
 from launcher.preflight import must_match
-from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder
+from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder, writing_to
 
 TRAIN = str(Path(__file__).resolve().parents[2] / "train.py")
+STREAMS = {"stdout": Std.OUT, "stderr": Std.ERR}
 VERDICT_S = 1.5  # after a failure that no restart follows: for the other nodes' ends
 
 
@@ -140,6 +142,7 @@ class NodeAgent:
             self.folder.create()
         self.record = self._open_record(arguments)
         self.log = NodeLog(self.folder.node_log if self.folder else None)
+        self.streams = self.folder.path if self.folder else None  # for those with own files
         self.error_files = self.folder.failures if self.folder else Path(tempfile.mkdtemp())
         folder = str(self.folder.path) if self.folder and self.record else ""
         command = self._resume_command(has_saved=False)
@@ -250,12 +253,22 @@ class NodeAgent:
             error_file.unlink(missing_ok=True)
             label = b"[rank%d] " % number if self.args.has_labels else b""
             terminals = self.terminals if local_rank in shown else (None, None)
+            kept = self.args.redirected[local_rank] | self.args.teed[local_rank]
+            hidden = self.args.redirected[local_rank] & ~self.args.teed[local_rank]
             streams = [
-                open_stream(number, self.log, terminal, is_alone=is_alone, label=label)
-                for terminal in terminals
+                open_stream(
+                    number,
+                    self.log,
+                    None if one in hidden else terminal,
+                    is_alone=is_alone,
+                    label=label,
+                    copy=self._stream_file(number, attempt, name) if one in kept else None,
+                )
+                for terminal, (name, one) in zip(terminals, STREAMS.items(), strict=True)
             ]
             (stdout, out), (stderr, err) = streams
-            variables = self._variables(local_rank, attempt)
+            variables = rank_variables(self.args, self.assignment, local_rank, self.port, attempt)
+            variables["HEARTBEAT_FILE"] = self.heartbeats.name(local_rank)
             variables["TORCHELASTIC_ERROR_FILE"] = str(error_file)
             pid = os.fork()
             if pid == 0:
@@ -270,6 +283,15 @@ class NodeAgent:
             ranks.append(Rank(number, local_rank, pid, (out, err), error_file))
         return ranks
 
+    def _stream_file(self, number: int, attempt: int, name: str) -> Path:
+        """Return the file for one stream of a rank that --redirects or --tee names."""
+        if self.streams is None:
+            self.streams = Path(tempfile.mkdtemp(prefix="torchelastic_"))
+            say(f"the streams that --redirects or --tee names are in {self.streams}")
+        folder = self.streams / f"attempt_{attempt}" / str(number)
+        with writing_to(folder):
+            return folder / f"{name}.log"
+
     def _close_all(self, *private: Stream | Terminal | Rank) -> None:
         """In a rank, close what is the agent's: through its objects, so that none closes twice."""
         self.guardian.close()
@@ -280,37 +302,6 @@ class NodeAgent:
             peer.close()
         for one in private:
             one.close()
-
-    def _variables(self, local_rank: int, attempt: int) -> dict[str, str]:
-        """Return what torchrun adds to a rank's environment, and what is ours."""
-        number = self.assignment.first_rank + local_rank
-        variables = {
-            "RANK": number,
-            "LOCAL_RANK": local_rank,
-            "WORLD_SIZE": self.assignment.world_size,
-            "LOCAL_WORLD_SIZE": self.args.nproc,
-            "GROUP_RANK": self.args.node_rank,
-            "GROUP_WORLD_SIZE": self.args.num_nodes,
-            "ROLE_NAME": self.args.role,
-            "ROLE_RANK": number,
-            "ROLE_WORLD_SIZE": self.assignment.world_size,
-            "MASTER_ADDR": self.args.master_addr,
-            "MASTER_PORT": self.port,
-            "TORCHELASTIC_RUN_ID": self.assignment.run_id,
-            "TORCHELASTIC_RESTART_COUNT": attempt,
-            "TORCHELASTIC_MAX_RESTARTS": self.args.max_restarts,
-            "TORCHELASTIC_USE_AGENT_STORE": True,
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
-            "RUN_ID": self.assignment.run_id,
-            "HEARTBEAT_FILE": self.heartbeats.name(local_rank),
-        }
-        if self.folder is not None:
-            variables["LOG_DIR"] = self.folder.root
-        if self.args.nproc > 1 and "OMP_NUM_THREADS" not in os.environ:
-            variables["OMP_NUM_THREADS"] = 1  # torchrun's choice
-        if self.args.has_virtual_ranks:
-            variables |= virtual_rank(local_rank, os.environ)
-        return {name: str(value) for name, value in variables.items()}
 
     # --- the end ------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from launcher.agent.terminal import Terminal
 from launcher.screen import View
@@ -96,6 +97,7 @@ class Stream:
     log: NodeLog
     view: RankView | None = None  # None: this rank is not shown
     is_tty: bool = False
+    copy: BinaryIO | None = None  # a file of its own
     is_trickle: bool = False  # the last read took little
     traceback_line: int = 0  # of the last traceback's start in the log, 0 if there was none
     last_line: int = 0
@@ -125,6 +127,8 @@ class Stream:
         except OSError:  # a pseudo-terminal's way of saying that the other end is closed
             pass
         self.is_trickle = 0 < len(data) < _TRICKLE
+        if self.copy is not None:
+            self._write_copy(data)
         if self.view is not None:
             self.view.add(data)
         head, end, tail = data.rpartition(b"\n")
@@ -139,6 +143,14 @@ class Stream:
         if not data and self.view is not None:
             self.view.end()
         return bool(data)
+
+    def _write_copy(self, data: bytes) -> None:
+        assert self.copy is not None
+        try:
+            self.copy.write(data)
+        except OSError as error:  # a full disk
+            say(f"{self.copy.name} ends here: {error.strerror}")
+            self.copy = None
 
     def tick(self, now: float) -> bool:
         """Show and log what has waited for long enough; returns whether something waits.
@@ -203,6 +215,8 @@ class Stream:
 
     def close(self) -> None:
         os.close(self.fd)
+        if self.copy is not None:
+            self.copy.close()
 
 
 def _newest_state(line: bytes) -> bytes:
@@ -241,7 +255,13 @@ def without_noise(fd: int) -> Iterator[None]:
 
 
 def open_stream(
-    rank: int, log: NodeLog, terminal: Terminal | None, *, is_alone: bool, label: bytes = b""
+    rank: int,
+    log: NodeLog,
+    terminal: Terminal | None,
+    *,
+    is_alone: bool,
+    label: bytes = b"",
+    copy: Path | None = None,
 ) -> tuple[int, Stream]:
     """One stream of one rank: the file descriptor for the rank, and the agent's reading end.
 
@@ -261,4 +281,5 @@ def open_stream(
         reader, writer = os.pipe()
     os.set_blocking(reader, False)
     view = RankView(terminal, is_alone=is_alone, prefix=label) if terminal is not None else None
-    return writer, Stream(rank, reader, log, view, is_tty)
+    file = copy.open("wb", buffering=0) if copy else None
+    return writer, Stream(rank, reader, log, view, is_tty, file)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed.run as torchrun
+from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
 from distributed.environment import slurm_node
@@ -43,6 +44,8 @@ class Arguments:
     is_in_step: bool  # srun started it, and shares its terminal between all nodes
     join_timeout_s: float
     grace_s: float
+    redirected: Sequence[Std]  # by local rank: streams that go to files of their own alone
+    teed: Sequence[Std]  # streams that do so, too
     numa_binding: str  # empty: none
     has_virtual_ranks: bool  # each rank sees its own GPU alone, as local rank 0
     has_labels: bool  # all ranks are shown, each line after its rank
@@ -84,6 +87,7 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
     grace_s = os.environ.get("GRACE", vars(args).get("shutdown_timeout") or DEFAULT_GRACE_S)
     filtered = args.local_ranks_filter.split(",") if args.local_ranks_filter else None
     words = tuple(args.training_script_args)
+    is_debug = os.environ.get("LOG_LEVEL") == "DEBUG"
     program = Program(args.training_script, words, args.module, args.no_python)
     return Arguments(
         program=fresh.choose(program, os.environ.get("FRESH")),
@@ -102,7 +106,9 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         grace_s=float(grace_s),
         has_virtual_ranks=_has_virtual_ranks(args, nproc),
         numa_binding=vars(args).get("numa_binding") or os.environ.get("NUMA_BINDING", ""),
-        has_labels=os.environ.get("SHOW_RANKS") == "all" or os.environ.get("LOG_LEVEL") == "DEBUG",
+        redirected=_streams(args.redirects, nproc),
+        teed=(teed := _streams(args.tee, nproc)),
+        has_labels=any(teed) or os.environ.get("SHOW_RANKS") == "all" or is_debug,
         access=handshake.read_access(os.environ),
     ), beyond_static
 
@@ -129,6 +135,13 @@ def _count_ranks(nproc_per_node: str) -> int:
         del os.environ[_BY_NVML]
         if given is not None:
             os.environ[_BY_NVML] = given
+
+
+def _streams(text: str, nproc: int) -> list[Std]:
+    """Return the streams that --redirects or --tee names, by local rank."""
+    given = Std.from_str(text)
+    ranks = range(nproc)
+    return [given if isinstance(given, Std) else given.get(one, Std.NONE) for one in ranks]
 
 
 def _has_virtual_ranks(args: argparse.Namespace, nproc: int) -> bool:
@@ -158,8 +171,6 @@ def _beyond_static(args: argparse.Namespace, low: int, high: int) -> str | None:
     asked = {
         "--nnodes MIN:MAX": low != high,
         f"--rdzv-backend {args.rdzv_backend}": args.rdzv_backend != "static" and high > 1,
-        "--redirects": args.redirects != "0",
-        "--tee": args.tee != "0",
     }
     for name in _TORCHS_ALONE:
         value = given.get(name)

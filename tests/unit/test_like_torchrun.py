@@ -277,6 +277,40 @@ def test_a_kill_for_lack_of_memory_is_named(tmp_path: Path, memory_group: Path) 
     assert "this node's memory limit was reached" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        (["--redirects", "3"], ""),
+        (["--redirects", "0:1,1:2"], "0 err\n"),  # with logs only rank 0 is shown
+        (["--redirects", "3", "--tee", "1"], "[rank0] 0 out\n[rank1] 1 out\n"),
+        (["--tee", "1:3"], "[rank0] 0 err\n[rank0] 0 out\n[rank1] 1 err\n[rank1] 1 out\n"),
+    ],
+)
+def test_streams_go_to_files_as_under_torchrun(
+    tmp_path: Path, options: list[str], shown: str
+) -> None:
+    script = tmp_path / "x.py"
+    script.write_text(
+        "import os\nfor fd, name in ((1, 'out'), (2, 'err')):\n"
+        "    os.write(fd, f\"{os.environ['RANK']} {name}\\n\".encode())\n"
+    )
+    files = {}
+    for name, launcher in (("torchrun", TORCHRUN), ("ours", AGENT)):
+        where = ["--nproc-per-node=2", f"--log-dir={tmp_path / name}", *options]
+        done = subprocess.run(
+            [*launcher, *where, str(script)], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        files[name] = {
+            "/".join(file.parts[-3:]): file.read_text()
+            for file in (tmp_path / name).glob("*/attempt_0/*/std*")
+            if not file.parents[2].is_symlink()
+        }
+    assert files["ours"] == {path: text for path, text in files["torchrun"].items() if text}
+    lines = (done.stdout + done.stderr).splitlines(keepends=True)
+    assert "".join(sorted(lines)) == shown
+
+
 def test_elastic_launches_are_handed_to_torch(tmp_path: Path) -> None:
     script = tmp_path / "x.py"
     script.write_text("import os; os.write(1, os.environ['WORLD_SIZE'].encode() + b'\\n')")
