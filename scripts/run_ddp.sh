@@ -6,7 +6,8 @@
 #   -n, --num-gpus NPROC        number of processes (default: one per GPU, or one without GPUs)
 #   -c, --config CONFIG         the config, a YAML file (default: config/local3.yaml)
 #   --config-path DIR --config-name NAME
-#                               the same in two parts: DIR/NAME.yaml
+#                               the same in two parts: DIR/NAME.yaml; a TRAIN_SCRIPT of Hydra's
+#                               gets both as they are
 #   -l, --log-level LOG_LEVEL   DEBUG, INFO, WARNING or ERROR
 #   key=value                   settings that override the config
 #
@@ -33,6 +34,11 @@ join_config() {
   local folder=${PLAN[config_path]:-} name=${PLAN[config_name]:-}
   unset 'PLAN[config_path]' 'PLAN[config_name]'
   [[ -n $folder$name ]] || return 0
+  if [[ -f ${TRAIN_SCRIPT:-} ]] && grep -q '^@hydra\.main' -- "$TRAIN_SCRIPT"; then
+    REST=(${folder:+"--config-path=$folder"} ${name:+"--config-name=$name"} "${REST[@]}")
+    : "${PLAN[config]=-}"
+    return
+  fi
   [[ -n $folder && -n $name ]] ||
     die 2 "--config-path and --config-name go together; give both, or --config FILE"
   PLAN[config]=$folder/${name%.yaml}.yaml

@@ -35,6 +35,14 @@ $command"
   [[ $output == *" own.py" ]]
 }
 
+@test "a script of Hydra's gets the config's folder and name as they are" {
+  printf 'import hydra\n@hydra.main(config_path="conf", config_name="small")\ndef main(config): ...\n' >own.py
+  TRAIN_SCRIPT=own.py run --separate-stderr launch --config-path ../conf a=1 --dry-run -- --multirun
+  [[ $output == *" own.py a=1 --config-path=../conf --multirun" ]]
+  TRAIN_SCRIPT=own.py run --separate-stderr launch --config-path=../conf --config-name=small --dry-run
+  [[ $output == *" own.py --config-path=../conf --config-name=small" ]]
+}
+
 @test "launch_distributed_train.sh is another name for it" {
   run "$ROOT/scripts/launch_distributed_train.sh" --config-path=conf
   assert_refused 2 "launch_distributed_train.sh: --config-path and --config-name go together"
