@@ -234,7 +234,7 @@ def print_plan(
     nodes = count(plan.num_nodes, "node")
     if counts:
         print_row("ranks", f"{sum(counts)} = {nodes} x {each}, {backend}", out)
-        if outcome and node and node.cpus:
+        if node and node.cpus and not plan.is_dry_run:
             print_row("cpus", f"{node.cpus / counts[0]:g} per rank of {node.host}", out)
         if plan.batch:
             print_row("batch", plan.batch.describe(sum(counts)), out)
