@@ -43,11 +43,13 @@ class Silence:
             return []
         return [one for one in awaited if now - one.heard > SILENCE_S / 2]
 
-    def recall(self) -> None:
-        """At the first end, see which nodes are silent, or were: they may have given us up."""
-        now = time.monotonic()
+    def recall(self) -> list[Connection]:
+        """At the first end, return the nodes that are silent, or were: they may have left us."""
+        now, found = time.monotonic(), []
         for one in self.connections:
             lasts_s = now - one.heard
             ended, seconds = (now, lasts_s) if lasts_s > SILENCE_S / 2 else one.blip
             if ended > now - RECALL_S:
                 one.lost, one.is_silent = f"no sign of life for {seconds:.0f} s: network cut?", True
+                found.append(one)
+        return found

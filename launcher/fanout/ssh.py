@@ -226,7 +226,8 @@ class Fanout:
             one.look_for_fault()
         elif one.answer(Exit) is not None and not is_cut:
             if self.close_at is None:
-                self.silence.recall()
+                for silent in self.silence.recall():
+                    self.say(f"{silent.node}: {silent.lost}")
             self.close_within(OTHERS_S)
         elif (one.code is not None or is_cut) and not one.lost and self.is_open:
             which = "the connection of pdsh" if is_cut else "the ssh connection"
@@ -281,8 +282,9 @@ class Fanout:
 
     def find_unreachable(self) -> list[Connection]:
         """See that nothing is left on nodes that were lost; returns those out of reach."""
-        for one in self.silence.awaited:
-            self.look_again(one)
+        for one in self.connections:
+            if one.answer(Exit) is None and one not in self.again:
+                self.look_again(one)
         until = time.monotonic() + CONNECT_S + self.slack_s + END_S
         while any(look.code is None for look in self.again.values()) and time.monotonic() < until:
             for look in self.again.values():

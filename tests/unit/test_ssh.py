@@ -24,6 +24,7 @@ from pathlib import Path
 import pytest
 
 from launcher import processes
+from launcher.agent.control import SILENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts/ssh"
@@ -516,6 +517,21 @@ def test_a_silent_node_is_a_lost_link(nodes: Nodes, silent: list[int]) -> None:
     )
     assert b"FAILED   " + who in err and b"cause    no sign of life " + cause + b"for 10 s: " in err
     assert all(map(is_gone, parts))
+
+
+@pytest.mark.slow
+def test_what_is_left_on_a_node_that_was_silent_at_the_end_is_ended(nodes: Nodes) -> None:
+    """Another node's agent has given it up before the launcher did."""
+    nodes.agent(f"if rank == '0': time.sleep({0.7 * SILENCE_S}); sys.exit(137)\n{HELD}")
+    launcher = nodes.start("-", "1", "n0", "n1")
+    part = nodes.process("agent.1")
+    os.kill(part, signal.SIGSTOP)
+    _, err = launcher.communicate(timeout=40)
+    assert launcher.returncode == 137 and b"[link-lost]\n" in err
+    assert re.search(
+        rb"^launch_torchrun_auto.sh: n1: no sign of life for \d+ s: ", err, re.MULTILINE
+    )
+    assert is_gone(part)
 
 
 @pytest.mark.slow
