@@ -562,8 +562,9 @@ PY
 
 @test "by hand: a master that is down is host-unreachable" {
   "$CLUSTER" cut node1
+  on node2 ip neigh flush all # else the kernel may believe for 53 s that node1 is there
   LAUNCH=scripts/ssh/launch_torchrun_multinode.sh
-  run timeout 60 "$CLUSTER" run node2 "$LAUNCH" config/local3.yaml 1 2 1 node1 distributed.join_timeout=20 "${SHORT[@]}" # the kernel may believe for 8 s that node1 is there
+  run timeout 60 "$CLUSTER" run node2 "$LAUNCH" config/local3.yaml 1 2 1 node1 distributed.join_timeout=20 "${SHORT[@]}"
   "$CLUSTER" restore node1
   echo "$output"
   ((status == 3))
