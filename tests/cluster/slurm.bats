@@ -242,7 +242,7 @@ have_ended() { # <job...>
 
 # bats test_tags=prove
 @test "jobs of cluster_train.sh and of slurm_train.sh at once on the same two nodes end with 0 (ten of each in make prove)" {
-  local most=10 number job jobs=() options=(--parsable --nodes=2 "--nodelist=node[1-2]" --ntasks-per-node=1 --cpus-per-task=1 --mem=1G)
+  local most=10 number job jobs=() options=(--parsable --nodes=2 "--nodelist=node[1-2]" --ntasks-per-node=1 --mem=1G)
   [[ -n ${TIMES:-} ]] || most=2
   for ((number = 1; number <= most; number++)); do
     jobs+=("$(on login sbatch "${options[@]}" --output="cluster$number.out" \

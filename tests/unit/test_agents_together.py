@@ -315,7 +315,7 @@ def test_a_node_that_comes_when_the_run_has_begun_is_told(start: Start, port: in
     late = start("sleep", 0)[
         3
     ]  # node rank 1 once more, after a node rank 0 that finds the port taken
-    err = late.finish(within_s=30)
+    err = late.finish(within_s=60)
     assert late.process.returncode == 3
     assert "takes no node rank 1: its run has begun" in err
     assert "[duplicate-node-rank]" in err
