@@ -114,13 +114,15 @@ def check_config(plan: Plan) -> Plan:
     A script of the user's own checks itself, once it runs. Raises Refused where train.py cannot run
     here. Where the config is wrong, this exits with BAD_INPUT.
     """
-    if not plan.is_ours:
+    steps = plan.step_options()
+    if not plan.is_ours or (steps and "SLURM_JOB_ID" not in os.environ):  # no step, no pyxis
         return plan
     environ = dict(os.environ)
     environ.pop("WORLD_SIZE", None)
     if all(node.nproc for node in plan.nodes) and (plan.nodes or plan.nproc):
         environ["WORLD_SIZE"] = str(sum(plan.rank_counts(0)))
-    command = [plan.python, *plan.words, "--check", "--json"]
+    command = plan.inside([plan.python, *plan.words, "--check", "--json"])
+    command = ["srun", "--nodes=1", "--ntasks=1", *steps, *command] if steps else command
     result = subprocess.run(command, env=environ, capture_output=True, text=True)
     if result.returncode == BAD_INPUT:
         sys.stderr.write(result.stderr)

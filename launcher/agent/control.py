@@ -28,12 +28,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from distributed.stop_signals import STOP_SIGNALS
+from launcher import processes
 from launcher.failure_block import End, print_end
 from launcher.typed_json import Kinds, in_pieces
 
 MESSAGES = Kinds(end=End)  # to the launcher; fanout/protocol.py reads it
 BEAT_S = 2.0  # between two signs of life, of launchers and agents alike
 SILENCE_S = 10.0  # without one for so long, the other end is gone: a shorter blip ends no run
+CLIENT_S = 0.2  # between two looks for it
 TERM_S = 1.0  # from then on, for the ranks to save
 _BY_NAME = {signum.name.encode(): signum for signum in STOP_SIGNALS}
 
@@ -49,17 +51,34 @@ class Control:
         """In a thread, send this process each signal named; at the launcher's end, end the run."""
         if self.fd is not None:
             args = self.fd, kill_agent
-            threading.Thread(target=self._follow, args=args, daemon=True).start()
+            threading.Thread(target=_follow, args=args, daemon=True).start()
 
-    def _follow(self, fd: int, kill_agent: Callable[[], None]) -> None:
-        pending = b""
-        while select.select([fd], [], [], SILENCE_S)[0] and (data := os.read(fd, 4096)):
-            *lines, pending = (pending + data).split(b"\n")
-            for signum in filter(None, map(_BY_NAME.get, lines)):
-                os.kill(os.getpid(), signum)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(TERM_S)
-        kill_agent()
+
+def _follow(fd: int, kill_agent: Callable[[], None]) -> None:
+    pending = b""
+    while select.select([fd], [], [], SILENCE_S)[0] and (data := os.read(fd, 4096)):
+        *lines, pending = (pending + data).split(b"\n")
+        for signum in filter(None, map(_BY_NAME.get, lines)):
+            os.kill(os.getpid(), signum)
+    _end(kill_agent)
+
+
+def follow_client(pid: int, kill_agent: Callable[[], None]) -> None:
+    """In a thread, wait for the end of a process whose child this should be, and end the run."""
+
+    def wait() -> None:
+        while started is not None and processes.start_ticks(pid) == started:
+            time.sleep(CLIENT_S)
+        _end(kill_agent)
+
+    started = processes.start_ticks(pid)
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _end(kill_agent: Callable[[], None]) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(TERM_S)
+    kill_agent()
 
 
 def take_control() -> Control | None:

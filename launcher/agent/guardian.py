@@ -27,7 +27,7 @@ from typing import NoReturn
 
 from distributed.stop_signals import DEFAULT_GRACE_S, NOTICE, STOP_SIGNALS, handled_signals
 from launcher import processes, typed_json
-from launcher.agent.control import Control, report_end, take_control
+from launcher.agent.control import Control, follow_client, report_end, take_control
 from launcher.failure import Failure, count_memory_kills, explain, signal_name
 from launcher.failure_block import End, RunSummary
 from launcher.record import run_json
@@ -77,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     mend_streams()
     recorded = os.environ.pop("RUN_RECORD", "")  # the run folder where this process is noted
+    client = int(os.environ.pop("LAUNCH_CLIENT", "0"))  # that podman's container belongs to
     control = take_control()
     janitors = start_janitor() if os.environ.pop("LAUNCH_JANITOR", "") else (None, None)
     processes.adopt_orphans()
@@ -89,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if agent != 0:
         theirs.close()
         _close(janitors[1])
-        code = _guard(agent, ours, handled, control, _LastWords(words, _node_rank(arguments)))
+        last = _LastWords(words, _node_rank(arguments))
+        code = _guard(agent, ours, handled, control, last, client=client)
         if recorded:  # the run may have ended before it began
             run_json.note_end(Path(recorded), code)
         return code
@@ -199,6 +201,8 @@ def _guard(
     handled: Sequence[signal.Signals],
     control: Control | None,
     last: _LastWords,
+    *,
+    client: int,
 ) -> int:
     """Wait for the agent's end, then end what is left below; returns the agent's exit code.
 
@@ -215,6 +219,8 @@ def _guard(
 
     if control is not None:
         control.follow(kill_agent)
+    if client:
+        follow_client(client, kill_agent)
     while (status := dict(processes.reap()).get(agent)) is None:
         wait_s = min(kill_at - time.monotonic(), LONGEST_WAIT_S)
         came = signal.sigtimedwait({*handled, signal.SIGCHLD}, max(0.0, wait_s))

@@ -180,7 +180,7 @@ def write_opening(plan: Plan, added: Mapping[str, str], environ: Mapping[str, st
     variables = {name: environ[name] for name in plan.forwarded} | {**added}
     token = shlex.quote(added["LAUNCH_TOKEN"])
     exports = shlex.join(f"{name}={value}" for name, value in variables.items())
-    far_side = shlex.join(plan.module_command(FAR_SIDE))
+    far_side = shlex.join(plan.inside(plan.module_command(FAR_SIDE)))
     return f"""\
 set -- ${{SSH_CONNECTION:-}}
 printf '%s {{"hello":{{"address":"%s"}}}}\\n' {token} "${{3:-}}"

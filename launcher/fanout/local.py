@@ -11,25 +11,26 @@ import sys
 import time
 from collections.abc import Callable
 
-from distributed.errors import REFUSED
+from distributed.errors import REFUSED, Refused
 from launcher.plan.plan import AGENT, Plan, node_comment, print_plan
 from launcher.preflight import compare
-from launcher.preflight.check_node import check_node
+from launcher.preflight.check_node import Report, check_node, read_reports
 from launcher.record import transcript
 from launcher.text import count, print_row, short_host_name
+from launcher.typed_json import encode
 
 
-def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - execve does not return
+def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec does not return
     """Start this node's ranks; returns only where nothing was started, with the exit code."""
     if plan.has_transcript and not plan.is_dry_run and not plan.is_detached:
         transcript.keep(transcript.new_file(plan))
-    report = check_node(plan.request())
+    report = check_here(plan)
     outcome = compare.judge([report])
     if compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=sys.stderr):
         return REFUSED
     counts = plan.rank_counts(report.nproc)
     print_plan(plan, report, outcome, counts)
-    command = plan.agent_command(nproc=report.nproc, port=report.port)
+    command = plan.inside(plan.agent_command(nproc=report.nproc, port=report.port))
     if plan.is_dry_run:
         print(node_comment(plan, plan.node_rank, report.host, counts, report.port))
         print(plan.paste_line(command))
@@ -41,7 +42,28 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
     if plan.run_id:
         added["RUN_RECORD"] = str((plan.log_dir / plan.run_id).absolute())
     os.chdir(plan.directory)
-    os.execve(plan.python, command, {**os.environ, **plan.run_variables(), **added})
+    os.execvpe(command[0], command, {**os.environ, **plan.run_variables(), **added})
+
+
+def check_here(plan: Plan) -> Report:
+    """Return what the preflight finds on this machine, or in the run's container.
+
+    Raises Refused where that does not start.
+    """
+    if plan.container is None or plan.is_dry_run:
+        return check_node(plan.request())
+    check = [*plan.module_command("launcher.preflight.check_node"), encode(plan.request())]
+    command = plan.inside(check)
+    try:
+        result = subprocess.run(command, cwd=plan.directory, stdout=subprocess.PIPE, text=True)
+    except OSError as error:
+        cure = f"install {plan.container.runtime}, or leave CONTAINER out"
+        raise Refused("env-missing", f"{command[0]}: {error.strerror}; {cure}") from None
+    if reports := read_reports(result.stdout.splitlines()):
+        return reports[0]
+    cause = f"the preflight did not start in {plan.container}, see above"
+    cure = f"its Python is {plan.python}: PYTHON names another, CONTAINER_ARGS binds more folders"
+    raise Refused("env-missing", f"{cause}; {cure}")
 
 
 def is_healthy(plan: Plan, nproc: int) -> bool:
@@ -53,7 +75,7 @@ def is_healthy(plan: Plan, nproc: int) -> bool:
     command = [plan.python, str(plan.root / AGENT), "--standalone", "--nproc-per-node", str(nproc)]
     command += ["-m", "distributed.selftest", "--seconds", "0.05"]
     result = subprocess.run(
-        command,
+        plan.inside(command),
         cwd=plan.root,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

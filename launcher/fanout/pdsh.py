@@ -66,7 +66,7 @@ class PdshFanout(Fanout):
 
     def remote_command(self) -> str:
         """Return what pdsh runs on every node, where it puts the node's rank for %n."""
-        words = self.plan.module_command(FAR_SIDE)
+        words = self.plan.inside(self.plan.module_command(FAR_SIDE))
         if "LD_LIBRARY_PATH" in self.plan.forwarded:  # some Python's own library is there
             words = ["env", f"LD_LIBRARY_PATH={os.environ['LD_LIBRARY_PATH']}", *words]
         return f"exec {shlex.join(words).replace('%', '%%')} {self.socket}.%n"

@@ -103,8 +103,8 @@ def check_nodes(plan: Plan) -> list[Report]:
     Raises Refused where a node did not answer.
     """
     pieces = in_pieces(encode(plan.request(meeting_size=plan.num_nodes)), LONGEST)
-    check = plan.module_command("launcher.preflight.check_node")
-    command = ["env", f"--chdir={plan.root}", *check, *pieces]
+    check = plan.inside([*plan.module_command("launcher.preflight.check_node"), *pieces])
+    command = ["env", f"--chdir={plan.root}", *check]
     step = node_step(plan, ["--kill-on-bad-exit=0"], command, os.environ)
     srun = start(step, stdout=subprocess.PIPE)
     try:
@@ -122,9 +122,9 @@ def check_nodes(plan: Plan) -> list[Report]:
     silent = [host for node_rank, host in hosts if node_rank not in answered]
     if not silent:
         return reports
-    if srun.returncode in _CANNOT_START:
+    if srun.returncode in _CANNOT_START or plan.container:
         cause = f"the preflight did not start on {' '.join(silent)}, see above"
-        needed = f"{plan.directory}, {plan.root} and {plan.python}"
+        needed = f"{plan.container or plan.directory}, {plan.root} and {plan.python}"
         raise Refused("env-missing", f"{cause}; let {needed} be there as they are here")
     cause = f"no answer to the preflight from {' '.join(silent)}"
     how = f"srun's exit code is {processes.shell_code(srun.returncode)}, see above"
@@ -144,7 +144,7 @@ def step_command(
     Raises PlanError where the job has another number of tasks, with LAUNCHER=srun.
     """
     if not plan.engine:
-        agent = plan.agent_command(nproc=nproc, port=port, is_placed=False)
+        agent = plan.inside(plan.agent_command(nproc=nproc, port=port, is_placed=False))
         return node_step(plan, ["--kill-on-bad-exit=1"], plan.with_variables(agent), environ)
     tasks = environ.get("SLURM_TASKS_PER_NODE", "1") if environ.get("SLURM_NTASKS") else "1"
     if {*tasks_per_node(tasks, "SLURM_TASKS_PER_NODE")} != {nproc}:
@@ -158,8 +158,10 @@ def step_command(
         step = ["env", f"SLURM_GPUS_PER_NODE={environ.get('SLURM_GPUS_ON_NODE', '')}", *step]
     if not environ.get("SLURM_GPUS_ON_NODE"):  # the script's --cpus-per-gpu means nothing then
         step = ["env", "--unset=SLURM_CPUS_PER_GPU", *step]
+    step += plan.step_options()
     threads = f"OMP_NUM_THREADS={environ.get('OMP_NUM_THREADS') or 1}"
-    return [*step, *plan.with_variables([threads, plan.python, "-u", *plan.words])]
+    rank = plan.inside([plan.python, "-u", *plan.words])
+    return [*step, *plan.with_variables([threads, *rank])]
 
 
 def node_step(
@@ -179,4 +181,4 @@ def node_step(
     step.append(f"--job-name={plan.run_id}")
     if gpus := environ.get("SLURM_GPUS_ON_NODE"):
         step.append(f"--gpus-per-node={gpus}")
-    return [*step, *options, *command]
+    return [*step, *plan.step_options(), *options, *command]

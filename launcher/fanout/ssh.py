@@ -35,6 +35,7 @@ from launcher.text import count, print_row
 
 CHECK_S = 3  # of the preflight's time, the least for the checks
 CONNECT_S = 5
+STAGE_S = 290.0  # more, to unpack the run's Python
 OTHERS_S = 5.0  # once a node has ended, for the others
 END_S = 10.0  # after the end of the control streams; beyond GRACE, after a stop
 DRAIN_S = 2.0  # at the end, for a slow terminal
@@ -109,6 +110,7 @@ class Fanout:
         if not plan.has_checks:  # whoever skips them wants to start, and a login may take long
             within_s = max(within_s, int(plan.join_timeout_s))
         waited_s, answer_by = within_s - CHECK_S, began + within_s
+        answer_by += STAGE_S if plan.staged else 0
         for number, node in enumerate(plan.nodes):
             token = f"{self.token}.{number}"  # two nodes may be one machine
             show = self.terminals.show_behind(b"[%d] " % number)

@@ -24,6 +24,7 @@ from distributed.environment import (
 )
 from distributed.network import PROFILES
 from distributed.stop_signals import DEFAULT_GRACE_S
+from launcher.container.container import Container, read_container
 from launcher.fanout import job_command
 from launcher.handshake import read_access
 from launcher.plan import hosts, pbs, slurm
@@ -46,7 +47,8 @@ _WORDS = {  # variables that can only be one of these
 _RESUMED_WITH = (  # variables that shape a run: the resume line repeats them
     *("TRAIN_SCRIPT", "CONFIG_FLAG", "NPROC_PER_NODE", "BACKEND", "LOG_DIR", "MASTER_ADDR"),
     *("MASTER_PORT", "MAX_RESTARTS", "GRACE", "LAUNCHER", "NCCL_PROFILE", "VENV", "CONDA_ENV"),
-    *("MODULES", "FRESH", "NUMA_BINDING", "SITE"),
+    *("MODULES", "FRESH", "NUMA_BINDING", "SITE", "CONTAINER", "CONTAINER_ARGS"),
+    "STAGE_ENV",
 )
 _RESUMED_WITH_SSH = ("SSH_OPTS", "FORWARD_ENV", "PREFLIGHT_SECONDS")
 
@@ -99,6 +101,8 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         grace_s=grace_s,
         variables={name: value for name, value in given.items() if value},
         activated=typed.activated,
+        staged=typed.staged,
+        container=_read_container(typed, environ, fanout, (log_dir, config, *words)),
         site=typed.site,
         is_dry_run=typed.dry_run,
         is_strict=typed.strict,
@@ -108,6 +112,18 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         has_health_check=typed.health_check,
         has_transcript=typed.transcript,
     )
+
+
+def _read_container(
+    typed: Typed, environ: Mapping[str, str], fanout: str, needed: Sequence[Path | str]
+) -> Container | None:
+    in_job = fanout in ("srun", "job_command", "check") or in_slurm_step(environ)
+    config = Path(typed.config or "-")
+    texts = [config.read_text(errors="replace")] if config.is_file() else []
+    try:
+        return read_container(environ, Path.cwd(), [ROOT, *needed, *texts], in_job=in_job)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
 
 
 def _check_access(environ: Mapping[str, str]) -> None:
@@ -293,6 +309,7 @@ def command_line(typed: Typed, environ: Mapping[str, str], fanout: str) -> str:
     names += ("CONFIG",) if typed.nodefile else ()  # which qsub's -v sets
     names = ("RUN_ID", *names) if fanout == "job_command" else names
     variables = [f"{name}={shlex.quote(environ[name])}" for name in names if environ.get(name)]
+    variables += [f"PYTHON={shlex.quote(typed.python)}"] if environ.get("CONTAINER") else []
     own = len(typed.typed) - len(typed.rest)  # what follows is the training script's
     words = [word for word in typed.typed[:own] if word not in ("--dry-run", "resume=never")]
     words += typed.typed[own:]

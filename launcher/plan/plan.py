@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TextIO
 
 from distributed.stop_signals import DEFAULT_GRACE_S
+from launcher.container.container import Container
 from launcher.preflight.check_node import Report, Request, check_node
 from launcher.preflight.compare import Outcome
 from launcher.text import count, print_row
 
-AGENT, START = "scripts/lib/agent.py", "scripts/lib/start.py"
+AGENT, START, STAGE = (f"scripts/lib/{name}" for name in ("agent.py", "start.py", "stage.sh"))
 MOST_RANKS = 4096  # of one node
 JOIN_S = 300.0
 LONGEST_COMMAND = 100_000  # bytes of the resume line; Linux takes 128 KiB in one variable
@@ -82,7 +83,7 @@ class Plan(World):
     fanout: str  # local, srun, ssh or pdsh
     command: str  # all that was typed, quoted for a shell: the resume line
     root: Path  # the project
-    python: str
+    python: str  # in the container, where there is one
     directory: Path  # where it was typed; relative paths begin here
     log_dir: Path
     run_id: str  # empty: node rank 0 names the run
@@ -105,6 +106,8 @@ class Plan(World):
     grace_s: int = DEFAULT_GRACE_S
     variables: Mapping[str, str] = field(default_factory=dict)  # that go with the run
     activated: Sequence[str] = ()  # names of those that SITE, VENV, CONDA_ENV and MODULES changed
+    container: Container | None = None  # in which the preflight, the agents and the ranks run
+    staged: str = ""  # the archive with the environment of `python`, which each node unpacks
     site: str = ""  # the file with the cluster's settings, and which variables it sets
     forwarded: Sequence[str] = ()  # names of all that go to nodes over ssh
     is_dry_run: bool = False
@@ -170,6 +173,17 @@ class Plan(World):
         """Return what runs a module of launcher/, on this machine or on a node."""
         return [self.python, str(self.root / START), module]
 
+    def inside(self, command: Sequence[str]) -> list[str]:
+        """Return what runs a command in the run's container, or with its unpacked Python."""
+        if self.staged:
+            folder = Path(self.python).parents[2]
+            return ["bash", str(self.root / STAGE), self.staged, str(folder), *command[1:]]
+        return self.container.wrap(command) if self.container else list(command)
+
+    def step_options(self) -> list[str]:
+        """Return srun's options that put a step into the run's container."""
+        return self.container.srun_options(self.run_id) if self.container else []
+
     def with_variables(self, command: Sequence[str]) -> list[str]:
         """Return a command of this run, with the run's variables before it."""
         variables = [f"{name}={value}" for name, value in self.run_variables().items()]
@@ -212,7 +226,7 @@ def print_commands(plan: Plan, paste_line: Callable[[str, str], str]) -> None:
     for number, node in enumerate(plan.nodes):
         command = plan.agent_command(nproc=counts[number], port=here.port, node_rank=number)
         print(node_comment(plan, number, node.name, counts, here.port))
-        print(paste_line(node.name, plan.paste_line(command)))
+        print(paste_line(node.name, plan.paste_line(plan.inside(command))))
 
 
 def print_plan(
@@ -227,6 +241,10 @@ def print_plan(
     print_row("run", f"{plan.run_id or '(named by node rank 0)'}{config}", out)
     if plan.site:
         print_row("site", plan.site, out)
+    if plan.staged:
+        print_row("staged", f"{Path(plan.python).parents[2]} on each node, from {plan.staged}", out)
+    if plan.container:
+        print_row("container", str(plan.container), out)
     print_row("hosts", _hosts(plan, node), out)
     default_backend = "nccl" if node and node.gpus else "gloo"
     backend = plan.backend.replace("auto", default_backend)

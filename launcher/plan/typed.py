@@ -36,6 +36,7 @@ class Typed:
     node: Sequence[str] = ()  # NODE, NODE:NPROC or a list
     setting: Sequence[str] = ()  # key=value
     activated: Sequence[str] = ()  # names of variables that the Python's environment has changed
+    staged: str = ""  # the packed environment of `python`, which each node unpacks
     site: str = ""  # the file with the cluster's settings, and which variables it sets
     passed: Sequence[str] = ()  # options of the node agent
     like_torchrun: bool = False  # what followed is a script with its arguments

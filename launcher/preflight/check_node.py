@@ -1,6 +1,6 @@
 """Check one node before anything starts: what is wrong with it, and what the plan must know of it.
 
-    python scripts/lib/start.py launcher.preflight.check_node REQUEST      in a step of a SLURM job
+    python scripts/lib/start.py launcher.preflight.check_node REQUEST      in a step, in a container
 
 It prints a Report. Where the nodes are started together they meet at the master's port meanwhile.
 No torch import, so it takes a few hundredths of a second.
@@ -181,8 +181,9 @@ def read_reports(lines: Iterable[str]) -> list[Report]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check this node of a step, as the request asks; a long one comes in several arguments."""
-    node_rank = int(os.environ.get("SLURM_NODEID") or 0)
-    request = replace(parse(Request, "".join(arguments)), node_rank=node_rank)
+    """Check this node, as the request asks; a long one comes in several arguments."""
+    request = parse(Request, "".join(arguments))
+    node_rank = int(os.environ.get("SLURM_NODEID") or request.node_rank)
+    request = replace(request, node_rank=node_rank)
     print("\n".join(write_report(check_node(request))), flush=True)
     return 0

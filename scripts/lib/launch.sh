@@ -20,6 +20,8 @@ SCHEDULED=${SLURM_JOB_ID:-${PBS_JOBID:-}} # not empty: a scheduler holds the run
 source "${BASH_SOURCE[0]%/*}/arguments.sh"
 # shellcheck source=scripts/lib/python.sh
 source "${BASH_SOURCE[0]%/*}/python.sh"
+# shellcheck source=scripts/lib/stage.sh
+source "${BASH_SOURCE[0]%/*}/stage.sh"
 # shellcheck source=scripts/lib/site.sh
 source "${BASH_SOURCE[0]%/*}/site.sh"
 
@@ -47,7 +49,9 @@ launch() { # <fan-out or other task> <more options of start.py...>
       die 2 "there is no $name in $ROOT; keep scripts/, launcher/ and distributed/ of this project together (make init DIR=...)"
   done
   read_site
+  choose_inside
   choose_python
+  stage_python "$1"
   command=("$PYTHON" "$ROOT/scripts/lib/start.py" "$@" "${FLAGS[@]}")
   command+=(--program="$PROGRAM" --usage="$(usage_line)" --python="$PYTHON")
   for name in "${!PLAN[@]}"; do command+=("--$name=${PLAN[$name]}"); done

@@ -1,4 +1,4 @@
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2034,SC2154 # PLAN is launch.sh's
 # The Python that runs the job: environment modules, conda, virtual environments.
 
 # Sets PYTHON to an absolute path, and ACTIVATED. First of: PYTHON, VENV, CONDA_ENV, the active
@@ -39,6 +39,13 @@ choose_python() {
   for name in $(compgen -A export); do
     [[ ${before[$name]-unset} == "${!name}" ]] || ACTIVATED+=("$name")
   done
+}
+
+# With CONTAINER, PYTHON and VENV are those inside. The launcher's own is this machine's.
+choose_inside() {
+  [[ -n ${CONTAINER:-} ]] || return 0
+  PLAN[python]=${PYTHON:-${VENV:+$VENV/bin/}python3}
+  PYTHON='' VENV='' CONDA_ENV=''
 }
 
 use_folder() { # <variable that names an environment's folder>

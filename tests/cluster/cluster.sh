@@ -3,7 +3,8 @@
 #
 # usage: tests/cluster/cluster.sh COMMAND
 #
-#   deps                 install what is missing of SLURM, munge, OpenSSH and pdsh, with apt-get
+#   deps                 install what is missing of SLURM, munge, OpenSSH, pdsh, Charliecloud and
+#                        podman, with apt-get
 #   check                say what keeps a cluster from running here, if anything does
 #   up [N]               start it with N nodes (default: 4); where one is up, that one ends first
 #   down                 end it and all that runs on it; nothing is left
@@ -35,7 +36,8 @@ BOX_TOOLS=( # <package>:<its command>
   slurmctld:slurmctld slurmd:slurmd slurm-client:sbatch munge:munged
   openssh-server:sshd pdsh:pdsh iproute2:tc iptables:iptables
 )
-BOX_WAIT_S=30 # the limit of every wait
+BOX_ALSO=(charliecloud:ch-run podman:podman runc:runc) # for the tests with containers
+BOX_WAIT_S=30                                          # the limit of every wait
 
 main() {
   [[ $BOX =~ ^/[A-Za-z0-9/._-]+$ && $BOX/ != /run/* ]] ||
@@ -59,16 +61,16 @@ die() { # <exit code> <text>
 
 # --- packages -----------------------------------------------------------------------------------
 
-packages_missing() {
+packages_missing() { # <package:its command...>
   local tool
-  for tool in "${BOX_TOOLS[@]}"; do
+  for tool; do
     type -P "${tool#*:}" >/dev/null || echo "${tool%:*}"
   done
 }
 
 check() {
   local missing
-  mapfile -t missing < <(packages_missing)
+  mapfile -t missing < <(packages_missing "${BOX_TOOLS[@]}")
   ((${#missing[@]} == 0)) || die 3 "not installed: ${missing[*]}; run make cluster-deps as root"
   ((EUID == 0)) || die 3 "it takes root to make hosts; run it as root"
   unshare --net --uts --mount --pid --fork ip link add probe type bridge 2>/dev/null ||
@@ -76,11 +78,18 @@ check() {
 }
 
 deps() {
-  local missing policy=/usr/sbin/policy-rc.d
-  mapfile -t missing < <(packages_missing)
-  ((${#missing[@]} > 0)) || return 0
+  local missing
+  mapfile -t missing < <(packages_missing "${BOX_TOOLS[@]}")
+  install_packages "${missing[@]}"
+  mapfile -t missing < <(packages_missing "${BOX_ALSO[@]}")
+  install_packages "${missing[@]}" || echo "without ${missing[*]}, the tests with containers are skipped"
+}
+
+install_packages() ( # <package...>
+  local policy=/usr/sbin/policy-rc.d
+  (($# > 0)) || return 0
   ((EUID == 0)) || die 3 "installing takes root; run make cluster-deps as root"
-  echo "installing ${missing[*]} with apt-get; none of their services is started or enabled"
+  echo "installing $* with apt-get; none of their services is started or enabled"
   # Where this file says 101, a package's script starts no service.
   if [[ ! -e $policy ]]; then
     trap 'rm -f -- /usr/sbin/policy-rc.d' EXIT
@@ -89,9 +98,9 @@ deps() {
   fi
   apt-get -qq update
   DEBIAN_FRONTEND=noninteractive apt-get -qq install -y \
-    --no-upgrade --no-install-recommends "${missing[@]}" >/dev/null
-  [[ ! -d /run/systemd/system ]] || disable_services "${missing[@]}"
-}
+    --no-upgrade --no-install-recommends "$@" >/dev/null || return
+  [[ ! -d /run/systemd/system ]] || disable_services "$@"
+)
 
 # Not at the next start of the machine either. Only for packages that were not there before.
 disable_services() { # <package...>

@@ -1,0 +1,19 @@
+"""Charliecloud: a folder. The command keeps its process id, and sees the host's /dev and /tmp.
+
+`ch-fromhost --nvidia` puts a driver's libraries into the image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher.container.container import Container
+
+
+def wrap(box: Container, command: Sequence[str]) -> list[str]:
+    """Return what runs a command inside."""
+    words = ["ch-run", f"--cd={box.directory}", *(f"--bind={folder}" for folder in box.binds)]
+    if Path(box.image, "ch/environment").exists():
+        words.append("--set-env")
+    return [*words, *box.arguments, box.image, "--", *command]

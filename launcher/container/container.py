@@ -1,0 +1,110 @@
+"""The container of a run: CONTAINER names its image, and the image's kind says what runs it.
+
+    image.sif       Apptainer             podman:NAME     podman
+    a folder        Charliecloud          image.sqsh      pyxis in a SLURM job, else Enroot
+                                          any other name  of a registry: pyxis, in a SLURM job
+
+The launcher stays outside, with srun and ssh; the preflight, the agents and the ranks are inside. A
+runtime is a module here with one function, `wrap`. Folders have the same paths inside as outside.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_PATH = re.compile(r"(?<![\w./~-])/[\w.+-][\w./+-]*")
+_OF_IMAGES = ("bin", "dev", "etc", "lib", "lib64", "proc", "run", "sbin", "sys", "tmp", "usr")
+
+
+@dataclass(frozen=True)
+class Container:
+    """An image, and what of this machine is to be seen in it."""
+
+    runtime: str  # a module of this folder
+    image: str
+    directory: Path  # where a command begins
+    binds: Sequence[Path]  # folders
+    arguments: Sequence[str] = ()  # more options of the runtime
+    has_gpus: bool = True
+
+    def wrap(self, command: Sequence[str]) -> list[str]:
+        """Return what runs a command inside."""
+        words: list[str] = self._runtime().wrap(self, command)
+        return words
+
+    def srun_options(self, name: str) -> list[str]:
+        """Return the options of srun that put a step inside; none if `wrap` does it."""
+        if self.runtime != "pyxis":
+            return []
+        words: list[str] = self._runtime().srun_options(self, name)
+        return words
+
+    def _runtime(self) -> Any:
+        return importlib.import_module(f"launcher.container.{self.runtime}")
+
+    def __str__(self) -> str:
+        return f"{self.image} ({self.runtime})"
+
+
+def read_container(
+    environ: Mapping[str, str], directory: Path, paths: Iterable[Path | str], *, in_job: bool
+) -> Container | None:
+    """Return the container that CONTAINER names, if it names one.
+
+    `paths` are what the run needs from this machine: folders, and texts that may name some. A
+    folder that is not there yet is made in its parent, which has to be seen then. With `in_job`,
+    the commands run in steps of a SLURM job. Raises ValueError: `cause; cure`.
+    """
+    given = environ.get("CONTAINER", "")
+    if not given:
+        return None
+    runtime, image = _choose(given, directory, in_job=in_job)
+    try:
+        arguments = shlex.split(environ.get("CONTAINER_ARGS", ""))
+    except ValueError as error:
+        raise ValueError(f"CONTAINER_ARGS: {error}; write it as for a shell") from None
+    binds = _outermost(_folder(directory / path) for path in _find_paths([directory, *paths]))
+    has_gpus = environ.get("BACKEND") != "gloo"
+    return Container(runtime, image, directory, binds, arguments, has_gpus)
+
+
+def _choose(given: str, directory: Path, *, in_job: bool) -> tuple[str, str]:
+    if given.startswith("podman:"):
+        return "podman", given.removeprefix("podman:")
+    path = directory / given
+    if path.is_dir():
+        return "charliecloud", str(path)
+    if path.suffix in (".sif", ".sqsh") or given.startswith((".", "/")):
+        if not path.is_file():
+            raise ValueError(f"CONTAINER is {given!r}, which is not here; correct its path")
+        if path.suffix == ".sif":
+            return "apptainer", str(path)
+        return "pyxis" if in_job else "enroot", str(path)
+    if not in_job:
+        cure = f"give an image's file or folder, or podman:{given}"
+        raise ValueError(f"CONTAINER is {given!r}: only pyxis, in a SLURM job, loads it; {cure}")
+    return "pyxis", given
+
+
+def _find_paths(paths: Iterable[Path | str]) -> Iterable[str]:
+    for path in paths:
+        yield from [str(path)] if isinstance(path, Path) else _PATH.findall(path)
+
+
+def _folder(path: Path) -> Path:
+    while not path.is_dir():
+        path = path.parent
+    return Path(os.path.normpath(path))
+
+
+def _outermost(folders: Iterable[Path]) -> list[Path]:
+    """Return the folders that none of the others holds, without those that are an image's own."""
+    ours = {folder for folder in folders if folder.parts[1:2] and folder.parts[1] not in _OF_IMAGES}
+    return sorted(folder for folder in ours if not ours & {*folder.parents})

@@ -1,0 +1,127 @@
+#!/usr/bin/env bash
+# shellcheck disable=SC2034,SC2154 # PLAN is launch.sh's
+# STAGE_ENV: run Python from a copy of its environment on each node's own memory or disk.
+#
+# usage: stage.sh ARCHIVE FOLDER [ARGS...]
+#
+# FOLDER/env/bin/python gets the ARGS. Where FOLDER is not there yet, it is unpacked from ARCHIVE,
+# whose SHA-256 is in ARCHIVE.sha256: one file, which a shared file system hands out faster than the
+# thousands in it. launch.sh packs it; this program runs on each node, before a Python can.
+
+# --- where a run is launched --------------------------------------------------------------------
+
+# Replaces PYTHON by that of a copy on this machine, and packs the environment if it is new.
+stage_python() { # <fan-out or other task>
+  local place=${STAGE_ENV:-} packed key folders archive
+  [[ -n $place && " auto local srun ssh pdsh " == *" $1 "* && " ${FLAGS[*]} " != *" --dry-run "* ]] || return 0
+  [[ $place != 1 ]] || place=/dev/shm
+  [[ -d $place && -w $place ]] ||
+    die 2 "STAGE_ENV is ${STAGE_ENV@Q}; give 1 for memory (/dev/shm), or a folder on each node's own disk"
+  [[ -z ${CONTAINER:-} ]] ||
+    die 2 "STAGE_ENV is for environments of many files, and CONTAINER is one; leave one of them out"
+  packed=${PLAN["log-dir"]:-${LOG_DIR:-logs}}/environments
+  mkdir -p -- "$packed"
+  packed=$(cd -- "$packed" && pwd)
+  key=$(hash_of "$PYTHON")
+  folders=$packed/$key.folders
+  [[ -s $folders ]] || find_folders "$PYTHON" >"$folders"
+  archive=$packed/$key-$(hash_of "$(stat_folders "$folders")").tar
+  (
+    flock 9 # of several launches one packs
+    [[ -r $archive ]] || pack_environment "$folders" "$archive" "$packed/$key-"
+  ) 9>"$packed/$key.lock"
+  PYTHON=$place/launch-kit-$UID/$(basename -- "$archive" .tar)/env/bin/python
+  PLAN[staged]=$archive
+  bash "${BASH_SOURCE[0]}" "$archive" "${PYTHON%/env/bin/python}" -c '' || exit
+}
+
+hash_of() { # <text>
+  local hash
+  hash=$(sha256sum <<<"$1")
+  echo "${hash:0:16}"
+}
+
+# Prints the folders of a Python: the environment's, its Python's own, and those of its packages.
+find_folders() { # <python>
+  local folders
+  folders=$("$1" -I -c 'import sys, sysconfig
+print(sys.prefix, sys.base_prefix, sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sep="\n")')
+  [[ $folders != /usr$'\n'* && $folders != /usr/local$'\n'* ]] ||
+    die 2 "STAGE_ENV: $1 is the system's, which each node has; leave STAGE_ENV out, or set VENV or CONDA_ENV"
+  echo "$folders"
+}
+
+# Prints what changes when a package is added, removed or replaced.
+stat_folders() { # <file with the folders>
+  local folders
+  mapfile -t folders <"$1"
+  stat -L -c '%n %Y %Z %i' -- "${folders[@]}"
+}
+
+pack_environment() { # <file with the folders> <archive> <beginning of the archives of this Python>
+  local folders
+  mapfile -t folders <"$1"
+  echo "$PROGRAM: STAGE_ENV: packing ${folders[0]} into $2, once" >&2
+  rm -f -- "$3"*
+  tar -C "${folders[0]}/" --transform='s,^\.,env,S' -cf "$2.new" .
+  [[ ${folders[1]} =~ ^(/usr|/usr/local|"${folders[0]}")$ ]] ||
+    tar -C "${folders[1]}/" --transform='s,^\.,base,S' -rf "$2.new" .
+  sha256sum <"$2.new" >"$2.sha256"
+  mv -- "$2.new" "$2"
+}
+
+# --- on each node -------------------------------------------------------------------------------
+
+run_staged() { # <archive> <folder> <arguments...>
+  [[ -d ${2%/*} ]] || mkdir -m 700 -- "${2%/*}" 2>/dev/null || true
+  [[ -O ${2%/*} && ! -L ${2%/*} ]] || fail env-missing "${2%/*} is another user's; give STAGE_ENV another folder"
+  exec 9>>"$2.lock" # held as long as a process runs from the folder
+  flock 9
+  [[ -d $2 ]] || unpack_environment "$1" "$2"
+  flock --shared 9
+  exec "$2/env/bin/python" "${@:3}"
+}
+
+unpack_environment() { # <archive> <folder>
+  local new=$2.new python link
+  [[ -r $1 ]] || fail env-missing "there is no $1 here; give a LOG_DIR that all nodes share, or leave STAGE_ENV out"
+  remove_unused "${2%/*}"
+  (($(stat -L -c %s -- "$1") < $(df --output=avail -B1 -- "${2%/*}" | tail -n 1))) ||
+    fail disk-low "${2%/*} has no room for $(du -Lh -- "$1" | cut -f 1); give STAGE_ENV a folder that has"
+  rm -rf -- "$new"
+  mkdir -- "$new"
+  mkfifo -- "$new/pipe"
+  sha256sum <"$new/pipe" >"$new/sha256" &
+  tee -- "$new/pipe" <"$1" | tar -C "$new" --no-same-owner -xf -
+  wait "$!"
+  cmp -s -- "$new/sha256" "$1.sha256" || fail env-missing "$1 is not whole; remove it, and it is packed again"
+  if [[ -d $new/base ]]; then # a virtual environment's Python
+    python=$(basename -- "$(readlink -f -- "$new/base/bin/python3")")
+    for link in "$new"/env/bin/python*; do
+      [[ $(readlink -- "$link") != /* ]] || ln -sfn -- "../../base/bin/$python" "$link"
+    done
+    sed -i "s|^home = .*|home = $2/base/bin|" "$new/env/pyvenv.cfg"
+  fi
+  mv -T -- "$new" "$2"
+}
+
+# Only one environment is kept for each user, but for those that a process runs from.
+remove_unused() { # <folder of all>
+  local other
+  for other in "$1"/*/; do
+    other=${other%/}
+    [[ ! -d $other ]] || (! flock --nonblock 9 || rm -rf -- "$other") 9>>"${other%.new}.lock"
+  done
+}
+
+fail() { # <fault> <"cause; cure">
+  local host
+  host=$(uname -n)
+  echo "stage.sh: ${host%%.*}: $2 [$1]" >&2
+  exit 3
+}
+
+if [[ ${BASH_SOURCE[0]} == "$0" ]]; then
+  set -euo pipefail
+  run_staged "$@"
+fi

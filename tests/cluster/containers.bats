@@ -1,0 +1,149 @@
+#!/usr/bin/env bats
+# Runs inside containers, with Charliecloud and podman: on this machine, over ssh and under SLURM.
+# shellcheck disable=SC2030,SC2031 # each test is a subshell, and is meant to be one
+bats_require_minimum_version 1.5.0
+load helper
+
+ROOT=$(cd -- "$BATS_TEST_DIRNAME/../.." && pwd -P)
+SMALL=(train.max_steps=6 train.eval_every=0 train.global_batch_size=12 model.layers=1 model.width=16)
+LONG=("${SMALL[@]}" train.max_steps=100000 checkpoint.every=0)
+
+setup_file() {
+  cluster_up 2
+  make_image "$BATS_FILE_TMPDIR/image"
+}
+
+teardown_file() {
+  cluster_down
+}
+
+setup() {
+  cd -- "$BATS_TEST_TMPDIR" || return
+  ln -s -- "$ROOT"/{config,scripts} .
+  IMAGE=$BATS_FILE_TMPDIR/image
+  export OMP_NUM_THREADS=1 USER=${USER:-root} LOG_DIR=$PWD/logs
+}
+
+# Folders that the image has not: those of this machine's Python and of its libraries.
+folders() {
+  echo /usr
+  "$PYTHON" -c 'import os, sys; print(*(os.path.realpath(p) for p in {sys.prefix, sys.base_prefix} if p != "/usr"), sep="\n")'
+}
+
+# An image with a root and an /etc of its own.
+make_image() { # <folder>
+  local folder
+  mkdir -p "$1"/{etc,proc,sys,dev,tmp,run,home,root}
+  while read -r folder; do mkdir -p "$1$folder"; done < <(folders && echo "$ROOT")
+  for folder in bin lib lib64 sbin; do ln -s "usr/$folder" "$1/$folder"; done
+  touch "$1"/etc/{hosts,resolv.conf}
+  cp /etc/passwd /etc/group "$1/etc/"
+  echo 'PRETTY_NAME="launch kit"' >"$1/etc/os-release"
+}
+
+use_charliecloud() {
+  type -P ch-run >/dev/null || skip "there is no ch-run; sudo apt install charliecloud"
+  export CONTAINER=$IMAGE CONTAINER_ARGS
+  CONTAINER_ARGS=$(folders | sed 's/^/--bind=/' | tr '\n' ' ')
+}
+
+# A podman whose store is in the test's folder. Here a process may not raise its own limits.
+use_podman() {
+  type -P podman >/dev/null || skip "there is no podman; sudo apt install podman runc"
+  printf '[storage]\ndriver = "vfs"\ngraphroot = "%s"\nrunroot = "%s"\n' "$PWD/store" "$PWD/run" >storage.conf
+  printf '[containers]\ndefault_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]\n[engine]\nruntime = "runc"\ntmp_dir = "%s"\n' \
+    "$PWD/libpod" >containers.conf
+  export CONTAINERS_STORAGE_CONF=$PWD/storage.conf CONTAINERS_CONF=$PWD/containers.conf
+  tar -C "$IMAGE" -c . | podman import --quiet - launch-kit-test >/dev/null
+  podman run --rm launch-kit-test /none 2>why || true
+  grep -q '"/none"' why || skip "podman runs nothing here: $(tail -n 1 why)"
+  export CONTAINER=podman:localhost/launch-kit-test CONTAINER_ARGS
+  CONTAINER_ARGS=$(folders | sed 's/.*/--volume=&:&/' | tr '\n' ' ')
+}
+
+weights_of() { # <run id>
+  (cd -- "$ROOT" && "$PYTHON" -m distributed.checkpoint hash "$OLDPWD/checkpoints/$1")
+}
+
+# The weights are those of a run on the bare machine, which every test compares with.
+assert_same_weights() { # <run id>
+  RUN_ID=bare CONTAINER='' scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${SMALL[@]}"
+  [[ $(weights_of "$1") == "$(weights_of bare)" ]]
+}
+
+assert_inside() {
+  echo 'print(open("/etc/os-release").read())' >where.py
+  [[ $(TRAIN_SCRIPT=where.py scripts/ssh/launch_singlenode.sh - 1 2>/dev/null) == *'"launch kit"'* ]]
+}
+
+# Starts a long run here; its ranks have taken a step when this returns.
+start_long() { # <run id>
+  RUN_ID=$1 setsid scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${LONG[@]}" >"$1.out" 2>&1 3>&- &
+  PID=$!
+  eventually 60 grep -q '^step ' "$1.out" || { cat "$1.out" && false; }
+}
+
+ranks_of() { # <run id>
+  pgrep -f "agent.py .*--rdzv-id $1 "
+}
+
+no_ranks() { # <run id>
+  ! ranks_of "$1"
+}
+
+@test "Charliecloud: trains inside; kill -9 leaves nothing; a stop saves; it resumes" {
+  use_charliecloud
+  assert_inside
+  RUN_ID=inside scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${SMALL[@]}"
+  assert_same_weights inside
+  start_long killed
+  kill -KILL "$PID"
+  eventually 2 no_ranks killed
+  start_long stopped
+  kill -INT "$PID"
+  end_of "$PID"
+  cat stopped.out
+  ((CODE == 75))
+  no_ranks stopped
+  bash -c "$(sed -n 's/^resume *\(RUN_ID=.*[^ ]\)  *(.*/\1/p' stopped.out | tail -n 1) train.max_seconds=1" >again.out 2>&1 || (($? == 75))
+  grep -q 'resum' again.out
+}
+
+@test "Charliecloud over ssh and pdsh: each node's part is inside" {
+  use_charliecloud
+  local script
+  for script in torchrun_auto pdsh_multinode; do
+    RUN_ID=$script on login "scripts/ssh/launch_$script.sh" config/local3.yaml 1 node1 node2 "${SMALL[@]}"
+    assert_same_weights "$script"
+    rm -r checkpoints/bare
+  done
+}
+
+@test "Charliecloud under SLURM: trains inside; a notice saves, requeues and resumes" {
+  use_charliecloud
+  JOB=$(on login sbatch --parsable --output=job.out --nodes=2 --gpus-per-node=1 scripts/slurm/slurm_train.sh config/local3.yaml "${LONG[@]}")
+  eventually 60 grep -q '^step ' job.out || { cat job.out && false; }
+  grep -q "^container  $IMAGE (charliecloud)$" job.out
+  on login scancel --signal=USR1 --batch "$JOB"
+  eventually 60 is_running "$JOB" 1
+  eventually 60 grep -q 'resum' job.out || { cat job.out && false; }
+  on login scancel "$JOB"
+  eventually 60 has_ended "$JOB"
+  eventually 2 is_gone_from node1 "agent.py .*--rdzv-id $JOB "
+}
+
+@test "podman: trains inside; a stop saves; kill -9 of podman itself leaves nothing" {
+  use_podman
+  assert_inside
+  RUN_ID=inside scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${SMALL[@]}"
+  assert_same_weights inside
+  start_long stopped
+  kill -INT "$PID"
+  end_of "$PID"
+  cat stopped.out
+  ((CODE == 75))
+  no_ranks stopped
+  start_long killed
+  kill -KILL "$PID"
+  eventually 4 no_ranks killed
+}

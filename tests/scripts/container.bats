@@ -1,0 +1,93 @@
+#!/usr/bin/env bats
+# CONTAINER: what each runtime is given. tests/cluster/containers.bats runs those that are to be had.
+# shellcheck disable=SC2030,SC2031 # each test is a subshell, on purpose
+bats_require_minimum_version 1.5.0
+load helper
+
+AGENT="/opt/python $ROOT/scripts/lib/agent.py"
+
+setup() {
+  mkdir -p "$BATS_TEST_TMPDIR/home" && cd -- "$BATS_TEST_TMPDIR/home" || return
+  FOLDER=$PWD
+  touch image.sif image.sqsh
+  mkdir -p "$HOME/data" image "$HOME/checkpoints"
+  printf 'data: {path: %s}\ncheckpoint: {dir: %s/new/deep}\n' "$HOME/data" "$HOME/checkpoints" >plain.yaml
+  touch own.py
+  export RUN_ID=golden MASTER_PORT=23456 PYTHON=/opt/python TRAIN_SCRIPT=own.py
+}
+
+# What comes after the variables in the command of a dry run.
+command_of() { # <script and arguments...>
+  run --separate-stderr "$ROOT/scripts/$1" "${@:2}" --dry-run
+  # shellcheck disable=SC2154 # set by run
+  [[ $status == 0 ]] || { echo "$output $stderr" && return 1; }
+  WORDS=$(bash -c 'env() { while [[ $1 == *=* ]]; do shift; done; printf "%s\n" "$*"; }; '"${output##*&& }")
+}
+
+@test "image.sif: Apptainer, with the folders that the run and its config name" {
+  export CONTAINER=image.sif CONTAINER_ARGS="--bind '/a b'"
+  command_of ssh/launch_singlenode.sh plain.yaml 2
+  [[ $WORDS == "apptainer exec --nv --pwd=$FOLDER "*" --bind /a b $FOLDER/image.sif $AGENT --nnodes 1 "* ]]
+  local folder
+  for folder in "$ROOT" "$HOME/data" "$HOME/checkpoints"; do
+    [[ $folder == /tmp/* || $WORDS == *" --bind=$folder "* ]]
+  done
+  [[ $stderr == *"container  $FOLDER/image.sif (apptainer)"* ]]
+  BACKEND=gloo command_of ssh/launch_singlenode.sh plain.yaml 2
+  [[ $WORDS == "apptainer exec --pwd="* ]]
+}
+
+@test "a folder: Charliecloud; image.sqsh: Enroot; podman:NAME: podman" {
+  CONTAINER=image command_of ssh/launch_singlenode.sh plain.yaml 2
+  [[ $WORDS == "ch-run --cd=$FOLDER --bind=$ROOT $FOLDER/image -- $AGENT --nnodes 1 "* ]]
+  CONTAINER=image.sqsh command_of ssh/launch_singlenode.sh plain.yaml 2
+  [[ $WORDS == "bash -c options=()"*"enroot start "*" --mount $ROOT:$ROOT $FOLDER/image.sqsh env --chdir=$FOLDER $AGENT "* ]]
+  CONTAINER=podman:reg.io/torch:2 command_of ssh/launch_singlenode.sh plain.yaml 2
+  [[ $WORDS == "sh -c LAUNCH_CLIENT="*"podman run "*" --pid=host "*" --workdir=$FOLDER --volume=$ROOT:$ROOT reg.io/torch:2 $AGENT "* ]]
+}
+
+@test "Enroot is told the names of the variables, and no value" {
+  fake_tool enroot 'printf "%s\n" "$*"'
+  CONTAINER=image.sqsh run --separate-stderr "$ROOT/scripts/ssh/launch_singlenode.sh" - 1 --dry-run
+  run env RUN_SECRET=hidden LD_PRELOAD='' bash -c "$output"
+  [[ $output == *"--env RUN_SECRET "* && $output != *hidden* && $output != *"--env PATH"* && $output != *"--env LD_"* ]]
+}
+
+@test "over ssh each node's part is inside, and what is started there is started once" {
+  CONTAINER=image run --separate-stderr "$ROOT/scripts/ssh/launch_torchrun_auto.sh" plain.yaml 1 node1 node2 --dry-run
+  [[ $output == *"ssh -- node1 "*"ch-run --cd=$FOLDER "*" -- $AGENT --nnodes 2 "* ]]
+}
+
+@test "in a SLURM job srun and pyxis load image.sqsh, or a registry's image" {
+  fake_tool squeue 'echo 7'
+  fake_tool srun 'exit 9'
+  local image
+  export SLURM_JOB_ID=7 SLURM_JOB_NUM_NODES=1 SLURM_NNODES=1 SLURM_JOB_NODELIST=node1 SLURM_NODELIST=node1
+  for image in image.sqsh nvcr.io/nvidia/pytorch:25.01-py3; do
+    CONTAINER=$image run --separate-stderr "$ROOT/scripts/slurm/slurm_train_single_node.sh" plain.yaml
+    cat <<<"$output $stderr"
+    [[ $stderr == *"did not start on node1"*" [env-missing]" ]]
+  done
+  fake_tool srun 'printf "%s\n" "$*" >&2; exit 9'
+  CONTAINER=$image run "$ROOT/scripts/slurm/slurm_train_single_node.sh" plain.yaml
+  [[ $output == *" --container-image=$image --container-name=golden --container-mounts=$ROOT:$ROOT"*" --container-workdir=$FOLDER "* ]]
+  [[ $output != *ch-run* ]]
+}
+
+@test "what CONTAINER cannot mean is refused in one line" {
+  CONTAINER=none.sif run "$ROOT/scripts/ssh/launch_singlenode.sh" plain.yaml 2
+  assert_refused 2 "CONTAINER is 'none.sif', which is not here; correct its path"
+  CONTAINER=nvcr.io/x run "$ROOT/scripts/ssh/launch_singlenode.sh" plain.yaml 2
+  assert_refused 2 "only pyxis, in a SLURM job, loads it; give an image's file or folder, or podman:nvcr.io/x"
+  CONTAINER=image CONTAINER_ARGS="'" run "$ROOT/scripts/ssh/launch_singlenode.sh" plain.yaml 2
+  assert_refused 2 "CONTAINER_ARGS: No closing quotation; write it as for a shell"
+  mkdir bare
+  ln -s "$(type -P python3)" bare/
+  CONTAINER=image PATH=$(bare_path && echo "$PATH") run "$ROOT/scripts/ssh/launch_singlenode.sh" plain.yaml 2
+  assert_refused 3 "ch-run: No such file or directory; install charliecloud, or leave CONTAINER out" env-missing
+}
+
+@test "the resume line repeats the container and its Python" {
+  CONTAINER=image run "$ROOT/scripts/ssh/launch_singlenode.sh" plain.yaml 2 --dry-run
+  [[ $output == *"CONTAINER=image PYTHON=/opt/python $ROOT/scripts/ssh/launch_singlenode.sh plain.yaml 2"* ]]
+}
