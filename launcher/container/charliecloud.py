@@ -13,7 +13,8 @@ from launcher.container.container import Container
 
 def wrap(box: Container, command: Sequence[str]) -> list[str]:
     """Return what runs a command inside."""
-    words = ["ch-run", f"--cd={box.directory}", *(f"--bind={folder}" for folder in box.binds)]
+    binds = (folder for folder in box.binds if folder.parts[1] != "tmp")  # all of it is there
+    words = ["ch-run", f"--cd={box.directory}", *(f"--bind={folder}" for folder in binds)]
     if Path(box.image, "ch/environment").exists():
         words.append("--set-env")
     return [*words, *box.arguments, box.image, "--", *command]

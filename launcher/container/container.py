@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 _PATH = re.compile(r"(?<![\w./~-])/[\w.+-][\w./+-]*")
-_OF_IMAGES = ("bin", "dev", "etc", "lib", "lib64", "proc", "run", "sbin", "sys", "tmp", "usr")
+_OF_IMAGES = ("bin", "dev", "etc", "lib", "lib64", "proc", "run", "sbin", "sys", "usr")
 
 
 @dataclass(frozen=True)

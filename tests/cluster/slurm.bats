@@ -330,7 +330,7 @@ all_run_at_once() { # <job...>
   done
   printf '%s\n' 'import signal, time' 'signal.signal(signal.SIGTERM, signal.SIG_IGN)' \
     'print("deaf", flush=True)' 'time.sleep(600)' >deaf.py
-  TRAIN_SCRIPT=deaf.py on login salloc -Q --nodes=1 scripts/slurm/slurm_train.sh - >deaf.out 2>&1 3>&- &
+  TRAIN_SCRIPT=deaf.py on login salloc -Q --nodes=1 --nodelist=node1 scripts/slurm/slurm_train.sh - >deaf.out 2>&1 3>&- &
   eventually 60 grep -q '^deaf' deaf.out
   on login pkill -INT -o -f "lib/start.py srun .*slurm_train.sh"
   sleep 1 # two that are closer count as one
