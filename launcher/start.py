@@ -129,8 +129,10 @@ def check_config(plan: Plan) -> Plan:
         raise SystemExit(BAD_INPUT)
     if result.returncode != 0:
         words = (result.stderr or result.stdout).strip().splitlines() or ["no word"]
-        cause = f"{plan.python} cannot run train.py ({words[-1]})"
-        raise Refused("env-missing", f"{cause}; run make setup, or set PYTHON")
+        where = f" in {plan.container}" if plan.container else ""
+        cause = f"{plan.python} cannot run train.py{where} ({words[-1]})"
+        cure = "PYTHON is a path inside" if plan.container else "run make setup, or set PYTHON"
+        raise Refused("env-missing", f"{cause}; {cure}")
     facts = typed_json.parse(ConfigFacts, result.stdout)
     return replace(
         plan,
