@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 
+ADDED = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # the variable of torchrun's --signals-to-handle
 NOTICE = signal.SIGUSR1  # schedulers send it minutes before they end a job
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, NOTICE)
 DEFAULT_GRACE_S = 30  # for the ranks to save when they are stopped
 SECOND_INTERRUPT_S = 0.3  # schedulers and terminals may send one SIGINT twice
 
 
+def stop_signals() -> list[signal.Signals]:
+    """Return STOP_SIGNALS, and those that --signals-to-handle adds."""
+    added = {*os.environ.get(ADDED, "").replace(" ", "").split(",")}
+    more = [one for one in signal.Signals if one.name in added and one not in STOP_SIGNALS]
+    return [*STOP_SIGNALS, *more]
+
+
 def handled_signals() -> list[signal.Signals]:
     """Return the stop signals that this process does not ignore, as it does under nohup."""
-    return [one for one in STOP_SIGNALS if signal.getsignal(one) != signal.SIG_IGN]
+    return [one for one in stop_signals() if signal.getsignal(one) != signal.SIG_IGN]
 
 
 class Interrupts:

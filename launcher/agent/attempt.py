@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from distributed.stop_signals import NOTICE, STOP_SIGNALS, Interrupts, handled_signals
+from distributed.stop_signals import NOTICE, Interrupts, handled_signals, stop_signals
 from launcher import processes
 from launcher.agent import verdict
 from launcher.agent.control import BEAT_S, SILENCE_S
@@ -236,7 +236,7 @@ class Attempt:
         match message:
             case EndRanks() | Verdict() if self.is_first_node:
                 pass  # those it gives itself
-            case StopRequest() if message.signum in STOP_SIGNALS:
+            case StopRequest() if message.signum in stop_signals():
                 self._stop(message.signum, peer)
             case Failure():
                 self._fail(message)

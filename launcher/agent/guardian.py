@@ -25,7 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from distributed.stop_signals import DEFAULT_GRACE_S, NOTICE, STOP_SIGNALS, handled_signals
+from distributed.stop_signals import (
+    ADDED,
+    DEFAULT_GRACE_S,
+    NOTICE,
+    STOP_SIGNALS,
+    handled_signals,
+)
 from launcher import processes, typed_json
 from launcher.agent.control import Control, follow_client, report_end, take_control
 from launcher.failure import Failure, count_memory_kills, explain, signal_name
@@ -78,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     mend_streams()
     recorded = os.environ.pop("RUN_RECORD", "")  # the run folder where this process is noted
     client = int(os.environ.pop("LAUNCH_CLIENT", "0"))  # that podman's container belongs to
+    if added := _option(arguments, "--signals-to-handle"):
+        os.environ[ADDED] = added
     control = take_control()
     janitors = start_janitor() if os.environ.pop("LAUNCH_JANITOR", "") else (None, None)
     processes.adopt_orphans()
@@ -160,9 +168,17 @@ def _keeping(file: int) -> Iterator[None]:
 
 def _node_rank(arguments: Sequence[str]) -> int:
     """Return this node's rank, as far as it is known before the agent has read its arguments."""
-    given = dict(itertools.pairwise(arguments)).get("--node-rank")
-    given = given or os.environ.get("SLURM_NODEID", "")
+    given = _option(arguments, "--node-rank") or os.environ.get("SLURM_NODEID", "")
     return int(given) if given.isdecimal() else 0
+
+
+def _option(arguments: Sequence[str], name: str) -> str:
+    """Return the value of one of torchrun's options, as far as it is known without its parser."""
+    for word, value in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
+        option, equals, its_value = word.partition("=")
+        if option.replace("_", "-") == name:
+            return its_value if equals else value
+    return ""
 
 
 def start_janitor() -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,6 +84,7 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
     if is_placed and beyond_static:
         cure = "leave it out, or also give --nnodes, --node-rank and --master-addr"
         raise ValueError(f"{beyond_static}: not in a SLURM step; {cure}")
+    _check_signals(args)
     settings = _parse_rendezvous_config(args.rdzv_conf)
     grace_s = os.environ.get("GRACE", vars(args).get("shutdown_timeout") or DEFAULT_GRACE_S)
     filtered = args.local_ranks_filter.split(",") if args.local_ranks_filter else None
@@ -135,6 +137,14 @@ def _count_ranks(nproc_per_node: str) -> int:
         del os.environ[_BY_NVML]
         if given is not None:
             os.environ[_BY_NVML] = given
+
+
+def _check_signals(args: argparse.Namespace) -> None:
+    names = vars(args).get("signals_to_handle") or ""  # older torch lacks it
+    unknown = {*names.replace(" ", "").split(",")} - {"", *signal.Signals.__members__}
+    if unknown:
+        cause = f"--signals-to-handle {names}: there is no {' '.join(sorted(unknown))}"
+        raise ValueError(f"{cause}; give names such as SIGUSR2")
 
 
 def _streams(text: str, nproc: int) -> list[Std]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from distributed.errors import STOPPED
-from distributed.stop_signals import NOTICE, STOP_SIGNALS
+from distributed.stop_signals import NOTICE, stop_signals
 from launcher import failure
 from launcher.failure import Failure, RaisedError
 
@@ -86,7 +86,7 @@ def is_asked(end: Failure, signals: Sequence[int], *, has_saved: bool) -> bool:
     if not signals:
         return end.code == STOPPED and has_saved
     has_left = end.cause.startswith(("left with", "SystemExit", "KeyboardInterrupt"))
-    return has_left or end.is_consequence or end.code - 128 in STOP_SIGNALS
+    return has_left or end.is_consequence or end.code - 128 in stop_signals()
 
 
 def describe_end(
@@ -195,7 +195,7 @@ def describe_ends(nodes: Sequence[NodeEnd], *, has_saved: bool) -> str:
         for rank, code in node.left.items():
             if code == STOPPED and has_saved:
                 ends[rank] = "saved"
-            elif code - 128 in STOP_SIGNALS:
+            elif code - 128 in stop_signals():
                 ends[rank] = f"ended by {signal.Signals(code - 128).name}"
             else:
                 ends[rank] = f"left with code {code}"

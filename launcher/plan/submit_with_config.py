@@ -47,7 +47,8 @@ def run(typed: Typed) -> int:
     """Submit the training; returns the exit code: with --wait, the job's."""
     own, settings = take_own_settings(typed, os.environ)
     gpus = read_number("num_gpus_train", own["num_gpus_train"], 1, MOST_GPUS)
-    size = choose_size(gpus, most_gpus_of_a_node(own.get("partition", "")))
+    partition = own.get("partition") or os.environ.get("SBATCH_PARTITION", "")
+    size = choose_size(gpus, gpus_of_nodes(partition))
     nodelist = own.get("nodelist", "")
     if size.num_nodes == 1 and len(hostlist.expand(nodelist or "any")) > 1:
         cause = f"{count(gpus, 'GPU')} fit on one node; nodelist={nodelist} is ignored"
@@ -109,29 +110,43 @@ def choose_preparation(own: Mapping[str, str], by_config: str, program: str) -> 
     return script
 
 
-def choose_size(gpus: int, most: int) -> Size:
-    """Return how many nodes, with up to `most` GPUs each, share the GPUs evenly."""
-    num_nodes = next(n for n in range(-(-gpus // most), gpus + 1) if gpus % n == 0)
+def choose_size(gpus: int, nodes: Sequence[int]) -> Size:
+    """Return how many nodes, of those with so many GPUs each, share the GPUs evenly.
+
+    Where the nodes do not suffice, they are as few as if there were more: SLURM refuses that.
+    """
+    most = max(nodes)
+    sizes = [n for n in range(-(-gpus // most), gpus + 1) if gpus % n == 0]
+    fitting = (n for n in sizes if sum(have >= gpus // n for have in nodes) >= n)
+    num_nodes = next(fitting, sizes[0])
     return Size(num_nodes, gpus // num_nodes, is_exclusive=gpus == num_nodes * most)
 
 
-def most_gpus_of_a_node(partition: str) -> int:
-    """Return the greatest number of GPUs that sinfo shows for a node.
+def gpus_of_nodes(partition: str) -> list[int]:
+    """Return the GPUs, of any type, of each node of a partition; "": the default one.
 
     Raises Refused where there are none, or sinfo cannot tell.
     """
     if shutil.which("sinfo") is None:
         raise Refused("env-missing", "there is no sinfo here; submit from a login node")
-    command = ["sinfo", "-h", "-N", "-o", "%G", *(["-p", partition] if partition else [])]
+    command = ["sinfo", "-h", "-N", "-o", "%P %G", *(["-p", partition] if partition else [])]
     answer = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if answer.returncode != 0:
         raise Refused("env-missing", "sinfo fails, see above; submit where SLURM answers")
-    most = max((int(number) for number in _GPUS.findall(answer.stdout)), default=0)
-    if most == 0:
+    nodes = read_sinfo(answer.stdout)
+    if not nodes:
         where = f" in partition {partition}" if partition else ""
         cause = f"sinfo shows no GPUs{where}"
         raise Refused("too-few-gpus", f"{cause}; choose another partition")
-    return most
+    return nodes
+
+
+def read_sinfo(text: str) -> list[int]:
+    """Return the GPUs of each node that has some, of the default partition where it is shown."""
+    lines = [line.partition(" ") for line in text.splitlines()]
+    default = [gres for name, _, gres in lines if name.endswith("*")]
+    counts = (sum(map(int, _GPUS.findall(gres))) for gres in default or (line[2] for line in lines))
+    return [number for number in counts if number]
 
 
 # --- sbatch -------------------------------------------------------------------------------------

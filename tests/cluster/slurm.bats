@@ -601,6 +601,14 @@ is_not_running() { # <job>
   grep -q '"world_size": 4' logs/ddp/run.json
 }
 
+@test "test_distributed_integration.sh: the nodes together, a training, and its resumed run" {
+  export LOG_DIR=$PWD/logs
+  run on login scripts/test_distributed_integration.sh --quiet
+  echo "$output"
+  [[ $status == 0 && ${lines[-1]} == "PASS       the nodes work together; a training, and its resumed run, went well" ]]
+  [[ $output == *"PASS  2 ranks on 2 nodes, gloo: "* && $output == *$'\nresumed    after step 20\n'* ]]
+}
+
 @test "two launches in one allocation are two runs; a requeued job resumes each" {
   local words="${SHORT[*]}"
   cat >two.sh <<SH

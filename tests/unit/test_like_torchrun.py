@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -309,6 +310,30 @@ def test_streams_go_to_files_as_under_torchrun(
     assert files["ours"] == {path: text for path, text in files["torchrun"].items() if text}
     lines = (done.stdout + done.stderr).splitlines(keepends=True)
     assert "".join(sorted(lines)) == shown
+
+
+def test_signals_to_handle_reach_every_rank(tmp_path: Path) -> None:
+    script = tmp_path / "x.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})\n"
+        "os.write(1, b'ready\\n')\n"
+        "signal.sigwait({signal.SIGUSR2})\n"
+        "os.write(1, b'saved\\n')\n"
+    )
+    options = ["--signals-to-handle=SIGUSR2", "--nproc-per-node", "2"]
+    run = subprocess.Popen([*AGENT, *options, str(script)], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    assert [run.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    run.send_signal(signal.SIGUSR2)
+    rest, _ = run.communicate(timeout=20)
+    assert rest == "saved\n" * 2
+    assert run.returncode == 128 + signal.SIGUSR2
+    wrong = subprocess.run(
+        [*AGENT, "--signals-to-handle", "SIGNONE", str(script)], capture_output=True, text=True
+    )
+    assert (wrong.returncode, len(wrong.stderr.splitlines())) == (2, 1)
+    assert "there is no SIGNONE" in wrong.stderr
 
 
 def test_elastic_launches_are_handed_to_torch(tmp_path: Path) -> None:

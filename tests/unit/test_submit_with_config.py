@@ -9,6 +9,7 @@ from launcher.plan.submit_with_config import (
     Size,
     choose_preparation,
     choose_size,
+    read_sinfo,
     take_own_settings,
 )
 from launcher.plan.typed import Typed
@@ -17,18 +18,28 @@ OURS = ("config=c.yaml", "num_gpus_train=2")
 
 
 @pytest.mark.parametrize(
-    ("gpus", "most", "expected"),
+    ("gpus", "nodes", "expected"),
     [
-        (4, 8, Size(1, 4, is_exclusive=False)),
-        (8, 8, Size(1, 8, is_exclusive=True)),
-        (12, 8, Size(2, 6, is_exclusive=False)),
-        (16, 8, Size(2, 8, is_exclusive=True)),
-        (11, 8, Size(11, 1, is_exclusive=False)),
-        (3, 1, Size(3, 1, is_exclusive=True)),
+        (4, [8] * 20, Size(1, 4, is_exclusive=False)),
+        (8, [8] * 20, Size(1, 8, is_exclusive=True)),
+        (12, [8] * 20, Size(2, 6, is_exclusive=False)),
+        (16, [8] * 20, Size(2, 8, is_exclusive=True)),
+        (11, [8] * 20, Size(11, 1, is_exclusive=False)),
+        (3, [1] * 3, Size(3, 1, is_exclusive=True)),
+        (16, [8, 4, 4, 4], Size(4, 4, is_exclusive=False)),  # one node is greater than the others
+        (8, [8, 4, 4, 4], Size(1, 8, is_exclusive=True)),
+        (64, [8, 4], Size(8, 8, is_exclusive=True)),  # more than there are
     ],
 )
-def test_as_few_nodes_as_share_the_gpus_evenly(gpus: int, most: int, expected: Size) -> None:
-    assert choose_size(gpus, most) == expected
+def test_as_few_nodes_as_share_the_gpus_evenly(gpus: int, nodes: list[int], expected: Size) -> None:
+    assert choose_size(gpus, nodes) == expected
+
+
+def test_gpus_of_any_type_of_the_partition_that_the_job_goes_to() -> None:
+    default = "gpu* gpu:a100:4(S:0-1),gpu:h100:2\ngpu* gpu:8\ngpu* (null)\n"
+    assert read_sinfo(f"big gpu:16\n{default}") == [6, 8]
+    assert read_sinfo("big gpu:16\nbig gpu:16\n") == [16, 16]
+    assert read_sinfo("cpu* (null)\n") == []
 
 
 def test_settings_of_the_submission_and_of_the_training() -> None:

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Verify a SLURM cluster in a job of its own: the nodes together, a training, and that it resumes.
+#
+# usage: scripts/test_distributed_integration.sh [SALLOC OPTIONS]
+#
+#   SALLOC OPTIONS  the job's size and place (default: two nodes, for 20 minutes)
+#   --dry-run       as the first one: print the command
+#
+# example: scripts/test_distributed_integration.sh --nodes=2 --gpus-per-node=8 --partition=gpu
+#
+# It waits for the job, shows what happens, and ends with the code of what failed first.
+set -euo pipefail
+LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
+# shellcheck source=scripts/lib/launch.sh
+source "$LIB/launch.sh"
+
+main() {
+  local salloc=(salloc --nodes=2 --time=20)
+  case ${1:-} in
+    -h | --help | --version) parse_arguments "" "$@" ;;
+    --dry-run) echo "${salloc[*]@Q} ${*:2} ${0@Q}" && exit ;;
+  esac
+  if [[ -z ${SLURM_JOB_ID:-} ]]; then
+    type -P salloc >/dev/null || refuse env-missing "there is no salloc here; use a login node, or test_distributed.sh"
+    exec "${salloc[@]}" "$@" "$0"
+  fi
+  (($# == 0)) || die 2 "$1: this job has its size already; leave the options out"
+  PLAN[cpu_nproc]=2 PLAN[module]=distributed.selftest
+  unset TRAIN_SCRIPT
+  (launch srun)
+  local steps run=integration-$SLURM_JOB_ID train=$ROOT/scripts/slurm/slurm_train.sh
+  for steps in 20 40; do # the second one resumes
+    RUN_ID=$run "$train" "$ROOT/config/local3.yaml" "train.max_steps=$steps" train.global_batch_size=null train.batch_size=4
+  done
+  echo "PASS       the nodes work together; a training, and its resumed run, went well"
+}
+main "$@"

@@ -1,0 +1,26 @@
+#!/usr/bin/env bats
+# A real job of it is in tests/cluster/slurm.bats.
+# shellcheck disable=SC2030,SC2031 # each test is a subshell, on purpose
+bats_require_minimum_version 1.5.0
+load helper
+
+launch() {
+  "$ROOT/scripts/test_distributed_integration.sh" "$@"
+}
+
+@test "--help and --dry-run" {
+  run launch --help
+  [[ $status == 0 && $output == *"usage: scripts/test_distributed_integration.sh [SALLOC OPTIONS]"* ]]
+  run launch --dry-run --nodes=4
+  assert_output "'salloc' '--nodes=2' '--time=20' --nodes=4 '$ROOT/scripts/test_distributed_integration.sh'"
+}
+
+@test "salloc gets the options; without it, and inside a job, they are refused" {
+  run launch --nodes=4
+  assert_refused 3 "there is no salloc here; use a login node, or test_distributed.sh" env-missing
+  SLURM_JOB_ID=7 run launch --nodes=4
+  assert_refused 2 "--nodes=4: this job has its size already; leave the options out"
+  fake_tool salloc 'printf "%s\n" "$@"'
+  run launch --nodes=4 "--comment=a b"
+  assert_output $'--nodes=2\n--time=20\n--nodes=4\n--comment=a b\n'"$ROOT/scripts/test_distributed_integration.sh"
+}
