@@ -11,7 +11,7 @@ NODE   ?= login
 
 .DEFAULT_GOAL := help
 .PHONY: cluster-deps cluster-up cluster-down cluster-shell test-cluster test-login
-.PHONY: help init setup train test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-fanout bench-failures bench-shapes bench-cuts pictures clean
+.PHONY: help init setup train test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-fanout bench-failures bench-shapes bench-cuts bench-staging pictures clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "make %-17s %s\n", $$1, $$2 }'
@@ -74,6 +74,9 @@ bench-failures: $(STAMP) ## compare what launchers do when a rank fails or the l
 
 bench-shapes: $(STAMP) ## run scripts in the shape of public ones under torchrun and ours (as root)
 	$(PYTHON) bench/shapes.py
+
+bench-staging: $(STAMP) ## measure a start from a slow file system, with and without STAGE_ENV (as root)
+	$(PYTHON) bench/staging.py
 
 bench-cuts: $(STAMP) ## cut hosts of a cluster in a box off for 3 to 120 s (as root)
 	$(PYTHON) bench/cuts.py

@@ -5,7 +5,7 @@
 # usage: stage.sh ARCHIVE FOLDER [ARGS...]
 #
 # FOLDER/env/bin/python gets the ARGS. Where FOLDER is not there yet, it is unpacked from ARCHIVE,
-# whose SHA-256 is in ARCHIVE.sha256: one file, which a shared file system hands out faster than the
+# whose BLAKE2 checksum is in ARCHIVE.b2: one file, which a shared file system reads faster than the
 # thousands in it. launch.sh packs it; this program runs on each node, before a Python can.
 
 # --- where a run is launched --------------------------------------------------------------------
@@ -37,7 +37,7 @@ stage_python() { # <fan-out or other task>
 
 hash_of() { # <text>
   local hash
-  hash=$(sha256sum <<<"$1")
+  hash=$(b2sum <<<"$1")
   echo "${hash:0:16}"
 }
 
@@ -66,17 +66,19 @@ pack_environment() { # <file with the folders> <archive> <beginning of the archi
   tar -C "${folders[0]}/" --transform='s,^\.,env,S' -cf "$2.new" .
   [[ ${folders[1]} =~ ^(/usr|/usr/local|"${folders[0]}")$ ]] ||
     tar -C "${folders[1]}/" --transform='s,^\.,base,S' -rf "$2.new" .
-  sha256sum <"$2.new" >"$2.sha256"
+  b2sum <"$2.new" >"$2.b2"
   mv -- "$2.new" "$2"
 }
 
 # --- on each node -------------------------------------------------------------------------------
 
+WAIT_S=280 # for another process to unpack it
+
 run_staged() { # <archive> <folder> <arguments...>
   [[ -d ${2%/*} ]] || mkdir -m 700 -- "${2%/*}" 2>/dev/null || true
   [[ -O ${2%/*} && ! -L ${2%/*} ]] || fail env-missing "${2%/*} is another user's; give STAGE_ENV another folder"
   exec 9>>"$2.lock" # held as long as a process runs from the folder
-  flock 9
+  flock --wait "$WAIT_S" 9 || fail env-missing "$2 is being unpacked for more than $WAIT_S s; see what hangs there"
   [[ -d $2 ]] || unpack_environment "$1" "$2"
   flock --shared 9
   exec "$2/env/bin/python" "${@:3}"
@@ -91,10 +93,10 @@ unpack_environment() { # <archive> <folder>
   rm -rf -- "$new"
   mkdir -- "$new"
   mkfifo -- "$new/pipe"
-  sha256sum <"$new/pipe" >"$new/sha256" &
+  b2sum <"$new/pipe" >"$new/b2" &
   tee -- "$new/pipe" <"$1" | tar -C "$new" --no-same-owner -xf -
   wait "$!"
-  cmp -s -- "$new/sha256" "$1.sha256" || fail env-missing "$1 is not whole; remove it, and it is packed again"
+  cmp -s -- "$new/b2" "$1.b2" || fail env-missing "$1 is not whole; remove it, and it is packed again"
   if [[ -d $new/base ]]; then # a virtual environment's Python
     python=$(basename -- "$(readlink -f -- "$new/base/bin/python3")")
     for link in "$new"/env/bin/python*; do

@@ -1,0 +1,120 @@
+"""A start from an environment on a slow file system: `make bench-staging` (as root), or
+python bench/staging.py [ROUNDS].
+
+On 4 nodes of a cluster in a box, over ssh, each rank imports torch and ends. The environment and
+the logs are on the machine's own disk, or on a file system that takes 2 ms for each operation
+(slow_files.py), a mount for each host. Seconds from the launch to the end, medians; all take turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import others
+from table import describe_machine, render, write_section
+
+ROOT = Path(__file__).resolve().parents[1]
+CLUSTER = str(ROOT / "tests/cluster/cluster.sh")
+NODES = [f"node{number}" for number in range(1, 5)]
+MS = 2
+WAIT_S = 20.0
+CASES = ("local", "unstaged", "staged, the first time", "staged, again")
+
+
+def on(host: str, *command: object) -> list[str]:
+    """Return what runs a command on a host."""
+    return [CLUSTER, "run", host, *map(str, command)]
+
+
+@contextlib.contextmanager
+def slow_mounts(folder: Path, mount_point: Path) -> Iterator[None]:
+    """Mount the folder on every host, each for itself."""
+    python = others.environment("mfusepy", ["mfusepy"])
+    served = [
+        subprocess.Popen(
+            on(host, python, ROOT / "bench/slow_files.py", folder, mount_point, MS),
+            stderr=subprocess.DEVNULL,
+        )
+        for host in ("login", *NODES)
+    ]
+    until = time.monotonic() + WAIT_S
+    for host in ("login", *NODES):
+        while subprocess.run(on(host, "mountpoint", "-q", mount_point)).returncode != 0:
+            assert time.monotonic() < until, f"{host} has no {mount_point}"
+            time.sleep(0.1)
+    try:
+        yield
+    finally:
+        for host in ("login", *NODES):
+            subprocess.run(on(host, "umount", mount_point))
+        for one in served:
+            one.wait(WAIT_S)
+
+
+def start(python: Path, folder: Path, stage: str) -> float:
+    """Launch on all nodes; returns the seconds."""
+    environ = {**os.environ, "PYTHON": str(python), "TRAIN_SCRIPT": str(folder / "imports.py")}
+    environ |= {"LOG_DIR": str(folder / "logs"), "STAGE_ENV": stage}
+    began = time.monotonic()
+    launcher = ROOT / "scripts/ssh/launch_torchrun_auto.sh"
+    subprocess.run(on("login", launcher, "-", 1, *NODES), env=environ, check=True)
+    return time.monotonic() - began
+
+
+def measure(folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each case."""
+    seconds: dict[str, list[float]] = {case: [] for case in CASES}
+    slow = folder / "slow"
+    python = Path("env/bin/python")
+    start(slow / python, slow, "1")  # packs
+    for _ in range(rounds):
+        for host in ("login", *NODES):
+            subprocess.run(on(host, "rm", "-rf", f"/dev/shm/launch-kit-{os.getuid()}"), check=True)
+        seconds["staged, the first time"].append(start(slow / python, slow, "1"))
+        seconds["staged, again"].append(start(slow / python, slow, "1"))
+        seconds["local"].append(start(folder / "fast" / python, folder / "fast", ""))
+        seconds["unstaged"].append(start(slow / python, slow, ""))
+        print({case: round(each[-1], 1) for case, each in seconds.items()}, file=sys.stderr)
+    return seconds
+
+
+def main() -> None:
+    """Measure, and write the table."""
+    rounds = int(sys.argv[1]) if sys.argv[1:] else 3
+    with tempfile.TemporaryDirectory(prefix="bench-staging-") as name:
+        folder = Path(name)
+        fast, slow = folder / "fast", folder / "slow"
+        slow.mkdir()
+        make = ["/usr/bin/python3", "-m", "venv", "--without-pip", str(fast / "env")]
+        subprocess.run(make, check=True)  # of the system's Python, which is on each node
+        pip = [sys.executable, "-m", "pip", "--python", str(fast / "env/bin/python"), "install"]
+        wanted = ROOT / "requirements.txt"
+        subprocess.run([*pip, "-qq", "--disable-pip-version-check", "-r", wanted], check=True)
+        (fast / "imports.py").write_text("import torch, torch._dynamo\n")
+        os.environ["CLUSTER_DIR"] = str(folder / "cluster")
+        subprocess.run([CLUSTER, "up", str(len(NODES))], check=True)
+        try:
+            with slow_mounts(fast, slow):
+                seconds = measure(folder, rounds)
+        finally:
+            subprocess.run([CLUSTER, "down"], check=True)
+    local = statistics.median(seconds["local"])
+    rows = [
+        [case, f"{(median := statistics.median(each)):.1f} s", f"{median / local:.2f}x"]
+        for case, each in seconds.items()
+    ]
+    machine = describe_machine("make bench-staging")
+    table = render(["environment", "start to end", "to local"], rows)
+    write_section("staging", f"{table}\n\n{machine}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+#!/usr/bin/env bats
+# STAGE_ENV, with an environment that is small: its Python is a script around the real one.
+# shellcheck disable=SC2030,SC2031,SC2119,SC2120 # each test is a subshell, on purpose
+bats_require_minimum_version 1.5.0
+load helper
+
+setup() {
+  cd -- "$BATS_TEST_TMPDIR" || return
+  mkdir -p env/bin env/lib/site-packages/first base/bin place
+  printf '#!/bin/sh\n' >base/bin/python3.99
+  ln -s python3.99 base/bin/python3
+  ln -s "$PWD/base/bin/python3" env/bin/python3
+  echo "home = $PWD/base/bin" >env/pyvenv.cfg
+  make_python "$PWD/env" "$PWD/base"
+  echo 'import os; print("from", os.environ["PYTHON_IS"])' >where.py
+  export STAGE_ENV=$PWD/place TRAIN_SCRIPT=where.py REAL=$PYTHON PYTHON=$PWD/env/bin/python
+}
+
+make_python() { # <prefix> <base prefix>
+  # shellcheck disable=SC2016 # for the script
+  printf '#!/bin/bash\n[[ $1 != -I ]] || exec printf "%%s\\n" %q %q %q %q\nPYTHON_IS=$0 exec "$REAL" "$@"\n' \
+    "$1" "$2" "$1/lib/site-packages" "$1/lib/site-packages" >env/bin/python
+  chmod +x env/bin/python
+}
+
+launch() {
+  "$ROOT/scripts/ssh/launch_singlenode.sh" - 1 "$@"
+}
+
+staged() {
+  echo "$PWD"/place/launch-kit-"$UID"/*/
+}
+
+@test "packed once, unpacked once, used from there; packed again after a package has been added" {
+  run launch
+  [[ $status == 0 && $output == *"packing $PWD/env into $PWD/logs/environments/"*".tar, once"* ]]
+  local first
+  first=$(staged)
+  [[ $output == *"from ${first}env/bin/python"* && $output == *"staged     ${first%/} on each node, from "* ]]
+  [[ $(<"${first}env/pyvenv.cfg") == "home = ${first}base/bin" ]]
+  [[ $(readlink "${first}env/bin/python3") == ../../base/bin/python3.99 ]]
+  run launch
+  [[ $status == 0 && $output != *packing* && $output == *"from ${first}env/bin/python"* ]]
+  mkdir env/lib/site-packages/second
+  run launch
+  [[ $status == 0 && $output == *packing* && -d $(staged)env/lib/site-packages/second ]]
+  local archives=(logs/environments/*.tar)
+  [[ ! -e $first && ${#archives[@]} == 1 ]]
+}
+
+@test "an environment that a process runs from stays" {
+  launch
+  local first lock
+  first=$(staged)
+  lock=${first%/}.lock
+  mkdir env/lib/site-packages/second
+  flock --shared "$lock" sleep 600 3>&- &
+  until ! flock --nonblock "$lock" true; do sleep 0.01; done
+  launch
+  kill $!
+  [[ -d $first ]]
+}
+
+@test "--dry-run packs nothing" {
+  run launch --dry-run
+  [[ $status == 0 && ! -e logs && $output == *"$PWD/env/bin/python "* ]]
+}
+
+@test "an archive that is not whole, or not there, is refused" {
+  launch
+  local archive folder
+  archive=$(echo logs/environments/*.tar)
+  folder=$(staged)
+  rm -r "$folder"
+  printf 'x' >>"$archive"
+  run launch
+  [[ $status == 3 && $output == "stage.sh: $HOST: $PWD/$archive is not whole; remove it, and it is packed again [env-missing]" ]]
+  [[ ! -e $folder ]]
+  run bash "$ROOT/scripts/lib/stage.sh" "$PWD/none.tar" "${folder%/}" -c ''
+  [[ $status == 3 && $output == "stage.sh: $HOST: there is no $PWD/none.tar here; give a LOG_DIR that all nodes share, "* ]]
+}
+
+@test "what someone else could have put there is not run" {
+  mkdir elsewhere
+  ln -s "$PWD/elsewhere" "place/launch-kit-$UID"
+  run launch
+  [[ $status == 3 && $output == *"stage.sh: $HOST: $PWD/place/launch-kit-$UID is another user's; give STAGE_ENV another folder [env-missing]" ]]
+}
+
+@test "a folder without room is refused" {
+  fake_tool df 'printf "Avail\n1\n"'
+  run launch
+  [[ $status == 3 && $output == *"$PWD/place/launch-kit-$UID has no room for "*"; give STAGE_ENV a folder that has [disk-low]" ]]
+}
+
+@test "what STAGE_ENV cannot mean is refused in one line" {
+  STAGE_ENV=$PWD/none run launch
+  assert_refused 2 "STAGE_ENV is '$PWD/none'; give 1 for memory (/dev/shm), or a folder on each node's own disk"
+  CONTAINER=$PWD/env run launch
+  assert_refused 2 "STAGE_ENV is for environments of many files, and CONTAINER is one; leave one of them out"
+  make_python /usr /usr
+  run launch
+  [[ $status == 2 && $output == *"is the system's, which each node has; leave STAGE_ENV out, or set VENV or CONDA_ENV" ]]
+}
