@@ -7,6 +7,7 @@ import signal
 import time
 
 ADDED = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # the variable of torchrun's --signals-to-handle
+NEVER_ADDED = {"SIGKILL", "SIGSTOP", "SIGCHLD"}
 NOTICE = signal.SIGUSR1  # schedulers send it minutes before they end a job
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, NOTICE)
 DEFAULT_GRACE_S = 30  # for the ranks to save when they are stopped
@@ -15,7 +16,7 @@ SECOND_INTERRUPT_S = 0.3  # schedulers and terminals may send one SIGINT twice
 
 def stop_signals() -> list[signal.Signals]:
     """Return STOP_SIGNALS, and those that --signals-to-handle adds."""
-    added = {*os.environ.get(ADDED, "").replace(" ", "").split(",")}
+    added = {*os.environ.get(ADDED, "").replace(" ", "").split(",")} - NEVER_ADDED
     more = [one for one in signal.Signals if one.name in added and one not in STOP_SIGNALS]
     return [*STOP_SIGNALS, *more]
 

@@ -13,7 +13,6 @@ def main() -> NoReturn:
     scripts = Path(__file__).resolve().parents[1] / "scripts"
     found = scripts.glob(f"**/{Path(sys.argv[0]).stem}.sh")
     (script,) = (path for path in found if path.parent.name != "lib")
-    if not any(os.environ.get(name) for name in ("PYTHON", "VENV", "CONDA_ENV")):
-        os.environ["PYTHON"] = sys.executable
+    os.environ["LAUNCH_PYTHON"] = sys.executable
     os.environ["LAUNCH_AS"] = sys.argv[0]
     os.execvp("bash", ["bash", str(script), *sys.argv[1:]])

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -121,9 +120,12 @@ def check_config(plan: Plan) -> Plan:
     environ.pop("WORLD_SIZE", None)
     if all(node.nproc for node in plan.nodes) and (plan.nodes or plan.nproc):
         environ["WORLD_SIZE"] = str(sum(plan.rank_counts(0)))
-    command = plan.inside([plan.python, *plan.words, "--check", "--json"])
-    command = ["srun", "--nodes=1", "--ntasks=1", *steps, *command] if steps else command
-    result = subprocess.run(command, env=environ, capture_output=True, text=True)
+    command = [plan.python, *plan.words, "--check", "--json"]
+    if steps:  # of pyxis
+        print(f"{plan.program}: loading {plan.container}", file=sys.stderr)
+        srun = importlib.import_module("launcher.fanout.srun")
+        command = srun.node_step(replace(plan, num_nodes=1), [], command, os.environ)
+    result = plan.run_inside(command, env=environ, capture_output=True)
     if result.returncode == BAD_INPUT:
         sys.stderr.write(result.stderr)
         raise SystemExit(BAD_INPUT)
@@ -136,6 +138,7 @@ def check_config(plan: Plan) -> Plan:
     facts = typed_json.parse(ConfigFacts, result.stdout)
     return replace(
         plan,
+        container=plan.container and plan.container.with_folder(Path(facts.checkpoint_dir)),
         backend=plan.backend if plan.backend != "auto" else facts.backend,
         join_timeout_s=facts.join_timeout,
         checkpoint_dir=Path(facts.checkpoint_dir),

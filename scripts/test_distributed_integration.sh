@@ -18,13 +18,14 @@ main() {
   local salloc=(salloc --nodes=2 --time=20)
   case ${1:-} in
     -h | --help | --version) parse_arguments "" "$@" ;;
-    --dry-run) echo "${salloc[*]@Q} ${*:2} ${0@Q}" && exit ;;
+    --dry-run) salloc+=("${@:2}" "$0") && echo "${salloc[*]@Q}" && exit ;;
   esac
   if [[ -z ${SLURM_JOB_ID:-} ]]; then
     type -P salloc >/dev/null || refuse env-missing "there is no salloc here; use a login node, or test_distributed.sh"
     exec "${salloc[@]}" "$@" "$0"
   fi
   (($# == 0)) || die 2 "$1: this job has its size already; leave the options out"
+  parse_arguments ""
   PLAN[cpu_nproc]=2 PLAN[module]=distributed.selftest
   unset TRAIN_SCRIPT
   (launch srun)

@@ -84,7 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     mend_streams()
     recorded = os.environ.pop("RUN_RECORD", "")  # the run folder where this process is noted
     client = int(os.environ.pop("LAUNCH_CLIENT", "0"))  # that podman's container belongs to
-    if added := _option(arguments, "--signals-to-handle"):
+    added = _option(arguments, "--signals-to-handle") or os.environ.get("PET_SIGNALS_TO_HANDLE")
+    if added:
         os.environ[ADDED] = added
     control = take_control()
     janitors = start_janitor() if os.environ.pop("LAUNCH_JANITOR", "") else (None, None)

@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
 from distributed.environment import slurm_node
-from distributed.stop_signals import DEFAULT_GRACE_S
+from distributed.stop_signals import DEFAULT_GRACE_S, NEVER_ADDED
 from launcher import handshake
 from launcher.agent import fresh
 from launcher.agent.rank import Program
@@ -141,9 +141,9 @@ def _count_ranks(nproc_per_node: str) -> int:
 
 def _check_signals(args: argparse.Namespace) -> None:
     names = vars(args).get("signals_to_handle") or ""  # older torch lacks it
-    unknown = {*names.replace(" ", "").split(",")} - {"", *signal.Signals.__members__}
-    if unknown:
-        cause = f"--signals-to-handle {names}: there is no {' '.join(sorted(unknown))}"
+    known = {"", *signal.Signals.__members__} - NEVER_ADDED
+    if unknown := {*names.replace(" ", "").split(",")} - known:
+        cause = f"--signals-to-handle {names}: cannot handle {' '.join(sorted(unknown))}"
         raise ValueError(f"{cause}; give names such as SIGUSR2")
 
 

@@ -15,7 +15,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,10 @@ class Container:
 
     def _runtime(self) -> Any:
         return importlib.import_module(f"launcher.container.{self.runtime}")
+
+    def with_folder(self, folder: Path) -> Container:
+        """Return the container with one more folder, or with the one that it is to be made in."""
+        return replace(self, binds=_outermost([*self.binds, _folder(self.directory / folder)]))
 
     def __str__(self) -> str:
         return f"{self.image} ({self.runtime})"
@@ -99,7 +103,7 @@ def _find_paths(paths: Iterable[Path | str]) -> Iterable[str]:
 
 
 def _folder(path: Path) -> Path:
-    while not path.is_dir():
+    while not os.path.isdir(path):  # unlike Path's, False for what may not be looked at
         path = path.parent
     return Path(os.path.normpath(path))
 

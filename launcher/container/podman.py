@@ -8,23 +8,32 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from launcher.container.container import Container
 
-_START = 'LAUNCH_CLIENT=$$ exec podman run "$@"'
+# Each node looks for its devices. podman in the background would be stopped for reading a terminal.
+_NETWORK = 'if [ -e /dev/infiniband ]; then set -- --device=/dev/infiniband "$@"; fi'
+_GPUS = 'if [ -e /dev/nvidiactl ]; then set -- --device=nvidia.com/gpu=all "$@"; fi'
+_RUN = 'if [ -t 0 ]; then exec </dev/null; fi; LAUNCH_CLIENT=$$ exec podman run "$@"'
 _OPTIONS = (
-    *("--rm", "--interactive", "--env-host", "--entrypoint=", "--log-driver=none"),
+    *(
+        "--rm",
+        "--pull=never",
+        "--read-only",
+        "--interactive",
+        "--env-host",
+        "--entrypoint=",
+        "--log-driver=none",
+    ),
     *("--network=host", "--pid=host", "--ipc=host", "--uts=host", "--security-opt=label=disable"),
 )
 
 
 def wrap(box: Container, command: Sequence[str]) -> list[str]:
     """Return what runs a command inside."""
-    words = ["sh", "-c", _START, "podman", *_OPTIONS, f"--workdir={box.directory}"]
+    start = [_NETWORK, *([_GPUS] if box.has_gpus else []), _RUN]
+    words = ["sh", "-c", "; ".join(start), "podman", *_OPTIONS, f"--workdir={box.directory}"]
     if os.geteuid() != 0:
         words.append("--userns=keep-id")
-    if box.has_gpus and Path("/dev/nvidiactl").exists():
-        words.append("--device=nvidia.com/gpu=all")
     words += [f"--volume={folder}:{folder}" for folder in box.binds]
     return [*words, *box.arguments, box.image, *command]

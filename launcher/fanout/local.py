@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from distributed.errors import REFUSED, Refused
 from launcher.plan.plan import AGENT, Plan, node_comment, print_plan
@@ -53,12 +54,7 @@ def check_here(plan: Plan) -> Report:
     if plan.container is None or plan.is_dry_run:
         return check_node(plan.request())
     check = [*plan.module_command("launcher.preflight.check_node"), encode(plan.request())]
-    command = plan.inside(check)
-    try:
-        result = subprocess.run(command, cwd=plan.directory, stdout=subprocess.PIPE, text=True)
-    except OSError as error:
-        cure = f"install {plan.container.runtime}, or leave CONTAINER out"
-        raise Refused("env-missing", f"{command[0]}: {error.strerror}; {cure}") from None
+    result = plan.run_inside(check, stdout=subprocess.PIPE)
     if reports := read_reports(result.stdout.splitlines()):
         return reports[0]
     cause = f"the preflight did not start in {plan.container}, see above"
@@ -74,14 +70,11 @@ def is_healthy(plan: Plan, nproc: int) -> bool:
     start = time.monotonic()
     command = [plan.python, str(plan.root / AGENT), "--standalone", "--nproc-per-node", str(nproc)]
     command += ["-m", "distributed.selftest", "--seconds", "0.05"]
-    result = subprocess.run(
-        plan.inside(command),
-        cwd=plan.root,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        errors="replace",
+    at_root = replace(
+        plan, container=plan.container and replace(plan.container, directory=plan.root)
     )
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "errors": "replace"}
+    result = at_root.run_inside(command, cwd=plan.root, **output)
     if result.returncode != 0:
         sys.stderr.write(result.stdout)
         cause = f"the processes of {short_host_name()} cannot work together"

@@ -16,7 +16,7 @@ import socket
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from distributed.stop_signals import STOP_SIGNALS, handled_signals
+from distributed.stop_signals import handled_signals, stop_signals
 from launcher.agent.control import SILENCE_S
 
 _CHUNK = 65536
@@ -55,7 +55,7 @@ class Loop:
 
     def _on_signal(self) -> None:
         numbers = self._wake.recv(4096)
-        self._signals += [signal.Signals(number) for number in numbers if number in STOP_SIGNALS]
+        self._signals += [signal.Signals(number) for number in numbers if number in stop_signals()]
         for child in self.children:
             child.reap()
 

@@ -27,6 +27,7 @@ from launcher.text import count
 from launcher.typed_json import encode, in_pieces
 
 PREFLIGHT_S = 300.0  # for all nodes to answer; other steps of the job may have to end first
+LOAD_S = 1800.0  # with pyxis, which may load the image on each node
 LONGEST = 100_000  # characters of an argument; Linux allows 128 KiB
 _CANNOT_START = range(125, 128)  # exit codes of env: a folder or a program is not there
 
@@ -106,9 +107,9 @@ def check_nodes(plan: Plan) -> list[Report]:
     check = plan.inside([*plan.module_command("launcher.preflight.check_node"), *pieces])
     command = ["env", f"--chdir={plan.root}", *check]
     step = node_step(plan, ["--kill-on-bad-exit=0"], command, os.environ)
-    srun = start(step, stdout=subprocess.PIPE)
+    srun = start(step, plan.directory, stdout=subprocess.PIPE)
     try:
-        answers, _ = srun.communicate(timeout=PREFLIGHT_S)
+        answers, _ = srun.communicate(timeout=LOAD_S if plan.step_options() else PREFLIGHT_S)
     except subprocess.TimeoutExpired:
         srun.terminate()
         answers, _ = srun.communicate()
@@ -122,9 +123,12 @@ def check_nodes(plan: Plan) -> list[Report]:
     silent = [host for node_rank, host in hosts if node_rank not in answered]
     if not silent:
         return reports
-    if srun.returncode in _CANNOT_START or plan.container:
-        cause = f"the preflight did not start on {' '.join(silent)}, see above"
-        needed = f"{plan.container or plan.directory}, {plan.root} and {plan.python}"
+    cause = f"the preflight did not start on {' '.join(silent)}, see above"
+    if plan.container and srun.returncode > 0:
+        cure = f"see that the image is there, and in it {plan.python}"
+        raise Refused("env-missing", f"{cause}; {cure}")
+    if srun.returncode in _CANNOT_START or (plan.staged and srun.returncode == REFUSED):
+        needed = f"{plan.directory}, {plan.root} and {plan.python}"
         raise Refused("env-missing", f"{cause}; let {needed} be there as they are here")
     cause = f"no answer to the preflight from {' '.join(silent)}"
     how = f"srun's exit code is {processes.shell_code(srun.returncode)}, see above"

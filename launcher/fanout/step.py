@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from distributed import hostlist
 from distributed.environment import job_id
@@ -39,7 +40,9 @@ DRAIN_S = 2.0  # at the end, for a slow terminal
 MOST_RESTARTS = 3  # in a row that gain no checkpoint
 
 
-def start(command: Sequence[str], stdout: int | None = None) -> subprocess.Popen[bytes]:
+def start(
+    command: Sequence[str], directory: Path, stdout: int | None = None
+) -> subprocess.Popen[bytes]:
     """Start a command in a session of its own; it gets SIGTERM when this process ends.
 
     A terminal's Ctrl-C would make srun kill the step, with nothing saved.
@@ -51,7 +54,12 @@ def start(command: Sequence[str], stdout: int | None = None) -> subprocess.Popen
         processes.die_with_parent(parent, signal.SIGTERM)
 
     return subprocess.Popen(  # this process has one thread
-        command, stdin=subprocess.DEVNULL, stdout=stdout, start_new_session=True, preexec_fn=prepare
+        command,
+        cwd=directory,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        start_new_session=True,
+        preexec_fn=prepare,
     )
 
 
@@ -125,7 +133,7 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     has_notice = signal.sigtimedwait({NOTICE}, 0) is not None
     if has_notice and requeue(plan):
         return STOPPED
-    srun = start(command, stdout=None if plan.engine else subprocess.PIPE)
+    srun = start(command, plan.directory, stdout=None if plan.engine else subprocess.PIPE)
     output = None if plan.engine else Output(srun, os.environ["LAUNCH_TOKEN"])
     interrupts = Interrupts()
     started, end_at, is_asked = time.time(), math.inf, False

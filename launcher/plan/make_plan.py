@@ -117,13 +117,24 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
 def _read_container(
     typed: Typed, environ: Mapping[str, str], fanout: str, needed: Sequence[Path | str]
 ) -> Container | None:
-    in_job = fanout in ("srun", "job_command", "check") or in_slurm_step(environ)
-    config = Path(typed.config or "-")
-    texts = [config.read_text(errors="replace")] if config.is_file() else []
+    in_job = fanout in ("srun", "job_command", "check")
+    needed = [Path.cwd(), ROOT, *needed, *_config_texts(Path(typed.config or "-"))]
+    directory = ROOT if typed.module else Path.cwd()
     try:
-        return read_container(environ, Path.cwd(), [ROOT, *needed, *texts], in_job=in_job)
+        return read_container(environ, directory, needed, in_job=in_job)
     except ValueError as error:
         raise PlanError(str(error)) from None
+
+
+def _config_texts(config: Path) -> list[str]:
+    """Return the text of a config, and of those that its defaults name."""
+    if not config.is_file():
+        return []
+    text = config.read_text(errors="replace")
+    defaults = re.search(r"^defaults:([^\n]*(?:\n *-[^\n]*)*)", text, re.MULTILINE)
+    names = re.findall(r"[\w./-]+", defaults[1]) if defaults else []
+    files = (config.with_name(f"{name}.yaml") for name in names if "/" not in name)
+    return [text, *(file.read_text(errors="replace") for file in files if file.is_file())]
 
 
 def _check_access(environ: Mapping[str, str]) -> None:

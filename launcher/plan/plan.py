@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+from distributed.errors import Refused
 from distributed.stop_signals import DEFAULT_GRACE_S
 from launcher.container.container import Container
 from launcher.preflight.check_node import Report, Request, check_node
@@ -172,6 +174,18 @@ class Plan(World):
     def module_command(self, module: str) -> list[str]:
         """Return what runs a module of launcher/, on this machine or on a node."""
         return [self.python, str(self.root / START), module]
+
+    def run_inside(
+        self, command: Sequence[str], **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on this machine to its end; raises Refused where its container is amiss."""
+        words = self.inside(command)
+        try:
+            return subprocess.run(words, stdin=subprocess.DEVNULL, text=True, **options)
+        except OSError as error:
+            runtime = self.container.runtime if self.container else "it"
+            cure = f"install {runtime}, or leave CONTAINER out"
+            raise Refused("env-missing", f"{words[0]}: {error.strerror}; {cure}") from None
 
     def inside(self, command: Sequence[str]) -> list[str]:
         """Return what runs a command in the run's container, or with its unpacked Python."""

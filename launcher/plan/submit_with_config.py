@@ -123,30 +123,32 @@ def choose_size(gpus: int, nodes: Sequence[int]) -> Size:
 
 
 def gpus_of_nodes(partition: str) -> list[int]:
-    """Return the GPUs, of any type, of each node of a partition; "": the default one.
+    """Return the GPUs, of any type, of each node of the partition, or of several; "": the default.
 
     Raises Refused where there are none, or sinfo cannot tell.
     """
     if shutil.which("sinfo") is None:
         raise Refused("env-missing", "there is no sinfo here; submit from a login node")
-    command = ["sinfo", "-h", "-N", "-o", "%P %G", *(["-p", partition] if partition else [])]
+    command = ["sinfo", "-h", "-N", "-o", "%P %N %G", *(["-p", partition] if partition else [])]
     answer = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if answer.returncode != 0:
         raise Refused("env-missing", "sinfo fails, see above; submit where SLURM answers")
-    nodes = read_sinfo(answer.stdout)
+    nodes = read_sinfo(answer.stdout, of_default=not partition)
     if not nodes:
-        where = f" in partition {partition}" if partition else ""
+        where = f" in partition {partition}" if partition else " in the default partition"
         cause = f"sinfo shows no GPUs{where}"
         raise Refused("too-few-gpus", f"{cause}; choose another partition")
     return nodes
 
 
-def read_sinfo(text: str) -> list[int]:
-    """Return the GPUs of each node that has some, of the default partition where it is shown."""
-    lines = [line.partition(" ") for line in text.splitlines()]
-    default = [gres for name, _, gres in lines if name.endswith("*")]
-    counts = (sum(map(int, _GPUS.findall(gres))) for gres in default or (line[2] for line in lines))
-    return [number for number in counts if number]
+def read_sinfo(text: str, *, of_default: bool) -> list[int]:
+    """Return the GPUs of each node that has some, in any partition or in the default one (`*`)."""
+    lines = [line.split(maxsplit=2) for line in text.splitlines()]
+    has_default = of_default and any(partition.endswith("*") for partition, *_ in lines)
+    nodes = {
+        node: gres for partition, node, gres in lines if partition[-1] == "*" or not has_default
+    }
+    return [sum(map(int, found)) for gres in nodes.values() if (found := _GPUS.findall(gres))]
 
 
 # --- sbatch -------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ choose_python() {
     use_folder VENV
   elif [[ -n ${CONDA_ENV:-} ]]; then
     activate_conda
+  elif [[ -n ${LAUNCH_PYTHON:-} ]]; then # a command that pip has installed
+    PYTHON=$LAUNCH_PYTHON
   elif [[ -n ${VIRTUAL_ENV:-} ]]; then
     use_folder VIRTUAL_ENV
   elif [[ -n ${CONDA_PREFIX:-} && ${CONDA_DEFAULT_ENV:-base} != base ]]; then

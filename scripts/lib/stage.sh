@@ -15,24 +15,25 @@ stage_python() { # <fan-out or other task>
   local place=${STAGE_ENV:-} packed key folders archive
   [[ -n $place && " auto local srun ssh pdsh " == *" $1 "* && " ${FLAGS[*]} " != *" --dry-run "* ]] || return 0
   [[ $place != 1 ]] || place=/dev/shm
-  [[ -d $place && -w $place ]] ||
+  [[ $place == /* && -d $place && -w $place ]] ||
     die 2 "STAGE_ENV is ${STAGE_ENV@Q}; give 1 for memory (/dev/shm), or a folder on each node's own disk"
   [[ -z ${CONTAINER:-} ]] ||
     die 2 "STAGE_ENV is for environments of many files, and CONTAINER is one; leave one of them out"
-  packed=${PLAN["log-dir"]:-${LOG_DIR:-logs}}/environments
+  packed=${PLAN["log-dir"]:-${LOG_DIR:-logs}}
   mkdir -p -- "$packed"
-  packed=$(cd -- "$packed" && pwd)
-  key=$(hash_of "$PYTHON")
+  packed=$(cd -- "$packed" && pwd)/environments-$UID
+  make_own_folder "$packed"
+  key=$(hash_of "$PYTHON $(readlink -f -- "$PYTHON")")
   folders=$packed/$key.folders
   [[ -s $folders ]] || find_folders "$PYTHON" >"$folders"
   archive=$packed/$key-$(hash_of "$(stat_folders "$folders")").tar
   (
-    flock 9 # of several launches one packs
+    hold "$packed/$key.lock" --exclusive # of several launches one packs
     [[ -r $archive ]] || pack_environment "$folders" "$archive" "$packed/$key-"
-  ) 9>"$packed/$key.lock"
+  )
   PYTHON=$place/launch-kit-$UID/$(basename -- "$archive" .tar)/env/bin/python
   PLAN[staged]=$archive
-  bash "${BASH_SOURCE[0]}" "$archive" "${PYTHON%/env/bin/python}" -c '' || exit
+  hold_unpacked "$archive" "${PYTHON%/env/bin/python}"
 }
 
 hash_of() { # <text>
@@ -44,8 +45,9 @@ hash_of() { # <text>
 # Prints the folders of a Python: the environment's, its Python's own, and those of its packages.
 find_folders() { # <python>
   local folders
-  folders=$("$1" -I -c 'import sys, sysconfig
-print(sys.prefix, sys.base_prefix, sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sep="\n")')
+  folders=$("$1" -I -c 'import os, sys, sysconfig
+print(sys.prefix, sys.base_prefix, sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sep="\n")
+print(*filter(os.path.isdir, [sys.prefix + "/conda-meta"]))')
   [[ $folders != /usr$'\n'* && $folders != /usr/local$'\n'* ]] ||
     die 2 "STAGE_ENV: $1 is the system's, which each node has; leave STAGE_ENV out, or set VENV or CONDA_ENV"
   echo "$folders"
@@ -54,7 +56,7 @@ print(sys.prefix, sys.base_prefix, sysconfig.get_path("purelib"), sysconfig.get_
 # Prints what changes when a package is added, removed or replaced.
 stat_folders() { # <file with the folders>
   local folders
-  mapfile -t folders <"$1"
+  read -rd '' -a folders <"$1" || true
   stat -L -c '%n %Y %Z %i' -- "${folders[@]}"
 }
 
@@ -63,7 +65,7 @@ pack_environment() { # <file with the folders> <archive> <beginning of the archi
   mapfile -t folders <"$1"
   echo "$PROGRAM: STAGE_ENV: packing ${folders[0]} into $2, once" >&2
   rm -f -- "$3"*
-  tar -C "${folders[0]}/" --transform='s,^\.,env,S' -cf "$2.new" .
+  tar -C "${folders[0]}/" --exclude=./pkgs --exclude=./envs --transform='s,^\.,env,S' -cf "$2.new" . # conda's own
   [[ ${folders[1]} =~ ^(/usr|/usr/local|"${folders[0]}")$ ]] ||
     tar -C "${folders[1]}/" --transform='s,^\.,base,S' -rf "$2.new" .
   b2sum <"$2.new" >"$2.b2"
@@ -72,16 +74,36 @@ pack_environment() { # <file with the folders> <archive> <beginning of the archi
 
 # --- on each node -------------------------------------------------------------------------------
 
-WAIT_S=280 # for another process to unpack it
+WAIT_S=280 # for another process to pack or unpack it
 
 run_staged() { # <archive> <folder> <arguments...>
-  [[ -d ${2%/*} ]] || mkdir -m 700 -- "${2%/*}" 2>/dev/null || true
-  [[ -O ${2%/*} && ! -L ${2%/*} ]] || fail env-missing "${2%/*} is another user's; give STAGE_ENV another folder"
-  exec 9>>"$2.lock" # held as long as a process runs from the folder
-  flock --wait "$WAIT_S" 9 || fail env-missing "$2 is being unpacked for more than $WAIT_S s; see what hangs there"
-  [[ -d $2 ]] || unpack_environment "$1" "$2"
-  flock --shared 9
+  hold_unpacked "$1" "$2"
   exec "$2/env/bin/python" "${@:3}"
+}
+
+# Unpacks the archive where it is not yet, and keeps the folder from removal as long as this process,
+# or one that it becomes or starts, lives.
+hold_unpacked() { # <archive> <folder>
+  make_own_folder "${2%/*}"
+  [[ -O ${1%/*} ]] || fail env-missing "there is no $1 of yours here; give a LOG_DIR that all nodes share, or leave STAGE_ENV out"
+  hold "$2.lock" --shared
+  until [[ -d $2 ]]; do
+    hold "$2.lock" --exclusive
+    [[ -d $2 ]] || unpack_environment "$1" "$2"
+    hold "$2.lock" --shared
+  done
+}
+
+hold() { # <file> <--shared|--exclusive>
+  exec 9>>"$1"
+  flock "$2" --wait "$WAIT_S" 9 ||
+    fail env-missing "another process has held $1 for more than $WAIT_S s; see what hangs there"
+}
+
+# Nothing that another user could have put there is run.
+make_own_folder() { # <folder>
+  [[ -d $1 ]] || mkdir -m 700 -- "$1" 2>/dev/null || true
+  [[ -O $1 && ! -L $1 ]] || fail env-missing "$1 is another user's; see STAGE_ENV and LOG_DIR"
 }
 
 unpack_environment() { # <archive> <folder>
@@ -90,13 +112,16 @@ unpack_environment() { # <archive> <folder>
   remove_unused "${2%/*}"
   (($(stat -L -c %s -- "$1") < $(df --output=avail -B1 -- "${2%/*}" | tail -n 1))) ||
     fail disk-low "${2%/*} has no room for $(du -Lh -- "$1" | cut -f 1); give STAGE_ENV a folder that has"
+  echo "stage.sh: ${HOSTNAME%%.*}: unpacking $1" >&2
   rm -rf -- "$new"
   mkdir -- "$new"
   mkfifo -- "$new/pipe"
   b2sum <"$new/pipe" >"$new/b2" &
-  tee -- "$new/pipe" <"$1" | tar -C "$new" --no-same-owner -xf -
-  wait "$!"
-  cmp -s -- "$new/b2" "$1.b2" || fail env-missing "$1 is not whole; remove it, and it is packed again"
+  if ! tee -- "$new/pipe" <"$1" | tar -C "$new" --no-same-owner -xf - || ! wait "$!" ||
+    ! cmp -s -- "$new/b2" "$1.b2"; then
+    rm -rf -- "$new"
+    fail env-missing "$1 cannot be unpacked, or is not whole, see above; remove it, and it is packed again"
+  fi
   if [[ -d $new/base ]]; then # a virtual environment's Python
     python=$(basename -- "$(readlink -f -- "$new/base/bin/python3")")
     for link in "$new"/env/bin/python*; do

@@ -83,6 +83,21 @@ start_long() { # <run id>
   eventually 60 grep -q '^step ' "$1.out" || { cat "$1.out" && false; }
 }
 
+# Here, with what needs the project's folder, too.
+assert_trains_and_stops() {
+  assert_inside
+  RUN_ID=inside scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${SMALL[@]}"
+  assert_same_weights inside
+  scripts/test_distributed.sh 2
+  scripts/cluster_train.sh config/local3.yaml "${SMALL[@]}"
+  start_long stopped
+  kill -TERM "$PID"
+  end_of "$PID"
+  cat stopped.out
+  ((CODE == 75))
+  eventually 2 no_ranks stopped
+}
+
 ranks_of() { # <run id>
   pgrep -f "agent.py .*--rdzv-id $1 "
 }
@@ -93,18 +108,10 @@ no_ranks() { # <run id>
 
 @test "Charliecloud: trains inside; kill -9 leaves nothing; a stop saves; it resumes" {
   use_charliecloud
-  assert_inside
-  RUN_ID=inside scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${SMALL[@]}"
-  assert_same_weights inside
+  assert_trains_and_stops
   start_long killed
   kill -KILL "$PID"
   eventually 2 no_ranks killed
-  start_long stopped
-  kill -TERM "$PID"
-  end_of "$PID"
-  cat stopped.out
-  ((CODE == 75))
-  eventually 2 no_ranks stopped
   bash -c "$(sed -n 's/^resume  *//p' stopped.out | tail -n 1) train.max_seconds=1" >again.out 2>&1 || (($? == 75))
   grep -q '^resumed ' again.out || { cat again.out && false; }
 }
@@ -134,15 +141,7 @@ no_ranks() { # <run id>
 
 @test "podman: trains inside; a stop saves; kill -9 of podman itself leaves nothing" {
   use_podman
-  assert_inside
-  RUN_ID=inside scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${SMALL[@]}"
-  assert_same_weights inside
-  start_long stopped
-  kill -TERM "$PID"
-  end_of "$PID"
-  cat stopped.out
-  ((CODE == 75))
-  eventually 2 no_ranks stopped
+  assert_trains_and_stops
   start_long killed
   kill -KILL "$PID"
   eventually 4 no_ranks killed

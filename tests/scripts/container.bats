@@ -43,7 +43,7 @@ command_of() { # <script and arguments...>
   CONTAINER=image.sqsh command_of ssh/launch_singlenode.sh plain.yaml 2
   [[ $WORDS == "bash -c options=()"*"enroot start "*" --mount $ROOT:$ROOT $FOLDER/image.sqsh env --chdir=$FOLDER $AGENT "* ]]
   CONTAINER=podman:reg.io/torch:2 command_of ssh/launch_singlenode.sh plain.yaml 2
-  [[ $WORDS == "sh -c LAUNCH_CLIENT="*"podman run "*" --pid=host "*" --workdir=$FOLDER "*"--volume=$ROOT:$ROOT "*"reg.io/torch:2 $AGENT "* ]]
+  [[ $WORDS == "sh -c if "*"LAUNCH_CLIENT="*"podman run "*"--pull=never "*" --pid=host "*" --workdir=$FOLDER "*"--volume=$ROOT:$ROOT "*"reg.io/torch:2 $AGENT "* ]]
 }
 
 @test "Enroot is told the names of the variables, and no value" {

@@ -33,7 +33,7 @@ staged() {
 
 @test "packed once, unpacked once, used from there; packed again after a package has been added" {
   run launch
-  [[ $status == 0 && $output == *"packing $PWD/env into $PWD/logs/environments/"*".tar, once"* ]]
+  [[ $status == 0 && $output == *"packing $PWD/env into $PWD/logs/environments-$UID/"*".tar, once"* ]]
   local first
   first=$(staged)
   [[ $output == *"from ${first}env/bin/python"* && $output == *"staged     ${first%/} on each node, from "* ]]
@@ -44,18 +44,19 @@ staged() {
   mkdir env/lib/site-packages/second
   run launch
   [[ $status == 0 && $output == *packing* && -d $(staged)env/lib/site-packages/second ]]
-  local archives=(logs/environments/*.tar)
+  local archives=(logs/environments-$UID/*.tar)
   [[ ! -e $first && ${#archives[@]} == 1 ]]
 }
 
-@test "an environment that a process runs from stays" {
+@test "an environment that a process runs from stays, and does not keep others waiting" {
   launch
   local first lock
   first=$(staged)
   lock=${first%/}.lock
-  mkdir env/lib/site-packages/second
   flock --shared "$lock" sleep 600 3>&- &
   until ! flock --nonblock "$lock" true; do sleep 0.01; done
+  timeout 60 "$ROOT/scripts/ssh/launch_singlenode.sh" - 1
+  mkdir env/lib/site-packages/second
   launch
   kill $!
   [[ -d $first ]]
@@ -69,22 +70,29 @@ staged() {
 @test "an archive that is not whole, or not there, is refused" {
   launch
   local archive folder
-  archive=$(echo logs/environments/*.tar)
+  archive=$(echo logs/environments-$UID/*.tar)
   folder=$(staged)
   rm -r "$folder"
   printf 'x' >>"$archive"
   run launch
-  [[ $status == 3 && $output == "stage.sh: $HOST: $PWD/$archive is not whole; remove it, and it is packed again [env-missing]" ]]
+  [[ $status == 3 && $output == *"stage.sh: $HOST: $PWD/$archive cannot be unpacked, or is not whole, see above; remove it, and it is packed again [env-missing]" ]]
   [[ ! -e $folder ]]
-  run bash "$ROOT/scripts/lib/stage.sh" "$PWD/none.tar" "${folder%/}" -c ''
-  [[ $status == 3 && $output == "stage.sh: $HOST: there is no $PWD/none.tar here; give a LOG_DIR that all nodes share, "* ]]
+  run bash "$ROOT/scripts/lib/stage.sh" "$PWD/none/none.tar" "${folder%/}" -c ''
+  [[ $status == 3 && $output == "stage.sh: $HOST: there is no $PWD/none/none.tar of yours here; give a LOG_DIR that all nodes share, "* ]]
+}
+
+@test "a folder of packed environments that is a link is refused" {
+  mkdir -p elsewhere logs
+  ln -s "$PWD/elsewhere" "logs/environments-$UID"
+  run launch
+  [[ $status == 3 && $output == "stage.sh: $HOST: $PWD/logs/environments-$UID is another user's; see STAGE_ENV and LOG_DIR [env-missing]" ]]
 }
 
 @test "what someone else could have put there is not run" {
   mkdir elsewhere
   ln -s "$PWD/elsewhere" "place/launch-kit-$UID"
   run launch
-  [[ $status == 3 && $output == *"stage.sh: $HOST: $PWD/place/launch-kit-$UID is another user's; give STAGE_ENV another folder [env-missing]" ]]
+  [[ $status == 3 && $output == *"stage.sh: $HOST: $PWD/place/launch-kit-$UID is another user's; see STAGE_ENV and LOG_DIR [env-missing]" ]]
 }
 
 @test "a folder without room is refused" {

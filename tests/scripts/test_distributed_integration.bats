@@ -11,8 +11,8 @@ launch() {
 @test "--help and --dry-run" {
   run launch --help
   [[ $status == 0 && $output == *"usage: scripts/test_distributed_integration.sh [SALLOC OPTIONS]"* ]]
-  run launch --dry-run --nodes=4
-  assert_output "'salloc' '--nodes=2' '--time=20' --nodes=4 '$ROOT/scripts/test_distributed_integration.sh'"
+  run launch --dry-run --nodes=4 "--comment=a b"
+  assert_output "'salloc' '--nodes=2' '--time=20' '--nodes=4' '--comment=a b' '$ROOT/scripts/test_distributed_integration.sh'"
 }
 
 @test "salloc gets the options; without it, and inside a job, they are refused" {

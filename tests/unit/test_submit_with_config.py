@@ -36,10 +36,11 @@ def test_as_few_nodes_as_share_the_gpus_evenly(gpus: int, nodes: list[int], expe
 
 
 def test_gpus_of_any_type_of_the_partition_that_the_job_goes_to() -> None:
-    default = "gpu* gpu:a100:4(S:0-1),gpu:h100:2\ngpu* gpu:8\ngpu* (null)\n"
-    assert read_sinfo(f"big gpu:16\n{default}") == [6, 8]
-    assert read_sinfo("big gpu:16\nbig gpu:16\n") == [16, 16]
-    assert read_sinfo("cpu* (null)\n") == []
+    default = "gpu* n1 gpu:a100:4(S:0-1),gpu:h100:2\ngpu* n2 gpu:8\ngpu* n3 (null)\n"
+    assert read_sinfo(f"big n4 gpu:16\n{default}", of_default=True) == [6, 8]
+    assert read_sinfo(f"big n4 gpu:16\nbig n1 gpu:6\n{default}", of_default=False) == [16, 6, 8]
+    assert read_sinfo("big n1 gpu:16\nbig n2 gpu:16\n", of_default=True) == [16, 16]
+    assert read_sinfo("cpu* n1 (null)\n", of_default=True) == []
 
 
 def test_settings_of_the_submission_and_of_the_training() -> None:
