@@ -79,6 +79,17 @@ def read_container(
     return Container(runtime, image, directory, binds, arguments, has_gpus)
 
 
+def config_texts(config: Path) -> list[str]:
+    """Return the text of a config, and of those that its defaults name."""
+    if not config.is_file():
+        return []
+    text = config.read_text(errors="replace")
+    defaults = re.search(r"^defaults:([^\n]*(?:\n *-[^\n]*)*)", text, re.MULTILINE)
+    names = re.findall(r"[\w./-]+", defaults[1]) if defaults else []
+    files = (config.with_name(f"{name}.yaml") for name in names if "/" not in name)
+    return [text, *(file.read_text(errors="replace") for file in files if file.is_file())]
+
+
 def _choose(given: str, directory: Path, *, in_job: bool) -> tuple[str, str]:
     if given.startswith("podman:"):
         return "podman", given.removeprefix("podman:")

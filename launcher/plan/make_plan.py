@@ -24,7 +24,7 @@ from distributed.environment import (
 )
 from distributed.network import PROFILES
 from distributed.stop_signals import DEFAULT_GRACE_S
-from launcher.container.container import Container, read_container
+from launcher.container.container import Container, config_texts, read_container
 from launcher.fanout import job_command
 from launcher.handshake import read_access
 from launcher.plan import hosts, pbs, slurm
@@ -118,23 +118,12 @@ def _read_container(
     typed: Typed, environ: Mapping[str, str], fanout: str, needed: Sequence[Path | str]
 ) -> Container | None:
     in_job = fanout in ("srun", "job_command", "check")
-    needed = [Path.cwd(), ROOT, *needed, *_config_texts(Path(typed.config or "-"))]
+    needed = [Path.cwd(), ROOT, *needed, *config_texts(Path(typed.config or "-"))]
     directory = ROOT if typed.module else Path.cwd()
     try:
         return read_container(environ, directory, needed, in_job=in_job)
     except ValueError as error:
         raise PlanError(str(error)) from None
-
-
-def _config_texts(config: Path) -> list[str]:
-    """Return the text of a config, and of those that its defaults name."""
-    if not config.is_file():
-        return []
-    text = config.read_text(errors="replace")
-    defaults = re.search(r"^defaults:([^\n]*(?:\n *-[^\n]*)*)", text, re.MULTILINE)
-    names = re.findall(r"[\w./-]+", defaults[1]) if defaults else []
-    files = (config.with_name(f"{name}.yaml") for name in names if "/" not in name)
-    return [text, *(file.read_text(errors="replace") for file in files if file.is_file())]
 
 
 def _check_access(environ: Mapping[str, str]) -> None:
