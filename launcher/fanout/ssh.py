@@ -110,7 +110,9 @@ class Fanout:
         if not plan.has_checks:  # whoever skips them wants to start, and a login may take long
             within_s = max(within_s, int(plan.join_timeout_s))
         waited_s, answer_by = within_s - CHECK_S, began + within_s
-        answer_by += STAGE_S if plan.staged else 0
+        if plan.staged:
+            answer_by += STAGE_S
+            self.say(f"each node unpacks its Python, if it has not yet ({STAGE_S:g} s at most)")
         for number, node in enumerate(plan.nodes):
             token = f"{self.token}.{number}"  # two nodes may be one machine
             show = self.terminals.show_behind(b"[%d] " % number)

@@ -1,5 +1,6 @@
 #!/usr/bin/env bats
-# Runs inside containers, with Charliecloud and podman: on this machine, over ssh and under SLURM.
+# Runs inside containers, with Charliecloud and podman, and from copies of their environment: on this
+# machine, over ssh and under SLURM.
 # shellcheck disable=SC2030,SC2031 # each test is a subshell, and is meant to be one
 bats_require_minimum_version 1.5.0
 load helper
@@ -145,4 +146,38 @@ no_ranks() { # <run id>
   start_long killed
   kill -KILL "$PID"
   eventually 4 no_ranks killed
+}
+
+# An environment whose Python is a script around the real one.
+make_environment() {
+  mkdir -p env/bin env/packages
+  # shellcheck disable=SC2016 # for the script
+  printf '#!/bin/bash\n[[ $1 != -I ]] || exec printf "%%s\\n" %q /usr %q %q\nPYTHON_IS=$0 exec %q "$@"\n' \
+    "$PWD/env" "$PWD/env/packages" "$PWD/env/packages" "$PYTHON" >env/bin/python
+  chmod +x env/bin/python
+  echo 'import os; print("from", os.environ["PYTHON_IS"], flush=True)' >where.py
+  export PYTHON=$PWD/env/bin/python TRAIN_SCRIPT=$PWD/where.py STAGE_ENV=1 SHOW_RANKS=all
+}
+
+# The last run had so many ranks, all from a copy, which each node has once.
+assert_from_copies() { # <ranks>
+  cat out
+  [[ $(grep -c 'from /dev/shm/launch-kit-[0-9]*/.*/env/bin/python$' out) == "$1" ]]
+  local node
+  for node in node1 node2; do
+    [[ $(on "$node" find /dev/shm/launch-kit-"$UID" -mindepth 1 -maxdepth 1 -type d | wc -l) == 1 ]]
+  done
+}
+
+@test "STAGE_ENV over ssh, through pdsh and under SLURM: each node runs its own copy" {
+  make_environment
+  local script
+  for script in torchrun_auto pdsh_multinode; do
+    on login "scripts/ssh/launch_$script.sh" - 2 node1 node2 >out 2>&1
+    assert_from_copies 4
+  done
+  on login salloc --quiet --nodes=2 --ntasks-per-node=2 scripts/slurm/slurm_train.sh - >out 2>&1
+  assert_from_copies 4
+  LAUNCHER=srun on login salloc --quiet --nodes=2 --ntasks-per-node=2 scripts/slurm/slurm_train.sh - >out 2>&1
+  assert_from_copies 4
 }
