@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import others
@@ -56,16 +56,26 @@ def slow_mounts(folder: Path, mount_point: Path) -> Iterator[None]:
         for host in ("login", *NODES):
             subprocess.run(on(host, "umount", mount_point))
         for one in served:
+            one.terminate()
             one.wait(WAIT_S)
 
 
-def start(python: Path, folder: Path, stage: str) -> float:
-    """Launch on all nodes; returns the seconds."""
+def pack(folder: Path, mount_point: Path) -> None:
+    """Pack the environment under the path that it will have, on the machine's own disk."""
+    subprocess.run(on("login", "mount", "--bind", folder, mount_point), check=True)
+    start(mount_point / "env/bin/python", mount_point, "1", nodes=[])
+    subprocess.run(on("login", "umount", mount_point), check=True)
+
+
+def start(python: Path, folder: Path, stage: str, nodes: Sequence[str] = NODES) -> float:
+    """Launch on the nodes, or on the login host alone; returns the seconds."""
     environ = {**os.environ, "PYTHON": str(python), "TRAIN_SCRIPT": str(folder / "imports.py")}
     environ |= {"LOG_DIR": str(folder / "logs"), "STAGE_ENV": stage}
     began = time.monotonic()
-    launcher = ROOT / "scripts/ssh/launch_torchrun_auto.sh"
-    subprocess.run(on("login", launcher, "-", 1, *NODES), env=environ, check=True)
+    script = "launch_torchrun_auto.sh" if nodes else "launch_singlenode.sh"
+    subprocess.run(
+        on("login", ROOT / "scripts/ssh" / script, "-", 1, *nodes), env=environ, check=True
+    )
     return time.monotonic() - began
 
 
@@ -74,7 +84,6 @@ def measure(folder: Path, rounds: int) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {case: [] for case in CASES}
     slow = folder / "slow"
     python = Path("env/bin/python")
-    start(slow / python, slow, "1")  # packs
     for _ in range(rounds):
         for host in ("login", *NODES):
             subprocess.run(on(host, "rm", "-rf", f"/dev/shm/launch-kit-{os.getuid()}"), check=True)
@@ -102,6 +111,7 @@ def main() -> None:
         os.environ["CLUSTER_DIR"] = str(folder / "cluster")
         subprocess.run([CLUSTER, "up", str(len(NODES))], check=True)
         try:
+            pack(fast, slow)
             with slow_mounts(fast, slow):
                 seconds = measure(folder, rounds)
         finally:

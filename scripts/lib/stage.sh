@@ -57,7 +57,7 @@ print(*filter(os.path.isdir, [sys.prefix + "/conda-meta"]))')
 stat_folders() { # <file with the folders>
   local folders
   read -rd '' -a folders <"$1" || true
-  stat -L -c '%n %Y %Z %i' -- "${folders[@]}"
+  stat -L -c '%n %Y %Z' -- "${folders[@]}"
 }
 
 pack_environment() { # <file with the folders> <archive> <beginning of the archives of this Python>
