@@ -184,6 +184,9 @@ def _in_order_of_tasks(v: _Variables) -> tuple[str, list[int]]:
         return hostlist.first(hosts), tasks
     tasks_of = dict(zip(hostlist.expand(hosts), tasks, strict=False))
     order = [host for host in hostlist.expand(",".join(groups)) if host in tasks_of]
+    if {*order} != tasks_of.keys():
+        cause = f"SLURM_STEP_NODELIST={hosts!r:.80} has hosts of none of the job's groups"
+        raise LauncherError(f"{cause}; {v.cure}")
     return order[0], [tasks_of[host] for host in order]
 
 

@@ -319,6 +319,12 @@ VALUES = [
 ]
 
 
+def test_groups_of_a_heterogeneous_job_that_are_not_the_steps() -> None:
+    groups = {"SLURM_HET_SIZE": "1", "SLURM_JOB_NODELIST_HET_GROUP_0": "other"}
+    with pytest.raises(LauncherError, match="has hosts of none of the job's groups; "):
+        detect({**STEP, **groups})
+
+
 @given(
     st.sampled_from([BY_HAND, TORCHRUN, OPENMPI, STEP, BATCH, {}]),
     st.sets(st.sampled_from(NAMES), max_size=5),
