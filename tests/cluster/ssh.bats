@@ -189,7 +189,8 @@ TABLE
   kill -0 "$neighbour"
   run ! is_gone neighbour
   end_by_a_cut neighbour "$neighbour"
-  grep -qE '^launch_torchrun_auto.sh: node2: no sign of life for (9|10) s: ' neighbour.out # its own 10, or 9 when another agent gives up first
+  # Its own 10 s, or 9 when another agent gives up first.
+  grep -qE '^launch_torchrun_auto.sh: node2: no sign of life for (9|10) s: ' neighbour.out
   grep -q '^launch_torchrun_auto.sh: node2: ssh: connect to host node2 port 22: ' neighbour.out # why it is so
 }
 
