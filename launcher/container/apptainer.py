@@ -8,9 +8,14 @@ from pathlib import Path
 from launcher.container.container import Container
 
 
-def wrap(box: Container, command: Sequence[str]) -> list[str]:
+def wrap(container: Container, command: Sequence[str]) -> list[str]:
     """Return what runs a command inside."""
     gpus = "--rocm" if Path("/dev/kfd").exists() else "--nv"
-    words = ["apptainer", "exec", *([gpus] if box.has_gpus else []), f"--pwd={box.directory}"]
-    words += [f"--bind={folder}" for folder in box.binds]
-    return [*words, *box.arguments, box.image, *command]
+    words = [
+        "apptainer",
+        "exec",
+        *([gpus] if container.has_gpus else []),
+        f"--pwd={container.directory}",
+    ]
+    words += [f"--bind={folder}" for folder in container.binds]
+    return [*words, *container.arguments, container.image, *command]

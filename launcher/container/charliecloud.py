@@ -11,10 +11,10 @@ from pathlib import Path
 from launcher.container.container import Container
 
 
-def wrap(box: Container, command: Sequence[str]) -> list[str]:
+def wrap(container: Container, command: Sequence[str]) -> list[str]:
     """Return what runs a command inside."""
-    binds = (folder for folder in box.binds if folder.parts[1] != "tmp")  # all of it is there
-    words = ["ch-run", f"--cd={box.directory}", *(f"--bind={folder}" for folder in binds)]
-    if Path(box.image, "ch/environment").exists():
+    binds = (folder for folder in container.binds if folder.parts[1] != "tmp")  # all of it is there
+    words = ["ch-run", f"--cd={container.directory}", *(f"--bind={folder}" for folder in binds)]
+    if Path(container.image, "ch/environment").exists():
         words.append("--set-env")
-    return [*words, *box.arguments, box.image, "--", *command]
+    return [*words, *container.arguments, container.image, "--", *command]

@@ -69,7 +69,7 @@ def read_container(
     given = environ.get("CONTAINER", "")
     if not given:
         return None
-    runtime, image = _choose(given, directory, in_job=in_job)
+    runtime, image = _choose(given, in_job=in_job)
     try:
         arguments = shlex.split(environ.get("CONTAINER_ARGS", ""))
     except ValueError as error:
@@ -90,10 +90,10 @@ def config_texts(config: Path) -> list[str]:
     return [text, *(file.read_text(errors="replace") for file in files if file.is_file())]
 
 
-def _choose(given: str, directory: Path, *, in_job: bool) -> tuple[str, str]:
+def _choose(given: str, *, in_job: bool) -> tuple[str, str]:
     if given.startswith("podman:"):
         return "podman", given.removeprefix("podman:")
-    path = directory / given
+    path = Path.cwd() / given
     if path.is_dir():
         return "charliecloud", str(path)
     if path.suffix in (".sif", ".sqsh") or given.startswith((".", "/")):

@@ -19,9 +19,19 @@ exec enroot start "${options[@]}" "$@"
 """
 
 
-def wrap(box: Container, command: Sequence[str]) -> list[str]:
+def wrap(container: Container, command: Sequence[str]) -> list[str]:
     """Return what runs a command inside."""
-    gpus = ["--env", "NVIDIA_VISIBLE_DEVICES=all"] if box.has_gpus else []
-    mounts = [word for folder in box.binds for word in ("--mount", f"{folder}:{folder}")]
-    inside = ["env", f"--chdir={box.directory}", *command]
-    return ["bash", "-c", _START, "enroot", *gpus, *mounts, *box.arguments, box.image, *inside]
+    gpus = ["--env", "NVIDIA_VISIBLE_DEVICES=all"] if container.has_gpus else []
+    mounts = [word for folder in container.binds for word in ("--mount", f"{folder}:{folder}")]
+    inside = ["env", f"--chdir={container.directory}", *command]
+    return [
+        "bash",
+        "-c",
+        _START,
+        "enroot",
+        *gpus,
+        *mounts,
+        *container.arguments,
+        container.image,
+        *inside,
+    ]

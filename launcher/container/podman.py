@@ -16,24 +16,17 @@ _NETWORK = 'if [ -e /dev/infiniband ]; then set -- --device=/dev/infiniband "$@"
 _GPUS = 'if [ -e /dev/nvidiactl ]; then set -- --device=nvidia.com/gpu=all "$@"; fi'
 _RUN = 'if [ -t 0 ]; then exec </dev/null; fi; LAUNCH_CLIENT=$$ exec podman run "$@"'
 _OPTIONS = (
-    *(
-        "--rm",
-        "--pull=never",
-        "--read-only",
-        "--interactive",
-        "--env-host",
-        "--entrypoint=",
-        "--log-driver=none",
-    ),
+    *("--rm", "--pull=never", "--read-only", "--interactive"),
+    *("--env-host", "--entrypoint=", "--log-driver=none"),
     *("--network=host", "--pid=host", "--ipc=host", "--uts=host", "--security-opt=label=disable"),
 )
 
 
-def wrap(box: Container, command: Sequence[str]) -> list[str]:
+def wrap(container: Container, command: Sequence[str]) -> list[str]:
     """Return what runs a command inside."""
-    start = [_NETWORK, *([_GPUS] if box.has_gpus else []), _RUN]
-    words = ["sh", "-c", "; ".join(start), "podman", *_OPTIONS, f"--workdir={box.directory}"]
+    start = [_NETWORK, *([_GPUS] if container.has_gpus else []), _RUN]
+    words = ["sh", "-c", "; ".join(start), "podman", *_OPTIONS, f"--workdir={container.directory}"]
     if os.geteuid() != 0:
         words.append("--userns=keep-id")
-    words += [f"--volume={folder}:{folder}" for folder in box.binds]
-    return [*words, *box.arguments, box.image, *command]
+    words += [f"--volume={folder}:{folder}" for folder in container.binds]
+    return [*words, *container.arguments, container.image, *command]

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from launcher.container.container import Container
 
 
-def wrap(box: Container, command: Sequence[str]) -> list[str]:
+def wrap(container: Container, command: Sequence[str]) -> list[str]:
     """Return the command: srun's options put it inside."""
     return list(command)
 
 
-def srun_options(box: Container, name: str) -> list[str]:
+def srun_options(container: Container, name: str) -> list[str]:
     """Return srun's options; the steps of a job share the container of a name on each node."""
-    mounts = ",".join(f"{folder}:{folder}" for folder in box.binds)
-    words = [f"--container-image={box.image}", f"--container-name={name}"]
-    words += [f"--container-mounts={mounts}", f"--container-workdir={box.directory}"]
-    return [*words, *box.arguments]
+    mounts = ",".join(f"{folder}:{folder}" for folder in container.binds)
+    words = [f"--container-image={container.image}", f"--container-name={name}"]
+    words += [f"--container-mounts={mounts}", f"--container-workdir={container.directory}"]
+    return [*words, *container.arguments]

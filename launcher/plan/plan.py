@@ -183,8 +183,9 @@ class Plan(World):
         try:
             return subprocess.run(words, stdin=subprocess.DEVNULL, text=True, **options)
         except OSError as error:
-            runtime = self.container.runtime if self.container else "it"
-            cure = f"install {runtime}, or leave CONTAINER out"
+            cure = "correct PYTHON"
+            if self.container:
+                cure = f"install {self.container.runtime}, or leave CONTAINER out"
             raise Refused("env-missing", f"{words[0]}: {error.strerror}; {cure}") from None
 
     def inside(self, command: Sequence[str]) -> list[str]:

@@ -12,7 +12,7 @@
 
 # Replaces PYTHON by that of a copy on this machine, and packs the environment if it is new.
 stage_python() { # <fan-out or other task>
-  local place=${STAGE_ENV:-} packed key folders archive
+  local place=${STAGE_ENV:-} packed key folders facts archive
   [[ -n $place && " auto local srun ssh pdsh " == *" $1 "* && " ${FLAGS[*]} " != *" --dry-run "* ]] || return 0
   [[ $place != 1 ]] || place=/dev/shm
   [[ $place == /* && -d $place && -w $place ]] ||
@@ -26,7 +26,8 @@ stage_python() { # <fan-out or other task>
   key=$(hash_of "$PYTHON $(readlink -f -- "$PYTHON")")
   folders=$packed/$key.folders
   [[ -s $folders ]] || find_folders "$PYTHON" >"$folders"
-  archive=$packed/$key-$(hash_of "$(stat_folders "$folders")").tar
+  facts=$(stat_folders "$folders")
+  archive=$packed/$key-$(hash_of "$facts").tar
   (
     hold "$packed/$key.lock" --exclusive # of several launches one packs
     [[ -r $archive ]] || pack_environment "$folders" "$archive" "$packed/$key-"
@@ -46,8 +47,8 @@ hash_of() { # <text>
 find_folders() { # <python>
   local folders
   folders=$("$1" -I -c 'import os, sys, sysconfig
-print(sys.prefix, sys.base_prefix, sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sep="\n")
-print(*filter(os.path.isdir, [sys.prefix + "/conda-meta"]))')
+conda = filter(os.path.isdir, [sys.prefix + "/conda-meta"])
+print(sys.prefix, sys.base_prefix, sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *conda, sep="\n")')
   [[ $folders != /usr$'\n'* && $folders != /usr/local$'\n'* ]] ||
     die 2 "STAGE_ENV: $1 is the system's, which each node has; leave STAGE_ENV out, or set VENV or CONDA_ENV"
   echo "$folders"
@@ -56,7 +57,7 @@ print(*filter(os.path.isdir, [sys.prefix + "/conda-meta"]))')
 # Prints what changes when a package is added, removed or replaced.
 stat_folders() { # <file with the folders>
   local folders
-  read -rd '' -a folders <"$1" || true
+  mapfile -t folders <"$1"
   stat -L -c '%n %Y %Z' -- "${folders[@]}"
 }
 
@@ -102,7 +103,7 @@ hold() { # <file> <--shared|--exclusive>
 
 # Nothing that another user could have put there is run.
 make_own_folder() { # <folder>
-  [[ -d $1 ]] || mkdir -m 700 -- "$1" 2>/dev/null || true
+  (umask 077 && mkdir -p -- "$1") || fail env-missing "$1 cannot be made, see above; see STAGE_ENV and LOG_DIR"
   [[ -O $1 && ! -L $1 ]] || fail env-missing "$1 is another user's; see STAGE_ENV and LOG_DIR"
 }
 
@@ -137,7 +138,10 @@ remove_unused() { # <folder of all>
   local other
   for other in "$1"/*/; do
     other=${other%/}
-    [[ ! -d $other ]] || (! flock --nonblock 9 || rm -rf -- "$other") 9>>"${other%.new}.lock"
+    [[ -d $other ]] || continue
+    (
+      if flock --nonblock 9; then rm -rf -- "$other"; fi
+    ) 9>>"${other%.new}.lock"
   done
 }
 

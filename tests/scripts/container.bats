@@ -46,6 +46,12 @@ command_of() { # <script and arguments...>
   [[ $WORDS == "sh -c if "*"LAUNCH_CLIENT="*"podman run "*"--pull=never "*" --pid=host "*" --workdir=$FOLDER "*"--volume=$ROOT:$ROOT "*"reg.io/torch:2 $AGENT "* ]]
 }
 
+@test "a relative image is one of the folder where it was typed, for the self-test, too" {
+  unset TRAIN_SCRIPT
+  CONTAINER=image command_of test_distributed.sh 2
+  [[ $WORDS == "ch-run --cd=$ROOT "*" $FOLDER/image -- $AGENT "* ]]
+}
+
 @test "Enroot is told the names of the variables, and no value" {
   fake_tool enroot 'printf "%s\n" "$*"'
   CONTAINER=image.sqsh run --separate-stderr "$ROOT/scripts/ssh/launch_singlenode.sh" - 1 --dry-run

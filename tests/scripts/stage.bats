@@ -16,11 +16,11 @@ setup() {
   export STAGE_ENV=$PWD/place TRAIN_SCRIPT=where.py REAL=$PYTHON PYTHON=$PWD/env/bin/python
 }
 
-make_python() { # <prefix> <base prefix>
+make_python() { # <prefix> <base prefix> [<where>]
   # shellcheck disable=SC2016 # for the script
   printf '#!/bin/bash\n[[ $1 != -I ]] || exec printf "%%s\\n" %q %q %q %q\nPYTHON_IS=$0 exec "$REAL" "$@"\n' \
-    "$1" "$2" "$1/lib/site-packages" "$1/lib/site-packages" >env/bin/python
-  chmod +x env/bin/python
+    "$1" "$2" "$1/lib/site-packages" "$1/lib/site-packages" >"${3:-env}/bin/python"
+  chmod +x "${3:-env}/bin/python"
 }
 
 launch() {
@@ -53,13 +53,21 @@ staged() {
   local first lock
   first=$(staged)
   lock=${first%/}.lock
-  flock --shared "$lock" sleep 600 3>&- &
-  until ! flock --nonblock "$lock" true; do sleep 0.01; done
+  exec 8>>"$lock"
+  flock --shared 8
   timeout 60 "$ROOT/scripts/ssh/launch_singlenode.sh" - 1
   mkdir env/lib/site-packages/second
   launch
-  kill $!
   [[ -d $first ]]
+}
+
+@test "an environment in a folder with a space" {
+  mkdir "a b"
+  mv env "a b/"
+  make_python "$PWD/a b/env" /usr "a b/env"
+  export PYTHON="$PWD/a b/env/bin/python"
+  run launch
+  [[ $status == 0 && $output == *"from $(staged)env/bin/python"* ]]
 }
 
 @test "--dry-run packs nothing" {
