@@ -23,15 +23,6 @@ def wrap(container: Container, command: Sequence[str]) -> list[str]:
     """Return what runs a command inside."""
     gpus = ["--env", "NVIDIA_VISIBLE_DEVICES=all"] if container.has_gpus else []
     mounts = [word for folder in container.binds for word in ("--mount", f"{folder}:{folder}")]
+    options = [*gpus, *mounts, *container.arguments]
     inside = ["env", f"--chdir={container.directory}", *command]
-    return [
-        "bash",
-        "-c",
-        _START,
-        "enroot",
-        *gpus,
-        *mounts,
-        *container.arguments,
-        container.image,
-        *inside,
-    ]
+    return ["bash", "-c", _START, "enroot", *options, container.image, *inside]

@@ -35,12 +35,9 @@ def read_script(file: Path, nproc: int | None) -> World:
     lines = re.findall(r"^#(?:SBATCH|PBS) (.*?)(?: #.*)?$", file.read_text(), re.MULTILINE)
     nodes, tasks, gpus = (_last(pattern, lines) for pattern in (_NODES, _TASKS, _GPUS))
     ranks = tasks if tasks > 1 else nproc or gpus
-    return World(
-        num_nodes=nodes or 1,
-        master_addr="",
-        nproc=read_nproc("", str(ranks)) if nodes and ranks else None,
-        hosts="chosen by the scheduler when the job starts",
-    )
+    asked = read_nproc("", str(ranks)) if nodes and ranks else None
+    hosts = "chosen by the scheduler when the job starts"
+    return World(num_nodes=nodes or 1, master_addr="", nproc=asked, hosts=hosts)
 
 
 def _last(pattern: re.Pattern[str], lines: Sequence[str]) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -63,17 +64,17 @@ class Report(must_match.NodeReport):
 def check_node(request: Request, environ: Mapping[str, str] = os.environ) -> Report:
     """Check this node, and meet the others meanwhile."""
     start = time.perf_counter()
-    is_alone = request.num_nodes == 1
-    port = request.port or choose_port(request, search=is_alone)
-    port_error = bind_error(request.master_addr, port) if request.node_rank == 0 else 0
+    port, listener, port_error = open_master_port(request)
     met: list[Fault] = []
     done: list[str] = []
-    visit = threading.Thread(target=_meet, args=(request, port, environ, met, done))
+    visit = threading.Thread(target=_meet, args=(request, port, listener, environ, met, done))
     if request.has_checks and request.meeting_size > 1 and not port_error:
         visit.start()
+    elif listener is not None:
+        listener.close()
     machine = _look_at_machine(request, environ, port, port_error)
     faults = [fault for check in CHECKS for fault in check(machine)] if request.has_checks else []
-    is_compared = request.has_checks and not is_alone
+    is_compared = request.has_checks and request.num_nodes > 1
     files = must_match.hash_files(request.words, request.directory) if is_compared else {}
     if is_compared and machine.script is not None:
         files.setdefault(machine.script.name, "")
@@ -97,19 +98,42 @@ def check_node(request: Request, environ: Mapping[str, str] = os.environ) -> Rep
     )
 
 
+def open_master_port(request: Request) -> tuple[int, socket.socket | None, int]:
+    """Return the master's port, and on node rank 0 its listener, or the errno of why there is none.
+
+    It is opened once: a node that connected to one that only tries the port would be cut off. One
+    node alone that was given no port takes the next free one after that of the run id.
+    """
+    port = request.port or port_from_id(request.run_id)
+    while request.node_rank == 0:
+        try:
+            return port, open_port(port, request.master_addr), 0
+        except OSError as error:
+            if request.port or request.num_nodes > 1 or error.errno != errno.EADDRINUSE:
+                return port, None, error.errno or errno.EINVAL
+        port += 1
+    return port, None, 0
+
+
 def _meet(
-    request: Request, port: int, environ: Mapping[str, str], met: list[Fault], done: list[str]
+    request: Request,
+    port: int,
+    listener: socket.socket | None,
+    environ: Mapping[str, str],
+    met: list[Fault],
+    done: list[str],
 ) -> None:
     deadline, address = time.monotonic() + request.within_s, request.master_addr
     access = read_access(environ)
-    if rank := request.node_rank:
+    if listener is None:
+        rank = request.node_rank
         met += meeting.visit_master(address, port, access.secret, deadline, rank, done)
         return
     # A SLURM job may start again on other nodes. Else node rank 0 alone needs the checkpoints.
     is_shared = request.checkpoint_dir is not None and "SLURM_JOB_ID" in environ
     folder = request.directory / (request.checkpoint_dir or "") if is_shared else None
     others = request.meeting_size - 1
-    met += meeting.receive_others(address, port, access, others, folder, deadline)
+    met += meeting.receive_others(listener, address, access, others, folder, deadline)
 
 
 def _look_at_machine(
@@ -141,23 +165,6 @@ def _look_at_machine(
         cpus=len(os.sched_getaffinity(0)),
         num_workers=request.num_workers,
     )
-
-
-def choose_port(request: Request, *, search: bool) -> int:
-    """Return the port that belongs to the run id; with `search`, the next free one after it."""
-    port = port_from_id(request.run_id)
-    while search and bind_error(request.master_addr, port) == errno.EADDRINUSE:
-        port += 1
-    return port
-
-
-def bind_error(address: str, port: int) -> int:
-    """Return 0 if this machine can listen on the port, as the store will, else the errno."""
-    try:
-        open_port(port, address).close()
-    except OSError as error:
-        return error.errno or errno.EINVAL
-    return 0
 
 
 def write_report(report: Report) -> Iterator[str]:

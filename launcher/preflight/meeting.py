@@ -59,14 +59,19 @@ class Doors:
 
 
 def receive_others(
-    address: str, port: int, access: Access, number: int, folder: Path | None, deadline: float
+    listener: socket.socket,
+    address: str,
+    access: Access,
+    number: int,
+    folder: Path | None,
+    deadline: float,
 ) -> list[Fault]:
     """On node rank 0: wait at the port for so many nodes, and tell each what to compare with.
 
-    Returns which of them it cannot reach.
+    Returns which of them it cannot reach; closes the listener.
     """
-    with contextlib.ExitStack() as stack:
-        listener, other = (stack.enter_context(open_port(one, address)) for one in (port, 0))
+    with listener, contextlib.ExitStack() as stack:
+        other = stack.enter_context(open_port(0, address))
         entrance = Entrance(listener, access, say=lambda stranger: None)  # the check-in tells
         stack.enter_context(contextlib.closing(entrance))
         file = ""
@@ -203,7 +208,7 @@ def _reach(address: str, port: int, secret: bytes, deadline: float) -> socket.so
     while True:
         try:
             return connect(address, port, secret, ANSWER_S)
-        except ConnectionRefusedError:
+        except (ConnectionRefusedError, ConnectionResetError):  # not yet, or one that ends
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.02)

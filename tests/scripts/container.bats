@@ -41,7 +41,7 @@ command_of() { # <script and arguments...>
   CONTAINER=image command_of ssh/launch_singlenode.sh plain.yaml 2
   [[ $WORDS == "ch-run --cd=$FOLDER --bind=$ROOT $FOLDER/image -- $AGENT --nnodes 1 "* ]]
   CONTAINER=image.sqsh command_of ssh/launch_singlenode.sh plain.yaml 2
-  [[ $WORDS == "bash -c options=()"*"enroot start "*" --mount $ROOT:$ROOT $FOLDER/image.sqsh env --chdir=$FOLDER $AGENT "* ]]
+  [[ $WORDS == "bash -c options=()"*"enroot start "*" --mount $ROOT:$ROOT "*"$FOLDER/image.sqsh env --chdir=$FOLDER $AGENT "* ]]
   CONTAINER=podman:reg.io/torch:2 command_of ssh/launch_singlenode.sh plain.yaml 2
   [[ $WORDS == "sh -c if "*"LAUNCH_CLIENT="*"podman run "*"--pull=never "*" --pid=host "*" --workdir=$FOLDER "*"--volume=$ROOT:$ROOT "*"reg.io/torch:2 $AGENT "* ]]
 }

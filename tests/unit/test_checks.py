@@ -16,8 +16,9 @@ import pytest
 from ports import free_port
 
 from distributed.environment import port_from_id
+from launcher.handshake import open_port
 from launcher.preflight import checks, gpus, must_match
-from launcher.preflight.check_node import Request, bind_error, choose_port
+from launcher.preflight.check_node import Request, check_node, open_master_port
 from launcher.preflight.checks import Fault, Machine
 from launcher.preflight.gpus import Gpu, GpuError, visible_gpus
 
@@ -328,13 +329,20 @@ def test_loopback_master_of_several_nodes() -> None:
     assert not other.warns
 
 
+def a_request(**changes: object) -> Request:
+    """Return what node rank 0 of a run is asked for, changed."""
+    here = Path()
+    request = Request("a-run", 1, 0, None, 1, "127.0.0.1", None, [], here, here, None)
+    return dataclasses.replace(request, **changes)  # type: ignore[arg-type]
+
+
 def test_a_live_run_of_the_same_id_is_named() -> None:
     serve = "import socket; s = socket.create_server(('', 0)); print(s.getsockname()[1], flush=1)"
     command = [sys.executable, "-c", f"{serve}; input()", "--rdzv-id", "mine", "script"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
         assert agent.stdout is not None
         port = int(agent.stdout.readline())
-        taken = make_machine(port=port, port_error=bind_error("", port))
+        taken = make_machine(port=port, port_error=open_master_port(a_request(port=port))[2])
         (live,) = checks.check_master(taken)
         (other,) = checks.check_master(dataclasses.replace(taken, run_id="min"))
         agent.communicate(b"\n")
@@ -352,20 +360,42 @@ def test_a_master_address_of_another_machine_is_a_warning() -> None:
 
 
 def test_port_in_use_names_the_holder(listener: int) -> None:
-    code = bind_error("127.0.0.1", listener)
+    port, none, code = open_master_port(a_request(port=listener))
+    assert (port, none) == (listener, None)
     fault = find(checks.check_master, port=listener, port_error=code)
     assert fault is not None
     assert fault.name == "port-in-use"
     assert f"port {listener} is taken by pid {os.getpid()} (" in fault.cause
 
 
+def port_opened(request: Request) -> int:
+    port, listener, _ = open_master_port(request)
+    if listener is not None:
+        listener.close()
+    return port
+
+
 def test_the_port_moves_on_from_one_in_use() -> None:
-    wanted, here = port_from_id("a run"), Path()
-    request = Request("a run", 1, 0, None, 1, "127.0.0.1", None, [], here, here, None)
+    wanted = port_from_id("a-run")
     with socket.create_server(("127.0.0.1", wanted)):
-        assert choose_port(request, search=False) == wanted
-        assert choose_port(request, search=True) > wanted
-    assert choose_port(request, search=True) == wanted
+        assert port_opened(a_request(num_nodes=2)) == wanted
+        assert port_opened(a_request(port=wanted)) == wanted
+        assert port_opened(a_request()) > wanted
+    assert port_opened(a_request()) == wanted
+
+
+def test_node_rank_0_opens_the_port_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It opened and closed it first, to see if it can: a node that came then was cut off."""
+    opened = []
+
+    def note(port: int, address: str = "") -> socket.socket:
+        opened.append(port)
+        return open_port(port, address)
+
+    for module in ("check_node", "meeting"):
+        monkeypatch.setattr(f"launcher.preflight.{module}.open_port", note)
+    report = check_node(a_request(num_nodes=2, meeting_size=2, within_s=0.05))
+    assert opened == [report.port, 0]
 
 
 @pytest.mark.parametrize(("wanted", "sound"), [("lo", True), ("none9", False), ("^lo", False)])

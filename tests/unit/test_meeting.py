@@ -15,7 +15,7 @@ import pytest
 from ports import free_port
 from strangers import keep_silent
 
-from launcher.handshake import Access, Entrance
+from launcher.handshake import Access, Entrance, open_port
 from launcher.preflight import meeting
 from launcher.preflight.checks import Fault
 
@@ -111,7 +111,7 @@ def test_strangers_are_no_nodes(listener: int) -> None:
     deadline = time.monotonic() + 8
     host = threading.Thread(
         target=meeting.receive_others,
-        args=("127.0.0.1", port, Access(SECRET), 2, None, deadline),
+        args=(open_port(port), "127.0.0.1", Access(SECRET), 2, None, deadline),
     )
     host.start()
     found: list[Fault] = []
@@ -149,7 +149,7 @@ def test_a_master_that_comes_later(tmp_path: Path) -> None:
     )
     visitor.start()
     folder = tmp_path / "not" / "yet"
-    meeting.receive_others("127.0.0.1", port, Access(SECRET), 1, folder, deadline)
+    meeting.receive_others(open_port(port), "127.0.0.1", Access(SECRET), 1, folder, deadline)
     visitor.join()
     assert found == []
     assert list(tmp_path.iterdir()) == []
@@ -176,7 +176,7 @@ def test_every_pair_of_nodes_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [threading.Thread(target=visit_as, args=(rank,)) for rank in (1, 2)]
     for node in nodes:
         node.start()
-    found += meeting.receive_others("127.0.0.1", port, Access(SECRET), 2, None, deadline)
+    found += meeting.receive_others(open_port(port), "127.0.0.1", Access(SECRET), 2, None, deadline)
     for node in nodes:
         node.join()
     assert found == [] and time.monotonic() < deadline - 4
