@@ -10,7 +10,6 @@ from pathlib import Path
 
 from launcher.plan.plan import Plan, World, print_plan, read_nproc
 
-JOB_ID = "<job id>"
 _NODES = re.compile(r"(?:--nodes=|-N ?|select=|nodes=)(\d+)")
 _TASKS = re.compile(r"--ntasks-per-node=(\d+)")
 _GPUS = re.compile(r"(?:--gpus-per-node=|--gres=gpu:|n?gpus=)(?:[a-z]\w*:)?(\d+)")
@@ -20,7 +19,7 @@ def run(plan: Plan, _be_ready: Callable[[], None]) -> int:
     """Print what is known of the job before it starts, and the command that submits it."""
     counts = plan.rank_counts(plan.nproc) if plan.nproc else []
     backend = plan.backend.replace("auto", "nccl with GPUs, else gloo")
-    plan = replace(plan, run_id=plan.run_id or JOB_ID, backend=backend)
+    plan = replace(plan, run_id=plan.run_id or "<job id>", backend=backend)
     print_plan(plan, None, None, counts)
     print("# the command that submits this; options of the scheduler go before the script")
     print(f"cd {shlex.quote(str(plan.directory))} && {plan.command}")

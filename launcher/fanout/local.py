@@ -47,16 +47,18 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
 
 
 def check_here(plan: Plan) -> Report:
-    """Return what the preflight finds on this machine, or in the run's container.
+    """Return what the preflight finds on this machine, in the run's container or its staged Python.
 
     Raises Refused where that does not start.
     """
-    if plan.container is None or plan.is_dry_run:
+    if plan.is_dry_run or not (plan.container or plan.staged):
         return check_node(plan.request())
     check = [*plan.module_command("launcher.preflight.check_node"), encode(plan.request())]
     result = plan.run_inside(check, stdout=subprocess.PIPE)
     if reports := read_reports(result.stdout.splitlines()):
         return reports[0]
+    if plan.staged and result.returncode == REFUSED:  # stage.sh has said why
+        raise SystemExit(REFUSED)
     cause = f"the preflight did not start in {plan.container}, see above"
     cure = f"its Python is {plan.python}: PYTHON names another, CONTAINER_ARGS binds more folders"
     raise Refused("env-missing", f"{cause}; {cure}")
@@ -70,11 +72,9 @@ def is_healthy(plan: Plan, nproc: int) -> bool:
     start = time.monotonic()
     command = [plan.python, str(plan.root / AGENT), "--standalone", "--nproc-per-node", str(nproc)]
     command += ["-m", "distributed.selftest", "--seconds", "0.05"]
-    at_root = replace(
-        plan, container=plan.container and replace(plan.container, directory=plan.root)
-    )
+    container = plan.container and replace(plan.container, directory=plan.root)
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "errors": "replace"}
-    result = at_root.run_inside(command, cwd=plan.root, **output)
+    result = replace(plan, container=container).run_inside(command, cwd=plan.root, **output)
     if result.returncode != 0:
         sys.stderr.write(result.stdout)
         cause = f"the processes of {short_host_name()} cannot work together"

@@ -10,9 +10,10 @@
 
 # --- where a run is launched --------------------------------------------------------------------
 
-# Replaces PYTHON by that of a copy on this machine, and packs the environment if it is new.
+# Has the nodes run a copy of PYTHON, and packs its environment if it is new. The launcher runs from
+# a copy only where one is there already: this may be a login node, and no node of the run.
 stage_python() { # <fan-out or other task>
-  local place=${STAGE_ENV:-} packed key folders facts archive
+  local place=${STAGE_ENV:-} packed key folders facts archive copy
   [[ -n $place && " auto local srun ssh pdsh " == *" $1 "* && " ${FLAGS[*]} " != *" --dry-run "* ]] || return 0
   [[ $place != 1 ]] || place=/dev/shm
   [[ $place == /* && -d $place && -w $place ]] ||
@@ -32,9 +33,12 @@ stage_python() { # <fan-out or other task>
     hold "$packed/$key.lock" --exclusive # of several launches one packs
     [[ -r $archive ]] || pack_environment "$folders" "$archive" "$packed/$key-"
   )
-  PYTHON=$place/launch-kit-$UID/$(basename -- "$archive" .tar)/env/bin/python
+  copy=$place/launch-kit-$UID/$(basename -- "$archive" .tar)
   PLAN[staged]=$archive
-  hold_unpacked "$archive" "${PYTHON%/env/bin/python}"
+  PLAN[python]=$copy/env/bin/python
+  [[ -d $copy ]] || return 0
+  hold_unpacked "$archive" "$copy"
+  PYTHON=${PLAN[python]}
 }
 
 hash_of() { # <text>

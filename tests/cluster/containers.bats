@@ -167,6 +167,7 @@ assert_from_copies() { # <ranks>
   for node in node1 node2; do
     [[ $(on "$node" find /dev/shm/launch-kit-"$UID" -mindepth 1 -maxdepth 1 -type d | wc -l) == 1 ]]
   done
+  on login test ! -e /dev/shm/launch-kit-"$UID" # it has no ranks
 }
 
 @test "STAGE_ENV over ssh, through pdsh and under SLURM: each node runs its own copy" {
