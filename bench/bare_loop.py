@@ -22,7 +22,8 @@ def main() -> None:
     settings = load(Path(os.environ["CONFIG"]))
     torch.distributed.init_process_group("gloo")
     task = LanguageModelTask(settings)
-    text, context = task.train.bytes, task.train.context
+    text = torch.frombuffer(task.train.read(0, task.train.size), dtype=torch.uint8)
+    context = task.train.context
     model = DistributedDataParallel(task.model(), gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     began = 0.0

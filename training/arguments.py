@@ -19,7 +19,7 @@ from distributed.environment import Environment, LauncherError, is_first_task
 from distributed.errors import BAD_INPUT, Refused
 from distributed.strategy import check_strategy
 from training.config_file import SettingsError
-from training.settings import BUILT_IN_TASK, Settings, load, text_folder
+from training.settings import BUILT_IN_TASK, Settings, data_path, load
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -95,7 +95,7 @@ def _check(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
     check_strategy(chosen.strategy, world_size)
     samples = settings.train.batch_size_on(world_size)
     if settings.task == BUILT_IN_TASK:
-        text_folder(settings.data.path)
+        data_path(settings.data.path)
     if arguments.json:  # for launchers
         facts = chosen.model_dump(include={"backend", "join_timeout"})
         facts |= {"checkpoint_dir": settings.checkpoint.dir, "task_file": _task_file(settings.task)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 from torch.utils.data import get_worker_info as worker_info
 
 from distributed.environment import Environment
@@ -19,6 +20,7 @@ from distributed.torch import seed_everything
 from training.config_file import SettingsError
 from training.settings import Settings
 
+GROUP = 1 << 16  # samples that are shuffled together
 START = {"step": 0, "epoch": 0, "samples": 0}
 
 
@@ -41,18 +43,17 @@ class Batches:
         environment: Environment,
         position: Mapping[str, Any] = START,
     ) -> None:
-        ranks, seed = environment.world_size, settings.seed
-        sampler: DistributedSampler[Any] = DistributedSampler(
-            dataset, num_replicas=ranks, rank=environment.rank, seed=seed, drop_last=True
-        )
+        self._rank, ranks = environment.rank, environment.world_size
+        self._length, self._block = len(dataset), getattr(dataset, "block", 1)  # type: ignore[arg-type]
+        self._seed, self._ranks = settings.seed, ranks
         self.samples = batch_size * ranks  # of one batch on all ranks
-        self.per_epoch = len(sampler) // batch_size
+        self.per_epoch = self._length // ranks // batch_size
         if self.per_epoch == 0:
             raise SettingsError(f"data: too little for {ranks} batches of {batch_size}")
         self._done = position["epoch"] * self.per_epoch + position["samples"] // self.samples
         stream = DataLoader(
-            _Seeded(dataset, seed),
-            batch_sampler=_samples(sampler, batch_size, *divmod(self._done, self.per_epoch)),
+            _Seeded(dataset, settings.seed),
+            batch_sampler=self._samples(*divmod(self._done, self.per_epoch)),
             num_workers=settings.data.num_workers,
             pin_memory=settings.data.pin_memory,
             worker_init_fn=ignore_signals,
@@ -64,21 +65,41 @@ class Batches:
         self._done += 1
         return next(self._rest)
 
+    def _samples(self, epoch: int, done: int) -> Iterator[list[tuple[int, int]]]:
+        """Yield the (epoch, index) pairs of each batch, without end, from batch `done` on."""
+        while True:
+            key, skip = f"{self._seed} {epoch}", done * self.samples
+            order = shuffled(self._length, self._block, key, skip)
+            for _ in range(done, self.per_epoch):
+                batch = itertools.islice(order, self.samples)  # of all ranks
+                share = itertools.islice(batch, self._rank, None, self._ranks)
+                yield [(epoch, index) for index in share]
+            epoch, done = epoch + 1, 0
+
     def position(self) -> dict[str, int]:
         """Return the epochs done, and the samples of the next one that all ranks have read."""
         epoch, batch = divmod(self._done, self.per_epoch)
         return {"epoch": epoch, "samples": batch * self.samples}
 
 
-def _samples(
-    sampler: DistributedSampler[Any], batch_size: int, epoch: int, done: int
-) -> Iterator[list[tuple[int, int]]]:
-    """Yield the (epoch, index) pairs of each batch, without end, from batch `done` of an epoch."""
-    for number in itertools.count(epoch):
-        sampler.set_epoch(number)
-        batches = BatchSampler(sampler, batch_size, drop_last=True)
-        for batch in itertools.islice(batches, done if number == epoch else 0, None):
-            yield [(number, index) for index in batch]
+def shuffled(length: int, block: int, key: str, skip: int = 0) -> Iterator[int]:
+    """Yield the numbers below `length` in the order that belongs to a key, from number `skip` on.
+
+    Each block of neighbours is read from one place. The blocks are shuffled, and then the samples
+    of GROUP of them together, so that nothing grows with the data but the list of its blocks.
+    """
+    blocks = torch.randperm(math.ceil(length / block), generator=_generator(key))
+    for number, group in enumerate(torch.split(blocks, GROUP // block)):
+        samples = (group[:, None] * block + torch.arange(block)).flatten()
+        samples = samples[samples < length]
+        if skip < len(samples):
+            order = torch.randperm(len(samples), generator=_generator(f"{key} {number}"))
+            yield from samples[order[skip:]].tolist()
+        skip = max(0, skip - len(samples))
+
+
+def _generator(key: str) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(key.encode()))
 
 
 class _Seeded(Dataset[Any]):

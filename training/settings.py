@@ -45,7 +45,9 @@ class Section(BaseModel):
 
 
 class Data(Section):
-    path: str | None = None  # folder of text files; null: the sources of Python's standard library
+    path: str | None = (
+        None  # text or tokens, see training/tasks/data.py; null: Python's own sources
+    )
     num_workers: Interval = 0  # processes per rank that load batches; 0: the rank itself
     pin_memory: bool = False  # faster copies to a GPU
 
@@ -54,7 +56,8 @@ class LanguageModel(Section):
     layers: Count = 4
     heads: Count = 4
     width: Count = 128  # of the residual stream; a multiple of heads
-    context: Count = 128  # bytes that each prediction sees
+    context: Count = 128  # tokens that each prediction sees
+    vocabulary: Count = 256  # at least that of the tokens; a text's are its bytes
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     @model_validator(mode="after")
@@ -173,12 +176,12 @@ def _check_class(module: str, name: str) -> None:
         raise ValueError(f"{spec.origin} has no class {name}")
 
 
-def text_folder(path: str | None) -> Path | None:
-    """Return the folder that data.path names for the built-in task. SettingsError: it is absent."""
-    folder = Path(path).expanduser() if path else None
-    if folder and not folder.is_dir():
-        raise SettingsError(f"data.path: there is no folder {folder}")
-    return folder
+def data_path(path: str | None) -> Path | None:
+    """Return the folder or file that data.path names for the built-in task. SettingsError: none."""
+    found = Path(path).expanduser() if path else None
+    if found and not found.exists():
+        raise SettingsError(f"data.path: there is no folder or file {found}")
+    return found
 
 
 def _known_keys(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -192,7 +192,7 @@ def test_settings_and_guides_name_the_same_keys() -> None:
     for key in re.findall(rf"(?<![\w./:-])((?:{sections})\.[a-z_.]+\b)(?!\()", ALL_CODE):
         is_section = any(known.startswith(f"{key}.") for known in keys)
         is_module = (ROOT / f"{key.replace('.', '/')}.py").exists()
-        is_file = key.endswith((".py", ".yaml", ".pt"))
+        is_file = key.endswith((".py", ".yaml", ".pt", ".bin"))
         assert key in keys or is_section or is_module or is_file, key
 
 

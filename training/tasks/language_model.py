@@ -1,104 +1,35 @@
-"""The built-in task: a small GPT that learns the text of a folder, byte by byte.
-
-Without `data.path` it reads the sources of Python's standard library, without its tests and IDLE.
-The SHA-256 of a file's name decides whether it is validation data, one file in sixteen, so files
-keep their side when others come and go.
-"""
+"""The built-in task: a small GPT that learns text byte by byte, or tokens; data.py reads them."""
 
 from __future__ import annotations
 
-import fnmatch
-import hashlib
 import math
-import os
-import sysconfig
 import zlib
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from training import settings as config
 from training.config_file import SettingsError
-from training.settings import text_folder
 from training.tasks import Task
+from training.tasks.data import VALIDATION_TOKENS, Windows, cut, find_corpus
+from training.tokenizer import Tokenizer
 
-SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib"}
-VALIDATION_HASHES = 16  # of the 256 values of a hash's last byte
-MAX_BYTES = 64_000_000  # read at most, in order of the files' hashes
-VALIDATION_BYTES = 131_072  # used of the validation files
-SAMPLE_BYTES = 240
+SAMPLE_TOKENS = 240
 SAMPLE_PROMPT = b"\n    def "
 BITS = 1 / math.log(2)  # per nat
-
-
-def text_files(folder: Path | None) -> list[tuple[bytes, Path]]:
-    """Return (SHA-256 of the name, path) of each file, sorted by hash: a fixed shuffle.
-
-    These are all files below the folder; without one, the standard library's *.py files.
-    """
-    root = folder or Path(sysconfig.get_path("stdlib"))
-    found = []
-    for parent, folders, names in os.walk(root):
-        folders[:] = [f for f in folders if f not in SKIPPED_FOLDERS and not f.startswith(".")]
-        for name in fnmatch.filter(names, "[!.]*" if folder else "[!.]*.py"):
-            path = Path(parent, name)
-            if path.is_file():
-                digest = hashlib.sha256(os.fsencode(path.relative_to(root))).digest()
-                found.append((digest, path))
-    return sorted(found)
-
-
-def load_text(path: str | None) -> tuple[bytes, bytes]:
-    """Return the bytes to train and to validate on. Files with a NUL byte are not text."""
-    folder = text_folder(path)
-    train: list[bytes] = []
-    validation: list[bytes] = []
-    room = MAX_BYTES
-    for digest, file in text_files(folder):
-        if room == 0:
-            break
-        with file.open("rb") as opened:
-            text = opened.read(room)
-        if b"\0" not in text[:4096]:
-            room -= len(text)
-            (validation if digest[-1] < VALIDATION_HASHES else train).append(text)
-    if len(train) + len(validation) < 2:
-        raise SettingsError(f"data.path: {folder} holds fewer than two text files")
-    for empty, other in ((train, validation), (validation, train)):
-        if not empty:  # with few files, all can be on one side
-            empty.append(other.pop(0))
-    return b"".join(train), b"".join(validation)[: VALIDATION_BYTES + 1]
-
-
-class Windows(Dataset[Tensor]):
-    """A text cut into windows; window i is bytes i * context to (i + 1) * context inclusive.
-
-    Neighbours share one byte, the last target of one and the first input of the next, so every
-    byte but the first is predicted exactly once.
-    """
-
-    def __init__(self, text: bytes, context: int) -> None:
-        self.bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self.context = context
-
-    def __len__(self) -> int:
-        return (len(self.bytes) - 1) // self.context
-
-    def __getitem__(self, index: int) -> Tensor:  # [context + 1], uint8
-        return self.bytes[index * self.context : (index + 1) * self.context + 1]
+SHOWN = 3  # files that are left out, named
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer over bytes (Radford et al. 2019) with tied embeddings."""
+    """A decoder-only transformer over tokens (Radford et al. 2019) with tied embeddings."""
 
     def __init__(self, shape: config.LanguageModel) -> None:
         super().__init__()
         self.context = shape.context
         width = shape.width  # of the residual stream; a block's MLP is 4 times as wide
-        self.embedding = nn.Embedding(256, width)
+        self.embedding = nn.Embedding(shape.vocabulary, width)
         self.position = nn.Embedding(shape.context, width)
         block = nn.TransformerEncoderLayer(
             width, shape.heads, 4 * width, shape.dropout, F.gelu, batch_first=True, norm_first=True
@@ -112,7 +43,7 @@ class GPT(nn.Module):
                 ends = name.endswith(("out_proj.weight", "linear2.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * shape.layers if ends else 1))
 
-    def forward(self, text: Tensor) -> Tensor:  # [batch, context] of bytes -> [..., 256] logits
+    def forward(self, text: Tensor) -> Tensor:  # [batch, context] -> [..., vocabulary] logits
         length = text.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=text.device)
         positions = torch.arange(length, device=text.device)
@@ -121,8 +52,10 @@ class GPT(nn.Module):
 
 
 @torch.no_grad()
-def generate(model: GPT, prompt: bytes, length: int, *, temperature: float = 0.8) -> bytes:
-    """Return the prompt and `length` bytes sampled after it, with a fixed seed."""
+def generate(
+    model: GPT, prompt: Sequence[int], length: int, *, temperature: float = 0.8
+) -> list[int]:
+    """Return the prompt and `length` tokens sampled after it, with a fixed seed."""
     model.eval()
     device = model.embedding.weight.device
     generator = torch.Generator().manual_seed(0)
@@ -131,26 +64,32 @@ def generate(model: GPT, prompt: bytes, length: int, *, temperature: float = 0.8
         logits = model(text[:, -model.context :])[:, -1].float().cpu()
         drawn = torch.multinomial(F.softmax(logits / temperature, -1), 1, generator=generator)
         text = torch.cat([text, drawn.to(device)], 1)
-    return bytes(text[0].tolist())
+    tokens: list[int] = text[0].tolist()
+    return tokens
 
 
 class LanguageModelTask(Task):
-    unit = "tokens"  # one byte each
+    unit = "tokens"
 
     def __init__(self, settings: config.Settings) -> None:
         self.shape = settings.model
-        self.path = settings.data.path or "the standard library"
-        texts = load_text(settings.data.path)
-        self.train, self.validation = (Windows(text, self.shape.context) for text in texts)
+        self.corpus = corpus = find_corpus(settings.data.path)
+        if corpus.vocabulary > self.shape.vocabulary:
+            cause = f"{self.shape.vocabulary} is less than the {corpus.vocabulary} of {corpus.name}"
+            raise SettingsError(f"model.vocabulary: {cause}; raise it")
+        context, width = self.shape.context, corpus.dtype.itemsize
+        held_out = cut(corpus.validation, (VALIDATION_TOKENS + 1) * width)
+        self.train = Windows(corpus.train, context, corpus.dtype)
+        self.validation = Windows(held_out, context, corpus.dtype)
         if not (len(self.train) and len(self.validation)):
-            cause = f"no file fills model.context, {self.shape.context} bytes"
-            raise SettingsError(f"data.path: {self.path} is too short: {cause}")
+            cause = f"no side of it fills model.context, {context} tokens"
+            raise SettingsError(f"data.path: {corpus.name} is too short: {cause}")
 
     def model(self) -> GPT:
         return GPT(self.shape)
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """Return the mean cross-entropy in nats per byte of windows [batch, context + 1]."""
+        """Return the mean cross-entropy in nats per token of windows [batch, context + 1]."""
         text = batch.long()
         logits = model(text[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
@@ -159,22 +98,35 @@ class LanguageModelTask(Task):
         return batch.shape[0] * (batch.shape[1] - 1)
 
     def metrics(self, loss: float) -> dict[str, float]:
-        return {"bits_per_byte": loss * BITS}
+        return {"bits_per_byte": loss * BITS} if self.corpus.is_text else {}
 
     def describe(self) -> str:
-        train, validation = (len(windows.bytes) / 1e6 for windows in (self.train, self.validation))
-        return f"{train:.2f} MB of {self.path}, and {validation:.2f} MB to validate on"
+        unit = "B" if self.corpus.is_text else " tokens"
+        train, validation = (
+            f"{side.size / 1e6:.2f} M{unit}" for side in (self.train, self.validation)
+        )
+        files = self.corpus.left_out
+        more = f" and {len(files) - SHOWN} more" if len(files) > SHOWN else ""
+        left_out = f"; left out: {', '.join(files[:SHOWN])}{more}" if files else ""
+        return f"{train} of {self.corpus.name}, and {validation} to validate on{left_out}"
 
     def summary(self, model: nn.Module, validation_loss: float) -> list[tuple[str, str]]:
         """Compare the loss with simpler models of the same bytes, and show a sample."""
         assert isinstance(model, GPT)
-        windows = self.validation
-        predicted = windows.bytes[1 : len(windows) * windows.context + 1]
-        yardsticks = f"order-0 entropy {entropy(predicted):.3f}, zlib -9 {zlib_rate(predicted):.3f}"
-        return [
-            ("validation", f"{validation_loss * BITS:.3f} bits per byte ({yardsticks})"),
-            ("sample", printable(generate(model, SAMPLE_PROMPT, SAMPLE_BYTES)).strip("\n")),
-        ]
+        windows, corpus = self.validation, self.corpus
+        measure = f"loss {validation_loss:.4f}"
+        if corpus.is_text:
+            count = len(windows) * windows.context  # those that are predicted
+            predicted = torch.frombuffer(windows.read(1, count), dtype=torch.uint8)
+            yardsticks = f"order-0 entropy {entropy(predicted):.3f}"
+            yardsticks += f", zlib -9 {zlib_rate(predicted):.3f}"
+            measure = f"{validation_loss * BITS:.3f} bits per byte ({yardsticks})"
+        found = [("validation", measure)]
+        if corpus.tokenizer:
+            tokenizer = Tokenizer(corpus.tokenizer, corpus.folder)
+            tokens = generate(model, tokenizer.encode(SAMPLE_PROMPT), SAMPLE_TOKENS)
+            found.append(("sample", printable(tokenizer.decode(tokens)).strip("\n")))
+        return found
 
 
 def printable(text: bytes) -> str:

@@ -1,0 +1,140 @@
+"""What the built-in task reads: its files, their two sides, and their windows."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from training.config_file import SettingsError
+from training.tasks.data import (
+    OPEN_FILES,
+    Piece,
+    Windows,
+    cut,
+    find_corpus,
+    text_files,
+)
+
+
+def write_files(folder: Path, count: int) -> None:
+    for n in range(count):
+        (folder / f"{n}.txt").write_text(f"text {n}\n" * 20)
+
+
+def content(pieces: Sequence[Piece]) -> bytes:
+    return b"".join(p.path.read_bytes()[p.start : p.start + p.size] for p in pieces)
+
+
+def sides(folder: Path) -> tuple[bytes, bytes]:
+    corpus = find_corpus(str(folder))
+    return content(corpus.train), content(corpus.validation)
+
+
+def test_without_a_path_it_reads_the_standard_library() -> None:
+    corpus = find_corpus(None)
+    assert sum(piece.size for piece in corpus.train) > 6_000_000
+    assert corpus.name == "the standard library" and corpus.is_text
+    names = {path.parts for _, path in text_files(None)}
+    assert all(parts[-1].endswith(".py") for parts in names)
+    assert not any({"site-packages", "test", "tests"} & set(parts) for parts in names)
+
+
+def test_a_file_stays_on_its_side_when_others_come(tmp_path: Path) -> None:
+    write_files(tmp_path, 60)
+    train, validation = sides(tmp_path)
+    write_files(tmp_path, 120)
+    more_train, more_validation = sides(tmp_path)
+    lines, held_out = set(train.splitlines()), set(validation.splitlines())
+    assert len(lines) + len(held_out) == 60
+    assert 0 < len(held_out) < 12
+    assert lines <= set(more_train.splitlines())
+    assert held_out <= set(more_validation.splitlines())
+
+
+def test_two_files_are_enough_and_one_is_split_where_it_is_named(tmp_path: Path) -> None:
+    write_files(tmp_path, 1)
+    with pytest.raises(SettingsError, match="fewer than two text files; name a file to split"):
+        find_corpus(str(tmp_path))
+    write_files(tmp_path, 2)
+    train, validation = sides(tmp_path)
+    assert train and validation and train != validation
+    file = tmp_path / "0.txt"
+    train, validation = sides(file)
+    assert train + validation == file.read_bytes()
+    assert len(validation) == 8  # of 140, in whole tokens of every size
+
+
+def test_what_is_left_out_is_named(tmp_path: Path) -> None:
+    write_files(tmp_path, 3)
+    (tmp_path / "picture.txt").write_bytes(b"PNG\0\0\0" * 100)
+    (tmp_path / ".hidden").write_text("secret" * 100)
+    (tmp_path / "gone.txt").symlink_to("nowhere")
+    corpus = find_corpus(str(tmp_path))
+    both = content([*corpus.train, *corpus.validation])
+    assert b"PNG" not in both and b"secret" not in both
+    assert corpus.left_out == ["picture.txt (not text)"]
+
+
+def test_tokens_as_nano_gpt_writes_them(tmp_path: Path) -> None:
+    array("H", range(300)).tofile((tmp_path / "train.bin").open("wb"))
+    with pytest.raises(SettingsError, match=r"has a train.bin and no val.bin; add it"):
+        find_corpus(str(tmp_path))
+    array("H", [5, 6]).tofile((tmp_path / "val.bin").open("wb"))
+    corpus = find_corpus(str(tmp_path))
+    assert not corpus.is_text and corpus.tokenizer == ""
+    windows = Windows(corpus.train, 9, corpus.dtype)
+    assert (windows.size, len(windows)) == (300, 33)
+    assert windows[32].tolist() == list(range(288, 298))
+    corpus = find_corpus(str(tmp_path / "train.bin"))
+    assert content(corpus.train) + content(corpus.validation) == array("H", range(300)).tobytes()
+    (tmp_path / "tokens.json").write_text(json.dumps({"dtype": "int64"}))
+    with pytest.raises(SettingsError, match="dtype 'int64' is none of uint8, uint16, uint32"):
+        find_corpus(str(tmp_path))
+
+
+@pytest.mark.parametrize("length", [9, 16, 17, 100])
+@pytest.mark.parametrize("pieces", [1, 3, 40])
+def test_windows_predict_every_token_once(tmp_path: Path, length: int, pieces: int) -> None:
+    file = tmp_path / "bytes"
+    file.write_bytes(bytes(range(length)))
+    ends = sorted({length * n // pieces for n in range(pieces + 1)})
+    parts = [Piece(file, start, end - start) for start, end in itertools.pairwise(ends)]
+    windows = Windows([*parts, Piece(file, 0, 0)], 8, torch.uint8)
+    inputs = torch.cat([windows[i][:-1] for i in range(len(windows))])
+    targets = torch.cat([windows[i][1:] for i in range(len(windows))])
+    predicted = (length - 1) // 8 * 8
+    assert inputs.tolist() == list(range(predicted))
+    assert targets.tolist() == list(range(1, predicted + 1))
+
+
+def test_few_files_are_open_at_a_time(tmp_path: Path) -> None:
+    files = [tmp_path / str(n) for n in range(OPEN_FILES + 100)]
+    for number, file in enumerate(files):
+        file.write_bytes(bytes([number % 256]) * 10)
+    windows = Windows([Piece(file, 0, 10) for file in files], 9, torch.uint8)
+    before = len(os.listdir("/proc/self/fd"))
+    assert all(windows[n].numel() == 10 for n in range(len(windows)))
+    assert len(os.listdir("/proc/self/fd")) <= before + OPEN_FILES
+
+
+def test_a_file_that_was_cut_short_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_bytes(b"x" * 100)
+    windows = Windows([Piece(file, 0, 100)], 9, torch.uint8)
+    file.write_bytes(b"x" * 50)
+    with pytest.raises(OSError, match="text is shorter than it was at the start; restore it"):
+        windows[8]
+
+
+def test_the_first_pieces(tmp_path: Path) -> None:
+    pieces = [Piece(tmp_path, 0, 10), Piece(tmp_path, 5, 10), Piece(tmp_path, 0, 10)]
+    assert cut(pieces, 15) == [Piece(tmp_path, 0, 10), Piece(tmp_path, 5, 5)]
+    assert cut(pieces, 10) == pieces[:1]
+    assert cut(pieces, 99) == pieces

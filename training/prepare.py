@@ -1,0 +1,88 @@
+"""Write the text of a folder as tokens, which `data.path` then names:
+
+    python -m training.prepare FOLDER --to data/tokens --tokenizer tiktoken:gpt2
+
+TO gets train.bin and val.bin, one number after the other as nanoGPT has them, and tokens.json:
+their dtype, the vocabulary's size and the tokenizer (bytes, tiktoken:NAME or tokenizers:FILE).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from training.config_file import SettingsError
+from training.tasks.data import FACTS, Piece, find_corpus
+from training.tokenizer import Tokenizer
+
+CHUNK = 1 << 20  # bytes of a text that are encoded at a time
+CODES = {"uint8": "B", "uint16": "H", "uint32": "I"}  # of array
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m training.prepare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", help="of text files, or one text file")
+    parser.add_argument("--to", metavar="TO", type=Path, required=True, help="a folder")
+    parser.add_argument("--tokenizer", default="bytes", help="default: bytes")
+    chosen = parser.parse_args(arguments)
+    try:
+        prepare(chosen.folder, chosen.to, Tokenizer(chosen.tokenizer))
+    except (SettingsError, OSError) as error:
+        print(f"prepare: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def prepare(path: str, to: Path, tokenizer: Tokenizer) -> None:
+    """Write the tokens of both sides of a text; raises SettingsError if it holds tokens already."""
+    corpus = find_corpus(path)
+    if not corpus.is_text:
+        raise SettingsError(f"{path} holds tokens already; name it in data.path")
+    dtype = next(
+        name for name, code in CODES.items() if tokenizer.vocabulary <= 256 ** array(code).itemsize
+    )
+    to.mkdir(parents=True, exist_ok=True)
+    facts = {"dtype": dtype, "vocabulary": tokenizer.vocabulary, "tokenizer": tokenizer.name}
+    if tokenizer.file:
+        facts["tokenizer"] = f"tokenizers:{tokenizer.file.name}"
+        if tokenizer.file.resolve().parent != to.resolve():
+            shutil.copy(tokenizer.file, to)
+    for name, pieces in (("val.bin", corpus.validation), ("train.bin", corpus.train)):
+        count = 0
+        with (to / f"{name}.new").open("wb") as opened:
+            for piece in pieces:
+                for tokens in encode(piece, tokenizer):
+                    array(CODES[dtype], tokens).tofile(opened)
+                    count += len(tokens)
+        (to / FACTS).write_text(json.dumps(facts) + "\n")
+        (to / f"{name}.new").replace(to / name)
+        print(f"{to / name}: {count:,} tokens of {sum(piece.size for piece in pieces):,} bytes")
+    for file in corpus.left_out:
+        print(f"left out {file}")
+
+
+def encode(piece: Piece, tokenizer: Tokenizer) -> Iterator[Sequence[int]]:
+    """Yield the tokens of a document, some lines at a time."""
+    with piece.path.open("rb") as opened:
+        opened.seek(piece.start)
+        while (left := piece.start + piece.size - opened.tell()) > 0:
+            text = opened.read(min(CHUNK, left))
+            if len(text) == CHUNK:
+                text += opened.readline(left - CHUNK)
+            yield tokenizer.encode(text)
+    if tokenizer.end is not None:
+        yield [tokenizer.end]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

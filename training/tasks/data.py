@@ -1,0 +1,216 @@
+"""What the built-in task reads: text or tokens, in files that stay where they are.
+
+    FOLDER    text: all files below it. The SHA-256 of a file's name decides whether it is
+              validation data, one in sixteen, so files keep their side when others come and go.
+    FOLDER    with train.bin and val.bin: tokens, as training/prepare.py and nanoGPT write them.
+    FILE      text, or tokens in FILE.bin; its last sixteenth is validation data.
+    null      the sources of Python's standard library, without its tests and IDLE.
+
+A sample is read when it is needed: a start takes as long with 2 GB as with 20 MB. It is read, not
+mapped: the pages of a map count as the process's memory, and where a file has been cut short
+since, a map kills the process without a word.
+"""
+
+from __future__ import annotations
+
+import bisect
+import fnmatch
+import functools
+import hashlib
+import itertools
+import json
+import os
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from training.config_file import SettingsError
+from training.settings import data_path
+
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib"}
+SHARE = 16  # one in so many files or bytes is validation data
+VALIDATION_TOKENS = 131_072  # used of it
+OPEN_FILES = 256  # at most, at a time
+DTYPES = {"uint8": torch.uint8, "uint16": torch.uint16, "uint32": torch.uint32}
+FACTS = "tokens.json"  # beside train.bin: dtype, vocabulary, tokenizer
+
+
+class Piece(NamedTuple):
+    """A part of a file, in bytes."""
+
+    path: Path
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Both sides of the data, and what is known of its tokens."""
+
+    train: Sequence[Piece]
+    validation: Sequence[Piece]
+    name: str  # for a reader
+    folder: Path = Path()  # where its tokenizer's file is
+    left_out: Sequence[str] = ()  # files, and why
+    dtype: torch.dtype = torch.uint8  # of one token
+    vocabulary: int = 256
+    tokenizer: str = "bytes"  # see training/tokenizer.py; empty: not known
+
+    @property
+    def is_text(self) -> bool:
+        """Whether a token is a byte."""
+        return self.tokenizer == "bytes"
+
+
+class Windows(Dataset[Tensor]):
+    """Tokens cut into windows; window i is tokens i * context to (i + 1) * context inclusive.
+
+    Neighbours share one token, the last target of one and the first input of the next, so every
+    token but the first is predicted exactly once.
+    """
+
+    block = 256  # windows in a row that are shuffled together, see training/batches.py
+
+    def __init__(self, pieces: Sequence[Piece], context: int, dtype: torch.dtype) -> None:
+        self.context = context
+        self._dtype = dtype
+        self._pieces = [piece for piece in pieces if piece.size]
+        self._ends = [*itertools.accumulate(piece.size for piece in self._pieces)]
+        self.size = self._ends[-1] // dtype.itemsize if self._ends else 0  # tokens
+
+    def __len__(self) -> int:
+        return max(0, self.size - 1) // self.context
+
+    def __getitem__(self, index: int) -> Tensor:  # [context + 1], uint8 or int64
+        if index >= len(self):
+            raise IndexError(index)
+        tokens = torch.frombuffer(
+            self.read(index * self.context, self.context + 1), dtype=self._dtype
+        )
+        return tokens if self._dtype == torch.uint8 else tokens.to(torch.int64)
+
+    def read(self, first: int, count: int) -> bytearray:
+        """Return the bytes of so many tokens."""
+        at, missing = first * self._dtype.itemsize, count * self._dtype.itemsize
+        found = bytearray()
+        for number in range(bisect.bisect_right(self._ends, at), len(self._ends)):
+            piece = self._pieces[number]
+            offset = at + len(found) - (self._ends[number] - piece.size)
+            size = min(missing - len(found), piece.size - offset)
+            read = os.pread(_open(piece.path).fd, size, piece.start + offset)
+            if len(read) < size:
+                raise OSError(f"{piece.path} is shorter than it was at the start; restore it")
+            found += read
+            if len(found) == missing:
+                break
+        return found
+
+
+class _Opened:
+    """A file that is open as long as this lives."""
+
+    def __init__(self, path: Path) -> None:
+        self.fd = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+_open = functools.lru_cache(OPEN_FILES)(_Opened)
+
+
+def find_corpus(path: str | None) -> Corpus:
+    """Return where the data is that data.path names. SettingsError: nowhere, or too little."""
+    found = data_path(path)
+    if found and (found / "train.bin").is_file():
+        sides = [[Piece(file, 0, file.stat().st_size)] for file in _token_files(found)]
+        return _tokens(found, found / FACTS, *sides)
+    if found and found.is_file():
+        size = found.stat().st_size
+        start = size - size // SHARE // 8 * 8  # between two tokens
+        sides = [[Piece(found, 0, start)], [Piece(found, start, size - start)]]
+        if found.suffix == ".bin":
+            return _tokens(found, found.with_name(FACTS), *sides)
+        return Corpus(sides[0], sides[1], name=str(found))
+    return _text(found)
+
+
+def _token_files(folder: Path) -> tuple[Path, Path]:
+    if not (folder / "val.bin").is_file():
+        raise SettingsError(f"data.path: {folder} has a train.bin and no val.bin; add it")
+    return folder / "train.bin", folder / "val.bin"
+
+
+def _tokens(name: Path, facts: Path, train: list[Piece], validation: list[Piece]) -> Corpus:
+    told = json.loads(facts.read_text()) if facts.is_file() else {}
+    kind = told.get("dtype", "uint16")  # as nanoGPT writes them
+    if kind not in DTYPES:
+        raise SettingsError(f"data.path: {facts}: dtype {kind!r} is none of {', '.join(DTYPES)}")
+    return Corpus(
+        train=train,
+        validation=validation,
+        name=str(name),
+        folder=facts.parent,
+        dtype=DTYPES[kind],
+        vocabulary=told.get("vocabulary", 0),
+        tokenizer=told.get("tokenizer", ""),
+    )
+
+
+def text_files(folder: Path | None) -> list[tuple[bytes, Path]]:
+    """Return (SHA-256 of the name, path) of each file, sorted by hash: a fixed shuffle.
+
+    These are all files below the folder; without one, the standard library's *.py files.
+    """
+    root = folder or Path(sysconfig.get_path("stdlib"))
+    found = []
+    for parent, folders, names in os.walk(root):
+        folders[:] = [f for f in folders if f not in SKIPPED_FOLDERS and not f.startswith(".")]
+        for name in fnmatch.filter(names, "[!.]*" if folder else "[!.]*.py"):
+            path = Path(parent, name)
+            if path.is_file():
+                digest = hashlib.sha256(os.fsencode(path.relative_to(root))).digest()
+                found.append((digest, path))
+    return sorted(found)
+
+
+def _text(folder: Path | None) -> Corpus:
+    """Return the text files below a folder. One with a NUL byte at its beginning is no text."""
+    train: list[Piece] = []
+    validation: list[Piece] = []
+    left_out = []
+    for digest, path in text_files(folder):
+        try:
+            with path.open("rb") as opened:
+                is_text = b"\0" not in opened.read(4096)
+                size = os.fstat(opened.fileno()).st_size
+        except OSError as error:
+            left_out.append(f"{path.name} ({error.strerror})")
+            continue
+        if is_text:
+            (validation if digest[-1] < 256 // SHARE else train).append(Piece(path, 0, size))
+        else:
+            left_out.append(f"{path.name} (not text)")
+    if len(train) + len(validation) < 2:
+        cure = "name a file to split one by position"
+        raise SettingsError(f"data.path: {folder} holds fewer than two text files; {cure}")
+    for empty, other in ((train, validation), (validation, train)):
+        if not empty:  # with few files, all can be on one side
+            empty.append(other.pop(0))
+    return Corpus(train, validation, str(folder or "the standard library"), left_out=left_out)
+
+
+def cut(pieces: Sequence[Piece], size: int) -> list[Piece]:
+    """Return the first pieces, up to so many bytes."""
+    ends = itertools.accumulate(piece.size for piece in pieces)
+    return [
+        piece._replace(size=min(piece.size, size - (end - piece.size)))
+        for piece, end in zip(pieces, ends, strict=True)
+        if end - piece.size < size
+    ]

@@ -1,0 +1,70 @@
+"""How text becomes tokens, by a name: bytes, tiktoken:gpt2, or tokenizers:FILE of Hugging Face's.
+
+tiktoken and tokenizers are installed by whoever uses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from training.config_file import SettingsError
+
+
+class Tokenizer:
+    """Text to tokens and back."""
+
+    def __init__(self, name: str, folder: Path = Path()) -> None:
+        """Raises SettingsError where the library or the file is not there, or means nothing."""
+        self.name = name
+        self._kind, _, self._model = name.partition(":")
+        self.end: int | None = None  # the token between two documents
+        if name == "bytes":
+            self.vocabulary = 256
+        elif self._kind == "tiktoken" and self._model:
+            self._library: Any = _import("tiktoken")
+            try:
+                self._tokens: Any = self._library.get_encoding(self._model)
+            except (ValueError, OSError) as error:  # OSError: it cannot be fetched
+                raise SettingsError(f"tokenizer {name}: {error}") from None
+            self.vocabulary, self.end = self._tokens.n_vocab, self._tokens.eot_token
+        elif self._kind == "tokenizers" and self._model:
+            file = folder / self._model
+            if not file.is_file():
+                raise SettingsError(f"tokenizer {name}: there is no file {file}")
+            self._tokens = _import("tokenizers").Tokenizer.from_file(str(file))
+            self.vocabulary = self._tokens.get_vocab_size()
+            self.end = self._tokens.token_to_id("<|endoftext|>")
+        else:
+            known = "bytes, tiktoken:gpt2 or tokenizers:FILE"
+            raise SettingsError(f"tokenizer {name!r} is unknown; give {known}")
+
+    @property
+    def file(self) -> Path | None:
+        """The file that it was read from."""
+        return Path(self._model) if self._kind == "tokenizers" else None
+
+    def encode(self, text: bytes) -> Sequence[int]:
+        """Return the tokens of a text."""
+        if self.name == "bytes":
+            return text
+        readable = text.decode(errors="replace")
+        if self._kind == "tiktoken":
+            return list(self._tokens.encode_ordinary(readable))
+        return list(self._tokens.encode(readable, add_special_tokens=False).ids)
+
+    def decode(self, tokens: Sequence[int]) -> bytes:
+        """Return the text of tokens."""
+        if self.name == "bytes":
+            return bytes(tokens)
+        if self._kind == "tiktoken":
+            return bytes(self._tokens.decode_bytes(tokens))
+        return str(self._tokens.decode(tokens)).encode()
+
+
+def _import(name: str) -> Any:
+    try:
+        return __import__(name)
+    except ImportError:
+        raise SettingsError(f"tokenizer {name} is not installed; pip install {name}") from None
