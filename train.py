@@ -30,6 +30,7 @@ import contextlib
 import logging
 import math
 import os
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -44,10 +45,18 @@ from distributed.errors import STOPPED, with_fault
 from distributed.stop import Stop
 from training import resume
 from training.batches import START, Batches, move, share_of
+from training.model import (
+    autocast,
+    fix_bucket_order,
+    load_moments,
+    make_model,
+    make_scaler,
+    state_of,
+)
 from training.optimizer import find_last_step, learning_rate, make_optimizer
 from training.progress import Limits, Meter, Progress
 from training.settings import Settings
-from training.tasks import Task, load_task
+from training.tasks import load_task
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +102,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
         helper.barrier()  # it is saved before the first rank says so
         helper.beat(saved=step)
         return STOPPED
-    if environment.is_main:
+    if environment.is_main or helper.is_sharded(run.model):
         run.print_summary(step, validation_loss)
     return 0
 
@@ -144,16 +153,16 @@ class Run:
         share = share_of(self.task.validation, rank, world_size)
         self.validation = DataLoader(share, batch_size=batch_size)
         with refuse_together(environment):
-            self.model = make_model(self.task, saved, settings)
+            self.model = make_model(self.task, saved, settings, self.folder / "compiled")
         self.optimizer = make_optimizer(self.model, settings.train)
         self.scaler = make_scaler(settings)
-        if world_size > 2:
+        if world_size > 2 and not helper.is_sharded(self.model):
             fix_bucket_order(self.task, self.model, batch_size, settings)
         helper.seed_everything(settings.seed, rank)  # from here on, dropout differs by rank
 
         own: dict[str, Any] = {}  # this rank's random generators, and the sums of its meter
         if saved:
-            self.optimizer.load_state_dict(saved.optimizer)
+            load_moments(self.optimizer, self.model, saved.optimizer)
             if self.scaler.is_enabled() and "scaler" in saved.progress:
                 self.scaler.load_state_dict(saved.progress["scaler"])
             own = saved.ranks[rank] if rank < len(saved.ranks) else {}
@@ -230,19 +239,29 @@ class Run:
             model = helper.unwrap(self.model)  # ranks can have different numbers of batches
             model.eval()
             total, weight = 0.0, 0
-            for batch in self.validation:
+            for batch, counts in self._validation_batches():
                 helper.beat(step)
                 batch = move(batch, helper.device())
                 with autocast(self.settings):
                     loss = self.task.loss(model, batch)
-                total += loss.item() * self.task.weight(batch)
-                weight += self.task.weight(batch)
+                terms = self.task.weight(batch) if counts else 0
+                total += loss.item() * terms
+                weight += terms
             model.train()
             mean = helper.sync_metrics({"loss": total / max(weight, 1)}, weight=weight)["loss"]
             values = {"loss": mean, **self.task.metrics(mean)}
             self.progress.record(step, {f"validation_{name}": v for name, v in values.items()})
             self.progress.draw()
         return mean
+
+    def _validation_batches(self) -> Iterator[tuple[Any, bool]]:
+        """Yield this rank's batches, and whether they count: ranks that share a model keep step."""
+        yield from ((batch, True) for batch in self.validation)
+        if helper.is_sharded(self.model):
+            samples = self.environment.world_size * (self.validation.batch_size or 1)
+            rounds = math.ceil(len(self.task.validation) / samples)  # type: ignore[arg-type]
+            for _ in range(len(self.validation), rounds):
+                yield default_collate([self.task.validation[0]]), False
 
     def save(self, step: int, validation_loss: float | None) -> None:
         """Copy the state now, and write it as a checkpoint in the background."""
@@ -253,7 +272,7 @@ class Run:
                 progress["validation_loss"] = validation_loss
             own = {"rng": checkpoint.rng_state(), "meter": self.meter.state()}
             ranks = checkpoint.gather_ranks(own)
-            weights, moments = helper.unwrap(self.model).state_dict(), self.optimizer.state_dict()
+            weights, moments = state_of(self.model, self.optimizer)
             self.saver.save(step, checkpoint.State(weights, moments, progress, ranks))
             self.stop.note_save()
 
@@ -268,58 +287,21 @@ class Run:
         }
 
     def print_summary(self, step: int, validation_loss: float | None) -> None:
+        """Print how the run ended, on rank 0. Ranks that share a model all compute the summary."""
+        rows: list[tuple[str, str]] = []
+        if validation_loss is not None:
+            rows = self.task.summary(helper.unwrap(self.model), validation_loss)
+        if not self.environment.is_main:
+            return
         time = timedelta(seconds=round(self.meter.wall()))
         session = f"{step - self.limits.first_step} steps this session, {time}"
         speed = f"{self.meter.speed() * self.environment.world_size:,.0f} {self.task.unit}/s"
         print(f"done       step {step} ({session}), {speed}")
-        if validation_loss is not None:
-            for label, text in self.task.summary(helper.unwrap(self.model), validation_loss):
-                print(f"{label:<10} {text}".replace("\n", "\n" + 11 * " "))
+        for label, text in rows:
+            print(f"{label:<10} {text}".replace("\n", "\n" + 11 * " "))
         print(f"checkpoint {self.folder / f'step-{step}'}")
         print(f"logs       {self.logs}: metrics.jsonl, loss.png, config.yaml")
         print(resume.resume_line(self.environment))
-
-
-def make_model(task: Task, saved: checkpoint.State | None, settings: Settings) -> nn.Module:
-    model = task.model()
-    if saved:
-        resume.load_weights(model, saved.model)
-    return helper.setup_distributed_models(
-        model,
-        strategy=settings.distributed.strategy,
-        find_unused_parameters=settings.distributed.find_unused_parameters,
-    )
-
-
-def fix_bucket_order(task: Task, model: nn.Module, batch_size: int, settings: Settings) -> None:
-    """Run one backward pass, after which DDP puts its gradient buckets in their final order.
-
-    With more than two ranks the order decides how sums are rounded. The first step after a resume
-    must be rounded like the same step of an uninterrupted run.
-    """
-    before = [buffer.clone() for buffer in model.buffers()]
-    samples = [task.train[index] for index in range(batch_size)]
-    with autocast(settings):
-        loss = task.loss(model, move(default_collate(samples), helper.device()))
-    loss.backward()  # type: ignore[no-untyped-call]
-    model.zero_grad()
-    for buffer, value in zip(model.buffers(), before, strict=True):
-        buffer.copy_(value)
-
-
-def is_mixed(settings: Settings) -> bool:
-    return settings.distributed.mixed_precision.enabled and helper.device().type == "cuda"
-
-
-def autocast(settings: Settings) -> torch.autocast:
-    dtype = getattr(torch, settings.distributed.mixed_precision.dtype)
-    return torch.autocast(helper.device().type, dtype=dtype, enabled=is_mixed(settings))
-
-
-def make_scaler(settings: Settings) -> torch.amp.GradScaler:
-    """Return what keeps float16's small gradients from vanishing; passes others through."""
-    is_needed = is_mixed(settings) and settings.distributed.mixed_precision.dtype == "float16"
-    return torch.amp.GradScaler(helper.device().type, enabled=is_needed)
 
 
 def is_due(step: int, every: int, is_over: bool = False) -> bool:

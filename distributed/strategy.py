@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from .environment import LauncherError
 
-STRATEGIES = ("auto", "single", "dp", "ddp")
+STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp")
 _ONE_PROCESS = ("single", "dp")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How fsdp shares out a model."""
+
+    shard: str | int = "all"  # over all ranks; node: inside each node; N: inside each N ranks
+    reshard_after_forward: bool = True  # False: keep what was gathered for the backward pass
+    dtype: str | None = None  # to compute with, such as bfloat16; parameters stay as they are
+    cpu_offload: bool = False  # parameters wait in the CPU's memory
 
 
 def check_strategy(strategy: str, world_size: int = 1) -> str:
@@ -13,8 +25,6 @@ def check_strategy(strategy: str, world_size: int = 1) -> str:
 
     Raises ValueError if it is unknown, and LauncherError if it cannot run on so many processes.
     """
-    if strategy == "fsdp":
-        raise ValueError("strategy fsdp is not built yet; use ddp")
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy {strategy!r} is unknown; use {', '.join(STRATEGIES)}")
     if strategy in _ONE_PROCESS and world_size > 1:

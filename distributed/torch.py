@@ -11,7 +11,6 @@ Needs torch alone. It has no state of its own: the process group is torch's.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import dataclasses
@@ -19,26 +18,27 @@ import os
 import random
 import socket
 import sys
-import threading
 import time
-import weakref
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, library, nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from . import network
 from .environment import Environment, LauncherError, detect
+from .exit import finish as finish
 from .heartbeat import beat as beat
 from .meet import meet
+from .strategy import Sharding as Sharding
 from .strategy import check_strategy
 
-EXIT_LIMIT_S = 30.0  # for threads and exit handlers
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def init_distributed(
@@ -157,10 +157,18 @@ def seed_everything(seed: int, rank: int = 0) -> None:
         sys.modules["numpy"].random.seed(own_seed)
 
 
+class Options(TypedDict, total=False):
+    """What setup_distributed_models takes; each strategy has its own."""
+
+    strategy: str
+    find_unused_parameters: bool  # DDP's own, as those below
+    static_graph: bool
+    bucket_cap_mb: float | None
+    sharding: Sharding
+
+
 @overload
-def setup_distributed_models(
-    model: nn.Module, /, *, strategy: str = "auto", find_unused_parameters: bool = False
-) -> nn.Module: ...
+def setup_distributed_models(model: nn.Module, /, **options: Unpack[Options]) -> nn.Module: ...
 
 
 @overload
@@ -169,37 +177,37 @@ def setup_distributed_models(
     second: nn.Module | None,
     /,
     *more: nn.Module | None,
-    strategy: str = "auto",
-    find_unused_parameters: bool = False,
+    **options: Unpack[Options],
 ) -> tuple[nn.Module | None, ...]: ...
 
 
 def setup_distributed_models(
-    *models: nn.Module | None, strategy: str = "auto", find_unused_parameters: bool = False
+    *models: nn.Module | None, **options: Unpack[Options]
 ) -> nn.Module | tuple[nn.Module | None, ...] | None:
     """Move models to this process's device and wrap them; every rank gets rank 0's weights.
 
-    `strategy` is "ddp": one process per GPU; "dp": one process, all its GPUs; "single": neither; or
-    "auto": ddp if there are several processes. A model that skips parameters in some steps needs
-    `find_unused_parameters`. One without a trainable parameter is not wrapped; None stays None.
+    `strategy` is "ddp": one process per GPU; "fsdp": the same, and each holds a part of the model;
+    "dp": one process, all its GPUs; "single": neither; or "auto": ddp if there are several
+    processes. A model that skips parameters in some steps needs `find_unused_parameters`. One
+    without a trainable parameter is not wrapped; None stays None.
 
     Returns a model for one, a tuple for several. Raises ValueError for a strategy that is unknown
     or does not fit.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    check_strategy(strategy, world_size)
-    done = tuple(
-        None if model is None else _wrap(model, world_size, strategy, find_unused_parameters)
-        for model in models
-    )
+    check_strategy(options.setdefault("strategy", "auto"), world_size)
+    done = tuple(None if model is None else _wrap(model, world_size, options) for model in models)
     return done[0] if len(done) == 1 else done
 
 
-def _wrap(
-    model: nn.Module, world_size: int, strategy: str, find_unused_parameters: bool
-) -> nn.Module:
-    model = model.to(device())
+def _wrap(model: nn.Module, world_size: int, options: Options) -> nn.Module:
+    strategy = options["strategy"]
     is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
+    if strategy == "fsdp" and world_size > 1 and not is_frozen:
+        from . import fsdp
+
+        return fsdp.shard(model, device(), options.get("sharding") or Sharding())
+    model = model.to(device())
     if world_size > 1 and is_frozen:  # which DDP refuses
         for tensor in (*model.parameters(), *model.buffers()):
             data = tensor.data
@@ -210,7 +218,9 @@ def _wrap(
         return DistributedDataParallel(
             model,
             device_ids=[device()] if device().type == "cuda" else None,
-            find_unused_parameters=find_unused_parameters,
+            find_unused_parameters=options.get("find_unused_parameters", False),
+            static_graph=options.get("static_graph", False),
+            bucket_cap_mb=options.get("bucket_cap_mb"),
             gradient_as_bucket_view=True,  # saves a copy of the gradients
         )
     if strategy == "dp" and torch.cuda.device_count() > 1 and not is_frozen:
@@ -223,10 +233,25 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel | DataParallel) else model
 
 
+def blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the repeated parts of a model: what its outermost ModuleLists hold."""
+    for child in model.children():
+        yield from child if isinstance(child, nn.ModuleList) else blocks(child)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether each rank holds a part of the model, and all must compute with it together."""
+    return hasattr(model, "set_requires_gradient_sync")  # of FSDPModule
+
+
 def no_sync(model: nn.Module, enabled: bool = True) -> contextlib.AbstractContextManager[None]:
     """Do not exchange gradients in the body; the next backward pass exchanges their sum."""
     if enabled and isinstance(model, DistributedDataParallel):
         return model.no_sync()
+    if enabled and is_sharded(model):
+        from . import fsdp
+
+        return fsdp.no_sync(model)
     return contextlib.nullcontext()
 
 
@@ -302,33 +327,3 @@ def cleanup_distributed() -> None:
     """Leave the process group, if there is one. A program that ends with `finish` need not."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def finish(code: int = 0) -> NoReturn:
-    """Join threads, run exit handlers, and exit without tearing down torch, which takes 0.6 s.
-
-    After 30 s of threads and handlers the process prints a line and exits without them.
-    """
-    atexit.unregister(finish)  # it can be a handler itself
-    sys.stdout.flush()
-    sys.stderr.flush()
-    threading.Thread(target=_exit_late, args=(code,), daemon=True).start()
-    for finalizer, info in getattr(weakref.finalize, "_registry", {}).items():
-        if info.func.__module__ == library.__name__:
-            finalizer.atexit = False  # part of tearing down torch: 0.03 s
-    threading._shutdown()  # type: ignore[attr-defined]  # then handlers, as Python does
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _exit_late(code: int) -> None:
-    end = time.monotonic() + EXIT_LIMIT_S
-    while (left := end - time.monotonic()) > 0:
-        time.sleep(min(1.0, left))
-        with contextlib.suppress(ValueError):  # an incomplete environment, refused elsewhere
-            beat()
-    text = f"threads or exit handlers still run after {EXIT_LIMIT_S:g} s; exiting without them"
-    os.write(2, f"process {os.getpid()}: {text}\n".encode())  # another thread may hold sys.stderr
-    os._exit(code)

@@ -20,6 +20,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PlainValidator,
     ValidationError,
     field_validator,
     model_validator,
@@ -35,6 +36,19 @@ Interval = Annotated[int, Field(ge=0, le=10**15)]
 Seconds = Annotated[float, Field(gt=0, le=10**7)]
 Rate = Annotated[float, Field(ge=0, le=10**9)]
 Positive = Annotated[float, Field(gt=0, le=10**9)]
+
+
+def _word_or_count(*words: str) -> PlainValidator:
+    """Take one of these words, or a whole number above 0."""
+
+    def check(value: object) -> object:
+        if value in words or (type(value) is int and 0 < value <= 10**15):
+            return value
+        raise ValueError(f"should be {', '.join(words)} or a whole number above 0, not {value!r}")
+
+    return PlainValidator(check)
+
+
 NOTHING = ("", "null", "~")  # `key=null` unsets a setting
 
 
@@ -77,6 +91,8 @@ class Train(Section):
     learning_rate: Rate = 3e-4  # the peak, after the warm-up; a cosine to 0 follows
     warmup_steps: Interval = 0
     weight_decay: Rate = 0.1
+    compile: bool = False  # torch.compile, each block for itself
+    activation_checkpointing: Annotated[Any, _word_or_count("none", "full")] = "none"
     clip_norm: Positive | None = 1.0  # of all gradients together; null: no limit
     log_every: Count = 10
     eval_every: Interval = 0  # 0: never, not even at the end
@@ -116,14 +132,29 @@ class MixedPrecision(Section):
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
 
 
+class Fsdp(Section):
+    shard: Annotated[Any, _word_or_count("all", "node")] = "all"  # ranks that share a model
+    reshard_after_forward: bool = True  # false: more memory, less traffic
+    cpu_offload: bool = False  # parameters wait in the CPU's memory
+
+
 class Distributed(Section):
     strategy: Annotated[str, AfterValidator(check_strategy)] = "auto"
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     join_timeout: Seconds = 300  # until all ranks must have joined
     timeout: Seconds = 1800  # of one collective
     hang_seconds: Seconds | None = None  # a rank silent for longer is stuck; null: from its steps
-    find_unused_parameters: bool = False
+    find_unused_parameters: bool = False  # DDP's own, as the next two
+    static_graph: bool = False
+    bucket_cap_mb: Positive | None = None
+    fsdp: Fsdp = Fsdp()
     mixed_precision: MixedPrecision = MixedPrecision()
+
+    @model_validator(mode="after")
+    def _check_precision(self) -> Distributed:
+        if self.strategy == "fsdp" and self.mixed_precision.dtype == "float16":
+            raise ValueError("float16 needs a loss scaler, and fsdp has none; use bfloat16")
+        return self
 
 
 class Settings(Section):

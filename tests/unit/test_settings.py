@@ -158,8 +158,15 @@ def test_the_built_in_model_is_typed() -> None:
         ("train.max_steps=0", "train.max_steps: should be greater than 0, not 0"),
         ("train=3", "train: should be a section of settings, not 3"),
         ("distributed.backend=mpi", "distributed.backend: should be 'auto', 'nccl' or 'gloo'"),
-        ("distributed.strategy=fsdp", "distributed.strategy: strategy fsdp is not built yet"),
-        ("distributed.strategy=ddpp", "'ddpp' is unknown; use auto, single, dp, ddp"),
+        ("distributed.strategy=ddpp", "'ddpp' is unknown; use auto, single, dp, ddp, fsdp"),
+        (
+            "distributed.fsdp.shard=host",
+            "should be all, node or a whole number above 0, not ",
+        ),
+        (
+            "train.activation_checkpointing=0",
+            "none, full or a whole number above 0, not 0",
+        ),
         ("model.heads=3", "width 128 is not a multiple of heads 3"),
         ("train.max_steps=null", "nothing ends the run"),
         ("task=nonesuch:Task", "there is no module nonesuch"),
@@ -258,6 +265,13 @@ def test_a_global_batch_must_divide(config: Path) -> None:
     assert train.batch_size_on(2) == 3
     with pytest.raises(SettingsError, match=r"12 does not divide by 8 \(4 processes x 2 .*of 8"):
         train.batch_size_on(4)
+
+
+def test_float16_under_fsdp_is_refused(config: Path) -> None:
+    overrides = ["distributed.strategy=fsdp", "distributed.mixed_precision.dtype=float16"]
+    assert "float16 needs a loss scaler, and fsdp has none; use bfloat16" in error_of(
+        config, *overrides
+    )
 
 
 def test_the_fixed_keys_exist() -> None:

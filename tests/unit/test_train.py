@@ -274,8 +274,9 @@ def test_the_users_umask_decides_who_can_read_a_run(tmp_path: Path, text: Path, 
 MIXED = """
 import sys
 import train
+import training.model
 from training.arguments import start
-train.is_mixed = lambda settings: True
+training.model.is_mixed = lambda settings: True
 train.helper.finish(train.train(*start("")))
 """
 

@@ -1,0 +1,150 @@
+"""fsdp, ddp and single train the same model, and a run moves from one to the other."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_torch_helper import run_ranks
+from torch import Tensor, nn
+
+from distributed import torch as helper
+from distributed.checkpoint import load
+from distributed.environment import LauncherError
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 50
+WORDS = [
+    *("--config", str(ROOT / "config/local3.yaml")),
+    *("model.layers=2", "model.width=32", "model.heads=2", "model.context=16"),
+    *("train.global_batch_size=8", "train.warmup_steps=2", "train.eval_every=25"),
+    *("train.log_every=1", f"train.max_steps={STEPS}", "checkpoint.every=0"),
+]
+pytestmark = pytest.mark.slow
+
+
+class Work:
+    """A folder in which runs train on the same few words."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "text").mkdir()
+        for n in range(40):
+            (folder / "text" / f"{n}.txt").write_text(f"the text of file number {n}\n" * 10)
+
+    def run(self, run_id: str, nproc: int, *settings: str, code: int = 0) -> str:
+        """Train; returns what the launcher printed."""
+        launcher = str(ROOT / "scripts/ssh/launch_singlenode.sh")
+        words = [WORDS[1], str(nproc), f"data.path={self.folder / 'text'}", *WORDS[2:], *settings]
+        done = subprocess.run(
+            [launcher, *words],
+            cwd=self.folder,
+            env={**os.environ, "RUN_ID": run_id, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert done.returncode == code, done.stdout
+        return done.stdout
+
+    def losses(self, run_id: str) -> dict[int, float]:
+        lines = (self.folder / "logs" / run_id / "metrics.jsonl").read_text().splitlines()
+        return {one["step"]: one["loss"] for one in map(json.loads, lines) if "loss" in one}
+
+    def weights(self, run_id: str) -> dict[str, Tensor]:
+        state = load(self.folder / "checkpoints" / run_id)
+        assert state is not None
+        return state.model
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
+    folder = Work(tmp_path_factory.mktemp("strategies"))
+    folder.run("single", 1)
+    return folder
+
+
+def assert_same(work: Work, run_id: str) -> None:
+    mine, theirs = work.losses(run_id), work.losses("single")
+    assert mine.keys() == theirs.keys() and len(mine) == STEPS
+    assert [*mine.values()] == pytest.approx([*theirs.values()], rel=2e-5)
+    weights = work.weights("single")
+    for name, tensor in work.weights(run_id).items():
+        assert tensor.shape == weights[name].shape
+        assert torch.allclose(tensor, weights[name], atol=2e-4), name
+
+
+@pytest.mark.parametrize(
+    ("nproc", "settings"),
+    [
+        (2, "strategy=ddp"),
+        (2, "strategy=fsdp"),
+        (4, "strategy=fsdp"),
+        (2, "strategy=fsdp fsdp.reshard_after_forward=false"),
+        (2, "strategy=fsdp fsdp.shard=node train.grad_accumulation=2"),
+        (4, "strategy=fsdp fsdp.shard=2 train.grad_accumulation=2"),
+        (2, "strategy=fsdp train.activation_checkpointing=full"),
+        (2, "strategy=ddp train.activation_checkpointing=2"),
+        (2, "strategy=ddp static_graph=true bucket_cap_mb=0.01"),
+        (2, "strategy=ddp train.compile=true"),
+        (2, "strategy=fsdp train.compile=true train.activation_checkpointing=full"),
+    ],
+)
+def test_losses_and_weights_are_those_of_one_process(work: Work, nproc: int, settings: str) -> None:
+    words = [word if "train." in word else f"distributed.{word}" for word in settings.split()]
+    run_id = settings.replace(" ", "-").replace("=", "_") + str(nproc)
+    work.run(run_id, nproc, *words)
+    assert_same(work, run_id)
+    if "compile" in settings:
+        assert list((work.folder / "checkpoints" / run_id / "compiled").iterdir())
+
+
+STOPPING = """
+import os, signal
+from training.settings import LanguageModel
+from training.tasks.language_model import LanguageModelTask
+
+class Stopping(LanguageModelTask):
+    calls = 0
+
+    def __init__(self, settings):
+        shape = LanguageModel(**settings.model)
+        super().__init__(settings.model_copy(update={"model": shape}))
+
+    def loss(self, model, batch):
+        self.calls += model.training
+        if self.calls == 12:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return super().loss(model, batch)
+"""
+
+
+def test_a_run_moves_between_strategies(work: Work) -> None:
+    (work.folder / "stopping.py").write_text(STOPPING)
+    for nproc, strategy, last in ((4, "fsdp", 12), (2, "ddp", 24), (1, "single", 36)):
+        words = (f"distributed.strategy={strategy}", "task=stopping:Stopping")
+        told = work.run("moved", nproc, *words, code=75)
+        assert f"stopped    after step {last}," in told
+    work.run("moved", 2, "distributed.strategy=fsdp")
+    assert_same(work, "moved")
+
+
+def _shard_by(size: str | int) -> str:
+    helper.init_distributed()
+    try:
+        sharding = helper.Sharding(shard=size)
+        helper.setup_distributed_models(nn.Linear(4, 4), strategy="fsdp", sharding=sharding)
+    except LauncherError as error:
+        return str(error)
+    return ""
+
+
+def test_groups_that_do_not_divide_are_refused() -> None:
+    told = run_ranks(_shard_by, 3, ranks=[0, 1], world_size=2)
+    cause = "fsdp.shard is 3: 2 ranks do not divide into groups of 3"
+    assert told == [f"{cause}; use all, or a divisor of 2 [wrong-world]"] * 2

@@ -1,0 +1,109 @@
+"""The task's model, made ready for the ranks: checkpointed weights, strategy, precision."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint as recompute
+from torch.utils.data import default_collate
+
+from distributed import torch as helper
+from distributed.checkpoint import State
+from distributed.strategy import Sharding
+from training.batches import move
+from training.resume import load_weights
+from training.settings import Settings, Train
+from training.tasks import Task
+
+
+def make_model(task: Task, saved: State | None, settings: Settings, cache: Path) -> nn.Module:
+    """Return the model on this rank's device, wrapped as the settings say. All ranks call it.
+
+    What torch.compile makes is kept in `cache`, for all ranks and for later starts of the run.
+    """
+    model = task.model()
+    if saved:
+        load_weights(model, saved.model)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.absolute()))
+    choose_forward(model, settings.train)
+    chosen = settings.distributed
+    dtype = chosen.mixed_precision.dtype if is_mixed(settings) else None
+    return helper.setup_distributed_models(
+        model,
+        strategy=chosen.strategy,
+        find_unused_parameters=chosen.find_unused_parameters,
+        static_graph=chosen.static_graph,
+        bucket_cap_mb=chosen.bucket_cap_mb,
+        sharding=Sharding(dtype=dtype, **chosen.fsdp.model_dump()),
+    )
+
+
+def state_of(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the state_dict() of both, whole where the model is sharded. All ranks call it."""
+    states = helper.unwrap(model).state_dict(), optimizer.state_dict()
+    if not helper.is_sharded(model):
+        return states
+    from distributed import fsdp
+
+    return fsdp.gather(states[0]), fsdp.gather(states[1])
+
+
+def load_moments(optimizer: Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
+    """Load the state_dict() that an optimizer had under any strategy."""
+    if helper.is_sharded(model):
+        from distributed import fsdp
+
+        state = fsdp.scatter(state, optimizer)
+    optimizer.load_state_dict(state)
+
+
+def choose_forward(model: nn.Module, settings: Train) -> None:
+    """Have blocks keep only their input and compute the rest again, and compile each block.
+
+    nn.Module.compile() would do nothing for torch's own modules.
+    """
+    every = settings.activation_checkpointing
+    blocks = [*helper.blocks(model)]
+    if every != "none":
+        for block in blocks[:: 1 if every == "full" else int(every)]:
+            block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
+    if settings.compile:
+        for block in blocks or [model]:
+            block.forward = torch.compile(block.forward)
+
+
+def fix_bucket_order(task: Task, model: nn.Module, batch_size: int, settings: Settings) -> None:
+    """Run one backward pass, after which DDP puts its gradient buckets in their final order.
+
+    With more than two ranks the order decides how sums are rounded. The first step after a resume
+    must be rounded like the same step of an uninterrupted run.
+    """
+    before = [buffer.clone() for buffer in model.buffers()]
+    samples = [task.train[index] for index in range(batch_size)]
+    with autocast(settings):
+        loss = task.loss(model, move(default_collate(samples), helper.device()))
+    loss.backward()  # type: ignore[no-untyped-call]
+    model.zero_grad()
+    for buffer, value in zip(model.buffers(), before, strict=True):
+        buffer.copy_(value)
+
+
+def is_mixed(settings: Settings) -> bool:
+    return settings.distributed.mixed_precision.enabled and helper.device().type == "cuda"
+
+
+def autocast(settings: Settings) -> torch.autocast:
+    dtype = getattr(torch, settings.distributed.mixed_precision.dtype)
+    return torch.autocast(helper.device().type, dtype=dtype, enabled=is_mixed(settings))
+
+
+def make_scaler(settings: Settings) -> torch.amp.GradScaler:
+    """Return what keeps float16's small gradients from vanishing; passes others through."""
+    is_needed = is_mixed(settings) and settings.distributed.mixed_precision.dtype == "float16"
+    return torch.amp.GradScaler(helper.device().type, enabled=is_needed)
