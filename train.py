@@ -30,7 +30,7 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -53,7 +53,7 @@ from training.model import (
     make_scaler,
     state_of,
 )
-from training.optimizer import find_last_step, learning_rate, make_optimizer
+from training.optimizer import Schedule, find_last_step, make_optimizer
 from training.progress import Limits, Meter, Progress
 from training.settings import Settings
 from training.tasks import load_task
@@ -65,17 +65,18 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
     """Train to the last step, or until a stop is requested; returns the exit code."""
     environment = join(arguments, settings)
     run = Run(settings, environment)
-    step, last_step, validation_loss = run.limits.first_step, run.limits.last_step, None
+    step, last_step = run.limits.first_step, run.limits.last_step
+    validated: dict[str, float] = {}
     helper.beat(step, saved=step or None, hang_seconds=settings.distributed.hang_seconds)
-    is_over, is_stopped = last_step is not None and step >= last_step, False
+    is_over, is_stopped = run.is_over or (last_step is not None and step >= last_step), False
     while not (is_over or is_stopped):
-        rate = learning_rate(step, settings.train, last_step)
-        for group in run.optimizer.param_groups:
-            group["lr"] = rate
+        rate = run.schedule.before(step)
         run.take_step(step)
         step += 1
-        is_over = step == last_step
-        is_stopped = run.stop.agreed() and not is_over
+        is_stopped = run.stop.agreed()
+        run.is_over = run.stop.is_end_agreed
+        is_over = step == last_step or run.is_over
+        is_stopped = is_stopped and not is_over
         is_logged = is_over or step == 1 or step % settings.train.log_every == 0
         is_validated = is_due(step, settings.train.eval_every, is_over)
         is_saved = is_over or is_stopped or run.stop.is_save_agreed
@@ -87,9 +88,9 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
             run.record(step, loss, rate)
         run.progress.step(step)
         if is_validated:
-            validation_loss = run.validate(step)
+            validated = run.validate(step)
         if is_saved:
-            run.save(step, validation_loss if is_validated else None)
+            run.save(step, validated if is_validated else {})
         run.saver.check()
 
     run.saver.wait()
@@ -103,7 +104,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
         helper.beat(saved=step)
         return STOPPED
     if environment.is_main or helper.is_sharded(run.model):
-        run.print_summary(step, validation_loss)
+        run.print_summary(step, validated)
     return 0
 
 
@@ -149,12 +150,20 @@ class Run:
             batch_size = resume.choose_batch_size(settings.train, world_size, saved)
             position = saved.progress if saved else START
             self.task = load_task(settings)
-            self.batches = Batches(self.task.train, batch_size, settings, environment, position)
+            self.batches = Batches(self.task, batch_size, settings, environment, position)
+            last_step = find_last_step(settings.train, self.batches.per_epoch)
         share = share_of(self.task.validation, rank, world_size)
-        self.validation = DataLoader(share, batch_size=batch_size)
+        self.validation = DataLoader(share, batch_size, collate_fn=self.task.collate)
         with refuse_together(environment):
             self.model = make_model(self.task, saved, settings, self.folder / "compiled")
-        self.optimizer = make_optimizer(self.model, settings.train)
+        self.optimizer = self.task.optimizer(self.model) or make_optimizer(
+            self.model, settings.train
+        )
+        own_schedule = self.task.schedule(self.optimizer, last_step)
+        self.schedule = Schedule(self.optimizer, own_schedule, settings.train, last_step)
+        # Its task has ended it. A run that goes on from its checkpoint has another id.
+        ended = saved.progress.get("ended") if saved else None
+        self.is_over = ended == environment.run_id
         self.scaler = make_scaler(settings)
         if world_size > 2 and not helper.is_sharded(self.model):
             fix_bucket_order(self.task, self.model, batch_size, settings)
@@ -163,6 +172,8 @@ class Run:
         own: dict[str, Any] = {}  # this rank's random generators, and the sums of its meter
         if saved:
             load_moments(self.optimizer, self.model, saved.optimizer)
+            if own_schedule is not None and "schedule" in saved.progress:
+                own_schedule.load_state_dict(saved.progress["schedule"])
             if self.scaler.is_enabled() and "scaler" in saved.progress:
                 self.scaler.load_state_dict(saved.progress["scaler"])
             own = saved.ranks[rank] if rank < len(saved.ranks) else {}
@@ -173,7 +184,6 @@ class Run:
         size = sum(parameter.numel() for parameter in self.model.parameters())
         log.info(f"model      {size:,} parameters, on {world_size} x {helper.device().type}")
         log.info(f"data       {self.task.describe()}")
-        last_step = find_last_step(settings.train, self.batches.per_epoch)
         self.limits = Limits(position["step"], last_step, settings.train.max_seconds)
         self.progress = Progress(self.logs, self.task.unit, self.limits, enabled=is_main)
         if is_main:
@@ -202,6 +212,9 @@ class Run:
         self.scaler.step(self.optimizer)  # skipped where a gradient is infinite
         self.scaler.update()
         self.optimizer.zero_grad()
+        self.schedule.after()
+        if self.task.on_step(step + 1):
+            self.stop.end()
         helper.beat(step + 1)
 
     def mean_loss(self) -> float:
@@ -233,43 +246,49 @@ class Run:
             self.progress.record(step, values)
 
     @torch.no_grad()
-    def validate(self, step: int) -> float:
-        """Return and record the mean loss over all ranks' shares of the validation data."""
+    def validate(self, step: int) -> dict[str, float]:
+        """Return and record each metric's mean over all ranks' shares of the validation data."""
         with self.meter.paused():
             model = helper.unwrap(self.model)  # ranks can have different numbers of batches
             model.eval()
-            total, weight = 0.0, 0
+            sums: dict[str, float] = {}  # also of the weights
             for batch, counts in self._validation_batches():
                 helper.beat(step)
-                batch = move(batch, helper.device())
                 with autocast(self.settings):
-                    loss = self.task.loss(model, batch)
-                terms = self.task.weight(batch) if counts else 0
-                total += loss.item() * terms
-                weight += terms
+                    found = self.task.evaluate(model, move(batch, helper.device()))
+                for name, parts in found.items():
+                    for part, value in zip(("sum", "weight"), parts, strict=True):
+                        key = f"{name} {part}"
+                        sums[key] = sums.get(key, 0.0) + counts * float(value)
             model.train()
-            mean = helper.sync_metrics({"loss": total / max(weight, 1)}, weight=weight)["loss"]
-            values = {"loss": mean, **self.task.metrics(mean)}
+            means = helper.sync_metrics(sums)
+            values = {name: means[f"{name} sum"] / means[f"{name} weight"] for name in found}
+            if "loss" in values:
+                values |= self.task.metrics(values["loss"])
             self.progress.record(step, {f"validation_{name}": v for name, v in values.items()})
             self.progress.draw()
-        return mean
+        if self.task.on_validation(step, values):
+            self.stop.end()
+        return values
 
     def _validation_batches(self) -> Iterator[tuple[Any, bool]]:
         """Yield this rank's batches, and whether they count: ranks that share a model keep step."""
         yield from ((batch, True) for batch in self.validation)
-        if helper.is_sharded(self.model):
-            samples = self.environment.world_size * (self.validation.batch_size or 1)
-            rounds = math.ceil(len(self.task.validation) / samples)  # type: ignore[arg-type]
-            for _ in range(len(self.validation), rounds):
-                yield default_collate([self.task.validation[0]]), False
+        samples = self.environment.world_size * (self.validation.batch_size or 1)
+        rounds = math.ceil(len(self.task.validation) / samples)  # type: ignore[arg-type]
+        for _ in range(len(self.validation), rounds if helper.is_sharded(self.model) else 1):
+            collate = self.task.collate or default_collate
+            yield collate([self.task.validation[0]]), False
 
-    def save(self, step: int, validation_loss: float | None) -> None:
+    def save(self, step: int, validated: Mapping[str, float]) -> None:
         """Copy the state now, and write it as a checkpoint in the background."""
         with self.meter.paused():
             self.progress.sync()
             progress = self.progress_at(step)
-            if validation_loss is not None:
-                progress["validation_loss"] = validation_loss
+            if self.task.best in validated:
+                best = validated[self.task.best]
+                progress["validation_loss"] = validated.get("loss")
+                progress["score"] = -best if self.task.best_is_highest else best
             own = {"rng": checkpoint.rng_state(), "meter": self.meter.state()}
             ranks = checkpoint.gather_ranks(own)
             weights, moments = state_of(self.model, self.optimizer)
@@ -284,19 +303,22 @@ class Run:
             "global_batch_size": self.batches.samples * self.settings.train.grad_accumulation,
             "settings": self.settings.model_dump(mode="json"),
             "scaler": self.scaler.state_dict(),
+            "schedule": self.schedule.state(),
+            "ended": self.environment.run_id if self.is_over else "",
         }
 
-    def print_summary(self, step: int, validation_loss: float | None) -> None:
+    def print_summary(self, step: int, validated: Mapping[str, float]) -> None:
         """Print how the run ended, on rank 0. Ranks that share a model all compute the summary."""
         rows: list[tuple[str, str]] = []
-        if validation_loss is not None:
-            rows = self.task.summary(helper.unwrap(self.model), validation_loss)
+        if validated:
+            rows = self.task.summary(helper.unwrap(self.model), validated)
         if not self.environment.is_main:
             return
         time = timedelta(seconds=round(self.meter.wall()))
         session = f"{step - self.limits.first_step} steps this session, {time}"
         speed = f"{self.meter.speed() * self.environment.world_size:,.0f} {self.task.unit}/s"
-        print(f"done       step {step} ({session}), {speed}")
+        ended = f", which ended the run; task {self.settings.task}" if self.is_over else ""
+        print(f"done       step {step}{ended} ({session}), {speed}")
         for label, text in rows:
             print(f"{label:<10} {text}".replace("\n", "\n" + 11 * " "))
         print(f"checkpoint {self.folder / f'step-{step}'}")

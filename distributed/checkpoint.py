@@ -15,7 +15,6 @@ import contextlib
 import hashlib
 import io
 import json
-import math
 import os
 import random
 import shutil
@@ -60,10 +59,10 @@ class State:
 class Saver:
     """Saves a run's checkpoints in the background, one at a time; if not enabled, does nothing.
 
-    Keeps the newest `keep_last`, and the one with the lowest `progress["validation_loss"]`. Call
-    `wait` before the process exits. Raises Refused if another live process saves in this folder or
-    the folder is another job's, CheckpointError if it cannot be written to, and ValueError for
-    `keep_last` below 1.
+    Keeps the newest `keep_last`, and the one with the lowest `progress["score"]`, or, without that,
+    `progress["validation_loss"]`. Call `wait` before the process exits. Raises Refused if another
+    live process saves in this folder or the folder is another job's, CheckpointError if it cannot
+    be written to, and ValueError for `keep_last` below 1.
     """
 
     def __init__(self, run_folder: Path, *, keep_last: int, enabled: bool = True) -> None:
@@ -248,11 +247,11 @@ def _list(folder: Path, describe: Callable[[Path], str]) -> bool:
 
 
 def _describe(path: Path) -> str:
-    manifest, loss = files.read_manifest(path), files.validation_loss(path)
+    manifest, loss = files.read_manifest(path), files.read_progress(path).get("validation_loss")
     size = sum(entry["size"] for entry in manifest["files"].values()) / 1e6
     saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest["saved"]))
     names = [n for n in ("latest", "best") if (path.parent / n).resolve() == path.resolve()]
-    text = f"validation loss {loss:.4f}" if math.isfinite(loss) else ""
+    text = f"validation loss {loss:.4f}" if loss is not None else ""
     return f"{size:10.1f} MB   {saved}   {text:<24} {' '.join(names)}".rstrip()
 
 

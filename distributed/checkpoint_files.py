@@ -6,7 +6,7 @@ A run saves in a folder of its own, and only one live run at a time writes to it
     step-400/
     step-600.tmp-.../    being written, or left over from a process that died; never counts
     latest -> step-400
-    best -> step-200     the lowest validation loss so far
+    best -> step-200     the lowest validation loss, or the best of another metric, so far
 
 A checkpoint is written under a temporary name, flushed to the disk, and only then renamed, so a
 folder named step-N is always complete. Its manifest holds the size and SHA-256 of each file, and
@@ -89,18 +89,18 @@ def prune(run_folder: Path, step: int, keep_last: int) -> None:
 
     Damaged ones stay: a warning names them.
     """
-    losses = {}
+    scores = {}
     for folder in steps(run_folder):
         try:
-            losses[folder] = validation_loss(folder)
+            scores[folder] = score(folder)
         except CheckpointError as error:
             _log.warning("%s; this checkpoint is left as it is", error)
-    kept = [folder for folder in losses if _step_of(folder) <= step][-keep_last:]
-    best = min(losses, key=losses.__getitem__, default=None)
-    if best is not None and math.isfinite(losses[best]):
+    kept = [folder for folder in scores if _step_of(folder) <= step][-keep_last:]
+    best = min(scores, key=scores.__getitem__, default=None)
+    if best is not None and math.isfinite(scores[best]):
         update_link(run_folder / "best", best.name)
         kept.append(best)
-    for folder in losses:
+    for folder in scores:
         if folder not in kept:
             _delete(folder)
 
@@ -186,12 +186,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def validation_loss(folder: Path) -> float:
-    """Return the validation loss that a checkpoint was saved with; infinity if there was none.
+def read_progress(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's progress.json. CheckpointError: it is damaged, or its manifest is."""
+    content = _read_file(folder, "progress.json", read_manifest(folder))
+    progress: dict[str, Any] = json.loads(content)
+    return progress
 
-    Raises:
-        CheckpointError: its manifest, or the file that holds the loss, is damaged.
+
+def score(folder: Path) -> float:
+    """Return how good a checkpoint is, lower is better: its `score`, else its validation loss.
+
+    Infinity if it was saved with neither. Raises CheckpointError.
     """
-    progress = json.loads(_read_file(folder, "progress.json", read_manifest(folder)))
-    loss = progress.get("validation_loss")
-    return math.inf if loss is None else loss
+    progress = read_progress(folder)
+    found = progress.get("score", progress.get("validation_loss"))
+    return math.inf if found is None else found

@@ -32,6 +32,8 @@ class Stop:
     ) -> None:
         self.reason = ""  # of this rank; empty until there is one
         self.is_save_agreed = False  # a save and no stop, by what `agreed` has found
+        self.is_end_agreed = False  # a rank has called `end`
+        self._ends = False
         self._interrupts = Interrupts()
         now = time.monotonic()
         self._end = now + (max_seconds or math.inf)
@@ -41,7 +43,7 @@ class Stop:
         self._look_at = now
         self._group: dist.ProcessGroup | None = None  # the ranks' own, where that is gloo's
         self._work: dist.Work | None = None
-        self._flags = torch.zeros(2)  # stop, save
+        self._flags = torch.zeros(3)  # stop, save, end
         if dist.is_initialized() and dist.get_backend() != "gloo":
             self._group = dist.new_group(backend="gloo")  # does not wait for a GPU
         for signum in handled_signals():
@@ -69,6 +71,7 @@ class Stop:
             self.reason = "max_seconds"
         self._flags[0] = bool(self.reason)
         self._flags[1] = now >= self._save_at
+        self._flags[2] = self._ends
         if dist.is_initialized():
             self._work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, self._group, async_op=True)
 
@@ -84,9 +87,13 @@ class Stop:
         """Return whether any rank has asked for a stop: the same on all, at the step's end."""
         if self._work is not None:
             self._work.wait()
-        is_stop, is_save = map(bool, self._flags.tolist())
+        is_stop, is_save, self.is_end_agreed = map(bool, self._flags.tolist())
         self.is_save_agreed = is_save and not is_stop
         return is_stop
+
+    def end(self) -> None:
+        """Ask for the end of the run: all ranks agree on it in the next step."""
+        self._ends = True
 
     def note_save(self) -> None:
         """Count the seconds to the next save from now on."""

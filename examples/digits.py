@@ -38,9 +38,11 @@ class Digits(Task):
         pixels, labels = batch  # [batch, 64] and [batch]
         return cross_entropy(model(pixels), labels)
 
-    def summary(self, model: nn.Module, validation_loss: float) -> list[tuple[str, str]]:
-        pixels, labels = self.validation.tensors
-        with torch.no_grad():
-            guesses = model.cpu()(pixels).argmax(dim=1)
-        right = (guesses == labels).float().mean().item()
-        return [("validation", f"loss {validation_loss:.4f}, {right:.1%} recognised")]
+    def evaluate(
+        self, model: nn.Module, batch: tuple[Tensor, Tensor]
+    ) -> dict[str, tuple[Tensor, int]]:
+        pixels, labels = batch
+        scores = model(pixels)
+        loss = cross_entropy(scores, labels, reduction="sum")
+        right = (scores.argmax(dim=1) == labels).sum()
+        return {"loss": (loss, len(labels)), "accuracy": (right, len(labels))}

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 from torch.utils.data import get_worker_info as worker_info
 
 from distributed.environment import Environment
@@ -19,17 +20,19 @@ from distributed.stop import ignore_signals
 from distributed.torch import seed_everything
 from training.config_file import SettingsError
 from training.settings import Settings
+from training.tasks import Task
 
 GROUP = 1 << 16  # samples that are shuffled together
+_Placed = tuple[int, int, Any]  # the position after a batch: epoch, batches of it; the batch
 START = {"step": 0, "epoch": 0, "samples": 0}
 
 
 class Batches:
     """An endless stream of this rank's batches, epoch after epoch, each epoch in its own order.
 
-    A stream that starts at another's `position()` does not read the samples before it. It returns
-    the same batches, drawn with the same random numbers, as an uninterrupted stream. Creating it
-    draws no random numbers of this process.
+    A stream that starts at another's `position()` returns the same batches, drawn with the same
+    random numbers, as an uninterrupted stream. Only data without a length is read up to there.
+    Creating it draws no random numbers of this process.
 
     Raises:
         SettingsError: the dataset is too small for one batch on each rank.
@@ -37,36 +40,58 @@ class Batches:
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        task: Task,
         batch_size: int,  # samples of one rank's batch
         settings: Settings,
         environment: Environment,
         position: Mapping[str, Any] = START,
     ) -> None:
-        self._rank, ranks = environment.rank, environment.world_size
-        self._length, self._block = len(dataset), getattr(dataset, "block", 1)  # type: ignore[arg-type]
-        self._seed, self._ranks = settings.seed, ranks
-        self.samples = batch_size * ranks  # of one batch on all ranks
-        self.per_epoch = self._length // ranks // batch_size
+        self._rank, self._ranks = environment.rank, environment.world_size
+        self._seed = settings.seed
+        self.samples = batch_size * self._ranks  # of one batch on all ranks
+        self.per_epoch: int | None = None  # batches, where that is known
+        self._epoch, self._batch = position["epoch"], position["samples"] // self.samples
+        where = {"rank": self._rank, "world_size": self._ranks}
+        own = functools.partial(task.loader, batch_size, **where)
+        if type(task).loader is not Task.loader:
+            self._rest = _epochs(own, self._epoch, self._batch)
+        elif isinstance(task.train, IterableDataset):
+            make = task.collate or default_collate
+            whole = functools.partial(_read_all, task.train, make, self.samples, **where)
+            self._rest = _epochs(whole, self._epoch, self._batch)
+        else:
+            self._rest = self._load(task, batch_size, settings)
+
+    def __next__(self) -> Any:
+        self._epoch, self._batch, batch = next(self._rest)
+        return batch
+
+    def position(self) -> dict[str, int]:
+        """Return the epochs done, and the samples of the next one that all ranks have read."""
+        return {"epoch": self._epoch, "samples": self._batch * self.samples}
+
+    def _load(self, task: Task, batch_size: int, settings: Settings) -> Iterator[_Placed]:
+        """Return the stream of a dataset that can be read anywhere."""
+        data = task.train
+        self._length, self._block = len(data), getattr(data, "block", 1)  # type: ignore[arg-type]
+        self.per_epoch = self._length // self.samples
         if self.per_epoch == 0:
-            raise SettingsError(f"data: too little for {ranks} batches of {batch_size}")
-        self._done = position["epoch"] * self.per_epoch + position["samples"] // self.samples
-        stream = DataLoader(
-            _Seeded(dataset, settings.seed),
-            batch_sampler=self._samples(*divmod(self._done, self.per_epoch)),
+            raise SettingsError(f"data: too little for {self._ranks} batches of {batch_size}")
+        loader = DataLoader(
+            _Seeded(data, settings.seed),
+            batch_sampler=self._samples(self._epoch, self._batch),
             num_workers=settings.data.num_workers,
             pin_memory=settings.data.pin_memory,
+            collate_fn=task.collate,
             worker_init_fn=ignore_signals,
             generator=torch.Generator(),
         )
-        self._rest = iter(stream)
-
-    def __next__(self) -> Any:
-        self._done += 1
-        return next(self._rest)
+        done = itertools.count(self._epoch * self.per_epoch + self._batch + 1)
+        return ((*divmod(next(done), self.per_epoch), batch) for batch in loader)
 
     def _samples(self, epoch: int, done: int) -> Iterator[list[tuple[int, int]]]:
         """Yield the (epoch, index) pairs of each batch, without end, from batch `done` on."""
+        assert self.per_epoch is not None
         while True:
             key, skip = f"{self._seed} {epoch}", done * self.samples
             order = shuffled(self._length, self._block, key, skip)
@@ -76,10 +101,34 @@ class Batches:
                 yield [(epoch, index) for index in share]
             epoch, done = epoch + 1, 0
 
-    def position(self) -> dict[str, int]:
-        """Return the epochs done, and the samples of the next one that all ranks have read."""
-        epoch, batch = divmod(self._done, self.per_epoch)
-        return {"epoch": epoch, "samples": batch * self.samples}
+
+def _epochs(load: Callable[..., Iterable[Any] | None], epoch: int, done: int) -> Iterator[_Placed]:
+    """Yield the batches of `load(epoch=, skip=)` without end; raises SettingsError without any."""
+    while True:
+        number = done
+        for number, batch in enumerate(load(epoch=epoch, skip=done) or (), done + 1):
+            yield epoch, number, batch
+        if number == 0:
+            raise SettingsError(f"data: epoch {epoch} has no batch for each rank")
+        epoch, done = epoch + 1, 0
+
+
+def _read_all(
+    data: Iterable[Any],
+    make_batch: Callable[[list[Any]], Any],
+    samples: int,
+    *,
+    rank: int,
+    world_size: int,
+    epoch: int,
+    skip: int,
+) -> Iterator[Any]:
+    """Yield a rank's batches of data that can only be read in order, the same number on each."""
+    stream = iter(data)
+    groups = iter(lambda: list(itertools.islice(stream, samples)), [])
+    for group in itertools.islice(groups, skip, None):
+        if len(group) == samples:
+            yield make_batch(group[rank::world_size])
 
 
 def shuffled(length: int, block: int, key: str, skip: int = 0) -> Iterator[int]:

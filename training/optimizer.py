@@ -6,8 +6,10 @@ import math
 from typing import Any
 
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from training.config_file import SettingsError
 from training.settings import Train
 
 
@@ -22,19 +24,51 @@ def make_optimizer(model: nn.Module, settings: Train) -> AdamW:
     return AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
-def find_last_step(settings: Train, batches_per_epoch: int) -> int | None:
-    """Return the step that ends the run, or None if only time does."""
+def find_last_step(settings: Train, batches_per_epoch: int | None) -> int | None:
+    """Return the step that ends the run, or None if only time does.
+
+    Raises SettingsError for epochs of data whose length is not known.
+    """
     limits = [settings.max_steps] if settings.max_steps else []
     if settings.epochs:
+        if batches_per_epoch is None:
+            raise SettingsError("train.epochs: the data has no length; use train.max_steps")
         limits.append(settings.epochs * batches_per_epoch // settings.grad_accumulation)
     return min(limits, default=None)
 
 
-def learning_rate(step: int, settings: Train, last_step: int | None) -> float:
-    """Return a linear warm-up, then a cosine to 0; without a last step, a constant."""
+class Schedule:
+    """The learning rate of each step: by the task's own scheduler, or a warm-up and a cosine."""
+
+    def __init__(
+        self, optimizer: Optimizer, own: LRScheduler | None, settings: Train, last_step: int | None
+    ) -> None:
+        self.optimizer, self.own = optimizer, own
+        self._settings, self._last_step = settings, last_step
+        self._peaks = [group["lr"] for group in optimizer.param_groups]
+
+    def before(self, step: int) -> float:
+        """Set the learning rates of a step; returns the first."""
+        if self.own is None:
+            for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
+                group["lr"] = peak * share_of_peak(step, self._settings, self._last_step)
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def after(self) -> None:
+        """Note that a step is done."""
+        if self.own is not None:
+            self.own.step()
+
+    def state(self) -> dict[str, Any]:
+        """Return the state_dict() of the task's own scheduler."""
+        return {} if self.own is None else dict(self.own.state_dict())
+
+
+def share_of_peak(step: int, settings: Train, last_step: int | None) -> float:
+    """Return a linear warm-up to 1, then a cosine to 0; without a last step, 1."""
     if step < settings.warmup_steps:
-        return settings.learning_rate * (step + 1) / settings.warmup_steps
+        return (step + 1) / settings.warmup_steps
     if last_step is None:
-        return settings.learning_rate
+        return 1.0
     done = (step - settings.warmup_steps) / (last_step - settings.warmup_steps)
-    return settings.learning_rate * (1 + math.cos(math.pi * done)) / 2
+    return (1 + math.cos(math.pi * done)) / 2

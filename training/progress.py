@@ -135,6 +135,7 @@ class Progress:
         self._start = time.monotonic()
         self._shown = 0.0
         self._status = ""  # loss and speed
+        self._validation = ""  # the metrics of the newest
         self._bar: Bar | None = None
         self._events: EventFileWriter | None = None
         self._file: TextIO | None = None
@@ -179,7 +180,10 @@ class Progress:
             return
         if "loss" in values:
             speed = f"{values[f'{self._unit}_per_second']:,.0f} {self._unit}/s"
-            self._status = f"  loss {values['loss']:.3f}  {speed}"
+            self._status = f"  loss {values['loss']:.3f}{self._validation}  {speed}"
+        elif found := {n: v for n, v in values.items() if n.startswith("validation_")}:
+            told = (f"{name.removeprefix('validation_')} {found[name]:.3f}" for name in found)
+            self._validation = f"  validation {' '.join(told)}"
         with may_be_lost(self._folder):
             self._append(step, values)
 

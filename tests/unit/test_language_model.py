@@ -60,7 +60,7 @@ def test_tokens_need_a_vocabulary_that_holds_them(tmp_path: Path) -> None:
     batch = torch.stack([task.train[0], task.train[1]])
     assert task.loss(task.model(), batch).item() == pytest.approx(math.log(512), abs=0.3)
     assert task.metrics(1.0) == {}
-    assert task.summary(task.model(), 1.25) == [("validation", "loss 1.2500")]
+    assert task.summary(task.model(), {"loss": 1.25}) == [("validation", "loss 1.2500")]
     assert task.describe().startswith("0.00 M tokens of ")
 
 
@@ -105,7 +105,7 @@ def test_an_untrained_model_knows_nothing_and_a_trained_one_its_text(tmp_path: P
         optimizer.step()
     assert task.loss(model, batch).item() < 0.1
     assert bytes(generate(model, b"abcd", 12)) == b"abcdefgabcdefgab"
-    (label, text), _ = task.summary(model, math.log(2))
+    (label, text), _ = task.summary(model, {"loss": math.log(2), "bits_per_byte": 1.0})
     assert label == "validation"
     assert text.startswith("1.000 bits per byte (order-0 entropy 2.807, zlib -9 ")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import socket
 import subprocess
@@ -12,17 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset
 
 from distributed.checkpoint import load, weights_hash
-from distributed.environment import detect
 from distributed.lock import RunLock
-from training.batches import Batches, move, share_of
-from training.optimizer import find_last_step, learning_rate
-from training.settings import Data, Settings, Train
+from training.optimizer import find_last_step, share_of_peak
+from training.settings import Train
 from training.settings import load as load_config
 
 pytestmark = pytest.mark.slow  # whole runs of train.py
@@ -499,69 +494,17 @@ def test_the_end_comes_soon_after_the_last_step(tmp_path: Path) -> None:
 # --- parts --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("done", range(9))
-def test_a_stream_opened_anywhere_goes_on_as_if_it_had_come_there(done: int) -> None:
-    dataset = TensorDataset(torch.arange(17))
-    settings = Settings(seed=3, train=make_train())
-    whole = Batches(dataset, 4, settings, detect({}))
-    for _ in range(done):
-        next(whole)
-    opened = Batches(dataset, 4, settings, detect({}), whole.position())
-    assert opened.position() == {"epoch": done // 4, "samples": done % 4 * 4}
-    expected = [next(whole)[0].tolist() for _ in range(9)]
-    assert [next(opened)[0].tolist() for _ in range(9)] == expected
-    assert opened.position() == whole.position()
-
-
-class Drawn(Dataset[Any]):
-    """Every sample is three random numbers."""
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.rand(1).item(), random.random(), float(numpy.random.rand())
-
-
-def test_a_worker_draws_by_sample_not_by_what_it_read_before() -> None:
-    def draw(workers: int, done: int) -> list[list[list[float]]]:
-        position = {"epoch": done // 3, "samples": done % 3 * 4}
-        settings = Settings(seed=5, train=make_train(), data=Data(num_workers=workers))
-        batches = Batches(Drawn(), 4, settings, detect({}), position)
-        return [torch.stack(next(batches)).tolist() for _ in range(6 - done)]
-
-    whole = draw(1, 0)
-    assert draw(2, 0) == whole
-    assert draw(2, 4) == whole[4:]
-    assert len({number for batch in whole for numbers in batch for number in numbers}) == 72
-
-
-def test_shares_are_uneven_and_hold_each_sample_once() -> None:
-    dataset = TensorDataset(torch.arange(10))
-    shares = [share_of(dataset, rank=rank, world_size=4) for rank in range(4)]
-    found = [[int(share[i][0]) for i in range(len(share))] for share in shares]  # type: ignore[arg-type]
-    assert [len(share) for share in found] == [3, 3, 2, 2]
-    assert sorted(n for share in found for n in share) == list(range(10))
-
-
-def test_batches_of_any_build_move() -> None:
-    here = torch.device("meta")
-    moved = move({"a": [torch.ones(1), (torch.ones(2), "text")]}, here)
-    assert moved["a"][0].device == moved["a"][1][0].device == here
-    assert moved["a"][1][1] == "text"
-
-
 def make_train(**changes: object) -> Train:
     return Train(batch_size=1, max_seconds=1, **changes)  # type: ignore[arg-type]
 
 
 def test_the_learning_rate_rises_falls_and_ends_at_nothing() -> None:
-    settings = make_train(learning_rate=1.0, warmup_steps=4)
-    rates = [learning_rate(step, settings, 14) for step in range(14)]
+    settings = make_train(warmup_steps=4)
+    rates = [share_of_peak(step, settings, 14) for step in range(14)]
     assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert rates[4:] == sorted(rates[4:], reverse=True)
     assert 0 < rates[-1] < 0.03
-    assert learning_rate(1000, settings, None) == 1.0
+    assert share_of_peak(1000, settings, None) == 1.0
 
 
 def test_the_first_limit_ends_the_run() -> None:

@@ -13,16 +13,19 @@
             return F.cross_entropy(model(pixels), labels)
 
 `settings.model` holds your config's `model:` section. train.py does the rest: logging, checkpoints,
-the learning rate and everything distributed.
+the learning rate and everything distributed. What else a task may have is below, with its default.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset, IterableDataset
 
 from training.settings import BUILT_IN_TASK, Settings
 
@@ -30,9 +33,12 @@ from training.settings import BUILT_IN_TASK, Settings
 class Task(Protocol):
     """A model, its data and its loss. Every rank creates one from the same settings."""
 
-    train: Dataset[Any]  # has a length; `loss` gets its batches on the model's device
-    validation: Dataset[Any]
+    train: Dataset[Any] | IterableDataset[Any]  # `loss` gets its batches on the model's device
+    validation: Dataset[Any]  # has a length
     unit: str = "samples"  # what `weight` counts
+    best: str = "loss"  # the checkpoint with the best value of this metric is kept
+    best_is_highest: bool = False
+    collate: Callable[[list[Any]], Any] | None = None  # makes a batch of samples; None: as torch
 
     def __init__(self, settings: Settings) -> None: ...
 
@@ -48,17 +54,50 @@ class Task(Protocol):
         """Return how many terms `loss` is the mean of, for exact averages and for the speed."""
         return len(batch if isinstance(batch, Tensor) else next(iter(batch)))
 
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[float | Tensor, float]]:
+        """Return (sum, weight) of each metric over a batch: a validation's value is sum / weight.
+
+        `{"loss": ..., "accuracy": (right, len(labels))}`; the sums are those of all ranks.
+        """
+        terms = self.weight(batch)
+        return {"loss": (self.loss(model, batch).item() * terms, terms)}
+
     def metrics(self, loss: float) -> dict[str, float]:
         """Return further values to record with a loss, by name."""
         return {}
+
+    def optimizer(self, model: nn.Module) -> Optimizer | None:
+        """Return an optimizer; None: AdamW, with the settings' weight decay."""
+        return None
+
+    def schedule(self, optimizer: Optimizer, last_step: int | None) -> LRScheduler | None:
+        """Return what changes the learning rate after each step; None: warm-up and cosine."""
+        return None
+
+    def loader(
+        self, batch_size: int, *, rank: int, world_size: int, epoch: int, skip: int
+    ) -> Iterable[Any] | None:
+        """Return this rank's batches of an epoch, from batch `skip` on; None: read `train`.
+
+        The same number on every rank. What a resumed run reads begins where the stopped one was.
+        """
+        return None
+
+    def on_step(self, step: int) -> bool:
+        """Return whether to end the run; asked on every rank after each step."""
+        return False
+
+    def on_validation(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Return whether to end the run, as for early stopping; asked on every rank."""
+        return False
 
     def describe(self) -> str:
         """Return one line about the data, shown at the start."""
         return ""
 
-    def summary(self, model: nn.Module, validation_loss: float) -> list[tuple[str, str]]:
-        """Return (label, text) pairs that rank 0 prints at the end, after a validation."""
-        return [("validation", f"loss {validation_loss:.4f}")]
+    def summary(self, model: nn.Module, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+        """Return (label, text) pairs that are printed at the end; `metrics` of the validation."""
+        return [("validation", ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))]
 
 
 def load_task(settings: Settings) -> Task:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -110,17 +110,17 @@ class LanguageModelTask(Task):
         left_out = f"; left out: {', '.join(files[:SHOWN])}{more}" if files else ""
         return f"{train} of {self.corpus.name}, and {validation} to validate on{left_out}"
 
-    def summary(self, model: nn.Module, validation_loss: float) -> list[tuple[str, str]]:
+    def summary(self, model: nn.Module, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         """Compare the loss with simpler models of the same bytes, and show a sample."""
         assert isinstance(model, GPT)
         windows, corpus = self.validation, self.corpus
-        measure = f"loss {validation_loss:.4f}"
+        measure = f"loss {metrics['loss']:.4f}"
         if corpus.is_text:
             count = len(windows) * windows.context  # those that are predicted
             predicted = torch.frombuffer(windows.read(1, count), dtype=torch.uint8)
             yardsticks = f"order-0 entropy {entropy(predicted):.3f}"
             yardsticks += f", zlib -9 {zlib_rate(predicted):.3f}"
-            measure = f"{validation_loss * BITS:.3f} bits per byte ({yardsticks})"
+            measure = f"{metrics['bits_per_byte']:.3f} bits per byte ({yardsticks})"
         found = [("validation", measure)]
         if corpus.tokenizer:
             tokenizer = Tokenizer(corpus.tokenizer, corpus.folder)

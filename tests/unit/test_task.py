@@ -1,0 +1,164 @@
+"""A task of one's own, with all that it may have: evaluate, optimizer, schedule, loader, an end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed.checkpoint import load, weights_hash
+from distributed.checkpoint_files import read_progress
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
+
+# Points left and right of a line; the weights, the order and the noise are drawn at random.
+TASK = """
+import os, signal
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import IterableDataset, TensorDataset
+from training.tasks import Task
+
+def points(number, seed):
+    x = torch.randn(number, 2, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+class Points(Task):
+    best, best_is_highest = "accuracy", True
+
+    def __init__(self, settings):
+        self.settings = settings
+        self.train, self.validation = points(64, 1), points(37, 2)
+
+    def model(self):
+        return nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.1), nn.ReLU(), nn.Linear(8, 2))
+
+    def loss(self, model, batch):
+        return cross_entropy(model(batch[0]), batch[1])
+
+    def evaluate(self, model, batch):
+        scores, labels = model(batch[0]), batch[1]
+        right = (scores.argmax(1) == labels).sum()
+        loss = cross_entropy(scores, labels, reduction="sum")
+        return {"loss": (loss, len(labels)), "accuracy": (right, len(labels))}
+
+class Own(Points):
+    def optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def schedule(self, optimizer, last_step):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=last_step + 1)
+
+class Stopping(Own):
+    calls = 0
+
+    def loss(self, model, batch):
+        self.calls += model.training
+        if self.calls == int(os.environ.get("STOP_AFTER", 0)):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return super().loss(model, batch)
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(points(64, 1))
+
+class Streaming(Stopping):
+    def __init__(self, settings):
+        super().__init__(settings)
+        self.train = Endless()
+
+class Early(Points):
+    def on_validation(self, step, metrics):
+        return step >= 8 and metrics["accuracy"] > 0
+
+class EarlyStep(Points):
+    def on_step(self, step):
+        return step == 7
+"""
+CONFIG = """
+task: points:Points
+train: {max_steps: 30, batch_size: 4, log_every: 1, eval_every: 4, learning_rate: 0.01}
+checkpoint: {every: 4, keep_last: 2}
+"""
+
+
+class Work:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "points.py").write_text(TASK)
+        (folder / "points.yaml").write_text(CONFIG)
+
+    def run(self, run_id: str, nproc: int, *settings: str, code: int = 0, **more: str) -> str:
+        variables = {"RUN_ID": run_id, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **more}
+        done = subprocess.run(
+            [str(ROOT / "scripts/ssh/launch_singlenode.sh"), "points.yaml", str(nproc), *settings],
+            cwd=self.folder,
+            env={**os.environ, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert done.returncode == code, done.stdout
+        return done.stdout
+
+    def metrics(self, run_id: str, name: str) -> dict[int, Any]:
+        lines = (self.folder / "logs" / run_id / "metrics.jsonl").read_text().splitlines()
+        return {one["step"]: one[name] for one in map(json.loads, lines) if name in one}
+
+    def hash(self, run_id: str) -> str:
+        state = load(self.folder / "checkpoints" / run_id)
+        assert state is not None
+        return weights_hash(state.model)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
+    return Work(tmp_path_factory.mktemp("tasks"))
+
+
+def test_metrics_are_exact_over_the_ranks_and_choose_the_best(work: Work) -> None:
+    told = work.run("points", 2)
+    accuracy = work.metrics("points", "validation_accuracy")
+    assert set(accuracy) == {*range(4, 31, 4), 30}
+    assert all(abs(value * 37 - round(value * 37)) < 1e-9 for value in accuracy.values())
+    assert f"validation loss {work.metrics('points', 'validation_loss')[30]:.4f}, " in told
+    assert f"accuracy {accuracy[30]:.4f}" in told
+    best = read_progress(work.folder / "checkpoints/points/best")
+    assert -best["score"] == max(accuracy.values())
+    assert accuracy[best["step"]] == max(accuracy.values())
+
+
+@pytest.mark.parametrize("task", ["Stopping", "Streaming"])
+def test_an_optimizer_and_a_schedule_of_ones_own_resume_exactly(work: Work, task: str) -> None:
+    word = f"task=points:{task}"
+    work.run(f"whole-{task}", 2, word)
+    rates = work.metrics(f"whole-{task}", "lr")
+    assert max(rates.values()) == pytest.approx(0.5, abs=0.02)
+    for _ in range(2):
+        work.run(f"parts-{task}", 2, word, code=75, STOP_AFTER="11")
+    work.run(f"parts-{task}", 2, word)
+    assert work.hash(f"parts-{task}") == work.hash(f"whole-{task}")
+    assert work.metrics(f"parts-{task}", "lr") == rates
+
+
+def test_a_task_may_end_the_run(work: Work) -> None:
+    for task, step in (("Early", 9), ("EarlyStep", 8)):
+        told = work.run(task, 2, f"task=points:{task}")
+        assert f"done       step {step}, which ended the run" in told
+        assert max(work.metrics(task, "loss")) == step
+        told = work.run(task, 2, f"task=points:{task}")
+        assert max(work.metrics(task, "loss")) == step
+        told = work.run(f"on-{task}", 2, f"resume=checkpoints/{task}", "task=points:Points")
+        assert max(work.metrics(f"on-{task}", "loss")) == 30
+
+
+def test_epochs_need_a_length(work: Work) -> None:
+    told = work.run("no-length", 2, "task=points:Streaming", "train.epochs=3", code=2)
+    assert "train.epochs: the data has no length; use train.max_steps" in told
