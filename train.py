@@ -57,6 +57,7 @@ from training.optimizer import Schedule, find_last_step, make_optimizer
 from training.progress import Limits, Meter, Progress
 from training.settings import Settings
 from training.tasks import load_task
+from training.trackers import RunFacts, Trackers
 
 log = logging.getLogger(__name__)
 
@@ -161,33 +162,43 @@ class Run:
         )
         own_schedule = self.task.schedule(self.optimizer, last_step)
         self.schedule = Schedule(self.optimizer, own_schedule, settings.train, last_step)
-        # Its task has ended it. A run that goes on from its checkpoint has another id.
-        ended = saved.progress.get("ended") if saved else None
-        self.is_over = ended == environment.run_id
+        self.is_over = False  # the task has ended the run
         self.scaler = make_scaler(settings)
         if world_size > 2 and not helper.is_sharded(self.model):
             fix_bucket_order(self.task, self.model, batch_size, settings)
         helper.seed_everything(settings.seed, rank)  # from here on, dropout differs by rank
 
-        own: dict[str, Any] = {}  # this rank's random generators, and the sums of its meter
-        if saved:
-            load_moments(self.optimizer, self.model, saved.optimizer)
-            if own_schedule is not None and "schedule" in saved.progress:
-                own_schedule.load_state_dict(saved.progress["schedule"])
-            if self.scaler.is_enabled() and "scaler" in saved.progress:
-                self.scaler.load_state_dict(saved.progress["scaler"])
-            own = saved.ranks[rank] if rank < len(saved.ranks) else {}
-            if own:
-                checkpoint.set_rng_state(own["rng"])
-            resume.log_resume(saved, self.progress_at(position["step"]), world_size)
+        own = self._resume(saved) if saved else {}
         self.meter = Meter(own.get("meter"))
         size = sum(parameter.numel() for parameter in self.model.parameters())
         log.info(f"model      {size:,} parameters, on {world_size} x {helper.device().type}")
         log.info(f"data       {self.task.describe()}")
         self.limits = Limits(position["step"], last_step, settings.train.max_seconds)
-        self.progress = Progress(self.logs, self.task.unit, self.limits, enabled=is_main)
+        names = helper.gather_bytes(os.uname().nodename.encode())
+        hosts, first_step = [*dict.fromkeys(name.decode() for name in names)], position["step"]
+        config = settings.model_dump(mode="json")
+        facts = RunFacts(environment.run_id, self.logs, config, hosts, first_step)
+        trackers = Trackers(settings.tracking, facts)
+        self.progress = Progress(self.logs, self.task.unit, self.limits, trackers, enabled=is_main)
         if is_main:
             resume.write_config(settings, self.logs)
+
+    def _resume(self, saved: checkpoint.State) -> dict[str, Any]:
+        """Load what a checkpoint holds besides the weights; returns this rank's own part of it."""
+        progress, rank = saved.progress, self.environment.rank
+        with refuse_together(self.environment):
+            load_moments(self.optimizer, self.model, saved.optimizer)
+        if self.schedule.own is not None and "schedule" in progress:
+            self.schedule.own.load_state_dict(progress["schedule"])
+        if self.scaler.is_enabled() and "scaler" in progress:
+            self.scaler.load_state_dict(progress["scaler"])
+        own = saved.ranks[rank] if rank < len(saved.ranks) else {}
+        if own:
+            checkpoint.set_rng_state(own["rng"])
+        # A run that goes on from the checkpoint of one that is over has another id.
+        self.is_over = progress.get("ended") == self.environment.run_id
+        resume.log_resume(saved, self.progress_at(progress["step"]), self.environment.world_size)
+        return own
 
     def take_step(self, step: int) -> None:
         """Take one optimizer step: the gradients of each micro-batch, then the update."""

@@ -17,6 +17,7 @@ from distributed import torch as helper
 from distributed.checkpoint import State
 from distributed.strategy import Sharding
 from training.batches import move
+from training.config_file import SettingsError
 from training.resume import load_weights
 from training.settings import Settings, Train
 from training.tasks import Task
@@ -55,12 +56,19 @@ def state_of(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], di
 
 
 def load_moments(optimizer: Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
-    """Load the state_dict() that an optimizer had under any strategy."""
-    if helper.is_sharded(model):
-        from distributed import fsdp
+    """Load the state_dict() that an optimizer had under any strategy.
 
-        state = fsdp.scatter(state, optimizer)
-    optimizer.load_state_dict(state)
+    Raises SettingsError where it is another optimizer's.
+    """
+    try:
+        if helper.is_sharded(model):
+            from distributed import fsdp
+
+            state = fsdp.scatter(state, optimizer)
+        optimizer.load_state_dict(state)
+    except (ValueError, IndexError) as error:
+        cause = f"the checkpoint is of another optimizer ({error})"
+        raise SettingsError(f"resume: {cause}; use its task, or another RUN_ID") from None
 
 
 def choose_forward(model: nn.Module, settings: Train) -> None:

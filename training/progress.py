@@ -1,4 +1,4 @@
-"""What rank 0 shows and records: a bar or lines, metrics.jsonl, TensorBoard events, loss.png.
+"""What rank 0 shows and records: a bar or lines, metrics.jsonl, trackers, loss.png.
 
 The libraries for this are imported after the first step, and on rank 0 alone.
 """
@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 from torch import Tensor
 
+from training.trackers import Trackers
+
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 BAR_EVERY_S = 0.5
 LINE_EVERY_S = 5.0
@@ -127,7 +128,9 @@ class Progress:
     resumed run will repeat are removed. The speed counts `unit`, such as "tokens".
     """
 
-    def __init__(self, folder: Path, unit: str, limits: Limits, *, enabled: bool) -> None:
+    def __init__(
+        self, folder: Path, unit: str, limits: Limits, trackers: Trackers, *, enabled: bool
+    ) -> None:
         self._folder = folder
         self._metrics = folder / "metrics.jsonl"
         self._unit = unit
@@ -137,25 +140,23 @@ class Progress:
         self._status = ""  # loss and speed
         self._validation = ""  # the metrics of the newest
         self._bar: Bar | None = None
-        self._events: EventFileWriter | None = None
+        self._trackers = trackers
         self._file: TextIO | None = None
         self._enabled = enabled
         if enabled:
             with may_be_lost(folder):
                 folder.mkdir(parents=True, exist_ok=True)
-                self._remove_later(limits.first_step)
+                trackers.note_recorded(self._remove_later(limits.first_step))
                 self._file = self._metrics.open("a")  # a new one: an earlier process keeps its own
             if sys.stderr.isatty() and _log.isEnabledFor(logging.INFO):
                 self._bar = _open_bar(limits)
 
     def close(self) -> None:
-        """Draw loss.png and flush TensorBoard's events."""
+        """Draw loss.png, and close what the metrics go to."""
         if self._bar is not None:
             self._bar.stop()
-        if self._events is not None:
+        if self._trackers.close():
             self.draw()
-            with may_be_lost(self._folder):
-                self._events.close()
 
     def step(self, step: int) -> None:
         """Note that a step is done; show it if the last one shown is some time ago."""
@@ -175,7 +176,7 @@ class Progress:
             self._bar.refresh()
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
-        """Append values to metrics.jsonl and TensorBoard's events."""
+        """Append values to metrics.jsonl, and hand them to the trackers."""
         if not self._enabled:
             return
         if "loss" in values:
@@ -192,19 +193,8 @@ class Progress:
             line = {"step": step, **values, "time": round(time.time(), 3)}
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
-        # torch.utils.tensorboard does the same but takes 1.5 s to import.
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        if self._events is None:
-            # Outside the run's folder: TensorBoard follows the link `latest` to that one.
-            folder = self._folder.parent / "tensorboard" / self._folder.name
-            self._events = EventFileWriter(str(folder))
+        if self._trackers.record(step, values):
             self.draw()  # imports matplotlib now rather than at the end
-        points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        event = Event(step=step, wall_time=time.time(), summary=Summary(value=points))
-        self._events.add_event(event)
 
     def draw(self) -> None:
         """Draw loss.png from metrics.jsonl."""
@@ -233,11 +223,14 @@ class Progress:
             with may_be_lost(self._folder):
                 os.fsync(self._file.fileno())
 
-    def _remove_later(self, first_step: int) -> None:
-        kept = [line for line in self._lines() if line["step"] <= first_step]
+    def _remove_later(self, first_step: int) -> int:
+        """Remove the lines after a step; returns the last step that there was."""
+        lines = [*self._lines()]
+        kept = [line for line in lines if line["step"] <= first_step]
         temporary = self._folder / ".metrics.jsonl"
         temporary.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
         temporary.replace(self._metrics)
+        return max((line["step"] for line in lines), default=0)
 
     def _lines(self) -> Iterator[dict[str, Any]]:
         for text in self._metrics.read_text().splitlines() if self._metrics.exists() else ():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import symtable
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -27,10 +26,12 @@ from pydantic import (
 )
 
 from distributed.strategy import check_strategy
+from training.classes import check_name
 from training.config_file import Loader, SettingsError, Tree, read_file
 
 COMMAND_LINE = "command line"
 BUILT_IN_TASK = "language_model"
+TRACKERS = ("tensorboard", "wandb")
 Count = Annotated[int, Field(gt=0, le=10**15)]
 Interval = Annotated[int, Field(ge=0, le=10**15)]
 Seconds = Annotated[float, Field(gt=0, le=10**7)]
@@ -168,43 +169,24 @@ class Settings(Section):
     checkpoint: Checkpoint = Checkpoint()
     distributed: Distributed = Distributed()
     model: LanguageModel = LanguageModel()
+    tracking: list[str] = ["tensorboard"]  # wandb, or my_module:MyTracker: training/trackers.py
     prepare: str | None = None  # a batch script that submit_with_config.sh runs before the training
 
     @field_validator("task")
     @classmethod
     def _check_task(cls, task: str) -> str:
-        if task == BUILT_IN_TASK:
-            return task
-        module, _, name = task.partition(":")
-        if not (module and name):
-            raise ValueError(f"{task!r} is neither {BUILT_IN_TASK} nor module:Class")
-        _check_class(module, name)
-        return task
+        return check_name(task, BUILT_IN_TASK)
+
+    @field_validator("tracking")
+    @classmethod
+    def _check_tracking(cls, names: list[str]) -> list[str]:
+        if "wandb" in names and importlib.util.find_spec("wandb") is None:
+            raise ValueError("wandb is not installed; pip install wandb, or leave it out")
+        return [check_name(name, *TRACKERS) for name in names]
 
 
 class OwnTaskSettings(Settings):
     model: Tree = {}  # type: ignore[assignment]  # only the user's task knows its keys
-
-
-def _check_class(module: str, name: str) -> None:
-    """Raise ValueError if there is no such class, without importing the module and so torch."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):  # it is not there, or cannot be a module's name
-        spec = None
-    if spec is None:
-        cure = f"put {module}.py into this folder, into the config's, or on PYTHONPATH"
-        raise ValueError(f"there is no module {module}; {cure}")
-    if not (spec.origin or "").endswith(".py"):
-        return
-    try:
-        source = importlib.util.decode_source(Path(spec.origin or "").read_bytes())
-        symbols = symtable.symtable(source, module, "exec").get_symbols()
-    except SyntaxError as error:
-        raise ValueError(f"{spec.origin}, line {error.lineno}: {error.msg}") from None
-    names = [each.get_name() for each in symbols if each.is_assigned() or each.is_imported()]
-    if name not in names and "import *" not in source:
-        raise ValueError(f"{spec.origin} has no class {name}")
 
 
 def data_path(path: str | None) -> Path | None:
@@ -306,7 +288,7 @@ def _parse(key: str, text: str) -> Any:
     if text in NOTHING:
         return None
     kind = KNOWN.get(key)
-    if str in (kind, *get_args(kind)):
+    if str in (kind, *get_args(kind)) and kind != list[str]:
         return text
     try:
         value = yaml.load(text, Loader)

@@ -16,10 +16,14 @@ from tensorboard.backend.event_processing.io_wrapper import GetLogdirSubdirector
 
 from distributed.lock import update_link
 from training.progress import Limits, Meter, Progress
+from training.trackers import RunFacts, Trackers
 
 
 def make(folder: Path, *, enabled: bool = True, **changes: Any) -> Progress:
-    return Progress(folder, "tokens", limits(**changes), enabled=enabled)
+    chosen = limits(**changes)
+    facts = RunFacts("run", folder, {}, ["here"], chosen.first_step)
+    trackers = Trackers(["tensorboard"], facts)
+    return Progress(folder, "tokens", chosen, trackers, enabled=enabled)
 
 
 def limits(**changes: Any) -> Limits:

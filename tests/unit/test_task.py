@@ -143,6 +143,8 @@ def test_an_optimizer_and_a_schedule_of_ones_own_resume_exactly(work: Work, task
     assert max(rates.values()) == pytest.approx(0.5, abs=0.02)
     for _ in range(2):
         work.run(f"parts-{task}", 2, word, code=75, STOP_AFTER="11")
+    told = work.run(f"parts-{task}", 2, "task=points:Points", code=2)
+    assert "the checkpoint is of another optimizer" in told
     work.run(f"parts-{task}", 2, word)
     assert work.hash(f"parts-{task}") == work.hash(f"whole-{task}")
     assert work.metrics(f"parts-{task}", "lr") == rates

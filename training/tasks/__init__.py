@@ -18,7 +18,6 @@ the learning rate and everything distributed. What else a task may have is below
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -27,6 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, IterableDataset
 
+from training.classes import load_class
 from training.settings import BUILT_IN_TASK, Settings
 
 
@@ -106,6 +106,5 @@ def load_task(settings: Settings) -> Task:
         from training.tasks.language_model import LanguageModelTask
 
         return LanguageModelTask(settings)
-    module, _, name = settings.task.partition(":")
-    task: Task = getattr(importlib.import_module(module), name)(settings)
+    task: Task = load_class(settings.task)(settings)
     return task

@@ -1,0 +1,115 @@
+"""Where metrics go: TensorBoard, Weights & Biases offline, a tracker of one's own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_task import Work
+from test_task import work as work
+
+from training import trackers
+from training.trackers import RunFacts, Trackers
+
+
+class Noting:
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+
+    def start(self, facts: RunFacts) -> None:
+        self.told.append(facts)
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.told.append((step, dict(metrics)))
+        if metrics.get("loss") == 0:
+            raise ConnectionError("no way there\nat all")
+
+    def close(self) -> None:
+        self.told.append("closed")
+
+
+def test_a_tracker_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = [Noting(), Noting()]
+    monkeypatch.setattr(
+        trackers, "load_class", {"a:A": lambda: made[0], "b:B": lambda: made[1]}.get
+    )
+    facts = RunFacts("run", tmp_path, {"seed": 1}, ["node1"], 4)
+    both = Trackers(["a:A", "b:B"], facts)
+    both.note_recorded(6)
+    assert both.record(5, {"loss": 1.0}) and not both.record(6, {"loss": 2.0})
+    with caplog.at_level(logging.WARNING):
+        made[0].record = made[1].record  # type: ignore[method-assign]
+        both._each(lambda one: one.record(7, {"loss": 0.0}) if one is made[0] else None)
+    assert caplog.messages == ["tracker a:A failed (no way there); the run goes on [log-lost]"]
+    assert both.close()
+    assert made[0].told[1:] == [(5, {"loss": 1.0}), (6, {"loss": 2.0})]
+    assert made[1].told[-1] == "closed"
+    started = made[1].told[0]
+    assert isinstance(started, RunFacts) and (started.first_step, started.recorded) == (4, 6)
+
+
+def records(file: Path) -> Iterator[bytes]:
+    """Yield the records of a .wandb file: a header of 7 bytes, then a log as LevelDB has it."""
+    data, at, parts = file.read_bytes(), 7, b""
+    assert data.startswith(b":W&B")
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""
+
+
+@pytest.mark.slow
+def test_weights_and_biases_gets_each_step_once_over_five_starts(work: Work) -> None:
+    pb = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    words = ("task=points:Stopping", "tracking=[tensorboard,wandb]")
+    for _ in range(4):
+        work.run("tracked", 2, *words, code=75, STOP_AFTER="6", WANDB_MODE="offline")
+    work.run("tracked", 2, *words, WANDB_MODE="offline")
+    runs, steps = set(), []
+    config: dict[str, Any] = {}
+    files = sorted((work.folder / "logs/tracked/wandb").glob("offline-run-*/*.wandb"))
+    assert len(files) == 5
+    for file in files:
+        for record in map(pb.Record.FromString, records(file)):
+            if record.HasField("run"):
+                runs.add(record.run.run_id)
+                config |= {one.key: json.loads(one.value_json) for one in record.run.config.update}
+            history = record.history.item
+            items = {one.key or one.nested_key[0]: one.value_json for one in history}
+            if "loss" in items:
+                steps.append(int(items["_step"]))
+    assert runs == {"tracked"}
+    assert sorted(steps) == list(range(1, 31))
+    assert config["train"]["max_steps"] == 30 and config["hosts"] == [os.uname().nodename]
+    assert "commit" in config
+
+
+@pytest.mark.slow
+def test_tensorboard_drops_what_a_killed_process_recorded_too_much(work: Work) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    work.run("board", 1, "task=points:Stopping", code=75, STOP_AFTER="11")
+    latest = work.folder / "checkpoints/board/latest"
+    assert latest.readlink().name == "step-11"
+    for file in (work.folder / "checkpoints/board/step-11").iterdir():
+        file.unlink()  # as if it had not been saved: the run goes back to step 8
+    work.run("board", 1, "task=points:Stopping")
+    events = EventAccumulator(str(work.folder / "logs/tensorboard/board"))
+    events.Reload()
+    assert [one.step for one in events.Scalars("loss")] == list(range(1, 31))

@@ -1,0 +1,148 @@
+"""Where metrics go besides metrics.jsonl: what `tracking` of the config names. Rank 0 alone.
+
+    tracking: [tensorboard, wandb, my_module:MyTracker]
+
+A tracker of your own has the three methods of Tracker. A run that is resumed goes on in the same
+place, with each step once.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from training.classes import load_class
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a tracker is told of a run."""
+
+    run_id: str
+    folder: Path  # logs/<run id>
+    config: Mapping[str, Any]  # all settings
+    hosts: Sequence[str]
+    first_step: int  # the steps after it come now
+    recorded: int = 0  # up to this step they have come before, from a process that went further
+
+    @property
+    def commit(self) -> str:
+        """The git commit of the working directory; empty: there is none."""
+        words = ["git", "rev-parse", "HEAD"]
+        try:
+            return subprocess.run(words, capture_output=True, text=True).stdout.strip()
+        except OSError:  # no git
+            return ""
+
+
+class Tracker(Protocol):
+    """Takes the metrics of one run."""
+
+    def start(self, facts: RunFacts) -> None:
+        """Begin, or go on where an earlier process of the run was."""
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of a step."""
+
+    def close(self) -> None:
+        """Lose nothing: the process ends."""
+
+
+class TensorBoard:
+    """Event files in logs/tensorboard/<run id>."""
+
+    def start(self, facts: RunFacts) -> None:
+        # torch.utils.tensorboard does the same but takes 1.5 s to import.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        # Outside the run's folder: TensorBoard follows the link `latest` to that one.
+        self._events = EventFileWriter(str(facts.folder.parent / "tensorboard" / facts.folder.name))
+        begins = SessionLog(status=SessionLog.START)  # what is there of later steps does not count
+        self._events.add_event(
+            Event(step=facts.first_step + 1, wall_time=time.time(), session_log=begins)
+        )
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        points = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        event = Event(step=step, wall_time=time.time(), summary=Summary(value=points))
+        self._events.add_event(event)
+
+    def close(self) -> None:
+        self._events.close()
+
+
+class WandB:
+    """Weights & Biases: one run for all starts; WANDB_PROJECT and its other variables hold."""
+
+    def start(self, facts: RunFacts) -> None:
+        import wandb
+
+        self._recorded = facts.recorded
+        self._run = wandb.init(
+            id=facts.run_id,
+            name=facts.run_id,
+            resume="allow",
+            dir=str(facts.folder),
+            config={**facts.config, "commit": facts.commit, "hosts": list(facts.hosts)},
+        )
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step > self._recorded:  # it takes each step once
+            self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+_KNOWN: dict[str, Callable[[], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB}
+_log = logging.getLogger(__name__)
+
+
+class Trackers:
+    """All trackers of a run, which start with its first metrics. One that fails is left out."""
+
+    def __init__(self, names: Sequence[str], facts: RunFacts) -> None:
+        self._names, self._facts = names, facts
+        self._started: dict[str, Tracker] | None = None
+
+    def note_recorded(self, step: int) -> None:
+        """Note the last step that an earlier process has recorded."""
+        self._facts = replace(self._facts, recorded=step)
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Hand the metrics of a step to each; returns whether they have started for that."""
+        is_first = self._started is None
+        if self._started is None:
+            self._started = {name: _load(name) for name in self._names}
+            self._each(lambda tracker: tracker.start(self._facts))
+        self._each(lambda tracker: tracker.record(step, metrics))
+        return is_first
+
+    def close(self) -> bool:
+        """Close each; returns whether they had started."""
+        self._each(lambda tracker: tracker.close())
+        return self._started is not None
+
+    def _each(self, do: Callable[[Tracker], None]) -> None:
+        started = self._started or {}
+        for name, tracker in [*started.items()]:
+            try:
+                do(tracker)
+            except Exception as error:
+                del started[name]
+                why = str(error).splitlines()[0] if str(error) else type(error).__name__
+                _log.warning(f"tracker {name} failed ({why}); the run goes on [log-lost]")
+
+
+def _load(name: str) -> Tracker:
+    tracker: Tracker = (_KNOWN.get(name) or load_class(name))()
+    return tracker
