@@ -11,7 +11,7 @@ NODE   ?= login
 
 .DEFAULT_GOAL := help
 .PHONY: cluster-deps cluster-up cluster-down cluster-shell test-cluster test-login
-.PHONY: help init setup train test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-fanout bench-failures bench-shapes bench-cuts bench-staging pictures clean
+.PHONY: help init setup train sample plot test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-fanout bench-failures bench-shapes bench-cuts bench-staging pictures clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "make %-17s %s\n", $$1, $$2 }'
@@ -23,6 +23,12 @@ init: ## copy this project into a repository of your own: DIR=REPOSITORY makes R
 
 train: $(STAMP) ## train the built-in model on this machine (CONFIG=..., NPROC=...)
 	PYTHON=$(PYTHON) scripts/ssh/launch_singlenode.sh $(CONFIG) $(NPROC)
+
+sample: $(STAMP) ## text from the newest checkpoint of a run of the built-in model (RUN=id)
+	@$(PYTHON) -m training.sample $(if $(RUN),checkpoints/$(RUN),$(error give RUN=, a run id))
+
+plot: $(STAMP) ## draw the metrics of one run or several (RUN="id id") into runs.png
+	@$(PYTHON) -m training.plot $(or $(RUN),$(error give RUN=, a run id))
 
 test: $(TESTED) ## lint and every test; says what it had to skip, and why
 	@PYTHON=$(PYTHON) tests/run.sh all

@@ -163,6 +163,7 @@ class Run:
         own_schedule = self.task.schedule(self.optimizer, last_step)
         self.schedule = Schedule(self.optimizer, own_schedule, settings.train, last_step)
         self.is_over = False  # the task has ended the run
+        self.gradient_norm: torch.Tensor | None = None  # before it is clipped, in the newest step
         self.scaler = make_scaler(settings)
         if world_size > 2 and not helper.is_sharded(self.model):
             fix_bucket_order(self.task, self.model, batch_size, settings)
@@ -219,7 +220,8 @@ class Run:
             self.meter.add(step + 1, loss, self.task.weight(batch))
         if train.clip_norm:
             self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), train.clip_norm)
+            parameters = self.model.parameters()
+            self.gradient_norm = nn.utils.clip_grad_norm_(parameters, train.clip_norm)
         self.scaler.step(self.optimizer)  # skipped where a gradient is infinite
         self.scaler.update()
         self.optimizer.zero_grad()
@@ -253,6 +255,8 @@ class Run:
         speed = helper.sync_metrics({"speed": self.meter.read()})["speed"]
         with self.meter.paused():
             values = {"loss": loss, **self.task.metrics(loss), "lr": rate}
+            if (norm := self.gradient_norm) is not None:  # fsdp's is shared out
+                values["grad_norm"] = float(getattr(norm, "full_tensor", norm.detach)())
             values[f"{self.task.unit}_per_second"] = speed * self.environment.world_size
             self.progress.record(step, values)
 

@@ -17,11 +17,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import torch
 from torch import Tensor
 
+from training import plot
 from training.trackers import Trackers
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class Progress:
         self, folder: Path, unit: str, limits: Limits, trackers: Trackers, *, enabled: bool
     ) -> None:
         self._folder = folder
-        self._metrics = folder / "metrics.jsonl"
+        self._metrics = folder / plot.METRICS
         self._unit = unit
         self._limits = limits
         self._start = time.monotonic()
@@ -200,22 +201,8 @@ class Progress:
         """Draw loss.png from metrics.jsonl."""
         if not self._enabled:
             return
-        logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it logs about fonts
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure  # pyplot is slower to import and has global state
-
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot(xlabel="step", ylabel="loss")
-        for name, style in (("loss", "-"), ("validation_loss", "o-")):
-            if curve := self._curve(name):
-                axes.plot(list(curve), list(curve.values()), style, label=name)
-        axes.grid(alpha=0.3)
-        axes.legend()
-        temporary = self._folder / ".loss.png"
         with may_be_lost(self._folder):
-            figure.savefig(temporary, format="png")
-            temporary.replace(self._folder / "loss.png")  # so that nobody reads half a picture
+            plot.draw({"": self._folder}, self._folder / "loss.png", ["loss"], plot.SMALL)
 
     def sync(self) -> None:
         """Flush metrics.jsonl to the disk: a checkpoint must not be ahead of it."""
@@ -225,21 +212,12 @@ class Progress:
 
     def _remove_later(self, first_step: int) -> int:
         """Remove the lines after a step; returns the last step that there was."""
-        lines = [*self._lines()]
+        lines = [*plot.read_metrics(self._metrics)]
         kept = [line for line in lines if line["step"] <= first_step]
         temporary = self._folder / ".metrics.jsonl"
         temporary.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
         temporary.replace(self._metrics)
         return max((line["step"] for line in lines), default=0)
-
-    def _lines(self) -> Iterator[dict[str, Any]]:
-        for text in self._metrics.read_text().splitlines() if self._metrics.exists() else ():
-            with contextlib.suppress(ValueError):  # half a line, from a process that was killed
-                yield json.loads(text)
-
-    def _curve(self, name: str) -> dict[int, float]:
-        """Return the values of a metric by step, over the whole run."""
-        return {line["step"]: line[name] for line in self._lines() if name in line}
 
 
 def _open_bar(limits: Limits) -> Bar:

@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.backend.event_processing.io_wrapper import GetLogdirSubdirectories
 
 from distributed.lock import update_link
+from training import plot
 from training.progress import Limits, Meter, Progress
 from training.trackers import RunFacts, Trackers
 
@@ -89,7 +90,8 @@ def test_a_resumed_run_takes_up_its_curve_without_the_steps_it_lost(tmp_path: Pa
         before.record(step, values(step))
     after = make(tmp_path, first_step=2)
     after.record(3, values(5.0))
-    assert after._curve("loss") == {1: 1.0, 2: 2.0, 3: 5.0}
+    lines = plot.read_metrics(tmp_path / "metrics.jsonl")
+    assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.0), (2, 2.0), (3, 5.0)]
 
 
 def test_a_run_that_was_taken_over_adds_no_line(tmp_path: Path) -> None:

@@ -53,12 +53,12 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def generate(
-    model: GPT, prompt: Sequence[int], length: int, *, temperature: float = 0.8
+    model: GPT, prompt: Sequence[int], length: int, *, temperature: float = 0.8, seed: int = 0
 ) -> list[int]:
-    """Return the prompt and `length` tokens sampled after it, with a fixed seed."""
+    """Return the prompt and `length` tokens sampled after it."""
     model.eval()
     device = model.embedding.weight.device
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     text = torch.tensor([list(prompt)], device=device)
     for _ in range(length):
         logits = model(text[:, -model.context :])[:, -1].float().cpu()

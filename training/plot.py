@@ -1,0 +1,116 @@
+"""Pictures of runs, from their metrics.jsonl: loss, speed, learning rate and gradient norm.
+
+python -m training.plot RUN [RUN...] [--to runs.png]       RUN: a run id, or its folder of logs
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+METRICS = "metrics.jsonl"
+SLIDE, SMALL = (12.8, 7.2), (7, 4)  # inches, at 100 dots each
+# What each panel shows, by the end of a metric's name.
+PANELS = {
+    "loss": ("loss", "validation_loss"),
+    "speed": ("_per_second",),
+    "learning rate": ("lr",),
+    "gradient norm": ("grad_norm",),
+}
+
+
+def read_metrics(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a metrics.jsonl, if it is there."""
+    for text in file.read_text().splitlines() if file.exists() else ():
+        with contextlib.suppress(ValueError):  # half a line, from a process that was killed
+            yield json.loads(text)
+
+
+def draw(
+    runs: Mapping[str, Path],
+    to: Path,
+    panels: Sequence[str] = tuple(PANELS),
+    size: tuple[float, float] = SLIDE,
+) -> None:
+    """Draw the named runs' metrics into a PNG file, whole or not at all; a panel for each kind."""
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it logs about fonts
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure  # pyplot is slower to import and has global state
+
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    found = {name: _curves([*read_metrics(folder / METRICS)]) for name, folder in runs.items()}
+    used = [panel for panel in panels if any(_shown(each, panel) for each in found.values())]
+    columns = 2 if len(used) > 1 else 1
+    for number, panel in enumerate(used or panels[:1]):
+        axes = figure.add_subplot(-(-max(1, len(used)) // columns), columns, number + 1)
+        axes.set(xlabel="step", ylabel=panel)
+        for at, (name, curves) in enumerate(found.items()):
+            for metric in _shown(curves, panel):
+                is_held_out = metric.startswith("validation")
+                label = metric if len(runs) == 1 else f"{name} {metric}"
+                axes.plot(
+                    *curves[metric],
+                    "o-" if is_held_out else "-",
+                    label=label,
+                    color=f"C{2 * at + is_held_out}",
+                )
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
+    if len(used) > 1:
+        figure.suptitle(", ".join(runs))
+    temporary = to.with_name(f".{to.name}")
+    figure.savefig(temporary, format="png", dpi=100)
+    temporary.replace(to)
+
+
+def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
+    """Return the steps and the values of each metric."""
+    names = dict.fromkeys(name for line in lines for name in line if name != "step")
+    return {
+        name: (
+            [line["step"] for line in lines if name in line],
+            [line[name] for line in lines if name in line],
+        )
+        for name in names
+    }
+
+
+def _shown(curves: Mapping[str, object], panel: str) -> list[str]:
+    """Return the metrics that a panel shows."""
+    ends = PANELS[panel]
+    return [name for name in curves if name in ends or (ends[0][0] == "_" and name.endswith(ends))]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m training.plot",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+")
+    parser.add_argument("--to", metavar="FILE", type=Path, default=Path("runs.png"))
+    chosen = parser.parse_args(arguments)
+    folders = {run: Path(run) if "/" in run else Path("logs", run) for run in chosen.runs}
+    for folder in folders.values():
+        if not (folder / METRICS).is_file():
+            print(
+                f"plot: there is no {folder / METRICS}; give a run id, or its folder of logs",
+                file=sys.stderr,
+            )
+            return 2
+    draw({Path(run).name: folder for run, folder in folders.items()}, chosen.to)
+    print(chosen.to)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

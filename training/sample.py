@@ -1,0 +1,72 @@
+"""Text from a checkpoint of the built-in model:
+
+    python -m training.sample CHECKPOINT [--prompt TEXT] [--length N] [--temperature T] [--seed N]
+
+CHECKPOINT is a checkpoint, or the folder of a run, whose newest intact one is then taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from distributed import checkpoint
+from distributed.checkpoint import CheckpointError
+from training.config_file import SettingsError
+from training.settings import BUILT_IN_TASK, Settings
+from training.tasks.data import find_corpus
+from training.tasks.language_model import GPT, SAMPLE_PROMPT, SAMPLE_TOKENS, generate, printable
+from training.tokenizer import Tokenizer
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m training.sample",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
+    parser.add_argument("--prompt", default=SAMPLE_PROMPT.decode())
+    parser.add_argument("--length", type=int, default=SAMPLE_TOKENS, help="tokens")
+    parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args(arguments)
+    try:
+        model, tokenizer = load(chosen.checkpoint)
+    except (SettingsError, CheckpointError, OSError) as error:
+        print(f"sample: {error}", file=sys.stderr)
+        return 2
+    prompt = tokenizer.encode(chosen.prompt.encode()) or [0]
+    tokens = generate(
+        model, prompt, chosen.length, temperature=chosen.temperature, seed=chosen.seed
+    )
+    print(printable(tokenizer.decode(tokens)))
+    return 0
+
+
+def load(folder: Path) -> tuple[GPT, Tokenizer]:
+    """Return the model of a checkpoint and its tokenizer.
+
+    Raises CheckpointError without an intact checkpoint, SettingsError for another task's.
+    """
+    state = checkpoint.load(folder)
+    if state is None:
+        raise CheckpointError(f"{folder} holds no checkpoint")
+    if state.progress["settings"]["task"] != BUILT_IN_TASK:
+        raise SettingsError(f"{folder} is of the task {state.progress['settings']['task']}")
+    settings = Settings.model_validate(state.progress["settings"], strict=False)
+    model = GPT(settings.model)
+    model.load_state_dict(state.model)
+    if settings.model.vocabulary == 256:
+        return model, Tokenizer("bytes")
+    corpus = find_corpus(settings.data.path)
+    if not corpus.tokenizer:
+        raise SettingsError(f"{corpus.name} names no tokenizer; see training/prepare.py")
+    return model, Tokenizer(corpus.tokenizer, corpus.folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
