@@ -154,7 +154,10 @@ def test_the_flag_for_the_backend_is_a_setting() -> None:
         (["--config-path", "config"], "--config-path DIR and --config-name NAME go together"),
         (["--config", LOCAL3, "--log-level", "loud"], "log level LOUD is none of DEBUG, INFO"),
         (["--config", LOCAL3, "--distributed-backend", "mpi"], "invalid choice: 'mpi'"),
-        (["--config", LOCAL3, "--check", "data.path=/nope"], "data.path: there is no folder /nope"),
+        (
+            ["--config", LOCAL3, "--check", "data.path=/nope"],
+            "data.path: there is no folder or file /nope",
+        ),
         (["--config", LOCAL3, "task=json:Mine"], "json/__init__.py has no class Mine"),
     ],
 )
@@ -174,14 +177,16 @@ def test_the_log_level_of_the_environment_counts() -> None:
 def test_a_mistake_found_by_the_task_is_one_line_too(tmp_path: Path) -> None:
     done = run("--config", LOCAL3, "data.path=nowhere", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr == "train.py: data.path: there is no folder nowhere [config-invalid]\n"
+    assert (
+        done.stderr == "train.py: data.path: there is no folder or file nowhere [config-invalid]\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("has_data", "stderr"),
     [
-        ((), "train.py: data.path: there is no folder text [config-invalid]\n"),
-        (("0",), "train.py: rank 1: data.path: there is no folder text [config-invalid]\n"),
+        ((), "train.py: data.path: there is no folder or file text [config-invalid]\n"),
+        (("0",), "train.py: rank 1: data.path: there is no folder or file text [config-invalid]\n"),
     ],
     ids=["on all ranks", "on one rank"],
 )
@@ -223,7 +228,8 @@ def test_a_run_ends_with_all_it_promises(trained: Path) -> None:
     validations = [line for line in lines if "validation_loss" in line]
     assert [line["step"] for line in trains] == [1, 2, 4, 6]
     assert [line["step"] for line in validations] == [3, 6]
-    assert {"step", "loss", "bits_per_byte", "lr", "tokens_per_second", "time"} == set(trains[0])
+    names = {"step", "loss", "bits_per_byte", "lr", "grad_norm", "tokens_per_second", "time"}
+    assert set(trains[0]) == names
     assert (folder / "loss.png").exists()
     assert len(list((trained / "logs/tensorboard/first").iterdir())) == 1
     saved = ["best", "latest", "lock", "step-3", "step-6"]
