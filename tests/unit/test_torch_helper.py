@@ -387,7 +387,7 @@ def test_nccl_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def finish_in(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", "from distributed.torch import *\n" + textwrap.dedent(code)],
+        [sys.executable, "-c", "from distributed.exit import *\n" + textwrap.dedent(code)],
         capture_output=True,
         text=True,
         cwd=folder,
@@ -426,7 +426,7 @@ def test_exit_handlers_have_a_limit(tmp_path: Path, waits_in: str) -> None:
     done = finish_in(
         tmp_path,
         f"""
-        import distributed.torch, threading, time
+        import distributed.exit, threading, time
         distributed.exit.EXIT_LIMIT_S = 0.5
         print("printed", end="")
         {waits_in.format("threading.Event().wait")}
