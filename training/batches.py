@@ -23,6 +23,7 @@ from training.settings import Settings
 from training.tasks import Task
 
 GROUP = 1 << 16  # samples that are shuffled together
+_Batch = list[tuple[int, int]]  # the epoch and the index of each of its samples
 _Placed = tuple[int, int, Any]  # the position after a batch: epoch, batches of it; the batch
 START = {"step": 0, "epoch": 0, "samples": 0}
 
@@ -46,21 +47,25 @@ class Batches:
         environment: Environment,
         position: Mapping[str, Any] = START,
     ) -> None:
-        self._rank, self._ranks = environment.rank, environment.world_size
-        self._seed = settings.seed
-        self.samples = batch_size * self._ranks  # of one batch on all ranks
+        rank, ranks, seed = environment.rank, environment.world_size, settings.seed
+        self.samples = batch_size * ranks  # of one batch on all ranks
         self.per_epoch: int | None = None  # batches, where that is known
         self._epoch, self._batch = position["epoch"], position["samples"] // self.samples
-        where = {"rank": self._rank, "world_size": self._ranks}
-        own = functools.partial(task.loader, batch_size, **where)
         if type(task).loader is not Task.loader:
+            own = functools.partial(task.loader, batch_size, rank=rank, world_size=ranks)
             self._rest = _epochs(own, self._epoch, self._batch)
         elif isinstance(task.train, IterableDataset):
             make = task.collate or default_collate
-            whole = functools.partial(_read_all, task.train, make, self.samples, **where)
+            whole = functools.partial(_read_all, task.train, make, self.samples, rank, ranks)
             self._rest = _epochs(whole, self._epoch, self._batch)
         else:
-            self._rest = self._load(task, batch_size, settings)
+            length, block = len(task.train), getattr(task.train, "block", 1)  # type: ignore[arg-type]
+            self.per_epoch = length // self.samples
+            if self.per_epoch == 0:
+                raise SettingsError(f"data: too little for {ranks} batches of {batch_size}")
+            done = self._epoch * self.per_epoch + self._batch
+            batches = _samples(length, block, seed, batch_size, rank, ranks, done)
+            self._rest = _load(task, batches, done, self.per_epoch, settings)
 
     def __next__(self) -> Any:
         self._epoch, self._batch, batch = next(self._rest)
@@ -70,36 +75,44 @@ class Batches:
         """Return the epochs done, and the samples of the next one that all ranks have read."""
         return {"epoch": self._epoch, "samples": self._batch * self.samples}
 
-    def _load(self, task: Task, batch_size: int, settings: Settings) -> Iterator[_Placed]:
-        """Return the stream of a dataset that can be read anywhere."""
-        data = task.train
-        self._length, self._block = len(data), getattr(data, "block", 1)  # type: ignore[arg-type]
-        self.per_epoch = self._length // self.samples
-        if self.per_epoch == 0:
-            raise SettingsError(f"data: too little for {self._ranks} batches of {batch_size}")
-        loader = DataLoader(
-            _Seeded(data, settings.seed),
-            batch_sampler=self._samples(self._epoch, self._batch),
-            num_workers=settings.data.num_workers,
-            pin_memory=settings.data.pin_memory,
-            collate_fn=task.collate,
-            worker_init_fn=ignore_signals,
-            generator=torch.Generator(),
-        )
-        done = itertools.count(self._epoch * self.per_epoch + self._batch + 1)
-        return ((*divmod(next(done), self.per_epoch), batch) for batch in loader)
 
-    def _samples(self, epoch: int, done: int) -> Iterator[list[tuple[int, int]]]:
-        """Yield the (epoch, index) pairs of each batch, without end, from batch `done` on."""
-        assert self.per_epoch is not None
-        while True:
-            key, skip = f"{self._seed} {epoch}", done * self.samples
-            order = shuffled(self._length, self._block, key, skip)
-            for _ in range(done, self.per_epoch):
-                batch = itertools.islice(order, self.samples)  # of all ranks
-                share = itertools.islice(batch, self._rank, None, self._ranks)
-                yield [(epoch, index) for index in share]
-            epoch, done = epoch + 1, 0
+# The streams below know nothing of the Batches that reads them: in a circle, neither would be freed
+# when a run ends, nor their worker processes.
+
+
+def _load(
+    task: Task,
+    batches: Iterator[list[tuple[int, int]]],
+    done: int,
+    per_epoch: int,
+    settings: Settings,
+) -> Iterator[_Placed]:
+    """Return the stream of these samples, after `done` batches."""
+    loader = DataLoader(
+        _Seeded(task.train, settings.seed),
+        batch_sampler=batches,
+        num_workers=settings.data.num_workers,
+        pin_memory=settings.data.pin_memory,
+        collate_fn=task.collate,
+        worker_init_fn=ignore_signals,
+        generator=torch.Generator(),
+    )
+    places = (divmod(number, per_epoch) for number in itertools.count(done + 1))
+    return ((*next(places), batch) for batch in loader)
+
+
+def _samples(
+    length: int, block: int, seed: int, batch_size: int, rank: int, ranks: int, done: int
+) -> Iterator[_Batch]:
+    """Yield the (epoch, index) pairs of each of a rank's batches, without end, after `done`."""
+    samples = batch_size * ranks
+    epoch, done = divmod(done, length // samples)
+    while True:
+        order = shuffled(length, block, f"{seed} {epoch}", skip=done * samples)
+        for _ in range(done, length // samples):
+            batch = itertools.islice(order, samples)  # of all ranks
+            yield [(epoch, index) for index in itertools.islice(batch, rank, None, ranks)]
+        epoch, done = epoch + 1, 0
 
 
 def _epochs(load: Callable[..., Iterable[Any] | None], epoch: int, done: int) -> Iterator[_Placed]:
@@ -117,9 +130,9 @@ def _read_all(
     data: Iterable[Any],
     make_batch: Callable[[list[Any]], Any],
     samples: int,
-    *,
     rank: int,
-    world_size: int,
+    ranks: int,
+    *,
     epoch: int,
     skip: int,
 ) -> Iterator[Any]:
@@ -128,7 +141,7 @@ def _read_all(
     groups = iter(lambda: list(itertools.islice(stream, samples)), [])
     for group in itertools.islice(groups, skip, None):
         if len(group) == samples:
-            yield make_batch(group[rank::world_size])
+            yield make_batch(group[rank::ranks])
 
 
 def shuffled(length: int, block: int, key: str, skip: int = 0) -> Iterator[int]:

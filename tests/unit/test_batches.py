@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import multiprocessing
 import random
 import time
 from collections.abc import Iterator
@@ -111,6 +113,22 @@ def test_a_worker_draws_by_sample_not_by_what_it_read_before() -> None:
     assert draw(2, 0) == whole
     assert draw(2, 4) == whole[4:]
     assert len({number for batch in whole for numbers in batch for number in numbers}) == 72
+
+
+def test_a_stream_and_its_workers_end_with_what_reads_it() -> None:
+    """Its workers would keep the process from ending for half a minute."""
+    settings = Settings(train=make_train(), data=Data(num_workers=1))
+    before = {child.pid for child in multiprocessing.active_children()}
+    stream = Batches(Given(Drawn()), 4, settings, detect({}))
+    next(stream)
+    (worker,) = [one for one in multiprocessing.active_children() if one.pid not in before]
+    gc.disable()
+    try:
+        del stream
+        worker.join(20)
+    finally:
+        gc.enable()
+    assert not worker.is_alive()
 
 
 def test_shares_are_uneven_and_hold_each_sample_once() -> None:
