@@ -606,7 +606,7 @@ is_not_running() { # <job>
   run on login scripts/test_distributed_integration.sh --quiet
   echo "$output"
   [[ $status == 0 && ${lines[-1]} == "PASS       the nodes work together; a training, and its resumed run, went well" ]]
-  [[ $output == *"PASS  2 ranks on 2 nodes, gloo: "* && $output == *$'\nresumed    after step 20\n'* ]]
+  [[ $output == *"PASS  4 ranks on 2 nodes, gloo: "* && $output == *$'\nresumed    after step 20\n'* ]]
 }
 
 @test "two launches in one allocation are two runs; a requeued job resumes each" {
