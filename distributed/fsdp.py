@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 
 from .environment import LauncherError, detect
 from .strategy import Sharding
-from .torch import blocks
+from .torch import blocks, take_first_ranks
 
 
 def shard(model: nn.Module, device: torch.device, how: Sharding) -> nn.Module:
@@ -42,9 +42,7 @@ def shard(model: nn.Module, device: torch.device, how: Sharding) -> nn.Module:
     offload = CPUOffloadPolicy() if how.cpu_offload else OffloadPolicy()
     for module in (*blocks(model), model):
         module.to(device)
-        for tensor in (*module.parameters(), *module.buffers()):
-            if not isinstance(tensor, DTensor):
-                dist.broadcast(tensor.data, src=0)
+        take_first_ranks(module)
         fully_shard(
             module,
             mesh=mesh,

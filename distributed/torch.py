@@ -209,10 +209,7 @@ def _wrap(model: nn.Module, world_size: int, options: Options) -> nn.Module:
         return fsdp.shard(model, device(), options.get("sharding") or Sharding())
     model = model.to(device())
     if world_size > 1 and is_frozen:  # which DDP refuses
-        for tensor in (*model.parameters(), *model.buffers()):
-            data = tensor.data
-            with _freed(data):
-                dist.broadcast(data, src=0)
+        take_first_ranks(model)
         return model
     if world_size > 1:
         return DistributedDataParallel(
@@ -226,6 +223,15 @@ def _wrap(model: nn.Module, world_size: int, options: Options) -> nn.Module:
     if strategy == "dp" and torch.cuda.device_count() > 1 and not is_frozen:
         return DataParallel(model)
     return model
+
+
+def take_first_ranks(module: nn.Module) -> None:
+    """Copy rank 0's parameters and buffers to all ranks, but for those that are shared out."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not hasattr(tensor, "full_tensor"):
+            data = tensor.data
+            with _freed(data):
+                dist.broadcast(data, src=0)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

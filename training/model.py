@@ -93,9 +93,11 @@ def fix_bucket_order(task: Task, model: nn.Module, batch_size: int, settings: Se
     must be rounded like the same step of an uninterrupted run.
     """
     before = [buffer.clone() for buffer in model.buffers()]
-    samples = [task.train[index] for index in range(batch_size)]
+    length = len(task.validation)  # type: ignore[arg-type]  # the training data may have none
+    samples = [task.validation[index % length] for index in range(batch_size)]
+    batch = (task.collate or default_collate)(samples)
     with autocast(settings):
-        loss = task.loss(model, move(default_collate(samples), helper.device()))
+        loss = task.loss(model, move(batch, helper.device()))
     loss.backward()  # type: ignore[no-untyped-call]
     model.zero_grad()
     for buffer, value in zip(model.buffers(), before, strict=True):

@@ -64,9 +64,10 @@ def prepare(path: str, to: Path, tokenizer: Tokenizer) -> None:
                 for tokens in encode(piece, tokenizer):
                     array(CODES[dtype], tokens).tofile(opened)
                     count += len(tokens)
-        (to / FACTS).write_text(json.dumps(facts) + "\n")
-        (to / f"{name}.new").replace(to / name)
         print(f"{to / name}: {count:,} tokens of {sum(piece.size for piece in pieces):,} bytes")
+    (to / FACTS).write_text(json.dumps(facts) + "\n")
+    for name in ("val.bin", "train.bin"):
+        (to / f"{name}.new").replace(to / name)
     for file in corpus.left_out:
         print(f"left out {file}")
 

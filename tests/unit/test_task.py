@@ -161,6 +161,12 @@ def test_a_task_may_end_the_run(work: Work) -> None:
         assert max(work.metrics(f"on-{task}", "loss")) == 30
 
 
+def test_data_without_a_length_trains_on_more_than_two_ranks(work: Work) -> None:
+    """A first backward pass, which DDP's order of buckets needs, read `train` by its index."""
+    work.run("four", 4, "task=points:Streaming", "train.max_steps=3", "train.batch_size=1")
+    assert len(work.metrics("four", "loss")) == 3
+
+
 def test_epochs_need_a_length(work: Work) -> None:
     told = work.run("no-length", 2, "task=points:Streaming", "train.epochs=3", code=2)
     assert "train.epochs: the data has no length; use train.max_steps" in told
