@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import selectors
 import socket
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -27,7 +27,8 @@ from launcher.typed_json import encode, parse
 ANSWER_S = 3.0  # a connection that nothing answers for so long is dropped
 MOST_BYTES = 10_000  # of a greeting
 MOST_DOORS = 1 << 20  # bytes of the list of doors
-ROUND = 128  # doors that are tried at once
+AT_ONCE = 128  # doors that are tried
+AGAIN_S = 0.3  # between two tries
 SHOWN = 3  # nodes named in one line
 OPEN_ALL = "open all ports between the nodes, for gloo and NCCL"
 
@@ -164,51 +165,48 @@ def _read_doors(master: socket.socket, lines: TextIO, deadline: float) -> Sequen
 
 
 def try_doors(doors: Sequence[Door], me: int, deadline: float) -> Iterator[Fault]:
-    """Connect to the doors of all nodes but this one, in rounds that begin at the next rank."""
+    """Connect to the doors of all nodes but this one; begins at the next rank."""
     ahead = sorted(doors, key=lambda door: (door.node_rank <= me, door.node_rank))
     others = [door for door in ahead if door.node_rank != me]
     failed: dict[str, list[str]] = {}  # by why
-    for at in range(0, len(others), ROUND):
-        limit_s = min(ANSWER_S, deadline + 1 - time.monotonic())
-        if limit_s <= 0:
-            break
-        for door, why in _try_round(others[at : at + ROUND], limit_s):
-            failed.setdefault(why, []).append(f"{door.host} ({door.address}:{door.port})")
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        whys = pool.map(lambda door: _try_door(door, deadline), others)
+        for door, why in zip(others, whys, strict=True):
+            if why:
+                failed.setdefault(why, []).append(f"{door.host} ({door.address}:{door.port})")
     for why, names in failed.items():
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         cause = f"no way to {', '.join(names[:SHOWN])}{more} ({why})"
         yield Fault("port-blocked", cause, OPEN_ALL)
 
 
-def _try_round(doors: Sequence[Door], limit_s: float) -> Iterator[tuple[Door, str]]:
-    """Connect to all of them at once, and yield each that cannot be reached, and why."""
-    end = time.monotonic() + limit_s
-    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
-        for door in doors:
-            family = socket.AF_INET6 if ":" in door.address else socket.AF_INET
-            one = stack.enter_context(socket.socket(family))
-            one.setblocking(False)
-            code = one.connect_ex((door.address, door.port))
-            if code == errno.EINPROGRESS:
-                selector.register(one, selectors.EVENT_WRITE, door)
-            elif code:
-                yield door, os.strerror(code)
-        while selector.get_map() and (left_s := end - time.monotonic()) > 0:
-            for key, _ in selector.select(left_s):
-                selector.unregister(key.fileobj)
-                assert isinstance(key.fileobj, socket.socket)
-                if code := key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                    yield key.data, os.strerror(code)
-        for key in selector.get_map().values():
-            yield key.data, f"no answer in {limit_s:.0f} s"
+def _try_door(door: Door, deadline: float) -> str:
+    """Return why the door cannot be reached; empty if it can, or if there is no time left.
+
+    What fails at once is tried again: a network that has just come back has no route for a while.
+    """
+    end = min(time.monotonic() + ANSWER_S, deadline + 1)
+    why = ""
+    while (left_s := end - time.monotonic()) > 0:
+        try:
+            socket.create_connection((door.address, door.port), left_s).close()
+            return ""
+        except TimeoutError:
+            return why or f"no answer in {ANSWER_S:.0f} s"
+        except OSError as error:
+            why = error.strerror or str(error)
+            time.sleep(min(AGAIN_S, left_s))
+    return why
 
 
 def _reach(address: str, port: int, secret: bytes, deadline: float) -> socket.socket:
     """Connect to node rank 0, which may come to its port later than this node."""
+    limits = dict.fromkeys((errno.ECONNREFUSED, errno.ECONNRESET), deadline)  # not yet there
+    limits[errno.EHOSTUNREACH] = time.monotonic() + ANSWER_S  # a network that has just come back
     while True:
         try:
             return connect(address, port, secret, ANSWER_S)
-        except (ConnectionRefusedError, ConnectionResetError):  # not yet, or one that ends
-            if time.monotonic() > deadline:
+        except OSError as error:
+            if time.monotonic() > limits.get(error.errno or 0, 0):
                 raise
             time.sleep(0.02)

@@ -193,3 +193,19 @@ def test_a_door_that_is_closed(listener: int) -> None:
     first = f"no way to n5 (127.0.0.1:{closed[4]}), n1 (127.0.0.1:{closed[0]}), n2 ("
     assert fault.cause.startswith(first)
     assert fault.cause.endswith(") and 1 more (Connection refused)")
+
+
+def test_a_door_that_opens_late_is_tried_again() -> None:
+    """As after a cut, when a network has no route for the first second."""
+    port, faults = free_port(), []
+
+    def visit() -> None:
+        door = meeting.Door(0, "n0", "127.0.0.1", port)
+        faults.extend(meeting.try_doors([door], 1, time.monotonic() + 5))
+
+    visitor = threading.Thread(target=visit)
+    visitor.start()
+    time.sleep(0.5)
+    with open_port(port, "127.0.0.1"):
+        visitor.join()
+    assert faults == []
