@@ -31,7 +31,8 @@ def make_model(task: Task, saved: State | None, settings: Settings, cache: Path)
     model = task.model()
     if saved:
         load_weights(model, saved.model)
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.absolute()))
+    if settings.train.compile:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.absolute()))
     choose_forward(model, settings.train)
     chosen = settings.distributed
     dtype = chosen.mixed_precision.dtype if is_mixed(settings) else None
