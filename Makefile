@@ -30,7 +30,7 @@ sample: $(STAMP) ## text from the newest checkpoint of a run of the built-in mod
 plot: $(STAMP) ## draw the metrics of one run or several (RUN="id id") into runs.png
 	@$(PYTHON) -m training.plot $(or $(RUN),$(error give RUN=, a run id))
 
-test: $(TESTED) ## lint and every test; says what it had to skip, and why
+test: $(TESTED) ## lint and the tests; says what it had to skip, and why
 	@PYTHON=$(PYTHON) tests/run.sh all
 
 test-fast: $(TESTED) ## lint and the quick tests, under a minute

@@ -66,6 +66,7 @@ def main() -> None:
         prove_kills,
         prove_stops,
         prove_own_stops,
+        prove_long,
         prove_cluster,
     ):
         section, is_section_kept = prove(times)
@@ -156,6 +157,18 @@ def prove_own_stops(times: int) -> tuple[str, bool]:
         f" saves for 5 s: of {times} stops, {saved} saved and {told} told rightly."
     )
     return text, saved == told == times
+
+
+def prove_long(times: int) -> tuple[str, bool]:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "long", "-o", "faulthandler_timeout=600"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    if done.returncode != 0:
+        print(done.stdout)
+    told = done.stdout.splitlines()[-1]
+    return f"The long tests of Python\n\n{told}.", done.returncode == 0
 
 
 def prove_cluster(times: int) -> tuple[str, bool]:

@@ -92,9 +92,10 @@ lint() {
 }
 
 test_python() { # <all|fast>
-  local words=()
-  [[ $1 == all ]] || words=(-m "not slow")
-  show "$PYTHON" -m pytest -q -n 3 --dist worksteal --durations=5 "${words[@]}" # they wait a good deal, too
+  local words="not long"
+  [[ $1 == all ]] || words="not slow"
+  show "$PYTHON" -m pytest -q -n 3 --dist worksteal --durations=5 -m "$words" # they wait a good deal, too
+  [[ $1 != all ]] || leave "$(number deselected)" pytest
   add "$(number passed)" $(($(number failed) + $(number errors?)))
   local line
   while IFS= read -r line; do
@@ -103,10 +104,11 @@ test_python() { # <all|fast>
 }
 
 test_scripts() { # <all|fast> <file or folder...>
-  local words=() line
-  [[ $1 == all ]] || words=(--filter-tags '!slow')
+  local words='!long' line
+  [[ $1 == all ]] || words='!slow'
   provide_bats || return 0
-  show bats --tap --timing --print-output-on-failure "${words[@]}" "${@:2}"
+  show bats --tap --timing --print-output-on-failure --filter-tags "$words" "${@:2}"
+  [[ $1 != all ]] || leave "$(bats --count --filter-tags long "${@:2}")" bats
   add "$(grep -c '^ok ' "$OUTPUT" || true)" "$(grep -c '^not ok ' "$OUTPUT" || true)"
   while IFS= read -r line; do
     PASSED=$((PASSED - 1))
@@ -138,6 +140,11 @@ check() { # <command...>
 # Runs tests; their output is kept for counting. A runner that fails before it counts fails too.
 show() { # <command...>
   "$@" 2>&1 | tee -- "$OUTPUT" || grep -qE '^not ok |[0-9]+ (failed|error)' "$OUTPUT" || add 0 1
+}
+
+# Notes how many long tests were left out.
+leave() { # <number> <runner>
+  (($1 == 0)) || SKIPPED+=("$2: $1 long tests, which make prove runs")
 }
 
 add() { # <passed> <failed>

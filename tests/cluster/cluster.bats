@@ -271,6 +271,7 @@ assert_nothing_left() {
   [[ -e other/precious ]]
 }
 
+# bats test_tags=prove,long
 @test "a job ends at its time limit" {
   eventually 120 has_ended "$TIMED"
   [[ $(on login scontrol show job "$TIMED") == *JobState=TIMEOUT* ]]

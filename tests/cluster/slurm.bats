@@ -89,6 +89,7 @@ field() { # <job> <name>
   [[ $(field "$JOB" TimeLimit) == TimeLimit=00:05:00 ]]
 }
 
+# bats test_tags=prove,long
 @test "the run's secret reaches every node, under --export=NONE too, and neither ps nor the log" {
   local forwarded
   on node1 bash -c 'while sleep 0.05; do ps -eo args; done' >ps.out 3>&- &
@@ -209,7 +210,7 @@ has_restarts() { # <number>
   [[ $(field "$JOB" Restarts) == Restarts=$1 ]]
 }
 
-# bats test_tags=prove
+# bats test_tags=prove,long
 @test "pre-empted, requeued, given notice: it saves, comes back, and ends with the weights of a run never stopped" {
   local kinds=(urgent notice requeue) times=${TIMES:-3} number
   LONG=(train.max_steps=$((50 * times)) train.eval_every=0 train.global_batch_size=12 checkpoint.every=0)
@@ -417,7 +418,7 @@ SH
   [[ $(grep -c '^run ' job.out) == 2 && $(grep -c '^model ' job.out) == 1 ]]
 }
 
-# bats test_tags=prove
+# bats test_tags=prove,long
 @test "a lost node: its jobs go on elsewhere to their ends, and what was cut off commits nothing" {
   local many=(train.max_steps=600 "${SMALL[@]:1}" checkpoint.every=50) two lost other
   RUN_ID=never SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${many[@]}"
@@ -459,6 +460,7 @@ is_not_running() { # <job>
   [[ $(field "$1" JobState) != JobState=RUNNING ]]
 }
 
+# bats test_tags=prove,long
 @test "a job that has lost a node ends with the run's code, whether the node comes back or not" {
   local away cut_at ended_s
   set_slurmd_timeout 300
@@ -609,6 +611,7 @@ is_not_running() { # <job>
   [[ $output == *"PASS  4 ranks on 2 nodes, gloo: "* && $output == *$'\nresumed    after step 20\n'* ]]
 }
 
+# bats test_tags=prove,long
 @test "two launches in one allocation are two runs; a requeued job resumes each" {
   local words="${SHORT[*]}"
   cat >two.sh <<SH
@@ -741,9 +744,8 @@ nothing_queued() {
   [[ $(weights_of linked) == "$(weights_of one)" ]]
 }
 
-# bats test_tags=prove
+# bats test_tags=prove,long
 @test "a chain of jobs that their time limits cut ends with the weights of one run" {
-  [[ -n ${TIMES:-} ]] || skip "takes 7 minutes; make prove runs it"
   local began=$SECONDS steps=20000 jobs job
   RUN_ID=paced SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${SMALL[@]}" train.max_steps=2000
   steps=$((2000 * 100 / (SECONDS - began))) # of 100 s

@@ -136,7 +136,7 @@ train_equally() { # <script> <N>
   [[ $(weights_of "$id") == "$(weights_of "one-$2")" ]]
 }
 
-# bats test_tags=prove
+# bats test_tags=prove,long
 @test "2 x 2 and 3 x 2 end with the weights of one machine, whoever starts them" {
   local script number V6=fd00::
   on node1 timeout 2 bash -c "</dev/tcp/fd00::2/22" || { V6= && echo "# no IPv6 here" >&3; }
@@ -588,6 +588,7 @@ PY
   done
 }
 
+# bats test_tags=prove,long
 @test "aliases, RemoteCommand, start-up files that print without a newline, slow logins" {
   make_idle
   sed -i '/^while/,$d' idle.py

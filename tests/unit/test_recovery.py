@@ -38,7 +38,14 @@ def test_a_run_that_is_never_stopped_records_each_step_once(whole: Outcome) -> N
     assert validated == [20, 40, 60]
 
 
-@pytest.mark.parametrize(("nproc", "workers", "stops"), [(1, 2, 5), (2, 2, 3), (4, 0, 2)])
+@pytest.mark.parametrize(
+    ("nproc", "workers", "stops"),
+    [
+        (2, 2, 3),
+        pytest.param(1, 2, 5, marks=pytest.mark.long),
+        pytest.param(4, 0, 2, marks=pytest.mark.long),
+    ],
+)
 def test_stopped_and_resumed_it_ends_with_the_same_bytes(
     job: Job, nproc: int, workers: int, stops: int
 ) -> None:

@@ -81,20 +81,25 @@ def assert_same(work: Work, run_id: str) -> None:
         assert torch.allclose(tensor, weights[name], atol=2e-4), name
 
 
+LONG = [
+    (2, "strategy=ddp"),
+    (2, "strategy=fsdp"),
+    (4, "strategy=fsdp"),
+    (2, "strategy=fsdp fsdp.reshard_after_forward=false"),
+    (2, "strategy=fsdp fsdp.shard=node train.grad_accumulation=2"),
+    (2, "strategy=fsdp train.activation_checkpointing=full"),
+    (2, "strategy=ddp train.activation_checkpointing=2"),
+    (2, "strategy=ddp train.compile=true"),
+    (2, "strategy=fsdp train.compile=true train.activation_checkpointing=full"),
+]
+
+
 @pytest.mark.parametrize(
     ("nproc", "settings"),
     [
-        (2, "strategy=ddp"),
-        (2, "strategy=fsdp"),
-        (4, "strategy=fsdp"),
-        (2, "strategy=fsdp fsdp.reshard_after_forward=false"),
-        (2, "strategy=fsdp fsdp.shard=node train.grad_accumulation=2"),
-        (4, "strategy=fsdp fsdp.shard=2 train.grad_accumulation=2"),
-        (2, "strategy=fsdp train.activation_checkpointing=full"),
-        (2, "strategy=ddp train.activation_checkpointing=2"),
         (2, "strategy=ddp static_graph=true bucket_cap_mb=0.01"),
-        (2, "strategy=ddp train.compile=true"),
-        (2, "strategy=fsdp train.compile=true train.activation_checkpointing=full"),
+        (4, "strategy=fsdp fsdp.shard=2 train.grad_accumulation=2"),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in LONG),
     ],
 )
 def test_losses_and_weights_are_those_of_one_process(work: Work, nproc: int, settings: str) -> None:
