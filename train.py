@@ -45,6 +45,7 @@ from distributed.errors import STOPPED, with_fault
 from distributed.stop import Stop
 from training import resume
 from training.batches import START, Batches, move, share_of
+from training.meter import Meter, Pace, Stopwatch
 from training.model import (
     autocast,
     fix_bucket_order,
@@ -54,7 +55,7 @@ from training.model import (
     state_of,
 )
 from training.optimizer import Schedule, find_last_step, make_optimizer
-from training.progress import Limits, Meter, Progress
+from training.progress import Limits, Progress
 from training.settings import Settings
 from training.tasks import load_task
 from training.trackers import RunFacts, Trackers
@@ -170,15 +171,14 @@ class Run:
         helper.seed_everything(settings.seed, rank)  # from here on, dropout differs by rank
 
         own = self._resume(saved) if saved else {}
-        self.meter = Meter(own.get("meter"))
+        self.meter, self.stopwatch = Meter(own.get("meter")), Stopwatch(self.model)
         size = sum(parameter.numel() for parameter in self.model.parameters())
         log.info(f"model      {size:,} parameters, on {world_size} x {helper.device().type}")
         log.info(f"data       {self.task.describe()}")
         self.limits = Limits(position["step"], last_step, settings.train.max_seconds)
-        names = helper.gather_bytes(os.uname().nodename.encode())
-        hosts, first_step = [*dict.fromkeys(name.decode() for name in names)], position["step"]
-        config = settings.model_dump(mode="json")
-        facts = RunFacts(environment.run_id, self.logs, config, hosts, first_step)
+        self.pace = Pace(self.meter, self.stopwatch)
+        hosts, config = [*dict.fromkeys(self.pace.hosts)], settings.model_dump(mode="json")
+        facts = RunFacts(environment.run_id, self.logs, config, hosts, position["step"])
         trackers = Trackers(settings.tracking, facts)
         self.progress = Progress(self.logs, self.task.unit, self.limits, trackers, enabled=is_main)
         if is_main:
@@ -206,11 +206,12 @@ class Run:
         train = self.settings.train
         for micro in range(train.grad_accumulation):
             is_last = micro == train.grad_accumulation - 1
-            batch = move(next(self.batches), helper.device())
+            with self.meter.loading():
+                batch = move(next(self.batches), helper.device())
             helper.beat(step)  # here and below: the last beat identifies a stuck rank
             # The ranks average their gradients once a step.
             with helper.no_sync(self.model, enabled=not is_last):
-                with autocast(self.settings):
+                with self.stopwatch.running(), autocast(self.settings):
                     loss = self.task.loss(self.model, batch)
                 helper.beat(step)
                 if is_last:
@@ -251,14 +252,13 @@ class Run:
         helper.finish(1)
 
     def record(self, step: int, loss: float, rate: float) -> None:
-        """Record the training loss, the learning rate and the speed of all ranks together."""
-        speed = helper.sync_metrics({"speed": self.meter.read()})["speed"]
+        """Record the training loss and the learning rate, and how the ranks have fared."""
+        pace = self.pace.read(step, self.task.unit)
         with self.meter.paused():
             values = {"loss": loss, **self.task.metrics(loss), "lr": rate}
             if (norm := self.gradient_norm) is not None:  # fsdp's is shared out
                 values["grad_norm"] = float(getattr(norm, "full_tensor", norm.detach)())
-            values[f"{self.task.unit}_per_second"] = speed * self.environment.world_size
-            self.progress.record(step, values)
+            self.progress.record(step, values | pace)
 
     @torch.no_grad()
     def validate(self, step: int) -> dict[str, float]:

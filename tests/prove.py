@@ -37,6 +37,7 @@ from attacks import prove_attacks
 from conftest import isolate
 from recovery import FAULT_POINTS, STOPS, Job
 from table import describe_machine, render
+from test_meter import names_slow_rank, run_with_slow_rank
 from test_stops import stop_at_random
 
 NPROC = 4
@@ -67,6 +68,7 @@ def main() -> None:
         prove_stops,
         prove_own_stops,
         prove_long,
+        prove_slow_ranks,
         prove_cluster,
     ):
         section, is_section_kept = prove(times)
@@ -169,6 +171,19 @@ def prove_long(times: int) -> tuple[str, bool]:
         print(done.stdout)
     told = done.stdout.splitlines()[-1]
     return f"The long tests of Python\n\n{told}.", done.returncode == 0
+
+
+def prove_slow_ranks(times: int) -> tuple[str, bool]:
+    named = {"": 0, "1": 0}
+    for _ in range(times):
+        for rank in named:
+            with tempfile.TemporaryDirectory() as folder:
+                named[rank] += names_slow_rank(run_with_slow_rank(Path(folder), rank), rank)
+    text = (
+        f"A slow rank\n\nOne of two ranks computes for 1.3 times as long: named in {named['1']} of"
+        f" {times} runs. Two that compute alike: {times - named['']} of {times} had one named."
+    )
+    return text, set(named.values()) == {times}
 
 
 def prove_cluster(times: int) -> tuple[str, bool]:

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import json
 import logging
-import math
 import os
 import sys
 import time
@@ -18,9 +17,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
-
-import torch
-from torch import Tensor
 
 from training import plot
 from training.trackers import Trackers
@@ -45,64 +41,6 @@ def may_be_lost(folder: Path) -> Iterator[None]:
 @functools.cache
 def _tell_lost(folder: Path, why: str) -> None:
     _log.warning(f"cannot write in {str(folder)!r} ({why}); the run goes on [log-lost]")
-
-
-class Meter:
-    """Measures one rank's loss and speed; it waits for the device only when it is read."""
-
-    def __init__(self, state: Mapping[str, float] | None = None) -> None:
-        self._start = time.perf_counter()
-        self._paused_s = 0.0
-        self._new: list[tuple[int, Tensor, int]] = []  # step, loss, terms
-        self._sums = dict(state or {"loss": 0.0, "terms": 0})  # since the last reading
-        self._terms = 0  # since the start of this process
-        self._read_s, self._read_terms = 0.0, 0  # training time and terms at the last reading
-        self.not_finite: tuple[int, float] | None = None  # step and value of the first such loss
-
-    def wall(self) -> float:
-        """Return the seconds since the meter was created."""
-        return time.perf_counter() - self._start
-
-    def add(self, step: int, loss: Tensor, terms: int) -> None:
-        """Add one micro-batch: its mean loss, a scalar, over a number of terms."""
-        self._new.append((step, loss.detach(), terms))
-
-    def state(self) -> dict[str, float]:
-        """Return the sums since the last reading, with which another Meter can continue."""
-        losses = [loss for _, loss, _ in self._new]
-        values = torch.stack(losses).tolist() if losses else []  # waits for the device
-        for (step, _, terms), value in zip(self._new, values, strict=True):
-            self._sums["loss"] += value * terms
-            self._sums["terms"] += terms
-            self._terms += terms
-            if not math.isfinite(value) and self.not_finite is None:
-                self.not_finite = step, value
-        self._new.clear()
-        return dict(self._sums)
-
-    def loss(self) -> float:
-        """Return the mean loss since the last reading."""
-        sums = self.state()
-        return sums["loss"] / sums["terms"]
-
-    def read(self) -> float:
-        """Start a new reading; returns the terms per second of the previous one."""
-        self.state()
-        before_s, before_terms = self._read_s, self._read_terms
-        self._read_s, self._read_terms = self.wall() - self._paused_s, self._terms
-        self._sums = {"loss": 0.0, "terms": 0}
-        return (self._read_terms - before_terms) / (self._read_s - before_s)
-
-    def speed(self) -> float:
-        """Return the terms per second over all readings."""
-        return self._read_terms / self._read_s if self._read_s else 0.0
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude the body from the speed."""
-        start = self.wall()
-        yield
-        self._paused_s += self.wall() - start
 
 
 @dataclass(frozen=True)
@@ -181,7 +119,7 @@ class Progress:
         if not self._enabled:
             return
         if "loss" in values:
-            speed = f"{values[f'{self._unit}_per_second']:,.0f} {self._unit}/s"
+            speed = f"{values[f'{self._unit}_per_second']:,.0f} {self._unit}/s{_fared(values)}"
             self._status = f"  loss {values['loss']:.3f}{self._validation}  {speed}"
         elif found := {n: v for n, v in values.items() if n.startswith("validation_")}:
             told = (f"{name.removeprefix('validation_')} {found[name]:.3f}" for name in found)
@@ -218,6 +156,16 @@ class Progress:
         temporary.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
         temporary.replace(self._metrics)
         return max((line["step"] for line in lines), default=0)
+
+
+def _fared(values: Mapping[str, float]) -> str:
+    """Tell of the slowest rank, of what waits longest for data, and of what uses most memory."""
+    forms = (
+        ("slowest", "slowest {:.2f}x"),
+        ("data_wait", "data {:.0%}"),
+        ("peak_memory_gb", "{:.1f} GB"),
+    )
+    return "".join(f"  {form.format(values[name])}" for name, form in forms if name in values)
 
 
 def _open_bar(limits: Limits) -> Bar:

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.backend.event_processing.io_wrapper import GetLogdirSubdirectories
 
 from distributed.lock import update_link
 from training import plot
-from training.progress import Limits, Meter, Progress
+from training.progress import Limits, Progress
 from training.trackers import RunFacts, Trackers
 
 
@@ -148,47 +147,6 @@ def test_the_time_left_is_that_of_the_nearer_limit() -> None:
     assert limits(max_seconds=300).seconds_left(10, 20) == 20
     assert limits(last_step=None).seconds_left(10, 20) is None
     assert limits(first_step=5).seconds_left(10, 10) == 20
-
-
-def test_the_meter_weighs_its_losses_and_leaves_pauses_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = 0.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
-    meter = Meter()
-    meter.add(1, torch.tensor(1.0), 30)
-    meter.add(1, torch.tensor(5.0), 10)
-    now = 2.0
-    with meter.paused():
-        now = 10.0
-    now = 12.0
-    assert (meter.loss(), meter.read()) == (2.0, 10.0)
-    meter.add(2, torch.tensor(3.0), 60)
-    now = 14.0
-    assert (meter.loss(), meter.read()) == (3.0, 30.0)
-    assert meter.speed() == pytest.approx(100 / 6)
-    assert meter.wall() == 14.0
-
-
-def test_a_meter_goes_on_from_anothers_sums() -> None:
-    whole, before = Meter(), Meter()
-    losses = torch.rand(6)
-    for step, loss in enumerate(losses[:3]):
-        whole.add(step, loss, step + 1)
-        before.add(step, loss, step + 1)
-    after = Meter(before.state())
-    for step, loss in enumerate(losses[3:]):
-        whole.add(step, loss, step + 1)
-        after.add(step, loss, step + 1)
-    assert after.loss() == whole.loss(), "to the last bit"
-
-
-def test_the_meter_knows_the_first_loss_that_is_no_number() -> None:
-    meter = Meter()
-    for step, loss in enumerate((1.0, math.inf, math.nan)):
-        meter.add(step, torch.tensor(loss), 1)
-    assert not math.isfinite(meter.loss())
-    assert meter.not_finite == (1, math.inf)
 
 
 def test_lines_cut_short_and_steps_that_come_again_are_taken_out(tmp_path: Path) -> None:

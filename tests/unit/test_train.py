@@ -229,7 +229,7 @@ def test_a_run_ends_with_all_it_promises(trained: Path) -> None:
     assert [line["step"] for line in trains] == [1, 2, 4, 6]
     assert [line["step"] for line in validations] == [3, 6]
     names = {"step", "loss", "bits_per_byte", "lr", "grad_norm", "tokens_per_second", "time"}
-    assert set(trains[0]) == names
+    assert set(trains[0]) == names | {"data_wait", "peak_memory_gb"}
     assert (folder / "loss.png").exists()
     assert len(list((trained / "logs/tensorboard/first").iterdir())) == 1
     saved = ["best", "latest", "lock", "step-3", "step-6"]

@@ -1,0 +1,190 @@
+"""What each rank measures, and a rank that computes slower than the others."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from training.meter import Meter, Pace, Stopwatch
+
+ROOT = Path(__file__).resolve().parents[2]
+# On SLOW_RANK work takes 1.3 times as long: matrix products, or waits, which other programs
+# on this machine do not make longer.
+TASK = """
+import os, time, torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from training.tasks import Task
+
+IS_SLOW = os.environ.get("SLOW_RANK") == os.environ["RANK"]
+
+class Work(Task):
+    def __init__(self, settings):
+        self.train = self.validation = TensorDataset(torch.ones(64, 1))
+
+    def model(self):
+        return nn.Linear(1, 1)
+
+    def loss(self, model, batch):
+        x = torch.eye(192)
+        for _ in range(13 if IS_SLOW else 10):
+            if "SLOW_WAITS" in os.environ:
+                time.sleep(0.003)
+            else:
+                for _ in range(10):
+                    x = x @ x
+        return model(batch[0]).square().mean() * x.mean()
+"""
+CONFIG = """
+task: slow_work:Work
+train: {max_steps: 80, batch_size: 4, log_every: 10}
+tracking: []
+"""
+
+
+def run_with_slow_rank(folder: Path, rank: str, **more: str) -> str:
+    """Train on two ranks, one of them slower unless it is ""; returns what was said."""
+    (folder / "slow_work.py").write_text(TASK)
+    (folder / "slow_work.yaml").write_text(CONFIG)
+    variables = {"RUN_ID": "slow", "PYTHON": sys.executable, "SLOW_RANK": rank, **more}
+    done = subprocess.run(
+        [str(ROOT / "scripts/ssh/launch_singlenode.sh"), "slow_work.yaml", "2", "resume=never"],
+        cwd=folder,
+        env={**os.environ, **variables, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def names_slow_rank(told: str, rank: str) -> bool:
+    """Return whether the run named that rank, and no other; "": whether it named none."""
+    here = os.uname().nodename
+    lines = [line for line in told.splitlines() if "[slow-rank]" in line]
+    starts = [f"warning: rank {rank} on {here} computes 1."] if rank else []
+    return len(lines) == len(starts) and all(map(str.startswith, lines, starts))
+
+
+@pytest.mark.slow
+def test_a_slow_rank_is_named_with_its_node(tmp_path: Path) -> None:
+    told = run_with_slow_rank(tmp_path, "1", SLOW_WAITS="1")
+    assert names_slow_rank(told, "1"), told
+    lines = (tmp_path / "logs/slow/metrics.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1])
+    assert 1.2 < last["slowest"] < 1.5
+    assert 0 <= last["data_wait"] < 0.5
+    assert 0.05 < last["peak_memory_gb"] < 5
+
+
+def alone(hosts: list[str]) -> Pace:
+    pace = Pace(Meter(), Stopwatch(nn.Linear(1, 1)))
+    pace.hosts = hosts
+    return pace
+
+
+def test_a_rank_must_be_slow_for_fifty_steps(caplog: pytest.LogCaptureFixture) -> None:
+    pace = alone(["node1", "node1", "node2", "node2"])
+    for step in range(10, 60, 10):
+        ratio = pace.compare(step, step + 10, [1.0, 1.01, 0.99, 1.5])
+        assert ratio == pytest.approx(1.5)
+        assert bool(caplog.messages) == (step == 50)
+    (line,) = caplog.messages
+    assert line.startswith("warning: rank 3 on node2 computes 1.50x as long as the median, over 50")
+    pace.compare(60, 70, [1.0, 1.01, 0.99, 1.5])
+    assert len(caplog.messages) == 1, "each rank is named once"
+
+
+def test_a_short_hiccup_is_no_slow_rank(caplog: pytest.LogCaptureFixture) -> None:
+    pace = alone(["node1", "node2"])
+    for step in range(0, 200, 10):
+        pace.compare(step, step + 10, [1.0, 2.0 if step == 60 else 1.0])
+    assert not caplog.messages
+    assert pace.compare(200, 210, [1.0, 1.0]) == 1.0, "the hiccup is more than 50 steps ago"
+
+
+def test_the_stopwatch_runs_to_the_last_gradient_and_not_on() -> None:
+    class Sleeps(torch.autograd.Function):
+        @staticmethod
+        def forward(context: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(context: object, *gradients: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.1)
+            return gradients[0]
+
+    model = nn.Linear(1, 1)
+    watch = Stopwatch(model)
+    model.weight.register_post_accumulate_grad_hook(lambda weight: time.sleep(0.2))  # as DDP waits
+    with watch.running():
+        time.sleep(0.05)
+        loss = Sleeps.apply(model(torch.ones(1)))
+    loss.sum().backward()
+    assert 0.15 <= watch.read() < 0.3
+    assert watch.read() == 0
+
+
+def test_the_part_of_the_time_that_data_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    meter = Meter()
+    with meter.loading():
+        now = 1.0
+    meter.add(1, torch.tensor(1.0), 8)
+    now = 4.0
+    assert meter.read() == (2.0, 0.25)
+    meter.add(2, torch.tensor(1.0), 8)
+    now = 8.0
+    assert meter.read() == (2.0, 0.0)
+
+
+def test_the_meter_weighs_its_losses_and_leaves_pauses_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    meter = Meter()
+    meter.add(1, torch.tensor(1.0), 30)
+    meter.add(1, torch.tensor(5.0), 10)
+    now = 2.0
+    with meter.paused():
+        now = 10.0
+    now = 12.0
+    assert (meter.loss(), meter.read()) == (2.0, (10.0, 0.0))
+    meter.add(2, torch.tensor(3.0), 60)
+    now = 14.0
+    assert (meter.loss(), meter.read()) == (3.0, (30.0, 0.0))
+    assert meter.speed() == pytest.approx(100 / 6)
+    assert meter.wall() == 14.0
+
+
+def test_a_meter_goes_on_from_anothers_sums() -> None:
+    whole, before = Meter(), Meter()
+    losses = torch.rand(6)
+    for step, loss in enumerate(losses[:3]):
+        whole.add(step, loss, step + 1)
+        before.add(step, loss, step + 1)
+    after = Meter(before.state())
+    for step, loss in enumerate(losses[3:]):
+        whole.add(step, loss, step + 1)
+        after.add(step, loss, step + 1)
+    assert after.loss() == whole.loss(), "to the last bit"
+
+
+def test_the_meter_knows_the_first_loss_that_is_no_number() -> None:
+    meter = Meter()
+    for step, loss in enumerate((1.0, math.inf, math.nan)):
+        meter.add(step, torch.tensor(loss), 1)
+    assert not math.isfinite(meter.loss())
+    assert meter.not_finite == (1, math.inf)

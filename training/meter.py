@@ -1,0 +1,183 @@
+"""What each rank measures: its loss, its speed, and the time that it computes by itself."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import math
+import os
+import resource
+import statistics
+import time
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distributed import torch as helper
+
+SLOW = 1.25  # times the median rank's compute time; below 1.3, which no clock measures exactly
+SLOW_STEPS = 50  # for so many steps a rank must be slow to be named
+_log = logging.getLogger(__name__)
+
+
+class Meter:
+    """Measures one rank's loss and speed; it waits for the device only when it is read."""
+
+    def __init__(self, state: Mapping[str, float] | None = None) -> None:
+        self._start = time.perf_counter()
+        self._paused_s = 0.0
+        self._loaded_s = 0.0  # spent on getting batches since the last reading
+        self._new: list[tuple[int, Tensor, int]] = []  # step, loss, terms
+        self._sums = dict(state or {"loss": 0.0, "terms": 0})  # since the last reading
+        self._terms = 0  # since the start of this process
+        self._read_s, self._read_terms = 0.0, 0  # training time and terms at the last reading
+        self.not_finite: tuple[int, float] | None = None  # step and value of the first such loss
+
+    def wall(self) -> float:
+        """Return the seconds since the meter was created."""
+        return time.perf_counter() - self._start
+
+    def add(self, step: int, loss: Tensor, terms: int) -> None:
+        """Add one micro-batch: its mean loss, a scalar, over a number of terms."""
+        self._new.append((step, loss.detach(), terms))
+
+    def state(self) -> dict[str, float]:
+        """Return the sums since the last reading, with which another Meter can continue."""
+        losses = [loss for _, loss, _ in self._new]
+        values = torch.stack(losses).tolist() if losses else []  # waits for the device
+        for (step, _, terms), value in zip(self._new, values, strict=True):
+            self._sums["loss"] += value * terms
+            self._sums["terms"] += terms
+            self._terms += terms
+            if not math.isfinite(value) and self.not_finite is None:
+                self.not_finite = step, value
+        self._new.clear()
+        return dict(self._sums)
+
+    def loss(self) -> float:
+        """Return the mean loss since the last reading."""
+        sums = self.state()
+        return sums["loss"] / sums["terms"]
+
+    def read(self) -> tuple[float, float]:
+        """Start a new reading; returns the previous one: terms per second, part spent on data."""
+        self.state()
+        before_s, before_terms, loaded_s = self._read_s, self._read_terms, self._loaded_s
+        self._read_s, self._read_terms = self.wall() - self._paused_s, self._terms
+        self._sums, self._loaded_s = {"loss": 0.0, "terms": 0}, 0.0
+        seconds = self._read_s - before_s
+        return (self._read_terms - before_terms) / seconds, loaded_s / seconds
+
+    def speed(self) -> float:
+        """Return the terms per second over all readings."""
+        return self._read_terms / self._read_s if self._read_s else 0.0
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the body from the speed."""
+        start = self.wall()
+        yield
+        self._paused_s += self.wall() - start
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Count the body as time spent on data."""
+        start = self.wall()
+        yield
+        self._loaded_s += self.wall() - start
+
+
+class Stopwatch:
+    """Times what a rank computes by itself: from a batch to the gradient that comes last.
+
+    That is the first parameter's. Only then does DDP wait for the other ranks. Where it does not
+    come by itself (fsdp), the time ends with the loss. It waits for a GPU only when it is read.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        first = next((each for each in model.parameters() if each.requires_grad), None)
+        self._is_cuda = first is not None and first.is_cuda
+        self._spans: list[tuple[Any, Any]] = []  # times, or a GPU's events
+        if first is not None:
+            first.register_hook(lambda gradient: self._stop())  # type: ignore[no-untyped-call]
+
+    def _now(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Time the body, a forward pass, and the backward pass that follows."""
+        now = self._now()
+        self._spans.append((now, now))
+        yield
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._spans:
+            self._spans[-1] = self._spans[-1][0], self._now()
+
+    def read(self) -> float:
+        """Start a new reading; returns the seconds of the previous one."""
+        if self._is_cuda:
+            torch.cuda.synchronize()
+            seconds = [start.elapsed_time(end) / 1000 for start, end in self._spans]
+        else:
+            seconds = [end - start for start, end in self._spans]
+        self._spans.clear()
+        return math.fsum(seconds)
+
+
+def peak_memory() -> int:
+    """Return the most bytes that this rank has used so far: of its GPU, else of the machine."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Pace:
+    """Compares the ranks, and names one that computes far slower than the others. All call it."""
+
+    def __init__(self, meter: Meter, stopwatch: Stopwatch) -> None:
+        self.hosts = [name.decode() for name in helper.gather_bytes(os.uname().nodename.encode())]
+        self._meter, self._stopwatch = meter, stopwatch
+        self._read_step: int | None = None
+        self._readings: collections.deque[tuple[int, Sequence[float]]] = collections.deque()
+        self._named: set[int] = set()
+
+    def read(self, step: int, unit: str) -> dict[str, float]:
+        """Start a new reading; returns the speed of all ranks, and the worst rank's of the rest."""
+        own = array("d", [*self._meter.read(), peak_memory(), self._stopwatch.read()])
+        ranks = [array("d", told) for told in helper.gather_bytes(own.tobytes())]
+        speeds, loading, memory, computing = zip(*ranks, strict=True)
+        found = {f"{unit}_per_second": sum(speeds), "data_wait": max(loading)}
+        found["peak_memory_gb"] = max(memory) / 1e9
+        start, self._read_step = self._read_step, step
+        if start is not None and len(ranks) > 1:  # the first reading has the warm-up
+            found["slowest"] = self.compare(start, step, computing)
+        return found
+
+    def compare(self, start: int, step: int, seconds: Sequence[float]) -> float:
+        """Add the seconds that each rank computed for these steps, and tell of a slow rank.
+
+        Returns the slowest rank's time over the median's, of the last 50 steps together.
+        """
+        self._readings.append((start, seconds))
+        while len(self._readings) > 1 and step - self._readings[1][0] >= SLOW_STEPS:
+            self._readings.popleft()
+        sums = [sum(times) for times in zip(*(each for _, each in self._readings), strict=True)]
+        rank = max(range(len(sums)), key=sums.__getitem__)
+        ratio, steps = sums[rank] / statistics.median_low(sums), step - self._readings[0][0]
+        if ratio >= SLOW and steps >= SLOW_STEPS and rank not in self._named:
+            self._named.add(rank)
+            cause = f"rank {rank} on {self.hosts[rank]} computes {ratio:.2f}x as long as the median"
+            cure = "look at that node's clocks, temperature and other programs"
+            _log.warning(f"warning: {cause}, over {steps} steps; {cure} [slow-rank]")
+        return float(ratio)
