@@ -253,7 +253,7 @@ class Run:
 
     def record(self, step: int, loss: float, rate: float) -> None:
         """Record the training loss and the learning rate, and how the ranks have fared."""
-        pace = self.pace.read(step, self.task.unit)
+        pace = self.pace.read(step, self.task.unit, self.task.flops)
         with self.meter.paused():
             values = {"loss": loss, **self.task.metrics(loss), "lr": rate}
             if (norm := self.gradient_norm) is not None:  # fsdp's is shared out

@@ -21,6 +21,9 @@ from distributed import torch as helper
 
 SLOW = 1.25  # times the median rank's compute time; below 1.3, which no clock measures exactly
 SLOW_STEPS = 50  # for so many steps a rank must be slow to be named
+# Dense bfloat16 operations per second, by a part of the GPU's name (NVIDIA's data sheets).
+PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12}
+PEAKS |= {"L40S": 362e12, "RTX 4090": 165e12}
 _log = logging.getLogger(__name__)
 
 
@@ -142,22 +145,34 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def peak_flops() -> float:
+    """Return how many operations this rank's GPU can do per second; 0: not known, or no GPU."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return next((peak for part, peak in PEAKS.items() if part in name), 0.0)
+
+
 class Pace:
     """Compares the ranks, and names one that computes far slower than the others. All call it."""
 
     def __init__(self, meter: Meter, stopwatch: Stopwatch) -> None:
         self.hosts = [name.decode() for name in helper.gather_bytes(os.uname().nodename.encode())]
-        self._meter, self._stopwatch = meter, stopwatch
+        self._meter, self._stopwatch, self._peak = meter, stopwatch, peak_flops()
         self._read_step: int | None = None
         self._readings: collections.deque[tuple[int, Sequence[float]]] = collections.deque()
         self._named: set[int] = set()
 
-    def read(self, step: int, unit: str) -> dict[str, float]:
-        """Start a new reading; returns the speed of all ranks, and the worst rank's of the rest."""
+    def read(self, step: int, unit: str, flops: float) -> dict[str, float]:
+        """Start a new reading; returns the speed of all ranks, and the worst rank's of the rest.
+
+        `flops` are the operations for each term; with them comes MFU, the part of what the GPUs
+        could do at most (Chowdhery et al. 2022).
+        """
         own = array("d", [*self._meter.read(), peak_memory(), self._stopwatch.read()])
         ranks = [array("d", told) for told in helper.gather_bytes(own.tobytes())]
         speeds, loading, memory, computing = zip(*ranks, strict=True)
         found = {f"{unit}_per_second": sum(speeds), "data_wait": max(loading)}
+        if flops and self._peak:
+            found["mfu"] = sum(speeds) * flops / (self._peak * len(ranks))
         found["peak_memory_gb"] = max(memory) / 1e9
         start, self._read_step = self._read_step, step
         if start is not None and len(ranks) > 1:  # the first reading has the warm-up

@@ -163,6 +163,7 @@ def _fared(values: Mapping[str, float]) -> str:
     forms = (
         ("slowest", "slowest {:.2f}x"),
         ("data_wait", "data {:.0%}"),
+        ("mfu", "mfu {:.0%}"),
         ("peak_memory_gb", "{:.1f} GB"),
     )
     return "".join(f"  {form.format(values[name])}" for name, form in forms if name in values)

@@ -113,6 +113,22 @@ def test_a_short_hiccup_is_no_slow_rank(caplog: pytest.LogCaptureFixture) -> Non
     assert pace.compare(200, 210, [1.0, 1.0]) == 1.0, "the hiccup is more than 50 steps ago"
 
 
+def test_mfu_is_told_where_the_gpu_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(name: str) -> dict[str, float]:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5 * 10**9)
+        meter = Meter()
+        pace = Pace(meter, Stopwatch(nn.Linear(1, 1)))
+        monkeypatch.setattr(meter, "read", lambda: (1e6, 0.01))  # tokens per second
+        return pace.read(10, "tokens", 8.6e8)
+
+    assert read("NVIDIA H100 80GB HBM3")["mfu"] == pytest.approx(8.6e14 / 989e12)
+    assert read("NVIDIA H100 PCIe")["mfu"] == pytest.approx(8.6e14 / 756e12)
+    assert "mfu" not in read("NVIDIA T4")
+    assert read("NVIDIA T4")["peak_memory_gb"] == 5
+
+
 def test_the_stopwatch_runs_to_the_last_gradient_and_not_on() -> None:
     class Sleeps(torch.autograd.Function):
         @staticmethod

@@ -36,6 +36,7 @@ class Task(Protocol):
     train: Dataset[Any] | IterableDataset[Any]  # `loss` gets its batches on the model's device
     validation: Dataset[Any]  # has a length
     unit: str = "samples"  # what `weight` counts
+    flops: float = 0.0  # operations of a training step for each of these, for MFU; 0: not known
     best: str = "loss"  # the checkpoint with the best value of this metric is kept
     best_is_highest: bool = False
     collate: Callable[[list[Any]], Any] | None = None  # makes a batch of samples; None: as torch

@@ -85,6 +85,10 @@ class LanguageModelTask(Task):
             cause = f"no side of it fills model.context, {context} tokens"
             raise SettingsError(f"data.path: {corpus.name} is too short: {cause}")
 
+        layers, width = self.shape.layers, self.shape.width
+        matrices = 12 * layers * width**2 + width * self.shape.vocabulary
+        self.flops = 6.0 * matrices + 12 * layers * width * context  # the second: of attention
+
     def model(self) -> GPT:
         return GPT(self.shape)
 
