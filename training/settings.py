@@ -73,6 +73,7 @@ class LanguageModel(Section):
     width: Count = 128  # of the residual stream; a multiple of heads
     context: Count = 128  # tokens that each prediction sees
     vocabulary: Count = 256  # at least that of the tokens; a text's are its bytes
+    ngrams: Annotated[int, Field(ge=0, le=8)] = 0  # embed the last 2 to so many tokens, too
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     @model_validator(mode="after")

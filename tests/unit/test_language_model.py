@@ -16,9 +16,11 @@ from training.config_file import SettingsError
 from training.settings import LanguageModel, Settings, load
 from training.tasks.language_model import (
     GPT,
+    NGRAM_ROWS,
     LanguageModelTask,
     entropy,
     generate,
+    ngram_rows,
     printable,
     zlib_rate,
 )
@@ -76,17 +78,33 @@ def test_the_model_of_local3_has_the_size_it_says() -> None:
     settings = load(LOCAL3)
     assert isinstance(settings.model, LanguageModel)
     size = sum(parameter.numel() for parameter in GPT(settings.model).parameters())
-    assert 0.8e6 < size < 0.9e6
+    assert 2.3e6 < size < 2.5e6
 
 
-def test_no_byte_sees_what_comes_after_it() -> None:
-    model = tiny_model()
+@pytest.mark.parametrize("ngrams", [0, 3])
+def test_no_byte_sees_what_comes_after_it(ngrams: int) -> None:
+    torch.manual_seed(0)
+    model = GPT(TINY.model_copy(update={"ngrams": ngrams}))
     text = torch.arange(8)[None]
     changed = text.clone()
     changed[0, 5] = 200
     before, after = model(text), model(changed)
     assert torch.equal(before[0, :5], after[0, :5])
     assert not torch.equal(before[0, 5:], after[0, 5:])
+
+
+def test_the_last_tokens_have_rows_of_their_own() -> None:
+    text = torch.tensor([list(b"xabcd"), list(b"yabce"), list(b"zbbcd")])
+    pairs, triples = ngram_rows(text, 2 * NGRAM_ROWS)
+    assert pairs.min() >= 0 and pairs.max() < NGRAM_ROWS
+    assert triples.min() >= NGRAM_ROWS and triples.max() < 2 * NGRAM_ROWS
+    for rows, length in ((pairs, 2), (triples, 3)):
+        found: dict[bytes, set[int]] = {}
+        for line, numbers in zip(text.tolist(), rows.tolist(), strict=True):
+            for at in range(length, 6):
+                found.setdefault(bytes(line[at - length : at]), set()).add(numbers[at - 1])
+        assert all(len(numbers) == 1 for numbers in found.values()), "the same tokens, one row"
+        assert len(set.union(*found.values())) == len(found), "others, another"
 
 
 def test_an_untrained_model_knows_nothing_and_a_trained_one_its_text(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +19,17 @@ from training.tokenizer import Tokenizer
 SAMPLE_TOKENS = 240
 SAMPLE_PROMPT = b"\n    def "
 BITS = 1 / math.log(2)  # per nat
+NGRAM_ROWS = 1 << 12  # of each length
+HASH_FACTOR = 1_000_003  # a prime
 SHOWN = 3  # files that are left out, named
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer over tokens (Radford et al. 2019) with tied embeddings."""
+    """A decoder-only transformer over tokens (Radford et al. 2019) with tied embeddings.
+
+    With `ngrams`, each position also gets embeddings of its last 2, 3, ... tokens, each found by a
+    hash (Pagnoni et al. 2024): what often follows a few bytes need not be learned by attention.
+    """
 
     def __init__(self, shape: config.LanguageModel) -> None:
         super().__init__()
@@ -31,6 +37,8 @@ class GPT(nn.Module):
         width = shape.width  # of the residual stream; a block's MLP is 4 times as wide
         self.embedding = nn.Embedding(shape.vocabulary, width)
         self.position = nn.Embedding(shape.context, width)
+        rows = (shape.ngrams - 1) * NGRAM_ROWS
+        self.ngrams = nn.Embedding(rows, width) if rows > 0 else None
         block = nn.TransformerEncoderLayer(
             width, shape.heads, 4 * width, shape.dropout, F.gelu, batch_first=True, norm_first=True
         )
@@ -48,7 +56,19 @@ class GPT(nn.Module):
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=text.device)
         positions = torch.arange(length, device=text.device)
         x = self.embedding(text) + self.position(positions)  # [batch, context, width]
+        if self.ngrams is not None:
+            for rows in ngram_rows(text, self.ngrams.num_embeddings):
+                x = x + self.ngrams(rows)
         return F.linear(self.blocks(x, mask=mask, is_causal=True), self.embedding.weight)
+
+
+def ngram_rows(text: Tensor, rows: int) -> Iterator[Tensor]:
+    """Yield where the embeddings of the last 2, 3, ... tokens are, as [batch, context] each."""
+    hashes = before = text
+    for first in range(0, rows, NGRAM_ROWS):
+        before = F.pad(before, (1, 0))[:, :-1]
+        hashes = hashes * HASH_FACTOR + before + 1
+        yield first + (hashes ^ (hashes >> 15)) % NGRAM_ROWS
 
 
 @torch.no_grad()
