@@ -189,8 +189,8 @@ class Run:
         progress, rank = saved.progress, self.environment.rank
         with refuse_together(self.environment):
             load_moments(self.optimizer, self.model, saved.optimizer)
-        if self.schedule.own is not None and "schedule" in progress:
-            self.schedule.own.load_state_dict(progress["schedule"])
+        if self.schedule.own is not None:  # also rank 0's state of it where there are more ranks
+            self.schedule.own.load_state_dict(saved.ranks[0]["schedule"])
         if self.scaler.is_enabled() and "scaler" in progress:
             self.scaler.load_state_dict(progress["scaler"])
         own = saved.ranks[rank] if rank < len(saved.ranks) else {}
@@ -305,7 +305,7 @@ class Run:
                 progress["validation_loss"] = validated.get("loss")
                 progress["score"] = -best if self.task.best_is_highest else best
             own = {"rng": checkpoint.rng_state(), "meter": self.meter.state()}
-            ranks = checkpoint.gather_ranks(own)
+            ranks = checkpoint.gather_ranks({**own, "schedule": self.schedule.state()})
             weights, moments = state_of(self.model, self.optimizer)
             self.saver.save(step, checkpoint.State(weights, moments, progress, ranks))
             self.stop.note_save()
@@ -318,7 +318,6 @@ class Run:
             "global_batch_size": self.batches.samples * self.settings.train.grad_accumulation,
             "settings": self.settings.model_dump(mode="json"),
             "scaler": self.scaler.state_dict(),
-            "schedule": self.schedule.state(),
             "ended": self.environment.run_id if self.is_over else "",
         }
 

@@ -65,6 +65,10 @@ class Stopping(Own):
             os.kill(os.getpid(), signal.SIGUSR1)
         return super().loss(model, batch)
 
+class Steps(Stopping):
+    def schedule(self, optimizer, last_step):
+        return torch.optim.lr_scheduler.MultiStepLR(optimizer, [9, 20])
+
 class Endless(IterableDataset):
     def __iter__(self):
         return iter(points(64, 1))
@@ -148,6 +152,14 @@ def test_an_optimizer_and_a_schedule_of_ones_own_resume_exactly(work: Work, task
     work.run(f"parts-{task}", 2, word)
     assert work.hash(f"parts-{task}") == work.hash(f"whole-{task}")
     assert work.metrics(f"parts-{task}", "lr") == rates
+
+
+def test_a_schedule_by_steps_goes_on_where_it_was(work: Work) -> None:
+    """JSON would turn its steps into words, and the rate would never change again."""
+    work.run("steps", 1, "task=points:Steps", code=75, STOP_AFTER="6")
+    work.run("steps", 2, "task=points:Steps")
+    rates = work.metrics("steps", "lr")
+    assert [rates[step] for step in (9, 10, 20, 21)] == pytest.approx([0.1, 0.01, 0.01, 0.001])
 
 
 def test_a_task_may_end_the_run(work: Work) -> None:
