@@ -76,12 +76,12 @@ class Task(Protocol):
 
     def loader(
         self, batch_size: int, *, rank: int, world_size: int, epoch: int, skip: int
-    ) -> Iterable[Any] | None:
-        """Return this rank's batches of an epoch, from batch `skip` on; None: read `train`.
+    ) -> Iterable[Any]:
+        """Return this rank's batches of an epoch, from batch `skip` on: as many as on each rank.
 
-        The same number on every rank. What a resumed run reads begins where the stopped one was.
+        A task without this method has `train` read. This one reads with `data.num_workers` itself.
         """
-        return None
+        ...
 
     def on_step(self, step: int) -> bool:
         """Return whether to end the run; asked on every rank after each step."""
