@@ -232,7 +232,8 @@ class Run:
 
     def mean_loss(self) -> float:
         """Return the mean loss of all ranks since the last reading; ends a run if not finite."""
-        mean = helper.sync_metrics({"loss": self.meter.loss()})["loss"]
+        sums = helper.sync_metrics(self.meter.state())
+        mean = sums["loss"] / (sums["terms"] or 1)
         if not math.isfinite(mean):
             self._exit_not_finite()
         return mean
@@ -277,7 +278,11 @@ class Run:
                         sums[key] = sums.get(key, 0.0) + counts * float(value)
             model.train()
             means = helper.sync_metrics(sums)
-            values = {name: means[f"{name} sum"] / means[f"{name} weight"] for name in found}
+            values = {
+                name: means[f"{name} sum"] / means[f"{name} weight"]
+                for name in found
+                if means[f"{name} weight"]  # else there was nothing to measure it by
+            }
             if "loss" in values:
                 values |= self.task.metrics(values["loss"])
             self.progress.record(step, {f"validation_{name}": v for name, v in values.items()})

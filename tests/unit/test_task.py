@@ -78,6 +78,16 @@ class Streaming(Stopping):
         super().__init__(settings)
         self.train = Endless()
 
+class Uneven(Points):  # the loss is 1 on rank 0, of one term, and 5 on rank 1, of three
+    def loss(self, model, batch):
+        return 1 + 4 * int(os.environ["RANK"]) + 0 * super().loss(model, batch)
+
+    def weight(self, batch):
+        return 1 + 2 * int(os.environ["RANK"])
+
+    def evaluate(self, model, batch):
+        return {**super().evaluate(model, batch), "rare": (0.0, 0)}
+
 class Early(Points):
     def on_validation(self, step, metrics):
         return step >= 8 and metrics["accuracy"] > 0
@@ -152,6 +162,12 @@ def test_an_optimizer_and_a_schedule_of_ones_own_resume_exactly(work: Work, task
     work.run(f"parts-{task}", 2, word)
     assert work.hash(f"parts-{task}") == work.hash(f"whole-{task}")
     assert work.metrics(f"parts-{task}", "lr") == rates
+
+
+def test_the_loss_of_ranks_counts_by_its_terms(work: Work) -> None:
+    told = work.run("uneven", 2, "task=points:Uneven", "train.max_steps=4")
+    assert work.metrics("uneven", "loss") == dict.fromkeys(range(1, 5), 4.0)
+    assert "accuracy" in told and not work.metrics("uneven", "validation_rare")  # no terms at all
 
 
 def test_a_schedule_by_steps_goes_on_where_it_was(work: Work) -> None:
