@@ -79,9 +79,9 @@ class Task(Protocol):
     ) -> Iterable[Any]:
         """Return this rank's batches of an epoch, from batch `skip` on: as many as on each rank.
 
-        A task without this method has `train` read. This one reads with `data.num_workers` itself.
+        Without this method, `train` is read.
         """
-        ...
+        return ()
 
     def on_step(self, step: int) -> bool:
         """Return whether to end the run; asked on every rank after each step."""
