@@ -16,6 +16,7 @@ import torch
 
 from distributed.checkpoint import load, weights_hash
 from distributed.lock import RunLock
+from training.config_file import SettingsError
 from training.optimizer import find_last_step, share_of_peak
 from training.settings import Train
 from training.settings import load as load_config
@@ -518,3 +519,5 @@ def test_the_first_limit_ends_the_run() -> None:
     assert find_last_step(make_train(epochs=3), 10) == 30
     assert find_last_step(make_train(epochs=3, grad_accumulation=4), 10) == 7
     assert find_last_step(make_train(epochs=3, max_steps=20), 10) == 20
+    with pytest.raises(SettingsError, match="10 batches, too few for one step; lower train"):
+        find_last_step(make_train(epochs=1, grad_accumulation=11), 10)
