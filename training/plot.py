@@ -107,7 +107,7 @@ def main(arguments: Sequence[str]) -> int:
                 file=sys.stderr,
             )
             return 2
-    draw({Path(run).name: folder for run, folder in folders.items()}, chosen.to)
+    draw(folders, chosen.to)
     print(chosen.to)
     return 0
 
