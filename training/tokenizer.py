@@ -33,7 +33,10 @@ class Tokenizer:
             file = folder / self._model
             if not file.is_file():
                 raise SettingsError(f"tokenizer {name}: there is no file {file}")
-            self._tokens = _import("tokenizers").Tokenizer.from_file(str(file))
+            try:
+                self._tokens = _import("tokenizers").Tokenizer.from_file(str(file))
+            except Exception as error:  # which is all that it says of a file of another kind
+                raise SettingsError(f"tokenizer {name}: {error}") from None
             self.vocabulary = self._tokens.get_vocab_size()
             self.end = self._tokens.token_to_id("<|endoftext|>")
         else:
@@ -55,7 +58,8 @@ class Tokenizer:
         return list(self._tokens.encode(readable, add_special_tokens=False).ids)
 
     def decode(self, tokens: Sequence[int]) -> bytes:
-        """Return the text of tokens."""
+        """Return the text of tokens; a model may know more, which mean nothing."""
+        tokens = [token for token in tokens if token < self.vocabulary]
         if self.name == "bytes":
             return bytes(tokens)
         if self._kind == "tiktoken":

@@ -111,6 +111,10 @@ class Windows(Dataset[Tensor]):
                 break
         return found
 
+    def largest(self) -> int:
+        """Return the largest token."""
+        return int(torch.frombuffer(self.read(0, self.size), dtype=self._dtype).long().max())
+
 
 class _Opened:
     """A file that is open as long as this lives."""

@@ -62,7 +62,8 @@ def generate(
     text = torch.tensor([list(prompt)], device=device)
     for _ in range(length):
         logits = model(text[:, -model.context :])[:, -1].float().cpu()
-        drawn = torch.multinomial(F.softmax(logits / temperature, -1), 1, generator=generator)
+        shares = F.softmax(logits / max(temperature, 1e-6), -1)  # at 0: the likeliest alone
+        drawn = torch.multinomial(shares, 1, generator=generator)
         text = torch.cat([text, drawn.to(device)], 1)
     tokens: list[int] = text[0].tolist()
     return tokens
@@ -74,9 +75,6 @@ class LanguageModelTask(Task):
     def __init__(self, settings: config.Settings) -> None:
         self.shape = settings.model
         self.corpus = corpus = find_corpus(settings.data.path)
-        if corpus.vocabulary > self.shape.vocabulary:
-            cause = f"{self.shape.vocabulary} is less than the {corpus.vocabulary} of {corpus.name}"
-            raise SettingsError(f"model.vocabulary: {cause}; raise it")
         context, width = self.shape.context, corpus.dtype.itemsize
         held_out = cut(corpus.validation, (VALIDATION_TOKENS + 1) * width)
         self.train = Windows(corpus.train, context, corpus.dtype)
@@ -84,6 +82,10 @@ class LanguageModelTask(Task):
         if not (len(self.train) and len(self.validation)):
             cause = f"no side of it fills model.context, {context} tokens"
             raise SettingsError(f"data.path: {corpus.name} is too short: {cause}")
+        vocabulary = corpus.vocabulary or self.validation.largest() + 1  # as far as that shows
+        if vocabulary > self.shape.vocabulary:
+            cause = f"{self.shape.vocabulary} is less than the {vocabulary} of {corpus.name}"
+            raise SettingsError(f"model.vocabulary: {cause}; raise it")
 
     def model(self) -> GPT:
         return GPT(self.shape)
@@ -123,10 +125,18 @@ class LanguageModelTask(Task):
             measure = f"{metrics['bits_per_byte']:.3f} bits per byte ({yardsticks})"
         found = [("validation", measure)]
         if corpus.tokenizer:
-            tokenizer = Tokenizer(corpus.tokenizer, corpus.folder)
-            tokens = generate(model, tokenizer.encode(SAMPLE_PROMPT), SAMPLE_TOKENS)
-            found.append(("sample", printable(tokenizer.decode(tokens)).strip("\n")))
+            found.append(("sample", self._sample(model)))
         return found
+
+    def _sample(self, model: GPT) -> str:
+        """Return what the model writes, or why that cannot be read here."""
+        try:
+            tokenizer = Tokenizer(self.corpus.tokenizer, self.corpus.folder)
+        except SettingsError as error:  # its library may be where the tokens were made alone
+            generate(model, [0], SAMPLE_TOKENS)  # ranks that share a model compute together
+            return f"none: {error}"
+        tokens = generate(model, tokenizer.encode(SAMPLE_PROMPT), SAMPLE_TOKENS)
+        return printable(tokenizer.decode(tokens)).strip("\n")
 
 
 def printable(text: bytes) -> str:
