@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +82,32 @@ def test_what_is_left_out_is_named(tmp_path: Path) -> None:
     both = content([*corpus.train, *corpus.validation])
     assert b"PNG" not in both and b"secret" not in both
     assert corpus.left_out == ["picture.txt (not text)"]
+
+
+def test_every_folder_of_ones_own_text_is_read(tmp_path: Path) -> None:
+    """Only of the standard library are tests left out."""
+    for name in ("tests", "site-packages", "src"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text").write_text(f"of {name} ")
+    corpus = find_corpus(str(tmp_path))
+    both = content([*corpus.train, *corpus.validation])
+    assert all(word in both for word in (b"of tests ", b"of site-packages ", b"of src "))
+
+
+def test_a_folder_that_may_not_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(tmp_path, 3)
+    (tmp_path / "secret").mkdir()
+    scan = os.scandir
+
+    def refuse(path: str) -> Any:  # as for a user who may not
+        if path.endswith("secret"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert find_corpus(str(tmp_path)).left_out == ["secret (Permission denied)"]
 
 
 def test_tokens_as_nano_gpt_writes_them(tmp_path: Path) -> None:
