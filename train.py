@@ -134,7 +134,7 @@ class Run:
     def __init__(self, settings: Settings, environment: Environment) -> None:
         self.settings, self.environment = settings, environment
         rank, world_size, is_main = environment.rank, environment.world_size, environment.is_main
-        self.folder = Path(settings.checkpoint.dir) / environment.run_id
+        self.folder = Path(settings.checkpoint.folder) / environment.run_id
         self.logs = environment.log_dir / environment.run_id
         self.stop = Stop(
             settings.train.max_seconds,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -60,9 +61,7 @@ class Section(BaseModel):
 
 
 class Data(Section):
-    path: str | None = (
-        None  # text or tokens, see training/tasks/data.py; null: Python's own sources
-    )
+    path: str | None = None  # of text or tokens; see training/tasks/data.py
     num_workers: Interval = 0  # processes per rank that load batches; 0: the rank itself
     pin_memory: bool = False  # faster copies to a GPU
 
@@ -126,6 +125,11 @@ class Checkpoint(Section):
     every: Interval = 0  # 0: by the clock and at the end alone
     every_minutes: Rate = 10.0  # after the last save; 0: never
     keep_last: Count = 3  # intact checkpoints; older ones are deleted, except the best
+
+    @property
+    def folder(self) -> str:
+        """The folder that `dir` names."""
+        return os.path.expanduser(self.dir)
 
 
 class MixedPrecision(Section):
@@ -191,7 +195,7 @@ class OwnTaskSettings(Settings):
 
 def data_path(path: str | None) -> Path | None:
     """Return the folder or file that data.path names for the built-in task. SettingsError: none."""
-    found = Path(path).expanduser() if path else None
+    found = Path(os.path.expanduser(path)) if path else None  # unlike Path's, takes any ~name
     if found and not found.exists():
         raise SettingsError(f"data.path: there is no folder or file {found}")
     return found

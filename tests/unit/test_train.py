@@ -140,6 +140,15 @@ def test_check_tells_launchers_in_json() -> None:
     assert done.stdout.count("\n") == 1
 
 
+def test_the_home_folder_is_meant_by_its_sign() -> None:
+    """A folder called ~ would be made else, which is a trap for whoever removes it."""
+    words = ("--config", LOCAL3, "--check", "--json", "checkpoint.dir=~/kept")
+    assert json.loads(check(*words, HOME="/home/me").stdout)["checkpoint_dir"] == "/home/me/kept"
+    done = check("--config", LOCAL3, "--check", "data.path=~nobody-here/text")
+    assert done.returncode == 2
+    assert "data.path: there is no folder or file ~nobody-here/text" in done.stderr
+
+
 def test_the_flag_for_the_backend_is_a_setting() -> None:
     done = check("--config", LOCAL3, "--check", "--json", "--distributed-backend", "gloo")
     assert json.loads(done.stdout)["backend"] == "gloo"
