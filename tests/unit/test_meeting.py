@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import socket
 import threading
 import time
@@ -153,6 +155,21 @@ def test_a_master_that_comes_later(tmp_path: Path) -> None:
     visitor.join()
     assert found == []
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("code", [errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNRESET])
+def test_a_network_that_has_just_come_back(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    failures = iter([OSError(code, os.strerror(code))] * 3)
+    connected = socket.socket()
+
+    def connect(*_: object) -> socket.socket:
+        for error in failures:
+            raise error
+        return connected
+
+    monkeypatch.setattr(meeting, "connect", connect)
+    with connected:
+        assert meeting._reach("10.0.0.1", 1, SECRET, time.monotonic() + 5) is connected
 
 
 def test_every_pair_of_nodes_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
