@@ -32,7 +32,7 @@ from training.config_file import Loader, SettingsError, Tree, read_file
 
 COMMAND_LINE = "command line"
 BUILT_IN_TASK = "language_model"
-TRACKERS = ("tensorboard", "wandb")
+TRACKERS = {"tensorboard": "training.trackers:TensorBoard", "wandb": "training.trackers:WandB"}
 Count = Annotated[int, Field(gt=0, le=10**15)]
 Interval = Annotated[int, Field(ge=0, le=10**15)]
 Seconds = Annotated[float, Field(gt=0, le=10**7)]
@@ -125,11 +125,6 @@ class Checkpoint(Section):
     every: Interval = 0  # 0: by the clock and at the end alone
     every_minutes: Rate = 10.0  # after the last save; 0: never
     keep_last: Count = 3  # intact checkpoints; older ones are deleted, except the best
-
-    @property
-    def folder(self) -> str:
-        """The folder that `dir` names."""
-        return os.path.expanduser(self.dir)
 
 
 class MixedPrecision(Section):

@@ -10,13 +10,19 @@ from __future__ import annotations
 
 import logging
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from distributed.heartbeat import beat
 from training.classes import load_class
+from training.settings import TRACKERS
+
+CLOSE_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,6 @@ class WandB:
         self._run.finish()
 
 
-_KNOWN: dict[str, Callable[[], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB}
 _log = logging.getLogger(__name__)
 
 
@@ -114,10 +119,7 @@ class Trackers:
         self._names, self._facts = names, facts
         self._started: dict[str, Tracker] = {}
         self._has_begun = False
-
-    def note_recorded(self, step: int) -> None:
-        """Note the last step that an earlier process has recorded."""
-        self._facts = replace(self._facts, recorded=step)
+        self.recorded = 0  # for RunFacts
 
     def record(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Hand the metrics of a step to each; returns whether they have started for that."""
@@ -128,13 +130,21 @@ class Trackers:
         return is_first
 
     def close(self) -> bool:
-        """Close each; returns whether they had started."""
-        self._each([*self._started], lambda name: self._started[name].close())
+        """Close each, within CLOSE_S seconds; returns whether they had started."""
+        close = partial(self._each, [*self._started], lambda name: self._started[name].close())
+        closing = threading.Thread(target=close, daemon=True)
+        closing.start()
+        deadline = time.monotonic() + CLOSE_S
+        while closing.is_alive() and time.monotonic() < deadline:
+            closing.join(1.0)
+            beat()  # a slow network does not make the run a stuck one
+        if closing.is_alive():
+            _log.warning(f"trackers took over {CLOSE_S:g} s to close; the run ends [log-lost]")
         return self._has_begun
 
     def _start(self, name: str) -> None:
-        self._started[name] = (_KNOWN.get(name) or load_class(name))()
-        self._started[name].start(self._facts)
+        self._started[name] = load_class(TRACKERS.get(name, name))()
+        self._started[name].start(replace(self._facts, recorded=self.recorded))
 
     def _each(self, names: Sequence[str], do: Callable[[str], None]) -> None:
         for name in names:

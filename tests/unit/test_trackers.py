@@ -7,6 +7,7 @@ import logging
 import os
 import struct
 import subprocess
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def test_a_tracker_of_ones_own(
     )
     facts = RunFacts("run", tmp_path, {"seed": 1}, ["node1"], 4)
     both = Trackers(["a:A", "b:B"], facts)
-    both.note_recorded(6)
+    both.recorded = 6
     assert both.record(5, {"loss": 1.0}) and not both.record(6, {"loss": 2.0})
     with caplog.at_level(logging.WARNING):
         made[1].fails = False
@@ -76,6 +77,22 @@ def test_a_tracker_that_cannot_be_made_is_left_out(
     assert both.record(1, {"loss": 1.0})
     assert caplog.messages == ["tracker a:A failed (no account); the run goes on [log-lost]"]
     assert made.told[1:] == [(1, {"loss": 1.0})]
+
+
+def test_a_tracker_that_closes_slowly_is_no_stuck_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    beats, is_allowed = [], threading.Event()
+    made = Noting()
+    made.close = is_allowed.wait  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(trackers, "beat", lambda: beats.append(1))
+    monkeypatch.setattr(trackers, "CLOSE_S", 0.01)
+    monkeypatch.setattr(trackers, "load_class", {"a:A": lambda: made}.get)
+    slow = Trackers(["a:A"], RunFacts("run", tmp_path, {}, [], 0))
+    slow.record(1, {"loss": 1.0})
+    assert slow.close()
+    assert beats and "trackers took over 0.01 s to close" in caplog.text
+    is_allowed.set()
 
 
 def test_the_commit_is_empty_where_there_is_none(
