@@ -30,13 +30,14 @@ import contextlib
 import logging
 import math
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 from distributed import checkpoint
 from distributed import torch as helper
@@ -134,7 +135,7 @@ class Run:
     def __init__(self, settings: Settings, environment: Environment) -> None:
         self.settings, self.environment = settings, environment
         rank, world_size, is_main = environment.rank, environment.world_size, environment.is_main
-        self.folder = Path(settings.checkpoint.folder) / environment.run_id
+        self.folder = Path(os.path.expanduser(settings.checkpoint.dir)) / environment.run_id
         self.logs = environment.log_dir / environment.run_id
         self.stop = Stop(
             settings.train.max_seconds,
@@ -157,9 +158,8 @@ class Run:
         self.validation = DataLoader(share, batch_size, collate_fn=self.task.collate)
         with refuse_together(environment):
             self.model = make_model(self.task, saved, settings, self.folder / "compiled")
-        self.optimizer = self.task.optimizer(self.model) or make_optimizer(
-            self.model, settings.train
-        )
+        optimizer = self.task.optimizer(self.model)
+        self.optimizer = optimizer or make_optimizer(self.model, settings.train)
         own_schedule = self.task.schedule(self.optimizer, last_step)
         self.schedule = Schedule(self.optimizer, own_schedule, settings.train, last_step)
         self.is_over = False  # the task has ended the run
@@ -267,22 +267,18 @@ class Run:
         with self.meter.paused():
             model = helper.unwrap(self.model)  # ranks can have different numbers of batches
             model.eval()
-            sums: dict[str, float] = {}  # also of the weights
+            sums: defaultdict[str, float] = defaultdict(float)  # also of the weights
             for batch, counts in self._validation_batches():
                 helper.beat(step)
                 with autocast(self.settings):
                     found = self.task.evaluate(model, move(batch, helper.device()))
                 for name, parts in found.items():
                     for part, value in zip(("sum", "weight"), parts, strict=True):
-                        key = f"{name} {part}"
-                        sums[key] = sums.get(key, 0.0) + counts * float(value)
+                        sums[f"{name} {part}"] += counts * float(value)
             model.train()
             means = helper.sync_metrics(sums)
-            values = {
-                name: means[f"{name} sum"] / means[f"{name} weight"]
-                for name in found
-                if means[f"{name} weight"]  # else there was nothing to measure it by
-            }
+            names = [name for name in found if means[f"{name} weight"]]  # else of no sample
+            values = {name: means[f"{name} sum"] / means[f"{name} weight"] for name in names}
             if "loss" in values:
                 values |= self.task.metrics(values["loss"])
             self.progress.record(step, {f"validation_{name}": v for name, v in values.items()})
@@ -297,8 +293,7 @@ class Run:
         samples = self.environment.world_size * (self.validation.batch_size or 1)
         rounds = math.ceil(len(self.task.validation) / samples)  # type: ignore[arg-type]
         for _ in range(len(self.validation), rounds if helper.is_sharded(self.model) else 1):
-            collate = self.task.collate or default_collate
-            yield collate([self.task.validation[0]]), False
+            yield self.validation.collate_fn([self.task.validation[0]]), False
 
     def save(self, step: int, validated: Mapping[str, float]) -> None:
         """Copy the state now, and write it as a checkpoint in the background."""
@@ -328,9 +323,8 @@ class Run:
 
     def print_summary(self, step: int, validated: Mapping[str, float]) -> None:
         """Print how the run ended, on rank 0. Ranks that share a model all compute the summary."""
-        rows: list[tuple[str, str]] = []
-        if validated:
-            rows = self.task.summary(helper.unwrap(self.model), validated)
+        model = helper.unwrap(self.model)
+        rows = self.task.summary(model, validated) if validated else []
         if not self.environment.is_main:
             return
         time = timedelta(seconds=round(self.meter.wall()))

@@ -100,7 +100,7 @@ def _check(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
         train = settings.train
         facts = {
             **chosen.model_dump(include={"backend", "join_timeout"}),
-            "checkpoint_dir": settings.checkpoint.folder,
+            "checkpoint_dir": os.path.expanduser(settings.checkpoint.dir),
             "task_file": _task_file(settings.task),
             "prepare": settings.prepare or "",
             "num_workers": settings.data.num_workers,

@@ -81,11 +81,7 @@ class Batches:
 
 
 def _load(
-    task: Task,
-    batches: Iterator[list[tuple[int, int]]],
-    done: int,
-    per_epoch: int,
-    settings: Settings,
+    task: Task, batches: Iterator[_Batch], done: int, per_epoch: int, settings: Settings
 ) -> Iterator[_Placed]:
     """Return the stream of these samples, after `done` batches."""
     loader = DataLoader(

@@ -19,7 +19,6 @@ from training.tasks.data import (
     OPEN_FILES,
     Piece,
     Windows,
-    cut,
     find_corpus,
     text_files,
 )
@@ -161,8 +160,11 @@ def test_a_file_that_was_cut_short_is_named(tmp_path: Path) -> None:
         windows[8]
 
 
-def test_the_first_pieces(tmp_path: Path) -> None:
-    pieces = [Piece(tmp_path, 0, 10), Piece(tmp_path, 5, 10), Piece(tmp_path, 0, 10)]
-    assert cut(pieces, 15) == [Piece(tmp_path, 0, 10), Piece(tmp_path, 5, 5)]
-    assert cut(pieces, 10) == pieces[:1]
-    assert cut(pieces, 99) == pieces
+@pytest.mark.parametrize(("most", "windows"), [(8, 0), (9, 1), (17, 2), (24, 2), (99, 3)])
+def test_only_the_first_tokens_count(tmp_path: Path, most: int, windows: int) -> None:
+    file = tmp_path / "bytes"
+    file.write_bytes(bytes(range(25)))
+    found = Windows([Piece(file, 0, 10), Piece(file, 10, 15)], 8, torch.uint8, most)
+    assert (found.size, len(found)) == (min(most, 25), windows)
+    with pytest.raises(IndexError):
+        found[windows]

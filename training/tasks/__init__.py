@@ -102,9 +102,6 @@ class Task(Protocol):
 
 def load_task(settings: Settings) -> Task:
     """Create the task that the settings name. Raises SettingsError, such as for missing data."""
-    if settings.task == BUILT_IN_TASK:
-        from training.tasks.language_model import LanguageModelTask
-
-        return LanguageModelTask(settings)
-    task: Task = load_class(settings.task)(settings)
+    ours = "training.tasks.language_model:LanguageModelTask"
+    task: Task = load_class(ours if settings.task == BUILT_IN_TASK else settings.task)(settings)
     return task

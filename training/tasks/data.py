@@ -21,6 +21,7 @@ import hashlib
 import itertools
 import json
 import os
+import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -78,12 +79,15 @@ class Windows(Dataset[Tensor]):
 
     block = 256  # windows in a row that are shuffled together, see training/batches.py
 
-    def __init__(self, pieces: Sequence[Piece], context: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, pieces: Sequence[Piece], context: int, dtype: torch.dtype, most: int = sys.maxsize
+    ) -> None:
+        """Use the first tokens, `most` of them."""
         self.context = context
         self._dtype = dtype
         self._pieces = [piece for piece in pieces if piece.size]
         self._ends = [*itertools.accumulate(piece.size for piece in self._pieces)]
-        self.size = self._ends[-1] // dtype.itemsize if self._ends else 0  # tokens
+        self.size = min(most, sum(piece.size for piece in pieces) // dtype.itemsize)  # tokens
 
     def __len__(self) -> int:
         return max(0, self.size - 1) // self.context
@@ -214,13 +218,3 @@ def _text(folder: Path | None) -> Corpus:
         if not empty:  # with few files, all can be on one side
             empty.append(other.pop(0))
     return Corpus(train, validation, str(folder or "the standard library"), left_out=left_out)
-
-
-def cut(pieces: Sequence[Piece], size: int) -> list[Piece]:
-    """Return the first pieces, up to so many bytes."""
-    ends = itertools.accumulate(piece.size for piece in pieces)
-    return [
-        piece._replace(size=min(piece.size, size - (end - piece.size)))
-        for piece, end in zip(pieces, ends, strict=True)
-        if end - piece.size < size
-    ]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from training import settings as config
 from training.config_file import SettingsError
 from training.tasks import Task
-from training.tasks.data import VALIDATION_TOKENS, Windows, cut, find_corpus
+from training.tasks.data import VALIDATION_TOKENS, Windows, find_corpus
 from training.tokenizer import Tokenizer
 
 SAMPLE_TOKENS = 240
@@ -75,10 +75,9 @@ class LanguageModelTask(Task):
     def __init__(self, settings: config.Settings) -> None:
         self.shape = settings.model
         self.corpus = corpus = find_corpus(settings.data.path)
-        context, width = self.shape.context, corpus.dtype.itemsize
-        held_out = cut(corpus.validation, (VALIDATION_TOKENS + 1) * width)
-        self.train = Windows(corpus.train, context, corpus.dtype)
-        self.validation = Windows(held_out, context, corpus.dtype)
+        context, dtype, most = self.shape.context, corpus.dtype, VALIDATION_TOKENS + 1
+        self.train = Windows(corpus.train, context, dtype)
+        self.validation = Windows(corpus.validation, context, dtype, most)
         if not (len(self.train) and len(self.validation)):
             cause = f"no side of it fills model.context, {context} tokens"
             raise SettingsError(f"data.path: {corpus.name} is too short: {cause}")
@@ -104,13 +103,11 @@ class LanguageModelTask(Task):
 
     def describe(self) -> str:
         unit = "B" if self.corpus.is_text else " tokens"
-        train, validation = (
-            f"{side.size / 1e6:.2f} M{unit}" for side in (self.train, self.validation)
-        )
+        sizes = [f"{side.size / 1e6:.2f} M{unit}" for side in (self.train, self.validation)]
         files = self.corpus.left_out
         more = f" and {len(files) - SHOWN} more" if len(files) > SHOWN else ""
         left_out = f"; left out: {', '.join(files[:SHOWN])}{more}" if files else ""
-        return f"{train} of {self.corpus.name}, and {validation} to validate on{left_out}"
+        return f"{sizes[0]} of {self.corpus.name}, and {sizes[1]} to validate on{left_out}"
 
     def summary(self, model: nn.Module, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         """Compare the loss with simpler models of the same bytes, and show a sample."""
