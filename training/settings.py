@@ -152,7 +152,8 @@ class Distributed(Section):
 
     @model_validator(mode="after")
     def _check_precision(self) -> Distributed:
-        if self.strategy == "fsdp" and self.mixed_precision.dtype == "float16":
+        mixed = self.mixed_precision
+        if self.strategy == "fsdp" and mixed.enabled and mixed.dtype == "float16":
             raise ValueError("float16 needs a loss scaler, and fsdp has none; use bfloat16")
         return self
 
