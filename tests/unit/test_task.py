@@ -88,6 +88,10 @@ class Uneven(Points):  # the loss is 1 on rank 0, of one term, and 5 on rank 1, 
     def evaluate(self, model, batch):
         return {**super().evaluate(model, batch), "rare": (0.0, 0)}
 
+class Blind(Points):
+    def __init__(self, settings):
+        self.train, self.validation = points(64, 1), []
+
 class Early(Points):
     def on_validation(self, step, metrics):
         return step >= 8 and metrics["accuracy"] > 0
@@ -193,6 +197,12 @@ def test_data_without_a_length_trains_on_more_than_two_ranks(work: Work) -> None
     """A first backward pass, which DDP's order of buckets needs, read `train` by its index."""
     work.run("four", 4, "task=points:Streaming", "train.max_steps=3", "train.batch_size=1")
     assert len(work.metrics("four", "loss")) == 3
+
+
+def test_data_to_validate_on_may_be_missing(work: Work) -> None:
+    word = "train.eval_every=0"
+    work.run("three", 3, "task=points:Blind", "train.max_steps=2", word)
+    assert len(work.metrics("three", "loss")) == 2
 
 
 def test_epochs_need_a_length(work: Work) -> None:
