@@ -214,7 +214,8 @@ def test_a_door_that_is_closed(listener: int) -> None:
 
 def test_a_door_that_opens_late_is_tried_again() -> None:
     """As after a cut, when a network has no route for the first second."""
-    port, faults = free_port(), []
+    port = free_port()
+    faults: list[Fault] = []
 
     def visit() -> None:
         door = meeting.Door(0, "n0", "127.0.0.1", port)
