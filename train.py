@@ -46,6 +46,7 @@ from distributed.errors import STOPPED, with_fault
 from distributed.stop import Stop
 from training import resume
 from training.batches import START, Batches, move, share_of
+from training.config_file import SettingsError
 from training.model import (
     autocast,
     fix_bucket_order,
@@ -157,6 +158,9 @@ class Run:
         share = share_of(self.task.validation, rank, world_size)
         self.validation = DataLoader(share, batch_size, collate_fn=self.task.collate)
         with refuse_together(environment):
+            told = helper.gather_bytes(str(self.batches.per_epoch).encode())
+            if odd := next((rank for rank, one in enumerate(told) if one != told[0]), 0):
+                raise SettingsError(f"data: rank {odd}'s is not rank 0's; give every node the same")
             self.model = make_model(self.task, saved, settings, self.folder / "compiled")
         optimizer = self.task.optimizer(self.model)
         self.optimizer = optimizer or make_optimizer(self.model, settings.train)
@@ -277,8 +281,7 @@ class Run:
                         sums[f"{name} {part}"] += counts * float(value)
             model.train()
             means = helper.sync_metrics(sums)
-            names = [name for name in found if means[f"{name} weight"]]  # else of no sample
-            values = {name: means[f"{name} sum"] / means[f"{name} weight"] for name in names}
+            values = {n: means[f"{n} sum"] / w for n in found if (w := means[f"{n} weight"])}
             if "loss" in values:
                 values |= self.task.metrics(values["loss"])
             self.progress.record(step, {f"validation_{name}": v for name, v in values.items()})

@@ -88,6 +88,10 @@ class Uneven(Points):  # the loss is 1 on rank 0, of one term, and 5 on rank 1, 
     def evaluate(self, model, batch):
         return {**super().evaluate(model, batch), "rare": (0.0, 0)}
 
+class Unlike(Points):
+    def __init__(self, settings):
+        self.train, self.validation = points(64 - 8 * int(os.environ["RANK"]), 1), points(37, 2)
+
 class Blind(Points):
     def __init__(self, settings):
         self.train, self.validation = points(64, 1), []
@@ -203,6 +207,12 @@ def test_data_to_validate_on_may_be_missing(work: Work) -> None:
     word = "train.eval_every=0"
     work.run("three", 3, "task=points:Blind", "train.max_steps=2", word)
     assert len(work.metrics("three", "loss")) == 2
+
+
+def test_ranks_with_unlike_data_are_refused(work: Work) -> None:
+    """One would be done with an epoch first, and the others wait for it."""
+    told = work.run("unlike", 2, "task=points:Unlike", code=2)
+    assert "data: rank 1's is not rank 0's; give every node the same" in told
 
 
 def test_epochs_need_a_length(work: Work) -> None:

@@ -1,8 +1,7 @@
 """What the built-in task reads: text or tokens, in files that stay where they are.
 
-    FOLDER    text: all files below it that are not hidden. The SHA-256 of a file's name decides
-              whether it is validation data, one in sixteen, so files keep their side when others
-              come and go.
+    FOLDER    text: all files below it but hidden ones. One in sixteen is validation data, by the
+              SHA-256 of its name: files keep their side when others come and go.
     FOLDER    with train.bin and val.bin: tokens, as training/prepare.py and nanoGPT write them.
     FILE      text, or tokens in FILE.bin; its last sixteenth is validation data.
     null      the sources of Python's standard library, without its tests and IDLE.
