@@ -30,13 +30,14 @@ import contextlib
 import logging
 import math
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 from distributed import checkpoint
 from distributed import torch as helper
@@ -45,6 +46,7 @@ from distributed.errors import STOPPED, with_fault
 from distributed.stop import Stop
 from training import resume
 from training.batches import START, Batches, move, share_of
+from training.config_file import SettingsError
 from training.meter import Meter, Pace, Stopwatch
 from training.model import (
     autocast,
@@ -135,7 +137,7 @@ class Run:
     def __init__(self, settings: Settings, environment: Environment) -> None:
         self.settings, self.environment = settings, environment
         rank, world_size, is_main = environment.rank, environment.world_size, environment.is_main
-        self.folder = Path(settings.checkpoint.dir) / environment.run_id
+        self.folder = Path(os.path.expanduser(settings.checkpoint.dir)) / environment.run_id
         self.logs = environment.log_dir / environment.run_id
         self.stop = Stop(
             settings.train.max_seconds,
@@ -157,10 +159,12 @@ class Run:
         share = share_of(self.task.validation, rank, world_size)
         self.validation = DataLoader(share, batch_size, collate_fn=self.task.collate)
         with refuse_together(environment):
+            told = helper.gather_bytes(str(self.batches.per_epoch).encode())
+            if odd := next((rank for rank, one in enumerate(told) if one != told[0]), 0):
+                raise SettingsError(f"data: rank {odd}'s is not rank 0's; give every node the same")
             self.model = make_model(self.task, saved, settings, self.folder / "compiled")
-        self.optimizer = self.task.optimizer(self.model) or make_optimizer(
-            self.model, settings.train
-        )
+        optimizer = self.task.optimizer(self.model)
+        self.optimizer = optimizer or make_optimizer(self.model, settings.train)
         own_schedule = self.task.schedule(self.optimizer, last_step)
         self.schedule = Schedule(self.optimizer, own_schedule, settings.train, last_step)
         self.is_over = False  # the task has ended the run
@@ -189,8 +193,8 @@ class Run:
         progress, rank = saved.progress, self.environment.rank
         with refuse_together(self.environment):
             load_moments(self.optimizer, self.model, saved.optimizer)
-        if self.schedule.own is not None and "schedule" in progress:
-            self.schedule.own.load_state_dict(progress["schedule"])
+        if self.schedule.own is not None:  # also rank 0's state of it where there are more ranks
+            self.schedule.own.load_state_dict(saved.ranks[0]["schedule"])
         if self.scaler.is_enabled() and "scaler" in progress:
             self.scaler.load_state_dict(progress["scaler"])
         own = saved.ranks[rank] if rank < len(saved.ranks) else {}
@@ -233,7 +237,8 @@ class Run:
 
     def mean_loss(self) -> float:
         """Return the mean loss of all ranks since the last reading; ends a run if not finite."""
-        mean = helper.sync_metrics({"loss": self.meter.loss()})["loss"]
+        sums = helper.sync_metrics(self.meter.state())
+        mean = sums["loss"] / (sums["terms"] or 1)
         if not math.isfinite(mean):
             self._exit_not_finite()
         return mean
@@ -266,18 +271,17 @@ class Run:
         with self.meter.paused():
             model = helper.unwrap(self.model)  # ranks can have different numbers of batches
             model.eval()
-            sums: dict[str, float] = {}  # also of the weights
+            sums: defaultdict[str, float] = defaultdict(float)  # also of the weights
             for batch, counts in self._validation_batches():
                 helper.beat(step)
                 with autocast(self.settings):
                     found = self.task.evaluate(model, move(batch, helper.device()))
                 for name, parts in found.items():
                     for part, value in zip(("sum", "weight"), parts, strict=True):
-                        key = f"{name} {part}"
-                        sums[key] = sums.get(key, 0.0) + counts * float(value)
+                        sums[f"{name} {part}"] += counts * float(value)
             model.train()
             means = helper.sync_metrics(sums)
-            values = {name: means[f"{name} sum"] / means[f"{name} weight"] for name in found}
+            values = {n: means[f"{n} sum"] / w for n in found if (w := means[f"{n} weight"])}
             if "loss" in values:
                 values |= self.task.metrics(values["loss"])
             self.progress.record(step, {f"validation_{name}": v for name, v in values.items()})
@@ -292,8 +296,7 @@ class Run:
         samples = self.environment.world_size * (self.validation.batch_size or 1)
         rounds = math.ceil(len(self.task.validation) / samples)  # type: ignore[arg-type]
         for _ in range(len(self.validation), rounds if helper.is_sharded(self.model) else 1):
-            collate = self.task.collate or default_collate
-            yield collate([self.task.validation[0]]), False
+            yield self.validation.collate_fn([self.task.validation[0]]), False
 
     def save(self, step: int, validated: Mapping[str, float]) -> None:
         """Copy the state now, and write it as a checkpoint in the background."""
@@ -305,7 +308,7 @@ class Run:
                 progress["validation_loss"] = validated.get("loss")
                 progress["score"] = -best if self.task.best_is_highest else best
             own = {"rng": checkpoint.rng_state(), "meter": self.meter.state()}
-            ranks = checkpoint.gather_ranks(own)
+            ranks = checkpoint.gather_ranks({**own, "schedule": self.schedule.state()})
             weights, moments = state_of(self.model, self.optimizer)
             self.saver.save(step, checkpoint.State(weights, moments, progress, ranks))
             self.stop.note_save()
@@ -318,15 +321,13 @@ class Run:
             "global_batch_size": self.batches.samples * self.settings.train.grad_accumulation,
             "settings": self.settings.model_dump(mode="json"),
             "scaler": self.scaler.state_dict(),
-            "schedule": self.schedule.state(),
             "ended": self.environment.run_id if self.is_over else "",
         }
 
     def print_summary(self, step: int, validated: Mapping[str, float]) -> None:
         """Print how the run ended, on rank 0. Ranks that share a model all compute the summary."""
-        rows: list[tuple[str, str]] = []
-        if validated:
-            rows = self.task.summary(helper.unwrap(self.model), validated)
+        model = helper.unwrap(self.model)
+        rows = self.task.summary(model, validated) if validated else []
         if not self.environment.is_main:
             return
         time = timedelta(seconds=round(self.meter.wall()))

@@ -97,14 +97,18 @@ def _check(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
     if settings.task == BUILT_IN_TASK:
         data_path(settings.data.path)
     if arguments.json:  # for launchers
-        facts = chosen.model_dump(include={"backend", "join_timeout"})
-        facts |= {"checkpoint_dir": settings.checkpoint.dir, "task_file": _task_file(settings.task)}
-        facts |= {"prepare": settings.prepare or "", "num_workers": settings.data.num_workers}
         train = settings.train
-        facts["batch"] = {
-            "samples": train.batch_size or 0,
-            "samples_in_all": train.global_batch_size or 0,
-            "accumulation": train.grad_accumulation,
+        facts = {
+            **chosen.model_dump(include={"backend", "join_timeout"}),
+            "checkpoint_dir": os.path.expanduser(settings.checkpoint.dir),
+            "task_file": _task_file(settings.task),
+            "prepare": settings.prepare or "",
+            "num_workers": settings.data.num_workers,
+            "batch": {
+                "samples": train.batch_size or 0,
+                "samples_in_all": train.global_batch_size or 0,
+                "accumulation": train.grad_accumulation,
+            },
         }
         print(json.dumps(facts))
     else:

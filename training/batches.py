@@ -81,11 +81,7 @@ class Batches:
 
 
 def _load(
-    task: Task,
-    batches: Iterator[list[tuple[int, int]]],
-    done: int,
-    per_epoch: int,
-    settings: Settings,
+    task: Task, batches: Iterator[_Batch], done: int, per_epoch: int, settings: Settings
 ) -> Iterator[_Placed]:
     """Return the stream of these samples, after `done` batches."""
     loader = DataLoader(
@@ -115,11 +111,11 @@ def _samples(
         epoch, done = epoch + 1, 0
 
 
-def _epochs(load: Callable[..., Iterable[Any] | None], epoch: int, done: int) -> Iterator[_Placed]:
+def _epochs(load: Callable[..., Iterable[Any]], epoch: int, done: int) -> Iterator[_Placed]:
     """Yield the batches of `load(epoch=, skip=)` without end; raises SettingsError without any."""
     while True:
         number = done
-        for number, batch in enumerate(load(epoch=epoch, skip=done) or (), done + 1):
+        for number, batch in enumerate(load(epoch=epoch, skip=done), done + 1):
             yield epoch, number, batch
         if number == 0:
             raise SettingsError(f"data: epoch {epoch} has no batch for each rank")

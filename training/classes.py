@@ -16,17 +16,15 @@ def load_class(name: str) -> Any:
 
 
 def check_name(text: str, *known: str) -> str:
-    """Return a known name, or module:Class; raises ValueError where there is no such class."""
+    """Return a known name, or module:Class; raises ValueError where there is no such class.
+
+    The module is not imported, for that would import torch.
+    """
+    if text in known:
+        return text
     module, _, name = text.partition(":")
-    if text not in known:
-        if not (module and name):
-            raise ValueError(f"{text!r} is neither {' nor '.join(known)} nor module:Class")
-        _check_class(module, name)
-    return text
-
-
-def _check_class(module: str, name: str) -> None:
-    """Raise ValueError if there is no such class, without importing the module and so torch."""
+    if not (module and name):
+        raise ValueError(f"{text!r} is neither {' nor '.join(known)} nor module:Class")
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):  # it is not there, or cannot be a module's name
@@ -34,13 +32,13 @@ def _check_class(module: str, name: str) -> None:
     if spec is None:
         cure = f"put {module}.py into this folder, into the config's, or on PYTHONPATH"
         raise ValueError(f"there is no module {module}; {cure}")
-    if not (spec.origin or "").endswith(".py"):
-        return
-    try:
-        source = importlib.util.decode_source(Path(spec.origin or "").read_bytes())
-        symbols = symtable.symtable(source, module, "exec").get_symbols()
-    except SyntaxError as error:
-        raise ValueError(f"{spec.origin}, line {error.lineno}: {error.msg}") from None
-    names = [each.get_name() for each in symbols if each.is_assigned() or each.is_imported()]
-    if name not in names and "import *" not in source:
-        raise ValueError(f"{spec.origin} has no class {name}")
+    if (spec.origin or "").endswith(".py"):
+        try:
+            source = importlib.util.decode_source(Path(spec.origin or "").read_bytes())
+            symbols = symtable.symtable(source, module, "exec").get_symbols()
+        except SyntaxError as error:
+            raise ValueError(f"{spec.origin}, line {error.lineno}: {error.msg}") from None
+        names = [one.get_name() for one in symbols if one.is_assigned() or one.is_imported()]
+        if name not in names and "import *" not in source:
+            raise ValueError(f"{spec.origin} has no class {name}")
+    return text

@@ -49,7 +49,7 @@ class Meter:
         self._new.append((step, loss.detach(), terms))
 
     def state(self) -> dict[str, float]:
-        """Return the sums since the last reading, with which another Meter can continue."""
+        """Return the sums since the last reading: loss and terms. Another Meter can continue."""
         losses = [loss for _, loss, _ in self._new]
         values = torch.stack(losses).tolist() if losses else []  # waits for the device
         for (step, _, terms), value in zip(self._new, values, strict=True):
@@ -60,11 +60,6 @@ class Meter:
                 self.not_finite = step, value
         self._new.clear()
         return dict(self._sums)
-
-    def loss(self) -> float:
-        """Return the mean loss since the last reading."""
-        sums = self.state()
-        return sums["loss"] / sums["terms"]
 
     def read(self) -> tuple[float, float]:
         """Start a new reading; returns the previous one: terms per second, part spent on data."""

@@ -94,8 +94,8 @@ def fix_bucket_order(task: Task, model: nn.Module, batch_size: int, settings: Se
     must be rounded like the same step of an uninterrupted run.
     """
     before = [buffer.clone() for buffer in model.buffers()]
-    length = len(task.validation)  # type: ignore[arg-type]  # the training data may have none
-    samples = [task.validation[index % length] for index in range(batch_size)]
+    data: Any = task.validation or task.train  # the training data may have no length
+    samples = [data[index % len(data)] for index in range(batch_size)]
     batch = (task.collate or default_collate)(samples)
     with autocast(settings):
         loss = task.loss(model, move(batch, helper.device()))

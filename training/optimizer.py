@@ -27,13 +27,16 @@ def make_optimizer(model: nn.Module, settings: Train) -> AdamW:
 def find_last_step(settings: Train, batches_per_epoch: int | None) -> int | None:
     """Return the step that ends the run, or None if only time does.
 
-    Raises SettingsError for epochs of data whose length is not known.
+    Raises SettingsError for epochs without a single step, or of data whose length is not known.
     """
     limits = [settings.max_steps] if settings.max_steps else []
     if settings.epochs:
         if batches_per_epoch is None:
             raise SettingsError("train.epochs: the data has no length; use train.max_steps")
         limits.append(settings.epochs * batches_per_epoch // settings.grad_accumulation)
+        if not limits[-1]:
+            cause = f"the data has {batches_per_epoch} batches, too few for one step"
+            raise SettingsError(f"train.epochs: {cause}; lower train.grad_accumulation")
     return min(limits, default=None)
 
 

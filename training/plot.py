@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def draw(
 
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
-    found = {name: _curves([*read_metrics(folder / METRICS)]) for name, folder in runs.items()}
+    found = {name: _curves(read_metrics(folder / METRICS)) for name, folder in runs.items()}
     used = [panel for panel in panels if any(_shown(each, panel) for each in found.values())]
     columns = 2 if len(used) > 1 else 1
     for number, panel in enumerate(used or panels[:1]):
@@ -55,12 +55,8 @@ def draw(
             for metric in _shown(curves, panel):
                 is_held_out = metric.startswith("validation")
                 label = metric if len(runs) == 1 else f"{name} {metric}"
-                axes.plot(
-                    *curves[metric],
-                    "o-" if is_held_out else "-",
-                    label=label,
-                    color=f"C{2 * at + is_held_out}",
-                )
+                style, color = "o-" if is_held_out else "-", f"C{2 * at + is_held_out}"
+                axes.plot(*zip(*curves[metric], strict=True), style, label=label, color=color)
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend()
@@ -71,16 +67,13 @@ def draw(
     temporary.replace(to)
 
 
-def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
-    """Return the steps and the values of each metric."""
-    names = dict.fromkeys(name for line in lines for name in line if name != "step")
-    return {
-        name: (
-            [line["step"] for line in lines if name in line],
-            [line[name] for line in lines if name in line],
-        )
-        for name in names
-    }
+def _curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """Return the step and the value of each reading, by metric."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for line in lines:
+        for name, value in line.items():
+            curves.setdefault(name, []).append((line["step"], value))
+    return curves
 
 
 def _shown(curves: Mapping[str, object], panel: str) -> list[str]:
@@ -100,14 +93,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--to", metavar="FILE", type=Path, default=Path("runs.png"))
     chosen = parser.parse_args(arguments)
     folders = {run: Path(run) if "/" in run else Path("logs", run) for run in chosen.runs}
-    for folder in folders.values():
-        if not (folder / METRICS).is_file():
-            print(
-                f"plot: there is no {folder / METRICS}; give a run id, or its folder of logs",
-                file=sys.stderr,
-            )
+    for file in (folder / METRICS for folder in folders.values()):
+        if not file.is_file():
+            cure = "give a run id, or its folder of logs"
+            print(f"plot: there is no {file}; {cure}", file=sys.stderr)
             return 2
-    draw({Path(run).name: folder for run, folder in folders.items()}, chosen.to)
+    draw(folders, chosen.to)
     print(chosen.to)
     return 0
 

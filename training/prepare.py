@@ -48,11 +48,10 @@ def prepare(path: str, to: Path, tokenizer: Tokenizer) -> None:
     corpus = find_corpus(path)
     if not corpus.is_text:
         raise SettingsError(f"{path} holds tokens already; name it in data.path")
-    dtype = next(
-        name for name, code in CODES.items() if tokenizer.vocabulary <= 256 ** array(code).itemsize
-    )
+    size = tokenizer.vocabulary
+    dtype = next(name for name, code in CODES.items() if size <= 256 ** array(code).itemsize)
     to.mkdir(parents=True, exist_ok=True)
-    facts = {"dtype": dtype, "vocabulary": tokenizer.vocabulary, "tokenizer": tokenizer.name}
+    facts = {"dtype": dtype, "vocabulary": size, "tokenizer": tokenizer.name}
     if tokenizer.file:
         facts["tokenizer"] = f"tokenizers:{tokenizer.file.name}"
         if tokenizer.file.resolve().parent != to.resolve():

@@ -85,7 +85,7 @@ class Progress:
         if enabled:
             with may_be_lost(folder):
                 folder.mkdir(parents=True, exist_ok=True)
-                trackers.note_recorded(self._remove_later(limits.first_step))
+                trackers.recorded = self._remove_later(limits.first_step)
                 self._file = self._metrics.open("a")  # a new one: an earlier process keeps its own
             if sys.stderr.isatty() and _log.isEnabledFor(logging.INFO):
                 self._bar = _open_bar(limits)
@@ -124,14 +124,11 @@ class Progress:
         elif found := {n: v for n, v in values.items() if n.startswith("validation_")}:
             told = (f"{name.removeprefix('validation_')} {found[name]:.3f}" for name in found)
             self._validation = f"  validation {' '.join(told)}"
-        with may_be_lost(self._folder):
-            self._append(step, values)
-
-    def _append(self, step: int, values: Mapping[str, float]) -> None:
         if self._file is not None:
-            line = {"step": step, **values, "time": round(time.time(), 3)}
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+            with may_be_lost(self._folder):
+                line = {"step": step, **values, "time": round(time.time(), 3)}
+                self._file.write(json.dumps(line) + "\n")
+                self._file.flush()
         if self._trackers.record(step, values):
             self.draw()  # imports matplotlib now rather than at the end
 

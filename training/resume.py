@@ -34,7 +34,7 @@ def find_checkpoint(resume: str, folder: Path, *, is_restart: bool) -> checkpoin
         return None
     state = checkpoint.load(folder)
     if state is None and resume not in ("auto", "never"):
-        state = checkpoint.load(Path(resume))
+        state = checkpoint.load(Path(os.path.expanduser(resume)))
         if state is None:
             raise SettingsError(f"resume: {resume} holds no checkpoint")
     return state

@@ -15,7 +15,7 @@ from pathlib import Path
 from distributed import checkpoint
 from distributed.checkpoint import CheckpointError
 from training.config_file import SettingsError
-from training.settings import BUILT_IN_TASK, Settings
+from training.settings import BUILT_IN_TASK, LanguageModel
 from training.tasks.data import find_corpus
 from training.tasks.language_model import GPT, SAMPLE_PROMPT, SAMPLE_TOKENS, generate, printable
 from training.tokenizer import Tokenizer
@@ -55,14 +55,15 @@ def load(folder: Path) -> tuple[GPT, Tokenizer]:
     state = checkpoint.load(folder)
     if state is None:
         raise CheckpointError(f"{folder} holds no checkpoint")
-    if state.progress["settings"]["task"] != BUILT_IN_TASK:
-        raise SettingsError(f"{folder} is of the task {state.progress['settings']['task']}")
-    settings = Settings.model_validate(state.progress["settings"], strict=False)
-    model = GPT(settings.model)
+    settings = state.progress["settings"]  # of which only these are needed, and need be valid here
+    if settings["task"] != BUILT_IN_TASK:
+        raise SettingsError(f"{folder} is of the task {settings['task']}")
+    shape = LanguageModel.model_validate(settings["model"])
+    model = GPT(shape)
     model.load_state_dict(state.model)
-    if settings.model.vocabulary == 256:
+    if shape.vocabulary == 256:
         return model, Tokenizer("bytes")
-    corpus = find_corpus(settings.data.path)
+    corpus = find_corpus(settings["data"]["path"])
     if not corpus.tokenizer:
         raise SettingsError(f"{corpus.name} names no tokenizer; see training/prepare.py")
     return model, Tokenizer(corpus.tokenizer, corpus.folder)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -31,7 +32,7 @@ from training.config_file import Loader, SettingsError, Tree, read_file
 
 COMMAND_LINE = "command line"
 BUILT_IN_TASK = "language_model"
-TRACKERS = ("tensorboard", "wandb")
+TRACKERS = {"tensorboard": "training.trackers:TensorBoard", "wandb": "training.trackers:WandB"}
 Count = Annotated[int, Field(gt=0, le=10**15)]
 Interval = Annotated[int, Field(ge=0, le=10**15)]
 Seconds = Annotated[float, Field(gt=0, le=10**7)]
@@ -60,9 +61,7 @@ class Section(BaseModel):
 
 
 class Data(Section):
-    path: str | None = (
-        None  # text or tokens, see training/tasks/data.py; null: Python's own sources
-    )
+    path: str | None = None  # of text or tokens; see training/tasks/data.py
     num_workers: Interval = 0  # processes per rank that load batches; 0: the rank itself
     pin_memory: bool = False  # faster copies to a GPU
 
@@ -154,7 +153,8 @@ class Distributed(Section):
 
     @model_validator(mode="after")
     def _check_precision(self) -> Distributed:
-        if self.strategy == "fsdp" and self.mixed_precision.dtype == "float16":
+        mixed = self.mixed_precision
+        if self.strategy == "fsdp" and mixed.enabled and mixed.dtype == "float16":
             raise ValueError("float16 needs a loss scaler, and fsdp has none; use bfloat16")
         return self
 
@@ -192,7 +192,7 @@ class OwnTaskSettings(Settings):
 
 def data_path(path: str | None) -> Path | None:
     """Return the folder or file that data.path names for the built-in task. SettingsError: none."""
-    found = Path(path).expanduser() if path else None
+    found = Path(os.path.expanduser(path)) if path else None  # unlike Path's, takes any ~name
     if found and not found.exists():
         raise SettingsError(f"data.path: there is no folder or file {found}")
     return found

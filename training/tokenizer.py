@@ -20,6 +20,7 @@ class Tokenizer:
         self.name = name
         self._kind, _, self._model = name.partition(":")
         self.end: int | None = None  # the token between two documents
+        self.file: Path | None = None  # that it was read from
         if name == "bytes":
             self.vocabulary = 256
         elif self._kind == "tiktoken" and self._model:
@@ -30,20 +31,18 @@ class Tokenizer:
                 raise SettingsError(f"tokenizer {name}: {error}") from None
             self.vocabulary, self.end = self._tokens.n_vocab, self._tokens.eot_token
         elif self._kind == "tokenizers" and self._model:
-            file = folder / self._model
-            if not file.is_file():
-                raise SettingsError(f"tokenizer {name}: there is no file {file}")
-            self._tokens = _import("tokenizers").Tokenizer.from_file(str(file))
+            self.file = folder / self._model
+            if not self.file.is_file():
+                raise SettingsError(f"tokenizer {name}: there is no file {self.file}")
+            try:
+                self._tokens = _import("tokenizers").Tokenizer.from_file(str(self.file))
+            except Exception as error:  # which is all that it says of a file of another kind
+                raise SettingsError(f"tokenizer {name}: {error}") from None
             self.vocabulary = self._tokens.get_vocab_size()
             self.end = self._tokens.token_to_id("<|endoftext|>")
         else:
             known = "bytes, tiktoken:gpt2 or tokenizers:FILE"
             raise SettingsError(f"tokenizer {name!r} is unknown; give {known}")
-
-    @property
-    def file(self) -> Path | None:
-        """The file that it was read from."""
-        return Path(self._model) if self._kind == "tokenizers" else None
 
     def encode(self, text: bytes) -> Sequence[int]:
         """Return the tokens of a text."""
@@ -55,7 +54,8 @@ class Tokenizer:
         return list(self._tokens.encode(readable, add_special_tokens=False).ids)
 
     def decode(self, tokens: Sequence[int]) -> bytes:
-        """Return the text of tokens."""
+        """Return the text of tokens; a model may know more, which mean nothing."""
+        tokens = [token for token in tokens if token < self.vocabulary]
         if self.name == "bytes":
             return bytes(tokens)
         if self._kind == "tiktoken":

@@ -10,13 +10,19 @@ from __future__ import annotations
 
 import logging
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from distributed.heartbeat import beat
 from training.classes import load_class
+from training.settings import TRACKERS
+
+CLOSE_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -32,8 +38,8 @@ class RunFacts:
 
     @property
     def commit(self) -> str:
-        """The git commit of the working directory; empty: there is none."""
-        words = ["git", "rev-parse", "HEAD"]
+        """The git commit of the working directory, as run.json has it; empty: there is none."""
+        words = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
         try:
             return subprocess.run(words, capture_output=True, text=True).stdout.strip()
         except OSError:  # no git
@@ -103,7 +109,6 @@ class WandB:
         self._run.finish()
 
 
-_KNOWN: dict[str, Callable[[], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB}
 _log = logging.getLogger(__name__)
 
 
@@ -112,37 +117,40 @@ class Trackers:
 
     def __init__(self, names: Sequence[str], facts: RunFacts) -> None:
         self._names, self._facts = names, facts
-        self._started: dict[str, Tracker] | None = None
-
-    def note_recorded(self, step: int) -> None:
-        """Note the last step that an earlier process has recorded."""
-        self._facts = replace(self._facts, recorded=step)
+        self._started: dict[str, Tracker] = {}
+        self._has_begun = False
+        self.recorded = 0  # for RunFacts
 
     def record(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Hand the metrics of a step to each; returns whether they have started for that."""
-        is_first = self._started is None
-        if self._started is None:
-            self._started = {name: _load(name) for name in self._names}
-            self._each(lambda tracker: tracker.start(self._facts))
-        self._each(lambda tracker: tracker.record(step, metrics))
+        is_first, self._has_begun = not self._has_begun, True
+        if is_first:
+            self._each(self._names, self._start)
+        self._each([*self._started], lambda name: self._started[name].record(step, metrics))
         return is_first
 
     def close(self) -> bool:
-        """Close each; returns whether they had started."""
-        self._each(lambda tracker: tracker.close())
-        return self._started is not None
+        """Close each, within CLOSE_S seconds; returns whether they had started."""
+        close = partial(self._each, [*self._started], lambda name: self._started[name].close())
+        closing = threading.Thread(target=close, daemon=True)
+        closing.start()
+        deadline = time.monotonic() + CLOSE_S
+        while closing.is_alive() and time.monotonic() < deadline:
+            closing.join(1.0)
+            beat()  # a slow network does not make the run a stuck one
+        if closing.is_alive():
+            _log.warning(f"trackers took over {CLOSE_S:g} s to close; the run ends [log-lost]")
+        return self._has_begun
 
-    def _each(self, do: Callable[[Tracker], None]) -> None:
-        started = self._started or {}
-        for name, tracker in [*started.items()]:
+    def _start(self, name: str) -> None:
+        self._started[name] = load_class(TRACKERS.get(name, name))()
+        self._started[name].start(replace(self._facts, recorded=self.recorded))
+
+    def _each(self, names: Sequence[str], do: Callable[[str], None]) -> None:
+        for name in names:
             try:
-                do(tracker)
+                do(name)
             except Exception as error:
-                del started[name]
+                self._started.pop(name, None)
                 why = str(error).splitlines()[0] if str(error) else type(error).__name__
                 _log.warning(f"tracker {name} failed ({why}); the run goes on [log-lost]")
-
-
-def _load(name: str) -> Tracker:
-    tracker: Tracker = (_KNOWN.get(name) or load_class(name))()
-    return tracker

@@ -201,8 +201,9 @@ def _try_door(door: Door, deadline: float) -> str:
 
 def _reach(address: str, port: int, secret: bytes, deadline: float) -> socket.socket:
     """Connect to node rank 0, which may come to its port later than this node."""
-    limits = dict.fromkeys((errno.ECONNREFUSED, errno.ECONNRESET), deadline)  # not yet there
-    limits[errno.EHOSTUNREACH] = time.monotonic() + ANSWER_S  # a network that has just come back
+    soon = time.monotonic() + ANSWER_S  # for a network that has just come back
+    limits = {errno.EHOSTUNREACH: soon, errno.ENETUNREACH: soon}
+    limits |= {errno.ECONNREFUSED: deadline, errno.ECONNRESET: deadline}  # not yet there
     while True:
         try:
             return connect(address, port, secret, ANSWER_S)

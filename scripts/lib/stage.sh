@@ -16,7 +16,7 @@ stage_python() { # <fan-out or other task>
   local place=${STAGE_ENV:-} packed key folders facts archive copy
   [[ -n $place && " auto local srun ssh pdsh " == *" $1 "* && " ${FLAGS[*]} " != *" --dry-run "* ]] || return 0
   [[ $place != 1 ]] || place=/dev/shm
-  [[ $place == /* && -d $place && -w $place ]] ||
+  [[ $place == /* && ($1 != local || -d $place) ]] || # another machine may have it
     die 2 "STAGE_ENV is ${STAGE_ENV@Q}; give 1 for memory (/dev/shm), or a folder on each node's own disk"
   [[ -z ${CONTAINER:-} ]] ||
     die 2 "STAGE_ENV is for environments of many files, and CONTAINER is one; leave one of them out"
@@ -89,6 +89,7 @@ run_staged() { # <archive> <folder> <arguments...>
 # Unpacks the archive where it is not yet, and keeps the folder from removal as long as this process,
 # or one that it becomes or starts, lives.
 hold_unpacked() { # <archive> <folder>
+  [[ -d ${2%/*/*} ]] || fail env-missing "there is no folder ${2%/*/*} here; give STAGE_ENV one that each node has"
   make_own_folder "${2%/*}"
   [[ -O ${1%/*} ]] || fail env-missing "there is no $1 of yours here; give a LOG_DIR that all nodes share, or leave STAGE_ENV out"
   hold "$2.lock" --shared

@@ -103,6 +103,17 @@ staged() {
   [[ $status == 3 && $output == *"stage.sh: $HOST: $PWD/place/launch-kit-$UID is another user's; see STAGE_ENV and LOG_DIR [env-missing]" ]]
 }
 
+@test "the machine that only launches need not have the nodes' folder" {
+  fake_tool ssh 'exit 255'
+  STAGE_ENV=/nowhere/of-the-nodes run "$ROOT/scripts/ssh/launch_torchrun_auto.sh" - 1 node1
+  [[ $status == 3 && $output == *packing* && $output != *"STAGE_ENV is "* && $output == *"[ssh-refused]"* ]]
+  local archive
+  archive=$(echo "$PWD"/logs/environments-$UID/*.tar)
+  run bash "$ROOT/scripts/lib/stage.sh" "$archive" "/nowhere/of-the-nodes/launch-kit-$UID/x" -c ''
+  [[ $status == 3 && $output == "stage.sh: $HOST: there is no folder /nowhere/of-the-nodes here; give STAGE_ENV one that each node has [env-missing]" ]]
+  [[ ! -e /nowhere ]]
+}
+
 @test "a folder without room is refused" {
   fake_tool df 'printf "Avail\n1\n"'
   run launch

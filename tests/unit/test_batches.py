@@ -14,7 +14,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from distributed.environment import Environment, detect
 from training import batches
@@ -199,6 +199,16 @@ def test_a_task_may_load_its_data_itself() -> None:
     assert stream.position() == {"epoch": 1, "samples": 16}
     again = Batches(Loading(None), 4, settings, rank_of(1, 2), stream.position())
     assert next(again) == "1.2 1/2 x 4"
+
+
+class LoadingInOrder(Loading):
+    def loader(self, batch_size: int, **_: int) -> Any:
+        return DataLoader(Stream(6), batch_size)  # one that has no length
+
+
+def test_a_loader_of_ones_own_needs_no_length() -> None:
+    stream = Batches(LoadingInOrder(None), 4, Settings(train=make_train()), detect({}))
+    assert [next(stream).tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5]]
 
 
 def test_a_batch_is_made_by_the_tasks_own_function() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,6 @@ from training.tasks.data import (
     OPEN_FILES,
     Piece,
     Windows,
-    cut,
     find_corpus,
     text_files,
 )
@@ -82,6 +83,32 @@ def test_what_is_left_out_is_named(tmp_path: Path) -> None:
     assert corpus.left_out == ["picture.txt (not text)"]
 
 
+def test_every_folder_of_ones_own_text_is_read(tmp_path: Path) -> None:
+    """Only of the standard library are tests left out."""
+    for name in ("tests", "site-packages", "src"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text").write_text(f"of {name} ")
+    corpus = find_corpus(str(tmp_path))
+    both = content([*corpus.train, *corpus.validation])
+    assert all(word in both for word in (b"of tests ", b"of site-packages ", b"of src "))
+
+
+def test_a_folder_that_may_not_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(tmp_path, 3)
+    (tmp_path / "secret").mkdir()
+    scan = os.scandir
+
+    def refuse(path: str) -> Any:  # as for a user who may not
+        if path.endswith("secret"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert find_corpus(str(tmp_path)).left_out == ["secret (Permission denied)"]
+
+
 def test_tokens_as_nano_gpt_writes_them(tmp_path: Path) -> None:
     array("H", range(300)).tofile((tmp_path / "train.bin").open("wb"))
     with pytest.raises(SettingsError, match=r"has a train.bin and no val.bin; add it"):
@@ -133,8 +160,11 @@ def test_a_file_that_was_cut_short_is_named(tmp_path: Path) -> None:
         windows[8]
 
 
-def test_the_first_pieces(tmp_path: Path) -> None:
-    pieces = [Piece(tmp_path, 0, 10), Piece(tmp_path, 5, 10), Piece(tmp_path, 0, 10)]
-    assert cut(pieces, 15) == [Piece(tmp_path, 0, 10), Piece(tmp_path, 5, 5)]
-    assert cut(pieces, 10) == pieces[:1]
-    assert cut(pieces, 99) == pieces
+@pytest.mark.parametrize(("most", "windows"), [(8, 0), (9, 1), (17, 2), (24, 2), (99, 3)])
+def test_only_the_first_tokens_count(tmp_path: Path, most: int, windows: int) -> None:
+    file = tmp_path / "bytes"
+    file.write_bytes(bytes(range(25)))
+    found = Windows([Piece(file, 0, 10), Piece(file, 10, 15)], 8, torch.uint8, most)
+    assert (found.size, len(found)) == (min(most, 25), windows)
+    with pytest.raises(IndexError):
+        found[windows]

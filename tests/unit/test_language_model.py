@@ -66,6 +66,36 @@ def test_tokens_need_a_vocabulary_that_holds_them(tmp_path: Path) -> None:
     assert task.describe().startswith("0.00 M tokens of ")
 
 
+def test_tokens_of_an_unknown_vocabulary_are_looked_at(tmp_path: Path) -> None:
+    """nanoGPT's have no tokens.json; a token beyond the vocabulary would end the first step."""
+    for name in ("train.bin", "val.bin"):
+        array("H", [50_256, 7] * 200).tofile((tmp_path / name).open("wb"))
+    overrides = [f"data.path={tmp_path}", "model.context=8"]
+    with pytest.raises(SettingsError, match="256 is less than the 50257 of "):
+        LanguageModelTask(load(LOCAL3, overrides))
+    LanguageModelTask(load(LOCAL3, [*overrides, "model.vocabulary=50304"]))
+
+
+def test_a_run_ends_well_where_its_tokenizer_is_not(tmp_path: Path) -> None:
+    for name in ("train.bin", "val.bin"):
+        array("H", [511, 7] * 200).tofile((tmp_path / name).open("wb"))
+    facts = {"dtype": "uint16", "vocabulary": 512, "tokenizer": "tokenizers:gone.json"}
+    (tmp_path / "tokens.json").write_text(json.dumps(facts))
+    words = [f"data.path={tmp_path}", "model.context=8", "model.vocabulary=512"]
+    task = LanguageModelTask(load(LOCAL3, words))
+    told = dict(task.summary(task.model(), {"loss": 1.25}))
+    assert told["sample"] == (
+        f"none: tokenizer tokenizers:gone.json: there is no file {tmp_path}/gone.json"
+    )
+
+
+def test_a_model_may_know_more_tokens_than_its_text(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("abcdefg" * 400)
+    words = [f"data.path={tmp_path}/text", "model.context=8", "model.vocabulary=1024"]
+    task = LanguageModelTask(load(LOCAL3, words))
+    assert "sample" in dict(task.summary(task.model(), {"loss": 1.0, "bits_per_byte": 1.0}))
+
+
 def test_yardsticks_have_their_known_values() -> None:
     assert entropy(as_tensor(b"aaaa")) == 0
     assert entropy(as_tensor(b"abab" * 8)) == 1
@@ -133,6 +163,12 @@ def test_a_sample_is_the_same_each_time_and_leaves_the_generators_alone() -> Non
     state = torch.get_rng_state()
     assert generate(model, b"ab", 30) == generate(model, b"ab", 30)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_at_temperature_0_the_likeliest_token_comes() -> None:
+    model = tiny_model()
+    told = {tuple(generate(model, b"ab", 9, temperature=0, seed=seed)) for seed in (1, 2)}
+    assert len(told) == 1
 
 
 def test_a_sample_cannot_harm_a_terminal() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import socket
 import threading
 import time
@@ -155,6 +157,21 @@ def test_a_master_that_comes_later(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("code", [errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNRESET])
+def test_a_network_that_has_just_come_back(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    failures = iter([OSError(code, os.strerror(code))] * 3)
+    connected = socket.socket()
+
+    def connect(*_: object) -> socket.socket:
+        for error in failures:
+            raise error
+        return connected
+
+    monkeypatch.setattr(meeting, "connect", connect)
+    with connected:
+        assert meeting._reach("10.0.0.1", 1, SECRET, time.monotonic() + 5) is connected
+
+
 def test_every_pair_of_nodes_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     port, deadline = free_port(), time.monotonic() + 8
     tried: list[tuple[int, list[int]]] = []
@@ -197,7 +214,8 @@ def test_a_door_that_is_closed(listener: int) -> None:
 
 def test_a_door_that_opens_late_is_tried_again() -> None:
     """As after a cut, when a network has no route for the first second."""
-    port, faults = free_port(), []
+    port = free_port()
+    faults: list[Fault] = []
 
     def visit() -> None:
         door = meeting.Door(0, "n0", "127.0.0.1", port)

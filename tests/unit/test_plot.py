@@ -37,16 +37,26 @@ def test_runs_are_drawn_in_a_size_for_a_slide(
     assert size_of(tmp_path / "runs.png") == (1280, 720)
 
 
+def test_runs_of_one_name_are_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    told: list[list[str]] = []
+    monkeypatch.setattr(plot, "draw", lambda runs, to: told.append([*runs]))
+    for folder in ("a", "b"):
+        write(tmp_path / folder / "same", "loss")
+    assert plot.main(["a/same", "b/same"]) == 0
+    assert told == [["a/same", "b/same"]]
+
+
 def test_each_panel_shows_its_metrics(tmp_path: Path) -> None:
     write(tmp_path / "run", "loss", "validation_loss", "lr", "samples_per_second", "validation_x")
-    curves = plot._curves([*plot.read_metrics(tmp_path / "run/metrics.jsonl")])
+    curves = plot._curves(plot.read_metrics(tmp_path / "run/metrics.jsonl"))
     assert {panel: plot._shown(curves, panel) for panel in plot.PANELS} == {
         "loss": ["loss", "validation_loss"],
         "speed": ["samples_per_second"],
         "learning rate": ["lr"],
         "gradient norm": [],
     }
-    assert curves["loss"][0][-1] == 19  # the last line is half a line
+    assert curves["loss"][-1] == (19, 9.5)  # the last line is half a line
 
 
 def test_a_run_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

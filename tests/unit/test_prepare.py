@@ -63,7 +63,10 @@ def test_a_tokenizer_of_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert tokenizer.decode(first).decode() in {Path(file).read_text() for file in files}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "tiktoken:", "tokenizers:none.json", "tokenizers:"])
+WRONG = ["gpt2", "tiktoken:", "tokenizers:none.json", "tokenizers:", f"tokenizers:{__file__}"]
+
+
+@pytest.mark.parametrize("name", WRONG)
 def test_a_tokenizer_that_is_not_there(name: str) -> None:
     with pytest.raises(SettingsError, match="tokenizer "):
         Tokenizer(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ from training.tasks.language_model import GPT
 LOCAL3 = Path(__file__).resolve().parents[2] / "config/local3.yaml"
 
 
-def save(folder: Path, text: Path) -> None:
-    overrides = ["model.layers=1", "model.width=16", "model.context=8", f"data.path={text}"]
+def save(folder: Path, text: Path, *more: str) -> None:
+    overrides = ["model.layers=1", "model.width=16", "model.context=8", f"data.path={text}", *more]
     settings = load(LOCAL3, overrides)
     torch.manual_seed(0)
     model = GPT(settings.model)
@@ -41,6 +42,18 @@ def test_a_sample_goes_on_from_the_prompt(
     assert all(one.startswith("def f") and len(one) == 15 for one in told)
     text.unlink()  # a byte is a token, whatever it was trained on
     assert sample.main([str(tmp_path / "run")]) == 0
+
+
+def test_it_needs_nothing_that_only_the_training_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_tracker.py").write_text("class Mine: pass")
+    monkeypatch.syspath_prepend(tmp_path)
+    save(tmp_path / "run", tmp_path / "text", "tracking=[my_tracker:Mine]")
+    (tmp_path / "my_tracker.py").unlink()
+    importlib.invalidate_caches()
+    assert sample.main([str(tmp_path / "run"), "--length", "3"]) == 0
+    assert "def" in capsys.readouterr().out
 
 
 def test_without_a_checkpoint_it_says_so(

@@ -270,8 +270,9 @@ def test_a_global_batch_must_divide(config: Path) -> None:
 def test_float16_under_fsdp_is_refused(config: Path) -> None:
     overrides = ["distributed.strategy=fsdp", "distributed.mixed_precision.dtype=float16"]
     assert "float16 needs a loss scaler, and fsdp has none; use bfloat16" in error_of(
-        config, *overrides
+        config, "distributed.mixed_precision.enabled=true", *overrides
     )
+    load(config, overrides)  # not in use
 
 
 def test_the_fixed_keys_exist() -> None:

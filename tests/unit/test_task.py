@@ -65,6 +65,10 @@ class Stopping(Own):
             os.kill(os.getpid(), signal.SIGUSR1)
         return super().loss(model, batch)
 
+class Steps(Stopping):
+    def schedule(self, optimizer, last_step):
+        return torch.optim.lr_scheduler.MultiStepLR(optimizer, [9, 20])
+
 class Endless(IterableDataset):
     def __iter__(self):
         return iter(points(64, 1))
@@ -73,6 +77,24 @@ class Streaming(Stopping):
     def __init__(self, settings):
         super().__init__(settings)
         self.train = Endless()
+
+class Uneven(Points):  # the loss is 1 on rank 0, of one term, and 5 on rank 1, of three
+    def loss(self, model, batch):
+        return 1 + 4 * int(os.environ["RANK"]) + 0 * super().loss(model, batch)
+
+    def weight(self, batch):
+        return 1 + 2 * int(os.environ["RANK"])
+
+    def evaluate(self, model, batch):
+        return {**super().evaluate(model, batch), "rare": (0.0, 0)}
+
+class Unlike(Points):
+    def __init__(self, settings):
+        self.train, self.validation = points(64 - 8 * int(os.environ["RANK"]), 1), points(37, 2)
+
+class Blind(Points):
+    def __init__(self, settings):
+        self.train, self.validation = points(64, 1), []
 
 class Early(Points):
     def on_validation(self, step, metrics):
@@ -150,6 +172,20 @@ def test_an_optimizer_and_a_schedule_of_ones_own_resume_exactly(work: Work, task
     assert work.metrics(f"parts-{task}", "lr") == rates
 
 
+def test_the_loss_of_ranks_counts_by_its_terms(work: Work) -> None:
+    told = work.run("uneven", 2, "task=points:Uneven", "train.max_steps=4")
+    assert work.metrics("uneven", "loss") == dict.fromkeys(range(1, 5), 4.0)
+    assert "accuracy" in told and not work.metrics("uneven", "validation_rare")  # no terms at all
+
+
+def test_a_schedule_by_steps_goes_on_where_it_was(work: Work) -> None:
+    """JSON would turn its steps into words, and the rate would never change again."""
+    work.run("steps", 1, "task=points:Steps", code=75, STOP_AFTER="6")
+    work.run("steps", 2, "task=points:Steps")
+    rates = work.metrics("steps", "lr")
+    assert [rates[step] for step in (9, 10, 20, 21)] == pytest.approx([0.1, 0.01, 0.01, 0.001])
+
+
 def test_a_task_may_end_the_run(work: Work) -> None:
     for task, step in (("Early", 9), ("EarlyStep", 8)):
         told = work.run(task, 2, f"task=points:{task}")
@@ -165,6 +201,18 @@ def test_data_without_a_length_trains_on_more_than_two_ranks(work: Work) -> None
     """A first backward pass, which DDP's order of buckets needs, read `train` by its index."""
     work.run("four", 4, "task=points:Streaming", "train.max_steps=3", "train.batch_size=1")
     assert len(work.metrics("four", "loss")) == 3
+
+
+def test_data_to_validate_on_may_be_missing(work: Work) -> None:
+    word = "train.eval_every=0"
+    work.run("three", 3, "task=points:Blind", "train.max_steps=2", word)
+    assert len(work.metrics("three", "loss")) == 2
+
+
+def test_ranks_with_unlike_data_are_refused(work: Work) -> None:
+    """One would be done with an epoch first, and the others wait for it."""
+    told = work.run("unlike", 2, "task=points:Unlike", code=2)
+    assert "data: rank 1's is not rank 0's; give every node the same" in told
 
 
 def test_epochs_need_a_length(work: Work) -> None:

@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import struct
+import subprocess
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,13 +25,14 @@ class Noting:
 
     def __init__(self) -> None:
         self.told: list[object] = []
+        self.fails = True
 
     def start(self, facts: RunFacts) -> None:
         self.told.append(facts)
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         self.told.append((step, dict(metrics)))
-        if metrics.get("loss") == 0:
+        if self.fails and metrics.get("loss") == 0:
             raise ConnectionError("no way there\nat all")
 
     def close(self) -> None:
@@ -45,17 +48,59 @@ def test_a_tracker_of_ones_own(
     )
     facts = RunFacts("run", tmp_path, {"seed": 1}, ["node1"], 4)
     both = Trackers(["a:A", "b:B"], facts)
-    both.note_recorded(6)
+    both.recorded = 6
     assert both.record(5, {"loss": 1.0}) and not both.record(6, {"loss": 2.0})
     with caplog.at_level(logging.WARNING):
-        made[0].record = made[1].record  # type: ignore[method-assign]
-        both._each(lambda one: one.record(7, {"loss": 0.0}) if one is made[0] else None)
+        made[1].fails = False
+        both.record(7, {"loss": 0.0})
+        both.record(8, {"loss": 3.0})
     assert caplog.messages == ["tracker a:A failed (no way there); the run goes on [log-lost]"]
     assert both.close()
-    assert made[0].told[1:] == [(5, {"loss": 1.0}), (6, {"loss": 2.0})]
+    numbers = [(5, {"loss": 1.0}), (6, {"loss": 2.0}), (7, {"loss": 0.0})]
+    assert made[0].told[1:] == numbers
+    assert made[1].told[1:-1] == [*numbers, (8, {"loss": 3.0})]
     assert made[1].told[-1] == "closed"
     started = made[1].told[0]
     assert isinstance(started, RunFacts) and (started.first_step, started.recorded) == (4, 6)
+
+
+def test_a_tracker_that_cannot_be_made_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = Noting()
+
+    def refuse() -> None:
+        raise RuntimeError("no account")
+
+    monkeypatch.setattr(trackers, "load_class", {"a:A": refuse, "b:B": lambda: made}.get)
+    both = Trackers(["a:A", "b:B"], RunFacts("run", tmp_path, {}, ["node1"], 0))
+    assert both.record(1, {"loss": 1.0})
+    assert caplog.messages == ["tracker a:A failed (no account); the run goes on [log-lost]"]
+    assert made.told[1:] == [(1, {"loss": 1.0})]
+
+
+def test_a_tracker_that_closes_slowly_is_no_stuck_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    beats, is_allowed = [], threading.Event()
+    made = Noting()
+    made.close = is_allowed.wait  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(trackers, "beat", lambda: beats.append(1))
+    monkeypatch.setattr(trackers, "CLOSE_S", 0.01)
+    monkeypatch.setattr(trackers, "load_class", {"a:A": lambda: made}.get)
+    slow = Trackers(["a:A"], RunFacts("run", tmp_path, {}, [], 0))
+    slow.record(1, {"loss": 1.0})
+    assert slow.close()
+    assert beats and "trackers took over 0.01 s to close" in caplog.text
+    is_allowed.set()
+
+
+def test_the_commit_is_empty_where_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(["git", "init", "-q"], check=True)
+    assert RunFacts("run", tmp_path, {}, [], 0).commit == ""
 
 
 def records(file: Path) -> Iterator[bytes]:

@@ -16,6 +16,7 @@ import torch
 
 from distributed.checkpoint import load, weights_hash
 from distributed.lock import RunLock
+from training.config_file import SettingsError
 from training.optimizer import find_last_step, share_of_peak
 from training.settings import Train
 from training.settings import load as load_config
@@ -137,6 +138,15 @@ def test_check_tells_launchers_in_json() -> None:
         "batch": {"samples": 0, "samples_in_all": 32, "accumulation": 1},
     }
     assert done.stdout.count("\n") == 1
+
+
+def test_the_home_folder_is_meant_by_its_sign() -> None:
+    """A folder called ~ would be made else, which is a trap for whoever removes it."""
+    words = ("--config", LOCAL3, "--check", "--json", "checkpoint.dir=~/kept")
+    assert json.loads(check(*words, HOME="/home/me").stdout)["checkpoint_dir"] == "/home/me/kept"
+    done = check("--config", LOCAL3, "--check", "data.path=~nobody-here/text")
+    assert done.returncode == 2
+    assert "data.path: there is no folder or file ~nobody-here/text" in done.stderr
 
 
 def test_the_flag_for_the_backend_is_a_setting() -> None:
@@ -518,3 +528,5 @@ def test_the_first_limit_ends_the_run() -> None:
     assert find_last_step(make_train(epochs=3), 10) == 30
     assert find_last_step(make_train(epochs=3, grad_accumulation=4), 10) == 7
     assert find_last_step(make_train(epochs=3, max_steps=20), 10) == 20
+    with pytest.raises(SettingsError, match="10 batches, too few for one step; lower train"):
+        find_last_step(make_train(epochs=1, grad_accumulation=11), 10)

@@ -77,12 +77,12 @@ class Task(Protocol):
 
     def loader(
         self, batch_size: int, *, rank: int, world_size: int, epoch: int, skip: int
-    ) -> Iterable[Any] | None:
-        """Return this rank's batches of an epoch, from batch `skip` on; None: read `train`.
+    ) -> Iterable[Any]:
+        """Return this rank's batches of an epoch, from batch `skip` on: as many as on each rank.
 
-        The same number on every rank. What a resumed run reads begins where the stopped one was.
+        Without this method, `train` is read.
         """
-        return None
+        return ()
 
     def on_step(self, step: int) -> bool:
         """Return whether to end the run; asked on every rank after each step."""
@@ -103,9 +103,6 @@ class Task(Protocol):
 
 def load_task(settings: Settings) -> Task:
     """Create the task that the settings name. Raises SettingsError, such as for missing data."""
-    if settings.task == BUILT_IN_TASK:
-        from training.tasks.language_model import LanguageModelTask
-
-        return LanguageModelTask(settings)
-    task: Task = load_class(settings.task)(settings)
+    ours = "training.tasks.language_model:LanguageModelTask"
+    task: Task = load_class(ours if settings.task == BUILT_IN_TASK else settings.task)(settings)
     return task

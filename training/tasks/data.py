@@ -1,7 +1,7 @@
 """What the built-in task reads: text or tokens, in files that stay where they are.
 
-    FOLDER    text: all files below it. The SHA-256 of a file's name decides whether it is
-              validation data, one in sixteen, so files keep their side when others come and go.
+    FOLDER    text: all files below it but hidden ones. One in sixteen is validation data, by the
+              SHA-256 of its name: files keep their side when others come and go.
     FOLDER    with train.bin and val.bin: tokens, as training/prepare.py and nanoGPT write them.
     FILE      text, or tokens in FILE.bin; its last sixteenth is validation data.
     null      the sources of Python's standard library, without its tests and IDLE.
@@ -20,8 +20,9 @@ import hashlib
 import itertools
 import json
 import os
+import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +34,7 @@ from torch.utils.data import Dataset
 from training.config_file import SettingsError
 from training.settings import data_path
 
-SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib"}
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib"}  # of the library
 SHARE = 16  # one in so many files or bytes is validation data
 VALIDATION_TOKENS = 131_072  # used of it
 OPEN_FILES = 256  # at most, at a time
@@ -77,12 +78,15 @@ class Windows(Dataset[Tensor]):
 
     block = 256  # windows in a row that are shuffled together, see training/batches.py
 
-    def __init__(self, pieces: Sequence[Piece], context: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, pieces: Sequence[Piece], context: int, dtype: torch.dtype, most: int = sys.maxsize
+    ) -> None:
+        """Use the first tokens, `most` of them."""
         self.context = context
         self._dtype = dtype
         self._pieces = [piece for piece in pieces if piece.size]
         self._ends = [*itertools.accumulate(piece.size for piece in self._pieces)]
-        self.size = self._ends[-1] // dtype.itemsize if self._ends else 0  # tokens
+        self.size = min(most, sum(piece.size for piece in pieces) // dtype.itemsize)  # tokens
 
     def __len__(self) -> int:
         return max(0, self.size - 1) // self.context
@@ -111,6 +115,10 @@ class Windows(Dataset[Tensor]):
                 break
         return found
 
+    def largest(self) -> int:
+        """Return the largest token."""
+        return int(torch.frombuffer(self.read(0, self.size), dtype=self._dtype).long().max())
+
 
 class _Opened:
     """A file that is open as long as this lives."""
@@ -129,7 +137,10 @@ def find_corpus(path: str | None) -> Corpus:
     """Return where the data is that data.path names. SettingsError: nowhere, or too little."""
     found = data_path(path)
     if found and (found / "train.bin").is_file():
-        sides = [[Piece(file, 0, file.stat().st_size)] for file in _token_files(found)]
+        if not (found / "val.bin").is_file():
+            raise SettingsError(f"data.path: {found} has a train.bin and no val.bin; add it")
+        files = (found / "train.bin", found / "val.bin")
+        sides = [[Piece(file, 0, file.stat().st_size)] for file in files]
         return _tokens(found, found / FACTS, *sides)
     if found and found.is_file():
         size = found.stat().st_size
@@ -139,12 +150,6 @@ def find_corpus(path: str | None) -> Corpus:
             return _tokens(found, found.with_name(FACTS), *sides)
         return Corpus(sides[0], sides[1], name=str(found))
     return _text(found)
-
-
-def _token_files(folder: Path) -> tuple[Path, Path]:
-    if not (folder / "val.bin").is_file():
-        raise SettingsError(f"data.path: {folder} has a train.bin and no val.bin; add it")
-    return folder / "train.bin", folder / "val.bin"
 
 
 def _tokens(name: Path, facts: Path, train: list[Piece], validation: list[Piece]) -> Corpus:
@@ -163,15 +168,19 @@ def _tokens(name: Path, facts: Path, train: list[Piece], validation: list[Piece]
     )
 
 
-def text_files(folder: Path | None) -> list[tuple[bytes, Path]]:
+def text_files(
+    folder: Path | None, leave_out: Callable[[OSError], None] | None = None
+) -> list[tuple[bytes, Path]]:
     """Return (SHA-256 of the name, path) of each file, sorted by hash: a fixed shuffle.
 
-    These are all files below the folder; without one, the standard library's *.py files.
+    These are all files below the folder; without one, the standard library's *.py files. Whoever
+    gives `leave_out` is told of folders that cannot be read.
     """
     root = folder or Path(sysconfig.get_path("stdlib"))
+    skipped = () if folder else SKIPPED_FOLDERS
     found = []
-    for parent, folders, names in os.walk(root):
-        folders[:] = [f for f in folders if f not in SKIPPED_FOLDERS and not f.startswith(".")]
+    for parent, folders, names in os.walk(root, onerror=leave_out):
+        folders[:] = [f for f in folders if f not in skipped and not f.startswith(".")]
         for name in fnmatch.filter(names, "[!.]*" if folder else "[!.]*.py"):
             path = Path(parent, name)
             if path.is_file():
@@ -185,13 +194,17 @@ def _text(folder: Path | None) -> Corpus:
     train: list[Piece] = []
     validation: list[Piece] = []
     left_out = []
-    for digest, path in text_files(folder):
+
+    def leave_out(error: OSError) -> None:
+        left_out.append(f"{Path(error.filename).name} ({error.strerror})")
+
+    for digest, path in text_files(folder, leave_out):
         try:
             with path.open("rb") as opened:
                 is_text = b"\0" not in opened.read(4096)
                 size = os.fstat(opened.fileno()).st_size
         except OSError as error:
-            left_out.append(f"{path.name} ({error.strerror})")
+            leave_out(error)
             continue
         if is_text:
             (validation if digest[-1] < 256 // SHARE else train).append(Piece(path, 0, size))
@@ -204,13 +217,3 @@ def _text(folder: Path | None) -> Corpus:
         if not empty:  # with few files, all can be on one side
             empty.append(other.pop(0))
     return Corpus(train, validation, str(folder or "the standard library"), left_out=left_out)
-
-
-def cut(pieces: Sequence[Piece], size: int) -> list[Piece]:
-    """Return the first pieces, up to so many bytes."""
-    ends = itertools.accumulate(piece.size for piece in pieces)
-    return [
-        piece._replace(size=min(piece.size, size - (end - piece.size)))
-        for piece, end in zip(pieces, ends, strict=True)
-        if end - piece.size < size
-    ]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from training import settings as config
 from training.config_file import SettingsError
 from training.tasks import Task
-from training.tasks.data import VALIDATION_TOKENS, Windows, cut, find_corpus
+from training.tasks.data import VALIDATION_TOKENS, Windows, find_corpus
 from training.tokenizer import Tokenizer
 
 SAMPLE_TOKENS = 240
@@ -82,7 +82,8 @@ def generate(
     text = torch.tensor([list(prompt)], device=device)
     for _ in range(length):
         logits = model(text[:, -model.context :])[:, -1].float().cpu()
-        drawn = torch.multinomial(F.softmax(logits / temperature, -1), 1, generator=generator)
+        shares = F.softmax(logits / max(temperature, 1e-6), -1)  # at 0: the likeliest alone
+        drawn = torch.multinomial(shares, 1, generator=generator)
         text = torch.cat([text, drawn.to(device)], 1)
     tokens: list[int] = text[0].tolist()
     return tokens
@@ -94,16 +95,16 @@ class LanguageModelTask(Task):
     def __init__(self, settings: config.Settings) -> None:
         self.shape = settings.model
         self.corpus = corpus = find_corpus(settings.data.path)
-        if corpus.vocabulary > self.shape.vocabulary:
-            cause = f"{self.shape.vocabulary} is less than the {corpus.vocabulary} of {corpus.name}"
-            raise SettingsError(f"model.vocabulary: {cause}; raise it")
-        context, width = self.shape.context, corpus.dtype.itemsize
-        held_out = cut(corpus.validation, (VALIDATION_TOKENS + 1) * width)
-        self.train = Windows(corpus.train, context, corpus.dtype)
-        self.validation = Windows(held_out, context, corpus.dtype)
+        context, dtype, most = self.shape.context, corpus.dtype, VALIDATION_TOKENS + 1
+        self.train = Windows(corpus.train, context, dtype)
+        self.validation = Windows(corpus.validation, context, dtype, most)
         if not (len(self.train) and len(self.validation)):
             cause = f"no side of it fills model.context, {context} tokens"
             raise SettingsError(f"data.path: {corpus.name} is too short: {cause}")
+        vocabulary = corpus.vocabulary or self.validation.largest() + 1  # as far as that shows
+        if vocabulary > self.shape.vocabulary:
+            cause = f"{self.shape.vocabulary} is less than the {vocabulary} of {corpus.name}"
+            raise SettingsError(f"model.vocabulary: {cause}; raise it")
 
         layers, width = self.shape.layers, self.shape.width
         matrices = 12 * layers * width**2 + width * self.shape.vocabulary
@@ -126,13 +127,11 @@ class LanguageModelTask(Task):
 
     def describe(self) -> str:
         unit = "B" if self.corpus.is_text else " tokens"
-        train, validation = (
-            f"{side.size / 1e6:.2f} M{unit}" for side in (self.train, self.validation)
-        )
+        sizes = [f"{side.size / 1e6:.2f} M{unit}" for side in (self.train, self.validation)]
         files = self.corpus.left_out
         more = f" and {len(files) - SHOWN} more" if len(files) > SHOWN else ""
         left_out = f"; left out: {', '.join(files[:SHOWN])}{more}" if files else ""
-        return f"{train} of {self.corpus.name}, and {validation} to validate on{left_out}"
+        return f"{sizes[0]} of {self.corpus.name}, and {sizes[1]} to validate on{left_out}"
 
     def summary(self, model: nn.Module, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         """Compare the loss with simpler models of the same bytes, and show a sample."""
@@ -147,10 +146,18 @@ class LanguageModelTask(Task):
             measure = f"{metrics['bits_per_byte']:.3f} bits per byte ({yardsticks})"
         found = [("validation", measure)]
         if corpus.tokenizer:
-            tokenizer = Tokenizer(corpus.tokenizer, corpus.folder)
-            tokens = generate(model, tokenizer.encode(SAMPLE_PROMPT), SAMPLE_TOKENS)
-            found.append(("sample", printable(tokenizer.decode(tokens)).strip("\n")))
+            found.append(("sample", self._sample(model)))
         return found
+
+    def _sample(self, model: GPT) -> str:
+        """Return what the model writes, or why that cannot be read here."""
+        try:
+            tokenizer = Tokenizer(self.corpus.tokenizer, self.corpus.folder)
+        except SettingsError as error:  # its library may be where the tokens were made alone
+            generate(model, [0], SAMPLE_TOKENS)  # ranks that share a model compute together
+            return f"none: {error}"
+        tokens = generate(model, tokenizer.encode(SAMPLE_PROMPT), SAMPLE_TOKENS)
+        return printable(tokenizer.decode(tokens)).strip("\n")
 
 
 def printable(text: bytes) -> str:
