@@ -63,8 +63,10 @@ def slow_mounts(folder: Path, mount_point: Path) -> Iterator[None]:
 def pack(folder: Path, mount_point: Path) -> None:
     """Pack the environment under the path that it will have, on the machine's own disk."""
     subprocess.run(on("login", "mount", "--bind", folder, mount_point), check=True)
-    start(mount_point / "env/bin/python", mount_point, "1", nodes=[])
-    subprocess.run(on("login", "umount", mount_point), check=True)
+    try:
+        start(mount_point / "env/bin/python", mount_point, "1", nodes=[])
+    finally:
+        subprocess.run(on("login", "umount", mount_point), check=True)
 
 
 def start(python: Path, folder: Path, stage: str, nodes: Sequence[str] = NODES) -> float:

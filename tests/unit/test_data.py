@@ -124,6 +124,10 @@ def test_tokens_as_nano_gpt_writes_them(tmp_path: Path) -> None:
     (tmp_path / "tokens.json").write_text(json.dumps({"dtype": "int64"}))
     with pytest.raises(SettingsError, match="dtype 'int64' is none of uint8, uint16, uint32"):
         find_corpus(str(tmp_path))
+    for damaged in ("", "[1, 2]", '{"dtype": "uin'):
+        (tmp_path / "tokens.json").write_text(damaged)
+        with pytest.raises(SettingsError, match="is damaged; prepare the tokens again"):
+            find_corpus(str(tmp_path))
 
 
 @pytest.mark.parametrize("length", [9, 16, 17, 100])

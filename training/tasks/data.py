@@ -153,7 +153,10 @@ def find_corpus(path: str | None) -> Corpus:
 
 
 def _tokens(name: Path, facts: Path, train: list[Piece], validation: list[Piece]) -> Corpus:
-    told = json.loads(facts.read_text()) if facts.is_file() else {}
+    try:
+        told = dict(json.loads(facts.read_text())) if facts.is_file() else {}
+    except (ValueError, TypeError):
+        raise SettingsError(f"data.path: {facts} is damaged; prepare the tokens again") from None
     kind = told.get("dtype", "uint16")  # as nanoGPT writes them
     if kind not in DTYPES:
         raise SettingsError(f"data.path: {facts}: dtype {kind!r} is none of {', '.join(DTYPES)}")
