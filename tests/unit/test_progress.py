@@ -126,9 +126,11 @@ def test_a_line_comes_by_time_not_by_step(
     for step in range(1, 11):
         now += 1.0
         shown.step(step)
+        more = {"data_wait": 0.021, "slowest": 1.04, "peak_memory_gb": 0.44}
+        shown.record(step, {**values(2.0), **more})
     assert caplog.messages == [
         "step 1/20  loss 2.000  1,234 tokens/s  0:00:19 left",
-        "step 6/20  loss 2.000  1,234 tokens/s  0:00:14 left",
+        "step 6/20  loss 2.000  1,234 tokens/s  0:00:14 left  slowest 1.04x  data 2%  0.4 GB",
     ]
 
 

@@ -15,7 +15,7 @@ BUDGETS = {
     ("distributed",): 2150,
     ("launcher",): 9465,
     ("scripts",): 1600,
-    ("training", "train.py"): 2805,
+    ("training", "train.py"): 2807,
 }
 FILE, CLASS, FUNCTION = 350, 250, 60  # lines
 LONGER = {"train.py:train": 100}  # the training loop reads from top to bottom
