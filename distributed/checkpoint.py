@@ -2,11 +2,12 @@
 
     python -m distributed.checkpoint ls DIR             list the checkpoints of a run
     python -m distributed.checkpoint verify DIR         read them and compare with their manifests
-    python -m distributed.checkpoint export DIR FILE    write the weights alone, for torch.load
+    python -m distributed.checkpoint export DIR FILE    write the weights alone, for torch.load,
+                                                        or into FILE.safetensors for others
     python -m distributed.checkpoint hash DIR           print one SHA-256 over the weights
 
 DIR is a checkpoint, or the folder of a run; export and hash then take its newest intact checkpoint.
-checkpoint_files.py describes the folder. Needs torch alone.
+checkpoint_files.py describes the folder, sharded.py what a sharded one has besides.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from . import checkpoint_files as files
 from .checkpoint_files import CheckpointError as CheckpointError
 from .errors import with_fault
+from .export import export
 from .heartbeat import beat
 from .lock import RunLock
 from .torch import gather_bytes, to_bytes
@@ -328,7 +330,7 @@ def main(arguments: Sequence[str]) -> int:
             case ["verify", folder]:
                 return int(_list(Path(folder), _verify))
             case ["export", folder, file]:
-                torch.save(_weights(Path(folder)), file)
+                export(_weights(Path(folder)), file)
             case ["hash", folder]:
                 print(weights_hash(_weights(Path(folder))))
             case _:
