@@ -57,7 +57,8 @@ class State:
     optimizer: dict[str, Any]  # as optimizer.state_dict() returns it
     progress: dict[str, Any]  # step, position in the data and the like: anything JSON can hold
     ranks: list[dict[str, Any]]  # each rank's own state, such as its rng_state()
-    # Returns {"model": ..., "optimizer": ...}, or one of them, with what load() left on the disk.
+    # Returns {"model": ..., "optimizer": ...} or one of them with the content of its meta tensors,
+    # which load() has left on the disk; of a DTensor, this rank's part.
     fetch: Callable[[dict[str, Any]], dict[str, Any]] = dict
 
 
@@ -67,7 +68,7 @@ class State:
 class Saver:
     """Saves a run's checkpoints in the background, one at a time; enable it on rank 0 alone.
 
-    For the format "full", one that is not enabled does nothing. For "sharded", every rank makes one
+    `format` is "full", and one that is not enabled does nothing; or "sharded": each rank makes one
     and calls `save`, with tensors that may be DTensors, and writes its own part.
 
     Keeps the newest `keep_last`, and the one with the lowest `progress["score"]`, or, without that,
@@ -144,13 +145,12 @@ class Saver:
 
     def _write(self, step: int, state: State, copies: Sequence[Tensor]) -> None:
         temporary = self.folder / f"step-{step}.tmp-{socket.gethostname()}-{os.getpid()}"
-        begin = partial(self._begin, temporary)
+        parts: dict[str, Any] = {}
         try:
-            parts: dict[str, Any] = {}
-            if self._parts:
-                parts = self._parts.write(begin, copies)
+            if self._parts is None:
+                self._begin(temporary)
             else:
-                begin()
+                parts = self._parts.write(partial(self._begin, temporary), copies)
             if not self.enabled:
                 return
             tensors = {name: getattr(state, name) for name in files.TENSORS}

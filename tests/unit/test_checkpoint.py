@@ -280,6 +280,27 @@ def test_killed_at_any_moment_a_whole_one_is_left(
     assert os.readlink(tmp_path / "latest") == f"step-{newest}"
 
 
+@in_each_format
+def test_all_is_on_the_disk_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    synced: set[str] = set()
+    sync, commit = os.fsync, checkpoint_files.commit
+
+    def note(fd: int) -> None:
+        synced.add(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        sync(fd)
+
+    def check(temporary: Path, final: Path) -> None:
+        assert synced >= {*os.listdir(temporary), temporary.name}
+        commit(temporary, final)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(checkpoint_files, "commit", check)
+    save(tmp_path, 1, make_state(1), keep_last=1, format=format)
+    assert tmp_path.name in synced
+
+
 def test_the_best_stays_too(tmp_path: Path) -> None:
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None)):
         progress = {"validation_loss": loss} if loss else {}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
 import resource
 import shutil
 import sys
+import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +42,8 @@ def _rank(
     rank: int, function: Callable[..., None], count: int, folder: Path, arguments: tuple[Any, ...]
 ) -> None:
     meeting = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=count)
+    limit = timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=count, timeout=limit)
     function(rank, folder, *arguments)
     helper.finish()
 
@@ -47,7 +51,7 @@ def _rank(
 def make_state(step: int, strategy: str = "single", shard: int | str = "all") -> State:
     """A model and an AdamW that has made one step, as this rank holds them."""
     torch.manual_seed(step)
-    layers = [nn.Linear(size, after) for size, after in zip(SHAPES, SHAPES[1:], strict=False)]
+    layers = [nn.Linear(size, after) for size, after in itertools.pairwise(SHAPES)]
     sharding = helper.Sharding(shard=shard)
     model = helper.setup_distributed_models(
         nn.Sequential(*layers), strategy=strategy, sharding=sharding
@@ -130,7 +134,7 @@ def test_files_of_other_names_are_no_parts(saved: Path, tmp_path: Path) -> None:
     run = shutil.copytree(saved, tmp_path / "run", symlinks=True)
     (tmp_path / "run/secret").write_text("")
     forge(run / "step-2", {"../secret": checkpoint_files.entry_of(run / "secret")})
-    with pytest.raises(CheckpointError, match="manifest.json: is not what was written"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json: is not what was written"):
         checkpoint_files.read(run / "step-2")
 
 
@@ -180,6 +184,32 @@ def _work_apart(rank: int, folder: Path, run: Path) -> None:
 def test_a_folder_that_is_not_shared_is_named(saved: Path, tmp_path: Path) -> None:
     on_ranks(2, _work_apart, tmp_path, saved)
     assert names(tmp_path / "0/run") == ["latest", "step-1", "step-2"]
+
+
+class SlowSaver(Saver):
+    """Begins to write when it is told to."""
+
+    go = threading.Event()
+
+    def _begin(self, temporary: Path) -> Path:
+        self.go.wait()
+        return super()._begin(temporary)
+
+
+def _train_meanwhile(rank: int, folder: Path) -> None:
+    saver = SlowSaver(folder / "run", keep_last=1, enabled=rank == 0, format="sharded")
+    saver.save(1, make_state(1, "fsdp"))
+    for number in range(20):
+        dist.all_reduce(found := torch.full((3,), number))
+        assert found.tolist() == [2 * number] * 3
+    saver.go.set()
+    saver.wait()
+    helper.barrier()
+
+
+def test_the_ranks_train_while_one_is_slow_to_save(tmp_path: Path) -> None:
+    on_ranks(2, _train_meanwhile, tmp_path)
+    assert load(tmp_path / "run") is not None
 
 
 def _send_a_false_plan(rank: int, folder: Path) -> None:
