@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import os
 import random
@@ -203,7 +202,9 @@ def load(folder: Path, *, whole: bool = True) -> State | None:
         told = [damage, str(folder), {name: len(data) for name, data in content.items()}]
         damage, place, sizes = json.loads(gather_bytes(json.dumps(told).encode())[0])
         folder = Path(place)
-        content = {name: _broadcast(content.get(name), size) for name, size in sizes.items()}
+        content = {
+            name: _broadcast(content.get(name), size) for name, size in sizes.items() if size
+        }
     if damage:
         cure = "move it away, or use another RUN_ID"
         raise with_fault(CheckpointError, "checkpoint-damaged", f"{damage}; {cure}")
@@ -223,10 +224,7 @@ def _broadcast(content: bytes | None, size: int) -> bytes:
 
 
 def _decode(content: dict[str, bytes], folder: Path) -> State:
-    tensors = {
-        name: torch.load(io.BytesIO(content[f"{name}.pt"]), map_location="cpu", weights_only=True)
-        for name in files.TENSORS
-    }
+    tensors = {name: files.unpack(content[f"{name}.pt"]) for name in files.TENSORS}
     state = State(progress=json.loads(content["progress.json"]), **tensors)
     if files.INDEX not in content:
         return state
@@ -240,12 +238,10 @@ def _decode(content: dict[str, bytes], folder: Path) -> State:
 
 def gather_ranks(own: dict[str, Any]) -> list[dict[str, Any]]:
     """Return every rank's dictionary on rank 0, in order of rank, and [] on the other ranks."""
-    file = io.BytesIO()
-    torch.save(own, file)
-    gathered = gather_bytes(file.getvalue())
+    gathered = gather_bytes(files.pack(own))
     if dist.is_initialized() and dist.get_rank() != 0:
         return []
-    return [torch.load(io.BytesIO(data), weights_only=True) for data in gathered]
+    return [files.unpack(data) for data in gathered]
 
 
 def rng_state() -> dict[str, Any]:
@@ -309,10 +305,8 @@ def _verify(path: Path) -> str:
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
-    content, chosen, damage = files.read_newest(folder)
-    if damage:
-        raise CheckpointError(damage)
-    state = _decode(content, chosen)
+    state = load(folder, whole=False)
+    assert state is not None  # there is a checkpoint
     weights: dict[str, Tensor] = state.fetch({"model": state.model})["model"]
     return weights
 

@@ -16,6 +16,7 @@ of itself, because torch.load does not notice a flipped bit.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import math
@@ -26,6 +27,7 @@ import stat
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ TENSORS = ("model", "optimizer", "ranks")  # in a file of torch.save each
 FILES = {*(f"{name}.pt" for name in TENSORS), "progress.json"}
 INDEX = "index.pt"  # of a sharded checkpoint, whose parts are files besides those: see sharded.py
 _PART = re.compile(r"__\d+_\d+\.distcp|\.metadata")
+Content = Mapping[str, Any]
 _CHUNK = 1 << 22  # bytes
 _log = logging.getLogger(__name__)
 
@@ -49,15 +52,10 @@ class CheckpointError(RuntimeError):
 # --- writing ------------------------------------------------------------------------------------
 
 
-def write(
-    folder: Path,
-    tensors: Mapping[str, Any],
-    progress: Mapping[str, Any],
-    parts: Mapping[str, Any],
-) -> None:
+def write(folder: Path, tensors: Content, progress: Content, parts: Content) -> None:
     """Write `<name>.pt` files and progress.json into a folder, and flush it to the disk.
 
-    `parts` are the entries of files that other ranks have put there, and flushed.
+    `parts` are the manifest's entries of what the ranks have written and flushed there.
     """
     for name, content in tensors.items():
         torch.save(content, folder / f"{name}.pt")
@@ -83,6 +81,17 @@ def hash_file(file: Path) -> str:
         while chunk := opened.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def pack(content: object) -> bytes:
+    """Return what torch.save makes of tensors and plain types."""
+    torch.save(content, file := io.BytesIO())
+    return file.getvalue()
+
+
+def unpack(data: bytes) -> Any:
+    """Return what was packed, on the CPU; nothing that a pickle can do happens."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def _hash_manifest(manifest: Mapping[str, Any]) -> str:
@@ -174,29 +183,22 @@ def read_newest(folder: Path) -> tuple[dict[str, bytes], Path, str]:
 
 
 def read(folder: Path) -> dict[str, bytes]:
-    """Return the content of a checkpoint's files, but of parts only check it.
+    """Return the content of a checkpoint's files, b"" for a part, of which each rank reads some.
 
-    Raises CheckpointError if one is not what was written.
+    Raises CheckpointError if a file is not what was written.
     """
-    manifest = read_manifest(folder)
-    parts = [name for name in manifest["files"] if _PART.fullmatch(name)]
-    with ThreadPoolExecutor() as pool:  # hashing is slower than most disks
-        hashes = pool.map(hash_file, [folder / name for name in parts])
-        for name, found in zip(parts, hashes, strict=True):
-            _check_hash(folder, name, manifest, found)
-    names = [name for name in manifest["files"] if name not in parts]
-    return {name: _read_file(folder, name, manifest) for name in names}
+    files = read_manifest(folder)["files"]
+    with ThreadPoolExecutor() as pool:  # hashing a file takes longer than reading it
+        return dict(zip(files, pool.map(partial(_read_file, folder, files), files), strict=True))
 
 
-def _read_file(folder: Path, name: str, manifest: Mapping[str, Any]) -> bytes:
-    content = (folder / name).read_bytes()
-    _check_hash(folder, name, manifest, hashlib.sha256(content).hexdigest())
-    return content
-
-
-def _check_hash(folder: Path, name: str, manifest: Mapping[str, Any], found: str) -> None:
-    if found != manifest["files"][name]["sha256"]:
+def _read_file(folder: Path, files: Content, name: str) -> bytes:
+    is_part = _PART.fullmatch(name)
+    content = b"" if is_part else (folder / name).read_bytes()
+    found = hash_file(folder / name) if is_part else hashlib.sha256(content).hexdigest()
+    if found != files[name]["sha256"]:
         raise CheckpointError(f"{folder}/{name}: is not what was written (SHA-256)")
+    return content
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -221,7 +223,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def read_progress(folder: Path) -> dict[str, Any]:
     """Return a checkpoint's progress.json. CheckpointError: it is damaged, or its manifest is."""
-    content = _read_file(folder, "progress.json", read_manifest(folder))
+    content = _read_file(folder, read_manifest(folder)["files"], "progress.json")
     progress: dict[str, Any] = json.loads(content)
     return progress
 

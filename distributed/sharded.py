@@ -12,12 +12,11 @@ only those who need it import this.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
-import io
 import json
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,16 +37,13 @@ from .torch import gather_bytes
 Trees = dict[str, Any]  # "model" and "optimizer": what their state_dict() returned
 
 # What plans and the index consist of. A BytesStorageMetadata would have torch unpickle a part.
-torch.serialization.add_safe_globals(
-    [
-        kind
-        for module in (filesystem, metadata, planner, storage)
-        for kind in vars(module).values()
-        if isinstance(kind, type)
-        and (dataclasses.is_dataclass(kind) or issubclass(kind, enum.Enum))
-        and kind is not metadata.BytesStorageMetadata
-    ]
-)
+_KINDS = {
+    kind
+    for module in (filesystem, metadata, planner, storage)
+    for kind in vars(module).values()
+    if isinstance(kind, enum.EnumMeta) or (isinstance(kind, type) and is_dataclass(kind))
+}
+torch.serialization.add_safe_globals([*(_KINDS - {metadata.BytesStorageMetadata})])
 
 
 class Parts:
@@ -82,11 +78,12 @@ class Parts:
         """Plan who writes what: each rank for all, because torch's rank 0 would send pickles."""
         self._planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._planner.set_up_planner(tensors, is_coordinator=self._rank == 0)
-        own = _pack(self._planner.create_local_plan())
-        plans = [_unpack(plan) for plan in gather_bytes(own, self._group)]
+        own = files.pack(self._planner.create_local_plan())
+        plans = [files.unpack(plan) for plan in gather_bytes(own, self._group)]
         plans, self._metadata = self._planner.create_global_plan(plans)
         plans = FileSystemWriter("").prepare_global_plan(plans)  # names the parts, in any folder
         self._planner.finish_plan(plans[self._rank])
+        self._planner.state_dict = {}  # else it would keep these tensors alive
 
     def write(self, begin: Callable[[], Path], copies: Sequence[Tensor]) -> dict[str, Any]:
         """Write copies of the chosen tensors into the folder that `begin` returns on rank 0.
@@ -100,10 +97,10 @@ class Parts:
         if self._rank != 0:
             return {}
         if self._packed != (packed := [results for _, results in told]):
-            self._packed, self._results = packed, [*map(_unpack, packed)]  # 0.1 ms a tensor
+            self._packed, self._results = packed, [*map(files.unpack, packed)]  # 0.1 ms a tensor
         writer.finish(self._metadata, self._results)
-        index = dataclasses.replace(self._metadata, storage_meta=None)
-        Path(writer.path, files.INDEX).write_bytes(_pack(index))
+        index = files.pack(replace(self._metadata, storage_meta=None))
+        Path(writer.path, files.INDEX).write_bytes(index)
         return {name: entry for one, _ in told for name, entry in json.loads(one).items()}
 
     def _write(self, writer: FileSystemWriter, copies: Sequence[Tensor]) -> bytes:
@@ -116,7 +113,7 @@ class Parts:
         for part in folder.glob(f"__{self._rank}_*"):
             entries[part.name] = files.entry_of(part)
             files.sync(part)
-        return json.dumps(entries).encode() + b"\n" + _pack(results)
+        return json.dumps(entries).encode() + b"\n" + files.pack(results)
 
     def _tell(self, do: Callable[[], bytes]) -> list[bytes]:
         """Do something on every rank; return what each came to, or raise what one failed with."""
@@ -146,22 +143,22 @@ def reader(folder: Path, index: bytes) -> Callable[[Trees], Trees]:
     Raises CheckpointError where this node does not see the folder.
     """
     _check_shared(folder)
-    return partial(_read, folder, _unpack(index))
+    found: metadata.Metadata = files.unpack(index)
 
+    def place(tensor: Tensor) -> Tensor:
+        mesh = getattr(tensor, "device_mesh", None)
+        return torch.empty_like(tensor, device=mesh.device_type if mesh else "cpu")
 
-def _read(folder: Path, index: metadata.Metadata, trees: Trees) -> Trees:
-    trees = tree_map_only(Tensor, _place, trees)
-    parts = FileSystemReader(folder)
-    parts.set_up_storage_reader(index, True)
-    plans = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    plans.set_up_planner(dict(_named(trees)), index, True)
-    parts.read_data(plans.create_local_plan(), plans).wait()
-    return trees
+    def read(trees: Trees) -> Trees:
+        trees = tree_map_only(Tensor, place, trees)
+        parts = FileSystemReader(folder)
+        parts.set_up_storage_reader(found, True)
+        plans = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        plans.set_up_planner(dict(_named(trees)), found, True)
+        parts.read_data(plans.create_local_plan(), plans).wait()
+        return trees
 
-
-def _place(tensor: Tensor) -> Tensor:
-    mesh = getattr(tensor, "device_mesh", None)
-    return torch.empty_like(tensor, device=mesh.device_type if mesh else "cpu")
+    return read
 
 
 def _check_shared(folder: Path) -> None:
@@ -178,12 +175,3 @@ def _named(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(tree, dict | list | tuple):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from _named(value, f"{name}.{key}" if name else str(key))
-
-
-def _pack(content: object) -> bytes:
-    torch.save(content, file := io.BytesIO())
-    return file.getvalue()
-
-
-def _unpack(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)

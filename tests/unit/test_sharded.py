@@ -219,7 +219,7 @@ def _send_a_false_plan(rank: int, folder: Path) -> None:
             parts.choose({"model": {"weight": torch.ones(4)}})
     else:
         gather_bytes(b"new", parts._group)
-        gather_bytes(sharded._pack(Intruder(str(folder / "opened"))), parts._group)
+        gather_bytes(checkpoint_files.pack(Intruder(str(folder / "opened"))), parts._group)
 
 
 def test_what_a_false_rank_sends_is_not_unpickled(tmp_path: Path) -> None:
@@ -232,11 +232,11 @@ def test_what_a_false_checkpoint_holds_is_not_unpickled(
     saved: Path, tmp_path: Path, place: str
 ) -> None:
     folder = shutil.copytree(saved / "step-2", tmp_path / "step-2")
-    intruder = sharded._pack(Intruder(str(tmp_path / "opened")))
+    intruder = checkpoint_files.pack(Intruder(str(tmp_path / "opened")))
     if place == "a part's bytes":  # which torch would read with all that a pickle can do
-        index = sharded._unpack((folder / "index.pt").read_bytes())
+        index = checkpoint_files.unpack((folder / "index.pt").read_bytes())
         index.state_dict_metadata["model.0.bias"] = BytesStorageMetadata()
-        (folder / "index.pt").write_bytes(sharded._pack(index))
+        (folder / "index.pt").write_bytes(checkpoint_files.pack(index))
         (folder / "__0_0.distcp").write_bytes(intruder)
     elif place == ".metadata":
         (folder / place).write_bytes(pickle.dumps(Intruder(str(tmp_path / "opened"))))
