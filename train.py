@@ -146,8 +146,8 @@ class Run:
         )
         helper.seed_everything(settings.seed)  # the same weights on every rank
         with refuse_together(environment):
-            keep_last = settings.checkpoint.keep_last
-            self.saver = checkpoint.Saver(self.folder, keep_last=keep_last, enabled=is_main)
+            chosen = settings.checkpoint.model_dump(include={"keep_last", "format"})
+            self.saver = checkpoint.Saver(self.folder, enabled=is_main, **chosen)
         with refuse_together(environment):  # the ranks load together, or not at all
             is_restart = environment.restart_count > 0
             saved = resume.find_checkpoint(settings.resume, self.folder, is_restart=is_restart)
@@ -192,7 +192,7 @@ class Run:
         """Load what a checkpoint holds besides the weights; returns this rank's own part of it."""
         progress, rank = saved.progress, self.environment.rank
         with refuse_together(self.environment):
-            load_moments(self.optimizer, self.model, saved.optimizer)
+            load_moments(self.optimizer, self.model, saved)
         if self.schedule.own is not None:  # also rank 0's state of it where there are more ranks
             self.schedule.own.load_state_dict(saved.ranks[0]["schedule"])
         if self.scaler.is_enabled() and "scaler" in progress:
@@ -309,7 +309,7 @@ class Run:
                 progress["score"] = -best if self.task.best_is_highest else best
             own = {"rng": checkpoint.rng_state(), "meter": self.meter.state()}
             ranks = checkpoint.gather_ranks({**own, "schedule": self.schedule.state()})
-            weights, moments = state_of(self.model, self.optimizer)
+            weights, moments = state_of(self.model, self.optimizer, self.settings)
             self.saver.save(step, checkpoint.State(weights, moments, progress, ranks))
             self.stop.note_save()
 

@@ -2,18 +2,18 @@
 
     python -m distributed.checkpoint ls DIR             list the checkpoints of a run
     python -m distributed.checkpoint verify DIR         read them and compare with their manifests
-    python -m distributed.checkpoint export DIR FILE    write the weights alone, for torch.load
+    python -m distributed.checkpoint export DIR FILE    write the weights alone, for torch.load,
+                                                        or into FILE.safetensors for others
     python -m distributed.checkpoint hash DIR           print one SHA-256 over the weights
 
 DIR is a checkpoint, or the folder of a run; export and hash then take its newest intact checkpoint.
-checkpoint_files.py describes the folder. Needs torch alone.
+checkpoint_files.py describes the folder, sharded.py what a sharded one has besides.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import os
 import random
@@ -25,8 +25,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,9 +37,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from . import checkpoint_files as files
 from .checkpoint_files import CheckpointError as CheckpointError
 from .errors import with_fault
+from .export import export
 from .heartbeat import beat
 from .lock import RunLock
 from .torch import gather_bytes, to_bytes
+
+if TYPE_CHECKING:
+    from .sharded import Parts
 
 _COPY_THREADS = 4  # one core copies more slowly than memory allows
 
@@ -51,29 +56,44 @@ class State:
     optimizer: dict[str, Any]  # as optimizer.state_dict() returns it
     progress: dict[str, Any]  # step, position in the data and the like: anything JSON can hold
     ranks: list[dict[str, Any]]  # each rank's own state, such as its rng_state()
+    # Returns {"model": ..., "optimizer": ...} or one of them with the content of its meta tensors,
+    # which load() has left on the disk; of a DTensor, this rank's part.
+    fetch: Callable[[dict[str, Any]], dict[str, Any]] = dict
 
 
-# --- saving (rank 0 alone) ----------------------------------------------------------------------
+# --- saving (rank 0 alone, or every rank its part) ----------------------------------------------
 
 
 class Saver:
-    """Saves a run's checkpoints in the background, one at a time; if not enabled, does nothing.
+    """Saves a run's checkpoints in the background, one at a time; enable it on rank 0 alone.
+
+    `format` is "full", and one that is not enabled does nothing; or "sharded": each rank makes one
+    and calls `save`, with tensors that may be DTensors, and writes its own part.
 
     Keeps the newest `keep_last`, and the one with the lowest `progress["score"]`, or, without that,
     `progress["validation_loss"]`. Call `wait` before the process exits. Raises Refused if another
     live process saves in this folder or the folder is another job's, CheckpointError if it cannot
-    be written to, and ValueError for `keep_last` below 1.
+    be written to, and ValueError for `keep_last` below 1 or an unknown format.
     """
 
-    def __init__(self, run_folder: Path, *, keep_last: int, enabled: bool = True) -> None:
+    def __init__(
+        self, run_folder: Path, *, keep_last: int, enabled: bool = True, format: str = "full"
+    ) -> None:
         if keep_last < 1:
             raise ValueError(f"keep_last is {keep_last}; keep at least 1 checkpoint")
+        if format not in ("full", "sharded"):
+            raise ValueError(f"format {format!r} is unknown; use full or sharded")
         self.folder = run_folder
         self.keep_last = keep_last
         self.enabled = enabled
         self._memory: list[Tensor] = []  # for the copies; reused
         self._thread = threading.Thread()
         self._error: Exception | None = None
+        self._parts: Parts | None = None
+        if format == "sharded":
+            from .sharded import Parts
+
+            self._parts = Parts()
         if enabled:
             try:
                 run_folder.mkdir(parents=True, exist_ok=True)
@@ -88,11 +108,19 @@ class Saver:
 
         Raises CheckpointError if the previous save failed; earlier checkpoints are intact.
         """
-        if not self.enabled:
+        if not self.enabled and self._parts is None:
             return
         self.wait()
-        copy = self._copy(state)
-        self._thread = threading.Thread(target=self._write, args=(step, copy), daemon=True)
+        trees: dict[str, Any] = {"model": state.model, "optimizer": state.optimizer}
+        if self._parts is None:
+            copies = self._copy([leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)])
+            ours = iter(copies)
+            trees = tree_map_only(Tensor, lambda _: next(ours), trees)
+        else:
+            trees, chosen = self._parts.choose(trees)
+            copies = self._copy(chosen)
+        arguments = (step, replace(state, **trees), copies)
+        self._thread = threading.Thread(target=self._write, args=arguments, daemon=True)
         self._thread.start()
 
     def check(self) -> None:
@@ -107,25 +135,25 @@ class Saver:
             beat()
         self.check()
 
-    def _copy(self, state: State) -> State:
-        """Return the state with its model and optimizer copied into memory of our own."""
-        trees = (state.model, state.optimizer)
-        theirs = [leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)]
+    def _copy(self, theirs: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors copied into memory of our own."""
         if [(t.shape, t.dtype) for t in theirs] != [(t.shape, t.dtype) for t in self._memory]:
             self._memory = [torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for t in theirs]
         _copy_all(self._memory, theirs)
-        ours = iter(self._memory)
-        model, optimizer = tree_map_only(Tensor, lambda _: next(ours), trees)
-        return replace(state, model=model, optimizer=optimizer)
+        return self._memory
 
-    def _write(self, step: int, state: State) -> None:
+    def _write(self, step: int, state: State, copies: Sequence[Tensor]) -> None:
         temporary = self.folder / f"step-{step}.tmp-{socket.gethostname()}-{os.getpid()}"
+        parts: dict[str, Any] = {}
         try:
-            with self._lock.committing():
-                for leftover in self.folder.glob("step-*.tmp-*"):
-                    shutil.rmtree(leftover)
+            if self._parts is None:
+                self._begin(temporary)
+            else:
+                parts = self._parts.write(partial(self._begin, temporary), copies)
+            if not self.enabled:
+                return
             tensors = {name: getattr(state, name) for name in files.TENSORS}
-            files.write(temporary, tensors, state.progress)
+            files.write(temporary, tensors, state.progress, parts)
             with self._lock.committing():
                 files.commit(temporary, self.folder / f"step-{step}")
                 beat(saved=step)
@@ -134,6 +162,14 @@ class Saver:
             with contextlib.suppress(OSError):
                 shutil.rmtree(temporary)  # frees its space
             self._error = CheckpointError(f"step {step} was not saved: {error}")
+
+    def _begin(self, temporary: Path) -> Path:
+        """Delete what killed processes left behind, and make the folder of the next checkpoint."""
+        with self._lock.committing():
+            for leftover in self.folder.glob("step-*.tmp-*"):
+                shutil.rmtree(leftover)
+        temporary.mkdir()
+        return temporary
 
 
 def _copy_all(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
@@ -150,25 +186,33 @@ def _copy_all(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
 # --- loading (every rank together) --------------------------------------------------------------
 
 
-def load(folder: Path) -> State | None:
+def load(folder: Path, *, whole: bool = True) -> State | None:
     """Load one checkpoint, or a run's newest intact one, on every rank.
 
-    Only rank 0 reads; the other ranks receive its bytes, so the folder need not be shared. Tensors
+    Only rank 0 reads; the other ranks receive its bytes, so the folder need not be shared. But each
+    rank reads the parts of a sharded one: now, or if not `whole` later with `State.fetch`. Tensors
     are on the CPU. Returns None if the run has no checkpoint yet, and raises CheckpointError if all
-    of its checkpoints are damaged.
+    of its checkpoints are damaged, or a sharded one is not on a disk that this node shares.
     """
     content: dict[str, bytes] = {}
     damage = ""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        content, damage = files.read_newest(folder)
+        content, folder, damage = files.read_newest(folder)
     if dist.is_initialized():
-        told = [damage, {name: len(data) for name, data in content.items()}]
-        damage, sizes = json.loads(gather_bytes(json.dumps(told).encode())[0])
-        content = {name: _broadcast(content.get(name), size) for name, size in sizes.items()}
+        told = [damage, str(folder), {name: len(data) for name, data in content.items()}]
+        damage, place, sizes = json.loads(gather_bytes(json.dumps(told).encode())[0])
+        folder = Path(place)
+        content = {
+            name: _broadcast(content.get(name), size) for name, size in sizes.items() if size
+        }
     if damage:
         cure = "move it away, or use another RUN_ID"
         raise with_fault(CheckpointError, "checkpoint-damaged", f"{damage}; {cure}")
-    return _decode(content) if content else None
+    if not content:
+        return None
+    state = _decode(content, folder)
+    trees = {"model": state.model, "optimizer": state.optimizer}
+    return replace(state, **state.fetch(trees)) if whole else state
 
 
 def _broadcast(content: bytes | None, size: int) -> bytes:
@@ -179,12 +223,14 @@ def _broadcast(content: bytes | None, size: int) -> bytes:
     return content or to_bytes(tensor.cpu())
 
 
-def _decode(content: dict[str, bytes]) -> State:
-    tensors = {
-        name: torch.load(io.BytesIO(content[f"{name}.pt"]), map_location="cpu", weights_only=True)
-        for name in files.TENSORS
-    }
-    return State(progress=json.loads(content["progress.json"]), **tensors)
+def _decode(content: dict[str, bytes], folder: Path) -> State:
+    tensors = {name: files.unpack(content[f"{name}.pt"]) for name in files.TENSORS}
+    state = State(progress=json.loads(content["progress.json"]), **tensors)
+    if files.INDEX not in content:
+        return state
+    from . import sharded
+
+    return replace(state, fetch=sharded.reader(folder, content[files.INDEX]))
 
 
 # --- each rank's own state ----------------------------------------------------------------------
@@ -192,12 +238,10 @@ def _decode(content: dict[str, bytes]) -> State:
 
 def gather_ranks(own: dict[str, Any]) -> list[dict[str, Any]]:
     """Return every rank's dictionary on rank 0, in order of rank, and [] on the other ranks."""
-    file = io.BytesIO()
-    torch.save(own, file)
-    gathered = gather_bytes(file.getvalue())
+    gathered = gather_bytes(files.pack(own))
     if dist.is_initialized() and dist.get_rank() != 0:
         return []
-    return [torch.load(io.BytesIO(data), weights_only=True) for data in gathered]
+    return [files.unpack(data) for data in gathered]
 
 
 def rng_state() -> dict[str, Any]:
@@ -261,10 +305,10 @@ def _verify(path: Path) -> str:
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
-    content, damage = files.read_newest(folder)
-    if damage:
-        raise CheckpointError(damage)
-    return _decode(content).model
+    state = load(folder, whole=False)
+    assert state is not None  # there is a checkpoint
+    weights: dict[str, Tensor] = state.fetch({"model": state.model})["model"]
+    return weights
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -280,7 +324,7 @@ def main(arguments: Sequence[str]) -> int:
             case ["verify", folder]:
                 return int(_list(Path(folder), _verify))
             case ["export", folder, file]:
-                torch.save(_weights(Path(folder)), file)
+                export(_weights(Path(folder)), file)
             case ["hash", folder]:
                 print(weights_hash(_weights(Path(folder))))
             case _:

@@ -16,14 +16,18 @@ of itself, because torch.load does not notice a flipped bit.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import math
 import os
+import re
 import shutil
 import stat
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,9 @@ from .lock import update_link
 MANIFEST = "manifest.json"
 TENSORS = ("model", "optimizer", "ranks")  # in a file of torch.save each
 FILES = {*(f"{name}.pt" for name in TENSORS), "progress.json"}
+INDEX = "index.pt"  # of a sharded checkpoint, whose parts are files besides those: see sharded.py
+_PART = re.compile(r"__\d+_\d+\.distcp|\.metadata")
+Content = Mapping[str, Any]
 _CHUNK = 1 << 22  # bytes
 _log = logging.getLogger(__name__)
 
@@ -45,19 +52,26 @@ class CheckpointError(RuntimeError):
 # --- writing ------------------------------------------------------------------------------------
 
 
-def write(folder: Path, tensors: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
-    """Write `<name>.pt` files and progress.json into a new folder, and flush it to the disk."""
-    folder.mkdir()
+def write(folder: Path, tensors: Content, progress: Content, parts: Content) -> None:
+    """Write `<name>.pt` files and progress.json into a folder, and flush it to the disk.
+
+    `parts` are the manifest's entries of what the ranks have written and flushed there.
+    """
     for name, content in tensors.items():
         torch.save(content, folder / f"{name}.pt")
     (folder / "progress.json").write_text(json.dumps(progress))
-    files = sorted(folder.iterdir())
-    entries = {f.name: {"size": f.stat().st_size, "sha256": hash_file(f)} for f in files}
+    files = sorted(file for file in folder.iterdir() if file.name not in parts)
+    entries = {**{file.name: entry_of(file) for file in files}, **parts}
     manifest = {"version": 2, "saved": time.time(), "files": entries}
     manifest["sha256"] = _hash_manifest(manifest)
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2))
     for file in (*files, folder / MANIFEST, folder):
-        _sync(file)
+        sync(file)
+
+
+def entry_of(file: Path) -> dict[str, Any]:
+    """Return what the manifest says of a file."""
+    return {"size": file.stat().st_size, "sha256": hash_file(file)}
 
 
 def hash_file(file: Path) -> str:
@@ -67,6 +81,17 @@ def hash_file(file: Path) -> str:
         while chunk := opened.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def pack(content: object) -> bytes:
+    """Return what torch.save makes of tensors and plain types."""
+    torch.save(content, file := io.BytesIO())
+    return file.getvalue()
+
+
+def unpack(data: bytes) -> Any:
+    """Return what was packed, on the CPU; nothing that a pickle can do happens."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def _hash_manifest(manifest: Mapping[str, Any]) -> str:
@@ -80,7 +105,7 @@ def commit(temporary: Path, final: Path) -> None:
     if final.exists():  # damaged: an intact one would have been resumed
         _delete(final)
     temporary.rename(final)
-    _sync(final.parent)
+    sync(final.parent)
     update_link(final.parent / "latest", final.name)
 
 
@@ -105,7 +130,7 @@ def prune(run_folder: Path, step: int, keep_last: int) -> None:
             _delete(folder)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Flush a file's content, or a folder's names, to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -141,28 +166,37 @@ def candidates(folder: Path) -> list[Path]:
     return [folder] if (folder / MANIFEST).exists() else steps(folder)[::-1]
 
 
-def read_newest(folder: Path) -> tuple[dict[str, bytes], str]:
-    """Return the files of a run's newest intact checkpoint, {} without; and the damage, if any."""
+def read_newest(folder: Path) -> tuple[dict[str, bytes], Path, str]:
+    """Return the files and the folder of a run's newest intact checkpoint; and the damage, if any.
+
+    There are no files where it has none.
+    """
     damage = []
     for candidate in candidates(folder):
         try:
-            return read(candidate), ""
+            return read(candidate), candidate, ""
         except CheckpointError as error:
             damage.append(str(error))
             _log.warning("%s; trying the checkpoint before it", error)
     cause = f"{damage[0]}, and no intact checkpoint is left in {folder}" if damage else ""
-    return {}, cause
+    return {}, folder, cause
 
 
 def read(folder: Path) -> dict[str, bytes]:
-    """Return the content of a checkpoint's files. CheckpointError: one is not what was written."""
-    manifest = read_manifest(folder)
-    return {name: _read_file(folder, name, manifest) for name in manifest["files"]}
+    """Return the content of a checkpoint's files, b"" for a part, of which each rank reads some.
+
+    Raises CheckpointError if a file is not what was written.
+    """
+    files = read_manifest(folder)["files"]
+    with ThreadPoolExecutor() as pool:  # hashing a file takes longer than reading it
+        return dict(zip(files, pool.map(partial(_read_file, folder, files), files), strict=True))
 
 
-def _read_file(folder: Path, name: str, manifest: Mapping[str, Any]) -> bytes:
-    content = (folder / name).read_bytes()
-    if hashlib.sha256(content).hexdigest() != manifest["files"][name]["sha256"]:
+def _read_file(folder: Path, files: Content, name: str) -> bytes:
+    is_part = _PART.fullmatch(name)
+    content = b"" if is_part else (folder / name).read_bytes()
+    found = hash_file(folder / name) if is_part else hashlib.sha256(content).hexdigest()
+    if found != files[name]["sha256"]:
         raise CheckpointError(f"{folder}/{name}: is not what was written (SHA-256)")
     return content
 
@@ -172,7 +206,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
         is_whole = manifest["version"] == 1 or manifest["sha256"] == _hash_manifest(manifest)
-        if not is_whole or manifest["files"].keys() != FILES:
+        others = {name for name in manifest["files"].keys() - FILES if not _PART.fullmatch(name)}
+        if not is_whole or not manifest["files"].keys() >= FILES or others - {INDEX}:
             raise CheckpointError(f"{folder}/{MANIFEST}: is not what was written")
         for name, entry in manifest["files"].items():
             status = (folder / name).lstat()
@@ -188,7 +223,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def read_progress(folder: Path) -> dict[str, Any]:
     """Return a checkpoint's progress.json. CheckpointError: it is damaged, or its manifest is."""
-    content = _read_file(folder, "progress.json", read_manifest(folder))
+    content = _read_file(folder, read_manifest(folder)["files"], "progress.json")
     progress: dict[str, Any] = json.loads(content)
     return progress
 

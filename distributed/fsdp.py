@@ -82,13 +82,16 @@ def gather(state: Any) -> Any:
 
 
 def scatter(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's whole state_dict() with this rank's part of what is shared out."""
+    """Return an optimizer's whole state_dict() with this rank's part of what is shared out.
+
+    Meta tensors stay such, as parts that are still to be read.
+    """
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
 
     def part(value: Any, parameter: Tensor) -> Any:
         if not (isinstance(value, Tensor) and isinstance(parameter, DTensor) and value.dim()):
             return value
-        whole = value.to(parameter.device)
+        whole = value if value.is_meta else value.to(parameter.device)
         return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
 
     parts = {

@@ -120,23 +120,23 @@ def barrier() -> None:
         dist.barrier()
 
 
-def gather_bytes(data: bytes) -> list[bytes]:
-    """Return every rank's bytes, by rank, on every rank.
+def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """Return every rank's bytes, by rank, on every rank; `group` is one of all ranks.
 
     torch's own all_gather_object would unpickle what the others send.
     """
     if not dist.is_initialized():
         return [data]
-    where = device() if dist.get_backend() == "nccl" else "cpu"
+    where = device() if dist.get_backend(group) == "nccl" else "cpu"
     sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=where)
     sizes[dist.get_rank()] = len(data)
     with _freed(sizes):
-        dist.all_reduce(sizes)
+        dist.all_reduce(sizes, group=group)
     mine = torch.frombuffer(bytearray(data.ljust(int(sizes.max()) + 1)), dtype=torch.uint8)
     mine = mine.to(where)
     everyone = [torch.empty_like(mine) for _ in sizes]
     with _freed(mine, *everyone):
-        dist.all_gather(everyone, mine)
+        dist.all_gather(everyone, mine, group=group)
     return [to_bytes(one.cpu())[:size] for one, size in zip(everyone, sizes.tolist(), strict=True)]
 
 

@@ -7,8 +7,9 @@ was named with the right code, and how long the rest lived.
 Nobody gets in, nothing stops the clean-up: attacks on ports, checkpoints and processes
 (tests/unit/attacks.py).
 
-Nothing is lost: kills all ranks at 10 x TIMES random points of saving, and stops runs 1, 5 and
-TIMES times; whether the weights and the metrics are those of a run that nobody touched.
+Nothing is lost: kills all ranks at 10 x TIMES random points of saving full checkpoints and as many
+of sharded ones, and stops runs 1, 5 and TIMES times; whether the weights and the metrics are those
+of a run that nobody touched.
 
 On a cluster in a box, under a real SLURM: TIMES stops of one run, half as many cancelled jobs, a
 lost node, and the weights of three shapes of a job. Over ssh and pdsh, on 4 nodes: TIMES deaths and
@@ -28,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,7 +37,7 @@ import figures
 from agents import PROGRAM, Run
 from attacks import prove_attacks
 from conftest import isolate
-from recovery import FAULT_POINTS, STOPS, Job
+from recovery import FAULT_POINTS, PART_POINTS, SHARDED, STOPS, Job, draw_kills
 from table import describe_machine, render
 from test_meter import names_slow_rank, run_with_slow_rank
 from test_stops import stop_at_random
@@ -104,25 +106,35 @@ def prove_one_dies(times: int) -> tuple[str, bool]:
 
 
 def prove_kills(times: int) -> tuple[str, bool]:
+    full, is_full_kept = kill_savers(times, "full", (), FAULT_POINTS)
+    shards, is_sharded_kept = kill_savers(times, "sharded", SHARDED, PART_POINTS)
+    text = (
+        "Killed while saving\n\n"
+        "SIGKILL to both ranks, at random points of a save. Weights and metrics are compared.\n\n"
+        f"{full}\n\n{shards}"
+    )
+    return text, is_full_kept and is_sharded_kept
+
+
+def kill_savers(
+    times: int, format: str, settings: Sequence[str], points: set[str]
+) -> tuple[str, bool]:
+    """Kill at random points of saving, which are to include `points`."""
     runs = max(1, 10 * times // KILLS_PER_RUN)
     equal = 0
     with tempfile.TemporaryDirectory() as folder:
         job = Job(Path(folder))
-        longer = ["train.max_steps=120"]
+        longer = ["train.max_steps=120", *settings]
         never = job.finish("never", 2, *longer)
         for number in range(runs):
-            kills = [random.randrange(1, 40) for _ in range(KILLS_PER_RUN)]
+            kills = draw_kills(random.Random(), KILLS_PER_RUN, format)
             equal += job.kill_and_finish(f"killed-{number}", 2, longer, kills) == never
         found = (job.folder / "killed").read_text().split()
-    points = ", ".join(f"{name} {found.count(name)}" for name in sorted(set(found)))
-    head = ["kills", "runs", "equal to an uninterrupted run"]
-    text = (
-        "Killed while saving\n\n"
-        "SIGKILL to both ranks, at random points of a save. Weights and metrics are compared.\n\n"
-        f"{render(head, [[str(len(found)), str(runs), str(equal)]])}\n\n"
-        f"Points: {points}."
-    )
-    return text, equal == runs and (times < 20 or set(found) == FAULT_POINTS)
+    counts = ", ".join(f"{name} {found.count(name)}" for name in sorted(set(found)))
+    head = ["format", "kills", "runs", "equal to an uninterrupted run"]
+    table = render(head, [[format, str(len(found)), str(runs), str(equal)]])
+    is_kept = equal == runs and (times < 20 or set(found) >= points)
+    return f"{table}\n\nPoints: {counts}.", is_kept
 
 
 def prove_stops(times: int) -> tuple[str, bool]:

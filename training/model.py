@@ -30,7 +30,7 @@ def make_model(task: Task, saved: State | None, settings: Settings, cache: Path)
     """
     model = task.model()
     if saved:
-        load_weights(model, saved.model)
+        load_weights(model, saved.fetch({"model": saved.model})["model"])
     if settings.train.compile:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.absolute()))
     choose_forward(model, settings.train)
@@ -46,27 +46,30 @@ def make_model(task: Task, saved: State | None, settings: Settings, cache: Path)
     )
 
 
-def state_of(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the state_dict() of both, whole where the model is sharded. All ranks call it."""
+def state_of(
+    model: nn.Module, optimizer: Optimizer, settings: Settings
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the state_dict() of both, whole for a full checkpoint. All ranks call it."""
     states = helper.unwrap(model).state_dict(), optimizer.state_dict()
-    if not helper.is_sharded(model):
+    if settings.checkpoint.format == "sharded" or not helper.is_sharded(model):
         return states
     from distributed import fsdp
 
     return fsdp.gather(states[0]), fsdp.gather(states[1])
 
 
-def load_moments(optimizer: Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
+def load_moments(optimizer: Optimizer, model: nn.Module, saved: State) -> None:
     """Load the state_dict() that an optimizer had under any strategy.
 
     Raises SettingsError where it is another optimizer's.
     """
+    state = saved.optimizer
     try:
         if helper.is_sharded(model):
             from distributed import fsdp
 
             state = fsdp.scatter(state, optimizer)
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict(saved.fetch({"optimizer": state})["optimizer"])
     except (ValueError, IndexError) as error:
         cause = f"the checkpoint is of another optimizer ({error})"
         raise SettingsError(f"resume: {cause}; use its task, or another RUN_ID") from None

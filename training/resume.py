@@ -32,9 +32,9 @@ def find_checkpoint(resume: str, folder: Path, *, is_restart: bool) -> checkpoin
         if steps(folder):
             raise SettingsError(f"resume: never, but {folder} holds checkpoints; use a new RUN_ID")
         return None
-    state = checkpoint.load(folder)
+    state = checkpoint.load(folder, whole=False)
     if state is None and resume not in ("auto", "never"):
-        state = checkpoint.load(Path(os.path.expanduser(resume)))
+        state = checkpoint.load(Path(os.path.expanduser(resume)), whole=False)
         if state is None:
             raise SettingsError(f"resume: {resume} holds no checkpoint")
     return state

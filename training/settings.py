@@ -126,6 +126,7 @@ class Checkpoint(Section):
     every: Interval = 0  # 0: by the clock and at the end alone
     every_minutes: Rate = 10.0  # after the last save; 0: never
     keep_last: Count = 3  # intact checkpoints; older ones are deleted, except the best
+    format: Literal["full", "sharded"] = "full"  # by rank 0 alone; each rank its part
 
 
 class MixedPrecision(Section):

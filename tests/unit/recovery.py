@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,8 +67,8 @@ train: {max_steps: 60, global_batch_size: 16, grad_accumulation: 2, learning_rat
         log_every: 7, eval_every: 20}
 checkpoint: {every: 5, keep_last: 2}
 """
-# train.py, of which rank 0 ends all ranks by SIGKILL when it comes to fault point N of saving,
-# where N is the first line of the file KILLS; without a line left it goes to its end.
+# train.py, of which rank R ends all ranks by SIGKILL when it comes to fault point N of saving,
+# where "N R" is the first line of the file KILLS; without a line left it goes to its end.
 DEADLY = """
 import os, runpy, signal, sys
 sys.path.insert(0, os.environ["ROOT"])
@@ -77,7 +78,8 @@ from distributed import checkpoint, checkpoint_files
 
 kills = Path(os.environ["KILLS"])
 lines = kills.read_text().splitlines()
-left = int(lines[0]) if lines else 10**9
+left, killer = lines[0].split() if lines else (10**9, "nobody")
+left = int(left)
 
 def deadly(owner, name):
     call = getattr(owner, name)
@@ -95,7 +97,7 @@ def deadly(owner, name):
         return call(*args, **options)
     setattr(owner, name, wrapped)
 
-if os.environ["RANK"] == "0":
+if os.environ["RANK"] == killer:
     for name in ("mkdir", "fsync", "rename", "symlink", "replace", "unlink", "rmdir"):
         deadly(os, name)
     for name in ("hash_file", "write", "commit", "prune"):
@@ -103,6 +105,12 @@ if os.environ["RANK"] == "0":
     for name in ("save", "_write"):
         deadly(checkpoint.Saver, name)
     deadly(torch, "save")
+    if "checkpoint.format=sharded" in sys.argv:
+        from distributed import sharded
+        for name in ("choose", "write", "_write"):
+            deadly(sharded.Parts, name)
+        for name in ("write_data", "finish"):
+            deadly(sharded.FileSystemWriter, name)
 sys.argv[0] = os.environ["ROOT"] + "/train.py"
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -111,9 +119,22 @@ FAULT_POINTS = {
     *(f"checkpoint_files.{name}" for name in ("hash_file", "write", "commit", "prune")),
     *("Saver.save", "Saver._write", "torch.save"),
 }
+SHARDED = ("distributed.strategy=fsdp", "checkpoint.format=sharded")
+PART_POINTS = {  # of what every rank does for a sharded one
+    *("Saver.save", "Saver._write", "Parts.choose", "Parts.write", "Parts._write"),
+    *("FileSystemWriter.write_data", "torch.save", "checkpoint_files.hash_file", "os.fsync"),
+}
+REACH = {"full": (40,), "sharded": (100, 25)}  # fault points of each rank, in a save or two
 
 
 STOPS = ("SIGTERM", "SIGUSR1", "SIGINT")
+
+
+def draw_kills(draw: random.Random, times: int, format: str) -> list[str]:
+    """Return kills of random ranks at random points of saving, as kill_and_finish takes them."""
+    reach = REACH[format]
+    ranks = [draw.randrange(len(reach)) for _ in range(times)]
+    return [f"{draw.randrange(1, reach[rank])} {rank}" for rank in ranks]
 
 
 @dataclass(frozen=True)
@@ -173,11 +194,11 @@ class Job:
         return self.finish(run_id, nproc, *settings)
 
     def kill_and_finish(
-        self, run_id: str, nproc: int, settings: Sequence[str], kills: Sequence[int]
+        self, run_id: str, nproc: int, settings: Sequence[str], kills: Sequence[str]
     ) -> Outcome:
-        """Kill all ranks at each of these fault points of saving, counted from each start."""
+        """Kill all ranks at each fault point of saving: "N R" is rank R's N-th of a start."""
         counts = self.folder / f"{run_id}.kills"
-        counts.write_text("\n".join(map(str, kills)))
+        counts.write_text("\n".join(kills))
         files = {"KILLS": str(counts), "KILLED": str(self.folder / "killed"), "ROOT": str(ROOT)}
         code = 1
         while code != 0:

@@ -17,12 +17,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.multiprocessing.spawn import start_processes
 
 from distributed import checkpoint, checkpoint_files
@@ -34,9 +36,9 @@ from distributed.torch import gather_bytes
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def save(run: Path, step: int, state: State, *, keep_last: int) -> Path:
+def save(run: Path, step: int, state: State, *, keep_last: int, format: str = "full") -> Path:
     """Save one checkpoint, and return its folder when it is on the disk."""
-    saver = Saver(run, keep_last=keep_last)
+    saver = Saver(run, keep_last=keep_last, format=format)
     try:
         saver.save(step, state)
         saver.wait()
@@ -90,9 +92,13 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+in_each_format = pytest.mark.parametrize("format", ["full", "sharded"])
+
+
+@in_each_format
+def test_what_is_saved_comes_back(tmp_path: Path, format: str) -> None:
     state = make_state(5)
-    folder = save(tmp_path / "run", 5, state, keep_last=3)
+    folder = save(tmp_path / "run", 5, state, keep_last=3, format=format)
     for path in (folder, tmp_path / "run", tmp_path / "run/latest"):
         loaded = load(path)
         assert loaded is not None
@@ -129,6 +135,18 @@ def test_what_is_not_whole_never_counts(tmp_path: Path) -> None:
     assert newest_step(tmp_path) == 2
     save(tmp_path, 5, make_state(5), keep_last=2)
     assert names(tmp_path) == ["latest", "step-2", "step-3", "step-5"]
+
+
+def test_each_format_is_replaced_by_the_other(tmp_path: Path) -> None:
+    for step, format in ((1, "full"), (2, "sharded"), (3, "full")):
+        save(tmp_path, step, make_state(step), keep_last=1, format=format)
+        assert names(tmp_path) == ["latest", f"step-{step}"]
+        assert newest_step(tmp_path) == step
+
+
+def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="format 'shard' is unknown; use full or sharded"):
+        Saver(tmp_path, keep_last=1, format="shard")
 
 
 @pytest.mark.parametrize(
@@ -221,8 +239,9 @@ def test_a_damaged_one_is_replaced(tmp_path: Path) -> None:
     assert newest_step(tmp_path) == 2
 
 
+@in_each_format
 def test_killed_at_any_moment_a_whole_one_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
 ) -> None:
     """Kill the saving process at each of its system calls that matter, one after the other."""
     calls_left = 0
@@ -240,14 +259,16 @@ def test_killed_at_any_moment_a_whole_one_is_left(
     for owner, name in (
         (os, "fsync"), (os, "mkdir"), (os, "rename"), (os, "replace"), (os, "symlink"),
         (os, "unlink"), (os, "rmdir"), (torch, "save"), (checkpoint_files, "hash_file"),
+        (FileSystemWriter, "write_data"), (FileSystemWriter, "finish"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, deadly(getattr(owner, name)))
     calls_left = 1000
-    save(tmp_path, 1, make_state(1), keep_last=1)
+    save(tmp_path, 1, make_state(1), keep_last=1, format=format)
     step, kills = 1, 0
     while True:
         calls_left, state = kills, make_state(step + 1)
-        status = in_a_child(lambda s=state, n=step + 1: save(tmp_path, n, s, keep_last=1))  # type: ignore[misc]
+        action = partial(save, tmp_path, step + 1, state, keep_last=1, format=format)
+        status = in_a_child(action)
         calls_left = 1000
         newest = newest_step(tmp_path)
         assert newest in (step, step + 1)
@@ -257,6 +278,27 @@ def test_killed_at_any_moment_a_whole_one_is_left(
         kills, step = kills + 1, newest
     assert kills > 10
     assert os.readlink(tmp_path / "latest") == f"step-{newest}"
+
+
+@in_each_format
+def test_all_is_on_the_disk_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    synced: set[str] = set()
+    sync, commit = os.fsync, checkpoint_files.commit
+
+    def note(fd: int) -> None:
+        synced.add(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        sync(fd)
+
+    def check(temporary: Path, final: Path) -> None:
+        assert synced >= {*os.listdir(temporary), temporary.name}
+        commit(temporary, final)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(checkpoint_files, "commit", check)
+    save(tmp_path, 1, make_state(1), keep_last=1, format=format)
+    assert tmp_path.name in synced
 
 
 def test_the_best_stays_too(tmp_path: Path) -> None:
@@ -277,9 +319,10 @@ def test_what_a_run_went_back_behind_is_deleted(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", "step-2"]
 
 
-def test_what_changes_after_the_call_is_not_saved(tmp_path: Path) -> None:
+@in_each_format
+def test_what_changes_after_the_call_is_not_saved(tmp_path: Path, format: str) -> None:
     state = make_state(1)
-    saver = Saver(tmp_path, keep_last=1)
+    saver = Saver(tmp_path, keep_last=1, format=format)
     for step in (1, 2):
         nn.init.constant_(state.model["weight"], step)
         saver.save(step, replace(state, progress={"step": step}))
@@ -306,11 +349,12 @@ def start_again(run: Path, state: State, job: str, start: int) -> None:
     save(run, 5, state, keep_last=1)
 
 
+@in_each_format
 def test_a_job_that_was_started_again_takes_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "12")
-    cut_off = Saver(tmp_path, keep_last=1)
+    cut_off = Saver(tmp_path, keep_last=1, format=format)
     cut_off.save(9, make_state(9))
     cut_off.wait()
     state = make_state(5)
@@ -470,13 +514,14 @@ def test_of_many_at_once_one_locks(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["lock"]
 
 
-def test_a_full_disk_leaves_the_one_before(tmp_path: Path) -> None:
-    save(tmp_path, 1, make_state(1), keep_last=1)
+@in_each_format
+def test_a_full_disk_leaves_the_one_before(tmp_path: Path, format: str) -> None:
+    save(tmp_path, 1, make_state(1), keep_last=1, format=format)
     state = make_state(2)
 
     def save_within_20_kb() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # write(2) fails beyond
-        save(tmp_path, 2, state, keep_last=1)
+        save(tmp_path, 2, state, keep_last=1, format=format)
 
     assert os.waitstatus_to_exitcode(in_a_child(save_within_20_kb)) == 3
     assert newest_step(tmp_path) == 1

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from recovery import FAULT_POINTS, STOPS, Job, Outcome
+from recovery import SHARDED, STOPS, Job, Outcome, draw_kills
 
 from distributed.checkpoint import load
 
@@ -57,14 +57,14 @@ def test_stopped_and_resumed_it_ends_with_the_same_bytes(
     assert job.stop_and_finish(f"often-{name}", nproc, settings, faults) == never
 
 
-def test_killed_while_saving_it_ends_with_the_same_bytes(job: Job) -> None:
-    draw = random.Random(1)
-    kills = [draw.randrange(1, 40) for _ in range(12)]
-    longer = ["train.max_steps=120"]
-    never = job.finish("long", 2, *longer)
-    assert job.kill_and_finish("killed", 2, longer, kills) == never
-    found = (job.folder / "killed").read_text().split()
-    assert len(found) == 12 and set(found) <= FAULT_POINTS
+@pytest.mark.parametrize(("format", "times"), [("full", 12), ("sharded", 6)])
+def test_killed_while_saving_it_ends_with_the_same_bytes(job: Job, format: str, times: int) -> None:
+    kills = draw_kills(random.Random(1), times, format)
+    longer = ["train.max_steps=120", *(SHARDED if format == "sharded" else ())]
+    never = job.finish(f"long-{format}", 2, *longer)
+    (job.folder / "killed").unlink(missing_ok=True)
+    assert job.kill_and_finish(f"killed-{format}", 2, longer, kills) == never
+    assert len((job.folder / "killed").read_text().split()) == times
 
 
 def test_a_signal_to_the_launcher_saves_and_leaves_with_75(job: Job, whole: Outcome) -> None:

@@ -157,6 +157,7 @@ def test_the_built_in_model_is_typed() -> None:
         ("train.max_steps=true", "train.max_steps: should be a valid integer"),
         ("train.max_steps=0", "train.max_steps: should be greater than 0, not 0"),
         ("train=3", "train: should be a section of settings, not 3"),
+        ("checkpoint.format=x", "checkpoint.format: should be 'full' or 'sharded', not 'x'"),
         ("distributed.backend=mpi", "distributed.backend: should be 'auto', 'nccl' or 'gloo'"),
         ("distributed.strategy=ddpp", "'ddpp' is unknown; use auto, single, dp, ddp, fsdp"),
         (

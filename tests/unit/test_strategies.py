@@ -131,14 +131,28 @@ class Stopping(LanguageModelTask):
 """
 
 
-def test_a_run_moves_between_strategies(work: Work) -> None:
+@pytest.mark.parametrize("written", ["full", "sharded"])
+def test_a_run_moves_between_strategies(work: Work, written: str) -> None:
     (work.folder / "stopping.py").write_text(STOPPING)
+    chosen = f"checkpoint.format={written}"
     for nproc, strategy, last in ((4, "fsdp", 12), (2, "ddp", 24), (1, "single", 36)):
-        words = (f"distributed.strategy={strategy}", "task=stopping:Stopping")
-        told = work.run("moved", nproc, *words, code=75)
+        words = (f"distributed.strategy={strategy}", "task=stopping:Stopping", chosen)
+        told = work.run(written, nproc, *words, code=75)
         assert f"stopped    after step {last}," in told
-    work.run("moved", 2, "distributed.strategy=fsdp")
-    assert_same(work, "moved")
+        parts = [*(work.folder / f"checkpoints/{written}/step-{last}").glob("*.distcp")]
+        assert len(parts) == (nproc if written == "sharded" else 0)
+    work.run(written, 2, "distributed.strategy=fsdp", chosen)
+    assert_same(work, written)
+
+
+def test_a_run_changes_its_format(work: Work) -> None:
+    (work.folder / "stopping.py").write_text(STOPPING)
+    for written, last in (("sharded", 12), ("full", 24), ("sharded", 36)):
+        words = ("distributed.strategy=fsdp", "task=stopping:Stopping")
+        told = work.run("changed", 2, *words, f"checkpoint.format={written}", code=75)
+        assert f"stopped    after step {last}," in told
+    work.run("changed", 2, "distributed.strategy=fsdp")
+    assert_same(work, "changed")
 
 
 def _shard_by(size: str | int) -> str:

@@ -1,0 +1,177 @@
+"""Sharded checkpoints: every rank writes its own part, through torch.distributed.checkpoint.
+
+    step-400/    the files of every checkpoint, but the tensors in model.pt and optimizer.pt have
+                 only names, types and shapes (torch's meta device), and their content is in
+      __0_0.distcp  __1_0.distcp ...    the parts, one from each rank
+      index.pt                          which tensor is where in the parts
+      .metadata                         the same as a pickle, for torch's own tools; not read here
+
+Ranks of any number and strategy read what they need from all parts. The import takes a while, so
+only those who need it import this.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem, metadata, planner, storage
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.utils._pytree import tree_map_only
+
+from . import checkpoint_files as files
+from .checkpoint_files import CheckpointError
+from .errors import with_fault
+from .torch import gather_bytes
+
+Trees = dict[str, Any]  # "model" and "optimizer": what their state_dict() returned
+
+# What plans and the index consist of. A BytesStorageMetadata would have torch unpickle a part.
+_KINDS = {
+    kind
+    for module in (filesystem, metadata, planner, storage)
+    for kind in vars(module).values()
+    if isinstance(kind, enum.EnumMeta) or (isinstance(kind, type) and is_dataclass(kind))
+}
+torch.serialization.add_safe_globals([*(_KINDS - {metadata.BytesStorageMetadata})])
+
+
+class Parts:
+    """Writes this rank's part of each checkpoint. Every rank calls each method at the same time."""
+
+    def __init__(self) -> None:
+        # Parts are written in the background. Two threads may start their collectives in another
+        # order on each rank, so these have a group of their own, and training's stays untouched.
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._shapes: dict[str, Any] | None = None  # that the plan was made for
+        self._packed: list[bytes] = []  # where each rank has put its tensors, the last time
+        self._results: list[Any] = []  # the same, unpacked
+
+    def choose(self, trees: Trees) -> tuple[Trees, list[Tensor]]:
+        """Return the trees without their tensors' content, and what this rank is to write of it.
+
+        What several ranks hold is written by one of them.
+        """
+        tensors = dict(_named(trees))
+        shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        if any(gather_bytes(b"" if shapes == self._shapes else b"new", self._group)):
+            self._plan(tensors)
+            self._shapes = shapes
+        bare = tree_map_only(
+            Tensor, lambda one: torch.empty(one.shape, dtype=one.dtype, device="meta"), trees
+        )
+        chosen = [tensors[item.index.fqn] for item in self._planner.plan.items]
+        return bare, [one.to_local() if hasattr(one, "to_local") else one for one in chosen]
+
+    def _plan(self, tensors: dict[str, Tensor]) -> None:
+        """Plan who writes what: each rank for all, because torch's rank 0 would send pickles."""
+        self._planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._planner.set_up_planner(tensors, is_coordinator=self._rank == 0)
+        own = files.pack(self._planner.create_local_plan())
+        plans = [files.unpack(plan) for plan in gather_bytes(own, self._group)]
+        plans, self._metadata = self._planner.create_global_plan(plans)
+        plans = FileSystemWriter("").prepare_global_plan(plans)  # names the parts, in any folder
+        self._planner.finish_plan(plans[self._rank])
+        self._planner.state_dict = {}  # else it would keep these tensors alive
+
+    def write(self, begin: Callable[[], Path], copies: Sequence[Tensor]) -> dict[str, Any]:
+        """Write copies of the chosen tensors into the folder that `begin` returns on rank 0.
+
+        Returns the manifest's entries of all parts on rank 0, {} on the others. By then the parts
+        are on the disk. Raises CheckpointError on every rank if one fails.
+        """
+        named = self._tell(lambda: str(begin()).encode() if self._rank == 0 else b"")
+        writer = FileSystemWriter(named[0].decode(), sync_files=False, per_thread_copy_ahead=0)
+        told = [one.split(b"\n", 1) for one in self._tell(partial(self._write, writer, copies))]
+        if self._rank != 0:
+            return {}
+        if self._packed != (packed := [results for _, results in told]):
+            self._packed, self._results = packed, [*map(files.unpack, packed)]  # 0.1 ms a tensor
+        writer.finish(self._metadata, self._results)
+        index = files.pack(replace(self._metadata, storage_meta=None))
+        Path(writer.path, files.INDEX).write_bytes(index)
+        return {name: entry for one, _ in told for name, entry in json.loads(one).items()}
+
+    def _write(self, writer: FileSystemWriter, copies: Sequence[Tensor]) -> bytes:
+        _check_shared(folder := Path(writer.path))
+        plan = self._planner.plan
+        indices = [item.index for item in plan.items]
+        self._planner.copies = dict(zip(indices, copies, strict=True))
+        results = writer.write_data(plan, self._planner).wait()
+        entries = {}
+        for part in folder.glob(f"__{self._rank}_*"):
+            entries[part.name] = files.entry_of(part)
+            files.sync(part)
+        return json.dumps(entries).encode() + b"\n" + files.pack(results)
+
+    def _tell(self, do: Callable[[], bytes]) -> list[bytes]:
+        """Do something on every rank; return what each came to, or raise what one failed with."""
+        try:
+            mine = b"+" + do()
+        except Exception as error:
+            mine = b"-" + str(error).encode()
+        told = gather_bytes(mine, self._group)
+        for rank, one in enumerate(told):
+            if one.startswith(b"-"):
+                raise CheckpointError(f"rank {rank}: {one[1:].decode()}")
+        return [one[1:] for one in told]
+
+
+class _Planner(DefaultSavePlanner):
+    """Plans with the tensors themselves, and has copies of them written."""
+
+    copies: dict[metadata.MetadataIndex, Tensor]
+
+    def lookup_object(self, index: metadata.MetadataIndex) -> Tensor:
+        return self.copies[index]
+
+
+def reader(folder: Path, index: bytes) -> Callable[[Trees], Trees]:
+    """Return what reads trees of meta tensors: whole ones onto the CPU, this rank's of a DTensor.
+
+    Raises CheckpointError where this node does not see the folder.
+    """
+    _check_shared(folder)
+    found: metadata.Metadata = files.unpack(index)
+
+    def place(tensor: Tensor) -> Tensor:
+        mesh = getattr(tensor, "device_mesh", None)
+        return torch.empty_like(tensor, device=mesh.device_type if mesh else "cpu")
+
+    def read(trees: Trees) -> Trees:
+        trees = tree_map_only(Tensor, place, trees)
+        parts = FileSystemReader(folder)
+        parts.set_up_storage_reader(found, True)
+        plans = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        plans.set_up_planner(dict(_named(trees)), found, True)
+        parts.read_data(plans.create_local_plan(), plans).wait()
+        return trees
+
+    return read
+
+
+def _check_shared(folder: Path) -> None:
+    if not folder.is_dir():
+        cause = f"{folder} is not there on {socket.gethostname()}"
+        cure = "a sharded checkpoint needs a folder on a disk that all nodes share"
+        raise with_fault(CheckpointError, "dir-not-shared", f"{cause}; {cure}")
+
+
+def _named(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a tree with names such as optimizer.state.0.step."""
+    if isinstance(tree, Tensor):
+        yield name, tree
+    elif isinstance(tree, dict | list | tuple):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _named(value, f"{name}.{key}" if name else str(key))
