@@ -189,8 +189,7 @@ def start_janitor() -> tuple[int, int]:
     """
     token = os.environ["LAUNCH_TOKEN"]  # of this run alone: launcher/fanout/local.py has set it
     guardian, agent = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
+    if (child := os.fork()) == 0:
         if os.fork() == 0:
             _wait_and_clean(guardian[0], agent[0], token)
         os._exit(0)
@@ -208,7 +207,9 @@ def _wait_and_clean(guardian: int, agent: int, token: str) -> NoReturn:
         with contextlib.suppress(OSError):  # others wait for the ends of these
             os.close(fd)
     ended, _, _ = select.select([guardian, agent], [], [])
-    processes.end_marked(token, ORPHANS_S if guardian in ended else LATE_S)
+    if guardian not in ended:  # which ends the rest, unless it is killed or stopped, too
+        ended, _, _ = select.select([guardian], [], [], LATE_S)
+    processes.end_marked(token, ORPHANS_S if ended else 0)
     os._exit(0)
 
 

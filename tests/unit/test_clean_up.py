@@ -83,6 +83,16 @@ def test_nothing_is_left(start: Start, victim: str) -> None:
     run.assert_gone()
 
 
+def test_a_guardian_that_dies_after_its_agent_is_cleaned_up_after_as_fast(start: Start) -> None:
+    run = start()
+    agent = run.agent_pid()
+    os.kill(run.process.pid, signal.SIGSTOP)
+    os.kill(agent, signal.SIGKILL)
+    time.sleep(0.5)  # between the two deaths; the janitor has seen the first
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.assert_gone()
+
+
 def test_what_is_adopted_is_reaped(start: Start) -> None:
     run = start()
     family = {run.process.pid, run.agent_pid()}
