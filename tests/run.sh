@@ -95,12 +95,12 @@ test_python() { # <all|fast>
   local words="not long"
   [[ $1 == all ]] || words="not slow"
   show "$PYTHON" -m pytest -q -n 3 --dist worksteal --durations=5 -m "$words" # they wait a good deal, too
-  [[ $1 != all ]] || leave "$(number deselected)" pytest
   add "$(number passed)" $(($(number failed) + $(number errors?)))
   local line
   while IFS= read -r line; do
     SKIPPED+=("pytest: ${line#SKIPPED }")
   done < <(grep '^SKIPPED ' "$OUTPUT")
+  [[ $1 != all ]] || leave "$("$PYTHON" -m pytest -q --collect-only -m long | grep -c ::)" pytest
 }
 
 test_scripts() { # <all|fast> <file or folder...>
