@@ -67,15 +67,15 @@ class Work:
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
     folder = Work(tmp_path_factory.mktemp("strategies"))
-    folder.run("single", 1)
+    folder.run(f"single-{os.getpid()}", 1)  # workers of pytest may begin at once: a port for each
     return folder
 
 
 def assert_same(work: Work, run_id: str) -> None:
-    mine, theirs = work.losses(run_id), work.losses("single")
+    mine, theirs = work.losses(run_id), work.losses(f"single-{os.getpid()}")
     assert mine.keys() == theirs.keys() and len(mine) == STEPS
     assert [*mine.values()] == pytest.approx([*theirs.values()], rel=2e-5)
-    weights = work.weights("single")
+    weights = work.weights(f"single-{os.getpid()}")
     for name, tensor in work.weights(run_id).items():
         assert tensor.shape == weights[name].shape
         assert torch.allclose(tensor, weights[name], atol=2e-4), name
