@@ -25,6 +25,7 @@ WORDS = [
     *("train.global_batch_size=8", "train.warmup_steps=2", "train.eval_every=25"),
     *("train.log_every=1", f"train.max_steps={STEPS}", "checkpoint.every=0"),
 ]
+REFERENCE = f"single-{os.getpid()}"  # workers of pytest may begin at once: a port for each
 pytestmark = pytest.mark.slow
 
 
@@ -67,15 +68,15 @@ class Work:
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
     folder = Work(tmp_path_factory.mktemp("strategies"))
-    folder.run(f"single-{os.getpid()}", 1)  # workers of pytest may begin at once: a port for each
+    folder.run(REFERENCE, 1)
     return folder
 
 
 def assert_same(work: Work, run_id: str) -> None:
-    mine, theirs = work.losses(run_id), work.losses(f"single-{os.getpid()}")
+    mine, theirs = work.losses(run_id), work.losses(REFERENCE)
     assert mine.keys() == theirs.keys() and len(mine) == STEPS
     assert [*mine.values()] == pytest.approx([*theirs.values()], rel=2e-5)
-    weights = work.weights(f"single-{os.getpid()}")
+    weights = work.weights(REFERENCE)
     for name, tensor in work.weights(run_id).items():
         assert tensor.shape == weights[name].shape
         assert torch.allclose(tensor, weights[name], atol=2e-4), name
