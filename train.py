@@ -59,7 +59,7 @@ from training.model import (
 from training.optimizer import Schedule, find_last_step, make_optimizer
 from training.progress import Limits, Progress
 from training.settings import Settings
-from training.tasks import load_task
+from training.tasks import load_task, score
 from training.trackers import RunFacts, Trackers
 
 log = logging.getLogger(__name__)
@@ -302,11 +302,7 @@ class Run:
         """Copy the state now, and write it as a checkpoint in the background."""
         with self.meter.paused():
             self.progress.sync()
-            progress = self.progress_at(step)
-            if self.task.best in validated:
-                best = validated[self.task.best]
-                progress["validation_loss"] = validated.get("loss")
-                progress["score"] = -best if self.task.best_is_highest else best
+            progress = self.progress_at(step) | score(self.task, validated)
             own = {"rng": checkpoint.rng_state(), "meter": self.meter.state()}
             ranks = checkpoint.gather_ranks({**own, "schedule": self.schedule.state()})
             weights, moments = state_of(self.model, self.optimizer, self.settings)

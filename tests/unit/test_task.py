@@ -13,6 +13,7 @@ import pytest
 
 from distributed.checkpoint import load, weights_hash
 from distributed.checkpoint_files import read_progress
+from training.tasks import Task, score
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
@@ -218,3 +219,15 @@ def test_ranks_with_unlike_data_are_refused(work: Work) -> None:
 def test_epochs_need_a_length(work: Work) -> None:
     told = work.run("no-length", 2, "task=points:Streaming", "train.epochs=3", code=2)
     assert "train.epochs: the data has no length; use train.max_steps" in told
+
+
+def test_a_best_that_no_validation_returns_is_told() -> None:
+    class Odd(Task):
+        best, best_is_highest = "acuracy", True
+
+    task = Odd.__new__(Odd)
+    with pytest.warns(UserWarning, match="best is 'acuracy', and evaluate returns loss, accuracy;"):
+        assert score(task, {"loss": 1.0, "accuracy": 0.5}) == {}
+    assert score(task, {}) == {}  # there was none
+    task.best = "accuracy"
+    assert score(task, {"accuracy": 0.5}) == {"validation_loss": None, "score": -0.5}

@@ -18,6 +18,7 @@ the learning rate and everything distributed. What else a task may have is below
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -99,6 +100,20 @@ class Task(Protocol):
     def summary(self, model: nn.Module, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         """Return (label, text) pairs that are printed at the end; `metrics` of the validation."""
         return [("validation", ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))]
+
+
+def score(task: Task, validated: Mapping[str, float]) -> dict[str, float | None]:
+    """Return what a checkpoint keeps of a validation, for the best one to be found: lower wins."""
+    best = validated.get(task.best)
+    if validated and best is None:
+        cause = f"task.best is {task.best!r}, and evaluate returns {', '.join(validated)}"
+        warnings.warn(f"{cause}; no checkpoint is kept as the best", stacklevel=1)
+    if best is None:
+        return {}
+    return {
+        "validation_loss": validated.get("loss"),
+        "score": -best if task.best_is_highest else best,
+    }
 
 
 def load_task(settings: Settings) -> Task:
