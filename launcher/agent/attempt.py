@@ -97,7 +97,8 @@ class Attempt:
             next_at = min(beat.at, self.partial.at, self.term.at, self.kill.at, self.over.at)
             for key, _ in self.selector.select(max(0.0, next_at - now)):
                 key.data()
-            time.sleep(self.rest_s)
+            if self.rest_s:
+                time.sleep(self.rest_s)
             if self.partial.take() and self.ranks.tick(now):
                 self.partial.set_within(PARTIAL_S)
             for each in self.ranks.ended():

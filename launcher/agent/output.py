@@ -224,7 +224,9 @@ def _newest_state(line: bytes) -> bytes:
     end = len(line)
     while end >= 0:
         start = line.rfind(b"\r", 0, end)
-        state = _ESCAPES.sub(b"", line[start + 1 : end])
+        state = line[start + 1 : end]
+        if b"\x1b" in state:  # the search is slow
+            state = _ESCAPES.sub(b"", state)
         if state.strip():
             return state
         end = start
