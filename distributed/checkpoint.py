@@ -174,7 +174,7 @@ class Saver:
 
 def _copy_all(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
     """Copy each tensor into its counterpart, with several threads on a CPU."""
-    if torch.cuda.is_available():
+    if any(tensor.is_cuda for tensor in theirs):
         for memory, tensor in zip(ours, theirs, strict=True):
             memory.copy_(tensor, non_blocking=True)
         torch.cuda.current_stream().synchronize()

@@ -46,7 +46,8 @@ def shard(model: nn.Module, device: torch.device, how: Sharding) -> nn.Module:
         fully_shard(
             module,
             mesh=mesh,
-            reshard_after_forward=how.reshard_after_forward,
+            # The root's parameters are needed again at once, as the backward pass begins there.
+            reshard_after_forward=how.reshard_after_forward and module is not model,
             mp_policy=policy,
             offload_policy=offload,
         )
@@ -77,8 +78,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def gather(state: Any) -> Any:
-    """Return a state_dict() with whole tensors, on the CPU of every rank. All ranks call it."""
-    return tree_map_only(DTensor, lambda tensor: tensor.full_tensor().cpu(), state)
+    """Return a state_dict(), whole on rank 0's CPU and empty elsewhere. All ranks call it."""
+    keep = Tensor.cpu if dist.get_rank() == 0 else lambda whole: whole.new_empty(0)
+    return tree_map_only(DTensor, lambda tensor: keep(tensor.full_tensor()), state)
 
 
 def scatter(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from distributed import torch as helper
 SLOW = 1.25  # times the median rank's compute time; below 1.3, which no clock measures exactly
 SLOW_STEPS = 50  # for so many steps a rank must be slow to be named
 # Dense bfloat16 operations per second, by a part of the GPU's name (NVIDIA's data sheets).
-PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12}
+PEAKS = {"H100 PCIe": 756e12, "H100 NVL": 836e12, "H200 NVL": 836e12}
+PEAKS |= {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12}
 PEAKS |= {"L40S": 362e12, "RTX 4090": 165e12}
 _log = logging.getLogger(__name__)
 

@@ -86,6 +86,8 @@ def choose_forward(model: nn.Module, settings: Train) -> None:
         for block in blocks[:: 1 if every == "full" else int(every)]:
             block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
     if settings.compile:
+        if blocks:  # which DDP's buckets need not cut again, to overlap with the backward pass
+            torch._dynamo.config.optimize_ddp = False
         for block in blocks or [model]:
             block.forward = torch.compile(block.forward)
 
