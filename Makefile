@@ -11,7 +11,7 @@ NODE   ?= login
 
 .DEFAULT_GOAL := help
 .PHONY: cluster-deps cluster-up cluster-down cluster-shell test-cluster test-login
-.PHONY: help init setup train sample plot test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-fanout bench-failures bench-shapes bench-cuts bench-staging bench-data pictures clean
+.PHONY: help init setup train sample plot test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-fanout bench-failures bench-shapes bench-cuts bench-staging bench-gpu bench-data pictures clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "make %-17s %s\n", $$1, $$2 }'
@@ -83,6 +83,9 @@ bench-shapes: $(STAMP) ## run scripts in the shape of public ones under torchrun
 
 bench-staging: $(STAMP) ## measure a start from a slow file system, with and without STAGE_ENV (as root)
 	$(PYTHON) bench/staging.py
+
+bench-gpu: $(STAMP) ## measure training on one GPU: train.py, a bare loop, accelerate, Lightning
+	$(PYTHON) bench/gpu.py
 
 bench-data: $(STAMP) ## measure a start with 2 GB of text against one with 20 MB
 	$(PYTHON) bench/data.py

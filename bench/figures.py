@@ -55,11 +55,11 @@ def _rows() -> Iterator[tuple[str, str, str, str]]:
         f"`torch.save` {save['torch.save']['stall s']} s",
         "`make bench-checkpoint`",
     )
-    step = _by(_section(measured, "Step time"), "loop", "")
+    step = _by(_section(measured, "Step time"), "strategy", "ddp")["ddp"]
     yield (
         "one training step of `train.py`",
-        f"{step['train.py']['median ms per step']} ms",
-        f"a bare loop {step['bare loop']['median ms per step']} ms",
+        f"{step['train.py, ms']} ms",
+        f"a bare loop {step['bare loop, ms']} ms",
         "`make bench-step`",
     )
     kills = _section(proved, "One dies, all stop")

@@ -1,0 +1,67 @@
+"""train.py, watched for steps that wait for the GPU: python bench/waits.py --config FILE ...
+
+Between two log lines the CPU runs ahead of the GPU; a step that reads a tensor's value would make
+it wait. On a GPU, torch itself names such lines (torch.cuda.set_sync_debug_mode). Without one,
+torch's profiler and the calls that read a tensor show what would wait there. Prints what it found
+on each rank, and ends with 1 if that is anything.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+import train
+from training.arguments import start
+
+WARM_UP = 3  # steps in which torch compiles and chooses
+OPERATIONS = {"item", "_local_scalar_dense", "is_nonzero", "nonzero", "equal"}
+CALLS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__"}
+take_step = train.Run.take_step
+found: set[str] = set()
+
+
+class Calls(TorchFunctionMode):
+    """Notes the calls that read a tensor's value."""
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        found.update({getattr(function, "__name__", "")} & CALLS)
+        return function(*args, **(kwargs or {}))
+
+
+def take_watched_step(run: train.Run, step: int) -> None:
+    if step < WARM_UP:
+        take_step(run, step)
+    elif torch.cuda.is_available():
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            take_step(run, step)
+            torch.cuda.set_sync_debug_mode("default")
+        waits = [one for one in told if "synchronizing" in str(one.message)]
+        found.update(f"{Path(one.filename).name}:{one.lineno}" for one in waits)
+    else:
+        with torch.profiler.profile() as profiler, Calls():
+            take_step(run, step)
+        names = {event.key.removeprefix("aten::") for event in profiler.key_averages()}
+        assert any("backward" in name for name in names), "the profiler has seen no step"
+        found.update(names & OPERATIONS)
+
+
+if __name__ == "__main__":
+    arguments, settings = start(__doc__)
+    train.Run.take_step = take_watched_step  # type: ignore[method-assign]
+    code = train.train(arguments, settings)
+    print(f"waits      {', '.join(sorted(found)) or 'none'}", flush=True)
+    train.helper.finish(1 if found else code)
