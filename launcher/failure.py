@@ -11,25 +11,17 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-# What a rank reports when another rank has gone: its own end is a consequence then.
-_PEER_LOST = re.compile(
-    r"connection (was )?(closed|reset|aborted|refused)( by (remote )?peer)?"
-    r"|broken pipe|socket is not connected|ncclremoteerror|remote process exited"
-    r"|recvvalue failed|sendbytes failed|process group watchdog|nccl communicator was aborted"
-    r"|timed out waiting .* for (send|recv) operation",
-    re.IGNORECASE,
-)
+if TYPE_CHECKING:
+    from launcher.explain.rules import Rule
+
 # In a traceback, or as faulthandler writes it.
 _FRAME = re.compile(r'^ {2}File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$')
-# Errors whose text shows the fault. Others can name it themselves: `cause; cure [fault]`.
-_FAULTS = {
-    "out-of-memory": re.compile("out of memory|^MemoryError", re.IGNORECASE),
-    "disk-full": re.compile(r"no space left|quota exceeded|unexpected pos \d+ vs", re.IGNORECASE),
-    "dir-unwritable": re.compile("read-only file system", re.IGNORECASE),
-}
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/")  # also of another machine
 _SHOWN_FRAMES = 3
 _LONGEST = 300  # characters of a cause
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 _MEANING = {
     126: "the command could not be executed",
     127: "the command was not found",
@@ -103,7 +95,21 @@ def read_error(path: Path) -> RaisedError | None:
 
 def fault_of(message: str) -> str:
     """Return the fault behind an error that names none, from what torch and the system say."""
-    return next((fault for fault, words in _FAULTS.items() if words.search(message)), "rank-error")
+    rule = _find_rule(message)
+    return rule.fault if rule is not None and rule.names_fault else "rank-error"
+
+
+def is_peer_lost(message: str) -> bool:
+    """Whether an error only says that another rank is gone, or did not come."""
+    rule = _find_rule(message)
+    return rule is not None and rule.may_follow
+
+
+def _find_rule(message: str) -> Rule | None:
+    from launcher.explain.rules import match  # reads a file: only once something has failed
+
+    known = [rule for line in message.splitlines() if (rule := match(line))]
+    return min(known, key=lambda rule: rule.kind, default=None)
 
 
 def explain(code: int, *, out_of_memory: bool = False) -> tuple[str, str]:
@@ -112,6 +118,7 @@ def explain(code: int, *, out_of_memory: bool = False) -> tuple[str, str]:
         return "out-of-memory", "SIGKILL by the kernel: this node's memory limit was reached"
     unknown = signal_name(code) or f"left with exit code {code}, without an exception"
     fault = "rank-killed" if code == 128 + signal.SIGKILL else "rank-error"
+    fault = "rank-crashed" if code - 128 in _CRASHES else fault
     return fault, _MEANING.get(code, unknown)
 
 
@@ -145,11 +152,6 @@ def one_line(cause: str) -> str:
     return f"{first[:_LONGEST]} ..." if more or len(first) > _LONGEST else first
 
 
-def is_peer_lost(message: str) -> bool:
-    """Whether an error only says that another rank is gone."""
-    return _PEER_LOST.search(message) is not None
-
-
 def user_frames(stack: str) -> list[str]:
     """Return the last frames of the user's own code, innermost first: `file:line in name`."""
     ours = Path(__file__).parents[1]
@@ -161,7 +163,7 @@ def user_frames(stack: str) -> list[str]:
     found = [
         f"{short_path(frame['file'])}:{frame['line']} in {frame['name']}"
         for frame in filter(None, map(_FRAME.match, stack.splitlines()))
-        if not frame["file"].startswith(foreign) and "/site-packages/" not in frame["file"]
+        if not frame["file"].startswith(foreign) and not _LIBRARY.search(frame["file"])
     ]
     return found[::-1][:_SHOWN_FRAMES]
 

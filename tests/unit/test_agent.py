@@ -48,7 +48,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         ("say", 2, "rank-error", "SystemExit: 2, after: the words of a usage error"),
         ("_exit", 7, "rank-error", "left with exit code 7"),
         ("kill", 137, "rank-killed", "SIGKILL"),
-        ("segv", 139, "rank-error", "SIGSEGV"),
+        ("segv", 139, "rank-crashed", "SIGSEGV"),
     ],
 )
 @pytest.mark.parametrize("busy", ["", "1"], ids=["idle", "busy"])

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from launcher.explain.rules import Kind, rules
 from training.settings import KNOWN, Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -270,6 +271,7 @@ def faults_of_bash(text: str) -> Iterator[str]:
 
 def known_faults() -> set[str]:
     found = {name for module in MODULES for name in faults_of_python(module)}
+    found |= {rule.fault for rule in rules() if rule.kind != Kind.CONSEQUENCE}
     return (found | set(faults_of_bash(BASH))) - NO_FAULTS
 
 

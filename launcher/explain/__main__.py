@@ -1,0 +1,81 @@
+"""Find the first real cause in a training log, whoever wrote it:
+
+    python -m launcher.explain LOG...      files, of any launcher
+    python -m launcher.explain RUN         the logs of a run of LOG_DIR (default: logs), by its id
+
+Prints the fault's name, the rank, the line and the section of TROUBLESHOOTING.md. Ends with 0 if it
+found a cause, with 1 if there is none, and with 2 if a file cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from distributed.environment import DEFAULT_LOG_DIR, printable
+from distributed.errors import BAD_INPUT
+from launcher.explain.reading import Sighting, read
+from launcher.explain.rules import Kind
+from launcher.failure import one_line
+from launcher.text import count
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m launcher.explain",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("logs", metavar="LOG|RUN", nargs="+")
+    try:
+        files = [file for name in parser.parse_args(arguments).logs for file in find_logs(name)]
+        sightings = [one for file in files for one in read(file)]
+    except OSError as error:
+        print(f"explain: {error.filename}: {error.strerror}", file=sys.stderr)
+        return BAD_INPUT
+    if (cause := find_cause(sightings)) is None:
+        print(f"no failure is told of in {count(len(files), 'file')}")
+        return 1
+    print_cause(cause, sightings)
+    return 0
+
+
+def find_logs(name: str) -> list[Path]:
+    """Return the logs that a word of the command line means."""
+    folder = Path(os.environ.get("LOG_DIR") or DEFAULT_LOG_DIR, name)
+    for place in (Path(name), folder):
+        if place.is_dir() and (files := sorted(place.glob("node_*.log"))):
+            return files
+    return [Path(name)]
+
+
+def find_cause(sightings: Sequence[Sighting]) -> Sighting | None:
+    """Return the sighting that states the cause best, and of several the first."""
+    causes = [one for one in sightings if one.kind != Kind.CONSEQUENCE]
+    return min(causes, key=lambda one: one.kind, default=None)
+
+
+def print_cause(cause: Sighting, sightings: Sequence[Sighting]) -> None:
+    """Print a cause in the shape of the failure block."""
+    where = f" ({cause.host})" if cause.host else ""
+    others = len(sightings) - 1
+    what = f"{count(others, 'more kind')} of line {'tells' if others == 1 else 'tell'} of a failure"
+    rows = [
+        ("FAILED", f"{cause.rank or 'a rank'}{where}       [{cause.fault}]"),
+        ("cause", one_line(cause.text)),
+        *(("", frame) for frame in cause.frames),
+        ("others", f"{what}, most likely of what followed" if others else ""),
+        ("log", f"{cause.file}:{cause.line}"),
+        ("see", f"TROUBLESHOOTING.md#{cause.fault}"),
+    ]
+    for name, text in rows:
+        if text:
+            print(f"{name:<8} {printable(text)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,145 @@
+"""The lines of a log that say something of a failure, with the rank and host that wrote them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from launcher.explain.rules import UNKNOWN, Kind, match
+from launcher.failure import user_frames
+
+LONGEST = 4096  # bytes of a line that are looked at
+ABOVE = 200  # lines above an exception that may be its traceback
+# One of these is in every line that a rule knows; a test sees to it.
+HINTS = [
+    *(
+        b"rror",
+        b"xception",
+        b"nterrupt",
+        b"ailed",
+        b"ailure",
+        b"illed",
+        b"illing",
+        b"efused",
+        b"denied",
+    ),
+    *(b"imed out", b"imeout", b"CANCELLED", b"ignal", b"WARN", b"fault", b"exceeded", b"esolve"),
+    *(b" found", b"No such", b"No module", b"No space", b"xitcode", b"xit code", b"xit status"),
+    *(b"return code", b"nable to", b"NVRM", b"Abort", b"invalid", b"rank ", b"driver", b"closed"),
+    *(
+        b"oom",
+        b"slurm",
+        b"srun",
+        b"nan",
+        b"NaN",
+        b"No route",
+        b"lost",
+        b"only",
+        b"not defined",
+        b"world size",
+    ),
+]
+_DIGITS = b"0123456789"
+# What launchers and torch put before a line: [rank3]: (torch), [default3]: (its launcher), 3: (srun
+# --label), (node-1 pid=9) (Ray), [1,3]<stderr>: (mpirun), node1: (pdsh), [3] (this one), a time.
+_PREFIX = re.compile(
+    r"(?:\[(?:rank|default|trainer|worker)(?P<torch>\d+)\]:?"
+    r"|\((?:\S+ )?pid=\d+[^)]*\)"
+    r"|\[\d+,(?P<mpi>\d+)\]<std(?:err|out)>:"
+    r"|(?P<srun>\d{1,5}):(?= )"
+    r"|(?P<host>[a-z][\w.-]*\d[\w.-]*):(?= )"
+    r"|\[(?P<ours>\d{1,5})\](?= )"
+    r"|\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[\d.,]*Z?\]?:?"
+    r") ?"
+)
+_EXCEPTION = re.compile(
+    r"(?:|.{0,80}[\]):>|] ?)[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)(?:: |:?$)"
+)
+_RANK = re.compile(r"(?<!local_)(?<!local )\b[Rr]ank ?:? ?(\d+)|: task (\d+): Exited")
+# Where launchers tell which process was the first to fail: torch's two tables and its one line, its
+# spawn, and DeepSpeed's.
+_FIRST = re.compile(
+    r"Root Cause(?s:.{0,300}?)(?:host *: (?P<host>\S+)\s+)?\brank *: (?P<rank>\d+)"
+    r"|failed \(exitcode: -?\d+\) local_rank: (?P<torch>\d+)"
+    r"|-- Process (?P<spawn>\d+) terminated"
+    r"|'--local_rank=(?P<deepspeed>\d+)'.* exits with"
+)
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """A line that says something of a failure."""
+
+    kind: Kind
+    fault: str
+    text: str  # without what launchers put before it
+    rank: str = ""  # "rank 3", or "local rank 3" where that is all that is known
+    host: str = ""
+    file: Path = Path()
+    line: int = 0  # from 1
+    frames: Sequence[str] = ()  # of the traceback above it, innermost first
+
+
+def read(file: Path) -> list[Sighting]:
+    """Return what a log says of a failure, from its start on: of lines that differ in numbers
+    alone, the first. Raises OSError.
+    """
+    text = file.read_bytes()
+    rows = text.replace(b"\r", b"\n")  # a bar's states are lines of their own
+    lines, shapes = rows.split(b"\n"), rows.translate(None, _DIGITS).split(b"\n")
+    last = len(lines) - 1
+    first = dict(zip(reversed(shapes), range(last, -1, -1), strict=True))  # of each shape
+    found: list[Sighting] = []
+    told = None
+    at, number = 0, 0
+    for shape, index in sorted(first.items(), key=lambda item: item[1]):
+        if not any(hint in shape for hint in HINTS):
+            continue
+        line = lines[index][:LONGEST].decode(errors="replace")
+        if (seen := look(line)) is not None:
+            at, number = at + sum(len(one) + 1 for one in lines[number:index]), index
+            above = b"\n".join(lines[max(0, index - ABOVE) : index]).decode(errors="replace")
+            row = text.count(b"\n", 0, at) + 1
+            found.append(replace(seen, file=file, line=row, frames=_frames(above, line)))
+            told = told or _FIRST.search(f"{above}\n{line}")
+    return _with_first(found, told) if told else found
+
+
+def look(line: str) -> Sighting | None:
+    """Return what one line says; None if that is nothing of a failure."""
+    prefix, text = split(line)
+    rule, is_exception = match(text), _EXCEPTION.match(text)
+    if rule is None and is_exception is None:
+        return None
+    kind, fault = (rule.kind, rule.fault) if rule else (Kind.EXCEPTION, UNKNOWN)
+    ranks = [prefix.get(name) for name in ("torch", "mpi", "srun", "ours")]
+    ranks += [one or other for one, other in _RANK.findall(text)]
+    rank = "".join(f"rank {one}" for one in [*filter(None, ranks)][:1])
+    return Sighting(kind, fault, text.strip(), rank, prefix.get("host") or "")
+
+
+def split(line: str) -> tuple[dict[str, str], str]:
+    """Return what launchers have put before a line, and the rest."""
+    found: dict[str, str] = {}
+    while at := _PREFIX.match(line):
+        found |= {name: value for name, value in at.groupdict().items() if value is not None}
+        line = line[at.end() :]
+    return found, line
+
+
+def _frames(above: str, line: str) -> list[str]:
+    """Return the user's frames of the traceback that ends with a line."""
+    prefix, _ = split(line)
+    mine = [rest for head, rest in map(split, above.splitlines()) if head.keys() == prefix.keys()]
+    starts = [number for number, rest in enumerate(mine) if rest.startswith("Traceback (most")]
+    return user_frames("\n".join(mine[starts[-1] :])) if starts else []
+
+
+def _with_first(found: Sequence[Sighting], told: re.Match[str]) -> list[Sighting]:
+    """Add the rank that a launcher saw first to the lines that do not tell their own."""
+    local = told["torch"] or told["spawn"] or told["deepspeed"]
+    rank = f"local rank {local}" if local else f"rank {told['rank']}"
+    host = told["host"] or ""
+    return [replace(one, rank=one.rank or rank, host=one.host or host) for one in found]

@@ -1,0 +1,173 @@
+"""The first real cause in a log of any launcher, by name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launcher.explain.__main__ import find_cause, main
+from launcher.explain.reading import HINTS, Sighting, look, read, split
+from launcher.explain.rules import Kind, Rule, match, rules
+
+ROOT = Path(__file__).resolve().parents[2]
+LOGS = ROOT / "tests/logs"
+JUDGED = yaml.safe_load((LOGS / "judged/index.yaml").read_text())
+HEALTHY = yaml.safe_load((LOGS / "healthy/index.yaml").read_text())
+LEAST = 0.85  # of the logs that no rule was made from
+
+
+def explain(file: Path) -> Sighting | None:
+    return find_cause(read(file))
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: f"{rule.fault}-{rule.kind.name}")
+def test_a_rule_knows_the_texts_that_it_was_made_from(rule: Rule) -> None:
+    assert rule.made_from
+    for text, source in rule.made_from:
+        assert rule.pattern.search(split(text)[1]), text
+        assert any(hint in text.encode() for hint in HINTS), text
+        assert source.startswith(("https://", "tests/")), source
+
+
+def test_most_public_logs_are_named_rightly() -> None:
+    def is_right(one: dict[str, Any]) -> bool:
+        cause = explain(LOGS / "judged" / one["file"])
+        return cause is not None and cause.fault in [one["cause"], *one["also"]]
+
+    wrong = [one["file"] for one in JUDGED if not is_right(one)]
+    assert len(JUDGED) == 60
+    assert len(wrong) <= (1 - LEAST) * len(JUDGED), wrong
+
+
+def test_no_rule_was_made_from_a_log_that_judges_them() -> None:
+    made_from = {source for rule in rules() for _, source in rule.made_from}
+    assert not made_from & {one["source"] for one in JUDGED}
+
+
+def test_most_ranks_are_named_rightly() -> None:
+    known = [one for one in JUDGED if one["rank"] is not None]
+    told = [explain(LOGS / "judged" / one["file"]) for one in known]
+    right = [
+        cause is not None and cause.rank.endswith(f"rank {one['rank']}")
+        for cause, one in zip(told, known, strict=True)
+    ]
+    assert sum(right) >= 0.6 * len(known)
+
+
+@pytest.mark.parametrize("one", HEALTHY, ids=lambda one: one["file"])
+def test_a_run_that_ended_well_has_no_cause(one: dict[str, str]) -> None:
+    assert explain(LOGS / "healthy" / one["file"]) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "rank", "host", "text"),
+    [
+        ("[rank3]: ValueError: x", "rank 3", "", "ValueError: x"),
+        ("[rank3]:[E602 11:17:52.1 x.cpp:1] x", None, "", "[E602 11:17:52.1 x.cpp:1] x"),
+        ("[default3]:ValueError: x", "rank 3", "", "ValueError: x"),
+        ("[1,3]<stderr>:ValueError: x", "rank 3", "", "ValueError: x"),
+        ("3: ValueError: x", "rank 3", "", "ValueError: x"),
+        ("[3] ValueError: x", "rank 3", "", "ValueError: x"),
+        ("node7: ValueError: x", "", "node7", "ValueError: x"),
+        ("node7: [rank3]: ValueError: x", "rank 3", "node7", "ValueError: x"),
+        ("2026-11-20 16:12:33,123 ValueError: x", "", "", "ValueError: x"),
+        ("ValueError: x", "", "", "ValueError: x"),
+        ("    raise ValueError('x: y')", None, "", "    raise ValueError('x: y')"),
+    ],
+)
+def test_what_launchers_put_before_a_line(
+    line: str, rank: str | None, host: str, text: str
+) -> None:
+    assert split(line)[1] == text
+    seen = look(line)
+    assert (seen and (seen.rank, seen.host)) == (None if rank is None else (rank, host))
+
+
+def test_the_cause_stands_among_consequences(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(
+        "[rank1]: RuntimeError: [pair.cc:534] Connection closed by peer [10.0.0.1]:4711\n"
+        "loss 1.0\rloss 0.9\r\n"
+        "[rank3]: Traceback (most recent call last):\n"
+        '[rank3]:   File "/home/me/train.py", line 41, in <module>\n'
+        "[rank3]:     main()\n"
+        '[rank3]:   File "/opt/env/lib/python3.12/site-packages/x.py", line 9, in f\n'
+        "[rank3]: KeyError: 'pixels'\n"
+        "srun: error: node2: task 3: Exited with exit code 1\n"
+    )
+    cause = explain(log)
+    assert cause == Sighting(
+        Kind.EXCEPTION,
+        "rank-error",
+        "KeyError: 'pixels'",
+        rank="rank 3",
+        file=log,
+        line=7,
+        frames=["/home/me/train.py:41 in <module>"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "rank", "host"),
+    [
+        (
+            "ValueError: x\nRoot Cause (first observed failure):\n[0]:\n  time      : now\n"
+            "  host      : node2\n  rank      : 5 (local_rank: 1)\n  exitcode  : 1 (pid: 9)\n",
+            *("rank 5", "node2"),
+        ),
+        ("ValueError: x\nfailed (exitcode: 1) local_rank: 2 (pid: 9)\n", "local rank 2", ""),
+        ("-- Process 1 terminated with the following error:\nValueError: x\n", "local rank 1", ""),
+    ],
+)
+def test_launchers_tell_the_rank(tmp_path: Path, text: str, rank: str, host: str) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(text)
+    cause = explain(log)
+    assert cause is not None and (cause.rank, cause.host) == (rank, host)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "logs/mine"
+    folder.mkdir(parents=True)
+    (folder / "node_0.log").write_text(
+        "[0] step 1\n[1] torch.OutOfMemoryError: CUDA out of memory\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "launcher.explain", "mine"],
+        cwd=ROOT,
+        env={"PATH": "", "LOG_DIR": str(tmp_path / "logs")},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "FAILED   rank 1       [out-of-memory]",
+        "cause    torch.OutOfMemoryError: CUDA out of memory",
+        f"log      {folder}/node_0.log:2",
+        "see      TROUBLESHOOTING.md#out-of-memory",
+    ]
+    assert main([str(tmp_path / "none.log")]) == 2
+    assert capsys.readouterr().err == f"explain: {tmp_path}/none.log: No such file or directory\n"
+    (tmp_path / "well.log").write_text("step 1\ndone\n")
+    assert main([str(tmp_path / "well.log")]) == 1
+    assert capsys.readouterr().out == "no failure is told of in 1 file\n"
+
+
+def test_control_characters_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.log").write_bytes(b"ValueError: \x1b[2J\xff\n")
+    assert main([str(tmp_path / "x.log")]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_the_first_rule_counts() -> None:
+    line = (
+        "misc/ibvwrap.cc:278 NCCL WARN Call to ibv_reg_mr failed with error Cannot allocate memory"
+    )
+    rule = match(line)
+    assert rule is not None and rule.fault == "low-memlock"
+    assert match("loss 0.1, val_error 0.2") is None
