@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"explain: {error.filename}: {error.strerror}", file=sys.stderr)
         return BAD_INPUT
     if (cause := find_cause(sightings)) is None:
-        print(f"no failure is told of in {count(len(files), 'file')}")
+        print(f"no failure found in {count(len(files), 'file')}")
         return 1
     print_cause(cause, sightings)
     return 0
@@ -63,12 +63,12 @@ def print_cause(cause: Sighting, sightings: Sequence[Sighting]) -> None:
     """Print a cause in the shape of the failure block."""
     where = f" ({cause.host})" if cause.host else ""
     others = len(sightings) - 1
-    what = f"{count(others, 'more kind')} of line {'tells' if others == 1 else 'tell'} of a failure"
+    lines = count(others, "other line mentions", "other lines mention")
     rows = [
         ("FAILED", f"{cause.rank or 'a rank'}{where}       [{cause.fault}]"),
         ("cause", one_line(cause.text)),
         *(("", frame) for frame in cause.frames),
-        ("others", f"{what}, most likely of what followed" if others else ""),
+        ("others", f"{lines} a failure, probably as a consequence" if others else ""),
         ("log", f"{cause.file}:{cause.line}"),
         ("see", f"TROUBLESHOOTING.md#{cause.fault}"),
     ]

@@ -155,7 +155,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err == f"explain: {tmp_path}/none.log: No such file or directory\n"
     (tmp_path / "well.log").write_text("step 1\ndone\n")
     assert main([str(tmp_path / "well.log")]) == 1
-    assert capsys.readouterr().out == "no failure is told of in 1 file\n"
+    assert capsys.readouterr().out == "no failure found in 1 file\n"
 
 
 def test_control_characters_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
