@@ -56,7 +56,7 @@ def main() -> None:
 
 def wrap(model: nn.Module, strategy: str) -> nn.Module:
     """Return the model as one strategy trains it: single, ddp, fsdp, or fsdp in groups of 2."""
-    blocks = [*model.blocks.layers]  # type: ignore[union-attr]
+    blocks = [*model.blocks.layers]  # type: ignore[misc, union-attr]
     for block in blocks:
         if os.environ.get("RECOMPUTE"):
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
@@ -82,7 +82,7 @@ def waiting(model: nn.Module, is_last: bool) -> contextlib.AbstractContextManage
     if isinstance(model, DistributedDataParallel) and not is_last:
         return model.no_sync()
     if hasattr(model, "set_requires_gradient_sync"):
-        model.set_requires_gradient_sync(is_last)
+        model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
     return contextlib.nullcontext()
 
 

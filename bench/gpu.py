@@ -8,6 +8,7 @@ model, and writes no table.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -129,7 +130,8 @@ def compare_loops(bench: Bench) -> str:
     loops: dict[str, Callable[[int], dict[str, float]]] = {
         "train.py": lambda number: time_train(bench, f"speed-{number}")
     }
-    loops |= {name: lambda _, loop=loop: bench.loop(loop) for name, loop in OTHERS.items()}
+    for name, loop in OTHERS.items():
+        loops[name] = functools.partial(time_other, bench, loop)
     seen: dict[str, list[dict[str, float]]] = {name: [] for name in loops}
     said: dict[str, str] = {}
     for number in range(ROUNDS):
@@ -137,7 +139,7 @@ def compare_loops(bench: Bench) -> str:
             if name in OTHERS and not is_installed(OTHERS[name]):
                 said[name] = "not installed"
                 continue
-            said[name] = attempt(lambda: str(seen[name].append(time_loop(number))))  # noqa: B023
+            said[name] = attempt(lambda: keep(seen[name], time_loop(number)))  # noqa: B023
             print(name, seen[name][-1:] or said[name], flush=True)
     share = max((one["share"] for one in seen["train.py"]), default=0.0)
     rows = []
@@ -150,6 +152,15 @@ def compare_loops(bench: Bench) -> str:
         mfu = f"{100 * share * speed:.1f} %" if share else "not known"
         rows.append([name, f"{speed:,.0f}", mfu, f"{memory:.1f}"])
     return render(["loop", "tokens per second", "MFU", "peak memory, GB"], rows)
+
+
+def time_other(bench: Bench, loop: str, _number: int) -> dict[str, float]:
+    return bench.loop(loop)
+
+
+def keep(found: list[dict[str, float]], one: dict[str, float]) -> str:
+    found.append(one)
+    return ""
 
 
 def is_installed(package: str) -> bool:

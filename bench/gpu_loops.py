@@ -43,7 +43,7 @@ class Training:
         self.task = LanguageModelTask(settings)
         self.model: nn.Module = self.task.model()
         if settings.train.compile:
-            for block in self.model.blocks.layers:  # type: ignore[union-attr]
+            for block in self.model.blocks.layers:
                 block.forward = torch.compile(block.forward)
         self.samples = settings.train.batch_size_on(1)
         self.sampler = RandomSampler(self.task.train, num_samples=steps * self.samples)
@@ -107,7 +107,7 @@ def with_fsdp(model: nn.Module) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     join()
-    for module in (*model.blocks.layers, model):  # type: ignore[union-attr]
+    for module in (*model.blocks.layers, model):  # type: ignore[misc, union-attr]
         fully_shard(module)
     return model
 
@@ -136,7 +136,7 @@ def with_accelerate(training: Training, clock: Clock) -> None:
 def with_lightning(training: Training, clock: Clock) -> None:
     import lightning
 
-    class Module(lightning.LightningModule):
+    class Module(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.model = training.model
