@@ -186,7 +186,7 @@ class Pace:
         sums = [sum(times) for times in zip(*(each for _, each in self._readings), strict=True)]
         rank = max(range(len(sums)), key=sums.__getitem__)
         ratio, steps = sums[rank] / statistics.median_low(sums), step - self._readings[0][0]
-        if ratio >= SLOW and steps >= SLOW_STEPS and rank not in self._named:
+        if ratio > SLOW and steps >= SLOW_STEPS and rank not in self._named:
             self._named.add(rank)
             cause = f"rank {rank} on {self.hosts[rank]} computes {ratio:.2f}x as long as the median"
             cure = "look at that node's clocks, temperature and other programs"
