@@ -22,8 +22,7 @@ def export(weights: Mapping[str, Tensor], file: str) -> None:
         from safetensors.torch import save_file
     except ImportError:
         cause = f"{file} needs the package safetensors, which is not installed"
-        raise CheckpointError(
-            f"{cause}; pip install safetensors, or export to a .pt file"
-        ) from None
+        cure = "pip install safetensors, or export to a .pt file"
+        raise CheckpointError(f"{cause}; {cure}") from None
     whole = {name: tensor.contiguous() for name, tensor in weights.items()}
     save_file(whole, file, metadata={"format": "pt"})  # as other programs expect of torch's

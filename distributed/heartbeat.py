@@ -20,12 +20,12 @@ from typing import NamedTuple
 
 from .environment import detect
 
-STACK_SIGNAL = signal.SIGUSR2  # a rank that beats writes its stacks on it
+STACK_SIGNAL = signal.SIGRTMIN + 9  # on it a rank writes its stacks; no script uses this one
 LEAST_LIMIT_S = 60.0
-FIRST_LIMIT_S = 600.0  # until two steps are done: compilation, caches
+FIRST_LIMIT_S = 600.0  # until two steps are done: compilation, caches; always, of counted steps
 LIMIT_OF_LONGEST = 10  # times the longest silence seen so far
 
-RECORD = struct.Struct("<qqqdd")
+RECORD = struct.Struct("<qqqdd?7x")
 
 
 class Beat(NamedTuple):
@@ -36,6 +36,7 @@ class Beat(NamedTuple):
     saved: int = -1  # step of the newest checkpoint on disk; -1: none
     time: float = 0.0  # of the newest beat, in seconds of the machine's monotonic clock
     limit_s: float = FIRST_LIMIT_S  # the longest silence before the rank counts as stuck
+    is_counted: bool = False  # the script does not beat: its optimizer's steps are counted
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -50,10 +51,11 @@ class Beat(NamedTuple):
 class Heart:
     """The rank's side. On the stack signal it writes every thread's stack to `stack_file`."""
 
-    def __init__(self, fd: int, number: int, stack_file: Path) -> None:
+    def __init__(self, fd: int, number: int, stack_file: Path, is_counted: bool = False) -> None:
         records = memoryview(mmap.mmap(fd, 0))
         self._record = records[RECORD.size * number :]
         self._last = Beat()
+        self._is_counted = is_counted
         self._first_step = -1
         self._longest_s = 0.0
         self._hang_seconds: float | None = None
@@ -77,13 +79,20 @@ class Heart:
             saved=last.saved if saved is None else saved,
             time=now,
             limit_s=self._hang_seconds or self._usual_limit(step or last.step),
+            is_counted=self._is_counted,
         )
         self._record[: RECORD.size] = RECORD.pack(*self._last)  # pack_into() would clear it first
 
     def _usual_limit(self, step: int) -> float:
         if step < self._first_step + 2:
             return FIRST_LIMIT_S
-        return max(LEAST_LIMIT_S, LIMIT_OF_LONGEST * self._longest_s)
+        least_s = FIRST_LIMIT_S if self._is_counted else LEAST_LIMIT_S
+        return max(least_s, LIMIT_OF_LONGEST * self._longest_s)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other heart has written to the record."""
+        return Beat(*RECORD.unpack(self._record[: RECORD.size])) == self._last
 
 
 def beat(
@@ -101,19 +110,16 @@ def beat(
         hang_seconds: silence, in seconds, before this rank counts as stuck, from now on. By
             default 10 times the longest so far, at least 60, and 600 until two steps are done.
     """
-    heart = _heart()
-    if heart is not None:
+    if heart := _heart():
         heart.beat(step, saved, hang_seconds)
 
 
 @functools.cache
 def _heart() -> Heart | None:
-    environment = detect()
-    place = _find_record(environment.heartbeat_file or "")
+    place = find_record(detect().heartbeat_file or "")
     if place is None:
         return None
-    stack_file = stack_file_of(Path(os.environ["TORCHELASTIC_ERROR_FILE"]))
-    return Heart(*place, stack_file)
+    return Heart(*place, stack_file_of(Path(os.environ["TORCHELASTIC_ERROR_FILE"])))
 
 
 def name_record(fd: int, number: int) -> str:
@@ -122,7 +128,7 @@ def name_record(fd: int, number: int) -> str:
     return f"{fd}:{status.st_dev}:{status.st_ino}:{number}"
 
 
-def _find_record(name: str) -> tuple[int, int] | None:
+def find_record(name: str) -> tuple[int, int] | None:
     """Return descriptor and number; None in a rank's subprocess, which may have another file."""
     fd, number = name.partition(":")[0], name.rpartition(":")[2]
     with contextlib.suppress(OSError):

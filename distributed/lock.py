@@ -140,8 +140,7 @@ def _is_foreign(holder: Mapping[str, Any], me: Mapping[str, Any]) -> bool:
 
 
 def _holder(fd: int) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(os.pread(fd, 1000, 0) or "{}")
-    return told
+    return dict(json.loads(os.pread(fd, 1000, 0) or "{}"))
 
 
 def is_locked(folder: Path) -> bool:

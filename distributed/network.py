@@ -33,8 +33,7 @@ def choose_variables(
     """
     profile = environ.get("NCCL_PROFILE", "")
     if profile not in PROFILES:
-        known = ", ".join(name for name in PROFILES if name)
-        raise ValueError(f"NCCL_PROFILE is {profile!r}; it can be {known}")
+        raise ValueError(f"NCCL_PROFILE is {profile!r}; use {', '.join(filter(None, PROFILES))}")
     is_alone = num_nodes == 1
     chosen = {} if is_alone else dict(PROFILES[profile])
     name = None if profile == "none" else interface_to("127.0.0.1" if is_alone else master_addr)
@@ -56,10 +55,8 @@ def interface_to(address: str) -> str | None:
 def _interface_of(address: str) -> str | None:
     if ":" in address:
         packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            if line.startswith(packed):
-                return line.split()[-1]
-        return None
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+        return next((line.split()[-1] for line in lines if line.startswith(packed)), None)
     with socket.socket(type=socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an IPv4 address

@@ -9,6 +9,7 @@ import time
 ADDED = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # the variable of torchrun's --signals-to-handle
 NEVER_ADDED = {"SIGKILL", "SIGSTOP", "SIGCHLD"}
 NOTICE = signal.SIGUSR1  # schedulers send it minutes before they end a job
+QUERY = signal.SIGQUIT  # Ctrl-\\ shows where all ranks are; the run goes on
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, NOTICE)
 DEFAULT_GRACE_S = 30  # for the ranks to save when they are stopped
 SECOND_INTERRUPT_S = 0.3  # schedulers and terminals may send one SIGINT twice

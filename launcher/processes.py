@@ -107,6 +107,14 @@ def is_stopped(pid: int) -> bool:
     return read_stat(pid)[:1] in ([b"T"], [b"t"])
 
 
+def catches(pid: int, signum: int) -> bool:
+    """Whether a process has a handler for a signal (proc(5), /proc/PID/status)."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
+        caught = next((line for line in file if line.startswith("SigCgt:")), "SigCgt: 0")
+        return bool(int(caught.split()[1], 16) >> (signum - 1) & 1)
+    return False
+
+
 def send(pids: Iterable[int], signum: int) -> None:
     """Send a signal to each process that still exists and is ours."""
     for pid in pids:

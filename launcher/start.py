@@ -59,7 +59,7 @@ def start(arguments: Sequence[str]) -> int:
     """Start a run; returns its exit code."""
     mend_streams()
     typed = parse(arguments)
-    if typed.fanout in ("status", "stop"):
+    if typed.fanout in ("status", "stop", "stacks"):
         return runs.main(typed)
     try:
         if typed.fanout == "submit":

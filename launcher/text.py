@@ -6,6 +6,7 @@ import io
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 
@@ -43,6 +44,18 @@ def print_row(label: str, text: str, out: TextIO | None = None) -> None:
 def count(number: int, noun: str, plural: str = "") -> str:
     """Return a number with its noun: 1 rank, 2 ranks."""
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return sorted ranks as a person names them: "rank 3", "ranks 0-2, 7"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    text = ", ".join("-".join(map(str, run)) for run in runs)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 
 def short_host_name() -> str:

@@ -36,6 +36,7 @@ from launcher.agent.guardian import AgentNote, GuardianLink
 from launcher.agent.heartbeats import Heartbeats
 from launcher.agent.node_ranks import NodeRanks, Rank
 from launcher.agent.output import NodeLog, Stream, open_stream, say, without_noise
+from launcher.agent.query import Query
 from launcher.agent.rank_environment import cpus_of_ranks, rank_variables
 from launcher.agent.terminal import Terminal, is_line_open, open_terminals
 from launcher.agent.torchrun_arguments import Arguments, parse
@@ -184,16 +185,19 @@ class NodeAgent:
         if self.args.node_rank == 0:
             self._serve_store()
         is_last = number == self.args.max_restarts
-        hosts = self.assignment.hosts
+        hosts, peers = self.assignment.hosts, self.meeting.peers
+        here = NodeRanks(ranks, self.heartbeats, self.args.node_rank, hosts[self.args.node_rank])
+        folder = self.folder.path if self.folder else None
         attempt = Attempt(
-            NodeRanks(ranks, self.heartbeats, self.args.node_rank, hosts[self.args.node_rank]),
+            here,
             hosts=hosts,
-            peers=self.meeting.peers,
+            peers=peers,
             guardian=self.guardian.socket,
             facts=Facts(signals=signals),
             grace_s=self.args.grace_s,
             verdict_s=VERDICT_S if is_last else SILENCE_S,
             record=self.record,
+            query=Query(here, hosts, peers, self._say, folder, self.args.hang_s),
         )
         verdict = attempt.watch(self.terminals)
         if self.args.node_rank == 0:
@@ -208,7 +212,8 @@ class NodeAgent:
         if len(self.meeting.peers.keys() & attempt.facts.nodes.keys()) < self.args.num_nodes - 1:
             say("a node's agent is gone: there is no restart")
             return False
-        if number > 0 and self.heartbeats.reached() == before != (-1, -1):
+        is_known = not self.heartbeats.are_counted()  # a script may begin anew, at step 0
+        if number > 0 and is_known and self.heartbeats.reached() == before != (-1, -1):
             say(f"restart {number} gained no step: there is no other")
             return False
         return True
@@ -222,9 +227,13 @@ class NodeAgent:
         self.listener = checkin.listen(self.args.master_addr, 0)
         port: int = self.listener.getsockname()[1]
         restart = f"restart {number} of {self.args.max_restarts} after {first.who}"
-        print(end="\n" if is_line_open(self.terminals) else "", file=sys.stderr)
-        say(f"{restart}: {first.cause}; now on port {port}")
+        self._say(f"{restart}: {first.cause}; now on port {port}")
         return port
+
+    def _say(self, text: str) -> None:
+        """Print a line of the agent's own below what the ranks have shown."""
+        print(end="\n" if is_line_open(self.terminals) else "", file=sys.stderr)
+        say(text)
 
     def _serve_store(self) -> None:
         """Serve torch's store where the agents met, on the very same listening socket."""

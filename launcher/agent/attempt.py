@@ -7,7 +7,6 @@ is decided in launcher/agent/verdict.py and launcher/agent/stuck.py.
 
 from __future__ import annotations
 
-import math
 import os
 import selectors
 import signal
@@ -18,13 +17,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from distributed.stop_signals import NOTICE, Interrupts, handled_signals, stop_signals
+from distributed.stop_signals import NOTICE, QUERY, Interrupts, handled_signals, stop_signals
 from launcher import processes
 from launcher.agent import verdict
 from launcher.agent.control import BEAT_S, SILENCE_S
+from launcher.agent.deadline import Deadline
 from launcher.agent.node_ranks import NodeRanks, Rank
 from launcher.agent.output import Stream
-from launcher.agent.protocol import EndRanks, Message, NodeBeat, Peer, StopRequest
+from launcher.agent.protocol import (
+    EndRanks,
+    Message,
+    NodeBeat,
+    NodeStacks,
+    Peer,
+    StackRequest,
+    StopRequest,
+)
+from launcher.agent.query import Query
 from launcher.agent.stuck import RankState, find_straggler
 from launcher.agent.terminal import Terminal
 from launcher.agent.verdict import Facts, NodeEnd, Verdict
@@ -36,24 +45,6 @@ SETTLE_S = 0.3  # after an end that looks like a consequence: the time for its c
 TERM_S = 1.0  # after a failure: from SIGTERM to SIGKILL
 DRAIN_S = 2.0  # at the end: for a terminal or pipe that is slow to take the last output
 TRICKLE_S = 0.001  # so many small writes of a rank become one of the agent's
-
-
-class Deadline:
-    """A time on the monotonic clock that can only move closer; not set at first."""
-
-    def __init__(self) -> None:
-        self.at = math.inf
-
-    def set_within(self, seconds: float) -> None:
-        """Set it to so many seconds from now, unless it is earlier already."""
-        self.at = min(self.at, time.monotonic() + seconds)
-
-    def take(self) -> bool:
-        """Whether it has passed; if so it is not set any more."""
-        has_passed = time.monotonic() >= self.at
-        if has_passed:
-            self.at = math.inf
-        return has_passed
 
 
 @dataclass
@@ -68,6 +59,7 @@ class Attempt:
     grace_s: float  # for the ranks to save, after a request to stop
     verdict_s: float  # after a failure, when all is over here: for the other nodes' ends
     record: LiveRecord | None  # run.json, where this agent writes it
+    query: Query
 
     def __post_init__(self) -> None:
         self.is_first_node = self.ranks.node_rank == 0  # its agent decides
@@ -94,7 +86,8 @@ class Attempt:
         beat.set_within(0.0)
         while not self._is_over():
             now = time.monotonic()
-            next_at = min(beat.at, self.partial.at, self.term.at, self.kill.at, self.over.at)
+            due = beat.at, self.partial.at, self.term.at, self.kill.at, self.over.at
+            next_at = min(*due, self.query.next_at)
             for key, _ in self.selector.select(max(0.0, next_at - now)):
                 key.data()
             if self.rest_s:
@@ -123,6 +116,8 @@ class Attempt:
         signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes the loop
         for signum in handled_signals():
             signal.signal(signum, self._on_signal)
+        if QUERY not in stop_signals():
+            signal.signal(QUERY, lambda *_: self.query.ask())
         for earlier in self.facts.signals:
             self._pass_on(earlier)
         self._listen_to(self.guardian, self._on_guardian_death)
@@ -148,6 +143,8 @@ class Attempt:
         if self.kill.take():
             self._note_stopped()
             processes.end_descendants()
+        if (suspect := self.query.on_time()) is not None:
+            self._end_all_stuck(suspect)
 
     def _is_over(self) -> bool:
         """True when every rank here has ended and nothing more is to be heard from other nodes."""
@@ -241,6 +238,8 @@ class Attempt:
                 self._stop(message.signum, peer)
             case Failure():
                 self._fail(message)
+            case StackRequest() | NodeStacks():
+                self.query.receive(node, message)
             case NodeBeat() if message.straggler is not None:
                 self.stragglers[node] = message.straggler
             case EndRanks() if message.stuck >= 0:
@@ -281,8 +280,14 @@ class Attempt:
         if self.is_first_node and not self.facts.failures:
             suspect = find_straggler([here, *map(self.stragglers.get, self.peers)])
             if suspect is not None and suspect.is_stuck:
-                self.send_all(EndRanks(suspect.rank))
-                self._end_stuck(suspect.rank)
+                if suspect.is_counted:
+                    self.query.ask_about(suspect)
+                else:
+                    self._end_all_stuck(suspect.rank)
+
+    def _end_all_stuck(self, suspect: int) -> None:
+        self.send_all(EndRanks(suspect))
+        self._end_stuck(suspect)
 
     def _end_stuck(self, suspect: int) -> None:
         """Collect the stacks of all ranks here, and kill them because of the suspect."""

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from distributed.stop_signals import STOP_SIGNALS
+from distributed.stop_signals import QUERY, STOP_SIGNALS
 from launcher import processes
 from launcher.failure_block import End, print_end
 from launcher.typed_json import Kinds, in_pieces
@@ -37,7 +37,7 @@ BEAT_S = 2.0  # between two signs of life, of launchers and agents alike
 SILENCE_S = 10.0  # without one for so long, the other end is gone: a shorter blip ends no run
 CLIENT_S = 0.2  # between two looks for it
 TERM_S = 1.0  # from then on, for the ranks to save
-_BY_NAME = {signum.name.encode(): signum for signum in STOP_SIGNALS}
+_BY_NAME = {signum.name.encode(): signum for signum in (*STOP_SIGNALS, QUERY)}
 
 
 @dataclass(frozen=True)

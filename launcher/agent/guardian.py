@@ -29,6 +29,7 @@ from distributed.stop_signals import (
     ADDED,
     DEFAULT_GRACE_S,
     NOTICE,
+    QUERY,
     STOP_SIGNALS,
     handled_signals,
 )
@@ -94,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     me, words = os.getpid(), processes.anonymous_file("words")
     handled = handled_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, signal.SIGCHLD})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, QUERY, signal.SIGCHLD})
     agent = os.fork()
     if agent != 0:
         theirs.close()
@@ -112,7 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     processes.adopt_orphans()
     for signum in handled:
         signal.signal(signum, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*handled, signal.SIGCHLD})
+    if QUERY not in handled:
+        signal.signal(QUERY, lambda *_: None)  # until there are ranks
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*handled, QUERY, signal.SIGCHLD})
     if os.environ.get("ENGINE") == "torch.distributed.launch":
         with _keeping(words):
             from torch.distributed.launch import main as launch  # its ranks, its report
@@ -241,8 +244,10 @@ def _guard(
         follow_client(client, kill_agent)
     while (status := dict(processes.reap()).get(agent)) is None:
         wait_s = min(kill_at - time.monotonic(), LONGEST_WAIT_S)
-        came = signal.sigtimedwait({*handled, signal.SIGCHLD}, max(0.0, wait_s))
-        if came is not None and came.si_signo != signal.SIGCHLD:
+        came = signal.sigtimedwait({*handled, QUERY, signal.SIGCHLD}, max(0.0, wait_s))
+        if came is not None and came.si_signo == QUERY and QUERY not in handled:
+            processes.send([agent], QUERY)
+        elif came is not None and came.si_signo != signal.SIGCHLD:
             passed_on.append(came.si_signo)
             processes.send([agent], came.si_signo)
             if came.si_signo != NOTICE:

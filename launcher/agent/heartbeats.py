@@ -34,6 +34,10 @@ class Heartbeats:
         """Return the step of the newest checkpoint that any rank has told; -1: none."""
         return max(self.read(local_rank).saved for local_rank in range(self._ranks))
 
+    def are_counted(self) -> bool:
+        """Whether a script that does not beat made the steps."""
+        return any(self.read(local_rank).is_counted for local_rank in range(self._ranks))
+
     def reached(self) -> tuple[int, int]:
         """Return the newest checkpoint, and the most steps done by any rank so far; -1: none."""
         steps = (self.read(local_rank).step for local_rank in range(self._ranks))

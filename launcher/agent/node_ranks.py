@@ -93,6 +93,7 @@ class NodeRanks:
             is_stuck=beat.silence_s > beat.limit_s,
             is_stopped=processes.is_stopped(each.pid),
             silence_s=beat.silence_s,
+            is_counted=beat.is_counted,
         )
 
     def describe_end(self, each: Rank) -> Failure:
@@ -123,9 +124,10 @@ class NodeRanks:
         beat = self.heartbeats.read(named.local_rank)
         cause = f"no sign of life for {beat.silence_s:.0f} s"
         if processes.is_stopped(named.pid):
-            cause += ", its process is stopped (SIGSTOP)"
-        cause += f"; the limit, distributed.hang_seconds, is {beat.limit_s:.0f} s"
-        stacks = self._collect_stacks()
+            cause += f", {stuck.STOPPED}"
+        limit = "HANG_SECONDS" if beat.is_counted else "distributed.hang_seconds"
+        cause += f"; the limit, {limit}, is {beat.limit_s:.0f} s"
+        stacks = self.stacks(are_ending=True)
         return replace(
             self._unknown_failure(named),
             fault="rank-stuck",
@@ -137,21 +139,31 @@ class NodeRanks:
             log=failure.short_path(str(named.stack_file)),
         )
 
-    def _collect_stacks(self) -> dict[int, list[str]]:
-        """Have the living ranks write their stacks; returns each one's own frames by rank.
+    def stacks(self, *, are_ending: bool = False) -> dict[int, list[str]]:
+        """Have the living ranks write their stacks; returns where each is, by rank.
 
-        Blocks up to STACK_S, twice where a process is stopped. Stopped processes are continued, or
-        they could not write. A rank that has made no beat does not write.
+        Blocks up to STACK_S, twice where ranks that are ending are stopped: those are continued, or
+        they could not write. A rank that would die of the signal is not sent it: it imports torch
+        itself, and its script does not beat.
         """
         living = self.living()
-        writing = [each for each in living if self.heartbeats.read(each.local_rank).step >= 0]
-        stopped = [each for each in writing if processes.is_stopped(each.pid)]
-        processes.send([each.pid for each in writing], STACK_SIGNAL)
+        stopped = [each for each in living if processes.is_stopped(each.pid)]
+        writing = [
+            each
+            for each in living
+            if (are_ending or each not in stopped) and processes.catches(each.pid, STACK_SIGNAL)
+        ]
         running = [each.stack_file for each in writing if each not in stopped]
-        stuck.wait_for_stacks(running, STACK_S)
-        processes.send([each.pid for each in stopped], signal.SIGCONT)
-        stuck.wait_for_stacks([each.stack_file for each in stopped], STACK_S)
-        return {each.rank: stuck.read_stack(each.stack_file) for each in living}
+        waiting = [each.stack_file for each in writing if each in stopped]
+        sizes = stuck.sizes_of(running), stuck.sizes_of(waiting)
+        processes.send([each.pid for each in writing], STACK_SIGNAL)
+        stuck.wait_for_stacks(running, sizes[0], STACK_S)
+        if waiting:
+            processes.send([each.pid for each in stopped], signal.SIGCONT)
+            stuck.wait_for_stacks(waiting, sizes[1], STACK_S)
+        found = {each.rank: stuck.read_stack(each.stack_file) for each in writing}
+        halted = {each.rank: [stuck.STOPPED] for each in stopped}
+        return {each.rank: [] for each in living} | halted | found
 
     def _unknown_failure(self, each: Rank) -> Failure:
         """Return what holds for any failure of a rank here."""

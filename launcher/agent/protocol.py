@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -59,6 +59,18 @@ class StopRequest:
 
 
 @dataclass(frozen=True)
+class StackRequest:
+    """To node rank 0: show where all ranks are. From it: tell where yours are."""
+
+
+@dataclass(frozen=True)
+class NodeStacks:
+    """Where the living ranks of a node are."""
+
+    frames: Mapping[str, Sequence[str]]  # innermost first, by rank
+
+
+@dataclass(frozen=True)
 class NodeBeat:
     """A node's agent lives; every BEAT_S seconds."""
 
@@ -73,14 +85,16 @@ class EndRanks:
 
 
 Message: TypeAlias = (
-    NodeReport | Refusal | Assignment | StopRequest | NodeBeat | EndRanks | NodeEnd
-    | Verdict | Failure  # of a rank of the node that sends it
+    NodeReport | Refusal | Assignment | StopRequest | StackRequest | NodeStacks | NodeBeat
+    | EndRanks | NodeEnd | Verdict | Failure  # of a rank of the node that sends it
 )  # fmt: skip
 MESSAGES = Kinds(
     hello=NodeReport,
     refused=Refusal,
     start=Assignment,
     signal=StopRequest,
+    where=StackRequest,
+    stacks=NodeStacks,
     beat=NodeBeat,
     failure=Failure,
     end=EndRanks,

@@ -34,8 +34,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from distributed.stop_signals import handled_signals
+from distributed.stop_signals import QUERY, handled_signals
 from launcher import processes
+from launcher.agent.optimizer_steps import count_steps
 from launcher.agent.output import say
 
 _ROOT = str(Path(__file__).resolve().parents[2])
@@ -96,6 +97,7 @@ def run_and_exit(
         torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
     _renew_streams()
     _renew_seeds()
+    count_steps()
     _hide_the_agent(program)
     kept = _keep_groups()
     code = _execute(program)
@@ -107,7 +109,7 @@ def run_and_exit(
 def _restore_signals() -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for signum in handled_signals():
+    for signum in (*handled_signals(), QUERY):
         is_interrupt = signum == signal.SIGINT
         signal.signal(signum, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, set())

@@ -5,12 +5,23 @@ Ranks write their Python stacks to files on a signal (distributed/heartbeat.py).
 
 from __future__ import annotations
 
+import operator
+import re
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.failure import user_frames
+from launcher.text import name_ranks
+
+STOPPED = "its process is stopped (SIGSTOP)"
+# A library's frame as faulthandler writes it, and where a rank is that waits for others.
+_IN_LIBRARY = re.compile(
+    r'^ {2}File ".*/(site|dist)-packages/(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$'
+)
+_WAITING = ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/")
 
 
 @dataclass(frozen=True)
@@ -22,6 +33,7 @@ class RankState:
     is_stuck: bool  # it has been silent for longer than its limit
     is_stopped: bool  # its process is stopped (SIGSTOP)
     silence_s: float  # since its last beat; 0 before its first
+    is_counted: bool = False  # by the steps of its optimizer: it may be behind within a step
 
 
 def find_straggler(ranks: Sequence[RankState | None]) -> RankState | None:
@@ -40,31 +52,54 @@ def find_straggler(ranks: Sequence[RankState | None]) -> RankState | None:
     return replace(straggler, is_stuck=all(one.is_stuck for one in last))
 
 
-def wait_for_stacks(files: Sequence[Path], limit_s: float) -> None:
-    """Wait until all files have been written, or the time is up: some ranks never write."""
+def sizes_of(files: Sequence[Path]) -> list[int]:
+    """Return how much has been written to each file, in bytes; 0 where it is not there."""
+    return [file.stat().st_size if file.exists() else 0 for file in files]
+
+
+def wait_for_stacks(files: Sequence[Path], old: Sequence[int], limit_s: float) -> None:
+    """Wait until all files have grown beyond the old sizes, or the time is up: some never do."""
     deadline = time.monotonic() + limit_s
     sizes: list[int] = []
     same = 0  # looks: a busy machine writes a stack in parts
     while files and time.monotonic() < deadline:
-        before, sizes = sizes, [file.stat().st_size for file in files]
+        before, sizes = sizes, sizes_of(files)
         same = same + 1 if sizes == before else 0
-        if all(sizes) and same >= 5:
+        if all(map(operator.gt, sizes, old)) and same >= 5:
             return
         time.sleep(0.05)
 
 
 def read_stack(file: Path) -> list[str]:
-    """Return the main thread's own frames in what faulthandler wrote, innermost first."""
+    """Return where the main thread was when faulthandler last wrote, innermost call first.
+
+    These are the user's own frames, below the function of a library that they have called.
+    """
     try:
         main_thread = file.read_text(errors="replace").rpartition("hread 0x")[2]  # it comes last
     except OSError:
         return []
-    return user_frames("\n".join(reversed(main_thread.splitlines())))
+    frames = main_thread.splitlines()[1:]
+    called = _IN_LIBRARY.match(frames[0]) if frames else None
+    inner = [f"{called['file']}:{called['line']} in {called['name']}"] if called else []
+    return [*inner, *user_frames("\n".join(reversed(frames)))]
 
 
 def group_stacks(stacks: Mapping[int, Sequence[str]]) -> list[str]:
-    """Return one line for all ranks that have the same stack."""
-    ranks: dict[str, list[str]] = {}
-    for rank, frames in stacks.items():
-        ranks.setdefault(" < ".join(frames) or "no Python stack", []).append(str(rank))
-    return [f"rank {', '.join(numbers)}: {place}" for place, numbers in ranks.items()]
+    """Return one line for all ranks that have the same stack, those of few ranks last."""
+    ranks: dict[str, list[int]] = {}
+    for rank, frames in sorted(stacks.items()):
+        ranks.setdefault(" < ".join(frames) or "no Python stack", []).append(rank)
+    by_size = sorted(ranks.items(), key=lambda group: -len(group[1]))
+    return [f"{name_ranks(numbers)}: {place}" for place, numbers in by_size]
+
+
+def find_odd(stacks: Mapping[int, Sequence[str]]) -> int | None:
+    """Return the rank that the others wait for, by where each is; None where that does not tell.
+
+    It is one that does not wait in a collective itself, and of several one that few are with.
+    """
+    places = Counter(tuple(frames) for frames in stacks.values())
+    busy = [rank for rank, frames in stacks.items() if not "".join(frames[:1]).startswith(_WAITING)]
+    odd = min(busy, key=lambda rank: places[tuple(stacks[rank])], default=None)
+    return odd if len(places) > 1 else None

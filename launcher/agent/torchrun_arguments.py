@@ -45,6 +45,7 @@ class Arguments:
     is_in_step: bool  # srun started it, and shares its terminal between all nodes
     join_timeout_s: float
     grace_s: float
+    hang_s: float  # silence that ends the run of a script that does not beat; 0: none does
     redirected: Sequence[Std]  # by local rank: streams that go to files of their own alone
     teed: Sequence[Std]  # streams that do so, too
     numa_binding: str  # empty: none
@@ -106,6 +107,7 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         is_in_step=is_placed,
         join_timeout_s=float(settings.get("join_timeout", "300")),
         grace_s=float(grace_s),
+        hang_s=float(os.environ.get("HANG_SECONDS") or 0),
         has_virtual_ranks=_has_virtual_ranks(args, nproc),
         numa_binding=vars(args).get("numa_binding") or os.environ.get("NUMA_BINDING", ""),
         redirected=_streams(args.redirects, nproc),

@@ -15,6 +15,7 @@ from distributed.errors import STOPPED
 from distributed.stop_signals import NOTICE, stop_signals
 from launcher import failure
 from launcher.failure import Failure, RaisedError
+from launcher.text import name_ranks
 
 _REFUSAL = re.compile(r"train\.py: (?P<cause>.+) \[(?P<fault>[a-z-]+)\]")  # its last line
 
@@ -203,15 +204,3 @@ def describe_ends(nodes: Sequence[NodeEnd], *, has_saved: bool) -> str:
     for rank, end in sorted(ends.items()):
         groups.setdefault(end, []).append(rank)
     return ", ".join(f"{name_ranks(ranks)} {end}" for end, ranks in groups.items())
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return sorted ranks as a person names them: "rank 3", "ranks 0-2, 7"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    text = ", ".join("-".join(map(str, run)) for run in runs)
-    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

@@ -16,7 +16,7 @@ import socket
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from distributed.stop_signals import handled_signals, stop_signals
+from distributed.stop_signals import QUERY, handled_signals, stop_signals
 from launcher.agent.control import SILENCE_S
 
 _CHUNK = 65536
@@ -40,13 +40,13 @@ class Loop:
         for end in (self._wake, self._waker):
             end.setblocking(False)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
-        for signum in (*handled_signals(), signal.SIGCHLD):
+        for signum in (*handled_signals(), QUERY, signal.SIGCHLD):
             signal.signal(signum, lambda *_: None)  # its number arrives at `_wake`
         signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # of a terminal after `stty tostop`
         self.selector.register(self._wake, selectors.EVENT_READ, self._on_signal)
 
     def wait(self, seconds: float) -> list[signal.Signals]:
-        """Handle what happens, for at most so long; returns the signals that came."""
+        """Handle what happens, for at most so long; returns the signals that came, but SIGCHLD."""
         for key, _ in self.selector.select(max(0.0, seconds)):
             if self.selector.get_map().get(key.fd) is key:  # no other event has closed it
                 key.data()
@@ -55,7 +55,8 @@ class Loop:
 
     def _on_signal(self) -> None:
         numbers = self._wake.recv(4096)
-        self._signals += [signal.Signals(number) for number in numbers if number in stop_signals()]
+        known = {*stop_signals(), QUERY}
+        self._signals += [signal.Signals(number) for number in numbers if number in known]
         for child in self.children:
             child.reap()
 

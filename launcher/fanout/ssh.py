@@ -16,6 +16,7 @@ from dataclasses import replace
 from signal import SIGUSR1, Signals
 
 from distributed.errors import REFUSED, Refused
+from distributed.stop_signals import QUERY, stop_signals
 from launcher import handshake
 from launcher.agent.control import BEAT_S, SILENCE_S
 from launcher.failure_block import End, print_end
@@ -197,9 +198,13 @@ class Fanout:
         if self.terminals.is_waiting:
             until = min(until, now + PARTIAL_S)
         for signum in self.loop.wait(until - now):
-            if self.started is None:
+            if signum == QUERY and signum not in stop_signals():
+                for one in self.connections[: self.started is not None]:
+                    one.send_line(signum.name)  # to node rank 0, which asks the others
+            elif self.started is None:
                 raise Interrupted(signum)
-            self.pass_on(signum)
+            else:
+                self.pass_on(signum)
         self.terminals.tick(now)
         self.silence.note_turn(is_ending=self.close_at is not None)
         for one in self.connections:

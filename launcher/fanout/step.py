@@ -23,7 +23,7 @@ from pathlib import Path
 from distributed import hostlist
 from distributed.environment import job_id
 from distributed.errors import STOPPED
-from distributed.stop_signals import NOTICE, STOP_SIGNALS, Interrupts, handled_signals
+from distributed.stop_signals import NOTICE, QUERY, STOP_SIGNALS, Interrupts, handled_signals
 from launcher import processes
 from launcher.agent.control import MESSAGES
 from launcher.failure_block import End, print_end
@@ -31,6 +31,7 @@ from launcher.fanout.ending import NodeResult, conclude
 from launcher.fanout.protocol import Answers, Exit
 from launcher.plan.plan import Plan
 from launcher.plan.slurm import in_batch_script
+from launcher.record import runs
 from launcher.typed_json import MessageError
 
 SQUEUE_S = 10.0  # for an answer of SLURM's controller
@@ -50,7 +51,7 @@ def start(
     parent = os.getpid()
 
     def prepare() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS, signal.SIGCHLD})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS, QUERY, signal.SIGCHLD})
         processes.die_with_parent(parent, signal.SIGTERM)
 
     return subprocess.Popen(  # this process has one thread
@@ -129,7 +130,7 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     """Run the step to its end, and act on signals; returns the run's exit code."""
     handled = handled_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, signal.SIGCHLD})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, QUERY, signal.SIGCHLD})
     has_notice = signal.sigtimedwait({NOTICE}, 0) is not None
     if has_notice and requeue(plan):
         return STOPPED
@@ -141,12 +142,15 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
         if output and output.end:
             end_at = min(end_at, time.monotonic() + END_S)
         left_s = min(end_at - time.monotonic(), 3600.0)
-        came = signal.sigtimedwait({*handled, signal.SIGCHLD}, max(0.0, left_s))
+        came = signal.sigtimedwait({*handled, QUERY, signal.SIGCHLD}, max(0.0, left_s))
         if time.monotonic() > end_at:
             srun.kill()
             srun.wait()
             break
         if came is None or came.si_signo == signal.SIGCHLD:
+            continue
+        if came.si_signo == QUERY and QUERY not in handled:
+            runs.ask_where(plan.log_dir / plan.run_id)
             continue
         is_asked = True
         if came.si_signo == NOTICE:

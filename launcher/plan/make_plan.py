@@ -48,7 +48,7 @@ _RESUMED_WITH = (  # variables that shape a run: the resume line repeats them
     *("TRAIN_SCRIPT", "CONFIG_FLAG", "NPROC_PER_NODE", "BACKEND", "LOG_DIR", "MASTER_ADDR"),
     *("MASTER_PORT", "MAX_RESTARTS", "GRACE", "LAUNCHER", "NCCL_PROFILE", "VENV", "CONDA_ENV"),
     *("MODULES", "FRESH", "NUMA_BINDING", "SITE", "CONTAINER", "CONTAINER_ARGS"),
-    "STAGE_ENV",
+    *("STAGE_ENV", "HANG_SECONDS"),
 )
 _RESUMED_WITH_SSH = ("SSH_OPTS", "FORWARD_ENV", "PREFLIGHT_SECONDS")
 
@@ -66,6 +66,8 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         cause = f"MAX_RESTARTS is {max_restarts}, but {typed.engine} starts no rank again"
         raise PlanError(f"{cause}; leave it out")
     grace_s = read_number("GRACE", environ.get("GRACE") or str(DEFAULT_GRACE_S), 0, 86400)
+    if environ.get("HANG_SECONDS"):
+        read_number("HANG_SECONDS", environ["HANG_SECONDS"], 1, 10**6)
     preflight = environ.get("PREFLIGHT_SECONDS") or "9"
     preflight_s = read_number("PREFLIGHT_SECONDS", preflight, 5, 3600)
     fanout = choose_fanout(typed, environ)
@@ -76,7 +78,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     log_dir = Path(_first(typed.log_dir, environ, "LOG_DIR") or DEFAULT_LOG_DIR)
     log_dir = log_dir.absolute() if typed.module else log_dir
     is_namer = world.node_rank == 0 and fanout != "job_command"
-    named = ("BACKEND", "GRACE", "SHOW_RANKS", "FRESH", "NUMA_BINDING")
+    named = ("BACKEND", "GRACE", "HANG_SECONDS", "SHOW_RANKS", "FRESH", "NUMA_BINDING")
     given = {"LOG_LEVEL": level, **{name: environ.get(name) for name in named}}
     return Plan(
         **vars(world),

@@ -13,7 +13,7 @@ class Typed:
     """What an entry script hands over: what was typed, by name."""
 
     fanout: str  # a module of launcher/fanout/, auto (what this place allows), or another task:
-    # check (the config), submit, status, stop
+    # check (the config), submit, status, stop, stacks
     program: str = "start.py"  # the script
     python: str = sys.executable
     typed: Sequence[str] = ()  # every word of the command line

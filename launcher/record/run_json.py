@@ -24,6 +24,7 @@ from distributed.stop_signals import DEFAULT_GRACE_S
 from launcher.processes import start_ticks
 from launcher.typed_json import decode
 
+ASKED, SHOWN = "stacks", "stacks.txt"  # files that ask where all ranks are, and say so
 PROGRESS_S = 5.0  # between two updates of a run's step
 _LOCK_S = 2.0  # the longest wait for another writer
 

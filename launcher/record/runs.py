@@ -1,9 +1,11 @@
-"""--status and --stop: list the runs of the log directory, stop one.
+"""--status, --stop and --stacks: list the runs of the log directory, stop one, see where it is.
 
     python scripts/lib/start.py status --program=NAME -- [RUN...]
     python scripts/lib/start.py stop --program=NAME [--dry-run] -- RUN
+    python scripts/lib/start.py stacks --program=NAME -- RUN
 
 A run is stopped through its launcher: the process that run.json names, on the host that it names.
+Where its ranks are, node rank 0's agent is asked by a file in the run's folder.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from pathlib import Path
 from distributed.environment import DEFAULT_LOG_DIR
 from distributed.errors import BAD_INPUT, REFUSED
 from launcher.plan.typed import Typed
-from launcher.record.run_json import Record, read
+from launcher.record.run_json import ASKED, SHOWN, Record, read
 
+STACKS_S = 12.0  # for all nodes to tell where their ranks are
 STOP_S = 25.0  # for a run to end, beyond the seconds that its ranks may take to save
 TAIL_BYTES = 8192  # of a file, to find its last line
 LONGEST = 100  # characters of it that are shown
@@ -141,14 +144,17 @@ def date(seconds: float) -> str:
 
 
 def main(typed: Typed, environ: Mapping[str, str] = os.environ) -> int:
-    """Do what --status or --stop asks for; returns the exit code."""
+    """Do what --status, --stop or --stacks asks for; returns the exit code."""
     log_dir = Path(environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
     try:
         if typed.fanout == "status":
             return print_status(log_dir, typed.rest, typed.program)
         if len(typed.rest) != 1:
-            raise ValueError("--stop takes one run; --status lists all")
-        return stop(find(log_dir, typed.rest[0]), typed.program, is_dry_run=typed.dry_run)
+            raise ValueError(f"--{typed.fanout} takes one run; --status lists all")
+        run = find(log_dir, typed.rest[0])
+        if typed.fanout == "stacks":
+            return show_stacks(run, typed.program)
+        return stop(run, typed.program, is_dry_run=typed.dry_run)
     except (ValueError, OSError) as error:
         print(f"{typed.program}: {error}", file=sys.stderr)
         return BAD_INPUT if isinstance(error, ValueError) else REFUSED
@@ -162,6 +168,30 @@ def print_status(log_dir: Path, run_ids: Sequence[str], program: str) -> int:
     else:
         print(f"{program}: there is no run in {log_dir}", file=sys.stderr)
     return 0
+
+
+def ask_where(folder: Path) -> None:
+    """Ask node rank 0's agent to show where all ranks of a run are."""
+    with contextlib.suppress(OSError):
+        (folder / ASKED).touch()
+
+
+def show_stacks(run: Run, program: str) -> int:
+    """Print where all ranks of a run are; it goes on."""
+    launcher = run.record.launcher
+    if run.record.is_over or (launcher and launcher.is_here and not launcher.is_alive):
+        return _refuse(program, f"run {run.id} is not running: {run.state}; it has no stacks")
+    shown = run.folder / SHOWN
+    size = shown.stat().st_size if shown.exists() else 0
+    (run.folder / ASKED).touch()
+    deadline = time.monotonic() + STACKS_S
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        if shown.exists() and (text := shown.read_bytes()[size:]).endswith(b"\n"):
+            print(text.decode(errors="replace"), end="")
+            return 0
+    cause = f"the node agent of run {run.id} has not answered within {STACKS_S:g} s"
+    return _refuse(program, f"{cause}; see that it lives, and that this is its LOG_DIR")
 
 
 def stop(run: Run, program: str, *, is_dry_run: bool = False) -> int:

@@ -17,7 +17,7 @@ parse_arguments() { # <"plan entry ..."> <argument...>
       --version) echo "$PROGRAM $(sed -n 's/^__version__ = "\(.*\)"$/\1/p' "$ROOT/distributed/__init__.py")" && exit ;;
       --dry-run | --strict) FLAGS+=("$1") ;;
       --detach) refuse_scheduled "$1" && FLAGS+=("$1") ;;
-      --status | --stop) answer_about_runs "$@" ;;
+      --status | --stop | --stacks) answer_about_runs "$@" ;;
       --) REST=("${@:2}") && break ;;
       --show)
         (($# > 1)) || die 2 "option $1 has no value; give all, or 0"
@@ -71,9 +71,9 @@ refuse_scheduled() { # <option>
 }
 
 # Does not return.
-answer_about_runs() { # <--status|--stop> [<run id>...]
+answer_about_runs() { # <--status|--stop|--stacks> [<run id>...]
   local word
-  refuse_scheduled "$1"
+  [[ $1 == --stacks ]] || refuse_scheduled "$1"
   for word in "${FLAGS[@]}" "${@:2}"; do
     case $word in
       --dry-run) FLAGS=("$word") ;;

@@ -99,9 +99,9 @@ def test_without_an_agent_a_beat_does_nothing(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.usefixtures("beats")
 def test_the_stack_signal_writes_the_stack(tmp_path: Path) -> None:
     beat(1)
-    os.kill(os.getpid(), signal.SIGUSR2)
+    os.kill(os.getpid(), heartbeat.STACK_SIGNAL)
     file = tmp_path / "rank_1.stack"
-    stuck.wait_for_stacks([file], 5)
+    stuck.wait_for_stacks([file], [0], 5)
     frames = stuck.read_stack(file)
     assert frames[0].endswith("in test_the_stack_signal_writes_the_stack")
 
@@ -109,7 +109,7 @@ def test_the_stack_signal_writes_the_stack(tmp_path: Path) -> None:
 def test_ranks_with_the_same_stack_share_a_line() -> None:
     by_rank = {0: ["a.py:1 in f", "a.py:9 in g"], 1: [], 2: ["a.py:1 in f", "a.py:9 in g"]}
     assert stuck.group_stacks(by_rank) == [
-        "rank 0, 2: a.py:1 in f < a.py:9 in g",
+        "ranks 0, 2: a.py:1 in f < a.py:9 in g",
         "rank 1: no Python stack",
     ]
 

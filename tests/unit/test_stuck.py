@@ -70,6 +70,6 @@ def test_a_stack_is_read_when_it_is_whole(tmp_path: Path) -> None:
 
     timer = threading.Timer(0.15, write_the_rest)
     timer.start()
-    stuck.wait_for_stacks([file], 5)
+    stuck.wait_for_stacks([file], [0], 5)
     assert file.read_text() == "Thread 0x1\nThread 0x2\n"
     timer.join()

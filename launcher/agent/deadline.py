@@ -1,0 +1,24 @@
+"""A time by which an event loop does something."""
+
+from __future__ import annotations
+
+import math
+import time
+
+
+class Deadline:
+    """A time on the monotonic clock that can only move closer; not set at first."""
+
+    def __init__(self) -> None:
+        self.at = math.inf
+
+    def set_within(self, seconds: float) -> None:
+        """Set it to so many seconds from now, unless it is earlier already."""
+        self.at = min(self.at, time.monotonic() + seconds)
+
+    def take(self) -> bool:
+        """Whether it has passed; if so it is not set any more."""
+        has_passed = time.monotonic() >= self.at
+        if has_passed:
+            self.at = math.inf
+        return has_passed

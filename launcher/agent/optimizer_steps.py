@@ -1,0 +1,52 @@
+"""Beats of a script that knows nothing of them: each step of its optimizer counts as progress.
+
+torch calls a global hook after every step of every optimizer, whoever made the loop: a user's own,
+accelerate, Lightning. A script that beats itself is left to do so.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from distributed.heartbeat import Heart, find_record, stack_file_of
+
+
+def count_steps() -> None:
+    """In a rank, before its script runs: count its steps, and write its stacks when asked."""
+    place = find_record(os.environ["HEARTBEAT_FILE"])
+    assert place is not None
+    stack_file = stack_file_of(Path(os.environ["TORCHELASTIC_ERROR_FILE"]))
+    counter = StepCounter(Heart(*place, stack_file, is_counted=True))
+    os.register_at_fork(after_in_child=counter.stop)  # what a rank forks has steps of its own
+    register_optimizer_step_post_hook(counter)
+
+
+class StepCounter:
+    """The hook. Of several optimizers, the one with the most steps gives the step."""
+
+    def __init__(self, heart: Heart) -> None:
+        self._heart: Heart | None = heart
+        self._counts: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._step = 0
+        self._hang_seconds = float(os.environ.get("HANG_SECONDS") or 0) or None
+
+    def stop(self) -> None:
+        """Count no more."""
+        self._heart = None
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        """Note a step that was made."""
+        if self._heart is None or torch.compiler.is_compiling():
+            return
+        if not self._heart.is_alone:  # the script beats
+            self.stop()
+            return
+        count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
+        self._step = max(self._step, count)
+        self._heart.beat(self._step, None, self._hang_seconds)

@@ -1,0 +1,135 @@
+"""Where all ranks are: asked of every node on SIGQUIT, and when a script falls silent (no torch).
+
+Each agent has its ranks write their stacks, and tells node rank 0's; that one shows them. It is
+also asked by a file, ASKED in the run's folder, and adds what it shows to another one there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launcher.agent import stuck
+from launcher.agent.deadline import Deadline
+from launcher.agent.node_ranks import NodeRanks
+from launcher.agent.protocol import NodeStacks, Peer, StackRequest
+from launcher.agent.stuck import RankState
+from launcher.record.run_json import ASKED, SHOWN
+
+ANSWER_S = 5.0  # for the other nodes' ranks to write their stacks
+LOOK_S = 1.0  # between two looks for the file
+
+
+@dataclass
+class Query:
+    """One attempt's requests for the places of all ranks, one at a time."""
+
+    ranks: NodeRanks
+    hosts: Sequence[str]  # by node rank
+    peers: Mapping[int, Peer]
+    show: Callable[[str], None]
+    folder: Path | None  # of the run; None: it has none
+    hang_s: float  # a silence that ends a run whose steps are counted; 0: none does
+    _look: Deadline = field(default_factory=Deadline)  # for the file, on node rank 0
+    _start: Deadline = field(default_factory=Deadline)
+    _end: Deadline = field(default_factory=Deadline)  # no more waiting for other nodes
+    _told: dict[int, Mapping[str, Sequence[str]]] = field(default_factory=dict)  # by node rank
+    _silent: RankState | None = None  # the silence that the request is about
+    _known: Sequence[int] = ()  # the progress at which there was one
+
+    def __post_init__(self) -> None:
+        if self.folder is not None and self.ranks.node_rank == 0:
+            self._look.set_within(LOOK_S)
+
+    @property
+    def next_at(self) -> float:
+        """When on_time() has something to do."""
+        return min(self._look.at, self._start.at, self._end.at)
+
+    def ask(self) -> None:
+        """Show soon where all ranks are; a signal's handler may call this."""
+        self._start.set_within(0.0)
+
+    def ask_about(self, suspect: RankState) -> None:
+        """Tell of a silence, once."""
+        if self._known != suspect.progress:
+            self._silent, self._known = suspect, suspect.progress
+            self.ask()
+
+    def receive(self, node: int, message: StackRequest | NodeStacks) -> None:
+        if isinstance(message, NodeStacks):
+            self._take(node, message.frames)
+        elif self.ranks.node_rank == 0:
+            self.ask()
+        else:
+            self._send(NodeStacks(self._here()))
+
+    def on_time(self) -> int | None:
+        """Do what is due. Returns a rank that holds up the run, where the run is to end for it."""
+        if self._look.take():
+            self._look.set_within(LOOK_S)
+            if self._is_asked():
+                self.ask()
+        if self._start.take():
+            is_first, is_asking = self.ranks.node_rank == 0, bool(self._told)
+            if not is_asking:
+                self._send(StackRequest())
+            if is_first and not is_asking:
+                self._end.set_within(ANSWER_S)
+                self._take(0, self._here())
+        return self._conclude() if self._end.take() else None
+
+    def _is_asked(self) -> bool:
+        assert self.folder is not None
+        try:
+            (self.folder / ASKED).unlink()
+        except OSError:
+            return False
+        return True
+
+    def _here(self) -> dict[str, Sequence[str]]:
+        return {str(rank): frames for rank, frames in self.ranks.stacks().items()}
+
+    def _send(self, message: StackRequest | NodeStacks) -> None:
+        for peer in self.peers.values():
+            peer.send(message)
+
+    def _take(self, node: int, frames: Mapping[str, Sequence[str]]) -> None:
+        self._told[node] = frames
+        if self._told.keys() >= {0, *self.peers}:
+            self._end.set_within(0.0)
+
+    def _conclude(self) -> int | None:
+        """Show what the nodes have told; of a silence also who is behind."""
+        places = {int(rank): at for told in self._told.values() for rank, at in told.items()}
+        unheard = [self.hosts[node] for node in self.peers if node not in self._told]
+        silent, self._silent = self._silent, None
+        self._told.clear()
+        odd = stuck.find_odd(places)
+        if silent is not None and self.hang_s:
+            return silent.rank if odd is None else odd
+        head = "where the ranks are, innermost call first:"
+        if silent is not None:
+            head = f"{describe_silence(silent, odd)}; {head}"
+        lines = [head, *stuck.group_stacks(places), *(f"{host}: no answer" for host in unheard)]
+        self._tell(lines)
+        return None
+
+    def _tell(self, lines: Sequence[str]) -> None:
+        self.show("\n  ".join(lines))
+        if self.folder is not None:
+            text = "\n  ".join([f"{time.strftime('%Y-%m-%d %H:%M:%S')} {lines[0]}", *lines[1:]])
+            with contextlib.suppress(OSError), (self.folder / SHOWN).open("a") as log:
+                log.write(f"{text}\n")
+
+
+def describe_silence(silent: RankState, odd: int | None) -> str:
+    """Return one line about a run whose script does not beat, and makes no step."""
+    step = f"no step for {silent.silence_s:.0f} s (10 times the longest), after step"
+    who = "all ranks are in one place" if odd is None else f"rank {odd} is behind"
+    again = f"kill -QUIT {os.getppid()} shows it again, HANG_SECONDS would end the run"
+    return f"{step} {silent.progress[0]}: {who}; {again}"

@@ -1,0 +1,208 @@
+"""Scripts that know nothing of this project: their steps count, and all ranks' places are shown."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from agents import ROOT, Run
+from ports import free_port
+from torch.optim.optimizer import Optimizer
+
+from distributed.heartbeat import Beat, Heart, find_record
+from launcher.agent.heartbeats import Heartbeats
+from launcher.agent.optimizer_steps import StepCounter
+from launcher.agent.stuck import find_odd
+
+LOOPS = str(ROOT / "tests/unit/own_loops.py")
+QUERY_S = 2.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "where", "steps"),
+    [
+        ("plain", "data", 30),
+        ("plain", "validation", 31),
+        ("accumulated", "data", 30),
+        ("two", "data", 60),
+    ],
+)
+def test_the_rank_that_hangs_is_named_with_its_step(kind: str, where: str, steps: int) -> None:
+    run = Run(["--nproc-per-node=3", LOOPS, kind, "30", "1", where], HANG_SECONDS="3")
+    err = run.finish(within_s=40)
+    run.assert_gone()
+    block = err[err.index("FAILED") :]
+    assert block.startswith("FAILED   rank 1 (local rank 1, ") and "[rank-stuck]" in block
+    assert f", at step {steps} " in block
+    assert "no sign of life for " in block and "; the limit, HANG_SECONDS, is 3 s" in block
+    assert f"in {'read_batch' if where == 'data' else 'validate'}" in block.splitlines()[2]
+    assert run.process.returncode == 137
+
+
+def ask_for_stacks(folder: Path, ask: Callable[[], object]) -> str:
+    """Return what is told of all stacks, within the time that it may take."""
+    shown = folder / "stacks.txt"
+    before = shown.stat().st_size if shown.exists() else 0
+    began = time.monotonic()
+    ask()
+    while not shown.exists() or shown.stat().st_size == before:
+        assert time.monotonic() - began < QUERY_S
+        time.sleep(0.02)
+    return shown.read_text()[before:]
+
+
+@pytest.mark.slow
+def test_ctrl_backslash_shows_where_all_ranks_are_and_the_run_goes_on(tmp_path: Path) -> None:
+    world = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    world += ["--nproc-per-node=2", f"--log-dir={tmp_path}", "--rdzv-id=mine"]
+    runs = [
+        Run([*world, f"--node-rank={node}", LOOPS, "plain", "30", "2", "data"]) for node in (0, 1)
+    ]
+    runs[0].wait_for("started")
+    folder = tmp_path / "mine"
+    asks: list[Callable[[], object]] = [
+        lambda: runs[0].process.send_signal(signal.SIGQUIT),
+        lambda: runs[1].process.send_signal(signal.SIGQUIT),
+        lambda: (folder / "stacks").touch(),
+    ]
+    for ask in asks:
+        last = ""
+        while not last.startswith("  rank 2: "):  # the first time, it may not sleep yet
+            head, *lines = ask_for_stacks(folder, ask).splitlines()
+            last = lines[-1]
+        assert head.endswith(" where the ranks are, innermost call first:")
+        assert "in read_batch" in last
+        others = [line.strip().partition(": ") for line in lines[:-1]]
+        assert {rank for who, _, _ in others for rank in re.findall("[0-9]", who)} == {*"013"}
+        assert all(place.startswith("torch/") for _, _, place in others)
+    assert all(run.process.poll() is None for run in runs)
+    for run in runs:
+        run.process.send_signal(signal.SIGTERM)
+    err = runs[0].finish()
+    assert err.count("where the ranks are") >= 2
+    for run in runs:
+        run.finish()
+        run.assert_gone()
+
+
+@pytest.mark.slow
+def test_a_silence_is_told_once_and_ends_nothing() -> None:
+    """With a limit shortened to 2 s in the agent."""
+    short = "import distributed.heartbeat as h; h.FIRST_LIMIT_S = 2.0; h.LIMIT_OF_LONGEST = 0\n"
+    start = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{short}"
+    start += "from launcher.agent.guardian import main\nsys.exit(main())"
+    command = [sys.executable, "-c", start, "--nproc-per-node=2", LOOPS, "plain", "5", "1"]
+    run = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    assert run.stderr is not None
+    told = ""
+    while "read_batch" not in told:
+        line = run.stderr.readline()
+        assert line, told
+        told += line
+    time.sleep(5)
+    assert run.poll() is None
+    run.send_signal(signal.SIGTERM)
+    _, rest = run.communicate(timeout=20)
+    text = told + rest
+    assert text.count("no step for ") == 1
+    assert ", after step 5: rank 1 is behind; kill -QUIT " in text
+
+
+@pytest.mark.slow
+def test_a_second_signal_of_the_scripts_own_and_its_forks_are_left_alone(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import os, signal, time, torch\n"
+        "seen = []\n"
+        "signal.signal(signal.SIGUSR2, lambda *_: seen.append(1))\n"
+        "parameter = torch.nn.Parameter(torch.ones(1))\n"
+        "optimizer = torch.optim.SGD([parameter], lr=0.1)\n"
+        "parameter.grad = torch.ones(1)\n"
+        "optimizer.step()\n"
+        "if os.fork() == 0:\n"
+        "    [optimizer.step() for _ in range(50)]\n"
+        "    os._exit(0)\n"
+        "os.wait()\n"
+        "optimizer.step()\n"
+        "print('ready', flush=True)\n"
+        "while not os.path.exists('go'): time.sleep(0.01)\n"
+        "assert not seen\n"
+        "raise ValueError('the end')\n"
+    )
+    run = Run(["--nproc-per-node=1", f"--log-dir={tmp_path}", "--rdzv-id=x", str(script)])
+    run.wait_for("ready")
+    run.process.send_signal(signal.SIGQUIT)
+    shown = tmp_path / "x/stacks.txt"
+    while not shown.exists():
+        time.sleep(0.02)
+    (Path.cwd() / "go").touch()
+    err = run.finish()
+    assert "the end" in err and ", at step 2 " in err
+
+
+def test_steps_are_counted_until_the_script_beats(tmp_path: Path) -> None:
+    beats = Heartbeats(1)
+    place = find_record(beats.name(0))
+    assert place is not None
+    counter = StepCounter(Heart(*place, tmp_path / "a.stack", is_counted=True))
+    model = torch.nn.Linear(1, 1)
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    assert beats.read(0) == Beat()
+    seen = []
+    for optimizer in (first, second, second, first):
+        counter(optimizer, (), {})
+        seen.append(beats.read(0).progress)
+    assert seen == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert beats.are_counted()
+    own = Heart(*place, tmp_path / "b.stack")
+    own.beat(7, None, None)
+    counter(first, (), {})
+    assert (beats.read(0).step, beats.are_counted()) == (7, False)
+    own.beat(8, None, None)
+    counter(first, (), {})
+    assert beats.read(0).step == 8
+
+
+def test_a_counted_step_costs_under_10_microseconds(tmp_path: Path) -> None:
+    beats = Heartbeats(1)
+    place = find_record(beats.name(0))
+    assert place is not None
+    counter = StepCounter(Heart(*place, tmp_path / "a.stack", is_counted=True))
+    optimizer: Optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+    fastest = 1.0
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(1000):
+            counter(optimizer, (), {})
+        fastest = min(fastest, time.perf_counter() - start)
+    assert beats.read(0).step == 20_000
+    assert fastest < 10e-3
+
+
+REDUCE = ["torch/distributed/distributed_c10d.py:9 in all_reduce", "x.py:4 in step"]
+BACKWARD = ["torch/autograd/graph.py:841 in _engine_run_backward", "x.py:3 in step"]
+
+
+@pytest.mark.parametrize(
+    ("stacks", "odd"),
+    [
+        ({0: REDUCE, 1: ["x.py:9 in read"], 2: REDUCE}, 1),
+        ({0: BACKWARD, 1: REDUCE}, None),  # both wait
+        ({0: REDUCE, 1: REDUCE}, None),
+        ({0: ["x.py:9 in item"], 1: ["x.py:9 in item"], 2: ["x.py:7 in read"]}, 2),
+        ({0: REDUCE, 1: []}, 1),  # it does not answer
+        ({}, None),
+    ],
+)
+def test_the_rank_that_is_not_where_the_others_wait(
+    stacks: dict[int, list[str]], odd: int | None
+) -> None:
+    assert find_odd(stacks) == odd
