@@ -122,6 +122,14 @@ def send(pids: Iterable[int], signum: int) -> None:
             os.kill(pid, signum)
 
 
+def send_to_main_threads(pids: Iterable[int], signum: int) -> None:
+    """Send a signal to the main thread of each process; of stopped ones any may take it else."""
+    tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # glibc 2.30
+    for pid in pids:
+        if tgkill is None or tgkill(pid, pid, signum) != 0:
+            send([pid], signum)
+
+
 def reap() -> Iterator[tuple[int, int]]:
     """Yield process id and wait status of each child that has ended, adopted ones too."""
     with contextlib.suppress(ChildProcessError):

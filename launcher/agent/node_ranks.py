@@ -127,9 +127,10 @@ class NodeRanks:
             cause += f", {stuck.STOPPED}"
         limit = "HANG_SECONDS" if beat.is_counted else "distributed.hang_seconds"
         cause += f"; the limit, {limit}, is {beat.limit_s:.0f} s"
+        unknown = self._unknown_failure(named)  # a rank that is continued may go on
         stacks = self.stacks(are_ending=True)
         return replace(
-            self._unknown_failure(named),
+            unknown,
             fault="rank-stuck",
             cause=cause,
             code=128 + signal.SIGKILL,
@@ -156,7 +157,7 @@ class NodeRanks:
         running = [each.stack_file for each in writing if each not in stopped]
         waiting = [each.stack_file for each in writing if each in stopped]
         sizes = stuck.sizes_of(running), stuck.sizes_of(waiting)
-        processes.send([each.pid for each in writing], STACK_SIGNAL)
+        processes.send_to_main_threads([each.pid for each in writing], STACK_SIGNAL)
         stuck.wait_for_stacks(running, sizes[0], STACK_S)
         if waiting:
             processes.send([each.pid for each in stopped], signal.SIGCONT)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import threading
@@ -74,6 +75,11 @@ class Connection(Child):
         """Start the node's agent."""
         self.is_started, self._words, self.heard = True, b"", time.monotonic()
         self.send_line(protocol.write_request(request))
+
+    def pass_on(self, signum: signal.Signals) -> None:
+        """Tell the node's agent of a signal, once it has been started."""
+        if self.is_started:
+            self.send_line(signum.name)
 
     def answer(self, kind: type[T]) -> T | None:
         """Return what the node has said of this kind."""

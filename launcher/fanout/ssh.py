@@ -105,8 +105,7 @@ class Fanout:
 
     def check_nodes(self) -> list[Report] | None:
         """Connect to all nodes, check them and print the plan; None where it is refused."""
-        began = time.monotonic()
-        plan = self.plan
+        began, plan = time.monotonic(), self.plan
         within_s = self.slack_s + plan.preflight_s
         if not plan.has_checks:  # whoever skips them wants to start, and a login may take long
             within_s = max(within_s, int(plan.join_timeout_s))
@@ -198,13 +197,7 @@ class Fanout:
         if self.terminals.is_waiting:
             until = min(until, now + PARTIAL_S)
         for signum in self.loop.wait(until - now):
-            if signum == QUERY and signum not in stop_signals():
-                for one in self.connections[: self.started is not None]:
-                    one.send_line(signum.name)  # to node rank 0, which asks the others
-            elif self.started is None:
-                raise Interrupted(signum)
-            else:
-                self.pass_on(signum)
+            self.pass_on(signum)
         self.terminals.tick(now)
         self.silence.note_turn(is_ending=self.close_at is not None)
         for one in self.connections:
@@ -222,11 +215,14 @@ class Fanout:
 
     def pass_on(self, signum: Signals) -> None:
         """Tell every node of a signal; what it means there the agents decide."""
-        if signum != SIGUSR1:
+        is_query = signum == QUERY and QUERY not in stop_signals()
+        if self.started is None and not is_query:
+            raise Interrupted(signum)
+        if signum != SIGUSR1 and not is_query:
             self.stopped_by = signum
             self.close_within(self.plan.grace_s + END_S)
-        for one in self.connections:
-            one.send_line(signum.name)
+        for one in self.connections[:1] if is_query else self.connections:
+            one.pass_on(signum)  # where all ranks are, node rank 0 asks the others
 
     def note(self, one: Connection) -> None:
         """See whether a node's part of the run has ended, and how."""
@@ -246,7 +242,7 @@ class Fanout:
     @property
     def is_open(self) -> bool:
         """Whether the run goes on, and the control streams are open."""
-        is_closed = self.close_at is not None and time.monotonic() >= self.close_at
+        is_closed = self.close_at and time.monotonic() >= self.close_at
         return self.started is not None and not is_closed
 
     def close_within(self, seconds: float) -> None:

@@ -66,8 +66,6 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         cause = f"MAX_RESTARTS is {max_restarts}, but {typed.engine} starts no rank again"
         raise PlanError(f"{cause}; leave it out")
     grace_s = read_number("GRACE", environ.get("GRACE") or str(DEFAULT_GRACE_S), 0, 86400)
-    if environ.get("HANG_SECONDS"):
-        read_number("HANG_SECONDS", environ["HANG_SECONDS"], 1, 10**6)
     preflight = environ.get("PREFLIGHT_SECONDS") or "9"
     preflight_s = read_number("PREFLIGHT_SECONDS", preflight, 5, 3600)
     fanout = choose_fanout(typed, environ)
@@ -136,12 +134,14 @@ def _check_access(environ: Mapping[str, str]) -> None:
 
 
 def _read_words(typed: Typed, environ: Mapping[str, str]) -> str:
-    """Check the variables that can only be one of a few words; returns the log level."""
+    """Check the variables that only the agents read; returns the log level."""
     given = {name: environ.get(name) or "" for name in _WORDS}
     given["LOG_LEVEL"] = typed.log_level or given["LOG_LEVEL"]
     for name, known in _WORDS.items():
         if given[name] and given[name] not in known:
             raise PlanError(f"{name} is {given[name]!r}; it can be {' '.join(known)}")
+    if hang := environ.get("HANG_SECONDS"):
+        read_number("HANG_SECONDS", hang, 1, 10**6)
     return given["LOG_LEVEL"]
 
 

@@ -112,6 +112,21 @@ field() { # <job> <name>
   eventually 30 has_ended "$TIMED"
 }
 
+is_shown_twice() { # <file>
+  (($(grep -c "where the ranks are" "$1") == 2))
+}
+
+@test "where all ranks are: asked from the login node, and by SIGQUIT to the batch script" {
+  start_long --nodes=2 --gpus-per-node=2
+  run on login scripts/slurm/slurm_train.sh --stacks "$JOB"
+  [[ $status == 0 && $output == *" where the ranks are, innermost call first:"$'\n'"  rank"*": "* ]]
+  on login scancel --batch --signal=QUIT "$JOB"
+  eventually 10 is_shown_twice job.out
+  [[ $(field "$JOB" JobState) == *RUNNING ]]
+  on login scancel "$JOB"
+  eventually 30 has_ended "$JOB"
+}
+
 @test "a rank's exit code or signal is the job's, and the block names rank and host" {
   cat >dies.py <<'PY'
 import os, signal, sys, time

@@ -335,6 +335,23 @@ PY
   ((CODE == 143))
 }
 
+# bats test_tags=slow
+@test "Ctrl-\\ shows where all ranks are, over ssh and through pdsh; --stacks too, from elsewhere" {
+  make_idle
+  local script
+  for script in launch_torchrun_auto launch_pdsh_multinode; do
+    LAUNCH=scripts/ssh/$script.sh
+    TRAIN_SCRIPT=idle.py start "$script" - 2 node1 node2 -- idle
+    on login kill -QUIT "$(launcher_of idle)"
+    eventually 3 grep -q "^.0. *ranks 0-3: idle.py:7 in <module>" "$script.out"
+    run on node3 "$LAUNCH" --stacks "$script"
+    [[ $status == 0 && ${lines[1]} == "  ranks 0-3: idle.py:7 in <module>" ]]
+    on login kill -TERM "$(launcher_of idle)"
+    end_of "$PID"
+    is_gone idle
+  done
+}
+
 @test "a run that is live, a stop before the first rank, a terminal that takes no more" {
   make_idle
   export TRAIN_SCRIPT=idle.py

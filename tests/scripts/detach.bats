@@ -1,5 +1,5 @@
 #!/usr/bin/env bats
-# --detach, --status and --stop, on one machine.
+# --detach, --status, --stacks and --stop, on one machine.
 # shellcheck disable=SC2030,SC2031 # each test is a subshell, on purpose
 bats_require_minimum_version 1.5.0
 load ../cluster/helper # eventually
@@ -52,7 +52,7 @@ is_gone() { # <text in a command line>
 }
 
 # bats test_tags=slow
-@test "a detached run outlives its terminal, can be looked at, followed and stopped" {
+@test "a detached run outlives its terminal, can be looked at, looked into, followed and stopped" {
   make_waiting
   make_hang_up
   NO_COLOR=1 run "$PYTHON" hang_up.py "RUN_ID=mine '$ROOT'/scripts/ssh/launch_singlenode.sh --detach - 1 -- 'a  b'"
@@ -66,6 +66,8 @@ the end of 0"* ]]
   [[ $status == 0 && $output == "mine  running  since 20"*"  [0] waiting a  b" ]]
   RUN_ID=mine run launch - 1 --detach
   [[ $status == 3 && $output == *"run mine is live: process "*"[run-is-live]" ]]
+  run launch --stacks mine
+  [[ $status == 0 && ${lines[0]} == 20*" where the ranks are, innermost call first:" && ${lines[1]} == *"rank 0: own.py:"*" in <module>" ]]
   run launch --dry-run --stop mine
   [[ $status == 0 && $output == "kill -TERM "* ]]
   run launch --stop mine
@@ -160,6 +162,8 @@ the end of 0"* ]]
   [[ $status == 0 && $output == "here  killed  since "* ]]
   run launch --stop here
   [[ $status == 3 && $output == "launch_singlenode.sh: run here is not running: killed; "* ]]
+  run launch --stacks here
+  [[ $status == 3 && $output == "launch_singlenode.sh: run here is not running: killed; it has no stacks" ]]
   run launch --stop there
   [[ $status == 3 && $output == *"; stop it on elsewhere" ]]
   run launch --stop heer

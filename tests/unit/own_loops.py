@@ -29,7 +29,7 @@ def validate(step: int) -> None:
 
 dist.init_process_group("gloo")
 model = DistributedDataParallel(torch.nn.Linear(4, 4))
-optimizers = [torch.optim.SGD(model.parameters(), lr=0.01)]
+optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(model.parameters(), lr=0.01)]
 if kind == "two":  # as a GAN has them: the second makes two steps for each of the first
     optimizers += [torch.optim.Adam(model.parameters(), lr=0.01)]
 for step in range(10**9):

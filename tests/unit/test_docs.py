@@ -340,7 +340,7 @@ def test_every_script_answers_help_with_the_usage_of_the_guide(script: str) -> N
 
 def planned() -> list[str]:
     # Those that ask a SLURM, or need a run, are run on the cluster in a box.
-    starts = r"(\w+=\S+ )*scripts/(?!submit_with|.* --stop )|.*\btrain\.py\b"
+    starts = r"(\w+=\S+ )*scripts/(?!submit_with|.* --(stop|stacks) )|.*\btrain\.py\b"
     return sorted({line for line in commands() if re.match(starts, line)})
 
 
