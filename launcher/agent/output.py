@@ -27,7 +27,7 @@ from launcher.screen import View
 _NOWHERE = Path(os.devnull)
 _CHUNK = 65536
 _TRICKLE = 2048  # bytes
-_PAGE = 4095  # bytes of one read of a terminal
+_PAGE = 4096  # bytes; a read of a terminal gives no more, and asking for more costs time
 _LONGEST_LINE = 1 << 20  # bytes; a longer one is logged in pieces
 _STATES = 5  # of a line that redraws itself: the newest ones are kept
 PROGRESS_S = 5.0  # between two lines in the log of one that redraws itself
@@ -117,10 +117,9 @@ class Stream:
         self.is_trickle = False
         data = b""
         try:
-            data = os.read(self.fd, _CHUNK)
-            more = data if self.is_tty else b""
-            while len(more) >= _PAGE and len(data) < _CHUNK:  # what a terminal gives at most
-                data += (more := os.read(self.fd, _CHUNK))
+            data = more = os.read(self.fd, _PAGE if self.is_tty else _CHUNK)
+            while self.is_tty and len(more) >= _PAGE - 1 and len(data) < _CHUNK:
+                data += (more := os.read(self.fd, _PAGE))
         except BlockingIOError:
             if not data:
                 return True
