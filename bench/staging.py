@@ -1,8 +1,8 @@
 """A start from an environment on a slow file system: `make bench-staging` (as root), or
 python bench/staging.py [ROUNDS].
 
-On 4 nodes of a cluster in a box, over ssh, each rank imports torch and ends. The environment and
-the logs are on the machine's own disk, or on a file system that takes 2 ms for each operation
+On 1 node and on 4 of a cluster in a box, over ssh, each rank imports torch and ends. Environment
+and logs are on the machine's own disk, or on a file system that takes 2 ms for each operation
 (slow_files.py), a mount for each host. Seconds from the launch to the end, medians; all take turns.
 """
 
@@ -24,6 +24,7 @@ from table import describe_machine, render, write_section
 ROOT = Path(__file__).resolve().parents[1]
 CLUSTER = str(ROOT / "tests/cluster/cluster.sh")
 NODES = [f"node{number}" for number in range(1, 5)]
+COUNTS = (1, 4)
 MS = 2
 WAIT_S = 20.0
 CASES = ("local", "unstaged", "staged, the first time", "staged, again")
@@ -69,7 +70,7 @@ def pack(folder: Path, mount_point: Path) -> None:
         subprocess.run(on("login", "umount", mount_point), check=True)
 
 
-def start(python: Path, folder: Path, stage: str, nodes: Sequence[str] = NODES) -> float:
+def start(python: Path, folder: Path, stage: str, nodes: Sequence[str]) -> float:
     """Launch on the nodes, or on the login host alone; returns the seconds."""
     environ = {**os.environ, "PYTHON": str(python), "TRAIN_SCRIPT": str(folder / "imports.py")}
     environ |= {"LOG_DIR": str(folder / "logs"), "STAGE_ENV": stage}
@@ -81,18 +82,18 @@ def start(python: Path, folder: Path, stage: str, nodes: Sequence[str] = NODES) 
     return time.monotonic() - began
 
 
-def measure(folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each case."""
+def measure(folder: Path, rounds: int, nodes: Sequence[str]) -> dict[str, list[float]]:
+    """Return the seconds of each case, on these nodes."""
     seconds: dict[str, list[float]] = {case: [] for case in CASES}
     slow = folder / "slow"
     python = Path("env/bin/python")
     for _ in range(rounds):
         for host in ("login", *NODES):
             subprocess.run(on(host, "rm", "-rf", f"/dev/shm/launch-kit-{os.getuid()}"), check=True)
-        seconds["staged, the first time"].append(start(slow / python, slow, "1"))
-        seconds["staged, again"].append(start(slow / python, slow, "1"))
-        seconds["local"].append(start(folder / "fast" / python, folder / "fast", ""))
-        seconds["unstaged"].append(start(slow / python, slow, ""))
+        seconds["staged, the first time"].append(start(slow / python, slow, "1", nodes))
+        seconds["staged, again"].append(start(slow / python, slow, "1", nodes))
+        seconds["local"].append(start(folder / "fast" / python, folder / "fast", "", nodes))
+        seconds["unstaged"].append(start(slow / python, slow, "", nodes))
         print({case: round(each[-1], 1) for case, each in seconds.items()}, file=sys.stderr)
     return seconds
 
@@ -115,17 +116,19 @@ def main() -> None:
         try:
             pack(fast, slow)
             with slow_mounts(fast, slow):
-                seconds = measure(folder, rounds)
+                seconds = {number: measure(folder, rounds, NODES[:number]) for number in COUNTS}
         finally:
             subprocess.run([CLUSTER, "down"], check=True)
-    local = statistics.median(seconds["local"])
-    rows = [
-        [case, f"{(median := statistics.median(each)):.1f} s", f"{median / local:.2f}x"]
-        for case, each in seconds.items()
-    ]
+    rows = []
+    for number, cases in seconds.items():
+        medians = {case: statistics.median(each) for case, each in cases.items()}
+        for case, median in medians.items():
+            ratios = f"{median / medians['local']:.2f}", f"{medians['unstaged'] / median:.2f}"
+            rows.append([str(number), case, f"{median:.1f}", *ratios])
     machine = describe_machine("make bench-staging")
-    table = render(["environment", "start to end", "to local"], rows)
-    write_section("staging", f"{table}\n\n{machine}")
+    head = ["nodes", "environment", "median s", "x local", "times faster than unstaged"]
+    table = render(head, rows)
+    write_section("staging", f"{machine}\n\n{table}")
 
 
 if __name__ == "__main__":

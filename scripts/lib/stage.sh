@@ -4,16 +4,17 @@
 #
 # usage: stage.sh ARCHIVE FOLDER [ARGS...]
 #
-# FOLDER/env/bin/python gets the ARGS. Where FOLDER is not there yet, it is unpacked from ARCHIVE,
-# whose BLAKE2 checksum is in ARCHIVE.b2: one file, which a shared file system reads faster than the
-# thousands in it. launch.sh packs it; this program runs on each node, before a Python can.
+# FOLDER/env/bin/python gets the ARGS. Where FOLDER is not there yet, it is unpacked from ARCHIVE:
+# one file, which a shared file system reads faster than the thousands in it. ARCHIVE.facts has its
+# BLAKE2 checksum and the bytes that it takes unpacked. launch.sh packs it, with zstd where there is
+# one; this program runs on each node, before a Python can.
 
 # --- where a run is launched --------------------------------------------------------------------
 
 # Has the nodes run a copy of PYTHON, and packs its environment if it is new. The launcher runs from
 # a copy only where one is there already: this may be a login node, and no node of the run.
 stage_python() { # <fan-out or other task>
-  local place=${STAGE_ENV:-} packed key folders facts archive copy
+  local place=${STAGE_ENV:-} packed key folders facts archive copy end=.tar
   [[ -n $place && " auto local srun ssh pdsh " == *" $1 "* && " ${FLAGS[*]} " != *" --dry-run "* ]] || return 0
   [[ $place != 1 ]] || place=/dev/shm
   [[ $place == /* && ($1 != local || -d $place) ]] || # another machine may have it
@@ -28,12 +29,13 @@ stage_python() { # <fan-out or other task>
   folders=$packed/$key.folders
   [[ -s $folders ]] || find_folders "$PYTHON" >"$folders"
   facts=$(stat_folders "$folders")
-  archive=$packed/$key-$(hash_of "$facts").tar
+  ! command -v zstd >/dev/null || end=.tar.zst
+  archive=$packed/$key-$(hash_of "$facts")$end
   (
     hold "$packed/$key.lock" --exclusive # of several launches one packs
     [[ -r $archive ]] || pack_environment "$folders" "$archive" "$packed/$key-"
   )
-  copy=$place/launch-kit-$UID/$(basename -- "$archive" .tar)
+  copy=$place/launch-kit-$UID/$(basename -- "$archive" "$end")
   PLAN[staged]=$archive
   PLAN[python]=$copy/env/bin/python
   [[ -d $copy ]] || return 0
@@ -70,16 +72,25 @@ pack_environment() { # <file with the folders> <archive> <beginning of the archi
   mapfile -t folders <"$1"
   echo "$PROGRAM: STAGE_ENV: packing ${folders[0]} into $2, once" >&2
   rm -f -- "$3"*
-  tar -C "${folders[0]}/" --exclude=./pkgs --exclude=./envs --transform='s,^\.,env,S' -cf "$2.new" . # conda's own
-  [[ ${folders[1]} =~ ^(/usr|/usr/local|"${folders[0]}")$ ]] ||
-    tar -C "${folders[1]}/" --transform='s,^\.,base,S' -rf "$2.new" .
-  b2sum <"$2.new" >"$2.b2"
+  [[ ! ${folders[1]} =~ ^(/usr|/usr/local|"${folders[0]}")$ ]] || unset "folders[1]"
+  {
+    tar -C "${folders[0]}/" --exclude=./pkgs --exclude=./envs --transform='s,^\.,env,S' -cf - . # conda's own
+    [[ -z ${folders[1]:-} ]] || tar -C "${folders[1]}/" --transform='s,^\.,base,S' -cf - .
+  } | coded "$2" -T0 >"$2.new"
+  b2sum <"$2.new" >"$2.facts"
+  du -cLsB1 -- "${folders[@]:0:2}" | tail -n 1 | cut -f 1 >>"$2.facts"
   mv -- "$2.new" "$2"
+}
+
+coded() { # <archive> <options of zstd...>
+  if [[ $1 == *.zst ]]; then zstd -qc "${@:2}"; else cat; fi
 }
 
 # --- on each node -------------------------------------------------------------------------------
 
 WAIT_S=280 # for another process to pack or unpack it
+READERS=8  # of the archive, each of a part: a file server that is slow to answer has several to do
+MIB=1048576
 
 run_staged() { # <archive> <folder> <arguments...>
   hold_unpacked "$1" "$2"
@@ -113,21 +124,23 @@ make_own_folder() { # <folder>
 }
 
 unpack_environment() { # <archive> <folder>
-  local new=$2.new python link
+  local new=$2.new facts python link
   [[ -r $1 ]] || fail env-missing "there is no $1 here; give a LOG_DIR that all nodes share, or leave STAGE_ENV out"
+  [[ $1 != *.zst ]] || command -v zstd >/dev/null ||
+    fail env-missing "there is no zstd here, to unpack $1; install it, or leave STAGE_ENV out"
   remove_unused "${2%/*}"
-  (($(stat -L -c %s -- "$1") < $(df --output=avail -B1 -- "${2%/*}" | tail -n 1))) ||
-    fail disk-low "${2%/*} has no room for $(du -Lh -- "$1" | cut -f 1); give STAGE_ENV a folder that has"
+  mapfile -t facts <"$1.facts"
+  ((facts[1] + $(stat -L -c %s -- "$1") < $(df --output=avail -B1 -- "${2%/*}" | tail -n 1))) ||
+    fail disk-low "${2%/*} has no room for $((facts[1] / MIB)) MiB and their archive; give STAGE_ENV a folder that has"
   echo "stage.sh: ${HOSTNAME%%.*}: unpacking $1" >&2
   rm -rf -- "$new"
   mkdir -- "$new"
-  mkfifo -- "$new/pipe"
-  b2sum <"$new/pipe" >"$new/b2" &
-  if ! tee -- "$new/pipe" <"$1" | tar -C "$new" --no-same-owner -xf - || ! wait "$!" ||
-    ! cmp -s -- "$new/b2" "$1.b2"; then
+  if ! read_in_parts "$1" "$new/archive" || [[ $(b2sum <"$new/archive") != "${facts[0]}" ]] ||
+    ! coded "$1" -d <"$new/archive" | tar -C "$new" --ignore-zeros --no-same-owner -xf -; then
     rm -rf -- "$new"
     fail env-missing "$1 cannot be unpacked, or is not whole, see above; remove it, and it is packed again"
   fi
+  rm -- "$new/archive"
   if [[ -d $new/base ]]; then # a virtual environment's Python
     python=$(basename -- "$(readlink -f -- "$new/base/bin/python3")")
     for link in "$new"/env/bin/python*; do
@@ -136,6 +149,17 @@ unpack_environment() { # <archive> <folder>
     sed -i "s|^home = .*|home = $2/base/bin|" "$new/env/pyvenv.cfg"
   fi
   mv -T -- "$new" "$2"
+}
+
+read_in_parts() { # <file> <its copy>
+  local size part at reader readers=()
+  size=$(stat -L -c %s -- "$1")
+  part=$((size / READERS / MIB + 1))
+  for ((at = 0; at * MIB < size; at += part)); do
+    dd if="$1" of="$2" bs=1M iflag=fullblock conv=notrunc skip="$at" seek="$at" count="$part" status=none &
+    readers+=("$!")
+  done
+  for reader in "${readers[@]}"; do wait "$reader" || return; done
 }
 
 # Only one environment is kept for each user, but for those that a process runs from.

@@ -12,6 +12,8 @@ setup() {
   ln -s "$PWD/base/bin/python3" env/bin/python3
   echo "home = $PWD/base/bin" >env/pyvenv.cfg
   make_python "$PWD/env" "$PWD/base"
+  END=.tar
+  ! command -v zstd >/dev/null || END=.tar.zst
   echo 'import os; print("from", os.environ["PYTHON_IS"])' >where.py
   export STAGE_ENV=$PWD/place TRAIN_SCRIPT=where.py REAL=$PYTHON PYTHON=$PWD/env/bin/python
 }
@@ -33,7 +35,7 @@ staged() {
 
 @test "packed once, unpacked once, used from there; packed again after a package has been added" {
   run launch
-  [[ $status == 0 && $output == *"packing $PWD/env into $PWD/logs/environments-$UID/"*".tar, once"* ]]
+  [[ $status == 0 && $output == *"packing $PWD/env into $PWD/logs/environments-$UID/"*"$END, once"* ]]
   local first
   first=$(staged)
   [[ $output == *"from ${first}env/bin/python"* && $output == *"staged     ${first%/} on each node, from "* ]]
@@ -44,7 +46,7 @@ staged() {
   mkdir env/lib/site-packages/second
   run launch
   [[ $status == 0 && $output == *packing* && -d $(staged)env/lib/site-packages/second ]]
-  local archives=(logs/environments-$UID/*.tar)
+  local archives=(logs/environments-$UID/*$END)
   [[ ! -e $first && ${#archives[@]} == 1 ]]
 }
 
@@ -78,7 +80,7 @@ staged() {
 @test "an archive that is not whole, or not there, is refused" {
   launch
   local archive folder
-  archive=$(echo logs/environments-$UID/*.tar)
+  archive=$(echo logs/environments-$UID/*$END)
   folder=$(staged)
   rm -r "$folder"
   printf 'x' >>"$archive"
@@ -108,7 +110,7 @@ staged() {
   STAGE_ENV=/nowhere/of-the-nodes run "$ROOT/scripts/ssh/launch_torchrun_auto.sh" - 1 node1
   [[ $status == 3 && $output == *packing* && $output != *"STAGE_ENV is "* && $output == *"[ssh-refused]"* ]]
   local archive
-  archive=$(echo "$PWD"/logs/environments-$UID/*.tar)
+  archive=$(echo "$PWD"/logs/environments-$UID/*$END)
   run bash "$ROOT/scripts/lib/stage.sh" "$archive" "/nowhere/of-the-nodes/launch-kit-$UID/x" -c ''
   [[ $status == 3 && $output == "stage.sh: $HOST: there is no folder /nowhere/of-the-nodes here; give STAGE_ENV one that each node has [env-missing]" ]]
   [[ ! -e /nowhere ]]
