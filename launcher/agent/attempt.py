@@ -143,7 +143,8 @@ class Attempt:
         if self.kill.take():
             self._note_stopped()
             processes.end_descendants()
-        if (suspect := self.query.on_time()) is not None:
+        suspect = self.query.on_time()
+        if suspect is not None and not self.facts.failures:
             self._end_all_stuck(suspect)
 
     def _is_over(self) -> bool:

@@ -69,6 +69,10 @@ class NodeStacks:
 
     frames: Mapping[str, Sequence[str]]  # innermost first, by rank
 
+    def __post_init__(self) -> None:
+        if not all(rank.isdecimal() for rank in self.frames):
+            raise ValueError("no ranks")
+
 
 @dataclass(frozen=True)
 class NodeBeat:

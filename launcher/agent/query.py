@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from distributed.environment import printable
 from launcher.agent import stuck
 from launcher.agent.deadline import Deadline
 from launcher.agent.node_ranks import NodeRanks
@@ -22,6 +23,7 @@ from launcher.record.run_json import ASKED, SHOWN
 
 ANSWER_S = 5.0  # for the other nodes' ranks to write their stacks
 LOOK_S = 1.0  # between two looks for the file
+LONGEST = 2000  # characters of a line that is shown
 
 
 @dataclass
@@ -116,7 +118,7 @@ class Query:
         if silent is not None:
             head = f"{describe_silence(silent, odd)}; {head}"
         lines = [head, *stuck.group_stacks(places), *(f"{host}: no answer" for host in unheard)]
-        self._tell(lines)
+        self._tell([printable(line, LONGEST) for line in lines])
         return None
 
     def _tell(self, lines: Sequence[str]) -> None:
@@ -129,7 +131,7 @@ class Query:
 
 def describe_silence(silent: RankState, odd: int | None) -> str:
     """Return one line about a run whose script does not beat, and makes no step."""
-    step = f"no step for {silent.silence_s:.0f} s (10 times the longest), after step"
+    step = f"no step for {silent.silence_s:.0f} s, over 10 times the longest, after step"
     who = "all ranks are in one place" if odd is None else f"rank {odd} is behind"
     again = f"kill -QUIT {os.getppid()} shows it again, HANG_SECONDS would end the run"
     return f"{step} {silent.progress[0]}: {who}; {again}"

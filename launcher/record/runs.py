@@ -190,6 +190,7 @@ def show_stacks(run: Run, program: str) -> int:
         if shown.exists() and (text := shown.read_bytes()[size:]).endswith(b"\n"):
             print(text.decode(errors="replace"), end="")
             return 0
+    (run.folder / ASKED).unlink(missing_ok=True)
     cause = f"the node agent of run {run.id} has not answered within {STACKS_S:g} s"
     return _refuse(program, f"{cause}; see that it lives, and that this is its LOG_DIR")
 

@@ -45,7 +45,7 @@ def test_profiles() -> None:
     assert choose_variables("127.0.0.1", 2, {"NCCL_PROFILE": "ethernet"}) == {
         "NCCL_IB_DISABLE": "1"
     }
-    with pytest.raises(ValueError, match="'fast'; it can be infiniband, ethernet, none"):
+    with pytest.raises(ValueError, match="'fast'; use infiniband, ethernet, none"):
         choose_variables(ELSEWHERE, 2, {"NCCL_PROFILE": "fast"})
 
 

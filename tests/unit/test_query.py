@@ -18,8 +18,12 @@ from torch.optim.optimizer import Optimizer
 
 from distributed.heartbeat import Beat, Heart, find_record
 from launcher.agent.heartbeats import Heartbeats
+from launcher.agent.node_ranks import NodeRanks
 from launcher.agent.optimizer_steps import StepCounter
+from launcher.agent.protocol import MESSAGES
+from launcher.agent.query import Query
 from launcher.agent.stuck import find_odd
+from launcher.typed_json import MessageError
 
 LOOPS = str(ROOT / "tests/unit/own_loops.py")
 QUERY_S = 2.0
@@ -146,6 +150,19 @@ def test_a_second_signal_of_the_scripts_own_and_its_forks_are_left_alone(tmp_pat
     (Path.cwd() / "go").touch()
     err = run.finish()
     assert "the end" in err and ", at step 2 " in err
+
+
+def test_what_another_node_tells_is_shown_harmlessly() -> None:
+    with pytest.raises(MessageError):
+        MESSAGES.read('{"stacks":{"frames":{"x":["a.py:1 in f"]}}}')
+    told = MESSAGES.read('{"stacks":{"frames":{"7":["\\u001b[2Ja.py:1 in f"]}}}')
+    shown: list[str] = []
+    ranks = NodeRanks([], Heartbeats(1), 0, "here")
+    query = Query(ranks, ["here", "there"], {1: None}, shown.append, None, 0)  # type: ignore[dict-item]
+    query._told[0] = {}
+    query.receive(1, told)
+    assert query.on_time() is None
+    assert shown[0].splitlines()[1] == "  rank 7: \\x1b[2Ja.py:1 in f"
 
 
 def test_steps_are_counted_until_the_script_beats(tmp_path: Path) -> None:
