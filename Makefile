@@ -11,7 +11,7 @@ NODE   ?= login
 
 .DEFAULT_GOAL := help
 .PHONY: cluster-deps cluster-up cluster-down cluster-shell test-cluster test-login
-.PHONY: help init setup train sample plot test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-fanout bench-failures bench-shapes bench-cuts bench-staging bench-gpu bench-data pictures clean
+.PHONY: help init setup train sample plot test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-fanout bench-failures bench-shapes bench-cuts bench-hangs bench-staging bench-gpu bench-data pictures clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "make %-17s %s\n", $$1, $$2 }'
@@ -89,6 +89,9 @@ bench-gpu: $(STAMP) ## measure training on one GPU: train.py, a bare loop, accel
 
 bench-data: $(STAMP) ## measure a start with 2 GB of text against one with 20 MB
 	$(PYTHON) bench/data.py
+
+bench-hangs: $(STAMP) ## see that a rank that hangs is named, in scripts that report no progress
+	$(PYTHON) bench/hangs.py
 
 bench-cuts: $(STAMP) ## cut hosts of a cluster in a box off for 3 to 120 s (as root)
 	$(PYTHON) bench/cuts.py
