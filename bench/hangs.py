@@ -37,7 +37,8 @@ def main() -> None:
     python = str(others.environment("shapes", ["accelerate", "lightning"]))
     rows = []
     for what, (words, steps) in KINDS.items():
-        found = [hang(python, *words.split(), steps) for _ in range(runs)]
+        kind, where = words.split()
+        found = [hang(python, kind, where, steps) for _ in range(runs)]
         ranks, named_steps, seconds = zip(*found, strict=True)
         late = f"{statistics.median(seconds):.1f} ({max(seconds):.1f})"
         rows.append([what, f"{sum(ranks)} of {runs}", f"{sum(named_steps)} of {runs}", late])

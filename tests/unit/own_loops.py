@@ -70,14 +70,15 @@ def train_with_lightning() -> None:
             for step in range(10**9):
                 yield read_batch(step - 1)  # Lightning reads one ahead
 
-    class Model(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    class Model(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.layer = torch.nn.Linear(4, 4)
 
         def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
             validate(index - 1)
-            return self.layer(batch).square().mean()
+            loss: torch.Tensor = self.layer(batch).square().mean()
+            return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1)
