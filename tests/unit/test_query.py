@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from agents import ROOT, Run
+from agents import ROOT, Run, kill_what_is_left
 from ports import free_port
 from torch.optim.optimizer import Optimizer
 
@@ -44,8 +44,11 @@ WHERE = re.compile(  # rank 2 sleeps, and the others wait for it
         ("two", "data", 60),
     ],
 )
-def test_the_rank_that_hangs_is_named_with_its_step(kind: str, where: str, steps: int) -> None:
+def test_the_rank_that_hangs_is_named_with_its_step(
+    runs: list[Run], kind: str, where: str, steps: int
+) -> None:
     run = Run(["--nproc-per-node=3", LOOPS, kind, "30", "1", where], HANG_SECONDS="3")
+    runs.append(run)
     err = run.finish(within_s=40)
     run.assert_gone()
     block = err[err.index("FAILED") :]
@@ -54,6 +57,14 @@ def test_the_rank_that_hangs_is_named_with_its_step(kind: str, where: str, steps
     assert "no sign of life for " in block and "; the limit, HANG_SECONDS, is 3 s" in block
     assert f"in {'read_batch' if where == 'data' else 'validate'}" in block.splitlines()[2]
     assert run.process.returncode == 137
+
+
+@pytest.fixture
+def runs() -> Iterator[list[Run]]:
+    """What a test starts, which must not outlive it."""
+    started: list[Run] = []
+    yield started
+    kill_what_is_left(started)
 
 
 def ask_for_stacks(folder: Path, ask: Callable[[], object]) -> str:
@@ -69,12 +80,13 @@ def ask_for_stacks(folder: Path, ask: Callable[[], object]) -> str:
 
 
 @pytest.mark.slow
-def test_ctrl_backslash_shows_where_all_ranks_are_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_ctrl_backslash_shows_where_all_ranks_are_and_the_run_goes_on(
+    runs: list[Run], tmp_path: Path
+) -> None:
     world = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     world += ["--nproc-per-node=2", f"--log-dir={tmp_path}", "--rdzv-id=mine"]
-    runs = [
-        Run([*world, f"--node-rank={node}", LOOPS, "plain", "30", "2", "data"]) for node in (0, 1)
-    ]
+    for node in (0, 1):
+        runs.append(Run([*world, f"--node-rank={node}", LOOPS, "plain", "30", "2", "data"]))
     runs[0].wait_for("started")
     folder = tmp_path / "mine"
     asks: list[Callable[[], object]] = [
@@ -121,7 +133,9 @@ def test_a_silence_is_told_once_and_ends_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_a_second_signal_of_the_scripts_own_and_its_forks_are_left_alone(tmp_path: Path) -> None:
+def test_a_second_signal_of_the_scripts_own_and_its_forks_are_left_alone(
+    runs: list[Run], tmp_path: Path
+) -> None:
     script = tmp_path / "own.py"
     script.write_text(
         "import os, signal, time, torch\n"
@@ -137,17 +151,19 @@ def test_a_second_signal_of_the_scripts_own_and_its_forks_are_left_alone(tmp_pat
         "os.wait()\n"
         "optimizer.step()\n"
         "print('ready', flush=True)\n"
-        "while not os.path.exists('go'): time.sleep(0.01)\n"
+        "go = os.path.join(os.path.dirname(__file__), 'go')\n"
+        "while not os.path.exists(go): time.sleep(0.01)\n"
         "assert not seen\n"
         "raise ValueError('the end')\n"
     )
     run = Run(["--nproc-per-node=1", f"--log-dir={tmp_path}", "--rdzv-id=x", str(script)])
+    runs.append(run)
     run.wait_for("ready")
     run.process.send_signal(signal.SIGQUIT)
     shown = tmp_path / "x/stacks.txt"
     while not shown.exists():
         time.sleep(0.02)
-    (Path.cwd() / "go").touch()
+    (tmp_path / "go").touch()
     err = run.finish()
     assert "the end" in err and ", at step 2 " in err
 
