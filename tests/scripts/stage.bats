@@ -46,7 +46,7 @@ staged() {
   mkdir env/lib/site-packages/second
   run launch
   [[ $status == 0 && $output == *packing* && -d $(staged)env/lib/site-packages/second ]]
-  local archives=(logs/environments-$UID/*$END)
+  local archives=(logs/environments-$UID/*"$END")
   [[ ! -e $first && ${#archives[@]} == 1 ]]
 }
 
@@ -80,7 +80,7 @@ staged() {
 @test "an archive that is not whole, or not there, is refused" {
   launch
   local archive folder
-  archive=$(echo logs/environments-$UID/*$END)
+  archive=$(echo logs/environments-$UID/*"$END")
   folder=$(staged)
   rm -r "$folder"
   printf 'x' >>"$archive"
@@ -110,7 +110,7 @@ staged() {
   STAGE_ENV=/nowhere/of-the-nodes run "$ROOT/scripts/ssh/launch_torchrun_auto.sh" - 1 node1
   [[ $status == 3 && $output == *packing* && $output != *"STAGE_ENV is "* && $output == *"[ssh-refused]"* ]]
   local archive
-  archive=$(echo "$PWD"/logs/environments-$UID/*$END)
+  archive=$(echo "$PWD"/logs/environments-$UID/*"$END")
   run bash "$ROOT/scripts/lib/stage.sh" "$archive" "/nowhere/of-the-nodes/launch-kit-$UID/x" -c ''
   [[ $status == 3 && $output == "stage.sh: $HOST: there is no folder /nowhere/of-the-nodes here; give STAGE_ENV one that each node has [env-missing]" ]]
   [[ ! -e /nowhere ]]
