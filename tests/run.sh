@@ -6,8 +6,8 @@
 # Ends with what was skipped and why, and as the last line the count of all.
 set -euo pipefail
 shopt -s extglob
-if [[ -n $(trap -p INT) ]]; then # begun by a script with `&`, which has tests ignore their own Ctrl-C
-  exec env --default-signal=INT,QUIT "$0" "$@"
+if [[ -n $(trap -p INT HUP) ]]; then # begun with `&` or nohup: the tests would ignore these signals
+  exec env --default-signal=INT,QUIT,HUP "$0" "$@"
 fi
 cd -- "$(dirname -- "$0")/.."
 PYTHON=${PYTHON:-${VENV:-.venv}/bin/python}
