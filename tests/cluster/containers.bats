@@ -39,6 +39,7 @@ make_image() { # <folder>
   for folder in bin lib lib64 sbin; do ln -s "usr/$folder" "$1/$folder"; done
   touch "$1"/etc/{hosts,resolv.conf}
   cp /etc/passwd /etc/group "$1/etc/"
+  cp -r /etc/python3* "$1/etc/" 2>/dev/null || true # Debian's standard library has a link to it
   echo 'PRETTY_NAME="launch kit"' >"$1/etc/os-release"
 }
 
