@@ -1,15 +1,20 @@
 #!/usr/bin/env bash
-# Verify the set-up: environment, collectives with known results, bandwidth. Ends with PASS or FAIL.
+# Verify the set-up: links between nodes, collectives with known results, speeds. Ends with PASS or
+# FAIL.
 #
 # usage: scripts/test_distributed.sh [N] [NODE...]
 #
-#   N        processes on each node (default: one per GPU, or two without GPUs)
-#   NODE     machines to test together over ssh, named as for launch_torchrun_auto.sh
-#            (default: this machine)
-#   -f FILE  read more machines from FILE, one per line
+#   N                 processes on each node (default: one per GPU, or two without GPUs)
+#   NODE              machines to test together over ssh, named as for launch_torchrun_auto.sh
+#                     (default: the nodes of the SLURM or PBS job, else this machine)
+#   -f FILE           read more machines from FILE, one per line
+#   --quick           take less time: of the collectives, only the all-reduce is measured
+#   --test basic|all  basic: only the known results, no speeds
+#   --json FILE       write all results to FILE, on the first node
 #
 # example: scripts/test_distributed.sh 2
 #          scripts/test_distributed.sh 8 node1 node2
+#          salloc --nodes=4 --gpus-per-node=8 scripts/test_distributed.sh
 #
 # It runs in the project's folder, writes its logs where you start it, and ignores TRAIN_SCRIPT and
 # CONFIG_FLAG.
@@ -20,10 +25,21 @@ LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
 source "$LIB/launch.sh"
 
 main() {
-  OPTIONS=(["-f"]=hostfile)
+  OPTIONS=(["-f"]=hostfile ["--quick"]='!@' ["--test"]=test ["--json"]=json)
   parse_arguments "nproc nodes..." "$@"
   ((${#SETTINGS[@]} == 0)) || die 2 "settings mean nothing here (${SETTINGS[0]@Q}); leave them out"
+  pass_to_test
   PLAN[cpu_nproc]=2 PLAN[module]=distributed.selftest
-  launch local
+  launch auto
+}
+
+# The test's own options follow its name; it runs in the project's folder.
+pass_to_test() {
+  local test=${PLAN[test]:-} json=${PLAN[json]:-}
+  unset 'PLAN[test]' 'PLAN[json]'
+  [[ -z $test || $test == basic || $test == all ]] || die 2 "--test is ${test@Q}; give basic or all"
+  [[ -z $json || $json == /* ]] || json=$PWD/$json
+  REST=("${PASSED[@]}" ${test:+--test "$test"} ${json:+--json "$json"} "${REST[@]}")
+  PASSED=()
 }
 main "$@"

@@ -25,7 +25,7 @@ main() {
       begin_slurm
       lint
       test_scripts all tests/scripts
-      test_cluster tests/cluster/{cluster,ssh,containers}.bats
+      test_cluster tests/cluster/{cluster,ssh,containers,selftest}.bats
       test_python all
       end slurm
       ;;

@@ -71,7 +71,7 @@ def is_healthy(plan: Plan, nproc: int) -> bool:
     """
     start = time.monotonic()
     command = [plan.python, str(plan.root / AGENT), "--standalone", "--nproc-per-node", str(nproc)]
-    command += ["-m", "distributed.selftest", "--seconds", "0.05"]
+    command += ["-m", "distributed.selftest", "--test", "basic"]
     container = plan.container and replace(plan.container, directory=plan.root)
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "errors": "replace"}
     result = replace(plan, container=container).run_inside(command, cwd=plan.root, **output)
@@ -83,5 +83,5 @@ def is_healthy(plan: Plan, nproc: int) -> bool:
         return False
     took = f"{time.monotonic() - start:.0f} s"
     ranks = count(nproc, "process", "processes")
-    print_row("health", f"this node alone, all-reduce over {ranks}: ok in {took}")
+    print_row("health", f"this node alone, {ranks}: ok in {took}")
     return True

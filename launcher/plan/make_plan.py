@@ -153,7 +153,7 @@ def choose_fanout(typed: Typed, environ: Mapping[str, str]) -> str:
     job = "PBS_JOBID" if typed.nodefile else "SLURM_JOB_ID"
     if typed.batch_script and typed.dry_run and not environ.get(job):
         return "job_command"
-    if typed.fanout == "local" and (typed.node or typed.hostfile):
+    if typed.fanout in ("local", "auto") and (typed.node or typed.hostfile):
         return "ssh"
     if typed.fanout != "auto":
         return typed.fanout
@@ -201,7 +201,7 @@ def _first(given: str | None, environ: Mapping[str, str], variable: str) -> str 
 
 def _read_named(typed: Typed, environ: Mapping[str, str], nproc: int | None) -> World:
     """Return the nodes that are named, one by one."""
-    if typed.nodefile or typed.fanout == "auto":
+    if typed.nodefile or not (typed.node or typed.hostfile):
         nodes = pbs.read_nodefile(environ, nproc)
     else:
         more = hosts.read_hostfile(Path(typed.hostfile)) if typed.hostfile else ()

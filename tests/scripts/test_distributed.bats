@@ -26,9 +26,26 @@ ${golden/--log-dir logs/--log-dir $typed_in/logs}"
 }
 
 # bats test_tags=slow
-@test "the verdict in one line" {
-  LOG_DIR=$PWD/logs run --separate-stderr launch 2 -- --seconds 0.1
+@test "the verdict in one line; --json is relative to where one is" {
+  LOG_DIR=$PWD/logs run --separate-stderr launch 2 --quick --json found.json
   [[ $status == 0 && ${lines[-1]} == "PASS  2 ranks on 1 node, gloo: "* ]]
+  grep -q '"passed": true' found.json
+}
+
+# bats test_tags=slow
+@test "a fault is named in the verdict and in the failure block" {
+  mkdir wrong
+  echo 'import torch.distributed as d; w = d.broadcast; d.broadcast = lambda t, **o: (w(t, **o), t.add_(1))' >wrong/sitecustomize.py
+  PYTHONPATH=$PWD/wrong LOG_DIR=$PWD/logs run launch 2 --test basic
+  echo "$output"
+  [[ $status == 1 && $output == *$'\nFAIL  2 ranks on 1 node, gloo: broadcast on rank '*"[wrong-result]"* ]]
+  [[ $output == *"FAILED   rank 0 "*"[wrong-result]"*"cause    TestFailed: broadcast on rank "* ]]
+  [[ ${lines[-1]} == "see      TROUBLESHOOTING.md#wrong-result" ]]
+}
+
+@test "the test's own options follow its name" {
+  run --separate-stderr launch 2 --dry-run --quick --test basic --json "a b.json" -- --seconds 3
+  [[ $status == 0 && ${lines[-1]} == *" -m distributed.selftest --quick --test basic --json '$PWD/a b.json' --seconds 3" ]]
 }
 
 @test "bad arguments: exit 2, one line" {
@@ -38,6 +55,8 @@ ${golden/--log-dir logs/--log-dir $typed_in/logs}"
   assert_refused 2 "the number of processes is 'node1'"
   run launch seed=1
   assert_refused 2 "settings mean nothing here"
+  run launch 2 --test some
+  assert_refused 2 "--test is 'some'; give basic or all"
   run launch --gpus
   assert_refused 2 "unknown option '--gpus'"
 }

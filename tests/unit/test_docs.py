@@ -66,7 +66,7 @@ FOREIGN_VARIABLES = {
 }
 # Words of the code that look like a fault's name and are none.
 NO_FAULTS = {
-    *("all-gather", "all-reduce", "reduce-scatter"),  # collectives
+    *("all-gather", "all-reduce", "all-to-all", "reduce-scatter"),  # collectives
     *("ch-run", "compute-apps", "nvidia-smi", "rocm-smi"),
     "gpus-per-node",  # an option of sbatch
 }

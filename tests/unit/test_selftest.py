@@ -2,23 +2,33 @@
 
 import contextlib
 import io
+import json
 import re
+import statistics
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from ports import free_port
 from test_torch_helper import own_environment, run_ranks
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from launcher import selftest
+from launcher.selftest import bandwidth, main
+from launcher.selftest.meeting import Meeting, StuckError
 
 pytestmark = pytest.mark.slow  # real process groups, seconds each
 
 
-def _selftest() -> tuple[int, str]:
+def _selftest(*options: str) -> tuple[int, str]:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        code = selftest.main(["--seconds", "0.1"])
+        try:
+            code = main.main(["--seconds", "0.1", *options])
+        except SystemExit as leave:
+            code = int(leave.code or 0)
     return code, printed.getvalue()
 
 
@@ -33,42 +43,107 @@ def test_passes_under_torchrun() -> None:
         env=own_environment(),
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("PASS  2 ranks on 1 node, gloo: 9 checks, ")
+    assert done.stdout.splitlines()[-1].startswith("PASS  2 ranks on 1 node, gloo: 19 checks, ")
     assert done.stdout.count("PASS") == 1, "more ranks than rank 0 print"
 
 
 def test_bandwidth_follows_its_definition() -> None:
     (code, printed), *others = run_ranks(_selftest, ranks=range(4), world_size=4)
     assert code == 0 and others == [(0, "")] * 3
-    row = r"^ +(64 KiB|1 MiB|16 MiB) +([\d.]+) ms +([\d.]+) GB/s +([\d.]+) GB/s$"
+    row = r"^(\S+) +([\d.]+) (KiB|MiB) +([\d.]+) ms +([\d.]+ [GM]B/s) +([\d.]+ [GM]B/s)$"
     rows = re.findall(row, printed, re.MULTILINE)
-    assert [size for size, *_ in rows] == ["64 KiB", "1 MiB", "16 MiB"]
-    for (_, took_ms, algbw, busbw), size_bytes in zip(rows, (2**16, 2**20, 2**24), strict=True):
-        assert float(algbw) == pytest.approx(size_bytes / float(took_ms) / 1e6, abs=0.006, rel=0.01)
-        assert float(busbw) == pytest.approx(float(algbw) * 2 * 3 / 4, abs=0.014)
-    verdict = (
-        r"PASS  4 ranks on 1 node, gloo: 9 checks, all-reduce (\S+) GB/s busbw at 16 MiB, \S+ s"
-    )
+    assert len(rows) == len(bandwidth.COLLECTIVES) * len(bandwidth.SIZES)
+    factors = {"all-reduce": 1.5, "all-gather": 0.75, "reduce-scatter": 0.75, "broadcast": 1.0}
+    for name, size, unit, took_ms, algbw, busbw in rows:
+        num_bytes = int(size) * {"KiB": 2**10, "MiB": 2**20}[unit]
+        wanted = num_bytes / float(took_ms) * 1e3
+        assert _bytes_per_second(algbw) == pytest.approx(wanted, rel=0.1, abs=1e7)
+        assert _bytes_per_second(busbw) == pytest.approx(factors[name] * wanted, rel=0.1, abs=1e7)
+    verdict = r"PASS  4 ranks on 1 node, gloo: 19 checks, all-reduce (.+) busbw at 16 MiB, \S+ s"
     match = re.fullmatch(verdict, printed.splitlines()[-1])
-    assert match and match[1] == rows[-1][-1]
+    assert match and match[1] == rows[3][-1]
+
+
+def _bytes_per_second(text: str) -> float:
+    number, unit = text.split()
+    return float(number) * {"GB/s": 1e9, "MB/s": 1e6}[unit]
+
+
+def _compare_with_a_loop() -> float:
+    """Return the measured time of an all-reduce over that of a loop by hand, interleaved."""
+    dist.init_process_group("gloo")
+    array = torch.zeros(2**22)
+    ratios = []
+    for _ in range(15):
+        call, _factor = bandwidth.COLLECTIVES["all-reduce"]
+        measured = bandwidth.call_seconds(call, array, array, 10)
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(10):
+            dist.all_reduce(array)
+        ratios.append(measured / ((time.perf_counter() - start) / 10))
+    return statistics.median(ratios)
+
+
+@pytest.mark.long
+def test_bandwidth_is_that_of_a_loop_by_hand() -> None:
+    for ratio in run_ranks(_compare_with_a_loop, ranks=range(2), world_size=2):
+        assert ratio == pytest.approx(1, abs=0.05)
+
+
+def test_json_holds_what_was_found(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    (code, printed), _ = run_ranks(
+        _selftest, "--quick", "--json", str(file), ranks=range(2), world_size=2
+    )
+    found = json.loads(file.read_text())
+    assert code == 0 and found["passed"] and found["verdict"] == printed.splitlines()[-1]
+    assert found["faults"] == found["exclude"] == found["links"] == []
+    assert [rank["local_rank"] for rank in found["ranks"]] == [0, 1]
+    assert all(rank["speed"] > 1e8 for rank in found["ranks"])
+    assert {row["name"] for row in found["collectives"]} == {"all-reduce"}
+    assert [row["num_bytes"] for row in found["collectives"]] == [*bandwidth.SIZES]
+
+
+def test_basic_measures_nothing() -> None:
+    (code, printed), _ = run_ranks(_selftest, "--test", "basic", ranks=range(2), world_size=2)
+    assert code == 0 and "/s" not in printed
+    assert re.fullmatch(
+        r"PASS  2 ranks on 1 node, gloo: 19 checks, \d+\.\d s", printed.splitlines()[-1]
+    )
+
+
+def test_a_rank_that_gives_up_tells_those_who_wait() -> None:
+    store = HashStore()
+    first, second = (Meeting(store, "two", 2) for _ in range(2))
+    raised = second.give_up("nothing came from a to b [slow-link]")
+    assert isinstance(raised, StuckError)
+    with pytest.raises(StuckError, match="nothing came from a to b"):
+        first.wait_for_all("a round")
+
+
+def test_a_rank_that_does_not_come_ends_the_wait() -> None:
+    meeting = Meeting(HashStore(), "two", 2)
+    with pytest.raises(StuckError, match=r"1 ranks have not ended a round \[rank-stuck\]"):
+        meeting.wait_for_all("a round", limit_s=0.05)
 
 
 def test_one_rank_alone_has_no_bandwidth() -> None:
     ((code, printed),) = run_ranks(_selftest, ranks=[0], world_size=1)
     assert code == 0
     assert re.fullmatch(
-        r"PASS  1 rank on 1 node, gloo: 8 checks, \d+\.\d s", printed.split("\n")[-2]
+        r"PASS  1 rank on 1 node, gloo: 17 checks, \d+\.\d s", printed.split("\n")[-2]
     )
 
 
 def _selftest_with_broken(collective: str) -> tuple[int, str]:
-    """Run the self-test where one collective gives rank 1 a wrong last element."""
+    """Run the self-test where one collective gives rank 1 a wrong last element in float32."""
     whole = getattr(dist, collective)
 
-    def broken(tensor: object, *arguments: object, **options: object) -> object:
+    def broken(tensor: torch.Tensor, *arguments: object, **options: object) -> object:
         result = whole(tensor, *arguments, **options)
-        if dist.get_rank() == 1:
-            tensor[-1] += 1  # type: ignore[index]
+        if dist.get_rank() == 1 and tensor.dtype == torch.float32:
+            tensor[-1] += 1
         return result
 
     setattr(dist, collective, broken)
@@ -92,7 +167,7 @@ def _selftest_with_broken(collective: str) -> tuple[int, str]:
 )
 def test_wrong_result_is_named_with_its_rank(collective: str, named: str) -> None:
     results = run_ranks(_selftest_with_broken, collective, ranks=range(3), world_size=3)
-    assert [code for code, _ in results] == [1, 1, 1]
+    assert [code for code, _ in results] == [1, 0, 0]
     verdict = results[0][1].splitlines()[-1]
     assert re.fullmatch(rf"FAIL  3 ranks on 1 node, gloo: {named}", verdict)
 

@@ -1,0 +1,1 @@
+"""The self-test that every rank of scripts/test_distributed.sh runs."""

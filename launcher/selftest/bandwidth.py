@@ -1,0 +1,116 @@
+"""Time and bandwidth of the collectives by size, as nccl-tests defines them.
+
+https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distributed.torch import device
+
+KIB, MIB = 2**10, 2**20
+SIZES = (KIB, 64 * KIB, MIB, 16 * MIB)  # bytes of the whole array
+GPU_SIZES = (*SIZES, 256 * MIB)
+LEAST = 3  # repeats
+TOO_LONG_S = 0.5  # for one call: on a very slow link, larger sizes would tell nothing more
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One collective with one size of the whole array: seconds on the slowest rank, bytes/s."""
+
+    name: str
+    num_bytes: int
+    seconds: float
+    algbw: float
+    busbw: float
+
+    def __str__(self) -> str:
+        size, took = size_text(self.num_bytes), self.seconds * 1e3
+        speeds = f"{rate(self.algbw):>13}{rate(self.busbw):>13}"
+        return f"{self.name:<16}{size:>8}{took:>11.3f} ms{speeds}"
+
+
+HEAD = f"{'collective':<16}{'size':>8}{'time':>14}{'algbw':>13}{'busbw':>13}"
+
+
+def rate(bandwidth: float) -> str:
+    """Return bytes/s as a person reads them."""
+    return f"{bandwidth / 1e9:.2f} GB/s" if bandwidth >= 1e8 else f"{bandwidth / 1e6:.2f} MB/s"
+
+
+def size_text(num_bytes: int) -> str:
+    """Return 65536 as "64 KiB"."""
+    return f"{num_bytes // MIB} MiB" if num_bytes >= MIB else f"{num_bytes // KIB} KiB"
+
+
+def _all_reduce(whole: Tensor, part: Tensor) -> None:
+    dist.all_reduce(whole)  # a sum: NCCL has its fastest way for that alone
+
+
+def _all_gather(whole: Tensor, part: Tensor) -> None:
+    dist.all_gather_into_tensor(whole, part)
+
+
+def _reduce_scatter(whole: Tensor, part: Tensor) -> None:
+    dist.reduce_scatter_tensor(part, whole)
+
+
+def _broadcast(whole: Tensor, part: Tensor) -> None:
+    dist.broadcast(whole, src=0)
+
+
+Call = Callable[[Tensor, Tensor], None]  # of the whole array and this rank's part of it
+COLLECTIVES: dict[str, tuple[Call, Callable[[int], float]]] = {  # and busbw / algbw for n ranks
+    "all-reduce": (_all_reduce, lambda n: 2 * (n - 1) / n),
+    "all-gather": (_all_gather, lambda n: (n - 1) / n),
+    "reduce-scatter": (_reduce_scatter, lambda n: (n - 1) / n),
+    "broadcast": (_broadcast, lambda n: 1.0),
+}
+
+
+def measure(names: Sequence[str], seconds: float) -> Iterator[Measured]:
+    """Yield each collective with each size, within about `seconds` for all.
+
+    Larger sizes are left out once one call takes too long.
+    """
+    ranks = dist.get_world_size()
+    sizes = GPU_SIZES if device().type == "cuda" else SIZES
+    share_s = seconds / len(sizes) / len(names)
+    for name in names:
+        call, factor = COLLECTIVES[name]
+        before: Measured | None = None
+        for size in sizes:
+            if before and before.seconds * size / before.num_bytes > TOO_LONG_S:
+                break
+            part = torch.zeros(max(1, size // 4 // ranks), device=device())  # float32
+            whole = torch.zeros(part.numel() * ranks, device=device())
+            once = call_seconds(call, whole, part, 2)  # the first is not like the others
+            repeats = max(LEAST, min(1000, int(share_s / once)))
+            took = call_seconds(call, whole, part, repeats)
+            algbw = whole.nbytes / took
+            before = Measured(name, size, took, algbw, algbw * factor(ranks))
+            yield before
+
+
+def call_seconds(call: Call, whole: Tensor, part: Tensor, repeats: int) -> float:
+    """Return the time of one call, on the slowest rank."""
+    dist.barrier()
+    whole.sum().item()  # a GPU has done all that was asked of it
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the new names are not in older torch
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call(whole, part)
+        (whole[0] + part[0]).item()
+        took = torch.tensor((time.perf_counter() - start) / repeats, device=device())
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return took.item()

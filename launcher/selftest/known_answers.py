@@ -1,0 +1,104 @@
+"""Collectives and a DDP step whose results are known beforehand."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distributed.torch import device, setup_distributed_models
+
+NUMBERS = 1000  # in each rank's array
+DTYPES = {torch.float32: "", torch.bfloat16: " in bf16"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one operation gave on this rank, and what it should have given."""
+
+    name: str
+    got: Tensor
+    want: Tensor
+
+    def find_fault(self, here: str) -> str | None:
+        """Return what is wrong on this rank, or None."""
+        loss = 2**-6 if self.got.dtype == torch.bfloat16 else 1e-4  # bf16 has 8 significant bits
+        got, want = self.got.double(), self.want.double()
+        if torch.allclose(got, want, rtol=loss, atol=1e-6):
+            return None
+        worst = int((got - want).abs().argmax())
+        gave, right = got.flatten()[worst].item(), want.flatten()[worst].item()
+        return f"{self.name} on {here} gave {gave:g} where {right:g} is right [wrong-result]"
+
+
+def run_checks(rank: int, ranks: int) -> Iterator[Check]:
+    """Yield every check; all ranks iterate together."""
+    for dtype, suffix in DTYPES.items():
+        for check in _collectives(rank, ranks, dtype):
+            yield Check(f"{check.name}{suffix}", check.got, check.want)
+    yield _barrier(ranks)
+    yield _ddp_step(rank, ranks)
+
+
+def _collectives(rank: int, ranks: int, dtype: torch.dtype) -> Iterator[Check]:
+    every = torch.arange(ranks, device=device()).remainder(4).add(1).to(dtype)  # each rank's number
+    mine = every[rank].repeat(NUMBERS)
+    ones = torch.ones_like(mine)
+    last = ranks - 1
+
+    dist.all_reduce(total := mine.clone())
+    yield Check("all-reduce sum", total, ones * every.sum())
+    dist.all_reduce(largest := mine.clone(), dist.ReduceOp.MAX)
+    yield Check("all-reduce max", largest, ones * every.max())
+    dist.reduce(reduced := mine.clone(), dst=0)
+    if rank == 0:
+        yield Check("reduce", reduced, ones * every.sum())
+    dist.broadcast(given := mine.clone(), src=last)
+    yield Check("broadcast", given, ones * every[last])
+    gathered = [torch.empty_like(mine) for _ in range(ranks)]
+    dist.all_gather(gathered, mine)
+    yield Check("all-gather", torch.stack(gathered), every[:, None].expand(ranks, NUMBERS))
+    shard = torch.empty(1, dtype=dtype, device=device())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # its new name is not in older torch
+        dist.reduce_scatter_tensor(shard, every * mine[0])
+    yield Check("reduce-scatter", shard, every[rank : rank + 1] * every.sum())
+    dist.all_to_all_single(exchanged := torch.empty_like(every), every * mine[0])
+    yield Check("all-to-all", exchanged, every[rank] * every)
+    if ranks > 1:
+        yield Check("ring of send and receive", _ring(mine, rank, ranks), ones * every[rank - 1])
+
+
+def _ring(mine: Tensor, rank: int, ranks: int) -> Tensor:
+    """Send an array to the next rank, and return what the one before has sent."""
+    received = torch.empty_like(mine)
+    sending = dist.P2POp(dist.isend, mine, (rank + 1) % ranks)
+    receiving = dist.P2POp(dist.irecv, received, (rank - 1) % ranks)
+    for request in dist.batch_isend_irecv([sending, receiving]):
+        request.wait()
+    return received
+
+
+def _barrier(ranks: int) -> Check:
+    store = dist.distributed_c10d._get_default_store()  # counts without a collective
+    store.add("selftest/entered", 1)
+    dist.barrier()
+    return Check("barrier", torch.tensor(store.add("selftest/entered", 0)), torch.tensor(ranks))
+
+
+def _ddp_step(rank: int, ranks: int) -> Check:
+    """Compare a DDP model's gradient with the average over all ranks' batches, made here alone."""
+    torch.manual_seed(0)
+    alone = nn.Linear(32, 8).to(device())
+    batches = torch.randn(ranks, 16, 32, device=device())  # [rank, sample, feature]
+    model = setup_distributed_models(copy.deepcopy(alone))
+    model(batches[rank]).square().mean().backward()
+    alone(batches).square().mean().backward()
+    got, want = next(model.parameters()).grad, alone.weight.grad
+    assert got is not None and want is not None
+    return Check("DDP gradient", got, want)

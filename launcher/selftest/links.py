@@ -1,0 +1,155 @@
+"""Latency and bandwidth between every two nodes, measured in rounds of disjoint pairs.
+
+Each transfer is as large as the link allows within its time, so that a link a thousand times
+slower than the others takes no longer.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distributed.torch import device
+from launcher.selftest.meeting import Meeting
+
+SMALLEST, LARGEST = 2**16, 2**26  # bytes of one transfer
+STUCK_S = 10.0  # for one transfer
+ROUND_S, LEAST_S = 0.2, 0.05  # one round: up to 4 nodes, and with very many
+_PINGS = 5
+_GROWTH = 4
+_END = 0  # as a size: no more transfers
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the test, and the rank that measures its links."""
+
+    host: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction between two nodes."""
+
+    source: int  # the node's number, from 0
+    target: int
+    bandwidth: float  # bytes/s
+    latency: float  # s, of an empty message
+
+
+def rounds(nodes: int) -> list[list[tuple[int, int]]]:
+    """Return every pair of nodes once, in as few rounds of disjoint pairs as there can be.
+
+    The circle method: one node stays, the others move on by one place each round.
+    """
+    players = [*range(nodes), *([-1] if nodes % 2 else [])]  # -1: the other one rests
+    found = []
+    for _ in range(len(players) - 1):
+        half = len(players) // 2
+        pairs = zip(players[:half], reversed(players[half:]), strict=True)
+        found.append([(min(pair), max(pair)) for pair in pairs if -1 not in pair])
+        players = [players[0], players[-1], *players[1:-1]]
+    return found
+
+
+def round_seconds(nodes: int) -> float:
+    """Return the time of one round: shorter where there are many, so that all end soon."""
+    return max(LEAST_S, ROUND_S * min(1.0, 9 / (2 * (nodes - 1)))) if nodes > 1 else 0.0
+
+
+def measure(
+    nodes: Sequence[Node],
+    plan: Iterable[Sequence[tuple[int, int]]],
+    me: int,
+    meeting: Meeting,
+    seconds: float,
+) -> list[Link]:
+    """Return the links from this node, round by round; one rank of each node calls it.
+
+    Raises StuckError where a transfer does not end.
+    """
+    found: list[Link] = []
+    for pairs in plan:
+        for pair in pairs:
+            if me in pair:
+                found += _measure_pair(nodes, pair, me, meeting, seconds)
+        meeting.wait_for_all("a round of pairs", 2 * STUCK_S + seconds)
+    return found
+
+
+def _measure_pair(
+    nodes: Sequence[Node], pair: tuple[int, int], me: int, meeting: Meeting, seconds: float
+) -> list[Link]:
+    """Measure both directions, one after the other; returns the one from this node."""
+    found = []
+    for source, target in (pair, pair[::-1]):
+        peer = nodes[target if me == source else source]
+        try:
+            if me == source:
+                found.append(Link(source, target, *_send(peer.rank, seconds / 2)))
+            else:
+                _receive(peer.rank)
+        except RuntimeError as error:
+            names = f"{nodes[source].host} to {nodes[target].host}"
+            fault = f"nothing came from {names} within {STUCK_S:g} s [slow-link]"
+            raise meeting.give_up(fault) from error
+    return found
+
+
+def _send(peer: int, seconds: float) -> tuple[float, float]:
+    """Send more and more within the time; returns bytes/s of the largest transfers, and latency.
+
+    The largest: a limit on a link lets short bursts pass.
+    """
+    word = torch.zeros(1, dtype=torch.int64, device=device())
+    latency = min(_timed(peer, word, word[:0]) for _ in range(_PINGS)) / 2
+    size, took, deadline = SMALLEST, [], time.monotonic() + seconds
+    while True:
+        data = torch.empty(size, dtype=torch.uint8, device=device())
+        took.append(_timed(peer, word.fill_(size), data) - latency)
+        left = deadline - time.monotonic()
+        if left < took[-1]:
+            break
+        if size < LARGEST and left > 2 * _GROWTH * took[-1]:
+            size, took = size * _GROWTH, []
+    _transfer(word.fill_(_END), peer, is_sending=True)
+    return size / max(statistics.median(took), 1e-9), latency
+
+
+def _timed(peer: int, size: Tensor, data: Tensor) -> float:
+    """Return the seconds from the announcement of some data to the answer that it has come."""
+    start = time.perf_counter()
+    _transfer(size if data.numel() else size.fill_(-1), peer, is_sending=True)
+    if data.numel():
+        _transfer(data, peer, is_sending=True)
+    _transfer(size, peer, is_sending=False)
+    return time.perf_counter() - start
+
+
+def _receive(peer: int) -> None:
+    size = torch.zeros(1, dtype=torch.int64, device=device())
+    while True:
+        _transfer(size, peer, is_sending=False)
+        if size.item() == _END:
+            return
+        if size.item() > 0:
+            data = torch.empty(int(size.item()), dtype=torch.uint8, device=device())
+            _transfer(data, peer, is_sending=False)
+        _transfer(size, peer, is_sending=True)
+
+
+def _transfer(data: Tensor, peer: int, *, is_sending: bool) -> None:
+    """Send or receive in the group of all ranks: NCCL would make a group for each pair."""
+    operation = dist.P2POp(dist.isend if is_sending else dist.irecv, data, peer)
+    for request in dist.batch_isend_irecv([operation]):
+        request.wait(timedelta(seconds=STUCK_S))
+    if device().type == "cuda":
+        torch.cuda.synchronize()

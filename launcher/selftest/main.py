@@ -1,0 +1,237 @@
+"""Prove that the ranks of a launch can work together, and measure how fast they are.
+
+    torchrun --nproc-per-node 2 -m distributed.selftest [--test basic|all] [--quick] [--json FILE]
+
+Every rank runs it. It measures the links between the nodes first, in transfers that fit any link;
+then how fast each rank computes, operations with known answers, and the collectives by size. The
+verdict is one line; rank 0's exit code is 0 only for PASS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from distributed.environment import Environment
+from distributed.torch import device, gather_bytes, init_distributed
+from launcher import typed_json
+from launcher.selftest import bandwidth, compute, judge, known_answers, links, report
+from launcher.selftest.links import Link, Node
+from launcher.selftest.meeting import PATIENCE_S, Meeting, StuckError
+from launcher.selftest.report import Findings, Member
+from launcher.text import count
+
+COMPUTE_S = 0.2  # for one rank
+LOOKS = 6  # at what seems slow: other programs may disturb one
+MOST_AGAIN = 8  # pairs that are measured again, alone
+
+
+class TestFailed(SystemExit):
+    """The end of rank 0 after FAIL: `str()` is the first fault, `fault` its name."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(1)
+        self.text = text
+        self.fault = text.rpartition(" [")[2].removesuffix("]")
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was typed."""
+
+    test: str  # basic: known answers alone; all
+    is_quick: bool
+    seconds: float  # for the collectives
+    json: str  # a file; empty: none
+
+
+@dataclass
+class Test:
+    """One rank's part in the test."""
+
+    env: Environment
+    options: Options
+    meeting: Meeting
+    findings: Findings = field(default_factory=Findings)
+    latencies: dict[tuple[int, int], float] = field(default_factory=dict)  # s
+
+    def tell(self, *lines: str) -> None:
+        """Print on rank 0 alone."""
+        if self.env.is_main:
+            print(*lines, sep="\n", flush=True)
+
+    def gather_members(self, mine: Member) -> None:
+        rows = gather_bytes(typed_json.encode(mine).encode())
+        self.findings.members = [typed_json.parse(Member, row.decode()) for row in rows]
+
+
+def run(options: Options) -> int:
+    """Run the whole test on this rank; returns the exit code. Raises TestFailed on rank 0."""
+    started = time.monotonic()
+    env = init_distributed(timeout_s=60)
+    if env.world_size == 1:
+        backend = "nccl" if device().type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    store = dist.distributed_c10d._get_default_store()
+    test = Test(env, options, Meeting(store, "all", env.world_size))
+    ranks, nodes = count(env.world_size, "rank"), count(env.num_nodes, "node")
+    world = f"{ranks} on {nodes}, {dist.get_backend()}"
+    try:
+        number = measure_all(test)
+        faults = [fault for fault, _ in test.findings.faults()]
+    except StuckError as stuck:
+        faults = [str(stuck)]
+    if faults:
+        more = f" (and {len(faults) - 1} more, above)" if len(faults) > 1 else ""
+        verdict = f"FAIL  {world}: {faults[0]}{more}{advice(test.findings)}"
+    else:
+        took = time.monotonic() - started
+        verdict = f"PASS  {world}: {count(number, 'check')}, {fastest(test.findings)}{took:.1f} s"
+    test.tell(*faults[1:], verdict)
+    if options.json and env.is_main:
+        Path(options.json).write_text(report.as_json(test.findings, verdict, test.latencies))
+    if faults and env.is_main:
+        raise TestFailed(faults[0])
+    return 0
+
+
+def measure_all(test: Test) -> int:
+    """Fill in what was found, printing it on the way; returns the number of checks."""
+    env, is_basic = test.env, test.options.test == "basic"
+    where = f"{device()} {torch.cuda.get_device_name()}" if device().type == "cuda" else "cpu"
+    host = socket.gethostname()
+    mine = Member(host, env.node_rank, env.local_rank, where, torch.__version__)
+    test.gather_members(mine)
+    members = test.findings.members
+    firsts = {member.node_rank: rank for rank, member in reversed([*enumerate(members)])}
+    nodes = [Node(members[firsts[node]].host, firsts[node]) for node in sorted(firsts)]
+    test.findings.hosts = [node.host for node in nodes]
+    if not is_basic and len(nodes) > 1:
+        measure_links(test, nodes)
+    if not is_basic:
+        mine = replace(mine, speed=measure_speed(test))
+    checks = [*known_answers.run_checks(env.rank, env.world_size)]
+    found = (check.find_fault(f"rank {env.rank} ({host})") for check in checks)
+    test.gather_members(replace(mine, faults=[fault for fault in found if fault]))
+    test.tell(*report.show_members(test.findings.members))
+    if test.findings.links:
+        test.tell("", *report.show_links(test.findings.hosts, test.findings.links))
+        if env.is_main and len(nodes) > 2:
+            folder = env.log_dir / env.run_id
+            picture = report.draw_links(test.findings.hosts, test.findings.links, folder)
+            test.tell(f"picture   {picture}")
+    is_right = not any(member.faults for member in test.findings.members)
+    if not is_basic and env.world_size > 1 and is_right:
+        measure_collectives(test)
+    return len(checks) + 1
+
+
+def measure_links(test: Test, nodes: Sequence[Node]) -> None:
+    """Measure every pair of nodes, and those that seem slow again, with nothing beside them."""
+    numbers = {node.rank: number for number, node in enumerate(nodes)}
+    me = numbers.get(test.env.rank)
+    leaders = Meeting(dist.distributed_c10d._get_default_store(), "leaders", len(nodes))
+    seconds = links.round_seconds(len(nodes)) / (2 if test.options.is_quick else 1)
+    plan = links.rounds(len(nodes))
+    for _ in range(LOOKS):
+        found: list[Link] = []
+        if me is not None:
+            found = links.measure(nodes, plan, me, leaders, seconds)
+        test.meeting.wait_for_all("the links", PATIENCE_S + 2 * links.STUCK_S * len(plan))
+        rows = gather_bytes(json.dumps([typed_json.encode(link) for link in found]).encode())
+        speeds = dict(test.findings.links)
+        for link in (typed_json.parse(Link, text) for row in rows for text in json.loads(row)):
+            pair = link.source, link.target
+            speeds[pair] = max(link.bandwidth, speeds.get(pair, 0.0))
+            test.latencies[pair] = min(link.latency, test.latencies.get(pair, link.latency))
+        test.findings.links = speeds
+        plan = [[pair] for pair in judge.doubtful_pairs(speeds)[:MOST_AGAIN]]
+        if not plan:
+            break
+
+
+def measure_speed(test: Test) -> float:
+    """Return this rank's FLOP/s. A rank is slow that is so in every look."""
+    kinds = [member.device for member in test.findings.members]
+    speeds = compute_together(test, {*range(test.env.world_size)})
+    slow = judge.slow_ranks(speeds, kinds)
+    for _ in range(LOOKS):
+        if not slow:
+            break
+        latest = compute_together(test, judge.ranks_to_compare(speeds, kinds, slow))
+        again = judge.slow_ranks(latest, kinds)
+        slow = {rank: min(times, again[rank]) for rank, times in slow.items() if rank in again}
+    test.findings.slow = slow
+    return speeds[test.env.rank]
+
+
+def compute_together(test: Test, ranks: Collection[int]) -> dict[int, float]:
+    """Return the FLOP/s of some ranks; all ranks call it."""
+    env, turns = test.env, compute.turns(test.env.world_size)
+    seconds, speed = COMPUTE_S / (2 if test.options.is_quick else 1), 0.0
+    for turn in sorted({rank % turns for rank in ranks}):
+        if env.rank in ranks and env.rank % turns == turn:
+            speed = compute.measure(seconds)
+        test.meeting.wait_for_all("the matrix products")
+    rows = gather_bytes(json.dumps(speed).encode())
+    return {rank: json.loads(rows[rank]) for rank in sorted(ranks)}
+
+
+def measure_collectives(test: Test) -> None:
+    names = [*bandwidth.COLLECTIVES][: 1 if test.options.is_quick else None]
+    test.tell("", bandwidth.HEAD)
+    found = []
+    for measured in bandwidth.measure(names, test.options.seconds):
+        test.tell(str(measured))
+        found.append(measured)
+    test.findings.collectives = found
+    test.tell("")
+
+
+def fastest(findings: Findings) -> str:
+    """Return the largest all-reduce in words, for the verdict."""
+    rows = [row for row in findings.collectives if row.name == "all-reduce"]
+    if not rows:
+        return ""
+    size = bandwidth.size_text(rows[-1].num_bytes)
+    return f"all-reduce {bandwidth.rate(rows[-1].busbw)} busbw at {size}, "
+
+
+def advice(findings: Findings) -> str:
+    """Return which nodes to leave out, for the verdict."""
+    hosts = findings.excluded() if len(findings.hosts) > 1 else []
+    names = ",".join(host.partition(".")[0] for host in hosts)
+    return f"; leave out {names} (SLURM: --exclude={names})" if hosts else ""
+
+
+def read_options(arguments: Sequence[str] | None) -> Options:
+    parser = argparse.ArgumentParser(prog="python -m distributed.selftest")
+    parser.add_argument("--seconds", type=float, help="for the collectives (1; --quick: 0.2)")
+    parser.add_argument("--test", choices=("basic", "all"), default="all", help="basic: no speeds")
+    parser.add_argument("--quick", action="store_true", help="the all-reduce alone, and less time")
+    parser.add_argument("--json", default="", help="a file for all that was found")
+    words = parser.parse_args(arguments)
+    seconds = (0.2 if words.quick else 1.0) if words.seconds is None else words.seconds
+    return Options(words.test, words.quick, seconds, words.json)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the test as the arguments say; returns the exit code."""
+    options = read_options(arguments)
+    try:
+        return run(options)
+    except (OSError, ValueError) as error:  # could not join; the text names the fault
+        print(f"FAIL  {error}")
+        return 1

@@ -1,0 +1,159 @@
+"""What the self-test found: tables, the matrix of links as text and as a picture, and JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from launcher.selftest.bandwidth import Measured, rate
+from launcher.selftest.judge import Links, best_of, slow_nodes, slow_pairs
+
+MOST_SHOWN = 16  # nodes of a matrix as text; a wider one is no help on a terminal
+PICTURE = "links.png"
+_CELL = 0.45  # inches
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank of the test."""
+
+    host: str
+    node_rank: int
+    local_rank: int
+    device: str
+    version: str  # torch's
+    speed: float = 0.0  # FLOP/s
+    faults: Sequence[str] = ()  # that its own checks found
+
+
+@dataclass
+class Findings:
+    """All that was measured, the same on every rank."""
+
+    members: Sequence[Member] = ()
+    hosts: Sequence[str] = ()  # by node rank
+    links: Links = field(default_factory=dict)
+    slow: Mapping[int, float] = field(default_factory=dict)  # ranks, and how many times slower
+    collectives: Sequence[Measured] = ()
+
+    def faults(self) -> list[tuple[str, str]]:
+        """Return each fault, with the host to leave out for it, or an empty name."""
+        return [*self._versions(), *self._wrong_results(), *self._links(), *self._ranks()]
+
+    def excluded(self) -> list[str]:
+        """Return the hosts to leave out."""
+        named = {host for _, host in self.faults()}
+        return [host for host in self.hosts if host in named]
+
+    def _versions(self) -> Iterator[tuple[str, str]]:
+        versions = {member.version: member.host for member in self.members}
+        if len(versions) > 1:
+            cause = ", ".join(f"torch {version} on {host}" for version, host in versions.items())
+            yield f"{cause}; install one everywhere [version-mismatch]", ""
+
+    def _wrong_results(self) -> Iterator[tuple[str, str]]:
+        wrong = {member.host for member in self.members if member.faults}
+        for member in self.members:
+            for fault in member.faults:
+                yield fault, member.host if len(wrong) < len(self.hosts) else ""
+
+    def _links(self) -> Iterator[tuple[str, str]]:
+        for node, usual in slow_nodes(self.links).items():
+            cause = f"{self.hosts[node]} has a slow link: {rate(best_of(node, self.links))} at best"
+            yield f"{cause}, other nodes {rate(usual)} [slow-link]", self.hosts[node]
+        for (source, target), usual in slow_pairs(self.links).items():
+            names = f"{self.hosts[source]} to {self.hosts[target]}"
+            speed = rate(self.links[source, target])
+            yield (
+                f"the link from {names} is slow: {speed}, others {rate(usual)} [slow-link]",
+                self.hosts[max(source, target)],
+            )
+
+    def _ranks(self) -> Iterator[tuple[str, str]]:
+        for rank, times in self.slow.items():
+            host = self.members[rank].host
+            what = f"rank {rank} ({host}) takes {times:.2f} times as long to compute as others"
+            yield f"{what} [slow-rank]", host
+
+
+def flops(speed: float) -> str:
+    """Return FLOP/s as a person reads them."""
+    return f"{speed / 1e12:.1f} TFLOP/s" if speed >= 1e12 else f"{speed / 1e9:.1f} GFLOP/s"
+
+
+def show_members(members: Sequence[Member]) -> Iterator[str]:
+    """Yield the table of the ranks."""
+    yield f"{'host':<20}{'rank':>6}  {'device':<30}  {'torch':<14}  matrix product"
+    for rank, member in enumerate(members):
+        speed = flops(member.speed) if member.speed else "-"
+        yield f"{member.host:<20}{rank:>6}  {member.device:<30}  {member.version:<14}  {speed}"
+
+
+def show_links(hosts: Sequence[str], links: Links) -> Iterator[str]:
+    """Yield the matrix of bandwidths, or its range where there are very many nodes."""
+    best, worst = max(links.values()), min(links.values())
+    yield f"links     {rate(worst)} to {rate(best)}, from each node (row) to each, in MB/s"
+    if len(hosts) > MOST_SHOWN:
+        return
+    width = max(9, *(len(host) + 1 for host in hosts))
+    yield "".join(f"{name:>{width}}" for name in ("", *hosts))
+    for source, host in enumerate(hosts):
+        cells = (
+            f"{links[source, target] / 1e6:.1f}" if source != target else "-"
+            for target in range(len(hosts))
+        )
+        yield "".join(f"{cell:>{width}}" for cell in (host, *cells))
+
+
+def draw_links(hosts: Sequence[str], links: Links, folder: Path) -> str:
+    """Draw the matrix into the folder; returns the picture's path, or why there is none."""
+    if not folder.is_dir():
+        return f"none: there is no folder {folder}"
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it logs about fonts
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "none: matplotlib is not installed"
+    side = max(5.0, _CELL * len(hosts) + 2)
+    figure = Figure(figsize=(side + 1, side), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    nodes = range(len(hosts))
+    rows = [
+        [links.get((source, target), float("nan")) / 1e9 for target in nodes] for source in nodes
+    ]
+    image = axes.imshow(rows, cmap="viridis", vmin=0)
+    axes.set(xticks=nodes, yticks=nodes, xlabel="to", ylabel="from", title="Bandwidth of links")
+    axes.set_xticklabels(hosts, rotation=90)
+    axes.set_yticklabels(hosts)
+    figure.colorbar(image, label="GB/s")
+    file = folder / PICTURE
+    figure.savefig(file, dpi=100)
+    return str(file)
+
+
+def as_json(findings: Findings, verdict: str, latencies: Mapping[tuple[int, int], float]) -> str:
+    """Return all of it for a program. Units: seconds, bytes/s, FLOP/s."""
+    links = [
+        {
+            "from": findings.hosts[source],
+            "to": findings.hosts[target],
+            "bandwidth": speed,
+            "latency": latencies[source, target],
+        }
+        for (source, target), speed in findings.links.items()
+    ]
+    told = {
+        "passed": verdict.startswith("PASS"),
+        "verdict": verdict,
+        "faults": [fault for fault, _ in findings.faults()],
+        "exclude": findings.excluded(),
+        "ranks": [asdict(member) for member in findings.members],
+        "links": links,
+        "collectives": [asdict(measured) for measured in findings.collectives],
+    }
+    return json.dumps(told, indent=1) + "\n"

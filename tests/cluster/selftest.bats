@@ -1,0 +1,106 @@
+#!/usr/bin/env bats
+# scripts/test_distributed.sh on several nodes: what is slow is named, with its node.
+# shellcheck disable=SC2030,SC2031 # each test is a subshell, and is meant to be
+bats_require_minimum_version 1.5.0
+load helper
+
+ROOT=$(cd -- "$BATS_TEST_DIRNAME/../.." && pwd -P)
+USUAL=400mbit # of each node's link
+
+setup_file() {
+  local node
+  cluster_up 4
+  for node in node{1..4}; do "$CLUSTER" slow "$node" "$USUAL"; done
+}
+
+teardown_file() {
+  cluster_down
+}
+
+setup() {
+  cd -- "$BATS_TEST_TMPDIR" || return
+  export OMP_NUM_THREADS=1 LOG_DIR=$PWD/logs
+}
+
+# Runs the test on all nodes; sets CODE. The output is in `out`, the findings in found.json.
+try_nodes() { # <option...>
+  CODE=0
+  timeout 100 "$CLUSTER" run login "$ROOT/scripts/test_distributed.sh" 1 node[1-4] \
+    --json found.json "$@" &>out || CODE=$?
+}
+
+found() { # <jq-like path in Python>
+  "$PYTHON" -c "import json; f = json.load(open('found.json')); print($1)"
+}
+
+# Whether that node alone is to be left out, for that fault.
+names() { # <node> <fault>
+  ((CODE == 1)) && grep -q "^\[0\] FAIL .*$1.*\[$2\]" out &&
+    grep -qE "^FAILED .*\[slow-(link|rank)\]$" out &&
+    [[ $(found '*f["exclude"]') == "$1" ]]
+}
+
+try_slow_link() { # <node> <rate>
+  "$CLUSTER" slow "$1" "$2"
+  try_nodes --quick
+  "$CLUSTER" slow "$1" "$USUAL"
+  names "$1" slow-link || { cat out && false; }
+}
+
+try_slow_rank() { # <node> <times>
+  "$CLUSTER" run "$1" "$PYTHON" "$ROOT/tests/cluster/slow_down.py" "$2" 3>&- &
+  local slowing=$!
+  try_nodes --quick
+  kill "$slowing"
+  end_of "$slowing"
+  names "$1" slow-rank || { cat out && false; }
+}
+
+try_healthy() {
+  try_nodes
+  if ((CODE)) || ! grep -q '^\[0\] PASS  4 ranks on 4 nodes, gloo: ' out; then cat out && false; fi
+}
+
+# bats test_tags=prove
+@test "a slow link is named, also one that is too slow for the test itself" {
+  local number rate
+  for rate in 40mbit 4mbit; do
+    for ((number = 0; number < ${TIMES:-1}; number++)); do
+      try_slow_link "node$((number % 4 + 1))" "$rate"
+    done
+    echo "# a link of $rate among $USUAL: the node named in $number of $number runs" >&3
+  done
+  grep -q '^\[0\] picture   /' out
+  try_slow_link node2 1mbit
+}
+
+# bats test_tags=prove,long
+@test "a slow rank is named" {
+  local number times
+  for times in 3 1.5; do
+    for ((number = 0; number < ${TIMES:-1}; number++)); do
+      try_slow_rank "node$((number % 4 + 1))" "$times"
+    done
+    echo "# a rank slowed $times times: the node named in $number of $number runs" >&3
+  done
+}
+
+# bats test_tags=prove,long
+@test "nothing is named where all is well" {
+  local number
+  for ((number = 0; number < ${TIMES:-1}; number++)); do try_healthy; done
+  echo "# 4 healthy nodes: $number of $number runs pass" >&3
+}
+
+@test "in an allocation of SLURM it takes all nodes of the job" {
+  run on login salloc -Q --nodes=3 "$ROOT/scripts/test_distributed.sh" 1 --test basic
+  echo "$output"
+  [[ $status == 0 && $output == *"PASS  3 ranks on 3 nodes, gloo: 19 checks, "* ]]
+}
+
+@test "in a job of PBS it takes all nodes of the node file" {
+  printf 'node2\nnode3\n' >nodefile
+  PBS_JOBID=1.pbs PBS_NODEFILE=$PWD/nodefile run on node2 "$ROOT/scripts/test_distributed.sh" 1 --test basic
+  echo "$output"
+  [[ $status == 0 && $output == *"PASS  2 ranks on 2 nodes, gloo: 19 checks, "* ]]
+}

@@ -1,0 +1,131 @@
+"""Rounds of pairs, and which node, link or rank the self-test names, from given measurements."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.selftest import judge, links
+from launcher.selftest.report import Findings, Member, show_links
+
+USUAL = 1e9  # bytes/s
+
+
+def all_links(nodes: int, slow: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
+    """Return links that differ by half, but for those given in times of the usual bandwidth."""
+    draw = random.Random(nodes)
+    return {
+        (source, target): USUAL * slow.get((source, target), draw.uniform(0.75, 1.25))
+        for source in range(nodes)
+        for target in range(nodes)
+        if source != target
+    }
+
+
+def slowed(node: int, nodes: int, times: float) -> dict[tuple[int, int], float]:
+    pairs = [(node, other) for other in range(nodes) if other != node]
+    return {pair: times for one in pairs for pair in (one, one[::-1])}
+
+
+@given(st.integers(1, 70))
+def test_every_pair_meets_once_and_nobody_twice_in_a_round(nodes: int) -> None:
+    rounds = links.rounds(nodes)
+    assert len(rounds) == (nodes - 1 if nodes % 2 == 0 else nodes) or nodes == 1
+    for pairs in rounds:
+        busy = [node for pair in pairs for node in pair]
+        assert len(busy) == len({*busy})
+    met = [pair for pairs in rounds for pair in pairs]
+    assert sorted(met) == [(one, two) for one in range(nodes) for two in range(one + 1, nodes)]
+
+
+def test_sixteen_nodes_take_at_most_four_times_as_long_as_four() -> None:
+    four, sixteen = (len(links.rounds(nodes)) * links.round_seconds(nodes) for nodes in (4, 16))
+    assert sixteen <= 4 * four
+
+
+@pytest.mark.parametrize("nodes", [3, 4, 5, 16])
+@pytest.mark.parametrize("times", [0.3, 0.1, 0.01])
+def test_the_node_behind_a_slow_link_is_named(nodes: int, times: float) -> None:
+    for node in range(nodes):
+        found = all_links(nodes, slowed(node, nodes, times))
+        assert [*judge.slow_nodes(found)] == [node]
+        assert not judge.slow_pairs(found)
+        again = judge.doubtful_pairs(found)
+        assert len(again) == 2 and all(node in pair for pair in again)
+
+
+def test_two_slow_nodes_of_four_are_both_named() -> None:
+    found = all_links(4, {**slowed(1, 4, 0.1), **slowed(3, 4, 0.1)})
+    assert [*judge.slow_nodes(found)] == [1, 3]
+
+
+@pytest.mark.parametrize("nodes", [4, 5, 16])
+def test_one_slow_cable_is_named_by_both_its_ends(nodes: int) -> None:
+    found = all_links(nodes, {(2, 1): 0.1})
+    assert not judge.slow_nodes(found)
+    assert [*judge.slow_pairs(found)] == [(2, 1)]
+    assert judge.doubtful_pairs(found) == [(1, 2)]
+
+
+def test_of_two_nodes_only_the_directions_can_be_compared() -> None:
+    assert [*judge.slow_pairs(all_links(2, {(0, 1): 0.1}))] == [(0, 1)]
+    assert not judge.slow_nodes(all_links(2, slowed(1, 2, 0.1)))
+
+
+@given(st.integers(2, 20))
+def test_links_that_differ_by_half_are_healthy(nodes: int) -> None:
+    found = all_links(nodes, {})
+    assert not judge.slow_nodes(found) and not judge.slow_pairs(found)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 9])
+def test_a_slow_rank_is_named(ranks: int) -> None:
+    for slow in range(ranks):
+        speeds = {rank: 66.0 if rank == slow else 100.0 + rank for rank in range(ranks)}
+        assert [*judge.slow_ranks(speeds, ["cpu"] * ranks)] == [slow]
+    assert not judge.slow_ranks(
+        {rank: 80.0 + 20 * (rank % 2) for rank in range(ranks)}, ["cpu"] * ranks
+    )
+
+
+def test_ranks_are_compared_with_others_on_the_same_device() -> None:
+    kinds = ["H100", "H100", "A100", "A100"]
+    speeds = {0: 900.0, 1: 910.0, 2: 300.0, 3: 310.0}
+    assert not judge.slow_ranks(speeds, kinds)
+    assert [*judge.slow_ranks({**speeds, 3: 150.0}, kinds)] == [3]
+    assert judge.ranks_to_compare({**speeds, 3: 150.0}, kinds, [3]) == {2, 3}
+
+
+def test_a_fault_names_hosts_and_what_to_leave_out() -> None:
+    hosts = ["a", "b", "c", "d"]
+    members = [Member(host, node, 0, "cpu", "2.13") for node, host in enumerate(hosts)]
+    findings = Findings(members, hosts, all_links(4, slowed(2, 4, 0.01)), {3: 1.52})
+    (link, _), (rank, _) = findings.faults()
+    assert link.startswith("c has a slow link: 10.00 MB/s at best, other nodes ")
+    assert link.endswith(" [slow-link]")
+    assert rank == "rank 3 (d) takes 1.52 times as long to compute as others [slow-rank]"
+    assert findings.excluded() == ["c", "d"]
+
+
+def test_versions_that_differ_blame_no_host() -> None:
+    members = [Member("a", 0, 0, "cpu", "2.12"), Member("b", 1, 0, "cpu", "2.13")]
+    (fault,) = Findings(members, ["a", "b"]).faults()
+    assert fault == (
+        "torch 2.12 on a, torch 2.13 on b; install one everywhere [version-mismatch]",
+        "",
+    )
+
+
+def test_the_matrix_has_a_row_for_each_node() -> None:
+    head, names, *rows = show_links(["a", "b"], {(0, 1): 2.5e6, (1, 0): 1e9})
+    assert head.startswith("links     2.50 MB/s to 1.00 GB/s, ")
+    assert [row.split() for row in (names, *rows)] == [
+        ["a", "b"],
+        ["a", "-", "2.5"],
+        ["b", "1000.0", "-"],
+    ]
+    many = [f"node{number}" for number in range(17)]
+    assert len([*show_links(many, all_links(17, {}))]) == 1
