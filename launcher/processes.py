@@ -108,10 +108,20 @@ def is_stopped(pid: int) -> bool:
 
 
 def catches(pid: int, signum: int) -> bool:
-    """Whether a process has a handler for a signal (proc(5), /proc/PID/status)."""
+    """Whether a process has a handler for a signal."""
+    return _has_signal(pid, "SigCgt", signum)
+
+
+def blocks(pid: int, signum: int) -> bool:
+    """Whether a process's main thread blocks a signal."""
+    return _has_signal(pid, "SigBlk", signum)
+
+
+def _has_signal(pid: int, mask: str, signum: int) -> bool:
+    """Whether a signal is in one of a process's masks (proc(5), /proc/PID/status)."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
-        caught = next((line for line in file if line.startswith("SigCgt:")), "SigCgt: 0")
-        return bool(int(caught.split()[1], 16) >> (signum - 1) & 1)
+        found = next((line for line in file if line.startswith(f"{mask}:")), f"{mask}: 0")
+        return bool(int(found.split()[1], 16) >> (signum - 1) & 1)
     return False
 
 

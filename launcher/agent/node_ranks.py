@@ -13,7 +13,8 @@ from pathlib import Path
 
 from distributed.heartbeat import STACK_SIGNAL, stack_file_of
 from launcher import failure, processes
-from launcher.agent import stuck, verdict
+from launcher.agent import collectives, stuck, verdict
+from launcher.agent.collectives import DUMP_SIGNAL, Calls
 from launcher.agent.heartbeats import Heartbeats
 from launcher.agent.output import Stream
 from launcher.agent.stuck import RankState
@@ -135,7 +136,10 @@ class NodeRanks:
             cause=cause,
             code=128 + signal.SIGKILL,
             frames=stacks[named.rank],
-            stacks=stuck.group_stacks(stacks),
+            stacks=[
+                *stuck.group_stacks(stacks),
+                *collectives.find_mismatches(self.collectives()),
+            ],
             is_consequence=named.rank != suspect,
             log=failure.short_path(str(named.stack_file)),
         )
@@ -165,6 +169,18 @@ class NodeRanks:
         found = {each.rank: stuck.read_stack(each.stack_file) for each in writing}
         halted = {each.rank: [stuck.STOPPED] for each in stopped}
         return {each.rank: [] for each in living} | halted | found
+
+    def collectives(self) -> dict[int, Calls]:
+        """Return the newest collectives of the living ranks for which torch records them.
+
+        Blocks up to STACK_S.
+        """
+        asked = [each for each in self.living() if processes.blocks(each.pid, DUMP_SIGNAL)]
+        files = {each.rank: collectives.file_of(each.error_file) for each in asked}
+        for file in files.values():
+            file.unlink(missing_ok=True)
+        processes.send([each.pid for each in asked], DUMP_SIGNAL)
+        return collectives.read(files, STACK_S)
 
     def _unknown_failure(self, each: Rank) -> Failure:
         """Return what holds for any failure of a rank here."""

@@ -13,10 +13,11 @@ import contextlib
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from distributed.environment import check_run_id
+from launcher.agent.collectives import Calls
 from launcher.agent.control import SILENCE_S
 from launcher.agent.stuck import RankState
 from launcher.agent.verdict import NodeEnd, Verdict
@@ -68,9 +69,10 @@ class NodeStacks:
     """Where the living ranks of a node are."""
 
     frames: Mapping[str, Sequence[str]]  # innermost first, by rank
+    collectives: Mapping[str, Calls] = field(default_factory=dict)  # by rank
 
     def __post_init__(self) -> None:
-        if not all(rank.isdecimal() for rank in self.frames):
+        if not all(rank.isdecimal() for rank in (*self.frames, *self.collectives)):
             raise ValueError("no ranks")
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from distributed.environment import printable
 from launcher.agent import stuck
+from launcher.agent.collectives import find_mismatches
 from launcher.agent.deadline import Deadline
 from launcher.agent.node_ranks import NodeRanks
 from launcher.agent.protocol import NodeStacks, Peer, StackRequest
@@ -39,7 +40,7 @@ class Query:
     _look: Deadline = field(default_factory=Deadline)  # for the file, on node rank 0
     _start: Deadline = field(default_factory=Deadline)
     _end: Deadline = field(default_factory=Deadline)  # no more waiting for other nodes
-    _told: dict[int, Mapping[str, Sequence[str]]] = field(default_factory=dict)  # by node rank
+    _told: dict[int, NodeStacks] = field(default_factory=dict)  # by node rank
     _silent: RankState | None = None  # the silence that the request is about
     _known: Sequence[int] = ()  # the progress at which there was one
 
@@ -64,11 +65,11 @@ class Query:
 
     def receive(self, node: int, message: StackRequest | NodeStacks) -> None:
         if isinstance(message, NodeStacks):
-            self._take(node, message.frames)
+            self._take(node, message)
         elif self.ranks.node_rank == 0:
             self.ask()
         else:
-            self._send(NodeStacks(self._here()))
+            self._send(self._here())
 
     def on_time(self) -> int | None:
         """Do what is due. Returns a rank that holds up the run, where the run is to end for it."""
@@ -93,21 +94,25 @@ class Query:
             return False
         return True
 
-    def _here(self) -> dict[str, Sequence[str]]:
-        return {str(rank): frames for rank, frames in self.ranks.stacks().items()}
+    def _here(self) -> NodeStacks:
+        frames = {str(rank): frames for rank, frames in self.ranks.stacks().items()}
+        calls = {str(rank): calls for rank, calls in self.ranks.collectives().items()}
+        return NodeStacks(frames, calls)
 
     def _send(self, message: StackRequest | NodeStacks) -> None:
         for peer in self.peers.values():
             peer.send(message)
 
-    def _take(self, node: int, frames: Mapping[str, Sequence[str]]) -> None:
-        self._told[node] = frames
+    def _take(self, node: int, told: NodeStacks) -> None:
+        self._told[node] = told
         if self._told.keys() >= {0, *self.peers}:
             self._end.set_within(0.0)
 
     def _conclude(self) -> int | None:
         """Show what the nodes have told; of a silence also who is behind."""
-        places = {int(rank): at for told in self._told.values() for rank, at in told.items()}
+        nodes = self._told.values()
+        places = {int(rank): at for told in nodes for rank, at in told.frames.items()}
+        calls = {int(rank): one for told in nodes for rank, one in told.collectives.items()}
         unheard = [self.hosts[node] for node in self.peers if node not in self._told]
         silent, self._silent = self._silent, None
         self._told.clear()
@@ -118,6 +123,7 @@ class Query:
         if silent is not None:
             head = f"{describe_silence(silent, odd)}; {head}"
         lines = [head, *stuck.group_stacks(places), *(f"{host}: no answer" for host in unheard)]
+        lines += find_mismatches(calls)
         self._tell([printable(line, LONGEST) for line in lines])
         return None
 

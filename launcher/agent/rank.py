@@ -36,6 +36,7 @@ from torch.distributed import distributed_c10d
 
 from distributed.stop_signals import QUERY, handled_signals
 from launcher import processes
+from launcher.agent.flight_recorder import answer_requests
 from launcher.agent.optimizer_steps import count_steps
 from launcher.agent.output import say
 
@@ -98,6 +99,7 @@ def run_and_exit(
     _renew_streams()
     _renew_seeds()
     count_steps()
+    answer_requests()
     _hide_the_agent(program)
     kept = _keep_groups()
     code = _execute(program)

@@ -7,7 +7,10 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 
+from torch.distributed import is_nccl_available
+
 from distributed.errors import Refused
+from launcher.agent.flight_recorder import DEFAULT_SIZE, SIZE
 from launcher.agent.protocol import Assignment
 from launcher.agent.torchrun_arguments import Arguments
 
@@ -45,6 +48,8 @@ def rank_variables(
         variables["LOG_DIR"] = args.log_dir
     if args.nproc > 1 and "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = 1  # torchrun's choice
+    if is_nccl_available() and SIZE not in os.environ:
+        variables[SIZE] = DEFAULT_SIZE
     if args.has_virtual_ranks:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         gpu = local_rank if visible is None else visible.split(",")[local_rank].strip()

@@ -20,7 +20,7 @@ from distributed.heartbeat import Beat, Heart, find_record
 from launcher.agent.heartbeats import Heartbeats
 from launcher.agent.node_ranks import NodeRanks
 from launcher.agent.optimizer_steps import StepCounter
-from launcher.agent.protocol import MESSAGES
+from launcher.agent.protocol import MESSAGES, NodeStacks
 from launcher.agent.query import Query
 from launcher.agent.stuck import find_odd
 from launcher.typed_json import MessageError
@@ -175,7 +175,7 @@ def test_what_another_node_tells_is_shown_harmlessly() -> None:
     shown: list[str] = []
     ranks = NodeRanks([], Heartbeats(1), 0, "here")
     query = Query(ranks, ["here", "there"], {1: None}, shown.append, None, 0)  # type: ignore[dict-item]
-    query._told[0] = {}
+    query._told[0] = NodeStacks({})
     query.receive(1, told)
     assert query.on_time() is None
     assert shown[0].splitlines()[1] == "  rank 7: \\x1b[2Ja.py:1 in f"

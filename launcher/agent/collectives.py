@@ -1,0 +1,109 @@
+"""Which collectives do not match, from what torch's flight recorder has of each rank (no torch).
+
+A rank writes its newest ones to a file when it is asked (flight_recorder.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher import typed_json
+from launcher.text import name_ranks
+from launcher.typed_json import MessageError
+
+DUMP_SIGNAL = signal.SIGRTMIN + 10  # on it a rank writes its collectives; no script uses this one
+WINDOW = 20  # of each process group
+# Every rank calls these with arrays of the same size.
+_EQUAL_SIZES = ("all_reduce", "broadcast", "reduce")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call, as a rank has made it."""
+
+    group: str  # the process group's name
+    number: int  # of its collectives, from 1
+    operation: str
+    sizes: str  # of the input, with its type
+    is_done: bool
+
+    def __str__(self) -> str:
+        return f"#{self.number} {self.operation} of {self.sizes or 'nothing'}"
+
+    @property
+    def must_match(self) -> tuple[str, str]:
+        return self.operation, self.sizes if self.operation in _EQUAL_SIZES else ""
+
+
+@dataclass(frozen=True)
+class Calls:
+    """A rank's newest collectives."""
+
+    calls: Sequence[Collective] = ()
+
+
+def file_of(error_file: Path) -> Path:
+    """Return the file for a rank's collectives, in the folder of its error file."""
+    return error_file.with_suffix(".collectives")
+
+
+def read(files: Mapping[int, Path], limit_s: float) -> dict[int, Calls]:
+    """Return what ranks write to files that are not there yet, within the time, by rank."""
+    deadline, found = time.monotonic() + limit_s, dict[int, Calls]()
+    while len(found) < len(files) and time.monotonic() < deadline:
+        for rank, file in files.items():
+            with contextlib.suppress(OSError, MessageError):
+                found[rank] = typed_json.parse(Calls, file.read_text())
+        time.sleep(0.01)
+    return found
+
+
+def find_mismatches(told: Mapping[int, Calls]) -> list[str]:
+    """Return one line for each process group whose ranks are not in the same collective."""
+    groups = {call.group: None for calls in told.values() for call in calls.calls}
+    lines = (_compare(group, _by_number(group, told)) for group in groups)
+    return [line for line in lines if line]
+
+
+def _by_number(group: str, told: Mapping[int, Calls]) -> dict[int, dict[int, Collective]]:
+    """Return each rank's calls in a group. Every rank is in the default group."""
+    found = {
+        rank: {call.number: call for call in calls.calls if call.group == group}
+        for rank, calls in told.items()
+    }
+    return {rank: calls for rank, calls in found.items() if calls or group == "default_pg"}
+
+
+def _compare(group: str, calls: Mapping[int, Mapping[int, Collective]]) -> str:
+    newest = {rank: max(of_rank, default=0) for rank, of_rank in calls.items()}
+    last = min(newest.values())
+    for number in sorted({number for of_rank in calls.values() for number in of_rank}):
+        here = {rank: of_rank[number] for rank, of_rank in calls.items() if number in of_rank}
+        if len({call.must_match for call in here.values()}) > 1:
+            return f"{group}: the ranks differ: {_group(here, str)}"
+        if number > last and not all(call.is_done for call in here.values()):
+            missing = [rank for rank in calls if newest[rank] < number]
+            behind = {rank: calls[rank].get(newest[rank]) for rank in missing}
+            where = _group(behind, lambda call: f"last called {call}" if call else "called none")
+            return f"{group}: {_group(here, lambda call: f'in {call}')}; {where}"
+    return ""
+
+
+def _group(calls: Mapping[int, Collective | None], tell: Callable[[Collective | None], str]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, call in sorted(calls.items()):
+        ranks.setdefault(tell(call), []).append(rank)
+    return "; ".join(f"{name_ranks(numbers)} {text}" for text, numbers in ranks.items())
+
+
+def newest(calls: Iterable[Collective]) -> Calls:
+    """Return the newest calls of each process group."""
+    groups: dict[str, list[Collective]] = {}
+    for call in calls:
+        groups.setdefault(call.group, []).append(call)
+    return Calls([call for group in groups.values() for call in group[-WINDOW:]])

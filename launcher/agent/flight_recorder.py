@@ -1,0 +1,65 @@
+"""A rank's collectives, from torch's flight recorder: written to a file when its agent asks.
+
+https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch._C import _distributed_c10d
+
+from launcher.agent.collectives import DUMP_SIGNAL, Collective, file_of, newest
+from launcher.typed_json import encode
+
+SIZE = "TORCH_FR_BUFFER_SIZE"  # entries; torch records none if it is 0
+DEFAULT_SIZE = 2000  # for NCCL
+_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of NCCL, and of other backends
+
+
+def answer_requests() -> None:
+    """In a rank, before its script runs: answer in a thread, where torch records collectives.
+
+    The main thread may wait in one, where it could handle no signal.
+    """
+    if (os.environ.get(SIZE) or "0") == "0":
+        return
+    file = file_of(Path(os.environ["TORCHELASTIC_ERROR_FILE"]))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {DUMP_SIGNAL})  # in all threads
+    threading.Thread(target=_answer, args=(file,), name="flight recorder", daemon=True).start()
+
+
+def _answer(file: Path) -> None:
+    new = file.with_suffix(".new")
+    while signal.sigwait({DUMP_SIGNAL}):
+        with contextlib.suppress(OSError):  # a full disk
+            new.write_text(encode(newest(_recorded())))
+            new.replace(file)
+
+
+def _recorded() -> Iterator[Collective]:
+    for name in _DUMPS:
+        if dump := getattr(_distributed_c10d, name, None):
+            for entry in json.loads(dump() or "{}").get("entries", ()):
+                if not entry["is_p2p"]:
+                    yield read_entry(entry)
+
+
+def read_entry(entry: dict[str, Any]) -> Collective:
+    """Return an entry of the recorder, as torch 2.6 and newer write it."""
+    number, name = entry["process_group"]
+    types = ", ".join(entry["input_dtypes"])
+    return Collective(
+        group=name if name not in ("", "undefined") else f"group {number}",
+        number=entry["collective_seq_id"],
+        operation=entry["profiling_name"].rpartition(":")[2],
+        sizes=f"{', '.join(map(str, entry['input_sizes']))} {types}".strip(),
+        is_done=entry["retired"] or entry["state"] == "completed",
+    )

@@ -1,0 +1,158 @@
+"""Collectives that do not match are named: from given calls, and from real ranks that wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agents import Run, kill_what_is_left
+from test_query import ask_for_stacks
+
+from launcher.agent import collectives
+from launcher.agent.collectives import Calls, Collective, find_mismatches
+from launcher.agent.flight_recorder import read_entry
+from launcher.typed_json import encode
+
+# As torch 2.13 writes it.
+ENTRY = {
+    "collective_seq_id": 2,
+    "input_dtypes": ["Float"],
+    "input_sizes": [[10, 4]],
+    "is_p2p": False,
+    "op_id": 2,
+    "output_dtypes": ["Float"],
+    "output_sizes": [[10, 4]],
+    "p2p_seq_id": 0,
+    "pg_id": 0,
+    "process_group": ["0", "default_pg"],
+    "profiling_name": "gloo:all_reduce",
+    "record_id": 1,
+    "retired": True,
+    "state": "scheduled",
+    "timeout_ms": 1800000,
+}
+
+
+def call(
+    number: int, is_done: bool = True, operation: str = "all_reduce", size: int = 8
+) -> Collective:
+    return Collective("default_pg", number, operation, f"[{size}] Float", is_done)
+
+
+DONE = [call(1), call(2)]
+
+
+@pytest.mark.parametrize(
+    ("told", "lines"),
+    [
+        ({0: DONE, 1: DONE}, []),
+        ({0: [*DONE, call(3, False)], 1: [*DONE, call(3, False)]}, []),  # just now
+        (
+            {0: [*DONE, call(3, False)], 1: DONE, 2: [*DONE, call(3, False)]},
+            [
+                "default_pg: ranks 0, 2 in #3 all_reduce of [8] Float; "
+                "rank 1 last called #2 all_reduce of [8] Float"
+            ],
+        ),
+        (
+            {0: [call(1, False)], 1: []},
+            ["default_pg: rank 0 in #1 all_reduce of [8] Float; rank 1 called none"],
+        ),
+        (
+            {0: [*DONE, call(3, False)], 1: [*DONE, call(3, False, "broadcast")]},
+            [
+                "default_pg: the ranks differ: rank 0 #3 all_reduce of [8] Float; "
+                "rank 1 #3 broadcast of [8] Float"
+            ],
+        ),
+        (
+            {0: [call(7, False)], 1: [call(7, False, size=9)]},
+            [
+                "default_pg: the ranks differ: rank 0 #7 all_reduce of [8] Float; "
+                "rank 1 #7 all_reduce of [9] Float"
+            ],
+        ),
+        ({0: [call(7, False, "all_gather")], 1: [call(7, False, "all_gather", 9)]}, []),
+    ],
+)
+def test_what_does_not_match(told: dict[int, list[Collective]], lines: list[str]) -> None:
+    assert find_mismatches({rank: Calls(calls) for rank, calls in told.items()}) == lines
+
+
+def test_a_group_is_compared_among_its_own_ranks() -> None:
+    pair = Collective("group 3", 5, "broadcast", "[1] Long", False)
+    told = {0: Calls([*DONE, pair]), 1: Calls([*DONE, pair]), 2: Calls(DONE)}
+    assert find_mismatches(told) == []
+
+
+def test_an_entry_of_the_recorder() -> None:
+    assert read_entry(ENTRY) == Collective("default_pg", 2, "all_reduce", "[10, 4] Float", True)
+    other = read_entry({**ENTRY, "process_group": ["5", "undefined"], "retired": False})
+    assert (other.group, other.is_done) == ("group 5", False)
+
+
+def test_the_newest_of_each_group_are_told(tmp_path: Path) -> None:
+    calls = collectives.newest(call(number) for number in range(1, 100))
+    assert [one.number for one in calls.calls] == [*range(80, 100)]
+    file = tmp_path / "rank_3.collectives"
+    file.write_text(encode(calls))
+    assert collectives.read({3: file, 4: tmp_path / "none"}, 0.05) == {3: calls}
+
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, kind = dist.get_rank(), sys.argv[1]
+for _ in range(30):
+    dist.all_reduce(torch.ones(4))
+parameter = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([parameter], lr=0.1)
+parameter.grad = torch.ones(1)
+optimizer.step()
+print(f"ready {rank}", flush=True)
+if rank != 1 or kind == "other":
+    dist.broadcast(torch.ones(4), 0) if rank == 1 else dist.all_reduce(torch.ones(6))
+dist.barrier()
+"""
+
+
+@pytest.fixture
+def runs() -> Iterator[list[Run]]:
+    started: list[Run] = []
+    yield started
+    kill_what_is_left(started)
+
+
+@pytest.mark.slow
+def test_a_collective_that_one_rank_leaves_out_is_named(runs: list[Run], tmp_path: Path) -> None:
+    script = tmp_path / "skips.py"
+    script.write_text(SCRIPT.replace("dist.barrier()", "import time; time.sleep(1000)"))
+    options = ["--nproc-per-node=3", f"--log-dir={tmp_path}", "--rdzv-id=x", str(script), "skip"]
+    runs.append(Run(options, TORCH_FR_BUFFER_SIZE="200"))
+    runs[0].wait_for("ready 0")
+    told, began = "", time.monotonic()
+    wanted = (
+        "default_pg: ranks 0, 2 in #31 all_reduce of [6] Float; "
+        "rank 1 last called #30 all_reduce of [4] Float\n"
+    )
+    while wanted not in told:  # at first they may not wait yet
+        assert time.monotonic() - began < 20, told
+        told = ask_for_stacks(tmp_path / "x", (tmp_path / "x/stacks").touch)
+
+
+@pytest.mark.slow
+def test_a_hang_is_ended_with_the_collectives_that_differ(runs: list[Run], tmp_path: Path) -> None:
+    script = tmp_path / "differs.py"
+    script.write_text(SCRIPT)
+    options = ["--nproc-per-node=3", str(script), "other"]
+    runs.append(Run(options, TORCH_FR_BUFFER_SIZE="200", HANG_SECONDS="2"))
+    err = runs[0].finish(within_s=40)
+    runs[0].assert_gone()
+    assert "[rank-stuck]" in err
+    wanted = (
+        "stacks   default_pg: the ranks differ: ranks 0, 2 #31 all_reduce of [6] Float; "
+        "rank 1 #31 broadcast of [4] Float\n"
+    )
+    assert wanted in err
