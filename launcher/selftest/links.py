@@ -24,7 +24,7 @@ STUCK_S = 10.0  # for one transfer
 ROUND_S, LEAST_S = 0.2, 0.05  # one round: up to 4 nodes, and with very many
 _PINGS = 5
 _GROWTH = 4
-_END = 0  # as a size: no more transfers
+_PING, _END = -1, 0  # as a size: answer at once; no more transfers
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _send(peer: int, seconds: float) -> tuple[float, float]:
     The largest: a limit on a link lets short bursts pass.
     """
     word = torch.zeros(1, dtype=torch.int64, device=device())
-    latency = min(_timed(peer, word, word[:0]) for _ in range(_PINGS)) / 2
+    latency = min(_timed(peer, word.fill_(_PING), None) for _ in range(_PINGS)) / 2
     size, took, deadline = SMALLEST, [], time.monotonic() + seconds
     while True:
         data = torch.empty(size, dtype=torch.uint8, device=device())
@@ -124,11 +124,11 @@ def _send(peer: int, seconds: float) -> tuple[float, float]:
     return size / max(statistics.median(took), 1e-9), latency
 
 
-def _timed(peer: int, size: Tensor, data: Tensor) -> float:
+def _timed(peer: int, size: Tensor, data: Tensor | None) -> float:
     """Return the seconds from the announcement of some data to the answer that it has come."""
     start = time.perf_counter()
-    _transfer(size if data.numel() else size.fill_(-1), peer, is_sending=True)
-    if data.numel():
+    _transfer(size, peer, is_sending=True)
+    if data is not None:
         _transfer(data, peer, is_sending=True)
     _transfer(size, peer, is_sending=False)
     return time.perf_counter() - start
@@ -140,7 +140,7 @@ def _receive(peer: int) -> None:
         _transfer(size, peer, is_sending=False)
         if size.item() == _END:
             return
-        if size.item() > 0:
+        if size.item() != _PING:
             data = torch.empty(int(size.item()), dtype=torch.uint8, device=device())
             _transfer(data, peer, is_sending=False)
         _transfer(size, peer, is_sending=True)

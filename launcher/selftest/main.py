@@ -119,7 +119,9 @@ def measure_all(test: Test) -> int:
     nodes = [Node(members[firsts[node]].host, firsts[node]) for node in sorted(firsts)]
     test.findings.hosts = [node.host for node in nodes]
     if not is_basic and len(nodes) > 1:
+        started = time.monotonic()
         measure_links(test, nodes)
+        test.findings.links_s = time.monotonic() - started
     if not is_basic:
         mine = replace(mine, speed=measure_speed(test))
     checks = [*known_answers.run_checks(env.rank, env.world_size)]

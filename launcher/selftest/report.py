@@ -38,6 +38,7 @@ class Findings:
     links: Links = field(default_factory=dict)
     slow: Mapping[int, float] = field(default_factory=dict)  # ranks, and how many times slower
     collectives: Sequence[Measured] = ()
+    links_s: float = 0.0  # how long it took to measure the links
 
     def faults(self) -> list[tuple[str, str]]:
         """Return each fault, with the host to leave out for it, or an empty name."""
@@ -154,6 +155,7 @@ def as_json(findings: Findings, verdict: str, latencies: Mapping[tuple[int, int]
         "exclude": findings.excluded(),
         "ranks": [asdict(member) for member in findings.members],
         "links": links,
+        "links_seconds": findings.links_s,
         "collectives": [asdict(measured) for measured in findings.collectives],
     }
     return json.dumps(told, indent=1) + "\n"

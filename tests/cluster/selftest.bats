@@ -104,3 +104,17 @@ try_healthy() {
   echo "$output"
   [[ $status == 0 && $output == *"PASS  2 ranks on 2 nodes, gloo: 19 checks, "* ]]
 }
+
+# bats test_tags=prove,long
+@test "the links of 16 nodes take at most 4 times as long as those of 4" {
+  local nodes seconds=()
+  for nodes in 4 16; do
+    CLUSTER_DIR=$BATS_TEST_TMPDIR/$nodes "$CLUSTER" up "$nodes"
+    CLUSTER_DIR=$BATS_TEST_TMPDIR/$nodes timeout 300 "$CLUSTER" run login \
+      env PREFLIGHT_SECONDS=60 "$ROOT/scripts/test_distributed.sh" 1 "node[1-$nodes]" --json found.json &>out || true
+    CLUSTER_DIR=$BATS_TEST_TMPDIR/$nodes "$CLUSTER" down
+    seconds+=("$(found 'f["links_seconds"]')") || { cat out && false; }
+  done
+  echo "# links: ${seconds[0]} s on 4 nodes, ${seconds[1]} s on 16" >&3
+  "$PYTHON" -c "assert ${seconds[1]} <= 4 * ${seconds[0]}"
+}
