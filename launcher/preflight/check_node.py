@@ -19,7 +19,7 @@ from pathlib import Path
 
 from distributed.environment import port_from_id
 from launcher.handshake import open_port, read_access
-from launcher.preflight import meeting, must_match
+from launcher.preflight import infiniband, meeting, must_match
 from launcher.preflight.checks import CHECKS, Fault, Machine
 from launcher.preflight.gpus import GpuError, visible_gpus
 from launcher.text import short_host_name
@@ -164,6 +164,8 @@ def _look_at_machine(
         backend=request.backend,
         cpus=len(os.sched_getaffinity(0)),
         num_workers=request.num_workers,
+        ports=tuple(infiniband.read_ports()),
+        can_open_ports=infiniband.can_open_devices(),
     )
 
 

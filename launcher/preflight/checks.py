@@ -22,7 +22,7 @@ from pathlib import Path
 
 from distributed.network import interface_to
 from launcher.handshake import is_loopback
-from launcher.preflight import must_match
+from launcher.preflight import gpu_health, infiniband, must_match
 from launcher.preflight.gpus import Gpu
 from launcher.text import count
 
@@ -65,6 +65,8 @@ class Machine:
     backend: str = "auto"
     cpus: int = 0  # that this process may use
     num_workers: int = 0  # processes of each rank that load data
+    ports: tuple[infiniband.Port, ...] = ()
+    can_open_ports: bool = True  # those of InfiniBand, from here
 
 
 def check_program(machine: Machine) -> Iterator[Fault]:
@@ -122,6 +124,17 @@ def check_gpus(machine: Machine) -> Iterator[Fault]:
         if gpu.processes:
             cause = f"GPU {gpu.index} is in use by {', '.join(gpu.processes)}"
             yield Fault("gpu-unhealthy", cause, "wait for it, or choose another GPU", warns=True)
+        elif gpu.health.is_taken:
+            used = f"{gpu.health.used_mib} of {gpu.health.total_mib} MiB of its memory"
+            cause = f"GPU {gpu.index} has {used} in use, by no process that is shown here"
+            yield Fault("gpu-unhealthy", cause, "wait for it, or choose another GPU", warns=True)
+
+
+def check_gpu_speed(machine: Machine) -> Iterator[Fault]:
+    """No GPU is slower than it need be: every step would wait for it."""
+    for cause in gpu_health.find_slow({gpu.index: gpu.health for gpu in machine.gpus}):
+        cure = "have it looked at, or leave it out with CUDA_VISIBLE_DEVICES"
+        yield Fault("gpu-slow", cause, cure, warns=True)
 
 
 def check_build(machine: Machine) -> Iterator[Fault]:
@@ -226,6 +239,28 @@ def check_interfaces(machine: Machine) -> Iterator[Fault]:
             yield Fault("no-such-interface", cause, cure)
 
 
+def check_infiniband(machine: Machine) -> Iterator[Fault]:
+    """The ports that NCCL would use between nodes are active, and can be used from here."""
+    has_nccl = machine.backend == "nccl" or (machine.backend == "auto" and machine.gpus)
+    if machine.nnodes == 1 or not has_nccl or not infiniband.is_wanted(machine.environ):
+        return
+    ports = infiniband.ports_of_nccl(machine.ports, machine.environ)
+    active = [port.name for port in ports if port.is_active]
+    down = [f"{one.name} is {one.state} ({one.physical})" for one in ports if one.is_down]
+    if down:
+        others = f"{count(len(active), 'other')} active" if active else "none active"
+        cure = "see its cable and switch, or name the ports to use in NCCL_IB_HCA"
+        yield Fault("infiniband-down", f"port {', '.join(down)}, {others}", cure, warns=True)
+    if not ports and (all_active := [one.name for one in machine.ports if one.is_active]):
+        cause = f"NCCL_IB_HCA={machine.environ['NCCL_IB_HCA']} names none of the active ports"
+        cure = f"unset it, or name one of {', '.join(all_active)}"
+        yield Fault("nccl-on-sockets", cause, cure, warns=True)
+    if active and not machine.can_open_ports:
+        cause = f"port {active[0]} is active, but {infiniband.DEVICES} cannot be opened here"
+        cure = "give it to the container, or set NCCL_PROFILE=ethernet"
+        yield Fault("nccl-on-sockets", cause, cure, warns=True)
+
+
 def check_limits(machine: Machine) -> Iterator[Fault]:
     """Data workers pass descriptors and share /dev/shm with NCCL; InfiniBand locks its buffers."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1 is no limit
@@ -261,10 +296,12 @@ def check_folders(machine: Machine) -> Iterator[Fault]:
 CHECKS = {  # and how many things each looks at
     check_program: 1,
     check_gpus: 3,
+    check_gpu_speed: 4,
     check_build: 1,
     check_cpus: 1,
     check_master: 3,
     check_interfaces: 2,
+    check_infiniband: 2,
     check_limits: 3,
     check_folders: 2,
 }

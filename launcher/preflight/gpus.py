@@ -7,14 +7,22 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from launcher.preflight import gpu_health
+from launcher.preflight.gpu_health import Health
 
 LIMIT_S = 8.0  # in all; a GPU that fell off the bus can make nvidia-smi hang
 
 
 class GpuError(RuntimeError):
     """There are GPUs, but their tool cannot tell of them."""
+
+
+class UnknownField(GpuError):
+    """This nvidia-smi does not know a field, and refuses the whole question."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,7 @@ class Gpu:
     memory_errors: int  # uncorrected, since the driver was loaded
     driver: str = ""  # its version
     processes: tuple[str, ...] = ()  # "pid 123 (python)"
+    health: Health = field(default_factory=Health)
 
 
 def visible_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
@@ -52,22 +61,44 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
 
 def _nvidia_gpus(until: float) -> Iterator[Gpu]:
     """Yield the GPUs and, of one that is divided, its MIG instances instead."""
-    columns = "index,uuid,ecc.errors.uncorrected.volatile.total,driver_version,mig.mode.current"
-    rows = list(_query("gpu", columns, until))
-    users = list(_query("compute-apps", "gpu_uuid,pid,process_name", until)) if rows else []
-    instances = _mig_instances(until) if any(row[-1] == "Enabled" for row in rows) else {}
-    for index, uuid, errors, driver, mode in rows:
+    rows = _ask_about_gpus(until)
+    if not rows:
+        return
+    with ThreadPoolExecutor(1) as pool:  # two questions at once take the time of one
+        linked = pool.submit(_nvlinks, until) if len(rows) > 1 else None
+        users = list(_query("compute-apps", "gpu_uuid,pid,process_name", until))
+    nvlinks = linked.result() if linked else {}
+    instances = _mig_instances(until) if any(row[4] == "Enabled" for row in rows) else {}
+    for index, uuid, errors, driver, mode, *more in rows:
         gpu = Gpu(
             index=index,
             uuid=uuid,
             memory_errors=int(errors) if errors.isdigit() else 0,  # "[N/A]" without ECC
             driver=driver,
             processes=tuple(f"pid {pid} ({name})" for gpu, pid, name in users if gpu == uuid),
+            health=gpu_health.read(more, nvlinks.get(uuid)),
         )
         if mode != "Enabled":
             yield gpu
         for number, instance in enumerate(instances.get(uuid, [])):
-            yield replace(gpu, index=f"{index}:{number}", uuid=instance, processes=())
+            name = f"{index}:{number}"
+            yield replace(gpu, index=name, uuid=instance, processes=(), health=Health())
+
+
+def _ask_about_gpus(until: float) -> list[list[str]]:
+    """Ask for all at once; an old nvidia-smi, for what each of them knows."""
+    columns = "index,uuid,ecc.errors.uncorrected.volatile.total,driver_version,mig.mode.current"
+    try:
+        return list(_query("gpu", ",".join((columns, *gpu_health.FIELDS)), until))
+    except UnknownField:
+        return list(_query("gpu", columns, until))
+
+
+def _nvlinks(until: float) -> dict[str, int]:
+    try:
+        return gpu_health.count_nvlinks(_run("nvidia-smi", ["nvlink", "--status"], until).stdout)
+    except GpuError:
+        return {}  # the other question tells of it
 
 
 def _mig_instances(until: float) -> dict[str, list[str]]:
@@ -104,8 +135,12 @@ def _query(table: str, columns: str, until: float) -> Iterator[list[str]]:
     if result.returncode == 0:
         for line in result.stdout.splitlines():
             yield [cell.strip() for cell in line.split(",", columns.count(","))]
-    elif any(Path("/dev").glob("nvidia[0-9]*")):
-        raise GpuError(f"nvidia-smi: {' '.join((result.stdout + result.stderr).split())}")
+        return
+    said = " ".join((result.stdout + result.stderr).split())
+    if "is not a valid field to query" in said:
+        raise UnknownField(f"nvidia-smi: {said}")
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        raise GpuError(f"nvidia-smi: {said}")
 
 
 def _select(gpus: Sequence[Gpu], wanted: str) -> Iterator[Gpu]:

@@ -520,7 +520,7 @@ PY
   run launch - 1 node1 node2 -- idle
   echo "$output"
   ((status == 1))
-  [[ $output == *"preflight  22 checks on 2 nodes: ok"*$'\nFAILED   node agent 1 (node2) '*"[env-missing]"$'\ncause    the node agent could not import torch: ModuleNotFoundError: '* ]]
+  [[ $output == *"preflight  28 checks on 2 nodes: ok"*$'\nFAILED   node agent 1 (node2) '*"[env-missing]"$'\ncause    the node agent could not import torch: ModuleNotFoundError: '* ]]
   run on login salloc --quiet --nodes=2 --nodelist=node1,node2 --ntasks-per-node=1 scripts/run_ddp.sh -n 1 -- idle
   echo "$output"
   ((status == 1))

@@ -102,7 +102,7 @@ PY
   TRAIN_SCRIPT=own.py RUN_ID=own run --separate-stderr launch - 2
   [[ $status == 0 && $output == "total 2" ]]
   grep -q '^\[1\] total 2' logs/own/node_0.log
-  [[ $stderr =~ preflight\ \ 16\ checks\ on\ 1\ node ]]
+  [[ $stderr =~ preflight\ \ 22\ checks\ on\ 1\ node ]]
 }
 
 # bats test_tags=slow
@@ -236,7 +236,7 @@ PY
   TRAIN_SCRIPT=warned.py run launch - 1 --strict
   assert_refused 3 "$HOST: at most 512 open files; ulimit -n" "low-nofile"
   TRAIN_SCRIPT=warned.py run launch - 1
-  [[ $status == 0 && ${lines[0]} == *"warning: "*"[low-nofile]" && $output == *"16 checks on 1 node: 1 warning in"* ]]
+  [[ $status == 0 && ${lines[0]} == *"warning: "*"[low-nofile]" && $output == *"22 checks on 1 node: 1 warning in"* ]]
 }
 
 # bats test_tags=slow

@@ -64,8 +64,8 @@ def test_every_fault_of_every_node_in_one_list() -> None:
         ("node1", WARNING),
         ("node2", BLOCKED),
     ]
-    assert (outcome.num_checks, outcome.num_nodes, outcome.seconds) == (22, 2, 2.0)
-    assert judge([make_report(0)]).num_checks == sum(CHECKS.values()) == 16
+    assert (outcome.num_checks, outcome.num_nodes, outcome.seconds) == (28, 2, 2.0)
+    assert judge([make_report(0)]).num_checks == sum(CHECKS.values()) == 22
 
 
 def test_warnings_refuse_only_when_strict() -> None:

@@ -1,0 +1,82 @@
+"""The ports of this machine's InfiniBand and RoCE cards, as the kernel shows them (no torch)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+SYSFS = Path("/sys/class/infiniband")
+DEVICES = Path("/dev/infiniband")
+
+
+@dataclass(frozen=True)
+class Port:
+    """One port; with Ethernet behind it, it speaks RoCE."""
+
+    device: str  # such as mlx5_0
+    number: str
+    state: str  # ACTIVE, DOWN, INIT or ARMED
+    physical: str  # LinkUp, Polling, Disabled or another
+
+    @property
+    def name(self) -> str:
+        """As NCCL writes it."""
+        return f"{self.device}:{self.number}"
+
+    @property
+    def is_active(self) -> bool:
+        return self.state.startswith("ACTIVE")
+
+    @property
+    def is_down(self) -> bool:
+        """Whether it should be active and is not; one that was switched off should not."""
+        return self.state != "" and not self.is_active and self.physical != "Disabled"
+
+
+def read_ports(sysfs: Path = SYSFS) -> list[Port]:
+    """Return all ports; none on a machine without such cards."""
+    return [
+        Port(folder.parts[-3], folder.name, _read(folder / "state"), _read(folder / "phys_state"))
+        for folder in sorted(sysfs.glob("*/ports/*"))
+    ]
+
+
+def _read(file: Path) -> str:
+    """Return the word of a state such as "4: ACTIVE"; empty where there is none."""
+    with contextlib.suppress(OSError):
+        return file.read_text().partition(":")[2].strip()
+    return ""
+
+
+def is_wanted(environ: Mapping[str, str]) -> bool:
+    """Whether the user leaves it to NCCL to use InfiniBand."""
+    is_off = environ.get("NCCL_IB_DISABLE", "0") not in ("", "0")
+    is_ethernet = environ.get("NCCL_PROFILE") == "ethernet"
+    return not (is_off or is_ethernet or environ.get("NCCL_NET", "IB").lower() == "socket")
+
+
+def ports_of_nccl(ports: Iterable[Port], environ: Mapping[str, str]) -> list[Port]:
+    """Return those that NCCL may use: NCCL_IB_HCA names them."""
+    chosen = environ.get("NCCL_IB_HCA", "")
+    if not chosen:
+        return list(ports)
+    words = chosen.lstrip("^=").split(",")  # prefixes, =exact or ^excluded
+    is_left_out, is_exact = "^" in chosen[:2], "=" in chosen[:2]
+    return [port for port in ports if is_left_out != _is_named(port, words, is_exact=is_exact)]
+
+
+def _is_named(port: Port, words: Iterable[str], *, is_exact: bool) -> bool:
+    for word in words:
+        device, _, number = word.partition(":")
+        is_device = port.device == device if is_exact else port.device.startswith(device)
+        if is_device and number in ("", port.number):
+            return True
+    return False
+
+
+def can_open_devices(devices: Path = DEVICES) -> bool:
+    """Whether this process may use a card: a container often has none of their device files."""
+    return any(os.access(file, os.R_OK | os.W_OK) for file in devices.glob("uverbs*"))
