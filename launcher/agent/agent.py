@@ -29,7 +29,7 @@ from distributed import network
 from distributed.environment import new_run_id
 from distributed.errors import BAD_INPUT, REFUSED, Refused
 from launcher import typed_json
-from launcher.agent import checkin, rank
+from launcher.agent import checkin, nccl_network, rank
 from launcher.agent.attempt import Attempt
 from launcher.agent.control import SILENCE_S, report_end
 from launcher.agent.guardian import AgentNote, GuardianLink
@@ -141,6 +141,7 @@ class NodeAgent:
         self.folder = RunFolder(log_dir, run_id, args.node_rank) if log_dir else None
         if self.folder is not None:
             self.folder.create()
+        self.network = nccl_network.prepare(self.folder, args.node_rank, args.num_nodes)
         self.record = self._open_record(arguments)
         self.log = NodeLog(self.folder.node_log if self.folder else None)
         self.streams = self.folder.path if self.folder else None  # for those with own files
@@ -198,6 +199,7 @@ class NodeAgent:
             verdict_s=VERDICT_S if is_last else SILENCE_S,
             record=self.record,
             query=Query(here, hosts, peers, self._say, folder, self.args.hang_s),
+            network=self.network,
         )
         verdict = attempt.watch(self.terminals)
         if self.args.node_rank == 0:
@@ -239,12 +241,9 @@ class NodeAgent:
         """Serve torch's store where the agents met, on the very same listening socket."""
         assert self.listener is not None
         with without_noise(2):
+            address, fd = self.args.master_addr, self.listener.detach()
             self.store = TCPStore(
-                self.args.master_addr,
-                self.port,
-                is_master=True,
-                wait_for_workers=False,
-                master_listen_fd=self.listener.detach(),
+                address, self.port, is_master=True, wait_for_workers=False, master_listen_fd=fd
             )
 
     # --- the ranks ----------------------------------------------------------------------------
@@ -277,6 +276,7 @@ class NodeAgent:
             ]
             (stdout, out), (stderr, err) = streams
             variables = rank_variables(self.args, self.assignment, local_rank, self.port, attempt)
+            variables |= self.network.variables if number == 0 else {}
             variables["HEARTBEAT_FILE"] = self.heartbeats.name(local_rank)
             variables["TORCHELASTIC_ERROR_FILE"] = str(error_file)
             pid = os.fork()

@@ -22,6 +22,7 @@ from launcher import processes
 from launcher.agent import verdict
 from launcher.agent.control import BEAT_S, SILENCE_S
 from launcher.agent.deadline import Deadline
+from launcher.agent.nccl_network import NetworkWatch
 from launcher.agent.node_ranks import NodeRanks, Rank
 from launcher.agent.output import Stream
 from launcher.agent.protocol import (
@@ -60,6 +61,7 @@ class Attempt:
     verdict_s: float  # after a failure, when all is over here: for the other nodes' ends
     record: LiveRecord | None  # run.json, where this agent writes it
     query: Query
+    network: NetworkWatch
 
     def __post_init__(self) -> None:
         self.is_first_node = self.ranks.node_rank == 0  # its agent decides
@@ -272,6 +274,7 @@ class Attempt:
         reached = self.ranks.heartbeats.reached()
         if self.record is not None:
             self.record.note_progress(*reached)
+        self.network.look(self.query.show)
         here = self.ranks.straggler()
         self.send_all(NodeBeat(here))
         for node, peer in list(self.peers.items()):

@@ -1,0 +1,92 @@
+"""Whether NCCL uses the network that it should, read from its own log (no torch).
+
+NCCL that cannot use InfiniBand takes TCP, many times slower, and says so in its log alone. Where a
+port is active, rank 0 writes that log to a file, which no terminal shows. If the user has NCCL log,
+it is in the node's log. Rank 0 speaks for all: where they differ, NCCL fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from distributed.environment import printable
+from launcher.preflight import infiniband
+from launcher.record.run_json import RunFolder
+from launcher.text import short_host_name
+
+_CHOSEN = re.compile(rb"NCCL INFO Using network (\S+)")  # so in NCCL 2.10 to 2.32
+_REASON = re.compile(
+    rb"NCCL (?:INFO|WARN) "
+    rb"((?:Failed to open libibverbs|Call to ibv_\w+ failed|NET/IB : (?:No|Unable))[^\r\n]*)"
+)
+_SWITCHED_OFF = b"NCCL_IB_DISABLE set by environment to 1"  # or by nccl.conf
+_MOST = 1 << 20  # bytes of the log that are read; NCCL says it before the first collective
+CURE = "give ranks /dev/infiniband and libibverbs, see NCCL_IB_HCA, or set NCCL_PROFILE=ethernet"
+
+
+@dataclass
+class NetworkWatch:
+    """Waits for the line of NCCL's log that names its network."""
+
+    log: Path | None = None  # None: there is nothing more to wait for
+    start: int = 0  # bytes of it that are older
+    port: str = ""  # one that NCCL could use
+    variables: Mapping[str, str] = field(default_factory=dict)  # for rank 0, so that it logs there
+
+    def look(self, show: Callable[[str], None]) -> None:
+        """Show a warning, once, if NCCL has chosen TCP."""
+        if self.log is None:
+            return
+        said = b""
+        with contextlib.suppress(OSError), self.log.open("rb") as log:  # once NCCL has begun it
+            log.seek(self.start)
+            said = log.read(_MOST)
+        chosen = _CHOSEN.search(said)
+        if chosen is None:
+            return
+        self.log = None
+        if chosen[1] != b"Socket" or _SWITCHED_OFF in said:
+            return
+        reason = _REASON.search(said, 0, chosen.start())
+        why = f" ({reason[1].decode(errors='replace')})" if reason else ""
+        cause = f"NCCL uses TCP, although port {self.port} is active{printable(why)}"
+        show(f"warning: {short_host_name()}: {cause}; {CURE} [nccl-on-sockets]")
+
+
+def prepare(
+    folder: RunFolder | None,
+    node_rank: int,
+    num_nodes: int,
+    environ: Mapping[str, str] = os.environ,
+) -> NetworkWatch:
+    """Return the watch of node rank 0 over a run on several nodes; elsewhere one that is idle."""
+    if folder is None or node_rank != 0 or num_nodes == 1 or "NCCL_NET" in environ:
+        return NetworkWatch()
+    active = [port.name for port in infiniband.read_ports() if port.is_active]
+    if not active or not infiniband.is_wanted(environ) or "NCCL_DEBUG_FILE" in environ:
+        return NetworkWatch()
+    is_debug = environ.get("LOG_LEVEL") == "DEBUG"  # train.py has NCCL log
+    if is_debug or environ.get("NCCL_DEBUG", "").upper() in ("INFO", "TRACE"):
+        return NetworkWatch(folder.node_log, folder.node_log.stat().st_size, active[0])
+    if any(name.startswith("NCCL_DEBUG") for name in environ) or _is_set_in_file(environ):
+        return NetworkWatch()
+    log = folder.path / "nccl.log"
+    with contextlib.suppress(OSError):
+        log.unlink()  # of an earlier run of this id
+    name = str(log).replace("%", "%%")
+    variables = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV", "NCCL_DEBUG_FILE": name}
+    return NetworkWatch(log, 0, active[0], variables)
+
+
+def _is_set_in_file(environ: Mapping[str, str]) -> bool:
+    """Whether NCCL's own files say what it is to log; a variable would win."""
+    for name in ("/etc/nccl.conf", "~/.nccl.conf", environ.get("NCCL_CONF_FILE", "")):
+        with contextlib.suppress(OSError):  # NCCL will not read it either
+            if b"NCCL_DEBUG" in Path(os.path.expanduser(name)).read_bytes():
+                return True
+    return False

@@ -1,0 +1,192 @@
+"""NCCL that takes TCP where InfiniBand is active: told once, from its own log."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from agents import ROOT, Run, kill_what_is_left
+from ports import free_port
+from test_hardware import HARDWARE, make_sysfs
+
+from launcher.agent.nccl_network import NetworkWatch, prepare
+from launcher.preflight import infiniband
+from launcher.record.run_json import RunFolder
+
+LOGS = yaml.safe_load((HARDWARE / "nccl.yaml").read_text())
+WITHIN_S = 10.0  # from NCCL's line to the warning
+ACTIVE = {"mlx5_0/1": ["4: ACTIVE", "5: LinkUp", "InfiniBand"]}
+
+
+def look(watch: NetworkWatch) -> str:
+    shown: list[str] = []
+    watch.look(shown.append)
+    return "".join(shown)
+
+
+@pytest.mark.parametrize("one", LOGS, ids=lambda one: one["nccl"])
+def test_what_nccl_logged_in_real_runs(one: dict[str, Any], tmp_path: Path) -> None:
+    log = tmp_path / "nccl.log"
+    watch = NetworkWatch(log, 0, "mlx5_0:1")
+    assert look(watch) == ""  # NCCL has not begun
+    before, _, _ = one["text"].partition("Using network")
+    log.write_text(before)
+    assert look(watch) == ""
+    log.write_text(one["text"])
+    warning = look(watch)
+    if one["reason"]:
+        assert f"NCCL uses TCP, although port mlx5_0:1 is active ({one['reason']}); " in warning
+        assert warning.endswith(" [nccl-on-sockets]")
+    else:
+        assert warning == ""
+    assert look(watch) == ""  # it is told once
+    assert one["source"].startswith("https://")
+
+
+def test_older_lines_of_a_log_do_not_count(tmp_path: Path) -> None:
+    log = tmp_path / "node_0.log"
+    log.write_text(LOGS[0]["text"])
+    watch = NetworkWatch(log, log.stat().st_size, "mlx5_0:1")
+    assert look(watch) == ""
+    with log.open("a") as more:
+        more.write("[0] node1:1:1 [0] NCCL INFO Using network Socket\n")
+    assert "although port mlx5_0:1 is active; " in look(watch)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """The folder of a run on a machine with an active port."""
+    sysfs = make_sysfs(tmp_path / "sys", ACTIVE)
+    monkeypatch.setattr(infiniband, "read_ports", functools.partial(infiniband.read_ports, sysfs))
+    run = RunFolder(tmp_path / "logs", "mine", 0)
+    run.create()
+    return run
+
+
+def test_rank_0_writes_a_log_where_a_port_is_active(folder: RunFolder) -> None:
+    (folder.path / "nccl.log").write_text(LOGS[0]["text"])  # of an earlier run
+    watch = prepare(folder, 0, 2, {})
+    assert watch.log == folder.path / "nccl.log"
+    assert look(watch) == ""
+    assert watch.variables == {
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": "INIT,ENV",
+        "NCCL_DEBUG_FILE": str(folder.path / "nccl.log"),
+    }
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"NCCL_IB_DISABLE": "1"},
+        {"NCCL_PROFILE": "ethernet"},
+        {"NCCL_NET": "IB"},  # it fails by itself
+        {"NCCL_DEBUG": "WARN"},
+        {"NCCL_DEBUG_SUBSYS": "COLL"},
+        {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "mine.log"},
+        {"NCCL_CONF_FILE": "nccl.conf"},
+    ],
+)
+def test_what_the_user_has_chosen_stays(
+    environ: Mapping[str, str], folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.path)
+    Path("nccl.conf").write_text("NCCL_DEBUG=WARN\n")
+    assert prepare(folder, 0, 2, environ) == NetworkWatch()
+
+
+@pytest.mark.parametrize("environ", [{"NCCL_DEBUG": "info"}, {"LOG_LEVEL": "DEBUG"}])
+def test_a_log_that_the_user_asked_for_is_read(
+    environ: Mapping[str, str], folder: RunFolder
+) -> None:
+    folder.node_log.write_text("older\n")
+    assert prepare(folder, 0, 2, environ) == NetworkWatch(folder.node_log, 6, "mlx5_0:1")
+
+
+def test_one_node_and_other_nodes_have_nothing_to_watch(folder: RunFolder, tmp_path: Path) -> None:
+    assert prepare(folder, 0, 1, {}) == prepare(folder, 1, 2, {}) == NetworkWatch()
+    assert prepare(None, 0, 2, {}) == NetworkWatch()
+    for file in (tmp_path / "sys").rglob("state"):
+        file.write_text("1: DOWN\n")
+    assert prepare(folder, 0, 2, {}) == NetworkWatch()
+
+
+# --- real agents and ranks ----------------------------------------------------------------------
+
+# What the kernel shows of InfiniBand comes from the folder in the first argument.
+ON_THIS_MACHINE = f"""
+import functools, pathlib, runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+from launcher.preflight import infiniband
+infiniband.read_ports = functools.partial(infiniband.read_ports, pathlib.Path(sys.argv[1]))
+sys.argv = sys.argv[3:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+# Logs as NCCL does: at INFO alone, into NCCL_DEBUG_FILE, else to stdout.
+PROGRAM = """
+import os, sys, time
+print("NCCL_DEBUG is", os.environ.get("NCCL_DEBUG"), flush=True)
+if os.environ.get("NCCL_DEBUG") == "INFO":
+    file = os.environ.get("NCCL_DEBUG_FILE")
+    with open(file, "w") if file else os.fdopen(1, "w", closefd=False) as log:
+        log.write(open(sys.argv[1]).read())
+    print("logged", flush=True)
+time.sleep(45)
+"""
+
+
+@pytest.fixture
+def runs() -> Iterator[list[Run]]:
+    started: list[Run] = []
+    yield started
+    kill_what_is_left(started)
+
+
+def count_ranks_that_log(folder: Path) -> int:
+    """Wait until all ranks have begun; returns how many of them have NCCL log."""
+    deadline = time.monotonic() + 60.0
+    said = ""
+    while said.count("NCCL_DEBUG is") < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+        said = "".join(log.read_text() for log in folder.glob("node_*.log"))
+    return said.count("NCCL_DEBUG is INFO")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [{}, {"NCCL_DEBUG": "INFO"}], ids=["by us", "by the user"])
+def test_it_is_told_within_seconds(tmp_path: Path, runs: list[Run], asked: dict[str, str]) -> None:
+    sysfs = make_sysfs(tmp_path / "sys", ACTIVE)
+    driver, script, text = (tmp_path / name for name in ("driver.py", "script.py", "text"))
+    driver.write_text(ON_THIS_MACHINE)
+    script.write_text(PROGRAM)
+    text.write_text(LOGS[1]["text"])
+    port = str(free_port())
+    for node in range(2):
+        world = ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "2"]
+        where = ["--master-addr", "127.0.0.1", "--master-port", port, "--log-dir", str(tmp_path)]
+        through = [sys.executable, str(driver), str(sysfs)]
+        words = [*world, *where, "--rdzv-id", "mine", str(script), str(text)]
+        runs.append(Run(words, None, through, **asked))
+    runs[0].wait_for("logged\n")
+    logged = time.monotonic()
+    stderr = runs[0].process.stderr
+    assert stderr is not None
+    while "[nccl-on-sockets]" not in (line := stderr.readline()):
+        assert line, "ended without a warning"
+    assert time.monotonic() - logged < WITHIN_S
+    assert "although port mlx5_0:1 is active (Failed to open libibverbs.so[.1]); give" in line
+    assert count_ranks_that_log(tmp_path / "mine") == (4 if asked else 1)
+    os.kill(runs[0].process.pid, signal.SIGTERM)
+    said = "".join(run.finish() for run in runs)
+    assert "nccl-on-sockets" not in said  # it was told once
+    assert ("NCCL INFO" in runs[0].output) == bool(asked)  # the terminal stays as the user has it
+    assert (tmp_path / "mine/nccl.log").exists() == (not asked)
