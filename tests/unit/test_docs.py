@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.explain.rules import Kind, rules
+from launcher.explain.rules import UNKNOWN, Kind, match, rules
 from training.settings import KNOWN, Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,6 +24,7 @@ TEXT = {guide.name if guide.parent == ROOT else "bench": guide.read_text() for g
 # Its flags and settings are those of the scripts that it runs.
 TEXT["bench"] = re.sub(r"<!-- shapes -->.*<!-- /shapes -->", "", TEXT["bench"], flags=re.DOTALL)
 LAUNCH_GUIDE = TEXT["LAUNCH_GUIDE.md"]
+SECTIONS = dict(re.findall(r"^## (.+)\n((?:(?!#).*\n)+)", TEXT["TROUBLESHOOTING.md"], re.M))
 CONFIG_SECTION = LAUNCH_GUIDE.partition("\n## The config\n")[2].partition("\n## ")[0]
 
 SCRIPTS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("scripts/**/*.sh"))
@@ -71,6 +72,14 @@ NO_FAULTS = {
     *("ch-run", "compute-apps", "nvidia-smi", "rocm-smi"),
     "gpus-per-node",  # an option of sbatch
 }
+
+# What shows that a fault is the one, on any machine.
+CONFIRMING = re.compile(
+    r"cat|chronyc|date|df|dmesg|ethtool|getent|ibstat|ip|last|ls|nc|nvidia-smi|pgrep|ping|python|"
+    r"sacct|sha256sum|sinfo|srun|ss|ssh|tail|taskset|timedatectl|touch|ulimit|"
+    r"CUDA_LAUNCH_BLOCKING|PYTHONFAULTHANDLER|TORCH_DISTRIBUTED_DEBUG|"
+    r"scripts/(run_ddp|test_distributed|ssh/launch_singlenode)\.sh"
+)
 
 NOT_LISTED = ("__init__", "__pycache__")
 
@@ -301,6 +310,28 @@ def test_every_fault_has_a_section_and_every_section_a_fault() -> None:
     sections = re.findall(r"^## (.+)$", TEXT["TROUBLESHOOTING.md"], re.M)
     assert len(sections) == len(set(sections))
     assert set(sections) == faults
+
+
+def test_each_rule_is_found_by_a_text_of_its_section() -> None:
+    """What people paste into a search engine leads to the section that `explain` names, too."""
+    for section, text in SECTIONS.items():
+        told = re.search(r"\*\*In other logs:\*\*(.*?)\n\n", text, re.S)
+        for quoted in re.findall(r"`([^`]+)`", told[1]) if told else ():
+            rule = match(quoted.replace("\n", " "))
+            assert rule is not None and rule.fault == section, f"{section}: {quoted}"
+    for name in {rule.fault for rule in rules() if rule.kind != Kind.CONSEQUENCE} - {UNKNOWN}:
+        quoted_texts = (
+            text.replace("\n", " ") for text in re.findall(r"`([^`]+)`", SECTIONS[name])
+        )
+        found = {rule.fault for text in quoted_texts if (rule := match(text)) is not None}
+        assert name in found, f"{name}: no text that its rule knows"
+
+
+@pytest.mark.parametrize("section", sorted(SECTIONS))
+def test_each_fault_can_be_confirmed_by_a_command(section: str) -> None:
+    text = SECTIONS[section]
+    commands = [*re.findall(r"`([^`]+)`", text), *re.findall(r"^    (.+)$", text, re.M)]
+    assert any(CONFIRMING.fullmatch(re.split(r"[\s=]", one)[0]) for one in commands), section
 
 
 def test_words_that_are_no_faults_are_still_in_the_code() -> None:
