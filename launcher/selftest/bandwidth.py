@@ -68,12 +68,22 @@ def _broadcast(whole: Tensor, part: Tensor) -> None:
     dist.broadcast(whole, src=0)
 
 
+def _reduce(whole: Tensor, part: Tensor) -> None:
+    dist.reduce(whole, dst=0)
+
+
+def _all_to_all(whole: Tensor, part: Tensor) -> None:
+    dist.all_to_all_single(torch.empty_like(whole), whole)
+
+
 Call = Callable[[Tensor, Tensor], None]  # of the whole array and this rank's part of it
 COLLECTIVES: dict[str, tuple[Call, Callable[[int], float]]] = {  # and busbw / algbw for n ranks
     "all-reduce": (_all_reduce, lambda n: 2 * (n - 1) / n),
     "all-gather": (_all_gather, lambda n: (n - 1) / n),
     "reduce-scatter": (_reduce_scatter, lambda n: (n - 1) / n),
     "broadcast": (_broadcast, lambda n: 1.0),
+    "reduce": (_reduce, lambda n: 1.0),
+    "all-to-all": (_all_to_all, lambda n: (n - 1) / n),
 }
 
 
