@@ -8,7 +8,7 @@ from pathlib import Path
 from distributed.environment import in_slurm_step
 from launcher.plan.plan import Plan
 
-ALL = "; run_ddp.sh uses all"
+ALL = "; run_ddp.sh uses all [partial-launch]"
 
 
 def find_idle(plan: Plan, environ: Mapping[str, str]) -> str:

@@ -11,6 +11,7 @@ from launcher.plan.idle import find_idle
 from launcher.plan.plan import NodePlan
 
 SLURM = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8"}
+ALL = "run_ddp.sh uses all [partial-launch]"
 
 
 @pytest.mark.parametrize(
@@ -18,8 +19,8 @@ SLURM = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": 
     [
         (2, None, {}, ""),
         (2, 8, {}, ""),
-        (2, 2, {}, "this run uses 2 of the job's 8 GPUs on each node; run_ddp.sh uses all"),
-        (1, 8, {}, "this run uses 1 of the job's 2 nodes; run_ddp.sh uses all"),
+        (2, 2, {}, f"this run uses 2 of the job's 8 GPUs on each node; {ALL}"),
+        (1, 8, {}, f"this run uses 1 of the job's 2 nodes; {ALL}"),
         (2, 2, {"SLURM_GPUS_ON_NODE": ""}, ""),
         (1, 2, {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_NODES": "1"}, ""),
         (1, 2, {"SLURM_JOB_ID": ""}, ""),
