@@ -23,6 +23,7 @@ from typing import BinaryIO
 
 from launcher.agent.terminal import Terminal
 from launcher.screen import View
+from launcher.text import short_host_name
 
 _NOWHERE = Path(os.devnull)
 _CHUNK = 65536
@@ -73,7 +74,8 @@ class NodeLog:
             while data:
                 data = data[self._file.write(data) :]
         except OSError as error:  # a full disk ends the log, not the run
-            say(f"{self.path} ends here: {error.strerror}")
+            what = f"{short_host_name()}: {self.path} ends here ({error.strerror})"
+            say(f"warning: {what}; the run goes on [log-lost]")
             self._file = _NOWHERE.open("ab", buffering=0)
         return self.lines
 
