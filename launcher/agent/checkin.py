@@ -172,7 +172,8 @@ def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> 
     while wait.left_s > 0:
         try:
             peer = Peer(connect(address, port, secret, min(CONNECT_S, wait.timeout_s)))
-            return Meeting(_ask(peer, me, wait.deadline), {0: peer})
+            # Node rank 0 may have started later; it answers by its own limit.
+            return Meeting(_ask(peer, me, time.monotonic() + wait.timeout_s + TELL_S), {0: peer})
         except (NoEntrance, WrongSecret) as error:
             if isinstance(error, WrongSecret) and turned_away is None:
                 say(f"warning: {address}:{port} has another RUN_SECRET, or none [stranger]")

@@ -233,6 +233,18 @@ def test_a_missing_node_is_named(port: int, tmp_path: Path) -> None:
         assert len(err.splitlines()) == 1
 
 
+def test_a_missing_node_is_named_on_a_node_whose_own_wait_is_over(
+    port: int, tmp_path: Path
+) -> None:
+    (tmp_path / "x.py").write_text("print('never')")
+    world = ["--nnodes", "3", "--node-rank"]
+    early = ["--rdzv-conf", "join_timeout=2", *world, "1", str(tmp_path / "x.py")]
+    for code, err in refused(port, [*world, "0", str(tmp_path / "x.py")], early, timeout_s=4):
+        assert code == 3
+        assert "node rank 2 did not check in within 4 s (here: 0 (" in err
+        assert err.endswith("[node-missing]\n")
+
+
 def test_a_master_that_is_not_there_is_named(port: int, tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text("print('never')")
     world = ["--nnodes", "2", "--node-rank", "1"]
