@@ -41,6 +41,7 @@ def make_report(node_rank: int, **changes: Any) -> Report:
         ([{"files": {"own.py": "aa"}}, {}], ["code-mismatch"]),
         ([{}, {"met": [BLOCKED]}, {"met": [BLOCKED]}], ["port-blocked"] * 2),
         ([{"faults": [Fault("port-in-use", "", "")]}, {"met": [BLOCKED]}], []),
+        ([{}, {"faults": [Fault("loopback-address", "", "")], "met": [BLOCKED]}], []),
         ([{"faults": [Fault("small-shm", "", "")]}, {"met": [BLOCKED]}], ["port-blocked"]),
     ],
 )
