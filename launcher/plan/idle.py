@@ -30,7 +30,9 @@ def find_idle(plan: Plan, environ: Mapping[str, str]) -> str:
 def _job(environ: Mapping[str, str]) -> tuple[int, int]:
     """Return the nodes of the job, and the GPUs of each; 0 where that is not known."""
     if environ.get("SLURM_JOB_ID"):
-        sizes = (environ.get(f"SLURM_{name}", "") for name in ("JOB_NUM_NODES", "GPUS_ON_NODE"))
+        per_node = environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]  # a100:2
+        given = environ.get("SLURM_GPUS_ON_NODE") or per_node  # salloc's shell has the latter alone
+        sizes = (environ.get("SLURM_JOB_NUM_NODES", ""), given)
         nodes, gpus = (int(size) if size.isdecimal() else 0 for size in sizes)
         return nodes, gpus
     names, cards = (_read_lines(environ.get(f"PBS_{name}FILE")) for name in ("NODE", "GPU"))

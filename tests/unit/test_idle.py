@@ -22,6 +22,10 @@ ALL = "run_ddp.sh uses all [partial-launch]"
         (2, 2, {}, f"this run uses 2 of the job's 8 GPUs on each node; {ALL}"),
         (1, 8, {}, f"this run uses 1 of the job's 2 nodes; {ALL}"),
         (2, 2, {"SLURM_GPUS_ON_NODE": ""}, ""),
+        (
+            *(2, 1, {"SLURM_GPUS_ON_NODE": "", "SLURM_GPUS_PER_NODE": "a100:2"}),
+            f"this run uses 1 of the job's 2 GPUs on each node; {ALL}",
+        ),
         (1, 2, {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_NODES": "1"}, ""),
         (1, 2, {"SLURM_JOB_ID": ""}, ""),
     ],
