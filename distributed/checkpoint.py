@@ -12,7 +12,6 @@ checkpoint_files.py describes the folder, sharded.py what a sharded one has besi
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -159,9 +158,9 @@ class Saver:
                 beat(saved=step)
                 files.prune(self.folder, step, self.keep_last)
         except Exception as error:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(temporary)  # frees its space
+            shutil.rmtree(temporary, ignore_errors=True)  # frees its space
             self._error = CheckpointError(f"step {step} was not saved: {error}")
+            self._error.fault = getattr(error, "fault", "")  # type: ignore[attr-defined]
 
     def _begin(self, temporary: Path) -> Path:
         """Delete what killed processes left behind, and make the folder of the next checkpoint."""

@@ -207,6 +207,9 @@ class RunFolder:
         self.path = root / run_id
         self.node_log = self.path / f"node_{node_rank}.log"
         self.failures = self.path / "failures"
+        start = os.environ.get("SLURM_RESTART_COUNT", "0")
+        if start != "0":  # processes of an earlier start may still be there, cut off
+            self.failures /= f"start_{start}"
 
     def create(self) -> None:
         """Make the folders, and the links `latest` and `node_<rank>.log` in the log directory.
@@ -214,7 +217,7 @@ class RunFolder:
         Raises Refused where they cannot be written to.
         """
         with writing_to(self.path):
-            self.failures.mkdir(exist_ok=True)
+            self.failures.mkdir(parents=True, exist_ok=True)
             self.node_log.open("ab").close()
             log = self.node_log.name
             for name, target in ("latest", self.path.name), (log, f"{self.path.name}/{log}"):

@@ -460,6 +460,7 @@ SH
   "$CLUSTER" restore "$other"
   on login scancel "$JOB"
   eventually 30 has_ended "$JOB"
+  run ! grep -q '^FAILED' job.out # the error of the cut-off rank is not its successor's
   "$PYTHON" -m distributed.checkpoint verify "checkpoints/$JOB"
   eventually 30 node_state_is "$lost" idle
   eventually 30 node_state_is "$other" idle

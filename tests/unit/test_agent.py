@@ -441,6 +441,28 @@ def test_words_of_an_exit_and_a_line_left_open(tmp_path: Path) -> None:
     assert "cause    SystemExit: in so many words" in err
 
 
+CUT_OFF = """
+import json, os
+from pathlib import Path
+failures = Path(os.environ["LOG_DIR"], os.environ["RUN_ID"], "failures")
+error = {"message": "OldError", "extraInfo": {"py_callstack": "", "timestamp": "0"}}
+(failures / "rank_0.json").write_text(json.dumps({"message": error}))
+os._exit(7)
+"""
+
+
+@pytest.mark.slow
+def test_the_error_of_a_rank_that_slurm_has_replaced_is_not_its_successors(tmp_path: Path) -> None:
+    script = tmp_path / "x.py"
+    script.write_text(CUT_OFF)  # what that rank does meanwhile
+    command = [*AGENT, "--log-dir", str(tmp_path / "logs"), "--rdzv-id", "r", str(script)]
+    environ = {**os.environ, "SLURM_RESTART_COUNT": "1"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert done.returncode == 7
+    assert "OldError" not in done.stderr
+    assert "cause    left with exit code 7, without an exception" in done.stderr
+
+
 @pytest.mark.slow
 def test_a_full_disk_ends_the_log_but_not_the_run(tmp_path: Path) -> None:
     script = tmp_path / "x.py"
