@@ -7,10 +7,11 @@ LAUNCHER=srun it starts one task for each rank instead.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NoReturn
 
 from distributed import hostlist
@@ -27,6 +28,7 @@ from launcher.text import count
 from launcher.typed_json import encode, in_pieces
 
 PREFLIGHT_S = 300.0  # for all nodes to answer; other steps of the job may have to end first
+TELL_S = 10.0  # after which nodes that have not answered are named, if others have
 LOAD_S = 1800.0  # with pyxis, which may load the image on each node
 LONGEST = 100_000  # characters of an argument; Linux allows 128 KiB
 _CANNOT_START = range(125, 128)  # exit codes of env: a folder or a program is not there
@@ -108,19 +110,13 @@ def check_nodes(plan: Plan) -> list[Report]:
     command = ["env", f"--chdir={plan.root}", *check]
     step = node_step(plan, ["--kill-on-bad-exit=0"], command, os.environ)
     srun = start(step, plan.directory, stdout=subprocess.PIPE)
-    try:
-        answers, _ = srun.communicate(timeout=LOAD_S if plan.step_options() else PREFLIGHT_S)
-    except subprocess.TimeoutExpired:
-        srun.terminate()
-        answers, _ = srun.communicate()
+    answers = receive(srun, plan)
     reports: list[Report] = []
     try:
         reports = read_reports(answers.decode(errors="replace").splitlines())
     except ValueError as error:
         print(f"{plan.program}: {error}", file=sys.stderr)
-    answered = {report.node_rank for report in reports}
-    hosts = enumerate(hostlist.expand(plan.hosts))
-    silent = [host for node_rank, host in hosts if node_rank not in answered]
+    silent = silent_hosts(plan, {report.node_rank for report in reports})
     if not silent:
         return reports
     cause = f"the preflight did not start on {' '.join(silent)}, see above"
@@ -134,6 +130,33 @@ def check_nodes(plan: Plan) -> list[Report]:
     how = f"srun's exit code is {processes.shell_code(srun.returncode)}, see above"
     cure = f"try srun --nodelist={','.join(silent)} hostname"
     raise Refused("node-missing", f"{cause} ({how}); {cure}")
+
+
+def receive(srun: subprocess.Popen[bytes], plan: Plan) -> bytes:
+    """Return what the step of the preflight printed; warns of nodes that keep the others waiting.
+
+    srun itself gives up a node that does not answer only after several of SLURM's time limits.
+    """
+    left_s = LOAD_S if plan.step_options() else PREFLIGHT_S
+    try:
+        return bytes(srun.communicate(timeout=min(TELL_S, left_s))[0])
+    except subprocess.TimeoutExpired as wait:
+        answered = {int(rank) for rank in re.findall(rb"^node=(\d+) ", wait.output or b"", re.M)}
+    silent = silent_hosts(plan, answered)
+    if answered and silent:
+        cause = f"no answer to the preflight from {' '.join(silent)} for {TELL_S:g} s"
+        print(f"{plan.program}: warning: {cause}; waiting [node-missing]", file=sys.stderr)
+    try:
+        return bytes(srun.communicate(timeout=left_s - min(TELL_S, left_s))[0])
+    except subprocess.TimeoutExpired:
+        srun.terminate()
+        return bytes(srun.communicate()[0])
+
+
+def silent_hosts(plan: Plan, answered: Collection[int]) -> list[str]:
+    """Return the hosts of the node ranks that have not answered."""
+    hosts = enumerate(hostlist.expand(plan.hosts))
+    return [host for node_rank, host in hosts if node_rank not in answered]
 
 
 # --- the commands -------------------------------------------------------------------------------

@@ -108,6 +108,23 @@ def test_a_node_that_does_not_answer_is_named(
     assert cause in str(raised.value) and "\n" not in str(raised.value)
 
 
+def test_a_node_that_keeps_the_others_waiting_is_named_meanwhile(
+    plan: Plan,
+    tools: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(srun, "TELL_S", 1.0)
+    early, late = (f"cat <<'END'\n{report(rank)}\nEND\n" for rank in (0, 1))
+    for answers in ("sleep 2\n" + early, early + "sleep 2\n"):
+        make_tool(tools / "srun", f"{answers}{late}cat <<'END'\n{report(2)}\nEND")
+        assert len(srun.check_nodes(plan)) == 3
+    assert capsys.readouterr().err == (
+        "x.sh: warning: no answer to the preflight from node2 node3 for 1 s; waiting"
+        " [node-missing]\n"
+    )
+
+
 def test_reports_come_by_node_rank(plan: Plan, tools: Path) -> None:
     lines = "\n".join(report(node_rank) for node_rank in (2, 0, 1))
     make_tool(tools / "srun", f"printf '%s\\0' \"$@\" >asked; cat <<'END'\n{lines}\nEND")
