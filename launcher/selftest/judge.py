@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 SLOW_RANK = 1.3  # times the others' time
 SLOW_LINK = 2.0  # times
+REFERENCES = 3  # healthy pairs that are measured beside those that seem slow
 Links = Mapping[tuple[int, int], float]  # bytes/s from a node to another
 
 
@@ -75,15 +76,26 @@ def slow_pairs(links: Links) -> dict[tuple[int, int], float]:
     }
 
 
+def pairs_to_compare(
+    links: Links, nodes: Collection[int], pairs: Collection[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Return the pairs to measure again: those that seem slow, and a few that do not.
+
+    Of a slow node these are its two best, of both ends of a slow pair the best other ones.
+    """
+    slow = [(min(pair), max(pair)) for pair in pairs]
+    best = sorted(
+        ((one, two) for one, two in links if one < two and (one, two) not in slow),
+        key=lambda pair: -_both_ways(pair, links),
+    )
+    chosen = list(slow)
+    for node in nodes:
+        chosen += [pair for pair in best if node in pair and len({*pair} & {*nodes}) == 1][:2]
+    healthy = [pair for pair in best if not {*pair} & {*nodes}]
+    for node in sorted({node for pair in chosen for node in pair} - {*nodes}):
+        chosen += [pair for pair in healthy if node in pair][:1]
+    return [*dict.fromkeys([*chosen, *healthy[:REFERENCES]])]
+
+
 def _both_ways(pair: tuple[int, int], links: Links) -> float:
     return min(links[pair], links[pair[::-1]])
-
-
-def doubtful_pairs(links: Links) -> list[tuple[int, int]]:
-    """Return the pairs to measure again: of a slow node the two best, and the slow ones."""
-    found: list[tuple[int, int]] = []
-    for node in slow_nodes(links):
-        pairs = [(min(pair), max(pair)) for pair in links if node == pair[0]]
-        found += sorted(pairs, key=lambda pair: -_both_ways(pair, links))[:2]
-    found += [(min(pair), max(pair)) for pair in slow_pairs(links)]
-    return [*dict.fromkeys(found)]

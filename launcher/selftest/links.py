@@ -27,6 +27,9 @@ _GROWTH = 4
 _PING, _END = -1, 0  # as a size: answer at once; no more transfers
 
 
+Pair = tuple[int, int]  # numbers of nodes
+
+
 @dataclass(frozen=True)
 class Node:
     """A node of the test, and the rank that measures its links."""
@@ -45,7 +48,7 @@ class Link:
     latency: float  # s, of an empty message
 
 
-def rounds(nodes: int) -> list[list[tuple[int, int]]]:
+def rounds(nodes: int) -> list[list[Pair]]:
     """Return every pair of nodes once, in as few rounds of disjoint pairs as there can be.
 
     The circle method: one node stays, the others move on by one place each round.
@@ -67,7 +70,7 @@ def round_seconds(nodes: int) -> float:
 
 def measure(
     nodes: Sequence[Node],
-    plan: Iterable[Sequence[tuple[int, int]]],
+    plan: Iterable[Sequence[Pair]],
     me: int,
     meeting: Meeting,
     seconds: float,
@@ -86,7 +89,7 @@ def measure(
 
 
 def _measure_pair(
-    nodes: Sequence[Node], pair: tuple[int, int], me: int, meeting: Meeting, seconds: float
+    nodes: Sequence[Node], pair: Pair, me: int, meeting: Meeting, seconds: float
 ) -> list[Link]:
     """Measure both directions, one after the other; returns the one from this node."""
     found = []

@@ -25,14 +25,14 @@ from distributed.environment import Environment
 from distributed.torch import device, gather_bytes, init_distributed
 from launcher import typed_json
 from launcher.selftest import bandwidth, compute, judge, known_answers, links, report
-from launcher.selftest.links import Link, Node
+from launcher.selftest.links import Link, Node, Pair
 from launcher.selftest.meeting import PATIENCE_S, Meeting, StuckError
 from launcher.selftest.report import Findings, Member
 from launcher.text import count
 
 COMPUTE_S = 0.2  # for one rank
 LOOKS = 6  # at what seems slow: other programs may disturb one
-MOST_AGAIN = 8  # pairs that are measured again, alone
+MOST_AGAIN = 12  # pairs that are measured again, alone
 
 
 class TestFailed(SystemExit):
@@ -141,27 +141,38 @@ def measure_all(test: Test) -> int:
 
 
 def measure_links(test: Test, nodes: Sequence[Node]) -> None:
-    """Measure every pair of nodes, and those that seem slow again, with nothing beside them."""
-    numbers = {node.rank: number for number, node in enumerate(nodes)}
-    me = numbers.get(test.env.rank)
+    """Measure every pair of nodes. One is slow that is so in every look, with nothing beside it."""
+    findings, rounds = test.findings, links.rounds(len(nodes))
     leaders = Meeting(dist.distributed_c10d._get_default_store(), "leaders", len(nodes))
-    seconds = links.round_seconds(len(nodes)) / (2 if test.options.is_quick else 1)
-    plan = links.rounds(len(nodes))
+    found = links_together(test, nodes, leaders, rounds)
+    test.latencies = {(link.source, link.target): link.latency for link in found}
+    findings.links = {(link.source, link.target): link.bandwidth for link in found}
+    slow, pairs = judge.slow_nodes(findings.links), judge.slow_pairs(findings.links)
     for _ in range(LOOKS):
-        found: list[Link] = []
-        if me is not None:
-            found = links.measure(nodes, plan, me, leaders, seconds)
-        test.meeting.wait_for_all("the links", PATIENCE_S + 2 * links.STUCK_S * len(plan))
-        rows = gather_bytes(json.dumps([typed_json.encode(link) for link in found]).encode())
-        speeds = dict(test.findings.links)
-        for link in (typed_json.parse(Link, text) for row in rows for text in json.loads(row)):
-            pair = link.source, link.target
-            speeds[pair] = max(link.bandwidth, speeds.get(pair, 0.0))
-            test.latencies[pair] = min(link.latency, test.latencies.get(pair, link.latency))
-        test.findings.links = speeds
-        plan = [[pair] for pair in judge.doubtful_pairs(speeds)[:MOST_AGAIN]]
-        if not plan:
+        if not slow and not pairs:
             break
+        again = judge.pairs_to_compare(findings.links, slow, pairs)[:MOST_AGAIN]
+        alone = links_together(test, nodes, leaders, [[pair] for pair in again])
+        latest = {(link.source, link.target): link.bandwidth for link in alone}
+        still_slow = judge.slow_nodes(latest)
+        still_pairs = judge.slow_pairs(latest)
+        slow = {node: usual for node, usual in slow.items() if node in still_slow}
+        pairs = {pair: usual for pair, usual in pairs.items() if pair in still_pairs}
+    findings.slow_nodes, findings.slow_pairs = slow, pairs
+
+
+def links_together(
+    test: Test, nodes: Sequence[Node], leaders: Meeting, rounds: Sequence[Sequence[Pair]]
+) -> list[Link]:
+    """Return the links of some pairs, round by round; all ranks call it."""
+    numbers = {node.rank: number for number, node in enumerate(nodes)}
+    seconds = links.round_seconds(len(nodes)) / (2 if test.options.is_quick else 1)
+    found: list[Link] = []
+    if (me := numbers.get(test.env.rank)) is not None:
+        found = links.measure(nodes, rounds, me, leaders, seconds)
+    test.meeting.wait_for_all("the links", PATIENCE_S + 2 * links.STUCK_S * len(rounds))
+    rows = gather_bytes(json.dumps([typed_json.encode(link) for link in found]).encode())
+    return [typed_json.parse(Link, text) for row in rows for text in json.loads(row)]
 
 
 def measure_speed(test: Test) -> float:
@@ -175,7 +186,7 @@ def measure_speed(test: Test) -> float:
         latest = compute_together(test, judge.ranks_to_compare(speeds, kinds, slow))
         again = judge.slow_ranks(latest, kinds)
         slow = {rank: min(times, again[rank]) for rank, times in slow.items() if rank in again}
-    test.findings.slow = slow
+    test.findings.slow_ranks = slow
     return speeds[test.env.rank]
 
 

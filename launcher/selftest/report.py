@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from launcher.selftest.bandwidth import Measured, rate
-from launcher.selftest.judge import Links, best_of, slow_nodes, slow_pairs
+from launcher.selftest.judge import Links, best_of
 
 MOST_SHOWN = 16  # nodes of a matrix as text; a wider one is no help on a terminal
 PICTURE = "links.png"
@@ -36,7 +36,9 @@ class Findings:
     members: Sequence[Member] = ()
     hosts: Sequence[str] = ()  # by node rank
     links: Links = field(default_factory=dict)
-    slow: Mapping[int, float] = field(default_factory=dict)  # ranks, and how many times slower
+    slow_ranks: Mapping[int, float] = field(default_factory=dict)  # how many times slower
+    slow_nodes: Mapping[int, float] = field(default_factory=dict)  # and the usual bandwidth
+    slow_pairs: Mapping[tuple[int, int], float] = field(default_factory=dict)  # the same
     collectives: Sequence[Measured] = ()
     links_s: float = 0.0  # how long it took to measure the links
 
@@ -62,10 +64,10 @@ class Findings:
                 yield fault, member.host if len(wrong) < len(self.hosts) else ""
 
     def _links(self) -> Iterator[tuple[str, str]]:
-        for node, usual in slow_nodes(self.links).items():
+        for node, usual in self.slow_nodes.items():
             cause = f"{self.hosts[node]} has a slow link: {rate(best_of(node, self.links))} at best"
             yield f"{cause}, other nodes {rate(usual)} [slow-link]", self.hosts[node]
-        for (source, target), usual in slow_pairs(self.links).items():
+        for (source, target), usual in self.slow_pairs.items():
             names = f"{self.hosts[source]} to {self.hosts[target]}"
             speed = rate(self.links[source, target])
             yield (
@@ -74,7 +76,7 @@ class Findings:
             )
 
     def _ranks(self) -> Iterator[tuple[str, str]]:
-        for rank, times in self.slow.items():
+        for rank, times in self.slow_ranks.items():
             host = self.members[rank].host
             what = f"rank {rank} ({host}) takes {times:.2f} times as long to compute as others"
             yield f"{what} [slow-rank]", host
