@@ -38,6 +38,7 @@ from launcher.agent.node_ranks import NodeRanks, Rank
 from launcher.agent.output import NodeLog, Stream, open_stream, say, without_noise
 from launcher.agent.query import Query
 from launcher.agent.rank_environment import cpus_of_ranks, rank_variables
+from launcher.agent.restarts import Restarts
 from launcher.agent.terminal import Terminal, is_line_open, open_terminals
 from launcher.agent.torchrun_arguments import Arguments, parse
 from launcher.agent.verdict import Facts, Verdict
@@ -142,11 +143,11 @@ class NodeAgent:
         if self.folder is not None:
             self.folder.create()
         self.network = nccl_network.prepare(self.folder, args.node_rank, args.num_nodes)
-        self.record = self._open_record(arguments)
+        self.restarts = Restarts(args.max_restarts, self._open_record(arguments))
         self.log = NodeLog(self.folder.node_log if self.folder else None)
         self.streams = self.folder.path if self.folder else None  # for those with own files
         self.error_files = self.folder.failures if self.folder else Path(tempfile.mkdtemp())
-        folder = str(self.folder.path) if self.folder and self.record else ""
+        folder = str(self.folder.path) if self.folder and self.restarts.record else ""
         command = self._resume_command(has_saved=False)
         note = AgentNote(run_id, args.node_rank, self.started, args.nproc, folder, command)
         guardian.socket.sendall(typed_json.encode(note).encode())
@@ -197,30 +198,31 @@ class NodeAgent:
             facts=Facts(signals=signals),
             grace_s=self.args.grace_s,
             verdict_s=VERDICT_S if is_last else SILENCE_S,
-            record=self.record,
             query=Query(here, hosts, peers, self._say, folder, self.args.hang_s),
-            network=self.network,
+            on_beat=self._on_beat,
         )
         verdict = attempt.watch(self.terminals)
         if self.args.node_rank == 0:
             first = None if is_last or signals else verdict.failure
-            if first is not None and self._can_restart(attempt, number, reached):
-                verdict = replace(verdict, restart_port=self._prepare_restart(first, number + 1))
+            if first is not None and self._can_restart(first, attempt, reached):
+                verdict = replace(verdict, restart_port=self._prepare_restart(first))
             attempt.send_all(verdict)
         return verdict
 
-    def _can_restart(self, attempt: Attempt, number: int, before: tuple[int, int]) -> bool:
-        """Whether every node is still there, and the attempt got further than those before it."""
-        if len(self.meeting.peers.keys() & attempt.facts.nodes.keys()) < self.args.num_nodes - 1:
-            say("a node's agent is gone: there is no restart")
-            return False
-        is_known = not self.heartbeats.are_counted()  # a script may begin anew, at step 0
-        if number > 0 and is_known and self.heartbeats.reached() == before != (-1, -1):
-            say(f"restart {number} gained no step: there is no other")
-            return False
-        return True
+    def _on_beat(self) -> None:
+        self.network.look(self._say)
+        self.restarts.look(self.heartbeats)
 
-    def _prepare_restart(self, first: Failure, number: int) -> int:
+    def _can_restart(self, first: Failure, attempt: Attempt, before: tuple[int, int]) -> bool:
+        """Whether every node is still there, and another attempt may get further."""
+        why = "a node's agent is gone: there is no restart"
+        if len(self.meeting.peers.keys() & attempt.facts.nodes.keys()) == self.args.num_nodes - 1:
+            why = self.restarts.why_not(first, self.heartbeats, before)
+        if why:
+            say(why)
+        return not why
+
+    def _prepare_restart(self, first: Failure) -> int:
         """On node rank 0, before the others hear of it; returns the port of a fresh store.
 
         The old one's keys, and whoever is still on the way to it, would mislead the new ranks.
@@ -228,8 +230,7 @@ class NodeAgent:
         self.store = None
         self.listener = checkin.listen(self.args.master_addr, 0)
         port: int = self.listener.getsockname()[1]
-        restart = f"restart {number} of {self.args.max_restarts} after {first.who}"
-        self._say(f"{restart}: {first.cause}; now on port {port}")
+        self._say(f"{self.restarts.note(first, self.heartbeats)}; now on port {port}")
         return port
 
     def _say(self, text: str) -> None:
@@ -318,8 +319,8 @@ class NodeAgent:
         """Complete run.json, and tell last of all how the run ended."""
         if self.folder is None:
             shutil.rmtree(self.error_files, ignore_errors=True)
-        if self.record is not None:
-            self.record.end(verdict.code, *self.heartbeats.reached())
+        if told := self.restarts.end(verdict.code, self.heartbeats):
+            self._say(told)
         summary = RunSummary(
             started=self.started,
             lost_peer=verdict.lost_peer,

@@ -22,7 +22,6 @@ from launcher import processes
 from launcher.agent import verdict
 from launcher.agent.control import BEAT_S, SILENCE_S
 from launcher.agent.deadline import Deadline
-from launcher.agent.nccl_network import NetworkWatch
 from launcher.agent.node_ranks import NodeRanks, Rank
 from launcher.agent.output import Stream
 from launcher.agent.protocol import (
@@ -39,7 +38,6 @@ from launcher.agent.stuck import RankState, find_straggler
 from launcher.agent.terminal import Terminal
 from launcher.agent.verdict import Facts, NodeEnd, Verdict
 from launcher.failure import Failure
-from launcher.record.run_json import LiveRecord
 from launcher.screen import PARTIAL_S
 
 SETTLE_S = 0.3  # after an end that looks like a consequence: the time for its cause to show
@@ -59,9 +57,8 @@ class Attempt:
     facts: Facts  # the signals in it also came since the attempt before
     grace_s: float  # for the ranks to save, after a request to stop
     verdict_s: float  # after a failure, when all is over here: for the other nodes' ends
-    record: LiveRecord | None  # run.json, where this agent writes it
     query: Query
-    network: NetworkWatch
+    on_beat: Callable[[], None]  # what the agent does every BEAT_S
 
     def __post_init__(self) -> None:
         self.is_first_node = self.ranks.node_rank == 0  # its agent decides
@@ -271,10 +268,7 @@ class Attempt:
 
     def _beat(self) -> None:
         """Tell the other nodes that this one lives, and see whether all are alive and move on."""
-        reached = self.ranks.heartbeats.reached()
-        if self.record is not None:
-            self.record.note_progress(*reached)
-        self.network.look(self.query.show)
+        self.on_beat()
         here = self.ranks.straggler()
         self.send_all(NodeBeat(here))
         for node, peer in list(self.peers.items()):

@@ -30,6 +30,10 @@ class Heartbeats:
         """Return a rank's newest beat."""
         return Beat(*RECORD.unpack(os.pread(self._fd, RECORD.size, RECORD.size * local_rank)))
 
+    def step(self) -> int:
+        """Return the most steps that any rank has done since the last clear(); -1: none has."""
+        return max(self.read(local_rank).step for local_rank in range(self._ranks))
+
     def saved(self) -> int:
         """Return the step of the newest checkpoint that any rank has told; -1: none."""
         return max(self.read(local_rank).saved for local_rank in range(self._ranks))
@@ -40,7 +44,6 @@ class Heartbeats:
 
     def reached(self) -> tuple[int, int]:
         """Return the newest checkpoint, and the most steps done by any rank so far; -1: none."""
-        steps = (self.read(local_rank).step for local_rank in range(self._ranks))
-        now = self.saved(), max(steps)
+        now = self.saved(), self.step()
         self._reached = max(self._reached, now)
         return self._reached

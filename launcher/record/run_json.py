@@ -22,6 +22,7 @@ from distributed.errors import Refused
 from distributed.lock import RunLock, is_locked, locked_by, update_link
 from distributed.stop_signals import DEFAULT_GRACE_S
 from launcher.processes import start_ticks
+from launcher.record.restart import Restart
 from launcher.typed_json import decode
 
 ASKED, SHOWN = "stacks", "stacks.txt"  # files that ask where all ranks are, and say so
@@ -74,6 +75,9 @@ class Record:
     exit_code: int | None = None
     step: int = -1  # the newest; -1: unknown
     saved_step: int = -1
+    restarts: tuple[Restart, ...] = ()  # of all starts
+    lost_s: Mapping[str, float] = field(default_factory=dict)  # by kind; of the newest start
+    goodput: float | None = None  # its share of time that was training
 
     @property
     def is_over(self) -> bool:
@@ -252,6 +256,7 @@ class LiveRecord:
         """
         self._folder = folder
         self._lock = RunLock(folder, f"run {folder.name}")
+        self.earlier_restarts = (read(folder) or Record()).restarts
         self._progress = (-1, -1)
         self._written = time.monotonic()
         self._is_lost = False
@@ -275,6 +280,10 @@ class LiveRecord:
             self._progress = saved_step, step
             self._written = time.monotonic()
             self._write(step=step, saved_step=saved_step)
+
+    def note(self, **fields: Any) -> None:
+        """Record more of the run."""
+        self._write(**fields)
 
     def end(self, code: int, saved_step: int, step: int) -> None:
         """Record how the run ended."""

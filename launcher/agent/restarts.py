@@ -1,0 +1,118 @@
+"""Whether a run that failed starts its ranks again, and what each restart cost (no torch)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from distributed.errors import BAD_INPUT, CANNOT_START
+from launcher.agent.heartbeats import Heartbeats
+from launcher.failure import Failure
+from launcher.record.restart import Restart
+from launcher.record.run_json import LiveRecord
+from launcher.text import count
+
+# The next attempt would fail as this one did.
+_INCURABLE = {
+    *("config-invalid", "duplicate-gpu", "env-missing", "no-such-interface", "parameters-unused"),
+    *("too-few-gpus", "torch-without-gpu", "version-mismatch", "wrong-world"),
+}
+_INCURABLE_ERRORS = ("ImportError", "IndentationError", "ModuleNotFoundError", "SyntaxError")
+# What comes from outside may come twice at one step by chance.
+_FROM_OUTSIDE = {"agent-killed", "launcher-killed", "link-lost", "node-lost", "rank-killed"}
+
+
+@dataclass
+class Restarts:
+    """All restarts of a run."""
+
+    most: int
+    record: LiveRecord | None  # run.json, on node rank 0
+    started: float = field(default_factory=time.monotonic)
+    first_step_s: float = 0.0  # until the first step was done; 0: none was
+    all: list[Restart] = field(default_factory=list)
+
+    def why_not(self, first: Failure, beats: Heartbeats, before: tuple[int, int]) -> str:
+        """Return why the run does not start again after a failure; nothing where it does.
+
+        `before` is what Heartbeats.reached() said before the attempt.
+        """
+        if first.fault in _INCURABLE or first.code in (BAD_INPUT, CANNOT_START - 1, CANNOT_START):
+            return f"a restart would fail the same way ({first.fault}): there is none"
+        if first.cause.startswith(_INCURABLE_ERRORS):
+            return f"a restart would fail the same way ({first.cause}): there is none"
+        if not self.all:
+            return ""
+        last, what = self.all[-1], (first.step, first.fault, first.cause)
+        is_same = what == (last.step, last.fault, last.cause) and first.step >= 0
+        if is_same and first.fault not in _FROM_OUTSIDE:
+            return f"step {first.step} failed twice with the same cause: there is no other restart"
+        is_known = not beats.are_counted()  # a script may begin anew, at step 0
+        if is_known and beats.reached() == before != (-1, -1):
+            return f"restart {last.number} gained no step: there is no other"
+        return ""
+
+    def note(self, first: Failure, beats: Heartbeats) -> str:
+        """Note that the run starts again after a failure; returns what it costs, in one line."""
+        restart = Restart(
+            number=len(self.all) + 1,
+            fault=first.fault,
+            cause=first.cause,
+            who=first.who,
+            step=first.step,
+            saved_step=beats.reached()[0],
+            failed=first.time,
+            is_counted=beats.are_counted(),
+        )
+        self.all.append(restart)
+        self._write()
+        return restart.describe(self.most)
+
+    def look(self, beats: Heartbeats) -> None:
+        """Record how far the ranks are, and when what was lost has been done again."""
+        step = beats.step()
+        if self.record is not None:
+            self.record.note_progress(*beats.reached())
+        if step >= 0 and not self.first_step_s:
+            self.first_step_s = time.monotonic() - self.started
+        last = self.all[-1] if self.all else None
+        if last is not None and not last.lost_s and step >= max(0, last.step):
+            self.all[-1] = replace(last, lost_s=time.time() - last.failed)
+            self._write()
+
+    def end(self, code: int, beats: Heartbeats) -> str:
+        """Record how the run ended; returns the share of training, if there were restarts."""
+        self._write()
+        if self.record is not None:
+            self.record.end(code, *beats.reached())
+        return self.describe() if self.all else ""
+
+    def losses(self) -> dict[str, float]:
+        """Return the seconds that were no training, by kind."""
+        losses = {"start": self.first_step_s} if self.first_step_s else {}
+        for restart in self.all:
+            lost_s = restart.lost_s or time.time() - restart.failed  # it has not caught up
+            losses[restart.fault] = losses.get(restart.fault, 0.0) + lost_s
+        return losses
+
+    def describe(self) -> str:
+        """Return the share of the time that was training, and what the rest went into."""
+        losses = self.losses()
+        share = goodput(losses, time.monotonic() - self.started)
+        lost = ", ".join(f"{seconds:.1f} s {kind}" for kind, seconds in losses.items())
+        return f"goodput {100 * share:.0f} %: {count(len(self.all), 'restart')}, {lost}"
+
+    def _write(self) -> None:
+        if self.record is not None:
+            losses = self.losses()
+            self.record.note(
+                restarts=[*self.record.earlier_restarts, *self.all],
+                lost_s=losses,
+                goodput=goodput(losses, time.monotonic() - self.started),
+            )
+
+
+def goodput(losses: Mapping[str, float], total_s: float) -> float:
+    """Return the share of the time that was training."""
+    return max(0.0, 1 - sum(losses.values()) / total_s) if total_s > 0 else 0.0

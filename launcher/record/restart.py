@@ -1,0 +1,35 @@
+"""One restart of a run, and what it cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from launcher.text import count
+
+
+@dataclass(frozen=True)
+class Restart:
+    """One restart, as run.json keeps it."""
+
+    number: int  # from 1
+    fault: str
+    cause: str
+    who: str  # has failed
+    step: int  # that the run had reached; -1: unknown
+    saved_step: int  # from which it goes on; -1: none is known
+    failed: float  # seconds since the epoch
+    is_counted: bool = False  # the script tells no saves; it may begin anew, or not
+    lost_s: float = 0.0  # until that step was done again; 0: not yet
+
+    @property
+    def lost_steps(self) -> int:
+        """Steps that are to be done again; 0 where the step is unknown."""
+        return 0 if self.is_counted else max(0, self.step - max(0, self.saved_step))
+
+    def describe(self, most: int) -> str:
+        """Return what failed, and what it costs, in one line."""
+        text = f"restart {self.number} of {most} after {self.who}: {self.cause}"
+        if self.step < 0 or self.is_counted:
+            return text
+        begin = f"from step {self.saved_step}" if self.saved_step >= 0 else "from the beginning"
+        return f"{text}; {begin}, {count(self.lost_steps, 'step')} lost"

@@ -1,0 +1,197 @@
+"""Which failures start a run again, and what its restarts cost."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from agents import Run, kill_what_is_left
+
+from distributed.heartbeat import Heart, find_record
+from launcher.agent.heartbeats import Heartbeats
+from launcher.agent.restarts import Restarts, goodput
+from launcher.failure import Failure
+from launcher.record.restart import Restart
+
+FAILURE = Failure(
+    fault="rank-error",
+    cause="ValueError: batch 57 holds no samples",
+    code=1,
+    host="node2",
+    node_rank=1,
+    time=time.time(),
+    rank=3,
+    local_rank=1,
+    step=57,
+)
+NONE = (-1, -1)
+
+
+class Beating:
+    """The records of one rank, which beats."""
+
+    def __init__(self, folder: Path, *, is_counted: bool = False) -> None:
+        self.beats = Heartbeats(1)
+        place = find_record(self.beats.name(0))
+        assert place is not None
+        self.heart = Heart(*place, folder / "x.stack", is_counted)
+
+    def reach(self, step: int, saved: int | None = None) -> Heartbeats:
+        self.heart.beat(step, saved, None)
+        return self.beats
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({}, ""),
+        ({"fault": "rank-killed", "code": 137}, ""),
+        ({"fault": "out-of-memory", "code": 1}, ""),
+        ({"code": 2}, "a restart would fail the same way (rank-error): there is none"),
+        ({"code": 127}, "a restart would fail the same way (rank-error): there is none"),
+        (
+            {"fault": "config-invalid"},
+            "a restart would fail the same way (config-invalid): there is none",
+        ),
+        (
+            {"cause": "ModuleNotFoundError: No module named 'x'"},
+            "a restart would fail the same way (ModuleNotFoundError: No module named 'x'): "
+            "there is none",
+        ),
+    ],
+)
+def test_what_no_restart_can_cure(change: dict[str, object], why: str) -> None:
+    failure = replace(FAILURE, **change)  # type: ignore[arg-type]
+    assert Restarts(3, None).why_not(failure, Heartbeats(1), NONE) == why
+
+
+@pytest.mark.parametrize(
+    ("fault", "step", "is_loop"),
+    [
+        ("rank-error", 57, True),
+        ("out-of-memory", 57, True),
+        ("loss-not-finite", 57, True),
+        ("rank-error", 58, False),
+        ("rank-error", -1, False),  # a script that tells no step
+        ("rank-killed", 57, False),
+        ("link-lost", 57, False),
+    ],
+)
+def test_the_same_step_twice_with_the_same_cause_ends_the_run(
+    fault: str, step: int, is_loop: bool
+) -> None:
+    restarts, beats = Restarts(9, None), Heartbeats(1)
+    failure = replace(FAILURE, fault=fault, step=57 if step >= 0 else -1)
+    restarts.note(failure, beats)
+    told = restarts.why_not(replace(failure, step=step), beats, NONE)
+    loop = f"step {step} failed twice with the same cause: there is no other restart"
+    assert told == (loop if is_loop else "")
+    assert restarts.why_not(replace(failure, step=step, cause="another"), beats, NONE) == ""
+
+
+@pytest.mark.parametrize(("is_counted", "is_last"), [(False, True), (True, False)])
+def test_a_restart_that_gained_nothing_is_the_last(
+    tmp_path: Path, is_counted: bool, is_last: bool
+) -> None:
+    beats = Beating(tmp_path, is_counted=is_counted).reach(57)
+    restarts, before = Restarts(9, None), beats.reached()
+    assert restarts.why_not(FAILURE, beats, before) == ""
+    restarts.note(FAILURE, beats)
+    other = replace(FAILURE, cause="another")
+    told = restarts.why_not(other, beats, before)
+    assert told == ("restart 1 gained no step: there is no other" if is_last else "")
+
+
+@pytest.mark.parametrize(
+    ("step", "saved", "is_counted", "told"),
+    [
+        (57, 50, False, "; from step 50, 7 steps lost"),
+        (57, -1, False, "; from the beginning, 57 steps lost"),
+        (57, 57, False, "; from step 57, 0 steps lost"),
+        (57, -1, True, ""),  # it may save by itself
+        (-1, -1, False, ""),
+    ],
+)
+def test_a_restart_is_one_line_with_its_cost(
+    step: int, saved: int, is_counted: bool, told: str
+) -> None:
+    restart = Restart(1, "rank-error", "ValueError: x", "rank 3", step, saved, 0.0, is_counted)
+    assert restart.describe(3) == f"restart 1 of 3 after rank 3: ValueError: x{told}"
+
+
+def test_a_loss_lasts_until_the_step_is_done_again(tmp_path: Path) -> None:
+    rank, restarts = Beating(tmp_path), Restarts(3, None, started=time.monotonic() - 100)
+    restarts.look(rank.beats)
+    assert not restarts.first_step_s
+    restarts.look(rank.reach(0))
+    assert restarts.first_step_s == pytest.approx(100, abs=1)
+    rank.reach(57, saved=50)
+    restarts.note(replace(FAILURE, time=time.time() - 20), rank.beats)
+    rank.beats.clear()
+    restarts.look(rank.reach(56))
+    assert not restarts.all[0].lost_s
+    restarts.look(rank.reach(57))
+    assert restarts.all[0].lost_s == pytest.approx(20, abs=1)
+    assert restarts.losses().keys() == {"start", "rank-error"}
+    assert restarts.describe().endswith(" %: 1 restart, 100.0 s start, 20.0 s rank-error")
+
+
+def test_goodput() -> None:
+    assert goodput({"start": 10.0, "rank-killed": 15.0}, 100.0) == 0.75
+    assert goodput({}, 0.0) == 0.0
+    assert goodput({"start": 10.0}, 5.0) == 0.0
+
+
+SCRIPT = """
+import os, sys, signal, torch
+restart, kind = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), sys.argv[1]
+if kind == "import":
+    import no_such_module
+parameter = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([parameter], lr=0.1)
+for step in range(1, 11):
+    parameter.grad = torch.ones(1)
+    optimizer.step()
+    if kind == "loop" and step == 7:
+        raise ValueError("batch 7 holds no samples")
+    if kind == "killed" and step == 7 and restart < 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+print("done", flush=True)
+"""
+
+
+@pytest.fixture
+def runs() -> Iterator[list[Run]]:
+    started: list[Run] = []
+    yield started
+    kill_what_is_left(started)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "code", "faults", "told"),
+    [
+        ("import", 1, [], "a restart would fail the same way (env-missing): "),
+        ("loop", 1, ["rank-error"], "step 7 failed twice with the same cause: "),
+        ("killed", 0, ["rank-killed"] * 2, ": 2 restarts, "),
+    ],
+)
+def test_real_runs(
+    runs: list[Run], tmp_path: Path, kind: str, code: int, faults: list[str], told: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    options = ["--nproc-per-node=1", "--max-restarts=5", f"--log-dir={tmp_path}", "--rdzv-id=x"]
+    runs.append(Run([*options, str(script), kind]))
+    err = runs[0].finish(within_s=60)
+    assert runs[0].process.returncode == code and told in err
+    assert err.count("node agent: restart ") == len(faults)
+    assert ("node agent: goodput " in err) == bool(faults)
+    record = json.loads((tmp_path / "x/run.json").read_text())
+    assert [restart["fault"] for restart in record["restarts"]] == faults
+    assert 0 <= record["goodput"] < 1
+    assert record["lost_s"].keys() <= {"start", *faults}
