@@ -280,8 +280,7 @@ class NodeAgent:
             variables |= self.network.variables if number == 0 else {}
             variables["HEARTBEAT_FILE"] = self.heartbeats.name(local_rank)
             variables["TORCHELASTIC_ERROR_FILE"] = str(error_file)
-            pid = os.fork()
-            if pid == 0:
+            if (pid := os.fork()) == 0:
                 self._close_all(out, err, *{*self.terminals}, *ranks)
                 words = macros.substitute(list(self.args.program.arguments), str(local_rank))
                 program = replace(self.args.program, arguments=tuple(words))

@@ -193,5 +193,5 @@ def test_real_runs(
     assert ("node agent: goodput " in err) == bool(faults)
     record = json.loads((tmp_path / "x/run.json").read_text())
     assert [restart["fault"] for restart in record["restarts"]] == faults
-    assert 0 <= record["goodput"] < 1
+    assert 0 <= record["goodput"] <= 1
     assert record["lost_s"].keys() <= {"start", *faults}
