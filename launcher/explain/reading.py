@@ -14,57 +14,45 @@ LONGEST = 4096  # bytes of a line that are looked at
 ABOVE = 200  # lines above an exception that may be its traceback
 # One of these is in every line that a rule knows; a test sees to it.
 HINTS = [
-    *(
-        b"rror",
-        b"xception",
-        b"nterrupt",
-        b"ailed",
-        b"ailure",
-        b"illed",
-        b"illing",
-        b"efused",
-        b"denied",
-    ),
-    *(b"imed out", b"imeout", b"CANCELLED", b"ignal", b"WARN", b"fault", b"exceeded", b"esolve"),
+    *(b"rror", b"xception", b"nterrupt", b"ailed", b"ailure", b"illed", b"illing", b"efused"),
+    *(b"imed out", b"imeout", b"CANCELLED", b"ignal", b"WARN", b"fault", b"exceed", b"esolve"),
     *(b" found", b"No such", b"No module", b"No space", b"xitcode", b"xit code", b"xit status"),
     *(b"return code", b"nable to", b"NVRM", b"Abort", b"invalid", b"rank ", b"driver", b"closed"),
-    *(
-        b"oom",
-        b"slurm",
-        b"srun",
-        b"nan",
-        b"NaN",
-        b"No route",
-        b"lost",
-        b"only",
-        b"not defined",
-        b"world size",
-    ),
+    *(b"oom", b"slurm", b"srun", b"nan", b"NaN", b"No route", b"lost", b"only", b"not defined"),
+    *(b"world size", b"denied", b"nrecognized", b"mismatch", b"compiled", b"slots", b"firewall"),
+    *(b"shut down", b"subset of", b"EXIT CODE", b"KILLED", b"terminated", b"bad_alloc", b" dead"),
 ]
 _DIGITS = b"0123456789"
-# What launchers and torch put before a line: [rank3]: (torch), [default3]: (its launcher), 3: (srun
-# --label), (node-1 pid=9) (Ray), [1,3]<stderr>: (mpirun), node1: (pdsh), [3] (this one), a time.
+# What launchers and torch put before a line: [rank3]: (torch), [default3]: (its launcher), stderr:
+# (accelerate), ERROR 12-31 01:06:23 [core.py:603] (vLLM), 3: (srun --label), (node-1 pid=9) (Ray),
+# [1,3]<stderr>: (mpirun), node1: (pdsh), [3] (this one), [3]: (torchx), a time.
 _PREFIX = re.compile(
     r"(?:\[(?:rank|default|trainer|worker)(?P<torch>\d+)\]:?"
+    r"|\[?stderr(?:\]|: )"
+    r"|(?:ERROR|INFO|WARNING|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d (?:\[\S+\]|\S+:\d+\])"
     r"|\((?:\S+ )?pid=\d+[^)]*\)"
     r"|\[\d+,(?P<mpi>\d+)\]<std(?:err|out)>:"
     r"|(?P<srun>\d{1,5}):(?= )"
     r"|(?P<host>[a-z][\w.-]*\d[\w.-]*):(?= )"
-    r"|\[(?P<ours>\d{1,5})\](?= )"
+    r"|\[(?P<ours>\d{1,5})\](?:(?= )|:)"
     r"|\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[\d.,]*Z?\]?:?"
     r") ?"
 )
 _EXCEPTION = re.compile(
-    r"(?:|.{0,80}[\]):>|] ?)[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)(?:: |:?$)"
+    r"(?:|.{0,80}(?:[\]):>|] ?| - |E {3,}|: \*\*|\"))"
+    r"(?:(?:[a-z_]\w*\.)+(?:errors|exceptions)\.[A-Z]\w+"
+    r"|[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|TimeoutExpired))(?:\(\w+\))?(?:: |:?$)"
 )
 _RANK = re.compile(r"(?<!local_)(?<!local )\b[Rr]ank ?:? ?(\d+)|: task (\d+): Exited")
 # Where launchers tell which process was the first to fail: torch's two tables and its one line, its
-# spawn, and DeepSpeed's.
+# spawn, DeepSpeed's, DDP's of parameters, and srun's.
 _FIRST = re.compile(
     r"Root Cause(?s:.{0,300}?)(?:host *: (?P<host>\S+)\s+)?\brank *: (?P<rank>\d+)"
     r"|failed \(exitcode: -?\d+\) local_rank: (?P<torch>\d+)"
-    r"|-- Process (?P<spawn>\d+) terminated"
+    r"|(?:-- P|\bp)rocess (?P<spawn>\d+) terminated"
     r"|'--local_rank=(?P<deepspeed>\d+)'.* exits with"
+    r"|did not receive grad for rank (?P<reducer>\d+)"
+    r"|srun: error: (?P<node>\S+): tasks? (?P<task>\d+): (?!Terminated|Aborted)"
 )
 
 
@@ -140,6 +128,9 @@ def _frames(above: str, line: str) -> list[str]:
 def _with_first(found: Sequence[Sighting], told: re.Match[str]) -> list[Sighting]:
     """Add the rank that a launcher saw first to the lines that do not tell their own."""
     local = told["torch"] or told["spawn"] or told["deepspeed"]
-    rank = f"local rank {local}" if local else f"rank {told['rank']}"
-    host = told["host"] or ""
-    return [replace(one, rank=one.rank or rank, host=one.host or host) for one in found]
+    number = local or told["rank"] or told["reducer"] or told["task"]
+    rank, host = f"{'local ' if local else ''}rank {number}", told["host"] or told["node"] or ""
+    return [
+        replace(one, rank=rank, host=one.host or host) if one.rank in ("", rank) else one
+        for one in found
+    ]

@@ -106,6 +106,7 @@ def test_the_cause_stands_among_consequences(tmp_path: Path) -> None:
         "rank-error",
         "KeyError: 'pixels'",
         rank="rank 3",
+        host="node2",
         file=log,
         line=7,
         frames=["/home/me/train.py:41 in <module>"],
