@@ -19,10 +19,11 @@ class Kind(IntEnum):
 
     CAUSE = 1
     EXCEPTION = 2  # of any program; no rule knows it
-    END = 3  # how a process ended, or that it waited in vain; the cause may stand elsewhere
-    LOST = 4  # that another process is gone
-    CODE = 5  # the code of one that failed, and nothing else of it
-    CONSEQUENCE = 6  # never a cause
+    WARNING = 3  # that a program may have lived on with
+    END = 4  # how a process ended, or that it waited in vain; the cause may stand elsewhere
+    LOST = 5  # that another process is gone
+    CODE = 6  # the code of one that failed, and nothing else of it
+    CONSEQUENCE = 7  # never a cause
 
 
 @dataclass(frozen=True)

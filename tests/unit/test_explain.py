@@ -73,6 +73,9 @@ def test_a_run_that_ended_well_has_no_cause(one: dict[str, str]) -> None:
         ("[1,3]<stderr>:ValueError: x", "rank 3", "", "ValueError: x"),
         ("3: ValueError: x", "rank 3", "", "ValueError: x"),
         ("[3] ValueError: x", "rank 3", "", "ValueError: x"),
+        ("(CommandActor pid=9) [3]:ValueError: x", "rank 3", "", "ValueError: x"),
+        ("stderr: [rank3]: ValueError: x", "rank 3", "", "ValueError: x"),
+        ("ERROR 12-31 01:06:23 [core.py:603] ValueError: x", "", "", "ValueError: x"),
         ("node7: ValueError: x", "", "node7", "ValueError: x"),
         ("node7: [rank3]: ValueError: x", "rank 3", "node7", "ValueError: x"),
         ("2026-11-20 16:12:33,123 ValueError: x", "", "", "ValueError: x"),
@@ -123,6 +126,8 @@ def test_the_cause_stands_among_consequences(tmp_path: Path) -> None:
         ),
         ("ValueError: x\nfailed (exitcode: 1) local_rank: 2 (pid: 9)\n", "local rank 2", ""),
         ("-- Process 1 terminated with the following error:\nValueError: x\n", "local rank 1", ""),
+        ("ValueError: x\nParameters which did not receive grad for rank 3: a\n", "rank 3", ""),
+        ("ValueError: x\nsrun: error: n2: task 5: Exited with exit code 1\n", "rank 5", "n2"),
     ],
 )
 def test_launchers_tell_the_rank(tmp_path: Path, text: str, rank: str, host: str) -> None:
@@ -130,6 +135,21 @@ def test_launchers_tell_the_rank(tmp_path: Path, text: str, rank: str, host: str
     log.write_text(text)
     cause = explain(log)
     assert cause is not None and (cause.rank, cause.host) == (rank, host)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Error caught was: No module named 'triton'",
+        "train.sh: line 3: module: command not found",
+        "[W socket.cpp:601] The IPv6 addresses of (n2, 1) cannot be retrieved (gai error: -2)",
+    ],
+)
+def test_an_exception_counts_more_than_a_warning(tmp_path: Path, line: str) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(f"{line}\nValueError: x\n")
+    cause = explain(log)
+    assert cause is not None and cause.text == "ValueError: x"
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
