@@ -17,10 +17,10 @@ from pathlib import Path
 
 from distributed.environment import DEFAULT_LOG_DIR, printable
 from distributed.errors import BAD_INPUT
-from launcher.explain.reading import Sighting, read
+from launcher.explain.reading import Sighting, find_ranks, read, shape_of
 from launcher.explain.rules import Kind
 from launcher.failure import one_line
-from launcher.text import count
+from launcher.text import count, name_ranks
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     if (cause := find_cause(sightings)) is None:
         print(f"no failure found in {count(len(files), 'file')}")
         return 1
-    print_cause(cause, sightings)
+    print_cause(cause, sightings, find_ranks(cause, files))
     return 0
 
 
@@ -59,16 +59,19 @@ def find_cause(sightings: Sequence[Sighting]) -> Sighting | None:
     return min(causes, key=lambda one: one.kind, default=None)
 
 
-def print_cause(cause: Sighting, sightings: Sequence[Sighting]) -> None:
-    """Print a cause in the shape of the failure block."""
+def print_cause(cause: Sighting, sightings: Sequence[Sighting], ranks: Sequence[int]) -> None:
+    """Print a cause in the shape of the failure block; `ranks` say the same."""
     where = f" ({cause.host})" if cause.host else ""
-    others = len(sightings) - 1
+    others = sum(shape_of(one.text) != shape_of(cause.text) for one in sightings)
     lines = count(others, "other line mentions", "other lines mention")
+    equal = [rank for rank in ranks if f"rank {rank}" != cause.rank]
+    told = [f"{name_ranks(equal)} with the same error"] if equal else []
+    told += [f"{lines} a failure, probably as a consequence"] if others else []
     rows = [
         ("FAILED", f"{cause.rank or 'a rank'}{where}       [{cause.fault}]"),
         ("cause", one_line(cause.text)),
         *(("", frame) for frame in cause.frames),
-        ("others", f"{lines} a failure, probably as a consequence" if others else ""),
+        ("others", "; ".join(told)),
         ("log", f"{cause.file}:{cause.line}"),
         ("see", f"TROUBLESHOOTING.md#{cause.fault}"),
     ]

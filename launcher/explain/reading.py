@@ -25,9 +25,9 @@ HINTS = [
 _DIGITS = b"0123456789"
 # What launchers and torch put before a line: [rank3]: (torch), [default3]: (its launcher), stderr:
 # (accelerate), ERROR 12-31 01:06:23 [core.py:603] (vLLM), 3: (srun --label), (node-1 pid=9) (Ray),
-# [1,3]<stderr>: (mpirun), node1: (pdsh), [3] (this one), [3]: (torchx), a time.
+# [1,3]<stderr>: (mpirun), node1: (pdsh), [3] and [rank0-2,5] (this one), [3]: (torchx), a time.
 _PREFIX = re.compile(
-    r"(?:\[(?:rank|default|trainer|worker)(?P<torch>\d+)\]:?"
+    r"(?:\[(?:rank|default|trainer|worker)(?P<torch>\d+)(?P<more>(?:[-,]\d{1,5})*)\]:?"
     r"|\[?stderr(?:\]|: )"
     r"|(?:ERROR|INFO|WARNING|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d (?:\[\S+\]|\S+:\d+\])"
     r"|\((?:\S+ )?pid=\d+[^)]*\)"
@@ -38,6 +38,7 @@ _PREFIX = re.compile(
     r"|\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[\d.,]*Z?\]?:?"
     r") ?"
 )
+_RANKS = ("torch", "mpi", "srun", "ours")  # groups of it that name a rank
 _EXCEPTION = re.compile(
     r"(?:|.{0,80}(?:[\]):>|] ?| - |E {3,}|: \*\*|\"))"
     r"(?:(?:[a-z_]\w*\.)+(?:errors|exceptions)\.[A-Z]\w+"
@@ -102,10 +103,38 @@ def look(line: str) -> Sighting | None:
     if rule is None and is_exception is None:
         return None
     kind, fault = (rule.kind, rule.fault) if rule else (Kind.EXCEPTION, UNKNOWN)
-    ranks = [prefix.get(name) for name in ("torch", "mpi", "srun", "ours")]
+    ranks = [prefix.get(name) for name in _RANKS]
     ranks += [one or other for one, other in _RANK.findall(text)]
     rank = "".join(f"rank {one}" for one in [*filter(None, ranks)][:1])
     return Sighting(kind, fault, text.strip(), rank, prefix.get("host") or "")
+
+
+def find_ranks(cause: Sighting, files: Sequence[Path]) -> list[int]:
+    """Return the ranks that say the same as the cause, numbers aside. Raises OSError."""
+    shape = shape_of(cause.text)
+    found: set[int] = set()
+    for file in files:
+        rows = file.read_bytes().replace(b"\r", b"\n")
+        shapes = rows.translate(None, _DIGITS).split(b"\n")
+        for line, about in zip(rows.split(b"\n"), shapes, strict=True):
+            if shape.encode() not in about:
+                continue
+            prefix, text = split(line[:LONGEST].decode(errors="replace"))
+            if shape_of(text) == shape:
+                found |= _ranks_of(prefix)
+    return sorted(found)
+
+
+def shape_of(text: str) -> str:
+    """Return a text without its digits."""
+    return re.sub("[0-9]", "", text).strip()
+
+
+def _ranks_of(prefix: dict[str, str]) -> set[int]:
+    """Return the ranks that launchers have put before a line."""
+    first = next(filter(None, map(prefix.get, _RANKS)), "")
+    runs = re.findall(r"(\d+)(?:-(\d+))?", first + prefix.get("more", ""))
+    return {rank for low, high in runs for rank in range(int(low), int(high or low) + 1)}
 
 
 def split(line: str) -> tuple[dict[str, str], str]:

@@ -69,6 +69,7 @@ def test_a_run_that_ended_well_has_no_cause(one: dict[str, str]) -> None:
     [
         ("[rank3]: ValueError: x", "rank 3", "", "ValueError: x"),
         ("[rank3]:[E602 11:17:52.1 x.cpp:1] x", None, "", "[E602 11:17:52.1 x.cpp:1] x"),
+        ("[rank3,5-7] ValueError: x", "rank 3", "", "ValueError: x"),
         ("[default3]:ValueError: x", "rank 3", "", "ValueError: x"),
         ("[1,3]<stderr>:ValueError: x", "rank 3", "", "ValueError: x"),
         ("3: ValueError: x", "rank 3", "", "ValueError: x"),
@@ -177,6 +178,28 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (tmp_path / "well.log").write_text("step 1\ndone\n")
     assert main([str(tmp_path / "well.log")]) == 1
     assert capsys.readouterr().out == "no failure found in 1 file\n"
+
+
+def test_an_error_of_several_ranks_is_shown_once_with_the_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    oom = "torch.OutOfMemoryError: CUDA out of memory. GPU {} has 7 GiB"
+    lost = "RuntimeError: [pair.cc:534] Connection closed by peer [10.0.0.1]:4711"
+    for node in range(2):
+        ranks = range(4 * node, 4 * node + 3)
+        lines = [f"[{rank}] [rank{rank}]: {oom.format(rank % 4)}\n" for rank in ranks]
+        (tmp_path / f"node_{node}.log").write_text("".join([*lines, f"[7] [rank7]: {lost}\n"]))
+    (tmp_path / "terminal.txt").write_text(
+        f"[rank0-2] {oom.format(0)}\n[rank4-6] {oom.format(0)}\n"
+    )
+    others = []
+    for name in (str(tmp_path), str(tmp_path / "terminal.txt")):
+        assert main([name]) == 0
+        told = capsys.readouterr().out
+        assert told.startswith("FAILED   rank 0       [out-of-memory]\n")
+        others += [row for row in told.splitlines() if row.startswith("others")]
+    same = "others   ranks 1-2, 4-6 with the same error"
+    assert others == [f"{same}; 2 other lines mention a failure, probably as a consequence", same]
 
 
 def test_control_characters_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
