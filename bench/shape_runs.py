@@ -225,10 +225,13 @@ def logs_of(folder: Path) -> Path:
 
 
 def outcome(code: int, stdout: str, stderr: str, folder: Path) -> Outcome:
+    """Return what a run came to. A traceback that only follows stands in the node's log alone."""
+    node_logs = logs_of(folder).glob("*/node_*.log")
+    logged = "".join(file.read_bytes().decode() for file in node_logs)
     return Outcome(
         code,
         lines_of(stdout),
-        lines_of(stderr),
+        lines_of(stderr + logged),
         files_of(folder),
         f"{stdout}\n--\n{stderr}",
     )
@@ -236,9 +239,19 @@ def outcome(code: int, stdout: str, stderr: str, folder: Path) -> Outcome:
 
 def lines_of(told: str) -> list[str]:
     """Return what the ranks printed, in sorted lines without the labels of node and rank."""
-    label = re.compile(r"^(\[\d+\] )?(\[rank\d+\] )?")
-    lines = (label.sub("", line).strip() for line in re.split(r"[\r\n]+", told))
+    label = re.compile(r"^(?:\[\d+\] )?(?:\[rank([\d,-]+)\]:? )?")
+    lines: list[str] = []
+    for line in re.split(r"[\r\n]+", told):
+        found = label.match(line)
+        assert found is not None
+        lines += [line[found.end() :].strip()] * count_ranks(found[1] or "0")
     return sorted(line for line in lines if line)
+
+
+def count_ranks(ranks: str) -> int:
+    """Return how many ranks a label names: 4 for "0-2,5"."""
+    runs = (run.partition("-") for run in ranks.split(","))
+    return sum(int(last or first) - int(first) + 1 for first, _, last in runs)
 
 
 def files_of(folder: Path) -> dict[str, str]:

@@ -7,7 +7,8 @@ torchrun on each node, under scripts/ssh/launch_torchrun_auto.sh, and as a SLURM
 torchrun's on the same nodes:
 
 - the exit code;
-- what all ranks print on stdout, line by line in any order, and whether all of stderr is there;
+- what all ranks print on stdout, line by line in any order, and whether all of stderr is there (of
+  ours, on the terminal or in the node logs);
 - the files they leave, with their content.
 
 torchrun runs each script twice on one machine, and once on two nodes. Where stdout differs between

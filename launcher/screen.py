@@ -95,7 +95,11 @@ class View:
 
     def _show(self, data: bytes) -> None:
         if data := self.clean(data):
-            self._screen.show(self._begin_lines(data) if self._prefix else data, self._source)
+            self.put(data)
+
+    def put(self, data: bytes) -> None:
+        """Put on the screen what is to be shown."""
+        self._screen.show(self._begin_lines(data) if self._prefix else data, self._source)
 
     def _begin_lines(self, data: bytes) -> bytes:
         prefix = self._prefix

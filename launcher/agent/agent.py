@@ -260,7 +260,6 @@ class NodeAgent:
             number = first + local_rank
             error_file = self.error_files / f"rank_{number}.json"
             error_file.unlink(missing_ok=True)
-            label = b"[rank%d] " % number if self.args.has_labels else b""
             terminals = self.terminals if local_rank in shown else (None, None)
             kept = self.args.redirected[local_rank] | self.args.teed[local_rank]
             hidden = self.args.redirected[local_rank] & ~self.args.teed[local_rank]
@@ -270,7 +269,7 @@ class NodeAgent:
                     self.log,
                     None if one in hidden else terminal,
                     is_alone=is_alone,
-                    label=label,
+                    has_label=self.args.has_labels,
                     copy=self._stream_file(number, attempt, name) if one in kept else None,
                 )
                 for terminal, (name, one) in zip(terminals, STREAMS.items(), strict=True)

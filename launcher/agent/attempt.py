@@ -42,6 +42,7 @@ from launcher.screen import PARTIAL_S
 
 SETTLE_S = 0.3  # after an end that looks like a consequence: the time for its cause to show
 TERM_S = 1.0  # after a failure: from SIGTERM to SIGKILL
+TICK_S = PARTIAL_S / 2  # between two looks at lines that wait for PARTIAL_S
 DRAIN_S = 2.0  # at the end: for a terminal or pipe that is slow to take the last output
 TRICKLE_S = 0.001  # so many small writes of a rank become one of the agent's
 
@@ -92,7 +93,7 @@ class Attempt:
             if self.rest_s:
                 time.sleep(self.rest_s)
             if self.partial.take() and self.ranks.tick(now):
-                self.partial.set_within(PARTIAL_S)
+                self.partial.set_within(TICK_S)
             for each in self.ranks.ended():
                 self._on_death(each)
             self._on_time()
@@ -168,7 +169,7 @@ class Attempt:
         os._exit(128 + signal.SIGKILL)
 
     def _on_output(self, stream: Stream) -> None:
-        self.partial.set_within(PARTIAL_S)
+        self.partial.set_within(TICK_S)
         if not stream.pump():
             self.selector.unregister(stream.fd)
         self.rest_s = TRICKLE_S if stream.is_trickle else 0.0

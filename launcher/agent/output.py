@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from launcher.agent.equal_lines import EqualLines, label
 from launcher.agent.terminal import Terminal
-from launcher.screen import View
+from launcher.screen import Screen, View
 from launcher.text import short_host_name
 
 _NOWHERE = Path(os.devnull)
@@ -81,13 +82,40 @@ class NodeLog:
 
 
 class RankView(View):
-    """A rank's stream on the terminal, without torch's noise."""
+    """A rank's stream on the terminal: without torch's noise."""
+
+    def __init__(
+        self, screen: Screen, *, is_alone: bool, rank: int = 0, equal: EqualLines | None = None
+    ) -> None:
+        """Show lines that are equal to other ranks' once, through `equal`, after a label."""
+        super().__init__(screen, is_alone=is_alone, prefix=label((rank,)) if equal else b"")
+        self._equal = equal
+        if equal is not None:
+            self._writer = equal.join(rank)
 
     def may_be_dropped(self, line: bytes) -> bool:
         return len(line) < _LONGEST_NOISE and _MAY_BE_NOISE.match(line) is not None
 
     def clean(self, data: bytes) -> bytes:
         return _drop_noise(data)
+
+    def put(self, data: bytes) -> None:
+        if self._equal is None:
+            super().put(data)
+        elif self._writer.is_flood(len(data), self._since) or self._is_part(data):
+            if self._writer.lines:
+                self._equal.show_all_of(self._writer)
+            super().put(data)
+        else:
+            self._equal.add(self._writer, data, self._since)
+
+    def _is_part(self, data: bytes) -> bool:
+        """Whether it is the start or end of a line, or a line that redraws itself."""
+        return not data.endswith(b"\n") or b"\r" in data or self._screen.open_by is self
+
+    def tick(self, now: float) -> bool:
+        is_equal_waiting = self._equal is not None and self._equal.tick(now)
+        return super().tick(now) or is_equal_waiting
 
 
 @dataclass
@@ -263,15 +291,15 @@ def open_stream(
     terminal: Terminal | None,
     *,
     is_alone: bool,
-    label: bytes = b"",
+    has_label: bool = False,
     copy: Path | None = None,
 ) -> tuple[int, Stream]:
     """One stream of one rank: the file descriptor for the rank, and the agent's reading end.
 
-    Where it `is_alone`, the terminal shows no other rank. A label begins each line there; the rank
-    then has no terminal of its own.
+    Where it `is_alone`, the terminal shows no other rank. With a label, each line there begins with
+    the ranks that wrote it; the rank then has no terminal of its own.
     """
-    is_tty = terminal is not None and terminal.is_tty and not label
+    is_tty = terminal is not None and terminal.is_tty and not has_label
     if terminal is not None and is_tty:
         reader, writer = pty.openpty()
         with contextlib.suppress(OSError):
@@ -283,6 +311,9 @@ def open_stream(
     else:
         reader, writer = os.pipe()
     os.set_blocking(reader, False)
-    view = RankView(terminal, is_alone=is_alone, prefix=label) if terminal is not None else None
+    view = None
+    if terminal is not None:
+        equal = terminal.equal_lines if has_label else None
+        view = RankView(terminal, is_alone=is_alone, rank=rank, equal=equal)
     file = copy.open("wb", buffering=0) if copy else None
     return writer, Stream(rank, reader, log, view, is_tty, file)

@@ -39,6 +39,7 @@ def test_numbers_that_differ_under_torchrun_itself_do_not_count() -> None:
 
 def test_lines_without_labels() -> None:
     assert lines_of("[rank1] b\n[0] [rank0]   1/2\r[0]   2/2\n\n") == ["1/2", "2/2", "b"]
+    assert lines_of("[rank0-1,3] a\n[rank1]: Traceback\n") == ["Traceback", "a", "a", "a"]
 
 
 @pytest.mark.slow
