@@ -92,7 +92,7 @@ class Attempt:
                 key.data()
             if self.rest_s:
                 time.sleep(self.rest_s)
-            if self.partial.take() and self.ranks.tick(now):
+            if self.partial.take() and self.ranks.tick(now, is_ending=self.facts.is_ending):
                 self.partial.set_within(TICK_S)
             for each in self.ranks.ended():
                 self._on_death(each)
@@ -105,12 +105,12 @@ class Attempt:
         waker.close()
         saved_step = self.ranks.heartbeats.saved()
         left = processes.end_descendants(term_s=TERM_S)
-        for stream in self.ranks.streams():
-            stream.end()
+        reached = verdict.reach_verdict(self.facts, saved_step=saved_step, left=len(left))
+        self.ranks.end_streams(self.facts, reached.failure)
         for terminal in terminals:
             terminal.detach(DRAIN_S)
         self.selector.close()
-        return verdict.reach_verdict(self.facts, saved_step=saved_step, left=len(left))
+        return reached
 
     def _listen_to_all(self, terminals: Sequence[Terminal]) -> None:
         signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes the loop

@@ -18,6 +18,7 @@ from launcher.agent.collectives import DUMP_SIGNAL, Calls
 from launcher.agent.heartbeats import Heartbeats
 from launcher.agent.output import Stream
 from launcher.agent.stuck import RankState
+from launcher.agent.tracebacks import GO_ON_S, LEAVE_S
 from launcher.failure import Failure
 
 STACK_S = 2.0  # for the ranks to write their stacks
@@ -37,6 +38,11 @@ class Rank:
     @property
     def stack_file(self) -> Path:
         return stack_file_of(self.error_file)
+
+    def show_traceback(self) -> None:
+        """Show a traceback that is held back."""
+        for stream in self.streams:
+            stream.show_traceback()
 
     def close(self) -> None:
         """Close the agent's ends of its output."""
@@ -73,14 +79,31 @@ class NodeRanks:
             each.code = processes.exit_code(statuses[each.pid])
             for stream in each.streams:
                 stream.drain()
+            if each.code == 0:
+                each.show_traceback()
         return ended
 
     def streams(self) -> list[Stream]:
         return [stream for each in self.all for stream in each.streams]
 
-    def tick(self, now: float) -> bool:
-        """See to lines that have not ended; returns whether there are any."""
+    def tick(self, now: float, *, is_ending: bool) -> bool:
+        """Show what has waited for long enough; returns whether something waits.
+
+        A rank that has written a traceback goes on if it still runs later. While the run is
+        ending, that is not known.
+        """
+        for each in self.living() if not is_ending else ():
+            age = max(stream.traceback_age(now) for stream in each.streams)
+            if age >= LEAVE_S or (age >= GO_ON_S and not each.error_file.exists()):
+                each.show_traceback()
         return bool([stream for stream in self.streams() if stream.tick(now)])
+
+    def end_streams(self, facts: verdict.Facts, first: Failure | None) -> None:
+        """Take and show all that is left of the output of ranks that have ended."""
+        for each in self.all:
+            is_consequence = verdict.is_consequence(facts, first, each.rank)
+            for stream in each.streams:
+                stream.end(is_consequence=is_consequence)
 
     def straggler(self) -> RankState | None:
         """Return the rank furthest behind; None where none lives."""

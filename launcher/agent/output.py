@@ -23,6 +23,7 @@ from typing import BinaryIO
 
 from launcher.agent.equal_lines import EqualLines, label
 from launcher.agent.terminal import Terminal
+from launcher.agent.tracebacks import HeldTraceback
 from launcher.screen import Screen, View
 from launcher.text import short_host_name
 
@@ -57,6 +58,7 @@ class NodeLog:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
+        self.is_kept = path is not None
         self.lines = 0
         if path is not None:
             with path.open("rb") as before:
@@ -78,17 +80,20 @@ class NodeLog:
             what = f"{short_host_name()}: {self.path} ends here ({error.strerror})"
             say(f"warning: {what}; the run goes on [log-lost]")
             self._file = _NOWHERE.open("ab", buffering=0)
+            self.is_kept = False
         return self.lines
 
 
 class RankView(View):
-    """A rank's stream on the terminal: without torch's noise."""
+    """A rank's stream on the terminal: without torch's noise, and tracebacks are held at first."""
 
     def __init__(
         self, screen: Screen, *, is_alone: bool, rank: int = 0, equal: EqualLines | None = None
     ) -> None:
         """Show lines that are equal to other ranks' once, through `equal`, after a label."""
         super().__init__(screen, is_alone=is_alone, prefix=label((rank,)) if equal else b"")
+        self.traceback = HeldTraceback()
+        self.has_traceback = False  # what is added next
         self._equal = equal
         if equal is not None:
             self._writer = equal.join(rank)
@@ -100,7 +105,11 @@ class RankView(View):
         return _drop_noise(data)
 
     def put(self, data: bytes) -> None:
-        if self._equal is None:
+        if self.has_traceback or self.traceback.text:
+            data = self.traceback.take(data)
+        if not data:
+            pass  # it is held
+        elif self._equal is None:
             super().put(data)
         elif self._writer.is_flood(len(data), self._since) or self._is_part(data):
             if self._writer.lines:
@@ -113,9 +122,15 @@ class RankView(View):
         """Whether it is the start or end of a line, or a line that redraws itself."""
         return not data.endswith(b"\n") or b"\r" in data or self._screen.open_by is self
 
+    def show_traceback(self) -> None:
+        """Show the traceback that is held back."""
+        self.has_traceback = False
+        self._since = time.monotonic()
+        self.put(self.traceback.release())
+
     def tick(self, now: float) -> bool:
         is_equal_waiting = self._equal is not None and self._equal.tick(now)
-        return super().tick(now) or is_equal_waiting
+        return super().tick(now) or is_equal_waiting or bool(self.traceback.text)
 
 
 @dataclass
@@ -158,8 +173,7 @@ class Stream:
         self.is_trickle = 0 < len(data) < _TRICKLE
         if self.copy is not None:
             self._write_copy(data)
-        if self.view is not None:
-            self.view.add(data)
+        known = self.traceback_line
         head, end, tail = data.rpartition(b"\n")
         if end:
             self._end_lines(head)
@@ -169,8 +183,11 @@ class Stream:
             self._partial = bytearray(b"\r").join(self._partial.rsplit(b"\r", _STATES)[-_STATES:])
         if self._partial and (not data or len(self._partial) > _LONGEST_LINE):
             self._end_lines(b"")
-        if not data and self.view is not None:
-            self.view.end()
+        if self.view is not None:
+            self.view.has_traceback = self.traceback_line != known
+            self.view.add(data)
+            if not data:
+                self.view.end()
         return bool(data)
 
     def _write_copy(self, data: bytes) -> None:
@@ -233,13 +250,23 @@ class Stream:
         while ready.poll(0) and self.pump():
             pass
 
-    def end(self) -> None:
-        """Take and show all that is left."""
+    def traceback_age(self, now: float) -> float:
+        """Return for how many seconds a traceback has been held back; 0 if none is."""
+        return self.view.traceback.age(now) if self.view is not None else 0.0
+
+    def show_traceback(self) -> None:
+        if self.view is not None:
+            self.view.show_traceback()
+
+    def end(self, *, is_consequence: bool = False) -> None:
+        """Take and show all that is left; without a traceback that only follows from a failure."""
         self.drain()
         if self._partial:
             self._end_lines(b"")
         if self.view is not None:
             self.view.end()
+        if not (is_consequence and self.log.is_kept):
+            self.show_traceback()
         self.close()
 
     def close(self) -> None:

@@ -128,6 +128,13 @@ def first_failure(failures: Sequence[Failure]) -> Failure | None:
     return min(failures, key=lambda one: (one.is_consequence, one.time), default=None)
 
 
+def is_consequence(facts: Facts, first: Failure | None, rank: int) -> bool:
+    """Whether a rank of this node ended only because of the first failure, another's."""
+    if first is None or rank == first.rank or facts.codes.get(rank) == 0:
+        return False
+    return all(one.is_consequence for one in facts.failures if one.rank == rank)
+
+
 def end_of_node(facts: Facts, saved_step: int) -> NodeEnd:
     """Return what this node tells node rank 0 when all its ranks have ended."""
     lost = {one.rank for one in facts.failures if one.is_consequence} & facts.codes.keys()

@@ -1,0 +1,48 @@
+"""The traceback at the end of a rank's output, held back from the terminal.
+
+When a rank fails, the others lose their connections to it and print tracebacks, too. Those would
+stand above the failure block and hide the cause.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+
+GO_ON_S = 0.8  # a rank that runs for so long after a traceback has caught the exception
+LEAVE_S = 10.0  # the same, of a rank that has left an error file: it is about to end
+_MOST_BYTES = 1 << 18  # more than a traceback has
+_MARK = b"Traceback (most recent call last)"
+_BEFORE = re.compile(rb"(\[rank\d+\]: )?[^\w\n\r\]:]*(Exception Group )?\Z")  # on its line
+
+
+class HeldTraceback:
+    """What a stream has written from a traceback's first line on, while it is not shown."""
+
+    def __init__(self) -> None:
+        self.text = bytearray()
+        self._since = 0.0
+
+    def take(self, data: bytes) -> bytes:
+        """Return what is to be shown now of new output; hold the rest."""
+        if self.text:
+            self.text += data
+            return self.release() if len(self.text) > _MOST_BYTES else b""
+        at = data.find(_MARK)
+        if at < 0:
+            return data
+        before = _BEFORE.search(data, max(0, at - 200), at)
+        at = before.start() if before else at
+        self._since = time.monotonic()
+        self.text += data[at:]
+        return data[:at]
+
+    def release(self) -> bytes:
+        """Return what is held, and hold it no more."""
+        held = bytes(self.text)
+        self.text.clear()
+        return held
+
+    def age(self, now: float) -> float:
+        """Return for how many seconds something has been held; 0 if nothing is."""
+        return now - self._since if self.text else 0.0

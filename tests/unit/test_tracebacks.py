@@ -1,0 +1,259 @@
+"""A traceback that only follows from another rank's failure stays off the terminal."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agents import AGENT, ROOT, Run, kill_what_is_left
+
+from launcher.agent.heartbeats import Heartbeats
+from launcher.agent.node_ranks import NodeRanks, Rank
+from launcher.agent.output import NodeLog, open_stream
+from launcher.agent.terminal import Terminal
+from launcher.agent.tracebacks import GO_ON_S, LEAVE_S, HeldTraceback
+from launcher.agent.verdict import Facts, is_consequence
+from launcher.failure import Failure
+
+TRACEBACK = b"Traceback (most recent call last):\n  File x, line 1\nValueError: y\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "start"),
+    [
+        (b"loss 0.5\n", b""),
+        (b"loss 0.5\n", b"[rank0]: "),
+        (b"\r 50%|     | 5/10 [00:01<00:01, 5.0it/s]", b""),  # a bar that did not end its line
+        (b"[rank0]: x\n", b"[rank0]:   + Exception Group "),
+        (b"", "╭──────── ".encode()),
+        (b"ERROR:", b" "),
+    ],
+)
+def test_all_from_its_first_line_on_is_held(before: bytes, start: bytes) -> None:
+    held = HeldTraceback()
+    assert held.take(before + start + TRACEBACK) == before
+    assert held.take(b"more\n") == b""
+    assert held.release() == start + TRACEBACK + b"more\n"
+    assert held.take(b"later\n") == b"later\n"
+
+
+def test_what_is_held_is_bounded() -> None:
+    held, shown = HeldTraceback(), 0
+    for _ in range(100):
+        shown += len(held.take(TRACEBACK * 1000))
+        assert len(held.text) < 1 << 19
+    assert shown > 90 * 1000 * len(TRACEBACK) - (1 << 19)
+
+
+class OneRank:
+    """One rank that writes to a terminal, and its log."""
+
+    def __init__(self, log: NodeLog) -> None:
+        self.reader, writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        self.terminal = Terminal(writer)
+        self.terminal.attach(selectors.DefaultSelector())
+        self.rank, self.stream = open_stream(0, log, self.terminal, is_alone=True)
+
+    def write(self, data: bytes) -> bytes:
+        """The rank writes; returns what the terminal shows of it."""
+        os.write(self.rank, data)
+        self.stream.pump()
+        return self.shown()
+
+    def shown(self) -> bytes:
+        self.terminal.detach(1.0)
+        try:
+            return os.read(self.reader, 65536)
+        except BlockingIOError:
+            return b""
+
+    def end(self, *, is_consequence: bool) -> bytes:
+        os.close(self.rank)
+        self.stream.end(is_consequence=is_consequence)
+        return self.shown()
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> NodeLog:
+    (tmp_path / "node_0.log").touch()
+    return NodeLog(tmp_path / "node_0.log")
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_the_terminal_lacks_what_only_follows_and_the_log_has_it(
+    log: NodeLog, follows: bool
+) -> None:
+    rank = OneRank(log)
+    assert rank.write(b"loss\n" + TRACEBACK) == b"loss\n"
+    assert rank.write(b"bye") == b""
+    assert rank.end(is_consequence=follows) == (b"" if follows else TRACEBACK + b"bye")
+    assert log.path is not None
+    logged = log.path.read_text().splitlines()
+    assert logged == [
+        f"[0] {line}" for line in ("loss\n" + TRACEBACK.decode() + "bye").splitlines()
+    ]
+
+
+def test_without_a_log_the_terminal_shows_all(log: NodeLog) -> None:
+    ended = OneRank(log)
+    os.dup2(os.open("/dev/full", os.O_WRONLY), log._file.fileno())
+    for rank in (OneRank(NodeLog(None)), ended):
+        rank.write(TRACEBACK)
+        assert rank.end(is_consequence=True) == TRACEBACK
+
+
+def test_a_traceback_that_was_shown_does_not_keep_a_later_one_from_being_held(log: NodeLog) -> None:
+    rank = OneRank(log)
+    rank.write(TRACEBACK)
+    assert rank.stream.traceback_age(time.monotonic() + GO_ON_S) >= GO_ON_S
+    rank.stream.show_traceback()
+    assert rank.shown() == TRACEBACK and rank.stream.traceback_age(time.monotonic()) == 0
+    assert rank.write(b"on\n" + TRACEBACK) == b"on\n"
+    assert rank.end(is_consequence=True) == b""
+
+
+def test_how_long_a_traceback_is_held_while_nothing_has_failed(
+    log: NodeLog, tmp_path: Path
+) -> None:
+    one, stdout = OneRank(log), OneRank(log).stream
+    error_file = tmp_path / "rank_0.json"
+    forked = Rank(0, 0, os.getpid(), (stdout, one.stream), error_file)
+    ranks = NodeRanks([forked], Heartbeats(1), 0, "host")
+    one.write(TRACEBACK)
+    now = time.monotonic()
+    assert ranks.tick(now, is_ending=False)
+    ranks.tick(now + 100, is_ending=True)
+    error_file.touch()  # it is about to end
+    ranks.tick(now + LEAVE_S - 0.1, is_ending=False)
+    assert one.shown() == b""
+    ranks.tick(now + LEAVE_S, is_ending=False)
+    assert one.shown() == TRACEBACK
+    error_file.unlink()
+    one.write(TRACEBACK)
+    ranks.tick(time.monotonic() + GO_ON_S, is_ending=False)
+    assert one.shown() == TRACEBACK
+
+
+def failed(rank: int, *, follows: bool) -> Failure:
+    return Failure("x", "y", 1, "host", 0, 1.0, rank=rank, is_consequence=follows)
+
+
+def test_what_only_follows() -> None:
+    first = failed(1, follows=False)
+    facts = Facts(codes={0: 1, 1: 1, 2: 1, 3: 143, 4: 0}, stopped={3})
+    facts.failures += [first, failed(0, follows=True), failed(2, follows=False)]
+    assert [rank for rank in range(5) if is_consequence(facts, first, rank)] == [0, 3]
+    assert not any(is_consequence(facts, None, rank) for rank in range(5))
+
+
+PROGRAM = """
+import os, sys, time, traceback
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+print("begun", rank, flush=True)
+dist.barrier()
+if sys.argv[1] == "caught":
+    if rank == 0:
+        try:
+            raise KeyError("caught")
+        except KeyError:
+            traceback.print_exc()
+        while not os.path.exists("seen"):
+            time.sleep(0.01)
+        print("goes on", flush=True)
+    dist.barrier()
+elif rank == int(sys.argv[1]):
+    raise ValueError("batch 7 holds no samples")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    return tmp_path
+
+
+def launch(folder: Path, who: str, *options: str, **environment: str) -> tuple[str, str]:
+    """Run two ranks, of which one fails; returns stderr and the node's log."""
+    done = subprocess.run(
+        [ROOT / "scripts/launch.sh", "--nproc-per-node=2", *options, "program.py", who],
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1, done.stderr
+    (log,) = folder.glob("logs/2*/node_0.log")
+    return done.stderr, log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fresh", ["0", "1"])  # 1: without an error file
+def test_the_traceback_of_rank_0_that_lost_rank_1_is_in_the_log_alone(
+    folder: Path, fresh: str
+) -> None:
+    err, log = launch(folder, "1", FRESH=fresh)
+    assert "Traceback" not in err and "Connection closed by peer" not in err
+    assert "FAILED   rank 1 " in err and "ValueError: batch 7 holds no samples\n" in err
+    assert "others   1 rank " in err  # it lost its peer, or was stopped
+    assert "[0] [rank0]: Traceback" in log and "[1] [rank1]: Traceback" in log
+
+
+@pytest.mark.slow
+def test_with_all_ranks_shown_only_the_first_failure_has_a_traceback(folder: Path) -> None:
+    err, log = launch(folder, "1", "--show", "all")
+    above = err.partition("FAILED ")[0]
+    assert above.count("Traceback") == 1 and "[rank1] Traceback (most" in above
+    assert "[rank1] ValueError: batch 7 holds no samples\n" in above
+    assert "Connection closed by peer" not in err
+    assert log.count("Traceback") == 2
+
+
+@pytest.mark.slow
+def test_the_traceback_of_rank_0_that_failed_first_stands_above_the_block(folder: Path) -> None:
+    err, _ = launch(folder, "0")
+    above = err.partition("FAILED   rank 0 ")[0]
+    assert above.endswith("[rank0]: ValueError: batch 7 holds no samples\n")
+
+
+@pytest.mark.slow
+def test_without_logs_the_terminal_has_every_traceback(folder: Path) -> None:
+    command = [*AGENT, "--nproc-per-node=2", "program.py", "1"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    above = done.stderr.partition("FAILED   rank 1 ")[0]
+    assert "[rank0]: Traceback" in above and "[rank1]: Traceback" in above
+
+
+@pytest.fixture
+def runs() -> Iterator[list[Run]]:
+    started: list[Run] = []
+    yield started
+    kill_what_is_left(started)
+
+
+@pytest.mark.slow
+def test_a_rank_that_goes_on_shows_its_traceback_soon(
+    folder: Path, runs: list[Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    run = Run(["--nproc-per-node=2", "--log-dir=logs", "program.py", "caught"])
+    runs.append(run)
+    run.wait_for("begun 0")
+    began = time.monotonic()
+    assert run.process.stderr is not None
+    while "KeyError: 'caught'" not in (line := run.process.stderr.readline()):
+        assert line, "ended before"
+    assert time.monotonic() - began < GO_ON_S + 2.0  # the rank has raised after its barrier
+    (folder / "seen").touch()
+    run.finish()
+    assert run.process.returncode == 0 and "goes on" in run.output
