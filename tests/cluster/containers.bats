@@ -156,7 +156,7 @@ make_environment() {
   printf '#!/bin/bash\n[[ $1 != -I ]] || exec printf "%%s\\n" %q /usr %q %q\nPYTHON_IS=$0 exec %q "$@"\n' \
     "$PWD/env" "$PWD/env/packages" "$PWD/env/packages" "$PYTHON" >env/bin/python
   chmod +x env/bin/python
-  echo 'import os; print(os.environ["RANK"], "from", os.environ["PYTHON_IS"], flush=True)' >where.py
+  echo 'import os; print(os.getpid(), "from", os.environ["PYTHON_IS"], flush=True)' >where.py
   export PYTHON=$PWD/env/bin/python TRAIN_SCRIPT=$PWD/where.py STAGE_ENV=1 SHOW_RANKS=all
 }
 
