@@ -11,7 +11,7 @@ NODE   ?= login
 
 .DEFAULT_GOAL := help
 .PHONY: cluster-deps cluster-up cluster-down cluster-shell test-cluster test-login
-.PHONY: help init setup train sample plot test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-fanout bench-failures bench-shapes bench-cuts bench-hangs bench-staging bench-gpu bench-data pictures clean
+.PHONY: help init setup train sample plot test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-fanout bench-failures bench-shapes bench-cuts bench-faults bench-hangs bench-staging bench-gpu bench-data pictures clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "make %-17s %s\n", $$1, $$2 }'
@@ -95,6 +95,9 @@ bench-hangs: $(STAMP) ## see that a rank that hangs is named, in scripts that re
 
 bench-cuts: $(STAMP) ## cut hosts of a cluster in a box off for 3 to 120 s (as root)
 	$(PYTHON) bench/cuts.py
+
+bench-faults: $(STAMP) ## make each fault on a cluster in a box, for ours and for torchrun (as root)
+	$(PYTHON) bench/faults.py
 
 pictures: $(STAMP) ## draw the pictures of the README from real runs
 	$(PYTHON) docs/pictures.py

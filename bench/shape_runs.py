@@ -299,14 +299,14 @@ def without_numbers(lines: list[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def cluster(*, is_wanted: bool) -> Iterator[bool]:
-    """A cluster of two nodes, where there can be one."""
+def cluster(*, is_wanted: bool, nodes: int = 2) -> Iterator[bool]:
+    """A cluster of so many nodes, where there can be one."""
     if not is_wanted or subprocess.run([CLUSTER, "check"]).returncode != 0:
         yield False
         return
     with tempfile.TemporaryDirectory() as folder:
         os.environ["CLUSTER_DIR"] = f"{folder}/cluster"
-        subprocess.run([CLUSTER, "up", "2"], check=True)
+        subprocess.run([CLUSTER, "up", str(nodes)], check=True)
         try:
             yield True
         finally:

