@@ -12,6 +12,7 @@ only those who need it import this.
 
 from __future__ import annotations
 
+import copyreg
 import enum
 import json
 import socket
@@ -44,6 +45,9 @@ _KINDS = {
     if isinstance(kind, enum.EnumMeta) or (isinstance(kind, type) and is_dataclass(kind))
 }
 torch.serialization.add_safe_globals([*(_KINDS - {metadata.BytesStorageMetadata})])
+_ENUMS: list[Any] = [kind for kind in _KINDS if isinstance(kind, enum.EnumMeta)]
+for _kind in _ENUMS:  # which Python 3.11.0 to 3.11.3 would load with getattr
+    copyreg.pickle(_kind, lambda one: (type(one), (one.value,)))
 
 
 class Parts:
