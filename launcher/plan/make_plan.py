@@ -201,7 +201,8 @@ def _first(given: str | None, environ: Mapping[str, str], variable: str) -> str 
 
 def _read_named(typed: Typed, environ: Mapping[str, str], nproc: int | None) -> World:
     """Return the nodes that are named, one by one."""
-    if typed.nodefile or not (typed.node or typed.hostfile):
+    is_named = typed.node or typed.hostfile
+    if typed.nodefile or (typed.fanout == "auto" and not is_named):
         nodes = pbs.read_nodefile(environ, nproc)
     else:
         more = hosts.read_hostfile(Path(typed.hostfile)) if typed.hostfile else ()
