@@ -177,7 +177,7 @@ def links_together(
 
 def measure_speed(test: Test) -> float:
     """Return this rank's FLOP/s. A rank is slow that is so in every look."""
-    kinds = [member.device for member in test.findings.members]
+    kinds = [member.kind for member in test.findings.members]
     speeds = compute_together(test, {*range(test.env.world_size)})
     slow = judge.slow_ranks(speeds, kinds)
     for _ in range(LOOKS):

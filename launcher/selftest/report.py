@@ -28,6 +28,11 @@ class Member:
     speed: float = 0.0  # FLOP/s
     faults: Sequence[str] = ()  # that its own checks found
 
+    @property
+    def kind(self) -> str:
+        """The model of its device, with which it is compared: "cuda:3 NVIDIA H100" without 3."""
+        return self.device.partition(" ")[2] or self.device
+
 
 @dataclass
 class Findings:

@@ -118,6 +118,12 @@ def test_a_fault_names_hosts_and_what_to_leave_out() -> None:
     assert findings.excluded() == ["c", "d"]
 
 
+def test_gpus_of_one_model_are_of_one_kind() -> None:
+    devices = ["cuda:0 NVIDIA H100 80GB", "cuda:7 NVIDIA H100 80GB", "cuda:0 NVIDIA A100", "cpu"]
+    kinds = [Member("a", 0, 0, device, "2.13").kind for device in devices]
+    assert kinds == ["NVIDIA H100 80GB", "NVIDIA H100 80GB", "NVIDIA A100", "cpu"]
+
+
 def test_versions_that_differ_blame_no_host() -> None:
     members = [Member("a", 0, 0, "cpu", "2.12"), Member("b", 1, 0, "cpu", "2.13")]
     (fault,) = Findings(members, ["a", "b"]).faults()
