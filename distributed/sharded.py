@@ -124,11 +124,14 @@ class Parts:
         try:
             mine = b"+" + do()
         except Exception as error:
-            mine = b"-" + str(error).encode()
+            mine = b"-" + json.dumps([str(error), getattr(error, "fault", "")]).encode()
         told = gather_bytes(mine, self._group)
         for rank, one in enumerate(told):
             if one.startswith(b"-"):
-                raise CheckpointError(f"rank {rank}: {one[1:].decode()}")
+                cause, fault = json.loads(one[1:])
+                failed = CheckpointError(f"rank {rank}: {cause}")
+                failed.fault = fault  # type: ignore[attr-defined]
+                raise failed
         return [one[1:] for one in told]
 
 

@@ -52,7 +52,11 @@ def test_bandwidth_follows_its_definition() -> None:
     assert code == 0 and others == [(0, "")] * 3
     row = r"^(\S+) +([\d.]+) (KiB|MiB) +([\d.]+) ms +([\d.]+ [GM]B/s) +([\d.]+ [GM]B/s)$"
     rows = re.findall(row, printed, re.MULTILINE)
-    assert len(rows) == len(bandwidth.COLLECTIVES) * len(bandwidth.SIZES)
+    assert list(dict.fromkeys(row[0] for row in rows)) == [*bandwidth.COLLECTIVES]
+    texts = [*map(bandwidth.size_text, bandwidth.SIZES)]
+    for collective in bandwidth.COLLECTIVES:  # on a busy machine, the largest may take too long
+        sizes = [f"{row[1]} {row[2]}" for row in rows if row[0] == collective]
+        assert len(sizes) > 1 and sizes == texts[: len(sizes)]
     factors = {"all-reduce": 1.5, "broadcast": 1.0, "reduce": 1.0}  # 0.75 for the others
     for name, size, unit, took_ms, algbw, busbw in rows:
         num_bytes = int(size) * {"KiB": 2**10, "MiB": 2**20}[unit]
@@ -61,9 +65,10 @@ def test_bandwidth_follows_its_definition() -> None:
         assert _bytes_per_second(busbw) == pytest.approx(
             factors.get(name, 0.75) * wanted, rel=0.1, abs=1e7
         )
-    verdict = r"PASS  4 ranks on 1 node, gloo: 19 checks, all-reduce (.+) busbw at 16 MiB, \S+ s"
-    match = re.fullmatch(verdict, printed.splitlines()[-1])
-    assert match and match[1] == rows[3][-1]
+    last = next(row for row in reversed(rows) if row[0] == "all-reduce")
+    largest = f"all-reduce {last[-1]} busbw at {last[1]} {last[2]}"
+    verdict = rf"PASS  4 ranks on 1 node, gloo: 19 checks, {largest}, \S+ s"
+    assert re.fullmatch(verdict, printed.splitlines()[-1])
 
 
 def _bytes_per_second(text: str) -> float:
@@ -104,7 +109,8 @@ def test_json_holds_what_was_found(tmp_path: Path) -> None:
     assert [rank["local_rank"] for rank in found["ranks"]] == [0, 1]
     assert all(rank["speed"] > 1e8 for rank in found["ranks"])
     assert {row["name"] for row in found["collectives"]} == {"all-reduce"}
-    assert [row["num_bytes"] for row in found["collectives"]] == [*bandwidth.SIZES]
+    sizes = [row["num_bytes"] for row in found["collectives"]]
+    assert sizes and sizes == [*bandwidth.SIZES][: len(sizes)]
 
 
 def test_basic_measures_nothing() -> None:
