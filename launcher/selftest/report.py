@@ -49,7 +49,8 @@ class Findings:
 
     def faults(self) -> list[tuple[str, str]]:
         """Return each fault, with the host to leave out for it, or an empty name."""
-        return [*self._versions(), *self._wrong_results(), *self._links(), *self._ranks()]
+        # A slow rank makes its node's links look slow, not the other way round.
+        return [*self._versions(), *self._wrong_results(), *self._ranks(), *self._links()]
 
     def excluded(self) -> list[str]:
         """Return the hosts to leave out."""

@@ -35,8 +35,7 @@ found() { # <jq-like path in Python>
 
 # Whether that node alone is to be left out, for that fault.
 names() { # <node> <fault>
-  ((CODE == 1)) && grep -q "^\[0\] FAIL .*$1.*\[$2\]" out &&
-    grep -qE "^FAILED .*\[slow-(link|rank)\]$" out &&
+  ((CODE == 1)) && grep -q "^\[0\] FAIL .*$1.*\[$2\]" out && grep -q "^FAILED .*\[$2\]$" out &&
     [[ $(found '*f["exclude"]') == "$1" ]]
 }
 

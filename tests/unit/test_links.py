@@ -111,7 +111,7 @@ def test_a_fault_names_hosts_and_what_to_leave_out() -> None:
     members = [Member(host, node, 0, "cpu", "2.13") for node, host in enumerate(hosts)]
     found = all_links(4, slowed(2, 4, 0.01))
     findings = Findings(members, hosts, found, {3: 1.52}, judge.slow_nodes(found))
-    (link, _), (rank, _) = findings.faults()
+    (rank, _), (link, _) = findings.faults()
     assert link.startswith("c has a slow link: 10.00 MB/s at best, other nodes ")
     assert link.endswith(" [slow-link]")
     assert rank == "rank 3 (d) takes 1.52 times as long to compute as others [slow-rank]"
