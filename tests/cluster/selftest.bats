@@ -51,7 +51,7 @@ try_slow_rank() { # <node> <times>
   local slowing=$!
   try_nodes --quick
   kill "$slowing"
-  end_of "$slowing"
+  wait "$slowing" || true
   names "$1" slow-rank || { cat out && false; }
 }
 
