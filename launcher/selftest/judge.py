@@ -8,7 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 SLOW_RANK = 1.3  # times the others' time
 SLOW_LINK = 2.0  # times
 REFERENCES = 3  # healthy pairs that are measured beside those that seem slow
-Links = Mapping[tuple[int, int], float]  # bytes/s from a node to another
+Pair = tuple[int, int]  # numbers of nodes
+Links = Mapping[Pair, float]  # bytes/s from the first to the second
 
 
 def slow_ranks(speeds: Mapping[int, float], kinds: Sequence[str]) -> dict[int, float]:
@@ -59,7 +60,7 @@ def slow_nodes(links: Links) -> dict[int, float]:
     return found
 
 
-def slow_pairs(links: Links) -> dict[tuple[int, int], float]:
+def slow_pairs(links: Links) -> dict[Pair, float]:
     """Return the links, between nodes that are not slow, that are slow beside the others.
 
     With the usual bandwidth; from the node first named to the other, the slower direction.
@@ -76,9 +77,7 @@ def slow_pairs(links: Links) -> dict[tuple[int, int], float]:
     }
 
 
-def pairs_to_compare(
-    links: Links, nodes: Collection[int], pairs: Collection[tuple[int, int]]
-) -> list[tuple[int, int]]:
+def pairs_to_compare(links: Links, nodes: Collection[int], pairs: Collection[Pair]) -> list[Pair]:
     """Return the pairs to measure again: those that seem slow, and a few that do not.
 
     Of a slow node these are its two best, of both ends of a slow pair the best other ones.
@@ -97,5 +96,5 @@ def pairs_to_compare(
     return [*dict.fromkeys([*chosen, *healthy[:REFERENCES]])]
 
 
-def _both_ways(pair: tuple[int, int], links: Links) -> float:
+def _both_ways(pair: Pair, links: Links) -> float:
     return min(links[pair], links[pair[::-1]])

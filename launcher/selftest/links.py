@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed.torch import device
+from launcher.selftest.judge import Pair
 from launcher.selftest.meeting import Meeting
 
 SMALLEST, LARGEST = 2**16, 2**26  # bytes of one transfer
@@ -25,9 +26,6 @@ ROUND_S, LEAST_S = 0.2, 0.05  # one round: up to 4 nodes, and with very many
 _PINGS = 5
 _GROWTH = 4
 _PING, _END = -1, 0  # as a size: answer at once; no more transfers
-
-
-Pair = tuple[int, int]  # numbers of nodes
 
 
 @dataclass(frozen=True)

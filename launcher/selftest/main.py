@@ -25,7 +25,8 @@ from distributed.environment import Environment
 from distributed.torch import device, gather_bytes, init_distributed
 from launcher import typed_json
 from launcher.selftest import bandwidth, compute, judge, known_answers, links, report
-from launcher.selftest.links import Link, Node, Pair
+from launcher.selftest.judge import Pair
+from launcher.selftest.links import Link, Node
 from launcher.selftest.meeting import PATIENCE_S, Meeting, StuckError
 from launcher.selftest.report import Findings, Member
 from launcher.text import count
@@ -65,7 +66,7 @@ class Test:
     options: Options
     meeting: Meeting
     findings: Findings = field(default_factory=Findings)
-    latencies: dict[tuple[int, int], float] = field(default_factory=dict)  # s
+    latencies: dict[Pair, float] = field(default_factory=dict)  # s
 
     def tell(self, *lines: str) -> None:
         """Print on rank 0 alone."""

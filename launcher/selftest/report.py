@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from launcher.selftest.bandwidth import Measured, rate
-from launcher.selftest.judge import Links, best_of
+from launcher.selftest.judge import Links, Pair, best_of
 
 MOST_SHOWN = 16  # nodes of a matrix as text; a wider one is no help on a terminal
 PICTURE = "links.png"
@@ -43,7 +43,7 @@ class Findings:
     links: Links = field(default_factory=dict)
     slow_ranks: Mapping[int, float] = field(default_factory=dict)  # how many times slower
     slow_nodes: Mapping[int, float] = field(default_factory=dict)  # and the usual bandwidth
-    slow_pairs: Mapping[tuple[int, int], float] = field(default_factory=dict)  # the same
+    slow_pairs: Mapping[Pair, float] = field(default_factory=dict)  # the same
     collectives: Sequence[Measured] = ()
     links_s: float = 0.0  # how long it took to measure the links
 
@@ -145,7 +145,7 @@ def draw_links(hosts: Sequence[str], links: Links, folder: Path) -> str:
     return str(file)
 
 
-def as_json(findings: Findings, verdict: str, latencies: Mapping[tuple[int, int], float]) -> str:
+def as_json(findings: Findings, verdict: str, latencies: Mapping[Pair, float]) -> str:
     """Return all of it for a program. Units: seconds, bytes/s, FLOP/s."""
     links = [
         {

@@ -15,6 +15,7 @@ from unittest import mock
 
 import hypothesis
 import pytest
+from agents import Run, kill_what_is_left
 from job_tools import job_plan
 
 from launcher.plan.plan import Plan
@@ -83,3 +84,11 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     return folder
+
+
+@pytest.fixture
+def runs() -> Iterator[list[Run]]:
+    """What a test starts, which must not outlive it."""
+    started: list[Run] = []
+    yield started
+    kill_what_is_left(started)

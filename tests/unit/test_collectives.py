@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agents import Run, kill_what_is_left
+from agents import Run
 from test_query import ask_for_stacks
 
 from launcher.agent import collectives
@@ -116,13 +115,6 @@ if rank != 1 or kind == "other":
     dist.broadcast(torch.ones(4), 0) if rank == 1 else dist.all_reduce(torch.ones(6))
 dist.barrier()
 """
-
-
-@pytest.fixture
-def runs() -> Iterator[list[Run]]:
-    started: list[Run] = []
-    yield started
-    kill_what_is_left(started)
 
 
 @pytest.mark.slow

@@ -7,13 +7,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from agents import ROOT, Run, kill_what_is_left
+from agents import ROOT, Run
 from ports import free_port
 from test_hardware import HARDWARE, make_sysfs
 
@@ -141,13 +141,6 @@ if os.environ.get("NCCL_DEBUG") == "INFO":
     print("logged", flush=True)
 time.sleep(45)
 """
-
-
-@pytest.fixture
-def runs() -> Iterator[list[Run]]:
-    started: list[Run] = []
-    yield started
-    kill_what_is_left(started)
 
 
 def count_ranks_that_log(folder: Path) -> int:

@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from agents import ROOT, Run, kill_what_is_left
+from agents import ROOT, Run
 from ports import free_port
 from torch.optim.optimizer import Optimizer
 
@@ -57,14 +57,6 @@ def test_the_rank_that_hangs_is_named_with_its_step(
     assert "no sign of life for " in block and "; the limit, HANG_SECONDS, is 3 s" in block
     assert f"in {'read_batch' if where == 'data' else 'validate'}" in block.splitlines()[2]
     assert run.process.returncode == 137
-
-
-@pytest.fixture
-def runs() -> Iterator[list[Run]]:
-    """What a test starts, which must not outlive it."""
-    started: list[Run] = []
-    yield started
-    kill_what_is_left(started)
 
 
 def ask_for_stacks(folder: Path, ask: Callable[[], object]) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from agents import Run, kill_what_is_left
+from agents import Run
 
 from distributed.heartbeat import Heart, find_record
 from launcher.agent.heartbeats import Heartbeats
@@ -162,13 +161,6 @@ for step in range(1, 11):
         os.kill(os.getpid(), signal.SIGKILL)
 print("done", flush=True)
 """
-
-
-@pytest.fixture
-def runs() -> Iterator[list[Run]]:
-    started: list[Run] = []
-    yield started
-    kill_what_is_left(started)
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,13 +40,6 @@ PROGRAMS = {  # -> of rank 1; exit code, how the ranks ended
     "time.sleep(60)": (143, "rank 0 left with code 0, rank 1 killed after GRACE"),
     "pass": (143, "ranks 0-1 left with code 0"),
 }
-
-
-@pytest.fixture
-def runs() -> Iterator[list[Run]]:
-    started: list[Run] = []
-    yield started
-    kill_what_is_left(started)
 
 
 def begin(runs: list[Run], folder: Path, tail: str, *options: str, **environment: str) -> Run:

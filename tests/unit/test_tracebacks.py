@@ -6,11 +6,10 @@ import os
 import selectors
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agents import AGENT, ROOT, Run, kill_what_is_left
+from agents import AGENT, ROOT, Run
 
 from launcher.agent.heartbeats import Heartbeats
 from launcher.agent.node_ranks import NodeRanks, Rank
@@ -232,13 +231,6 @@ def test_without_logs_the_terminal_has_every_traceback(folder: Path) -> None:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
     above = done.stderr.partition("FAILED   rank 1 ")[0]
     assert "[rank0]: Traceback" in above and "[rank1]: Traceback" in above
-
-
-@pytest.fixture
-def runs() -> Iterator[list[Run]]:
-    started: list[Run] = []
-    yield started
-    kill_what_is_left(started)
 
 
 @pytest.mark.slow
