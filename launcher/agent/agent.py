@@ -22,33 +22,31 @@ import torch
 import torch._dynamo  # DistributedDataParallel imports it: here once, not in each rank
 import torch.distributed.run as torchrun
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.elastic.multiprocessing import Std
-from torch.distributed.elastic.utils.api import macros
 
 from distributed import network
 from distributed.environment import new_run_id
 from distributed.errors import BAD_INPUT, REFUSED, Refused
 from launcher import typed_json
-from launcher.agent import checkin, nccl_network, rank
+from launcher.agent import checkin, nccl_network
 from launcher.agent.attempt import Attempt
 from launcher.agent.control import SILENCE_S, report_end
+from launcher.agent.fork import fork_ranks
 from launcher.agent.guardian import AgentNote, GuardianLink
 from launcher.agent.heartbeats import Heartbeats
-from launcher.agent.node_ranks import NodeRanks, Rank
-from launcher.agent.output import NodeLog, Stream, open_stream, say, without_noise
+from launcher.agent.node_ranks import NodeRanks
+from launcher.agent.output import NodeLog, say, without_noise
 from launcher.agent.query import Query
-from launcher.agent.rank_environment import cpus_of_ranks, rank_variables
+from launcher.agent.rank_environment import cpus_of_ranks
 from launcher.agent.restarts import Restarts
-from launcher.agent.terminal import Terminal, is_line_open, open_terminals
+from launcher.agent.terminal import is_line_open, open_terminals
 from launcher.agent.torchrun_arguments import Arguments, parse
 from launcher.agent.verdict import Facts, Verdict
 from launcher.failure import Failure
 from launcher.failure_block import End, RunSummary
 from launcher.preflight import must_match
-from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder, writing_to
+from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder
 
 TRAIN = str(Path(__file__).resolve().parents[2] / "train.py")
-STREAMS = {"stdout": Std.OUT, "stderr": Std.ERR}
 VERDICT_S = 1.5  # after a failure that no restart follows: for the other nodes' ends
 
 
@@ -183,7 +181,7 @@ class NodeAgent:
         """Fork the ranks and watch them to their end; returns what all nodes agree on."""
         reached = self.heartbeats.reached()
         self.heartbeats.clear()
-        ranks = self._fork_ranks(number)
+        ranks = fork_ranks(self, number)
         if self.args.node_rank == 0:
             self._serve_store()
         is_last = number == self.args.max_restarts
@@ -246,70 +244,6 @@ class NodeAgent:
             self.store = TCPStore(
                 address, self.port, is_master=True, wait_for_workers=False, master_listen_fd=fd
             )
-
-    # --- the ranks ----------------------------------------------------------------------------
-
-    def _fork_ranks(self, attempt: int) -> list[Rank]:
-        """Fork the ranks of an attempt. Each rank runs its program and leaves by SystemExit."""
-        ranks: list[Rank] = []
-        agent = os.getpid()
-        first = self.assignment.first_rank
-        shown = self.args.shown_ranks(first, has_log=self.folder is not None)
-        is_alone = len(shown) == 1 and not self.args.has_labels
-        for local_rank in range(self.args.nproc):
-            number = first + local_rank
-            error_file = self.error_files / f"rank_{number}.json"
-            error_file.unlink(missing_ok=True)
-            terminals = self.terminals if local_rank in shown else (None, None)
-            kept = self.args.redirected[local_rank] | self.args.teed[local_rank]
-            hidden = self.args.redirected[local_rank] & ~self.args.teed[local_rank]
-            streams = [
-                open_stream(
-                    number,
-                    self.log,
-                    None if one in hidden else terminal,
-                    is_alone=is_alone,
-                    has_label=self.args.has_labels,
-                    copy=self._stream_file(number, attempt, name) if one in kept else None,
-                )
-                for terminal, (name, one) in zip(terminals, STREAMS.items(), strict=True)
-            ]
-            (stdout, out), (stderr, err) = streams
-            variables = rank_variables(self.args, self.assignment, local_rank, self.port, attempt)
-            variables |= self.network.variables if number == 0 else {}
-            variables["HEARTBEAT_FILE"] = self.heartbeats.name(local_rank)
-            variables["TORCHELASTIC_ERROR_FILE"] = str(error_file)
-            if (pid := os.fork()) == 0:
-                self._close_all(out, err, *{*self.terminals}, *ranks)
-                words = macros.substitute(list(self.args.program.arguments), str(local_rank))
-                program = replace(self.args.program, arguments=tuple(words))
-                if cpus := self.cpus[local_rank]:
-                    os.sched_setaffinity(0, cpus)
-                rank.run_and_exit(program, variables, stdout=stdout, stderr=stderr, parent=agent)
-            os.close(stdout)
-            os.close(stderr)
-            ranks.append(Rank(number, local_rank, pid, (out, err), error_file))
-        return ranks
-
-    def _stream_file(self, number: int, attempt: int, name: str) -> Path:
-        """Return the file for one stream of a rank that --redirects or --tee names."""
-        if self.streams is None:
-            self.streams = Path(tempfile.mkdtemp(prefix="torchelastic_"))
-            say(f"the streams that --redirects or --tee names are in {self.streams}")
-        folder = self.streams / f"attempt_{attempt}" / str(number)
-        with writing_to(folder):
-            return folder / f"{name}.log"
-
-    def _close_all(self, *private: Stream | Terminal | Rank) -> None:
-        """In a rank, close what is the agent's: through its objects, so that none closes twice."""
-        self.guardian.close()
-        self.log.close()
-        if self.listener is not None:
-            self.listener.close()
-        for peer in self.meeting.peers.values():
-            peer.close()
-        for one in private:
-            one.close()
 
     # --- the end ------------------------------------------------------------------------------
 
