@@ -26,14 +26,13 @@ if __name__ == "__main__":
 
 # torch is imported only now: it takes over a second, and --check and a wrong config do not need it.
 import argparse
-import contextlib
 import logging
 import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,7 +41,7 @@ from torch.utils.data import DataLoader
 from distributed import checkpoint
 from distributed import torch as helper
 from distributed.environment import Environment
-from distributed.errors import STOPPED, with_fault
+from distributed.errors import STOPPED
 from distributed.stop import Stop
 from training import resume
 from training.batches import START, Batches, move, share_of
@@ -54,6 +53,7 @@ from training.model import (
     load_moments,
     make_model,
     make_scaler,
+    plan_snapshots,
     state_of,
 )
 from training.optimizer import Schedule, find_last_step, make_optimizer
@@ -71,7 +71,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
     run = Run(settings, environment)
     step, last_step = run.limits.first_step, run.limits.last_step
     validated: dict[str, float] = {}
-    helper.beat(step, saved=step or None, hang_seconds=settings.distributed.hang_seconds)
+    helper.beat(step, saved=run.saved_step, hang_seconds=settings.distributed.hang_seconds)
     is_over, is_stopped = run.is_over or (last_step is not None and step >= last_step), False
     while not (is_over or is_stopped):
         rate = run.schedule.before(step)
@@ -93,6 +93,8 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
         run.progress.step(step)
         if is_validated:
             validated = run.validate(step)
+        if is_due(step, settings.checkpoint.snapshot_every):
+            run.save(step, {}, in_memory=True)
         if is_saved:
             run.save(step, validated if is_validated else {})
         run.saver.check()
@@ -153,6 +155,7 @@ class Run:
             saved = resume.find_checkpoint(settings.resume, self.folder, is_restart=is_restart)
             batch_size = resume.choose_batch_size(settings.train, world_size, saved)
             position = saved.progress if saved else START
+            self.saved_step = position["step"] if saved and not saved.is_snapshot else None
             self.task = load_task(settings)
             self.batches = Batches(self.task, batch_size, settings, environment, position)
             last_step = find_last_step(settings.train, self.batches.per_epoch)
@@ -163,6 +166,7 @@ class Run:
             if odd := next((rank for rank, one in enumerate(told) if one != told[0]), 0):
                 raise SettingsError(f"data: rank {odd}'s is not rank 0's; give every node the same")
             self.model = make_model(self.task, saved, settings, self.folder / "compiled")
+            plan_snapshots(self.model, settings, environment)
         optimizer = self.task.optimizer(self.model)
         self.optimizer = optimizer or make_optimizer(self.model, settings.train)
         own_schedule = self.task.schedule(self.optimizer, last_step)
@@ -240,21 +244,8 @@ class Run:
         sums = helper.sync_metrics(self.meter.state())
         mean = sums["loss"] / (sums["terms"] or 1)
         if not math.isfinite(mean):
-            self._exit_not_finite()
+            self.meter.exit_not_finite(self.environment.rank)
         return mean
-
-    def _exit_not_finite(self) -> NoReturn:
-        """Raise FloatingPointError on the rank whose loss was the first; exit on the others."""
-        first, value = self.meter.not_finite or (math.inf, 0.0)
-        rank = self.environment.rank
-        steps = [float(told) for told in helper.gather_bytes(str(first).encode())]
-        if rank == steps.index(min(steps)):
-            cause = f"the loss of step {first} is {value} on rank {rank}"
-            cure = "try a lower train.learning_rate, and check the data of that step"
-            raise with_fault(FloatingPointError, "loss-not-finite", f"{cause}; {cure}")
-        with contextlib.suppress(RuntimeError):
-            helper.barrier()  # until the launcher ends this rank
-        helper.finish(1)
 
     def record(self, step: int, loss: float, rate: float) -> None:
         """Record the training loss and the learning rate, and how the ranks have fared."""
@@ -298,16 +289,20 @@ class Run:
         for _ in range(len(self.validation), rounds if helper.is_sharded(self.model) else 1):
             yield self.validation.collate_fn([self.task.validation[0]]), False
 
-    def save(self, step: int, validated: Mapping[str, float]) -> None:
-        """Copy the state now, and write it as a checkpoint in the background."""
+    def save(self, step: int, validated: Mapping[str, float], *, in_memory: bool = False) -> None:
+        """Copy the state now; unless it is only for the memory, write it in the background."""
         with self.meter.paused():
-            self.progress.sync()
             progress = self.progress_at(step) | score(self.task, validated)
             own = {"rng": checkpoint.rng_state(), "meter": self.meter.state()}
             ranks = checkpoint.gather_ranks({**own, "schedule": self.schedule.state()})
             weights, moments = state_of(self.model, self.optimizer, self.settings)
-            self.saver.save(step, checkpoint.State(weights, moments, progress, ranks))
-            self.stop.note_save()
+            state = checkpoint.State(weights, moments, progress, ranks)
+            if not in_memory:
+                self.progress.sync()
+                self.saver.save(step, state)
+                self.stop.note_save()
+            elif all(math.isfinite(each["meter"]["loss"]) for each in ranks):
+                self.saver.snapshot(step, state)
 
     def progress_at(self, step: int) -> dict[str, Any]:
         """Return how far the run has got, and with which settings, for a checkpoint."""

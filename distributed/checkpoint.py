@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,12 +38,11 @@ from .errors import with_fault
 from .export import export
 from .heartbeat import beat
 from .lock import RunLock
+from .snapshot import Snapshots, copy_all, newest_snapshot
 from .torch import gather_bytes, to_bytes
 
 if TYPE_CHECKING:
     from .sharded import Parts
-
-_COPY_THREADS = 4  # one core copies more slowly than memory allows
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,7 @@ class State:
     # Returns {"model": ..., "optimizer": ...} or one of them with the content of its meta tensors,
     # which load() has left on the disk; of a DTensor, this rank's part.
     fetch: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    is_snapshot: bool = False  # it was in memory, and is perhaps not on the disk
 
 
 # --- saving (rank 0 alone, or every rank its part) ----------------------------------------------
@@ -88,6 +87,7 @@ class Saver:
         self._memory: list[Tensor] = []  # for the copies; reused
         self._thread = threading.Thread()
         self._error: Exception | None = None
+        self.snapshots = Snapshots()
         self._parts: Parts | None = None
         if format == "sharded":
             from .sharded import Parts
@@ -122,6 +122,18 @@ class Saver:
         self._thread = threading.Thread(target=self._write, args=arguments, daemon=True)
         self._thread.start()
 
+    def snapshot(self, step: int, state: State) -> None:
+        """Copy the state into the node agent's memory: a restart goes on from the newest.
+
+        A run that ends without one has it written as a checkpoint. No agent, no snapshot.
+        """
+        if self.enabled or self._parts is not None:
+            holders = dist.get_world_size() if self._parts and dist.is_initialized() else 1
+            about = {"folder": str(self.folder.absolute()), "keep_last": self.keep_last}
+            about |= {"progress": state.progress, "ranks": state.ranks}
+            trees = {"model": state.model, "optimizer": state.optimizer}
+            self.snapshots.take(step, holders, trees, about)
+
     def check(self) -> None:
         """Raise the CheckpointError of the background save if it has failed."""
         if self._error is not None:
@@ -138,7 +150,7 @@ class Saver:
         """Return tensors copied into memory of our own."""
         if [(t.shape, t.dtype) for t in theirs] != [(t.shape, t.dtype) for t in self._memory]:
             self._memory = [torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for t in theirs]
-        _copy_all(self._memory, theirs)
+        copy_all(self._memory, theirs)
         return self._memory
 
     def _write(self, step: int, state: State, copies: Sequence[Tensor]) -> None:
@@ -171,17 +183,6 @@ class Saver:
         return temporary
 
 
-def _copy_all(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
-    """Copy each tensor into its counterpart, with several threads on a CPU."""
-    if any(tensor.is_cuda for tensor in theirs):
-        for memory, tensor in zip(ours, theirs, strict=True):
-            memory.copy_(tensor, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
-    else:
-        with ThreadPoolExecutor(_COPY_THREADS) as pool:
-            list(pool.map(Tensor.copy_, ours, theirs))  # list: raises the threads' exceptions
-
-
 # --- loading (every rank together) --------------------------------------------------------------
 
 
@@ -189,17 +190,24 @@ def load(folder: Path, *, whole: bool = True) -> State | None:
     """Load one checkpoint, or a run's newest intact one, on every rank.
 
     Only rank 0 reads; the other ranks receive its bytes, so the folder need not be shared. But each
-    rank reads the parts of a sharded one: now, or if not `whole` later with `State.fetch`. Tensors
-    are on the CPU. Returns None if the run has no checkpoint yet, and raises CheckpointError if all
-    of its checkpoints are damaged, or a sharded one is not on a disk that this node shares.
+    rank reads the parts of a sharded one: now, or if not `whole` later with `State.fetch`. After a
+    restart, a snapshot in memory counts, too. Tensors are on the CPU. Returns None if there is none
+    yet; CheckpointError: all are damaged, or a sharded one is not on a disk that this node shares.
     """
+    taken = newest_snapshot(folder)
     content: dict[str, bytes] = {}
-    damage = ""
+    damage, is_snapshot = "", False
     if not dist.is_initialized() or dist.get_rank() == 0:
-        content, folder, damage = files.read_newest(folder)
+        if taken is not None and taken.step >= max(
+            map(files.step_of, files.steps(folder)), default=0
+        ):
+            content, is_snapshot = taken.content(), True
+        else:
+            content, folder, damage = files.read_newest(folder)
     if dist.is_initialized():
-        told = [damage, str(folder), {name: len(data) for name, data in content.items()}]
-        damage, place, sizes = json.loads(gather_bytes(json.dumps(told).encode())[0])
+        sizes = {name: len(data) for name, data in content.items()}
+        told = json.dumps([damage, str(folder), sizes, is_snapshot]).encode()
+        damage, place, sizes, is_snapshot = json.loads(gather_bytes(told)[0])
         folder = Path(place)
         content = {
             name: _broadcast(content.get(name), size) for name, size in sizes.items() if size
@@ -209,7 +217,9 @@ def load(folder: Path, *, whole: bool = True) -> State | None:
         raise with_fault(CheckpointError, "checkpoint-damaged", f"{damage}; {cure}")
     if not content:
         return None
-    state = _decode(content, folder)
+    state = replace(_decode(content, folder), is_snapshot=is_snapshot)
+    if is_snapshot and taken is not None and taken.holders > 1:
+        state = replace(state, fetch=taken.fetch)
     trees = {"model": state.model, "optimizer": state.optimizer}
     return replace(state, **state.fetch(trees)) if whole else state
 

@@ -120,7 +120,7 @@ def prune(run_folder: Path, step: int, keep_last: int) -> None:
             scores[folder] = score(folder)
         except CheckpointError as error:
             _log.warning("%s; this checkpoint is left as it is", error)
-    kept = [folder for folder in scores if _step_of(folder) <= step][-keep_last:]
+    kept = [folder for folder in scores if step_of(folder) <= step][-keep_last:]
     best = min(scores, key=scores.__getitem__, default=None)
     if best is not None and math.isfinite(scores[best]):
         update_link(run_folder / "best", best.name)
@@ -154,10 +154,11 @@ def _delete(folder: Path) -> None:
 def steps(run_folder: Path) -> list[Path]:
     """Return the committed checkpoints of a run, oldest first. They may still be damaged."""
     found = [path for path in run_folder.glob("step-*") if path.name[5:].isdecimal()]
-    return sorted(found, key=_step_of)
+    return sorted(found, key=step_of)
 
 
-def _step_of(folder: Path) -> int:
+def step_of(folder: Path) -> int:
+    """Return the step that a checkpoint's folder is named after."""
     return int(folder.name[5:])
 
 

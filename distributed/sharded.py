@@ -16,7 +16,7 @@ import copyreg
 import enum
 import json
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_map_only
 from . import checkpoint_files as files
 from .checkpoint_files import CheckpointError
 from .errors import with_fault
+from .snapshot import named_tensors
 from .torch import gather_bytes
 
 Trees = dict[str, Any]  # "model" and "optimizer": what their state_dict() returned
@@ -67,7 +68,7 @@ class Parts:
 
         What several ranks hold is written by one of them.
         """
-        tensors = dict(_named(trees))
+        tensors = dict(named_tensors(trees))
         shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         if any(gather_bytes(b"" if shapes == self._shapes else b"new", self._group)):
             self._plan(tensors)
@@ -161,7 +162,7 @@ def reader(folder: Path, index: bytes) -> Callable[[Trees], Trees]:
         parts = FileSystemReader(folder)
         parts.set_up_storage_reader(found, True)
         plans = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        plans.set_up_planner(dict(_named(trees)), found, True)
+        plans.set_up_planner(dict(named_tensors(trees)), found, True)
         parts.read_data(plans.create_local_plan(), plans).wait()
         return trees
 
@@ -173,12 +174,3 @@ def _check_shared(folder: Path) -> None:
         cause = f"{folder} is not there on {socket.gethostname()}"
         cure = "a sharded checkpoint needs a folder on a disk that all nodes share"
         raise with_fault(CheckpointError, "dir-not-shared", f"{cause}; {cure}")
-
-
-def _named(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a tree with names such as optimizer.state.0.step."""
-    if isinstance(tree, Tensor):
-        yield name, tree
-    elif isinstance(tree, dict | list | tuple):
-        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _named(value, f"{name}.{key}" if name else str(key))

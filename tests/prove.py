@@ -8,8 +8,9 @@ Nobody gets in, nothing stops the clean-up: attacks on ports, checkpoints and pr
 (tests/unit/attacks.py).
 
 Nothing is lost: kills all ranks at 10 x TIMES random points of saving full checkpoints and as many
-of sharded ones, and stops runs 1, 5 and TIMES times; whether the weights and the metrics are those
-of a run that nobody touched.
+of sharded ones, a rank at 5 x TIMES random moments of runs with snapshots of each format, and stops
+runs 1, 5 and TIMES times; whether the weights and the metrics are those of a run that nobody
+touched.
 
 On a cluster in a box, under a real SLURM: TIMES stops of one run, half as many cancelled jobs, a
 lost node, and the weights of three shapes of a job. Over ssh and pdsh, on 4 nodes: TIMES deaths and
@@ -37,7 +38,7 @@ import figures
 from agents import PROGRAM, Run
 from attacks import prove_attacks
 from conftest import isolate
-from recovery import FAULT_POINTS, PART_POINTS, SHARDED, STOPS, Job, draw_kills
+from recovery import FAULT_POINTS, PART_POINTS, SHARDED, STOPS, Job, draw_kills, steps_lost
 from table import describe_machine, render
 from test_meter import names_slow_rank, run_with_slow_rank
 from test_stops import stop_at_random
@@ -67,6 +68,7 @@ def main() -> None:
         prove_one_dies,
         prove_attacks,
         prove_kills,
+        prove_snapshots,
         prove_stops,
         prove_own_stops,
         prove_long,
@@ -135,6 +137,26 @@ def kill_savers(
     table = render(head, [[format, str(len(found)), str(runs), str(equal)]])
     is_kept = equal == runs and (times < 20 or set(found) >= points)
     return f"{table}\n\nPoints: {counts}.", is_kept
+
+
+def prove_snapshots(times: int) -> tuple[str, bool]:
+    rows = []
+    for format, settings in (("full", ()), ("sharded", SHARDED)):
+        with tempfile.TemporaryDirectory() as folder:
+            job = Job(Path(folder))
+            longer = ["train.max_steps=600", "checkpoint.every=0", *settings]
+            never, lost, equal = job.finish("never", 2, *longer), [], 0
+            for number in range(runs := max(1, times // 2)):
+                longer = [*longer, "checkpoint.snapshot_every=5"]
+                output = job.kill_at_random(
+                    f"killed-{number}", 2, longer, KILLS_PER_RUN // 2, random.Random()
+                )
+                lost += steps_lost(output)
+                equal += job.outcome(f"killed-{number}").weights == never.weights
+        rows.append([format, str(len(lost)), str(max(lost)), str(runs), str(equal)])
+    head = ["format", "kills", "most steps lost", "runs", "weights equal"]
+    text = f"Snapshots every 5 steps\n\nkill -9 of a rank at random moments\n\n{render(head, rows)}"
+    return text, all(int(row[2]) <= 5 and row[3] == row[4] for row in rows)
 
 
 def prove_stops(times: int) -> tuple[str, bool]:

@@ -12,12 +12,13 @@ import statistics
 import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from distributed import torch as helper
+from distributed.errors import with_fault
 
 SLOW = 1.2  # times the median rank's compute time; below 1.3, which no clock measures exactly
 SLOW_STEPS = 50  # for so many steps a rank must be slow to be named
@@ -61,6 +62,18 @@ class Meter:
                 self.not_finite = step, value
         self._new.clear()
         return dict(self._sums)
+
+    def exit_not_finite(self, rank: int) -> NoReturn:
+        """Raise FloatingPointError on the rank whose loss was the first; exit on the others."""
+        first, value = self.not_finite or (math.inf, 0.0)
+        steps = [float(told) for told in helper.gather_bytes(str(first).encode())]
+        if rank == steps.index(min(steps)):
+            cause = f"the loss of step {first} is {value} on rank {rank}"
+            cure = "try a lower train.learning_rate, and check the data of that step"
+            raise with_fault(FloatingPointError, "loss-not-finite", f"{cause}; {cure}")
+        with contextlib.suppress(RuntimeError):
+            helper.barrier()  # until the launcher ends this rank
+        helper.finish(1)
 
     def read(self) -> tuple[float, float]:
         """Start a new reading; returns the previous one: terms per second, part spent on data."""

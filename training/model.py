@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,17 @@ from torch.utils.data import default_collate
 
 from distributed import torch as helper
 from distributed.checkpoint import State
+from distributed.environment import Environment
+from distributed.snapshot import FILES as SNAPSHOT_FILES
+from distributed.snapshot import free_memory
 from distributed.strategy import Sharding
 from training.batches import move
 from training.config_file import SettingsError
 from training.resume import load_weights
 from training.settings import Settings, Train
 from training.tasks import Task
+
+_log = logging.getLogger(__name__)
 
 
 def make_model(task: Task, saved: State | None, settings: Settings, cache: Path) -> nn.Module:
@@ -56,6 +62,25 @@ def state_of(
     from distributed import fsdp
 
     return fsdp.gather(states[0]), fsdp.gather(states[1])
+
+
+def plan_snapshots(model: nn.Module, settings: Settings, environment: Environment) -> None:
+    """Log what snapshots take of this node's memory. Raises SettingsError where they do not fit."""
+    is_sharded = settings.checkpoint.format == "sharded"
+    if not settings.checkpoint.snapshot_every or not (environment.is_main or is_sharded):
+        return
+    tensors = helper.unwrap(model).state_dict().values()
+    parts = (one.to_local() if hasattr(one, "to_local") else one for one in tensors)
+    size = 3 * sum(one.nbytes for one in parts)  # AdamW has two moments of each weight
+    two = 2 * size * (environment.local_world_size if is_sharded else 1)
+    if two > (free := free_memory()):
+        cause = f"two snapshots take {two / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
+        raise SettingsError(f"checkpoint.snapshot_every: {cause}; set it to 0")
+    if SNAPSHOT_FILES not in os.environ:
+        _log.warning("snapshots  none: this launcher has no node agent that could keep them")
+        return
+    every = settings.checkpoint.snapshot_every
+    _log.info(f"snapshots  every {every} steps, in {two / 1e6:,.0f} MB of memory")
 
 
 def load_moments(optimizer: Optimizer, model: nn.Module, saved: State) -> None:

@@ -61,7 +61,8 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
 
 def log_resume(saved: checkpoint.State, progress: Tree, world_size: int) -> None:
     """Log the step that the run resumes after, and everything that has changed since then."""
-    _log.info(f"resumed    after step {saved.progress['step']}")
+    source = ", from memory" if saved.is_snapshot else ""
+    _log.info(f"resumed    after step {saved.progress['step']}{source}")
     now: Tree = progress["settings"]
     told = list(changes(saved.progress.get("settings", now), now))
     before, samples = saved.progress["global_batch_size"], progress["global_batch_size"]

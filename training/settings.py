@@ -125,6 +125,7 @@ class Checkpoint(Section):
     dir: str = "checkpoints"  # a run saves in <dir>/<run id>/
     every: Interval = 0  # 0: by the clock and at the end alone
     every_minutes: Rate = 10.0  # after the last save; 0: never
+    snapshot_every: Interval = 0  # into memory that outlives the ranks; 0: never
     keep_last: Count = 3  # intact checkpoints; older ones are deleted, except the best
     format: Literal["full", "sharded"] = "full"  # by rank 0 alone; each rank its part
 

@@ -38,6 +38,7 @@ from launcher.agent.output import NodeLog, say, without_noise
 from launcher.agent.query import Query
 from launcher.agent.rank_environment import cpus_of_ranks
 from launcher.agent.restarts import Restarts
+from launcher.agent.snapshots import Snapshots
 from launcher.agent.terminal import is_line_open, open_terminals
 from launcher.agent.torchrun_arguments import Arguments, parse
 from launcher.agent.verdict import Facts, Verdict
@@ -135,6 +136,8 @@ class NodeAgent:
         self.terminals = open_terminals()
         self.cpus = cpus_of_ranks(args.numa_binding, args.nproc)
         self.heartbeats = Heartbeats(args.nproc)
+        has_others = args.node_rank == 0 and args.num_nodes > 1
+        self.snapshots = Snapshots(args.nproc, has_others=has_others)
         self.started = time.time()
         run_id, log_dir = self.assignment.run_id, args.log_dir
         self.folder = RunFolder(log_dir, run_id, args.node_rank) if log_dir else None
@@ -174,7 +177,7 @@ class NodeAgent:
         while (verdict := self._run_attempt(number, signals)).restart_port:
             self.port = verdict.restart_port
             number += 1
-        self._report(verdict)
+        self._report(self._save_snapshot(verdict))
         return verdict.code
 
     def _run_attempt(self, number: int, signals: list[int]) -> Verdict:
@@ -197,6 +200,7 @@ class NodeAgent:
             grace_s=self.args.grace_s,
             verdict_s=VERDICT_S if is_last else SILENCE_S,
             query=Query(here, hosts, peers, self._say, folder, self.args.hang_s),
+            snapshots=self.snapshots,
             on_beat=self._on_beat,
         )
         verdict = attempt.watch(self.terminals)
@@ -228,7 +232,8 @@ class NodeAgent:
         self.store = None
         self.listener = checkin.listen(self.args.master_addr, 0)
         port: int = self.listener.getsockname()[1]
-        self._say(f"{self.restarts.note(first, self.heartbeats)}; now on port {port}")
+        told = self.restarts.note(first, self.heartbeats, self.snapshots.step())
+        self._say(f"{told}; now on port {port}")
         return port
 
     def _say(self, text: str) -> None:
@@ -246,6 +251,20 @@ class NodeAgent:
             )
 
     # --- the end ------------------------------------------------------------------------------
+
+    def _save_snapshot(self, verdict: Verdict) -> Verdict:
+        """Write what is newer in memory than on the disk as a checkpoint, for a later start."""
+        is_first_node = self.args.node_rank == 0
+        if verdict.code == 0 or (verdict.is_told and not is_first_node):
+            return verdict
+        saved_step, grace_s = self.heartbeats.reached()[0], self.args.grace_s
+        step = self.snapshots.write(
+            is_first_node=is_first_node, saved_step=saved_step, limit_s=grace_s
+        )
+        if step < 0:
+            return verdict
+        first = verdict.failure and replace(verdict.failure, saved_step=step)
+        return replace(verdict, failure=first, has_saved=True)
 
     def _report(self, verdict: Verdict) -> None:
         """Complete run.json, and tell last of all how the run ended."""

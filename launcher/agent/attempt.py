@@ -1,4 +1,4 @@
-"""One attempt at running this node's ranks, from the fork to the last of them (no torch).
+"""One attempt at running this node's ranks, from the fork to the last of them.
 
 Events come in (output, deaths, signals, messages of other nodes' agents, time); one verdict comes
 out, the same on every node. The attempt records what it sees and acts on it; what the facts mean
@@ -30,10 +30,12 @@ from launcher.agent.protocol import (
     NodeBeat,
     NodeStacks,
     Peer,
+    SnapshotPiece,
     StackRequest,
     StopRequest,
 )
 from launcher.agent.query import Query
+from launcher.agent.snapshots import Snapshots
 from launcher.agent.stuck import RankState, find_straggler
 from launcher.agent.terminal import Terminal
 from launcher.agent.verdict import Facts, NodeEnd, Verdict
@@ -59,6 +61,7 @@ class Attempt:
     grace_s: float  # for the ranks to save, after a request to stop
     verdict_s: float  # after a failure, when all is over here: for the other nodes' ends
     query: Query
+    snapshots: Snapshots
     on_beat: Callable[[], None]  # what the agent does every BEAT_S
 
     def __post_init__(self) -> None:
@@ -87,7 +90,7 @@ class Attempt:
         while not self._is_over():
             now = time.monotonic()
             due = beat.at, self.partial.at, self.term.at, self.kill.at, self.over.at
-            next_at = min(*due, self.query.next_at)
+            next_at = min(*due, self.query.next_at, self.snapshots.outgoing.next_at)
             for key, _ in self.selector.select(max(0.0, next_at - now)):
                 key.data()
             if self.rest_s:
@@ -97,6 +100,7 @@ class Attempt:
             for each in self.ranks.ended():
                 self._on_death(each)
             self._on_time()
+            self.snapshots.outgoing.on_time(self.peers)
             if beat.take():
                 beat.set_within(BEAT_S)
                 self._beat()
@@ -241,6 +245,8 @@ class Attempt:
                 self._fail(message)
             case StackRequest() | NodeStacks():
                 self.query.receive(node, message)
+            case SnapshotPiece():
+                self.snapshots.incoming.take(message)
             case NodeBeat() if message.straggler is not None:
                 self.stragglers[node] = message.straggler
             case EndRanks() if message.stuck >= 0:

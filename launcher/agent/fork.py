@@ -52,6 +52,7 @@ def fork_ranks(node: NodeAgent, attempt: int) -> list[Rank]:
         (stdout, out), (stderr, err) = streams
         variables = rank_variables(node.args, node.assignment, local_rank, node.port, attempt)
         variables |= node.network.variables if number == 0 else {}
+        variables |= node.snapshots.variables(local_rank)
         variables["HEARTBEAT_FILE"] = node.heartbeats.name(local_rank)
         variables["TORCHELASTIC_ERROR_FILE"] = str(error_file)
         if (pid := os.fork()) == 0:

@@ -10,7 +10,9 @@ A message is one line of JSON, and a dataclass here. Nothing that arrives is eve
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import socket
+import termios
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -77,6 +79,20 @@ class NodeStacks:
 
 
 @dataclass(frozen=True)
+class SnapshotPiece:
+    """From node rank 0, to the node that keeps a copy of its snapshot."""
+
+    step: int
+    offset: int  # in bytes
+    size: int  # of the whole
+    data: str  # in base64
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.offset <= self.offset + len(self.data) * 3 // 4 <= self.size + 2:
+            raise ValueError(f"{self.offset} is beyond {self.size}")
+
+
+@dataclass(frozen=True)
 class NodeBeat:
     """A node's agent lives; every BEAT_S seconds."""
 
@@ -92,7 +108,7 @@ class EndRanks:
 
 Message: TypeAlias = (
     NodeReport | Refusal | Assignment | StopRequest | StackRequest | NodeStacks | NodeBeat
-    | EndRanks | NodeEnd | Verdict | Failure  # of a rank of the node that sends it
+    | SnapshotPiece | EndRanks | NodeEnd | Verdict | Failure  # of a rank of the node that sends it
 )  # fmt: skip
 MESSAGES = Kinds(
     hello=NodeReport,
@@ -102,6 +118,7 @@ MESSAGES = Kinds(
     where=StackRequest,
     stacks=NodeStacks,
     beat=NodeBeat,
+    snapshot=SnapshotPiece,
     failure=Failure,
     end=EndRanks,
     done=NodeEnd,
@@ -169,6 +186,12 @@ class Peer:
     def is_silent(self) -> bool:
         """Whether nothing has come for SILENCE_S seconds."""
         return time.monotonic() - self.heard > SILENCE_S
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the other end has not yet received all that was sent."""
+        left = fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4))  # SIOCOUTQ, tcp(7)
+        return any(left)
 
     def close(self) -> None:
         self.socket.close()

@@ -42,26 +42,30 @@ class Restarts:
             return f"a restart would fail the same way ({first.fault}): there is none"
         if first.cause.startswith(_INCURABLE_ERRORS):
             return f"a restart would fail the same way ({first.cause}): there is none"
-        if not self.all:
+        if not self.all or first.fault in _FROM_OUTSIDE:
             return ""
         last, what = self.all[-1], (first.step, first.fault, first.cause)
-        is_same = what == (last.step, last.fault, last.cause) and first.step >= 0
-        if is_same and first.fault not in _FROM_OUTSIDE:
+        if what == (last.step, last.fault, last.cause) and first.step >= 0:
             return f"step {first.step} failed twice with the same cause: there is no other restart"
         is_known = not beats.are_counted()  # a script may begin anew, at step 0
         if is_known and beats.reached() == before != (-1, -1):
             return f"restart {last.number} gained no step: there is no other"
         return ""
 
-    def note(self, first: Failure, beats: Heartbeats) -> str:
-        """Note that the run starts again after a failure; returns what it costs, in one line."""
+    def note(self, first: Failure, beats: Heartbeats, held_step: int) -> str:
+        """Note that the run starts again after a failure; returns what it costs, in one line.
+
+        `held_step` is that of the newest snapshot in memory; -1: there is none.
+        """
+        saved_step = beats.reached()[0]
         restart = Restart(
             number=len(self.all) + 1,
             fault=first.fault,
             cause=first.cause,
             who=first.who,
             step=first.step,
-            saved_step=beats.reached()[0],
+            saved_step=max(saved_step, held_step),
+            is_from_memory=held_step > saved_step,
             failed=first.time,
             is_counted=beats.are_counted(),
         )

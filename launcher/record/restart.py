@@ -19,6 +19,7 @@ class Restart:
     saved_step: int  # from which it goes on; -1: none is known
     failed: float  # seconds since the epoch
     is_counted: bool = False  # the script tells no saves; it may begin anew, or not
+    is_from_memory: bool = False  # it goes on from a snapshot
     lost_s: float = 0.0  # until that step was done again; 0: not yet
 
     @property
@@ -32,4 +33,5 @@ class Restart:
         if self.step < 0 or self.is_counted:
             return text
         begin = f"from step {self.saved_step}" if self.saved_step >= 0 else "from the beginning"
+        begin += ", in memory" if self.is_from_memory else ""
         return f"{text}; {begin}, {count(self.lost_steps, 'step')} lost"

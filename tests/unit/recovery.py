@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import re
+import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +48,7 @@ class Noisily(Task):
         return nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.2), nn.Linear(16, 1))
     def loss(self, model, batch):
         self.calls += model.training
+        time.sleep(float(os.environ.get("PACE", 0)))
         if model.training and "SEEN" in os.environ:
             with open(os.environ["SEEN"], "a") as file:
                 file.write("".join(f"{sample:.9f}\\n" for sample in batch[1].tolist()))
@@ -137,6 +142,23 @@ def draw_kills(draw: random.Random, times: int, format: str) -> list[str]:
     return [f"{draw.randrange(1, reach[rank])} {rank}" for rank in ranks]
 
 
+def ranks_below(guardian: int) -> list[int]:
+    """Return the process ids of the ranks; none before they are forked."""
+    pids = [guardian]
+    for _ in range(2):  # the guardian's agent, the agent's ranks
+        pids = [
+            int(pid)
+            for parent in pids
+            for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        ]
+    return pids
+
+
+def steps_lost(output: str) -> list[int]:
+    """Return how many steps each restart cost, as the node agent has told."""
+    return [int(lost) for lost in re.findall(r"restart \d+ of .*, (\d+) steps? lost; now", output)]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a finished run leaves: the hash of its weights, and (step, losses) of each metric."""
@@ -215,6 +237,21 @@ class Job:
             assert code in (0, 137), output
         assert counts.read_text() == "", output
         return self.outcome(run_id)
+
+    def kill_at_random(
+        self, run_id: str, nproc: int, settings: Sequence[str], kills: int, draw: random.Random
+    ) -> str:
+        """Kill -9 a random rank at random moments of a run; returns what it printed to its end."""
+        process = self.start(run_id, nproc, *settings, restarts=kills, PACE="0.01")
+        while kills and process.poll() is None:
+            time.sleep(draw.uniform(0, 2))
+            if ranks := ranks_below(process.pid):
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(draw.choice(ranks), signal.SIGKILL)
+                    kills -= 1
+        output = process.communicate(timeout=120)[0]
+        assert process.returncode == 0, output
+        return output
 
     def outcome(self, run_id: str) -> Outcome:
         state = load(self.folder / "checkpoints" / run_id)

@@ -85,7 +85,7 @@ def test_the_same_step_twice_with_the_same_cause_ends_the_run(
 ) -> None:
     restarts, beats = Restarts(9, None), Heartbeats(1)
     failure = replace(FAILURE, fault=fault, step=57 if step >= 0 else -1)
-    restarts.note(failure, beats)
+    restarts.note(failure, beats, -1)
     told = restarts.why_not(replace(failure, step=step), beats, NONE)
     loop = f"step {step} failed twice with the same cause: there is no other restart"
     assert told == (loop if is_loop else "")
@@ -99,7 +99,7 @@ def test_a_restart_that_gained_nothing_is_the_last(
     beats = Beating(tmp_path, is_counted=is_counted).reach(57)
     restarts, before = Restarts(9, None), beats.reached()
     assert restarts.why_not(FAILURE, beats, before) == ""
-    restarts.note(FAILURE, beats)
+    restarts.note(FAILURE, beats, -1)
     other = replace(FAILURE, cause="another")
     told = restarts.why_not(other, beats, before)
     assert told == ("restart 1 gained no step: there is no other" if is_last else "")
@@ -122,6 +122,26 @@ def test_a_restart_is_one_line_with_its_cost(
     assert restart.describe(3) == f"restart 1 of 3 after rank 3: ValueError: x{told}"
 
 
+@pytest.mark.parametrize(
+    ("held", "told"),
+    [
+        (55, "; from step 55, in memory, 2 steps lost"),
+        (50, "; from step 50, 7 steps lost"),
+        (-1, "; from step 50, 7 steps lost"),
+    ],
+)
+def test_a_newer_snapshot_saves_steps(tmp_path: Path, held: int, told: str) -> None:
+    beats = Beating(tmp_path).reach(57, saved=50)
+    assert Restarts(3, None).note(FAILURE, beats, held).endswith(told)
+
+
+def test_kills_from_outside_may_come_before_a_step_is_gained(tmp_path: Path) -> None:
+    beats = Beating(tmp_path).reach(57, saved=50)
+    restarts, killed = Restarts(9, None), replace(FAILURE, fault="rank-killed")
+    restarts.note(killed, beats, -1)
+    assert restarts.why_not(killed, beats, beats.reached()) == ""
+
+
 def test_a_loss_lasts_until_the_step_is_done_again(tmp_path: Path) -> None:
     rank, restarts = Beating(tmp_path), Restarts(3, None, started=time.monotonic() - 100)
     restarts.look(rank.beats)
@@ -129,7 +149,7 @@ def test_a_loss_lasts_until_the_step_is_done_again(tmp_path: Path) -> None:
     restarts.look(rank.reach(0))
     assert restarts.first_step_s == pytest.approx(100, abs=1)
     rank.reach(57, saved=50)
-    restarts.note(replace(FAILURE, time=time.time() - 20), rank.beats)
+    restarts.note(replace(FAILURE, time=time.time() - 20), rank.beats, -1)
     rank.beats.clear()
     restarts.look(rank.reach(56))
     assert not restarts.all[0].lost_s

@@ -1,0 +1,282 @@
+"""Snapshots: a run's newest state in memory that the node agent owns, and that outlives the ranks.
+
+Each rank has two buffers and fills them in turn: one that dies on the way leaves the other whole.
+
+    header      the step, how many ranks hold a part of it, the sizes, and a checksum
+    tensors     the content of each, at a multiple of 64 bytes
+    rest        what torch.save makes of the state without that content
+
+A buffer counts as soon as its header is there; the checksum follows in the background.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from .checkpoint_files import pack, unpack
+from .heartbeat import find_record
+from .torch import gather_bytes, to_bytes
+
+FILES = "SNAPSHOT_FILES"  # the variable in which the agent tells a rank where its buffers are
+_COPY_THREADS = 4  # one core copies more slowly than memory allows
+_MAGIC = b"snapshot"
+_ALIGN = 64
+BEGIN = 64  # of the tensors
+_HEADER = struct.Struct("<8s5q")
+
+
+class Header(NamedTuple):
+    """Of a buffer. Step -1: it holds nothing."""
+
+    magic: bytes = _MAGIC
+    step: int = -1
+    holders: int = 0  # ranks that hold a part each; 1: rank 0 holds all
+    rest: int = 0  # where it begins
+    size: int = 0  # of all, in bytes
+    checksum: int = -1  # CRC-32 of all that follows the header; -1: not known yet
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one rank holds of a state, as it was read."""
+
+    step: int
+    holders: int
+    folder: str  # the run's
+    keep_last: int
+    trees: dict[str, Any]  # "model" and "optimizer", their tensors on the meta device
+    contents: dict[str, Tensor]  # by name, such as optimizer.state.0.step; of a DTensor, the part
+    shared: set[str]  # names of those of which each rank holds a part
+    progress: dict[str, Any]
+    ranks: list[dict[str, Any]]
+
+    def content(self) -> dict[str, bytes]:
+        """Return the files of a checkpoint; the tensors are in them where rank 0 holds them all."""
+        trees = self.fetch(self.trees) if self.holders == 1 else self.trees
+        tensors = {**trees, "ranks": self.ranks}
+        packed = {f"{name}.pt": pack(content) for name, content in tensors.items()}
+        return {**packed, "progress.json": json.dumps(self.progress).encode()}
+
+    def fetch(self, trees: dict[str, Any]) -> dict[str, Any]:
+        """Return trees of meta tensors and DTensors with their content. All holders call it."""
+        names = iter([name for name, _ in named_tensors(trees)])
+        filled: dict[str, Any] = tree_map_only(
+            Tensor, lambda one: self._content(next(names), one), trees
+        )
+        return filled
+
+    def _content(self, name: str, wanted: Tensor) -> Tensor:
+        mesh = getattr(wanted, "device_mesh", None)
+        if mesh is not None:
+            filled = torch.empty_like(wanted, device=mesh.device_type)
+            filled.to_local().copy_(self.contents[name])  # type: ignore[attr-defined]
+            return filled
+        mine = self.contents[name]
+        if name not in self.shared:
+            return mine
+        rows = [
+            torch.frombuffer(bytearray(part), dtype=mine.dtype).view(-1, *mine.shape[1:])
+            for part in gather_bytes(to_bytes(mine.contiguous()))
+            if part
+        ]
+        return torch.cat(rows)[: wanted.shape[0]]  # what follows are replicas
+
+
+class Buffer:
+    """A file in memory with one rank's part of one snapshot."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._views: list[Tensor] = []  # of the tensors' places
+        self._memory: mmap.mmap | None = None
+
+    def header(self) -> Header:
+        data = os.pread(self.fd, _HEADER.size, 0)
+        found = Header(*_HEADER.unpack(data)) if len(data) == _HEADER.size else Header()
+        return found if found.magic == _MAGIC else Header()
+
+    def write(self, step: int, holders: int, tensors: Sequence[Tensor], rest: bytes) -> None:
+        """Fill the buffer; it is empty until all is there. `seal` completes it."""
+        os.pwrite(self.fd, bytes(_HEADER.size), 0)
+        views = self._lay_out(tensors)
+        copy_all(views, tensors)
+        end = _end_of(tensors)
+        os.ftruncate(self.fd, end + len(rest))
+        os.pwrite(self.fd, rest, end)
+        header = Header(step=step, holders=holders, rest=end, size=end + len(rest))
+        os.pwrite(self.fd, _HEADER.pack(*header), 0)
+
+    def _lay_out(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return a view of the memory for each tensor's content."""
+        if [(t.shape, t.dtype) for t in tensors] != [(t.shape, t.dtype) for t in self._views]:
+            os.ftruncate(self.fd, _end_of(tensors))
+            self._memory = mmap.mmap(self.fd, _end_of(tensors))
+            self._views = views_of(self._memory, tensors)
+        return self._views
+
+    def seal(self) -> None:
+        """Add the checksum."""
+        header = self.header()
+        header = header._replace(checksum=self._checksum(header))
+        os.pwrite(self.fd, _HEADER.pack(*header), 0)
+
+    def _checksum(self, header: Header) -> int:
+        memory = mmap.mmap(self.fd, header.size, prot=mmap.PROT_READ)
+        with memory, memoryview(memory)[BEGIN:] as content:
+            return zlib.crc32(content)
+
+    def read(self) -> Snapshot | None:
+        """Return what the buffer holds, in memory of its own; None where it is empty or damaged."""
+        header = self.header()
+        if header.step < 0 or header.checksum not in (-1, self._checksum(header)):
+            return None
+        rest: dict[str, Any] = unpack(os.pread(self.fd, header.size - header.rest, header.rest))
+        memory = mmap.mmap(self.fd, header.rest, mmap.MAP_PRIVATE)
+        trees, names = rest["trees"], [name for name, _ in named_tensors(rest["trees"])]
+        places = [torch.empty(s, dtype=t, device="meta") for s, t in rest["places"]]
+        return Snapshot(
+            step=header.step,
+            holders=header.holders,
+            folder=rest["folder"],
+            keep_last=rest["keep_last"],
+            trees=trees,
+            contents=dict(zip(names, views_of(memory, places), strict=True)),
+            shared={*rest["shared"]},
+            progress=json.loads(rest["progress"]),
+            ranks=rest["ranks"],
+        )
+
+
+class Snapshots:
+    """One rank's two buffers; none without a node agent."""
+
+    def __init__(self) -> None:
+        self._buffers = _open_buffers()
+        self._sealing = threading.Thread()
+
+    def take(self, step: int, holders: int, trees: dict[str, Any], about: dict[str, Any]) -> None:
+        """Copy a state into the older buffer. A DTensor may be shared out along dimension 0 alone.
+
+        `about` are Snapshot's other fields.
+        """
+        if not self._buffers:
+            return
+        tensors = dict(named_tensors(trees))
+        shared = [name for name, one in tensors.items() if hasattr(one, "to_local")]
+        parts = [one.to_local() if hasattr(one, "to_local") else one for one in tensors.values()]
+        rest = {
+            **about,
+            "progress": json.dumps(about["progress"]),
+            "trees": tree_map_only(Tensor, _without_content, trees),
+            "places": [(tuple(part.shape), part.dtype) for part in parts],
+            "shared": shared,
+        }
+        self.finish()
+        older = min(self._buffers, key=lambda one: one.header().step)
+        older.write(step, holders, parts, pack(rest))
+        self._sealing = threading.Thread(target=older.seal)
+        self._sealing.start()
+
+    def finish(self) -> None:
+        """Wait for the checksum of the last one."""
+        if self._sealing.ident is not None:
+            self._sealing.join()
+
+
+def newest_snapshot(folder: Path) -> Snapshot | None:
+    """Return this rank's part of a run's newest snapshot of which no part is missing.
+
+    Where rank 0 holds all of it, the other ranks get None. All ranks call it.
+    """
+    if FILES not in os.environ:
+        return None
+    found = [one for buffer in _open_buffers() if (one := buffer.read())]
+    own = {one.step: one for one in found if one.folder == str(folder.absolute())}
+    holders = {step: one.holders for step, one in own.items()}
+    told = [json.loads(one) for one in gather_bytes(json.dumps(holders).encode())]
+    whole = [
+        int(step)
+        for step, number in told[0].items()
+        if number == 1 or (number == len(told) and all(step in one for one in told))
+    ]
+    return own.get(max(whole, default=-1))
+
+
+def _open_buffers() -> list[Buffer]:
+    """Return the buffers that the agent's variable names; none in a rank's subprocess."""
+    places = (find_record(one) for one in os.environ.get(FILES, "").split(","))
+    return [Buffer(place[0]) for place in places if place]
+
+
+def copy_all(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+    """Copy each tensor into its counterpart, with several threads on a CPU."""
+    if any(tensor.is_cuda for tensor in theirs):
+        for memory, tensor in zip(ours, theirs, strict=True):
+            memory.copy_(tensor, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+    else:
+        with ThreadPoolExecutor(_COPY_THREADS) as pool:
+            list(pool.map(Tensor.copy_, ours, theirs))  # list: raises the threads' exceptions
+
+
+def named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a tree with names such as optimizer.state.0.step."""
+    if isinstance(tree, Tensor):
+        yield name, tree
+    elif isinstance(tree, dict | list | tuple):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from named_tensors(value, f"{name}.{key}" if name else str(key))
+
+
+def free_memory() -> int:
+    """Return the bytes of memory that are left on this machine, or to this process's group."""
+    with open("/proc/meminfo") as file:
+        found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file if "kB" in line}
+    free = [found["MemAvailable"]]
+    with contextlib.suppress(OSError, ValueError):  # no cgroup, or one without a limit ("max")
+        group = Path(
+            "/sys/fs/cgroup", Path("/proc/self/cgroup").read_text().split("::/")[1].strip()
+        )
+        most, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
+        free.append(int(most) - int(used))
+    return max(0, min(free))
+
+
+def _without_content(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _offsets(tensors: Sequence[Tensor]) -> list[int]:
+    """Return where each tensor's content begins, and the end of the last."""
+    offsets = [BEGIN]
+    for tensor in tensors:
+        offsets.append(-(-(offsets[-1] + tensor.numel() * tensor.itemsize) // _ALIGN) * _ALIGN)
+    return offsets
+
+
+def _end_of(tensors: Sequence[Tensor]) -> int:
+    return _offsets(tensors)[-1]
+
+
+def views_of(memory: mmap.mmap, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors like these in the memory of a buffer."""
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    return [
+        whole[start : start + one.numel() * one.itemsize].view(one.dtype).view(one.shape)
+        for start, one in zip(_offsets(tensors), tensors, strict=False)
+    ]

@@ -1,0 +1,201 @@
+"""Snapshots that outlive their ranks: restarts go on from them, and an end writes them down."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from agents import ROOT, Run, kill_what_is_left
+from ports import free_port
+from recovery import Job, Outcome, steps_lost
+from torch import nn
+
+from distributed.checkpoint_files import steps
+from distributed.environment import detect
+from distributed.snapshot import BEGIN, Buffer
+from launcher.agent.protocol import SnapshotPiece
+from launcher.agent.snapshot_copy import PIECE, Incoming, Outgoing
+from training.config_file import SettingsError
+from training.model import plan_snapshots
+from training.settings import load
+
+TAKEN = ("checkpoint.snapshot_every=5", "checkpoint.every=0")
+SHARED = ("distributed.strategy=fsdp", "checkpoint.format=sharded")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return Job(tmp_path_factory.mktemp("job"))
+
+
+@pytest.fixture(scope="module")
+def whole(job: Job) -> Outcome:
+    """What two ranks come to that nobody stops, and that take no snapshots."""
+    return job.finish("whole", 2)
+
+
+def run(job: Job, run_id: str, *settings: str, restarts: int, fault: str) -> tuple[int, str]:
+    process = job.start(
+        run_id, 2, *TAKEN, *settings, restarts=restarts, FAULT=fault, LAUNCH_COMMAND="again"
+    )
+    output = process.communicate(timeout=120)[0]
+    return process.returncode, output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("shared", [(), SHARED], ids=["full", "sharded"])
+def test_a_restart_goes_on_from_memory(
+    job: Job, whole: Outcome, rank: int, shared: Sequence[str]
+) -> None:
+    name = f"restart-{rank}-{len(shared)}"
+    code, output = run(job, name, *shared, restarts=1, fault=f"SIGKILL {rank} 46")  # of step 23
+    assert code == 0, output
+    assert "; from step 20, in memory, 2 steps lost; now on port " in output
+    assert "resumed    after step 20, from memory\n" in output
+    if not shared:  # whose sums are rounded differently
+        assert job.outcome(name) == whole
+
+
+@pytest.mark.slow
+def test_random_kills_cost_five_steps_at_most(job: Job, whole: Outcome) -> None:
+    output = job.kill_at_random("random", 2, TAKEN, 5, random.Random(1))
+    assert max(steps_lost(output), default=0) <= 5, output
+    assert job.outcome("random") == whole
+
+
+@pytest.mark.slow
+def test_without_a_restart_it_becomes_a_checkpoint(job: Job, whole: Outcome) -> None:
+    code, output = run(job, "written", restarts=0, fault="SIGKILL 0 46")
+    folder = job.folder / "checkpoints/written"
+    assert code == 137 and f"step 20 was in memory, and is saved now, in {folder}\n" in output
+    assert re.search(r"^resume .* again +\(from step 20\)$", output, re.MULTILINE)
+    assert [path.name for path in steps(folder)] == ["step-20"]
+    code, output = job.run("written", 2)
+    assert code == 0 and "resumed    after step 20\n" in output
+    assert job.outcome("written") == whole
+
+
+@pytest.mark.slow
+def test_what_is_saved_already_is_not_written_again(job: Job) -> None:
+    settings = "checkpoint.every=20"
+    code, output = run(job, "saved", settings, restarts=0, fault="SIGKILL 0 46")
+    assert code == 137 and "was in memory" not in output, output
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_gets_into_no_snapshot(job: Job) -> None:
+    code, output = run(job, "nan", "train.log_every=50", restarts=0, fault="nan 1 46")
+    assert code == 1 and "[loss-not-finite]" in output
+    assert [path.name for path in steps(job.folder / "checkpoints/nan")] == ["step-20"]
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_refused_at_the_start(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = load(ROOT / "config/local3.yaml", TAKEN)
+    model = nn.Linear(10**7, 10**6, device="meta")
+    with pytest.raises(SettingsError, match=r"^checkpoint.snapshot_every: two .* GB are free; set"):
+        plan_snapshots(model, settings, detect({}))
+    code, output = job.run("plan", 2, *TAKEN, "train.max_steps=1")
+    assert code == 0 and "snapshots  every 5 steps, in 0 MB of memory\n" in output
+
+
+def fill(buffer: Buffer, step: int, size: int) -> None:
+    buffer.write(step, 1, [torch.full((size,), step % 251, dtype=torch.uint8)], b"rest")
+    buffer.seal()
+
+
+def pieces_of(outgoing: Outgoing) -> list[SnapshotPiece]:
+    found = []
+    while piece := outgoing.next_piece():
+        found.append(piece)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, PIECE - BEGIN, PIECE, 3 * PIECE + 1])
+def test_a_copy_is_the_newest_byte_for_byte(size: int) -> None:
+    buffers = [Buffer(os.memfd_create("snapshot")) for _ in range(2)]
+    outgoing, incoming = Outgoing(buffers, has_others=True), Incoming()
+    assert pieces_of(outgoing) == []
+    for step in (5, 10, 15):
+        fill(buffers[step // 5 % 2], step, size)
+        for piece in pieces_of(outgoing):
+            incoming.take(piece)
+        newest = max(incoming.buffers, key=lambda one: one.header().step)
+        source = buffers[step // 5 % 2]
+        assert os.pread(newest.fd, 10**7, 0) == os.pread(source.fd, 10**7, 0)
+        assert pieces_of(outgoing) == []
+
+
+def test_a_copy_on_its_way_leaves_the_one_before() -> None:
+    buffers = [Buffer(os.memfd_create("snapshot")) for _ in range(2)]
+    outgoing, incoming = Outgoing(buffers, has_others=True), Incoming()
+    for step in (5, 10):
+        fill(buffers[step // 5 % 2], step, 3 * PIECE)
+        for piece in pieces_of(outgoing)[: None if step == 5 else -1]:
+            incoming.take(piece)
+    assert sorted(one.header().step for one in incoming.buffers) == [-1, 5]
+
+
+def test_what_its_rank_overwrites_is_sent_as_it_was() -> None:
+    buffers = [Buffer(os.memfd_create("snapshot")) for _ in range(2)]
+    outgoing, incoming = Outgoing(buffers, has_others=True), Incoming()
+    fill(buffers[0], 5, 3 * PIECE)
+    first = outgoing.next_piece()
+    assert first is not None
+    fill(buffers[0], 10, 3 * PIECE)
+    rest = []
+    while (piece := outgoing.next_piece()) and piece.step == 5:
+        rest.append(piece)
+    for piece in (first, *rest):
+        incoming.take(piece)
+    (newest,) = (one for one in incoming.buffers if one.header().step == 5)
+    assert os.pread(newest.fd, 3 * PIECE, BEGIN) == bytes([5]) * 3 * PIECE
+
+
+def copy_on(run: Run) -> int:
+    """Return the step of the newest snapshot in an agent's memory; -1: there is none."""
+    found = -1
+    with contextlib.suppress(OSError, IndexError):  # it has only begun
+        for link in Path(f"/proc/{run.agent_pid()}/fd").iterdir():
+            if "memfd:snapshot" in os.readlink(link):
+                fd = os.open(link, os.O_RDONLY)
+                found = max(found, Buffer(fd).header().step)
+                os.close(fd)
+    return found
+
+
+@pytest.mark.slow
+def test_another_node_writes_its_copy_where_the_first_has_gone(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    runs: list[Run] = []
+    monkeypatch.chdir(job.folder)
+    for node in range(2):
+        world = ["--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1", "--log-dir=logs"]
+        where = ["--master-addr=127.0.0.1", f"--master-port={port}", "--rdzv-id=two"]
+        command = [str(ROOT / "train.py"), "--config", "job.yaml", *TAKEN]
+        runs.append(Run([*world, *where, *command], FAULT="sleep 1 46", OMP_NUM_THREADS="1"))
+    try:
+        deadline = time.monotonic() + 60
+        while copy_on(runs[1]) < 20:
+            assert time.monotonic() < deadline and runs[1].process.poll() is None
+            time.sleep(0.05)
+        os.kill(runs[0].agent_pid(), signal.SIGKILL)
+        told = runs[1].finish()
+    finally:
+        kill_what_is_left(runs)
+    folder = job.folder / "checkpoints/two"
+    assert f"step 20 was in memory, and is saved now, in {folder}\n" in told, told
+    assert [path.name for path in steps(folder)] == ["step-20"]

@@ -1,0 +1,160 @@
+"""Snapshots: what a rank copies into memory, and what is read from there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from test_checkpoint import make_state
+from test_sharded import make_state as make_shared_state
+from test_sharded import on_ranks
+from torch import nn
+
+from distributed import snapshot
+from distributed.checkpoint import Saver, State, load, weights_hash
+from distributed.heartbeat import name_record
+from distributed.snapshot import BEGIN, FILES, Buffer
+from launcher.agent.snapshots import Snapshots as NodeSnapshots
+
+
+def names_of(buffers: Sequence[Buffer]) -> str:
+    return ",".join(name_record(one.fd, 0) for one in buffers)
+
+
+@pytest.fixture
+def buffers(monkeypatch: pytest.MonkeyPatch) -> list[Buffer]:
+    """The buffers of the only rank."""
+    found = [Buffer(os.memfd_create("snapshot")) for _ in range(2)]
+    monkeypatch.setenv(FILES, names_of(found))
+    return found
+
+
+def hashes(state: State) -> list[str]:
+    moments = state.optimizer["state"].values()
+    return [weights_hash(tensors) for tensors in (state.model, *moments)]
+
+
+def take(folder: Path, *steps: int, by: Saver | None = None) -> list[State]:
+    saver, states = by or Saver(folder, keep_last=3), []
+    for step in steps:
+        states.append(make_state(step, loss=0.1 * step))
+        saver.snapshot(step, states[-1])
+    saver.snapshots.finish()
+    return states
+
+
+def test_a_snapshot_is_what_was_taken(tmp_path: Path, buffers: list[Buffer]) -> None:
+    *_, last = take(tmp_path, 1, 2, 3)
+    assert sorted(one.header().step for one in buffers) == [2, 3]
+    found = load(tmp_path)
+    assert found is not None and found.is_snapshot
+    assert hashes(found) == hashes(last)
+    assert found.optimizer["param_groups"] == last.optimizer["param_groups"]
+    assert found.progress == last.progress and str(found.ranks) == str(last.ranks)
+
+
+def test_without_an_agent_there_is_none(tmp_path: Path) -> None:
+    take(tmp_path, 1)
+    assert load(tmp_path) is None
+
+
+def test_the_newest_of_memory_and_disk_counts(tmp_path: Path, buffers: list[Buffer]) -> None:
+    saver = Saver(tmp_path, keep_last=3)
+    take(tmp_path, 4, by=saver)
+    for step, is_snapshot in ((3, True), (4, True), (5, False)):
+        saver.save(step, make_state(step))
+        saver.wait()
+        found = load(tmp_path)
+        assert found is not None and found.is_snapshot == is_snapshot
+        assert found.progress["step"] == max(4, step)
+
+
+def test_another_runs_snapshot_does_not_count(tmp_path: Path, buffers: list[Buffer]) -> None:
+    take(tmp_path / "one", 4)
+    assert load(tmp_path / "other") is None
+
+
+@pytest.mark.parametrize("place", ["header", "tensors", "rest"])
+def test_of_a_damaged_one_the_one_before_counts(
+    tmp_path: Path, buffers: list[Buffer], place: str
+) -> None:
+    take(tmp_path, 1, 2)
+    newest = max(buffers, key=lambda one: one.header().step)
+    header = newest.header()
+    offset = {"header": 0, "tensors": BEGIN + 8, "rest": header.rest + 40}[place]
+    (byte,) = os.pread(newest.fd, 1, offset)
+    os.pwrite(newest.fd, bytes([byte ^ 1]), offset)
+    found = load(tmp_path)
+    assert found is not None and found.progress["step"] == 1
+
+
+def test_a_copy_that_was_cut_short_leaves_the_one_before(
+    tmp_path: Path, buffers: list[Buffer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = Saver(tmp_path, keep_last=3)
+    take(tmp_path, 1, 2, by=saver)
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(snapshot, "copy_all", die)
+    with pytest.raises(KeyboardInterrupt):
+        take(tmp_path, 3, by=saver)
+    assert sorted(one.header().step for one in buffers) == [-1, 2]
+    found = load(tmp_path)
+    assert found is not None and found.progress["step"] == 2
+
+
+def test_what_is_read_is_no_view_of_the_buffer(tmp_path: Path, buffers: list[Buffer]) -> None:
+    take(tmp_path, 1)
+    before, again = load(tmp_path), load(tmp_path)
+    assert before is not None and again is not None
+    for tensor in before.model.values():
+        tensor.zero_()
+    after = load(tmp_path)
+    assert after is not None and hashes(after) == hashes(again)
+
+
+def test_states_of_another_size_fit(tmp_path: Path, buffers: list[Buffer]) -> None:
+    saver = Saver(tmp_path, keep_last=3)
+    for step, width in enumerate((4, 400, 4, 40), 1):
+        model = nn.Linear(width, 3, dtype=torch.float64 if width == 40 else torch.bfloat16)
+        saver.snapshot(step, State(model.state_dict(), {"lr": 0.1}, {"step": step}, [{}]))
+        saver.snapshots.finish()
+        found = load(tmp_path)
+        assert found is not None and found.progress["step"] == step
+        assert weights_hash(found.model) == weights_hash(model.state_dict())
+
+
+def test_free_memory() -> None:
+    assert 1e6 < snapshot.free_memory() < 1e14
+
+
+def _take_parts(rank: int, folder: Path, files: list[str], shard: int | str, missing: int) -> None:
+    os.environ[FILES] = files[rank]
+    saver = Saver(folder / "run", keep_last=9, enabled=rank == 0, format="sharded")
+    for step in range(1, 4):
+        state = make_shared_state(step, "fsdp", shard)
+        if (step, rank) != (missing, 1):
+            saver.snapshot(step, state)
+            saver.snapshots.finish()
+    found = load(folder / "run")
+    wanted = make_shared_state(2 if missing == 3 else 3, "ddp")
+    assert found is not None and found.is_snapshot
+    assert weights_hash(found.model) == weights_hash(wanted.model)
+    assert found.ranks == [{"own": wanted.progress["step"]}] * len(files)
+    for index, moments in wanted.optimizer["state"].items():
+        assert weights_hash(found.optimizer["state"][index]) == weights_hash(moments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "shard", "missing"), [(2, "all", 0), (4, "all", 0), (4, 2, 0), (2, "all", 3)]
+)
+def test_ranks_hold_a_part_each(tmp_path: Path, ranks: int, shard: int | str, missing: int) -> None:
+    node = NodeSnapshots(ranks)
+    files = [node.variables(rank)[FILES] for rank in range(ranks)]
+    on_ranks(ranks, _take_parts, tmp_path, files, shard, missing)
