@@ -35,6 +35,7 @@ from .torch import gather_bytes, to_bytes
 FILES = "SNAPSHOT_FILES"  # the variable in which the agent tells a rank where its buffers are
 _COPY_THREADS = 4  # one core copies more slowly than memory allows
 _MAGIC = b"snapshot"
+_MARK = "\0tensor "  # stands for a tensor in the trees: many take long to pack
 _ALIGN = 64
 BEGIN = 64  # of the tensors
 _HEADER = struct.Struct("<8s5q")
@@ -147,8 +148,14 @@ class Buffer:
             return None
         rest: dict[str, Any] = unpack(os.pread(self.fd, header.size - header.rest, header.rest))
         memory = mmap.mmap(self.fd, header.rest, mmap.MAP_PRIVATE)
-        trees, names = rest["trees"], [name for name, _ in named_tensors(rest["trees"])]
-        places = [torch.empty(s, dtype=t, device="meta") for s, t in rest["places"]]
+        places = [torch.empty(shape, dtype=t, device="meta") for shape, t in rest["places"]]
+        wholes = [one.new_empty(s) for one, s in zip(places, rest["shapes"], strict=True)]
+
+        def put_back(leaf: str) -> str | Tensor:
+            return wholes[int(leaf[len(_MARK) :])] if leaf.startswith(_MARK) else leaf
+
+        trees = tree_map_only(str, put_back, rest["trees"])
+        names = [name for name, _ in named_tensors(trees)]
         return Snapshot(
             step=header.step,
             holders=header.holders,
@@ -178,11 +185,13 @@ class Snapshots:
             return
         tensors = dict(named_tensors(trees))
         shared = [name for name, one in tensors.items() if hasattr(one, "to_local")]
+        marks = (f"{_MARK}{number}" for number in range(len(tensors)))
         parts = [one.to_local() if hasattr(one, "to_local") else one for one in tensors.values()]
         rest = {
             **about,
             "progress": json.dumps(about["progress"]),
-            "trees": tree_map_only(Tensor, _without_content, trees),
+            "trees": tree_map_only(Tensor, lambda _: next(marks), trees),
+            "shapes": [tuple(tensor.shape) for tensor in tensors.values()],
             "places": [(tuple(part.shape), part.dtype) for part in parts],
             "shared": shared,
         }
@@ -230,8 +239,13 @@ def copy_all(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
             memory.copy_(tensor, non_blocking=True)
         torch.cuda.current_stream().synchronize()
     else:
+        shares = [
+            ([*ours[first::_COPY_THREADS]], [*theirs[first::_COPY_THREADS]])
+            for first in range(min(_COPY_THREADS, len(ours)))
+        ]
         with ThreadPoolExecutor(_COPY_THREADS) as pool:
-            list(pool.map(Tensor.copy_, ours, theirs))  # list: raises the threads' exceptions
+            done = pool.map(lambda share: torch._foreach_copy_(*share), shares)
+            list(done)  # raises the threads' exceptions
 
 
 def named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -255,10 +269,6 @@ def free_memory() -> int:
         most, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
         free.append(int(most) - int(used))
     return max(0, min(free))
-
-
-def _without_content(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _offsets(tensors: Sequence[Tensor]) -> list[int]:
