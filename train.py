@@ -87,7 +87,9 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
         is_saved = is_saved or is_due(step, settings.checkpoint.every)
 
         if is_logged or is_saved:
-            loss = run.mean_loss()  # raises if it is not finite: no checkpoint holds such weights
+            loss = run.mean_loss(
+                step
+            )  # raises if it is not finite: no checkpoint holds such weights
         if is_logged:
             run.record(step, loss, rate)
         run.progress.step(step)
@@ -219,7 +221,7 @@ class Run:
             helper.beat(step)  # here and below: the last beat identifies a stuck rank
             # The ranks average their gradients once a step.
             with helper.no_sync(self.model, enabled=not is_last):
-                with self.stopwatch.running(), autocast(self.settings):
+                with self.batches.noted(), self.stopwatch.running(), autocast(self.settings):
                     loss = self.task.loss(self.model, batch)
                 helper.beat(step)
                 if is_last:
@@ -239,12 +241,16 @@ class Run:
             self.stop.end()
         helper.beat(step + 1)
 
-    def mean_loss(self) -> float:
+    def mean_loss(self, step: int) -> float:
         """Return the mean loss of all ranks since the last reading; ends a run if not finite."""
         sums = helper.sync_metrics(self.meter.state())
         mean = sums["loss"] / (sums["terms"] or 1)
         if not math.isfinite(mean):
-            self.meter.exit_not_finite(self.environment.rank)
+            count = self.settings.train.grad_accumulation
+            self.meter.exit_not_finite(
+                self.environment.rank,
+                lambda first: self.batches.describe(back=(step - first) * count, count=count),
+            )
         return mean
 
     def record(self, step: int, loss: float, rate: float) -> None:

@@ -75,6 +75,7 @@ class RaisedError:
     code: int  # exit code
     time: float  # seconds since the epoch
     fault: str = ""  # that the exception names as its attribute, and at the end of its message
+    notes: str = ""  # that were added to it (PEP 678)
 
 
 def read_error(path: Path) -> RaisedError | None:
@@ -88,7 +89,8 @@ def read_error(path: Path) -> RaisedError | None:
         message = json.loads(path.read_text(encoding="utf-8"))["message"]
         text, stack = message["message"], message["extraInfo"]["py_callstack"]
         code, fault = int(message.get("errorCode", 1)) % 256 or 1, str(message.get("fault", ""))
-        return RaisedError(str(text), str(stack), code, raised, fault)
+        notes = str(message.get("notes", ""))
+        return RaisedError(str(text), str(stack), code, raised, fault, notes)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # none was written, or the rank was killed while writing it
 

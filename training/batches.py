@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -25,6 +26,7 @@ from training.tasks import Task
 GROUP = 1 << 16  # samples that are shuffled together
 _Batch = list[tuple[int, int]]  # the epoch and the index of each of its samples
 _Placed = tuple[int, int, Any]  # the position after a batch: epoch, batches of it; the batch
+_MOST = 16  # samples that are named
 START = {"step": 0, "epoch": 0, "samples": 0}
 
 
@@ -51,6 +53,7 @@ class Batches:
         self.samples = batch_size * ranks  # of one batch on all ranks
         self.per_epoch: int | None = None  # batches, where that is known
         self._epoch, self._batch = position["epoch"], position["samples"] // self.samples
+        self._numbers: Callable[[int], Iterator[_Batch]] | None = None  # after so many batches
         if type(task).loader is not Task.loader:
             own = functools.partial(task.loader, batch_size, rank=rank, world_size=ranks)
             self._rest = _epochs(own, self._epoch, self._batch)
@@ -64,12 +67,38 @@ class Batches:
             if self.per_epoch == 0:
                 raise SettingsError(f"data: too little for {ranks} batches of {batch_size}")
             done = self._epoch * self.per_epoch + self._batch
-            batches = _samples(length, block, seed, batch_size, rank, ranks, done)
-            self._rest = _load(task, batches, done, self.per_epoch, settings)
+            self._numbers = functools.partial(
+                _samples, length, block, seed, batch_size, rank, ranks
+            )
+            self._rest = _load(task, self._numbers(done), done, self.per_epoch, settings)
 
     def __next__(self) -> Any:
-        self._epoch, self._batch, batch = next(self._rest)
+        with self.noted(-1):
+            self._epoch, self._batch, batch = next(self._rest)
         return batch
+
+    @contextlib.contextmanager
+    def noted(self, back: int = 0) -> Iterator[None]:
+        """Note on an exception which samples the newest batch has, or one `back` batches ago."""
+        try:
+            yield
+        except Exception as error:
+            if told := self.describe(back):
+                notes = [*getattr(error, "__notes__", []), f"the batch has {told}"]  # PEP 678
+                error.__notes__ = notes  # type: ignore[attr-defined]
+            raise
+
+    def describe(self, back: int = 0, count: int = 1) -> str:
+        """Return the numbers of the samples in `count` batches, the last one `back` batches ago.
+
+        Empty where samples have no numbers: data without a length, a loader of the task's own.
+        """
+        if self._numbers is None or self.per_epoch is None:
+            return ""
+        first = self._epoch * self.per_epoch + self._batch - back - count
+        batches = itertools.islice(self._numbers(first), count)
+        samples = [str(index) for batch in batches for _, index in batch]
+        return f"samples {', '.join(samples[:_MOST])}{', ...' if len(samples) > _MOST else ''}"
 
     def position(self) -> dict[str, int]:
         """Return the epochs done, and the samples of the next one that all ranks have read."""

@@ -11,7 +11,7 @@ import resource
 import statistics
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -63,12 +63,17 @@ class Meter:
         self._new.clear()
         return dict(self._sums)
 
-    def exit_not_finite(self, rank: int) -> NoReturn:
-        """Raise FloatingPointError on the rank whose loss was the first; exit on the others."""
+    def exit_not_finite(self, rank: int, describe: Callable[[int], str]) -> NoReturn:
+        """Raise FloatingPointError on the rank whose loss was the first; exit on the others.
+
+        `describe` returns the samples of a step.
+        """
         first, value = self.not_finite or (math.inf, 0.0)
         steps = [float(told) for told in helper.gather_bytes(str(first).encode())]
         if rank == steps.index(min(steps)):
             cause = f"the loss of step {first} is {value} on rank {rank}"
+            samples = describe(int(first))
+            cause += f", of {samples}" if samples else ""
             cure = "try a lower train.learning_rate, and check the data of that step"
             raise with_fault(FloatingPointError, "loss-not-finite", f"{cause}; {cure}")
         with contextlib.suppress(RuntimeError):

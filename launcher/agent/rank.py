@@ -232,7 +232,8 @@ def _record(error: BaseException, code: int) -> None:
         "message": f"{type(error).__name__}: {text}",
         "errorCode": code,
         "extraInfo": {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))},
-        "fault": getattr(error, "fault", ""),  # ours; torch ignores it
+        "fault": getattr(error, "fault", ""),  # ours, as the notes; torch ignores them
+        "notes": "; ".join(map(str, getattr(error, "__notes__", []))),
     }
     file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull)
     with contextlib.suppress(OSError):  # a full disk: stderr has it, too

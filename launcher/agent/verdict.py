@@ -112,10 +112,11 @@ def describe_end(
         fault, cause = told["fault"], told["cause"]
     elif cause.startswith("SystemExit") and last_text not in cause:
         cause += f", after: {last_text}"
+    cause = failure.one_line(cause)
     return replace(
         unknown,
         fault=fault,
-        cause=failure.one_line(cause),
+        cause=f"{cause} ({failure.one_line(raised.notes)})" if raised.notes else cause,
         code=code if code and code < 128 else raised.code,  # its excepthook may choose another
         time=raised.time,
         frames=() if told else failure.user_frames(raised.stack),

@@ -92,6 +92,39 @@ def test_a_stream_opened_anywhere_goes_on_as_if_it_had_come_there(done: int) -> 
     assert opened.position() == whole.position()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_batches_are_named_by_their_samples(rank: int) -> None:
+    stream = Batches(
+        Given(TensorDataset(torch.arange(17))), 4, Settings(train=make_train()), rank_of(rank, 2)
+    )
+    read: list[str] = []
+    for _ in range(7):  # over three epochs
+        with pytest.raises(ValueError, match=r"^broken") as raised, stream.noted(-1):
+            raise ValueError("broken")
+        read += map(str, next(stream)[0].tolist())
+        assert stream.describe() == f"samples {', '.join(read[-4:])}"
+        assert raised.value.__notes__ == [f"the batch has {stream.describe()}"]  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match=r"^broken") as raised, stream.noted():
+            raise ValueError("broken")
+        assert raised.value.__notes__ == [f"the batch has {stream.describe()}"]  # type: ignore[attr-defined]
+    assert stream.describe(back=2, count=3) == f"samples {', '.join(read[8:20])}"
+    assert stream.describe(back=0, count=7) == f"samples {', '.join(read[:16])}, ..."
+
+
+def test_samples_without_numbers_have_no_names() -> None:
+    stream = Batches(Given(Endless()), 4, Settings(train=make_train()), detect({}))
+    next(stream)
+    assert stream.describe() == ""
+    with pytest.raises(ValueError, match=r"^broken") as raised, stream.noted():
+        raise ValueError("broken")
+    assert not hasattr(raised.value, "__notes__")
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
 class Drawn(Dataset[Any]):
     """Every sample is three random numbers."""
 

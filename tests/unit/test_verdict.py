@@ -81,6 +81,11 @@ RAISED = RaisedError("ValueError: bad; give a good one [my-fault]", "", 1, 5.0, 
     [
         (RAISED, 1, False, "", ("my-fault", "ValueError: bad; give a good one", 1, 5.0, False)),
         (
+            replace(RAISED, notes="the batch has samples 3, 17"), 1, False, "",
+            ("my-fault", "ValueError: bad; give a good one (the batch has samples 3, 17)", 1, 5.0,
+             False),
+        ),
+        (
             replace(RAISED, message="SystemExit: no data", fault=""), 1, False, "no data",
             ("rank-error", "SystemExit: no data", 1, 5.0, False),
         ),
