@@ -11,7 +11,7 @@ NODE   ?= login
 
 .DEFAULT_GOAL := help
 .PHONY: cluster-deps cluster-up cluster-down cluster-shell test-cluster test-login
-.PHONY: help init setup train sample plot test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-fanout bench-failures bench-shapes bench-cuts bench-faults bench-hangs bench-staging bench-gpu bench-data pictures clean
+.PHONY: help init setup train sample plot test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-snapshots bench-fanout bench-failures bench-shapes bench-cuts bench-faults bench-hangs bench-staging bench-gpu bench-data pictures clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "make %-17s %s\n", $$1, $$2 }'
@@ -71,6 +71,9 @@ bench-checkpoint: $(STAMP) ## measure a save: the stall, the end, the cost for a
 
 bench-restart: $(STAMP) ## measure a restart after a killed rank: ours and torchrun
 	$(PYTHON) bench/restart.py
+
+bench-snapshots: $(STAMP) ## measure snapshots in memory: their cost, and what a kill costs with them
+	$(PYTHON) bench/snapshots.py
 
 bench-fanout: $(STAMP) ## measure a command on 8 to 64 hosts: ours, pdsh, clush, ssh (as root)
 	PYTHONPATH=. $(PYTHON) bench/fanout.py
