@@ -18,13 +18,14 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -90,12 +91,23 @@ class Snapshot:
         mine = self.contents[name]
         if name not in self.shared:
             return mine
-        rows = [
-            torch.frombuffer(bytearray(part), dtype=mine.dtype).view(-1, *mine.shape[1:])
-            for part in gather_bytes(to_bytes(mine.contiguous()))
-            if part
-        ]
-        return torch.cat(rows)[: wanted.shape[0]]  # what follows are replicas
+        parts = gather_bytes(to_bytes(mine.contiguous()))
+        return _join([torch.frombuffer(bytearray(p), dtype=mine.dtype) for p in parts if p], wanted)
+
+
+def merge(parts: Sequence[Snapshot]) -> Snapshot:
+    """Return what all holders of a snapshot have, by rank, as one that a single rank holds."""
+    wholes = dict(named_tensors(parts[0].trees))
+    contents = {
+        name: _join([part.contents[name] for part in parts], wholes[name])
+        for name in parts[0].shared
+    }
+    return replace(parts[0], holders=1, contents={**parts[0].contents, **contents}, shared=set())
+
+
+def _join(rows: Sequence[Tensor], whole: Tensor) -> Tensor:
+    """Return a tensor of which each rank has some rows; after the last come replicas of them."""
+    return torch.cat([one.flatten() for one in rows])[: whole.numel()].view(whole.shape)
 
 
 class Buffer:
@@ -216,14 +228,23 @@ def newest_snapshot(folder: Path) -> Snapshot | None:
         return None
     found = [one for buffer in _open_buffers() if (one := buffer.read())]
     own = {one.step: one for one in found if one.folder == str(folder.absolute())}
-    holders = {step: one.holders for step, one in own.items()}
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    holders = {one.step: one.holders for one in own.values() if one.holders in (1, ranks)}
     told = [json.loads(one) for one in gather_bytes(json.dumps(holders).encode())]
-    whole = [
-        int(step)
-        for step, number in told[0].items()
-        if number == 1 or (number == len(told) and all(step in one for one in told))
-    ]
-    return own.get(max(whole, default=-1))
+    return own.get(newest_whole([{int(step): n for step, n in one.items()} for one in told]))
+
+
+def newest_whole(held: Sequence[Mapping[int, int]]) -> int:
+    """Return the newest step of which no rank lacks its part; -1: there is none.
+
+    `held` says for each rank how many ranks hold a part of each step that it has: 1, or all.
+    """
+    steps = (
+        step
+        for step, holders in held[0].items()
+        if holders == 1 or all(step in one for one in held)
+    )
+    return max(steps, default=-1)
 
 
 def _open_buffers() -> list[Buffer]:

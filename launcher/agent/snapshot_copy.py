@@ -58,7 +58,7 @@ class Outgoing:
         """Copy the newest complete snapshot; returns whether there is one that is new."""
         newest = max(self._buffers, key=lambda one: one.header().step)
         header = newest.header()
-        if header.checksum < 0 or header.step <= self._header.step:
+        if header.checksum < 0 or header.holders > 1 or header.step <= self._header.step:
             return False
         self._image = self._image or Buffer(processes.anonymous_file("snapshot"))
         os.ftruncate(self._image.fd, header.size)

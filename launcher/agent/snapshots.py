@@ -13,10 +13,11 @@ from distributed import checkpoint_files as files
 from distributed.errors import Refused
 from distributed.heartbeat import name_record
 from distributed.lock import RunLock
-from distributed.snapshot import FILES, Buffer, Snapshot
+from distributed.snapshot import FILES, Buffer, Snapshot, merge, newest_whole
 from launcher import processes
 from launcher.agent.output import say
 from launcher.agent.snapshot_copy import Incoming, Outgoing
+from launcher.text import count
 
 _POLL_S = 0.01
 
@@ -41,21 +42,21 @@ class Snapshots:
         return {FILES: ",".join(name_record(one.fd, 0) for one in self._buffers[local_rank])}
 
     def step(self) -> int:
-        """Return the step of the newest snapshot; -1: there is none."""
-        return max(one.header().step for buffers in self._buffers for one in buffers)
+        """Return the step of the newest whole snapshot; -1: there is none."""
+        return _newest(self._buffers)
 
     def write(self, *, is_first_node: bool, saved_step: int, limit_s: float) -> int:
-        """Write rank 0's newest snapshot as a checkpoint, if it is newer than what is saved.
+        """Write the newest snapshot as a checkpoint, if it is newer than what is saved.
 
         On another node than the first, the copy of it. It takes at most `limit_s`, in a process of
         its own: a disk may hang. Returns the step that was written; -1: none was.
         """
-        buffers = self._buffers[0] if is_first_node else self.incoming.buffers
-        step = max((one.header().step for one in buffers), default=-1)
+        buffers = self._buffers if is_first_node else [self.incoming.buffers]
+        step = _newest(buffers)
         if step <= max(0, saved_step):
             return -1
         if (pid := os.fork()) == 0:
-            os._exit(_write(buffers))
+            os._exit(_write(buffers, step))
         deadline = time.monotonic() + limit_s
         while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
             if time.monotonic() > deadline:
@@ -66,16 +67,22 @@ class Snapshots:
         return step if ended[1] == 0 else -1
 
 
-def _write(buffers: Sequence[Buffer]) -> int:
-    """Write the newest snapshot that rank 0 held alone; returns an exit code."""
-    found = [taken for one in buffers if (taken := one.read()) and taken.holders == 1]
-    if not found:
-        return 1
-    taken = max(found, key=lambda one: one.step)
+def _newest(buffers: Sequence[Sequence[Buffer]]) -> int:
+    headers = [[one.header() for one in of_rank] for of_rank in buffers]
+    return newest_whole([{one.step: one.holders for one in each} for each in headers])
+
+
+def _write(buffers: Sequence[Sequence[Buffer]], step: int) -> int:
+    """Write a snapshot of which the parts are here; returns an exit code."""
+    read = [one.read() for of_rank in buffers for one in of_rank if one.header().step == step]
+    parts = [one for one in read if one is not None]
     try:
-        return _commit(taken)
+        if parts and len(parts) == len(read) == parts[0].holders:
+            return _commit(merge(parts))
+        why = f"{count(len(parts), 'rank')} of {parts[0].holders} here" if parts else "damaged"
     except (OSError, RuntimeError, Refused) as error:
-        say(f"warning: step {taken.step}, in memory, was not saved: {error}")
+        why = str(error)
+    say(f"warning: step {step}, in memory, was not saved: {why}")
     return 1
 
 

@@ -36,10 +36,17 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return Job(tmp_path_factory.mktemp("job"))
 
 
+@pytest.fixture(scope="module", params=[(), SHARED], ids=["full", "sharded"])
+def shared(request: pytest.FixtureRequest) -> Sequence[str]:
+    """The settings of one kind of checkpoint."""
+    settings: Sequence[str] = request.param
+    return settings
+
+
 @pytest.fixture(scope="module")
-def whole(job: Job) -> Outcome:
+def whole(job: Job, shared: Sequence[str]) -> Outcome:
     """What two ranks come to that nobody stops, and that take no snapshots."""
-    return job.finish("whole", 2)
+    return job.finish(f"whole-{len(shared)}", 2, *shared)
 
 
 def run(job: Job, run_id: str, *settings: str, restarts: int, fault: str) -> tuple[int, str]:
@@ -52,7 +59,6 @@ def run(job: Job, run_id: str, *settings: str, restarts: int, fault: str) -> tup
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("shared", [(), SHARED], ids=["full", "sharded"])
 def test_a_restart_goes_on_from_memory(
     job: Job, whole: Outcome, rank: int, shared: Sequence[str]
 ) -> None:
@@ -61,27 +67,32 @@ def test_a_restart_goes_on_from_memory(
     assert code == 0, output
     assert "; from step 20, in memory, 2 steps lost; now on port " in output
     assert "resumed    after step 20, from memory\n" in output
-    if not shared:  # whose sums are rounded differently
-        assert job.outcome(name) == whole
+    assert job.outcome(name) == whole
 
 
 @pytest.mark.slow
-def test_random_kills_cost_five_steps_at_most(job: Job, whole: Outcome) -> None:
-    output = job.kill_at_random("random", 2, TAKEN, 5, random.Random(1))
+def test_random_kills_cost_five_steps_at_most(
+    job: Job, whole: Outcome, shared: Sequence[str]
+) -> None:
+    name = f"random-{len(shared)}"
+    output = job.kill_at_random(name, 2, [*TAKEN, *shared], 5, random.Random(1))
     assert max(steps_lost(output), default=0) <= 5, output
-    assert job.outcome("random") == whole
+    assert job.outcome(name) == whole
 
 
 @pytest.mark.slow
-def test_without_a_restart_it_becomes_a_checkpoint(job: Job, whole: Outcome) -> None:
-    code, output = run(job, "written", restarts=0, fault="SIGKILL 0 46")
-    folder = job.folder / "checkpoints/written"
+def test_without_a_restart_it_becomes_a_checkpoint(
+    job: Job, whole: Outcome, shared: Sequence[str]
+) -> None:
+    name = f"written-{len(shared)}"
+    code, output = run(job, name, *shared, restarts=0, fault="SIGKILL 0 46")
+    folder = job.folder / "checkpoints" / name
     assert code == 137 and f"step 20 was in memory, and is saved now, in {folder}\n" in output
     assert re.search(r"^resume .* again +\(from step 20\)$", output, re.MULTILINE)
     assert [path.name for path in steps(folder)] == ["step-20"]
-    code, output = job.run("written", 2)
+    code, output = job.run(name, 2, *shared)
     assert code == 0 and "resumed    after step 20\n" in output
-    assert job.outcome("written") == whole
+    assert job.outcome(name) == whole
 
 
 @pytest.mark.slow
