@@ -15,6 +15,7 @@ import contextlib
 import json
 import mmap
 import os
+import re
 import struct
 import threading
 import zlib
@@ -139,7 +140,7 @@ class Buffer:
         if [(t.shape, t.dtype) for t in tensors] != [(t.shape, t.dtype) for t in self._views]:
             os.ftruncate(self.fd, _end_of(tensors))
             self._memory = mmap.mmap(self.fd, _end_of(tensors))
-            self._views = views_of(self._memory, tensors)
+            self._views = _views(torch.frombuffer(self._memory, dtype=torch.uint8), tensors)
         return self._views
 
     def seal(self) -> None:
@@ -160,6 +161,7 @@ class Buffer:
             return None
         rest: dict[str, Any] = unpack(os.pread(self.fd, header.size - header.rest, header.rest))
         memory = mmap.mmap(self.fd, header.rest, mmap.MAP_PRIVATE)
+        whole = torch.frombuffer(memory, dtype=torch.uint8).clone()  # it will be written to again
         places = [torch.empty(shape, dtype=t, device="meta") for shape, t in rest["places"]]
         wholes = [one.new_empty(s) for one, s in zip(places, rest["shapes"], strict=True)]
 
@@ -174,7 +176,7 @@ class Buffer:
             folder=rest["folder"],
             keep_last=rest["keep_last"],
             trees=trees,
-            contents=dict(zip(names, views_of(memory, places), strict=True)),
+            contents=dict(zip(names, _views(whole, places), strict=True)),
             shared={*rest["shared"]},
             progress=json.loads(rest["progress"]),
             ranks=rest["ranks"],
@@ -283,12 +285,13 @@ def free_memory() -> int:
     with open("/proc/meminfo") as file:
         found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file if "kB" in line}
     free = [found["MemAvailable"]]
-    with contextlib.suppress(OSError, ValueError):  # no cgroup, or one without a limit ("max")
-        group = Path(
-            "/sys/fs/cgroup", Path("/proc/self/cgroup").read_text().split("::/")[1].strip()
-        )
-        most, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
-        free.append(int(most) - int(used))
+    with contextlib.suppress(OSError, ValueError, LookupError):  # another version of cgroups
+        (own,) = re.findall(r"^0::/(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
+        group = Path("/sys/fs/cgroup", own)
+        for one in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError):  # it has no limit ("max")
+                most, used = ((one / f"memory.{name}").read_text() for name in ("max", "current"))
+                free.append(int(most) - int(used))
     return max(0, min(free))
 
 
@@ -304,9 +307,8 @@ def _end_of(tensors: Sequence[Tensor]) -> int:
     return _offsets(tensors)[-1]
 
 
-def views_of(memory: mmap.mmap, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors like these in the memory of a buffer."""
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
+def _views(whole: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors like these in the bytes of a buffer."""
     return [
         whole[start : start + one.numel() * one.itemsize].view(one.dtype).view(one.shape)
         for start, one in zip(_offsets(tensors), tensors, strict=False)

@@ -9,9 +9,9 @@ import base64
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from distributed.snapshot import BEGIN, Buffer, Header
+from distributed.snapshot import BEGIN, Buffer
 from launcher import processes
 from launcher.agent.control import BEAT_S
 from launcher.agent.protocol import Peer, SnapshotPiece
@@ -22,52 +22,49 @@ _AT_ONCE = 1 << 23  # bytes
 
 
 class Outgoing:
-    """The pieces of the newest snapshot in some buffers, from a copy that its rank leaves alone."""
+    """Sends the newest snapshot in some buffers to another node, a small part at a time."""
 
     def __init__(self, buffers: Sequence[Buffer], *, has_others: bool) -> None:
         self._buffers = buffers
-        self._image: Buffer | None = None
-        self._header = Header()  # of the image
-        self._at = 0  # the next piece; 0: all have been taken
+        self._parts = self.parts()
+        self.rest_s = 0.0  # until the next part
         self.next_at = time.monotonic() if has_others else math.inf
 
     def on_time(self, peers: Mapping[int, Peer]) -> None:
-        """Send the next piece to the first of the other nodes, if it is time to, and if it can."""
-        if time.monotonic() < self.next_at or not peers:
+        """Do the next part, if it is time to and the first of the other nodes can take it."""
+        now = time.monotonic()
+        if now < self.next_at:
             return
-        peer = peers[min(peers)]
-        piece = None if peer.is_busy else self.next_piece()
-        if piece is not None:
-            peer.send(piece)
-        self.next_at = time.monotonic() + (_PIECE_S if piece or peer.is_busy else BEAT_S)
+        self.next_at = now + _PIECE_S
+        if peers and not (peer := peers[min(peers)]).is_busy:
+            if piece := next(self._parts):
+                peer.send(piece)
+            self.next_at = now + self.rest_s
 
-    def next_piece(self) -> SnapshotPiece | None:
-        """Return the next piece; the header is the last. None where there is nothing new."""
-        if not self._at and not self._begin():
-            return None
-        assert self._image is not None
-        end = min(self._at + PIECE, self._header.size)
-        if self._at == self._header.size:
-            start, end, self._at = 0, BEGIN, 0
-        else:
-            start, self._at = self._at, end
-        data = base64.b64encode(os.pread(self._image.fd, end - start, start)).decode()
-        return SnapshotPiece(self._header.step, start, self._header.size, data)
+    def parts(self) -> Iterator[SnapshotPiece | None]:
+        """Yield the pieces of each new snapshot, the header last; None where none is ready.
 
-    def _begin(self) -> bool:
-        """Copy the newest complete snapshot; returns whether there is one that is new."""
-        newest = max(self._buffers, key=lambda one: one.header().step)
-        header = newest.header()
-        if header.checksum < 0 or header.holders > 1 or header.step <= self._header.step:
-            return False
-        self._image = self._image or Buffer(processes.anonymous_file("snapshot"))
-        os.ftruncate(self._image.fd, header.size)
-        for start in range(0, header.size, _AT_ONCE):
-            os.pwrite(self._image.fd, os.pread(newest.fd, _AT_ONCE, start), start)
-        if newest.header() != header:  # the rank has begun to overwrite it
-            return False
-        self._header, self._at = header, BEGIN
-        return True
+        They come from a copy that the rank leaves alone.
+        """
+        image, sent_step = processes.anonymous_file("snapshot"), -1
+        while True:
+            newest = max(self._buffers, key=lambda one: one.header().step)
+            header = newest.header()
+            if header.checksum < 0 or header.holders > 1 or header.step <= sent_step:
+                self.rest_s = BEAT_S
+                yield None
+                continue
+            self.rest_s = _PIECE_S
+            for start in range(0, header.size, _AT_ONCE):
+                os.pwrite(image, os.pread(newest.fd, _AT_ONCE, start), start)
+                yield None
+            if newest.header() != header:  # its rank has begun to overwrite it
+                continue
+            for start in (*range(BEGIN, header.size, PIECE), 0):
+                data = os.pread(image, min(PIECE, header.size - start) if start else BEGIN, start)
+                text = base64.b64encode(data).decode()
+                yield SnapshotPiece(header.step, start, header.size, text)
+            sent_step = header.step
 
 
 class Incoming:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import re
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from torch import nn
 from distributed.checkpoint_files import steps
 from distributed.environment import detect
 from distributed.snapshot import BEGIN, Buffer
+from launcher.agent.control import BEAT_S
 from launcher.agent.protocol import SnapshotPiece
 from launcher.agent.snapshot_copy import PIECE, Incoming, Outgoing
 from training.config_file import SettingsError
@@ -126,52 +128,69 @@ def fill(buffer: Buffer, step: int, size: int) -> None:
     buffer.seal()
 
 
-def pieces_of(outgoing: Outgoing) -> list[SnapshotPiece]:
-    found = []
-    while piece := outgoing.next_piece():
-        found.append(piece)
-    return found
+@pytest.fixture
+def buffers() -> list[Buffer]:
+    return [Buffer(os.memfd_create("snapshot")) for _ in range(2)]
 
 
-@pytest.mark.parametrize("size", [1, PIECE - BEGIN, PIECE, 3 * PIECE + 1])
-def test_a_copy_is_the_newest_byte_for_byte(size: int) -> None:
-    buffers = [Buffer(os.memfd_create("snapshot")) for _ in range(2)]
-    outgoing, incoming = Outgoing(buffers, has_others=True), Incoming()
-    assert pieces_of(outgoing) == []
+@pytest.fixture
+def outgoing(buffers: list[Buffer]) -> Outgoing:
+    return Outgoing(buffers, has_others=True)
+
+
+def pieces(outgoing: Outgoing, parts: Iterator[SnapshotPiece | None]) -> Iterator[SnapshotPiece]:
+    """Yield the pieces that there are now."""
+    outgoing.rest_s = 0.0
+    while outgoing.rest_s != BEAT_S:
+        if piece := next(parts):
+            yield piece
+
+
+@pytest.mark.parametrize("size", [1, PIECE - BEGIN, PIECE, 3 * PIECE + 1, 10**7])
+def test_a_copy_is_the_newest_byte_for_byte(
+    buffers: list[Buffer], outgoing: Outgoing, size: int
+) -> None:
+    incoming, parts = Incoming(), outgoing.parts()
+    assert [*pieces(outgoing, parts)] == []
     for step in (5, 10, 15):
-        fill(buffers[step // 5 % 2], step, size)
-        for piece in pieces_of(outgoing):
+        fill(source := buffers[step // 5 % 2], step, size)
+        for piece in pieces(outgoing, parts):
             incoming.take(piece)
         newest = max(incoming.buffers, key=lambda one: one.header().step)
-        source = buffers[step // 5 % 2]
-        assert os.pread(newest.fd, 10**7, 0) == os.pread(source.fd, 10**7, 0)
-        assert pieces_of(outgoing) == []
+        assert os.pread(newest.fd, 2 * 10**7, 0) == os.pread(source.fd, 2 * 10**7, 0)
+        assert [*pieces(outgoing, parts)] == []
 
 
-def test_a_copy_on_its_way_leaves_the_one_before() -> None:
-    buffers = [Buffer(os.memfd_create("snapshot")) for _ in range(2)]
-    outgoing, incoming = Outgoing(buffers, has_others=True), Incoming()
+def test_a_copy_on_its_way_leaves_the_one_before(buffers: list[Buffer], outgoing: Outgoing) -> None:
+    incoming, parts = Incoming(), outgoing.parts()
     for step in (5, 10):
         fill(buffers[step // 5 % 2], step, 3 * PIECE)
-        for piece in pieces_of(outgoing)[: None if step == 5 else -1]:
+        for piece in [*pieces(outgoing, parts)][: None if step == 5 else -1]:
             incoming.take(piece)
     assert sorted(one.header().step for one in incoming.buffers) == [-1, 5]
 
 
-def test_what_its_rank_overwrites_is_sent_as_it_was() -> None:
-    buffers = [Buffer(os.memfd_create("snapshot")) for _ in range(2)]
-    outgoing, incoming = Outgoing(buffers, has_others=True), Incoming()
+def test_what_its_rank_overwrites_is_sent_as_it_was(
+    buffers: list[Buffer], outgoing: Outgoing
+) -> None:
+    incoming, parts = Incoming(), pieces(outgoing, outgoing.parts())
     fill(buffers[0], 5, 3 * PIECE)
-    first = outgoing.next_piece()
-    assert first is not None
+    incoming.take(next(parts))
     fill(buffers[0], 10, 3 * PIECE)
-    rest = []
-    while (piece := outgoing.next_piece()) and piece.step == 5:
-        rest.append(piece)
-    for piece in (first, *rest):
+    for piece in itertools.takewhile(lambda piece: piece.step == 5, parts):
         incoming.take(piece)
     (newest,) = (one for one in incoming.buffers if one.header().step == 5)
     assert os.pread(newest.fd, 3 * PIECE, BEGIN) == bytes([5]) * 3 * PIECE
+
+
+def test_what_its_rank_overwrites_while_it_is_copied_is_not_sent(
+    buffers: list[Buffer], outgoing: Outgoing
+) -> None:
+    parts = outgoing.parts()
+    fill(buffers[0], 5, 10**7)
+    assert next(parts) is None  # the first half is copied
+    fill(buffers[0], 10, 10**7)
+    assert {piece.step for piece in pieces(outgoing, parts)} == {10}
 
 
 def copy_on(run: Run) -> int:
