@@ -1,13 +1,4 @@
-"""Snapshots: a run's newest state in memory that the node agent owns, and that outlives the ranks.
-
-Each rank has two buffers and fills them in turn: one that dies on the way leaves the other whole.
-
-    header      the step, how many ranks hold a part of it, the sizes, and a checksum
-    tensors     the content of each, at a multiple of 64 bytes
-    rest        what torch.save makes of the state without that content
-
-A buffer counts as soon as its header is there; the checksum follows in the background.
-"""
+"""Snapshots: a run's newest state in memory that outlives the ranks; see snapshot_memory.py."""
 
 from __future__ import annotations
 
@@ -16,14 +7,13 @@ import json
 import mmap
 import os
 import re
-import struct
 import threading
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,26 +22,12 @@ from torch.utils._pytree import tree_map_only
 
 from .checkpoint_files import pack, unpack
 from .heartbeat import find_record
+from .snapshot_memory import BEGIN, FILES, Header, Memory, newest_whole
 from .torch import gather_bytes, to_bytes
 
-FILES = "SNAPSHOT_FILES"  # the variable in which the agent tells a rank where its buffers are
 _COPY_THREADS = 4  # one core copies more slowly than memory allows
-_MAGIC = b"snapshot"
 _MARK = "\0tensor "  # stands for a tensor in the trees: many take long to pack
 _ALIGN = 64
-BEGIN = 64  # of the tensors
-_HEADER = struct.Struct("<8s5q")
-
-
-class Header(NamedTuple):
-    """Of a buffer. Step -1: it holds nothing."""
-
-    magic: bytes = _MAGIC
-    step: int = -1
-    holders: int = 0  # ranks that hold a part each; 1: rank 0 holds all
-    rest: int = 0  # where it begins
-    size: int = 0  # of all, in bytes
-    checksum: int = -1  # CRC-32 of all that follows the header; -1: not known yet
 
 
 @dataclass(frozen=True)
@@ -111,29 +87,23 @@ def _join(rows: Sequence[Tensor], whole: Tensor) -> Tensor:
     return torch.cat([one.flatten() for one in rows])[: whole.numel()].view(whole.shape)
 
 
-class Buffer:
-    """A file in memory with one rank's part of one snapshot."""
+class Buffer(Memory):
+    """A buffer that a rank writes its tensors to, or reads them from."""
 
     def __init__(self, fd: int) -> None:
-        self.fd = fd
+        super().__init__(fd)
         self._views: list[Tensor] = []  # of the tensors' places
         self._memory: mmap.mmap | None = None
 
-    def header(self) -> Header:
-        data = os.pread(self.fd, _HEADER.size, 0)
-        found = Header(*_HEADER.unpack(data)) if len(data) == _HEADER.size else Header()
-        return found if found.magic == _MAGIC else Header()
-
     def write(self, step: int, holders: int, tensors: Sequence[Tensor], rest: bytes) -> None:
         """Fill the buffer; it is empty until all is there. `seal` completes it."""
-        os.pwrite(self.fd, bytes(_HEADER.size), 0)
+        self.set_header(None)
         views = self._lay_out(tensors)
         copy_all(views, tensors)
         end = _end_of(tensors)
         os.ftruncate(self.fd, end + len(rest))
         os.pwrite(self.fd, rest, end)
-        header = Header(step=step, holders=holders, rest=end, size=end + len(rest))
-        os.pwrite(self.fd, _HEADER.pack(*header), 0)
+        self.set_header(Header(step=step, holders=holders, rest=end, size=end + len(rest)))
 
     def _lay_out(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return a view of the memory for each tensor's content."""
@@ -146,8 +116,7 @@ class Buffer:
     def seal(self) -> None:
         """Add the checksum."""
         header = self.header()
-        header = header._replace(checksum=self._checksum(header))
-        os.pwrite(self.fd, _HEADER.pack(*header), 0)
+        self.set_header(header._replace(checksum=self._checksum(header)))
 
     def _checksum(self, header: Header) -> int:
         memory = mmap.mmap(self.fd, header.size, prot=mmap.PROT_READ)
@@ -234,19 +203,6 @@ def newest_snapshot(folder: Path) -> Snapshot | None:
     holders = {one.step: one.holders for one in own.values() if one.holders in (1, ranks)}
     told = [json.loads(one) for one in gather_bytes(json.dumps(holders).encode())]
     return own.get(newest_whole([{int(step): n for step, n in one.items()} for one in told]))
-
-
-def newest_whole(held: Sequence[Mapping[int, int]]) -> int:
-    """Return the newest step of which no rank lacks its part; -1: there is none.
-
-    `held` says for each rank how many ranks hold a part of each step that it has: 1, or all.
-    """
-    steps = (
-        step
-        for step, holders in held[0].items()
-        if holders == 1 or all(step in one for one in held)
-    )
-    return max(steps, default=-1)
 
 
 def _open_buffers() -> list[Buffer]:

@@ -17,8 +17,8 @@ from torch.utils.data import default_collate
 from distributed import torch as helper
 from distributed.checkpoint import State
 from distributed.environment import Environment
-from distributed.snapshot import FILES as SNAPSHOT_FILES
 from distributed.snapshot import free_memory
+from distributed.snapshot_memory import FILES as SNAPSHOT_FILES
 from distributed.strategy import Sharding
 from training.batches import move
 from training.config_file import SettingsError

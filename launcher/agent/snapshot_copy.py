@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from distributed.snapshot import BEGIN, Buffer
+from distributed.snapshot_memory import BEGIN, Memory
 from launcher import processes
 from launcher.agent.control import BEAT_S
 from launcher.agent.protocol import Peer, SnapshotPiece
@@ -24,7 +24,7 @@ _AT_ONCE = 1 << 23  # bytes
 class Outgoing:
     """Sends the newest snapshot in some buffers to another node, a small part at a time."""
 
-    def __init__(self, buffers: Sequence[Buffer], *, has_others: bool) -> None:
+    def __init__(self, buffers: Sequence[Memory], *, has_others: bool) -> None:
         self._buffers = buffers
         self._parts = self.parts()
         self.rest_s = 0.0  # until the next part
@@ -71,13 +71,13 @@ class Incoming:
     """Another node's snapshot: the newest that has arrived in full, and the one on its way."""
 
     def __init__(self) -> None:
-        self.buffers: list[Buffer] = []
-        self._next: Buffer | None = None
+        self.buffers: list[Memory] = []
+        self._next: Memory | None = None
 
     def take(self, piece: SnapshotPiece) -> None:
         """Keep a piece. With the last, the snapshot counts."""
         if not self.buffers:
-            self.buffers = [Buffer(processes.anonymous_file("snapshot")) for _ in range(2)]
+            self.buffers = [Memory(processes.anonymous_file("snapshot")) for _ in range(2)]
         if piece.offset == BEGIN:
             self._next = min(self.buffers, key=lambda one: one.header().step)
             os.ftruncate(self._next.fd, 0)

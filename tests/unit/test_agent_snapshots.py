@@ -21,7 +21,8 @@ from torch import nn
 
 from distributed.checkpoint_files import steps
 from distributed.environment import detect
-from distributed.snapshot import BEGIN, Buffer
+from distributed.snapshot import Buffer
+from distributed.snapshot_memory import BEGIN
 from launcher.agent.control import BEAT_S
 from launcher.agent.protocol import SnapshotPiece
 from launcher.agent.snapshot_copy import PIECE, Incoming, Outgoing

@@ -16,7 +16,8 @@ from torch import nn
 from distributed import snapshot
 from distributed.checkpoint import Saver, State, load, weights_hash
 from distributed.heartbeat import name_record
-from distributed.snapshot import BEGIN, FILES, Buffer
+from distributed.snapshot import Buffer
+from distributed.snapshot_memory import BEGIN, FILES
 from launcher.agent.snapshots import Snapshots as NodeSnapshots
 
 

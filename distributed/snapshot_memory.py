@@ -1,0 +1,63 @@
+"""The memory for a snapshot, and how it is laid out (no torch).
+
+The node agent owns it, so it outlives the ranks. Each rank has two such buffers and fills them in
+turn: one that dies on the way leaves the other whole.
+
+    header      the step, how many ranks hold a part of it, the sizes, and a checksum
+    tensors     the content of each, at a multiple of 64 bytes
+    rest        what torch.save makes of the state without that content
+
+A buffer counts as soon as its header is there; the checksum follows in the background.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+FILES = "SNAPSHOT_FILES"  # the variable in which the agent tells a rank where its buffers are
+BEGIN = 64  # of the tensors
+_MAGIC = b"snapshot"
+_HEADER = struct.Struct("<8s5q")
+
+
+class Header(NamedTuple):
+    """Of a buffer. Step -1: it holds nothing."""
+
+    magic: bytes = _MAGIC
+    step: int = -1
+    holders: int = 0  # ranks that hold a part each; 1: rank 0 holds all
+    rest: int = 0  # where it begins
+    size: int = 0  # of all, in bytes
+    checksum: int = -1  # CRC-32 of all that follows the header; -1: not known yet
+
+
+class Memory:
+    """A file in memory with one rank's part of one snapshot."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def header(self) -> Header:
+        data = os.pread(self.fd, _HEADER.size, 0)
+        found = Header(*_HEADER.unpack(data)) if len(data) == _HEADER.size else Header()
+        return found if found.magic == _MAGIC else Header()
+
+    def set_header(self, header: Header | None) -> None:
+        """Write the header; None: from now on it holds nothing."""
+        os.pwrite(self.fd, _HEADER.pack(*header) if header else bytes(_HEADER.size), 0)
+
+
+def newest_whole(held: Sequence[Mapping[int, int]]) -> int:
+    """Return the newest step of which no rank lacks its part; -1: there is none.
+
+    `held` says for each rank how many ranks hold a part of each step that it has: 1, or all.
+    """
+    steps = (
+        step
+        for step, holders in held[0].items()
+        if holders == 1 or all(step in one for one in held)
+    )
+    return max(steps, default=-1)

@@ -1,0 +1,47 @@
+"""Save a snapshot that the node agent holds as an ordinary checkpoint."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from distributed import checkpoint_files as files
+from distributed.errors import Refused
+from distributed.lock import RunLock
+from distributed.snapshot import Buffer, Snapshot, merge
+from launcher.agent.output import say
+from launcher.text import count
+
+
+def save(files_of_ranks: Sequence[Sequence[int]], step: int) -> int:
+    """Save a snapshot of which the parts are in these files; returns an exit code."""
+    buffers = [Buffer(fd) for files in files_of_ranks for fd in files]
+    read = [one.read() for one in buffers if one.header().step == step]
+    parts = [one for one in read if one is not None]
+    try:
+        if parts and len(parts) == len(read) == parts[0].holders:
+            return _commit(merge(parts))
+        why = f"{count(len(parts), 'rank')} of {parts[0].holders} here" if parts else "damaged"
+    except (OSError, RuntimeError, Refused) as error:
+        why = str(error)
+    say(f"warning: step {step}, in memory, was not saved: {why}")
+    return 1
+
+
+def _commit(taken: Snapshot) -> int:
+    folder = Path(taken.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = RunLock(folder, f"run {folder.name}")
+    if taken.step <= max(map(files.step_of, files.steps(folder)), default=0):
+        return 1
+    temporary = folder / f"step-{taken.step}.tmp-{socket.gethostname()}-{os.getpid()}"
+    temporary.mkdir()
+    tensors = {**taken.fetch(taken.trees), "ranks": taken.ranks}
+    files.write(temporary, tensors, taken.progress, {})
+    with lock.committing():
+        files.commit(temporary, folder / f"step-{taken.step}")
+        files.prune(folder, taken.step, taken.keep_last)
+    say(f"step {taken.step} was in memory, and is saved now, in {folder}")
+    return 0
