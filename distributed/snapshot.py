@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from .checkpoint_files import pack, unpack
 from .heartbeat import find_record
-from .snapshot_memory import BEGIN, FILES, Header, Memory, newest_whole
+from .snapshot_memory import BEGIN, FILES, Header, Memory, whole_steps
 from .torch import gather_bytes, to_bytes
 
 _COPY_THREADS = 4  # one core copies more slowly than memory allows
@@ -160,14 +160,19 @@ class Snapshots:
         self._sealing = threading.Thread()
 
     def take(self, step: int, holders: int, trees: dict[str, Any], about: dict[str, Any]) -> None:
-        """Copy a state into the older buffer. A DTensor may be shared out along dimension 0 alone.
+        """Copy a state into the older buffer, or one of a step that the run went back behind.
 
-        `about` are Snapshot's other fields.
+        `about` are Snapshot's other fields. Raises ValueError for a DTensor that is not shared out
+        by rows.
         """
         if not self._buffers:
             return
         tensors = dict(named_tensors(trees))
         shared = [name for name, one in tensors.items() if hasattr(one, "to_local")]
+        for name in shared:
+            places: Any = getattr(tensors[name], "placements", ())
+            if any(place.is_shard() and not place.is_shard(0) for place in places):
+                raise ValueError(f"{name} is not shared out by rows; take no snapshots of it")
         marks = (f"{_MARK}{number}" for number in range(len(tensors)))
         parts = [one.to_local() if hasattr(one, "to_local") else one for one in tensors.values()]
         rest = {
@@ -179,7 +184,8 @@ class Snapshots:
             "shared": shared,
         }
         self.finish()
-        older = min(self._buffers, key=lambda one: one.header().step)
+        held = {buffer.header().step: buffer for buffer in self._buffers}
+        older = held[min(held, key=lambda one: (one < step, one))]
         older.write(step, holders, parts, pack(rest))
         self._sealing = threading.Thread(target=older.seal)
         self._sealing.start()
@@ -202,7 +208,8 @@ def newest_snapshot(folder: Path) -> Snapshot | None:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     holders = {one.step: one.holders for one in own.values() if one.holders in (1, ranks)}
     told = [json.loads(one) for one in gather_bytes(json.dumps(holders).encode())]
-    return own.get(newest_whole([{int(step): n for step, n in one.items()} for one in told]))
+    whole = whole_steps([{int(step): n for step, n in one.items()} for one in told])
+    return own.get(max(whole, default=-1))
 
 
 def _open_buffers() -> list[Buffer]:

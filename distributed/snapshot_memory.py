@@ -50,14 +50,13 @@ class Memory:
         os.pwrite(self.fd, _HEADER.pack(*header) if header else bytes(_HEADER.size), 0)
 
 
-def newest_whole(held: Sequence[Mapping[int, int]]) -> int:
-    """Return the newest step of which no rank lacks its part; -1: there is none.
+def whole_steps(held: Sequence[Mapping[int, int]]) -> list[int]:
+    """Return the steps of which no rank lacks its part.
 
     `held` says for each rank how many ranks hold a part of each step that it has: 1, or all.
     """
-    steps = (
+    return [
         step
         for step, holders in held[0].items()
-        if holders == 1 or all(step in one for one in held)
-    )
-    return max(steps, default=-1)
+        if holders == 1 or (holders > 1 and all(step in one for one in held))
+    ]

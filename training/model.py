@@ -69,11 +69,13 @@ def plan_snapshots(model: nn.Module, settings: Settings, environment: Environmen
     is_sharded = settings.checkpoint.format == "sharded"
     if not settings.checkpoint.snapshot_every or not (environment.is_main or is_sharded):
         return
-    tensors = helper.unwrap(model).state_dict().values()
-    parts = (one.to_local() if hasattr(one, "to_local") else one for one in tensors)
-    size = 3 * sum(one.nbytes for one in parts)  # AdamW has two moments of each weight
+    weights = sum(
+        (one.to_local() if is_sharded and hasattr(one, "to_local") else one).numel() * one.itemsize
+        for one in helper.unwrap(model).state_dict().values()
+    )
+    size = 3 * weights  # AdamW has two moments of each
     two = 2 * size * (environment.local_world_size if is_sharded else 1)
-    if two > (free := free_memory()):
+    if two > (free := free_memory()) and environment.restart_count == 0:  # else it is in use
         cause = f"two snapshots take {two / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
         raise SettingsError(f"checkpoint.snapshot_every: {cause}; set it to 0")
     if SNAPSHOT_FILES not in os.environ:

@@ -258,7 +258,7 @@ class NodeAgent:
         if verdict.code == 0 or (verdict.is_told and not is_first_node):
             return verdict
         saved_step, grace_s = self.heartbeats.reached()[0], self.args.grace_s
-        step = self.snapshots.write(
+        step = self.snapshots.save(
             is_first_node=is_first_node, saved_step=saved_step, limit_s=grace_s
         )
         if step < 0:

@@ -15,13 +15,14 @@ from launcher.agent.output import say
 from launcher.text import count
 
 
-def save(files_of_ranks: Sequence[Sequence[int]], step: int) -> int:
-    """Save a snapshot of which the parts are in these files; returns an exit code."""
-    buffers = [Buffer(fd) for files in files_of_ranks for fd in files]
-    read = [one.read() for one in buffers if one.header().step == step]
-    parts = [one for one in read if one is not None]
+def save(descriptors: Sequence[Sequence[int]], step: int) -> int:
+    """Save a snapshot of which each rank's part is in one of its files; returns an exit code."""
+    parts: list[Snapshot] = []
+    for of_rank in descriptors:
+        read = (Buffer(fd).read() for fd in of_rank)
+        parts += [one for one in read if one is not None and one.step == step][:1]
     try:
-        if parts and len(parts) == len(read) == parts[0].holders:
+        if parts and len(parts) == parts[0].holders:
             return _commit(merge(parts))
         why = f"{count(len(parts), 'rank')} of {parts[0].holders} here" if parts else "damaged"
     except (OSError, RuntimeError, Refused) as error:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from distributed.heartbeat import name_record
-from distributed.snapshot_memory import FILES, Memory, newest_whole
+from distributed.snapshot_memory import FILES, Memory, whole_steps
 from launcher import processes
 from launcher.agent.output import say
 from launcher.agent.snapshot_copy import Incoming, Outgoing
@@ -37,32 +37,36 @@ class Snapshots:
 
     def step(self) -> int:
         """Return the step of the newest whole snapshot; -1: there is none."""
-        return _newest(self._buffers)
+        return max(_whole_steps(self._buffers), default=-1)
 
-    def write(self, *, is_first_node: bool, saved_step: int, limit_s: float) -> int:
-        """Write the newest snapshot as a checkpoint, if it is newer than what is saved.
+    def save(self, *, is_first_node: bool, saved_step: int, limit_s: float) -> int:
+        """Save the newest snapshot as a checkpoint, if it is newer than what is saved.
 
-        On another node than the first, the copy of it. It takes at most `limit_s`, in a process of
-        its own: a disk may hang. Returns the step that was written; -1: none was.
+        On another node than the first, the copy of it. Returns the step; -1: none was saved.
         """
         buffers = self._buffers if is_first_node else [self.incoming.buffers]
-        step = _newest(buffers)
-        if step <= max(0, saved_step):
-            return -1
-        if (pid := os.fork()) == 0:
-            from launcher.agent import save_snapshot  # which takes a while to import
-
-            os._exit(save_snapshot.save([[one.fd for one in of_rank] for of_rank in buffers], step))
         deadline = time.monotonic() + limit_s
-        while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
-            if time.monotonic() > deadline:
-                processes.send([pid], signal.SIGKILL)
-                say(f"warning: step {step}, in memory, was not saved within {limit_s:g} s")
-                return -1
-            time.sleep(_POLL_S)
-        return step if ended[1] == 0 else -1
+        for step in sorted(_whole_steps(buffers), reverse=True):
+            if step > max(0, saved_step) and _save(buffers, step, deadline):
+                return step
+        return -1
 
 
-def _newest(buffers: Sequence[Sequence[Memory]]) -> int:
+def _whole_steps(buffers: Sequence[Sequence[Memory]]) -> list[int]:
     headers = [[one.header() for one in of_rank] for of_rank in buffers]
-    return newest_whole([{one.step: one.holders for one in each} for each in headers])
+    return whole_steps([{one.step: one.holders for one in each} for each in headers])
+
+
+def _save(buffers: Sequence[Sequence[Memory]], step: int, deadline: float) -> bool:
+    """Save a snapshot, in a process of its own: a disk may hang. Returns whether it is saved."""
+    if (pid := os.fork()) == 0:
+        from launcher.agent import save_snapshot  # which takes a while to import
+
+        os._exit(save_snapshot.save([[one.fd for one in of_rank] for of_rank in buffers], step))
+    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > deadline:
+            processes.send([pid], signal.SIGKILL)
+            say(f"warning: step {step}, in memory, was not saved in time")
+            return False
+        time.sleep(_POLL_S)
+    return ended[1] == 0

@@ -109,6 +109,17 @@ def test_a_copy_that_was_cut_short_leaves_the_one_before(
     assert found is not None and found.progress["step"] == 2
 
 
+def test_a_step_that_the_run_went_back_behind_gives_way(
+    tmp_path: Path, buffers: list[Buffer]
+) -> None:
+    saver = Saver(tmp_path, keep_last=3)
+    take(tmp_path, 20, 25, by=saver)
+    take(tmp_path, 25, by=saver)  # again, after a restart from 20
+    assert sorted(one.header().step for one in buffers) == [20, 25]
+    take(tmp_path, 30, by=saver)
+    assert sorted(one.header().step for one in buffers) == [25, 30]
+
+
 def test_what_is_read_is_no_view_of_the_buffer(tmp_path: Path, buffers: list[Buffer]) -> None:
     take(tmp_path, 1)
     before, again = load(tmp_path), load(tmp_path)
