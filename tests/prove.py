@@ -145,14 +145,12 @@ def prove_snapshots(times: int) -> tuple[str, bool]:
         with tempfile.TemporaryDirectory() as folder:
             job = Job(Path(folder))
             longer = ["train.max_steps=600", "checkpoint.every=0", *settings]
-            never, lost, equal = job.finish("never", 2, *longer), [], 0
+            never, lost, equal = job.finish("never", 2, *longer), list[int](), 0
             for number in range(runs := max(1, times // 2)):
-                longer = [*longer, "checkpoint.snapshot_every=5"]
-                output = job.kill_at_random(
-                    f"killed-{number}", 2, longer, KILLS_PER_RUN // 2, random.Random()
-                )
-                lost += steps_lost(output)
-                equal += job.outcome(f"killed-{number}").weights == never.weights
+                name, taking = f"killed-{number}", [*longer, "checkpoint.snapshot_every=5"]
+                kills = KILLS_PER_RUN // 2
+                lost += steps_lost(job.kill_at_random(name, 2, taking, kills, random.Random()))
+                equal += job.outcome(name).weights == never.weights
         rows.append([format, str(len(lost)), str(max(lost)), str(runs), str(equal)])
     head = ["format", "kills", "most steps lost", "runs", "weights equal"]
     text = f"Snapshots every 5 steps\n\nkill -9 of a rank at random moments\n\n{render(head, rows)}"
