@@ -123,16 +123,22 @@ class Buffer(Memory):
         with memory, memoryview(memory)[BEGIN:] as content:
             return zlib.crc32(content)
 
-    def read(self) -> Snapshot | None:
-        """Return what the buffer holds, in memory of its own; None where it is empty or damaged."""
+    def about(self) -> dict[str, Any] | None:
+        """Return all that is no tensor; None where the buffer is empty or damaged."""
         header = self.header()
         if header.step < 0 or header.checksum not in (-1, self._checksum(header)):
             return None
         rest: dict[str, Any] = unpack(os.pread(self.fd, header.size - header.rest, header.rest))
+        return rest
+
+    def read(self, rest: dict[str, Any]) -> Snapshot:
+        """Return what the buffer holds besides `about()`, in memory of its own."""
+        header = self.header()
         memory = mmap.mmap(self.fd, header.rest, mmap.MAP_PRIVATE)
-        whole = torch.frombuffer(memory, dtype=torch.uint8).clone()  # it will be written to again
         places = [torch.empty(shape, dtype=t, device="meta") for shape, t in rest["places"]]
         wholes = [one.new_empty(s) for one, s in zip(places, rest["shapes"], strict=True)]
+        views = _views(torch.frombuffer(memory, dtype=torch.uint8), places)
+        contents = [one.clone() for one in views]  # torch.save() would write what views share
 
         def put_back(leaf: str) -> str | Tensor:
             return wholes[int(leaf[len(_MARK) :])] if leaf.startswith(_MARK) else leaf
@@ -145,7 +151,7 @@ class Buffer(Memory):
             folder=rest["folder"],
             keep_last=rest["keep_last"],
             trees=trees,
-            contents=dict(zip(names, _views(whole, places), strict=True)),
+            contents=dict(zip(names, contents, strict=True)),
             shared={*rest["shared"]},
             progress=json.loads(rest["progress"]),
             ranks=rest["ranks"],
@@ -203,13 +209,23 @@ def newest_snapshot(folder: Path) -> Snapshot | None:
     """
     if FILES not in os.environ:
         return None
-    found = [one for buffer in _open_buffers() if (one := buffer.read())]
-    own = {one.step: one for one in found if one.folder == str(folder.absolute())}
+    own = {}
+    for buffer in _open_buffers():
+        rest = buffer.about()
+        if rest is not None and rest["folder"] == str(folder.absolute()):
+            own[buffer.header().step] = buffer, rest
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    holders = {one.step: one.holders for one in own.values() if one.holders in (1, ranks)}
+    holders = {step: buffer.header().holders for step, (buffer, _) in own.items()}
+    holders = {step: number for step, number in holders.items() if number in (1, ranks)}
     told = [json.loads(one) for one in gather_bytes(json.dumps(holders).encode())]
-    whole = whole_steps([{int(step): n for step, n in one.items()} for one in told])
-    return own.get(max(whole, default=-1))
+    newest = max(whole_steps([{int(s): n for s, n in one.items()} for one in told]), default=-1)
+    for step, (buffer, _) in own.items():
+        if step > newest:  # other ranks lack it, and will take this step again
+            buffer.set_header(None)
+    if newest not in own:
+        return None
+    buffer, rest = own[newest]
+    return buffer.read(rest)
 
 
 def _open_buffers() -> list[Buffer]:

@@ -19,8 +19,8 @@ def save(descriptors: Sequence[Sequence[int]], step: int) -> int:
     """Save a snapshot of which each rank's part is in one of its files; returns an exit code."""
     parts: list[Snapshot] = []
     for of_rank in descriptors:
-        read = (Buffer(fd).read() for fd in of_rank)
-        parts += [one for one in read if one is not None and one.step == step][:1]
+        held = (one for one in map(Buffer, of_rank) if one.header().step == step)
+        parts += [one.read(rest) for one in held if (rest := one.about())][:1]
     try:
         if parts and len(parts) == parts[0].holders:
             return _commit(merge(parts))
