@@ -307,7 +307,7 @@ class Run:
                 self.progress.sync()
                 self.saver.save(step, state)
                 self.stop.note_save()
-            elif all(math.isfinite(each["meter"]["loss"]) for each in ranks):
+            elif math.isfinite(helper.sync_metrics(self.meter.state())["loss"]):  # of all ranks
                 self.saver.snapshot(step, state)
 
     def progress_at(self, step: int) -> dict[str, Any]:

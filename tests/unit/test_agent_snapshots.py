@@ -106,10 +106,11 @@ def test_what_is_saved_already_is_not_written_again(job: Job) -> None:
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_gets_into_no_snapshot(job: Job) -> None:
-    code, output = run(job, "nan", "train.log_every=50", restarts=0, fault="nan 1 46")
+def test_a_loss_that_is_not_finite_gets_into_no_snapshot(job: Job, shared: Sequence[str]) -> None:
+    name = f"nan-{len(shared)}"
+    code, output = run(job, name, *shared, "train.log_every=50", restarts=0, fault="nan 1 46")
     assert code == 1 and "[loss-not-finite]" in output
-    assert [path.name for path in steps(job.folder / "checkpoints/nan")] == ["step-20"]
+    assert [path.name for path in steps(job.folder / "checkpoints" / name)] == ["step-20"]
 
 
 @pytest.mark.slow
