@@ -177,8 +177,7 @@ class Saver:
     def _begin(self, temporary: Path) -> Path:
         """Delete what killed processes left behind, and make the folder of the next checkpoint."""
         with self._lock.committing():
-            for leftover in self.folder.glob("step-*.tmp-*"):
-                shutil.rmtree(leftover)
+            files.delete_leftovers(self.folder)
         temporary.mkdir()
         return temporary
 

@@ -69,6 +69,12 @@ def write(folder: Path, tensors: Content, progress: Content, parts: Content) -> 
         sync(file)
 
 
+def delete_leftovers(run_folder: Path) -> None:
+    """Delete what killed processes left behind; they take the space of the next checkpoint."""
+    for leftover in run_folder.glob("step-*.tmp-*"):
+        shutil.rmtree(leftover)
+
+
 def entry_of(file: Path) -> dict[str, Any]:
     """Return what the manifest says of a file."""
     return {"size": file.stat().st_size, "sha256": hash_file(file)}

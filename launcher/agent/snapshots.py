@@ -47,7 +47,8 @@ class Snapshots:
         buffers = self._buffers if is_first_node else [self.incoming.buffers]
         deadline = time.monotonic() + limit_s
         for step in sorted(_whole_steps(buffers), reverse=True):
-            if step > max(0, saved_step) and _save(buffers, step, deadline):
+            is_newer, has_time = step > max(0, saved_step), time.monotonic() < deadline
+            if is_newer and has_time and _save(buffers, step, deadline):
                 return step
         return -1
 
@@ -59,10 +60,16 @@ def _whole_steps(buffers: Sequence[Sequence[Memory]]) -> list[int]:
 
 def _save(buffers: Sequence[Sequence[Memory]], step: int, deadline: float) -> bool:
     """Save a snapshot, in a process of its own: a disk may hang. Returns whether it is saved."""
+    agent = os.getpid()
+    processes.die_with_parent(os.getppid())  # nobody watches the guardian any more
     if (pid := os.fork()) == 0:
-        from launcher.agent import save_snapshot  # which takes a while to import
+        processes.die_with_parent(agent)
+        try:
+            from launcher.agent import save_snapshot  # which takes a while to import
 
-        os._exit(save_snapshot.save([[one.fd for one in of_rank] for of_rank in buffers], step))
+            os._exit(save_snapshot.save([[one.fd for one in of_rank] for of_rank in buffers], step))
+        finally:
+            os._exit(1)
     while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
         if time.monotonic() > deadline:
             processes.send([pid], signal.SIGKILL)

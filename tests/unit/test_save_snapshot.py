@@ -1,0 +1,109 @@
+"""The node agent writes a snapshot to a disk that is full, slow or in use."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agents import GONE_WITHIN_S
+from recovery import Job, ranks_below
+from test_checkpoint import make_state
+from test_snapshot import names_of
+
+from distributed import checkpoint_files as files
+from distributed.checkpoint import Saver, load
+from distributed.lock import _COMMIT, _set_lock
+from distributed.snapshot import Buffer
+from distributed.snapshot_memory import BEGIN, FILES
+from launcher import processes
+from launcher.agent.save_snapshot import save
+from launcher.agent.snapshots import Snapshots
+
+
+def fill(node: Snapshots, folder: Path, *steps: int) -> list[int]:
+    """Take snapshots as rank 0 would; returns the descriptors of its buffers."""
+    buffers = [Buffer(one.fd) for one in node.outgoing._buffers]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FILES, names_of(buffers))
+        saver = Saver(folder, keep_last=3)
+        for step in steps:
+            saver.snapshot(step, make_state(step))
+        saver.snapshots.finish()
+        saver._lock.close()
+    return [one.fd for one in buffers]
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file may grow: to the writer it is as a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_on_a_full_disk_nothing_is_left_behind(
+    tmp_path: Path, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
+) -> None:
+    descriptors = fill(Snapshots(1), tmp_path, 5)
+    request.getfixturevalue("small_files")
+    assert save([descriptors], 5) == 1
+    assert "warning: step 5, in memory, was not saved: " in capfd.readouterr().err
+    assert [*tmp_path.glob("step-*")] == []
+
+
+def test_what_a_killed_save_left_makes_room(tmp_path: Path) -> None:
+    descriptors = fill(Snapshots(1), tmp_path, 5)
+    (tmp_path / "step-4.tmp-host-1").mkdir()
+    assert save([descriptors], 5) == 0
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-5"]
+
+
+def test_a_damaged_one_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    descriptors = fill(Snapshots(1), tmp_path, 5, 10)
+    newest = max(map(Buffer, descriptors), key=lambda one: one.header().step)
+    os.pwrite(newest.fd, b"damage", BEGIN)
+    assert save([descriptors], 10) == 1 and save([descriptors], 5) == 0
+    told = capfd.readouterr().err
+    assert "warning: step 10, in memory, was not saved: it is damaged\n" in told
+    found = load(tmp_path)
+    assert found is not None and found.progress["step"] == 5
+
+
+def hold_commits(folder: Path) -> int:
+    """Keep others from committing to a folder, as a disk that hangs would."""
+    fd = os.open(folder / "lock", os.O_RDWR)
+    _set_lock(fd, fcntl.F_WRLCK, _COMMIT)
+    return fd
+
+
+@pytest.mark.slow
+def test_an_agent_that_saves_ends_with_its_guardian(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    taken = ("checkpoint.snapshot_every=5", "checkpoint.every=0")
+    process = job.start("slow", 1, *taken, FAULT="SIGKILL 0 46", PACE="0.05")
+    agent, rank, folder = 0, [0], job.folder / "checkpoints/slow"
+    until = time.monotonic() + 60
+    while not (folder / "lock").exists() or not (rank := ranks_below(process.pid)):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    (agent,) = (pid for pid in processes.descendants(process.pid) if pid not in rank)
+    fd = hold_commits(folder)
+    while processes.descendants(agent) in ([], rank):  # then it is a process that saves
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.01)
+    time.sleep(0.1)
+    os.kill(process.pid, signal.SIGKILL)
+    left, until = [agent, *processes.descendants(agent)], time.monotonic() + GONE_WITHIN_S
+    while any(processes.start_ticks(pid) for pid in left):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    process.communicate(timeout=10)
+    os.close(fd)
+    assert files.steps(folder) == []
