@@ -59,7 +59,7 @@ from training.model import (
 from training.optimizer import Schedule, find_last_step, make_optimizer
 from training.progress import Limits, Progress
 from training.settings import Settings
-from training.tasks import load_task, score
+from training.tasks import SCORES, load_task, score
 from training.trackers import RunFacts, Trackers
 
 log = logging.getLogger(__name__)
@@ -73,6 +73,8 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
     validated: dict[str, float] = {}
     helper.beat(step, saved=run.saved_step, hang_seconds=settings.distributed.hang_seconds)
     is_over, is_stopped = run.is_over or (last_step is not None and step >= last_step), False
+    if run.unsaved and (is_over or is_due(step, settings.checkpoint.every)):
+        run.save(step, {n: run.unsaved[n] for n in SCORES if n in run.unsaved})
     while not (is_over or is_stopped):
         rate = run.schedule.before(step)
         run.take_step(step)
@@ -87,18 +89,17 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
         is_saved = is_saved or is_due(step, settings.checkpoint.every)
 
         if is_logged or is_saved:
-            loss = run.mean_loss(
-                step
-            )  # raises if it is not finite: no checkpoint holds such weights
+            loss = run.mean_loss(step)  # raises if not finite: no checkpoint holds such weights
         if is_logged:
             run.record(step, loss, rate)
         run.progress.step(step)
         if is_validated:
             validated = run.validate(step)
+        scores = score(run.task, validated) if is_validated else {}
         if is_due(step, settings.checkpoint.snapshot_every):
-            run.save(step, {}, in_memory=True)
+            run.save(step, scores, in_memory=True)
         if is_saved:
-            run.save(step, validated if is_validated else {})
+            run.save(step, scores)
         run.saver.check()
 
     run.saver.wait()
@@ -157,6 +158,7 @@ class Run:
             saved = resume.find_checkpoint(settings.resume, self.folder, is_restart=is_restart)
             batch_size = resume.choose_batch_size(settings.train, world_size, saved)
             position = saved.progress if saved else START
+            self.unsaved = position if saved and saved.is_snapshot else {}  # it was in memory
             self.saved_step = position["step"] if saved and not saved.is_snapshot else None
             self.task = load_task(settings)
             self.batches = Batches(self.task, batch_size, settings, environment, position)
@@ -295,10 +297,10 @@ class Run:
         for _ in range(len(self.validation), rounds if helper.is_sharded(self.model) else 1):
             yield self.validation.collate_fn([self.task.validation[0]]), False
 
-    def save(self, step: int, validated: Mapping[str, float], *, in_memory: bool = False) -> None:
+    def save(self, step: int, scores: Mapping[str, Any], *, in_memory: bool = False) -> None:
         """Copy the state now; unless it is only for the memory, write it in the background."""
         with self.meter.paused():
-            progress = self.progress_at(step) | score(self.task, validated)
+            progress = {**self.progress_at(step), **scores}
             own = {"rng": checkpoint.rng_state(), "meter": self.meter.state()}
             ranks = checkpoint.gather_ranks({**own, "schedule": self.schedule.state()})
             weights, moments = state_of(self.model, self.optimizer, self.settings)

@@ -197,12 +197,10 @@ def load(folder: Path, *, whole: bool = True) -> State | None:
     content: dict[str, bytes] = {}
     damage, is_snapshot = "", False
     if not dist.is_initialized() or dist.get_rank() == 0:
-        if taken is not None and taken.step >= max(
-            map(files.step_of, files.steps(folder)), default=0
-        ):
-            content, is_snapshot = taken.content(), True
-        else:
+        if taken is None or any(files.step_of(one) >= taken.step for one in files.steps(folder)):
             content, folder, damage = files.read_newest(folder)
+        if taken is not None and not (content and files.step_of(folder) >= taken.step):
+            content, damage, is_snapshot = taken.content(), "", True
     if dist.is_initialized():
         sizes = {name: len(data) for name, data in content.items()}
         told = json.dumps([damage, str(folder), sizes, is_snapshot]).encode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import random
 import re
@@ -19,7 +20,7 @@ from ports import free_port
 from recovery import Job, Outcome, steps_lost
 from torch import nn
 
-from distributed.checkpoint_files import steps
+from distributed.checkpoint_files import score, steps
 from distributed.environment import detect
 from distributed.snapshot import Buffer
 from distributed.snapshot_memory import BEGIN
@@ -32,6 +33,22 @@ from training.settings import load
 
 TAKEN = ("checkpoint.snapshot_every=5", "checkpoint.every=0")
 SHARED = ("distributed.strategy=fsdp", "checkpoint.format=sharded")
+
+# train.py, which is killed in its first attempt when it is about to save a step.
+KILLED_AT = """
+import os, runpy, signal, sys
+sys.path.insert(0, os.environ["ROOT"])
+from distributed.checkpoint import Saver
+
+def save(saver, step, state, save=Saver.save):
+    if step == int(os.environ["AT"]) and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    save(saver, step, state)
+
+Saver.save = save
+sys.argv[0] = os.environ["ROOT"] + "/train.py"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +113,45 @@ def test_without_a_restart_it_becomes_a_checkpoint(
     code, output = job.run(name, 2, *shared)
     assert code == 0 and "resumed    after step 20\n" in output
     assert job.outcome(name) == whole
+
+
+def killed_at(job: Job, name: str, step: int, *settings: str, restarts: int) -> tuple[int, str]:
+    (job.folder / "killed_at.py").write_text(KILLED_AT)
+    process = job.start(
+        name,
+        2,
+        *TAKEN,
+        "checkpoint.every=20",
+        "checkpoint.keep_last=9",
+        *settings,
+        script=job.folder / "killed_at.py",
+        restarts=restarts,
+        AT=str(step),
+        ROOT=str(ROOT),
+    )
+    output = process.communicate(timeout=120)[0]
+    return process.returncode, output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [20, 60])
+def test_a_restart_from_memory_saves_what_was_due(
+    job: Job, whole: Outcome, shared: Sequence[str], step: int
+) -> None:
+    name = f"due-{step}-{len(shared)}"
+    code, output = killed_at(job, name, step, *shared, restarts=1)
+    assert code == 0 and f"resumed    after step {step}, from memory\n" in output
+    folder = job.folder / "checkpoints" / name
+    assert [path.name for path in steps(folder)] == ["step-20", "step-40", "step-60"]
+    assert all(math.isfinite(score(path)) for path in steps(folder))
+    assert job.outcome(name) == whole
+
+
+@pytest.mark.slow
+def test_what_is_written_at_the_end_has_its_validation_loss(job: Job) -> None:
+    code, _ = killed_at(job, "scored", 20, restarts=0)
+    assert code == 137
+    assert math.isfinite(score(job.folder / "checkpoints/scored/best"))
 
 
 @pytest.mark.slow

@@ -66,12 +66,27 @@ def test_without_an_agent_there_is_none(tmp_path: Path) -> None:
 def test_the_newest_of_memory_and_disk_counts(tmp_path: Path, buffers: list[Buffer]) -> None:
     saver = Saver(tmp_path, keep_last=3)
     take(tmp_path, 4, by=saver)
-    for step, is_snapshot in ((3, True), (4, True), (5, False)):
+    for step, is_snapshot in ((3, True), (4, False), (5, False)):
         saver.save(step, make_state(step))
         saver.wait()
         found = load(tmp_path)
         assert found is not None and found.is_snapshot == is_snapshot
         assert found.progress["step"] == max(4, step)
+
+
+@pytest.mark.parametrize("intact", [None, 3, 5])
+def test_it_counts_where_what_is_newer_on_the_disk_is_damaged(
+    tmp_path: Path, buffers: list[Buffer], intact: int | None
+) -> None:
+    saver = Saver(tmp_path, keep_last=3)
+    take(tmp_path, 4, by=saver)
+    for step in filter(None, (intact, 6)):
+        saver.save(step, make_state(step))
+        saver.wait()
+    (tmp_path / "step-6/model.pt").write_bytes(b"damage")
+    found = load(tmp_path)
+    assert found is not None and found.progress["step"] == max(4, intact or 0)
+    assert found.is_snapshot == (intact != 5)
 
 
 def test_another_runs_snapshot_does_not_count(tmp_path: Path, buffers: list[Buffer]) -> None:

@@ -30,6 +30,8 @@ from torch.utils.data import Dataset, IterableDataset
 from training.classes import load_class
 from training.settings import BUILT_IN_TASK, Settings
 
+SCORES = ("validation_loss", "score")  # what a checkpoint's progress keeps of a validation
+
 
 class Task(Protocol):
     """A model, its data and its loss. Every rank creates one from the same settings."""
@@ -110,10 +112,8 @@ def score(task: Task, validated: Mapping[str, float]) -> dict[str, float | None]
         warnings.warn(f"{cause}; no checkpoint is kept as the best", stacklevel=1)
     if best is None:
         return {}
-    return {
-        "validation_loss": validated.get("loss"),
-        "score": -best if task.best_is_highest else best,
-    }
+    lower = -best if task.best_is_highest else best
+    return dict(zip(SCORES, (validated.get("loss"), lower), strict=True))
 
 
 def load_task(settings: Settings) -> Task:
