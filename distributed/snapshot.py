@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from .checkpoint_files import pack, unpack
-from .heartbeat import find_record
+from .heartbeat import beat, find_record
 from .snapshot_memory import BEGIN, FILES, Header, Memory, whole_steps
 from .torch import gather_bytes, to_bytes
 
@@ -198,8 +198,9 @@ class Snapshots:
 
     def finish(self) -> None:
         """Wait for the checksum of the last one."""
-        if self._sealing.ident is not None:
-            self._sealing.join()
+        while self._sealing.is_alive():
+            self._sealing.join(1.0)
+            beat()
 
 
 def newest_snapshot(folder: Path) -> Snapshot | None:

@@ -48,6 +48,7 @@ from launcher.preflight import must_match
 from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder
 
 TRAIN = str(Path(__file__).resolve().parents[2] / "train.py")
+STOPPED_S = 8.0  # after a stop: to write a snapshot
 VERDICT_S = 1.5  # after a failure that no restart follows: for the other nodes' ends
 
 
@@ -255,11 +256,15 @@ class NodeAgent:
     def _save_snapshot(self, verdict: Verdict) -> Verdict:
         """Write what is newer in memory than on the disk as a checkpoint, for a later start."""
         is_first_node = self.args.node_rank == 0
+        if verdict.code != 0 and verdict.is_told and not is_first_node:
+            self.snapshots.await_save(self.meeting.peers.get(0), self.args.grace_s)
         if verdict.code == 0 or (verdict.is_told and not is_first_node):
             return verdict
-        saved_step, grace_s = self.heartbeats.reached()[0], self.args.grace_s
+        saved_step, limit_s = self.heartbeats.reached()[0], self.args.grace_s
+        if verdict.signum:  # the ranks have had GRACE: the guardian and launchers wait a bit longer
+            limit_s = min(limit_s, STOPPED_S)
         step = self.snapshots.save(
-            is_first_node=is_first_node, saved_step=saved_step, limit_s=grace_s
+            is_first_node=is_first_node, saved_step=saved_step, limit_s=limit_s
         )
         if step < 0:
             return verdict

@@ -169,6 +169,11 @@ class Peer:
         except MessageError:
             return None
 
+    def wait_for_end(self, deadline: float) -> None:
+        """Wait until the peer is gone, or `deadline` (monotonic) has passed."""
+        while (left_s := deadline - time.monotonic()) > 0 and self._fill(left_s):
+            self._buffer = b""
+
     def _fill(self, limit_s: float = SILENCE_S) -> bool:
         """Take what arrives within the limit; False when the peer is gone, or is no agent."""
         self.socket.settimeout(limit_s)

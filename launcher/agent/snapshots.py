@@ -11,6 +11,7 @@ from distributed.heartbeat import name_record
 from distributed.snapshot_memory import FILES, Memory, whole_steps
 from launcher import processes
 from launcher.agent.output import say
+from launcher.agent.protocol import Peer
 from launcher.agent.snapshot_copy import Incoming, Outgoing
 
 _POLL_S = 0.01
@@ -38,6 +39,15 @@ class Snapshots:
     def step(self) -> int:
         """Return the step of the newest whole snapshot; -1: there is none."""
         return max(_whole_steps(self._buffers), default=-1)
+
+    def await_save(self, first_node: Peer | None, limit_s: float) -> None:
+        """On another node, stay until the first one's agent has ended, which may save.
+
+        Launchers give the others little time once one node has ended.
+        """
+        processes.die_with_parent(os.getppid())  # nobody watches the guardian any more
+        if first_node is not None:
+            first_node.wait_for_end(time.monotonic() + limit_s)
 
     def save(self, *, is_first_node: bool, saved_step: int, limit_s: float) -> int:
         """Save the newest snapshot as a checkpoint, if it is newer than what is saved.

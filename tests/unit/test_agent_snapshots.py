@@ -18,6 +18,7 @@ import torch
 from agents import ROOT, Run, kill_what_is_left
 from ports import free_port
 from recovery import Job, Outcome, steps_lost
+from test_save_snapshot import hold_commits
 from torch import nn
 
 from distributed.checkpoint_files import score, steps
@@ -263,27 +264,48 @@ def copy_on(run: Run) -> int:
     return found
 
 
-@pytest.mark.slow
-def test_another_node_writes_its_copy_where_the_first_has_gone(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextlib.contextmanager
+def two_nodes(job: Job, run_id: str, fault: str) -> Iterator[list[Run]]:
+    """Start a run of two nodes, each with one rank, until node rank 1 has a copy of step 20."""
     port = free_port()
     runs: list[Run] = []
-    monkeypatch.chdir(job.folder)
-    for node in range(2):
-        world = ["--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1", "--log-dir=logs"]
-        where = ["--master-addr=127.0.0.1", f"--master-port={port}", "--rdzv-id=two"]
-        command = [str(ROOT / "train.py"), "--config", "job.yaml", *TAKEN]
-        runs.append(Run([*world, *where, *command], FAULT="sleep 1 46", OMP_NUM_THREADS="1"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(job.folder)
+        for node in range(2):
+            world = ["--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1", "--log-dir=logs"]
+            where = ["--master-addr=127.0.0.1", f"--master-port={port}", f"--rdzv-id={run_id}"]
+            command = [str(ROOT / "train.py"), "--config", "job.yaml", *TAKEN]
+            runs.append(Run([*world, *where, *command], FAULT=fault, OMP_NUM_THREADS="1"))
     try:
         deadline = time.monotonic() + 60
         while copy_on(runs[1]) < 20:
             assert time.monotonic() < deadline and runs[1].process.poll() is None
             time.sleep(0.05)
-        os.kill(runs[0].agent_pid(), signal.SIGKILL)
-        told = runs[1].finish()
+        yield runs
     finally:
         kill_what_is_left(runs)
+
+
+@pytest.mark.slow
+def test_another_node_writes_its_copy_where_the_first_has_gone(job: Job) -> None:
+    with two_nodes(job, "two", "sleep 1 46") as runs:
+        os.kill(runs[0].agent_pid(), signal.SIGKILL)
+        told = runs[1].finish()
     folder = job.folder / "checkpoints/two"
     assert f"step 20 was in memory, and is saved now, in {folder}\n" in told, told
+    assert [path.name for path in steps(folder)] == ["step-20"]
+
+
+@pytest.mark.slow
+def test_another_node_stays_while_the_first_one_saves(job: Job) -> None:
+    folder = job.folder / "checkpoints/stays"
+    with two_nodes(job, "stays", "sleep 1 46") as runs:
+        lock = hold_commits(folder)
+        os.kill(runs[0].rank_pids()[0], signal.SIGKILL)
+        runs[1].first_end(1)
+        time.sleep(1.0)  # by then it would have gone
+        assert runs[1].process.poll() is None and runs[0].process.poll() is None
+        os.close(lock)
+        assert "step 20 was in memory, and is saved now" in runs[0].finish()
+        runs[1].finish()
     assert [path.name for path in steps(folder)] == ["step-20"]
