@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -69,20 +70,24 @@ def plan_snapshots(model: nn.Module, settings: Settings, environment: Environmen
     is_sharded = settings.checkpoint.format == "sharded"
     if not settings.checkpoint.snapshot_every or not (environment.is_main or is_sharded):
         return
-    weights = sum(
-        (one.to_local() if is_sharded and hasattr(one, "to_local") else one).numel() * one.itemsize
-        for one in helper.unwrap(model).state_dict().values()
-    )
-    size = 3 * weights  # AdamW has two moments of each
-    two = 2 * size * (environment.local_world_size if is_sharded else 1)
-    if two > (free := free_memory()) and environment.restart_count == 0:  # else it is in use
-        cause = f"two snapshots take {two / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
-        raise SettingsError(f"checkpoint.snapshot_every: {cause}; set it to 0")
     if SNAPSHOT_FILES not in os.environ:
         _log.warning("snapshots  none: this launcher has no node agent that could keep them")
         return
+
+    def size_of(tensors: Iterable[torch.Tensor]) -> int:
+        parts = ((one.to_local() if hasattr(one, "to_local") else one) for one in tensors)
+        return sum(one.numel() * one.itemsize for one in (parts if is_sharded else tensors))
+
+    module = helper.unwrap(model)
+    trained = [one for one in module.parameters() if one.requires_grad]
+    size = size_of(module.state_dict().values()) + 2 * size_of(trained)  # AdamW: two moments
+    copied = environment.world_size > environment.local_world_size  # to another node, from a third
+    needed = size * (2 * environment.local_world_size if is_sharded else 2 + copied)
+    if needed > (free := free_memory()) and environment.restart_count == 0:  # else it is in use
+        cause = f"snapshots take {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
+        raise SettingsError(f"checkpoint.snapshot_every: {cause}; set it to 0")
     every = settings.checkpoint.snapshot_every
-    _log.info(f"snapshots  every {every} steps, in {two / 1e6:,.0f} MB of memory")
+    _log.info(f"snapshots  every {every} steps, in {needed / 1e6:,.0f} MB of memory")
 
 
 def load_moments(optimizer: Optimizer, model: nn.Module, saved: State) -> None:

@@ -24,7 +24,7 @@ from torch import nn
 from distributed.checkpoint_files import score, steps
 from distributed.environment import detect
 from distributed.snapshot import Buffer
-from distributed.snapshot_memory import BEGIN
+from distributed.snapshot_memory import BEGIN, FILES
 from launcher.agent.control import BEAT_S
 from launcher.agent.protocol import SnapshotPiece
 from launcher.agent.snapshot_copy import PIECE, Incoming, Outgoing
@@ -175,9 +175,17 @@ def test_what_does_not_fit_is_refused_at_the_start(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = load(ROOT / "config/local3.yaml", TAKEN)
-    model = nn.Linear(10**7, 10**6, device="meta")
-    with pytest.raises(SettingsError, match=r"^checkpoint.snapshot_every: two .* GB are free; set"):
+    model = nn.Linear(10**5, 10**5, bias=False, device="meta")
+    plan_snapshots(model, settings, detect({}))  # no agent, no snapshots
+    monkeypatch.setenv(FILES, "")
+    with pytest.raises(
+        SettingsError, match=r"^checkpoint.snapshot_every: .* 240.0 GB .* free; set"
+    ):
         plan_snapshots(model, settings, detect({}))
+    model.requires_grad_(False)
+    with pytest.raises(SettingsError, match=r" 80.0 GB "):
+        plan_snapshots(model, settings, detect({}))
+    monkeypatch.delenv(FILES)
     code, output = job.run("plan", 2, *TAKEN, "train.max_steps=1")
     assert code == 0 and "snapshots  every 5 steps, in 0 MB of memory\n" in output
 
