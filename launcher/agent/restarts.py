@@ -58,6 +58,9 @@ class Restarts:
         `held_step` is that of the newest snapshot in memory; -1: there is none.
         """
         saved_step = beats.reached()[0]
+        last = self.all[-1] if self.all else None
+        if last is not None and not last.lost_s:  # from here on, this loss is the next one's
+            self.all[-1] = replace(last, lost_s=first.time - last.failed)
         restart = Restart(
             number=len(self.all) + 1,
             fault=first.fault,

@@ -159,6 +159,14 @@ def test_a_loss_lasts_until_the_step_is_done_again(tmp_path: Path) -> None:
     assert restarts.describe().endswith(" %: 1 restart, 100.0 s start, 20.0 s rank-error")
 
 
+def test_the_next_failure_ends_a_loss(tmp_path: Path) -> None:
+    beats, now = Beating(tmp_path).reach(57, saved=50), time.time()
+    restarts = Restarts(9, None)
+    for ago in (30, 20, 10):
+        restarts.note(replace(FAILURE, time=now - ago), beats, -1)
+    assert restarts.losses() == {"rank-error": pytest.approx(30, abs=1)}
+
+
 def test_goodput() -> None:
     assert goodput({"start": 10.0, "rank-killed": 15.0}, 100.0) == 0.75
     assert goodput({}, 0.0) == 0.0
