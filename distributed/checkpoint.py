@@ -125,7 +125,8 @@ class Saver:
     def snapshot(self, step: int, state: State) -> None:
         """Copy the state into the node agent's memory: a restart goes on from the newest.
 
-        A run that ends without one has it written as a checkpoint. No agent, no snapshot.
+        A run that fails or is stopped has it written as a checkpoint; one that ends with code 0
+        must `save` its end itself. No agent, no snapshot.
         """
         if self.enabled or self._parts is not None:
             holders = dist.get_world_size() if self._parts and dist.is_initialized() else 1

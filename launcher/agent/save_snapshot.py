@@ -24,8 +24,6 @@ def save(descriptors: Sequence[Sequence[int]], step: int) -> int:
         if parts and len(parts) == parts[0].holders:
             return _commit(merge(parts))
         why = "it is damaged"
-        if parts:
-            why = f"only {len(parts)} of its {parts[0].holders} parts are intact on this node"
     except Exception as error:
         why = str(error) or repr(error)
     say(f"warning: step {step}, in memory, was not saved: {why}")
@@ -51,5 +49,5 @@ def _commit(taken: Snapshot) -> int:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)  # frees its space
         raise
-    say(f"step {taken.step} was in memory, and is saved now, in {folder}")
+    say(f"step {taken.step} was only in memory; it is now saved in {folder}")
     return 0

@@ -56,9 +56,15 @@ class Snapshots:
         """
         buffers = self._buffers if is_first_node else [self.incoming.buffers]
         deadline = time.monotonic() + limit_s
-        for step in sorted(_whole_steps(buffers), reverse=True):
-            is_newer, has_time = step > max(0, saved_step), time.monotonic() < deadline
-            if is_newer and has_time and _save(buffers, step, deadline):
+        newer = [step for step in _whole_steps(buffers) if step > max(0, saved_step)]
+        holders = max((one.header().holders for of_rank in buffers for one in of_rank), default=0)
+        if newer and holders > len(buffers):
+            say(
+                f"warning: step {max(newer)}, in memory, was not saved: other nodes hold part of it"
+            )
+            return -1
+        for step in sorted(newer, reverse=True):
+            if time.monotonic() < deadline and _save(buffers, step, deadline):
                 return step
         return -1
 

@@ -108,7 +108,7 @@ def test_without_a_restart_it_becomes_a_checkpoint(
     name = f"written-{len(shared)}"
     code, output = run(job, name, *shared, restarts=0, fault="SIGKILL 0 46")
     folder = job.folder / "checkpoints" / name
-    assert code == 137 and f"step 20 was in memory, and is saved now, in {folder}\n" in output
+    assert code == 137 and f"step 20 was only in memory; it is now saved in {folder}\n" in output
     assert re.search(r"^resume .* again +\(from step 20\)$", output, re.MULTILINE)
     assert [path.name for path in steps(folder)] == ["step-20"]
     code, output = job.run(name, 2, *shared)
@@ -159,7 +159,7 @@ def test_what_is_written_at_the_end_has_its_validation_loss(job: Job) -> None:
 def test_what_is_saved_already_is_not_written_again(job: Job) -> None:
     settings = "checkpoint.every=20"
     code, output = run(job, "saved", settings, restarts=0, fault="SIGKILL 0 46")
-    assert code == 137 and "was in memory" not in output, output
+    assert code == 137 and "in memory" not in output, output
 
 
 @pytest.mark.slow
@@ -300,7 +300,7 @@ def test_another_node_writes_its_copy_where_the_first_has_gone(job: Job) -> None
         os.kill(runs[0].agent_pid(), signal.SIGKILL)
         told = runs[1].finish()
     folder = job.folder / "checkpoints/two"
-    assert f"step 20 was in memory, and is saved now, in {folder}\n" in told, told
+    assert f"step 20 was only in memory; it is now saved in {folder}\n" in told, told
     assert [path.name for path in steps(folder)] == ["step-20"]
 
 
@@ -314,6 +314,6 @@ def test_another_node_stays_while_the_first_one_saves(job: Job) -> None:
         time.sleep(1.0)  # by then it would have gone
         assert runs[1].process.poll() is None and runs[0].process.poll() is None
         os.close(lock)
-        assert "step 20 was in memory, and is saved now" in runs[0].finish()
+        assert "step 20 was only in memory; it is now saved" in runs[0].finish()
         runs[1].finish()
     assert [path.name for path in steps(folder)] == ["step-20"]

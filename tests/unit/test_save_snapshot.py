@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from agents import GONE_WITHIN_S
 from recovery import Job, ranks_below
 from test_checkpoint import make_state
@@ -74,6 +75,17 @@ def test_a_damaged_one_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert "warning: step 10, in memory, was not saved: it is damaged\n" in told
     found = load(tmp_path)
     assert found is not None and found.progress["step"] == 5
+
+
+def test_of_parts_on_other_nodes_one_line_tells(capfd: pytest.CaptureFixture[str]) -> None:
+    node = Snapshots(2)
+    for step in (5, 10):
+        for buffers in node._buffers:
+            Buffer(buffers[step // 5 % 2].fd).write(step, 4, [torch.ones(3)], b"rest")
+    assert node.step() == 10
+    assert node.save(is_first_node=True, saved_step=5, limit_s=9) == -1
+    told = "node agent: warning: step 10, in memory, was not saved: other nodes hold part of it\n"
+    assert capfd.readouterr().err == told
 
 
 def hold_commits(folder: Path) -> int:
