@@ -56,7 +56,7 @@ from training.model import (
     plan_snapshots,
     state_of,
 )
-from training.optimizer import Schedule, find_last_step, make_optimizer
+from training.optimizer import Schedule, find_last_step, make_optimizer, norm_of
 from training.progress import Limits, Progress
 from training.settings import Settings
 from training.tasks import SCORES, load_task, score
@@ -260,8 +260,8 @@ class Run:
         pace = self.pace.read(step, self.task.unit, self.task.flops)
         with self.meter.paused():
             values = {"loss": loss, **self.task.metrics(loss), "lr": rate}
-            if (norm := self.gradient_norm) is not None:  # fsdp's is shared out
-                values["grad_norm"] = float(getattr(norm, "full_tensor", norm.detach)())
+            if self.gradient_norm is not None:
+                values["grad_norm"] = norm_of(self.gradient_norm)
             self.progress.record(step, values | pace)
 
     @torch.no_grad()
@@ -305,11 +305,12 @@ class Run:
             ranks = checkpoint.gather_ranks({**own, "schedule": self.schedule.state()})
             weights, moments = state_of(self.model, self.optimizer, self.settings)
             state = checkpoint.State(weights, moments, progress, ranks)
+            is_finite = math.isfinite(own["meter"]["loss"] + norm_of(self.gradient_norm))
             if not in_memory:
                 self.progress.sync()
                 self.saver.save(step, state)
                 self.stop.note_save()
-            elif math.isfinite(helper.sync_metrics(self.meter.state())["loss"]):  # of all ranks
+            elif helper.sync_metrics({"finite": is_finite})["finite"] == 1:  # on all ranks
                 self.saver.snapshot(step, state)
 
     def progress_at(self, step: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -75,3 +75,8 @@ def share_of_peak(step: int, settings: Train, last_step: int | None) -> float:
         return 1.0
     done = (step - settings.warmup_steps) / (last_step - settings.warmup_steps)
     return (1 + math.cos(math.pi * done)) / 2
+
+
+def norm_of(gradient: Tensor | None) -> float:
+    """Return a gradient's norm, of which each rank may hold a part; 0 where it is not known."""
+    return 0.0 if gradient is None else float(getattr(gradient, "full_tensor", gradient.detach)())

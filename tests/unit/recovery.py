@@ -57,6 +57,9 @@ class Noisily(Task):
             return loss
         if self.fault == "nan":
             return loss * float("nan")
+        if self.fault == "nan-gradient":
+            loss.register_hook(lambda gradient: gradient * float("nan"))
+            return loss
         if self.fault == "leave":
             os._exit(0)
         if self.fault == "sleep":

@@ -163,9 +163,12 @@ def test_what_is_saved_already_is_not_written_again(job: Job) -> None:
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_gets_into_no_snapshot(job: Job, shared: Sequence[str]) -> None:
-    name = f"nan-{len(shared)}"
-    code, output = run(job, name, *shared, "train.log_every=50", restarts=0, fault="nan 1 46")
+@pytest.mark.parametrize("fault", ["nan 1 46", "nan-gradient 1 50"])  # of steps 23 and 25
+def test_what_is_not_finite_gets_into_no_snapshot(
+    job: Job, shared: Sequence[str], fault: str
+) -> None:
+    name = f"{fault.split()[0]}-{len(shared)}"
+    code, output = run(job, name, *shared, "train.log_every=50", restarts=0, fault=fault)
     assert code == 1 and "[loss-not-finite]" in output
     assert [path.name for path in steps(job.folder / "checkpoints" / name)] == ["step-20"]
 

@@ -15,7 +15,7 @@ BUDGETS = {
     ("distributed",): 2810,
     ("launcher",): 12361,
     ("scripts",): 1600,
-    ("training", "train.py"): 2909,
+    ("training", "train.py"): 2915,
 }
 FILE, CLASS, FUNCTION = 350, 250, 60  # lines
 LONGER = {"train.py:train": 100}  # the training loop reads from top to bottom
