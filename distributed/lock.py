@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import socket
@@ -29,9 +30,10 @@ class RunLock:
     """A folder that one live run at a time writes to: held until this process ends.
 
     A SLURM job that was started again takes the folder over from its earlier start, for that may
-    live on where SLURM cannot reach it. Each lock puts a new file in the place of the one before.
-    The kernel's lock on its first byte tells whether the holder lives; the lock on its second is
-    held while something is committed. All of it works on NFS, too. Forked children do not have it.
+    live on where SLURM cannot reach it; so does a launch whose ranks were started again. Each lock
+    puts a new file in the place of the one before. The kernel's lock on its first byte tells
+    whether the holder lives; the lock on its second is held while something is committed. All of it
+    works on NFS, too. Forked children do not have it.
 
     Raises:
         Refused: a live process has it, or the folder is another SLURM job's with this job's id.
@@ -41,6 +43,7 @@ class RunLock:
         self.what = what
         self.path = folder / "lock"
         me: dict[str, Any] = {"process": os.getpid(), "host": socket.gethostname(), **slurm_job()}
+        me |= _this_launch()
         new = str(folder / f".lock.{me['host']}.{me['process']}.{time.time_ns()}")
         self.fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         os.write(self.fd, json.dumps(me).encode())
@@ -79,6 +82,8 @@ class RunLock:
                 raise Refused("foreign-run", f"{cause}; {cure}")
             is_same_job = "job" in me and me["job"] == holder.get("job")
             is_next = is_same_job and me["start"] > holder["start"]
+            if me["launch"] and me["launch"] == holder.get("launch"):
+                is_next = is_next or me["attempt"] > holder["attempt"]
             if not is_next and not _try_lock(before, _LIVE):
                 raise self._refusal(holder)
             os.replace(new, self.path)
@@ -123,6 +128,14 @@ def _try_lock(fd: int, byte: int) -> bool:
     except (BlockingIOError, PermissionError):
         return False
     return True
+
+
+def _this_launch() -> dict[str, Any]:
+    """Return what identifies this launch, "" where no launcher of ours has started it, and the
+    number of the attempt at running its ranks."""
+    token = os.environ.get("LAUNCH_TOKEN", "").partition(".")[0]  # a node's number follows
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    return {"launch": token and hashlib.sha256(token.encode()).hexdigest(), "attempt": attempt}
 
 
 def _is_foreign(holder: Mapping[str, Any], me: Mapping[str, Any]) -> bool:

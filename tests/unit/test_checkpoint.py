@@ -460,6 +460,36 @@ def test_what_takes_over_waits_for_a_commit(
     os.close(claim.fd)
 
 
+@pytest.mark.parametrize(
+    ("token", "attempt", "takes_over"),
+    [("launch.4", 1, True), ("launch.4", 0, False), ("other.4", 1, False), ("", 1, False)],
+)
+def test_the_next_attempt_of_a_launch_takes_over_from_a_rank_that_still_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str, attempt: int, takes_over: bool
+) -> None:
+    monkeypatch.setenv("LAUNCH_TOKEN", "launch.0")
+    first = RunLock(tmp_path, "run")
+    monkeypatch.setenv("LAUNCH_TOKEN", token)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+    assert is_refused("run-is-live", lambda: RunLock(tmp_path, "run").close()) != takes_over
+
+    def commit() -> None:
+        with first.committing():
+            pass
+
+    assert is_refused("node-lost", commit) == takes_over
+    first.close()
+
+
+def is_refused(fault: str, act: Callable[[], None]) -> bool:
+    try:
+        act()
+    except Refused as refused:
+        assert refused.fault == fault
+        return True
+    return False
+
+
 def test_a_copy_of_the_folder_lets_nobody_in(tmp_path: Path) -> None:
     saver = Saver(tmp_path / "run", keep_last=1)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")  # opens and closes the lock's file
