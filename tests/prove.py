@@ -14,7 +14,8 @@ touched.
 
 On a cluster in a box, under a real SLURM: TIMES stops of one run, half as many cancelled jobs, a
 lost node, and the weights of three shapes of a job. Over ssh and pdsh, on 4 nodes: TIMES deaths and
-stops of each kind, a cut, the weights under each launcher, and 64 nodes at once.
+stops of each kind, a cut, the weights under each launcher, and 64 nodes at once. On 4 nodes and a
+spare, 5 nodes for every 2 TIMES are killed, cut off or stopped, node rank 0 among them.
 
 Writes what came of it to bench/proofs.md; fails where a promise was not kept.
 """

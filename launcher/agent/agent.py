@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from distributed import network
 from distributed.environment import new_run_id
 from distributed.errors import BAD_INPUT, REFUSED, Refused
 from launcher import typed_json
-from launcher.agent import checkin, nccl_network
+from launcher.agent import checkin, nccl_network, next_attempt, spare
 from launcher.agent.attempt import Attempt
 from launcher.agent.control import SILENCE_S, report_end
 from launcher.agent.fork import fork_ranks
@@ -42,7 +43,7 @@ from launcher.agent.snapshots import Snapshots
 from launcher.agent.terminal import is_line_open, open_terminals
 from launcher.agent.torchrun_arguments import Arguments, parse
 from launcher.agent.verdict import Facts, Verdict
-from launcher.failure import Failure
+from launcher.agent.waiting import Waiting
 from launcher.failure_block import End, RunSummary
 from launcher.preflight import must_match
 from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder
@@ -70,6 +71,9 @@ def run_agent(arguments: list[str], guardian: GuardianLink) -> int:
     try:
         is_terminal_shared = args.is_in_step or guardian.control is not None
         meeting = check_in(args, is_terminal_shared=is_terminal_shared)
+        if meeting.assignment.node_rank < 0:
+            report = partial(report_end, control=guardian.control, is_line_open=False)
+            meeting = spare.wait(meeting, args, report)
         with meeting.ready():
             agent = NodeAgent(args, arguments, meeting, guardian)
         code = agent.run()
@@ -86,9 +90,10 @@ def check_in(args: Arguments, *, is_terminal_shared: bool) -> checkin.Meeting:
     """
     files: dict[str, str] = {}
     task_file = os.environ.pop("LAUNCH_TASK_FILE", "")
-    chosen = network.choose_variables(args.master_addr, args.num_nodes)
+    agents = args.num_nodes + args.num_spares
+    chosen = network.choose_variables(args.master_addr, agents)
     os.environ.update(chosen)
-    if args.num_nodes > 1:
+    if agents > 1:
         words = [args.program.name, *args.program.arguments]
         files = {"the list of arguments": shlex.join(words[1:])}
         files |= must_match.hash_files([*words, task_file], Path())
@@ -100,7 +105,7 @@ def check_in(args: Arguments, *, is_terminal_shared: bool) -> checkin.Meeting:
             say(f"warning: {who} can join this run at {where}; set RUN_SECRET [stranger]")
     me = must_match.NodeReport(
         node_rank=args.node_rank,
-        num_nodes=args.num_nodes,
+        num_nodes=agents,
         nproc=args.nproc,
         host=socket.gethostname(),
         run_id=args.run_id or (new_run_id() if args.node_rank == 0 else ""),
@@ -108,7 +113,15 @@ def check_in(args: Arguments, *, is_terminal_shared: bool) -> checkin.Meeting:
         files=files,
     )
     address, port = args.master_addr, args.master_port
-    meeting = checkin.meet(address, port, me, args.access, args.join_timeout_s)
+    meeting = checkin.meet(
+        address,
+        port,
+        me,
+        args.access,
+        args.join_timeout_s,
+        num_spares=args.num_spares,
+        min_nodes=args.min_nodes,
+    )
     if args.node_rank != 0 and not is_terminal_shared:
         where = f"{meeting.assignment.hosts[0]} ({address}:{port})"
         say(f"checked in with node rank 0 on {where}")
@@ -126,43 +139,63 @@ class NodeAgent:
         guardian: GuardianLink,
     ) -> None:
         """Raises Refused where the run's folder cannot be written, or a live process has it."""
-        self.args = args
-        self.meeting = meeting
-        self.assignment = meeting.assignment
-        self.listener = meeting.listener
-        self.port = meeting.listener.getsockname()[1] if meeting.listener else args.master_port
+        part = meeting.assignment
+        self.args, self.arguments = args, arguments
         self.guardian = guardian
         self.control = guardian.control
         self.store: TCPStore | None = None
+        self.spares = Waiting()
         self.terminals = open_terminals()
         self.cpus = cpus_of_ranks(args.numa_binding, args.nproc)
         self.heartbeats = Heartbeats(args.nproc)
-        has_others = args.node_rank == 0 and args.num_nodes > 1
-        self.snapshots = Snapshots(args.nproc, has_others=has_others)
+        self.snapshots = Snapshots(args.nproc)
         self.started = time.time()
-        run_id, log_dir = self.assignment.run_id, args.log_dir
-        self.folder = RunFolder(log_dir, run_id, args.node_rank) if log_dir else None
+        run_id, log_dir, node_rank = part.run_id, args.log_dir, part.node_rank
+        self.folder = RunFolder(log_dir, run_id, node_rank) if log_dir else None
         if self.folder is not None:
             self.folder.create()
-        self.network = nccl_network.prepare(self.folder, args.node_rank, args.num_nodes)
-        self.restarts = Restarts(args.max_restarts, self._open_record(arguments))
+        self.network = nccl_network.prepare(self.folder, node_rank, len(part.hosts))
+        self.error_files = self.folder.failures if self.folder else Path(tempfile.mkdtemp())
+        self.restarts = Restarts(args.max_restarts)
+        self.take_part(meeting)
         self.log = NodeLog(self.folder.node_log if self.folder else None)
         self.streams = self.folder.path if self.folder else None  # for those with own files
-        self.error_files = self.folder.failures if self.folder else Path(tempfile.mkdtemp())
         folder = str(self.folder.path) if self.folder and self.restarts.record else ""
         command = self._resume_command(has_saved=False)
-        note = AgentNote(run_id, args.node_rank, self.started, args.nproc, folder, command)
+        note = AgentNote(run_id, node_rank, self.started, args.nproc, folder, command)
         guardian.socket.sendall(typed_json.encode(note).encode())
 
-    def _open_record(self, arguments: list[str]) -> LiveRecord | None:
-        """On node rank 0, start run.json."""
-        if self.folder is None or self.args.node_rank != 0:
-            return None
+    def take_part(self, meeting: checkin.Meeting) -> None:
+        """Take the part in the next attempt that this agent was given; raises Refused."""
+        part, args = meeting.assignment, self.args
+        self.meeting, self.assignment, self.listener = meeting, part, meeting.listener
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(part.attempt)  # for locks (RunLock)
+        master, number = part.address or args.master_addr, len(part.hosts)
+        self.args = replace(args, node_rank=part.node_rank, num_nodes=number, master_addr=master)
+        own_port = self.listener.getsockname()[1] if self.listener else args.master_port
+        self.port = part.port or own_port
+        if part.node_rank == 0 and number > 1:
+            self.snapshots.outgoing.begin()
+        if self.folder is not None and part.node_rank == 0 and self.restarts.record is None:
+            self.restarts.record = self._open_record(self.folder)
+        if self.folder is not None and part.seats and part.attempt:  # a lost node may still write
+            self.error_files = self.folder.failures / f"attempt_{part.attempt}"
+            self.error_files.mkdir(exist_ok=True)
+        if meeting.lost is not None:
+            self.restarts.take_over(part.attempt - 1)
+            lost, told = [meeting.lost.host], meeting.told
+            line = self.restarts.note(meeting.lost, self.heartbeats, -1, lost=lost, replaced=told)
+            self.say(f"{line}; now on port {self.port}")
+            next_attempt.tell_lineup(self, part.attempt)
+
+    def _open_record(self, folder: RunFolder) -> LiveRecord:
+        """On node rank 0, start run.json, or take it over."""
         return LiveRecord(
-            self.folder.path,
+            folder.path,
+            is_takeover=self.assignment.attempt > 0,
             launcher=None if self.control else LauncherProcess.of(os.getppid()),  # the guardian
             versions=_versions(),
-            agent_arguments=arguments,
+            agent_arguments=self.arguments,
             hosts=self.assignment.hosts,
             world_size=self.assignment.world_size,
             grace=self.args.grace_s,
@@ -174,70 +207,52 @@ class NodeAgent:
         """Run the ranks to their end; returns the run's exit code."""
         gc.freeze()  # shared with all ranks from here on: no collector shall touch these pages
         signals: list[int] = []  # that came from outside
-        number = 0
-        while (verdict := self._run_attempt(number, signals)).restart_port:
-            self.port = verdict.restart_port
-            number += 1
-        self._report(self._save_snapshot(verdict))
+        while True:
+            reached = self.heartbeats.reached()
+            attempt = self._begin_attempt(signals)
+            verdict = attempt.watch(self.terminals)
+            if not next_attempt.prepare(self, attempt, verdict, reached):
+                break
+        self._report(self._keep_snapshot(verdict))
         return verdict.code
 
-    def _run_attempt(self, number: int, signals: list[int]) -> Verdict:
-        """Fork the ranks and watch them to their end; returns what all nodes agree on."""
-        reached = self.heartbeats.reached()
+    @property
+    def is_last(self) -> bool:
+        return self.assignment.attempt >= self.args.max_restarts
+
+    def _begin_attempt(self, signals: list[int]) -> Attempt:
+        """Fork the ranks."""
         self.heartbeats.clear()
-        ranks = fork_ranks(self, number)
+        ranks = fork_ranks(self, self.assignment.attempt)
         if self.args.node_rank == 0:
             self._serve_store()
-        is_last = number == self.args.max_restarts
-        hosts, peers = self.assignment.hosts, self.meeting.peers
+        hosts, peers, team = self.assignment.hosts, self.meeting.peers, self.meeting.team
         here = NodeRanks(ranks, self.heartbeats, self.args.node_rank, hosts[self.args.node_rank])
         folder = self.folder.path if self.folder else None
-        attempt = Attempt(
+        for peer in peers.values():
+            peer.heard = time.monotonic()  # it may have waited long for the others
+        if team is not None:
+            self.spares = Waiting(team.spares, partial(next_attempt.drop_spare, self, team))
+        return Attempt(
             here,
             hosts=hosts,
             peers=peers,
             guardian=self.guardian.socket,
             facts=Facts(signals=signals),
             grace_s=self.args.grace_s,
-            verdict_s=VERDICT_S if is_last else SILENCE_S,
-            query=Query(here, hosts, peers, self._say, folder, self.args.hang_s),
+            verdict_s=VERDICT_S if self.is_last else SILENCE_S,
+            query=Query(here, hosts, peers, self.say, folder, self.args.hang_s),
             snapshots=self.snapshots,
             on_beat=self._on_beat,
+            spares=self.spares,
         )
-        verdict = attempt.watch(self.terminals)
-        if self.args.node_rank == 0:
-            first = None if is_last or signals else verdict.failure
-            if first is not None and self._can_restart(first, attempt, reached):
-                verdict = replace(verdict, restart_port=self._prepare_restart(first))
-            attempt.send_all(verdict)
-        return verdict
 
     def _on_beat(self) -> None:
-        self.network.look(self._say)
+        self.spares.beat()
+        self.network.look(self.say)
         self.restarts.look(self.heartbeats)
 
-    def _can_restart(self, first: Failure, attempt: Attempt, before: tuple[int, int]) -> bool:
-        """Whether every node is still there, and another attempt may get further."""
-        why = "a node's agent is gone: there is no restart"
-        if len(self.meeting.peers.keys() & attempt.facts.nodes.keys()) == self.args.num_nodes - 1:
-            why = self.restarts.why_not(first, self.heartbeats, before)
-        if why:
-            say(why)
-        return not why
-
-    def _prepare_restart(self, first: Failure) -> int:
-        """On node rank 0, before the others hear of it; returns the port of a fresh store.
-
-        The old one's keys, and whoever is still on the way to it, would mislead the new ranks.
-        """
-        self.store = None
-        self.listener = checkin.listen(self.args.master_addr, 0)
-        port: int = self.listener.getsockname()[1]
-        told = self.restarts.note(first, self.heartbeats, self.snapshots.step())
-        self._say(f"{told}; now on port {port}")
-        return port
-
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
         """Print a line of the agent's own below what the ranks have shown."""
         print(end="\n" if is_line_open(self.terminals) else "", file=sys.stderr)
         say(text)
@@ -253,30 +268,37 @@ class NodeAgent:
 
     # --- the end ------------------------------------------------------------------------------
 
-    def _save_snapshot(self, verdict: Verdict) -> Verdict:
+    def _keep_snapshot(self, verdict: Verdict) -> Verdict:
         """Write what is newer in memory than on the disk as a checkpoint, for a later start."""
-        is_first_node = self.args.node_rank == 0
+        is_first_node, team = self.args.node_rank == 0, self.meeting.team
         if verdict.code != 0 and verdict.is_told and not is_first_node:
             self.snapshots.await_save(self.meeting.peers.get(0), self.args.grace_s)
         if verdict.code == 0 or (verdict.is_told and not is_first_node):
             return verdict
-        saved_step, limit_s = self.heartbeats.reached()[0], self.args.grace_s
+        if self.args.min_nodes and not (team and team.is_majority):
+            return verdict  # the run may go on elsewhere
+        limit_s = self.args.grace_s
         if verdict.signum:  # the ranks have had GRACE: the guardian and launchers wait a bit longer
             limit_s = min(limit_s, STOPPED_S)
-        step = self.snapshots.save(
-            is_first_node=is_first_node, saved_step=saved_step, limit_s=limit_s
-        )
+        step = self.save_snapshot(is_first_node=is_first_node, limit_s=limit_s)
         if step < 0:
             return verdict
         first = verdict.failure and replace(verdict.failure, saved_step=step)
         return replace(verdict, failure=first, has_saved=True)
+
+    def save_snapshot(self, *, is_first_node: bool, limit_s: float) -> int:
+        """Save what is in memory, or elsewhere the copy of it; returns its step, or -1."""
+        saved_step = self.heartbeats.reached()[0]
+        return self.snapshots.save(
+            is_first_node=is_first_node, saved_step=saved_step, limit_s=limit_s
+        )
 
     def _report(self, verdict: Verdict) -> None:
         """Complete run.json, and tell last of all how the run ended."""
         if self.folder is None:
             shutil.rmtree(self.error_files, ignore_errors=True)
         if told := self.restarts.end(verdict.code, self.heartbeats):
-            self._say(told)
+            self.say(told)
         summary = RunSummary(
             started=self.started,
             lost_peer=verdict.lost_peer,

@@ -20,7 +20,7 @@ from typing import Any
 from distributed.stop_signals import NOTICE, QUERY, Interrupts, handled_signals, stop_signals
 from launcher import processes
 from launcher.agent import verdict
-from launcher.agent.control import BEAT_S, SILENCE_S
+from launcher.agent.control import BEAT_S
 from launcher.agent.deadline import Deadline
 from launcher.agent.node_ranks import NodeRanks, Rank
 from launcher.agent.output import Stream
@@ -39,6 +39,7 @@ from launcher.agent.snapshots import Snapshots
 from launcher.agent.stuck import RankState, find_straggler
 from launcher.agent.terminal import Terminal
 from launcher.agent.verdict import Facts, NodeEnd, Verdict
+from launcher.agent.waiting import Waiting
 from launcher.failure import Failure
 from launcher.screen import PARTIAL_S
 
@@ -63,6 +64,7 @@ class Attempt:
     query: Query
     snapshots: Snapshots
     on_beat: Callable[[], None]  # what the agent does every BEAT_S
+    spares: Waiting
 
     def __post_init__(self) -> None:
         self.is_first_node = self.ranks.node_rank == 0  # its agent decides
@@ -127,6 +129,7 @@ class Attempt:
         self._listen_to(self.guardian, self._on_guardian_death)
         for node, peer in self.peers.items():
             self._listen_to(peer.socket, partial(self._on_peer, node, peer))
+        self.spares.attach(self.selector)
         for stream in self.ranks.streams():
             self._listen_to(stream.fd, partial(self._on_output, stream))
         for terminal in terminals:
@@ -231,7 +234,7 @@ class Attempt:
     def _on_peer(self, node: int, peer: Peer) -> None:
         received = peer.receive()
         if received is None:
-            self._drop_peer(node, "agent-killed", "its node agent is gone")
+            self._drop_peer(node)
         for message in received or ():
             self._on_message(node, peer, message)
 
@@ -264,14 +267,13 @@ class Attempt:
             if peer is not but:
                 peer.send(message)
 
-    def _drop_peer(self, node: int, fault: str, cause: str) -> None:
+    def _drop_peer(self, node: int) -> None:
         """A node is gone before its work was done: that ends the run."""
         peer = self.peers.pop(node)
         self.selector.unregister(peer.socket)
         peer.close()
         if node not in self.facts.nodes and self.facts.verdict is None:
-            code = 128 + signal.SIGKILL
-            self._fail(Failure(fault, cause, code, self.hosts[node], node, time.time()))
+            self._fail(peer.loss(node, self.hosts[node]))
 
     def _beat(self) -> None:
         """Tell the other nodes that this one lives, and see whether all are alive and move on."""
@@ -280,8 +282,7 @@ class Attempt:
         self.send_all(NodeBeat(here))
         for node, peer in list(self.peers.items()):
             if peer.is_silent:
-                cause = f"no sign of life for {SILENCE_S:g} s: network cut?"
-                self._drop_peer(node, "link-lost", cause)
+                self._drop_peer(node)
         if self.is_first_node and not self.facts.failures:
             suspect = find_straggler([here, *map(self.stragglers.get, self.peers)])
             if suspect is not None and suspect.is_stuck:

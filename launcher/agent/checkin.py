@@ -7,12 +7,15 @@ import math
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from distributed.errors import Refused
+from launcher.agent.assignment import Assignment, Seat
 from launcher.agent.control import SILENCE_S
 from launcher.agent.output import say
-from launcher.agent.protocol import Assignment, Peer, Refusal
+from launcher.agent.protocol import Peer, Refusal
+from launcher.agent.team import Team
+from launcher.failure import Failure
 from launcher.handshake import Access, Entrance, NoEntrance, WrongSecret, connect, open_port
 from launcher.preflight.must_match import NodeReport, mismatches
 from launcher.text import count
@@ -30,18 +33,23 @@ class Meeting:
     assignment: Assignment
     peers: dict[int, Peer]  # on node rank 0 every other agent by node rank, else node rank 0's
     listener: socket.socket | None = None  # on node rank 0: where the agents met
-    waiting: Mapping[int, Assignment] = field(default_factory=dict)  # there: of the others
+    team: Team | None = None  # there
+    door: socket.socket | None = None  # elsewhere: where this agent can take its place
+    lost: Failure | None = None  # the loss of node rank 0, where this agent has taken it
+    told: Sequence[str] = ()  # who took over then
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
-        """Start the other nodes after the body; where that raises Refused, refuse them."""
+        """On node rank 0, start the others after the body; where it raises Refused, refuse them."""
         try:
             yield
         except Refused as refused:
-            _refuse([self.peers[rank] for rank in self.waiting], refused)
+            if self.team is not None:
+                refuse([*self.team.peers.values(), *self.team.spares.values()], refused)
             raise
-        for rank, assignment in self.waiting.items():
-            self.peers[rank].send(assignment)
+        if self.team is not None:
+            part = self.assignment
+            self.team.tell(self.team.assign(part.attempt, part.address, part.port))
 
 
 class Wait:
@@ -63,15 +71,38 @@ class Wait:
             self._tell_at = math.inf
 
 
-def meet(address: str, port: int, me: NodeReport, access: Access, timeout_s: float) -> Meeting:
+def meet(
+    address: str,
+    port: int,
+    me: NodeReport,
+    access: Access,
+    timeout_s: float,
+    *,
+    num_spares: int = 0,  # of the agents that meet
+    min_nodes: int = 0,
+) -> Meeting:
     """Meet the other nodes' agents at node rank 0; raises Refused where the run cannot start."""
     if me.node_rank != 0:
-        return join(address, port, me, access.secret, Wait(timeout_s))
+        has_door = min_nodes > 0
+        return join(address, port, me, access.secret, Wait(timeout_s), has_door=has_door)
     listener = listen(address, port)
     with contextlib.closing(Entrance(listener, access, say)) as entrance:
-        peers, assignments = gather(entrance, me, Wait(timeout_s))
-    waiting = {rank: assignments[rank] for rank in peers}
-    return Meeting(assignments[me.node_rank], peers, listener, waiting)
+        peers, reports = gather(entrance, me, Wait(timeout_s))
+    everyone = [seat_of(reports[place], peers.get(place)) for place in sorted(reports)]
+    seats, waiting = everyone[: len(everyone) - num_spares], everyone[len(everyone) - num_spares :]
+    spares = {seat.place: peers.pop(seat.place) for seat in waiting}
+    by_place = {seat.place: seat for seat in waiting}
+    team = Team(me.run_id, seats, peers, by_place, spares, min_nodes)
+    return Meeting(team.assign()[me.node_rank], peers, listener, team)
+
+
+def seat_of(report: NodeReport, peer: Peer | None) -> Seat:
+    """Return the seat of an agent that has come."""
+    address = ""
+    if peer is not None and report.door:
+        with contextlib.suppress(OSError):  # it has gone already
+            address = str(peer.socket.getpeername()[0])
+    return Seat(report.node_rank, report.host, report.nproc, address, report.door)
 
 
 def listen(address: str, port: int) -> socket.socket:
@@ -85,11 +116,11 @@ def listen(address: str, port: int) -> socket.socket:
 
 def gather(
     entrance: Entrance, me: NodeReport, wait: Wait
-) -> tuple[dict[int, Peer], Sequence[Assignment]]:
+) -> tuple[dict[int, Peer], dict[int, NodeReport]]:
     """On node rank 0: wait until every other agent has checked in.
 
-    Returns the others by node rank, and every node's part. Raises Refused where a node did not
-    come, came twice, or does not match this one; all are told.
+    Returns the others, and what every agent says of itself, by node rank. Raises Refused where a
+    node did not come, came twice, or does not match this one; all are told.
     """
     nodes: dict[int, NodeReport] = {me.node_rank: me}
     peers: dict[int, Peer] = {}
@@ -106,12 +137,13 @@ def gather(
                 nodes[node.node_rank] = node
                 peers[node.node_rank] = peer
     except Refused as refused:
-        _refuse(newcomers, refused)
+        refuse(newcomers, refused)
         raise
-    return peers, assign_ranks(me.run_id, [nodes[rank] for rank in sorted(nodes)])
+    return peers, nodes
 
 
-def _refuse(peers: Iterable[Peer], refused: Refused) -> None:
+def refuse(peers: Iterable[Peer], refused: Refused) -> None:
+    """Tell agents that the run does not start, or does not go on with them."""
     for peer in peers:
         peer.send(Refusal(refused.fault, str(refused).rpartition(" [")[0]))
 
@@ -137,15 +169,6 @@ def _let_in(
             peer.close()
 
 
-def assign_ranks(run_id: str, nodes: Sequence[NodeReport]) -> list[Assignment]:
-    """Return every node's part, by node rank: ranks follow node ranks."""
-    counts, hosts = [node.nproc for node in nodes], [node.host for node in nodes]
-    return [
-        Assignment(run_id, first_rank=sum(counts[:rank]), world_size=sum(counts), hosts=hosts)
-        for rank in range(len(nodes))
-    ]
-
-
 def _compare(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) -> None:
     """Raise Refused where a node that has come cannot be part of this run."""
     if node.num_nodes != me.num_nodes or not 0 <= node.node_rank < me.num_nodes:
@@ -162,7 +185,9 @@ def _compare(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) 
         raise Refused(fault, f"{cause}; make them the same")
 
 
-def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> Meeting:
+def join(
+    address: str, port: int, me: NodeReport, secret: bytes, wait: Wait, *, has_door: bool = False
+) -> Meeting:
     """On any other node: check in with node rank 0, and wait for the start.
 
     Raises Refused where node rank 0 cannot be reached in time, or refuses this node or the run.
@@ -172,8 +197,11 @@ def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> 
     while wait.left_s > 0:
         try:
             peer = Peer(connect(address, port, secret, min(CONNECT_S, wait.timeout_s)))
+            door = open_port(0, str(peer.socket.getsockname()[0])) if has_door else None
+            report = replace(me, door=door.getsockname()[1]) if door else me
             # Node rank 0 may have started later; it answers by its own limit.
-            return Meeting(_ask(peer, me, time.monotonic() + wait.timeout_s + TELL_S), {0: peer})
+            part = _ask(peer, report, time.monotonic() + wait.timeout_s + TELL_S)
+            return Meeting(part, {0: peer}, door=door)
         except (NoEntrance, WrongSecret) as error:
             if isinstance(error, WrongSecret) and turned_away is None:
                 say(f"warning: {address}:{port} has another RUN_SECRET, or none [stranger]")

@@ -24,7 +24,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from distributed.stop_signals import QUERY, STOP_SIGNALS
@@ -32,12 +32,23 @@ from launcher import processes
 from launcher.failure_block import End, print_end
 from launcher.typed_json import Kinds, in_pieces
 
-MESSAGES = Kinds(end=End)  # to the launcher; fanout/protocol.py reads it
 BEAT_S = 2.0  # between two signs of life, of launchers and agents alike
 SILENCE_S = 10.0  # without one for so long, the other end is gone: a shorter blip ends no run
 CLIENT_S = 0.2  # between two looks for it
 TERM_S = 1.0  # from then on, for the ranks to save
 _BY_NAME = {signum.name.encode(): signum for signum in (*STOP_SIGNALS, QUERY)}
+
+
+@dataclass(frozen=True)
+class Lineup:
+    """The nodes that a run goes on with, each by the node rank with which it was started."""
+
+    attempt: int
+    nodes: Sequence[int]  # by node rank
+    spares: Sequence[int]
+
+
+MESSAGES = Kinds(end=End, lineup=Lineup)  # to the launcher; fanout/protocol.py reads them
 
 
 @dataclass(frozen=True)
@@ -107,9 +118,14 @@ def report_end(end: End, control: Control | None, *, is_line_open: bool) -> None
             print(file=sys.stderr)
         print_end(end, sys.stderr)
         return
+    tell(end, control, is_line_open=is_line_open)
+
+
+def tell(message: End | Lineup, control: Control, *, is_line_open: bool) -> None:
+    """Send a message to the launcher."""
     line_end = "\n" if is_line_open else ""
     with contextlib.suppress(OSError):  # nobody reads any more
-        text = MESSAGES.write(end)
+        text = MESSAGES.write(message)
         pieces = [text] if control.fd is not None else in_pieces(text)
         lines = [f"{control.token} {piece}\n" for piece in pieces]
         print(line_end + "".join(lines), end="", flush=True)

@@ -84,7 +84,10 @@ def _close_all(node: NodeAgent, *private: Stream | Terminal | Rank) -> None:
     node.log.close()
     if node.listener is not None:
         node.listener.close()
-    for peer in node.meeting.peers.values():
+    if node.meeting.door is not None:
+        node.meeting.door.close()
+    spares = node.meeting.team.spares if node.meeting.team is not None else {}
+    for peer in (*node.meeting.peers.values(), *spares.values()):
         peer.close()
     for one in private:
         one.close()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import signal
 import socket
 import termios
 import time
@@ -18,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from distributed.environment import check_run_id
+from launcher.agent.assignment import Assignment
 from launcher.agent.collectives import Calls
 from launcher.agent.control import SILENCE_S
 from launcher.agent.stuck import RankState
@@ -27,7 +28,6 @@ from launcher.failure import Failure
 from launcher.preflight.must_match import NodeReport
 from launcher.typed_json import Kinds, MessageError
 
-MOST_RANKS = 1 << 20
 _MAX_BYTES = 1 << 20
 
 
@@ -37,21 +37,6 @@ class Refusal:
 
     fault: str
     message: str
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """An agent's part in the run, as node rank 0 gives it: the ranks can start."""
-
-    run_id: str
-    first_rank: int
-    world_size: int
-    hosts: Sequence[str]  # by node rank
-
-    def __post_init__(self) -> None:
-        check_run_id(self.run_id)
-        if not 0 <= self.first_rank < self.world_size <= MOST_RANKS:
-            raise ValueError(f"rank {self.first_rank} of {self.world_size} is none")
 
 
 @dataclass(frozen=True)
@@ -197,6 +182,13 @@ class Peer:
         """Whether the other end has not yet received all that was sent."""
         left = fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4))  # SIOCOUTQ, tcp(7)
         return any(left)
+
+    def loss(self, node_rank: int, host: str) -> Failure:
+        """Return the failure of the agent at the other end, which is gone or out of reach."""
+        fault, cause = "agent-killed", "its node agent is gone"
+        if self.is_silent:
+            fault, cause = "link-lost", f"no sign of life for {SILENCE_S:g} s: network cut?"
+        return Failure(fault, cause, 128 + signal.SIGKILL, host, node_rank, time.time())
 
     def close(self) -> None:
         self.socket.close()

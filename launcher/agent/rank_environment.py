@@ -10,8 +10,8 @@ from concurrent.futures import ProcessPoolExecutor
 from torch.distributed import is_nccl_available
 
 from distributed.errors import Refused
+from launcher.agent.assignment import Assignment
 from launcher.agent.flight_recorder import DEFAULT_SIZE, SIZE
-from launcher.agent.protocol import Assignment
 from launcher.agent.torchrun_arguments import Arguments
 
 try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from distributed.errors import BAD_INPUT, CANNOT_START
@@ -28,10 +28,20 @@ class Restarts:
     """All restarts of a run."""
 
     most: int
-    record: LiveRecord | None  # run.json, on node rank 0
+    record: LiveRecord | None = None  # run.json, on node rank 0
     started: float = field(default_factory=time.monotonic)
     first_step_s: float = 0.0  # until the first step was done; 0: none was
     all: list[Restart] = field(default_factory=list)
+    earlier: int = 0  # restarts under another node rank 0, which is lost
+    earlier_s: Mapping[str, float] = field(default_factory=dict)  # what they cost, and the start
+
+    def take_over(self, earlier: int) -> None:
+        """Go on with the account of node rank 0, which is lost after so many restarts."""
+        self.earlier = earlier
+        if self.record is not None:
+            before = self.record.earlier
+            self.earlier_s = before.lost_s
+            self.started = time.monotonic() - (time.time() - (before.started or time.time()))
 
     def why_not(self, first: Failure, beats: Heartbeats, before: tuple[int, int]) -> str:
         """Return why the run does not start again after a failure; nothing where it does.
@@ -52,25 +62,36 @@ class Restarts:
             return f"restart {last.number} gained no step: there is no other"
         return ""
 
-    def note(self, first: Failure, beats: Heartbeats, held_step: int) -> str:
+    def note(
+        self,
+        first: Failure,
+        beats: Heartbeats,
+        held_step: int,
+        *,
+        lost: Sequence[str] = (),  # the hosts of lost nodes
+        replaced: Sequence[str] = (),  # who takes their places
+    ) -> str:
         """Note that the run starts again after a failure; returns what it costs, in one line.
 
         `held_step` is that of the newest snapshot in memory; -1: there is none.
         """
-        saved_step = beats.reached()[0]
+        saved_step, step = beats.reached()
+        is_known = first.rank < 0 <= max(saved_step, held_step)  # a node was lost, not rank 0's
         last = self.all[-1] if self.all else None
         if last is not None and not last.lost_s:  # from here on, this loss is the next one's
             self.all[-1] = replace(last, lost_s=first.time - last.failed)
         restart = Restart(
-            number=len(self.all) + 1,
+            number=self.earlier + len(self.all) + 1,
             fault=first.fault,
             cause=first.cause,
             who=first.who,
-            step=first.step,
+            step=step if is_known else first.step,
             saved_step=max(saved_step, held_step),
             is_from_memory=held_step > saved_step,
             failed=first.time,
             is_counted=beats.are_counted(),
+            lost=tuple(lost),
+            replaced=tuple(replaced),
         )
         self.all.append(restart)
         self._write()
@@ -97,7 +118,9 @@ class Restarts:
 
     def losses(self) -> dict[str, float]:
         """Return the seconds that were no training, by kind."""
-        losses = {"start": self.first_step_s} if self.first_step_s else {}
+        losses = dict(self.earlier_s)
+        if self.first_step_s and not self.earlier:
+            losses["start"] = self.first_step_s
         for restart in self.all:
             lost_s = restart.lost_s or time.time() - restart.failed  # it has not caught up
             losses[restart.fault] = losses.get(restart.fault, 0.0) + lost_s
@@ -108,13 +131,14 @@ class Restarts:
         losses = self.losses()
         share = goodput(losses, time.monotonic() - self.started)
         lost = ", ".join(f"{seconds:.1f} s {kind}" for kind, seconds in losses.items())
-        return f"goodput {100 * share:.0f} %: {count(len(self.all), 'restart')}, {lost}"
+        restarts = count(self.earlier + len(self.all), "restart")
+        return f"goodput {100 * share:.0f} %: {restarts}, {lost}"
 
     def _write(self) -> None:
         if self.record is not None:
             losses = self.losses()
             self.record.note(
-                restarts=[*self.record.earlier_restarts, *self.all],
+                restarts=[*self.record.earlier.restarts, *self.all],
                 lost_s=losses,
                 goodput=goodput(losses, time.monotonic() - self.started),
             )

@@ -24,11 +24,16 @@ _AT_ONCE = 1 << 23  # bytes
 class Outgoing:
     """Sends the newest snapshot in some buffers to another node, a small part at a time."""
 
-    def __init__(self, buffers: Sequence[Memory], *, has_others: bool) -> None:
+    def __init__(self, buffers: Sequence[Memory]) -> None:
+        """Send nothing before `begin`."""
         self._buffers = buffers
         self._parts = self.parts()
         self.rest_s = 0.0  # until the next part
-        self.next_at = time.monotonic() if has_others else math.inf
+        self.next_at = math.inf
+
+    def begin(self) -> None:
+        """Send from now on: this is the first of several nodes, and another keeps a copy."""
+        self.next_at = time.monotonic()
 
     def on_time(self, peers: Mapping[int, Peer]) -> None:
         """Do the next part, if it is time to and the first of the other nodes can take it."""

@@ -26,10 +26,9 @@ def _new_file() -> int:
 class Snapshots:
     """Two buffers for each rank of this node, and the copy of another node's snapshot."""
 
-    def __init__(self, ranks: int, *, has_others: bool = False) -> None:
-        """`has_others`: this is the first of several nodes, and another keeps a copy."""
+    def __init__(self, ranks: int) -> None:
         self._buffers = [[Memory(_new_file()) for _ in range(2)] for _ in range(ranks)]
-        self.outgoing = Outgoing(self._buffers[0], has_others=has_others)
+        self.outgoing = Outgoing(self._buffers[0])
         self.incoming = Incoming()
 
     def variables(self, local_rank: int) -> dict[str, str]:

@@ -45,6 +45,9 @@ class Arguments:
     is_in_step: bool  # srun started it, and shares its terminal between all nodes
     join_timeout_s: float
     grace_s: float
+    place: int  # the node rank given: another may follow
+    num_spares: int  # agents beyond `num_nodes`, which wait
+    min_nodes: int  # with which the run goes on without a spare; 0: it replaces no node
     hang_s: float  # silence that ends the run of a script that does not beat; 0: none does
     redirected: Sequence[Std]  # by local rank: streams that go to files of their own alone
     teed: Sequence[Std]  # streams that do so, too
@@ -70,14 +73,16 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
     args = torchrun.get_args_parser().parse_args(arguments)
     is_placed = _place_in_step(args)
     low, high = torchrun.parse_min_max_nnodes(args.nnodes)
+    spares = int(os.environ.pop("SPARES", "") or 0)  # no rank needs it
+    min_nodes = int(os.environ.pop("MIN_NODES", "") or 0)
     nproc = _count_ranks(args.nproc_per_node)
     address, port = _master(args, high)
     if low != high and args.rdzv_backend == "static":
         raise ValueError(f"--nnodes {args.nnodes}: a range needs --rdzv-backend c10d")
     if nproc < 1:
         raise ValueError(f"--nproc-per-node {nproc}: no ranks; give at least 1")
-    if not 0 <= args.node_rank < high:
-        cure = f"give 0 to {high - 1} (--nnodes)"
+    if not 0 <= args.node_rank < high + spares:
+        cure = f"give 0 to {high + spares - 1} (--nnodes)"
         raise ValueError(f"--node-rank {args.node_rank}: out of range; {cure}")
     if not 0 <= port < 65536:
         raise ValueError(f"--master-port {port}: not a port; give 1 to 65535")
@@ -107,6 +112,9 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         is_in_step=is_placed,
         join_timeout_s=float(settings.get("join_timeout", "300")),
         grace_s=float(grace_s),
+        place=args.node_rank,
+        num_spares=spares,
+        min_nodes=min_nodes,
         hang_s=float(os.environ.get("HANG_SECONDS") or 0),
         has_virtual_ranks=_has_virtual_ranks(args, nproc),
         numa_binding=vars(args).get("numa_binding") or os.environ.get("NUMA_BINDING", ""),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from distributed.errors import STOPPED
 from distributed.stop_signals import NOTICE, stop_signals
 from launcher import failure
+from launcher.agent.assignment import Assignment
 from launcher.failure import Failure, RaisedError
 from launcher.text import name_ranks
 
@@ -31,13 +32,13 @@ class Verdict:
     left: int = 0  # processes here that no signal ended
     ends: str = ""  # of a run that was stopped: by what, and how its ranks ended
     has_saved: bool = False  # a rank has told that it saved
-    restart_port: int = 0  # of the store with which all nodes start their ranks again
+    next: Assignment | None = None  # this agent's part in the attempt that follows
     is_told: bool = False  # by node rank 0, to this one
     signum: int = 0  # of a run that was stopped: the first signal
 
     def __post_init__(self) -> None:
-        if not (0 <= self.code <= 255 and 0 <= self.restart_port < 65536):
-            raise ValueError(f"no exit code, or no port: {self.code}, {self.restart_port}")
+        if not 0 <= self.code <= 255:
+            raise ValueError(f"{self.code} is no exit code")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from launcher import processes
-from launcher.agent.control import SILENCE_S
+from launcher.agent.control import SILENCE_S, Lineup
 from launcher.fanout import protocol
 from launcher.fanout.loop import Child, Loop, given_options, ssh_command
 from launcher.fanout.protocol import Hello
@@ -56,6 +56,7 @@ class Connection(Child):
         self.is_started = False  # from then on, what comes on stderr is the run's
         self.lost = ""  # why the node's part of the run ended before its time
         self.is_silent = False  # then
+        self.is_left = False  # the run goes on without it
         self.heard = time.monotonic()
         self.blip = 0.0, 0.0  # when the newest silence that could end a run did, and its seconds
         self._fault = "ssh-refused"  # why there is no connection, once it has ended
@@ -102,6 +103,8 @@ class Connection(Child):
         if not is_error:
             output, messages = self._messages.read(data)
             for message in messages:
+                if isinstance(message, Lineup):
+                    self._answers[Lineup] = message  # the newest
                 self._answers.setdefault(type(message), message)
         if is_error and not self.is_started:
             self._words = (self._words + data)[-4096:]

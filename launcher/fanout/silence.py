@@ -23,7 +23,8 @@ class Silence:
     @property
     def awaited(self) -> list[Connection]:
         """The nodes whose part of the run has not ended."""
-        return [one for one in self.connections if not one.lost and one.answer(Exit) is None]
+        there = [one for one in self.connections if not (one.lost or one.is_left)]
+        return [one for one in there if one.answer(Exit) is None]
 
     def note_turn(self, *, is_ending: bool) -> None:
         """Notice that this process was stopped, or the machine asleep: no node was silent then."""

@@ -21,11 +21,14 @@ from launcher import handshake
 from launcher.agent.control import BEAT_S, SILENCE_S
 from launcher.failure_block import End, print_end
 from launcher.fanout import protocol
+from launcher.fanout.again import Again
 from launcher.fanout.connection import Connection, forwarded_names, write_opening
 from launcher.fanout.ending import NodeResult, conclude
+from launcher.fanout.lineups import Lineups
 from launcher.fanout.loop import Loop
-from launcher.fanout.protocol import Cut, Exit, Hello, Start, Sweep
+from launcher.fanout.protocol import Cut, Exit, Hello, Start
 from launcher.fanout.silence import Silence
+from launcher.fanout.swap import choose_master
 from launcher.fanout.terminal import Terminals
 from launcher.plan.plan import Plan, print_commands, print_plan, quote_once
 from launcher.preflight import compare
@@ -64,11 +67,12 @@ class Fanout:
         self.slack_s = len(plan.nodes) // 10  # each key exchange takes some of our time
         self.connections: list[Connection] = []
         self.silence = Silence(self.connections)
+        self.lineups = Lineups(self.connections, can_change=plan.min_nodes > 0)
         self.started: float | None = None  # seconds since the epoch
         self.stopped_by: Signals | None = None
         self.close_at: float | None = None  # when the control streams end
         self.beat_at = 0.0
-        self.again: dict[Connection, Connection] = {}  # to nodes that were lost
+        self.again = Again(self.connect)
 
     def run(self, be_ready: Callable[[], None]) -> int:
         if self.plan.is_dry_run:
@@ -120,8 +124,8 @@ class Fanout:
         self.wait_for(Hello, began + waited_s)
         self.plan = choose_master(self.plan, [one.answer(Hello) for one in self.connections])
         are_all_there = all(one.answer(Hello) for one in self.connections)
-        request = self.plan.request(
-            meeting_size=self.plan.num_nodes if are_all_there else 0,  # nobody waits for the others
+        request = self.plan.request(  # where one is missing, nobody waits for the others
+            meeting_size=self.plan.num_agents if are_all_there else 0,
             within_s=max(1.0, answer_by - time.monotonic() - 2),
         )
         for number, node in enumerate(self.plan.nodes):
@@ -139,7 +143,8 @@ class Fanout:
         plan, out = self.plan, sys.stderr if plan.is_detached else self.err.text
         if compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=out):
             return None
-        print_plan(plan, reports[0], outcome, [report.nproc for report in reports], out)
+        counts = [report.nproc for report in reports[: plan.num_nodes]]
+        print_plan(plan, reports[0], outcome, counts, out)
         return reports
 
     def connect(self, node: str, token: str, show: Callable[[bytes, bool], None]) -> Connection:
@@ -173,7 +178,7 @@ class Fanout:
 
     def watch(self) -> None:
         """Wait for the end of every node's part, and see to it once one has ended."""
-        while any(one.code is None for one in self.connections):
+        while any(one.code is None and not one.is_left for one in self.connections):
             now = time.monotonic()
             if self.close_at is None or now < self.close_at:
                 self.turn(self.close_at)
@@ -205,13 +210,22 @@ class Fanout:
         for one in self.silence.find() if self.is_open else ():
             self.lose(one, f"no sign of life for {SILENCE_S:g} s: network cut?")
             one.terminate()
+        for one in self.lineups.look():
+            self.say(f"{one.node}: the run goes on without it")
+            one.close_input()
+        if self.lineups.is_overdue():
+            self.close_within(0)
 
     def lose(self, one: Connection, why: str) -> None:
-        """Note that a node's part of the run has ended before its time: that ends the run."""
+        """Note that a node's part of the run has ended before its time.
+
+        That ends the run, unless the other nodes go on.
+        """
         one.lost, one.is_silent = why, time.monotonic() - one.heard > SILENCE_S / 2
         self.say(f"{one.node}: {why}")
-        self.close_within(0)
-        self.look_again(one)
+        if not self.lineups.can_change:
+            self.close_within(0)
+        self.again.look(one)
 
     def pass_on(self, signum: Signals) -> None:
         """Tell every node of a signal; what it means there the agents decide."""
@@ -221,15 +235,18 @@ class Fanout:
         if signum != SIGUSR1 and not is_query:
             self.stopped_by = signum
             self.close_within(self.plan.grace_s + END_S)
-        for one in self.connections[:1] if is_query else self.connections:
+        for one in self.lineups.current[:1] if is_query else self.connections:
             one.pass_on(signum)  # where all ranks are, node rank 0 asks the others
 
     def note(self, one: Connection) -> None:
         """See whether a node's part of the run has ended, and how."""
         is_cut = one.answer(Cut) is not None
+        has_ended = one.answer(Exit) is not None and not is_cut
         if self.started is None:
             one.look_for_fault()
-        elif one.answer(Exit) is not None and not is_cut:
+        elif one.is_left or (has_ended and self.lineups.can_change):
+            pass
+        elif has_ended:
             if self.close_at is None:
                 for silent in self.silence.recall():
                     self.say(f"{silent.node}: {silent.lost}")
@@ -254,7 +271,10 @@ class Fanout:
     def report_end(self) -> int:
         """Print how the run ended; returns its exit code."""
         plan = self.plan
-        unreachable = self.find_unreachable()
+        within_s = CONNECT_S + self.slack_s + END_S
+        unreachable = self.again.find_unreachable(self.connections, self.loop, within_s)
+        for one, why in unreachable.items():
+            self.say(f"{one.node}: {why}")
         nodes = [
             NodeResult(
                 host=one.node,
@@ -264,14 +284,17 @@ class Fanout:
                 is_reachable=one not in unreachable,
                 is_silent=one.is_silent,
             )
-            for one in self.connections
+            for one in self.lineups.current
         ]
         started, still_s = self.started or 0.0, self.silence.still_s
         end = conclude(nodes, plan, started=started, stopped_by=self.stopped_by, still_s=still_s)
-        left = sum(node.exit.left for node in nodes if node.exit)
+        ends = [ended for one in self.connections if (ended := one.answer(Exit))]
+        left = sum(ended.left for ended in ends)
         if left:
             self.say(f"{count(left, 'process', 'processes')} of the run had to be killed")
-        where = "where a node can be reached" if unreachable else f"on {count(len(nodes), 'node')}"
+        where = f"on {count(len(plan.nodes), 'node')}"
+        if unreachable:
+            where = "where a node can be reached"
         self.out.drain(DRAIN_S)
         err = self.err.text
         print_row("ended", f"code {end.code}; nothing is left running {where}", err)
@@ -279,44 +302,6 @@ class Fanout:
             print_end(end, err)
         return end.code
 
-    def look_again(self, one: Connection) -> None:
-        """Connect to a node that was lost, to end what is left there."""
-        token = os.urandom(16).hex()
-        self.again[one] = look = self.connect(one.node, token, lambda line, is_error: None)
-        look.send_line(protocol.write_request(Sweep(one.token)))
-
-    def find_unreachable(self) -> list[Connection]:
-        """See that nothing is left on nodes that were lost; returns those out of reach."""
-        for one in self.connections:
-            if one.answer(Exit) is None and one not in self.again:
-                self.look_again(one)
-        until = time.monotonic() + CONNECT_S + self.slack_s + END_S
-        while any(look.code is None for look in self.again.values()) and time.monotonic() < until:
-            for look in self.again.values():
-                if look.answer(Exit) is not None:
-                    look.close_input()
-            self.loop.wait(until - time.monotonic())  # signals change nothing any more
-        unreachable = [one for one, look in self.again.items() if look.answer(Exit) is None]
-        for one in unreachable:
-            self.say(f"{one.node}: {self.again[one].last_words}")
-        return unreachable
-
     def paste_line(self, node: str, line: str) -> str:
         """Return what a user can type to run a line of a shell on a node."""
         return f"ssh -- {shlex.quote(node)} {quote_once(line)}"
-
-
-def choose_master(plan: Plan, hellos: Sequence[Hello | None]) -> Plan:
-    """Take the address at which ssh reached node 0, whatever an alias or a jump host is called.
-
-    Raises Refused where the other nodes cannot reach it.
-    """
-    first, address = plan.nodes[0].name, hellos[0].address if hellos[0] else ""
-    given = os.environ.get("MASTER_ADDR")
-    if given not in (None, "", first, first.rpartition("@")[2]) or plan.num_nodes == 1:
-        return plan
-    for node, hello in zip(plan.nodes, hellos, strict=True):
-        if handshake.is_loopback(address) and hello and hello.address != address:
-            cause = f"{first}, the master, is {address}, which {node.name} cannot reach"
-            raise Refused("loopback-address", f"{cause}; give its name on the network")
-    return replace(plan, master_addr=address or plan.master_addr)

@@ -19,8 +19,8 @@ def find_idle(plan: Plan, environ: Mapping[str, str]) -> str:
     if in_slurm_step(environ) or plan.fanout == "job_command":
         return ""
     nodes, gpus = _job(environ)
-    if plan.num_nodes < nodes:
-        return f"this run uses {plan.num_nodes} of the job's {nodes} nodes{ALL}"
+    if plan.num_agents < nodes:
+        return f"this run uses {plan.num_agents} of the job's {nodes} nodes{ALL}"
     nproc = min((node.nproc or gpus for node in plan.nodes), default=plan.nproc or gpus)
     if nproc < gpus:
         return f"this run uses {nproc} of the job's {gpus} GPUs on each node{ALL}"

@@ -27,7 +27,7 @@ from distributed.stop_signals import DEFAULT_GRACE_S
 from launcher.container.container import Container, config_texts, read_container
 from launcher.fanout import job_command
 from launcher.handshake import read_access
-from launcher.plan import hosts, pbs, slurm
+from launcher.plan import hosts, pbs, slurm, spares
 from launcher.plan.plan import Plan, PlanError, World, read_nproc, read_number
 from launcher.plan.typed import Typed
 from launcher.record.run_json import next_run_id
@@ -48,7 +48,7 @@ _RESUMED_WITH = (  # variables that shape a run: the resume line repeats them
     *("TRAIN_SCRIPT", "CONFIG_FLAG", "NPROC_PER_NODE", "BACKEND", "LOG_DIR", "MASTER_ADDR"),
     *("MASTER_PORT", "MAX_RESTARTS", "GRACE", "LAUNCHER", "NCCL_PROFILE", "VENV", "CONDA_ENV"),
     *("MODULES", "FRESH", "NUMA_BINDING", "SITE", "CONTAINER", "CONTAINER_ARGS"),
-    *("STAGE_ENV", "HANG_SECONDS"),
+    *("STAGE_ENV", "HANG_SECONDS", "SPARES", "MIN_NODES"),
 )
 _RESUMED_WITH_SSH = ("SSH_OPTS", "FORWARD_ENV", "PREFLIGHT_SECONDS")
 
@@ -70,6 +70,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     preflight_s = read_number("PREFLIGHT_SECONDS", preflight, 5, 3600)
     fanout = choose_fanout(typed, environ)
     world = read_world(typed, environ, fanout)
+    world = spares.keep_back(world, environ, fanout, typed.engine, max_restarts)
     if fanout == "local" and world.num_nodes > 1:
         _check_access(environ)
     has_tasks = environ.get("LAUNCHER") == "srun" and fanout != "local"

@@ -57,6 +57,8 @@ class World:
     node_rank: int = 0  # of this machine
     nproc: int | None = None  # ranks per node; None: one per GPU
     nodes: Sequence[NodePlan] = ()  # by node rank, where this launcher starts them all by name
+    num_spares: int = 0  # more nodes, which wait: the last of `nodes`
+    min_nodes: int = 0  # with which the run goes on without a spare; 0: it replaces no node
     hosts: str = ""  # SLURM's list of them
 
 
@@ -120,11 +122,16 @@ class Plan(World):
     has_health_check: bool = False  # of this node's ranks together, after the preflight
     has_transcript: bool = False  # of what the terminal shows
 
+    @property
+    def num_agents(self) -> int:
+        """The nodes with an agent, spares among them."""
+        return self.num_nodes + self.num_spares
+
     def request(self, *, meeting_size: int = 0, within_s: float = 7.0) -> Request:
         """Return what the preflight of this machine, or of every node of a step, is asked."""
         return Request(
             run_id=self.run_id,
-            num_nodes=self.num_nodes,
+            num_nodes=self.num_agents,
             node_rank=self.node_rank,
             nproc=self.nproc,
             cpu_nproc=self.cpu_nproc,
@@ -146,6 +153,8 @@ class Plan(World):
         command = self.command if len(os.fsencode(self.command)) < LONGEST_COMMAND else ""
         named = {"RUN_ID": self.run_id, "LAUNCH_COMMAND": command, "ENGINE": self.engine}
         named["LAUNCH_TASK_FILE"] = self.task_file
+        if self.min_nodes:
+            named |= {"SPARES": str(self.num_spares), "MIN_NODES": str(self.min_nodes)}
         return {name: value for name, value in {**named, **self.variables}.items() if value}
 
     def agent_command(
@@ -211,7 +220,7 @@ class Plan(World):
     def rank_counts(self, nproc: int) -> list[int]:
         """Return the number of ranks of every node; `nproc` where none was asked for."""
         if self.nodes:
-            return [node.nproc or nproc for node in self.nodes]
+            return [node.nproc or nproc for node in self.nodes[: self.num_nodes]]
         return [self.nproc or nproc] * self.num_nodes
 
 
@@ -227,9 +236,11 @@ def quote_once(line: str) -> str:
 
 def node_comment(plan: Plan, node_rank: int, host: str, counts: Sequence[int], port: int) -> str:
     """Return the line above a node's command in a dry run."""
+    where = f"rendezvous {plan.master_addr}:{port}"
+    if node_rank >= len(counts):
+        return f"# node {node_rank} ({host}): a spare, {where}"
     first = sum(counts[:node_rank])
     last, total = first + counts[node_rank] - 1, sum(counts)
-    where = f"rendezvous {plan.master_addr}:{port}"
     return f"# node {node_rank} ({host}): ranks {first}-{last} of {total}, {where}"
 
 
@@ -239,7 +250,8 @@ def print_commands(plan: Plan, paste_line: Callable[[str, str], str]) -> None:
     counts = plan.rank_counts(here.nproc)
     print_plan(plan, here, None, counts)
     for number, node in enumerate(plan.nodes):
-        command = plan.agent_command(nproc=counts[number], port=here.port, node_rank=number)
+        nproc = node.nproc or here.nproc
+        command = plan.agent_command(nproc=nproc, port=here.port, node_rank=number)
         print(node_comment(plan, number, node.name, counts, here.port))
         print(paste_line(node.name, plan.paste_line(plan.inside(command))))
 
@@ -261,6 +273,8 @@ def print_plan(
     if plan.container:
         print_row("container", str(plan.container), out)
     print_row("hosts", _hosts(plan, node), out)
+    if plan.min_nodes:
+        print_row("spares", _spares(plan), out)
     default_backend = "nccl" if node and node.gpus else "gloo"
     backend = plan.backend.replace("auto", default_backend)
     each = str(counts[0]) if len({*counts}) == 1 else ",".join(map(str, counts))
@@ -289,12 +303,18 @@ def _hosts(plan: Plan, node: Report | None) -> str:
     address = f"[{plan.master_addr}]" if ":" in plan.master_addr else plan.master_addr
     master = f"{address}:{node.port}"
     if plan.nodes:
-        first, *others = (node.name for node in plan.nodes)
+        first, *others = (node.name for node in plan.nodes[: plan.num_nodes])
         return "  ".join([f"{first} (master, {master})", *others])
     if plan.num_nodes == 1:
         return f"{plan.hosts or node.host} (master, {master})"
     here = f"{node.host} (this one, node rank {plan.node_rank} of {plan.num_nodes})"
     return f"{master} (master)  {plan.hosts or here}"
+
+
+def _spares(plan: Plan) -> str:
+    names = "  ".join(node.name for node in plan.nodes[plan.num_nodes :]) or "none"
+    is_less = plan.min_nodes < plan.num_nodes
+    return names + (f"   (without one, {count(plan.min_nodes, 'node')} will do)" if is_less else "")
 
 
 def _preflight(plan: Plan, outcome: Outcome | None) -> str:

@@ -29,6 +29,8 @@ class NodeReport:
     versions: Mapping[str, str]
     files: Mapping[str, str]  # as hash_files() has them; at check-in the arguments, too
     time: float = field(default_factory=time.time)  # seconds since the epoch
+    door: int = 0  # the port where this agent can take node rank 0's place; 0: none
+    attempt: int = 0  # of the run, where it has lost node rank 0
 
     def __post_init__(self) -> None:
         if min(self.node_rank, self.num_nodes - 1, self.nproc - 1) < 0:

@@ -21,6 +21,8 @@ class Restart:
     is_counted: bool = False  # the script tells no saves; it may begin anew, or not
     is_from_memory: bool = False  # it goes on from a snapshot
     lost_s: float = 0.0  # until that step was done again; 0: not yet
+    lost: tuple[str, ...] = ()  # hosts of nodes that were lost
+    replaced: tuple[str, ...] = ()  # who took their places
 
     @property
     def lost_steps(self) -> int:
@@ -30,6 +32,7 @@ class Restart:
     def describe(self, most: int) -> str:
         """Return what failed, and what it costs, in one line."""
         text = f"restart {self.number} of {most} after {self.who}: {self.cause}"
+        text = "; ".join([text, *self.replaced])
         if self.step < 0 or self.is_counted:
             return text
         begin = f"from step {self.saved_step}" if self.saved_step >= 0 else "from the beginning"

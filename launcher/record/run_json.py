@@ -245,6 +245,7 @@ class LiveRecord:
         self,
         folder: Path,
         *,
+        is_takeover: bool = False,  # from an agent that is lost
         launcher: LauncherProcess | None,
         versions: Mapping[str, str],
         **fields: Any,
@@ -256,10 +257,13 @@ class LiveRecord:
         """
         self._folder = folder
         self._lock = RunLock(folder, f"run {folder.name}")
-        self.earlier_restarts = (read(folder) or Record()).restarts
+        self.earlier = read(folder) or Record()
         self._progress = (-1, -1)
         self._written = time.monotonic()
         self._is_lost = False
+        if is_takeover:
+            self._write(hosts=fields["hosts"], world_size=fields["world_size"])
+            return
         self._write(
             run_id=folder.name,
             command=os.environ.get("LAUNCH_COMMAND", ""),

@@ -30,6 +30,19 @@ preflight  not run (--dry-run)
 logs       logs/golden/   (tail -f logs/node_*.log)" ]]
 }
 
+@test "SPARES: the last nodes wait, in the plan and in the golden command" {
+  export RUN_ID=golden MASTER_PORT=23456 SPARES=1 MIN_NODES=1 MAX_RESTARTS=3
+  run --separate-stderr launch plain.yaml 2 node1 node2 --dry-run train.batch_size=1
+  [[ $status == 0 && ${#lines[@]} == 4 ]]
+  [[ ${lines[0]} == "# node 0 (node1): ranks 0-1 of 2, rendezvous node1:23456" ]]
+  [[ ${lines[2]} == "# node 1 (node2): a spare, rendezvous node1:23456" ]]
+  [[ ${lines[3]} == *" SPARES=1 MIN_NODES=1 "*" --nnodes 1 --node-rank 1 --master-addr node1 --nproc-per-node 2 "* ]]
+  # shellcheck disable=SC2154 # set by run
+  [[ $stderr == *$'\n'"hosts      node1 (master, node1:23456)"$'\n'"spares     node2"$'\n'"ranks      2 = 1 node x 2, gloo"$'\n'* ]]
+  SPARES=2 run launch plain.yaml 2 node1 node2 train.batch_size=1
+  assert_refused 2 "SPARES is 2 of 2 nodes in all; name more nodes, the last are the spares"
+}
+
 @test "TRAIN_SCRIPT: a module, over ssh" {
   TRAIN_SCRIPT="-m pkg.mod" run --separate-stderr launch plain.yaml 2 node1 --dry-run -- x
   [[ $status == 0 && $output == *" -m pkg.mod --config plain.yaml x"* ]]

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from launcher.agent.assignment import Assignment, Seat
 from launcher.agent.protocol import (
     MESSAGES,
-    Assignment,
     EndRanks,
     Message,
     NodeBeat,
@@ -25,10 +25,13 @@ from launcher.preflight.must_match import NodeReport
 FAILURE = Failure(
     "rank-error", "ValueError: ü\n", 1, "node2", 1, 5.5, 3, 1, ["a.py:1 in f"], stacks=[]
 )
+NEXT = Assignment("r1", 0, 8, ["node1"], 0, 1, seats=[], spares=[])
+SEAT = Seat(4, "node5", 2, "10.0.0.5", 4000)
 EXAMPLES: list[Message] = [
     NodeReport(1, 2, 4, "node2", "", {"torch": "2.13"}, {"a.py": "0f"}, 1000.0),
     Refusal("wrong-world", "two; make it one"),
-    Assignment("r1", 4, 8, ["node1", "node2"]),
+    Assignment("r1", 4, 8, ["node1", "node2"], 1, seats=[], spares=[]),
+    Assignment("r1", 0, 8, ["node1"], -1, 2, "10.0.0.5", 4001, [SEAT], [SEAT]),
     StopRequest(15),
     NodeBeat(None),
     NodeBeat(RankState(3, (120, 2), True, False, 61.5)),
@@ -37,7 +40,7 @@ EXAMPLES: list[Message] = [
     EndRanks(3),
     NodeEnd([1], [2], 4, [1, 137, 75], 120),
     Verdict(0),
-    Verdict(1, FAILURE, 2, 1, 0, "", True, 29501, True),
+    Verdict(1, FAILURE, 2, 1, 0, "", True, NEXT, True),
     Verdict(143, ends="rank 0 left with code 0"),
 ]
 

@@ -205,7 +205,9 @@ def buffers() -> list[Buffer]:
 
 @pytest.fixture
 def outgoing(buffers: list[Buffer]) -> Outgoing:
-    return Outgoing(buffers, has_others=True)
+    outgoing = Outgoing(buffers)
+    outgoing.begin()
+    return outgoing
 
 
 def pieces(outgoing: Outgoing, parts: Iterator[SnapshotPiece | None]) -> Iterator[SnapshotPiece]:

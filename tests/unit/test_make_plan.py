@@ -33,6 +33,7 @@ BY_HAND = {"nnodes": "2", "node_rank": "1", "master": "10.0.0.1"}
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}
 LIKE = {"like_torchrun": True, "rest": ("a.py", "--b=c"), "config": None}
 SSH = {"fanout": "ssh", "node": ("n1", "n2:3")}
+SPARE = {"SPARES": "1", "MAX_RESTARTS": "1"}
 
 
 @pytest.mark.parametrize(
@@ -90,6 +91,13 @@ def test_a_batch_in_words(batch: Batch, told: str) -> None:
         ("run_id", {"run_id": "typed"}, {"RUN_ID": "mine"}, "typed"),
         ("log_dir", {"log_dir": "typed"}, {"LOG_DIR": "mine"}, Path("typed")),
         ("max_restarts", {"max_restarts": "3"}, {"MAX_RESTARTS": "2"}, 3),
+        ("num_nodes", SSH, SPARE, 1),
+        ("num_spares", SSH, SPARE, 1),
+        ("min_nodes", SSH, SPARE, 1),
+        ("num_nodes", SSH, {"MAX_RESTARTS": "1", "MIN_NODES": "1"}, 2),
+        ("min_nodes", SSH, {"MAX_RESTARTS": "1", "MIN_NODES": "1"}, 1),
+        ("min_nodes", SSH, {"MAX_RESTARTS": "1", "SPARES": "0"}, 0),
+        ("master_addr", SSH, SPARE, "n1"),
         ("variables", {}, {"SHOW_RANKS": "all"}, {"SHOW_RANKS": "all"}),
         ("num_nodes", LIKE, captured("one-per-node-step"), 2),
         ("node_rank", LIKE, captured("one-per-node-step"), 1),
@@ -156,6 +164,13 @@ def test_world_of_a_slurm_step_and_of_a_pbs_job(folder: Path) -> None:
         ({}, {"GRACE": "1.5"}, "GRACE is '1.5'"),
         ({}, {"MAX_RESTARTS": "x"}, "MAX_RESTARTS is 'x'"),
         ({"engine": "torch.distributed.launch"}, {"MAX_RESTARTS": "1"}, "starts no rank again"),
+        (SSH, {"SPARES": "x"}, "SPARES is 'x'"),
+        (SSH, {"SPARES": "1"}, "SPARES=1, but without MAX_RESTARTS no run goes on; set it"),
+        (SSH, {**SPARE, "SPARES": "2"}, "SPARES is 2 of 2 nodes in all; name more nodes"),
+        (SSH, {**SPARE, "MIN_NODES": "2"}, "MIN_NODES is '2'; give a whole number from 1 to 1"),
+        (SSH, {**SPARE, "MIN_NODES": "0"}, "MIN_NODES is '0'"),
+        ({}, SPARE, "SPARES=1: this launcher does not replace nodes; use launch_torchrun_auto"),
+        ({**SSH, "fanout": "pdsh"}, SPARE, "SPARES=1: this launcher does not replace nodes"),
         ({"log_level": "loud"}, {}, "LOG_LEVEL is 'loud'; it can be DEBUG INFO WARNING ERROR"),
         ({}, {"BACKEND": "mpi"}, "BACKEND is 'mpi'; it can be nccl gloo"),
         ({}, {"LAUNCHER": "torchrun"}, "LAUNCHER is 'torchrun'; it can be agent srun"),

@@ -142,6 +142,20 @@ def test_kills_from_outside_may_come_before_a_step_is_gained(tmp_path: Path) -> 
     assert restarts.why_not(killed, beats, beats.reached()) == ""
 
 
+def test_a_restart_says_who_took_over_and_what_node_rank_0_knows(tmp_path: Path) -> None:
+    rank, restarts = Beating(tmp_path), Restarts(3, earlier=1)
+    rank.reach(57, saved=50)
+    gone = replace(FAILURE, fault="agent-killed", cause="its node agent is gone", rank=-1, step=-1)
+    told = restarts.note(
+        gone, rank.beats, -1, lost=["node2"], replaced=["node5 takes node2's place"]
+    )
+    text = "restart 2 of 3 after node agent 1 (node2): its node agent is gone"
+    assert told == f"{text}; node5 takes node2's place; from step 50, 7 steps lost"
+    assert restarts.all[0].lost == ("node2",)
+    other = Restarts(3).note(gone, Heartbeats(1), -1, lost=["node2"])  # of another node rank 0
+    assert other == text.replace("2 of 3", "1 of 3")
+
+
 def test_a_loss_lasts_until_the_step_is_done_again(tmp_path: Path) -> None:
     rank, restarts = Beating(tmp_path), Restarts(3, None, started=time.monotonic() - 100)
     restarts.look(rank.beats)

@@ -1,0 +1,81 @@
+"""The agent of a spare node: torch is imported, and it waits for the place of a lost node."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NoReturn
+
+from distributed.stop_signals import QUERY, handled_signals
+from launcher.agent import successor
+from launcher.agent.assignment import Assignment
+from launcher.agent.checkin import Meeting
+from launcher.agent.control import BEAT_S
+from launcher.agent.protocol import NodeBeat, Peer
+from launcher.agent.torchrun_arguments import Arguments
+from launcher.agent.verdict import Verdict
+from launcher.failure_block import End, RunSummary
+
+
+def wait(meeting: Meeting, args: Arguments, report: Callable[[End], None]) -> Meeting:
+    """Wait until this node is given ranks; ends the process with the run, after its report."""
+    for signum in (*handled_signals(), QUERY):
+        signal.signal(signum, lambda *_: None)  # the nodes act on it, and tell how the run ended
+    started = time.time()
+    while meeting.assignment.node_rank < 0:
+        peer, host = meeting.peers[0], meeting.assignment.hosts[0]
+        told = _hear(peer)
+        if told is None:
+            peer.close()
+            lost = peer.loss(0, host)
+            may_follow = meeting.assignment.attempt < args.max_restarts
+            followed = successor.follow(meeting, lost, args) if may_follow else None
+            if followed is None:
+                _end(Verdict(lost.code, lost), meeting, started, report)
+            meeting = followed
+        elif isinstance(told, Assignment):
+            meeting = replace(meeting, assignment=told)
+        elif told.next is not None:
+            meeting = replace(meeting, assignment=told.next)
+        else:
+            if told.code:  # node rank 0 may still save a snapshot
+                peer.wait_for_end(time.monotonic() + args.grace_s)
+            _end(replace(told, is_told=True), meeting, started, report)
+    return meeting
+
+
+def _hear(peer: Peer) -> Assignment | Verdict | None:
+    """Wait for this node's part, or the run's end; None where node rank 0 is lost."""
+    peer.heard = time.monotonic()
+    while not peer.is_silent:
+        peer.send(NodeBeat(None))
+        if not select.select([peer.socket], [], [], BEAT_S)[0]:
+            continue
+        received = peer.receive()
+        if received is None:
+            return None
+        for message in received:
+            if isinstance(message, Assignment | Verdict):
+                return message
+    return None
+
+
+def _end(
+    verdict: Verdict, meeting: Meeting, started: float, report: Callable[[End], None]
+) -> NoReturn:
+    summary = RunSummary(
+        started,
+        lost_peer=verdict.lost_peer,
+        stopped=verdict.stopped,
+        left=0,
+        run_id=meeting.assignment.run_id,
+        command="",
+        ends=verdict.ends,
+        signum=verdict.signum,
+    )
+    report(End(verdict.code, verdict.failure, summary, verdict.is_told))
+    os._exit(verdict.code)

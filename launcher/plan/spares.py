@@ -1,0 +1,36 @@
+"""How a run goes on without a node: SPARES and MIN_NODES."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from launcher.plan.plan import PlanError, World, read_number
+
+NAMES = ("SPARES", "MIN_NODES")
+FANOUTS = ("ssh",)  # that outlive the loss of a node
+
+
+def keep_back(
+    world: World, environ: Mapping[str, str], fanout: str, engine: str | None, max_restarts: int
+) -> World:
+    """Return the nodes with the last of them as spares.
+
+    Raises PlanError where the numbers cannot mean a run, or this launcher cannot replace a node.
+    """
+    given = {name: environ[name] for name in NAMES if environ.get(name)}
+    spares = read_number("SPARES", given.get("SPARES", "0"), 0, 1000)
+    if not spares and "MIN_NODES" not in given:
+        return world
+    names = " ".join(f"{name}={value}" for name, value in given.items())
+    if fanout not in FANOUTS or engine:
+        cure = "use launch_torchrun_auto.sh, or leave it out"
+        raise PlanError(f"{names}: this launcher does not replace nodes; {cure}")
+    if not max_restarts:
+        raise PlanError(f"{names}, but without MAX_RESTARTS no run goes on; set it")
+    if spares >= world.num_nodes:
+        cure = "name more nodes, the last are the spares"
+        raise PlanError(f"SPARES is {spares} of {world.num_nodes} nodes in all; {cure}")
+    num_nodes = world.num_nodes - spares
+    least = read_number("MIN_NODES", given.get("MIN_NODES", str(num_nodes)), 1, num_nodes)
+    return replace(world, num_nodes=num_nodes, num_spares=spares, min_nodes=least)

@@ -1,0 +1,166 @@
+#!/usr/bin/env bats
+# Nodes that are lost during a run over ssh: a spare takes their place, or fewer go on.
+# shellcheck disable=SC2030,SC2031 # each test is a subshell, and is meant to be
+bats_require_minimum_version 1.5.0
+load helper
+
+ROOT=$(cd -- "$BATS_TEST_DIRNAME/../.." && pwd -P)
+LAUNCH=scripts/ssh/launch_torchrun_auto.sh
+SETTINGS=(train.max_steps=150 train.log_every=1 train.eval_every=0 train.global_batch_size=24)
+SETTINGS+=(model.layers=1 model.width=16 checkpoint.every=20)
+NODES=(node1 node2 node3 node4 node5)
+
+setup_file() {
+  cluster_up 5
+}
+
+teardown_file() {
+  cluster_down
+}
+
+setup() {
+  cd -- "$BATS_TEST_TMPDIR" || return
+  ln -s -- "$ROOT"/{config,scripts} .
+  mkdir tmp
+  export OMP_NUM_THREADS=1 TMPDIR=$PWD/tmp MAX_RESTARTS=2
+}
+
+launch() { # <argument...>
+  timeout 120 "$CLUSTER" run login "$LAUNCH" "$@"
+}
+
+weights_of() { # <run id>
+  PYTHONPATH=$ROOT "$PYTHON" -m distributed.checkpoint hash "checkpoints/$1"
+}
+
+# Starts a run in the background; it has saved when this returns.
+start() { # <run id> <the launcher's arguments...>
+  RUN_ID=$1 launch "${@:2}" >"$1.out" 2>&1 3>&- &
+  PID=$!
+  eventually 60 has_step "$1" 30 || { cat "$1.out" && false; }
+}
+
+has_step() { # <run id> <step>
+  (($(wc -l <"logs/$1/metrics.jsonl") >= $2))
+}
+
+lose() { # <kill|cut|stop> <host> <run id>: its agent, its network, the machine
+  case $1 in
+    kill) on "$2" kill -KILL "$(on "$2" pgrep -P "$(on "$2" pgrep -o -f "rdzv-id $3 ")")" ;;
+    cut) "$CLUSTER" cut "$2" ;;
+    stop) on "$2" bash -c 'kill -STOP -1' ;;
+  esac
+}
+
+bring_back() { # <kill|cut|stop> <host>
+  case $1 in
+    kill) ;;
+    cut) "$CLUSTER" restore "$2" ;;
+    stop) on "$2" bash -c 'kill -CONT -1' ;;
+  esac
+}
+
+is_gone() { # <run id>
+  local node
+  for node in "${NODES[@]}"; do
+    ! on "$node" pgrep -f "rdzv-id $1 " || return
+  done
+}
+
+# Prints the milliseconds from the notice of the newest loss to the step after it.
+pause_of() { # <run id>
+  "$PYTHON" - "logs/$1" <<'PY'
+import json, sys
+from pathlib import Path
+folder = Path(sys.argv[1])
+lost = json.loads((folder / "run.json").read_text())["restarts"][-1]["failed"]
+times = [json.loads(line)["time"] for line in (folder / "metrics.jsonl").open()]
+print(round(1000 * (min(time for time in times if time > lost) - lost)))
+PY
+}
+
+committed() { # <run id>
+  (cd "checkpoints/$1" && find . -printf '%p %T@ %l\n' | sort)
+}
+
+# Loses a node of a run on 4 nodes and a spare; adds to TOOK the milliseconds to the next step.
+lose_one() { # <kill|cut|stop> <node rank> <run id>
+  local host=${NODES[$2]} before
+  start "$3" config/local3.yaml 1 "${NODES[@]}" "${SETTINGS[@]}"
+  lose "$1" "$host" "$3"
+  end_of "$PID"
+  before=$(committed "$3")
+  bring_back "$1" "$host"
+  eventually 20 is_gone "$3" || { cat "$3.out" && false; }
+  cat "$3.out"
+  ((CODE == 0))
+  grep -q "restart 1 of 2 after node agent $2 ($host): .*; node5 takes $host's place" "$3.out"
+  [[ $(committed "$3") == "$before" ]]
+  [[ $(weights_of "$3") == "$NEVER" ]]
+  TOOK+=("$(pause_of "$3")")
+  echo "$1 of node rank $2: the next step ${TOOK[-1]} ms after the notice"
+  ((TOOK[-1] <= 5000))
+}
+
+# bats test_tags=prove
+@test "a spare takes the place of a node whose agent is killed, that is cut off or stopped" {
+  local kinds=(kill cut stop) times=$((${TIMES:-1} * 5 / 2)) number TOOK=() NEVER
+  ((times >= 3)) || times=3
+  MAX_RESTARTS=0 RUN_ID=never launch config/local3.yaml 1 "${NODES[@]::4}" "${SETTINGS[@]}"
+  NEVER=$(weights_of never)
+  export SPARES=1
+  for ((number = 0; number < times; number++)); do
+    lose_one "${kinds[number % 3]}" $(((number % 3 + number / 3) % 4)) "lost-$number"
+  done
+  echo "# loss of a node: $times times a spare took over, at the latest $(printf '%s\n' "${TOOK[@]}" | sort -n | tail -n 1) ms after the notice; weights equal, nothing left" >&3
+}
+
+@test "node rank 0 is lost, and not the copy of its snapshot" {
+  export SPARES=1
+  start copied config/local3.yaml 1 node1 node2 node3 "${SETTINGS[@]/150/500}" checkpoint.every=0 checkpoint.snapshot_every=5
+  eventually 60 has_step copied 300 # a copy is begun every 2 s
+  lose kill node1 copied
+  end_of "$PID"
+  cat copied.out
+  ((CODE == 0))
+  grep -q '^.1. node agent: step [0-9]* was in memory, and is saved now' copied.out
+  grep -q '^.2. resumed    after step [0-9]*$' copied.out
+}
+
+@test "MIN_NODES: without a spare fewer nodes go on with the same batches" {
+  export MIN_NODES=2
+  start fewer config/local3.yaml 1 node1 node2 node3 "${SETTINGS[@]}"
+  lose kill node1 fewer # node rank 0
+  end_of "$PID"
+  cat fewer.out
+  ((CODE == 0))
+  grep -q 'restart 1 of 2 after node agent 0 (node1): .*; 2 nodes without node1' fewer.out
+  grep -q 'with 2 processes (was 3): sums are rounded differently' fewer.out
+  run ! grep -q 'batches of' fewer.out
+  eventually 5 is_gone fewer
+}
+
+@test "without a spare left the run ends, and names the node" {
+  export SPARES=1 MAX_RESTARTS=2
+  start ends config/local3.yaml 1 node1 node2 node3 "${SETTINGS[@]/600/100000}"
+  lose kill node3 ends # the spare
+  eventually 20 grep -q 'warning: spare node3: its node agent is gone; the run goes on' ends.out
+  lose kill node2 ends
+  end_of "$PID"
+  cat ends.out
+  ((CODE == 137))
+  grep -q '^.0. node agent: no spare is left for node2: there is no restart' ends.out
+  grep -q '^FAILED   node agent 1 (node2) .*\[agent-killed\]$' ends.out
+  eventually 5 is_gone ends
+}
+
+@test "a stop reaches the spare, too; without a loss a run ends as ever" {
+  export SPARES=1
+  start stopped config/local3.yaml 1 node1 node2 node3 "${SETTINGS[@]/600/100000}"
+  on login kill -TERM "$(on login pgrep -o -f "/start.py ssh ")"
+  end_of "$PID"
+  cat stopped.out
+  ((CODE == 75))
+  grep -q '^ended      code 75; nothing is left running on 3 nodes' stopped.out
+  is_gone stopped
+}

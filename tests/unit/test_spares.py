@@ -1,0 +1,252 @@
+"""Spare nodes: agents on loopback that lose nodes, node rank 0 among them, and go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from agents import Run, kill_what_is_left
+
+from launcher.agent.assignment import Seat
+from launcher.agent.control import BEAT_S, SILENCE_S
+from launcher.agent.protocol import Peer
+from launcher.agent.team import Team
+
+# Every rank says where it is, and trains for ever, or ends in the attempt that is named.
+PROGRAM = """
+import os, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+attempt, node = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["GROUP_RANK"]
+dist.barrier()
+where = f"rank {dist.get_rank()} of {dist.get_world_size()} node {node}"
+with open(f"{sys.argv[3]}/{attempt}.{dist.get_rank()}", "w") as file:
+    file.write(where)
+dist.barrier()
+while attempt != sys.argv[1]:
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.01)
+sys.exit(int(sys.argv[2]))
+"""
+NOTICE_S = SILENCE_S + 2 * BEAT_S
+Start = Callable[..., list[Run]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    runs: list[Run] = []
+
+    def begin(nodes: int, spares: int, ends: str, code: int = 0, **environment: str) -> list[Run]:
+        """Start them with two ranks each, to end with a code in the attempt that `ends` names."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = str(server.getsockname()[1])
+        world = ["--nnodes", str(nodes), "--nproc-per-node", "2", "--max-restarts", "2"]
+        world += ["--master-addr", "127.0.0.1", "--master-port", port]
+        variables = {"SPARES": str(spares), "MIN_NODES": str(nodes), **environment}
+        for place in range(nodes + spares):
+            words = [*world, "--node-rank", str(place), "--log-dir", str(tmp_path / "logs")]
+            variables["LAUNCH_TOKEN"] = f"{port}.{place}"
+            words += [str(script), ends, str(code), str(tmp_path)]
+            runs.append(Run(words, **variables))
+        return runs
+
+    yield begin
+    kill_what_is_left(runs)
+
+
+def finish(runs: list[Run], code: int) -> list[str]:
+    """Wait for the ends; returns what each agent said."""
+    told = [run.finish() for run in runs]
+    for run, text in zip(runs, told, strict=True):
+        run.assert_gone()
+        assert run.process.returncode == code, text
+    return told
+
+
+def seen(folder: Path, attempt: int) -> list[str]:
+    """Return what the ranks of an attempt said of themselves."""
+    return sorted(file.read_text() for file in folder.glob(f"{attempt}.*"))
+
+
+def ready(folder: Path, world_size: int, attempt: int = 0) -> None:
+    """Wait until all ranks of an attempt have met."""
+    deadline = time.monotonic() + 60
+    while len(list(filter(None, seen(folder, attempt)))) < world_size:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def lose(run: Run, signum: int = signal.SIGKILL) -> None:
+    run.look()
+    os.kill(run.agent_pid(), signum)
+
+
+FOUR = [f"rank {rank} of 4 node {rank // 2}" for rank in range(4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [0, 2])  # no restart follows a wrong argument
+def test_a_spare_waits_with_torch_imported_and_ends_with_the_run(
+    tmp_path: Path, start: Start, code: int
+) -> None:
+    runs = start(2, 1, "0", code)
+    ready(tmp_path, 4)
+    spare = runs[2]
+    maps = Path(f"/proc/{spare.agent_pid()}/maps").read_text()
+    assert "libtorch_python" in maps and spare.rank_pids() == []
+    told = finish(runs, code)
+    assert ("FAILED   rank " in told[2]) == bool(code)
+    assert seen(tmp_path, 0) == FOUR
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_spare_takes_the_place_of_a_node_whose_agent_is_gone(
+    tmp_path: Path, start: Start, lost: int
+) -> None:
+    runs = start(2, 1, "1")
+    ready(tmp_path, 4)
+    lose(runs[lost])
+    assert runs[lost].process.wait(20) == 137
+    others = [run for place, run in enumerate(runs) if place != lost]
+    told = finish(others, 0)
+    assert seen(tmp_path, 1) == FOUR
+    host = socket.gethostname()
+    new_first = told[1 if lost == 0 else 0]
+    line = f"restart 1 of 2 after node agent {lost} ({host}): its node agent is gone; "
+    assert f"{line}{host} takes {host}'s place" in new_first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_node_that_is_stopped_is_replaced_and_ends_when_it_goes_on(
+    tmp_path: Path, start: Start, lost: int
+) -> None:
+    runs = start(2, 1, "1")
+    ready(tmp_path, 4)
+    lose(runs[lost], signal.SIGSTOP)
+    others = [run for place, run in enumerate(runs) if place != lost]
+    for run in others:
+        run.process.wait(NOTICE_S + 20)
+    finish(others, 0)
+    assert seen(tmp_path, 1) == FOUR
+    os.kill(runs[lost].agent_pid(), signal.SIGCONT)
+    runs[lost].process.wait(NOTICE_S)
+    assert runs[lost].process.returncode == 137
+    runs[lost].assert_gone()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 2])
+def test_without_a_spare_fewer_nodes_go_on(tmp_path: Path, start: Start, lost: int) -> None:
+    runs = start(3, 0, "1", MIN_NODES="2")
+    ready(tmp_path, 6)
+    lose(runs[lost])
+    others = [run for place, run in enumerate(runs) if place != lost]
+    told = finish(others, 0)
+    assert seen(tmp_path, 1) == FOUR
+    assert "; 2 nodes without " in told[0]
+
+
+@pytest.mark.slow
+def test_one_loss_after_another(tmp_path: Path, start: Start) -> None:
+    runs = start(3, 2, "2")
+    ready(tmp_path, 6)
+    lose(runs[0])
+    ready(tmp_path, 6, 1)
+    lose(runs[3])  # the spare that has taken node rank 0
+    told = finish([runs[1], runs[2], runs[4]], 0)
+    assert seen(tmp_path, 2) == [f"rank {rank} of 6 node {rank // 2}" for rank in range(6)]
+    assert "restart 2 of 2 after node agent 0 " in told[2]
+
+
+@pytest.mark.slow
+def test_half_of_the_nodes_do_not_go_on_without_node_rank_0(tmp_path: Path, start: Start) -> None:
+    runs = start(2, 0, "1", MIN_NODES="1")
+    ready(tmp_path, 4)
+    lose(runs[0])
+    (told,) = finish([runs[1]], 137)
+    assert "reaches 0 agents of 1 others: the run ends" in told
+    assert "FAILED   node agent 0 (" in told
+
+
+@pytest.mark.slow
+def test_a_spare_that_is_gone_is_told_and_missed_by_nobody(tmp_path: Path, start: Start) -> None:
+    runs = start(2, 1, "1")
+    ready(tmp_path, 4)
+    lose(runs[2])
+    assert runs[2].process.wait(20) == 137
+    lose(runs[1])
+    told = finish([runs[0]], 137)
+    assert "its node agent is gone; the run goes on [agent-killed]" in told[0]
+    assert "no spare is left for " in told[0]
+
+
+# --- who sits where -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def peers() -> Iterator[Callable[[int], Peer]]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield lambda _: Peer(socket.create_connection(server.getsockname()))
+
+
+def team_of(
+    connect: Callable[[int], Peer], nprocs: list[int], spares: list[int], min_nodes: int
+) -> Team:
+    seats = [Seat(place, f"n{place}", nproc) for place, nproc in enumerate(nprocs)]
+    waiting = {place: Seat(place, f"n{place}", n) for place, n in enumerate(spares, len(nprocs))}
+    others = {place: connect(place) for place in range(1, len(nprocs))}
+    there = {place: connect(place) for place in waiting}
+    return Team("r", seats, others, waiting, there, min_nodes)
+
+
+@pytest.mark.parametrize(
+    ("nprocs", "spares", "min_nodes", "lost", "why", "told", "hosts", "world_size"),
+    [
+        ([2, 2, 2], [2], 3, [1], "", ["n3 takes n1's place"], ["n0", "n3", "n2"], 6),
+        ([2, 2, 2], [2], 3, [1, 2], "no spare is left for n1, n2: there is no restart", [], [], 0),
+        ([2, 2, 2, 2], [2, 2], 4, [1, 3], "",
+         ["n4 takes n1's place", "n5 takes n3's place"], ["n0", "n4", "n2", "n5"], 8),
+        ([2, 4, 2], [2, 4], 3, [1], "", ["n4 takes n1's place"], ["n0", "n4", "n2"], 8),
+        ([2, 4, 2], [2], 3, [1], "no spare is left for n1: there is no restart", [], [], 0),
+        ([2, 4, 2], [2], 2, [1], "", ["2 nodes without n1"], ["n0", "n2"], 4),
+        ([2, 2, 2, 2], [], 2, [1, 2, 3], "this node reaches 0 of 3 others: it ends", [], [], 0),
+        ([2, 2], [], 1, [1], "", ["1 node without n1"], ["n0"], 2),
+        ([2, 2], [], 0, [1], "a node's agent is gone: there is no restart", [], [], 0),
+    ],
+)  # fmt: skip
+def test_who_takes_whose_place(
+    peers: Callable[[int], Peer],
+    nprocs: list[int],
+    spares: list[int],
+    min_nodes: int,
+    lost: list[int],
+    why: str,
+    told: list[str],
+    hosts: list[str],
+    world_size: int,
+) -> None:
+    team = team_of(peers, nprocs, spares, min_nodes)
+    for node_rank in lost:
+        team.peers.pop(node_rank)
+    assert team.why_not() == why
+    if why:
+        return
+    assert team.refill() == told
+    parts = team.assign(1, "10.0.0.1", 99)
+    assert [*parts[0].hosts] == hosts and parts[0].world_size == world_size
+    in_order = [parts[seat.place] for seat in team.seats]
+    assert [part.node_rank for part in in_order] == [*range(len(hosts))]
+    assert sorted(team.peers) == [*range(1, len(hosts))]
+    firsts = [part.first_rank for part in in_order]
+    counts = [team.seats[rank].nproc for rank in range(len(hosts))]
+    assert firsts == [sum(counts[:rank]) for rank in range(len(hosts))]
+    assert {part.attempt for part in parts.values()} == {1}
