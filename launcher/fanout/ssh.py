@@ -28,7 +28,7 @@ from launcher.fanout.lineups import Lineups
 from launcher.fanout.loop import Loop
 from launcher.fanout.protocol import Cut, Exit, Hello, Start
 from launcher.fanout.silence import Silence
-from launcher.fanout.swap import choose_master
+from launcher.fanout.swap import choose_master, swap_ill
 from launcher.fanout.terminal import Terminals
 from launcher.plan.plan import Plan, print_commands, print_plan, quote_once
 from launcher.preflight import compare
@@ -133,15 +133,17 @@ class Fanout:
             self.connections[number].send_line(protocol.write_request(asked))
         self.wait_for(Report, answer_by)
         reports = [report for one in self.connections if (report := one.answer(Report))]
-        silent = [
-            Finding(one.node, one.explain_silence(waited_s))
-            for one in self.connections
-            if one.answer(Report) is None
-        ]
+        gone = [one for one in self.connections if one.answer(Report) is None]
+        silent = [Finding(one.node, one.explain_silence(waited_s)) for one in gone]
         outcome = compare.judge(reports, time.monotonic() - began)
         outcome = replace(outcome, findings=[*silent, *outcome.findings])
         plan, out = self.plan, sys.stderr if plan.is_detached else self.err.text
-        if compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=out):
+        is_strict, name = plan.is_strict, plan.program
+        is_refused = compare.print_findings(outcome, name, is_strict=is_strict, out=out)
+        if (swapped := swap_ill(plan, self.connections, self.say)) is not None:
+            self.plan, self.token = swapped, os.urandom(16).hex()
+            return self.check_nodes()
+        if is_refused:
             return None
         counts = [report.nproc for report in reports[: plan.num_nodes]]
         print_plan(plan, reports[0], outcome, counts, out)

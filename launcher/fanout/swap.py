@@ -1,15 +1,71 @@
-"""Before the start: which node is the master."""
+"""Before the start: which node is the master, and which are swapped for spares."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from distributed.errors import Refused
 from launcher import handshake
+from launcher.fanout.connection import Connection
 from launcher.fanout.protocol import Hello
 from launcher.plan.plan import Plan
+from launcher.preflight.check_node import Report
+from launcher.record import run_json
+
+TWICE = 2  # losses of one node in a run, after which it is not used again
+
+
+def find_ill(plan: Plan, reports: Sequence[Report | None]) -> set[int]:
+    """Return the node ranks of those that do not answer, have a fault, or were lost twice."""
+    record = run_json.read(plan.log_dir / plan.run_id) or run_json.Record()
+    losses = Counter(host for restart in record.restarts for host in restart.lost)
+    bad = {host.partition(".")[0] for host, times in losses.items() if times >= TWICE}
+    return {
+        node_rank
+        for node_rank, report in enumerate(reports)
+        if report is None
+        or report.host in bad
+        or any(plan.is_strict or not fault.warns for fault in report.faults)
+    }
+
+
+def swap_ill(plan: Plan, connections: list[Connection], say: Callable[[str], None]) -> Plan | None:
+    """Return the plan with spares in the places of ill nodes, whose connections end with this.
+
+    None where nothing changes: no node is ill, or there are not enough spares.
+    """
+    ill = find_ill(plan, [one.answer(Report) for one in connections]) if plan.num_spares else ()
+    if not ill or (found := swap(plan, ill)) is None:
+        return None
+    swapped, told = found
+    say("; ".join(told))
+    for one in connections:
+        one.terminate()
+    connections.clear()
+    return swapped
+
+
+def swap(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
+    """Return the plan without these nodes, and who takes their places; None if spares lack."""
+    if 0 in ill and os.environ.get("MASTER_ADDR"):  # the address of a node that is not used
+        return None
+    nodes = list(plan.nodes[: plan.num_nodes])
+    rest = range(plan.num_nodes, plan.num_agents)
+    spares = [plan.nodes[place] for place in rest if place not in ill]
+    told = [f"{plan.nodes[place].name} is no spare" for place in rest if place in ill]
+    for place in sorted({*ill} - {*rest}):
+        spare = next((one for one in spares if one.nproc == nodes[place].nproc), None)
+        if spare is None:
+            return None
+        told.append(f"{spare.name} takes {nodes[place].name}'s place")
+        spares.remove(spare)
+        nodes[place] = spare
+    master = nodes[0].name.rpartition("@")[2]
+    everyone = [*nodes, *spares]
+    return replace(plan, nodes=everyone, num_spares=len(spares), master_addr=master), told
 
 
 def choose_master(plan: Plan, hellos: Sequence[Hello | None]) -> Plan:

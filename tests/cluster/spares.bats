@@ -140,6 +140,17 @@ lose_one() { # <kill|cut|stop> <node rank> <run id>
   eventually 5 is_gone fewer
 }
 
+@test "a spare takes the place of a node that cannot be reached before the start" {
+  export SPARES=1
+  "$CLUSTER" cut node1
+  RUN_ID=swapped launch config/local3.yaml 1 node1 node2 node3 "${SETTINGS[@]/150/5}" >swapped.out 2>&1
+  "$CLUSTER" restore node1
+  cat swapped.out
+  grep -q '^launch_torchrun_auto.sh: node3 takes node1.s place$' swapped.out
+  grep -q '^hosts      node3 (master, 10.0.0.3:[0-9]*)  node2$' swapped.out
+  grep -q '^ended      code 0; nothing is left running on 2 nodes' swapped.out
+}
+
 @test "without a spare left the run ends, and names the node" {
   export SPARES=1 MAX_RESTARTS=2
   start ends config/local3.yaml 1 node1 node2 node3 "${SETTINGS[@]/600/100000}"
