@@ -71,10 +71,10 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
     Raises ValueError, one line with cause and cure, where a number is out of range.
     """
     args = torchrun.get_args_parser().parse_args(arguments)
-    is_placed = _place_in_step(args)
-    low, high = torchrun.parse_min_max_nnodes(args.nnodes)
     spares = int(os.environ.pop("SPARES", "") or 0)  # no rank needs it
     min_nodes = int(os.environ.pop("MIN_NODES", "") or 0)
+    is_placed = _place_in_step(args, spares)
+    low, high = torchrun.parse_min_max_nnodes(args.nnodes)
     nproc = _count_ranks(args.nproc_per_node)
     address, port = _master(args, high)
     if low != high and args.rdzv_backend == "static":
@@ -125,15 +125,18 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
     ), beyond_static
 
 
-def _place_in_step(args: argparse.Namespace) -> bool:
-    """In a SLURM step, take the nodes, this node's rank and the master from it, unless given."""
+def _place_in_step(args: argparse.Namespace, spares: int) -> bool:
+    """In a SLURM step, take the nodes, this node's rank and the master from it, unless given.
+
+    So many of the step's nodes are spares, the last.
+    """
     usual = vars(torchrun.get_args_parser().parse_args(["script"]))
     names = ("nnodes", "node_rank", "master_addr", "rdzv_endpoint", "rdzv_backend", "standalone")
     step = slurm_node(os.environ)
     if step is None or any(getattr(args, name) != usual[name] for name in names):
         return False
     num_nodes, args.node_rank, args.master_addr = step
-    args.nnodes = str(num_nodes)
+    args.nnodes = str(num_nodes - spares)
     return True
 
 

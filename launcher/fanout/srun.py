@@ -31,6 +31,7 @@ PREFLIGHT_S = 300.0  # for all nodes to answer; other steps of the job may have 
 TELL_S = 10.0  # after which nodes that have not answered are named, if others have
 LOAD_S = 1800.0  # with pyxis, which may load the image on each node
 LONGEST = 100_000  # characters of an argument; Linux allows 128 KiB
+KILL_ALL = "--kill-on-bad-exit=1"
 _CANNOT_START = range(125, 128)  # exit codes of env: a folder or a program is not there
 
 
@@ -105,7 +106,7 @@ def check_nodes(plan: Plan) -> list[Report]:
 
     Raises Refused where a node did not answer.
     """
-    pieces = in_pieces(encode(plan.request(meeting_size=plan.num_nodes)), LONGEST)
+    pieces = in_pieces(encode(plan.request(meeting_size=plan.num_agents)), LONGEST)
     check = plan.inside([*plan.module_command("launcher.preflight.check_node"), *pieces])
     command = ["env", f"--chdir={plan.root}", *check]
     step = node_step(plan, ["--kill-on-bad-exit=0"], command, os.environ)
@@ -172,13 +173,14 @@ def step_command(
     """
     if not plan.engine:
         agent = plan.inside(plan.agent_command(nproc=nproc, port=port, is_placed=False))
-        return node_step(plan, ["--kill-on-bad-exit=1"], plan.with_variables(agent), environ)
+        options = ["--kill-on-bad-exit=0", "--no-kill"] if plan.min_nodes else [KILL_ALL]
+        return node_step(plan, options, plan.with_variables(agent), environ)
     tasks = environ.get("SLURM_TASKS_PER_NODE", "1") if environ.get("SLURM_NTASKS") else "1"
     if {*tasks_per_node(tasks, "SLURM_TASKS_PER_NODE")} != {nproc}:
         cause = f"LAUNCHER=srun starts the job's tasks, {tasks} per node"
         cure = f"give --ntasks-per-node={nproc}"
         raise PlanError(f"{cause}, for {nproc} ranks per node; {cure} [wrong-world]")
-    step = ["srun", "--kill-on-bad-exit=1", f"--job-name={plan.run_id}"]
+    step = ["srun", KILL_ALL, f"--job-name={plan.run_id}"]
     if cpus := environ.get("SLURM_CPUS_PER_TASK"):  # srun does not inherit it
         step.append(f"--cpus-per-task={cpus}")
     if environ.get("SLURM_GPUS_PER_NODE"):  # the script's value; sbatch's options may differ
@@ -201,8 +203,8 @@ def node_step(
     """
     job_wide = ("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_CPUS_PER_GPU")
     step = ["env", *(f"--unset={name}" for name in job_wide)]
-    step += ["srun", f"--nodes={plan.num_nodes}"]
-    step += [f"--ntasks={plan.num_nodes}", "--ntasks-per-node=1"]
+    step += ["srun", f"--nodes={plan.num_agents}"]
+    step += [f"--ntasks={plan.num_agents}", "--ntasks-per-node=1"]
     if cpus := environ.get("SLURM_JOB_CPUS_PER_NODE"):
         step.append(f"--cpus-per-task={min(tasks_per_node(cpus, 'SLURM_JOB_CPUS_PER_NODE'))}")
     step.append(f"--job-name={plan.run_id}")

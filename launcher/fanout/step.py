@@ -25,9 +25,10 @@ from distributed.environment import job_id
 from distributed.errors import STOPPED
 from distributed.stop_signals import NOTICE, QUERY, STOP_SIGNALS, Interrupts, handled_signals
 from launcher import processes
-from launcher.agent.control import MESSAGES
+from launcher.agent.control import MESSAGES, Lineup
 from launcher.failure_block import End, print_end
 from launcher.fanout.ending import NodeResult, conclude
+from launcher.fanout.lineups import DECIDE_S
 from launcher.fanout.protocol import Answers, Exit
 from launcher.plan.plan import Plan
 from launcher.plan.slurm import in_batch_script
@@ -68,7 +69,8 @@ class Output:
     """What comes on srun's stdout: the agents' messages are taken out of the ranks' output."""
 
     def __init__(self, srun: subprocess.Popen[bytes], token: str) -> None:
-        self.ends: dict[int, End] = {}  # by node rank
+        self.ends: dict[int, End] = {}  # by the node rank with which each was started
+        self.lineup: Lineup | None = None  # the nodes that the run goes on with; None: all
         self._answers = Answers(token, _read_piece)
         self._pieces: dict[int, bytes] = {}
         self._last = b"\n"  # byte shown
@@ -80,14 +82,18 @@ class Output:
     @property
     def end(self) -> End | None:
         """How the run ended: node rank 0 knows best, unless it was only stopped."""
-        ends = sorted((self.ends[rank] for rank in sorted(self.ends)), key=lambda end: end.is_told)
+        here = [self.ends[rank] for rank in sorted(self.ends) if self._takes_part(rank)]
+        ends = sorted(here, key=lambda end: end.is_told)
         failed = [end for end in ends if end.failure and not ends[0].failure and ends[0].code]
         return next(iter(failed + ends), None)
 
     @property
     def mute(self) -> set[int]:
         """The nodes whose part began and told no end."""
-        return self._pieces.keys() - self.ends.keys()
+        return {*filter(self._takes_part, self._pieces)} - self.ends.keys()
+
+    def _takes_part(self, rank: int) -> bool:
+        return self.lineup is None or rank in (*self.lineup.nodes, *self.lineup.spares)
 
     def close(self) -> None:
         """Show what has come, up to the end of a line."""
@@ -103,9 +109,16 @@ class Output:
             for rank, piece in pieces:
                 self._pieces[rank] = self._pieces.get(rank, b"") + piece
                 with contextlib.suppress(MessageError):  # not whole yet
-                    self.ends[rank] = MESSAGES.read(self._pieces[rank])
-                    os.kill(os.getpid(), signal.SIGCHLD)  # wakes run_step()
+                    self._note(rank, MESSAGES.read(self._pieces[rank]))
             self._show(text)
+
+    def _note(self, rank: int, message: End | Lineup) -> None:
+        self._pieces[rank] = b""
+        if isinstance(message, End):
+            self.ends[rank] = message
+        elif self.lineup is None or message.attempt >= self.lineup.attempt:
+            self.lineup = message
+        os.kill(os.getpid(), signal.SIGCHLD)  # wakes run_step()
 
     def _show(self, text: bytes) -> None:
         self._last = text[-1:] or self._last
@@ -140,7 +153,10 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     started, end_at, is_asked = time.time(), math.inf, False
     while srun.poll() is None:
         if output and output.end:
-            end_at = min(end_at, time.monotonic() + END_S)
+            may_go_on = plan.min_nodes and output.mute  # without the node whose part has ended
+            end_at = min(end_at, time.monotonic() + (DECIDE_S if may_go_on else END_S))
+        else:
+            end_at = math.inf
         left_s = min(end_at - time.monotonic(), 3600.0)
         came = signal.sigtimedwait({*handled, QUERY, signal.SIGCHLD}, max(0.0, left_s))
         if time.monotonic() > end_at:

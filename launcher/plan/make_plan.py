@@ -50,6 +50,7 @@ _RESUMED_WITH = (  # variables that shape a run: the resume line repeats them
     *("MODULES", "FRESH", "NUMA_BINDING", "SITE", "CONTAINER", "CONTAINER_ARGS"),
     *("STAGE_ENV", "HANG_SECONDS", "SPARES", "MIN_NODES"),
 )
+_PASSED_ON = ("BACKEND", "GRACE", "HANG_SECONDS", "SHOW_RANKS", "FRESH", "NUMA_BINDING")
 _RESUMED_WITH_SSH = ("SSH_OPTS", "FORWARD_ENV", "PREFLIGHT_SECONDS")
 
 
@@ -69,16 +70,16 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     preflight = environ.get("PREFLIGHT_SECONDS") or "9"
     preflight_s = read_number("PREFLIGHT_SECONDS", preflight, 5, 3600)
     fanout = choose_fanout(typed, environ)
+    has_tasks = environ.get("LAUNCHER") == "srun" and fanout != "local"
+    engine = typed.engine or ("srun" if has_tasks else "")
     world = read_world(typed, environ, fanout)
-    world = spares.keep_back(world, environ, fanout, typed.engine, max_restarts)
+    world = spares.keep_back(world, environ, fanout, engine, max_restarts)
     if fanout == "local" and world.num_nodes > 1:
         _check_access(environ)
-    has_tasks = environ.get("LAUNCHER") == "srun" and fanout != "local"
     log_dir = Path(_first(typed.log_dir, environ, "LOG_DIR") or DEFAULT_LOG_DIR)
     log_dir = log_dir.absolute() if typed.module else log_dir
     is_namer = world.node_rank == 0 and fanout != "job_command"
-    named = ("BACKEND", "GRACE", "HANG_SECONDS", "SHOW_RANKS", "FRESH", "NUMA_BINDING")
-    given = {"LOG_LEVEL": level, **{name: environ.get(name) for name in named}}
+    given = {"LOG_LEVEL": level, **{name: environ.get(name) for name in _PASSED_ON}}
     return Plan(
         **vars(world),
         program=typed.program,
@@ -96,7 +97,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         cpu_nproc=int(typed.cpu_nproc or 1),
         port=_read_port(typed, environ, is_by_hand=fanout == "local" and world.num_nodes > 1),
         backend=environ.get("BACKEND") or "auto",
-        engine=typed.engine or ("srun" if has_tasks else ""),
+        engine=engine,
         use_env=typed.use_env,
         max_restarts=max_restarts,
         grace_s=grace_s,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from distributed import hostlist
 from distributed.errors import Refused
 from distributed.stop_signals import DEFAULT_GRACE_S
 from launcher.container.container import Container
@@ -312,7 +313,8 @@ def _hosts(plan: Plan, node: Report | None) -> str:
 
 
 def _spares(plan: Plan) -> str:
-    names = "  ".join(node.name for node in plan.nodes[plan.num_nodes :]) or "none"
+    everyone = [node.name for node in plan.nodes] or hostlist.expand(plan.hosts)
+    names = "  ".join(everyone[plan.num_nodes :]) or "none"
     is_less = plan.min_nodes < plan.num_nodes
     return names + (f"   (without one, {count(plan.min_nodes, 'node')} will do)" if is_less else "")
 

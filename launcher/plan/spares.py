@@ -8,7 +8,7 @@ from dataclasses import replace
 from launcher.plan.plan import PlanError, World, read_number
 
 NAMES = ("SPARES", "MIN_NODES")
-FANOUTS = ("ssh",)  # that outlive the loss of a node
+FANOUTS = ("ssh", "srun")  # that outlive the loss of a node
 
 
 def keep_back(
@@ -20,11 +20,11 @@ def keep_back(
     """
     given = {name: environ[name] for name in NAMES if environ.get(name)}
     spares = read_number("SPARES", given.get("SPARES", "0"), 0, 1000)
-    if not spares and "MIN_NODES" not in given:
+    if (not spares and "MIN_NODES" not in given) or fanout == "job_command":
         return world
     names = " ".join(f"{name}={value}" for name, value in given.items())
     if fanout not in FANOUTS or engine:
-        cure = "use launch_torchrun_auto.sh, or leave it out"
+        cure = "use launch_torchrun_auto.sh or a SLURM job, or leave it out"
         raise PlanError(f"{names}: this launcher does not replace nodes; {cure}")
     if not max_restarts:
         raise PlanError(f"{names}, but without MAX_RESTARTS no run goes on; set it")

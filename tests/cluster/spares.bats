@@ -151,6 +151,25 @@ lose_one() { # <kill|cut|stop> <node rank> <run id>
   grep -q '^ended      code 0; nothing is left running on 2 nodes' swapped.out
 }
 
+@test "in a SLURM job a spare takes the place of a node that is killed or cut off" {
+  local id
+  export SPARES=1
+  for id in kill cut; do
+    timeout 120 "$CLUSTER" run login salloc --quiet --no-kill --nodes=4 --ntasks-per-node=1 --nodelist=node[1-4] \
+      env RUN_ID="$id" scripts/run_ddp.sh -n 1 -c config/local3.yaml -- "${SETTINGS[@]}" >"$id.out" 2>&1 3>&- &
+    PID=$!
+    eventually 60 has_step "$id" 30 || { cat "$id.out" && false; }
+    lose "$id" node2 "$id"
+    end_of "$PID"
+    bring_back "$id" node2
+    cat "$id.out"
+    ((CODE == 0))
+    grep -q "restart 1 of 2 after node agent 1 (node2): .*; node4 takes node2's place" "$id.out"
+    eventually 20 is_gone "$id"
+    (($(pause_of "$id") <= 5000))
+  done
+}
+
 @test "without a spare left the run ends, and names the node" {
   export SPARES=1 MAX_RESTARTS=2
   start ends config/local3.yaml 1 node1 node2 node3 "${SETTINGS[@]/600/100000}"

@@ -34,6 +34,13 @@ def test_agents_get_all_that_the_job_has_and_the_variables_of_the_run(plan: Plan
     assert command[-2:] == ["own.py", "a b"]
 
 
+def test_a_step_with_spares_outlives_a_node(plan: Plan) -> None:
+    plan = Plan(**{**vars(plan), "num_nodes": 2, "num_spares": 1, "min_nodes": 2})
+    command = srun.step_command(plan, nproc=2, port=1234, environ=captured("batch-step"))
+    assert {"--nodes=3", "--ntasks=3", "--kill-on-bad-exit=0", "--no-kill"} <= {*command}
+    assert {"SPARES=1", "MIN_NODES=2"} <= {*command}
+
+
 @pytest.mark.parametrize(
     ("given", "forwarded"),
     [

@@ -13,7 +13,7 @@ import pytest
 from captured import captured
 from job_tools import make_tool
 
-from launcher.agent.control import Control, report_end
+from launcher.agent.control import Control, Lineup, report_end, tell
 from launcher.failure import Failure
 from launcher.failure_block import End, RunSummary
 from launcher.fanout import step
@@ -26,7 +26,7 @@ from pathlib import Path
 sys.path += [sys.argv[1] + "/tests/unit", sys.argv[1]]
 from job_tools import job_plan
 from launcher.fanout import step
-sys.exit(step.run_step(job_plan(Path.cwd()), ["srun"]))
+sys.exit(step.run_step(job_plan(Path.cwd(), min_nodes=int(sys.argv[2])), ["srun"]))
 """
 
 
@@ -41,11 +41,11 @@ def told(node_rank: int, blamed: int, capsys: pytest.CaptureFixture[str], frames
     return capsys.readouterr().out
 
 
-def run_step(folder: Path) -> tuple[subprocess.CompletedProcess[str], float]:
+def run_step(folder: Path, min_nodes: int = 0) -> tuple[subprocess.CompletedProcess[str], float]:
     """Run a step to its end; returns what came of it, and how long it took."""
     began = time.monotonic()
     environ = {**os.environ, "LAUNCH_TOKEN": "t0ken"}
-    command = [sys.executable, "-c", RUN, str(ROOT)]
+    command = [sys.executable, "-c", RUN, str(ROOT), str(min_nodes)]
     result = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
     return result, time.monotonic() - began
 
@@ -63,6 +63,24 @@ def test_an_srun_that_waits_for_a_lost_node_is_ended(
     assert result.stdout == "step 1\n"
     assert result.stderr.startswith("FAILED   node agent 1 (node2) ")
     assert step.END_S <= took_s < step.END_S + 3
+
+
+def test_a_run_that_goes_on_without_a_node_ends_as_the_others_do(
+    tmp_path: Path, tools: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost, others = told(1, 1, capsys), Control(None, "t0ken 0")
+    tell(Lineup(1, [0, 2], []), others, is_line_open=False)
+    lineup = capsys.readouterr().out
+    for rank in (0, 2):
+        end = End(0, None, RunSummary(0.0, 0, 0, 0, "mine", ""), is_told=rank > 0)
+        report_end(end, Control(None, f"t0ken {rank}"), is_line_open=False)
+    begun = "".join(f"t0ken {rank}\n" for rank in range(3))
+    pause = f"sleep {step.END_S + 1}"
+    for name, text in (("lost", begun + lost), ("ends", lineup + capsys.readouterr().out)):
+        (tmp_path / name).write_text(text)
+    make_tool(tools / "srun", f"cat lost; {pause}; echo on; cat ends; exit 137")
+    result, _ = run_step(tmp_path, min_nodes=2)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "on\n", "")
 
 
 def test_the_block_comes_once_and_last_and_node_rank_0_is_believed(
@@ -112,7 +130,7 @@ def test_an_agent_that_was_killed_is_named_where_the_others_were_only_stopped(
 def test_a_line_that_does_not_end_is_shown_as_it_comes(tmp_path: Path, tools: Path) -> None:
     make_tool(tools / "srun", "printf ' 50%%'; while [[ ! -e seen ]]; do sleep 0.01; done")
     environ = {**os.environ, "LAUNCH_TOKEN": "t0ken"}
-    command = [sys.executable, "-c", RUN, str(ROOT)]
+    command = [sys.executable, "-c", RUN, str(ROOT), "0"]
     with subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE) as running:
         assert running.stdout is not None
         assert os.read(running.stdout.fileno(), 9) == b" 50%"
