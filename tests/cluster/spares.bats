@@ -123,7 +123,7 @@ lose_one() { # <kill|cut|stop> <node rank> <run id>
   end_of "$PID"
   cat copied.out
   ((CODE == 0))
-  grep -q '^.1. node agent: step [0-9]* was in memory, and is saved now' copied.out
+  grep -q '^.1. node agent: step [0-9]* was only in memory; it is now saved in ' copied.out
   grep -q '^.2. resumed    after step [0-9]*$' copied.out
 }
 
