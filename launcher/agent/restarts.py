@@ -52,13 +52,16 @@ class Restarts:
             return f"a restart would fail the same way ({first.fault}): there is none"
         if first.cause.startswith(_INCURABLE_ERRORS):
             return f"a restart would fail the same way ({first.cause}): there is none"
-        if not self.all or first.fault in _FROM_OUTSIDE:
+        if not self.all:
             return ""
-        last, what = self.all[-1], (first.step, first.fault, first.cause)
-        if what == (last.step, last.fault, last.cause) and first.step >= 0:
+        last, is_from_outside = self.all[-1], first.fault in _FROM_OUTSIDE
+        is_same_step = first.step == last.step >= 0
+        is_same = is_same_step and (first.fault, first.cause) == (last.fault, last.cause)
+        if is_same and not is_from_outside:
             return f"step {first.step} failed twice with the same cause: there is no other restart"
         is_known = not beats.are_counted()  # a script may begin anew, at step 0
-        if is_known and beats.reached() == before != (-1, -1):
+        has_gained = beats.reached() != before or before == (-1, -1)
+        if is_known and not has_gained and (is_same_step or not is_from_outside):
             return f"restart {last.number} gained no step: there is no other"
         return ""
 

@@ -139,7 +139,9 @@ def test_kills_from_outside_may_come_before_a_step_is_gained(tmp_path: Path) -> 
     beats = Beating(tmp_path).reach(57, saved=50)
     restarts, killed = Restarts(9, None), replace(FAILURE, fault="rank-killed")
     restarts.note(killed, beats, -1)
-    assert restarts.why_not(killed, beats, beats.reached()) == ""
+    for step, is_last in ((-1, False), (52, False), (57, True)):
+        told = restarts.why_not(replace(killed, step=step), beats, beats.reached())
+        assert told == ("restart 1 gained no step: there is no other" if is_last else "")
 
 
 def test_a_restart_says_who_took_over_and_what_node_rank_0_knows(tmp_path: Path) -> None:
