@@ -110,7 +110,6 @@ def test_an_agent_that_saves_ends_with_its_guardian(tmp_path: Path) -> None:
     while processes.descendants(agent) in ([], rank):  # then it is a process that saves
         assert time.monotonic() < until and process.poll() is None
         time.sleep(0.01)
-    time.sleep(0.1)
     os.kill(process.pid, signal.SIGKILL)
     left, until = [agent, *processes.descendants(agent)], time.monotonic() + GONE_WITHIN_S
     while any(processes.start_ticks(pid) for pid in left):
