@@ -57,7 +57,8 @@ def _decide(
             team.peers.pop(node_rank).close()
         why = team.why_not(are_all_quiet=not busy)
         if not why and not team.lost:
-            why = agent.restarts.why_not(first, agent.heartbeats, before)
+            held_step = agent.snapshots.step()
+            why = agent.restarts.why_not(first, agent.heartbeats, before, held_step)
         if why:
             say(why)
         else:

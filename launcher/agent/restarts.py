@@ -19,7 +19,7 @@ _INCURABLE = {
     *("too-few-gpus", "torch-without-gpu", "version-mismatch", "wrong-world"),
 }
 _INCURABLE_ERRORS = ("ImportError", "IndentationError", "ModuleNotFoundError", "SyntaxError")
-# What comes from outside may come twice at one step by chance.
+# What comes from outside may come twice to one rank at one step by chance, but not three times.
 _FROM_OUTSIDE = {"agent-killed", "launcher-killed", "link-lost", "node-lost", "rank-killed"}
 
 
@@ -43,10 +43,13 @@ class Restarts:
             self.earlier_s = before.lost_s
             self.started = time.monotonic() - (time.time() - (before.started or time.time()))
 
-    def why_not(self, first: Failure, beats: Heartbeats, before: tuple[int, int]) -> str:
+    def why_not(
+        self, first: Failure, beats: Heartbeats, before: tuple[int, int], held_step: int
+    ) -> str:
         """Return why the run does not start again after a failure; nothing where it does.
 
-        `before` is what Heartbeats.reached() said before the attempt.
+        `before` is what Heartbeats.reached() said before the attempt; `held_step` is the step of
+        the newest snapshot in memory, -1 if there is none.
         """
         if first.fault in _INCURABLE or first.code in (BAD_INPUT, CANNOT_START - 1, CANNOT_START):
             return f"a restart would fail the same way ({first.fault}): there is none"
@@ -54,14 +57,16 @@ class Restarts:
             return f"a restart would fail the same way ({first.cause}): there is none"
         if not self.all:
             return ""
-        last, is_from_outside = self.all[-1], first.fault in _FROM_OUTSIDE
+        last = self.all[-1]
         is_same_step = first.step == last.step >= 0
-        is_same = is_same_step and (first.fault, first.cause) == (last.fault, last.cause)
-        if is_same and not is_from_outside:
+        if first.fault in _FROM_OUTSIDE:
+            if not is_same_step or self._last_two() != [(first.who, first.step)] * 2:
+                return ""
+        elif is_same_step and (first.fault, first.cause) == (last.fault, last.cause):
             return f"step {first.step} failed twice with the same cause: there is no other restart"
         is_known = not beats.are_counted()  # a script may begin anew, at step 0
-        has_gained = beats.reached() != before or before == (-1, -1)
-        if is_known and not has_gained and (is_same_step or not is_from_outside):
+        has_gained = beats.reached() != before or before == (-1, -1) or held_step > last.saved_step
+        if is_known and not has_gained:
             return f"restart {last.number} gained no step: there is no other"
         return ""
 
@@ -99,6 +104,10 @@ class Restarts:
         self.all.append(restart)
         self._write()
         return restart.describe(self.most)
+
+    def _last_two(self) -> list[tuple[str, int]]:
+        """Return which rank the last two restarts came after, and at which step."""
+        return [(restart.who, restart.step) for restart in self.all[-2:]]
 
     def look(self, beats: Heartbeats) -> None:
         """Record how far the ranks are, and when what was lost has been done again."""

@@ -65,7 +65,7 @@ class Beating:
 )
 def test_what_no_restart_can_cure(change: dict[str, object], why: str) -> None:
     failure = replace(FAILURE, **change)  # type: ignore[arg-type]
-    assert Restarts(3, None).why_not(failure, Heartbeats(1), NONE) == why
+    assert Restarts(3, None).why_not(failure, Heartbeats(1), NONE, -1) == why
 
 
 @pytest.mark.parametrize(
@@ -86,10 +86,10 @@ def test_the_same_step_twice_with_the_same_cause_ends_the_run(
     restarts, beats = Restarts(9, None), Heartbeats(1)
     failure = replace(FAILURE, fault=fault, step=57 if step >= 0 else -1)
     restarts.note(failure, beats, -1)
-    told = restarts.why_not(replace(failure, step=step), beats, NONE)
+    told = restarts.why_not(replace(failure, step=step), beats, NONE, -1)
     loop = f"step {step} failed twice with the same cause: there is no other restart"
     assert told == (loop if is_loop else "")
-    assert restarts.why_not(replace(failure, step=step, cause="another"), beats, NONE) == ""
+    assert restarts.why_not(replace(failure, step=step, cause="another"), beats, NONE, -1) == ""
 
 
 @pytest.mark.parametrize(("is_counted", "is_last"), [(False, True), (True, False)])
@@ -98,10 +98,10 @@ def test_a_restart_that_gained_nothing_is_the_last(
 ) -> None:
     beats = Beating(tmp_path, is_counted=is_counted).reach(57)
     restarts, before = Restarts(9, None), beats.reached()
-    assert restarts.why_not(FAILURE, beats, before) == ""
+    assert restarts.why_not(FAILURE, beats, before, -1) == ""
     restarts.note(FAILURE, beats, -1)
     other = replace(FAILURE, cause="another")
-    told = restarts.why_not(other, beats, before)
+    told = restarts.why_not(other, beats, before, -1)
     assert told == ("restart 1 gained no step: there is no other" if is_last else "")
 
 
@@ -135,13 +135,25 @@ def test_a_newer_snapshot_saves_steps(tmp_path: Path, held: int, told: str) -> N
     assert Restarts(3, None).note(FAILURE, beats, held).endswith(told)
 
 
-def test_kills_from_outside_may_come_before_a_step_is_gained(tmp_path: Path) -> None:
+def test_kills_from_outside_end_a_run_only_where_they_are_no_chance(tmp_path: Path) -> None:
     beats = Beating(tmp_path).reach(57, saved=50)
     restarts, killed = Restarts(9, None), replace(FAILURE, fault="rank-killed")
     restarts.note(killed, beats, -1)
-    for step, is_last in ((-1, False), (52, False), (57, True)):
-        told = restarts.why_not(replace(killed, step=step), beats, beats.reached())
-        assert told == ("restart 1 gained no step: there is no other" if is_last else "")
+    assert restarts.why_not(killed, beats, beats.reached(), -1) == ""
+    restarts.note(killed, beats, -1)
+    for change, is_last in (({"step": -1}, 0), ({"step": 52}, 0), ({"rank": 1}, 0), ({}, 1)):
+        again = replace(killed, **change)  # type: ignore[arg-type]
+        told = restarts.why_not(again, beats, beats.reached(), -1)
+        assert told == ("restart 2 gained no step: there is no other" if is_last else "")
+
+
+def test_a_newer_snapshot_is_a_gain(tmp_path: Path) -> None:
+    beats = Beating(tmp_path).reach(57, saved=50)
+    restarts, other = Restarts(9, None), replace(FAILURE, cause="another")
+    restarts.note(FAILURE, beats, 55)
+    assert restarts.why_not(other, beats, beats.reached(), 57) == ""
+    told = restarts.why_not(other, beats, beats.reached(), 55)
+    assert told == "restart 1 gained no step: there is no other"
 
 
 def test_a_restart_says_who_took_over_and_what_node_rank_0_knows(tmp_path: Path) -> None:
