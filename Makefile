@@ -11,7 +11,7 @@ NODE   ?= login
 
 .DEFAULT_GOAL := help
 .PHONY: cluster-deps cluster-up cluster-down cluster-shell test-cluster test-login
-.PHONY: help init setup train sample plot test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-snapshots bench-fanout bench-failures bench-shapes bench-cuts bench-faults bench-hangs bench-staging bench-gpu bench-data pictures clean
+.PHONY: help init setup train sample plot test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-snapshots bench-spares bench-fanout bench-failures bench-shapes bench-cuts bench-faults bench-hangs bench-staging bench-gpu bench-data pictures clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "make %-17s %s\n", $$1, $$2 }'
@@ -74,6 +74,9 @@ bench-restart: $(STAMP) ## measure a restart after a killed rank: ours and torch
 
 bench-snapshots: $(STAMP) ## measure snapshots in memory: their cost, and what a kill costs with them
 	$(PYTHON) bench/snapshots.py
+
+bench-spares: $(STAMP) ## lose nodes of a run with a spare: ours and torchrun with a redundant node (as root)
+	$(PYTHON) bench/spares.py
 
 bench-fanout: $(STAMP) ## measure a command on 8 to 64 hosts: ours, pdsh, clush, ssh (as root)
 	PYTHONPATH=. $(PYTHON) bench/fanout.py

@@ -106,6 +106,7 @@ def wait_for_step(metrics: Path, wanted: int, after: float = 0.0) -> float:
 
 
 def read(metrics: Path) -> list[tuple[int, float]]:
+    """Return the steps done so far, and when each was, in seconds since the epoch."""
     text = metrics.read_text() if metrics.exists() else ""
     lines = [json.loads(line) for line in text.split("\n")[:-1]]
     return [(line["step"], line["time"]) for line in lines]

@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 SLOW_RANK = 1.3  # times the others' time
+SUSPECT = 1.1  # times; such a rank is looked at again
+LOOKS = 6  # at what seems slow: other programs may disturb one
 SLOW_LINK = 2.0  # times
 REFERENCES = 3  # healthy pairs that are measured beside those that seem slow
 Pair = tuple[int, int]  # numbers of nodes
 Links = Mapping[Pair, float]  # bytes/s from the first to the second
 
 
-def slow_ranks(speeds: Mapping[int, float], kinds: Sequence[str]) -> dict[int, float]:
+def find_slow_ranks(
+    compute: Callable[[Collection[int]], Mapping[int, float]], kinds: Sequence[str]
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Return each rank's speed, and the ranks that are slow: how many times.
+
+    `compute` measures the speeds of some ranks, `kinds` has the devices of all. Whatever disturbs a
+    rank for a while makes it slower, never faster: the best of all looks counts.
+    """
+    best = dict(compute(range(len(kinds))))
+    compared = best
+    for _ in range(LOOKS):
+        suspects = slow_ranks(compared, kinds, SUSPECT)
+        if not suspects:
+            break
+        latest = compute(ranks_to_compare(best, kinds, suspects))
+        best |= {rank: max(speed, best[rank]) for rank, speed in latest.items()}
+        compared = {rank: best[rank] for rank in latest}
+    return best, slow_ranks(compared, kinds)
+
+
+def slow_ranks(
+    speeds: Mapping[int, float], kinds: Sequence[str], least: float = SLOW_RANK
+) -> dict[int, float]:
     """Return the ranks that compute slower than others on the same kind of device: how many times.
 
     `speeds` has the ranks that were measured, `kinds` the devices of all.
@@ -22,7 +46,7 @@ def slow_ranks(speeds: Mapping[int, float], kinds: Sequence[str]) -> dict[int, f
         others = [
             one for other, one in speeds.items() if other != rank and kinds[other] == kinds[rank]
         ]
-        if others and statistics.median(others) >= SLOW_RANK * speed:
+        if others and statistics.median(others) >= least * speed:
             found[rank] = statistics.median(others) / speed
     return found
 

@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,7 +33,6 @@ from launcher.selftest.report import Findings, Member
 from launcher.text import count
 
 COMPUTE_S = 0.2  # for one rank
-LOOKS = 6  # at what seems slow: other programs may disturb one
 MOST_AGAIN = 12  # pairs that are measured again, alone
 
 
@@ -149,7 +149,7 @@ def measure_links(test: Test, nodes: Sequence[Node]) -> None:
     test.latencies = {(link.source, link.target): link.latency for link in found}
     findings.links = {(link.source, link.target): link.bandwidth for link in found}
     slow, pairs = judge.slow_nodes(findings.links), judge.slow_pairs(findings.links)
-    for _ in range(LOOKS):
+    for _ in range(judge.LOOKS):
         if not slow and not pairs:
             break
         again = judge.pairs_to_compare(findings.links, slow, pairs)[:MOST_AGAIN]
@@ -177,16 +177,9 @@ def links_together(
 
 
 def measure_speed(test: Test) -> float:
-    """Return this rank's FLOP/s. A rank is slow that is so in every look."""
+    """Return this rank's FLOP/s."""
     kinds = [member.kind for member in test.findings.members]
-    speeds = compute_together(test, {*range(test.env.world_size)})
-    slow = judge.slow_ranks(speeds, kinds)
-    for _ in range(LOOKS):
-        if not slow:
-            break
-        latest = compute_together(test, judge.ranks_to_compare(speeds, kinds, slow))
-        again = judge.slow_ranks(latest, kinds)
-        slow = {rank: min(times, again[rank]) for rank, times in slow.items() if rank in again}
+    speeds, slow = judge.find_slow_ranks(partial(compute_together, test), kinds)
     test.findings.slow_ranks = slow
     return speeds[test.env.rank]
 
