@@ -141,7 +141,8 @@ class Saver:
             raise self._error
 
     def wait(self) -> None:
-        """Wait for the background save. Raises its CheckpointError."""
+        """Wait for what is saved and copied in the background. Raises a save's CheckpointError."""
+        self.snapshots.finish()
         while self._thread.is_alive():
             self._thread.join(1.0)
             beat()

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from . import snapshot_exchange as exchange
 from .checkpoint_files import pack, unpack
 from .heartbeat import beat, find_record
-from .snapshot_memory import BEGIN, FILES, Header, Memory, whole_steps
+from .snapshot_memory import BEGIN, FILES, Header, Memory, reused
 from .torch import gather_bytes, to_bytes
 
 _COPY_THREADS = 4  # one core copies more slowly than memory allows
@@ -159,10 +160,12 @@ class Buffer(Memory):
 
 
 class Snapshots:
-    """One rank's two buffers; none without a node agent."""
+    """One rank's two buffers, and two for another's part; none without a node agent."""
 
     def __init__(self) -> None:
-        self._buffers = _open_buffers()
+        opened = _open_buffers()
+        self._buffers, self._copies = opened[:2], opened[2:]
+        self._neighbours: exchange.Neighbours | None = None
         self._sealing = threading.Thread()
 
     def take(self, step: int, holders: int, trees: dict[str, Any], about: dict[str, Any]) -> None:
@@ -188,16 +191,24 @@ class Snapshots:
             "shapes": [tuple(tensor.shape) for tensor in tensors.values()],
             "places": [(tuple(part.shape), part.dtype) for part in parts],
             "shared": shared,
+            "rank": dist.get_rank() if dist.is_initialized() else 0,
         }
         self.finish()
-        held = {buffer.header().step: buffer for buffer in self._buffers}
-        older = held[min(held, key=lambda one: (one < step, one))]
+        older = reused(self._buffers, step)
         older.write(step, holders, parts, pack(rest))
-        self._sealing = threading.Thread(target=older.seal)
+        if holders > 1 and self._neighbours is None:
+            self._neighbours = exchange.Neighbours()
+        self._sealing = threading.Thread(target=self._complete, args=[older])
         self._sealing.start()
 
+    def _complete(self, taken: Buffer) -> None:
+        taken.seal()
+        if self._neighbours is not None and self._neighbours.are_there:
+            with contextlib.suppress(RuntimeError):  # one is gone: the agents see to it
+                self._neighbours.exchange(taken, self._copies)
+
     def finish(self) -> None:
-        """Wait for the checksum of the last one."""
+        """Wait for the last one's checksum and copy."""
         while self._sealing.is_alive():
             self._sealing.join(1.0)
             beat()
@@ -206,27 +217,38 @@ class Snapshots:
 def newest_snapshot(folder: Path) -> Snapshot | None:
     """Return this rank's part of a run's newest snapshot of which no part is missing.
 
-    Where rank 0 holds all of it, the other ranks get None. All ranks call it.
+    A part that its own node has lost comes from the node that has a copy of it. Where rank 0 holds
+    all, the other ranks get None. All ranks call it.
     """
     if FILES not in os.environ:
         return None
-    own = {}
-    for buffer in _open_buffers():
-        rest = buffer.about()
-        if rest is not None and rest["folder"] == str(folder.absolute()):
-            own[buffer.header().step] = buffer, rest
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    holders = {step: buffer.header().holders for step, (buffer, _) in own.items()}
-    holders = {step: number for step, number in holders.items() if number in (1, ranks)}
-    told = [json.loads(one) for one in gather_bytes(json.dumps(holders).encode())]
-    newest = max(whole_steps([{int(s): n for s, n in one.items()} for one in told]), default=-1)
-    for step, (buffer, _) in own.items():
+    opened = _open_buffers()
+    own, copies = _of_run(folder, opened[:2]), _of_run(folder, opened[2:])
+    newest, lacking = exchange.agree(
+        {step: buffer.header().holders for step, (buffer, _) in own.items()},
+        {step: (rest["rank"], buffer.header().holders) for step, (buffer, rest) in copies.items()},
+    )
+    for step, (buffer, _) in (*own.items(), *copies.items()):
         if step > newest:  # other ranks lack it, and will take this step again
             buffer.set_header(None)
+    if lacking:
+        copy = copies[newest][0] if newest in copies else None
+        exchange.deliver(lacking, copy, reused(opened[:2], newest))
+        own = _of_run(folder, opened[:2])
     if newest not in own:
         return None
     buffer, rest = own[newest]
     return buffer.read(rest)
+
+
+def _of_run(folder: Path, buffers: Sequence[Buffer]) -> dict[int, tuple[Buffer, dict[str, Any]]]:
+    """Return the buffers that hold something of a run, and what is no tensor, by step."""
+    found = ((one, one.about()) for one in buffers)
+    return {
+        one.header().step: (one, rest)
+        for one, rest in found
+        if rest is not None and rest["folder"] == str(folder.absolute())
+    }
 
 
 def _open_buffers() -> list[Buffer]:

@@ -1,7 +1,8 @@
 """The memory for a snapshot, and how it is laid out (no torch).
 
 The node agent owns it, so it outlives the ranks. Each rank has two such buffers and fills them in
-turn: one that dies on the way leaves the other whole.
+turn: one that dies on the way leaves the other whole. Two more hold another node's rank's part of
+what is sharded.
 
     header      the step, how many ranks hold a part of it, the sizes, and a checksum
     tensors     the content of each, at a multiple of 64 bytes
@@ -15,7 +16,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 FILES = "SNAPSHOT_FILES"  # the variable in which the agent tells a rank where its buffers are
 BEGIN = 64  # of the tensors
@@ -34,6 +35,9 @@ class Header(NamedTuple):
     checksum: int = -1  # CRC-32 of all that follows the header; -1: not known yet
 
 
+AnyMemory = TypeVar("AnyMemory", bound="Memory")
+
+
 class Memory:
     """A file in memory with one rank's part of one snapshot."""
 
@@ -48,6 +52,12 @@ class Memory:
     def set_header(self, header: Header | None) -> None:
         """Write the header; None: from now on it holds nothing."""
         os.pwrite(self.fd, _HEADER.pack(*header) if header else bytes(_HEADER.size), 0)
+
+
+def reused(buffers: Sequence[AnyMemory], step: int) -> AnyMemory:
+    """Return the older buffer, or one of a step that the run went back behind."""
+    held = {one.header().step: one for one in buffers}
+    return held[min(held, key=lambda one: (one < step, one))]
 
 
 def whole_steps(held: Sequence[Mapping[int, int]]) -> list[int]:

@@ -24,16 +24,21 @@ def _new_file() -> int:
 
 
 class Snapshots:
-    """Two buffers for each rank of this node, and the copy of another node's snapshot."""
+    """Two buffers for each rank of this node, and two for what it keeps of another node.
+
+    That is a rank's part, which the ranks exchange, or the copy of all that node rank 0 sends.
+    """
 
     def __init__(self, ranks: int) -> None:
         self._buffers = [[Memory(_new_file()) for _ in range(2)] for _ in range(ranks)]
+        self._copies = [[Memory(_new_file()) for _ in range(2)] for _ in range(ranks)]
         self.outgoing = Outgoing(self._buffers[0])
         self.incoming = Incoming()
 
     def variables(self, local_rank: int) -> dict[str, str]:
         """Return what tells a rank where its buffers are."""
-        return {FILES: ",".join(name_record(one.fd, 0) for one in self._buffers[local_rank])}
+        files = [one.fd for one in (*self._buffers[local_rank], *self._copies[local_rank])]
+        return {FILES: ",".join(name_record(fd, 0) for fd in files)}
 
     def step(self) -> int:
         """Return the step of the newest whole snapshot; -1: there is none."""

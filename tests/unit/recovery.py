@@ -10,13 +10,16 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agents import AGENT, ROOT
+import pytest
+from agents import AGENT, ROOT, Run, kill_what_is_left
+from ports import free_port
 
 from distributed.checkpoint import load, weights_hash
+from distributed.snapshot_memory import Memory
 
 # Its samples, its dropout and its batches are all drawn at random. FAULT="WHAT RANK CALL" lets
 # something happen in a rank at its so-and-so-manieth call of the loss, in the first attempt only,
@@ -157,6 +160,26 @@ def ranks_below(guardian: int) -> list[int]:
     return pids
 
 
+def snapshot_on(run: Run) -> int:
+    """Return the step of the newest snapshot in an agent's memory; -1: there is none."""
+    found = -1
+    with contextlib.suppress(OSError, IndexError):  # it has only begun
+        for link in Path(f"/proc/{run.agent_pid()}/fd").iterdir():
+            if "memfd:snapshot" in os.readlink(link):
+                fd = os.open(link, os.O_RDONLY)
+                found = max(found, Memory(fd).header().step)
+                os.close(fd)
+    return found
+
+
+def await_snapshot(run: Run, step: int) -> None:
+    """Wait until an agent holds a snapshot of a step or a later one."""
+    deadline = time.monotonic() + 60
+    while snapshot_on(run) < step:
+        assert time.monotonic() < deadline and run.process.poll() is None
+        time.sleep(0.05)
+
+
 def steps_lost(output: str) -> list[int]:
     """Return how many steps each restart cost, as the node agent has told."""
     return [int(lost) for lost in re.findall(r"restart \d+ of .*, (\d+) steps? lost; now", output)]
@@ -197,6 +220,29 @@ class Job:
             stderr=subprocess.STDOUT,
             text=True,
         )
+
+    @contextlib.contextmanager
+    def nodes(
+        self, run_id: str, nodes: int, *settings: str, spares: int = 0, **environment: str
+    ) -> Iterator[list[Run]]:
+        """Start a run of several nodes on loopback, each with one rank."""
+        port, runs = free_port(), list[Run]()
+        variables = {"OMP_NUM_THREADS": "1", **environment}
+        if spares:
+            variables |= {"SPARES": str(spares), "MIN_NODES": str(nodes)}
+        world = [f"--nnodes={nodes}", "--nproc-per-node=1", f"--max-restarts={spares}"]
+        world += ["--master-addr=127.0.0.1", f"--master-port={port}", f"--rdzv-id={run_id}"]
+        command = [str(ROOT / "train.py"), "--config", "job.yaml", *settings]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(self.folder)
+            for node in range(nodes + spares):
+                own = [f"--node-rank={node}", "--log-dir=logs", *command]
+                variables["LAUNCH_TOKEN"] = f"{run_id}.{node}"
+                runs.append(Run([*world, *own], **variables))
+        try:
+            yield runs
+        finally:
+            kill_what_is_left(runs)
 
     def run(self, run_id: str, nproc: int, *settings: str, **options: str) -> tuple[int, str]:
         """Run to the end; returns the exit code and all that was printed."""

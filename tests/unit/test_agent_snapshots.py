@@ -10,15 +10,12 @@ import random
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 import torch
-from agents import ROOT, Run, kill_what_is_left
-from ports import free_port
-from recovery import Job, Outcome, steps_lost
+from agents import ROOT, Run
+from recovery import Job, Outcome, await_snapshot, steps_lost
 from test_save_snapshot import hold_commits
 from torch import nn
 
@@ -266,38 +263,12 @@ def test_what_its_rank_overwrites_while_it_is_copied_is_not_sent(
     assert {piece.step for piece in pieces(outgoing, parts)} == {10}
 
 
-def copy_on(run: Run) -> int:
-    """Return the step of the newest snapshot in an agent's memory; -1: there is none."""
-    found = -1
-    with contextlib.suppress(OSError, IndexError):  # it has only begun
-        for link in Path(f"/proc/{run.agent_pid()}/fd").iterdir():
-            if "memfd:snapshot" in os.readlink(link):
-                fd = os.open(link, os.O_RDONLY)
-                found = max(found, Buffer(fd).header().step)
-                os.close(fd)
-    return found
-
-
 @contextlib.contextmanager
 def two_nodes(job: Job, run_id: str, fault: str) -> Iterator[list[Run]]:
     """Start a run of two nodes, each with one rank, until node rank 1 has a copy of step 20."""
-    port = free_port()
-    runs: list[Run] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(job.folder)
-        for node in range(2):
-            world = ["--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1", "--log-dir=logs"]
-            where = ["--master-addr=127.0.0.1", f"--master-port={port}", f"--rdzv-id={run_id}"]
-            command = [str(ROOT / "train.py"), "--config", "job.yaml", *TAKEN]
-            runs.append(Run([*world, *where, *command], FAULT=fault, OMP_NUM_THREADS="1"))
-    try:
-        deadline = time.monotonic() + 60
-        while copy_on(runs[1]) < 20:
-            assert time.monotonic() < deadline and runs[1].process.poll() is None
-            time.sleep(0.05)
+    with job.nodes(run_id, 2, *TAKEN, FAULT=fault) as runs:
+        await_snapshot(runs[1], 20)
         yield runs
-    finally:
-        kill_what_is_left(runs)
 
 
 @pytest.mark.slow
