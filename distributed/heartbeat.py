@@ -14,6 +14,7 @@ import mmap
 import os
 import signal
 import struct
+import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -112,6 +113,13 @@ def beat(
     """
     if heart := _heart():
         heart.beat(step, saved, hang_seconds)
+
+
+def join(thread: threading.Thread) -> None:
+    """Wait for a thread that makes progress for this rank."""
+    while thread.is_alive():
+        thread.join(1.0)
+        beat()
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from . import snapshot_exchange as exchange
 from .checkpoint_files import pack, unpack
-from .heartbeat import beat, find_record
+from .heartbeat import find_record, join
 from .snapshot_memory import BEGIN, FILES, Header, Memory, reused
 from .torch import gather_bytes, to_bytes
 
@@ -96,7 +96,9 @@ class Buffer(Memory):
         self._views: list[Tensor] = []  # of the tensors' places
         self._memory: mmap.mmap | None = None
 
-    def write(self, step: int, holders: int, tensors: Sequence[Tensor], rest: bytes) -> None:
+    def write(
+        self, step: int, holders: int, tensors: Sequence[Tensor], rest: bytes, rank: int = 0
+    ) -> None:
         """Fill the buffer; it is empty until all is there. `seal` completes it."""
         self.set_header(None)
         views = self._lay_out(tensors)
@@ -104,7 +106,8 @@ class Buffer(Memory):
         end = _end_of(tensors)
         os.ftruncate(self.fd, end + len(rest))
         os.pwrite(self.fd, rest, end)
-        self.set_header(Header(step=step, holders=holders, rest=end, size=end + len(rest)))
+        size = end + len(rest)
+        self.set_header(Header(step=step, holders=holders, rank=rank, rest=end, size=size))
 
     def _lay_out(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return a view of the memory for each tensor's content."""
@@ -191,11 +194,10 @@ class Snapshots:
             "shapes": [tuple(tensor.shape) for tensor in tensors.values()],
             "places": [(tuple(part.shape), part.dtype) for part in parts],
             "shared": shared,
-            "rank": dist.get_rank() if dist.is_initialized() else 0,
         }
         self.finish()
         older = reused(self._buffers, step)
-        older.write(step, holders, parts, pack(rest))
+        older.write(step, holders, parts, pack(rest), dist.get_rank() if holders > 1 else 0)
         if holders > 1 and self._neighbours is None:
             self._neighbours = exchange.Neighbours()
         self._sealing = threading.Thread(target=self._complete, args=[older])
@@ -207,11 +209,15 @@ class Snapshots:
             with contextlib.suppress(RuntimeError):  # one is gone: the agents see to it
                 self._neighbours.exchange(taken, self._copies)
 
+    def end(self) -> None:
+        """Wait for the last one's checksum and copy; nothing else needs the network any more."""
+        if self._neighbours is not None:
+            self._neighbours.pause_s = 0.0
+        self.finish()
+
     def finish(self) -> None:
         """Wait for the last one's checksum and copy."""
-        while self._sealing.is_alive():
-            self._sealing.join(1.0)
-            beat()
+        join(self._sealing)
 
 
 def newest_snapshot(folder: Path) -> Snapshot | None:
@@ -225,8 +231,8 @@ def newest_snapshot(folder: Path) -> Snapshot | None:
     opened = _open_buffers()
     own, copies = _of_run(folder, opened[:2]), _of_run(folder, opened[2:])
     newest, lacking = exchange.agree(
-        {step: buffer.header().holders for step, (buffer, _) in own.items()},
-        {step: (rest["rank"], buffer.header().holders) for step, (buffer, rest) in copies.items()},
+        [buffer.header() for buffer, _ in own.values()],
+        [buffer.header() for buffer, _ in copies.values()],
     )
     for step, (buffer, _) in (*own.items(), *copies.items()):
         if step > newest:  # other ranks lack it, and will take this step again

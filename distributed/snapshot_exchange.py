@@ -10,14 +10,14 @@ import json
 import mmap
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .snapshot_memory import BEGIN, Memory, reused, whole_steps
+from .snapshot_memory import BEGIN, Header, Memory, reused, whole_steps
 from .torch import gather_bytes
 
 _PIECE = 1 << 22  # bytes
@@ -30,6 +30,7 @@ class Neighbours:
 
     def __init__(self) -> None:
         """All ranks call it. There are none on a single node, or if nodes differ in their ranks."""
+        self.pause_s = _PIECE_S
         local = os.environ.get("LOCAL_WORLD_SIZE", "1")
         everyone = gather_bytes(local.encode())
         step, world = int(local), len(everyone)
@@ -45,23 +46,22 @@ class Neighbours:
         Raises RuntimeError where a neighbour is gone.
         """
         theirs = reused(copies, mine.header().step)
-        _transfer(self._group, mine, self._next, theirs, self._last, pause_s=_PIECE_S)
+        _transfer(self._group, mine, self._next, theirs, self._last, lambda: self.pause_s)
 
 
-def agree(
-    own: Mapping[int, int], copies: Mapping[int, tuple[int, int]]
-) -> tuple[int, list[tuple[int, int]]]:
+def agree(own: Sequence[Header], copies: Sequence[Header]) -> tuple[int, list[tuple[int, int]]]:
     """Return the newest step of which every part is somewhere, or -1. All ranks call it.
 
-    And the ranks that lack their part of it, each with a rank that holds a copy. `own` says for
-    each step how many ranks hold a part of it, `copies` whose part is held, and how many hold one.
+    And the ranks that lack their part of it, each with a rank that holds a copy. `own` are the
+    headers of this rank's parts, `copies` those of another's that it holds.
     """
-    rows = [json.loads(one) for one in gather_bytes(json.dumps([own, copies]).encode())]
-    held = [{int(step): n for step, n in one.items() if n in (1, len(rows))} for one, _ in rows]
+    mine = [[(one.step, one.rank, one.holders) for one in some] for some in (own, copies)]
+    rows = [json.loads(each) for each in gather_bytes(json.dumps(mine).encode())]
+    held = [{step: n for step, _, n in row[0] if n in (1, len(rows))} for row in rows]
     copied = {
-        (int(step), rank): holder
-        for holder, (_, taken) in enumerate(rows)
-        for step, (rank, holders) in taken.items()
+        (step, rank): holder
+        for holder, row in enumerate(rows)
+        for step, rank, holders in row[1]
         if holders == len(rows)
     }
     anywhere = [
@@ -94,7 +94,7 @@ def _transfer(
     to: int,
     theirs: Memory | None,
     source: int,
-    pause_s: float = 0.0,
+    pause_s: Callable[[], float] = lambda: 0.0,
 ) -> None:
     """Send a buffer and take another, piece by piece; the header comes last, and completes it."""
 
@@ -115,7 +115,7 @@ def _transfer(
     out, into = _content(mine, int(sizes[0])), _content(theirs, int(sizes[1]))
     for start in range(BEGIN, max(map(int, sizes)), _PIECE):
         swap(out[start : start + _PIECE], into[start : start + _PIECE])
-        time.sleep(pause_s)
+        time.sleep(pause_s())
     header = torch.empty(BEGIN, dtype=torch.uint8)
     swap(out[:BEGIN], header)
     if theirs is not None:

@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 FILES = "SNAPSHOT_FILES"  # the variable in which the agent tells a rank where its buffers are
 BEGIN = 64  # of the tensors
 _MAGIC = b"snapshot"
-_HEADER = struct.Struct("<8s5q")
+_HEADER = struct.Struct("<8s6q")
 
 
 class Header(NamedTuple):
@@ -30,6 +30,7 @@ class Header(NamedTuple):
     magic: bytes = _MAGIC
     step: int = -1
     holders: int = 0  # ranks that hold a part each; 1: rank 0 holds all
+    rank: int = 0  # whose part it is
     rest: int = 0  # where it begins
     size: int = 0  # of all, in bytes
     checksum: int = -1  # CRC-32 of all that follows the header; -1: not known yet

@@ -68,7 +68,10 @@ def state_of(
 def plan_snapshots(model: nn.Module, settings: Settings, environment: Environment) -> None:
     """Log what snapshots take of this node's memory. Raises SettingsError where they do not fit."""
     is_sharded = settings.checkpoint.format == "sharded"
-    if not settings.checkpoint.snapshot_every or not (environment.is_main or is_sharded):
+    is_copied = environment.world_size > environment.local_world_size  # to another node
+    keeps_copy = is_copied and environment.node_rank == 1 and environment.local_rank == 0
+    is_holder = environment.is_main or is_sharded or keeps_copy
+    if not settings.checkpoint.snapshot_every or not is_holder:
         return
     if SNAPSHOT_FILES not in os.environ:
         _log.warning("snapshots  none: this launcher has no node agent that could keep them")
@@ -81,8 +84,10 @@ def plan_snapshots(model: nn.Module, settings: Settings, environment: Environmen
     module = helper.unwrap(model)
     trained = [one for one in module.parameters() if one.requires_grad]
     size = size_of(module.state_dict().values()) + 2 * size_of(trained)  # AdamW: two moments
-    copied = environment.world_size > environment.local_world_size  # to another node, from a third
-    needed = size * (2 * environment.local_world_size if is_sharded else 2 + copied)
+    buffers = 2 + is_copied * environment.is_main  # it is sent from a third
+    if is_sharded:
+        buffers = (2 + 2 * is_copied) * environment.local_world_size  # the next node's, too
+    needed = size * buffers
     if needed > (free := free_memory()) and environment.restart_count == 0:  # else it is in use
         cause = f"snapshots take {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
         raise SettingsError(f"checkpoint.snapshot_every: {cause}; set it to 0")

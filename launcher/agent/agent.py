@@ -42,7 +42,7 @@ from launcher.agent.restarts import Restarts
 from launcher.agent.snapshots import Snapshots
 from launcher.agent.terminal import is_line_open, open_terminals
 from launcher.agent.torchrun_arguments import Arguments, parse
-from launcher.agent.verdict import Facts, Verdict
+from launcher.agent.verdict import Facts, Parts, Verdict
 from launcher.agent.waiting import Waiting
 from launcher.failure_block import End, RunSummary
 from launcher.preflight import must_match
@@ -210,7 +210,7 @@ class NodeAgent:
         while True:
             reached = self.heartbeats.reached()
             attempt = self._begin_attempt(signals)
-            verdict = attempt.watch(self.terminals)
+            verdict = next_attempt.find_parts(self, attempt, attempt.watch(self.terminals))
             if not next_attempt.prepare(self, attempt, verdict, reached):
                 break
         self._report(self._keep_snapshot(verdict))
@@ -272,6 +272,8 @@ class NodeAgent:
         """Write what is newer in memory than on the disk as a checkpoint, for a later start."""
         is_first_node, team = self.args.node_rank == 0, self.meeting.team
         if verdict.code != 0 and verdict.is_told and not is_first_node:
+            if verdict.parts is not None:
+                self.snapshots.hand_over(verdict.parts, self.args.grace_s)
             self.snapshots.await_save(self.meeting.peers.get(0), self.args.grace_s)
         if verdict.code == 0 or (verdict.is_told and not is_first_node):
             return verdict
@@ -280,17 +282,17 @@ class NodeAgent:
         limit_s = self.args.grace_s
         if verdict.signum:  # the ranks have had GRACE: the guardian and launchers wait a bit longer
             limit_s = min(limit_s, STOPPED_S)
-        step = self.save_snapshot(is_first_node=is_first_node, limit_s=limit_s)
+        step = self.save_snapshot(verdict.parts, is_first_node=is_first_node, limit_s=limit_s)
         if step < 0:
             return verdict
         first = verdict.failure and replace(verdict.failure, saved_step=step)
         return replace(verdict, failure=first, has_saved=True)
 
-    def save_snapshot(self, *, is_first_node: bool, limit_s: float) -> int:
+    def save_snapshot(self, parts: Parts | None, *, is_first_node: bool, limit_s: float) -> int:
         """Save what is in memory, or elsewhere the copy of it; returns its step, or -1."""
         saved_step = self.heartbeats.reached()[0]
         return self.snapshots.save(
-            is_first_node=is_first_node, saved_step=saved_step, limit_s=limit_s
+            parts, is_first_node=is_first_node, saved_step=saved_step, limit_s=limit_s
         )
 
     def _report(self, verdict: Verdict) -> None:

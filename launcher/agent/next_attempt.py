@@ -41,8 +41,17 @@ def prepare(agent: NodeAgent, ended: Attempt, verdict: Verdict, before: tuple[in
         with followed.ready():
             agent.take_part(followed)
             # Node rank 0 is not there to do it.
-            agent.save_snapshot(is_first_node=False, limit_s=agent.args.grace_s)
+            agent.save_snapshot(None, is_first_node=False, limit_s=agent.args.grace_s)
     return followed is not None
+
+
+def find_parts(agent: NodeAgent, ended: Attempt, verdict: Verdict) -> Verdict:
+    """On node rank 0, note what all nodes are to lay together if no attempt follows."""
+    if agent.args.node_rank != 0 or verdict.code == 0:
+        return verdict
+    saved_step, _ = agent.heartbeats.reached()
+    found = agent.snapshots.find_parts([*ended.facts.nodes.values()], saved_step)
+    return replace(verdict, parts=found)
 
 
 def _decide(

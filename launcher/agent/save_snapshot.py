@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from distributed import checkpoint_files as files
@@ -13,21 +14,56 @@ from distributed.lock import RunLock
 from distributed.snapshot import Buffer, Snapshot, merge
 from launcher.agent.output import say
 
+_POLL_S = 0.02
 
-def save(descriptors: Sequence[Sequence[int]], step: int) -> int:
-    """Save a snapshot of which each rank's part is in one of its files; returns an exit code."""
-    parts: list[Snapshot] = []
+
+def save(files: Sequence[int], folder_name: str = "") -> int:
+    """Save a snapshot, of which each rank's part is in a file or comes to the folder of that name.
+
+    Returns an exit code.
+    """
+    step = Buffer(files[0]).header().step
     try:
-        for of_rank in descriptors:
-            held = (one for one in map(Buffer, of_rank) if one.header().step == step)
-            parts += [one.read(rest) for one in held if (rest := one.about())][:1]
-        if parts and len(parts) == parts[0].holders:
-            return _commit(merge(parts))
+        parts = _read(files)
+        if folder_name and parts:
+            parts |= _await_parts(parts, folder_name)
+        if parts and len(parts) == parts[min(parts)].holders:
+            return _commit(merge([part for _, part in sorted(parts.items())]))
         why = "it is damaged"
     except Exception as error:
         why = str(error) or repr(error)
     say(f"warning: step {step}, in memory, was not saved: {why}")
     return 1
+
+
+def hand_over(files: Sequence[int], folder_name: str) -> int:
+    """Write parts of a snapshot to a folder for the first node's agent; returns an exit code."""
+    for one in map(Buffer, files):
+        if rest := one.about():
+            folder = Path(rest["folder"], folder_name)
+            folder.mkdir(parents=True, exist_ok=True)
+            place = folder / str(one.header().rank)
+            shutil.copyfile(f"/proc/self/fd/{one.fd}", temporary := f"{place}.{os.getpid()}")
+            os.replace(temporary, place)
+    return 0
+
+
+def _read(files: Sequence[int]) -> dict[int, Snapshot]:
+    """Return the parts that are whole, by rank."""
+    found: dict[int, Snapshot] = {}
+    for one in map(Buffer, files):
+        if one.header().rank not in found and (rest := one.about()):
+            found[one.header().rank] = one.read(rest)
+    return found
+
+
+def _await_parts(parts: Mapping[int, Snapshot], name: str) -> dict[int, Snapshot]:
+    """Wait for the other ranks' parts."""
+    one = next(iter(parts.values()))
+    places = [Path(one.folder, name, str(rank)) for rank in {*range(one.holders)} - {*parts}]
+    while not all(place.exists() for place in places):
+        time.sleep(_POLL_S)  # the agent ends this process when its time is over
+    return _read([os.open(place, os.O_RDONLY) for place in places])
 
 
 def _commit(taken: Snapshot) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from distributed.heartbeat import name_record
 from distributed.snapshot_memory import FILES, Memory, whole_steps
@@ -13,6 +14,7 @@ from launcher import processes
 from launcher.agent.output import say
 from launcher.agent.protocol import Peer
 from launcher.agent.snapshot_copy import Incoming, Outgoing
+from launcher.agent.verdict import NodeEnd, Parts
 
 _POLL_S = 0.01
 
@@ -53,24 +55,71 @@ class Snapshots:
         if first_node is not None:
             first_node.wait_for_end(time.monotonic() + limit_s)
 
-    def save(self, *, is_first_node: bool, saved_step: int, limit_s: float) -> int:
+    def parts(self) -> dict[str, list[int]]:
+        """Return the steps of the parts of shared-out snapshots on this node, by rank."""
+        found: dict[str, list[int]] = {}
+        everything = (*self._buffers, *self._copies)
+        for header in (one.header() for each in everything for one in each):
+            if header.holders > 1:
+                found.setdefault(str(header.rank), []).append(header.step)
+        return found
+
+    def find_parts(self, others: Sequence[NodeEnd], saved_step: int) -> Parts | None:
+        """Return the newest snapshot of which no part is missing, if other nodes hold some of it.
+
+        None, too, where a checkpoint is as new.
+        """
+        here = NodeEnd(codes=[0] * len(self._buffers), parts=self.parts())
+        nodes = [here, *others]
+        node_of = {rank: node for node in nodes for rank in node.ranks}
+
+        def is_held(step: int, rank: int) -> bool:
+            places = [node_of[rank]] if rank in node_of else nodes  # a copy will do then
+            return any(step in node.parts.get(str(rank), ()) for node in places)
+
+        headers = (one.header() for each in self._buffers for one in each)
+        holders = {one.step: one.holders for one in headers if one.holders > len(self._buffers)}
+        whole = [s for s, number in holders.items() if all(is_held(s, r) for r in range(number))]
+        if (step := max(whole, default=-1)) <= max(0, saved_step):
+            return None
+        lost = [rank for rank in range(holders[step]) if rank not in node_of]
+        return Parts(step, f"step-{step}.tmp-{os.urandom(8).hex()}", lost)
+
+    def hand_over(self, parts: Parts, limit_s: float) -> None:
+        """Put this node's part where the first node takes it, which saves all."""
+        hand_over = partial(_hand_over, self._files(parts), parts.folder)
+        _run(hand_over, parts.step, time.monotonic() + limit_s)
+
+    def save(
+        self, parts: Parts | None, *, is_first_node: bool, saved_step: int, limit_s: float
+    ) -> int:
         """Save the newest snapshot as a checkpoint, if it is newer than what is saved.
 
-        On another node than the first, the copy of it. Returns the step; -1: none was saved.
+        On another node than the first, the copy of it. Other nodes hand their `parts` over. Returns
+        the step; -1: none was saved.
         """
-        buffers = self._buffers if is_first_node else [self.incoming.buffers]
         deadline = time.monotonic() + limit_s
-        newer = [step for step in _whole_steps(buffers) if step > max(0, saved_step)]
-        holders = max((one.header().holders for of_rank in buffers for one in of_rank), default=0)
-        if newer and holders > len(buffers):
-            say(
-                f"warning: step {max(newer)}, in memory, was not saved: other nodes hold part of it"
-            )
+        if is_first_node and parts is not None:
+            save = partial(_save, self._files(parts), parts.folder)
+            return parts.step if _run(save, parts.step, deadline) else -1
+        of_ranks = self._buffers if is_first_node else [self.incoming.buffers]
+        newer = [step for step in _whole_steps(of_ranks) if step > max(0, saved_step)]
+        holders = max((one.header().holders for each in of_ranks for one in each), default=0)
+        if newer and holders > len(of_ranks):
+            say("warning: what is in memory was not saved: parts of it are lost")
             return -1
         for step in sorted(newer, reverse=True):
-            if time.monotonic() < deadline and _save(buffers, step, deadline):
+            files = [one.fd for each in of_ranks for one in each if one.header().step == step]
+            if time.monotonic() < deadline and _run(partial(_save, files), step, deadline):
                 return step
         return -1
+
+    def _files(self, parts: Parts) -> list[int]:
+        """Return what this node holds of a snapshot, with the copies of what is lost."""
+        own = [one for each in self._buffers for one in each]
+        copies = (one for each in self._copies for one in each)
+        lost = [one for one in copies if one.header().rank in parts.lost]
+        return [one.fd for one in (*own, *lost) if one.header().step == parts.step]
 
 
 def _whole_steps(buffers: Sequence[Sequence[Memory]]) -> list[int]:
@@ -78,16 +127,26 @@ def _whole_steps(buffers: Sequence[Sequence[Memory]]) -> list[int]:
     return whole_steps([{one.step: one.holders for one in each} for each in headers])
 
 
-def _save(buffers: Sequence[Sequence[Memory]], step: int, deadline: float) -> bool:
-    """Save a snapshot, in a process of its own: a disk may hang. Returns whether it is saved."""
+def _save(files: Sequence[int], folder: str = "") -> int:
+    from launcher.agent import save_snapshot  # which takes a while to import
+
+    return save_snapshot.save(files, folder)
+
+
+def _hand_over(files: Sequence[int], folder: str) -> int:
+    from launcher.agent import save_snapshot
+
+    return save_snapshot.hand_over(files, folder)
+
+
+def _run(save: Callable[[], int], step: int, deadline: float) -> bool:
+    """Save something in a process of its own: a disk may hang. Returns whether it is saved."""
     agent = os.getpid()
     processes.die_with_parent(os.getppid())  # nobody watches the guardian any more
     if (pid := os.fork()) == 0:
         processes.die_with_parent(agent)
         try:
-            from launcher.agent import save_snapshot  # which takes a while to import
-
-            os._exit(save_snapshot.save([[one.fd for one in of_rank] for of_rank in buffers], step))
+            os._exit(save())
         finally:
             os._exit(1)
     while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from distributed.errors import STOPPED
@@ -19,6 +19,19 @@ from launcher.failure import Failure, RaisedError
 from launcher.text import name_ranks
 
 _REFUSAL = re.compile(r"train\.py: (?P<cause>.+) \[(?P<fault>[a-z-]+)\]")  # its last line
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A snapshot whose parts are on several nodes, which lay them together to save it."""
+
+    step: int
+    folder: str  # below that of the run's checkpoints; what a killed save leaves has such a name
+    lost: Sequence[int] = ()  # ranks whose nodes are gone: another has a copy
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"step-\d+\.tmp-[0-9a-f]+", self.folder):
+            raise ValueError(f"{self.folder} is no folder for parts")
 
 
 @dataclass(frozen=True)
@@ -35,6 +48,7 @@ class Verdict:
     next: Assignment | None = None  # this agent's part in the attempt that follows
     is_told: bool = False  # by node rank 0, to this one
     signum: int = 0  # of a run that was stopped: the first signal
+    parts: Parts | None = None  # of the newest snapshot, if it is on several nodes
 
     def __post_init__(self) -> None:
         if not 0 <= self.code <= 255:
@@ -50,10 +64,15 @@ class NodeEnd:
     first_rank: int = 0
     codes: Sequence[int] = ()  # the exit codes of all its ranks, from the first on
     saved_step: int = -1  # of the newest checkpoint that a rank of it has told; -1: none
+    parts: Mapping[str, Sequence[int]] = field(default_factory=dict)  # steps of snapshots, by rank
 
     def __post_init__(self) -> None:
         if not all(0 <= code <= 255 for code in self.codes):
             raise ValueError(f"{self.codes}: no exit codes")
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first_rank, self.first_rank + len(self.codes))
 
     @property
     def left(self) -> dict[int, int]:
@@ -137,7 +156,9 @@ def is_consequence(facts: Facts, first: Failure | None, rank: int) -> bool:
     return all(one.is_consequence for one in facts.failures if one.rank == rank)
 
 
-def end_of_node(facts: Facts, saved_step: int) -> NodeEnd:
+def end_of_node(
+    facts: Facts, saved_step: int, parts: Mapping[str, Sequence[int]] | None = None
+) -> NodeEnd:
     """Return what this node tells node rank 0 when all its ranks have ended."""
     lost = {one.rank for one in facts.failures if one.is_consequence} & facts.codes.keys()
     return NodeEnd(
@@ -146,6 +167,7 @@ def end_of_node(facts: Facts, saved_step: int) -> NodeEnd:
         first_rank=min(facts.codes, default=0),
         codes=[code for _, code in sorted(facts.codes.items())],
         saved_step=saved_step,
+        parts=parts or {},
     )
 
 

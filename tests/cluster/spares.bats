@@ -84,9 +84,9 @@ committed() { # <run id>
 }
 
 # Loses a node of a run on 4 nodes and a spare; adds to TOOK the milliseconds to the next step.
-lose_one() { # <kill|cut|stop> <node rank> <run id>
+lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
   local host=${NODES[$2]} before
-  start "$3" config/local3.yaml 1 "${NODES[@]}" "${SETTINGS[@]}"
+  start "$3" config/local3.yaml 1 "${NODES[@]}" "${SETTINGS[@]}" "${@:4}"
   lose "$1" "$host" "$3"
   end_of "$PID"
   before=$(committed "$3")
@@ -113,6 +113,17 @@ lose_one() { # <kill|cut|stop> <node rank> <run id>
     lose_one "${kinds[number % 3]}" $(((number % 3 + number / 3) % 4)) "lost-$number"
   done
   echo "# loss of a node: $times times a spare took over, at the latest $(printf '%s\n' "${TOOK[@]}" | sort -n | tail -n 1) ms after the notice; weights equal, nothing left" >&3
+}
+
+@test "a spare gets the parts of a sharded snapshot that the lost node held" {
+  local settings=(distributed.strategy=fsdp checkpoint.format=sharded checkpoint.every=0) TOOK=() NEVER
+  MAX_RESTARTS=0 RUN_ID=never launch config/local3.yaml 1 "${NODES[@]::4}" "${SETTINGS[@]}" "${settings[@]}"
+  NEVER=$(weights_of never)
+  export SPARES=1
+  lose_one kill 0 parts-0 "${settings[@]}" checkpoint.snapshot_every=5
+  grep -q 'resumed    after step [0-9]*, from memory' parts-0.out
+  lose_one cut 2 parts-2 "${settings[@]}" checkpoint.snapshot_every=5
+  grep -q 'resumed    after step [0-9]*, from memory' parts-2.out
 }
 
 @test "node rank 0 is lost, and not the copy of its snapshot" {

@@ -79,7 +79,8 @@ train: {max_steps: 60, global_batch_size: 16, grad_accumulation: 2, learning_rat
 checkpoint: {every: 5, keep_last: 2}
 """
 # train.py, of which rank R ends all ranks by SIGKILL when it comes to fault point N of saving,
-# where "N R" is the first line of the file KILLS; without a line left it goes to its end.
+# where "N R" is the first line of the file KILLS, or first to the one that N names; without a line
+# left it goes to its end.
 DEADLY = """
 import os, runpy, signal, sys
 sys.path.insert(0, os.environ["ROOT"])
@@ -89,17 +90,17 @@ from distributed import checkpoint, checkpoint_files
 
 kills = Path(os.environ["KILLS"])
 lines = kills.read_text().splitlines()
-left, killer = lines[0].split() if lines else (10**9, "nobody")
-left = int(left)
+wanted, killer = lines[0].split() if lines else (10**9, "nobody")
+left = 10**9 if "." in str(wanted) else int(wanted)
 
 def deadly(owner, name):
-    call = getattr(owner, name)
+    call, point = getattr(owner, name), f"{owner.__name__.rpartition('.')[2]}.{name}"
     def wrapped(*args, **options):
         global left
         left -= 1
-        if left == 0:
+        if left == 0 or point == wanted:
             with open(os.environ["KILLED"], "a") as file:
-                print(f"{owner.__name__.rpartition('.')[2]}.{name}", file=file)
+                print(point, file=file)
             kills.write_text("\\n".join(lines[1:]))
             agent = os.getppid()
             ranks = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
@@ -160,22 +161,22 @@ def ranks_below(guardian: int) -> list[int]:
     return pids
 
 
-def snapshot_on(run: Run) -> int:
-    """Return the step of the newest snapshot in an agent's memory; -1: there is none."""
-    found = -1
+def snapshots_on(run: Run) -> list[int]:
+    """Return the steps of all buffers with a snapshot in an agent's memory."""
+    found = []
     with contextlib.suppress(OSError, IndexError):  # it has only begun
         for link in Path(f"/proc/{run.agent_pid()}/fd").iterdir():
             if "memfd:snapshot" in os.readlink(link):
                 fd = os.open(link, os.O_RDONLY)
-                found = max(found, Memory(fd).header().step)
+                found.append(Memory(fd).header().step)
                 os.close(fd)
     return found
 
 
-def await_snapshot(run: Run, step: int) -> None:
-    """Wait until an agent holds a snapshot of a step or a later one."""
+def await_snapshots(run: Run, step: int, parts: int = 1) -> None:
+    """Wait until an agent holds so many parts of snapshots of a step or later ones."""
     deadline = time.monotonic() + 60
-    while snapshot_on(run) < step:
+    while sum(one >= step for one in snapshots_on(run)) < parts:
         assert time.monotonic() < deadline and run.process.poll() is None
         time.sleep(0.05)
 
@@ -267,7 +268,7 @@ class Job:
     def kill_and_finish(
         self, run_id: str, nproc: int, settings: Sequence[str], kills: Sequence[str]
     ) -> Outcome:
-        """Kill all ranks at each fault point of saving: "N R" is rank R's N-th of a start."""
+        """Kill all ranks at fault points of saving: "N R" is rank R's N-th, or the one named N."""
         counts = self.folder / f"{run_id}.kills"
         counts.write_text("\n".join(kills))
         files = {"KILLS": str(counts), "KILLED": str(self.folder / "killed"), "ROOT": str(ROOT)}

@@ -18,7 +18,7 @@ from launcher.agent.protocol import (
     StopRequest,
 )
 from launcher.agent.stuck import RankState
-from launcher.agent.verdict import NodeEnd, Verdict
+from launcher.agent.verdict import NodeEnd, Parts, Verdict
 from launcher.failure import Failure
 from launcher.preflight.must_match import NodeReport
 
@@ -38,9 +38,10 @@ EXAMPLES: list[Message] = [
     FAILURE,
     EndRanks(),
     EndRanks(3),
-    NodeEnd([1], [2], 4, [1, 137, 75], 120),
+    NodeEnd([1], [2], 4, [1, 137, 75], 120, {"4": [115, 120]}),
     Verdict(0),
     Verdict(1, FAILURE, 2, 1, 0, "", True, NEXT, True),
+    Verdict(137, FAILURE, parts=Parts(120, "step-120.tmp-0f", [3])),
     Verdict(143, ends="rank 0 left with code 0"),
 ]
 
@@ -70,6 +71,7 @@ def test_a_message_is_one_line_and_arrives(message: Message) -> None:
         b'{"beat": {"straggler": {"rank": 0}}}',
         b'{"failure": {"fault": "x"}}',
         b'{"verdict": {"code": null}}',
+        b'{"verdict": {"code": 1, "parts": {"step": 1, "folder": "../x"}}}',
         b"[" * 100_000,
     ],
 )

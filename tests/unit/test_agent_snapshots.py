@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 from agents import ROOT, Run
-from recovery import Job, Outcome, await_snapshot, steps_lost
+from recovery import Job, Outcome, await_snapshots, steps_lost
 from test_save_snapshot import hold_commits
 from torch import nn
 
@@ -267,7 +267,7 @@ def test_what_its_rank_overwrites_while_it_is_copied_is_not_sent(
 def two_nodes(job: Job, run_id: str, fault: str) -> Iterator[list[Run]]:
     """Start a run of two nodes, each with one rank, until node rank 1 has a copy of step 20."""
     with job.nodes(run_id, 2, *TAKEN, FAULT=fault) as runs:
-        await_snapshot(runs[1], 20)
+        await_snapshots(runs[1], 20)
         yield runs
 
 

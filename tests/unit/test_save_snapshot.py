@@ -25,6 +25,7 @@ from distributed.snapshot_memory import BEGIN, FILES
 from launcher import processes
 from launcher.agent.save_snapshot import save
 from launcher.agent.snapshots import Snapshots
+from launcher.agent.verdict import NodeEnd
 
 
 def fill(node: Snapshots, folder: Path, *steps: int) -> list[int]:
@@ -38,6 +39,10 @@ def fill(node: Snapshots, folder: Path, *steps: int) -> list[int]:
         saver.snapshots.finish()
         saver._lock.close()
     return [one.fd for one in buffers]
+
+
+def of_step(step: int, descriptors: list[int]) -> list[int]:
+    return [fd for fd in descriptors if Buffer(fd).header().step == step]
 
 
 @pytest.fixture
@@ -54,7 +59,7 @@ def test_on_a_full_disk_nothing_is_left_behind(
 ) -> None:
     descriptors = fill(Snapshots(1), tmp_path, 5)
     request.getfixturevalue("small_files")
-    assert save([descriptors], 5) == 1
+    assert save(of_step(5, descriptors)) == 1
     assert "warning: step 5, in memory, was not saved: " in capfd.readouterr().err
     assert [*tmp_path.glob("step-*")] == []
 
@@ -62,7 +67,7 @@ def test_on_a_full_disk_nothing_is_left_behind(
 def test_what_a_killed_save_left_makes_room(tmp_path: Path) -> None:
     descriptors = fill(Snapshots(1), tmp_path, 5)
     (tmp_path / "step-4.tmp-host-1").mkdir()
-    assert save([descriptors], 5) == 0
+    assert save(of_step(5, descriptors)) == 0
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-5"]
 
 
@@ -70,7 +75,7 @@ def test_a_damaged_one_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     descriptors = fill(Snapshots(1), tmp_path, 5, 10)
     newest = max(map(Buffer, descriptors), key=lambda one: one.header().step)
     os.pwrite(newest.fd, b"damage", BEGIN)
-    assert save([descriptors], 10) == 1 and save([descriptors], 5) == 0
+    assert save(of_step(10, descriptors)) == 1 and save(of_step(5, descriptors)) == 0
     told = capfd.readouterr().err
     assert "warning: step 10, in memory, was not saved: it is damaged\n" in told
     found = load(tmp_path)
@@ -80,11 +85,18 @@ def test_a_damaged_one_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]
 def test_of_parts_on_other_nodes_one_line_tells(capfd: pytest.CaptureFixture[str]) -> None:
     node = Snapshots(2)
     for step in (5, 10):
-        for buffers in node._buffers:
-            Buffer(buffers[step // 5 % 2].fd).write(step, 4, [torch.ones(3)], b"rest")
+        for rank, buffers in enumerate(node._buffers):
+            Buffer(buffers[step // 5 % 2].fd).write(step, 4, [torch.ones(3)], b"rest", rank)
     assert node.step() == 10
-    assert node.save(is_first_node=True, saved_step=5, limit_s=9) == -1
-    told = "node agent: warning: step 10, in memory, was not saved: other nodes hold part of it\n"
+    third = NodeEnd(first_rank=2, codes=[1], parts={"2": [5, 10], "3": [5]})  # and a copy
+    for others, saved, step, lost in (([third], 0, 5, [3]), ([third], 5, -1, []), ([], 0, -1, [])):
+        found = node.find_parts(others, saved)
+        assert (found.step, found.lost) == (step, lost) if found else step == -1
+    fourth = NodeEnd(first_rank=3, codes=[1], parts={"3": [10]})
+    found = node.find_parts([third, fourth], 0)
+    assert found and (found.step, found.lost) == (10, [])
+    assert node.save(None, is_first_node=True, saved_step=5, limit_s=9) == -1
+    told = "node agent: warning: what is in memory was not saved: parts of it are lost\n"
     assert capfd.readouterr().err == told
 
 

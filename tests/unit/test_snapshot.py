@@ -180,7 +180,7 @@ def test_free_memory() -> None:
 
 
 def _take_parts(rank: int, folder: Path, files: list[str], shard: int | str, missing: int) -> None:
-    os.environ[FILES] = files[rank]
+    os.environ |= {FILES: files[rank], "LOCAL_WORLD_SIZE": str(len(files))}
     saver = Saver(folder / "run", keep_last=9, enabled=rank == 0, format="sharded")
     for step in range(1, 4):
         state = make_shared_state(step, "fsdp", shard)

@@ -5,10 +5,18 @@ from __future__ import annotations
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
-from recovery import SHARDED, Job, Outcome, await_snapshot
+from recovery import SHARDED, Job, Outcome, await_snapshots
+from test_sharded import make_state, on_ranks
 
+from distributed.checkpoint import Saver, load, weights_hash
+from distributed.snapshot import _open_buffers
+from distributed.snapshot_memory import FILES
+from launcher.agent.snapshots import Snapshots as NodeSnapshots
+
+# With a rank of each of two nodes.
 TAKEN = (*SHARDED, "checkpoint.snapshot_every=5", "checkpoint.every=0")
 
 
@@ -28,7 +36,7 @@ def whole(job: Job) -> Outcome:
 def test_a_spare_goes_on_with_what_the_lost_node_held(job: Job, whole: Outcome, lost: int) -> None:
     name = f"lost-{lost}"
     with job.nodes(name, 2, *TAKEN, spares=1, PACE="0.05") as runs:
-        await_snapshot(runs[1 - lost], 25)
+        await_snapshots(runs[1 - lost], 25)
         os.kill(runs[lost].agent_pid(), signal.SIGKILL)
         others = [run for place, run in enumerate(runs) if place != lost]
         told = "".join(run.finish() + run.output for run in others)
@@ -36,3 +44,58 @@ def test_a_spare_goes_on_with_what_the_lost_node_held(job: Job, whole: Outcome, 
     (resumed,) = re.findall(r"resumed +after step (\d+), from memory", told)
     assert int(resumed) >= 20, told
     assert job.outcome(name) == whole
+
+
+def _lose_parts(rank: int, folder: Path, files: list[str], own: list[int], of: list[int]) -> None:
+    """Take three snapshots on two nodes of two ranks each, lose parts of the last one, and load.
+
+    Lost are those of some ranks on their own nodes, and the copies of some.
+    """
+    os.environ |= {FILES: files[rank], "LOCAL_WORLD_SIZE": "2"}
+    saver = Saver(folder / "run", keep_last=9, enabled=rank == 0, format="sharded")
+    for step in range(1, 4):
+        saver.snapshot(step, make_state(step, "fsdp", "all"))
+    saver.wait()
+    for buffer in _open_buffers():
+        header = buffer.header()
+        if header.step == 3 and header.rank in (own if header.rank == rank else of):
+            buffer.set_header(None)
+    found = load(folder / "run")
+    wanted = make_state(2 if {*own} & {*of} else 3, "ddp")
+    assert found is not None and found.is_snapshot
+    assert weights_hash(found.model) == weights_hash(wanted.model)
+    assert found.ranks == [{"own": wanted.progress["step"]}] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("own", "copies"),
+    [([], []), ([0, 1], []), ([2, 3], []), ([3], [0, 1, 2]), ([], [0, 1, 2, 3]), ([1], [1])],
+)
+def test_a_part_is_on_two_nodes(tmp_path: Path, own: list[int], copies: list[int]) -> None:
+    node = NodeSnapshots(4)
+    files = [node.variables(rank)[FILES] for rank in range(4)]
+    on_ranks(4, _lose_parts, tmp_path, files, own, copies)
+
+
+@pytest.mark.slow
+def test_without_a_restart_all_parts_become_a_checkpoint(job: Job, whole: Outcome) -> None:
+    with job.nodes("ended", 2, *TAKEN, FAULT="sleep 1 46") as runs:
+        await_snapshots(runs[1], 20, parts=2)
+        os.kill(runs[1].rank_pids()[0], signal.SIGKILL)
+        told = "".join(run.finish() for run in runs)
+    folder = job.folder / "checkpoints/ended"
+    assert f"step 20 was only in memory; it is now saved in {folder}\n" in told, told
+    assert [path.name for path in folder.glob("step-*")] == ["step-20"]
+    assert job.finish("ended", 2, *SHARDED) == whole
+
+
+@pytest.mark.slow
+def test_a_lost_nodes_part_comes_from_the_next_node(job: Job, whole: Outcome) -> None:
+    with job.nodes("part", 2, *TAKEN, FAULT="sleep 1 46") as runs:
+        await_snapshots(runs[0], 20, parts=2)
+        os.kill(runs[1].agent_pid(), signal.SIGKILL)
+        told = runs[0].finish()
+    folder = job.folder / "checkpoints/part"
+    assert f"step 20 was only in memory; it is now saved in {folder}\n" in told, told
+    assert job.finish("part", 2, *SHARDED) == whole
