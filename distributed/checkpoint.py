@@ -36,7 +36,7 @@ from . import checkpoint_files as files
 from .checkpoint_files import CheckpointError as CheckpointError
 from .errors import with_fault
 from .export import export
-from .heartbeat import beat, join
+from .heartbeat import beat
 from .lock import RunLock
 from .snapshot import Snapshots, copy_all, newest_snapshot
 from .torch import gather_bytes, to_bytes
@@ -109,7 +109,7 @@ class Saver:
         """
         if not self.enabled and self._parts is None:
             return
-        self._wait_for_save()
+        self.wait()
         trees: dict[str, Any] = {"model": state.model, "optimizer": state.optimizer}
         if self._parts is None:
             copies = self._copy([leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)])
@@ -141,12 +141,10 @@ class Saver:
             raise self._error
 
     def wait(self) -> None:
-        """Wait for all that goes on in the background. Raises CheckpointError if a save failed."""
-        self._wait_for_save()
-        self.snapshots.end()
-
-    def _wait_for_save(self) -> None:
-        join(self._thread)
+        """Wait for the background save. Raises its CheckpointError."""
+        while self._thread.is_alive():
+            self._thread.join(1.0)
+            beat()
         self.check()
 
     def _copy(self, theirs: Sequence[Tensor]) -> list[Tensor]:

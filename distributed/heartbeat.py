@@ -14,7 +14,6 @@ import mmap
 import os
 import signal
 import struct
-import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -113,13 +112,6 @@ def beat(
     """
     if heart := _heart():
         heart.beat(step, saved, hang_seconds)
-
-
-def join(thread: threading.Thread) -> None:
-    """Wait for a thread that makes progress for this rank."""
-    while thread.is_alive():
-        thread.join(1.0)
-        beat()
 
 
 @functools.cache

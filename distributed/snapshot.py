@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from . import snapshot_exchange as exchange
 from .checkpoint_files import pack, unpack
-from .heartbeat import find_record, join
+from .heartbeat import beat, find_record
 from .snapshot_memory import BEGIN, FILES, Header, Memory, reused
 from .torch import gather_bytes, to_bytes
 
@@ -196,6 +196,8 @@ class Snapshots:
             "shared": shared,
         }
         self.finish()
+        if self._neighbours is not None:  # nobody may overwrite what another still lacks
+            self._neighbours.meet()
         older = reused(self._buffers, step)
         older.write(step, holders, parts, pack(rest), dist.get_rank() if holders > 1 else 0)
         if holders > 1 and self._neighbours is None:
@@ -205,19 +207,16 @@ class Snapshots:
 
     def _complete(self, taken: Buffer) -> None:
         taken.seal()
-        if self._neighbours is not None and self._neighbours.are_there:
-            with contextlib.suppress(RuntimeError):  # one is gone: the agents see to it
-                self._neighbours.exchange(taken, self._copies)
-
-    def end(self) -> None:
-        """Wait for the last one's checksum and copy; nothing else needs the network any more."""
         if self._neighbours is not None:
-            self._neighbours.pause_s = 0.0
-        self.finish()
+            self._neighbours.exchange(taken, self._copies)
 
     def finish(self) -> None:
-        """Wait for the last one's checksum and copy."""
-        join(self._sealing)
+        """Wait for the last one's checksum and copy, which shows progress while parts arrive."""
+        while self._sealing.is_alive():
+            moved = self._neighbours.moved if self._neighbours else 0
+            self._sealing.join(1.0)
+            if self._neighbours and self._neighbours.moved != moved:
+                beat()
 
 
 def newest_snapshot(folder: Path) -> Snapshot | None:

@@ -7,10 +7,12 @@ which would have to carry everybody's.
 from __future__ import annotations
 
 import json
+import logging
 import mmap
 import os
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -22,31 +24,54 @@ from .torch import gather_bytes
 
 _PIECE = 1 << 22  # bytes
 _PIECE_S = 0.02  # between two in training: 200 MB/s at most
-_PATIENCE = timedelta(days=1)  # training may pause between two snapshots
+_PATIENCE = timedelta(seconds=25)  # for one: all ranks begin after the same step
+_log = logging.getLogger(__name__)
 
 
 class Neighbours:
-    """The ranks of the same local rank on the next node and on the one before."""
+    """The ranks of the same local rank on the next node and on the one before.
+
+    A rank that cannot reach them goes on without; then they wait for it once, and do the same.
+    """
 
     def __init__(self) -> None:
         """All ranks call it. There are none on a single node, or if nodes differ in their ranks."""
-        self.pause_s = _PIECE_S
+        self.moved = 0  # pieces
         local = os.environ.get("LOCAL_WORLD_SIZE", "1")
         everyone = gather_bytes(local.encode())
         step, world = int(local), len(everyone)
-        self.are_there = len({*everyone}) == 1 and step < world
-        if self.are_there:
+        self._are_there = len({*everyone}) == 1 and step < world
+        if self._are_there:
             self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
             self._next = (dist.get_rank() + step) % world
             self._last = (dist.get_rank() - step) % world
 
+    def meet(self) -> None:
+        """Wait until the exchange before is over on all ranks."""
+        self._try(lambda: dist.barrier(self._group))
+
     def exchange(self, mine: Memory, copies: Sequence[Memory]) -> None:
         """Send a buffer to the next node, and keep the one of the node before in one of `copies`.
 
-        Raises RuntimeError where a neighbour is gone.
+        It ends early where the program does.
         """
-        theirs = reused(copies, mine.header().step)
-        _transfer(self._group, mine, self._next, theirs, self._last, lambda: self.pause_s)
+        self._try(lambda: self._exchange(mine, reused(copies, mine.header().step)))
+
+    def _exchange(self, mine: Memory, theirs: Memory) -> None:
+        for _ in _transfer(self._group, mine, self._next, theirs, self._last):
+            self.moved += 1
+            time.sleep(_PIECE_S)
+            if not threading.main_thread().is_alive():
+                return
+
+    def _try(self, action: Callable[[], object]) -> None:
+        try:
+            if self._are_there:
+                action()
+        except Exception as error:
+            self._are_there = False
+            if threading.main_thread().is_alive():
+                _log.warning("snapshots are no longer copied to the next node: %s", error)
 
 
 def agree(own: Sequence[Header], copies: Sequence[Header]) -> tuple[int, list[tuple[int, int]]]:
@@ -81,10 +106,9 @@ def deliver(lacking: Sequence[tuple[int, int]], copy: Memory | None, own: Memory
     group = dist.new_group(backend="gloo")
     for rank, holder in lacking:
         if dist.get_rank() == holder:
-            assert copy is not None
-            _transfer(group, copy, rank, None, -1)
+            any(_transfer(group, copy, rank, None, -1))
         elif dist.get_rank() == rank:
-            _transfer(group, None, -1, own, holder)
+            any(_transfer(group, None, -1, own, holder))
     dist.destroy_process_group(group)
 
 
@@ -94,9 +118,11 @@ def _transfer(
     to: int,
     theirs: Memory | None,
     source: int,
-    pause_s: Callable[[], float] = lambda: 0.0,
-) -> None:
-    """Send a buffer and take another, piece by piece; the header comes last, and completes it."""
+) -> Iterator[None]:
+    """Send a buffer and take another, and yield after each piece.
+
+    The header comes last, and completes what is taken.
+    """
 
     def swap(out: Tensor, into: Tensor) -> None:
         works = []
@@ -115,7 +141,7 @@ def _transfer(
     out, into = _content(mine, int(sizes[0])), _content(theirs, int(sizes[1]))
     for start in range(BEGIN, max(map(int, sizes)), _PIECE):
         swap(out[start : start + _PIECE], into[start : start + _PIECE])
-        time.sleep(pause_s())
+        yield
     header = torch.empty(BEGIN, dtype=torch.uint8)
     swap(out[:BEGIN], header)
     if theirs is not None:

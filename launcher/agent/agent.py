@@ -271,17 +271,15 @@ class NodeAgent:
     def _keep_snapshot(self, verdict: Verdict) -> Verdict:
         """Write what is newer in memory than on the disk as a checkpoint, for a later start."""
         is_first_node, team = self.args.node_rank == 0, self.meeting.team
+        limit_s = self.args.grace_s
+        if verdict.signum:  # the ranks have had GRACE: the guardian and launchers wait a bit longer
+            limit_s = min(limit_s, STOPPED_S)
         if verdict.code != 0 and verdict.is_told and not is_first_node:
-            if verdict.parts is not None:
-                self.snapshots.hand_over(verdict.parts, self.args.grace_s)
-            self.snapshots.await_save(self.meeting.peers.get(0), self.args.grace_s)
+            self.snapshots.leave_to(self.meeting.peers.get(0), verdict.parts, limit_s)
         if verdict.code == 0 or (verdict.is_told and not is_first_node):
             return verdict
         if self.args.min_nodes and not (team and team.is_majority):
             return verdict  # the run may go on elsewhere
-        limit_s = self.args.grace_s
-        if verdict.signum:  # the ranks have had GRACE: the guardian and launchers wait a bit longer
-            limit_s = min(limit_s, STOPPED_S)
         step = self.save_snapshot(verdict.parts, is_first_node=is_first_node, limit_s=limit_s)
         if step < 0:
             return verdict
@@ -291,8 +289,10 @@ class NodeAgent:
     def save_snapshot(self, parts: Parts | None, *, is_first_node: bool, limit_s: float) -> int:
         """Save what is in memory, or elsewhere the copy of it; returns its step, or -1."""
         saved_step = self.heartbeats.reached()[0]
+        if is_first_node and parts is not None:
+            return self.snapshots.save_parts(parts, self.meeting.peers, limit_s)
         return self.snapshots.save(
-            parts, is_first_node=is_first_node, saved_step=saved_step, limit_s=limit_s
+            is_first_node=is_first_node, saved_step=saved_step, limit_s=limit_s
         )
 
     def _report(self, verdict: Verdict) -> None:

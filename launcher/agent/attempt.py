@@ -191,7 +191,7 @@ class Attempt:
             else:
                 self._fail(end)
         if not self.is_first_node and not self.ranks.living():
-            self.send_all(verdict.end_of_node(self.facts, saved_step, self.snapshots.parts()))
+            self.send_all(verdict.end_of_node(self.facts, saved_step, *self.snapshots.parts()))
 
     def _fail(self, first: Failure) -> None:
         """Record a failure, and end the ranks of all nodes; those that are asked to may save."""

@@ -47,7 +47,9 @@ def prepare(agent: NodeAgent, ended: Attempt, verdict: Verdict, before: tuple[in
 
 def find_parts(agent: NodeAgent, ended: Attempt, verdict: Verdict) -> Verdict:
     """On node rank 0, note what all nodes are to lay together if no attempt follows."""
-    if agent.args.node_rank != 0 or verdict.code == 0:
+    team = agent.meeting.team
+    may_go_on_elsewhere = agent.args.min_nodes and not (team and team.is_majority)
+    if agent.args.node_rank != 0 or verdict.code == 0 or may_go_on_elsewhere:
         return verdict
     saved_step, _ = agent.heartbeats.reached()
     found = agent.snapshots.find_parts([*ended.facts.nodes.values()], saved_step)

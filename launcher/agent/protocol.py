@@ -78,6 +78,13 @@ class SnapshotPiece:
 
 
 @dataclass(frozen=True)
+class HandedOver:
+    """To node rank 0: whether this node's parts of a snapshot are where it reads them."""
+
+    is_there: bool
+
+
+@dataclass(frozen=True)
 class NodeBeat:
     """A node's agent lives; every BEAT_S seconds."""
 
@@ -93,7 +100,8 @@ class EndRanks:
 
 Message: TypeAlias = (
     NodeReport | Refusal | Assignment | StopRequest | StackRequest | NodeStacks | NodeBeat
-    | SnapshotPiece | EndRanks | NodeEnd | Verdict | Failure  # of a rank of the node that sends it
+    | SnapshotPiece | HandedOver | EndRanks | NodeEnd | Verdict
+    | Failure  # of a rank of the node that sends it
 )  # fmt: skip
 MESSAGES = Kinds(
     hello=NodeReport,
@@ -104,6 +112,7 @@ MESSAGES = Kinds(
     stacks=NodeStacks,
     beat=NodeBeat,
     snapshot=SnapshotPiece,
+    parts=HandedOver,
     failure=Failure,
     end=EndRanks,
     done=NodeEnd,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from distributed import checkpoint_files as files
@@ -14,22 +14,25 @@ from distributed.lock import RunLock
 from distributed.snapshot import Buffer, Snapshot, merge
 from launcher.agent.output import say
 
-_POLL_S = 0.02
-
 
 def save(files: Sequence[int], folder_name: str = "") -> int:
-    """Save a snapshot, of which each rank's part is in a file or comes to the folder of that name.
+    """Save a snapshot, of which each rank's part is in one of the files, or in a folder's.
 
-    Returns an exit code.
+    The folder is below that of the run, and is deleted. Returns an exit code.
     """
-    step = Buffer(files[0]).header().step
+    step = Buffer(files[0]).header().step if files else -1
     try:
         parts = _read(files)
-        if folder_name and parts:
-            parts |= _await_parts(parts, folder_name)
+        why = "it is damaged"
+        if parts and folder_name:
+            one = next(iter(parts.values()))
+            folder = Path(one.folder, folder_name)
+            try:
+                parts |= _read_files([folder / str(r) for r in {*range(one.holders)} - {*parts}])
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
         if parts and len(parts) == parts[min(parts)].holders:
             return _commit(merge([part for _, part in sorted(parts.items())]))
-        why = "it is damaged"
     except Exception as error:
         why = str(error) or repr(error)
     say(f"warning: step {step}, in memory, was not saved: {why}")
@@ -38,17 +41,19 @@ def save(files: Sequence[int], folder_name: str = "") -> int:
 
 def hand_over(files: Sequence[int], folder_name: str) -> int:
     """Write parts of a snapshot to a folder for the first node's agent; returns an exit code."""
-    for one in map(Buffer, files):
-        if rest := one.about():
-            folder = Path(rest["folder"], folder_name)
-            folder.mkdir(parents=True, exist_ok=True)
-            place = folder / str(one.header().rank)
-            shutil.copyfile(f"/proc/self/fd/{one.fd}", temporary := f"{place}.{os.getpid()}")
-            os.replace(temporary, place)
+    try:
+        for one in map(Buffer, files):
+            if rest := one.about():
+                folder = Path(rest["folder"], folder_name)
+                folder.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(f"/proc/self/fd/{one.fd}", folder / str(one.header().rank))
+    except Exception as error:
+        say(f"warning: a part of a snapshot, in memory, was not handed over: {error}")
+        return 1
     return 0
 
 
-def _read(files: Sequence[int]) -> dict[int, Snapshot]:
+def _read(files: Iterable[int]) -> dict[int, Snapshot]:
     """Return the parts that are whole, by rank."""
     found: dict[int, Snapshot] = {}
     for one in map(Buffer, files):
@@ -57,13 +62,10 @@ def _read(files: Sequence[int]) -> dict[int, Snapshot]:
     return found
 
 
-def _await_parts(parts: Mapping[int, Snapshot], name: str) -> dict[int, Snapshot]:
-    """Wait for the other ranks' parts."""
-    one = next(iter(parts.values()))
-    places = [Path(one.folder, name, str(rank)) for rank in {*range(one.holders)} - {*parts}]
-    while not all(place.exists() for place in places):
-        time.sleep(_POLL_S)  # the agent ends this process when its time is over
-    return _read([os.open(place, os.O_RDONLY) for place in places])
+def _read_files(places: Sequence[Path]) -> dict[int, Snapshot]:
+    """Return the parts in some files, which are closed: NFS keeps what is open in its folder."""
+    with contextlib.ExitStack() as stack:
+        return _read([stack.enter_context(place.open("rb")).fileno() for place in places])
 
 
 def _commit(taken: Snapshot) -> int:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from distributed.heartbeat import name_record
 from distributed.snapshot_memory import FILES, Memory, whole_steps
 from launcher import processes
 from launcher.agent.output import say
-from launcher.agent.protocol import Peer
+from launcher.agent.protocol import HandedOver, Peer
 from launcher.agent.snapshot_copy import Incoming, Outgoing
 from launcher.agent.verdict import NodeEnd, Parts
 
@@ -46,62 +46,64 @@ class Snapshots:
         """Return the step of the newest whole snapshot; -1: there is none."""
         return max(_whole_steps(self._buffers), default=-1)
 
-    def await_save(self, first_node: Peer | None, limit_s: float) -> None:
-        """On another node, stay until the first one's agent has ended, which may save.
-
-        Launchers give the others little time once one node has ended.
-        """
-        processes.die_with_parent(os.getppid())  # nobody watches the guardian any more
-        if first_node is not None:
-            first_node.wait_for_end(time.monotonic() + limit_s)
-
-    def parts(self) -> dict[str, list[int]]:
-        """Return the steps of the parts of shared-out snapshots on this node, by rank."""
-        found: dict[str, list[int]] = {}
-        everything = (*self._buffers, *self._copies)
-        for header in (one.header() for each in everything for one in each):
-            if header.holders > 1:
-                found.setdefault(str(header.rank), []).append(header.step)
-        return found
+    def parts(self) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+        """Return the steps of shared-out snapshots on this node, by rank: its own, and copies."""
+        return _steps(self._buffers), _steps(self._copies)
 
     def find_parts(self, others: Sequence[NodeEnd], saved_step: int) -> Parts | None:
         """Return the newest snapshot of which no part is missing, if other nodes hold some of it.
 
         None, too, where a checkpoint is as new.
         """
-        here = NodeEnd(codes=[0] * len(self._buffers), parts=self.parts())
-        nodes = [here, *others]
-        node_of = {rank: node for node in nodes for rank in node.ranks}
-
-        def is_held(step: int, rank: int) -> bool:
-            places = [node_of[rank]] if rank in node_of else nodes  # a copy will do then
-            return any(step in node.parts.get(str(rank), ()) for node in places)
-
-        headers = (one.header() for each in self._buffers for one in each)
+        own, copies = self.parts()
+        nodes = [NodeEnd(parts=own, copies=copies), *others]
+        held = {
+            (rank, step) for one in nodes for rank, steps in one.parts.items() for step in steps
+        }
+        copied = {(rank, s) for one in nodes for rank, steps in one.copies.items() for s in steps}
+        headers = (one.header() for each in (*self._buffers, *self._copies) for one in each)
         holders = {one.step: one.holders for one in headers if one.holders > len(self._buffers)}
-        whole = [s for s, number in holders.items() if all(is_held(s, r) for r in range(number))]
-        if (step := max(whole, default=-1)) <= max(0, saved_step):
-            return None
-        lost = [rank for rank in range(holders[step]) if rank not in node_of]
-        return Parts(step, f"step-{step}.tmp-{os.urandom(8).hex()}", lost)
+        for step in sorted(holders, reverse=True):
+            ranks = {(str(rank), step) for rank in range(holders[step])}
+            if step > max(0, saved_step) and ranks <= held | copied:
+                lost = sorted(int(rank) for rank, _ in ranks - held)
+                return Parts(step, f"step-{step}.tmp-{os.urandom(8).hex()}", lost)
+        return None
 
-    def hand_over(self, parts: Parts, limit_s: float) -> None:
-        """Put this node's part where the first node takes it, which saves all."""
-        hand_over = partial(_hand_over, self._files(parts), parts.folder)
-        _run(hand_over, parts.step, time.monotonic() + limit_s)
+    def leave_to(self, first_node: Peer | None, parts: Parts | None, limit_s: float) -> None:
+        """On another node, hand its parts over, and stay until the first one's agent has ended.
 
-    def save(
-        self, parts: Parts | None, *, is_first_node: bool, saved_step: int, limit_s: float
-    ) -> int:
-        """Save the newest snapshot as a checkpoint, if it is newer than what is saved.
-
-        On another node than the first, the copy of it. Other nodes hand their `parts` over. Returns
-        the step; -1: none was saved.
+        Launchers give the others little time once one node has ended.
         """
         deadline = time.monotonic() + limit_s
-        if is_first_node and parts is not None:
-            save = partial(_save, self._files(parts), parts.folder)
-            return parts.step if _run(save, parts.step, deadline) else -1
+        processes.die_with_parent(os.getppid())  # nobody watches the guardian any more
+        if parts is not None and first_node is not None:
+            hand_over = partial(_hand_over, self._files(parts), parts.folder)
+            first_node.send(HandedOver(_run(hand_over, parts.step, deadline)))
+        if first_node is not None:
+            first_node.wait_for_end(deadline)
+
+    def save_parts(self, parts: Parts, peers: Mapping[int, Peer], limit_s: float) -> int:
+        """Save a snapshot with what other nodes hand over; returns its step, or -1."""
+        deadline, missing = time.monotonic() + limit_s, []
+        for node, peer in peers.items():
+            while not isinstance(told := peer.wait(deadline), HandedOver | None):
+                pass
+            if told is None or not told.is_there:
+                missing.append(node)
+        if missing:
+            nodes = ", ".join(map(str, missing))
+            say(f"warning: step {parts.step}, in memory, was not saved: no parts of node {nodes}")
+            return -1
+        save = partial(_save, self._files(parts), parts.folder)
+        return parts.step if _run(save, parts.step, deadline) else -1
+
+    def save(self, *, is_first_node: bool, saved_step: int, limit_s: float) -> int:
+        """Save the newest snapshot as a checkpoint, if it is newer than what is saved.
+
+        On another node than the first, the copy of it. Returns the step; -1: none was saved.
+        """
+        deadline = time.monotonic() + limit_s
         of_ranks = self._buffers if is_first_node else [self.incoming.buffers]
         newer = [step for step in _whole_steps(of_ranks) if step > max(0, saved_step)]
         holders = max((one.header().holders for each in of_ranks for one in each), default=0)
@@ -115,11 +117,18 @@ class Snapshots:
         return -1
 
     def _files(self, parts: Parts) -> list[int]:
-        """Return what this node holds of a snapshot, with the copies of what is lost."""
-        own = [one for each in self._buffers for one in each]
-        copies = (one for each in self._copies for one in each)
-        lost = [one for one in copies if one.header().rank in parts.lost]
-        return [one.fd for one in (*own, *lost) if one.header().step == parts.step]
+        """Return what this node holds of a snapshot: its own, and copies of what is lost."""
+        own = [one for each in self._buffers for one in each if one.header().rank not in parts.lost]
+        copies = [one for each in self._copies for one in each if one.header().rank in parts.lost]
+        return [one.fd for one in (*own, *copies) if one.header().step == parts.step]
+
+
+def _steps(of_ranks: Sequence[Sequence[Memory]]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for header in (one.header() for each in of_ranks for one in each):
+        if header.holders > 1:
+            found.setdefault(str(header.rank), []).append(header.step)
+    return found
 
 
 def _whole_steps(buffers: Sequence[Sequence[Memory]]) -> list[int]:

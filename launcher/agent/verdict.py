@@ -27,7 +27,7 @@ class Parts:
 
     step: int
     folder: str  # below that of the run's checkpoints; what a killed save leaves has such a name
-    lost: Sequence[int] = ()  # ranks whose nodes are gone: another has a copy
+    lost: Sequence[int] = ()  # ranks whose own parts are lost: another node has copies
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"step-\d+\.tmp-[0-9a-f]+", self.folder):
@@ -65,14 +65,11 @@ class NodeEnd:
     codes: Sequence[int] = ()  # the exit codes of all its ranks, from the first on
     saved_step: int = -1  # of the newest checkpoint that a rank of it has told; -1: none
     parts: Mapping[str, Sequence[int]] = field(default_factory=dict)  # steps of snapshots, by rank
+    copies: Mapping[str, Sequence[int]] = field(default_factory=dict)  # the same of another node's
 
     def __post_init__(self) -> None:
         if not all(0 <= code <= 255 for code in self.codes):
             raise ValueError(f"{self.codes}: no exit codes")
-
-    @property
-    def ranks(self) -> range:
-        return range(self.first_rank, self.first_rank + len(self.codes))
 
     @property
     def left(self) -> dict[int, int]:
@@ -156,19 +153,15 @@ def is_consequence(facts: Facts, first: Failure | None, rank: int) -> bool:
     return all(one.is_consequence for one in facts.failures if one.rank == rank)
 
 
-def end_of_node(
-    facts: Facts, saved_step: int, parts: Mapping[str, Sequence[int]] | None = None
-) -> NodeEnd:
-    """Return what this node tells node rank 0 when all its ranks have ended."""
+def end_of_node(facts: Facts, saved_step: int, *snapshots: Mapping[str, Sequence[int]]) -> NodeEnd:
+    """Return what this node tells node rank 0 when all its ranks have ended.
+
+    `snapshots` are NodeEnd.parts and NodeEnd.copies.
+    """
     lost = {one.rank for one in facts.failures if one.is_consequence} & facts.codes.keys()
-    return NodeEnd(
-        lost_peer=sorted(lost),
-        stopped=sorted(facts.stopped),
-        first_rank=min(facts.codes, default=0),
-        codes=[code for _, code in sorted(facts.codes.items())],
-        saved_step=saved_step,
-        parts=parts or {},
-    )
+    codes = [code for _, code in sorted(facts.codes.items())]
+    first_rank = min(facts.codes, default=0)
+    return NodeEnd(sorted(lost), sorted(facts.stopped), first_rank, codes, saved_step, *snapshots)
 
 
 def reach_verdict(facts: Facts, *, saved_step: int, left: int) -> Verdict:

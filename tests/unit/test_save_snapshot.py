@@ -88,14 +88,13 @@ def test_of_parts_on_other_nodes_one_line_tells(capfd: pytest.CaptureFixture[str
         for rank, buffers in enumerate(node._buffers):
             Buffer(buffers[step // 5 % 2].fd).write(step, 4, [torch.ones(3)], b"rest", rank)
     assert node.step() == 10
-    third = NodeEnd(first_rank=2, codes=[1], parts={"2": [5, 10], "3": [5]})  # and a copy
+    third = NodeEnd(parts={"2": [5, 10]}, copies={"3": [5]})
     for others, saved, step, lost in (([third], 0, 5, [3]), ([third], 5, -1, []), ([], 0, -1, [])):
         found = node.find_parts(others, saved)
         assert (found.step, found.lost) == (step, lost) if found else step == -1
-    fourth = NodeEnd(first_rank=3, codes=[1], parts={"3": [10]})
-    found = node.find_parts([third, fourth], 0)
+    found = node.find_parts([third, NodeEnd(parts={"3": [10]})], 0)
     assert found and (found.step, found.lost) == (10, [])
-    assert node.save(None, is_first_node=True, saved_step=5, limit_s=9) == -1
+    assert node.save(is_first_node=True, saved_step=5, limit_s=9) == -1
     told = "node agent: warning: what is in memory was not saved: parts of it are lost\n"
     assert capfd.readouterr().err == told
 

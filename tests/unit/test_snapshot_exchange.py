@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import re
 import signal
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from recovery import SHARDED, Job, Outcome, await_snapshots
 from test_sharded import make_state, on_ranks
 
+from distributed import snapshot_exchange as exchange
 from distributed.checkpoint import Saver, load, weights_hash
 from distributed.snapshot import _open_buffers
-from distributed.snapshot_memory import FILES
+from distributed.snapshot_memory import BEGIN, FILES
 from launcher.agent.snapshots import Snapshots as NodeSnapshots
+from launcher.agent.snapshots import _steps
 
 # With a rank of each of two nodes.
 TAKEN = (*SHARDED, "checkpoint.snapshot_every=5", "checkpoint.every=0")
@@ -55,7 +58,7 @@ def _lose_parts(rank: int, folder: Path, files: list[str], own: list[int], of: l
     saver = Saver(folder / "run", keep_last=9, enabled=rank == 0, format="sharded")
     for step in range(1, 4):
         saver.snapshot(step, make_state(step, "fsdp", "all"))
-    saver.wait()
+    saver.snapshots.finish()
     for buffer in _open_buffers():
         header = buffer.header()
         if header.step == 3 and header.rank in (own if header.rank == rank else of):
@@ -76,6 +79,46 @@ def test_a_part_is_on_two_nodes(tmp_path: Path, own: list[int], copies: list[int
     node = NodeSnapshots(4)
     files = [node.variables(rank)[FILES] for rank in range(4)]
     on_ranks(4, _lose_parts, tmp_path, files, own, copies)
+
+
+def _lose_neighbour(rank: int, folder: Path, files: list[str]) -> None:
+    """Take three snapshots; rank 1 cannot exchange the second one."""
+    os.environ |= {FILES: files[rank], "LOCAL_WORLD_SIZE": "1"}
+    exchange._PATIENCE = timedelta(seconds=2)
+    saver = Saver(folder / "run", keep_last=9, enabled=rank == 0, format="sharded")
+    for step in range(1, 4):
+        saver.snapshot(step, make_state(step, "fsdp", "all"))
+        saver.snapshots.finish()
+        if rank == 1 and step == 1:
+            saver.snapshots._copies = []  # it has nowhere to keep another's
+    found = load(folder / "run")
+    assert found is not None and found.progress["step"] == 3
+    steps = [one.header().step for one in _open_buffers()]
+    assert sorted(steps[:2]) == [2, 3] and sorted(steps[2:]) == [-1, 1]
+
+
+@pytest.mark.slow
+def test_without_a_neighbour_the_run_goes_on(tmp_path: Path) -> None:
+    node = NodeSnapshots(3)
+    on_ranks(3, _lose_neighbour, tmp_path, [node.variables(rank)[FILES] for rank in range(3)])
+
+
+def _end_early(rank: int, folder: Path, files: list[str]) -> None:
+    os.environ |= {FILES: files[rank], "LOCAL_WORLD_SIZE": "1"}
+    exchange._PIECE, exchange._PIECE_S = BEGIN, 1.0
+    saver = Saver(folder / "run", keep_last=9, enabled=rank == 0, format="sharded")
+    saver.snapshot(1, make_state(1, "fsdp", "all"))
+
+
+@pytest.mark.slow
+def test_the_end_of_a_program_waits_for_no_exchange(tmp_path: Path) -> None:
+    node = NodeSnapshots(2)
+    files = [node.variables(rank)[FILES] for rank in range(2)]
+    on_ranks(2, _end_early, tmp_path, files)
+    assert node.step() == 1
+    size = max(one.header().size for each in node._buffers for one in each)
+    assert size > 60 * BEGIN  # it would take a minute and more
+    assert _steps(node._copies) == {}
 
 
 @pytest.mark.slow
