@@ -1,10 +1,11 @@
 """A lost node to training again: `make bench-spares` (as root), or python bench/spares.py [TIMES].
 
-On a cluster in a box, train.py runs on four nodes with a rank each, and a fifth is ready: SPARES=1
-here; for torchrun an agent more than --nnodes, which it keeps as a redundant node. Node 2 or node 0
-is lost: all processes of the run on it are killed, its cable is pulled, or the machine stops. From
-there to the end of the first step of the next attempt, and the steps that are done again, with a
-checkpoint every 50 steps, and here a snapshot in memory every 5. Medians of TIMES (default 3).
+On a cluster in a box, spare_steps.py runs on four nodes with a rank each, and a fifth is ready:
+SPARES=1 here; for torchrun an agent more than --nnodes, which it keeps as a redundant node. Node 2
+or node 0 is lost: all processes of the run on it are killed, its cable is pulled, or the machine
+stops. From there to the end of the first step of the next attempt, and the steps that are done
+again, with a checkpoint every 50 steps, and here a snapshot in memory every 5. Medians of TIMES
+(default 3).
 """
 
 from __future__ import annotations
@@ -28,11 +29,8 @@ NODES = ("node1", "node2", "node3", "node4", "node5")
 PORT = 23500
 FAULTS = {"processes killed": "kill", "cable pulled": "cut", "machine stopped": "stop"}
 LOST = {"node 2": "node3", "node 0": "node1"}
-CONFIG = str(ROOT / "config/local3.yaml")
-SETTINGS = ["model.layers=1", "model.width=16", "train.global_batch_size=24", "train.eval_every=0"]
-SETTINGS += ["train.log_every=1", "train.max_steps=100000", "checkpoint.every=50"]
-SNAPSHOTS = "checkpoint.snapshot_every=5"
-KILL_AFTER = 70  # steps
+SCRIPT = str(ROOT / "bench/spare_steps.py")
+KILL_AFTER = 73  # steps
 LIMIT_S = 90.0
 
 
@@ -66,10 +64,11 @@ def summarise(found: list[tuple[float, int] | None]) -> list[str]:
 
 @contextlib.contextmanager
 def ours(folder: Path) -> Iterator[Callable[[], bool]]:
-    """Run train.py here; yields what tells whether it has ended."""
-    words = [str(ROOT / "scripts/ssh/launch_torchrun_auto.sh"), CONFIG, "1", *NODES, *SETTINGS]
+    """Run the script here; yields what tells whether it has ended."""
+    words = [str(ROOT / "scripts/ssh/launch_torchrun_auto.sh"), "-", "1", *NODES, "--"]
     variables = {"SPARES": "1", "MAX_RESTARTS": "2", "GRACE": "5", "NO_COLOR": "1"}
-    with start("login", [*words, SNAPSHOTS], folder, variables) as run:
+    variables |= {"TRAIN_SCRIPT": SCRIPT, "RUN_ID": "lost", "LOG_DIR": str(folder)}
+    with start("login", words, folder, variables) as run:
         yield lambda: run.poll() is not None
         on("login", "pkill", "-TERM", "-f", "launch_torchrun_auto")
 
@@ -79,14 +78,14 @@ def torchrun(folder: Path) -> Iterator[Callable[[], bool]]:
     """The same, by hand on each node; the fifth once the others make steps."""
     words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=4", "--nproc-per-node=1"]
     words += ["--max-restarts=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=node1:{PORT}"]
-    words += ["--rdzv-id=bench", str(ROOT / "train.py"), "--config", CONFIG, *SETTINGS]
+    words += ["--rdzv-id=bench", SCRIPT]
     with contextlib.ExitStack() as stack:
         agents = [stack.enter_context(start(n, words, folder, OWN_STORES)) for n in NODES[:-1]]
         wait(lambda: len(steps_of(folder)) > 1)
         agents.append(stack.enter_context(start(NODES[-1], words, folder, OWN_STORES)))
         yield lambda: all(agent.poll() is not None for agent in agents)
         for node in NODES:
-            on(node, "pkill", "-KILL", "-f", "rdzv-id=bench|train.py")
+            on(node, "pkill", "-KILL", "-f", "rdzv-id=bench|spare_steps")
 
 
 LAUNCHERS = {"ours": ours, "torchrun": torchrun}
@@ -96,10 +95,10 @@ LAUNCHERS = {"ours": ours, "torchrun": torchrun}
 def start(
     host: str, words: list[str], folder: Path, variables: dict[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    own = {"RUN_ID": "lost", "LOG_DIR": str(folder), "OMP_NUM_THREADS": "1", **variables}
+    own = {"OMP_NUM_THREADS": "1", **variables}
     with (folder / f"output_{host}").open("wb") as output:
         run = subprocess.Popen(
-            [CLUSTER, "run", host, *words, f"checkpoint.dir={folder}/checkpoints"],
+            [CLUSTER, "run", host, *words, str(folder)],
             cwd=folder,
             env={**os.environ, "PYTHON": sys.executable, **own},
             stdin=subprocess.DEVNULL,
@@ -136,7 +135,7 @@ def make(fault: str, host: str) -> None:
     elif fault == "stop":
         on(host, "bash", "-c", "kill -STOP -1")
     else:
-        on(host, "pkill", "-KILL", "-f", "rdzv-id[= ]|train.py")
+        on(host, "pkill", "-KILL", "-f", "rdzv-id[= ]|spare_steps")
 
 
 def undo(fault: str, host: str) -> None:
@@ -164,7 +163,7 @@ def find_next(folder: Path, lost: float) -> tuple[float, int] | None:
 
 
 def steps_of(folder: Path) -> list[tuple[int, float]]:
-    return read(folder / "lost/metrics.jsonl")
+    return read(folder / "steps.jsonl")
 
 
 def last_step(folder: Path) -> int:
