@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -84,7 +85,11 @@ def main() -> None:
 
 def show(prove: Callable[[int], tuple[str, bool]], times: int) -> tuple[str, bool]:
     """Return a section of the page, which is shown at once, and whether its promises were kept."""
-    text, is_kept = prove(times)
+    try:
+        text, is_kept = prove(times)
+    except Exception:
+        name = prove.__name__.removeprefix("prove_").replace("_", " ")
+        text, is_kept = f"{name.capitalize()}\n\n```\n{traceback.format_exc()}```", False
     section = f"## {text}"
     print(f"{section}\n", flush=True)
     return section, is_kept
