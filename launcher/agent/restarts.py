@@ -19,7 +19,7 @@ _INCURABLE = {
     *("too-few-gpus", "torch-without-gpu", "version-mismatch", "wrong-world"),
 }
 _INCURABLE_ERRORS = ("ImportError", "IndentationError", "ModuleNotFoundError", "SyntaxError")
-# What comes from outside may come twice to one rank at one step by chance, but not three times.
+# What comes from outside tells nothing of the next attempt.
 _FROM_OUTSIDE = {"agent-killed", "launcher-killed", "link-lost", "node-lost", "rank-killed"}
 
 
@@ -55,14 +55,11 @@ class Restarts:
             return f"a restart would fail the same way ({first.fault}): there is none"
         if first.cause.startswith(_INCURABLE_ERRORS):
             return f"a restart would fail the same way ({first.cause}): there is none"
-        if not self.all:
+        if not self.all or first.fault in _FROM_OUTSIDE:
             return ""
         last = self.all[-1]
-        is_same_step = first.step == last.step >= 0
-        if first.fault in _FROM_OUTSIDE:
-            if not is_same_step or self._last_two() != [(first.who, first.step)] * 2:
-                return ""
-        elif is_same_step and (first.fault, first.cause) == (last.fault, last.cause):
+        is_same = (first.step, first.fault, first.cause) == (last.step, last.fault, last.cause)
+        if is_same and first.step >= 0:
             return f"step {first.step} failed twice with the same cause: there is no other restart"
         is_known = not beats.are_counted()  # a script may begin anew, at step 0
         has_gained = beats.reached() != before or before == (-1, -1) or held_step > last.saved_step
@@ -104,10 +101,6 @@ class Restarts:
         self.all.append(restart)
         self._write()
         return restart.describe(self.most)
-
-    def _last_two(self) -> list[tuple[str, int]]:
-        """Return which rank the last two restarts came after, and at which step."""
-        return [(restart.who, restart.step) for restart in self.all[-2:]]
 
     def look(self, beats: Heartbeats) -> None:
         """Record how far the ranks are, and when what was lost has been done again."""

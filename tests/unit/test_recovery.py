@@ -114,12 +114,12 @@ def test_a_restart_goes_on_from_the_last_checkpoint(job: Job, whole: Outcome) ->
 
 
 def test_restarts_end_where_no_step_is_gained(job: Job) -> None:
-    process = job.start("hopeless", 2, restarts=9, FAULT="always-SIGKILL 1 3")
+    process = job.start("hopeless", 2, restarts=9, FAULT="always-SIGABRT 1 3")
     output = process.communicate(timeout=60)[0]
-    assert process.returncode == 137
-    assert "restart 2 of 9 after rank 1" in output
-    assert "restart 2 gained no step: there is no other" in output
-    assert "restart 3" not in output
+    assert process.returncode == 134
+    assert "restart 1 of 9 after rank 1" in output
+    assert "step 1 failed twice with the same cause: there is no other restart" in output
+    assert "restart 2" not in output
 
 
 def test_what_no_longer_fits_is_one_line(job: Job, whole: Outcome) -> None:
