@@ -76,7 +76,7 @@ bench-snapshots: $(STAMP) ## measure snapshots in memory: their cost, and what a
 	$(PYTHON) bench/snapshots.py
 
 bench-spares: $(STAMP) ## lose nodes of a run with a spare: ours and torchrun with a redundant node (as root)
-	$(PYTHON) bench/spares.py
+	PYTHONPATH=. $(PYTHON) bench/spares.py
 
 bench-fanout: $(STAMP) ## measure a command on 8 to 64 hosts: ours, pdsh, clush, ssh (as root)
 	PYTHONPATH=. $(PYTHON) bench/fanout.py

@@ -63,9 +63,9 @@ def cost(name: str, settings: tuple[str, ...], pairs: int) -> list[str]:
     plain, taking = (Case(name, 2, "", (*settings, *more)) for more in ((), (EVERY,)))
     times: list[tuple[float, float]] = []
     for number in range(pairs):
-        both = [(case, time_train(case)[0]) for case in ((plain, taking)[:: 1 - 2 * (number % 2)])]
-        found = dict(both)
-        times.append((found[plain], found[taking]))
+        turn = 1 - 2 * (number % 2)  # which of them is first
+        without, with_them = [time_train(case)[0] for case in (plain, taking)[::turn]][::turn]
+        times.append((without, with_them))
     ratio = statistics.median(b / a for a, b in times)
     each = [f"{1000 * statistics.median(one):.1f}" for one in zip(*times, strict=True)]
     return [name, *each, f"{ratio:.3f}", "1.02"]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from pathlib import Path
 from shape_runs import CLUSTER, OWN_STORES, ROOT, cluster
 from snapshots import read
 from table import describe_machine, render, write_section
+
+from launcher import processes
 
 NODES = ("node1", "node2", "node3", "node4", "node5")
 PORT = 23500
@@ -107,6 +110,9 @@ def start(
         )
     with run:
         yield run
+        for pid in processes.descendants(run.pid):  # nsenter stops with what it has started
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 # --- faults -------------------------------------------------------------------------------------
