@@ -96,7 +96,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
         if is_validated:
             validated = run.validate(step)
         scores = score(run.task, validated) if is_validated else {}
-        if is_due(step, settings.checkpoint.snapshot_every) and not (is_over or is_stopped):
+        if is_due(step, settings.checkpoint.snapshot_every) and not is_stopped:
             run.save(step, scores, in_memory=True)
         if is_saved:
             run.save(step, scores)
