@@ -43,10 +43,11 @@ def hand_over(files: Sequence[int], folder_name: str) -> int:
     """Write parts of a snapshot to a folder for the first node's agent; returns an exit code."""
     try:
         for one in map(Buffer, files):
-            if rest := one.about():
-                folder = Path(rest["folder"], folder_name)
-                folder.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(f"/proc/self/fd/{one.fd}", folder / str(one.header().rank))
+            if (rest := one.about()) is None:
+                raise ValueError("it is damaged")
+            folder = Path(rest["folder"], folder_name)
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(f"/proc/self/fd/{one.fd}", folder / str(one.header().rank))
     except Exception as error:
         say(f"warning: a part of a snapshot, in memory, was not handed over: {error}")
         return 1
