@@ -79,9 +79,7 @@ class SnapshotPiece:
 
 @dataclass(frozen=True)
 class HandedOver:
-    """To node rank 0: whether this node's parts of a snapshot are where it reads them."""
-
-    is_there: bool
+    """To node rank 0: this node has written its parts of a snapshot, or told why it could not."""
 
 
 @dataclass(frozen=True)

@@ -79,22 +79,17 @@ class Snapshots:
         processes.die_with_parent(os.getppid())  # nobody watches the guardian any more
         if parts is not None and first_node is not None:
             hand_over = partial(_hand_over, self._files(parts), parts.folder)
-            first_node.send(HandedOver(_run(hand_over, parts.step, deadline)))
+            _run(hand_over, parts.step, deadline)
+            first_node.send(HandedOver())
         if first_node is not None:
             first_node.wait_for_end(deadline)
 
     def save_parts(self, parts: Parts, peers: Mapping[int, Peer], limit_s: float) -> int:
         """Save a snapshot with what other nodes hand over; returns its step, or -1."""
-        deadline, missing = time.monotonic() + limit_s, []
-        for node, peer in peers.items():
-            while not isinstance(told := peer.wait(deadline), HandedOver | None):
+        deadline = time.monotonic() + limit_s
+        for peer in peers.values():
+            while not isinstance(peer.wait(deadline), HandedOver | None):
                 pass
-            if told is None or not told.is_there:
-                missing.append(node)
-        if missing:
-            nodes = ", ".join(map(str, missing))
-            say(f"warning: step {parts.step}, in memory, was not saved: no parts of node {nodes}")
-            return -1
         save = partial(_save, self._files(parts), parts.folder)
         return parts.step if _run(save, parts.step, deadline) else -1
 

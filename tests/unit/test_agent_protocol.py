@@ -40,7 +40,7 @@ EXAMPLES: list[Message] = [
     EndRanks(),
     EndRanks(3),
     NodeEnd([1], [2], 4, [1, 137, 75], 120, {"4": [115, 120]}, {"2": [120]}),
-    HandedOver(True),
+    HandedOver(),
     Verdict(0),
     Verdict(1, FAILURE, 2, 1, 0, "", True, NEXT, True),
     Verdict(137, FAILURE, parts=Parts(120, "step-120.tmp-0f", [3])),

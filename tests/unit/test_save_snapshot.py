@@ -82,6 +82,20 @@ def test_a_damaged_one_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert found is not None and found.progress["step"] == 5
 
 
+def test_a_part_that_no_node_handed_over_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (descriptor,) = of_step(5, fill(Snapshots(1), tmp_path, 5))
+    part = Buffer(descriptor)
+    part.set_header(part.header()._replace(holders=2))
+    (tmp_path / "step-5.tmp-0f").mkdir()
+    assert save([descriptor], "step-5.tmp-0f") == 1
+    told = capfd.readouterr().err
+    assert "warning: step 5, in memory, was not saved: [Errno 2] No such file" in told
+    assert f"{tmp_path}/step-5.tmp-0f/1'" in told
+    assert [*tmp_path.glob("step-*")] == []
+
+
 def test_of_parts_on_other_nodes_one_line_tells(capfd: pytest.CaptureFixture[str]) -> None:
     node = Snapshots(2)
     for step in (5, 10):
