@@ -123,7 +123,8 @@ class Buffer(Memory):
         self.set_header(header._replace(checksum=self._checksum(header)))
 
     def _checksum(self, header: Header) -> int:
-        memory = mmap.mmap(self.fd, header.size, prot=mmap.PROT_READ)
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # or each page would be a fault
+        memory = mmap.mmap(self.fd, header.size, flags, mmap.PROT_READ)
         with memory, memoryview(memory)[BEGIN:] as content:
             return zlib.crc32(content)
 
