@@ -37,7 +37,8 @@ KILL_AFTER = 73  # steps
 LIMIT_S = 90.0
 REMARKS = f"""\
 A run that makes no step within {LIMIT_S:.0f} s is lost. Seconds count from the fault: a cut cable
-and a stopped machine are noticed within 10 s. The copy of node 0's snapshot travels in the background."""
+and a stopped machine are noticed within 10 s. The copy of node 0's snapshot travels in the
+background."""
 
 
 def main() -> None:
