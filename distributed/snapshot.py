@@ -123,7 +123,7 @@ class Buffer(Memory):
         self.set_header(header._replace(checksum=self._checksum(header)))
 
     def _checksum(self, header: Header) -> int:
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # or each page would be a fault
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # at once: a fault for each page costs more
         memory = mmap.mmap(self.fd, header.size, flags, mmap.PROT_READ)
         with memory, memoryview(memory)[BEGIN:] as content:
             return zlib.crc32(content)

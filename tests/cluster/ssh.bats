@@ -189,7 +189,7 @@ TABLE
   kill -0 "$neighbour"
   run ! is_gone neighbour
   end_by_a_cut neighbour "$neighbour"
-  # Its own 10 s, or up to 2 s less: another agent's last sign of life, one every 2 s, is older.
+  # 10 s; or 8 and more, where the other agent last heard node2 up to 2 s earlier and gave up first.
   grep -qE '^launch_torchrun_auto.sh: node2: no sign of life for ([89]|10) s: ' neighbour.out
   grep -q '^launch_torchrun_auto.sh: node2: ssh: connect to host node2 port 22: ' neighbour.out # why it is so
 }
