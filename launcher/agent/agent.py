@@ -28,22 +28,24 @@ from distributed import network
 from distributed.environment import new_run_id
 from distributed.errors import BAD_INPUT, REFUSED, Refused
 from launcher import typed_json
-from launcher.agent import checkin, nccl_network, next_attempt, spare
+from launcher.agent import next_attempt
 from launcher.agent.attempt import Attempt
 from launcher.agent.control import SILENCE_S, report_end
+from launcher.agent.diagnosis import nccl_network
 from launcher.agent.fork import fork_ranks
-from launcher.agent.guardian import AgentNote, GuardianLink
 from launcher.agent.heartbeats import Heartbeats
+from launcher.agent.link import AgentNote, GuardianLink
 from launcher.agent.node_ranks import NodeRanks
-from launcher.agent.output import NodeLog, say, without_noise
+from launcher.agent.nodes import checkin, spare
+from launcher.agent.nodes.waiting import Waiting
+from launcher.agent.output.stream import NodeLog, say, without_noise
+from launcher.agent.output.terminal import is_line_open, open_terminals
 from launcher.agent.query import Query
 from launcher.agent.rank_environment import cpus_of_ranks
 from launcher.agent.restarts import Restarts
-from launcher.agent.snapshots import Snapshots
-from launcher.agent.terminal import is_line_open, open_terminals
+from launcher.agent.snapshots.memory import Snapshots
 from launcher.agent.torchrun_arguments import Arguments, parse
 from launcher.agent.verdict import Facts, Parts, Verdict
-from launcher.agent.waiting import Waiting
 from launcher.failure_block import End, RunSummary
 from launcher.preflight import must_match
 from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder
@@ -56,7 +58,7 @@ VERDICT_S = 1.5  # after a failure that no restart follows: for the other nodes'
 def run_agent(arguments: list[str], guardian: GuardianLink) -> int:
     """Be the agent process; returns its exit code where no rank was started, else ends it.
 
-    Each forked rank leaves this function by SystemExit (launcher/agent/rank.py).
+    Each forked rank leaves this function by SystemExit (launcher/agent/rank/program.py).
     """
     try:
         args, beyond_static = parse(arguments)

@@ -2,7 +2,7 @@
 
 Events come in (output, deaths, signals, messages of other nodes' agents, time); one verdict comes
 out, the same on every node. The attempt records what it sees and acts on it; what the facts mean
-is decided in launcher/agent/verdict.py and launcher/agent/stuck.py.
+is decided in launcher/agent/verdict.py and launcher/agent/diagnosis/stuck.py.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from launcher import processes
 from launcher.agent import verdict
 from launcher.agent.control import BEAT_S
 from launcher.agent.deadline import Deadline
+from launcher.agent.diagnosis.stuck import RankState, find_straggler
 from launcher.agent.node_ranks import NodeRanks, Rank
-from launcher.agent.output import Stream
-from launcher.agent.protocol import (
+from launcher.agent.nodes.protocol import (
     EndRanks,
     Message,
     NodeBeat,
@@ -34,12 +34,12 @@ from launcher.agent.protocol import (
     StackRequest,
     StopRequest,
 )
+from launcher.agent.nodes.waiting import Waiting
+from launcher.agent.output.stream import Stream
+from launcher.agent.output.terminal import Terminal
 from launcher.agent.query import Query
-from launcher.agent.snapshots import Snapshots
-from launcher.agent.stuck import RankState, find_straggler
-from launcher.agent.terminal import Terminal
+from launcher.agent.snapshots.memory import Snapshots
 from launcher.agent.verdict import Facts, NodeEnd, Verdict
-from launcher.agent.waiting import Waiting
 from launcher.failure import Failure
 from launcher.screen import PARTIAL_S
 

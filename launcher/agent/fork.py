@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.elastic.utils.api import macros
 
-from launcher.agent import rank
 from launcher.agent.node_ranks import Rank
-from launcher.agent.output import Stream, open_stream, say
+from launcher.agent.output.stream import Stream, open_stream, say
+from launcher.agent.output.terminal import Terminal
+from launcher.agent.rank.program import run_and_exit
 from launcher.agent.rank_environment import rank_variables
-from launcher.agent.terminal import Terminal
 from launcher.record.run_json import writing_to
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def fork_ranks(node: NodeAgent, attempt: int) -> list[Rank]:
             program = replace(node.args.program, arguments=tuple(words))
             if cpus := node.cpus[local_rank]:
                 os.sched_setaffinity(0, cpus)
-            rank.run_and_exit(program, variables, stdout=stdout, stderr=stderr, parent=agent)
+            run_and_exit(program, variables, stdout=stdout, stderr=stderr, parent=agent)
         os.close(stdout)
         os.close(stderr)
         ranks.append(Rank(number, local_rank, pid, (out, err), error_file))

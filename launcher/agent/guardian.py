@@ -35,6 +35,7 @@ from distributed.stop_signals import (
 )
 from launcher import processes, typed_json
 from launcher.agent.control import Control, follow_client, report_end, take_control
+from launcher.agent.link import AgentNote, GuardianLink, close
 from launcher.failure import Failure, count_memory_kills, explain, signal_name
 from launcher.failure_block import End, RunSummary
 from launcher.record import run_json
@@ -44,39 +45,6 @@ LONGEST_WAIT_S = 3600.0  # of one wait; sigtimedwait takes no infinity
 ORPHANS_S = 1.0  # after the guardian's end, for the agent to end the run
 HAS_TORCH = b"\0"
 LATE_S = 15.0  # beyond GRACE, for an agent to end; it may wait for other nodes
-
-
-@dataclass(frozen=True)
-class AgentNote:
-    """What the agent tells the guardian once the run has begun."""
-
-    run_id: str
-    node_rank: int
-    started: float  # seconds since the epoch
-    ranks: int  # on this node
-    folder: str = ""  # of the run, where this node writes run.json
-    command: str = ""  # that resumes it; empty where nothing does
-
-
-@dataclass(frozen=True)
-class GuardianLink:
-    """What the agent holds of its guardian; no rank does."""
-
-    socket: socket.socket  # for the note; its other end closes when the guardian dies
-    control: Control | None  # the connection to a launcher elsewhere, if there is one
-    janitor: int | None  # tells the janitor of the agent's end
-    words: int  # a file for what the agent says last (_LastWords)
-
-    def close(self) -> None:
-        """In a rank, let go of all."""
-        self.socket.close()
-        _close(self.janitor)
-        os.close(self.words)
-
-
-def _close(fd: int | None) -> None:
-    if fd is not None:
-        os.close(fd)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,15 +67,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     agent = os.fork()
     if agent != 0:
         theirs.close()
-        _close(janitors[1])
+        close(janitors[1])
         last = _LastWords(words, _node_rank(arguments))
         code = _guard(agent, ours, handled, control, last, client=client)
         if recorded:  # the run may have ended before it began
             run_json.note_end(Path(recorded), code)
         return code
     ours.close()
-    _close(janitors[0])
-    _close(control.fd if control else None)
+    close(janitors[0])
+    close(control.fd if control else None)
     os.setsid()  # a terminal's Ctrl-C reaches the guardian alone
     processes.die_with_parent(me)
     processes.adopt_orphans()

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from launcher.agent import checkin, successor
 from launcher.agent.assignment import Assignment
 from launcher.agent.attempt import Attempt
 from launcher.agent.control import Lineup, tell
-from launcher.agent.output import say
-from launcher.agent.protocol import Peer
-from launcher.agent.team import Team
-from launcher.agent.terminal import is_line_open
+from launcher.agent.nodes import checkin, successor
+from launcher.agent.nodes.protocol import Peer
+from launcher.agent.nodes.team import Team
+from launcher.agent.output.stream import say
+from launcher.agent.output.terminal import is_line_open
 from launcher.agent.verdict import Verdict
 from launcher.failure import Failure
 

@@ -1,6 +1,6 @@
 """The ranks of one node as their agent sees them: who lives, how far, and why one ended (no torch).
 
-The ranks' own side, what each process does after the fork, is launcher/agent/rank.py.
+The ranks' own side, what each process does after the fork, is launcher/agent/rank/program.py.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from pathlib import Path
 
 from distributed.heartbeat import STACK_SIGNAL, stack_file_of
 from launcher import failure, processes
-from launcher.agent import collectives, stuck, verdict
-from launcher.agent.collectives import DUMP_SIGNAL, Calls
+from launcher.agent import verdict
+from launcher.agent.diagnosis import collectives, stuck
+from launcher.agent.diagnosis.collectives import DUMP_SIGNAL, Calls
+from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.heartbeats import Heartbeats
-from launcher.agent.output import Stream
-from launcher.agent.stuck import RankState
-from launcher.agent.tracebacks import GO_ON_S, LEAVE_S
+from launcher.agent.output.stream import Stream
+from launcher.agent.output.tracebacks import GO_ON_S, LEAVE_S
 from launcher.failure import Failure
 
 STACK_S = 2.0  # for the ranks to write their stacks

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distributed.environment import printable
-from launcher.agent import stuck
-from launcher.agent.collectives import find_mismatches
 from launcher.agent.deadline import Deadline
+from launcher.agent.diagnosis import stuck
+from launcher.agent.diagnosis.collectives import find_mismatches
+from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.node_ranks import NodeRanks
-from launcher.agent.protocol import NodeStacks, Peer, StackRequest
-from launcher.agent.stuck import RankState
+from launcher.agent.nodes.protocol import NodeStacks, Peer, StackRequest
 from launcher.record.run_json import ASKED, SHOWN
 
 ANSWER_S = 5.0  # for the other nodes' ranks to write their stacks

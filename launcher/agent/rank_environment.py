@@ -11,7 +11,7 @@ from torch.distributed import is_nccl_available
 
 from distributed.errors import Refused
 from launcher.agent.assignment import Assignment
-from launcher.agent.flight_recorder import DEFAULT_SIZE, SIZE
+from launcher.agent.rank.flight_recorder import DEFAULT_SIZE, SIZE
 from launcher.agent.torchrun_arguments import Arguments
 
 try:

@@ -16,8 +16,8 @@ from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 from distributed.environment import slurm_node
 from distributed.stop_signals import DEFAULT_GRACE_S, NEVER_ADDED
 from launcher import handshake
-from launcher.agent import fresh
-from launcher.agent.rank import Program
+from launcher.agent.rank import fresh
+from launcher.agent.rank.program import Program
 from launcher.handshake import Access
 
 _TORCHS_ALONE = (

@@ -16,10 +16,10 @@ from pathlib import Path
 from distributed import hostlist
 from distributed.environment import new_run_id
 from distributed.errors import REFUSED, Refused
+from launcher.plan.check_config import check_config
 from launcher.plan.make_plan import make_plan, resolve_script
 from launcher.plan.plan import PlanError, read_number
 from launcher.plan.typed import Typed
-from launcher.start import check_config
 from launcher.text import count, print_row
 
 SBATCH_OPTIONS = ("partition", "account", "qos", "mem", "time")  # for every job

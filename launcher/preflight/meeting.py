@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from launcher.agent.checkin import SKEW_S
+from launcher.agent.nodes.checkin import SKEW_S
 from launcher.handshake import Access, Entrance, NoEntrance, WrongSecret, connect, open_port
 from launcher.preflight.checks import Fault, existing
 from launcher.text import short_host_name

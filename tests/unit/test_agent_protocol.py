@@ -8,7 +8,8 @@ import time
 import pytest
 
 from launcher.agent.assignment import Assignment, Seat
-from launcher.agent.protocol import (
+from launcher.agent.diagnosis.stuck import RankState
+from launcher.agent.nodes.protocol import (
     MESSAGES,
     EndRanks,
     HandedOver,
@@ -18,7 +19,6 @@ from launcher.agent.protocol import (
     Refusal,
     StopRequest,
 )
-from launcher.agent.stuck import RankState
 from launcher.agent.verdict import NodeEnd, Parts, Verdict
 from launcher.failure import Failure
 from launcher.preflight.must_match import NodeReport

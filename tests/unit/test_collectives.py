@@ -9,9 +9,9 @@ import pytest
 from agents import Run
 from test_query import ask_for_stacks
 
-from launcher.agent import collectives
-from launcher.agent.collectives import Calls, Collective, find_mismatches
-from launcher.agent.flight_recorder import read_entry
+from launcher.agent.diagnosis import collectives
+from launcher.agent.diagnosis.collectives import Calls, Collective, find_mismatches
+from launcher.agent.rank.flight_recorder import read_entry
 from launcher.typed_json import encode
 
 # As torch 2.13 writes it.

@@ -13,7 +13,8 @@ import pytest
 from agents import AGENT, PROGRAM, Run, kill_what_is_left
 
 from launcher.agent.control import BEAT_S
-from launcher.agent.guardian import AgentNote, _report_death
+from launcher.agent.guardian import _report_death
+from launcher.agent.link import AgentNote
 from launcher.failure_block import End
 from launcher.fanout.protocol import ANSWERS
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.agent.equal_lines import MOST_BYTES, WAIT_S, EqualLines, Writer
-from launcher.agent.output import NodeLog, RankView, open_stream
-from launcher.agent.terminal import Terminal
+from launcher.agent.output.equal_lines import MOST_BYTES, WAIT_S, EqualLines, Writer
+from launcher.agent.output.stream import NodeLog, RankView, open_stream
+from launcher.agent.output.terminal import Terminal
 from launcher.screen import PARTIAL_S, Screen
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from agents import AGENT
 
-from launcher.agent.fresh import variables_set_early
+from launcher.agent.rank.fresh import variables_set_early
 
 
 @pytest.mark.parametrize(

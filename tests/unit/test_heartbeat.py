@@ -15,7 +15,7 @@ import pytest
 from distributed import heartbeat
 from distributed.heartbeat import Beat, Heart, beat
 from launcher import failure
-from launcher.agent import stuck
+from launcher.agent.diagnosis import stuck
 from launcher.agent.heartbeats import Heartbeats
 
 NEVER = Beat()

@@ -47,6 +47,16 @@ def test_what_it_needs_is_what_the_project_runs_with() -> None:
     assert names == set(pinned)
 
 
+def test_every_folder_of_python_is_installed() -> None:
+    section = PYPROJECT.partition("\npackages = ")[2].partition("\n]")[0]
+    wings = ("distributed", "launcher", "training")
+    folders = {
+        file.parent.relative_to(ROOT) for one in wings for file in (ROOT / one).rglob("*.py")
+    }
+    names = {"torch_launch_kit", *(".".join(["torch_launch_kit", *f.parts]) for f in folders)}
+    assert {*re.findall(r'"([\w.]+)"', section)} == names
+
+
 class Installed:
     """A virtual environment with the wheel, and a package of another's called distributed."""
 

@@ -11,10 +11,10 @@ import pytest
 from captured import captured
 
 from distributed.environment import LauncherError
+from launcher.plan.check_config import check_config
 from launcher.plan.make_plan import make_plan
 from launcher.plan.plan import Batch, Plan, PlanError
 from launcher.plan.typed import Typed, parse
-from launcher.start import check_config
 
 
 @pytest.fixture(autouse=True)

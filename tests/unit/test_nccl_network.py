@@ -17,7 +17,7 @@ from agents import ROOT, Run
 from ports import free_port
 from test_hardware import HARDWARE, make_sysfs
 
-from launcher.agent.nccl_network import NetworkWatch, prepare
+from launcher.agent.diagnosis.nccl_network import NetworkWatch, prepare
 from launcher.preflight import infiniband
 from launcher.record.run_json import RunFolder
 

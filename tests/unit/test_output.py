@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent import output
-from launcher.agent.output import NodeLog, RankView, Stream, without_noise
-from launcher.agent.terminal import Terminal
+from launcher.agent.output import stream as output
+from launcher.agent.output.stream import NodeLog, RankView, Stream, without_noise
+from launcher.agent.output.terminal import Terminal
 
 NOISE = b"[W1121 20:17:03.842175702 socket.cpp:207] [c10d] The hostname of the client socket cannot"
 NOISE += b" be retrieved. err=-3\n"

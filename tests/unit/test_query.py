@@ -17,12 +17,12 @@ from ports import free_port
 from torch.optim.optimizer import Optimizer
 
 from distributed.heartbeat import Beat, Heart, find_record
+from launcher.agent.diagnosis.stuck import find_odd
 from launcher.agent.heartbeats import Heartbeats
 from launcher.agent.node_ranks import NodeRanks
-from launcher.agent.optimizer_steps import StepCounter
-from launcher.agent.protocol import MESSAGES, NodeStacks
+from launcher.agent.nodes.protocol import MESSAGES, NodeStacks
 from launcher.agent.query import Query
-from launcher.agent.stuck import find_odd
+from launcher.agent.rank.optimizer_steps import StepCounter
 from launcher.typed_json import MessageError
 
 LOOPS = str(ROOT / "tests/unit/own_loops.py")

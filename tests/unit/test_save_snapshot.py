@@ -23,8 +23,8 @@ from distributed.lock import _COMMIT, _set_lock
 from distributed.snapshot import Buffer
 from distributed.snapshot_memory import BEGIN, FILES
 from launcher import processes
-from launcher.agent.save_snapshot import save
-from launcher.agent.snapshots import Snapshots
+from launcher.agent.snapshots.memory import Snapshots
+from launcher.agent.snapshots.save import save
 from launcher.agent.verdict import NodeEnd
 
 

@@ -19,7 +19,7 @@ from distributed.checkpoint_files import pack
 from distributed.heartbeat import name_record
 from distributed.snapshot import Buffer, newest_snapshot
 from distributed.snapshot_memory import BEGIN, FILES
-from launcher.agent.snapshots import Snapshots as NodeSnapshots
+from launcher.agent.snapshots.memory import Snapshots as NodeSnapshots
 
 
 def names_of(buffers: Sequence[Buffer]) -> str:

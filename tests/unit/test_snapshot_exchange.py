@@ -16,8 +16,8 @@ from distributed import snapshot_exchange as exchange
 from distributed.checkpoint import Saver, load, weights_hash
 from distributed.snapshot import _open_buffers
 from distributed.snapshot_memory import BEGIN, FILES
-from launcher.agent.snapshots import Snapshots as NodeSnapshots
-from launcher.agent.snapshots import _steps
+from launcher.agent.snapshots.memory import Snapshots as NodeSnapshots
+from launcher.agent.snapshots.memory import _steps
 
 # With a rank of each of two nodes.
 TAKEN = (*SHARDED, "checkpoint.snapshot_every=5", "checkpoint.every=0")

@@ -14,8 +14,8 @@ from agents import Run, kill_what_is_left
 
 from launcher.agent.assignment import Seat
 from launcher.agent.control import BEAT_S, SILENCE_S
-from launcher.agent.protocol import Peer
-from launcher.agent.team import Team
+from launcher.agent.nodes.protocol import Peer
+from launcher.agent.nodes.team import Team
 
 # Every rank says where it is, and trains for ever, or ends in the attempt that is named.
 PROGRAM = """

@@ -15,7 +15,7 @@ from strangers import attack, keep_silent
 
 from launcher import handshake
 from launcher.agent.agent import _versions
-from launcher.agent.protocol import MESSAGES
+from launcher.agent.nodes.protocol import MESSAGES
 from launcher.preflight import must_match
 
 pytestmark = pytest.mark.slow

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent import stuck
-from launcher.agent.stuck import RankState, find_straggler
+from launcher.agent.diagnosis import stuck
+from launcher.agent.diagnosis.stuck import RankState, find_straggler
 
 
 def rank(

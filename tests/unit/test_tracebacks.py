@@ -13,9 +13,9 @@ from agents import AGENT, ROOT, Run
 
 from launcher.agent.heartbeats import Heartbeats
 from launcher.agent.node_ranks import NodeRanks, Rank
-from launcher.agent.output import NodeLog, open_stream
-from launcher.agent.terminal import Terminal
-from launcher.agent.tracebacks import GO_ON_S, LEAVE_S, HeldTraceback
+from launcher.agent.output.stream import NodeLog, open_stream
+from launcher.agent.output.terminal import Terminal
+from launcher.agent.output.tracebacks import GO_ON_S, LEAVE_S, HeldTraceback
 from launcher.agent.verdict import Facts, is_consequence
 from launcher.failure import Failure
 

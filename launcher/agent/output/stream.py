@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from launcher.agent.equal_lines import EqualLines, label
-from launcher.agent.terminal import Terminal
-from launcher.agent.tracebacks import HeldTraceback
+from launcher.agent.output.equal_lines import EqualLines, label
+from launcher.agent.output.terminal import Terminal
+from launcher.agent.output.tracebacks import HeldTraceback
 from launcher.screen import Screen, View
 from launcher.text import short_host_name
 

@@ -14,12 +14,12 @@ import time
 from collections.abc import Mapping
 
 from distributed.errors import Refused
-from launcher.agent import checkin
 from launcher.agent.assignment import Assignment, Seat
-from launcher.agent.checkin import Meeting
-from launcher.agent.output import say
-from launcher.agent.protocol import Peer, Refusal
-from launcher.agent.team import Team
+from launcher.agent.nodes import checkin
+from launcher.agent.nodes.checkin import Meeting
+from launcher.agent.nodes.protocol import Peer, Refusal
+from launcher.agent.nodes.team import Team
+from launcher.agent.output.stream import say
 from launcher.agent.torchrun_arguments import Arguments
 from launcher.failure import Failure
 from launcher.handshake import Access, Entrance, connect

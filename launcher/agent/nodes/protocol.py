@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from launcher.agent.assignment import Assignment
-from launcher.agent.collectives import Calls
 from launcher.agent.control import SILENCE_S
-from launcher.agent.stuck import RankState
+from launcher.agent.diagnosis.collectives import Calls
+from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.verdict import NodeEnd, Verdict
 from launcher.failure import Failure
 from launcher.preflight.must_match import NodeReport

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch._C import _distributed_c10d
 
-from launcher.agent.collectives import DUMP_SIGNAL, Collective, file_of, newest
+from launcher.agent.diagnosis.collectives import DUMP_SIGNAL, Collective, file_of, newest
 from launcher.typed_json import encode
 
 SIZE = "TORCH_FR_BUFFER_SIZE"  # entries; torch records none if it is 0

@@ -10,8 +10,8 @@ from collections.abc import Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
-from launcher.agent.output import say
-from launcher.agent.rank import Program
+from launcher.agent.output.stream import say
+from launcher.agent.rank.program import Program
 
 # What torch and the libraries below it read when they are imported, or once in a process.
 _READ_EARLY = (
@@ -31,7 +31,7 @@ def choose(program: Program, choice: str | None) -> Program:
     if choice or program.is_command:
         return replace(program, is_fresh=choice == "1")
     script = Path(program.name)
-    if script == Path(__file__).parents[2] / "train.py":  # it sets none, and is long
+    if script == Path(__file__).parents[3] / "train.py":  # it sets none, and is long
         return program
     files, folder = [script], script.parent
     if program.is_module:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from launcher.agent.protocol import NodeBeat, Peer
+from launcher.agent.nodes.protocol import NodeBeat, Peer
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from launcher.agent.assignment import Assignment, Seat
-from launcher.agent.protocol import Peer
+from launcher.agent.nodes.protocol import Peer
 from launcher.agent.verdict import Verdict
 from launcher.text import count
 

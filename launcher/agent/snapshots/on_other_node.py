@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from distributed.snapshot_memory import BEGIN, Memory
 from launcher import processes
 from launcher.agent.control import BEAT_S
-from launcher.agent.protocol import Peer, SnapshotPiece
+from launcher.agent.nodes.protocol import Peer, SnapshotPiece
 
 PIECE = 1 << 17  # bytes
 _PIECE_S = 0.008  # between two: 16 MB/s at most

@@ -12,7 +12,7 @@ from pathlib import Path
 from distributed import checkpoint_files as files
 from distributed.lock import RunLock
 from distributed.snapshot import Buffer, Snapshot, merge
-from launcher.agent.output import say
+from launcher.agent.output.stream import say
 
 
 def save(files: Sequence[int], folder_name: str = "") -> int:

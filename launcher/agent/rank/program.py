@@ -36,11 +36,11 @@ from torch.distributed import distributed_c10d
 
 from distributed.stop_signals import QUERY, handled_signals
 from launcher import processes
-from launcher.agent.flight_recorder import answer_requests
-from launcher.agent.optimizer_steps import count_steps
-from launcher.agent.output import say
+from launcher.agent.output.stream import say
+from launcher.agent.rank.flight_recorder import answer_requests
+from launcher.agent.rank.optimizer_steps import count_steps
 
-_ROOT = str(Path(__file__).resolve().parents[2])
+_ROOT = str(Path(__file__).resolve().parents[3])
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import NoReturn
 
 from distributed.stop_signals import QUERY, handled_signals
-from launcher.agent import successor
 from launcher.agent.assignment import Assignment
-from launcher.agent.checkin import Meeting
 from launcher.agent.control import BEAT_S
-from launcher.agent.protocol import NodeBeat, Peer
+from launcher.agent.nodes import successor
+from launcher.agent.nodes.checkin import Meeting
+from launcher.agent.nodes.protocol import NodeBeat, Peer
 from launcher.agent.torchrun_arguments import Arguments
 from launcher.agent.verdict import Verdict
 from launcher.failure_block import End, RunSummary

@@ -11,9 +11,9 @@ from functools import partial
 from distributed.heartbeat import name_record
 from distributed.snapshot_memory import FILES, Memory, whole_steps
 from launcher import processes
-from launcher.agent.output import say
-from launcher.agent.protocol import HandedOver, Peer
-from launcher.agent.snapshot_copy import Incoming, Outgoing
+from launcher.agent.nodes.protocol import HandedOver, Peer
+from launcher.agent.output.stream import say
+from launcher.agent.snapshots.on_other_node import Incoming, Outgoing
 from launcher.agent.verdict import NodeEnd, Parts
 
 _POLL_S = 0.01
@@ -132,15 +132,15 @@ def _whole_steps(buffers: Sequence[Sequence[Memory]]) -> list[int]:
 
 
 def _save(files: Sequence[int], folder: str = "") -> int:
-    from launcher.agent import save_snapshot  # which takes a while to import
+    from launcher.agent.snapshots import save as saving  # which takes a while to import
 
-    return save_snapshot.save(files, folder)
+    return saving.save(files, folder)
 
 
 def _hand_over(files: Sequence[int], folder: str) -> int:
-    from launcher.agent import save_snapshot
+    from launcher.agent.snapshots import save as saving
 
-    return save_snapshot.hand_over(files, folder)
+    return saving.hand_over(files, folder)
 
 
 def _run(save: Callable[[], int], step: int, deadline: float) -> bool:

@@ -9,7 +9,7 @@ import stat
 import time
 from collections.abc import Sequence
 
-from launcher.agent.equal_lines import EqualLines
+from launcher.agent.output.equal_lines import EqualLines
 from launcher.screen import Screen, are_one_file
 
 _BACKLOG_BYTES = 1 << 20  # of output that the terminal has not taken yet

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from distributed.errors import Refused
 from launcher.agent.assignment import Assignment, Seat
 from launcher.agent.control import SILENCE_S
-from launcher.agent.output import say
-from launcher.agent.protocol import Peer, Refusal
-from launcher.agent.team import Team
+from launcher.agent.nodes.protocol import Peer, Refusal
+from launcher.agent.nodes.team import Team
+from launcher.agent.output.stream import say
 from launcher.failure import Failure
 from launcher.handshake import Access, Entrance, NoEntrance, WrongSecret, connect, open_port
 from launcher.preflight.must_match import NodeReport, mismatches

@@ -1,0 +1,1 @@
+"""Which rank is stuck, which collectives do not match, which network NCCL uses."""

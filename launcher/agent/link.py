@@ -1,0 +1,43 @@
+"""What the agent and its guardian hold of each other (no torch)."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+
+from launcher.agent.control import Control
+
+
+@dataclass(frozen=True)
+class AgentNote:
+    """What the agent tells the guardian once the run has begun."""
+
+    run_id: str
+    node_rank: int
+    started: float  # seconds since the epoch
+    ranks: int  # on this node
+    folder: str = ""  # of the run, where this node writes run.json
+    command: str = ""  # that resumes it; empty where nothing does
+
+
+@dataclass(frozen=True)
+class GuardianLink:
+    """What the agent holds of its guardian; no rank does."""
+
+    socket: socket.socket  # for the note; its other end closes when the guardian dies
+    control: Control | None  # the connection to a launcher elsewhere, if there is one
+    janitor: int | None  # tells the janitor of the agent's end
+    words: int  # a file for what the agent says last (guardian.py)
+
+    def close(self) -> None:
+        """In a rank, let go of all."""
+        self.socket.close()
+        close(self.janitor)
+        os.close(self.words)
+
+
+def close(fd: int | None) -> None:
+    """Close a descriptor, where there is one."""
+    if fd is not None:
+        os.close(fd)

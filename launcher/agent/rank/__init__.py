@@ -1,0 +1,1 @@
+"""What a forked process does to be a rank."""

@@ -1,0 +1,1 @@
+"""Snapshots of the ranks' state, in memory that outlives the ranks."""

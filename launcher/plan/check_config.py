@@ -1,0 +1,69 @@
+"""train.py checks the config and the settings before anything starts or is queued."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from distributed.errors import BAD_INPUT, Refused
+from launcher import typed_json
+from launcher.plan.plan import Batch, Plan
+
+
+@dataclass(frozen=True)
+class ConfigFacts:
+    """What a launcher must know of a config: `train.py --check --json`."""
+
+    backend: str
+    join_timeout: float
+    checkpoint_dir: str
+    task_file: str
+    prepare: str
+    batch: Batch
+    num_workers: int
+
+
+def check_config(plan: Plan) -> Plan:
+    """Have train.py check the config and the settings; returns the plan with what they say.
+
+    A script of the user's own checks itself, once it runs. Raises Refused where train.py cannot run
+    here. Where the config is wrong, this exits with BAD_INPUT.
+    """
+    steps = plan.step_options()
+    if not plan.is_ours or (steps and "SLURM_JOB_ID" not in os.environ):  # no step, no pyxis
+        return plan
+    environ = dict(os.environ)
+    environ.pop("WORLD_SIZE", None)
+    if all(node.nproc for node in plan.nodes) and (plan.nodes or plan.nproc):
+        environ["WORLD_SIZE"] = str(sum(plan.rank_counts(0)))
+    here = replace(plan, staged="", python=sys.executable) if plan.staged else plan  # no node yet
+    command = [here.python, *plan.words, "--check", "--json"]
+    if steps:  # of pyxis
+        print(f"{plan.program}: loading {plan.container}", file=sys.stderr)
+        srun = importlib.import_module("launcher.fanout.srun")
+        command = srun.node_step(replace(plan, num_nodes=1), [], command, os.environ)
+    result = here.run_inside(command, env=environ, capture_output=True)
+    if result.returncode == BAD_INPUT:
+        sys.stderr.write(result.stderr)
+        raise SystemExit(BAD_INPUT)
+    if result.returncode != 0:
+        words = (result.stderr or result.stdout).strip().splitlines() or ["no word"]
+        where = f" in {plan.container}" if plan.container else ""
+        cause = f"{plan.python} cannot run train.py{where} ({words[-1]})"
+        cure = "PYTHON is a path inside" if plan.container else "run make setup, or set PYTHON"
+        raise Refused("env-missing", f"{cause}; {cure}")
+    facts = typed_json.parse(ConfigFacts, result.stdout)
+    return replace(
+        plan,
+        container=plan.container and plan.container.with_folder(Path(facts.checkpoint_dir)),
+        backend=plan.backend if plan.backend != "auto" else facts.backend,
+        join_timeout_s=facts.join_timeout,
+        checkpoint_dir=Path(facts.checkpoint_dir),
+        task_file=facts.task_file,
+        prepare=facts.prepare,
+        batch=facts.batch,
+        num_workers=facts.num_workers,
+    )
