@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run your own script with torchrun's arguments: put this command in the place of torchrun.
+# Run your own script with torchrun's arguments: type this command instead of torchrun.
 #
 # usage: scripts/launch.sh [TORCHRUN OPTIONS] SCRIPT [ARGS...]
 #
@@ -9,7 +9,7 @@
 #   --nnodes N --node-rank R --master-addr ADDR --master-port PORT
 #                         several machines: run it on each of them, or once under srun
 #   SCRIPT                a Python file, or a folder or zip that holds __main__.py
-#   ARGS                  all that follows SCRIPT goes to it unchanged, without a `--`
+#   ARGS                  everything after SCRIPT is passed to it unchanged, without a `--`
 #   torchrun's other options work, too; options of this command go before SCRIPT.
 #
 # example: scripts/launch.sh --nproc-per-node 4 train.py config/x.py --batch_size=32

@@ -6,8 +6,8 @@
 #   -n, --num-gpus NPROC        number of processes (default: one per GPU, or one without GPUs)
 #   -c, --config CONFIG         the config, a YAML file (default: config/local3.yaml)
 #   --config-path DIR --config-name NAME
-#                               the same in two parts: DIR/NAME.yaml; a TRAIN_SCRIPT of Hydra's
-#                               gets both as they are
+#                               the same in two parts: DIR/NAME.yaml; a TRAIN_SCRIPT with
+#                               @hydra.main gets both unchanged
 #   -l, --log-level LOG_LEVEL   DEBUG, INFO, WARNING or ERROR
 #   key=value                   settings that override the config
 #

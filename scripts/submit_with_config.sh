@@ -10,7 +10,7 @@
 #   nodelist=LIST      the nodes to use
 #   chain=N            submit N jobs, each of which resumes the run of the one before
 #   cpus_per_gpu= mem_per_gpu=
-#                      CPUs and memory for each GPU; they take the place of the batch script's
+#                      CPUs and memory for each GPU; they override the batch script's
 #   partition= time= account= qos= mem= dependency=
 #                      passed to sbatch
 #   key=value          settings that override the config

@@ -4,11 +4,11 @@
 # usage: scripts/test_distributed_integration.sh [SALLOC OPTIONS]
 #
 #   SALLOC OPTIONS  the job's size and place (default: two nodes, for 20 minutes)
-#   --dry-run       as the first one: print the command
+#   --dry-run       as the first option: print the command
 #
 # example: scripts/test_distributed_integration.sh --nodes=2 --gpus-per-node=8 --partition=gpu
 #
-# It waits for the job, shows what happens, and ends with the code of what failed first.
+# It waits for the job, shows its output, and exits with the code of the first failure.
 set -euo pipefail
 LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
 # shellcheck source=scripts/lib/launch.sh

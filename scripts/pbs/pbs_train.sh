@@ -9,7 +9,7 @@
 #
 # example: qsub -l select=4:ngpus=8 -v CONFIG=config/local3.yaml scripts/pbs/pbs_train.sh
 #
-# Give the job's size to qsub, for PBS Pro and Torque say it differently:
+# Give the job's size to qsub. PBS Pro and Torque use different options for it:
 #   PBS Pro, OpenPBS  -l select=4:ncpus=64:ngpus=8:mem=480gb
 #   Torque            -l nodes=4:ppn=8
 # Processes per node: NPROC_PER_NODE, else the node's lines in the node file if more than one, else

@@ -10,7 +10,7 @@
 # example: sbatch --gpus-per-node=8 scripts/slurm/slurm_train_single_node.sh config/local3.yaml
 #          under salloc: the same without sbatch
 #
-# The job's size. Edit it here, or give the options to sbatch, which win. Ranks per node: the tasks
+# The job's size. Edit it here, or override it with sbatch's options. Ranks per node: the tasks
 # per node if more than one, else the GPUs. For memory beyond the site's default, give --mem-per-gpu.
 #SBATCH --job-name=train
 #SBATCH --nodes=1
