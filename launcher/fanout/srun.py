@@ -20,6 +20,7 @@ from distributed.errors import REFUSED, Refused
 from distributed.stop_signals import NOTICE, handled_signals
 from launcher import handshake, processes
 from launcher.fanout.step import run_step, start
+from launcher.fanout.swap import find_ill, leave_out
 from launcher.plan.plan import Plan, PlanError, print_plan, shell_line
 from launcher.plan.slurm import ask_squeue
 from launcher.preflight import compare
@@ -44,10 +45,10 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
     refuse_ended_job(os.environ["SLURM_JOB_ID"])
     os.environ.update(secret_variables(os.environ, has_agents=not plan.engine))
     _warn_of_missing_rank(plan)
-    reports = check_nodes(plan)
-    outcome = compare.judge(reports)
-    if compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=sys.stderr):
+    checked = check_nodes(plan)
+    if checked is None:
         return REFUSED
+    plan, reports, outcome = checked
     first = reports[0]
     counts = plan.rank_counts(first.nproc)
     command = step_command(plan, nproc=first.nproc, port=first.port)
@@ -101,10 +102,30 @@ def _warn_of_missing_rank(plan: Plan) -> None:
 # --- the preflight ------------------------------------------------------------------------------
 
 
-def check_nodes(plan: Plan) -> list[Report]:
+def check_nodes(plan: Plan) -> tuple[Plan, list[Report], compare.Outcome] | None:
+    """Check every node, again without ill ones as long as there are spares.
+
+    Returns the plan, the reports by node rank, and what they say together; None where that refuses
+    the start. Raises Refused where a node does not answer.
+    """
+    reports = ask_nodes(plan)
+    outcome = compare.judge(reports)
+    is_refused = compare.print_findings(
+        outcome, plan.program, is_strict=plan.is_strict, out=sys.stderr
+    )
+    answers = {report.node_rank: report for report in reports}
+    ill = find_ill(plan, [answers.get(number) for number in range(plan.num_agents)])
+    if swapped := leave_out(plan, ill):
+        plan, told = swapped
+        print(f"{plan.program}: {'; '.join(told)}", file=sys.stderr)
+        return check_nodes(plan)
+    return None if is_refused else (plan, reports, outcome)
+
+
+def ask_nodes(plan: Plan) -> list[Report]:
     """Run the preflight on every node; returns the reports by node rank.
 
-    Raises Refused where a node did not answer.
+    Raises Refused where more nodes than there are spares did not answer.
     """
     pieces = in_pieces(encode(plan.request(meeting_size=plan.num_agents)), LONGEST)
     check = plan.inside([*plan.module_command("launcher.preflight.check_node"), *pieces])
@@ -118,7 +139,7 @@ def check_nodes(plan: Plan) -> list[Report]:
     except ValueError as error:
         print(f"{plan.program}: {error}", file=sys.stderr)
     silent = silent_hosts(plan, {report.node_rank for report in reports})
-    if not silent:
+    if reports and len(silent) <= plan.num_spares:
         return reports
     cause = f"the preflight did not start on {' '.join(silent)}, see above"
     if plan.container and srun.returncode > 0:
@@ -204,6 +225,8 @@ def node_step(
     job_wide = ("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_CPUS_PER_GPU")
     step = ["env", *(f"--unset={name}" for name in job_wide)]
     step += ["srun", f"--nodes={plan.num_agents}"]
+    if plan.left_out:
+        step.append(f"--exclude={','.join(plan.left_out)}")
     step += [f"--ntasks={plan.num_agents}", "--ntasks-per-node=1"]
     if cpus := environ.get("SLURM_JOB_CPUS_PER_NODE"):
         step.append(f"--cpus-per-task={min(tasks_per_node(cpus, 'SLURM_JOB_CPUS_PER_NODE'))}")

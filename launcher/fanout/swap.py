@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
+from distributed import hostlist
 from distributed.errors import Refused
 from launcher import handshake
 from launcher.fanout.connection import Connection
@@ -66,6 +67,29 @@ def swap(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
     master = nodes[0].name.rpartition("@")[2]
     everyone = [*nodes, *spares]
     return replace(plan, nodes=everyone, num_spares=len(spares), master_addr=master), told
+
+
+def leave_out(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
+    """Return the plan of a SLURM job without these nodes, and what changes; None if spares lack.
+
+    All nodes of a step are alike, and keep the order of SLURM's list.
+    """
+    if not 0 < len(ill) <= plan.num_spares or (0 in ill and os.environ.get("MASTER_ADDR")):
+        return None
+    hosts = hostlist.expand(plan.hosts)
+    rest = [host for node_rank, host in enumerate(hosts) if node_rank not in ill]
+    replaced = [hosts[node_rank] for node_rank in sorted(ill) if node_rank < plan.num_nodes]
+    chosen = [host for host in rest[: plan.num_nodes] if host not in hosts[: plan.num_nodes]]
+    told = [f"{hosts[place]} is no spare" for place in sorted(ill) if place >= plan.num_nodes]
+    told += [f"{new} takes {old}'s place" for new, old in zip(chosen, replaced, strict=True)]
+    swapped = replace(
+        plan,
+        hosts=",".join(rest),
+        left_out=[*plan.left_out, *(hosts[place] for place in sorted(ill))],
+        num_spares=plan.num_spares - len(ill),
+        master_addr=rest[0],
+    )
+    return swapped, told
 
 
 def choose_master(plan: Plan, hellos: Sequence[Hello | None]) -> Plan:

@@ -61,6 +61,7 @@ class World:
     num_spares: int = 0  # more nodes, which wait: the last of `nodes`
     min_nodes: int = 0  # with which the run goes on without a spare; 0: it replaces no node
     hosts: str = ""  # SLURM's list of them
+    left_out: Sequence[str] = ()  # nodes of the job that are ill
 
 
 @dataclass(frozen=True)

@@ -181,6 +181,24 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
   done
 }
 
+@test "in a SLURM job a spare takes the place of a node that does not answer before the start" {
+  export SPARES=1
+  mkfifo cut
+  "$CLUSTER" run login salloc --quiet --no-kill --nodes=3 --ntasks-per-node=1 --nodelist=node[1-3] \
+    bash -c 'touch allocated; read -r <cut; RUN_ID=ill "$@"' _ \
+    scripts/run_ddp.sh -n 1 -c config/local3.yaml -- "${SETTINGS[@]/150/5}" >ill.out 2>&1 3>&- &
+  PID=$!
+  eventually 20 test -e allocated
+  "$CLUSTER" cut node1
+  echo >cut
+  end_of "$PID"
+  "$CLUSTER" restore node1
+  cat ill.out
+  grep -q "^run_ddp.sh: node3 takes node1's place$" ill.out
+  grep -q '^hosts      node2:[0-9]* (master)  node2,node3$' ill.out
+  grep -q '^done       step 5 ' ill.out
+}
+
 @test "without a spare left the run ends, and names the node" {
   export SPARES=1 MAX_RESTARTS=2
   start ends config/local3.yaml 1 node1 node2 node3 "${SETTINGS[@]/600/100000}"

@@ -39,6 +39,9 @@ def test_a_step_with_spares_outlives_a_node(plan: Plan) -> None:
     command = srun.step_command(plan, nproc=2, port=1234, environ=captured("batch-step"))
     assert {"--nodes=3", "--ntasks=3", "--kill-on-bad-exit=0", "--no-kill"} <= {*command}
     assert {"SPARES=1", "MIN_NODES=2"} <= {*command}
+    plan = Plan(**{**vars(plan), "left_out": ["node2", "node9"]})
+    command = srun.step_command(plan, nproc=2, port=1234, environ=captured("batch-step"))
+    assert "--exclude=node2,node9" in command
 
 
 @pytest.mark.parametrize(
@@ -110,7 +113,7 @@ def test_a_node_that_does_not_answer_is_named(
     lines = "\n".join(report(node_rank) for node_rank in answered)
     make_tool(tools / "srun", f"cat <<'END'\nof the prolog\n{lines}\nEND\n{end}")
     with pytest.raises(Refused) as raised:
-        srun.check_nodes(plan)
+        srun.ask_nodes(plan)
     assert raised.value.fault == fault
     assert cause in str(raised.value) and "\n" not in str(raised.value)
 
@@ -125,7 +128,7 @@ def test_a_node_that_keeps_the_others_waiting_is_named_meanwhile(
     early, late = (f"cat <<'END'\n{report(rank)}\nEND\n" for rank in (0, 1))
     for answers in ("sleep 2\n" + early, early + "sleep 2\n"):
         make_tool(tools / "srun", f"{answers}{late}cat <<'END'\n{report(2)}\nEND")
-        assert len(srun.check_nodes(plan)) == 3
+        assert len(srun.ask_nodes(plan)) == 3
     assert capsys.readouterr().err == (
         "x.sh: warning: no answer to the preflight from node2 node3 for 1 s; waiting"
         " [node-missing]\n"
@@ -136,7 +139,7 @@ def test_reports_come_by_node_rank(plan: Plan, tools: Path) -> None:
     lines = "\n".join(report(node_rank) for node_rank in (2, 0, 1))
     make_tool(tools / "srun", f"printf '%s\\0' \"$@\" >asked; cat <<'END'\n{lines}\nEND")
     os.chdir(plan.directory)
-    assert [found.node_rank for found in srun.check_nodes(plan)] == [0, 1, 2]
+    assert [found.node_rank for found in srun.ask_nodes(plan)] == [0, 1, 2]
     *_, module, request = Path("asked").read_text().rstrip("\0").split("\0")
     assert module == "launcher.preflight.check_node"
     assert request == encode(plan.request(meeting_size=3))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_ending import PLAN
 
-from launcher.fanout.swap import find_ill, swap
+from launcher.fanout.swap import find_ill, leave_out, swap
 from launcher.plan.plan import NodePlan
 from launcher.preflight.check_node import Report
 from launcher.preflight.checks import Fault
@@ -60,7 +60,30 @@ def test_spares_take_the_places_of_ill_nodes(ill: set[int], names: str | None, t
         assert "; ".join(lines) == told
 
 
+@pytest.mark.parametrize(
+    ("ill", "hosts", "told"),
+    [
+        ({1}, "n0,n2,n3,n4", "n3 takes n1's place"),
+        ({0, 2}, "n1,n3,n4", "n3 takes n0's place; n4 takes n2's place"),
+        ({1, 3}, "n0,n2,n4", "n3 is no spare; n4 takes n1's place"),
+        ({4}, "n0,n1,n2,n3", "n4 is no spare"),
+        ({0, 1, 2}, None, ""),
+        (set(), None, ""),
+    ],
+)
+def test_a_slurm_job_leaves_ill_nodes_out(ill: set[int], hosts: str | None, told: str) -> None:
+    found = leave_out(replace(FIVE, nodes=(), hosts="n[0-4]"), ill)
+    assert (found is None) == (hosts is None)
+    if found is not None and hosts is not None:
+        plan, lines = found
+        assert (plan.hosts, plan.master_addr) == (hosts, hosts.split(",")[0])
+        assert plan.left_out == [f"n{number}" for number in sorted(ill)]
+        assert (plan.num_nodes, plan.num_agents) == (3, len(hosts.split(",")))
+        assert "; ".join(lines) == told
+
+
 def test_a_master_that_was_named_is_not_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     assert swap(FIVE, {0}) is None
     assert swap(FIVE, {1}) is not None
+    assert leave_out(replace(FIVE, nodes=(), hosts="n[0-4]"), {0}) is None
