@@ -30,7 +30,7 @@ from launcher.agent.nodes.protocol import (
     NodeBeat,
     NodeStacks,
     Peer,
-    SnapshotPiece,
+    SnapshotData,
     StackRequest,
     StopRequest,
 )
@@ -248,7 +248,7 @@ class Attempt:
                 self._fail(message)
             case StackRequest() | NodeStacks():
                 self.query.receive(node, message)
-            case SnapshotPiece():
+            case SnapshotData():
                 self.snapshots.incoming.take(message)
             case NodeBeat() if message.straggler is not None:
                 self.stragglers[node] = message.straggler

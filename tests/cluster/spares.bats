@@ -129,7 +129,7 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
 @test "node rank 0 is lost, and not the copy of its snapshot" {
   export SPARES=1
   start copied config/local3.yaml 1 node1 node2 node3 "${SETTINGS[@]/150/500}" checkpoint.every=0 checkpoint.snapshot_every=5
-  eventually 60 has_step copied 300 # a copy is begun every 2 s
+  eventually 60 has_step copied 300
   lose kill node1 copied
   end_of "$PID"
   cat copied.out

@@ -17,6 +17,8 @@ from launcher.agent.nodes.protocol import (
     NodeBeat,
     Peer,
     Refusal,
+    SnapshotData,
+    SnapshotPiece,
     StopRequest,
 )
 from launcher.agent.verdict import NodeEnd, Parts, Verdict
@@ -72,6 +74,7 @@ def test_a_message_is_one_line_and_arrives(message: Message) -> None:
         b'{"signal": {"signum": 15, "more": 1}}',
         b'{"beat": {"straggler": {"rank": 0}}}',
         b'{"failure": {"fault": "x"}}',
+        b'{"snapshot": {"step": 5, "offset": 64, "length": 9, "size": 72}}',
         b'{"verdict": {"code": null}}',
         b'{"verdict": {"code": 1, "parts": {"step": 1, "folder": "../x"}}}',
         b"[" * 100_000,
@@ -96,6 +99,24 @@ def test_messages_arrive_in_pieces_and_together() -> None:
     theirs.sendall(line[5:] + f"{MESSAGES.write(EndRanks())}\n{{".encode())
     assert peer.receive() == [StopRequest(2), EndRanks()]
     theirs.sendall(b"}\n")
+    assert peer.receive() is None
+
+
+def test_the_bytes_of_a_snapshot_follow_their_line() -> None:
+    data = b"\n{}\x00" * 1000
+    sent = SnapshotData(SnapshotPiece(5, 64, len(data), 2**40), data)
+    peer, theirs = connect()
+    other = Peer(theirs)
+    other.send(sent)
+    other.send(EndRanks())
+    assert peer.wait(time.monotonic() + 5) == sent
+    assert peer.wait(time.monotonic() + 5) == EndRanks()
+    line = f"{MESSAGES.write(sent.piece)}\n".encode()
+    theirs.sendall(line + data[:10])
+    assert peer.receive() == []
+    theirs.sendall(data[10:])
+    assert peer.receive() == [sent]
+    theirs.sendall(line.replace(b'"offset":64', b'"offset":-1'))
     assert peer.receive() is None
 
 

@@ -23,9 +23,8 @@ from distributed.checkpoint_files import score, steps
 from distributed.environment import detect
 from distributed.snapshot import Buffer
 from distributed.snapshot_memory import BEGIN, FILES
-from launcher.agent.control import BEAT_S
-from launcher.agent.nodes.protocol import SnapshotPiece
-from launcher.agent.snapshots.on_other_node import PIECE, Incoming, Outgoing
+from launcher.agent.nodes.protocol import SnapshotData
+from launcher.agent.snapshots.on_other_node import _LOOK_S, PIECE, Incoming, Outgoing
 from training.config_file import SettingsError
 from training.model import plan_snapshots
 from training.settings import load
@@ -208,10 +207,10 @@ def outgoing(buffers: list[Buffer]) -> Outgoing:
     return outgoing
 
 
-def pieces(outgoing: Outgoing, parts: Iterator[SnapshotPiece | None]) -> Iterator[SnapshotPiece]:
+def pieces(outgoing: Outgoing, parts: Iterator[SnapshotData | None]) -> Iterator[SnapshotData]:
     """Yield the pieces that there are now."""
     outgoing.rest_s = 0.0
-    while outgoing.rest_s != BEAT_S:
+    while outgoing.rest_s != _LOOK_S:
         if piece := next(parts):
             yield piece
 
@@ -247,7 +246,7 @@ def test_what_its_rank_overwrites_is_sent_as_it_was(
     fill(buffers[0], 5, 3 * PIECE)
     incoming.take(next(parts))
     fill(buffers[0], 10, 3 * PIECE)
-    for piece in itertools.takewhile(lambda piece: piece.step == 5, parts):
+    for piece in itertools.takewhile(lambda sent: sent.piece.step == 5, parts):
         incoming.take(piece)
     (newest,) = (one for one in incoming.buffers if one.header().step == 5)
     assert os.pread(newest.fd, 3 * PIECE, BEGIN) == bytes([5]) * 3 * PIECE
@@ -260,7 +259,7 @@ def test_what_its_rank_overwrites_while_it_is_copied_is_not_sent(
     fill(buffers[0], 5, 10**7)
     assert next(parts) is None  # the first half is copied
     fill(buffers[0], 10, 10**7)
-    assert {piece.step for piece in pieces(outgoing, parts)} == {10}
+    assert {sent.piece.step for sent in pieces(outgoing, parts)} == {10}
 
 
 @contextlib.contextmanager

@@ -4,7 +4,8 @@ Each agent holds one TCP connection to the master address and port, where the to
 afterwards on the same listening socket. The kernel ends the connection at an agent's death, so the
 others know at once; beats tell a network that was cut.
 
-A message is one line of JSON, and a dataclass here. Nothing that arrives is ever unpickled.
+A message is one line of JSON, and a dataclass here; the bytes of a snapshot follow their line.
+Nothing that arrives is ever unpickled.
 """
 
 from __future__ import annotations
@@ -65,16 +66,24 @@ class NodeStacks:
 
 @dataclass(frozen=True)
 class SnapshotPiece:
-    """From node rank 0, to the node that keeps a copy of its snapshot."""
+    """From node rank 0, to the node that keeps a copy of its snapshot: the bytes that follow."""
 
     step: int
     offset: int  # in bytes
+    length: int
     size: int  # of the whole
-    data: str  # in base64
 
     def __post_init__(self) -> None:
-        if not 0 <= self.offset <= self.offset + len(self.data) * 3 // 4 <= self.size + 2:
-            raise ValueError(f"{self.offset} is beyond {self.size}")
+        if not 0 <= self.offset <= self.offset + self.length <= self.size:
+            raise ValueError(f"{self.offset} + {self.length} is beyond {self.size}")
+
+
+@dataclass(frozen=True)
+class SnapshotData:
+    """A piece of a snapshot with its bytes."""
+
+    piece: SnapshotPiece
+    data: bytes
 
 
 @dataclass(frozen=True)
@@ -98,7 +107,7 @@ class EndRanks:
 
 Message: TypeAlias = (
     NodeReport | Refusal | Assignment | StopRequest | StackRequest | NodeStacks | NodeBeat
-    | SnapshotPiece | HandedOver | EndRanks | NodeEnd | Verdict
+    | SnapshotData | HandedOver | EndRanks | NodeEnd | Verdict
     | Failure  # of a rank of the node that sends it
 )  # fmt: skip
 MESSAGES = Kinds(
@@ -129,8 +138,12 @@ class Peer:
 
     def send(self, message: Message) -> None:
         """Send one message; a peer that is gone is noticed where it is read."""
+        if isinstance(message, SnapshotData):
+            text, data = MESSAGES.write(message.piece), message.data
+        else:
+            text, data = MESSAGES.write(message), b""
         try:
-            self.socket.sendall(f"{MESSAGES.write(message)}\n".encode())
+            self.socket.sendall(f"{text}\n".encode() + data)
         except OSError:
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)  # reading it now finds its end
@@ -139,27 +152,41 @@ class Peer:
         """Return the messages that have arrived; None when the peer is gone, or is no agent."""
         if not self._fill():
             return None
-        *lines, self._buffer = self._buffer.split(b"\n")
+        messages: list[Message] = []
         try:
-            return [MESSAGES.read(line) for line in lines]
+            while (message := self._take()) is not None:
+                messages.append(message)
         except MessageError:
             return None
+        return messages
 
     def wait(self, deadline: float) -> Message | None:
         """Return the next message.
 
         None when the peer is gone, is no agent, or `deadline` (monotonic) has passed.
         """
-        while b"\n" not in self._buffer:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0 or not self._fill(min(left_s, SILENCE_S)):
-                return None
-        line, _, self._buffer = self._buffer.partition(b"\n")  # what follows is for later
         try:
-            message: Message = MESSAGES.read(line)
+            while (message := self._take()) is None:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0 or not self._fill(min(left_s, SILENCE_S)):
+                    return None
             return message
         except MessageError:
             return None
+
+    def _take(self) -> Message | None:
+        """Return the next message that has arrived in full; raises MessageError."""
+        line, line_end, rest = self._buffer.partition(b"\n")
+        if not line_end:
+            return None
+        message: Message | SnapshotPiece = MESSAGES.read(line)
+        if isinstance(message, SnapshotPiece):
+            data, rest = rest[: message.length], rest[message.length :]
+            if len(data) < message.length:
+                return None
+            message = SnapshotData(message, data)
+        self._buffer = rest  # for later
+        return message
 
     def wait_for_end(self, deadline: float) -> None:
         """Wait until the peer is gone, or `deadline` (monotonic) has passed."""

@@ -5,7 +5,6 @@ It goes over the agents' link, in pieces between which there is time for everyth
 
 from __future__ import annotations
 
-import base64
 import math
 import os
 import time
@@ -13,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from distributed.snapshot_memory import BEGIN, Memory
 from launcher import processes
-from launcher.agent.control import BEAT_S
-from launcher.agent.nodes.protocol import Peer, SnapshotPiece
+from launcher.agent.nodes.protocol import Peer, SnapshotData, SnapshotPiece
 
 PIECE = 1 << 17  # bytes
-_PIECE_S = 0.008  # between two: 16 MB/s at most
+_PIECE_S = 0.002  # between two: 64 MB/s at most
+_LOOK_S = 0.1  # between two looks for a newer snapshot
 _AT_ONCE = 1 << 23  # bytes
 
 
@@ -46,7 +45,7 @@ class Outgoing:
                 peer.send(piece)
             self.next_at = now + self.rest_s
 
-    def parts(self) -> Iterator[SnapshotPiece | None]:
+    def parts(self) -> Iterator[SnapshotData | None]:
         """Yield the pieces of each new snapshot, the header last; None where none is ready.
 
         They come from a copy that the rank leaves alone.
@@ -56,7 +55,7 @@ class Outgoing:
             newest = max(self._buffers, key=lambda one: one.header().step)
             header = newest.header()
             if header.checksum < 0 or header.holders > 1 or header.step <= sent_step:
-                self.rest_s = BEAT_S
+                self.rest_s = _LOOK_S
                 yield None
                 continue
             self.rest_s = _PIECE_S
@@ -67,8 +66,7 @@ class Outgoing:
                 continue
             for start in (*range(BEGIN, header.size, PIECE), 0):
                 data = os.pread(image, min(PIECE, header.size - start) if start else BEGIN, start)
-                text = base64.b64encode(data).decode()
-                yield SnapshotPiece(header.step, start, header.size, text)
+                yield SnapshotData(SnapshotPiece(header.step, start, len(data), header.size), data)
             sent_step = header.step
 
 
@@ -79,12 +77,13 @@ class Incoming:
         self.buffers: list[Memory] = []
         self._next: Memory | None = None
 
-    def take(self, piece: SnapshotPiece) -> None:
+    def take(self, arrived: SnapshotData) -> None:
         """Keep a piece. With the last, the snapshot counts."""
         if not self.buffers:
             self.buffers = [Memory(processes.anonymous_file("snapshot")) for _ in range(2)]
-        if piece.offset == BEGIN:
+        offset = arrived.piece.offset
+        if offset == BEGIN:
             self._next = min(self.buffers, key=lambda one: one.header().step)
             os.ftruncate(self._next.fd, 0)
         if self._next is not None:  # else it began before this agent was there
-            os.pwrite(self._next.fd, base64.b64decode(piece.data), piece.offset)
+            os.pwrite(self._next.fd, arrived.data, offset)
