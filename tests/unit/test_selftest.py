@@ -110,6 +110,7 @@ def _compare_with_a_loop() -> float:
 
 
 @pytest.mark.long
+@pytest.mark.alone
 def test_bandwidth_is_that_of_a_loop_by_hand() -> None:
     for ratio in run_ranks(_compare_with_a_loop, ranks=range(2), world_size=2):
         assert ratio == pytest.approx(1, abs=0.05)
