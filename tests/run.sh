@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run this checkout's checks and tests; make calls it.
 #
-# usage: tests/run.sh all|fast|lint|cluster|slurm
+# usage: tests/run.sh all|fast|lint|cluster
 #
 # Ends with what was skipped and why, and as the last line the count of all.
 set -euo pipefail
@@ -22,12 +22,11 @@ SKIPPED=() # one line each, with the reason
 main() {
   case $1 in
     all)
-      begin_slurm
+      begin_cluster
       lint
       test_scripts all tests/scripts
-      test_cluster tests/cluster/{cluster,ssh,containers,selftest}.bats
       test_python all
-      end slurm
+      end cluster-sample
       ;;
     fast)
       ! provide_bats || begin fast-scripts
@@ -37,17 +36,16 @@ main() {
       ;;
     lint) lint ;;
     cluster) test_cluster tests/cluster ;;
-    slurm) test_cluster tests/cluster/{slurm,affinity}.bats ;;
+    cluster-sample) test_cluster tests/cluster/{slurm,affinity,cluster,ssh,containers,selftest}.bats ;;
     fast-scripts) test_scripts fast tests/scripts ;;
   esac
   summarise
 }
 
-# The tests under SLURM mostly wait.
-begin_slurm() {
+# The tests on the cluster mostly wait.
+begin_cluster() {
   provide_cluster # now, for only one apt-get can run at a time
-  provide_bats && tests/cluster/cluster.sh check &>/dev/null || return 0
-  begin slurm
+  ! provide_bats || begin cluster-sample
 }
 
 # Runs a part beside the others. With job control, for else its tests would ignore Ctrl-C, which they
