@@ -25,6 +25,7 @@ main() {
       begin_cluster
       lint
       test_scripts all tests/scripts
+      test_cluster tests/cluster/selftest.bats # it measures: before Python's tests use all processors
       test_python all
       end cluster-sample
       ;;
@@ -36,7 +37,7 @@ main() {
       ;;
     lint) lint ;;
     cluster) test_cluster tests/cluster ;;
-    cluster-sample) test_cluster tests/cluster/{slurm,affinity,cluster,ssh,containers,selftest}.bats ;;
+    cluster-sample) test_cluster tests/cluster/{slurm,affinity,cluster,ssh,containers}.bats ;;
     fast-scripts) test_scripts fast tests/scripts ;;
   esac
   summarise
