@@ -34,12 +34,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from . import checkpoint_files as files
 from .checkpoint_files import CheckpointError as CheckpointError
+from .collectives import broadcast_bytes, gather_bytes, to_bytes
 from .errors import with_fault
 from .export import export
 from .heartbeat import beat
 from .lock import RunLock
 from .snapshot import Snapshots, copy_all, newest_snapshot
-from .torch import gather_bytes, to_bytes
 
 if TYPE_CHECKING:
     from .sharded import Parts
@@ -208,7 +208,7 @@ def load(folder: Path, *, whole: bool = True) -> State | None:
         damage, place, sizes, is_snapshot = json.loads(gather_bytes(told)[0])
         folder = Path(place)
         content = {
-            name: _broadcast(content.get(name), size) for name, size in sizes.items() if size
+            name: broadcast_bytes(content.get(name), size) for name, size in sizes.items() if size
         }
     if damage:
         cure = "move it away, or use another RUN_ID"
@@ -220,14 +220,6 @@ def load(folder: Path, *, whole: bool = True) -> State | None:
         state = replace(state, fetch=taken.fetch)
     trees = {"model": state.model, "optimizer": state.optimizer}
     return replace(state, **state.fetch(trees)) if whole else state
-
-
-def _broadcast(content: bytes | None, size: int) -> bytes:
-    """Return rank 0's bytes on every rank."""
-    where = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    tensor = torch.frombuffer(bytearray(content or size), dtype=torch.uint8).to(where)
-    dist.broadcast(tensor, 0)
-    return content or to_bytes(tensor.cpu())
 
 
 def _decode(content: dict[str, bytes], folder: Path) -> State:

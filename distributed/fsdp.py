@@ -7,8 +7,7 @@ import takes 0.7 s, so only those who shard import this.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -25,12 +23,14 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
+from .collectives import take_first_ranks
 from .environment import LauncherError, detect
 from .strategy import Sharding
-from .torch import blocks, take_first_ranks
 
 
-def shard(model: nn.Module, device: torch.device, how: Sharding) -> nn.Module:
+def shard(
+    model: nn.Module, blocks: Sequence[nn.Module], device: torch.device, how: Sharding
+) -> nn.Module:
     """Share out a model, block by block, with rank 0's weights.
 
     Where groups shard for themselves, the groups replicate (HSDP). Raises LauncherError where the
@@ -40,7 +40,7 @@ def shard(model: nn.Module, device: torch.device, how: Sharding) -> nn.Module:
     dtype = getattr(torch, how.dtype) if how.dtype else None
     policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)
     offload = CPUOffloadPolicy() if how.cpu_offload else OffloadPolicy()
-    for module in (*blocks(model), model):
+    for module in (*blocks, model):
         module.to(device)
         take_first_ranks(module)
         fully_shard(
@@ -64,17 +64,6 @@ def _mesh(device: torch.device, size: str | int) -> DeviceMesh:
         return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
     shape, names = (ranks // each, each), ("replicate", "shard")
     return init_device_mesh(device.type, shape, mesh_dim_names=names)
-
-
-@contextlib.contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
-    """Do not reduce gradients in the body; the next backward pass reduces their sum."""
-    assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)
 
 
 def gather(state: Any) -> Any:

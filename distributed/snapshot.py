@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_map_only
 
 from . import snapshot_exchange as exchange
 from .checkpoint_files import pack, unpack
+from .collectives import gather_bytes, to_bytes
 from .heartbeat import beat, find_record
 from .snapshot_memory import BEGIN, FILES, Header, Memory, reused
-from .torch import gather_bytes, to_bytes
 
 _COPY_THREADS = 4  # one core copies more slowly than memory allows
 _MARK = "\0tensor "  # stands for a tensor in the trees: many take long to pack

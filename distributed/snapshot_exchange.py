@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .collectives import gather_bytes
 from .snapshot_memory import BEGIN, Header, Memory, reused, whole_steps
-from .torch import gather_bytes
 
 _PIECE = 1 << 22  # bytes
 _PIECE_S = 0.02  # between two in training: 200 MB/s at most

@@ -12,13 +12,11 @@ Needs torch alone. It has no state of its own: the process group is torch's.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import os
 import random
 import socket
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypedDict, overload
@@ -30,6 +28,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from . import network
+from .collectives import freed, take_first_ranks
+from .collectives import gather_bytes as gather_bytes
 from .environment import Environment, LauncherError, detect
 from .exit import finish as finish
 from .heartbeat import beat as beat
@@ -120,31 +120,6 @@ def barrier() -> None:
         dist.barrier()
 
 
-def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Return every rank's bytes, by rank, on every rank; `group` is one of all ranks.
-
-    torch's own all_gather_object would unpickle what the others send.
-    """
-    if not dist.is_initialized():
-        return [data]
-    where = device() if dist.get_backend(group) == "nccl" else "cpu"
-    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=where)
-    sizes[dist.get_rank()] = len(data)
-    with _freed(sizes):
-        dist.all_reduce(sizes, group=group)
-    mine = torch.frombuffer(bytearray(data.ljust(int(sizes.max()) + 1)), dtype=torch.uint8)
-    mine = mine.to(where)
-    everyone = [torch.empty_like(mine) for _ in sizes]
-    with _freed(mine, *everyone):
-        dist.all_gather(everyone, mine, group=group)
-    return [to_bytes(one.cpu())[:size] for one, size in zip(everyone, sizes.tolist(), strict=True)]
-
-
-def to_bytes(tensor: Tensor) -> bytes:
-    """Return a copy of a contiguous CPU tensor's memory, without NumPy."""
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
-
-
 def seed_everything(seed: int, rank: int = 0) -> None:
     """Seed torch, its GPUs, Python and NumPy (if it is imported), differently for each rank.
 
@@ -206,7 +181,8 @@ def _wrap(model: nn.Module, world_size: int, options: Options) -> nn.Module:
     if strategy == "fsdp" and world_size > 1 and not is_frozen:
         from . import fsdp
 
-        return fsdp.shard(model, device(), options.get("sharding") or Sharding())
+        sharding = options.get("sharding") or Sharding()
+        return fsdp.shard(model, [*blocks(model)], device(), sharding)
     model = model.to(device())
     if world_size > 1 and is_frozen:  # which DDP refuses
         take_first_ranks(model)
@@ -225,15 +201,6 @@ def _wrap(model: nn.Module, world_size: int, options: Options) -> nn.Module:
     return model
 
 
-def take_first_ranks(module: nn.Module) -> None:
-    """Copy rank 0's parameters and buffers to all ranks, but for those that are shared out."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        if not hasattr(tensor, "full_tensor"):
-            data = tensor.data
-            with _freed(data):
-                dist.broadcast(data, src=0)
-
-
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the user's module without its wrapper."""
     return model.module if isinstance(model, DistributedDataParallel | DataParallel) else model
@@ -250,15 +217,21 @@ def is_sharded(model: nn.Module) -> bool:
     return hasattr(model, "set_requires_gradient_sync")  # of FSDPModule
 
 
-def no_sync(model: nn.Module, enabled: bool = True) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def no_sync(model: nn.Module, enabled: bool = True) -> Iterator[None]:
     """Do not exchange gradients in the body; the next backward pass exchanges their sum."""
     if enabled and isinstance(model, DistributedDataParallel):
-        return model.no_sync()
-    if enabled and is_sharded(model):
-        from . import fsdp
-
-        return fsdp.no_sync(model)
-    return contextlib.nullcontext()
+        with model.no_sync():
+            yield
+    elif enabled and is_sharded(model):
+        sharded: Any = model
+        sharded.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            sharded.set_requires_gradient_sync(True)
+    else:
+        yield
 
 
 def get_dataloader_for_distributed(
@@ -310,23 +283,10 @@ def sync_metrics(
     names = sorted(own)
     parts = [own[name] * weight if weight else 0.0 for name in names]
     sums = torch.tensor([*parts, weight], dtype=torch.float64, device=device())
-    with _freed(sums):
+    with freed(sums):
         dist.all_reduce(sums)
     means = dict(zip(names, (sums[:-1] / sums[-1]).tolist(), strict=True))
     return {name: means[name] for name in own}
-
-
-@contextlib.contextmanager
-def _freed(*tensors: Tensor) -> Iterator[None]:
-    """Do a collective in the body, and wait until gloo's thread has let go of its tensors.
-
-    The thread takes the GIL for that, and aborts a program that is about to end.
-    """
-    before = [sys.getrefcount(tensor) for tensor in tensors]
-    yield
-    limit = time.monotonic() + (0.1 if tensors[0].is_cpu else 0)
-    while [sys.getrefcount(tensor) for tensor in tensors] != before and time.monotonic() < limit:
-        time.sleep(0.0001)
 
 
 def cleanup_distributed() -> None:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import IterableDataset
 
-from distributed import meet
+from distributed import collectives, meet
 from distributed import torch as helper
 from distributed.environment import LauncherError, detect
 
@@ -175,7 +175,7 @@ def _held_after_calls() -> int:
     held = 0
     for _ in range(200):
         tensor = torch.ones(1)
-        with helper._freed(tensor):
+        with collectives.freed(tensor):
             torch.distributed.all_reduce(tensor)
         held += sys.getrefcount(tensor) - 2  # the variable is one, the argument another
     return held
