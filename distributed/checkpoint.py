@@ -86,7 +86,7 @@ class Saver:
         self.enabled = enabled
         self._memory: list[Tensor] = []  # for the copies; reused
         self._thread = threading.Thread()
-        self._error: Exception | None = None
+        self._error: CheckpointError | None = None
         self.snapshots = Snapshots()
         self._parts: Parts | None = None
         if format == "sharded":
@@ -173,7 +173,7 @@ class Saver:
         except Exception as error:
             shutil.rmtree(temporary, ignore_errors=True)  # frees its space
             self._error = CheckpointError(f"step {step} was not saved: {error}")
-            self._error.fault = getattr(error, "fault", "")  # type: ignore[attr-defined]
+            self._error.fault = getattr(error, "fault", "")
 
     def _begin(self, temporary: Path) -> Path:
         """Delete what killed processes left behind, and make the folder of the next checkpoint."""
@@ -215,21 +215,16 @@ def load(folder: Path, *, whole: bool = True) -> State | None:
         raise with_fault(CheckpointError, "checkpoint-damaged", f"{damage}; {cure}")
     if not content:
         return None
-    state = replace(_decode(content, folder), is_snapshot=is_snapshot)
+    tensors = {name: files.unpack(content[f"{name}.pt"]) for name in files.TENSORS}
+    state = State(progress=json.loads(content["progress.json"]), is_snapshot=is_snapshot, **tensors)
     if is_snapshot and taken is not None and taken.holders > 1:
         state = replace(state, fetch=taken.fetch)
+    elif files.INDEX in content:
+        from . import sharded
+
+        state = replace(state, fetch=sharded.reader(folder, content[files.INDEX]))
     trees = {"model": state.model, "optimizer": state.optimizer}
     return replace(state, **state.fetch(trees)) if whole else state
-
-
-def _decode(content: dict[str, bytes], folder: Path) -> State:
-    tensors = {name: files.unpack(content[f"{name}.pt"]) for name in files.TENSORS}
-    state = State(progress=json.loads(content["progress.json"]), **tensors)
-    if files.INDEX not in content:
-        return state
-    from . import sharded
-
-    return replace(state, fetch=sharded.reader(folder, content[files.INDEX]))
 
 
 # --- each rank's own state ----------------------------------------------------------------------

@@ -48,6 +48,8 @@ _log = logging.getLogger(__name__)
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be read or saved; one line that names the damage."""
 
+    fault = ""
+
 
 # --- writing ------------------------------------------------------------------------------------
 
@@ -116,7 +118,7 @@ def commit(temporary: Path, final: Path) -> None:
 
 
 def prune(run_folder: Path, step: int, keep_last: int) -> None:
-    """Delete old checkpoints, and those of later steps, which the run went back behind.
+    """Delete old checkpoints, and those of later steps, which the run takes again.
 
     Damaged ones stay: a warning names them.
     """

@@ -1,6 +1,6 @@
-"""FSDP2: parameters, gradients and the optimizer's state are shared out over the ranks.
+"""FSDP2: parameters, gradients and the optimizer's state are sharded over the ranks.
 
-Each rank holds a part of every parameter, and gathers a block's when it computes with it (Zhao et
+Each rank holds a shard of every parameter, and gathers a block's when it computes with it (Zhao et
 al. 2023; torch.distributed.fsdp.fully_shard). Every rank must run the same forward passes. The
 import takes 0.7 s, so only those who shard import this.
 """
@@ -31,7 +31,7 @@ from .strategy import Sharding
 def shard(
     model: nn.Module, blocks: Sequence[nn.Module], device: torch.device, how: Sharding
 ) -> nn.Module:
-    """Share out a model, block by block, with rank 0's weights.
+    """Shard a model, block by block, with rank 0's weights.
 
     Where groups shard for themselves, the groups replicate (HSDP). Raises LauncherError where the
     ranks do not divide into groups of `how.shard`.
@@ -73,9 +73,9 @@ def gather(state: Any) -> Any:
 
 
 def scatter(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's whole state_dict() with this rank's part of what is shared out.
+    """Return an optimizer's whole state_dict() with this rank's shard of what is sharded.
 
-    Meta tensors stay such, as parts that are still to be read.
+    Meta tensors stay such, as shards that are still to be read.
     """
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
 

@@ -131,7 +131,7 @@ class Parts:
             if one.startswith(b"-"):
                 cause, fault = json.loads(one[1:])
                 failed = CheckpointError(f"rank {rank}: {cause}")
-                failed.fault = fault  # type: ignore[attr-defined]
+                failed.fault = fault
                 raise failed
         return [one[1:] for one in told]
 

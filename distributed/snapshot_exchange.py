@@ -6,13 +6,14 @@ which would have to carry everybody's.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -48,26 +49,29 @@ class Neighbours:
 
     def meet(self) -> None:
         """Wait until the exchange before is over on all ranks."""
-        self._try(lambda: dist.barrier(self._group))
+        if self._are_there:
+            with self._may_be_lost():
+                dist.barrier(self._group)
 
     def exchange(self, mine: Memory, copies: Sequence[Memory]) -> None:
         """Send a buffer to the next node, and keep the one of the node before in one of `copies`.
 
         It ends early where the program does.
         """
-        self._try(lambda: self._exchange(mine, reused(copies, mine.header().step)))
+        if self._are_there:
+            with self._may_be_lost():
+                theirs = reused(copies, mine.header().step)
+                for _ in _transfer(self._group, mine, self._next, theirs, self._last):
+                    self.moved += 1
+                    time.sleep(_PIECE_S)
+                    if not threading.main_thread().is_alive():
+                        return
 
-    def _exchange(self, mine: Memory, theirs: Memory) -> None:
-        for _ in _transfer(self._group, mine, self._next, theirs, self._last):
-            self.moved += 1
-            time.sleep(_PIECE_S)
-            if not threading.main_thread().is_alive():
-                return
-
-    def _try(self, action: Callable[[], object]) -> None:
+    @contextlib.contextmanager
+    def _may_be_lost(self) -> Iterator[None]:
+        """Go on without the neighbours from an error in the body on."""
         try:
-            if self._are_there:
-                action()
+            yield
         except Exception as error:
             self._are_there = False
             if threading.main_thread().is_alive():

@@ -56,7 +56,7 @@ class Memory:
 
 
 def reused(buffers: Sequence[AnyMemory], step: int) -> AnyMemory:
-    """Return the older buffer, or one of a step that the run went back behind."""
+    """Return the older buffer, or one of a later step, which the run takes again."""
     held = {one.header().step: one for one in buffers}
     return held[min(held, key=lambda one: (one < step, one))]
 

@@ -12,9 +12,9 @@ _ONE_PROCESS = ("single", "dp")
 
 @dataclass(frozen=True)
 class Sharding:
-    """How fsdp shares out a model."""
+    """How fsdp shards a model."""
 
-    shard: str | int = "all"  # over all ranks; node: inside each node; N: inside each N ranks
+    shard: str | int = "all"  # over all ranks; node: within each node; N: within each N ranks
     reshard_after_forward: bool = True  # False: keep what was gathered for the backward pass
     dtype: str | None = None  # to compute with, such as bfloat16; parameters stay as they are
     cpu_offload: bool = False  # parameters wait in the CPU's memory

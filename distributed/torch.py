@@ -33,7 +33,7 @@ from .collectives import gather_bytes as gather_bytes
 from .environment import Environment, LauncherError, detect
 from .exit import finish as finish
 from .heartbeat import beat as beat
-from .meet import meet
+from .rendezvous import rendezvous
 from .strategy import Sharding as Sharding
 from .strategy import check_strategy
 
@@ -79,7 +79,7 @@ def init_distributed(
     if env.world_size == 1:
         return env
     os.environ.update(network.choose_variables(env.master_addr, env.num_nodes))
-    store, run_id = meet(env, device(), backend, join_timeout_s)
+    store, run_id = rendezvous(env, device(), backend, join_timeout_s)
     store.set_timeout(timedelta(seconds=timeout_s))
     dist.init_process_group(
         backend,
@@ -181,7 +181,7 @@ def _wrap(model: nn.Module, world_size: int, options: Options) -> nn.Module:
     if strategy == "fsdp" and world_size > 1 and not is_frozen:
         from . import fsdp
 
-        sharding = options.get("sharding") or Sharding()
+        sharding = options.get("sharding", Sharding())
         return fsdp.shard(model, [*blocks(model)], device(), sharding)
     model = model.to(device())
     if world_size > 1 and is_frozen:  # which DDP refuses
@@ -250,7 +250,7 @@ def get_dataloader_for_distributed(
     All ranks get the same number of samples. Unless `drop_last`, some samples repeat for that. Call
     `loader.sampler.set_epoch(n)` for another order in each epoch. World size and rank are the
     process group's; `options` are DataLoader's own, such as `collate_fn`. Raises ValueError for a
-    dataset without a length, which cannot be shared out.
+    dataset without a length, which cannot be sharded.
     """
     if isinstance(dataset, IterableDataset):
         cause = f"{type(dataset).__name__} is an IterableDataset, which has no samples to share out"

@@ -1,4 +1,4 @@
-"""All ranks meet at the master's store before they form a process group.
+"""The rendezvous: all ranks meet at the master's store before they form a process group.
 
 A rank that finds a fault tells it to all; ranks that do not come are named.
 """
@@ -19,7 +19,7 @@ from .environment import Environment, LauncherError, check_run_id
 from .errors import with_fault
 
 
-def meet(
+def rendezvous(
     env: Environment, device: torch.device, backend: str, timeout_s: float
 ) -> tuple[Store, str]:
     """Wait until every rank has checked in; returns the store, and rank 0's run id.
