@@ -19,7 +19,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypedDict, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,9 +36,6 @@ from .heartbeat import beat as beat
 from .rendezvous import rendezvous
 from .strategy import Sharding as Sharding
 from .strategy import check_strategy
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 def init_distributed(
@@ -132,73 +129,56 @@ def seed_everything(seed: int, rank: int = 0) -> None:
         sys.modules["numpy"].random.seed(own_seed)
 
 
-class Options(TypedDict, total=False):
-    """What setup_distributed_models takes; each strategy has its own."""
-
-    strategy: str
-    find_unused_parameters: bool  # DDP's own, as those below
-    static_graph: bool
-    bucket_cap_mb: float | None
-    sharding: Sharding
-
-
-@overload
-def setup_distributed_models(model: nn.Module, /, **options: Unpack[Options]) -> nn.Module: ...
-
-
-@overload
 def setup_distributed_models(
-    model: nn.Module | None,
-    second: nn.Module | None,
-    /,
-    *more: nn.Module | None,
-    **options: Unpack[Options],
-) -> tuple[nn.Module | None, ...]: ...
-
-
-def setup_distributed_models(
-    *models: nn.Module | None, **options: Unpack[Options]
-) -> nn.Module | tuple[nn.Module | None, ...] | None:
+    *models: nn.Module | None,
+    strategy: str = "auto",
+    find_unused_parameters: bool = False,
+    static_graph: bool = False,
+    bucket_cap_mb: float | None = None,
+    sharding: Sharding | None = None,
+) -> Any:
     """Move models to this process's device and wrap them; every rank gets rank 0's weights.
 
-    `strategy` is "ddp": one process per GPU; "fsdp": the same, and each holds a part of the model;
-    "dp": one process, all its GPUs; "single": neither; or "auto": ddp if there are several
-    processes. A model that skips parameters in some steps needs `find_unused_parameters`. One
-    without a trainable parameter is not wrapped; None stays None.
+    A model without a trainable parameter is not wrapped; None stays None.
+
+    Args:
+        strategy: "ddp": one process per GPU; "fsdp": the same, and each holds a part of the model;
+            "dp": one process, all its GPUs; "single": neither; "auto": ddp if there are several
+            processes.
+        find_unused_parameters: for a model that skips parameters in some steps. It is DDP's own,
+            as are `static_graph` and `bucket_cap_mb`.
+        sharding: how fsdp shards the model.
 
     Returns a model for one, a tuple for several. Raises ValueError for a strategy that is unknown
     or does not fit.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    check_strategy(options.setdefault("strategy", "auto"), world_size)
-    done = tuple(None if model is None else _wrap(model, world_size, options) for model in models)
-    return done[0] if len(done) == 1 else done
+    check_strategy(strategy, world_size)
 
+    def wrap(model: nn.Module) -> nn.Module:
+        is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
+        if strategy == "fsdp" and world_size > 1 and not is_frozen:
+            from . import fsdp
 
-def _wrap(model: nn.Module, world_size: int, options: Options) -> nn.Module:
-    strategy = options["strategy"]
-    is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
-    if strategy == "fsdp" and world_size > 1 and not is_frozen:
-        from . import fsdp
-
-        sharding = options.get("sharding", Sharding())
-        return fsdp.shard(model, [*blocks(model)], device(), sharding)
-    model = model.to(device())
-    if world_size > 1 and is_frozen:  # which DDP refuses
-        take_first_ranks(model)
+            return fsdp.shard(model, [*blocks(model)], device(), sharding or Sharding())
+        model = model.to(device())
+        if world_size > 1 and is_frozen:  # which DDP refuses
+            take_first_ranks(model)
+        elif world_size > 1:
+            return DistributedDataParallel(
+                model,
+                device_ids=[device()] if device().type == "cuda" else None,
+                find_unused_parameters=find_unused_parameters,
+                static_graph=static_graph,
+                bucket_cap_mb=bucket_cap_mb,
+                gradient_as_bucket_view=True,  # saves a copy of the gradients
+            )
+        elif strategy == "dp" and torch.cuda.device_count() > 1 and not is_frozen:
+            return DataParallel(model)
         return model
-    if world_size > 1:
-        return DistributedDataParallel(
-            model,
-            device_ids=[device()] if device().type == "cuda" else None,
-            find_unused_parameters=options.get("find_unused_parameters", False),
-            static_graph=options.get("static_graph", False),
-            bucket_cap_mb=options.get("bucket_cap_mb"),
-            gradient_as_bucket_view=True,  # saves a copy of the gradients
-        )
-    if strategy == "dp" and torch.cuda.device_count() > 1 and not is_frozen:
-        return DataParallel(model)
-    return model
+
+    wrapped = tuple(None if model is None else wrap(model) for model in models)
+    return wrapped[0] if len(wrapped) == 1 else wrapped
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -159,18 +159,14 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def peak_flops() -> float:
-    """Return how many operations this rank's GPU can do per second; 0: not known, or no GPU."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return next((peak for part, peak in PEAKS.items() if part in name), 0.0)
-
-
 class Pace:
     """Compares the ranks, and names one that computes far slower than the others. All call it."""
 
     def __init__(self, meter: Meter, stopwatch: Stopwatch) -> None:
         self.hosts = [name.decode() for name in helper.gather_bytes(os.uname().nodename.encode())]
-        self._meter, self._stopwatch, self._peak = meter, stopwatch, peak_flops()
+        self._meter, self._stopwatch = meter, stopwatch
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        self._peak = next((peak for part, peak in PEAKS.items() if part in gpu), 0.0)  # 0: unknown
         self._read_step: int | None = None
         self._readings: collections.deque[tuple[int, Sequence[float]]] = collections.deque()
         self._named: set[int] = set()
