@@ -34,9 +34,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from . import checkpoint_files as files
 from .checkpoint_files import CheckpointError as CheckpointError
-from .collectives import broadcast_bytes, gather_bytes, to_bytes
+from .collectives import broadcast_bytes, gather_bytes, gather_json, to_bytes
 from .errors import with_fault
-from .export import export
 from .heartbeat import beat
 from .lock import RunLock
 from .snapshot import Snapshots, copy_all, newest_snapshot
@@ -204,8 +203,8 @@ def load(folder: Path, *, whole: bool = True) -> State | None:
             content, damage, is_snapshot = taken.content(), "", True
     if dist.is_initialized():
         sizes = {name: len(data) for name, data in content.items()}
-        told = json.dumps([damage, str(folder), sizes, is_snapshot]).encode()
-        damage, place, sizes, is_snapshot = json.loads(gather_bytes(told)[0])
+        found = [damage, str(folder), sizes, is_snapshot]
+        damage, place, sizes, is_snapshot = gather_json(found)[0]
         folder = Path(place)
         content = {
             name: broadcast_bytes(content.get(name), size) for name, size in sizes.items() if size
@@ -272,12 +271,12 @@ def weights_hash(weights: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _list(folder: Path, describe: Callable[[Path], str]) -> bool:
+def _list(folder: Path, *, verify: bool = False) -> bool:
     """Print a line for each checkpoint; returns whether any is damaged."""
     has_damage = False
     for path in files.candidates(folder)[::-1]:
         try:
-            text = describe(path)
+            text = "intact" if verify and files.read(path) else _describe(path)
         except CheckpointError as error:
             text, has_damage = f"damaged: {error}", True
         print(f"{path.name:<14} {text}")
@@ -291,11 +290,6 @@ def _describe(path: Path) -> str:
     names = [n for n in ("latest", "best") if (path.parent / n).resolve() == path.resolve()]
     text = f"validation loss {loss:.4f}" if loss is not None else ""
     return f"{size:10.1f} MB   {saved}   {text:<24} {' '.join(names)}".rstrip()
-
-
-def _verify(path: Path) -> str:
-    files.read(path)
-    return "intact"
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
@@ -314,11 +308,11 @@ def main(arguments: Sequence[str]) -> int:
             case ["-h" | "--help"]:
                 print(__doc__)
             case ["ls", folder]:
-                _list(Path(folder), _describe)
+                _list(Path(folder))
             case ["verify", folder]:
-                return int(_list(Path(folder), _verify))
+                return int(_list(Path(folder), verify=True))
             case ["export", folder, file]:
-                export(_weights(Path(folder)), file)
+                files.export(_weights(Path(folder)), file)
             case ["hash", folder]:
                 print(weights_hash(_weights(Path(folder))))
             case _:

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .lock import update_link
 
@@ -136,6 +137,24 @@ def prune(run_folder: Path, step: int, keep_last: int) -> None:
     for folder in scores:
         if folder not in kept:
             _delete(folder)
+
+
+def export(weights: dict[str, Tensor], file: str) -> None:
+    """Write weights for torch.load, or for safetensors if the file's name ends in .safetensors.
+
+    Raises CheckpointError if the package safetensors is missing.
+    """
+    if not file.endswith(".safetensors"):
+        torch.save(weights, file)
+        return
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        cause = f"{file} needs the package safetensors, which is not installed"
+        cure = "pip install safetensors, or export to a .pt file"
+        raise CheckpointError(f"{cause}; {cure}") from None
+    whole = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(whole, file, metadata={"format": "pt"})  # as other programs expect of torch's
 
 
 def sync(path: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,11 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[by
     with freed(mine, *everyone):
         dist.all_gather(everyone, mine, group=group)
     return [to_bytes(one.cpu())[:size] for one, size in zip(everyone, sizes.tolist(), strict=True)]
+
+
+def gather_json(value: Any) -> list[Any]:
+    """Return every rank's value, of types that JSON has, by rank, on every rank."""
+    return [json.loads(one) for one in gather_bytes(json.dumps(value).encode())]
 
 
 def broadcast_bytes(data: bytes | None, size: int) -> bytes:

@@ -7,7 +7,6 @@ which would have to carry everybody's.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import mmap
 import os
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import gather_bytes
+from .collectives import gather_json
 from .snapshot_memory import BEGIN, Header, Memory, reused, whole_steps
 
 _PIECE = 1 << 22  # bytes
@@ -38,9 +37,9 @@ class Neighbours:
     def __init__(self) -> None:
         """All ranks call it. There are none on a single node, or if nodes differ in their ranks."""
         self.moved = 0  # pieces
-        local = os.environ.get("LOCAL_WORLD_SIZE", "1")
-        everyone = gather_bytes(local.encode())
-        step, world = int(local), len(everyone)
+        step = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        everyone = gather_json(step)
+        world = len(everyone)
         self._are_there = len({*everyone}) == 1 and step < world
         if self._are_there:
             self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
@@ -85,7 +84,7 @@ def agree(own: Sequence[Header], copies: Sequence[Header]) -> tuple[int, list[tu
     headers of this rank's parts, `copies` those of another's that it holds.
     """
     mine = [[(one.step, one.rank, one.holders) for one in some] for some in (own, copies)]
-    rows = [json.loads(each) for each in gather_bytes(json.dumps(mine).encode())]
+    rows = gather_json(mine)
     held = [{step: n for step, _, n in row[0] if n in (1, len(rows))} for row in rows]
     copied = {
         (step, rank): holder

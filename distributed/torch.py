@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from . import network
 from .collectives import freed, take_first_ranks
 from .collectives import gather_bytes as gather_bytes
+from .collectives import gather_json as gather_json
 from .environment import Environment, LauncherError, detect
 from .exit import finish as finish
 from .heartbeat import beat as beat

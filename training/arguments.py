@@ -52,15 +52,14 @@ def _complain(cause: str) -> None:
 def refuse_together(environment: Environment) -> Iterator[None]:
     """Run the body on every rank; if any rank finds a mistake, rank 0 prints it and all exit."""
     from distributed.checkpoint import CheckpointError
-    from distributed.torch import barrier, finish, gather_bytes
+    from distributed.torch import barrier, finish, gather_json
 
     mistake = None
     try:
         yield
     except (SettingsError, LauncherError, CheckpointError, Refused) as error:
         mistake = str(error) if environment.is_main else f"rank {environment.rank}: {error}"
-    mistakes = gather_bytes((mistake or "").encode())
-    if first := next(filter(None, mistakes), b"").decode():
+    if first := next(filter(None, gather_json(mistake)), ""):
         if environment.is_main:
             _complain(first)
         barrier()  # once one rank has left, the launcher ends the others
