@@ -64,8 +64,8 @@ class State:
 class Saver:
     """Saves a run's checkpoints in the background, one at a time; enable it on rank 0 alone.
 
-    `format` is "full", and one that is not enabled does nothing; or "sharded": each rank makes one
-    and calls `save`, with tensors that may be DTensors, and writes its own part.
+    With `format` "full", rank 0 writes everything, and the other ranks' savers do nothing. With
+    "sharded", every rank calls `save`, with tensors that may be DTensors, and writes its own part.
 
     Keeps the newest `keep_last`, and the one with the lowest `progress["score"]`, or, without that,
     `progress["validation_loss"]`. Call `wait` before the process exits. Raises Refused if another

@@ -252,8 +252,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def read_progress(folder: Path) -> dict[str, Any]:
     """Return a checkpoint's progress.json. CheckpointError: it is damaged, or its manifest is."""
     content = _read_file(folder, read_manifest(folder)["files"], "progress.json")
-    progress: dict[str, Any] = json.loads(content)
-    return progress
+    return dict(json.loads(content))
 
 
 def score(folder: Path) -> float:

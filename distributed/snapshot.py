@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import mmap
 import os
-import re
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
@@ -55,10 +53,7 @@ class Snapshot:
     def fetch(self, trees: dict[str, Any]) -> dict[str, Any]:
         """Return trees of meta tensors and DTensors with their content. All holders call it."""
         names = iter([name for name, _ in named_tensors(trees)])
-        filled: dict[str, Any] = tree_map_only(
-            Tensor, lambda one: self._content(next(names), one), trees
-        )
-        return filled
+        return dict(tree_map_only(Tensor, lambda one: self._content(next(names), one), trees))
 
     def _content(self, name: str, wanted: Tensor) -> Tensor:
         mesh = getattr(wanted, "device_mesh", None)
@@ -126,8 +121,7 @@ class Buffer(Memory):
         header = self.header()
         if header.step < 0 or header.checksum not in (-1, self._checksum(header)):
             return None
-        rest: dict[str, Any] = unpack(os.pread(self.fd, header.size - header.rest, header.rest))
-        return rest
+        return dict(unpack(os.pread(self.fd, header.size - header.rest, header.rest)))
 
     def read(self, rest: dict[str, Any]) -> Snapshot:
         """Return what the buffer holds besides `about()`, in memory of its own."""
@@ -279,21 +273,6 @@ def named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(tree, dict | list | tuple):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from named_tensors(value, f"{name}.{key}" if name else str(key))
-
-
-def free_memory() -> int:
-    """Return the bytes of memory that are left on this machine, or to this process's group."""
-    with open("/proc/meminfo") as file:
-        found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file if "kB" in line}
-    free = [found["MemAvailable"]]
-    with contextlib.suppress(OSError, ValueError, LookupError):  # another version of cgroups
-        (own,) = re.findall(r"^0::/(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
-        group = Path("/sys/fs/cgroup", own)
-        for one in (group, *group.parents):
-            with contextlib.suppress(OSError, ValueError):  # it has no limit ("max")
-                most, used = ((one / f"memory.{name}").read_text() for name in ("max", "current"))
-                free.append(int(most) - int(used))
-    return max(0, min(free))
 
 
 def _offsets(tensors: Sequence[Tensor]) -> list[int]:
