@@ -44,8 +44,8 @@ def rendezvous(
         told = store.get("gate")
     except dist.DistNetworkError as error:
         cause = f"lost the store at {env.master_addr}:{env.master_port} while ranks were joining"
-        cause = f"{cause}; rank 0's message says why"
-        raise with_fault(ConnectionError, "node-missing", cause) from error
+        cure = "rank 0's message says why"
+        raise with_fault(ConnectionError, "node-missing", f"{cause}; {cure}") from error
     with contextlib.suppress(RecursionError, json.JSONDecodeError, UnicodeDecodeError):
         match json.loads(told):
             case [str(run_id)]:  # the store has no password: an agent's ranks know their run id
