@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from distributed import torch as helper
 from distributed.checkpoint import State
 from distributed.environment import Environment
 from distributed.snapshot_memory import FILES as SNAPSHOT_FILES
+from distributed.snapshot_memory import free_memory
 from distributed.strategy import Sharding
 from training.batches import move
 from training.config_file import SettingsError
@@ -99,21 +98,6 @@ def plan_snapshots(model: nn.Module, settings: Settings, environment: Environmen
         raise SettingsError(f"checkpoint.snapshot_every: {cause}; set it to 0")
     every = settings.checkpoint.snapshot_every
     _log.info(f"snapshots  every {every} steps, in {needed / 1e6:,.0f} MB of memory")
-
-
-def free_memory() -> int:
-    """Return the bytes of memory that are left on this machine, or to this process's group."""
-    with open("/proc/meminfo") as file:
-        found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file if "kB" in line}
-    free = [found["MemAvailable"]]
-    with contextlib.suppress(OSError, ValueError, LookupError):  # another version of cgroups
-        (own,) = re.findall(r"^0::/(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
-        group = Path("/sys/fs/cgroup", own)
-        for one in (group, *group.parents):
-            with contextlib.suppress(OSError, ValueError):  # it has no limit ("max")
-                most, used = ((one / f"memory.{name}").read_text() for name in ("max", "current"))
-                free.append(int(most) - int(used))
-    return max(0, min(free))
 
 
 def load_moments(optimizer: Optimizer, model: nn.Module, saved: State) -> None:

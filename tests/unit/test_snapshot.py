@@ -18,9 +18,8 @@ from distributed.checkpoint import Saver, State, load, weights_hash
 from distributed.checkpoint_files import pack
 from distributed.heartbeat import name_record
 from distributed.snapshot import Buffer, newest_snapshot
-from distributed.snapshot_memory import BEGIN, FILES
+from distributed.snapshot_memory import BEGIN, FILES, free_memory
 from launcher.agent.snapshots.memory import Snapshots as NodeSnapshots
-from training.model import free_memory
 
 
 def names_of(buffers: Sequence[Buffer]) -> str:
