@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from .environment import LauncherError
 
 STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp")
-_ONE_PROCESS = ("single", "dp")
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ def check_strategy(strategy: str, world_size: int = 1) -> str:
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy {strategy!r} is unknown; use {', '.join(STRATEGIES)}")
-    if strategy in _ONE_PROCESS and world_size > 1:
+    if strategy in ("single", "dp") and world_size > 1:
         cause = f"strategy {strategy} runs in one process but the launcher started {world_size}"
         raise LauncherError(f"{cause}; use strategy ddp, or start one process")
     return strategy
