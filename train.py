@@ -166,7 +166,7 @@ class Run:
         share = share_of(self.task.validation, rank, world_size)
         self.validation = DataLoader(share, batch_size, collate_fn=self.task.collate)
         with refuse_together(environment):
-            told = helper.gather_bytes(str(self.batches.per_epoch).encode())
+            told = helper.gather_json(self.batches.per_epoch)
             if odd := next((rank for rank, one in enumerate(told) if one != told[0]), 0):
                 raise SettingsError(f"data: rank {odd}'s is not rank 0's; give every node the same")
             self.model = make_model(self.task, saved, settings, self.folder / "compiled")

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from table import describe_machine, render, write_section
 
-from distributed.torch import to_bytes
+from distributed.collectives import to_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = str(ROOT / "config/gpt2_124m.yaml")

@@ -34,12 +34,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from . import checkpoint_files as files
 from .checkpoint_files import CheckpointError as CheckpointError
+from .collectives import broadcast_bytes, gather_bytes, gather_json, to_bytes
 from .errors import with_fault
-from .export import export
 from .heartbeat import beat
 from .lock import RunLock
 from .snapshot import Snapshots, copy_all, newest_snapshot
-from .torch import gather_bytes, to_bytes
 
 if TYPE_CHECKING:
     from .sharded import Parts
@@ -65,8 +64,8 @@ class State:
 class Saver:
     """Saves a run's checkpoints in the background, one at a time; enable it on rank 0 alone.
 
-    `format` is "full", and one that is not enabled does nothing; or "sharded": each rank makes one
-    and calls `save`, with tensors that may be DTensors, and writes its own part.
+    With `format` "full", rank 0 writes everything, and the other ranks' savers do nothing. With
+    "sharded", every rank calls `save`, with tensors that may be DTensors, and writes its own part.
 
     Keeps the newest `keep_last`, and the one with the lowest `progress["score"]`, or, without that,
     `progress["validation_loss"]`. Call `wait` before the process exits. Raises Refused if another
@@ -86,7 +85,7 @@ class Saver:
         self.enabled = enabled
         self._memory: list[Tensor] = []  # for the copies; reused
         self._thread = threading.Thread()
-        self._error: Exception | None = None
+        self._error: CheckpointError | None = None
         self.snapshots = Snapshots()
         self._parts: Parts | None = None
         if format == "sharded":
@@ -173,7 +172,7 @@ class Saver:
         except Exception as error:
             shutil.rmtree(temporary, ignore_errors=True)  # frees its space
             self._error = CheckpointError(f"step {step} was not saved: {error}")
-            self._error.fault = getattr(error, "fault", "")  # type: ignore[attr-defined]
+            self._error.fault = getattr(error, "fault", "")
 
     def _begin(self, temporary: Path) -> Path:
         """Delete what killed processes left behind, and make the folder of the next checkpoint."""
@@ -204,40 +203,27 @@ def load(folder: Path, *, whole: bool = True) -> State | None:
             content, damage, is_snapshot = taken.content(), "", True
     if dist.is_initialized():
         sizes = {name: len(data) for name, data in content.items()}
-        told = json.dumps([damage, str(folder), sizes, is_snapshot]).encode()
-        damage, place, sizes, is_snapshot = json.loads(gather_bytes(told)[0])
+        found = [damage, str(folder), sizes, is_snapshot]
+        damage, place, sizes, is_snapshot = gather_json(found)[0]
         folder = Path(place)
         content = {
-            name: _broadcast(content.get(name), size) for name, size in sizes.items() if size
+            name: broadcast_bytes(content.get(name), size) for name, size in sizes.items() if size
         }
     if damage:
         cure = "move it away, or use another RUN_ID"
         raise with_fault(CheckpointError, "checkpoint-damaged", f"{damage}; {cure}")
     if not content:
         return None
-    state = replace(_decode(content, folder), is_snapshot=is_snapshot)
+    tensors = {name: files.unpack(content[f"{name}.pt"]) for name in files.TENSORS}
+    state = State(progress=json.loads(content["progress.json"]), is_snapshot=is_snapshot, **tensors)
     if is_snapshot and taken is not None and taken.holders > 1:
         state = replace(state, fetch=taken.fetch)
+    elif files.INDEX in content:
+        from . import sharded
+
+        state = replace(state, fetch=sharded.reader(folder, content[files.INDEX]))
     trees = {"model": state.model, "optimizer": state.optimizer}
     return replace(state, **state.fetch(trees)) if whole else state
-
-
-def _broadcast(content: bytes | None, size: int) -> bytes:
-    """Return rank 0's bytes on every rank."""
-    where = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    tensor = torch.frombuffer(bytearray(content or size), dtype=torch.uint8).to(where)
-    dist.broadcast(tensor, 0)
-    return content or to_bytes(tensor.cpu())
-
-
-def _decode(content: dict[str, bytes], folder: Path) -> State:
-    tensors = {name: files.unpack(content[f"{name}.pt"]) for name in files.TENSORS}
-    state = State(progress=json.loads(content["progress.json"]), **tensors)
-    if files.INDEX not in content:
-        return state
-    from . import sharded
-
-    return replace(state, fetch=sharded.reader(folder, content[files.INDEX]))
 
 
 # --- each rank's own state ----------------------------------------------------------------------
@@ -285,12 +271,12 @@ def weights_hash(weights: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _list(folder: Path, describe: Callable[[Path], str]) -> bool:
+def _list(folder: Path, *, verify: bool = False) -> bool:
     """Print a line for each checkpoint; returns whether any is damaged."""
     has_damage = False
     for path in files.candidates(folder)[::-1]:
         try:
-            text = describe(path)
+            text = "intact" if verify and files.read(path) else _describe(path)
         except CheckpointError as error:
             text, has_damage = f"damaged: {error}", True
         print(f"{path.name:<14} {text}")
@@ -304,11 +290,6 @@ def _describe(path: Path) -> str:
     names = [n for n in ("latest", "best") if (path.parent / n).resolve() == path.resolve()]
     text = f"validation loss {loss:.4f}" if loss is not None else ""
     return f"{size:10.1f} MB   {saved}   {text:<24} {' '.join(names)}".rstrip()
-
-
-def _verify(path: Path) -> str:
-    files.read(path)
-    return "intact"
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
@@ -327,11 +308,11 @@ def main(arguments: Sequence[str]) -> int:
             case ["-h" | "--help"]:
                 print(__doc__)
             case ["ls", folder]:
-                _list(Path(folder), _describe)
+                _list(Path(folder))
             case ["verify", folder]:
-                return int(_list(Path(folder), _verify))
+                return int(_list(Path(folder), verify=True))
             case ["export", folder, file]:
-                export(_weights(Path(folder)), file)
+                files.export(_weights(Path(folder)), file)
             case ["hash", folder]:
                 print(weights_hash(_weights(Path(folder))))
             case _:

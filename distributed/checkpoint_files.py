@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .lock import update_link
 
@@ -47,6 +48,8 @@ _log = logging.getLogger(__name__)
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be read or saved; one line that names the damage."""
+
+    fault = ""
 
 
 # --- writing ------------------------------------------------------------------------------------
@@ -116,7 +119,7 @@ def commit(temporary: Path, final: Path) -> None:
 
 
 def prune(run_folder: Path, step: int, keep_last: int) -> None:
-    """Delete old checkpoints, and those of later steps, which the run went back behind.
+    """Delete old checkpoints, and those of later steps, which the run takes again.
 
     Damaged ones stay: a warning names them.
     """
@@ -134,6 +137,24 @@ def prune(run_folder: Path, step: int, keep_last: int) -> None:
     for folder in scores:
         if folder not in kept:
             _delete(folder)
+
+
+def export(weights: dict[str, Tensor], file: str) -> None:
+    """Write weights for torch.load, or for safetensors if the file's name ends in .safetensors.
+
+    Raises CheckpointError if the package safetensors is missing.
+    """
+    if not file.endswith(".safetensors"):
+        torch.save(weights, file)
+        return
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        cause = f"{file} needs the package safetensors, which is not installed"
+        cure = "pip install safetensors, or export to a .pt file"
+        raise CheckpointError(f"{cause}; {cure}") from None
+    whole = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(whole, file, metadata={"format": "pt"})  # as other programs expect of torch's
 
 
 def sync(path: Path) -> None:
@@ -231,8 +252,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def read_progress(folder: Path) -> dict[str, Any]:
     """Return a checkpoint's progress.json. CheckpointError: it is damaged, or its manifest is."""
     content = _read_file(folder, read_manifest(folder)["files"], "progress.json")
-    progress: dict[str, Any] = json.loads(content)
-    return progress
+    return dict(json.loads(content))
 
 
 def score(folder: Path) -> float:

@@ -232,7 +232,6 @@ def plain(v: _Variables) -> Environment:
     return Environment("plain", 0, 0, 1, 1, 0, 1, "127.0.0.1", port_from_id(_run_id(v)))
 
 
-RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # an agent's, a job's
 # The first variable found decides: an agent under srun or mpirun sets RANK, and mpirun uses srun.
 LAUNCHERS = {
     "RANK": (torchrun, "start the ranks with torchrun, or set every variable that it sets"),
@@ -253,12 +252,13 @@ def detect(
         v["--local-rank"] = str(local_rank)
     mark = next((name for name in LAUNCHERS if v[name]), "")
     read, v.cure = LAUNCHERS.get(mark, (plain, ""))
+    restart_counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # an agent's, a job's
     return replace(
         read(v),
         run_id=_run_id(v),
         is_named=bool(v["RUN_ID"]),
         log_dir=Path(v["LOG_DIR"] or DEFAULT_LOG_DIR),
-        restart_count=sum(v.number(name, 0, default="0") for name in RESTART_COUNTS),
+        restart_count=sum(v.number(name, 0, default="0") for name in restart_counts),
         agent_store=v["TORCHELASTIC_USE_AGENT_STORE"] == "True",
         heartbeat_file=v["HEARTBEAT_FILE"] or None,
         backend=v["BACKEND"] or None,
@@ -270,10 +270,10 @@ def in_slurm_step(environ: Mapping[str, str]) -> bool:
     return environ.get("SLURM_STEP_ID", "") not in ("", INTERACTIVE_STEP)
 
 
-def is_first_task(environ: Mapping[str, str] = os.environ) -> bool:
+def is_first_task() -> bool:
     """Return whether this is the first of srun's tasks; True under any other launcher."""
-    is_other = in_slurm_step(environ) and environ.get("SLURM_PROCID") != "0"
-    return "RANK" in environ or not is_other
+    is_other = in_slurm_step(os.environ) and os.environ.get("SLURM_PROCID") != "0"
+    return "RANK" in os.environ or not is_other
 
 
 def job_id(environ: Mapping[str, str]) -> str:
@@ -290,13 +290,13 @@ def job_run_id(environ: Mapping[str, str]) -> str:
     return f"{job}.{step}" if in_slurm_step(environ) and step != "0" else job
 
 
-def slurm_job(environ: Mapping[str, str] = os.environ) -> dict[str, str | int]:
+def slurm_job() -> dict[str, str | int]:
     """Return what identifies this start of this SLURM job; {} outside of SLURM.
 
     A requeued job keeps its id, and gets the next start count and a new submit time. Another job
     can have the same id, on another cluster or after a reset of SLURM's database.
     """
-    v = _Variables(environ)
+    v = _Variables(os.environ)
     if not v["SLURM_JOB_ID"]:
         return {}
     return {

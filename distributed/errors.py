@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 # A run exits with 0 when it is done, and otherwise with the code of the rank that failed first, or:
 BAD_INPUT = 2  # the arguments, the config or the environment are wrong; nothing was started
 REFUSED = 3  # a machine cannot take the run; nothing was started
@@ -19,10 +17,7 @@ class Refused(Exception):
         self.fault = fault
 
 
-E = TypeVar("E", bound=Exception)
-
-
-def with_fault(kind: type[E], fault: str, message: str) -> E:
+def with_fault(kind: type[Exception], fault: str, message: str) -> Exception:
     """Return an error of a kind, with the name of its fault as `error.fault` and in its text."""
     error = kind(f"{message} [{fault}]")
     error.fault = fault  # type: ignore[attr-defined]

@@ -1,14 +1,13 @@
-"""FSDP2: parameters, gradients and the optimizer's state are shared out over the ranks.
+"""FSDP2: parameters, gradients and the optimizer's state are sharded over the ranks.
 
-Each rank holds a part of every parameter, and gathers a block's when it computes with it (Zhao et
+Each rank holds a shard of every parameter, and gathers a block's when it computes with it (Zhao et
 al. 2023; torch.distributed.fsdp.fully_shard). Every rank must run the same forward passes. The
 import takes 0.7 s, so only those who shard import this.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -25,13 +23,15 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
+from .collectives import take_first_ranks
 from .environment import LauncherError, detect
 from .strategy import Sharding
-from .torch import blocks, take_first_ranks
 
 
-def shard(model: nn.Module, device: torch.device, how: Sharding) -> nn.Module:
-    """Share out a model, block by block, with rank 0's weights.
+def shard(
+    model: nn.Module, blocks: Sequence[nn.Module], device: torch.device, how: Sharding
+) -> nn.Module:
+    """Shard a model, block by block, with rank 0's weights.
 
     Where groups shard for themselves, the groups replicate (HSDP). Raises LauncherError where the
     ranks do not divide into groups of `how.shard`.
@@ -40,7 +40,7 @@ def shard(model: nn.Module, device: torch.device, how: Sharding) -> nn.Module:
     dtype = getattr(torch, how.dtype) if how.dtype else None
     policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)
     offload = CPUOffloadPolicy() if how.cpu_offload else OffloadPolicy()
-    for module in (*blocks(model), model):
+    for module in (*blocks, model):
         module.to(device)
         take_first_ranks(module)
         fully_shard(
@@ -66,17 +66,6 @@ def _mesh(device: torch.device, size: str | int) -> DeviceMesh:
     return init_device_mesh(device.type, shape, mesh_dim_names=names)
 
 
-@contextlib.contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
-    """Do not reduce gradients in the body; the next backward pass reduces their sum."""
-    assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)
-
-
 def gather(state: Any) -> Any:
     """Return a state_dict(), whole on rank 0's CPU and empty elsewhere. All ranks call it."""
     keep = Tensor.cpu if dist.get_rank() == 0 else lambda whole: whole.new_empty(0)
@@ -84,9 +73,9 @@ def gather(state: Any) -> Any:
 
 
 def scatter(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's whole state_dict() with this rank's part of what is shared out.
+    """Return an optimizer's whole state_dict() with this rank's shard of what is sharded.
 
-    Meta tensors stay such, as parts that are still to be read.
+    Meta tensors stay such, as shards that are still to be read.
     """
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
 

@@ -33,10 +33,8 @@ class RunLock:
     live on where SLURM cannot reach it; so does a launch whose ranks were started again. Each lock
     puts a new file in the place of the one before. The kernel's lock on its first byte tells
     whether the holder lives; the lock on its second is held while something is committed. All of it
-    works on NFS, too. Forked children do not have it.
-
-    Raises:
-        Refused: a live process has it, or the folder is another SLURM job's with this job's id.
+    works on NFS, too. Forked children do not have it. Raises Refused if a live process has it, or
+    the folder is another SLURM job's with this job's id.
     """
 
     def __init__(self, folder: Path, what: str) -> None:
@@ -99,8 +97,7 @@ class RunLock:
     def committing(self) -> Iterator[None]:
         """Keep successors out for a moment.
 
-        Raises:
-            Refused: one has taken over; this process must write nothing more.
+        Raises Refused if one has taken over: this process must write nothing more.
         """
         _set_lock(self.fd, fcntl.F_WRLCK, _COMMIT, _SET_WAITING)
         try:

@@ -32,9 +32,9 @@ from torch.utils._pytree import tree_map_only
 
 from . import checkpoint_files as files
 from .checkpoint_files import CheckpointError
+from .collectives import gather_bytes
 from .errors import with_fault
 from .snapshot import named_tensors
-from .torch import gather_bytes
 
 Trees = dict[str, Any]  # "model" and "optimizer": what their state_dict() returned
 
@@ -131,7 +131,7 @@ class Parts:
             if one.startswith(b"-"):
                 cause, fault = json.loads(one[1:])
                 failed = CheckpointError(f"rank {rank}: {cause}")
-                failed.fault = fault  # type: ignore[attr-defined]
+                failed.fault = fault
                 raise failed
         return [one[1:] for one in told]
 

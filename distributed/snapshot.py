@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import mmap
 import os
-import re
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
@@ -22,9 +20,9 @@ from torch.utils._pytree import tree_map_only
 
 from . import snapshot_exchange as exchange
 from .checkpoint_files import pack, unpack
+from .collectives import gather_bytes, to_bytes
 from .heartbeat import beat, find_record
 from .snapshot_memory import BEGIN, FILES, Header, Memory, reused
-from .torch import gather_bytes, to_bytes
 
 _COPY_THREADS = 4  # one core copies more slowly than memory allows
 _MARK = "\0tensor "  # stands for a tensor in the trees: many take long to pack
@@ -55,10 +53,7 @@ class Snapshot:
     def fetch(self, trees: dict[str, Any]) -> dict[str, Any]:
         """Return trees of meta tensors and DTensors with their content. All holders call it."""
         names = iter([name for name, _ in named_tensors(trees)])
-        filled: dict[str, Any] = tree_map_only(
-            Tensor, lambda one: self._content(next(names), one), trees
-        )
-        return filled
+        return dict(tree_map_only(Tensor, lambda one: self._content(next(names), one), trees))
 
     def _content(self, name: str, wanted: Tensor) -> Tensor:
         mesh = getattr(wanted, "device_mesh", None)
@@ -94,28 +89,21 @@ class Buffer(Memory):
     def __init__(self, fd: int) -> None:
         super().__init__(fd)
         self._views: list[Tensor] = []  # of the tensors' places
-        self._memory: mmap.mmap | None = None
 
     def write(
         self, step: int, holders: int, tensors: Sequence[Tensor], rest: bytes, rank: int = 0
     ) -> None:
         """Fill the buffer; it is empty until all is there. `seal` completes it."""
         self.set_header(None)
-        views = self._lay_out(tensors)
-        copy_all(views, tensors)
-        end = _end_of(tensors)
-        os.ftruncate(self.fd, end + len(rest))
-        os.pwrite(self.fd, rest, end)
-        size = end + len(rest)
-        self.set_header(Header(step=step, holders=holders, rank=rank, rest=end, size=size))
-
-    def _lay_out(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return a view of the memory for each tensor's content."""
+        end = _offsets(tensors)[-1]
         if [(t.shape, t.dtype) for t in tensors] != [(t.shape, t.dtype) for t in self._views]:
-            os.ftruncate(self.fd, _end_of(tensors))
-            self._memory = mmap.mmap(self.fd, _end_of(tensors))
-            self._views = _views(torch.frombuffer(self._memory, dtype=torch.uint8), tensors)
-        return self._views
+            os.ftruncate(self.fd, end)
+            self._views = _views(mmap.mmap(self.fd, end), tensors)
+        copy_all(self._views, tensors)
+        size = end + len(rest)
+        os.ftruncate(self.fd, size)
+        os.pwrite(self.fd, rest, end)
+        self.set_header(Header(step=step, holders=holders, rank=rank, rest=end, size=size))
 
     def seal(self) -> None:
         """Add the checksum."""
@@ -133,8 +121,7 @@ class Buffer(Memory):
         header = self.header()
         if header.step < 0 or header.checksum not in (-1, self._checksum(header)):
             return None
-        rest: dict[str, Any] = unpack(os.pread(self.fd, header.size - header.rest, header.rest))
-        return rest
+        return dict(unpack(os.pread(self.fd, header.size - header.rest, header.rest)))
 
     def read(self, rest: dict[str, Any]) -> Snapshot:
         """Return what the buffer holds besides `about()`, in memory of its own."""
@@ -142,8 +129,8 @@ class Buffer(Memory):
         memory = mmap.mmap(self.fd, header.rest, mmap.MAP_PRIVATE)
         places = [torch.empty(shape, dtype=t, device="meta") for shape, t in rest["places"]]
         wholes = [one.new_empty(s) for one, s in zip(places, rest["shapes"], strict=True)]
-        views = _views(torch.frombuffer(memory, dtype=torch.uint8), places)
-        contents = [one.clone() for one in views]  # torch.save() would write what views share
+        # Clones, because torch.save() would write all that views share.
+        contents = [one.clone() for one in _views(memory, places)]
 
         def put_back(leaf: str) -> str | Tensor:
             return wholes[int(leaf[len(_MARK) :])] if leaf.startswith(_MARK) else leaf
@@ -173,10 +160,10 @@ class Snapshots:
         self._sealing = threading.Thread()
 
     def take(self, step: int, holders: int, trees: dict[str, Any], about: dict[str, Any]) -> None:
-        """Copy a state into the older buffer, or one of a step that the run went back behind.
+        """Copy a state into the older buffer, or one of a later step, which it takes again.
 
-        `about` are Snapshot's other fields. Raises ValueError for a DTensor that is not shared out
-        by rows.
+        `about` are Snapshot's other fields. Raises ValueError for a DTensor that is not sharded by
+        rows.
         """
         if not self._buffers:
             return
@@ -270,12 +257,12 @@ def copy_all(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
             memory.copy_(tensor, non_blocking=True)
         torch.cuda.current_stream().synchronize()
     else:
-        shares = [
-            ([*ours[first::_COPY_THREADS]], [*theirs[first::_COPY_THREADS]])
-            for first in range(min(_COPY_THREADS, len(ours)))
-        ]
+
+        def copy_share(first: int) -> None:
+            torch._foreach_copy_([*ours[first::_COPY_THREADS]], [*theirs[first::_COPY_THREADS]])
+
         with ThreadPoolExecutor(_COPY_THREADS) as pool:
-            done = pool.map(lambda share: torch._foreach_copy_(*share), shares)
+            done = pool.map(copy_share, range(min(_COPY_THREADS, len(ours))))
             list(done)  # raises the threads' exceptions
 
 
@@ -288,36 +275,18 @@ def named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from named_tensors(value, f"{name}.{key}" if name else str(key))
 
 
-def free_memory() -> int:
-    """Return the bytes of memory that are left on this machine, or to this process's group."""
-    with open("/proc/meminfo") as file:
-        found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file if "kB" in line}
-    free = [found["MemAvailable"]]
-    with contextlib.suppress(OSError, ValueError, LookupError):  # another version of cgroups
-        (own,) = re.findall(r"^0::/(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
-        group = Path("/sys/fs/cgroup", own)
-        for one in (group, *group.parents):
-            with contextlib.suppress(OSError, ValueError):  # it has no limit ("max")
-                most, used = ((one / f"memory.{name}").read_text() for name in ("max", "current"))
-                free.append(int(most) - int(used))
-    return max(0, min(free))
-
-
 def _offsets(tensors: Sequence[Tensor]) -> list[int]:
     """Return where each tensor's content begins, and the end of the last."""
     offsets = [BEGIN]
     for tensor in tensors:
-        offsets.append(-(-(offsets[-1] + tensor.numel() * tensor.itemsize) // _ALIGN) * _ALIGN)
+        offsets.append(-(-(offsets[-1] + tensor.nbytes) // _ALIGN) * _ALIGN)
     return offsets
 
 
-def _end_of(tensors: Sequence[Tensor]) -> int:
-    return _offsets(tensors)[-1]
-
-
-def _views(whole: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors like these in the bytes of a buffer."""
+def _views(memory: mmap.mmap, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors like these in the bytes of a buffer, which they keep open."""
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
     return [
-        whole[start : start + one.numel() * one.itemsize].view(one.dtype).view(one.shape)
+        whole[start : start + one.nbytes].view(one.dtype).view(one.shape)
         for start, one in zip(_offsets(tensors), tensors, strict=False)
     ]

@@ -6,21 +6,21 @@ which would have to carry everybody's.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .collectives import gather_json
 from .snapshot_memory import BEGIN, Header, Memory, reused, whole_steps
-from .torch import gather_bytes
 
 _PIECE = 1 << 22  # bytes
 _PIECE_S = 0.02  # between two in training: 200 MB/s at most
@@ -37,9 +37,9 @@ class Neighbours:
     def __init__(self) -> None:
         """All ranks call it. There are none on a single node, or if nodes differ in their ranks."""
         self.moved = 0  # pieces
-        local = os.environ.get("LOCAL_WORLD_SIZE", "1")
-        everyone = gather_bytes(local.encode())
-        step, world = int(local), len(everyone)
+        step = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        everyone = gather_json(step)
+        world = len(everyone)
         self._are_there = len({*everyone}) == 1 and step < world
         if self._are_there:
             self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
@@ -48,26 +48,29 @@ class Neighbours:
 
     def meet(self) -> None:
         """Wait until the exchange before is over on all ranks."""
-        self._try(lambda: dist.barrier(self._group))
+        if self._are_there:
+            with self._may_be_lost():
+                dist.barrier(self._group)
 
     def exchange(self, mine: Memory, copies: Sequence[Memory]) -> None:
         """Send a buffer to the next node, and keep the one of the node before in one of `copies`.
 
         It ends early where the program does.
         """
-        self._try(lambda: self._exchange(mine, reused(copies, mine.header().step)))
+        if self._are_there:
+            with self._may_be_lost():
+                theirs = reused(copies, mine.header().step)
+                for _ in _transfer(self._group, mine, self._next, theirs, self._last):
+                    self.moved += 1
+                    time.sleep(_PIECE_S)
+                    if not threading.main_thread().is_alive():
+                        return
 
-    def _exchange(self, mine: Memory, theirs: Memory) -> None:
-        for _ in _transfer(self._group, mine, self._next, theirs, self._last):
-            self.moved += 1
-            time.sleep(_PIECE_S)
-            if not threading.main_thread().is_alive():
-                return
-
-    def _try(self, action: Callable[[], object]) -> None:
+    @contextlib.contextmanager
+    def _may_be_lost(self) -> Iterator[None]:
+        """Go on without the neighbours from an error in the body on."""
         try:
-            if self._are_there:
-                action()
+            yield
         except Exception as error:
             self._are_there = False
             if threading.main_thread().is_alive():
@@ -81,7 +84,7 @@ def agree(own: Sequence[Header], copies: Sequence[Header]) -> tuple[int, list[tu
     headers of this rank's parts, `copies` those of another's that it holds.
     """
     mine = [[(one.step, one.rank, one.holders) for one in some] for some in (own, copies)]
-    rows = [json.loads(each) for each in gather_bytes(json.dumps(mine).encode())]
+    rows = gather_json(mine)
     held = [{step: n for step, _, n in row[0] if n in (1, len(rows))} for row in rows]
     copied = {
         (step, rank): holder

@@ -13,9 +13,12 @@ A buffer counts as soon as its header is there; the checksum follows in the back
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import struct
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 FILES = "SNAPSHOT_FILES"  # the variable in which the agent tells a rank where its buffers are
@@ -56,7 +59,7 @@ class Memory:
 
 
 def reused(buffers: Sequence[AnyMemory], step: int) -> AnyMemory:
-    """Return the older buffer, or one of a step that the run went back behind."""
+    """Return the older buffer, or one of a later step, which the run takes again."""
     held = {one.header().step: one for one in buffers}
     return held[min(held, key=lambda one: (one < step, one))]
 
@@ -71,3 +74,18 @@ def whole_steps(held: Sequence[Mapping[int, int]]) -> list[int]:
         for step, holders in held[0].items()
         if holders == 1 or (holders > 1 and all(step in one for one in held))
     ]
+
+
+def free_memory() -> int:
+    """Return the bytes of memory that are left on this machine, or to this process's group."""
+    with open("/proc/meminfo") as file:
+        found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file if "kB" in line}
+    free = [found["MemAvailable"]]
+    with contextlib.suppress(OSError, ValueError, LookupError):  # another version of cgroups
+        (own,) = re.findall(r"^0::/(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
+        group = Path("/sys/fs/cgroup", own)
+        for one in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError):  # it has no limit ("max")
+                most, used = ((one / f"memory.{name}").read_text() for name in ("max", "current"))
+                free.append(int(most) - int(used))
+    return max(0, min(free))

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from .environment import LauncherError
 
 STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp")
-_ONE_PROCESS = ("single", "dp")
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How fsdp shares out a model."""
+    """How fsdp shards a model."""
 
-    shard: str | int = "all"  # over all ranks; node: inside each node; N: inside each N ranks
+    shard: str | int = "all"  # over all ranks; node: within each node; N: within each N ranks
     reshard_after_forward: bool = True  # False: keep what was gathered for the backward pass
     dtype: str | None = None  # to compute with, such as bfloat16; parameters stay as they are
     cpu_offload: bool = False  # parameters wait in the CPU's memory
@@ -27,7 +26,7 @@ def check_strategy(strategy: str, world_size: int = 1) -> str:
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy {strategy!r} is unknown; use {', '.join(STRATEGIES)}")
-    if strategy in _ONE_PROCESS and world_size > 1:
+    if strategy in ("single", "dp") and world_size > 1:
         cause = f"strategy {strategy} runs in one process but the launcher started {world_size}"
         raise LauncherError(f"{cause}; use strategy ddp, or start one process")
     return strategy

@@ -12,16 +12,14 @@ Needs torch alone. It has no state of its own: the process group is torch's.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import os
 import random
 import socket
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypedDict, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,15 +28,15 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from . import network
+from .collectives import freed, take_first_ranks
+from .collectives import gather_bytes as gather_bytes
+from .collectives import gather_json as gather_json
 from .environment import Environment, LauncherError, detect
 from .exit import finish as finish
 from .heartbeat import beat as beat
-from .meet import meet
+from .rendezvous import rendezvous
 from .strategy import Sharding as Sharding
 from .strategy import check_strategy
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 def init_distributed(
@@ -79,7 +77,7 @@ def init_distributed(
     if env.world_size == 1:
         return env
     os.environ.update(network.choose_variables(env.master_addr, env.num_nodes))
-    store, run_id = meet(env, device(), backend, join_timeout_s)
+    store, run_id = rendezvous(env, device(), backend, join_timeout_s)
     store.set_timeout(timedelta(seconds=timeout_s))
     dist.init_process_group(
         backend,
@@ -120,31 +118,6 @@ def barrier() -> None:
         dist.barrier()
 
 
-def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Return every rank's bytes, by rank, on every rank; `group` is one of all ranks.
-
-    torch's own all_gather_object would unpickle what the others send.
-    """
-    if not dist.is_initialized():
-        return [data]
-    where = device() if dist.get_backend(group) == "nccl" else "cpu"
-    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=where)
-    sizes[dist.get_rank()] = len(data)
-    with _freed(sizes):
-        dist.all_reduce(sizes, group=group)
-    mine = torch.frombuffer(bytearray(data.ljust(int(sizes.max()) + 1)), dtype=torch.uint8)
-    mine = mine.to(where)
-    everyone = [torch.empty_like(mine) for _ in sizes]
-    with _freed(mine, *everyone):
-        dist.all_gather(everyone, mine, group=group)
-    return [to_bytes(one.cpu())[:size] for one, size in zip(everyone, sizes.tolist(), strict=True)]
-
-
-def to_bytes(tensor: Tensor) -> bytes:
-    """Return a copy of a contiguous CPU tensor's memory, without NumPy."""
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
-
-
 def seed_everything(seed: int, rank: int = 0) -> None:
     """Seed torch, its GPUs, Python and NumPy (if it is imported), differently for each rank.
 
@@ -157,81 +130,56 @@ def seed_everything(seed: int, rank: int = 0) -> None:
         sys.modules["numpy"].random.seed(own_seed)
 
 
-class Options(TypedDict, total=False):
-    """What setup_distributed_models takes; each strategy has its own."""
-
-    strategy: str
-    find_unused_parameters: bool  # DDP's own, as those below
-    static_graph: bool
-    bucket_cap_mb: float | None
-    sharding: Sharding
-
-
-@overload
-def setup_distributed_models(model: nn.Module, /, **options: Unpack[Options]) -> nn.Module: ...
-
-
-@overload
 def setup_distributed_models(
-    model: nn.Module | None,
-    second: nn.Module | None,
-    /,
-    *more: nn.Module | None,
-    **options: Unpack[Options],
-) -> tuple[nn.Module | None, ...]: ...
-
-
-def setup_distributed_models(
-    *models: nn.Module | None, **options: Unpack[Options]
-) -> nn.Module | tuple[nn.Module | None, ...] | None:
+    *models: nn.Module | None,
+    strategy: str = "auto",
+    find_unused_parameters: bool = False,
+    static_graph: bool = False,
+    bucket_cap_mb: float | None = None,
+    sharding: Sharding | None = None,
+) -> Any:
     """Move models to this process's device and wrap them; every rank gets rank 0's weights.
 
-    `strategy` is "ddp": one process per GPU; "fsdp": the same, and each holds a part of the model;
-    "dp": one process, all its GPUs; "single": neither; or "auto": ddp if there are several
-    processes. A model that skips parameters in some steps needs `find_unused_parameters`. One
-    without a trainable parameter is not wrapped; None stays None.
+    A model without a trainable parameter is not wrapped; None stays None.
+
+    Args:
+        strategy: "ddp": one process per GPU; "fsdp": the same, and each holds a part of the model;
+            "dp": one process, all its GPUs; "single": neither; "auto": ddp if there are several
+            processes.
+        find_unused_parameters: for a model that skips parameters in some steps. It is DDP's own,
+            as are `static_graph` and `bucket_cap_mb`.
+        sharding: how fsdp shards the model.
 
     Returns a model for one, a tuple for several. Raises ValueError for a strategy that is unknown
     or does not fit.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    check_strategy(options.setdefault("strategy", "auto"), world_size)
-    done = tuple(None if model is None else _wrap(model, world_size, options) for model in models)
-    return done[0] if len(done) == 1 else done
+    check_strategy(strategy, world_size)
 
+    def wrap(model: nn.Module) -> nn.Module:
+        is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
+        if strategy == "fsdp" and world_size > 1 and not is_frozen:
+            from . import fsdp
 
-def _wrap(model: nn.Module, world_size: int, options: Options) -> nn.Module:
-    strategy = options["strategy"]
-    is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
-    if strategy == "fsdp" and world_size > 1 and not is_frozen:
-        from . import fsdp
-
-        return fsdp.shard(model, device(), options.get("sharding") or Sharding())
-    model = model.to(device())
-    if world_size > 1 and is_frozen:  # which DDP refuses
-        take_first_ranks(model)
+            return fsdp.shard(model, [*blocks(model)], device(), sharding or Sharding())
+        model = model.to(device())
+        if world_size > 1 and is_frozen:  # which DDP refuses
+            take_first_ranks(model)
+        elif world_size > 1:
+            return DistributedDataParallel(
+                model,
+                device_ids=[device()] if device().type == "cuda" else None,
+                find_unused_parameters=find_unused_parameters,
+                static_graph=static_graph,
+                bucket_cap_mb=bucket_cap_mb,
+                gradient_as_bucket_view=True,  # saves a copy of the gradients
+            )
+        elif strategy == "dp" and torch.cuda.device_count() > 1 and not is_frozen:
+            return DataParallel(model)
         return model
-    if world_size > 1:
-        return DistributedDataParallel(
-            model,
-            device_ids=[device()] if device().type == "cuda" else None,
-            find_unused_parameters=options.get("find_unused_parameters", False),
-            static_graph=options.get("static_graph", False),
-            bucket_cap_mb=options.get("bucket_cap_mb"),
-            gradient_as_bucket_view=True,  # saves a copy of the gradients
-        )
-    if strategy == "dp" and torch.cuda.device_count() > 1 and not is_frozen:
-        return DataParallel(model)
-    return model
 
-
-def take_first_ranks(module: nn.Module) -> None:
-    """Copy rank 0's parameters and buffers to all ranks, but for those that are shared out."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        if not hasattr(tensor, "full_tensor"):
-            data = tensor.data
-            with _freed(data):
-                dist.broadcast(data, src=0)
+    wrapped = tuple(None if model is None else wrap(model) for model in models)
+    return wrapped[0] if len(wrapped) == 1 else wrapped
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -250,15 +198,21 @@ def is_sharded(model: nn.Module) -> bool:
     return hasattr(model, "set_requires_gradient_sync")  # of FSDPModule
 
 
-def no_sync(model: nn.Module, enabled: bool = True) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def no_sync(model: nn.Module, enabled: bool = True) -> Iterator[None]:
     """Do not exchange gradients in the body; the next backward pass exchanges their sum."""
     if enabled and isinstance(model, DistributedDataParallel):
-        return model.no_sync()
-    if enabled and is_sharded(model):
-        from . import fsdp
-
-        return fsdp.no_sync(model)
-    return contextlib.nullcontext()
+        with model.no_sync():
+            yield
+    elif enabled and is_sharded(model):
+        sharded: Any = model
+        sharded.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            sharded.set_requires_gradient_sync(True)
+    else:
+        yield
 
 
 def get_dataloader_for_distributed(
@@ -277,7 +231,7 @@ def get_dataloader_for_distributed(
     All ranks get the same number of samples. Unless `drop_last`, some samples repeat for that. Call
     `loader.sampler.set_epoch(n)` for another order in each epoch. World size and rank are the
     process group's; `options` are DataLoader's own, such as `collate_fn`. Raises ValueError for a
-    dataset without a length, which cannot be shared out.
+    dataset without a length, which cannot be sharded.
     """
     if isinstance(dataset, IterableDataset):
         cause = f"{type(dataset).__name__} is an IterableDataset, which has no samples to share out"
@@ -310,23 +264,10 @@ def sync_metrics(
     names = sorted(own)
     parts = [own[name] * weight if weight else 0.0 for name in names]
     sums = torch.tensor([*parts, weight], dtype=torch.float64, device=device())
-    with _freed(sums):
+    with freed(sums):
         dist.all_reduce(sums)
     means = dict(zip(names, (sums[:-1] / sums[-1]).tolist(), strict=True))
     return {name: means[name] for name in own}
-
-
-@contextlib.contextmanager
-def _freed(*tensors: Tensor) -> Iterator[None]:
-    """Do a collective in the body, and wait until gloo's thread has let go of its tensors.
-
-    The thread takes the GIL for that, and aborts a program that is about to end.
-    """
-    before = [sys.getrefcount(tensor) for tensor in tensors]
-    yield
-    limit = time.monotonic() + (0.1 if tensors[0].is_cpu else 0)
-    while [sys.getrefcount(tensor) for tensor in tensors] != before and time.monotonic() < limit:
-        time.sleep(0.0001)
 
 
 def cleanup_distributed() -> None:

@@ -52,15 +52,14 @@ def _complain(cause: str) -> None:
 def refuse_together(environment: Environment) -> Iterator[None]:
     """Run the body on every rank; if any rank finds a mistake, rank 0 prints it and all exit."""
     from distributed.checkpoint import CheckpointError
-    from distributed.torch import barrier, finish, gather_bytes
+    from distributed.torch import barrier, finish, gather_json
 
     mistake = None
     try:
         yield
     except (SettingsError, LauncherError, CheckpointError, Refused) as error:
         mistake = str(error) if environment.is_main else f"rank {environment.rank}: {error}"
-    mistakes = gather_bytes((mistake or "").encode())
-    if first := next(filter(None, mistakes), b"").decode():
+    if first := next(filter(None, gather_json(mistake)), ""):
         if environment.is_main:
             _complain(first)
         barrier()  # once one rank has left, the launcher ends the others
@@ -97,11 +96,12 @@ def _check(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
     if settings.task == BUILT_IN_TASK:
         data_path(settings.data.path)
     if arguments.json:  # for launchers
-        train = settings.train
+        train, is_own = settings.train, settings.task != BUILT_IN_TASK
+        module = importlib.util.find_spec(settings.task.partition(":")[0]) if is_own else None
         facts = {
             **chosen.model_dump(include={"backend", "join_timeout"}),
             "checkpoint_dir": os.path.expanduser(settings.checkpoint.dir),
-            "task_file": _task_file(settings.task),
+            "task_file": (module and module.origin) or "",
             "prepare": settings.prepare or "",
             "num_workers": settings.data.num_workers,
             "batch": {
@@ -115,12 +115,6 @@ def _check(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
         ranks = "1 process" if world_size == 1 else f"{world_size} processes"
         print(f"ok: {arguments.config}, task {settings.task}, {ranks} x {samples} samples")
     sys.exit(0)
-
-
-def _task_file(task: str) -> str:
-    """Return the file of the module of a task of the user's own, "" if there is none."""
-    spec = None if task == BUILT_IN_TASK else importlib.util.find_spec(task.partition(":")[0])
-    return (spec and spec.origin) or ""
 
 
 def _parse(description: str) -> argparse.Namespace:

@@ -35,10 +35,8 @@ class Batches:
 
     A stream that starts at another's `position()` returns the same batches, drawn with the same
     random numbers, as an uninterrupted stream. Only data without a length is read up to there.
-    Creating it draws no random numbers of this process.
-
-    Raises:
-        SettingsError: the dataset is too small for one batch on each rank.
+    Creating it draws no random numbers of this process. Raises SettingsError if the dataset is too
+    small for one batch on each rank.
     """
 
     def __init__(

@@ -10,7 +10,6 @@ import os
 import resource
 import statistics
 import time
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -69,7 +68,7 @@ class Meter:
         `describe` returns the samples of a step.
         """
         first, value = self.not_finite or (math.inf, 0.0)
-        steps = [float(told) for told in helper.gather_bytes(str(first).encode())]
+        steps = helper.gather_json(first)
         if rank == steps.index(min(steps)):
             cause = f"the loss of step {first} is {value} on rank {rank}"
             samples = describe(int(first))
@@ -159,18 +158,14 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def peak_flops() -> float:
-    """Return how many operations this rank's GPU can do per second; 0: not known, or no GPU."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return next((peak for part, peak in PEAKS.items() if part in name), 0.0)
-
-
 class Pace:
     """Compares the ranks, and names one that computes far slower than the others. All call it."""
 
     def __init__(self, meter: Meter, stopwatch: Stopwatch) -> None:
-        self.hosts = [name.decode() for name in helper.gather_bytes(os.uname().nodename.encode())]
-        self._meter, self._stopwatch, self._peak = meter, stopwatch, peak_flops()
+        self.hosts: list[str] = helper.gather_json(os.uname().nodename)
+        self._meter, self._stopwatch = meter, stopwatch
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        self._peak = next((peak for part, peak in PEAKS.items() if part in gpu), 0.0)  # 0: unknown
         self._read_step: int | None = None
         self._readings: collections.deque[tuple[int, Sequence[float]]] = collections.deque()
         self._named: set[int] = set()
@@ -181,8 +176,8 @@ class Pace:
         `flops` are the operations for each term; with them comes MFU, the part of what the GPUs
         could do at most (Chowdhery et al. 2022).
         """
-        own = array("d", [*self._meter.read(), peak_memory(), self._stopwatch.read()])
-        ranks = [array("d", told) for told in helper.gather_bytes(own.tobytes())]
+        own = [*self._meter.read(), peak_memory(), self._stopwatch.read()]
+        ranks = helper.gather_json(own)
         speeds, loading, memory, computing = zip(*ranks, strict=True)
         found = {f"{unit}_per_second": sum(speeds), "data_wait": max(loading)}
         if flops and self._peak:

@@ -18,12 +18,11 @@ from torch.utils.data import default_collate
 from distributed import torch as helper
 from distributed.checkpoint import State
 from distributed.environment import Environment
-from distributed.snapshot import free_memory
 from distributed.snapshot_memory import FILES as SNAPSHOT_FILES
+from distributed.snapshot_memory import free_memory
 from distributed.strategy import Sharding
 from training.batches import move
 from training.config_file import SettingsError
-from training.resume import load_weights
 from training.settings import Settings, Train
 from training.tasks import Task
 
@@ -37,13 +36,18 @@ def make_model(task: Task, saved: State | None, settings: Settings, cache: Path)
     """
     model = task.model()
     if saved:
-        load_weights(model, saved.fetch({"model": saved.model})["model"])
+        weights = saved.fetch({"model": saved.model})["model"]
+        try:
+            model.load_state_dict(weights)
+        except RuntimeError as error:
+            cause = f"the checkpoint is of another model ({str(error).splitlines()[-1].strip()})"
+            raise SettingsError(f"model: {cause}; use its settings, or another RUN_ID") from None
     if settings.train.compile:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.absolute()))
     choose_forward(model, settings.train)
     chosen = settings.distributed
     dtype = chosen.mixed_precision.dtype if is_mixed(settings) else None
-    return helper.setup_distributed_models(
+    wrapped: nn.Module = helper.setup_distributed_models(
         model,
         strategy=chosen.strategy,
         find_unused_parameters=chosen.find_unused_parameters,
@@ -51,6 +55,7 @@ def make_model(task: Task, saved: State | None, settings: Settings, cache: Path)
         bucket_cap_mb=chosen.bucket_cap_mb,
         sharding=Sharding(dtype=dtype, **chosen.fsdp.model_dump()),
     )
+    return wrapped
 
 
 def state_of(

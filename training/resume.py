@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
-from torch import Tensor, nn
 
 from distributed import checkpoint
 from distributed.checkpoint_files import steps
@@ -49,14 +48,6 @@ def choose_batch_size(train: Train, world_size: int, saved: checkpoint.State | N
         cause = f"the run's batches of {samples} samples do not divide by {shares}"
         raise SettingsError(f"resume: {cause}; resume it with another number of processes")
     return int(samples // shares)
-
-
-def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        cause = f"the checkpoint is of another model ({str(error).splitlines()[-1].strip()})"
-        raise SettingsError(f"model: {cause}; use its settings, or another RUN_ID") from None
 
 
 def log_resume(saved: checkpoint.State, progress: Tree, world_size: int) -> None:

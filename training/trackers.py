@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -131,8 +130,8 @@ class Trackers:
 
     def close(self) -> bool:
         """Close each, within CLOSE_S seconds; returns whether they had started."""
-        close = partial(self._each, [*self._started], lambda name: self._started[name].close())
-        closing = threading.Thread(target=close, daemon=True)
+        arguments = ([*self._started], lambda name: self._started[name].close())
+        closing = threading.Thread(target=self._each, args=arguments, daemon=True)
         closing.start()
         deadline = time.monotonic() + CLOSE_S
         while closing.is_alive() and time.monotonic() < deadline:

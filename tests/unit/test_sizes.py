@@ -12,10 +12,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # Lines of each wing, more than planned: 1,700, 3,400, 1,600 and 1,700. They must not grow.
 BUDGETS = {
-    ("distributed",): 3017,
+    ("distributed",): 2971,
     ("launcher",): 13394,
     ("scripts",): 1600,
-    ("training", "train.py"): 2920,
+    ("training", "train.py"): 2900,
 }
 FILE, CLASS, FUNCTION = 350, 250, 60  # lines
 LONGER = {"train.py:train": 100}  # the training loop reads from top to bottom

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import IterableDataset
 
-from distributed import meet
+from distributed import collectives, rendezvous
 from distributed import torch as helper
 from distributed.environment import LauncherError, detect
 
@@ -175,7 +175,7 @@ def _held_after_calls() -> int:
     held = 0
     for _ in range(200):
         tensor = torch.ones(1)
-        with helper._freed(tensor):
+        with collectives.freed(tensor):
             torch.distributed.all_reduce(tensor)
         held += sys.getrefcount(tensor) - 2  # the variable is one, the argument another
     return held
@@ -247,7 +247,7 @@ def test_gpu_used_twice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for env, uuid in zip(places, ("aa", "bb", "aa"), strict=True):  # no GPU has to be here
         gpu = SimpleNamespace(uuid=uuid)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, gpu=gpu: gpu)
-        faults.append(meet._check_in(store, env, torch.device("cpu"), "nccl"))
+        faults.append(rendezvous._check_in(store, env, torch.device("cpu"), "nccl"))
     assert faults[:2] == [None, None]
     assert faults[2] is not None
     assert faults[2][0] == "duplicate-gpu"

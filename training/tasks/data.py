@@ -202,17 +202,15 @@ def _text(folder: Path | None) -> Corpus:
         left_out.append(f"{Path(error.filename).name} ({error.strerror})")
 
     for digest, path in text_files(folder, leave_out):
+        side = validation if digest[-1] < 256 // SHARE else train
         try:
             with path.open("rb") as opened:
-                is_text = b"\0" not in opened.read(4096)
-                size = os.fstat(opened.fileno()).st_size
+                if b"\0" in opened.read(4096):
+                    left_out.append(f"{path.name} (not text)")
+                else:
+                    side.append(Piece(path, 0, os.fstat(opened.fileno()).st_size))
         except OSError as error:
             leave_out(error)
-            continue
-        if is_text:
-            (validation if digest[-1] < 256 // SHARE else train).append(Piece(path, 0, size))
-        else:
-            left_out.append(f"{path.name} (not text)")
     if len(train) + len(validation) < 2:
         cure = "name a file to split one by position"
         raise SettingsError(f"data.path: {folder} holds fewer than two text files; {cure}")

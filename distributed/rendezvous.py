@@ -1,4 +1,4 @@
-"""All ranks meet at the master's store before they form a process group.
+"""The rendezvous: all ranks meet at the master's store before they form a process group.
 
 A rank that finds a fault tells it to all; ranks that do not come are named.
 """
@@ -19,16 +19,43 @@ from .environment import Environment, LauncherError, check_run_id
 from .errors import with_fault
 
 
-def meet(
+def rendezvous(
     env: Environment, device: torch.device, backend: str, timeout_s: float
 ) -> tuple[Store, str]:
     """Wait until every rank has checked in; returns the store, and rank 0's run id.
 
+    All ranks wait for the key `gate`, which holds JSON. The last to check in puts the run id there.
+    A rank that finds a fault puts its name and text there instead, and every rank raises that.
     Raises LauncherError, TimeoutError or ConnectionError, on all ranks alike.
     """
     # The prefix, because torchrun's store survives a restart.
     store = PrefixStore(f"launch/{env.restart_count}", _open_store(env, timeout_s))
-    return store, _meet(store, env, device, backend, timeout_s)
+    try:
+        if env.rank == 0:
+            store.set("run_id", env.run_id)
+        if found := _check_in(store, env, device, backend):
+            store.set("gate", json.dumps(found))
+        elif store.add("joined", 1) == env.world_size:
+            store.set("gate", json.dumps([store.get("run_id").decode()]))
+        try:
+            store.wait(["gate"], timedelta(seconds=timeout_s))
+        except dist.DistStoreError:
+            store.set("gate", json.dumps(["node-missing", _absent(store, env, timeout_s)]))
+        told = store.get("gate")
+    except dist.DistNetworkError as error:
+        cause = f"lost the store at {env.master_addr}:{env.master_port} while ranks were joining"
+        cure = "rank 0's message says why"
+        raise with_fault(ConnectionError, "node-missing", f"{cause}; {cure}") from error
+    with contextlib.suppress(RecursionError, json.JSONDecodeError, UnicodeDecodeError):
+        match json.loads(told):
+            case [str(run_id)]:  # the store has no password: an agent's ranks know their run id
+                is_known = env.agent_store and env.is_named
+                return store, env.run_id if is_known else check_run_id(run_id)
+            case ["node-missing", str(text)]:
+                raise with_fault(TimeoutError, "node-missing", text)
+            case [str(fault), str(text)]:
+                raise LauncherError(text, fault)
+    raise ConnectionError(f"{told!r:.80} at the store is not from a rank of this run")
 
 
 def _open_store(env: Environment, timeout_s: float) -> TCPStore:
@@ -51,41 +78,6 @@ def _open_store(env: Environment, timeout_s: float) -> TCPStore:
         cause = f"{me} found nobody at {at} within {timeout_s:g} s"
         cure = "check that rank 0 starts there and that this host can reach it"
         raise with_fault(TimeoutError, "node-missing", f"{cause}; {cure}") from error
-
-
-def _meet(
-    store: Store, env: Environment, device: torch.device, backend: str, timeout_s: float
-) -> str:
-    """Wait until every rank has checked in, and return rank 0's run id.
-
-    All ranks wait for the key `gate`, which holds JSON. The last to check in puts the run id there.
-    A rank that finds a fault puts its name and text there instead, and every rank raises that.
-    """
-    try:
-        if env.rank == 0:
-            store.set("run_id", env.run_id)
-        if found := _check_in(store, env, device, backend):
-            store.set("gate", json.dumps(found))
-        elif store.add("joined", 1) == env.world_size:
-            store.set("gate", json.dumps([store.get("run_id").decode()]))
-        try:
-            store.wait(["gate"], timedelta(seconds=timeout_s))
-        except dist.DistStoreError:
-            store.set("gate", json.dumps(["node-missing", _absent(store, env, timeout_s)]))
-        told = store.get("gate")
-    except dist.DistNetworkError as error:
-        cause = f"lost the store at {env.master_addr}:{env.master_port} while ranks were joining"
-        cause = f"{cause}; rank 0's message says why"
-        raise with_fault(ConnectionError, "node-missing", cause) from error
-    with contextlib.suppress(RecursionError, json.JSONDecodeError, UnicodeDecodeError):
-        match json.loads(told):
-            case [str(run_id)]:  # the store has no password: an agent's ranks know their run id
-                return env.run_id if env.agent_store and env.is_named else check_run_id(run_id)
-            case ["node-missing", str(text)]:
-                raise with_fault(TimeoutError, "node-missing", text)
-            case [str(fault), str(text)]:
-                raise LauncherError(text, fault)
-    raise ConnectionError(f"{told!r:.80} at the store is not from a rank of this run")
 
 
 def _check_in(
