@@ -24,7 +24,7 @@ from distributed.environment import (
 )
 from distributed.network import PROFILES
 from distributed.stop_signals import DEFAULT_GRACE_S
-from launcher.container.container import Container, config_texts, read_container
+from launcher.container import Container, config_texts, read_container
 from launcher.fanout import job_command
 from launcher.handshake import read_access
 from launcher.plan import hosts, pbs, slurm, spares

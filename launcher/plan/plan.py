@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from distributed import hostlist
 from distributed.errors import Refused
 from distributed.stop_signals import DEFAULT_GRACE_S
-from launcher.container.container import Container
+from launcher.container import Container
 from launcher.preflight.check_node import Report, Request, check_node
 from launcher.preflight.compare import Outcome
 from launcher.text import count, print_row
