@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 from distributed.heartbeat import name_record
 from distributed.snapshot_memory import FILES, Memory, whole_steps
@@ -78,8 +77,8 @@ class Snapshots:
         deadline = time.monotonic() + limit_s
         processes.die_with_parent(os.getppid())  # nobody watches the guardian any more
         if parts is not None and first_node is not None:
-            hand_over = partial(_hand_over, self._files(parts), parts.folder)
-            _run(hand_over, parts.step, deadline)
+            files = self._files(parts)
+            _run(files, parts.step, deadline, folder=parts.folder, is_handed_over=True)
             first_node.send(HandedOver())
         if first_node is not None:
             first_node.wait_for_end(deadline)
@@ -90,8 +89,8 @@ class Snapshots:
         for peer in peers.values():
             while not isinstance(peer.wait(deadline), HandedOver | None):
                 pass
-        save = partial(_save, self._files(parts), parts.folder)
-        return parts.step if _run(save, parts.step, deadline) else -1
+        is_saved = _run(self._files(parts), parts.step, deadline, folder=parts.folder)
+        return parts.step if is_saved else -1
 
     def save(self, *, is_first_node: bool, saved_step: int, limit_s: float) -> int:
         """Save the newest snapshot as a checkpoint, if it is newer than what is saved.
@@ -107,7 +106,7 @@ class Snapshots:
             return -1
         for step in sorted(newer, reverse=True):
             files = [one.fd for each in of_ranks for one in each if one.header().step == step]
-            if time.monotonic() < deadline and _run(partial(_save, files), step, deadline):
+            if time.monotonic() < deadline and _run(files, step, deadline):
                 return step
         return -1
 
@@ -131,26 +130,24 @@ def _whole_steps(buffers: Sequence[Sequence[Memory]]) -> list[int]:
     return whole_steps([{one.step: one.holders for one in each} for each in headers])
 
 
-def _save(files: Sequence[int], folder: str = "") -> int:
-    from launcher.agent.snapshots import save as saving  # which takes a while to import
-
-    return saving.save(files, folder)
-
-
-def _hand_over(files: Sequence[int], folder: str) -> int:
-    from launcher.agent.snapshots import save as saving
-
-    return saving.hand_over(files, folder)
-
-
-def _run(save: Callable[[], int], step: int, deadline: float) -> bool:
-    """Save something in a process of its own: a disk may hang. Returns whether it is saved."""
+def _run(
+    files: Sequence[int],
+    step: int,
+    deadline: float,
+    *,
+    folder: str = "",  # for the parts of several nodes
+    is_handed_over: bool = False,  # to the first node, which saves it
+) -> bool:
+    """Save files in a process of its own: a disk may hang. Returns whether they are saved."""
     agent = os.getpid()
     processes.die_with_parent(os.getppid())  # nobody watches the guardian any more
     if (pid := os.fork()) == 0:
         processes.die_with_parent(agent)
         try:
-            os._exit(save())
+            from launcher.agent.snapshots import save as saving  # which takes a while to import
+
+            save = saving.hand_over if is_handed_over else saving.save
+            os._exit(save(files, folder))
         finally:
             os._exit(1)
     while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
