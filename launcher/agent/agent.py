@@ -37,7 +37,6 @@ from launcher.agent.heartbeats import Heartbeats
 from launcher.agent.link import AgentNote, GuardianLink
 from launcher.agent.node_ranks import NodeRanks
 from launcher.agent.nodes import checkin, spare
-from launcher.agent.nodes.waiting import Waiting
 from launcher.agent.output.stream import NodeLog, say, without_noise
 from launcher.agent.output.terminal import is_line_open, open_terminals
 from launcher.agent.query import Query
@@ -146,7 +145,6 @@ class NodeAgent:
         self.guardian = guardian
         self.control = guardian.control
         self.store: TCPStore | None = None
-        self.spares = Waiting()
         self.terminals = open_terminals()
         self.cpus = cpus_of_ranks(args.numa_binding, args.nproc)
         self.heartbeats = Heartbeats(args.nproc)
@@ -233,9 +231,7 @@ class NodeAgent:
         folder = self.folder.path if self.folder else None
         for peer in peers.values():
             peer.heard = time.monotonic()  # it may have waited long for the others
-        if team is not None:
-            self.spares = Waiting(team.spares, partial(next_attempt.drop_spare, self, team))
-        return Attempt(
+        attempt = Attempt(
             here,
             hosts=hosts,
             peers=peers,
@@ -246,11 +242,14 @@ class NodeAgent:
             query=Query(here, hosts, peers, self.say, folder, self.args.hang_s),
             snapshots=self.snapshots,
             on_beat=self._on_beat,
-            spares=self.spares,
         )
+        if team is not None:
+            team.listen(attempt.selector, partial(next_attempt.note_lost_spare, self))
+        return attempt
 
     def _on_beat(self) -> None:
-        self.spares.beat()
+        if self.meeting.team is not None:
+            self.meeting.team.beat()
         self.network.look(self.say)
         self.restarts.look(self.heartbeats)
 

@@ -34,7 +34,6 @@ from launcher.agent.nodes.protocol import (
     StackRequest,
     StopRequest,
 )
-from launcher.agent.nodes.waiting import Waiting
 from launcher.agent.output.stream import Stream
 from launcher.agent.output.terminal import Terminal
 from launcher.agent.query import Query
@@ -64,7 +63,6 @@ class Attempt:
     query: Query
     snapshots: Snapshots
     on_beat: Callable[[], None]  # what the agent does every BEAT_S
-    spares: Waiting
 
     def __post_init__(self) -> None:
         self.is_first_node = self.ranks.node_rank == 0  # its agent decides
@@ -129,7 +127,6 @@ class Attempt:
         self._listen_to(self.guardian, self._on_guardian_death)
         for node, peer in self.peers.items():
             self._listen_to(peer.socket, partial(self._on_peer, node, peer))
-        self.spares.attach(self.selector)
         for stream in self.ranks.streams():
             self._listen_to(stream.fd, partial(self._on_output, stream))
         for terminal in terminals:

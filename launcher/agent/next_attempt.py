@@ -10,7 +10,6 @@ from launcher.agent.assignment import Assignment
 from launcher.agent.attempt import Attempt
 from launcher.agent.control import Lineup, tell
 from launcher.agent.nodes import checkin, successor
-from launcher.agent.nodes.protocol import Peer
 from launcher.agent.nodes.team import Team
 from launcher.agent.output.stream import say
 from launcher.agent.output.terminal import is_line_open
@@ -105,11 +104,8 @@ def _restart(agent: NodeAgent, team: Team, first: Failure) -> Mapping[int, Assig
     return parts
 
 
-def drop_spare(agent: NodeAgent, team: Team, place: int, peer: Peer) -> None:
+def note_lost_spare(agent: NodeAgent, loss: Failure) -> None:
     """Tell that a spare is gone."""
-    if not peer.is_silent:  # else it may be there for others
-        team.counted -= 1
-    loss = peer.loss(place, team.waiting[place].host)
     agent.say(f"warning: spare {loss.host}: {loss.cause}; the run goes on [{loss.fault}]")
     tell_lineup(agent, agent.assignment.attempt)
 
