@@ -45,7 +45,6 @@ from launcher.agent.restarts import Restarts
 from launcher.agent.snapshots.memory import Snapshots
 from launcher.agent.torchrun_arguments import Arguments, parse
 from launcher.agent.verdict import Facts, Parts, Verdict
-from launcher.failure_block import End, RunSummary
 from launcher.preflight import must_match
 from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder
 
@@ -302,19 +301,11 @@ class NodeAgent:
             shutil.rmtree(self.error_files, ignore_errors=True)
         if told := self.restarts.end(verdict.code, self.heartbeats):
             self.say(told)
-        summary = RunSummary(
-            started=self.started,
-            lost_peer=verdict.lost_peer,
-            stopped=verdict.stopped,
-            left=verdict.left,
-            run_id=self.assignment.run_id,
-            command="" if verdict.code == BAD_INPUT else self._resume_command(verdict.has_saved),
-            ends=verdict.ends,
-            signum=verdict.signum,
-        )
         if self.args.is_in_step and verdict.is_told and self.control is None:
             return  # node rank 0 prints it, to the same terminal
-        end = End(verdict.code, verdict.failure, summary, verdict.is_told)
+        command = "" if verdict.code == BAD_INPUT else self._resume_command(verdict.has_saved)
+        run_id = self.assignment.run_id
+        end = verdict.as_end(started=self.started, run_id=run_id, command=command)
         report_end(end, self.control, is_line_open=is_line_open(self.terminals))
 
     def _resume_command(self, has_saved: bool) -> str:

@@ -180,7 +180,8 @@ class NodeRanks:
         writing = [
             each
             for each in living
-            if (are_ending or each not in stopped) and processes.catches(each.pid, STACK_SIGNAL)
+            if (are_ending or each not in stopped)
+            and processes.has_signal(each.pid, "SigCgt", STACK_SIGNAL)
         ]
         running = [each.stack_file for each in writing if each not in stopped]
         waiting = [each.stack_file for each in writing if each in stopped]
@@ -199,7 +200,8 @@ class NodeRanks:
 
         Blocks up to STACK_S.
         """
-        asked = [each for each in self.living() if processes.blocks(each.pid, DUMP_SIGNAL)]
+        living = self.living()
+        asked = [each for each in living if processes.has_signal(each.pid, "SigBlk", DUMP_SIGNAL)]
         files = {each.rank: collectives.file_of(each.error_file) for each in asked}
         for file in files.values():
             file.unlink(missing_ok=True)

@@ -75,7 +75,9 @@ class Query:
         """Do what is due. Returns a rank that holds up the run, where the run is to end for it."""
         if self._look.take():
             self._look.set_within(LOOK_S)
-            if self._is_asked():
+            assert self.folder is not None
+            with contextlib.suppress(OSError):  # it is not there: nobody asks
+                (self.folder / ASKED).unlink()
                 self.ask()
         if self._start.take():
             is_first, is_asking = self.ranks.node_rank == 0, bool(self._told)
@@ -85,14 +87,6 @@ class Query:
                 self._end.set_within(ANSWER_S)
                 self._take(0, self._here())
         return self._conclude() if self._end.take() else None
-
-    def _is_asked(self) -> bool:
-        assert self.folder is not None
-        try:
-            (self.folder / ASKED).unlink()
-        except OSError:
-            return False
-        return True
 
     def _here(self) -> NodeStacks:
         frames = {str(rank): frames for rank, frames in self.ranks.stacks().items()}
