@@ -141,11 +141,11 @@ class Attempt:
             for each in self.ranks.living():
                 if each.error_file.exists():  # it has raised, and is about to exit
                     self._record_failure(self.ranks.describe_end(each))
-            self._note_stopped()
+            self.facts.stopped.update(each.rank for each in self.ranks.living())
             self.ranks.send(signal.SIGTERM)
             self.kill.set_within(TERM_S)
         if self.kill.take():
-            self._note_stopped()
+            self.facts.stopped.update(each.rank for each in self.ranks.living())
             processes.end_descendants()
         suspect = self.query.on_time()
         if suspect is not None and not self.facts.failures:
@@ -164,9 +164,6 @@ class Attempt:
         return self.over.take()
 
     # --- this node's ranks ----------------------------------------------------------------------
-
-    def _note_stopped(self) -> None:
-        self.facts.stopped.update(each.rank for each in self.ranks.living())
 
     def _on_guardian_death(self) -> None:
         processes.end_descendants()

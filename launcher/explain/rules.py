@@ -65,3 +65,9 @@ def rules() -> tuple[Rule, ...]:
 def match(line: str) -> Rule | None:
     """Return the first rule that knows a line of a log, or an error's message."""
     return next((rule for rule in rules() if rule.pattern.search(line)), None)
+
+
+def find_rule(message: str) -> Rule | None:
+    """Return the rule that says most of the cause, of those that know a line of an error."""
+    known = [rule for line in message.splitlines() if (rule := match(line))]
+    return min(known, key=lambda rule: rule.kind, default=None)

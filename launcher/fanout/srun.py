@@ -43,7 +43,10 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
             signal.signal(signum, _leave)
     refuse_ended_job(os.environ["SLURM_JOB_ID"])
     os.environ.update(secret_variables(os.environ, has_agents=not plan.engine))
-    _warn_of_missing_rank(plan)
+    if plan.engine and not plan.is_ours:
+        cause = f"LAUNCHER=srun sets no RANK: {' '.join(plan.words[:2])}"
+        cure = "must call init_distributed(), or read SLURM's variables"
+        print(f"{plan.program}: warning: {cause} {cure}", file=sys.stderr)
     reports = check_nodes(plan)
     outcome = compare.judge(reports)
     if compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=sys.stderr):
@@ -89,13 +92,6 @@ def secret_variables(environ: Mapping[str, str], *, has_agents: bool) -> dict[st
         named = [word for word in exported if word not in ("NONE", "NIL")]
         variables["SLURM_EXPORT_ENV"] = ",".join([*named, "PATH", "HOME", *variables])
     return variables
-
-
-def _warn_of_missing_rank(plan: Plan) -> None:
-    if plan.engine and not plan.is_ours:
-        cause = f"LAUNCHER=srun sets no RANK: {' '.join(plan.words[:2])}"
-        cure = "must call init_distributed(), or read SLURM's variables"
-        print(f"{plan.program}: warning: {cause} {cure}", file=sys.stderr)
 
 
 # --- the preflight ------------------------------------------------------------------------------

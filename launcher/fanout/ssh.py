@@ -30,7 +30,7 @@ from launcher.fanout.protocol import Cut, Exit, Hello, Start
 from launcher.fanout.silence import Silence
 from launcher.fanout.swap import choose_master, swap_ill
 from launcher.fanout.terminal import Terminals
-from launcher.plan.plan import Plan, print_commands, print_plan, quote_once
+from launcher.plan.plan import Plan, print_commands, print_plan
 from launcher.preflight import compare
 from launcher.preflight.check_node import Report
 from launcher.preflight.compare import Finding
@@ -303,4 +303,5 @@ class Fanout:
 
     def paste_line(self, node: str, line: str) -> str:
         """Return what a user can type to run a line of a shell on a node."""
-        return f"ssh -- {shlex.quote(node)} {quote_once(line)}"
+        is_plain = "'" in line and not {*line} & {*'"$`\\!'}  # then it can still be read
+        return f"ssh -- {shlex.quote(node)} " + (f'"{line}"' if is_plain else shlex.quote(line))

@@ -230,11 +230,6 @@ def shell_line(directory: Path, command: Sequence[str]) -> str:
     return f"cd {shlex.quote(str(directory))} && {shlex.join(command)}"
 
 
-def quote_once(line: str) -> str:
-    """Return a shell's line as one word, which can still be read."""
-    return f'"{line}"' if "'" in line and not {*line} & {*'"$`\\!'} else shlex.quote(line)
-
-
 def node_comment(plan: Plan, node_rank: int, host: str, counts: Sequence[int], port: int) -> str:
     """Return the line above a node's command in a dry run."""
     where = f"rendezvous {plan.master_addr}:{port}"

@@ -61,7 +61,11 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
 
 def _nvidia_gpus(until: float) -> Iterator[Gpu]:
     """Yield the GPUs and, of one that is divided, its MIG instances instead."""
-    rows = _ask_about_gpus(until)
+    columns = "index,uuid,ecc.errors.uncorrected.volatile.total,driver_version,mig.mode.current"
+    try:
+        rows = list(_query("gpu", ",".join((columns, *gpu_health.FIELDS)), until))
+    except UnknownField:  # an old nvidia-smi: what each of them knows
+        rows = list(_query("gpu", columns, until))
     if not rows:
         return
     with ThreadPoolExecutor(1) as pool:  # two questions at once take the time of one
@@ -83,15 +87,6 @@ def _nvidia_gpus(until: float) -> Iterator[Gpu]:
         for number, instance in enumerate(instances.get(uuid, [])):
             name = f"{index}:{number}"
             yield replace(gpu, index=name, uuid=instance, processes=(), health=Health())
-
-
-def _ask_about_gpus(until: float) -> list[list[str]]:
-    """Ask for all at once; an old nvidia-smi, for what each of them knows."""
-    columns = "index,uuid,ecc.errors.uncorrected.volatile.total,driver_version,mig.mode.current"
-    try:
-        return list(_query("gpu", ",".join((columns, *gpu_health.FIELDS)), until))
-    except UnknownField:
-        return list(_query("gpu", columns, until))
 
 
 def _nvlinks(until: float) -> dict[str, int]:

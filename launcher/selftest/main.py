@@ -124,7 +124,10 @@ def measure_all(test: Test) -> int:
         measure_links(test, nodes)
         test.findings.links_s = time.monotonic() - started
     if not is_basic:
-        mine = replace(mine, speed=measure_speed(test))
+        kinds = [member.kind for member in test.findings.members]
+        speeds, slow = judge.find_slow_ranks(partial(compute_together, test), kinds)
+        test.findings.slow_ranks = slow
+        mine = replace(mine, speed=speeds[env.rank])
     checks = [*known_answers.run_checks(env.rank, env.world_size)]
     found = (check.find_fault(f"rank {env.rank} ({host})") for check in checks)
     test.gather_members(replace(mine, faults=[fault for fault in found if fault]))
@@ -176,14 +179,6 @@ def links_together(
     return [typed_json.parse(Link, text) for row in rows for text in json.loads(row)]
 
 
-def measure_speed(test: Test) -> float:
-    """Return this rank's FLOP/s."""
-    kinds = [member.kind for member in test.findings.members]
-    speeds, slow = judge.find_slow_ranks(partial(compute_together, test), kinds)
-    test.findings.slow_ranks = slow
-    return speeds[test.env.rank]
-
-
 def compute_together(test: Test, ranks: Collection[int]) -> dict[int, float]:
     """Return the FLOP/s of some ranks; all ranks call it."""
     env, turns = test.env, compute.turns(test.env.world_size)
@@ -223,7 +218,8 @@ def advice(findings: Findings) -> str:
     return f"; leave out {names} (SLURM: --exclude={names})" if hosts else ""
 
 
-def read_options(arguments: Sequence[str] | None) -> Options:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the test as the arguments say; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m distributed.selftest")
     parser.add_argument("--seconds", type=float, help="for the collectives (1; --quick: 0.2)")
     parser.add_argument("--test", choices=("basic", "all"), default="all", help="basic: no speeds")
@@ -231,14 +227,8 @@ def read_options(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--json", default="", help="a file for all that was found")
     words = parser.parse_args(arguments)
     seconds = (0.2 if words.quick else 1.0) if words.seconds is None else words.seconds
-    return Options(words.test, words.quick, seconds, words.json)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the test as the arguments say; returns the exit code."""
-    options = read_options(arguments)
     try:
-        return run(options)
+        return run(Options(words.test, words.quick, seconds, words.json))
     except (OSError, ValueError) as error:  # could not join; the text names the fault
         print(f"FAIL  {error}")
         return 1
