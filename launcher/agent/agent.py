@@ -32,21 +32,21 @@ from launcher.agent import next_attempt
 from launcher.agent.attempt import Attempt
 from launcher.agent.control import SILENCE_S, report_end
 from launcher.agent.diagnosis import nccl_network
-from launcher.agent.fork import fork_ranks
+from launcher.agent.fork import cpus_of_ranks, fork_ranks
 from launcher.agent.heartbeats import Heartbeats
 from launcher.agent.link import AgentNote, GuardianLink
 from launcher.agent.node_ranks import NodeRanks
 from launcher.agent.nodes import checkin, spare
 from launcher.agent.output.stream import NodeLog, say, without_noise
-from launcher.agent.output.terminal import is_line_open, open_terminals
+from launcher.agent.output.terminal import Terminal, is_line_open
 from launcher.agent.query import Query
-from launcher.agent.rank_environment import cpus_of_ranks
 from launcher.agent.restarts import Restarts
 from launcher.agent.snapshots.memory import Snapshots
 from launcher.agent.torchrun_arguments import Arguments, parse
 from launcher.agent.verdict import Facts, Parts, Verdict
 from launcher.preflight import must_match
 from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder
+from launcher.screen import are_one_file
 
 TRAIN = str(Path(__file__).resolve().parents[2] / "train.py")
 STOPPED_S = 8.0  # after a stop: to write a snapshot
@@ -144,7 +144,8 @@ class NodeAgent:
         self.guardian = guardian
         self.control = guardian.control
         self.store: TCPStore | None = None
-        self.terminals = open_terminals()
+        out = Terminal(1)
+        self.terminals = out, out if are_one_file(1, 2) else Terminal(2)
         self.cpus = cpus_of_ranks(args.numa_binding, args.nproc)
         self.heartbeats = Heartbeats(args.nproc)
         self.snapshots = Snapshots(args.nproc)
@@ -222,7 +223,7 @@ class NodeAgent:
     def _begin_attempt(self, signals: list[int]) -> Attempt:
         """Fork the ranks."""
         self.heartbeats.clear()
-        ranks = fork_ranks(self, self.assignment.attempt)
+        ranks = fork_ranks(self)
         if self.args.node_rank == 0:
             self._serve_store()
         hosts, peers, team = self.assignment.hosts, self.meeting.peers, self.meeting.team

@@ -115,7 +115,10 @@ class Query:
             return silent.rank if odd is None else odd
         head = "where the ranks are, innermost call first:"
         if silent is not None:
-            head = f"{describe_silence(silent, odd)}; {head}"
+            step = f"no step for {silent.silence_s:.0f} s, over 10 times the longest, after step"
+            who = "all ranks are in one place" if odd is None else f"rank {odd} is behind"
+            again = f"kill -QUIT {os.getppid()} shows it again, HANG_SECONDS would end the run"
+            head = f"{step} {silent.progress[0]}: {who}; {again}; {head}"
         lines = [head, *stuck.group_stacks(places), *(f"{host}: no answer" for host in unheard)]
         lines += find_mismatches(calls)
         self._tell([printable(line, LONGEST) for line in lines])
@@ -127,11 +130,3 @@ class Query:
             text = "\n  ".join([f"{time.strftime('%Y-%m-%d %H:%M:%S')} {lines[0]}", *lines[1:]])
             with contextlib.suppress(OSError), (self.folder / SHOWN).open("a") as log:
                 log.write(f"{text}\n")
-
-
-def describe_silence(silent: RankState, odd: int | None) -> str:
-    """Return one line about a run whose script does not beat, and makes no step."""
-    step = f"no step for {silent.silence_s:.0f} s, over 10 times the longest, after step"
-    who = "all ranks are in one place" if odd is None else f"rank {odd} is behind"
-    again = f"kill -QUIT {os.getppid()} shows it again, HANG_SECONDS would end the run"
-    return f"{step} {silent.progress[0]}: {who}; {again}"

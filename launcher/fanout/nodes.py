@@ -1,4 +1,7 @@
-"""The nodes of a run: who takes part, and what is left on those that were lost."""
+"""The nodes of a run: who takes part, who is silent, and what is left on those that were lost.
+
+The silence may be the launcher's own: it was stopped, or its machine asleep.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from launcher.fanout.loop import Loop
 from launcher.fanout.protocol import Exit, Sweep
 
 DECIDE_S = SILENCE_S + 10.0  # after the end of a node's part, for the run to go on without it
+RECALL_S = 5.0  # after a silence, for an end that it explains
 Connect = Callable[[str, str, Callable[[bytes, bool], None]], Connection]
 
 
@@ -84,3 +88,47 @@ class Nodes:
             loop.wait(until - time.monotonic())  # signals change nothing any more
         there = self._looks.items()
         return {one: look.last_words for one, look in there if look.answer(Exit) is None}
+
+
+class Silence:
+    """What the launcher knows of silences, its own among them."""
+
+    def __init__(self, connections: Sequence[Connection]) -> None:
+        self.connections = connections
+        self.still_s = 0.0  # for so long this process has just stood still
+        self._turned_at = self._recall_until = 0.0  # since the machine's start, its sleep included
+
+    @property
+    def awaited(self) -> list[Connection]:
+        """The nodes whose part of the run has not ended."""
+        there = [one for one in self.connections if not (one.lost or one.is_left)]
+        return [one for one in there if one.answer(Exit) is None]
+
+    def note_turn(self, *, is_ending: bool) -> None:
+        """Notice that this process was stopped, or the machine asleep: no node was silent then."""
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        slept_s, self._turned_at = now - (self._turned_at or now), now
+        if slept_s > SILENCE_S / 2:
+            self.still_s, self._recall_until = slept_s, now + RECALL_S
+            for one in self.connections:
+                one.heard, one.blip = time.monotonic(), (0.0, 0.0)
+        elif now > self._recall_until and not is_ending:
+            self.still_s = 0.0  # the run has outlived it
+
+    def find(self) -> list[Connection]:
+        """Return the nodes to give up: where one was silent for too long, all that are silent."""
+        now, awaited = time.monotonic(), self.awaited
+        if all(now - one.heard < SILENCE_S for one in awaited):
+            return []
+        return [one for one in awaited if now - one.heard > SILENCE_S / 2]
+
+    def recall(self) -> list[Connection]:
+        """At the first end, return the nodes that are silent, or were: they may have left us."""
+        now, found = time.monotonic(), []
+        for one in self.connections:
+            lasts_s = now - one.heard
+            ended, seconds = (now, lasts_s) if lasts_s > SILENCE_S / 2 else one.blip
+            if ended > now - RECALL_S:
+                one.lost, one.is_silent = f"no sign of life for {seconds:.0f} s: network cut?", True
+                found.append(one)
+        return found

@@ -25,9 +25,8 @@ from launcher.fanout import protocol
 from launcher.fanout.connection import Connection, forwarded_names, write_opening
 from launcher.fanout.ending import NodeResult, conclude
 from launcher.fanout.loop import Loop
-from launcher.fanout.nodes import Nodes
+from launcher.fanout.nodes import Nodes, Silence
 from launcher.fanout.protocol import Cut, Exit, Hello, Start
-from launcher.fanout.silence import Silence
 from launcher.fanout.swap import choose_master, swap_ill
 from launcher.fanout.terminal import Terminals
 from launcher.plan.plan import Plan, print_commands, print_plan
