@@ -22,8 +22,8 @@ from pathlib import Path
 
 from distributed.network import interface_to
 from launcher.handshake import is_loopback
-from launcher.preflight import gpu_health, infiniband, must_match
-from launcher.preflight.gpus import Gpu
+from launcher.preflight import infiniband, must_match
+from launcher.preflight.gpus import Gpu, find_slow
 from launcher.text import count
 
 OLDEST_TORCH = (2, 6)  # whose store can take over a port that is open already
@@ -128,7 +128,7 @@ def check_gpus(machine: Machine) -> Iterator[Fault]:
 
 def check_gpu_speed(machine: Machine) -> Iterator[Fault]:
     """No GPU is slower than it need be: every step would wait for it."""
-    for cause in gpu_health.find_slow({gpu.index: gpu.health for gpu in machine.gpus}):
+    for cause in find_slow({gpu.index: gpu.health for gpu in machine.gpus}):
         cure = "have it looked at, or leave it out with CUDA_VISIBLE_DEVICES"
         yield Fault("gpu-slow", cause, cure, warns=True)
 
