@@ -142,7 +142,6 @@ class NodeAgent:
         part = meeting.assignment
         self.args, self.arguments = args, arguments
         self.guardian = guardian
-        self.control = guardian.control
         self.store: TCPStore | None = None
         out = Terminal(1)
         self.terminals = out, out if are_one_file(1, 2) else Terminal(2)
@@ -177,7 +176,17 @@ class NodeAgent:
         if part.node_rank == 0 and number > 1:
             self.snapshots.outgoing.begin()
         if self.folder is not None and part.node_rank == 0 and self.restarts.record is None:
-            self.restarts.record = self._open_record(self.folder)
+            guardian = LauncherProcess.of(os.getppid())
+            self.restarts.record = LiveRecord(
+                self.folder.path,
+                is_takeover=part.attempt > 0,
+                launcher=None if self.guardian.control else guardian,
+                versions=_versions(),
+                agent_arguments=self.arguments,
+                hosts=part.hosts,
+                world_size=part.world_size,
+                grace=self.args.grace_s,
+            )
         if self.folder is not None and part.seats and part.attempt:  # a lost node may still write
             self.error_files = self.folder.failures / f"attempt_{part.attempt}"
             self.error_files.mkdir(exist_ok=True)
@@ -187,19 +196,6 @@ class NodeAgent:
             line = self.restarts.note(meeting.lost, self.heartbeats, -1, lost=lost, replaced=told)
             self.say(f"{line}; now on port {self.port}")
             next_attempt.tell_lineup(self, part.attempt)
-
-    def _open_record(self, folder: RunFolder) -> LiveRecord:
-        """On node rank 0, start run.json, or take it over."""
-        return LiveRecord(
-            folder.path,
-            is_takeover=self.assignment.attempt > 0,
-            launcher=None if self.control else LauncherProcess.of(os.getppid()),  # the guardian
-            versions=_versions(),
-            agent_arguments=self.arguments,
-            hosts=self.assignment.hosts,
-            world_size=self.assignment.world_size,
-            grace=self.args.grace_s,
-        )
 
     # --- one attempt after another ------------------------------------------------------------
 
@@ -302,12 +298,12 @@ class NodeAgent:
             shutil.rmtree(self.error_files, ignore_errors=True)
         if told := self.restarts.end(verdict.code, self.heartbeats):
             self.say(told)
-        if self.args.is_in_step and verdict.is_told and self.control is None:
+        if self.args.is_in_step and verdict.is_told and self.guardian.control is None:
             return  # node rank 0 prints it, to the same terminal
         command = "" if verdict.code == BAD_INPUT else self._resume_command(verdict.has_saved)
         run_id = self.assignment.run_id
         end = verdict.as_end(started=self.started, run_id=run_id, command=command)
-        report_end(end, self.control, is_line_open=is_line_open(self.terminals))
+        report_end(end, self.guardian.control, is_line_open=is_line_open(self.terminals))
 
     def _resume_command(self, has_saved: bool) -> str:
         """Return what resumes the run; nothing for a program that may not be able to resume."""

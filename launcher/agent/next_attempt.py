@@ -112,7 +112,7 @@ def note_lost_spare(agent: NodeAgent, loss: Failure) -> None:
 
 def tell_lineup(agent: NodeAgent, attempt: int) -> None:
     """Tell the launcher which nodes the run goes on with."""
-    team, control = agent.meeting.team, agent.control
+    team, control = agent.meeting.team, agent.guardian.control
     if team is not None and control is not None:
         lineup = Lineup(attempt, [seat.place for seat in team.seats], [*team.spares])
         tell(lineup, control, is_line_open=is_line_open(agent.terminals))

@@ -270,7 +270,10 @@ def print_plan(
         print_row("container", str(plan.container), out)
     print_row("hosts", _hosts(plan, node), out)
     if plan.min_nodes:
-        print_row("spares", _spares(plan), out)
+        everyone = [node.name for node in plan.nodes] or hostlist.expand(plan.hosts)
+        names = "  ".join(everyone[plan.num_nodes :]) or "none"
+        least = f"   (without one, {count(plan.min_nodes, 'node')} will do)"
+        print_row("spares", names + (least if plan.min_nodes < plan.num_nodes else ""), out)
     default_backend = "nccl" if node and node.gpus else "gloo"
     backend = plan.backend.replace("auto", default_backend)
     each = str(counts[0]) if len({*counts}) == 1 else ",".join(map(str, counts))
@@ -305,13 +308,6 @@ def _hosts(plan: Plan, node: Report | None) -> str:
         return f"{plan.hosts or node.host} (master, {master})"
     here = f"{node.host} (this one, node rank {plan.node_rank} of {plan.num_nodes})"
     return f"{master} (master)  {plan.hosts or here}"
-
-
-def _spares(plan: Plan) -> str:
-    everyone = [node.name for node in plan.nodes] or hostlist.expand(plan.hosts)
-    names = "  ".join(everyone[plan.num_nodes :]) or "none"
-    is_less = plan.min_nodes < plan.num_nodes
-    return names + (f"   (without one, {count(plan.min_nodes, 'node')} will do)" if is_less else "")
 
 
 def _preflight(plan: Plan, outcome: Outcome | None) -> str:

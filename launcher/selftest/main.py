@@ -140,7 +140,14 @@ def measure_all(test: Test) -> int:
             test.tell(f"picture   {picture}")
     is_right = not any(member.faults for member in test.findings.members)
     if not is_basic and env.world_size > 1 and is_right:
-        measure_collectives(test)
+        names = [*bandwidth.COLLECTIVES][: 1 if test.options.is_quick else None]
+        test.tell("", bandwidth.HEAD)
+        measured = []
+        for one in bandwidth.measure(names, test.options.seconds):
+            test.tell(str(one))
+            measured.append(one)
+        test.findings.collectives = measured
+        test.tell("")
     return len(checks) + 1
 
 
@@ -189,17 +196,6 @@ def compute_together(test: Test, ranks: Collection[int]) -> dict[int, float]:
         test.meeting.wait_for_all("the matrix products")
     rows = gather_bytes(json.dumps(speed).encode())
     return {rank: json.loads(rows[rank]) for rank in sorted(ranks)}
-
-
-def measure_collectives(test: Test) -> None:
-    names = [*bandwidth.COLLECTIVES][: 1 if test.options.is_quick else None]
-    test.tell("", bandwidth.HEAD)
-    found = []
-    for measured in bandwidth.measure(names, test.options.seconds):
-        test.tell(str(measured))
-        found.append(measured)
-    test.findings.collectives = found
-    test.tell("")
 
 
 def fastest(findings: Findings) -> str:

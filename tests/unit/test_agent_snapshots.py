@@ -25,7 +25,7 @@ from distributed.snapshot import Buffer
 from distributed.snapshot_memory import BEGIN, FILES
 from launcher.agent.control import BEAT_S
 from launcher.agent.nodes.protocol import SnapshotPiece
-from launcher.agent.snapshots.on_other_node import PIECE, Incoming, Outgoing
+from launcher.agent.snapshots.memory import PIECE, Incoming, Outgoing
 from training.config_file import SettingsError
 from training.model import plan_snapshots
 from training.settings import load

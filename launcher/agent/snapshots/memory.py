@@ -1,20 +1,29 @@
-"""The node agent's memory for its ranks' snapshots: distributed/snapshot.py lays it out."""
+"""The node agent's memory for its ranks' snapshots: distributed/snapshot.py lays it out.
+
+A copy of rank 0's newest is on another node, and outlives that of its own node. It goes over the
+agents' link, in pieces between which there is time for everything else.
+"""
 
 from __future__ import annotations
 
+import base64
+import math
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from distributed.heartbeat import name_record
-from distributed.snapshot_memory import FILES, Memory, whole_steps
+from distributed.snapshot_memory import BEGIN, FILES, Memory, whole_steps
 from launcher import processes
-from launcher.agent.nodes.protocol import HandedOver, Peer
+from launcher.agent.control import BEAT_S
+from launcher.agent.nodes.protocol import HandedOver, Peer, SnapshotPiece
 from launcher.agent.output.stream import say
-from launcher.agent.snapshots.on_other_node import Incoming, Outgoing
 from launcher.agent.verdict import NodeEnd, Parts
 
+PIECE = 1 << 17  # bytes
+_PIECE_S = 0.008  # between two: 16 MB/s at most
+_AT_ONCE = 1 << 23  # bytes
 _POLL_S = 0.01
 
 
@@ -157,3 +166,75 @@ def _run(
             return False
         time.sleep(_POLL_S)
     return ended[1] == 0
+
+
+# --- a copy on another node ---------------------------------------------------------------------
+
+
+class Outgoing:
+    """Sends the newest snapshot in some buffers to another node, a small part at a time."""
+
+    def __init__(self, buffers: Sequence[Memory]) -> None:
+        """Send nothing before `begin`."""
+        self._buffers = buffers
+        self._parts = self.parts()
+        self.rest_s = 0.0  # until the next part
+        self.next_at = math.inf
+
+    def begin(self) -> None:
+        """Send from now on: this is the first of several nodes, and another keeps a copy."""
+        self.next_at = time.monotonic()
+
+    def on_time(self, peers: Mapping[int, Peer]) -> None:
+        """Do the next part, if it is time to and the first of the other nodes can take it."""
+        now = time.monotonic()
+        if now < self.next_at:
+            return
+        self.next_at = now + _PIECE_S
+        if peers and not (peer := peers[min(peers)]).is_busy:
+            if piece := next(self._parts):
+                peer.send(piece)
+            self.next_at = now + self.rest_s
+
+    def parts(self) -> Iterator[SnapshotPiece | None]:
+        """Yield the pieces of each new snapshot, the header last; None where none is ready.
+
+        They come from a copy that the rank leaves alone.
+        """
+        image, sent_step = processes.anonymous_file("snapshot"), -1
+        while True:
+            newest = max(self._buffers, key=lambda one: one.header().step)
+            header = newest.header()
+            if header.checksum < 0 or header.holders > 1 or header.step <= sent_step:
+                self.rest_s = BEAT_S
+                yield None
+                continue
+            self.rest_s = _PIECE_S
+            for start in range(0, header.size, _AT_ONCE):
+                os.pwrite(image, os.pread(newest.fd, _AT_ONCE, start), start)
+                yield None
+            if newest.header() != header:  # its rank has begun to overwrite it
+                continue
+            for start in (*range(BEGIN, header.size, PIECE), 0):
+                data = os.pread(image, min(PIECE, header.size - start) if start else BEGIN, start)
+                text = base64.b64encode(data).decode()
+                yield SnapshotPiece(header.step, start, header.size, text)
+            sent_step = header.step
+
+
+class Incoming:
+    """Another node's snapshot: the newest that has arrived in full, and the one on its way."""
+
+    def __init__(self) -> None:
+        self.buffers: list[Memory] = []
+        self._next: Memory | None = None
+
+    def take(self, piece: SnapshotPiece) -> None:
+        """Keep a piece. With the last, the snapshot counts."""
+        if not self.buffers:
+            self.buffers = [Memory(processes.anonymous_file("snapshot")) for _ in range(2)]
+        if piece.offset == BEGIN:
+            self._next = min(self.buffers, key=lambda one: one.header().step)
+            os.ftruncate(self._next.fd, 0)
+        if self._next is not None:  # else it began before this agent was there
+            os.pwrite(self._next.fd, base64.b64decode(piece.data), piece.offset)
