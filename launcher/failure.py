@@ -93,18 +93,19 @@ def read_error(path: Path) -> RaisedError | None:
 
 def fault_of(message: str) -> str:
     """Return the fault behind an error that names none, from what torch and the system say."""
-    from launcher.explain.rules import find_rule  # reads a file: only once something has failed
+    from launcher.explain.rules import Kind, find_rule  # late: it reads a file
 
     rule = find_rule(message)
-    return rule.fault if rule is not None and rule.names_fault else "rank-error"
+    # Up to END, the process that says it has failed by itself, or has waited in vain.
+    return rule.fault if rule is not None and rule.kind <= Kind.END else "rank-error"
 
 
 def is_peer_lost(message: str) -> bool:
     """Whether an error only says that another rank is gone, or did not come."""
-    from launcher.explain.rules import find_rule
+    from launcher.explain.rules import Kind, find_rule
 
     rule = find_rule(message)
-    return rule is not None and rule.may_follow
+    return rule is not None and rule.kind >= Kind.END
 
 
 def explain(code: int, *, out_of_memory: bool = False) -> tuple[str, str]:

@@ -33,9 +33,8 @@ from launcher.agent.attempt import Attempt
 from launcher.agent.control import SILENCE_S, report_end
 from launcher.agent.diagnosis import nccl_network
 from launcher.agent.fork import cpus_of_ranks, fork_ranks
-from launcher.agent.heartbeats import Heartbeats
 from launcher.agent.link import AgentNote, GuardianLink
-from launcher.agent.node_ranks import NodeRanks
+from launcher.agent.node_ranks import Heartbeats, NodeRanks
 from launcher.agent.nodes import checkin, spare
 from launcher.agent.output.stream import NodeLog, say, without_noise
 from launcher.agent.output.terminal import Terminal, is_line_open

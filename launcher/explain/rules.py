@@ -35,16 +35,6 @@ class Rule:
     pattern: re.Pattern[str]
     made_from: Sequence[tuple[str, str]]  # real texts, and where they were published
 
-    @property
-    def names_fault(self) -> bool:
-        """Whether the process that says it has failed by itself, or has waited in vain."""
-        return self.kind <= Kind.END
-
-    @property
-    def may_follow(self) -> bool:
-        """Whether it may follow from the end of another process."""
-        return self.kind >= Kind.END
-
 
 @functools.cache
 def rules() -> tuple[Rule, ...]:

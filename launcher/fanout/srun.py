@@ -168,7 +168,7 @@ def step_command(
     Raises PlanError where the job has another number of tasks, with LAUNCHER=srun.
     """
     if not plan.engine:
-        agent = plan.inside(plan.agent_command(nproc=nproc, port=port, is_placed=False))
+        agent = plan.inside(plan.agent_command(nproc=nproc, port=port, node_rank=None))
         options = ["--kill-on-bad-exit=0", "--no-kill"] if plan.min_nodes else [KILL_ALL]
         return node_step(plan, options, plan.with_variables(agent), environ)
     tasks = environ.get("SLURM_TASKS_PER_NODE", "1") if environ.get("SLURM_NTASKS") else "1"

@@ -236,7 +236,8 @@ class Fanout:
             self.stopped_by = signum
             self.close_within(self.plan.grace_s + END_S)
         for one in self.nodes.current[:1] if is_query else self.connections:
-            one.pass_on(signum)  # where all ranks are, node rank 0 asks the others
+            if one.is_started:
+                one.send_line(signum.name)  # where all ranks are, node rank 0 asks the others
 
     def note(self, one: Connection) -> None:
         """See whether a node's part of the run has ended, and how."""

@@ -158,17 +158,14 @@ class Plan(World):
             named |= {"SPARES": str(self.num_spares), "MIN_NODES": str(self.min_nodes)}
         return {name: value for name, value in {**named, **self.variables}.items() if value}
 
-    def agent_command(
-        self, *, nproc: int, port: int, node_rank: int | None = None, is_placed: bool = True
-    ) -> list[str]:
+    def agent_command(self, *, nproc: int, port: int, node_rank: int | None) -> list[str]:
         """Return what one node runs: its agent, with torchrun's arguments.
 
-        In a step of a SLURM job the agent is not placed: it finds its place itself.
+        Without a node rank, in a step of a SLURM job, the agent finds its place itself.
         """
         command = [self.python, str(self.root / AGENT)]
-        if is_placed:
-            rank = self.node_rank if node_rank is None else node_rank
-            command += ["--nnodes", str(self.num_nodes), "--node-rank", str(rank)]
+        if node_rank is not None:
+            command += ["--nnodes", str(self.num_nodes), "--node-rank", str(node_rank)]
             command += ["--master-addr", self.master_addr]
         command += ["--nproc-per-node", str(nproc), "--master-port", str(port)]
         if self.engine:

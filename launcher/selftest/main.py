@@ -25,7 +25,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from distributed.environment import Environment
 from distributed.torch import device, gather_bytes, init_distributed
 from launcher import typed_json
-from launcher.selftest import bandwidth, compute, judge, known_answers, links, report
+from launcher.selftest import bandwidth, judge, known_answers, links, report
 from launcher.selftest.judge import Pair
 from launcher.selftest.links import Link, Node
 from launcher.selftest.meeting import PATIENCE_S, Meeting, StuckError
@@ -33,6 +33,8 @@ from launcher.selftest.report import Findings, Member
 from launcher.text import count
 
 COMPUTE_S = 0.2  # for one rank
+CPU_TURNS = 16  # ranks on CPUs may share them, so they take turns; those on GPUs compute at once
+_SHAPES = {"cpu": (256, torch.float32, 1), "cuda": (4096, torch.bfloat16, 16)}
 MOST_AGAIN = 12  # pairs that are measured again, alone
 
 
@@ -188,14 +190,33 @@ def links_together(
 
 def compute_together(test: Test, ranks: Collection[int]) -> dict[int, float]:
     """Return the FLOP/s of some ranks; all ranks call it."""
-    env, turns = test.env, compute.turns(test.env.world_size)
+    env = test.env
+    turns = min(env.world_size, CPU_TURNS) if device().type == "cpu" else 1
     seconds, speed = COMPUTE_S / (2 if test.options.is_quick else 1), 0.0
     for turn in sorted({rank % turns for rank in ranks}):
         if env.rank in ranks and env.rank % turns == turn:
-            speed = compute.measure(seconds)
+            speed = measure_speed(seconds)
         test.meeting.wait_for_all("the matrix products")
     rows = gather_bytes(json.dumps(speed).encode())
     return {rank: json.loads(rows[rank]) for rank in sorted(ranks)}
+
+
+def measure_speed(seconds: float) -> float:
+    """Return the FLOP/s of products of two square matrices, over `seconds`."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several would wait for each other wherever one CPU is busy
+    side, dtype, at_once = _SHAPES[device().type]
+    matrix = torch.ones(side, side, dtype=dtype, device=device())
+    result = matrix @ matrix
+    result[0, 0].item()
+    products, start = 0, time.perf_counter()
+    while (took := time.perf_counter() - start) < seconds:
+        for _ in range(at_once):
+            torch.matmul(matrix, matrix, out=result)
+        result[0, 0].item()  # a GPU has done them
+        products += at_once
+    torch.set_num_threads(threads)
+    return 2 * side**3 * products / took
 
 
 def fastest(findings: Findings) -> str:
