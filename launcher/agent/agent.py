@@ -42,7 +42,7 @@ from launcher.agent.query import Query
 from launcher.agent.restarts import Restarts
 from launcher.agent.snapshots.memory import Snapshots
 from launcher.agent.torchrun_arguments import Arguments, parse
-from launcher.agent.verdict import Facts, Parts, Verdict
+from launcher.agent.verdict import Facts, Verdict
 from launcher.preflight import must_match
 from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder
 from launcher.screen import are_one_file
@@ -276,20 +276,15 @@ class NodeAgent:
             return verdict
         if self.args.min_nodes and not (team and team.is_majority):
             return verdict  # the run may go on elsewhere
-        step = self.save_snapshot(verdict.parts, is_first_node=is_first_node, limit_s=limit_s)
+        if is_first_node and verdict.parts is not None:
+            step = self.snapshots.save_parts(verdict.parts, self.meeting.peers, limit_s)
+        else:
+            saved, _ = self.heartbeats.reached()
+            step = self.snapshots.save(saved, is_first_node=is_first_node, limit_s=limit_s)
         if step < 0:
             return verdict
         first = verdict.failure and replace(verdict.failure, saved_step=step)
         return replace(verdict, failure=first, has_saved=True)
-
-    def save_snapshot(self, parts: Parts | None, *, is_first_node: bool, limit_s: float) -> int:
-        """Save what is in memory, or elsewhere the copy of it; returns its step, or -1."""
-        saved_step = self.heartbeats.reached()[0]
-        if is_first_node and parts is not None:
-            return self.snapshots.save_parts(parts, self.meeting.peers, limit_s)
-        return self.snapshots.save(
-            is_first_node=is_first_node, saved_step=saved_step, limit_s=limit_s
-        )
 
     def _report(self, verdict: Verdict) -> None:
         """Complete run.json, and tell last of all how the run ended."""

@@ -40,7 +40,8 @@ def prepare(agent: NodeAgent, ended: Attempt, verdict: Verdict, before: tuple[in
         with followed.ready():
             agent.take_part(followed)
             # Node rank 0 is not there to do it.
-            agent.save_snapshot(None, is_first_node=False, limit_s=agent.args.grace_s)
+            saved, _ = agent.heartbeats.reached()
+            agent.snapshots.save(saved, is_first_node=False, limit_s=agent.args.grace_s)
     return followed is not None
 
 

@@ -101,7 +101,7 @@ class Snapshots:
         is_saved = _run(self._files(parts), parts.step, deadline, folder=parts.folder)
         return parts.step if is_saved else -1
 
-    def save(self, *, is_first_node: bool, saved_step: int, limit_s: float) -> int:
+    def save(self, saved_step: int, *, is_first_node: bool, limit_s: float) -> int:
         """Save the newest snapshot as a checkpoint, if it is newer than what is saved.
 
         On another node than the first, the copy of it. Returns the step; -1: none was saved.
