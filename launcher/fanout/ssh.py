@@ -52,10 +52,6 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
     return Fanout(plan).run(be_ready)
 
 
-class Interrupted(Exception):
-    """A stop signal came before the start."""
-
-
 class Fanout:
     """A run on nodes that ssh reaches."""
 
@@ -88,10 +84,6 @@ class Fanout:
             self.start_nodes(reports)
             self.watch()
             return self.report_end()
-        except Interrupted as interrupt:
-            (signum,) = interrupt.args
-            self.say(f"stopped by {signum.name}; nothing was started")
-            return 128 + int(signum)
         finally:
             self.loop.close()
             self.err.drain(DRAIN_S)
@@ -231,7 +223,8 @@ class Fanout:
         """Tell every node of a signal; what it means there the agents decide."""
         is_query = signum == QUERY and QUERY not in stop_signals()
         if self.started is None and not is_query:
-            raise Interrupted(signum)
+            self.say(f"stopped by {signum.name}; nothing was started")
+            raise SystemExit(128 + signum)
         if signum != SIGUSR1 and not is_query:
             self.stopped_by = signum
             self.close_within(self.plan.grace_s + END_S)
