@@ -205,8 +205,8 @@ class NodeAgent:
         while True:
             reached = self.heartbeats.reached()
             attempt = self._begin_attempt(signals)
-            verdict = next_attempt.find_parts(self, attempt, attempt.watch(self.terminals))
-            if not next_attempt.prepare(self, attempt, verdict, reached):
+            verdict = next_attempt.find_parts(self, attempt.facts, attempt.watch(self.terminals))
+            if not next_attempt.prepare(self, attempt.facts, verdict, reached):
                 break
         self._report(self._keep_snapshot(verdict))
         return verdict.code

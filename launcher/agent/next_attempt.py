@@ -7,32 +7,31 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from launcher.agent.assignment import Assignment
-from launcher.agent.attempt import Attempt
 from launcher.agent.control import Lineup, tell
 from launcher.agent.nodes import checkin, successor
 from launcher.agent.nodes.team import Team
 from launcher.agent.output.stream import say
 from launcher.agent.output.terminal import is_line_open
-from launcher.agent.verdict import Verdict
+from launcher.agent.verdict import Facts, Verdict
 from launcher.failure import Failure
 
 if TYPE_CHECKING:
     from launcher.agent.agent import NodeAgent
 
 
-def prepare(agent: NodeAgent, ended: Attempt, verdict: Verdict, before: tuple[int, int]) -> bool:
+def prepare(agent: NodeAgent, facts: Facts, verdict: Verdict, before: tuple[int, int]) -> bool:
     """Return whether another attempt follows one that has ended; the agent has its part in it then.
 
-    `before` is what Heartbeats.reached() said before that attempt.
+    `facts` are of the one that has ended, `before` is what Heartbeats.reached() said before it.
     """
     meeting = agent.meeting
     if meeting.team is not None:
-        return _decide(agent, meeting.team, ended, verdict, before)
+        return _decide(agent, meeting.team, facts, verdict, before)
     if verdict.next is not None:
         agent.take_part(replace(meeting, assignment=verdict.next))
         return True
-    is_last = agent.is_last or ended.facts.signals or verdict.is_told
-    losses = [one for one in ended.facts.failures if one.node_rank == 0 and one.rank < 0]
+    is_last = agent.is_last or facts.signals or verdict.is_told
+    losses = [one for one in facts.failures if one.node_rank == 0 and one.rank < 0]
     if is_last or meeting.peers or not losses:
         return False
     followed = successor.follow(meeting, losses[0], agent.args)
@@ -45,25 +44,25 @@ def prepare(agent: NodeAgent, ended: Attempt, verdict: Verdict, before: tuple[in
     return followed is not None
 
 
-def find_parts(agent: NodeAgent, ended: Attempt, verdict: Verdict) -> Verdict:
+def find_parts(agent: NodeAgent, facts: Facts, verdict: Verdict) -> Verdict:
     """On node rank 0, note what all nodes are to lay together if no attempt follows."""
     team = agent.meeting.team
     may_go_on_elsewhere = agent.args.min_nodes and not (team and team.is_majority)
     if agent.args.node_rank != 0 or verdict.code == 0 or may_go_on_elsewhere:
         return verdict
     saved_step, _ = agent.heartbeats.reached()
-    found = agent.snapshots.find_parts([*ended.facts.nodes.values()], saved_step)
+    found = agent.snapshots.find_parts([*facts.nodes.values()], saved_step)
     return replace(verdict, parts=found)
 
 
 def _decide(
-    agent: NodeAgent, team: Team, ended: Attempt, verdict: Verdict, before: tuple[int, int]
+    agent: NodeAgent, team: Team, facts: Facts, verdict: Verdict, before: tuple[int, int]
 ) -> bool:
     """On node rank 0: decide for all, and tell the others."""
-    first = None if agent.is_last or ended.facts.signals else verdict.failure
+    first = None if agent.is_last or facts.signals else verdict.failure
     parts: Mapping[int, Assignment] = {}
     if first is not None:
-        busy = team.peers.keys() - ended.facts.nodes.keys()  # their ranks have not ended
+        busy = team.peers.keys() - facts.nodes.keys()  # their ranks have not ended
         for node_rank in busy if team.min_nodes else ():
             team.peers.pop(node_rank).close()
         why = team.why_not(are_all_quiet=not busy)
