@@ -11,10 +11,6 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from launcher.explain.rules import Rule
 
 # In a traceback, or as faulthandler writes it.
 _FRAME = re.compile(r'^ {2}File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$')
@@ -97,21 +93,19 @@ def read_error(path: Path) -> RaisedError | None:
 
 def fault_of(message: str) -> str:
     """Return the fault behind an error that names none, from what torch and the system say."""
-    rule = _find_rule(message)
-    return rule.fault if rule is not None and rule.names_fault else "rank-error"
+    from launcher.explain.rules import Kind, find_rule  # late: it reads a file
+
+    rule = find_rule(message)
+    # Up to END, the process that says it has failed by itself, or has waited in vain.
+    return rule.fault if rule is not None and rule.kind <= Kind.END else "rank-error"
 
 
 def is_peer_lost(message: str) -> bool:
     """Whether an error only says that another rank is gone, or did not come."""
-    rule = _find_rule(message)
-    return rule is not None and rule.may_follow
+    from launcher.explain.rules import Kind, find_rule
 
-
-def _find_rule(message: str) -> Rule | None:
-    from launcher.explain.rules import match  # reads a file: only once something has failed
-
-    known = [rule for line in message.splitlines() if (rule := match(line))]
-    return min(known, key=lambda rule: rule.kind, default=None)
+    rule = find_rule(message)
+    return rule is not None and rule.kind >= Kind.END
 
 
 def explain(code: int, *, out_of_memory: bool = False) -> tuple[str, str]:

@@ -107,18 +107,11 @@ def is_stopped(pid: int) -> bool:
     return read_stat(pid)[:1] in ([b"T"], [b"t"])
 
 
-def catches(pid: int, signum: int) -> bool:
-    """Whether a process has a handler for a signal."""
-    return _has_signal(pid, "SigCgt", signum)
+def has_signal(pid: int, mask: str, signum: int) -> bool:
+    """Whether a signal is in one of a process's masks (proc(5), /proc/PID/status).
 
-
-def blocks(pid: int, signum: int) -> bool:
-    """Whether a process's main thread blocks a signal."""
-    return _has_signal(pid, "SigBlk", signum)
-
-
-def _has_signal(pid: int, mask: str, signum: int) -> bool:
-    """Whether a signal is in one of a process's masks (proc(5), /proc/PID/status)."""
+    SigCgt has those with a handler, SigBlk those that its main thread blocks.
+    """
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
         found = next((line for line in file if line.startswith(f"{mask}:")), f"{mask}: 0")
         return bool(int(found.split()[1], 16) >> (signum - 1) & 1)

@@ -32,23 +32,20 @@ from launcher.agent import next_attempt
 from launcher.agent.attempt import Attempt
 from launcher.agent.control import SILENCE_S, report_end
 from launcher.agent.diagnosis import nccl_network
-from launcher.agent.fork import fork_ranks
-from launcher.agent.heartbeats import Heartbeats
+from launcher.agent.fork import cpus_of_ranks, fork_ranks
 from launcher.agent.link import AgentNote, GuardianLink
-from launcher.agent.node_ranks import NodeRanks
+from launcher.agent.node_ranks import Heartbeats, NodeRanks
 from launcher.agent.nodes import checkin, spare
-from launcher.agent.nodes.waiting import Waiting
 from launcher.agent.output.stream import NodeLog, say, without_noise
-from launcher.agent.output.terminal import is_line_open, open_terminals
+from launcher.agent.output.terminal import Terminal, is_line_open
 from launcher.agent.query import Query
-from launcher.agent.rank_environment import cpus_of_ranks
 from launcher.agent.restarts import Restarts
 from launcher.agent.snapshots.memory import Snapshots
 from launcher.agent.torchrun_arguments import Arguments, parse
-from launcher.agent.verdict import Facts, Parts, Verdict
-from launcher.failure_block import End, RunSummary
+from launcher.agent.verdict import Facts, Verdict
 from launcher.preflight import must_match
 from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder
+from launcher.screen import are_one_file
 
 TRAIN = str(Path(__file__).resolve().parents[2] / "train.py")
 STOPPED_S = 8.0  # after a stop: to write a snapshot
@@ -144,10 +141,9 @@ class NodeAgent:
         part = meeting.assignment
         self.args, self.arguments = args, arguments
         self.guardian = guardian
-        self.control = guardian.control
         self.store: TCPStore | None = None
-        self.spares = Waiting()
-        self.terminals = open_terminals()
+        out = Terminal(1)
+        self.terminals = out, out if are_one_file(1, 2) else Terminal(2)
         self.cpus = cpus_of_ranks(args.numa_binding, args.nproc)
         self.heartbeats = Heartbeats(args.nproc)
         self.snapshots = Snapshots(args.nproc)
@@ -179,7 +175,17 @@ class NodeAgent:
         if part.node_rank == 0 and number > 1:
             self.snapshots.outgoing.begin()
         if self.folder is not None and part.node_rank == 0 and self.restarts.record is None:
-            self.restarts.record = self._open_record(self.folder)
+            guardian = LauncherProcess.of(os.getppid())
+            self.restarts.record = LiveRecord(
+                self.folder.path,
+                is_takeover=part.attempt > 0,
+                launcher=None if self.guardian.control else guardian,
+                versions=_versions(),
+                agent_arguments=self.arguments,
+                hosts=part.hosts,
+                world_size=part.world_size,
+                grace=self.args.grace_s,
+            )
         if self.folder is not None and part.seats and part.attempt:  # a lost node may still write
             self.error_files = self.folder.failures / f"attempt_{part.attempt}"
             self.error_files.mkdir(exist_ok=True)
@@ -190,19 +196,6 @@ class NodeAgent:
             self.say(f"{line}; now on port {self.port}")
             next_attempt.tell_lineup(self, part.attempt)
 
-    def _open_record(self, folder: RunFolder) -> LiveRecord:
-        """On node rank 0, start run.json, or take it over."""
-        return LiveRecord(
-            folder.path,
-            is_takeover=self.assignment.attempt > 0,
-            launcher=None if self.control else LauncherProcess.of(os.getppid()),  # the guardian
-            versions=_versions(),
-            agent_arguments=self.arguments,
-            hosts=self.assignment.hosts,
-            world_size=self.assignment.world_size,
-            grace=self.args.grace_s,
-        )
-
     # --- one attempt after another ------------------------------------------------------------
 
     def run(self) -> int:
@@ -212,8 +205,8 @@ class NodeAgent:
         while True:
             reached = self.heartbeats.reached()
             attempt = self._begin_attempt(signals)
-            verdict = next_attempt.find_parts(self, attempt, attempt.watch(self.terminals))
-            if not next_attempt.prepare(self, attempt, verdict, reached):
+            verdict = next_attempt.find_parts(self, attempt.facts, attempt.watch(self.terminals))
+            if not next_attempt.prepare(self, attempt.facts, verdict, reached):
                 break
         self._report(self._keep_snapshot(verdict))
         return verdict.code
@@ -225,7 +218,7 @@ class NodeAgent:
     def _begin_attempt(self, signals: list[int]) -> Attempt:
         """Fork the ranks."""
         self.heartbeats.clear()
-        ranks = fork_ranks(self, self.assignment.attempt)
+        ranks = fork_ranks(self)
         if self.args.node_rank == 0:
             self._serve_store()
         hosts, peers, team = self.assignment.hosts, self.meeting.peers, self.meeting.team
@@ -233,9 +226,7 @@ class NodeAgent:
         folder = self.folder.path if self.folder else None
         for peer in peers.values():
             peer.heard = time.monotonic()  # it may have waited long for the others
-        if team is not None:
-            self.spares = Waiting(team.spares, partial(next_attempt.drop_spare, self, team))
-        return Attempt(
+        attempt = Attempt(
             here,
             hosts=hosts,
             peers=peers,
@@ -246,11 +237,14 @@ class NodeAgent:
             query=Query(here, hosts, peers, self.say, folder, self.args.hang_s),
             snapshots=self.snapshots,
             on_beat=self._on_beat,
-            spares=self.spares,
         )
+        if team is not None:
+            team.listen(attempt.selector, partial(next_attempt.note_lost_spare, self))
+        return attempt
 
     def _on_beat(self) -> None:
-        self.spares.beat()
+        if self.meeting.team is not None:
+            self.meeting.team.beat()
         self.network.look(self.say)
         self.restarts.look(self.heartbeats)
 
@@ -282,20 +276,15 @@ class NodeAgent:
             return verdict
         if self.args.min_nodes and not (team and team.is_majority):
             return verdict  # the run may go on elsewhere
-        step = self.save_snapshot(verdict.parts, is_first_node=is_first_node, limit_s=limit_s)
+        if is_first_node and verdict.parts is not None:
+            step = self.snapshots.save_parts(verdict.parts, self.meeting.peers, limit_s)
+        else:
+            saved, _ = self.heartbeats.reached()
+            step = self.snapshots.save(saved, is_first_node=is_first_node, limit_s=limit_s)
         if step < 0:
             return verdict
         first = verdict.failure and replace(verdict.failure, saved_step=step)
         return replace(verdict, failure=first, has_saved=True)
-
-    def save_snapshot(self, parts: Parts | None, *, is_first_node: bool, limit_s: float) -> int:
-        """Save what is in memory, or elsewhere the copy of it; returns its step, or -1."""
-        saved_step = self.heartbeats.reached()[0]
-        if is_first_node and parts is not None:
-            return self.snapshots.save_parts(parts, self.meeting.peers, limit_s)
-        return self.snapshots.save(
-            is_first_node=is_first_node, saved_step=saved_step, limit_s=limit_s
-        )
 
     def _report(self, verdict: Verdict) -> None:
         """Complete run.json, and tell last of all how the run ended."""
@@ -303,20 +292,12 @@ class NodeAgent:
             shutil.rmtree(self.error_files, ignore_errors=True)
         if told := self.restarts.end(verdict.code, self.heartbeats):
             self.say(told)
-        summary = RunSummary(
-            started=self.started,
-            lost_peer=verdict.lost_peer,
-            stopped=verdict.stopped,
-            left=verdict.left,
-            run_id=self.assignment.run_id,
-            command="" if verdict.code == BAD_INPUT else self._resume_command(verdict.has_saved),
-            ends=verdict.ends,
-            signum=verdict.signum,
-        )
-        if self.args.is_in_step and verdict.is_told and self.control is None:
+        if self.args.is_in_step and verdict.is_told and self.guardian.control is None:
             return  # node rank 0 prints it, to the same terminal
-        end = End(verdict.code, verdict.failure, summary, verdict.is_told)
-        report_end(end, self.control, is_line_open=is_line_open(self.terminals))
+        command = "" if verdict.code == BAD_INPUT else self._resume_command(verdict.has_saved)
+        run_id = self.assignment.run_id
+        end = verdict.as_end(started=self.started, run_id=run_id, command=command)
+        report_end(end, self.guardian.control, is_line_open=is_line_open(self.terminals))
 
     def _resume_command(self, has_saved: bool) -> str:
         """Return what resumes the run; nothing for a program that may not be able to resume."""

@@ -34,7 +34,6 @@ from launcher.agent.nodes.protocol import (
     StackRequest,
     StopRequest,
 )
-from launcher.agent.nodes.waiting import Waiting
 from launcher.agent.output.stream import Stream
 from launcher.agent.output.terminal import Terminal
 from launcher.agent.query import Query
@@ -64,7 +63,6 @@ class Attempt:
     query: Query
     snapshots: Snapshots
     on_beat: Callable[[], None]  # what the agent does every BEAT_S
-    spares: Waiting
 
     def __post_init__(self) -> None:
         self.is_first_node = self.ranks.node_rank == 0  # its agent decides
@@ -129,7 +127,6 @@ class Attempt:
         self._listen_to(self.guardian, self._on_guardian_death)
         for node, peer in self.peers.items():
             self._listen_to(peer.socket, partial(self._on_peer, node, peer))
-        self.spares.attach(self.selector)
         for stream in self.ranks.streams():
             self._listen_to(stream.fd, partial(self._on_output, stream))
         for terminal in terminals:
@@ -144,11 +141,11 @@ class Attempt:
             for each in self.ranks.living():
                 if each.error_file.exists():  # it has raised, and is about to exit
                     self._record_failure(self.ranks.describe_end(each))
-            self._note_stopped()
+            self.facts.stopped.update(each.rank for each in self.ranks.living())
             self.ranks.send(signal.SIGTERM)
             self.kill.set_within(TERM_S)
         if self.kill.take():
-            self._note_stopped()
+            self.facts.stopped.update(each.rank for each in self.ranks.living())
             processes.end_descendants()
         suspect = self.query.on_time()
         if suspect is not None and not self.facts.failures:
@@ -167,9 +164,6 @@ class Attempt:
         return self.over.take()
 
     # --- this node's ranks ----------------------------------------------------------------------
-
-    def _note_stopped(self) -> None:
-        self.facts.stopped.update(each.rank for each in self.ranks.living())
 
     def _on_guardian_death(self) -> None:
         processes.end_descendants()

@@ -1,30 +1,42 @@
-"""Fork the ranks of one node, each with its streams, variables and CPUs."""
+"""Fork the ranks of one node, each with its streams, variables, GPU and CPUs."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch.distributed import is_nccl_available
 from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.elastic.utils.api import macros
 
+from distributed.errors import Refused
+from launcher.agent.assignment import Assignment
 from launcher.agent.node_ranks import Rank
 from launcher.agent.output.stream import Stream, open_stream, say
 from launcher.agent.output.terminal import Terminal
+from launcher.agent.rank.flight_recorder import DEFAULT_SIZE, SIZE
 from launcher.agent.rank.program import run_and_exit
-from launcher.agent.rank_environment import rank_variables
+from launcher.agent.torchrun_arguments import Arguments
 from launcher.record.run_json import writing_to
 
 if TYPE_CHECKING:
     from launcher.agent.agent import NodeAgent
 
+try:
+    from torch.numa import binding
+except ImportError:  # before torch 2.9
+    binding = None  # type: ignore[assignment]
+
 STREAMS = {"stdout": Std.OUT, "stderr": Std.ERR}
 
 
-def fork_ranks(node: NodeAgent, attempt: int) -> list[Rank]:
+def fork_ranks(node: NodeAgent) -> list[Rank]:
     """Fork the ranks of an attempt. Each rank runs its program and leaves by SystemExit."""
     ranks: list[Rank] = []
     agent = os.getpid()
@@ -45,12 +57,12 @@ def fork_ranks(node: NodeAgent, attempt: int) -> list[Rank]:
                 None if one in hidden else terminal,
                 is_alone=is_alone,
                 has_label=node.args.has_labels,
-                copy=_stream_file(node, number, attempt, name) if one in kept else None,
+                copy=_stream_file(node, number, name) if one in kept else None,
             )
             for terminal, (name, one) in zip(terminals, STREAMS.items(), strict=True)
         ]
         (stdout, out), (stderr, err) = streams
-        variables = rank_variables(node.args, node.assignment, local_rank, node.port, attempt)
+        variables = _variables(node.args, node.assignment, local_rank, node.port)
         variables |= node.network.variables if number == 0 else {}
         variables |= node.snapshots.variables(local_rank)
         variables["HEARTBEAT_FILE"] = node.heartbeats.name(local_rank)
@@ -68,12 +80,12 @@ def fork_ranks(node: NodeAgent, attempt: int) -> list[Rank]:
     return ranks
 
 
-def _stream_file(node: NodeAgent, number: int, attempt: int, name: str) -> Path:
+def _stream_file(node: NodeAgent, number: int, name: str) -> Path:
     """Return the file for one stream of a rank that --redirects or --tee names."""
     if node.streams is None:
         node.streams = Path(tempfile.mkdtemp(prefix="torchelastic_"))
         say(f"the streams that --redirects or --tee names are in {node.streams}")
-    folder = node.streams / f"attempt_{attempt}" / str(number)
+    folder = node.streams / f"attempt_{node.assignment.attempt}" / str(number)
     with writing_to(folder):
         return folder / f"{name}.log"
 
@@ -91,3 +103,69 @@ def _close_all(node: NodeAgent, *private: Stream | Terminal | Rank) -> None:
         peer.close()
     for one in private:
         one.close()
+
+
+# --- what each rank is given --------------------------------------------------------------------
+
+
+def _variables(
+    args: Arguments, assignment: Assignment, local_rank: int, port: int
+) -> dict[str, str]:
+    """Return what torchrun adds to a rank's environment, and what is ours."""
+    number = assignment.first_rank + local_rank
+    variables = {
+        "RANK": number,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": assignment.world_size,
+        "LOCAL_WORLD_SIZE": args.nproc,
+        "GROUP_RANK": args.node_rank,
+        "GROUP_WORLD_SIZE": args.num_nodes,
+        "ROLE_NAME": args.role,
+        "ROLE_RANK": number,
+        "ROLE_WORLD_SIZE": assignment.world_size,
+        "MASTER_ADDR": args.master_addr,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": assignment.run_id,
+        "TORCHELASTIC_RESTART_COUNT": assignment.attempt,
+        "TORCHELASTIC_MAX_RESTARTS": args.max_restarts,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
+        "RUN_ID": assignment.run_id,
+    }
+    if args.log_dir is not None:
+        variables["LOG_DIR"] = args.log_dir
+    if args.nproc > 1 and "OMP_NUM_THREADS" not in os.environ:
+        variables["OMP_NUM_THREADS"] = 1  # torchrun's choice
+    if is_nccl_available() and SIZE not in os.environ:
+        variables[SIZE] = DEFAULT_SIZE
+    if args.has_virtual_ranks:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpu = local_rank if visible is None else visible.split(",")[local_rank].strip()
+        variables |= {"LOCAL_RANK": 0, "CUDA_VISIBLE_DEVICES": gpu}
+    return {name: str(value) for name, value in variables.items()}
+
+
+def cpus_of_ranks(mode: str, nproc: int) -> Sequence[set[int] | None]:
+    """Return the CPUs of each local rank as torchrun chooses them; None: those of the agent.
+
+    Raises Refused where torch cannot tell. It asks CUDA, which the agent must not have used when it
+    forks the ranks: a child does it.
+    """
+    if not mode:
+        return [None] * nproc
+    if binding is None:
+        raise Refused("numa-unknown", "this torch cannot bind ranks; install torch 2.9 or newer")
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as child:
+        try:
+            return child.submit(_choose, mode, nproc).result()
+        except Exception as error:
+            cause = f"cannot bind ranks to the CPUs near their GPUs: {error}"
+            raise Refused("numa-unknown", f"{cause}; leave NUMA_BINDING out") from None
+
+
+def _choose(mode: str, nproc: int) -> list[set[int]]:
+    options = binding.NumaOptions(binding.AffinityMode(mode))
+    return [
+        binding._get_logical_cpus_to_bind_to(gpu_index=local_rank, numa_options=options)
+        for local_rank in range(nproc)
+    ]

@@ -21,7 +21,6 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -43,7 +42,7 @@ from launcher.text import mend_streams
 
 LONGEST_WAIT_S = 3600.0  # of one wait; sigtimedwait takes no infinity
 ORPHANS_S = 1.0  # after the guardian's end, for the agent to end the run
-HAS_TORCH = b"\0"
+HAS_TORCH = b"\0"  # begins the file for an agent's last words, after the import
 LATE_S = 15.0  # beyond GRACE, for an agent to end; it may wait for other nodes
 
 
@@ -68,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if agent != 0:
         theirs.close()
         close(janitors[1])
-        last = _LastWords(words, _node_rank(arguments))
-        code = _guard(agent, ours, handled, control, last, client=client)
+        rank = _node_rank(arguments)
+        code = _guard(agent, ours, handled, control, words, node_rank=rank, client=client)
         if recorded:  # the run may have ended before it began
             run_json.note_end(Path(recorded), code)
         return code
@@ -103,20 +102,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise
 
 
-@dataclass(frozen=True)
-class _LastWords:
-    """What an agent says last: on stderr while it imports torch, then the traceback of its end."""
+def _show_last_words(file: int) -> tuple[bool, list[str]]:
+    """Show what an agent said last: on stderr while it imported torch, or the traceback of its end.
 
-    file: int  # begins with HAS_TORCH after the import
-    node_rank: int
-
-    def show(self) -> tuple[bool, list[str]]:
-        """Show them; returns whether the agent had imported torch, and the words as lines."""
-        said = os.pread(self.file, 1 << 16, 0)
-        text = said.removeprefix(HAS_TORCH).decode(errors="replace")
-        sys.stderr.write(text)
-        lines = [line.strip() for line in text.splitlines() if line.strip(" ^~")]
-        return said.startswith(HAS_TORCH), lines
+    Returns whether it had imported torch, and the words as lines.
+    """
+    said = os.pread(file, 1 << 16, 0)
+    text = said.removeprefix(HAS_TORCH).decode(errors="replace")
+    sys.stderr.write(text)
+    lines = [line.strip() for line in text.splitlines() if line.strip(" ^~")]
+    return said.startswith(HAS_TORCH), lines
 
 
 @contextlib.contextmanager
@@ -189,8 +184,9 @@ def _guard(
     notes: socket.socket,
     handled: Sequence[signal.Signals],
     control: Control | None,
-    last: _LastWords,
+    last_words: int,  # the agent's file for them
     *,
+    node_rank: int,
     client: int,
 ) -> int:
     """Wait for the agent's end, then end what is left below; returns the agent's exit code.
@@ -225,10 +221,10 @@ def _guard(
             kill_at = math.inf
     left = processes.end_descendants()
     code = processes.exit_code(status)
-    has_torch, words = last.show()
+    has_torch, words = _show_last_words(last_words)
     has_failed = code != 0 and not passed_on and (words or not has_torch)
     if os.WIFSIGNALED(status) or has_failed:
-        note = _read_note(notes, last.node_rank)
+        note = _read_note(notes, node_rank)
         if note.folder:
             run_json.note_end(Path(note.folder), code, agent=agent)
         _report_death(

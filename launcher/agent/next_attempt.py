@@ -7,33 +7,31 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from launcher.agent.assignment import Assignment
-from launcher.agent.attempt import Attempt
 from launcher.agent.control import Lineup, tell
 from launcher.agent.nodes import checkin, successor
-from launcher.agent.nodes.protocol import Peer
 from launcher.agent.nodes.team import Team
 from launcher.agent.output.stream import say
 from launcher.agent.output.terminal import is_line_open
-from launcher.agent.verdict import Verdict
+from launcher.agent.verdict import Facts, Verdict
 from launcher.failure import Failure
 
 if TYPE_CHECKING:
     from launcher.agent.agent import NodeAgent
 
 
-def prepare(agent: NodeAgent, ended: Attempt, verdict: Verdict, before: tuple[int, int]) -> bool:
+def prepare(agent: NodeAgent, facts: Facts, verdict: Verdict, before: tuple[int, int]) -> bool:
     """Return whether another attempt follows one that has ended; the agent has its part in it then.
 
-    `before` is what Heartbeats.reached() said before that attempt.
+    `facts` are of the one that has ended, `before` is what Heartbeats.reached() said before it.
     """
     meeting = agent.meeting
     if meeting.team is not None:
-        return _decide(agent, meeting.team, ended, verdict, before)
+        return _decide(agent, meeting.team, facts, verdict, before)
     if verdict.next is not None:
         agent.take_part(replace(meeting, assignment=verdict.next))
         return True
-    is_last = agent.is_last or ended.facts.signals or verdict.is_told
-    losses = [one for one in ended.facts.failures if one.node_rank == 0 and one.rank < 0]
+    is_last = agent.is_last or facts.signals or verdict.is_told
+    losses = [one for one in facts.failures if one.node_rank == 0 and one.rank < 0]
     if is_last or meeting.peers or not losses:
         return False
     followed = successor.follow(meeting, losses[0], agent.args)
@@ -41,29 +39,30 @@ def prepare(agent: NodeAgent, ended: Attempt, verdict: Verdict, before: tuple[in
         with followed.ready():
             agent.take_part(followed)
             # Node rank 0 is not there to do it.
-            agent.save_snapshot(None, is_first_node=False, limit_s=agent.args.grace_s)
+            saved, _ = agent.heartbeats.reached()
+            agent.snapshots.save(saved, is_first_node=False, limit_s=agent.args.grace_s)
     return followed is not None
 
 
-def find_parts(agent: NodeAgent, ended: Attempt, verdict: Verdict) -> Verdict:
+def find_parts(agent: NodeAgent, facts: Facts, verdict: Verdict) -> Verdict:
     """On node rank 0, note what all nodes are to lay together if no attempt follows."""
     team = agent.meeting.team
     may_go_on_elsewhere = agent.args.min_nodes and not (team and team.is_majority)
     if agent.args.node_rank != 0 or verdict.code == 0 or may_go_on_elsewhere:
         return verdict
     saved_step, _ = agent.heartbeats.reached()
-    found = agent.snapshots.find_parts([*ended.facts.nodes.values()], saved_step)
+    found = agent.snapshots.find_parts([*facts.nodes.values()], saved_step)
     return replace(verdict, parts=found)
 
 
 def _decide(
-    agent: NodeAgent, team: Team, ended: Attempt, verdict: Verdict, before: tuple[int, int]
+    agent: NodeAgent, team: Team, facts: Facts, verdict: Verdict, before: tuple[int, int]
 ) -> bool:
     """On node rank 0: decide for all, and tell the others."""
-    first = None if agent.is_last or ended.facts.signals else verdict.failure
+    first = None if agent.is_last or facts.signals else verdict.failure
     parts: Mapping[int, Assignment] = {}
     if first is not None:
-        busy = team.peers.keys() - ended.facts.nodes.keys()  # their ranks have not ended
+        busy = team.peers.keys() - facts.nodes.keys()  # their ranks have not ended
         for node_rank in busy if team.min_nodes else ():
             team.peers.pop(node_rank).close()
         why = team.why_not(are_all_quiet=not busy)
@@ -105,18 +104,15 @@ def _restart(agent: NodeAgent, team: Team, first: Failure) -> Mapping[int, Assig
     return parts
 
 
-def drop_spare(agent: NodeAgent, team: Team, place: int, peer: Peer) -> None:
+def note_lost_spare(agent: NodeAgent, loss: Failure) -> None:
     """Tell that a spare is gone."""
-    if not peer.is_silent:  # else it may be there for others
-        team.counted -= 1
-    loss = peer.loss(place, team.waiting[place].host)
     agent.say(f"warning: spare {loss.host}: {loss.cause}; the run goes on [{loss.fault}]")
     tell_lineup(agent, agent.assignment.attempt)
 
 
 def tell_lineup(agent: NodeAgent, attempt: int) -> None:
     """Tell the launcher which nodes the run goes on with."""
-    team, control = agent.meeting.team, agent.control
+    team, control = agent.meeting.team, agent.guardian.control
     if team is not None and control is not None:
         lineup = Lineup(attempt, [seat.place for seat in team.seats], [*team.spares])
         tell(lineup, control, is_line_open=is_line_open(agent.terminals))

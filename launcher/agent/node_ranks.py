@@ -5,19 +5,19 @@ The ranks' own side, what each process does after the fork, is launcher/agent/ra
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from distributed.heartbeat import STACK_SIGNAL, stack_file_of
+from distributed.heartbeat import RECORD, STACK_SIGNAL, Beat, name_record, stack_file_of
 from launcher import failure, processes
 from launcher.agent import verdict
 from launcher.agent.diagnosis import collectives, stuck
 from launcher.agent.diagnosis.collectives import DUMP_SIGNAL, Calls
 from launcher.agent.diagnosis.stuck import RankState
-from launcher.agent.heartbeats import Heartbeats
 from launcher.agent.output.stream import Stream
 from launcher.agent.output.tracebacks import GO_ON_S, LEAVE_S
 from launcher.failure import Failure
@@ -49,6 +49,47 @@ class Rank:
         """Close the agent's ends of its output."""
         for stream in self.streams:
             stream.close()
+
+
+class Heartbeats:
+    """Shared memory that the ranks write to: one record for each of the node, by local rank."""
+
+    def __init__(self, ranks: int) -> None:
+        self._fd = processes.anonymous_file("heartbeat")
+        os.set_inheritable(self._fd, True)  # also by what a rank executes
+        self._ranks = ranks
+        self._reached = (-1, -1)
+        self.clear()
+
+    def name(self, local_rank: int) -> str:
+        """Return what tells a rank where its record is."""
+        return name_record(self._fd, local_rank)
+
+    def clear(self) -> None:
+        """Begin anew: the ranks that are started next have made no beat."""
+        os.pwrite(self._fd, RECORD.pack(*Beat()) * self._ranks, 0)
+
+    def read(self, local_rank: int) -> Beat:
+        """Return a rank's newest beat."""
+        return Beat(*RECORD.unpack(os.pread(self._fd, RECORD.size, RECORD.size * local_rank)))
+
+    def step(self) -> int:
+        """Return the most steps that any rank has done since the last clear(); -1: none has."""
+        return max(self.read(local_rank).step for local_rank in range(self._ranks))
+
+    def saved(self) -> int:
+        """Return the step of the newest checkpoint that any rank has told; -1: none."""
+        return max(self.read(local_rank).saved for local_rank in range(self._ranks))
+
+    def are_counted(self) -> bool:
+        """Whether a script that does not beat made the steps."""
+        return any(self.read(local_rank).is_counted for local_rank in range(self._ranks))
+
+    def reached(self) -> tuple[int, int]:
+        """Return the newest checkpoint, and the most steps done by any rank so far; -1: none."""
+        now = self.saved(), self.step()
+        self._reached = max(self._reached, now)
+        return self._reached
 
 
 @dataclass(frozen=True)
@@ -180,7 +221,8 @@ class NodeRanks:
         writing = [
             each
             for each in living
-            if (are_ending or each not in stopped) and processes.catches(each.pid, STACK_SIGNAL)
+            if (are_ending or each not in stopped)
+            and processes.has_signal(each.pid, "SigCgt", STACK_SIGNAL)
         ]
         running = [each.stack_file for each in writing if each not in stopped]
         waiting = [each.stack_file for each in writing if each in stopped]
@@ -199,7 +241,8 @@ class NodeRanks:
 
         Blocks up to STACK_S.
         """
-        asked = [each for each in self.living() if processes.blocks(each.pid, DUMP_SIGNAL)]
+        living = self.living()
+        asked = [each for each in living if processes.has_signal(each.pid, "SigBlk", DUMP_SIGNAL)]
         files = {each.rank: collectives.file_of(each.error_file) for each in asked}
         for file in files.values():
             file.unlink(missing_ok=True)

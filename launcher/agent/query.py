@@ -75,7 +75,9 @@ class Query:
         """Do what is due. Returns a rank that holds up the run, where the run is to end for it."""
         if self._look.take():
             self._look.set_within(LOOK_S)
-            if self._is_asked():
+            assert self.folder is not None
+            with contextlib.suppress(OSError):  # it is not there: nobody asks
+                (self.folder / ASKED).unlink()
                 self.ask()
         if self._start.take():
             is_first, is_asking = self.ranks.node_rank == 0, bool(self._told)
@@ -85,14 +87,6 @@ class Query:
                 self._end.set_within(ANSWER_S)
                 self._take(0, self._here())
         return self._conclude() if self._end.take() else None
-
-    def _is_asked(self) -> bool:
-        assert self.folder is not None
-        try:
-            (self.folder / ASKED).unlink()
-        except OSError:
-            return False
-        return True
 
     def _here(self) -> NodeStacks:
         frames = {str(rank): frames for rank, frames in self.ranks.stacks().items()}
@@ -121,7 +115,10 @@ class Query:
             return silent.rank if odd is None else odd
         head = "where the ranks are, innermost call first:"
         if silent is not None:
-            head = f"{describe_silence(silent, odd)}; {head}"
+            step = f"no step for {silent.silence_s:.0f} s, over 10 times the longest, after step"
+            who = "all ranks are in one place" if odd is None else f"rank {odd} is behind"
+            again = f"kill -QUIT {os.getppid()} shows it again, HANG_SECONDS would end the run"
+            head = f"{step} {silent.progress[0]}: {who}; {again}; {head}"
         lines = [head, *stuck.group_stacks(places), *(f"{host}: no answer" for host in unheard)]
         lines += find_mismatches(calls)
         self._tell([printable(line, LONGEST) for line in lines])
@@ -133,11 +130,3 @@ class Query:
             text = "\n  ".join([f"{time.strftime('%Y-%m-%d %H:%M:%S')} {lines[0]}", *lines[1:]])
             with contextlib.suppress(OSError), (self.folder / SHOWN).open("a") as log:
                 log.write(f"{text}\n")
-
-
-def describe_silence(silent: RankState, odd: int | None) -> str:
-    """Return one line about a run whose script does not beat, and makes no step."""
-    step = f"no step for {silent.silence_s:.0f} s, over 10 times the longest, after step"
-    who = "all ranks are in one place" if odd is None else f"rank {odd} is behind"
-    again = f"kill -QUIT {os.getppid()} shows it again, HANG_SECONDS would end the run"
-    return f"{step} {silent.progress[0]}: {who}; {again}"

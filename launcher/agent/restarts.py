@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from distributed.errors import BAD_INPUT, CANNOT_START
-from launcher.agent.heartbeats import Heartbeats
+from launcher.agent.node_ranks import Heartbeats
 from launcher.failure import Failure
 from launcher.record.restart import Restart
 from launcher.record.run_json import LiveRecord

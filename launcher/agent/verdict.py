@@ -16,6 +16,7 @@ from distributed.stop_signals import NOTICE, stop_signals
 from launcher import failure
 from launcher.agent.assignment import Assignment
 from launcher.failure import Failure, RaisedError
+from launcher.failure_block import End, RunSummary
 from launcher.text import name_ranks
 
 _REFUSAL = re.compile(r"train\.py: (?P<cause>.+) \[(?P<fault>[a-z-]+)\]")  # its last line
@@ -53,6 +54,20 @@ class Verdict:
     def __post_init__(self) -> None:
         if not 0 <= self.code <= 255:
             raise ValueError(f"{self.code} is no exit code")
+
+    def as_end(self, *, started: float, run_id: str, command: str) -> End:
+        """Return what a user sees of it, with the command that resumes the run."""
+        summary = RunSummary(
+            started=started,
+            lost_peer=self.lost_peer,
+            stopped=self.stopped,
+            left=self.left,
+            run_id=run_id,
+            command=command,
+            ends=self.ends,
+            signum=self.signum,
+        )
+        return End(self.code, self.failure, summary, self.is_told)
 
 
 @dataclass(frozen=True)

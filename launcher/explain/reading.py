@@ -121,20 +121,15 @@ def find_ranks(cause: Sighting, files: Sequence[Path]) -> list[int]:
                 continue
             prefix, text = split(line[:LONGEST].decode(errors="replace"))
             if shape_of(text) == shape:
-                found |= _ranks_of(prefix)
+                first = next(filter(None, map(prefix.get, _RANKS)), "")
+                for low, high in re.findall(r"(\d+)(?:-(\d+))?", first + prefix.get("more", "")):
+                    found |= {*range(int(low), int(high or low) + 1)}
     return sorted(found)
 
 
 def shape_of(text: str) -> str:
     """Return a text without its digits."""
     return re.sub("[0-9]", "", text).strip()
-
-
-def _ranks_of(prefix: dict[str, str]) -> set[int]:
-    """Return the ranks that launchers have put before a line."""
-    first = next(filter(None, map(prefix.get, _RANKS)), "")
-    runs = re.findall(r"(\d+)(?:-(\d+))?", first + prefix.get("more", ""))
-    return {rank for low, high in runs for rank in range(int(low), int(high or low) + 1)}
 
 
 def split(line: str) -> tuple[dict[str, str], str]:

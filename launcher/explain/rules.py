@@ -35,16 +35,6 @@ class Rule:
     pattern: re.Pattern[str]
     made_from: Sequence[tuple[str, str]]  # real texts, and where they were published
 
-    @property
-    def names_fault(self) -> bool:
-        """Whether the process that says it has failed by itself, or has waited in vain."""
-        return self.kind <= Kind.END
-
-    @property
-    def may_follow(self) -> bool:
-        """Whether it may follow from the end of another process."""
-        return self.kind >= Kind.END
-
 
 @functools.cache
 def rules() -> tuple[Rule, ...]:
@@ -65,3 +55,9 @@ def rules() -> tuple[Rule, ...]:
 def match(line: str) -> Rule | None:
     """Return the first rule that knows a line of a log, or an error's message."""
     return next((rule for rule in rules() if rule.pattern.search(line)), None)
+
+
+def find_rule(message: str) -> Rule | None:
+    """Return the rule that says most of the cause, of those that know a line of an error."""
+    known = [rule for line in message.splitlines() if (rule := match(line))]
+    return min(known, key=lambda rule: rule.kind, default=None)

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import shlex
-import signal
 import socket
 import subprocess
 import threading
@@ -76,11 +75,6 @@ class Connection(Child):
         """Start the node's agent."""
         self.is_started, self._words, self.heard = True, b"", time.monotonic()
         self.send_line(protocol.write_request(request))
-
-    def pass_on(self, signum: signal.Signals) -> None:
-        """Tell the node's agent of a signal, once it has been started."""
-        if self.is_started:
-            self.send_line(signum.name)
 
     def answer(self, kind: type[T]) -> T | None:
         """Return what the node has said of this kind."""

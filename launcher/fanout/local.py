@@ -31,7 +31,8 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
         return REFUSED
     counts = plan.rank_counts(report.nproc)
     print_plan(plan, report, outcome, counts)
-    command = plan.inside(plan.agent_command(nproc=report.nproc, port=report.port))
+    nproc, port = report.nproc, report.port
+    command = plan.inside(plan.agent_command(nproc=nproc, port=port, node_rank=plan.node_rank))
     if plan.is_dry_run:
         print(node_comment(plan, plan.node_rank, report.host, counts, report.port))
         print(plan.paste_line(command))

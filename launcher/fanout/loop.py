@@ -32,7 +32,11 @@ class Loop:
     """Waits for children, signals and time together. Make it in the main thread, once."""
 
     def __init__(self, most_children: int) -> None:
-        allow_files(8 * most_children + 64)
+        needed = 8 * most_children + 64  # open files
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if 0 <= soft < needed:  # raise the limit, as far as that may be
+            needed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
         self.selector = selectors.DefaultSelector()
         self.children: list[Child] = []
         self._signals: list[signal.Signals] = []
@@ -66,14 +70,6 @@ class Loop:
         for child in self.children:
             child.close_input()
             child.terminate()
-
-
-def allow_files(number: int) -> None:
-    """Raise the limit of open files where it is lower, as far as that may be."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < number:
-        number = number if hard == resource.RLIM_INFINITY else min(number, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
 
 
 def ssh_command(node: str, connect_s: int, log: str) -> list[str]:

@@ -110,7 +110,10 @@ class Answers:
             except MessageError:
                 output.append(text[self._passed : end + 1])
             text, self._passed = text[end + 1 :], 0
-        kept = len(text) - at if at >= 0 else self._begun(text)
+        kept = len(text) - at
+        if at < 0:  # so many bytes at the end may begin a message
+            sizes = range(min(len(text), len(self._mark) - 1), 0, -1)
+            kept = next((size for size in sizes if text.endswith(self._mark[:size])), 0)
         if not data or kept > LONGEST_MESSAGE:
             kept = 0
         held = kept if kept >= _LEAST_HELD else 0
@@ -119,8 +122,3 @@ class Answers:
         start = len(text) - kept
         self._text, self._passed = text[start:], max(0, passed - start)
         return b"".join(output), messages
-
-    def _begun(self, text: bytes) -> int:
-        """Return how many bytes at the end may begin a message."""
-        sizes = range(min(len(text), len(self._mark) - 1), 0, -1)
-        return next((size for size in sizes if text.endswith(self._mark[:size])), 0)

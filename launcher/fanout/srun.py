@@ -44,7 +44,10 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
             signal.signal(signum, _leave)
     refuse_ended_job(os.environ["SLURM_JOB_ID"])
     os.environ.update(secret_variables(os.environ, has_agents=not plan.engine))
-    _warn_of_missing_rank(plan)
+    if plan.engine and not plan.is_ours:
+        cause = f"LAUNCHER=srun sets no RANK: {' '.join(plan.words[:2])}"
+        cure = "must call init_distributed(), or read SLURM's variables"
+        print(f"{plan.program}: warning: {cause} {cure}", file=sys.stderr)
     checked = check_nodes(plan)
     if checked is None:
         return REFUSED
@@ -90,13 +93,6 @@ def secret_variables(environ: Mapping[str, str], *, has_agents: bool) -> dict[st
         named = [word for word in exported if word not in ("NONE", "NIL")]
         variables["SLURM_EXPORT_ENV"] = ",".join([*named, "PATH", "HOME", *variables])
     return variables
-
-
-def _warn_of_missing_rank(plan: Plan) -> None:
-    if plan.engine and not plan.is_ours:
-        cause = f"LAUNCHER=srun sets no RANK: {' '.join(plan.words[:2])}"
-        cure = "must call init_distributed(), or read SLURM's variables"
-        print(f"{plan.program}: warning: {cause} {cure}", file=sys.stderr)
 
 
 # --- the preflight ------------------------------------------------------------------------------
@@ -193,7 +189,7 @@ def step_command(
     Raises PlanError where the job has another number of tasks, with LAUNCHER=srun.
     """
     if not plan.engine:
-        agent = plan.inside(plan.agent_command(nproc=nproc, port=port, is_placed=False))
+        agent = plan.inside(plan.agent_command(nproc=nproc, port=port, node_rank=None))
         options = ["--kill-on-bad-exit=0", "--no-kill"] if plan.min_nodes else [KILL_ALL]
         return node_step(plan, options, plan.with_variables(agent), environ)
     tasks = environ.get("SLURM_TASKS_PER_NODE", "1") if environ.get("SLURM_NTASKS") else "1"

@@ -6,6 +6,7 @@ way, messages and output the other. far_side.py is at the far end.
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import shutil
@@ -21,16 +22,14 @@ from launcher import handshake
 from launcher.agent.control import BEAT_S, SILENCE_S
 from launcher.failure_block import End, print_end
 from launcher.fanout import protocol
-from launcher.fanout.again import Again
 from launcher.fanout.connection import Connection, forwarded_names, write_opening
 from launcher.fanout.ending import NodeResult, conclude
-from launcher.fanout.lineups import Lineups
 from launcher.fanout.loop import Loop
+from launcher.fanout.nodes import Nodes, Silence
 from launcher.fanout.protocol import Cut, Exit, Hello, Start
-from launcher.fanout.silence import Silence
 from launcher.fanout.swap import choose_master, swap_ill
 from launcher.fanout.terminal import Terminals
-from launcher.plan.plan import Plan, print_commands, print_plan, quote_once
+from launcher.plan.plan import Plan, print_commands, print_plan
 from launcher.preflight import compare
 from launcher.preflight.check_node import Report
 from launcher.preflight.compare import Finding
@@ -53,10 +52,6 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
     return Fanout(plan).run(be_ready)
 
 
-class Interrupted(Exception):
-    """A stop signal came before the start."""
-
-
 class Fanout:
     """A run on nodes that ssh reaches."""
 
@@ -67,12 +62,11 @@ class Fanout:
         self.slack_s = len(plan.nodes) // 10  # each key exchange takes some of our time
         self.connections: list[Connection] = []
         self.silence = Silence(self.connections)
-        self.lineups = Lineups(self.connections, can_change=plan.min_nodes > 0)
+        self.nodes = Nodes(self.connections, self.connect, can_change=plan.min_nodes > 0)
         self.started: float | None = None  # seconds since the epoch
         self.stopped_by: Signals | None = None
-        self.close_at: float | None = None  # when the control streams end
+        self.close_at = math.inf  # when the control streams end
         self.beat_at = 0.0
-        self.again = Again(self.connect)
 
     def run(self, be_ready: Callable[[], None]) -> int:
         if self.plan.is_dry_run:
@@ -90,10 +84,6 @@ class Fanout:
             self.start_nodes(reports)
             self.watch()
             return self.report_end()
-        except Interrupted as interrupt:
-            (signum,) = interrupt.args
-            self.say(f"stopped by {signum.name}; nothing was started")
-            return 128 + int(signum)
         finally:
             self.loop.close()
             self.err.drain(DRAIN_S)
@@ -182,7 +172,7 @@ class Fanout:
         """Wait for the end of every node's part, and see to it once one has ended."""
         while any(one.code is None and not one.is_left for one in self.connections):
             now = time.monotonic()
-            if self.close_at is None or now < self.close_at:
+            if now < self.close_at:
                 self.turn(self.close_at)
                 continue
             for one in self.connections:
@@ -191,14 +181,14 @@ class Fanout:
                 return
             self.turn(self.close_at + END_S)
 
-    def turn(self, until: float | None) -> None:
+    def turn(self, until: float) -> None:
         """Handle what happens, until then or the next beat."""
         now = time.monotonic()
         if now >= self.beat_at:
             self.beat_at = now + BEAT_S
             for one in self.connections:
                 one.send(b"\n")
-        until = self.beat_at if until is None else min(until, self.beat_at)
+        until = min(until, self.beat_at)
         if self.is_open:
             until = min([until, *(one.heard + SILENCE_S for one in self.silence.awaited)])
         if self.terminals.is_waiting:
@@ -206,16 +196,16 @@ class Fanout:
         for signum in self.loop.wait(until - now):
             self.pass_on(signum)
         self.terminals.tick(now)
-        self.silence.note_turn(is_ending=self.close_at is not None)
+        self.silence.note_turn(is_ending=self.close_at < math.inf)
         for one in self.connections:
             self.note(one)
         for one in self.silence.find() if self.is_open else ():
             self.lose(one, f"no sign of life for {SILENCE_S:g} s: network cut?")
             one.terminate()
-        for one in self.lineups.look():
+        for one in self.nodes.find_left_behind():
             self.say(f"{one.node}: the run goes on without it")
             one.close_input()
-        if self.lineups.is_overdue():
+        if self.nodes.is_overdue():
             self.close_within(0)
 
     def lose(self, one: Connection, why: str) -> None:
@@ -225,20 +215,22 @@ class Fanout:
         """
         one.lost, one.is_silent = why, time.monotonic() - one.heard > SILENCE_S / 2
         self.say(f"{one.node}: {why}")
-        if not self.lineups.can_change:
+        if not self.nodes.can_change:
             self.close_within(0)
-        self.again.look(one)
+        self.nodes.sweep(one)
 
     def pass_on(self, signum: Signals) -> None:
         """Tell every node of a signal; what it means there the agents decide."""
         is_query = signum == QUERY and QUERY not in stop_signals()
         if self.started is None and not is_query:
-            raise Interrupted(signum)
+            self.say(f"stopped by {signum.name}; nothing was started")
+            raise SystemExit(128 + signum)
         if signum != SIGUSR1 and not is_query:
             self.stopped_by = signum
             self.close_within(self.plan.grace_s + END_S)
-        for one in self.lineups.current[:1] if is_query else self.connections:
-            one.pass_on(signum)  # where all ranks are, node rank 0 asks the others
+        for one in self.nodes.current[:1] if is_query else self.connections:
+            if one.is_started:
+                one.send_line(signum.name)  # where all ranks are, node rank 0 asks the others
 
     def note(self, one: Connection) -> None:
         """See whether a node's part of the run has ended, and how."""
@@ -246,10 +238,10 @@ class Fanout:
         has_ended = one.answer(Exit) is not None and not is_cut
         if self.started is None:
             one.look_for_fault()
-        elif one.is_left or (has_ended and self.lineups.can_change):
+        elif one.is_left or (has_ended and self.nodes.can_change):
             pass
         elif has_ended:
-            if self.close_at is None:
+            if self.close_at == math.inf:
                 for silent in self.silence.recall():
                     self.say(f"{silent.node}: {silent.lost}")
             self.close_within(OTHERS_S)
@@ -261,12 +253,10 @@ class Fanout:
     @property
     def is_open(self) -> bool:
         """Whether the run goes on, and the control streams are open."""
-        is_closed = self.close_at and time.monotonic() >= self.close_at
-        return self.started is not None and not is_closed
+        return self.started is not None and time.monotonic() < self.close_at
 
     def close_within(self, seconds: float) -> None:
-        at = time.monotonic() + seconds
-        self.close_at = at if self.close_at is None else min(at, self.close_at)
+        self.close_at = min(self.close_at, time.monotonic() + seconds)
 
     # --- the end ------------------------------------------------------------------------------
 
@@ -274,7 +264,7 @@ class Fanout:
         """Print how the run ended; returns its exit code."""
         plan = self.plan
         within_s = CONNECT_S + self.slack_s + END_S
-        unreachable = self.again.find_unreachable(self.connections, self.loop, within_s)
+        unreachable = self.nodes.find_unreachable(self.loop, within_s)
         for one, why in unreachable.items():
             self.say(f"{one.node}: {why}")
         nodes = [
@@ -286,7 +276,7 @@ class Fanout:
                 is_reachable=one not in unreachable,
                 is_silent=one.is_silent,
             )
-            for one in self.lineups.current
+            for one in self.nodes.current
         ]
         started, still_s = self.started or 0.0, self.silence.still_s
         end = conclude(nodes, plan, started=started, stopped_by=self.stopped_by, still_s=still_s)
@@ -306,4 +296,5 @@ class Fanout:
 
     def paste_line(self, node: str, line: str) -> str:
         """Return what a user can type to run a line of a shell on a node."""
-        return f"ssh -- {shlex.quote(node)} {quote_once(line)}"
+        is_plain = "'" in line and not {*line} & {*'"$`\\!'}  # then it can still be read
+        return f"ssh -- {shlex.quote(node)} " + (f'"{line}"' if is_plain else shlex.quote(line))

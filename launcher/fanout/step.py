@@ -28,11 +28,11 @@ from launcher import processes
 from launcher.agent.control import MESSAGES, Lineup
 from launcher.failure_block import End, print_end
 from launcher.fanout.ending import NodeResult, conclude
-from launcher.fanout.lineups import DECIDE_S
+from launcher.fanout.nodes import DECIDE_S
 from launcher.fanout.protocol import Answers, Exit
 from launcher.plan.plan import Plan
 from launcher.plan.slurm import in_batch_script
-from launcher.record import runs
+from launcher.record.run_json import ASKED
 from launcher.typed_json import MessageError
 
 SQUEUE_S = 10.0  # for an answer of SLURM's controller
@@ -166,7 +166,8 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
         if came is None or came.si_signo == signal.SIGCHLD:
             continue
         if came.si_signo == QUERY and QUERY not in handled:
-            runs.ask_where(plan.log_dir / plan.run_id)
+            with contextlib.suppress(OSError):
+                (plan.log_dir / plan.run_id / ASKED).touch()  # asks where all ranks are
             continue
         is_asked = True
         if came.si_signo == NOTICE:

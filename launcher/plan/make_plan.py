@@ -5,6 +5,7 @@ What the user said wins in this order: arguments, environment, config, default.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -24,7 +25,7 @@ from distributed.environment import (
 )
 from distributed.network import PROFILES
 from distributed.stop_signals import DEFAULT_GRACE_S
-from launcher.container.container import Container, config_texts, read_container
+from launcher.container import Container, config_texts, read_container
 from launcher.fanout import job_command
 from launcher.handshake import read_access
 from launcher.plan import hosts, pbs, slurm, spares
@@ -174,14 +175,11 @@ def is_login_node(environ: Mapping[str, str]) -> bool:
     """Return whether a batch system answers here and this is outside its jobs."""
     if environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID"):
         return False
-    return any(_answers(command) for command in (["sinfo"], ["qstat"]))
-
-
-def _answers(command: Sequence[str]) -> bool:
-    try:
-        return subprocess.run(command, capture_output=True, timeout=3).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        return False
+    for tool in ("sinfo", "qstat"):
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            if subprocess.run([tool], capture_output=True, timeout=3).returncode == 0:
+                return True
+    return False
 
 
 def read_world(typed: Typed, environ: Mapping[str, str], fanout: str) -> World:

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from distributed import hostlist
 from distributed.errors import Refused
 from distributed.stop_signals import DEFAULT_GRACE_S
-from launcher.container.container import Container
+from launcher.container import Container
 from launcher.preflight.check_node import Report, Request, check_node
 from launcher.preflight.compare import Outcome
 from launcher.text import count, print_row
@@ -159,17 +159,14 @@ class Plan(World):
             named |= {"SPARES": str(self.num_spares), "MIN_NODES": str(self.min_nodes)}
         return {name: value for name, value in {**named, **self.variables}.items() if value}
 
-    def agent_command(
-        self, *, nproc: int, port: int, node_rank: int | None = None, is_placed: bool = True
-    ) -> list[str]:
+    def agent_command(self, *, nproc: int, port: int, node_rank: int | None) -> list[str]:
         """Return what one node runs: its agent, with torchrun's arguments.
 
-        In a step of a SLURM job the agent is not placed: it finds its place itself.
+        Without a node rank, in a step of a SLURM job, the agent finds its place itself.
         """
         command = [self.python, str(self.root / AGENT)]
-        if is_placed:
-            rank = self.node_rank if node_rank is None else node_rank
-            command += ["--nnodes", str(self.num_nodes), "--node-rank", str(rank)]
+        if node_rank is not None:
+            command += ["--nnodes", str(self.num_nodes), "--node-rank", str(node_rank)]
             command += ["--master-addr", self.master_addr]
         command += ["--nproc-per-node", str(nproc), "--master-port", str(port)]
         if self.engine:
@@ -231,11 +228,6 @@ def shell_line(directory: Path, command: Sequence[str]) -> str:
     return f"cd {shlex.quote(str(directory))} && {shlex.join(command)}"
 
 
-def quote_once(line: str) -> str:
-    """Return a shell's line as one word, which can still be read."""
-    return f'"{line}"' if "'" in line and not {*line} & {*'"$`\\!'} else shlex.quote(line)
-
-
 def node_comment(plan: Plan, node_rank: int, host: str, counts: Sequence[int], port: int) -> str:
     """Return the line above a node's command in a dry run."""
     where = f"rendezvous {plan.master_addr}:{port}"
@@ -276,7 +268,10 @@ def print_plan(
         print_row("container", str(plan.container), out)
     print_row("hosts", _hosts(plan, node), out)
     if plan.min_nodes:
-        print_row("spares", _spares(plan), out)
+        everyone = [node.name for node in plan.nodes] or hostlist.expand(plan.hosts)
+        names = "  ".join(everyone[plan.num_nodes :]) or "none"
+        least = f"   (without one, {count(plan.min_nodes, 'node')} will do)"
+        print_row("spares", names + (least if plan.min_nodes < plan.num_nodes else ""), out)
     default_backend = "nccl" if node and node.gpus else "gloo"
     backend = plan.backend.replace("auto", default_backend)
     each = str(counts[0]) if len({*counts}) == 1 else ",".join(map(str, counts))
@@ -311,13 +306,6 @@ def _hosts(plan: Plan, node: Report | None) -> str:
         return f"{plan.hosts or node.host} (master, {master})"
     here = f"{node.host} (this one, node rank {plan.node_rank} of {plan.num_nodes})"
     return f"{master} (master)  {plan.hosts or here}"
-
-
-def _spares(plan: Plan) -> str:
-    everyone = [node.name for node in plan.nodes] or hostlist.expand(plan.hosts)
-    names = "  ".join(everyone[plan.num_nodes :]) or "none"
-    is_less = plan.min_nodes < plan.num_nodes
-    return names + (f"   (without one, {count(plan.min_nodes, 'node')} will do)" if is_less else "")
 
 
 def _preflight(plan: Plan, outcome: Outcome | None) -> str:

@@ -11,8 +11,6 @@ from distributed.environment import in_slurm_step, slurm_node
 from distributed.errors import STOPPED
 from launcher.plan.plan import PlanError, World, read_nproc, read_number
 
-_GPUS = "SLURM_GPUS_ON_NODE"
-
 
 def in_slurm_job(environ: Mapping[str, str]) -> bool:
     """Return whether this runs in a job outside its steps: a batch script, salloc's shell."""
@@ -46,7 +44,8 @@ def read_job(environ: Mapping[str, str], script: str, asked: int | None) -> Worl
     if nproc and asked not in (None, nproc):
         cause = f"{asked} processes per node, but the job has SLURM_TASKS_PER_NODE={nproc}"
         raise PlanError(f"{cause}; leave the number out [wrong-world]")
-    nproc = nproc or asked or read_nproc(_GPUS, environ.get(_GPUS) or None)
+    gpus = environ.get("SLURM_GPUS_ON_NODE") or None
+    nproc = nproc or asked or read_nproc("SLURM_GPUS_ON_NODE", gpus)
     nodes = environ["SLURM_JOB_NODELIST"]
     return World(num_nodes, hostlist.first(nodes), nproc=nproc, hosts=nodes)
 

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from distributed.network import interface_to
 from launcher.handshake import is_loopback
-from launcher.preflight import gpu_health, infiniband, must_match
-from launcher.preflight.gpus import Gpu
+from launcher.preflight import infiniband, must_match
+from launcher.preflight.gpus import Gpu, find_slow
 from launcher.text import count
 
 OLDEST_TORCH = (2, 6)  # whose store can take over a port that is open already
@@ -79,8 +79,8 @@ def check_program(machine: Machine) -> Iterator[Fault]:
         yield Fault("env-missing", cause, "install {}.{} or newer".format(*OLDEST_TORCH))
     elif missing := missing_of_torch():
         yield Fault("env-missing", f"{sys.executable} cannot import torch: {missing}", cure)
-    elif machine.script and not _is_program(machine.script):
-        cause = f"there is no script {str(machine.script)!r}"
+    elif (path := machine.script) and not (path.is_file() or (path / "__main__.py").is_file()):
+        cause = f"there is no script {str(path)!r}"
         yield Fault("env-missing", cause, "correct its path; for a module, give -m and its name")
 
 
@@ -101,10 +101,6 @@ def missing_of_torch() -> str:
     missing = {words[0] for words in lines if words[1:] == ["=>", "not", "found"]}
     missing -= {file.name for file in folder.parent.glob("nvidia/*/lib/*")}  # it loads these itself
     return f"there is no {', '.join(sorted(missing))}" if missing else ""
-
-
-def _is_program(path: Path) -> bool:
-    return path.is_file() or (path / "__main__.py").is_file()
 
 
 def check_gpus(machine: Machine) -> Iterator[Fault]:
@@ -132,7 +128,7 @@ def check_gpus(machine: Machine) -> Iterator[Fault]:
 
 def check_gpu_speed(machine: Machine) -> Iterator[Fault]:
     """No GPU is slower than it need be: every step would wait for it."""
-    for cause in gpu_health.find_slow({gpu.index: gpu.health for gpu in machine.gpus}):
+    for cause in find_slow({gpu.index: gpu.health for gpu in machine.gpus}):
         cure = "have it looked at, or leave it out with CUDA_VISIBLE_DEVICES"
         yield Fault("gpu-slow", cause, cure, warns=True)
 

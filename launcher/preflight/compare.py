@@ -53,13 +53,10 @@ def differences(reports: Sequence[Report]) -> Iterator[Finding]:
     for report in others:
         for name, cause in mismatches(first, report):
             yield Finding(report.host, Fault(name, cause, "make them the same"))
-        if is_master_there and not _has_other_master(report):
+        # Where the master's name means that node itself, it has called at its own ports.
+        is_own = any(one.name == "loopback-address" and not one.warns for one in report.faults)
+        if is_master_there and not is_own:
             yield from (Finding(report.host, fault) for fault in report.met)
-
-
-def _has_other_master(report: Report) -> bool:
-    """Whether the master's name means that node itself: it has called at its own ports."""
-    return any(one.name == "loopback-address" and not one.warns for one in report.faults)
 
 
 def print_findings(outcome: Outcome, program: str, *, is_strict: bool, out: TextIO) -> bool:

@@ -47,7 +47,11 @@ def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
         os.close(writer)
         code = _wait_for_start(child, reader)
         if code is None:
-            _print_commands(plan.run_id, log, script)
+            log_dir = os.environ.get("LOG_DIR")
+            again = shlex.join([*([f"LOG_DIR={log_dir}"] if log_dir else []), script])
+            print_row("detached", f"tail -f {shlex.quote(str(log))}")
+            print_row("status", f"{again} --status {shlex.quote(plan.run_id)}")
+            print_row("stop", f"{again} --stop {shlex.quote(plan.run_id)}")
         os._exit(code or 0)
     os.close(reader)
     os.setsid()
@@ -66,14 +70,6 @@ def _wait_for_start(child: int, reader: int) -> int | None:
     for signum in handled:  # from now on --stop is the way
         signal.signal(signum, signal.SIG_IGN)
     return None
-
-
-def _print_commands(run_id: str, log: Path, script: str) -> None:
-    log_dir = os.environ.get("LOG_DIR")
-    again = shlex.join([*([f"LOG_DIR={log_dir}"] if log_dir else []), script])
-    print_row("detached", f"tail -f {shlex.quote(str(log))}")
-    print_row("status", f"{again} --status {shlex.quote(run_id)}")
-    print_row("stop", f"{again} --stop {shlex.quote(run_id)}")
 
 
 def _leave_terminal(plan: Plan, log: Path, shown: _Copy, writer: int) -> None:

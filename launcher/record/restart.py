@@ -24,11 +24,6 @@ class Restart:
     lost: tuple[str, ...] = ()  # hosts of nodes that were lost
     replaced: tuple[str, ...] = ()  # who took their places
 
-    @property
-    def lost_steps(self) -> int:
-        """Steps that are to be done again; 0 where the step is unknown."""
-        return 0 if self.is_counted else max(0, self.step - max(0, self.saved_step))
-
     def describe(self, most: int) -> str:
         """Return what failed, and what it costs, in one line."""
         text = f"restart {self.number} of {most} after {self.who}: {self.cause}"
@@ -37,4 +32,5 @@ class Restart:
             return text
         begin = f"from step {self.saved_step}" if self.saved_step >= 0 else "from the beginning"
         begin += ", in memory" if self.is_from_memory else ""
-        return f"{text}; {begin}, {count(self.lost_steps, 'step')} lost"
+        lost_steps = max(0, self.step - max(0, self.saved_step))  # that are to be done again
+        return f"{text}; {begin}, {count(lost_steps, 'step')} lost"

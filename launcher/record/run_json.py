@@ -262,9 +262,9 @@ class LiveRecord:
         self._written = time.monotonic()
         self._is_lost = False
         if is_takeover:
-            self._write(hosts=fields["hosts"], world_size=fields["world_size"])
+            self.note(hosts=fields["hosts"], world_size=fields["world_size"])
             return
-        self._write(
+        self.note(
             run_id=folder.name,
             command=os.environ.get("LAUNCH_COMMAND", ""),
             working_directory=os.getcwd(),
@@ -283,17 +283,14 @@ class LiveRecord:
         if is_due and (saved_step, step) != self._progress:
             self._progress = saved_step, step
             self._written = time.monotonic()
-            self._write(step=step, saved_step=saved_step)
-
-    def note(self, **fields: Any) -> None:
-        """Record more of the run."""
-        self._write(**fields)
+            self.note(step=step, saved_step=saved_step)
 
     def end(self, code: int, saved_step: int, step: int) -> None:
         """Record how the run ended."""
-        self._write(step=step, saved_step=saved_step, **_end(code))
+        self.note(step=step, saved_step=saved_step, **_end(code))
 
-    def _write(self, **changes: Any) -> None:
+    def note(self, **changes: Any) -> None:
+        """Record more of the run."""
         try:
             with self._lock.committing():
                 update(self._folder, **changes)

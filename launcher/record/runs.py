@@ -170,12 +170,6 @@ def print_status(log_dir: Path, run_ids: Sequence[str], program: str) -> int:
     return 0
 
 
-def ask_where(folder: Path) -> None:
-    """Ask node rank 0's agent to show where all ranks of a run are."""
-    with contextlib.suppress(OSError):
-        (folder / ASKED).touch()
-
-
 def show_stacks(run: Run, program: str) -> int:
     """Print where all ranks of a run are; it goes on."""
     launcher = run.record.launcher

@@ -52,38 +52,23 @@ def size_text(num_bytes: int) -> str:
     return f"{num_bytes // MIB} MiB" if num_bytes >= MIB else f"{num_bytes // KIB} KiB"
 
 
-def _all_reduce(whole: Tensor, part: Tensor) -> None:
-    dist.all_reduce(whole)  # a sum: NCCL has its fastest way for that alone
+def _share(ranks: int) -> float:
+    """Return the share of an array that the other ranks have."""
+    return (ranks - 1) / ranks
 
 
-def _all_gather(whole: Tensor, part: Tensor) -> None:
-    dist.all_gather_into_tensor(whole, part)
-
-
-def _reduce_scatter(whole: Tensor, part: Tensor) -> None:
-    dist.reduce_scatter_tensor(part, whole)
-
-
-def _broadcast(whole: Tensor, part: Tensor) -> None:
-    dist.broadcast(whole, src=0)
-
-
-def _reduce(whole: Tensor, part: Tensor) -> None:
-    dist.reduce(whole, dst=0)
-
-
-def _all_to_all(whole: Tensor, part: Tensor) -> None:
-    dist.all_to_all_single(torch.empty_like(whole), whole)
-
-
-Call = Callable[[Tensor, Tensor], None]  # of the whole array and this rank's part of it
+Call = Callable[[Tensor, Tensor], object]  # of the whole array and this rank's part of it
 COLLECTIVES: dict[str, tuple[Call, Callable[[int], float]]] = {  # and busbw / algbw for n ranks
-    "all-reduce": (_all_reduce, lambda n: 2 * (n - 1) / n),
-    "all-gather": (_all_gather, lambda n: (n - 1) / n),
-    "reduce-scatter": (_reduce_scatter, lambda n: (n - 1) / n),
-    "broadcast": (_broadcast, lambda n: 1.0),
-    "reduce": (_reduce, lambda n: 1.0),
-    "all-to-all": (_all_to_all, lambda n: (n - 1) / n),
+    # A sum: NCCL has its fastest way for that alone.
+    "all-reduce": (lambda whole, part: dist.all_reduce(whole), lambda n: 2 * _share(n)),
+    "all-gather": (lambda whole, part: dist.all_gather_into_tensor(whole, part), _share),
+    "reduce-scatter": (lambda whole, part: dist.reduce_scatter_tensor(part, whole), _share),
+    "broadcast": (lambda whole, part: dist.broadcast(whole, src=0), lambda n: 1.0),
+    "reduce": (lambda whole, part: dist.reduce(whole, dst=0), lambda n: 1.0),
+    "all-to-all": (
+        lambda whole, part: dist.all_to_all_single(torch.empty_like(whole), whole),
+        _share,
+    ),
 }
 
 

@@ -41,7 +41,11 @@ def run_checks(rank: int, ranks: int) -> Iterator[Check]:
     for dtype, suffix in DTYPES.items():
         for check in _collectives(rank, ranks, dtype):
             yield Check(f"{check.name}{suffix}", check.got, check.want)
-    yield _barrier(ranks)
+    store = dist.distributed_c10d._get_default_store()  # counts without a collective
+    store.add("selftest/entered", 1)
+    dist.barrier()
+    entered = store.add("selftest/entered", 0)
+    yield Check("barrier", torch.tensor(entered), torch.tensor(ranks))
     yield _ddp_step(rank, ranks)
 
 
@@ -82,13 +86,6 @@ def _ring(mine: Tensor, rank: int, ranks: int) -> Tensor:
     for request in dist.batch_isend_irecv([sending, receiving]):
         request.wait()
     return received
-
-
-def _barrier(ranks: int) -> Check:
-    store = dist.distributed_c10d._get_default_store()  # counts without a collective
-    store.add("selftest/entered", 1)
-    dist.barrier()
-    return Check("barrier", torch.tensor(store.add("selftest/entered", 0)), torch.tensor(ranks))
 
 
 def _ddp_step(rank: int, ranks: int) -> Check:

@@ -25,7 +25,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from distributed.environment import Environment
 from distributed.torch import device, gather_bytes, init_distributed
 from launcher import typed_json
-from launcher.selftest import bandwidth, compute, judge, known_answers, links, report
+from launcher.selftest import bandwidth, judge, known_answers, links, report
 from launcher.selftest.judge import Pair
 from launcher.selftest.links import Link, Node
 from launcher.selftest.meeting import PATIENCE_S, Meeting, StuckError
@@ -33,6 +33,8 @@ from launcher.selftest.report import Findings, Member
 from launcher.text import count
 
 COMPUTE_S = 0.2  # for one rank
+CPU_TURNS = 16  # ranks on CPUs may share them, so they take turns; those on GPUs compute at once
+_SHAPES = {"cpu": (256, torch.float32, 1), "cuda": (4096, torch.bfloat16, 16)}
 MOST_AGAIN = 12  # pairs that are measured again, alone
 
 
@@ -124,7 +126,10 @@ def measure_all(test: Test) -> int:
         measure_links(test, nodes)
         test.findings.links_s = time.monotonic() - started
     if not is_basic:
-        mine = replace(mine, speed=measure_speed(test))
+        kinds = [member.kind for member in test.findings.members]
+        speeds, slow = judge.find_slow_ranks(partial(compute_together, test), kinds)
+        test.findings.slow_ranks = slow
+        mine = replace(mine, speed=speeds[env.rank])
     checks = [*known_answers.run_checks(env.rank, env.world_size)]
     found = (check.find_fault(f"rank {env.rank} ({host})") for check in checks)
     test.gather_members(replace(mine, faults=[fault for fault in found if fault]))
@@ -137,7 +142,14 @@ def measure_all(test: Test) -> int:
             test.tell(f"picture   {picture}")
     is_right = not any(member.faults for member in test.findings.members)
     if not is_basic and env.world_size > 1 and is_right:
-        measure_collectives(test)
+        names = [*bandwidth.COLLECTIVES][: 1 if test.options.is_quick else None]
+        test.tell("", bandwidth.HEAD)
+        measured = []
+        for one in bandwidth.measure(names, test.options.seconds):
+            test.tell(str(one))
+            measured.append(one)
+        test.findings.collectives = measured
+        test.tell("")
     return len(checks) + 1
 
 
@@ -176,35 +188,35 @@ def links_together(
     return [typed_json.parse(Link, text) for row in rows for text in json.loads(row)]
 
 
-def measure_speed(test: Test) -> float:
-    """Return this rank's FLOP/s."""
-    kinds = [member.kind for member in test.findings.members]
-    speeds, slow = judge.find_slow_ranks(partial(compute_together, test), kinds)
-    test.findings.slow_ranks = slow
-    return speeds[test.env.rank]
-
-
 def compute_together(test: Test, ranks: Collection[int]) -> dict[int, float]:
     """Return the FLOP/s of some ranks; all ranks call it."""
-    env, turns = test.env, compute.turns(test.env.world_size)
+    env = test.env
+    turns = min(env.world_size, CPU_TURNS) if device().type == "cpu" else 1
     seconds, speed = COMPUTE_S / (2 if test.options.is_quick else 1), 0.0
     for turn in sorted({rank % turns for rank in ranks}):
         if env.rank in ranks and env.rank % turns == turn:
-            speed = compute.measure(seconds)
+            speed = measure_speed(seconds)
         test.meeting.wait_for_all("the matrix products")
     rows = gather_bytes(json.dumps(speed).encode())
     return {rank: json.loads(rows[rank]) for rank in sorted(ranks)}
 
 
-def measure_collectives(test: Test) -> None:
-    names = [*bandwidth.COLLECTIVES][: 1 if test.options.is_quick else None]
-    test.tell("", bandwidth.HEAD)
-    found = []
-    for measured in bandwidth.measure(names, test.options.seconds):
-        test.tell(str(measured))
-        found.append(measured)
-    test.findings.collectives = found
-    test.tell("")
+def measure_speed(seconds: float) -> float:
+    """Return the FLOP/s of products of two square matrices, over `seconds`."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several would wait for each other wherever one CPU is busy
+    side, dtype, at_once = _SHAPES[device().type]
+    matrix = torch.ones(side, side, dtype=dtype, device=device())
+    result = matrix @ matrix
+    result[0, 0].item()
+    products, start = 0, time.perf_counter()
+    while (took := time.perf_counter() - start) < seconds:
+        for _ in range(at_once):
+            torch.matmul(matrix, matrix, out=result)
+        result[0, 0].item()  # a GPU has done them
+        products += at_once
+    torch.set_num_threads(threads)
+    return 2 * side**3 * products / took
 
 
 def fastest(findings: Findings) -> str:
@@ -223,7 +235,8 @@ def advice(findings: Findings) -> str:
     return f"; leave out {names} (SLURM: --exclude={names})" if hosts else ""
 
 
-def read_options(arguments: Sequence[str] | None) -> Options:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the test as the arguments say; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m distributed.selftest")
     parser.add_argument("--seconds", type=float, help="for the collectives (1; --quick: 0.2)")
     parser.add_argument("--test", choices=("basic", "all"), default="all", help="basic: no speeds")
@@ -231,14 +244,8 @@ def read_options(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--json", default="", help="a file for all that was found")
     words = parser.parse_args(arguments)
     seconds = (0.2 if words.quick else 1.0) if words.seconds is None else words.seconds
-    return Options(words.test, words.quick, seconds, words.json)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the test as the arguments say; returns the exit code."""
-    options = read_options(arguments)
     try:
-        return run(options)
+        return run(Options(words.test, words.quick, seconds, words.json))
     except (OSError, ValueError) as error:  # could not join; the text names the fault
         print(f"FAIL  {error}")
         return 1

@@ -24,7 +24,7 @@ from distributed.environment import detect
 from distributed.snapshot import Buffer
 from distributed.snapshot_memory import BEGIN, FILES
 from launcher.agent.nodes.protocol import SnapshotData
-from launcher.agent.snapshots.on_other_node import _LOOK_S, PIECE, Incoming, Outgoing
+from launcher.agent.snapshots.memory import _LOOK_S, PIECE, Incoming, Outgoing
 from training.config_file import SettingsError
 from training.model import plan_snapshots
 from training.settings import load

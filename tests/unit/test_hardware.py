@@ -14,8 +14,7 @@ from test_checks import make_machine
 
 from launcher.preflight import checks, gpus
 from launcher.preflight.checks import Fault, Machine
-from launcher.preflight.gpu_health import Health, find_slow
-from launcher.preflight.gpus import visible_gpus
+from launcher.preflight.gpus import Health, find_slow, visible_gpus
 from launcher.preflight.infiniband import Port, can_open_devices, ports_of_nccl, read_ports
 
 HARDWARE = Path(__file__).resolve().parents[1] / "hardware"

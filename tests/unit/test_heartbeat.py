@@ -16,7 +16,7 @@ from distributed import heartbeat
 from distributed.heartbeat import Beat, Heart, beat
 from launcher import failure
 from launcher.agent.diagnosis import stuck
-from launcher.agent.heartbeats import Heartbeats
+from launcher.agent.node_ranks import Heartbeats
 
 NEVER = Beat()
 

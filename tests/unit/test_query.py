@@ -18,8 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from distributed.heartbeat import Beat, Heart, find_record
 from launcher.agent.diagnosis.stuck import find_odd
-from launcher.agent.heartbeats import Heartbeats
-from launcher.agent.node_ranks import NodeRanks
+from launcher.agent.node_ranks import Heartbeats, NodeRanks
 from launcher.agent.nodes.protocol import MESSAGES, NodeStacks
 from launcher.agent.query import Query
 from launcher.agent.rank.optimizer_steps import StepCounter

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from distributed.errors import REFUSED, Refused
-from launcher.agent.rank_environment import cpus_of_ranks
+from launcher.agent.fork import cpus_of_ranks
 from launcher.plan.make_plan import _WORDS
 
 binding = pytest.importorskip("torch.numa.binding")
@@ -146,7 +146,7 @@ def test_ranks_run_where_they_are_bound(tmp_path: Path, script: str) -> None:
     first, last = cpus[0], cpus[-1]
     code = (
         "import runpy, sys\n"
-        "import launcher.agent.rank_environment as environment\n"
+        "import launcher.agent.fork as environment\n"
         f"environment.cpus_of_ranks = lambda mode, nproc: [{{{first}}}, {{{last}}}]\n"
         "sys.argv = sys.argv[1:]\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"

@@ -11,7 +11,7 @@ import pytest
 from agents import Run
 
 from distributed.heartbeat import Heart, find_record
-from launcher.agent.heartbeats import Heartbeats
+from launcher.agent.node_ranks import Heartbeats
 from launcher.agent.restarts import Restarts, goodput
 from launcher.failure import Failure
 from launcher.record.restart import Restart

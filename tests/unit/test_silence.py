@@ -11,7 +11,7 @@ import pytest
 from launcher.agent.control import SILENCE_S
 from launcher.fanout.connection import Connection
 from launcher.fanout.loop import Loop
-from launcher.fanout.silence import RECALL_S, Silence
+from launcher.fanout.nodes import RECALL_S, Silence
 
 Connect = Callable[[str], Connection]
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from agents import AGENT, ROOT, Run
 
-from launcher.agent.heartbeats import Heartbeats
-from launcher.agent.node_ranks import NodeRanks, Rank
+from launcher.agent.node_ranks import Heartbeats, NodeRanks, Rank
 from launcher.agent.output.stream import NodeLog, open_stream
 from launcher.agent.output.terminal import Terminal
 from launcher.agent.output.tracebacks import GO_ON_S, LEAVE_S, HeldTraceback

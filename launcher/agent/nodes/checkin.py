@@ -199,9 +199,15 @@ def join(
             peer = Peer(connect(address, port, secret, min(CONNECT_S, wait.timeout_s)))
             door = open_port(0, str(peer.socket.getsockname()[0])) if has_door else None
             report = replace(me, door=door.getsockname()[1]) if door else me
+            peer.send(report)
             # Node rank 0 may have started later; it answers by its own limit.
-            part = _ask(peer, report, time.monotonic() + wait.timeout_s + TELL_S)
-            return Meeting(part, {0: peer}, door=door)
+            answer = peer.wait(time.monotonic() + wait.timeout_s + TELL_S)
+            if isinstance(answer, Assignment):
+                return Meeting(answer, {0: peer}, door=door)
+            peer.close()
+            if isinstance(answer, Refusal):
+                raise Refused(answer.fault, answer.message)
+            raise NoEntrance("node rank 0 has gone")
         except (NoEntrance, WrongSecret) as error:
             if isinstance(error, WrongSecret) and turned_away is None:
                 say(f"warning: {address}:{port} has another RUN_SECRET, or none [stranger]")
@@ -222,18 +228,6 @@ def join(
     fault, cure = _explain(last)
     cause = f"node rank 0 at {address}:{port} did not answer within {wait.timeout_s:g} s"
     raise Refused(fault, f"{cause} ({last.strerror or last}); {cure}")
-
-
-def _ask(peer: Peer, me: NodeReport, deadline: float) -> Assignment:
-    """Report to node rank 0; returns its answer, or raises Refused, NoEntrance if it has gone."""
-    peer.send(me)
-    answer = peer.wait(deadline)
-    if isinstance(answer, Assignment):
-        return answer
-    peer.close()
-    if isinstance(answer, Refusal):
-        raise Refused(answer.fault, answer.message)
-    raise NoEntrance("node rank 0 has gone")
 
 
 def _explain(error: OSError) -> tuple[str, str]:

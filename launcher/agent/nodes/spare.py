@@ -18,7 +18,7 @@ from launcher.agent.nodes.checkin import Meeting
 from launcher.agent.nodes.protocol import NodeBeat, Peer
 from launcher.agent.torchrun_arguments import Arguments
 from launcher.agent.verdict import Verdict
-from launcher.failure_block import End, RunSummary
+from launcher.failure_block import End
 
 
 def wait(meeting: Meeting, args: Arguments, report: Callable[[End], None]) -> Meeting:
@@ -44,7 +44,7 @@ def wait(meeting: Meeting, args: Arguments, report: Callable[[End], None]) -> Me
         else:
             if told.code:  # node rank 0 may still save a snapshot
                 peer.wait_for_end(time.monotonic() + args.grace_s)
-            _end(replace(told, is_told=True), meeting, started, report)
+            _end(replace(told, left=0, is_told=True), meeting, started, report)
     return meeting
 
 
@@ -67,15 +67,5 @@ def _hear(peer: Peer) -> Assignment | Verdict | None:
 def _end(
     verdict: Verdict, meeting: Meeting, started: float, report: Callable[[End], None]
 ) -> NoReturn:
-    summary = RunSummary(
-        started,
-        lost_peer=verdict.lost_peer,
-        stopped=verdict.stopped,
-        left=0,
-        run_id=meeting.assignment.run_id,
-        command="",
-        ends=verdict.ends,
-        signum=verdict.signum,
-    )
-    report(End(verdict.code, verdict.failure, summary, verdict.is_told))
+    report(verdict.as_end(started=started, run_id=meeting.assignment.run_id, command=""))
     os._exit(verdict.code)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import selectors
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from launcher.agent.assignment import Assignment, Seat
-from launcher.agent.nodes.protocol import Peer
+from launcher.agent.nodes.protocol import NodeBeat, Peer
 from launcher.agent.verdict import Verdict
+from launcher.failure import Failure
 from launcher.text import count
 
 
@@ -110,3 +114,31 @@ class Team:
                 peer.send(dataclasses.replace(verdict, next=part))
             elif part is not None:
                 peer.send(part)
+
+    # --- spares during an attempt: it goes on without one that is gone --------------------------
+
+    def listen(self, selector: selectors.BaseSelector, on_lost: Callable[[Failure], None]) -> None:
+        """Notice spares that are gone, and tell of each."""
+        self._selector, self._on_lost = selector, on_lost
+        for place, peer in self.spares.items():
+            peer.heard = time.monotonic()
+            selector.register(peer.socket, selectors.EVENT_READ, partial(self._read, place))
+
+    def beat(self) -> None:
+        """Tell the spares that node rank 0 lives, and see whether they do."""
+        for place, peer in list(self.spares.items()):
+            peer.send(NodeBeat(None))
+            if peer.is_silent:
+                self._drop(place)
+
+    def _read(self, place: int) -> None:
+        if self.spares[place].receive() is None:
+            self._drop(place)
+
+    def _drop(self, place: int) -> None:
+        peer = self.spares.pop(place)
+        self._selector.unregister(peer.socket)
+        peer.close()
+        if not peer.is_silent:  # else it may be there for others
+            self.counted -= 1
+        self._on_lost(peer.loss(place, self.waiting[place].host))

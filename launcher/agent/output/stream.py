@@ -172,7 +172,11 @@ class Stream:
             pass
         self.is_trickle = 0 < len(data) < _TRICKLE
         if self.copy is not None:
-            self._write_copy(data)
+            try:
+                self.copy.write(data)
+            except OSError as error:  # a full disk
+                say(f"{self.copy.name} ends here: {error.strerror}")
+                self.copy = None
         known = self.traceback_line
         head, end, tail = data.rpartition(b"\n")
         if end:
@@ -189,14 +193,6 @@ class Stream:
             if not data:
                 self.view.end()
         return bool(data)
-
-    def _write_copy(self, data: bytes) -> None:
-        assert self.copy is not None
-        try:
-            self.copy.write(data)
-        except OSError as error:  # a full disk
-            say(f"{self.copy.name} ends here: {error.strerror}")
-            self.copy = None
 
     def tick(self, now: float) -> bool:
         """Show and log what has waited for long enough; returns whether something waits.

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from launcher.agent.output.equal_lines import EqualLines
-from launcher.screen import Screen, are_one_file
+from launcher.screen import Screen
 
 _BACKLOG_BYTES = 1 << 20  # of output that the terminal has not taken yet
 _MOST_BYTES = 1 << 24  # of it that are kept for a terminal that is stuck
@@ -96,12 +96,6 @@ class Terminal(Screen):
         """Leave the event loop."""
         if self.fd in self._selector.get_map():
             self._selector.unregister(self.fd)
-
-
-def open_terminals() -> tuple[Terminal, Terminal]:
-    """Return stdout's and stderr's; one and the same where they are one file."""
-    out = Terminal(1)
-    return out, out if are_one_file(1, 2) else Terminal(2)
 
 
 def is_line_open(terminals: Sequence[Terminal]) -> bool:

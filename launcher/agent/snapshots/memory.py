@@ -1,21 +1,28 @@
-"""The node agent's memory for its ranks' snapshots: distributed/snapshot.py lays it out."""
+"""The node agent's memory for its ranks' snapshots: distributed/snapshot.py lays it out.
+
+A copy of rank 0's newest is on another node, and outlives that of its own node. It goes over the
+agents' link, in pieces between which there is time for everything else.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 
 from distributed.heartbeat import name_record
-from distributed.snapshot_memory import FILES, Memory, whole_steps
+from distributed.snapshot_memory import BEGIN, FILES, Memory, whole_steps
 from launcher import processes
-from launcher.agent.nodes.protocol import HandedOver, Peer
+from launcher.agent.nodes.protocol import HandedOver, Peer, SnapshotData, SnapshotPiece
 from launcher.agent.output.stream import say
-from launcher.agent.snapshots.on_other_node import Incoming, Outgoing
 from launcher.agent.verdict import NodeEnd, Parts
 
+PIECE = 1 << 17  # bytes
+_PIECE_S = 0.002  # between two: 64 MB/s at most
+_LOOK_S = 0.1  # between two looks for a newer snapshot
+_AT_ONCE = 1 << 23  # bytes
 _POLL_S = 0.01
 
 
@@ -78,8 +85,8 @@ class Snapshots:
         deadline = time.monotonic() + limit_s
         processes.die_with_parent(os.getppid())  # nobody watches the guardian any more
         if parts is not None and first_node is not None:
-            hand_over = partial(_hand_over, self._files(parts), parts.folder)
-            _run(hand_over, parts.step, deadline)
+            files = self._files(parts)
+            _run(files, parts.step, deadline, folder=parts.folder, is_handed_over=True)
             first_node.send(HandedOver())
         if first_node is not None:
             first_node.wait_for_end(deadline)
@@ -90,10 +97,10 @@ class Snapshots:
         for peer in peers.values():
             while not isinstance(peer.wait(deadline), HandedOver | None):
                 pass
-        save = partial(_save, self._files(parts), parts.folder)
-        return parts.step if _run(save, parts.step, deadline) else -1
+        is_saved = _run(self._files(parts), parts.step, deadline, folder=parts.folder)
+        return parts.step if is_saved else -1
 
-    def save(self, *, is_first_node: bool, saved_step: int, limit_s: float) -> int:
+    def save(self, saved_step: int, *, is_first_node: bool, limit_s: float) -> int:
         """Save the newest snapshot as a checkpoint, if it is newer than what is saved.
 
         On another node than the first, the copy of it. Returns the step; -1: none was saved.
@@ -107,7 +114,7 @@ class Snapshots:
             return -1
         for step in sorted(newer, reverse=True):
             files = [one.fd for each in of_ranks for one in each if one.header().step == step]
-            if time.monotonic() < deadline and _run(partial(_save, files), step, deadline):
+            if time.monotonic() < deadline and _run(files, step, deadline):
                 return step
         return -1
 
@@ -131,26 +138,24 @@ def _whole_steps(buffers: Sequence[Sequence[Memory]]) -> list[int]:
     return whole_steps([{one.step: one.holders for one in each} for each in headers])
 
 
-def _save(files: Sequence[int], folder: str = "") -> int:
-    from launcher.agent.snapshots import save as saving  # which takes a while to import
-
-    return saving.save(files, folder)
-
-
-def _hand_over(files: Sequence[int], folder: str) -> int:
-    from launcher.agent.snapshots import save as saving
-
-    return saving.hand_over(files, folder)
-
-
-def _run(save: Callable[[], int], step: int, deadline: float) -> bool:
-    """Save something in a process of its own: a disk may hang. Returns whether it is saved."""
+def _run(
+    files: Sequence[int],
+    step: int,
+    deadline: float,
+    *,
+    folder: str = "",  # for the parts of several nodes
+    is_handed_over: bool = False,  # to the first node, which saves it
+) -> bool:
+    """Save files in a process of its own: a disk may hang. Returns whether they are saved."""
     agent = os.getpid()
     processes.die_with_parent(os.getppid())  # nobody watches the guardian any more
     if (pid := os.fork()) == 0:
         processes.die_with_parent(agent)
         try:
-            os._exit(save())
+            from launcher.agent.snapshots import save as saving  # which takes a while to import
+
+            save = saving.hand_over if is_handed_over else saving.save
+            os._exit(save(files, folder))
         finally:
             os._exit(1)
     while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
@@ -160,3 +165,75 @@ def _run(save: Callable[[], int], step: int, deadline: float) -> bool:
             return False
         time.sleep(_POLL_S)
     return ended[1] == 0
+
+
+# --- a copy on another node ---------------------------------------------------------------------
+
+
+class Outgoing:
+    """Sends the newest snapshot in some buffers to another node, a small part at a time."""
+
+    def __init__(self, buffers: Sequence[Memory]) -> None:
+        """Send nothing before `begin`."""
+        self._buffers = buffers
+        self._parts = self.parts()
+        self.rest_s = 0.0  # until the next part
+        self.next_at = math.inf
+
+    def begin(self) -> None:
+        """Send from now on: this is the first of several nodes, and another keeps a copy."""
+        self.next_at = time.monotonic()
+
+    def on_time(self, peers: Mapping[int, Peer]) -> None:
+        """Do the next part, if it is time to and the first of the other nodes can take it."""
+        now = time.monotonic()
+        if now < self.next_at:
+            return
+        self.next_at = now + _PIECE_S
+        if peers and not (peer := peers[min(peers)]).is_busy:
+            if piece := next(self._parts):
+                peer.send(piece)
+            self.next_at = now + self.rest_s
+
+    def parts(self) -> Iterator[SnapshotData | None]:
+        """Yield the pieces of each new snapshot, the header last; None where none is ready.
+
+        They come from a copy that the rank leaves alone.
+        """
+        image, sent_step = processes.anonymous_file("snapshot"), -1
+        while True:
+            newest = max(self._buffers, key=lambda one: one.header().step)
+            header = newest.header()
+            if header.checksum < 0 or header.holders > 1 or header.step <= sent_step:
+                self.rest_s = _LOOK_S
+                yield None
+                continue
+            self.rest_s = _PIECE_S
+            for start in range(0, header.size, _AT_ONCE):
+                os.pwrite(image, os.pread(newest.fd, _AT_ONCE, start), start)
+                yield None
+            if newest.header() != header:  # its rank has begun to overwrite it
+                continue
+            for start in (*range(BEGIN, header.size, PIECE), 0):
+                data = os.pread(image, min(PIECE, header.size - start) if start else BEGIN, start)
+                yield SnapshotData(SnapshotPiece(header.step, start, len(data), header.size), data)
+            sent_step = header.step
+
+
+class Incoming:
+    """Another node's snapshot: the newest that has arrived in full, and the one on its way."""
+
+    def __init__(self) -> None:
+        self.buffers: list[Memory] = []
+        self._next: Memory | None = None
+
+    def take(self, arrived: SnapshotData) -> None:
+        """Keep a piece. With the last, the snapshot counts."""
+        if not self.buffers:
+            self.buffers = [Memory(processes.anonymous_file("snapshot")) for _ in range(2)]
+        offset = arrived.piece.offset
+        if offset == BEGIN:
+            self._next = min(self.buffers, key=lambda one: one.header().step)
+            os.ftruncate(self._next.fd, 0)
+        if self._next is not None:  # else it began before this agent was there
+            os.pwrite(self._next.fd, arrived.data, offset)

@@ -5,19 +5,17 @@
                                           any other name  of a registry: pyxis, in a SLURM job
 
 The launcher stays outside, with srun and ssh; the preflight, the agents and the ranks are inside. A
-runtime is a module here with one function, `wrap`. Folders have the same paths inside as outside.
+runtime is a function here and a line in RUNTIMES. Folders have the same paths inside as outside.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 _PATH = re.compile(r"(?<![\w./~-])/[\w.+-][\w./+-]*")
 _OF_IMAGES = ("bin", "dev", "etc", "lib", "lib64", "proc", "run", "sbin", "sys", "usr")
@@ -27,7 +25,7 @@ _OF_IMAGES = ("bin", "dev", "etc", "lib", "lib64", "proc", "run", "sbin", "sys",
 class Container:
     """An image, and what of this machine is to be seen in it."""
 
-    runtime: str  # a module of this folder
+    runtime: str  # one of RUNTIMES, or pyxis
     image: str
     directory: Path  # where a command begins
     binds: Sequence[Path]  # folders
@@ -35,19 +33,22 @@ class Container:
     has_gpus: bool = True
 
     def wrap(self, command: Sequence[str]) -> list[str]:
-        """Return what runs a command inside."""
-        words: list[str] = self._runtime().wrap(self, command)
-        return words
+        """Return what runs a command inside; of pyxis the command: srun's options put it there."""
+        if self.runtime == "pyxis":
+            return list(command)
+        return RUNTIMES[self.runtime](self, command)
 
     def srun_options(self, name: str) -> list[str]:
-        """Return the options of srun that put a step inside; none if `wrap` does it."""
+        """Return the options of srun that put a step inside; none if `wrap` does it.
+
+        The steps of a job share the container of a name on each node.
+        """
         if self.runtime != "pyxis":
             return []
-        words: list[str] = self._runtime().srun_options(self, name)
-        return words
-
-    def _runtime(self) -> Any:
-        return importlib.import_module(f"launcher.container.{self.runtime}")
+        mounts = ",".join(f"{folder}:{folder}" for folder in self.binds)
+        words = [f"--container-image={self.image}", f"--container-name={name}"]
+        words += [f"--container-mounts={mounts}", f"--container-workdir={self.directory}"]
+        return [*words, *self.arguments]
 
     def with_folder(self, folder: Path) -> Container:
         """Return the container with one more folder, or with the one that it is to be made in."""
@@ -123,3 +124,81 @@ def _outermost(folders: Iterable[Path]) -> list[Path]:
     """Return the folders that none of the others holds, without those that are an image's own."""
     ours = {folder for folder in folders if folder.parts[1:2] and folder.parts[1] not in _OF_IMAGES}
     return sorted(folder for folder in ours if not ours & {*folder.parents})
+
+
+# --- the runtimes -------------------------------------------------------------------------------
+
+
+def _apptainer(container: Container, command: Sequence[str]) -> list[str]:
+    """image.sif. It passes the environment on, and the folders that its site binds."""
+    gpus = "--rocm" if Path("/dev/kfd").exists() else "--nv"
+    words = ["apptainer", "exec", *([gpus] if container.has_gpus else [])]
+    words += [f"--pwd={container.directory}", *(f"--bind={folder}" for folder in container.binds)]
+    return [*words, *container.arguments, container.image, *command]
+
+
+def _charliecloud(container: Container, command: Sequence[str]) -> list[str]:
+    """A folder. The command keeps its process id, and sees the host's /dev and /tmp.
+
+    `ch-fromhost --nvidia` puts a driver's libraries into the image.
+    """
+    binds = (folder for folder in container.binds if folder.parts[1] != "tmp")  # all of it is there
+    words = ["ch-run", f"--cd={container.directory}", *(f"--bind={folder}" for folder in binds)]
+    if Path(container.image, "ch/environment").exists():
+        words.append("--set-env")
+    return [*words, *container.arguments, container.image, "--", *command]
+
+
+# Names alone show in the list of processes. The image has its own of those that are left out.
+_START_ENROOT = """\
+options=()
+for name in $(compgen -e); do
+  case $name in
+    PATH | HOME | LD_* | PYTHON* | VIRTUAL_ENV | CONDA_*) ;;
+    *) options+=(--env "$name") ;;
+  esac
+done
+exec enroot start "${options[@]}" "$@"
+"""
+
+
+def _enroot(container: Container, command: Sequence[str]) -> list[str]:
+    """image.sqsh. It passes no variable on but those that it is told of."""
+    gpus = ["--env", "NVIDIA_VISIBLE_DEVICES=all"] if container.has_gpus else []
+    mounts = [word for folder in container.binds for word in ("--mount", f"{folder}:{folder}")]
+    options = [*gpus, *mounts, *container.arguments]
+    inside = ["env", f"--chdir={container.directory}", *command]
+    return ["bash", "-c", _START_ENROOT, "enroot", *options, container.image, *inside]
+
+
+# Each node looks for its devices. podman in the background would be stopped for reading a terminal.
+_NETWORK = 'if [ -e /dev/infiniband ]; then set -- --device=/dev/infiniband "$@"; fi'
+_GPUS = 'if [ -e /dev/nvidiactl ]; then set -- --device=nvidia.com/gpu=all "$@"; fi'
+_RUN_PODMAN = 'if [ -t 0 ]; then exec </dev/null; fi; LAUNCH_CLIENT=$$ exec podman run "$@"'
+_OPTIONS = (
+    *("--rm", "--pull=never", "--read-only", "--interactive"),
+    *("--env-host", "--entrypoint=", "--log-driver=none"),
+    *("--network=host", "--pid=host", "--ipc=host", "--uts=host", "--security-opt=label=disable"),
+)
+
+
+def _podman(container: Container, command: Sequence[str]) -> list[str]:
+    """An image of its own store. The host's network, process ids and /dev/shm are kept.
+
+    The command is no child of podman, and would survive it: LAUNCH_CLIENT tells the agent whose end
+    to wait for.
+    """
+    start = [_NETWORK, *([_GPUS] if container.has_gpus else []), _RUN_PODMAN]
+    words = ["sh", "-c", "; ".join(start), "podman", *_OPTIONS, f"--workdir={container.directory}"]
+    if os.geteuid() != 0:
+        words.append("--userns=keep-id")
+    words += [f"--volume={folder}:{folder}" for folder in container.binds]
+    return [*words, *container.arguments, container.image, *command]
+
+
+RUNTIMES = {  # what runs a command inside, by name
+    "apptainer": _apptainer,
+    "charliecloud": _charliecloud,
+    "enroot": _enroot,
+    "podman": _podman,
+}

@@ -1,0 +1,134 @@
+"""The nodes of a run: who takes part, who is silent, and what is left on those that were lost.
+
+The silence may be the launcher's own: it was stopped, or its machine asleep.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+
+from launcher.agent.control import SILENCE_S, Lineup
+from launcher.fanout import protocol
+from launcher.fanout.connection import Connection
+from launcher.fanout.loop import Loop
+from launcher.fanout.protocol import Exit, Sweep
+
+DECIDE_S = SILENCE_S + 10.0  # after the end of a node's part, for the run to go on without it
+RECALL_S = 5.0  # after a silence, for an end that it explains
+Connect = Callable[[str, str, Callable[[bytes, bool], None]], Connection]
+
+
+class Nodes:
+    """What the launcher knows of who takes part: where the run can lose nodes, the agents tell it.
+
+    It connects again to nodes that were lost, to end what is left there.
+    """
+
+    def __init__(
+        self, connections: Sequence[Connection], connect: Connect, *, can_change: bool
+    ) -> None:
+        self.connections = connections  # by the node rank with which each was started
+        self.can_change = can_change
+        self._connect = connect
+        self._lineup: Lineup | None = None  # the newest
+        self._until = math.inf
+        self._looks: dict[Connection, Connection] = {}  # the newest second connection to each
+
+    def find_left_behind(self) -> list[Connection]:
+        """Return the nodes that the run has left behind since the last look."""
+        told = [lineup for one in self.connections if (lineup := one.answer(Lineup))]
+        newest = max(told, key=lambda lineup: lineup.attempt, default=None)
+        if newest is None or newest == self._lineup:
+            return []
+        self._lineup = newest
+        here = {*newest.nodes, *newest.spares}
+        there = enumerate(self.connections)
+        left = [one for place, one in there if place not in here and not one.is_left]
+        for one in left:
+            one.is_left = True
+        return left
+
+    @property
+    def current(self) -> list[Connection]:
+        """The nodes that take part, by node rank, and after them the spares."""
+        if self._lineup is None:
+            return list(self.connections)
+        places = [*self._lineup.nodes, *self._lineup.spares]
+        return [self.connections[place] for place in places if 0 <= place < len(self.connections)]
+
+    def is_overdue(self) -> bool:
+        """Whether a node's part has ended, and the run neither ends nor goes on without it."""
+        has_ended = any(one.lost or one.answer(Exit) is not None for one in self.current)
+        self._until = min(self._until, time.monotonic() + DECIDE_S) if has_ended else math.inf
+        return self.can_change and time.monotonic() > self._until
+
+    def sweep(self, one: Connection) -> None:
+        """Connect to a node that was lost, to end what is left there."""
+        token = os.urandom(16).hex()
+        look = self._connect(one.node, token, lambda line, is_error: None)
+        look.send_line(protocol.write_request(Sweep(one.token)))
+        self._looks[one] = look
+
+    def find_unreachable(self, loop: Loop, within_s: float) -> dict[Connection, str]:
+        """See that nothing is left on nodes that were lost; returns those out of reach, and why."""
+        for one in self.connections:
+            look = self._looks.get(one)
+            has_failed = look is not None and look.code is not None and look.answer(Exit) is None
+            if one.answer(Exit) is None and (look is None or (one.is_left and has_failed)):
+                self.sweep(one)
+        until = time.monotonic() + within_s
+        looks = self._looks.values()
+        while any(look.code is None for look in looks) and time.monotonic() < until:
+            for look in looks:
+                if look.answer(Exit) is not None:
+                    look.close_input()
+            loop.wait(until - time.monotonic())  # signals change nothing any more
+        there = self._looks.items()
+        return {one: look.last_words for one, look in there if look.answer(Exit) is None}
+
+
+class Silence:
+    """What the launcher knows of silences, its own among them."""
+
+    def __init__(self, connections: Sequence[Connection]) -> None:
+        self.connections = connections
+        self.still_s = 0.0  # for so long this process has just stood still
+        self._turned_at = self._recall_until = 0.0  # since the machine's start, its sleep included
+
+    @property
+    def awaited(self) -> list[Connection]:
+        """The nodes whose part of the run has not ended."""
+        there = [one for one in self.connections if not (one.lost or one.is_left)]
+        return [one for one in there if one.answer(Exit) is None]
+
+    def note_turn(self, *, is_ending: bool) -> None:
+        """Notice that this process was stopped, or the machine asleep: no node was silent then."""
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        slept_s, self._turned_at = now - (self._turned_at or now), now
+        if slept_s > SILENCE_S / 2:
+            self.still_s, self._recall_until = slept_s, now + RECALL_S
+            for one in self.connections:
+                one.heard, one.blip = time.monotonic(), (0.0, 0.0)
+        elif now > self._recall_until and not is_ending:
+            self.still_s = 0.0  # the run has outlived it
+
+    def find(self) -> list[Connection]:
+        """Return the nodes to give up: where one was silent for too long, all that are silent."""
+        now, awaited = time.monotonic(), self.awaited
+        if all(now - one.heard < SILENCE_S for one in awaited):
+            return []
+        return [one for one in awaited if now - one.heard > SILENCE_S / 2]
+
+    def recall(self) -> list[Connection]:
+        """At the first end, return the nodes that are silent, or were: they may have left us."""
+        now, found = time.monotonic(), []
+        for one in self.connections:
+            lasts_s = now - one.heard
+            ended, seconds = (now, lasts_s) if lasts_s > SILENCE_S / 2 else one.blip
+            if ended > now - RECALL_S:
+                one.lost, one.is_silent = f"no sign of life for {seconds:.0f} s: network cut?", True
+                found.append(one)
+        return found
