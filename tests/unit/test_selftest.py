@@ -18,7 +18,7 @@ from ports import free_port
 from test_torch_helper import own_environment, run_ranks
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from launcher.selftest import bandwidth, compute, main
+from launcher.selftest import bandwidth, main
 from launcher.selftest.meeting import Meeting, StuckError
 
 pytestmark = pytest.mark.slow  # real process groups, seconds each
@@ -28,7 +28,7 @@ def _selftest(*options: str) -> tuple[int, str]:
     """Run one rank's part; how fast it computes is fixed, for that differs on a busy machine."""
     with (
         contextlib.redirect_stdout(io.StringIO()) as printed,
-        patch.object(compute, "measure", lambda seconds: 1e10),
+        patch.object(main, "measure_speed", lambda seconds: 1e10),
     ):
         try:
             code = main.main(["--seconds", "0.1", *options])
