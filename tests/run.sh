@@ -22,10 +22,10 @@ SKIPPED=() # one line each, with the reason
 main() {
   case $1 in
     all)
+      test_cluster tests/cluster/selftest.bats # it measures: nothing runs beside it
       begin_cluster
       lint
       test_scripts all tests/scripts
-      test_cluster tests/cluster/selftest.bats # it measures: before Python's tests use all processors
       test_python all
       end cluster-sample
       ;;
