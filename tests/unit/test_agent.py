@@ -21,6 +21,8 @@ from distributed.lock import update_link
 from launcher import failure
 from launcher.record.run_json import RunFolder
 
+BUSY = [pytest.param("", id="idle"), pytest.param("1", id="busy", marks=pytest.mark.long)]
+
 Start = Callable[..., Run]
 
 
@@ -51,7 +53,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         ("segv", 139, "rank-crashed", "SIGSEGV"),
     ],
 )
-@pytest.mark.parametrize("busy", ["", "1"], ids=["idle", "busy"])
+@pytest.mark.parametrize("busy", BUSY)
 def test_one_dies_all_stop(
     start: Start, what: str, code: int, fault: str, cause: str, busy: str
 ) -> None:

@@ -76,7 +76,7 @@ def run(job: Job, run_id: str, *settings: str, restarts: int, fault: str) -> tup
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_restart_goes_on_from_memory(
     job: Job, whole: Outcome, rank: int, shared: Sequence[str]
 ) -> None:

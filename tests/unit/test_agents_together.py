@@ -14,6 +14,8 @@ from agents import PROGRAM, ROOT, Run, kill_what_is_left
 
 from launcher.agent.control import BEAT_S, SILENCE_S
 
+BUSY = [pytest.param("", id="idle"), pytest.param("1", id="busy", marks=pytest.mark.long)]
+
 pytestmark = pytest.mark.slow
 
 Start = Callable[..., list[Run]]
@@ -42,7 +44,7 @@ def start(tmp_path: Path, port: int) -> Iterator[Start]:
     kill_what_is_left(runs)
 
 
-@pytest.mark.parametrize("busy", ["", "1"], ids=["idle", "busy"])
+@pytest.mark.parametrize("busy", BUSY)
 @pytest.mark.parametrize("who", [1, 3])
 def test_a_rank_that_raises_stops_all_nodes(start: Start, who: int, busy: str) -> None:
     runs = start("raise", who, BUSY=busy)
@@ -57,7 +59,7 @@ def test_a_rank_that_raises_stops_all_nodes(start: Start, who: int, busy: str) -
         assert "ValueError: batch 120 holds no samples" in block
 
 
-@pytest.mark.parametrize("busy", ["", "1"], ids=["idle", "busy"])
+@pytest.mark.parametrize("busy", BUSY)
 @pytest.mark.parametrize("victim", ["agent", "guardian", "rank"])
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_kill_on_one_node_stops_all(start: Start, node: int, victim: str, busy: str) -> None:

@@ -125,10 +125,11 @@ def lists(draw: st.DrawFn) -> str:
     return draw(st.sampled_from([",", ",", ",", ",,"])).join(items)
 
 
-def test_generated_lists_expand_alike(scontrol: Scontrol) -> None:
+@pytest.mark.parametrize("lists_asked", [300, pytest.param(2000, marks=pytest.mark.long)])
+def test_generated_lists_expand_alike(scontrol: Scontrol, lists_asked: int) -> None:
     asked = set()
 
-    @settings(SETTINGS, max_examples=2300)
+    @settings(SETTINGS, max_examples=lists_asked + 300)
     @given(lists())
     def alike(text: str) -> None:
         asked.add(text)
@@ -137,7 +138,7 @@ def test_generated_lists_expand_alike(scontrol: Scontrol) -> None:
         assert first(text) == theirs[0]
 
     alike()
-    assert len(asked) >= 2000
+    assert len(asked) >= lists_asked
 
 
 def test_a_list_with_a_slip_is_never_read_as_other_names(scontrol: Scontrol) -> None:

@@ -72,7 +72,14 @@ def look(
     return [json.loads(out.with_name(out.name + str(rank)).read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("how", ["script", "module", "program", "folder", "zip"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "script",
+        "module",
+        *(pytest.param(one, marks=pytest.mark.long) for one in ("program", "folder", "zip")),
+    ],
+)
 def test_everything_a_script_can_see(tmp_path: Path, how: str) -> None:
     folder = tmp_path / "a folder"
     (folder / "pack").mkdir(parents=True)

@@ -17,13 +17,8 @@ CONFIG = str(ROOT / "config/local3.yaml")
 SHORT = ["train.max_steps=6", "train.eval_every=0", "checkpoint.every=3", "model.dropout=0.1"]
 
 
-LAUNCHERS = (
-    "launch_singlenode.sh",
-    "run_ddp.sh",
-    "cluster_train.sh",
-    "launch_torchrun_multinode.sh",
-    "torchrun",
-)
+SAMPLE = ("launch_torchrun_multinode.sh", "torchrun")
+LONG = ("launch_singlenode.sh", "run_ddp.sh", "cluster_train.sh")
 
 
 def by_hand() -> list[list[str]]:
@@ -72,7 +67,9 @@ def weights_of(launcher: str, folder: Path) -> str:
     return subprocess.check_output(hashed, cwd=ROOT, text=True)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher", [*SAMPLE, *(pytest.param(one, marks=pytest.mark.long) for one in LONG)]
+)
 def test_the_same_weights_from_every_launcher(
     launcher: str, reference: str, tmp_path: Path
 ) -> None:

@@ -43,7 +43,9 @@ def test_lines_without_labels() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [("debugged.py",), ("raises.py", "33")])
+@pytest.mark.parametrize(
+    "words", [("debugged.py",), pytest.param(("raises.py", "33"), marks=pytest.mark.long)]
+)
 def test_a_sample_is_as_under_torchrun(words: tuple[str, ...]) -> None:
     (shape,) = (one for one in shapes.SHAPES if one.words == words)
     launchers = Launchers(Path(sys.executable), has_cluster=False)

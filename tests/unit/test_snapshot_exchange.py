@@ -35,7 +35,7 @@ def whole(job: Job) -> Outcome:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_spare_goes_on_with_what_the_lost_node_held(job: Job, whole: Outcome, lost: int) -> None:
     name = f"lost-{lost}"
     with job.nodes(name, 2, *TAKEN, spares=1, PACE="0.05") as runs:

@@ -92,7 +92,9 @@ FOUR = [f"rank {rank} of 4 node {rank // 2}" for rank in range(4)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", [0, 2])  # no restart follows a wrong argument
+@pytest.mark.parametrize(
+    "code", [0, pytest.param(2, marks=pytest.mark.long)]
+)  # no restart follows a wrong argument
 def test_a_spare_waits_with_torch_imported_and_ends_with_the_run(
     tmp_path: Path, start: Start, code: int
 ) -> None:
@@ -107,7 +109,7 @@ def test_a_spare_waits_with_torch_imported_and_ends_with_the_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_spare_takes_the_place_of_a_node_whose_agent_is_gone(
     tmp_path: Path, start: Start, lost: int
 ) -> None:
@@ -125,7 +127,7 @@ def test_a_spare_takes_the_place_of_a_node_whose_agent_is_gone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_node_that_is_stopped_is_replaced_and_ends_when_it_goes_on(
     tmp_path: Path, start: Start, lost: int
 ) -> None:
@@ -144,7 +146,7 @@ def test_a_node_that_is_stopped_is_replaced_and_ends_when_it_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize("lost", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_without_a_spare_fewer_nodes_go_on(tmp_path: Path, start: Start, lost: int) -> None:
     runs = start(3, 0, "1", MIN_NODES="2")
     ready(tmp_path, 6)

@@ -132,7 +132,7 @@ class Stopping(LanguageModelTask):
 """
 
 
-@pytest.mark.parametrize("written", ["full", "sharded"])
+@pytest.mark.parametrize("written", ["sharded", pytest.param("full", marks=pytest.mark.long)])
 def test_a_run_moves_between_strategies(work: Work, written: str) -> None:
     (work.folder / "stopping.py").write_text(STOPPING)
     chosen = f"checkpoint.format={written}"
