@@ -183,14 +183,14 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
 
 @test "in a SLURM job a spare takes the place of a node that does not answer before the start" {
   export SPARES=1
-  mkfifo cut
+  mkfifo go
   "$CLUSTER" run login salloc --quiet --no-kill --nodes=3 --ntasks-per-node=1 --nodelist=node[1-3] \
-    bash -c 'touch allocated; read -r <cut; RUN_ID=ill "$@"' _ \
+    bash -c 'touch allocated; read -r <go; RUN_ID=ill "$@"' _ \
     scripts/run_ddp.sh -n 1 -c config/local3.yaml -- "${SETTINGS[@]/150/5}" >ill.out 2>&1 3>&- &
   PID=$!
   eventually 20 test -e allocated
   "$CLUSTER" cut node1
-  echo >cut
+  echo >go
   end_of "$PID"
   "$CLUSTER" restore node1
   cat ill.out
