@@ -115,6 +115,9 @@ def check_nodes(plan: Plan) -> tuple[Plan, list[Report], compare.Outcome] | None
         plan, told = swapped
         print(f"{plan.program}: {'; '.join(told)}", file=sys.stderr)
         return check_nodes(plan)
+    if silent := silent_hosts(plan, answers):
+        cause = f"no answer to the preflight from {' '.join(silent)}, and no spare can take over"
+        raise Refused("node-missing", f"{cause}; try srun --nodelist={','.join(silent)} hostname")
     return None if is_refused else (plan, reports, outcome)
 
 

@@ -135,6 +135,17 @@ def test_a_node_that_keeps_the_others_waiting_is_named_meanwhile(
     )
 
 
+def test_a_silent_node_that_no_spare_replaces_is_refused(
+    plan: Plan, tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan(**{**vars(plan), "num_nodes": 2, "num_spares": 1, "min_nodes": 2})
+    lines = "\n".join(report(node_rank) for node_rank in (1, 2))
+    make_tool(tools / "srun", f"cat <<'END'\n{lines}\nEND")
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    with pytest.raises(Refused, match=r"from node1, and no spare can take over; .*node-missing"):
+        srun.check_nodes(plan)
+
+
 def test_reports_come_by_node_rank(plan: Plan, tools: Path) -> None:
     lines = "\n".join(report(node_rank) for node_rank in (2, 0, 1))
     make_tool(tools / "srun", f"printf '%s\\0' \"$@\" >asked; cat <<'END'\n{lines}\nEND")
