@@ -21,6 +21,7 @@ from distributed.errors import with_fault
 
 SLOW = 1.2  # times the median rank's compute time; below 1.3, which no clock measures exactly
 SLOW_STEPS = 50  # for so many steps a rank must be slow to be named
+WARM_UP = 2  # readings; in the second, DDP orders its buckets: a rank waits while it computes
 # Dense bfloat16 operations per second, by a part of the GPU's name (NVIDIA's data sheets).
 PEAKS = {"H100 PCIe": 756e12, "H100 NVL": 836e12, "H200 NVL": 836e12}
 PEAKS |= {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12}
@@ -166,7 +167,7 @@ class Pace:
         self._meter, self._stopwatch = meter, stopwatch
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
         self._peak = next((peak for part, peak in PEAKS.items() if part in gpu), 0.0)  # 0: unknown
-        self._read_step: int | None = None
+        self._read_steps: list[int] = []
         self._readings: collections.deque[tuple[int, Sequence[float]]] = collections.deque()
         self._named: set[int] = set()
 
@@ -176,29 +177,31 @@ class Pace:
         `flops` are the operations for each term; with them comes MFU, the part of what the GPUs
         could do at most (Chowdhery et al. 2022).
         """
-        own = [*self._meter.read(), peak_memory(), self._stopwatch.read()]
-        ranks = helper.gather_json(own)
+        ranks = helper.gather_json([*self._meter.read(), peak_memory(), self._stopwatch.read()])
         speeds, loading, memory, computing = zip(*ranks, strict=True)
         found = {f"{unit}_per_second": sum(speeds), "data_wait": max(loading)}
         if flops and self._peak:
             found["mfu"] = sum(speeds) * flops / (self._peak * len(ranks))
         found["peak_memory_gb"] = max(memory) / 1e9
-        start, self._read_step = self._read_step, step
-        if start is not None and len(ranks) > 1:  # the first reading has the warm-up
-            found["slowest"] = self.compare(start, step, computing)
+        if len(self._read_steps) >= WARM_UP and len(ranks) > 1:
+            found["slowest"] = self.compare(self._read_steps[-1], step, computing)
+        self._read_steps.append(step)
         return found
 
     def compare(self, start: int, step: int, seconds: Sequence[float]) -> float:
         """Add the seconds that each rank computed for these steps, and tell of a slow rank.
 
-        Returns the slowest rank's time over the median's, of the last 50 steps together.
+        Returns the slowest rank's time over the median rank's: the median of the last 50 steps'
+        readings, for a hiccup is in few of them.
         """
-        self._readings.append((start, seconds))
+        middle = statistics.median_low(seconds)
+        self._readings.append((start, [own / middle for own in seconds]))
         while len(self._readings) > 1 and step - self._readings[1][0] >= SLOW_STEPS:
             self._readings.popleft()
-        sums = [sum(times) for times in zip(*(each for _, each in self._readings), strict=True)]
-        rank = max(range(len(sums)), key=sums.__getitem__)
-        ratio, steps = sums[rank] / statistics.median_low(sums), step - self._readings[0][0]
+        readings = [ratios for _, ratios in self._readings]
+        ratios = [statistics.median(one) for one in zip(*readings, strict=True)]
+        ratio, steps = max(ratios), step - self._readings[0][0]
+        rank = ratios.index(ratio)
         if ratio > SLOW and steps >= SLOW_STEPS and rank not in self._named:
             self._named.add(rank)
             cause = f"rank {rank} on {self.hosts[rank]} computes {ratio:.2f}x as long as the median"

@@ -159,13 +159,9 @@ class Progress:
 
 def _tell_fared(values: Mapping[str, float]) -> str:
     """Tell of the slowest rank, of what waits longest for data, and of what uses most memory."""
-    forms = (
-        ("slowest", "slowest {:.2f}x"),
-        ("data_wait", "data {:.0%}"),
-        ("mfu", "mfu {:.0%}"),
-        ("peak_memory_gb", "{:.1f} GB"),
-    )
-    return "".join(f"  {form.format(values[name])}" for name, form in forms if name in values)
+    forms = {"slowest": "slowest {:.2f}x", "data_wait": "data {:.0%}"}
+    forms |= {"mfu": "mfu {:.0%}", "peak_memory_gb": "{:.1f} GB"}
+    return "".join(f"  {f.format(values[name])}" for name, f in forms.items() if name in values)
 
 
 def _open_bar(limits: Limits) -> Bar:

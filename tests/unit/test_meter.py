@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from distributed import torch as torch_helper
 from training.meter import Meter, Pace, Stopwatch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,6 +113,23 @@ def test_a_short_hiccup_is_no_slow_rank(caplog: pytest.LogCaptureFixture) -> Non
         pace.compare(step, step + 10, [1.0, 2.0 if step == 60 else 1.0])
     assert not caplog.messages
     assert pace.compare(200, 210, [1.0, 1.0]) == 1.0, "the hiccup is more than 50 steps ago"
+
+
+def test_a_hiccup_of_the_others_hides_no_slow_rank(caplog: pytest.LogCaptureFixture) -> None:
+    pace = alone(["node1", "node1"])
+    measured = [(0.154, 0.198), (0.155, 0.195), (0.153, 0.194), (0.211, 0.209), (0.211, 0.236)]
+    for number, seconds in enumerate(measured):
+        ratio = pace.compare(10 * number, 10 * number + 10, seconds)
+    assert ratio == pytest.approx(1.26, abs=0.01)
+    assert caplog.messages
+
+
+def test_the_warm_up_tells_of_no_slow_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    pace = alone(["node1", "node2"])
+    ranks = [[1.0, 0.0, 0.0, 0.1], [1.0, 0.0, 0.0, 0.5]]  # speed, loading, memory, computing
+    monkeypatch.setattr(torch_helper, "gather_json", lambda own: ranks)
+    found = [pace.read(step, "samples", 0.0) for step in (1, 10, 20)]
+    assert ["slowest" in each for each in found] == [False, False, True]
 
 
 def test_mfu_is_told_where_the_gpu_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
