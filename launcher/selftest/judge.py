@@ -9,6 +9,7 @@ SLOW_RANK = 1.3  # times the others' time
 SUSPECT = 1.1  # times; such a rank is looked at again
 LOOKS = 6  # at what seems slow: other programs may disturb one
 SLOW_LINK = 2.0  # times
+MOST_AGAIN = 12  # pairs that are looked at again at once
 REFERENCES = 3  # healthy pairs that are measured beside those that seem slow
 Pair = tuple[int, int]  # numbers of nodes
 Links = Mapping[Pair, float]  # bytes/s from the first to the second
@@ -64,6 +65,25 @@ def ranks_to_compare(
     return chosen
 
 
+def find_slow_links(
+    measure: Callable[[Sequence[Sequence[Pair]]], Links], rounds: Sequence[Sequence[Pair]]
+) -> tuple[Links, dict[int, float], dict[Pair, float]]:
+    """Return the links, the slow nodes and the slow pairs, each with the usual bandwidth.
+
+    `measure` measures some pairs, round by round. As with ranks, the best of all looks counts.
+    """
+    best = dict(measure(rounds))
+    compared = best
+    for _ in range(LOOKS):
+        slow, pairs = slow_nodes(compared), slow_pairs(compared)
+        if not slow and not pairs:
+            break
+        latest = measure([[pair] for pair in pairs_to_compare(best, slow, pairs)])
+        best |= {pair: max(speed, best[pair]) for pair, speed in latest.items()}
+        compared = {pair: best[pair] for pair in latest}
+    return best, slow_nodes(compared), slow_pairs(compared)
+
+
 def best_of(node: int, links: Links) -> float:
     """Return the bandwidth of a node's best link: of each, the slower direction."""
     return max(_both_ways(pair, links) for pair in links if node in pair)
@@ -117,7 +137,7 @@ def pairs_to_compare(links: Links, nodes: Collection[int], pairs: Collection[Pai
     healthy = [pair for pair in best if not {*pair} & {*nodes}]
     for node in sorted({node for pair in chosen for node in pair} - {*nodes}):
         chosen += [pair for pair in healthy if node in pair][:1]
-    return [*dict.fromkeys([*chosen, *healthy[:REFERENCES]])]
+    return [*dict.fromkeys([*chosen, *healthy[:REFERENCES]])][:MOST_AGAIN]
 
 
 def _both_ways(pair: Pair, links: Links) -> float:

@@ -35,7 +35,6 @@ from launcher.text import count
 COMPUTE_S = 0.2  # for one rank
 CPU_TURNS = 16  # ranks on CPUs may share them, so they take turns; those on GPUs compute at once
 _SHAPES = {"cpu": (256, torch.float32, 1), "cuda": (4096, torch.bfloat16, 16)}
-MOST_AGAIN = 12  # pairs that are measured again, alone
 
 
 class TestFailed(SystemExit):
@@ -154,24 +153,16 @@ def measure_all(test: Test) -> int:
 
 
 def measure_links(test: Test, nodes: Sequence[Node]) -> None:
-    """Measure every pair of nodes. One is slow that is so in every look, with nothing beside it."""
-    findings, rounds = test.findings, links.rounds(len(nodes))
+    """Measure every pair of nodes, and those that seem slow again, with nothing beside them."""
     leaders = Meeting(dist.distributed_c10d._get_default_store(), "leaders", len(nodes))
-    found = links_together(test, nodes, leaders, rounds)
-    test.latencies = {(link.source, link.target): link.latency for link in found}
-    findings.links = {(link.source, link.target): link.bandwidth for link in found}
-    slow, pairs = judge.slow_nodes(findings.links), judge.slow_pairs(findings.links)
-    for _ in range(judge.LOOKS):
-        if not slow and not pairs:
-            break
-        again = judge.pairs_to_compare(findings.links, slow, pairs)[:MOST_AGAIN]
-        alone = links_together(test, nodes, leaders, [[pair] for pair in again])
-        latest = {(link.source, link.target): link.bandwidth for link in alone}
-        still_slow = judge.slow_nodes(latest)
-        still_pairs = judge.slow_pairs(latest)
-        slow = {node: usual for node, usual in slow.items() if node in still_slow}
-        pairs = {pair: usual for pair, usual in pairs.items() if pair in still_pairs}
-    findings.slow_nodes, findings.slow_pairs = slow, pairs
+
+    def measure(rounds: Sequence[Sequence[Pair]]) -> dict[Pair, float]:
+        found = links_together(test, nodes, leaders, rounds)
+        test.latencies |= {(link.source, link.target): link.latency for link in found}
+        return {(link.source, link.target): link.bandwidth for link in found}
+
+    judged = judge.find_slow_links(measure, links.rounds(len(nodes)))
+    test.findings.links, test.findings.slow_nodes, test.findings.slow_pairs = judged
 
 
 def links_together(

@@ -90,6 +90,22 @@ def test_links_that_differ_by_half_are_healthy(nodes: int) -> None:
     assert not judge.slow_nodes(found) and not judge.slow_pairs(found)
 
 
+def test_the_best_of_all_looks_at_a_link_counts() -> None:
+    looks = [{(0, 1): 0.3, (2, 3): 0.4, (1, 0): 0.45}, {(2, 3): 0.3}, {(0, 1): 0.3}]
+    rounds: list[Sequence[Sequence[judge.Pair]]] = []
+
+    def measure(now: Sequence[Sequence[judge.Pair]]) -> dict[judge.Pair, float]:
+        slow = looks[len(rounds)]
+        rounds.append(now)
+        pairs = [pair for one in now for pair in one]
+        return {one: slow.get(one, 1.0) for pair in pairs for one in (pair, pair[::-1])}
+
+    best, nodes, pairs = judge.find_slow_links(measure, links.rounds(4))
+    assert not nodes and not pairs
+    assert len(rounds) == 3, "what was fast once is not slow"
+    assert set(best.values()) == {1.0}
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4, 9])
 def test_a_slow_rank_is_named(ranks: int) -> None:
     for slow in range(ranks):
