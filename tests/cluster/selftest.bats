@@ -114,6 +114,6 @@ try_healthy() {
     CLUSTER_DIR=$BATS_TEST_TMPDIR/$nodes "$CLUSTER" down
     seconds+=("$(found 'f["links_seconds"]')") || { cat out && false; }
   done
-  echo "# links: ${seconds[0]} s on 4 nodes, ${seconds[1]} s on 16" >&3
+  printf '# links: %.1f s on 4 nodes, %.1f s on 16\n' "${seconds[@]}" >&3
   "$PYTHON" -c "assert ${seconds[1]} <= 4 * ${seconds[0]}"
 }
