@@ -157,9 +157,10 @@ def prove_snapshots(times: int) -> tuple[str, bool]:
         with tempfile.TemporaryDirectory() as folder:
             job = Job(Path(folder))
             longer = ["train.max_steps=1500", "checkpoint.every=0", *settings]
-            never, kills, lost, equal = job.finish("never", 2, *longer), 0, list[int](), 0
-            for number in range(runs := max(1, times // 4)):
-                name, taking = f"killed-{number}", [*longer, "checkpoint.snapshot_every=5"]
+            never, lost, kills, runs, equal = job.finish("never", 2, *longer), list[int](), 0, 0, 0
+            while kills < 5 * times:
+                runs += 1
+                name, taking = f"killed-{runs}", [*longer, "checkpoint.snapshot_every=5"]
                 output = job.kill_at_random(name, 2, taking, KILLS_PER_RUN, random.Random())
                 kills += output.count("node agent: restart ")
                 lost += steps_lost(output)
