@@ -167,8 +167,9 @@ class Pace:
         self._meter, self._stopwatch = meter, stopwatch
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
         self._peak = next((peak for part, peak in PEAKS.items() if part in gpu), 0.0)  # 0: unknown
-        self._read_steps: list[int] = []
-        self._readings: collections.deque[tuple[int, Sequence[float]]] = collections.deque()
+        self._read_steps: collections.deque[int] = collections.deque(maxlen=WARM_UP)
+        # From which step; each rank's time over the median rank's.
+        self._ratios: collections.deque[tuple[int, Sequence[float]]] = collections.deque()
         self._named: set[int] = set()
 
     def read(self, step: int, unit: str, flops: float) -> dict[str, float]:
@@ -195,12 +196,12 @@ class Pace:
         readings, for a hiccup is in few of them.
         """
         middle = statistics.median_low(seconds)
-        self._readings.append((start, [own / middle for own in seconds]))
-        while len(self._readings) > 1 and step - self._readings[1][0] >= SLOW_STEPS:
-            self._readings.popleft()
-        readings = [ratios for _, ratios in self._readings]
-        ratios = [statistics.median(one) for one in zip(*readings, strict=True)]
-        ratio, steps = max(ratios), step - self._readings[0][0]
+        self._ratios.append((start, [own / middle for own in seconds]))
+        while len(self._ratios) > 1 and step - self._ratios[1][0] >= SLOW_STEPS:
+            self._ratios.popleft()
+        by_rank = zip(*(ratios for _, ratios in self._ratios), strict=True)
+        ratios = [statistics.median(one) for one in by_rank]
+        ratio, steps = max(ratios), step - self._ratios[0][0]
         rank = ratios.index(ratio)
         if ratio > SLOW and steps >= SLOW_STEPS and rank not in self._named:
             self._named.add(rank)
