@@ -87,6 +87,8 @@ def init_distributed(
         timeout=timedelta(seconds=timeout_s),
         device_id=device() if backend == "nccl" else None,
     )
+    if not env.agent_store:  # rank 0 serves the store, and must not leave while others join
+        barrier()
     return dataclasses.replace(env, run_id=run_id)
 
 

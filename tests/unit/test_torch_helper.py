@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ports import free_port
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -75,6 +76,26 @@ def _rank(
         sending.send(f"{type(error).__name__}: {error}")
     sending.close()
     helper.finish()
+
+
+def _join_late(late_s: float) -> tuple[float, float]:
+    """Return when this rank was in the process group, and when it was told that all were."""
+    joined, join = [], dist.init_process_group
+
+    def slow_join(*arguments: Any, **options: Any) -> None:
+        join(*arguments, **options)
+        time.sleep(late_s * dist.get_rank())
+        joined.append(time.monotonic())
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dist, "init_process_group", slow_join)
+        helper.init_distributed()
+    return joined[0], time.monotonic()
+
+
+def test_rank_0_does_not_leave_with_its_store_while_others_join() -> None:
+    (_, told), (joined, _) = run_ranks(_join_late, 0.5, ranks=[0, 1], world_size=2)
+    assert told >= joined
 
 
 PRELUDE = """
