@@ -133,6 +133,21 @@ def test_a_training_runs_in_an_empty_folder_and_is_resumed_by_the_command(
     assert status.stdout.startswith("mine  ended, code 0  ")
 
 
+TOOLS = (
+    "distributed.checkpoint",
+    "launcher.explain",
+    *(f"training.{n}" for n in ("sample", "prepare", "plot")),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", TOOLS)
+def test_every_tool_runs(installed: Installed, tmp_path: Path, tool: str) -> None:
+    result = installed.run(tmp_path, "python", "-m", f"torch_launch_kit.{tool}", "--help")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert f"python -m {tool} " in result.stdout
+
+
 @pytest.mark.slow
 def test_the_commands_tell_their_version_and_their_help(
     installed: Installed, tmp_path: Path
