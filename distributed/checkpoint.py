@@ -192,6 +192,7 @@ def load(folder: Path, *, whole: bool = True) -> State | None:
     rank reads the parts of a sharded one: now, or if not `whole` later with `State.fetch`. After a
     restart, a snapshot in memory counts, too. Tensors are on the CPU. Returns None if there is none
     yet; CheckpointError: all are damaged, or a sharded one is not on a disk that this node shares.
+    Damaged ones are set aside if rank 0 has made its Saver before.
     """
     taken = newest_snapshot(folder)
     content: dict[str, bytes] = {}

@@ -4,6 +4,7 @@ A run saves in a folder of its own, and only one live run at a time writes to it
 
     step-200/            model.pt  optimizer.pt  ranks.pt  progress.json  manifest.json
     step-400/
+    step-300.damaged/    not what was written when a run read it; never counts
     step-600.tmp-.../    being written, or left over from a process that died; never counts
     latest -> step-400
     best -> step-200     the lowest validation loss, or the best of another metric, so far
@@ -34,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .lock import update_link
+from .lock import is_locked_here, update_link
 
 MANIFEST = "manifest.json"
 TENSORS = ("model", "optimizer", "ranks")  # in a file of torch.save each
@@ -121,14 +122,15 @@ def commit(temporary: Path, final: Path) -> None:
 def prune(run_folder: Path, step: int, keep_last: int) -> None:
     """Delete old checkpoints, and those of later steps, which the run takes again.
 
-    Damaged ones stay: a warning names them.
+    Damaged ones are set aside.
     """
     scores = {}
     for folder in steps(run_folder):
         try:
             scores[folder] = score(folder)
         except CheckpointError as error:
-            _log.warning("%s; this checkpoint is left as it is", error)
+            _log.warning("%s", error)
+            set_aside(folder)
     kept = [folder for folder in scores if step_of(folder) <= step][-keep_last:]
     best = min(scores, key=scores.__getitem__, default=None)
     if best is not None and math.isfinite(scores[best]):
@@ -137,6 +139,14 @@ def prune(run_folder: Path, step: int, keep_last: int) -> None:
     for folder in scores:
         if folder not in kept:
             _delete(folder)
+
+
+def set_aside(damaged: Path) -> None:
+    """Rename a checkpoint, so that it does not count as one of those kept; nobody deletes it."""
+    aside = damaged.with_name(f"{damaged.name}.damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    damaged.rename(aside)
+    _log.warning("%s is now %s", damaged, aside.name)
 
 
 def export(weights: dict[str, Tensor], file: str) -> None:
@@ -197,17 +207,23 @@ def candidates(folder: Path) -> list[Path]:
 def read_newest(folder: Path) -> tuple[dict[str, bytes], Path, str]:
     """Return the files and the folder of a run's newest intact checkpoint; and the damage, if any.
 
-    There are no files where it has none.
+    There are no files where it has none. In this process's own run, those damaged are set aside.
     """
-    damage = []
+    damaged: dict[Path, str] = {}
     for candidate in candidates(folder):
         try:
-            return read(candidate), candidate, ""
+            content = read(candidate)
         except CheckpointError as error:
-            damage.append(str(error))
+            damaged[candidate] = str(error)
             _log.warning("%s; trying the checkpoint before it", error)
-    cause = f"{damage[0]}, and no intact checkpoint is left in {folder}" if damage else ""
-    return {}, folder, cause
+            continue
+        if damaged and is_locked_here(folder):
+            update_link(folder / "latest", candidate.name)
+            for one in damaged:
+                set_aside(one)
+        return content, candidate, ""
+    found = [f"{cause}, and no intact checkpoint is left in {folder}" for cause in damaged.values()]
+    return {}, folder, found[0] if found else ""
 
 
 def read(folder: Path) -> dict[str, bytes]:

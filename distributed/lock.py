@@ -169,6 +169,11 @@ def locked_by(folder: Path) -> tuple[int, str] | None:
         return None
 
 
+def is_locked_here(folder: Path) -> bool:
+    """Return whether this process holds a folder's lock."""
+    return is_locked(folder) and locked_by(folder) == (os.getpid(), socket.gethostname())
+
+
 def update_link(path: Path, target: str) -> None:
     """Point a symbolic link at `target` in one step; the newest of several runs wins.
 

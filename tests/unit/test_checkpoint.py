@@ -134,7 +134,7 @@ def test_what_is_not_whole_never_counts(tmp_path: Path) -> None:
     (tmp_path / "step-4.tmp-99").mkdir()
     assert newest_step(tmp_path) == 2
     save(tmp_path, 5, make_state(5), keep_last=2)
-    assert names(tmp_path) == ["latest", "step-2", "step-3", "step-5"]
+    assert names(tmp_path) == ["latest", "step-2", "step-3.damaged", "step-5"]
 
 
 def test_each_format_is_replaced_by_the_other(tmp_path: Path) -> None:
@@ -197,7 +197,8 @@ def flip_old_ones(folder: Path, file: str, every: int) -> int:
         for step in (2, 3):
             saver.save(step, state)
             saver.wait()
-        assert {"step-1", "step-2", "step-3"} <= set(os.listdir(folder))
+        assert {"step-1.damaged", "step-2", "step-3"} <= set(os.listdir(folder))
+        (folder / "step-1.damaged").rename(folder / "step-1")
     saver._lock.close()
     return number + 1
 
@@ -307,6 +308,36 @@ def test_the_best_stays_too(tmp_path: Path) -> None:
         save(tmp_path, step, make_state(step, **progress), keep_last=1)
     assert names(tmp_path) == ["best", "latest", "step-2", "step-4"]
     assert os.readlink(tmp_path / "best") == "step-2"
+
+
+def test_what_a_run_finds_damaged_is_set_aside(tmp_path: Path) -> None:
+    """Else it would count as one of those kept, in the place of the last good one but one."""
+    for step in (1, 2, 3):
+        save(tmp_path, step, make_state(step), keep_last=3)
+    for step in (2, 3):
+        flip_a_bit(tmp_path / f"step-{step}/model.pt")
+    saver = Saver(tmp_path, keep_last=2)
+    assert newest_step(tmp_path) == 1
+    assert os.readlink(tmp_path / "latest") == "step-1"
+    saver.save(4, make_state(4))
+    saver.wait()
+    saver._lock.close()
+    aside = ["step-2.damaged", "step-3.damaged"]
+    assert names(tmp_path) == ["latest", "step-1", *aside, "step-4"]
+    flip_a_bit(save(tmp_path, 5, make_state(5), keep_last=2) / "model.pt")
+    assert newest_step(tmp_path) == 4  # read by who does not hold the folder: nothing is renamed
+    assert names(tmp_path) == ["latest", *aside, "step-4", "step-5"]
+
+
+def test_one_set_aside_before_makes_room(tmp_path: Path) -> None:
+    save(tmp_path, 1, make_state(1), keep_last=2)
+    for model in (b"first", b"second"):
+        (save(tmp_path, 2, make_state(2), keep_last=2) / "model.pt").write_bytes(model)
+        saver = Saver(tmp_path, keep_last=2)
+        assert newest_step(tmp_path) == 1
+        saver._lock.close()
+    assert names(tmp_path) == ["latest", "step-1", "step-2.damaged"]
+    assert (tmp_path / "step-2.damaged/model.pt").read_bytes() == b"second"
 
 
 def test_what_a_run_went_back_behind_is_deleted(tmp_path: Path) -> None:
