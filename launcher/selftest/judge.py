@@ -9,7 +9,7 @@ SLOW_RANK = 1.3  # times the others' time
 SUSPECT = 1.1  # times; such a rank is looked at again
 LOOKS = 6  # at what seems slow: other programs may disturb one
 SLOW_LINK = 2.0  # times
-MOST_AGAIN = 12  # pairs that are looked at again at once
+MOST_AGAIN = 9  # pairs that are looked at again at once
 REFERENCES = 3  # healthy pairs that are measured beside those that seem slow
 Pair = tuple[int, int]  # numbers of nodes
 Links = Mapping[Pair, float]  # bytes/s from the first to the second
@@ -122,22 +122,25 @@ def slow_pairs(links: Links) -> dict[Pair, float]:
 
 
 def pairs_to_compare(links: Links, nodes: Collection[int], pairs: Collection[Pair]) -> list[Pair]:
-    """Return the pairs to measure again: those that seem slow, and a few that do not.
+    """Return the pairs to measure again: the best healthy ones, and the slowest of the others.
 
-    Of a slow node these are its two best, of both ends of a slow pair the best other ones.
+    A slow node, and either end of a slow pair, is measured with its best healthy partner.
     """
-    slow = [(min(pair), max(pair)) for pair in pairs]
-    best = sorted(
-        ((one, two) for one, two in links if one < two and (one, two) not in slow),
-        key=lambda pair: -_both_ways(pair, links),
-    )
-    chosen = list(slow)
-    for node in nodes:
-        chosen += [pair for pair in best if node in pair and len({*pair} & {*nodes}) == 1][:2]
-    healthy = [pair for pair in best if not {*pair} & {*nodes}]
-    for node in sorted({node for pair in chosen for node in pair} - {*nodes}):
-        chosen += [pair for pair in healthy if node in pair][:1]
-    return [*dict.fromkeys([*chosen, *healthy[:REFERENCES]])][:MOST_AGAIN]
+    slow = {(min(pair), max(pair)) for pair in pairs}
+    rest = {pair for pair in links if pair[0] < pair[1]} - slow
+    best = sorted(rest, key=lambda pair: (-_both_ways(pair, links), pair))
+    chosen = [pair for pair in best if not {*pair} & {*nodes}][:REFERENCES]
+    healthy = {node for pair in chosen for node in pair}
+
+    def best_pair(node: int) -> list[Pair]:
+        return [pair for pair in best if node in pair and {*pair} - {node} <= healthy][:1]
+
+    suspects = [best_pair(node) for node in nodes]
+    suspects += [[pair, *best_pair(pair[0]), *best_pair(pair[1])] for pair in slow]
+    for some in sorted(suspects, key=lambda some: [_both_ways(pair, links) for pair in some]):
+        if len({*chosen, *some}) <= MOST_AGAIN:
+            chosen += some
+    return [*dict.fromkeys(chosen)]
 
 
 def _both_ways(pair: Pair, links: Links) -> float:

@@ -22,8 +22,8 @@ from launcher.selftest.meeting import Meeting
 
 SMALLEST, LARGEST = 2**16, 2**26  # bytes of one transfer
 STUCK_S = 10.0  # for one transfer
-ROUND_S, LEAST_S = 0.2, 0.05  # one round: up to 4 nodes, and with very many
-_PINGS = 5
+ROUND_S, LEAST_S = 0.2, 0.04  # one round: up to 4 nodes, and with very many
+_PINGS, _SENDING = 5, 0.75  # at most; this part of the time is left for data
 _GROWTH = 4
 _PING, _END = -1, 0  # as a size: answer at once; no more transfers
 
@@ -63,7 +63,7 @@ def rounds(nodes: int) -> list[list[Pair]]:
 
 def round_seconds(nodes: int) -> float:
     """Return the time of one round: shorter where there are many, so that all end soon."""
-    return max(LEAST_S, ROUND_S * min(1.0, 9 / (2 * (nodes - 1)))) if nodes > 1 else 0.0
+    return max(LEAST_S, ROUND_S * min(1.0, 3 / (nodes - 1))) if nodes > 1 else 0.0
 
 
 def measure(
@@ -111,18 +111,22 @@ def _send(peer: int, seconds: float) -> tuple[float, float]:
     The largest: a limit on a link lets short bursts pass.
     """
     word = torch.zeros(1, dtype=torch.int64, device=device())
-    latency = min(_timed(peer, word.fill_(_PING), None) for _ in range(_PINGS)) / 2
-    size, took, deadline = SMALLEST, [], time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
+    pings = [_timed(peer, word.fill_(_PING), None)]
+    while len(pings) < _PINGS and time.monotonic() < deadline - _SENDING * seconds:
+        pings.append(_timed(peer, word.fill_(_PING), None))
+    latency, size, took = min(pings) / 2, SMALLEST, []
     while True:
         data = torch.empty(size, dtype=torch.uint8, device=device())
-        took.append(_timed(peer, word.fill_(size), data) - latency)
+        whole = _timed(peer, word.fill_(size), data)
+        took.append(max(whole - latency, whole / 2))  # every ping may have been late
         left = deadline - time.monotonic()
         if left < took[-1]:
             break
         if size < LARGEST and left > 2 * _GROWTH * took[-1]:
             size, took = size * _GROWTH, []
     _transfer(word.fill_(_END), peer, is_sending=True)
-    return size / max(statistics.median(took), 1e-9), latency
+    return size / statistics.median(took), latency
 
 
 def _timed(peer: int, size: Tensor, data: Tensor | None) -> float:

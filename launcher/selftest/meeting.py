@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from datetime import timedelta
 
+import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 PATIENCE_S = 60.0
-_PAUSE_S = 0.002  # between two looks, for each rank that looks
+_LOOK_S = 0.5  # between two looks whether a rank is stuck
 _STUCK = "selftest/stuck"
 
 
@@ -27,15 +30,21 @@ class Meeting:
     def wait_for_all(self, what: str, limit_s: float = PATIENCE_S) -> None:
         """Return once all have come; raises StuckError where one is stuck, or does not come."""
         self._met += 1
-        here = f"selftest/{self._name}/{self._met}"
-        come, deadline = self._store.add(here, 1), time.monotonic() + limit_s
-        while come < self._size:
-            time.sleep(min(0.1, _PAUSE_S * self._size))
+        here, deadline = f"selftest/{self._name}/{self._met}", time.monotonic() + limit_s
+        if self._store.add(here, 1) == self._size:
+            self._store.set(f"{here}/all", "")
+        while not self._have_all_come(here):
             if self._store.check([_STUCK]):
                 raise StuckError(self._store.get(_STUCK).decode())
             if time.monotonic() > deadline:
-                raise StuckError(f"{self._size - come} ranks have not ended {what} [rank-stuck]")
-            come = self._store.add(here, 0)
+                left = self._size - self._store.add(here, 0)
+                raise StuckError(f"{left} ranks have not ended {what} [rank-stuck]")
+
+    def _have_all_come(self, here: str) -> bool:
+        with contextlib.suppress(dist.DistStoreError):
+            self._store.wait([f"{here}/all"], timedelta(seconds=_LOOK_S))
+            return True
+        return False
 
     def give_up(self, fault: str) -> StuckError:
         """Tell all who wait; returns what to raise."""
