@@ -38,16 +38,19 @@ def main(arguments: Sequence[str]) -> int:
     try:
         prepare(chosen.folder, chosen.to, Tokenizer(chosen.tokenizer))
     except (SettingsError, OSError) as error:
-        print(f"prepare: {error}", file=sys.stderr)
+        told = error if isinstance(error, SettingsError) else f"{error.filename}: {error.strerror}"
+        print(f"prepare: {told}", file=sys.stderr)
         return 2
     return 0
 
 
 def prepare(path: str, to: Path, tokenizer: Tokenizer) -> None:
-    """Write the tokens of both sides of a text; raises SettingsError if it holds tokens already."""
+    """Write the tokens of both sides of a text; SettingsError: it, or `to`, has tokens already."""
     corpus = find_corpus(path)
     if not corpus.is_text:
         raise SettingsError(f"{path} holds tokens already; name it in data.path")
+    if (to / "train.bin").exists():
+        raise SettingsError(f"{to} has a train.bin already; name another folder, or delete it")
     size = tokenizer.vocabulary
     dtype = next(name for name, code in CODES.items() if size <= 256 ** array(code).itemsize)
     to.mkdir(parents=True, exist_ok=True)

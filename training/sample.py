@@ -34,6 +34,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args(arguments)
+    if chosen.length < 1 or chosen.temperature < 0:
+        parser.error("--length is 1 or more, --temperature 0 or more")
     try:
         model, tokenizer = load(chosen.checkpoint)
     except (SettingsError, CheckpointError, OSError) as error:

@@ -237,7 +237,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
     try:
         return _with_time_to_join(kind.model_validate(tree), sources, [*layers])
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        found = error.errors(include_url=False)  # a misspelt section is unknown, and is missing
+        first = next((one for one in found if one["type"] == "extra_forbidden"), found[0])
         key = known = ".".join(str(part) for part in first["loc"])
         while known not in sources:
             known = known.rpartition(".")[0]
@@ -316,7 +317,8 @@ def _explain(error: Any) -> str:
 
 
 def _suggest(key: tuple[str, ...]) -> str:
-    if near := difflib.get_close_matches(".".join(key), KNOWN, n=1):
+    known = [*Settings.model_fields, *KNOWN]
+    if near := difflib.get_close_matches(".".join(key), known, n=1):
         return f"did you mean {near[0]}?"
     section: Any = Settings
     for name in key[:-1]:

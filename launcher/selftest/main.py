@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from distributed.environment import Environment
+from distributed.errors import BAD_INPUT
 from distributed.torch import device, gather_bytes, init_distributed
 from launcher import typed_json
 from launcher.selftest import bandwidth, judge, known_answers, links, report
@@ -83,6 +84,8 @@ def run(options: Options) -> int:
     """Run the whole test on this rank; returns the exit code. Raises TestFailed on rank 0."""
     started = time.monotonic()
     env = init_distributed(timeout_s=60)
+    if options.json and env.is_main:
+        Path(options.json).touch()  # an error now, not at the end
     if env.world_size == 1:
         backend = "nccl" if device().type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
@@ -239,4 +242,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(Options(words.test, words.quick, seconds, words.json))
     except (OSError, ValueError) as error:  # could not join; the text names the fault
         print(f"FAIL  {error}")
-        return 1
+        return BAD_INPUT if getattr(error, "filename", None) else 1

@@ -77,3 +77,17 @@ def test_tokens_are_not_prepared_again(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"ab")
     with pytest.raises(SettingsError, match="holds tokens already"):
         prepare.prepare(str(tmp_path), tmp_path, Tokenizer("bytes"))
+
+
+def test_tokens_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text").write_text("text\n" * 100)
+    words = [str(tmp_path / "text"), "--to"]
+    assert prepare.main([*words, str(tmp_path / "tokens")]) == 0
+    capsys.readouterr()
+    for to, cause in (
+        ("tokens", "has a train.bin already; name another folder, or delete it"),
+        ("text", "File exists"),
+    ):
+        assert prepare.main([*words, str(tmp_path / to)]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith(f"prepare: {tmp_path / to}") and told.endswith(f"{cause}\n")

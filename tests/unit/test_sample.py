@@ -61,3 +61,12 @@ def test_without_a_checkpoint_it_says_so(
 ) -> None:
     assert sample.main([str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"sample: {tmp_path} holds no checkpoint\n"
+
+
+@pytest.mark.parametrize("option", ["--length=0", "--temperature=-1"])
+def test_what_cannot_be_drawn_is_refused(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        sample.main([str(tmp_path), option])
+    assert "--length is 1 or more, --temperature 0 or more" in capsys.readouterr().err

@@ -198,6 +198,12 @@ def test_wrong_result_is_named_with_its_rank(collective: str, named: str) -> Non
     assert re.fullmatch(rf"FAIL  3 ranks on 1 node, gloo: {named}", verdict)
 
 
+def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "none" / "found.json"
+    ((code, printed),) = run_ranks(_selftest, "--json", str(file), ranks=[0], world_size=1)
+    assert (code, printed) == (2, f"FAIL  [Errno 2] No such file or directory: '{file}'\n")
+
+
 def _selftest_half_set() -> tuple[int, str]:
     import os
 

@@ -189,6 +189,7 @@ def test_a_wrong_override_is_one_line(config: Path, override: str, message: str)
     [
         ("train: {max_steps: 1, batchsize: 2}", "train.batchsize: unknown key; did you mean"),
         ("seed: 3", "train: is missing"),
+        ("trian: {max_steps: 1}", "trian: unknown key; did you mean train?"),
         ("train: {max_steps: 1}", "train: needs batch_size (per process) or global_batch_size"),
         ("train: {batch_size: '4', max_steps: 1}", "train.batch_size: should be a valid integer"),
         ("train:", "train: should be a section of settings, not empty"),
