@@ -90,7 +90,7 @@ assert_trains_and_stops() {
   assert_inside
   RUN_ID=inside scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${SMALL[@]}"
   assert_same_weights inside
-  scripts/test_distributed.sh 2
+  scripts/test_distributed.sh 2 --test basic # no speeds: other tests run beside it
   scripts/cluster_train.sh config/local3.yaml "${SMALL[@]}"
   start_long stopped
   kill -TERM "$PID"

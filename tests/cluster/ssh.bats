@@ -389,7 +389,7 @@ is_started() { # <run id>
 
 @test "test_distributed.sh verifies several nodes together" {
   export LOG_DIR=$PWD/logs
-  LAUNCH=scripts/test_distributed.sh launch 2 node1 node2:1 -- --seconds 0.1 | tee out
+  LAUNCH=scripts/test_distributed.sh launch 2 node1 node2:1 --test basic | tee out
   grep -qE '^\[0\] node2 +2  cpu ' out
   grep -q '^\[0\] PASS  3 ranks on 2 nodes, gloo: ' out
 }
