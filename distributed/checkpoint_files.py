@@ -122,15 +122,14 @@ def commit(temporary: Path, final: Path) -> None:
 def prune(run_folder: Path, step: int, keep_last: int) -> None:
     """Delete old checkpoints, and those of later steps, which the run takes again.
 
-    Damaged ones are set aside.
+    Damaged ones stay: a warning names them.
     """
     scores = {}
     for folder in steps(run_folder):
         try:
             scores[folder] = score(folder)
         except CheckpointError as error:
-            _log.warning("%s", error)
-            set_aside(folder)
+            _log.warning("%s; this checkpoint is left as it is", error)
     kept = [folder for folder in scores if step_of(folder) <= step][-keep_last:]
     best = min(scores, key=scores.__getitem__, default=None)
     if best is not None and math.isfinite(scores[best]):
@@ -142,7 +141,7 @@ def prune(run_folder: Path, step: int, keep_last: int) -> None:
 
 
 def set_aside(damaged: Path) -> None:
-    """Rename a checkpoint, so that it does not count as one of those kept; nobody deletes it."""
+    """Rename a checkpoint: it no longer counts, and only another of its step takes its place."""
     aside = damaged.with_name(f"{damaged.name}.damaged")
     shutil.rmtree(aside, ignore_errors=True)
     damaged.rename(aside)

@@ -38,8 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         prepare(chosen.folder, chosen.to, Tokenizer(chosen.tokenizer))
     except (SettingsError, OSError) as error:
-        told = error if isinstance(error, SettingsError) else f"{error.filename}: {error.strerror}"
-        print(f"prepare: {told}", file=sys.stderr)
+        print(f"prepare: {error}", file=sys.stderr)
         return 2
     return 0
 
@@ -49,8 +48,9 @@ def prepare(path: str, to: Path, tokenizer: Tokenizer) -> None:
     corpus = find_corpus(path)
     if not corpus.is_text:
         raise SettingsError(f"{path} holds tokens already; name it in data.path")
-    if (to / "train.bin").exists():
-        raise SettingsError(f"{to} has a train.bin already; name another folder, or delete it")
+    if to.is_file() or (to / "train.bin").exists():
+        what = "is a file" if to.is_file() else "has a train.bin already"
+        raise SettingsError(f"{to} {what}; name another folder, or delete it")
     size = tokenizer.vocabulary
     dtype = next(name for name, code in CODES.items() if size <= 256 ** array(code).itemsize)
     to.mkdir(parents=True, exist_ok=True)

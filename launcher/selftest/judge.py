@@ -130,10 +130,10 @@ def pairs_to_compare(links: Links, nodes: Collection[int], pairs: Collection[Pai
     rest = {pair for pair in links if pair[0] < pair[1]} - slow
     best = sorted(rest, key=lambda pair: (-_both_ways(pair, links), pair))
     chosen = [pair for pair in best if not {*pair} & {*nodes}][:REFERENCES]
-    healthy = {node for pair in chosen for node in pair}
+    partners = {node for pair in chosen or links for node in pair} - {*nodes}
 
     def best_pair(node: int) -> list[Pair]:
-        return [pair for pair in best if node in pair and {*pair} - {node} <= healthy][:1]
+        return [pair for pair in best if node in pair and {*pair} - {node} <= partners][:1]
 
     suspects = [best_pair(node) for node in nodes]
     suspects += [[pair, *best_pair(pair[0]), *best_pair(pair[1])] for pair in slow]

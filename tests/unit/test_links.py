@@ -79,6 +79,14 @@ def test_one_slow_cable_is_named_by_both_its_ends(nodes: int) -> None:
     assert [*judge.slow_pairs(latest)] == [(2, 1)]
 
 
+def test_a_slow_node_is_looked_at_although_no_pair_is_healthy() -> None:
+    found = all_links(3, {**slowed(2, 3, 0.1), (0, 1): 0.3})
+    assert [*judge.slow_nodes(found)] == [2] and [*judge.slow_pairs(found)] == [(0, 1)]
+    again = judge.pairs_to_compare(found, [2], [(0, 1)])
+    latest = {both: found[both] for pair in again for both in (pair, pair[::-1])}
+    assert [*judge.slow_nodes(latest)] == [2]
+
+
 def test_of_two_nodes_only_the_directions_can_be_compared() -> None:
     assert [*judge.slow_pairs(all_links(2, {(0, 1): 0.1}))] == [(0, 1)]
     assert not judge.slow_nodes(all_links(2, slowed(1, 2, 0.1)))
