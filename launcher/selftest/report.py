@@ -49,7 +49,6 @@ class Findings:
 
     def faults(self) -> list[tuple[str, str]]:
         """Return each fault, with the host to leave out for it, or an empty name."""
-        # A slow rank makes its node's links look slow, not the other way round.
         return [*self._versions(), *self._wrong_results(), *self._ranks(), *self._links()]
 
     def excluded(self) -> list[str]:
@@ -73,7 +72,10 @@ class Findings:
         for node, usual in self.slow_nodes.items():
             cause = f"{self.hosts[node]} has a slow link: {rate(best_of(node, self.links))} at best"
             yield f"{cause}, other nodes {rate(usual)} [slow-link]", self.hosts[node]
+        slow = {self.members[rank].host for rank in self.slow_ranks}
         for (source, target), usual in self.slow_pairs.items():
+            if slow & {self.hosts[source], self.hosts[target]}:
+                continue  # a slow rank makes its node's links look slow, not the other way round
             names = f"{self.hosts[source]} to {self.hosts[target]}"
             speed = rate(self.links[source, target])
             yield (

@@ -176,6 +176,17 @@ def test_a_fault_names_hosts_and_what_to_leave_out() -> None:
     assert findings.excluded() == ["c", "d"]
 
 
+def test_a_slow_rank_is_not_blamed_on_another_nodes_links() -> None:
+    hosts = ["a", "b", "c", "d"]
+    members = [Member(host, node, 0, "cpu", "2.13") for node, host in enumerate(hosts)]
+    found = all_links(4, {(1, 2): 0.3, (2, 3): 0.3, (0, 1): 0.3})
+    assert {*judge.slow_pairs(found)} == {(1, 2), (2, 3), (0, 1)}
+    healthy = Findings(members, hosts, found, {}, {}, judge.slow_pairs(found))
+    assert healthy.excluded() == ["b", "c", "d"]
+    slow = Findings(members, hosts, found, {2: 2.64}, {}, judge.slow_pairs(found))
+    assert slow.excluded() == ["b", "c"]
+
+
 def test_gpus_of_one_model_are_of_one_kind() -> None:
     devices = ["cuda:0 NVIDIA H100 80GB", "cuda:7 NVIDIA H100 80GB", "cuda:0 NVIDIA A100", "cpu"]
     kinds = [Member("a", 0, 0, device, "2.13").kind for device in devices]
