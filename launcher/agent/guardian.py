@@ -55,14 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     added = _option(arguments, "--signals-to-handle") or os.environ.get("PET_SIGNALS_TO_HANDLE")
     if added:
         os.environ[ADDED] = added
+    handled = handled_signals()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, QUERY, signal.SIGCHLD})
     control = take_control()
     janitors = start_janitor() if os.environ.pop("LAUNCH_JANITOR", "") else (None, None)
     processes.adopt_orphans()
     ours, theirs = socket.socketpair()
     me, words = os.getpid(), processes.anonymous_file("words")
-    handled = handled_signals()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, QUERY, signal.SIGCHLD})
     agent = os.fork()
     if agent != 0:
         theirs.close()

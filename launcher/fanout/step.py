@@ -88,6 +88,11 @@ class Output:
         return next(iter(failed + ends), None)
 
     @property
+    def begun(self) -> int:
+        """How many nodes' parts have begun."""
+        return len(self._pieces)
+
+    @property
     def mute(self) -> set[int]:
         """The nodes whose part began and told no end."""
         return {*filter(self._takes_part, self._pieces)} - self.ends.keys()
@@ -110,6 +115,8 @@ class Output:
                 self._pieces[rank] = self._pieces.get(rank, b"") + piece
                 with contextlib.suppress(MessageError):  # not whole yet
                     self._note(rank, MESSAGES.read(self._pieces[rank]))
+            if pieces:
+                os.kill(os.getpid(), signal.SIGCHLD)  # wakes run_step()
             self._show(text)
 
     def _note(self, rank: int, message: End | Lineup) -> None:
@@ -118,7 +125,6 @@ class Output:
             self.ends[rank] = message
         elif self.lineup is None or message.attempt >= self.lineup.attempt:
             self.lineup = message
-        os.kill(os.getpid(), signal.SIGCHLD)  # wakes run_step()
 
     def _show(self, text: bytes) -> None:
         self._last = text[-1:] or self._last
@@ -149,14 +155,18 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
         return STOPPED
     srun = start(command, plan.directory, stdout=None if plan.engine else subprocess.PIPE)
     output = None if plan.engine else Output(srun, os.environ["LAUNCH_TOKEN"])
-    interrupts = Interrupts()
-    started, end_at, is_asked = time.time(), math.inf, False
+    interrupts, asked, begun = Interrupts(), list[int](), 0
+    started, end_at = time.time(), math.inf
     while srun.poll() is None:
         if output and output.end:
             may_go_on = plan.min_nodes and output.mute  # without the node whose part has ended
             end_at = min(end_at, time.monotonic() + (DECIDE_S if may_go_on else END_S))
         else:
             end_at = math.inf
+        if output and output.begun > begun:  # a signal before that may not have reached it
+            begun = output.begun
+            for signum in asked:
+                pass_on(signum, plan, srun)
         left_s = min(end_at - time.monotonic(), 3600.0)
         came = signal.sigtimedwait({*handled, QUERY, signal.SIGCHLD}, max(0.0, left_s))
         if time.monotonic() > end_at:
@@ -169,30 +179,27 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
             with contextlib.suppress(OSError):
                 (plan.log_dir / plan.run_id / ASKED).touch()  # asks where all ranks are
             continue
-        is_asked = True
-        if came.si_signo == NOTICE:
-            has_notice = True
-            srun.send_signal(NOTICE)  # srun forwards it to the tasks
-        elif came.si_signo == signal.SIGINT and interrupts.is_second():
+        asked.append(came.si_signo)
+        if came.si_signo == signal.SIGINT and interrupts.is_second():
             srun.terminate()  # which kills them
         else:
-            threading.Thread(target=stop_step, args=(plan.run_id, srun), daemon=True).start()
+            pass_on(came.si_signo, plan, srun)
     code = processes.shell_code(srun.returncode)
     end = None
     if output is not None:
         output.close()
         end = output.end
         is_killed = code >= 128 + signal.SIGKILL  # srun's is the highest of its tasks'
-        if is_killed and output.mute and not is_asked and not (end and end.failure):
+        if is_killed and output.mute and not asked and not (end and end.failure):
             end = blame_mute(plan, output, started)
     if end is not None:
         end = as_cancelled(end)
         print_end(end, sys.stderr)
         code = end.code
-        has_notice = has_notice or end.summary.signum == NOTICE  # scancel sent it to the ranks
+        asked.append(end.summary.signum)  # scancel may have sent it to the ranks
     # 128 + SIGUSR1: the notice came before there was anything to save.
     has_saved = code == STOPPED or (code == 128 + NOTICE and plan.checkpoint_dir is not None)
-    if has_notice and has_saved:
+    if (has_notice or NOTICE in asked) and has_saved:
         requeue(plan)
     if srun.returncode == -signal.SIGKILL and code and in_batch_script(os.environ):
         signal.sigtimedwait(handled, LOST_S)
@@ -215,6 +222,14 @@ def as_cancelled(end: End) -> End:
     if is_cancelled and end.code not in (0, STOPPED) and in_batch_script(os.environ):
         return replace(end, code=128 + signal.SIGTERM)
     return end
+
+
+def pass_on(signum: int, plan: Plan, srun: subprocess.Popen[bytes]) -> None:
+    """Send every task of the step a notice, or SIGTERM; a second one changes nothing there."""
+    if signum == NOTICE:
+        srun.send_signal(NOTICE)  # srun forwards it to the tasks that it knows to have started
+    else:
+        threading.Thread(target=stop_step, args=(plan.run_id, srun), daemon=True).start()
 
 
 def stop_step(name: str, srun: subprocess.Popen[bytes]) -> None:

@@ -418,6 +418,20 @@ PY
   eventually 30 has_ended "$JOB"
 }
 
+@test "a notice while srun has not started the ranks yet reaches them" {
+  cat >prolog <<'SH'
+#!/bin/bash
+[[ -e preflight ]] || { touch preflight && exit; }
+[[ -e noticed ]] || { touch noticed && scancel --batch --signal=USR1 "$SLURM_JOB_ID" && sleep 1; }
+SH
+  chmod +x prolog
+  export SLURM_PROLOG=$PWD/prolog # which srun runs before it starts the tasks
+  JOB=$(on login sbatch --parsable --output=job.out --nodes=1 scripts/slurm/slurm_train.sh config/local3.yaml "${LONG[@]}")
+  eventually 60 has_restarts 1
+  on login scancel "$JOB"
+  eventually 30 has_ended "$JOB"
+}
+
 @test "a notice during the preflight is kept, and acted upon before the ranks start" {
   mkdir fake
   cat >fake/srun <<SH

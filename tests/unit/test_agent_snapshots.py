@@ -67,9 +67,11 @@ def whole(job: Job, shared: Sequence[str]) -> Outcome:
     return job.finish(f"whole-{len(shared)}", 2, *shared)
 
 
-def run(job: Job, run_id: str, *settings: str, restarts: int, fault: str) -> tuple[int, str]:
+def run(
+    job: Job, run_id: str, *settings: str, restarts: int, **environment: str
+) -> tuple[int, str]:
     process = job.start(
-        run_id, 2, *TAKEN, *settings, restarts=restarts, FAULT=fault, LAUNCH_COMMAND="again"
+        run_id, 2, *TAKEN, *settings, restarts=restarts, LAUNCH_COMMAND="again", **environment
     )
     output = process.communicate(timeout=120)[0]
     return process.returncode, output
@@ -81,7 +83,7 @@ def test_a_restart_goes_on_from_memory(
     job: Job, whole: Outcome, rank: int, shared: Sequence[str]
 ) -> None:
     name = f"restart-{rank}-{len(shared)}"
-    code, output = run(job, name, *shared, restarts=1, fault=f"SIGKILL {rank} 46")  # of step 23
+    code, output = run(job, name, *shared, restarts=1, FAULT=f"SIGKILL {rank} 46")  # of step 23
     assert code == 0, output
     assert "; from step 20, in memory, 2 steps lost; now on port " in output
     assert "resumed    after step 20, from memory\n" in output
@@ -103,7 +105,7 @@ def test_without_a_restart_it_becomes_a_checkpoint(
     job: Job, whole: Outcome, shared: Sequence[str]
 ) -> None:
     name = f"written-{len(shared)}"
-    code, output = run(job, name, *shared, restarts=0, fault="SIGKILL 0 46")
+    code, output = run(job, name, *shared, restarts=0, FAULT="SIGKILL 0 46")
     folder = job.folder / "checkpoints" / name
     assert code == 137 and f"step 20 was only in memory; it is now saved in {folder}\n" in output
     assert re.search(r"^resume .* again +\(from step 20\)$", output, re.MULTILINE)
@@ -154,8 +156,9 @@ def test_what_is_written_at_the_end_has_its_validation_loss(job: Job) -> None:
 
 @pytest.mark.slow
 def test_what_is_saved_already_is_not_written_again(job: Job) -> None:
-    settings = "checkpoint.every=20"
-    code, output = run(job, "saved", settings, restarts=0, fault="SIGKILL 0 46")
+    saved = str(job.folder / "checkpoints/saved/step-20")
+    fault = {"FAULT": "SIGKILL 0 46", "AFTER": saved}
+    code, output = run(job, "saved", "checkpoint.every=20", restarts=0, **fault)
     assert code == 137 and "in memory" not in output, output
 
 
@@ -165,7 +168,7 @@ def test_what_is_not_finite_gets_into_no_snapshot(
     job: Job, shared: Sequence[str], fault: str
 ) -> None:
     name = f"{fault.split()[0]}-{len(shared)}"
-    code, output = run(job, name, *shared, "train.log_every=50", restarts=0, fault=fault)
+    code, output = run(job, name, *shared, "train.log_every=50", restarts=0, FAULT=fault)
     assert code == 1 and "[loss-not-finite]" in output
     assert [path.name for path in steps(job.folder / "checkpoints" / name)] == ["step-20"]
 

@@ -179,6 +179,16 @@ def test_a_requeue_that_slurm_refuses(plan: Plan, tools: Path) -> None:
 # --- signals ------------------------------------------------------------------------------------
 
 
+def test_a_notice_before_its_tasks_have_started_reaches_them(tmp_path: Path, tools: Path) -> None:
+    early = "trap '' USR1; kill -USR1 $PPID; sleep 0.5"  # srun has no tasks yet, and drops it
+    waits = "trap 'exit 75' USR1; echo t0ken 0; for i in {1..100}; do sleep 0.1; done"
+    make_tool(tools / "srun", f"{early}; {waits}")
+    make_tool(tools / "scontrol", 'echo "$*" >>queued')
+    result, _ = run_step(tmp_path)
+    assert result.returncode == 75
+    assert (tmp_path / "queued").read_text().startswith("requeue ")
+
+
 @pytest.mark.parametrize(
     ("squeue", "cancelled", "expected"),
     [  # what squeue does, the steps that scancel gets, the signal that srun gets
