@@ -207,6 +207,7 @@ class Attempt:
     def _on_signal(self, signum: int, _frame: object) -> None:
         """Pass a stop signal on, so that the ranks can save first; a second Ctrl-C kills."""
         if signum == signal.SIGINT and self.interrupts.is_second():
+            self.facts.signals.append(signum)
             self.kill.set_within(0.0)
         else:
             self._stop(signum, None)

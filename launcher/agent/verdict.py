@@ -192,7 +192,7 @@ def reach_verdict(facts: Facts, *, saved_step: int, left: int) -> Verdict:
     first = first_failure(facts.failures)
     if first is None:
         code = stop_code(nodes, facts.signals)
-        ends = describe_ends(nodes, has_saved=has_saved) if code else ""
+        ends = describe_ends(nodes, facts.signals, has_saved=has_saved) if code else ""
         if code and facts.signals:
             ends = f"by {signal.Signals(facts.signals[0]).name}: {ends}"
         signum = next(iter(facts.signals), 0)
@@ -228,9 +228,10 @@ def stop_code(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> int:
     return 128 + wanted[0] if wanted else 0
 
 
-def describe_ends(nodes: Sequence[NodeEnd], *, has_saved: bool) -> str:
+def describe_ends(nodes: Sequence[NodeEnd], signals: Sequence[int], *, has_saved: bool) -> str:
     """Return how the ranks of a stopped run ended, alike ones together: "ranks 0-2 saved, ..."."""
-    ends = {rank: "killed after GRACE" for node in nodes for rank in node.stopped}
+    why = "by a second Ctrl-C" if signals.count(signal.SIGINT) > 1 else "after GRACE"
+    ends = {rank: f"killed {why}" for node in nodes for rank in node.stopped}
     for node in nodes:
         for rank, code in node.left.items():
             if code == STOPPED and has_saved:

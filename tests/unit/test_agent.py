@@ -143,6 +143,8 @@ def test_a_second_interrupt_kills(start: Start) -> None:
         time.sleep(0.4)
         run.process.send_signal(signal.SIGINT)
     assert run.process.returncode == 130
+    told = "stopped  by SIGINT: ranks 0-1 killed by a second Ctrl-C (code 130); nothing is left"
+    assert told in run.finish()
     run.assert_gone()
 
 

@@ -173,7 +173,7 @@ def test_the_exit_code_of_a_run_that_did_not_fail(
 def test_how_the_ranks_of_a_stopped_run_ended(
     nodes: list[NodeEnd], has_saved: bool, ends: str
 ) -> None:
-    assert verdict.describe_ends(nodes, has_saved=has_saved) == ends
+    assert verdict.describe_ends(nodes, [], has_saved=has_saved) == ends
 
 
 def test_what_a_node_tells_at_its_end() -> None:
