@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from distributed.environment import LauncherError, job_id
+from distributed.environment import LauncherError
 from distributed.errors import BAD_INPUT, REFUSED, Refused
 from distributed.hostlist import HostlistError
 from launcher.plan.check_config import check_config
@@ -78,15 +78,15 @@ def prepare(plan: Plan, script: str) -> Callable[[], None]:
         return lambda: None
     folder = plan.log_dir / plan.run_id
     is_first = plan.node_rank == 0
-    if is_first and not job_id(os.environ):  # a scheduler may start its job again beside the first
+    if is_first:
         run_json.refuse_live(folder)
     leave_terminal = detach.fork_launcher(plan, script) if plan.is_detached else None
 
     def be_ready() -> None:
-        if leave_terminal is not None:
-            leave_terminal()
         if is_first:
             grace, job = float(plan.grace_s), run_json.this_start()
             run_json.note_start(folder, detached=plan.is_detached, grace=grace, job=job)
+        if leave_terminal is not None:
+            leave_terminal()
 
     return be_ready

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from distributed.environment import slurm_job
+from distributed.environment import job_id, slurm_job
 from distributed.errors import Refused
 from distributed.lock import RunLock, is_locked, locked_by, update_link
 from distributed.stop_signals import DEFAULT_GRACE_S
@@ -103,17 +103,21 @@ def read(folder: Path) -> Record | None:
 
 def update(folder: Path, **changes: Any) -> None:
     """Change fields of run.json in one step; the others stay, whoever wrote them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    new = folder / f".run.json.{socket.gethostname()}.{os.getpid()}"
     with _one_writer(folder):
-        record = replace(read(folder) or Record(), **changes)
-        new.write_text(json.dumps(asdict(record), indent=2))
-        new.replace(folder / "run.json")
+        _change(folder, changes)
+
+
+def _change(folder: Path, changes: Mapping[str, Any]) -> None:
+    new = folder / f".run.json.{socket.gethostname()}.{os.getpid()}"
+    record = replace(read(folder) or Record(), **changes)
+    new.write_text(json.dumps(asdict(record), indent=2))
+    new.replace(folder / "run.json")
 
 
 @contextlib.contextmanager
 def _one_writer(folder: Path) -> Iterator[None]:
     """Keep other writers out; not for ever, and not where the file system has no locks."""
+    folder.mkdir(parents=True, exist_ok=True)
     fd = os.open(folder / ".run.json.lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
         deadline = time.monotonic() + _LOCK_S
@@ -161,8 +165,11 @@ def next_run_id(log_dir: Path, job: str) -> str:
 
 
 def refuse_live(folder: Path) -> None:
-    """Raise Refused where the run in a folder is live, as far as this machine can see."""
-    record = read(folder)
+    """Raise Refused where the run in a folder is live, as far as this machine can see.
+
+    A scheduler may start its job again beside the first start: there it raises nothing.
+    """
+    record = read(folder) if not job_id(os.environ) else None
     launcher = record.launcher if record and not record.is_over else None
     is_ours = launcher is not None and launcher.is_here
     if launcher and (launcher.is_alive if is_ours else is_locked(folder)):
@@ -172,9 +179,14 @@ def refuse_live(folder: Path) -> None:
 
 
 def note_start(folder: Path, **fields: Any) -> None:
-    """Record that this process is about to start the run; raises Refused where that fails."""
-    with writing_to(folder):
-        update(folder, launcher=LauncherProcess.of(os.getpid()), **_start("starting"), **fields)
+    """Record that this process is about to start the run.
+
+    Raises Refused where that fails, or where another process has been quicker.
+    """
+    me = LauncherProcess.of(os.getpid())
+    with writing_to(folder), _one_writer(folder):
+        refuse_live(folder)
+        _change(folder, {"launcher": me, **_start("starting"), **fields})
 
 
 def note_end(folder: Path, code: int, *, agent: int | None = None) -> None:

@@ -18,7 +18,7 @@ from distributed.errors import Refused
 from launcher.plan.typed import Typed
 from launcher.processes import start_ticks
 from launcher.record import run_json, runs
-from launcher.record.run_json import LauncherProcess, Record, refuse_live
+from launcher.record.run_json import LauncherProcess, Record, note_start, refuse_live
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = socket.gethostname()
@@ -223,6 +223,16 @@ def test_a_live_run_is_not_started_again(process: subprocess.Popen[bytes], tmp_p
         refuse_live(folder)
     write(tmp_path, "one", state="ended", exit_code=0)
     refuse_live(folder)
+
+
+def test_of_two_launches_at_once_one_is_refused(
+    process: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    folder = tmp_path / "one"
+    refuse_live(folder)  # before the nodes are checked
+    write(tmp_path, "one", state="starting", launcher=launcher_of(process.pid))
+    with pytest.raises(Refused, match=f"run one is live: process {process.pid};.*run-is-live"):
+        note_start(folder)
 
 
 HOLDS = """
