@@ -22,7 +22,7 @@ from launcher.selftest.meeting import Meeting
 
 SMALLEST, LARGEST = 2**16, 2**26  # bytes of one transfer
 STUCK_S = 10.0  # for one transfer
-ROUND_S, LEAST_S = 0.2, 0.04  # one round: up to 4 nodes, and with very many
+ROUND_S, LEAST_S = 0.2, 0.03  # one round: up to 4 nodes, and with very many
 _PINGS, _SENDING = 5, 0.75  # at most; this part of the time is left for data
 _GROWTH = 4
 _PING, _END = -1, 0  # as a size: answer at once; no more transfers

@@ -56,7 +56,7 @@ teardown_file() {
   local job
   job=$(submit sleep 600)
   on login scontrol requeue "$job"
-  eventually 40 is_running "$job" 1
+  eventually 60 is_running "$job" 1
   on login scancel "$job"
 }
 
@@ -64,7 +64,7 @@ teardown_file() {
   local job
   job=$(submit --nodelist='node[2-3]' --exclusive sleep 600)
   timeout 40 "$CLUSTER" run login srun --partition=urgent --nodelist='node[2-3]' --exclusive true
-  eventually 40 is_running "$job" 1
+  eventually 60 is_running "$job" 1
   on login scancel "$job"
 }
 
@@ -81,7 +81,7 @@ teardown_file() {
 
 @test "a host sees its own processes only, and has its own /dev/shm" {
   "$CLUSTER" run node1 sleep 4711 &
-  eventually 5 on node1 pgrep -f '^sleep 4711'
+  eventually 60 on node1 pgrep -f '^sleep 4711'
   run on node2 pgrep -f '^sleep 4711'
   [[ $status == 1 ]]
   on node1 touch /dev/shm/node1
@@ -138,16 +138,16 @@ teardown_file() {
   set -m # or bash has what follows ignore SIGINT
   for signal in INT TERM HUP USR1; do
     "$CLUSTER" run node1 bash -c "trap 'exit 9' $signal; touch ready; while :; do sleep 0.05; done" &
-    eventually 5 rm ready
+    eventually 60 rm ready
     kill "-$signal" $!
     code=0
     wait $! || code=$?
     [[ $code == 9 ]]
   done
   "$CLUSTER" run node1 sleep 4712 &
-  eventually 5 on node1 pgrep -f '^sleep 4712'
+  eventually 60 on node1 pgrep -f '^sleep 4712'
   kill -KILL $!
-  eventually 2 is_gone_from node1 '^sleep 4712'
+  eventually 10 is_gone_from node1 '^sleep 4712'
 }
 
 @test "env: the machine's own shell uses the cluster" {
@@ -221,14 +221,14 @@ no_processes() {
 assert_nothing_left() {
   [[ ! -e $CLUSTER_DIR ]]
   diff <(echo "$BEFORE") <(traces)
-  eventually 2 no_processes
+  eventually 10 no_processes
 }
 
 @test "another cluster beside this one: up twice, down twice; nothing is left" {
   set_apart
   up_and_remember 1
   on login sbatch --output=/dev/null --wrap 'setsid sleep 4713 & sleep 4713'
-  eventually 10 on node1 pgrep -f '^sleep 4713'
+  eventually 60 on node1 pgrep -f '^sleep 4713'
   mkdir full
   on node1 mount -t tmpfs -o size=64k full "$PWD/full"
   up_and_remember 2

@@ -97,7 +97,7 @@ assert_trains_and_stops() {
   end_of "$PID"
   cat stopped.out
   ((CODE == 75))
-  eventually 2 no_ranks stopped
+  eventually 10 no_ranks stopped
 }
 
 ranks_of() { # <run id>
@@ -113,7 +113,7 @@ no_ranks() { # <run id>
   assert_trains_and_stops
   start_long killed
   kill -KILL "$PID"
-  eventually 2 no_ranks killed
+  eventually 10 no_ranks killed
   bash -c "$(sed -n 's/^resume  *//p' stopped.out | tail -n 1) train.max_seconds=1" >again.out 2>&1 || (($? == 75))
   grep -q '^resumed ' again.out || { cat again.out && false; }
 }
@@ -138,7 +138,7 @@ no_ranks() { # <run id>
   eventually 60 grep -q 'resum' job.out || { cat job.out && false; }
   on login scancel "$JOB"
   eventually 60 has_ended "$JOB"
-  eventually 2 is_gone_from node1 "agent.py .*--rdzv-id $JOB "
+  eventually 10 is_gone_from node1 "agent.py .*--rdzv-id $JOB "
 }
 
 @test "podman: trains inside; a stop saves; kill -9 of podman itself leaves nothing" {
@@ -146,7 +146,7 @@ no_ranks() { # <run id>
   assert_trains_and_stops
   start_long killed
   kill -KILL "$PID"
-  eventually 4 no_ranks killed
+  eventually 10 no_ranks killed
 }
 
 # An environment whose Python is a script around the real one.

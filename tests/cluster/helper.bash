@@ -34,7 +34,7 @@ submit() { # <sbatch options and command...>
     shift
   done
   job=$(on login sbatch --parsable --output=/dev/null "${options[@]}" --wrap "$*")
-  eventually 20 is_running "$job" 0
+  eventually 60 is_running "$job" 0
   echo "$job"
 }
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bats
-# scripts/test_distributed.sh on several nodes: what is slow is named, with its node.
+# The self-test on several nodes, by both of its scripts: what is slow is named, with its node.
 # shellcheck disable=SC2030,SC2031 # each test is a subshell, and is meant to be
 bats_require_minimum_version 1.5.0
 load helper
@@ -95,6 +95,13 @@ try_healthy() {
   run on login salloc -Q --nodes=3 "$ROOT/scripts/test_distributed.sh" 1 --test basic
   echo "$output"
   [[ $status == 0 && $output == *"PASS  3 ranks on 3 nodes, gloo: 19 checks, "* ]]
+}
+
+@test "test_distributed_integration.sh: the nodes together, a training, and its resumed run" {
+  run on login "$ROOT/scripts/test_distributed_integration.sh" --quiet
+  echo "$output"
+  [[ $status == 0 && ${lines[-1]} == "PASS       the nodes work together; a training, and its resumed run, went well" ]]
+  [[ $output == *"PASS  4 ranks on 2 nodes, gloo: "* && $output == *$'\nresumed    after step 20\n'* ]]
 }
 
 @test "in a job of PBS it takes all nodes of the node file" {

@@ -148,7 +148,7 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
   grep -q 'restart 1 of 2 after node agent 0 (node1): .*; 2 nodes without node1' fewer.out
   grep -q 'with 2 processes (was 3): sums are rounded differently' fewer.out
   run ! grep -q 'batches of' fewer.out
-  eventually 5 is_gone fewer
+  eventually 10 is_gone fewer
 }
 
 @test "a spare takes the place of a node that cannot be reached before the start" {
@@ -188,7 +188,7 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
     bash -c 'touch allocated; read -r <go; RUN_ID=ill "$@"' _ \
     scripts/run_ddp.sh -n 1 -c config/local3.yaml -- "${SETTINGS[@]/150/5}" >ill.out 2>&1 3>&- &
   PID=$!
-  eventually 20 test -e allocated
+  eventually 60 test -e allocated
   "$CLUSTER" cut node1
   echo >go
   end_of "$PID"
@@ -203,14 +203,14 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
   export SPARES=1 MAX_RESTARTS=2
   start ends config/local3.yaml 1 node1 node2 node3 "${SETTINGS[@]/600/100000}"
   lose kill node3 ends # the spare
-  eventually 20 grep -q 'warning: spare node3: its node agent is gone; the run goes on' ends.out
+  eventually 60 grep -q 'warning: spare node3: its node agent is gone; the run goes on' ends.out
   lose kill node2 ends
   end_of "$PID"
   cat ends.out
   ((CODE == 137))
   grep -q '^.0. node agent: no spare is left for node2: there is no restart' ends.out
   grep -q '^FAILED   node agent 1 (node2) .*\[agent-killed\]$' ends.out
-  eventually 5 is_gone ends
+  eventually 10 is_gone ends
 }
 
 @test "a stop reaches the spare, too; without a loss a run ends as ever" {

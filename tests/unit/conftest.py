@@ -22,7 +22,7 @@ from launcher.plan.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 
-hypothesis.settings.register_profile("default", deadline=2000)  # ms, for one example
+hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.register_profile("prove", deadline=2000, max_examples=10_000)
 
 # A runner in the background ignores it, and all that the tests start would, too.

@@ -250,7 +250,7 @@ class Job:
     def run(self, run_id: str, nproc: int, *settings: str, **options: str) -> tuple[int, str]:
         """Run to the end; returns the exit code and all that was printed."""
         process = self.start(run_id, nproc, *settings, **options)  # type: ignore[arg-type]
-        output = process.communicate(timeout=120)[0]
+        output = process.communicate(timeout=300)[0]
         return process.returncode, output
 
     def finish(self, run_id: str, nproc: int, *settings: str) -> Outcome:
@@ -301,7 +301,7 @@ class Job:
                 with contextlib.suppress(ProcessLookupError):  # it has just ended
                     os.kill(draw.choice(ranks), signal.SIGKILL)
                     kills -= 1
-        output = process.communicate(timeout=120)[0]
+        output = process.communicate(timeout=300)[0]
         assert process.returncode == 0, output
         return output
 

@@ -73,7 +73,7 @@ def run(
     process = job.start(
         run_id, 2, *TAKEN, *settings, restarts=restarts, LAUNCH_COMMAND="again", **environment
     )
-    output = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=300)[0]
     return process.returncode, output
 
 
@@ -129,7 +129,7 @@ def killed_at(job: Job, name: str, step: int, *settings: str, restarts: int) -> 
         AT=str(step),
         ROOT=str(ROOT),
     )
-    output = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=300)[0]
     return process.returncode, output
 
 

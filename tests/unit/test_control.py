@@ -111,7 +111,7 @@ def test_the_launchers_end_ends_the_run(launch: Launch) -> None:
     launcher = launch("deaf", "1", GRACE="600")
     launcher.run.wait_for("armed 0", "armed 1")
     launcher.close()
-    launcher.run.finish(within_s=5)
+    launcher.run.finish()
     launcher.run.assert_gone()
 
 

@@ -6,7 +6,6 @@ import os
 import random
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,10 +53,10 @@ def master() -> Iterator[Master]:
 
 def visit(port: int, secret: bytes, line: bytes = b"hello\n") -> None:
     """Come to the port, and wait until the other end closes."""
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
         introduce(connection, secret)
         connection.sendall(line)
-        connection.settimeout(5)
+        connection.settimeout(30)
         assert connection.recv(1) == b""
 
 
@@ -134,14 +133,15 @@ def test_a_false_master_is_noticed() -> None:
         thread.join()
 
 
-def test_strangers_neither_come_in_nor_keep_others_waiting(master: Master) -> None:
+def test_strangers_neither_come_in_nor_keep_others_waiting(
+    master: Master, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "WAIT_S", 600.0)  # then they would wait
     rng = random.Random(1)
     silent = keep_silent(master.port, 400)  # more than may wait
     for data in (*random_bytes(rng, 100), *mutated_messages(rng, 100)):
         send(master.port, data)
-    start = time.monotonic()
     visit(master.port, SECRET)
-    assert time.monotonic() - start < 1.0
     assert master.lines == [b"hello\n"]
     assert len(master.said) == 1
     for connection in silent:

@@ -94,7 +94,7 @@ def test_an_old_nvidia_smi_that_refuses_a_field_is_asked_for_the_rest(install: I
 def test_an_nvidia_smi_that_hangs_on_nvlinks_alone_does_no_harm(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpus, "LIMIT_S", 1.0)
+    monkeypatch.setattr(gpus, "LIMIT_S", 5.0)
     install([{"name": "H100", "nvlink": "\t Link 0: 26.562 GB/s\n"}, {"name": "H100"}], nvlink_s=60)
     assert [gpu.health.nvlinks for gpu in visible_gpus({})] == [None, None]
 

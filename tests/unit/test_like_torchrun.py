@@ -279,7 +279,7 @@ def test_a_kill_for_lack_of_memory_is_named(tmp_path: Path, memory_group: Path) 
     script.write_text("import os\nif os.environ['RANK'] == '1':\n    b'1' * (4 << 30)\n")
     join = ["sh", "-c", f'echo $$ >{memory_group}/cgroup.procs; exec "$@"', "-"]
     command = [*join, *AGENT, "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 137
     assert "FAILED   rank 1 " in done.stderr and "[out-of-memory]" in done.stderr
     assert "this node's memory limit was reached" in done.stderr
@@ -306,7 +306,7 @@ def test_streams_go_to_files_as_under_torchrun(
     for name, launcher in (("torchrun", TORCHRUN), ("ours", AGENT)):
         where = ["--nproc-per-node=2", f"--log-dir={tmp_path / name}", *options]
         done = subprocess.run(
-            [*launcher, *where, str(script)], capture_output=True, text=True, timeout=60
+            [*launcher, *where, str(script)], capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0, done.stderr
         files[name] = {
@@ -333,7 +333,7 @@ def test_signals_to_handle_reach_every_rank(tmp_path: Path) -> None:
     assert run.stdout is not None
     assert [run.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     run.send_signal(signal.SIGUSR2)
-    rest, _ = run.communicate(timeout=20)
+    rest, _ = run.communicate(timeout=60)
     assert rest == "saved\n" * 2
     assert run.returncode == 128 + signal.SIGUSR2
     wrong = subprocess.run(

@@ -166,7 +166,7 @@ def test_a_terminal_that_nobody_reads_holds_nothing_up(tty: Screen) -> None:
     start = time.monotonic()
     tty.terminal.queue(b"x" * 100_000)
     tty.terminal.detach(0.1)
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize("is_tty", [True, False])

@@ -25,7 +25,7 @@ from launcher.agent.rank.optimizer_steps import StepCounter
 from launcher.typed_json import MessageError
 
 LOOPS = str(ROOT / "tests/unit/own_loops.py")
-QUERY_S = 2.0
+QUERY_S = 20.0  # on a busy machine
 WHERE = re.compile(  # rank 2 sleeps, and the others wait for it
     r"where the ranks are, innermost call first:\n"
     r"  ranks 0-1, 3: torch/autograd/\S+ in \w+ < \S+own_loops.py:\d+ in train_by_hand < .*\n"
@@ -46,14 +46,14 @@ WHERE = re.compile(  # rank 2 sleeps, and the others wait for it
 def test_the_rank_that_hangs_is_named_with_its_step(
     runs: list[Run], kind: str, where: str, steps: int
 ) -> None:
-    run = Run(["--nproc-per-node=3", LOOPS, kind, "30", "1", where], HANG_SECONDS="3")
+    run = Run(["--nproc-per-node=3", LOOPS, kind, "30", "1", where], HANG_SECONDS="6")
     runs.append(run)
-    err = run.finish(within_s=40)
+    err = run.finish()
     run.assert_gone()
     block = err[err.index("FAILED") :]
     assert block.startswith("FAILED   rank 1 (local rank 1, ") and "[rank-stuck]" in block
     assert f", at step {steps} " in block
-    assert "no sign of life for " in block and "; the limit, HANG_SECONDS, is 3 s" in block
+    assert "no sign of life for " in block and "; the limit, HANG_SECONDS, is 6 s" in block
     assert f"in {'read_batch' if where == 'data' else 'validate'}" in block.splitlines()[2]
     assert run.process.returncode == 137
 
@@ -88,7 +88,7 @@ def test_ctrl_backslash_shows_where_all_ranks_are_and_the_run_goes_on(
     for ask in asks:
         told, began = "", time.monotonic()
         while not WHERE.search(told):  # the first time, rank 2 may not sleep yet
-            assert time.monotonic() - began < 20, told
+            assert time.monotonic() - began < 60, told
             told = ask_for_stacks(folder, ask)
     assert all(run.process.poll() is None for run in runs)
     for run in runs:
@@ -98,6 +98,21 @@ def test_ctrl_backslash_shows_where_all_ranks_are_and_the_run_goes_on(
     for run in runs:
         run.finish()
         run.assert_gone()
+
+
+@pytest.mark.long
+@pytest.mark.alone
+def test_all_stacks_of_64_ranks_are_shown_within_2_s(runs: list[Run], tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text(
+        "import os, time\nprint('there', os.environ['RANK'], flush=True)\ntime.sleep(600)\n"
+    )
+    options = ["--nproc-per-node=64", f"--log-dir={tmp_path}", "--rdzv-id=mine"]
+    runs.append(Run([*options, str(tmp_path / "waits.py")]))
+    runs[0].wait_for(*(f"there {rank}\n" for rank in range(64)))
+    began = time.monotonic()
+    told = ask_for_stacks(tmp_path / "mine", lambda: runs[0].process.send_signal(signal.SIGQUIT))
+    assert time.monotonic() - began < 2
+    assert "  ranks 0-63: waits.py:3 in <module>\n" in told
 
 
 @pytest.mark.slow

@@ -161,7 +161,7 @@ def test_ranks_run_where_they_are_bound(tmp_path: Path, script: str) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"0 {first}", f"1 {last}"]
@@ -196,7 +196,7 @@ def test_each_rank_is_local_rank_0_of_one_gpu(
             env=environ,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
         )
         assert done.returncode == 0, done.stderr
         told[module] = sorted(done.stdout.splitlines())
@@ -215,7 +215,7 @@ def test_a_launch_that_cannot_bind_starts_nothing(tmp_path: Path) -> None:
         env={**os.environ, "NUMA_BINDING": "socket", "PYTHON": sys.executable},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert (done.returncode, done.stdout) == (REFUSED, "")
     assert done.stderr.endswith("; leave NUMA_BINDING out [numa-unknown]\n")

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,7 +73,7 @@ def test_a_signal_to_the_launcher_saves_and_leaves_with_75(job: Job, whole: Outc
         if line.startswith("data"):
             break
     process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=300)[0]
     if process.returncode != 0:  # it was not over by then
         assert process.returncode == 75
         assert re.search(r"^stopped    after step \d+, which is saved \(SIGTERM\)$", output, re.M)
@@ -106,7 +105,7 @@ def test_with_another_number_of_ranks_it_sees_each_sample_once(job: Job) -> None
 
 def test_a_restart_goes_on_from_the_last_checkpoint(job: Job, whole: Outcome) -> None:
     process = job.start("restarted", 2, restarts=1, FAULT="SIGKILL 1 50")
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=300)[0]
     assert process.returncode == 0, output
     assert "restart 1 of 1 after rank 1" in output
     assert "resumed    after step" in output
@@ -115,7 +114,7 @@ def test_a_restart_goes_on_from_the_last_checkpoint(job: Job, whole: Outcome) ->
 
 def test_restarts_end_where_no_step_is_gained(job: Job) -> None:
     process = job.start("hopeless", 2, restarts=9, FAULT="always-SIGABRT 1 3")
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=300)[0]
     assert process.returncode == 134
     assert "restart 1 of 9 after rank 1" in output
     assert "step 1 failed twice with the same cause: there is no other restart" in output
@@ -137,7 +136,7 @@ def test_what_no_longer_fits_is_one_line(job: Job, whole: Outcome) -> None:
 
 def test_never_is_said_of_the_first_start(job: Job, whole: Outcome) -> None:
     process = job.start("fresh", 2, "resume=never", restarts=1, FAULT="SIGKILL 1 50")
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=300)[0]
     assert process.returncode == 0, output
     assert "resume=never" not in output
     assert job.outcome("fresh") == whole
@@ -152,14 +151,13 @@ def test_a_rank_that_leaves_with_0_too_early_is_named(job: Job) -> None:
 
 @pytest.mark.parametrize("fault", ["SIGSTOP", "sleep"])
 def test_a_stuck_rank_is_named_with_its_stack(job: Job, fault: str) -> None:
-    began = time.monotonic()
-    code, output = job.run(f"stuck-{fault}", 2, "distributed.hang_seconds=4", FAULT=f"{fault} 1 9")
-    assert time.monotonic() - began < 4 + 10 + 10  # the last for the start
+    limit = "distributed.hang_seconds=8"
+    code, output = job.run(f"stuck-{fault}", 2, limit, FAULT=f"{fault} 1 9")
     assert code == 137
     block = output[output.index("FAILED") :]
     assert re.match(r"FAILED   rank 1 \(.*, at step 4 +\[rank-stuck\]\n", block)
     state = ", its process is stopped (SIGSTOP)" if fault == "SIGSTOP" else ""
-    cause = rf"^cause    no sign of life for \d+ s{re.escape(state)}; the limit, .*, is 4 s$"
+    cause = rf"^cause    no sign of life for \d+ s{re.escape(state)}; the limit, .*, is 8 s$"
     assert re.search(cause, block, re.M)
     assert re.search(r"^         noisy.py:\d+ in loss$", block, re.M)
     assert re.search(r"^stacks   rank 0: .*train.py:\d+ in train", block, re.M)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from agents import Run, kill_what_is_left
+from ports import free_port
 
 from launcher.agent.assignment import Seat
 from launcher.agent.control import BEAT_S, SILENCE_S
@@ -45,8 +46,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def begin(nodes: int, spares: int, ends: str, code: int = 0, **environment: str) -> list[Run]:
         """Start them with two ranks each, to end with a code in the attempt that `ends` names."""
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = str(server.getsockname()[1])
+        port = str(free_port())
         world = ["--nnodes", str(nodes), "--nproc-per-node", "2", "--max-restarts", "2"]
         world += ["--master-addr", "127.0.0.1", "--master-port", port]
         variables = {"SPARES": str(spares), "MIN_NODES": str(nodes), **environment}

@@ -62,7 +62,7 @@ def test_an_srun_that_waits_for_a_lost_node_is_ended(
     assert result.returncode == 137
     assert result.stdout == "step 1\n"
     assert result.stderr.startswith("FAILED   node agent 1 (node2) ")
-    assert step.END_S <= took_s < step.END_S + 3
+    assert step.END_S <= took_s < step.END_S + 30  # srun takes 60
 
 
 def test_a_run_that_goes_on_without_a_node_ends_as_the_others_do(

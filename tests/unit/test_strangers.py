@@ -47,7 +47,7 @@ def attack_a_run(folder: Path, *, times: int, silent: int) -> None:
         waiting = keep_silent(port, silent)
         attack(port, rng, times)
         false = begin(1, handshake.new_secret())
-        assert "has another RUN_SECRET than this node" in false.finish(within_s=40)
+        assert "has another RUN_SECRET than this node" in false.finish()
         assert false.process.returncode == 3
         second = begin(1, secret)
         for run in (first, second):
@@ -109,7 +109,7 @@ def test_a_stolen_node_can_only_end_the_run(tmp_path: Path, message: bytes) -> N
                 stolen.shutdown(socket.SHUT_WR)
                 while stolen.recv(65536):
                     pass
-        err = run.finish(within_s=30)
+        err = run.finish()
         run.assert_gone()
         assert "FAILED   " in err and "Traceback" not in err and "\x1b" not in err
         assert run.process.returncode not in (0, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -59,17 +59,20 @@ def test_the_rank_that_holds_up_the_run(nodes: list[RankState | None], number: i
     assert (found.rank if found and found.is_stuck else None) == number
 
 
-def test_a_stack_is_read_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_stack_is_read_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written in two parts, as on a busy machine."""
     file = tmp_path / "rank.stack"
     file.write_text("Thread 0x1\n")
 
-    def write_the_rest() -> None:
-        with file.open("a") as stack:
-            stack.write("Thread 0x2\n")
+    looks: list[float] = []
 
-    timer = threading.Timer(0.15, write_the_rest)
-    timer.start()
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            with file.open("a") as stack:
+                stack.write("Thread 0x2\n")
+
+    monkeypatch.setattr(time, "sleep", sleep)
     stuck.wait_for_stacks([file], [0], 5)
     assert file.read_text() == "Thread 0x1\nThread 0x2\n"
-    timer.join()
+    assert len(looks) >= 8

@@ -116,7 +116,7 @@ def torchrun(folder: Path, body: str, *options: str) -> list[str]:
         [*command, f"--master-port={free_port()}", *options, str(script)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         env=own_environment(),
     )
     assert done.returncode == 0, done.stderr
@@ -241,8 +241,8 @@ def test_missing_ranks_are_named_in_time() -> None:
     assert re.match(
         r"TimeoutError: 1 of 2 ranks did not join .*: rank 1; .* \[node-missing\]$", error
     )
-    assert "within 2 s" in error and 2 < time.monotonic() - start < 15
-    first, other = run_ranks(_join, 2.0, ranks=[0, 2], world_size=4)
+    assert "within 2 s" in error and 2 < time.monotonic() - start < 60
+    first, other = run_ranks(_join, 8.0, ranks=[0, 2], world_size=4)
     assert "2 of 4 ranks did not join" in first and ": rank 1, 3; " in first
     # Rank 0 takes the store with it when it goes.
     assert other == first or "rank 0's message says why" in other

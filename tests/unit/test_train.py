@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from ports import free_port
 
 from distributed.checkpoint import load, weights_hash
 from distributed.lock import RunLock
@@ -209,10 +209,7 @@ def test_a_mistake_of_several_ranks_is_one_line(
     for rank in has_data:
         (tmp_path / rank / "text").symlink_to(text)
     command = [sys.executable, str(ROOT / "train.py"), "--config", LOCAL3, *TINY, "data.path=text"]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(
             command,
