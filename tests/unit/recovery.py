@@ -58,7 +58,8 @@ class Noisily(Task):
         loss = (model(batch[0])[:, 0] - batch[1]).square().mean()
         if self.calls != self.call:
             return loss
-        while "AFTER" in os.environ and not os.path.exists(os.environ["AFTER"]):
+        after = os.environ.get("AFTER")
+        while after and not os.path.exists(after):
             time.sleep(0.01)
         if self.fault == "nan":
             return loss * float("nan")

@@ -68,11 +68,10 @@ def whole(job: Job, shared: Sequence[str]) -> Outcome:
 
 
 def run(
-    job: Job, run_id: str, *settings: str, restarts: int, **environment: str
+    job: Job, run_id: str, *settings: str, restarts: int, fault: str, after: str = ""
 ) -> tuple[int, str]:
-    process = job.start(
-        run_id, 2, *TAKEN, *settings, restarts=restarts, LAUNCH_COMMAND="again", **environment
-    )
+    variables = {"FAULT": fault, "AFTER": after, "LAUNCH_COMMAND": "again"}
+    process = job.start(run_id, 2, *TAKEN, *settings, restarts=restarts, **variables)  # type: ignore[arg-type]
     output = process.communicate(timeout=300)[0]
     return process.returncode, output
 
@@ -83,7 +82,7 @@ def test_a_restart_goes_on_from_memory(
     job: Job, whole: Outcome, rank: int, shared: Sequence[str]
 ) -> None:
     name = f"restart-{rank}-{len(shared)}"
-    code, output = run(job, name, *shared, restarts=1, FAULT=f"SIGKILL {rank} 46")  # of step 23
+    code, output = run(job, name, *shared, restarts=1, fault=f"SIGKILL {rank} 46")  # of step 23
     assert code == 0, output
     assert "; from step 20, in memory, 2 steps lost; now on port " in output
     assert "resumed    after step 20, from memory\n" in output
@@ -105,7 +104,7 @@ def test_without_a_restart_it_becomes_a_checkpoint(
     job: Job, whole: Outcome, shared: Sequence[str]
 ) -> None:
     name = f"written-{len(shared)}"
-    code, output = run(job, name, *shared, restarts=0, FAULT="SIGKILL 0 46")
+    code, output = run(job, name, *shared, restarts=0, fault="SIGKILL 0 46")
     folder = job.folder / "checkpoints" / name
     assert code == 137 and f"step 20 was only in memory; it is now saved in {folder}\n" in output
     assert re.search(r"^resume .* again +\(from step 20\)$", output, re.MULTILINE)
@@ -157,8 +156,8 @@ def test_what_is_written_at_the_end_has_its_validation_loss(job: Job) -> None:
 @pytest.mark.slow
 def test_what_is_saved_already_is_not_written_again(job: Job) -> None:
     saved = str(job.folder / "checkpoints/saved/step-20")
-    fault = {"FAULT": "SIGKILL 0 46", "AFTER": saved}
-    code, output = run(job, "saved", "checkpoint.every=20", restarts=0, **fault)
+    fault, every = "SIGKILL 0 46", "checkpoint.every=20"
+    code, output = run(job, "saved", every, restarts=0, fault=fault, after=saved)
     assert code == 137 and "in memory" not in output, output
 
 
@@ -168,7 +167,7 @@ def test_what_is_not_finite_gets_into_no_snapshot(
     job: Job, shared: Sequence[str], fault: str
 ) -> None:
     name = f"{fault.split()[0]}-{len(shared)}"
-    code, output = run(job, name, *shared, "train.log_every=50", restarts=0, FAULT=fault)
+    code, output = run(job, name, *shared, "train.log_every=50", restarts=0, fault=fault)
     assert code == 1 and "[loss-not-finite]" in output
     assert [path.name for path in steps(job.folder / "checkpoints" / name)] == ["step-20"]
 
