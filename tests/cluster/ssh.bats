@@ -489,7 +489,7 @@ PY
   "$CLUSTER" restore node3
   kill "$holder"
   printf '%s\n' "after $((SECONDS - start)) s" "$output"
-  ((status == 3 && SECONDS - start <= 15 && ${#lines[@]} == 5))
+  ((status == 3 && SECONDS - start <= 12 && ${#lines[@]} == 5))
   [[ ${lines[0]} == "launch_torchrun_auto.sh: node3: ssh: connect to host node3"*" [host-unreachable]" ]]
   [[ ${lines[1]} == "launch_torchrun_auto.sh: nobody@node2: nobody@node2: Permission denied "*" [ssh-refused]" ]]
   [[ ${lines[2]} == "launch_torchrun_auto.sh: no-such-host: ssh: Could not resolve "*" [name-unresolved]" ]]

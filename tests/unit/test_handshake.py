@@ -6,6 +6,7 @@ import os
 import random
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -141,7 +142,9 @@ def test_strangers_neither_come_in_nor_keep_others_waiting(
     silent = keep_silent(master.port, 400)  # more than may wait
     for data in (*random_bytes(rng, 100), *mutated_messages(rng, 100)):
         send(master.port, data)
+    start = time.monotonic()
     visit(master.port, SECRET)
+    assert time.monotonic() - start < 10.0
     assert master.lines == [b"hello\n"]
     assert len(master.said) == 1
     for connection in silent:

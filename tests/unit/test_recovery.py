@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -151,8 +152,9 @@ def test_a_rank_that_leaves_with_0_too_early_is_named(job: Job) -> None:
 
 @pytest.mark.parametrize("fault", ["SIGSTOP", "sleep"])
 def test_a_stuck_rank_is_named_with_its_stack(job: Job, fault: str) -> None:
-    limit = "distributed.hang_seconds=8"
+    began, limit = time.monotonic(), "distributed.hang_seconds=8"
     code, output = job.run(f"stuck-{fault}", 2, limit, FAULT=f"{fault} 1 9")
+    assert time.monotonic() - began < 8 + 10 + 60  # the last for the start
     assert code == 137
     block = output[output.index("FAILED") :]
     assert re.match(r"FAILED   rank 1 \(.*, at step 4 +\[rank-stuck\]\n", block)

@@ -240,9 +240,11 @@ def test_a_rank_that_goes_on_shows_its_traceback_soon(
     run = Run(["--nproc-per-node=2", "--log-dir=logs", "program.py", "caught"])
     runs.append(run)
     run.wait_for("begun 0")
+    began = time.monotonic()
     assert run.process.stderr is not None
     while "KeyError: 'caught'" not in (line := run.process.stderr.readline()):
         assert line, "ended before"
+    assert time.monotonic() - began < GO_ON_S + 20.0  # the rank has raised after its barrier
     (folder / "seen").touch()
     run.finish()
     assert run.process.returncode == 0 and "goes on" in run.output
