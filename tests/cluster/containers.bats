@@ -114,7 +114,7 @@ no_ranks() { # <run id>
   start_long killed
   kill -KILL "$PID"
   eventually 10 no_ranks killed
-  bash -c "$(sed -n 's/^resume  *//p' stopped.out | tail -n 1) train.max_seconds=1" >again.out 2>&1 || (($? == 75))
+  bash -c "$(sed -n 's/^resume  *//p' stopped.out | tail -n 1) train.max_seconds=1" >again.out 2>&1 || (($? == 75)) || { cat again.out && false; }
   grep -q '^resumed ' again.out || { cat again.out && false; }
 }
 

@@ -84,8 +84,8 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
   run --separate-stderr launch -m pkg.mod -m x
   [[ $status == 0 && $output == "pkg.mod 1 of 1: -m x" ]]
   # shellcheck disable=SC2016 # for the program
-  run --separate-stderr launch --nproc_per_node=2 --no-python bash -c 'echo "$RANK: $1"; exit 7' bash 'a  b'
-  [[ $status == 7 && $output == "0: a  b" && $stderr == *"FAILED   rank "* ]]
+  run --separate-stderr launch --nproc_per_node=2 --no-python bash -c 'echo "$RANK: $1"; exit $((RANK ? 0 : 7))' bash 'a  b'
+  [[ $status == 7 && $output == "0: a  b" && $stderr == *"FAILED   rank 0 "* ]]
   cp pkg/mod.py pkg/__main__.py
   run --separate-stderr launch pkg x
   [[ $status == 0 && $output == "pkg.mod 1 of 1: x" ]]
