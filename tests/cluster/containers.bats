@@ -88,18 +88,19 @@ start_long() { # <run id>
 # Here, with what needs the project's folder, too.
 assert_trains_and_stops() {
   assert_inside
-  RUN_ID=inside scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${SMALL[@]}"
-  assert_same_weights inside
+  RUN_ID=box-inside scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${SMALL[@]}"
+  assert_same_weights box-inside
   scripts/test_distributed.sh 2 --test basic # no speeds: other tests run beside it
   scripts/cluster_train.sh config/local3.yaml "${SMALL[@]}"
-  start_long stopped
+  start_long box-stopped
   kill -TERM "$PID"
   end_of "$PID"
-  cat stopped.out
+  cat box-stopped.out
   ((CODE == 75))
-  eventually 10 no_ranks stopped
+  eventually 10 no_ranks box-stopped
 }
 
+# No other test on this machine may have a run of this name: it can run beside this one.
 ranks_of() { # <run id>
   pgrep -f "agent.py .*--rdzv-id $1 "
 }
@@ -111,10 +112,10 @@ no_ranks() { # <run id>
 @test "Charliecloud: trains inside; kill -9 leaves nothing; a stop saves; it resumes" {
   use_charliecloud
   assert_trains_and_stops
-  start_long killed
+  start_long box-killed
   kill -KILL "$PID"
-  eventually 10 no_ranks killed
-  bash -c "$(sed -n 's/^resume  *//p' stopped.out | tail -n 1) train.max_seconds=1" >again.out 2>&1 || (($? == 75)) || { cat again.out && false; }
+  eventually 10 no_ranks box-killed
+  bash -c "$(sed -n 's/^resume  *//p' box-stopped.out | tail -n 1) train.max_seconds=1" >again.out 2>&1 || (($? == 75)) || { cat again.out && false; }
   grep -q '^resumed ' again.out || { cat again.out && false; }
 }
 
@@ -144,9 +145,9 @@ no_ranks() { # <run id>
 @test "podman: trains inside; a stop saves; kill -9 of podman itself leaves nothing" {
   use_podman
   assert_trains_and_stops
-  start_long killed
+  start_long box-killed
   kill -KILL "$PID"
-  eventually 10 no_ranks killed
+  eventually 10 no_ranks box-killed
 }
 
 # An environment whose Python is a script around the real one.

@@ -48,7 +48,7 @@ launcher_of() { # <run id>
 }
 
 is_gone() { # <text in a command line>
-  ! pgrep -f "$1"
+  ! pgrep --ns $$ --nslist net -f "$1" # on this host: those of a cluster in a box can have the same run id
 }
 
 # bats test_tags=slow
