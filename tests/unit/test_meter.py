@@ -42,7 +42,7 @@ class Work(Task):
         global now
         now += 1.35 if IS_SLOW else 1.0
         x, start = torch.eye(192), time.perf_counter()
-        for _ in range(100 if "CLOCK" not in os.environ else 0):
+        for _ in range(400 if "CLOCK" not in os.environ else 0):
             x = x @ x
         end = start + 1.3 * (time.perf_counter() - start)
         while IS_SLOW and time.perf_counter() < end:
