@@ -3,7 +3,7 @@
 #
 # usage: tests/run.sh all|fast|lint|cluster
 #
-# Ends with what was skipped and why, and as the last line the count of all.
+# Ends with what was skipped and why, what failed, and as the last line the count of all.
 set -euo pipefail
 shopt -s extglob
 if [[ -n $(trap -p INT HUP) ]]; then # begun with `&` or nohup: the tests would ignore these signals
@@ -17,7 +17,8 @@ OUTPUT=$(mktemp)
 declare -A BESIDE=() # parts that run in the background: their process groups
 trap clean_up EXIT
 PASSED=0 FAILED=0
-SKIPPED=() # one line each, with the reason
+SKIPPED=()  # one line each, with the reason
+FAILURES=() # one line each, to be found again above
 
 main() {
   case $1 in
@@ -64,10 +65,13 @@ end() { # <part>
   [[ -n ${BESIDE[$1]:-} ]] || return 0
   wait "${BESIDE[$1]}" || true # its last line counts what failed
   unset "BESIDE[$1]"
-  grep -vE '^skipped  |^[0-9]+ passed, [0-9]+ failed, ' "$OUTPUT.$1" || true
+  grep -vE '^(skipped|failed)  |^[0-9]+ passed, [0-9]+ failed, ' "$OUTPUT.$1" || true
   while IFS= read -r line; do
     SKIPPED+=("${line#skipped  }")
   done < <(grep '^skipped  ' "$OUTPUT.$1")
+  while IFS= read -r line; do
+    FAILURES+=("${line#failed  }")
+  done < <(grep '^failed  ' "$OUTPUT.$1")
   tail -n 1 -- "$OUTPUT.$1" >"$OUTPUT"
   if grep -qE '^[0-9]+ passed, ' "$OUTPUT"; then add "$(number passed)" "$(number failed)"; else add 0 1; fi
 }
@@ -99,6 +103,9 @@ test_python() { # <all|fast>
   while IFS= read -r line; do
     SKIPPED+=("pytest: ${line#SKIPPED }")
   done < <(grep '^SKIPPED ' "$OUTPUT")
+  while IFS= read -r line; do
+    FAILURES+=("pytest: $line")
+  done < <(grep -E '^(FAILED|ERROR) ' "$OUTPUT")
   [[ $1 != all ]] || leave "$("$PYTHON" -m pytest -q --collect-only -m long | grep -c ::)" pytest
 }
 
@@ -113,6 +120,9 @@ test_scripts() { # <all|fast> <file or folder...>
     PASSED=$((PASSED - 1))
     SKIPPED+=("bats: ${line#ok * }")
   done < <(grep '^ok .* # skip' "$OUTPUT")
+  while IFS= read -r line; do
+    FAILURES+=("bats: $line")
+  done < <(grep '^not ok ' "$OUTPUT")
 }
 
 provide_cluster() {
@@ -133,7 +143,12 @@ test_cluster() { # <file or folder...>
 # Runs a check that says nothing when all is well.
 check() { # <command...>
   echo "$(basename -- "$1") ${*:2:3}"
-  if "$@"; then add 1 0; else add 0 1; fi
+  if "$@"; then
+    add 1 0
+  else
+    add 0 1
+    FAILURES+=("$(basename -- "$1") ${*:2:3}")
+  fi
 }
 
 # Runs tests; their output is kept for counting. A runner that fails before it counts fails too.
@@ -188,6 +203,9 @@ summarise() {
   local line
   for line in "${SKIPPED[@]}"; do
     echo "skipped  $line"
+  done
+  for line in "${FAILURES[@]}"; do
+    echo "failed  $line"
   done
   echo "$PASSED passed, $FAILED failed, ${#SKIPPED[@]} skipped"
   ((FAILED == 0))
