@@ -22,7 +22,7 @@ from launcher import handshake, processes
 from launcher.fanout.step import run_step, start
 from launcher.fanout.swap import find_ill, leave_out
 from launcher.plan.plan import Plan, PlanError, print_plan, shell_line
-from launcher.plan.slurm import ask_squeue
+from launcher.plan.slurm import ask_squeue, is_ending
 from launcher.preflight import compare
 from launcher.preflight.check_node import Report, read_reports
 from launcher.text import count
@@ -66,7 +66,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
     return run_step(plan, command)
 
 
-def _leave(signum: int, frame: object) -> NoReturn:
+def _leave(signum: int, frame: object = None) -> NoReturn:
     """Act on a stop during the preflight, whose step ends with this process."""
     print(f"stopped  by {signal.Signals(signum).name}; nothing was started", file=sys.stderr)
     raise SystemExit(128 + signum)
@@ -132,6 +132,9 @@ def ask_nodes(plan: Plan) -> list[Report]:
     step = node_step(plan, ["--kill-on-bad-exit=0"], command, os.environ)
     srun = start(step, plan.directory, stdout=subprocess.PIPE)
     answers = receive(srun, plan)
+    code = processes.shell_code(srun.returncode)
+    if code == 128 + signal.SIGTERM and is_ending(os.environ["SLURM_JOB_ID"]):
+        _leave(signal.SIGTERM)  # scancel ends the step before it tells the batch script
     reports: list[Report] = []
     try:
         reports = read_reports(answers.decode(errors="replace").splitlines())
@@ -148,7 +151,7 @@ def ask_nodes(plan: Plan) -> list[Report]:
         needed = f"{plan.directory}, {plan.root} and {plan.python}"
         raise Refused("env-missing", f"{cause}; let {needed} be there as they are here")
     cause = f"no answer to the preflight from {' '.join(silent)}"
-    how = f"srun's exit code is {processes.shell_code(srun.returncode)}, see above"
+    how = f"srun's exit code is {code}, see above"
     cure = f"try srun --nodelist={','.join(silent)} hostname"
     raise Refused("node-missing", f"{cause} ({how}); {cure}")
 

@@ -141,3 +141,9 @@ def ask_squeue(*options: str) -> str | None:
         return subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=10, text=True)
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def is_ending(job: str) -> bool:
+    """Return whether SLURM has begun to end a job; False where it does not answer."""
+    states = ask_squeue(f"--jobs={job}", "--states=all", "--format=%T")
+    return states is not None and "RUNNING" not in states.split()

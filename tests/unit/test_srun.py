@@ -110,12 +110,26 @@ def test_a_node_that_does_not_answer_is_named(
     cause: str,
 ) -> None:
     monkeypatch.setattr(srun, "PREFLIGHT_S", 1.0)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    make_tool(tools / "squeue", "echo RUNNING")
     lines = "\n".join(report(node_rank) for node_rank in answered)
     make_tool(tools / "srun", f"cat <<'END'\nof the prolog\n{lines}\nEND\n{end}")
     with pytest.raises(Refused) as raised:
         srun.ask_nodes(plan)
     assert raised.value.fault == fault
     assert cause in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_cancelled_job_is_no_missing_node(
+    plan: Plan, tools: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    make_tool(tools / "squeue", "echo CANCELLED")
+    make_tool(tools / "srun", "exit 143")  # before the batch script has its own SIGTERM
+    with pytest.raises(SystemExit) as left:
+        srun.ask_nodes(plan)
+    assert left.value.code == 143
+    assert capsys.readouterr().err == "stopped  by SIGTERM; nothing was started\n"
 
 
 def test_a_node_that_keeps_the_others_waiting_is_named_meanwhile(
