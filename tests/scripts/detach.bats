@@ -47,8 +47,9 @@ launcher_of() { # <run id>
   "$PYTHON" -c 'import json, sys; print(json.load(open(sys.argv[1]))["launcher"]["process"])' "logs/$1/run.json"
 }
 
+# On this host: those of a cluster in a box can have the same run id.
 is_gone() { # <text in a command line>
-  ! pgrep --ns $$ --nslist net -f "$1" # on this host: those of a cluster in a box can have the same run id
+  ! pgrep --ns $$ --nslist net -f "$1"
 }
 
 # bats test_tags=slow
