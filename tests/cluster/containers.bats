@@ -109,6 +109,7 @@ no_ranks() { # <run id>
   ! ranks_of "$1"
 }
 
+# bats test_tags=prove,long
 @test "Charliecloud: trains inside; kill -9 leaves nothing; a stop saves; it resumes" {
   use_charliecloud
   assert_trains_and_stops
@@ -142,6 +143,7 @@ no_ranks() { # <run id>
   eventually 10 is_gone_from node1 "agent.py .*--rdzv-id $JOB "
 }
 
+# bats test_tags=prove,long
 @test "podman: trains inside; a stop saves; kill -9 of podman itself leaves nothing" {
   use_podman
   assert_trains_and_stops

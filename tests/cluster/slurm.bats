@@ -80,6 +80,7 @@ field() { # <job> <name>
   [[ $(weights_of gpus) == "$(weights_of tasks)" && $(weights_of gpus) == "$(weights_of srun)" ]]
 }
 
+# bats test_tags=prove,long
 @test "--gpus with --ntasks-per-gpu, and sbatch's options as variables, give the ranks asked for" {
   job --gpus=4 --ntasks-per-gpu=1 scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
   grep -q '^ranks      4 = 2 nodes x 2, gloo$' job.out
@@ -164,6 +165,7 @@ PY
   [[ $output == *"--nodes is 4 but slurm started 2; make them agree [wrong-world]"* ]]
 }
 
+# bats test_tags=prove,long
 # The last task of an array has the array's own job id: it alone is to come back.
 @test "in an array: USR1 to a task saves, requeues and resumes it alone; TERM saves and does not" {
   local script=(scripts/slurm/slurm_train.sh config/local3.yaml) array task
@@ -571,6 +573,7 @@ is_not_running() { # <job>
   [[ $output == *"No such file or directory"*"; let $PWD, $ROOT and $own/python be there as they are here [env-missing]" ]]
 }
 
+# bats test_tags=prove,long
 @test "a job of higher priority pre-empts a run on its nodes: it saves, waits, and resumes" {
   local urgent
   start_long --nodes=2 --nodelist=node[1-2] --gpus-per-node=1
@@ -588,6 +591,7 @@ is_not_running() { # <job>
   run ! grep -q '^FAILED ' job.out
 }
 
+# bats test_tags=prove,long
 @test "a nested srun --overlap inside a job: it looks at the nodes, or is a run of its own; ours goes on" {
   local looked
   start_long --nodes=2 --gpus-per-node=1
@@ -751,6 +755,7 @@ nothing_queued() {
   [[ -z $(on login squeue -h) ]]
 }
 
+# bats test_tags=prove,long
 # Each as it stands to SLURM's own check, and to its end with two steps on small nodes.
 @test "a chain: each job resumes the run of the one before, and the one that ends it cancels the rest" {
   local jobs steps=400 words=(config=config/local3.yaml num_gpus_train=2 "${SMALL[@]}")
@@ -785,6 +790,7 @@ nothing_queued() {
   echo "# a run in a chain of $(($(grep -c =75:0 codes) + 1)) jobs: the weights of one run" >&3
 }
 
+# bats test_tags=prove,long
 @test "every command of the guide's chapter on SLURM runs" {
   local line small id jobs=() others=()
   mkdir logs

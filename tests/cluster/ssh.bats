@@ -398,6 +398,7 @@ is_started() { # <run id>
   grep -q '^\[0\] PASS  3 ranks on 2 nodes, gloo: ' out
 }
 
+# bats test_tags=prove,long
 @test "a detached run outlives its terminal and is stopped from here, by the guide's commands" {
   local commands
   # shellcheck disable=SC2016 # the marks of a block of code
@@ -571,6 +572,7 @@ PY
   [[ ${lines[1]} == *": node4: no way to node3 (10.0.0.3:"*") (no answer in 3 s); "*" [port-blocked]" ]]
 }
 
+# bats test_tags=prove,long
 @test "through pdsh 5 s without network end no run; a longer cut does, by name" {
   make_idle
   export TRAIN_SCRIPT=idle.py LAUNCH=scripts/ssh/launch_pdsh_multinode.sh
@@ -583,6 +585,7 @@ PY
   end_by_a_cut cut "$PID"
 }
 
+# bats test_tags=prove,long
 @test "by hand: a master that is down is host-unreachable" {
   "$CLUSTER" cut node1
   on node2 ip neigh flush all # else the kernel may believe for 53 s that node1 is there
