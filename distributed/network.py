@@ -60,8 +60,7 @@ def _interface_of(address: str) -> str | None:
     with socket.socket(type=socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an IPv4 address
-                request = struct.pack("256s", name.encode())
-                reply = fcntl.ioctl(any_socket, _SIOCGIFADDR, request)
+                reply = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(reply[20:24]) == address:
                     return name
     return None

@@ -111,8 +111,7 @@ class Parts:
     def _write(self, writer: FileSystemWriter, copies: Sequence[Tensor]) -> bytes:
         _check_shared(folder := Path(writer.path))
         plan = self._planner.plan
-        indices = [item.index for item in plan.items]
-        self._planner.copies = dict(zip(indices, copies, strict=True))
+        self._planner.copies = {i.index: one for i, one in zip(plan.items, copies, strict=True)}
         results = writer.write_data(plan, self._planner).wait()
         entries = {}
         for part in folder.glob(f"__{self._rank}_*"):

@@ -88,6 +88,7 @@ class Buffer(Memory):
 
     def __init__(self, fd: int) -> None:
         super().__init__(fd)
+        self._memory: mmap.mmap | None = None  # up to the end of the tensors
         self._views: list[Tensor] = []  # of the tensors' places
 
     def write(
@@ -98,7 +99,8 @@ class Buffer(Memory):
         end = _offsets(tensors)[-1]
         if [(t.shape, t.dtype) for t in tensors] != [(t.shape, t.dtype) for t in self._views]:
             os.ftruncate(self.fd, end)
-            self._views = _views(mmap.mmap(self.fd, end), tensors)
+            self._memory = mmap.mmap(self.fd, end)
+            self._views = _views(self._memory, tensors)
         copy_all(self._views, tensors)
         size = end + len(rest)
         os.ftruncate(self.fd, size)
@@ -111,10 +113,10 @@ class Buffer(Memory):
         self.set_header(header._replace(checksum=self._checksum(header)))
 
     def _checksum(self, header: Header) -> int:
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # at once: a fault for each page costs more
-        memory = mmap.mmap(self.fd, header.size, flags, mmap.PROT_READ)
-        with memory, memoryview(memory)[BEGIN:] as content:
-            return zlib.crc32(content)
+        # write()'s, where there is one: to map anew would hold up the next step.
+        memory = self._memory or mmap.mmap(self.fd, header.rest, prot=mmap.PROT_READ)
+        checksum = zlib.crc32(memoryview(memory)[BEGIN : header.rest])
+        return zlib.crc32(os.pread(self.fd, header.size - header.rest, header.rest), checksum)
 
     def about(self) -> dict[str, Any] | None:
         """Return all that is no tensor; None where the buffer is empty or damaged."""
@@ -194,6 +196,8 @@ class Snapshots:
         self._sealing.start()
 
     def _complete(self, taken: Buffer) -> None:
+        if self._neighbours is None:  # nobody waits for it: the next step's compute goes first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         taken.seal()
         if self._neighbours is not None:
             self._neighbours.exchange(taken, self._copies)
@@ -262,8 +266,7 @@ def copy_all(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
             torch._foreach_copy_([*ours[first::_COPY_THREADS]], [*theirs[first::_COPY_THREADS]])
 
         with ThreadPoolExecutor(_COPY_THREADS) as pool:
-            done = pool.map(copy_share, range(min(_COPY_THREADS, len(ours))))
-            list(done)  # raises the threads' exceptions
+            list(pool.map(copy_share, range(min(_COPY_THREADS, len(ours)))))  # raises their errors
 
 
 def named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:

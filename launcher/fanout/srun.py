@@ -22,7 +22,7 @@ from launcher import handshake, processes
 from launcher.fanout.step import run_step, start
 from launcher.fanout.swap import find_ill, leave_out
 from launcher.plan.plan import Plan, PlanError, print_plan, shell_line
-from launcher.plan.slurm import ask_squeue, is_ending
+from launcher.plan.slurm import has_ended
 from launcher.preflight import compare
 from launcher.preflight.check_node import Report, read_reports
 from launcher.text import count
@@ -42,7 +42,9 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, {NOTICE})
         for signum in {*handled_signals()} - {NOTICE}:
             signal.signal(signum, _leave)
-    refuse_ended_job(os.environ["SLURM_JOB_ID"])
+    if has_ended(job := os.environ["SLURM_JOB_ID"]):
+        cause = f"SLURM_JOB_ID is {job}, a job that has ended"
+        raise PlanError(f"{cause}; unset the SLURM_ variables, or salloc again")
     os.environ.update(secret_variables(os.environ, has_agents=not plan.engine))
     if plan.engine and not plan.is_ours:
         cause = f"LAUNCHER=srun sets no RANK: {' '.join(plan.words[:2])}"
@@ -70,14 +72,6 @@ def _leave(signum: int, frame: object = None) -> NoReturn:
     """Act on a stop during the preflight, whose step ends with this process."""
     print(f"stopped  by {signal.Signals(signum).name}; nothing was started", file=sys.stderr)
     raise SystemExit(128 + signum)
-
-
-def refuse_ended_job(job: str) -> None:
-    """Raise PlanError where SLURM answers, and this user has no such job any more."""
-    jobs = ask_squeue(f"--user={os.getuid()}", "--format=%A")
-    if jobs is not None and job not in jobs.split():
-        cause = f"SLURM_JOB_ID is {job}, a job that has ended"
-        raise PlanError(f"{cause}; unset the SLURM_ variables, or salloc again")
 
 
 def secret_variables(environ: Mapping[str, str], *, has_agents: bool) -> dict[str, str]:
@@ -133,7 +127,7 @@ def ask_nodes(plan: Plan) -> list[Report]:
     srun = start(step, plan.directory, stdout=subprocess.PIPE)
     answers = receive(srun, plan)
     code = processes.shell_code(srun.returncode)
-    if code == 128 + signal.SIGTERM and is_ending(os.environ["SLURM_JOB_ID"]):
+    if code == 128 + signal.SIGTERM and has_ended(os.environ["SLURM_JOB_ID"]):
         _leave(signal.SIGTERM)  # scancel ends the step before it tells the batch script
     reports: list[Report] = []
     try:

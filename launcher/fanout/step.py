@@ -31,11 +31,10 @@ from launcher.fanout.ending import NodeResult, conclude
 from launcher.fanout.nodes import DECIDE_S
 from launcher.fanout.protocol import Answers, Exit
 from launcher.plan.plan import Plan
-from launcher.plan.slurm import in_batch_script
+from launcher.plan.slurm import ask_squeue, in_batch_script
 from launcher.record.run_json import ASKED
 from launcher.typed_json import MessageError
 
-SQUEUE_S = 10.0  # for an answer of SLURM's controller
 END_S = 3.0  # for srun to end once the run has
 LOST_S = 8.0  # after an srun that did not, for SLURM to start a job again that has lost a node
 DRAIN_S = 2.0  # at the end, for a slow terminal
@@ -234,10 +233,8 @@ def pass_on(signum: int, plan: Plan, srun: subprocess.Popen[bytes]) -> None:
 
 def stop_step(name: str, srun: subprocess.Popen[bytes]) -> None:
     """Send SIGTERM to every task of our step, so that the ranks can save; srun forwards no TERM."""
-    command = ["squeue", "--noheader", "--steps", f"--job={os.environ['SLURM_JOB_ID']}"]
-    try:
-        listed = subprocess.check_output([*command, "--format=%i %j"], timeout=SQUEUE_S, text=True)
-    except (OSError, subprocess.SubprocessError):
+    listed = ask_squeue("--steps", f"--job={os.environ['SLURM_JOB_ID']}", "--format=%i %j")
+    if listed is None:
         srun.send_signal(NOTICE)  # works without SLURM's controller
         return
     steps = [line.split()[0] for line in listed.splitlines() if line.split()[1:] == [name]]

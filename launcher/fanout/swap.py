@@ -65,8 +65,7 @@ def swap(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
         spares.remove(spare)
         nodes[place] = spare
     master = nodes[0].name.rpartition("@")[2]
-    everyone = [*nodes, *spares]
-    return replace(plan, nodes=everyone, num_spares=len(spares), master_addr=master), told
+    return replace(plan, nodes=[*nodes, *spares], num_spares=len(spares), master_addr=master), told
 
 
 def leave_out(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -143,7 +145,7 @@ def ask_squeue(*options: str) -> str | None:
         return None
 
 
-def is_ending(job: str) -> bool:
-    """Return whether SLURM has begun to end a job; False where it does not answer."""
-    states = ask_squeue(f"--jobs={job}", "--states=all", "--format=%T")
-    return states is not None and "RUNNING" not in states.split()
+def has_ended(job: str) -> bool:
+    """Return whether a job of this user has ended, or is about to; False where SLURM is silent."""
+    jobs = ask_squeue(f"--user={os.getuid()}", "--format=%A %T")
+    return jobs is not None and not re.search(rf"^{job} (?!COMPLETING)", jobs, re.MULTILINE)

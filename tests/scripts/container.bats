@@ -67,7 +67,7 @@ command_of() { # <script and arguments...>
 }
 
 @test "in a SLURM job srun and pyxis load image.sqsh, or a registry's image" {
-  fake_tool squeue 'echo 7'
+  fake_tool squeue 'echo 7 RUNNING'
   fake_tool srun 'exit 9'
   local image
   export SLURM_JOB_ID=7 SLURM_JOB_NUM_NODES=1 SLURM_NNODES=1 SLURM_JOB_NODELIST=node1 SLURM_NODELIST=node1

@@ -111,7 +111,7 @@ def test_a_node_that_does_not_answer_is_named(
 ) -> None:
     monkeypatch.setattr(srun, "PREFLIGHT_S", 1.0)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    make_tool(tools / "squeue", "echo RUNNING")
+    make_tool(tools / "squeue", "echo 7 RUNNING")
     lines = "\n".join(report(node_rank) for node_rank in answered)
     make_tool(tools / "srun", f"cat <<'END'\nof the prolog\n{lines}\nEND\n{end}")
     with pytest.raises(Refused) as raised:
@@ -124,7 +124,7 @@ def test_a_cancelled_job_is_no_missing_node(
     plan: Plan, tools: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    make_tool(tools / "squeue", "echo CANCELLED")
+    make_tool(tools / "squeue", "echo 7 COMPLETING")
     make_tool(tools / "srun", "exit 143")  # before the batch script has its own SIGTERM
     with pytest.raises(SystemExit) as left:
         srun.ask_nodes(plan)

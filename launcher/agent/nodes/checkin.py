@@ -91,8 +91,7 @@ def meet(
     everyone = [seat_of(reports[place], peers.get(place)) for place in sorted(reports)]
     seats, waiting = everyone[: len(everyone) - num_spares], everyone[len(everyone) - num_spares :]
     spares = {seat.place: peers.pop(seat.place) for seat in waiting}
-    by_place = {seat.place: seat for seat in waiting}
-    team = Team(me.run_id, seats, peers, by_place, spares, min_nodes)
+    team = Team(me.run_id, seats, peers, {seat.place: seat for seat in waiting}, spares, min_nodes)
     return Meeting(team.assign()[me.node_rank], peers, listener, team)
 
 

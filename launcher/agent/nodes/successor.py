@@ -85,8 +85,7 @@ def _lead(meeting: Meeting, me: Seat, lost: Failure, args: Arguments) -> Meeting
         return None
     told += team.refill() if team.lost else []
     listener = checkin.listen(me.address, 0)
-    port = listener.getsockname()[1]
-    own = team.assign(part.attempt + 1, me.address, port)[me.place]
+    own = team.assign(part.attempt + 1, me.address, listener.getsockname()[1])[me.place]
     return Meeting(own, team.peers, listener, team, lost=lost, told=told)
 
 
