@@ -25,9 +25,10 @@ main() {
     all)
       test_cluster tests/cluster/selftest.bats # it measures: nothing runs beside it
       begin_cluster
+      ! provide_bats || begin all-scripts
       lint
-      test_scripts all tests/scripts
       test_python all
+      end all-scripts
       end cluster-sample
       ;;
     fast)
@@ -39,6 +40,7 @@ main() {
     lint) lint ;;
     cluster) test_cluster tests/cluster ;;
     cluster-sample) test_cluster tests/cluster/{slurm,affinity,cluster,ssh,containers}.bats ;;
+    all-scripts) test_scripts all tests/scripts ;;
     fast-scripts) test_scripts fast tests/scripts ;;
   esac
   summarise
@@ -96,7 +98,7 @@ lint() {
 
 test_python() { # <all|fast>
   local words="not long"
-  [[ $1 == all ]] || words="not slow"
+  [[ $1 == all ]] || words="not slow and not long"
   show "$PYTHON" -m pytest -q -n 3 --dist worksteal --durations=5 -m "$words" # they wait a good deal, too
   add "$(number passed)" $(($(number failed) + $(number errors?)))
   local line

@@ -325,7 +325,7 @@ def test_a_reader_that_is_slow_loses_nothing(tmp_path: Path) -> None:
     assert run.output.count("\n") == 60_000
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_reader_that_is_stuck_costs_a_fixed_buffer(tmp_path: Path) -> None:
     """The run goes on, whatever it prints, and says at the end how much was not shown."""
     script = tmp_path / "lots.py"

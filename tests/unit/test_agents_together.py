@@ -157,7 +157,7 @@ def test_a_silent_node_is_named(start: Start) -> None:
     assert "[link-lost]" in err
 
 
-@pytest.mark.parametrize("who", [1, 3])
+@pytest.mark.parametrize("who", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_a_stuck_rank_is_named_on_all_nodes(tmp_path: Path, port: int, who: int) -> None:
     script = tmp_path / "beating.py"
     script.write_text(
@@ -329,6 +329,7 @@ def test_a_taken_port_is_refused(tmp_path: Path) -> None:
     assert run.output == ""
 
 
+@pytest.mark.long
 def test_a_node_that_comes_when_the_run_has_begun_is_told(start: Start, port: int) -> None:
     runs = start("sleep", 0)
     for run in runs:

@@ -110,6 +110,7 @@ def zombies_of(parents: set[int]) -> int:
     return sum(stat[0] == b"Z" and int(stat[1]) in parents for stat in stats if stat)
 
 
+@pytest.mark.long
 def test_an_agent_that_was_stopped_is_killed_after_the_grace(start: Start) -> None:
     run = start(GRACE="0")
     os.kill(run.agent_pid(), signal.SIGSTOP)

@@ -116,7 +116,9 @@ def run_words(folder: Path, *words: str, **environment: str) -> subprocess.Compl
     )
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.long)]
+)
 def test_data_workers(tmp_path: Path, method: str) -> None:
     script = tmp_path / "workers.py"
     script.write_text(
@@ -193,6 +195,7 @@ def test_exit_work_of_the_script_is_done(tmp_path: Path) -> None:
         assert (tmp_path / f"thread{rank}").read_text() == "done"
 
 
+@pytest.mark.long
 def test_a_model_that_outlives_its_process_group(tmp_path: Path) -> None:
     """It is freed with the GIL held, while gloo's thread needs the GIL for its last tensor."""
     script = tmp_path / "outlives.py"

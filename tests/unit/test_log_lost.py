@@ -27,7 +27,14 @@ def remove_the_lock(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lose", [shutil.rmtree, put_a_file_in_its_place, remove_the_lock])
+@pytest.mark.parametrize(
+    "lose",
+    [
+        shutil.rmtree,
+        pytest.param(put_a_file_in_its_place, marks=pytest.mark.long),
+        pytest.param(remove_the_lock, marks=pytest.mark.long),
+    ],
+)
 def test_training_and_saving_go_on(tmp_path: Path, lose: Callable[[Path], None]) -> None:
     script = ROOT / "scripts/ssh/launch_singlenode.sh"
     command = [str(script), str(ROOT / "config/local3.yaml"), "2", *SMALL, *STEPS]

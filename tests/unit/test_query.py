@@ -38,9 +38,9 @@ WHERE = re.compile(  # rank 2 sleeps, and the others wait for it
     ("kind", "where", "steps"),
     [
         ("plain", "data", 30),
-        ("plain", "validation", 31),
-        ("accumulated", "data", 30),
-        ("two", "data", 60),
+        pytest.param("plain", "validation", 31, marks=pytest.mark.long),
+        pytest.param("accumulated", "data", 30, marks=pytest.mark.long),
+        pytest.param("two", "data", 60, marks=pytest.mark.long),
     ],
 )
 def test_the_rank_that_hangs_is_named_with_its_step(

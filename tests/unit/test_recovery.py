@@ -150,7 +150,7 @@ def test_a_rank_that_leaves_with_0_too_early_is_named(job: Job) -> None:
     assert cause.endswith("(before it rank 1 left with exit code 0)")
 
 
-@pytest.mark.parametrize("fault", ["SIGSTOP", "sleep"])
+@pytest.mark.parametrize("fault", ["sleep", pytest.param("SIGSTOP", marks=pytest.mark.long)])
 def test_a_stuck_rank_is_named_with_its_stack(job: Job, fault: str) -> None:
     began, limit = time.monotonic(), "distributed.hang_seconds=8"
     code, output = job.run(f"stuck-{fault}", 2, limit, FAULT=f"{fault} 1 9")

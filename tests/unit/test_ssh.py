@@ -480,7 +480,7 @@ sys.exit(143)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_launcher_that_stood_still_says_so(nodes: Nodes) -> None:
     nodes.agent(HELD)
     launcher = nodes.start("-", "1", "n0", "n1")
@@ -501,7 +501,7 @@ def test_a_launcher_that_stood_still_says_so(nodes: Nodes) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("silent", [[1], [0, 1]])
+@pytest.mark.parametrize("silent", [[1], pytest.param([0, 1], marks=pytest.mark.long)])
 def test_a_silent_node_is_a_lost_link(nodes: Nodes, silent: list[int]) -> None:
     nodes.agent(HELD)
     launcher = nodes.start("-", "1", "n0", "n1")
@@ -519,7 +519,7 @@ def test_a_silent_node_is_a_lost_link(nodes: Nodes, silent: list[int]) -> None:
     assert all(map(is_gone, parts))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_is_left_on_a_node_that_was_silent_at_the_end_is_ended(nodes: Nodes) -> None:
     """Another node's agent has given it up before the launcher did."""
     nodes.agent(f"if rank == '0': time.sleep({0.7 * SILENCE_S}); sys.exit(137)\n{HELD}")
@@ -534,7 +534,7 @@ def test_what_is_left_on_a_node_that_was_silent_at_the_end_is_ended(nodes: Nodes
     assert is_gone(part)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("pdsh") is None, reason="pdsh is not installed")
 def test_a_node_that_pdsh_does_not_reach_ends_the_run(nodes: Nodes) -> None:
     nodes.agent(WAIT)

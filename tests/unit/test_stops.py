@@ -40,6 +40,7 @@ PROGRAMS = {  # -> of rank 1; exit code, how the ranks ended
     "time.sleep(60)": (143, "rank 0 left with code 0, rank 1 killed after GRACE"),
     "pass": (143, "ranks 0-1 left with code 0"),
 }
+RARER = {"os._exit(1)", "raise KeyboardInterrupt", "time.sleep(60)"}
 
 
 def begin(runs: list[Run], folder: Path, tail: str, *options: str, **environment: str) -> Run:
@@ -53,7 +54,10 @@ def begin(runs: list[Run], folder: Path, tail: str, *options: str, **environment
     return runs[-1]
 
 
-@pytest.mark.parametrize("leaves", PROGRAMS)
+@pytest.mark.parametrize(
+    "leaves",
+    [pytest.param(one, marks=pytest.mark.long) if one in RARER else one for one in PROGRAMS],
+)
 def test_one_that_leaves_does_not_end_the_save_of_another(
     runs: list[Run], tmp_path: Path, leaves: str
 ) -> None:

@@ -146,6 +146,7 @@ def test_a_run_moves_between_strategies(work: Work, written: str) -> None:
     assert_same(work, written)
 
 
+@pytest.mark.long
 def test_a_run_changes_its_format(work: Work) -> None:
     (work.folder / "stopping.py").write_text(STOPPING)
     for written, last in (("sharded", 12), ("full", 24), ("sharded", 36)):

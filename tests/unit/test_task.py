@@ -159,7 +159,7 @@ def test_metrics_are_exact_over_the_ranks_and_choose_the_best(work: Work) -> Non
     assert accuracy[best["step"]] == max(accuracy.values())
 
 
-@pytest.mark.parametrize("task", ["Stopping", "Streaming"])
+@pytest.mark.parametrize("task", ["Streaming", pytest.param("Stopping", marks=pytest.mark.long)])
 def test_an_optimizer_and_a_schedule_of_ones_own_resume_exactly(work: Work, task: str) -> None:
     word = f"task=points:{task}"
     work.run(f"whole-{task}", 2, word)

@@ -119,7 +119,7 @@ def records(file: Path) -> Iterator[bytes]:
             parts = b""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_weights_and_biases_gets_each_step_once_over_five_starts(work: Work) -> None:
     pb = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     words = ("task=points:Stopping", "tracking=[tensorboard,wandb]")

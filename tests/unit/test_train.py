@@ -289,6 +289,7 @@ train.helper.finish(train.train(*start("")))
 """
 
 
+@pytest.mark.long
 def test_float16_scales_the_loss_and_resumes_with_the_same_bytes(
     tmp_path: Path, text: Path
 ) -> None:
