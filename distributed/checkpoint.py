@@ -51,7 +51,7 @@ class State:
     model: dict[str, Tensor]  # state_dict() of the user's module, without the DDP wrapper
     optimizer: dict[str, Any]  # as optimizer.state_dict() returns it
     progress: dict[str, Any]  # step, position in the data and the like: anything JSON can hold
-    ranks: list[dict[str, Any]]  # each rank's own state, such as its rng_state()
+    ranks: Sequence[dict[str, Any]]  # each rank's own state, such as its rng_state()
     # Returns {"model": ..., "optimizer": ...} or one of them with the content of its meta tensors,
     # which load() has left on the disk; of a DTensor, this rank's part.
     fetch: Callable[[dict[str, Any]], dict[str, Any]] = dict
@@ -130,7 +130,8 @@ class Saver:
         if self.enabled or self._parts is not None:
             holders = dist.get_world_size() if self._parts and dist.is_initialized() else 1
             about = {"folder": str(self.folder.absolute()), "keep_last": self.keep_last}
-            about |= {"progress": state.progress, "ranks": state.ranks}
+            ranks = getattr(state.ranks, "data", state.ranks)
+            about |= {"progress": state.progress, "ranks": ranks}
             trees = {"model": state.model, "optimizer": state.optimizer}
             self.snapshots.take(step, holders, trees, about)
 
@@ -216,6 +217,7 @@ def load(folder: Path, *, whole: bool = True) -> State | None:
     if not content:
         return None
     tensors = {name: files.unpack(content[f"{name}.pt"]) for name in files.TENSORS}
+    tensors["ranks"] = files.Ranks(tensors["ranks"])
     state = State(progress=json.loads(content["progress.json"]), is_snapshot=is_snapshot, **tensors)
     if is_snapshot and taken is not None and taken.holders > 1:
         state = replace(state, fetch=taken.fetch)
@@ -230,12 +232,10 @@ def load(folder: Path, *, whole: bool = True) -> State | None:
 # --- each rank's own state ----------------------------------------------------------------------
 
 
-def gather_ranks(own: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return every rank's dictionary on rank 0, in order of rank, and [] on the other ranks."""
+def gather_ranks(own: dict[str, Any]) -> files.Ranks:
+    """Return every rank's dictionary on rank 0, in order of rank, and none on the other ranks."""
     gathered = gather_bytes(files.pack(own))
-    if dist.is_initialized() and dist.get_rank() != 0:
-        return []
-    return [files.unpack(data) for data in gathered]
+    return files.Ranks(gathered if not dist.is_initialized() or dist.get_rank() == 0 else [])
 
 
 def rng_state() -> dict[str, Any]:
@@ -296,8 +296,7 @@ def _describe(path: Path) -> str:
 def _weights(folder: Path) -> dict[str, Tensor]:
     state = load(folder, whole=False)
     assert state is not None  # there is a checkpoint
-    weights: dict[str, Tensor] = state.fetch({"model": state.model})["model"]
-    return weights
+    return dict(state.fetch({"model": state.model})["model"])
 
 
 def main(arguments: Sequence[str]) -> int:

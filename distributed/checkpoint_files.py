@@ -26,6 +26,7 @@ import re
 import shutil
 import stat
 import time
+from collections import UserList
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -62,7 +63,7 @@ def write(folder: Path, tensors: Content, progress: Content, parts: Content) -> 
     `parts` are the manifest's entries of what the ranks have written and flushed there.
     """
     for name, content in tensors.items():
-        torch.save(content, folder / f"{name}.pt")
+        torch.save(getattr(content, "data", content), folder / f"{name}.pt")
     (folder / "progress.json").write_text(json.dumps(progress))
     files = sorted(file for file in folder.iterdir() if file.name not in parts)
     entries = {**{file.name: entry_of(file) for file in files}, **parts}
@@ -102,6 +103,14 @@ def pack(content: object) -> bytes:
 def unpack(data: bytes) -> Any:
     """Return what was packed, on the CPU; nothing that a pickle can do happens."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+class Ranks(UserList[Any]):
+    """Each rank's own state, by rank. One is unpacked when it is asked for: there may be many."""
+
+    def __getitem__(self, rank: Any) -> Any:
+        one = self.data[rank]
+        return unpack(one) if isinstance(one, bytes) else one
 
 
 def _hash_manifest(manifest: Mapping[str, Any]) -> str:

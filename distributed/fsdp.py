@@ -12,14 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as fsdp2
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
@@ -38,12 +33,12 @@ def shard(
     """
     mesh = _mesh(device, how.shard)
     dtype = getattr(torch, how.dtype) if how.dtype else None
-    policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)
-    offload = CPUOffloadPolicy() if how.cpu_offload else OffloadPolicy()
+    policy = fsdp2.MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)
+    offload = fsdp2.CPUOffloadPolicy() if how.cpu_offload else fsdp2.OffloadPolicy()
     for module in (*blocks, model):
         module.to(device)
         take_first_ranks(module)
-        fully_shard(
+        fsdp2.fully_shard(
             module,
             mesh=mesh,
             # The root's parameters are needed again at once, as the backward pass begins there.

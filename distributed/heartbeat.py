@@ -52,8 +52,7 @@ class Heart:
     """The rank's side. On the stack signal it writes every thread's stack to `stack_file`."""
 
     def __init__(self, fd: int, number: int, stack_file: Path, is_counted: bool = False) -> None:
-        records = memoryview(mmap.mmap(fd, 0))
-        self._record = records[RECORD.size * number :]
+        self._record = memoryview(mmap.mmap(fd, 0))[RECORD.size * number :]
         self._last = Beat()
         self._is_counted = is_counted
         self._first_step = -1
@@ -116,8 +115,7 @@ def beat(
 
 @functools.cache
 def _heart() -> Heart | None:
-    place = find_record(detect().heartbeat_file or "")
-    if place is None:
+    if (place := find_record(detect().heartbeat_file or "")) is None:
         return None
     return Heart(*place, stack_file_of(Path(os.environ["TORCHELASTIC_ERROR_FILE"])))
 

@@ -41,7 +41,7 @@ class Snapshot:
     contents: dict[str, Tensor]  # by name, such as optimizer.state.0.step; of a DTensor, the part
     shared: set[str]  # names of those of which each rank holds a part
     progress: dict[str, Any]
-    ranks: list[dict[str, Any]]
+    ranks: list[Any]  # as they were gathered
 
     def content(self) -> dict[str, bytes]:
         """Return the files of a checkpoint; the tensors are in them where rank 0 holds them all."""

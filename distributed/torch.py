@@ -67,9 +67,8 @@ def init_distributed(
         ("--gpus-per-node", ranks_per_node, env.local_world_size),
     ):
         if asked not in (None, given):
-            raise LauncherError(
-                f"{name} is {asked} but {env.launcher} started {given}; make them agree"
-            )
+            cause = f"{name} is {asked} but {env.launcher} started {given}"
+            raise LauncherError(f"{cause}; make them agree")
     backend = _choose_backend(backend, env)
     if torch.cuda.is_available():
         # Some launchers show each rank all GPUs of the node, others only its own.

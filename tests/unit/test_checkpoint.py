@@ -678,7 +678,7 @@ def _load_on_a_rank(rank: int, folder: str, results: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     torch.manual_seed(rank)
     gathered = checkpoint.gather_ranks({"rank": rank})
-    assert gathered == ([{"rank": 0}, {"rank": 1}] if rank == 0 else [])
+    assert [*gathered] == ([{"rank": 0}, {"rank": 1}] if rank == 0 else [])
     # Rank 1 looks at a folder that is not there, as on a node without the shared disk.
     state = load(Path(folder if rank == 0 else "/nonexistent"))
     assert state is not None
@@ -687,6 +687,16 @@ def _load_on_a_rank(rank: int, folder: str, results: str) -> None:
         load(Path(folder, "damaged"))
     except CheckpointError as error:
         Path(results, f"{rank}.error").write_text(str(error))
+
+
+def test_what_the_ranks_send_is_unpacked_only_when_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patched:  # rank 0 of many would do it for each at every save
+        patched.setattr(checkpoint_files, "unpack", lambda data: pytest.fail("unpacked too early"))
+        ranks = checkpoint.gather_ranks({"rank": 0})
+        assert len(ranks) == 1
+    assert ranks[0] == {"rank": 0}
 
 
 def test_rank_0_reads_for_all(tmp_path: Path) -> None:
@@ -721,7 +731,7 @@ def _send_a_pickle(rank: int, results: str) -> None:
             gather_bytes(send(Intruder(opened)))
         else:
             with pytest.raises(pickle.UnpicklingError):
-                checkpoint.gather_ranks({"rank": rank})
+                list(checkpoint.gather_ranks({"rank": rank}))
     if rank == 1:
         gather_bytes(pickle.dumps(Intruder(opened)))
     else:

@@ -90,7 +90,7 @@ def test_ranks_together_save_what_one_process_has(
     found, alone = load(tmp_path / "run"), make_state(1)
     assert found is not None
     assert weights_hash(found.model) == weights_hash(alone.model)
-    assert found.ranks == [{"own": 1}] * ranks
+    assert [*found.ranks] == [{"own": 1}] * ranks
     assert found.optimizer["param_groups"] == alone.optimizer["param_groups"]
     for index, moments in alone.optimizer["state"].items():
         assert weights_hash(found.optimizer["state"][index]) == weights_hash(moments)

@@ -55,7 +55,7 @@ def test_a_snapshot_is_what_was_taken(tmp_path: Path, buffers: list[Buffer]) -> 
     assert found is not None and found.is_snapshot
     assert hashes(found) == hashes(last)
     assert found.optimizer["param_groups"] == last.optimizer["param_groups"]
-    assert found.progress == last.progress and str(found.ranks) == str(last.ranks)
+    assert found.progress == last.progress and str([*found.ranks]) == str([*last.ranks])
 
 
 def test_without_an_agent_there_is_none(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def _take_parts(rank: int, folder: Path, files: list[str], shard: int | str, mis
     newest = max(buffer.header().step for buffer in snapshot._open_buffers())
     assert newest == wanted.progress["step"]  # what the others lack is gone
     assert weights_hash(found.model) == weights_hash(wanted.model)
-    assert found.ranks == [{"own": wanted.progress["step"]}] * len(files)
+    assert [*found.ranks] == [{"own": wanted.progress["step"]}] * len(files)
     for index, moments in wanted.optimizer["state"].items():
         assert weights_hash(found.optimizer["state"][index]) == weights_hash(moments)
 

@@ -67,7 +67,7 @@ def _lose_parts(rank: int, folder: Path, files: list[str], own: list[int], of: l
     wanted = make_state(2 if {*own} & {*of} else 3, "ddp")
     assert found is not None and found.is_snapshot
     assert weights_hash(found.model) == weights_hash(wanted.model)
-    assert found.ranks == [{"own": wanted.progress["step"]}] * 4
+    assert [*found.ranks] == [{"own": wanted.progress["step"]}] * 4
 
 
 @pytest.mark.slow
