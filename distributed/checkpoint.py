@@ -130,7 +130,7 @@ class Saver:
         if self.enabled or self._parts is not None:
             holders = dist.get_world_size() if self._parts and dist.is_initialized() else 1
             about = {"folder": str(self.folder.absolute()), "keep_last": self.keep_last}
-            ranks = getattr(state.ranks, "data", state.ranks)
+            ranks = state.ranks.data if isinstance(state.ranks, files.Ranks) else state.ranks
             about |= {"progress": state.progress, "ranks": ranks}
             trees = {"model": state.model, "optimizer": state.optimizer}
             self.snapshots.take(step, holders, trees, about)

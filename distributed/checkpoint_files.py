@@ -63,7 +63,7 @@ def write(folder: Path, tensors: Content, progress: Content, parts: Content) -> 
     `parts` are the manifest's entries of what the ranks have written and flushed there.
     """
     for name, content in tensors.items():
-        torch.save(getattr(content, "data", content), folder / f"{name}.pt")
+        torch.save(content.data if isinstance(content, Ranks) else content, folder / f"{name}.pt")
     (folder / "progress.json").write_text(json.dumps(progress))
     files = sorted(file for file in folder.iterdir() if file.name not in parts)
     entries = {**{file.name: entry_of(file) for file in files}, **parts}
