@@ -20,6 +20,10 @@ setup() {
   echo 'import os; print("rank", os.environ["RANK"], "has", len(os.sched_getaffinity(0)))' >mask.py
 }
 
+job() { # <sbatch's options, the script and its arguments...>
+  eventually 60 has_ended "$(on login sbatch --parsable --output=out "$@")"
+}
+
 masks_are() { # <CPUs of each of two ranks>
   cat out
   [[ $(grep -o 'rank [0-9]* has .*' out | sort) == "rank 0 has $1"$'\n'"rank 1 has $1" ]]
@@ -28,7 +32,7 @@ masks_are() { # <CPUs of each of two ranks>
 @test "sbatch: each rank has the CPUs that the job asks for" {
   local cpus
   for cpus in 1 2; do
-    on login sbatch --wait --output=out --gpus-per-node=1 --cpus-per-gpu="$cpus" "$ROOT/scripts/slurm/slurm_train.sh" -
+    job --gpus-per-node=1 --cpus-per-gpu="$cpus" "$ROOT/scripts/slurm/slurm_train.sh" -
     masks_are "$cpus"
     grep -q "^cpus       $cpus per rank of node1" out
     rm out
@@ -36,7 +40,7 @@ masks_are() { # <CPUs of each of two ranks>
 }
 
 @test "sbatch: fewer CPUs than ranks are a warning" {
-  on login env NPROC_PER_NODE=2 sbatch --wait --output=out --nodes=1 --gpus-per-node=1 --cpus-per-gpu=1 "$ROOT/scripts/slurm/slurm_train_single_node.sh" -
+  NPROC_PER_NODE=2 job --nodes=1 --gpus-per-node=1 --cpus-per-gpu=1 "$ROOT/scripts/slurm/slurm_train_single_node.sh" -
   masks_are 1
   grep -q '^slurm_train_single_node.sh: warning: node1: 1 CPU for 2 ranks; .* \[few-cpus\]$' out
 }

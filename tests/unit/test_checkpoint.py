@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.multiprocessing.spawn import start_processes
 
 from distributed import checkpoint, checkpoint_files
-from distributed.checkpoint import CheckpointError, Saver, State, load, weights_hash
+from distributed.checkpoint import CheckpointError, Saver, State, load, main, weights_hash
 from distributed.errors import Refused
 from distributed.lock import RunLock
 from distributed.torch import gather_bytes
@@ -637,40 +637,39 @@ def test_the_hash_sees_names_types_shapes_and_bytes() -> None:
     assert hash_of(a=base, b=base) == weights_hash({"b": base, "a": base})
 
 
-def run_command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "distributed.checkpoint", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+@pytest.mark.slow
+def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*arguments: object) -> tuple[int, str, str]:
+        return main([*map(str, arguments)]), *capsys.readouterr()
 
-
-@pytest.mark.slow  # a torch for each command
-def test_the_commands(tmp_path: Path) -> None:
     run = tmp_path / "run"
     state = make_state(1, validation_loss=2.5)
     folder = save(run, 1, state, keep_last=3)
     save(run, 2, make_state(2), keep_last=3)
     for path in (folder, run / "best"):
-        assert run_command("hash", path).stdout.strip() == weights_hash(state.model)
-    first, second = run_command("ls", run).stdout.splitlines()
+        assert told("hash", path) == (0, f"{weights_hash(state.model)}\n", "")
+    first, second = told("ls", run)[1].splitlines()
     assert re.fullmatch(r"step-1 +0\.1 MB +\S+ \S+ +validation loss 2\.5000 +best", first)
     assert re.fullmatch(r"step-2 +0\.1 MB +\S+ \S+ +latest", second)
-    assert run_command("export", run, tmp_path / "weights.pt").returncode == 0
+    assert told("export", run, tmp_path / "weights.pt") == (0, "", "")
     exported = torch.load(tmp_path / "weights.pt", weights_only=True)
     assert exported["bias"].tolist() == [2.0] * 64
     flip_a_bit(run / "step-2/optimizer.pt")
-    verified = run_command("verify", run)
-    assert verified.returncode == 1
-    intact, damaged = verified.stdout.splitlines()
+    code, verified, _ = told("verify", run)
+    assert code == 1
+    intact, damaged = verified.splitlines()
     assert intact.split() == ["step-1", "intact"]
     cause = f"{run}/step-2/optimizer.pt: is not what was written (SHA-256)"
     assert damaged.endswith(f"damaged: {cause}")
-    missing = run_command("hash", tmp_path / "no")
-    assert missing.returncode == 2
-    assert missing.stderr == f"checkpoint: {tmp_path}/no holds no checkpoint\n"
-    helped = run_command("--help")
+    assert told("hash", tmp_path / "no") == (
+        2, "", f"checkpoint: {tmp_path}/no holds no checkpoint\n",
+    )  # fmt: skip
+    for wrong in ((), ("ls",), ("look", run), ("export", run)):
+        assert told(*wrong)[0] == 2
+    command = [sys.executable, "-m", "distributed.checkpoint", "--help"]
+    helped = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (helped.returncode, helped.stderr) == (0, "")
     assert "python -m distributed.checkpoint verify DIR" in helped.stdout
-    for wrong in ((), ("ls",), ("look", run), ("export", run)):
-        assert run_command(*wrong).returncode == 2
 
 
 def _load_on_a_rank(rank: int, folder: str, results: str) -> None:

@@ -12,22 +12,18 @@ import pytest
 from agents import ROOT
 
 LAUNCH = str(ROOT / "scripts/ssh/launch_singlenode.sh")
+SHELLS = [
+    "{} <&- >&- 2>&-",
+    "{} >/dev/full 2>/dev/full",
+    "HOME=/nonexistent LC_ALL=C {}",
+    "env -i PATH=/usr/bin:/bin PYTHON=$PYTHON TRAIN_SCRIPT=$TRAIN_SCRIPT {}",
+]
+RARER = ["{} <&-", "{} >&-", "{} 2>&-", "{} >/dev/full", "env -u HOME {}"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "how",
-    [
-        "{} <&-",
-        "{} >&-",
-        "{} 2>&-",
-        "{} <&- >&- 2>&-",
-        "{} >/dev/full",
-        "{} >/dev/full 2>/dev/full",
-        "env -u HOME {}",
-        "HOME=/nonexistent LC_ALL=C {}",
-        "env -i PATH=/usr/bin:/bin PYTHON=$PYTHON TRAIN_SCRIPT=$TRAIN_SCRIPT {}",
-    ],
+    "how", [*SHELLS, *(pytest.param(one, marks=pytest.mark.long) for one in RARER)]
 )
 def test_a_run_works_whatever_the_shell_gives_it(tmp_path: Path, how: str) -> None:
     script = tmp_path / "own.py"
