@@ -130,6 +130,7 @@ no_ranks() { # <run id>
   done
 }
 
+# bats test_tags=prove,long
 @test "Charliecloud under SLURM: trains inside; a notice saves, requeues and resumes" {
   use_charliecloud
   JOB=$(on login sbatch --parsable --output=job.out --nodes=2 --gpus-per-node=1 scripts/slurm/slurm_train.sh config/local3.yaml "${LONG[@]}")

@@ -113,14 +113,19 @@ try_healthy() {
 
 # bats test_tags=prove,long
 @test "the links of 16 nodes take at most 4 times as long as those of 4" {
-  local nodes seconds=()
+  local nodes took median=()
   for nodes in 4 16; do
+    took=()
     CLUSTER_DIR=$BATS_TEST_TMPDIR/$nodes "$CLUSTER" up "$nodes"
-    CLUSTER_DIR=$BATS_TEST_TMPDIR/$nodes timeout 300 "$CLUSTER" run login \
-      env PREFLIGHT_SECONDS=60 "$ROOT/scripts/test_distributed.sh" 1 "node[1-$nodes]" --json found.json &>out || true
+    for _ in 1 2 3; do
+      rm -f found.json
+      CLUSTER_DIR=$BATS_TEST_TMPDIR/$nodes timeout 300 "$CLUSTER" run login \
+        env PREFLIGHT_SECONDS=60 "$ROOT/scripts/test_distributed.sh" 1 "node[1-$nodes]" --json found.json &>out || true
+      took+=("$(found 'f["links_seconds"]')") || { cat out && false; }
+    done
     CLUSTER_DIR=$BATS_TEST_TMPDIR/$nodes "$CLUSTER" down
-    seconds+=("$(found 'f["links_seconds"]')") || { cat out && false; }
+    median+=("$(printf '%s\n' "${took[@]}" | sort -n | sed -n 2p)")
   done
-  printf '# links: %.1f s on 4 nodes, %.1f s on 16\n' "${seconds[@]}" >&3
-  "$PYTHON" -c "assert ${seconds[1]} <= 4 * ${seconds[0]}"
+  printf '# links: %.1f s on 4 nodes, %.1f s on 16 (medians of 3)\n' "${median[@]}" >&3
+  "$PYTHON" -c "assert ${median[1]} <= 4 * ${median[0]}"
 }

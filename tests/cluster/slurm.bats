@@ -152,6 +152,7 @@ PY
   done
 }
 
+# bats test_tags=prove,long
 @test "without srun: refused in a job of several tasks, trains in a job of one" {
   local wrap="$PYTHON $ROOT/train.py --config config/local3.yaml ${SMALL[*]}"
   run -2 job --nodes=2 --wrap "$wrap"
@@ -556,6 +557,7 @@ is_not_running() { # <job>
   done
 }
 
+# bats test_tags=prove,long
 @test "200 kB of arguments arrive" {
   echo 'import sys; print("got", len(sys.argv))' >many.py
   # shellcheck disable=SC2046 # many words
@@ -671,6 +673,7 @@ SH
   run ! grep -q '(was ' job.out
 }
 
+# bats test_tags=prove,long
 @test "cluster_train.sh under srun checks each node alone, whatever has port 29500" {
   on node1 "$PYTHON" -c 'import socket, time; s = socket.create_server(("", 29500)); time.sleep(60)' 3>&- &
   local taken=$!
@@ -849,6 +852,7 @@ nothing_queued() {
   [[ ${lines[-1]} == "cd $PWD && TRAIN_SCRIPT='my train.py' sbatch scripts/slurm/slurm_train.sh config/local3.yaml -- 'a b'" ]]
 }
 
+# bats test_tags=prove,long
 @test "the resume line of a run under salloc works from a plain shell" {
   local line
   RUN_ID=again on login salloc -Q --nodes=2 --gres=gpu:1 scripts/slurm/slurm_train.sh config/local3.yaml "${SMALL[@]}" &>first.out
@@ -860,6 +864,7 @@ nothing_queued() {
 }
 
 # The last test, for the jobs of the others are gone with the cluster.
+# bats test_tags=prove,long
 @test "a job that has the id of an earlier job is refused, and leaves that one's run alone" {
   local words=(--nodes=1 --gpus-per-node=1 scripts/slurm/slurm_train.sh config/local3.yaml "${SMALL[@]}")
   cluster_up 1 # counts its jobs from 1 again
