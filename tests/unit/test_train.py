@@ -378,7 +378,7 @@ def test_resume_never_and_resume_from_a_path(trained: Path, text: Path) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_accumulated_micro_batches_are_one_batch(trained: Path, text: Path) -> None:
     common = (
         "model.dropout=0",
