@@ -22,6 +22,7 @@ main() {
   esac
   if [[ -z ${SLURM_JOB_ID:-} ]]; then
     type -P salloc >/dev/null || refuse env-missing "there is no salloc here; use a login node, or test_distributed.sh"
+    sinfo >/dev/null || refuse env-missing "sinfo fails, see above; run it where SLURM answers"
     exec "${salloc[@]}" "$@" "$0"
   fi
   (($# == 0)) || die 2 "$1: this job has its size already; leave the options out"

@@ -15,12 +15,16 @@ launch() {
   assert_output "'salloc' '--nodes=2' '--time=20' '--nodes=4' '--comment=a b' '$ROOT/scripts/test_distributed_integration.sh'"
 }
 
-@test "salloc gets the options; without it, and inside a job, they are refused" {
+@test "salloc gets the options; without it, without SLURM, and inside a job, they are refused" {
   run launch --nodes=4
   assert_refused 3 "there is no salloc here; use a login node, or test_distributed.sh" env-missing
   SLURM_JOB_ID=7 run launch --nodes=4
   assert_refused 2 "--nodes=4: this job has its size already; leave the options out"
   fake_tool salloc 'printf "%s\n" "$@"'
+  fake_tool sinfo 'exit 1'
+  run launch --nodes=4
+  assert_refused 3 "sinfo fails, see above; run it where SLURM answers" env-missing
+  fake_tool sinfo ''
   run launch --nodes=4 "--comment=a b"
   assert_output $'--nodes=2\n--time=20\n--nodes=4\n--comment=a b\n'"$ROOT/scripts/test_distributed_integration.sh"
 }
