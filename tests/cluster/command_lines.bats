@@ -2,6 +2,7 @@
 # The command lines of guides to distributed training, as people type them, in a repository with the
 # usual names: main.py, conf/, configs/. What each gave is printed as a row of a table.
 # shellcheck disable=SC2030,SC2031 # each test is a subshell, and is meant to be one
+# bats file_tags=prove,long
 bats_require_minimum_version 1.5.0
 load helper
 
@@ -63,7 +64,6 @@ job_row() { # <state expected> <pattern of a line of its log> <command line>
 
 DONE='done       step 4 '
 
-# bats test_tags=prove
 @test "command lines for one machine" {
   row 0 '^PASS  2 ranks' node1 'scripts/test_distributed.sh 2'
   row 0 '^PASS  4 ranks' node1 'scripts/test_distributed.sh 4'
@@ -90,7 +90,6 @@ DONE='done       step 4 '
   row 0 '^ok: ' node1 'python train.py --config config/train_config.yaml --check'
 }
 
-# bats test_tags=prove
 @test "command lines for several machines" {
   row 0 "$DONE" login 'scripts/ssh/launch_torchrun_auto.sh config/local3.yaml 4 node1 node2'
   row 0 'node_0.log' login 'ls logs/node_*.log'
@@ -111,7 +110,6 @@ DONE='done       step 4 '
   wait $!
 }
 
-# bats test_tags=prove
 @test "command lines under SLURM" {
   job_row 0 "$DONE" 'sbatch scripts/slurm/slurm_train_single_node.sh'
   job_row 0 "$DONE" 'sbatch scripts/slurm/slurm_train.sh'

@@ -1,12 +1,12 @@
 #!/usr/bin/env bats
 # Scripts in the shape of public ones do under every launcher what they do under torchrun.
 
+# bats file_tags=prove,long
 bats_require_minimum_version 1.5.0
 load helper
 
 ROOT=$(cd -- "$BATS_TEST_DIRNAME/../.." && pwd -P)
 
-# bats test_tags=prove
 @test "scripts in the shape of public ones: as under torchrun, on one machine, over ssh, under SLURM" {
   "$PYTHON" "$ROOT/bench/shapes.py" --check
 }

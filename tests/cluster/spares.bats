@@ -1,6 +1,7 @@
 #!/usr/bin/env bats
 # Nodes that are lost during a run over ssh: a spare takes their place, or fewer go on.
 # shellcheck disable=SC2030,SC2031 # each test is a subshell, and is meant to be
+# bats file_tags=prove,long
 bats_require_minimum_version 1.5.0
 load helper
 
@@ -102,7 +103,6 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
   ((TOOK[-1] <= 5000))
 }
 
-# bats test_tags=prove
 @test "a spare takes the place of a node whose agent is killed, that is cut off or stopped" {
   local kinds=(kill cut stop) times=$((${TIMES:-1} * 5 / 2)) number TOOK=() NEVER
   ((times >= 3)) || times=3
