@@ -300,12 +300,12 @@ class Run:
     def save(self, step: int, scores: Mapping[str, Any], *, in_memory: bool = False) -> None:
         """Copy the state now; unless it is only for the memory, write it in the background."""
         with self.meter.paused():
-            progress = {**self.progress_at(step), **scores}
             own = {"rng": checkpoint.rng_state(), "meter": self.meter.state()}
             ranks = checkpoint.gather_ranks({**own, "schedule": self.schedule.state()})
-            weights, moments = state_of(self.model, self.optimizer, self.settings)
-            state = checkpoint.State(weights, moments, progress, ranks)
-            is_finite = math.isfinite(own["meter"]["loss"] + norm_of(self.gradient_norm))
+            content = state_of(self.model, self.optimizer, self.settings)
+            state = checkpoint.State(*content, {**self.progress_at(step), **scores}, ranks)
+            norm = 0.0 if self.scaler.is_enabled() else norm_of(self.gradient_norm)  # it skips inf
+            is_finite = math.isfinite(own["meter"]["loss"] + norm)
             if not in_memory:
                 self.progress.sync()
                 self.saver.save(step, state)

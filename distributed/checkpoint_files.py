@@ -77,7 +77,7 @@ def write(folder: Path, tensors: Content, progress: Content, parts: Content) -> 
 def delete_leftovers(run_folder: Path) -> None:
     """Delete what killed processes left behind; they take the space of the next checkpoint."""
     for leftover in run_folder.glob("step-*.tmp-*"):
-        shutil.rmtree(leftover)
+        shutil.rmtree(leftover, ignore_errors=True)  # NFS keeps what somebody reads
 
 
 def entry_of(file: Path) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def _delete(folder: Path) -> None:
     """Delete a checkpoint. It is renamed first: a half deleted one must not count."""
     doomed = folder.with_name(f"{folder.name}.tmp-old")
     folder.rename(doomed)
-    shutil.rmtree(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 # --- reading ------------------------------------------------------------------------------------

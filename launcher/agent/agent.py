@@ -225,7 +225,8 @@ class NodeAgent:
         here = NodeRanks(ranks, self.heartbeats, self.args.node_rank, hosts[self.args.node_rank])
         folder = self.folder.path if self.folder else None
         for peer in peers.values():
-            peer.heard = time.monotonic()  # it may have waited long for the others
+            # It may have waited long for the others, and be about to save the lost node's snapshot.
+            peer.heard = time.monotonic() + (self.args.grace_s if self.meeting.lost else 0)
         attempt = Attempt(
             here,
             hosts=hosts,
@@ -274,7 +275,7 @@ class NodeAgent:
             self.snapshots.leave_to(self.meeting.peers.get(0), verdict.parts, limit_s)
         if verdict.code == 0 or (verdict.is_told and not is_first_node):
             return verdict
-        if self.args.min_nodes and not (team and team.is_majority):
+        if self.args.min_nodes and not (self.is_last or (team and team.is_majority)):
             return verdict  # the run may go on elsewhere
         if is_first_node and verdict.parts is not None:
             step = self.snapshots.save_parts(verdict.parts, self.meeting.peers, limit_s)

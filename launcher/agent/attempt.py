@@ -59,7 +59,7 @@ class Attempt:
     guardian: socket.socket  # its other end closes when the guardian dies
     facts: Facts  # the signals in it also came since the attempt before
     grace_s: float  # for the ranks to save, after a request to stop
-    verdict_s: float  # after a failure, when all is over here: for the other nodes' ends
+    verdict_s: float  # after a failure, when all is over here: for other nodes, twice for the first
     query: Query
     snapshots: Snapshots
     on_beat: Callable[[], None]  # what the agent does every BEAT_S
@@ -160,7 +160,7 @@ class Attempt:
             return True
         if self.facts.is_ending:
             others_s = self.grace_s if self.facts.signals else 0.0  # they may still save
-            self.over.set_within(self.verdict_s + others_s)
+            self.over.set_within(self.verdict_s * (1 if self.is_first_node else 2) + others_s)
         return self.over.take()
 
     # --- this node's ranks ----------------------------------------------------------------------

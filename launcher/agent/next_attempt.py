@@ -46,8 +46,8 @@ def prepare(agent: NodeAgent, facts: Facts, verdict: Verdict, before: tuple[int,
 
 def find_parts(agent: NodeAgent, facts: Facts, verdict: Verdict) -> Verdict:
     """On node rank 0, note what all nodes are to lay together if no attempt follows."""
-    team = agent.meeting.team
-    may_go_on_elsewhere = agent.args.min_nodes and not (team and team.is_majority)
+    team, may_shrink = agent.meeting.team, agent.args.min_nodes and not agent.is_last
+    may_go_on_elsewhere = may_shrink and not (team and team.is_majority)
     if agent.args.node_rank != 0 or verdict.code == 0 or may_go_on_elsewhere:
         return verdict
     saved_step, _ = agent.heartbeats.reached()

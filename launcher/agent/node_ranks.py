@@ -87,7 +87,7 @@ class Heartbeats:
 
     def reached(self) -> tuple[int, int]:
         """Return the newest checkpoint, and the most steps done by any rank so far; -1: none."""
-        now = self.saved(), self.step()
+        now = max(self.saved(), self._reached[0]), self.step()
         self._reached = max(self._reached, now)
         return self._reached
 

@@ -59,10 +59,10 @@ class Nodes:
         places = [*self._lineup.nodes, *self._lineup.spares]
         return [self.connections[place] for place in places if 0 <= place < len(self.connections)]
 
-    def is_overdue(self) -> bool:
+    def is_overdue(self, rest_s: float) -> bool:
         """Whether a node's part has ended, and the run neither ends nor goes on without it."""
-        has_ended = any(one.lost or one.answer(Exit) is not None for one in self.current)
-        self._until = min(self._until, time.monotonic() + DECIDE_S) if has_ended else math.inf
+        ended = any(one.lost or one.answer(Exit) is not None for one in self.current)
+        self._until = min(self._until, time.monotonic() + DECIDE_S + rest_s) if ended else math.inf
         return self.can_change and time.monotonic() > self._until
 
     def sweep(self, one: Connection) -> None:
@@ -86,8 +86,7 @@ class Nodes:
                 if look.answer(Exit) is not None:
                     look.close_input()
             loop.wait(until - time.monotonic())  # signals change nothing any more
-        there = self._looks.items()
-        return {one: look.last_words for one, look in there if look.answer(Exit) is None}
+        return {one: look.last_words for one, look in self._looks.items() if not look.answer(Exit)}
 
 
 class Silence:

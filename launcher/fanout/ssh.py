@@ -58,6 +58,7 @@ class Fanout:
     def __init__(self, plan: Plan) -> None:
         self.plan = replace(plan, forwarded=forwarded_names(plan.activated, os.environ))
         self.token = os.urandom(16).hex()
+        self.saving_s = 0 if plan.engine else plan.grace_s  # for agents, after their ranks' ends
         self.secret = handshake.new_secret()
         self.slack_s = len(plan.nodes) // 10  # each key exchange takes some of our time
         self.connections: list[Connection] = []
@@ -205,18 +206,18 @@ class Fanout:
         for one in self.nodes.find_left_behind():
             self.say(f"{one.node}: the run goes on without it")
             one.close_input()
-        if self.nodes.is_overdue():
+        if self.nodes.is_overdue(self.saving_s):
             self.close_within(0)
 
     def lose(self, one: Connection, why: str) -> None:
         """Note that a node's part of the run has ended before its time.
 
-        That ends the run, unless the other nodes go on.
+        That ends the run, unless others go on. Where it is silent, the other agents may save first.
         """
         one.lost, one.is_silent = why, time.monotonic() - one.heard > SILENCE_S / 2
         self.say(f"{one.node}: {why}")
         if not self.nodes.can_change:
-            self.close_within(0)
+            self.close_within(self.saving_s if one.is_silent else 0)
         self.nodes.sweep(one)
 
     def pass_on(self, signum: Signals) -> None:
@@ -244,7 +245,8 @@ class Fanout:
             if self.close_at == math.inf:
                 for silent in self.silence.recall():
                     self.say(f"{silent.node}: {silent.lost}")
-            self.close_within(OTHERS_S)
+            may_save = any(other.is_silent for other in self.connections)
+            self.close_within(OTHERS_S + (self.saving_s if may_save else 0))
         elif (one.code is not None or is_cut) and not one.lost and self.is_open:
             which = "the connection of pdsh" if is_cut else "the ssh connection"
             words = "" if is_cut else one.last_words
@@ -281,12 +283,10 @@ class Fanout:
         started, still_s = self.started or 0.0, self.silence.still_s
         end = conclude(nodes, plan, started=started, stopped_by=self.stopped_by, still_s=still_s)
         ends = [ended for one in self.connections if (ended := one.answer(Exit))]
-        left = sum(ended.left for ended in ends)
-        if left:
+        if left := sum(ended.left for ended in ends):
             self.say(f"{count(left, 'process', 'processes')} of the run had to be killed")
-        where = f"on {count(len(plan.nodes), 'node')}"
-        if unreachable:
-            where = "where a node can be reached"
+        there = f"on {count(len(plan.nodes), 'node')}"
+        where = "where a node can be reached" if unreachable else there
         self.out.drain(DRAIN_S)
         err = self.err.text
         print_row("ended", f"code {end.code}; nothing is left running {where}", err)

@@ -159,7 +159,8 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     while srun.poll() is None:
         if output and output.end:
             may_go_on = plan.min_nodes and output.mute  # without the node whose part has ended
-            end_at = min(end_at, time.monotonic() + (DECIDE_S if may_go_on else END_S))
+            rest_s = DECIDE_S + plan.grace_s if may_go_on else END_S
+            end_at = min(end_at, time.monotonic() + rest_s)
         else:
             end_at = math.inf
         if output and output.begun > begun:  # a signal before that may not have reached it

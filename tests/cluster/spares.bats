@@ -199,6 +199,20 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
   grep -q '^done       step 5 ' ill.out
 }
 
+@test "a cut without a restart costs no snapshot: an agent that is left saves it" {
+  local host
+  for host in node2 node1; do
+    MAX_RESTARTS=0 start "$host" config/local3.yaml 1 node1 node2 node3 "${SETTINGS[@]/150/100000}" checkpoint.every=0 checkpoint.snapshot_every=5
+    "$CLUSTER" cut "$host"
+    end_of "$PID"
+    "$CLUSTER" restore "$host"
+    cat "$host.out"
+    ((CODE == 137))
+    grep -q 'node agent: step [0-9]* was only in memory; it is now saved in ' "$host.out"
+    weights_of "$host"
+  done
+}
+
 @test "without a spare left the run ends, and names the node" {
   export SPARES=1 MAX_RESTARTS=2
   start ends config/local3.yaml 1 node1 node2 node3 "${SETTINGS[@]/600/100000}"

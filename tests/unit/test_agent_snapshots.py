@@ -173,6 +173,20 @@ def test_what_is_not_finite_gets_into_no_snapshot(
 
 
 @pytest.mark.slow
+def test_a_step_that_the_loss_scaler_skips_gets_into_a_snapshot(job: Job) -> None:
+    """The gradient of step 25 is not finite, but the weights are."""
+    (job.folder / "mixed.py").write_text(
+        "import training.model\n"
+        "from noisy import Noisily\n"
+        "training.model.is_mixed = lambda settings: True  # as on a GPU\n"
+    )
+    words = ["task=mixed:Noisily", "distributed.mixed_precision.dtype=float16"]
+    words += [*TAKEN, "train.max_steps=29"]
+    with job.nodes("mixed", 2, *words, FAULT="nan-gradient 1 50", PACE="0.1") as runs:
+        await_snapshots(runs[0], 25)
+
+
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_at_the_start(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,19 +279,20 @@ def test_what_its_rank_overwrites_while_it_is_copied_is_not_sent(
 
 
 @contextlib.contextmanager
-def two_nodes(job: Job, run_id: str, fault: str) -> Iterator[list[Run]]:
+def two_nodes(job: Job, run_id: str, fault: str, *, min_nodes: str = "0") -> Iterator[list[Run]]:
     """Start a run of two nodes, each with one rank, until node rank 1 has a copy of step 20."""
-    with job.nodes(run_id, 2, *TAKEN, FAULT=fault) as runs:
+    with job.nodes(run_id, 2, *TAKEN, FAULT=fault, MIN_NODES=min_nodes) as runs:
         await_snapshots(runs[1], 20)
         yield runs
 
 
 @pytest.mark.slow
-def test_another_node_writes_its_copy_where_the_first_has_gone(job: Job) -> None:
-    with two_nodes(job, "two", "sleep 1 46") as runs:
+@pytest.mark.parametrize("min_nodes", ["0", "2"])  # with 2: no restart is left
+def test_another_node_writes_its_copy_where_the_first_has_gone(job: Job, min_nodes: str) -> None:
+    with two_nodes(job, f"two-{min_nodes}", "sleep 1 46", min_nodes=min_nodes) as runs:
         os.kill(runs[0].agent_pid(), signal.SIGKILL)
         told = runs[1].finish()
-    folder = job.folder / "checkpoints/two"
+    folder = job.folder / f"checkpoints/two-{min_nodes}"
     assert f"step 20 was only in memory; it is now saved in {folder}\n" in told, told
     assert [path.name for path in steps(folder)] == ["step-20"]
 

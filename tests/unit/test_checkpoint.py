@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -635,6 +636,26 @@ def test_the_hash_sees_names_types_shapes_and_bytes() -> None:
     assert len(different) == 7
     assert hash_of(a=base.view(2, 3).T) == hash_of(a=base.view(2, 3).T.contiguous())
     assert hash_of(a=base, b=base) == weights_hash({"b": base, "a": base})
+
+
+def test_an_old_one_that_somebody_reads_over_nfs_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS leaves a file in the folder as long as it is open there."""
+    remove = os.rmdir
+
+    def rmdir(path: Any, **options: Any) -> None:
+        if str(path).endswith(".tmp-old"):
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+        remove(path, **options)
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    for step in (1, 2):
+        save(tmp_path, step, make_state(step), keep_last=1)
+    assert [path.name for path in checkpoint_files.steps(tmp_path)] == ["step-2"]
+    monkeypatch.undo()
+    save(tmp_path, 3, make_state(3), keep_last=1)
+    assert not [*tmp_path.glob("*.tmp-*")]
 
 
 @pytest.mark.slow

@@ -34,10 +34,14 @@ class Beating:
     """The records of one rank, which beats."""
 
     def __init__(self, folder: Path, *, is_counted: bool = False) -> None:
-        self.beats = Heartbeats(1)
+        self.beats, self.folder, self.is_counted = Heartbeats(1), folder, is_counted
+        self.start()
+
+    def start(self) -> None:
+        self.beats.clear()
         place = find_record(self.beats.name(0))
         assert place is not None
-        self.heart = Heart(*place, folder / "x.stack", is_counted)
+        self.heart = Heart(*place, self.folder / "x.stack", self.is_counted)
 
     def reach(self, step: int, saved: int | None = None) -> Heartbeats:
         self.heart.beat(step, saved, None)
@@ -150,6 +154,15 @@ def test_a_newer_snapshot_is_a_gain(tmp_path: Path) -> None:
     assert restarts.why_not(other, beats, beats.reached(), 57) == ""
     told = restarts.why_not(other, beats, beats.reached(), 55)
     assert told == "restart 1 gained no step: there is no other"
+
+
+def test_what_a_restart_from_memory_reaches_counts(tmp_path: Path) -> None:
+    """The checkpoint is not newer, and the ranks do not tell of the one before."""
+    beating = Beating(tmp_path)
+    assert beating.reach(160, saved=100).reached() == (100, 160)
+    beating.start()
+    assert beating.reach(150).reached() == (100, 160)
+    assert beating.reach(190).reached() == (100, 190)
 
 
 def test_a_restart_says_who_took_over_and_what_node_rank_0_knows(tmp_path: Path) -> None:

@@ -519,6 +519,26 @@ def test_a_silent_node_is_a_lost_link(nodes: Nodes, silent: list[int]) -> None:
     assert all(map(is_gone, parts))
 
 
+@pytest.mark.slow
+def test_the_agents_that_hear_nothing_of_a_silent_node_may_save(nodes: Nodes) -> None:
+    nodes.agent(
+        f"""
+import select
+open(os.environ['FAKE_NODES'] + '/agent.' + rank, 'w').write(str(os.getppid()))
+end = time.monotonic() + {SILENCE_S + 3} + (rank == '1') * 60
+while (left_s := end - time.monotonic()) > 0:
+    if select.select([0], [], [], left_s)[0] and not os.read(0, 100): sys.exit(143)
+open(os.environ['FAKE_NODES'] + '/saved', 'w')
+sys.exit(137)
+"""
+    )
+    launcher = nodes.start("-", "1", "n0", "n1")
+    os.kill(nodes.process("agent.1"), signal.SIGSTOP)
+    _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 137 and b"[link-lost]\n" in err
+    assert (nodes.nodes / "saved").exists()
+
+
 @pytest.mark.long
 def test_what_is_left_on_a_node_that_was_silent_at_the_end_is_ended(nodes: Nodes) -> None:
     """Another node's agent has given it up before the launcher did."""

@@ -44,7 +44,7 @@ def follow(meeting: Meeting, lost: Failure, args: Arguments) -> Meeting | None:
         except OSError:
             continue
         peer.send(_report(part, args.place))
-        answer = peer.wait(time.monotonic() + 2 * NOTICE_S)  # it waits for the others
+        answer = peer.wait(time.monotonic() + 2 * NOTICE_S + args.grace_s)  # it may save first
         if isinstance(answer, Assignment):
             return dataclasses.replace(meeting, assignment=answer, peers={0: peer})
         peer.close()

@@ -95,7 +95,7 @@ class Snapshots:
         """Save a snapshot with what other nodes hand over; returns its step, or -1."""
         deadline = time.monotonic() + limit_s
         for peer in peers.values():
-            while not isinstance(peer.wait(deadline), HandedOver | None):
+            while not isinstance(peer.wait(deadline - limit_s / 2), HandedOver | None):
                 pass
         is_saved = _run(self._files(parts), parts.step, deadline, folder=parts.folder)
         return parts.step if is_saved else -1
