@@ -190,7 +190,7 @@ def _delete(folder: Path) -> None:
     """Delete a checkpoint. It is renamed first: a half deleted one must not count."""
     doomed = folder.with_name(f"{folder.name}.tmp-old")
     folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    shutil.rmtree(doomed, ignore_errors=True)  # else the next save does
 
 
 # --- reading ------------------------------------------------------------------------------------

@@ -591,10 +591,11 @@ def test_a_full_disk_leaves_the_one_before(tmp_path: Path, format: str) -> None:
 
 
 def test_an_error_in_the_background_ends_the_run(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, keep_last=1)
-    (tmp_path / "step-1").write_text("in the way")
+    saver = Saver(tmp_path / "run", keep_last=1)
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").write_text("in the way")
     saver.save(1, make_state(1))
-    with pytest.raises(CheckpointError, match=r"^step 1 was not saved: .*step-1"):
+    with pytest.raises(CheckpointError, match=r"^step 1 was not saved: .*run/lock"):
         saver.wait()
     with pytest.raises(CheckpointError):
         saver.check()
