@@ -203,6 +203,7 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
   local host
   for host in node2 node1; do
     MAX_RESTARTS=0 start "$host" config/local3.yaml 1 node1 node2 node3 "${SETTINGS[@]/150/100000}" checkpoint.every=0 checkpoint.snapshot_every=5
+    eventually 60 has_step "$host" 300
     "$CLUSTER" cut "$host"
     end_of "$PID"
     "$CLUSTER" restore "$host"
