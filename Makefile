@@ -91,7 +91,7 @@ bench-staging: $(STAMP) ## measure a start from a slow file system, with and wit
 	$(PYTHON) bench/staging.py
 
 bench-gpu: $(STAMP) ## measure training on one GPU: train.py, a bare loop, accelerate, Lightning
-	$(PYTHON) bench/gpu.py
+	PYTHONPATH=. $(PYTHON) bench/gpu.py
 
 bench-data: $(STAMP) ## measure a start with 2 GB of text against one with 20 MB
 	$(PYTHON) bench/data.py

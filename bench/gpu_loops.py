@@ -100,6 +100,7 @@ def join() -> None:
 
 def with_ddp(model: nn.Module) -> nn.Module:
     join()
+    torch._dynamo.config.optimize_ddp = False  # as in train.py: the blocks are compiled alone
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
@@ -135,6 +136,7 @@ def with_accelerate(training: Training, clock: Clock) -> None:
 
 def with_lightning(training: Training, clock: Clock) -> None:
     import lightning
+    from lightning.pytorch.plugins.environments import LightningEnvironment
 
     class Module(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -154,6 +156,7 @@ def with_lightning(training: Training, clock: Clock) -> None:
             clock.tick(index + 1)
 
     trainer = lightning.Trainer(
+        plugins=LightningEnvironment(),  # else it looks for MPI, which can freeze it
         accelerator="gpu" if IS_CUDA else "cpu",
         devices=1,
         precision="bf16-mixed" if IS_CUDA else "32-true",

@@ -50,7 +50,8 @@ def take_watched_step(run: train.Run, step: int) -> None:
             torch.cuda.set_sync_debug_mode("warn")
             take_step(run, step)
             torch.cuda.set_sync_debug_mode("default")
-        waits = [one for one in told if "synchronizing" in str(one.message)]
+        # Another warning, that the mode is a prototype, speaks of synchronizing operations, too.
+        waits = [one for one in told if "called a synchronizing" in str(one.message)]
         found.update(f"{Path(one.filename).name}:{one.lineno}" for one in waits)
     else:
         with torch.profiler.profile() as profiler, Calls():

@@ -10,6 +10,11 @@ load helper
   done
 }
 
+@test "make bench-gpu without a GPU says so in one line" {
+  CUDA_VISIBLE_DEVICES='' run make -s -C "$ROOT" bench-gpu PYTHON="$PYTHON" STAMP=
+  [[ $status != 0 && ${lines[0]} == "bench/gpu.py: torch sees no GPU here; "* ]]
+}
+
 @test "make setup says what is wrong with python3" {
   cp "$ROOT/Makefile" "$ROOT/requirements.txt" .
   fake_tool python3 'exit 1'
