@@ -103,7 +103,7 @@ field() { # <job> <name>
 # bats test_tags=prove,long
 @test "the run's secret reaches every node, under --export=NONE too, and neither ps nor the log" {
   local forwarded
-  on node1 bash -c 'while sleep 0.05; do ps -eo args; done' >ps.out 3>&- &
+  "$CLUSTER" run node1 bash -c 'while sleep 0.05; do ps -eo args; done' >ps.out 3>&- &
   local watch=$!
   for forwarded in ALL NONE SLOW=1 "PYTHON=$PYTHON,PYTHONPATH=$ROOT"; do
     job --export="$forwarded" --nodes=2 --gpus-per-node=1 scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
@@ -534,7 +534,7 @@ is_not_running() { # <job>
     grep -q '^FAILED   node agent 1 (node2) .*\[link-lost\]$' job.out
     [[ $(tail -n 1 job.out) == "see      TROUBLESHOOTING.md#link-lost" ]]
     rm job.out
-    on login scontrol update nodename=node2 state=down reason=test # else SLURM asks it again in minutes
+    on login scontrol update nodename=node2 state=down reason=test                   # else SLURM asks it again in minutes
     on login scontrol update nodename=node2 state=resume || node_state_is node2 idle # its slurmd was quicker
   done
   set_slurmd_timeout 10
@@ -685,7 +685,7 @@ SH
 
 # bats test_tags=prove,long
 @test "cluster_train.sh under srun checks each node alone, whatever has port 29500" {
-  on node1 "$PYTHON" -c 'import socket, time; s = socket.create_server(("", 29500)); time.sleep(60)' 3>&- &
+  "$CLUSTER" run node1 "$PYTHON" -c 'import socket, time; s = socket.create_server(("", 29500)); time.sleep(60)' 3>&- &
   local taken=$!
   run on login salloc -Q --nodes=2 --nodelist=node[1-2] srun --ntasks-per-node=1 scripts/cluster_train.sh config/local3.yaml "${SMALL[@]}"
   kill "$taken"
