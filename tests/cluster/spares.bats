@@ -204,9 +204,12 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
   for host in node2 node1; do
     MAX_RESTARTS=0 start "$host" config/local3.yaml 1 node1 node2 node3 "${SETTINGS[@]/150/100000}" checkpoint.every=0 checkpoint.snapshot_every=5
     eventually 60 has_step "$host" 300
+    on "$host" mount --bind checkpoints checkpoints
+    on "$host" mount -o remount,ro,bind checkpoints # a shared disk is behind the cable, too
     "$CLUSTER" cut "$host"
     end_of "$PID"
     "$CLUSTER" restore "$host"
+    on "$host" umount --lazy checkpoints
     cat "$host.out"
     ((CODE == 137))
     grep -q 'node agent: step [0-9]* was only in memory; it is now saved in ' "$host.out"
