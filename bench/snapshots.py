@@ -1,14 +1,16 @@
 """What snapshots in memory cost and save: `make bench-snapshots`, or
-python bench/snapshots.py [PAIRS].
+python bench/snapshots.py [TIMES].
 
-train.py on 2 ranks, with a snapshot every 5 steps. The cost: seconds per step beside the same run
-without snapshots, in turn, PAIRS times (default 7). What they save: rank 1 is killed with SIGKILL
-after step 95, with a checkpoint every 50 steps; the steps that are done again, and the seconds
+train.py on 2 ranks, with a snapshot every 5 steps. The cost: seconds per step in blocks of 20 steps
+of one run, without snapshots and with them in turn; each block with them is held against the mean
+of its two neighbours without. What they save: rank 1 is killed with SIGKILL after step 95, with a
+checkpoint every 50 steps, TIMES times (default 7); the steps that are done again, and the seconds
 until the run is further than it was. torchrun restarts the same train.py from the same checkpoints.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -21,11 +23,13 @@ import time
 from pathlib import Path
 
 from restart import AGENT, OWN_STORE
-from step import CONFIG, ROOT, Case, time_train
+from step import CONFIG, ROOT, run
 from table import describe_machine, render, write_section
 
 EVERY = "checkpoint.snapshot_every=5"
 KILL_AFTER = 95  # steps
+BLOCK = 20  # steps
+PAIRS_A_TIME = 4
 SHARED = ("distributed.strategy=fsdp", "checkpoint.format=sharded")
 LAUNCHERS = {
     "ours, with snapshots": ([*AGENT, "--max-restarts=1"], [EVERY]),
@@ -36,39 +40,48 @@ LIMIT_S = 120.0
 
 
 def main() -> None:
-    pairs = int(sys.argv[1]) if len(sys.argv) > 1 else 7
+    times = int(sys.argv[1]) if len(sys.argv) > 1 else 7
+    pairs = PAIRS_A_TIME * times
     costs = [cost(name, settings, pairs) for name, settings in (("full", ()), ("sharded", SHARED))]
-    head = ["checkpoint.format", "without, ms a step", "with, ms a step", "ratio", "at most"]
-    text = f"{describe_machine('make bench-snapshots')}, medians of {pairs}\n\n"
-    text += f"{render(head, costs)}\n\n"
+    head = ["checkpoint.format", "without, ms a step", "with, ms a step", "ratio"]
+    head += ["middle half of the ratios", "at most"]
+    text = f"{describe_machine('make bench-snapshots')}, medians of {pairs} blocks of {BLOCK} steps"
+    text += f"\n\n{render(head, costs)}\n\n"
     found: dict[str, list[tuple[int, float]]] = {name: [] for name in LAUNCHERS}
-    for _ in range(pairs):
+    for _ in range(times):
         for name, (launcher, settings) in LAUNCHERS.items():
             found[name].append(kill_once(launcher, settings))
     rows = [
         [
             name,
-            f"{statistics.median(steps for steps, _ in times):.0f}",
-            f"{statistics.median(seconds for _, seconds in times):.2f}",
+            f"{statistics.median(steps for steps, _ in kills):.0f}",
+            f"{statistics.median(seconds for _, seconds in kills):.2f}",
         ]
-        for name, times in found.items()
+        for name, kills in found.items()
     ]
     head = ["launcher", "steps done again", "seconds until further than before"]
-    write_section(
-        "snapshots", f"{text}kill -9 of a rank after step {KILL_AFTER}\n\n{render(head, rows)}"
-    )
+    text += f"kill -9 of a rank after step {KILL_AFTER}, medians of {times}\n\n"
+    write_section("snapshots", f"{text}{render(head, rows)}")
 
 
 def cost(name: str, settings: tuple[str, ...], pairs: int) -> list[str]:
-    plain, taking = (Case(name, 2, "", (*settings, *more)) for more in ((), (EVERY,)))
-    times: list[tuple[float, float]] = []
-    for number in range(pairs):
-        turn = 1 - 2 * (number % 2)  # which of them is first
-        without, with_them = [time_train(case)[0] for case in (plain, taking)[::turn]][::turn]
-        times.append((without, with_them))
-    ratio = statistics.median(b / a for a, b in times)
-    each = [f"{1000 * statistics.median(one):.1f}" for one in zip(*times, strict=True)]
-    return [name, *each, f"{ratio:.3f}", "1.02"]
+    """Return a row: a step's time in the blocks without snapshots and in those with them."""
+    with tempfile.TemporaryDirectory() as folder:
+        last = f"train.max_steps={BLOCK * (2 * pairs + 3)}"
+        chosen = [EVERY, last, "train.eval_every=0", *settings]
+        chosen += ["checkpoint.every=0", f"checkpoint.dir={folder}/checkpoints"]
+        script = [str(ROOT / "bench/snapshot_steps.py"), "--config", CONFIG, *chosen]
+        command = [*AGENT, "--nproc-per-node=2", "--log-dir", folder, *script]
+        times = Path(folder, "times")
+        run(command, BLOCK=str(BLOCK), TIMES=str(times), OMP_NUM_THREADS="1")
+        began = json.loads(times.read_text())[1:]  # the first block warms up
+    steps = [(end - start) / BLOCK for start, end in itertools.pairwise(began)]
+    without, with_them = steps[::2], steps[1::2]
+    beside = map(statistics.mean, itertools.pairwise(without))
+    ratios = [a / b for a, b in zip(with_them, beside, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    each = [f"{1000 * statistics.median(one):.1f}" for one in (without, with_them)]
+    return [name, *each, f"{middle:.3f}", f"{low:.3f}-{high:.3f}", "1.02"]
 
 
 def kill_once(launcher: list[str], settings: list[str]) -> tuple[int, float]:
