@@ -1,7 +1,7 @@
 """train.py with snapshots in every second block of BLOCK steps alone, for snapshots.py.
 
-Steps with snapshots and without are so taken in turn by one run: two runs differ by more than a
-snapshot costs. Rank 0 writes when each block began, in seconds of a clock, to the file TIMES.
+The two kinds of steps are compared within one run, because two runs differ by more than a snapshot
+costs. Rank 0 writes to the file TIMES when each block began, in seconds.
 """
 
 from __future__ import annotations
