@@ -1,7 +1,7 @@
 """train.py with snapshots in every second block of BLOCK steps alone, for snapshots.py.
 
 The two kinds of steps are compared within one run, because two runs differ by more than a snapshot
-costs. Rank 0 writes to the file TIMES when each block began, in seconds.
+costs. Rank 0 writes to BLOCKS_FILE when each block began, in seconds.
 """
 
 from __future__ import annotations
@@ -36,5 +36,5 @@ class Run(train.Run):
 train.Run = Run  # type: ignore[misc]
 code = train.train(*start(__doc__))
 if os.environ["RANK"] == "0":
-    Path(os.environ["TIMES"]).write_text(json.dumps(began))
+    Path(os.environ["BLOCKS_FILE"]).write_text(json.dumps(began))
 finish(code)

@@ -72,9 +72,9 @@ def cost(name: str, settings: tuple[str, ...], pairs: int) -> list[str]:
         chosen += ["checkpoint.every=0", f"checkpoint.dir={folder}/checkpoints"]
         script = [str(ROOT / "bench/snapshot_steps.py"), "--config", CONFIG, *chosen]
         command = [*AGENT, "--nproc-per-node=2", "--log-dir", folder, *script]
-        times = Path(folder, "times")
-        run(command, BLOCK=str(BLOCK), TIMES=str(times), OMP_NUM_THREADS="1")
-        began = json.loads(times.read_text())[1:]  # the first block warms up
+        blocks = Path(folder, "blocks")
+        run(command, BLOCK=str(BLOCK), BLOCKS_FILE=str(blocks), OMP_NUM_THREADS="1")
+        began = json.loads(blocks.read_text())[1:]  # the first block warms up
     steps = [(end - start) / BLOCK for start, end in itertools.pairwise(began)]
     without, with_them = steps[::2], steps[1::2]
     beside = map(statistics.mean, itertools.pairwise(without))
