@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from .collectives import take_first_ranks
-from .environment import LauncherError, detect
-from .strategy import Sharding
+from .environment import detect
+from .strategy import Sharding, check_strategy
 
 
 def shard(
@@ -52,9 +52,7 @@ def shard(
 def _mesh(device: torch.device, size: str | int) -> DeviceMesh:
     ranks = dist.get_world_size()
     each = {"all": ranks, "node": detect().local_world_size}.get(str(size)) or int(size)
-    if ranks % each:
-        cause = f"fsdp.shard is {size}: {ranks} ranks do not divide into groups of {each}"
-        raise LauncherError(f"{cause}; use all, or a divisor of {ranks}")
+    check_strategy("fsdp", ranks, each)
     if each == ranks:
         return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
     shape, names = (ranks // each, each), ("replicate", "shard")

@@ -19,7 +19,7 @@ class Sharding:
     cpu_offload: bool = False  # parameters wait in the CPU's memory
 
 
-def check_strategy(strategy: str, world_size: int = 1) -> str:
+def check_strategy(strategy: str, world_size: int = 1, shard: str | int = "all") -> str:
     """Return the strategy.
 
     Raises ValueError if it is unknown, and LauncherError if it cannot run on so many processes.
@@ -29,4 +29,7 @@ def check_strategy(strategy: str, world_size: int = 1) -> str:
     if strategy in ("single", "dp") and world_size > 1:
         cause = f"strategy {strategy} runs in one process but the launcher started {world_size}"
         raise LauncherError(f"{cause}; use strategy ddp, or start one process")
+    if strategy == "fsdp" and isinstance(shard, int) and world_size > 1 and world_size % shard:
+        cause = f"fsdp.shard: {world_size} ranks do not divide into groups of {shard}"
+        raise LauncherError(f"{cause}; use all, or a divisor of {world_size}")
     return strategy

@@ -202,17 +202,13 @@ def is_sharded(model: nn.Module) -> bool:
 @contextlib.contextmanager
 def no_sync(model: nn.Module, enabled: bool = True) -> Iterator[None]:
     """Do not exchange gradients in the body; the next backward pass exchanges their sum."""
-    if enabled and isinstance(model, DistributedDataParallel):
-        with model.no_sync():
-            yield
-    elif enabled and is_sharded(model):
-        sharded: Any = model
-        sharded.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            sharded.set_requires_gradient_sync(True)
-    else:
+    with contextlib.ExitStack() as stack:
+        if enabled and isinstance(model, DistributedDataParallel):
+            stack.enter_context(model.no_sync())
+        elif enabled and is_sharded(model):
+            sharded: Any = model
+            sharded.set_requires_gradient_sync(False)
+            stack.callback(sharded.set_requires_gradient_sync, True)
         yield
 
 

@@ -91,7 +91,7 @@ def start(description: str) -> tuple[argparse.Namespace, Settings]:
 def _check(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
     """Check what else can be known before the start, print the result, and exit."""
     chosen, world_size = settings.distributed, int(os.environ.get("WORLD_SIZE") or 1)
-    check_strategy(chosen.strategy, world_size)
+    check_strategy(chosen.strategy, world_size, chosen.fsdp.shard)
     samples = settings.train.batch_size_on(world_size)
     if settings.task == BUILT_IN_TASK:
         data_path(settings.data.path)

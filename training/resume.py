@@ -35,7 +35,7 @@ def find_checkpoint(resume: str, folder: Path, *, is_restart: bool) -> checkpoin
     if state is None and resume not in ("auto", "never"):
         state = checkpoint.load(Path(os.path.expanduser(resume)), whole=False)
         if state is None:
-            raise SettingsError(f"resume: {resume} holds no checkpoint")
+            raise SettingsError(f"resume: {resume} holds no checkpoint; correct the path")
     return state
 
 

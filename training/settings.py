@@ -196,7 +196,7 @@ def data_path(path: str | None) -> Path | None:
     """Return the folder or file that data.path names for the built-in task. SettingsError: none."""
     found = Path(os.path.expanduser(path)) if path else None  # unlike Path's, takes any ~name
     if found and not found.exists():
-        raise SettingsError(f"data.path: there is no folder or file {found}")
+        raise SettingsError(f"data.path: there is no folder or file {found}; correct it")
     return found
 
 

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # Lines of each wing, more than planned: 1,700, 3,400, 1,600 and 1,700. They must not grow.
 BUDGETS = {
-    ("distributed",): 2995,
+    ("distributed",): 2992,
     ("launcher",): 13267,
     ("scripts",): 1600,
     ("training", "train.py"): 2912,

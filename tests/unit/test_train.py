@@ -128,6 +128,9 @@ def test_check_knows_the_number_of_processes_from_a_launcher() -> None:
     assert told().endswith(", 2 processes x 16 samples\n")
     assert "32 does not divide by 3 (3 processes x 1" in told(world_size="3")
     assert "strategy dp runs in one process" in told("distributed.strategy=dp")
+    groups = ("distributed.strategy=fsdp", "distributed.fsdp.shard=3")
+    assert "2 ranks do not divide into groups of 3" in told(*groups)
+    assert told(*groups, "train.global_batch_size=30", world_size="3").startswith("ok: ")
 
 
 def test_check_tells_launchers_in_json() -> None:
@@ -193,21 +196,20 @@ def test_the_log_level_of_the_environment_counts() -> None:
 def test_a_mistake_found_by_the_task_is_one_line_too(tmp_path: Path) -> None:
     done = run("--config", LOCAL3, "data.path=nowhere", cwd=tmp_path)
     assert done.returncode == 2
-    assert (
-        done.stderr == "train.py: data.path: there is no folder or file nowhere [config-invalid]\n"
-    )
+    told = "data.path: there is no folder or file nowhere; correct it"
+    assert done.stderr == f"train.py: {told} [config-invalid]\n"
 
 
 @pytest.mark.parametrize(
-    ("has_data", "stderr"),
+    ("has_data", "mistake"),
     [
-        ((), "train.py: data.path: there is no folder or file text [config-invalid]\n"),
-        (("0",), "train.py: rank 1: data.path: there is no folder or file text [config-invalid]\n"),
+        ((), "data.path: there is no folder or file text; correct it"),
+        (("0",), "rank 1: data.path: there is no folder or file text; correct it"),
     ],
     ids=["on all ranks", "on one rank"],
 )
 def test_a_mistake_of_several_ranks_is_one_line(
-    tmp_path: Path, text: Path, has_data: tuple[str, ...], stderr: str
+    tmp_path: Path, text: Path, has_data: tuple[str, ...], mistake: str
 ) -> None:
     """Each rank starts in a folder of its own; only some of these hold the data."""
     for rank in ("0", "1"):
@@ -228,7 +230,7 @@ def test_a_mistake_of_several_ranks_is_one_line(
     ]
     said = [rank.communicate()[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2]
-    assert said == [stderr, ""]
+    assert said == [f"train.py: {mistake} [config-invalid]\n", ""]
 
 
 # --- whole runs ---------------------------------------------------------------------------------
@@ -373,9 +375,8 @@ def test_resume_never_and_resume_from_a_path(trained: Path, text: Path) -> None:
     assert run_tiny(trained, text, "branch", path).returncode == 0
     assert hash_of(trained / "checkpoints/branch") == hash_of(trained / "checkpoints/first")
     missing = run_tiny(trained, text, "nothing", "resume=checkpoints/no", processes=1)
-    assert (
-        missing.stderr == "train.py: resume: checkpoints/no holds no checkpoint [config-invalid]\n"
-    )
+    told = "resume: checkpoints/no holds no checkpoint; correct the path"
+    assert missing.stderr == f"train.py: {told} [config-invalid]\n"
 
 
 @pytest.mark.long
