@@ -23,7 +23,7 @@ from pathlib import Path
 from distributed.network import interface_to
 from launcher.handshake import is_loopback
 from launcher.preflight import infiniband, must_match
-from launcher.preflight.gpus import Gpu, find_slow
+from launcher.preflight.gpus import DEVICES, Gpu, find_slow
 from launcher.text import count
 
 OLDEST_TORCH = (2, 6)  # whose store can take over a port that is open already
@@ -107,6 +107,8 @@ def check_gpus(machine: Machine) -> Iterator[Fault]:
     """One process per visible GPU at most, each sound and idle; without any, all run on the CPU."""
     if machine.nproc == 0:
         yield Fault("too-few-gpus", "there is no visible GPU", "give a number of processes")
+    elif machine.backend == "nccl" and not (machine.gpus or any(map(os.path.exists, DEVICES))):
+        yield Fault("too-few-gpus", "backend nccl needs a GPU, and there is none", "use gloo")
     if 0 < len(machine.gpus) < machine.nproc and machine.backend != "gloo":
         cause = f"{machine.nproc} processes but {count(len(machine.gpus), 'visible GPU')}"
         yield Fault("too-few-gpus", cause, "ask for fewer, or see CUDA_VISIBLE_DEVICES")

@@ -64,12 +64,9 @@ def print_findings(outcome: Outcome, program: str, *, is_strict: bool, out: Text
 
     With `is_strict`, every warning refuses it.
     """
-    is_refused = False
+    refusing = [one for one in outcome.findings if is_strict or not one.fault.warns]
     for finding in outcome.findings:
-        fault = finding.fault
-        is_warning = fault.warns and not is_strict
-        is_refused |= not is_warning
-        kind = "warning: " if is_warning else ""
+        fault, kind = finding.fault, "" if finding in refusing else "warning: "
         line = f"{program}: {kind}{finding.host}: {fault.cause}; {fault.cure} [{fault.name}]"
         print(line, file=out, flush=True)
-    return is_refused
+    return bool(refusing)

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, of AMD, and of both under WSL
 LIMIT_S = 8.0  # in all; a GPU that fell off the bus can make nvidia-smi hang
 FIELDS = (  # of --query-gpu; `clocks_throttle_reasons` is also known to drivers that say `event`
     *("name", "memory.used", "memory.total", "clocks_throttle_reasons.active"),

@@ -178,6 +178,12 @@ PY
   assert_refused 2 train.max_steps
 }
 
+@test "groups of fsdp that the ranks do not divide into: exit 2, nothing started" {
+  unset TRAIN_SCRIPT
+  run launch "$ROOT/config/local3.yaml" 2 distributed.strategy=fsdp distributed.fsdp.shard=3
+  assert_refused 2 "fsdp.shard: 2 ranks do not divide into groups of 3; use all, or a divisor of 2" wrong-world
+}
+
 @test "no Python: exit 3, one line" {
   PYTHON=no/such/python run launch plain.yaml 1
   assert_refused 3 "$HOST: there is no Python at 'no/such/python'; run make setup" "env-missing"
@@ -215,6 +221,12 @@ PY
   run launch plain.yaml 3
   # A torch without CUDA is refused, too.
   [[ $status == 3 && ${lines[0]} == *"$HOST: 3 processes but 2 visible GPUs; "*"[too-few-gpus]" && ! -e logs ]]
+}
+
+@test "BACKEND=nccl without a GPU: exit 3" {
+  [[ ! -e /dev/nvidiactl && ! -e /dev/kfd && ! -e /dev/dxg ]] || skip "this machine has a GPU"
+  BACKEND=nccl run launch plain.yaml 2
+  assert_refused 3 "$HOST: backend nccl needs a GPU, and there is none; use gloo" too-few-gpus
 }
 
 @test "a port in use: exit 3, and who holds it" {

@@ -148,6 +148,17 @@ def test_processes_and_gpus() -> None:
     assert fault.cause == "3 processes but 2 visible GPUs"
 
 
+def test_nccl_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(checks, "DEVICES", (str(tmp_path / "none"),))
+    fault = find(checks.check_gpus, nproc=2, backend="nccl")
+    assert fault is not None
+    told = (fault.name, fault.cause, fault.cure)
+    assert told == ("too-few-gpus", "backend nccl needs a GPU, and there is none", "use gloo")
+    assert find(checks.check_gpus, nproc=2, backend="auto") is None
+    monkeypatch.setattr(checks, "DEVICES", (str(tmp_path),))  # and no nvidia-smi
+    assert find(checks.check_gpus, nproc=2, backend="nccl") is None
+
+
 def test_unhealthy_gpus() -> None:
     good, bad = Gpu("0", "GPU-aa", 0), Gpu("1", "GPU-bb", 3)
     fault = find(checks.check_gpus, gpus=(good, bad))
