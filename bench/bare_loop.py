@@ -1,14 +1,12 @@
 """The least that trains the built-in model: what `make bench-step` holds train.py against.
 
-bench/step.py starts it and says how. Prints the seconds per step, from FROM_STEP on, on rank 0.
-STRATEGY, ACCUMULATE, COMPILE and RECOMPUTE are what each strategy asks for, written with torch
-alone.
+bench/step.py starts it and says how, and turns.py when it takes its steps. STRATEGY, ACCUMULATE,
+COMPILE and RECOMPUTE are what each strategy asks for, written with torch alone.
 """
 
 import contextlib
 import functools
 import os
-import time
 from pathlib import Path
 
 import torch
@@ -17,14 +15,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
+from turns import Turns
 
 from training.settings import load
 from training.tasks.language_model import LanguageModelTask
 
 
 def main() -> None:
-    steps, from_step, samples, accumulate = (
-        int(os.environ[name]) for name in ("STEPS", "FROM_STEP", "SAMPLES", "ACCUMULATE")
+    steps, samples, accumulate = (
+        int(os.environ[name]) for name in ("STEPS", "SAMPLES", "ACCUMULATE")
     )
     settings = load(Path(os.environ["CONFIG"]))
     strategy = os.environ["STRATEGY"]
@@ -36,8 +35,9 @@ def main() -> None:
     context = task.train.context
     model = wrap(task.model(), strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    began = 0.0
-    for step in range(1, steps + 1):
+    turns = Turns()
+    for step in range(steps):
+        turns.before(step)
         for micro in range(1, accumulate + 1):
             starts = torch.randint(len(text) - context - 1, (samples // accumulate,)).tolist()
             batch = torch.stack([text[at : at + context + 1] for at in starts])
@@ -47,10 +47,7 @@ def main() -> None:
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step == from_step:
-            began = time.time()
-    if int(os.environ.get("RANK", 0)) == 0:
-        print((time.time() - began) / (steps - from_step), flush=True)
+    turns.pass_on()
     os._exit(0)
 
 

@@ -1,14 +1,16 @@
 """Step time of train.py's loop with its logging on, against a bare loop: `make bench-step`.
 
-python bench/step.py [PAIRS]: both train the same model on the same text, with the same strategy and
-processes of one thread each, in turn, PAIRS times (default 5). Seconds per step are taken over the
-same steps from the clock alone, so that all that train.py does between two steps counts: data,
-logs, heartbeat. And how long it takes from train.py's last step, over its checkpoint and picture,
-to the prompt.
+python bench/step.py [LAUNCHES]: both train the same model on the same text, with the same strategy
+and processes of one thread each. They run beside each other and take BLOCK steps each in turn, and
+each block of train.py is held against the mean of the bare loop's blocks before and after it. A
+block is timed from the clock alone, so that all that train.py does between two steps counts: data,
+logs, heartbeat. Both are launched LAUNCHES times (default 3). And how long it takes from train.py's
+last step, over its checkpoint and picture, to the prompt.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -20,11 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from table import describe_machine, render, write_section
+from turns import BLOCK, NAMES, give_turn, read_times
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = str(ROOT / "config/local3.yaml")
-STEPS = 70
-FROM_STEP = 20  # what comes before only warms up
+WARM_UP, BLOCKS = 2, 10  # in a launch, of each program; one more runs out
+STEPS = (WARM_UP + BLOCKS + 1) * BLOCK
 SAMPLES = 32  # of a step, over all processes
 TARGETS = {"ddp": 1.02}  # the others': 1.03
 
@@ -53,54 +56,99 @@ CASES = (
 )
 
 
+@dataclass
+class Found:
+    """Seconds: of a step in each block, and from train.py's last step to its launcher's end."""
+
+    ours: list[float] = field(default_factory=list)
+    bare: list[float] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+
+
 def main() -> None:
-    pairs = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    launches = int(sys.argv[1]) if len(sys.argv) > 1 else 3
     rows, ends = [], []
     with tempfile.TemporaryDirectory() as cache:  # of what is compiled
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
         for case in CASES:
-            ours, bare = [], []
-            for number in range(pairs):
-                if number % 2:  # either comes first in turn
-                    bare.append(time_bare(case))
-                step_s, end_s = time_train(case)
-                ours.append(step_s)
-                ends.append(end_s)
-                if number % 2 == 0:
-                    bare.append(time_bare(case))
-            ratio = statistics.median(a / b for a, b in zip(ours, bare, strict=True))
-            each = [f"{1000 * statistics.median(seconds):.1f}" for seconds in (ours, bare)]
-            target = TARGETS.get(case.name, 1.03)
-            rows.append([case.name, str(case.ranks), *each, f"{ratio:.3f}", f"{target:.2f}"])
+            found = Found()
+            for _ in range(launches):
+                launch(case, found)
+            ends += found.ends
+            rows.append([case.name, str(case.ranks), *describe(found)])
+            rows[-1].append(f"{TARGETS.get(case.name, 1.03):.2f}")
             print(" ".join(rows[-1]), file=sys.stderr)
-    head = ["strategy", "processes", "train.py, ms", "bare loop, ms", "ratio", "at most"]
+    head = ["strategy", "processes", "train.py, ms", "bare loop, ms", "ratio"]
+    head += ["middle half of the ratios", "at most"]
     text = (
-        f"{describe_machine('make bench-step')}, {pairs} pairs; medians, of the pairs' ratios, too"
-        f"\n\n{render(head, rows)}\n\n"
+        f"{describe_machine('make bench-step')}, medians of {launches * BLOCKS} blocks of {BLOCK}"
+        f" steps, in {launches} launches\n\n{render(head, rows)}\n\n"
         f"From train.py's last step to the prompt: {statistics.median(ends):.2f} s"
         f" ({min(ends):.2f}-{max(ends):.2f})."
     )
     write_section("step", text)
 
 
-def time_train(case: Case) -> tuple[float, float]:
-    """Return seconds per step, and seconds from the last step to the end of the launcher."""
-    with tempfile.TemporaryDirectory() as folder:
-        settings = [f"train.max_steps={STEPS}", "train.log_every=10", "train.eval_every=0"]
-        settings += ["checkpoint.every=0", f"checkpoint.dir={folder}/checkpoints", *case.settings]
-        command = [*agent(case), "--log-dir", folder, "--rdzv-id", "step", str(ROOT / "train.py")]
-        run([*command, "--config", CONFIG, *settings])
+def describe(found: Found) -> list[str]:
+    low, middle, high = statistics.quantiles(found.ratios, n=4)
+    each = [f"{1000 * statistics.median(seconds):.1f}" for seconds in (found.ours, found.bare)]
+    return [*each, f"{middle:.3f}", f"{low:.3f}-{high:.3f}"]
+
+
+def launch(case: Case, found: Found) -> None:
+    """Run both programs beside each other to their ends, and add what was found."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for pipe in NAMES:
+            os.mkfifo(folder / pipe)
+        with (folder / NAMES[0]).open("r+b", 0) as first:
+            give_turn(first, case.ranks)
+            ended = run_both(bare_command(case), train_command(case, folder), folder)
+        ours, bare = (read_times(folder, name)[WARM_UP:] for name in ("ours", "bare"))
+        metrics = (folder / "step/metrics.jsonl").read_text().splitlines()
+    beside = [statistics.mean(pair) for pair in itertools.pairwise(bare)]
+    found.ratios += [a / b for a, b in zip(ours, beside, strict=True)]
+    found.ours += ours
+    found.bare += bare
+    found.ends.append(ended - json.loads(metrics[-1])["time"])
+
+
+def run_both(bare: list[str], ours: list[str], folder: Path) -> float:
+    """Return when ours has ended, in seconds since the epoch; bare ends before."""
+    both = []
+    try:
+        for name, command in zip(NAMES, (bare, ours), strict=True):
+            given = {**os.environ, "PYTHONPATH": str(ROOT), "TURNS": str(folder), "NAME": name}
+            with (folder / f"{name}.log").open("w") as out:
+                both.append(subprocess.Popen(command, env=given, stdout=out, stderr=out))
+        while all(each.poll() is None for each in both):  # without one, the other waits for ever
+            time.sleep(0.1)
+        if both[0].poll() == 0:
+            both[1].wait()
         ended = time.time()
-        lines = Path(folder, "step/metrics.jsonl").read_text().splitlines()
-    at = {line["step"]: line["time"] for line in map(json.loads, lines)}
-    return (at[STEPS] - at[FROM_STEP]) / (STEPS - FROM_STEP), ended - at[STEPS]
+        for name, each in zip(NAMES, both, strict=True):
+            if each.poll():
+                raise RuntimeError((folder / f"{name}.log").read_text())
+        return ended
+    finally:
+        for each in both:
+            each.terminate()
+            each.wait()
 
 
-def time_bare(case: Case) -> float:
-    given = {"STEPS": str(STEPS), "FROM_STEP": str(FROM_STEP), "SAMPLES": str(SAMPLES)}
-    given |= {"CONFIG": CONFIG, "PYTHONPATH": str(ROOT), "STRATEGY": case.strategy}
+def train_command(case: Case, folder: Path) -> list[str]:
+    settings = [f"train.max_steps={STEPS}", f"train.log_every={BLOCK}", "train.eval_every=0"]
+    settings += ["checkpoint.every=0", f"checkpoint.dir={folder}/checkpoints", *case.settings]
+    script = [str(ROOT / "bench/step_turns.py"), "--config", CONFIG, *settings]
+    return [*agent(case), "--log-dir", str(folder), "--rdzv-id", "step", *script]
+
+
+def bare_command(case: Case) -> list[str]:
+    given = {"STEPS": STEPS, "SAMPLES": SAMPLES, "CONFIG": CONFIG, "STRATEGY": case.strategy}
     given |= {"ACCUMULATE": "1", **case.variables}
-    return float(run([*agent(case), str(ROOT / "bench/bare_loop.py")], **given))
+    words = [f"{name}={value}" for name, value in given.items()]
+    return ["env", *words, *agent(case), str(ROOT / "bench/bare_loop.py")]
 
 
 def agent(case: Case) -> list[str]:

@@ -1,0 +1,27 @@
+"""train.py as it is, but that it takes its steps in turns with bare_loop.py, for step.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from turns import Turns
+
+import train
+from distributed.torch import finish
+from training.arguments import start
+
+turns = Turns()
+
+
+class Run(train.Run):
+    """A block ends where the next one's first step begins: all that is between counts."""
+
+    def take_step(self, step: int) -> None:
+        turns.before(step)
+        super().take_step(step)
+
+
+train.Run = Run  # type: ignore[misc]
+finish(train.train(*start(__doc__)))
