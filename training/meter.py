@@ -34,8 +34,7 @@ class Meter:
 
     def __init__(self, state: Mapping[str, float] | None = None) -> None:
         self._start = time.perf_counter()
-        self._paused_s = 0.0
-        self._loaded_s = 0.0  # spent on getting batches since the last reading
+        self._paused_s, self._loaded_s = 0.0, 0.0  # the latter for batches, since the last reading
         self._new: list[tuple[int, Tensor, int]] = []  # step, loss, terms
         self._sums = dict(state or {"loss": 0.0, "terms": 0})  # since the last reading
         self._terms = 0  # since the start of this process
@@ -111,15 +110,20 @@ class Meter:
 class Stopwatch:
     """Times what a rank computes by itself: from a batch to the gradient that comes last.
 
-    That is the first parameter's. Only then does DDP wait for the other ranks. Where it does not
-    come by itself (fsdp), the time ends with the loss. It waits for a GPU only when it is read.
+    That is the first parameter's. Only then does DDP wait for the other ranks. Ranks that share a
+    model wait before each of its blocks: there the time is that of the blocks' forward passes, the
+    last to the loss. It waits for a GPU only when it is read.
     """
 
     def __init__(self, model: nn.Module) -> None:
         first = next((each for each in model.parameters() if each.requires_grad), None)
         self._is_cuda = first is not None and first.is_cuda
         self._spans: list[tuple[Any, Any]] = []  # times, or a GPU's events
-        if first is not None:
+        if helper.is_sharded(model):
+            for block in [*helper.blocks(model)] or [model]:  # after fsdp's own hooks, which wait
+                block.register_forward_pre_hook(lambda *_: self._start())
+                block.register_forward_hook(lambda *_: self._stop())
+        elif first is not None:
             first.register_hook(lambda gradient: self._stop())  # type: ignore[no-untyped-call]
 
     def _now(self) -> Any:
@@ -132,10 +136,13 @@ class Stopwatch:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Time the body, a forward pass, and the backward pass that follows."""
-        now = self._now()
-        self._spans.append((now, now))
+        self._start()
         yield
         self._stop()
+
+    def _start(self) -> None:
+        now = self._now()
+        self._spans.append((now, now))
 
     def _stop(self) -> None:
         if self._spans:

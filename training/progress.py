@@ -70,17 +70,13 @@ class Progress:
     def __init__(
         self, folder: Path, unit: str, limits: Limits, trackers: Trackers, *, enabled: bool
     ) -> None:
-        self._folder = folder
-        self._metrics = folder / plot.METRICS
-        self._unit = unit
-        self._limits = limits
-        self._start = time.monotonic()
-        self._shown = 0.0
+        self._folder, self._metrics = folder, folder / plot.METRICS
+        self._unit, self._limits, self._trackers = unit, limits, trackers
+        self._start, self._shown = time.monotonic(), 0.0
         self._status = ""  # loss and speed
         self._fared = ""  # the slowest rank, data, memory
         self._validation = ""  # the metrics of the newest
         self._bar: Bar | None = None
-        self._trackers = trackers
         self._file: TextIO | None = None
         self._enabled = enabled
         if enabled:
@@ -136,10 +132,9 @@ class Progress:
 
     def draw(self) -> None:
         """Draw loss.png from metrics.jsonl."""
-        if not self._enabled:
-            return
-        with may_be_lost(self._folder):
-            plot.draw({"": self._folder}, self._folder / "loss.png", ["loss"], plot.SMALL)
+        if self._enabled:
+            with may_be_lost(self._folder):
+                plot.draw({"": self._folder}, self._folder / "loss.png", ["loss"], plot.SMALL)
 
     def sync(self) -> None:
         """Flush metrics.jsonl to the disk: a checkpoint must not be ahead of it."""

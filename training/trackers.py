@@ -69,9 +69,8 @@ class TensorBoard:
         # Outside the run's folder: TensorBoard follows the link `latest` to that one.
         self._events = EventFileWriter(str(facts.folder.parent / "tensorboard" / facts.folder.name))
         begins = SessionLog(status=SessionLog.START)  # what is there of later steps does not count
-        self._events.add_event(
-            Event(step=facts.first_step + 1, wall_time=time.time(), session_log=begins)
-        )
+        event = Event(step=facts.first_step + 1, wall_time=time.time(), session_log=begins)
+        self._events.add_event(event)
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -117,8 +116,7 @@ class Trackers:
     def __init__(self, names: Sequence[str], facts: RunFacts) -> None:
         self._names, self._facts = names, facts
         self._started: dict[str, Tracker] = {}
-        self._has_begun = False
-        self.recorded = 0  # for RunFacts
+        self._has_begun, self.recorded = False, 0  # the latter for RunFacts
 
     def record(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Hand the metrics of a step to each; returns whether they have started for that."""

@@ -52,14 +52,61 @@ class Work(Task):
 CONFIG = """
 task: slow_work:Work
 train: {max_steps: 80, batch_size: 4, log_every: 10}
+distributed: {strategy: auto}
 tracking: []
 """
 
 
-def run_with_slow_rank(folder: Path, rank: str, **more: str) -> str:
+# Rank SLOW_RANK's blocks take 1.5 times as long; rank LATE_RANK waits long for each sample.
+SHARDED_TASK = """
+import os, time, torch
+from torch import nn
+from torch.utils.data import Dataset
+from training.tasks import Task
+
+RANK = os.environ["RANK"]
+
+class Late(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        time.sleep(0.02 if os.environ.get("LATE_RANK") == RANK else 0)
+        return torch.ones(1)
+
+class Block(nn.Linear):
+    def forward(self, x):
+        time.sleep(0.015 if os.environ["SLOW_RANK"] == RANK else 0.01)
+        return super().forward(x)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(1, 1) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+class Work(Task):
+    def __init__(self, settings):
+        self.train = self.validation = Late()
+
+    def model(self):
+        return Model()
+
+    def loss(self, model, batch):
+        return model(batch).square().mean()
+"""
+
+
+def run_with_slow_rank(
+    folder: Path, rank: str, task: str = TASK, strategy: str = "auto", **more: str
+) -> str:
     """Train on two ranks, one of them slower unless it is ""; returns what was said."""
-    (folder / "slow_work.py").write_text(TASK)
-    (folder / "slow_work.yaml").write_text(CONFIG)
+    (folder / "slow_work.py").write_text(task)
+    (folder / "slow_work.yaml").write_text(CONFIG.replace("auto", strategy))
     variables = {"RUN_ID": "slow", "PYTHON": sys.executable, "SLOW_RANK": rank, **more}
     done = subprocess.run(
         [str(ROOT / "scripts/ssh/launch_singlenode.sh"), "slow_work.yaml", "2", "resume=never"],
@@ -90,6 +137,16 @@ def test_a_slow_rank_is_named_with_its_node(tmp_path: Path) -> None:
     assert last["slowest"] == pytest.approx(1.35)
     assert last["data_wait"] == 0
     assert 0.05 < last["peak_memory_gb"] < 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("slow", "late"), [("1", ""), ("", "0")], ids=["slow", "late"])
+def test_ranks_that_share_a_model_do_not_count_how_they_wait(
+    tmp_path: Path, slow: str, late: str
+) -> None:
+    """Each waits for the other before a block: the slow one is to be named, a late one not."""
+    told = run_with_slow_rank(tmp_path, slow, SHARDED_TASK, "fsdp", LATE_RANK=late)
+    assert names_slow_rank(told, slow), told
 
 
 def alone(hosts: list[str]) -> Pace:
