@@ -98,8 +98,8 @@ def describe(found: Found) -> list[str]:
 
 def launch(case: Case, found: Found) -> None:
     """Run both programs beside each other to their ends, and add what was found."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
         for pipe in NAMES:
             os.mkfifo(folder / pipe)
         with (folder / NAMES[0]).open("r+b", 0) as first:
@@ -119,7 +119,7 @@ def run_both(bare: list[str], ours: list[str], folder: Path) -> float:
     both = []
     try:
         for name, command in zip(NAMES, (bare, ours), strict=True):
-            given = {**os.environ, "PYTHONPATH": str(ROOT), "TURNS": str(folder), "NAME": name}
+            given = {**os.environ, "PYTHONPATH": str(ROOT), "TURNS": str(folder), "PROGRAM": name}
             with (folder / f"{name}.log").open("w") as out:
                 both.append(subprocess.Popen(command, env=given, stdout=out, stderr=out))
         while all(each.poll() is None for each in both):  # without one, the other waits for ever

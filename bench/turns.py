@@ -16,10 +16,10 @@ NAMES = ("bare", "ours")  # in this order
 
 
 class Turns:
-    """One program's turns: NAME's, in the folder TURNS. All of its ranks wait for each."""
+    """One PROGRAM's turns, whose pipes are in the folder TURNS. All of its ranks wait for each."""
 
     def __init__(self) -> None:
-        folder, name = Path(os.environ["TURNS"]), os.environ["NAME"]
+        folder, name = Path(os.environ["TURNS"]), os.environ["PROGRAM"]
         other = next(pipe for pipe in NAMES if pipe != name)
         self._own, self._other = ((folder / one).open("r+b", 0) for one in (name, other))
         self._began = 0.0
