@@ -23,7 +23,9 @@ FAILURES=() # one line each, to be found again above
 main() {
   case $1 in
     all)
-      test_cluster tests/cluster/selftest.bats # it measures: nothing runs beside it
+      # These two measure: nothing runs beside them.
+      test_cluster tests/cluster/selftest.bats
+      test_scripts all tests/scripts/test_distributed.bats
       begin_cluster
       ! provide_bats || begin all-scripts
       lint
@@ -40,7 +42,7 @@ main() {
     lint) lint ;;
     cluster) test_cluster tests/cluster ;;
     cluster-sample) test_cluster tests/cluster/!(selftest).bats ;;
-    all-scripts) test_scripts all tests/scripts ;;
+    all-scripts) test_scripts all tests/scripts/!(test_distributed).bats ;;
     fast-scripts) test_scripts fast tests/scripts ;;
   esac
   summarise

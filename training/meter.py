@@ -71,8 +71,7 @@ class Meter:
         steps = helper.gather_json(first)
         if rank == steps.index(min(steps)):
             cause = f"the loss of step {first} is {value} on rank {rank}"
-            samples = describe(int(first))
-            cause += f", of {samples}" if samples else ""
+            cause += f", of {samples}" if (samples := describe(int(first))) else ""
             cure = "try a lower train.learning_rate, and check the data of that step"
             raise with_fault(FloatingPointError, "loss-not-finite", f"{cause}; {cure}")
         with contextlib.suppress(RuntimeError):
@@ -121,10 +120,15 @@ class Stopwatch:
         self._spans: list[tuple[Any, Any]] = []  # times, or a GPU's events
         if helper.is_sharded(model):
             for block in [*helper.blocks(model)] or [model]:  # after fsdp's own hooks, which wait
-                block.register_forward_pre_hook(lambda *_: self._start())
-                block.register_forward_hook(lambda *_: self._stop())
+                block.register_forward_pre_hook(self._start)
+                block.register_forward_hook(self._stop)
         elif first is not None:
-            first.register_hook(lambda gradient: self._stop())  # type: ignore[no-untyped-call]
+            first.register_hook(self._stop)  # type: ignore[no-untyped-call]
+            model.register_forward_pre_hook(self._stop)  # here DDP waits for rank 0's buffers
+            helper.unwrap(model).register_forward_pre_hook(self._start)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_spans": []}  # its model, with these hooks, may be copied or pickled
 
     def _now(self) -> Any:
         if not self._is_cuda:
@@ -140,23 +144,20 @@ class Stopwatch:
         yield
         self._stop()
 
-    def _start(self) -> None:
-        now = self._now()
-        self._spans.append((now, now))
+    def _start(self, *_: object) -> None:
+        self._spans.append((self._now(),) * 2)
 
-    def _stop(self) -> None:
+    def _stop(self, *_: object) -> None:
         if self._spans:
             self._spans[-1] = self._spans[-1][0], self._now()
 
     def read(self) -> float:
         """Start a new reading; returns the seconds of the previous one."""
-        if self._is_cuda:
-            torch.cuda.synchronize()
-            seconds = [start.elapsed_time(end) / 1000 for start, end in self._spans]
-        else:
-            seconds = [end - start for start, end in self._spans]
-        self._spans.clear()
-        return math.fsum(seconds)
+        spans, self._spans = self._spans, []
+        if not self._is_cuda:
+            return math.fsum(end - start for start, end in spans)
+        torch.cuda.synchronize()
+        return math.fsum(start.elapsed_time(end) for start, end in spans) / 1000
 
 
 def peak_memory() -> int:
@@ -206,8 +207,7 @@ class Pace:
         self._ratios.append((start, [own / middle for own in seconds]))
         while len(self._ratios) > 1 and step - self._ratios[1][0] >= SLOW_STEPS:
             self._ratios.popleft()
-        by_rank = zip(*(ratios for _, ratios in self._ratios), strict=True)
-        ratios = [statistics.median(one) for one in by_rank]
+        ratios = [*map(statistics.median, zip(*(one for _, one in self._ratios), strict=True))]
         ratio, steps = max(ratios), step - self._ratios[0][0]
         rank = ratios.index(ratio)
         if ratio > SLOW and steps >= SLOW_STEPS and rank not in self._named:

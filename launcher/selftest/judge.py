@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 SLOW_RANK = 1.3  # times the others' time
 SUSPECT = 1.1  # times; such a rank is looked at again
-LOOKS = 6  # at what seems slow: other programs may disturb one
+RANK_LOOKS, LINK_LOOKS = 12, 6  # at what seems slow: other programs may disturb one for seconds
 SLOW_LINK = 2.0  # times
 MOST_AGAIN = 9  # pairs that are looked at again at once
 REFERENCES = 3  # healthy pairs that are measured beside those that seem slow
@@ -25,7 +25,7 @@ def find_slow_ranks(
     """
     best = dict(compute(range(len(kinds))))
     compared = best
-    for _ in range(LOOKS):
+    for _ in range(RANK_LOOKS):
         suspects = slow_ranks(compared, kinds, SUSPECT)
         if not suspects:
             break
@@ -74,7 +74,7 @@ def find_slow_links(
     """
     best = dict(measure(rounds))
     compared = best
-    for _ in range(LOOKS):
+    for _ in range(LINK_LOOKS):
         slow, pairs = slow_nodes(compared), slow_pairs(compared)
         if not slow and not pairs:
             break

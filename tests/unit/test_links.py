@@ -156,6 +156,16 @@ def test_the_best_of_all_looks_counts(looks: Sequence[Sequence[float]], found: l
     assert all(speed == max(look[rank] for look in looks) for rank, speed in best.items())
 
 
+def test_what_other_programs_slow_for_a_while_is_no_slow_rank() -> None:
+    looks = itertools.chain([[60.0, 95.0]] * 9, itertools.repeat([94.0, 95.0]))
+
+    def compute(ranks: Collection[int]) -> dict[int, float]:
+        speeds = next(looks)
+        return {rank: speeds[rank] for rank in ranks}
+
+    assert not judge.find_slow_ranks(compute, ["cpu"] * 2)[1]
+
+
 def test_ranks_are_compared_with_others_on_the_same_device() -> None:
     kinds = ["H100", "H100", "A100", "A100"]
     speeds = {0: 900.0, 1: 910.0, 2: 300.0, 3: 310.0}

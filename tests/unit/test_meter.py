@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -58,7 +60,7 @@ tracking: []
 
 
 # Rank SLOW_RANK's blocks take 1.5 times as long; rank LATE_RANK waits long for each sample.
-SHARDED_TASK = """
+WAITING_TASK = """
 import os, time, torch
 from torch import nn
 from torch.utils.data import Dataset
@@ -83,6 +85,7 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(Block(1, 1) for _ in range(2))
+        self.register_buffer("seen", torch.zeros(1))  # DDP sends rank 0's before a forward pass
 
     def forward(self, x):
         for block in self.blocks:
@@ -140,12 +143,14 @@ def test_a_slow_rank_is_named_with_its_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("slow", "late"), [("1", ""), ("", "0")], ids=["slow", "late"])
-def test_ranks_that_share_a_model_do_not_count_how_they_wait(
-    tmp_path: Path, slow: str, late: str
+@pytest.mark.parametrize(
+    ("strategy", "slow", "late"), [("fsdp", "1", ""), ("fsdp", "", "0"), ("ddp", "", "0")]
+)
+def test_how_ranks_wait_in_a_forward_pass_does_not_count(
+    tmp_path: Path, strategy: str, slow: str, late: str
 ) -> None:
-    """Each waits for the other before a block: the slow one is to be named, a late one not."""
-    told = run_with_slow_rank(tmp_path, slow, SHARDED_TASK, "fsdp", LATE_RANK=late)
+    """Each waits for the other in it: the slow one is to be named, a late one not."""
+    told = run_with_slow_rank(tmp_path, slow, WAITING_TASK, strategy, LATE_RANK=late)
     assert names_slow_rank(told, slow), told
 
 
@@ -236,6 +241,17 @@ def test_the_stopwatch_runs_to_the_last_gradient_and_not_on(
     loss.sum().backward()
     assert watch.read() == 3
     assert watch.read() == 0
+
+
+def test_a_model_that_is_timed_can_be_copied_and_pickled() -> None:
+    model = nn.Linear(1, 1)
+    watch = Stopwatch(model)
+    with watch.running():
+        model(torch.ones(1))
+    for copied in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
+        watch.read()
+        copied(torch.ones(1)).sum().backward()
+        assert watch.read() == 0
 
 
 def test_the_part_of_the_time_that_data_takes(monkeypatch: pytest.MonkeyPatch) -> None:
