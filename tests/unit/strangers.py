@@ -66,7 +66,7 @@ def keep_silent(port: int, number: int) -> list[socket.socket]:
     return [_connect(port) for _ in range(number)]
 
 
-def _connect(port: int, within_s: float = 30.0) -> socket.socket:
+def _connect(port: int, within_s: float = 300.0) -> socket.socket:
     deadline = time.monotonic() + within_s
     while True:
         try:
