@@ -109,9 +109,9 @@ class Meter:
 class Stopwatch:
     """Times what a rank computes by itself: from a batch to the gradient that comes last.
 
-    That is the first parameter's. Only then does DDP wait for the other ranks. Ranks that share a
-    model wait before each of its blocks: there the time is that of the blocks' forward passes, the
-    last to the loss. It waits for a GPU only when it is read.
+    That is the first parameter's. Only then, and for rank 0's buffers ahead of a forward pass, does
+    DDP wait for others. Ranks that share a model wait before each of its blocks: there the time is
+    that of the blocks' forward passes, the last to the loss. It waits for a GPU only when read.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -124,7 +124,7 @@ class Stopwatch:
                 block.register_forward_hook(self._stop)
         elif first is not None:
             first.register_hook(self._stop)  # type: ignore[no-untyped-call]
-            model.register_forward_pre_hook(self._stop)  # here DDP waits for rank 0's buffers
+            model.register_forward_pre_hook(self._stop)  # the buffers come between
             helper.unwrap(model).register_forward_pre_hook(self._start)
 
     def __getstate__(self) -> dict[str, Any]:
