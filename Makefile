@@ -8,9 +8,10 @@ NPROC  ?= $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU' | sed 's/^0$$/2/')
 CONFIG ?= config/local3.yaml
 NODES  ?= 4
 NODE   ?= login
+WITH_TORCH = $(if $(wildcard $(PYTHON)),$(PYTHON),python3)
 
 .DEFAULT_GOAL := help
-.PHONY: cluster-deps cluster-up cluster-down cluster-shell test-cluster test-login
+.PHONY: cluster-deps cluster-up cluster-down cluster-shell test-cluster test-gpu test-login
 .PHONY: help init setup train sample plot test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-snapshots bench-spares bench-fanout bench-failures bench-shapes bench-cuts bench-faults bench-hangs bench-staging bench-gpu bench-data pictures clean
 
 help: ## show this list
@@ -41,6 +42,12 @@ lint: $(TESTED) ## shellcheck, shfmt, ruff, mypy
 
 test-cluster: $(TESTED) ## only the tests on the cluster on this machine (as root)
 	@PYTHON=$(PYTHON) tests/run.sh cluster
+
+test-gpu: ## try what a GPU can break: one table, under 10 minutes (PYTHON=..., JSON=FILE)
+	@$(WITH_TORCH) -c 'import torch, pydantic, yaml' 2>/dev/null || { \
+	  echo "make: $(WITH_TORCH) lacks torch, pydantic or PyYAML; install them, or give PYTHON=" >&2; \
+	  exit 3; }
+	@PYTHONPATH=$(CURDIR):$(CURDIR)/bench $(WITH_TORCH) tests/gpu $(if $(JSON),--json $(JSON)) $(ROWS)
 
 test-login: $(TESTED) ## run every test as on a login node, where SLURM and PBS answer (as root)
 	@PYTHON=$(PYTHON) tests/login_node.sh tests/run.sh all

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import json
 import logging
 import os
@@ -41,6 +42,15 @@ def may_be_lost(folder: Path) -> Iterator[None]:
 @functools.cache
 def _tell_lost(folder: Path, why: str) -> None:
     _log.warning(f"cannot write in {str(folder)!r} ({why}); the run goes on [log-lost]")
+
+
+@functools.cache
+def is_installed(package: str, without: str) -> bool:
+    """Whether a package is there that a run can do without; says once what is missing then."""
+    if importlib.util.find_spec(package) is None:
+        _log.info(f"{package} is not installed: {without}")
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,8 @@ class Progress:
                 folder.mkdir(parents=True, exist_ok=True)
                 trackers.recorded = self._remove_later(limits.first_step)
                 self._file = self._metrics.open("a")  # a new one: an earlier process keeps its own
-            if sys.stderr.isatty() and _log.isEnabledFor(logging.INFO):
+            is_terminal = sys.stderr.isatty() and _log.isEnabledFor(logging.INFO)
+            if is_terminal and is_installed("rich", "no progress bar, only lines"):
                 self._bar = _open_bar(limits)
 
     def close(self) -> None:
@@ -132,7 +143,7 @@ class Progress:
 
     def draw(self) -> None:
         """Draw loss.png from metrics.jsonl."""
-        if self._enabled:
+        if self._enabled and is_installed("matplotlib", "no picture of the loss"):
             with may_be_lost(self._folder):
                 plot.draw({"": self._folder}, self._folder / "loss.png", ["loss"], plot.SMALL)
 

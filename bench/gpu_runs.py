@@ -1,0 +1,152 @@
+"""Runs of programs on a GPU, each within its time, for `make test-gpu` and `make bench-gpu`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from distributed.collectives import to_bytes
+
+ROOT = Path(__file__).resolve().parents[1]
+LAUNCH = str(ROOT / "scripts/launch.sh")
+TRAIN = str(ROOT / "scripts/ssh/launch_singlenode.sh")
+SELF_TEST = str(ROOT / "scripts/test_distributed.sh")
+SMALL_CONFIG = str(ROOT / "config/local3.yaml")
+GPT2_CONFIG = str(ROOT / "config/gpt2_124m.yaml")
+COMMAND_S = 100.0  # of one command: if it hangs, the others have their time
+STOP_S = 60.0  # for a launcher to end its ranks
+TOKENS = 20_000_000
+HAS_GPU = torch.cuda.is_available()
+# For GPT-2; without a GPU a tiny one, so that any machine can try the programs.
+GPT2_SETTINGS = ["train.grad_accumulation=1", "train.global_batch_size=32"]
+if not HAS_GPU:
+    GPT2_SETTINGS[1:] = ["train.global_batch_size=4", "train.compile=false", "model.layers=2"]
+    GPT2_SETTINGS += ["model.heads=2", "model.width=64", "model.context=32"]
+    GPT2_SETTINGS += ["data.num_workers=1", "data.pin_memory=false"]
+
+
+class Failed(Exception):
+    """What a row was to show did not come."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended."""
+
+    code: int
+    text: str  # both streams
+    seconds: float
+
+    def block(self) -> dict[str, str]:
+        """Return the failure block by its labels."""
+        rows = re.findall(r"^(FAILED|cause|code|others|log|see) +(.*)", self.text, re.MULTILINE)
+        return dict(rows)
+
+    @property
+    def fault(self) -> str:
+        """The fault that the block, or a refusal, names; empty: none."""
+        named = re.findall(r"\[([a-z-]+)\]$", self.text, re.MULTILINE)
+        return named[-1] if named else ""
+
+    def last(self) -> str:
+        lines = [line for line in self.text.splitlines() if line.strip()]
+        return next((line for line in lines if line.startswith("cause")), (lines or [""])[-1])
+
+    def expect(self, code: int = 0, fault: str = "") -> Ended:
+        """Return this. Raises Failed if it ended with another code or fault."""
+        if self.code != code or (fault and self.fault != fault):
+            what = f"code {code}{f' [{fault}]' if fault else ''}"
+            raise Failed(f"code {self.code} [{self.fault}] in place of {what}: {self.last()}")
+        return self
+
+
+class Machine:
+    """Runs commands in a folder of its own until the time is up; keeps what each printed."""
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self.folder = folder
+        self.began = time.monotonic()
+        self._ends = self.began + seconds
+        path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.environ = {
+            **os.environ,
+            "PYTHON": sys.executable,
+            "PYTHONPATH": os.pathsep.join(path),
+            "LOG_DIR": str(folder / "logs"),
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled"),
+        }
+        if not HAS_GPU:  # more threads wait for each other where others use the CPUs
+            self.environ["OMP_NUM_THREADS"] = "1"
+
+    def left(self) -> float:
+        """Return the seconds that the next command may take."""
+        return min(COMMAND_S, self._ends - time.monotonic())
+
+    def run(self, command: Sequence[str], **variables: str) -> Ended:
+        """Run a command to its end. Raises Failed when its time is up."""
+        began = time.monotonic()
+        process = self.start(command, **variables)
+        try:
+            text, _ = process.communicate(timeout=max(1.0, self.left()))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)  # the launcher takes its ranks along
+            text, _ = process.communicate(timeout=STOP_S)
+            raise Failed(f"no end within its time: {text[-200:]}") from None
+        ended = Ended(process.returncode, text, time.monotonic() - began)
+        with (self.folder / "output.txt").open("a") as file:
+            file.write(f"\n$ {' '.join(command)}\n{text}[code {ended.code}]\n")
+        return ended
+
+    def start(self, command: Sequence[str], **variables: str) -> subprocess.Popen[str]:
+        out, err = subprocess.PIPE, subprocess.STDOUT
+        environ = self.environ | variables
+        return subprocess.Popen(
+            command, env=environ, cwd=self.folder, stdout=out, stderr=err, text=True
+        )
+
+    def train(
+        self,
+        run_id: str,
+        *settings: str,
+        config: str = SMALL_CONFIG,
+        ranks: int = 1,
+        **variables: str,
+    ) -> list[dict[str, float]]:
+        """Train under the launcher; returns the lines of metrics.jsonl. Raises Failed."""
+        words = [f"checkpoint.dir={self.folder / 'checkpoints'}", "tracking=[]", *settings]
+        variables = {"RUN_ID": run_id, **variables}
+        self.run([TRAIN, config, str(ranks), *words], **variables).expect()
+        return self.metrics(run_id)
+
+    def loop(self, name: str, steps: int, from_step: int) -> dict[str, float]:
+        """Return what gpu_loops.py measures of a loop over GPT-2. Raises Failed."""
+        script = str(ROOT / "bench/gpu_loops.py")
+        words = [name, str(steps), str(from_step), GPT2_CONFIG, *self.gpt2_settings()]
+        ended = self.run([sys.executable, script, *words]).expect()
+        lines = [line for line in ended.text.splitlines() if line.startswith("{")]  # among warnings
+        found: dict[str, float] = json.loads(lines[-1])
+        return found
+
+    def gpt2_settings(self) -> list[str]:
+        """Write random tokens to train and to validate on; returns the settings of GPT-2."""
+        for name, count in (("train.bin", TOKENS), ("val.bin", TOKENS // 16)):
+            if not (self.folder / name).exists():
+                tokens = torch.randint(50257, (count,), dtype=torch.int32).to(torch.uint16)
+                (self.folder / name).write_bytes(to_bytes(tokens))
+        return [f"data.path={self.folder}", *GPT2_SETTINGS]
+
+    def metrics(self, run_id: str) -> list[dict[str, float]]:
+        """Return a run's lines so far that tell of a loss."""
+        file = self.folder / "logs" / run_id / "metrics.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [told for line in lines if "loss" in (told := json.loads(line))]

@@ -1,0 +1,90 @@
+"""What a machine with a GPU has to show, in at most 9 minutes: `make test-gpu`.
+
+    PYTHONPATH=.:bench python tests/gpu [--json FILE] [--keep FOLDER] [--seconds N] [WORD...]
+
+Needs torch, pydantic and PyYAML; no root, no network. Prints a table: a row for each thing that has
+to work, with pass, FAIL or what it needs, and figures. With WORDs, only rows whose names have one.
+Without a GPU the rows that need one say so. The code is 1 if a row has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from gpu_runs import HAS_GPU, Failed, Machine
+from rows import ROWS, Row
+from table import describe_machine, render
+
+LIMIT_S = 520.0  # of all rows
+LEAST_S = 5.0  # a row is not begun with less
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What came of one row."""
+
+    name: str
+    result: str  # pass, FAIL, needs a GPU, no time left
+    told: str
+    seconds: float
+
+
+def see(row: Row, machine: Machine) -> Seen:
+    """Try one row; a failure must not cost the others."""
+    began = time.monotonic()
+    if row.needs_gpu and not HAS_GPU:
+        return Seen(row.name, "needs a GPU", "", 0.0)
+    if machine.left() < LEAST_S:
+        return Seen(row.name, "no time left", "", 0.0)
+    try:
+        result, told = "pass", row.see(machine)
+    except Failed as failure:
+        result, told = "FAIL", str(failure)
+    except Exception as error:
+        result, told = "FAIL", f"{type(error).__name__}: {error}"
+    return Seen(row.name, result, " ".join(told.split()), time.monotonic() - began)
+
+
+def main() -> int:
+    """Try the rows, print the table and write it as JSON; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="tests/gpu")
+    parser.add_argument("--json", type=Path, help="a file for the table")
+    parser.add_argument("--keep", type=Path, help="a folder for the output and logs of all runs")
+    parser.add_argument("--seconds", type=float, default=LIMIT_S)
+    parser.add_argument("words", nargs="*")
+    args = parser.parse_args()
+    chosen = [one for one in ROWS if is_chosen(one, args.words)]
+    found = []
+    with tempfile.TemporaryDirectory(prefix="test-gpu-", ignore_cleanup_errors=True) as name:
+        folder = args.keep or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        machine = Machine(folder, args.seconds)
+        for one in chosen:
+            found.append(see(one, machine))
+            print(f"{found[-1].result:<12} {one.name}: {found[-1].told}", flush=True)
+            if args.json:
+                args.json.write_text(json.dumps([asdict(seen) for seen in found], indent=2))
+    rows = [[one.name, one.result, one.told, f"{one.seconds:.0f}"] for one in found]
+    gpu = torch.cuda.get_device_name() if HAS_GPU else "no GPU"
+    about = f"{describe_machine('make test-gpu')}, torch {torch.__version__}, {gpu}"
+    print(f"\n{about}\n\n{render(['row', 'result', 'seen', 's'], rows)}\n")
+    counts = Counter(one.result for one in found)
+    others = len(found) - counts["pass"] - counts["FAIL"]
+    print(f"{counts['pass']} passed, {counts['FAIL']} failed, {others} not run")
+    return int(counts["FAIL"] > 0)
+
+
+def is_chosen(row: Row, words: list[str]) -> bool:
+    return not words or any(word in row.name for word in words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

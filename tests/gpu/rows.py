@@ -1,0 +1,344 @@
+"""The rows of `make test-gpu`: each returns what it saw, or raises Failed."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gpu_runs import (
+    GPT2_CONFIG,
+    HAS_GPU,
+    LAUNCH,
+    ROOT,
+    SELF_TEST,
+    SMALL_CONFIG,
+    TRAIN,
+    Ended,
+    Failed,
+    Machine,
+)
+
+from launcher.preflight.gpus import Gpu, visible_gpus
+
+STEPS = ["train.max_steps=60", "train.log_every=5", "train.eval_every=0", "checkpoint.every=0"]
+if not HAS_GPU:  # any machine can try the rows that need none
+    STEPS += ["model.layers=1", "model.width=32", "model.context=64", "train.global_batch_size=8"]
+WIDE = ["model.width=512", "model.heads=8", "model.context=256"]  # a GPU has something to do
+PROBE = str(ROOT / "tests/gpu/probe.py")
+HANG_S = 10
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that has to work."""
+
+    name: str
+    see: Callable[[Machine], str]
+    needs_gpu: bool
+
+
+ROWS: list[Row] = []
+
+
+def row(name: str, *, needs_gpu: bool = True) -> Callable[..., Callable[[Machine], str]]:
+    """Add a function to the rows, in the order of this file."""
+
+    def add(see: Callable[[Machine], str]) -> Callable[[Machine], str]:
+        ROWS.append(Row(name, see, needs_gpu))
+        return see
+
+    return add
+
+
+def run_probe(machine: Machine, what: str, **variables: str) -> Ended:
+    """Run a function of probe.py in one rank."""
+    return machine.run([LAUNCH, "--nproc-per-node", "1", PROBE, what], **variables)
+
+
+# --- the start ----------------------------------------------------------------------------------
+
+
+@row("ranks forked after `import torch`, CUDA untouched before")
+def fork(machine: Machine) -> str:
+    ended = run_probe(machine, "untouched").expect()
+    untouched(ended)
+    return f"the agent opens no CUDA device; launch and one kernel in {ended.seconds:.1f} s"
+
+
+def untouched(ended: Ended) -> dict[str, Any]:
+    """Return what the probe told. Raises Failed if CUDA was in use too early, or in the agent."""
+    told: dict[str, Any]
+    told = json.loads(next(line for line in ended.text.splitlines() if line.startswith("{")))
+    if told["before"] != [False] or told["after"]:
+        raise Failed(f"CUDA was in use before the rank's first use, or in the agent: {told}")
+    if not (told["own"] and told["is_shared"]):
+        raise Failed(f"the probe saw nothing: {told}")
+    return told
+
+
+@row("preflight")
+def preflight(machine: Machine) -> str:
+    ended = machine.run([LAUNCH, "--nproc-per-node", "gpu", PROBE, "untouched"]).expect()
+    told = re.findall(r"^(?:preflight|warning).*", ended.text, re.MULTILINE)
+    return "; ".join(" ".join(line.split()) for line in told)
+
+
+@row("nvidia-smi's facts against NVML's")
+def facts(machine: Machine) -> str:
+    seen = visible_gpus({})
+    known = [*nvml()]
+    told = [(gpu.uuid, gpu.driver, gpu.health.total_mib) for gpu in seen]
+    if told != known:
+        raise Failed(f"nvidia-smi {told}, NVML {known}")
+    return "; ".join(describe(gpu) for gpu in seen)
+
+
+def describe(gpu: Gpu) -> str:
+    health = gpu.health
+    lanes = f"{health.lanes} of {health.max_lanes} PCIe lanes"
+    return f"{health.model}, {health.total_mib} MiB, driver {gpu.driver}, {lanes}"
+
+
+def nvml() -> Any:
+    """Yield UUID, driver and MiB of each GPU."""
+    library = ctypes.CDLL("libnvidia-ml.so.1")
+    count, driver = ctypes.c_uint(), ctypes.create_string_buffer(96)
+    library.nvmlInit_v2()
+    library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    library.nvmlSystemGetDriverVersion(driver, 96)
+    for index in range(count.value):
+        device, uuid = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+        memory = (ctypes.c_ulonglong * 3)()  # total, free, used
+        library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device))
+        library.nvmlDeviceGetUUID(device, uuid, 96)
+        library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
+        yield uuid.value.decode(), driver.value.decode(), memory[0] >> 20
+    library.nvmlShutdown()
+
+
+# --- one rank, two ranks ------------------------------------------------------------------------
+
+
+@row("NCCL, one rank")
+def nccl(machine: Machine) -> str:
+    ended = run_probe(machine, "all_reduce").expect()
+    told = next(line for line in ended.text.splitlines() if line.startswith("NCCL"))
+    return f"{told}, {ended.seconds:.1f} s with the launch"
+
+
+@row("gloo, two ranks on one GPU", needs_gpu=False)
+def gloo(machine: Machine) -> str:
+    return tell(machine.train("gloo", *STEPS, ranks=2, BACKEND="gloo"))
+
+
+@row("`NUMA_BINDING=node`: the CPUs near the GPU, found without CUDA in the agent")
+def numa(machine: Machine) -> str:
+    ended = run_probe(machine, "untouched", NUMA_BINDING="node").expect()
+    return f"{untouched(ended)['cpus']} of {os.cpu_count()} CPUs"
+
+
+@row("NCCL, two ranks on one GPU: refused before the start")
+def too_few(machine: Machine) -> str:
+    return refusal(machine, 3, "too-few-gpus")
+
+
+@row("the same without the preflight: refused by the ranks")
+def duplicate(machine: Machine) -> str:
+    return refusal(machine, 2, "duplicate-gpu", SKIP_PREFLIGHT="1")
+
+
+def refusal(machine: Machine, code: int, fault: str, **variables: str) -> str:
+    command = [TRAIN, SMALL_CONFIG, "2", *STEPS, "tracking=[]"]
+    ended = machine.run(command, BACKEND="nccl", **variables).expect(code, fault)
+    return f"{ended.seconds:.1f} s, {ended.last()}"
+
+
+@row("`scripts/test_distributed.sh 1`", needs_gpu=False)
+def self_test(machine: Machine) -> str:
+    ended = machine.run([SELF_TEST, "1"]).expect()
+    if told := re.search(r".*Warning(?!: Failed to initialize NumPy).*", ended.text):
+        raise Failed(told[0])
+    speed = re.search(r"[\d.]+ [GT]FLOP/s", ended.text)
+    return f"{ended.last()}, {speed[0] if speed else 'no speed'}"
+
+
+# --- training -----------------------------------------------------------------------------------
+
+
+def tell(lines: list[dict[str, float]]) -> str:
+    """Return a run's figures. Raises Failed where it has not learned."""
+    first, last = lines[0], lines[-1]
+    if not last["loss"] < first["loss"] - 0.3:
+        raise Failed(f"loss {first['loss']:.3f} at first, {last['loss']:.3f} at last")
+    speed = statistics.median(line["tokens_per_second"] for line in lines[len(lines) // 2 :])
+    return f"loss {first['loss']:.2f} to {last['loss']:.2f}, {speed:,.0f} tokens/s"
+
+
+def precision(dtype: str) -> list[str]:
+    return [*WIDE, f"distributed.mixed_precision.dtype={dtype}"]
+
+
+@row("train.py in bfloat16")
+def bfloat16(machine: Machine) -> str:
+    return tell(machine.train("bfloat16", *STEPS, *precision("bfloat16")))
+
+
+@row("train.py in float16, with a scaler")
+def float16(machine: Machine) -> str:
+    return tell(machine.train("float16", *STEPS, *precision("float16")))
+
+
+@row("train.py, activations computed again", needs_gpu=False)
+def recomputed(machine: Machine) -> str:
+    return tell(machine.train("again", *STEPS, "train.activation_checkpointing=full"))
+
+
+@row("train.py, FSDP with one rank")
+def fsdp(machine: Machine) -> str:
+    settings = ["distributed.strategy=fsdp", "checkpoint.format=sharded"]
+    return tell(machine.train("fsdp", *STEPS, *WIDE, *settings))
+
+
+@row("train.py, compiled")
+def compiled(machine: Machine) -> str:
+    return tell(machine.train("compiled", *STEPS, *WIDE, "train.compile=true"))
+
+
+@row("a step of train.py waits for the GPU", needs_gpu=False)
+def waits(machine: Machine) -> str:
+    words = ["--config", SMALL_CONFIG, *STEPS, "tracking=[]"]
+    words.append(f"checkpoint.dir={machine.folder / 'checkpoints'}")
+    command = [sys.executable, str(ROOT / "bench/waits.py"), *words]
+    return machine.run(command, RUN_ID="waits").expect().last()
+
+
+# --- faults -------------------------------------------------------------------------------------
+
+
+@row("`kill -9` of a rank: a restart from snapshots in memory", needs_gpu=False)
+def restart(machine: Machine) -> str:
+    steps = machine.folder / "steps.txt"
+    machine.train(
+        "killed",
+        *STEPS,
+        "checkpoint.snapshot_every=5",
+        TRAIN_SCRIPT=str(ROOT / "tests/gpu/dies_once.py"),
+        MAX_RESTARTS="1",
+        STEPS=str(steps),
+    )
+    lines = [line.split() for line in steps.read_text().splitlines()]
+    dead = [line for line in lines if line[0] == "0"][-1]
+    back = next(line for line in lines if line[0] == "1")
+    lost = int(dead[1]) - int(back[1])
+    if not 0 <= lost <= 5:
+        raise Failed(f"killed before step {dead[1]}, and went on from {back[1]}")
+    return f"{lost} steps lost, further after {float(back[2]) - float(dead[2]):.2f} s"
+
+
+@row("a rank that waits for a kernel without an end: named, with its stack")
+def hang(machine: Machine) -> str:
+    ended = run_probe(machine, "hang", HANG_SECONDS=str(HANG_S))
+    if ended.fault != "rank-stuck" or "synchronize" not in ended.text:
+        raise Failed(f"code {ended.code} [{ended.fault}]: {ended.last()}")
+    return f"[rank-stuck] after {ended.seconds:.1f} s with HANG_SECONDS={HANG_S}: {ended.last()}"
+
+
+@row("out of memory on the GPU")
+def out_of_memory(machine: Machine) -> str:
+    return named(run_probe(machine, "out_of_memory"), "out-of-memory")
+
+
+@row("an illegal memory access")
+def illegal_access(machine: Machine) -> str:
+    return named(run_probe(machine, "illegal_access"), "cuda-error")
+
+
+@row("an index out of range in a kernel")
+def bad_index(machine: Machine) -> str:
+    return named(run_probe(machine, "bad_index"), "cuda-error")
+
+
+def named(ended: Ended, fault: str) -> str:
+    told = ended.expect(1, fault).block()
+    return f"[{fault}] {told.get('cause', '')[:160]}"
+
+
+@row("`kill -9` of the launcher: what is left on the GPU")
+def left_on_gpu(machine: Machine) -> str:
+    before = used_mib()
+    launcher = machine.start([LAUNCH, "--nproc-per-node", "1", PROBE, "holds_memory"])
+    assert launcher.stdout is not None
+    for line in launcher.stdout:
+        if line.startswith("holds"):
+            break
+    held = used_mib()
+    began = time.monotonic()
+    launcher.send_signal(signal.SIGKILL)
+    while (used := used_mib()) > before + 16 and time.monotonic() < began + 15:
+        time.sleep(0.05)
+    seconds = time.monotonic() - began
+    if used > before + 16 or held < before + 1024:
+        raise Failed(f"{before} MiB used before, {held} in the run, {used} at last")
+    return f"nothing ({before} MiB used before, {held} in the run, {used} after {seconds:.1f} s)"
+
+
+def used_mib() -> int:
+    words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return sum(map(int, subprocess.run(words, capture_output=True, text=True).stdout.split()))
+
+
+@row("stopped by SIGTERM, and resumed", needs_gpu=False)
+def stop_and_resume(machine: Machine) -> str:
+    """Compare with two runs that nobody stopped: kernels may add up in another order."""
+    losses = [machine.train(run_id, *STEPS)[-1]["loss"] for run_id in ("whole", "twice")]
+    words = [*STEPS, f"checkpoint.dir={machine.folder / 'checkpoints'}", "tracking=[]"]
+    stopped = machine.start([TRAIN, SMALL_CONFIG, "1", *words], RUN_ID="parts")
+    while stopped.poll() is None and not machine.metrics("parts"):
+        time.sleep(0.02)
+    stopped.send_signal(signal.SIGTERM)
+    stopped.communicate(timeout=machine.left())
+    at = os.readlink(machine.folder / "checkpoints/parts/latest")
+    losses.append(machine.train("parts", *STEPS)[-1]["loss"])
+    hashes = [hash_of(machine, run_id) for run_id in ("whole", "twice", "parts")]
+    if stopped.returncode != 75 or abs(losses[2] - losses[0]) > 1e-3:
+        raise Failed(f"code {stopped.returncode} at {at}; last losses {losses}")
+    same = "the same bytes" if hashes[2] == hashes[0] else "other bytes"
+    also = "the same" if hashes[1] == hashes[0] else "other bytes"
+    return f"code 75 at {at}, resumed to {same} (a second run never stopped: {also})"
+
+
+def hash_of(machine: Machine, run_id: str) -> str:
+    folder = str(machine.folder / "checkpoints" / run_id)
+    command = [sys.executable, "-m", "distributed.checkpoint", "hash", folder]
+    return machine.run(command).expect().text
+
+
+# --- speed --------------------------------------------------------------------------------------
+
+
+@row("a save of GPT-2 124M and AdamW's state blocks the loop for", needs_gpu=False)
+def saves(machine: Machine) -> str:
+    stalls = machine.loop("stall", 100, 40)
+    return ", ".join(f"{name} {1000 * seconds:.0f} ms" for name, seconds in stalls.items())
+
+
+@row("GPT-2 124M, compiled, in bfloat16: train.py beside a bare loop")
+def gpt2(machine: Machine) -> str:
+    settings = ["train.max_steps=100", "train.log_every=10", "train.eval_every=0"]
+    settings += ["checkpoint.every=0", *machine.gpt2_settings()]
+    lines = machine.train("gpt2", *settings, config=GPT2_CONFIG)[4:]
+    ours = statistics.harmonic_mean([line["tokens_per_second"] for line in lines])
+    bare = machine.loop("bare", 100, 40)["tokens_per_second"]
+    memory = lines[-1]["peak_memory_gb"]
+    share = f"{lines[-1]['mfu']:.1%} of the GPU's FLOPs" if "mfu" in lines[-1] else "MFU not known"
+    return f"{ours:,.0f} tokens/s ({share}, {memory:.1f} GB), bare loop {bare:,.0f}"
