@@ -14,7 +14,8 @@ PYTHON=${PYTHON:-${VENV:-.venv}/bin/python}
 [[ $PYTHON == /* ]] || PYTHON=$PWD/$PYTHON
 export PYTHON PATH="${PYTHON%/*}:$PWD/.tools/node_modules/.bin:$PATH"
 OUTPUT=$(mktemp)
-declare -A BESIDE=() # parts that run in the background: their process groups
+PART_LIMIT=3h        # of a part that runs in the background; most take minutes
+declare -A BESIDE=() # these parts: their processes
 trap clean_up EXIT
 PASSED=0 FAILED=0
 SKIPPED=()  # one line each, with the reason
@@ -54,20 +55,19 @@ begin_cluster() {
   ! provide_bats || begin cluster-sample
 }
 
-# Runs a part beside the others. With job control, for else its tests would ignore Ctrl-C, which they
-# are to try.
+# Runs a part beside the others, in a session of its own: a terminal stops what uses it from the
+# background. Its tests are to try Ctrl-C, which `&` makes them ignore.
 begin() { # <part>
-  set -m
-  tests/run.sh "$1" >"$OUTPUT.$1" 2>&1 &
+  env --default-signal=INT,QUIT setsid timeout --signal=INT --kill-after=60 "$PART_LIMIT" \
+    tests/run.sh "$1" >"$OUTPUT.$1" 2>&1 &
   BESIDE[$1]=$!
-  set +m
 }
 
 # Shows what a part said, and adds its count.
 end() { # <part>
-  local line
+  local line code=0
   [[ -n ${BESIDE[$1]:-} ]] || return 0
-  wait "${BESIDE[$1]}" || true # its last line counts what failed
+  wait "${BESIDE[$1]}" || code=$?
   unset "BESIDE[$1]"
   grep -vE '^(skipped|failed)  |^[0-9]+ passed, [0-9]+ failed, ' "$OUTPUT.$1" || true
   while IFS= read -r line; do
@@ -77,12 +77,20 @@ end() { # <part>
     FAILURES+=("${line#failed  }")
   done < <(grep '^failed  ' "$OUTPUT.$1")
   tail -n 1 -- "$OUTPUT.$1" >"$OUTPUT"
-  if grep -qE '^[0-9]+ passed, ' "$OUTPUT"; then add "$(number passed)" "$(number failed)"; else add 0 1; fi
+  if ((code == 124 || code == 137)); then # of timeout
+    add 0 1
+    FAILURES+=("$1: not done after $PART_LIMIT")
+  elif grep -qE '^[0-9]+ passed, ' "$OUTPUT"; then
+    add "$(number passed)" "$(number failed)"
+  else
+    add 0 1
+    FAILURES+=("$1: ended before its count, with code $code")
+  fi
 }
 
 clean_up() {
-  local group
-  for group in "${BESIDE[@]}"; do kill -INT -- "-$group" || true; done
+  local part
+  for part in "${BESIDE[@]}"; do kill -INT "$part" || true; done
   rm -f -- "$OUTPUT" "$OUTPUT".*
 }
 
@@ -214,4 +222,4 @@ summarise() {
   echo "$PASSED passed, $FAILED failed, ${#SKIPPED[@]} skipped"
   ((FAILED == 0))
 }
-main "$@"
+main "$@" </dev/null # on a terminal, the tests do what they do elsewhere

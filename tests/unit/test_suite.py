@@ -1,0 +1,69 @@
+"""The suite itself: `make test` in a terminal, with a part in the background."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import select
+import shutil
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HANG_S = 180.0  # of silence, after which the suite is taken to hang
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which(tool) is None, reason=f"{tool} is not installed")
+    for tool in ("bats", "script")
+]
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    """A copy of the suite with tests of its own, whose checks of the code all pass."""
+    for folder in ("tests/scripts", "tests/cluster", "bench", "bin"):
+        (tmp_path / folder).mkdir(parents=True)
+    shutil.copy(ROOT / "tests/run.sh", tmp_path / "tests")
+    for name in ("python", "shellcheck", "shfmt"):
+        tool = tmp_path / "bin" / name
+        tool.write_text("#!/bin/sh\n[ ! -t 0 ] && echo 1 passed\n")
+        tool.chmod(0o755)
+    return tmp_path
+
+
+def run_in_terminal(suite: Path, test: str) -> list[str]:
+    """Run `make test-fast` there with one test of the scripts; return the lines that it prints."""
+    (suite / "tests/scripts/one.bats").write_text(f"@test one {{\n  {test}\n}}\n")
+    process, terminal = pty.fork()
+    if process == 0:
+        os.environ["PYTHON"] = str(suite / "bin/python")
+        os.execv(suite / "tests/run.sh", ["run.sh", "fast"])
+    shown = b""
+    with contextlib.suppress(OSError):  # when all have left the terminal
+        while select.select([terminal], [], [], HANG_S)[0]:
+            shown += os.read(terminal, 4096)
+    os.close(terminal)  # hangs up on those that hang
+    os.waitpid(process, 0)
+    return shown.decode().splitlines()
+
+
+def test_no_test_uses_the_terminal(suite: Path) -> None:
+    lines = run_in_terminal(suite, "script -qec true /dev/null && ! head -c 1 /dev/tty")
+    assert lines[-1].endswith(" passed, 0 failed, 0 skipped"), lines
+
+
+def test_a_part_that_hangs_is_ended_and_counted(suite: Path) -> None:
+    script = suite / "tests/run.sh"
+    script.write_text(script.read_text().replace("PART_LIMIT=3h", "PART_LIMIT=3s"))
+    *_, why, count = run_in_terminal(suite, "sleep 600")
+    assert why == "failed  fast-scripts: not done after 3s"
+    assert count.endswith(" passed, 1 failed, 0 skipped")
+    assert not [one for one in Path("/proc").glob("[0-9]*/cwd") if is_in(one, suite)]
+
+
+def is_in(link: Path, folder: Path) -> bool:
+    with contextlib.suppress(OSError):  # it has ended, or is none of ours
+        return link.readlink() == folder
+    return False
