@@ -203,9 +203,10 @@ def recomputed(machine: Machine) -> str:
     return tell(machine.train("again", *STEPS, "train.activation_checkpointing=full"))
 
 
-@row("train.py, FSDP with one rank")
+@row("train.py, FSDP with one rank, sharded snapshots")
 def fsdp(machine: Machine) -> str:
     settings = ["distributed.strategy=fsdp", "checkpoint.format=sharded"]
+    settings += ["checkpoint.snapshot_every=20"]
     return tell(machine.train("fsdp", *STEPS, *WIDE, *settings))
 
 
