@@ -1,28 +1,19 @@
-"""The long proofs, whole: `make prove`, or `make prove TIMES=2` for a tenth of them.
+"""The long proofs, whole or in parts, each with its section of bench/proofs.md.
 
-One dies, all stop: kills a rank, the node agent, or the launcher, with idle and with busy ranks,
-TIMES times each (default 20) at random moments; how many processes were left, whether the right one
-was named with the right code, and how long the rest lived.
+    make prove                           # every part, TIMES=20
+    make prove PART=list                 # what each part covers, and how long it took
+    make prove PART="kills stops" TIMES=5
 
-Nobody gets in, nothing stops the clean-up: attacks on ports, checkpoints and processes
-(tests/unit/attacks.py).
-
-Nothing is lost: kills all ranks at 10 x TIMES random points of saving full checkpoints and as many
-of sharded ones, a rank at 5 x TIMES random moments of runs with snapshots of each format, and stops
-runs 1, 5 and TIMES times; whether the weights and the metrics are those of a run that nobody
-touched.
-
-On a cluster in a box, under a real SLURM: TIMES stops of one run, half as many cancelled jobs, a
-lost node, and the weights of three shapes of a job. Over ssh and pdsh, on 4 nodes: TIMES deaths and
-stops of each kind, a cut, the weights under each launcher, and 64 nodes at once. On 4 nodes and a
-spare, 5 nodes for every 2 TIMES are killed, cut off or stopped, node rank 0 among them.
-
-What measures speeds comes first, alone; then the cluster's part runs beside the rest, for it mostly
-waits. Writes what came of it to bench/proofs.md; fails where a promise was not kept.
+TIMES is how often a part repeats what it does. Parts that measure speeds come first, alone; then
+those on a cluster run beside the others, for they mostly wait. The code is 1 if a promise was not
+kept.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
+import math
 import os
 import random
 import re
@@ -31,12 +22,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import figures
 from agents import PROGRAM, PROMISED_S, Run
@@ -51,7 +44,7 @@ NPROC = 4
 KILLS_PER_RUN = 20
 PROOFS = Path(__file__).parents[1] / "bench/proofs.md"
 CLUSTER = Path(__file__).parent / "cluster"
-SELFTEST = CLUSTER / "selftest.bats"
+WRITING = threading.Lock()  # of the page: two parts can end at once
 VICTIMS = {  # -> what the last lines name, and the launcher's exit code
     "a rank": ("[rank-killed]", 137),
     "the node agent": ("[agent-killed]", 137),
@@ -66,33 +59,70 @@ class Tally:
     misnamed: int = 0
 
 
-def main() -> None:
-    times = int(sys.argv[1]) if len(sys.argv) > 1 else 20
-    text = f"# Proofs\n\n{describe_machine('make prove')}\n"
-    is_kept = True
-    sections = [show(prove, times) for prove in QUIET]
+@dataclass(frozen=True)
+class Part:
+    """One proof."""
+
+    title: str  # of its section
+    covers: str
+    prove: Callable[[int], tuple[str, bool]]  # TIMES -> its section, and whether all was kept
+    place: Literal["alone", "beside", "cluster"] = "beside"
+
+
+def main() -> int:
+    """Run the parts, each of which replaces its section; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="make prove")
+    parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, "list"], metavar="PART")
+    args = parser.parse_args()
+    if "list" in args.parts:
+        print(render(["part", "covers", "last run"], [*list_parts()]))
+        return 0
+    chosen = {name: part for name, part in PARTS.items() if name in args.parts or not args.parts}
+
+    def run_all(place: str) -> bool:
+        kept = [run(*one, args.times) for one in chosen.items() if one[1].place == place]
+        return all(kept)
+
+    is_kept = run_all("alone")
     with ThreadPoolExecutor() as pool:
-        on_cluster = pool.submit(show, prove_cluster, times)  # it mostly waits
-        sections += [show(prove, times) for prove in BESIDE]
-        sections.append(on_cluster.result())
-    for section, is_section_kept in sections:
-        text += f"\n{section}\n"
-        is_kept &= is_section_kept
-    PROOFS.write_text(text, encoding="utf-8")
+        on_cluster = pool.submit(run_all, "cluster")  # it mostly waits
+        is_kept &= run_all("beside")
+        is_kept &= on_cluster.result()
     figures.write()
-    sys.exit(not is_kept)
+    return int(not is_kept)
 
 
-def show(prove: Callable[[int], tuple[str, bool]], times: int) -> tuple[str, bool]:
-    """Return a section of the page, which is shown at once, and whether its promises were kept."""
+def list_parts() -> Iterator[list[str]]:
+    page = PROOFS.read_text(encoding="utf-8")
+    for name, part in PARTS.items():
+        told = re.search(rf"^## {re.escape(part.title)}\n\n(\S+), .* in (\d+ min)", page, re.M)
+        yield [name, part.covers, f"{told[1]}, {told[2]}" if told else "never"]
+
+
+def run(name: str, part: Part, times: int) -> bool:
+    """Run a part, and write its section; returns whether its promises were kept."""
+    began = time.monotonic()
     try:
-        text, is_kept = prove(times)
+        text, is_kept = part.prove(times)
     except Exception:
-        name = prove.__name__.removeprefix("prove_").replace("_", " ")
-        text, is_kept = f"{name.capitalize()}\n\n```\n{traceback.format_exc()}```", False
-    section = f"## {text}"
-    print(f"{section}\n", flush=True)
-    return section, is_kept
+        text, is_kept = f"```\n{traceback.format_exc()}```", False
+    minutes = math.ceil((time.monotonic() - began) / 60)
+    about = describe_machine(f"make prove PART={name} TIMES={times}")
+    section = f"## {part.title}\n\n{about}, in {minutes} min\n\n{text.strip()}\n"
+    print(f"{section}\n{name}: {'kept' if is_kept else 'NOT KEPT'}\n", flush=True)
+    with WRITING:
+        PROOFS.write_text(replace_section(PROOFS.read_text(encoding="utf-8"), section, part.title))
+    return is_kept
+
+
+def replace_section(page: str, section: str, title: str) -> str:
+    """Return the page of proofs with a section in the place of the one of that title, or last."""
+    head, *sections = re.split(r"^(?=## )", page, flags=re.M)
+    titles = [one.partition("\n")[0].removeprefix("## ") for one in sections]
+    at = titles.index(title) if title in titles else len(titles)
+    sections[at : at + 1] = [section]
+    return "\n".join(part.strip() + "\n" for part in (head, *sections))
 
 
 def prove_one_dies(times: int) -> tuple[str, bool]:
@@ -112,9 +142,7 @@ def prove_one_dies(times: int) -> tuple[str, bool]:
         "gone after, median s",
         "max s",
     ]
-    text = (
-        f"One dies, all stop\n\n{NPROC} ranks, each with a child of its own\n\n{render(head, rows)}"
-    )
+    text = f"{NPROC} ranks, each with a child of its own\n\n{render(head, rows)}"
     return text, all(row[3] == row[4] == "0" and float(row[6]) < PROMISED_S for row in rows)
 
 
@@ -122,7 +150,6 @@ def prove_kills(times: int) -> tuple[str, bool]:
     full, is_full_kept = kill_savers(times, "full", (), FAULT_POINTS)
     shards, is_sharded_kept = kill_savers(times, "sharded", SHARDED, PART_POINTS)
     text = (
-        "Killed while saving\n\n"
         "SIGKILL to both ranks, at random points of a save. Weights and metrics are compared.\n\n"
         f"{full}\n\n{shards}"
     )
@@ -167,7 +194,7 @@ def prove_snapshots(times: int) -> tuple[str, bool]:
                 equal += job.outcome(name).weights == never.weights
         rows.append([format, str(kills), str(max(lost)), str(runs), str(equal)])
     head = ["format", "kills", "most steps lost", "runs", "weights equal"]
-    text = f"Snapshots every 5 steps\n\nkill -9 of a rank at random moments\n\n{render(head, rows)}"
+    text = f"kill -9 of a rank at random moments\n\n{render(head, rows)}"
     return text, all(int(row[2]) <= 5 and row[3] == row[4] for row in rows)
 
 
@@ -190,7 +217,7 @@ def prove_stops(times: int) -> tuple[str, bool]:
                     row = [str(nproc), str(workers), str(stops)]
                     rows.append([*row, *("equal" if one else "DIFFER" for one in is_equal)])
     head = ["ranks", "data workers each", "stops", "weights", "metrics"]
-    text = f"Stopped and resumed\n\nCompared with an uninterrupted run\n\n{render(head, rows)}"
+    text = f"Compared with an uninterrupted run\n\n{render(head, rows)}"
     return text, not any("DIFFER" in row for row in rows)
 
 
@@ -201,21 +228,14 @@ def prove_own_stops(times: int) -> tuple[str, bool]:
             ends.append(stop_at_random(Path(folder)))
     saved, told = (sum(one) for one in zip(*ends, strict=True))
     text = (
-        "A script of one's own, stopped at random moments\n\nOne rank leaves by `sys.exit(1)`, one"
+        "One rank leaves by `sys.exit(1)`, one"
         f" saves for 5 s: of {times} stops, {saved} saved and {told} told rightly."
     )
     return text, saved == told == times
 
 
-def prove_long(times: int) -> tuple[str, bool]:
-    return run_pytest("The long tests of Python", "long and not alone")
-
-
-def prove_alone(times: int) -> tuple[str, bool]:
-    return run_pytest("The tests of Python that measure", "alone")
-
-
-def run_pytest(title: str, marks: str) -> tuple[str, bool]:
+def run_pytest(marks: str, times: int) -> tuple[str, bool]:
+    """Run the suite's tests with these marks; `times` says nothing to them."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-m", marks, "-o", "faulthandler_timeout=600"],
         stdout=subprocess.PIPE,
@@ -223,7 +243,7 @@ def run_pytest(title: str, marks: str) -> tuple[str, bool]:
     )
     if done.returncode != 0:
         print(done.stdout)
-    return f"{title}\n\n{done.stdout.splitlines()[-1]}.", done.returncode == 0
+    return f"{done.stdout.splitlines()[-1]}.", done.returncode == 0
 
 
 def prove_slow_ranks(times: int) -> tuple[str, bool]:
@@ -233,25 +253,16 @@ def prove_slow_ranks(times: int) -> tuple[str, bool]:
             with tempfile.TemporaryDirectory() as folder:
                 named[rank] += names_slow_rank(run_with_slow_rank(Path(folder), rank), rank)
     text = (
-        f"A slow rank\n\nOne of two ranks computes for 1.3 times as long: named in {named['1']} of"
+        f"One of two ranks computes for 1.3 times as long: named in {named['1']} of"
         f" {times} runs. Two that compute alike: {times - named['']} of {times} had one named."
     )
     return text, set(named.values()) == {times}
 
 
-def prove_selftest(times: int) -> tuple[str, bool]:
-    text, is_kept = run_bats(times, SELFTEST)
-    return f"Slow nodes on the cluster in a box\n\n{text}", is_kept
-
-
-def prove_cluster(times: int) -> tuple[str, bool]:
-    text, is_kept = run_bats(times, *sorted({*CLUSTER.glob("*.bats")} - {SELFTEST}))
-    return f"On the cluster in a box\n\n{text}", is_kept
-
-
-def run_bats(times: int, *files: Path) -> tuple[str, bool]:
+def run_bats(name: str, times: int) -> tuple[str, bool]:
+    """Run a file of tests on a cluster in a box."""
     done = subprocess.run(
-        ["bats", "--print-output-on-failure", "--filter-tags", "prove", *files],
+        ["bats", "--print-output-on-failure", "--filter-tags", "prove", CLUSTER / f"{name}.bats"],
         env={**os.environ, "TIMES": str(times), "PYTHON": sys.executable},
         stdout=subprocess.PIPE,
         text=True,
@@ -292,18 +303,53 @@ def summarise(victim: str, busy: str, times: int, tally: Tally) -> list[str]:
     return [victim, state, *counts, f"{middle:.2f}", f"{most:.2f}"]
 
 
-QUIET = (prove_alone, prove_slow_ranks, prove_selftest)  # they measure: nothing else may run
-BESIDE = (
-    prove_one_dies,
-    prove_attacks,
-    prove_kills,
-    prove_snapshots,
-    prove_stops,
-    prove_own_stops,
-    prove_long,
-)
+def on_cluster(title: str, file: str, covers: str) -> Part:
+    return Part(title, covers, functools.partial(run_bats, file), "cluster")
+
+
+PARTS = {
+    "measures": Part(
+        "Tests of Python that measure",
+        "speeds, each held against another",
+        functools.partial(run_pytest, "alone"),
+        "alone",
+    ),
+    "ranks": Part(
+        "A slow rank", "a rank of 1.3 times the step is named, no other", prove_slow_ranks, "alone"
+    ),
+    "selftest": Part(
+        "Slow nodes on the cluster in a box",
+        "slow links, nodes and ranks are named, healthy ones not",
+        functools.partial(run_bats, "selftest"),
+        "alone",
+    ),
+    "kills": Part("One dies, all stop", "kill -9 of ranks, agents, launchers", prove_one_dies),
+    "attacks": Part("Attacks", "ports, checkpoints, clean-up and inputs attacked", prove_attacks),
+    "saves": Part("Killed while saving", "10 x TIMES kills of each format's saving", prove_kills),
+    "snapshots": Part(
+        "Snapshots every 5 steps", "5 x TIMES kills of each format's runs", prove_snapshots
+    ),
+    "stops": Part("Stopped and resumed", "1, 5 and TIMES stops a run, by size", prove_stops),
+    "own-stops": Part(
+        "A script of one's own, stopped at random moments",
+        "what it saves, and what is told of it",
+        prove_own_stops,
+    ),
+    "long": Part(
+        "Long tests of Python",
+        "pytest -m long",
+        functools.partial(run_pytest, "long and not alone"),
+    ),
+    "slurm": on_cluster("SLURM", "slurm", "stops, requeues, lost nodes, shapes of jobs, chains"),
+    "ssh": on_cluster("ssh and pdsh", "ssh", "deaths, stops, cuts, equal weights, 64 nodes"),
+    "spares": on_cluster("Spare nodes", "spares", "nodes killed, cut off, stopped"),
+    "containers": on_cluster("Containers", "containers", "Charliecloud and podman"),
+    "shapes": on_cluster("Shapes of public scripts", "shapes", "the same as under torchrun"),
+    "commands": on_cluster("Command lines", "command_lines", "every documented command line"),
+    "limits": on_cluster("Time limits", "cluster", "a job ends at its time limit"),
+}
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as own:
         isolate(own)
-        main()
+        sys.exit(main())
