@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.explain.kinds import Kind
+from launcher.explain.rules import find_rule
+
 # In a traceback, or as faulthandler writes it.
 _FRAME = re.compile(r'^ {2}File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$')
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/")  # also of another machine
@@ -93,8 +96,6 @@ def read_error(path: Path) -> RaisedError | None:
 
 def fault_of(message: str) -> str:
     """Return the fault behind an error that names none, from what torch and the system say."""
-    from launcher.explain.rules import Kind, find_rule  # late: it reads a file
-
     rule = find_rule(message)
     # Up to END, the process that says it has failed by itself, or has waited in vain.
     return rule.fault if rule is not None and rule.kind <= Kind.END else "rank-error"
@@ -102,8 +103,6 @@ def fault_of(message: str) -> str:
 
 def is_peer_lost(message: str) -> bool:
     """Whether an error only says that another rank is gone, or did not come."""
-    from launcher.explain.rules import Kind, find_rule
-
     rule = find_rule(message)
     return rule is not None and rule.kind >= Kind.END
 

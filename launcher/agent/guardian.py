@@ -20,6 +20,7 @@ import socket
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -89,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         launch(list(arguments))  # type: ignore[no-untyped-call]
         return 0
     given = set(os.environ)
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch alone is enough
     with _keeping(words):
         from launcher.agent.agent import run_agent  # imports torch
     for name in os.environ.keys() - given:  # what the import adds is not for the ranks

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from distributed.environment import DEFAULT_LOG_DIR, printable
 from distributed.errors import BAD_INPUT
+from launcher.explain.kinds import Kind
 from launcher.explain.reading import Sighting, find_ranks, read, shape_of
-from launcher.explain.rules import Kind
 from launcher.failure import one_line
 from launcher.text import count, name_ranks
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher.explain.rules import UNKNOWN, Kind, match
+from launcher.explain.kinds import Kind
+from launcher.explain.rules import UNKNOWN, match
 from launcher.failure import user_frames
 
 LONGEST = 4096  # bytes of a line that are looked at

@@ -506,6 +506,34 @@ PY
   [[ $status == 3 && $output == *"Host key verification failed"*"[ssh-refused]" ]]
 }
 
+# bats test_tags=slow
+@test "nodes where only torch is installed: the preflight, a restart, an error, the self-test" {
+  cat >raises.py <<'PY'
+import time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == 3:
+    raise ValueError("boom")
+time.sleep(600)
+PY
+  export MAX_RESTARTS=1 RUN_ID=alone TRAIN_SCRIPT=raises.py
+  PYTHON=$("$PYTHON" "$ROOT/tests/unit/torch_alone.py" "$PWD/alone")
+  for LAUNCH in scripts/ssh/launch_{torchrun_auto,pdsh_multinode}.sh; do
+    run launch - 2 node1 node2
+    echo "$output"
+    ((status == 1))
+    [[ $output == *"preflight  28 checks on 2 nodes: ok"* && $output != *NumPy* ]]
+    [[ $output == *"node agent: restart 1 of 1 after rank 3 (local rank 1, node2): ValueError: boom; "* ]]
+    [[ $output == *$'\nFAILED   rank 3 (local rank 1, node2) '*$' [rank-error]\ncause    ValueError: boom\n         raises.py:6 in <module>\ncode     1\n'* ]]
+  done
+  unset RUN_ID TRAIN_SCRIPT
+  LAUNCH=scripts/test_distributed.sh run launch 2 node1 node2 --quick
+  echo "$output"
+  ((status == 0))
+  [[ $output == *$'\n[0] links     '*$'\n[0] PASS  4 ranks on 2 nodes, gloo: '* && $output != *NumPy* ]]
+}
+
 @test "a node that cannot import torch is named by itself, over ssh and under SLURM" {
   local torch script
   torch=$("$PYTHON" -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])')

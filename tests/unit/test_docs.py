@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.explain.rules import UNKNOWN, Kind, match, rules
+from launcher.explain.kinds import Kind
+from launcher.explain.rules import RULES, UNKNOWN, match
 from training.settings import KNOWN, Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -281,7 +282,7 @@ def faults_of_bash(text: str) -> Iterator[str]:
 
 def known_faults() -> set[str]:
     found = {name for module in MODULES for name in faults_of_python(module)}
-    found |= {rule.fault for rule in rules() if rule.kind != Kind.CONSEQUENCE}
+    found |= {rule.fault for rule in RULES if rule.kind != Kind.CONSEQUENCE}
     return (found | set(faults_of_bash(BASH))) - NO_FAULTS
 
 
@@ -319,7 +320,7 @@ def test_each_rule_is_found_by_a_text_of_its_section() -> None:
         for quoted in re.findall(r"`([^`]+)`", told[1]) if told else ():
             rule = match(quoted.replace("\n", " "))
             assert rule is not None and rule.fault == section, f"{section}: {quoted}"
-    for name in {rule.fault for rule in rules() if rule.kind != Kind.CONSEQUENCE} - {UNKNOWN}:
+    for name in {rule.fault for rule in RULES if rule.kind != Kind.CONSEQUENCE} - {UNKNOWN}:
         quoted_texts = (
             text.replace("\n", " ") for text in re.findall(r"`([^`]+)`", SECTIONS[name])
         )

@@ -11,13 +11,15 @@ import pytest
 import yaml
 
 from launcher.explain.__main__ import find_cause, main
+from launcher.explain.kinds import Kind, Rule
 from launcher.explain.reading import HINTS, Sighting, look, read, split
-from launcher.explain.rules import Kind, Rule, match, rules
+from launcher.explain.rules import RULES, match
 
 ROOT = Path(__file__).resolve().parents[2]
 LOGS = ROOT / "tests/logs"
 JUDGED = yaml.safe_load((LOGS / "judged/index.yaml").read_text())
 HEALTHY = yaml.safe_load((LOGS / "healthy/index.yaml").read_text())
+MADE_FROM = yaml.safe_load((LOGS / "made_from.yaml").read_text())  # in the rules' order
 LEAST = 0.91  # of the logs that no rule was made from
 
 
@@ -25,10 +27,24 @@ def explain(file: Path) -> Sighting | None:
     return find_cause(read(file))
 
 
-@pytest.mark.parametrize("rule", rules(), ids=lambda rule: f"{rule.fault}-{rule.kind.name}")
-def test_a_rule_knows_the_texts_that_it_was_made_from(rule: Rule) -> None:
-    assert rule.made_from
-    for text, source in rule.made_from:
+def test_every_rule_was_made_from_texts() -> None:
+    rules = [(rule.fault, rule.kind.name.lower()) for rule in RULES]
+    assert [(one["fault"], one.get("kind", "cause")) for one in MADE_FROM] == rules
+
+
+@pytest.mark.parametrize(
+    ("rule", "texts"),
+    [
+        pytest.param(rule, one["texts"], id=f"{rule.fault}-{rule.kind.name}")
+        for rule, one in zip(RULES, MADE_FROM, strict=False)
+    ],
+)
+def test_a_rule_knows_the_texts_that_it_was_made_from(
+    rule: Rule, texts: list[dict[str, str]]
+) -> None:
+    assert texts
+    for one in texts:
+        text, source = one["text"], one["source"]
         assert rule.pattern.search(split(text)[1]), text
         assert any(hint in text.encode() for hint in HINTS), text
         assert source.startswith(("https://", "tests/")), source
@@ -45,7 +61,7 @@ def test_most_public_logs_are_named_rightly() -> None:
 
 
 def test_no_rule_was_made_from_a_log_that_judges_them() -> None:
-    made_from = {source for rule in rules() for _, source in rule.made_from}
+    made_from = {text["source"] for one in MADE_FROM for text in one["texts"]}
     assert not made_from & {one["source"] for one in JUDGED}
 
 

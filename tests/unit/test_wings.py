@@ -1,9 +1,10 @@
-"""The import rule: scripts -> launcher -> distributed <- training, train.py."""
+"""The import rules: scripts -> launcher -> distributed <- training, train.py; torch alone."""
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train.py": {"training", "distributed"},
     "scripts": {"launcher"},
 }
+OPTIONAL = {"matplotlib", "safetensors"}  # for a picture of links, for export to such a file
 WINGS = {"launcher", "distributed", "training", "train", "scripts"}
 
 
@@ -29,17 +31,25 @@ def modules() -> list[str]:
     return sorted(str(file.relative_to(ROOT)) for file in files)
 
 
-def imported(name: str) -> Iterator[str]:
-    """Yield the wing of every import of ours, also of those inside functions."""
-    for node in ast.walk(ast.parse((ROOT / name).read_text())):
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Yield the package of every import, also of those inside functions, but relative ones."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level != 1:  # 1: from its own wing
-            assert node.level == 0, f"{name} imports from above its wing"
+            assert node.level == 0, "imports from above its wing"
             names = [node.module or ""]
         else:
             continue
-        yield from {name.partition(".")[0] for name in names} & WINGS
+        yield from {name.partition(".")[0] for name in names}
+
+
+def guarded(tree: ast.AST) -> Iterator[str]:
+    """Yield the packages that may be missing: an ImportError is caught."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Try):
+            caught = [ast.unparse(one.type) for one in node.handlers if one.type]
+            yield from imported(ast.Module(node.body, [])) if "ImportError" in caught else ()
 
 
 UNPICKLE = re.compile(r"\w+_object(_list)?|loads?_pickle|unpickle|Unpickler")
@@ -65,4 +75,14 @@ def test_a_module_imports_only_what_its_wing_may(name: str) -> None:
     if name in DOORS:
         assert len((ROOT / name).read_text().splitlines()) <= LONGEST_DOOR
     else:
-        assert set(imported(name)) <= MAY_IMPORT[name.partition("/")[0]]
+        ours = {*imported(ast.parse((ROOT / name).read_text()))} & WINGS
+        assert ours <= MAY_IMPORT[name.partition("/")[0]]
+
+
+@pytest.mark.parametrize("name", [one for one in modules() if not one.startswith("train")])
+def test_what_runs_on_a_node_needs_torch_alone(name: str) -> None:
+    tree = ast.parse((ROOT / name).read_text())
+    others = {*imported(tree)} - sys.stdlib_module_names - WINGS - {"torch"}
+    assert others <= OPTIONAL & {*guarded(tree)}
+    called = {ast.unparse(one.func) for one in ast.walk(tree) if isinstance(one, ast.Call)}
+    assert not {one.rpartition(".")[2] for one in called} & {"numpy", "from_numpy", "__array__"}

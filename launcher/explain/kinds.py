@@ -1,0 +1,47 @@
+"""What a rule of explain is, and how much the lines that it knows say of the cause."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Kind(IntEnum):
+    """How much a line says of the cause: the first of the lowest kind is it."""
+
+    CAUSE = 1
+    EXCEPTION = 2  # of any program; no rule says more of it
+    WARNING = 3  # that a program may have lived on with
+    END = 4  # how a process ended, or that it waited in vain; the cause may stand elsewhere
+    LOST = 5  # that another process is gone
+    CODE = 6  # the code of one that failed, and nothing else of it
+    CONSEQUENCE = 7  # never a cause
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One fault by the texts that show it."""
+
+    kind: Kind
+    fault: str
+    find: tuple[str, ...]  # regular expressions, for one line at a time
+
+    @functools.cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """All of them, compiled when the first line is looked at: most runs do not fail."""
+        return re.compile("|".join(self.find))
+
+
+def _rule(kind: Kind, fault: str, *find: str) -> Rule:
+    return Rule(kind, fault, find)
+
+
+cause = functools.partial(_rule, Kind.CAUSE)
+exception = functools.partial(_rule, Kind.EXCEPTION)
+warning = functools.partial(_rule, Kind.WARNING)
+end = functools.partial(_rule, Kind.END)
+lost = functools.partial(_rule, Kind.LOST)
+code = functools.partial(_rule, Kind.CODE)
+consequence = functools.partial(_rule, Kind.CONSEQUENCE)
