@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from . import checkpoint_files as files
 from .checkpoint_files import CheckpointError as CheckpointError
@@ -39,6 +38,7 @@ from .errors import with_fault
 from .heartbeat import beat
 from .lock import RunLock
 from .snapshot import Snapshots, copy_all, newest_snapshot
+from .torch_internals import tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from .sharded import Parts

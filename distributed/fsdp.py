@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as fsdp2
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._pytree import tree_map_only
 
 from .collectives import take_first_ranks
-from .environment import detect
+from .environment import LauncherError, detect
 from .strategy import Sharding, check_strategy
+from .torch_internals import can_shard_on_cpu, import_dtensor, import_fsdp, tree_map_only
+
+fsdp2, dtensor = import_fsdp(), import_dtensor()
 
 
 def shard(
@@ -29,8 +29,11 @@ def shard(
     """Shard a model, block by block, with rank 0's weights.
 
     Where groups shard for themselves, the groups replicate (HSDP). Raises LauncherError where the
-    ranks do not divide into groups of `how.shard`.
+    ranks do not divide into groups of `how.shard`, or this torch cannot shard on a CPU.
     """
+    if device.type == "cpu" and not can_shard_on_cpu():
+        cause = f"strategy fsdp needs GPUs with torch {torch.__version__}"
+        raise LauncherError(f"{cause}; install torch 2.7 or newer, or use ddp", "env-missing")
     mesh = _mesh(device, how.shard)
     dtype = getattr(torch, how.dtype) if how.dtype else None
     policy = fsdp2.MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)
@@ -62,7 +65,7 @@ def _mesh(device: torch.device, size: str | int) -> DeviceMesh:
 def gather(state: Any) -> Any:
     """Return a state_dict(), whole on rank 0's CPU and empty elsewhere. All ranks call it."""
     keep = Tensor.cpu if dist.get_rank() == 0 else lambda whole: whole.new_empty(0)
-    return tree_map_only(DTensor, lambda tensor: keep(tensor.full_tensor()), state)
+    return tree_map_only(dtensor.DTensor, lambda tensor: keep(tensor.full_tensor()), state)
 
 
 def scatter(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -72,11 +75,12 @@ def scatter(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str
     """
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
 
-    def part(value: Any, parameter: Tensor) -> Any:
-        if not (isinstance(value, Tensor) and isinstance(parameter, DTensor) and value.dim()):
+    def part(value: Any, parameter: Any) -> Any:
+        is_sharded = isinstance(parameter, dtensor.DTensor)
+        if not (is_sharded and isinstance(value, Tensor) and value.dim()):
             return value
         whole = value if value.is_meta else value.to(parameter.device)
-        return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+        return dtensor.distribute_tensor(whole, parameter.device_mesh, parameter.placements)
 
     parts = {
         index: {name: part(value, parameters[index]) for name, value in values.items()}

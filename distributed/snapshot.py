@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from . import snapshot_exchange as exchange
 from .checkpoint_files import pack, unpack
 from .collectives import gather_bytes, to_bytes
 from .heartbeat import beat, find_record
 from .snapshot_memory import BEGIN, FILES, Header, Memory, reused
+from .torch_internals import copy_each, tree_map_only
 
 _COPY_THREADS = 4  # one core copies more slowly than memory allows
 _MARK = "\0tensor "  # stands for a tensor in the trees: many take long to pack
@@ -263,7 +263,7 @@ def copy_all(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
     else:
 
         def copy_share(first: int) -> None:
-            torch._foreach_copy_([*ours[first::_COPY_THREADS]], [*theirs[first::_COPY_THREADS]])
+            copy_each(ours[first::_COPY_THREADS], theirs[first::_COPY_THREADS])
 
         with ThreadPoolExecutor(_COPY_THREADS) as pool:
             list(pool.map(copy_share, range(min(_COPY_THREADS, len(ours)))))  # raises their errors

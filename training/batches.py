@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 from torch.utils.data import get_worker_info as worker_info
 
 from distributed.environment import Environment
 from distributed.stop import ignore_signals
 from distributed.torch import seed_everything
+from distributed.torch_internals import tree_map_only
 from training.config_file import SettingsError
 from training.settings import Settings
 from training.tasks import Task

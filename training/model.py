@@ -21,6 +21,7 @@ from distributed.environment import Environment
 from distributed.snapshot_memory import FILES as SNAPSHOT_FILES
 from distributed.snapshot_memory import free_memory
 from distributed.strategy import Sharding
+from distributed.torch_internals import compile_beside_ddp
 from training.batches import move
 from training.config_file import SettingsError
 from training.settings import Settings, Train
@@ -129,7 +130,7 @@ def choose_forward(model: nn.Module, settings: Train) -> None:
             block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
     if settings.compile:
         if blocks:  # which DDP's buckets need not cut again, to overlap with the backward pass
-            torch._dynamo.config.optimize_ddp = False
+            compile_beside_ddp()
         for block in blocks or [model]:
             block.forward = torch.compile(block.forward)
 

@@ -20,13 +20,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch._dynamo  # DistributedDataParallel imports it: here once, not in each rank
 import torch.distributed.run as torchrun
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from distributed import network
 from distributed.environment import new_run_id
 from distributed.errors import BAD_INPUT, REFUSED, Refused
+from distributed.torch_internals import load_dynamo, serve_store
 from launcher import typed_json
 from launcher.agent import next_attempt
 from launcher.agent.attempt import Attempt
@@ -47,6 +47,7 @@ from launcher.preflight import must_match
 from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder
 from launcher.screen import are_one_file
 
+load_dynamo()  # here once, not in each rank
 TRAIN = str(Path(__file__).resolve().parents[2] / "train.py")
 STOPPED_S = 8.0  # after a stop: to write a snapshot
 VERDICT_S = 1.5  # after a failure that no restart follows: for the other nodes' ends
@@ -258,10 +259,8 @@ class NodeAgent:
         """Serve torch's store where the agents met, on the very same listening socket."""
         assert self.listener is not None
         with without_noise(2):
-            address, fd = self.args.master_addr, self.listener.detach()
-            self.store = TCPStore(
-                address, self.port, is_master=True, wait_for_workers=False, master_listen_fd=fd
-            )
+            address, listener = self.args.master_addr, self.listener.detach()
+            self.store = serve_store(address, self.port, listener)
 
     # --- the end ------------------------------------------------------------------------------
 

@@ -8,30 +8,27 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING
 
 from torch.distributed import is_nccl_available
 from torch.distributed.elastic.multiprocessing import Std
-from torch.distributed.elastic.utils.api import macros
 
 from distributed.errors import Refused
+from distributed.torch_internals import RECORDER_SIZE, cpus_near_gpu, has_numa_binding
 from launcher.agent.assignment import Assignment
 from launcher.agent.node_ranks import Rank
 from launcher.agent.output.stream import Stream, open_stream, say
 from launcher.agent.output.terminal import Terminal
-from launcher.agent.rank.flight_recorder import DEFAULT_SIZE, SIZE
+from launcher.agent.rank.flight_recorder import DEFAULT_SIZE
 from launcher.agent.rank.program import run_and_exit
 from launcher.agent.torchrun_arguments import Arguments
 from launcher.record.run_json import writing_to
 
 if TYPE_CHECKING:
     from launcher.agent.agent import NodeAgent
-
-try:
-    from torch.numa import binding
-except ImportError:  # before torch 2.9
-    binding = None  # type: ignore[assignment]
 
 STREAMS = {"stdout": Std.OUT, "stderr": Std.ERR}
 
@@ -69,8 +66,11 @@ def fork_ranks(node: NodeAgent) -> list[Rank]:
         variables["TORCHELASTIC_ERROR_FILE"] = str(error_file)
         if (pid := os.fork()) == 0:
             _close_all(node, out, err, *{*node.terminals}, *ranks)
-            words = macros.substitute(list(node.args.program.arguments), str(local_rank))
-            program = replace(node.args.program, arguments=tuple(words))
+            program = node.args.program
+            words = (
+                Template(one).safe_substitute(local_rank=local_rank) for one in program.arguments
+            )
+            program = replace(program, arguments=tuple(words))
             if cpus := node.cpus[local_rank]:
                 os.sched_setaffinity(0, cpus)
             run_and_exit(program, variables, stdout=stdout, stderr=stderr, parent=agent)
@@ -136,8 +136,8 @@ def _variables(
         variables["LOG_DIR"] = args.log_dir
     if args.nproc > 1 and "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = 1  # torchrun's choice
-    if is_nccl_available() and SIZE not in os.environ:
-        variables[SIZE] = DEFAULT_SIZE
+    if is_nccl_available() and RECORDER_SIZE not in os.environ:
+        variables[RECORDER_SIZE] = DEFAULT_SIZE
     if args.has_virtual_ranks:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         gpu = local_rank if visible is None else visible.split(",")[local_rank].strip()
@@ -153,19 +153,11 @@ def cpus_of_ranks(mode: str, nproc: int) -> Sequence[set[int] | None]:
     """
     if not mode:
         return [None] * nproc
-    if binding is None:
+    if not has_numa_binding:
         raise Refused("numa-unknown", "this torch cannot bind ranks; install torch 2.9 or newer")
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as child:
         try:
-            return child.submit(_choose, mode, nproc).result()
+            return [*child.map(partial(cpus_near_gpu, mode), range(nproc))]
         except Exception as error:
             cause = f"cannot bind ranks to the CPUs near their GPUs: {error}"
             raise Refused("numa-unknown", f"{cause}; leave NUMA_BINDING out") from None
-
-
-def _choose(mode: str, nproc: int) -> list[set[int]]:
-    options = binding.NumaOptions(binding.AffinityMode(mode))
-    return [
-        binding._get_logical_cpus_to_bind_to(gpu_index=local_rank, numa_options=options)
-        for local_rank in range(nproc)
-    ]

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 import torch.distributed.run as torchrun
 from torch.distributed.elastic.multiprocessing import Std
-from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
 from distributed.environment import slurm_node
 from distributed.stop_signals import DEFAULT_GRACE_S, NEVER_ADDED
+from distributed.torch_internals import rendezvous_settings
 from launcher import handshake
 from launcher.agent.rank import fresh
 from launcher.agent.rank.program import Program
@@ -24,6 +25,15 @@ _TORCHS_ALONE = (
     *("run_path", "logs_specs", "event_log_handler"),
     *("duplicate_stdout_filters", "duplicate_stderr_filters"),
 )
+_FIRST_TORCH = {  # that has an option of torchrun
+    "--event-log-handler": "2.8",
+    "--numa-binding": "2.9",
+    "--duplicate-stdout-filters": "2.10",
+    "--duplicate-stderr-filters": "2.10",
+    "--signals-to-handle": "2.10",
+    "--virtual-local-rank": "2.10",
+    "--shutdown-timeout": "2.12",
+}
 _BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
@@ -70,7 +80,9 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
 
     Raises ValueError, one line with cause and cure, where a number is out of range.
     """
-    args = torchrun.get_args_parser().parse_args(arguments)
+    args, unknown = torchrun.get_args_parser().parse_known_args(arguments)
+    if unknown:
+        raise ValueError(_no_option(unknown[0]))
     spares = int(os.environ.pop("SPARES", "") or 0)  # no rank needs it
     min_nodes = int(os.environ.pop("MIN_NODES", "") or 0)
     is_placed = _place_in_step(args, spares)
@@ -91,7 +103,7 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         cure = "leave it out, or also give --nnodes, --node-rank and --master-addr"
         raise ValueError(f"{beyond_static}: not in a SLURM step; {cure}")
     _check_signals(args)
-    settings = _parse_rendezvous_config(args.rdzv_conf)
+    settings = rendezvous_settings(args.rdzv_conf)
     grace_s = os.environ.get("GRACE", vars(args).get("shutdown_timeout") or DEFAULT_GRACE_S)
     filtered = args.local_ranks_filter.split(",") if args.local_ranks_filter else None
     words = tuple(args.training_script_args)
@@ -123,6 +135,13 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         has_labels=any(teed) or os.environ.get("SHOW_RANKS") == "all" or is_debug,
         access=handshake.read_access(os.environ),
     ), beyond_static
+
+
+def _no_option(word: str) -> str:
+    option = word.partition("=")[0].replace("_", "-")
+    first = _FIRST_TORCH.get(option)
+    cure = f"install torch {first} or newer" if first else "see --help"
+    return f"{option}: torchrun of torch {torch.__version__} has no such option; {cure}"
 
 
 def _place_in_step(args: argparse.Namespace, spares: int) -> bool:

@@ -26,7 +26,7 @@ from launcher.preflight import infiniband, must_match
 from launcher.preflight.gpus import DEVICES, Gpu, find_slow
 from launcher.text import count
 
-OLDEST_TORCH = (2, 6)  # whose store can take over a port that is open already
+OLDEST_TORCH = (2, 4)
 # Of a CUDA's drivers for Linux, the first: CUDA Compatibility, table 2 (NVIDIA).
 FIRST_DRIVER = {11: 450, 12: 525, 13: 580}
 LEAST_FILES = 1024  # open files of one process; Linux's own default

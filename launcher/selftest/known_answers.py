@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distributed.torch import device, setup_distributed_models
+from distributed.torch_internals import default_store
 
 NUMBERS = 1000  # in each rank's array
 DTYPES = {torch.float32: "", torch.bfloat16: " in bf16"}
@@ -41,7 +42,7 @@ def run_checks(rank: int, ranks: int) -> Iterator[Check]:
     for dtype, suffix in DTYPES.items():
         for check in _collectives(rank, ranks, dtype):
             yield Check(f"{check.name}{suffix}", check.got, check.want)
-    store = dist.distributed_c10d._get_default_store()  # counts without a collective
+    store = default_store()  # counts without a collective
     store.add("selftest/entered", 1)
     dist.barrier()
     entered = store.add("selftest/entered", 0)

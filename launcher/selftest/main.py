@@ -25,6 +25,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from distributed.environment import Environment
 from distributed.errors import BAD_INPUT
 from distributed.torch import device, gather_bytes, init_distributed
+from distributed.torch_internals import default_store
 from launcher import typed_json
 from launcher.selftest import bandwidth, judge, known_answers, links, report
 from launcher.selftest.judge import Pair
@@ -87,9 +88,15 @@ def run(options: Options) -> int:
     if options.json and env.is_main:
         Path(options.json).touch()  # an error now, not at the end
     if env.world_size == 1:
+<<<<<<< HEAD
         backend, own = ("nccl", device()) if device().type == "cuda" else ("gloo", None)
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=own)
     store = dist.distributed_c10d._get_default_store()
+=======
+        backend = "nccl" if device().type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    store = default_store()
+>>>>>>> h3
     test = Test(env, options, Meeting(store, "all", env.world_size))
     ranks, nodes = count(env.world_size, "rank"), count(env.num_nodes, "node")
     world = f"{ranks} on {nodes}, {dist.get_backend()}"
@@ -157,7 +164,7 @@ def measure_all(test: Test) -> int:
 
 def measure_links(test: Test, nodes: Sequence[Node]) -> None:
     """Measure every pair of nodes, and those that seem slow again, with nothing beside them."""
-    leaders = Meeting(dist.distributed_c10d._get_default_store(), "leaders", len(nodes))
+    leaders = Meeting(default_store(), "leaders", len(nodes))
 
     def measure(rounds: Sequence[Sequence[Pair]]) -> dict[Pair, float]:
         found = links_together(test, nodes, leaders, rounds)

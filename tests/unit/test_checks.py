@@ -97,13 +97,13 @@ print(*(f"{fault.cause}; {fault.cure} [{fault.name}]" for fault in check_program
     assert result.stdout.endswith(" [env-missing]\n")
 
 
-OLD = "has torch 2.5.1+cu118, too old for the launchers; install 2.6 or newer"
+OLD = "has torch 2.3.1+cu118, too old for the launchers; install 2.4 or newer"
 EMPTY = "' holds no _C for this Python; run make setup, or set VENV, CONDA_ENV or PYTHON"
 
 
 @pytest.mark.parametrize(
     ("version", "told"),
-    [("2.5.1+cu118", OLD), ("2.10.0a0", EMPTY), ("", " has no torch; run make setup, or ")],
+    [("2.3.1+cu118", OLD), ("2.10.0a0", EMPTY), ("", " has no torch; run make setup, or ")],
 )
 def test_a_torch_that_is_too_old_or_not_whole(tmp_path: Path, version: str, told: str) -> None:
     (tmp_path / "torch").mkdir()

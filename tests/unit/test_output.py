@@ -220,6 +220,16 @@ def stderr() -> Iterator[tuple[int, int]]:
         os.close(fd)
 
 
+def test_a_store_that_takes_no_listening_socket_is_no_news(stderr: tuple[int, int]) -> None:
+    text = b"[E1126 10:13:50.636693894 TCPStore.cpp:259] [c10d] The libuv TCPStore backend does not"
+    text += b" support initialization with an listen fd. Please switch to the legacy TCPStore\n"
+    reader, writer = stderr
+    with without_noise(writer):
+        os.write(writer, text)
+    os.write(writer, b"next\n")
+    assert os.read(reader, 65536) == b"next\n"
+
+
 def test_the_agents_own_messages_keep_all_but_the_noise(stderr: tuple[int, int]) -> None:
     reader, writer = stderr
     with pytest.raises(OSError), without_noise(writer):

@@ -38,10 +38,13 @@ _FATAL = b"Traceback (most recent call last)", b"Fatal Python error"
 _TRACEBACK = re.compile(rb"Traceback \(most recent call last\)|^Fatal Python error")
 _TORCHS_WARNING = re.compile(rb"\[[WI]\d{4} ")  # from its C++ side
 # Torch looks up the name behind each address of its store, and uses it in messages alone. Where
-# no name server answers, this appears on every start; it tells nothing.
-_NOISE_TEXT = b"The hostname of the client socket cannot be retrieved"
+# no name server answers, this appears on every start; it tells nothing. Nor does what torch before
+# 2.8 says of the store that serve_store asks it for first.
+_NOISE_TEXT = b"[c10d] The "
 _NOISE = re.compile(
-    rb"^(\[rank\d+\]:)?\[W[^\n]* socket\.cpp:\d+\] \[c10d\] %s[^\n]*\n" % _NOISE_TEXT, re.MULTILINE
+    rb"^(\[rank\d+\]:)?\[(W[^\n]* socket|E[^\n]* TCPStore)\.cpp:\d+\] \[c10d\] The "
+    rb"(hostname of the client socket cannot be retrieved|libuv TCPStore backend does not)[^\n]*\n",
+    re.MULTILINE,
 )
 _MAY_BE_NOISE = re.compile(rb"\[([Wr][^\r\n]*)?\Z")  # of the start of a line
 _LONGEST_NOISE = 1024

@@ -14,14 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch._C import _distributed_c10d
-
+from distributed.torch_internals import RECORDER_SIZE, recorders
 from launcher.agent.diagnosis.collectives import DUMP_SIGNAL, Collective, file_of, newest
 from launcher.typed_json import encode
 
-SIZE = "TORCH_FR_BUFFER_SIZE"  # entries; torch records none if it is 0
 DEFAULT_SIZE = 2000  # for NCCL
-_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of NCCL, and of other backends
 
 
 def answer_requests() -> None:
@@ -29,7 +26,7 @@ def answer_requests() -> None:
 
     The main thread may wait in one, where it could handle no signal.
     """
-    if (os.environ.get(SIZE) or "0") == "0":
+    if (os.environ.get(RECORDER_SIZE) or "0") == "0":
         return
     file = file_of(Path(os.environ["TORCHELASTIC_ERROR_FILE"]))
     signal.pthread_sigmask(signal.SIG_BLOCK, {DUMP_SIGNAL})  # in all threads
@@ -45,11 +42,10 @@ def _answer(file: Path) -> None:
 
 
 def _recorded() -> Iterator[Collective]:
-    for name in _DUMPS:
-        if dump := getattr(_distributed_c10d, name, None):
-            for entry in json.loads(dump() or "{}").get("entries", ()):
-                if not entry["is_p2p"]:
-                    yield read_entry(entry)
+    for dump in recorders:
+        for entry in json.loads(dump() or "{}").get("entries", ()):
+            if not entry["is_p2p"]:
+                yield read_entry(entry)
 
 
 def read_entry(entry: dict[str, Any]) -> Collective:

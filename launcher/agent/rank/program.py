@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from distributed.stop_signals import QUERY, handled_signals
+from distributed.torch_internals import is_lost_by_fork, process_groups
 from launcher import processes
 from launcher.agent.output.stream import say
 from launcher.agent.rank.flight_recorder import answer_requests
@@ -89,7 +90,7 @@ def run_and_exit(
         os.dup2(fd, number)
         os.close(fd)
     os.environ.update(variables)
-    is_too_late = program.can_fork and torch.cuda._is_in_bad_fork()  # CUDA survives no fork
+    is_too_late = program.can_fork and is_lost_by_fork()  # CUDA survives no fork
     if is_too_late and variables["LOCAL_RANK"] == "0":
         say("CUDA is in use already: one import of torch per rank")
     if is_too_late or not program.can_fork:
@@ -170,7 +171,7 @@ def _keep_groups() -> list[Any]:
 
     @functools.wraps(destroy)
     def keep_and_destroy(group: dist.ProcessGroup | None = None) -> None:
-        kept[:] = distributed_c10d._world.pg_map
+        kept[:] = process_groups()
         destroy(group)
 
     dist.destroy_process_group = distributed_c10d.destroy_process_group = keep_and_destroy

@@ -1,0 +1,125 @@
+"""Every name of torch that it does not document, and what is done in a version without one.
+
+No other file of ours may use such a name: a torch that drops one breaks this file alone. Where
+nothing is said of it, each torch from 2.4 to 2.15 has it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d
+from torch.cuda import _is_in_bad_fork as is_lost_by_fork
+from torch.distributed import TCPStore, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _get_default_store as default_store
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = ("default_store", "is_lost_by_fork", "tree_leaves", "tree_map_only")
+
+# --- the store and the process groups -----------------------------------------------------------
+
+
+def serve_store(address: str, port: int, listener: int) -> TCPStore:
+    """Serve torch's store on a listening socket, which it takes over: nobody can steal the port.
+
+    Before torch 2.8 libuv's store cannot; the classic one can, and speaks the same protocol.
+    """
+
+    def serve(*, use_libuv: bool) -> TCPStore:
+        return TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener,
+            use_libuv=use_libuv,
+        )
+
+    try:
+        return serve(use_libuv=True)
+    except NotImplementedError:
+        return serve(use_libuv=False)
+
+
+def rendezvous_settings(text: str) -> dict[str, str]:
+    """Return what torchrun's --rdzv-conf gives; raises ValueError where it cannot be read."""
+    from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
+
+    return _parse_rendezvous_config(text)
+
+
+def process_groups() -> list[Any]:
+    """Return all process groups of this process."""
+    return [*distributed_c10d._world.pg_map]
+
+
+# --- the flight recorder ------------------------------------------------------------------------
+
+# They write as JSON what was recorded: NCCL's from torch 2.5, others' from 2.8. Without one, no
+# collective is shown.
+_NAMES = "_dump_nccl_trace_json", "_dump_fr_trace_json"
+recorders: list[Callable[[], str]] = [
+    getattr(_distributed_c10d, name) for name in _NAMES if hasattr(_distributed_c10d, name)
+]
+# How many entries are kept; nothing is recorded where this is 0.
+_is_general = hasattr(_distributed_c10d, _NAMES[1])
+RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE" if _is_general else "TORCH_NCCL_TRACE_BUFFER_SIZE"
+
+
+# --- ranks and CPUs -----------------------------------------------------------------------------
+
+
+has_numa_binding = importlib.util.find_spec("torch.numa") is not None  # from torch 2.9
+
+
+def cpus_near_gpu(mode: str, gpu: int) -> set[int]:
+    """Return the CPUs that torchrun's --numa-binding gives the rank of a GPU."""
+    from torch.numa import binding
+
+    options = binding.NumaOptions(binding.AffinityMode(mode))
+    return binding._get_logical_cpus_to_bind_to(gpu_index=gpu, numa_options=options)
+
+
+# --- tensors and models -------------------------------------------------------------------------
+
+
+def copy_each(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+    """Copy each tensor into its counterpart, in one call."""
+    torch._foreach_copy_([*ours], [*theirs])
+
+
+def load_dynamo() -> None:
+    """Import what DistributedDataParallel imports when it is first used."""
+    importlib.import_module("torch._dynamo")
+
+
+def compile_beside_ddp() -> None:
+    """Have torch.compile leave graphs whole where DDP's buckets end."""
+    torch._dynamo.config.optimize_ddp = False
+
+
+def import_fsdp() -> types.ModuleType:
+    """Import FSDP2, which was elsewhere before torch 2.6. It takes 0.7 s."""
+    return _module_with(
+        "fully_shard", "torch.distributed.fsdp", "torch.distributed._composable.fsdp"
+    )
+
+
+def import_dtensor() -> types.ModuleType:
+    """Import DTensor, which was elsewhere before torch 2.5."""
+    return _module_with("DTensor", "torch.distributed.tensor", "torch.distributed._tensor")
+
+
+def _module_with(name: str, now: str, before: str) -> types.ModuleType:
+    module = importlib.import_module(now)
+    return module if hasattr(module, name) else importlib.import_module(before)
+
+
+def can_shard_on_cpu() -> bool:
+    """Return whether FSDP2 runs without a GPU: from torch 2.7."""
+    return hasattr(torch.cpu.Stream, "record_event")
