@@ -8,10 +8,11 @@ NPROC  ?= $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU' | sed 's/^0$$/2/')
 CONFIG ?= config/local3.yaml
 NODES  ?= 4
 NODE   ?= login
-WITH_TORCH = $(if $(wildcard $(PYTHON)),$(PYTHON),python3)
+# The Python given as PYTHON=, else that of .venv, else python3.
+ANY_PYTHON = $(if $(findstring command,$(origin PYTHON))$(wildcard $(PYTHON)),$(PYTHON),python3)
 
 .DEFAULT_GOAL := help
-.PHONY: cluster-deps cluster-up cluster-down cluster-shell test-cluster test-gpu test-login
+.PHONY: cluster-deps cluster-up cluster-down cluster-shell test-cluster test-gpu test-login test-torch
 .PHONY: help init setup train sample plot test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-snapshots bench-spares bench-fanout bench-failures bench-shapes bench-cuts bench-faults bench-hangs bench-staging bench-gpu bench-data pictures clean
 
 help: ## show this list
@@ -40,14 +41,17 @@ test-fast: $(TESTED) ## lint and the quick tests, under a minute
 lint: $(TESTED) ## shellcheck, shfmt, ruff, mypy
 	@PYTHON=$(PYTHON) tests/run.sh lint
 
+test-torch: ## try what another torch can break: one table (VERSION=2.6.0 PYTHON=...)
+	@PYTHONPATH=bench $(ANY_PYTHON) tests/with_torch.py $(VERSION)
+
 test-cluster: $(TESTED) ## only the tests on the cluster on this machine (as root)
 	@PYTHON=$(PYTHON) tests/run.sh cluster
 
 test-gpu: ## try what a GPU can break: one table, under 10 minutes (PYTHON=..., JSON=FILE)
-	@$(WITH_TORCH) -c 'import torch, pydantic, yaml' 2>/dev/null || { \
-	  echo "make: $(WITH_TORCH) lacks torch, pydantic or PyYAML; install them, or give PYTHON=" >&2; \
+	@$(ANY_PYTHON) -c 'import torch, pydantic, yaml' 2>/dev/null || { \
+	  echo "make: $(ANY_PYTHON) lacks torch, pydantic or PyYAML; install them, or give PYTHON=" >&2; \
 	  exit 3; }
-	@PYTHONPATH=$(CURDIR):$(CURDIR)/bench $(WITH_TORCH) tests/gpu $(if $(JSON),--json $(JSON)) $(ROWS)
+	@PYTHONPATH=$(CURDIR):$(CURDIR)/bench $(ANY_PYTHON) tests/gpu $(if $(JSON),--json $(JSON)) $(ROWS)
 
 test-login: $(TESTED) ## run every test as on a login node, where SLURM and PBS answer (as root)
 	@PYTHON=$(PYTHON) tests/login_node.sh tests/run.sh all

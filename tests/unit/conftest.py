@@ -37,6 +37,13 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # for the torch of the workers; more only spin
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the row of a test in the table of `make test-torch` into pytest's report."""
+    for item in items:
+        if mark := item.get_closest_marker("another_torch"):
+            item.user_properties.append(("another_torch", mark.args[0]))
+
+
 def pytest_collection_finish() -> None:
     """What the tests start decides by itself; the worker's torch has been loaded."""
     os.environ.pop("OMP_NUM_THREADS", None)

@@ -21,7 +21,10 @@ from distributed.lock import update_link
 from launcher import failure
 from launcher.record.run_json import RunFolder
 
-BUSY = [pytest.param("", id="idle"), pytest.param("1", id="busy", marks=pytest.mark.long)]
+BUSY = [
+    pytest.param("", id="idle", marks=pytest.mark.another_torch("failure block")),
+    pytest.param("1", id="busy", marks=pytest.mark.long),
+]
 
 Start = Callable[..., Run]
 
@@ -263,6 +266,7 @@ def test_the_folder_of_a_run(start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.another_torch("restart")
 def test_max_restarts_forks_the_ranks_anew(tmp_path: Path) -> None:
     script = tmp_path / "again.py"
     script.write_text(

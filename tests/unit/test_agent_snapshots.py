@@ -77,7 +77,13 @@ def run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "rank",
+    [
+        pytest.param(0, marks=pytest.mark.another_torch("snapshots")),
+        pytest.param(1, marks=pytest.mark.long),
+    ],
+)
 def test_a_restart_goes_on_from_memory(
     job: Job, whole: Outcome, rank: int, shared: Sequence[str]
 ) -> None:
@@ -90,6 +96,7 @@ def test_a_restart_goes_on_from_memory(
 
 
 @pytest.mark.slow
+@pytest.mark.another_torch("snapshots")
 def test_random_kills_cost_five_steps_at_most(
     job: Job, whole: Outcome, shared: Sequence[str]
 ) -> None:

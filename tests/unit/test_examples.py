@@ -53,6 +53,7 @@ def test_an_example_is_short_and_says_how_to_run_it(example: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.another_torch("launch")
 def test_the_minimal_one_learns(tmp_path: Path) -> None:
     out = run(tmp_path, "-", "2", TRAIN_SCRIPT=str(ROOT / "examples/minimal_ddp.py"))
     losses = [float(loss) for loss in re.findall(r"^epoch \d  loss ([\d.]+)$", out, re.M)]
@@ -60,6 +61,7 @@ def test_the_minimal_one_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.another_torch("train.py")
 def test_the_resumable_one_ends_with_the_weights_of_an_uninterrupted_run(tmp_path: Path) -> None:
     script = str(ROOT / "examples/resumable.py")
     words = ("-", "2", "--", str(STEPS))

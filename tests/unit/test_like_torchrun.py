@@ -75,7 +75,7 @@ def look(
 @pytest.mark.parametrize(
     "how",
     [
-        "script",
+        pytest.param("script", marks=pytest.mark.another_torch("launch")),
         "module",
         *(pytest.param(one, marks=pytest.mark.long) for one in ("program", "folder", "zip")),
     ],

@@ -37,7 +37,7 @@ WHERE = re.compile(  # rank 2 sleeps, and the others wait for it
 @pytest.mark.parametrize(
     ("kind", "where", "steps"),
     [
-        ("plain", "data", 30),
+        pytest.param("plain", "data", 30, marks=pytest.mark.another_torch("hang")),
         pytest.param("plain", "validation", 31, marks=pytest.mark.long),
         pytest.param("accumulated", "data", 30, marks=pytest.mark.long),
         pytest.param("two", "data", 60, marks=pytest.mark.long),
@@ -71,6 +71,7 @@ def ask_for_stacks(folder: Path, ask: Callable[[], object]) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.another_torch("hang")
 def test_ctrl_backslash_shows_where_all_ranks_are_and_the_run_goes_on(
     runs: list[Run], tmp_path: Path
 ) -> None:

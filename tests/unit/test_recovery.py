@@ -41,7 +41,7 @@ def test_a_run_that_is_never_stopped_records_each_step_once(whole: Outcome) -> N
 @pytest.mark.parametrize(
     ("nproc", "workers", "stops"),
     [
-        (2, 2, 1),
+        pytest.param(2, 2, 1, marks=pytest.mark.another_torch("train.py")),
         pytest.param(2, 2, 3, marks=pytest.mark.long),
         pytest.param(1, 2, 5, marks=pytest.mark.long),
         pytest.param(4, 0, 2, marks=pytest.mark.long),
@@ -70,6 +70,7 @@ def test_killed_while_saving_it_ends_with_the_same_bytes(job: Job, format: str, 
     assert len((job.folder / "killed").read_text().split()) == times
 
 
+@pytest.mark.another_torch("train.py")
 def test_a_signal_to_the_launcher_saves_and_leaves_with_75(job: Job, whole: Outcome) -> None:
     process = job.start("signalled", 2, FAULT="sleep 0 1000")
     assert process.stdout is not None
@@ -107,6 +108,7 @@ def test_with_another_number_of_ranks_it_sees_each_sample_once(job: Job) -> None
     assert steps == [step for step, _, _ in job.outcome("alone").metrics]
 
 
+@pytest.mark.another_torch("restart")
 def test_a_restart_goes_on_from_the_last_checkpoint(job: Job, whole: Outcome) -> None:
     process = job.start("restarted", 2, restarts=1, FAULT="SIGKILL 1 50")
     output = process.communicate(timeout=300)[0]
@@ -153,7 +155,13 @@ def test_a_rank_that_leaves_with_0_too_early_is_named(job: Job) -> None:
     assert cause.endswith("(before it rank 1 left with exit code 0)")
 
 
-@pytest.mark.parametrize("fault", ["sleep", pytest.param("SIGSTOP", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param("sleep", marks=pytest.mark.another_torch("hang")),
+        pytest.param("SIGSTOP", marks=pytest.mark.long),
+    ],
+)
 def test_a_stuck_rank_is_named_with_its_stack(job: Job, fault: str) -> None:
     began, limit = time.monotonic(), "distributed.hang_seconds=8"
     code, output = job.run(f"stuck-{fault}", 2, limit, FAULT=f"{fault} 1 9")

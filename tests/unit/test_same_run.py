@@ -8,17 +8,25 @@ import sys
 from pathlib import Path
 
 import pytest
+from agents import AGENT, ROOT
 from ports import free_port
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIG = str(ROOT / "config/local3.yaml")
 SHORT = ["train.max_steps=6", "train.eval_every=0", "checkpoint.every=3", "model.dropout=0.1"]
 
 
-SAMPLE = ("launch_torchrun_multinode.sh", "torchrun")
 LONG = ("launch_singlenode.sh", "run_ddp.sh", "cluster_train.sh")
+LAUNCHERS = [
+    "launch_torchrun_multinode.sh",
+    pytest.param("torchrun", marks=pytest.mark.another_torch("torchrun")),
+    pytest.param(
+        "torch.distributed.launch",
+        marks=[pytest.mark.another_torch("torch.distributed.launch"), pytest.mark.long],
+    ),
+    *(pytest.param(one, marks=pytest.mark.long) for one in LONG),
+]
 
 
 def by_hand() -> list[list[str]]:
@@ -29,13 +37,16 @@ def by_hand() -> list[list[str]]:
 
 def commands(launcher: str) -> list[list[str]]:
     """The command of each node."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    by_launch = ["env", f"ENGINE={launcher}", *AGENT, f"--master-port={free_port()}"]
+    train = ["--nproc-per-node=2", f"{ROOT}/train.py", "--config", CONFIG]
     return {
         "launch_singlenode.sh": [[f"{ROOT}/scripts/ssh/launch_singlenode.sh", CONFIG, "2"]],
         "run_ddp.sh": [[f"{ROOT}/scripts/run_ddp.sh", "-n", "2", "-c", CONFIG]],
         "cluster_train.sh": [[f"{ROOT}/scripts/cluster_train.sh", CONFIG]],
         "launch_torchrun_multinode.sh": by_hand(),
-        "torchrun": [[*torchrun, f"{ROOT}/train.py", "--config", CONFIG]],
+        "torchrun": [[*torchrun, *train]],
+        "torch.distributed.launch": [[*by_launch, *train]],
     }[launcher]
 
 
@@ -67,9 +78,7 @@ def weights_of(launcher: str, folder: Path) -> str:
     return subprocess.check_output(hashed, cwd=ROOT, text=True)
 
 
-@pytest.mark.parametrize(
-    "launcher", [*SAMPLE, *(pytest.param(one, marks=pytest.mark.long) for one in LONG)]
-)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_same_weights_from_every_launcher(
     launcher: str, reference: str, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from agents import ROOT
 from ports import free_port
 from test_torch_helper import own_environment, run_ranks
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -38,15 +39,26 @@ def _selftest(*options: str) -> tuple[int, str]:
     return code, printed.getvalue()
 
 
-def test_passes_under_torchrun() -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    launcher.append(f"--master-port={free_port()}")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+
+
+@pytest.mark.another_torch("self-test")
+@pytest.mark.parametrize(
+    "command",
+    [
+        [str(ROOT / "scripts/test_distributed.sh"), "2"],
+        [*TORCHRUN, f"--master-port={free_port()}", "-m", "distributed.selftest"],
+    ],
+    ids=["script", "torchrun"],
+)
+def test_passes(tmp_path: Path, command: list[str]) -> None:
     done = subprocess.run(
-        [*launcher, "-m", "distributed.selftest", "--test=basic"],
+        [*command, "--test=basic"],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=300,
-        env=own_environment(),
+        env=own_environment(PYTHON=sys.executable),
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("PASS  2 ranks on 1 node, gloo: 19 checks, ")
@@ -125,6 +137,7 @@ def test_bandwidth_is_that_of_a_loop_by_hand() -> None:
         assert ratio == pytest.approx(1, abs=0.05)
 
 
+@pytest.mark.another_torch("self-test")
 def test_json_holds_what_was_found(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     (code, printed), _ = run_ranks(

@@ -10,6 +10,7 @@ import pytest
 import shapes
 from shape_runs import Launchers, Outcome, Shape, differences, lines_of
 
+SAMPLE = ("debugged.py",)  # of make test
 LIKE = Outcome(0, ["a 1", "b"], ["warned"], {"out/x": "hash", "time": "1"})
 
 
@@ -44,10 +45,21 @@ def test_lines_without_labels() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "words", [("debugged.py",), pytest.param(("raises.py", "33"), marks=pytest.mark.long)]
+    "shape",
+    [
+        pytest.param(
+            one,
+            id=one.name,
+            marks=[
+                pytest.mark.another_torch("launch" if one.words[0] == "ddp.py" else "shapes"),
+                *([] if one.words == SAMPLE else [pytest.mark.long]),
+            ],
+        )
+        for one in shapes.SHAPES
+        if not one.needs
+    ],
 )
-def test_a_sample_is_as_under_torchrun(words: tuple[str, ...]) -> None:
-    (shape,) = (one for one in shapes.SHAPES if one.words == words)
+def test_a_shape_is_as_under_torchrun(shape: Shape) -> None:
     launchers = Launchers(Path(sys.executable), has_cluster=False)
     cells = shapes.look(shape, launchers)
     assert cells[0].startswith("same, exit code")

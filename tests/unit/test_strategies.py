@@ -26,6 +26,7 @@ WORDS = [
     *("train.log_every=1", f"train.max_steps={STEPS}", "checkpoint.every=0"),
 ]
 REFERENCE = f"single-{os.getpid()}"  # workers of pytest may begin at once: a port for each
+FSDP = pytest.mark.another_torch("FSDP")
 pytestmark = pytest.mark.slow
 
 
@@ -91,15 +92,16 @@ LONG = [
     (2, "strategy=fsdp train.activation_checkpointing=full"),
     (2, "strategy=ddp train.activation_checkpointing=2"),
     (2, "strategy=ddp train.compile=true"),
-    (2, "strategy=fsdp train.compile=true train.activation_checkpointing=full"),
 ]
+COMPILED = (2, "strategy=fsdp train.compile=true train.activation_checkpointing=full")
 
 
 @pytest.mark.parametrize(
     ("nproc", "settings"),
     [
         (2, "strategy=ddp static_graph=true bucket_cap_mb=0.01"),
-        (4, "strategy=fsdp fsdp.shard=2 train.grad_accumulation=2"),
+        pytest.param(4, "strategy=fsdp fsdp.shard=2 train.grad_accumulation=2", marks=FSDP),
+        pytest.param(*COMPILED, marks=[FSDP, pytest.mark.long]),
         *(pytest.param(*case, marks=pytest.mark.long) for case in LONG),
     ],
 )
@@ -132,7 +134,10 @@ class Stopping(LanguageModelTask):
 """
 
 
-@pytest.mark.parametrize("written", ["sharded", pytest.param("full", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "written",
+    [pytest.param("sharded", marks=FSDP), pytest.param("full", marks=pytest.mark.long)],
+)
 def test_a_run_moves_between_strategies(work: Work, written: str) -> None:
     (work.folder / "stopping.py").write_text(STOPPING)
     chosen = f"checkpoint.format={written}"

@@ -142,6 +142,7 @@ def test_nothing_else_is_there(place: Place) -> None:
     assert (code, out, err) == (0, "torch json\n", "")
 
 
+@pytest.mark.another_torch("launch")
 def test_every_module_of_the_launcher_and_the_helper_can_be_imported(place: Place) -> None:
     files = [file for wing in ("launcher", "distributed") for file in (ROOT / wing).rglob("*.py")]
     names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
@@ -168,6 +169,7 @@ def test_a_run_that_ends_well_and_its_checkpoint(place: Place, what: str) -> Non
     assert launch(place, what) == (0, "steps 21 to 20\n", "")
 
 
+@pytest.mark.another_torch("failure block")
 def test_the_block_of_an_error(place: Place) -> None:
     code, out, err = launch(place, "raise")
     assert (code, out) == (1, "")
@@ -223,6 +225,7 @@ def test_a_stop_after_saving(place: Place) -> None:
     )
 
 
+@pytest.mark.another_torch("hang")
 def test_a_hang_is_named_with_all_stacks(place: Place) -> None:
     code, _, err = launch(place, "hang", HANG_SECONDS="6")
     assert code == 137

@@ -196,6 +196,7 @@ def launch(folder: Path, who: str, *options: str, **environment: str) -> tuple[s
 
 
 @pytest.mark.slow
+@pytest.mark.another_torch("failure block")
 @pytest.mark.parametrize("fresh", ["0", "1"])  # 1: without an error file
 def test_the_traceback_of_rank_0_that_lost_rank_1_is_in_the_log_alone(
     folder: Path, fresh: str

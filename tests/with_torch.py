@@ -1,0 +1,113 @@
+"""Run what another torch can break, under that torch: `make test-torch VERSION=2.6.0`.
+
+Makes an environment below .tools/ with this Python, that torch, NumPy, PyYAML and pydantic. Runs
+the tests marked `another_torch` in it. Ends with a table of one row: which parts pass, which fail
+and why, and which are refused by name because this torch is too old for them. Exits with 1 if a
+part fails.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from xml.etree import ElementTree
+
+from table import render
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = ROOT / "tests/unit"
+ROWS = (
+    *("launch", "failure block", "restart", "train.py", "FSDP", "snapshots", "hang", "self-test"),
+    *("torchrun", "torch.distributed.launch", "shapes"),
+)
+PACKAGES = re.compile(r"^(?:PyYAML|pydantic|pytest|pytest-xdist|hypothesis)==.*$", re.M)
+# In the lines that pytest begins with E: a refusal, the cause in a failure block, any other.
+REFUSED = re.compile(r"^E +(?:AssertionError: )?(.*; install (?:torch )?[\d.]+ or newer.*)$", re.M)
+CAUSE = re.compile(r"^E .*cause    (\S[^\n\\]*)", re.M)
+LINE = re.compile(r"^E +(?!assert |\+ +(?:where|and) )(\S.*)$", re.M)
+Row = dict[str, str]
+
+
+def main() -> int:
+    if not re.fullmatch(r"\d+\.\d+\.\d+", version := "".join(sys.argv[1:])):
+        print("test-torch: give VERSION=, a version of torch such as 2.6.0", file=sys.stderr)
+        return 2
+    python = install(version)
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        code = run_tests(python, report)
+        if code not in (0, 1):  # pytest's own for tests that passed or failed
+            return code
+        row = read_row(report)
+    told = {"torch": version, "Python": name_python(), **row}
+    print(render([*told], [[*told.values()]]))
+    return int(any(cell.startswith("FAIL") for cell in row.values()))
+
+
+def name_python() -> str:
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def install(version: str) -> Path:
+    """Return the Python of the environment, which is made where it is missing."""
+    folder = ROOT / f".tools/torch-{version}-python{name_python()}"
+    python = folder / "bin/python"
+    if not python.exists():
+        where = folder.relative_to(ROOT)
+        print(f"installing torch {version} into {where} (up to 3 GB, 6 GB on disk)", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    pinned = "\n".join(
+        (ROOT / one).read_text() for one in ("requirements.txt", "tests/requirements.txt")
+    )
+    pip = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
+    if subprocess.call([*pip, f"torch=={version}", "numpy", *PACKAGES.findall(pinned)]) != 0:
+        sys.exit(f"test-torch: torch {version} cannot be installed for Python {name_python()}")
+    return python
+
+
+def run_tests(python: Path, report: Path) -> int:
+    """Run all tests marked for it; returns pytest's exit code.
+
+    What torch compiles is kept beside the report: another torch may have left files elsewhere.
+    """
+    files = [one for one in TESTS.glob("test_*.py") if "mark.another_torch(" in one.read_text()]
+    options = ["-q", "-n", "3", "--dist", "worksteal", "-m", "another_torch"]
+    options += [f"--junitxml={report}", "-o", "junit_family=xunit1"]  # the one with properties
+    command = [str(python), "-m", "pytest", *options, *map(str, sorted(files))]
+    own = {"PYTHON": str(python), "TMPDIR": str(report.parent)}
+    return subprocess.call(command, cwd=ROOT, env={**os.environ, **own})
+
+
+def read_row(report: Path) -> Row:
+    """Return the cells of pytest's report, by the row that each test is marked with."""
+    errors: dict[str, list[str]] = {row: [] for row in ROWS}
+    ran = set[str]()
+    for case in ElementTree.parse(report).iter("testcase"):
+        named = case.find("properties/property[@name='another_torch']")
+        row = "other" if named is None else named.get("value", "")
+        ran |= {row} if case.find("skipped") is None else set()
+        found = [one.text or "" for one in (*case.iter("failure"), *case.iter("error"))]
+        errors.setdefault(row, []).extend(found)
+    return {
+        row: describe(texts) if row in ran else "FAIL: no test ran" for row, texts in errors.items()
+    }
+
+
+def describe(errors: list[str]) -> str:
+    """Return a cell: what pytest told of the tests that failed, in a line."""
+    if not errors:
+        return "pass"
+    failures = [text for text in errors if not REFUSED.search(text)]
+    if not failures:
+        return f"refused: {REFUSED.findall(errors[0])[-1]}"
+    text = failures[0]
+    found = CAUSE.findall(text) or LINE.findall(text) or text.strip().splitlines()
+    return f"FAIL: {found[-1]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
