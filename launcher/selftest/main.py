@@ -88,15 +88,9 @@ def run(options: Options) -> int:
     if options.json and env.is_main:
         Path(options.json).touch()  # an error now, not at the end
     if env.world_size == 1:
-<<<<<<< HEAD
         backend, own = ("nccl", device()) if device().type == "cuda" else ("gloo", None)
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=own)
-    store = dist.distributed_c10d._get_default_store()
-=======
-        backend = "nccl" if device().type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     store = default_store()
->>>>>>> h3
     test = Test(env, options, Meeting(store, "all", env.world_size))
     ranks, nodes = count(env.world_size, "rank"), count(env.num_nodes, "node")
     world = f"{ranks} on {nodes}, {dist.get_backend()}"
