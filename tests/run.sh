@@ -17,6 +17,7 @@ OUTPUT=$(mktemp)
 PART_LIMIT=3h        # of a part that runs in the background; most take minutes
 declare -A BESIDE=() # these parts: their processes
 trap clean_up EXIT
+trap 'exit 130' INT # also where a runner has heeded it, and only ended its tests
 PASSED=0 FAILED=0
 SKIPPED=()  # one line each, with the reason
 FAILURES=() # one line each, to be found again above

@@ -7,12 +7,22 @@ import os
 import pty
 import select
 import shutil
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HANG_S = 180.0  # of silence, after which the suite is taken to hang
+RUNNER = """import sys, time
+try:
+    print("running", flush=True)
+    time.sleep(600)
+except KeyboardInterrupt:  # which pytest heeds, too: it ends its tests, then itself
+    time.sleep(1)
+    sys.exit(2)
+"""
 
 pytestmark = [
     pytest.mark.skipif(shutil.which(tool) is None, reason=f"{tool} is not installed")
@@ -33,19 +43,28 @@ def suite(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run_in_terminal(suite: Path, test: str) -> list[str]:
-    """Run `make test-fast` there with one test of the scripts; return the lines that it prints."""
+def run_in_terminal(suite: Path, test: str, stop_at: bytes = b"") -> list[str]:
+    """Run `make test-fast` there with one test of the scripts; return the lines that it prints.
+
+    Presses Ctrl-C once, at the text that is given.
+    """
     (suite / "tests/scripts/one.bats").write_text(f"@test one {{\n  {test}\n}}\n")
     process, terminal = pty.fork()
     if process == 0:
         os.environ["PYTHON"] = str(suite / "bin/python")
         os.execv(suite / "tests/run.sh", ["run.sh", "fast"])
-    shown = b""
-    with contextlib.suppress(OSError):  # when all have left the terminal
-        while select.select([terminal], [], [], HANG_S)[0]:
+    shown, has_ended = b"", False
+    while not has_ended and select.select([terminal], [], [], HANG_S)[0]:
+        try:
             shown += os.read(terminal, 4096)
+        except OSError:  # all have left the terminal
+            has_ended = True
+        if stop_at and stop_at in shown:
+            os.write(terminal, b"\x03")
+            stop_at = b""
     os.close(terminal)  # hangs up on those that hang
     os.waitpid(process, 0)
+    assert has_ended, shown
     return shown.decode().splitlines()
 
 
@@ -60,7 +79,23 @@ def test_a_part_that_hangs_is_ended_and_counted(suite: Path) -> None:
     *_, why, count = run_in_terminal(suite, "sleep 600")
     assert why == "failed  fast-scripts: not done after 3s"
     assert count.endswith(" passed, 1 failed, 0 skipped")
-    assert not [one for one in Path("/proc").glob("[0-9]*/cwd") if is_in(one, suite)]
+    assert_nothing_runs_in(suite)
+
+
+def test_ctrl_c_ends_all_of_it(suite: Path) -> None:
+    (suite / "runner").write_text(RUNNER)
+    runner = f"[ $2 != pytest ] || exec {sys.executable} runner\n"
+    (suite / "bin/python").write_text(f"#!/bin/sh\n{runner}")
+    *_, last, stopped = run_in_terminal(suite, "sleep 600", stop_at=b"running")
+    assert (last, stopped) == ("running", "^C")
+    assert_nothing_runs_in(suite)
+
+
+def assert_nothing_runs_in(suite: Path) -> None:
+    deadline = time.monotonic() + HANG_S
+    while any(is_in(one, suite) for one in Path("/proc").glob("[0-9]*/cwd")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def is_in(link: Path, folder: Path) -> bool:
