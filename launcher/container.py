@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 _PATH = re.compile(r"(?<![\w./~-])/[\w.+-][\w./+-]*")
+_WORD = re.compile(r"[\w./-]+")
 _OF_IMAGES = ("bin", "dev", "etc", "lib", "lib64", "proc", "run", "sbin", "sys", "usr")
 
 
@@ -81,14 +82,15 @@ def read_container(
 
 
 def config_texts(config: Path) -> list[str]:
-    """Return the text of a config, and of those that its defaults name."""
+    """Return the text of a config, and of the files beside it that it names, as for its defaults.
+
+    Any word may name one: what can read the config may be in the image alone.
+    """
     if not config.is_file():
         return []
-    text = config.read_text(errors="replace")
-    defaults = re.search(r"^defaults:([^\n]*(?:\n *-[^\n]*)*)", text, re.MULTILINE)
-    names = re.findall(r"[\w./-]+", defaults[1]) if defaults else []
-    files = (config.with_name(f"{name}.yaml") for name in names if "/" not in name)
-    return [text, *(file.read_text(errors="replace") for file in files if file.is_file())]
+    words = {config.stem, *_WORD.findall(config.read_text(errors="replace"))}
+    files = (config.parent / f"{word}{config.suffix}" for word in sorted(words))
+    return [file.read_text(errors="replace") for file in files if os.path.isfile(file)]
 
 
 def _choose(given: str, *, in_job: bool) -> tuple[str, str]:

@@ -37,6 +37,15 @@ command_of() { # <script and arguments...>
   [[ $WORDS == "apptainer exec --pwd="* ]]
 }
 
+@test "the folders that the defaults of a config name, however it lists them" {
+  mkdir base
+  echo 'data: {path: /var/tmp}' >base/site.yaml
+  echo 'checkpoint: {dir: /opt/new}' >shared.yaml
+  printf 'defaults: [\n  base/site,\n  "shared"]\n' >own.yaml
+  CONTAINER=image.sif command_of ssh/launch_singlenode.sh own.yaml 2
+  [[ $WORDS == *" --bind=/opt "*" --bind=/var/tmp "* ]]
+}
+
 @test "a folder: Charliecloud; image.sqsh: Enroot; podman:NAME: podman" {
   local seen="--bind=$ROOT "
   [[ $ROOT != /tmp/* ]] || seen='' # which every container of Charliecloud sees
