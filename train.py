@@ -22,7 +22,7 @@ if getattr(sys.flags, "safe_path", False):  # PYTHONSAFEPATH leaves this folder 
 from training.arguments import refuse, refuse_together, start
 
 if __name__ == "__main__":
-    arguments, settings = start(__doc__)
+    arguments, settings = start(__doc__)  # launch-kit: answers --check
 
 # torch is imported only now: it takes over a second, and --check and a wrong config do not need it.
 import argparse

@@ -166,8 +166,8 @@ make_repository() {
   run --separate-stderr scripts/launch.sh --dry-run train.py
   [[ $status == 0 && $output == *" train.py" ]]
   mkdir training
-  echo 'from training.arguments import A' >>train.py
-  echo 'A = 1' >training/arguments.py
+  echo 'from training.arguments import refuse, refuse_together, start' >>train.py
+  echo 'from distributed.errors import Refused' >training/arguments.py
   run --separate-stderr scripts/run_ddp.sh -n 2 --dry-run
   [[ $status == 0 && ! -e was_run ]]
 }
