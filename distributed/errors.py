@@ -14,7 +14,18 @@ class Refused(Exception):
 
     def __init__(self, fault: str, message: str) -> None:
         super().__init__(f"{message} [{fault}]")
-        self.fault = fault
+        self.fault, self.message = fault, message
+
+
+class Leave(SystemExit):
+    """The end of a program that has printed why: `str()` is the cause, `fault` its name."""
+
+    def __init__(self, code: int, fault: str, cause: str) -> None:
+        super().__init__(code)
+        self.fault, self.cause = fault, cause
+
+    def __str__(self) -> str:
+        return self.cause
 
 
 def with_fault(kind: type[Exception], fault: str, message: str) -> Exception:

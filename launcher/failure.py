@@ -51,6 +51,7 @@ class Failure:
     saved_step: int = -1
     log: str = ""
     stacks: Sequence[str] = ()  # of all ranks, where they were stuck
+    has_left: bool = False  # of itself, without an error
 
     def __post_init__(self) -> None:
         if not 1 <= self.code <= 255:
@@ -75,6 +76,7 @@ class RaisedError:
     time: float  # seconds since the epoch
     fault: str = ""  # that the exception names as its attribute, and at the end of its message
     notes: str = ""  # that were added to it (PEP 678)
+    has_left: bool = False  # it is no error, but the script's exit()
 
 
 def read_error(path: Path) -> RaisedError | None:
@@ -89,7 +91,8 @@ def read_error(path: Path) -> RaisedError | None:
         text, stack = message["message"], message["extraInfo"]["py_callstack"]
         code, fault = int(message.get("errorCode", 1)) % 256 or 1, str(message.get("fault", ""))
         notes = str(message.get("notes", ""))
-        return RaisedError(str(text), str(stack), code, raised, fault, notes)
+        has_left = message.get("has_left") is True
+        return RaisedError(str(text), str(stack), code, raised, fault, notes, has_left)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # none was written, or the rank was killed while writing it
 

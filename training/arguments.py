@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from distributed import __version__
 from distributed.environment import Environment, LauncherError, is_first_task
-from distributed.errors import BAD_INPUT, Refused
+from distributed.errors import BAD_INPUT, Leave, Refused
 from distributed.strategy import check_strategy
 from training.config_file import SettingsError
 from training.settings import BUILT_IN_TASK, Settings, data_path, load
@@ -35,17 +35,23 @@ def refuse(cause: object) -> NoReturn:
     The other tasks exit after it, with the same code even if srun ends them first. What concerns
     this host alone, a plain ValueError, is printed by every task.
     """
+    fault, text = _read(cause)
     if is_first_task() or type(cause) is ValueError:
-        _complain(str(cause))
+        _complain(fault, text)
     else:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         signal.sigtimedwait([signal.SIGTERM], 2)
-    sys.exit(BAD_INPUT)
+    raise Leave(BAD_INPUT, fault, text)
 
 
-def _complain(cause: str) -> None:
-    fault = "" if cause.endswith("]") else " [config-invalid]"
-    print(f"train.py: {cause}{fault}", file=sys.stderr)
+def _read(cause: object) -> tuple[str, str]:
+    """Return the name of the fault and the cause without it."""
+    fault = getattr(cause, "fault", "") or "config-invalid"
+    return fault, str(cause).removesuffix(f" [{fault}]")
+
+
+def _complain(fault: str, cause: str) -> None:
+    print(f"train.py: {cause} [{fault}]", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -58,17 +64,18 @@ def refuse_together(environment: Environment) -> Iterator[None]:
     try:
         yield
     except (SettingsError, LauncherError, CheckpointError, Refused) as error:
-        mistake = str(error) if environment.is_main else f"rank {environment.rank}: {error}"
-    if first := next(filter(None, gather_json(mistake)), ""):
+        fault, cause = _read(error)
+        mistake = fault, cause if environment.is_main else f"rank {environment.rank}: {cause}"
+    if first := next(filter(None, gather_json(mistake)), None):
         if environment.is_main:
-            _complain(first)
+            _complain(*first)
         barrier()  # once one rank has left, the launcher ends the others
         if not environment.is_main:
             with contextlib.suppress(RuntimeError):
                 barrier()  # rank 0 leaves first, and so ends this one
         # gloo's threads can abort an interpreter that shuts down
         atexit.register(finish, BAD_INPUT)
-        sys.exit(BAD_INPUT)
+        raise Leave(BAD_INPUT, *first)
 
 
 def start(description: str) -> tuple[argparse.Namespace, Settings]:

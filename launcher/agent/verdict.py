@@ -19,8 +19,6 @@ from launcher.failure import Failure, RaisedError
 from launcher.failure_block import End, RunSummary
 from launcher.text import name_ranks
 
-_REFUSAL = re.compile(r"train\.py: (?P<cause>.+) \[(?P<fault>[a-z-]+)\]")  # its last line
-
 
 @dataclass(frozen=True)
 class Parts:
@@ -118,8 +116,7 @@ def is_asked(end: Failure, signals: Sequence[int], *, has_saved: bool) -> bool:
     """
     if not signals:
         return end.code == STOPPED and has_saved
-    has_left = end.cause.startswith(("left with", "SystemExit", "KeyboardInterrupt"))
-    return has_left or end.is_consequence or end.code - 128 in stop_signals()
+    return end.has_left or end.is_consequence or end.code - 128 in stop_signals()
 
 
 def describe_end(
@@ -133,16 +130,16 @@ def describe_end(
 ) -> Failure:
     """Return the failure of a rank that ended, or is about to, by an error."""
     if raised is None and has_traceback and code == 1:  # the disk of the error file may be full
-        raised = RaisedError(last_text, stack="", code=code, time=unknown.time)
+        has_left = last_text.startswith("KeyboardInterrupt")  # as Python prints it
+        raised = RaisedError(last_text, "", code, unknown.time, has_left=has_left)
     if raised is None:
-        fault, cause = failure.explain(code or 1, out_of_memory=is_out_of_memory)
-        return replace(unknown, fault=fault, cause=failure.one_line(cause), code=code or 1)
+        code = code or 1
+        fault, cause = failure.explain(code, out_of_memory=is_out_of_memory)
+        has_left = not failure.signal_name(code)
+        return replace(unknown, fault=fault, cause=cause, code=code, has_left=has_left)
     fault = raised.fault or failure.fault_of(raised.message)
     cause = raised.message.removesuffix(f" [{fault}]")
-    told = _REFUSAL.fullmatch(last_text) if cause.startswith("SystemExit") else None
-    if told is not None:
-        fault, cause = told["fault"], told["cause"]
-    elif cause.startswith("SystemExit") and last_text not in cause:
+    if raised.has_left and last_text not in cause:
         cause += f", after: {last_text}"
     cause = failure.one_line(cause)
     return replace(
@@ -151,8 +148,9 @@ def describe_end(
         cause=f"{cause} ({failure.one_line(raised.notes)})" if raised.notes else cause,
         code=code if code and code < 128 else raised.code,  # its excepthook may choose another
         time=raised.time,
-        frames=() if told else failure.user_frames(raised.stack),
+        frames=failure.user_frames(raised.stack),
         is_consequence=failure.is_peer_lost(cause),
+        has_left=raised.has_left,
     )
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from distributed.environment import Environment
-from distributed.errors import BAD_INPUT
+from distributed.errors import BAD_INPUT, Leave
 from distributed.torch import device, gather_bytes, init_distributed
 from distributed.torch_internals import default_store
 from launcher import typed_json
@@ -37,18 +37,6 @@ from launcher.text import count
 COMPUTE_S = 0.2  # for one rank
 CPU_TURNS = 16  # ranks on CPUs may share them, so they take turns; those on GPUs compute at once
 _SHAPES = {"cpu": (256, torch.float32, 1), "cuda": (4096, torch.bfloat16, 16)}
-
-
-class TestFailed(SystemExit):
-    """The end of rank 0 after FAIL: `str()` is the first fault, `fault` its name."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(1)
-        self.text = text
-        self.fault = text.rpartition(" [")[2].removesuffix("]")
-
-    def __str__(self) -> str:
-        return self.text
 
 
 @dataclass(frozen=True)
@@ -82,7 +70,7 @@ class Test:
 
 
 def run(options: Options) -> int:
-    """Run the whole test on this rank; returns the exit code. Raises TestFailed on rank 0."""
+    """Run the whole test on this rank; returns the exit code. Raises Leave on rank 0 after FAIL."""
     started = time.monotonic()
     env = init_distributed(timeout_s=60)
     if options.json and env.is_main:
@@ -107,9 +95,11 @@ def run(options: Options) -> int:
         verdict = f"PASS  {world}: {count(number, 'check')}, {fastest(test.findings)}{took:.1f} s"
     test.tell(*faults[1:], verdict)
     if options.json and env.is_main:
-        Path(options.json).write_text(report.as_json(test.findings, verdict, test.latencies))
+        told = report.as_json(test.findings, verdict, test.latencies, passed=not faults)
+        Path(options.json).write_text(told)
     if faults and env.is_main:
-        raise TestFailed(faults[0])
+        cause, _, fault = faults[0].removesuffix("]").rpartition(" [")
+        raise Leave(1, fault, cause)
     return 0
 
 

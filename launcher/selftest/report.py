@@ -147,7 +147,9 @@ def draw_links(hosts: Sequence[str], links: Links, folder: Path) -> str:
     return str(file)
 
 
-def as_json(findings: Findings, verdict: str, latencies: Mapping[Pair, float]) -> str:
+def as_json(
+    findings: Findings, verdict: str, latencies: Mapping[Pair, float], *, passed: bool
+) -> str:
     """Return all of it for a program. Units: seconds, bytes/s, FLOP/s."""
     links = [
         {
@@ -159,7 +161,7 @@ def as_json(findings: Findings, verdict: str, latencies: Mapping[Pair, float]) -
         for (source, target), speed in findings.links.items()
     ]
     told = {
-        "passed": verdict.startswith("PASS"),
+        "passed": passed,
         "verdict": verdict,
         "faults": [fault for fault, _ in findings.faults()],
         "exclude": findings.excluded(),

@@ -39,7 +39,7 @@ ${golden/--log-dir logs/--log-dir $typed_in/logs}"
   PYTHONPATH=$PWD/wrong LOG_DIR=$PWD/logs run launch 2 --test basic
   echo "$output"
   [[ $status == 1 && $output == *$'\nFAIL  2 ranks on 1 node, gloo: broadcast on rank '*"[wrong-result]"* ]]
-  [[ $output == *"FAILED   rank 0 "*"[wrong-result]"*"cause    TestFailed: broadcast on rank "* ]]
+  [[ $output == *"FAILED   rank 0 "*"[wrong-result]"*"cause    broadcast on rank "* ]]
   [[ ${lines[-1]} == "see      TROUBLESHOOTING.md#wrong-result" ]]
 }
 

@@ -133,6 +133,8 @@ def test_what_no_longer_fits_is_one_line(job: Job, whole: Outcome) -> None:
     assert code == 2
     cause = "the run's batches of 16 samples do not divide by 6; resume it with another number"
     assert f"train.py: resume: {cause}" in output
+    told = f"[config-invalid]\ncause    resume: {cause} of processes\ncode     2\n"
+    assert told in output  # without frames
     task = (job.folder / "noisy.py").read_text()
     (job.folder / "wide.py").write_text(task.replace("16", "32"))
     code, output = job.run("other", 2, "task=wide:Noisily")

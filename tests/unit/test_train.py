@@ -189,6 +189,13 @@ def test_a_mistake_is_one_line_and_exit_2(arguments: list[str], message: str) ->
     assert not done.stdout
 
 
+def test_a_mistake_that_ends_with_a_bracket_names_its_fault_too(tmp_path: Path) -> None:
+    config = tmp_path / "odd.yaml"
+    config.write_text("defaults: distributed\n")
+    done = check("--config", str(config), "--check")
+    assert done.stderr.endswith("a list of names, such as [distributed] [config-invalid]\n")
+
+
 def test_the_log_level_of_the_environment_counts() -> None:
     assert "log level LOUD" in check("--config", LOCAL3, "--check", LOG_LEVEL="loud").stderr
 

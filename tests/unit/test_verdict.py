@@ -46,26 +46,48 @@ def test_the_first_failure(failures: list[Failure], rank: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cause", "code", "signals", "has_saved", "is_asked"),
+    ("has_left", "code", "signals", "has_saved", "is_asked"),
     [
-        ("left with exit code 75, without an exception", 75, [], True, True),
-        ("SystemExit: 75", 75, [], True, True),
-        ("SystemExit: 75", 75, [], False, False),  # a code like any other
-        ("left with exit code 1, without an exception", 1, [], True, False),
-        ("left with exit code 1, without an exception", 1, [15], False, True),
-        ("SystemExit: 1", 1, [15], False, True),
-        ("KeyboardInterrupt: ", 1, [2], False, True),
-        ("ValueError: cannot save", 1, [15], False, False),
-        ("SIGTERM", 143, [2], False, True),  # a scheduler may send several
-        ("SIGKILL, from outside this run", 137, [15], False, False),
-        ("SIGKILL, from outside this run", 137, [], False, False),
+        (True, 75, [], True, True),
+        (True, 75, [], False, False),  # a code like any other
+        (True, 1, [], True, False),
+        (True, 1, [15], False, True),
+        (False, 1, [15], False, False),  # an error of its own
+        (False, 143, [2], False, True),  # a scheduler may send several
+        (False, 137, [15], False, False),
+        (False, 137, [], False, False),
     ],
 )
 def test_which_ends_were_asked_for(
-    cause: str, code: int, signals: list[int], has_saved: bool, is_asked: bool
+    has_left: bool, code: int, signals: list[int], has_saved: bool, is_asked: bool
 ) -> None:
-    end = replace(failed(1, code=code), cause=cause)
+    end = replace(failed(1, code=code), has_left=has_left)
     assert verdict.is_asked(end, signals, has_saved=has_saved) == is_asked
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "last_text", "has_left"),
+    [
+        (None, 1, "", True),
+        (None, 137, "", False),
+        (None, 1, "ValueError: bad", False),  # no file was written, but it printed a traceback
+        (None, 1, "KeyboardInterrupt", True),
+        (RaisedError("left with: nothing", "", 1, 5.0), 1, "", False),
+        (RaisedError("SystemExit: 1", "", 1, 5.0, has_left=True), 1, "", True),
+    ],
+)
+def test_which_ranks_have_left_by_themselves(
+    raised: RaisedError | None, code: int, last_text: str, has_left: bool
+) -> None:
+    end = verdict.describe_end(
+        failed(1),
+        raised,
+        code=code,
+        is_out_of_memory=False,
+        last_text=last_text,
+        has_traceback=bool(last_text),
+    )
+    assert end.has_left == has_left
 
 
 def test_a_rank_that_lost_its_peer_after_a_stop_signal_has_not_failed() -> None:
@@ -86,17 +108,17 @@ RAISED = RaisedError("ValueError: bad; give a good one [my-fault]", "", 1, 5.0, 
              False),
         ),
         (
-            replace(RAISED, message="SystemExit: no data", fault=""), 1, False, "no data",
+            RaisedError("SystemExit: no data", "", 1, 5.0, has_left=True), 1, False, "no data",
             ("rank-error", "SystemExit: no data", 1, 5.0, False),
         ),
         (
-            replace(RAISED, message="SystemExit: 2", code=2, fault=""), 2, False, "usage: ...",
+            RaisedError("SystemExit: 2", "", 2, 5.0, has_left=True), 2, False, "usage: ...",
             ("rank-error", "SystemExit: 2, after: usage: ...", 2, 5.0, False),
         ),
         (
-            replace(RAISED, message="SystemExit: 2", code=2, fault=""), 2, False,
-            "train.py: resume: /x holds no checkpoint [config-invalid]",
-            ("config-invalid", "resume: /x holds no checkpoint", 2, 5.0, False),
+            RaisedError("resume: none [here]", "", 2, 5.0, "config-invalid"), 2, False,
+            "train.py: resume: none [here] [config-invalid]",
+            ("config-invalid", "resume: none [here]", 2, 5.0, False),
         ),
         (
             replace(RAISED, message="RuntimeError: Connection closed by peer", fault=""),

@@ -144,7 +144,7 @@ def gather(
 def refuse(peers: Iterable[Peer], refused: Refused) -> None:
     """Tell agents that the run does not start, or does not go on with them."""
     for peer in peers:
-        peer.send(Refusal(refused.fault, str(refused).rpartition(" [")[0]))
+        peer.send(Refusal(refused.fault, refused.message))
 
 
 def _let_in(

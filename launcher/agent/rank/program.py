@@ -229,12 +229,16 @@ def _record(error: BaseException, code: int) -> None:
         text = str(error)
     except Exception as second:
         text = f"(its __str__ raised {type(second).__name__})"
+    fault, has_left = getattr(error, "fault", ""), isinstance(error, SystemExit)
+    has_told = has_left and fault  # distributed.errors.Leave, which this process may have twice
+    stack = "" if has_told else traceback.format_exc()
     message = {
-        "message": f"{type(error).__name__}: {text}",
+        "message": text if has_told else f"{type(error).__name__}: {text}",
         "errorCode": code,
-        "extraInfo": {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))},
-        "fault": getattr(error, "fault", ""),  # ours, as the notes; torch ignores them
+        "extraInfo": {"py_callstack": stack, "timestamp": str(int(time.time()))},
+        "fault": fault,  # ours, as what follows; torch ignores them
         "notes": "; ".join(map(str, getattr(error, "__notes__", []))),
+        "has_left": has_left and not fault,
     }
     file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull)
     with contextlib.suppress(OSError):  # a full disk: stderr has it, too
