@@ -16,6 +16,7 @@ of itself, because torch.load does not notice a flipped bit.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import io
 import json
@@ -46,6 +47,7 @@ _PART = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 Content = Mapping[str, Any]
 _CHUNK = 1 << 22  # bytes
 _log = logging.getLogger(__name__)
+torch.serialization.add_safe_globals([codecs.encode])  # a part of pickled bytes; torch 2.5 knows it
 
 
 class CheckpointError(RuntimeError):
