@@ -53,11 +53,12 @@ Way = Callable[[Shape, Path], Outcome]
 class Launchers:
     """Runs a shape in a folder under each launcher."""
 
-    def __init__(self, python: Path, *, has_cluster: bool) -> None:
+    def __init__(self, python: Path, *, has_cluster: bool, port: int = 29700) -> None:
+        """`port`: each run of torchrun takes the one after the last."""
         self.python = str(python)
         self._extensions = python.parents[1] / "extensions"
         self.has_cluster = has_cluster
-        self._port = 29700
+        self._port = port
 
     def ways(self) -> dict[str, tuple[Way, Way] | None]:
         """Return the columns: torchrun's way and ours; None without a cluster."""
@@ -85,6 +86,7 @@ class Launchers:
         }
 
     def torchrun(self, shape: Shape, folder: Path) -> Outcome:
+        self._port += 1
         return self._run([self._torchrun(shape, folder)], shape, folder, OWN_STORES)
 
     def launch(self, shape: Shape, folder: Path) -> Outcome:
@@ -93,7 +95,7 @@ class Launchers:
 
     def torchrun_on_two(self, shape: Shape, folder: Path) -> Outcome:
         self._port += 1
-        where = ["--nnodes=2", "--master-addr=node1", f"--master-port={self._port}"]
+        where = ["--nnodes=2", "--master-addr=node1"]
         commands = [
             [
                 CLUSTER,
@@ -108,7 +110,7 @@ class Launchers:
     def torchrun_as_job(self, shape: Shape, folder: Path) -> Outcome:
         self._port += 1
         start = 'exec "$1" -m torch.distributed.run --node-rank="$SLURM_NODEID" "${@:2}"'
-        where = ["--nnodes=2", "--master-addr=node1", f"--master-port={self._port}"]
+        where = ["--nnodes=2", "--master-addr=node1"]
         step = ["srun", "--job-name=train", "--nodes=2", "--gpus-per-node=1", "bash", "-c", start]
         words = ["-", self.python, *self._torchrun(shape, folder, *where)[3:]]
         return self._run([[CLUSTER, "run", "login", *step, *words]], shape, folder, OWN_STORES)
@@ -162,7 +164,7 @@ class Launchers:
     def _torchrun(self, shape: Shape, folder: Path, *where: str) -> list[str]:
         """Each rank's output goes to a file of its own: torchrun mixes lines on the terminal."""
         options = ["--redirects=3", f"--log-dir={logs_of(folder)}"]
-        options += [f"--nproc-per-node={1 if where else RANKS}"]
+        options += [f"--nproc-per-node={1 if where else RANKS}", f"--master-port={self._port}"]
         options += [f"--max-restarts={shape.restarts}"]
         return [self.python, "-m", "torch.distributed.run", *options, *where, *shape.words]
 
@@ -245,7 +247,7 @@ def lines_of(told: str) -> list[str]:
         found = label.match(line)
         assert found is not None
         lines += [line[found.end() :].strip()] * count_ranks(found[1] or "0")
-    return sorted(line for line in lines if line)
+    return sorted(line for line in lines if line and not line.startswith("[Gloo] Rank "))
 
 
 def count_ranks(ranks: str) -> int:

@@ -22,11 +22,13 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests/unit"
 ROWS = (
     *("launch", "failure block", "restart", "train.py", "FSDP", "snapshots", "hang", "self-test"),
-    *("torchrun", "torch.distributed.launch", "shapes"),
+    *("torchrun", "torch.distributed.launch", "shapes", "private names"),
 )
 PACKAGES = re.compile(r"^(?:PyYAML|pydantic|pytest|pytest-xdist|hypothesis)==.*$", re.M)
 # In the lines that pytest begins with E: a refusal, the cause in a failure block, any other.
-REFUSED = re.compile(r"^E +(?:AssertionError: )?(.*; install (?:torch )?[\d.]+ or newer.*)$", re.M)
+REFUSED = re.compile(
+    r"^E +(?:AssertionError: |cause +)?(.*; install (?:torch )?[\d.]+ or newer.*)$", re.M
+)
 CAUSE = re.compile(r"^E .*cause    (\S[^\n\\]*)", re.M)
 LINE = re.compile(r"^E +(?!assert |\+ +(?:where|and) )(\S.*)$", re.M)
 Row = dict[str, str]
@@ -84,29 +86,27 @@ def run_tests(python: Path, report: Path) -> int:
 
 def read_row(report: Path) -> Row:
     """Return the cells of pytest's report, by the row that each test is marked with."""
-    errors: dict[str, list[str]] = {row: [] for row in ROWS}
-    ran = set[str]()
+    errors: dict[str, list[str]] = {row: [] for row in ROWS}  # of each test; empty: it passed
     for case in ElementTree.parse(report).iter("testcase"):
         named = case.find("properties/property[@name='another_torch']")
         row = "other" if named is None else named.get("value", "")
-        ran |= {row} if case.find("skipped") is None else set()
         found = [one.text or "" for one in (*case.iter("failure"), *case.iter("error"))]
-        errors.setdefault(row, []).extend(found)
-    return {
-        row: describe(texts) if row in ran else "FAIL: no test ran" for row, texts in errors.items()
-    }
+        if case.find("skipped") is None:
+            errors.setdefault(row, []).append("\n".join(found))
+    return {row: describe(texts) for row, texts in errors.items()}
 
 
 def describe(errors: list[str]) -> str:
-    """Return a cell: what pytest told of the tests that failed, in a line."""
+    """Return a cell: what pytest told of the tests of a row, in a line."""
     if not errors:
-        return "pass"
-    failures = [text for text in errors if not REFUSED.search(text)]
-    if not failures:
-        return f"refused: {REFUSED.findall(errors[0])[-1]}"
-    text = failures[0]
-    found = CAUSE.findall(text) or LINE.findall(text) or text.strip().splitlines()
-    return f"FAIL: {found[-1]}"
+        return "FAIL: no test ran"
+    refusals = [found[-1] for text in errors if (found := REFUSED.findall(text))]
+    failures = [text for text in errors if text and not REFUSED.search(text)]
+    if failures:
+        found = CAUSE.findall(failures[0]) or LINE.findall(failures[0])
+        return f"FAIL: {found[-1] if found else failures[0].strip().splitlines()[-1]}"
+    passes = ["pass"] if "" in errors else []
+    return "; ".join([*passes, *(f"refused: {one}" for one in dict.fromkeys(refusals))])
 
 
 if __name__ == "__main__":

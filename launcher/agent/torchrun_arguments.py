@@ -80,9 +80,7 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
 
     Raises ValueError, one line with cause and cure, where a number is out of range.
     """
-    args, unknown = torchrun.get_args_parser().parse_known_args(arguments)
-    if unknown:
-        raise ValueError(_no_option(unknown[0]))
+    args = _read(arguments)
     spares = int(os.environ.pop("SPARES", "") or 0)  # no rank needs it
     min_nodes = int(os.environ.pop("MIN_NODES", "") or 0)
     is_placed = _place_in_step(args, spares)
@@ -135,6 +133,15 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         has_labels=any(teed) or os.environ.get("SHOW_RANKS") == "all" or is_debug,
         access=handshake.read_access(os.environ),
     ), beyond_static
+
+
+def _read(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = torchrun.get_args_parser()
+    parser.set_defaults(master_port=os.environ.get("PET_MASTER_PORT"))  # before torch 2.9: 29500
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        raise ValueError(_no_option(unknown[0]))
+    return args
 
 
 def _no_option(word: str) -> str:

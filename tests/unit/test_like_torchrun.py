@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 from agents import AGENT, ROOT
+from ports import free_port
+
+from distributed.torch_internals import RECORDER_SIZE
 
 pytestmark = pytest.mark.slow
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", f"--master-port={free_port()}"]
 
 LOOK = """
 import __main__, json, multiprocessing, os, pickle, signal, sys, threading
@@ -25,6 +28,7 @@ class Mine:
     pass
 
 assert pickle.loads(pickle.dumps(Mine())).__class__ is Mine
+older = sys.modules.get("torch.distributed.nn.jit.instantiator")  # adds a folder to the path
 seen = {
     "name": __name__,
     "file": __file__,
@@ -32,7 +36,7 @@ seen = {
     "spec": repr(__spec__ and __spec__.name),
     "package": __package__,
     "argv": sys.argv,
-    "path": sys.path,
+    "path": [one for one in sys.path if not older or one != older.INSTANTIATED_TEMPLATE_DIR_PATH],
     "cwd": os.getcwd(),
     "stdin": sys.stdin.read(),
     "process": multiprocessing.current_process().name,
@@ -64,7 +68,7 @@ def look(
         [*launcher, "--nproc-per-node", "2", *arguments],
         check=True,
         cwd=folder,
-        env={**os.environ, "OUT": str(out)},
+        env={**os.environ, "OUT": str(out), RECORDER_SIZE: "0"},  # ours answers in a thread
         input="",
         text=True,
         stderr=subprocess.PIPE,

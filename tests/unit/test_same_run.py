@@ -38,8 +38,9 @@ def by_hand() -> list[list[str]]:
 def commands(launcher: str) -> list[list[str]]:
     """The command of each node."""
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    by_launch = ["env", f"ENGINE={launcher}", *AGENT, f"--master-port={free_port()}"]
-    train = ["--nproc-per-node=2", f"{ROOT}/train.py", "--config", CONFIG]
+    by_launch = ["env", f"ENGINE={launcher}", *AGENT]
+    options = ["--nproc-per-node=2", f"--master-port={free_port()}"]
+    train = [*options, f"{ROOT}/train.py", "--config", CONFIG]
     return {
         "launch_singlenode.sh": [[f"{ROOT}/scripts/ssh/launch_singlenode.sh", CONFIG, "2"]],
         "run_ddp.sh": [[f"{ROOT}/scripts/run_ddp.sh", "-n", "2", "-c", CONFIG]],

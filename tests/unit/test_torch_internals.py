@@ -27,6 +27,7 @@ from launcher.agent import fork, torchrun_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / "distributed/torch_internals.py"
+pytestmark = pytest.mark.another_torch("private names")
 # Without an underscore, and yet in no documentation.
 UNDOCUMENTED = (
     "torch.numa",
@@ -198,6 +199,19 @@ def test_binding_to_cpus_is_refused_where_torch_cannot(monkeypatch: pytest.Monke
     monkeypatch.setattr(fork, "has_numa_binding", False)
     with pytest.raises(Refused, match=r"^this torch cannot bind ranks; install torch 2.9 or newer"):
         fork.cpus_of_ranks("node", 2)
+
+
+@pytest.mark.parametrize(("given", "port"), [({}, 0), ({"PET_MASTER_PORT": "29500"}, 29500)])
+def test_a_port_that_nobody_gave_is_any_free_one(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], port: int
+) -> None:
+    """Before torch 2.9, torchrun's default is 29500."""
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    parser = torchrun.get_args_parser()
+    parser.set_defaults(master_port=29500)
+    monkeypatch.setattr(torchrun, "get_args_parser", lambda: parser)
+    assert torchrun_arguments.parse(["script.py"])[0].master_port == port
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,11 @@ def test_is_refused():
 def test_is_refused_in_part(told):
     assert not told, told
 
+@pytest.mark.another_torch("self-test")
+@pytest.mark.parametrize("code", [0, 2, 3])
+def test_is_refused_here_and_there(code):
+    assert code == 0, f"run  7\\ncause    {OLD}"
+
 @pytest.mark.another_torch("shapes")
 def test_is_skipped():
     pytest.skip("not here")
@@ -63,6 +68,8 @@ CELLS = {
     "FSDP": "refused: launch.sh: this torch is too old to shard; install torch 2.6 or newer "
     "[unsupported]",
     "snapshots": "FAIL: ValueError: batch 7 holds no samples",
+    "self-test": "pass; refused: launch.sh: this torch is too old to shard; install torch 2.6 or "
+    "newer [unsupported]",
     "shapes": "FAIL: no test ran",
     "torchrun": "FAIL: no test ran",
 }
