@@ -25,7 +25,10 @@ LEAST_LIMIT_S = 60.0
 FIRST_LIMIT_S = 600.0  # until two steps are done: compilation, caches; always, of counted steps
 LIMIT_OF_LONGEST = 10  # times the longest silence seen so far
 
-RECORD = struct.Struct("<qqqdd?7x")
+# What sets a rank's limit: nothing, the variable, or beat(hang_seconds=), which wins.
+LIMITS = ("the default limit", "the limit, HANG_SECONDS,", "the limit, hang_seconds,")
+
+RECORD = struct.Struct("<qqqddB?6x")
 
 
 class Beat(NamedTuple):
@@ -36,6 +39,7 @@ class Beat(NamedTuple):
     saved: int = -1  # step of the newest checkpoint on disk; -1: none
     time: float = 0.0  # of the newest beat, in seconds of the machine's monotonic clock
     limit_s: float = FIRST_LIMIT_S  # the longest silence before the rank counts as stuck
+    limit_by: int = 0  # of LIMITS
     is_counted: bool = False  # the script does not beat: its optimizer's steps are counted
 
     @property
@@ -57,7 +61,8 @@ class Heart:
         self._is_counted = is_counted
         self._first_step = -1
         self._longest_s = 0.0
-        self._hang_seconds: float | None = None
+        self._limit_s = float(os.environ.get("HANG_SECONDS") or 0)
+        self._limit_by = 1 if self._limit_s else 0
         try:
             self._stack_file = stack_file.open("w")  # stays open: the handler writes to it
         except OSError:  # a full disk, or the folder has gone: no stacks, but the run goes on
@@ -66,7 +71,8 @@ class Heart:
 
     def beat(self, step: int | None, saved: int | None, hang_seconds: float | None) -> None:
         now, last = time.monotonic(), self._last
-        self._hang_seconds = hang_seconds or self._hang_seconds
+        if hang_seconds:
+            self._limit_s, self._limit_by = hang_seconds, 2
         if last.step >= 0:
             self._longest_s = max(self._longest_s, now - last.time)
         else:
@@ -77,7 +83,8 @@ class Heart:
             marks=0 if has_moved else last.marks + (step is not None),
             saved=last.saved if saved is None else saved,
             time=now,
-            limit_s=self._hang_seconds or self._usual_limit(step or last.step),
+            limit_s=self._limit_s or self._usual_limit(step or last.step),
+            limit_by=self._limit_by,
             is_counted=self._is_counted,
         )
         self._record[: RECORD.size] = RECORD.pack(*self._last)  # pack_into() would clear it first
@@ -106,8 +113,9 @@ def beat(
     Args:
         step: optimizer steps done.
         saved: the step of a checkpoint that has just reached the disk.
-        hang_seconds: silence, in seconds, before this rank counts as stuck, from now on. By
-            default 10 times the longest so far, at least 60, and 600 until two steps are done.
+        hang_seconds: silence, in seconds, before this rank counts as stuck, from now on.
+            None: $HANG_SECONDS, else 10 times the longest so far, at least 60, and 600 until two
+            steps are done.
     """
     if heart := _heart():
         heart.beat(step, saved, hang_seconds)

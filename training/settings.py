@@ -235,7 +235,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
         tree = _merge(tree, layer)
     kind = Settings if tree.get("task", BUILT_IN_TASK) == BUILT_IN_TASK else OwnTaskSettings
     try:
-        return _with_time_to_join(kind.model_validate(tree), sources, [*layers])
+        return _with_limits(kind.model_validate(tree), sources, [*layers])
     except ValidationError as error:
         found = error.errors(include_url=False)  # a misspelt section is unknown, and is missing
         first = next((one for one in found if one["type"] == "extra_forbidden"), found[0])
@@ -245,16 +245,18 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
         raise SettingsError(f"{sources[known]}: {key}: {_explain(first)}") from None
 
 
-def _with_time_to_join(
-    settings: Settings, sources: Mapping[str, str], order: list[str]
-) -> Settings:
-    """Raise join_timeout to timeout where a config sets only that: once it was both."""
+def _with_limits(settings: Settings, sources: Mapping[str, str], order: list[str]) -> Settings:
+    """Raise join_timeout to timeout where a config sets only that: once it was both.
+
+    Leave hang_seconds to $HANG_SECONDS, which each rank's beats read, unless it was typed.
+    """
     limits = settings.distributed
     keys = ("distributed.timeout", "distributed.join_timeout")
     set_by = [["", *order].index(sources.get(key, "")) for key in keys]
-    if set_by[0] <= set_by[1] or limits.timeout <= limits.join_timeout:
-        return settings
-    limits = limits.model_copy(update={"join_timeout": limits.timeout})
+    if set_by[0] > set_by[1] and limits.timeout > limits.join_timeout:
+        limits = limits.model_copy(update={"join_timeout": limits.timeout})
+    if os.environ.get("HANG_SECONDS") and sources.get("distributed.hang_seconds") != COMMAND_LINE:
+        limits = limits.model_copy(update={"hang_seconds": None})
     return settings.model_copy(update={"distributed": limits})
 
 

@@ -236,7 +236,7 @@ class NodeAgent:
             facts=Facts(signals=signals),
             grace_s=self.args.grace_s,
             verdict_s=VERDICT_S if self.is_last else SILENCE_S,
-            query=Query(here, hosts, peers, self.say, folder, self.args.hang_s),
+            query=Query(here, hosts, peers, self.say, folder),
             snapshots=self.snapshots,
             on_beat=self._on_beat,
         )

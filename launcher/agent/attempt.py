@@ -281,10 +281,7 @@ class Attempt:
         if self.is_first_node and not self.facts.failures:
             suspect = find_straggler([here, *map(self.stragglers.get, self.peers)])
             if suspect is not None and suspect.is_stuck:
-                if suspect.is_counted:
-                    self.query.ask_about(suspect)
-                else:
-                    self._end_all_stuck(suspect.rank)
+                self.query.ask_about(suspect)
 
     def _end_all_stuck(self, suspect: int) -> None:
         self.send_all(EndRanks(suspect))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from distributed.heartbeat import RECORD, STACK_SIGNAL, Beat, name_record, stack_file_of
+from distributed.heartbeat import LIMITS, RECORD, STACK_SIGNAL, Beat, name_record, stack_file_of
 from launcher import failure, processes
 from launcher.agent import verdict
 from launcher.agent.diagnosis import collectives, stuck
@@ -159,7 +159,7 @@ class NodeRanks:
             is_stuck=beat.silence_s > beat.limit_s,
             is_stopped=processes.is_stopped(each.pid),
             silence_s=beat.silence_s,
-            is_counted=beat.is_counted,
+            ends_run=beat.limit_by > 0 or not beat.is_counted,
         )
 
     def describe_end(self, each: Rank) -> Failure:
@@ -191,8 +191,7 @@ class NodeRanks:
         cause = f"no sign of life for {beat.silence_s:.0f} s"
         if processes.is_stopped(named.pid):
             cause += f", {stuck.STOPPED}"
-        limit = "HANG_SECONDS" if beat.is_counted else "distributed.hang_seconds"
-        cause += f"; the limit, {limit}, is {beat.limit_s:.0f} s"
+        cause += f"; {LIMITS[beat.limit_by]} is {beat.limit_s:.0f} s"
         unknown = self._unknown_failure(named)  # a rank that is continued may go on
         stacks = self.stacks(are_ending=True)
         return replace(

@@ -36,7 +36,6 @@ class Query:
     peers: Mapping[int, Peer]
     show: Callable[[str], None]
     folder: Path | None  # of the run; None: it has none
-    hang_s: float  # a silence that ends a run whose steps are counted; 0: none does
     _look: Deadline = field(default_factory=Deadline)  # for the file, on node rank 0
     _start: Deadline = field(default_factory=Deadline)
     _end: Deadline = field(default_factory=Deadline)  # no more waiting for other nodes
@@ -58,7 +57,7 @@ class Query:
         self._start.set_within(0.0)
 
     def ask_about(self, suspect: RankState) -> None:
-        """Tell of a silence, once."""
+        """Tell of a silence, or end the run for it, once."""
         if self._known != suspect.progress:
             self._silent, self._known = suspect, suspect.progress
             self.ask()
@@ -110,11 +109,11 @@ class Query:
         unheard = [self.hosts[node] for node in self.peers if node not in self._told]
         silent, self._silent = self._silent, None
         self._told.clear()
-        odd = stuck.find_odd(places)
-        if silent is not None and self.hang_s:
-            return silent.rank if odd is None else odd
         head = "where the ranks are, innermost call first:"
         if silent is not None:
+            odd = stuck.find_odd(silent, places)
+            if silent.ends_run:
+                return silent.rank if odd is None else odd
             step = f"no step for {silent.silence_s:.0f} s, over 10 times the longest, after step"
             who = "all ranks are in one place" if odd is None else f"rank {odd} is behind"
             again = f"kill -QUIT {os.getppid()} shows it again, HANG_SECONDS would end the run"

@@ -58,7 +58,6 @@ class Arguments:
     place: int  # the node rank given: another may follow
     num_spares: int  # agents beyond `num_nodes`, which wait
     min_nodes: int  # with which the run goes on without a spare; 0: it replaces no node
-    hang_s: float  # silence that ends the run of a script that does not beat; 0: none does
     redirected: Sequence[Std]  # by local rank: streams that go to files of their own alone
     teed: Sequence[Std]  # streams that do so, too
     numa_binding: str  # empty: none
@@ -125,7 +124,6 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         place=args.node_rank,
         num_spares=spares,
         min_nodes=min_nodes,
-        hang_s=float(os.environ.get("HANG_SECONDS") or 0),
         has_virtual_ranks=_has_virtual_ranks(args, nproc),
         numa_binding=vars(args).get("numa_binding") or os.environ.get("NUMA_BINDING", ""),
         redirected=_streams(args.redirects, nproc),

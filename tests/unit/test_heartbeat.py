@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from distributed import heartbeat
-from distributed.heartbeat import Beat, Heart, beat
+from distributed.heartbeat import LIMITS, Beat, Heart, beat
 from launcher import failure
 from launcher.agent.diagnosis import stuck
 from launcher.agent.node_ranks import Heartbeats
@@ -76,6 +76,21 @@ def test_the_limit_comes_from_the_longest_silence_or_is_given(
     assert beats.read(1).limit_s == 5
     now += 6
     assert beats.read(1).silence_s == 6
+
+
+def test_the_limit_is_the_scripts_own_else_the_variable(
+    beats: Heartbeats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HANG_SECONDS", "20")
+    limits = []
+    for given in (None, 5, None):
+        beat(1, hang_seconds=given)
+        record = beats.read(1)
+        limits.append(f"{LIMITS[record.limit_by]} is {record.limit_s:.0f} s")
+    assert limits == [
+        "the limit, HANG_SECONDS, is 20 s",
+        *2 * ["the limit, hang_seconds, is 5 s"],
+    ]
 
 
 @pytest.mark.usefixtures("beats")

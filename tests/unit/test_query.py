@@ -17,7 +17,6 @@ from ports import free_port
 from torch.optim.optimizer import Optimizer
 
 from distributed.heartbeat import Beat, Heart, find_record
-from launcher.agent.diagnosis.stuck import find_odd
 from launcher.agent.node_ranks import Heartbeats, NodeRanks
 from launcher.agent.nodes.protocol import MESSAGES, NodeStacks
 from launcher.agent.query import Query
@@ -56,6 +55,33 @@ def test_the_rank_that_hangs_is_named_with_its_step(
     assert "no sign of life for " in block and "; the limit, HANG_SECONDS, is 6 s" in block
     assert f"in {'read_batch' if where == 'data' else 'validate'}" in block.splitlines()[2]
     assert run.process.returncode == 137
+
+
+def test_of_ranks_with_equal_beats_the_one_that_does_not_wait_is_named(
+    runs: list[Run], tmp_path: Path
+) -> None:
+    """Rank 1 hangs although its last beat is the newest."""
+    script = tmp_path / "beating.py"
+    script.write_text(
+        "import time, torch, torch.distributed as dist\n"
+        "from distributed.torch import beat\n"
+        "dist.init_process_group('gloo')\n"
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))\n"
+        "for step in range(10**9):\n"
+        "    hangs = step == 5 and dist.get_rank() == 1\n"
+        "    time.sleep(hangs)\n"
+        "    beat(step)\n"
+        "    time.sleep(1000 * hangs)\n"
+        "    model(torch.ones(1)).backward()\n"
+    )
+    run = Run(["--nproc-per-node=2", str(script)], PYTHONPATH=str(ROOT), HANG_SECONDS="6")
+    runs.append(run)
+    err = run.finish()
+    run.assert_gone()
+    block = err[err.index("FAILED") :]
+    assert block.startswith("FAILED   rank 1 (local rank 1, ") and "[rank-stuck]" in block
+    assert re.search(r"; the limit, HANG_SECONDS, is 6 s\n +\S*beating.py:9 in <module>\n", block)
+    assert re.search(r"^stacks   rank 0: torch/autograd/.* < \S*beating.py:10 in ", block, re.M)
 
 
 def ask_for_stacks(folder: Path, ask: Callable[[], object]) -> str:
@@ -184,7 +210,7 @@ def test_what_another_node_tells_is_shown_harmlessly() -> None:
     told = MESSAGES.read('{"stacks":{"frames":{"7":["\\u001b[2Ja.py:1 in f"]}}}')
     shown: list[str] = []
     ranks = NodeRanks([], Heartbeats(1), 0, "here")
-    query = Query(ranks, ["here", "there"], {1: None}, shown.append, None, 0)  # type: ignore[dict-item]
+    query = Query(ranks, ["here", "there"], {1: None}, shown.append, None)  # type: ignore[dict-item]
     query._told[0] = NodeStacks({})
     query.receive(1, told)
     assert query.on_time() is None
@@ -228,24 +254,3 @@ def test_a_counted_step_costs_under_10_microseconds(tmp_path: Path) -> None:
         fastest = min(fastest, time.perf_counter() - start)
     assert beats.read(0).step == 20_000
     assert fastest < 10e-3
-
-
-REDUCE = ["torch/distributed/distributed_c10d.py:9 in all_reduce", "x.py:4 in step"]
-BACKWARD = ["torch/autograd/graph.py:841 in _engine_run_backward", "x.py:3 in step"]
-
-
-@pytest.mark.parametrize(
-    ("stacks", "odd"),
-    [
-        ({0: REDUCE, 1: ["x.py:9 in read"], 2: REDUCE}, 1),
-        ({0: BACKWARD, 1: REDUCE}, None),  # both wait
-        ({0: REDUCE, 1: REDUCE}, None),
-        ({0: ["x.py:9 in item"], 1: ["x.py:9 in item"], 2: ["x.py:7 in read"]}, 2),
-        ({0: REDUCE, 1: []}, 1),  # it does not answer
-        ({}, None),
-    ],
-)
-def test_the_rank_that_is_not_where_the_others_wait(
-    stacks: dict[int, list[str]], odd: int | None
-) -> None:
-    assert find_odd(stacks) == odd

@@ -68,6 +68,24 @@ def test_a_timeout_alone_is_the_time_to_join_too(
     assert load(config, given).distributed.join_timeout == join
 
 
+@pytest.mark.parametrize(
+    ("variable", "given", "limit"),
+    [("", [], 7), ("20", [], None), ("20", ["distributed.hang_seconds=9"], 9)],
+)
+def test_the_variable_wins_over_the_configs_hang_seconds(
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    given: list[str],
+    limit: float | None,
+) -> None:
+    """None: a rank's beats read the variable."""
+    monkeypatch.setenv("HANG_SECONDS", variable)
+    with (config.parent / "base.yaml").open("a") as file:
+        print("distributed: {hang_seconds: 7}", file=file)
+    assert load(config, given).distributed.hang_seconds == limit
+
+
 def test_a_number_in_exponent_form_is_a_number(config: Path) -> None:
     assert load(config).train.learning_rate == 0.001
 

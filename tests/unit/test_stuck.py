@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher.agent.diagnosis import stuck
-from launcher.agent.diagnosis.stuck import RankState, find_straggler
+from launcher.agent.diagnosis.stuck import STOPPED, RankState, find_odd, find_straggler
 
 
 def rank(
@@ -57,6 +57,39 @@ def of_node(*ranks: RankState) -> RankState | None:
 def test_the_rank_that_holds_up_the_run(nodes: list[RankState | None], number: int | None) -> None:
     found = find_straggler(nodes)
     assert (found.rank if found and found.is_stuck else None) == number
+
+
+REDUCE = ["torch/distributed/distributed_c10d.py:9 in all_reduce", "x.py:4 in step"]
+BACKWARD = ["torch/autograd/graph.py:841 in _engine_run_backward", "x.py:3 in step"]
+READ, ITEM = ["x.py:7 in read"], ["x.py:9 in item"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "stacks", "odd"),
+    [
+        ([of_node(rank(0, 5, 70), rank(1, 5, 61))], [BACKWARD, READ], 1),
+        (
+            [of_node(rank(0, 5, 70)), of_node(rank(1, 5, 61), rank(2, 5, 61))],
+            [REDUCE, REDUCE, READ],
+            2,
+        ),
+        ([of_node(rank(0, 5), rank(1, 5))], [BACKWARD, REDUCE], None),  # both wait
+        ([of_node(rank(0, 5), rank(1, 5))], [REDUCE, REDUCE], None),
+        ([of_node(rank(0, 5), rank(1, 5), rank(2, 5))], [ITEM, ITEM, READ], 2),
+        ([of_node(rank(0, 5), rank(1, 5))], [REDUCE, []], 1),  # it does not answer
+        ([of_node(rank(0, 5), rank(1, 5))], [], None),
+        ([of_node(rank(0, 5), rank(1, 4))], [ITEM, REDUCE], 1),  # progress comes first
+        ([of_node(rank(0, 5)), of_node(rank(1, 4))], [ITEM, READ], 1),
+        ([of_node(rank(0, 5, 70), rank(1, 5, is_stopped=True))], [ITEM, [STOPPED]], 1),
+    ],
+)
+def test_the_rank_that_the_others_wait_for(
+    nodes: list[RankState | None], stacks: list[list[str]], odd: int | None
+) -> None:
+    """Of those furthest behind, the one that is not where the others wait."""
+    straggler = find_straggler(nodes)
+    assert straggler is not None
+    assert find_odd(straggler, dict(enumerate(stacks))) == odd
 
 
 def test_a_stack_is_read_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

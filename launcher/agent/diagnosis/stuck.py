@@ -33,7 +33,8 @@ class RankState:
     is_stuck: bool  # it has been silent for longer than its limit
     is_stopped: bool  # its process is stopped (SIGSTOP)
     silence_s: float  # since its last beat; 0 before its first
-    is_counted: bool = False  # by the steps of its optimizer: it may be behind within a step
+    ends_run: bool = True  # its silence; that of a script that does not beat may only be told
+    equals: tuple[int, ...] = ()  # the ranks that are as far behind, of a straggler
 
 
 def find_straggler(ranks: Sequence[RankState | None]) -> RankState | None:
@@ -49,7 +50,8 @@ def find_straggler(ranks: Sequence[RankState | None]) -> RankState | None:
     progress = min(one.progress for one in known)
     last = [one for one in known if one.progress == progress]
     straggler = max(last, key=lambda one: (one.is_stopped, one.silence_s))
-    return replace(straggler, is_stuck=all(one.is_stuck for one in last))
+    equals = tuple(rank for one in last for rank in one.equals or (one.rank,))
+    return replace(straggler, is_stuck=all(one.is_stuck for one in last), equals=equals)
 
 
 def sizes_of(files: Sequence[Path]) -> list[int]:
@@ -94,12 +96,16 @@ def group_stacks(stacks: Mapping[int, Sequence[str]]) -> list[str]:
     return [f"{name_ranks(numbers)}: {place}" for place, numbers in by_size]
 
 
-def find_odd(stacks: Mapping[int, Sequence[str]]) -> int | None:
-    """Return the rank that the others wait for, by where each is; None where that does not tell.
+def find_odd(straggler: RankState, stacks: Mapping[int, Sequence[str]]) -> int | None:
+    """Return the rank that the others wait for; None where neither progress nor stacks tell.
 
-    It is one that does not wait in a collective itself, and of several one that few are with.
+    Of the ranks as far behind as the straggler it is the stopped one, else one that does not wait
+    in a collective itself, and of several one that few are with.
     """
-    places = Counter(tuple(frames) for frames in stacks.values())
-    busy = [rank for rank, frames in stacks.items() if not "".join(frames[:1]).startswith(_WAITING)]
-    odd = min(busy, key=lambda rank: places[tuple(stacks[rank])], default=None)
+    if straggler.is_stopped or len(straggler.equals) == 1:
+        return straggler.rank
+    last = {rank: tuple(stacks[rank]) for rank in straggler.equals if rank in stacks}
+    places = Counter(last.values())
+    busy = [rank for rank, frames in last.items() if not "".join(frames[:1]).startswith(_WAITING)]
+    odd = min(busy, key=lambda rank: places[last[rank]], default=None)
     return odd if len(places) > 1 else None

@@ -34,7 +34,6 @@ class StepCounter:
         self._heart: Heart | None = heart
         self._counts: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._step = 0
-        self._hang_seconds = float(os.environ.get("HANG_SECONDS") or 0) or None
 
     def stop(self) -> None:
         """Count no more."""
@@ -49,4 +48,4 @@ class StepCounter:
             return
         count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         self._step = max(self._step, count)
-        self._heart.beat(self._step, None, self._hang_seconds)
+        self._heart.beat(self._step, None, None)
