@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests/unit"
 ROWS = (
     *("launch", "failure block", "restart", "train.py", "FSDP", "snapshots", "hang", "self-test"),
-    *("torchrun", "torch.distributed.launch", "shapes"),
+    *("torchrun", "torch.distributed.launch", "shapes", "names"),
 )
 PACKAGES = re.compile(r"^(?:PyYAML|pydantic|pytest|pytest-xdist|hypothesis)==.*$", re.M)
 # In the lines that pytest begins with E: a refusal, the cause in a failure block, any other.

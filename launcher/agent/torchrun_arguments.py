@@ -34,6 +34,7 @@ _FIRST_TORCH = {  # that has an option of torchrun
     "--virtual-local-rank": "2.10",
     "--shutdown-timeout": "2.12",
 }
+_PORT = 29500  # torchrun's
 _BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
@@ -80,7 +81,7 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
 
     Raises ValueError, one line with cause and cure, where a number is out of range.
     """
-    args, unknown = torchrun.get_args_parser().parse_known_args(arguments)
+    args, unknown = _parser().parse_known_args(arguments)
     if unknown:
         raise ValueError(_no_option(unknown[0]))
     spares = int(os.environ.pop("SPARES", "") or 0)  # no rank needs it
@@ -137,6 +138,14 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
     ), beyond_static
 
 
+def _parser() -> argparse.ArgumentParser:
+    """Return torchrun's parser, which tells whether a port was given; older torch's does not."""
+    parser = torchrun.get_args_parser()
+    if parser.get_default("master_port") == _PORT:  # from PET_MASTER_PORT it is a string
+        parser.set_defaults(master_port=None)
+    return parser
+
+
 def _no_option(word: str) -> str:
     option = word.partition("=")[0].replace("_", "-")
     first = _FIRST_TORCH.get(option)
@@ -149,7 +158,7 @@ def _place_in_step(args: argparse.Namespace, spares: int) -> bool:
 
     So many of the step's nodes are spares, the last.
     """
-    usual = vars(torchrun.get_args_parser().parse_args(["script"]))
+    usual = vars(_parser().parse_args(["script"]))
     names = ("nnodes", "node_rank", "master_addr", "rdzv_endpoint", "rdzv_backend", "standalone")
     step = slurm_node(os.environ)
     if step is None or any(getattr(args, name) != usual[name] for name in names):
@@ -202,8 +211,8 @@ def _master(args: argparse.Namespace, num_nodes: int) -> tuple[str, int]:
         return "127.0.0.1", 0
     if args.rdzv_endpoint:
         host, _, port = args.rdzv_endpoint.rpartition(":")
-        return (host.strip("[]"), int(port)) if host else (args.rdzv_endpoint, 29500)
-    default_port = 0 if num_nodes == 1 else 29500
+        return (host.strip("[]"), int(port)) if host else (args.rdzv_endpoint, _PORT)
+    default_port = 0 if num_nodes == 1 else _PORT
     port = default_port if args.master_port is None else args.master_port
     return args.master_addr.strip("[]"), port
 

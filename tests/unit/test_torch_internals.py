@@ -34,6 +34,8 @@ UNDOCUMENTED = (
     "torch.distributed.elastic.rendezvous.utils",
 )
 
+pytestmark = pytest.mark.another_torch("names")
+
 
 # --- who uses them ------------------------------------------------------------------------------
 
@@ -198,6 +200,28 @@ def test_binding_to_cpus_is_refused_where_torch_cannot(monkeypatch: pytest.Monke
     monkeypatch.setattr(fork, "has_numa_binding", False)
     with pytest.raises(Refused, match=r"^this torch cannot bind ranks; install torch 2.9 or newer"):
         fork.cpus_of_ranks("node", 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "words", "port"),
+    [
+        ("", [], 0),
+        ("", ["--master-port=29500"], 29500),
+        ("", ["--nnodes=2"], 29500),
+        ("29500", [], 29500),
+    ],
+)
+def test_one_node_has_any_free_port_although_old_torchrun_has_a_default(
+    monkeypatch: pytest.MonkeyPatch, given: str, words: str, port: int
+) -> None:
+    if given:
+        monkeypatch.setenv("PET_MASTER_PORT", given)
+    parser = torchrun.get_args_parser()
+    if not given:
+        parser.set_defaults(master_port=29500)  # before torch 2.12
+    monkeypatch.setattr(torchrun, "get_args_parser", lambda: parser)
+    args, _ = torchrun_arguments.parse([*words.split(), "script.py"])
+    assert args.master_port == port
 
 
 @pytest.mark.parametrize(
