@@ -70,10 +70,12 @@ def _open_store(env: Environment, timeout_s: float) -> TCPStore:
             wait_for_workers=False,
             multi_tenant=not env.agent_store,  # as torch's own env:// does
         )
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" in str(error):
+    except RuntimeError as error:
+        if "EADDRINUSE" in str(error):  # before torch 2.5 no DistNetworkError
             cause = f"cannot serve {at}; set another MASTER_PORT"
             raise with_fault(OSError, "port-in-use", cause) from error
+        if not isinstance(error, dist.DistNetworkError):
+            raise
         me = f"rank {env.rank} on {socket.gethostname()}"
         cause = f"{me} found nobody at {at} within {timeout_s:g} s"
         cure = "check that rank 0 starts there and that this host can reach it"

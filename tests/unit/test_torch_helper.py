@@ -276,13 +276,25 @@ def test_gpu_used_twice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.fullmatch(message, faults[2][1])
 
 
-def _join_at_a_taken_port() -> None:
+def _old_store(*args: Any, **options: Any) -> TCPStore:
+    """torch's store as it was before 2.5."""
+    try:
+        return TCPStore(*args, **options)
+    except dist.DistNetworkError as error:
+        raise RuntimeError(str(error)) from error
+
+
+def _join_at_a_taken_port(is_old: bool) -> None:
+    if is_old:
+        vars(rendezvous)["TCPStore"] = _old_store
     with socket.create_server(("", int(os.environ["MASTER_PORT"]))):
         helper.init_distributed(join_timeout_s=5)
 
 
-def test_taken_port_is_named() -> None:
-    (error,) = run_ranks(_join_at_a_taken_port, ranks=[0], world_size=2)
+@pytest.mark.another_torch("torchrun")
+@pytest.mark.parametrize("is_old", [False, True])
+def test_taken_port_is_named(is_old: bool) -> None:
+    (error,) = run_ranks(_join_at_a_taken_port, is_old, ranks=[0], world_size=2)
     assert re.fullmatch(
         r"OSError: cannot serve 127.0.0.1:\d+; set another MASTER_PORT \[port-in-use\]", error
     )

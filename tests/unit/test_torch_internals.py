@@ -201,17 +201,26 @@ def test_binding_to_cpus_is_refused_where_torch_cannot(monkeypatch: pytest.Monke
         fork.cpus_of_ranks("node", 2)
 
 
-@pytest.mark.parametrize(("given", "port"), [({}, 0), ({"PET_MASTER_PORT": "29500"}, 29500)])
-def test_a_port_that_nobody_gave_is_any_free_one(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], port: int
+@pytest.mark.parametrize(
+    ("given", "words", "port"),
+    [
+        ("", [], 0),
+        ("", ["--master-port=29500"], 29500),
+        ("", ["--nnodes=2"], 29500),
+        ("29500", [], 29500),
+    ],
+)
+def test_one_node_has_any_free_port_although_old_torchrun_has_a_default(
+    monkeypatch: pytest.MonkeyPatch, given: str, words: str, port: int
 ) -> None:
-    """Before torch 2.9, torchrun's default is 29500."""
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
+    if given:
+        monkeypatch.setenv("PET_MASTER_PORT", given)
     parser = torchrun.get_args_parser()
-    parser.set_defaults(master_port=29500)
+    if not given:
+        parser.set_defaults(master_port=29500)  # before torch 2.12
     monkeypatch.setattr(torchrun, "get_args_parser", lambda: parser)
-    assert torchrun_arguments.parse(["script.py"])[0].master_port == port
+    args, _ = torchrun_arguments.parse([*words.split(), "script.py"])
+    assert args.master_port == port
 
 
 @pytest.mark.parametrize(
