@@ -211,7 +211,7 @@ def test_binding_to_cpus_is_refused_where_torch_cannot(monkeypatch: pytest.Monke
     ],
 )
 def test_one_node_has_any_free_port_although_old_torchrun_has_a_default(
-    monkeypatch: pytest.MonkeyPatch, given: str, words: str, port: int
+    monkeypatch: pytest.MonkeyPatch, given: str, words: list[str], port: int
 ) -> None:
     if given:
         monkeypatch.setenv("PET_MASTER_PORT", given)
@@ -219,7 +219,7 @@ def test_one_node_has_any_free_port_although_old_torchrun_has_a_default(
     if not given:
         parser.set_defaults(master_port=29500)  # before torch 2.12
     monkeypatch.setattr(torchrun, "get_args_parser", lambda: parser)
-    args, _ = torchrun_arguments.parse([*words.split(), "script.py"])
+    args, _ = torchrun_arguments.parse([*words, "script.py"])
     assert args.master_port == port
 
 
