@@ -30,7 +30,7 @@ REFUSED = re.compile(
     r"^E +(?:AssertionError: |cause +)?(.*; install (?:torch )?[\d.]+ or newer.*)$", re.M
 )
 CAUSE = re.compile(r"^E .*cause    (\S[^\n\\]*)", re.M)
-LINE = re.compile(r"^E +(?!assert |\+ +(?:where|and) )(\S.*)$", re.M)
+LINE = re.compile(r"^E +(?!assert |\.\.\.|\+ +(?:where|and) )(\S.*)$", re.M)
 Row = dict[str, str]
 
 

@@ -135,7 +135,7 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
 
 def _read(arguments: Sequence[str]) -> argparse.Namespace:
     parser = torchrun.get_args_parser()
-    parser.set_defaults(master_port=os.environ.get("PET_MASTER_PORT"))  # before torch 2.9: 29500
+    parser.set_defaults(master_port=os.environ.get("PET_MASTER_PORT"))  # before torch 2.12: 29500
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
         raise ValueError(_no_option(unknown[0]))

@@ -28,7 +28,8 @@ class Mine:
     pass
 
 assert pickle.loads(pickle.dumps(Mine())).__class__ is Mine
-older = sys.modules.get("torch.distributed.nn.jit.instantiator")  # adds a folder to the path
+older = sys.modules.get("torch.distributed.nn.jit.instantiator")
+added = getattr(older, "INSTANTIATED_TEMPLATE_DIR_PATH", "")  # to the path, by an older torch
 seen = {
     "name": __name__,
     "file": __file__,
@@ -36,7 +37,7 @@ seen = {
     "spec": repr(__spec__ and __spec__.name),
     "package": __package__,
     "argv": sys.argv,
-    "path": [one for one in sys.path if not older or one != older.INSTANTIATED_TEMPLATE_DIR_PATH],
+    "path": [folder for folder in sys.path if folder != added],
     "cwd": os.getcwd(),
     "stdin": sys.stdin.read(),
     "process": multiprocessing.current_process().name,

@@ -92,8 +92,8 @@ LONG = [
     (2, "strategy=fsdp train.activation_checkpointing=full"),
     (2, "strategy=ddp train.activation_checkpointing=2"),
     (2, "strategy=ddp train.compile=true"),
+    (2, "strategy=fsdp train.compile=true train.activation_checkpointing=full"),
 ]
-COMPILED = (2, "strategy=fsdp train.compile=true train.activation_checkpointing=full")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,6 @@ COMPILED = (2, "strategy=fsdp train.compile=true train.activation_checkpointing=
     [
         (2, "strategy=ddp static_graph=true bucket_cap_mb=0.01"),
         pytest.param(4, "strategy=fsdp fsdp.shard=2 train.grad_accumulation=2", marks=FSDP),
-        pytest.param(*COMPILED, marks=[FSDP, pytest.mark.long]),
         *(pytest.param(*case, marks=pytest.mark.long) for case in LONG),
     ],
 )
