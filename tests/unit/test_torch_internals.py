@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import socket
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -221,6 +222,20 @@ def test_one_node_has_any_free_port_although_old_torchrun_has_a_default(
     monkeypatch.setattr(torchrun, "get_args_parser", lambda: parser)
     args, _ = torchrun_arguments.parse([*words, "script.py"])
     assert args.master_port == port
+
+
+def test_a_script_can_configure_logging_although_the_agent_has_logged(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import logging\nlogging.basicConfig(level='INFO')\nlogging.info('seen')\n")
+    code = (
+        "import logging, runpy, sys\n"
+        "logging.info('this adds a handler')\n"  # as torchrun does before torch 2.6
+        "sys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    words = [sys.executable, "-c", code, str(ROOT / "scripts/lib/agent.py"), str(script)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "INFO:root:seen\n")
 
 
 @pytest.mark.parametrize(

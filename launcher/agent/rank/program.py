@@ -16,6 +16,7 @@ import functools
 import importlib.machinery
 import io
 import json
+import logging
 import os
 import random
 import runpy
@@ -99,6 +100,7 @@ def run_and_exit(
         torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
     _renew_streams()
     _renew_seeds()
+    logging.getLogger().handlers.clear()  # torchrun's, before torch 2.6: no basicConfig would help
     count_steps()
     answer_requests()
     _hide_the_agent(program)
