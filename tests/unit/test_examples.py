@@ -61,7 +61,6 @@ def test_the_minimal_one_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.another_torch("train.py")
 def test_the_resumable_one_ends_with_the_weights_of_an_uninterrupted_run(tmp_path: Path) -> None:
     script = str(ROOT / "examples/resumable.py")
     words = ("-", "2", "--", str(STEPS))
