@@ -7,6 +7,7 @@ nothing is said of it, each torch from 2.4 to 2.15 has it.
 from __future__ import annotations
 
 import importlib.util
+import sys
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -83,6 +84,15 @@ def cpus_near_gpu(mode: str, gpu: int) -> set[int]:
 
     options = binding.NumaOptions(binding.AffinityMode(mode))
     return binding._get_logical_cpus_to_bind_to(gpu_index=gpu, numa_options=options)
+
+
+def reports_leaks() -> bool:
+    """Return whether nanobind is in use, as by the Triton of torch 2.15.
+
+    When a process ends, it writes what has not been freed, which is all that is frozen.
+    """
+    triton = sys.modules.get("triton._C.libtriton")
+    return any(type(one).__module__ == "nanobind" for one in vars(triton or types).values())
 
 
 # --- tensors and models -------------------------------------------------------------------------

@@ -224,6 +224,26 @@ def test_one_node_has_any_free_port_although_old_torchrun_has_a_default(
     assert args.master_port == port
 
 
+@pytest.mark.parametrize(("kind", "is_thawed"), [("nanobind", True), ("builtins", False)])
+def test_a_rank_frees_all_at_its_end_where_a_library_reports_leaks(
+    tmp_path: Path, kind: str, is_thawed: bool
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import gc, sys, types
+class Last:
+    def __del__(self, count=gc.get_freeze_count):
+        print(count() == 0, flush=True)
+bound = type("nb_func", (), {{"__module__": {kind!r}}})()
+sys.modules["triton._C.libtriton"] = types.SimpleNamespace(bound=bound)
+assert gc.get_freeze_count() > 0
+last = Last()
+""")
+    words = [sys.executable, str(ROOT / "scripts/lib/agent.py"), str(script)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{is_thawed}\n"), done.stderr
+
+
 def test_a_script_can_configure_logging_although_the_agent_has_logged(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import logging\nlogging.basicConfig(level='INFO')\nlogging.info('seen')\n")

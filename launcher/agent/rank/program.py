@@ -13,6 +13,7 @@ import builtins
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib.machinery
 import io
 import json
@@ -36,7 +37,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from distributed.stop_signals import QUERY, handled_signals
-from distributed.torch_internals import is_lost_by_fork, process_groups
+from distributed.torch_internals import is_lost_by_fork, process_groups, reports_leaks
 from launcher import processes
 from launcher.agent.output.stream import say
 from launcher.agent.rank.flight_recorder import answer_requests
@@ -107,6 +108,8 @@ def run_and_exit(
     kept = _keep_groups()
     code = _execute(program)
     kept.clear()
+    if reports_leaks():
+        gc.unfreeze()
     time.sleep(0.001)  # without the GIL: torch's threads drop what they hold, and do not abort
     sys.exit(code)
 
