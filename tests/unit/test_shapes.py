@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,10 @@ import shapes
 from ports import free_port
 from shape_runs import Launchers, Outcome, Shape, differences, lines_of
 
-SAMPLE = ("debugged.py",)  # of make test
+TORCHS = {
+    *("ddp.py", "ordinary.py", "nano/train.py", "fsdp2.py", "tensor_parallel.py", "compiled.py"),
+    *("early_variables.py", "raises.py"),
+}
 LIKE = Outcome(0, ["a 1", "b"], ["warned"], {"out/x": "hash", "time": "1"})
 
 
@@ -44,22 +48,19 @@ def test_lines_without_labels() -> None:
     assert lines_of("[rank0-1,3] a\n[rank1]: Traceback\n") == ["Traceback", "a", "a", "a"]
 
 
+def cases() -> Iterator[object]:
+    """Yield a sample for make test, and what another torch can break."""
+    for shape in shapes.SHAPES:
+        script = shape.words[0]
+        if script == "debugged.py":
+            yield pytest.param(shape, id=script)
+        elif script in TORCHS and not shape.restarts:  # at which torchrun itself often fails
+            row = pytest.mark.another_torch("launch" if script == "ddp.py" else "shapes")
+            yield pytest.param(shape, id=shape.name, marks=[pytest.mark.long, row])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param(
-            one,
-            id=one.name,
-            marks=[
-                pytest.mark.another_torch("launch" if one.words[0] == "ddp.py" else "shapes"),
-                *([] if one.words == SAMPLE else [pytest.mark.long]),
-            ],
-        )
-        for one in shapes.SHAPES
-        if not one.needs and not one.restarts  # torchrun itself often fails at a restart
-    ],
-)
+@pytest.mark.parametrize("shape", [*cases()])
 def test_a_shape_is_as_under_torchrun(shape: Shape) -> None:
     launchers = Launchers(Path(sys.executable), has_cluster=False, port=free_port())
     (cell, *_) = shapes.look(shape, launchers)
