@@ -304,10 +304,10 @@ def stop_and_resume(machine: Machine) -> str:
     losses = [machine.train(run_id, *STEPS)[-1]["loss"] for run_id in ("whole", "twice")]
     words = [*STEPS, f"checkpoint.dir={machine.folder / 'checkpoints'}", "tracking=[]"]
     stopped = machine.start([TRAIN, SMALL_CONFIG, "1", *words], RUN_ID="parts")
-    while stopped.poll() is None and not machine.metrics("parts"):
+    while stopped.poll() is None and not machine.metrics("parts") and machine.left() > 0:
         time.sleep(0.02)
     stopped.send_signal(signal.SIGTERM)
-    stopped.communicate(timeout=machine.left())
+    stopped.communicate(timeout=max(1.0, machine.left()))
     at = os.readlink(machine.folder / "checkpoints/parts/latest")
     losses.append(machine.train("parts", *STEPS)[-1]["loss"])
     hashes = [hash_of(machine, run_id) for run_id in ("whole", "twice", "parts")]
