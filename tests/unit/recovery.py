@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from agents import AGENT, ROOT, Run, kill_what_is_left
+from agents import AGENT, PATIENCE_S, ROOT, Run, kill_what_is_left
 from ports import free_port
 
 from distributed.checkpoint import load, weights_hash
@@ -178,7 +178,7 @@ def snapshots_on(run: Run) -> list[int]:
 
 def await_snapshots(run: Run, step: int, parts: int = 1) -> None:
     """Wait until an agent holds so many parts of snapshots of a step or later ones."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while sum(one >= step for one in snapshots_on(run)) < parts:
         assert time.monotonic() < deadline and run.process.poll() is None
         time.sleep(0.05)

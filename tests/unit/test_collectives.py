@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from agents import Run
+from agents import PATIENCE_S, Run
 from test_query import ask_for_stacks
 
 from launcher.agent.diagnosis import collectives
@@ -130,7 +130,7 @@ def test_a_collective_that_one_rank_leaves_out_is_named(runs: list[Run], tmp_pat
         "rank 1 last called #30 all_reduce of [4] Float\n"
     )
     while wanted not in told:  # at first they may not wait yet
-        assert time.monotonic() - began < 20, told
+        assert time.monotonic() - began < PATIENCE_S, told
         told = ask_for_stacks(tmp_path / "x", (tmp_path / "x/stacks").touch)
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from agents import PATIENCE_S
 
 from launcher.fanout import terminal
 from launcher.fanout.terminal import BACKLOG_BYTES, Terminal, Terminals
@@ -42,7 +43,7 @@ def test_a_stuck_reader_is_told_what_it_missed(monkeypatch: pytest.MonkeyPatch) 
     began = time.monotonic()
     for _ in range(NUMBER):
         screen.show(LINE, None)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < PATIENCE_S
 
     def end() -> None:
         screen.drain(10)

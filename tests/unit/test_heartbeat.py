@@ -93,6 +93,8 @@ def test_the_limit_is_the_scripts_own_else_the_variable(
     ]
 
 
+@pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.usefixtures("beats")
 def test_a_beat_costs_under_10_microseconds() -> None:
     fastest = 1.0

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import AGENT, ROOT, Run, kill_what_is_left
+from agents import AGENT, PATIENCE_S, ROOT, Run, kill_what_is_left
 from job_tools import make_tool
 
 from distributed.errors import Refused
@@ -58,7 +58,7 @@ def read() -> dict[str, Any]:
 
 
 def wait_until(name: str, value: object) -> dict[str, Any]:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while (record := read())[name] != value:
         assert time.monotonic() < deadline, record
         time.sleep(0.05)

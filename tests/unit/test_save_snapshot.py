@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from agents import GONE_WITHIN_S
+from agents import PATIENCE_S
 from recovery import Job, ranks_below
 from test_checkpoint import make_state
 from test_snapshot import names_of
@@ -130,7 +130,7 @@ def test_an_agent_that_saves_ends_with_its_guardian(tmp_path: Path) -> None:
     taken = ("checkpoint.snapshot_every=5", "checkpoint.every=0")
     process = job.start("slow", 1, *taken, FAULT="SIGKILL 0 46", PACE="0.05")
     agent, rank, folder = 0, [0], job.folder / "checkpoints/slow"
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE_S
     while not (folder / "lock").exists() or not (rank := ranks_below(process.pid)):
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -140,7 +140,7 @@ def test_an_agent_that_saves_ends_with_its_guardian(tmp_path: Path) -> None:
         assert time.monotonic() < until and process.poll() is None
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
-    left, until = [agent, *processes.descendants(agent)], time.monotonic() + GONE_WITHIN_S
+    left, until = [agent, *processes.descendants(agent)], time.monotonic() + PATIENCE_S
     while any(processes.start_ticks(pid) for pid in left):
         assert time.monotonic() < until
         time.sleep(0.01)

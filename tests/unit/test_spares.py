@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from agents import Run, kill_what_is_left
+from agents import PATIENCE_S, Run, kill_what_is_left
 from ports import free_port
 
 from launcher.agent.assignment import Seat
@@ -77,7 +77,7 @@ def seen(folder: Path, attempt: int) -> list[str]:
 
 def ready(folder: Path, world_size: int, attempt: int = 0) -> None:
     """Wait until all ranks of an attempt have met."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while len(list(filter(None, seen(folder, attempt)))) < world_size:
         assert time.monotonic() < deadline
         time.sleep(0.02)
