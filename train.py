@@ -338,7 +338,9 @@ class Run:
         for label, text in rows:
             print(f"{label:<10} {text}".replace("\n", "\n" + 11 * " "))
         print(f"checkpoint {self.folder / f'step-{step}'}")
-        print(f"logs       {self.logs}: metrics.jsonl, loss.png, config.yaml")
+        names = ("metrics.jsonl", "loss.png", "config.yaml")
+        there = ", ".join(name for name in names if (self.logs / name).exists())
+        print(f"logs       {self.logs}: {there}")
         print(resume.resume_line(self.environment))
 
 

@@ -498,6 +498,26 @@ def test_exit_handlers_of_a_task_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_without_matplotlib_the_last_lines_name_no_picture(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util as util\n"
+        "find = util.find_spec\n"
+        "util.find_spec = lambda name, *rest: name != 'matplotlib' and find(name, *rest) or None\n"
+    )
+    done = subprocess.run(
+        [sys.executable, ROOT / "train.py", "--config", LOCAL3, "train.max_steps=1"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "RUN_ID": "plain"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "matplotlib is not installed: no picture of the loss\n" in done.stderr
+    assert "\nlogs       logs/plain: metrics.jsonl, config.yaml\n" in done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.alone
 def test_the_end_comes_soon_after_the_last_step(tmp_path: Path) -> None:
     """0.15 s on an idle machine; here in less time than another Python takes to import torch."""
     options = ("train.max_steps=20", "train.global_batch_size=4", "train.eval_every=0")
