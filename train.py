@@ -30,7 +30,7 @@ import logging
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -44,7 +44,7 @@ from distributed.environment import Environment
 from distributed.errors import STOPPED
 from distributed.stop import Stop
 from training import resume
-from training.batches import START, Batches, move, share_of
+from training.batches import START, Batches, fill_up, move, share_of
 from training.config_file import SettingsError
 from training.meter import Meter, Pace, Stopwatch
 from training.model import (
@@ -105,13 +105,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
     run.saver.wait()
     run.progress.close()
     if is_stopped:
-        reason = run.stop.reason or "another rank"
-        log.info(f"stopped    after step {step}, which is saved ({reason})")
-        if "LAUNCH_COMMAND" not in os.environ:  # else the launcher prints it
-            log.info(resume.resume_line(environment))
-        helper.barrier()  # it is saved before the first rank says so
-        helper.beat(saved=step)
-        return STOPPED
+        return run.end_stopped(step)
     if environment.is_main or helper.is_sharded(run.model):
         run.print_summary(step, validated)
     return 0
@@ -271,7 +265,8 @@ class Run:
             model = helper.unwrap(self.model)  # ranks can have different numbers of batches
             model.eval()
             sums: defaultdict[str, float] = defaultdict(float)  # also of the weights
-            for batch, counts in self._validation_batches():
+            ranks = self.environment.world_size if helper.is_sharded(self.model) else 1
+            for batch, counts in fill_up(self.validation, self.task.validation, ranks):
                 helper.beat(step)
                 with autocast(self.settings):
                     found = self.task.evaluate(model, move(batch, helper.device()))
@@ -288,14 +283,6 @@ class Run:
         if self.task.on_validation(step, values):
             self.stop.end()
         return values
-
-    def _validation_batches(self) -> Iterator[tuple[Any, bool]]:
-        """Yield this rank's batches, and whether they count: ranks that share a model keep step."""
-        yield from ((batch, True) for batch in self.validation)
-        samples = self.environment.world_size * (self.validation.batch_size or 1)
-        rounds = math.ceil(len(self.task.validation) / samples)  # type: ignore[arg-type]
-        for _ in range(len(self.validation), rounds if helper.is_sharded(self.model) else 1):
-            yield self.validation.collate_fn([self.task.validation[0]]), False
 
     def save(self, step: int, scores: Mapping[str, Any], *, in_memory: bool = False) -> None:
         """Copy the state now; unless it is only for the memory, write it in the background."""
@@ -323,6 +310,16 @@ class Run:
             "scaler": self.scaler.state_dict(),
             "ended": self.environment.run_id if self.is_over else "",
         }
+
+    def end_stopped(self, step: int) -> int:
+        """Tell that the run was stopped and is saved; returns the exit code."""
+        reason = self.stop.reason or "another rank"
+        log.info(f"stopped    after step {step}, which is saved ({reason})")
+        if "LAUNCH_COMMAND" not in os.environ:  # else the launcher prints it
+            log.info(resume.resume_line(self.environment))
+        helper.barrier()  # it is saved before the first rank says so
+        helper.beat(saved=step)
+        return STOPPED
 
     def print_summary(self, step: int, validated: Mapping[str, float]) -> None:
         """Print how the run ended, on rank 0. Ranks that share a model all compute the summary."""

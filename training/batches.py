@@ -211,6 +211,20 @@ def share_of(dataset: Dataset[Any], rank: int, world_size: int) -> Dataset[Any]:
     return Subset(dataset, range(rank, len(dataset), world_size))  # type: ignore[arg-type]
 
 
+def fill_up(
+    loader: DataLoader[Any], dataset: Dataset[Any], in_step: int
+) -> Iterator[tuple[Any, bool]]:
+    """Yield a rank's batches of its share of a dataset, and whether they count.
+
+    The first is there on every rank; `in_step` ranks share a model and all get the same number.
+    """
+    yield from ((batch, True) for batch in loader)
+    samples = in_step * (loader.batch_size or 1)
+    rounds = math.ceil(len(dataset) / samples) if in_step > 1 else 1  # type: ignore[arg-type]
+    for _ in range(len(loader), rounds):
+        yield loader.collate_fn([dataset[0]]), False
+
+
 def move(batch: Any, device: torch.device) -> Any:
     """Return a batch with all tensors in its tuples, lists and dicts moved to the device."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)

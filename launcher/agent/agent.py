@@ -36,7 +36,8 @@ from launcher.agent.fork import cpus_of_ranks, fork_ranks
 from launcher.agent.link import AgentNote, GuardianLink
 from launcher.agent.node_ranks import Heartbeats, NodeRanks
 from launcher.agent.nodes import checkin, spare
-from launcher.agent.output.stream import NodeLog, say, without_noise
+from launcher.agent.output.noise import without_noise
+from launcher.agent.output.stream import NodeLog, say
 from launcher.agent.output.terminal import Terminal, is_line_open
 from launcher.agent.query import Query
 from launcher.agent.restarts import Restarts

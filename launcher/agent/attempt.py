@@ -247,14 +247,18 @@ class Attempt:
                 self.snapshots.incoming.take(message)
             case NodeBeat() if message.straggler is not None:
                 self.stragglers[node] = message.straggler
-            case EndRanks() if message.stuck >= 0:
-                self._end_stuck(message.stuck)
             case EndRanks():
-                self.term.set_within(0.0)
+                self._end_ranks(message)
             case NodeEnd():
                 self.facts.nodes[node] = message
             case Verdict():
                 self.facts.verdict = message
+
+    def _end_ranks(self, request: EndRanks) -> None:
+        if request.stuck >= 0:
+            self._end_stuck(request.stuck)
+        else:
+            self.term.set_within(0.0)
 
     def send_all(self, message: Message, *, but: Peer | None = None) -> None:
         """Send to every other agent from node rank 0, and from elsewhere to node rank 0's."""

@@ -22,6 +22,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -47,6 +48,35 @@ HAS_TORCH = b"\0"  # begins the file for an agent's last words, after the import
 LATE_S = 15.0  # beyond GRACE, for an agent to end; it may wait for other nodes
 
 
+@dataclass
+class Agent:
+    """The process that this one guards."""
+
+    pid: int
+    notes: socket.socket  # where it notes what it runs
+    words: int  # the file for its last words
+    node_rank: int
+    passed_on: list[int] = field(default_factory=list)  # the signals sent to it
+
+    def send(self, signum: int) -> None:
+        self.passed_on.append(signum)
+        processes.send([self.pid], signum)
+
+    def kill(self) -> None:
+        self.send(signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Death:
+    """What is seen of an agent that has not told its end itself."""
+
+    code: int
+    is_asked: bool  # this process killed it
+    is_out_of_memory: bool  # the kernel has killed something here for lack of memory
+    has_torch: bool  # it had imported torch
+    words: Sequence[str]  # what it said last
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the agent below a guardian; returns the exit code. A rank leaves by SystemExit."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -68,8 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if agent != 0:
         theirs.close()
         close(janitors[1])
-        rank = _node_rank(arguments)
-        code = _guard(agent, ours, handled, control, words, node_rank=rank, client=client)
+        guarded = Agent(agent, ours, words, _node_rank(arguments))
+        code = _guard(guarded, handled, control, client)
         if recorded:  # the run may have ended before it began
             run_json.note_end(Path(recorded), code)
         return code
@@ -182,102 +212,83 @@ def _wait_and_clean(guardian: int, agent: int, token: str) -> NoReturn:
 
 
 def _guard(
-    agent: int,
-    notes: socket.socket,
-    handled: Sequence[signal.Signals],
-    control: Control | None,
-    last_words: int,  # the agent's file for them
-    *,
-    node_rank: int,
-    client: int,
+    agent: Agent, handled: Sequence[signal.Signals], control: Control | None, client: int
 ) -> int:
-    """Wait for the agent's end, then end what is left below; returns the agent's exit code.
-
-    Signals are blocked and taken one by one: a handler could run within another.
-    """
-    passed_on: list[int] = []
+    """Wait for the agent's end, then end what is left below; returns the agent's exit code."""
     memory_kills = count_memory_kills()
-    kill_at = math.inf
-    grace_s = float(os.environ.get("GRACE") or DEFAULT_GRACE_S)
-
-    def kill_agent() -> None:
-        passed_on.append(signal.SIGKILL)
-        processes.send([agent], signal.SIGKILL)
-
     if control is not None:
-        control.follow(kill_agent)
+        control.follow(agent.kill)
     if client:
-        follow_client(client, kill_agent)
-    while (status := dict(processes.reap()).get(agent)) is None:
-        wait_s = min(kill_at - time.monotonic(), LONGEST_WAIT_S)
-        came = signal.sigtimedwait({*handled, QUERY, signal.SIGCHLD}, max(0.0, wait_s))
-        if came is not None and came.si_signo == QUERY and QUERY not in handled:
-            processes.send([agent], QUERY)
-        elif came is not None and came.si_signo != signal.SIGCHLD:
-            passed_on.append(came.si_signo)
-            processes.send([agent], came.si_signo)
-            if came.si_signo != NOTICE:
-                kill_at = min(kill_at, time.monotonic() + grace_s + LATE_S)
-        elif time.monotonic() > kill_at:  # it has been stopped (SIGSTOP), or hangs
-            kill_agent()
-            kill_at = math.inf
+        follow_client(client, agent.kill)
+    status = _await_end(agent, handled)
     left = processes.end_descendants()
     code = processes.exit_code(status)
-    has_torch, words = _show_last_words(last_words)
-    has_failed = code != 0 and not passed_on and (words or not has_torch)
+    has_torch, words = _show_last_words(agent.words)
+    has_failed = code != 0 and not agent.passed_on and (words or not has_torch)
     if os.WIFSIGNALED(status) or has_failed:
-        note = _read_note(notes, node_rank)
+        note = _read_note(agent)
         if note.folder:
-            run_json.note_end(Path(note.folder), code, agent=agent)
-        _report_death(
-            code,
-            note,
-            control,
-            left=len(left),
-            is_asked=os.WTERMSIG(status) in passed_on,
-            is_out_of_memory=count_memory_kills() > memory_kills,
-            has_torch=has_torch,
-            words=words,
-        )
+            run_json.note_end(Path(note.folder), code, agent=agent.pid)
+        is_asked = os.WTERMSIG(status) in agent.passed_on
+        is_out_of_memory = count_memory_kills() > memory_kills
+        death = Death(code, is_asked, is_out_of_memory, has_torch, words)
+        _report_death(death, note, control, left=len(left))
     return code
 
 
-def _report_death(
-    code: int,
-    note: AgentNote,
-    control: Control | None,
-    *,
-    left: int,
-    is_asked: bool,
-    is_out_of_memory: bool,
-    has_torch: bool,
-    words: Sequence[str],  # what it said last
-) -> None:
+def _await_end(agent: Agent, handled: Sequence[signal.Signals]) -> int:
+    """Pass signals on until the agent has ended; returns its status.
+
+    Signals are blocked and taken one by one: a handler could run within another.
+    """
+    kill_at = math.inf
+    grace_s = float(os.environ.get("GRACE") or DEFAULT_GRACE_S)
+    while (status := dict(processes.reap()).get(agent.pid)) is None:
+        wait_s = min(kill_at - time.monotonic(), LONGEST_WAIT_S)
+        came = signal.sigtimedwait({*handled, QUERY, signal.SIGCHLD}, max(0.0, wait_s))
+        if came is not None and came.si_signo == QUERY and QUERY not in handled:
+            processes.send([agent.pid], QUERY)
+        elif came is not None and came.si_signo != signal.SIGCHLD:
+            agent.send(came.si_signo)
+            if came.si_signo != NOTICE:
+                kill_at = min(kill_at, time.monotonic() + grace_s + LATE_S)
+        elif time.monotonic() > kill_at:  # it has been stopped (SIGSTOP), or hangs
+            agent.kill()
+            kill_at = math.inf
+    return status
+
+
+def _report_death(death: Death, note: AgentNote, control: Control | None, *, left: int) -> None:
     """Tell in the agent's place how the run ended: the agent was killed, failed or left early."""
-    by_signal, last = signal_name(code), words[-1] if words else f"exit code {code}"
-    if by_signal:
-        when = "from outside this run" if has_torch else "while it imported torch"
-        fault, cause = "agent-killed", f"{by_signal} to the node agent, {when}"
-    elif has_torch:
-        fault, cause = "agent-killed", f"the node agent failed: {last}"
-    else:
-        fault, cause = "env-missing", f"the node agent could not import torch: {last}"
-    if is_out_of_memory and code == 128 + signal.SIGKILL:
-        fault, cause = explain(code, out_of_memory=True)
-        cause = f"the node agent: {cause}"
-    frames = words[-3:] if by_signal else words[-4:-1]
+    code, words = death.code, death.words
+    fault, cause = _explain_death(death)
+    frames = words[-3:] if signal_name(code) else words[-4:-1]
     host, now = socket.gethostname(), time.time()
     failure = Failure(fault, cause, code, host, note.node_rank, now, frames=frames)
     summary = RunSummary(note.started, 0, note.ranks, left, note.run_id, note.command)
-    end = End(code, None if is_asked else failure, summary, is_told=False)
-    is_silent = is_asked and code == 128 + signal.SIGKILL  # the launcher is gone
+    end = End(code, None if death.is_asked else failure, summary, is_told=False)
+    is_silent = death.is_asked and code == 128 + signal.SIGKILL  # the launcher is gone
     if not is_silent:
         report_end(end, control, is_line_open=note.ranks > 0)
 
 
-def _read_note(notes: socket.socket, node_rank: int) -> AgentNote:
-    notes.setblocking(False)
+def _explain_death(death: Death) -> tuple[str, str]:
+    """Return the fault and the cause."""
+    if death.is_out_of_memory and death.code == 128 + signal.SIGKILL:
+        fault, cause = explain(death.code, out_of_memory=True)
+        return fault, f"the node agent: {cause}"
+    if by_signal := signal_name(death.code):
+        when = "from outside this run" if death.has_torch else "while it imported torch"
+        return "agent-killed", f"{by_signal} to the node agent, {when}"
+    last = death.words[-1] if death.words else f"exit code {death.code}"
+    if death.has_torch:
+        return "agent-killed", f"the node agent failed: {last}"
+    return "env-missing", f"the node agent could not import torch: {last}"
+
+
+def _read_note(agent: Agent) -> AgentNote:
+    agent.notes.setblocking(False)
     try:
-        return typed_json.parse(AgentNote, notes.recv(65536))
+        return typed_json.parse(AgentNote, agent.notes.recv(65536))
     except (OSError, ValueError):  # the agent ended before the run had begun
-        return AgentNote(os.environ.get("RUN_ID", ""), node_rank, time.time(), 0)
+        return AgentNote(os.environ.get("RUN_ID", ""), agent.node_rank, time.time(), 0)

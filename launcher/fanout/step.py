@@ -153,16 +153,37 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     if has_notice and requeue(plan):
         return STOPPED
     srun = start(command, plan.directory, stdout=None if plan.engine else subprocess.PIPE)
-    output = None if plan.engine else Output(srun, os.environ["LAUNCH_TOKEN"])
-    interrupts, asked, begun = Interrupts(), list[int](), 0
-    started, end_at = time.time(), math.inf
+    output, started = None if plan.engine else Output(srun, os.environ["LAUNCH_TOKEN"]), time.time()
+    asked = await_end(plan, srun, output, handled)
+    code = processes.shell_code(srun.returncode)
+    if output is not None:
+        output.close()
+        is_killed = code >= 128 + signal.SIGKILL  # srun's is the highest of its tasks'
+        end = find_end(plan, output, started) if is_killed and not asked else output.end
+        if end is not None:
+            end = as_cancelled(end)
+            print_end(end, sys.stderr)
+            code = end.code
+            asked.append(end.summary.signum)  # scancel may have sent it to the ranks
+    # 128 + SIGUSR1: the notice came before there was anything to save.
+    has_saved = code == STOPPED or (code == 128 + NOTICE and plan.checkpoint_dir is not None)
+    if (has_notice or NOTICE in asked) and has_saved:
+        requeue(plan)
+    if srun.returncode == -signal.SIGKILL and code and in_batch_script(os.environ):
+        signal.sigtimedwait(handled, LOST_S)
+    return code
+
+
+def await_end(
+    plan: Plan,
+    srun: subprocess.Popen[bytes],
+    output: Output | None,
+    handled: Sequence[signal.Signals],
+) -> list[int]:
+    """Wait for srun's end; returns the signals that came meanwhile and asked for the run's."""
+    interrupts, asked, begun, end_at = Interrupts(), list[int](), 0, math.inf
     while srun.poll() is None:
-        if output and output.end:
-            may_go_on = plan.min_nodes and output.mute  # without the node whose part has ended
-            rest_s = DECIDE_S + plan.grace_s if may_go_on else END_S
-            end_at = min(end_at, time.monotonic() + rest_s)
-        else:
-            end_at = math.inf
+        end_at = min(end_at, end_soon(plan, output)) if output and output.end else math.inf
         if output and output.begun > begun:  # a signal before that may not have reached it
             begun = output.begun
             for signum in asked:
@@ -172,38 +193,30 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
         if time.monotonic() > end_at:
             srun.kill()
             srun.wait()
-            break
-        if came is None or came.si_signo == signal.SIGCHLD:
-            continue
-        if came.si_signo == QUERY and QUERY not in handled:
+        elif came is not None and came.si_signo == QUERY and QUERY not in handled:
             with contextlib.suppress(OSError):
                 (plan.log_dir / plan.run_id / ASKED).touch()  # asks where all ranks are
-            continue
-        asked.append(came.si_signo)
-        if came.si_signo == signal.SIGINT and interrupts.is_second():
-            srun.terminate()  # which kills them
-        else:
-            pass_on(came.si_signo, plan, srun)
-    code = processes.shell_code(srun.returncode)
-    end = None
-    if output is not None:
-        output.close()
-        end = output.end
-        is_killed = code >= 128 + signal.SIGKILL  # srun's is the highest of its tasks'
-        if is_killed and output.mute and not asked and not (end and end.failure):
-            end = blame_mute(plan, output, started)
-    if end is not None:
-        end = as_cancelled(end)
-        print_end(end, sys.stderr)
-        code = end.code
-        asked.append(end.summary.signum)  # scancel may have sent it to the ranks
-    # 128 + SIGUSR1: the notice came before there was anything to save.
-    has_saved = code == STOPPED or (code == 128 + NOTICE and plan.checkpoint_dir is not None)
-    if (has_notice or NOTICE in asked) and has_saved:
-        requeue(plan)
-    if srun.returncode == -signal.SIGKILL and code and in_batch_script(os.environ):
-        signal.sigtimedwait(handled, LOST_S)
-    return code
+        elif came is not None and came.si_signo != signal.SIGCHLD:
+            asked.append(came.si_signo)
+            if came.si_signo == signal.SIGINT and interrupts.is_second():
+                srun.terminate()  # which kills them
+            else:
+                pass_on(came.si_signo, plan, srun)
+    return asked
+
+
+def end_soon(plan: Plan, output: Output) -> float:
+    """Return when srun is to be ended, once a node has told the run's end."""
+    may_go_on = plan.min_nodes and output.mute  # without the node whose part has ended
+    return time.monotonic() + (DECIDE_S + plan.grace_s if may_go_on else END_S)
+
+
+def find_end(plan: Plan, output: Output, started: float) -> End | None:
+    """Return the end of a step of which a task was killed: as told, else the killed agent's."""
+    end = output.end
+    if output.mute and not (end and end.failure):
+        return blame_mute(plan, output, started)
+    return end
 
 
 def blame_mute(plan: Plan, output: Output, started: float) -> End:

@@ -268,20 +268,9 @@ def print_plan(
         print_row("container", str(plan.container), out)
     print_row("hosts", _hosts(plan, node), out)
     if plan.min_nodes:
-        everyone = [node.name for node in plan.nodes] or hostlist.expand(plan.hosts)
-        names = "  ".join(everyone[plan.num_nodes :]) or "none"
-        least = f"   (without one, {count(plan.min_nodes, 'node')} will do)"
-        print_row("spares", names + (least if plan.min_nodes < plan.num_nodes else ""), out)
-    default_backend = "nccl" if node and node.gpus else "gloo"
-    backend = plan.backend.replace("auto", default_backend)
-    each = str(counts[0]) if len({*counts}) == 1 else ",".join(map(str, counts))
-    nodes = count(plan.num_nodes, "node")
+        print_row("spares", _spares(plan), out)
     if counts:
-        print_row("ranks", f"{sum(counts)} = {nodes} x {each}, {backend}", out)
-        if node and node.cpus and not plan.is_dry_run:
-            print_row("cpus", f"{node.cpus / counts[0]:g} per rank of {node.host}", out)
-        if plan.batch:
-            print_row("batch", plan.batch.describe(sum(counts)), out)
+        _print_ranks(plan, node, counts, out)
     if plan.join_timeout_s != JOIN_S:
         print_row("wait", f"{plan.join_timeout_s:g} s at most for all to join", out)
     if plan.forwarded:
@@ -292,6 +281,29 @@ def print_plan(
     logs = f"{plan.log_dir}/{plan.run_id or '<run id>'}/"
     follow = "" if plan.engine else f"   (tail -f {shlex.quote(str(plan.log_dir))}/node_*.log)"
     print_row("logs", logs + follow, out)
+
+
+def _print_ranks(
+    plan: Plan, node: Report | None, counts: Sequence[int], out: TextIO | None
+) -> None:
+    """Print how many ranks there are, and what each gets of its node's CPUs and of the batch."""
+    default_backend = "nccl" if node and node.gpus else "gloo"
+    backend = plan.backend.replace("auto", default_backend)
+    each = str(counts[0]) if len({*counts}) == 1 else ",".join(map(str, counts))
+    nodes = count(plan.num_nodes, "node")
+    print_row("ranks", f"{sum(counts)} = {nodes} x {each}, {backend}", out)
+    if node and node.cpus and not plan.is_dry_run:
+        print_row("cpus", f"{node.cpus / counts[0]:g} per rank of {node.host}", out)
+    if plan.batch:
+        print_row("batch", plan.batch.describe(sum(counts)), out)
+
+
+def _spares(plan: Plan) -> str:
+    everyone = [node.name for node in plan.nodes] or hostlist.expand(plan.hosts)
+    names = "  ".join(everyone[plan.num_nodes :]) or "none"
+    if plan.min_nodes == plan.num_nodes:
+        return names
+    return f"{names}   (without one, {count(plan.min_nodes, 'node')} will do)"
 
 
 def _hosts(plan: Plan, node: Report | None) -> str:

@@ -13,7 +13,7 @@ import pytest
 from agents import AGENT, PROGRAM, Run, kill_what_is_left
 
 from launcher.agent.control import BEAT_S
-from launcher.agent.guardian import _report_death
+from launcher.agent.guardian import Death, _report_death
 from launcher.agent.link import AgentNote
 from launcher.failure_block import End
 from launcher.fanout.protocol import ANSWERS
@@ -158,16 +158,8 @@ def test_the_kernels_kill_of_an_agent_is_told_from_a_foreign_one(
     is_out_of_memory: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     note = AgentNote("r", 1, time.time(), 2)
-    _report_death(
-        137,
-        note,
-        None,
-        left=0,
-        is_asked=False,
-        is_out_of_memory=is_out_of_memory,
-        has_torch=True,
-        words=[],
-    )
+    death = Death(137, is_asked=False, is_out_of_memory=is_out_of_memory, has_torch=True, words=[])
+    _report_death(death, note, None, left=0)
     err = capsys.readouterr().err
     fault = "out-of-memory" if is_out_of_memory else "agent-killed"
     assert err.lstrip("\n").startswith("FAILED   node agent 1 (") and f"[{fault}]" in err

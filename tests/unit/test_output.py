@@ -13,7 +13,8 @@ import pytest
 from agents import PATIENCE_S
 
 from launcher.agent.output import stream as output
-from launcher.agent.output.stream import NodeLog, RankView, Stream, without_noise
+from launcher.agent.output.noise import without_noise
+from launcher.agent.output.stream import NodeLog, RankView, Stream
 from launcher.agent.output.terminal import Terminal
 
 NOISE = b"[W1121 20:17:03.842175702 socket.cpp:207] [c10d] The hostname of the client socket cannot"

@@ -13,7 +13,6 @@ import pty
 import re
 import select
 import sys
-import tempfile
 import termios
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from launcher.agent.output import noise
 from launcher.agent.output.equal_lines import EqualLines, label
 from launcher.agent.output.terminal import Terminal
 from launcher.agent.output.tracebacks import HeldTraceback
@@ -37,17 +37,6 @@ PROGRESS_S = 5.0  # between two lines in the log of one that redraws itself
 _FATAL = b"Traceback (most recent call last)", b"Fatal Python error"
 _TRACEBACK = re.compile(rb"Traceback \(most recent call last\)|^Fatal Python error")
 _TORCHS_WARNING = re.compile(rb"\[[WI]\d{4} ")  # from its C++ side
-# Torch looks up the name behind each address of its store, and uses it in messages alone. Where
-# no name server answers, this appears on every start; it tells nothing. Nor does what torch before
-# 2.8 says of the store that serve_store asks it for first.
-_NOISE_TEXT = b"[c10d] The "
-_NOISE = re.compile(
-    rb"^(\[rank\d+\]:)?\[(W[^\n]* socket|E[^\n]* TCPStore)\.cpp:\d+\] \[c10d\] The "
-    rb"(hostname of the client socket cannot be retrieved|libuv TCPStore backend does not)[^\n]*\n",
-    re.MULTILINE,
-)
-_MAY_BE_NOISE = re.compile(rb"\[([Wr][^\r\n]*)?\Z")  # of the start of a line
-_LONGEST_NOISE = 1024
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
 
 
@@ -102,10 +91,10 @@ class RankView(View):
             self._writer = equal.join(rank)
 
     def may_be_dropped(self, line: bytes) -> bool:
-        return len(line) < _LONGEST_NOISE and _MAY_BE_NOISE.match(line) is not None
+        return noise.may_begin(line)
 
     def clean(self, data: bytes) -> bytes:
-        return _drop_noise(data)
+        return noise.drop(data)
 
     def put(self, data: bytes) -> None:
         if self.has_traceback or self.traceback.text:
@@ -162,18 +151,10 @@ class Stream:
 
     def pump(self) -> bool:
         """Take what is there; False at the end of the stream."""
-        self.is_trickle = False
-        data = b""
-        try:
-            data = more = os.read(self.fd, _PAGE if self.is_tty else _CHUNK)
-            while self.is_tty and len(more) >= _PAGE - 1 and len(data) < _CHUNK:
-                data += (more := os.read(self.fd, _PAGE))
-        except BlockingIOError:
-            if not data:
-                return True
-        except OSError:  # a pseudo-terminal's way of saying that the other end is closed
-            pass
-        self.is_trickle = 0 < len(data) < _TRICKLE
+        data = self._read()
+        self.is_trickle = data is not None and 0 < len(data) < _TRICKLE
+        if data is None:
+            return True
         if self.copy is not None:
             try:
                 self.copy.write(data)
@@ -181,6 +162,29 @@ class Stream:
                 say(f"{self.copy.name} ends here: {error.strerror}")
                 self.copy = None
         known = self.traceback_line
+        self._log(data)
+        if self.view is not None:
+            self.view.has_traceback = self.traceback_line != known
+            self.view.add(data)
+            if not data:
+                self.view.end()
+        return bool(data)
+
+    def _read(self) -> bytes | None:
+        """Return what is there, nothing at the end of the stream, None where there is no more."""
+        data = b""
+        try:
+            data = more = os.read(self.fd, _PAGE if self.is_tty else _CHUNK)
+            while self.is_tty and len(more) >= _PAGE - 1 and len(data) < _CHUNK:
+                data += (more := os.read(self.fd, _PAGE))
+        except BlockingIOError:
+            return data or None
+        except OSError:  # a pseudo-terminal's way of saying that the other end is closed
+            pass
+        return data
+
+    def _log(self, data: bytes) -> None:
+        """Log the lines that have ended, and keep what has not."""
         head, end, tail = data.rpartition(b"\n")
         if end:
             self._end_lines(head)
@@ -190,12 +194,6 @@ class Stream:
             self._partial = bytearray(b"\r").join(self._partial.rsplit(b"\r", _STATES)[-_STATES:])
         if self._partial and (not data or len(self._partial) > _LONGEST_LINE):
             self._end_lines(b"")
-        if self.view is not None:
-            self.view.has_traceback = self.traceback_line != known
-            self.view.add(data)
-            if not data:
-                self.view.end()
-        return bool(data)
 
     def tick(self, now: float) -> bool:
         """Show and log what has waited for long enough; returns whether something waits.
@@ -286,29 +284,6 @@ def _newest_state(line: bytes) -> bytes:
             return state
         end = start
     return b""
-
-
-def _drop_noise(data: bytes) -> bytes:
-    """Return what a terminal is to show of this; with LOG_LEVEL=DEBUG everything."""
-    if _NOISE_TEXT not in data or os.environ.get("LOG_LEVEL", "").upper() == "DEBUG":
-        return data
-    return _NOISE.sub(b"", data)
-
-
-@contextlib.contextmanager
-def without_noise(fd: int) -> Iterator[None]:
-    """Hold back what this process itself writes to a descriptor, and drop torch's noise from it."""
-    kept = os.dup(fd)
-    with tempfile.TemporaryFile() as held_back:
-        os.dup2(held_back.fileno(), fd)
-        try:
-            yield
-        finally:
-            os.dup2(kept, fd)
-            os.close(kept)
-            held_back.seek(0)
-            with contextlib.suppress(OSError):
-                os.write(fd, _drop_noise(held_back.read()))
 
 
 def open_stream(
