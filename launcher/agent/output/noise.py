@@ -1,0 +1,49 @@
+"""Messages of torch's C++ side that come at every start and tell nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+
+# Torch looks up the name behind each address of its store, and uses it in messages alone. Where
+# no name server answers, this appears on every start; it tells nothing. Nor does what torch before
+# 2.8 says of the store that serve_store asks it for first.
+_TEXT = b"[c10d] The "
+_LINES = re.compile(
+    rb"^(\[rank\d+\]:)?\[(W[^\n]* socket|E[^\n]* TCPStore)\.cpp:\d+\] \[c10d\] The "
+    rb"(hostname of the client socket cannot be retrieved|libuv TCPStore backend does not)[^\n]*\n",
+    re.MULTILINE,
+)
+_MAY_BE = re.compile(rb"\[([Wr][^\r\n]*)?\Z")  # of the start of a line
+_LONGEST = 1024
+
+
+def may_begin(line: bytes) -> bool:
+    """Whether a line that has not ended may yet be one of them."""
+    return len(line) < _LONGEST and _MAY_BE.match(line) is not None
+
+
+def drop(data: bytes) -> bytes:
+    """Return what a terminal is to show of this; with LOG_LEVEL=DEBUG everything."""
+    if _TEXT not in data or os.environ.get("LOG_LEVEL", "").upper() == "DEBUG":
+        return data
+    return _LINES.sub(b"", data)
+
+
+@contextlib.contextmanager
+def without_noise(fd: int) -> Iterator[None]:
+    """Hold back what this process itself writes to a descriptor, and drop torch's noise from it."""
+    kept = os.dup(fd)
+    with tempfile.TemporaryFile() as held_back:
+        os.dup2(held_back.fileno(), fd)
+        try:
+            yield
+        finally:
+            os.dup2(kept, fd)
+            os.close(kept)
+            held_back.seek(0)
+            with contextlib.suppress(OSError):
+                os.write(fd, drop(held_back.read()))
