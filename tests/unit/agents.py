@@ -10,6 +10,9 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from launcher import processes
 
@@ -152,6 +155,14 @@ class Run:
         while (left := self.survivors()) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert left == []
+
+
+def rarely(*cases: object) -> list[Any]:
+    """Return cases of a test for `make prove`; `make test` has the others of their kind."""
+    return [
+        pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=pytest.mark.long)
+        for one in cases
+    ]
 
 
 def is_alive(pid: int) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from agents import AGENT, PATIENCE_S, PROGRAM, Run, kill_what_is_left
+from agents import AGENT, PATIENCE_S, PROGRAM, Run, kill_what_is_left, rarely
 
 from distributed.lock import update_link
 from launcher import failure
@@ -49,11 +49,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
     ("what", "code", "fault", "cause"),
     [
         ("raise", 1, "rank-error", "ValueError: batch 120 holds no samples"),
-        ("exit", 7, "rank-error", "SystemExit: 7"),
-        ("say", 2, "rank-error", "SystemExit: 2, after: the words of a usage error"),
-        ("_exit", 7, "rank-error", "left with exit code 7"),
         ("kill", 137, "rank-killed", "SIGKILL"),
         ("segv", 139, "rank-crashed", "SIGSEGV"),
+        *rarely(
+            ("exit", 7, "rank-error", "SystemExit: 7"),
+            ("say", 2, "rank-error", "SystemExit: 2, after: the words of a usage error"),
+            ("_exit", 7, "rank-error", "left with exit code 7"),
+        ),
     ],
 )
 @pytest.mark.parametrize("busy", BUSY)
@@ -87,7 +89,7 @@ def test_a_rank_that_ignores_signals_is_killed_with_the_others(start: Start) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["guardian", "agent"])
-@pytest.mark.parametrize("what", ["sleep", "detached"])
+@pytest.mark.parametrize("what", ["detached", *rarely("sleep")])
 def test_kill_of_the_launcher_or_agent_leaves_nothing(start: Start, victim: str, what: str) -> None:
     run = start(what)
     run.wait_for("ready 0", "ready 1")
@@ -114,7 +116,7 @@ def test_an_agent_that_fails_itself_says_so_in_a_block(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, *rarely(signal.SIGINT, signal.SIGUSR1)])
 def test_a_stop_lets_the_ranks_save(start: Start, signum: int) -> None:
     run = start("save")
     run.wait_for("armed 0", "armed 1")
@@ -151,7 +153,7 @@ def test_a_second_interrupt_kills(start: Start) -> None:
     run.assert_gone()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stop_after_the_end_does_not_change_the_code(start: Start) -> None:
     """As under srun, which ends the agents of all nodes when the first one has left."""
     run = start("_exit")
@@ -163,7 +165,7 @@ def test_a_stop_after_the_end_does_not_change_the_code(start: Start) -> None:
     assert run.process.returncode == 7
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_plain_script_ends_at_once_on_a_stop(start: Start) -> None:
     run = start("sleep")
     run.wait_for("asleep 0", "asleep 1")  # one in a collective would be waited for
@@ -175,7 +177,7 @@ def test_a_plain_script_ends_at_once_on_a_stop(start: Start) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, *rarely(signal.SIGTERM)])
 def test_a_stop_before_the_ranks_is_reported_as_one(start: Start, signum: signal.Signals) -> None:
     run = start("sleep", RUN_ID="early", LAUNCH_COMMAND="launch it")
     while not Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text():
@@ -373,7 +375,7 @@ def test_lines_written_in_pieces_are_whole_in_the_log(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "arguments", [["--nproc-per-node", "0"], ["--nnodes", "2", "--node-rank", "2"]]
+    "arguments", [["--nproc-per-node", "0"], *rarely(["--nnodes", "2", "--node-rank", "2"])]
 )
 def test_bad_input_is_one_line_and_code_two(arguments: list[str]) -> None:
     run = Run([*arguments, "x.py"])
@@ -382,7 +384,7 @@ def test_bad_input_is_one_line_and_code_two(arguments: list[str]) -> None:
     assert len(err.splitlines()) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_slow_reader_gets_everything(tmp_path: Path) -> None:
     script = tmp_path / "much.py"
     script.write_text("print('x' * 300_000)")
@@ -428,7 +430,7 @@ def test_a_live_run_id_is_refused(start: Start, tmp_path: Path) -> None:
     assert third.process.returncode == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_closed_stdout_harms_nothing(tmp_path: Path) -> None:
     script = tmp_path / "x.py"
     script.write_text("print('to nobody'); open('done', 'w')")
@@ -438,7 +440,7 @@ def test_a_closed_stdout_harms_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "done").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_words_of_an_exit_and_a_line_left_open(tmp_path: Path) -> None:
     script = tmp_path / "x.py"
     script.write_text("import os, sys; os.write(2, b'left open'); sys.exit('in so many words')")
@@ -459,7 +461,7 @@ os._exit(7)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_error_of_a_rank_that_slurm_has_replaced_is_not_its_successors(tmp_path: Path) -> None:
     script = tmp_path / "x.py"
     script.write_text(CUT_OFF)  # what that rank does meanwhile
@@ -507,7 +509,7 @@ NO_NAMES += "except socket.gaierror: print('none')"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["INFO", "DEBUG"])
+@pytest.mark.parametrize("level", ["INFO", *rarely("DEBUG")])
 def test_without_a_name_server_torch_is_quiet(tmp_path: Path, level: str) -> None:
     alone = ["unshare", "--net", "bash", "-c", 'ip link set lo up; exec "$@"', "bash"]
     looked = subprocess.run([*alone, sys.executable, "-c", NO_NAMES], capture_output=True)

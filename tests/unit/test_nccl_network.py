@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from agents import PATIENCE_S, ROOT, Run
+from agents import PATIENCE_S, ROOT, Run, rarely
 from ports import free_port
 from test_hardware import HARDWARE, make_sysfs
 
@@ -154,7 +154,9 @@ def count_ranks_that_log(folder: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", [{}, {"NCCL_DEBUG": "INFO"}], ids=["by us", "by the user"])
+@pytest.mark.parametrize(
+    "asked", [{}, *rarely({"NCCL_DEBUG": "INFO"})], ids=["by us", "by the user"]
+)
 def test_it_is_told_within_seconds(tmp_path: Path, runs: list[Run], asked: dict[str, str]) -> None:
     sysfs = make_sysfs(tmp_path / "sys", ACTIVE)
     driver, script, text = (tmp_path / name for name in ("driver.py", "script.py", "text"))

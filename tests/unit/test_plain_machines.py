@@ -9,22 +9,26 @@ import sys
 from pathlib import Path
 
 import pytest
-from agents import ROOT
+from agents import ROOT, rarely
 
 LAUNCH = str(ROOT / "scripts/ssh/launch_singlenode.sh")
 SHELLS = [
     "{} <&- >&- 2>&-",
-    "{} >/dev/full 2>/dev/full",
-    "HOME=/nonexistent LC_ALL=C {}",
     "env -i PATH=/usr/bin:/bin PYTHON=$PYTHON TRAIN_SCRIPT=$TRAIN_SCRIPT {}",
 ]
-RARER = ["{} <&-", "{} >&-", "{} 2>&-", "{} >/dev/full", "env -u HOME {}"]
+RARER = [
+    "{} >/dev/full 2>/dev/full",
+    "HOME=/nonexistent LC_ALL=C {}",
+    "{} <&-",
+    "{} >&-",
+    "{} 2>&-",
+    "{} >/dev/full",
+    "env -u HOME {}",
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how", [*SHELLS, *(pytest.param(one, marks=pytest.mark.long) for one in RARER)]
-)
+@pytest.mark.parametrize("how", [*SHELLS, *rarely(*RARER)])
 def test_a_run_works_whatever_the_shell_gives_it(tmp_path: Path, how: str) -> None:
     script = tmp_path / "own.py"
     script.write_text("import pathlib\nprint('ü' * 3)\npathlib.Path('ran').touch()\n")

@@ -34,7 +34,7 @@ def whole(job: Job) -> Outcome:
     return job.finish("whole", 2, *SHARDED)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_spare_goes_on_with_what_the_lost_node_held(job: Job, whole: Outcome, lost: int) -> None:
     name = f"lost-{lost}"
@@ -121,7 +121,7 @@ def test_the_end_of_a_program_waits_for_no_exchange(tmp_path: Path) -> None:
     assert _steps(node._copies) == {}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_a_restart_all_parts_become_a_checkpoint(job: Job, whole: Outcome) -> None:
     with job.nodes("ended", 2, *TAKEN, FAULT="sleep 1 46") as runs:
         await_snapshots(runs[1], 20, parts=2)

@@ -126,7 +126,7 @@ def test_a_spare_takes_the_place_of_a_node_whose_agent_is_gone(
     assert f"{line}{host} takes {host}'s place" in new_first
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_node_that_is_stopped_is_replaced_and_ends_when_it_goes_on(
     tmp_path: Path, start: Start, lost: int
@@ -157,7 +157,7 @@ def test_without_a_spare_fewer_nodes_go_on(tmp_path: Path, start: Start, lost: i
     assert "; 2 nodes without " in told[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_loss_after_another(tmp_path: Path, start: Start) -> None:
     runs = start(3, 2, "2")
     ready(tmp_path, 6)
@@ -179,7 +179,7 @@ def test_half_of_the_nodes_do_not_go_on_without_node_rank_0(tmp_path: Path, star
     assert "FAILED   node agent 0 (" in told
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_spare_that_is_gone_is_told_and_missed_by_nobody(tmp_path: Path, start: Start) -> None:
     runs = start(2, 1, "1")
     ready(tmp_path, 4)

@@ -85,6 +85,7 @@ def assert_same(work: Work, run_id: str) -> None:
 
 LONG = [
     (2, "strategy=ddp"),
+    (2, "strategy=ddp static_graph=true bucket_cap_mb=0.01"),
     (2, "strategy=fsdp"),
     (4, "strategy=fsdp"),
     (2, "strategy=fsdp fsdp.reshard_after_forward=false"),
@@ -99,7 +100,6 @@ LONG = [
 @pytest.mark.parametrize(
     ("nproc", "settings"),
     [
-        (2, "strategy=ddp static_graph=true bucket_cap_mb=0.01"),
         pytest.param(4, "strategy=fsdp fsdp.shard=2 train.grad_accumulation=2", marks=FSDP),
         *(pytest.param(*case, marks=pytest.mark.long) for case in LONG),
     ],

@@ -180,6 +180,7 @@ def test_the_loss_of_ranks_counts_by_its_terms(work: Work) -> None:
     assert "accuracy" in told and not work.metrics("uneven", "validation_rare")  # no terms at all
 
 
+@pytest.mark.long
 def test_a_schedule_by_steps_goes_on_where_it_was(work: Work) -> None:
     """JSON would turn its steps into words, and the rate would never change again."""
     work.run("steps", 1, "task=points:Steps", code=75, STOP_AFTER="6")
@@ -199,12 +200,14 @@ def test_a_task_may_end_the_run(work: Work) -> None:
     assert max(work.metrics(f"on-{task}", "loss")) == 30
 
 
+@pytest.mark.long
 def test_data_without_a_length_trains_on_more_than_two_ranks(work: Work) -> None:
     """A first backward pass, which DDP's order of buckets needs, read `train` by its index."""
     work.run("four", 4, "task=points:Streaming", "train.max_steps=3", "train.batch_size=1")
     assert len(work.metrics("four", "loss")) == 3
 
 
+@pytest.mark.long
 def test_data_to_validate_on_may_be_missing(work: Work) -> None:
     word = "train.eval_every=0"
     work.run("three", 3, "task=points:Blind", "train.max_steps=2", word)
@@ -217,6 +220,7 @@ def test_ranks_with_unlike_data_are_refused(work: Work) -> None:
     assert "data: rank 1's is not rank 0's; give every node the same" in told
 
 
+@pytest.mark.long
 def test_epochs_need_a_length(work: Work) -> None:
     told = work.run("no-length", 2, "task=points:Streaming", "train.epochs=3", code=2)
     assert "train.epochs: the data has no length; use train.max_steps" in told
