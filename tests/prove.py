@@ -43,7 +43,7 @@ from test_stops import stop_at_random
 NPROC = 4
 KILLS_PER_RUN = 20
 PROOFS = Path(__file__).parents[1] / "bench/proofs.md"
-CLUSTER = Path(__file__).parent / "cluster"
+TESTS = Path(__file__).parent
 WRITING = threading.Lock()  # of the page: two parts can end at once
 VICTIMS = {  # -> what the last lines name, and the launcher's exit code
     "a rank": ("[rank-killed]", 137),
@@ -259,10 +259,10 @@ def prove_slow_ranks(times: int) -> tuple[str, bool]:
     return text, set(named.values()) == {times}
 
 
-def run_bats(name: str, times: int) -> tuple[str, bool]:
-    """Run a file of tests on a cluster in a box."""
+def run_bats(files: str, tag: str, times: int) -> tuple[str, bool]:
+    """Run the tests in a file or folder of tests/ that have this tag."""
     done = subprocess.run(
-        ["bats", "--print-output-on-failure", "--filter-tags", "prove", CLUSTER / f"{name}.bats"],
+        ["bats", "--print-output-on-failure", "--filter-tags", tag, TESTS / files],
         env={**os.environ, "TIMES": str(times), "PYTHON": sys.executable},
         stdout=subprocess.PIPE,
         text=True,
@@ -304,7 +304,9 @@ def summarise(victim: str, busy: str, times: int, tally: Tally) -> list[str]:
 
 
 def on_cluster(title: str, file: str, covers: str) -> Part:
-    return Part(title, covers, functools.partial(run_bats, file), "cluster")
+    return Part(
+        title, covers, functools.partial(run_bats, f"cluster/{file}.bats", "prove"), "cluster"
+    )
 
 
 PARTS = {
@@ -320,7 +322,7 @@ PARTS = {
     "selftest": Part(
         "Slow nodes on the cluster in a box",
         "slow links, nodes and ranks are named, healthy ones not",
-        functools.partial(run_bats, "selftest"),
+        functools.partial(run_bats, "cluster/selftest.bats", "prove"),
         "alone",
     ),
     "kills": Part("One dies, all stop", "kill -9 of ranks, agents, launchers", prove_one_dies),
@@ -340,13 +342,19 @@ PARTS = {
         "pytest -m long",
         functools.partial(run_pytest, "long and not alone"),
     ),
+    "scripts": Part(
+        "Long tests of the scripts",
+        "rarer ways to use them",
+        functools.partial(run_bats, "scripts", "long"),
+    ),
     "slurm": on_cluster("SLURM", "slurm", "stops, requeues, lost nodes, shapes of jobs, chains"),
     "ssh": on_cluster("ssh and pdsh", "ssh", "deaths, stops, cuts, equal weights, 64 nodes"),
     "spares": on_cluster("Spare nodes", "spares", "nodes killed, cut off, stopped"),
     "containers": on_cluster("Containers", "containers", "Charliecloud and podman"),
     "shapes": on_cluster("Shapes of public scripts", "shapes", "the same as under torchrun"),
     "commands": on_cluster("Command lines", "command_lines", "every documented command line"),
-    "limits": on_cluster("Time limits", "cluster", "a job ends at its time limit"),
+    "affinity": on_cluster("CPUs of the ranks", "affinity", "by sbatch, salloc, srun and ssh"),
+    "box": on_cluster("The cluster in a box", "cluster", "SLURM, ssh, pdsh, cuts and limits there"),
 }
 
 if __name__ == "__main__":

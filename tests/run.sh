@@ -25,15 +25,12 @@ FAILURES=() # one line each, to be found again above
 main() {
   case $1 in
     all)
-      # These two measure: nothing runs beside them.
-      test_cluster tests/cluster/selftest.bats
-      test_scripts all tests/scripts/test_distributed.bats
       begin_cluster
       ! provide_bats || begin all-scripts
       lint
       test_python all
       end all-scripts
-      end cluster-sample
+      end cluster
       ;;
     fast)
       ! provide_bats || begin fast-scripts
@@ -43,8 +40,7 @@ main() {
       ;;
     lint) lint ;;
     cluster) test_cluster tests/cluster ;;
-    cluster-sample) test_cluster tests/cluster/!(selftest).bats ;;
-    all-scripts) test_scripts all tests/scripts/!(test_distributed).bats ;;
+    all-scripts) test_scripts all tests/scripts ;;
     fast-scripts) test_scripts fast tests/scripts ;;
   esac
   summarise
@@ -53,7 +49,7 @@ main() {
 # The tests on the cluster mostly wait.
 begin_cluster() {
   provide_cluster # now, for only one apt-get can run at a time
-  ! provide_bats || begin cluster-sample
+  ! provide_bats || begin cluster
 }
 
 # Runs a part beside the others, in a session of its own: a terminal stops what uses it from the

@@ -1,6 +1,7 @@
 #!/usr/bin/env bats
 # The cluster itself: what the tests of the launchers stand on.
 # shellcheck disable=SC2030,SC2031 # each test is a subshell, and is meant to be one
+# bats file_tags=prove,long
 bats_require_minimum_version 1.5.0
 load helper
 
@@ -271,7 +272,6 @@ assert_nothing_left() {
   [[ -e other/precious ]]
 }
 
-# bats test_tags=prove,long
 @test "a job ends at its time limit" {
   eventually 120 has_ended "$TIMED"
   [[ $(on login scontrol show job "$TIMED") == *JobState=TIMEOUT* ]]

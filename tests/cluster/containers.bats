@@ -120,6 +120,7 @@ no_ranks() { # <run id>
   grep -q '^resumed ' again.out || { cat again.out && false; }
 }
 
+# bats test_tags=prove,long
 @test "Charliecloud over ssh and pdsh: each node's part is inside" {
   use_charliecloud
   local script
@@ -175,6 +176,7 @@ assert_from_copies() { # <ranks>
   on login test ! -e /dev/shm/launch-kit-"$UID" # it has no ranks
 }
 
+# bats test_tags=prove,long
 @test "STAGE_ENV over ssh, through pdsh and under SLURM: each node runs its own copy" {
   make_environment
   local script

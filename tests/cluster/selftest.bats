@@ -60,7 +60,7 @@ try_healthy() {
   if ((CODE)) || ! grep -q '^\[0\] PASS  4 ranks on 4 nodes, gloo: ' out; then cat out && false; fi
 }
 
-# bats test_tags=prove
+# bats test_tags=prove,long
 @test "a slow link is named, also one that is too slow for the test itself" {
   local number rate
   for rate in 40mbit 4mbit; do
@@ -97,6 +97,7 @@ try_healthy() {
   [[ $status == 0 && $output == *"PASS  3 ranks on 3 nodes, gloo: 19 checks, "* ]]
 }
 
+# bats test_tags=prove,long
 @test "test_distributed_integration.sh: the nodes together, a training, and its resumed run" {
   run on login "$ROOT/scripts/test_distributed_integration.sh" --quiet
   echo "$output"

@@ -200,6 +200,7 @@ PY
   [[ $(find logs -name 'slurm-*.out' | wc -l) == 2 ]]
 }
 
+# bats test_tags=prove,long
 @test "a heterogeneous job: refused by the script, trains through srun, whatever the order of its hosts" {
   local groups=(--nodelist=node3 --ntasks=1 : --nodelist=node2 --ntasks=1)
   run -2 job "${groups[@]}" scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
@@ -256,7 +257,7 @@ has_restarts() { # <number>
   echo "# $times stops, $(grep -c '^stopped    after step' job.out) of them saved" >&3
 }
 
-# bats test_tags=prove
+# bats test_tags=prove,long
 @test "an ordinary script ends every time" {
   local number times=$((${TIMES:-0} ? TIMES * 5 / 2 : 1))
   make_ordinary
@@ -271,7 +272,7 @@ have_ended() { # <job...>
   [[ -z $(on login squeue -h -j "$(IFS=, && echo "$*")") ]]
 }
 
-# bats test_tags=prove
+# bats test_tags=prove,long
 @test "jobs of cluster_train.sh and of slurm_train.sh at once on the same two nodes end with 0 (ten of each in make prove)" {
   local most=10 number job jobs=() options=(--parsable --nodes=2 "--nodelist=node[1-2]" --ntasks-per-node=1 --mem=1G)
   [[ -n ${TIMES:-} ]] || most=2
@@ -337,6 +338,7 @@ all_run_at_once() { # <job...>
   run ! grep -qE '^Traceback|\[node-missing\]' job.out
 }
 
+# bats test_tags=prove,long
 @test "scancel --signal=USR1 without --batch saves, requeues and resumes, too" {
   start_long --nodes=2 --gpus-per-node=1
   on login scancel --signal=USR1 "$JOB"
@@ -358,6 +360,7 @@ save_and_stop() { # <signal>
   "$PYTHON" -m distributed.checkpoint verify "checkpoints/$1"
 }
 
+# bats test_tags=prove,long
 @test "Ctrl-C under salloc saves first; a second one kills" {
   save_and_stop INT
   printf '%s\n' 'import signal, time' 'signal.signal(signal.SIGTERM, signal.SIG_IGN)' \
@@ -455,6 +458,7 @@ SH
   eventually 60 has_ended "$JOB"
 }
 
+# bats test_tags=prove,long
 @test "a notice during the preflight is kept, and acted upon before the ranks start" {
   mkdir fake
   cat >fake/srun <<SH
@@ -631,6 +635,7 @@ is_not_running() { # <job>
   [[ $(field "$JOB" ExitCode) == ExitCode=75:0 ]]
 }
 
+# bats test_tags=prove,long
 @test "the module of a task of one's own is compared between nodes, in a job and by hand" {
   local node own=/dev/shm/task # which each host has for itself
   local differs="mine.py is '*' on node rank 0 (node1) and '*' on node rank 1 (node2); make them the same [[]code-mismatch]"
@@ -755,6 +760,7 @@ TABLE
   [[ $output == *" - -- '' 'a b'" ]]
 }
 
+# bats test_tags=prove,long
 @test "submit_with_config.sh: first the preparing job, then the training; --wait gives its code" {
   # shellcheck disable=SC2016 # for the job
   printf '#!/bin/bash\necho "$SLURM_GPUS_ON_NODE GPU for $1" >prepared\n' >prepare.sh

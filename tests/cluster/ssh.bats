@@ -194,6 +194,7 @@ TABLE
   grep -q '^launch_torchrun_auto.sh: node2: ssh: connect to host node2 port 22: ' neighbour.out # why it is so
 }
 
+# bats test_tags=prove,long
 @test "MAX_RESTARTS: all nodes again after a death, with the weights of a run without one" {
   local settings=(train.max_steps=150 "${SMALL[@]}" checkpoint.every=25)
   export MAX_RESTARTS=1
@@ -208,7 +209,7 @@ TABLE
   [[ $(weights_of again) == "$(weights_of never)" ]]
 }
 
-# bats test_tags=prove
+# bats test_tags=prove,long
 @test "SIGINT and SIGTERM at random moments save first, on every node" {
   local signal number
   for signal in INT TERM; do
@@ -338,6 +339,7 @@ shows_ranks() { # <output>
   eventually 5 grep -q "^.0. *ranks 0-3: idle.py:7 in <module>" "$1"
 }
 
+# bats test_tags=prove,long
 @test "Ctrl-\\ shows where all ranks are, over ssh and through pdsh; --stacks too, from elsewhere" {
   make_idle
   local script
@@ -353,6 +355,7 @@ shows_ranks() { # <output>
   done
 }
 
+# bats test_tags=prove,long
 @test "a run that is live, a stop before the first rank, a terminal that takes no more" {
   make_idle
   export TRAIN_SCRIPT=idle.py
@@ -622,6 +625,7 @@ PY
   [[ ${lines[-1]} == "node agent: node rank 0 at node1:29500 did not answer within 20 s (No route to host); check that the machine is up [host-unreachable]" ]]
 }
 
+# bats test_tags=prove,long
 @test "the checkpoint folder has to be writable on the first node alone" {
   local node
   mkdir checkpoints

@@ -72,14 +72,14 @@ $(golden_command "$ROOT/scripts/cluster_train.sh plain.yaml 2 1 10.0.0.1 23456" 
   grep -q "checked in with node rank 0 on .* (127.0.0.1:$port)" logs/distributed_training/latest_node1.log
 }
 
-# bats test_tags=slow
+# bats test_tags=slow,long
 @test "the exit code is the rank's, through the log's copy" {
   echo 'raise SystemExit(7)' >own.py
   TRAIN_SCRIPT=own.py SKIP_PREFLIGHT=1 run launch -
   [[ $status == 7 ]]
 }
 
-# bats test_tags=slow
+# bats test_tags=slow,long
 @test "arguments arrive byte for byte" {
   make_dump
   make_config "$ODD_CONFIG"

@@ -179,7 +179,7 @@ the end of 0"* ]]
   [[ $status == 0 && $output == "launch_singlenode.sh: there is no run in none" ]]
 }
 
-# bats test_tags=slow
+# bats test_tags=slow,long
 @test "the log that cluster_train.sh keeps is there too" {
   make_waiting
   RUN_ID=mine run "$ROOT/scripts/cluster_train.sh" --detach - 1

@@ -68,7 +68,7 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
   [[ $status == 0 && $output == "0 2 32 0.001" ]]
 }
 
-# bats test_tags=slow
+# bats test_tags=slow,long
 @test "--show all: every rank's output, each line after its rank" {
   make_nano
   run --separate-stderr launch --nproc-per-node 2 --show all train.py
@@ -180,7 +180,7 @@ make_repository() {
   [[ $status == 0 && $output == "mine ['a']" && $(<was_run) == train.py ]]
 }
 
-# bats test_tags=slow
+# bats test_tags=slow,long
 @test "LOG_DIR says where logs go; files of the user's own in it stay" {
   echo pass >own.py
   mkdir mine

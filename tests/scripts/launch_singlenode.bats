@@ -80,7 +80,7 @@ logs       logs/golden/   (tail -f logs/node_*.log)" ]]
   [[ $output == *" own.py" ]]
 }
 
-# bats test_tags=slow
+# bats test_tags=slow,long
 @test "TRAIN_SCRIPT: a module, and its path" {
   make_module
   run --separate-stderr launch - 2 -- x
@@ -105,7 +105,7 @@ PY
   [[ $stderr =~ preflight\ \ 22\ checks\ on\ 1\ node ]]
 }
 
-# bats test_tags=slow
+# bats test_tags=slow,long
 @test "the exit code of the launcher is the rank's" {
   echo 'raise SystemExit(7)' >own.py
   TRAIN_SCRIPT=own.py run launch - 1
@@ -251,7 +251,7 @@ PY
   [[ $status == 0 && ${lines[0]} == *"warning: "*"[low-nofile]" && $output == *"22 checks on 1 node: 1 warning in"* ]]
 }
 
-# bats test_tags=slow
+# bats test_tags=slow,long
 @test "SKIP_PREFLIGHT=1 leaves the checks out" {
   fake_gpus 1
   echo 'raise SystemExit' >own.py

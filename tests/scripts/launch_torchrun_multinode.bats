@@ -48,7 +48,7 @@ PY
   grep -q '^\[3\] sum 6 of 4' logs/node_1.log
 }
 
-# bats test_tags=slow
+# bats test_tags=slow,long
 @test "arguments arrive byte for byte" {
   make_dump
   make_config "$ODD_CONFIG"

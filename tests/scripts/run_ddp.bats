@@ -50,7 +50,7 @@ $command"
   [[ $output == *" --nproc-per-node 3 "* ]]
 }
 
-# bats test_tags=slow
+# bats test_tags=slow,long
 @test "arguments arrive byte for byte" {
   make_dump
   make_config "$ODD_CONFIG"

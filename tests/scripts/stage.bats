@@ -50,6 +50,7 @@ staged() {
   [[ ! -e $first && ${#archives[@]} == 1 ]]
 }
 
+# bats test_tags=slow,long
 @test "an environment that a process runs from stays, and does not keep others waiting" {
   launch
   local first lock

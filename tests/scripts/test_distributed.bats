@@ -27,7 +27,7 @@ ${golden/--log-dir logs/--log-dir $typed_in/logs}"
 
 # bats test_tags=slow
 @test "the verdict in one line; --json is relative to where one is" {
-  LOG_DIR=$PWD/logs run --separate-stderr launch 2 --quick --json found.json
+  LOG_DIR=$PWD/logs run --separate-stderr launch 2 --test basic --json found.json
   [[ $status == 0 && ${lines[-1]} == "PASS  2 ranks on 1 node, gloo: "* ]]
   grep -q '"passed": true' found.json
 }
