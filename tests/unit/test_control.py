@@ -85,7 +85,7 @@ def test_a_failure_is_sent_and_not_printed(launch: Launch) -> None:
     assert "FAILED" not in err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_usage_error_of_the_script_is_sent_too(launch: Launch) -> None:
     end, _ = launch("say", "1").end()
     assert end.failure is not None
@@ -126,7 +126,7 @@ def test_the_guardian_tells_of_a_killed_agent(launch: Launch) -> None:
     assert "FAILED" not in err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_open_line_is_ended_before_the_message(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("import os; os.write(1, b'no end')")
     launcher = launch()
@@ -135,7 +135,7 @@ def test_an_open_line_is_ended_before_the_message(launch: Launch, tmp_path: Path
     assert launcher.run.output.startswith("no end")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_within_the_run_has_a_stdin_of_its_own(launch: Launch, tmp_path: Path) -> None:
     inner = tmp_path / "inner.py"
     inner.write_text("import sys; print('inner read', sys.stdin.read()); raise ValueError('inner')")

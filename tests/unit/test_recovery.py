@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from agents import rarely
 from recovery import SHARDED, STOPS, Job, Outcome, draw_kills
 
 from distributed.checkpoint import load
@@ -58,9 +59,7 @@ def test_stopped_and_resumed_it_ends_with_the_same_bytes(
     assert job.stop_and_finish(f"often-{name}", nproc, settings, faults) == never
 
 
-@pytest.mark.parametrize(
-    ("format", "times"), [("sharded", 6), pytest.param("full", 12, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("format", "times"), [("sharded", 3), *rarely(("full", 12))])
 def test_killed_while_saving_it_ends_with_the_same_bytes(job: Job, format: str, times: int) -> None:
     kills = draw_kills(random.Random(1), times, format)
     longer = ["train.max_steps=120", *(SHARDED if format == "sharded" else ())]
@@ -86,6 +85,7 @@ def test_a_signal_to_the_launcher_saves_and_leaves_with_75(job: Job, whole: Outc
     assert job.finish("signalled", 2) == whole
 
 
+@pytest.mark.long
 def test_the_clock_saves_and_leaves_with_75(job: Job, whole: Outcome) -> None:
     code, output = job.run("clock", 2, "train.max_seconds=1e-9")
     assert code == 75
@@ -142,6 +142,7 @@ def test_what_no_longer_fits_is_one_line(job: Job, whole: Outcome) -> None:
     assert "train.py: model: the checkpoint is of another model (size mismatch for 2.w" in output
 
 
+@pytest.mark.long
 def test_never_is_said_of_the_first_start(job: Job, whole: Outcome) -> None:
     process = job.start("fresh", 2, "resume=never", restarts=1, FAULT="SIGKILL 1 50")
     output = process.communicate(timeout=300)[0]
@@ -150,6 +151,7 @@ def test_never_is_said_of_the_first_start(job: Job, whole: Outcome) -> None:
     assert job.outcome("fresh") == whole
 
 
+@pytest.mark.long
 def test_a_rank_that_leaves_with_0_too_early_is_named(job: Job) -> None:
     code, output = job.run("early", 2, FAULT="leave 1 9")
     assert code == 1
@@ -215,6 +217,7 @@ def test_a_full_disk_ends_the_run_by_name(job: Job, small_disk: Path) -> None:
     assert state is not None and state.progress["step"] == int(saved[1]) - 5
 
 
+@pytest.mark.long
 def test_a_disk_that_turns_read_only_ends_the_run_by_name(job: Job, small_disk: Path) -> None:
     assert job.run("read", 1, f"checkpoint.dir={small_disk}", FAULT="SIGTERM 0 30")[0] == 75
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)

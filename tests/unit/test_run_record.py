@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import AGENT, PATIENCE_S, ROOT, Run, kill_what_is_left
+from agents import AGENT, PATIENCE_S, ROOT, Run, kill_what_is_left, rarely
 from job_tools import make_tool
 
 from distributed.errors import Refused
@@ -89,7 +89,7 @@ def test_run_json_says_how_far_the_run_is_and_how_it_ended(start: Start) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, *rarely(signal.SIGTERM)])
 def test_the_guardian_completes_the_record_of_an_agent_that_was_killed(
     start: Start, signum: int
 ) -> None:
@@ -108,7 +108,7 @@ def test_the_guardian_completes_the_record_of_an_agent_that_was_killed(
     assert record["ended"] > record["started"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_guardian_leaves_the_record_of_a_run_that_was_taken_over(start: Start) -> None:
     run = start("0")
     run.wait_for("beats")
@@ -147,7 +147,9 @@ def test_a_run_that_is_refused_has_ended(start: Start) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o664), (0o022, 0o644), (0o077, 0o600)])
+@pytest.mark.parametrize(
+    ("umask", "mode"), [(0o077, 0o600), *rarely((0o002, 0o664), (0o022, 0o644))]
+)
 def test_permissions_follow_the_users_umask(tmp_path: Path, umask: int, mode: int) -> None:
     script = tmp_path / "x.py"
     script.write_text("import os; open(os.environ['LOG_DIR'] + '/own', 'w'); raise SystemExit(1)")

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agents import PATIENCE_S
+from agents import PATIENCE_S, rarely
 from ports import free_port
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -162,6 +162,7 @@ def test_ranks_join_share_data_and_agree(tmp_path: Path) -> None:
     assert set(drawn) == set(range(10)) and len(drawn) == 12
 
 
+@pytest.mark.long
 def test_the_calls_of_a_script_with_several_models(tmp_path: Path) -> None:
     lines = torchrun(
         tmp_path,
@@ -455,7 +456,9 @@ def test_finish_flushes_runs_exit_handlers_and_gives_its_code(tmp_path: Path) ->
     assert (tmp_path / "kept.log").read_text() == "last words\n"
 
 
-@pytest.mark.parametrize("waits_in", ["atexit.register({})", "threading.Thread(target={}).start()"])
+@pytest.mark.parametrize(
+    "waits_in", ["atexit.register({})", *rarely("threading.Thread(target={}).start()")]
+)
 def test_exit_handlers_have_a_limit(tmp_path: Path, waits_in: str) -> None:
     start = time.monotonic()
     done = finish_in(

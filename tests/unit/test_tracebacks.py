@@ -208,7 +208,7 @@ def test_the_traceback_of_rank_0_that_lost_rank_1_is_in_the_log_alone(
     assert "[0] [rank0]: Traceback" in log and "[1] [rank1]: Traceback" in log
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_with_all_ranks_shown_only_the_first_failure_has_a_traceback(folder: Path) -> None:
     err, log = launch(folder, "1", "--show", "all")
     above = err.partition("FAILED ")[0]
@@ -225,7 +225,7 @@ def test_the_traceback_of_rank_0_that_failed_first_stands_above_the_block(folder
     assert above.endswith("[rank0]: ValueError: batch 7 holds no samples\n")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_logs_the_terminal_has_every_traceback(folder: Path) -> None:
     command = [*AGENT, "--nproc-per-node=2", "program.py", "1"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from agents import AGENT
+from agents import AGENT, rarely
 from ports import free_port
 
 from distributed.checkpoint import load, weights_hash
@@ -269,7 +269,7 @@ def test_the_same_run_again_gives_the_same_weights(trained: Path, text: Path) ->
     assert hash_of(trained / "checkpoints/again") == hash_of(trained / "checkpoints/first")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_another_seed_gives_other_weights(trained: Path, text: Path) -> None:
     alone = {"processes": 1}
     for run_id, seed in (("alone", 1), ("other", 2)):
@@ -277,7 +277,7 @@ def test_another_seed_gives_other_weights(trained: Path, text: Path) -> None:
     assert hash_of(trained / "checkpoints/alone") != hash_of(trained / "checkpoints/other")
 
 
-@pytest.mark.parametrize("umask", [0o002, 0o077])
+@pytest.mark.parametrize("umask", [0o077, *rarely(0o002)])
 def test_the_users_umask_decides_who_can_read_a_run(tmp_path: Path, text: Path, umask: int) -> None:
     words = [str(ROOT / "train.py"), "--config", LOCAL3, f"data.path={text}", *TINY]
     options = ["--nproc-per-node=1", "--log-dir=logs"]
@@ -438,7 +438,7 @@ def test_a_task_of_ones_own_beside_the_config(tmp_path: Path) -> None:
     assert wrong.stderr.endswith("my_task.py has no class Curve [config-invalid]\n")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_clock_ends_a_run(tmp_path: Path, text: Path) -> None:
     limits = ("train.max_steps=null", "train.max_seconds=1e-9", "train.eval_every=0")
     done = run_tiny(tmp_path, text, "short", *limits)
