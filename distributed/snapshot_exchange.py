@@ -112,6 +112,7 @@ def deliver(lacking: Sequence[tuple[int, int]], copy: Memory | None, own: Memory
             any(_transfer(group, copy, rank, None, -1))
         elif dist.get_rank() == rank:
             any(_transfer(group, None, -1, own, holder))
+    dist.barrier(group)  # whoever left now would cut off ranks that still connect
     dist.destroy_process_group(group)
 
 

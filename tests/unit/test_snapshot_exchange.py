@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from test_sharded import make_state, on_ranks
 from distributed import snapshot_exchange as exchange
 from distributed.checkpoint import Saver, load, weights_hash
 from distributed.snapshot import _open_buffers
-from distributed.snapshot_memory import BEGIN, FILES
+from distributed.snapshot_memory import BEGIN, FILES, Memory
 from launcher.agent.snapshots.memory import Snapshots as NodeSnapshots
 from launcher.agent.snapshots.memory import _steps
 
@@ -79,6 +81,24 @@ def test_a_part_is_on_two_nodes(tmp_path: Path, own: list[int], copies: list[int
     node = NodeSnapshots(4)
     files = [node.variables(rank)[FILES] for rank in range(4)]
     on_ranks(4, _lose_parts, tmp_path, files, own, copies)
+
+
+def _deliver_slowly(rank: int, folder: Path) -> None:
+    """Rank 1 sends rank 3 its part; nobody leaves before it is there."""
+
+    def slowly(*_: object) -> Iterator[None]:
+        time.sleep(0.5)
+        (folder / f"moved-{rank}").touch()
+        return iter(())
+
+    exchange._transfer = slowly  # type: ignore[assignment]
+    exchange.deliver([(3, 1)], None, Memory(-1))
+    assert {one.name for one in folder.glob("moved-*")} == {"moved-1", "moved-3"}
+
+
+@pytest.mark.slow
+def test_ranks_without_a_part_to_move_wait_for_the_others(tmp_path: Path) -> None:
+    on_ranks(4, _deliver_slowly, tmp_path)
 
 
 def _lose_neighbour(rank: int, folder: Path, files: list[str]) -> None:
