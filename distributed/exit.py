@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import os
 import sys
 import threading
@@ -26,7 +27,10 @@ def finish(code: int = 0) -> NoReturn:
     atexit.unregister(finish)  # it can be a handler itself
     sys.stdout.flush()
     sys.stderr.flush()
-    threading.Thread(target=_exit_late, args=(code,), daemon=True).start()
+    try:
+        threading.Thread(target=_exit_late, args=(code,), daemon=True).start()
+    except RuntimeError:  # in an exit handler, from Python 3.12 on
+        faulthandler.dump_traceback_later(EXIT_LIMIT_S, exit=True)
     for finalizer, info in getattr(weakref.finalize, "_registry", {}).items():
         if info.func.__module__ == library.__name__:
             finalizer.atexit = False  # part of tearing down torch: 0.03 s

@@ -28,8 +28,6 @@ class Mine:
     pass
 
 assert pickle.loads(pickle.dumps(Mine())).__class__ is Mine
-older = sys.modules.get("torch.distributed.nn.jit.instantiator")
-added = getattr(older, "INSTANTIATED_TEMPLATE_DIR_PATH", "")  # to the path, by an older torch
 seen = {
     "name": __name__,
     "file": __file__,
@@ -37,7 +35,6 @@ seen = {
     "spec": repr(__spec__ and __spec__.name),
     "package": __package__,
     "argv": sys.argv,
-    "path": [folder for folder in sys.path if folder != added],
     "cwd": os.getcwd(),
     "stdin": sys.stdin.read(),
     "process": multiprocessing.current_process().name,
@@ -57,6 +54,9 @@ seen = {
     "omp": os.environ.get("OMP_NUM_THREADS"),
 }
 import torch
+older = sys.modules.get("torch.distributed.nn.jit.instantiator")
+added = getattr(older, "INSTANTIATED_TEMPLATE_DIR_PATH", "")  # to the path, by an older torch
+seen["path"] = [folder for folder in sys.path if folder != added]
 seen["torch_threads"] = torch.get_num_threads()
 open(os.environ["OUT"] + os.environ["RANK"], "w").write(json.dumps(seen))
 """

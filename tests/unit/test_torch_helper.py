@@ -476,6 +476,7 @@ def test_exit_handlers_have_a_limit(tmp_path: Path, waits_in: str) -> None:
     assert "threads or exit handlers still run after 0.5 s; exiting without them" in done.stderr
 
 
+@pytest.mark.another_torch("train.py")  # and with another Python
 def test_finish_can_be_an_exit_handler(tmp_path: Path) -> None:
     code = 'atexit.register(print, "once")\natexit.register(finish, 2)\nsys.exit(4)'
     done = finish_in(tmp_path, code)
