@@ -142,11 +142,15 @@ def test_a_hostile_config_is_refused_in_one_line(tmp_path: Path, text: str, caus
     assert cause in error_of(tmp_path / "c.yaml")
 
 
-@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan", "1e300", "9" * 400, "[" * 3000])
+@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan", "1e300", "9" * 400])
 @pytest.mark.parametrize("key", [key for key, kind in KNOWN.items() if kind is not str])
 def test_a_number_out_of_bounds_is_refused_in_one_line(config: Path, key: str, value: str) -> None:
     if str not in get_args(KNOWN[key]):
         assert error_of(config, f"{key}={value}").startswith(f"command line: {key}: ")
+
+
+def test_a_value_too_deep_for_the_parser_is_refused_in_one_line(config: Path) -> None:
+    assert error_of(config, f"train.max_steps={'[' * 3000}").startswith("command line: train.max")
 
 
 @given(st.sampled_from(sorted(KNOWN)), st.text())
