@@ -243,6 +243,7 @@ def test_a_link_of_the_users_own_is_kept(tmp_path: Path) -> None:
         assert (tmp_path / "latest").readlink() == Path(run_id)
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_run(start: Start, tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     run = start(

@@ -377,6 +377,7 @@ def planned() -> list[str]:
     return sorted({line for line in commands() if re.match(starts, line)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", planned())
 def test_every_command_of_the_guides_plans(line: str, tmp_path: Path) -> None:
     """What the guides print is accepted: a launch up to its last step, train.py up to torch."""

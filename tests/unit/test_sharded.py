@@ -29,6 +29,8 @@ from distributed import torch as helper
 from distributed.checkpoint import CheckpointError, Saver, State, gather_ranks, load, weights_hash
 from distributed.torch import gather_bytes
 
+pytestmark = pytest.mark.slow
+
 SHAPES = (16, 7, 1)  # of the model's layers; 7 and 1 do not divide by the ranks
 
 

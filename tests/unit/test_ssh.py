@@ -27,6 +27,8 @@ from agents import PATIENCE_S
 from launcher import processes
 from launcher.agent.control import SILENCE_S
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts/ssh"
 SSH = """#!/usr/bin/env bash
@@ -274,7 +276,6 @@ def test_an_end_that_does_not_fit_is_a_lost_node(nodes: Nodes, answer: object) -
 # --- a terminal that takes nothing --------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_reader_that_stalls_delays_neither_the_run_nor_its_stop(nodes: Nodes) -> None:
     nodes.agent(
         f"{END}\n"
@@ -312,7 +313,6 @@ def test_lines_that_were_not_shown_are_counted(nodes: Nodes) -> None:
     assert 9000 < shown < 20000 and shown + dropped == 40002
 
 
-@pytest.mark.slow
 def test_a_terminal_that_was_stopped_by_ctrl_s_delays_no_stop(nodes: Nodes) -> None:
     nodes.agent(
         f"{END}\n"
@@ -410,7 +410,6 @@ sys.exit(0)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("what", ["launcher", "node"])
 @pytest.mark.parametrize("script", ["launch_torchrun_auto.sh", "launch_pdsh_multinode.sh"])
 def test_kill_9_ends_all_and_leaves_no_file(nodes: Nodes, script: str, what: str) -> None:
@@ -497,7 +496,6 @@ def test_a_launcher_that_stood_still_says_so(nodes: Nodes) -> None:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("silent", [[1], pytest.param([0, 1], marks=pytest.mark.long)])
 def test_a_silent_node_is_a_lost_link(nodes: Nodes, silent: list[int]) -> None:
     nodes.agent(HELD)
@@ -516,7 +514,6 @@ def test_a_silent_node_is_a_lost_link(nodes: Nodes, silent: list[int]) -> None:
     assert all(map(is_gone, parts))
 
 
-@pytest.mark.slow
 def test_the_agents_that_hear_nothing_of_a_silent_node_may_save(nodes: Nodes) -> None:
     nodes.agent(
         f"""
