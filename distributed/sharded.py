@@ -103,8 +103,9 @@ class Parts:
             return {}
         if self._packed != (packed := [results for _, results in told]):
             self._packed, self._results = packed, [*map(files.unpack, packed)]  # 0.1 ms a tensor
-        writer.finish(self._metadata, self._results)
-        index = files.pack(replace(self._metadata, storage_meta=None))
+        writer.finish(self._metadata, self._results)  # for torch's own tools
+        places = {one.index: one.storage_data for results in self._results for one in results}
+        index = files.pack(replace(self._metadata, storage_data=places, storage_meta=None))
         Path(writer.path, files.INDEX).write_bytes(index)
         return {name: entry for one, _ in told for name, entry in json.loads(one).items()}
 
