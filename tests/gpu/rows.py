@@ -10,6 +10,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -279,9 +280,12 @@ def left_on_gpu(machine: Machine) -> str:
     before = used_mib()
     launcher = machine.start([LAUNCH, "--nproc-per-node", "1", PROBE, "holds_memory"])
     assert launcher.stdout is not None
-    for line in launcher.stdout:
-        if line.startswith("holds"):
-            break
+    late = threading.Timer(machine.left(), launcher.kill)
+    late.start()
+    told = next((line for line in launcher.stdout if line.startswith("holds")), "")
+    late.cancel()
+    if not told:
+        raise Failed("the rank held no memory within its time")
     held = used_mib()
     began = time.monotonic()
     launcher.send_signal(signal.SIGKILL)
