@@ -234,10 +234,11 @@ def prove_own_stops(times: int) -> tuple[str, bool]:
     return text, saved == told == times
 
 
-def run_pytest(marks: str, times: int) -> tuple[str, bool]:
+def run_pytest(marks: str, workers: int, times: int) -> tuple[str, bool]:
     """Run the suite's tests with these marks; `times` says nothing to them."""
+    options = ["-q", "-n", str(workers), "--dist", "worksteal", "-m", marks]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", marks, "-o", "faulthandler_timeout=600"],
+        [sys.executable, "-m", "pytest", *options, "-o", "faulthandler_timeout=600"],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -313,7 +314,7 @@ PARTS = {
     "measures": Part(
         "Tests of Python that measure",
         "speeds, each held against another",
-        functools.partial(run_pytest, "alone"),
+        functools.partial(run_pytest, "alone", 0),
         "alone",
     ),
     "ranks": Part(
@@ -340,7 +341,7 @@ PARTS = {
     "long": Part(
         "Long tests of Python",
         "pytest -m long",
-        functools.partial(run_pytest, "long and not alone"),
+        functools.partial(run_pytest, "long and not alone", 2),
     ),
     "scripts": Part(
         "Long tests of the scripts",
