@@ -125,11 +125,11 @@ def lists(draw: st.DrawFn) -> str:
     return draw(st.sampled_from([",", ",", ",", ",,"])).join(items)
 
 
-@pytest.mark.parametrize("lists_asked", [300, pytest.param(2000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("lists_asked", [100, pytest.param(2000, marks=pytest.mark.long)])
 def test_generated_lists_expand_alike(scontrol: Scontrol, lists_asked: int) -> None:
     asked = set()
 
-    @settings(SETTINGS, max_examples=lists_asked + 300)
+    @settings(SETTINGS, max_examples=2 * lists_asked)
     @given(lists())
     def alike(text: str) -> None:
         asked.add(text)
@@ -141,10 +141,11 @@ def test_generated_lists_expand_alike(scontrol: Scontrol, lists_asked: int) -> N
     assert len(asked) >= lists_asked
 
 
-def test_a_list_with_a_slip_is_never_read_as_other_names(scontrol: Scontrol) -> None:
+@pytest.mark.parametrize("slips", [100, pytest.param(400, marks=pytest.mark.long)])
+def test_a_list_with_a_slip_is_never_read_as_other_names(scontrol: Scontrol, slips: int) -> None:
     """It is refused here, or scontrol reads the same, or refuses it for a suffix or a length."""
 
-    @settings(SETTINGS, max_examples=400)
+    @settings(SETTINGS, max_examples=slips)
     @given(lists(), st.integers(0), st.sampled_from("[],-0a"))
     def alike(text: str, place: int, slip: str) -> None:
         place %= len(text)
