@@ -21,6 +21,7 @@ from .strategy import Sharding, check_strategy
 from .torch_internals import can_shard_on_cpu, import_dtensor, import_fsdp, tree_map_only
 
 fsdp2, dtensor = import_fsdp(), import_dtensor()
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def shard(
@@ -31,10 +32,11 @@ def shard(
     Where groups shard for themselves, the groups replicate (HSDP). Raises LauncherError where the
     ranks do not divide into groups of `how.shard`, or this torch cannot shard on a CPU.
     """
-    if device.type == "cpu" and not can_shard_on_cpu():
-        cause = f"strategy fsdp needs GPUs with torch {torch.__version__}"
-        raise LauncherError(f"{cause}; install torch 2.7 or newer, or use ddp", "env-missing")
+    if is_cpu := device.type == "cpu":
+        _refuse_unless(can_shard_on_cpu())
     mesh = _mesh(device, how.shard)
+    must_sum = is_cpu and not _can_average(mesh)
+    _refuse_unless(not must_sum or hasattr(fsdp2.FSDPModule, "set_force_sum_reduction_for_comms"))
     dtype = getattr(torch, how.dtype) if how.dtype else None
     policy = fsdp2.MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)
     offload = fsdp2.CPUOffloadPolicy() if how.cpu_offload else fsdp2.OffloadPolicy()
@@ -49,7 +51,30 @@ def shard(
             mp_policy=policy,
             offload_policy=offload,
         )
+        if must_sum:
+            summing: Any = module
+            summing.set_force_sum_reduction_for_comms(True)  # and divide
     return model
+
+
+def _refuse_unless(can_do: bool) -> None:
+    if not can_do:
+        cause = f"strategy fsdp needs GPUs with torch {torch.__version__}"
+        raise LauncherError(f"{cause}; install torch 2.9 or newer, or use ddp", "env-missing")
+
+
+def _can_average(mesh: DeviceMesh) -> bool:
+    """Return whether a mean of ranks is one: an older gloo refuses it, or gives the sum."""
+    for group in mesh.get_all_groups():
+        whole, part = torch.ones(group.size()), torch.zeros(1)
+        try:
+            dist.all_reduce(whole, dist.ReduceOp.AVG, group)
+            reduce_scatter(part, torch.ones(group.size()), dist.ReduceOp.AVG, group)
+        except RuntimeError:  # on every rank
+            return False
+        if any(one != 1 for one in (*whole, *part)):
+            return False
+    return True
 
 
 def _mesh(device: torch.device, size: str | int) -> DeviceMesh:

@@ -50,6 +50,26 @@ def _rank(
     helper.finish()
 
 
+def _average(rank: int, folder: Path, can_average: bool, shard: int) -> None:
+    """The gradient of what every rank has seen is the mean, as under DDP."""
+    from distributed import fsdp
+
+    if not can_average:  # as with an older torch
+        fsdp._can_average = lambda mesh: False
+    model = helper.setup_distributed_models(
+        nn.Linear(4, 4, bias=False), strategy="fsdp", sharding=helper.Sharding(shard=shard)
+    )
+    model(torch.full((1, 4), rank + 1.0)).sum().backward()
+    gradient: Any = model.weight.grad
+    assert gradient.full_tensor().tolist() == 4 * [4 * [2.5]]
+
+
+@pytest.mark.another_torch("FSDP")
+@pytest.mark.parametrize(("can_average", "shard"), [(True, 4), (True, 2), (False, 4), (False, 2)])
+def test_gradients_are_the_mean_of_all_ranks(tmp_path: Path, can_average: bool, shard: int) -> None:
+    on_ranks(4, _average, tmp_path, can_average, shard)
+
+
 def make_state(step: int, strategy: str = "single", shard: int | str = "all") -> State:
     """A model and an AdamW that has made one step, as this rank holds them."""
     torch.manual_seed(step)
