@@ -60,7 +60,7 @@ def shard(
 def _refuse_unless(can_do: bool) -> None:
     if not can_do:
         cause = f"strategy fsdp needs GPUs with torch {torch.__version__}"
-        raise LauncherError(f"{cause}; install torch 2.9 or newer, or use ddp", "env-missing")
+        raise LauncherError(f"{cause}; install torch 2.8 or newer, or use ddp", "env-missing")
 
 
 def _can_average(mesh: DeviceMesh) -> bool:

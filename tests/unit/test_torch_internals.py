@@ -192,7 +192,7 @@ def test_fsdp_on_a_cpu_is_refused_where_torch_cannot(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cpu, "Stream", type("Stream", (), {}))
     with pytest.raises(LauncherError) as error:
         fsdp.shard(nn.Linear(2, 2), [], torch.device("cpu"), Sharding())
-    told = f"strategy fsdp needs GPUs with torch {torch.__version__}; install torch 2.9 or newer, "
+    told = f"strategy fsdp needs GPUs with torch {torch.__version__}; install torch 2.8 or newer, "
     assert str(error.value) == f"{told}or use ddp [env-missing]"
 
 
