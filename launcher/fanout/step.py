@@ -153,7 +153,8 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     if has_notice and requeue(plan):
         return STOPPED
     srun = start(command, plan.directory, stdout=None if plan.engine else subprocess.PIPE)
-    output, started = None if plan.engine else Output(srun, os.environ["LAUNCH_TOKEN"]), time.time()
+    output = None if plan.engine else Output(srun, os.environ["LAUNCH_TOKEN"])
+    started = time.time()
     asked = await_end(plan, srun, output, handled)
     code = processes.shell_code(srun.returncode)
     if output is not None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from agents import AGENT, ROOT
+from agents import AGENT, ROOT, rarely
 from ports import free_port
 
 pytestmark = pytest.mark.slow
@@ -25,7 +25,7 @@ LAUNCHERS = [
         "torch.distributed.launch",
         marks=[pytest.mark.another_torch("torch.distributed.launch"), pytest.mark.long],
     ),
-    *(pytest.param(one, marks=pytest.mark.long) for one in LONG),
+    *rarely(*LONG),
 ]
 
 

@@ -87,7 +87,7 @@ def _deliver_slowly(rank: int, folder: Path) -> None:
     """Rank 1 sends rank 3 its part; nobody leaves before it is there."""
 
     def slowly(*_: object) -> Iterator[None]:
-        time.sleep(0.5)
+        time.sleep(0.5)  # a slow transfer: who does not wait for it has left by then
         (folder / f"moved-{rank}").touch()
         return iter(())
 

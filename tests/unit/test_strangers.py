@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from agents import PROGRAM, Run, kill_what_is_left
+from agents import PROGRAM, Run, kill_what_is_left, rarely
 from ports import free_port
 from strangers import attack, keep_silent
 
@@ -94,7 +94,7 @@ RARER = [one for number, one in enumerate(STOLEN) if number % 4]
 
 @pytest.mark.parametrize(
     "message",
-    [*STOLEN[::4], *(pytest.param(one, marks=pytest.mark.long) for one in RARER)],
+    [*STOLEN[::4], *rarely(*RARER)],
     ids=lambda message: message[:12].decode("latin1"),
 )
 def test_a_stolen_node_can_only_end_the_run(tmp_path: Path, message: bytes) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from agents import rarely
 from test_torch_helper import run_ranks
 from torch import Tensor, nn
 
@@ -101,7 +102,7 @@ LONG = [
     ("nproc", "settings"),
     [
         pytest.param(4, "strategy=fsdp fsdp.shard=2 train.grad_accumulation=2", marks=FSDP),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in LONG),
+        *rarely(*LONG),
     ],
 )
 def test_losses_and_weights_are_those_of_one_process(work: Work, nproc: int, settings: str) -> None:
