@@ -10,6 +10,8 @@ NODES  ?= 4
 NODE   ?= login
 # The Python given as PYTHON=, else that of .venv, else python3.
 ANY_PYTHON = $(if $(findstring command,$(origin PYTHON))$(wildcard $(PYTHON)),$(PYTHON),python3)
+# A module or a site may bring that Python's packages in PYTHONPATH.
+SITE_PATH = $${PYTHONPATH:+:$$PYTHONPATH}
 
 .DEFAULT_GOAL := help
 .PHONY: cluster-deps cluster-up cluster-down cluster-shell test-cluster test-gpu test-login test-torch
@@ -42,7 +44,7 @@ lint: $(TESTED) ## shellcheck, shfmt, ruff, mypy
 	@PYTHON=$(PYTHON) tests/run.sh lint
 
 test-torch: ## try what another torch can break: one table (VERSION=2.6.0 PYTHON=...)
-	@PYTHONPATH=bench $(ANY_PYTHON) tests/with_torch.py $(VERSION)
+	@PYTHONPATH=bench$(SITE_PATH) $(ANY_PYTHON) tests/with_torch.py $(VERSION)
 
 test-cluster: $(TESTED) ## only the tests on the cluster on this machine (as root)
 	@PYTHON=$(PYTHON) tests/run.sh cluster
@@ -51,7 +53,7 @@ test-gpu: ## try what a GPU can break: one table, under 10 minutes (PYTHON=..., 
 	@$(ANY_PYTHON) -c 'import torch, pydantic, yaml' 2>/dev/null || { \
 	  echo "make: $(ANY_PYTHON) lacks torch, pydantic or PyYAML; install them, or give PYTHON=" >&2; \
 	  exit 3; }
-	@PYTHONPATH=$(CURDIR):$(CURDIR)/bench $(ANY_PYTHON) tests/gpu $(if $(JSON),--json $(JSON)) $(ROWS)
+	@PYTHONPATH=$(CURDIR):$(CURDIR)/bench$(SITE_PATH) $(ANY_PYTHON) tests/gpu $(if $(JSON),--json $(JSON)) $(ROWS)
 
 test-login: $(TESTED) ## run every test as on a login node, where SLURM and PBS answer (as root)
 	@PYTHON=$(PYTHON) tests/login_node.sh tests/run.sh all

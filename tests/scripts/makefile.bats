@@ -71,3 +71,13 @@ load helper
   run bash "$ROOT/scripts/lib/init.sh" ""
   assert_refused 2 "no DIR; give make init DIR=YOUR_REPOSITORY"
 }
+
+@test "make test-gpu and make test-torch keep the packages that PYTHONPATH brings" {
+  printf '#!/bin/sh\necho "path $PYTHONPATH"\n' >"$BATS_TEST_TMPDIR/python"
+  chmod +x "$BATS_TEST_TMPDIR/python"
+  local target
+  for target in test-gpu test-torch; do
+    PYTHONPATH=/site/packages run make -s -C "$ROOT" "$target" PYTHON="$BATS_TEST_TMPDIR/python"
+    [[ ${lines[-1]} == path*bench:/site/packages ]]
+  done
+}
