@@ -71,17 +71,14 @@ class Part:
 
 def main() -> int:
     """Run the parts, each of which replaces its section; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="make prove")
-    parser.add_argument("--times", type=int, default=20)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, "list"], metavar="PART")
-    args = parser.parse_args()
-    if "list" in args.parts:
+    names, times = read_arguments(sys.argv[1:])
+    if "list" in names:
         print(render(["part", "covers", "last run"], [*list_parts()]))
         return 0
-    chosen = {name: part for name, part in PARTS.items() if name in args.parts or not args.parts}
 
     def run_all(place: str) -> bool:
-        kept = [run(*one, args.times) for one in chosen.items() if one[1].place == place]
+        parts = [(name, PARTS[name]) for name in names]
+        kept = [run(name, part, times) for name, part in parts if part.place == place]
         return all(kept)
 
     is_kept = run_all("alone")
@@ -91,6 +88,17 @@ def main() -> int:
         is_kept &= on_cluster.result()
     figures.write()
     return int(not is_kept)
+
+
+def read_arguments(words: Sequence[str]) -> tuple[list[str], int]:
+    """Return the names of the parts, all of them where none is named, and TIMES."""
+    parser = argparse.ArgumentParser(prog="make prove")
+    parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("parts", nargs="*", metavar="PART")
+    args = parser.parse_args(words)
+    if unknown := {*args.parts} - {*PARTS, "list"}:
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; PART=list shows them")
+    return args.parts or [*PARTS], args.times
 
 
 def list_parts() -> Iterator[list[str]]:
