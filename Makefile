@@ -15,7 +15,7 @@ SITE_PATH = $${PYTHONPATH:+:$$PYTHONPATH}
 
 .DEFAULT_GOAL := help
 .PHONY: cluster-deps cluster-up cluster-down cluster-shell test-cluster test-gpu test-login test-torch
-.PHONY: help init setup train sample plot test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-snapshots bench-spares bench-fanout bench-failures bench-shapes bench-cuts bench-faults bench-hangs bench-staging bench-gpu bench-data pictures clean
+.PHONY: help init setup train sample plot test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-snapshots bench-spares bench-fanout bench-failures bench-shapes bench-faults bench-staging bench-gpu pictures clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "make %-17s %s\n", $$1, $$2 }'
@@ -105,15 +105,6 @@ bench-staging: $(STAMP) ## measure a start from a slow file system, with and wit
 
 bench-gpu: $(STAMP) ## measure training on one GPU: train.py, a bare loop, accelerate, Lightning
 	PYTHONPATH=. $(PYTHON) bench/gpu.py
-
-bench-data: $(STAMP) ## measure a start with 2 GB of text against one with 20 MB
-	$(PYTHON) bench/data.py
-
-bench-hangs: $(STAMP) ## see that a rank that hangs is named, in scripts that report no progress
-	$(PYTHON) bench/hangs.py
-
-bench-cuts: $(STAMP) ## cut hosts of a cluster in a box off for 3 to 120 s (as root)
-	$(PYTHON) bench/cuts.py
 
 bench-faults: $(STAMP) ## make each fault on a cluster in a box, for ours and for torchrun (as root)
 	$(PYTHON) bench/faults.py

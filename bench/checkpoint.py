@@ -9,10 +9,10 @@ when nothing is left to be written to the disk. All ways of saving run in turn, 
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from table import describe_machine, render, write_section
+from harness import in_turns, render, spread, times_or, write_section
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint import state_dict_saver as dcp
@@ -137,7 +137,6 @@ WAYS: dict[str, Callable[[Path, Training], Save]] = {
     "dcp.async_save": with_async_dcp,
 }
 IN_LOOP = (NONE, OURS, TORCH, "torch.save, fsync")
-ALONE = [way for way in WAYS if way != NONE]
 
 
 # --- measuring, each in a process of its own ----------------------------------------------------
@@ -194,22 +193,19 @@ def build(size_gb: float) -> Training:
 
 
 def main() -> None:
-    runs = int(sys.argv[1]) if len(sys.argv) > 1 else 3
-    saves: dict[float, dict[str, list[list[Times]]]] = {
-        size_gb: {way: [] for way in ALONE} for size_gb in SIZES_GB
+    runs = times_or(3)
+    saves: dict[tuple[float, str], Callable[[], list[Times]]] = {
+        (size_gb, way): functools.partial(apart, time_saves, way, size_gb)
+        for size_gb in SIZES_GB
+        for way in WAYS
+        if way != NONE
     }
-    walls: dict[str, list[float]] = {way: [] for way in IN_LOOP}
-    for _ in range(runs):
-        for size_gb, ways in saves.items():
-            for way, seen in ways.items():
-                seen.append(apart(time_saves, way, size_gb))
-        for way, wall in walls.items():
-            wall.append(apart(time_loop, way))
-    text = (
-        f"{describe_machine('make bench-checkpoint')}, {file_system()}, medians of {runs}\n\n"
-        f"{describe_saves(saves)}\n\n{describe_walls(walls)}"
-    )
-    write_section("checkpoint", text)
+    loops: dict[str, Callable[[], float]] = {
+        way: functools.partial(apart, time_loop, way) for way in IN_LOOP
+    }
+    about = f", {file_system()}, medians of {runs}"
+    tables = describe_saves(in_turns(saves, runs)), describe_walls(in_turns(loops, runs))
+    write_section("checkpoint", about, *tables)
 
 
 def apart(measure: Callable[..., Result], *case: object) -> Result:
@@ -218,23 +214,16 @@ def apart(measure: Callable[..., Result], *case: object) -> Result:
         return pool.submit(measure, *case).result()
 
 
-def describe_saves(saves: dict[float, dict[str, list[list[Times]]]]) -> str:
+def describe_saves(saves: dict[tuple[float, str], list[list[Times]]]) -> str:
+    first = {case: statistics.median(run[0].stall for run in seen) for case, seen in saves.items()}
+    stall = {case: statistics.median(run[-1].stall for run in seen) for case, seen in saves.items()}
     rows = []
-    for size_gb, ways in saves.items():
-        first = {way: statistics.median(run[0].stall for run in ways[way]) for way in ways}
-        stall = {way: statistics.median(run[-1].stall for run in ways[way]) for way in ways}
-        total = {way: statistics.median(run[-1].total for run in ways[way]) for way in ways}
-        rows += [
-            [
-                str(size_gb),
-                way,
-                f"{first[way]:.3f}",
-                f"{stall[way]:.3f}",
-                *(f"{stall[way] / stall[other]:.2f}" for other in STALL_TARGETS),
-                f"{total[way]:.2f}",
-            ]
-            for way in ways
-        ]
+    for (size_gb, way), seen in saves.items():
+        case = size_gb, way
+        ratios = [f"{stall[case] / stall[size_gb, other]:.2f}" for other in STALL_TARGETS]
+        total = statistics.median(run[-1].total for run in seen)
+        stalls = [f"{first[case]:.3f}", f"{stall[case]:.3f}"]
+        rows.append([str(size_gb), way, *stalls, *ratios, f"{total:.2f}"])
     others = [f"x {way}" for way in STALL_TARGETS]
     head = ["state GB", "saved by", "first stall s", "stall s", *others, "done after s"]
     targets = " and ".join(f"{most} x {way}" for way, most in STALL_TARGETS.items())
@@ -251,13 +240,7 @@ def describe_walls(walls: dict[str, list[float]]) -> str:
     middle = {way: statistics.median(wall) for way, wall in walls.items()}
     added = {way: middle[way] - middle[NONE] for way in walls}
     rows = [
-        [
-            way,
-            f"{middle[way]:.1f}",
-            f"{min(wall):.1f}-{max(wall):.1f}",
-            f"{added[way]:.1f}",
-            f"{added[way] / added[TORCH]:.2f}",
-        ]
+        [way, *spread(wall, 1), f"{added[way]:.1f}", f"{added[way] / added[TORCH]:.2f}"]
         for way, wall in walls.items()
     ]
     head = [f"{STEPS} steps", "median s", "min-max s", "added s", "x torch.save"]

@@ -18,7 +18,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,9 +27,8 @@ from pathlib import Path
 import others
 import torch
 from failing_ranks import CODE, FAILING
-from table import describe_machine, render, write_section
+from harness import AGENT, ROOT, TORCHRUN, render, write_section
 
-ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = str(ROOT / "bench/failing_ranks.py")
 RANKS = 4
 TRIES = 5
@@ -162,8 +160,6 @@ def other_node(launcher: Launcher) -> str:
 
 def launchers() -> Iterator[Launcher]:
     """Yield every launcher that is here or can be installed."""
-    agent = [sys.executable, str(ROOT / "scripts/lib/agent.py")]
-    torchrun = [sys.executable, "-m", "torch.distributed.run"]
 
     def of_two(command: list[str]) -> Callable[[int, int], list[str]]:
         def place(node_rank: int, port: int) -> list[str]:
@@ -172,9 +168,9 @@ def launchers() -> Iterator[Launcher]:
 
         return place
 
-    yield Launcher("ours", lambda: [*agent, "--nproc-per-node=4"], of_two(agent))
+    yield Launcher("ours", lambda: [*AGENT, "--nproc-per-node=4"], of_two(AGENT))
     name = f"torchrun {torch.__version__.partition('+')[0]}"
-    yield Launcher(name, lambda: [*torchrun, "--nproc-per-node=4"], of_two(torchrun))
+    yield Launcher(name, lambda: [*TORCHRUN, "--nproc-per-node=4"], of_two(TORCHRUN))
     if accelerate := others.find("accelerate", "accelerate"):
         launch = [str(accelerate), "launch", "--multi_gpu", "--mixed_precision=no"]
         launch += ["--dynamo_backend=no", "--num_processes=4"]
@@ -201,11 +197,8 @@ def main() -> None:
         "ranks left after `kill -9` of the launcher",
         "ranks that saved after SIGTERM",
     ]
-    text = (
-        f"{describe_machine('make bench-failures')}\n\n{render(head, rows)}\n\n"
-        "DeepSpeed starts other nodes through pdsh or MPI, which is not measured here."
-    )
-    write_section("failures", text)
+    remark = "DeepSpeed starts other nodes through pdsh or MPI, which is not measured here."
+    write_section("failures", "", render(head, rows), remark)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from table import describe_machine, render, write_section
+from harness import CLUSTER, ROOT, cluster, in_turns, render, spread, times_or, write_section
 
 from launcher.processes import adopt_orphans
 
-ROOT = Path(__file__).resolve().parents[1]
-CLUSTER = str(ROOT / "tests/cluster/cluster.sh")
 HOSTS = (8, 32, 64)
 MORE = 100  # commands over connections that are there
 CLUSH = Path(tempfile.gettempdir(), f"bench-clush-{os.getuid()}/bin/clush")
@@ -72,7 +70,7 @@ Measure = Callable[[], Sample]
 
 
 def main() -> None:
-    runs = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    runs = times_or(5)
     if "BENCH_IN_BOX" not in os.environ:
         start_in_box()
         return
@@ -84,36 +82,21 @@ def main() -> None:
     ):
         rows = []
         for count in counts:
-            measures = launchers(count, options)
-            samples: dict[str, list[Sample]] = {name: [] for name in measures}
-            for number in range(runs + 1):
-                for name, measure in measures.items():
-                    sample = measure()
-                    if number > 0:  # the first round only warms the caches
-                        samples[name].append(sample)
-            rows += summarise(count, samples)
+            rows += summarise(count, in_turns(launchers(count, options), runs, warm_up=1))
         head = ["hosts", "by", "median s", "min-max s", "x pdsh", "client ms per host", "x pdsh"]
         tables.append(f"{title}:\n\n{render(head, rows)}")
-    machine = f"{describe_machine('make bench-fanout')}, {ssh_version()}, medians of {runs}"
-    write_section(
-        "fanout", "\n\n".join([machine, *tables, f"Targets for ours on 64 hosts: {TARGETS}."])
-    )
+    about = f", {ssh_version()}, medians of {runs}"
+    write_section("fanout", about, *tables, f"Targets for ours on 64 hosts: {TARGETS}.")
 
 
 def start_in_box() -> None:
     """Run this again on a cluster in a box, whose hosts have an empty home."""
     install_clush()  # there is no way from the box to other networks
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "CLUSTER_DIR": f"{folder}/cluster", "BENCH_IN_BOX": "1"}
-
-        def cluster(*words: str) -> None:
-            subprocess.run([CLUSTER, *words], env=environment, check=True)
-
-        try:
-            cluster("up", str(HOSTS[-1]))
-            cluster("run", "login", sys.executable, *sys.argv)
-        finally:
-            cluster("down")
+    os.environ["BENCH_IN_BOX"] = "1"
+    with cluster(HOSTS[-1]) as is_up:
+        if not is_up:
+            sys.exit(1)
+        subprocess.run([CLUSTER, "run", "login", sys.executable, *sys.argv], check=True)
 
 
 def names(count: int) -> list[str]:
@@ -185,8 +168,7 @@ def summarise(count: int, samples: dict[str, list[Sample]]) -> list[list[str]]:
             [
                 str(count),
                 name,
-                f"{statistics.median(seconds):.2f}",
-                f"{min(seconds):.2f}-{max(seconds):.2f}",
+                *spread(seconds),
                 f"{statistics.median(one.seconds / pdsh.seconds for one, pdsh in pairs):.2f}",
                 f"{statistics.median(client):.1f}",
                 f"{statistics.median(one.client_ms / pdsh.client_ms for one, pdsh in pairs):.3f}",

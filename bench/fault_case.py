@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fault_rows import Fault
-from shape_runs import CLUSTER, ROOT
+from harness import CLUSTER, ROOT
 
 START_S = 120.0  # for the ranks to make steps
 SNIPPET_S = 90.0  # to make a fault, or to undo it

@@ -30,8 +30,8 @@ from pathlib import Path
 from fault_case import Case
 from fault_rows import BEFORE, SECRET, Elsewhere, Fault
 from fault_rows_in_runs import IN_RUNS
-from shape_runs import ROOT, cluster, without_numbers
-from table import describe_machine, render
+from harness import ROOT, cluster, describe_machine, render
+from shape_runs import without_numbers
 
 PAGE = Path(__file__).with_name("faults.md")
 LIMIT_S = 120.0  # for a launch of ours to end
@@ -206,7 +206,7 @@ def main() -> None:
     words = parser.parse_args()
     rows = [row for row in BEFORE + IN_RUNS if not words.names or row.name in words.names]
     faults = [row for row in rows if isinstance(row, Fault)]
-    with cluster(is_wanted=True, nodes=4) as is_up:
+    with cluster(4) as is_up:
         if not is_up:
             sys.exit(1)
         with Path(os.environ["CLUSTER_DIR"], "etc/hosts").open("a") as hosts:

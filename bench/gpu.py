@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from gpu_runs import GPT2_CONFIG, HAS_GPU, Failed, Machine
-from table import describe_machine, render, write_section
+from harness import render, write_section
 
 OTHERS = ("bare", "ddp", "fsdp", "accelerate", "lightning")  # loops of gpu_loops.py
 PACKAGES = ("accelerate", "lightning")
@@ -76,9 +76,9 @@ def main() -> None:
     if not HAS_GPU:
         sys.exit("bench/gpu.py: torch sees no GPU here; run it on a machine with one")
     with tempfile.TemporaryDirectory(prefix="bench-gpu-", ignore_cleanup_errors=True) as name:
-        text = compare_loops(Machine(Path(name), LIMIT_S))
-    gpu = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    write_section("gpu", f"{describe_machine('make bench-gpu')}, {gpu}\n\n{text}")
+        table = compare_loops(Machine(Path(name), LIMIT_S))
+    about = f", {torch.cuda.get_device_name()}, torch {torch.__version__}"
+    write_section("gpu", about, table)
 
 
 if __name__ == "__main__":

@@ -10,28 +10,35 @@ a checkpoint. All launchers run in turn, RUNS times (default 7), in one go: medi
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
-import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from subprocess import DEVNULL, Popen
 from typing import NamedTuple
 
-from table import describe_machine, render, write_section
+from harness import (
+    AGENT,
+    OWN_STORES,
+    ROOT,
+    TORCHRUN,
+    in_turns,
+    ratio,
+    render,
+    spread,
+    times_or,
+    write_section,
+)
 from torch.distributed.run import get_args_parser
 
-ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = str(ROOT / "bench/restart_step.py")
 SHAPES = ((1, 2), (1, 4), (2, 2))  # nodes, processes on each
-AGENT = [sys.executable, str(ROOT / "scripts/lib/agent.py")]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 # Left to itself, torchrun has its ranks meet again where they met before. They find the addresses
 # of those that are dead, and most restarts fail; with a store for each attempt all should work.
-OWN_STORE = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *TORCHRUN]
+OWN_STORE = ["env", *(f"{name}={text}" for name, text in OWN_STORES.items()), *TORCHRUN]
 REFERENCE = "torchrun, a store for each attempt"
 LAUNCHERS = {
     "ours": AGENT,
@@ -39,6 +46,7 @@ LAUNCHERS = {
     REFERENCE: OWN_STORE,
     f"{REFERENCE}, looking every 0.01 s": [*OWN_STORE, "--monitor-interval=0.01"],
 }
+HEAD = ("nodes x processes", "launcher", "worked", "median s", "min-max s", "x torchrun that works")
 VICTIM = 1
 STEADY = 50  # steps
 LIMIT_S = 30.0  # a run that has not got on by then hangs
@@ -53,50 +61,31 @@ class Step(NamedTuple):
 
 
 def main() -> None:
-    runs = int(sys.argv[1]) if len(sys.argv) > 1 else 7
+    runs = times_or(7)
     rows = []
     for nodes, nproc in SHAPES:
-        times: dict[str, list[float | None]] = {name: [] for name in LAUNCHERS}
-        for number in range(runs + 1):
-            for name, launcher in LAUNCHERS.items():
-                seconds = time_restart(launcher, nodes, nproc)
-                if number > 0:  # the first round only warms the caches
-                    times[name].append(seconds)
-        shape = f"{nodes} x {nproc}"
-        rows += [summarise(shape, name, times) for name in LAUNCHERS]
-    head = [
-        "nodes x processes",
-        "launcher",
-        "worked",
-        "median s",
-        "min-max s",
-        "x torchrun that works",
-    ]
-    text = (
-        f"{describe_machine('make bench-restart')}, medians of {runs}\n\n{render(head, rows)}\n\n"
+        found = in_turns(
+            {
+                name: functools.partial(time_restart, launcher, nodes, nproc)
+                for name, launcher in LAUNCHERS.items()
+            },
+            runs,
+            warm_up=1,
+        )
+        worked = {name: [s for s in seconds if s is not None] for name, seconds in found.items()}
+        for name, seconds in worked.items():
+            cells = ["-", "-", "-"]
+            if seconds and worked[REFERENCE]:
+                cells = [*spread(seconds), f"{ratio(seconds, worked[REFERENCE]):.2f}"]
+            rows.append([f"{nodes} x {nproc}", name, f"{len(seconds)} of {runs}", *cells])
+    remarks = (
         f"Target for ours: at most {TARGET} x {REFERENCE}"
         " (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun`). By default, torchrun checks its ranks"
         f" every {default_interval()} s (`--monitor-interval`). A restart has failed if the run"
         f" ended, or if no step was done within {LIMIT_S:.0f} s. Medians are of the restarts that"
         " worked."
     )
-    write_section("restart", text)
-
-
-def summarise(shape: str, name: str, times: dict[str, list[float | None]]) -> list[str]:
-    worked = {each: [s for s in seconds if s is not None] for each, seconds in times.items()}
-    share = f"{len(worked[name])} of {len(times[name])}"
-    if not worked[name] or not worked[REFERENCE]:
-        return [shape, name, share, "-", "-", "-"]
-    middle = statistics.median(worked[name])
-    return [
-        shape,
-        name,
-        share,
-        f"{middle:.2f}",
-        f"{min(worked[name]):.2f}-{max(worked[name]):.2f}",
-        f"{middle / statistics.median(worked[REFERENCE]):.2f}",
-    ]
+    write_section("restart", f", medians of {runs}", render(HEAD, rows), remarks)
 
 
 def time_restart(launcher: list[str], nodes: int, nproc: int) -> float | None:

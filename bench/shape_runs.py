@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
 import subprocess
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-CLUSTER = str(ROOT / "tests/cluster/cluster.sh")
+from harness import CLUSTER, OWN_STORES, ROOT
+
 RANKS = 2
-OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else gloo often fails at a restart
 
 
 @dataclass(frozen=True)
@@ -298,18 +295,3 @@ def compare(what: str, ours: list[str], theirs: list[str]) -> list[str]:
 
 def without_numbers(lines: list[str]) -> list[str]:
     return [re.sub(r"\d+(\.\d+)?", "N", line) for line in lines]
-
-
-@contextlib.contextmanager
-def cluster(*, is_wanted: bool, nodes: int = 2) -> Iterator[bool]:
-    """A cluster of so many nodes, where there can be one."""
-    if not is_wanted or subprocess.run([CLUSTER, "check"]).returncode != 0:
-        yield False
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["CLUSTER_DIR"] = f"{folder}/cluster"
-        subprocess.run([CLUSTER, "up", str(nodes)], check=True)
-        try:
-            yield True
-        finally:
-            subprocess.run([CLUSTER, "down"], check=True)

@@ -19,6 +19,7 @@ this machine alone. Exits with 1 if something differs.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -26,8 +27,8 @@ import tempfile
 from pathlib import Path
 
 import others
-from shape_runs import ROOT, Launchers, Outcome, Shape, Way, cluster, differences
-from table import describe_machine, render, write_section
+from harness import ROOT, cluster, render, write_section
+from shape_runs import Launchers, Outcome, Shape, Way, differences
 
 SCRIPTS = ROOT / "tests/shapes"
 PACKAGES = ("accelerate", "transformers", "lightning", "hydra-core", "tqdm", "deepspeed")
@@ -76,7 +77,7 @@ def main() -> None:
     shapes = [one for one in SHAPES if not names or any(n in " ".join(one.words) for n in names)]
     python = others.environment("shapes", PACKAGES)
     rows, wrong = [], 0
-    with cluster(is_wanted="--here" not in words) as is_up:
+    with contextlib.nullcontext(False) if "--here" in words else cluster(2) as is_up:
         launchers = Launchers(python, has_cluster=is_up)
         for shape in shapes:
             cells = [""] * len(launchers.ways())
@@ -88,11 +89,10 @@ def main() -> None:
             rows.append([shape.name, f"`{' '.join(shape.words)}`", *cells])
             print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
     head = ["like", "script", *launchers.ways()]
-    text = f"{describe_machine('make bench-shapes')}\n\n{render(head, rows)}"
     if words:
-        print(text)
+        print(render(head, rows))
     else:
-        write_section("shapes", text)
+        write_section("shapes", "", render(head, rows))
     sys.exit(wrong > 0)
 
 

@@ -10,6 +10,7 @@ until the run is further than it was. torchrun restarts the same train.py from t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -17,14 +18,24 @@ import re
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from restart import AGENT, OWN_STORE
-from step import CONFIG, ROOT, run
-from table import describe_machine, render, write_section
+from harness import (
+    AGENT,
+    CONFIG,
+    ROOT,
+    beside,
+    in_ms,
+    in_turns,
+    quartiles,
+    render,
+    run,
+    times_or,
+    write_section,
+)
+from restart import OWN_STORE
 
 EVERY = "checkpoint.snapshot_every=5"
 KILL_AFTER = 95  # steps
@@ -40,28 +51,25 @@ LIMIT_S = 120.0
 
 
 def main() -> None:
-    times = int(sys.argv[1]) if len(sys.argv) > 1 else 7
+    times = times_or(7)
     pairs = PAIRS_A_TIME * times
     costs = [cost(name, settings, pairs) for name, settings in (("full", ()), ("sharded", SHARED))]
     head = ["checkpoint.format", "without, ms a step", "with, ms a step", "ratio"]
     head += ["middle half of the ratios", "at most"]
-    text = f"{describe_machine('make bench-snapshots')}, medians of {pairs} blocks of {BLOCK} steps"
-    text += f"\n\n{render(head, costs)}\n\n"
-    found: dict[str, list[tuple[int, float]]] = {name: [] for name in LAUNCHERS}
-    for _ in range(times):
-        for name, (launcher, settings) in LAUNCHERS.items():
-            found[name].append(kill_once(launcher, settings))
-    rows = [
-        [
-            name,
-            f"{statistics.median(steps for steps, _ in kills):.0f}",
-            f"{statistics.median(seconds for _, seconds in kills):.2f}",
-        ]
-        for name, kills in found.items()
-    ]
-    head = ["launcher", "steps done again", "seconds until further than before"]
-    text += f"kill -9 of a rank after step {KILL_AFTER}, medians of {times}\n\n"
-    write_section("snapshots", f"{text}{render(head, rows)}")
+    kills = in_turns(
+        {name: functools.partial(kill_once, *given) for name, given in LAUNCHERS.items()}, times
+    )
+    rows = []
+    for name, found in kills.items():
+        steps, seconds = (statistics.median(each) for each in zip(*found, strict=True))
+        rows.append([name, f"{steps:.0f}", f"{seconds:.2f}"])
+    write_section(
+        "snapshots",
+        f", medians of {pairs} blocks of {BLOCK} steps",
+        render(head, costs),
+        f"kill -9 of a rank after step {KILL_AFTER}, medians of {times}",
+        render(["launcher", "steps done again", "seconds until further than before"], rows),
+    )
 
 
 def cost(name: str, settings: tuple[str, ...], pairs: int) -> list[str]:
@@ -70,18 +78,14 @@ def cost(name: str, settings: tuple[str, ...], pairs: int) -> list[str]:
         last = f"train.max_steps={BLOCK * (2 * pairs + 3)}"
         chosen = [EVERY, last, "train.eval_every=0", *settings]
         chosen += ["checkpoint.every=0", f"checkpoint.dir={folder}/checkpoints"]
-        script = [str(ROOT / "bench/snapshot_steps.py"), "--config", CONFIG, *chosen]
+        script = [ROOT / "bench/snapshot_steps.py", "--config", CONFIG, *chosen]
         command = [*AGENT, "--nproc-per-node=2", "--log-dir", folder, *script]
         blocks = Path(folder, "blocks")
-        run(command, BLOCK=str(BLOCK), BLOCKS_FILE=str(blocks), OMP_NUM_THREADS="1")
+        run(*command, BLOCK=str(BLOCK), BLOCKS_FILE=str(blocks))
         began = json.loads(blocks.read_text())[1:]  # the first block warms up
     steps = [(end - start) / BLOCK for start, end in itertools.pairwise(began)]
     without, with_them = steps[::2], steps[1::2]
-    beside = map(statistics.mean, itertools.pairwise(without))
-    ratios = [a / b for a, b in zip(with_them, beside, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    each = [f"{1000 * statistics.median(one):.1f}" for one in (without, with_them)]
-    return [name, *each, f"{middle:.3f}", f"{low:.3f}-{high:.3f}", "1.02"]
+    return [name, in_ms(without), in_ms(with_them), *quartiles(beside(with_them, without)), "1.02"]
 
 
 def kill_once(launcher: list[str], settings: list[str]) -> tuple[int, float]:

@@ -11,6 +11,7 @@ again, with a checkpoint every 50 steps, and here a snapshot in memory every 5. 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -22,9 +23,18 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from shape_runs import CLUSTER, OWN_STORES, ROOT, cluster
+from harness import (
+    CLUSTER,
+    OWN_STORES,
+    ROOT,
+    TORCHRUN,
+    cluster,
+    in_turns,
+    render,
+    times_or,
+    write_section,
+)
 from snapshots import read
-from table import describe_machine, render, write_section
 
 from launcher import processes
 
@@ -42,19 +52,21 @@ background."""
 
 
 def main() -> None:
-    times = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    times = times_or(3)
     rows = []
-    with cluster(is_wanted=True, nodes=len(NODES)) as is_up:
+    with cluster(len(NODES)) as is_up:
         if not is_up:
             sys.exit(1)
         for (what, fault), (place, host) in ((a, b) for a in FAULTS.items() for b in LOST.items()):
-            for name, launch in LAUNCHERS.items():
-                found = [lose(launch, fault, host) for _ in range(times)]
+            measures = {
+                name: functools.partial(lose, launch, fault, host)
+                for name, launch in LAUNCHERS.items()
+            }
+            for name, found in in_turns(measures, times).items():
                 rows.append([what, place, name, *summarise(found)])
                 print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
     head = ["fault", "of", "launcher", "went on", "next step after, median s", "steps lost, median"]
-    text = f"{describe_machine('make bench-spares')}, medians of {times}\n\n{render(head, rows)}"
-    write_section("spares", f"{text}\n\n{REMARKS}")
+    write_section("spares", f", medians of {times}", render(head, rows), REMARKS)
 
 
 def summarise(found: list[tuple[float, int] | None]) -> list[str]:
@@ -83,7 +95,7 @@ def ours(folder: Path) -> Iterator[Callable[[], bool]]:
 @contextlib.contextmanager
 def torchrun(folder: Path) -> Iterator[Callable[[], bool]]:
     """The same, by hand on each node; the fifth once the others make steps."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=4", "--nproc-per-node=1"]
+    words = [*TORCHRUN, "--nnodes=4", "--nproc-per-node=1"]
     words += ["--max-restarts=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=node1:{PORT}"]
     words += ["--rdzv-id=bench", SCRIPT]
     with contextlib.ExitStack() as stack:

@@ -10,24 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import others
-from table import describe_machine, render, write_section
+from harness import CLUSTER, ROOT, cluster, in_turns, ratio, render, spread, times_or, write_section
 
-ROOT = Path(__file__).resolve().parents[1]
-CLUSTER = str(ROOT / "tests/cluster/cluster.sh")
 NODES = [f"node{number}" for number in range(1, 5)]
 COUNTS = (1, 4)
 MS = 2
 WAIT_S = 20.0
-CASES = ("local", "unstaged", "staged, the first time", "staged, again")
 
 
 def on(host: str, *command: object) -> list[str]:
@@ -84,23 +80,27 @@ def start(python: Path, folder: Path, stage: str, nodes: Sequence[str]) -> float
 
 def measure(folder: Path, rounds: int, nodes: Sequence[str]) -> dict[str, list[float]]:
     """Return the seconds of each case, on these nodes."""
-    seconds: dict[str, list[float]] = {case: [] for case in CASES}
-    slow = folder / "slow"
-    python = Path("env/bin/python")
-    for _ in range(rounds):
+
+    def start_in(place: str, stage: str = "") -> float:
+        return start(folder / place / "env/bin/python", folder / place, stage, nodes)
+
+    def start_anew() -> float:
         for host in ("login", *NODES):
             subprocess.run(on(host, "rm", "-rf", f"/dev/shm/launch-kit-{os.getuid()}"), check=True)
-        seconds["staged, the first time"].append(start(slow / python, slow, "1", nodes))
-        seconds["staged, again"].append(start(slow / python, slow, "1", nodes))
-        seconds["local"].append(start(folder / "fast" / python, folder / "fast", "", nodes))
-        seconds["unstaged"].append(start(slow / python, slow, "", nodes))
-        print({case: round(each[-1], 1) for case, each in seconds.items()}, file=sys.stderr)
-    return seconds
+        return start_in("slow", "1")
+
+    cases: dict[str, Callable[[], float]] = {
+        "local": lambda: start_in("fast"),
+        "unstaged": lambda: start_in("slow"),
+        "staged, the first time": start_anew,
+        "staged, again": lambda: start_in("slow", "1"),
+    }
+    return in_turns(cases, rounds)
 
 
 def main() -> None:
     """Measure, and write the table."""
-    rounds = int(sys.argv[1]) if sys.argv[1:] else 3
+    rounds = times_or(3)
     with tempfile.TemporaryDirectory(prefix="bench-staging-") as name:
         folder = Path(name)
         fast, slow = folder / "fast", folder / "slow"
@@ -111,24 +111,19 @@ def main() -> None:
         wanted = ROOT / "requirements.txt"
         subprocess.run([*pip, "-qq", "--disable-pip-version-check", "-r", wanted], check=True)
         (fast / "imports.py").write_text("import torch, torch._dynamo\n")
-        os.environ["CLUSTER_DIR"] = str(folder / "cluster")
-        subprocess.run([CLUSTER, "up", str(len(NODES))], check=True)
-        try:
+        with cluster(len(NODES)) as is_up:
+            if not is_up:
+                sys.exit(1)
             pack(fast, slow)
             with slow_mounts(fast, slow):
                 seconds = {number: measure(folder, rounds, NODES[:number]) for number in COUNTS}
-        finally:
-            subprocess.run([CLUSTER, "down"], check=True)
     rows = []
     for number, cases in seconds.items():
-        medians = {case: statistics.median(each) for case, each in cases.items()}
-        for case, median in medians.items():
-            ratios = f"{median / medians['local']:.2f}", f"{medians['unstaged'] / median:.2f}"
-            rows.append([str(number), case, f"{median:.1f}", *ratios])
-    machine = describe_machine("make bench-staging")
+        for case, times in cases.items():
+            ratios = ratio(times, cases["local"]), ratio(cases["unstaged"], times)
+            rows.append([str(number), case, spread(times, 1)[0], *(f"{one:.2f}" for one in ratios)])
     head = ["nodes", "environment", "median s", "x local", "times faster than unstaged"]
-    table = render(head, rows)
-    write_section("staging", f"{machine}\n\n{table}")
+    write_section("staging", f", {rounds} rounds", render(head, rows))
 
 
 if __name__ == "__main__":

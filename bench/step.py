@@ -10,10 +10,8 @@ last step, over its checkpoint and picture, to the prompt.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,11 +19,20 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from table import describe_machine, render, write_section
+from harness import (
+    AGENT,
+    CONFIG,
+    ROOT,
+    beside,
+    in_ms,
+    quartiles,
+    render,
+    spread,
+    times_or,
+    write_section,
+)
 from turns import BLOCK, NAMES, give_turn, read_times
 
-ROOT = Path(__file__).resolve().parents[1]
-CONFIG = str(ROOT / "config/local3.yaml")
 WARM_UP, BLOCKS = 2, 10  # in a launch, of each program; one more runs out
 STEPS = (WARM_UP + BLOCKS + 1) * BLOCK
 SAMPLES = 32  # of a step, over all processes
@@ -67,7 +74,7 @@ class Found:
 
 
 def main() -> None:
-    launches = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    launches = times_or(3)
     rows, ends = [], []
     with tempfile.TemporaryDirectory() as cache:  # of what is compiled
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
@@ -76,24 +83,16 @@ def main() -> None:
             for _ in range(launches):
                 launch(case, found)
             ends += found.ends
-            rows.append([case.name, str(case.ranks), *describe(found)])
-            rows[-1].append(f"{TARGETS.get(case.name, 1.03):.2f}")
+            ms = [in_ms(found.ours), in_ms(found.bare)]
+            most = f"{TARGETS.get(case.name, 1.03):.2f}"
+            rows.append([case.name, str(case.ranks), *ms, *quartiles(found.ratios), most])
             print(" ".join(rows[-1]), file=sys.stderr)
     head = ["strategy", "processes", "train.py, ms", "bare loop, ms", "ratio"]
     head += ["middle half of the ratios", "at most"]
-    text = (
-        f"{describe_machine('make bench-step')}, medians of {launches * BLOCKS} blocks of {BLOCK}"
-        f" steps, in {launches} launches\n\n{render(head, rows)}\n\n"
-        f"From train.py's last step to the prompt: {statistics.median(ends):.2f} s"
-        f" ({min(ends):.2f}-{max(ends):.2f})."
-    )
-    write_section("step", text)
-
-
-def describe(found: Found) -> list[str]:
-    low, middle, high = statistics.quantiles(found.ratios, n=4)
-    each = [f"{1000 * statistics.median(seconds):.1f}" for seconds in (found.ours, found.bare)]
-    return [*each, f"{middle:.3f}", f"{low:.3f}-{high:.3f}"]
+    about = f", medians of {launches * BLOCKS} blocks of {BLOCK} steps, in {launches} launches"
+    middle, least_and_most = spread(ends)
+    end = f"From train.py's last step to the prompt: {middle} s ({least_and_most})."
+    write_section("step", about, render(head, rows), end)
 
 
 def launch(case: Case, found: Found) -> None:
@@ -107,8 +106,7 @@ def launch(case: Case, found: Found) -> None:
             ended = run_both(bare_command(case), train_command(case, folder), folder)
         ours, bare = (read_times(folder, name)[WARM_UP:] for name in ("ours", "bare"))
         metrics = (folder / "step/metrics.jsonl").read_text().splitlines()
-    beside = [statistics.mean(pair) for pair in itertools.pairwise(bare)]
-    found.ratios += [a / b for a, b in zip(ours, beside, strict=True)]
+    found.ratios += beside(ours, bare)
     found.ours += ours
     found.bare += bare
     found.ends.append(ended - json.loads(metrics[-1])["time"])
@@ -152,14 +150,7 @@ def bare_command(case: Case) -> list[str]:
 
 
 def agent(case: Case) -> list[str]:
-    return [sys.executable, str(ROOT / "scripts/lib/agent.py"), f"--nproc-per-node={case.ranks}"]
-
-
-def run(command: list[str], **environment: str) -> str:
-    told = subprocess.run(
-        command, env={**os.environ, **environment}, check=True, capture_output=True, text=True
-    )
-    return told.stdout
+    return [*AGENT, f"--nproc-per-node={case.ranks}"]
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ import math
 import os
 import random
 import re
-import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,36 +25,24 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import figures
-from agents import PROGRAM, PROMISED_S, Run
 from attacks import prove_attacks
 from conftest import isolate
+from deaths import prove_one_dies
+from hangs import prove_hangs
+from harness import describe_machine, render
 from recovery import FAULT_POINTS, PART_POINTS, SHARDED, STOPS, Job, draw_kills, steps_lost
-from table import describe_machine, render
 from test_meter import names_slow_rank, run_with_slow_rank
 from test_stops import stop_at_random
 
-NPROC = 4
 KILLS_PER_RUN = 20
 PROOFS = Path(__file__).parents[1] / "bench/proofs.md"
 TESTS = Path(__file__).parent
 WRITING = threading.Lock()  # of the page: two parts can end at once
-VICTIMS = {  # -> what the last lines name, and the launcher's exit code
-    "a rank": ("[rank-killed]", 137),
-    "the node agent": ("[agent-killed]", 137),
-    "the launcher": ("", -9),
-}
-
-
-@dataclass
-class Tally:
-    seconds: list[float] = field(default_factory=list)  # until every process was gone
-    left: int = 0
-    misnamed: int = 0
 
 
 @dataclass(frozen=True)
@@ -131,27 +117,6 @@ def replace_section(page: str, section: str, title: str) -> str:
     at = titles.index(title) if title in titles else len(titles)
     sections[at : at + 1] = [section]
     return "\n".join(part.strip() + "\n" for part in (head, *sections))
-
-
-def prove_one_dies(times: int) -> tuple[str, bool]:
-    rows = []
-    for victim in VICTIMS:
-        for busy in ("", "1"):
-            tally = Tally()
-            for _ in range(times):
-                kill_once(victim, busy, tally)
-            rows.append(summarise(victim, busy, times, tally))
-    head = [
-        "kill -9 of",
-        "ranks",
-        "times",
-        "processes left",
-        "misnamed",
-        "gone after, median s",
-        "max s",
-    ]
-    text = f"{NPROC} ranks, each with a child of its own\n\n{render(head, rows)}"
-    return text, all(row[3] == row[4] == "0" and float(row[6]) < PROMISED_S for row in rows)
 
 
 def prove_kills(times: int) -> tuple[str, bool]:
@@ -282,36 +247,6 @@ def run_bats(files: str, tag: str, times: int) -> tuple[str, bool]:
     return "\n".join(lines), done.returncode == 0
 
 
-def kill_once(victim: str, busy: str, tally: Tally) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder, "program.py")
-        script.write_text(PROGRAM)
-        run = Run(["--nproc-per-node", str(NPROC), str(script), "sleep", "0"], BUSY=busy)
-        run.wait_for(*(f"ready {rank}" for rank in range(NPROC)))
-        time.sleep(random.uniform(0, 0.5))  # the random moment itself, not a wait
-        ranks = run.rank_pids()
-        run.look()
-        number = random.randrange(NPROC)
-        target = {"a rank": ranks[number], "the node agent": run.agent_pid()}
-        began = time.monotonic()
-        os.kill(target.get(victim, run.process.pid), signal.SIGKILL)
-        while run.survivors() and time.monotonic() < began + 10:
-            time.sleep(0.005)
-        tally.seconds.append(time.monotonic() - began)
-        tally.left += len(run.survivors())
-        told = run.finish()
-        name, code = VICTIMS[victim]
-        is_named = name in told and (victim != "a rank" or f"FAILED   rank {number} " in told)
-        tally.misnamed += not (is_named and run.process.returncode == code)
-
-
-def summarise(victim: str, busy: str, times: int, tally: Tally) -> list[str]:
-    state = "busy" if busy else "idle"
-    middle, most = statistics.median(tally.seconds), max(tally.seconds)
-    counts = [str(times), str(tally.left), str(tally.misnamed)]
-    return [victim, state, *counts, f"{middle:.2f}", f"{most:.2f}"]
-
-
 def on_cluster(title: str, file: str, covers: str) -> Part:
     return Part(
         title, covers, functools.partial(run_bats, f"cluster/{file}.bats", "prove"), "cluster"
@@ -345,6 +280,11 @@ PARTS = {
         "A script of one's own, stopped at random moments",
         "what it saves, and what is told of it",
         prove_own_stops,
+    ),
+    "hangs": Part(
+        "Which rank hangs, in a script that reports no progress",
+        "the rank and its step are named, for loops of one's own, accelerate and Lightning",
+        prove_hangs,
     ),
     "long": Part(
         "Long tests of Python",

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
-from table import render
+from harness import render
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests/unit"

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 from gpu_runs import HAS_GPU, Failed, Machine
+from harness import describe_machine, render
 from rows import ROWS, Row
-from table import describe_machine, render
 
 LIMIT_S = 520.0  # of all rows
 LEAST_S = 5.0  # a row is not begun with less

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from agents import PROMISED_S, kill_what_is_left
-from table import render
+from harness import render
 from test_checkpoint import flip_old_ones
 from test_clean_up import VICTIMS, hit, start_run
 from test_strangers import attack_a_run

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import json
 import os
+import statistics
+import sys
+import time
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import CONFIG, ROOT, in_turns, ratio, run
 
 from training.config_file import SettingsError
 from training.tasks.data import (
@@ -172,3 +177,31 @@ def test_only_the_first_tokens_count(tmp_path: Path, most: int, windows: int) ->
     assert (found.size, len(found)) == (min(most, 25), windows)
     with pytest.raises(IndexError):
         found[windows]
+
+
+@pytest.mark.long
+@pytest.mark.alone
+def test_a_start_takes_as_long_with_2_gb_of_text_as_with_20_mb(tmp_path: Path) -> None:
+    """In turns, to the end of the first step: at most 1.2 times as long, and 0.1 GB more memory."""
+    line = " ".join(f"line {number}\n" for number in range(125_000))[:1_000_000]
+    for count in (20, 2000):
+        (tmp_path / str(count)).mkdir()
+        for number in range(count):
+            (tmp_path / str(count) / f"{number}.txt").write_text(line)
+
+    def start(count: int) -> tuple[float, float]:
+        run_id = f"{count}-{time.monotonic_ns()}"
+        settings = [f"data.path={tmp_path / str(count)}", f"checkpoint.dir={tmp_path / run_id}"]
+        settings += ["train.max_steps=20", "train.log_every=20", "train.eval_every=0"]
+        script, began = ROOT / "scripts/ssh/launch_singlenode.sh", time.time()
+        own = {"PYTHON": sys.executable, "RUN_ID": run_id, "LOG_DIR": str(tmp_path)}
+        run(script, CONFIG, 2, *settings, "checkpoint.every=0", **own)
+        lines = (tmp_path / run_id / "metrics.jsonl").read_text().splitlines()
+        first, last = json.loads(lines[0]), json.loads(lines[-1])
+        return first["time"] - began, last["peak_memory_gb"]
+
+    cases = {count: functools.partial(start, count) for count in (20, 2000)}
+    found = in_turns(cases, 5, warm_up=1)
+    (short_s, short_gb), (long_s, long_gb) = (zip(*found[count], strict=True) for count in cases)
+    assert ratio(long_s, short_s) < 1.2
+    assert statistics.median(long_gb) - statistics.median(short_gb) < 0.1

@@ -1,8 +1,7 @@
-"""Which rank hangs, in scripts that know nothing of this project: `make bench-hangs`.
+"""Which rank hangs, in scripts that know nothing of this project, for `make prove`.
 
-Or python bench/hangs.py [RUNS]. In each run one of three ranks, drawn at random, sleeps for ever at
-a step that is drawn, too; HANG_SECONDS ends the run. Whether the failure block names that rank, and
-its step.
+In each run one of three ranks, drawn at random, sleeps for ever at a step that is drawn, too;
+HANG_SECONDS ends the run. Whether the failure block names that rank, and its step.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ import re
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 
 import others
-from table import describe_machine, render, write_section
+from agents import ROOT
+from harness import render
 
-ROOT = Path(__file__).resolve().parents[1]
 LOOPS = str(ROOT / "tests/unit/own_loops.py")
 RANKS, LIMIT_S = 3, 3
 KINDS = {  # -> what own_loops.py is given, optimizer steps for each of its steps
@@ -31,21 +29,19 @@ KINDS = {  # -> what own_loops.py is given, optimizer steps for each of its step
 }
 
 
-def main() -> None:
-    """Measure, and write the table."""
-    runs = int(sys.argv[1]) if sys.argv[1:] else 20
+def prove_hangs(times: int) -> tuple[str, bool]:
     python = str(others.environment("shapes", ["accelerate", "lightning"]))
-    rows = []
+    rows, named = [], 0
     for what, (words, steps) in KINDS.items():
         kind, where = words.split()
-        found = [hang(python, kind, where, steps) for _ in range(runs)]
+        found = [hang(python, kind, where, steps) for _ in range(times)]
         ranks, named_steps, seconds = zip(*found, strict=True)
         late = f"{statistics.median(seconds):.1f} ({max(seconds):.1f})"
-        rows.append([what, f"{sum(ranks)} of {runs}", f"{sum(named_steps)} of {runs}", late])
-        print(*rows[-1], file=sys.stderr)
+        rows.append([what, f"{sum(ranks)} of {times}", f"{sum(named_steps)} of {times}", late])
+        named += sum(ranks) + sum(named_steps)
     head = ["script", "rank named", "step named", "s from the last step to the end (max)"]
-    text = f"{describe_machine('make bench-hangs')}\n\n{render(head, rows)}"
-    write_section("hangs", text)
+    text = f"One of three ranks sleeps for ever at a random step; `HANG_SECONDS={LIMIT_S}`"
+    return f"{text}\n\n{render(head, rows)}", named == 2 * times * len(KINDS)
 
 
 def hang(python: str, kind: str, where: str, steps: int) -> tuple[bool, bool, float]:
@@ -67,7 +63,3 @@ def hang(python: str, kind: str, where: str, steps: int) -> tuple[bool, bool, fl
         return False, False, float("nan")
     done = step * steps + (where == "validation")
     return int(block[1]) == rank, int(block[2]) == done, float(silence[1])
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,128 @@
+"""What every bench does: measure in turns, compare, and write a table into bench/README.md."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import figures
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "bench/README.md"
+CONFIG = str(ROOT / "config/local3.yaml")
+CLUSTER = str(ROOT / "tests/cluster/cluster.sh")
+AGENT = [sys.executable, str(ROOT / "scripts/lib/agent.py")]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else torchrun often fails at a restart
+
+Name = TypeVar("Name")
+Result = TypeVar("Result")
+
+
+def times_or(default: int) -> int:
+    """Return how often to measure: the only argument of a bench."""
+    return int(sys.argv[1]) if sys.argv[1:] else default
+
+
+def run(*command: object, **environment: str) -> str:
+    """Run a command with one thread a process; returns its output. Raises CalledProcessError."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    words = [str(word) for word in command]
+    return subprocess.run(words, env=environ, check=True, capture_output=True, text=True).stdout
+
+
+def in_turns(
+    measures: Mapping[Name, Callable[[], Result]], times: int, *, warm_up: int = 0
+) -> dict[Name, list[Result]]:
+    """Measure each, and all of them again: what slows the machine for a while slows all alike.
+
+    Args:
+        warm_up: rounds before the first that counts; they warm the caches.
+    """
+    found: dict[Name, list[Result]] = {name: [] for name in measures}
+    for number in range(warm_up + times):
+        for name, measure in measures.items():
+            result = measure()
+            if number >= warm_up:
+                found[name].append(result)
+    return found
+
+
+def spread(values: Sequence[float], digits: int = 2) -> list[str]:
+    """Return two cells: the median, and the least and the most."""
+    least, most = (f"{value:.{digits}f}" for value in (min(values), max(values)))
+    return [f"{statistics.median(values):.{digits}f}", f"{least}-{most}"]
+
+
+def ratio(values: Sequence[float], others: Sequence[float]) -> float:
+    return statistics.median(values) / statistics.median(others)
+
+
+def beside(blocks: Sequence[float], around: Sequence[float]) -> list[float]:
+    """Divide each block by the mean of those before and after it: there is one more of them."""
+    means = map(statistics.mean, itertools.pairwise(around))
+    return [block / mean for block, mean in zip(blocks, means, strict=True)]
+
+
+def quartiles(ratios: Sequence[float]) -> list[str]:
+    """Return two cells: the median, and the middle half."""
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return [f"{middle:.3f}", f"{low:.3f}-{high:.3f}"]
+
+
+def in_ms(seconds: Sequence[float]) -> str:
+    return f"{1000 * statistics.median(seconds):.1f}"
+
+
+@contextlib.contextmanager
+def cluster(nodes: int) -> Iterator[bool]:
+    """Provide a cluster in a box of so many nodes; False: there can be none here."""
+    if subprocess.run([CLUSTER, "check"]).returncode != 0:
+        yield False
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["CLUSTER_DIR"] = f"{folder}/cluster"
+        try:
+            subprocess.run([CLUSTER, "up", str(nodes)], check=True)
+            yield True
+        finally:
+            subprocess.run([CLUSTER, "down"], check=True)
+
+
+def describe_machine(command: str) -> str:
+    """Where, when and by which command figures came to be."""
+    model = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    name = model[1] if model else platform.machine()
+    day = time.strftime("%Y-%m-%d")
+    cores = len(os.sched_getaffinity(0))
+    return f"{day}, {cores} cores ({name}), Python {platform.python_version()}: `{command}`"
+
+
+def render(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def write_section(name: str, about: str, *parts: str) -> None:
+    """Put the parts between the markers of section `name` of bench/README.md, and print them.
+
+    The first tells the machine, the command and `about`. The figures of the main README follow.
+    """
+    text = "\n\n".join([f"{describe_machine(f'make bench-{name}')}{about}", *parts])
+    print(text)
+    section = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+    page = README.read_text(encoding="utf-8")
+    README.write_text(section.sub(lambda at: f"{at[1]}{text}\n{at[2]}", page), encoding="utf-8")
+    figures.write()
