@@ -16,7 +16,7 @@ from launcher.explain.kinds import Kind
 from launcher.explain.rules import find_rule
 
 # In a traceback, or as faulthandler writes it.
-_FRAME = re.compile(r'^ {2}File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$')
+_FRAME = re.compile(r'^ {2}File "(?P<file>.+)", line (?P<line>\d+),? in (?P<name>.+)$')
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/")  # also of another machine
 _SHOWN_FRAMES = 3
 _LONGEST = 300  # characters of a cause

@@ -71,7 +71,8 @@ class Machine:
 
 def check_program(machine: Machine) -> Iterator[Fault]:
     """This Python has a torch that can be used, and the training script is here."""
-    torch, cure = must_match.versions()["torch"], "run make setup, or set VENV, CONDA_ENV or PYTHON"
+    torch = must_match.versions()["torch"]
+    cure = "install it there, or set PYTHON to one that has it (make setup makes one)"
     if not torch:
         yield Fault("env-missing", f"{sys.executable} has no torch", cure)
     elif tuple(map(int, torch.split(".")[:2])) < OLDEST_TORCH:

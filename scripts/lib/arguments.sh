@@ -39,8 +39,10 @@ parse_arguments() { # <"plan entry ..."> <argument...>
 }
 
 take_option() { # <option> [<value>] ...
+  local own=--
+  [[ ${names[*]} != *program... ]] || own='its name'
   [[ -n ${OPTIONS[$1]:-} ]] ||
-    die 2 "unknown option ${1@Q}; see $PROGRAM --help, and put the training script's own after --"
+    die 2 "unknown option ${1@Q}; see $PROGRAM --help, and put the training script's own after $own"
   [[ ${OPTIONS[$1]} == !* ]] || (($# > 1)) || die 2 "option $1 has no value; see $PROGRAM --help"
   case ${OPTIONS[$1]} in
     !@) PASSED+=("$1") ;;

@@ -29,7 +29,7 @@ choose_python() {
   fi
   local found code=0
   found=$(type -P -- "$PYTHON") ||
-    refuse env-missing "there is no Python at ${PYTHON@Q}; run make setup, or set PYTHON"
+    refuse env-missing "there is no Python at ${PYTHON@Q}; set PYTHON to one of 3.10 or newer"
   [[ $found == /* ]] || found=$PWD/$found
   PYTHON=$found
   "$PYTHON" -S -E -c 'import sys; sys.exit(42 if sys.version_info >= (3, 10) else 43)' 2>/dev/null || code=$?

@@ -126,7 +126,7 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
   run launch --show
   assert_refused 2 "option --show has no value"
   run launch --fast own.py
-  assert_refused 2 "unknown option '--fast'"
+  assert_refused 2 "unknown option '--fast'; see launch.sh --help, and put the training script's own after its name"
   run launch --nnodes 1:4 own.py
   assert_refused 2 "--nnodes 1:4: the number of nodes cannot change during a run"
   run launch --nnodes 2 --rdzv-backend c10d --rdzv-endpoint h:1 own.py

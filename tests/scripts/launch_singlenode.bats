@@ -140,7 +140,7 @@ PY
   run launch plain.yaml 2 3
   assert_refused 2 "one argument too many, '3'"
   run launch plain.yaml 2 --fast
-  assert_refused 2 "unknown option '--fast'"
+  assert_refused 2 "unknown option '--fast'; see launch_singlenode.sh --help, and put the training script's own after --"
   # shellcheck disable=SC2016 # nothing here is to expand
   run launch plain.yaml '-x[$(touch file)]' 2
   assert_refused 2 "unknown option '-x[\$(touch file)]'"
@@ -186,7 +186,7 @@ PY
 
 @test "no Python: exit 3, one line" {
   PYTHON=no/such/python run launch plain.yaml 1
-  assert_refused 3 "$HOST: there is no Python at 'no/such/python'; run make setup" "env-missing"
+  assert_refused 3 "$HOST: there is no Python at 'no/such/python'; set PYTHON to one of 3.10 or newer" "env-missing"
   unset PYTHON
   VENV=nowhere run launch plain.yaml 1
   assert_refused 3 "VENV names 'nowhere', which holds no bin/python"
@@ -198,7 +198,7 @@ PY
   assert_refused 3 "there is no conda on PATH"
   [[ -x $ROOT/.venv/bin/python ]] && return
   run launch plain.yaml 1
-  assert_refused 3 "there is no Python at 'python3'; run make setup"
+  assert_refused 3 "there is no Python at 'python3'; set PYTHON to"
 }
 
 @test "CONDA_ENV and MODULES are activated, in that order" {

@@ -8,7 +8,7 @@ import pytest
 
 from launcher.agent import verdict
 from launcher.agent.verdict import Facts, NodeEnd, Verdict
-from launcher.failure import Failure, RaisedError
+from launcher.failure import Failure, RaisedError, user_frames
 
 
 def failed(rank: int, time: float = 1.0, *, code: int = 1, is_consequence: bool = False) -> Failure:
@@ -269,3 +269,10 @@ def test_the_verdict(facts: Facts, expected: Verdict) -> None:
 def test_what_is_left_is_this_nodes() -> None:
     facts = Facts(codes={0: 0}, verdict=Verdict(0, left=3))
     assert verdict.reach_verdict(facts, saved_step=-1, left=1).left == 1
+
+
+@pytest.mark.parametrize("folder", ["my code", "it's", 'a "quoted" folder', "ü"])
+def test_the_place_of_an_error_has_any_name(folder: str) -> None:
+    file = f"/home/me/{folder}/train.py"
+    stack = f'Traceback (most recent call last):\n  File "{file}", line 3, in <module>\nValueError'
+    assert user_frames(stack) == [f"{file}:3 in <module>"]

@@ -19,7 +19,7 @@ from launcher.text import name_ranks
 STOPPED = "its process is stopped (SIGSTOP)"
 # A library's frame as faulthandler writes it, and where a rank is that waits for others.
 _IN_LIBRARY = re.compile(
-    r'^ {2}File ".*/(site|dist)-packages/(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$'
+    r'^ {2}File ".*/(site|dist)-packages/(?P<file>.+)", line (?P<line>\d+),? in (?P<name>.+)$'
 )
 _WAITING = ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/")
 
