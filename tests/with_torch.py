@@ -27,7 +27,7 @@ ROWS = (
 PACKAGES = re.compile(r"^(?:PyYAML|pydantic|pytest|pytest-xdist|hypothesis)==.*$", re.M)
 # In the lines that pytest begins with E: a refusal, the cause in a failure block, any other.
 REFUSED = re.compile(
-    r"^E +(?:AssertionError: |cause +)?(.*; install (?:torch )?[\d.]+ or newer.*)$", re.M
+    r"^E +(?:[\w.]+: |cause +)*([^\n]*; install (?:torch )?[\d.]+ or newer[^\n\[]*\b)", re.M
 )
 CAUSE = re.compile(r"^E .*cause    (\S[^\n\\]*)", re.M)
 LINE = re.compile(r"^E +(?!assert |\.\.\.|\+ +(?:where|and) )(\S.*)$", re.M)

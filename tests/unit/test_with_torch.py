@@ -65,11 +65,9 @@ CELLS = {
     "launch": "pass",
     "restart": "FAIL: ValueError: batch 7 holds no samples",
     "train.py": "FAIL: OSError: no place",
-    "FSDP": "refused: launch.sh: this torch is too old to shard; install torch 2.6 or newer "
-    "[unsupported]",
+    "FSDP": "refused: this torch is too old to shard; install torch 2.6 or newer",
     "snapshots": "FAIL: ValueError: batch 7 holds no samples",
-    "self-test": "pass; refused: launch.sh: this torch is too old to shard; install torch 2.6 or "
-    "newer [unsupported]",
+    "self-test": "pass; refused: this torch is too old to shard; install torch 2.6 or newer",
     "shapes": "FAIL: no test ran",
     "torchrun": "FAIL: no test ran",
 }
