@@ -21,7 +21,7 @@ setup() {
 }
 
 job() { # <sbatch's options, the script and its arguments...>
-  eventually 60 has_ended "$(on login sbatch --parsable --output=out "$@")"
+  eventually has_ended "$(on login sbatch --parsable --output=out "$@")"
 }
 
 masks_are() { # <CPUs of each of two ranks>

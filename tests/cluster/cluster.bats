@@ -57,7 +57,7 @@ teardown_file() {
   local job
   job=$(submit sleep 600)
   on login scontrol requeue "$job"
-  eventually 60 is_running "$job" 1
+  eventually is_running "$job" 1
   on login scancel "$job"
 }
 
@@ -65,7 +65,7 @@ teardown_file() {
   local job
   job=$(submit --nodelist='node[2-3]' --exclusive sleep 600)
   timeout 40 "$CLUSTER" run login srun --partition=urgent --nodelist='node[2-3]' --exclusive true
-  eventually 60 is_running "$job" 1
+  eventually is_running "$job" 1
   on login scancel "$job"
 }
 
@@ -82,7 +82,7 @@ teardown_file() {
 
 @test "a host sees its own processes only, and has its own /dev/shm" {
   "$CLUSTER" run node1 sleep 4711 &
-  eventually 60 on node1 pgrep -f '^sleep 4711'
+  eventually on node1 pgrep -f '^sleep 4711'
   run on node2 pgrep -f '^sleep 4711'
   [[ $status == 1 ]]
   on node1 touch /dev/shm/node1
@@ -139,16 +139,16 @@ teardown_file() {
   set -m # or bash has what follows ignore SIGINT
   for signal in INT TERM HUP USR1; do
     "$CLUSTER" run node1 bash -c "trap 'exit 9' $signal; touch ready; while :; do sleep 0.05; done" &
-    eventually 60 rm ready
+    eventually rm ready
     kill "-$signal" $!
     code=0
     wait $! || code=$?
     [[ $code == 9 ]]
   done
   "$CLUSTER" run node1 sleep 4712 &
-  eventually 60 on node1 pgrep -f '^sleep 4712'
+  eventually on node1 pgrep -f '^sleep 4712'
   kill -KILL $!
-  eventually 10 is_gone_from node1 '^sleep 4712'
+  eventually is_gone_from node1 '^sleep 4712'
 }
 
 @test "env: the machine's own shell uses the cluster" {
@@ -166,9 +166,9 @@ teardown_file() {
   "$CLUSTER" cut node3
   run on login ssh -o ConnectTimeout=2 node3 true
   [[ $status == 255 ]]
-  eventually 60 node_state_is node3 'down*'
+  eventually node_state_is node3 'down*'
   "$CLUSTER" restore node3
-  eventually 60 node_state_is node3 idle
+  eventually node_state_is node3 idle
   on login ssh node3 true
 }
 
@@ -222,14 +222,14 @@ no_processes() {
 assert_nothing_left() {
   [[ ! -e $CLUSTER_DIR ]]
   diff <(echo "$BEFORE") <(traces)
-  eventually 10 no_processes
+  eventually no_processes
 }
 
 @test "another cluster beside this one: up twice, down twice; nothing is left" {
   set_apart
   up_and_remember 1
   on login sbatch --output=/dev/null --wrap 'setsid sleep 4713 & sleep 4713'
-  eventually 60 on node1 pgrep -f '^sleep 4713'
+  eventually on node1 pgrep -f '^sleep 4713'
   mkdir full
   on node1 mount -t tmpfs -o size=64k full "$PWD/full"
   up_and_remember 2
@@ -273,6 +273,6 @@ assert_nothing_left() {
 }
 
 @test "a job ends at its time limit" {
-  eventually 120 has_ended "$TIMED"
+  eventually has_ended "$TIMED"
   [[ $(on login scontrol show job "$TIMED") == *JobState=TIMEOUT* ]]
 }

@@ -51,7 +51,7 @@ job_row() { # <state expected> <pattern of a line of its log> <command line>
   local job state line logs
   on login bash -c "$3" >out 2>&1 || { cat out && false; }
   while read -r job; do
-    eventually 120 has_ended "$job"
+    eventually has_ended "$job"
     logs+=" logs/slurm-$job.out"
   done < <(grep -oE '^(Submitted batch job|job) +[0-9]+' out | grep -oE '[0-9]+')
   state=$(on login scontrol show job "$job" | grep -oE '\bExitCode=[0-9]+' | head -n 1)

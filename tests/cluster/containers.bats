@@ -82,7 +82,7 @@ assert_inside() {
 start_long() { # <run id>
   RUN_ID=$1 setsid scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${LONG[@]}" >"$1.out" 2>&1 3>&- &
   PID=$!
-  eventually 60 grep -q '^step ' "$1.out" || { cat "$1.out" && false; }
+  eventually grep -q '^step ' "$1.out" || { cat "$1.out" && false; }
 }
 
 # Here, with what needs the project's folder, too.
@@ -97,7 +97,7 @@ assert_trains_and_stops() {
   end_of "$PID"
   cat box-stopped.out
   ((CODE == 75))
-  eventually 10 no_ranks box-stopped
+  eventually no_ranks box-stopped
 }
 
 # No other test on this machine may have a run of this name: it can run beside this one.
@@ -115,7 +115,7 @@ no_ranks() { # <run id>
   assert_trains_and_stops
   start_long box-killed
   kill -KILL "$PID"
-  eventually 10 no_ranks box-killed
+  eventually no_ranks box-killed
   bash -c "$(sed -n 's/^resume  *//p' box-stopped.out | tail -n 1) train.max_seconds=1" >again.out 2>&1 || (($? == 75)) || { cat again.out && false; }
   grep -q '^resumed ' again.out || { cat again.out && false; }
 }
@@ -135,14 +135,14 @@ no_ranks() { # <run id>
 @test "Charliecloud under SLURM: trains inside; a notice saves, requeues and resumes" {
   use_charliecloud
   JOB=$(on login sbatch --parsable --output=job.out --nodes=2 --gpus-per-node=1 scripts/slurm/slurm_train.sh config/local3.yaml "${LONG[@]}")
-  eventually 60 grep -q '^step ' job.out || { cat job.out && false; }
+  eventually grep -q '^step ' job.out || { cat job.out && false; }
   grep -q "^container  $IMAGE (charliecloud)$" job.out
   on login scancel --signal=USR1 --batch "$JOB"
-  eventually 60 is_running "$JOB" 1
-  eventually 60 grep -q 'resum' job.out || { cat job.out && false; }
+  eventually is_running "$JOB" 1
+  eventually grep -q 'resum' job.out || { cat job.out && false; }
   on login scancel "$JOB"
-  eventually 60 has_ended "$JOB"
-  eventually 10 is_gone_from node1 "agent.py .*--rdzv-id $JOB "
+  eventually has_ended "$JOB"
+  eventually is_gone_from node1 "agent.py .*--rdzv-id $JOB "
 }
 
 # bats test_tags=prove,long
@@ -151,7 +151,7 @@ no_ranks() { # <run id>
   assert_trains_and_stops
   start_long box-killed
   kill -KILL "$PID"
-  eventually 10 no_ranks box-killed
+  eventually no_ranks box-killed
 }
 
 # An environment whose Python is a script around the real one.

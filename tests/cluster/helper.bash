@@ -3,6 +3,7 @@
 # folder of its own as working directory, which every host sees.
 
 CLUSTER=${BATS_TEST_DIRNAME:?}/cluster.sh
+PATIENCE_S=600 # only ends a test that hangs: a quiet machine needs less than a tenth
 
 # shellcheck source=tests/isolate.bash
 source "$BATS_TEST_DIRNAME/../isolate.bash"
@@ -34,7 +35,7 @@ submit() { # <sbatch options and command...>
     shift
   done
   job=$(on login sbatch --parsable --output=/dev/null "${options[@]}" --wrap "$*")
-  eventually 60 is_running "$job" 0
+  eventually is_running "$job" 0
   echo "$job"
 }
 
@@ -60,11 +61,11 @@ end_of() { # <process> sets CODE
   wait "$1" || CODE=$?
 }
 
-eventually() { # <seconds> <command...>
-  local end=$((SECONDS + $1))
-  until "${@:2}" >/dev/null 2>&1; do
+eventually() { # <command...>
+  local end=$((SECONDS + PATIENCE_S))
+  until "$@" >/dev/null 2>&1; do
     ((SECONDS < end)) || {
-      echo "not within $1 s: ${*:2}"
+      echo "not within $PATIENCE_S s: $*"
       return 1
     }
     sleep 0.1

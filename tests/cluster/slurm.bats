@@ -46,7 +46,7 @@ setup_folder() {
 job() { # <sbatch's options, the script and its arguments...>
   local code
   JOB=$(on login sbatch --parsable --output=job.out "$@")
-  eventually 60 has_ended "$JOB"
+  eventually has_ended "$JOB"
   code=$(field "$JOB" ExitCode)
   code=${code#*=}
   return "${code%:*}"
@@ -59,7 +59,7 @@ weights_of() { # <run id>
 # Submits a long run; sets JOB when it has taken its first step.
 start_long() { # <sbatch's options...>
   JOB=$(on login sbatch --parsable --output=job.out "$@" scripts/slurm/slurm_train.sh config/local3.yaml "${LONG[@]}")
-  eventually 60 grep -q '^step ' job.out
+  eventually grep -q '^step ' job.out
 }
 
 field() { # <job> <name>
@@ -117,10 +117,10 @@ field() { # <job> <name>
 
 # bats test_tags=prove
 @test "ahead of its time limit a job saves, and comes back" {
-  eventually 120 grep -q '^resumed    after step' "$BATS_FILE_TMPDIR/timed.out"
+  eventually grep -q '^resumed    after step' "$BATS_FILE_TMPDIR/timed.out"
   on login scancel "$TIMED"
   grep -q '^stopped    after step [0-9]*, which is saved (SIGUSR1)$' "$BATS_FILE_TMPDIR/timed.out"
-  eventually 60 has_ended "$TIMED"
+  eventually has_ended "$TIMED"
 }
 
 is_shown_twice() { # <file>
@@ -132,10 +132,10 @@ is_shown_twice() { # <file>
   run on login scripts/slurm/slurm_train.sh --stacks "$JOB"
   [[ $status == 0 && $output == *" where the ranks are, innermost call first:"$'\n'"  rank"*": "* ]]
   on login scancel --batch --signal=QUIT "$JOB"
-  eventually 60 is_shown_twice job.out
+  eventually is_shown_twice job.out
   [[ $(field "$JOB" JobState) == *RUNNING ]]
   on login scancel "$JOB"
-  eventually 60 has_ended "$JOB"
+  eventually has_ended "$JOB"
 }
 
 @test "a rank's exit code or signal is the job's, and the block names rank and host" {
@@ -184,14 +184,14 @@ PY
   local script=(scripts/slurm/slurm_train.sh config/local3.yaml) array task
   mkdir logs
   array=$(on login sbatch --parsable --array=1-2 --nodes=2 --gpus-per-node=1 "${script[@]}" "${LONG[@]}")
-  for task in 1 2; do eventually 60 grep -qs '"step"' "logs/${array}_$task/metrics.jsonl"; done
+  for task in 1 2; do eventually grep -qs '"step"' "logs/${array}_$task/metrics.jsonl"; done
   [[ $(field "${array}_2" JobId) == JobId=$array ]]
   on login scancel --signal=USR1 --batch "${array}_2"
-  eventually 60 grep -q '^resumed    after step' "logs/slurm-$array.out"
+  eventually grep -q '^resumed    after step' "logs/slurm-$array.out"
   grep -q '^stopped    after step [0-9]*, which is saved (SIGUSR1)$' "logs/slurm-$array.out"
   [[ $(field "${array}_2" Restarts) == Restarts=1 && $(field "${array}_1" Restarts) == Restarts=0 ]]
   on login scancel "$array"
-  eventually 60 has_ended "$array"
+  eventually has_ended "$array"
   for task in 1 2; do
     [[ $(field "${array}_$task" JobState) == JobState=CANCELLED && -d checkpoints/${array}_$task/latest ]]
     [[ $(field "${array}_$task" Restarts) == Restarts=$((task - 1)) ]]
@@ -220,9 +220,9 @@ PY
 # Stops the job in one way, a random moment after it has come (back).
 stop_once() { # <urgent|notice|requeue> <restarts so far>
   if (($2 == 0)); then
-    eventually 60 grep -q '^step ' job.out
+    eventually grep -q '^step ' job.out
   else
-    eventually 90 has_resumed "$2"
+    eventually has_resumed "$2"
   fi
   sleep "$((RANDOM % 2)).$((RANDOM % 10))"
   case $1 in
@@ -230,7 +230,7 @@ stop_once() { # <urgent|notice|requeue> <restarts so far>
     requeue) on login scontrol requeue "$JOB" ;;
     notice) on login scancel --signal=USR1 --batch "$JOB" ;; # as ahead of the time limit
   esac
-  eventually 60 has_restarts $(($2 + 1))
+  eventually has_restarts $(($2 + 1))
 }
 
 has_resumed() { # <times>
@@ -250,7 +250,7 @@ has_restarts() { # <number>
   for ((number = 0; number < times; number++)); do
     stop_once "${kinds[number < 3 ? number : RANDOM % 3]}" "$number"
   done
-  eventually 300 has_ended "$JOB"
+  eventually has_ended "$JOB"
   [[ $(field "$JOB" JobState) == JobState=COMPLETED ]]
   [[ $(weights_of often) == "$(weights_of never)" ]]
   grep -q '^stopped    after step [0-9]*, which is saved (SIGUSR1)$' job.out
@@ -282,8 +282,8 @@ have_ended() { # <job...>
     jobs+=("$(on login sbatch "${options[@]}" --gpus-per-node=0 --output="slurm$number.out" \
       scripts/slurm/slurm_train.sh config/local3.yaml "${SMALL[@]}")")
   done
-  eventually 60 all_run_at_once "${jobs[@]}"
-  eventually 500 have_ended "${jobs[@]}"
+  eventually all_run_at_once "${jobs[@]}"
+  eventually have_ended "${jobs[@]}"
   tail -n 3 cluster*.out slurm*.out
   for job in "${jobs[@]}"; do
     [[ $(field "$job" JobState) == JobState=COMPLETED && -d checkpoints/$job/step-6 ]]
@@ -301,7 +301,7 @@ all_run_at_once() { # <job...>
     start_long --nodes=2
     sleep "$((RANDOM % 2)).$((RANDOM % 10))"
     on login scancel "$JOB"
-    eventually 60 has_ended "$JOB"
+    eventually has_ended "$JOB"
     grep -q '^stopped    after step [0-9]*, which is saved (SIGTERM)$' job.out
     [[ $(field "$JOB" JobState) == JobState=CANCELLED && $(field "$JOB" Restarts) == Restarts=0 ]]
     [[ $(field "$JOB" ExitCode) == ExitCode=75:0 ]]
@@ -315,9 +315,9 @@ all_run_at_once() { # <job...>
   printf '%s\n' 'import signal, sys, time' 'signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))' \
     'print("ready", flush=True)' 'time.sleep(600)' >one.py
   JOB=$(TRAIN_SCRIPT=one.py on login sbatch --parsable --output=job.out --nodes=2 scripts/slurm/slurm_train.sh -)
-  eventually 60 grep -q '^ready' job.out
+  eventually grep -q '^ready' job.out
   on login scancel "$JOB"
-  eventually 60 has_ended "$JOB"
+  eventually has_ended "$JOB"
   cat job.out
   [[ $(field "$JOB" ExitCode) == ExitCode=143:0 && $(field "$JOB" JobState) == JobState=CANCELLED ]]
   [[ $(tail -n 1 job.out) == "stopped  by SIGTERM: ranks "*" left with code 1 (code 143); nothing is left running" ]]
@@ -329,9 +329,9 @@ all_run_at_once() { # <job...>
   printf '#!/bin/sh\ncase $* in *check_node*) sleep 60 ;; esac\nexec %q "$@"\n' "$PYTHON" >python
   chmod +x python
   JOB=$(PYTHON=$PWD/python on login sbatch --parsable --output=job.out --nodes=2 scripts/slurm/slurm_train.sh)
-  eventually 60 on node1 pgrep -f "python .*check_node"
+  eventually on node1 pgrep -f "python .*check_node"
   on login scancel "$JOB"
-  eventually 60 has_ended "$JOB"
+  eventually has_ended "$JOB"
   cat job.out
   [[ $(field "$JOB" ExitCode) == ExitCode=143:0 && $(field "$JOB" JobState) == JobState=CANCELLED ]]
   grep -q '^stopped  by SIGTERM; nothing was started$' job.out
@@ -342,17 +342,17 @@ all_run_at_once() { # <job...>
 @test "scancel --signal=USR1 without --batch saves, requeues and resumes, too" {
   start_long --nodes=2 --gpus-per-node=1
   on login scancel --signal=USR1 "$JOB"
-  eventually 60 has_resumed 1
+  eventually has_resumed 1
   [[ $(field "$JOB" Restarts) == Restarts=1 ]]
   grep -q '^stopped    after step [0-9]*, which is saved (SIGUSR1)$' job.out
   on login scancel "$JOB"
-  eventually 60 has_ended "$JOB"
+  eventually has_ended "$JOB"
   [[ $(field "$JOB" ExitCode) == ExitCode=75:0 ]]
 }
 
 save_and_stop() { # <signal>
   RUN_ID=$1 on login salloc -Q --nodes=2 scripts/slurm/slurm_train.sh config/local3.yaml "${LONG[@]}" >"$1.out" 2>&1 3>&- &
-  eventually 60 grep -q '^step ' "$1.out"
+  eventually grep -q '^step ' "$1.out"
   on login pkill "-$1" -o -f "lib/start.py srun .*slurm_train.sh"
   end_of $!
   ((CODE == 75))
@@ -366,12 +366,12 @@ save_and_stop() { # <signal>
   printf '%s\n' 'import signal, time' 'signal.signal(signal.SIGTERM, signal.SIG_IGN)' \
     'print("deaf", flush=True)' 'time.sleep(600)' >deaf.py
   TRAIN_SCRIPT=deaf.py on login salloc -Q --nodes=1 --nodelist=node1 scripts/slurm/slurm_train.sh - >deaf.out 2>&1 3>&- &
-  eventually 60 grep -q '^deaf' deaf.out
+  eventually grep -q '^deaf' deaf.out
   on login pkill -INT -o -f "lib/start.py srun .*slurm_train.sh"
   sleep 1 # two that are closer count as one
   run ! is_gone_from node1 "deaf.py"
   on login pkill -INT -o -f "lib/start.py srun .*slurm_train.sh"
-  eventually 10 is_gone_from node1 "deaf.py"
+  eventually is_gone_from node1 "deaf.py"
 }
 
 # bats test_tags=prove,long
@@ -380,7 +380,7 @@ save_and_stop() { # <signal>
   save_and_stop HUP
   start_long --nodes=2
   on login scancel --batch --signal=TERM "$JOB"
-  eventually 60 has_ended "$JOB"
+  eventually has_ended "$JOB"
   grep -q '^stopped    after step [0-9]*, which is saved (SIGTERM)$' job.out
   [[ $(field "$JOB" ExitCode) == ExitCode=75:0 && $(field "$JOB" Restarts) == Restarts=0 ]]
 }
@@ -409,21 +409,21 @@ PY
   mkfifo keys
   on login script -fqc "salloc -Q --nodes=2 --nodelist=node[1-2] bash --norc -i" screen <keys &>/dev/null 3>&- &
   exec 7>keys
-  eventually 60 grep -q "bash-.*#" screen
+  eventually grep -q "bash-.*#" screen
   type_keys 'TRAIN_SCRIPT=waits.py scripts/slurm/slurm_train.sh -\n'
-  eventually 60 grep -q '^ready' screen
+  eventually grep -q '^ready' screen
   type_keys '\032' # Ctrl-Z
-  eventually 60 grep -q 'Stopped .*slurm_train.sh' screen
+  eventually grep -q 'Stopped .*slurm_train.sh' screen
   touch go
-  eventually 60 test -e passed # the ranks go on
+  eventually test -e passed # the ranks go on
   # shellcheck disable=SC2016 # for salloc's shell
   type_keys 'echo at-the-shell-$((40 + 2))\n'
-  eventually 60 grep -q 'at-the-shell-42' screen
+  eventually grep -q 'at-the-shell-42' screen
   type_keys 'fg\necho code-$?\n'
-  eventually 60 grep -q 'xxx' screen # it goes on, and shows what has come meanwhile
-  run ! grep -q 'code-[0-9]' screen  # the shell has not been given this yet
+  eventually grep -q 'xxx' screen   # it goes on, and shows what has come meanwhile
+  run ! grep -q 'code-[0-9]' screen # the shell has not been given this yet
   touch end
-  eventually 60 grep -q 'code-7' screen
+  eventually grep -q 'code-7' screen
   type_keys 'exit\n'
   wait $!
   exec 7>&-
@@ -433,15 +433,15 @@ PY
 # bats test_tags=prove,long
 @test "a notice before the first step requeues too, and resume=never is said of the first start alone" {
   JOB=$(on login sbatch --parsable --output=job.out --nodes=1 scripts/slurm/slurm_train.sh config/local3.yaml "${LONG[@]}" resume=never)
-  eventually 60 grep -q '^logs ' job.out # the agent is about to start
+  eventually grep -q '^logs ' job.out # the agent is about to start
   on login scancel --batch --signal=USR1 "$JOB"
-  eventually 60 has_restarts 1
-  eventually 60 grep -q '^step ' job.out
+  eventually has_restarts 1
+  eventually grep -q '^step ' job.out
   on login scancel --batch --signal=USR1 "$JOB"
-  eventually 60 has_resumed 1
+  eventually has_resumed 1
   grep -q "^resume   RUN_ID=$JOB sbatch --nodes=1 --gpus-per-node=2 scripts/slurm/slurm_train.sh config" job.out
   on login scancel "$JOB"
-  eventually 60 has_ended "$JOB"
+  eventually has_ended "$JOB"
 }
 
 @test "a notice while srun has not started the ranks yet reaches them" {
@@ -453,9 +453,9 @@ SH
   chmod +x prolog
   export SLURM_PROLOG=$PWD/prolog # which srun runs before it starts the tasks
   JOB=$(on login sbatch --parsable --output=job.out --nodes=1 scripts/slurm/slurm_train.sh config/local3.yaml "${LONG[@]}")
-  eventually 60 has_restarts 1
+  eventually has_restarts 1
   on login scancel "$JOB"
-  eventually 60 has_ended "$JOB"
+  eventually has_ended "$JOB"
 }
 
 # bats test_tags=prove,long
@@ -468,7 +468,7 @@ exec $(on login bash -c 'type -P srun') "\$@"
 SH
   chmod +x fake/srun
   JOB=$(PATH=$PWD/fake:$PATH on login sbatch --parsable --output=job.out --nodes=2 scripts/slurm/slurm_train.sh config/local3.yaml "${SMALL[@]}")
-  eventually 90 has_ended "$JOB"
+  eventually has_ended "$JOB"
   cat job.out
   [[ $(field "$JOB" Restarts) == Restarts=1 && $(field "$JOB" ExitCode) == ExitCode=0:0 ]]
   [[ $(grep -c '^run ' job.out) == 2 && $(grep -c '^model ' job.out) == 1 ]]
@@ -484,17 +484,17 @@ SH
   lost=${lost#*=}
   two=$(RUN_ID=two NPROC_PER_NODE=1 on login sbatch --parsable --output=two.out --nodes=2 --exclusive \
     scripts/slurm/slurm_train.sh config/local3.yaml "${many[@]}")
-  eventually 60 test -e checkpoints/two/latest || { cat two.out && false; }
+  eventually test -e checkpoints/two/latest || { cat two.out && false; }
   other=$(on login scontrol show hostnames "$(on login squeue -h -j "$two" -o %N)" | tail -n 1)
   "$CLUSTER" cut "$lost"
   "$CLUSTER" cut "$other"
   # The job ends 8 s after srun, unless SLURM starts it again. SLURM's own notice has come 3 s too late.
-  eventually 60 grep -q "^FAILED   node agent 1 ($other) .*\[link-lost\]$" two.out
+  eventually grep -q "^FAILED   node agent 1 ($other) .*\[link-lost\]$" two.out
   on login scontrol update nodename="$other" state=down reason=lost
-  eventually 60 grep -q '^resumed    after step' job.out
-  eventually 30 is_gone_from "$lost" "rdzv-id $JOB .*train.py"
+  eventually grep -q '^resumed    after step' job.out
+  eventually is_gone_from "$lost" "rdzv-id $JOB .*train.py"
   grep -q "step [0-9]* was not saved: run $JOB was started again, on node[1-5]; .*\[node-lost\]" job.out
-  eventually 90 has_ended "$two"
+  eventually has_ended "$two"
   cat two.out
   [[ $(field "$two" JobState) == JobState=COMPLETED && $(field "$two" Restarts) == Restarts=1 ]]
   grep -q '^resumed    after step' two.out
@@ -502,13 +502,13 @@ SH
   "$CLUSTER" restore "$lost"
   "$CLUSTER" restore "$other"
   on login scancel "$JOB"
-  eventually 60 has_ended "$JOB"
+  eventually has_ended "$JOB"
   # The error of the cut-off rank is not its successor's; the cut-off start may get to tell its own.
   grep -q '^stopped  after saving a checkpoint (code 75)' job.out || { cat job.out && false; }
   if grep '^FAILED' job.out | grep -v "^FAILED   rank [01] (local rank [01], $lost) "; then cat job.out && false; fi
   "$PYTHON" -m distributed.checkpoint verify "checkpoints/$JOB"
-  eventually 60 node_state_is "$lost" idle
-  eventually 60 node_state_is "$other" idle
+  eventually node_state_is "$lost" idle
+  eventually node_state_is "$other" idle
 }
 
 # SLURM itself gives a lost node up only after minutes, as is usual.
@@ -530,7 +530,7 @@ is_not_running() { # <job>
     "$CLUSTER" cut node2
     cut_at=$SECONDS
     (sleep "$away" && on login ip link set node2 up) 3>&- &
-    eventually 60 is_not_running "$JOB"
+    eventually is_not_running "$JOB"
     ended_s=$((SECONDS - cut_at))
     wait $!
     cat job.out
@@ -544,7 +544,7 @@ is_not_running() { # <job>
     on login scontrol update nodename=node2 state=resume || node_state_is node2 idle # its slurmd was quicker
   done
   set_slurmd_timeout 10
-  eventually 60 node_state_is node2 idle
+  eventually node_state_is node2 idle
 }
 
 @test "submitted from any folder, by its path, with spaces in both" {
@@ -607,15 +607,15 @@ is_not_running() { # <job>
   start_long --nodes=2 --nodelist=node[1-2] --gpus-per-node=1
   urgent=$(on login sbatch --parsable --partition=urgent --nodes=2 --nodelist=node[1-2] --exclusive \
     --output=/dev/null --wrap "until test -e over; do sleep 0.1; done")
-  eventually 60 is_running "$urgent" 0
+  eventually is_running "$urgent" 0
   [[ $(field "$JOB" JobState) == JobState=PENDING ]]
   grep -q '^stopped    after step [0-9]*, which is saved (SIGTERM)$' job.out
   "$PYTHON" -m distributed.checkpoint verify "checkpoints/$JOB"
   touch over
-  eventually 90 has_resumed 1
+  eventually has_resumed 1
   [[ $(field "$JOB" Restarts) == Restarts=1 ]]
   on login scancel "$JOB"
-  eventually 60 has_ended "$JOB"
+  eventually has_ended "$JOB"
   run ! grep -q '^FAILED ' job.out
 }
 
@@ -631,7 +631,7 @@ is_not_running() { # <job>
   grep -q '^done       step 6 ' nested.out
   [[ $(field "$JOB" JobState) == JobState=RUNNING ]]
   on login scancel --batch --signal=TERM "$JOB"
-  eventually 60 has_ended "$JOB"
+  eventually has_ended "$JOB"
   [[ $(field "$JOB" ExitCode) == ExitCode=75:0 ]]
 }
 
@@ -658,7 +658,7 @@ is_not_running() { # <job>
 
 @test "without logs/ SLURM drops a job before it starts, as the guide says" {
   JOB=$(on login sbatch --parsable scripts/slurm/slurm_train.sh)
-  eventually 60 has_ended "$JOB"
+  eventually has_ended "$JOB"
   [[ $(on login scontrol show job "$JOB") == *"JobState=FAILED Reason=JobLaunchFailure"*"ExitCode=0:53"* ]]
   [[ ! -e logs ]]
 }
@@ -679,12 +679,12 @@ srun --ntasks=2 --ntasks-per-node=1 scripts/cluster_train.sh config/local3.yaml 
 [[ \$SLURM_RESTART_COUNT == 1 ]] || sleep 600
 SH
   JOB=$(on login sbatch --parsable --requeue --output=job.out --nodes=2 --gpus-per-node=1 two.sh)
-  eventually 90 test -d "checkpoints/$JOB.4/step-6"
+  eventually test -d "checkpoints/$JOB.4/step-6"
   grep -q "^run        $JOB.1 " job.out
   run ! grep -q '^resumed ' job.out
   [[ $(weights_of "$JOB") != "$(weights_of "$JOB.1")" ]]
   on login scontrol requeue "$JOB"
-  eventually 90 has_ended "$JOB"
+  eventually has_ended "$JOB"
   cat job.out
   [[ $(grep -c '^resumed    after step 6$' job.out) == 3 ]]
   run ! grep -q '(was ' job.out
@@ -793,12 +793,12 @@ nothing_queued() {
   RUN_ID=one SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${SMALL[@]}" train.max_steps=$steps
   RUN_ID=linked on login scripts/submit_with_config.sh "${words[@]}" train.max_steps=$steps chain=4 &>chain.out
   mapfile -t jobs < <(sed -n 's/^job  *\([0-9]*\) .*/\1/p' chain.out)
-  eventually 60 grep -q '^step ' "logs/slurm-${jobs[0]}.out"
+  eventually grep -q '^step ' "logs/slurm-${jobs[0]}.out"
   on login scancel --signal=USR1 --batch "${jobs[0]}"
-  eventually 150 has_ended "${jobs[1]}"
+  eventually has_ended "${jobs[1]}"
   [[ $(field "${jobs[0]}" ExitCode) == ExitCode=75:0 && $(field "${jobs[1]}" ExitCode) == ExitCode=0:0 ]]
   grep -q '^resumed    after step ' "logs/slurm-${jobs[1]}.out"
-  eventually 60 has_ended "${jobs[3]}"
+  eventually has_ended "${jobs[3]}"
   [[ $(field "${jobs[2]}" JobState) == JobState=CANCELLED && $(field "${jobs[3]}" JobState) == JobState=CANCELLED ]]
   [[ ! -e logs/slurm-${jobs[2]}.out && ! -e logs/slurm-${jobs[3]}.out ]]
   [[ $(weights_of linked) == "$(weights_of one)" ]]
@@ -813,7 +813,7 @@ nothing_queued() {
   RUN_ID=linked SBATCH_SIGNAL=B:USR1@35 on login scripts/submit_with_config.sh config=config/local3.yaml \
     num_gpus_train=2 time=1 chain=9 "${SMALL[@]}" train.max_steps=$steps &>chain.out
   mapfile -t jobs < <(sed -n 's/^job  *\([0-9]*\) .*/\1/p' chain.out)
-  eventually 600 has_ended "${jobs[8]}"
+  eventually has_ended "${jobs[8]}"
   for job in "${jobs[@]}"; do field "$job" ExitCode; done >codes
   cat codes
   (($(grep -c =75:0 codes) >= 3))
@@ -847,7 +847,7 @@ nothing_queued() {
   done 9<commands
   ((${#jobs[@]} >= 5 && ${#others[@]} >= 4))
   for id in "${others[@]}"; do wait "$id"; done
-  eventually 90 nothing_queued
+  eventually nothing_queued
   for id in "${jobs[@]}"; do
     run on login scontrol show job "$id"
     echo "$output"

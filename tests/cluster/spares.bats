@@ -38,7 +38,7 @@ weights_of() { # <run id>
 start() { # <run id> <the launcher's arguments...>
   RUN_ID=$1 launch "${@:2}" >"$1.out" 2>&1 3>&- &
   PID=$!
-  eventually 60 has_step "$1" 30 || { cat "$1.out" && false; }
+  eventually has_step "$1" 30 || { cat "$1.out" && false; }
 }
 
 has_step() { # <run id> <step>
@@ -92,7 +92,7 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
   end_of "$PID"
   before=$(committed "$3")
   bring_back "$1" "$host"
-  eventually 20 is_gone "$3" || { cat "$3.out" && false; }
+  eventually is_gone "$3" || { cat "$3.out" && false; }
   cat "$3.out"
   ((CODE == 0))
   grep -q "restart 1 of 2 after node agent $2 ($host): .*; node5 takes $host's place" "$3.out"
@@ -129,7 +129,7 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
 @test "node rank 0 is lost, and not the copy of its snapshot" {
   export SPARES=1
   start copied config/local3.yaml 1 node1 node2 node3 "${SETTINGS[@]/150/500}" checkpoint.every=0 checkpoint.snapshot_every=5
-  eventually 60 has_step copied 300
+  eventually has_step copied 300
   lose kill node1 copied
   end_of "$PID"
   cat copied.out
@@ -148,7 +148,7 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
   grep -q 'restart 1 of 2 after node agent 0 (node1): .*; 2 nodes without node1' fewer.out
   grep -q 'with 2 processes (was 3): sums are rounded differently' fewer.out
   run ! grep -q 'batches of' fewer.out
-  eventually 10 is_gone fewer
+  eventually is_gone fewer
 }
 
 @test "a spare takes the place of a node that cannot be reached before the start" {
@@ -169,14 +169,14 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
     timeout 120 "$CLUSTER" run login salloc --quiet --no-kill --nodes=4 --ntasks-per-node=1 --nodelist=node[1-4] \
       env RUN_ID="$id" scripts/run_ddp.sh -n 1 -c config/local3.yaml -- "${SETTINGS[@]}" >"$id.out" 2>&1 3>&- &
     PID=$!
-    eventually 60 has_step "$id" 30 || { cat "$id.out" && false; }
+    eventually has_step "$id" 30 || { cat "$id.out" && false; }
     lose "$id" node2 "$id"
     end_of "$PID"
     bring_back "$id" node2
     cat "$id.out"
     ((CODE == 0))
     grep -q "restart 1 of 2 after node agent 1 (node2): .*; node4 takes node2's place" "$id.out"
-    eventually 20 is_gone "$id"
+    eventually is_gone "$id"
     (($(pause_of "$id") <= 5000))
   done
 }
@@ -188,7 +188,7 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
     bash -c 'touch allocated; read -r <go; RUN_ID=ill "$@"' _ \
     scripts/run_ddp.sh -n 1 -c config/local3.yaml -- "${SETTINGS[@]/150/5}" >ill.out 2>&1 3>&- &
   PID=$!
-  eventually 60 test -e allocated
+  eventually test -e allocated
   "$CLUSTER" cut node1
   echo >go
   end_of "$PID"
@@ -203,7 +203,7 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
   local host
   for host in node2 node1; do
     MAX_RESTARTS=0 start "$host" config/local3.yaml 1 node1 node2 node3 "${SETTINGS[@]/150/100000}" checkpoint.every=0 checkpoint.snapshot_every=5
-    eventually 60 has_step "$host" 300
+    eventually has_step "$host" 300
     on "$host" mount --bind checkpoints checkpoints
     on "$host" mount -o remount,ro,bind checkpoints # a shared disk is behind the cable, too
     "$CLUSTER" cut "$host"
@@ -221,14 +221,14 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
   export SPARES=1 MAX_RESTARTS=2
   start ends config/local3.yaml 1 node1 node2 node3 "${SETTINGS[@]/600/100000}"
   lose kill node3 ends # the spare
-  eventually 60 grep -q 'warning: spare node3: its node agent is gone; the run goes on' ends.out
+  eventually grep -q 'warning: spare node3: its node agent is gone; the run goes on' ends.out
   lose kill node2 ends
   end_of "$PID"
   cat ends.out
   ((CODE == 137))
   grep -q '^.0. node agent: no spare is left for node2: there is no restart' ends.out
   grep -q '^FAILED   node agent 1 (node2) .*\[agent-killed\]$' ends.out
-  eventually 10 is_gone ends
+  eventually is_gone ends
 }
 
 @test "a stop reaches the spare, too; without a loss a run ends as ever" {

@@ -56,7 +56,7 @@ PY
 start() { # <run id> <the launcher's arguments...>
   RUN_ID=$1 launch "${@:2}" >"$1.out" 2>&1 3>&- &
   PID=$!
-  eventually 60 grep -qE '^\[0\] (met|step 1/)' "$1.out" || { cat "$1.out" && false; }
+  eventually grep -qE '^\[0\] (met|step 1/)' "$1.out" || { cat "$1.out" && false; }
 }
 
 is_gone() { # <run id>
@@ -99,7 +99,7 @@ kill_one() { # <rank|agent|sshd|pdsh|launcher> <run id> <idle|busy> <fault> <who
   sleep "0.$((RANDOM % 10))" # the random moment itself
   began=${EPOCHREALTIME/./}
   on "$host" kill -KILL "$victim"
-  eventually 10 is_gone "$2"
+  eventually is_gone "$2"
   TOOK+=($(((${EPOCHREALTIME/./} - began) / 1000)))
   end_of "$PID"
   cat "$2.out"
@@ -153,7 +153,7 @@ train_equally() { # <script> <N>
 end_by_a_cut() { # NAME PID
   "$CLUSTER" cut node2
   end_of "$2"
-  eventually 15 is_gone "$1" # on node2 by itself
+  eventually is_gone "$1" # on node2 by itself
   "$CLUSTER" restore node2
   cat "$1.out"
   ((CODE == 137))
@@ -185,7 +185,7 @@ sshd launcher-killed node agent P (nodeP)
 pdsh launcher-killed node agent P (nodeP)
 launcher - -
 TABLE
-  eventually 10 only_one_is_left
+  eventually only_one_is_left
   kill -0 "$neighbour"
   run ! is_gone neighbour
   end_by_a_cut neighbour "$neighbour"
@@ -328,7 +328,7 @@ PY
   sleep 1 # two that are closer count as one
   run ! is_gone deaf
   on login kill -INT "$(launcher_of deaf)"
-  eventually 10 is_gone deaf
+  eventually is_gone deaf
   end_of "$PID"
   ((CODE == 143))
 }
@@ -336,7 +336,7 @@ PY
 # bats test_tags=slow
 shows_ranks() { # <output>
   on login kill -QUIT "$(launcher_of idle)"
-  eventually 5 grep -q "^.0. *ranks 0-3: idle.py:7 in <module>" "$1"
+  eventually grep -q "^.0. *ranks 0-3: idle.py:7 in <module>" "$1"
 }
 
 # bats test_tags=prove,long
@@ -346,7 +346,7 @@ shows_ranks() { # <output>
   for script in launch_torchrun_auto launch_pdsh_multinode; do
     LAUNCH=scripts/ssh/$script.sh
     TRAIN_SCRIPT=idle.py start "$script" - 2 node1 node2 -- idle
-    eventually 60 shows_ranks "$script.out" # the first time, a rank may not be there yet
+    eventually shows_ranks "$script.out" # the first time, a rank may not be there yet
     run on node3 "$LAUNCH" --stacks "$script"
     [[ $status == 0 && ${lines[1]} == "  ranks 0-3: idle.py:7 in <module>" ]]
     on login kill -TERM "$(launcher_of idle)"
@@ -375,7 +375,7 @@ shows_ranks() { # <output>
 
   RUN_ID=early launch - 1 node1 node2 -- idle >early.out 2>&1 3>&- &
   PID=$!
-  eventually 60 is_started early
+  eventually is_started early
   on login kill -INT "$(launcher_of idle)"
   end_of "$PID"
   cat early.out
@@ -409,7 +409,7 @@ is_started() { # <run id>
   NO_COLOR=1 run timeout 300 "$CLUSTER" run login "$PYTHON" hang_up.py "${commands[0]/ 8 / 2 } ${LONG[*]}" </dev/null
   echo "$output"
   [[ $output == *"2 nodes x 2, gloo"*"stop       $LAUNCH --stop mine"$'\n'"the end of 0"* ]]
-  eventually 60 grep -q '^\[0\] step 1/' logs/mine/launcher_login.log
+  eventually grep -q '^\[0\] step 1/' logs/mine/launcher_login.log
   run -124 on login timeout 1 bash -c "${commands[1]}"
   [[ $output == *"[0] step "* ]]
   run on login bash -c "${commands[2]}"
@@ -427,16 +427,16 @@ is_started() { # <run id>
   local end
   for end in fails killed; do
     RUN_ID=$end launch --detach - 1 node1 node2 -- busy "$end"
-    eventually 60 grep -q '^\[0\] met' "logs/$end/launcher_login.log"
+    eventually grep -q '^\[0\] met' "logs/$end/launcher_login.log"
   done
   on node2 kill -KILL "$(find_victim fails node2 rank)"
   on login kill -KILL "$(on login pgrep -o -f '/start.py pdsh .* killed$')"
-  eventually 10 is_gone fails
-  eventually 10 is_gone killed
-  eventually 60 detached_as fails "ended, code 137"
-  eventually 60 detached_as killed "(killed|ended, code 1(37|43))"
+  eventually is_gone fails
+  eventually is_gone killed
+  eventually detached_as fails "ended, code 137"
+  eventually detached_as killed "(killed|ended, code 1(37|43))"
   grep -q '^FAILED   rank 1 (local rank 0, node2)' logs/fails/launcher_login.log
-  eventually 10 is_empty tmp
+  eventually is_empty tmp
   run ! on login pgrep -f "/start.py pdsh|exec bash -s"
 }
 
@@ -478,7 +478,7 @@ PY
 @test "the preflight: every fault of every node in one list, nothing started, in one limit of time" {
   on node1 "$PYTHON" -c 'import socket, time; s = socket.create_server(("", 4321)); time.sleep(600)' 3>&- &
   local holder=$! start
-  eventually 60 on node1 bash -c '</dev/tcp/127.0.0.1/4321'
+  eventually on node1 bash -c '</dev/tcp/127.0.0.1/4321'
   "$CLUSTER" cut node3
   make_config my.yaml
   mkdir home
@@ -575,7 +575,7 @@ PY
     # shellcheck disable=SC2086 # words
     timeout 300 "$CLUSTER" run login $start -- idle >"$name.out" 2>&1 3>&- &
     PID=$!
-    eventually 60 on node2 pgrep -f agent.py
+    eventually on node2 pgrep -f agent.py
     sleep 2 # it imports torch, or waits for node1
     on node2 kill -KILL "$(on node2 pgrep -o -f "agent.py")"
     end_of "$PID"
@@ -584,7 +584,7 @@ PY
     [[ $(grep -c '^FAILED ' "$name.out") == 1 ]]
     grep -q '^FAILED   node agent 1 (node2) .*\[agent-killed\]$' "$name.out"
     grep -q '^cause    SIGKILL to the node agent, from outside this run$' "$name.out"
-    eventually 15 run ! on node1 pgrep -f agent.py
+    eventually run ! on node1 pgrep -f agent.py
   done
 }
 

@@ -61,8 +61,8 @@ is_gone() { # <text in a command line>
   [[ $output == *"run        mine"*"preflight  22 checks"*"detached   tail -f logs/mine/launcher_$HOST.log"* ]]
   [[ $output == *"stop       $ROOT/scripts/ssh/launch_singlenode.sh --stop mine
 the end of 0"* ]]
-  eventually 60 grep -qx "waiting a  b" "logs/mine/launcher_$HOST.log"
-  eventually 60 state_is mine running
+  eventually grep -qx "waiting a  b" "logs/mine/launcher_$HOST.log"
+  eventually state_is mine running
   run launch --status
   [[ $status == 0 && $output == "mine  running  since 20"*"  [0] waiting a  b" ]]
   RUN_ID=mine run launch - 1 --detach
@@ -73,7 +73,7 @@ the end of 0"* ]]
   [[ $status == 0 && $output == "kill -TERM "* ]]
   run launch --stop mine
   [[ $status == 0 && ${lines[0]} == *"waiting up to 55 s for its end" && ${lines[1]} == "mine  ended, code 75  "*"[0] waiting a  b" ]]
-  eventually 10 is_gone "rdzv-id mine "
+  eventually is_gone "rdzv-id mine "
   grep -qF "resume   RUN_ID=mine TRAIN_SCRIPT=own.py $ROOT/scripts/ssh/launch_singlenode.sh --detach - 1 -- 'a  b'" "logs/mine/launcher_$HOST.log"
   grep -q '^preflight  22 checks' "logs/mine/launcher_$HOST.log"
   run launch --stop mine
@@ -86,17 +86,17 @@ the end of 0"* ]]
   make_waiting
   RUN_ID=fails launch --detach - 1
   RUN_ID=killed launch --detach - 1
-  eventually 60 grep -q waiting logs/fails/node_0.log
+  eventually grep -q waiting logs/fails/node_0.log
   touch fail-fails
-  eventually 60 state_is fails "ended, code 7"
-  eventually 60 grep -q waiting logs/killed/node_0.log
+  eventually state_is fails "ended, code 7"
+  eventually grep -q waiting logs/killed/node_0.log
   kill -KILL "$(launcher_of killed)"
-  eventually 60 state_is killed killed
-  eventually 10 is_gone "rdzv-id killed "
+  eventually state_is killed killed
+  eventually is_gone "rdzv-id killed "
   RUN_ID=attached launch - 1 3>&- &
   attached=$!
-  eventually 60 grep -q waiting logs/attached/node_0.log
-  eventually 60 state_is attached running
+  eventually grep -q waiting logs/attached/node_0.log
+  eventually state_is attached running
   run launch --status
   grep -q '^killed    killed  ' <<<"$output"
   grep -q '^fails     ended, code 7  ' <<<"$output"
@@ -143,11 +143,11 @@ the end of 0"* ]]
     rm -f held go
     RUN_ID=$signal env --default-signal=INT "$ROOT/scripts/ssh/launch_singlenode.sh" --detach - 1 -- "$signal" 3>&- &
     launcher=$!
-    eventually 60 test -e held
+    eventually test -e held
     kill -s "$signal" "$launcher"
     wait "$launcher" || true
     touch go
-    eventually 10 is_gone "launch_singlenode.sh --detach - 1 -- $signal"
+    eventually is_gone "launch_singlenode.sh --detach - 1 -- $signal"
     [[ ! -e logs/$signal ]]
   done
 }
@@ -184,7 +184,7 @@ the end of 0"* ]]
   make_waiting
   RUN_ID=mine run "$ROOT/scripts/cluster_train.sh" --detach - 1
   [[ $status == 0 ]]
-  eventually 60 grep -q '^waiting' logs/distributed_training/latest_node0.log
+  eventually grep -q '^waiting' logs/distributed_training/latest_node0.log
   grep -q '^preflight ' logs/distributed_training/latest_node0.log
   grep -q '^health ' logs/distributed_training/latest_node0.log
 }
