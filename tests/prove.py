@@ -212,6 +212,7 @@ def run_pytest(marks: str, workers: int, times: int) -> tuple[str, bool]:
     options = ["-q", "-n", str(workers), "--dist", "worksteal", "-m", marks]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "-o", "faulthandler_timeout=600"],
+        stdin=subprocess.DEVNULL,  # a terminal stops what reads from it in the background
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -238,6 +239,7 @@ def run_bats(files: str, tag: str, times: int) -> tuple[str, bool]:
     done = subprocess.run(
         ["bats", "--print-output-on-failure", "--filter-tags", tag, TESTS / files],
         env={**os.environ, "TIMES": str(times), "PYTHON": sys.executable},
+        stdin=subprocess.DEVNULL,  # as above
         stdout=subprocess.PIPE,
         text=True,
     )

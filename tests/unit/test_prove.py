@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 
+PROVE = str(Path(__file__).parents[1] / "prove.py")
+
+
 @pytest.fixture
 def prove() -> dict[str, Any]:
-    return runpy.run_path(str(Path(__file__).parents[1] / "prove.py"))
+    return runpy.run_path(PROVE)
 
 
 def test_all_parts_where_none_is_named(prove: dict[str, Any]) -> None:
@@ -26,3 +32,15 @@ def test_an_unknown_part_is_refused(
         prove["read_arguments"](["kill"])
     assert left.value.code == 2
     assert capsys.readouterr().err.endswith("there is no part kill; PART=list shows them\n")
+
+
+def test_no_part_reads_from_the_terminal(tools: Path) -> None:
+    (tools / "bats").write_text("#!/bin/sh\necho 1..1\nreadlink /proc/self/fd/0\n")
+    (tools / "bats").chmod(0o755)
+    code = "import runpy, sys; print(runpy.run_path(sys.argv[1])['run_bats']('scripts', 'x', 1))"
+    command = [sys.executable, "-c", code, PROVE]
+    path = {"PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run(
+        command, stdin=subprocess.PIPE, capture_output=True, text=True, env={**os.environ, **path}
+    )
+    assert done.stdout == "('/dev/null', True)\n", done.stderr
