@@ -53,7 +53,9 @@ def check_config(plan: Plan) -> Plan:
         words = (result.stderr or result.stdout).strip().splitlines() or ["no word"]
         where = f" in {plan.container}" if plan.container else ""
         cause = f"{plan.python} cannot run train.py{where} ({words[-1]})"
-        cure = "PYTHON is a path inside" if plan.container else "install requirements.txt there, or set PYTHON (make setup makes one)"
+        cure = "PYTHON is a path inside"
+        if not plan.container:
+            cure = "install requirements.txt there, or set PYTHON (make setup makes one)"
         raise Refused("env-missing", f"{cause}; {cure}")
     facts = typed_json.parse(ConfigFacts, result.stdout)
     return replace(

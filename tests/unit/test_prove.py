@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-
 PROVE = str(Path(__file__).parents[1] / "prove.py")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def prove() -> dict[str, Any]:
     return runpy.run_path(PROVE)
 
@@ -34,6 +33,7 @@ def test_an_unknown_part_is_refused(
     assert capsys.readouterr().err.endswith("there is no part kill; PART=list shows them\n")
 
 
+@pytest.mark.slow
 def test_no_part_reads_from_the_terminal(tools: Path) -> None:
     (tools / "bats").write_text("#!/bin/sh\necho 1..1\nreadlink /proc/self/fd/0\n")
     (tools / "bats").chmod(0o755)
