@@ -55,8 +55,9 @@ seen = {
 }
 import torch
 older = sys.modules.get("torch.distributed.nn.jit.instantiator")
-added = getattr(older, "INSTANTIATED_TEMPLATE_DIR_PATH", "")  # to the path, by an older torch
-seen["path"] = [folder for folder in sys.path if folder != added]
+added = getattr(older, "INSTANTIATED_TEMPLATE_DIR_PATH", "")  # to the path's end, by an older torch
+vendored = "/setuptools/_vendor"  # by setuptools, which such a torch imports on Python 3.12
+seen["path"] = [one for one in sys.path if one != added and not one.endswith(vendored)]
 seen["torch_threads"] = torch.get_num_threads()
 open(os.environ["OUT"] + os.environ["RANK"], "w").write(json.dumps(seen))
 """
