@@ -266,7 +266,7 @@ assert_nothing_left() {
 @test "a folder with files of others is neither used nor removed" {
   mkdir other
   touch other/precious
-  CLUSTER_DIR=$PWD/other run "$CLUSTER" up 1
+  CLUSTER_DIR=$PWD/other run "$CLUSTER" up 1 <<<'what somebody types'
   [[ $status == 2 && $output == *"$PWD/other holds files of others; set CLUSTER_DIR" ]]
   CLUSTER_DIR=$PWD/other "$CLUSTER" down
   [[ -e other/precious ]]

@@ -155,7 +155,8 @@ down() {
 }
 
 give_up() {
-  tail -n 3 -- "$BOX"/logs/* >&2
+  local logs=("$BOX"/logs/*)
+  ((${#logs[@]} == 0)) || tail -n 3 -- "${logs[@]}" >&2
   down
 }
 
