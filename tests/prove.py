@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,18 +62,27 @@ def main() -> int:
         print(render(["part", "covers", "last run"], [*list_parts()]))
         return 0
 
-    def run_all(place: str) -> bool:
-        parts = [(name, PARTS[name]) for name in names]
-        kept = [run(name, part, times) for name, part in parts if part.place == place]
-        return all(kept)
-
-    is_kept = run_all("alone")
-    with ThreadPoolExecutor() as pool:
-        on_cluster = pool.submit(run_all, "cluster")  # it mostly waits
-        is_kept &= run_all("beside")
-        is_kept &= on_cluster.result()
+    is_kept = run_parts(names, times)
     figures.write()
     return int(not is_kept)
+
+
+def run_parts(names: Sequence[str], times: int) -> bool:
+    """Run each part; returns whether all was kept. After Ctrl-C none begins."""
+    alone, beside, cluster = (
+        [name for name in names if PARTS[name].place == place]
+        for place in ("alone", "beside", "cluster")
+    )
+    kept = [run(name, times) for name in alone]
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        on_cluster = [pool.submit(run, name, times) for name in cluster]
+        try:
+            kept += [run(name, times) for name in beside]
+            kept += [one.result() for one in on_cluster]
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)  # waits for the one that runs
+            raise
+    return all(kept)
 
 
 def read_arguments(words: Sequence[str]) -> tuple[list[str], int]:
@@ -94,9 +103,9 @@ def list_parts() -> Iterator[list[str]]:
         yield [name, part.covers, f"{told[1]}, {told[2]}" if told else "never"]
 
 
-def run(name: str, part: Part, times: int) -> bool:
+def run(name: str, times: int) -> bool:
     """Run a part, and write its section; returns whether its promises were kept."""
-    began = time.monotonic()
+    part, began = PARTS[name], time.monotonic()
     try:
         text, is_kept = part.prove(times)
     except Exception:
@@ -210,15 +219,9 @@ def prove_own_stops(times: int) -> tuple[str, bool]:
 def run_pytest(marks: str, workers: int, times: int) -> tuple[str, bool]:
     """Run the suite's tests with these marks; `times` says nothing to them."""
     options = ["-q", "-n", str(workers), "--dist", "worksteal", "-m", marks]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "-o", "faulthandler_timeout=600"],
-        stdin=subprocess.DEVNULL,  # a terminal stops what reads from it in the background
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    if done.returncode != 0:
-        print(done.stdout)
-    return f"{done.stdout.splitlines()[-1]}.", done.returncode == 0
+    pytest = [sys.executable, "-m", "pytest", *options, "-o", "faulthandler_timeout=600"]
+    lines, is_kept = run_tests(pytest, {})
+    return f"{lines[-1]}.", is_kept
 
 
 def prove_slow_ranks(times: int) -> tuple[str, bool]:
@@ -236,17 +239,28 @@ def prove_slow_ranks(times: int) -> tuple[str, bool]:
 
 def run_bats(files: str, tag: str, times: int) -> tuple[str, bool]:
     """Run the tests in a file or folder of tests/ that have this tag."""
-    done = subprocess.run(
-        ["bats", "--print-output-on-failure", "--filter-tags", tag, TESTS / files],
-        env={**os.environ, "TIMES": str(times), "PYTHON": sys.executable},
-        stdin=subprocess.DEVNULL,  # as above
+    bats = ["bats", "--print-output-on-failure", "--filter-tags", tag, str(TESTS / files)]
+    lines, is_kept = run_tests(bats, {"TIMES": str(times), "PYTHON": sys.executable})
+    return "\n".join(re.sub(r"^ok \d+|^#", "-", line) for line in lines[1:]), is_kept
+
+
+def run_tests(command: Sequence[str], variables: Mapping[str, str]) -> tuple[list[str], bool]:
+    """Run tests, showing what they say if any fails; Ctrl-C lets them clean up."""
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,  # a terminal stops what reads from it in the background
         stdout=subprocess.PIPE,
         text=True,
-    )
-    lines = [re.sub(r"^ok \d+|^#", "-", line) for line in done.stdout.splitlines()[1:]]
-    if done.returncode != 0:
-        print(done.stdout)
-    return "\n".join(lines), done.returncode == 0
+        env={**os.environ, **variables},
+    ) as tests:
+        try:
+            output, _ = tests.communicate()
+        except KeyboardInterrupt:
+            tests.communicate()
+            raise
+    if tests.returncode != 0:
+        print(output)
+    return output.splitlines(), tests.returncode == 0
 
 
 def on_cluster(title: str, file: str, covers: str) -> Part:
@@ -311,4 +325,7 @@ PARTS = {
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as own:
         isolate(own)
-        sys.exit(main())
+        try:
+            sys.exit(main())
+        except KeyboardInterrupt:
+            sys.exit(130)

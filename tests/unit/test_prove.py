@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -44,3 +45,38 @@ def test_no_part_reads_from_the_terminal(tools: Path) -> None:
         command, stdin=subprocess.PIPE, capture_output=True, text=True, env={**os.environ, **path}
     )
     assert done.stdout == "('/dev/null', True)\n", done.stderr
+
+
+FOUR_PARTS = """
+import runpy, subprocess, sys
+from pathlib import Path
+module = runpy.run_path(sys.argv[1])["run_parts"].__globals__
+def wait(times):
+    subprocess.run(["sh", "-c", "echo begun; exec sleep 471"])
+    return "", True
+places = {"one": "beside", "two": "beside", "three": "cluster", "four": "cluster"}
+module["PARTS"] = {name: module["Part"](name, "", wait, place) for name, place in places.items()}
+module["PROOFS"] = Path(sys.argv[2])
+module["run_parts"]([*places], 1)
+"""
+
+
+@pytest.mark.slow
+def test_after_ctrl_c_no_other_part_begins(tmp_path: Path) -> None:
+    page = tmp_path / "proofs.md"
+    page.write_text("# Proofs\n")
+    proofs = subprocess.Popen(
+        [sys.executable, "-c", FOUR_PARTS, PROVE, page],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
+        start_new_session=True,
+    )
+    assert proofs.stdout is not None
+    with proofs:
+        assert [proofs.stdout.readline() for _ in range(2)] == ["begun\n"] * 2
+        os.killpg(proofs.pid, signal.SIGINT)
+        said = proofs.stdout.read()
+    assert "begun" not in said
+    assert proofs.returncode == -signal.SIGINT
