@@ -50,8 +50,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     [
         ("raise", 1, "rank-error", "ValueError: batch 120 holds no samples"),
         ("kill", 137, "rank-killed", "SIGKILL"),
-        ("segv", 139, "rank-crashed", "SIGSEGV"),
         *rarely(
+            ("segv", 139, "rank-crashed", "SIGSEGV"),
             ("exit", 7, "rank-error", "SystemExit: 7"),
             ("say", 2, "rank-error", "SystemExit: 2, after: the words of a usage error"),
             ("_exit", 7, "rank-error", "left with exit code 7"),
@@ -367,11 +367,11 @@ def test_lines_written_in_pieces_are_whole_in_the_log(tmp_path: Path) -> None:
         "os.write(1, b'no end')\n"
     )
     logs = tmp_path / "logs"
-    run = Run(["--nproc-per-node", "4", "--log-dir", str(logs), "--rdzv-id", "t", str(script)])
+    run = Run(["--nproc-per-node", "2", "--log-dir", str(logs), "--rdzv-id", "t", str(script)])
     run.finish()
     lines = (logs / "node_0.log").read_text().splitlines()
-    expected = [f"[{r}] abcdef {i}" for r in range(4) for i in range(2000)]
-    assert sorted(lines) == sorted([*expected, *(f"[{r}] no end" for r in range(4))])
+    expected = [f"[{r}] abcdef {i}" for r in range(2) for i in range(2000)]
+    assert sorted(lines) == sorted([*expected, *(f"[{r}] no end" for r in range(2))])
 
 
 @pytest.mark.slow
@@ -509,8 +509,8 @@ NO_NAMES = "import socket\ntry: socket.getnameinfo(('::ffff:127.0.0.1', 1), 0)\n
 NO_NAMES += "except socket.gaierror: print('none')"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("level", ["INFO", *rarely("DEBUG")])
+@pytest.mark.long
+@pytest.mark.parametrize("level", ["INFO", "DEBUG"])
 def test_without_a_name_server_torch_is_quiet(tmp_path: Path, level: str) -> None:
     alone = ["unshare", "--net", "bash", "-c", 'ip link set lo up; exec "$@"', "bash"]
     looked = subprocess.run([*alone, sys.executable, "-c", NO_NAMES], capture_output=True)

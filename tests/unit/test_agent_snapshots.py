@@ -145,8 +145,8 @@ def killed_at(job: Job, name: str, step: int, *settings: str, restarts: int) -> 
     return process.returncode, output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("step", [20, *rarely(60)])
+@pytest.mark.long
+@pytest.mark.parametrize("step", [20, 60])
 def test_a_restart_from_memory_saves_what_was_due(
     job: Job, whole: Outcome, shared: Sequence[str], step: int
 ) -> None:
@@ -299,8 +299,8 @@ def two_nodes(job: Job, run_id: str, fault: str, *, min_nodes: str = "0") -> Ite
         yield runs
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("min_nodes", ["0", *rarely("2")])  # with 2: no restart is left
+@pytest.mark.long
+@pytest.mark.parametrize("min_nodes", ["0", "2"])  # with 2: no restart is left
 def test_another_node_writes_its_copy_where_the_first_has_gone(job: Job, min_nodes: str) -> None:
     with two_nodes(job, f"two-{min_nodes}", "sleep 1 46", min_nodes=min_nodes) as runs:
         os.kill(runs[0].agent_pid(), signal.SIGKILL)

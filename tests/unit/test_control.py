@@ -92,7 +92,7 @@ def test_a_usage_error_of_the_script_is_sent_too(launch: Launch) -> None:
     assert end.failure.cause == "SystemExit: 2, after: the words of a usage error"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_signal_by_name_stops_the_run(launch: Launch) -> None:
     launcher = launch("save", "1", LAUNCH_COMMAND="launch 'a b'")
     launcher.run.wait_for("armed 0", "armed 1")
@@ -106,7 +106,7 @@ def test_a_signal_by_name_stops_the_run(launch: Launch) -> None:
     assert "stopped" not in err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_launchers_end_ends_the_run(launch: Launch) -> None:
     launcher = launch("deaf", "1", GRACE="600")
     launcher.run.wait_for("armed 0", "armed 1")
@@ -115,7 +115,7 @@ def test_the_launchers_end_ends_the_run(launch: Launch) -> None:
     launcher.run.assert_gone()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_guardian_tells_of_a_killed_agent(launch: Launch) -> None:
     launcher = launch("sleep", "1")
     launcher.run.wait_for("ready 0", "ready 1")

@@ -114,7 +114,7 @@ def test_ranks_are_started_anew(
     assert (notice in ended.stderr) == (told and choice is None)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_fresh_is_0_or_1(tmp_path: Path) -> None:
     ended = subprocess.run(
         [*AGENT, "script.py"],

@@ -26,14 +26,10 @@ def remove_the_lock(folder: Path) -> None:
     (folder / "lock").unlink()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "lose",
-    [
-        shutil.rmtree,
-        pytest.param(put_a_file_in_its_place, marks=pytest.mark.long),
-        pytest.param(remove_the_lock, marks=pytest.mark.long),
-    ],
+    [shutil.rmtree, put_a_file_in_its_place, remove_the_lock],
 )
 def test_training_and_saving_go_on(tmp_path: Path, lose: Callable[[Path], None]) -> None:
     script = ROOT / "scripts/ssh/launch_singlenode.sh"

@@ -13,10 +13,10 @@ from agents import ROOT, rarely
 
 LAUNCH = str(ROOT / "scripts/ssh/launch_singlenode.sh")
 SHELLS = [
-    "{} <&- >&- 2>&-",
     "env -i PATH=/usr/bin:/bin PYTHON=$PYTHON TRAIN_SCRIPT=$TRAIN_SCRIPT {}",
 ]
 RARER = [
+    "{} <&- >&- 2>&-",
     "{} >/dev/full 2>/dev/full",
     "HOME=/nonexistent LC_ALL=C {}",
     "{} <&-",

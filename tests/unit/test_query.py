@@ -31,7 +31,7 @@ WHERE = re.compile(  # rank 2 sleeps, and the others wait for it
 )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "where", "steps"),
     [

@@ -49,17 +49,17 @@ def test_a_run_that_is_never_stopped_records_each_step_once(whole: Outcome) -> N
     ],
 )
 def test_stopped_and_resumed_it_ends_with_the_same_bytes(
-    job: Job, nproc: int, workers: int, stops: int
+    job: Job, whole: Outcome, nproc: int, workers: int, stops: int
 ) -> None:
     settings = [f"data.num_workers={workers}"]
     name = f"{nproc}-{workers}-{stops}"
-    never = job.finish(f"never-{name}", nproc, *settings)
+    never = whole if nproc == 2 else job.finish(f"never-{name}", nproc, *settings)
     draw = random.Random(stops)
     faults = [f"{draw.choice(STOPS)} {draw.randrange(nproc)} {draw.randrange(1, 20)}"] * stops
     assert job.stop_and_finish(f"often-{name}", nproc, settings, faults) == never
 
 
-@pytest.mark.parametrize(("format", "times"), [("sharded", 3), *rarely(("full", 12))])
+@pytest.mark.parametrize(("format", "times"), [("sharded", 2), *rarely(("full", 12))])
 def test_killed_while_saving_it_ends_with_the_same_bytes(job: Job, format: str, times: int) -> None:
     kills = draw_kills(random.Random(1), times, format)
     longer = ["train.max_steps=120", *(SHARDED if format == "sharded" else ())]

@@ -146,10 +146,8 @@ def test_a_run_that_is_refused_has_ended(start: Start) -> None:
     assert (read()["state"], read()["exit_code"]) == ("ended", 3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("umask", "mode"), [(0o077, 0o600), *rarely((0o002, 0o664), (0o022, 0o644))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o002, 0o664), (0o022, 0o644)])
 def test_permissions_follow_the_users_umask(tmp_path: Path, umask: int, mode: int) -> None:
     script = tmp_path / "x.py"
     script.write_text("import os; open(os.environ['LOG_DIR'] + '/own', 'w'); raise SystemExit(1)")

@@ -20,7 +20,7 @@ SHORT = ["train.max_steps=6", "train.eval_every=0", "checkpoint.every=3", "model
 LONG = ("launch_singlenode.sh", "run_ddp.sh", "cluster_train.sh")
 LAUNCHERS = [
     "launch_torchrun_multinode.sh",
-    pytest.param("torchrun", marks=pytest.mark.another_torch("torchrun")),
+    pytest.param("torchrun", marks=[pytest.mark.another_torch("torchrun"), pytest.mark.long]),
     pytest.param(
         "torch.distributed.launch",
         marks=[pytest.mark.another_torch("torch.distributed.launch"), pytest.mark.long],

@@ -47,7 +47,10 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     "command",
     [
         [str(ROOT / "scripts/test_distributed.sh"), "2"],
-        [*TORCHRUN, f"--master-port={free_port()}", "-m", "distributed.selftest"],
+        pytest.param(
+            [*TORCHRUN, f"--master-port={free_port()}", "-m", "distributed.selftest"],
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["script", "torchrun"],
 )

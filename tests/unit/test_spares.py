@@ -169,7 +169,7 @@ def test_one_loss_after_another(tmp_path: Path, start: Start) -> None:
     assert "restart 2 of 2 after node agent 0 " in told[2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_half_of_the_nodes_do_not_go_on_without_node_rank_0(tmp_path: Path, start: Start) -> None:
     runs = start(2, 0, "1", MIN_NODES="1")
     ready(tmp_path, 4)

@@ -40,7 +40,7 @@ PROGRAMS = {  # -> of rank 1; exit code, how the ranks ended
     "time.sleep(60)": (143, "rank 0 left with code 0, rank 1 killed after GRACE"),
     "pass": (143, "ranks 0-1 left with code 0"),
 }
-RARER = {"pass", "sys.exit(1)", "os._exit(1)", "raise KeyboardInterrupt", "time.sleep(60)"}
+OFTEN = "sys.exit(75)"
 
 
 def begin(runs: list[Run], folder: Path, tail: str, *options: str, **environment: str) -> Run:
@@ -56,7 +56,7 @@ def begin(runs: list[Run], folder: Path, tail: str, *options: str, **environment
 
 @pytest.mark.parametrize(
     "leaves",
-    [pytest.param(one, marks=pytest.mark.long) if one in RARER else one for one in PROGRAMS],
+    [OFTEN, *rarely(*(one for one in PROGRAMS if one != OFTEN))],
 )
 def test_one_that_leaves_does_not_end_the_save_of_another(
     runs: list[Run], tmp_path: Path, leaves: str
@@ -74,6 +74,7 @@ def test_one_that_leaves_does_not_end_the_save_of_another(
     run.assert_gone()
 
 
+@pytest.mark.long
 def stop_at_random(folder: Path) -> tuple[bool, bool]:
     """Stop two ranks, of which one leaves at once and one saves for 5 s; is it saved, and told?"""
     slow = "else:\n    time.sleep(5)\n    Path(f'saved{rank}').write_text('all')\n"

@@ -160,7 +160,7 @@ def launch(place: Place, what: str, *options: str, **variables: str) -> tuple[in
     return place.run(LAUNCH, *words, **variables)
 
 
-@pytest.mark.parametrize("what", ["sharded", *rarely("full")])
+@pytest.mark.parametrize("what", ["full", *rarely("sharded")])
 def test_a_run_that_ends_well_and_its_checkpoint(place: Place, what: str) -> None:
     assert launch(place, what) == (0, "under way\nsteps 1 to 20\n", "")
     folder = place.folder / "checkpoints" / place.run_id

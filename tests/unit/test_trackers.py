@@ -145,7 +145,7 @@ def test_weights_and_biases_gets_each_step_once_over_five_starts(work: Work) -> 
     assert "commit" in config
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tensorboard_drops_what_a_killed_process_recorded_too_much(work: Work) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

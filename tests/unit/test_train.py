@@ -263,7 +263,7 @@ def test_a_run_ends_with_all_it_promises(trained: Path) -> None:
     assert "RUN_ID=first python" in stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_same_run_again_gives_the_same_weights(trained: Path, text: Path) -> None:
     assert run_tiny(trained, text, "again").returncode == 0
     assert hash_of(trained / "checkpoints/again") == hash_of(trained / "checkpoints/first")
@@ -364,7 +364,6 @@ def test_the_settings_are_kept_and_a_resume_with_others_names_them(
     assert "resumed    after step 8\nmodel " in again.stderr
 
 
-@pytest.mark.slow
 def test_a_finished_run_has_nothing_left_to_do(trained: Path, text: Path) -> None:
     before = hash_of(trained / "checkpoints/first")
     done = run_tiny(trained, text, "first", LAUNCH_COMMAND="launch 'a b'")
@@ -373,7 +372,6 @@ def test_a_finished_run_has_nothing_left_to_do(trained: Path, text: Path) -> Non
     assert hash_of(trained / "checkpoints/first") == before
 
 
-@pytest.mark.slow
 def test_resume_never_and_resume_from_a_path(trained: Path, text: Path) -> None:
     refused = run_tiny(trained, text, "first", "resume=never", processes=1)
     assert refused.returncode == 2
@@ -447,7 +445,6 @@ def test_the_clock_ends_a_run(tmp_path: Path, text: Path) -> None:
     assert (tmp_path / "checkpoints/short/step-1").is_dir()
 
 
-@pytest.mark.slow
 def test_files_in_the_runs_folder_save_and_stop(tmp_path: Path, text: Path) -> None:
     folder = tmp_path / "logs/by-hand"
     folder.mkdir(parents=True)
@@ -497,7 +494,7 @@ def test_exit_handlers_of_a_task_run(tmp_path: Path) -> None:
     assert (tmp_path / "run.tracked").read_text() == "all of the run"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_matplotlib_the_last_lines_name_no_picture(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.util as util\n"
