@@ -42,7 +42,8 @@ def test_a_run_that_is_never_stopped_records_each_step_once(whole: Outcome) -> N
 @pytest.mark.parametrize(
     ("nproc", "workers", "stops"),
     [
-        pytest.param(2, 2, 1, marks=pytest.mark.another_torch("train.py")),
+        pytest.param(2, 0, 1, marks=pytest.mark.another_torch("train.py")),
+        pytest.param(2, 2, 1, marks=pytest.mark.long),
         pytest.param(2, 2, 3, marks=pytest.mark.long),
         pytest.param(1, 2, 5, marks=pytest.mark.long),
         pytest.param(4, 0, 2, marks=pytest.mark.long),
@@ -53,7 +54,8 @@ def test_stopped_and_resumed_it_ends_with_the_same_bytes(
 ) -> None:
     settings = [f"data.num_workers={workers}"]
     name = f"{nproc}-{workers}-{stops}"
-    never = whole if nproc == 2 else job.finish(f"never-{name}", nproc, *settings)
+    is_whole = (nproc, workers) == (2, 0)
+    never = whole if is_whole else job.finish(f"never-{name}", nproc, *settings)
     draw = random.Random(stops)
     faults = [f"{draw.choice(STOPS)} {draw.randrange(nproc)} {draw.randrange(1, 20)}"] * stops
     assert job.stop_and_finish(f"often-{name}", nproc, settings, faults) == never
