@@ -34,6 +34,7 @@ staged() {
 }
 
 @test "packed once, unpacked once, used from there; packed again after a package has been added" {
+  umask 002
   run launch
   [[ $status == 0 && $output == *"packing $PWD/env into $PWD/logs/environments-$UID/"*"$END, once"* ]]
   local first
@@ -41,6 +42,7 @@ staged() {
   [[ $output == *"from ${first}env/bin/python"* && $output == *"staged     ${first%/} on each node, from "* ]]
   [[ $(<"${first}env/pyvenv.cfg") == "home = ${first}base/bin" ]]
   [[ $(readlink "${first}env/bin/python3") == ../../base/bin/python3.99 ]]
+  [[ $(stat -c %a "place/launch-kit-$UID" "logs/environments-$UID") == $'700\n700' ]] # nobody else can change it
   run launch
   [[ $status == 0 && $output != *packing* && $output == *"from ${first}env/bin/python"* ]]
   mkdir env/lib/site-packages/second

@@ -273,18 +273,21 @@ def test_the_folder_of_a_run(start: Start, tmp_path: Path) -> None:
 def test_max_restarts_forks_the_ranks_anew(tmp_path: Path) -> None:
     script = tmp_path / "again.py"
     script.write_text(
-        "import os, sys, torch.distributed as dist\n"
+        "import os, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
         "attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
         "dist.barrier()\n"
         "print('attempt', attempt, flush=True)\n"
-        "sys.exit(0 if attempt == 2 else 9)\n"
+        "if attempt == 0: raise ValueError('of the first attempt')\n"
+        "if attempt == 1: os._exit(9)\n"
     )
     run = Run(["--nproc-per-node", "2", "--max-restarts", "3", str(script)])
     err = run.finish()
     assert run.process.returncode == 0, err
     assert run.output.split("\n").count("attempt 2") == 2
-    assert "restart 2 of 3" in err
+    first, second = (line for line in err.splitlines() if "node agent: restart " in line)
+    assert "restart 1 of 3 " in first and ": ValueError: of the first attempt; " in first
+    assert "restart 2 of 3 " in second and ": left with exit code 9" in second
 
 
 @pytest.mark.slow

@@ -455,6 +455,17 @@ def test_few_open_files() -> None:
     assert fault == Fault("low-nofile", "at most 512 open files", "ulimit -n 65536", warns=True)
 
 
+@pytest.mark.parametrize(("mib", "is_small"), [(64, True), (512, False)])  # 64: Docker's default
+def test_a_small_shm(monkeypatch: pytest.MonkeyPatch, mib: int, is_small: bool) -> None:
+    used = shutil.disk_usage("/")._replace(total=mib << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: used)
+    fault = find(checks.check_limits, only="small-shm")
+    told = Fault(
+        "small-shm", "/dev/shm holds 64 MiB", "in Docker: --ipc=host or --shm-size=8g", warns=True
+    )
+    assert fault == (told if is_small else None)
+
+
 def test_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "LEAST_DISK", 1 << 60)
     fault = find(checks.check_folders, directories=(tmp_path / "not" / "yet",))

@@ -26,6 +26,7 @@ from agents import PATIENCE_S
 
 from launcher import processes
 from launcher.agent.control import SILENCE_S
+from launcher.fanout.ssh import END_S
 
 pytestmark = pytest.mark.slow
 
@@ -293,6 +294,21 @@ def test_a_reader_that_stalls_delays_neither_the_run_nor_its_stop(nodes: Nodes) 
     assert launcher.wait(60) == 75  # without a reader
     assert launcher.stdout is not None and launcher.stderr is not None
     assert b"not shown" not in launcher.stderr.read()
+
+
+def test_after_a_stop_a_node_has_all_of_grace(nodes: Nodes) -> None:
+    nodes.agent(
+        f"{END}\n"
+        "open(os.environ['FAKE_NODES'] + '/started', 'w').write('yes')\n"
+        "while sys.stdin.readline() != 'SIGTERM\\n': pass\n"
+        f"until = time.monotonic() + {END_S + BEAT_S}\n"
+        "while time.monotonic() < until and sys.stdin.readline(): pass\n"  # a beat, or the end
+        "end(75 if time.monotonic() >= until else 143)"
+    )
+    launcher = nodes.start("-", "1", "n0", GRACE="60")
+    nodes.wait_for("started")
+    launcher.terminate()
+    assert launcher.wait(PATIENCE_S) == 75
 
 
 def test_lines_that_were_not_shown_are_counted(nodes: Nodes) -> None:
