@@ -59,7 +59,7 @@ $(golden_command "$ROOT/scripts/cluster_train.sh plain.yaml 2 1 10.0.0.1 23456" 
   [[ $(readlink logs/distributed_training/latest_node0.log) == cluster_train_*_node0.log ]]
 }
 
-# bats test_tags=slow
+# bats test_tags=slow,long
 @test "two nodes by hand on this machine; the second waits for the master" {
   echo 'import torch.distributed as d; d.init_process_group("gloo"); print("met", d.get_world_size(), flush=True)' >own.py
   export TRAIN_SCRIPT=own.py

@@ -91,7 +91,7 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
   [[ $status == 0 && $output == "pkg.mod 1 of 1: x" ]]
 }
 
-# bats test_tags=slow
+# bats test_tags=slow,long
 @test "two nodes by hand train together" {
   make_nano
   local port words=(--nnodes 2 --nproc-per-node 1 --master-addr 127.0.0.1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import os
@@ -14,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from agents import ROOT, Run, rarely
+from agents import ROOT, rarely
 from recovery import Job, Outcome, await_snapshots, steps_lost
 from test_save_snapshot import hold_commits
 from torch import nn
@@ -291,29 +290,11 @@ def test_what_its_rank_overwrites_while_it_is_copied_is_not_sent(
     assert {sent.piece.step for sent in pieces(outgoing, parts)} == {10}
 
 
-@contextlib.contextmanager
-def two_nodes(job: Job, run_id: str, fault: str, *, min_nodes: str = "0") -> Iterator[list[Run]]:
-    """Start a run of two nodes, each with one rank, until node rank 1 has a copy of step 20."""
-    with job.nodes(run_id, 2, *TAKEN, FAULT=fault, MIN_NODES=min_nodes) as runs:
-        await_snapshots(runs[1], 20)
-        yield runs
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("min_nodes", ["0", "2"])  # with 2: no restart is left
-def test_another_node_writes_its_copy_where_the_first_has_gone(job: Job, min_nodes: str) -> None:
-    with two_nodes(job, f"two-{min_nodes}", "sleep 1 46", min_nodes=min_nodes) as runs:
-        os.kill(runs[0].agent_pid(), signal.SIGKILL)
-        told = runs[1].finish()
-    folder = job.folder / f"checkpoints/two-{min_nodes}"
-    assert f"step 20 was only in memory; it is now saved in {folder}\n" in told, told
-    assert [path.name for path in steps(folder)] == ["step-20"]
-
-
 @pytest.mark.slow
 def test_another_node_stays_while_the_first_one_saves(job: Job) -> None:
     folder = job.folder / "checkpoints/stays"
-    with two_nodes(job, "stays", "sleep 1 46") as runs:
+    with job.nodes("stays", 2, *TAKEN, FAULT="sleep 1 46") as runs:
+        await_snapshots(runs[1], 20)
         lock = hold_commits(folder)
         os.kill(runs[0].rank_pids()[0], signal.SIGKILL)
         runs[1].first_end(1)

@@ -50,22 +50,6 @@ def start(tmp_path: Path, port: int) -> Iterator[Start]:
     kill_what_is_left(runs)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("busy", BUSY)
-@pytest.mark.parametrize("who", [3, 1])
-def test_a_rank_that_raises_stops_all_nodes(start: Start, who: int, busy: str) -> None:
-    runs = start("raise", who, BUSY=busy)
-    for run in runs:
-        run.wait_for("ready")
-    for run in runs:
-        err = run.finish()
-        run.assert_gone()
-        assert run.process.returncode == 1
-        block = err[err.index("FAILED") :]
-        assert block.startswith(f"FAILED   rank {who} (local rank 1, ")
-        assert "ValueError: batch 120 holds no samples" in block
-
-
 @pytest.mark.parametrize("busy", BUSY)
 @pytest.mark.parametrize("victim", ["rank", *rarely("agent", "guardian")])
 @pytest.mark.parametrize("node", [1, *rarely(0)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -90,40 +89,6 @@ def test_a_usage_error_of_the_script_is_sent_too(launch: Launch) -> None:
     end, _ = launch("say", "1").end()
     assert end.failure is not None
     assert end.failure.cause == "SystemExit: 2, after: the words of a usage error"
-
-
-@pytest.mark.long
-def test_a_signal_by_name_stops_the_run(launch: Launch) -> None:
-    launcher = launch("save", "1", LAUNCH_COMMAND="launch 'a b'")
-    launcher.run.wait_for("armed 0", "armed 1")
-    launcher.tell("SIGNAL")  # there is none of this name
-    launcher.tell("SIGTERM")
-    end, err = launcher.end()
-    assert "saved 0" in launcher.run.output
-    assert (end.code, end.failure) == (75, None)
-    assert end.summary.command == "launch 'a b'"
-    assert launcher.run.process.returncode == 75
-    assert "stopped" not in err
-
-
-@pytest.mark.long
-def test_the_launchers_end_ends_the_run(launch: Launch) -> None:
-    launcher = launch("deaf", "1", GRACE="600")
-    launcher.run.wait_for("armed 0", "armed 1")
-    launcher.close()
-    launcher.run.finish()
-    launcher.run.assert_gone()
-
-
-@pytest.mark.long
-def test_the_guardian_tells_of_a_killed_agent(launch: Launch) -> None:
-    launcher = launch("sleep", "1")
-    launcher.run.wait_for("ready 0", "ready 1")
-    os.kill(launcher.run.agent_pid(), signal.SIGKILL)
-    end, err = launcher.end()
-    assert end.failure is not None and end.failure.fault == "agent-killed"
-    assert (end.code, end.summary.stopped, end.summary.run_id) == (137, 2, "r1")
-    assert "FAILED" not in err
 
 
 @pytest.mark.long

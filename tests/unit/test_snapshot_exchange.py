@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator
@@ -34,21 +33,6 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 def whole(job: Job) -> Outcome:
     """What two ranks come to that nobody stops, and that take no snapshots."""
     return job.finish("whole", 2, *SHARDED)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_a_spare_goes_on_with_what_the_lost_node_held(job: Job, whole: Outcome, lost: int) -> None:
-    name = f"lost-{lost}"
-    with job.nodes(name, 2, *TAKEN, spares=1, PACE="0.05") as runs:
-        await_snapshots(runs[1 - lost], 25)
-        os.kill(runs[lost].agent_pid(), signal.SIGKILL)
-        others = [run for place, run in enumerate(runs) if place != lost]
-        told = "".join(run.finish() + run.output for run in others)
-    assert [run.process.returncode for run in others] == [0, 0], told
-    (resumed,) = re.findall(r"resumed +after step (\d+), from memory", told)
-    assert int(resumed) >= 20, told
-    assert job.outcome(name) == whole
 
 
 def _lose_parts(rank: int, folder: Path, files: list[str], own: list[int], of: list[int]) -> None:

@@ -14,7 +14,6 @@ from agents import PATIENCE_S, Run, kill_what_is_left
 from ports import free_port
 
 from launcher.agent.assignment import Seat
-from launcher.agent.control import BEAT_S, SILENCE_S
 from launcher.agent.nodes.protocol import Peer
 from launcher.agent.nodes.team import Team
 
@@ -34,7 +33,6 @@ while attempt != sys.argv[1]:
     time.sleep(0.01)
 sys.exit(int(sys.argv[2]))
 """
-NOTICE_S = SILENCE_S + 2 * BEAT_S
 Start = Callable[..., list[Run]]
 
 
@@ -83,9 +81,9 @@ def ready(folder: Path, world_size: int, attempt: int = 0) -> None:
         time.sleep(0.02)
 
 
-def lose(run: Run, signum: int = signal.SIGKILL) -> None:
+def lose(run: Run) -> None:
     run.look()
-    os.kill(run.agent_pid(), signum)
+    os.kill(run.agent_pid(), signal.SIGKILL)
 
 
 FOUR = [f"rank {rank} of 4 node {rank // 2}" for rank in range(4)]
@@ -124,25 +122,6 @@ def test_a_spare_takes_the_place_of_a_node_whose_agent_is_gone(
     new_first = told[1 if lost == 0 else 0]
     line = f"restart 1 of 2 after node agent {lost} ({host}): its node agent is gone; "
     assert f"{line}{host} takes {host}'s place" in new_first
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_a_node_that_is_stopped_is_replaced_and_ends_when_it_goes_on(
-    tmp_path: Path, start: Start, lost: int
-) -> None:
-    runs = start(2, 1, "1")
-    ready(tmp_path, 4)
-    lose(runs[lost], signal.SIGSTOP)
-    others = [run for place, run in enumerate(runs) if place != lost]
-    for run in others:
-        run.process.wait(NOTICE_S + 20)
-    finish(others, 0)
-    assert seen(tmp_path, 1) == FOUR
-    os.kill(runs[lost].agent_pid(), signal.SIGCONT)
-    runs[lost].process.wait(NOTICE_S)
-    assert runs[lost].process.returncode == 137
-    runs[lost].assert_gone()
 
 
 @pytest.mark.slow
