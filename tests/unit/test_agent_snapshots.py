@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import random
 import re
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 from agents import ROOT, rarely
-from recovery import Job, Outcome, await_snapshots, steps_lost
+from recovery import Job, Outcome, await_snapshots
 from test_save_snapshot import hold_commits
 from torch import nn
 
@@ -97,17 +96,6 @@ def test_a_restart_goes_on_from_memory(
     assert code == 0, output
     assert "; from step 20, in memory, 2 steps lost; now on port " in output
     assert "resumed    after step 20, from memory\n" in output
-    assert job.outcome(name) == whole
-
-
-@pytest.mark.long
-@pytest.mark.another_torch("snapshots")
-def test_random_kills_cost_five_steps_at_most(
-    job: Job, whole: Outcome, shared: Sequence[str]
-) -> None:
-    name = f"random-{len(shared)}"
-    output = job.kill_at_random(name, 2, [*TAKEN, *shared], 5, random.Random(1))
-    assert max(steps_lost(output), default=0) <= 5, output
     assert job.outcome(name) == whole
 
 

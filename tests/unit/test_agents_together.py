@@ -21,8 +21,6 @@ from launcher.agent.nodes import checkin
 from launcher.handshake import Access, Entrance
 from launcher.preflight.must_match import NodeReport
 
-BUSY = [pytest.param("", id="idle"), pytest.param("1", id="busy", marks=pytest.mark.long)]
-
 pytestmark = pytest.mark.slow
 
 Start = Callable[..., list[Run]]
@@ -50,11 +48,10 @@ def start(tmp_path: Path, port: int) -> Iterator[Start]:
     kill_what_is_left(runs)
 
 
-@pytest.mark.parametrize("busy", BUSY)
 @pytest.mark.parametrize("victim", ["rank", *rarely("agent", "guardian")])
 @pytest.mark.parametrize("node", [1, *rarely(0)])
-def test_a_kill_on_one_node_stops_all(start: Start, node: int, victim: str, busy: str) -> None:
-    runs = start("sleep", 0, BUSY=busy)
+def test_a_kill_on_one_node_stops_all(start: Start, node: int, victim: str) -> None:
+    runs = start("sleep", 0)
     for run in runs:
         run.wait_for("ready")
     hit = runs[node]

@@ -387,22 +387,6 @@ def test_a_variable_to_forward_that_is_not_set_is_refused(nodes: Nodes) -> None:
     assert not (nodes.nodes / "asked").exists()
 
 
-@pytest.mark.parametrize("script", ["launch_torchrun_auto.sh", "launch_pdsh_multinode.sh"])
-def test_variables_arrive_byte_for_byte(nodes: Nodes, script: str) -> None:
-    if "pdsh" in script and shutil.which("pdsh") is None:
-        pytest.skip("pdsh is not installed")
-    nodes.agent(DUMP)
-    odd = "a 'b' \"c\" $d `e` \\ \n \udcff ü"
-    code, _, err = nodes.launch(
-        "-", "1", "n0", "n1", script=script, NCCL_ODD=odd, MINE=odd, OTHER="no", FORWARD_ENV="MINE"
-    )
-    assert code == 0, err
-    for rank in "01":
-        _, environ = json.loads((nodes.nodes / rank).read_text())
-        assert environ["NCCL_ODD"] == environ["MINE"] == odd and environ["LAUNCH_CONTROL"] == "1"
-    assert "variables  MINE NCCL_ODD go with it\n" in err and "`e`" not in err
-
-
 @pytest.mark.parametrize("words", [["plain"], ["it's", "a b"], ["$HOME", '"', "it's", "%h"]])
 def test_the_line_of_a_dry_run_can_be_pasted(nodes: Nodes, words: list[str]) -> None:
     nodes.agent(DUMP)

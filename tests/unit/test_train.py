@@ -264,12 +264,6 @@ def test_a_run_ends_with_all_it_promises(trained: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_same_run_again_gives_the_same_weights(trained: Path, text: Path) -> None:
-    assert run_tiny(trained, text, "again").returncode == 0
-    assert hash_of(trained / "checkpoints/again") == hash_of(trained / "checkpoints/first")
-
-
-@pytest.mark.long
 def test_another_seed_gives_other_weights(trained: Path, text: Path) -> None:
     alone = {"processes": 1}
     for run_id, seed in (("alone", 1), ("other", 2)):
@@ -434,15 +428,6 @@ def test_a_task_of_ones_own_beside_the_config(tmp_path: Path) -> None:
     wrong = run("--config", str(tmp_path / "my.yaml"), "task=my_task:Curve", cwd=elsewhere)
     assert wrong.returncode == 2
     assert wrong.stderr.endswith("my_task.py has no class Curve [config-invalid]\n")
-
-
-@pytest.mark.long
-def test_the_clock_ends_a_run(tmp_path: Path, text: Path) -> None:
-    limits = ("train.max_steps=null", "train.max_seconds=1e-9", "train.eval_every=0")
-    done = run_tiny(tmp_path, text, "short", *limits)
-    assert done.returncode == 75
-    assert "stopped    after step 1, which is saved (max_seconds)" in done.stderr
-    assert (tmp_path / "checkpoints/short/step-1").is_dir()
 
 
 def test_files_in_the_runs_folder_save_and_stop(tmp_path: Path, text: Path) -> None:
