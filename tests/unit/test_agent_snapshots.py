@@ -172,7 +172,7 @@ def test_what_is_not_finite_gets_into_no_snapshot(
     assert [path.name for path in steps(job.folder / "checkpoints" / name)] == ["step-20"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_step_that_the_loss_scaler_skips_gets_into_a_snapshot(job: Job) -> None:
     """The gradient of step 25 is not finite, but the weights are."""
     (job.folder / "mixed.py").write_text(
@@ -278,7 +278,7 @@ def test_what_its_rank_overwrites_while_it_is_copied_is_not_sent(
     assert {sent.piece.step for sent in pieces(outgoing, parts)} == {10}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_another_node_stays_while_the_first_one_saves(job: Job) -> None:
     folder = job.folder / "checkpoints/stays"
     with job.nodes("stays", 2, *TAKEN, FAULT="sleep 1 46") as runs:

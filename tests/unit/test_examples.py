@@ -79,7 +79,7 @@ def test_the_resumable_one_ends_with_the_weights_of_an_uninterrupted_run(tmp_pat
     assert len(hashes) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_task_recognises_digits(tmp_path: Path) -> None:
     out = run(tmp_path, str(ROOT / "examples/digits.yaml"), "2")
     share = re.search(r"^validation loss [\d.]+, accuracy ([\d.]+)$", out, re.M)

@@ -34,7 +34,7 @@ def test_an_unknown_part_is_refused(
     assert capsys.readouterr().err.endswith("there is no part kill; PART=list shows them\n")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_part_reads_from_the_terminal(tools: Path) -> None:
     (tools / "bats").write_text("#!/bin/sh\necho 1..1\nreadlink /proc/self/fd/0\n")
     (tools / "bats").chmod(0o755)
@@ -61,7 +61,7 @@ module["run_parts"]([*places], 1)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_after_ctrl_c_no_other_part_begins(tmp_path: Path) -> None:
     page = tmp_path / "proofs.md"
     page.write_text("# Proofs\n")

@@ -31,7 +31,7 @@ WHERE = re.compile(  # rank 2 sleeps, and the others wait for it
 )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "where", "steps"),
     [
@@ -56,6 +56,7 @@ def test_the_rank_that_hangs_is_named_with_its_step(
     assert run.process.returncode == 137
 
 
+@pytest.mark.long
 def test_of_ranks_with_equal_beats_the_one_that_does_not_wait_is_named(
     runs: list[Run], tmp_path: Path
 ) -> None:
@@ -95,7 +96,7 @@ def ask_for_stacks(folder: Path, ask: Callable[[], object]) -> str:
     return shown.read_text()[before:]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.another_torch("hang")
 def test_ctrl_backslash_shows_where_all_ranks_are_and_the_run_goes_on(
     runs: list[Run], tmp_path: Path

@@ -74,7 +74,6 @@ def test_one_that_leaves_does_not_end_the_save_of_another(
     run.assert_gone()
 
 
-@pytest.mark.long
 def stop_at_random(folder: Path) -> tuple[bool, bool]:
     """Stop two ranks, of which one leaves at once and one saves for 5 s; is it saved, and told?"""
     slow = "else:\n    time.sleep(5)\n    Path(f'saved{rank}').write_text('all')\n"
@@ -91,6 +90,7 @@ def stop_at_random(folder: Path) -> tuple[bool, bool]:
     return is_saved, err.endswith(told + "nothing is left running\n")
 
 
+@pytest.mark.long
 def test_an_error_while_stopping_is_told_and_ends_no_other_save(
     runs: list[Run], tmp_path: Path
 ) -> None:
