@@ -89,6 +89,7 @@ logs       logs/golden/   (tail -f logs/node_*.log)" ]]
   [[ $status == 0 && $output == "pkg.mod 1 of 2: x" ]]
 }
 
+# bats test_tags=slow
 @test "a plain training script, two processes: its output, its exit code" {
   cat >own.py <<'PY'
 import sys, torch, torch.distributed as dist
@@ -237,6 +238,7 @@ PY
   assert_refused 3 "$HOST: port $port is taken by pid $COPROC_PID (" "port-in-use"
 }
 
+# bats test_tags=slow
 @test "every fault of the preflight in one list, warnings refuse with --strict" {
   export TRAIN_SCRIPT=missing.py LOG_DIR=plain.yaml/logs
   run launch - 1

@@ -33,6 +33,7 @@ staged() {
   echo "$PWD"/place/launch-kit-"$UID"/*/
 }
 
+# bats test_tags=slow
 @test "packed once, unpacked once, used from there; packed again after a package has been added" {
   umask 002
   run launch
@@ -66,6 +67,7 @@ staged() {
   [[ -d $first ]]
 }
 
+# bats test_tags=slow
 @test "an environment in a folder with a space" {
   mkdir "a b"
   mv env "a b/"
@@ -80,6 +82,7 @@ staged() {
   [[ $status == 0 && ! -e logs && $output == *"$PWD/env/bin/python "* ]]
 }
 
+# bats test_tags=slow
 @test "an archive that is not whole, or not there, is refused" {
   launch
   local archive folder

@@ -240,6 +240,7 @@ def test_a_damaged_one_is_replaced(tmp_path: Path) -> None:
     assert newest_step(tmp_path) == 2
 
 
+@pytest.mark.slow
 @in_each_format
 def test_killed_at_any_moment_a_whole_one_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_what_is_the_same_is_told_without_torch() -> None:
     code = "import json; from launcher.preflight.must_match import versions"
     code += "; print(json.dumps(versions()))"

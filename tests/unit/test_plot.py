@@ -24,6 +24,7 @@ def size_of(picture: Path) -> tuple[int, ...]:
     return struct.unpack(">II", data[16:24])
 
 
+@pytest.mark.slow
 def test_runs_are_drawn_in_a_size_for_a_slide(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -225,6 +225,7 @@ def test_one_node_has_any_free_port_although_old_torchrun_has_a_default(
     assert args.master_port == port
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "is_thawed"), [("nanobind", True), *rarely(("builtins", False))])
 def test_a_rank_frees_all_at_its_end_where_a_library_reports_leaks(
     tmp_path: Path, kind: str, is_thawed: bool
@@ -245,6 +246,7 @@ last = Last()
     assert (done.returncode, done.stdout) == (0, f"{is_thawed}\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_a_script_can_configure_logging_although_the_agent_has_logged(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import logging\nlogging.basicConfig(level='INFO')\nlogging.info('seen')\n")
