@@ -40,7 +40,7 @@ YAML
 # Types a command on a host, and prints its row.
 row() { # <exit code expected> <pattern of a line that comes> <host> <command line>
   local code=0 line
-  timeout 120 "$CLUSTER" run "$3" bash -c "$4" >out 2>&1 || code=$?
+  timeout 600 "$CLUSTER" run "$3" bash -c "$4" >out 2>&1 || code=$?
   line=$(grep -E -m 1 -- "$2" out) || line="nothing like $2"
   echo "# | \`$4\` | $code | \`${line:0:120}\` |" >&3
   if ((code != $1)) || [[ $line == "nothing like"* ]]; then cat out && false; fi

@@ -27,7 +27,7 @@ setup() {
 }
 
 launch() { # <argument...>
-  timeout 120 "$CLUSTER" run login "$LAUNCH" "$@"
+  timeout 600 "$CLUSTER" run login "$LAUNCH" "$@"
 }
 
 weights_of() { # <run id>
@@ -166,7 +166,7 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
   local id
   export SPARES=1
   for id in kill cut; do
-    timeout 120 "$CLUSTER" run login salloc --quiet --no-kill --nodes=4 --ntasks-per-node=1 --nodelist=node[1-4] \
+    timeout 600 "$CLUSTER" run login salloc --quiet --no-kill --nodes=4 --ntasks-per-node=1 --nodelist=node[1-4] \
       env RUN_ID="$id" scripts/run_ddp.sh -n 1 -c config/local3.yaml -- "${SETTINGS[@]}" >"$id.out" 2>&1 3>&- &
     PID=$!
     eventually has_step "$id" 30 || { cat "$id.out" && false; }

@@ -280,14 +280,14 @@ here = Path.cwd()
 node_plans = [NodePlan(node, 1) for node in nodes]
 plan = Plan(program="all.py", fanout=fanout, command="", root=Path(root), python=sys.executable,
             directory=here, log_dir=here / "logs", run_id="all", words=["all.py"],
-            nodes=node_plans, num_nodes=len(nodes), master_addr="node1")
+            nodes=node_plans, num_nodes=len(nodes), master_addr="node1", preflight_s=600)
 sys.exit(All(plan).run(lambda: None))
 PY
   export CLUSTER_DIR=$BATS_TEST_TMPDIR/cluster
   "$CLUSTER" up 64
   export PYTHONPATH=$ROOT
   # shellcheck disable=SC2016 # the inner bash's own
-  run timeout 90 "$CLUSTER" run login bash -c '"$PYTHON" all.py "$0" pdsh node{1..40}; "$PYTHON" all.py "$0" ssh node{1..64}' "$ROOT"
+  run timeout 1200 "$CLUSTER" run login bash -c '"$PYTHON" all.py "$0" pdsh node{1..40}; "$PYTHON" all.py "$0" ssh node{1..64}' "$ROOT"
   "$CLUSTER" down
   [[ $status == 0 && $(grep '^ended' <<<"$output") == "ended      code 0; nothing is left running on 40 nodes
 ended      code 0; nothing is left running on 64 nodes" ]]

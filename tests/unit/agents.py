@@ -19,7 +19,7 @@ from launcher import processes
 ROOT = Path(__file__).resolve().parents[2]
 AGENT = [sys.executable, str(ROOT / "scripts/lib/agent.py")]
 PROMISED_S = 2.0  # for all processes of a run, once one is killed: `make prove` asks for it
-PATIENCE_S = 60.0  # only ends a test that hangs: a quiet machine needs less than a tenth
+PATIENCE_S = 300.0  # only ends a test that hangs: a quiet machine needs less than a tenth
 SECRET = "the same for all agents"
 
 PROGRAM = """
@@ -141,9 +141,9 @@ class Run:
                 time.sleep(0.01)
         return time.monotonic()
 
-    def finish(self, within_s: float = 300.0) -> str:
+    def finish(self) -> str:
         """Wait for the end; returns stderr."""
-        out, err = self.process.communicate(timeout=within_s)
+        out, err = self.process.communicate(timeout=PATIENCE_S)
         self.output += out
         return err
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 
 import others
-from agents import ROOT
+from agents import PATIENCE_S, ROOT
 from harness import render
 
 LOOPS = str(ROOT / "tests/unit/own_loops.py")
@@ -54,7 +54,7 @@ def hang(python: str, kind: str, where: str, steps: int) -> tuple[bool, bool, fl
         env=environ,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
     silence = re.search(r"no sign of life for (\d+) s", run.stderr)
     block = re.search(r"^FAILED   rank (\d+) .*, at step (\d+) ", run.stderr, re.M)

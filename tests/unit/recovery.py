@@ -251,7 +251,7 @@ class Job:
     def run(self, run_id: str, nproc: int, *settings: str, **options: str) -> tuple[int, str]:
         """Run to the end; returns the exit code and all that was printed."""
         process = self.start(run_id, nproc, *settings, **options)  # type: ignore[arg-type]
-        output = process.communicate(timeout=300)[0]
+        output = process.communicate(timeout=PATIENCE_S)[0]
         return process.returncode, output
 
     def finish(self, run_id: str, nproc: int, *settings: str) -> Outcome:
@@ -285,7 +285,7 @@ class Job:
                 restarts=len(kills),
                 **files,
             )
-            output = process.communicate(timeout=300)[0]
+            output = process.communicate(timeout=PATIENCE_S)[0]
             code = process.returncode
             assert code in (0, 137), output
         assert counts.read_text() == "", output
@@ -302,7 +302,7 @@ class Job:
                 with contextlib.suppress(ProcessLookupError):  # it has just ended
                     os.kill(draw.choice(ranks), signal.SIGKILL)
                     kills -= 1
-        output = process.communicate(timeout=300)[0]
+        output = process.communicate(timeout=PATIENCE_S)[0]
         assert process.returncode == 0, output
         return output
 

@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from agents import PATIENCE_S
+
 MESSAGES = [
     '{"hello":{"node_rank":1,"num_nodes":2,"nproc":2,"host":"h","run_id":"","versions":{},"files":{}}}',
     '{"start":{"run_id":"../../x","first_rank":0,"world_size":2,"hosts":["a","b"]}}',
@@ -66,7 +68,7 @@ def keep_silent(port: int, number: int) -> list[socket.socket]:
     return [_connect(port) for _ in range(number)]
 
 
-def _connect(port: int, within_s: float = 300.0) -> socket.socket:
+def _connect(port: int, within_s: float = PATIENCE_S) -> socket.socket:
     deadline = time.monotonic() + within_s
     while True:
         try:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from agents import ROOT, rarely
+from agents import PATIENCE_S, ROOT, rarely
 from recovery import Job, Outcome, await_snapshots
 from test_save_snapshot import hold_commits
 from torch import nn
@@ -76,7 +76,7 @@ def run(
 ) -> tuple[int, str]:
     variables = {"FAULT": fault, "AFTER": after, "LAUNCH_COMMAND": "again"}
     process = job.start(run_id, 2, *TAKEN, *settings, restarts=restarts, **variables)  # type: ignore[arg-type]
-    output = process.communicate(timeout=300)[0]
+    output = process.communicate(timeout=PATIENCE_S)[0]
     return process.returncode, output
 
 
@@ -128,7 +128,7 @@ def killed_at(job: Job, name: str, step: int, *settings: str, restarts: int) -> 
         AT=str(step),
         ROOT=str(ROOT),
     )
-    output = process.communicate(timeout=300)[0]
+    output = process.communicate(timeout=PATIENCE_S)[0]
     return process.returncode, output
 
 

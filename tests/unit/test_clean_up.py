@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from agents import Run, kill_what_is_left
+from agents import PATIENCE_S, Run, kill_what_is_left
 
 from launcher import processes
 
@@ -96,7 +96,7 @@ def test_a_guardian_that_dies_after_its_agent_is_cleaned_up_after_as_fast(start:
 def test_what_is_adopted_is_reaped(start: Start) -> None:
     run = start()
     family = {run.process.pid, run.agent_pid()}
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_S
     while zombies_of(family) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert zombies_of(family) == 0

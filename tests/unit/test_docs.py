@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from agents import PATIENCE_S
 
 from launcher.explain.kinds import Kind
 from launcher.explain.rules import RULES, UNKNOWN, match
@@ -354,7 +355,7 @@ def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     variables = {**kept, "PYTHON": sys.executable, **environ}
     return subprocess.run(
-        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=PATIENCE_S
     )
 
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from agents import PATIENCE_S
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -226,7 +227,7 @@ for number in range(20):
 def test_the_terminal_shows_equal_lines_once_and_the_log_each_ranks(tmp_path: Path) -> None:
     (tmp_path / "warn.py").write_text(SCRIPT)
     command = [str(ROOT / "scripts/launch.sh"), "--nproc-per-node=4", "--show", "all", "warn.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     warned = [line for line in done.stderr.splitlines() if "UserWarning" in line]
     steps = [[f"step {number} of rank {rank}" for number in range(20)] for rank in range(4)]

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from agents import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -31,7 +32,7 @@ def start(folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
 
 def run(folder: Path, *words: str, **variables: str) -> str:
     with start(folder, *words, **variables) as launcher:
-        out, err = launcher.communicate(timeout=120)
+        out, err = launcher.communicate(timeout=PATIENCE_S)
     assert launcher.returncode == 0, err
     return out
 
@@ -39,7 +40,7 @@ def run(folder: Path, *words: str, **variables: str) -> str:
 def weights_hash(checkpoints: Path) -> str:
     command = [sys.executable, "-m", "distributed.checkpoint", "hash", str(checkpoints)]
     return subprocess.run(
-        command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60
+        command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=PATIENCE_S
     ).stdout
 
 
@@ -69,7 +70,7 @@ def test_the_resumable_one_ends_with_the_weights_of_an_uninterrupted_run(tmp_pat
         assert launcher.stdout
         next(line for line in launcher.stdout if line.startswith("step 100 "))
         launcher.send_signal(signal.SIGTERM)
-        launcher.communicate(timeout=120)
+        launcher.communicate(timeout=PATIENCE_S)
     assert launcher.returncode == 75
     (saved,) = (tmp_path / "checkpoints/stopped").glob("step-*")
     assert 100 <= int(saved.name[5:]) < STEPS

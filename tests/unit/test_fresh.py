@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from agents import AGENT, rarely
+from agents import AGENT, PATIENCE_S, rarely
 
 from launcher.agent.rank.fresh import variables_set_early
 
@@ -76,7 +76,7 @@ def test_the_packages_around_a_script_are_read_too(
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
     assert ended.stdout == "2\n2\n", ended.stderr
 
@@ -107,7 +107,7 @@ def test_ranks_are_started_anew(
         text=True,
         env={**environ, **({"FRESH": choice} if choice else {})},
         cwd=tmp_path,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
     assert ended.stdout == f"{threads} None True\n" * 2, ended.stderr
     notice = "node agent: each rank imports torch anew, for script.py sets OMP_NUM_THREADS first"
@@ -122,6 +122,6 @@ def test_fresh_is_0_or_1(tmp_path: Path) -> None:
         text=True,
         env={**os.environ, "FRESH": "yes"},
         cwd=tmp_path,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
     assert ended.returncode == 2 and "FRESH is 'yes'; give 1" in ended.stderr

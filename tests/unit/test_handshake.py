@@ -55,7 +55,7 @@ def master() -> Iterator[Master]:
 
 def visit(port: int, secret: bytes, line: bytes = b"hello\n") -> None:
     """Come to the port, and wait until the other end closes."""
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as connection:
         introduce(connection, secret)
         connection.sendall(line)
         connection.settimeout(30)

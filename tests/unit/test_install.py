@@ -12,7 +12,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from agents import rarely
+from agents import PATIENCE_S, rarely
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = (".*", "logs", "checkpoints", "tests", "bench", "__pycache__", "*.egg-info", "build")
@@ -88,7 +88,7 @@ class Installed:
             env={**kept, "PATH": os.defpath, "OMP_NUM_THREADS": "1", **variables},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE_S,
         )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agents import AGENT, ROOT, rarely
+from agents import AGENT, PATIENCE_S, ROOT, rarely
 from ports import free_port
 
 from distributed.torch_internals import RECORDER_SIZE
@@ -117,7 +117,7 @@ def run_words(folder: Path, *words: str, **environment: str) -> subprocess.Compl
         text=True,
         env={**os.environ, **environment},
         cwd=folder,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
 
 
@@ -276,7 +276,7 @@ def test_a_kill_for_lack_of_memory_is_named(tmp_path: Path, memory_group: Path) 
     script.write_text("import os\nif os.environ['RANK'] == '1':\n    b'1' * (4 << 30)\n")
     join = ["sh", "-c", f'echo $$ >{memory_group}/cgroup.procs; exec "$@"', "-"]
     command = [*join, *AGENT, "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 137
     assert "FAILED   rank 1 " in done.stderr and "[out-of-memory]" in done.stderr
     assert "this node's memory limit was reached" in done.stderr
@@ -305,7 +305,7 @@ def test_streams_go_to_files_as_under_torchrun(
     for name, launcher in (("torchrun", TORCHRUN), ("ours", AGENT)):
         where = ["--nproc-per-node=2", f"--log-dir={tmp_path / name}", *options]
         done = subprocess.run(
-            [*launcher, *where, str(script)], capture_output=True, text=True, timeout=300
+            [*launcher, *where, str(script)], capture_output=True, text=True, timeout=PATIENCE_S
         )
         assert done.returncode == 0, done.stderr
         files[name] = {
@@ -332,7 +332,7 @@ def test_signals_to_handle_reach_every_rank(tmp_path: Path) -> None:
     assert run.stdout is not None
     assert [run.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     run.send_signal(signal.SIGUSR2)
-    rest, _ = run.communicate(timeout=60)
+    rest, _ = run.communicate(timeout=PATIENCE_S)
     assert rest == "saved\n" * 2
     assert run.returncode == 128 + signal.SIGUSR2
     wrong = subprocess.run(

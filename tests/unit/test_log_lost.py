@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from agents import AGENT, ROOT
+from agents import AGENT, PATIENCE_S, ROOT
 
 SMALL = ["model.layers=1", "model.width=16", "model.context=16", "train.batch_size=2"]
 STEPS = ["train.max_steps=400", "train.log_every=5", "train.eval_every=0", "checkpoint.every=20"]
@@ -41,7 +41,7 @@ def test_training_and_saving_go_on(tmp_path: Path, lose: Callable[[Path], None])
         while run.poll() is None and not (tmp_path / "checkpoints/r/latest").is_symlink():
             time.sleep(0.01)
         lose(tmp_path / "logs/r")
-        _, err = run.communicate(timeout=120)
+        _, err = run.communicate(timeout=PATIENCE_S)
     assert run.returncode == 0, err.decode()
     assert (tmp_path / "checkpoints/r/step-400").is_dir()
     assert b"[log-lost]" in err and b"Traceback" not in err

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from agents import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -13,7 +15,11 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     """Run code that needs a main thread and signals of its own."""
     head = "from launcher.fanout.loop import Child, Loop\n"
     return subprocess.run(
-        [sys.executable, "-c", head + code], cwd=ROOT, capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", head + code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
 
 

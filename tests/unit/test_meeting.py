@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
+from agents import PATIENCE_S
 from ports import free_port
 from strangers import keep_silent
 
@@ -110,7 +111,7 @@ def test_a_greeting_that_is_none_is_left_to_node_rank_0(says: bytes) -> None:
 def test_strangers_are_no_nodes(listener: int) -> None:
     """Connections that say nothing, or the wrong things, do not take the place of a node."""
     port = free_port()
-    deadline = time.monotonic() + 8
+    deadline = time.monotonic() + PATIENCE_S
     host = threading.Thread(
         target=meeting.receive_others,
         args=(open_port(port), "127.0.0.1", Access(SECRET), 2, None, deadline),
@@ -121,7 +122,7 @@ def test_strangers_are_no_nodes(listener: int) -> None:
     for number, stranger in enumerate(strangers[::2]):
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * (number + 1))
     nodes = [
-        threading.Thread(target=lambda: found.extend(visit_at(port, within_s=4))) for _ in range(2)
+        threading.Thread(target=lambda: found.extend(visit_at(port, PATIENCE_S))) for _ in range(2)
     ]
     for node in nodes:
         node.start()
@@ -129,7 +130,7 @@ def test_strangers_are_no_nodes(listener: int) -> None:
         node.join()
     host.join()
     assert found == []
-    assert time.monotonic() < deadline - 2
+    assert time.monotonic() < deadline  # it waits for two nodes, no longer
     for stranger in strangers:
         stranger.close()
 
@@ -143,7 +144,7 @@ def test_a_master_that_refuses_until_the_deadline() -> None:
 def test_a_master_that_comes_later(tmp_path: Path) -> None:
     port = free_port()
     found: list[Fault] = []
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     visitor = threading.Thread(
         target=lambda: found.extend(
             meeting.visit_master("127.0.0.1", port, SECRET, deadline, 1, [])
@@ -173,7 +174,7 @@ def test_a_network_that_has_just_come_back(monkeypatch: pytest.MonkeyPatch, code
 
 
 def test_every_pair_of_nodes_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    port, deadline = free_port(), time.monotonic() + 8
+    port, deadline = free_port(), time.monotonic() + PATIENCE_S
     tried: list[tuple[int, list[int]]] = []
     real = meeting.try_doors
 
@@ -196,7 +197,7 @@ def test_every_pair_of_nodes_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     found += meeting.receive_others(open_port(port), "127.0.0.1", Access(SECRET), 2, None, deadline)
     for node in nodes:
         node.join()
-    assert found == [] and time.monotonic() < deadline - 4
+    assert found == [] and time.monotonic() < deadline
     assert sorted((me, sorted(ranks)) for me, ranks in tried) == [(me, [1, 2]) for me in range(3)]
     assert done == [["port", "clock", "other port", "pairs"]] * 2
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from agents import ROOT, rarely
+from agents import PATIENCE_S, ROOT, rarely
 
 LAUNCH = str(ROOT / "scripts/ssh/launch_singlenode.sh")
 SHELLS = [
@@ -35,7 +35,7 @@ def test_a_run_works_whatever_the_shell_gives_it(tmp_path: Path, how: str) -> No
     command = how.format(shlex.join([LAUNCH, "-", "1"]))
     environ = {**os.environ, "PYTHON": sys.executable, "TRAIN_SCRIPT": str(script)}
     done = subprocess.run(
-        ["bash", "-c", command], cwd=tmp_path, env=environ, capture_output=True, timeout=60
+        ["bash", "-c", command], cwd=tmp_path, env=environ, capture_output=True, timeout=PATIENCE_S
     )
     assert done.returncode == 0, done.stderr.decode()
     assert (tmp_path / "ran").exists()

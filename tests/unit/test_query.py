@@ -162,7 +162,7 @@ def test_a_silence_is_told_once_and_ends_nothing() -> None:
     time.sleep(5)
     assert run.poll() is None
     run.send_signal(signal.SIGTERM)
-    _, rest = run.communicate(timeout=20)
+    _, rest = run.communicate(timeout=PATIENCE_S)
     text = told + rest
     assert text.count("no step for ") == 1
     assert ", after step 5: rank 1 is behind; kill -QUIT " in text

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from agents import rarely
+from agents import PATIENCE_S, rarely
 
 from distributed.errors import REFUSED, Refused
 from launcher.agent.fork import cpus_of_ranks
@@ -162,7 +162,7 @@ def test_ranks_run_where_they_are_bound(tmp_path: Path, script: str) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"0 {first}", f"1 {last}"]
@@ -197,7 +197,7 @@ def test_each_rank_is_local_rank_0_of_one_gpu(
             env=environ,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=PATIENCE_S,
         )
         assert done.returncode == 0, done.stderr
         told[module] = sorted(done.stdout.splitlines())
@@ -216,7 +216,7 @@ def test_a_launch_that_cannot_bind_starts_nothing(tmp_path: Path) -> None:
         env={**os.environ, "NUMA_BINDING": "socket", "PYTHON": sys.executable},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
     )
     assert (done.returncode, done.stdout) == (REFUSED, "")
     assert done.stderr.endswith("; leave NUMA_BINDING out [numa-unknown]\n")

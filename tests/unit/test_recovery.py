@@ -8,12 +8,11 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agents import rarely
+from agents import PATIENCE_S, rarely
 from recovery import SHARDED, STOPS, Job, Outcome, draw_kills
 
 from distributed.checkpoint import load
@@ -79,7 +78,7 @@ def test_a_signal_to_the_launcher_saves_and_leaves_with_75(job: Job, whole: Outc
         if line.startswith("data"):
             break
     process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=300)[0]
+    output = process.communicate(timeout=PATIENCE_S)[0]
     if process.returncode != 0:  # it was not over by then
         assert process.returncode == 75
         assert re.search(r"^stopped    after step \d+, which is saved \(SIGTERM\)$", output, re.M)
@@ -113,7 +112,7 @@ def test_with_another_number_of_ranks_it_sees_each_sample_once(job: Job) -> None
 @pytest.mark.another_torch("restart")
 def test_a_restart_goes_on_from_the_last_checkpoint(job: Job, whole: Outcome) -> None:
     process = job.start("restarted", 2, restarts=1, FAULT="SIGKILL 1 50")
-    output = process.communicate(timeout=300)[0]
+    output = process.communicate(timeout=PATIENCE_S)[0]
     assert process.returncode == 0, output
     assert "restart 1 of 1 after rank 1" in output
     assert "resumed    after step" in output
@@ -122,7 +121,7 @@ def test_a_restart_goes_on_from_the_last_checkpoint(job: Job, whole: Outcome) ->
 
 def test_restarts_end_where_no_step_is_gained(job: Job) -> None:
     process = job.start("hopeless", 2, restarts=9, FAULT="always-SIGABRT 1 3")
-    output = process.communicate(timeout=300)[0]
+    output = process.communicate(timeout=PATIENCE_S)[0]
     assert process.returncode == 134
     assert "restart 1 of 9 after rank 1" in output
     assert "step 1 failed twice with the same cause: there is no other restart" in output
@@ -147,7 +146,7 @@ def test_what_no_longer_fits_is_one_line(job: Job, whole: Outcome) -> None:
 @pytest.mark.long
 def test_never_is_said_of_the_first_start(job: Job, whole: Outcome) -> None:
     process = job.start("fresh", 2, "resume=never", restarts=1, FAULT="SIGKILL 1 50")
-    output = process.communicate(timeout=300)[0]
+    output = process.communicate(timeout=PATIENCE_S)[0]
     assert process.returncode == 0, output
     assert "resume=never" not in output
     assert job.outcome("fresh") == whole
@@ -169,9 +168,8 @@ def test_a_rank_that_leaves_with_0_too_early_is_named(job: Job) -> None:
     ],
 )
 def test_a_stuck_rank_is_named_with_its_stack(job: Job, fault: str) -> None:
-    began, limit = time.monotonic(), "distributed.hang_seconds=8"
+    limit = "distributed.hang_seconds=8"
     code, output = job.run(f"stuck-{fault}", 2, limit, FAULT=f"{fault} 1 9")
-    assert time.monotonic() - began < 8 + 10 + 60  # the last for the start
     assert code == 137
     block = output[output.index("FAILED") :]
     assert re.match(r"FAILED   rank 1 \(.*, at step 4 +\[rank-stuck\]\n", block)

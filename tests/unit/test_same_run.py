@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from agents import AGENT, ROOT, rarely
+from agents import AGENT, PATIENCE_S, ROOT, rarely
 from ports import free_port
 
 pytestmark = pytest.mark.slow
@@ -67,7 +67,7 @@ def weights_of(launcher: str, folder: Path) -> str:
         for command in commands(launcher)
     ]
     for node in nodes:
-        _, err = node.communicate(timeout=120)
+        _, err = node.communicate(timeout=PATIENCE_S)
         assert node.returncode == 0, err
     hashed = [
         sys.executable,

@@ -144,6 +144,6 @@ def test_an_agent_that_saves_ends_with_its_guardian(tmp_path: Path) -> None:
     while any(processes.start_ticks(pid) for pid in left):
         assert time.monotonic() < until
         time.sleep(0.01)
-    process.communicate(timeout=10)
+    process.communicate(timeout=PATIENCE_S)
     os.close(fd)
     assert files.steps(folder) == []

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from agents import ROOT
+from agents import PATIENCE_S, ROOT
 from ports import free_port
 from test_torch_helper import own_environment, run_ranks
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -60,7 +60,7 @@ def test_passes(tmp_path: Path, command: list[str]) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
         env=own_environment(PYTHON=sys.executable),
     )
     assert done.returncode == 0, done.stderr

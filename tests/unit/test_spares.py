@@ -158,7 +158,7 @@ def test_a_spare_that_is_gone_is_told_and_missed_by_nobody(tmp_path: Path, start
     runs = start(2, 1, "1")
     ready(tmp_path, 4)
     lose(runs[2])
-    assert runs[2].process.wait(20) == 137
+    assert runs[2].process.wait(PATIENCE_S) == 137
     lose(runs[1])
     told = finish([runs[0]], 137)
     assert "its node agent is gone; the run goes on [agent-killed]" in told[0]

@@ -125,7 +125,7 @@ class Nodes:
     def launch(self, *words: str, **options: str) -> tuple[int, str, str]:
         """Launch to the end; returns the exit code, stdout and stderr."""
         launcher = self.start(*words, **options)
-        out, err = launcher.communicate(timeout=30)
+        out, err = launcher.communicate(timeout=PATIENCE_S)
         assert b"Traceback" not in err, err
         return launcher.returncode, out.decode(), err.decode()
 
@@ -291,7 +291,7 @@ def test_a_reader_that_stalls_delays_neither_the_run_nor_its_stop(nodes: Nodes) 
     nodes.wait_for("printed")
     launcher.terminate()
     assert nodes.wait_for("told") == "SIGTERM\n"
-    assert launcher.wait(60) == 75  # without a reader
+    assert launcher.wait(PATIENCE_S) == 75  # without a reader
     assert launcher.stdout is not None and launcher.stderr is not None
     assert b"not shown" not in launcher.stderr.read()
 
@@ -322,7 +322,7 @@ def test_lines_that_were_not_shown_are_counted(nodes: Nodes) -> None:
     launcher = nodes.start("-", "1", "n0")
     nodes.wait_for("printed")
     (nodes.nodes / "read").touch()
-    out, _ = launcher.communicate(timeout=30)
+    out, _ = launcher.communicate(timeout=PATIENCE_S)
     lines = out.decode().splitlines()
     dropped = sum(int(line.split()[1]) for line in lines if line.startswith("..."))
     shown = sum(line.startswith("[0] ") for line in lines)
@@ -358,7 +358,7 @@ def test_a_terminal_that_was_stopped_by_ctrl_s_delays_no_stop(nodes: Nodes) -> N
     time.sleep(BEAT_S + 0.5)  # it prints
     launcher.send_signal(signal.SIGINT)
     assert nodes.wait_for("told") == "SIGINT\n"
-    assert launcher.wait(60) == 75
+    assert launcher.wait(PATIENCE_S) == 75
     os.close(master)
     os.close(terminal)
 
@@ -432,7 +432,7 @@ def test_kill_9_ends_all_and_leaves_no_file(nodes: Nodes, script: str, what: str
         )
     os.kill(victim, signal.SIGKILL)
     eventually(lambda: all(map(is_gone, [*below, *agents])), "processes are left")
-    _, err = launcher.communicate(timeout=60)
+    _, err = launcher.communicate(timeout=PATIENCE_S)
     if what == "node":
         assert launcher.returncode == 137 and b"[launcher-killed]\n" in err
     tools = {file.name for file in (nodes.folder / "tools").iterdir()}
@@ -444,7 +444,7 @@ def test_a_signal_before_the_start_ends_the_launch(nodes: Nodes) -> None:
     launcher = nodes.start("-", "1", "n0")
     there = nodes.process("there")
     launcher.send_signal(signal.SIGINT)
-    out, err = launcher.communicate(timeout=30)
+    out, err = launcher.communicate(timeout=PATIENCE_S)
     assert launcher.returncode == 130 and out == b""
     assert err == b"launch_torchrun_auto.sh: stopped by SIGINT; nothing was started\n"
     eventually(lambda: is_gone(there), "the login")
@@ -489,7 +489,7 @@ def test_a_launcher_that_stood_still_says_so(nodes: Nodes) -> None:
     os.kill(launcher.pid, signal.SIGSTOP)
     eventually(lambda: all(map(is_gone, parts)), "the nodes go on")
     os.kill(launcher.pid, signal.SIGCONT)
-    _, err = launcher.communicate(timeout=60)
+    _, err = launcher.communicate(timeout=PATIENCE_S)
     assert launcher.returncode == 137 and b"FAILED   launcher (" in err
     assert (
         re.search(rb"cause    it stood still for \d+ s .*\n", err) and b"[launcher-killed]\n" in err
@@ -504,7 +504,7 @@ def test_a_silent_node_is_a_lost_link(nodes: Nodes, silent: list[int]) -> None:
     for rank in silent:
         os.kill(parts[rank], signal.SIGSTOP)
     began = time.monotonic()
-    _, err = launcher.communicate(timeout=60)
+    _, err = launcher.communicate(timeout=PATIENCE_S)
     assert time.monotonic() - began > 8
     assert launcher.returncode == 137 and b"[link-lost]\n" in err
     who, cause = (
@@ -528,7 +528,7 @@ sys.exit(137)
     )
     launcher = nodes.start("-", "1", "n0", "n1")
     os.kill(nodes.process("agent.1"), signal.SIGSTOP)
-    _, err = launcher.communicate(timeout=60)
+    _, err = launcher.communicate(timeout=PATIENCE_S)
     assert launcher.returncode == 137 and b"[link-lost]\n" in err
     assert (nodes.nodes / "saved").exists()
 
@@ -540,7 +540,7 @@ def test_what_is_left_on_a_node_that_was_silent_at_the_end_is_ended(nodes: Nodes
     launcher = nodes.start("-", "1", "n0", "n1")
     part = nodes.process("agent.1")
     os.kill(part, signal.SIGSTOP)
-    _, err = launcher.communicate(timeout=60)
+    _, err = launcher.communicate(timeout=PATIENCE_S)
     assert launcher.returncode == 137 and b"[link-lost]\n" in err
     assert re.search(
         rb"^launch_torchrun_auto.sh: n1: no sign of life for \d+ s: ", err, re.MULTILINE
@@ -594,7 +594,9 @@ def test_streams_that_the_caller_has_closed_do_no_harm(nodes: Nodes) -> None:
     nodes.agent("print('x' * 100); sys.exit(0)")
     command = shlex.join([str(SCRIPTS / "launch_torchrun_auto.sh"), "-", "1", "n0", "n1"])
     closed = f"ulimit -n 40; exec {command} <&- >&- 2>&-"
-    result = subprocess.run(["bash", "-c", closed], cwd=nodes.folder, env=nodes.environ, timeout=30)
+    result = subprocess.run(
+        ["bash", "-c", closed], cwd=nodes.folder, env=nodes.environ, timeout=PATIENCE_S
+    )
     assert result.returncode == 0
 
 
@@ -603,6 +605,6 @@ def test_the_limit_of_open_files_is_raised_as_far_as_needed(nodes: Nodes) -> Non
     command = shlex.join([str(SCRIPTS / "launch_torchrun_auto.sh"), "-", "1", "n[0-7]"])
     limited = f"ulimit -Sn 30; exec {command}"
     result = subprocess.run(
-        ["bash", "-c", limited], cwd=nodes.folder, env=nodes.environ, timeout=60
+        ["bash", "-c", limited], cwd=nodes.folder, env=nodes.environ, timeout=PATIENCE_S
     )
     assert result.returncode == 0

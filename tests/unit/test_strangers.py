@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from agents import PROGRAM, Run, kill_what_is_left, rarely
+from agents import PATIENCE_S, PROGRAM, Run, kill_what_is_left, rarely
 from ports import free_port
 from strangers import attack, keep_silent
 
@@ -56,7 +56,7 @@ def attack_a_run(folder: Path, *, times: int, silent: int) -> None:
         waiting += keep_silent(port, silent)
         first.process.terminate()
         said.append(second.finish())
-        assert first.process.wait(timeout=60) == second.process.returncode == 75
+        assert first.process.wait(timeout=PATIENCE_S) == second.process.returncode == 75
         reader.join()
         assert first.process.stdout is not None
         assert "saved 0" in first.process.stdout.read() and "saved 1" in second.output

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch_alone
-from agents import ROOT, rarely
+from agents import PATIENCE_S, ROOT, rarely
 
 from launcher.text import short_host_name
 
@@ -107,7 +107,7 @@ class Place:
     def run(self, *command: str | Path, **variables: str) -> tuple[int, str, str]:
         """Returns the exit code, stdout, and what stderr says after the plan."""
         process = self.start(*command, **variables)
-        out, err = process.communicate(timeout=300)
+        out, err = process.communicate(timeout=PATIENCE_S)
         return process.returncode, GLOO_SAYS.sub("", out), self.told(err)
 
     def ours(self, module: str, *words: str | Path) -> tuple[int, str, str]:
@@ -219,7 +219,7 @@ def test_a_stop_after_saving(place: Place) -> None:
     process = place.start(LAUNCH, "--nproc-per-node=2", "loop.py", "stop")
     assert process.stdout is not None and process.stdout.readline() == "under way\n"
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75 and re.fullmatch(r"steps 1 to \d+\n", out)
     assert place.told(err) == (
         "stopped  after saving a checkpoint (code 75); nothing is left running\n"

@@ -118,7 +118,7 @@ def torchrun(folder: Path, body: str, *options: str) -> list[str]:
         [*command, f"--master-port={free_port()}", *options, str(script)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
         env=own_environment(),
     )
     assert done.returncode == 0, done.stderr

@@ -188,7 +188,7 @@ def launch(folder: Path, who: str, *options: str, **environment: str) -> tuple[s
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 1, done.stderr
     (log,) = folder.glob("logs/2*/node_0.log")
@@ -228,7 +228,7 @@ def test_the_traceback_of_rank_0_that_failed_first_stands_above_the_block(folder
 @pytest.mark.long
 def test_without_logs_the_terminal_has_every_traceback(folder: Path) -> None:
     command = [*AGENT, "--nproc-per-node=2", "program.py", "1"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S)
     above = done.stderr.partition("FAILED   rank 1 ")[0]
     assert "[rank0]: Traceback" in above and "[rank1]: Traceback" in above
 
