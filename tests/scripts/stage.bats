@@ -61,7 +61,7 @@ staged() {
   lock=${first%/}.lock
   exec 8>>"$lock"
   flock --shared 8
-  timeout 60 "$ROOT/scripts/ssh/launch_singlenode.sh" - 1
+  timeout 300 "$ROOT/scripts/ssh/launch_singlenode.sh" - 1
   mkdir env/lib/site-packages/second
   launch
   [[ -d $first ]]
