@@ -30,8 +30,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     script.write_text(PROGRAM)
     runs: list[Run] = []
 
-    def begin(what: str, who: int = 1, *options: str, nproc: int = 2, **environment: str) -> Run:
-        arguments = ["--nproc-per-node", str(nproc), *options, str(script), what, str(who)]
+    def begin(what: str, who: int = 1, *options: str, **environment: str) -> Run:
+        arguments = ["--nproc-per-node", "2", *options, str(script), what, str(who)]
         runs.append(Run(arguments, **environment))
         return runs[-1]
 
