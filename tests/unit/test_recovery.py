@@ -42,7 +42,7 @@ def test_a_run_that_is_never_stopped_records_each_step_once(whole: Outcome) -> N
     ("nproc", "workers", "stops"),
     [
         pytest.param(2, 0, 1, marks=pytest.mark.another_torch("train.py")),
-        pytest.param(2, 2, 1, marks=pytest.mark.long),
+        pytest.param(2, 2, 1, marks=[pytest.mark.another_torch("train.py"), pytest.mark.long]),
         pytest.param(2, 2, 3, marks=pytest.mark.long),
         pytest.param(1, 2, 5, marks=pytest.mark.long),
         pytest.param(4, 0, 2, marks=pytest.mark.long),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from agents import rarely
 from test_torch_helper import run_ranks
 from torch import Tensor, nn
 
@@ -93,7 +94,7 @@ def assert_same(work: Work, run_id: str) -> None:
         (4, "strategy=fsdp"),
         (2, "strategy=fsdp fsdp.reshard_after_forward=false"),
         (2, "strategy=fsdp fsdp.shard=node train.grad_accumulation=2"),
-        (4, "strategy=fsdp fsdp.shard=2 train.grad_accumulation=2"),
+        pytest.param(4, "strategy=fsdp fsdp.shard=2 train.grad_accumulation=2", marks=FSDP),
         (2, "strategy=fsdp train.activation_checkpointing=full"),
         (2, "strategy=ddp train.activation_checkpointing=2"),
         (2, "strategy=ddp train.compile=true"),
@@ -129,22 +130,26 @@ class Stopping(LanguageModelTask):
 """
 
 
+MOVES = ((4, "fsdp", 12), (2, "ddp", 24), (1, "single", 36))  # ranks, strategy, last step
+
+
 @pytest.mark.parametrize(
-    "written",
-    [pytest.param("sharded", marks=FSDP), pytest.param("full", marks=pytest.mark.long)],
+    ("written", "moves"),
+    [pytest.param("sharded", 2, marks=FSDP), *rarely(("sharded", 3), ("full", 3))],
 )
-def test_a_run_moves_between_strategies(work: Work, written: str) -> None:
+def test_a_run_moves_between_strategies(work: Work, written: str, moves: int) -> None:
+    """In the end to fsdp, whatever the strategy before it."""
     (work.folder / "stopping.py").write_text(STOPPING)
     chosen = f"checkpoint.format={written}"
-    moves = ((2, "fsdp", 12), (1, "single", 24), (4, "fsdp", 36))
-    for nproc, strategy, last in moves[: 2 if written == "sharded" else 3]:
+    run_id = f"{written}-{moves}"
+    for nproc, strategy, last in MOVES[:moves]:
         words = (f"distributed.strategy={strategy}", "task=stopping:Stopping", chosen)
-        told = work.run(written, nproc, *words, code=75)
+        told = work.run(run_id, nproc, *words, code=75)
         assert f"stopped    after step {last}," in told
-        parts = [*(work.folder / f"checkpoints/{written}/step-{last}").glob("*.distcp")]
+        parts = [*(work.folder / f"checkpoints/{run_id}/step-{last}").glob("*.distcp")]
         assert len(parts) == (nproc if written == "sharded" else 0)
-    work.run(written, 2, "distributed.strategy=ddp", chosen)
-    assert_same(work, written)
+    work.run(run_id, 2, "distributed.strategy=fsdp", chosen)
+    assert_same(work, run_id)
 
 
 @pytest.mark.long
