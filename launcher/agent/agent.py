@@ -7,7 +7,6 @@ static: node rank 0 serves the store, and ranks follow node ranks. What needs mo
 
 from __future__ import annotations
 
-import gc
 import os
 import shlex
 import shutil
@@ -202,7 +201,6 @@ class NodeAgent:
 
     def run(self) -> int:
         """Run the ranks to their end; returns the run's exit code."""
-        gc.freeze()  # shared with all ranks from here on: no collector shall touch these pages
         signals: list[int] = []  # that came from outside
         while True:
             reached = self.heartbeats.reached()

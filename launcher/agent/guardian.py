@@ -11,6 +11,7 @@ for the end of either. It ends what the other one, killed or stopped at the same
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import math
 import os
@@ -121,8 +122,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     given = set(os.environ)
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch alone is enough
+    gc.disable()  # all that an import makes stays: looking for what to free is a quarter of its time
     with _keeping(words):
         from launcher.agent.agent import run_agent  # imports torch
+    gc.freeze()  # shared with all ranks: no collector shall touch these pages
+    gc.enable()
     for name in os.environ.keys() - given:  # what the import adds is not for the ranks
         del os.environ[name]
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import shutil
 import signal
@@ -35,6 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(functools.partial(shutil.rmtree, folder))
     isolate(folder)
     os.environ["OMP_NUM_THREADS"] = "1"  # for the torch of the workers; more only spin
+    gc.disable()  # an import only makes what stays
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,6 +49,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What the tests start decides by itself; the worker's torch has been loaded."""
     os.environ.pop("OMP_NUM_THREADS", None)
+    gc.freeze()
+    gc.enable()
 
 
 def isolate(folder: str) -> None:
