@@ -70,7 +70,7 @@ def test_one_dies_all_stop(start: Start, what: str, code: int, fault: str, cause
     assert block.rstrip().endswith(f"see      TROUBLESHOOTING.md#{fault}")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_that_ignores_signals_is_killed_with_the_others(start: Start) -> None:
     run = start("deaf")
     run.wait_for("armed 0", "armed 1")
@@ -132,7 +132,7 @@ def test_a_stop_that_ranks_ignore_ends_after_the_grace(start: Start) -> None:
     assert run.process.returncode == 143
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_second_interrupt_kills(start: Start) -> None:
     run = start("deaf", GRACE="600")
     run.wait_for("armed 0", "armed 1")
@@ -353,7 +353,7 @@ def peak_kib(pid: int) -> int:
     return int(re.search(r"VmHWM:\s+(\d+)", status)[1])  # type: ignore[index]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_lines_written_in_pieces_are_whole_in_the_log(tmp_path: Path) -> None:
     script = tmp_path / "torn.py"
     script.write_text(
@@ -396,7 +396,7 @@ def test_a_signal_that_nohup_ignores_stays_ignored(start: Start) -> None:
     assert run.process.returncode == 75
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_live_run_id_is_refused(start: Start, tmp_path: Path) -> None:
     options = ["--log-dir", str(tmp_path / "logs"), "--rdzv-id", "taken"]
     first = start("sleep", 1, *options)

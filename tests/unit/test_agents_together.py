@@ -141,7 +141,8 @@ def test_a_silent_node_is_named(start: Start) -> None:
     assert "[link-lost]" in err
 
 
-@pytest.mark.parametrize("who", [1, *rarely(3)])
+@pytest.mark.long
+@pytest.mark.parametrize("who", [1, 3])
 def test_a_stuck_rank_is_named_on_all_nodes(tmp_path: Path, port: int, who: int) -> None:
     script = tmp_path / "beating.py"
     script.write_text(

@@ -58,7 +58,7 @@ def test_names_that_are_set_before_torch(tmp_path: Path, text: str, names: list[
     assert variables_set_early([script], tmp_path) == names
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("words", ["script.py", *rarely("-m own", "-m own.part")])
 def test_the_packages_around_a_script_are_read_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "tests/gpu"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_row_passes_or_says_what_it_needs(tmp_path: Path) -> None:
     file = tmp_path / "table.json"
     command = [sys.executable, str(GPU), "--json", str(file), "gloo", "preflight", "launcher"]

@@ -168,7 +168,7 @@ def test_a_silence_is_told_once_and_ends_nothing() -> None:
     assert ", after step 5: rank 1 is behind; kill -QUIT " in text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_second_signal_of_the_scripts_own_and_its_forks_are_left_alone(
     runs: list[Run], tmp_path: Path
 ) -> None:

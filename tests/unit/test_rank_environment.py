@@ -180,8 +180,8 @@ if heart := heartbeat._heart():
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("visible", "gpus"), [("5,7", "57"), *rarely((None, "01"))])
+@pytest.mark.long
+@pytest.mark.parametrize(("visible", "gpus"), [("5,7", "57"), (None, "01")])
 def test_each_rank_is_local_rank_0_of_one_gpu(
     tmp_path: Path, visible: str | None, gpus: str
 ) -> None:

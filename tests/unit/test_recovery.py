@@ -119,6 +119,7 @@ def test_a_restart_goes_on_from_the_last_checkpoint(job: Job, whole: Outcome) ->
     assert job.outcome("restarted") == whole
 
 
+@pytest.mark.long
 def test_restarts_end_where_no_step_is_gained(job: Job) -> None:
     process = job.start("hopeless", 2, restarts=9, FAULT="always-SIGABRT 1 3")
     output = process.communicate(timeout=PATIENCE_S)[0]

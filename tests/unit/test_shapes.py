@@ -52,8 +52,8 @@ def cases() -> Iterator[object]:
     """Yield a sample for make test, and what another torch can break."""
     for shape in shapes.SHAPES:
         script = shape.words[0]
-        if script == "debugged.py":
-            yield pytest.param(shape, id=script)
+        if script == "ordinary.py":
+            yield pytest.param(shape, id=script, marks=pytest.mark.another_torch("shapes"))
         elif script in TORCHS and not shape.restarts:  # at which torchrun itself often fails
             row = pytest.mark.another_torch("launch" if script == "ddp.py" else "shapes")
             yield pytest.param(shape, id=shape.name, marks=[pytest.mark.long, row])

@@ -104,7 +104,8 @@ def test_an_error_while_stopping_is_told_and_ends_no_other_save(
     assert "resume" not in err  # nobody has told a save
 
 
-@pytest.mark.parametrize("failing", [1, *rarely(0)])
+@pytest.mark.long
+@pytest.mark.parametrize("failing", [1, 0])
 def test_an_error_on_one_node_ends_no_save_on_another(
     runs: list[Run], tmp_path: Path, failing: int
 ) -> None:

@@ -198,6 +198,7 @@ def test_the_block_of_an_error(place: Place) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("what", "cause"),
     [
@@ -215,6 +216,7 @@ def test_a_restart_from_memory(place: Place, what: str, cause: str) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_stop_after_saving(place: Place) -> None:
     process = place.start(LAUNCH, "--nproc-per-node=2", "loop.py", "stop")
     assert process.stdout is not None and process.stdout.readline() == "under way\n"

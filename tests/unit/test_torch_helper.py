@@ -219,6 +219,7 @@ def test_a_dataset_without_a_length_is_refused() -> None:
         helper.get_dataloader_for_distributed(Stream(), 2, shuffle=False)
 
 
+@pytest.mark.long
 def test_restart_sees_nothing_of_the_attempt_before(tmp_path: Path) -> None:
     lines = torchrun(
         tmp_path,

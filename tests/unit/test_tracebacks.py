@@ -233,7 +233,7 @@ def test_without_logs_the_terminal_has_every_traceback(folder: Path) -> None:
     assert "[rank0]: Traceback" in above and "[rank1]: Traceback" in above
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_that_goes_on_shows_its_traceback_soon(
     folder: Path, runs: list[Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:

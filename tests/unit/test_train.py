@@ -326,6 +326,7 @@ def test_float16_scales_the_loss_and_resumes_with_the_same_bytes(
     assert end("parts", "train.max_steps=6") == (weights, scaler)
 
 
+@pytest.mark.long
 def test_a_resumed_run_ends_with_the_same_weights(trained: Path, text: Path) -> None:
     shutil.copytree(trained / "checkpoints/first", trained / "checkpoints/half", symlinks=True)
     shutil.rmtree(trained / "checkpoints/half/step-6")
@@ -445,6 +446,7 @@ def test_files_in_the_runs_folder_save_and_stop(tmp_path: Path, text: Path) -> N
     assert not {"save", "stop"} & {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.long
 def test_a_run_whose_checkpoints_are_anothers_is_refused_by_all_ranks_together(
     tmp_path: Path, text: Path
 ) -> None:
@@ -459,6 +461,7 @@ def test_a_run_whose_checkpoints_are_anothers_is_refused_by_all_ranks_together(
     assert "JSONDecodeError" not in done.stderr
 
 
+@pytest.mark.long
 def test_exit_handlers_of_a_task_run(tmp_path: Path) -> None:
     (tmp_path / "tracked.py").write_text(
         "import atexit, pathlib, threading, time\n"

@@ -60,6 +60,7 @@ def test_no_step_waits(tmp_path: Path, strategy: str) -> None:
     assert code == 0 and "waits      none" in told, told
 
 
+@pytest.mark.long
 def test_a_loss_that_reads_a_tensor_is_found(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(READS)
     (tmp_path / "own.yaml").write_text(CONFIG)
