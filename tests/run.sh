@@ -30,7 +30,8 @@ main() {
       lint
       test_python all
       end all-scripts
-      end cluster
+      end cluster-ssh
+      end cluster-others
       ;;
     fast)
       ! provide_bats || begin fast-scripts
@@ -40,16 +41,20 @@ main() {
       ;;
     lint) lint ;;
     cluster) test_cluster tests/cluster ;;
+    cluster-ssh) test_cluster tests/cluster/ssh.bats ;;
+    cluster-others) test_cluster tests/cluster/!(ssh).bats ;;
     all-scripts) test_scripts all tests/scripts ;;
     fast-scripts) test_scripts fast tests/scripts ;;
   esac
   summarise
 }
 
-# The tests on the cluster mostly wait.
+# The tests on the cluster mostly wait, so that two clusters at once take little longer than one.
 begin_cluster() {
   provide_cluster # now, for only one apt-get can run at a time
-  ! provide_bats || begin cluster
+  provide_bats || return 0
+  begin cluster-ssh
+  begin cluster-others
 }
 
 # Runs a part beside the others, in a session of its own: a terminal stops what uses it from the

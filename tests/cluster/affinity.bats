@@ -1,6 +1,7 @@
 #!/usr/bin/env bats
 # The CPUs of each rank, on nodes with two real CPUs to which SLURM binds tasks.
 # shellcheck disable=SC2030,SC2031 # each test is a subshell, and is meant to be one
+# bats file_tags=prove,long
 bats_require_minimum_version 1.5.0
 load helper
 
@@ -39,26 +40,22 @@ masks_are() { # <CPUs of each of two ranks>
   done
 }
 
-# bats test_tags=prove,long
 @test "sbatch: fewer CPUs than ranks are a warning" {
   NPROC_PER_NODE=2 job --nodes=1 --gpus-per-node=1 --cpus-per-gpu=1 "$ROOT/scripts/slurm/slurm_train_single_node.sh" -
   masks_are 1
   grep -q '^slurm_train_single_node.sh: warning: node1: 1 CPU for 2 ranks; .* \[few-cpus\]$' out
 }
 
-# bats test_tags=prove,long
 @test "salloc: the CPUs of the allocation" {
   on login salloc --quiet --nodes=2 --gpus-per-node=1 --cpus-per-gpu=1 "$ROOT/scripts/slurm/slurm_train.sh" - >out 2>&1
   masks_are 1
 }
 
-# bats test_tags=prove,long
 @test "srun: the CPUs of the step's task" {
   on login srun --nodes=2 --ntasks=2 --cpus-per-task=1 "$ROOT/scripts/cluster_train.sh" - >out 2>&1
   masks_are 1
 }
 
-# bats test_tags=prove,long
 @test "ssh: those of the machine" {
   on login "$ROOT/scripts/ssh/launch_torchrun_auto.sh" - 1 node1 node2 >out 2>&1
   masks_are "$(nproc)"

@@ -311,6 +311,7 @@ all_run_at_once() { # <job...>
   echo "# $times of $times cancelled, saved, not requeued" >&3
 }
 
+# bats test_tags=prove,long
 @test "scancel of a script that saves nothing is code 143, whatever code it leaves with" {
   printf '%s\n' 'import signal, sys, time' 'signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))' \
     'print("ready", flush=True)' 'time.sleep(600)' >one.py

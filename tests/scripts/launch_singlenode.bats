@@ -113,7 +113,7 @@ PY
   [[ $status == 7 ]]
 }
 
-# bats test_tags=slow
+# bats test_tags=slow,long
 @test "arguments arrive byte for byte" {
   make_dump
   make_config "$ODD_CONFIG"

@@ -10,7 +10,7 @@ load helper
   done
 }
 
-# bats test_tags=slow
+# bats test_tags=slow,long
 @test "make bench-gpu without a GPU says so in one line" {
   CUDA_VISIBLE_DEVICES='' run make -s -C "$ROOT" bench-gpu PYTHON="$PYTHON" STAMP=
   [[ $status != 0 && ${lines[0]} == "bench/gpu.py: torch sees no GPU here; "* ]]

@@ -67,7 +67,7 @@ staged() {
   [[ -d $first ]]
 }
 
-# bats test_tags=slow
+# bats test_tags=slow,long
 @test "an environment in a folder with a space" {
   mkdir "a b"
   mv env "a b/"
@@ -82,7 +82,7 @@ staged() {
   [[ $status == 0 && ! -e logs && $output == *"$PWD/env/bin/python "* ]]
 }
 
-# bats test_tags=slow
+# bats test_tags=slow,long
 @test "an archive that is not whole, or not there, is refused" {
   launch
   local archive folder
