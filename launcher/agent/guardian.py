@@ -116,17 +116,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(QUERY, lambda *_: None)  # until there are ranks
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*handled, QUERY, signal.SIGCHLD})
     if os.environ.get("ENGINE") == "torch.distributed.launch":
-        with _keeping(words):
+        with _importing(words):
             from torch.distributed.launch import main as launch  # its ranks, its report
         launch(list(arguments))  # type: ignore[no-untyped-call]
         return 0
     given = set(os.environ)
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch alone is enough
-    gc.disable()  # all that an import makes stays: looking for what to free is a quarter of its time
-    with _keeping(words):
+    with _importing(words):
         from launcher.agent.agent import run_agent  # imports torch
-    gc.freeze()  # shared with all ranks: no collector shall touch these pages
-    gc.enable()
     for name in os.environ.keys() - given:  # what the import adds is not for the ranks
         del os.environ[name]
     try:
@@ -151,8 +148,9 @@ def _show_last_words(file: int) -> tuple[bool, list[str]]:
 
 
 @contextlib.contextmanager
-def _keeping(file: int) -> Iterator[None]:
+def _importing(file: int) -> Iterator[None]:
     """Write what an import says on stderr into a file as long as it lasts, for the guardian."""
+    gc.disable()  # an import makes what stays: a search for the rest takes a quarter of its time
     stderr = os.dup(2)
     os.dup2(file, 2)
     try:
@@ -161,6 +159,8 @@ def _keeping(file: int) -> Iterator[None]:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
+    gc.freeze()  # shared with all ranks: no collector shall touch these pages
+    gc.enable()
     sys.stderr.flush()
     os.dup2(stderr, 2)
     os.close(stderr)
