@@ -8,7 +8,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,21 @@ GROUP = 1 << 16  # samples that are shuffled together
 _Batch = list[tuple[int, int]]  # the epoch and the index of each of its samples
 _Placed = tuple[int, int, Any]  # the position after a batch: epoch, batches of it; the batch
 _MOST = 16  # samples that are named
+
+
+class _Share(NamedTuple):
+    """What one rank reads of each batch on all ranks."""
+
+    batch_size: int  # its samples
+    rank: int
+    ranks: int
+
+    @property
+    def samples(self) -> int:
+        """Return those of all ranks."""
+        return self.batch_size * self.ranks
+
+
 START = {"step": 0, "epoch": 0, "samples": 0}
 
 
@@ -47,27 +62,27 @@ class Batches:
         environment: Environment,
         position: Mapping[str, Any] = START,
     ) -> None:
-        rank, ranks, seed = environment.rank, environment.world_size, settings.seed
-        self.samples = batch_size * ranks  # of one batch on all ranks
+        share = _Share(batch_size, environment.rank, environment.world_size)
+        self.samples = share.samples  # of one batch on all ranks
         self.per_epoch: int | None = None  # batches, where that is known
         self._epoch, self._batch = position["epoch"], position["samples"] // self.samples
         self._numbers: Callable[[int], Iterator[_Batch]] | None = None  # after so many batches
         if type(task).loader is not Task.loader:
-            own = functools.partial(task.loader, batch_size, rank=rank, world_size=ranks)
+            own = functools.partial(
+                task.loader, batch_size, rank=share.rank, world_size=share.ranks
+            )
             self._rest = _epochs(own, self._epoch, self._batch)
         elif isinstance(task.train, IterableDataset):
             make = task.collate or default_collate
-            whole = functools.partial(_read_all, task.train, make, self.samples, rank, ranks)
+            whole = functools.partial(_read_all, task.train, make, share)
             self._rest = _epochs(whole, self._epoch, self._batch)
         else:
             length, block = len(task.train), getattr(task.train, "block", 1)  # type: ignore[arg-type]
             self.per_epoch = length // self.samples
             if self.per_epoch == 0:
-                raise SettingsError(f"data: too little for {ranks} batches of {batch_size}")
+                raise SettingsError(f"data: too little for {share.ranks} batches of {batch_size}")
             done = self._epoch * self.per_epoch + self._batch
-            self._numbers = functools.partial(
-                _samples, length, block, seed, batch_size, rank, ranks
-            )
+            self._numbers = functools.partial(_samples, length, block, settings.seed, share)
             self._rest = _load(task, self._numbers(done), done, self.per_epoch, settings)
 
     def __next__(self) -> Any:
@@ -124,17 +139,17 @@ def _load(
     return ((*next(places), batch) for batch in loader)
 
 
-def _samples(
-    length: int, block: int, seed: int, batch_size: int, rank: int, ranks: int, done: int
-) -> Iterator[_Batch]:
+def _samples(length: int, block: int, seed: int, share: _Share, done: int) -> Iterator[_Batch]:
     """Yield the (epoch, index) pairs of each of a rank's batches, without end, after `done`."""
-    samples = batch_size * ranks
+    samples = share.samples
     epoch, done = divmod(done, length // samples)
     while True:
         order = shuffled(length, block, f"{seed} {epoch}", skip=done * samples)
         for _ in range(done, length // samples):
             batch = itertools.islice(order, samples)  # of all ranks
-            yield [(epoch, index) for index in itertools.islice(batch, rank, None, ranks)]
+            yield [
+                (epoch, index) for index in itertools.islice(batch, share.rank, None, share.ranks)
+            ]
         epoch, done = epoch + 1, 0
 
 
@@ -152,19 +167,17 @@ def _epochs(load: Callable[..., Iterable[Any]], epoch: int, done: int) -> Iterat
 def _read_all(
     data: Iterable[Any],
     make_batch: Callable[[list[Any]], Any],
-    samples: int,
-    rank: int,
-    ranks: int,
+    share: _Share,
     *,
     epoch: int,
     skip: int,
 ) -> Iterator[Any]:
     """Yield a rank's batches of data that can only be read in order, the same number on each."""
     stream = iter(data)
-    groups = iter(lambda: list(itertools.islice(stream, samples)), [])
+    groups = iter(lambda: list(itertools.islice(stream, share.samples)), [])
     for group in itertools.islice(groups, skip, None):
-        if len(group) == samples:
-            yield make_batch(group[rank::ranks])
+        if len(group) == share.samples:
+            yield make_batch(group[share.rank :: share.ranks])
 
 
 def shuffled(length: int, block: int, key: str, skip: int = 0) -> Iterator[int]:

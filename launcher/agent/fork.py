@@ -54,10 +54,12 @@ def fork_ranks(node: NodeAgent) -> list[Rank]:
                 None if one in hidden else terminal,
                 is_alone=is_alone,
                 has_label=node.args.has_labels,
-                copy=_stream_file(node, number, name) if one in kept else None,
             )
-            for terminal, (name, one) in zip(terminals, STREAMS.items(), strict=True)
+            for terminal, one in zip(terminals, STREAMS.values(), strict=True)
         ]
+        for (_, stream), (name, one) in zip(streams, STREAMS.items(), strict=True):
+            if one in kept:
+                stream.copy = _stream_file(node, number, name).open("wb", buffering=0)
         (stdout, out), (stderr, err) = streams
         variables = _variables(node.args, node.assignment, local_rank, node.port)
         variables |= node.network.variables if number == 0 else {}

@@ -168,13 +168,15 @@ class NodeRanks:
         line = err.traceback_line or err.last_line or out.last_line
         log = failure.short_path(str(out.log.path)) if out.log.path else ""
         unknown = self._unknown_failure(each)
+        raised = failure.read_error(each.error_file)
+        if raised is None and err.traceback_line > 0 and each.code == 1:
+            raised = verdict.read_traceback(err.last_text, unknown.time)
         return verdict.describe_end(
             replace(unknown, log=f"{log}:{line}" if log and line else log),
-            failure.read_error(each.error_file),
+            raised,
             code=each.code,
             is_out_of_memory=failure.count_memory_kills() > self._memory_kills,
             last_text=err.last_text,
-            has_traceback=err.traceback_line > 0,
         )
 
     def describe_stuck(self, suspect: int) -> Failure | None:

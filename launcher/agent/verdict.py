@@ -126,12 +126,8 @@ def describe_end(
     code: int | None,  # the exit code; None of a rank that has not left yet
     is_out_of_memory: bool,  # the kernel has killed for lack of memory during the attempt
     last_text: str,  # the last line that the rank wrote to stderr
-    has_traceback: bool,  # it wrote one there
 ) -> Failure:
     """Return the failure of a rank that ended, or is about to, by an error."""
-    if raised is None and has_traceback and code == 1:  # the disk of the error file may be full
-        has_left = last_text.startswith("KeyboardInterrupt")  # as Python prints it
-        raised = RaisedError(last_text, "", code, unknown.time, has_left=has_left)
     if raised is None:
         code = code or 1
         fault, cause = failure.explain(code, out_of_memory=is_out_of_memory)
@@ -152,6 +148,12 @@ def describe_end(
         is_consequence=failure.is_peer_lost(cause),
         has_left=raised.has_left,
     )
+
+
+def read_traceback(last_line: str, time: float) -> RaisedError:
+    """Return what its last line tells where there is no error file, whose disk may be full."""
+    has_left = last_line.startswith("KeyboardInterrupt")  # as Python prints it
+    return RaisedError(last_line, "", 1, time, has_left=has_left)
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure | None:

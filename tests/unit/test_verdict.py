@@ -70,8 +70,8 @@ def test_which_ends_were_asked_for(
     [
         (None, 1, "", True),
         (None, 137, "", False),
-        (None, 1, "ValueError: bad", False),  # no file was written, but it printed a traceback
-        (None, 1, "KeyboardInterrupt", True),
+        (verdict.read_traceback("ValueError: bad", 5.0), 1, "ValueError: bad", False),
+        (verdict.read_traceback("KeyboardInterrupt", 5.0), 1, "KeyboardInterrupt", True),
         (RaisedError("left with: nothing", "", 1, 5.0), 1, "", False),
         (RaisedError("SystemExit: 1", "", 1, 5.0, has_left=True), 1, "", True),
     ],
@@ -85,7 +85,6 @@ def test_which_ranks_have_left_by_themselves(
         code=code,
         is_out_of_memory=False,
         last_text=last_text,
-        has_traceback=bool(last_text),
     )
     assert end.has_left == has_left
 
@@ -134,7 +133,10 @@ RAISED = RaisedError("ValueError: bad; give a good one [my-fault]", "", 1, 5.0, 
             None, 7, True, "",
             ("rank-error", "left with exit code 7, without an exception", 7, 9.0, False),
         ),
-        (None, 1, False, "ValueError: bad", ("rank-error", "ValueError: bad", 1, 9.0, False)),
+        (
+            verdict.read_traceback("ValueError: bad", 9.0), 1, False, "ValueError: bad",
+            ("rank-error", "ValueError: bad", 1, 9.0, False),
+        ),
     ],
 )  # fmt: skip
 def test_why_a_rank_ended(
@@ -150,7 +152,6 @@ def test_why_a_rank_ended(
         code=code,
         is_out_of_memory=is_out_of_memory,
         last_text=last_text,
-        has_traceback=last_text.startswith("ValueError"),
     )
     assert (told.fault, told.cause, told.code, told.time, told.is_consequence) == expected
 

@@ -293,7 +293,6 @@ def open_stream(
     *,
     is_alone: bool,
     has_label: bool = False,
-    copy: Path | None = None,
 ) -> tuple[int, Stream]:
     """One stream of one rank: the file descriptor for the rank, and the agent's reading end.
 
@@ -316,5 +315,4 @@ def open_stream(
     if terminal is not None:
         equal = terminal.equal_lines if has_label else None
         view = RankView(terminal, is_alone=is_alone, rank=rank, equal=equal)
-    file = copy.open("wb", buffering=0) if copy else None
-    return writer, Stream(rank, reader, log, view, is_tty, file)
+    return writer, Stream(rank, reader, log, view, is_tty)
