@@ -105,6 +105,7 @@ the end of 0"* ]]
   wait "$attached" || [[ $? == 75 ]]
 }
 
+# bats test_tags=slow
 @test "what is refused is told on the terminal, and leaves nothing" {
   run launch --detach
   [[ $status == 2 && $output == "launch_singlenode.sh: no config; usage: "* ]]
@@ -152,6 +153,7 @@ the end of 0"* ]]
   done
 }
 
+# bats test_tags=slow
 @test "--stop and --status know one run from another, and what goes with them" {
   mkdir -p logs/here logs/there
   echo '{"state": "running", "launcher": {"process": '$$', "birth": 1, "host": "'"$HOSTNAME"'"}, "started": 1}' >logs/here/run.json

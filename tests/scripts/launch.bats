@@ -103,6 +103,7 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
   grep -q '^\[1\] 1 2 12' logs/node_1.log
 }
 
+# bats test_tags=slow
 @test "torchrun's options: what the plan takes, what the agent gets, PET_ variables" {
   export RUN_ID=r
   [[ $(planned own.py) == *" --nproc-per-node 1 "*" --rdzv-id r own.py" ]]
@@ -155,6 +156,7 @@ make_repository() {
   done
 }
 
+# bats test_tags=slow
 @test "a user's own files are run by no plan" {
   make_repository
   TRAIN_SCRIPT=other.py run --separate-stderr scripts/ssh/launch_singlenode.sh - 2 --dry-run

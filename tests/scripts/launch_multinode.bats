@@ -6,6 +6,7 @@ launch() {
   "$ROOT/scripts/ssh/launch_multinode.sh" "$@"
 }
 
+# bats test_tags=slow
 @test "--dry-run: torch.distributed.launch below the guardian, with its own arguments alone" {
   export RUN_ID=golden MASTER_PORT=23456
   local each words

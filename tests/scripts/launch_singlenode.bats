@@ -41,6 +41,7 @@ logs       logs/golden/   (tail -f logs/node_*.log)" ]]
   assert_odd_dumped
 }
 
+# bats test_tags=slow
 @test "the same run id gives the same port, another id another" {
   RUN_ID=one launch plain.yaml 1 --dry-run 2>first
   RUN_ID=one launch plain.yaml 1 --dry-run 2>again
@@ -49,6 +50,7 @@ logs       logs/golden/   (tail -f logs/node_*.log)" ]]
   [[ $(grep hosts first) != $(grep hosts other) ]]
 }
 
+# bats test_tags=slow
 @test "the processes: argument over NPROC_PER_NODE over GPUs over one" {
   run launch plain.yaml --dry-run
   [[ $output == *"1 = 1 node x 1, gloo"* ]]
@@ -70,6 +72,7 @@ logs       logs/golden/   (tail -f logs/node_*.log)" ]]
   [[ $output == *" --max-restarts 2 $ROOT/train.py --config plain.yaml --distributed-backend gloo" ]]
 }
 
+# bats test_tags=slow
 @test "TRAIN_SCRIPT: the config under its flag, settings, the rest; nothing of ours" {
   export TRAIN_SCRIPT=own.py BACKEND=gloo
   run --separate-stderr launch plain.yaml 1 x.y=1 --dry-run -- -v
@@ -148,6 +151,7 @@ PY
   [[ ! -e file ]]
 }
 
+# bats test_tags=slow
 @test "bad variables: exit 2, one line" {
   MASTER_PORT=http run launch plain.yaml
   assert_refused 2 "the port is 'http'; give a whole number from 1 to 65535"
@@ -167,6 +171,7 @@ PY
   assert_refused 2 "RUN_ID is '../up'"
 }
 
+# bats test_tags=slow
 @test "bad configs: exit 2, one line" {
   echo "seed: [1" >broken.yaml
   run launch broken.yaml 2
@@ -261,6 +266,7 @@ PY
   [[ $status == 0 && $output == *"preflight  not run (SKIP_PREFLIGHT)"* ]]
 }
 
+# bats test_tags=slow
 @test "colour on a terminal only, and not with NO_COLOR" {
   type -P script >/dev/null || skip "script is not installed (apt install bsdutils)"
   local line="$ROOT/scripts/ssh/launch_singlenode.sh plain.yaml 1 --dry-run"
@@ -272,6 +278,7 @@ PY
   [[ $output != *$'\e'* ]]
 }
 
+# bats test_tags=slow
 @test "a copy in a spool folder finds the project" {
   cp "$ROOT/scripts/ssh/launch_singlenode.sh" slurm_script
   SLURM_SUBMIT_DIR=$ROOT SLURM_JOB_ID=42 run --separate-stderr ./slurm_script plain.yaml 1 --dry-run

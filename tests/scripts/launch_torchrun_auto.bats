@@ -48,6 +48,7 @@ logs       logs/golden/   (tail -f logs/node_*.log)" ]]
   [[ $status == 0 && $output == *" -m pkg.mod --config plain.yaml x"* ]]
 }
 
+# bats test_tags=slow
 @test "nodes: lists, addresses, numbers, files" {
   printf '%s\n' '# ours' 'a slots=3 # new' '' $'b:1\r' 'c[1-2] ' 'e max_slots=4 slots=2' >hosts
   printf 'd' >>hosts
@@ -69,6 +70,7 @@ logs       logs/golden/   (tail -f logs/node_*.log)" ]]
   assert_refused 3 "there is no ssh here; install OpenSSH's client" "env-missing"
 }
 
+# bats test_tags=slow
 @test "what goes to the nodes is named, and no value is shown" {
   export NCCL_DEBUG=WARN WANDB_API_KEY=hush OTHER=hush MINE=hush FORWARD_ENV=MINE
   run launch plain.yaml 1 node1 --dry-run

@@ -20,6 +20,7 @@ $(golden_command "$line 1 10.0.0.1 23456" 2 1 4 10.0.0.1 "$ROOT/train.py --confi
   [[ $stderr == *"ranks      8 = 2 nodes x 4, gloo"* ]]
 }
 
+# bats test_tags=slow
 @test "the port is 29500 unless said; node rank 0 names the run" {
   run launch plain.yaml 1 2 0 10.0.0.1 --dry-run
   [[ $output == *"--master-port 29500 "* && $output == *" --rdzv-id "* ]]
@@ -77,6 +78,7 @@ PY
   assert_refused 2 "unknown option '--nnodes'"
 }
 
+# bats test_tags=slow
 @test "a master that cannot be: exit 3, one line" {
   run launch plain.yaml 2 2 0 no-such-host.invalid
   assert_refused 3 "$HOST: the master's name 'no-such-host.invalid' is unknown" "name-unresolved"

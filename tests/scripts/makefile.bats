@@ -49,6 +49,7 @@ load helper
   [[ $output == $'ours\n  C.UTF-8  0022' && -L links/$PWD/fake/ours && $HOME == *.home && -z $(ls -A "$HOME") ]]
 }
 
+# bats test_tags=slow
 @test "make init puts the kit into one folder of a repository, and leaves all else alone" {
   mkdir -p own/scripts
   echo mine | tee own/train.py own/scripts/launch.sh >own/README.md

@@ -13,6 +13,7 @@ setup_folder() {
   printf '%s\n' n2 n2 n1 n1 >nodes
 }
 
+# bats test_tags=slow
 @test "the nodes of the node file, in its order, each with as many processes as it has lines" {
   setup_folder
   run launch --dry-run

@@ -22,6 +22,7 @@ $command"
   [[ $status == 2 ]]
 }
 
+# bats test_tags=slow
 @test "the config in two parts, and the one it falls back on" {
   mkdir conf
   make_config conf/small.yaml
@@ -92,6 +93,7 @@ $command"
   [[ $output == *"run        7_3    plain.yaml"* ]]
 }
 
+# bats test_tags=slow
 @test "a login node is warned about" {
   local told="warning: this looks like a login node"
   run launch -c plain.yaml --dry-run

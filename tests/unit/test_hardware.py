@@ -91,6 +91,7 @@ def test_an_old_nvidia_smi_that_refuses_a_field_is_asked_for_the_rest(install: I
         visible_gpus({})
 
 
+@pytest.mark.slow
 def test_an_nvidia_smi_that_hangs_on_nvlinks_alone_does_no_harm(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -146,6 +146,7 @@ def test_first_of_100000_names_takes_less_than_1_ms(text: str) -> None:
     assert _median_ms(lambda: first(text)) <= 1
 
 
+@pytest.mark.slow
 def test_a_list_without_end_is_refused() -> None:
     assert first("n[1-99999999999]") == "n1"
     with pytest.raises(HostlistError, match="more than 1000000 names"):

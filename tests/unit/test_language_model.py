@@ -77,6 +77,7 @@ def test_tokens_of_an_unknown_vocabulary_are_looked_at(tmp_path: Path) -> None:
     LanguageModelTask(load(LOCAL3, [*overrides, "model.vocabulary=50304"]))
 
 
+@pytest.mark.slow
 def test_a_run_ends_well_where_its_tokenizer_is_not(tmp_path: Path) -> None:
     for name in ("train.bin", "val.bin"):
         array("H", [511, 7] * 200).tofile((tmp_path / name).open("wb"))
@@ -90,6 +91,7 @@ def test_a_run_ends_well_where_its_tokenizer_is_not(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_model_may_know_more_tokens_than_its_text(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("abcdefg" * 400)
     words = [f"data.path={tmp_path}/text", "model.context=8", "model.vocabulary=1024"]
@@ -138,6 +140,7 @@ def test_the_last_tokens_have_rows_of_their_own() -> None:
         assert len(set.union(*found.values())) == len(found), "others, another"
 
 
+@pytest.mark.slow
 def test_an_untrained_model_knows_nothing_and_a_trained_one_its_text(tmp_path: Path) -> None:
     for n in range(3):
         (tmp_path / f"{n}").write_text("abcdefg" * 40)

@@ -202,6 +202,7 @@ def test_every_pair_of_nodes_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done == [["port", "clock", "other port", "pairs"]] * 2
 
 
+@pytest.mark.slow
 def test_a_door_that_is_closed(listener: int) -> None:
     closed = [free_port() for _ in range(5)]
     ports = [listener, *closed]

@@ -108,6 +108,7 @@ def test_a_pipe_shows_bytes_as_they_come(tmp_path: Path) -> None:
         assert os.read(screen.reader, 65536) == piece
 
 
+@pytest.mark.slow
 def test_200_mb_without_a_line_end_take_seconds(tmp_path: Path) -> None:
     """Each byte is copied a few times: not once for each read that follows."""
     screen = Screen(tmp_path, is_tty=False)
@@ -158,6 +159,7 @@ def test_a_line_is_not_logged_before_its_end_unless_it_redraws(
     assert tty.logged() == ["[0] Are you sure?"]
 
 
+@pytest.mark.slow
 def test_a_bar_without_end_takes_no_memory(screen: Screen) -> None:
     for _ in range(100):
         screen.write(b"\r50%" * 10_000)  # nobody reads the terminal

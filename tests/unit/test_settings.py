@@ -100,6 +100,7 @@ def test_the_shared_defaults_are_reached() -> None:
     assert load(LOCAL3).distributed.mixed_precision.enabled is True
 
 
+@pytest.mark.slow
 @given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
 @example(" a  b ")
 @example("# not a comment")
@@ -124,6 +125,7 @@ def test_an_override_may_hold_a_list_for_a_task_of_ones_own(config: Path) -> Non
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "cause"),
     [
@@ -149,10 +151,12 @@ def test_a_number_out_of_bounds_is_refused_in_one_line(config: Path, key: str, v
         assert error_of(config, f"{key}={value}").startswith(f"command line: {key}: ")
 
 
+@pytest.mark.slow
 def test_a_value_too_deep_for_the_parser_is_refused_in_one_line(config: Path) -> None:
     assert error_of(config, f"train.max_steps={'[' * 3000}").startswith("command line: train.max")
 
 
+@pytest.mark.slow
 @given(st.sampled_from(sorted(KNOWN)), st.text())
 def test_any_value_is_taken_or_refused_in_one_line(key: str, value: str) -> None:
     try:

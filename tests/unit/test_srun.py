@@ -132,6 +132,7 @@ def test_a_cancelled_job_is_no_missing_node(
     assert capsys.readouterr().err == "stopped  by SIGTERM; nothing was started\n"
 
 
+@pytest.mark.slow
 def test_a_node_that_keeps_the_others_waiting_is_named_meanwhile(
     plan: Plan,
     tools: Path,

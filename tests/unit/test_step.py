@@ -54,6 +54,7 @@ def run_step(folder: Path, min_nodes: int = 0) -> tuple[subprocess.CompletedProc
 # --- the end ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_srun_that_waits_for_a_lost_node_is_ended(
     tmp_path: Path, tools: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -66,6 +67,7 @@ def test_an_srun_that_waits_for_a_lost_node_is_ended(
     assert step.END_S <= took_s < step.END_S + 30  # srun takes 60
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_without_a_node_ends_as_the_others_do(
     tmp_path: Path, tools: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,6 +73,7 @@ def test_no_test_uses_the_terminal(suite: Path) -> None:
     assert lines[-1].endswith(" passed, 0 failed, 0 skipped"), lines
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_is_ended_and_counted(suite: Path) -> None:
     script = suite / "tests/run.sh"
     script.write_text(script.read_text().replace("PART_LIMIT=3h", "PART_LIMIT=3s"))
