@@ -218,7 +218,10 @@ def check_master(machine: Machine) -> Iterator[Fault]:
 
 
 def check_interfaces(machine: Machine) -> Iterator[Fault]:
-    """GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, where set, name interfaces of this machine."""
+    """Loopback is up; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name interfaces of this machine."""
+    if interface_to("127.0.0.1") is None:
+        cause = "the loopback interface is down, so that no rank here can reach another"
+        yield Fault("no-such-interface", cause, "ip link set lo up")
     names = [name for _, name in socket.if_nameindex()]
     leads = interface_to(machine.master_addr)
     cure = f"unset it, or name one of {', '.join(names)}"
@@ -299,7 +302,7 @@ CHECKS = {  # and how many things each looks at
     check_build: 1,
     check_cpus: 1,
     check_master: 3,
-    check_interfaces: 2,
+    check_interfaces: 3,
     check_infiniband: 2,
     check_limits: 3,
     check_folders: 2,

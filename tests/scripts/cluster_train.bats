@@ -54,7 +54,7 @@ $(golden_command "$ROOT/scripts/cluster_train.sh plain.yaml 2 1 10.0.0.1 23456" 
   echo 'print("trained", flush=True)' >own.py
   TRAIN_SCRIPT=own.py NPROC_PER_NODE=2 run launch -
   [[ $status == 0 ]]
-  [[ $output == *"preflight  22 checks"*"health     this node alone, 2 processes: ok"*trained* ]]
+  [[ $output == *"preflight  23 checks"*"health     this node alone, 2 processes: ok"*trained* ]]
   [[ $output == "$(<logs/distributed_training/latest_node0.log)" ]]
   [[ $(readlink logs/distributed_training/latest_node0.log) == cluster_train_*_node0.log ]]
 }

@@ -58,7 +58,7 @@ is_gone() { # <text in a command line>
   make_hang_up
   NO_COLOR=1 run "$PYTHON" hang_up.py "RUN_ID=mine '$ROOT'/scripts/ssh/launch_singlenode.sh --detach - 1 -- 'a  b'"
   echo "$output"
-  [[ $output == *"run        mine"*"preflight  22 checks"*"detached   tail -f logs/mine/launcher_$HOST.log"* ]]
+  [[ $output == *"run        mine"*"preflight  23 checks"*"detached   tail -f logs/mine/launcher_$HOST.log"* ]]
   [[ $output == *"stop       $ROOT/scripts/ssh/launch_singlenode.sh --stop mine
 the end of 0"* ]]
   eventually grep -qx "waiting a  b" "logs/mine/launcher_$HOST.log"
@@ -75,7 +75,7 @@ the end of 0"* ]]
   [[ $status == 0 && ${lines[0]} == *"waiting up to 55 s for its end" && ${lines[1]} == "mine  ended, code 75  "*"[0] waiting a  b" ]]
   eventually is_gone "rdzv-id mine "
   grep -qF "resume   RUN_ID=mine TRAIN_SCRIPT=own.py $ROOT/scripts/ssh/launch_singlenode.sh --detach - 1 -- 'a  b'" "logs/mine/launcher_$HOST.log"
-  grep -q '^preflight  22 checks' "logs/mine/launcher_$HOST.log"
+  grep -q '^preflight  23 checks' "logs/mine/launcher_$HOST.log"
   run launch --stop mine
   [[ $status == 3 && $output == *"run mine is not running: ended, code 75; there is nothing to stop" ]]
 }

@@ -255,7 +255,7 @@ PY
   TRAIN_SCRIPT=warned.py run launch - 1 --strict
   assert_refused 3 "$HOST: at most 512 open files; ulimit -n" "low-nofile"
   TRAIN_SCRIPT=warned.py run launch - 1
-  [[ $status == 0 && ${lines[0]} == *"warning: "*"[low-nofile]" && $output == *"22 checks on 1 node: 1 warning in"* ]]
+  [[ $status == 0 && ${lines[0]} == *"warning: "*"[low-nofile]" && $output == *"23 checks on 1 node: 1 warning in"* ]]
 }
 
 # bats test_tags=slow,long

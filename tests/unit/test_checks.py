@@ -416,6 +416,13 @@ def test_gloo_interface(wanted: str, sound: bool) -> None:
     assert (fault is None) == sound
 
 
+def test_loopback_that_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find(checks.check_interfaces) is None
+    monkeypatch.setattr(checks, "interface_to", {}.get)
+    fault = find(checks.check_interfaces)
+    assert fault is not None and fault.cause.startswith("the loopback interface is down")
+
+
 def test_the_interface_that_leads_to_the_master_is_proposed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -423,7 +430,8 @@ def test_the_interface_that_leads_to_the_master_is_proposed(
     fault = find(checks.check_interfaces, environ=environ)  # of one machine
     assert fault is not None
     assert "name one of lo" in fault.cure
-    monkeypatch.setattr(checks, "interface_to", {"192.0.2.1": "eth7"}.get)
+    ways = {"127.0.0.1": "lo", "192.0.2.1": "eth7"}
+    monkeypatch.setattr(checks, "interface_to", ways.get)
     fault = find(checks.check_interfaces, environ=environ, master_addr="192.0.2.1")
     assert fault is not None
     assert fault.cure.startswith("unset it, or name eth7, which leads to the master")
