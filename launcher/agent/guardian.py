@@ -100,7 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         theirs.close()
         close(janitors[1])
         guarded = Agent(agent, ours, words, _node_rank(arguments))
-        code = _guard(guarded, handled, control, client)
+        with ours:
+            code = _guard(guarded, handled, control, client)
         if recorded:  # the run may have ended before it began
             run_json.note_end(Path(recorded), code)
         return code

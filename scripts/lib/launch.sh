@@ -44,6 +44,7 @@ default_config() {
 # Hands all that was typed to start.py; does not return.
 launch() { # <fan-out or other task> <more options of start.py...>
   local name command
+  pwd -P &>/dev/null || die 2 "the working directory has been removed; cd to one that exists"
   for name in launcher/start.py distributed/environment.py; do
     [[ -r $ROOT/$name ]] ||
       die 2 "there is no $name in $ROOT; keep scripts/, launcher/ and distributed/ of this project together (make init DIR=...)"

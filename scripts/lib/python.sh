@@ -32,11 +32,15 @@ choose_python() {
     refuse env-missing "there is no Python at ${PYTHON@Q}; set PYTHON to one of 3.10 or newer"
   [[ $found == /* ]] || found=$PWD/$found
   PYTHON=$found
-  "$PYTHON" -S -E -c 'import sys; sys.exit(42 if sys.version_info >= (3, 10) else 43)' 2>/dev/null || code=$?
+  unset PYTHONINSPECT # each process would wait for someone to type, at its end
+  "$PYTHON" -S -c 'import sys, zlib; sys.exit(42 if sys.version_info >= (3, 10) else 43)' 2>/dev/null || code=$?
   case $code in
     42) ;;
     43) refuse env-missing "$PYTHON is older than Python 3.10; set PYTHON to a newer one" ;;
-    *) refuse env-missing "$PYTHON is no Python; correct PYTHON" ;;
+    *)
+      [[ -z ${PYTHONHOME:-} ]] || refuse env-missing "PYTHONHOME=$PYTHONHOME is not of $PYTHON; unset it"
+      refuse env-missing "$PYTHON is no Python; correct PYTHON"
+      ;;
   esac
   for name in $(compgen -A export); do
     [[ ${before[$name]-unset} == "${!name}" ]] || ACTIVATED+=("$name")

@@ -140,6 +140,12 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
   assert_refused 3 "own.pyy'; correct its path; for a module, give -m and its name" env-missing
   run launch pkg
   assert_refused 3 "there is no script" env-missing
+  PYTHONHOME=/nowhere run launch own.py
+  assert_refused 3 "PYTHONHOME=/nowhere is not of " env-missing
+  mkdir gone && cd gone && rmdir "$OLDPWD/gone"
+  run launch "$OLDPWD/own.py"
+  [[ $status == 2 && ${lines[-1]} == *"the working directory has been removed; cd to one that exists" ]]
+  cd "$BATS_TEST_TMPDIR"
   run launch --nproc-per-node gpu own.py
   assert_refused 3 "there is no visible GPU; give a number of processes" too-few-gpus
 }

@@ -13,7 +13,8 @@ from agents import PATIENCE_S, ROOT, rarely
 
 LAUNCH = str(ROOT / "scripts/ssh/launch_singlenode.sh")
 SHELLS = [
-    "env -i PATH=/usr/bin:/bin PYTHON=$PYTHON TRAIN_SCRIPT=$TRAIN_SCRIPT {}",
+    "env -i PATH=/usr/bin:/bin PYTHON=$PYTHON TRAIN_SCRIPT=$TRAIN_SCRIPT"
+    " PYTHONWARNINGS=error PYTHONINSPECT=1 {}",
 ]
 RARER = [
     "{} <&- >&- 2>&-",
