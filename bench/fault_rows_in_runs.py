@@ -42,17 +42,17 @@ IN_RUNS: tuple[Fault | Elsewhere, ...] = (
     ),
     in_run(
         "rank-stuck",
-        "SIGSTOP to rank 2; `HANG_SECONDS=5`",
+        "SIGSTOP to rank 2; `HANG_SECONDS=10`",
         "signal_rank STOP",
         limit_s=35.0,
-        variables={"HANG_SECONDS": "5"},
+        variables={"HANG_SECONDS": "10"},
     ),
     in_run(
         "rank-stuck",
-        "rank 2 waits for its input for ever; `HANG_SECONDS=5`",
+        "rank 2 waits for its input for ever; `HANG_SECONDS=10`",
         "echo wait >fault",
         limit_s=35.0,
-        variables={"HANG_SECONDS": "5"},
+        variables={"HANG_SECONDS": "10"},
     ),
     in_run("rank-error", "an exception on rank 2", "echo raise >fault", code=1),
     Fault(

@@ -32,12 +32,12 @@ RECORD = struct.Struct("<qqqddB?6x")
 
 
 class Beat(NamedTuple):
-    """A rank's record. Step -1: it has made no beat, and is not watched."""
+    """A rank's record. Time 0: nothing counts its steps, and it is not watched."""
 
-    step: int = -1  # optimizer steps done
+    step: int = -1  # optimizer steps done; -1: none was told yet
     marks: int = 0  # beats since then
     saved: int = -1  # step of the newest checkpoint on disk; -1: none
-    time: float = 0.0  # of the newest beat, in seconds of the machine's monotonic clock
+    time: float = 0.0  # of the newest beat, or the rank's start, on the machine's monotonic clock
     limit_s: float = FIRST_LIMIT_S  # the longest silence before the rank counts as stuck
     limit_by: int = 0  # of LIMITS
     is_counted: bool = False  # the script does not beat: its optimizer's steps are counted
@@ -49,7 +49,12 @@ class Beat(NamedTuple):
 
     @property
     def silence_s(self) -> float:
-        return time.monotonic() - self.time if self.step >= 0 else 0.0
+        return time.monotonic() - self.time if self.time else 0.0
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether a silence ends the run: a slow start or a counted step may be healthy."""
+        return self.limit_by > 0 or not (self.is_counted or self.step < 0)
 
 
 class Heart:
@@ -57,7 +62,7 @@ class Heart:
 
     def __init__(self, fd: int, number: int, stack_file: Path, is_counted: bool = False) -> None:
         self._record = memoryview(mmap.mmap(fd, 0))[RECORD.size * number :]
-        self._last = Beat()
+        self._last = Beat()  # this heart's newest
         self._is_counted = is_counted
         self._first_step = -1
         self._longest_s = 0.0
@@ -68,6 +73,14 @@ class Heart:
         except OSError:  # a full disk, or the folder has gone: no stacks, but the run goes on
             self._stack_file = open(os.devnull, "w")  # noqa: SIM115
         faulthandler.register(STACK_SIGNAL, self._stack_file, all_threads=True)
+        if is_counted:  # from before the script's first line
+            limit_s = self._limit_s or FIRST_LIMIT_S
+            start = time.monotonic()
+            self._write(Beat(time=start, limit_s=limit_s, limit_by=self._limit_by, is_counted=True))
+
+    def _write(self, record: Beat) -> None:
+        self._last = record
+        self._record[: RECORD.size] = RECORD.pack(*record)  # pack_into() would clear it first
 
     def beat(self, step: int | None, saved: int | None, hang_seconds: float | None) -> None:
         now, last = time.monotonic(), self._last
@@ -78,7 +91,7 @@ class Heart:
         else:
             self._first_step = step or 0
         has_moved = step is not None and step != last.step
-        self._last = Beat(
+        newest = Beat(
             step=last.step if step is None else step,
             marks=0 if has_moved else last.marks + (step is not None),
             saved=last.saved if saved is None else saved,
@@ -87,7 +100,7 @@ class Heart:
             limit_by=self._limit_by,
             is_counted=self._is_counted,
         )
-        self._record[: RECORD.size] = RECORD.pack(*self._last)  # pack_into() would clear it first
+        self._write(newest)
 
     def _usual_limit(self, step: int) -> float:
         if step < self._first_step + 2:

@@ -83,7 +83,8 @@ class Heartbeats:
 
     def are_counted(self) -> bool:
         """Whether a script that does not beat made the steps."""
-        return any(self.read(local_rank).is_counted for local_rank in range(self._ranks))
+        beats = map(self.read, range(self._ranks))
+        return any(beat.is_counted and beat.step >= 0 for beat in beats)
 
     def reached(self) -> tuple[int, int]:
         """Return the newest checkpoint, and the most steps done by any rank so far; -1: none."""
@@ -159,7 +160,7 @@ class NodeRanks:
             is_stuck=beat.silence_s > beat.limit_s,
             is_stopped=processes.is_stopped(each.pid),
             silence_s=beat.silence_s,
-            ends_run=beat.limit_by > 0 or not beat.is_counted,
+            ends_run=beat.ends_run,
         )
 
     def describe_end(self, each: Rank) -> Failure:
@@ -191,6 +192,8 @@ class NodeRanks:
         named = next((each for each in living if each.rank == suspect), living[0])
         beat = self.heartbeats.read(named.local_rank)
         cause = f"no sign of life for {beat.silence_s:.0f} s"
+        if beat.step < 0:
+            cause += ", before its first step"
         if processes.is_stopped(named.pid):
             cause += f", {stuck.STOPPED}"
         cause += f"; {LIMITS[beat.limit_by]} is {beat.limit_s:.0f} s"

@@ -114,10 +114,12 @@ class Query:
             odd = stuck.find_odd(silent, places)
             if silent.ends_run:
                 return silent.rank if odd is None else odd
-            step = f"no step for {silent.silence_s:.0f} s, over 10 times the longest, after step"
+            step, when = silent.progress[0], "since the start of the ranks"
+            if step >= 0:
+                when = f"over 10 times the longest, after step {step}"
             who = "all ranks are in one place" if odd is None else f"rank {odd} is behind"
             again = f"kill -QUIT {os.getppid()} shows it again, HANG_SECONDS would end the run"
-            head = f"{step} {silent.progress[0]}: {who}; {again}; {head}"
+            head = f"no step for {silent.silence_s:.0f} s, {when}: {who}; {again}; {head}"
         lines = [head, *stuck.group_stacks(places), *(f"{host}: no answer" for host in unheard)]
         lines += find_mismatches(calls)
         self._tell([printable(line, LONGEST) for line in lines])

@@ -36,7 +36,7 @@ if not HAS_GPU:  # any machine can try the rows that need none
     STEPS += ["model.layers=1", "model.width=32", "model.context=64", "train.global_batch_size=8"]
 WIDE = ["model.width=512", "model.heads=8", "model.context=256"]  # a GPU has something to do
 PROBE = str(ROOT / "tests/gpu/probe.py")
-HANG_S = 10
+HANG_S = 15
 
 
 @dataclass(frozen=True)

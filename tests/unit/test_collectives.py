@@ -139,7 +139,7 @@ def test_a_hang_is_ended_with_the_collectives_that_differ(runs: list[Run], tmp_p
     script = tmp_path / "differs.py"
     script.write_text(SCRIPT)
     options = ["--nproc-per-node=3", str(script), "other"]
-    runs.append(Run(options, TORCH_FR_BUFFER_SIZE="200", HANG_SECONDS="6"))
+    runs.append(Run(options, TORCH_FR_BUFFER_SIZE="200", HANG_SECONDS="12"))
     err = runs[0].finish()
     runs[0].assert_gone()
     assert "[rank-stuck]" in err

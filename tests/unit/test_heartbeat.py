@@ -93,6 +93,41 @@ def test_the_limit_is_the_scripts_own_else_the_variable(
     ]
 
 
+@pytest.mark.parametrize(
+    ("hang_seconds", "beats_itself", "limit_s", "ends_run"),
+    [
+        ("", False, 600, False),  # a slow start may be healthy: only told
+        ("20", False, 20, True),
+        ("", True, 600, False),
+        ("20", True, 20, True),
+    ],
+)
+def test_the_silence_before_the_first_step_counts_from_the_start(
+    beats: Heartbeats,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hang_seconds: str,
+    beats_itself: bool,
+    limit_s: float,
+    ends_run: bool,
+) -> None:
+    """Without a limit of the user's it is told, and ends nothing."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setenv("HANG_SECONDS", hang_seconds)
+    place = heartbeat.find_record(beats.name(1))
+    assert place is not None
+    Heart(*place, tmp_path / "x.stack", is_counted=True)
+    if beats_itself:
+        beat()
+    now += 700
+    record = beats.read(1)
+    assert (record.step, record.silence_s) == (-1, 700)
+    assert (record.limit_s, record.ends_run) == (limit_s, ends_run)
+    assert not beats.are_counted()
+    assert beats.read(0).silence_s == 0  # a program whose steps nobody counts is not watched
+
+
 @pytest.mark.long
 @pytest.mark.alone
 @pytest.mark.usefixtures("beats")

@@ -16,7 +16,8 @@ from agents import PATIENCE_S, ROOT, Run
 from ports import free_port
 from torch.optim.optimizer import Optimizer
 
-from distributed.heartbeat import Beat, Heart, find_record
+from distributed.heartbeat import Heart, find_record
+from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.node_ranks import Heartbeats, NodeRanks
 from launcher.agent.nodes.protocol import MESSAGES, NodeStacks
 from launcher.agent.query import Query
@@ -44,16 +45,47 @@ WHERE = re.compile(  # rank 2 sleeps, and the others wait for it
 def test_the_rank_that_hangs_is_named_with_its_step(
     runs: list[Run], kind: str, where: str, steps: int
 ) -> None:
-    run = Run(["--nproc-per-node=3", LOOPS, kind, "30", "1", where], HANG_SECONDS="6")
+    run = Run(["--nproc-per-node=3", LOOPS, kind, "30", "1", where], HANG_SECONDS="12")
     runs.append(run)
     err = run.finish()
     run.assert_gone()
     block = err[err.index("FAILED") :]
     assert block.startswith("FAILED   rank 1 (local rank 1, ") and "[rank-stuck]" in block
     assert f", at step {steps} " in block
-    assert "no sign of life for " in block and "; the limit, HANG_SECONDS, is 6 s" in block
+    assert "no sign of life for " in block and "; the limit, HANG_SECONDS, is 12 s" in block
     assert f"in {'read_batch' if where == 'data' else 'validate'}" in block.splitlines()[2]
     assert run.process.returncode == 137
+
+
+@pytest.mark.slow
+def test_a_hang_before_the_first_step_ends_the_run(runs: list[Run]) -> None:
+    """HANG_SECONDS counts from the start of the ranks."""
+    run = Run(["--nproc-per-node=2", LOOPS, "plain", "0", "1"], HANG_SECONDS="6")
+    runs.append(run)
+    err = run.finish()
+    run.assert_gone()
+    block = err[err.index("FAILED") :]
+    assert block.startswith("FAILED   rank 1 (local rank 1, ") and "[rank-stuck]" in block
+    assert ", before its first step; the limit, HANG_SECONDS, is 6 s" in block
+    assert "in read_batch" in block.splitlines()[2]
+    assert run.process.returncode == 137
+
+
+@pytest.mark.parametrize(
+    ("step", "when"),
+    [
+        (-1, "since the start of the ranks"),
+        (9, "over 10 times the longest, after step 9"),
+    ],
+)
+def test_without_a_limit_a_silence_is_told_once(step: int, when: str) -> None:
+    shown: list[str] = []
+    query = Query(NodeRanks([], Heartbeats(1), 0, "here"), ["here"], {}, shown.append, None)
+    suspect = RankState(1, (step, 0), True, False, 601.0, ends_run=False)
+    for _ in range(2):
+        query.ask_about(suspect)
+        assert query.on_time() is None
+    assert [line.partition(": all ranks")[0] for line in shown] == [f"no step for 601 s, {when}"]
 
 
 @pytest.mark.long
@@ -74,13 +106,13 @@ def test_of_ranks_with_equal_beats_the_one_that_does_not_wait_is_named(
         "    time.sleep(1000 * hangs)\n"
         "    model(torch.ones(1)).backward()\n"
     )
-    run = Run(["--nproc-per-node=2", str(script)], PYTHONPATH=str(ROOT), HANG_SECONDS="6")
+    run = Run(["--nproc-per-node=2", str(script)], PYTHONPATH=str(ROOT), HANG_SECONDS="12")
     runs.append(run)
     err = run.finish()
     run.assert_gone()
     block = err[err.index("FAILED") :]
     assert block.startswith("FAILED   rank 1 (local rank 1, ") and "[rank-stuck]" in block
-    assert re.search(r"; the limit, HANG_SECONDS, is 6 s\n +\S*beating.py:9 in <module>\n", block)
+    assert re.search(r"; the limit, HANG_SECONDS, is 12 s\n +\S*beating.py:9 in <module>\n", block)
     assert re.search(r"^stacks   rank 0: torch/autograd/.* < \S*beating.py:10 in ", block, re.M)
 
 
@@ -224,7 +256,7 @@ def test_steps_are_counted_until_the_script_beats(tmp_path: Path) -> None:
     counter = StepCounter(Heart(*place, tmp_path / "a.stack", is_counted=True))
     model = torch.nn.Linear(1, 1)
     first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
-    assert beats.read(0) == Beat()
+    assert beats.read(0).progress == (-1, 0) and not beats.are_counted()
     seen = []
     for optimizer in (first, second, second, first):
         counter(optimizer, (), {})

@@ -231,7 +231,7 @@ def test_a_stop_after_saving(place: Place) -> None:
 
 @pytest.mark.another_torch("hang")
 def test_a_hang_is_named_with_all_stacks(place: Place) -> None:
-    code, _, err = launch(place, "hang", HANG_SECONDS="6")
+    code, _, err = launch(place, "hang", HANG_SECONDS="12")
     assert code == 137
     assert err == (
         "node agent: step 10 was only in memory; it is now saved in HERE/checkpoints/RUN\n"
@@ -244,7 +244,7 @@ def test_a_hang_is_named_with_all_stacks(place: Place) -> None:
         "code     137 (SIGKILL)\n"
         "others   1 rank was stopped by the launcher; nothing is left running\n"
         "log      logs/RUN/failures/rank_1.stack\n"
-        "resume   RUN_ID=RUN HANG_SECONDS=6 scripts/launch.sh --nproc-per-node=2 loop.py hang"
+        "resume   RUN_ID=RUN HANG_SECONDS=12 scripts/launch.sh --nproc-per-node=2 loop.py hang"
         "     (from step 10)\n"
         "see      TROUBLESHOOTING.md#rank-stuck\n"
     )

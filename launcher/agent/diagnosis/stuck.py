@@ -32,8 +32,8 @@ class RankState:
     progress: tuple[int, ...]  # Beat.progress: step, and beats since then
     is_stuck: bool  # it has been silent for longer than its limit
     is_stopped: bool  # its process is stopped (SIGSTOP)
-    silence_s: float  # since its last beat; 0 before its first
-    ends_run: bool = True  # its silence; that of a script that does not beat may only be told
+    silence_s: float  # since its last beat, or its start
+    ends_run: bool = True  # its silence; that of a slow start may only be told
     equals: tuple[int, ...] = ()  # the ranks that are as far behind, of a straggler
 
 
