@@ -1,6 +1,6 @@
 """Which launcher started this process, and its rank among the others.
 
-No other module reads the launchers' variables. It does not import torch, so it is instant.
+Only this module and job.py read the variables of launchers. No torch, so it is instant.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import hostlist
+from .job import in_slurm_step, job_id, job_run_id
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_][\w\]\[.-]{0,127}", re.ASCII)
 _TAKEN_RUN_ID = re.compile(r"latest|tensorboard|distributed_training|node_[0-9]+\.log")
 _MOST_TASKS = 10**6
 DEFAULT_LOG_DIR = "logs"
-INTERACTIVE_STEP = "4294967290"  # SLURM_STEP_ID in the shell that salloc opens on a node
-_SQUEUE_S = 10  # limit for an answer of SLURM's controller
 
 
 def printable(text: str, longest: int = 600) -> str:
@@ -265,59 +264,10 @@ def detect(
     )
 
 
-def in_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Return whether srun started this process; salloc's own shell is no such step."""
-    return environ.get("SLURM_STEP_ID", "") not in ("", INTERACTIVE_STEP)
-
-
 def is_first_task() -> bool:
     """Return whether this is the first of srun's tasks; True under any other launcher."""
     is_other = in_slurm_step(os.environ) and os.environ.get("SLURM_PROCID") != "0"
     return "RANK" in os.environ or not is_other
-
-
-def job_id(environ: Mapping[str, str]) -> str:
-    """Return the SLURM or PBS job's id, or ""; each task of a SLURM array has its own."""
-    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
-    if array and task:
-        return f"{array}_{task}"
-    return environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID") or ""
-
-
-def job_run_id(environ: Mapping[str, str]) -> str:
-    """Return what names a run after its job: each step but the first is a run of its own."""
-    job, step = job_id(environ), environ.get("SLURM_STEP_ID", "")
-    return f"{job}.{step}" if in_slurm_step(environ) and step != "0" else job
-
-
-def slurm_job() -> dict[str, str | int]:
-    """Return what identifies this start of this SLURM job; {} outside of SLURM.
-
-    A requeued job keeps its id, and gets the next start count and a new submit time. Another job
-    can have the same id, on another cluster or after a reset of SLURM's database.
-    """
-    v = _Variables(os.environ)
-    if not v["SLURM_JOB_ID"]:
-        return {}
-    return {
-        "job": v["SLURM_JOB_ID"],
-        "run_id": job_id(v),
-        "start": v.number("SLURM_RESTART_COUNT", 0, default="0"),
-        "cluster": v["SLURM_CLUSTER_NAME"],
-        "submitted": _submit_time(job_id(v)),
-    }
-
-
-def _submit_time(job: str) -> str:
-    """Ask SLURM for a job's submit time; empty where it does not answer, as in a container."""
-    import subprocess  # costs more than the rest of this module, and few need it
-
-    command = ["env", "SLURM_TIME_FORMAT=standard", "squeue", "-h", "-j", job, "-o", "%V"]
-    try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=_SQUEUE_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return told.stdout.strip()
 
 
 def _run_id(v: _Variables) -> str:

@@ -15,8 +15,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NoReturn
 
 from distributed import hostlist
-from distributed.environment import job_id, tasks_per_node
+from distributed.environment import tasks_per_node
 from distributed.errors import REFUSED, Refused
+from distributed.job import job_id
 from distributed.stop_signals import NOTICE, handled_signals
 from launcher import handshake, processes
 from launcher.fanout.step import run_step, start

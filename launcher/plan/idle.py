@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from distributed.environment import in_slurm_step
+from distributed.job import in_slurm_step
 from launcher.plan.plan import Plan
 
 ALL = "; run_ddp.sh uses all [partial-launch]"

@@ -9,8 +9,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from distributed import environment, hostlist
-from distributed.environment import in_slurm_step, slurm_node
+from distributed.environment import slurm_node
 from distributed.errors import STOPPED
+from distributed.job import in_slurm_step
 from launcher.plan.plan import PlanError, World, read_nproc, read_number
 
 
