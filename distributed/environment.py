@@ -9,8 +9,9 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from . import hostlist
@@ -41,7 +42,7 @@ class LauncherError(ValueError):
 class Environment:
     """One process's part in the run. Ranks and sizes count processes, node ranks count hosts."""
 
-    launcher: str  # "torchrun", "launch", "slurm", "openmpi" or "plain"
+    launcher: str  # "torchrun", "launch", "slurm", "plain" or an MPI: "openmpi", "mpich", ...
     rank: int
     local_rank: int
     world_size: int
@@ -120,14 +121,33 @@ def torchrun(v: _Variables) -> Environment:
     return replace(env, node_rank=node_rank, num_nodes=num_nodes)
 
 
-def openmpi(v: _Variables) -> Environment:
-    """Read what Open MPI's mpirun sets. Assumes that ranks are placed node by node."""
-    names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+def mpi(launcher: str, names: tuple[str, ...], v: _Variables) -> Environment:
+    """Read what an MPI's mpiexec sets. Assumes that ranks are placed node by node."""
     ranks = _ranks_of_equal_nodes(v, *names)
-    address = "127.0.0.1" if ranks[-1] == 1 else ""  # one node
-    v.cure = "set it to the first host (a free port) and pass it on, as mpirun -x MASTER_ADDR does"
-    # The namespace is one per mpirun, the same on every rank.
-    return Environment("openmpi", *ranks, *v.master(address, v["PMIX_NAMESPACE"]))
+    is_alone = ranks[-1] == 1  # one node
+    v.cure = "set it to the first host (a free port) and pass it on: mpirun -x, mpiexec -genv"
+    ids = (v["PMIX_NAMESPACE"], v["I_MPI_HYDRA_UUID"], v["PALS_APID"], job_id(v))
+    port_id = next(filter(None, ids), "") or (_starter() if is_alone else "")
+    return Environment(launcher, *ranks, *v.master("127.0.0.1" if is_alone else "", port_id))
+
+
+def _starter() -> str:
+    """Return the process that started this rank's process group: MPICH's, one for all of a node."""
+    try:
+        stat = Path(f"/proc/{os.getpgrp()}/stat").read_text()
+    except OSError:
+        return ""
+    return f"process {stat.rpartition(')')[2].split()[1]}"
+
+
+def no_local_rank(v: _Variables) -> Environment:
+    """Return the place of one process alone; raises LauncherError where it is one of several."""
+    mark, size = next((mark, size) for mark, size in _SIZES.items() if v[mark])
+    if v[size] == "1":
+        return plain(v)
+    cause = f"{mark}={v[mark]}, but no variable tells this rank's local rank"
+    cure = "start the ranks with torchrun or scripts/launch.sh; for one process alone, unset"
+    raise LauncherError(f"{cause}; {cure} {mark}")
 
 
 def _ranks_of_equal_nodes(
@@ -231,11 +251,34 @@ def plain(v: _Variables) -> Environment:
     return Environment("plain", 0, 0, 1, 1, 0, 1, "127.0.0.1", port_from_id(_run_id(v)))
 
 
+def _of_mpi(
+    launcher: str, names: tuple[str, ...], command: str
+) -> tuple[Callable[[_Variables], Environment], str]:
+    return partial(mpi, launcher, names), f"start the ranks with {command}, which sets it"
+
+
+# What each sets: rank, size, local rank, local size.
+_OPENMPI, _MVAPICH2, _MVAPICH3 = (
+    tuple(f"{prefix}_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    for prefix in ("OMPI", "MV2", "MVP")
+)
+_HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # MPICH, Intel MPI
+_CRAY = ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
+_PALS = ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE")
+_SIZES = {"PMI_RANK": "PMI_SIZE", "FLUX_TASK_RANK": "FLUX_JOB_SIZE", "PMIX_RANK": ""}
+
 # The first variable found decides: an agent under srun or mpirun sets RANK, and mpirun uses srun.
-LAUNCHERS = {
+# srun can set PMI's, too.
+LAUNCHERS: dict[str, tuple[Callable[[_Variables], Environment], str]] = {
     "RANK": (torchrun, "start the ranks with torchrun, or set every variable that it sets"),
-    "OMPI_COMM_WORLD_RANK": (openmpi, "start the ranks with Open MPI's mpirun, which sets it"),
+    "OMPI_COMM_WORLD_RANK": _of_mpi("openmpi", _OPENMPI, "Open MPI's mpirun"),
+    "MV2_COMM_WORLD_RANK": _of_mpi("mvapich", _MVAPICH2, "MVAPICH's mpirun"),
+    "MVP_COMM_WORLD_RANK": _of_mpi("mvapich", _MVAPICH3, "MVAPICH's mpirun"),
+    "MPI_LOCALRANKID": _of_mpi("mpich", _HYDRA, "mpiexec of MPICH or Intel MPI"),
     "SLURM_STEP_ID": (slurm, "start the ranks with srun, which sets it"),
+    "PMI_LOCAL_RANK": _of_mpi("pals", _CRAY, "Cray's mpiexec"),
+    "PALS_RANKID": _of_mpi("pals", _PALS, "Cray's mpiexec"),
+    **dict.fromkeys(_SIZES, (no_local_rank, "")),
 }
 
 
