@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from . import hostlist
-from .job import in_slurm_step, job_id, job_run_id
+from .job import in_slurm_step, is_task, job_id, job_run_id
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_][\w\]\[.-]{0,127}", re.ASCII)
 _TAKEN_RUN_ID = re.compile(r"latest|tensorboard|distributed_training|node_[0-9]+\.log")
@@ -167,7 +167,7 @@ def _ranks_of_equal_nodes(
 
 def slurm(v: _Variables) -> Environment:
     """Read one task of a SLURM step, by the step's variables: the job's may name more nodes."""
-    if not in_slurm_step(v):
+    if not is_task(v):
         return plain(v)
     world_size = v.number("SLURM_STEP_NUM_TASKS")
     if v["WORLD_SIZE"] not in ("", str(world_size)):
@@ -212,12 +212,12 @@ def _in_order_of_tasks(v: _Variables) -> tuple[str, list[int]]:
 def slurm_node(environ: Mapping[str, str], master: str = "") -> tuple[int, int, str] | None:
     """Return node count, node rank and master of a step with one task per node; None outside.
 
-    The master is the first node unless it is given.
+    On several nodes the master is the one given, else MASTER_ADDR, else the first node.
     """
-    if not in_slurm_step(environ):
+    if not is_task(environ):
         return None
-    given = {"MASTER_ADDR": master, "MASTER_PORT": "1", "WORLD_SIZE": ""}
-    v = _Variables({**environ, **given})
+    v = _Variables({**environ, "MASTER_PORT": "1", "WORLD_SIZE": ""})
+    v["MASTER_ADDR"] = "" if v["SLURM_STEP_NUM_NODES"] == "1" else master or v["MASTER_ADDR"]
     v.cure = LAUNCHERS["SLURM_STEP_ID"][1]
     env = slurm(v)
     if env.world_size != env.num_nodes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 _INTERACTIVE_STEP = "4294967290"  # SLURM_STEP_ID in the shell that salloc opens on a node
 _SQUEUE_S = 10  # limit for an answer of SLURM's controller
@@ -12,6 +13,24 @@ _SQUEUE_S = 10  # limit for an answer of SLURM's controller
 def in_slurm_step(environ: Mapping[str, str]) -> bool:
     """Return whether srun started this process; salloc's own shell is no such step."""
     return environ.get("SLURM_STEP_ID", "") not in ("", _INTERACTIVE_STEP)
+
+
+def is_task(environ: Mapping[str, str]) -> bool:
+    """Return whether this is a task of a step, and not a command in the shell of one.
+
+    Of the tasks of `srun -n2 --pty bash`, the first gets the terminal; the shells of the others,
+    which read nothing, have ended.
+    """
+    if not in_slurm_step(environ):
+        return False
+    is_first = environ.get("SLURM_PTY_PORT") and environ.get("SLURM_PROCID") == "0"
+    if not is_first or environ.get("SLURM_STEP_NUM_TASKS") == "1":
+        return True
+    try:
+        task = Path("/proc", environ.get("SLURM_TASK_PID") or "-", "cmdline").read_bytes()
+    except OSError:
+        return True
+    return not task or any(not word.startswith(b"-") for word in task.split(b"\0")[1:-1])
 
 
 def job_id(environ: Mapping[str, str]) -> str:

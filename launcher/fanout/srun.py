@@ -206,9 +206,10 @@ def step_command(
     if not environ.get("SLURM_GPUS_ON_NODE"):  # the script's --cpus-per-gpu means nothing then
         step = ["env", "--unset=SLURM_CPUS_PER_GPU", *step]
     step += plan.step_options()
-    threads = f"OMP_NUM_THREADS={environ.get('OMP_NUM_THREADS') or 1}"
+    variables = [f"MASTER_ADDR={plan.master_addr}"] if plan.has_named_master else []
+    variables.append(f"OMP_NUM_THREADS={environ.get('OMP_NUM_THREADS') or 1}")
     rank = plan.inside([plan.python, "-u", *plan.words])
-    return [*step, *plan.with_variables([threads, *rank])]
+    return [*step, *plan.with_variables([*variables, *rank])]
 
 
 def node_step(

@@ -21,7 +21,7 @@ from distributed.environment import (
     new_run_id,
     port_from_id,
 )
-from distributed.job import in_slurm_step, job_run_id
+from distributed.job import in_slurm_step, is_task, job_run_id
 from distributed.network import PROFILES
 from distributed.stop_signals import DEFAULT_GRACE_S
 from launcher.container import Container, config_texts, read_container
@@ -164,6 +164,7 @@ def choose_fanout(typed: Typed, environ: Mapping[str, str]) -> str:
     if len(pbs.read_nodefile(environ, None) if environ.get("PBS_NODEFILE") else ()) > 1:
         return "ssh"
     slurm.refuse_many_nodes(environ, typed.program)
+    slurm.warn_of_part(environ, typed.program)
     if is_login_node(environ):
         cause = "this looks like a login node; get an allocation first (salloc, qsub -I)"
         print(f"{typed.program}: warning: {cause}", file=sys.stderr)
@@ -216,6 +217,7 @@ def _read_named(typed: Typed, environ: Mapping[str, str], nproc: int | None) -> 
 def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> World:
     """Return this machine's node rank where every node starts itself: under srun, or by hand."""
     given = {"NUM_NODES": typed.nnodes, "NODE_RANK": typed.node_rank, "MASTER_ADDR": typed.master}
+    slurm.refuse_many_tasks(environ)
     if typed.health_check or (typed.like_torchrun and typed.nnodes != "1"):
         if step := slurm.read_step(environ, given):  # srun has started this on each node
             return step
@@ -319,7 +321,7 @@ def command_line(typed: Typed, environ: Mapping[str, str], fanout: str) -> str:
         words = pbs.job_command(script, words)
     elif script or fanout == "srun":
         words = slurm.job_command(environ, script, words)
-    elif in_slurm_step(environ):
+    elif is_task(environ):
         words = slurm.step_command(environ, words)
     return " ".join([*variables, shlex.join(words)])
 

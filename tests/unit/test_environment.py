@@ -18,6 +18,7 @@ from distributed.environment import (
     detect,
     new_run_id,
     port_from_id,
+    slurm_node,
     tasks_per_node,
 )
 from distributed.hostlist import HostlistError
@@ -355,10 +356,33 @@ def test_import_is_light() -> None:
     ],
 )
 def test_place_in_a_real_slurm(name: str, expected: tuple[object, ...]) -> None:
-    env = detect(captured(name))
+    env = detect(captured(name, SLURM_TASK_PID=""))
     ranks = (env.rank, env.local_rank, env.world_size, env.local_world_size)
     nodes = (env.node_rank, env.num_nodes, env.master_addr)
     assert (env.launcher, *ranks, *nodes, env.run_id) == expected
+
+
+def test_a_shell_of_several_tasks_is_one_process_alone(shell: str) -> None:
+    environ = captured("srun-pty-step", SLURM_TASK_PID=shell)
+    assert (detect(environ).launcher, detect(environ).world_size) == ("plain", 1)
+    assert slurm_node(environ) is None
+    for task in (  # not the shell of srun --pty: a command that it has started on each node
+        {"SLURM_TASK_PID": str(os.getpid())},
+        {"SLURM_PROCID": "3", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"},
+        {"SLURM_PTY_PORT": ""},
+    ):
+        assert detect({**environ, **task}).world_size == 4
+        with pytest.raises(LauncherError, match="srun started 4 tasks on 2 nodes; give it --nta"):
+            slurm_node({**environ, **task})
+
+
+def test_master_of_a_step() -> None:
+    step = captured("one-per-node-step")
+    assert slurm_node(step) == (2, 1, "node1")
+    assert slurm_node({**step, "MASTER_ADDR": "node1i"}) == (2, 1, "node1i")
+    assert slurm_node({**step, "MASTER_ADDR": "node1i"}, master="node1j") == (2, 1, "node1j")
+    alone = captured("sub-step", MASTER_ADDR="elsewhere")
+    assert slurm_node(alone) == (1, 0, "node2")
 
 
 def test_local_sizes_follow_the_groups_of_a_heterogeneous_job() -> None:
