@@ -19,9 +19,9 @@ def find_idle(plan: Plan, environ: Mapping[str, str]) -> str:
     if is_task(environ) or plan.fanout == "job_command":
         return ""
     if in_slurm_step(environ):  # in its shell
-        nodes = environ["SLURM_STEP_NUM_NODES"]
+        size = environ["SLURM_STEP_NUM_NODES"]
         cure = "give each its task: srun --overlap [partial-launch]"
-        return f"this run uses 1 of the step's {nodes} nodes; {cure}" if nodes != "1" else ""
+        return f"this run uses 1 of the step's {size} nodes; {cure}" if size != "1" else ""
     nodes, gpus = _job(environ)
     if plan.num_agents < nodes:
         return f"this run uses {plan.num_agents} of the job's {nodes} nodes{ALL}"
