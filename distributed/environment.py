@@ -1,6 +1,6 @@
 """Which launcher started this process, and its rank among the others.
 
-No other module reads the launchers' variables. It does not import torch, so it is instant.
+Only this module and job.py read the variables of launchers. No torch, so it is instant.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from . import hostlist
+from .job import in_slurm_step, is_task, job_id, job_run_id
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_][\w\]\[.-]{0,127}", re.ASCII)
 _TAKEN_RUN_ID = re.compile(r"latest|tensorboard|distributed_training|node_[0-9]+\.log")
 _MOST_TASKS = 10**6
 DEFAULT_LOG_DIR = "logs"
-INTERACTIVE_STEP = "4294967290"  # SLURM_STEP_ID in the shell that salloc opens on a node
-_SQUEUE_S = 10  # limit for an answer of SLURM's controller
 
 
 def printable(text: str, longest: int = 600) -> str:
@@ -42,7 +42,7 @@ class LauncherError(ValueError):
 class Environment:
     """One process's part in the run. Ranks and sizes count processes, node ranks count hosts."""
 
-    launcher: str  # "torchrun", "launch", "slurm", "openmpi" or "plain"
+    launcher: str  # "torchrun", "launch", "slurm", "plain" or an MPI: "openmpi", "mpich", ...
     rank: int
     local_rank: int
     world_size: int
@@ -121,14 +121,33 @@ def torchrun(v: _Variables) -> Environment:
     return replace(env, node_rank=node_rank, num_nodes=num_nodes)
 
 
-def openmpi(v: _Variables) -> Environment:
-    """Read what Open MPI's mpirun sets. Assumes that ranks are placed node by node."""
-    names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+def mpi(launcher: str, names: tuple[str, ...], v: _Variables) -> Environment:
+    """Read what an MPI's mpiexec sets. Assumes that ranks are placed node by node."""
     ranks = _ranks_of_equal_nodes(v, *names)
-    address = "127.0.0.1" if ranks[-1] == 1 else ""  # one node
-    v.cure = "set it to the first host (a free port) and pass it on, as mpirun -x MASTER_ADDR does"
-    # The namespace is one per mpirun, the same on every rank.
-    return Environment("openmpi", *ranks, *v.master(address, v["PMIX_NAMESPACE"]))
+    is_alone = ranks[-1] == 1  # one node
+    v.cure = "set it to the first host (a free port) and pass it on: mpirun -x, mpiexec -genv"
+    ids = (v["PMIX_NAMESPACE"], v["I_MPI_HYDRA_UUID"], v["PALS_APID"], job_id(v))
+    port_id = next(filter(None, ids), "") or (_starter() if is_alone else "")
+    return Environment(launcher, *ranks, *v.master("127.0.0.1" if is_alone else "", port_id))
+
+
+def _starter() -> str:
+    """Return the process that started this rank's process group: MPICH's, one for all of a node."""
+    try:
+        stat = Path(f"/proc/{os.getpgrp()}/stat").read_text()
+    except OSError:
+        return ""
+    return f"process {stat.rpartition(')')[2].split()[1]}"
+
+
+def no_local_rank(v: _Variables) -> Environment:
+    """Return the place of one process alone; raises LauncherError where it is one of several."""
+    mark, size = next((mark, size) for mark, size in _SIZES.items() if v[mark])
+    if v[size] == "1":
+        return plain(v)
+    cause = f"{mark}={v[mark]}, but no variable tells this rank's local rank"
+    cure = "start the ranks with torchrun or scripts/launch.sh; for one process alone, unset"
+    raise LauncherError(f"{cause}; {cure} {mark}")
 
 
 def _ranks_of_equal_nodes(
@@ -148,7 +167,7 @@ def _ranks_of_equal_nodes(
 
 def slurm(v: _Variables) -> Environment:
     """Read one task of a SLURM step, by the step's variables: the job's may name more nodes."""
-    if not in_slurm_step(v):
+    if not is_task(v):
         return plain(v)
     world_size = v.number("SLURM_STEP_NUM_TASKS")
     if v["WORLD_SIZE"] not in ("", str(world_size)):
@@ -193,12 +212,12 @@ def _in_order_of_tasks(v: _Variables) -> tuple[str, list[int]]:
 def slurm_node(environ: Mapping[str, str], master: str = "") -> tuple[int, int, str] | None:
     """Return node count, node rank and master of a step with one task per node; None outside.
 
-    The master is the first node unless it is given.
+    On several nodes the master is the one given, else MASTER_ADDR, else the first node.
     """
-    if not in_slurm_step(environ):
+    if not is_task(environ):
         return None
-    given = {"MASTER_ADDR": master, "MASTER_PORT": "1", "WORLD_SIZE": ""}
-    v = _Variables({**environ, **given})
+    v = _Variables({**environ, "MASTER_PORT": "1", "WORLD_SIZE": ""})
+    v["MASTER_ADDR"] = "" if v["SLURM_STEP_NUM_NODES"] == "1" else master or v["MASTER_ADDR"]
     v.cure = LAUNCHERS["SLURM_STEP_ID"][1]
     env = slurm(v)
     if env.world_size != env.num_nodes:
@@ -232,11 +251,34 @@ def plain(v: _Variables) -> Environment:
     return Environment("plain", 0, 0, 1, 1, 0, 1, "127.0.0.1", port_from_id(_run_id(v)))
 
 
+def _of_mpi(
+    launcher: str, names: tuple[str, ...], command: str
+) -> tuple[Callable[[_Variables], Environment], str]:
+    return partial(mpi, launcher, names), f"start the ranks with {command}, which sets it"
+
+
+# What each sets: rank, size, local rank, local size.
+_OPENMPI, _MVAPICH2, _MVAPICH3 = (
+    tuple(f"{prefix}_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    for prefix in ("OMPI", "MV2", "MVP")
+)
+_HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # MPICH, Intel MPI
+_CRAY = ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
+_PALS = ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE")
+_SIZES = {"PMI_RANK": "PMI_SIZE", "FLUX_TASK_RANK": "FLUX_JOB_SIZE", "PMIX_RANK": ""}
+
 # The first variable found decides: an agent under srun or mpirun sets RANK, and mpirun uses srun.
-LAUNCHERS = {
+# srun can set PMI's, too.
+LAUNCHERS: dict[str, tuple[Callable[[_Variables], Environment], str]] = {
     "RANK": (torchrun, "start the ranks with torchrun, or set every variable that it sets"),
-    "OMPI_COMM_WORLD_RANK": (openmpi, "start the ranks with Open MPI's mpirun, which sets it"),
+    "OMPI_COMM_WORLD_RANK": _of_mpi("openmpi", _OPENMPI, "Open MPI's mpirun"),
+    "MV2_COMM_WORLD_RANK": _of_mpi("mvapich", _MVAPICH2, "MVAPICH's mpirun"),
+    "MVP_COMM_WORLD_RANK": _of_mpi("mvapich", _MVAPICH3, "MVAPICH's mpirun"),
+    "MPI_LOCALRANKID": _of_mpi("mpich", _HYDRA, "mpiexec of MPICH or Intel MPI"),
     "SLURM_STEP_ID": (slurm, "start the ranks with srun, which sets it"),
+    "PMI_LOCAL_RANK": _of_mpi("pals", _CRAY, "Cray's mpiexec"),
+    "PALS_RANKID": _of_mpi("pals", _PALS, "Cray's mpiexec"),
+    **dict.fromkeys(_SIZES, (no_local_rank, "")),
 }
 
 
@@ -265,59 +307,10 @@ def detect(
     )
 
 
-def in_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Return whether srun started this process; salloc's own shell is no such step."""
-    return environ.get("SLURM_STEP_ID", "") not in ("", INTERACTIVE_STEP)
-
-
 def is_first_task() -> bool:
     """Return whether this is the first of srun's tasks; True under any other launcher."""
     is_other = in_slurm_step(os.environ) and os.environ.get("SLURM_PROCID") != "0"
     return "RANK" in os.environ or not is_other
-
-
-def job_id(environ: Mapping[str, str]) -> str:
-    """Return the SLURM or PBS job's id, or ""; each task of a SLURM array has its own."""
-    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
-    if array and task:
-        return f"{array}_{task}"
-    return environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID") or ""
-
-
-def job_run_id(environ: Mapping[str, str]) -> str:
-    """Return what names a run after its job: each step but the first is a run of its own."""
-    job, step = job_id(environ), environ.get("SLURM_STEP_ID", "")
-    return f"{job}.{step}" if in_slurm_step(environ) and step != "0" else job
-
-
-def slurm_job() -> dict[str, str | int]:
-    """Return what identifies this start of this SLURM job; {} outside of SLURM.
-
-    A requeued job keeps its id, and gets the next start count and a new submit time. Another job
-    can have the same id, on another cluster or after a reset of SLURM's database.
-    """
-    v = _Variables(os.environ)
-    if not v["SLURM_JOB_ID"]:
-        return {}
-    return {
-        "job": v["SLURM_JOB_ID"],
-        "run_id": job_id(v),
-        "start": v.number("SLURM_RESTART_COUNT", 0, default="0"),
-        "cluster": v["SLURM_CLUSTER_NAME"],
-        "submitted": _submit_time(job_id(v)),
-    }
-
-
-def _submit_time(job: str) -> str:
-    """Ask SLURM for a job's submit time; empty where it does not answer, as in a container."""
-    import subprocess  # costs more than the rest of this module, and few need it
-
-    command = ["env", "SLURM_TIME_FORMAT=standard", "squeue", "-h", "-j", job, "-o", "%V"]
-    try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=_SQUEUE_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return told.stdout.strip()
 
 
 def _run_id(v: _Variables) -> str:

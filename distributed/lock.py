@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .environment import slurm_job
 from .errors import Refused
+from .job import slurm_job
 
 _LIVE, _COMMIT = 0, 1  # bytes of the lock's file
 _COMMIT_S = 30.0  # the longest that a commit may take

@@ -155,8 +155,9 @@ def _place_in_step(args: argparse.Namespace, spares: int) -> bool:
     So many of the step's nodes are spares, the last.
     """
     usual = vars(torchrun.get_args_parser().parse_args(["script"]))
-    names = ("nnodes", "node_rank", "master_addr", "rdzv_endpoint", "rdzv_backend", "standalone")
-    step = slurm_node(os.environ)
+    names = ("nnodes", "node_rank", "rdzv_endpoint", "rdzv_backend", "standalone")
+    is_named = args.master_addr != usual["master_addr"]
+    step = slurm_node(os.environ, master=args.master_addr if is_named else "")
     if step is None or any(getattr(args, name) != usual[name] for name in names):
         return False
     num_nodes, args.node_rank, args.master_addr = step

@@ -15,8 +15,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NoReturn
 
 from distributed import hostlist
-from distributed.environment import job_id, tasks_per_node
+from distributed.environment import tasks_per_node
 from distributed.errors import REFUSED, Refused
+from distributed.job import job_id
 from distributed.stop_signals import NOTICE, handled_signals
 from launcher import handshake, processes
 from launcher.fanout.step import run_step, start
@@ -205,9 +206,10 @@ def step_command(
     if not environ.get("SLURM_GPUS_ON_NODE"):  # the script's --cpus-per-gpu means nothing then
         step = ["env", "--unset=SLURM_CPUS_PER_GPU", *step]
     step += plan.step_options()
-    threads = f"OMP_NUM_THREADS={environ.get('OMP_NUM_THREADS') or 1}"
+    variables = [f"MASTER_ADDR={plan.master_addr}"] if plan.has_named_master else []
+    variables.append(f"OMP_NUM_THREADS={environ.get('OMP_NUM_THREADS') or 1}")
     rank = plan.inside([plan.python, "-u", *plan.words])
-    return [*step, *plan.with_variables([threads, *rank])]
+    return [*step, *plan.with_variables([*variables, *rank])]
 
 
 def node_step(

@@ -21,8 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from distributed import hostlist
-from distributed.environment import job_id
 from distributed.errors import STOPPED
+from distributed.job import job_id
 from distributed.stop_signals import NOTICE, QUERY, STOP_SIGNALS, Interrupts, handled_signals
 from launcher import processes
 from launcher.agent.control import MESSAGES, Lineup

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from distributed.environment import in_slurm_step
+from distributed.job import in_slurm_step, is_task
 from launcher.plan.plan import Plan
 
 ALL = "; run_ddp.sh uses all [partial-launch]"
@@ -16,8 +16,12 @@ def find_idle(plan: Plan, environ: Mapping[str, str]) -> str:
 
     A step of a SLURM job was given its size by whoever started it.
     """
-    if in_slurm_step(environ) or plan.fanout == "job_command":
+    if is_task(environ) or plan.fanout == "job_command":
         return ""
+    if in_slurm_step(environ):  # in its shell
+        size = environ["SLURM_STEP_NUM_NODES"]
+        cure = "give each its task: srun --overlap [partial-launch]"
+        return f"this run uses 1 of the step's {size} nodes; {cure}" if size != "1" else ""
     nodes, gpus = _job(environ)
     if plan.num_agents < nodes:
         return f"this run uses {plan.num_agents} of the job's {nodes} nodes{ALL}"

@@ -18,11 +18,10 @@ from pathlib import Path
 from distributed.environment import (
     DEFAULT_LOG_DIR,
     check_run_id,
-    in_slurm_step,
-    job_id,
-    job_run_id,
     new_run_id,
+    port_from_id,
 )
+from distributed.job import in_slurm_step, is_task, job_run_id
 from distributed.network import PROFILES
 from distributed.stop_signals import DEFAULT_GRACE_S
 from launcher.container import Container, config_texts, read_container
@@ -165,6 +164,7 @@ def choose_fanout(typed: Typed, environ: Mapping[str, str]) -> str:
     if len(pbs.read_nodefile(environ, None) if environ.get("PBS_NODEFILE") else ()) > 1:
         return "ssh"
     slurm.refuse_many_nodes(environ, typed.program)
+    slurm.warn_of_part(environ, typed.program)
     if is_login_node(environ):
         cause = "this looks like a login node; get an allocation first (salloc, qsub -I)"
         print(f"{typed.program}: warning: {cause}", file=sys.stderr)
@@ -217,6 +217,7 @@ def _read_named(typed: Typed, environ: Mapping[str, str], nproc: int | None) -> 
 def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> World:
     """Return this machine's node rank where every node starts itself: under srun, or by hand."""
     given = {"NUM_NODES": typed.nnodes, "NODE_RANK": typed.node_rank, "MASTER_ADDR": typed.master}
+    slurm.refuse_many_tasks(environ)
     if typed.health_check or (typed.like_torchrun and typed.nnodes != "1"):
         if step := slurm.read_step(environ, given):  # srun has started this on each node
             return step
@@ -234,7 +235,9 @@ def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> World:
 
 def _read_port(typed: Typed, environ: Mapping[str, str], *, is_by_hand: bool) -> int | None:
     text = _first(typed.port, environ, "MASTER_PORT")
-    text = text or (BY_HAND_PORT if is_by_hand and not in_slurm_step(environ) else "auto")
+    if is_by_hand and in_slurm_step(environ) and text in (None, "auto"):
+        return port_from_id(job_run_id(environ))  # the run's id is node rank 0's alone
+    text = text or (BY_HAND_PORT if is_by_hand else "auto")
     return None if text == "auto" else read_number("the port", text, 1, 65535)
 
 
@@ -246,15 +249,13 @@ def choose_run_id(
 ) -> str:
     """Return the one given, RUN_ID, one named after the scheduler's job, or a new one.
 
-    Each launch in one start of a SLURM job is a run of its own. A new id is node rank 0's.
+    Each launch in one start of a job is a run of its own. A new id is node rank 0's.
     """
     run_id = _first(given, environ, "RUN_ID")
-    if not run_id and slurm.in_slurm_job(environ):
-        run_id = next_run_id(log_dir, job_id(environ))
-    run_id = run_id or job_run_id(environ)
-    if not run_id:
-        return new_run_id() if is_namer else ""
-    return check_run_id(run_id)
+    if not run_id and is_namer:
+        job = job_run_id(environ)
+        run_id = next_run_id(log_dir, job) if job else new_run_id()
+    return check_run_id(run_id) if run_id else ""
 
 
 def choose_program(typed: Typed, environ: Mapping[str, str]) -> tuple[list[str], bool, str]:
@@ -320,7 +321,7 @@ def command_line(typed: Typed, environ: Mapping[str, str], fanout: str) -> str:
         words = pbs.job_command(script, words)
     elif script or fanout == "srun":
         words = slurm.job_command(environ, script, words)
-    elif in_slurm_step(environ):
+    elif is_task(environ):
         words = slurm.step_command(environ, words)
     return " ".join([*variables, shlex.join(words)])
 

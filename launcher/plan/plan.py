@@ -167,6 +167,7 @@ class Plan(World):
         command = [self.python, str(self.root / AGENT)]
         if node_rank is not None:
             command += ["--nnodes", str(self.num_nodes), "--node-rank", str(node_rank)]
+        if node_rank is not None or self.has_named_master:
             command += ["--master-addr", self.master_addr]
         command += ["--nproc-per-node", str(nproc), "--master-port", str(port)]
         if self.engine:
@@ -178,6 +179,11 @@ class Plan(World):
         if self.max_restarts:
             command += ["--max-restarts", str(self.max_restarts)]
         return [*command, *self.passed, *self.words]
+
+    @property
+    def has_named_master(self) -> bool:
+        """Whether the master of a SLURM job is another address than its first node."""
+        return bool(self.hosts) and self.master_addr != hostlist.first(self.hosts)
 
     def module_command(self, module: str) -> list[str]:
         """Return what runs a module of launcher/, on this machine or on a node."""

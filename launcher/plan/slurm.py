@@ -6,11 +6,14 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 
 from distributed import environment, hostlist
-from distributed.environment import in_slurm_step, slurm_node
+from distributed.environment import slurm_node
 from distributed.errors import STOPPED
+from distributed.job import in_slurm_step
+from launcher.handshake import is_loopback
 from launcher.plan.plan import PlanError, World, read_nproc, read_number
 
 
@@ -49,7 +52,11 @@ def read_job(environ: Mapping[str, str], script: str, asked: int | None) -> Worl
     gpus = environ.get("SLURM_GPUS_ON_NODE") or None
     nproc = nproc or asked or read_nproc("SLURM_GPUS_ON_NODE", gpus)
     nodes = environ["SLURM_JOB_NODELIST"]
-    return World(num_nodes, hostlist.first(nodes), nproc=nproc, hosts=nodes)
+    master = environ.get("MASTER_ADDR") if num_nodes > 1 else ""
+    if master == "localhost" or is_loopback(master or ""):
+        cause = f"MASTER_ADDR is {master}, which the job's other nodes cannot reach"
+        raise PlanError(f"{cause}; unset it, or give the first node's address [loopback-address]")
+    return World(num_nodes, master or hostlist.first(nodes), nproc=nproc, hosts=nodes)
 
 
 def tasks_per_node(environ: Mapping[str, str]) -> int | None:
@@ -73,7 +80,7 @@ def read_step(environ: Mapping[str, str], typed: Mapping[str, str | None]) -> Wo
     The arguments typed are NUM_NODES, NODE_RANK and MASTER_ADDR; None where not given. Raises
     PlanError where one contradicts the step, LauncherError where it has several tasks per node.
     """
-    step = slurm_node(environ, master=typed["MASTER_ADDR"] or environ.get("MASTER_ADDR") or "")
+    step = slurm_node(environ, master=typed["MASTER_ADDR"] or "")
     if step is None:
         return None
     for name, variable in (("NUM_NODES", "SLURM_STEP_NUM_NODES"), ("NODE_RANK", "SLURM_NODEID")):
@@ -85,6 +92,13 @@ def read_step(environ: Mapping[str, str], typed: Mapping[str, str | None]) -> Wo
     return World(num_nodes, master_addr, node_rank)
 
 
+def refuse_many_tasks(environ: Mapping[str, str]) -> None:
+    """Raise LauncherError if srun has started this several times on a node."""
+    tasks, nodes = (environ.get(f"SLURM_STEP_NUM_{name}") for name in ("TASKS", "NODES"))
+    if tasks != nodes:
+        slurm_node(environ)
+
+
 def refuse_many_nodes(environ: Mapping[str, str], program: str) -> None:
     """Raise PlanError if the step, or else the job, has nodes on which nothing would start."""
     if in_slurm_step(environ):
@@ -94,8 +108,17 @@ def refuse_many_nodes(environ: Mapping[str, str], program: str) -> None:
         nodes, fault = environ.get("SLURM_JOB_NUM_NODES"), " [batch-step]"
         cause = f"the job has {nodes} nodes and no srun started {program} on them"
     if environ.get("SLURM_JOB_ID") and nodes not in (None, "1"):
-        each = f"--nodes={nodes} --ntasks={nodes}"
+        each = f"--nodes={nodes} --ntasks={nodes}" + " --overlap" * in_slurm_step(environ)
         raise PlanError(f"{cause}; use srun {each} scripts/cluster_train.sh CONFIG{fault}")
+
+
+def warn_of_part(environ: Mapping[str, str], program: str) -> None:
+    """Say where a step has fewer nodes than its job, which a script for all of them starts on."""
+    step, job = (environ.get(f"SLURM_{name}_NUM_NODES", "") for name in ("STEP", "JOB"))
+    if in_slurm_step(environ) and step.isdecimal() and job.isdecimal() and int(step) < int(job):
+        cause = f"this step has {step} of the job's {job} nodes, and the run uses no others"
+        cure = f"to use all, run {program} in the batch script or salloc's shell, without srun"
+        print(f"{program}: warning: {cause}; {cure} [partial-launch]", file=sys.stderr)
 
 
 def job_command(environ: Mapping[str, str], script: str | None, typed: Sequence[str]) -> list[str]:

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from distributed.environment import job_id, slurm_job
 from distributed.errors import Refused
+from distributed.job import job_id, slurm_job
 from distributed.lock import RunLock, is_locked, locked_by, update_link
 from distributed.stop_signals import DEFAULT_GRACE_S
 from launcher.processes import start_ticks
@@ -149,8 +149,10 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 
 def this_start() -> str:
-    """Return what identifies this start of this SLURM job; empty outside of SLURM."""
+    """Return what identifies this start of this job; empty where that is not known."""
     job = slurm_job()
+    if not job and os.environ.get("PBS_ENVIRONMENT") == "PBS_INTERACTIVE":
+        return job_id(os.environ)  # qsub -I: PBS starts it only once
     return " ".join(str(job[name]) for name in ("cluster", "run_id", "start", "submitted") if job)
 
 
@@ -159,9 +161,14 @@ def next_run_id(log_dir: Path, job: str) -> str:
     for number in itertools.count():
         run_id = f"{job}.{number}" if number else job
         record = read(log_dir / run_id)
-        if record is None or not record.job or record.job != this_start():
+        if record is None or not record.job or not _is_same(record.job, this_start()):
             break
     return run_id
+
+
+def _is_same(start: str, other: str) -> bool:
+    """Whether two starts of a job are one; where SLURM did not answer, the submit time lacks."""
+    return bool(other) and (start.startswith(other) or other.startswith(start))
 
 
 def refuse_live(folder: Path) -> None:

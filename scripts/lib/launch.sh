@@ -41,6 +41,12 @@ default_config() {
   FLAGS+=(--default-config)
 }
 
+# An edited copy of our batch script is what a resume line names; a scheduler's own copy is not.
+name_batch_script() { # <ours> <the file that was submitted or started>
+  PLAN[batch_script]=$1
+  [[ $2 -ef $ROOT/$1 || $2 == */slurm_script ]] || PLAN[batch_script]=$(realpath -s -- "$2")
+}
+
 # Hands all that was typed to start.py; does not return.
 launch() { # <fan-out or other task> <more options of start.py...>
   local name command

@@ -24,11 +24,17 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 set -euo pipefail
-LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib
-# sbatch runs a copy of this file; the job's record names the original.
-[[ -r $LIB/launch.sh ]] || LIB=$(scontrol show job "${SLURM_JOB_ID:-}" 2>/dev/null | sed -n '/^ *Command=/{s///; s|/slurm/slurm_train.*|/lib|p; q}') || true
-[[ -r $LIB/launch.sh ]] || LIB=${SLURM_SUBMIT_DIR:-}/scripts/lib
-[[ -r $LIB/launch.sh ]] || { echo "slurm_train.sh: this is a copy and finds no scripts/lib; submit it from the project's folder" >&2 && exit 2; }
+LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib FILE=$0
+if [[ ! -r $LIB/launch.sh ]]; then # sbatch runs a copy; the job's record names what was submitted
+  FILE=$(scontrol show job "${SLURM_JOB_ID:-}" 2>/dev/null | sed -n '/^ *Command=/{s///p; q}') || true
+  while [[ ! -e $FILE && $FILE == *' '* ]]; do FILE=${FILE% *}; done # its arguments follow
+  [[ -e $FILE ]] || FILE=$0
+  HERE=$(dirname -- "$(readlink -f -- "$FILE")")
+  for LIB in "$HERE/../lib" {"$HERE","${SLURM_SUBMIT_DIR:-$HERE}"}/{,launch-kit/}scripts/lib; do
+    [[ ! -r $LIB/launch.sh ]] || break
+  done
+  [[ -r $LIB/launch.sh ]] || { echo "slurm_train.sh: this is a copy and finds no scripts/lib; submit it from the project's folder or the one around launch-kit/" >&2 && exit 2; }
+fi
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh"
 
@@ -38,7 +44,7 @@ main() {
   SCHEDULED=1
   parse_arguments config "$@"
   default_config
-  PLAN[batch_script]=scripts/slurm/slurm_train.sh
+  name_batch_script scripts/slurm/slurm_train.sh "$FILE"
   launch srun
 }
 main "$@"

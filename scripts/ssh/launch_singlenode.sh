@@ -11,6 +11,7 @@
 set -euo pipefail
 LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib
 [[ -r $LIB/launch.sh ]] || LIB=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/scripts/lib # a scheduler's copy
+[[ -r $LIB/launch.sh ]] || LIB=${LIB%/*/*}/launch-kit/scripts/lib                  # make init
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh"
 

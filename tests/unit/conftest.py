@@ -83,6 +83,13 @@ def listener() -> Iterator[int]:
 
 
 @pytest.fixture
+def shell() -> Iterator[str]:
+    """Return the process id of a shell that waits for commands, as `srun --pty bash` does."""
+    with subprocess.Popen(["bash"], stdin=subprocess.PIPE) as process:
+        yield str(process.pid)
+
+
+@pytest.fixture
 def plan(tmp_path: Path) -> Plan:
     """A run in a SLURM job."""
     return job_plan(tmp_path)

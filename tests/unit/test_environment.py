@@ -1,6 +1,7 @@
 """Every launcher's variables, whole and half set."""
 
 import dataclasses
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from distributed.environment import (
     detect,
     new_run_id,
     port_from_id,
+    slurm_node,
     tasks_per_node,
 )
 from distributed.hostlist import HostlistError
@@ -68,6 +70,29 @@ OPENMPI: Variables = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "PMIX_NAMESPACE": "prterun-node1-4711@1",
 }
+INTEL: Variables = {  # as mpiexec.hydra of MPICH and Intel MPI sets them; the id is Intel's alone
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "2",
+    "I_MPI_HYDRA_UUID": "e40c",
+}
+MVAPICH: Variables = {
+    "MV2_COMM_WORLD_RANK": "3",
+    "MV2_COMM_WORLD_SIZE": "4",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+}
+PALS: Variables = {
+    "PALS_RANKID": "3",
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+    "PALS_LOCAL_RANKID": "1",
+    "PALS_LOCAL_SIZE": "2",
+    "PALS_APID": "c1",
+}
+CRAY = PALS | {"PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2", "PALS_LOCAL_SIZE": ""}
+MASTER: Variables = {"MASTER_ADDR": "node1"}
 
 
 def place(env: Environment) -> tuple[object, ...]:
@@ -103,6 +128,19 @@ def place(env: Environment) -> tuple[object, ...]:
             | {"MASTER_ADDR": "node1", "MASTER_PORT": "999"},
             ("openmpi", 3, 1, 4, 2, 1, 2, "node1", 999),
         ),
+        (INTEL, ("mpich", 1, 1, 2, 2, 0, 1, "127.0.0.1", port_from_id("e40c"))),
+        (
+            MVAPICH | MASTER | {"MASTER_PORT": "999"},
+            ("mvapich", 3, 1, 4, 2, 1, 2, "node1", 999),
+        ),
+        (
+            {name.replace("MV2", "MVP"): value for name, value in MVAPICH.items()}
+            | MASTER
+            | {"PBS_JOBID": "7.host"},
+            ("mvapich", 3, 1, 4, 2, 1, 2, "node1", port_from_id("7.host")),
+        ),
+        (PALS | MASTER, ("pals", 3, 1, 4, 2, 1, 2, "node1", port_from_id("c1"))),
+        (CRAY | MASTER, ("pals", 3, 1, 4, 2, 1, 2, "node1", port_from_id("c1"))),
         ({"RUN_ID": "r1"}, ("plain", 0, 0, 1, 1, 0, 1, "127.0.0.1", port_from_id("r1"))),
     ],
 )
@@ -114,6 +152,42 @@ def test_agent_inside_slurm_or_mpi_wins_and_mpi_inside_slurm() -> None:
     assert detect(STEP | OPENMPI | TORCHRUN).launcher == "torchrun"
     for around in (BATCH, STEP):
         assert detect(around | OPENMPI).launcher == "openmpi"
+
+
+def test_mpich_gives_the_ranks_of_a_node_one_port() -> None:
+    code = "from distributed.environment import detect; print(detect().master_port)"
+    environ = {**os.environ, **INTEL, "I_MPI_HYDRA_UUID": ""}
+    code = f"import os; os.setpgid(0, 0); {code}"  # each rank has a process group of its own
+    command = [sys.executable, "-c", code]
+    assert len({subprocess.check_output(command, env=environ) for _ in range(2)}) == 1
+
+
+def test_mpi_in_a_step_of_slurm() -> None:
+    assert detect(STEP | INTEL).launcher == "mpich"  # mpiexec started its own helpers with srun
+    assert detect(STEP | {"PMI_RANK": "1", "PMI_SIZE": "5"} | PALS).launcher == "slurm"  # srun
+    assert detect(STEP | {"PMIX_RANK": "3"}).launcher == "slurm"
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"PMI_RANK": "0", "PMI_SIZE": "2"},
+        {"PMI_RANK": "0"},
+        {"PMIX_RANK": "1"},
+        {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2"},
+    ],
+)
+def test_a_rank_that_cannot_be_told_its_local_rank_is_refused(variables: Variables) -> None:
+    with pytest.raises(LauncherError, match=r"_RANK=., but no variable tells .* unset \w+_RANK \["):
+        detect(variables)
+
+
+def test_one_process_of_an_mpi_is_alone() -> None:
+    for alone in (
+        {"PMI_RANK": "0", "PMI_SIZE": "1"},
+        {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1"},
+    ):
+        assert detect(alone).launcher == "plain"
 
 
 def test_agent_hands_on_its_own() -> None:
@@ -155,6 +229,9 @@ def without(variables: Variables, name: str) -> Variables:
         ),
         *((STEP, n) for n in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")),
         *((OPENMPI, f"OMPI_COMM_WORLD_{n}") for n in ("SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+        *((INTEL, n) for n in ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS")),
+        *((MVAPICH, f"MV2_COMM_WORLD_{n}") for n in ("SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+        *((PALS, n) for n in ("PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE")),
     ],
 )
 def test_half_set_environment_names_what_is_missing(variables: Variables, missing: str) -> None:
@@ -188,7 +265,8 @@ def test_half_set_environment_names_what_is_missing(variables: Variables, missin
         ),
         (STEP | {"WORLD_SIZE": "4"}, "WORLD_SIZE=4 but SLURM_STEP_NUM_TASKS=5"),
         (OPENMPI | {"OMPI_COMM_WORLD_SIZE": "4"}, "MASTER_ADDR is not set; set it to the first"),
-        (without(OPENMPI, "PMIX_NAMESPACE"), "MASTER_PORT is not set"),
+        (MVAPICH, "MASTER_ADDR is not set; set it to the first host (a free port) and pass it on"),
+        (MVAPICH | MASTER, "MASTER_PORT is not set; set it to the first host"),
     ],
 )
 def test_contradiction_names_both_sides(variables: Variables, text: str) -> None:
@@ -278,10 +356,33 @@ def test_import_is_light() -> None:
     ],
 )
 def test_place_in_a_real_slurm(name: str, expected: tuple[object, ...]) -> None:
-    env = detect(captured(name))
+    env = detect(captured(name, SLURM_TASK_PID=""))
     ranks = (env.rank, env.local_rank, env.world_size, env.local_world_size)
     nodes = (env.node_rank, env.num_nodes, env.master_addr)
     assert (env.launcher, *ranks, *nodes, env.run_id) == expected
+
+
+def test_a_shell_of_several_tasks_is_one_process_alone(shell: str) -> None:
+    environ = captured("srun-pty-step", SLURM_TASK_PID=shell)
+    assert (detect(environ).launcher, detect(environ).world_size) == ("plain", 1)
+    assert slurm_node(environ) is None
+    for task in (  # not the shell of srun --pty: a command that it has started on each node
+        {"SLURM_TASK_PID": str(os.getpid())},
+        {"SLURM_PROCID": "3", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"},
+        {"SLURM_PTY_PORT": ""},
+    ):
+        assert detect({**environ, **task}).world_size == 4
+        with pytest.raises(LauncherError, match="srun started 4 tasks on 2 nodes; give it --nta"):
+            slurm_node({**environ, **task})
+
+
+def test_master_of_a_step() -> None:
+    step = captured("one-per-node-step")
+    assert slurm_node(step) == (2, 1, "node1")
+    assert slurm_node({**step, "MASTER_ADDR": "node1i"}) == (2, 1, "node1i")
+    assert slurm_node({**step, "MASTER_ADDR": "node1i"}, master="node1j") == (2, 1, "node1j")
+    alone = captured("sub-step", MASTER_ADDR="elsewhere")
+    assert slurm_node(alone) == (1, 0, "node2")
 
 
 def test_local_sizes_follow_the_groups_of_a_heterogeneous_job() -> None:
@@ -309,7 +410,20 @@ def test_refused_in_a_real_slurm(name: str, cause: str) -> None:
         detect(captured(name))
 
 
-NAMES = sorted({*BY_HAND, *TORCHRUN, *OPENMPI, *STEP, *BATCH, *ARRAY, "SLURM_RESTART_COUNT"})
+NAMES = sorted(
+    {
+        *BY_HAND,
+        *TORCHRUN,
+        *OPENMPI,
+        *CRAY,
+        *INTEL,
+        *MVAPICH,
+        *STEP,
+        *BATCH,
+        *ARRAY,
+        "SLURM_RESTART_COUNT",
+    }
+)
 NAMES += ["SLURM_HET_SIZE", "SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_DISTRIBUTION", "RUN_ID"]
 VALUES = [
     *("", "0", "1", "2", "-1", "1.5", "99999999999", "9" * 30, "4294967290", " 1", "1e3", "\u00b2"),
@@ -326,7 +440,7 @@ def test_groups_of_a_heterogeneous_job_that_are_not_the_steps() -> None:
 
 
 @given(
-    st.sampled_from([BY_HAND, TORCHRUN, OPENMPI, STEP, BATCH, {}]),
+    st.sampled_from([BY_HAND, TORCHRUN, OPENMPI, INTEL, MVAPICH, CRAY, STEP, BATCH, {}]),
     st.sets(st.sampled_from(NAMES), max_size=5),
     st.dictionaries(st.sampled_from(NAMES), st.sampled_from(VALUES) | st.text(), max_size=5),
 )

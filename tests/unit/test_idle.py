@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from captured import captured
 from job_tools import job_plan
 
 from launcher.plan.idle import find_idle
@@ -35,6 +36,12 @@ def test_a_slurm_job(
 ) -> None:
     plan = job_plan(tmp_path, num_nodes=num_nodes, nproc=nproc)
     assert find_idle(plan, {**SLURM, **more}) == line
+
+
+def test_the_shell_of_a_step_with_several_nodes(tmp_path: Path, shell: str) -> None:
+    plan, step = job_plan(tmp_path, num_nodes=1), captured("srun-pty-step", SLURM_TASK_PID=shell)
+    assert find_idle(plan, step).startswith("this run uses 1 of the step's 2 nodes; give each")
+    assert find_idle(plan, {**step, "SLURM_STEP_NUM_NODES": "1"}) == ""
 
 
 def test_a_pbs_job(tmp_path: Path) -> None:

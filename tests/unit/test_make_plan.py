@@ -12,9 +12,10 @@ from captured import captured
 
 from distributed.environment import LauncherError
 from launcher.plan.check_config import check_config
-from launcher.plan.make_plan import make_plan
+from launcher.plan.make_plan import choose_run_id, make_plan
 from launcher.plan.plan import Batch, Plan, PlanError
 from launcher.plan.typed import Typed, parse
+from launcher.record.run_json import note_start, this_start
 
 
 @pytest.fixture(autouse=True)
@@ -256,3 +257,32 @@ def test_arguments_of_the_entry_scripts() -> None:
         dry_run=True,
         rest=("--strict", "--"),
     )
+
+
+@pytest.mark.parametrize(
+    ("environ", "first", "second"),
+    [
+        (captured("srun-pty-step", SLURM_STEP_NUM_TASKS="1", SLURM_STEP_NUM_NODES="1"), "", ".1"),
+        (captured("one-per-node-step", SLURM_NODEID="0", SLURM_STEP_ID="3"), ".3", ".3.1"),
+        (captured("batch-step"), "", ".1"),
+        ({"PBS_JOBID": "7.host", "PBS_ENVIRONMENT": "PBS_INTERACTIVE"}, "", ".1"),
+    ],
+)
+def test_each_launch_in_a_shell_of_a_job_is_a_run_of_its_own(
+    environ: dict[str, str], first: str, second: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    job = environ.get("SLURM_JOB_ID") or environ["PBS_JOBID"]
+    for run_id in (f"{job}{first}", f"{job}{second}"):
+        assert choose_run_id(None, environ, Path("logs"), is_namer=True) == run_id
+        note_start(Path("logs", run_id), job=this_start())
+    assert choose_run_id(None, environ, Path("logs"), is_namer=False) == ""
+
+
+def test_the_nodes_of_a_step_meet_at_one_port_before_they_know_the_run() -> None:
+    ports = {
+        plan_of(captured("one-per-node-step", SLURM_NODEID=rank, SLURM_PROCID=rank), **LIKE).port
+        for rank in "01"
+    }
+    assert len(ports) == 1 and None not in ports

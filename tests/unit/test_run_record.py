@@ -208,6 +208,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     ("later", "submitted", "run_id"),
     [
         ({}, "today", "7.1"),  # a second launch in one allocation
+        ({}, "", "7.1"),  # in the shell of a job that has ended: SLURM knows it no more
         ({"SLURM_RESTART_COUNT": "1"}, "today", "7"),  # SLURM has restarted the job: it resumes
         ({}, "last year", "7"),  # another job of this id: refused where the lock is taken
     ],
@@ -229,3 +230,14 @@ def test_each_launch_in_an_allocation_is_a_run_of_its_own(
         monkeypatch.setenv(name, value)
     assert run_json.next_run_id(tmp_path, "7") == run_id
     assert run_json.next_run_id(tmp_path, "8") == "8"
+
+
+@pytest.mark.parametrize(("kind", "run_id"), [("INTERACTIVE", "7.host.1"), ("BATCH", "7.host")])
+def test_each_launch_in_the_shell_of_qsub_is_a_run_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, run_id: str
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("PBS_JOBID", "7.host")
+    monkeypatch.setenv("PBS_ENVIRONMENT", f"PBS_{kind}")
+    run_json.note_start(tmp_path / "7.host", job=run_json.this_start())
+    assert run_json.next_run_id(tmp_path, "7.host") == run_id  # a batch job may be started again

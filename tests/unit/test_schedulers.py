@@ -40,6 +40,14 @@ def test_nodes_and_ranks_of_a_job(name: str, expected: World) -> None:
     assert slurm.read_job(environ, "x.sh", expected.nproc) == expected
 
 
+def test_the_master_of_a_job_is_the_address_given() -> None:
+    assert slurm.read_job(captured("batch-step", MASTER_ADDR="node1i"), "x.sh", None) == World(
+        2, "node1i", nproc=2, hosts="node[1-2]"
+    )
+    one = captured("requeued-batch-step", MASTER_ADDR="left-over")
+    assert slurm.read_job(one, "x.sh", None) == ONE
+
+
 UNEQUAL = {"SLURM_TASKS_PER_NODE": "2,1", "SLURM_NTASKS": "3"}
 
 
@@ -59,6 +67,11 @@ UNEQUAL = {"SLURM_TASKS_PER_NODE": "2,1", "SLURM_NTASKS": "3"}
             captured("requeued-batch-step", SLURM_GPUS_ON_NODE="x"),
             None,
             "SLURM_GPUS_ON_NODE is 'x'; give a whole number",
+        ),
+        (
+            captured("batch-step", MASTER_ADDR="localhost"),
+            None,
+            "MASTER_ADDR is localhost, which the job's other nodes cannot reach; unset it, or",
         ),
         (captured("srun-step"), None, "srun started a/x.sh, which starts srun itself; leave srun"),
         (captured("srun-pty-step"), None, "srun started a/x.sh"),
@@ -115,8 +128,29 @@ def test_one_node_of_several_is_refused(name: str, cause: str) -> None:
         return
     with pytest.raises(PlanError) as raised:
         slurm.refuse_many_nodes(captured(name), "x.sh")
-    command = "srun --nodes=2 --ntasks=2 scripts/cluster_train.sh CONFIG"
+    overlap = "--overlap " if name == "one-per-node-step" else ""  # which has all of the job
+    command = f"srun --nodes=2 --ntasks=2 {overlap}scripts/cluster_train.sh CONFIG"
     assert f"{cause}use {command}" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        (
+            captured("sub-step", SLURM_JOB_NUM_NODES="2"),
+            "this step has 1 of the job's 2 nodes, and",
+        ),
+        (captured("sub-step", SLURM_JOB_NUM_NODES="1"), ""),
+        (captured("requeued-batch-step"), ""),
+    ],
+)
+def test_a_part_of_the_job_is_named(
+    environ: dict[str, str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm.warn_of_part(environ, "run_ddp.sh")
+    assert capsys.readouterr().err.startswith(f"run_ddp.sh: warning: {told}" if told else "")
+    if not told:
+        assert capsys.readouterr().err == ""
 
 
 def test_a_login_node_has_a_batch_system_and_no_job(

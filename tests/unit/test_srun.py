@@ -9,6 +9,7 @@ import pytest
 from captured import captured
 from job_tools import make_tool
 
+from distributed import hostlist
 from distributed.errors import Refused
 from launcher.fanout import srun
 from launcher.plan.plan import Plan, PlanError
@@ -32,6 +33,15 @@ def test_agents_get_all_that_the_job_has_and_the_variables_of_the_run(plan: Plan
     assert command[agent:][:4] == ["env", "RUN_ID=mine", "LAUNCH_COMMAND=x.sh c.yaml", "/python"]
     assert "--node-rank" not in command  # which the agent takes from the step
     assert command[-2:] == ["own.py", "a b"]
+
+
+def test_a_master_of_another_name_reaches_the_agents(plan: Plan) -> None:
+    environ = captured("batch-step")
+    for engine, word in (("", "--master-addr"), ("srun", "MASTER_ADDR=node1i")):
+        named = Plan(**{**vars(plan), "num_nodes": 2, "engine": engine, "master_addr": "node1i"})
+        usual = Plan(**{**vars(named), "master_addr": hostlist.first(plan.hosts)})
+        assert word in srun.step_command(named, nproc=2, port=1234, environ=environ)
+        assert word not in srun.step_command(usual, nproc=2, port=1234, environ=environ)
 
 
 def test_a_step_with_spares_outlives_a_node(plan: Plan) -> None:

@@ -1,0 +1,76 @@
+"""The SLURM or PBS job that this process is in, and the step that it is of (no torch)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+_INTERACTIVE_STEP = "4294967290"  # SLURM_STEP_ID in the shell that salloc opens on a node
+_SQUEUE_S = 10  # limit for an answer of SLURM's controller
+
+
+def in_slurm_step(environ: Mapping[str, str]) -> bool:
+    """Return whether srun started this process; salloc's own shell is no such step."""
+    return environ.get("SLURM_STEP_ID", "") not in ("", _INTERACTIVE_STEP)
+
+
+def is_task(environ: Mapping[str, str]) -> bool:
+    """Return whether this is a task of a step, and not a command in the shell of one.
+
+    Of the tasks of `srun -n2 --pty bash`, the first gets the terminal; the shells of the others,
+    which read nothing, have ended.
+    """
+    if not in_slurm_step(environ):
+        return False
+    is_first = environ.get("SLURM_PTY_PORT") and environ.get("SLURM_PROCID") == "0"
+    if not is_first or environ.get("SLURM_STEP_NUM_TASKS") == "1":
+        return True
+    try:
+        task = Path("/proc", environ.get("SLURM_TASK_PID") or "-", "cmdline").read_bytes()
+    except OSError:
+        return True
+    return not task or any(not word.startswith(b"-") for word in task.split(b"\0")[1:-1])
+
+
+def job_id(environ: Mapping[str, str]) -> str:
+    """Return the SLURM or PBS job's id, or ""; each task of a SLURM array has its own."""
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    if array and task:
+        return f"{array}_{task}"
+    return environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID") or ""
+
+
+def job_run_id(environ: Mapping[str, str]) -> str:
+    """Return what names a run after its job: each step but the first is a run of its own."""
+    job, step = job_id(environ), environ.get("SLURM_STEP_ID", "")
+    return f"{job}.{step}" if in_slurm_step(environ) and step != "0" else job
+
+
+def slurm_job() -> dict[str, str | int]:
+    """Return what identifies this start of this SLURM job; {} outside of SLURM.
+
+    A requeued job keeps its id, and gets the next start count and a new submit time. Another job
+    can have the same id, on another cluster or after a reset of SLURM's database.
+    """
+    if not (job := os.environ.get("SLURM_JOB_ID")):
+        return {}
+    return {
+        "job": job,
+        "run_id": job_id(os.environ),
+        "start": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+        "cluster": os.environ.get("SLURM_CLUSTER_NAME", ""),
+        "submitted": _submit_time(job_id(os.environ)),
+    }
+
+
+def _submit_time(job: str) -> str:
+    """Ask SLURM for a job's submit time; empty where it does not answer, as in a container."""
+    import subprocess  # costs more than the rest of this module, and few need it
+
+    command = ["env", "SLURM_TIME_FORMAT=standard", "squeue", "-h", "-j", job, "-o", "%V"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=_SQUEUE_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return told.stdout.strip()

@@ -1,0 +1,38 @@
+#!/usr/bin/env bats
+# The batch scripts of SLURM, without SLURM. Real jobs: tests/cluster.
+
+load helper
+
+@test "an edited copy, or a link, in a repository after make init: found from SLURM's copy" {
+  mkdir -p "a repo/launch-kit" "a repo/jobs" spool
+  ln -s -- "$ROOT/scripts" "a repo/launch-kit/scripts"
+  fake_tool scontrol 'printf "JobId=7\n   Command=%s a=1 --x\n   WorkDir=/\n" "$SUBMITTED"'
+  local name submitted
+  for name in slurm_train slurm_train_single_node; do
+    cp -- "$ROOT/scripts/slurm/$name.sh" "a repo/mine.sh"
+    ln -sf -- "../launch-kit/scripts/slurm/$name.sh" "a repo/jobs/link.sh"
+    cp -- "$ROOT/scripts/slurm/$name.sh" "spool/slurm_script"
+    for submitted in "$PWD/a repo/mine.sh" "$PWD/a repo/jobs/link.sh"; do
+      SUBMITTED=$submitted SLURM_JOB_ID=7 run bash spool/slurm_script --version
+      [[ $status == 0 && $output == "$name.sh "* ]]
+    done
+    cp -- "$ROOT/scripts/slurm/$name.sh" "a repo/jobs/mine.sh" # below the folder that is submitted from
+    SUBMITTED="$PWD/a repo/jobs/mine.sh" SLURM_SUBMIT_DIR="$PWD/a repo" run bash spool/slurm_script --version
+    [[ $status == 0 && $output == "$name.sh "* ]]
+    TRAIN_SCRIPT=x run "a repo/mine.sh" - --dry-run
+    [[ $status == 0 && $output == *" sbatch '$PWD/a repo/mine.sh' -"* ]]
+    TRAIN_SCRIPT=x run "a repo/jobs/link.sh" - --dry-run
+    [[ $status == 0 && $output == *" sbatch $ROOT/scripts/slurm/$name.sh -"* ]]
+  done
+}
+
+@test "other scripts under sbatch find launch-kit, too" {
+  mkdir -p repo/launch-kit spool
+  ln -s -- "$ROOT/scripts" repo/launch-kit/scripts
+  local script
+  for script in launch run_ddp cluster_train test_distributed ssh/launch_singlenode; do
+    cp -- "$ROOT/scripts/$script.sh" spool/slurm_script
+    SLURM_SUBMIT_DIR=$PWD/repo run bash spool/slurm_script --version
+    [[ $status == 0 && $output == "slurm_script "* ]]
+  done
+}
