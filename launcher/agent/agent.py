@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed.run as torchrun
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from distributed import network
 from distributed.environment import new_run_id
@@ -29,6 +30,7 @@ from distributed.torch_internals import load_dynamo, serve_store
 from launcher import typed_json
 from launcher.agent import next_attempt
 from launcher.agent.attempt import Attempt
+from launcher.agent.command_line import read_for_torch
 from launcher.agent.control import SILENCE_S, report_end
 from launcher.agent.diagnosis import nccl_network
 from launcher.agent.fork import cpus_of_ranks, fork_ranks
@@ -66,7 +68,7 @@ def run_agent(arguments: list[str], guardian: GuardianLink) -> int:
     os.environ.pop("RUN_SECRET", None)  # no rank needs it
     if beyond_static is not None:
         say(f"{beyond_static}: started by torch's own elastic agent, one import per rank")
-        torchrun.main(arguments)
+        record(torchrun.run)(read_for_torch(torchrun.parse_args, arguments))
         return 0
     try:
         is_terminal_shared = args.is_in_step or guardian.control is not None

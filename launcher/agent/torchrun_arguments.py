@@ -17,6 +17,7 @@ from distributed.environment import slurm_node
 from distributed.stop_signals import DEFAULT_GRACE_S, NEVER_ADDED
 from distributed.torch_internals import rendezvous_settings
 from launcher import handshake
+from launcher.agent.command_line import split
 from launcher.agent.rank import fresh
 from launcher.agent.rank.program import Program
 from launcher.handshake import Access
@@ -136,7 +137,9 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
 def _read(arguments: Sequence[str]) -> argparse.Namespace:
     parser = torchrun.get_args_parser()
     parser.set_defaults(master_port=os.environ.get("PET_MASTER_PORT"))  # before torch 2.12: 29500
-    args, unknown = parser.parse_known_args(arguments)
+    options, program = split(arguments)
+    args, unknown = parser.parse_known_args([*options, *program[:1]])
+    args.training_script_args = program[1:]
     if unknown:
         raise ValueError(_no_option(unknown[0]))
     return args

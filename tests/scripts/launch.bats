@@ -81,8 +81,10 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
 @test "a module, any program, a folder with __main__.py; its exit code" {
   make_module
   unset TRAIN_SCRIPT
-  run --separate-stderr launch -m pkg.mod -m x
-  [[ $status == 0 && $output == "pkg.mod 1 of 1: -m x" ]]
+  # shellcheck disable=SC2016 # for the program
+  run --separate-stderr launch -m pkg.mod -m x --log '$$5' '${local_rank}' --n --node-rank -1
+  # shellcheck disable=SC2016
+  [[ $status == 0 && $output == 'pkg.mod 1 of 1: -m x --log $$5 ${local_rank} --n --node-rank -1' ]]
   # shellcheck disable=SC2016 # for the program
   run --separate-stderr launch --nproc_per_node=2 --no-python bash -c 'echo "$RANK: $1"; exit $((RANK ? 0 : 7))' bash 'a  b'
   [[ $status == 7 && $output == "0: a  b" && $stderr == *"FAILED   rank 0 "* ]]
