@@ -68,6 +68,7 @@ find_master() {
   [[ $backend == static || $backend == c10d ]] ||
     die 2 "--rdzv-backend $backend: unknown here; leave it out, and give --master-addr"
   [[ " ${FLAGS[*]} " != *" --standalone "* ]] || nodes=1
+  [[ $endpoint != localhost:0 ]] || : "${nodes:=1}" # torchrun's default
   [[ -z $nodes ]] || PLAN[nnodes]=$nodes
   [[ ${nodes:-1} != 1 || -n ${SLURM_STEP_ID:-} ]] || return 0
   [[ $backend == static || -n ${PLAN[node_rank]:-}${SLURM_STEP_ID:-} ]] ||

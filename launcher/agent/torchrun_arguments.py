@@ -21,6 +21,7 @@ from launcher.agent.command_line import split
 from launcher.agent.rank import fresh
 from launcher.agent.rank.program import Program
 from launcher.handshake import Access
+from launcher.record.run_ids import plain_run_id
 
 _TORCHS_ALONE = (
     *("run_path", "logs_specs", "event_log_handler"),
@@ -86,7 +87,7 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
     is_placed = _place_in_step(args, spares)
     low, high = torchrun.parse_min_max_nnodes(args.nnodes)
     nproc = _count_ranks(args.nproc_per_node)
-    address, port = _master(args, high)
+    address, port = _master(args, high + spares)
     if low != high and args.rdzv_backend == "static":
         raise ValueError(f"--nnodes {args.nnodes}: a range needs --rdzv-backend c10d")
     if nproc < 1:
@@ -114,7 +115,7 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         nproc=nproc,
         master_addr=address,
         master_port=port,
-        run_id=os.environ.get("RUN_ID") or ("" if args.rdzv_id == "none" else args.rdzv_id),
+        run_id=os.environ.get("RUN_ID") or plain_run_id(args.rdzv_id),
         log_dir=Path(args.log_dir).absolute() if args.log_dir is not None else None,
         role=args.role,
         max_restarts=args.max_restarts,
@@ -205,15 +206,15 @@ def _has_virtual_ranks(args: argparse.Namespace, nproc: int) -> bool:
     return True
 
 
-def _master(args: argparse.Namespace, num_nodes: int) -> tuple[str, int]:
-    if args.standalone or (num_nodes == 1 and args.rdzv_backend != "static"):
+def _master(args: argparse.Namespace, num_agents: int) -> tuple[str, int]:
+    if args.standalone or (num_agents == 1 and args.rdzv_backend != "static"):
         return "127.0.0.1", 0
     if args.rdzv_endpoint:
         host, _, port = args.rdzv_endpoint.rpartition(":")
         return (host.strip("[]"), int(port)) if host else (args.rdzv_endpoint, 29500)
-    default_port = 0 if num_nodes == 1 else 29500
+    default_port = 0 if num_agents == 1 else 29500
     port = default_port if args.master_port is None else args.master_port
-    return args.master_addr.strip("[]"), port
+    return args.master_addr.strip("[]") if num_agents > 1 else "127.0.0.1", port
 
 
 def _beyond_static(args: argparse.Namespace, low: int, high: int) -> str | None:

@@ -27,11 +27,11 @@ from distributed.network import PROFILES
 from distributed.stop_signals import DEFAULT_GRACE_S
 from launcher.container import Container, config_texts, read_container
 from launcher.fanout import job_command
-from launcher.handshake import read_access
+from launcher.handshake import is_loopback, read_access
 from launcher.plan import hosts, pbs, slurm, spares
 from launcher.plan.plan import Plan, PlanError, World, read_nproc, read_number
 from launcher.plan.typed import Typed
-from launcher.record.run_json import next_run_id
+from launcher.record.run_ids import free_run_id, next_run_id, plain_run_id
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = b"# launch-kit: answers --check"  # of our train.py, for this alone
@@ -226,7 +226,12 @@ def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> World:
     num_nodes = read_number("the number of nodes", nnodes, 1, 100_000)
     rank = "0" if typed.node_rank is None else typed.node_rank
     node_rank = read_number("the node rank", rank, 0, num_nodes - 1)
-    master = typed.master or (environ.get("MASTER_ADDR") if num_nodes > 1 else "127.0.0.1")
+    if num_nodes == 1:
+        if typed.master and typed.master != "localhost" and not is_loopback(typed.master):
+            cause = f"one node needs no master: {typed.master} is ignored; for more, give --nnodes"
+            print(f"{typed.program}: warning: {cause}", file=sys.stderr)
+        return World(1, "127.0.0.1")
+    master = typed.master or environ.get("MASTER_ADDR")
     if not master:
         raise PlanError(f"{num_nodes} nodes but no address of the master; give MASTER_ADDR")
     return World(num_nodes, master, node_rank)
@@ -235,7 +240,8 @@ def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> World:
 def _read_port(typed: Typed, environ: Mapping[str, str], *, is_by_hand: bool) -> int | None:
     text = _first(typed.port, environ, "MASTER_PORT")
     text = text or (BY_HAND_PORT if is_by_hand and not in_slurm_step(environ) else "auto")
-    return None if text == "auto" else read_number("the port", text, 1, 65535)
+    is_any = text == "auto" or (text == "0" and not is_by_hand)
+    return None if is_any else read_number("the port", text, 1, 65535)
 
 
 # --- the run ------------------------------------------------------------------------------------
@@ -244,11 +250,15 @@ def _read_port(typed: Typed, environ: Mapping[str, str], *, is_by_hand: bool) ->
 def choose_run_id(
     given: str | None, environ: Mapping[str, str], log_dir: Path, *, is_namer: bool
 ) -> str:
-    """Return the one given, RUN_ID, one named after the scheduler's job, or a new one.
+    """Return RUN_ID, one after torchrun's --rdzv-id or after the scheduler's job, or a new one.
 
     Each launch in one start of a SLURM job is a run of its own. A new id is node rank 0's.
     """
-    run_id = _first(given, environ, "RUN_ID")
+    run_id, name = environ.get("RUN_ID"), plain_run_id(given or "")
+    if not run_id and name:
+        if not is_namer and not in_slurm_step(environ):
+            return ""
+        run_id = free_run_id(log_dir, name)
     if not run_id and slurm.in_slurm_job(environ):
         run_id = next_run_id(log_dir, job_id(environ))
     run_id = run_id or job_run_id(environ)

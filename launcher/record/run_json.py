@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import json
 import os
 import platform
@@ -152,16 +151,6 @@ def this_start() -> str:
     """Return what identifies this start of this SLURM job; empty outside of SLURM."""
     job = slurm_job()
     return " ".join(str(job[name]) for name in ("cluster", "run_id", "start", "submitted") if job)
-
-
-def next_run_id(log_dir: Path, job: str) -> str:
-    """Return JOB, JOB.1, ...: the first that no launch in this start of the job has taken."""
-    for number in itertools.count():
-        run_id = f"{job}.{number}" if number else job
-        record = read(log_dir / run_id)
-        if record is None or not record.job or record.job != this_start():
-            break
-    return run_id
 
 
 def refuse_live(folder: Path) -> None:

@@ -112,7 +112,11 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
   [[ $(planned --nproc-per-node auto own.py) == *" --nproc-per-node $(getconf _NPROCESSORS_ONLN) "* ]]
   [[ $(NPROC_PER_NODE=3 planned own.py) == *" --nproc-per-node 3 "* ]]
   [[ $(PET_NPROC_PER_NODE=3 PET_LOG_DIR=there planned own.py) == *" --nproc-per-node 3 "*" --log-dir there "* ]]
-  [[ $(planned --rdzv_id=7 --log-dir=x --max-restarts 2 --role w -t 3 own.py) == *" --log-dir x --rdzv-id 7 --max-restarts 2 --role w -t 3 own.py" ]]
+  [[ $(RUN_ID='' planned --rdzv_id='7/a b:c' --log-dir=x --max-restarts 2 --role w -t 3 own.py) == *" --log-dir x --rdzv-id 7_a_b_c --max-restarts 2 --role w -t 3 own.py" ]]
+  [[ $(planned --nnode=1 --redirect=0 -t3 --nproc_per=2 own.py) == *" --nproc-per-node 2 "*" --redirects 0 -t 3 own.py" ]]
+  [[ $(planned --rdzv-endpoint=localhost:0 --master-port=0 --rdzv-id=none own.py) == "--nnodes 1 "*" --master-port "[1-9]* ]]
+  [[ $(planned --master-addr other own.py) == "--nnodes 1 --node-rank 0 --master-addr 127.0.0.1 "* ]]
+  [[ $(launch --dry-run --master-addr other own.py 2>&1) == *"warning: one node needs no master: other is ignored"* ]]
   [[ $(planned --standalone --rdzv-backend c10d own.py) == "--nnodes 1 --node-rank 0 --master-addr 127.0.0.1 "* ]]
   [[ $(planned --nnodes 2:2 --node-rank 1 --rdzv-backend c10d --rdzv-endpoint localhost:4000 own.py) == "--nnodes 2 --node-rank 1 --master-addr localhost --nproc-per-node 1 --master-port 4000 "* ]]
   fake_gpus 3
@@ -129,6 +133,8 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
   assert_refused 2 "option --show has no value"
   run launch --fast own.py
   assert_refused 2 "unknown option '--fast'; see launch.sh --help, and put the training script's own after its name"
+  run launch --no own.py
+  assert_refused 2 "unknown option '--no'"
   run launch --nnodes 1:4 own.py
   assert_refused 2 "--nnodes 1:4: the number of nodes cannot change during a run"
   run launch --nnodes 2 --rdzv-backend c10d --rdzv-endpoint h:1 own.py
