@@ -126,7 +126,7 @@ def check_in(args: Arguments, *, is_terminal_shared: bool) -> checkin.Meeting:
     )
     if args.node_rank != 0 and not is_terminal_shared:
         where = f"{meeting.assignment.hosts[0]} ({address}:{port})"
-        say(f"checked in with node rank 0 on {where}")
+        say(f"checked in with node rank 0 on {where}, as node rank {meeting.assignment.node_rank}")
     return meeting
 
 

@@ -92,7 +92,8 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         raise ValueError(f"--nnodes {args.nnodes}: a range needs --rdzv-backend c10d")
     if nproc < 1:
         raise ValueError(f"--nproc-per-node {nproc}: no ranks; give at least 1")
-    if not 0 <= args.node_rank < high + spares:
+    least = -1 if high + spares > 1 else 0  # -1: it gets the next one free
+    if not least <= args.node_rank < high + spares:
         cure = f"give 0 to {high + spares - 1} (--nnodes)"
         raise ValueError(f"--node-rank {args.node_rank}: out of range; {cure}")
     if not 0 <= port < 65536:

@@ -31,6 +31,7 @@ from launcher.handshake import is_loopback, read_access
 from launcher.plan import hosts, pbs, slurm, spares
 from launcher.plan.plan import Plan, PlanError, World, read_nproc, read_number
 from launcher.plan.typed import Typed
+from launcher.preflight.checks import is_here
 from launcher.record.run_ids import free_run_id, next_run_id, plain_run_id
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -225,7 +226,7 @@ def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> World:
     nnodes = "1" if typed.nnodes is None else typed.nnodes
     num_nodes = read_number("the number of nodes", nnodes, 1, 100_000)
     rank = "0" if typed.node_rank is None else typed.node_rank
-    node_rank = read_number("the node rank", rank, 0, num_nodes - 1)
+    node_rank = -1 if rank == "auto" else read_number("the node rank", rank, 0, num_nodes - 1)
     if num_nodes == 1:
         if typed.master and typed.master != "localhost" and not is_loopback(typed.master):
             cause = f"one node needs no master: {typed.master} is ignored; for more, give --nnodes"
@@ -234,6 +235,8 @@ def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> World:
     master = typed.master or environ.get("MASTER_ADDR")
     if not master:
         raise PlanError(f"{num_nodes} nodes but no address of the master; give MASTER_ADDR")
+    if rank == "auto" and is_here(master, _read_port(typed, environ, is_by_hand=True) or 0):
+        node_rank = 0  # the others get theirs as they come
     return World(num_nodes, master, node_rank)
 
 

@@ -200,7 +200,7 @@ def check_master(machine: Machine) -> Iterator[Fault]:
             cause += f" (/etc/hosts line {line})"
         cure = "give the master's address on the network the nodes share"
         yield Fault("loopback-address", cause, cure, warns=literal)
-    if machine.nnodes > 1 and machine.node_rank == 0 and addresses and not _is_here(addresses[0]):
+    if machine.nnodes > 1 and machine.node_rank == 0 and addresses and not is_here(addresses[0]):
         cause = f"the master's address {addresses[0]} is not of this machine"
         cure = "give node rank 0's in MASTER_ADDR, unless a router translates it"
         yield Fault("no-such-interface", cause, cure, warns=True)
@@ -311,13 +311,12 @@ def existing(directory: Path) -> Path:
     return next(path for path in (directory, *directory.parents) if os.path.exists(path))
 
 
-def _is_here(address: str) -> bool:
+def is_here(address: str, port: int = 0) -> bool:
     """Whether it is an address of this machine, where something could listen."""
     with contextlib.suppress(OSError):
-        family, kind, *_, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.bind(where)
-            return True
+        family, *_, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        socket.create_server(where, family=family).close()
+        return True
     return False
 
 

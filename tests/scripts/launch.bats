@@ -119,6 +119,9 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
   [[ $(launch --dry-run --master-addr other own.py 2>&1) == *"warning: one node needs no master: other is ignored"* ]]
   [[ $(planned --standalone --rdzv-backend c10d own.py) == "--nnodes 1 --node-rank 0 --master-addr 127.0.0.1 "* ]]
   [[ $(planned --nnodes 2:2 --node-rank 1 --rdzv-backend c10d --rdzv-endpoint localhost:4000 own.py) == "--nnodes 2 --node-rank 1 --master-addr localhost --nproc-per-node 1 --master-port 4000 "* ]]
+  local same=(--nnodes=2 --rdzv-backend=c10d --rdzv-id=7 own.py)
+  [[ $(planned --rdzv-endpoint=127.0.0.1:4000 "${same[@]}") == "--nnodes 2 --node-rank 0 --master-addr 127.0.0.1 "*" --master-port 4000 "* ]]
+  [[ $(RUN_ID='' planned --rdzv-endpoint=no-such-host:4000 "${same[@]}") == "--nnodes 2 --node-rank -1 --master-addr no-such-host "*"--log-dir logs own.py" ]]
   fake_gpus 3
   [[ $(planned --nproc-per-node gpu own.py) == *" --nproc-per-node 3 "* ]]
 }
@@ -137,8 +140,6 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
   assert_refused 2 "unknown option '--no'"
   run launch --nnodes 1:4 own.py
   assert_refused 2 "--nnodes 1:4: the number of nodes cannot change during a run"
-  run launch --nnodes 2 --rdzv-backend c10d --rdzv-endpoint h:1 own.py
-  assert_refused 2 "give each its --node-rank, from 0"
   run launch --nnodes 2 --rdzv-backend etcd-v2 own.py
   assert_refused 2 "--rdzv-backend etcd-v2: unknown here"
   run launch --nnodes 2 own.py
