@@ -93,14 +93,10 @@ def check_in(args: Arguments, *, is_terminal_shared: bool) -> checkin.Meeting:
     files: dict[str, str] = {}
     task_file = os.environ.pop("LAUNCH_TASK_FILE", "")
     agents = args.num_nodes + args.num_spares
-    chosen = network.choose_variables(args.master_addr, agents)
-    os.environ.update(chosen)
     if agents > 1:
         words = [args.program.name, *args.program.arguments]
         files = {"the list of arguments": shlex.join(words[1:])}
         files |= must_match.hash_files([*words, task_file], Path())
-        if chosen and args.node_rank == 0:
-            say(f"sets {' '.join(f'{name}={value}' for name, value in chosen.items())}")
         if not args.access.secret and args.node_rank == 0:
             who = "a process on any of HOSTS" if args.access.addresses else "anyone who reaches it"
             where = f"port {args.master_port} of {args.master_addr}"
@@ -124,6 +120,10 @@ def check_in(args: Arguments, *, is_terminal_shared: bool) -> checkin.Meeting:
         num_spares=args.num_spares,
         min_nodes=args.min_nodes,
     )
+    chosen = network.choose_variables(address, agents)  # not before the name is known here
+    os.environ.update(chosen)
+    if chosen and args.node_rank == 0 and agents > 1:
+        say(f"sets {' '.join(f'{name}={value}' for name, value in chosen.items())}")
     if args.node_rank != 0 and not is_terminal_shared:
         where = f"{meeting.assignment.hosts[0]} ({address}:{port})"
         say(f"checked in with node rank 0 on {where}, as node rank {meeting.assignment.node_rank}")

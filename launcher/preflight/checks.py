@@ -66,6 +66,7 @@ class Machine:
     cpus: int = 0  # that this process may use
     num_workers: int = 0  # processes of each rank that load data
     ports: tuple[infiniband.Port, ...] = ()
+    waits: bool = False  # for a master that is not there yet
     can_open_ports: bool = True  # those of InfiniBand, from here
 
 
@@ -190,8 +191,10 @@ def check_master(machine: Machine) -> Iterator[Fault]:
     try:
         addresses = [str(address[0]) for *_, address in socket.getaddrinfo(name, None)]
     except OSError:
-        cause = f"the master's name {name!r} is unknown"
-        yield Fault("name-unresolved", cause, "correct it, or give its address")
+        cause, cure = f"the master's name {name!r} is unknown", "correct it, or give its address"
+        if machine.waits:
+            cure = f"the nodes wait until it is known; if it is wrong, {cure}"
+        yield Fault("name-unresolved", cause, cure, warns=machine.waits)
     loopback = [address for address in addresses if is_loopback(address)]
     if machine.nnodes > 1 and loopback:
         cause = f"the master {name} is {loopback[0]}, which no other machine can reach"

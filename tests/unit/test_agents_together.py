@@ -6,11 +6,13 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agents import PATIENCE_S, PROGRAM, ROOT, SECRET, Run, kill_what_is_left, rarely
@@ -265,6 +267,31 @@ def test_a_master_without_an_address_is_named(port: int) -> None:
 
 HERE = NodeReport(0, 2, 2, "here", "run", {"torch": "2.13.0"}, {"x.py": "0123"})
 THERE = replace(HERE, node_rank=1, host="there")
+
+
+def test_a_master_whose_name_is_known_later_is_waited_for(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, resolve, asked = threading.Event(), socket.getaddrinfo, threading.Event()
+
+    def look_up(name: str | None, *rest: Any, **options: Any) -> Any:
+        if name == "later.invalid":
+            asked.set()
+            name = "127.0.0.1" if known.is_set() else name
+        return resolve(name, *rest, **options)
+
+    def node_rank(agent: NodeReport, address: str) -> int:
+        meeting = checkin.meet(address, port, agent, Access(SECRET.encode()), PATIENCE_S)
+        with meeting.ready():
+            return meeting.assignment.node_rank
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with ThreadPoolExecutor(2) as pool:
+        second = pool.submit(node_rank, THERE, "later.invalid")
+        assert asked.wait(PATIENCE_S)
+        first = pool.submit(node_rank, HERE, "127.0.0.1")
+        known.set()
+        assert (first.result(), second.result()) == (0, 1)
 
 
 def test_nodes_without_a_node_rank_get_those_that_are_free(port: int) -> None:
