@@ -40,6 +40,7 @@ from launcher.agent.control import Control, follow_client, report_end, take_cont
 from launcher.agent.link import AgentNote, GuardianLink, close
 from launcher.failure import Failure, count_memory_kills, explain, signal_name
 from launcher.failure_block import End, RunSummary
+from launcher.outer_run import leave_outer_run
 from launcher.record import run_json
 from launcher.text import mend_streams
 
@@ -82,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the agent below a guardian; returns the exit code. A rank leaves by SystemExit."""
     arguments = sys.argv[1:] if arguments is None else arguments
     mend_streams()
+    leave_outer_run(os.environ)
     recorded = os.environ.pop("RUN_RECORD", "")  # the run folder where this process is noted
     client = int(os.environ.pop("LAUNCH_CLIENT", "0"))  # that podman's container belongs to
     added = find_option(arguments, "--signals-to-handle") or os.environ.get("PET_SIGNALS_TO_HANDLE")

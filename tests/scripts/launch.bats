@@ -152,6 +152,14 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
   assert_refused 3 "there is no visible GPU; give a number of processes" too-few-gpus
 }
 
+# bats test_tags=slow
+@test "a rank can launch: an evaluation is a run of its own" {
+  echo 'import os; print("inner", os.environ["RUN_ID"], os.environ["WORLD_SIZE"], flush=True)' >inner.py
+  echo "import subprocess, sys; sys.exit(subprocess.call(['$ROOT/scripts/launch.sh', 'inner.py']))" >outer.py
+  RUN_ID=outer run --separate-stderr launch outer.py
+  [[ $status == 0 && $output =~ ^"inner "[0-9]+-[0-9]+-[0-9a-f]+" 1"$ && -f logs/outer/run.json ]]
+}
+
 # --- beside a repository of one's own ---
 
 # The kit's folders copied into a repository that has a train.py of its own, and names of Python's.
