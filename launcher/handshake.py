@@ -125,6 +125,15 @@ def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
+def is_here(address: str, port: int = 0) -> bool:
+    """Whether it is an address of this machine, where something could listen."""
+    with contextlib.suppress(OSError):
+        family, *_, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        socket.create_server(where, family=family).close()
+        return True
+    return False
+
+
 def _prove(secret: bytes, role: bytes, nonces: bytes) -> bytes:
     return hmac.digest(secret or b"-", role + nonces, "sha256")
 

@@ -15,6 +15,8 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 
+from launcher.outer_run import OUTER_TOKEN
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.01
@@ -174,11 +176,11 @@ def end_marked(token: str, wait_s: float) -> int:
 
 def _marked(token: str) -> list[int]:
     """Return the processes of this user that were started with the run's token."""
-    mark = f"LAUNCH_TOKEN={token}".encode()
+    marks = {f"{name}={token}".encode() for name in ("LAUNCH_TOKEN", OUTER_TOKEN)}
     found = []
     for pid in _all_pids():
         with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as environ:
-            if mark in environ.read().split(b"\0") and pid != os.getpid():
+            if marks & {*environ.read().split(b"\0")} and pid != os.getpid():
                 found.append(pid)
     return found
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from distributed.environment import LauncherError
 from distributed.errors import BAD_INPUT, REFUSED, Refused
 from distributed.hostlist import HostlistError
+from launcher.outer_run import leave_outer_run
 from launcher.plan.check_config import check_config
 from launcher.plan.idle import find_idle
 from launcher.plan.make_plan import make_plan
@@ -30,6 +31,7 @@ from launcher.text import mend_streams, short_host_name
 def main(arguments: Sequence[str]) -> int:
     """Start a run, or answer about runs; returns the exit code."""
     code = 1
+    leave_outer_run(os.environ)
     try:
         code = start(arguments)
     except SystemExit as leave:  # a wrong config, a stop before the start

@@ -8,6 +8,8 @@
 #   --no-python           SCRIPT is any program
 #   --nnodes N --node-rank R --master-addr ADDR --master-port PORT
 #                         several machines: run it on each of them, or once under srun
+#   --nnodes N --rdzv-backend c10d --rdzv-endpoint ADDR:PORT
+#                         the same on each of them: node rank 0 is the machine that has ADDR
 #   SCRIPT                a Python file, or a folder or zip that holds __main__.py
 #   ARGS                  everything after SCRIPT is passed to it unchanged, without a `--`
 #   torchrun's other options work, too; options of this command go before SCRIPT.
@@ -69,10 +71,10 @@ find_master() {
   [[ $backend == static || $backend == c10d ]] ||
     die 2 "--rdzv-backend $backend: unknown here; leave it out, and give --master-addr"
   [[ " ${FLAGS[*]} " != *" --standalone "* ]] || nodes=1
+  [[ $endpoint != localhost:0 ]] || : "${nodes:=1}" # torchrun's default
   [[ -z $nodes ]] || PLAN[nnodes]=$nodes
   [[ ${nodes:-1} != 1 || -n ${SLURM_STEP_ID:-} ]] || return 0
-  [[ $backend == static || -n ${PLAN[node_rank]:-}${SLURM_STEP_ID:-} ]] ||
-    die 2 "--rdzv-backend c10d numbers the nodes as they come; give each its --node-rank, from 0"
+  [[ $backend == static || -n ${PLAN[node_rank]:-}${SLURM_STEP_ID:-} ]] || PLAN[node_rank]=auto
   [[ -n $endpoint && $nodes != 1 ]] || return 0
   [[ $endpoint != *:* ]] || : "${PLAN[port]=${endpoint##*:}}"
   endpoint=${endpoint%:*} && endpoint=${endpoint#[}

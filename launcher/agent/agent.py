@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed.run as torchrun
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from distributed import network
 from distributed.environment import new_run_id
@@ -29,6 +30,7 @@ from distributed.torch_internals import load_dynamo, serve_store
 from launcher import typed_json
 from launcher.agent import next_attempt
 from launcher.agent.attempt import Attempt
+from launcher.agent.command_line import read_for_torch
 from launcher.agent.control import SILENCE_S, report_end
 from launcher.agent.diagnosis import nccl_network
 from launcher.agent.fork import cpus_of_ranks, fork_ranks
@@ -66,7 +68,7 @@ def run_agent(arguments: list[str], guardian: GuardianLink) -> int:
     os.environ.pop("RUN_SECRET", None)  # no rank needs it
     if beyond_static is not None:
         say(f"{beyond_static}: started by torch's own elastic agent, one import per rank")
-        torchrun.main(arguments)
+        record(torchrun.run)(read_for_torch(torchrun.parse_args, arguments))
         return 0
     try:
         is_terminal_shared = args.is_in_step or guardian.control is not None
@@ -91,14 +93,10 @@ def check_in(args: Arguments, *, is_terminal_shared: bool) -> checkin.Meeting:
     files: dict[str, str] = {}
     task_file = os.environ.pop("LAUNCH_TASK_FILE", "")
     agents = args.num_nodes + args.num_spares
-    chosen = network.choose_variables(args.master_addr, agents)
-    os.environ.update(chosen)
     if agents > 1:
         words = [args.program.name, *args.program.arguments]
         files = {"the list of arguments": shlex.join(words[1:])}
         files |= must_match.hash_files([*words, task_file], Path())
-        if chosen and args.node_rank == 0:
-            say(f"sets {' '.join(f'{name}={value}' for name, value in chosen.items())}")
         if not args.access.secret and args.node_rank == 0:
             who = "a process on any of HOSTS" if args.access.addresses else "anyone who reaches it"
             where = f"port {args.master_port} of {args.master_addr}"
@@ -122,9 +120,13 @@ def check_in(args: Arguments, *, is_terminal_shared: bool) -> checkin.Meeting:
         num_spares=args.num_spares,
         min_nodes=args.min_nodes,
     )
+    chosen = network.choose_variables(address, agents)  # not before the name is known here
+    os.environ.update(chosen)
+    if chosen and args.node_rank == 0 and agents > 1:
+        say(f"sets {' '.join(f'{name}={value}' for name, value in chosen.items())}")
     if args.node_rank != 0 and not is_terminal_shared:
         where = f"{meeting.assignment.hosts[0]} ({address}:{port})"
-        say(f"checked in with node rank 0 on {where}")
+        say(f"checked in with node rank 0 on {where}, as node rank {meeting.assignment.node_rank}")
     return meeting
 
 

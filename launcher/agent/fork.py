@@ -7,10 +7,8 @@ import os
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from string import Template
 from typing import TYPE_CHECKING
 
 from torch.distributed import is_nccl_available
@@ -68,14 +66,9 @@ def fork_ranks(node: NodeAgent) -> list[Rank]:
         variables["TORCHELASTIC_ERROR_FILE"] = str(error_file)
         if (pid := os.fork()) == 0:
             _close_all(node, out, err, *{*node.terminals}, *ranks)
-            program = node.args.program
-            words = (
-                Template(one).safe_substitute(local_rank=local_rank) for one in program.arguments
-            )
-            program = replace(program, arguments=tuple(words))
             if cpus := node.cpus[local_rank]:
                 os.sched_setaffinity(0, cpus)
-            run_and_exit(program, variables, stdout=stdout, stderr=stderr, parent=agent)
+            run_and_exit(node.args.program, variables, stdout=stdout, stderr=stderr, parent=agent)
         os.close(stdout)
         os.close(stderr)
         ranks.append(Rank(number, local_rank, pid, (out, err), error_file))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import math
 import os
 import select
@@ -36,10 +35,12 @@ from distributed.stop_signals import (
     handled_signals,
 )
 from launcher import processes, typed_json
+from launcher.agent.command_line import find_option, read_for_torch
 from launcher.agent.control import Control, follow_client, report_end, take_control
 from launcher.agent.link import AgentNote, GuardianLink, close
 from launcher.failure import Failure, count_memory_kills, explain, signal_name
 from launcher.failure_block import End, RunSummary
+from launcher.outer_run import leave_outer_run
 from launcher.record import run_json
 from launcher.text import mend_streams
 
@@ -82,12 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the agent below a guardian; returns the exit code. A rank leaves by SystemExit."""
     arguments = sys.argv[1:] if arguments is None else arguments
     mend_streams()
+    leave_outer_run(os.environ)
     recorded = os.environ.pop("RUN_RECORD", "")  # the run folder where this process is noted
     client = int(os.environ.pop("LAUNCH_CLIENT", "0"))  # that podman's container belongs to
-    added = _option(arguments, "--signals-to-handle") or os.environ.get("PET_SIGNALS_TO_HANDLE")
-    if added:
-        os.environ[ADDED] = added
-    handled = handled_signals()
+    handled = _handled(arguments)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, QUERY, signal.SIGCHLD})
     control = take_control()
@@ -99,8 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if agent != 0:
         theirs.close()
         close(janitors[1])
-        guarded = Agent(agent, ours, words, _node_rank(arguments))
         with ours:
+            guarded = Agent(agent, ours, words, _node_rank(arguments))
             code = _guard(guarded, handled, control, client)
         if recorded:  # the run may have ended before it began
             run_json.note_end(Path(recorded), code)
@@ -118,8 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*handled, QUERY, signal.SIGCHLD})
     if os.environ.get("ENGINE") == "torch.distributed.launch":
         with _importing(words):
-            from torch.distributed.launch import main as launch  # its ranks, its report
-        launch(list(arguments))  # type: ignore[no-untyped-call]
+            from torch.distributed.launch import launch, parse_args  # its ranks, its report
+        launch(read_for_torch(parse_args, arguments))  # type: ignore[no-untyped-call]
         return 0
     given = set(os.environ)
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch alone is enough
@@ -170,19 +169,18 @@ def _importing(file: int) -> Iterator[None]:
     os.pwrite(file, HAS_TORCH, 0)
 
 
+def _handled(arguments: Sequence[str]) -> list[signal.Signals]:
+    """Return the signals to pass on, those of --signals-to-handle too."""
+    added = find_option(arguments, "--signals-to-handle") or os.environ.get("PET_SIGNALS_TO_HANDLE")
+    if added:
+        os.environ[ADDED] = added
+    return handled_signals()
+
+
 def _node_rank(arguments: Sequence[str]) -> int:
     """Return this node's rank, as far as it is known before the agent has read its arguments."""
-    given = _option(arguments, "--node-rank") or os.environ.get("SLURM_NODEID", "")
+    given = find_option(arguments, "--node-rank") or os.environ.get("SLURM_NODEID", "")
     return int(given) if given.isdecimal() else 0
-
-
-def _option(arguments: Sequence[str], name: str) -> str:
-    """Return the value of one of torchrun's options, as far as it is known without its parser."""
-    for word, value in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
-        option, equals, its_value = word.partition("=")
-        if option.replace("_", "-") == name:
-            return its_value if equals else value
-    return ""
 
 
 def start_janitor() -> tuple[int, int]:

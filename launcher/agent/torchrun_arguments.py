@@ -17,9 +17,11 @@ from distributed.environment import slurm_node
 from distributed.stop_signals import DEFAULT_GRACE_S, NEVER_ADDED
 from distributed.torch_internals import rendezvous_settings
 from launcher import handshake
+from launcher.agent.command_line import split
 from launcher.agent.rank import fresh
 from launcher.agent.rank.program import Program
 from launcher.handshake import Access
+from launcher.record.run_ids import plain_run_id
 
 _TORCHS_ALONE = (
     *("run_path", "logs_specs", "event_log_handler"),
@@ -85,12 +87,13 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
     is_placed = _place_in_step(args, spares)
     low, high = torchrun.parse_min_max_nnodes(args.nnodes)
     nproc = _count_ranks(args.nproc_per_node)
-    address, port = _master(args, high)
+    address, port = _master(args, high + spares)
     if low != high and args.rdzv_backend == "static":
         raise ValueError(f"--nnodes {args.nnodes}: a range needs --rdzv-backend c10d")
     if nproc < 1:
         raise ValueError(f"--nproc-per-node {nproc}: no ranks; give at least 1")
-    if not 0 <= args.node_rank < high + spares:
+    least = -1 if high + spares > 1 else 0  # -1: it gets the next one free
+    if not least <= args.node_rank < high + spares:
         cure = f"give 0 to {high + spares - 1} (--nnodes)"
         raise ValueError(f"--node-rank {args.node_rank}: out of range; {cure}")
     if not 0 <= port < 65536:
@@ -113,7 +116,7 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         nproc=nproc,
         master_addr=address,
         master_port=port,
-        run_id=os.environ.get("RUN_ID") or ("" if args.rdzv_id == "none" else args.rdzv_id),
+        run_id=os.environ.get("RUN_ID") or plain_run_id(args.rdzv_id),
         log_dir=Path(args.log_dir).absolute() if args.log_dir is not None else None,
         role=args.role,
         max_restarts=args.max_restarts,
@@ -136,7 +139,9 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
 def _read(arguments: Sequence[str]) -> argparse.Namespace:
     parser = torchrun.get_args_parser()
     parser.set_defaults(master_port=os.environ.get("PET_MASTER_PORT"))  # before torch 2.12: 29500
-    args, unknown = parser.parse_known_args(arguments)
+    options, program = split(arguments)
+    args, unknown = parser.parse_known_args([*options, *program[:1]])
+    args.training_script_args = program[1:]
     if unknown:
         raise ValueError(_no_option(unknown[0]))
     return args
@@ -203,15 +208,15 @@ def _has_virtual_ranks(args: argparse.Namespace, nproc: int) -> bool:
     return True
 
 
-def _master(args: argparse.Namespace, num_nodes: int) -> tuple[str, int]:
-    if args.standalone or (num_nodes == 1 and args.rdzv_backend != "static"):
+def _master(args: argparse.Namespace, num_agents: int) -> tuple[str, int]:
+    if args.standalone or (num_agents == 1 and args.rdzv_backend != "static"):
         return "127.0.0.1", 0
     if args.rdzv_endpoint:
         host, _, port = args.rdzv_endpoint.rpartition(":")
         return (host.strip("[]"), int(port)) if host else (args.rdzv_endpoint, 29500)
-    default_port = 0 if num_nodes == 1 else 29500
+    default_port = 0 if num_agents == 1 else 29500
     port = default_port if args.master_port is None else args.master_port
-    return args.master_addr.strip("[]"), port
+    return args.master_addr.strip("[]") if num_agents > 1 else "127.0.0.1", port
 
 
 def _beyond_static(args: argparse.Namespace, low: int, high: int) -> str | None:

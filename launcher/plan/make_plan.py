@@ -26,11 +26,11 @@ from distributed.network import PROFILES
 from distributed.stop_signals import DEFAULT_GRACE_S
 from launcher.container import Container, config_texts, read_container
 from launcher.fanout import job_command
-from launcher.handshake import read_access
+from launcher.handshake import is_here, is_loopback, read_access
 from launcher.plan import hosts, pbs, slurm, spares
 from launcher.plan.plan import Plan, PlanError, World, read_nproc, read_number
 from launcher.plan.typed import Typed
-from launcher.record.run_json import next_run_id
+from launcher.record.run_ids import free_run_id, next_run_id, plain_run_id
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = b"# launch-kit: answers --check"  # of our train.py, for this alone
@@ -226,10 +226,17 @@ def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> World:
     nnodes = "1" if typed.nnodes is None else typed.nnodes
     num_nodes = read_number("the number of nodes", nnodes, 1, 100_000)
     rank = "0" if typed.node_rank is None else typed.node_rank
-    node_rank = read_number("the node rank", rank, 0, num_nodes - 1)
-    master = typed.master or (environ.get("MASTER_ADDR") if num_nodes > 1 else "127.0.0.1")
+    node_rank = -1 if rank == "auto" else read_number("the node rank", rank, 0, num_nodes - 1)
+    if num_nodes == 1:
+        if typed.master and typed.master != "localhost" and not is_loopback(typed.master):
+            cause = f"one node needs no master: {typed.master} is ignored; for more, give --nnodes"
+            print(f"{typed.program}: warning: {cause}", file=sys.stderr)
+        return World(1, "127.0.0.1")
+    master = typed.master or environ.get("MASTER_ADDR")
     if not master:
         raise PlanError(f"{num_nodes} nodes but no address of the master; give MASTER_ADDR")
+    if rank == "auto" and is_here(master, _read_port(typed, environ, is_by_hand=True) or 0):
+        node_rank = 0  # the others get theirs as they come
     return World(num_nodes, master, node_rank)
 
 
@@ -238,7 +245,8 @@ def _read_port(typed: Typed, environ: Mapping[str, str], *, is_by_hand: bool) ->
     if is_by_hand and in_slurm_step(environ) and text in (None, "auto"):
         return port_from_id(job_run_id(environ))  # the run's id is node rank 0's alone
     text = text or (BY_HAND_PORT if is_by_hand else "auto")
-    return None if text == "auto" else read_number("the port", text, 1, 65535)
+    is_any = text == "auto" or (text == "0" and not is_by_hand)
+    return None if is_any else read_number("the port", text, 1, 65535)
 
 
 # --- the run ------------------------------------------------------------------------------------
@@ -247,14 +255,14 @@ def _read_port(typed: Typed, environ: Mapping[str, str], *, is_by_hand: bool) ->
 def choose_run_id(
     given: str | None, environ: Mapping[str, str], log_dir: Path, *, is_namer: bool
 ) -> str:
-    """Return the one given, RUN_ID, one named after the scheduler's job, or a new one.
+    """Return RUN_ID, one after torchrun's --rdzv-id or after the scheduler's job, or a new one.
 
     Each launch in one start of a job is a run of its own. A new id is node rank 0's.
     """
-    run_id = _first(given, environ, "RUN_ID")
+    run_id, name, job = environ.get("RUN_ID"), plain_run_id(given or ""), job_run_id(environ)
     if not run_id and is_namer:
-        job = job_run_id(environ)
-        run_id = next_run_id(log_dir, job) if job else new_run_id()
+        run_id = free_run_id(log_dir, name) if name else ""
+        run_id = run_id or (next_run_id(log_dir, job) if job else new_run_id())
     return check_run_id(run_id) if run_id else ""
 
 

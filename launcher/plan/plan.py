@@ -55,7 +55,7 @@ class World:
 
     num_nodes: int = 1
     master_addr: str = "127.0.0.1"  # empty: the scheduler has not chosen yet
-    node_rank: int = 0  # of this machine
+    node_rank: int = 0  # of this machine; -1: the next one free when it checks in
     nproc: int | None = None  # ranks per node; None: one per GPU
     nodes: Sequence[NodePlan] = ()  # by node rank, where this launcher starts them all by name
     num_spares: int = 0  # more nodes, which wait: the last of `nodes`
@@ -237,6 +237,8 @@ def shell_line(directory: Path, command: Sequence[str]) -> str:
 def node_comment(plan: Plan, node_rank: int, host: str, counts: Sequence[int], port: int) -> str:
     """Return the line above a node's command in a dry run."""
     where = f"rendezvous {plan.master_addr}:{port}"
+    if node_rank < 0:
+        return f"# this node ({host}): {count(counts[0], 'rank')} of {sum(counts)}, {where}"
     if node_rank >= len(counts):
         return f"# node {node_rank} ({host}): a spare, {where}"
     first = sum(counts[:node_rank])
@@ -322,7 +324,8 @@ def _hosts(plan: Plan, node: Report | None) -> str:
         return "  ".join([f"{first} (master, {master})", *others])
     if plan.num_nodes == 1:
         return f"{plan.hosts or node.host} (master, {master})"
-    here = f"{node.host} (this one, node rank {plan.node_rank} of {plan.num_nodes})"
+    rank = "the next node rank" if plan.node_rank < 0 else f"node rank {plan.node_rank}"
+    here = f"{node.host} (this one, {rank} of {plan.num_nodes})"
     return f"{master} (master)  {plan.hosts or here}"
 
 

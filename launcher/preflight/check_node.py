@@ -163,6 +163,7 @@ def _look_at_machine(
         environ=environ,
         backend=request.backend,
         cpus=len(os.sched_getaffinity(0)),
+        waits=request.num_nodes > 1 and request.meeting_size == 0,
         num_workers=request.num_workers,
         ports=tuple(infiniband.read_ports()),
         can_open_ports=infiniband.can_open_devices(),

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributed.network import interface_to
-from launcher.handshake import is_loopback
+from launcher.handshake import is_here, is_loopback
 from launcher.preflight import infiniband, must_match
 from launcher.preflight.gpus import DEVICES, Gpu, find_slow
 from launcher.text import count
@@ -66,6 +66,7 @@ class Machine:
     cpus: int = 0  # that this process may use
     num_workers: int = 0  # processes of each rank that load data
     ports: tuple[infiniband.Port, ...] = ()
+    waits: bool = False  # for a master that is not there yet
     can_open_ports: bool = True  # those of InfiniBand, from here
 
 
@@ -190,8 +191,10 @@ def check_master(machine: Machine) -> Iterator[Fault]:
     try:
         addresses = [str(address[0]) for *_, address in socket.getaddrinfo(name, None)]
     except OSError:
-        cause = f"the master's name {name!r} is unknown"
-        yield Fault("name-unresolved", cause, "correct it, or give its address")
+        cause, cure = f"the master's name {name!r} is unknown", "correct it, or give its address"
+        if machine.waits:
+            cure = f"the nodes wait until it is known; if it is wrong, {cure}"
+        yield Fault("name-unresolved", cause, cure, warns=machine.waits)
     loopback = [address for address in addresses if is_loopback(address)]
     if machine.nnodes > 1 and loopback:
         cause = f"the master {name} is {loopback[0]}, which no other machine can reach"
@@ -200,7 +203,7 @@ def check_master(machine: Machine) -> Iterator[Fault]:
             cause += f" (/etc/hosts line {line})"
         cure = "give the master's address on the network the nodes share"
         yield Fault("loopback-address", cause, cure, warns=literal)
-    if machine.nnodes > 1 and machine.node_rank == 0 and addresses and not _is_here(addresses[0]):
+    if machine.nnodes > 1 and machine.node_rank == 0 and addresses and not is_here(addresses[0]):
         cause = f"the master's address {addresses[0]} is not of this machine"
         cure = "give node rank 0's in MASTER_ADDR, unless a router translates it"
         yield Fault("no-such-interface", cause, cure, warns=True)
@@ -312,16 +315,6 @@ CHECKS = {  # and how many things each looks at
 def existing(directory: Path) -> Path:
     """Return the directory, or what of the way to it exists."""
     return next(path for path in (directory, *directory.parents) if os.path.exists(path))
-
-
-def _is_here(address: str) -> bool:
-    """Whether it is an address of this machine, where something could listen."""
-    with contextlib.suppress(OSError):
-        family, kind, *_, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.bind(where)
-            return True
-    return False
 
 
 def _hosts_line(name: str) -> int | None:

@@ -21,7 +21,7 @@ from distributed.environment import check_run_id
 class NodeReport:
     """What a node says of itself: at check-in its agent, before that its preflight."""
 
-    node_rank: int
+    node_rank: int  # -1: the next one free
     num_nodes: int
     nproc: int
     host: str
@@ -33,7 +33,7 @@ class NodeReport:
     attempt: int = 0  # of the run, where it has lost node rank 0
 
     def __post_init__(self) -> None:
-        if min(self.node_rank, self.num_nodes - 1, self.nproc - 1) < 0:
+        if min(self.node_rank + 1, self.num_nodes - 1, self.nproc - 1) < 0:
             raise ValueError(f"node {self.node_rank} of {self.num_nodes} with {self.nproc} ranks")
         if self.run_id:
             check_run_id(self.run_id)

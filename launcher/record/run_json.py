@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import json
 import os
 import platform
@@ -154,21 +153,6 @@ def this_start() -> str:
     if not job and os.environ.get("PBS_ENVIRONMENT") == "PBS_INTERACTIVE":
         return job_id(os.environ)  # qsub -I: PBS starts it only once
     return " ".join(str(job[name]) for name in ("cluster", "run_id", "start", "submitted") if job)
-
-
-def next_run_id(log_dir: Path, job: str) -> str:
-    """Return JOB, JOB.1, ...: the first that no launch in this start of the job has taken."""
-    for number in itertools.count():
-        run_id = f"{job}.{number}" if number else job
-        record = read(log_dir / run_id)
-        if record is None or not record.job or not _is_same(record.job, this_start()):
-            break
-    return run_id
-
-
-def _is_same(start: str, other: str) -> bool:
-    """Whether two starts of a job are one; where SLURM did not answer, the submit time lacks."""
-    return bool(other) and (start.startswith(other) or other.startswith(start))
 
 
 def refuse_live(folder: Path) -> None:

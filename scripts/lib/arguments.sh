@@ -12,6 +12,7 @@ parse_arguments() { # <"plan entry ..."> <argument...>
   unset LAUNCH_AS
   while (($#)); do
     [[ $1 == --*=* ]] && set -- "${1%%=*}" "${1#*=}" "${@:2}"
+    [[ $1 == -[!-]?* && ${OPTIONS[${1:0:2}]:-!} != !* ]] && set -- "${1:0:2}" "${1:2}" "${@:2}" # -r3
     case $1 in
       -h | --help) print_usage && exit ;;
       --version) echo "$PROGRAM $(sed -n 's/^__version__ = "\(.*\)"$/\1/p' "$ROOT/distributed/__init__.py")" && exit ;;
@@ -25,7 +26,7 @@ parse_arguments() { # <"plan entry ..."> <argument...>
         shift
         ;;
       -?*)
-        [[ -n ${OPTIONS[$1]:-} ]] || set -- "${1//_/-}" "${@:2}"
+        set -- "$(full_option "$1")" "${@:2}"
         take_option "$@"
         [[ ${OPTIONS[$1]} == !* ]] || shift
         ;;
@@ -36,6 +37,17 @@ parse_arguments() { # <"plan entry ..."> <argument...>
     esac
     shift
   done
+}
+
+# Prints the option that a word stands for. As torchrun's, it may be shortened, and have _ for -.
+full_option() { # <word>
+  local word=$1 option found=()
+  [[ -n ${OPTIONS[$word]:-} ]] || word=${1//_/-}
+  for option in "${!OPTIONS[@]}"; do
+    [[ $word != --?* || $option != "$word"* ]] || found+=("$option")
+  done
+  [[ -n ${OPTIONS[$word]:-} || ${#found[@]} != 1 ]] || word=${found[0]}
+  printf '%s\n' "$word"
 }
 
 take_option() { # <option> [<value>] ...

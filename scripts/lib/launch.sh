@@ -16,6 +16,8 @@ ACTIVATED=()          # names of variables that the environment of PYTHON has ch
 
 SCHEDULED=${SLURM_JOB_ID:-${PBS_JOBID:-}} # not empty: a scheduler holds the run
 
+[[ -z ${TORCHELASTIC_RUN_ID:-} ]] || unset "${!PET_@}" # a launch by a rank: launcher/outer_run.py
+
 # shellcheck source=scripts/lib/arguments.sh
 source "${BASH_SOURCE[0]%/*}/arguments.sh"
 # shellcheck source=scripts/lib/python.sh

@@ -43,7 +43,7 @@ PY
 {
   ODD_CONFIG=$'odd \'name\' "$HOME" `x` \\ \u00fc\n.yaml'
   ODD_SETTINGS=('a.b=1 2' 'c="$x" *' $'d=\u00e9\n' 'e=')
-  ODD_REST=(--last 'f=$(g)' '' $'\t')
+  ODD_REST=(--last 'f=$(g)' '' $'\t' --log '$$5' '${local_rank}')
 }
 
 assert_odd_dumped() {

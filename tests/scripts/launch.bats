@@ -81,8 +81,10 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
 @test "a module, any program, a folder with __main__.py; its exit code" {
   make_module
   unset TRAIN_SCRIPT
-  run --separate-stderr launch -m pkg.mod -m x
-  [[ $status == 0 && $output == "pkg.mod 1 of 1: -m x" ]]
+  # shellcheck disable=SC2016 # for the program
+  run --separate-stderr launch -m pkg.mod -m x --log '$$5' '${local_rank}' --n --node-rank -1
+  # shellcheck disable=SC2016
+  [[ $status == 0 && $output == 'pkg.mod 1 of 1: -m x --log $$5 ${local_rank} --n --node-rank -1' ]]
   # shellcheck disable=SC2016 # for the program
   run --separate-stderr launch --nproc_per_node=2 --no-python bash -c 'echo "$RANK: $1"; exit $((RANK ? 0 : 7))' bash 'a  b'
   [[ $status == 7 && $output == "0: a  b" && $stderr == *"FAILED   rank 0 "* ]]
@@ -111,9 +113,16 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
   [[ $(planned --nproc-per-node auto own.py) == *" --nproc-per-node $(getconf _NPROCESSORS_ONLN) "* ]]
   [[ $(NPROC_PER_NODE=3 planned own.py) == *" --nproc-per-node 3 "* ]]
   [[ $(PET_NPROC_PER_NODE=3 PET_LOG_DIR=there planned own.py) == *" --nproc-per-node 3 "*" --log-dir there "* ]]
-  [[ $(planned --rdzv_id=7 --log-dir=x --max-restarts 2 --role w -t 3 own.py) == *" --log-dir x --rdzv-id 7 --max-restarts 2 --role w -t 3 own.py" ]]
+  [[ $(RUN_ID='' planned --rdzv_id='7/a b:c' --log-dir=x --max-restarts 2 --role w -t 3 own.py) == *" --log-dir x --rdzv-id 7_a_b_c --max-restarts 2 --role w -t 3 own.py" ]]
+  [[ $(planned --nnode=1 --redirect=0 -t3 --nproc_per=2 own.py) == *" --nproc-per-node 2 "*" --redirects 0 -t 3 own.py" ]]
+  [[ $(planned --rdzv-endpoint=localhost:0 --master-port=0 --rdzv-id=none own.py) == "--nnodes 1 "*" --master-port "[1-9]* ]]
+  [[ $(planned --master-addr other own.py) == "--nnodes 1 --node-rank 0 --master-addr 127.0.0.1 "* ]]
+  [[ $(launch --dry-run --master-addr other own.py 2>&1) == *"warning: one node needs no master: other is ignored"* ]]
   [[ $(planned --standalone --rdzv-backend c10d own.py) == "--nnodes 1 --node-rank 0 --master-addr 127.0.0.1 "* ]]
   [[ $(planned --nnodes 2:2 --node-rank 1 --rdzv-backend c10d --rdzv-endpoint localhost:4000 own.py) == "--nnodes 2 --node-rank 1 --master-addr localhost --nproc-per-node 1 --master-port 4000 "* ]]
+  local same=(--nnodes=2 --rdzv-backend=c10d --rdzv-id=7 own.py)
+  [[ $(planned --rdzv-endpoint=127.0.0.1:4000 "${same[@]}") == "--nnodes 2 --node-rank 0 --master-addr 127.0.0.1 "*" --master-port 4000 "* ]]
+  [[ $(RUN_ID='' planned --rdzv-endpoint=no-such-host:4000 "${same[@]}") == "--nnodes 2 --node-rank -1 --master-addr no-such-host "*"--log-dir logs own.py" ]]
   fake_gpus 3
   [[ $(planned --nproc-per-node gpu own.py) == *" --nproc-per-node 3 "* ]]
 }
@@ -128,10 +137,10 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
   assert_refused 2 "option --show has no value"
   run launch --fast own.py
   assert_refused 2 "unknown option '--fast'; see launch.sh --help, and put the training script's own after its name"
+  run launch --no own.py
+  assert_refused 2 "unknown option '--no'"
   run launch --nnodes 1:4 own.py
   assert_refused 2 "--nnodes 1:4: the number of nodes cannot change during a run"
-  run launch --nnodes 2 --rdzv-backend c10d --rdzv-endpoint h:1 own.py
-  assert_refused 2 "give each its --node-rank, from 0"
   run launch --nnodes 2 --rdzv-backend etcd-v2 own.py
   assert_refused 2 "--rdzv-backend etcd-v2: unknown here"
   run launch --nnodes 2 own.py
@@ -148,6 +157,14 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
   cd "$BATS_TEST_TMPDIR"
   run launch --nproc-per-node gpu own.py
   assert_refused 3 "there is no visible GPU; give a number of processes" too-few-gpus
+}
+
+# bats test_tags=slow
+@test "a rank can launch: an evaluation is a run of its own" {
+  echo 'import os; print("inner", os.environ["RUN_ID"], os.environ["WORLD_SIZE"], flush=True)' >inner.py
+  echo "import subprocess, sys; sys.exit(subprocess.call(['$ROOT/scripts/launch.sh', 'inner.py']))" >outer.py
+  RUN_ID=outer run --separate-stderr launch outer.py
+  [[ $status == 0 && $output =~ ^"inner "[0-9]+-[0-9]+-[0-9a-f]+" 1"$ && -f logs/outer/run.json ]]
 }
 
 # --- beside a repository of one's own ---

@@ -22,8 +22,10 @@ launch() {
 # bats test_tags=slow
 @test "TRAIN_SCRIPT: a module, in torch.distributed.launch's own ranks" {
   make_module
-  run --separate-stderr launch - 1 node1 --dry-run --use-env -- x
+  # shellcheck disable=SC2016 # for the module
+  run --separate-stderr launch - 1 node1 --dry-run --use-env -- x --log '$$5'
   [[ $status == 0 ]]
   run bash -c "$(tail -n 1 <<<"$output" | xargs printf '%s\n' | tail -n 1)" # what node1 would run
-  [[ $status == 0 && $output == *"pkg.mod 1 of 1: x"* ]]
+  # shellcheck disable=SC2016
+  [[ $status == 0 && $output == *'pkg.mod 1 of 1: x --log $$5'* ]]
 }

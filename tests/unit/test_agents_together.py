@@ -6,11 +6,13 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agents import PATIENCE_S, PROGRAM, ROOT, SECRET, Run, kill_what_is_left, rarely
@@ -189,8 +191,8 @@ def test_a_node_that_comes_late_is_waited_for(port: int, tmp_path: Path) -> None
     assert "waiting for node rank 1, 300 s at most" in first.process.stderr.readline()
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.0\n\n{}\n")
-        second = Run([*common, "--node-rank", "1", "--nproc-per-node", "3", str(script)])
-        assert "checked in with node rank 0 on " in second.finish()
+        second = Run([*common, "--node-rank", "-1", "--nproc-per-node", "3", str(script)])
+        assert f":{port}), as node rank 1\n" in second.finish()
     first.finish()
     lines = sorted((first.output + second.output).splitlines())
     assert lines == ["0 0 4 named", "1 0 4 named", "2 1 4 named", "3 2 4 named"]
@@ -265,6 +267,43 @@ def test_a_master_without_an_address_is_named(port: int) -> None:
 
 HERE = NodeReport(0, 2, 2, "here", "run", {"torch": "2.13.0"}, {"x.py": "0123"})
 THERE = replace(HERE, node_rank=1, host="there")
+
+
+def test_a_master_whose_name_is_known_later_is_waited_for(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, resolve, asked = threading.Event(), socket.getaddrinfo, threading.Event()
+
+    def look_up(name: str | None, *rest: Any, **options: Any) -> Any:
+        if name == "later.invalid":
+            asked.set()
+            name = "127.0.0.1" if known.is_set() else name
+        return resolve(name, *rest, **options)
+
+    def node_rank(agent: NodeReport, address: str) -> int:
+        meeting = checkin.meet(address, port, agent, Access(SECRET.encode()), PATIENCE_S)
+        with meeting.ready():
+            return meeting.assignment.node_rank
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with ThreadPoolExecutor(2) as pool:
+        second = pool.submit(node_rank, THERE, "later.invalid")
+        assert asked.wait(PATIENCE_S)
+        first = pool.submit(node_rank, HERE, "127.0.0.1")
+        known.set()
+        assert (first.result(), second.result()) == (0, 1)
+
+
+def test_nodes_without_a_node_rank_get_those_that_are_free(port: int) -> None:
+    def part_of(rank: int) -> int:
+        agent = replace(HERE, num_nodes=3, node_rank=rank)
+        meeting = checkin.meet("127.0.0.1", port, agent, Access(SECRET.encode()), PATIENCE_S)
+        with meeting.ready():
+            return meeting.assignment.node_rank
+
+    with ThreadPoolExecutor(3) as pool:
+        first, *others = pool.map(part_of, (0, -1, -1))
+    assert (first, sorted(others)) == (0, [1, 2])
 
 
 @pytest.mark.parametrize(

@@ -327,7 +327,9 @@ def test_cuda_visible_devices(
 def test_unknown_name() -> None:
     fault = find(checks.check_master, master_addr="no-such-host.invalid")
     assert fault is not None
-    assert fault.name == "name-unresolved"
+    assert fault.name == "name-unresolved" and not fault.warns
+    fault = find(checks.check_master, master_addr="no-such-host.invalid", waits=True)
+    assert fault is not None and fault.warns  # a container's name may be known some seconds later
 
 
 def test_loopback_master_of_several_nodes() -> None:

@@ -65,8 +65,8 @@ def test_every_fault_of_every_node_in_one_list() -> None:
         ("node1", WARNING),
         ("node2", BLOCKED),
     ]
-    assert (outcome.num_checks, outcome.num_nodes, outcome.seconds) == (28, 2, 2.0)
-    assert judge([make_report(0)]).num_checks == sum(CHECKS.values()) == 22
+    assert (outcome.num_checks, outcome.num_nodes, outcome.seconds) == (29, 2, 2.0)
+    assert judge([make_report(0)]).num_checks == sum(CHECKS.values()) == 23
 
 
 def test_warnings_refuse_only_when_strict() -> None:

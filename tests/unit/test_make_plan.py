@@ -97,7 +97,12 @@ def test_a_batch_in_words(batch: Batch, told: str) -> None:
         ("words", LIKE, {"TRAIN_SCRIPT": "own.py", "CONFIG_FLAG": "-f"}, ["a.py", "--b=c"]),
         ("words", {**LIKE, "as_module": True}, {}, ["-m", "a.py", "--b=c"]),
         ("words", {**LIKE, "as_command": True}, {}, ["--no-python", "a.py", "--b=c"]),
-        ("run_id", {"run_id": "typed"}, {"RUN_ID": "mine"}, "typed"),
+        ("run_id", {"run_id": "typed"}, {}, "typed"),
+        ("run_id", {"run_id": "typed"}, {"RUN_ID": "typed.1"}, "typed.1"),  # a resume line
+        ("run_id", {"run_id": "../a:b c"}, {}, "_._a_b_c"),
+        ("run_id", {"run_id": "typed", **BY_HAND}, {}, ""),  # node rank 0's
+        ("port", {"port": "0"}, {}, None),
+        ("master_addr", {"master": "other"}, {}, "127.0.0.1"),
         ("log_dir", {"log_dir": "typed"}, {"LOG_DIR": "mine"}, Path("typed")),
         ("max_restarts", {"max_restarts": "3"}, {"MAX_RESTARTS": "2"}, 3),
         ("num_nodes", SSH, SPARE, 1),

@@ -89,7 +89,7 @@ def test_nodes_that_match_meet_and_pass(tmp_path: Path) -> None:
     reports = reports_of([start_node(tmp_path, rank, port, *words) for rank in (2, 1, 0)])
     outcome = judge(reports)
     assert not refusals_of(outcome)
-    assert (outcome.num_checks, outcome.num_nodes) == (28, 3)
+    assert (outcome.num_checks, outcome.num_nodes) == (29, 3)
     loopback = [one for one in outcome.findings if one.fault.name == "loopback-address"]
     assert len(loopback) == 3  # a warning, for 127.0.0.1 may be meant
 

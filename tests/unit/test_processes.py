@@ -13,6 +13,7 @@ import pytest
 from agents import Run
 
 from launcher import processes
+from launcher.outer_run import leave_outer_run
 
 # A name of 16 bytes, which the kernel cuts at 15: in the middle of its last letter.
 NAMED = """
@@ -58,6 +59,33 @@ def test_descendants_and_their_states(foreign: subprocess.Popen[str]) -> None:
     os.waitid(os.P_PID, foreign.pid, os.WEXITED | os.WNOWAIT)
     assert processes.start_ticks(foreign.pid) is None  # a zombie
     assert foreign.pid not in processes.descendants(os.getpid())
+
+
+RANK = {
+    **{"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"},
+    **{"RUN_ID": "outer", "LAUNCH_TOKEN": "t.0", "LAUNCH_COMMAND": "x", "HEARTBEAT_FILE": "f"},
+    **{"TORCHELASTIC_RUN_ID": "outer", "PET_NNODES": "2", "SLURM_STEP_ID": "1"},
+}
+USERS = {"SLURM_JOB_ID": "7", "LOG_DIR": "logs", "GRACE": "5", "CUDA_VISIBLE_DEVICES": "1"}
+
+
+def test_a_launch_by_a_rank_inherits_nothing_of_its_run() -> None:
+    environ = {**RANK, **USERS}
+    leave_outer_run(environ)
+    assert environ == {**USERS, "LAUNCH_OUTER": "t.0"}
+
+
+def test_another_launch_keeps_what_was_set_for_it() -> None:
+    given = {name: value for name, value in RANK.items() if name != "TORCHELASTIC_RUN_ID"}
+    environ = dict(given)
+    leave_outer_run(environ)
+    assert environ == given
+
+
+def test_an_inner_run_ends_with_the_outer_one() -> None:
+    inner = subprocess.Popen(["sleep", "600"], env={"LAUNCH_OUTER": "t.0", "PATH": os.defpath})
+    assert processes.end_marked("t.0", 0) == 1
+    assert inner.wait() == -signal.SIGKILL
 
 
 def test_a_process_that_is_not_there() -> None:

@@ -20,6 +20,7 @@ from job_tools import make_tool
 from distributed.errors import Refused
 from launcher import processes
 from launcher.record import run_json
+from launcher.record.run_ids import next_run_id
 from launcher.record.run_json import LauncherProcess, Record, RunFolder
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "box"}
@@ -228,8 +229,8 @@ def test_each_launch_in_an_allocation_is_a_run_of_its_own(
     make_tool(tools / "squeue", f"echo {submitted}")
     for name, value in later.items():
         monkeypatch.setenv(name, value)
-    assert run_json.next_run_id(tmp_path, "7") == run_id
-    assert run_json.next_run_id(tmp_path, "8") == "8"
+    assert next_run_id(tmp_path, "7") == run_id
+    assert next_run_id(tmp_path, "8") == "8"
 
 
 @pytest.mark.parametrize(("kind", "run_id"), [("INTERACTIVE", "7.host.1"), ("BATCH", "7.host")])
@@ -240,4 +241,4 @@ def test_each_launch_in_the_shell_of_qsub_is_a_run_of_its_own(
     monkeypatch.setenv("PBS_JOBID", "7.host")
     monkeypatch.setenv("PBS_ENVIRONMENT", f"PBS_{kind}")
     run_json.note_start(tmp_path / "7.host", job=run_json.this_start())
-    assert run_json.next_run_id(tmp_path, "7.host") == run_id  # a batch job may be started again
+    assert next_run_id(tmp_path, "7.host") == run_id  # a batch job may be started again

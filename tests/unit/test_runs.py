@@ -18,6 +18,7 @@ from distributed.errors import Refused
 from launcher.plan.typed import Typed
 from launcher.processes import start_ticks
 from launcher.record import run_json, runs
+from launcher.record.run_ids import free_run_id
 from launcher.record.run_json import LauncherProcess, Record, note_start, refuse_live
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -223,6 +224,16 @@ def test_a_live_run_is_not_started_again(process: subprocess.Popen[bytes], tmp_p
         refuse_live(folder)
     write(tmp_path, "one", state="ended", exit_code=0)
     refuse_live(folder)
+
+
+def test_two_live_runs_with_one_rdzv_id_have_two_names(
+    process: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    assert free_run_id(tmp_path, "100") == "100"
+    write(tmp_path, "100", state="running", launcher=launcher_of(process.pid))
+    assert free_run_id(tmp_path, "100") == "100.1"
+    write(tmp_path, "100", state="ended", exit_code=0)
+    assert free_run_id(tmp_path, "100") == "100"
 
 
 def test_of_two_launches_at_once_one_is_refused(

@@ -128,6 +128,9 @@ def gather(
         while len(nodes) < me.num_nodes:
             for peer, node in _let_in(entrance, nodes, wait):
                 newcomers.append(peer)
+                if node.node_rank < 0:
+                    free = {*range(me.num_nodes)} - {*nodes}
+                    node = replace(node, node_rank=min(free, default=0))
                 _compare(me, node, nodes)
                 skew = node.time - time.time()
                 if abs(skew) > SKEW_S:
@@ -221,8 +224,9 @@ def join(
         cause = f"node rank 0 at {address}:{port} has another RUN_SECRET than this node, or none"
         raise Refused("stranger", f"{cause}; set the same one on every node")
     if isinstance(last, NoEntrance):
-        cause = f"{address}:{port} takes no node rank {me.node_rank}: its run has begun"
-        cure = "see whether this node rank was started elsewhere too"
+        which = f"node rank {me.node_rank}" if me.node_rank >= 0 else "more nodes"
+        cause = f"{address}:{port} takes no {which}: its run has begun"
+        cure = "see whether this node was started elsewhere too"
         raise Refused("duplicate-node-rank", f"{cause}; {cure}")
     fault, cure = _explain(last)
     cause = f"node rank 0 at {address}:{port} did not answer within {wait.timeout_s:g} s"

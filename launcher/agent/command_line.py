@@ -1,0 +1,49 @@
+"""torchrun's command line: what is read of it without torch, and what torch's parsers see of it."""
+
+from __future__ import annotations
+
+import itertools
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+
+_FLAGS = (  # options without a value
+    *("-h", "--help", "-m", "--module", "--no-python", "--standalone", "--run-path"),
+    *("--use-env", "--virtual-local-rank"),
+)
+
+
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return torchrun's options, and the program with its arguments.
+
+    No parser may see the latter: argparse refuses a script's `--log`, which begins like two of
+    torchrun's options.
+    """
+    at = 0
+    while at < len(arguments) and arguments[at].startswith("-") and arguments[at] != "-":
+        word = arguments[at].replace("_", "-")
+        if word == "--":
+            return [*arguments[:at]], [*arguments[at + 1 :]]
+        is_whole = "=" in word or (word[1] != "-" and len(word) > 2)  # -r3
+        at += 1 if is_whole or any(flag.startswith(word) for flag in _FLAGS) else 2
+    return [*arguments[:at]], [*arguments[at:]]
+
+
+def find_option(arguments: Sequence[str], name: str) -> str:
+    """Return the value of one of torchrun's options, which may be shortened; empty without it."""
+    options, found = split(arguments)[0], ""
+    for word, value in itertools.zip_longest(options, options[1:], fillvalue=""):
+        option, equals, its_value = word.partition("=")
+        if len(option) > 2 and name.startswith(option.replace("_", "-")):
+            found = its_value if equals else value
+    return found
+
+
+def read_for_torch(parse: Callable[[list[str]], Namespace], arguments: Sequence[str]) -> Namespace:
+    """Return what torch's own launcher is to run, so that the program's arguments stay as they are.
+
+    torch takes them for templates.
+    """
+    options, program = split(arguments)
+    args = parse([*options, *program[:1]])
+    args.training_script_args = [word.replace("$", "$$") for word in program[1:]]
+    return args

@@ -1,0 +1,58 @@
+"""The id of a run where several launches were given the same."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from distributed.errors import Refused
+from launcher.record.run_json import read, refuse_live, this_start
+
+MOST_CHARACTERS = 100  # distributed.environment.check_run_id allows 128
+
+
+def next_run_id(log_dir: Path, job: str) -> str:
+    """Return JOB, JOB.1, ...: the first that no launch in this start of the job has taken."""
+
+    def is_free(folder: Path) -> bool:
+        record = read(folder)
+        return record is None or not record.job or not _is_same(record.job, this_start())
+
+    return _first_free(log_dir, job, is_free)
+
+
+def free_run_id(log_dir: Path, name: str) -> str:
+    """Return NAME, NAME.1, ...: the first that no live run has. The guides of torch have 100."""
+
+    def is_free(folder: Path) -> bool:
+        with contextlib.suppress(Refused):
+            refuse_live(folder)
+            return True
+        return False
+
+    return _first_free(log_dir, name, is_free)
+
+
+def plain_run_id(rdzv_id: str) -> str:
+    """Return a run id, which names folders, for torchrun's; empty for its default."""
+    return (
+        ""
+        if rdzv_id == "none"
+        else re.sub(r"[^\w.-]|^[.-]", "_", rdzv_id, flags=re.ASCII)[:MOST_CHARACTERS]
+    )
+
+
+def _is_same(start: str, other: str) -> bool:
+    """Whether two starts of a job are one; where SLURM did not answer, the submit time lacks."""
+    return bool(other) and (start.startswith(other) or other.startswith(start))
+
+
+def _first_free(log_dir: Path, name: str, is_free: Callable[[Path], bool]) -> str:
+    for number in itertools.count():
+        run_id = f"{name}.{number}" if number else name
+        if is_free(log_dir / run_id):
+            break
+    return run_id
