@@ -3,8 +3,9 @@
     python -m launcher.explain LOG...      files, of any launcher
     python -m launcher.explain RUN         the logs of a run of LOG_DIR (default: logs), by its id
 
-Prints the fault's name, the rank, the line and the section of TROUBLESHOOTING.md. Ends with 0 if it
-found a cause, with 1 if there is none, and with 2 if a file cannot be read.
+Prints the fault's name, the rank, the line and the section of TROUBLESHOOTING.md; or, where this
+project's own block ends the log or the run, that block. Ends with 0 if it found a cause, with 1 if
+there is none, and with 2 if a file cannot be read.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from distributed.errors import BAD_INPUT
 from launcher.explain.kinds import Kind
 from launcher.explain.reading import Sighting, find_ranks, read, shape_of
 from launcher.failure import one_line
+from launcher.failure_block import find_end
+from launcher.record.run_json import KEPT
 from launcher.text import count, name_ranks
 
 
@@ -33,6 +36,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("logs", metavar="LOG|RUN", nargs="+")
     try:
         files = [file for name in parser.parse_args(arguments).logs for file in find_logs(name)]
+        if ends := [*filter(None, map(find_end, files))]:
+            print(ends[0])
+            return 0
         sightings = [one for file in files for one in read(file)]
     except OSError as error:
         print(f"explain: {error.filename}: {error.strerror}", file=sys.stderr)
@@ -48,6 +54,8 @@ def find_logs(name: str) -> list[Path]:
     """Return the logs that a word of the command line means."""
     folder = Path(os.environ.get("LOG_DIR") or DEFAULT_LOG_DIR, name)
     for place in (Path(name), folder):
+        if (place / KEPT).exists():
+            return [place / KEPT]
         if place.is_dir() and (files := sorted(place.glob("node_*.log"))):
             return files
     return [Path(name)]

@@ -120,6 +120,29 @@ def test_a_record_that_makes_no_sense_is_a_run_of_unknown_state(
     assert "run one is not running: unknown" in capsys.readouterr().err
 
 
+def test_what_ended_a_run_is_shown_before_its_metrics_and_its_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    block = (
+        "FAILED   rank 1 (local rank 1, node1) 14 s after the start       [rank-error]\n"
+        "cause    ValueError: boom\nothers   nothing is left running\n"
+        "see      TROUBLESHOOTING.md#rank-error\n"
+    )
+    write(tmp_path, "one", state="ended", started=1.0, ended=2.0, exit_code=1)
+    (tmp_path / "one/node_0.log").write_text("[0] RuntimeError: Connection closed by peer\n")
+    (tmp_path / "one/failure.txt").write_text(block)
+    line = f"one  ended, code 1  since {runs.date(2.0)}    [rank-error] ValueError: boom\n"
+    assert status(tmp_path) == 0
+    assert capsys.readouterr().out == line
+    assert status(tmp_path, "one") == 0
+    assert capsys.readouterr().out == line + block
+    assert stop(tmp_path, "one") == 3
+    told = "run one is not running: ended, code 1, [rank-error] ValueError: boom; there is nothing"
+    assert told in capsys.readouterr().err
+    note_start(tmp_path / "one")
+    assert not (tmp_path / "one/failure.txt").exists()
+
+
 def test_every_run_has_a_line_and_the_newest_comes_last(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
