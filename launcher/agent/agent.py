@@ -296,7 +296,7 @@ class NodeAgent:
         command = "" if verdict.code == BAD_INPUT else self._resume_command(verdict.has_saved)
         run_id = self.assignment.run_id
         end = verdict.as_end(started=self.started, run_id=run_id, command=command)
-        folder = self.folder and self.folder.path
+        folder = self.folder.path if self.folder else None
         if folder and self.args.node_rank and (folder / "run.json").exists():
             folder = None  # node rank 0's, on a shared disk
         is_open = is_line_open(self.terminals)
