@@ -26,6 +26,7 @@ from distributed.environment import DEFAULT_LOG_DIR
 from distributed.errors import BAD_INPUT, REFUSED
 from launcher.failure_block import find_kept
 from launcher.plan.typed import Typed
+from launcher.processes import ranks_of
 from launcher.record.run_json import ASKED, SHOWN, Record, read
 
 STACKS_S = 12.0  # for all nodes to tell where their ranks are
@@ -172,13 +173,15 @@ def main(typed: Typed, environ: Mapping[str, str] = os.environ) -> int:
 
 
 def print_status(log_dir: Path, run_ids: Sequence[str], program: str) -> int:
-    """Print the runs that are named, with the block of one that failed; else all."""
+    """Print the runs that are named, with the block or the ranks' process ids; else all."""
     runs = [find(log_dir, run_id) for run_id in run_ids] or find_all(log_dir)
     if runs:
         print(describe(runs))
         for run in runs if run_ids else ():
             if run.cause:
                 print(find_kept(run.folder))
+            elif ranks := {} if run.record.is_over else ranks_of(run.id):
+                print("here  " + "  ".join(f"{name} pid {pid}" for name, pid in ranks.items()))
     else:
         print(f"{program}: there is no run in {log_dir}", file=sys.stderr)
     return 0
