@@ -59,7 +59,7 @@ from training.model import (
 from training.optimizer import Schedule, find_last_step, make_optimizer, norm_of
 from training.progress import Limits, Progress
 from training.settings import Settings
-from training.tasks import SCORES, load_task, score
+from training.tasks import SCORES, evaluate, load_task, loss_of, score
 from training.trackers import RunFacts, Trackers
 
 log = logging.getLogger(__name__)
@@ -218,7 +218,7 @@ class Run:
             # The ranks average their gradients once a step.
             with helper.no_sync(self.model, enabled=not is_last):
                 with self.batches.noted(), self.stopwatch.running(), autocast(self.settings):
-                    loss = self.task.loss(self.model, batch)
+                    loss = loss_of(self.task, self.model, batch)
                 helper.beat(step)
                 if is_last:
                     self.stop.ask()  # the ranks agree during the backward pass
@@ -269,7 +269,7 @@ class Run:
             for batch, counts in fill_up(self.validation, self.task.validation, ranks):
                 helper.beat(step)
                 with autocast(self.settings):
-                    found = self.task.evaluate(model, move(batch, helper.device()))
+                    found = evaluate(self.task, model, move(batch, helper.device()))
                 for name, parts in found.items():
                     for part, value in zip(("sum", "weight"), parts, strict=True):
                         sums[f"{name} {part}"] += counts * float(value)

@@ -51,7 +51,7 @@ class State:
     model: dict[str, Tensor]  # state_dict() of the user's module, without the DDP wrapper
     optimizer: dict[str, Any]  # as optimizer.state_dict() returns it
     progress: dict[str, Any]  # step, position in the data and the like: anything JSON can hold
-    ranks: Sequence[dict[str, Any]]  # each rank's own state, such as its rng_state()
+    ranks: Sequence[dict[str, Any]] = ()  # each rank's own state, such as its rng_state()
     # Returns {"model": ..., "optimizer": ...} or one of them with the content of its meta tensors,
     # which load() has left on the disk; of a DTensor, this rank's part.
     fetch: Callable[[dict[str, Any]], dict[str, Any]] = dict
@@ -74,13 +74,13 @@ class Saver:
     """
 
     def __init__(
-        self, run_folder: Path, *, keep_last: int, enabled: bool = True, format: str = "full"
+        self, run_folder: Path | str, *, keep_last: int, enabled: bool = True, format: str = "full"
     ) -> None:
         if keep_last < 1:
             raise ValueError(f"keep_last is {keep_last}; keep at least 1 checkpoint")
         if format not in ("full", "sharded"):
             raise ValueError(f"format {format!r} is unknown; use full or sharded")
-        self.folder = run_folder
+        self.folder = run_folder = Path(run_folder)
         self.keep_last = keep_last
         self.enabled = enabled
         self._memory: list[Tensor] = []  # for the copies; reused
@@ -186,7 +186,7 @@ class Saver:
 # --- loading (every rank together) --------------------------------------------------------------
 
 
-def load(folder: Path, *, whole: bool = True) -> State | None:
+def load(folder: Path | str, *, whole: bool = True) -> State | None:
     """Load one checkpoint, or a run's newest intact one, on every rank.
 
     Only rank 0 reads; the other ranks receive its bytes, so the folder need not be shared. But each
@@ -195,6 +195,7 @@ def load(folder: Path, *, whole: bool = True) -> State | None:
     yet; CheckpointError: all are damaged, or a sharded one is not on a disk that this node shares.
     Damaged ones are set aside if rank 0 has made its Saver before.
     """
+    folder = Path(folder)
     taken = newest_snapshot(folder)
     content: dict[str, bytes] = {}
     damage, is_snapshot = "", False

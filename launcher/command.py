@@ -11,7 +11,8 @@ from typing import NoReturn
 def main() -> NoReturn:
     """Become the entry script, with the Python that this is installed for unless one is chosen."""
     scripts = Path(__file__).resolve().parents[1] / "scripts"
-    found = scripts.glob(f"**/{Path(sys.argv[0]).stem}.sh")
+    name = Path(sys.argv[0]).stem.removeprefix("launch-")
+    found = scripts.glob(f"**/{name}.sh")
     (script,) = (path for path in found if path.parent.name != "lib")
     os.environ["LAUNCH_PYTHON"] = sys.executable
     os.environ["LAUNCH_AS"] = sys.argv[0]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
 import signal
+import sys
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +22,10 @@ _FRAME = re.compile(r'^ {2}File "(?P<file>.+)", line (?P<line>\d+),? in (?P<name
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/")  # also of another machine
 _SHOWN_FRAMES = 3
 _LONGEST = 300  # characters of a cause
+# As torch passes on what a data worker, a replica or a pinning thread raised.
+_PASSED_ON = re.compile(r"\S+ Caught \w+ (in .+)\.\nOriginal Traceback(?:.*\n)*  .*\n(?P<own>\S.*)")
+_MISSING = re.compile(r"ModuleNotFoundError: No module named '(\w+)'")
+_PACKAGES = {"cv2": "opencv-python", "PIL": "pillow", "sklearn": "scikit-learn", "yaml": "PyYAML"}
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 _MEANING = {
     126: "the command could not be executed",
@@ -144,10 +150,25 @@ def count_memory_kills() -> int:
 
 
 def one_line(cause: str) -> str:
-    """Return the first line of a message, cut where it would fill the screen."""
+    """Return the first line of a message, cut where it would fill the screen.
+
+    Of one that was raised elsewhere it is that one's own, with where.
+    """
+    if found := _PASSED_ON.match(cause):
+        cause = f"{found['own']} ({found[1]})"
     first, *more = cause.splitlines() or ["an exception without a message"]
     first = first.rstrip(": ")
     return f"{first[:_LONGEST]} ..." if more or len(first) > _LONGEST else first
+
+
+def install_cure(cause: str) -> str:
+    """Return how to install a package that this Python lacks; "" for another cause."""
+    if not (found := _MISSING.match(cause)):
+        return ""
+    words = f"{sys.executable} -m pip install"
+    if importlib.util.find_spec("pip") is None:  # uv makes such an environment
+        words = f"uv pip install --python {sys.executable}"
+    return f"; if it is a package: {words} {_PACKAGES.get(found[1], found[1])}"
 
 
 def user_frames(stack: str) -> list[str]:

@@ -1,17 +1,34 @@
-"""The failure block and the stopped line: what a user sees last, whichever program prints it."""
+"""The failure block and the stopped line: what a user sees last, whichever program prints it.
+
+That program keeps it in the run's folder, too, for those whose terminal is closed.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
 from distributed.environment import printable
 from distributed.errors import STOPPED
 from launcher.failure import Failure, signal_name
+from launcher.record.run_json import KEPT
 from launcher.text import count
 
 LONGEST_ROW = 1 << 20  # characters: a command can be long
+TAIL_BYTES = 1 << 17  # of a log, to find the block that ends it
+_COLOURS = re.compile(r"\x1b\[[\d;]*m")
+# A block, a stopped line, or the first row of a plan: after that, another run begins.
+_ENDS = re.compile(
+    r"^(?P<end>FAILED   .*\n(?:.*\n){1,99}?see      TROUBLESHOOTING.*"
+    r"|stopped  .* \(code \d+\); nothing is left running(?:\nresume   .*)?)$"
+    r"|^run         \S",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)
@@ -38,12 +55,38 @@ class End:
     is_told: bool  # node rank 0 decided it, told this node, and sends the same itself
 
 
-def print_end(end: End, out: TextIO) -> None:
-    """Print what a user sees last: the failure block, the stopped line, or nothing for code 0."""
-    if end.failure is not None:
-        print_block(end.failure, end.summary, out)
-    elif end.code != 0:
-        print_stop(end.code, end.summary, out)
+def print_end(end: End, out: TextIO, folder: Path | None) -> None:
+    """Print what a user sees last: the failure block, the stopped line, or nothing for code 0.
+
+    It is kept in the run's folder, too, if that can be written.
+    """
+    kept = io.StringIO()
+    for stream in (out, kept):
+        if end.failure is not None:
+            print_block(end.failure, end.summary, stream)
+        elif end.code != 0:
+            print_stop(end.code, end.summary, stream)
+    if folder is not None and end.code != 0:
+        with contextlib.suppress(OSError):
+            new = folder / f".{KEPT}.{os.getpid()}"
+            new.write_text(kept.getvalue(), encoding="utf-8")
+            new.replace(folder / KEPT)
+
+
+def find_end(log: Path) -> str:
+    """Return the block or the stopped line that ends a log; "" if none does. Raises OSError."""
+    with log.open("rb") as opened:
+        opened.seek(max(0, opened.seek(0, os.SEEK_END) - TAIL_BYTES))
+        text = opened.read().decode(errors="replace").replace("\r\n", "\n")
+    ends = [found["end"] or "" for found in _ENDS.finditer(_COLOURS.sub("", text))]
+    return "\n".join(printable(row, LONGEST_ROW) for row in (ends or [""])[-1].split("\n"))
+
+
+def find_kept(folder: Path) -> str:
+    """Return the block or the stopped line in a run's folder; "" if there is none."""
+    with contextlib.suppress(OSError):
+        return find_end(folder / KEPT)
+    return ""
 
 
 def print_block(failure: Failure, summary: RunSummary, out: TextIO) -> None:

@@ -60,7 +60,7 @@ def start(arguments: Sequence[str]) -> int:
         be_ready = prepare(plan, typed.typed[0])
         fanout = importlib.import_module(f"launcher.fanout.{plan.fanout}")
         code = int(fanout.run(check_config(plan), be_ready))
-        run_json.note_end(plan.log_dir / plan.run_id, code)
+        run_json.note_end(plan.folder, code)
         return code
     except Refused as error:
         print(f"{typed.program}: {short_host_name()}: {error}", file=sys.stderr)
@@ -78,16 +78,15 @@ def prepare(plan: Plan, script: str) -> Callable[[], None]:
     """
     if plan.is_dry_run:
         return lambda: None
-    folder = plan.log_dir / plan.run_id
     is_first = plan.node_rank == 0
     if is_first:
-        run_json.refuse_live(folder)
+        run_json.refuse_live(plan.folder)
     leave_terminal = detach.fork_launcher(plan, script) if plan.is_detached else None
 
     def be_ready() -> None:
         if is_first:
             grace, job = float(plan.grace_s), run_json.this_start()
-            run_json.note_start(folder, detached=plan.is_detached, grace=grace, job=job)
+            run_json.note_start(plan.folder, detached=plan.is_detached, grace=grace, job=job)
         if leave_terminal is not None:
             leave_terminal()
 

@@ -13,6 +13,9 @@
 #                      CPUs and memory for each GPU; they override the batch script's
 #   partition= time= account= qos= mem= dependency=
 #                      passed to sbatch
+#   --mail-user=NAME --mail-type=TYPE --exclude=NODES --constraint=FEATURES --reservation=NAME
+#   --begin=TIME --deadline=TIME --comment=TEXT --licenses=LIST --switches=N --tmp=SIZE --wckey=KEY
+#                      passed to sbatch, for both jobs
 #   key=value          settings that override the config
 #   --wait             follow the log to the job's end, and exit with its code
 #
@@ -24,6 +27,9 @@ source "$LIB/launch.sh"
 
 main() {
   OPTIONS=(["--wait"]='!wait')
+  local option
+  for option in --begin --comment --constraint --deadline --exclude --licenses --mail-type --mail-user \
+    --reservation --switches --tmp --wckey; do OPTIONS[$option]=@; done
   SCHEDULED=1
   parse_arguments "" "$@"
   launch submit

@@ -6,6 +6,7 @@ import argparse
 import atexit
 import contextlib
 import importlib.util
+import io
 import json
 import os
 import signal
@@ -81,6 +82,9 @@ def refuse_together(environment: Environment) -> Iterator[None]:
 def start(description: str) -> tuple[argparse.Namespace, Settings]:
     """Read the arguments and the config. With --check, or if they are wrong, exit here."""
     arguments = _parse(description)
+    for stream in (sys.stdout, sys.stderr):  # a sample of text can hold what a locale cannot
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     # A task of the user's own can be in this folder or in the config's.
     sys.path += [str(Path.cwd()), str(arguments.config.resolve().parent)]
     try:

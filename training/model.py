@@ -22,9 +22,10 @@ from distributed.snapshot_memory import FILES as SNAPSHOT_FILES
 from distributed.snapshot_memory import free_memory
 from distributed.strategy import Sharding
 from distributed.torch_internals import compile_beside_ddp
+from training.asked import refuse_misspelt
 from training.batches import move
 from training.config_file import SettingsError
-from training.settings import Settings, Train
+from training.settings import OwnTaskSettings, Settings, Train
 from training.tasks import Task
 
 _log = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ def make_model(task: Task, saved: State | None, settings: Settings, cache: Path)
     What torch.compile makes is kept in `cache`, for all ranks and for later starts of the run.
     """
     model = task.model()
+    if isinstance(settings, OwnTaskSettings):
+        refuse_misspelt(settings.model, settings.task)
     if saved:
         weights = saved.fetch({"model": saved.model})["model"]
         try:

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,9 +28,11 @@ PANELS = {
 
 def read_metrics(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a metrics.jsonl, if it is there."""
-    for text in file.read_text().splitlines() if file.exists() else ():
+    for text in file.read_bytes().splitlines() if file.exists() else ():
         with contextlib.suppress(ValueError):  # half a line, from a process that was killed
-            yield json.loads(text)
+            line = json.loads(text)
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
+                yield line
 
 
 def draw(
@@ -40,9 +43,12 @@ def draw(
 ) -> None:
     """Draw the named runs' metrics into a PNG file, whole or not at all; a panel for each kind."""
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it logs about fonts
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure  # pyplot is slower to import and has global state
-
+    backend = os.environ.pop("MPLBACKEND", None)  # of a notebook: it may not be installed here
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure  # pyplot is slower to import and has global state
+    finally:
+        os.environ.update({"MPLBACKEND": backend} if backend else {})
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     found = {name: _curves(read_metrics(folder / METRICS)) for name, folder in runs.items()}

@@ -31,17 +31,21 @@ _log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def may_be_lost(folder: Path) -> Iterator[None]:
-    """A full disk, or a folder that has gone, ends what the body writes there, but not the run."""
+def may_be_lost(folder: Path, what: str = "") -> Iterator[None]:
+    """Nothing that only shows or records ends the run; what is lost is told once.
+
+    By default that is what the body writes in a folder, as when the disk is full.
+    """
     try:
         yield
-    except OSError as error:
-        _tell_lost(folder, error.strerror or str(error))
+    except Exception as error:
+        why = getattr(error, "strerror", "") or str(error) or type(error).__name__
+        _tell_lost(what or f"cannot write in {str(folder)!r}", why.splitlines()[0])
 
 
 @functools.cache
-def _tell_lost(folder: Path, why: str) -> None:
-    _log.warning(f"cannot write in {str(folder)!r} ({why}); the run goes on [log-lost]")
+def _tell_lost(what: str, why: str) -> None:
+    _log.warning(f"{what} ({why}); the run goes on [log-lost]")
 
 
 @functools.cache
@@ -96,12 +100,14 @@ class Progress:
                 self._file = self._metrics.open("a")  # a new one: an earlier process keeps its own
             is_terminal = sys.stderr.isatty() and _log.isEnabledFor(logging.INFO)
             if is_terminal and is_installed("rich", "no progress bar, only lines"):
-                self._bar = _open_bar(limits)
+                with may_be_lost(folder, "no progress bar"):
+                    self._bar = _open_bar(limits)
 
     def close(self) -> None:
         """Draw loss.png, and close what the metrics go to."""
         if self._bar is not None:
-            self._bar.stop()
+            with may_be_lost(self._folder, "no progress bar"):
+                self._bar.stop()
         if self._trackers.close():
             self.draw()
 
@@ -119,8 +125,9 @@ class Progress:
         if self._bar is None:
             _log.info("%s", text)
         else:
-            self._bar.update(self._bar.task_ids[0], completed=step, description=text)
-            self._bar.refresh()
+            with may_be_lost(self._folder, "no progress bar"):
+                self._bar.update(self._bar.task_ids[0], completed=step, description=text)
+                self._bar.refresh()
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         """Append values to metrics.jsonl, and hand them to the trackers."""
@@ -136,7 +143,7 @@ class Progress:
         if self._file is not None:
             with may_be_lost(self._folder):
                 line = {"step": step, **values, "time": round(time.time(), 3)}
-                self._file.write(json.dumps(line) + "\n")
+                self._file.write(json.dumps(line, default=float) + "\n")  # a task's can be tensors
                 self._file.flush()
         if self._trackers.record(step, values):
             self.draw()  # imports matplotlib now rather than at the end
@@ -144,7 +151,7 @@ class Progress:
     def draw(self) -> None:
         """Draw loss.png from metrics.jsonl."""
         if self._enabled and is_installed("matplotlib", "no picture of the loss"):
-            with may_be_lost(self._folder):
+            with may_be_lost(self._folder, "no picture of the loss"):
                 plot.draw({"": self._folder}, self._folder / "loss.png", ["loss"], plot.SMALL)
 
     def sync(self) -> None:

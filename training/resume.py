@@ -15,9 +15,10 @@ import yaml
 from distributed import checkpoint
 from distributed.checkpoint_files import steps
 from distributed.environment import Environment
+from training.asked import warn_unread
 from training.config_file import SettingsError, Tree
 from training.progress import may_be_lost
-from training.settings import Settings, Train
+from training.settings import OwnTaskSettings, Settings, Train
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +78,12 @@ def changes(before: Tree, now: Tree, prefix: str = "") -> Iterator[str]:
 
 
 def write_config(settings: Settings, folder: Path) -> None:
-    """Write all settings of the run into config.yaml, which train.py accepts as a config."""
+    """Write all settings of the run into config.yaml, which train.py accepts as a config.
+
+    Names those that the task has not read.
+    """
+    if isinstance(settings, OwnTaskSettings):
+        warn_unread(settings.model, settings.task)
     text = yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
     with may_be_lost(folder):
         folder.mkdir(parents=True, exist_ok=True)

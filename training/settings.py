@@ -27,6 +27,7 @@ from pydantic import (
 )
 
 from distributed.strategy import check_strategy
+from training.asked import Asked
 from training.classes import check_name
 from training.config_file import Loader, SettingsError, Tree, read_file
 
@@ -189,7 +190,8 @@ class Settings(Section):
 
 
 class OwnTaskSettings(Settings):
-    model: Tree = {}  # type: ignore[assignment]  # only the user's task knows its keys
+    # Only the user's task knows its keys.
+    model: Annotated[Tree, AfterValidator(Asked)] = Asked({})  # type: ignore[assignment]
 
 
 def data_path(path: str | None) -> Path | None:

@@ -147,7 +147,7 @@ class Trackers:
         for name in names:
             try:
                 do(name)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._started.pop(name, None)
                 why = str(error).splitlines()[0] if str(error) else type(error).__name__
                 _log.warning(f"tracker {name} failed ({why}); the run goes on [log-lost]")

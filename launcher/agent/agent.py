@@ -298,7 +298,11 @@ class NodeAgent:
         command = "" if verdict.code == BAD_INPUT else self._resume_command(verdict.has_saved)
         run_id = self.assignment.run_id
         end = verdict.as_end(started=self.started, run_id=run_id, command=command)
-        report_end(end, self.guardian.control, is_line_open=is_line_open(self.terminals))
+        folder = self.folder.path if self.folder else None
+        if folder and self.args.node_rank and (folder / "run.json").exists():
+            folder = None  # node rank 0's, on a shared disk
+        is_open = is_line_open(self.terminals)
+        report_end(end, self.guardian.control, is_line_open=is_open, folder=folder)
 
     def _resume_command(self, has_saved: bool) -> str:
         """Return what resumes the run; nothing for a program that may not be able to resume."""

@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from distributed.stop_signals import QUERY, STOP_SIGNALS
 from launcher import processes
@@ -108,15 +109,17 @@ def take_control() -> Control | None:
     return Control(fd, os.environ["LAUNCH_TOKEN"])
 
 
-def report_end(end: End, control: Control | None, *, is_line_open: bool) -> None:
-    """Print how this node's part ended or, to a launcher elsewhere, send it.
+def report_end(
+    end: End, control: Control | None, *, is_line_open: bool, folder: Path | None = None
+) -> None:
+    """Print how this node's part ended, and keep it in `folder`; a launcher elsewhere is sent it.
 
     Where `is_line_open`, the last line shown may lack its end; the block begins a line.
     """
     if control is None:
         if is_line_open and end.code != 0:
             print(file=sys.stderr)
-        print_end(end, sys.stderr)
+        print_end(end, sys.stderr, folder)
         return
     tell(end, control, is_line_open=is_line_open)
 

@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing import Std
 
 from distributed.errors import Refused
 from distributed.torch_internals import RECORDER_SIZE, cpus_near_gpu, has_numa_binding
+from launcher import processes
 from launcher.agent.assignment import Assignment
 from launcher.agent.node_ranks import Rank
 from launcher.agent.output.stream import Stream, open_stream, say
@@ -65,6 +66,7 @@ def fork_ranks(node: NodeAgent) -> list[Rank]:
         variables["HEARTBEAT_FILE"] = node.heartbeats.name(local_rank)
         variables["TORCHELASTIC_ERROR_FILE"] = str(error_file)
         if (pid := os.fork()) == 0:
+            processes.take_name(f"rank{number}")
             _close_all(node, out, err, *{*node.terminals}, *ranks)
             if cpus := node.cpus[local_rank]:
                 os.sched_setaffinity(0, cpus)

@@ -272,7 +272,8 @@ def _report_death(death: Death, note: AgentNote, control: Control | None, *, lef
     end = End(code, None if death.is_asked else failure, summary, is_told=False)
     is_silent = death.is_asked and code == 128 + signal.SIGKILL  # the launcher is gone
     if not is_silent:
-        report_end(end, control, is_line_open=note.ranks > 0)
+        folder = Path(note.folder) if note.folder else None
+        report_end(end, control, is_line_open=note.ranks > 0, folder=folder)
 
 
 def _explain_death(death: Death) -> tuple[str, str]:

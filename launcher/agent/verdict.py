@@ -137,7 +137,7 @@ def describe_end(
     cause = raised.message.removesuffix(f" [{fault}]")
     if raised.has_left and last_text not in cause:
         cause += f", after: {last_text}"
-    cause = failure.one_line(cause)
+    cause = failure.one_line(cause) + failure.install_cure(cause)
     return replace(
         unknown,
         fault=fault,

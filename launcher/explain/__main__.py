@@ -1,16 +1,20 @@
-"""Find the first real cause in a training log, whoever wrote it:
+"""Find the first real cause in a training log, whoever wrote it (scripts/explain.sh):
 
+    python -m launcher.explain             what ended the newest run of LOG_DIR (default: logs)
+    python -m launcher.explain RUN         what ended a run of LOG_DIR, by its id
     python -m launcher.explain LOG...      files, of any launcher
-    python -m launcher.explain RUN         the logs of a run of LOG_DIR (default: logs), by its id
+    python -m launcher.explain FAULT       a fault's section of TROUBLESHOOTING.md
 
-Prints the fault's name, the rank, the line and the section of TROUBLESHOOTING.md. Ends with 0 if it
-found a cause, with 1 if there is none, and with 2 if a file cannot be read.
+Prints the fault's name, the rank, the line and the section of TROUBLESHOOTING.md; or, where this
+project's own block ends the log or the run, that block. Ends with 0 if it found a cause, with 1 if
+there is none, and with 2 if a file cannot be read.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +24,8 @@ from distributed.errors import BAD_INPUT
 from launcher.explain.kinds import Kind
 from launcher.explain.reading import Sighting, find_ranks, read, shape_of
 from launcher.failure import one_line
+from launcher.failure_block import find_end
+from launcher.record.run_json import KEPT
 from launcher.text import count, name_ranks
 
 
@@ -30,9 +36,16 @@ def main(arguments: Sequence[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("logs", metavar="LOG|RUN", nargs="+")
+    parser.add_argument("logs", metavar="LOG|RUN|FAULT", nargs="*")
+    names = parser.parse_args(arguments).logs or [str(_log_dir() / "latest")]
     try:
-        files = [file for name in parser.parse_args(arguments).logs for file in find_logs(name)]
+        files = [file for name in names for file in find_logs(name)]
+        if not files[0].exists() and (section := find_section(names[0])):
+            print(section)
+            return 0
+        if ends := [*filter(None, map(find_end, files))]:
+            print(ends[0])
+            return 0
         sightings = [one for file in files for one in read(file)]
     except OSError as error:
         print(f"explain: {error.filename}: {error.strerror}", file=sys.stderr)
@@ -46,11 +59,23 @@ def main(arguments: Sequence[str]) -> int:
 
 def find_logs(name: str) -> list[Path]:
     """Return the logs that a word of the command line means."""
-    folder = Path(os.environ.get("LOG_DIR") or DEFAULT_LOG_DIR, name)
-    for place in (Path(name), folder):
+    for place in (Path(name), _log_dir() / name):
+        if (place / KEPT).exists():
+            return [place / KEPT]
         if place.is_dir() and (files := sorted(place.glob("node_*.log"))):
             return files
     return [Path(name)]
+
+
+def find_section(fault: str) -> str:
+    """Return a fault's section of TROUBLESHOOTING.md; "" if there is none."""
+    text = (Path(__file__).parents[2] / "TROUBLESHOOTING.md").read_text(encoding="utf-8")
+    found = re.search(rf"^## {re.escape(fault)}\n.*?(?=\n+##? )", text, re.MULTILINE | re.DOTALL)
+    return found[0] if found else ""
+
+
+def _log_dir() -> Path:
+    return Path(os.environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
 
 
 def find_cause(sightings: Sequence[Sighting]) -> Sighting | None:

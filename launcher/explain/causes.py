@@ -133,6 +133,11 @@ CAUSES = (
         r"No slot '\d+' specified on host",
     ),
     cause(
+        "rank-error",  # of a module of the user's own
+        r"cannot import name '(?!.*(/(site|dist)-packages/|/lib/python3)).*\(/.*\.py\)",
+        r"attempted relative import",
+    ),
+    cause(
         "version-mismatch",
         r"symbol \S+ version \S+ not defined",
         r"undefined symbol",

@@ -42,7 +42,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
     be_ready()
     added = {"LAUNCH_TOKEN": os.urandom(16).hex(), "LAUNCH_JANITOR": "1"}
     if plan.run_id:
-        added["RUN_RECORD"] = str((plan.log_dir / plan.run_id).absolute())
+        added["RUN_RECORD"] = str(plan.folder.absolute())
     os.chdir(plan.directory)
     os.execvpe(command[0], command, {**os.environ, **plan.run_variables(), **added})
 

@@ -291,7 +291,7 @@ class Fanout:
         err = self.err.text
         print_row("ended", f"code {end.code}; nothing is left running {where}", err)
         if not end.is_told:
-            print_end(end, err)
+            print_end(end, err, plan.folder)
         return end.code
 
     def paste_line(self, node: str, line: str) -> str:

@@ -163,7 +163,7 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
         end = find_end(plan, output, started) if is_killed and not asked else output.end
         if end is not None:
             end = as_cancelled(end)
-            print_end(end, sys.stderr)
+            print_end(end, sys.stderr, plan.folder)
             code = end.code
             asked.append(end.summary.signum)  # scancel may have sent it to the ranks
     # 128 + SIGUSR1: the notice came before there was anything to save.
@@ -196,7 +196,7 @@ def await_end(
             srun.wait()
         elif came is not None and came.si_signo == QUERY and QUERY not in handled:
             with contextlib.suppress(OSError):
-                (plan.log_dir / plan.run_id / ASKED).touch()  # asks where all ranks are
+                (plan.folder / ASKED).touch()  # asks where all ranks are
         elif came is not None and came.si_signo != signal.SIGCHLD:
             asked.append(came.si_signo)
             if came.si_signo == signal.SIGINT and interrupts.is_second():
@@ -269,7 +269,7 @@ def requeue(plan: Plan, environ: Mapping[str, str] = os.environ) -> bool:
         return True
     if plan.checkpoint_dir is not None:
         latest = plan.directory / plan.checkpoint_dir / plan.run_id / "latest"
-        record = plan.directory / plan.log_dir / plan.run_id / "requeues"
+        record = plan.folder / "requeues"
         record.parent.mkdir(parents=True, exist_ok=True)
         newest = os.readlink(latest) if latest.is_symlink() else "none"
         with record.open("a") as file:

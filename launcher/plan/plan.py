@@ -125,6 +125,11 @@ class Plan(World):
     has_transcript: bool = False  # of what the terminal shows
 
     @property
+    def folder(self) -> Path:
+        """The run's own, for its logs and record."""
+        return self.directory / self.log_dir / self.run_id
+
+    @property
     def num_agents(self) -> int:
         """The nodes with an agent, spares among them."""
         return self.num_nodes + self.num_spares

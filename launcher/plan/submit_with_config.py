@@ -55,7 +55,9 @@ def run(typed: Typed) -> int:
         print(f"{typed.program}: warning: {cause}", file=sys.stderr)
         nodelist = ""
     checked = replace(typed, fanout="check", config=own.get("config"), setting=settings)
-    checked = replace(checked, nnodes=str(size.num_nodes), nproc=str(size.gpus), master="unknown")
+    checked = replace(
+        checked, passed=(), nnodes=str(size.num_nodes), nproc=str(size.gpus), master="unknown"
+    )
     plan = check_config(make_plan(checked))
     own["prepare"] = choose_preparation(own, plan.prepare, typed.program)
     name = "slurm_train.sh" if size.num_nodes > 1 else "slurm_train_single_node.sh"
@@ -157,6 +159,7 @@ def read_sinfo(text: str, *, of_default: bool) -> list[int]:
 def submit_all(typed: Typed, own: Mapping[str, str], size: Size, job: Sequence[str]) -> int:
     """Submit the preparing job, if there is one, and the training."""
     common = [f"--{name}={own[name]}" for name in SBATCH_OPTIONS if own.get(name)]
+    common += map("=".join, zip(typed.passed[::2], typed.passed[1::2], strict=True))
     if not typed.dry_run and (cause := refusal([*common, *job])):
         # SLURM would keep a job that can never start.
         asked = f"{count(size.num_nodes, 'node')} x {size.gpus} GPUs"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -56,7 +57,10 @@ class Typed:
 
 
 def parse(arguments: Sequence[str]) -> Typed:
-    """Read FANOUT [--name=value | --flag]... -- REST, as scripts/lib/launch.sh writes it."""
+    """Read FANOUT [--name=value | --flag]... -- REST, as scripts/lib/launch.sh writes it.
+
+    In a task of a job array, its number takes the place of {task} in settings.
+    """
     end = arguments.index("--")
     values: dict[str, Any] = {"fanout": arguments[0], "rest": tuple(arguments[end + 1 :])}
     defaults = {field.name: field.default for field in fields(Typed)}
@@ -67,4 +71,8 @@ def parse(arguments: Sequence[str]) -> Typed:
             values[name] = (*values.get(name, ()), value)
         else:
             values[name] = value if equals else True
+    if task := os.environ.get("SLURM_ARRAY_TASK_ID") or os.environ.get("PBS_ARRAY_INDEX"):
+        filled = {word: word.replace("{task}", task) for word in values.get("setting", ())}
+        values["setting"] = tuple(filled.values())
+        values["typed"] = tuple(filled.get(word, word) for word in values.get("typed", ()))
     return Typed(**values)

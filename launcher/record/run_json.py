@@ -25,6 +25,7 @@ from launcher.record.restart import Restart
 from launcher.typed_json import decode
 
 ASKED, SHOWN = "stacks", "stacks.txt"  # files that ask where all ranks are, and say so
+KEPT = "failure.txt"  # what its user saw last of a run that failed or was stopped
 PROGRESS_S = 5.0  # between two updates of a run's step
 _LOCK_S = 2.0  # the longest wait for another writer
 
@@ -177,7 +178,7 @@ def note_start(folder: Path, **fields: Any) -> None:
     me = LauncherProcess.of(os.getpid())
     with writing_to(folder), _one_writer(folder):
         refuse_live(folder)
-        _change(folder, {"launcher": me, **_start("starting"), **fields})
+        _change(folder, {"launcher": me, **_start(folder, "starting"), **fields})
 
 
 def note_end(folder: Path, code: int, *, agent: int | None = None) -> None:
@@ -195,7 +196,8 @@ def note_end(folder: Path, code: int, *, agent: int | None = None) -> None:
             update(folder, **_end(code))
 
 
-def _start(state: str) -> dict[str, Any]:
+def _start(folder: Path, state: str) -> dict[str, Any]:
+    (folder / KEPT).unlink(missing_ok=True)  # of an earlier start
     return {"state": state, "started": time.time(), "ended": None, "exit_code": None}
 
 
@@ -276,7 +278,7 @@ class LiveRecord:
             step=-1,
             saved_step=-1,
             **({"launcher": launcher} if launcher else {}),
-            **_start("running"),
+            **_start(folder, "running"),
             **fields,
         )
 

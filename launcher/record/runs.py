@@ -14,6 +14,7 @@ import contextlib
 import difflib
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -23,7 +24,9 @@ from pathlib import Path
 
 from distributed.environment import DEFAULT_LOG_DIR
 from distributed.errors import BAD_INPUT, REFUSED
+from launcher.failure_block import find_kept
 from launcher.plan.typed import Typed
+from launcher.processes import ranks_of
 from launcher.record.run_json import ASKED, SHOWN, Record, read
 
 STACKS_S = 12.0  # for all nodes to tell where their ranks are
@@ -64,6 +67,13 @@ class Run:
     def since(self) -> float:
         """When it ended, else when it started."""
         return self.record.ended or self.record.started or self.written
+
+    @property
+    def cause(self) -> str:
+        """What ended it, of a run that failed: `[rank-error] ValueError: boom`."""
+        kept = find_kept(self.folder) if self.record.is_over else ""
+        found = re.match(r"FAILED .*(\[[\w-]+\])\ncause    (.*)", kept)
+        return " ".join(found.groups()) if found else ""
 
 
 def find_all(log_dir: Path) -> list[Run]:
@@ -106,7 +116,9 @@ def describe(runs: Sequence[Run]) -> str:
 
 
 def progress(run: Run) -> str:
-    """Return the newest metrics of a run, else the last line of node 0's output."""
+    """Return what ended a run, else its newest metrics, else the last line of node 0's output."""
+    if cause := run.cause:
+        return _shown(cause)
     with contextlib.suppress(ValueError, AttributeError, OSError):
         values = json.loads(_last_line(run.folder / "metrics.jsonl"))
         numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
@@ -161,10 +173,15 @@ def main(typed: Typed, environ: Mapping[str, str] = os.environ) -> int:
 
 
 def print_status(log_dir: Path, run_ids: Sequence[str], program: str) -> int:
-    """Print the runs that are named, else all."""
+    """Print the runs that are named, with the block or the ranks' process ids; else all."""
     runs = [find(log_dir, run_id) for run_id in run_ids] or find_all(log_dir)
     if runs:
         print(describe(runs))
+        for run in runs if run_ids else ():
+            if run.cause:
+                print(find_kept(run.folder))
+            elif ranks := {} if run.record.is_over else ranks_of(run.id):
+                print("here  " + "  ".join(f"{name} pid {pid}" for name, pid in ranks.items()))
     else:
         print(f"{program}: there is no run in {log_dir}", file=sys.stderr)
     return 0
@@ -193,8 +210,8 @@ def stop(run: Run, program: str, *, is_dry_run: bool = False) -> int:
     """Ask a run's launcher to stop it, and wait for its end; the ranks may save first."""
     launcher, limit_s = run.record.launcher, run.record.grace + STOP_S
     if run.record.is_over or launcher is None or (launcher.is_here and not launcher.is_alive):
-        cause = f"run {run.id} is not running: {run.state}"
-        return _refuse(program, f"{cause}; there is nothing to stop")
+        cause = ", ".join(filter(None, (run.state, run.cause)))
+        return _refuse(program, f"run {run.id} is not running: {cause}; there is nothing to stop")
     if not launcher.is_here:
         return _refuse(program, f"run {run.id} is {run.state}; stop it on {launcher.host}")
     if is_dry_run:

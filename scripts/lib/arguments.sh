@@ -98,8 +98,12 @@ answer_about_runs() { # <--status|--stop|--stacks> [<run id>...]
   launch "${1#--}"
 }
 
-print_usage() {
+print_header() {
   sed '1d; /^#/!Q; /^#[A-Z]/d; s/^# \{0,1\}//' "$0"
+}
+
+print_usage() {
+  print_header
   echo
   [[ $(usage_line) != *" NODE..."* ]] || cat "$ROOT/scripts/lib/nodes.txt"
   cat "$ROOT/scripts/lib/help.txt"

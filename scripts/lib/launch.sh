@@ -68,3 +68,17 @@ launch() { # <fan-out or other task> <more options of start.py...>
   command+=("${PASSED[@]/#/--passed=}" "${ACTIVATED[@]/#/--activated=}")
   exec "${command[@]}" -- "${REST[@]}"
 }
+
+# Runs a module that is no launcher, in any folder and beside any package; does not return.
+run_tool() { # <module> <argument...>
+  local command
+  case ${2:-} in
+    -h | --help) print_header && exit ;;
+    --version) parse_arguments "" "$2" ;;
+  esac
+  read_site
+  choose_python
+  command=("$PYTHON" "$ROOT/scripts/lib/start.py" "$@")
+  [[ ${2:-} != --dry-run ]] || { unset 'command[3]' && echo "${command[*]@Q}" && exit; }
+  exec "${command[@]}"
+}

@@ -16,6 +16,14 @@ for name in ("distributed", "launcher"):  # not through sys.path: a user's files
     spec.loader.exec_module(sys.modules[name])
 
 if __name__ == "__main__":
-    is_named = sys.argv[1].startswith("launcher.")  # another module than the one behind the scripts
-    module = import_module(sys.argv[1] if is_named else "launcher.start")
+    # Another module than the one behind the launchers.
+    is_named = sys.argv[1].startswith(("launcher.", "distributed."))
+    try:
+        module = import_module(sys.argv[1] if is_named else "launcher.start")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        cure = "set PYTHON or VENV to an environment that has it"
+        print(f"{sys.executable} has no torch; {cure} [env-missing]", file=sys.stderr)
+        sys.exit(3)
     sys.exit(module.main(sys.argv[1 + is_named :]))

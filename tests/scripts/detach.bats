@@ -65,6 +65,9 @@ the end of 0"* ]]
   eventually state_is mine running
   run launch --status
   [[ $status == 0 && $output == "mine  running  since 20"*"  [0] waiting a  b" ]]
+  run launch --status mine
+  [[ $status == 0 && ${lines[1]} =~ ^"here  rank0 pid "([0-9]+)$ ]]
+  [[ $(<"/proc/${BASH_REMATCH[1]}/comm") == rank0 ]]
   RUN_ID=mine run launch - 1 --detach
   [[ $status == 3 && $output == *"run mine is live: process "*"[run-is-live]" ]]
   run launch --stacks mine

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from agents import AGENT, PATIENCE_S, PROGRAM, Run, kill_what_is_left, rarely
+from torch._utils import ExceptionWrapper
 
 from distributed.lock import update_link
 from launcher import failure
@@ -479,6 +480,61 @@ def test_a_full_disk_ends_the_log_but_not_the_run(tmp_path: Path) -> None:
 )
 def test_a_cause_is_one_line(cause: str, line: str) -> None:
     assert failure.one_line(cause) == line
+
+
+def test_what_a_data_worker_raised_is_the_cause() -> None:
+    try:
+        try:
+            {}["x"]
+        except KeyError as error:
+            raise OSError(5, "cannot read broken.jpg") from error
+    except OSError:
+        wrapped = ExceptionWrapper(where="in DataLoader worker process 0")
+    with pytest.raises(OSError) as raised:
+        wrapped.reraise()
+    told = failure.one_line(f"OSError: {raised.value}")
+    assert told == "OSError: [Errno 5] cannot read broken.jpg (in DataLoader worker process 0)"
+
+
+@pytest.mark.parametrize(
+    ("cause", "cure"),
+    [
+        ("ModuleNotFoundError: No module named 'pandas'", "install pandas"),
+        ("ModuleNotFoundError: No module named 'sklearn'", "install scikit-learn"),
+        ("ModuleNotFoundError: No module named 'a.b'", ""),
+        ("ValueError: No module named 'a'", ""),
+    ],
+)
+@pytest.mark.parametrize("has_pip", [True, False])
+def test_what_installs_a_package_names_the_python(
+    cause: str, cure: str, has_pip: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/env/bin/python")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: has_pip or None)
+    pip = "/env/bin/python -m pip install" if has_pip else "uv pip install --python /env/bin/python"
+    told = f"; if it is a package: {pip} {cure.removeprefix('install ')}" if cure else ""
+    assert failure.install_cure(cause) == told
+
+
+@pytest.mark.parametrize(
+    ("message", "fault"),
+    [
+        ("ImportError: cannot import name 'f' from 'model' (/me/model.py)", "rank-error"),
+        ("ImportError: cannot import name 'f' from 'm' (unknown location)", "version-mismatch"),
+        (
+            "ImportError: cannot import name 'f' from 'x' (/env/lib/python3.12/site-packages/x.py)",
+            "version-mismatch",
+        ),
+        (
+            "ImportError: cannot import name 'Mapping' from 'collections' "
+            "(/usr/lib/python3.12/collections/__init__.py)",
+            "version-mismatch",
+        ),
+        ("ModuleNotFoundError: No module named 'pandas'", "env-missing"),
+    ],
+)
+def test_an_import_error_of_ones_own_module_is_an_error(message: str, fault: str) -> None:
+    assert failure.fault_of(message) == fault
 
 
 def test_a_name_taken_by_a_folder_costs_the_link_only(tmp_path: Path) -> None:

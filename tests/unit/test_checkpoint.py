@@ -110,6 +110,14 @@ def test_what_is_saved_comes_back(tmp_path: Path, format: str) -> None:
         assert loaded.optimizer["param_groups"] == state.optimizer["param_groups"]
 
 
+def test_the_folder_may_be_text_and_the_ranks_state_left_out(tmp_path: Path) -> None:
+    saver = Saver(str(tmp_path), keep_last=1)
+    saver.save(3, State({"w": torch.ones(2)}, {}, {"step": 3}))
+    saver.wait()
+    state = load(str(tmp_path))
+    assert state is not None and (state.progress, [*state.ranks]) == ({"step": 3}, [])
+
+
 def test_the_weights_open_with_plain_torch(tmp_path: Path) -> None:
     folder = save(tmp_path, 1, make_state(1), keep_last=1)
     assert set(torch.load(folder / "model.pt", weights_only=True)) == {"weight", "bias"}

@@ -72,6 +72,7 @@ FOREIGN_VARIABLES = {
 NO_FAULTS = {
     *("all-gather", "all-reduce", "all-to-all", "reduce-scatter"),  # collectives
     *("ch-run", "compute-apps", "nvidia-smi", "rocm-smi"),
+    *("opencv-python", "scikit-learn"),  # packages
     "gpus-per-node",  # an option of sbatch
 }
 
@@ -80,7 +81,7 @@ CONFIRMING = re.compile(
     r"cat|chronyc|date|df|dmesg|ethtool|getent|ibstat|ip|last|ls|nc|nvidia-smi|pgrep|ping|python|"
     r"sacct|sha256sum|sinfo|srun|ss|ssh|tail|taskset|timedatectl|touch|ulimit|"
     r"CUDA_LAUNCH_BLOCKING|PYTHONFAULTHANDLER|TORCH_DISTRIBUTED_DEBUG|"
-    r"scripts/(run_ddp|test_distributed|ssh/launch_singlenode)\.sh"
+    r"scripts/(checkpoint|run_ddp|test_distributed|ssh/launch_singlenode)\.sh"
 )
 
 NOT_LISTED = ("__init__", "__pycache__")
@@ -205,7 +206,7 @@ def test_settings_and_guides_name_the_same_keys() -> None:
     for key in re.findall(rf"(?<![\w./:-])((?:{sections})\.[a-z_.]+\b)(?!\()", ALL_CODE):
         is_section = any(known.startswith(f"{key}.") for known in keys)
         is_module = (ROOT / f"{key.replace('.', '/')}.py").exists()
-        is_file = key.endswith((".py", ".yaml", ".pt", ".bin"))
+        is_file = key.endswith((".py", ".sh", ".yaml", ".pt", ".bin"))
         assert key in keys or is_section or is_module or is_file, key
 
 

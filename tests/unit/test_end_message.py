@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launcher.agent.control import MESSAGES
 from launcher.failure import Failure
-from launcher.failure_block import End, RunSummary, print_end
+from launcher.failure_block import End, RunSummary, find_end, find_kept, print_end
 from launcher.fanout.protocol import ANSWERS
 from launcher.typed_json import MessageError, decode
 
@@ -96,7 +97,45 @@ def test_what_is_no_object_is_refused(message: object) -> None:
         (replace(END, code=0, failure=None), ""),
     ],
 )
-def test_the_launcher_prints_what_the_agent_would(end: End, first: str) -> None:
+def test_the_launcher_prints_what_the_agent_would_and_keeps_it(
+    end: End, first: str, tmp_path: Path
+) -> None:
     out = io.StringIO()
-    print_end(end, out)
+    print_end(end, out, tmp_path)
     assert out.getvalue().startswith(first) and bool(out.getvalue()) == bool(first)
+    assert find_kept(tmp_path) == out.getvalue().rstrip("\n")
+    assert [file.name for file in tmp_path.iterdir()] == ["failure.txt"] * bool(first)
+    print_end(end, out, tmp_path / "gone")  # nothing that only tells ends a run
+
+
+PLAN = "run         r1    config/local3.yaml\n"
+
+
+def printed(end: End) -> str:
+    out = io.StringIO()
+    print_end(end, out, None)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("log", "is_end"),
+    [
+        (f"{PLAN}step 1\n{printed(END)}", True),
+        (f"{PLAN}step 1\n{printed(END)}srun: error: n2: task 1: Exited with exit code 1\n", True),
+        (f"{PLAN}step 1\r\n{printed(END)}".replace("\n", "\r\n"), True),
+        (f"{PLAN}{printed(END)}".replace("FAILED  ", "\x1b[1;31mFAILED  \x1b[0m"), True),
+        (f"{PLAN}{printed(END)}{PLAN}step 1\n", False),  # resumed, and not ended yet
+        (f"{PLAN}step 1\nValueError: x\n", False),
+        ("x" * (1 << 18) + f"\n{printed(END)}", True),
+    ],
+)
+def test_the_block_that_ends_a_log_is_found(log: str, is_end: bool, tmp_path: Path) -> None:
+    (tmp_path / "job.out").write_bytes(log.encode())
+    assert find_end(tmp_path / "job.out") == (printed(END).rstrip("\n") if is_end else "")
+
+
+def test_of_several_ends_the_last_counts(tmp_path: Path) -> None:
+    stopped = printed(replace(END, code=75, failure=None))
+    (tmp_path / "job.out").write_text(f"{PLAN}{printed(END)}{PLAN}{stopped}")
+    assert find_end(tmp_path / "job.out") == stopped.rstrip("\n")
+    assert stopped.startswith("stopped  after saving a checkpoint (code 75)")

@@ -34,10 +34,13 @@ finish()
 
 def test_every_entry_script_is_a_command() -> None:
     section = PYPROJECT.partition("[project.scripts]")[2].partition("\n[")[0]
-    commands = re.findall(r'^"([\w.]+)" = "torch_launch_kit.launcher.command:main"$', section, re.M)
+    commands = re.findall(
+        r'^"([\w.-]+)" = "torch_launch_kit.launcher.command:main"$', section, re.M
+    )
     scripts = (ROOT / "scripts").glob("**/*.sh")
     entries = [path.name for path in scripts if path.parent.name != "lib"]
-    assert sorted(commands) == sorted(["launch", *entries])
+    tools = {"explain.sh": "launch-explain", "checkpoint.sh": "launch-checkpoint"}  # plainer words
+    assert sorted(commands) == sorted(["launch", *(tools.get(name, name) for name in entries)])
 
 
 def test_what_it_needs_is_what_the_project_runs_with() -> None:

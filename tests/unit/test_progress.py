@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.backend.event_processing.io_wrapper import GetLogdirSubdirectories
 
@@ -17,6 +21,8 @@ from distributed.lock import update_link
 from training import plot
 from training.progress import Limits, Progress
 from training.trackers import RunFacts, Trackers
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def make(folder: Path, *, enabled: bool = True, **changes: Any) -> Progress:
@@ -81,6 +87,50 @@ def test_the_picture_is_there_and_a_png(tmp_path: Path) -> None:
     shown.record(2, {"validation_loss": 3.5})
     shown.close()
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_notebooks_backend_does_not_keep_the_picture_away(tmp_path: Path) -> None:
+    write_metrics = "import json, pathlib, sys; from training import plot; f = pathlib.Path('.'); "
+    write_metrics += "(f / 'metrics.jsonl').write_text(json.dumps({'step': 1, 'loss': 2.0})); "
+    write_metrics += "plot.draw({'': f}, f / 'loss.png', ['loss'])"
+    backend = "module://a_notebook_that_is_not_here.backend"
+    environ = {**os.environ, "MPLBACKEND": backend, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", write_metrics], cwd=tmp_path, env=environ, check=True)
+    assert (tmp_path / "loss.png").exists()
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left"), RuntimeError("Could not determine home directory.\n")]
+)
+def test_a_picture_that_fails_ends_no_run_and_is_told_once(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(plot, "draw", fail)
+    shown = make(tmp_path)
+    shown.record(1, values(4.0))
+    shown.draw()
+    shown.close()
+    why = getattr(error, "strerror", None) or str(error).strip()
+    told = f"no picture of the loss ({why}); the run goes on [log-lost]"
+    assert [text for text in caplog.messages if "picture" in text] == [told]
+
+
+def test_a_damaged_metrics_file_ends_no_run(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 2.0}\n\xff\xfe\n[]\n{"a": 1}\n')
+    make(tmp_path, first_step=5).close()
+    assert lines_of(tmp_path) == [{"step": 1, "loss": 2.0}]
+
+
+def test_a_tensor_among_a_tasks_metrics_is_recorded_as_a_number(tmp_path: Path) -> None:
+    shown = make(tmp_path)
+    shown.record(1, {**values(4.0), "bits": torch.tensor(0.5)})  # type: ignore[dict-item]
+    assert lines_of(tmp_path)[0]["bits"] == 0.5
 
 
 def test_a_resumed_run_takes_up_its_curve_without_the_steps_it_lost(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from distributed.errors import Refused
 from launcher.plan.typed import Typed
-from launcher.processes import start_ticks
+from launcher.processes import ranks_of, start_ticks
 from launcher.record import run_json, runs
 from launcher.record.run_ids import free_run_id
 from launcher.record.run_json import LauncherProcess, Record, note_start, refuse_live
@@ -119,6 +119,65 @@ def test_a_record_that_makes_no_sense_is_a_run_of_unknown_state(
     assert capsys.readouterr().out.startswith("one  unknown  since ")
     assert stop(tmp_path, "one") == 3
     assert "run one is not running: unknown" in capsys.readouterr().err
+
+
+NAMED = """
+import os, time
+def named(name):
+    open("/proc/self/comm", "w").write(name)
+    if name == "rank10" and os.fork() == 0:
+        time.sleep(60)  # a data worker
+    print(flush=True)
+    time.sleep(60)
+for name in ("rank10", "rank2", "python3"):
+    if os.fork() == 0:
+        named(name)
+time.sleep(60)
+"""
+
+
+def test_the_status_of_a_run_names_its_ranks_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    me = launcher_of(os.getpid())
+    write(tmp_path, "one-odd-run", state="running", launcher=me, started=1.0)
+    environ = {**os.environ, "RUN_ID": "one-odd-run"}
+    command = [sys.executable, "-c", NAMED]
+    with subprocess.Popen(
+        command, env=environ, stdout=subprocess.PIPE, start_new_session=True
+    ) as ours:
+        assert ours.stdout
+        for _ in range(3):
+            ours.stdout.readline()
+        ranks = ranks_of("one-odd-run")
+        assert status(tmp_path, "one-odd-run") == 0
+        os.killpg(ours.pid, signal.SIGKILL)
+    assert [*ranks] == ["rank2", "rank10"] and len({*ranks.values()}) == 2
+    told = capsys.readouterr().out.splitlines()[1]
+    assert told == f"here  rank2 pid {ranks['rank2']}  rank10 pid {ranks['rank10']}"
+
+
+def test_what_ended_a_run_is_shown_before_its_metrics_and_its_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    block = (
+        "FAILED   rank 1 (local rank 1, node1) 14 s after the start       [rank-error]\n"
+        "cause    ValueError: boom\nothers   nothing is left running\n"
+        "see      TROUBLESHOOTING.md#rank-error\n"
+    )
+    write(tmp_path, "one", state="ended", started=1.0, ended=2.0, exit_code=1)
+    (tmp_path / "one/node_0.log").write_text("[0] RuntimeError: Connection closed by peer\n")
+    (tmp_path / "one/failure.txt").write_text(block)
+    line = f"one  ended, code 1  since {runs.date(2.0)}    [rank-error] ValueError: boom\n"
+    assert status(tmp_path) == 0
+    assert capsys.readouterr().out == line
+    assert status(tmp_path, "one") == 0
+    assert capsys.readouterr().out == line + block
+    assert stop(tmp_path, "one") == 3
+    told = "run one is not running: ended, code 1, [rank-error] ValueError: boom; there is nothing"
+    assert told in capsys.readouterr().err
+    note_start(tmp_path / "one")
+    assert not (tmp_path / "one/failure.txt").exists()
 
 
 def test_every_run_has_a_line_and_the_newest_comes_last(

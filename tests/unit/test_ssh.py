@@ -179,6 +179,8 @@ def test_the_block_is_shown_last_for_every_exit_code(nodes: Nodes, code: int) ->
     assert last.startswith(f"code {code}; nothing is left running on 1 node\nFAILED   rank 1 ")
     assert "\ncause    ValueError: no samples\n" in last
     assert last.endswith("see      TROUBLESHOOTING.md#rank-error\n")
+    (kept,) = nodes.folder.glob("logs/*/failure.txt")
+    assert last.endswith(kept.read_text())
     assert "[0] warned\n" in "".join(before)
 
 

@@ -10,9 +10,10 @@ from launcher.plan.submit_with_config import (
     choose_preparation,
     choose_size,
     read_sinfo,
+    submit_all,
     take_own_settings,
 )
-from launcher.plan.typed import Typed
+from launcher.plan.typed import Typed, parse
 
 OURS = ("config=c.yaml", "num_gpus_train=2")
 
@@ -83,3 +84,29 @@ def test_the_script_that_prepares_is_typed_or_the_configs(
 def test_a_chain_cannot_be_waited_for() -> None:
     with pytest.raises(PlanError, match="--wait follows one job"):
         take_own_settings(Typed("submit", setting=(*OURS, "chain=2"), wait=True), {})
+
+
+def test_other_options_of_sbatch_are_passed_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launcher.plan.submit_with_config.refusal", lambda words: "")
+    passed = ("--mail-user", "me@here", "--constraint", "a100&ib")
+    typed = Typed("submit", passed=passed, dry_run=True)
+    own = {"config": "c.yaml", "prepare": "", "partition": "gpu"}
+    assert submit_all(typed, own, Size(1, 2, is_exclusive=False), ["x.sh"]) == 0
+    told = "sbatch --parsable --partition=gpu --mail-user=me@here '--constraint=a100&ib' x.sh"
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", ""])
+def test_a_task_of_an_array_has_its_number_in_its_settings(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name:
+        monkeypatch.setenv(name, "7")
+    task = "7" if name else "{task}"
+    words = ["--setting=seed={task}", "--setting=data.path=a/{task}/b", "--typed=x.sh"]
+    words += ["--typed=seed={task}", "--typed={task}.yaml"]
+    typed = parse(["srun", *words, "--", "{task}"])
+    assert typed.setting == (f"seed={task}", f"data.path=a/{task}/b")
+    assert typed.typed == ("x.sh", f"seed={task}", "{task}.yaml") and typed.rest == ("{task}",)

@@ -187,6 +187,10 @@ def test_the_block_of_an_error(place: Place) -> None:
         "     (from step 10)\n"
         "see      TROUBLESHOOTING.md#rank-error\n"
     )
+    block = err[err.index("FAILED") :]
+    code, out, err = place.ours("launcher.explain", place.run_id)
+    assert (code, place.told(out), err) == (0, block, "")
+    (place.folder / "logs" / place.run_id / "failure.txt").unlink()
     code, out, err = place.ours("launcher.explain", place.run_id)
     assert (code, err) == (0, "")
     assert place.told(out) == (

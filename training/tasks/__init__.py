@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, IterableDataset
 
+from training.asked import make_task, where
 from training.classes import load_class
 from training.settings import BUILT_IN_TASK, Settings
 
@@ -119,5 +120,28 @@ def score(task: Task, validated: Mapping[str, float]) -> dict[str, float | None]
 def load_task(settings: Settings) -> Task:
     """Create the task that the settings name. Raises SettingsError, such as for missing data."""
     ours = "training.tasks.language_model:LanguageModelTask"
-    task: Task = load_class(ours if settings.task == BUILT_IN_TASK else settings.task)(settings)
+    kind = load_class(ours if settings.task == BUILT_IN_TASK else settings.task)
+    task: Task = make_task(kind, Task, settings.task, settings)
     return task
+
+
+def loss_of(task: Task, model: nn.Module, batch: Any) -> Tensor:
+    """Return the task's loss; raises TypeError where it is no single number."""
+    loss = task.loss(model, batch)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {[*loss.shape]}" if isinstance(loss, Tensor) else repr(loss)[:80]
+        cure = "return the mean over the batch, a scalar tensor"
+        raise TypeError(f"{where(task.loss)}loss returned {what}; {cure}")
+    return loss
+
+
+def evaluate(task: Task, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+    """Return the sum and the weight of each metric; raises TypeError for anything else."""
+    found: Any = task.evaluate(model, batch)
+    is_right = isinstance(found, Mapping) and all(
+        isinstance(one, tuple | list) and len(one) == 2 for one in found.values()
+    )
+    if not is_right:
+        cure = "return {name: (sum, weight)}, both over the batch"
+        raise TypeError(f"{where(task.evaluate)}evaluate returned {repr(found)[:80]}; {cure}")
+    return found  # type: ignore[no-any-return]

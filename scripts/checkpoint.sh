@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# List, verify, export and compare checkpoints.
+#
+# usage: scripts/checkpoint.sh ls DIR | verify DIR | export DIR FILE | hash DIR
+#
+#   ls DIR           list the checkpoints of a run: steps, sizes, losses
+#   verify DIR       read them, and compare every byte with their manifests
+#   export DIR FILE  write the weights alone, for torch.load, or into FILE.safetensors for others
+#   hash DIR         print one SHA-256 over the weights
+#   DIR              a checkpoint, or the folder of a run: its newest intact one
+#
+# example: scripts/checkpoint.sh verify checkpoints/RUN_ID
+set -euo pipefail
+LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
+# shellcheck source=scripts/lib/launch.sh
+source "$LIB/launch.sh"
+run_tool distributed.checkpoint "$@"

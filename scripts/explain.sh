@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Find what ended a run, or the first real cause in a log of any launcher; print a fault's section.
+#
+# usage: scripts/explain.sh [RUN|FILE|FAULT]...
+#
+#   RUN    a run of LOG_DIR (default: logs), by its id; without arguments: the newest
+#   FILE   a log, whoever wrote it, or the folder of a run
+#   FAULT  a name such as rank-stuck: its section of TROUBLESHOOTING.md
+#
+# example: scripts/explain.sh slurm-4711.out
+#
+# The exit code is 0 if a cause was found, 1 if there is none, 2 if a file cannot be read.
+set -euo pipefail
+LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
+# shellcheck source=scripts/lib/launch.sh
+source "$LIB/launch.sh"
+run_tool launcher.explain.__main__ "$@"

@@ -1,0 +1,51 @@
+#!/usr/bin/env bats
+# scripts/explain.sh and scripts/checkpoint.sh, from any folder and beside any package.
+bats_require_minimum_version 1.5.0
+load helper
+
+# A package of somebody else's, as Dask's.
+make_distributed() {
+  mkdir distributed
+  echo 'raise SystemExit("the other distributed")' >distributed/__init__.py
+  export PYTHONPATH=$PWD
+}
+
+@test "explain.sh prints a fault's section" {
+  make_distributed
+  run "$ROOT/scripts/explain.sh" rank-stuck
+  [[ $status == 0 && ${lines[0]} == "## rank-stuck" && $output == *"**Do:**"* ]]
+  [[ $output != *"## loss-not-finite"* ]]
+}
+
+@test "explain.sh prints the block of a run: of the newest, by its id, or by its log" {
+  make_distributed
+  mkdir -p logs/one
+  ln -s one logs/latest
+  printf '%s\n' "FAILED   rank 1 (local rank 1, n1) 14 s after the start       [rank-error]" \
+    "cause    ValueError: boom" "see      TROUBLESHOOTING.md#rank-error" >logs/one/failure.txt
+  echo "[0] RuntimeError: Connection closed by peer" >logs/one/node_0.log
+  cat logs/one/node_0.log logs/one/failure.txt >job.out
+  local words
+  for words in "" one logs/one job.out; do
+    # shellcheck disable=SC2086 # no word at all
+    run "$ROOT/scripts/explain.sh" $words
+    [[ $status == 0 && $output == "$(<logs/one/failure.txt)" ]]
+  done
+  run "$ROOT/scripts/explain.sh" none.out
+  [[ $status == 2 && $output == "explain: none.out: No such file or directory" ]]
+}
+
+@test "checkpoint.sh finds our package beside another distributed" {
+  make_distributed
+  run "$ROOT/scripts/checkpoint.sh" ls none
+  [[ $status == 2 && $output == "checkpoint: none holds no checkpoint" ]]
+  run "$ROOT/scripts/checkpoint.sh" --dry-run ls none
+  [[ $status == 0 && $output == *"/start.py' 'distributed.checkpoint' 'ls' 'none'" ]]
+}
+
+@test "checkpoint.sh says in a line that a Python has no torch" {
+  mkdir torch
+  echo "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')" >torch/__init__.py
+  PYTHONPATH=$PWD run "$ROOT/scripts/checkpoint.sh" ls none
+  assert_refused 3 "$PYTHON has no torch; set PYTHON or VENV to an environment that has it" env-missing
+}

@@ -1,0 +1,128 @@
+"""A task of the user's own: the keys of its config that it asks for, and what it must have."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from training.config_file import SettingsError, Tree
+
+_log = logging.getLogger(__name__)
+
+
+class Asked(Tree):
+    """A section of which only the task knows the keys; it notes which of them are asked for."""
+
+    def __init__(self, tree: Tree) -> None:
+        super().__init__(
+            (key, Asked(value) if isinstance(value, dict) else value) for key, value in tree.items()
+        )
+        self.asked: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+
+def _asks_for_all(name: str) -> Any:
+    """Return a method of dict by which all keys are read."""
+
+    def method(self: Asked, *arguments: Any) -> Any:
+        self.asked.update(dict.keys(self))
+        return getattr(dict, name)(self, *arguments)
+
+    return method
+
+
+for _name in ("__iter__", "__or__", "copy", "items", "keys", "values"):  # `**` takes the first
+    setattr(Asked, _name, _asks_for_all(_name))
+
+
+def refuse_misspelt(model: Tree, task: str) -> None:
+    """Raise SettingsError for a key of `model:` that the task has asked for under another name."""
+    for key, near in _unread(model, "model."):
+        if near:
+            raise SettingsError(f"{key}: {task} does not read it; did you mean {near}?")
+
+
+def warn_unread(model: Tree, task: str) -> None:
+    """Name the keys of `model:` that the task has not asked for, once all is made from them."""
+    for key, _ in _unread(model, "model."):
+        _log.warning(f"warning: {key}: {task} has not read it; correct it or leave it out")
+
+
+def _unread(section: Tree, prefix: str) -> Iterator[tuple[str, str]]:
+    """Yield each key that was not asked for, with one that was in vain and is spelt nearly so."""
+    if not isinstance(section, Asked):
+        return
+    for key in dict.keys(section):
+        if key in section.asked:
+            yield from _unread(dict.__getitem__(section, key), f"{prefix}{key}.")
+        else:
+            missed = section.asked - {*dict.keys(section)}
+            near = difflib.get_close_matches(key, missed, 1)
+            yield f"{prefix}{key}", f"{prefix}{near[0]}" if near else ""
+
+
+# --- its methods --------------------------------------------------------------------------------
+
+
+def make_task(kind: Any, base: Any, name: str, settings: Any) -> Any:
+    """Create a task, and check that it has what `base` has. Raises SettingsError."""
+    if not callable(kind):
+        _refuse(None, f"{name} is no class; name a subclass of Task")
+    _check_call(kind, base.__init__, kind.__init__, f"{name}.__init__")
+    task = kind(settings)
+    for method, plain in vars(base).items():
+        if not method.startswith("_") and inspect.isfunction(plain):
+            _check_method(task, base, method, name)
+    for data in ("validation", "train")[: 1 + (task.loader == base.loader.__get__(task))]:
+        if not hasattr(task, data):
+            _refuse(kind.__init__, f"{name} has no {data}; set self.{data} in __init__")
+    return task
+
+
+def _check_method(task: Any, base: Any, method: str, name: str) -> None:
+    if not hasattr(task, method):
+        _refuse(None, f"{name} has no {method}; make it a subclass of training.tasks.Task")
+    given, plain = getattr(task, method), getattr(base, method)
+    if method in ("model", "loss") and given == plain.__get__(task):
+        own = {one: getattr(task, one) for one in dir(task) if not hasattr(base, one)}
+        near = difflib.get_close_matches(method, own, 1)
+        cure = f"is {near[0]} meant?" if near else "write one"
+        place = own[near[0]] if near else task.__init__
+        _refuse(place, f"{name} has no method {method}; {cure}")
+    _check_call(given, plain, given, f"{name}.{method}")
+
+
+def _check_call(called: Any, plain: Any, place: Any, name: str) -> None:
+    _, *takes = inspect.signature(plain).parameters.values()
+    by_name = [one.name for one in takes if one.kind == one.KEYWORD_ONLY]
+    in_order = [one.name for one in takes if one.name not in by_name]
+    try:
+        inspect.signature(called).bind(*in_order, **dict.fromkeys(by_name))
+    except TypeError as error:
+        names = ", ".join(["self", *in_order, *["*"] * bool(by_name), *by_name])
+        _refuse(place, f"{name}: {error}; it should take ({names})")
+
+
+def _refuse(place: Any, cause: str) -> NoReturn:
+    raise SettingsError(f"task: {where(place)}{cause}")
+
+
+def where(function: Any) -> str:
+    """Return a function's file and line, for the beginning of a message."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{os.path.relpath(code.co_filename)}:{code.co_firstlineno}: " if code else ""
