@@ -21,6 +21,7 @@ from distributed.errors import with_fault
 
 SLOW = 1.2  # times the median rank's compute time; below 1.3, which no clock measures exactly
 SLOW_STEPS = 50  # for so many steps a rank must be slow to be named
+LEAST_S = 0.01  # of computing in a step, for a rank to be named
 WARM_UP = 2  # readings; in the second, DDP orders its buckets: a rank waits while it computes
 # Dense bfloat16 operations per second, by a part of the GPU's name (NVIDIA's data sheets).
 PEAKS = {"H100 PCIe": 756e12, "H100 NVL": 836e12, "H200 NVL": 836e12}
@@ -210,9 +211,13 @@ class Pace:
         ratios = [*map(statistics.median, zip(*(one for _, one in self._ratios), strict=True))]
         ratio, steps = max(ratios), step - self._ratios[0][0]
         rank = ratios.index(ratio)
-        if ratio > SLOW and steps >= SLOW_STEPS and rank not in self._named:
+        is_long = middle >= LEAST_S * (step - start)  # else the clock's noise decides
+        has_median = len(seconds) > 2 or not self._named  # of two ranks, one may be slow
+        is_new = rank not in self._named and has_median
+        if ratio > SLOW and steps >= SLOW_STEPS and is_long and is_new:
             self._named.add(rank)
-            cause = f"rank {rank} on {self.hosts[rank]} computes {ratio:.2f}x as long as the median"
+            than = "the median" if len(seconds) > 2 else "the other rank"
+            cause = f"rank {rank} on {self.hosts[rank]} computes {ratio:.2f}x as long as {than}"
             cure = "look at that node's clocks, temperature and other programs"
             _log.warning(f"warning: {cause}, over {steps} steps; {cure} [slow-rank]")
         return float(ratio)

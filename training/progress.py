@@ -100,14 +100,18 @@ class Progress:
                 self._file = self._metrics.open("a")  # a new one: an earlier process keeps its own
             is_terminal = sys.stderr.isatty() and _log.isEnabledFor(logging.INFO)
             if is_terminal and is_installed("rich", "no progress bar, only lines"):
+                stderr = sys.stderr
                 with may_be_lost(folder, "no progress bar"):
                     self._bar = _open_bar(limits)
+                    _log_to(sys.stderr, instead_of=stderr)  # rich's: what is logged stands above
 
     def close(self) -> None:
         """Draw loss.png, and close what the metrics go to."""
         if self._bar is not None:
             with may_be_lost(self._folder, "no progress bar"):
+                above = sys.stderr
                 self._bar.stop()
+                _log_to(sys.stderr, instead_of=above)
         if self._trackers.close():
             self.draw()
 
@@ -175,6 +179,12 @@ def _tell_fared(values: Mapping[str, float]) -> str:
     forms = {"slowest": "slowest {:.2f}x", "data_wait": "data {:.0%}"}
     forms |= {"mfu": "mfu {:.0%}", "peak_memory_gb": "{:.1f} GB"}
     return "".join(f"  {f.format(values[name])}" for name, f in forms.items() if name in values)
+
+
+def _log_to(stream: TextIO, *, instead_of: TextIO) -> None:
+    for handler in logging.root.handlers:
+        if isinstance(handler, logging.StreamHandler) and handler.stream is instead_of:
+            handler.setStream(stream)
 
 
 def _open_bar(limits: Limits) -> Bar:

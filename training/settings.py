@@ -181,6 +181,11 @@ class Settings(Section):
     def _check_task(cls, task: str) -> str:
         return check_name(task, BUILT_IN_TASK)
 
+    @field_validator("tracking", mode="before")
+    @classmethod
+    def _take_one_tracker(cls, names: object) -> object:
+        return [names] if isinstance(names, str) else names
+
     @field_validator("tracking")
     @classmethod
     def _check_tracking(cls, names: list[str]) -> list[str]:

@@ -46,12 +46,13 @@ def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:
 def read_hostfile(file: Path) -> list[str]:
     """Return the words of a file of hosts: a node a line, or as Open MPI has it (`node1 slots=4`).
 
+    Of names that repeat, as LSF and OAR write a line for each processor, the lines are counted.
     Raises PlanError where there is no such file, or a line cannot be read.
     """
     if not file.is_file():
         raise PlanError(f"there is no file {str(file)!r} of hosts; correct -f")
     words = []
-    for number, line in enumerate(file.read_text().splitlines(), 1):
+    for number, line in enumerate(file.read_text(encoding="utf-8-sig").splitlines(), 1):
         fields = line.partition("#")[0].split()
         if len(fields) < 2:
             words += fields
@@ -62,4 +63,5 @@ def read_hostfile(file: Path) -> list[str]:
             raise PlanError(f"line {number} of {str(file)!r} is {line!r}; {cure}")
     if not words:
         raise PlanError(f"{str(file)!r} names no node; give one a line")
-    return words
+    is_plain = len({*words}) < len(words) and not any(re.search(r"[][:,]", one) for one in words)
+    return [f"{one}:{words.count(one)}" for one in dict.fromkeys(words)] if is_plain else words

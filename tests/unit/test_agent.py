@@ -485,13 +485,13 @@ def test_a_cause_is_one_line(cause: str, line: str) -> None:
 def test_what_a_data_worker_raised_is_the_cause() -> None:
     try:
         try:
-            {}["x"]
+            raise KeyError("x")
         except KeyError as error:
             raise OSError(5, "cannot read broken.jpg") from error
     except OSError:
-        wrapped = ExceptionWrapper(where="in DataLoader worker process 0")
+        wrapped = ExceptionWrapper(where="in DataLoader worker process 0")  # type: ignore[no-untyped-call]
     with pytest.raises(OSError) as raised:
-        wrapped.reraise()
+        wrapped.reraise()  # type: ignore[no-untyped-call]
     told = failure.one_line(f"OSError: {raised.value}")
     assert told == "OSError: [Errno 5] cannot read broken.jpg (in DataLoader worker process 0)"
 

@@ -12,6 +12,7 @@ from captured import captured
 
 from distributed.environment import LauncherError
 from launcher.plan.check_config import check_config
+from launcher.plan.hosts import read_hostfile
 from launcher.plan.make_plan import choose_run_id, make_plan
 from launcher.plan.plan import Batch, Plan, PlanError
 from launcher.plan.typed import Typed, parse
@@ -291,3 +292,16 @@ def test_the_nodes_of_a_step_meet_at_one_port_before_they_know_the_run() -> None
         for rank in "01"
     }
     assert len(ports) == 1 and None not in ports
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"\xef\xbb\xbfn1\r\nn2\r\n", ["n1", "n2"]),  # as Windows writes it
+        (b"n1\nn1\nn2\nn1\n", ["n1:3", "n2:1"]),  # as LSF and OAR do
+        (b"n1:2\nn1:2\n", ["n1:2", "n1:2"]),  # refused as named twice
+    ],
+)
+def test_files_of_hosts_of_other_programs(text: bytes, words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes(text)
+    assert read_hostfile(tmp_path / "hosts") == words

@@ -191,6 +191,21 @@ def test_a_hiccup_of_the_others_hides_no_slow_rank(caplog: pytest.LogCaptureFixt
     assert caplog.messages
 
 
+def test_a_toy_task_has_no_slow_rank(caplog: pytest.LogCaptureFixture) -> None:
+    pace = alone(["node1"] * 3)
+    for step in range(0, 100, 10):
+        assert pace.compare(step, step + 10, [0.01, 0.02, 0.01]) == 2.0  # 1 ms a step
+    assert not caplog.messages
+
+
+def test_of_two_ranks_at_most_one_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    pace = alone(["node1", "node2"])
+    for step in range(0, 400, 10):
+        pace.compare(step, step + 10, [1.0, 1.5] if step < 200 else [1.5, 1.0])
+    (line,) = caplog.messages
+    assert line.startswith("warning: rank 1 on node2 computes 1.50x as long as the other rank, ov")
+
+
 def test_the_warm_up_tells_of_no_slow_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     pace = alone(["node1", "node2"])
     ranks = [[1.0, 0.0, 0.0, 0.1], [1.0, 0.0, 0.0, 0.5]]  # speed, loading, memory, computing

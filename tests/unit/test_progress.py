@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -131,6 +132,33 @@ def test_a_tensor_among_a_tasks_metrics_is_recorded_as_a_number(tmp_path: Path) 
     shown = make(tmp_path)
     shown.record(1, {**values(4.0), "bits": torch.tensor(0.5)})  # type: ignore[dict-item]
     assert lines_of(tmp_path)[0]["bits"] == 0.5
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_warning_stands_on_a_line_of_its_own_above_the_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    handler = logging.StreamHandler()
+    monkeypatch.setattr(logging.root, "handlers", [handler])
+    monkeypatch.setattr(logging.root, "level", logging.INFO)
+    logging.getLogger("training.progress").setLevel(logging.INFO)
+    shown = make(tmp_path)
+    shown.step(1)
+    logging.getLogger("x").warning("be careful")
+    shown.close()
+    before, after = terminal.getvalue().split("be careful")
+    assert before.endswith(("\r\x1b[2K", "\n")) and after.startswith("\n"), [
+        before[-40:],
+        after[:9],
+    ]
+    assert handler.stream is terminal and sys.stderr is terminal
 
 
 def test_a_resumed_run_takes_up_its_curve_without_the_steps_it_lost(tmp_path: Path) -> None:

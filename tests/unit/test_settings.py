@@ -319,3 +319,8 @@ def test_the_fixed_keys_exist() -> None:
 def test_reading_a_config_needs_no_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; import training.settings, training.arguments"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_one_tracker_needs_no_list(tmp_path: Path) -> None:
+    (tmp_path / "one.yaml").write_text("train: {max_steps: 1, batch_size: 1}\n")
+    assert load(tmp_path / "one.yaml", ["tracking=tensorboard"]).tracking == ["tensorboard"]

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WINGS = {
     ("launcher",): 92_000,
     ("distributed",): 20_000,
-    ("training", "train.py"): 21_700,
+    ("training", "train.py"): 21_800,
 }
 SCRIPTS = 1100  # lines; planned: 900
 FILE, CLASS, FUNCTION = 350, 250, 60  # lines
