@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from launcher.agent.output.stream import RankView
 from launcher.screen import LONGEST_HELD, PARTIAL_S, Screen, View
 
 
@@ -101,3 +102,19 @@ def test_each_line_and_each_state_of_a_bar_has_its_prefix(sheet: Sheet, size: in
     shown = sheet.text.replace(b"\r[0] \n", b"\r\n").replace(b"[0] \r", b"\r")
     expected = b"[0] a\n[0] \n[0] b\r\n\r[0] bar 1\r[0] bar 2\r\n[0] c\n[1] d\n[0] e\n"
     assert shown == expected
+
+
+def test_lines_of_ranks_with_labels_stay_apart() -> None:
+    sheet = Sheet()
+    one, two = (RankView(sheet, is_alone=False, label=b"[rank%d]" % rank) for rank in range(2))
+    one.add(b"loading\nName? ")
+    two.add(b"loading\n[rank1]: ready\n\r10%\r20%")  # torch's own label is one too many
+    assert sheet.text == b"[rank0] loading\n[rank1] loading\n[rank1] ready\n"
+    one.tick(later())
+    assert sheet.text.endswith(b"ready\n[rank0] Name? ")
+    one.add(b"me\nhello\n")
+    two.tick(later())
+    end = sheet.text.partition(b"Name? me\n")[2].replace(b"[rank1] \r", b"\r")
+    assert end == b"[rank0] hello\n\r[rank1] 10%\r[rank1] 20%"
+    one.add(b"10%\r100%\n")
+    assert sheet.text.endswith(b"\n[rank0] 10%\r[rank0] 100%\n")

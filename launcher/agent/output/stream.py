@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from launcher.agent.output import noise
-from launcher.agent.output.equal_lines import EqualLines, label
 from launcher.agent.output.terminal import Terminal
 from launcher.agent.output.tracebacks import HeldTraceback
 from launcher.screen import Screen, View
@@ -79,40 +78,25 @@ class NodeLog:
 class RankView(View):
     """A rank's stream on the terminal: without torch's noise, and tracebacks are held at first."""
 
-    def __init__(
-        self, screen: Screen, *, is_alone: bool, rank: int = 0, equal: EqualLines | None = None
-    ) -> None:
-        """Show lines that are equal to other ranks' once, through `equal`, after a label."""
-        super().__init__(screen, is_alone=is_alone, prefix=label((rank,)) if equal else b"")
+    def __init__(self, screen: Screen, *, is_alone: bool, label: bytes = b"") -> None:
+        """Begin each line with a label, such as `[rank3]`, in place of torch's own."""
+        super().__init__(screen, is_alone=is_alone, prefix=label + b" " if label else b"")
         self.traceback = HeldTraceback()
         self.has_traceback = False  # what is added next
-        self._equal = equal
-        if equal is not None:
-            self._writer = equal.join(rank)
+        self._torchs_label = re.compile(rb"^%s: " % re.escape(label), re.M) if label else None
 
     def may_be_dropped(self, line: bytes) -> bool:
         return noise.may_begin(line)
 
     def clean(self, data: bytes) -> bytes:
-        return noise.drop(data)
+        data = noise.drop(data)
+        return self._torchs_label.sub(b"", data) if self._torchs_label else data
 
     def put(self, data: bytes) -> None:
         if self.has_traceback or self.traceback.text:
             data = self.traceback.take(data)
-        if not data:
-            pass  # it is held
-        elif self._equal is None:
+        if data:  # else it is held
             super().put(data)
-        elif self._writer.is_flood(len(data), self._since) or self._is_part(data):
-            if self._writer.lines:
-                self._equal.show_all_of(self._writer)
-            super().put(data)
-        else:
-            self._equal.add(self._writer, data, self._since)
-
-    def _is_part(self, data: bytes) -> bool:
-        """Whether it is the start or end of a line, or a line that redraws itself."""
-        return not data.endswith(b"\n") or b"\r" in data or self._screen.open_by is self
 
     def show_traceback(self) -> None:
         """Show the traceback that is held back."""
@@ -121,8 +105,7 @@ class RankView(View):
         self.put(self.traceback.release())
 
     def tick(self, now: float) -> bool:
-        is_equal_waiting = self._equal is not None and self._equal.tick(now)
-        return super().tick(now) or is_equal_waiting or bool(self.traceback.text)
+        return super().tick(now) or bool(self.traceback.text)
 
 
 @dataclass
@@ -297,7 +280,7 @@ def open_stream(
     """One stream of one rank: the file descriptor for the rank, and the agent's reading end.
 
     Where it `is_alone`, the terminal shows no other rank. With a label, each line there begins with
-    the ranks that wrote it; the rank then has no terminal of its own.
+    the rank; it then has no terminal of its own.
     """
     is_tty = terminal is not None and terminal.is_tty and not has_label
     if terminal is not None and is_tty:
@@ -313,6 +296,6 @@ def open_stream(
     os.set_blocking(reader, False)
     view = None
     if terminal is not None:
-        equal = terminal.equal_lines if has_label else None
-        view = RankView(terminal, is_alone=is_alone, rank=rank, equal=equal)
+        label = b"[rank%d]" % rank if has_label else b""
+        view = RankView(terminal, is_alone=is_alone, label=label)
     return writer, Stream(rank, reader, log, view, is_tty)

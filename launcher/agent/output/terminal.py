@@ -9,7 +9,6 @@ import stat
 import time
 from collections.abc import Sequence
 
-from launcher.agent.output.equal_lines import EqualLines
 from launcher.screen import Screen
 
 _BACKLOG_BYTES = 1 << 20  # of output that the terminal has not taken yet
@@ -21,7 +20,6 @@ class Terminal(Screen):
 
     def __init__(self, fd: int) -> None:
         self.is_tty = os.isatty(fd)
-        self.equal_lines = EqualLines(self)
         self._given = fd
         self.fd = _open_again(fd)
         self._most = 1 << 16 if self.fd != fd else select.PIPE_BUF  # bytes of one write
@@ -41,7 +39,6 @@ class Terminal(Screen):
 
     def detach(self, limit_s: float) -> None:
         """After the loop, write what is left, for at most `limit_s` seconds."""
-        self.equal_lines.show_all()
         self._drain(limit_s)
         self._rest()
 
