@@ -83,7 +83,6 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     log_dir = Path(_first(typed.log_dir, environ, "LOG_DIR") or DEFAULT_LOG_DIR)
     log_dir = log_dir.absolute() if typed.module else log_dir
     is_namer = world.node_rank == 0 and fanout != "job_command"
-    passed_on = [name for name in _PASSED_ON if environ.get(name)]
     as_set = raw if typed.like_torchrun else environ  # the user's script reads them, too
     return Plan(
         **vars(world),
@@ -106,7 +105,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         use_env=typed.use_env,
         max_restarts=max_restarts,
         grace_s=grace_s,
-        variables={name: as_set[name] for name in passed_on},
+        variables={name: as_set[name] for name in _PASSED_ON if environ.get(name)},
         activated=typed.activated,
         staged=typed.staged,
         container=_read_container(typed, environ, fanout, (log_dir, config, *words)),
