@@ -21,6 +21,7 @@ _RUN_ID = re.compile(r"[A-Za-z0-9_][\w\]\[.-]{0,127}", re.ASCII)
 _TAKEN_RUN_ID = re.compile(r"latest|tensorboard|distributed_training|node_[0-9]+\.log")
 _MOST_TASKS = 10**6
 DEFAULT_LOG_DIR = "logs"
+BACKENDS = ("nccl", "gloo")  # another BACKEND may be another program's
 
 
 def printable(text: str, longest: int = 600) -> str:
@@ -303,7 +304,7 @@ def detect(
         restart_count=sum(v.number(name, 0, default="0") for name in restart_counts),
         agent_store=v["TORCHELASTIC_USE_AGENT_STORE"] == "True",
         heartbeat_file=v["HEARTBEAT_FILE"] or None,
-        backend=v["BACKEND"] or None,
+        backend=word if (word := v["BACKEND"].lower()) in BACKENDS else None,
     )
 
 

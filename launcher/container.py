@@ -77,7 +77,7 @@ def read_container(
     except ValueError as error:
         raise ValueError(f"CONTAINER_ARGS: {error}; write it as for a shell") from None
     binds = _outermost(_folder(directory / path) for path in _find_paths([directory, *paths]))
-    has_gpus = environ.get("BACKEND") != "gloo"
+    has_gpus = environ.get("BACKEND", "").lower() != "gloo"
     return Container(runtime, image, directory, binds, arguments, has_gpus)
 
 

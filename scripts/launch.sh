@@ -24,6 +24,7 @@ LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
 source "$LIB/launch.sh"
 
 main() {
+  DROP_IN=1
   OPTIONS=(
     ["--nproc-per-node"]=nproc ["--nnodes"]=nnodes ["--node-rank"]=node_rank
     ["--master-addr"]=master ["--master-port"]=port ["--standalone"]='!standalone'
@@ -46,7 +47,7 @@ main() {
 
 # As torchrun does, take what was not typed from PET_NNODES and the like.
 take_variables() {
-  local option name
+  local option name LC_ALL=C # Turkish has another upper case of i
   for option in "${!OPTIONS[@]}"; do
     name=${option#--} && name=PET_${name//-/_} && name=${name^^}
     [[ $option != --* || ${OPTIONS[$option]} == [@!]* ]] && continue

@@ -107,7 +107,7 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
     grace_s = os.environ.get("GRACE", vars(args).get("shutdown_timeout") or DEFAULT_GRACE_S)
     filtered = args.local_ranks_filter.split(",") if args.local_ranks_filter else None
     words = tuple(args.training_script_args)
-    is_debug = os.environ.get("LOG_LEVEL") == "DEBUG"
+    is_debug = os.environ.get("LOG_LEVEL", "").upper() == "DEBUG"
     program = Program(args.training_script, words, args.module, args.no_python)
     return Arguments(
         program=fresh.choose(program, os.environ.get("FRESH")),

@@ -44,13 +44,17 @@ _WORDS = {  # variables that can only be one of these
     "FRESH": ("0", "1"),
     "NUMA_BINDING": ("node", "socket", "exclusive", "core-complex"),
 }
+# Of these, what cannot be ours is another program's, where a script takes torchrun's place.
+_ANYBODYS = ("LOG_LEVEL", "BACKEND", "LAUNCHER", "FRESH")
 _RESUMED_WITH = (  # variables that shape a run: the resume line repeats them
     *("TRAIN_SCRIPT", "CONFIG_FLAG", "NPROC_PER_NODE", "BACKEND", "LOG_DIR", "MASTER_ADDR"),
     *("MASTER_PORT", "MAX_RESTARTS", "GRACE", "LAUNCHER", "NCCL_PROFILE", "VENV", "CONDA_ENV"),
     *("MODULES", "FRESH", "NUMA_BINDING", "SITE", "CONTAINER", "CONTAINER_ARGS"),
     *("STAGE_ENV", "HANG_SECONDS", "SPARES", "MIN_NODES"),
 )
-_PASSED_ON = ("BACKEND", "GRACE", "HANG_SECONDS", "SHOW_RANKS", "FRESH", "NUMA_BINDING")
+_PASSED_ON = (
+    *("LOG_LEVEL", "BACKEND", "GRACE", "HANG_SECONDS", "SHOW_RANKS", "FRESH", "NUMA_BINDING"),
+)
 _RESUMED_WITH_SSH = ("SSH_OPTS", "FORWARD_ENV", "PREFLIGHT_SECONDS")
 
 
@@ -59,8 +63,8 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
 
     Raises PlanError, LauncherError or HostlistError: the user or the scheduler cannot mean this.
     """
+    raw, environ = environ, _read_words(typed, environ)
     words, is_ours, config = choose_program(typed, environ)
-    level = _read_words(typed, environ)
     restarts = _first(typed.max_restarts, environ, "MAX_RESTARTS") or "0"
     max_restarts = read_number("MAX_RESTARTS", restarts, 0, 1000)
     if max_restarts and typed.engine:
@@ -79,7 +83,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     log_dir = Path(_first(typed.log_dir, environ, "LOG_DIR") or DEFAULT_LOG_DIR)
     log_dir = log_dir.absolute() if typed.module else log_dir
     is_namer = world.node_rank == 0 and fanout != "job_command"
-    given = {"LOG_LEVEL": level, **{name: environ.get(name) for name in _PASSED_ON}}
+    as_set = raw if typed.like_torchrun else environ  # the user's script reads them, too
     return Plan(
         **vars(world),
         program=typed.program,
@@ -101,7 +105,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         use_env=typed.use_env,
         max_restarts=max_restarts,
         grace_s=grace_s,
-        variables={name: value for name, value in given.items() if value},
+        variables={name: as_set[name] for name in _PASSED_ON if environ.get(name)},
         activated=typed.activated,
         staged=typed.staged,
         container=_read_container(typed, environ, fanout, (log_dir, config, *words)),
@@ -135,16 +139,23 @@ def _check_access(environ: Mapping[str, str]) -> None:
         raise PlanError(str(error)) from None
 
 
-def _read_words(typed: Typed, environ: Mapping[str, str]) -> str:
-    """Check the variables that only the agents read; returns the log level."""
-    given = {name: environ.get(name) or "" for name in _WORDS}
-    given["LOG_LEVEL"] = typed.log_level or given["LOG_LEVEL"]
-    for name, known in _WORDS.items():
-        if given[name] and given[name] not in known:
-            raise PlanError(f"{name} is {given[name]!r}; it can be {' '.join(known)}")
+def _read_words(typed: Typed, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment with its words as we spell them, without those that are not ours."""
+    read = {**environ, **({"LOG_LEVEL": typed.log_level} if typed.log_level else {})}
+    is_strict = not typed.like_torchrun or _is_ours(typed.rest[0])
+    for name in filter(read.get, _WORDS):
+        given, known = read.pop(name), _WORDS[name]
+        if found := [word for word in known if word.lower() == given.lower()]:
+            read[name] = found[0]
+            continue
+        cause = f"{name} is {given!r}; it can be {' '.join(known)}"
+        if is_strict or name not in _ANYBODYS:
+            raise PlanError(cause)
+        if name != "FRESH":  # of which the agent warns
+            print(f"{typed.program}: warning: {cause}; ignored", file=sys.stderr)
     if hang := environ.get("HANG_SECONDS"):
         read_number("HANG_SECONDS", hang, 1, 10**6)
-    return given["LOG_LEVEL"]
+    return read
 
 
 # --- nodes --------------------------------------------------------------------------------------

@@ -64,9 +64,15 @@ take_option() { # <option> [<value>] ...
   esac
 }
 
+# In any language, [a-z] are the letters of C.
+matches() { # <text> <regular expression>
+  local LC_ALL=C
+  [[ $1 =~ $2 ]]
+}
+
 # Takes the next of parse_arguments' names.
 take_argument() { # <argument>
-  if [[ $1 =~ ^[A-Za-z_+~][A-Za-z0-9_.+-]*= && ! -e $1 ]]; then
+  if matches "$1" '^[A-Za-z_+~][A-Za-z0-9_.+-]*=' && [[ ! -e $1 ]]; then
     SETTINGS+=("$1")
   elif [[ ${names[0]:-} == nodes... ]]; then
     NODES+=("$1")

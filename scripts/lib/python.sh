@@ -5,9 +5,12 @@
 # environment, the project's .venv, the environment that pip has installed us in, python3.
 choose_python() {
   local name
+  [[ -z ${PYTHON:-} ]] || type -P -- "$PYTHON" >/dev/null ||
+    ! ignore_foreign PYTHON "which is no program" || PYTHON=''
+  [[ -z ${VENV:-} || -d $VENV ]] || ! ignore_foreign VENV "which is no folder" || VENV=''
   local -A before=()
   for name in $(compgen -A export); do before[$name]=${!name}; done
-  [[ -z ${MODULES:-} ]] || load_modules
+  [[ ${MODULES:-none} == [Nn]one ]] || load_modules
   if [[ -n ${PYTHON:-} ]]; then
     :
   elif [[ -n ${VENV:-} ]]; then
@@ -47,6 +50,12 @@ choose_python() {
   done
 }
 
+# In launch.sh, which stands in for torchrun, a value that cannot be ours is another program's.
+ignore_foreign() { # <variable> <"why">
+  [[ -n ${DROP_IN:-} && ${!1} != */* ]] || return 1
+  echo "$PROGRAM: warning: $1 is ${!1@Q}, $2; ignored" >&2
+}
+
 # With CONTAINER, PYTHON and VENV are those inside. The launcher's own is this machine's.
 choose_inside() {
   [[ -n ${CONTAINER:-} ]] || return 0
@@ -83,8 +92,10 @@ load_modules() {
     # shellcheck disable=SC1090
     [[ ! -r $file ]] || source "$file"
   done
-  declare -F module >/dev/null ||
+  if ! declare -F module >/dev/null; then
+    ! ignore_foreign MODULES "and this machine has no module command" || { set -u && return; }
     refuse env-missing "MODULES is set but this machine has no module command; unset MODULES"
+  fi
   read -ra names <<<"$MODULES"
   module load "${names[@]}" || refuse env-missing "module load $MODULES failed; see module avail"
   set -u

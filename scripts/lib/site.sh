@@ -5,12 +5,13 @@
 # and the row of the plan.
 read_site() {
   local file=${SITE-$ROOT/config/site.env} line name value number=0 names=()
-  [[ -n $file && (-n ${SITE:-} || -e $file) ]] || return 0
+  [[ -z ${SITE:-} || -r $SITE ]] || ! ignore_foreign SITE "which is no file" || file=$ROOT/config/site.env
+  [[ -n $file && (-e $file || $file == "${SITE:-}") ]] || return 0
   [[ -r $file ]] || die 2 "SITE names ${file@Q}, which cannot be read; correct its path"
   while read -r line || [[ -n $line ]]; do
     number=$((number + 1))
     [[ -n $line && $line != \#* ]] || continue
-    [[ ${line#export } =~ ^([A-Za-z_][A-Za-z0-9_]*)=(.*)$ ]] ||
+    matches "${line#export }" '^([A-Za-z_][A-Za-z0-9_]*)=(.*)$' ||
       die 2 "$file, line $number: ${line@Q} sets nothing; write NAME=VALUE [config-invalid]"
     name=${BASH_REMATCH[1]} value=${BASH_REMATCH[2]}
     case $value in \"*\" | \'*\') value=${value:1:-1} ;; esac

@@ -221,3 +221,29 @@ make_repository() {
   run scripts/launch.sh own.py
   assert_refused 2 "there is no launcher/start.py in $PWD; keep scripts/, launcher/ and distributed/ of this project together"
 }
+
+@test "words that other programs put into the environment: a warning each, and the run starts" {
+  touch x.py
+  export BACKEND=hf FRESH=true LAUNCHER=local LOG_LEVEL=info SITE=nersc VENV=mine MODULES=tools
+  LAUNCH_PYTHON=$PYTHON PYTHON=3.11 run --separate-stderr launch --dry-run x.py
+  [[ $status == 0 && $stderr != *LOG_LEVEL* ]]
+  local name
+  for name in BACKEND LAUNCHER SITE VENV MODULES PYTHON; do
+    [[ $(grep -c "^launch.sh: warning: $name is .*; ignored$" <<<"$stderr") == 1 ]]
+  done
+  unset MODULES VENV
+  MODULES=none SITE='' run --separate-stderr launch --dry-run x.py
+  [[ $status == 0 && $stderr != *MODULES* ]]
+  SITE=missing/site.env run launch --dry-run x.py # a path is meant for us
+  [[ $status == 2 && $output == *"SITE names 'missing/site.env', which cannot be read"* ]]
+}
+
+@test "a Turkish locale: variables and settings have the letters of C" {
+  mkdir locale && localedef -i tr_TR -f UTF-8 "$PWD/locale/tr_TR.UTF-8" || skip "there is no Turkish locale here"
+  touch x.py
+  export LOCPATH=$PWD/locale LC_ALL=tr_TR.UTF-8
+  PET_RDZV_ID=mine run --separate-stderr launch --dry-run x.py
+  [[ $status == 0 && $output$stderr == *"run        mine"* ]]
+  run "$ROOT/scripts/ssh/launch_singlenode.sh" plain.yaml 1 train.max_steps=1 --dry-run
+  [[ $status == 0 && $output == *" train.max_steps=1"* ]]
+}

@@ -115,7 +115,7 @@ def test_ranks_are_started_anew(
 
 
 @pytest.mark.long
-def test_fresh_is_0_or_1(tmp_path: Path) -> None:
+def test_another_programs_fresh_is_ignored(tmp_path: Path) -> None:
     ended = subprocess.run(
         [*AGENT, "script.py"],
         capture_output=True,
@@ -124,4 +124,4 @@ def test_fresh_is_0_or_1(tmp_path: Path) -> None:
         cwd=tmp_path,
         timeout=PATIENCE_S,
     )
-    assert ended.returncode == 2 and "FRESH is 'yes'; give 1" in ended.stderr
+    assert "warning: FRESH is 'yes'; it can be 0 1; ignored" in ended.stderr

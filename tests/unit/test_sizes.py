@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Tokens. Planned: launcher/ 76,000, distributed/ 19,000, the training 20,000; with 5 % of slack.
 WINGS = {
     ("launcher",): 92_000,
-    ("distributed",): 20_000,
+    ("distributed",): 20_500,
     ("training", "train.py"): 21_800,
 }
 SCRIPTS = 1100  # lines; planned: 900

@@ -70,7 +70,7 @@ def prepare(
     active = [port.name for port in infiniband.read_ports() if port.is_active]
     if not active or not infiniband.is_wanted(environ) or "NCCL_DEBUG_FILE" in environ:
         return NetworkWatch()
-    is_debug = environ.get("LOG_LEVEL") == "DEBUG"  # train.py has NCCL log
+    is_debug = environ.get("LOG_LEVEL", "").upper() == "DEBUG"  # train.py has NCCL log
     if is_debug or environ.get("NCCL_DEBUG", "").upper() in ("INFO", "TRACE"):
         return NetworkWatch(folder.node_log, folder.node_log.stat().st_size, active[0])
     if any(name.startswith("NCCL_DEBUG") for name in environ) or _is_set_in_file(environ):

@@ -24,10 +24,11 @@ _UNKNOWN = "variables"  # a name that the text does not tell
 def choose(program: Program, choice: str | None) -> Program:
     """Return the program with its ranks started anew or forked: as FRESH says, else as its text.
 
-    Raises ValueError where FRESH is neither 0 nor 1.
+    One that is neither 0 nor 1 may be another program's.
     """
     if choice not in (None, "", "0", "1"):
-        raise ValueError(f"FRESH is {choice!r}; give 1 for ranks that import torch anew, or 0")
+        say(f"warning: FRESH is {choice!r}; it can be 0 1; ignored")
+        choice = None
     if choice or program.is_command:
         return replace(program, is_fresh=choice == "1")
     script = Path(program.name)
