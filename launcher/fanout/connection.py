@@ -24,6 +24,10 @@ from launcher.preflight.checks import Fault
 PROBE_S = 3.0
 FAR_SIDE = "launcher.fanout.far_side"
 FORWARDED = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "WANDB_", "CUDA_VISIBLE_DEVICES")
+AT_ONCE = 8  # new connections: sshd drops some from 10 that have not logged in yet
+PACE_S = 0.1  # between so many
+AGAIN_S = 0.3  # before another try: twice, four times, ... as long
+TRIES = 4
 SSH_FAILED = 255  # ssh's exit code where it failed itself
 CURES = {
     "env-missing": "let this folder, the project and its Python be there as they are here",
@@ -116,6 +120,18 @@ class Connection(Child):
             self._probe = threading.Thread(target=self._find_fault, daemon=True)
             self._probe.start()
 
+    @property
+    def may_come(self) -> bool:
+        """Whether the node may yet say hello, or why it did not is not known yet."""
+        is_told = self._probe is not None and not self._probe.is_alive()
+        return self.answer(Hello) is None and (self.code in (None, SSH_FAILED) and not is_told)
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether an sshd on the way has ended the connection, as it does with one of many."""
+        is_silent = self.answer(Hello) is None and not self.may_come
+        return is_silent and self.code == SSH_FAILED and self._fault == "ssh-refused"
+
     def _find_fault(self) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired, KeyError, ValueError):
             self._fault = find_fault(self.node)
@@ -137,6 +153,31 @@ class Connection(Child):
             fault = "host-unreachable" if self.code == SSH_FAILED else "env-missing"
         cause = self.last_words or "the connection ended without a word"
         return Fault(fault, cause, CURES[fault].format(node=self.node))
+
+
+def greet(
+    connections: list[Connection],
+    connect: Callable[[int], Connection],  # to the node of that place again
+    turn: Callable[[float], None],  # handle what happens until then
+    until: float,
+) -> None:
+    """Wait until every node has said hello, or is not there.
+
+    An sshd, a bastion's above all, drops some of many new connections (MaxStartups): where others
+    came through, these try again.
+    """
+    tries = [1] * len(connections)
+    while (now := time.monotonic()) < until:
+        has_way = any(one.answer(Hello) for one in connections)
+        dropped = [place for place, one in enumerate(connections) if one.is_dropped]
+        dropped = [place for place in dropped if has_way and tries[place] < TRIES]
+        if not dropped and not any(one.may_come for one in connections):
+            return
+        for number, place in enumerate(dropped):
+            if now > connections[place].heard + AGAIN_S * 2 ** tries[place] + PACE_S * number:
+                tries[place] += 1
+                connections[place] = connect(place)
+        turn(min(until, now + AGAIN_S))
 
 
 def find_fault(node: str) -> str:

@@ -22,7 +22,14 @@ from launcher import handshake
 from launcher.agent.control import BEAT_S, SILENCE_S
 from launcher.failure_block import End, print_end
 from launcher.fanout import protocol
-from launcher.fanout.connection import Connection, forwarded_names, write_opening
+from launcher.fanout.connection import (
+    AT_ONCE,
+    PACE_S,
+    Connection,
+    forwarded_names,
+    greet,
+    write_opening,
+)
 from launcher.fanout.ending import NodeResult, conclude
 from launcher.fanout.loop import Loop
 from launcher.fanout.nodes import Nodes, Silence
@@ -108,11 +115,11 @@ class Fanout:
         if plan.staged:
             answer_by += STAGE_S
             self.say(f"each node unpacks its Python, if it has not yet ({STAGE_S:g} s at most)")
-        for number, node in enumerate(plan.nodes):
-            token = f"{self.token}.{number}"  # two nodes may be one machine
-            show = self.terminals.show_behind(b"[%d] " % number)
-            self.connections.append(self.connect(node.name, token, show))
-        self.wait_for(Hello, began + waited_s)
+        for number in range(len(plan.nodes)):
+            self.connections.append(self.connect_node(number))
+            if number % AT_ONCE == AT_ONCE - 1:
+                self.turn(time.monotonic() + PACE_S)
+        greet(self.connections, self.connect_node, self.turn, began + waited_s)
         self.plan = choose_master(self.plan, [one.answer(Hello) for one in self.connections])
         are_all_there = all(one.answer(Hello) for one in self.connections)
         request = self.plan.request(  # where one is missing, nobody waits for the others
@@ -139,6 +146,10 @@ class Fanout:
         counts = [report.nproc for report in reports[: plan.num_nodes]]
         print_plan(plan, reports[0], outcome, counts, out)
         return reports
+
+    def connect_node(self, number: int) -> Connection:
+        node, show = self.plan.nodes[number], self.terminals.show_behind(b"[%d] " % number)
+        return self.connect(node.name, f"{self.token}.{number}", show)  # two may be one machine
 
     def connect(self, node: str, token: str, show: Callable[[bytes, bool], None]) -> Connection:
         connect_s = max(CONNECT_S, self.plan.preflight_s - CHECK_S - 1) + self.slack_s

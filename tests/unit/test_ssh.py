@@ -26,6 +26,7 @@ from agents import PATIENCE_S
 
 from launcher import processes
 from launcher.agent.control import SILENCE_S
+from launcher.fanout.connection import TRIES
 from launcher.fanout.ssh import END_S
 
 pytestmark = pytest.mark.slow
@@ -439,6 +440,27 @@ def test_kill_9_ends_all_and_leaves_no_file(nodes: Nodes, script: str, what: str
         assert launcher.returncode == 137 and b"[launcher-killed]\n" in err
     tools = {file.name for file in (nodes.folder / "tools").iterdir()}
     assert tools == {"ssh", "python"} and {*Path("/tmp").glob("launch.*.*")} == before
+
+
+DROP = """
+[[ -e $0.tried ]] || { touch "$0.tried"; echo 'Connection closed by UNKNOWN' >&2; exit 255; }
+exec bash -s
+"""
+
+
+def test_a_connection_that_a_bastion_drops_is_tried_again(nodes: Nodes) -> None:
+    nodes.agent("sys.exit(int(rank))")
+    (nodes.nodes / "n1").write_text(DROP)
+    code, _, err = nodes.launch("-", "1", "n0", "n1")
+    assert code == 1 and "[ssh-refused]" not in err
+    assert (nodes.nodes / "asked").read_text().split().count("n1") == 2
+
+
+def test_a_node_that_takes_no_login_is_tried_a_few_times(nodes: Nodes) -> None:
+    (nodes.nodes / "n1").write_text("exit 255")
+    code, _, err = nodes.launch("-", "1", "n0", "n1")
+    assert code == 3 and "n1: the connection ended without a word;" in err
+    assert (nodes.nodes / "asked").read_text().split().count("n1") == TRIES
 
 
 def test_a_signal_before_the_start_ends_the_launch(nodes: Nodes) -> None:
