@@ -266,14 +266,12 @@ def _read_port(typed: Typed, environ: Mapping[str, str], *, is_by_hand: bool) ->
 def choose_run_id(
     given: str | None, environ: Mapping[str, str], log_dir: Path, *, is_namer: bool
 ) -> str:
-    """Return RUN_ID, one after torchrun's --rdzv-id or after the scheduler's job, or a new one.
-
-    Each launch in one start of a job is a run of its own. A new id is node rank 0's.
-    """
+    """Return RUN_ID, else node rank 0's choice: after --rdzv-id, the launch in this job, or new."""
     run_id, name, job = environ.get("RUN_ID"), plain_run_id(given or ""), job_run_id(environ)
-    if not run_id and is_namer:
-        run_id = free_run_id(log_dir, name) if name else ""
-        run_id = run_id or (next_run_id(log_dir, job) if job else new_run_id())
+    if not run_id and is_namer and name:
+        run_id = free_run_id(log_dir, name)
+    elif not run_id and is_namer:
+        run_id = next_run_id(log_dir, job) if job else new_run_id()
     return check_run_id(run_id) if run_id else ""
 
 

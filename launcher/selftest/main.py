@@ -129,10 +129,6 @@ def measure_all(test: Test) -> int:
     test.tell(*report.show_members(test.findings.members))
     if test.findings.links:
         test.tell("", *report.show_links(test.findings.hosts, test.findings.links))
-        if env.is_main and len(nodes) > 2:
-            folder = env.log_dir / env.run_id
-            picture = report.draw_links(test.findings.hosts, test.findings.links, folder)
-            test.tell(f"picture   {picture}")
     is_right = not any(member.faults for member in test.findings.members)
     if not is_basic and env.world_size > 1 and is_right:
         names = [*bandwidth.COLLECTIVES][: 1 if test.options.is_quick else None]

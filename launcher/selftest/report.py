@@ -1,19 +1,15 @@
-"""What the self-test found: tables, the matrix of links as text and as a picture, and JSON."""
+"""What the self-test found: tables, the matrix of links, and JSON."""
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 from launcher.selftest.bandwidth import Measured, rate
 from launcher.selftest.judge import Links, Pair, best_of
 
 MOST_SHOWN = 16  # nodes of a matrix as text; a wider one is no help on a terminal
-PICTURE = "links.png"
-_CELL = 0.45  # inches
 
 
 @dataclass(frozen=True)
@@ -117,34 +113,6 @@ def show_links(hosts: Sequence[str], links: Links) -> Iterator[str]:
             for target in range(len(hosts))
         )
         yield "".join(f"{cell:>{width}}" for cell in (host, *cells))
-
-
-def draw_links(hosts: Sequence[str], links: Links, folder: Path) -> str:
-    """Draw the matrix into the folder; returns the picture's path, or why there is none."""
-    if not folder.is_dir():
-        return f"none: there is no folder {folder}"
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it logs about fonts
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return "none: matplotlib is not installed"
-    side = max(5.0, _CELL * len(hosts) + 2)
-    figure = Figure(figsize=(side + 1, side), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    nodes = range(len(hosts))
-    rows = [
-        [links.get((source, target), float("nan")) / 1e9 for target in nodes] for source in nodes
-    ]
-    image = axes.imshow(rows, cmap="viridis", vmin=0)
-    axes.set(xticks=nodes, yticks=nodes, xlabel="to", ylabel="from", title="Bandwidth of links")
-    axes.set_xticklabels(hosts, rotation=90)
-    axes.set_yticklabels(hosts)
-    figure.colorbar(image, label="GB/s")
-    file = folder / PICTURE
-    figure.savefig(file, dpi=100)
-    return str(file)
 
 
 def as_json(

@@ -1,6 +1,6 @@
 """Which variables a script sets before it imports torch: a forked rank has torch imported already.
 
-Such a script's ranks are started anew. Only its text is read, and that of its own modules.
+Such a script's ranks are started anew. Its own text is read, and no module that it imports.
 """
 
 from __future__ import annotations
@@ -32,93 +32,57 @@ def choose(program: Program, choice: str | None) -> Program:
     if choice or program.is_command:
         return replace(program, is_fresh=choice == "1")
     script = Path(program.name)
+    if program.is_module:
+        script = Path(*program.name.split("."))
+        script = script / "__main__.py" if script.is_dir() else script.with_suffix(".py")
     if script == Path(__file__).parents[3] / "train.py":  # it sets none, and is long
         return program
-    files, folder = [script], script.parent
-    if program.is_module:
-        folder = Path()
-        files = _files_of(folder, [*program.name.split("."), "__main__"])
-    names = variables_set_early(files, folder)
+    names = variables_set_early(script)
     if names:
         say(f"each rank imports torch anew, for {program.name} sets {names[0]} first")
     return replace(program, is_fresh=bool(names))
 
 
-def variables_set_early(files: Sequence[Path], folder: Path) -> list[str]:
-    """Return the names that a script's files set, one after the other, before importing torch.
-
-    Its own modules are in the folder. Those that it imports before torch are read, too.
-    """
-    reader = _Reader(folder)
-    any(reader.has_torch(file) for file in files)  # up to the first that imports it
-    return reader.names
-
-
-class _Reader:
-    """Reads files in about the order in which Python executes them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.names: list[str] = []
-        self._folder = folder
-        self._seen: dict[Path, bool] = {}  # whether a file imports torch
-
-    def has_torch(self, file: Path) -> bool:
-        """Note the names that a file sets before it imports torch; returns whether it does."""
-        if file not in self._seen:
-            self._seen[file] = False  # so far: two may import each other
-            try:
-                tree = ast.parse(file.read_bytes())
-            except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-                return True  # Python will say it better
-            self._seen[file] = self._imports_torch(tree, file, _names_of_environ(tree))
-        return self._seen[file]
-
-    def _imports_torch(self, tree: ast.AST, file: Path, environ: Set[str]) -> bool:
-        waiting = [tree]
-        while waiting:  # without recursion: a long sum is a deep tree
-            node = waiting.pop()
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                # It may be called before torch is imported, or after: its own import ends only it.
-                known = len(self.names)
-                self._imports_torch(ast.Module(node.body, []), file, environ)
-                self.names[known:] = [name for name in self.names[known:] if name != _UNKNOWN]
-            elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-                waiting += reversed(node.orelse)
-            elif any(self._loads_torch(*one) for one in _imported(node, file, self._folder)):
-                return True
-            else:
-                names = _names_set(node, environ)
-                self.names += [name for name in names if name.startswith((*_READ_EARLY, _UNKNOWN))]
-                waiting += reversed([*ast.iter_child_nodes(node)])
-        return False
-
-    def _loads_torch(self, folder: Path | None, parts: Sequence[str]) -> bool:
-        if folder is None:
-            return parts[0] == "torch" or self._loads_torch(self._folder, parts)
-        return any(self.has_torch(file) for file in _files_of(folder, parts))
+def variables_set_early(script: Path) -> list[str]:
+    """Return the names that a script sets before it imports torch."""
+    names: list[str] = []
+    try:
+        tree = ast.parse(script.read_bytes())
+        _note_names(tree, _names_of_environ(tree), names)
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        pass  # Python will say it better
+    return names
 
 
-def _files_of(folder: Path, parts: Sequence[str]) -> list[Path]:
-    """Return the files that Python runs to import a module: its packages' first."""
-    found = []
-    for count in range(1, len(parts) + 1):
-        path = folder.joinpath(*parts[:count])
-        files = (path / "__init__.py", path.with_name(f"{path.name}.py"))
-        found += [file for file in files if file.is_file()][:1]
-    return found
+def _note_names(tree: ast.AST, environ: Set[str], names: list[str]) -> None:
+    """Note them in about the order in which Python executes the statements."""
+    waiting = [tree]
+    while waiting:  # without recursion: a long sum is a deep tree
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            # It may be called before torch is imported, or after: its own import ends only it.
+            known = len(names)
+            _note_names(ast.Module(node.body, []), environ, names)
+            names[known:] = [name for name in names[known:] if name != _UNKNOWN]
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            waiting += reversed(node.orelse)
+        elif _imports_torch(node):
+            return
+        else:
+            found = _names_set(node, environ)
+            names += [name for name in found if name.startswith((*_READ_EARLY, _UNKNOWN))]
+            waiting += reversed([*ast.iter_child_nodes(node)])
 
 
-def _imported(node: ast.AST, file: Path, folder: Path) -> list[tuple[Path | None, list[str]]]:
-    """Return what a statement imports: where it is (None: on Python's path), and its name."""
+def _imports_torch(node: ast.AST) -> bool:
     match node:
         case ast.Import(names=names):
-            return [(None, one.name.split(".")) for one in names]
-        case ast.ImportFrom(module=module, names=names, level=level):
-            parts = module.split(".") if module else []
-            above = file.absolute().parents
-            base = above[min(level, len(above)) - 1] if level else None
-            return [(base, [*parts, one.name]) for one in names]
-    return []
+            modules = [one.name for one in names]
+        case ast.ImportFrom(module=str(module), level=0):
+            modules = [module]
+        case _:
+            return False
+    return any(module.partition(".")[0] == "torch" for module in modules)
 
 
 def _names_of_environ(tree: ast.AST) -> set[str]:
