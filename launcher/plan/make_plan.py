@@ -287,8 +287,8 @@ def choose_program(typed: Typed, environ: Mapping[str, str]) -> tuple[list[str],
     if typed.like_torchrun:
         if typed.as_module or typed.as_command:
             return ["-m" if typed.as_module else "--no-python", *typed.rest], False, "-"
-        is_ours = _is_ours(typed.rest[0])
-        return [ours if is_ours else typed.rest[0], *typed.rest[1:]], is_ours, "-"
+        script = re.sub("^-", "./-", typed.rest[0])  # which the agent would take for an option
+        return [ours if _is_ours(script) else script, *typed.rest[1:]], _is_ours(script), "-"
     script = environ.get("TRAIN_SCRIPT") or ours
     is_ours = _is_ours(script)
     config, flag = typed.config, environ.get("CONFIG_FLAG")
@@ -305,7 +305,7 @@ def choose_program(typed: Typed, environ: Mapping[str, str]) -> tuple[list[str],
         backend = ["--distributed-backend", environ["BACKEND"]] if environ.get("BACKEND") else []
         return [ours, "--config", config, *backend, *typed.setting, *typed.rest], True, config
     is_module = re.match(r"-m\s", script)
-    program = ["-m", script[2:].strip()] if is_module else [script]
+    program = ["-m", script[2:].strip()] if is_module else [re.sub("^-", "./-", script)]
     words = [] if config == "-" else [flag or "--config", config]
     return [*program, *words, *typed.setting, *typed.rest], False, config
 

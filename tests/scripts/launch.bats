@@ -225,7 +225,8 @@ make_repository() {
 @test "words that other programs put into the environment: a warning each, and the run starts" {
   touch x.py
   export BACKEND=hf FRESH=true LAUNCHER=local LOG_LEVEL=info SITE=nersc VENV=mine MODULES=tools
-  LAUNCH_PYTHON=$PYTHON PYTHON=3.11 run --separate-stderr launch --dry-run x.py
+  export LAUNCH_PYTHON=$PYTHON # the command that pip has installed
+  PYTHON=3.11 run --separate-stderr launch --dry-run x.py
   [[ $status == 0 && $stderr != *LOG_LEVEL* ]]
   local name
   for name in BACKEND LAUNCHER SITE VENV MODULES PYTHON; do

@@ -6,6 +6,7 @@ load helper
 @test "an edited copy, or a link, in a repository after make init: found from SLURM's copy" {
   mkdir -p "a repo/launch-kit" "a repo/jobs" spool
   ln -s -- "$ROOT/scripts" "a repo/launch-kit/scripts"
+  # shellcheck disable=SC2016 # the tool expands it
   fake_tool scontrol 'printf "JobId=7\n   Command=%s a=1 --x\n   WorkDir=/\n" "$SUBMITTED"'
   local name submitted
   for name in slurm_train slurm_train_single_node; do
