@@ -239,8 +239,9 @@ def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> World:
     rank = "0" if typed.node_rank is None else typed.node_rank
     node_rank = -1 if rank == "auto" else read_number("the node rank", rank, 0, num_nodes - 1)
     if num_nodes == 1:
-        if typed.master and typed.master != "localhost" and not is_loopback(typed.master):
-            cause = f"one node needs no master: {typed.master} is ignored; for more, give --nnodes"
+        other = typed.master if typed.like_torchrun and typed.master != "localhost" else None
+        if other and not is_loopback(other):
+            cause = f"one node needs no master: {other} is ignored; for more, give --nnodes"
             print(f"{typed.program}: warning: {cause}", file=sys.stderr)
         return World(1, "127.0.0.1")
     master = typed.master or environ.get("MASTER_ADDR")

@@ -29,7 +29,9 @@ $(golden_command "$ROOT/scripts/cluster_train.sh plain.yaml 2 1 10.0.0.1 23456" 
   local port
   port=$(cd "$ROOT" && "$PYTHON" -c 'import distributed.environment as e; print(e.port_from_id("9"))')
   [[ $output == *" --nnodes 2 --node-rank 1 --master-addr node1 --nproc-per-node 1 --master-port $port "* ]]
-  [[ $output == *" --rdzv-id 9 "* ]]
+  [[ $output != *" --rdzv-id "* && $stderr == "run        (named by node rank 0) "* ]]
+  SLURM_NODEID=0 SLURM_PROCID=0 run --separate-stderr launch plain.yaml --dry-run
+  [[ $output == *" --node-rank 0 "*" --rdzv-id 9 "* ]]
   run --separate-stderr launch plain.yaml 2 1 --dry-run
   [[ $status == 0 && $output == *" --node-rank 1 "* ]]
 }
@@ -96,8 +98,8 @@ $(golden_command "$ROOT/scripts/cluster_train.sh plain.yaml 2 1 10.0.0.1 23456" 
   assert_refused 2 "the node rank is '5'"
   run launch plain.yaml "" ""
   assert_refused 2 "the number of nodes is ''"
-  run launch plain.yaml 1 0 10.0.0.1 0
-  assert_refused 2 "the port is '0'"
+  run launch plain.yaml 1 0 10.0.0.1 abc
+  assert_refused 2 "the port is 'abc'"
   run launch plain.yaml --nodes 2
   assert_refused 2 "unknown option '--nodes'"
 }

@@ -124,7 +124,7 @@ the end of 0"* ]]
   LOG_DIR=file/logs run launch --detach plain.yaml 1
   [[ $status == 3 && ${#lines[@]} == 1 && $output == *"cannot write under"*"[dir-unwritable]" ]]
   RUN_ID=mine LOG_DIR=file/logs SKIP_PREFLIGHT=1 run launch --detach plain.yaml 1
-  [[ $status == 3 && ${lines[-1]} == *"cannot write to 'file/logs/mine' (Not a directory); set LOG_DIR [dir-unwritable]" ]]
+  [[ $status == 3 && ${lines[-1]} == *"cannot write to '$PWD/file/logs/mine' (Not a directory); set LOG_DIR [dir-unwritable]" ]]
   run launch --detach --dry-run plain.yaml 1
   [[ $status == 0 && $output == *"# node 0 "* ]]
   [[ ! -e logs ]]
