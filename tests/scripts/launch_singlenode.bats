@@ -106,7 +106,7 @@ PY
   TRAIN_SCRIPT=own.py RUN_ID=own run --separate-stderr launch - 2
   [[ $status == 0 && $output == "total 2" ]]
   grep -q '^\[1\] total 2' logs/own/node_0.log
-  [[ $stderr =~ preflight\ \ 22\ checks\ on\ 1\ node ]]
+  [[ $stderr =~ preflight\ \ 23\ checks\ on\ 1\ node ]]
 }
 
 # bats test_tags=slow,long
