@@ -19,7 +19,7 @@ $command"
   run --separate-stderr launch --num-gpus=2 --config plain.yaml --log-level=INFO --dry-run
   [[ ${output#* --nnodes} == "${command#* --nnodes}" ]]
   run --separate-stderr launch -n2 -c plain.yaml --dry-run
-  [[ $status == 2 ]]
+  [[ $status == 0 && $output == *" --nproc-per-node 2 "* ]]
 }
 
 # bats test_tags=slow
@@ -76,7 +76,7 @@ $command"
 
 @test "an allocation of several nodes: exit 2, and what to use" {
   SLURM_JOB_ID=5 SLURM_STEP_ID=0 SLURM_STEP_NUM_NODES=2 run launch -c plain.yaml
-  assert_refused 2 "this allocation has 2 nodes and run_ddp.sh starts one; use srun --nodes=2 --ntasks=2 scripts/cluster_train.sh CONFIG"
+  assert_refused 2 "this allocation has 2 nodes and run_ddp.sh starts one; use srun --nodes=2 --ntasks=2 --overlap scripts/cluster_train.sh CONFIG"
 }
 
 @test "a PBS allocation of several nodes is trained on over ssh" {
