@@ -48,10 +48,6 @@ class Beat(NamedTuple):
         return self.step, self.marks
 
     @property
-    def silence_s(self) -> float:
-        return time.monotonic() - self.time if self.time else 0.0
-
-    @property
     def ends_run(self) -> bool:
         """Whether a silence ends the run: a slow start or a counted step may be healthy."""
         return self.limit_by > 0 or not (self.is_counted or self.step < 0)
@@ -86,10 +82,11 @@ class Heart:
         now, last = time.monotonic(), self._last
         if hang_seconds:
             self._limit_s, self._limit_by = hang_seconds, 2
-        if last.step >= 0:
-            self._longest_s = max(self._longest_s, now - last.time)
-        else:
+        silence_s = now - last.time
+        if last.step < 0:
             self._first_step = step or 0
+        elif self._is_counted or silence_s <= last.limit_s:  # a longer one was a suspended job
+            self._longest_s = max(self._longest_s, silence_s)
         has_moved = step is not None and step != last.step
         newest = Beat(
             step=last.step if step is None else step,

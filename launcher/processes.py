@@ -20,6 +20,7 @@ from launcher.outer_run import OUTER_TOKEN
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+WAKING = signal.SIGCHLD, signal.SIGALRM  # end a wait in await_signal()
 _POLL_S = 0.01
 _KILL_S = 1.0
 
@@ -119,6 +120,19 @@ def has_signal(pid: int, mask: str, signum: int) -> bool:
         found = next((line for line in file if line.startswith(f"{mask}:")), f"{mask}: 0")
         return bool(int(found.split()[1], 16) >> (signum - 1) & 1)
     return False
+
+
+def await_signal(signals: Iterable[int], limit_s: float) -> int | None:
+    """Return the first of some signals that comes within the time; None: none, or a child ended.
+
+    All of these and WAKING are blocked, since before the first thread began. An alarm ends the
+    wait: if a process is stopped for longer than sigtimedwait()'s time, Python returns what was in
+    its memory (seen with 3.11).
+    """
+    signal.setitimer(signal.ITIMER_REAL, max(0.001, limit_s))  # 0 would be none
+    came = signal.sigwaitinfo({*signals, *WAKING}).si_signo
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return None if came in WAKING else came
 
 
 def send(pids: Iterable[int], signum: int) -> None:

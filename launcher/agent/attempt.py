@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from distributed.stop_signals import NOTICE, QUERY, Interrupts, handled_signals, stop_signals
-from launcher import processes
+from launcher import own_time, processes
 from launcher.agent import verdict
 from launcher.agent.control import BEAT_S
 from launcher.agent.deadline import Deadline
@@ -88,14 +88,14 @@ class Attempt:
         beat = Deadline()
         beat.set_within(0.0)
         while not self._is_over():
-            now = time.monotonic()
+            shown_at, now = time.monotonic(), own_time.now()
             due = beat.at, self.partial.at, self.term.at, self.kill.at, self.over.at
             next_at = min(*due, self.query.next_at, self.snapshots.outgoing.next_at)
             for key, _ in self.selector.select(max(0.0, next_at - now)):
                 key.data()
             if self.rest_s:
                 time.sleep(self.rest_s)
-            if self.partial.take() and self.ranks.tick(now, is_ending=self.facts.is_ending):
+            if self.partial.take() and self.ranks.tick(shown_at, is_ending=self.facts.is_ending):
                 self.partial.set_within(TICK_S)
             for each in self.ranks.ended():
                 self._on_death(each)

@@ -31,6 +31,7 @@ from pathlib import Path
 from distributed.stop_signals import QUERY, STOP_SIGNALS
 from launcher import processes
 from launcher.failure_block import End, print_end
+from launcher.own_time import OwnTime
 from launcher.typed_json import Kinds, in_pieces
 
 BEAT_S = 2.0  # between two signs of life, of launchers and agents alike
@@ -68,11 +69,20 @@ class Control:
 
 def _follow(fd: int, kill_agent: Callable[[], None]) -> None:
     pending = b""
-    while select.select([fd], [], [], SILENCE_S)[0] and (data := os.read(fd, 4096)):
+    while hears(fd) and (data := os.read(fd, 4096)):
         *lines, pending = (pending + data).split(b"\n")
         for signum in filter(None, map(_BY_NAME.get, lines)):
             os.kill(os.getpid(), signum)
     _end(kill_agent)
+
+
+def hears(fd: int) -> bool:
+    """Wait until there is something to read; False after SILENCE_S seconds without."""
+    own, heard = OwnTime(), time.monotonic()
+    while own.since(heard) <= SILENCE_S:
+        if select.select([fd], [], [], BEAT_S)[0]:
+            return True
+    return False
 
 
 def follow_client(pid: int, kill_agent: Callable[[], None]) -> None:

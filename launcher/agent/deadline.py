@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-import time
+
+from launcher import own_time
 
 
 class Deadline:
-    """A time on the monotonic clock that can only move closer; not set at first."""
+    """A time of this process (own_time) that can only move closer; not set at first."""
 
     def __init__(self) -> None:
         self.at = math.inf
 
     def set_within(self, seconds: float) -> None:
         """Set it to so many seconds from now, unless it is earlier already."""
-        self.at = min(self.at, time.monotonic() + seconds)
+        self.at = min(self.at, own_time.now() + seconds)
 
     def take(self) -> bool:
         """Whether it has passed; if so it is not set any more."""
-        has_passed = time.monotonic() >= self.at
+        has_passed = own_time.now() >= self.at
         if has_passed:
             self.at = math.inf
         return has_passed

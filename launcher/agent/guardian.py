@@ -34,9 +34,9 @@ from distributed.stop_signals import (
     STOP_SIGNALS,
     handled_signals,
 )
-from launcher import processes, typed_json
+from launcher import own_time, processes, typed_json
 from launcher.agent.command_line import find_option, read_for_torch
-from launcher.agent.control import Control, follow_client, report_end, take_control
+from launcher.agent.control import BEAT_S, Control, follow_client, report_end, take_control
 from launcher.agent.link import AgentNote, GuardianLink, close
 from launcher.failure import Failure, count_memory_kills, explain, signal_name
 from launcher.failure_block import End, RunSummary
@@ -44,7 +44,6 @@ from launcher.outer_run import leave_outer_run
 from launcher.record import run_json
 from launcher.text import mend_streams
 
-LONGEST_WAIT_S = 3600.0  # of one wait; sigtimedwait takes no infinity
 ORPHANS_S = 1.0  # after the guardian's end, for the agent to end the run
 HAS_TORCH = b"\0"  # begins the file for an agent's last words, after the import
 LATE_S = 15.0  # beyond GRACE, for an agent to end; it may wait for other nodes
@@ -88,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     client = int(os.environ.pop("LAUNCH_CLIENT", "0"))  # that podman's container belongs to
     handled = _handled(arguments)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, QUERY, signal.SIGCHLD})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, QUERY, *processes.WAKING})
     control = take_control()
     janitors = start_janitor() if os.environ.pop("LAUNCH_JANITOR", "") else (None, None)
     processes.adopt_orphans()
@@ -114,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signum, signal.SIG_DFL)
     if QUERY not in handled:
         signal.signal(QUERY, lambda *_: None)  # until there are ranks
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*handled, QUERY, signal.SIGCHLD})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*handled, QUERY, *processes.WAKING})
     if os.environ.get("ENGINE") == "torch.distributed.launch":
         with _importing(words):
             from torch.distributed.launch import launch, parse_args  # its ranks, its report
@@ -247,15 +246,15 @@ def _await_end(agent: Agent, handled: Sequence[signal.Signals]) -> int:
     kill_at = math.inf
     grace_s = float(os.environ.get("GRACE") or DEFAULT_GRACE_S)
     while (status := dict(processes.reap()).get(agent.pid)) is None:
-        wait_s = min(kill_at - time.monotonic(), LONGEST_WAIT_S)
-        came = signal.sigtimedwait({*handled, QUERY, signal.SIGCHLD}, max(0.0, wait_s))
-        if came is not None and came.si_signo == QUERY and QUERY not in handled:
+        wait_s = min(kill_at - own_time.now(), BEAT_S)
+        came = processes.await_signal({*handled, QUERY}, wait_s)
+        if came == QUERY and QUERY not in handled:
             processes.send([agent.pid], QUERY)
-        elif came is not None and came.si_signo != signal.SIGCHLD:
-            agent.send(came.si_signo)
-            if came.si_signo != NOTICE:
-                kill_at = min(kill_at, time.monotonic() + grace_s + LATE_S)
-        elif time.monotonic() > kill_at:  # it has been stopped (SIGSTOP), or hangs
+        elif came is not None:
+            agent.send(came)
+            if came != NOTICE:
+                kill_at = min(kill_at, own_time.now() + grace_s + LATE_S)
+        elif own_time.now() > kill_at:  # it has been stopped (SIGSTOP), or hangs
             agent.kill()
             kill_at = math.inf
     return status

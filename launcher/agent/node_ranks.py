@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from distributed.heartbeat import LIMITS, RECORD, STACK_SIGNAL, Beat, name_record, stack_file_of
-from launcher import failure, processes
+from launcher import failure, own_time, processes
 from launcher.agent import verdict
 from launcher.agent.diagnosis import collectives, stuck
 from launcher.agent.diagnosis.collectives import DUMP_SIGNAL, Calls
@@ -72,6 +72,11 @@ class Heartbeats:
     def read(self, local_rank: int) -> Beat:
         """Return a rank's newest beat."""
         return Beat(*RECORD.unpack(os.pread(self._fd, RECORD.size, RECORD.size * local_rank)))
+
+    def silence_s(self, local_rank: int) -> float:
+        """Return the seconds since a rank's newest beat, or its start; 0: it is not watched."""
+        beat = self.read(local_rank)
+        return own_time.since(beat.time) if beat.time else 0.0
 
     def step(self) -> int:
         """Return the most steps that any rank has done since the last clear(); -1: none has."""
@@ -154,12 +159,13 @@ class NodeRanks:
 
     def _state(self, each: Rank) -> RankState:
         beat = self.heartbeats.read(each.local_rank)
+        silence_s = self.heartbeats.silence_s(each.local_rank)
         return RankState(
             rank=each.rank,
             progress=beat.progress,
-            is_stuck=beat.silence_s > beat.limit_s,
+            is_stuck=silence_s > beat.limit_s,
             is_stopped=processes.is_stopped(each.pid),
-            silence_s=beat.silence_s,
+            silence_s=silence_s,
             ends_run=beat.ends_run,
         )
 
@@ -191,7 +197,7 @@ class NodeRanks:
             return None
         named = next((each for each in living if each.rank == suspect), living[0])
         beat = self.heartbeats.read(named.local_rank)
-        cause = f"no sign of life for {beat.silence_s:.0f} s"
+        cause = f"no sign of life for {self.heartbeats.silence_s(named.local_rank):.0f} s"
         if beat.step < 0:
             cause += ", before its first step"
         if processes.is_stopped(named.pid):

@@ -23,7 +23,7 @@ import time
 
 from distributed.errors import CANNOT_START
 from launcher import processes
-from launcher.agent.control import BEAT_S, SILENCE_S
+from launcher.agent.control import BEAT_S, hears
 from launcher.fanout import protocol
 from launcher.fanout.protocol import Cut, Exit, Ready, Start, Sweep
 from launcher.preflight.check_node import Request, check_node
@@ -60,7 +60,7 @@ def read_request() -> Request | Start | Sweep | None:
     """
     size = b""
     while not size.endswith(b"\n") or size == b"\n":
-        if not select.select([0], [], [], SILENCE_S)[0] or not (byte := os.read(0, 1)):
+        if not hears(0) or not (byte := os.read(0, 1)):
             return None
         size = size.strip() + byte
     text = b""

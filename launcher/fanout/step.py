@@ -24,8 +24,8 @@ from distributed import hostlist
 from distributed.errors import STOPPED
 from distributed.job import job_id
 from distributed.stop_signals import NOTICE, QUERY, STOP_SIGNALS, Interrupts, handled_signals
-from launcher import processes
-from launcher.agent.control import MESSAGES, Lineup
+from launcher import own_time, processes
+from launcher.agent.control import BEAT_S, MESSAGES, Lineup
 from launcher.failure_block import End, print_end
 from launcher.fanout.ending import NodeResult, conclude
 from launcher.fanout.nodes import DECIDE_S
@@ -51,7 +51,7 @@ def start(
     parent = os.getpid()
 
     def prepare() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS, QUERY, signal.SIGCHLD})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS, QUERY, *processes.WAKING})
         processes.die_with_parent(parent, signal.SIGTERM)
 
     return subprocess.Popen(  # this process has one thread
@@ -148,7 +148,7 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     """Run the step to its end, and act on signals; returns the run's exit code."""
     handled = handled_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, QUERY, signal.SIGCHLD})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, QUERY, *processes.WAKING})
     has_notice = signal.sigtimedwait({NOTICE}, 0) is not None
     if has_notice and requeue(plan):
         return STOPPED
@@ -189,27 +189,27 @@ def await_end(
             begun = output.begun
             for signum in asked:
                 pass_on(signum, plan, srun)
-        left_s = min(end_at - time.monotonic(), 3600.0)
-        came = signal.sigtimedwait({*handled, QUERY, signal.SIGCHLD}, max(0.0, left_s))
-        if time.monotonic() > end_at:
+        left_s = min(end_at - own_time.now(), BEAT_S)
+        came = processes.await_signal({*handled, QUERY}, left_s)
+        if own_time.now() > end_at:
             srun.kill()
             srun.wait()
-        elif came is not None and came.si_signo == QUERY and QUERY not in handled:
+        elif came == QUERY and QUERY not in handled:
             with contextlib.suppress(OSError):
                 (plan.folder / ASKED).touch()  # asks where all ranks are
-        elif came is not None and came.si_signo != signal.SIGCHLD:
-            asked.append(came.si_signo)
-            if came.si_signo == signal.SIGINT and interrupts.is_second():
+        elif came is not None:
+            asked.append(came)
+            if came == signal.SIGINT and interrupts.is_second():
                 srun.terminate()  # which kills them
             else:
-                pass_on(came.si_signo, plan, srun)
+                pass_on(came, plan, srun)
     return asked
 
 
 def end_soon(plan: Plan, output: Output) -> float:
     """Return when srun is to be ended, once a node has told the run's end."""
     may_go_on = plan.min_nodes and output.mute  # without the node whose part has ended
-    return time.monotonic() + (DECIDE_S + plan.grace_s if may_go_on else END_S)
+    return own_time.now() + (DECIDE_S + plan.grace_s if may_go_on else END_S)
 
 
 def find_end(plan: Plan, output: Output, started: float) -> End | None:

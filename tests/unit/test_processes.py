@@ -88,6 +88,32 @@ def test_an_inner_run_ends_with_the_outer_one() -> None:
     assert inner.wait() == -signal.SIGKILL
 
 
+SUSPENDED = """
+import os, signal, sys, threading, time
+from launcher import processes
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, *processes.WAKING})
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+print("waits", flush=True)
+while (came := processes.await_signal({signal.SIGUSR1}, 0.01)) is None:
+    pass
+print(came, flush=True)
+"""
+
+
+def test_a_wait_for_a_signal_outlives_a_suspension() -> None:
+    """Stopped beyond the time of its wait, a process takes no signal that nobody sent."""
+    command = [sys.executable, "-c", SUSPENDED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waits\n"
+        for _ in range(20):
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+            process.send_signal(signal.SIGCONT)
+        process.send_signal(signal.SIGUSR1)
+        assert process.stdout.readline() == f"{signal.SIGUSR1:d}\n"
+
+
 def test_a_process_that_is_not_there() -> None:
     no_such = 2**22 + 1  # the kernel's largest is 2**22
     assert processes.read_stat(no_such) == []

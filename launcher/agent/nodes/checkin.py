@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distributed.errors import Refused
+from launcher import own_time
 from launcher.agent.assignment import Assignment, Seat
 from launcher.agent.control import SILENCE_S
 from launcher.agent.nodes.protocol import Peer, Refusal
@@ -57,12 +58,12 @@ class Wait:
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self.deadline = time.monotonic() + timeout_s
+        self.deadline = own_time.now() + timeout_s
         self._tell_at = time.monotonic() + TELL_S
 
     @property
     def left_s(self) -> float:
-        return self.deadline - time.monotonic()
+        return self.deadline - own_time.now()
 
     def tell(self, what: str) -> None:
         """Say what is waited for, if it is time to."""
@@ -203,7 +204,7 @@ def join(
             report = replace(me, door=door.getsockname()[1]) if door else me
             peer.send(report)
             # Node rank 0 may have started later; it answers by its own limit.
-            answer = peer.wait(time.monotonic() + wait.timeout_s + TELL_S)
+            answer = peer.wait(own_time.now() + wait.timeout_s + TELL_S)
             if isinstance(answer, Assignment):
                 return Meeting(answer, {0: peer}, door=door)
             peer.close()
@@ -214,7 +215,7 @@ def join(
             if isinstance(error, WrongSecret) and turned_away is None:
                 say(f"warning: {address}:{port} has another RUN_SECRET, or none [stranger]")
             last, turned_away = error, turned_away or time.monotonic()
-            if time.monotonic() - turned_away > SILENCE_S:
+            if own_time.since(turned_away) > SILENCE_S:
                 break
         except OSError as error:
             last = error

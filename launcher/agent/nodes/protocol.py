@@ -20,8 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from launcher import own_time
 from launcher.agent.assignment import Assignment
-from launcher.agent.control import SILENCE_S
+from launcher.agent.control import BEAT_S, SILENCE_S
 from launcher.agent.diagnosis.collectives import Calls
 from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.verdict import NodeEnd, Verdict
@@ -163,12 +164,12 @@ class Peer:
     def wait(self, deadline: float) -> Message | None:
         """Return the next message.
 
-        None when the peer is gone, is no agent, or `deadline` (monotonic) has passed.
+        None when the peer is gone, is no agent, or `deadline` (of own_time) has passed.
         """
         try:
             while (message := self._take()) is None:
-                left_s = deadline - time.monotonic()
-                if left_s <= 0 or not self._fill(min(left_s, SILENCE_S)):
+                left_s = deadline - own_time.now()
+                if left_s <= 0 or not self._fill(min(left_s, BEAT_S)):
                     return None
             return message
         except MessageError:
@@ -189,8 +190,8 @@ class Peer:
         return message
 
     def wait_for_end(self, deadline: float) -> None:
-        """Wait until the peer is gone, or `deadline` (monotonic) has passed."""
-        while (left_s := deadline - time.monotonic()) > 0 and self._fill(left_s):
+        """Wait until the peer is gone, or `deadline` (of own_time) has passed."""
+        while (left_s := deadline - own_time.now()) > 0 and self._fill(min(left_s, BEAT_S)):
             self._buffer = b""
 
     def _fill(self, limit_s: float = SILENCE_S) -> bool:
@@ -209,7 +210,7 @@ class Peer:
     @property
     def is_silent(self) -> bool:
         """Whether nothing has come for SILENCE_S seconds."""
-        return time.monotonic() - self.heard > SILENCE_S
+        return own_time.since(self.heard) > SILENCE_S
 
     @property
     def is_busy(self) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from distributed.stop_signals import QUERY, handled_signals
+from launcher import own_time
 from launcher.agent.assignment import Assignment
 from launcher.agent.control import BEAT_S
 from launcher.agent.nodes import successor
@@ -43,7 +44,7 @@ def wait(meeting: Meeting, args: Arguments, report: Callable[[End], None]) -> Me
             meeting = replace(meeting, assignment=told.next)
         else:
             if told.code:  # node rank 0 may still save a snapshot
-                peer.wait_for_end(time.monotonic() + args.grace_s)
+                peer.wait_for_end(own_time.now() + args.grace_s)
             _end(replace(told, left=0, is_told=True), meeting, started, report)
     return meeting
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import socket
-import time
 from collections.abc import Mapping
 
 from distributed.errors import Refused
+from launcher import own_time
 from launcher.agent.assignment import Assignment, Seat
 from launcher.agent.nodes import checkin
 from launcher.agent.nodes.checkin import Meeting
@@ -33,18 +33,18 @@ WAIT_S = 1.0  # between two looks at what is still to come
 
 def follow(meeting: Meeting, lost: Failure, args: Arguments) -> Meeting | None:
     """Meet the others where node rank 0's place is taken; None where the run cannot go on."""
-    part, until, access = meeting.assignment, time.monotonic() + FIND_S, args.access
+    part, until, access = meeting.assignment, own_time.now() + FIND_S, args.access
     for heir in part.heirs:
         if heir.place == args.place:
             return _lead(meeting, heir, lost, args)
-        if time.monotonic() > until:
+        if own_time.now() > until:
             break
         try:
             peer = Peer(connect(heir.address, heir.door, access.secret, NOTICE_S))
         except OSError:
             continue
         peer.send(_report(part, args.place))
-        answer = peer.wait(time.monotonic() + 2 * NOTICE_S + args.grace_s)  # it may save first
+        answer = peer.wait(own_time.now() + 2 * NOTICE_S + args.grace_s)  # it may save first
         if isinstance(answer, Assignment):
             return dataclasses.replace(meeting, assignment=answer, peers={0: peer})
         peer.close()
@@ -94,9 +94,9 @@ def _gather(door: socket.socket, part: Assignment, me: Seat, access: Access) -> 
     heirs = part.heirs
     awaited = {seat.place for seat in heirs[heirs.index(me) + 1 :]}
     peers: dict[int, Peer] = {}
-    until = time.monotonic() + NOTICE_S
+    until = own_time.now() + NOTICE_S
     with contextlib.closing(Entrance(door, access, say)) as entrance:
-        while awaited - peers.keys() and (left_s := until - time.monotonic()) > 0:
+        while awaited - peers.keys() and (left_s := until - own_time.now()) > 0:
             for connection, received in entrance.wait(min(left_s, WAIT_S)):
                 peer = Peer(connection, received)
                 told = peer.wait(until)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from distributed.heartbeat import name_record
 from distributed.snapshot_memory import BEGIN, FILES, Memory, whole_steps
-from launcher import processes
+from launcher import own_time, processes
 from launcher.agent.nodes.protocol import HandedOver, Peer, SnapshotData, SnapshotPiece
 from launcher.agent.output.stream import say
 from launcher.agent.verdict import NodeEnd, Parts
@@ -82,7 +82,7 @@ class Snapshots:
 
         Launchers give the others little time once one node has ended.
         """
-        deadline = time.monotonic() + limit_s
+        deadline = own_time.now() + limit_s
         processes.die_with_parent(os.getppid())  # nobody watches the guardian any more
         if parts is not None and first_node is not None:
             files = self._files(parts)
@@ -93,7 +93,7 @@ class Snapshots:
 
     def save_parts(self, parts: Parts, peers: Mapping[int, Peer], limit_s: float) -> int:
         """Save a snapshot with what other nodes hand over; returns its step, or -1."""
-        deadline = time.monotonic() + limit_s
+        deadline = own_time.now() + limit_s
         for peer in peers.values():
             while not isinstance(peer.wait(deadline - limit_s / 2), HandedOver | None):
                 pass
@@ -105,7 +105,7 @@ class Snapshots:
 
         On another node than the first, the copy of it. Returns the step; -1: none was saved.
         """
-        deadline = time.monotonic() + limit_s
+        deadline = own_time.now() + limit_s
         of_ranks = self._buffers if is_first_node else [self.incoming.buffers]
         newer = [step for step in _whole_steps(of_ranks) if step > max(0, saved_step)]
         holders = max((one.header().holders for each in of_ranks for one in each), default=0)
@@ -114,7 +114,7 @@ class Snapshots:
             return -1
         for step in sorted(newer, reverse=True):
             files = [one.fd for each in of_ranks for one in each if one.header().step == step]
-            if time.monotonic() < deadline and _run(files, step, deadline):
+            if own_time.now() < deadline and _run(files, step, deadline):
                 return step
         return -1
 
@@ -159,7 +159,7 @@ def _run(
         finally:
             os._exit(1)
     while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
-        if time.monotonic() > deadline:
+        if own_time.now() > deadline:
             processes.send([pid], signal.SIGKILL)
             say(f"warning: step {step}, in memory, was not saved in time")
             return False
@@ -182,11 +182,11 @@ class Outgoing:
 
     def begin(self) -> None:
         """Send from now on: this is the first of several nodes, and another keeps a copy."""
-        self.next_at = time.monotonic()
+        self.next_at = own_time.now()
 
     def on_time(self, peers: Mapping[int, Peer]) -> None:
         """Do the next part, if it is time to and the first of the other nodes can take it."""
-        now = time.monotonic()
+        now = own_time.now()
         if now < self.next_at:
             return
         self.next_at = now + _PIECE_S

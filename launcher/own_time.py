@@ -1,0 +1,39 @@
+"""Time as this process has lived it: while it is stopped, nobody that it waits for is late.
+
+SIGSTOP, a batch system that suspends a job and a machine that sleeps stop a process, and mostly all
+that it waits for, too. Whoever waits for others in a loop turns every few seconds. After a longer
+gap between two of its own turns, nobody has been silent so far.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+STILL_S = 5.0  # between two readings: more than a turn of any loop takes
+
+
+class OwnTime:
+    """A clock that one loop reads at every turn, at least every STILL_S seconds."""
+
+    def __init__(self, read: Callable[[], float] = lambda: time.monotonic()) -> None:
+        self._read, self._newest = read, read()
+        self._missed_s, self._resumed = 0.0, -math.inf
+
+    def now(self) -> float:
+        """Return the time for deadlines. A standstill takes STILL_S seconds at most."""
+        before, self._newest = self._newest, self._read()
+        if (gap := self._newest - before) > STILL_S:
+            self._missed_s += gap - STILL_S
+            self._resumed = self._newest
+        return self._newest - self._missed_s
+
+    def since(self, moment: float) -> float:
+        """Return the seconds since a moment of the clock that is read, or the last standstill."""
+        self.now()
+        return self._newest - max(moment, self._resumed)
+
+
+_OWN = OwnTime()  # of the main thread
+now, since = _OWN.now, _OWN.since

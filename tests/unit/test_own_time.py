@@ -1,0 +1,177 @@
+"""A process that was stopped blames nobody: whoever measures silence measures its own first."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from agents import Run
+from ports import free_port
+
+from distributed.heartbeat import Heart, find_record
+from launcher import own_time, processes
+from launcher.agent import control
+from launcher.agent.control import BEAT_S, SILENCE_S
+from launcher.agent.deadline import Deadline
+from launcher.agent.node_ranks import Heartbeats
+from launcher.agent.nodes.checkin import Wait
+from launcher.agent.nodes.protocol import Peer
+from launcher.own_time import STILL_S, OwnTime
+
+
+class Hand:
+    """The machine's clock, moved by the test."""
+
+    def __init__(self) -> None:
+        self.at = 1000.0
+
+    def read(self) -> float:
+        return self.at
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Hand:
+    hand = Hand()
+    monkeypatch.setattr(time, "monotonic", hand.read)
+    own = OwnTime()
+    monkeypatch.setattr(own_time, "now", own.now)
+    monkeypatch.setattr(own_time, "since", own.since)
+    return hand
+
+
+@pytest.mark.parametrize(
+    ("turns", "silence_s", "passed_s"),
+    [  # seconds between readings -> of silence since the first, and for deadlines
+        ([2, 2, 2, 2, 2, 2], 12, 12),
+        ([2, 2, STILL_S], 9, 9),  # a slow turn
+        ([2, 25], 0, 2 + STILL_S),  # stopped: nobody has been silent
+        ([2, 25, 2, 2], 4, 6 + STILL_S),  # from then on they may be
+        ([2, 25, 2, 25, 2], 2, 6 + 2 * STILL_S),  # time slices of a scheduler
+        ([3600, 2, 2, 2, 2, 2, 2], 12, 12 + STILL_S),  # gone, all the same
+    ],
+)
+def test_a_silence_counts_from_the_end_of_ones_own(
+    turns: Sequence[float], silence_s: float, passed_s: float
+) -> None:
+    hand = Hand()
+    own = OwnTime(hand.read)
+    heard, began = hand.at, own.now()
+    for seconds in turns:
+        hand.at += seconds
+        own.now()
+    assert own.since(heard) == silence_s
+    assert own.now() - began == passed_s
+
+
+def pass_by(clock: Hand, seconds: float) -> None:
+    """Let time go by in turns, as a loop that runs has them."""
+    for _ in range(int(seconds / BEAT_S)):
+        clock.at += BEAT_S
+        own_time.now()
+
+
+def test_every_measure_of_silence_forgives_once(clock: Hand, tmp_path: Path) -> None:
+    """The link to another agent, a rank's beats, the check-in and the time for ranks to save."""
+    ours, theirs = _tcp_pair()
+    peer, beats, wait, kill = Peer(ours), Heartbeats(1), Wait(300.0), Deadline()
+    place = find_record(beats.name(0))
+    assert place is not None
+    heart = Heart(*place, tmp_path / "x.stack")
+    heart.beat(1, None, None)
+    kill.set_within(30.0)
+    clock.at += 3600
+    assert not peer.is_silent and beats.silence_s(0) == 0
+    assert wait.left_s == 295 and not kill.take()
+    pass_by(clock, SILENCE_S + BEAT_S)
+    assert peer.is_silent and beats.silence_s(0) == SILENCE_S + BEAT_S
+    pass_by(clock, 30)
+    assert kill.take()
+    ours.close()
+    theirs.close()
+
+
+def _tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        return ours, listener.accept()[0]
+
+
+@pytest.mark.parametrize(
+    ("turns", "is_heard"),
+    [
+        ([2, 2, 2], True),
+        ([2, 25, 2], True),  # stopped with the launcher, which beats again
+        ([2, 2, 2, 2, 2, 2, 2], False),
+        ([2, 25, 2, 2, 2, 2, 2, 2], False),
+    ],
+)
+def test_a_control_stream_outlives_a_suspension(
+    clock: Hand, monkeypatch: pytest.MonkeyPatch, turns: list[float], is_heard: bool
+) -> None:
+    left = [*turns]
+
+    def wait(reads: list[int], *_: object) -> tuple[list[int], ...]:
+        clock.at += left.pop(0)
+        return [] if left or not is_heard else reads, [], []
+
+    monkeypatch.setattr(select, "select", wait)
+    assert control.hears(0) is is_heard
+
+
+def test_a_suspension_does_not_raise_a_ranks_limit(clock: Hand, tmp_path: Path) -> None:
+    """A silence beyond the limit that ended nothing was none of the rank's."""
+    beats = Heartbeats(1)
+    place = find_record(beats.name(0))
+    assert place is not None
+    heart = Heart(*place, tmp_path / "x.stack")
+    limits = []
+    for step, seconds in enumerate((1, 1, 2, 9, 3600, 1, 20)):
+        clock.at += seconds
+        heart.beat(step, None, None)
+        limits.append(beats.read(0).limit_s)
+    assert limits == [600, 600, 60, 90, 90, 90, 200]
+
+
+@pytest.mark.long
+def test_two_nodes_that_are_suspended_continue(tmp_path: Path, runs: list[Run]) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text(
+        "import sys, time, torch, torch.distributed as dist\n"
+        "from pathlib import Path\n"
+        "dist.init_process_group('gloo')\n"
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "end = torch.zeros(1)\n"
+        "while not end:\n"
+        "    model(torch.ones(1)).backward()\n"
+        "    optimizer.step()\n"
+        "    time.sleep(0.01)\n"
+        "    end += Path(sys.argv[1]).exists()\n"
+        "    dist.all_reduce(end)\n"
+        "    if dist.get_rank() == 0: print('moves', flush=True)\n"
+    )
+    end = tmp_path / "end"
+    world = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    for node in (0, 1):
+        words = [*world, f"--node-rank={node}", "--nproc-per-node=1", str(script), str(end)]
+        runs.append(Run(words, HANG_SECONDS="8"))
+    runs[0].wait_for("moves")
+    pids = [run.process.pid for run in runs]
+    pids += [pid for first in pids for pid in processes.descendants(first)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(SILENCE_S + 3)  # more than each limit: that is what is tried
+    for pid in reversed(pids):
+        os.kill(pid, signal.SIGCONT)
+    time.sleep(2 * BEAT_S)  # all have looked at all again
+    end.touch()
+    for run in runs:
+        err = run.finish()
+        assert run.process.returncode == 0, err
+        assert "FAILED" not in err
