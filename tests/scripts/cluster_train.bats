@@ -29,6 +29,7 @@ $(golden_command "$ROOT/scripts/cluster_train.sh plain.yaml 2 1 10.0.0.1 23456" 
   local port
   port=$(cd "$ROOT" && "$PYTHON" -c 'import distributed.environment as e; print(e.port_from_id("9"))')
   [[ $output == *" --nnodes 2 --node-rank 1 --master-addr node1 --nproc-per-node 1 --master-port $port "* ]]
+  # shellcheck disable=SC2154 # set by run
   [[ $output != *" --rdzv-id "* && $stderr == "run        (named by node rank 0) "* ]]
   SLURM_NODEID=0 SLURM_PROCID=0 run --separate-stderr launch plain.yaml --dry-run
   [[ $output == *" --node-rank 0 "*" --rdzv-id 9 "* ]]
