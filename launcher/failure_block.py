@@ -121,6 +121,10 @@ def print_stop(code: int, summary: RunSummary, out: TextIO) -> None:
     if code == STOPPED:
         how = "after saving a checkpoint"
     print(f"stopped  {how} (code {code}); nothing is left running", file=out, flush=True)
+    print_resume(summary, out)
+
+
+def print_resume(summary: RunSummary, out: TextIO) -> None:
     if summary.command:
         print(f"resume   RUN_ID={summary.run_id} {summary.command}", file=out, flush=True)
 

@@ -26,7 +26,7 @@ from distributed.job import job_id
 from distributed.stop_signals import NOTICE, QUERY, STOP_SIGNALS, Interrupts, handled_signals
 from launcher import own_time, processes
 from launcher.agent.control import BEAT_S, MESSAGES, Lineup
-from launcher.failure_block import End, print_end
+from launcher.failure_block import End, print_end, print_resume
 from launcher.fanout.ending import NodeResult, conclude
 from launcher.fanout.nodes import DECIDE_S
 from launcher.fanout.protocol import Answers, Exit
@@ -156,20 +156,23 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     output = None if plan.engine else Output(srun, os.environ["LAUNCH_TOKEN"])
     started = time.time()
     asked = await_end(plan, srun, output, handled)
-    code = processes.shell_code(srun.returncode)
+    code, end = processes.shell_code(srun.returncode), None
     if output is not None:
         output.close()
         is_killed = code >= 128 + signal.SIGKILL  # srun's is the highest of its tasks'
         end = find_end(plan, output, started) if is_killed and not asked else output.end
-        if end is not None:
-            end = as_cancelled(end)
-            print_end(end, sys.stderr, plan.folder)
-            code = end.code
-            asked.append(end.summary.signum)  # scancel may have sent it to the ranks
+    if end is not None:
+        end = as_cancelled(end)
+        code = end.code
+        asked.append(end.summary.signum)  # scancel may have sent it to the ranks
     # 128 + SIGUSR1: the notice came before there was anything to save.
     has_saved = code == STOPPED or (code == 128 + NOTICE and plan.checkpoint_dir is not None)
-    if (has_notice or NOTICE in asked) and has_saved:
-        requeue(plan)
+    comes_back = (has_notice or NOTICE in asked) and has_saved
+    if end is not None:  # first, for SLURM ends a job that it requeues
+        summary = replace(end.summary, command="") if comes_back else end.summary
+        print_end(replace(end, summary=summary), sys.stderr, plan.folder)
+    if comes_back and not requeue(plan) and end is not None:
+        print_resume(end.summary, sys.stderr)
     if srun.returncode == -signal.SIGKILL and code and in_batch_script(os.environ):
         signal.sigtimedwait(handled, LOST_S)
     return code
@@ -279,4 +282,5 @@ def requeue(plan: Plan, environ: Mapping[str, str] = os.environ) -> bool:
             cause = f"{MOST_RESTARTS} restarts gained no step; the job is not requeued"
             print(f"{plan.program}: {cause}", file=sys.stderr)
             return True
+    print(f"requeued job {job_id(environ)}; it resumes when SLURM starts it again", file=sys.stderr)
     return subprocess.run(["scontrol", "requeue", job_id(environ)]).returncode == 0

@@ -120,6 +120,8 @@ field() { # <job> <name>
   eventually grep -q '^resumed    after step' "$BATS_FILE_TMPDIR/timed.out"
   on login scancel "$TIMED"
   grep -q '^stopped    after step [0-9]*, which is saved (SIGUSR1)$' "$BATS_FILE_TMPDIR/timed.out"
+  grep -A1 '^stopped  after saving a checkpoint' "$BATS_FILE_TMPDIR/timed.out" |
+    grep -q "^requeued job $TIMED; it resumes when SLURM starts it again$"
   eventually has_ended "$TIMED"
 }
 
