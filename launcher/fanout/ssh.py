@@ -122,9 +122,10 @@ class Fanout:
         greet(self.connections, self.connect_node, self.turn, began + waited_s)
         self.plan = choose_master(self.plan, [one.answer(Hello) for one in self.connections])
         are_all_there = all(one.answer(Hello) for one in self.connections)
+        left_s = answer_by - time.monotonic()
         request = self.plan.request(  # where one is missing, nobody waits for the others
             meeting_size=self.plan.num_agents if are_all_there else 0,
-            within_s=max(1.0, answer_by - time.monotonic() - 2),
+            within_s=max(1.0, min(left_s - 2, 0.75 * left_s)),  # the rest: to begin, and to answer
         )
         for number, node in enumerate(self.plan.nodes):
             asked = replace(request, node_rank=number, nproc=node.nproc)
