@@ -120,11 +120,10 @@ class Fanout:
             if number % AT_ONCE == AT_ONCE - 1:
                 self.turn(time.monotonic() + PACE_S)
         greet(self.connections, self.connect_node, self.turn, began + waited_s)
-        self.plan = choose_master(self.plan, [one.answer(Hello) for one in self.connections])
-        are_all_there = all(one.answer(Hello) for one in self.connections)
-        left_s = answer_by - time.monotonic()
+        hellos, left_s = [one.answer(Hello) for one in self.connections], answer_by - time.monotonic()
+        self.plan = choose_master(self.plan, hellos)
         request = self.plan.request(  # where one is missing, nobody waits for the others
-            meeting_size=self.plan.num_agents if are_all_there else 0,
+            meeting_size=self.plan.num_agents if all(hellos) else 0,
             within_s=max(1.0, min(left_s - 2, 0.75 * left_s)),  # the rest: to begin, and to answer
         )
         for number, node in enumerate(self.plan.nodes):
@@ -132,13 +131,13 @@ class Fanout:
             self.connections[number].send_line(protocol.write_request(asked))
         self.wait_for(Report, answer_by)
         reports = [report for one in self.connections if (report := one.answer(Report))]
-        gone = [one for one in self.connections if one.answer(Report) is None]
+        gone = (one for one in self.connections if one.answer(Report) is None)
         silent = [Finding(one.node, one.explain_silence(waited_s)) for one in gone]
         outcome = compare.judge(reports, time.monotonic() - began)
         outcome = replace(outcome, findings=[*silent, *outcome.findings])
         plan, out = self.plan, sys.stderr if plan.is_detached else self.err.text
-        is_strict, name = plan.is_strict, plan.program
-        is_refused = compare.print_findings(outcome, name, is_strict=is_strict, out=out)
+        strict = plan.is_strict
+        is_refused = compare.print_findings(outcome, plan.program, is_strict=strict, out=out)
         if (swapped := swap_ill(plan, self.connections, self.say)) is not None:
             self.plan, self.token = swapped, os.urandom(16).hex()
             return self.check_nodes()
