@@ -120,7 +120,8 @@ class Fanout:
             if number % AT_ONCE == AT_ONCE - 1:
                 self.turn(time.monotonic() + PACE_S)
         greet(self.connections, self.connect_node, self.turn, began + waited_s)
-        hellos, left_s = [one.answer(Hello) for one in self.connections], answer_by - time.monotonic()
+        hellos = [one.answer(Hello) for one in self.connections]
+        left_s = answer_by - time.monotonic()
         self.plan = choose_master(self.plan, hellos)
         request = self.plan.request(  # where one is missing, nobody waits for the others
             meeting_size=self.plan.num_agents if all(hellos) else 0,
@@ -136,8 +137,7 @@ class Fanout:
         outcome = compare.judge(reports, time.monotonic() - began)
         outcome = replace(outcome, findings=[*silent, *outcome.findings])
         plan, out = self.plan, sys.stderr if plan.is_detached else self.err.text
-        strict = plan.is_strict
-        is_refused = compare.print_findings(outcome, plan.program, is_strict=strict, out=out)
+        is_refused = compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=out)
         if (swapped := swap_ill(plan, self.connections, self.say)) is not None:
             self.plan, self.token = swapped, os.urandom(16).hex()
             return self.check_nodes()
