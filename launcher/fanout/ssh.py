@@ -137,11 +137,11 @@ class Fanout:
         outcome = compare.judge(reports, time.monotonic() - began)
         outcome = replace(outcome, findings=[*silent, *outcome.findings])
         plan, out = self.plan, sys.stderr if plan.is_detached else self.err.text
-        is_refused = compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=out)
+        refuses = compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=out)
         if (swapped := swap_ill(plan, self.connections, self.say)) is not None:
             self.plan, self.token = swapped, os.urandom(16).hex()
             return self.check_nodes()
-        if is_refused:
+        if refuses:
             return None
         counts = [report.nproc for report in reports[: plan.num_nodes]]
         print_plan(plan, reports[0], outcome, counts, out)
