@@ -16,6 +16,7 @@ from unittest import mock
 
 import hypothesis
 import pytest
+import warm
 from agents import Run, kill_what_is_left
 from job_tools import job_plan
 
@@ -25,6 +26,8 @@ ROOT = Path(__file__).parents[2]
 
 hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.register_profile("prove", deadline=2000, max_examples=10_000)
+
+subprocess.Popen = warm.Popen  # type: ignore[misc]  # subprocess.run() is of it, too
 
 # A runner in the background ignores it, and all that the tests start would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,0 +1,169 @@
+"""Start agents and train.py as forks of a process that has imported torch.
+
+The import takes 3 s of CPU, most of what a launch on one machine costs, and is the same for each.
+What is forked runs the same file with its own arguments, environment, folder and streams, and is a
+child of the process that asked, as if that had executed it. Only what no fork can have is executed
+as usual: another Python, variables that are read before the first line, a terminal.
+tests/scripts and tests/cluster execute everything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import inspect
+import json
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = (str(ROOT / "scripts/lib/agent.py"), str(ROOT / "train.py"))
+EARLY = ("LC_", "LANG", "LD_", "OMP_", "MKL_", "KMP_", "TORCH")  # read before the first line
+MARK = "LAUNCH_TOKEN"  # by which processes are found, in what they were started with
+MOST = 1 << 17  # bytes of an order
+CLONE_PARENT = 0x8000  # from linux/sched.h
+CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())  # its number, from asm/unistd.h
+
+
+class Popen(subprocess.Popen[Any]):
+    """As subprocess.Popen; a program of PROGRAMS is forked."""
+
+    def _execute_child(self, *given: Any) -> None:
+        call = EXECUTE_CHILD.bind(self, *given).arguments
+        order = write_order(call)
+        if order is None:
+            EXECUTE(self, *given)
+            return
+        streams = [call[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        fds = [number if fd == -1 else fd for number, fd in enumerate(streams)]
+        if any(map(os.isatty, fds)):
+            EXECUTE(self, *given)
+            return
+        channel = forker(early(call["env"]))
+        socket.send_fds(channel, [order], fds)
+        self.pid = int(channel.recv(16))
+        self._child_created = True
+        names = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(call[name] for name in names))  # type: ignore[attr-defined]
+
+
+EXECUTE = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+EXECUTE_CHILD = inspect.signature(EXECUTE)
+
+
+def write_order(call: Mapping[str, Any]) -> bytes | None:
+    """Return what the fork is to become; None: it has to be executed."""
+    args, environ = call["args"], os.environ if call["env"] is None else call["env"]
+    words = [str(word) for word in args] if isinstance(args, list) else []
+    if CLONE is None or words[:1] != [sys.executable] or words[1:2][0] not in PROGRAMS:
+        return None
+    is_special = call["preexec_fn"] or call["pass_fds"] or call["start_new_session"]
+    for_python = {name for name in environ if name.startswith("PYTHON")} - {"PYTHON", "PYTHONPATH"}
+    if is_special or for_python or MARK in environ or ignored():
+        return None
+    umask = os.umask(0)
+    os.umask(umask)
+    order = json.dumps([words[1:], dict(environ), os.path.abspath(call["cwd"] or "."), umask])
+    return order.encode() if len(order) < MOST else None
+
+
+def ignored() -> set[int]:
+    """Return the signals that this process ignores, and what it starts would."""
+    found = {int(one) for one in signal.valid_signals() if signal.getsignal(one) is signal.SIG_IGN}
+    return found - {signal.SIGPIPE, signal.SIGXFSZ}  # Python itself ignores these
+
+
+def early(environ: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the variables that take effect before a fork."""
+    environ = os.environ if environ is None else environ
+    return {name: value for name, value in environ.items() if name.startswith(EARLY)}
+
+
+FORKERS: dict[str, tuple[subprocess.Popen[Any], socket.socket]] = {}
+
+
+def forker(variables: Mapping[str, str]) -> socket.socket:
+    """Return the way to the process that forks under these variables."""
+    key = json.dumps(variables, sort_keys=True)
+    if key not in FORKERS:
+        ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        with theirs:
+            plain = {"PATH": os.environ["PATH"], "OPENBLAS_NUM_THREADS": "1"}  # no threads
+            process = Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**plain, **variables},
+                pass_fds=[theirs.fileno()],
+            )
+        FORKERS[key] = process, ours
+    return FORKERS[key][1]
+
+
+def fork_for(channel: socket.socket) -> tuple[bytes, list[int]]:
+    """Fork for every order; returns only in the forks, with their order and streams."""
+    while True:
+        order, fds, _, _ = socket.recv_fds(channel, MOST, 3)
+        if not order:
+            os._exit(0)
+        pid = fork_sibling()
+        if pid == 0:
+            return order, fds
+        channel.send(str(pid).encode())
+        for fd in fds:
+            os.close(fd)
+
+
+def fork_sibling() -> int:
+    """As os.fork(), but the child's parent is this process's."""
+    assert CLONE is not None and len(os.listdir("/proc/self/task")) == 1
+    ctypes.pythonapi.PyOS_BeforeFork()
+    pid = ctypes.PyDLL(None).syscall(CLONE, CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0)
+    if pid == 0:
+        ctypes.pythonapi.PyOS_AfterFork_Child()
+    else:
+        ctypes.pythonapi.PyOS_AfterFork_Parent()
+    return int(pid)
+
+
+def become(order: bytes, fds: list[int]) -> Path:
+    """Take over what the order says; returns the program to run."""
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+        os.close(fd)
+    sys.stdin = os.fdopen(0, closefd=False)  # ours are set to the files that were open before
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
+    words, environ, folder, umask = json.loads(order)
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(folder)
+    os.umask(umask)
+    sys.argv = words
+    given = environ.get("PYTHONPATH")
+    sys.path[0:1] = [str(Path(words[0]).parent), *(given.split(os.pathsep) if given else [])]
+    return Path(words[0])
+
+
+if __name__ == "__main__":
+    gc.disable()
+    sys.path.insert(1, str(ROOT))
+    import launcher.agent.agent  # noqa: F401  # imports all of torch that the ranks share
+
+    for name in [one for one in sys.modules if one.split(".")[0] in ("launcher", "distributed")]:
+        del sys.modules[name]
+    sys.path.remove(str(ROOT))
+    gc.freeze()
+    gc.enable()
+    own = socket.socket(fileno=int(sys.argv[1]))
+    program = become(*fork_for(own))
+    own.close()
+    names = {"__name__": "__main__", "__file__": str(program)}
+    exec(compile(program.read_bytes(), program, "exec"), names)
