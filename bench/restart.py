@@ -2,8 +2,8 @@
 python bench/restart.py [RUNS].
 
 One node, or two on loopback, train a small DDP model; once it runs steadily, rank 1 is killed with
-SIGKILL. Seconds from there to the end of the first step that all ranks have done after the restart, without loading
-a checkpoint. All launchers run in turn, RUNS times (default 7), in one go: medians compare.
+SIGKILL. Seconds from there to the end of the first step that all ranks have done after the restart,
+without loading a checkpoint. All launchers run in turn, RUNS times (default 7): medians compare.
 """
 
 from __future__ import annotations
