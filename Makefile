@@ -15,7 +15,7 @@ SITE_PATH = $${PYTHONPATH:+:$$PYTHONPATH}
 
 .DEFAULT_GOAL := help
 .PHONY: cluster-deps cluster-up cluster-down cluster-shell test-cluster test-gpu test-login test-torch
-.PHONY: help init setup train sample plot test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-snapshots bench-spares bench-fanout bench-failures bench-shapes bench-faults bench-staging bench-gpu pictures clean
+.PHONY: help init setup train sample plot test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-snapshots bench-failures bench-shapes bench-faults bench-gpu pictures clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "make %-17s %s\n", $$1, $$2 }'
@@ -88,20 +88,11 @@ bench-restart: $(STAMP) ## measure a restart after a killed rank: ours and torch
 bench-snapshots: $(STAMP) ## measure snapshots in memory: their cost, and what a kill costs with them
 	$(PYTHON) bench/snapshots.py
 
-bench-spares: $(STAMP) ## lose nodes of a run with a spare: ours and torchrun with a redundant node (as root)
-	PYTHONPATH=. $(PYTHON) bench/spares.py
-
-bench-fanout: $(STAMP) ## measure a command on 8 to 64 hosts: ours, pdsh, clush, ssh (as root)
-	PYTHONPATH=. $(PYTHON) bench/fanout.py
-
 bench-failures: $(STAMP) ## compare what launchers do when a rank fails or the launcher is killed
 	$(PYTHON) bench/failures.py
 
 bench-shapes: $(STAMP) ## run scripts in the shape of public ones under torchrun and ours (as root)
 	$(PYTHON) bench/shapes.py
-
-bench-staging: $(STAMP) ## measure a start from a slow file system, with and without STAGE_ENV (as root)
-	$(PYTHON) bench/staging.py
 
 bench-gpu: $(STAMP) ## measure training on one GPU: train.py, a bare loop, accelerate, Lightning
 	PYTHONPATH=. $(PYTHON) bench/gpu.py

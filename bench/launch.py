@@ -29,13 +29,13 @@ from harness import (
     write_section,
 )
 
-PROGRAM = str(ROOT / "bench/first_step.py")
+PROGRAM = str(ROOT / "bench/small_steps.py")
 PYTHON = sys.executable
 PROCESSES = (2, 8)
 IMPORTS = "import of torch, _dynamo"
 HEAD = ("processes", "launcher", "median s", "min-max s", "x torchrun", f"x {IMPORTS}")
 
-Start = Callable[[str], object]  # given the folder that the ranks write to
+Start = Callable[[dict[str, str]], object]  # given variables for the ranks
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def launchers(nproc: int) -> dict[str, Start]:
         commands["DeepSpeed"] = [str(deepspeed), *options, PROGRAM]
 
     def starts(command: list[str]) -> Start:
-        return lambda folder: run(*command, FIRST_STEP=folder)
+        return lambda variables: run(*command, **variables)
 
     by_hand = functools.partial(start_by_hand, nproc)
     return {name: starts(command) for name, command in commands.items()} | {"by hand, `&`": by_hand}
@@ -76,15 +76,17 @@ def launchers(nproc: int) -> dict[str, Start]:
 def time_first_step(start: Start, nproc: int) -> float:
     """Run a launcher to its end; seconds from its start to the last rank's first step."""
     with tempfile.TemporaryDirectory() as folder:
-        began = time.time()
-        start(folder)
-        return max(float(Path(folder, str(rank)).read_text()) for rank in range(nproc)) - began
+        file, began = Path(folder, "steps"), time.time()
+        start({"STEPS_FILE": str(file), "STEPS": "1"})
+        first = [float(line.split()[-1]) for line in file.read_text().splitlines()]
+    assert len(first) == nproc
+    return max(first) - began
 
 
-def start_by_hand(nproc: int, folder: str) -> None:
+def start_by_hand(nproc: int, variables: dict[str, str]) -> None:
     """What a shell's `&` does: every rank started at once, each importing torch itself."""
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611", "WORLD_SIZE": str(nproc)}
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "FIRST_STEP": folder, **world}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", **variables, **world}
     ranks = [
         subprocess.Popen([PYTHON, PROGRAM], env={**environ, "RANK": str(rank)})
         for rank in range(nproc)

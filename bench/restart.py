@@ -2,9 +2,8 @@
 python bench/restart.py [RUNS].
 
 One node, or two on loopback, train a small DDP model; once it runs steadily, rank 1 is killed with
-SIGKILL. Seconds
-from there to the end of the first step that all ranks have done after the restart, without loading
-a checkpoint. All launchers run in turn, RUNS times (default 7), in one go: medians compare.
+SIGKILL. Seconds from there to the end of the first step that all ranks have done after the restart,
+without loading a checkpoint. All launchers run in turn, RUNS times (default 7): medians compare.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from harness import (
     times_or,
     write_section,
 )
-from torch.distributed.run import get_args_parser
 
-PROGRAM = str(ROOT / "bench/restart_step.py")
+PROGRAM = str(ROOT / "bench/small_steps.py")
+STEPS = "2000 5"  # of the first attempt, should nobody kill a rank, and of the second
 SHAPES = ((1, 2), (1, 4), (2, 2))  # nodes, processes on each
 # Left to itself, torchrun has its ranks meet again where they met before. They find the addresses
 # of those that are dead, and most restarts fail; with a store for each attempt all should work.
@@ -54,7 +53,7 @@ TARGET = 0.5
 
 
 class Step(NamedTuple):
-    """A step that restart_step.py has noted."""
+    """A step that small_steps.py has noted."""
 
     pid: int
     time: float  # in seconds since the epoch, at the step's end
@@ -81,7 +80,7 @@ def main() -> None:
     remarks = (
         f"Target for ours: at most {TARGET} x {REFERENCE}"
         " (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun`). By default, torchrun checks its ranks"
-        f" every {default_interval()} s (`--monitor-interval`). A restart has failed if the run"
+        " every 0.1 s (`--monitor-interval`). A restart has failed if the run"
         f" ended, or if no step was done within {LIMIT_S:.0f} s. Medians are of the restarts that"
         " worked."
     )
@@ -93,7 +92,8 @@ def time_restart(launcher: list[str], nodes: int, nproc: int) -> float | None:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         file = Path(folder, "steps")
         file.touch()
-        environment = {**os.environ, "STEPS_FILE": str(file), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "STEPS_FILE": str(file), "STEPS": STEPS}
+        environment["OMP_NUM_THREADS"] = "1"
         launched = []
         for where in places(launcher, nodes):
             command = [*launcher, *where, f"--nproc-per-node={nproc}", "--max-restarts=1", PROGRAM]
@@ -146,11 +146,6 @@ def wait_for_steps(
             return None
         time.sleep(0.02)
     return None
-
-
-def default_interval() -> float:
-    """Seconds between two looks of torchrun's agent at its ranks."""
-    return float(get_args_parser().get_default("monitor_interval"))
 
 
 if __name__ == "__main__":

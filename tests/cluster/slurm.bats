@@ -712,8 +712,6 @@ SH
     [[ $status == 0 && $stderr == *"sbatch --parsable --time=10 $words config/local3.yaml train.global_batch_size=48" ]]
   done <<'TABLE'
 4|--nodes=1 --gpus-per-node=4 scripts/slurm/slurm_train_single_node.sh
-8|--nodes=1 --gpus-per-node=8 --exclusive scripts/slurm/slurm_train_single_node.sh
-12|--nodes=2 --gpus-per-node=6 scripts/slurm/slurm_train.sh
 16|--nodes=2 --gpus-per-node=8 --exclusive scripts/slurm/slurm_train.sh
 TABLE
   [[ -z $(on login squeue -h) ]]
@@ -735,11 +733,8 @@ TABLE
     [[ ${#lines[@]} == 1 && $output == *"$cause"* ]]
   done <<'TABLE'
 config=config/local3.yaml|no num_gpus_train; usage: scripts/submit_with_config.sh config=FILE
-config=config/local3.yaml num_gpus_train=x|num_gpus_train is 'x'; give a whole number
-config=config/local3.yaml num_gpus_train=2 partitoin=a|unknown setting 'partitoin'; did you mean partition?
 config=config/local3.yaml num_gpus_train=2 train.max_step=3|train.max_step: unknown key; did you mean train.max_steps?
 config=config/local3.yaml num_gpus_train=5|train.global_batch_size: 32 does not divide by 5
-config=no.yaml num_gpus_train=2|there is no config 'no.yaml'
 TABLE
   while IFS='|' read -r arguments cause; do
     read -ra arguments <<<"$arguments"

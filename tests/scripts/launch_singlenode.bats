@@ -42,15 +42,6 @@ logs       logs/golden/   (tail -f logs/node_*.log)" ]]
 }
 
 # bats test_tags=slow
-@test "the same run id gives the same port, another id another" {
-  RUN_ID=one launch plain.yaml 1 --dry-run 2>first
-  RUN_ID=one launch plain.yaml 1 --dry-run 2>again
-  RUN_ID=two launch plain.yaml 1 --dry-run 2>other
-  diff first again
-  [[ $(grep hosts first) != $(grep hosts other) ]]
-}
-
-# bats test_tags=slow
 @test "the processes: argument over NPROC_PER_NODE over GPUs over one" {
   run launch plain.yaml --dry-run
   [[ $output == *"1 = 1 node x 1, gloo"* ]]
@@ -110,13 +101,6 @@ PY
 }
 
 # bats test_tags=slow,long
-@test "the exit code of the launcher is the rank's" {
-  echo 'raise SystemExit(7)' >own.py
-  TRAIN_SCRIPT=own.py run launch - 1
-  [[ $status == 7 ]]
-}
-
-# bats test_tags=slow,long
 @test "arguments arrive byte for byte" {
   make_dump
   make_config "$ODD_CONFIG"
@@ -149,26 +133,6 @@ PY
   run launch plain.yaml '-x[$(touch file)]' 2
   assert_refused 2 "unknown option '-x[\$(touch file)]'"
   [[ ! -e file ]]
-}
-
-# bats test_tags=slow
-@test "bad variables: exit 2, one line" {
-  MASTER_PORT=http run launch plain.yaml
-  assert_refused 2 "the port is 'http'; give a whole number from 1 to 65535"
-  MASTER_PORT=65536 run launch plain.yaml
-  assert_refused 2 "the port is '65536'"
-  NPROC_PER_NODE=-1 run launch plain.yaml
-  assert_refused 2 "the number of processes is '-1'"
-  BACKEND=mpi run launch plain.yaml
-  assert_refused 2 "BACKEND is 'mpi'; it can be nccl gloo"
-  LOG_LEVEL=loud run launch plain.yaml
-  assert_refused 2 "LOG_LEVEL is 'loud'"
-  MAX_RESTARTS=x run launch plain.yaml
-  assert_refused 2 "MAX_RESTARTS is 'x'"
-  GRACE=x run launch plain.yaml
-  assert_refused 2 "GRACE is 'x'"
-  RUN_ID=../up run launch plain.yaml
-  assert_refused 2 "RUN_ID is '../up'"
 }
 
 # bats test_tags=slow

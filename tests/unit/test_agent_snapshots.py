@@ -99,7 +99,7 @@ def test_a_restart_goes_on_from_memory(
     assert job.outcome(name) == whole
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_a_restart_it_becomes_a_checkpoint(
     job: Job, whole: Outcome, shared: Sequence[str]
 ) -> None:
@@ -151,14 +151,6 @@ def test_what_is_written_at_the_end_has_its_validation_loss(job: Job) -> None:
     code, _ = killed_at(job, "scored", 20, restarts=0)
     assert code == 137
     assert math.isfinite(score(job.folder / "checkpoints/scored/best"))
-
-
-@pytest.mark.long
-def test_what_is_saved_already_is_not_written_again(job: Job) -> None:
-    saved = str(job.folder / "checkpoints/saved/step-20")
-    fault, every = "SIGKILL 0 46", "checkpoint.every=20"
-    code, output = run(job, "saved", every, restarts=0, fault=fault, after=saved)
-    assert code == 137 and "in memory" not in output, output
 
 
 @pytest.mark.slow

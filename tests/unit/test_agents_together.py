@@ -23,6 +23,8 @@ from launcher.agent.nodes import checkin
 from launcher.handshake import Access, Entrance
 from launcher.preflight.must_match import NodeReport
 
+LOOPS = str(ROOT / "tests/unit/own_loops.py")
+
 pytestmark = pytest.mark.slow
 
 Start = Callable[..., list[Run]]
@@ -50,8 +52,9 @@ def start(tmp_path: Path, port: int) -> Iterator[Start]:
     kill_what_is_left(runs)
 
 
-@pytest.mark.parametrize("victim", ["rank", *rarely("agent", "guardian")])
-@pytest.mark.parametrize("node", [1, *rarely(0)])
+@pytest.mark.long
+@pytest.mark.parametrize("victim", ["rank", "agent", "guardian"])
+@pytest.mark.parametrize("node", [1, 0])
 def test_a_kill_on_one_node_stops_all(start: Start, node: int, victim: str) -> None:
     runs = start("sleep")
     for run in runs:
@@ -69,6 +72,7 @@ def test_a_kill_on_one_node_stops_all(start: Start, node: int, victim: str) -> N
             assert f"FAILED   node agent {node} (" in err
 
 
+@pytest.mark.long
 def test_a_stop_on_one_node_reaches_the_others(start: Start) -> None:
     runs = start("save")
     for node, run in enumerate(runs):
@@ -117,22 +121,6 @@ def test_all_nodes_start_again_after_a_failure(tmp_path: Path, port: int, restar
         assert ("FAILED   rank 3 " in err) == (restarts == 1)
 
 
-@pytest.mark.long
-def test_without_one_of_its_nodes_a_run_does_not_start_again(tmp_path: Path, port: int) -> None:
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
-    world = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    world += ["--max-restarts", "3", "--node-rank"]
-    runs = [Run([*world, node, str(script), "sleep", "0"]) for node in "01"]
-    for run in runs:
-        run.wait_for("ready")
-    os.kill(runs[1].agent_pid(), signal.SIGKILL)
-    for run in runs:
-        run.assert_gone()
-        assert run.process.wait() == 137
-    assert "a node's agent is gone: there is no restart" in runs[0].finish()
-
-
 def test_a_silent_node_is_named(start: Start) -> None:
     runs = start("sleep")
     for run in runs:
@@ -144,35 +132,18 @@ def test_a_silent_node_is_named(start: Start) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("who", [1, 3])
-def test_a_stuck_rank_is_named_on_all_nodes(tmp_path: Path, port: int, who: int) -> None:
-    script = tmp_path / "beating.py"
-    script.write_text(
-        "import os, signal, torch, torch.distributed as dist\n"
-        "from distributed.heartbeat import beat\n"
-        "dist.init_process_group('gloo')\n"
-        "for step in range(1000000):\n"
-        "    beat(step, hang_seconds=8)\n"
-        f"    if step == 100 and dist.get_rank() == {who}:\n"
-        "        os.kill(os.getpid(), signal.SIGSTOP)\n"
-        "    dist.all_reduce(torch.ones(1))\n"
-    )
+def test_a_stuck_rank_is_named_on_all_nodes(runs: list[Run], port: int) -> None:
     world = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    logs = ["--log-dir", str(tmp_path / "logs"), "--nproc-per-node", "2"]
-    runs = [
-        Run([*world, *logs, "--node-rank", node, str(script)], PYTHONPATH=str(ROOT))
-        for node in "01"
-    ]
+    for node in "01":
+        words = ["--nproc-per-node", "2", "--node-rank", node, LOOPS, "plain", "30", "3"]
+        runs.append(Run([*world, *words], HANG_SECONDS="12"))
     for run in runs:
         err = run.finish()
-        run.look()
         run.assert_gone()
         assert run.process.returncode == 137
         block = err[err.index("FAILED") :]
-        assert block.startswith(f"FAILED   rank {who} (local rank 1, ") and "[rank-stuck]" in block
-        stacks = [line for line in block.splitlines() if line.startswith("stacks")]
-        told = "".join(line.split()[2] for line in stacks)  # as in "ranks 0-1:", "rank 2:"
-        assert sorted(told.replace("-", "").replace(":", "")) == [*"0123"]
+        assert block.startswith("FAILED   rank 3 (local rank 1, ") and "[rank-stuck]" in block
+        assert "in read_batch" in block.splitlines()[2]
 
 
 def test_a_node_that_comes_late_is_waited_for(port: int, tmp_path: Path) -> None:
@@ -352,17 +323,6 @@ def test_nodes_that_differ_are_refused(
     with ThreadPoolExecutor(len(agents)) as pool:
         for refused in pool.map(told, agents):
             assert refused.fault == fault and refused.message.startswith(cause)
-
-
-def test_a_taken_port_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "x.py").write_text("print('never')")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = int(server.getsockname()[1])
-        run = Run(["--master-port", str(port), str(tmp_path / "x.py")])
-        err = run.finish()
-    assert run.process.returncode == 3
-    assert "[port-in-use]" in err
-    assert run.output == ""
 
 
 @pytest.mark.long

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import resource
 import shutil
@@ -12,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ports import free_port
@@ -79,23 +79,49 @@ def test_a_sound_node_passes_each_check(check: Check) -> None:
     assert all(fault.warns for fault in check(make_machine()))
 
 
-def test_missing_script() -> None:
-    fault = find(checks.check_program, script=Path("/no/such.py"))
-    assert fault is not None
-    assert (fault.name, fault.cause) == ("env-missing", "there is no script '/no/such.py'")
+TWO = (Gpu("0", "GPU-aa", 0), Gpu("1", "GPU-bb", 0))
+BAD, BUSY = Gpu("1", "GPU-bb", 3), Gpu("0", "GPU-aa", 0, "", ("pid 7 (x)",))
+ELSEWHERE = {"nnodes": 2, "master_addr": "192.0.2.1"}
+NO_NAME = {"master_addr": "no-such-host.invalid"}
+EVERY = "^" + ",".join(name for _, name in socket.if_nameindex())
 
 
-def test_missing_torch() -> None:
-    code = """
-from pathlib import Path
-from launcher.preflight.checks import Machine, check_program
-machine = Machine("x", 1, 0, 1, "127.0.0.1", 1, 0, None, (), (), "", {})
-print(*(f"{fault.cause}; {fault.cure} [{fault.name}]" for fault in check_program(machine)))
-"""
-    bare = [sys.executable, "-S", "-c", code]  # -S: no packages
-    result = subprocess.run(bare, cwd=ROOT, env={}, capture_output=True, text=True)
-    assert "has no torch; install it there, or set PYTHON to one that has it" in result.stdout
-    assert result.stdout.endswith(" [env-missing]\n")
+def gloo(name: str) -> dict[str, Any]:
+    return {"environ": {"GLOO_SOCKET_IFNAME": name}}
+
+
+def nccl(name: str) -> dict[str, Any]:
+    return {"environ": {"NCCL_SOCKET_IFNAME": name}}
+
+
+@pytest.mark.parametrize(
+    ("check", "changes", "fault", "cause"),
+    [  # a fault that only warns ends with "?"; "": there is none
+        ("program", {"script": Path("/no/such.py")}, "env-missing", "there is no script '/no/suc"),
+        ("gpus", {"nproc": 99}, "", ""),  # on the CPU any number runs
+        ("gpus", {"nproc": 2, "gpus": TWO}, "", ""),
+        ("gpus", {"nproc": 3, "gpus": TWO, "backend": "gloo"}, "", ""),
+        ("gpus", {"nproc": 3, "gpus": TWO}, "too-few-gpus", "3 processes but 2 visible GPUs"),
+        ("gpus", {"gpus": (TWO[0], BAD)}, "gpu-unhealthy", "GPU 1 has 3 uncorrected memory errors"),
+        ("gpus", {"gpu_error": "GPU is lost"}, "gpu-unhealthy", "GPU is lost"),
+        ("gpus", {"nproc": 1, "gpus": (BUSY,)}, "gpu-unhealthy?", "GPU 0 is in use by pid 7 (x)"),
+        ("master", NO_NAME, "name-unresolved", ""),
+        ("master", {**NO_NAME, "waits": True}, "name-unresolved?", ""),  # known some seconds later
+        ("master", {"master_addr": "127.0.0.1"}, "", ""),
+        ("master", {"nnodes": 2, "master_addr": "localhost"}, "loopback-address?", ""),
+        ("master", {"nnodes": 2, "master_addr": "127.3.2.1"}, "loopback-address", ""),
+        ("master", ELSEWHERE, "no-such-interface?", "192.0.2.1 is not of this machine"),
+        ("master", {**ELSEWHERE, "node_rank": 1}, "", ""),
+        ("interfaces", gloo("lo"), "", ""),
+        *(("interfaces", gloo(name), "no-such-interface", "") for name in ("none9", "^lo")),
+        *(("interfaces", nccl(name), "", "") for name in ("lo", "l", "=lo", "^none9")),
+        *(("interfaces", nccl(name), "no-such-interface", "") for name in ("=l", "none9", EVERY)),
+    ],
+)
+def test_what_a_check_finds(check: str, changes: dict[str, Any], fault: str, cause: str) -> None:
+    found = find(getattr(checks, f"check_{check}"), **changes)
+    assert (f"{found.name}{'?' * found.warns}" if found else "") == fault
+    assert cause in (found.cause if found else "")
 
 
 OLD = "has torch 2.3.1+cu118, too old for the launchers; install 2.4 or newer"
@@ -123,32 +149,6 @@ print(*(f"{fault.cause}; {fault.cure} [{fault.name}]" for fault in check_program
     assert told in result.stdout and result.stdout.endswith(" [env-missing]\n"), result.stderr
 
 
-def test_a_shared_library_of_torch_that_is_not_there(tmp_path: Path) -> None:
-    real = importlib.util.find_spec("torch")
-    assert real is not None and real.origin is not None
-    (tmp_path / "torch").mkdir()
-    libraries = [each.name for each in Path(real.origin).parent.glob("_C.*")]
-    for name in ("__init__.py", "version.py", *libraries):
-        shutil.copy(Path(real.origin).with_name(name), tmp_path / "torch")  # ldd follows links
-    code = "from launcher.preflight.checks import missing_of_torch; print(missing_of_torch())"
-    found = [
-        subprocess.check_output([sys.executable, "-c", code], env={"PYTHONPATH": path}, text=True)
-        for path in (f"{ROOT}:{tmp_path}", str(ROOT))
-    ]
-    assert found == ["there is no libtorch_python.so\n", "\n"]
-
-
-def test_processes_and_gpus() -> None:
-    two = (Gpu("0", "GPU-aa", 0), Gpu("1", "GPU-bb", 0))
-    assert find(checks.check_gpus, nproc=99) is None  # on the CPU any number runs
-    assert find(checks.check_gpus, nproc=2, gpus=two) is None
-    assert find(checks.check_gpus, nproc=3, gpus=two, backend="gloo") is None
-    fault = find(checks.check_gpus, nproc=3, gpus=two)
-    assert fault is not None
-    assert fault.name == "too-few-gpus"
-    assert fault.cause == "3 processes but 2 visible GPUs"
-
-
 def test_nccl_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(checks, "DEVICES", (str(tmp_path / "none"),))
     fault = find(checks.check_gpus, nproc=2, backend="nccl")
@@ -158,24 +158,6 @@ def test_nccl_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert find(checks.check_gpus, nproc=2, backend="auto") is None
     monkeypatch.setattr(checks, "DEVICES", (str(tmp_path),))  # and no nvidia-smi
     assert find(checks.check_gpus, nproc=2, backend="nccl") is None
-
-
-def test_unhealthy_gpus() -> None:
-    good, bad = Gpu("0", "GPU-aa", 0), Gpu("1", "GPU-bb", 3)
-    fault = find(checks.check_gpus, gpus=(good, bad))
-    assert fault is not None
-    assert fault.cause == "GPU 1 has 3 uncorrected memory errors"
-    assert find(checks.check_gpus, nproc=1, gpus=(good,)) is None
-    fault = find(checks.check_gpus, gpu_error="nvidia-smi: GPU is lost")
-    assert fault is not None
-    assert fault.cause == "nvidia-smi: GPU is lost"
-
-
-def test_gpus_in_use() -> None:
-    fault = find(checks.check_gpus, nproc=1, gpus=(Gpu("0", "GPU-aa", 0, "", ("pid 7 (x)",)),))
-    assert fault is not None
-    assert fault.warns
-    assert fault.cause == "GPU 0 is in use by pid 7 (x)"
 
 
 def test_gpus_are_read_from_nvidia_smi(fake_nvidia_smi: Callable[..., None]) -> None:
@@ -324,25 +306,6 @@ def test_cuda_visible_devices(
     assert [gpu.index for gpu in found] == left
 
 
-def test_unknown_name() -> None:
-    fault = find(checks.check_master, master_addr="no-such-host.invalid")
-    assert fault is not None
-    assert fault.name == "name-unresolved" and not fault.warns
-    fault = find(checks.check_master, master_addr="no-such-host.invalid", waits=True)
-    assert fault is not None and fault.warns  # a container's name may be known some seconds later
-
-
-def test_loopback_master_of_several_nodes() -> None:
-    assert find(checks.check_master, master_addr="127.0.0.1") is None
-    assert find(checks.check_master, nnodes=2, node_rank=1, master_addr="192.0.2.1") is None
-    literal = find(checks.check_master, nnodes=2, master_addr="localhost")
-    assert literal is not None
-    assert literal.warns
-    other = find(checks.check_master, nnodes=2, master_addr="127.3.2.1")
-    assert other is not None
-    assert not other.warns
-
-
 def a_request(**changes: object) -> Request:
     """Return what node rank 0 of a run is asked for, changed."""
     here = Path()
@@ -362,15 +325,6 @@ def test_a_live_run_of_the_same_id_is_named() -> None:
         agent.communicate(b"\n")
     assert (live.name, other.name) == ("run-is-live", "port-in-use")
     assert live.cause == "run mine is live: its node agent runs here"
-
-
-def test_a_master_address_of_another_machine_is_a_warning() -> None:
-    (fault,) = checks.check_master(make_machine(nnodes=2, master_addr="192.0.2.1"))
-    assert fault.warns and fault.name == "no-such-interface"
-    assert "192.0.2.1 is not of this machine" in fault.cause
-    assert not list(
-        checks.check_master(make_machine(nnodes=2, node_rank=1, master_addr="192.0.2.1"))
-    )
 
 
 def test_port_in_use_names_the_holder(listener: int) -> None:
@@ -412,12 +366,6 @@ def test_node_rank_0_opens_the_port_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert opened == [report.port, 0]
 
 
-@pytest.mark.parametrize(("wanted", "sound"), [("lo", True), ("none9", False), ("^lo", False)])
-def test_gloo_interface(wanted: str, sound: bool) -> None:
-    fault = find(checks.check_interfaces, environ={"GLOO_SOCKET_IFNAME": wanted})
-    assert (fault is None) == sound
-
-
 def test_loopback_that_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find(checks.check_interfaces) is None
     monkeypatch.setattr(checks, "interface_to", {}.get)
@@ -437,22 +385,6 @@ def test_the_interface_that_leads_to_the_master_is_proposed(
     fault = find(checks.check_interfaces, environ=environ, master_addr="192.0.2.1")
     assert fault is not None
     assert fault.cure.startswith("unset it, or name eth7, which leads to the master")
-
-
-@pytest.mark.parametrize(
-    ("wanted", "sound"),
-    [("lo", True), ("l", True), ("=lo", True), ("=l", False), ("none9", False), ("^none9", True)],
-)
-def test_nccl_interface(wanted: str, sound: bool) -> None:
-    fault = find(checks.check_interfaces, environ={"NCCL_SOCKET_IFNAME": wanted})
-    assert (fault is None) == sound
-
-
-def test_nccl_interface_that_excludes_all() -> None:
-    every = "^" + ",".join(name for _, name in socket.if_nameindex())
-    fault = find(checks.check_interfaces, environ={"NCCL_SOCKET_IFNAME": every})
-    assert fault is not None
-    assert fault.name == "no-such-interface"
 
 
 def test_few_open_files() -> None:
@@ -479,9 +411,7 @@ def test_a_small_shm(monkeypatch: pytest.MonkeyPatch, mib: int, is_small: bool) 
 def test_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "LEAST_DISK", 1 << 60)
     fault = find(checks.check_folders, directories=(tmp_path / "not" / "yet",))
-    assert fault is not None
-    assert fault.name == "disk-low"
-    assert fault.warns
+    assert fault is not None and fault.name == "disk-low" and fault.warns
 
 
 def test_unwritable_folder(tmp_path: Path) -> None:

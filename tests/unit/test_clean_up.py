@@ -111,16 +111,6 @@ def zombies_of(parents: set[int]) -> int:
 
 
 @pytest.mark.long
-def test_an_agent_that_was_stopped_is_killed_after_the_grace(start: Start) -> None:
-    run = start(GRACE="0")
-    os.kill(run.agent_pid(), signal.SIGSTOP)
-    run.process.terminate()
-    run.finish()
-    run.assert_gone()
-    assert run.process.returncode == 137
-
-
-@pytest.mark.long
 def test_a_python_without_the_newest_calls_will_do(start: Start, tmp_path: Path) -> None:
     """As conda's, and those built for older kernels."""
     (tmp_path / "sitecustomize.py").write_text("import os\ndel os.memfd_create, os.pidfd_open\n")

@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
-from agents import PATIENCE_S, Run
-from test_query import ask_for_stacks
+from agents import Run
 
 from launcher.agent.diagnosis import collectives
 from launcher.agent.diagnosis.collectives import Calls, Collective, find_mismatches
-from launcher.agent.rank.flight_recorder import read_entry
 from launcher.typed_json import encode
-
-# As torch 2.13 writes it.
-ENTRY = {
-    "collective_seq_id": 2,
-    "input_dtypes": ["Float"],
-    "input_sizes": [[10, 4]],
-    "is_p2p": False,
-    "op_id": 2,
-    "output_dtypes": ["Float"],
-    "output_sizes": [[10, 4]],
-    "p2p_seq_id": 0,
-    "pg_id": 0,
-    "process_group": ["0", "default_pg"],
-    "profiling_name": "gloo:all_reduce",
-    "record_id": 1,
-    "retired": True,
-    "state": "scheduled",
-    "timeout_ms": 1800000,
-}
 
 
 def call(
@@ -86,12 +64,6 @@ def test_a_group_is_compared_among_its_own_ranks() -> None:
     assert find_mismatches(told) == []
 
 
-def test_an_entry_of_the_recorder() -> None:
-    assert read_entry(ENTRY) == Collective("default_pg", 2, "all_reduce", "[10, 4] Float", True)
-    other = read_entry({**ENTRY, "process_group": ["5", "undefined"], "retired": False})
-    assert (other.group, other.is_done) == ("group 5", False)
-
-
 def test_the_newest_of_each_group_are_told(tmp_path: Path) -> None:
     calls = collectives.newest(call(number) for number in range(1, 100))
     assert [one.number for one in calls.calls] == [*range(80, 100)]
@@ -115,23 +87,6 @@ if rank != 1 or kind == "other":
     dist.broadcast(torch.ones(4), 0) if rank == 1 else dist.all_reduce(torch.ones(6))
 dist.barrier()
 """
-
-
-@pytest.mark.slow
-def test_a_collective_that_one_rank_leaves_out_is_named(runs: list[Run], tmp_path: Path) -> None:
-    script = tmp_path / "skips.py"
-    script.write_text(SCRIPT.replace("dist.barrier()", "import time; time.sleep(1000)"))
-    options = ["--nproc-per-node=3", f"--log-dir={tmp_path}", "--rdzv-id=x", str(script), "skip"]
-    runs.append(Run(options, TORCH_FR_BUFFER_SIZE="200"))
-    runs[0].wait_for("ready 0")
-    told, began = "", time.monotonic()
-    wanted = (
-        "default_pg: ranks 0, 2 in #31 all_reduce of [6] Float; "
-        "rank 1 last called #30 all_reduce of [4] Float\n"
-    )
-    while wanted not in told:  # at first they may not wait yet
-        assert time.monotonic() - began < PATIENCE_S, told
-        told = ask_for_stacks(tmp_path / "x", (tmp_path / "x/stacks").touch)
 
 
 @pytest.mark.slow

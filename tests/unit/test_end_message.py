@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import io
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,6 @@ from launcher.agent.control import MESSAGES
 from launcher.failure import Failure
 from launcher.failure_block import End, RunSummary, find_end, find_kept, print_end
 from launcher.fanout.protocol import ANSWERS
-from launcher.typed_json import MessageError, decode
 
 FAILURE = Failure(
     fault="rank-error",
@@ -38,55 +36,6 @@ END = End(code=1, failure=FAILURE, summary=SUMMARY, is_told=False)
 )
 def test_what_is_sent_is_what_is_read(end: End) -> None:
     assert ANSWERS.read(MESSAGES.write(end)) == end
-
-
-def broken(path: str, value: object) -> Any:
-    """A message with one field, `a.b.c`, set to another value; deleted for `...`."""
-    message: Any = asdict(END)
-    *outer, last = path.split(".")
-    inner = message
-    for name in outer:
-        inner = inner[name]
-    if value is ...:
-        del inner[last]
-    else:
-        inner[last] = value
-    return message
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("code", "1"),
-        ("code", True),
-        ("code", 1.0),
-        ("code", None),
-        ("code", ...),
-        ("is_told", 0),
-        ("failure", []),
-        ("failure", "FAILED"),
-        ("failure.time", "now"),
-        ("failure.time", float("nan")),
-        ("failure.time", 10**400),
-        ("failure.frames", "a.py"),
-        ("failure.frames", [1]),
-        ("failure.host", None),
-        ("failure.host", ...),
-        ("failure.surprise", 1),
-        ("summary", None),
-        ("summary.lost_peer", 1.5),
-        ("summary.started", False),
-    ],
-)
-def test_any_other_shape_is_refused(path: str, value: object) -> None:
-    with pytest.raises(MessageError, match=path.partition(".")[0]):
-        decode(End, broken(path, value))
-
-
-@pytest.mark.parametrize("message", [None, [], "end", 3])
-def test_what_is_no_object_is_refused(message: object) -> None:
-    with pytest.raises(MessageError, match="End"):
-        decode(End, message)
 
 
 @pytest.mark.parametrize(

@@ -76,16 +76,3 @@ def test_ranks_are_started_anew(
     assert ended.stdout == f"{threads} None True\n" * 2, ended.stderr
     notice = "node agent: each rank imports torch anew, for script.py sets OMP_NUM_THREADS first"
     assert (notice in ended.stderr) == (told and choice is None)
-
-
-@pytest.mark.long
-def test_another_programs_fresh_is_ignored(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [*AGENT, "script.py"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "FRESH": "yes"},
-        cwd=tmp_path,
-        timeout=PATIENCE_S,
-    )
-    assert "warning: FRESH is 'yes'; it can be 0 1; ignored" in ended.stderr

@@ -170,6 +170,7 @@ def test_ranks_with_the_same_stack_share_a_line() -> None:
         ("RuntimeError: unexpected pos 704 vs 598", "disk-full"),
         ("CheckpointError: step 4 was not saved: basic_ios::clear: iostream error", "disk-full"),
         ("torch.OutOfMemoryError: CUDA out of memory.", "out-of-memory"),
+        ("MemoryError", "out-of-memory"),
         ("ValueError: a list [1, 2]", "rank-error"),
         ("ValueError: a word [in-brackets]", "rank-error"),
         ("", "rank-error"),

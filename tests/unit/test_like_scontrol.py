@@ -81,11 +81,6 @@ def ours(text: str) -> list[str] | None:
         return REFUSED
 
 
-@pytest.mark.parametrize("text", ["n[1-3]", "n[3-1]", "a", "a[08-11]b[1-2],c"])
-def test_it_answers_the_same_in_both_ways(scontrol: Scontrol, text: str) -> None:
-    assert scontrol.hostnames(text) == scontrol.command(text) == ours(text)
-
-
 # --- what is generated --------------------------------------------------------------------------
 
 
@@ -157,38 +152,3 @@ def test_a_list_with_a_slip_is_never_read_as_other_names(scontrol: Scontrol, sli
 
 
 # --- what each refuses --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["n[2-1]", "n[1]]", "n[[1]]", "a,n[]", "n[1,,2]", "n[a-b]", "n[1-2-3]", "n[-1]", "n[0x1]"],
-)
-def test_both_refuse(scontrol: Scontrol, text: str) -> None:
-    assert ours(text) is REFUSED and scontrol.command(text) is REFUSED
-
-
-@pytest.mark.parametrize(
-    ("text", "mine", "theirs"),
-    [
-        # Nothing, which a launcher cannot go on with.
-        ("", REFUSED, []),
-        (",", REFUSED, []),
-        # Slips that scontrol reads as something, mostly not what was meant.
-        ("n[1-2", REFUSED, ["n]"]),
-        ("n1]", REFUSED, ["n1]"]),
-        ("n[1-]", REFUSED, ["n1"]),
-        ("n[+1]", REFUSED, ["n01"]),
-        ("n[1 -2]", REFUSED, ["n01", "n02"]),
-        # A blank in a bracket is no digit.
-        ("n[1, 2]", ["n1", "n2"], ["n1", "n02"]),
-        # What scontrol 22.05 cannot do.
-        ("n[1-2]-ib", ["n1-ib", "n2-ib"], REFUSED),
-        ("n[0-65536]", [f"n{i}" for i in range(65537)], REFUSED),
-        ("n[99999999999999999999]", ["n99999999999999999999"], ["n18446744073709551615"]),
-    ],
-)
-def test_they_differ(
-    scontrol: Scontrol, text: str, mine: list[str] | None, theirs: list[str] | None
-) -> None:
-    assert ours(text) == mine
-    assert scontrol.command(text) == theirs

@@ -122,25 +122,6 @@ def run_words(folder: Path, *words: str, **environment: str) -> subprocess.Compl
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
-def test_data_workers(tmp_path: Path, method: str) -> None:
-    script = tmp_path / "workers.py"
-    script.write_text(
-        "import sys, torch\n"
-        "from torch.utils.data import DataLoader, Dataset\n"
-        "class Numbers(Dataset):\n"
-        "    def __len__(self): return 8\n"
-        "    def __getitem__(self, i): return torch.tensor(i)\n"
-        "if __name__ == '__main__':\n"
-        "    how = dict(num_workers=2, multiprocessing_context=sys.argv[1])\n"
-        "    loader = DataLoader(Numbers(), 4, **how)\n"
-        "    print(sum(int(b.sum()) for b in loader), flush=True)\n"
-    )
-    done = run(script, method)
-    assert (done.returncode, done.stdout) == (0, "28\n28\n"), done.stderr
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("method", "is_module"), [("spawn", False), ("forkserver", False), ("spawn", True)]
 )
@@ -190,28 +171,6 @@ def test_a_script_has_its_own_modules_numbers_and_end(tmp_path: Path) -> None:
         assert (tmp_path / f"thread{rank}").read_text() == "done"
 
 
-@pytest.mark.long
-def test_a_model_that_outlives_its_process_group(tmp_path: Path) -> None:
-    """It is freed with the GIL held, while gloo's thread needs the GIL for its last tensor."""
-    script = tmp_path / "outlives.py"
-    script.write_text(
-        "import sys, torch, torch.distributed as dist\n"
-        "def main():\n"
-        "    dist.init_process_group('gloo')\n"
-        "    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))\n"
-        "    model(torch.ones(2, 4)).sum().backward()\n"
-        "    sys.setswitchinterval(100)\n"
-        "    ones = torch.ones(1)\n"
-        "    dist.all_reduce(ones)\n"
-        "    dist.destroy_process_group()\n"
-        "main()\n"
-        "print('done')\n"
-    )
-    for _ in range(6):  # without the cure each hangs with a probability of a half
-        done = run(script)
-        assert (done.returncode, done.stdout) == (0, "done\ndone\n"), done.stderr
-
-
 IN_HOOK = "import os, sys; sys.excepthook = lambda *_: {}; 1 / int(os.environ['RANK'])"
 
 
@@ -236,24 +195,6 @@ def test_exit_codes(tmp_path: Path, statement: str, code: int) -> None:
     script = tmp_path / "leave.py"
     script.write_text(statement + "\n")
     assert run(script).returncode == code
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("statement", "words"),
-    [
-        (
-            "class Odd(Exception):\n    def __str__(self):\n        return 1 / 0\nraise Odd",
-            "cause    Odd: (its __str__ raised ZeroDivisionError)",
-        ),
-        ("raise MemoryError", "[out-of-memory]"),
-        ("import sys\nsys.excepthook = 3\nraise OSError('mine')", "cause    OSError: mine"),
-    ],
-)
-def test_what_is_told_of_an_error(tmp_path: Path, statement: str, words: str) -> None:
-    script = tmp_path / "leave.py"
-    script.write_text(statement + "\n")
-    assert words in run(script).stderr
 
 
 @pytest.fixture

@@ -7,13 +7,12 @@ import json
 import math
 import os
 import pickle
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from launched import Work
 from torch import nn
 
 from distributed import torch as torch_helper
@@ -112,17 +111,8 @@ def run_with_slow_rank(
     """Train on two ranks, one of them slower unless it is ""; returns what was said."""
     (folder / "slow_work.py").write_text(task)
     (folder / "slow_work.yaml").write_text(CONFIG.replace("auto", strategy))
-    variables = {"RUN_ID": "slow", "PYTHON": sys.executable, "SLOW_RANK": rank, **more}
-    done = subprocess.run(
-        [str(ROOT / "scripts/ssh/launch_singlenode.sh"), "slow_work.yaml", "2", "resume=never"],
-        cwd=folder,
-        env={**os.environ, **variables, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    work = Work(folder, "slow_work.yaml")
+    return work.run("slow", 2, "resume=never", code=0, SLOW_RANK=rank, **more)
 
 
 def names_slow_rank(told: str, rank: str) -> bool:

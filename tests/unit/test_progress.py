@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -81,15 +82,6 @@ def test_tensorboard_finds_each_run_once(tmp_path: Path) -> None:
     assert sorted(found) == ["tensorboard/first", "tensorboard/second"]
 
 
-def test_the_picture_is_there_and_a_png(tmp_path: Path) -> None:
-    shown = make(tmp_path)
-    shown.record(1, values(4.0))
-    shown.record(2, values(3.0))
-    shown.record(2, {"validation_loss": 3.5})
-    shown.close()
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_notebooks_backend_does_not_keep_the_picture_away(tmp_path: Path) -> None:
     write_metrics = "import json, pathlib, sys; from training import plot; f = pathlib.Path('.'); "
     write_metrics += "(f / 'metrics.jsonl').write_text(json.dumps({'step': 1, 'loss': 2.0})); "
@@ -120,6 +112,19 @@ def test_a_picture_that_fails_ends_no_run_and_is_told_once(
     why = getattr(error, "strerror", None) or str(error).strip()
     told = f"no picture of the loss ({why}); the run goes on [log-lost]"
     assert [text for text in caplog.messages if "picture" in text] == [told]
+
+
+def test_a_folder_that_is_lost_ends_no_run_and_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shown = make(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").write_text("in its place")
+    for step in (1, 2):
+        shown.record(step, values(1.0))
+        shown.sync()
+    shown.close()
+    assert sum("the run goes on [log-lost]" in text for text in caplog.messages) == 1
 
 
 def test_a_damaged_metrics_file_ends_no_run(tmp_path: Path) -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from agents import PATIENCE_S, ROOT, Run
-from ports import free_port
-from torch.optim.optimizer import Optimizer
 
 from distributed.heartbeat import Heart, find_record
 from launcher.agent.diagnosis.stuck import RankState
@@ -25,11 +21,6 @@ from launcher.agent.rank.optimizer_steps import StepCounter
 from launcher.typed_json import MessageError
 
 LOOPS = str(ROOT / "tests/unit/own_loops.py")
-WHERE = re.compile(  # rank 2 sleeps, and the others wait for it
-    r"where the ranks are, innermost call first:\n"
-    r"  ranks 0-1, 3: torch/autograd/\S+ in \w+ < \S+own_loops.py:\d+ in train_by_hand < .*\n"
-    r"  rank 2: \S+own_loops.py:\d+ in read_batch < .*\n"
-)
 
 
 @pytest.mark.slow
@@ -86,95 +77,6 @@ def test_without_a_limit_a_silence_is_told_once(step: int, when: str) -> None:
         query.ask_about(suspect)
         assert query.on_time() is None
     assert [line.partition(": all ranks")[0] for line in shown] == [f"no step for 601 s, {when}"]
-
-
-@pytest.mark.long
-def test_of_ranks_with_equal_beats_the_one_that_does_not_wait_is_named(
-    runs: list[Run], tmp_path: Path
-) -> None:
-    """Rank 1 hangs although its last beat is the newest."""
-    script = tmp_path / "beating.py"
-    script.write_text(
-        "import time, torch, torch.distributed as dist\n"
-        "from distributed.torch import beat\n"
-        "dist.init_process_group('gloo')\n"
-        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))\n"
-        "for step in range(10**9):\n"
-        "    hangs = step == 5 and dist.get_rank() == 1\n"
-        "    time.sleep(hangs)\n"
-        "    beat(step)\n"
-        "    time.sleep(1000 * hangs)\n"
-        "    model(torch.ones(1)).backward()\n"
-    )
-    run = Run(["--nproc-per-node=2", str(script)], PYTHONPATH=str(ROOT), HANG_SECONDS="12")
-    runs.append(run)
-    err = run.finish()
-    run.assert_gone()
-    block = err[err.index("FAILED") :]
-    assert block.startswith("FAILED   rank 1 (local rank 1, ") and "[rank-stuck]" in block
-    assert re.search(r"; the limit, HANG_SECONDS, is 12 s\n +\S*beating.py:9 in <module>\n", block)
-    assert re.search(r"^stacks   rank 0: torch/autograd/.* < \S*beating.py:10 in ", block, re.M)
-
-
-def ask_for_stacks(folder: Path, ask: Callable[[], object]) -> str:
-    """Return what is told of all stacks, within the time that it may take."""
-    shown = folder / "stacks.txt"
-    before = shown.stat().st_size if shown.exists() else 0
-    began = time.monotonic()
-    ask()
-    while not shown.exists() or shown.stat().st_size == before:
-        assert time.monotonic() - began < PATIENCE_S
-        time.sleep(0.02)
-    return shown.read_text()[before:]
-
-
-@pytest.mark.long
-@pytest.mark.another_torch("hang")
-def test_ctrl_backslash_shows_where_all_ranks_are_and_the_run_goes_on(
-    runs: list[Run], tmp_path: Path
-) -> None:
-    world = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    world += ["--nproc-per-node=2", f"--log-dir={tmp_path}", "--rdzv-id=mine"]
-    for node in (0, 1):
-        runs.append(Run([*world, f"--node-rank={node}", LOOPS, "plain", "30", "2", "data"]))
-    runs[0].wait_for("started")
-    folder = tmp_path / "mine"
-    asks: list[Callable[[], object]] = [
-        lambda: runs[0].process.send_signal(signal.SIGQUIT),
-        lambda: runs[1].process.send_signal(signal.SIGQUIT),
-        lambda: (folder / "stacks").touch(),
-    ]
-    for ask in asks:
-        told, began = "", time.monotonic()
-        while not WHERE.search(told):  # the first time, rank 2 may not sleep yet
-            assert time.monotonic() - began < PATIENCE_S, told
-            told = ask_for_stacks(folder, ask)
-    assert all(run.process.poll() is None for run in runs)
-    for run in runs:
-        run.process.send_signal(signal.SIGTERM)
-    err = runs[0].finish()
-    assert err.count("where the ranks are") >= 2
-    for run in runs:
-        run.finish()
-        run.assert_gone()
-
-
-@pytest.mark.long
-@pytest.mark.alone
-def test_all_stacks_of_64_ranks_are_shown_within_2_s(runs: list[Run], tmp_path: Path) -> None:
-    (tmp_path / "waits.py").write_text(
-        "import os, time\nprint('there', os.environ['RANK'], flush=True)\ntime.sleep(600)\n"
-    )
-    options = ["--nproc-per-node=64", f"--log-dir={tmp_path}", "--rdzv-id=mine"]
-    runs.append(Run([*options, str(tmp_path / "waits.py")]))
-    runs[0].wait_for("there 0")
-    log = tmp_path / "mine/node_0.log"
-    while log.read_text().count("there") < 64:
-        time.sleep(0.1)
-    began = time.monotonic()
-    told = ask_for_stacks(tmp_path / "mine", lambda: runs[0].process.send_signal(signal.SIGQUIT))
-    assert time.monotonic() - began < 2
-    assert re.search(r"^  ranks 0-63: \S*waits.py:3 in <module>$", told, re.M)
 
 
 @pytest.mark.slow
@@ -270,21 +172,3 @@ def test_steps_are_counted_until_the_script_beats(tmp_path: Path) -> None:
     own.beat(8, None, None)
     counter(first, (), {})
     assert beats.read(0).step == 8
-
-
-@pytest.mark.long
-@pytest.mark.alone
-def test_a_counted_step_costs_under_10_microseconds(tmp_path: Path) -> None:
-    beats = Heartbeats(1)
-    place = find_record(beats.name(0))
-    assert place is not None
-    counter = StepCounter(Heart(*place, tmp_path / "a.stack", is_counted=True))
-    optimizer: Optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
-    fastest = 1.0
-    for _ in range(20):
-        start = time.perf_counter()
-        for _ in range(1000):
-            counter(optimizer, (), {})
-        fastest = min(fastest, time.perf_counter() - start)
-    assert beats.read(0).step == 20_000
-    assert fastest < 10e-3

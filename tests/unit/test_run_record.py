@@ -17,11 +17,10 @@ import pytest
 from agents import AGENT, PATIENCE_S, ROOT, Run, kill_what_is_left, rarely
 from job_tools import make_tool
 
-from distributed.errors import Refused
 from launcher import processes
 from launcher.record import run_json
 from launcher.record.run_ids import next_run_id
-from launcher.record.run_json import LauncherProcess, Record, RunFolder
+from launcher.record.run_json import LauncherProcess, Record
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "box"}
 STEPS = """
@@ -147,22 +146,6 @@ def test_a_run_that_is_refused_has_ended(start: Start) -> None:
     assert (read()["state"], read()["exit_code"]) == ("ended", 3)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o002, 0o664), (0o022, 0o644)])
-def test_permissions_follow_the_users_umask(tmp_path: Path, umask: int, mode: int) -> None:
-    script = tmp_path / "x.py"
-    script.write_text("import os; open(os.environ['LOG_DIR'] + '/own', 'w'); raise SystemExit(1)")
-    command = [*AGENT, "--log-dir", str(tmp_path / "logs"), "--rdzv-id", "r1", str(script)]
-    subprocess.run(command, umask=umask, stderr=subprocess.DEVNULL)
-    files = [path for path in (tmp_path / "logs").rglob("*") if not path.is_symlink()]
-    modes = {path.name: path.stat().st_mode & 0o777 for path in files}
-    folders = {path.name for path in files if path.is_dir()}
-    assert folders == {"r1", "failures"}
-    assert {"run.json", "node_0.log", "rank_0.json", "lock", "own"} <= modes.keys()
-    for name, found in modes.items():
-        assert found == (mode | (mode >> 2 & 0o111) if name in folders else mode), name
-
-
 def test_writers_of_run_json_lose_nothing_of_each_other(tmp_path: Path) -> None:
     code = "import sys\nfrom pathlib import Path\nfrom launcher.record import run_json\n"
     code += "run_json._LOCK_S = 60\nfor number in range(50):\n"
@@ -195,14 +178,6 @@ def test_a_writer_that_hangs_is_not_waited_for(
         run_json.update(tmp_path, step=1)
         other.kill()
     assert run_json.read(tmp_path) == Record(step=1)
-
-
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "logs").write_text("a file")
-    with pytest.raises(
-        Refused, match=r"cannot write to .*logs/r1.*; set LOG_DIR \[dir-unwritable\]"
-    ):
-        RunFolder(tmp_path / "logs", "r1", 0).create()
 
 
 @pytest.mark.parametrize(

@@ -70,12 +70,6 @@ def test_a_process_id_that_names_more_than_one_process_is_none(process: int) -> 
     assert not LauncherProcess(process, start_ticks(1) or 0, HERE).is_alive
 
 
-def test_a_process_that_nobody_has_waited_for_has_ended() -> None:
-    with subprocess.Popen(["true"]) as ended:
-        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
-        assert start_ticks(ended.pid) is None
-
-
 def test_a_name_with_brackets_and_half_a_letter_does_not_hide_a_birth() -> None:
     name = "open('/proc/self/comm', 'wb').write(b'x) S 1 \\xc3'); print(flush=True); input()"
     command = [sys.executable, "-c", name]

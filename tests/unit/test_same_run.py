@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 CONFIG = str(ROOT / "config/local3.yaml")
 SHORT = ["train.max_steps=6", "train.eval_every=0", "checkpoint.every=3", "model.dropout=0.1"]
-SHORT += ["model.layers=1", "model.context=32"]
+SHORT += ["model.layers=1", "model.context=32", "tracking=[]", f"data.path={ROOT}/distributed"]
 
 
 LONG = ("launch_singlenode.sh", "run_ddp.sh", "cluster_train.sh")

@@ -4,8 +4,6 @@ that ask them for a job."""
 from __future__ import annotations
 
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,24 +18,6 @@ from launcher.plan.plan import PlanError, World
 ROOT = Path(__file__).resolve().parents[2]
 TWO = World(2, "node1", nproc=2, hosts="node[1-2]")
 ONE = World(1, "node1", nproc=None, hosts="node1")
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("batch-step", TWO),
-        ("salloc-command", TWO),
-        ("salloc-interactive-step", TWO),
-        ("salloc-gpus-command", World(2, "node1", hosts="node[1-2]")),
-        ("array-batch-step", World(1, "node1", nproc=2, hosts="node1")),
-        ("requeued-batch-step", ONE),
-    ],
-)
-def test_nodes_and_ranks_of_a_job(name: str, expected: World) -> None:
-    environ = captured(name)
-    assert slurm.in_slurm_job(environ)
-    assert slurm.read_job(environ, "x.sh", None) == expected
-    assert slurm.read_job(environ, "x.sh", expected.nproc) == expected
 
 
 def test_the_master_of_a_job_is_the_address_given() -> None:
@@ -218,26 +198,6 @@ def test_what_a_batch_script_asks_for(
     script.write_text(f"#!/bin/bash\n{lines}\ntrue\n")
     found = job_command.read_script(script, asked)
     assert (found.num_nodes, found.nproc) == (num_nodes, nproc)
-
-
-@pytest.mark.parametrize(
-    ("script", "expected"),
-    [
-        ("slurm/slurm_train.sh", "sbatch scripts/slurm/slurm_train.sh config/local3.yaml seed=2"),
-        (
-            "slurm/slurm_train_single_node.sh",
-            "sbatch scripts/slurm/slurm_train_single_node.sh conf",
-        ),
-        ("pbs/pbs_train.sh", "qsub -V -F 'config/local3.yaml seed=2' scripts/pbs/pbs_train.sh"),
-    ],
-)
-def test_dry_run_outside_of_a_job_shows_the_submission(script: str, expected: str) -> None:
-    command = [f"scripts/{script}", "config/local3.yaml", "seed=2", "--dry-run"]
-    environ = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable}
-    shown = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
-    assert shown.returncode == 0, shown.stderr
-    assert f" && {expected}" in shown.stdout.splitlines()[-1]
-    assert "run        <job id>    config/local3.yaml" in shown.stderr
 
 
 @pytest.mark.parametrize(

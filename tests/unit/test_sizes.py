@@ -92,15 +92,3 @@ def test_a_wing_keeps_to_its_budget(places: tuple[str, ...]) -> None:
 
 def test_the_scripts_keep_to_theirs() -> None:
     assert sum(map(lines_of, files_of("scripts"))) <= SCRIPTS
-
-
-def test_the_measures_see_what_is_long(tmp_path: Path) -> None:
-    body = "    x = 1\n" * 60
-    (found,) = parts_of_python(f"def f():\n{body}")
-    assert found == ("f", 61, 60)
-    body = "  echo }\n" * 60
-    bash = f"one_line() {{ echo; }}\nf() {{ # <a>\n{body}}}\ng() (\n  echo\n)\n"
-    assert list(parts_of_bash(bash)) == [("f", 62, 60), ("g", 3, 60)]
-    file = tmp_path / "packed.py"
-    file.write_text('"""Doc."""\n\ndef f() -> str:  # why\n    """Doc."""\n    return "a" + g(1)\n')
-    assert tokens_of(file) == 7 + 7  # def f ( ) -> str :, return "a" + g ( 1 )

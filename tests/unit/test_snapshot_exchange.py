@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from agents import rarely
 from recovery import SHARDED, Job, Outcome, await_snapshots
 from test_sharded import make_state, on_ranks
 
@@ -59,7 +60,12 @@ def _lose_parts(rank: int, folder: Path, files: list[str], own: list[int], of: l
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "copies"),
-    [([], []), ([0, 1], []), ([2, 3], []), ([3], [0, 1, 2]), ([], [0, 1, 2, 3]), ([1], [1])],
+    [
+        ([0, 1], []),
+        ([3], [0, 1, 2]),
+        ([1], [1]),
+        *rarely(([], []), ([2, 3], []), ([], [0, 1, 2, 3])),
+    ],
 )
 def test_a_part_is_on_two_nodes(tmp_path: Path, own: list[int], copies: list[int]) -> None:
     node = NodeSnapshots(4)
@@ -123,18 +129,6 @@ def test_the_end_of_a_program_waits_for_no_exchange(tmp_path: Path) -> None:
     size = max(one.header().size for each in node._buffers for one in each)
     assert size > 60 * BEGIN  # it would take a minute and more
     assert _steps(node._copies) == {}
-
-
-@pytest.mark.long
-def test_without_a_restart_all_parts_become_a_checkpoint(job: Job, whole: Outcome) -> None:
-    with job.nodes("ended", 2, *TAKEN, FAULT="sleep 1 46") as runs:
-        await_snapshots(runs[1], 20, parts=2)
-        os.kill(runs[1].rank_pids()[0], signal.SIGKILL)
-        told = "".join(run.finish() for run in runs)
-    folder = job.folder / "checkpoints/ended"
-    assert f"step 20 was only in memory; it is now saved in {folder}\n" in told, told
-    assert [path.name for path in folder.glob("step-*")] == ["step-20"]
-    assert job.finish("ended", 2, *SHARDED) == whole
 
 
 @pytest.mark.slow

@@ -89,16 +89,6 @@ def lose(run: Run) -> None:
 FOUR = [f"rank {rank} of 4 node {rank // 2}" for rank in range(4)]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("code", [0, 2])  # no restart follows a wrong argument
-def test_a_spare_ends_with_the_run(tmp_path: Path, start: Start, code: int) -> None:
-    runs = start(2, 1, "0", code)
-    ready(tmp_path, 4)
-    told = finish(runs, code)
-    assert ("FAILED   rank " in told[2]) == bool(code)
-    assert seen(tmp_path, 0) == FOUR
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_spare_takes_the_place_of_a_node_whose_agent_is_gone(
@@ -141,28 +131,6 @@ def test_one_loss_after_another(tmp_path: Path, start: Start) -> None:
     told = finish([runs[1], runs[2], runs[4]], 0)
     assert seen(tmp_path, 2) == [f"rank {rank} of 6 node {rank // 2}" for rank in range(6)]
     assert "restart 2 of 2 after node agent 0 " in told[2]
-
-
-@pytest.mark.long
-def test_half_of_the_nodes_do_not_go_on_without_node_rank_0(tmp_path: Path, start: Start) -> None:
-    runs = start(2, 0, "1", MIN_NODES="1")
-    ready(tmp_path, 4)
-    lose(runs[0])
-    (told,) = finish([runs[1]], 137)
-    assert "reaches 0 agents of 1 others: the run ends" in told
-    assert "FAILED   node agent 0 (" in told
-
-
-@pytest.mark.long
-def test_a_spare_that_is_gone_is_told_and_missed_by_nobody(tmp_path: Path, start: Start) -> None:
-    runs = start(2, 1, "1")
-    ready(tmp_path, 4)
-    lose(runs[2])
-    assert runs[2].process.wait(PATIENCE_S) == 137
-    lose(runs[1])
-    told = finish([runs[0]], 137)
-    assert "its node agent is gone; the run goes on [agent-killed]" in told[0]
-    assert "no spare is left for " in told[0]
 
 
 # --- who sits where -----------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pty
 import re
 import shlex
 import shutil
@@ -16,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -185,51 +183,6 @@ def test_the_block_is_shown_last_for_every_exit_code(nodes: Nodes, code: int) ->
     assert "[0] warned\n" in "".join(before)
 
 
-def test_a_message_is_read_behind_a_line_without_an_end(nodes: Nodes) -> None:
-    nodes.agent(f"{END}\nsys.stdout.write('half a line')\nend(1)")
-    code, out, err = nodes.launch("-", "1", "n0")
-    assert (code, out) == (1, "[0] half a line\n") and "FAILED   rank 1" in err
-
-
-def test_a_line_that_looks_like_the_block_is_output_like_any_other(nodes: Nodes) -> None:
-    nodes.agent(
-        "print('FAILED   rank 0 (local rank 0, n) 1 s after the start', flush=True)\n"
-        "print('stopped  by SIGTERM', file=sys.stderr, flush=True)\n"
-        "sys.stdin.read()"
-    )
-    launcher = nodes.start("-", "1", "n0")
-    assert launcher.stdout is not None and launcher.stderr is not None
-    assert launcher.stdout.readline().startswith(b"[0] FAILED   rank 0")
-    while launcher.stderr.readline() != b"[0] stopped  by SIGTERM\n":
-        pass
-    assert launcher.poll() is None  # both were shown while it ran
-
-
-def test_a_prompt_and_a_bar_are_shown_while_they_last(nodes: Nodes) -> None:
-    nodes.agent(
-        "sys.stdout.write('Name? '); sys.stdout.flush()\n"
-        "sys.stderr.write('\\r10%\\r11%'); sys.stderr.flush()\n"
-        "sys.stdin.read()"
-    )
-    launcher = nodes.start("-", "1", "n0", "n1")
-    assert launcher.stdout is not None and launcher.stderr is not None
-    both = {b"[0] Name? ", b"[1] Name? "}
-    first = os.read(launcher.stdout.fileno(), 65536)  # the other's line waits for its end
-    assert first in both
-    shown = b""
-    while not re.search(rb"\[[01]\] \r\[[01]\] 10%\r\[[01]\] 11%$", shown):
-        shown += os.read(launcher.stderr.fileno(), 65536)
-    assert launcher.poll() is None
-    launcher.kill()
-    launcher.wait()
-
-
-def test_a_long_line_arrives_whole(nodes: Nodes) -> None:
-    nodes.agent("for _ in range(300): sys.stdout.write('x' * 65536)\nprint()")
-    code, out, err = nodes.launch("-", "1", "n0")
-    assert (code, out == f"[0] {'x' * 300 * 65536}\n") == (0, True), err
-
-
 # --- what a node says is data -------------------------------------------------------------------
 
 COMMAND = "RANKS[$(touch pwned)]"
@@ -314,58 +267,6 @@ def test_after_a_stop_a_node_has_all_of_grace(nodes: Nodes) -> None:
     assert launcher.wait(PATIENCE_S) == 75
 
 
-def test_lines_that_were_not_shown_are_counted(nodes: Nodes) -> None:
-    nodes.agent(
-        "for number in range(40000): print('x' * 100)\n"
-        "print(flush=True)\n"
-        "open(os.environ['FAKE_NODES'] + '/printed', 'w').write('yes')\n"
-        "while not os.path.exists(os.environ['FAKE_NODES'] + '/read'): time.sleep(0.01)\n"
-        "print('the last', flush=True)"
-    )
-    launcher = nodes.start("-", "1", "n0")
-    nodes.wait_for("printed")
-    (nodes.nodes / "read").touch()
-    out, _ = launcher.communicate(timeout=PATIENCE_S)
-    lines = out.decode().splitlines()
-    dropped = sum(int(line.split()[1]) for line in lines if line.startswith("..."))
-    shown = sum(line.startswith("[0] ") for line in lines)
-    assert 9000 < shown < 20000 and shown + dropped == 40002
-
-
-def test_a_terminal_that_was_stopped_by_ctrl_s_delays_no_stop(nodes: Nodes) -> None:
-    nodes.agent(
-        f"{END}\n"
-        "print('begun', flush=True)\n"
-        "sys.stdin.readline()\n"  # a beat
-        "for number in range(4000): print('x' * 100)\n"
-        "sys.stdout.flush()\n"
-        "while (line := sys.stdin.readline()) == '\\n': pass\n"
-        "open(os.environ['FAKE_NODES'] + '/told', 'w').write(line)\n"
-        "end(75)"
-    )
-    master, terminal = pty.openpty()
-    launcher = subprocess.Popen(
-        [SCRIPTS / "launch_torchrun_auto.sh", "-", "1", "n0"],
-        cwd=nodes.folder,
-        env=nodes.environ,
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        start_new_session=True,
-    )
-    nodes.started.append(launcher)
-    shown = b""
-    while b"begun" not in shown:
-        shown += os.read(master, 4096)
-    termios.tcflow(terminal, termios.TCOOFF)
-    time.sleep(BEAT_S + 0.5)  # it prints
-    launcher.send_signal(signal.SIGINT)
-    assert nodes.wait_for("told") == "SIGINT\n"
-    assert launcher.wait(PATIENCE_S) == 75
-    os.close(master)
-    os.close(terminal)
-
-
 # --- arguments and variables --------------------------------------------------------------------
 
 DUMP = (
@@ -390,19 +291,6 @@ def test_a_variable_to_forward_that_is_not_set_is_refused(nodes: Nodes) -> None:
     assert not (nodes.nodes / "asked").exists()
 
 
-@pytest.mark.parametrize("words", [["plain"], ["it's", "a b"], ["$HOME", '"', "it's", "%h"]])
-def test_the_line_of_a_dry_run_can_be_pasted(nodes: Nodes, words: list[str]) -> None:
-    nodes.agent(DUMP)
-    code, out, _ = nodes.launch("-", "1", "n0", "n1", "--dry-run", "--", *words)
-    assert code == 0 and not (nodes.nodes / "asked").exists()
-    _, _, comment, line = out.splitlines()
-    assert comment.startswith("# node 1 (n1): ranks 1-1 of 2, rendezvous n0:")
-    assert line.startswith("ssh -- n1 ") and "\\" not in line
-    subprocess.run(["bash", "-c", line], env=nodes.environ, check=True)
-    arguments, _ = json.loads((nodes.nodes / "1").read_text())
-    assert arguments[-len(words) :] == words
-
-
 # --- ends ---------------------------------------------------------------------------------------
 
 WAIT = """
@@ -411,35 +299,6 @@ print('begun', flush=True)
 while (line := sys.stdin.readline()) == '\\n': pass
 sys.exit(0)
 """
-
-
-@pytest.mark.parametrize("what", ["launcher", "node"])
-@pytest.mark.parametrize("script", ["launch_torchrun_auto.sh", "launch_pdsh_multinode.sh"])
-def test_kill_9_ends_all_and_leaves_no_file(nodes: Nodes, script: str, what: str) -> None:
-    if "pdsh" in script and shutil.which("pdsh") is None:
-        pytest.skip("pdsh is not installed")
-    before = {*Path("/tmp").glob("launch.*.*")}
-    nodes.agent(WAIT)
-    launcher = nodes.start("-", "1", "n0", "n1", script=script)
-    agents = [nodes.process(f"agent.{rank}") for rank in range(2)]
-    below = processes.descendants(launcher.pid)
-    victim = launcher.pid
-    if what == "node":
-        victim = next(
-            one
-            for one in below
-            if re.search(
-                rb"/start.py\0launcher.fanout.far_side\0$",
-                Path(f"/proc/{one}/cmdline").read_bytes(),
-            )
-        )
-    os.kill(victim, signal.SIGKILL)
-    eventually(lambda: all(map(is_gone, [*below, *agents])), "processes are left")
-    _, err = launcher.communicate(timeout=PATIENCE_S)
-    if what == "node":
-        assert launcher.returncode == 137 and b"[launcher-killed]\n" in err
-    tools = {file.name for file in (nodes.folder / "tools").iterdir()}
-    assert tools == {"ssh", "python"} and {*Path("/tmp").glob("launch.*.*")} == before
 
 
 DROP = """
@@ -612,16 +471,6 @@ def connect(name: str) -> bytes:
     with socket.socket(socket.AF_UNIX) as other:
         other.connect(f"\0{name}")
         return other.recv(100)
-
-
-def test_streams_that_the_caller_has_closed_do_no_harm(nodes: Nodes) -> None:
-    nodes.agent("print('x' * 100); sys.exit(0)")
-    command = shlex.join([str(SCRIPTS / "launch_torchrun_auto.sh"), "-", "1", "n0", "n1"])
-    closed = f"ulimit -n 40; exec {command} <&- >&- 2>&-"
-    result = subprocess.run(
-        ["bash", "-c", closed], cwd=nodes.folder, env=nodes.environ, timeout=PATIENCE_S
-    )
-    assert result.returncode == 0
 
 
 def test_the_limit_of_open_files_is_raised_as_far_as_needed(nodes: Nodes) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -128,26 +127,6 @@ def test_an_agent_that_was_killed_is_named_where_the_others_were_only_stopped(
     assert result.returncode == 137
     assert result.stderr.startswith("FAILED   node agent 1 (node2) ")
     assert "[agent-killed]\ncause    SIGKILL to the node agent, from outside" in result.stderr
-
-
-def test_a_line_that_does_not_end_is_shown_as_it_comes(tmp_path: Path, tools: Path) -> None:
-    make_tool(tools / "srun", "printf ' 50%%'; while [[ ! -e seen ]]; do sleep 0.01; done")
-    environ = {**os.environ, "LAUNCH_TOKEN": "t0ken"}
-    command = [sys.executable, "-c", RUN, str(ROOT), "0"]
-    with subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE) as running:
-        assert running.stdout is not None
-        assert os.read(running.stdout.fileno(), 9) == b" 50%"
-        (tmp_path / "seen").touch()
-
-
-def test_a_long_line_without_an_end_costs_no_square(tmp_path: Path, tools: Path) -> None:
-    size = 64 << 20
-    make_tool(tools / "srun", f"head -c {size} /dev/zero | tr '\\0' x")
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    result, _ = run_step(tmp_path)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert len(result.stdout) == size
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
 
 
 def test_without_a_word_of_the_agents_sruns_code_counts(tmp_path: Path, tools: Path) -> None:

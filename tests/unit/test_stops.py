@@ -91,20 +91,6 @@ def stop_at_random(folder: Path) -> tuple[bool, bool]:
 
 
 @pytest.mark.long
-def test_an_error_while_stopping_is_told_and_ends_no_other_save(
-    runs: list[Run], tmp_path: Path
-) -> None:
-    tail = "if rank == 1:\n    raise OSError('no space left')\n" + SLOW_SAVE
-    run = begin(runs, tmp_path, tail)
-    run.process.terminate()
-    err = run.finish()
-    assert (tmp_path / "saved0").read_text() == "all"
-    assert run.process.returncode == 1
-    assert "OSError: no space left" in err and "FAILED   rank 1" in err
-    assert "resume" not in err  # nobody has told a save
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("failing", [1, 0])
 def test_an_error_on_one_node_ends_no_save_on_another(
     runs: list[Run], tmp_path: Path, failing: int
@@ -140,6 +126,7 @@ def test_a_told_save_is_one_and_can_be_resumed(runs: list[Run], tmp_path: Path) 
     assert err.splitlines()[-1].startswith("resume   RUN_ID=") and err.endswith(" again\n")
 
 
+@pytest.mark.long
 def test_code_75_of_a_script_that_told_no_save_is_a_failure(
     runs: list[Run], tmp_path: Path
 ) -> None:

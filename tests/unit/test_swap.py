@@ -17,6 +17,7 @@ from launcher.record.restart import Restart
 
 NODES = [NodePlan(f"me@n{number}", 2) for number in range(5)]
 FIVE = replace(PLAN, nodes=NODES, num_nodes=3, num_spares=2, min_nodes=3, master_addr="n0")
+IN_SLURM = replace(FIVE, nodes=(), hosts="n[0-4]")
 ILL = Fault("gpu-unhealthy", "an Xid error", "reset it")
 SLOW = Fault("gpu-slow", "throttled", "cool it", warns=True)
 
@@ -40,50 +41,36 @@ def test_a_node_is_ill_that_does_not_answer_has_a_fault_or_was_lost_twice(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("ill", "names", "told"),
+    ("ill", "over_ssh", "in_slurm", "told"),
     [
-        ({1}, "n0 n3 n2 n4", "me@n3 takes me@n1's place"),
-        ({0, 2}, "n3 n1 n4", "me@n3 takes me@n0's place; me@n4 takes me@n2's place"),
-        ({1, 3}, "n0 n4 n2", "me@n3 is no spare; me@n4 takes me@n1's place"),
-        ({4}, "n0 n1 n2 n3", "me@n4 is no spare"),
-        ({0, 1, 2}, None, ""),
+        ({1}, "n0 n3 n2 n4", "n0,n2,n3,n4", "n3 takes n1's place"),
+        ({0, 2}, "n3 n1 n4", "n1,n3,n4", "n3 takes n0's place; n4 takes n2's place"),
+        ({1, 3}, "n0 n4 n2", "n0,n2,n4", "n3 is no spare; n4 takes n1's place"),
+        ({4}, "n0 n1 n2 n3", "n0,n1,n2,n3", "n4 is no spare"),
+        ({0, 1, 2}, "", "", ""),
     ],
 )
-def test_spares_take_the_places_of_ill_nodes(ill: set[int], names: str | None, told: str) -> None:
-    found = swap(FIVE, ill)
-    assert (found is None) == (names is None)
-    if found is not None and names is not None:
-        plan, lines = found
-        assert [node.name for node in plan.nodes] == [f"me@{name}" for name in names.split()]
-        assert (plan.num_nodes, plan.num_agents) == (3, len(plan.nodes))
-        assert plan.master_addr == names.split()[0]
-        assert "; ".join(lines) == told
+def test_spares_take_the_places_of_ill_nodes(
+    ill: set[int], over_ssh: str, in_slurm: str, told: str
+) -> None:
+    swapped, left_out = swap(FIVE, ill), leave_out(IN_SLURM, ill)
+    assert (swapped is None) == (left_out is None) == (told == "")
+    if swapped is not None and left_out is not None:
+        (plan, lines), (job, its_lines) = swapped, left_out
+        assert " ".join(node.name for node in plan.nodes).replace("me@", "") == over_ssh
+        assert (job.hosts, job.left_out) == (in_slurm, [f"n{one}" for one in sorted(ill)])
+        assert (plan.master_addr, job.master_addr) == (over_ssh[:2], in_slurm[:2])
+        for each, number in ((plan, len(plan.nodes)), (job, len(in_slurm.split(",")))):
+            assert (each.num_nodes, each.num_agents) == (3, number)
+        assert "; ".join(lines).replace("me@", "") == "; ".join(its_lines) == told
 
 
-@pytest.mark.parametrize(
-    ("ill", "hosts", "told"),
-    [
-        ({1}, "n0,n2,n3,n4", "n3 takes n1's place"),
-        ({0, 2}, "n1,n3,n4", "n3 takes n0's place; n4 takes n2's place"),
-        ({1, 3}, "n0,n2,n4", "n3 is no spare; n4 takes n1's place"),
-        ({4}, "n0,n1,n2,n3", "n4 is no spare"),
-        ({0, 1, 2}, None, ""),
-        (set(), None, ""),
-    ],
-)
-def test_a_slurm_job_leaves_ill_nodes_out(ill: set[int], hosts: str | None, told: str) -> None:
-    found = leave_out(replace(FIVE, nodes=(), hosts="n[0-4]"), ill)
-    assert (found is None) == (hosts is None)
-    if found is not None and hosts is not None:
-        plan, lines = found
-        assert (plan.hosts, plan.master_addr) == (hosts, hosts.split(",")[0])
-        assert plan.left_out == [f"n{number}" for number in sorted(ill)]
-        assert (plan.num_nodes, plan.num_agents) == (3, len(hosts.split(",")))
-        assert "; ".join(lines) == told
+def test_a_slurm_job_without_ill_nodes_stays() -> None:
+    assert leave_out(IN_SLURM, set()) is None
 
 
 def test_a_master_that_was_named_is_not_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     assert swap(FIVE, {0}) is None
     assert swap(FIVE, {1}) is not None
-    assert leave_out(replace(FIVE, nodes=(), hosts="n[0-4]"), {0}) is None
+    assert leave_out(IN_SLURM, {0}) is None

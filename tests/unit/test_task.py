@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 from agents import rarely
+from launched import Work
 
-from distributed.checkpoint import load, weights_hash
+from distributed.checkpoint import weights_hash
 from distributed.checkpoint_files import read_progress
 from training.tasks import score
 
@@ -114,38 +111,12 @@ checkpoint: {every: 4, keep_last: 2}
 """
 
 
-class Work:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        (folder / "points.py").write_text(TASK)
-        (folder / "points.yaml").write_text(CONFIG)
-
-    def run(self, run_id: str, nproc: int, *settings: str, code: int = 0, **more: str) -> str:
-        variables = {"RUN_ID": run_id, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **more}
-        done = subprocess.run(
-            [str(ROOT / "scripts/ssh/launch_singlenode.sh"), "points.yaml", str(nproc), *settings],
-            cwd=self.folder,
-            env={**os.environ, **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        assert done.returncode == code, done.stdout
-        return done.stdout
-
-    def metrics(self, run_id: str, name: str) -> dict[int, Any]:
-        lines = (self.folder / "logs" / run_id / "metrics.jsonl").read_text().splitlines()
-        return {one["step"]: one[name] for one in map(json.loads, lines) if name in one}
-
-    def hash(self, run_id: str) -> str:
-        state = load(self.folder / "checkpoints" / run_id)
-        assert state is not None
-        return weights_hash(state.model)
-
-
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
-    return Work(tmp_path_factory.mktemp("tasks"))
+    folder = tmp_path_factory.mktemp("tasks")
+    (folder / "points.py").write_text(TASK)
+    (folder / "points.yaml").write_text(CONFIG)
+    return Work(folder, "points.yaml")
 
 
 def test_metrics_are_exact_over_the_ranks_and_choose_the_best(work: Work) -> None:
@@ -170,7 +141,8 @@ def test_an_optimizer_and_a_schedule_of_ones_own_resume_exactly(work: Work, task
     told = work.run(f"parts-{task}", 1, "task=points:Points", code=2)
     assert "the checkpoint is of another optimizer" in told
     work.run(f"parts-{task}", 2, word)
-    assert work.hash(f"parts-{task}") == work.hash(f"whole-{task}")
+    parts, whole = (weights_hash(work.weights(f"{one}-{task}")) for one in ("parts", "whole"))
+    assert parts == whole
     assert work.metrics(f"parts-{task}", "lr") == rates
 
 
@@ -189,7 +161,7 @@ def test_a_schedule_by_steps_goes_on_where_it_was(work: Work) -> None:
     assert [rates[step] for step in (9, 10, 20, 21)] == pytest.approx([0.1, 0.01, 0.01, 0.001])
 
 
-@pytest.mark.parametrize(("task", "nproc", "step"), [("Early", 2, 9), *rarely(("EarlyStep", 1, 8))])
+@pytest.mark.parametrize(("task", "nproc", "step"), [("EarlyStep", 1, 8), *rarely(("Early", 2, 9))])
 def test_a_task_may_end_the_run(work: Work, task: str, nproc: int, step: int) -> None:
     told = work.run(task, nproc, f"task=points:{task}")
     assert f"done       step {step}, which ended the run" in told

@@ -79,22 +79,6 @@ def test_one_file_alone_uses_private_names_of_torch() -> None:
     assert {str(file): names for file, names in found.items() if names} == {}
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import torch._dynamo",
-        "import torch\nprint(torch._foreach_copy_)",
-        "from torch.utils import _pytree",
-        "from torch.utils._pytree import tree_map as map",
-        "import torch.distributed as dist\ndist.distributed_c10d._world.pg_map",
-        "import torch.numa.binding",
-        "import_module('torch._dynamo')",
-    ],
-)
-def test_a_private_name_is_seen(source: str) -> None:
-    assert private_names(source)
-
-
 # --- that this torch has them -------------------------------------------------------------------
 
 

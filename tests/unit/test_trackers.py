@@ -6,14 +6,13 @@ import json
 import logging
 import os
 import struct
-import subprocess
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_task import Work
+from launched import Work
 from test_task import work as work
 
 from training import trackers
@@ -93,14 +92,6 @@ def test_a_tracker_that_closes_slowly_is_no_stuck_rank(
     assert slow.close()
     assert beats and "trackers took over 0.01 s to close" in caplog.text
     is_allowed.set()
-
-
-def test_the_commit_is_empty_where_there_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    subprocess.run(["git", "init", "-q"], check=True)
-    assert RunFacts("run", tmp_path, {}, [], 0).commit == ""
 
 
 def records(file: Path) -> Iterator[bytes]:

@@ -1,9 +1,9 @@
-"""What bench/restart.py starts: small DDP steps, each noted when it is done.
+"""What launch.py and restart.py start: small DDP steps, each noted when it is done.
 
-    STEPS_FILE=FILE <launcher> --max-restarts 1 bench/restart_step.py
+    STEPS_FILE=FILE STEPS="2000 5" <launcher> bench/small_steps.py
 
-A note is a line: the rank, the attempt, the process id, and seconds since the epoch. The first
-attempt goes on until the bench kills a rank; the second ends by itself.
+STEPS is how many steps each attempt takes. A note is a line: the rank, the attempt, the process id,
+and seconds since the epoch.
 """
 
 import os
@@ -13,18 +13,17 @@ from pathlib import Path
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-STEPS = (2000, 5)  # of the first attempt, should nobody kill a rank, and of the second
 PAUSE_S = 0.01
 
 
 def main() -> None:
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     who = f"{os.environ['RANK']} {attempt} {os.getpid()}"
     torch.distributed.init_process_group("gloo")
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Path(os.environ["STEPS_FILE"]).open("a", buffering=1) as steps:  # one write a line
-        for _ in range(STEPS[attempt]):
+        for _ in range(int(os.environ["STEPS"].split()[attempt])):
             optimizer.zero_grad()
             model(torch.randn(8, 64)).sum().backward()
             optimizer.step()

@@ -1,0 +1,48 @@
+"""A folder in which scripts/ssh/launch_singlenode.sh trains, and what its runs leave there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from agents import ROOT
+from torch import Tensor
+
+from distributed.checkpoint import load
+
+
+class Work:
+    """Trains with one config, and these settings."""
+
+    def __init__(self, folder: Path, config: str, *settings: str) -> None:
+        self.folder, self.config, self.settings = folder, config, settings
+
+    def run(self, run_id: str, nproc: int, *settings: str, code: int = 0, **more: str) -> str:
+        """Train; returns what the launcher printed."""
+        launcher = str(ROOT / "scripts/ssh/launch_singlenode.sh")
+        # torch sets this in a process that has compiled anything, as another test may have.
+        kept = {name: one for name, one in os.environ.items() if "INDUCTOR" not in name}
+        variables = {"RUN_ID": run_id, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **more}
+        done = subprocess.run(
+            [launcher, self.config, str(nproc), *self.settings, *settings],
+            cwd=self.folder,
+            env={**kept, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert done.returncode == code, done.stdout
+        return done.stdout
+
+    def metrics(self, run_id: str, name: str) -> dict[int, Any]:
+        lines = (self.folder / "logs" / run_id / "metrics.jsonl").read_text().splitlines()
+        return {one["step"]: one[name] for one in map(json.loads, lines) if name in one}
+
+    def weights(self, run_id: str) -> dict[str, Tensor]:
+        state = load(self.folder / "checkpoints" / run_id)
+        assert state is not None
+        return state.model
