@@ -1,18 +1,19 @@
-"""A folder in which scripts/ssh/launch_singlenode.sh trains, and what its runs leave there."""
+"""A folder in which train.py trains on one node, and what its runs leave there."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from agents import ROOT
+from agents import AGENT, ROOT
 from torch import Tensor
 
 from distributed.checkpoint import load
+
+TRAIN = str(ROOT / "train.py")
 
 
 class Work:
@@ -22,13 +23,13 @@ class Work:
         self.folder, self.config, self.settings = folder, config, settings
 
     def run(self, run_id: str, nproc: int, *settings: str, code: int = 0, **more: str) -> str:
-        """Train; returns what the launcher printed."""
-        launcher = str(ROOT / "scripts/ssh/launch_singlenode.sh")
+        """Train; returns what was printed."""
+        options = [f"--nproc-per-node={nproc}", "--log-dir=logs", f"--rdzv-id={run_id}"]
         # torch sets this in a process that has compiled anything, as another test may have.
         kept = {name: one for name, one in os.environ.items() if "INDUCTOR" not in name}
-        variables = {"RUN_ID": run_id, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **more}
+        variables = {"RUN_ID": run_id, "OMP_NUM_THREADS": "1", **more}
         done = subprocess.run(
-            [launcher, self.config, str(nproc), *self.settings, *settings],
+            [*AGENT, *options, TRAIN, "--config", self.config, *self.settings, *settings],
             cwd=self.folder,
             env={**kept, **variables},
             stdout=subprocess.PIPE,
