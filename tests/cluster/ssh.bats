@@ -599,6 +599,27 @@ PY
   [[ ${lines[1]} == *": node4: no way to node3 (10.0.0.3:"*") (no answer in 3 s); "*" [port-blocked]" ]]
 }
 
+@test "a project behind a link: the nodes have what was typed, and not what the link leads to" {
+  mkdir -p export/own
+  cp -r -- "$ROOT"/{scripts,launcher,distributed} export/
+  ln -s export home
+  cat >export/own/probe.py <<'PY'
+import os
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+print("in", os.getcwd(), flush=True)
+PY
+  # shellcheck disable=SC2016 # for the node
+  on node2 bash -ec 'mkdir /dev/shm/export; mount --bind "$1/export" /dev/shm/export; mount -t tmpfs none "$1"
+    mkdir "$1/home"; mount --bind /dev/shm/export "$1/home"' bash "$PWD"
+  cd home/own
+  LAUNCH=../scripts/ssh/launch_torchrun_auto.sh SHOW_RANKS=all TRAIN_SCRIPT=probe.py run launch - 1 node1 node2
+  echo "$output"
+  [[ $status == 0 && $output == *"[1] [rank1] in $PWD"* ]]
+  on node2 umount --lazy "$BATS_TEST_TMPDIR/home" "$BATS_TEST_TMPDIR" /dev/shm/export
+}
+
 # bats test_tags=prove,long
 @test "through pdsh 5 s without network end no run; a longer cut does, by name" {
   make_idle

@@ -21,7 +21,7 @@ WINGS = {
     ("distributed",): 20_600,
     ("training", "train.py"): 21_900,
 }
-SCRIPTS = 1160  # lines; planned: 900
+SCRIPTS = 1172  # lines; planned: 900
 FILE, CLASS, FUNCTION = 350, 250, 60  # lines
 LONGER = {"train.py:train": 100}  # the training loop reads from top to bottom
 COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
