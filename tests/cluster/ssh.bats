@@ -633,6 +633,23 @@ PY
   end_by_a_cut cut "$PID"
 }
 
+@test "by hand: a firewall that opens the master's port alone, and a way that loses large packets" {
+  make_idle
+  on node1 iptables --append INPUT --source 10.0.0.2 --protocol tcp --syn ! --dport 29500 --jump DROP
+  on node2 iptables --append INPUT --source 10.0.0.1 --match length --length 1401: --jump DROP
+  export TRAIN_SCRIPT=idle.py LAUNCH=scripts/ssh/launch_torchrun_multinode.sh
+  timeout 300 "$CLUSTER" run node2 "$LAUNCH" - 1 2 1 node1 -- idle >second.out 2>&1 3>&- &
+  run timeout 300 "$CLUSTER" run node1 "$LAUNCH" - 1 2 0 node1 -- idle
+  end_of $!
+  "$CLUSTER" restore node1
+  "$CLUSTER" restore node2
+  echo "$output"
+  cat second.out
+  ((status == 3 && CODE == 3))
+  [[ ${lines[-1]} == "node agent: node1: no way to node2 (10.0.0.2:"*") (it answers, but packets of 1448 bytes are lost), node2: no way to node1 (node1:"*") (no answer in 3 s); "*" [mtu-too-large]" ]]
+  [[ $(tail -n 1 second.out) == "${lines[-1]}" ]]
+}
+
 # bats test_tags=prove,long
 @test "by hand: a master that is down is host-unreachable" {
   "$CLUSTER" cut node1
