@@ -26,7 +26,7 @@ from distributed.network import PROFILES
 from distributed.stop_signals import DEFAULT_GRACE_S
 from launcher.container import Container, config_texts, read_container
 from launcher.fanout import job_command
-from launcher.handshake import is_here, is_loopback, read_access
+from launcher.handshake import is_first, is_loopback, read_access
 from launcher.plan import hosts, pbs, slurm, spares
 from launcher.plan.plan import Plan, PlanError, World, read_nproc, read_number
 from launcher.plan.typed import Typed
@@ -247,7 +247,7 @@ def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> World:
     master = typed.master or environ.get("MASTER_ADDR")
     if not master:
         raise PlanError(f"{num_nodes} nodes but no address of the master; give MASTER_ADDR")
-    if rank == "auto" and is_here(master, _read_port(typed, environ, is_by_hand=True) or 0):
+    if rank == "auto" and is_first(master, _read_port(typed, environ, is_by_hand=True) or 0):
         node_rank = 0  # the others get theirs as they come
     return World(num_nodes, master, node_rank)
 
