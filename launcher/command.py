@@ -10,7 +10,7 @@ from typing import NoReturn
 
 def main() -> NoReturn:
     """Become the entry script, with the Python that this is installed for unless one is chosen."""
-    scripts = Path(__file__).resolve().parents[1] / "scripts"
+    scripts = Path(__file__).parents[1] / "scripts"
     name = Path(sys.argv[0]).stem.removeprefix("launch-")
     found = scripts.glob(f"**/{name}.sh")
     (script,) = (path for path in found if path.parent.name != "lib")

@@ -60,9 +60,14 @@ class Container:
 
 
 def read_container(
-    environ: Mapping[str, str], directory: Path, paths: Iterable[Path | str], *, in_job: bool
+    environ: Mapping[str, str],
+    here: Path,
+    directory: Path,
+    paths: Iterable[Path | str],
+    *,
+    in_job: bool,
 ) -> Container | None:
-    """Return the container that CONTAINER names, if it names one.
+    """Return the container that CONTAINER names, from `here`, if it names one.
 
     `paths` are what the run needs from this machine: folders, and texts that may name some. A
     folder that is not there yet is made in its parent, which has to be seen then. With `in_job`,
@@ -71,7 +76,7 @@ def read_container(
     given = environ.get("CONTAINER", "")
     if not given:
         return None
-    runtime, image = _choose(given, in_job=in_job)
+    runtime, image = _choose(here, given, in_job=in_job)
     try:
         arguments = shlex.split(environ.get("CONTAINER_ARGS", ""))
     except ValueError as error:
@@ -93,10 +98,10 @@ def config_texts(config: Path) -> list[str]:
     return [file.read_text(errors="replace") for file in files if os.path.isfile(file)]
 
 
-def _choose(given: str, *, in_job: bool) -> tuple[str, str]:
+def _choose(here: Path, given: str, *, in_job: bool) -> tuple[str, str]:
     if given.startswith("podman:"):
         return "podman", given.removeprefix("podman:")
-    path = Path.cwd() / given
+    path = here / given
     if path.is_dir():
         return "charliecloud", str(path)
     if path.suffix in (".sif", ".sqsh") or given.startswith((".", "/")):

@@ -134,6 +134,21 @@ def is_here(address: str, port: int = 0) -> bool:
     return False
 
 
+def is_first(address: str, port: int) -> bool:
+    """Whether this can be node rank 0 there. Of several processes of this machine, one alone can.
+
+    That one holds a name of the machine's network to its end, and so does what it becomes.
+    """
+    claim = socket.socket(socket.AF_UNIX)
+    with contextlib.suppress(OSError):
+        if is_here(address, port):
+            claim.bind(f"\0launch-kit.{port}")
+            os.set_inheritable(claim.detach(), True)
+            return True
+    claim.close()
+    return False
+
+
 def _prove(secret: bytes, role: bytes, nonces: bytes) -> bytes:
     return hmac.digest(secret or b"-", role + nonces, "sha256")
 

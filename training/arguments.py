@@ -85,8 +85,9 @@ def start(description: str) -> tuple[argparse.Namespace, Settings]:
     for stream in (sys.stdout, sys.stderr):  # a sample of text can hold what a locale cannot
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    # A task of the user's own can be in this folder or in the config's.
-    sys.path += [str(Path.cwd()), str(arguments.config.resolve().parent)]
+    config = arguments.config
+    # A task of the user's own can be in this folder or in the config's, behind a link too.
+    sys.path += map(str, (Path.cwd(), config.absolute().parent, config.resolve().parent))
     try:
         settings = load(arguments.config, arguments.overrides)
         if arguments.check:

@@ -8,6 +8,7 @@ static: node rank 0 serves the store, and ranks follow node ranks. What needs mo
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -71,8 +72,7 @@ def run_agent(arguments: list[str], guardian: GuardianLink) -> int:
         record(torchrun.run)(read_for_torch(torchrun.parse_args, arguments))
         return 0
     try:
-        is_terminal_shared = args.is_in_step or guardian.control is not None
-        meeting = check_in(args, is_terminal_shared=is_terminal_shared)
+        meeting = check_in(args, is_by_hand=guardian.control is None)
         if meeting.assignment.node_rank < 0:
             report = partial(report_end, control=guardian.control, is_line_open=False)
             meeting = spare.wait(meeting, args, report)
@@ -85,10 +85,11 @@ def run_agent(arguments: list[str], guardian: GuardianLink) -> int:
     os._exit(code)  # nothing of torch's needs its 0.6 s of taking down here
 
 
-def check_in(args: Arguments, *, is_terminal_shared: bool) -> checkin.Meeting:
+def check_in(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
     """Meet the other nodes' agents: settles the run id, the ranks and the hosts.
 
-    Raises Refused where the run cannot start.
+    Where no launcher has started all of them, nor tried the ways between them, they do so now,
+    unless the ranks may use another network. Raises Refused where the run cannot start.
     """
     files: dict[str, str] = {}
     task_file = os.environ.pop("LAUNCH_TASK_FILE", "")
@@ -111,6 +112,8 @@ def check_in(args: Arguments, *, is_terminal_shared: bool) -> checkin.Meeting:
         files=files,
     )
     address, port = args.master_addr, args.master_port
+    named = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME", "")
+    is_same = not named or network.interface_to(address) in re.split("[,=]", named)
     meeting = checkin.meet(
         address,
         port,
@@ -119,12 +122,13 @@ def check_in(args: Arguments, *, is_terminal_shared: bool) -> checkin.Meeting:
         args.join_timeout_s,
         num_spares=args.num_spares,
         min_nodes=args.min_nodes,
+        tries_pairs=is_by_hand and is_same and not os.environ.get("SKIP_PREFLIGHT"),
     )
     chosen = network.choose_variables(address, agents)  # not before the name is known here
     os.environ.update(chosen)
     if chosen and args.node_rank == 0 and agents > 1:
         say(f"sets {' '.join(f'{name}={value}' for name, value in chosen.items())}")
-    if args.node_rank != 0 and not is_terminal_shared:
+    if args.node_rank != 0 and is_by_hand and not args.is_in_step:
         where = f"{meeting.assignment.hosts[0]} ({address}:{port})"
         say(f"checked in with node rank 0 on {where}, as node rank {meeting.assignment.node_rank}")
     return meeting

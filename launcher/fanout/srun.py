@@ -198,7 +198,7 @@ def step_command(
         cause = f"LAUNCHER=srun starts the job's tasks, {tasks} per node"
         cure = f"give --ntasks-per-node={nproc}"
         raise PlanError(f"{cause}, for {nproc} ranks per node; {cure} [wrong-world]")
-    step = ["srun", KILL_ALL, f"--job-name={plan.run_id}"]
+    step = ["srun", KILL_ALL, f"--chdir={plan.directory}", f"--job-name={plan.run_id}"]
     if cpus := environ.get("SLURM_CPUS_PER_TASK"):  # srun does not inherit it
         step.append(f"--cpus-per-task={cpus}")
     if environ.get("SLURM_GPUS_PER_NODE"):  # the script's value; sbatch's options may differ
@@ -225,7 +225,7 @@ def node_step(
     step += ["srun", f"--nodes={plan.num_agents}"]
     if plan.left_out:
         step.append(f"--exclude={','.join(plan.left_out)}")
-    step += [f"--ntasks={plan.num_agents}", "--ntasks-per-node=1"]
+    step += [f"--chdir={plan.directory}", f"--ntasks={plan.num_agents}", "--ntasks-per-node=1"]
     if cpus := environ.get("SLURM_JOB_CPUS_PER_NODE"):
         step.append(f"--cpus-per-task={min(tasks_per_node(cpus, 'SLURM_JOB_CPUS_PER_NODE'))}")
     step.append(f"--job-name={plan.run_id}")

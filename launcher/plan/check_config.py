@@ -64,7 +64,7 @@ def check_config(plan: Plan) -> Plan:
         backend=plan.backend if plan.backend != "auto" else facts.backend,
         join_timeout_s=facts.join_timeout,
         checkpoint_dir=Path(facts.checkpoint_dir),
-        task_file=facts.task_file,
+        task_file=facts.task_file.removeprefix(f"{Path.cwd()}/"),  # nodes may have another path
         prepare=facts.prepare,
         batch=facts.batch,
         num_workers=facts.num_workers,

@@ -26,13 +26,13 @@ from distributed.network import PROFILES
 from distributed.stop_signals import DEFAULT_GRACE_S
 from launcher.container import Container, config_texts, read_container
 from launcher.fanout import job_command
-from launcher.handshake import is_here, is_loopback, read_access
+from launcher.handshake import is_first, is_loopback, read_access
 from launcher.plan import hosts, pbs, slurm, spares
 from launcher.plan.plan import Plan, PlanError, World, read_nproc, read_number
 from launcher.plan.typed import Typed
 from launcher.record.run_ids import free_run_id, next_run_id, plain_run_id
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).parents[2]  # by the name that launch.sh has for it
 MARK = b"# launch-kit: answers --check"  # of our train.py, for this alone
 BY_HAND_PORT = "29500"  # nodes started by hand cannot agree on another before they meet
 _WORDS = {  # variables that can only be one of these
@@ -81,7 +81,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     if fanout == "local" and world.num_nodes > 1:
         _check_access(environ)
     log_dir = Path(_first(typed.log_dir, environ, "LOG_DIR") or DEFAULT_LOG_DIR)
-    log_dir = log_dir.absolute() if typed.module else log_dir
+    log_dir = typed.here / log_dir if typed.module else log_dir
     is_namer = world.node_rank == 0 and fanout != "job_command"
     as_set = raw if typed.like_torchrun else environ  # the user's script reads them, too
     return Plan(
@@ -91,7 +91,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         command=command_line(typed, environ, fanout),
         root=ROOT,
         python=typed.python,
-        directory=ROOT if typed.module else Path.cwd(),
+        directory=ROOT if typed.module else typed.here,
         log_dir=log_dir,
         run_id=choose_run_id(typed.run_id, environ, log_dir, is_namer=is_namer),
         words=words,
@@ -124,10 +124,10 @@ def _read_container(
     typed: Typed, environ: Mapping[str, str], fanout: str, needed: Sequence[Path | str]
 ) -> Container | None:
     in_job = fanout in ("srun", "job_command", "check")
-    needed = [Path.cwd(), ROOT, *needed, *config_texts(Path(typed.config or "-"))]
-    directory = ROOT if typed.module else Path.cwd()
+    needed = [typed.here, ROOT, *needed, *config_texts(Path(typed.config or "-"))]
+    directory = ROOT if typed.module else typed.here
     try:
-        return read_container(environ, directory, needed, in_job=in_job)
+        return read_container(environ, typed.here, directory, needed, in_job=in_job)
     except ValueError as error:
         raise PlanError(str(error)) from None
 
@@ -247,7 +247,7 @@ def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> World:
     master = typed.master or environ.get("MASTER_ADDR")
     if not master:
         raise PlanError(f"{num_nodes} nodes but no address of the master; give MASTER_ADDR")
-    if rank == "auto" and is_here(master, _read_port(typed, environ, is_by_hand=True) or 0):
+    if rank == "auto" and is_first(master, _read_port(typed, environ, is_by_hand=True) or 0):
         node_rank = 0  # the others get theirs as they come
     return World(num_nodes, master, node_rank)
 

@@ -159,6 +159,7 @@ def read_sinfo(text: str, *, of_default: bool) -> list[int]:
 def submit_all(typed: Typed, own: Mapping[str, str], size: Size, job: Sequence[str]) -> int:
     """Submit the preparing job, if there is one, and the training."""
     common = [f"--{name}={own[name]}" for name in SBATCH_OPTIONS if own.get(name)]
+    common += [f"--chdir={typed.here}"] if typed.here != Path.cwd() else []  # behind a link
     common += map("=".join, zip(typed.passed[::2], typed.passed[1::2], strict=True))
     if not typed.dry_run and (cause := refusal([*common, *job])):
         # SLURM would keep a job that can never start.

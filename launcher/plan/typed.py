@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 
@@ -16,6 +17,7 @@ class Typed:
     fanout: str  # a module of launcher/fanout/, auto (what this place allows), or another task:
     # check (the config), submit, status, stop, stacks
     program: str = "start.py"  # the script
+    directory: str = ""  # where it was typed, by the name that the shell has for it
     python: str = sys.executable
     typed: Sequence[str] = ()  # every word of the command line
     transcript: bool = False  # keep what the terminal shows
@@ -54,6 +56,10 @@ class Typed:
     wait: bool = False  # submit: for the job's end
     usage: str = ""  # of the script, in one line
     rest: Sequence[str] = ()  # what followed `--`
+
+    @property
+    def here(self) -> Path:
+        return Path(self.directory or Path.cwd())
 
 
 def parse(arguments: Sequence[str]) -> Typed:

@@ -1,16 +1,19 @@
 """The nodes meet at the master's port while they are checked: can each reach it, do clocks agree?
 
 Node rank 0 listens there until all the others have come, and tells each what to compare with. Every
-node has a port of its own open, its door. When all are there, each tries the doors of all others.
+node has a port of its own open, its door. When all are there, each passes something to the doors of
+all others. Agents of nodes that were started by hand do so when they check in.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import socket
 import tempfile
+import termios
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from launcher.agent.nodes.checkin import SKEW_S
 from launcher.handshake import Access, Entrance, NoEntrance, WrongSecret, connect, open_port
 from launcher.preflight.checks import Fault, existing
 from launcher.text import short_host_name
@@ -29,8 +31,14 @@ MOST_BYTES = 10_000  # of a greeting
 MOST_DOORS = 1 << 20  # bytes of the list of doors
 AT_ONCE = 128  # doors that are tried
 AGAIN_S = 0.3  # between two tries
+PASSED = 1 << 16  # bytes through a door: packets as large as any interface allows
+PASS_S = 1.0  # for them, at least
 SHOWN = 3  # nodes named in one line
-OPEN_ALL = "open all ports between the nodes, for gloo and NCCL"
+SKEW_S = 5.0  # a larger difference between clocks is reported
+CURES = {
+    "port-blocked": "open all ports between the nodes, for gloo and NCCL",
+    "mtu-too-large": "lower the MTU of their interfaces, or let ICMP pass between them",
+}
 
 
 @dataclass(frozen=True)
@@ -51,12 +59,30 @@ class Door:
     address: str
     port: int
 
+    def __str__(self) -> str:
+        where = f"{self.address}:{self.port}"
+        return f"{self.host} ({where})" if self.host else where
+
 
 @dataclass(frozen=True)
 class Doors:
-    """Those of all nodes but node rank 0, once all have come."""
+    """Those of other nodes, once all have come."""
 
     doors: Sequence[Door]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a node found at the doors."""
+
+    faults: Sequence[Fault]
+
+
+def open_door(address: str) -> socket.socket:
+    """Listen where other nodes can pass something: the kernel takes it in, and nobody reads it."""
+    door = open_port(0, address)
+    door.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 * PASSED)
+    return door
 
 
 def receive_others(
@@ -72,7 +98,7 @@ def receive_others(
     Returns which of them it cannot reach; closes the listener.
     """
     with listener, contextlib.ExitStack() as stack:
-        other = stack.enter_context(open_port(0, address))
+        other = stack.enter_context(open_door(address))
         entrance = Entrance(listener, access, say=lambda stranger: None)  # the check-in tells
         stack.enter_context(contextlib.closing(entrance))
         file = ""
@@ -113,12 +139,11 @@ def visit_master(
 
     `done` gets the names of the checks that were made.
     """
-    cure = "open the port in the firewall"
     try:
         with contextlib.ExitStack() as stack:
             master = stack.enter_context(_reach(address, port, secret, deadline))
             here = master.getsockname()[0]
-            door = stack.enter_context(open_port(0, here))
+            door = stack.enter_context(open_door(here))
             mine = Door(node_rank, short_host_name(), here, door.getsockname()[1])
             master.sendall(f"{encode(mine)}\n".encode())
             lines = master.makefile()
@@ -133,12 +158,12 @@ def visit_master(
                 cause = f"{os.path.dirname(greeting.file)!r} is another folder on node rank 0"
                 advice = "choose a checkpoint.dir that all nodes share: the job may move"
                 yield Fault("dir-not-shared", cause, advice)
-            port, cure = greeting.port, OPEN_ALL
             done.append("other port")
-            socket.create_connection((address, port), timeout=ANSWER_S).close()
-            if doors := _read_doors(master, lines, deadline):
+            faults = [*try_doors([Door(0, "", address, greeting.port)], node_rank, deadline)]
+            if (doors := _read_doors(master, lines, deadline)) and not faults:
                 done.append("pairs")
-                yield from try_doors(doors, node_rank, deadline)
+                faults = [*try_doors(doors, node_rank, deadline)]
+            yield from faults
             with contextlib.suppress(OSError):
                 master.sendall(b"\n")
                 master.settimeout(max(0.01, deadline + 1 - time.monotonic()))
@@ -150,7 +175,8 @@ def visit_master(
         if isinstance(error, NoEntrance | WrongSecret) and not is_silent:
             return  # another program, which node rank 0 tells
         why = f"no answer in {ANSWER_S:g} s" if is_silent else error.strerror or error
-        yield Fault("port-blocked", f"no way to {address}:{port} ({why})", cure)
+        cause = f"no way to {address}:{port} ({why})"
+        yield Fault("port-blocked", cause, "open the port in the firewall")
     except ValueError:
         pass
 
@@ -165,23 +191,27 @@ def _read_doors(master: socket.socket, lines: TextIO, deadline: float) -> Sequen
 
 
 def try_doors(doors: Sequence[Door], me: int, deadline: float) -> Iterator[Fault]:
-    """Connect to the doors of all nodes but this one; begins at the next rank."""
+    """Pass something to the doors of all nodes but this one; begins at the next rank."""
     ahead = sorted(doors, key=lambda door: (door.node_rank <= me, door.node_rank))
     others = [door for door in ahead if door.node_rank != me]
-    failed: dict[str, list[str]] = {}  # by why
+    failed: dict[tuple[str, str], list[str]] = {}  # by fault and why
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        whys = pool.map(lambda door: _try_door(door, deadline), others)
-        for door, why in zip(others, whys, strict=True):
+        found = pool.map(lambda door: _try_door(door, deadline), others)
+        for door, (fault, why) in zip(others, found, strict=True):
             if why:
-                failed.setdefault(why, []).append(f"{door.host} ({door.address}:{door.port})")
-    for why, names in failed.items():
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        cause = f"no way to {', '.join(names[:SHOWN])}{more} ({why})"
-        yield Fault("port-blocked", cause, OPEN_ALL)
+                failed.setdefault((fault, why), []).append(str(door))
+    for (fault, why), names in failed.items():
+        yield Fault(fault, f"no way to {shorten(names)} ({why})", CURES[fault])
 
 
-def _try_door(door: Door, deadline: float) -> str:
-    """Return why the door cannot be reached; empty if it can, or if there is no time left.
+def shorten(names: Sequence[str]) -> str:
+    """Return the first of them, and how many more there are."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"
+
+
+def _try_door(door: Door, deadline: float) -> tuple[str, str]:
+    """Return fault and why, where the door cannot be reached; no why if there is no time left.
 
     What fails at once is tried again: a network that has just come back has no route for a while.
     """
@@ -189,14 +219,36 @@ def _try_door(door: Door, deadline: float) -> str:
     why = ""
     while (left_s := end - time.monotonic()) > 0:
         try:
-            socket.create_connection((door.address, door.port), left_s).close()
-            return ""
+            with socket.create_connection((door.address, door.port), left_s) as connection:
+                connection.settimeout(max(left_s, PASS_S))
+                with contextlib.suppress(TimeoutError):
+                    connection.sendall(bytes(PASSED))
+                return "mtu-too-large", find_loss(connection, max(end - time.monotonic(), PASS_S))
         except TimeoutError:
-            return why or f"no answer in {ANSWER_S:.0f} s"
+            why = why or f"no answer in {ANSWER_S:.0f} s"
+            break
         except OSError as error:
             why = error.strerror or str(error)
             time.sleep(min(AGAIN_S, left_s))
-    return why
+    return "port-blocked", why
+
+
+def find_loss(connection: socket.socket, within_s: float) -> str:
+    """Wait until the other end's kernel has what was sent; returns why it has not, else ""."""
+    end = time.monotonic() + within_s
+    while is_busy(connection):
+        if time.monotonic() > end:
+            size = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
+            return f"it answers, but packets of {size} bytes are lost"
+        time.sleep(0.01)
+    return ""
+
+
+def is_busy(connection: socket.socket) -> bool:
+    """Return whether the other end has not yet received all that was sent."""
+    with contextlib.suppress(OSError):  # a sandbox's kernel may not tell
+        return any(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))  # SIOCOUTQ, tcp(7)
+    return False
 
 
 def _reach(address: str, port: int, secret: bytes, deadline: float) -> socket.socket:

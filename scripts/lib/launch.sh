@@ -2,7 +2,22 @@
 # What every entry script sources. bash reads the arguments and finds the Python; then it hands
 # over to launcher/start.py, which plans, checks, starts and watches.
 
+# Prints a path by the name under which the user reaches it. Where a link leads there, the other nodes
+# may have that name alone: here /home is a link to /export/home.
+as_typed() { # <path without links> <folders as typed...>
+  local typed real
+  for typed in "${@:2}"; do
+    real=$(cd -P -- "$typed" 2>/dev/null && pwd) || continue
+    while [[ $typed != "$real" && ${typed##*/} == "${real##*/}" && ${typed%/*}/ -ef ${real%/*}/ ]]; do
+      typed=${typed%/*} real=${real%/*}
+    done
+    [[ $typed == "$real" || $1/ != "$real"/* ]] || { echo "$typed${1#"$real"}" && return; }
+  done
+  echo "$1"
+}
+
 ROOT=$(cd -P -- "${BASH_SOURCE[0]%/*}/../.." && pwd)
+ROOT=$(as_typed "$ROOT" "$PWD" "$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)")
 PROGRAM=${0##*/}
 declare -A PLAN=()    # what was typed, by the names of start.py's options
 declare -A OPTIONS=() # the script's own options: the PLAN entry of each one's value; !entry: it takes none; @: the agent's
@@ -62,7 +77,7 @@ launch() { # <fan-out or other task> <more options of start.py...>
   choose_python
   stage_python "$1"
   command=("$PYTHON" "$ROOT/scripts/lib/start.py" "$@" "${FLAGS[@]}")
-  command+=(--program="$PROGRAM" --usage="$(usage_line)" --python="$PYTHON")
+  command+=(--directory="$PWD" --program="$PROGRAM" --usage="$(usage_line)" --python="$PYTHON")
   for name in "${!PLAN[@]}"; do command+=("--$name=${PLAN[$name]}"); done
   command+=("${TYPED[@]/#/--typed=}" "${NODES[@]/#/--node=}" "${SETTINGS[@]/#/--setting=}")
   command+=("${PASSED[@]/#/--passed=}" "${ACTIVATED[@]/#/--activated=}")

@@ -34,7 +34,7 @@ choose_python() {
   found=$(type -P -- "$PYTHON") ||
     refuse env-missing "there is no Python at ${PYTHON@Q}; set PYTHON to one of 3.10 or newer"
   [[ $found == /* ]] || found=$PWD/$found
-  PYTHON=$found
+  PYTHON=$(as_typed "$found" "$PWD" "$ROOT")
   unset PYTHONINSPECT # each process would wait for someone to type, at its end
   "$PYTHON" -S -c 'import sys, zlib; sys.exit(42 if sys.version_info >= (3, 10) else 43)' 2>/dev/null || code=$?
   case $code in

@@ -10,7 +10,7 @@ from pathlib import Path
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends it without a traceback
 for name in ("distributed", "launcher"):  # not through sys.path: a user's files may lie beside them
-    spec = PathFinder.find_spec(name, [str(Path(__file__).resolve().parents[2])])
+    spec = PathFinder.find_spec(name, [str(Path(__file__).parents[2])])
     assert spec is not None and spec.loader is not None
     sys.modules[name] = module_from_spec(spec)
     spec.loader.exec_module(sys.modules[name])

@@ -599,6 +599,27 @@ PY
   [[ ${lines[1]} == *": node4: no way to node3 (10.0.0.3:"*") (no answer in 3 s); "*" [port-blocked]" ]]
 }
 
+@test "a project behind a link: the nodes have what was typed, and not what the link leads to" {
+  mkdir -p export/own
+  cp -r -- "$ROOT"/{scripts,launcher,distributed} export/
+  ln -s export home
+  cat >export/own/probe.py <<'PY'
+import os
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+print("in", os.getcwd(), flush=True)
+PY
+  # shellcheck disable=SC2016 # for the node
+  on node2 bash -ec 'mkdir /dev/shm/export; mount --bind "$1/export" /dev/shm/export; mount -t tmpfs none "$1"
+    mkdir "$1/home"; mount --bind /dev/shm/export "$1/home"' bash "$PWD"
+  cd home/own
+  LAUNCH=../scripts/ssh/launch_torchrun_auto.sh SHOW_RANKS=all TRAIN_SCRIPT=probe.py run launch - 1 node1 node2
+  echo "$output"
+  [[ $status == 0 && $output == *"[1] [rank1] in $PWD"* ]]
+  on node2 umount --lazy "$BATS_TEST_TMPDIR/home" "$BATS_TEST_TMPDIR" /dev/shm/export
+}
+
 # bats test_tags=prove,long
 @test "through pdsh 5 s without network end no run; a longer cut does, by name" {
   make_idle
@@ -610,6 +631,23 @@ PY
   sleep 10 # SILENCE_S: so long a run that has lost a node goes on
   run ! grep -q FAILED cut.out
   end_by_a_cut cut "$PID"
+}
+
+@test "by hand: a firewall that opens the master's port alone, and a way that loses large packets" {
+  make_idle
+  on node1 iptables --append INPUT --source 10.0.0.2 --protocol tcp --syn ! --dport 29500 --jump DROP
+  on node2 iptables --append INPUT --source 10.0.0.1 --match length --length 1401: --jump DROP
+  export TRAIN_SCRIPT=idle.py LAUNCH=scripts/ssh/launch_torchrun_multinode.sh
+  timeout 300 "$CLUSTER" run node2 "$LAUNCH" - 1 2 1 node1 -- idle >second.out 2>&1 3>&- &
+  run timeout 300 "$CLUSTER" run node1 "$LAUNCH" - 1 2 0 node1 -- idle
+  end_of $!
+  "$CLUSTER" restore node1
+  "$CLUSTER" restore node2
+  echo "$output"
+  cat second.out
+  ((status == 3 && CODE == 3))
+  [[ ${lines[-1]} == "node agent: node1: no way to node2 (10.0.0.2:"*") (it answers, but packets of 1448 bytes are lost), node2: no way to node1 (node1:"*") (no answer in 3 s); "*" [mtu-too-large]" ]]
+  [[ $(tail -n 1 second.out) == "${lines[-1]}" ]]
 }
 
 # bats test_tags=prove,long

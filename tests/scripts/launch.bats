@@ -48,6 +48,20 @@ PY
   [[ $output == *"--nproc-per-node 4 train.py"* && $output == *--show* && $output == *LOG_DIR* ]]
 }
 
+@test "a project, a kit and a Python behind links are named as they were typed" {
+  mkdir -p export/own
+  ln -s export home
+  ln -s "$ROOT" kit
+  ln -s "${PYTHON%/*}" export/bin
+  touch export/own/x.py
+  local up=$PWD typed
+  for typed in home export; do # the second is no link, so that nothing is to be found out
+    cd "$up/$typed/own"
+    PYTHON=$up/export/bin/python run ../../kit/scripts/launch.sh --dry-run x.py
+    [[ $status == 0 && $output == *"cd $up/$typed/own && env "*" $up/$typed/bin/python $up/kit/scripts/lib/agent.py "* ]]
+  done
+}
+
 @test "--dry-run: the plan and the golden command" {
   export RUN_ID=golden
   run --separate-stderr launch --dry-run --nproc-per-node 2 --master-port 23456 own.py --dry-run a=b -- 'c d'

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,10 @@ from ports import free_port
 
 from distributed.errors import Refused
 from launcher.agent.nodes import checkin
+from launcher.agent.nodes.protocol import Peer
 from launcher.handshake import Access, Entrance
+from launcher.preflight.checks import Fault
+from launcher.preflight.meeting import Door
 from launcher.preflight.must_match import NodeReport
 
 LOOPS = str(ROOT / "tests/unit/own_loops.py")
@@ -234,6 +237,61 @@ def test_a_master_without_an_address_is_named(port: int) -> None:
     with pytest.raises(Refused) as refused:
         checkin.join("no-such-host.invalid", port, second, SECRET.encode(), checkin.Wait(1))
     assert refused.value.fault == "name-unresolved"
+
+
+def check_in_by_hand(port: int, *agents: NodeReport) -> list[str]:
+    """Have agents meet and try the ways between them; returns what each is told, or its part."""
+
+    def check_in(agent: NodeReport) -> str:
+        try:
+            access = Access(SECRET.encode())
+            meeting = checkin.meet("127.0.0.1", port, agent, access, PATIENCE_S, tries_pairs=True)
+            with meeting.ready():
+                return str(meeting.assignment.node_rank)
+        except Refused as refused:
+            return str(refused)
+
+    with ThreadPoolExecutor(len(agents)) as pool:
+        return [*pool.map(check_in, agents)]
+
+
+def test_nodes_started_by_hand_try_every_way_between_them(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agents = [replace(HERE, num_nodes=3, node_rank=rank, host=f"n{rank}") for rank in range(3)]
+    tried: dict[int, list[int]] = {}
+
+    def try_doors(doors: Sequence[Door], me: int, deadline: float) -> list[Fault]:
+        others = [door for door in doors if door.node_rank != me]
+        tried[me] = sorted(door.node_rank for door in others)
+        for door in others:  # it is open
+            socket.create_connection((door.address, door.port), timeout=PATIENCE_S).close()
+        return [Fault("port-blocked", "no way to n0 (why)", "open it")] if me in is_blocked else []
+
+    monkeypatch.setattr(checkin, "try_doors", try_doors)
+    is_blocked: set[int] = set()
+    assert check_in_by_hand(port, *agents) == ["0", "1", "2"]
+    assert tried == {0: [1, 2], 1: [0, 2], 2: [0, 1]}
+    is_blocked = {1, 2}
+    told = "n1: no way to n0 (why), n2: no way to n0 (why); open it [port-blocked]"
+    assert check_in_by_hand(port, *agents) == [told] * 3
+
+
+def test_a_node_whose_report_is_lost_ends_the_check_in_of_all(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = Peer.send
+
+    def lose(peer: Peer, message: Any) -> None:
+        if not isinstance(message, NodeReport):
+            send(peer, message)
+
+    monkeypatch.setattr(Peer, "send", lose)
+    monkeypatch.setattr(checkin, "find_loss", lambda connection, within_s: "it is lost")
+    first, second = check_in_by_hand(port, HERE, THERE)
+    assert first == second
+    assert first.startswith(f"there: no way to node rank 0 at 127.0.0.1:{port} (it is lost); ")
+    assert first.endswith(" [mtu-too-large]")
 
 
 HERE = NodeReport(0, 2, 2, "here", "run", {"torch": "2.13.0"}, {"x.py": "0123"})

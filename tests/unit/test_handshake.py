@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,12 +14,19 @@ from pathlib import Path
 
 import pytest
 from agents import PATIENCE_S
+from ports import free_port
 from strangers import keep_silent, mutated_messages, random_bytes, send
 
 from launcher import handshake
 from launcher.handshake import Access, Entrance, NoEntrance, WrongSecret, introduce, read_access
 
 SECRET = bytes(range(32))
+FIRST = """
+import os, sys
+from launcher.handshake import is_first
+print(is_first("127.0.0.1", int(sys.argv[1])), flush=True)
+os.execvp("cat", ["cat"])
+"""
 
 
 class Master:
@@ -194,3 +203,21 @@ def test_only_the_masters_address_listens() -> None:
     for address, expected in (("127.0.0.1", "127.0.0.1"), ("192.0.2.1", "::"), ("", "::")):
         with handshake.open_port(0, address) as listener:
             assert listener.getsockname()[0] == expected
+
+
+def test_of_two_nodes_on_one_machine_one_alone_is_first() -> None:
+    """Whoever is first stays it when it has become the agent; then the next one can be."""
+    command = [sys.executable, "-c", FIRST, str(free_port())]
+
+    def start() -> tuple[subprocess.Popen[str], str]:
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        assert process.stdout is not None
+        return process, process.stdout.readline().strip()
+
+    (first, is_first), (second, is_second) = start(), start()
+    for process in (first, second):
+        process.communicate(timeout=PATIENCE_S)
+    third, is_third = start()
+    third.communicate(timeout=PATIENCE_S)
+    assert (is_first, is_second, is_third) == ("True", "False", "True")

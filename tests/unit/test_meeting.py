@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -198,7 +199,10 @@ def test_every_pair_of_nodes_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     for node in nodes:
         node.join()
     assert found == [] and time.monotonic() < deadline
-    assert sorted((me, sorted(ranks)) for me, ranks in tried) == [(me, [1, 2]) for me in range(3)]
+    everyone = [(me, [1, 2]) for me in range(3)]  # after the door of node rank 0
+    assert sorted((me, sorted(ranks)) for me, ranks in tried) == sorted(
+        [(1, [0]), (2, [0]), *everyone]
+    )
     assert done == [["port", "clock", "other port", "pairs"]] * 2
 
 
@@ -212,6 +216,28 @@ def test_a_door_that_is_closed(listener: int) -> None:
     first = f"no way to n5 (127.0.0.1:{closed[4]}), n1 (127.0.0.1:{closed[0]}), n2 ("
     assert fault.cause.startswith(first)
     assert fault.cause.endswith(") and 1 more (Connection refused)")
+
+
+@pytest.mark.slow
+def test_a_door_that_large_packets_do_not_reach() -> None:
+    """In place of a path that loses them: a port that takes a few KiB."""
+    with socket.socket() as door:
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        door.bind(("127.0.0.1", 0))
+        door.listen()
+        where = meeting.Door(1, "n1", *door.getsockname())
+        (fault,) = meeting.try_doors([where], 0, time.monotonic() + PATIENCE_S)
+    assert fault.name == "mtu-too-large"
+    assert re.fullmatch(
+        r"no way to n1 \(127.0.0.1:\d+\) \(it answers, but packets of \d+ bytes are lost\)",
+        fault.cause,
+    )
+
+
+def test_a_door_takes_in_what_is_passed_though_nobody_reads_it() -> None:
+    with meeting.open_door("127.0.0.1") as door:
+        doors = [meeting.Door(rank, "n", *door.getsockname()) for rank in range(1, 65)]
+        assert [*meeting.try_doors(doors, 0, time.monotonic() + PATIENCE_S)] == []
 
 
 def test_a_door_that_opens_late_is_tried_again() -> None:

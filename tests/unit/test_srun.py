@@ -27,7 +27,8 @@ def test_agents_get_all_that_the_job_has_and_the_variables_of_the_run(plan: Plan
     assert command[:5] == ["env", *unset, "srun"]
     agent = command.index("env", 1)
     assert command[5:agent] == [
-        *("--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--cpus-per-task=32"),
+        *("--nodes=3", f"--chdir={plan.directory}", "--ntasks=3", "--ntasks-per-node=1"),
+        "--cpus-per-task=32",
         *("--job-name=mine", "--gpus-per-node=2", "--kill-on-bad-exit=1"),
     ]
     assert command[agent:][:4] == ["env", "RUN_ID=mine", "LAUNCH_COMMAND=x.sh c.yaml", "/python"]

@@ -18,12 +18,23 @@ from launcher.agent.nodes.team import Team
 from launcher.agent.output.stream import say
 from launcher.failure import Failure
 from launcher.handshake import Access, Entrance, NoEntrance, WrongSecret, connect, open_port
+from launcher.preflight.meeting import (
+    CURES,
+    SKEW_S,
+    Door,
+    Doors,
+    Tried,
+    find_loss,
+    open_door,
+    shorten,
+    try_doors,
+)
 from launcher.preflight.must_match import NodeReport, mismatches
 from launcher.text import count
 
 TELL_S = 3.0  # a wait that takes longer says what it waits for
-SKEW_S = 5.0  # a larger difference between clocks is reported
 CONNECT_S = 4.0  # the kernel knows after 3 s that a host of this network is down
+PAIRS_S = 6.0  # for every two nodes to pass something
 _RETRY_S = 0.1
 
 
@@ -81,15 +92,18 @@ def meet(
     *,
     num_spares: int = 0,  # of the agents that meet
     min_nodes: int = 0,
+    tries_pairs: bool = False,  # of nodes: no preflight has done so
 ) -> Meeting:
     """Meet the other nodes' agents at node rank 0; raises Refused where the run cannot start."""
     if me.node_rank != 0:
-        has_door = min_nodes > 0
+        has_door = min_nodes > 0 or tries_pairs
         return join(address, port, me, access.secret, Wait(timeout_s), has_door=has_door)
     listener = listen(address, port)
     with contextlib.closing(Entrance(listener, access, say)) as entrance:
         peers, reports = gather(entrance, me, Wait(timeout_s))
     everyone = [seat_of(reports[place], peers.get(place)) for place in sorted(reports)]
+    if tries_pairs and peers:
+        try_pairs(address, everyone, peers)
     seats, waiting = everyone[: len(everyone) - num_spares], everyone[len(everyone) - num_spares :]
     spares = {seat.place: peers.pop(seat.place) for seat in waiting}
     team = Team(me.run_id, seats, peers, {seat.place: seat for seat in waiting}, spares, min_nodes)
@@ -145,6 +159,27 @@ def gather(
     return peers, nodes
 
 
+def try_pairs(address: str, everyone: Sequence[Seat], peers: Mapping[int, Peer]) -> None:
+    """On node rank 0: have every two nodes pass something; refuses the start where it is lost."""
+    me, *others = everyone
+    doors = [Door(seat.place, seat.host, seat.address, seat.door) for seat in others if seat.door]
+    with open_door(address) as own:
+        doors.append(Door(0, me.host, address, own.getsockname()[1]))
+        for peer in peers.values():
+            peer.send(Doors(doors))
+        until = own_time.now() + 2 * PAIRS_S
+        faults = [(me, fault) for fault in try_doors(doors, 0, time.monotonic() + PAIRS_S)]
+        for seat in others:
+            answer = peers[seat.place].wait(until)
+            faults += [(seat, one) for one in answer.faults] if isinstance(answer, Tried) else []
+    if faults:
+        causes = [f"{seat.host}: {fault.cause}" for seat, fault in faults]
+        _, first = faults[0]
+        refused = Refused(first.name, f"{shorten(causes)}; {first.cure}")
+        refuse(peers.values(), refused)
+        raise refused
+
+
 def refuse(peers: Iterable[Peer], refused: Refused) -> None:
     """Tell agents that the run does not start, or does not go on with them."""
     for peer in peers:
@@ -168,8 +203,10 @@ def _let_in(
         peer = Peer(connection, received)
         if isinstance(node := peer.wait(wait.deadline), NodeReport):
             yield peer, node
-        else:
-            peer.close()
+            continue
+        peer.close()
+        if isinstance(node, Refusal):
+            raise Refused(node.fault, node.message)
 
 
 def _compare(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) -> None:
@@ -199,18 +236,7 @@ def join(
     turned_away: float | None = None  # since when
     while wait.left_s > 0:
         try:
-            peer = Peer(connect(address, port, secret, min(CONNECT_S, wait.timeout_s)))
-            door = open_port(0, str(peer.socket.getsockname()[0])) if has_door else None
-            report = replace(me, door=door.getsockname()[1]) if door else me
-            peer.send(report)
-            # Node rank 0 may have started later; it answers by its own limit.
-            answer = peer.wait(own_time.now() + wait.timeout_s + TELL_S)
-            if isinstance(answer, Assignment):
-                return Meeting(answer, {0: peer}, door=door)
-            peer.close()
-            if isinstance(answer, Refusal):
-                raise Refused(answer.fault, answer.message)
-            raise NoEntrance("node rank 0 has gone")
+            return _check_in(address, port, me, secret, wait, has_door=has_door)
         except (NoEntrance, WrongSecret) as error:
             if isinstance(error, WrongSecret) and turned_away is None:
                 say(f"warning: {address}:{port} has another RUN_SECRET, or none [stranger]")
@@ -232,6 +258,36 @@ def join(
     fault, cure = _explain(last)
     cause = f"node rank 0 at {address}:{port} did not answer within {wait.timeout_s:g} s"
     raise Refused(fault, f"{cause} ({last.strerror or last}); {cure}")
+
+
+def _check_in(
+    address: str, port: int, me: NodeReport, secret: bytes, wait: Wait, *, has_door: bool
+) -> Meeting:
+    """Connect, and wait for the start; raises OSError, or Refused."""
+    peer = Peer(connect(address, port, secret, min(CONNECT_S, wait.timeout_s)))
+    door = open_door(str(peer.socket.getsockname()[0])) if has_door else None
+    peer.send(replace(me, door=door.getsockname()[1]) if door else me)
+    if why := find_loss(peer.socket, SILENCE_S):
+        peer.close()
+        cause = f"{me.host}: no way to node rank 0 at {address}:{port} ({why})"
+        lost = Refused("mtu-too-large", f"{cause}; {CURES['mtu-too-large']}")
+        with contextlib.suppress(OSError):
+            refuse([Peer(connect(address, port, secret, CONNECT_S))], lost)  # which is short
+        raise lost
+    limit_s = wait.timeout_s + TELL_S  # node rank 0 may have started later; it has its own
+    answer = peer.wait(own_time.now() + limit_s)
+    if isinstance(answer, Doors):
+        faults = try_doors(answer.doors, me.node_rank, time.monotonic() + PAIRS_S)
+        peer.send(Tried([*faults]))
+        answer = peer.wait(own_time.now() + limit_s)
+    if door and not (isinstance(answer, Assignment) and answer.seats):
+        door.close()
+    if isinstance(answer, Assignment):
+        return Meeting(answer, {0: peer}, door=door)
+    peer.close()
+    if isinstance(answer, Refusal):
+        raise Refused(answer.fault, answer.message)
+    raise NoEntrance("node rank 0 has gone")
 
 
 def _explain(error: OSError) -> tuple[str, str]:

@@ -11,10 +11,8 @@ Nothing that arrives is ever unpickled.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import signal
 import socket
-import termios
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +25,7 @@ from launcher.agent.diagnosis.collectives import Calls
 from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.verdict import NodeEnd, Verdict
 from launcher.failure import Failure
+from launcher.preflight.meeting import Doors, Tried
 from launcher.preflight.must_match import NodeReport
 from launcher.typed_json import Kinds, MessageError
 
@@ -107,12 +106,14 @@ class EndRanks:
 
 
 Message: TypeAlias = (
-    NodeReport | Refusal | Assignment | StopRequest | StackRequest | NodeStacks | NodeBeat
-    | SnapshotData | HandedOver | EndRanks | NodeEnd | Verdict
+    NodeReport | Doors | Tried | Refusal | Assignment | StopRequest | StackRequest | NodeStacks
+    | NodeBeat | SnapshotData | HandedOver | EndRanks | NodeEnd | Verdict
     | Failure  # of a rank of the node that sends it
 )  # fmt: skip
 MESSAGES = Kinds(
     hello=NodeReport,
+    doors=Doors,
+    tried=Tried,
     refused=Refusal,
     start=Assignment,
     signal=StopRequest,
@@ -211,12 +212,6 @@ class Peer:
     def is_silent(self) -> bool:
         """Whether nothing has come for SILENCE_S seconds."""
         return own_time.since(self.heard) > SILENCE_S
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether the other end has not yet received all that was sent."""
-        left = fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4))  # SIOCOUTQ, tcp(7)
-        return any(left)
 
     def loss(self, node_rank: int, host: str) -> Failure:
         """Return the failure of the agent at the other end, which is gone or out of reach."""

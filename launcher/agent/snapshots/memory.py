@@ -18,6 +18,7 @@ from launcher import own_time, processes
 from launcher.agent.nodes.protocol import HandedOver, Peer, SnapshotData, SnapshotPiece
 from launcher.agent.output.stream import say
 from launcher.agent.verdict import NodeEnd, Parts
+from launcher.preflight.meeting import is_busy
 
 PIECE = 1 << 17  # bytes
 _PIECE_S = 0.002  # between two: 64 MB/s at most
@@ -190,7 +191,7 @@ class Outgoing:
         if now < self.next_at:
             return
         self.next_at = now + _PIECE_S
-        if peers and not (peer := peers[min(peers)]).is_busy:
+        if peers and not is_busy((peer := peers[min(peers)]).socket):
             if piece := next(self._parts):
                 peer.send(piece)
             self.next_at = now + self.rest_s
