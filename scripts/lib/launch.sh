@@ -2,6 +2,7 @@
 # What every entry script sources. bash reads the arguments and finds the Python; then it hands
 # over to launcher/start.py, which plans, checks, starts and watches.
 
+set +o posix # where sh is bash
 ROOT=$(cd -P -- "${BASH_SOURCE[0]%/*}/../.." && pwd)
 PROGRAM=${0##*/}
 declare -A PLAN=()    # what was typed, by the names of start.py's options
