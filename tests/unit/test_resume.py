@@ -13,7 +13,13 @@ from launcher.plan import resume
 from launcher.plan.plan import ROOT
 from launcher.plan.typed import Typed
 
-SECRET_OR_SHOWN = {"RUN_ID", "RUN_SECRET", "NO_COLOR", "PYTHON"}  # RUN_ID and PYTHON: not by name
+SECRET_OR_SHOWN = {
+    "RUN_ID",
+    "RUN_SECRET",
+    "LOG_LEVEL",
+    "NO_COLOR",
+    "PYTHON",
+}  # two are there otherwise
 
 
 def line(environ: dict[str, str], fanout: str = "local", **typed: Any) -> str:

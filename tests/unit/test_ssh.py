@@ -397,7 +397,7 @@ def test_the_line_of_a_dry_run_can_be_pasted(nodes: Nodes, words: list[str]) -> 
     assert code == 0 and not (nodes.nodes / "asked").exists()
     _, _, comment, line = out.splitlines()
     assert comment.startswith("# node 1 (n1): ranks 1-1 of 2, rendezvous n0:")
-    assert line.startswith("ssh -- n1 ") and "\\" not in line
+    assert line.startswith("ssh -t -- n1 ") and "\\" not in line
     subprocess.run(["bash", "-c", line], env=nodes.environ, check=True)
     arguments, _ = json.loads((nodes.nodes / "1").read_text())
     assert arguments[-len(words) :] == words
