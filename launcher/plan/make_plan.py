@@ -292,7 +292,8 @@ def choose_program(typed: Typed, environ: Mapping[str, str]) -> tuple[list[str],
     if config is None:
         raise PlanError(f"no config; usage: {typed.usage}")
     if config != "-" and not flag and not Path(config).is_file():
-        raise PlanError(f"there is no config {config!r}; give the path of a YAML file")
+        none = "" if is_ours else ", or - for none"
+        raise PlanError(f"there is no config {config!r}; give the path of a YAML file{none}")
     if is_ours and config == "-":
         cause = "'-' passes no config, which this project's train.py needs"
         raise PlanError(f"{cause}; give one, or name a script of your own in TRAIN_SCRIPT")
