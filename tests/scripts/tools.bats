@@ -63,3 +63,8 @@ make_distributed() {
   PYTHONPATH=$PWD run "$ROOT/scripts/checkpoint.sh" ls none
   assert_refused 3 "$PYTHON has no torch; set PYTHON or VENV to an environment that has it" env-missing
 }
+
+@test "a reader that leaves, as head does, ends explain.sh without a word" {
+  run bash -c 'set -o pipefail; "$0" link-lost 2>err | head -c 1; cat err' "$ROOT/scripts/explain.sh"
+  [[ $output == "#" ]]
+}
