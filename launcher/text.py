@@ -75,7 +75,7 @@ def install_command(packages: str) -> str:
 def environment_cure(packages: str) -> str:
     """Return what to do where this Python lacks packages; pip and make init bring no Makefile."""
     root = Path(__file__).resolve().parents[1]
-    has_own = sys.prefix != sys.base_prefix or Path(sys.prefix, "conda-meta").is_dir()
+    has_own = sys.prefix != sys.base_prefix or os.path.isdir(f"{sys.prefix}/conda-meta")
     command = install_command(packages)
     if not has_own and (root / "Makefile").exists():
         command = f"make -C {root} setup"

@@ -46,7 +46,7 @@ def command_line(typed: Typed, environ: Mapping[str, str], fanout: str) -> str:
 
 
 def _set_for_it(typed: Typed, environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield the names of PYTHON and of other programs' variables that the user set for this launch.
+    """Yield the names of PYTHON, PYTHONPATH and other programs' variables, if set for this launch.
 
     What the shell was begun with, and what a site or an environment sets, comes again by itself.
     """
@@ -61,7 +61,8 @@ def _set_for_it(typed: Typed, environ: Mapping[str, str]) -> Iterator[str]:
     if job_id(environ):
         theirs.add("CUDA_VISIBLE_DEVICES")
     for name in sorted({*environ} - theirs):
-        is_wanted = name == "PYTHON" or (name.startswith(FORWARDED) and not _SECRET.search(name))
+        is_other = name.startswith(FORWARDED) and not _SECRET.search(name)
+        is_wanted = is_other or name in ("PYTHON", "PYTHONPATH")
         if is_wanted and f"{name}={environ[name]}" not in again:
             yield name
 

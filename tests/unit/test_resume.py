@@ -43,6 +43,7 @@ def test_each_variable_of_the_help_is_repeated() -> None:
         ({"WANDB_MODE": "offline"}, {}, "WANDB_MODE=offline x.sh"),
         ({"CUDA_VISIBLE_DEVICES": "2,3"}, {}, "CUDA_VISIBLE_DEVICES=2,3 x.sh"),
         ({"OMP_NUM_THREADS": "4", "GRACE": "5"}, {}, "GRACE=5 OMP_NUM_THREADS=4 x.sh"),
+        ({"PYTHONPATH": "src"}, {}, "PYTHONPATH=src x.sh"),
         ({"NCCL_DEBUG": "a b"}, {}, "NCCL_DEBUG='a b' x.sh"),
         ({"PYTHON": "/env/bin/python"}, {}, "PYTHON=/env/bin/python x.sh"),
         ({"PYTHON": "/env/bin/python"}, {"activated": ("PYTHON",)}, "PYTHON=/env/bin/python x.sh"),

@@ -191,7 +191,7 @@ def test_wandb_without_a_login_is_refused_at_the_start(
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
     monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
-    content = {"train": {"max_steps": 1, "batch_size": 1}, "tracking": "wandb"}
+    content: dict[str, Any] = {"train": {"max_steps": 1, "batch_size": 1}, "tracking": "wandb"}
     if is_refused:
         with pytest.raises(ValueError, match="wandb has no login on this machine; run wandb login"):
             Settings(**content)
