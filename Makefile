@@ -2,6 +2,7 @@
 
 VENV   := .venv
 PYTHON := $(VENV)/bin/python
+PIP    := $(VENV)/bin/pip
 STAMP  := $(VENV)/.installed
 TESTED := $(VENV)/.tests-installed
 NPROC  ?= $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU' | sed 's/^0$$/2/')
@@ -31,7 +32,7 @@ train: $(STAMP) ## train the built-in model on this machine (CONFIG=..., NPROC=.
 sample: $(STAMP) ## text from the newest checkpoint of a run of the built-in model (RUN=id)
 	@$(PYTHON) -m training.sample $(if $(RUN),checkpoints/$(RUN),$(error give RUN=, a run id))
 
-plot: $(STAMP) ## draw the metrics of one run or several (RUN="id id") into runs.png
+plot: $(STAMP) ## draw the metrics of a run beside its logs, or of several (RUN="id id")
 	@$(PYTHON) -m training.plot $(or $(RUN),$(error give RUN=, a run id))
 
 test: $(TESTED) ## lint and the tests; says what it had to skip, and why
@@ -115,7 +116,12 @@ $(PYTHON):
 	  { echo "make: python3 has no venv module; install it (Debian: apt install python3-venv)" >&2; exit 3; }
 	@python3 -m venv $(VENV)
 
-$(STAMP): requirements.txt | $(PYTHON)
+# uv makes a .venv without it.
+$(PIP): | $(PYTHON)
+	@[ -e $@ ] || $(PYTHON) -m ensurepip --default-pip >/dev/null 2>&1 || \
+	  { echo "make: $(PYTHON) has no pip; run uv pip install --python $(PYTHON) pip, or remove $(VENV)" >&2; exit 3; }
+
+$(STAMP): requirements.txt | $(PIP)
 	@echo "installing $< into $(VENV) (torch is large: some minutes)"
 	@$(PYTHON) -m pip install -qq --disable-pip-version-check -r $<
 	@touch $@

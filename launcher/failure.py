@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import re
 import signal
-import sys
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from pathlib import Path
 
 from launcher.explain.kinds import Kind
 from launcher.explain.rules import find_rule
+from launcher.text import install_command
 
 # In a traceback, or as faulthandler writes it.
 _FRAME = re.compile(r'^ {2}File "(?P<file>.+)", line (?P<line>\d+),? in (?P<name>.+)$')
@@ -165,10 +164,7 @@ def install_cure(cause: str) -> str:
     """Return how to install a package that this Python lacks; "" for another cause."""
     if not (found := _MISSING.match(cause)):
         return ""
-    words = f"{sys.executable} -m pip install"
-    if importlib.util.find_spec("pip") is None:  # uv makes such an environment
-        words = f"uv pip install --python {sys.executable}"
-    return f"; if it is a package: {words} {_PACKAGES.get(found[1], found[1])}"
+    return f"; if it is a package: {install_command(_PACKAGES.get(found[1], found[1]))}"
 
 
 def user_frames(stack: str) -> list[str]:

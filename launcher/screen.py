@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from abc import ABC, abstractmethod
 
 PARTIAL_S = 0.2  # a line without an end, of one stream among several, is shown after so long
+_REDRAWN = re.compile(rb"\r(\x1b\[[0-2]?K)*")  # and what clears the line would clear a prefix, too
 LONGEST_HELD = 1 << 16  # bytes of it; a longer one is shown at once
 
 
@@ -107,7 +109,7 @@ class View:
         is_new = is_new or (self._is_redrawn and not data.startswith(b"\n"))
         self._is_redrawn = data.endswith(b"\r")
         data, last = data[:-1], data[-1:]
-        data = data.replace(b"\n", b"\n" + prefix).replace(b"\r", b"\r" + prefix)
+        data = _REDRAWN.sub(rb"\g<0>" + prefix, data.replace(b"\n", b"\n" + prefix))
         data = data.replace(b"\r" + prefix + b"\n", b"\r\n")
         if last == b"\n" and data.endswith(b"\r" + prefix):
             data = data.removesuffix(prefix)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import os
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
 
@@ -60,6 +62,24 @@ def list_ranks(ranks: Sequence[int], separator: str) -> str:
         else:
             runs.append([rank])
     return separator.join("-".join(map(str, run)) for run in runs)
+
+
+def install_command(packages: str) -> str:
+    """Return the command that installs packages for this Python."""
+    words = f"{sys.executable} -m pip install"
+    if importlib.util.find_spec("pip") is None:  # uv makes such an environment
+        words = f"uv pip install --python {sys.executable}"
+    return f"{words} {packages}"
+
+
+def environment_cure(packages: str) -> str:
+    """Return what to do where this Python lacks packages; pip and make init bring no Makefile."""
+    root = Path(__file__).resolve().parents[1]
+    has_own = sys.prefix != sys.base_prefix or os.path.isdir(f"{sys.prefix}/conda-meta")
+    command = install_command(packages)
+    if not has_own and (root / "Makefile").exists():
+        command = f"make -C {root} setup"
+    return f"set PYTHON to one that has it, or run {command}"
 
 
 def short_host_name() -> str:

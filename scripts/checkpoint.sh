@@ -10,6 +10,7 @@
 #   DIR              a checkpoint, or the folder of a run: its newest intact one
 #
 # example: scripts/checkpoint.sh verify checkpoints/RUN_ID
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # not sh
 set -euo pipefail
 LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
 # shellcheck source=scripts/lib/launch.sh

@@ -10,6 +10,7 @@
 # example: scripts/explain.sh slurm-4711.out
 #
 # The exit code is 0 if a cause was found, 1 if there is none, 2 if a file cannot be read.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # not sh
 set -euo pipefail
 LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
 # shellcheck source=scripts/lib/launch.sh

@@ -18,10 +18,10 @@
 #
 # It runs in the project's folder, writes its logs where you start it, and ignores TRAIN_SCRIPT and
 # CONFIG_FLAG.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # not sh
 set -euo pipefail
-LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
-[[ -r $LIB/launch.sh ]] || LIB=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/scripts/lib # a scheduler's copy
-[[ -r $LIB/launch.sh ]] || LIB=${LIB%/*/*}/launch-kit/scripts/lib                  # make init
+HERE=$(dirname -- "$(readlink -f -- "$0")") # or it is a scheduler's copy
+for LIB in "$HERE/lib" "${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}"/{,launch-kit/}scripts/lib; do [[ ! -r $LIB/launch.sh ]] || break; done
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh"
 

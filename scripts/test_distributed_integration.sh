@@ -9,6 +9,7 @@
 # example: scripts/test_distributed_integration.sh --nodes=2 --gpus-per-node=8 --partition=gpu
 #
 # It waits for the job, shows its output, and exits with the code of the first failure.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # not sh
 set -euo pipefail
 LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
 # shellcheck source=scripts/lib/launch.sh

@@ -1,6 +1,8 @@
 """Pictures of runs, from their metrics.jsonl: loss, speed, learning rate and gradient norm.
 
-python -m training.plot RUN [RUN...] [--to runs.png]       RUN: a run id, or its folder of logs
+python -m training.plot RUN [RUN...] [--to FILE]       RUN: a run id, or its folder of logs
+
+The picture is runs.png in the run's folder of logs; of several runs, beside the first one's.
 """
 
 from __future__ import annotations
@@ -96,16 +98,19 @@ def main(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", metavar="RUN", nargs="+")
-    parser.add_argument("--to", metavar="FILE", type=Path, default=Path("runs.png"))
+    parser.add_argument("--to", metavar="FILE", type=Path)
     chosen = parser.parse_args(arguments)
-    folders = {run: Path(run) if "/" in run else Path("logs", run) for run in chosen.runs}
+    logs = Path(os.environ.get("LOG_DIR") or "logs")
+    folders = {run: Path(run) if "/" in run else logs / run for run in chosen.runs}
     for file in (folder / METRICS for folder in folders.values()):
         if not file.is_file():
             cure = "give a run id, or its folder of logs"
             print(f"plot: there is no {file}; {cure}", file=sys.stderr)
             return 2
-    draw(folders, chosen.to)
-    print(chosen.to)
+    first = folders[chosen.runs[0]]
+    to = chosen.to or (first if len(folders) == 1 else first.parent) / "runs.png"
+    draw(folders, to)
+    print(to)
     return 0
 
 

@@ -52,6 +52,15 @@ def _word_or_count(*words: str) -> PlainValidator:
     return PlainValidator(check)
 
 
+def _may_have_wandb_login() -> bool:
+    """Whether wandb may find a login, or need none. Without one it would lose the metrics."""
+    names = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "NETRC")
+    files = ("~/.netrc", "~/_netrc", "~/.config/wandb/settings", "wandb/settings")
+    return any(map(os.environ.get, names)) or any(
+        map(os.path.exists, map(os.path.expanduser, files))
+    )
+
+
 NOTHING = ("", "null", "~")  # `key=null` unsets a setting
 
 
@@ -191,6 +200,9 @@ class Settings(Section):
     def _check_tracking(cls, names: list[str]) -> list[str]:
         if "wandb" in names and importlib.util.find_spec("wandb") is None:
             raise ValueError("wandb is not installed; pip install wandb, or leave it out")
+        if "wandb" in names and "RANK" not in os.environ and not _may_have_wandb_login():
+            cure = "run wandb login, or set WANDB_API_KEY or WANDB_MODE=offline"
+            raise ValueError(f"wandb has no login on this machine; {cure}")
         return [check_name(name, *TRACKERS) for name in names]
 
 

@@ -8,8 +8,10 @@ place, with each step once.
 
 from __future__ import annotations
 
+import io
 import logging
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -91,13 +93,20 @@ class WandB:
         import wandb
 
         self._recorded = facts.recorded
-        self._run = wandb.init(
-            id=facts.run_id,
-            name=facts.run_id,
-            resume="allow",
-            dir=str(facts.folder),
-            config={**facts.config, "commit": facts.commit, "hosts": list(facts.hosts)},
-        )
+        stdin, sys.stdin = (
+            sys.stdin,
+            io.StringIO(),
+        )  # without a login it would ask for one, and wait
+        try:
+            self._run = wandb.init(
+                id=facts.run_id,
+                name=facts.run_id,
+                resume="allow",
+                dir=str(facts.folder),
+                config={**facts.config, "commit": facts.commit, "hosts": list(facts.hosts)},
+            )
+        finally:
+            sys.stdin = stdin
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         if step > self._recorded:  # it takes each step once

@@ -19,11 +19,11 @@ from launcher.fanout import protocol
 from launcher.fanout.loop import Child, Loop, given_options, ssh_command
 from launcher.fanout.protocol import Hello
 from launcher.plan.plan import Plan, PlanError
+from launcher.plan.resume import FORWARDED
 from launcher.preflight.checks import Fault
 
 PROBE_S = 3.0
 FAR_SIDE = "launcher.fanout.far_side"
-FORWARDED = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "WANDB_", "CUDA_VISIBLE_DEVICES")
 AT_ONCE = 8  # new connections: sshd drops some from 10 that have not logged in yet
 PACE_S = 0.1  # between so many
 AGAIN_S = 0.3  # before another try: twice, four times, ... as long

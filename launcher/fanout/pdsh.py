@@ -16,9 +16,9 @@ from dataclasses import replace
 
 from distributed.errors import Refused
 from launcher.fanout.connection import FAR_SIDE, Connection
-from launcher.fanout.loop import FIXED, Child
+from launcher.fanout.loop import FIXED, Child, given_options
 from launcher.fanout.protocol import Ready, Start
-from launcher.fanout.ssh import OTHERS_S, Fanout
+from launcher.fanout.ssh import OTHERS_S, Fanout, quote_line
 from launcher.plan.plan import Plan
 from launcher.preflight.check_node import Report
 
@@ -77,5 +77,6 @@ class PdshFanout(Fanout):
             self.close_within(OTHERS_S)
 
     def paste_line(self, node: str, line: str) -> str:
-        words = super().paste_line(node, line.replace("%", "%%")).removeprefix("ssh -- ")
-        return f"pdsh -R ssh -S -w {words}"
+        options = shlex.quote(" ".join(["-tt", *given_options()]))
+        words = f"-w {shlex.quote(node)} {quote_line(line.replace('%', '%%'))}"
+        return f"PDSH_SSH_ARGS_APPEND={options} pdsh -R ssh -S {words}"

@@ -31,7 +31,7 @@ from launcher.fanout.connection import (
     write_opening,
 )
 from launcher.fanout.ending import NodeResult, conclude
-from launcher.fanout.loop import Loop
+from launcher.fanout.loop import Loop, given_options
 from launcher.fanout.nodes import Nodes, Silence
 from launcher.fanout.protocol import Cut, Exit, Hello, Start
 from launcher.fanout.swap import choose_master, swap_ill
@@ -306,6 +306,11 @@ class Fanout:
         return end.code
 
     def paste_line(self, node: str, line: str) -> str:
-        """Return what a user can type to run a line of a shell on a node."""
-        is_plain = "'" in line and not {*line} & {*'"$`\\!'}  # then it can still be read
-        return f"ssh -- {shlex.quote(node)} " + (f'"{line}"' if is_plain else shlex.quote(line))
+        """Return what a user can type to run a line of a shell on a node; Ctrl-C ends it there."""
+        return f"{shlex.join(['ssh', '-t', *given_options(), '--', node])} {quote_line(line)}"
+
+
+def quote_line(line: str) -> str:
+    """Quote a line of a shell for another one; it can still be read where that is possible."""
+    is_plain = "'" in line and not {*line} & {*'"$`\\!'}
+    return f'"{line}"' if is_plain else shlex.quote(line)

@@ -11,6 +11,7 @@ from pathlib import Path
 from distributed.errors import BAD_INPUT, Refused
 from launcher import typed_json
 from launcher.plan.plan import Batch, Plan
+from launcher.text import environment_cure
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ def check_config(plan: Plan) -> Plan:
         cause = f"{plan.python} cannot run train.py{where} ({words[-1]})"
         cure = "PYTHON is a path inside"
         if not plan.container:
-            cure = "install requirements.txt there, or set PYTHON (make setup makes one)"
+            file = plan.root / "requirements.txt"
+            cure = environment_cure(f"-r {file}" if file.exists() else "pydantic PyYAML")
         raise Refused("env-missing", f"{cause}; {cure}")
     facts = typed_json.parse(ConfigFacts, result.stdout)
     return replace(

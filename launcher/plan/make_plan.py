@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,18 +20,18 @@ from distributed.environment import (
     new_run_id,
     port_from_id,
 )
-from distributed.job import in_slurm_step, is_task, job_run_id
+from distributed.job import in_slurm_step, job_run_id
 from distributed.network import PROFILES
 from distributed.stop_signals import DEFAULT_GRACE_S
 from launcher.container import Container, config_texts, read_container
 from launcher.fanout import job_command
 from launcher.handshake import is_first, is_loopback, read_access
-from launcher.plan import hosts, pbs, slurm, spares
-from launcher.plan.plan import Plan, PlanError, World, read_nproc, read_number
+from launcher.plan import hosts, mpi, pbs, slurm, spares
+from launcher.plan.plan import ROOT, Plan, PlanError, World, read_nproc, read_number
+from launcher.plan.resume import command_line
 from launcher.plan.typed import Typed
 from launcher.record.run_ids import free_run_id, next_run_id, plain_run_id
 
-ROOT = Path(__file__).parents[2]  # by the name that launch.sh has for it
 MARK = b"# launch-kit: answers --check"  # of our train.py, for this alone
 BY_HAND_PORT = "29500"  # nodes started by hand cannot agree on another before they meet
 _WORDS = {  # variables that can only be one of these
@@ -46,16 +45,9 @@ _WORDS = {  # variables that can only be one of these
 }
 # Of these, what cannot be ours is another program's, where a script takes torchrun's place.
 _ANYBODYS = ("LOG_LEVEL", "BACKEND", "LAUNCHER", "FRESH")
-_RESUMED_WITH = (  # variables that shape a run: the resume line repeats them
-    *("TRAIN_SCRIPT", "CONFIG_FLAG", "NPROC_PER_NODE", "BACKEND", "LOG_DIR", "MASTER_ADDR"),
-    *("MASTER_PORT", "MAX_RESTARTS", "GRACE", "LAUNCHER", "NCCL_PROFILE", "VENV", "CONDA_ENV"),
-    *("MODULES", "FRESH", "NUMA_BINDING", "SITE", "CONTAINER", "CONTAINER_ARGS"),
-    *("STAGE_ENV", "HANG_SECONDS", "SPARES", "MIN_NODES"),
-)
 _PASSED_ON = (
     *("LOG_LEVEL", "BACKEND", "GRACE", "HANG_SECONDS", "SHOW_RANKS", "FRESH", "NUMA_BINDING"),
 )
-_RESUMED_WITH_SSH = ("SSH_OPTS", "FORWARD_ENV", "PREFLIGHT_SECONDS")
 
 
 def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
@@ -195,6 +187,8 @@ def is_login_node(environ: Mapping[str, str]) -> bool:
 
 def read_world(typed: Typed, environ: Mapping[str, str], fanout: str) -> World:
     """Return the nodes of the run, from the arguments or from the scheduler."""
+    if typed.nnodes is None:
+        mpi.refuse_copies(environ)
     nproc = read_nproc("the number of processes", _first(typed.nproc, environ, "NPROC_PER_NODE"))
     if fanout == "job_command":
         return job_command.read_script(ROOT / str(typed.batch_script), nproc)
@@ -298,7 +292,8 @@ def choose_program(typed: Typed, environ: Mapping[str, str]) -> tuple[list[str],
     if config is None:
         raise PlanError(f"no config; usage: {typed.usage}")
     if config != "-" and not flag and not Path(config).is_file():
-        raise PlanError(f"there is no config {config!r}; give the path of a YAML file")
+        none = "" if is_ours else ", or - for none"
+        raise PlanError(f"there is no config {config!r}; give the path of a YAML file{none}")
     if is_ours and config == "-":
         cause = "'-' passes no config, which this project's train.py needs"
         raise PlanError(f"{cause}; give one, or name a script of your own in TRAIN_SCRIPT")
@@ -320,31 +315,3 @@ def _is_ours(script: str) -> bool:
     if not Path(script).exists() or not ours.exists() or not ours.samefile(script):
         return False
     return MARK in ours.read_bytes()
-
-
-def command_line(typed: Typed, environ: Mapping[str, str], fanout: str) -> str:
-    """Return what was typed, with the variables that shaped it: typed again, it resumes the run."""
-    names = _RESUMED_WITH + (
-        _RESUMED_WITH_SSH if fanout in ("ssh", "pdsh") or typed.nodefile else ()
-    )
-    names += ("CONFIG",) if typed.nodefile else ()  # which qsub's -v sets
-    names = ("RUN_ID", *names) if fanout == "job_command" else names
-    variables = [f"{name}={shlex.quote(environ[name])}" for name in names if environ.get(name)]
-    variables += [f"PYTHON={shlex.quote(typed.python)}"] if environ.get("CONTAINER") else []
-    own = len(typed.typed) - len(typed.rest)  # what follows is the training script's
-    words = [word for word in typed.typed[:own] if word not in ("--dry-run", "resume=never")]
-    words += typed.typed[own:]
-    script = resolve_script(typed.batch_script) if typed.batch_script else None
-    if script and typed.nodefile:
-        words = pbs.job_command(script, words)
-    elif script or fanout == "srun":
-        words = slurm.job_command(environ, script, words)
-    elif is_task(environ):
-        words = slurm.step_command(environ, words)
-    return " ".join([*variables, shlex.join(words)])
-
-
-def resolve_script(script: str) -> str:
-    """Return the path of a script of the project; from its own folder, the relative one."""
-    path = ROOT / script
-    return script if Path(script).exists() and path.samefile(script) else str(path)

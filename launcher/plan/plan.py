@@ -19,6 +19,7 @@ from launcher.preflight.check_node import Report, Request, check_node
 from launcher.preflight.compare import Outcome
 from launcher.text import count, print_row
 
+ROOT = Path(__file__).parents[2]  # by the name that launch.sh has for it
 AGENT, START, STAGE = (f"scripts/lib/{name}" for name in ("agent.py", "start.py", "stage.sh"))
 MOST_RANKS = 4096  # of one node
 JOIN_S = 300.0

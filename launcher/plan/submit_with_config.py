@@ -17,8 +17,9 @@ from distributed import hostlist
 from distributed.environment import new_run_id
 from distributed.errors import REFUSED, Refused
 from launcher.plan.check_config import check_config
-from launcher.plan.make_plan import make_plan, resolve_script
+from launcher.plan.make_plan import make_plan
 from launcher.plan.plan import PlanError, read_number
+from launcher.plan.resume import resolve_script
 from launcher.plan.typed import Typed
 from launcher.text import count, print_row
 

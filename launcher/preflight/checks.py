@@ -24,7 +24,7 @@ from distributed.network import interface_to
 from launcher.handshake import is_here, is_loopback
 from launcher.preflight import infiniband, must_match
 from launcher.preflight.gpus import DEVICES, Gpu, find_slow
-from launcher.text import count
+from launcher.text import count, environment_cure
 
 OLDEST_TORCH = (2, 4)
 # Of a CUDA's drivers for Linux, the first: CUDA Compatibility, table 2 (NVIDIA).
@@ -73,7 +73,7 @@ class Machine:
 def check_program(machine: Machine) -> Iterator[Fault]:
     """This Python has a torch that can be used, and the training script is here."""
     torch = must_match.versions()["torch"]
-    cure = "install it there, or set PYTHON to one that has it (make setup makes one)"
+    cure = environment_cure("torch")
     if not torch:
         yield Fault("env-missing", f"{sys.executable} has no torch", cure)
     elif tuple(map(int, torch.split(".")[:2])) < OLDEST_TORCH:

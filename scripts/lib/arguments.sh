@@ -8,7 +8,8 @@ parse_arguments() { # <"plan entry ..."> <argument...>
   local names
   read -ra names <<<"$1"
   shift
-  TYPED=("${LAUNCH_AS:-$0}" "$@") # a command that pip has installed has its own name
+  TYPED=("${LAUNCH_AS:-$0}" "$@")                    # a command that pip has installed has its own name
+  [[ ${TYPED[0]} == */* ]] || TYPED[0]=./${TYPED[0]} # bash launch.sh
   unset LAUNCH_AS
   while (($#)); do
     [[ $1 == --*=* ]] && set -- "${1%%=*}" "${1#*=}" "${@:2}"

@@ -2,6 +2,8 @@
 # What every entry script sources. bash reads the arguments and finds the Python; then it hands
 # over to launcher/start.py, which plans, checks, starts and watches.
 
+set +o posix # where sh is bash
+
 # Prints a path by the name under which the user reaches it. Where a link leads there, the other nodes
 # may have that name alone: here /home is a link to /export/home.
 as_typed() { # <path without links> <folders as typed...>

@@ -7,6 +7,7 @@ from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
 
+TOOLS = ("launcher.explain.__main__", "distributed.checkpoint")
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends it without a traceback
 for name in ("distributed", "launcher"):  # not through sys.path: a user's files may lie beside them
@@ -18,6 +19,8 @@ for name in ("distributed", "launcher"):  # not through sys.path: a user's files
 if __name__ == "__main__":
     # Another module than the one behind the launchers.
     is_named = sys.argv[1].startswith(("launcher.", "distributed."))
+    if sys.argv[1] in TOOLS:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     try:
         module = import_module(sys.argv[1] if is_named else "launcher.start")
     except ModuleNotFoundError as error:

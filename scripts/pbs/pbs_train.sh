@@ -18,6 +18,7 @@
 #PBS -l walltime=24:00:00
 #PBS -j oe
 #PBS -o logs/
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # not sh
 set -euo pipefail
 cd -- "${PBS_O_WORKDIR:-.}"
 LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib

@@ -23,7 +23,9 @@
 #SBATCH --signal=B:USR1@120
 #SBATCH --requeue
 #SBATCH --open-mode=append
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # not sh
 set -euo pipefail
+NAME=slurm_train_single_node.sh # all below is the same in both scripts: SLURM copies a script alone
 LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib FILE=$0
 if [[ ! -r $LIB/launch.sh ]]; then # sbatch runs a copy; the job's record names what was submitted
   FILE=$(scontrol show job "${SLURM_JOB_ID:-}" 2>/dev/null | sed -n '/^ *Command=/{s///p; q}') || true
@@ -33,18 +35,18 @@ if [[ ! -r $LIB/launch.sh ]]; then # sbatch runs a copy; the job's record names 
   for LIB in "$HERE/../lib" {"$HERE","${SLURM_SUBMIT_DIR:-$HERE}"}/{,launch-kit/}scripts/lib; do
     [[ ! -r $LIB/launch.sh ]] || break
   done
-  [[ -r $LIB/launch.sh ]] || { echo "slurm_train_single_node.sh: this is a copy and finds no scripts/lib; submit it from the project's folder or the one around launch-kit/" >&2 && exit 2; }
+  [[ -r $LIB/launch.sh ]] || { echo "$NAME: this is a copy and finds no scripts/lib; submit it from the project's folder or the one around launch-kit/" >&2 && exit 2; }
 fi
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh"
 
-PROGRAM=slurm_train_single_node.sh # SLURM's copy has another name
+PROGRAM=$NAME # SLURM's copy has another
 
 main() {
   SCHEDULED=1
   parse_arguments config "$@"
   default_config
-  name_batch_script scripts/slurm/slurm_train_single_node.sh "$FILE"
+  name_batch_script "scripts/slurm/$NAME" "$FILE"
   launch srun
 }
 main "$@"

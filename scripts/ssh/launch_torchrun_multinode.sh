@@ -13,10 +13,10 @@
 #
 # example: scripts/ssh/launch_torchrun_multinode.sh config/local3.yaml 8 2 0 10.0.0.1
 #          and on the second machine, the same with 1 instead of 0
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # not sh
 set -euo pipefail
-LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib
-[[ -r $LIB/launch.sh ]] || LIB=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}/scripts/lib # a scheduler's copy
-[[ -r $LIB/launch.sh ]] || LIB=${LIB%/*/*}/launch-kit/scripts/lib                  # make init
+HERE=$(dirname -- "$(readlink -f -- "$0")") # or it is a scheduler's copy
+for LIB in "$HERE/../lib" "${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}"/{,launch-kit/}scripts/lib; do [[ ! -r $LIB/launch.sh ]] || break; done
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh"
 

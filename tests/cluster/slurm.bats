@@ -442,7 +442,7 @@ PY
   eventually grep -q '^step ' job.out
   on login scancel --batch --signal=USR1 "$JOB"
   eventually has_resumed 1
-  grep -q "^resume   RUN_ID=$JOB sbatch --nodes=1 --gpus-per-node=2 scripts/slurm/slurm_train.sh config" job.out
+  grep -q "^resume   RUN_ID=$JOB .*sbatch --nodes=1 --gpus-per-node=2 scripts/slurm/slurm_train.sh config" job.out
   on login scancel "$JOB"
   eventually has_ended "$JOB"
 }
@@ -557,7 +557,7 @@ is_not_running() { # <job>
   cd "else where"
   RUN_ID=path job --nodes=1 "../a b/scripts/slurm/slurm_train.sh" "../a b/local3.yaml" "${SMALL[@]}"
   [[ -d checkpoints/path/step-6 ]]
-  grep -q "^resume     RUN_ID=path sbatch --nodes=1 --gpus-per-node=2 $ROOT/scripts/slurm/slurm_train.sh '../a b/local3.yaml' " job.out
+  grep -q "^resume     RUN_ID=path .*sbatch --nodes=1 --gpus-per-node=2 $ROOT/scripts/slurm/slurm_train.sh '../a b/local3.yaml' " job.out
   run on login "../a b/scripts/submit_with_config.sh" config="../a b/local3.yaml" num_gpus_train=2 --dry-run
   [[ $output == *" $ROOT/scripts/slurm/slurm_train_single_node.sh '../a b/local3.yaml'"* ]]
 }

@@ -294,7 +294,8 @@ PY
 ended      code 0; nothing is left running on 64 nodes" ]]
 }
 
-@test "Ctrl-C in a terminal saves first; a second one kills" {
+# Makes terminal.py, which runs a command in a terminal and presses Ctrl-C at its first step.
+make_terminal() {
   cat >terminal.py <<'PY'
 import os, pty, sys
 pid, terminal = pty.fork()
@@ -311,6 +312,20 @@ except OSError:  # a terminal's end
 print(shown.decode())
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 PY
+}
+
+# bats test_tags=long
+@test "Ctrl-C ends what a pasted line of --dry-run has started on a node" {
+  make_terminal
+  local line
+  line=$(RUN_ID=pasted "$CLUSTER" run login "$LAUNCH" config/local3.yaml 1 node1 "${LONG[@]}" --dry-run | tail -n 1)
+  NO_COLOR=1 run timeout 300 "$CLUSTER" run login "$PYTHON" terminal.py bash -c "$line" </dev/null
+  [[ $output == *"stopped  after saving a checkpoint "* ]]
+  is_gone pasted
+}
+
+@test "Ctrl-C in a terminal saves first; a second one kills" {
+  make_terminal
   RUN_ID=saves NO_COLOR=1 run -75 timeout 300 "$CLUSTER" run login "$PYTHON" terminal.py "$LAUNCH" config/local3.yaml 2 node1 node2 "${LONG[@]}" </dev/null
   is_gone saves
   [[ -d checkpoints/saves/latest/. && $output == *$'^C[0] stopped    after step '*$'\nstopped  after saving a checkpoint '*$'\nresume   RUN_ID=saves '* ]]

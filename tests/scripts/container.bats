@@ -72,7 +72,7 @@ command_of() { # <script and arguments...>
 
 @test "over ssh each node's part is inside, and what is started there is started once" {
   CONTAINER=image run --separate-stderr "$ROOT/scripts/ssh/launch_torchrun_auto.sh" plain.yaml 1 node1 node2 --dry-run
-  [[ $output == *"ssh -- node1 "*"ch-run --cd=$FOLDER "*" -- $AGENT --nnodes 2 "* ]]
+  [[ $output == *"ssh -t -- node1 "*"ch-run --cd=$FOLDER "*" -- $AGENT --nnodes 2 "* ]]
 }
 
 @test "in a SLURM job srun and pyxis load image.sqsh, or a registry's image" {

@@ -14,8 +14,8 @@ launch() {
     run --separate-stderr launch plain.yaml 2 node1 node2 $each --dry-run
     [[ $status == 0 && ${#lines[@]} == 4 ]]
     mapfile -t words < <(xargs printf '%s\n' <<<"${lines[3]}")
-    [[ ${words[*]:0:3} == "ssh -- node2" && ${words[3]} == *" ENGINE=torch.distributed.launch "* ]]
-    [[ ${words[3]} == *"/agent.py --nnodes 2 --node-rank 1 --master-addr node1 --nproc-per-node 2 --master-port 23456 ${each:+$each }$ROOT/train.py --config plain.yaml" ]]
+    [[ ${words[*]:0:4} == "ssh -t -- node2" && ${words[4]} == *" ENGINE=torch.distributed.launch "* ]]
+    [[ ${words[4]} == *"/agent.py --nnodes 2 --node-rank 1 --master-addr node1 --nproc-per-node 2 --master-port 23456 ${each:+$each }$ROOT/train.py --config plain.yaml" ]]
   done
 }
 

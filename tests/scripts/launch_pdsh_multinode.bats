@@ -11,7 +11,7 @@ launch() {
   run --separate-stderr launch - 2 "node[1-2]" --dry-run -- 100%h
   [[ $status == 0 && ${#lines[@]} == 4 && ${lines[0]} == "# node 0 (node1): ranks 0-1 of 4, "* ]]
   mapfile -t words < <(xargs printf '%s\n' <<<"${lines[3]}")
-  [[ ${words[*]:0:6} == "pdsh -R ssh -S -w node2" && ${words[6]} == *" --node-rank 1 "*" own.py 100%%h" ]]
+  [[ ${words[*]:0:7} == "PDSH_SSH_ARGS_APPEND=-tt pdsh -R ssh -S -w node2" && ${words[7]} == *" --node-rank 1 "*" own.py 100%%h" ]]
 }
 
 @test "TRAIN_SCRIPT: a module, through pdsh" {

@@ -13,13 +13,13 @@ nodes_of() { # <argument...>
 }
 
 @test "--dry-run: the plan and the golden command of each node" {
-  export RUN_ID=golden MASTER_PORT=23456 OMP_NUM_THREADS=1
+  export RUN_ID=golden MASTER_PORT=23456 OMP_NUM_THREADS=1 SSH_OPTS=-6
   run --separate-stderr launch plain.yaml 2 node1 me@node2:4 --dry-run
-  local line="MASTER_PORT=23456 $ROOT/scripts/ssh/launch_torchrun_auto.sh plain.yaml 2 node1 me@node2:4"
+  local line="MASTER_PORT=23456 SSH_OPTS=-6 OMP_NUM_THREADS=1 $ROOT/scripts/ssh/launch_torchrun_auto.sh plain.yaml 2 node1 me@node2:4"
   assert_output "# node 0 (node1): ranks 0-1 of 6, rendezvous node1:23456
-ssh -- node1 \"$(golden_command "$line" 2 0 2 node1 "$ROOT/train.py --config plain.yaml")\"
+ssh -t -6 -- node1 \"$(golden_command "$line" 2 0 2 node1 "$ROOT/train.py --config plain.yaml")\"
 # node 1 (me@node2): ranks 2-5 of 6, rendezvous node1:23456
-ssh -- me@node2 \"$(golden_command "$line" 2 1 4 node1 "$ROOT/train.py --config plain.yaml")\""
+ssh -t -6 -- me@node2 \"$(golden_command "$line" 2 1 4 node1 "$ROOT/train.py --config plain.yaml")\""
   # shellcheck disable=SC2154 # set by run
   [[ $stderr == "run        golden    plain.yaml
 hosts      node1 (master, node1:23456)  me@node2

@@ -29,13 +29,27 @@ load helper
 
 @test "make setup installs again only when the requirements change" {
   cp "$ROOT/Makefile" "$ROOT/requirements.txt" .
-  fake_tool python3 'mkdir -p .venv/bin && printf "#!/bin/sh\necho pip >>said\n" >.venv/bin/python && chmod +x .venv/bin/python'
+  fake_tool python3 'mkdir -p .venv/bin && touch .venv/bin/pip && printf "#!/bin/sh\necho pip >>said\n" >.venv/bin/python && chmod +x .venv/bin/python'
   make setup
   make setup
   [[ $(<said) == pip ]]
   touch -d "+1 minute" requirements.txt
   make setup
   [[ $(wc -l <said) == 2 ]]
+}
+
+@test "make setup adds pip to a .venv of uv, which has none" {
+  cp "$ROOT/Makefile" "$ROOT/requirements.txt" .
+  mkdir -p .venv/bin
+  # shellcheck disable=SC2016 # for the Python
+  printf '%s\n' '#!/bin/sh' 'echo "$2" >>said' '[ "$2" != ensurepip ] || [ ! -e without ]' >.venv/bin/python
+  chmod +x .venv/bin/python
+  make setup
+  [[ $(<said) == $'ensurepip\npip' ]]
+  touch -d "+1 minute" requirements.txt
+  touch without
+  run make setup
+  [[ $status != 0 && $output == *"make: .venv/bin/python has no pip; run uv pip install "* ]]
 }
 
 @test "tests see neither the scheduler nor the settings of the machine" {

@@ -82,7 +82,7 @@ $command"
 @test "a PBS allocation of several nodes is trained on over ssh" {
   printf '%s\n' n1 n1 n2 >nodes
   PBS_JOBID=6.host PBS_NODEFILE=nodes run launch -n 3 -c plain.yaml --dry-run
-  [[ $status == 0 && $output == *"6 = 2 nodes x 3"*"ssh -- n1 "*"ssh -- n2 "* ]]
+  [[ $status == 0 && $output == *"6 = 2 nodes x 3"*"ssh -t -- n1 "*"ssh -t -- n2 "* ]]
 }
 
 @test "an allocation of one node, or a step of one, trains here under the job's id" {

@@ -37,3 +37,9 @@ load helper
     [[ $status == 0 && $output == "slurm_script "* ]]
   done
 }
+
+@test "both batch scripts of SLURM find what they need in the same way" {
+  code_of() { sed -n '/^set -euo/,$p' "$ROOT/scripts/slurm/$1.sh" | sed 's/^NAME=[^ ]*//'; }
+  [[ $(code_of slurm_train) == *"scontrol show job"* ]]
+  diff <(code_of slurm_train) <(code_of slurm_train_single_node)
+}

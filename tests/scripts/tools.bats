@@ -10,6 +10,20 @@ make_distributed() {
   export PYTHONPATH=$PWD
 }
 
+@test "sh SCRIPT works, where sh is dash and where it is bash" {
+  type -P dash || skip "no dash here"
+  local script
+  for script in "$ROOT"/scripts/{,ssh/,slurm/,pbs/}*.sh; do
+    run "$script" --help
+    [[ $status == 0 && $output == *"usage: "* ]]
+    diff <(dash "$script" --help) - <<<"$output"
+    diff <(bash --posix "$script" --help) - <<<"$output"
+  done
+  cd "$ROOT/scripts"
+  run dash launch.sh --dry-run x.py
+  [[ $status == 0 && $output == *"'LAUNCH_COMMAND=./launch.sh x.py'"* ]]
+}
+
 @test "explain.sh prints a fault's section" {
   make_distributed
   run "$ROOT/scripts/explain.sh" rank-stuck
@@ -48,4 +62,9 @@ make_distributed() {
   echo "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')" >torch/__init__.py
   PYTHONPATH=$PWD run "$ROOT/scripts/checkpoint.sh" ls none
   assert_refused 3 "$PYTHON has no torch; set PYTHON or VENV to an environment that has it" env-missing
+}
+
+@test "a reader that leaves, as head does, ends explain.sh without a word" {
+  run bash -c 'set -o pipefail; "$0" link-lost 2>err | head -c 1; cat err' "$ROOT/scripts/explain.sh"
+  [[ $output == "#" ]]
 }

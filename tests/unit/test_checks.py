@@ -17,6 +17,7 @@ import pytest
 from ports import free_port
 
 from distributed.environment import port_from_id
+from launcher import text
 from launcher.handshake import open_port
 from launcher.preflight import checks, gpus, must_match
 from launcher.preflight.check_node import Request, check_node, open_master_port
@@ -124,13 +125,39 @@ def test_what_a_check_finds(check: str, changes: dict[str, Any], fault: str, cau
     assert cause in (found.cause if found else "")
 
 
+@pytest.mark.parametrize(
+    ("has_environment", "has_makefile", "command"),
+    [
+        (True, True, "/p/bin/python -m pip install torch"),
+        (False, False, "/p/bin/python -m pip install torch"),  # pip and make init bring no Makefile
+        (False, True, "make -C ROOT setup"),
+    ],
+)
+def test_a_python_without_torch_gets_a_command_that_is_there(
+    has_environment: bool,
+    has_makefile: bool,
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root = tmp_path / "kit"
+    (root / "launcher").mkdir(parents=True)
+    if has_makefile:
+        (root / "Makefile").touch()
+    monkeypatch.setattr(text, "__file__", f"{root}/launcher/text.py")
+    monkeypatch.setattr(sys, "executable", "/p/bin/python")
+    monkeypatch.setattr(sys, "prefix", "/p" if has_environment else sys.base_prefix)
+    told = text.environment_cure("torch")
+    assert told == f"set PYTHON to one that has it, or run {command.replace('ROOT', str(root))}"
+
+
 OLD = "has torch 2.3.1+cu118, too old for the launchers; install 2.4 or newer"
-EMPTY = "' holds no _C for this Python; install it there, or set PYTHON to one that has it"
+EMPTY = "' holds no _C for this Python; set PYTHON to one that has it, or run "
 
 
 @pytest.mark.parametrize(
     ("version", "told"),
-    [("2.3.1+cu118", OLD), ("2.10.0a0", EMPTY), ("", " has no torch; install it there, or ")],
+    [("2.3.1+cu118", OLD), ("2.10.0a0", EMPTY), ("", " has no torch; set PYTHON to one ")],
 )
 def test_a_torch_that_is_too_old_or_not_whole(tmp_path: Path, version: str, told: str) -> None:
     (tmp_path / "torch").mkdir()

@@ -36,6 +36,15 @@ STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS"
 LIKE = {"like_torchrun": True, "rest": ("a.py", "--b=c"), "config": None}
 SSH = {"fanout": "ssh", "node": ("n1", "n2:3")}
 SPARE = {"SPARES": "1", "MAX_RESTARTS": "1"}
+COPIES = [  # and the variable that says how many there are
+    ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE"),
+    ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}, "MV2_COMM_WORLD_SIZE"),
+    ({"MVP_COMM_WORLD_RANK": "1", "MVP_COMM_WORLD_SIZE": "2"}, "MVP_COMM_WORLD_SIZE"),
+    ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_SIZE"),
+    ({"MPI_LOCALRANKID": "0", "PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_SIZE"),
+    ({"PALS_RANKID": "0", "PMI_SIZE": "2"}, "PMI_SIZE"),
+    ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2"}, "FLUX_JOB_SIZE"),
+]
 
 
 @pytest.mark.parametrize(
@@ -127,6 +136,10 @@ def test_a_batch_in_words(batch: Batch, told: str) -> None:
         ("num_nodes", LIKE, captured("one-per-node-step"), 2),
         ("node_rank", LIKE, captured("one-per-node-step"), 1),
         ("num_nodes", {**LIKE, "nnodes": "1"}, captured("one-per-node-step"), 1),
+        ("num_nodes", {**LIKE, "nnodes": "1"}, COPIES[0][0], 1),
+        ("num_nodes", BY_HAND, COPIES[3][0], 2),
+        ("num_nodes", LIKE, {"PMI_RANK": "0", "PMI_SIZE": "1"}, 1),
+        ("num_nodes", LIKE, captured("one-per-node-step") | COPIES[3][0], 2),  # srun --mpi=pmi2
     ],
 )
 def test_what_wins(
@@ -209,6 +222,7 @@ def test_world_of_a_slurm_step_and_of_a_pbs_job(folder: Path) -> None:
         ({}, {"RUN_ID": "-x"}, "RUN_ID is '-x'"),
         ({}, {"RUN_ID": "latest"}, "RUN_ID is 'latest', a name that the log folder needs itself"),
         ({"config": "no.yaml"}, {}, "there is no config 'no.yaml'; give the path"),
+        ({"config": "2"}, {"TRAIN_SCRIPT": "a.py"}, "give the path of a YAML file, or - for none"),
         ({"config": "-"}, {}, "'-' passes no config, which this project's train.py needs; give"),
         ({"fanout": "ssh", "node": ("-o",)}, {}, "'-o' names no node"),
         ({"fanout": "ssh", "node": ("n[1-2]", "n2:4")}, {}, "n2 is named twice"),
@@ -216,6 +230,8 @@ def test_world_of_a_slurm_step_and_of_a_pbs_job(folder: Path) -> None:
         ({"fanout": "srun"}, {}, "this is no SLURM job; use sbatch x.sh, or salloc first"),
         ({"fanout": "auto"}, captured("one-per-node-step"), "this allocation has 2 nodes"),
         ({"health_check": True}, captured("batch-step"), "the job has 2 nodes and no srun started"),
+        *(({}, environ, f"mpiexec started this 2 times ({size})") for environ, size in COPIES),
+        (SSH, COPIES[0][0], "start it once, without mpiexec; for separate runs, unset OMPI_COMM"),
     ],
 )
 def test_what_is_refused_in_one_line(
@@ -248,14 +264,6 @@ def test_a_task_of_the_users_own_is_among_the_compared_files(folder: Path) -> No
     assert plan.task_file == "mine.py"
     assert plan.request().words[-1] == plan.task_file
     assert plan.run_variables()["LAUNCH_TASK_FILE"] == plan.task_file
-
-
-def test_the_command_repeats_what_shaped_the_run() -> None:
-    typed = ("scripts/x.sh", "c.yaml", "a b", "--dry-run", "resume=never", "--", "'")
-    plan = plan_of({"TRAIN_SCRIPT": "my own.py", "RUN_ID": "mine", "GRACE": "5"}, typed=typed)
-    assert (
-        plan.command == """TRAIN_SCRIPT='my own.py' GRACE=5 scripts/x.sh c.yaml 'a b' -- ''"'"''"""
-    )
 
 
 def test_arguments_of_the_entry_scripts() -> None:

@@ -35,17 +35,30 @@ def test_runs_are_drawn_in_a_size_for_a_slide(
     assert capsys.readouterr().out == "both.png\n"
     assert size_of(tmp_path / "both.png") == (1280, 720)
     assert plot.main(["elsewhere/two"]) == 0
-    assert size_of(tmp_path / "runs.png") == (1280, 720)
+    assert size_of(tmp_path / "elsewhere/two/runs.png") == (1280, 720)
 
 
 def test_runs_of_one_name_are_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     told: list[list[str]] = []
-    monkeypatch.setattr(plot, "draw", lambda runs, to: told.append([*runs]))
+    monkeypatch.setattr(plot, "draw", lambda runs, to: told.append([*runs, str(to)]))
     for folder in ("a", "b"):
         write(tmp_path / folder / "same", "loss")
     assert plot.main(["a/same", "b/same"]) == 0
-    assert told == [["a/same", "b/same"]]
+    assert told == [["a/same", "b/same", "a/runs.png"]]
+
+
+def test_a_picture_lies_beside_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    told: list[str] = []
+    monkeypatch.setattr(plot, "draw", lambda runs, to: told.append(str(to)))
+    write(tmp_path / "logs/one", "loss")
+    write(tmp_path / "mine/two", "loss")
+    write(tmp_path / "mine/three", "loss")
+    assert plot.main(["one"]) == 0
+    monkeypatch.setenv("LOG_DIR", "mine")
+    assert plot.main(["two", "three"]) == 0
+    assert told == ["logs/one/runs.png", "mine/runs.png"]
 
 
 def test_each_panel_shows_its_metrics(tmp_path: Path) -> None:

@@ -128,3 +128,20 @@ def test_what_may_not_be_seen_or_signalled_is_left_out() -> None:
     code += "processes.send([1], signal.SIGTERM); print(processes.descendants(1) != [])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
+@pytest.mark.parametrize("program", ["agent.py", "start.py"])
+def test_ctrl_c_while_our_own_modules_are_imported_shows_no_traceback(
+    program: str, tmp_path: Path
+) -> None:
+    kill = "import os, signal; os.kill(os.getpid(), signal.SIGINT)\n"
+    (tmp_path / "tempfile.py").write_text(kill)  # in the place of Python's
+    program = str(Path(processes.__file__).parents[1] / "scripts/lib" / program)
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, program, "local", "--", "x.py"],
+        env=environ,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")

@@ -104,6 +104,18 @@ def test_each_line_and_each_state_of_a_bar_has_its_prefix(sheet: Sheet, size: in
     assert shown == expected
 
 
+@pytest.mark.parametrize("clear", [b"\r\x1b[2K", b"\r\x1b[K", b"\x1b[2K\r", b"\r\x1b[0K\x1b[1K"])
+def test_a_bar_that_clears_its_line_keeps_its_prefix(sheet: Sheet, clear: bytes) -> None:
+    one, two = several(sheet, has_prefix=True)
+    for state in (b"10%", b"20%"):
+        one.add(clear + state)
+        one.tick(later())
+    assert sheet.text == b"[0] " + clear + b"[0] 10%" + clear + b"[0] 20%"
+    two.add(b"x\n")
+    one.add(clear + b"done\n")
+    assert sheet.text.endswith(b"20%\n[1] x\n[0] " + clear + b"[0] done\n")
+
+
 def test_lines_of_ranks_with_labels_stay_apart() -> None:
     sheet = Sheet()
     one, two = (RankView(sheet, is_alone=False, label=b"[rank%d]" % rank) for rank in range(2))

@@ -112,6 +112,7 @@ class Place:
     def told(self, err: str) -> str:
         """Cut off the plan, and name what differs between two runs."""
         err = re.sub(r"\A(?:[a-z].*\n)*logs  .*\n", "", err)
+        err = re.sub(rf"(OMP_NUM_THREADS=1 )?PYTHON={self.python} ", "", err)  # the resume line's
         err = err.replace(str(self.folder), "HERE").replace(self.run_id, "RUN")
         err = err.replace(str(ROOT / "scripts"), "scripts")
         err = re.sub(rf"\b{re.escape(short_host_name())}\b", "HOST", err)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
 import struct
+import sys
 import threading
+import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from launched import Work
 from test_task import work as work
 
 from training import trackers
+from training.settings import Settings
 from training.trackers import RunFacts, Trackers
 
 
@@ -149,3 +153,50 @@ def test_tensorboard_drops_what_a_killed_process_recorded_too_much(work: Work) -
     events = EventAccumulator(str(work.folder / "logs/tensorboard/board"))
     events.Reload()
     assert [one.step for one in events.Scalars("loss")] == list(range(1, 31))
+
+
+@pytest.mark.parametrize(
+    ("environ", "file", "is_refused"),
+    [
+        ({}, "", True),
+        ({"WANDB_PROJECT": "p"}, "", True),
+        ({"WANDB_API_KEY": "k"}, "", False),
+        ({"WANDB_MODE": "offline"}, "", False),
+        ({}, ".netrc", False),
+        ({}, ".config/wandb/settings", False),
+        ({"NETRC": "/my/netrc"}, "", False),
+        ({"RANK": "1"}, "", False),  # it was checked where the run was launched
+    ],
+)
+def test_wandb_without_a_login_is_refused_at_the_start(
+    environ: dict[str, str],
+    file: str,
+    is_refused: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {"HOME": str(tmp_path), **environ}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    if file:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
+    content: dict[str, Any] = {"train": {"max_steps": 1, "batch_size": 1}, "tracking": "wandb"}
+    if is_refused:
+        with pytest.raises(ValueError, match="wandb has no login on this machine; run wandb login"):
+            Settings(**content)
+    else:
+        assert Settings(**content).tracking == ["wandb"]
+
+
+def test_wandb_asks_nothing_in_the_middle_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asking = types.ModuleType("wandb")
+    asking.init = lambda **_: input("Enter your choice: ")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", asking)
+    monkeypatch.setattr(sys, "stdin", kept := io.StringIO("1\n"))
+    Trackers(["wandb"], RunFacts("run", tmp_path, {}, [], 0)).record(1, {"loss": 1.0})
+    assert "tracker wandb failed (EOF when reading a line); the run goes on" in caplog.text
+    assert sys.stdin is kept and kept.read() == "1\n"

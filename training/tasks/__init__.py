@@ -19,7 +19,7 @@ the learning rate and everything distributed. What else a task may have is below
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -98,7 +98,8 @@ class Task(Protocol):
 
     def describe(self) -> str:
         """Return one line about the data, shown at the start."""
-        return ""
+        train = getattr(self, "train", None)
+        return f"{len(train):,} samples" if isinstance(train, Sized) else "a stream of samples"
 
     def summary(self, model: nn.Module, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         """Return (label, text) pairs that are printed at the end; `metrics` of the validation."""

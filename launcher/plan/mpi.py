@@ -1,0 +1,23 @@
+"""A launcher that an MPI's mpiexec has started, several times over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from distributed.environment import LAUNCHERS
+from launcher.plan.plan import PlanError
+
+
+def refuse_copies(environ: Mapping[str, str]) -> None:
+    """Raise PlanError if mpiexec started this process and others, each of which would train alone.
+
+    Under srun, the step's own variables tell the nodes.
+    """
+    marks = (name for name in LAUNCHERS if name != "RANK" and environ.get(name))
+    mark = next(marks, "SLURM_STEP_ID")
+    size = mark.replace("_RANK", "_SIZE") if "_COMM_WORLD_" in mark else "PMI_SIZE"
+    size = "FLUX_JOB_SIZE" if mark == "FLUX_TASK_RANK" else size
+    if mark != "SLURM_STEP_ID" and environ.get(size, "1") != "1":
+        cause = f"mpiexec started this {environ[size]} times ({size}), each as a run of its own"
+        cure = f"start it once, without mpiexec; for separate runs, unset {size}"
+        raise PlanError(f"{cause}; {cure} [wrong-world]")

@@ -1,0 +1,73 @@
+"""The resume line: what was typed, with the variables that shaped the run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from distributed.job import is_task, job_id
+from launcher.plan import pbs, slurm
+from launcher.plan.plan import ROOT
+from launcher.plan.typed import Typed
+
+FORWARDED = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "WANDB_", "CUDA_VISIBLE_DEVICES")  # over ssh
+REPEATED = (
+    *("TRAIN_SCRIPT", "CONFIG_FLAG", "NPROC_PER_NODE", "BACKEND", "LOG_DIR", "MASTER_ADDR"),
+    *("MASTER_PORT", "MAX_RESTARTS", "GRACE", "LAUNCHER", "NCCL_PROFILE", "VENV", "CONDA_ENV"),
+    *("MODULES", "FRESH", "NUMA_BINDING", "SITE", "CONTAINER", "CONTAINER_ARGS"),
+    *("STAGE_ENV", "HANG_SECONDS", "SPARES", "MIN_NODES", "HOSTS", "SKIP_PREFLIGHT"),
+)
+REPEATED_WITH_SSH = ("SSH_OPTS", "FORWARD_ENV", "PREFLIGHT_SECONDS")
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASS")
+
+
+def command_line(typed: Typed, environ: Mapping[str, str], fanout: str) -> str:
+    """Return what was typed, with the variables that shaped it: typed again, it resumes the run."""
+    names = REPEATED + (REPEATED_WITH_SSH if fanout in ("ssh", "pdsh") or typed.nodefile else ())
+    names += ("CONFIG",) if typed.nodefile else ()  # which qsub's -v sets
+    names = ("RUN_ID", *names) if fanout == "job_command" else names
+    names += tuple(_set_for_it(typed, environ))
+    variables = [f"{name}={shlex.quote(environ[name])}" for name in names if environ.get(name)]
+    variables += [f"PYTHON={shlex.quote(typed.python)}"] if environ.get("CONTAINER") else []
+    own = len(typed.typed) - len(typed.rest)  # what follows is the training script's
+    words = [word for word in typed.typed[:own] if word not in ("--dry-run", "resume=never")]
+    words += typed.typed[own:]
+    script = resolve_script(typed.batch_script) if typed.batch_script else None
+    if script and typed.nodefile:
+        words = pbs.job_command(script, words)
+    elif script or fanout == "srun":
+        words = slurm.job_command(environ, script, words)
+    elif is_task(environ):
+        words = slurm.step_command(environ, words)
+    return " ".join([*variables, shlex.join(words)])
+
+
+def _set_for_it(typed: Typed, environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield the names of PYTHON, PYTHONPATH and other programs' variables, if set for this launch.
+
+    What the shell was begun with, and what a site or an environment sets, comes again by itself.
+    """
+    try:
+        text = Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    except OSError:  # another user's: the parent is a scheduler's
+        text = b""
+    again = {*os.fsdecode(text).split("\0")}
+    if typed.staged or environ.get("CONTAINER") or typed.python == str(ROOT / ".venv/bin/python"):
+        again.add(f"PYTHON={environ.get('PYTHON')}")
+    theirs = {*typed.activated} - {"PYTHON"}
+    if job_id(environ):
+        theirs.add("CUDA_VISIBLE_DEVICES")
+    for name in sorted({*environ} - theirs):
+        is_other = name.startswith(FORWARDED) and not _SECRET.search(name)
+        is_wanted = is_other or name in ("PYTHON", "PYTHONPATH")
+        if is_wanted and f"{name}={environ[name]}" not in again:
+            yield name
+
+
+def resolve_script(script: str) -> str:
+    """Return the path of a script of the project; from its own folder, the relative one."""
+    path = ROOT / script
+    return script if Path(script).exists() and path.samefile(script) else str(path)
