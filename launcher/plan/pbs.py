@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -30,6 +31,17 @@ def read_nodefile(environ: Mapping[str, str], nproc: int | None) -> tuple[NodePl
         raise PlanError(f"{cause}; {REQUEST}")
     several = {name: lines.count(name) for name in lines if lines.count(name) > 1}
     return tuple(NodePlan(name, nproc or several.get(name)) for name in dict.fromkeys(lines))
+
+
+def ask_qstat(job: str) -> dict[str, str]:
+    """Return a job's attributes, as `qstat -f` shows them; none where PBS does not answer."""
+    command = ["qstat", "-f", job]
+    try:
+        text = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=10, text=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    lines = text.replace("\n\t", "").splitlines()  # it folds what is long
+    return dict(line.strip().split(" = ", 1) for line in lines if " = " in line)
 
 
 def job_command(script: str, typed: Sequence[str]) -> list[str]:
