@@ -25,6 +25,7 @@ from launcher.record.restart import Restart
 from launcher.typed_json import decode
 
 ASKED, SHOWN = "stacks", "stacks.txt"  # files that ask where all ranks are, and say so
+NOTICED = "notice"  # a file that passes SLURM's notice of a time limit on
 KEPT = "failure.txt"  # what its user saw last of a run that failed or was stopped
 PROGRESS_S = 5.0  # between two updates of a run's step
 _LOCK_S = 2.0  # the longest wait for another writer

@@ -125,6 +125,19 @@ field() { # <job> <name>
   eventually has_ended "$TIMED"
 }
 
+# bats test_tags=prove,long
+@test "at its time limit a script that does not handle the notice is named, and was warned before" {
+  echo 'import time; time.sleep(600)' >plain.py
+  local code=0
+  TRAIN_SCRIPT=plain.py job --nodes=2 --gpus-per-node=1 --time=1 --signal=B:USR1@30 scripts/slurm/slurm_train.sh - || code=$?
+  echo "exit code $code: $(<job.out)"
+  ((code == 143))
+  [[ $(grep -c '^node agent: warning: the script does not handle SIGUSR1, .* \[time-limit\]$' job.out) == 1 ]]
+  grep -qx 'FAILED   job (node[1-5]) [0-9]* s after the start  *\[time-limit\]' job.out
+  [[ $(tail -n 1 job.out) == "see      TROUBLESHOOTING.md#time-limit" && $(<job.out) != *requeued* ]]
+  grep -q '"exit_code": 143' "logs/$JOB/run.json"
+}
+
 is_shown_twice() { # <file>
   (($(grep -c "where the ranks are" "$1") == 2))
 }
@@ -439,12 +452,10 @@ PY
   eventually grep -q '^logs ' job.out # the agent is about to start
   on login scancel --batch --signal=USR1 "$JOB"
   eventually has_restarts 1
-  eventually grep -q '^step ' job.out
-  on login scancel --batch --signal=USR1 "$JOB"
   eventually has_resumed 1
-  grep -q "^resume   RUN_ID=$JOB sbatch --nodes=1 --gpus-per-node=2 scripts/slurm/slurm_train.sh config" job.out
   on login scancel "$JOB"
   eventually has_ended "$JOB"
+  grep -q "^resume   RUN_ID=$JOB sbatch --nodes=1 --gpus-per-node=2 scripts/slurm/slurm_train.sh config" job.out
 }
 
 @test "a notice while srun has not started the ranks yet reaches them" {
