@@ -18,7 +18,7 @@ from launcher.agent.nodes.team import Team
 from launcher.agent.output.stream import say
 from launcher.failure import Failure
 from launcher.handshake import Access, Entrance, NoEntrance, WrongSecret, connect, open_port
-from launcher.preflight.must_match import NodeReport, mismatches
+from launcher.preflight.must_match import ARGUMENTS, NodeReport, mismatches
 from launcher.text import count
 
 TELL_S = 3.0  # a wait that takes longer says what it waits for
@@ -185,7 +185,8 @@ def _compare(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) 
         cause = f"{node.host} has run id {node.run_id}, {me.host} has {me.run_id}"
         raise Refused("wrong-world", f"{cause}; do not set RUN_ID, or set the same one")
     for fault, cause in mismatches(me, node):
-        raise Refused(fault, f"{cause}; make them the same")
+        cure = ", or set SKIP_PREFLIGHT=1 on every node" * cause.startswith(ARGUMENTS)
+        raise Refused(fault, f"{cause}; make them the same{cure}")
 
 
 def join(
