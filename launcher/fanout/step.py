@@ -302,5 +302,10 @@ def requeue(plan: Plan, environ: Mapping[str, str] = os.environ) -> bool:
             cause = f"{MOST_RESTARTS} restarts gained no step; the job is not requeued"
             print(f"{plan.program}: {cause}", file=sys.stderr)
             return True
-    print(f"requeued job {job_id(environ)}; it resumes when SLURM starts it again", file=sys.stderr)
-    return subprocess.run(["scontrol", "requeue", job_id(environ)]).returncode == 0
+    # SLURM ends a job that it requeues by SIGTERM, which is blocked here and in scontrol, and only
+    # KillWait later by SIGKILL: there is time to say so.
+    job = job_id(environ)
+    is_back = subprocess.run(["scontrol", "requeue", job]).returncode == 0
+    if is_back:
+        print(f"requeued job {job}; it resumes when SLURM starts it again", file=sys.stderr)
+    return is_back

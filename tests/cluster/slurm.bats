@@ -309,6 +309,39 @@ all_run_at_once() { # <job...>
   (($(on login squeue -h -t running -j "$(IFS=, && echo "$*")" | wc -l) == $#))
 }
 
+is_refused() { # <job> <output> <job that has the run>
+  has_ended "$1" && [[ $(field "$1" ExitCode) == ExitCode=3:0 ]] &&
+    grep -q ": run $JOB is live: job $3, process [0-9]* on node[1-5]; .*\[run-is-live\]$" "$2"
+}
+
+# bats test_tags=prove,long
+@test "a copy of a requeued job, submitted with its run's id: the first to start trains, and the other ends" {
+  local copy
+  start_long --nodes=1 --gpus-per-node=1
+  copy=$(RUN_ID=$JOB on login sbatch --parsable --output=copy.out --nodes=1 --gpus-per-node=1 \
+    scripts/slurm/slurm_train.sh config/local3.yaml "${LONG[@]}")
+  eventually is_refused "$copy" copy.out "$JOB" || { cat copy.out && false; }
+  on login scancel --batch --signal=USR1 "$JOB"
+  eventually grep -qx "requeued job $JOB; it resumes when SLURM starts it again" job.out
+  on login scontrol hold "$JOB"
+  eventually is_pending "$JOB"
+  copy=$(RUN_ID=$JOB on login sbatch --parsable --output=copy.out --nodes=1 --gpus-per-node=1 \
+    scripts/slurm/slurm_train.sh config/local3.yaml "${LONG[@]}")
+  eventually grep -q '^resumed    after step' copy.out
+  eventually grep -q '^step ' copy.out
+  on login scontrol release "$JOB"
+  eventually is_refused "$JOB" job.out "$copy" || { cat job.out && false; }
+  [[ $(field "$copy" JobState) == JobState=RUNNING ]]
+  grep -q '"state": "running"' "logs/$JOB/run.json"
+  on login scancel "$copy"
+  eventually has_ended "$copy"
+  grep -q '"exit_code": 75' "logs/$JOB/run.json"
+}
+
+is_pending() { # <job>
+  [[ $(field "$1" JobState) == JobState=PENDING ]]
+}
+
 # bats test_tags=prove
 @test "scancel saves, cancels, and nothing comes back" {
   local number times=$((${TIMES:-2} / 2))

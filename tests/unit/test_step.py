@@ -214,9 +214,12 @@ def test_three_restarts_without_a_new_step_end_the_job(
     assert capsys.readouterr().err == 2 * back[0] + 3 * back[1] + told * 2
 
 
-def test_a_requeue_that_slurm_refuses(plan: Plan, tools: Path) -> None:
+def test_a_requeue_that_slurm_refuses_is_not_announced(
+    plan: Plan, tools: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_tool(tools / "scontrol", "exit 1")
     assert not step.requeue(plan, captured("salloc-command"))
+    assert capsys.readouterr().err == ""
 
 
 # --- signals ------------------------------------------------------------------------------------
