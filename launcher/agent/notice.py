@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import signal
@@ -36,8 +35,11 @@ class Notice:
         """Send it to the ranks that handle it by now; after WARN_S say so if there are none."""
         is_first_node, folder = self._ranks.node_rank == 0, self._query.folder
         if is_first_node and folder is not None:
-            with contextlib.suppress(OSError):  # it has not come
+            try:
                 (folder / NOTICED).unlink()
+            except OSError:  # it has not come
+                pass
+            else:
                 signal.raise_signal(NOTICE)
         if NOTICE not in self._facts.signals:
             return
