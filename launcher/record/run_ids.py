@@ -69,11 +69,13 @@ def _first_free(log_dir: Path, name: str, is_free: Callable[[Path], bool], takes
 def _take(folder: Path) -> bool:
     """Keep others from a run's name; False where another keeps this process from it.
 
-    It lasts until this process ends or becomes the agent: then the run's record tells.
+    It lasts until this process ends or becomes the agent: then the run's record tells. The next
+    start of a SLURM job takes it from one that is cut off.
     """
+    start = os.environ.get("SLURM_RESTART_COUNT", "0")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        taken = os.open(folder / ".taken", os.O_RDWR | os.O_CREAT, 0o666)
+        taken = os.open(folder / f".taken{start}", os.O_RDWR | os.O_CREAT, 0o666)
         fcntl.flock(taken, fcntl.LOCK_EX | fcntl.LOCK_NB)  # and it stays open
     except BlockingIOError:
         os.close(taken)
