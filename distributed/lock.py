@@ -40,8 +40,7 @@ class RunLock:
     def __init__(self, folder: Path, what: str) -> None:
         self.what = what
         self.path = folder / "lock"
-        me: dict[str, Any] = {"process": os.getpid(), "host": socket.gethostname(), **slurm_job()}
-        me |= _this_launch()
+        me = _this_process()
         new = str(folder / f".lock.{me['host']}.{me['process']}.{time.time_ns()}")
         self.fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         os.write(self.fd, json.dumps(me).encode())
@@ -67,7 +66,7 @@ class RunLock:
             until = time.monotonic() + _COMMIT_S
             while not _try_lock(before, _COMMIT):
                 if time.monotonic() > until:
-                    raise self._refusal(_holder(before))
+                    raise _refusal(self.what, _holder(before))
                 time.sleep(0.01)
             if os.fstat(before).st_nlink == 0:
                 return False
@@ -78,20 +77,11 @@ class RunLock:
                 cause = f"{self.what} belongs to another job of the same id ({whose})"
                 cure = f"choose another RUN_ID, and resume={self.path.parent} to continue from it"
                 raise Refused("foreign-run", f"{cause}; {cure}")
-            is_same_job = "job" in me and me["job"] == holder.get("job")
-            is_next = is_same_job and me["start"] > holder["start"]
-            if me["launch"] and me["launch"] == holder.get("launch"):
-                is_next = is_next or me["attempt"] > holder["attempt"]
-            if not is_next and not _try_lock(before, _LIVE):
-                raise self._refusal(holder)
+            _refuse_live(before, self.what, me)
             os.replace(new, self.path)
             return True
         finally:
             os.close(before)
-
-    def _refusal(self, holder: Mapping[str, Any]) -> Refused:
-        cause = f"{self.what} is live: process {holder.get('process')} on {holder.get('host')}"
-        return Refused("run-is-live", f"{cause}; wait for its end, or choose another RUN_ID")
 
     @contextlib.contextmanager
     def committing(self) -> Iterator[None]:
@@ -127,12 +117,42 @@ def _try_lock(fd: int, byte: int) -> bool:
     return True
 
 
-def _this_launch() -> dict[str, Any]:
-    """Return what identifies this launch, "" where no launcher of ours has started it, and the
-    number of the attempt at running its ranks."""
+def refuse_locked(folder: Path, what: str) -> None:
+    """Raise Refused where a RunLock of a folder would, for another live process has it."""
+    if is_locked(folder):
+        with contextlib.suppress(FileNotFoundError), (folder / "lock").open("r+b") as lock:
+            _refuse_live(lock.fileno(), what, _this_process())
+
+
+def _refuse_live(fd: int, what: str, me: Mapping[str, Any]) -> None:
+    """Raise Refused where another process has a lock, unless this one is its successor."""
+    holder = _holder(fd)
+    is_next = any(
+        me.get(one) and me[one] == holder.get(one) and me[number] > holder[number]
+        for one, number in (("job", "start"), ("launch", "attempt"))
+    )
+    if not is_next and not _try_lock(fd, _LIVE):
+        raise _refusal(what, holder)
+
+
+def _refusal(what: str, holder: Mapping[str, Any]) -> Refused:
+    job = f"job {holder['run_id']}, " if "job" in holder else ""
+    cause = f"{what} is live: {job}process {holder.get('process')} on {holder.get('host')}"
+    return Refused("run-is-live", f"{cause}; wait for its end, or choose another RUN_ID")
+
+
+def _this_process() -> dict[str, Any]:
+    """Return what identifies this process: its job, its launch, "" where no launcher of ours has
+    started it, and the number of the attempt at running its ranks."""
     token = os.environ.get("LAUNCH_TOKEN", "").partition(".")[0]  # a node's number follows
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
-    return {"launch": token and hashlib.sha256(token.encode()).hexdigest(), "attempt": attempt}
+    return {
+        "process": os.getpid(),
+        "host": socket.gethostname(),
+        **slurm_job(),
+        "launch": token and hashlib.sha256(token.encode()).hexdigest(),
+        "attempt": attempt,
+    }
 
 
 def _is_foreign(holder: Mapping[str, Any], me: Mapping[str, Any]) -> bool:

@@ -65,7 +65,7 @@ class Failure:
     @property
     def who(self) -> str:
         if self.node_rank < 0:
-            return f"launcher ({self.host})"
+            return f"{'job' if self.fault == 'time-limit' else 'launcher'} ({self.host})"
         if self.rank < 0:
             return f"node agent {self.node_rank} ({self.host})"
         return f"rank {self.rank} (local rank {self.local_rank}, {self.host})"

@@ -122,6 +122,11 @@ def has_signal(pid: int, mask: str, signum: int) -> bool:
     return False
 
 
+def handles(pid: int, signum: int) -> bool:
+    """Whether a process has a handler for a signal, or waits for it: it does not die of it."""
+    return any(has_signal(pid, mask, signum) for mask in ("SigCgt", "SigBlk"))
+
+
 def await_signal(signals: Iterable[int], limit_s: float) -> int | None:
     """Return the first of some signals that comes within the time; None: none, or a child ended.
 

@@ -64,6 +64,8 @@ def start(arguments: Sequence[str]) -> int:
         return code
     except Refused as error:
         print(f"{typed.program}: {short_host_name()}: {error}", file=sys.stderr)
+        if error.fault == "run-is-live":
+            os.environ.pop("CHAIN", None)  # it needs the jobs that would resume it
         return REFUSED
     except (PlanError, LauncherError, HostlistError) as error:
         print(f"{typed.program}: {error}", file=sys.stderr)

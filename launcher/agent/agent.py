@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import socket
 import sys
@@ -96,8 +95,7 @@ def check_in(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
     agents = args.num_nodes + args.num_spares
     if agents > 1:
         words = [args.program.name, *args.program.arguments]
-        files = {"the list of arguments": shlex.join(words[1:])}
-        files |= must_match.hash_files([*words, task_file], Path())
+        files = must_match.describe_program(words, task_file, os.environ)
         if not args.access.secret and args.node_rank == 0:
             who = "a process on any of HOSTS" if args.access.addresses else "anyone who reaches it"
             where = f"port {args.master_port} of {args.master_addr}"

@@ -34,6 +34,7 @@ from launcher.agent.nodes.protocol import (
     StackRequest,
     StopRequest,
 )
+from launcher.agent.notice import Notice
 from launcher.agent.output.stream import Stream
 from launcher.agent.output.terminal import Terminal
 from launcher.agent.query import Query
@@ -74,6 +75,7 @@ class Attempt:
         self.rest_s = 0.0  # before the next turn, where output comes in small pieces
         self.partial = Deadline()  # to see to lines that have not ended
         self.over = Deadline()  # no more waiting for the other nodes
+        self.notice = Notice(self.ranks, self.facts, self.query)
 
     # --- the event loop -------------------------------------------------------------------------
 
@@ -159,7 +161,7 @@ class Attempt:
         if has_all or not self.peers or self.facts.verdict is not None:
             return True
         if self.facts.is_ending:
-            others_s = self.grace_s if self.facts.signals else 0.0  # they may still save
+            others_s = self.grace_s if self.facts.asked else 0.0  # they may still save
             self.over.set_within(self.verdict_s * (1 if self.is_first_node else 2) + others_s)
         return self.over.take()
 
@@ -180,7 +182,7 @@ class Attempt:
         saved_step = self.ranks.heartbeats.saved()
         if code != 0 and each.rank not in self.facts.stopped:
             end, has_saved = self.ranks.describe_end(each), saved_step >= 0
-            if verdict.is_asked(end, self.facts.signals, has_saved=has_saved):
+            if verdict.is_asked(end, self.facts.asked, has_saved=has_saved):
                 self.kill.set_within(self.grace_s)
             else:
                 self._fail(end)
@@ -190,7 +192,7 @@ class Attempt:
     def _fail(self, first: Failure) -> None:
         """Record a failure, and end the ranks of all nodes; those that are asked to may save."""
         self._record_failure(first)
-        if self.facts.signals:
+        if self.facts.asked:
             self.kill.set_within(self.grace_s)
             return
         if self.is_first_node:
@@ -222,7 +224,8 @@ class Attempt:
     def _pass_on(self, signum: int) -> None:
         if signum != NOTICE:  # which leaves the ranks minutes
             self.kill.set_within(self.grace_s)
-        self.ranks.send(signum)
+            self.ranks.send(signum)
+        self.notice.look()
 
     # --- the other nodes ------------------------------------------------------------------------
 
@@ -277,6 +280,7 @@ class Attempt:
     def _beat(self) -> None:
         """Tell the other nodes that this one lives, and see whether all are alive and move on."""
         self.on_beat()
+        self.notice.look()
         here = self.ranks.straggler()
         self.send_all(NodeBeat(here))
         for node, peer in list(self.peers.items()):

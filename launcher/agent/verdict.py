@@ -96,11 +96,18 @@ class Facts:
     """What one agent has seen of an attempt, in the order in which it saw it."""
 
     signals: list[int] = field(default_factory=list)  # stop signals from outside
+    noticed: set[int] = field(default_factory=set)  # ranks here that a notice was sent to
     codes: dict[int, int] = field(default_factory=dict)  # by rank of this node, once it has ended
     stopped: set[int] = field(default_factory=set)  # ranks here that the agent had to stop
     failures: list[Failure] = field(default_factory=list)  # here, and those that other nodes told
     nodes: dict[int, NodeEnd] = field(default_factory=dict)  # other nodes' ends, on node rank 0
     verdict: Verdict | None = None  # node rank 0's, on the other nodes
+
+    @property
+    def asked(self) -> list[int]:
+        """The stop signals that ranks here were sent, by this agent or by SLURM itself."""
+        is_known = self.noticed or 128 + NOTICE in self.codes.values()
+        return [one for one in self.signals if one != NOTICE or is_known]
 
     @property
     def is_ending(self) -> bool:
@@ -191,11 +198,12 @@ def reach_verdict(facts: Facts, *, saved_step: int, left: int) -> Verdict:
     has_saved = any(node.saved_step >= 0 for node in nodes)
     first = first_failure(facts.failures)
     if first is None:
-        code = stop_code(nodes, facts.signals)
-        ends = describe_ends(nodes, facts.signals, has_saved=has_saved) if code else ""
-        if code and facts.signals:
-            ends = f"by {signal.Signals(facts.signals[0]).name}: {ends}"
-        signum = next(iter(facts.signals), 0)
+        asked = facts.asked
+        code = stop_code(nodes, asked)
+        ends = describe_ends(nodes, asked, has_saved=has_saved) if code else ""
+        if code and asked:
+            ends = f"by {signal.Signals(asked[0]).name}: {ends}"
+        signum = next(iter(asked), 0)
         return Verdict(code, left=left, ends=ends, signum=signum, has_saved=has_saved)
     lost = {rank for node in nodes for rank in node.lost_peer} - {first.rank}
     stopped = {rank for node in nodes for rank in node.stopped} - lost - {first.rank}

@@ -26,18 +26,21 @@ from distributed.job import job_id
 from distributed.stop_signals import NOTICE, QUERY, STOP_SIGNALS, Interrupts, handled_signals
 from launcher import own_time, processes
 from launcher.agent.control import BEAT_S, MESSAGES, Lineup
+from launcher.failure import Failure
 from launcher.failure_block import End, print_end, print_resume
 from launcher.fanout.ending import NodeResult, conclude
 from launcher.fanout.nodes import DECIDE_S
 from launcher.fanout.protocol import Answers, Exit
 from launcher.plan.plan import Plan
 from launcher.plan.slurm import ask_squeue, in_batch_script
-from launcher.record.run_json import ASKED
+from launcher.record.run_json import ASKED, NOTICED
+from launcher.text import short_host_name
 from launcher.typed_json import MessageError
 
 END_S = 3.0  # for srun to end once the run has
 LOST_S = 8.0  # after an srun that did not, for SLURM to start a job again that has lost a node
 DRAIN_S = 2.0  # at the end, for a slow terminal
+LIMIT = "TimeLimit"  # squeue's reason
 MOST_RESTARTS = 3  # in a row that gain no checkpoint
 
 
@@ -149,25 +152,26 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     handled = handled_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, QUERY, *processes.WAKING})
-    has_notice = signal.sigtimedwait({NOTICE}, 0) is not None
-    if has_notice and requeue(plan):
+    asked: list[int] = [NOTICE] if signal.sigtimedwait({NOTICE}, 0) else []
+    if asked and plan.checkpoint_dir is not None and requeue(plan):
         return STOPPED
+    (plan.folder / NOTICED).unlink(missing_ok=True)  # of an earlier start
     srun = start(command, plan.directory, stdout=None if plan.engine else subprocess.PIPE)
     output = None if plan.engine else Output(srun, os.environ["LAUNCH_TOKEN"])
     started = time.time()
-    asked = await_end(plan, srun, output, handled)
+    await_end(plan, srun, output, handled, asked)
     code, end = processes.shell_code(srun.returncode), None
     if output is not None:
         output.close()
         is_killed = code >= 128 + signal.SIGKILL  # srun's is the highest of its tasks'
         end = find_end(plan, output, started) if is_killed and not asked else output.end
     if end is not None:
-        end = as_cancelled(end)
+        end = as_slurm_ended(end)
         code = end.code
         asked.append(end.summary.signum)  # scancel may have sent it to the ranks
     # 128 + SIGUSR1: the notice came before there was anything to save.
     has_saved = code == STOPPED or (code == 128 + NOTICE and plan.checkpoint_dir is not None)
-    comes_back = (has_notice or NOTICE in asked) and has_saved
+    comes_back = NOTICE in asked and has_saved
     if end is not None:  # first, for SLURM ends a job that it requeues
         summary = replace(end.summary, command="") if comes_back else end.summary
         print_end(replace(end, summary=summary), sys.stderr, plan.folder)
@@ -183,9 +187,10 @@ def await_end(
     srun: subprocess.Popen[bytes],
     output: Output | None,
     handled: Sequence[signal.Signals],
-) -> list[int]:
-    """Wait for srun's end; returns the signals that came meanwhile and asked for the run's."""
-    interrupts, asked, begun, end_at = Interrupts(), list[int](), 0, math.inf
+    asked: list[int],
+) -> None:
+    """Wait for srun's end; adds the signals that ask for the run's to `asked`."""
+    interrupts, begun, end_at = Interrupts(), 0, math.inf
     while srun.poll() is None:
         end_at = min(end_at, end_soon(plan, output)) if output and output.end else math.inf
         if output and output.begun > begun:  # a signal before that may not have reached it
@@ -206,7 +211,6 @@ def await_end(
                 srun.terminate()  # which kills them
             else:
                 pass_on(came, plan, srun)
-    return asked
 
 
 def end_soon(plan: Plan, output: Output) -> float:
@@ -233,17 +237,33 @@ def blame_mute(plan: Plan, output: Output, started: float) -> End:
     return conclude(nodes, plan, started=started, stopped_by=None)
 
 
-def as_cancelled(end: End) -> End:
-    """Return the end with SIGTERM's code, where scancel ended the run and no rank saved."""
-    is_cancelled = end.failure is None and end.summary.signum == signal.SIGTERM
-    if is_cancelled and end.code not in (0, STOPPED) and in_batch_script(os.environ):
-        return replace(end, code=128 + signal.SIGTERM)
-    return end
+def as_slurm_ended(end: End) -> End:
+    """Return the end with SIGTERM's code, where SLURM ended the run and no rank saved.
+
+    A time limit is named, for nobody asked for it as for scancel.
+    """
+    is_stopped = end.failure is None and end.code not in (0, STOPPED)
+    if not is_stopped or end.summary.signum == signal.SIGINT:
+        return end
+    code, now = 128 + signal.SIGTERM, time.time()
+    if (ask_squeue(f"--job={os.environ['SLURM_JOB_ID']}", "--format=%r") or "").strip() == LIMIT:
+        cause = "SLURM ended the job at its time limit, before the ranks had saved and left"
+        failure = Failure("time-limit", cause, code, short_host_name(), -1, now)
+        return replace(end, code=code, failure=failure)
+    is_cancelled = end.summary.signum == signal.SIGTERM and in_batch_script(os.environ)
+    return replace(end, code=code) if is_cancelled else end
 
 
 def pass_on(signum: int, plan: Plan, srun: subprocess.Popen[bytes]) -> None:
-    """Send every task of the step a notice, or SIGTERM; a second one changes nothing there."""
-    if signum == NOTICE:
+    """Send every task of the step SIGTERM, or a notice; a second one changes nothing there.
+
+    SLURM signals all processes of a task, and ranks that do not handle a notice would die of it:
+    the agents, who know, find it in a file.
+    """
+    if signum == NOTICE and not plan.engine:
+        with contextlib.suppress(OSError):  # a full disk
+            (plan.folder / NOTICED).touch()
+    elif signum == NOTICE:
         srun.send_signal(NOTICE)  # srun forwards it to the tasks that it knows to have started
     else:
         threading.Thread(target=stop_step, args=(plan.run_id, srun), daemon=True).start()
@@ -282,5 +302,10 @@ def requeue(plan: Plan, environ: Mapping[str, str] = os.environ) -> bool:
             cause = f"{MOST_RESTARTS} restarts gained no step; the job is not requeued"
             print(f"{plan.program}: {cause}", file=sys.stderr)
             return True
-    print(f"requeued job {job_id(environ)}; it resumes when SLURM starts it again", file=sys.stderr)
-    return subprocess.run(["scontrol", "requeue", job_id(environ)]).returncode == 0
+    # SLURM ends a job that it requeues by SIGTERM, which is blocked here and in scontrol, and only
+    # KillWait later by SIGKILL: there is time to say so.
+    job = job_id(environ)
+    is_back = subprocess.run(["scontrol", "requeue", job]).returncode == 0
+    if is_back:
+        print(f"requeued job {job}; it resumes when SLURM starts it again", file=sys.stderr)
+    return is_back

@@ -14,12 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from distributed.environment import (
-    DEFAULT_LOG_DIR,
-    check_run_id,
-    new_run_id,
-    port_from_id,
-)
+from distributed.environment import DEFAULT_LOG_DIR, check_run_id, new_run_id, port_from_id
 from distributed.job import in_slurm_step, job_run_id
 from distributed.network import PROFILES
 from distributed.stop_signals import DEFAULT_GRACE_S
@@ -85,7 +80,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         python=typed.python,
         directory=ROOT if typed.module else typed.here,
         log_dir=log_dir,
-        run_id=choose_run_id(typed.run_id, environ, log_dir, is_namer=is_namer),
+        run_id=choose_run_id(typed, environ, log_dir, is_namer=is_namer),
         words=words,
         is_ours=is_ours,
         passed=typed.passed,
@@ -259,14 +254,15 @@ def _read_port(typed: Typed, environ: Mapping[str, str], *, is_by_hand: bool) ->
 
 
 def choose_run_id(
-    given: str | None, environ: Mapping[str, str], log_dir: Path, *, is_namer: bool
+    typed: Typed, environ: Mapping[str, str], log_dir: Path, *, is_namer: bool
 ) -> str:
     """Return RUN_ID, else node rank 0's choice: after --rdzv-id, the launch in this job, or new."""
-    run_id, name, job = environ.get("RUN_ID"), plain_run_id(given or ""), job_run_id(environ)
+    run_id, name, job = environ.get("RUN_ID"), plain_run_id(typed.run_id or ""), job_run_id(environ)
     if not run_id and is_namer and name:
-        run_id = free_run_id(log_dir, name)
+        run_id = free_run_id(log_dir, name, takes=not typed.dry_run)
     elif not run_id and is_namer:
-        run_id = next_run_id(log_dir, job) if job else new_run_id()
+        takes = not typed.dry_run
+        run_id = next_run_id(log_dir, job, takes=takes) if job else new_run_id()
     return check_run_id(run_id) if run_id else ""
 
 

@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import os
 import runpy
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from distributed.environment import check_run_id
+
+ARGUMENTS = "the list of arguments"
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class NodeReport:
     host: str
     run_id: str  # empty: takes node rank 0's
     versions: Mapping[str, str]
-    files: Mapping[str, str]  # as hash_files() has them; at check-in the arguments, too
+    files: Mapping[str, str]  # as hash_files() or describe_program() has them
     time: float = field(default_factory=time.time)  # seconds since the epoch
     door: int = 0  # the port where this agent can take node rank 0's place; 0: none
     attempt: int = 0  # of the run, where it has lost node rank 0
@@ -52,6 +55,15 @@ def read_torch() -> dict[str, Any]:
         with contextlib.suppress(OSError):  # of a folder that only has the name
             return runpy.run_path(str(Path(torch.origin).with_name("version.py")))
     return {}
+
+
+def describe_program(
+    words: Sequence[str], task_file: str, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Return by name what agents compare of the training script, its arguments and their files."""
+    if environ.get("SKIP_PREFLIGHT"):  # the arguments may differ
+        return hash_files([words[0], task_file], Path())
+    return {ARGUMENTS: shlex.join(words[1:]), **hash_files([*words, task_file], Path())}
 
 
 def hash_files(words: Sequence[str], directory: Path) -> dict[str, str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,18 +16,24 @@ from launcher.record.run_json import read, refuse_live, this_start
 MOST_CHARACTERS = 100  # distributed.environment.check_run_id allows 128
 
 
-def next_run_id(log_dir: Path, job: str) -> str:
-    """Return JOB, JOB.1, ...: the first that no launch in this start of the job has taken."""
+def next_run_id(log_dir: Path, job: str, *, takes: bool = False) -> str:
+    """Return JOB, JOB.1, ...: the first that no launch in this start of the job has taken.
+
+    With `takes`, this process takes it, and another that asks at the same time gets the next.
+    """
 
     def is_free(folder: Path) -> bool:
         record = read(folder)
         return record is None or not record.job or not _is_same(record.job, this_start())
 
-    return _first_free(log_dir, job, is_free)
+    return _first_free(log_dir, job, is_free, takes)
 
 
-def free_run_id(log_dir: Path, name: str) -> str:
-    """Return NAME, NAME.1, ...: the first that no live run has. The guides of torch have 100."""
+def free_run_id(log_dir: Path, name: str, *, takes: bool = False) -> str:
+    """Return NAME, NAME.1, ...: the first that no live run has. The guides of torch have 100.
+
+    `takes` as in next_run_id().
+    """
 
     def is_free(folder: Path) -> bool:
         with contextlib.suppress(Refused):
@@ -33,7 +41,7 @@ def free_run_id(log_dir: Path, name: str) -> str:
             return True
         return False
 
-    return _first_free(log_dir, name, is_free)
+    return _first_free(log_dir, name, is_free, takes)
 
 
 def plain_run_id(rdzv_id: str) -> str:
@@ -50,9 +58,28 @@ def _is_same(start: str, other: str) -> bool:
     return bool(other) and (start.startswith(other) or other.startswith(start))
 
 
-def _first_free(log_dir: Path, name: str, is_free: Callable[[Path], bool]) -> str:
+def _first_free(log_dir: Path, name: str, is_free: Callable[[Path], bool], takes: bool) -> str:
     for number in itertools.count():
         run_id = f"{name}.{number}" if number else name
-        if is_free(log_dir / run_id):
+        if (not takes or _take(log_dir / run_id)) and is_free(log_dir / run_id):
             break
     return run_id
+
+
+def _take(folder: Path) -> bool:
+    """Keep others from a run's name; False where another keeps this process from it.
+
+    It lasts until this process ends or becomes the agent: then the run's record tells. The next
+    start of a SLURM job takes it from one that is cut off.
+    """
+    start = os.environ.get("SLURM_RESTART_COUNT", "0")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        taken = os.open(folder / f".taken{start}", os.O_RDWR | os.O_CREAT, 0o666)
+        fcntl.flock(taken, fcntl.LOCK_EX | fcntl.LOCK_NB)  # and it stays open
+    except BlockingIOError:
+        os.close(taken)
+        return False
+    except OSError:  # the preflight tells of a folder that cannot be written
+        pass
+    return True

@@ -16,15 +16,16 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from distributed.errors import Refused
+from distributed.errors import REFUSED, Refused
 from distributed.job import job_id, slurm_job
-from distributed.lock import RunLock, is_locked, locked_by, update_link
+from distributed.lock import RunLock, is_locked, locked_by, refuse_locked, update_link
 from distributed.stop_signals import DEFAULT_GRACE_S
 from launcher.processes import start_ticks
 from launcher.record.restart import Restart
 from launcher.typed_json import decode
 
 ASKED, SHOWN = "stacks", "stacks.txt"  # files that ask where all ranks are, and say so
+NOTICED = "notice"  # a file that passes SLURM's notice of a time limit on
 KEPT = "failure.txt"  # what its user saw last of a run that failed or was stopped
 PROGRESS_S = 5.0  # between two updates of a run's step
 _LOCK_S = 2.0  # the longest wait for another writer
@@ -159,9 +160,13 @@ def this_start() -> str:
 def refuse_live(folder: Path) -> None:
     """Raise Refused where the run in a folder is live, as far as this machine can see.
 
-    A scheduler may start its job again beside the first start: there it raises nothing.
+    A scheduler may start its job again beside the first start, which then loses the run. In a job
+    the lock alone tells, for it knows the job.
     """
-    record = read(folder) if not job_id(os.environ) else None
+    if job_id(os.environ):
+        refuse_locked(folder, f"run {folder.name}")
+        return
+    record = read(folder)
     launcher = record.launcher if record and not record.is_over else None
     is_ours = launcher is not None and launcher.is_here
     if launcher and (launcher.is_alive if is_ours else is_locked(folder)):
@@ -192,7 +197,8 @@ def note_end(folder: Path, code: int, *, agent: int | None = None) -> None:
             is_ours = record.launcher == LauncherProcess.of(os.getpid())
         else:
             is_ours = locked_by(folder) == (agent, socket.gethostname())
-        if is_ours and not record.is_over:
+        is_refused = code == REFUSED and is_locked(folder)  # another has the run
+        if is_ours and not record.is_over and not is_refused:
             update(folder, **_end(code))
 
 

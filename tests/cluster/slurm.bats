@@ -125,6 +125,19 @@ field() { # <job> <name>
   eventually has_ended "$TIMED"
 }
 
+# bats test_tags=prove,long
+@test "at its time limit a script that does not handle the notice is named, and was warned before" {
+  echo 'import time; time.sleep(600)' >plain.py
+  local code=0
+  TRAIN_SCRIPT=plain.py job --nodes=2 --gpus-per-node=1 --time=1 --signal=B:USR1@30 scripts/slurm/slurm_train.sh - || code=$?
+  echo "exit code $code: $(<job.out)"
+  ((code == 143))
+  [[ $(grep -c '^node agent: warning: the script does not handle SIGUSR1, .* \[time-limit\]$' job.out) == 1 ]]
+  grep -qx 'FAILED   job (node[1-5]) [0-9]* s after the start  *\[time-limit\]' job.out
+  [[ $(tail -n 1 job.out) == "see      TROUBLESHOOTING.md#time-limit" && $(<job.out) != *requeued* ]]
+  grep -q '"exit_code": 143' "logs/$JOB/run.json"
+}
+
 is_shown_twice() { # <file>
   (($(grep -c "where the ranks are" "$1") == 2))
 }
@@ -296,6 +309,39 @@ all_run_at_once() { # <job...>
   (($(on login squeue -h -t running -j "$(IFS=, && echo "$*")" | wc -l) == $#))
 }
 
+is_refused() { # <job> <output> <job that has the run>
+  has_ended "$1" && [[ $(field "$1" ExitCode) == ExitCode=3:0 ]] &&
+    grep -q ": run $JOB is live: job $3, process [0-9]* on node[1-5]; .*\[run-is-live\]$" "$2"
+}
+
+# bats test_tags=prove,long
+@test "a copy of a requeued job, submitted with its run's id: the first to start trains, and the other ends" {
+  local copy
+  start_long --nodes=1 --gpus-per-node=1
+  copy=$(RUN_ID=$JOB on login sbatch --parsable --output=copy.out --nodes=1 --gpus-per-node=1 \
+    scripts/slurm/slurm_train.sh config/local3.yaml "${LONG[@]}")
+  eventually is_refused "$copy" copy.out "$JOB" || { cat copy.out && false; }
+  on login scancel --batch --signal=USR1 "$JOB"
+  eventually grep -qx "requeued job $JOB; it resumes when SLURM starts it again" job.out
+  on login scontrol hold "$JOB"
+  eventually is_pending "$JOB"
+  copy=$(RUN_ID=$JOB on login sbatch --parsable --output=copy.out --nodes=1 --gpus-per-node=1 \
+    scripts/slurm/slurm_train.sh config/local3.yaml "${LONG[@]}")
+  eventually grep -q '^resumed    after step' copy.out
+  eventually grep -q '^step ' copy.out
+  on login scontrol release "$JOB"
+  eventually is_refused "$JOB" job.out "$copy" || { cat job.out && false; }
+  [[ $(field "$copy" JobState) == JobState=RUNNING ]]
+  grep -q '"state": "running"' "logs/$JOB/run.json"
+  on login scancel "$copy"
+  eventually has_ended "$copy"
+  grep -q '"exit_code": 75' "logs/$JOB/run.json"
+}
+
+is_pending() { # <job>
+  [[ $(field "$1" JobState) == JobState=PENDING ]]
+}
+
 # bats test_tags=prove
 @test "scancel saves, cancels, and nothing comes back" {
   local number times=$((${TIMES:-2} / 2))
@@ -439,12 +485,10 @@ PY
   eventually grep -q '^logs ' job.out # the agent is about to start
   on login scancel --batch --signal=USR1 "$JOB"
   eventually has_restarts 1
-  eventually grep -q '^step ' job.out
-  on login scancel --batch --signal=USR1 "$JOB"
   eventually has_resumed 1
-  grep -q "^resume   RUN_ID=$JOB .*sbatch --nodes=1 --gpus-per-node=2 scripts/slurm/slurm_train.sh config" job.out
   on login scancel "$JOB"
   eventually has_ended "$JOB"
+  grep -q "^resume   RUN_ID=$JOB .*sbatch --nodes=1 --gpus-per-node=2 scripts/slurm/slurm_train.sh config" job.out
 }
 
 @test "a notice while srun has not started the ranks yet reaches them" {

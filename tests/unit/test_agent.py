@@ -123,6 +123,18 @@ def test_a_stop_that_ranks_ignore_ends_after_the_grace(start: Start) -> None:
     assert run.process.returncode == 143
 
 
+@pytest.mark.slow
+def test_a_notice_that_the_script_does_not_handle_ends_nothing(start: Start) -> None:
+    run = start("sleep")
+    run.wait_for("asleep 0", "asleep 1")
+    run.process.send_signal(signal.SIGUSR1)
+    run.process.send_signal(signal.SIGTERM)  # which every signal but a SIGUSR1 would precede
+    err = run.finish()
+    run.assert_gone()
+    assert run.process.returncode == 143
+    assert "stopped  by SIGTERM: ranks 0-1 ended by SIGTERM (code 143)" in err
+
+
 @pytest.mark.long
 def test_a_plain_script_ends_at_once_on_a_stop(start: Start) -> None:
     run = start("sleep", GRACE="600")

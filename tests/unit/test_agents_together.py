@@ -24,7 +24,7 @@ from launcher.agent.nodes.protocol import Peer
 from launcher.handshake import Access, Entrance
 from launcher.preflight.checks import Fault
 from launcher.preflight.meeting import Door
-from launcher.preflight.must_match import NodeReport
+from launcher.preflight.must_match import ARGUMENTS, NodeReport
 
 LOOPS = str(ROOT / "tests/unit/own_loops.py")
 
@@ -362,6 +362,12 @@ def test_nodes_without_a_node_rank_get_those_that_are_free(port: int) -> None:
             [HERE, replace(THERE, files={})],
             "code-mismatch",
             "x.py is '0123' on node rank 0 (here) and 'missing' on node rank 1 (there);",
+        ),
+        (
+            [replace(one, files={ARGUMENTS: one.host}) for one in (HERE, THERE)],
+            "code-mismatch",
+            "the list of arguments is 'here' on node rank 0 (here) and 'there' on node rank 1 "
+            "(there); make them the same, or set SKIP_PREFLIGHT=1 on every node",
         ),
         (
             [HERE, replace(THERE, versions={"torch": "2.14.1"})],

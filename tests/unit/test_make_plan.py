@@ -168,7 +168,7 @@ def test_world_of_a_slurm_job(
     name: str, environ: dict[str, str], nproc: int | None, num_nodes: int, run_id: str
 ) -> None:
     for fanout in ("srun", "auto"):
-        plan = plan_of(captured(name, **environ), fanout=fanout)
+        plan = plan_of(captured(name, **environ), fanout=fanout, dry_run=True)
         assert plan.fanout == "srun"
         found = (plan.nproc, plan.num_nodes, plan.run_id, plan.master_addr)
         assert found == (nproc, num_nodes, run_id, "node1")
@@ -298,9 +298,9 @@ def test_each_launch_in_a_shell_of_a_job_is_a_run_of_its_own(
         monkeypatch.setenv(name, value)
     job = environ.get("SLURM_JOB_ID") or environ["PBS_JOBID"]
     for run_id in (f"{job}{first}", f"{job}{second}"):
-        assert choose_run_id(None, environ, Path("logs"), is_namer=True) == run_id
+        assert choose_run_id(Typed("auto"), environ, Path("logs"), is_namer=True) == run_id
         note_start(Path("logs", run_id), job=this_start())
-    assert choose_run_id(None, environ, Path("logs"), is_namer=False) == ""
+    assert choose_run_id(Typed("auto"), environ, Path("logs"), is_namer=False) == ""
 
 
 def test_the_nodes_of_a_step_meet_at_one_port_before_they_know_the_run() -> None:

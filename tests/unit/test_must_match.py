@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from launcher.preflight.must_match import ARGUMENTS, describe_program
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -35,3 +37,18 @@ def test_this_project_is_hashed_too(tmp_path: Path) -> None:
     assert hash_of(tmp_path) == hash_of(ROOT)
     (tmp_path / "training/tasks/__init__.py").write_text("changed")
     assert hash_of(tmp_path) != hash_of(ROOT)
+
+
+def test_arguments_and_their_files_may_differ_without_a_preflight(tmp_path: Path) -> None:
+    script, config = tmp_path / "own.py", tmp_path / "my.yaml"
+    for file in (script, config):
+        file.touch()
+    words = [str(script), "--config", str(config), "a b"]
+    told = describe_program(words, "", {})
+    assert {*told} == {"this project", ARGUMENTS, "own.py", "my.yaml"}
+    assert told[ARGUMENTS] == f"--config {config} 'a b'"
+    told = describe_program(words, str(config), {"SKIP_PREFLIGHT": "1"})
+    assert {*told} == {"this project", "own.py", "my.yaml"}  # the task's module
+    other = [str(script), "--config", "other.yaml"]
+    one, two = (describe_program(each, "", {"SKIP_PREFLIGHT": "1"}) for each in (words, other))
+    assert one == two

@@ -19,7 +19,7 @@ from job_tools import make_tool
 
 from launcher import processes
 from launcher.record import run_json
-from launcher.record.run_ids import next_run_id
+from launcher.record.run_ids import free_run_id, next_run_id
 from launcher.record.run_json import LauncherProcess, Record
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "box"}
@@ -206,6 +206,16 @@ def test_each_launch_in_an_allocation_is_a_run_of_its_own(
         monkeypatch.setenv(name, value)
     assert next_run_id(tmp_path, "7") == run_id
     assert next_run_id(tmp_path, "8") == "8"
+
+
+@pytest.mark.parametrize("choose", [next_run_id, free_run_id])
+def test_launches_at_the_same_time_have_names_of_their_own(
+    choose: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [choose(tmp_path, "7", takes=takes) for takes in (False, True, True, False, True)]
+    assert names == ["7", "7", "7.1", "7", "7.2"]  # a dry run takes none
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # the first start may live on, cut off
+    assert [choose(tmp_path, "7", takes=True) for _ in range(2)] == ["7", "7.1"]
 
 
 @pytest.mark.parametrize(("kind", "run_id"), [("INTERACTIVE", "7.host.1"), ("BATCH", "7.host")])

@@ -14,12 +14,18 @@ from typing import Any
 
 import pytest
 
-from distributed.errors import Refused
+from distributed.errors import REFUSED, Refused
 from launcher.plan.typed import Typed
 from launcher.processes import ranks_of, start_ticks
 from launcher.record import run_json, runs
 from launcher.record.run_ids import free_run_id
-from launcher.record.run_json import LauncherProcess, Record, note_start, refuse_live
+from launcher.record.run_json import (
+    LauncherProcess,
+    Record,
+    note_end,
+    note_start,
+    refuse_live,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = socket.gethostname()
@@ -320,4 +326,37 @@ def test_a_run_that_is_live_on_another_machine_is_known_by_its_lock(tmp_path: Pa
         with pytest.raises(Refused, match=r"process \d+ on other"):
             refuse_live(folder)
         holder.kill()
+    refuse_live(folder)
+
+
+@pytest.mark.parametrize(
+    ("job", "start", "is_refused"),
+    [("38", "1", True), ("38", "2", False), ("39", "0", True), ("39", "2", True)],
+)
+def test_in_a_job_a_run_is_another_jobs_as_long_as_that_one_lives(
+    job: str, start: str, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "38"
+    write(tmp_path, "38", state="running", launcher=launcher_of(os.getpid(), host="other"))
+    (folder / "failure.txt").touch()
+    monkeypatch.setenv("SLURM_JOB_ID", "38")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    command = [sys.executable, "-c", HOLDS, str(folder)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe) as holder:
+        assert holder.stdout and holder.stdout.readline()
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", start)
+        said = ""
+        try:
+            note_start(folder)
+        except Refused as refused:
+            said = str(refused)
+        note_end(folder, REFUSED)  # by the same process, whose run was refused later
+        holder.kill()
+    record = run_json.read(folder)
+    assert record is not None and not record.is_over
+    live = f"run 38 is live: job 38, process {holder.pid} on "
+    assert said.startswith(live) == is_refused
+    assert (folder / "failure.txt").exists() == is_refused
     refuse_live(folder)

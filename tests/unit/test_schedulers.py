@@ -3,14 +3,18 @@ that ask them for a job."""
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from captured import captured
 from job_tools import make_tool
 
 from distributed.environment import LauncherError
+from distributed.errors import REFUSED, Refused
+from launcher import start
 from launcher.fanout import job_command
 from launcher.plan import make_plan, pbs, slurm
 from launcher.plan.plan import PlanError, World
@@ -214,3 +218,24 @@ def test_the_rest_of_a_chain_is_cancelled_unless_it_is_needed(
         "--state=PENDING --name=linked\n" if is_cancelled else ""
     )
     slurm.end_chain(0, {"CHAIN": "linked"})  # no batch script
+
+
+@pytest.mark.parametrize(("fault", "is_cancelled"), [("run-is-live", False), ("few-cpus", True)])
+def test_a_copy_of_a_live_run_leaves_the_chain_of_that_run_alone(
+    tmp_path: Path,
+    tools: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    is_cancelled: bool,
+) -> None:
+    def refuse(typed: object) -> None:
+        raise Refused(fault, "why")
+
+    make_tool(tools / "scancel", f"touch {tmp_path}/told")
+    for name, value in captured("batch-step", PATH=os.environ["PATH"], CHAIN="linked").items():
+        monkeypatch.setenv(name, value)
+    typed = SimpleNamespace(fanout="srun", program="x.sh")
+    monkeypatch.setattr(start, "parse", lambda arguments: typed)
+    monkeypatch.setattr(start, "make_plan", refuse)
+    assert start.main([]) == REFUSED
+    assert (tmp_path / "told").exists() == is_cancelled

@@ -15,7 +15,7 @@ from job_tools import make_tool
 
 from launcher.agent.control import Control, Lineup, report_end, tell
 from launcher.failure import Failure
-from launcher.failure_block import End, RunSummary
+from launcher.failure_block import End, RunSummary, print_end
 from launcher.fanout import step
 from launcher.plan.plan import Plan
 
@@ -135,6 +135,41 @@ def test_without_a_word_of_the_agents_sruns_code_counts(tmp_path: Path, tools: P
     assert (result.returncode, result.stderr) == (7, "")
 
 
+@pytest.mark.parametrize(
+    ("reason", "code", "signum", "environment", "expected"),
+    [  # squeue's reason, the code and the signal of the end that was told, the fault and the code
+        ("TimeLimit", 143, signal.SIGTERM, "requeued-batch-step", ("time-limit", 143)),
+        ("TimeLimit", 1, signal.SIGTERM, "requeued-batch-step", ("time-limit", 143)),
+        ("TimeLimit", 138, signal.SIGUSR1, "requeued-batch-step", ("time-limit", 143)),
+        ("TimeLimit", 143, signal.SIGTERM, "salloc-command", ("time-limit", 143)),
+        ("TimeLimit", 75, signal.SIGTERM, "requeued-batch-step", (None, 75)),
+        ("TimeLimit", 0, 0, "requeued-batch-step", (None, 0)),
+        ("None", 1, signal.SIGTERM, "requeued-batch-step", (None, 143)),
+        ("None", 1, signal.SIGTERM, "salloc-command", (None, 1)),
+        ("None", 138, signal.SIGUSR1, "requeued-batch-step", (None, 138)),
+    ],
+)
+def test_an_end_at_the_time_limit_has_its_name(
+    reason: str,
+    code: int,
+    signum: int,
+    environment: str,
+    expected: tuple[str | None, int],
+    tools: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make_tool(tools / "squeue", f"echo {reason}")
+    for name, value in captured(environment, PATH=os.environ["PATH"]).items():
+        monkeypatch.setenv(name, value)
+    summary = RunSummary(0.0, 0, 0, 0, "mine", "", ends="by a signal", signum=signum)
+    end = step.as_slurm_ended(End(code, None, summary, is_told=False))
+    assert (end.failure and end.failure.fault, end.code) == expected
+    print_end(end, sys.stdout, None)
+    shown = capsys.readouterr().out
+    assert shown.startswith("FAILED   job (") == (end.failure is not None)
+
+
 # --- requeues -----------------------------------------------------------------------------------
 
 
@@ -158,18 +193,24 @@ def test_three_restarts_without_a_new_step_end_the_job(
     assert capsys.readouterr().err == 2 * back[0] + 3 * back[1] + told * 2
 
 
-def test_a_requeue_that_slurm_refuses(plan: Plan, tools: Path) -> None:
+def test_a_requeue_that_slurm_refuses_is_not_announced(
+    plan: Plan, tools: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_tool(tools / "scontrol", "exit 1")
     assert not step.requeue(plan, captured("salloc-command"))
+    assert capsys.readouterr().err == ""
 
 
 # --- signals ------------------------------------------------------------------------------------
 
 
 def test_a_notice_before_its_tasks_have_started_reaches_them(tmp_path: Path, tools: Path) -> None:
-    early = "trap '' USR1; kill -USR1 $PPID; sleep 0.5"  # srun has no tasks yet, and drops it
-    waits = "trap 'exit 75' USR1; echo t0ken 0; for i in {1..100}; do sleep 0.1; done"
-    make_tool(tools / "srun", f"{early}; {waits}")
+    notice = tmp_path / "logs/mine/notice"
+    notice.parent.mkdir(parents=True)
+    notice.touch()  # of an earlier start
+    checks = f'[[ -e "{notice}" ]] && exit 1; kill -USR1 $PPID; trap "exit 2" USR1'
+    waits = f'until [[ -e "{notice}" ]]; do sleep 0.01; done; exit 75'
+    make_tool(tools / "srun", f"{checks}; {waits}")
     make_tool(tools / "scontrol", 'echo "$*" >>queued')
     result, _ = run_step(tmp_path)
     assert result.returncode == 75

@@ -218,6 +218,14 @@ def test_what_a_node_tells_at_its_end() -> None:
             Facts(codes={0: 75}, signals=[15]),
             Verdict(75, ends="by SIGTERM: rank 0 saved", signum=15),
         ),
+        (  # a notice that no rank handled stopped nothing
+            Facts(codes={0: 143}, signals=[10, 15]),
+            Verdict(143, ends="by SIGTERM: rank 0 ended by SIGTERM", signum=15),
+        ),
+        (
+            Facts(codes={0: 143}, signals=[10, 15], noticed={0}),
+            Verdict(143, ends="by SIGUSR1: rank 0 ended by SIGTERM", signum=10),
+        ),
         (
             Facts(codes={0: 143, 1: 1}, failures=[failed(1)], stopped={0}),
             Verdict(1, replace(failed(1), saved_step=40), stopped=1),

@@ -29,7 +29,7 @@ from launcher.preflight.meeting import (
     shorten,
     try_doors,
 )
-from launcher.preflight.must_match import NodeReport, mismatches
+from launcher.preflight.must_match import ARGUMENTS, NodeReport, mismatches
 from launcher.text import count
 
 TELL_S = 3.0  # a wait that takes longer says what it waits for
@@ -222,7 +222,8 @@ def _compare(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) 
         cause = f"{node.host} has run id {node.run_id}, {me.host} has {me.run_id}"
         raise Refused("wrong-world", f"{cause}; do not set RUN_ID, or set the same one")
     for fault, cause in mismatches(me, node):
-        raise Refused(fault, f"{cause}; make them the same")
+        cure = ", or set SKIP_PREFLIGHT=1 on every node" * cause.startswith(ARGUMENTS)
+        raise Refused(fault, f"{cause}; make them the same{cure}")
 
 
 def join(

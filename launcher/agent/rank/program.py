@@ -85,9 +85,9 @@ def run_and_exit(
         stdout, stderr: file descriptors to print to.
         parent: the node agent's process id; the rank dies with it.
     """
-    os.setsid()  # a terminal's Ctrl-C reaches the launcher alone, which passes it on
-    processes.die_with_parent(parent)
     _restore_signals()
+    os.setsid()  # a terminal's Ctrl-C reaches the launcher alone; tells that the signals are ours
+    processes.die_with_parent(parent)
     for fd, number in ((stdout, 1), (stderr, 2)):
         os.dup2(fd, number)
         os.close(fd)

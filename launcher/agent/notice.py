@@ -1,0 +1,56 @@
+"""A notice (SIGUSR1): which ranks get it, and what a user is told if none of them handles it."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+
+from distributed.stop_signals import NOTICE
+from launcher import own_time, processes
+from launcher.agent.node_ranks import NodeRanks
+from launcher.agent.query import Query
+from launcher.agent.verdict import Facts
+from launcher.record.run_json import NOTICED
+
+WARN_S = 10.0  # for a script that has only begun to set its handler
+UNHANDLED = (
+    "warning: the script does not handle SIGUSR1, which announces the time limit: "
+    "it continues, and the job ends at the limit with nothing saved [time-limit]"
+)
+
+
+class Notice:
+    """A notice that comes in an attempt, by a signal or in SLURM's jobs by a file.
+
+    Only ranks that handle it are sent it: the others would die of it. Those that are still
+    starting get it as soon as they handle it.
+    """
+
+    def __init__(self, ranks: NodeRanks, facts: Facts, query: Query) -> None:
+        self._ranks, self._facts, self._query = ranks, facts, query
+        self._warn_at = 0.0  # 0: the notice has not come
+
+    def look(self) -> None:
+        """Send it to the ranks that handle it by now; after WARN_S say so if there are none."""
+        is_first_node, folder = self._ranks.node_rank == 0, self._query.folder
+        if is_first_node and folder is not None:
+            try:
+                (folder / NOTICED).unlink()
+            except OSError:  # it has not come
+                pass
+            else:
+                signal.raise_signal(NOTICE)
+        if NOTICE not in self._facts.signals:
+            return
+        for each in self._ranks.living():
+            # A rank that was forked just now still has the agent's handlers, and its session.
+            is_ready = os.getsid(each.pid) == each.pid and processes.handles(each.pid, NOTICE)
+            if is_ready and each.rank not in self._facts.noticed:
+                processes.send([each.pid], NOTICE)
+                self._facts.noticed.add(each.rank)
+        self._warn_at = self._warn_at or own_time.now() + WARN_S
+        if own_time.now() >= self._warn_at:
+            self._warn_at = math.inf
+            if not self._facts.noticed and is_first_node:
+                self._query.show(UNHANDLED)

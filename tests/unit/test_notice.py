@@ -1,0 +1,159 @@
+"""A notice reaches the ranks that handle it, at once or later, and harms no other."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from launcher import own_time
+from launcher.agent import notice
+from launcher.agent.node_ranks import NodeRanks
+from launcher.agent.notice import UNHANDLED, Notice
+from launcher.agent.query import Query
+from launcher.agent.verdict import Facts
+from launcher.processes import handles
+from launcher.record.run_json import NOTICED
+
+HANDLES = "import os, signal; signal.signal(signal.SIGUSR1, lambda *_: os._exit(75))"
+WAITS = "import os, signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])"
+SCRIPTS = {  # what a rank does before it says so, and after a line from here
+    "none": ("pass", "pass"),
+    "handler": (HANDLES, "import time; time.sleep(600)"),
+    "sigwait": (WAITS, "signal.sigwait([signal.SIGUSR1]); os._exit(75)"),
+    "late": ("pass", f"{HANDLES}; print(flush=True); import time; time.sleep(600)"),
+}
+
+
+class Group:
+    """Processes in the place of ranks, by the names of their scripts."""
+
+    def __init__(self) -> None:
+        self.all = {name: start(*script) for name, script in SCRIPTS.items()}
+        self.names = list(self.all)
+
+    def ranks(self) -> NodeRanks:
+        living = [
+            SimpleNamespace(rank=rank, pid=self.all[name].pid)
+            for rank, name in enumerate(self.names)
+            if self.all[name].poll() is None
+        ]
+        return cast(NodeRanks, SimpleNamespace(living=lambda: living, node_rank=0))
+
+    def go_on(self, name: str) -> None:
+        stdin = self.all[name].stdin
+        assert stdin is not None
+        stdin.write("\n")
+        stdin.close()
+
+    def heard(self, facts: Facts) -> set[str]:
+        return {self.names[rank] for rank in facts.noticed}
+
+
+def start(before: str, after: str, **options: Any) -> subprocess.Popen[str]:
+    code = f"{before}; print(flush=True); input(); {after}"
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        **{"start_new_session": True, **options},
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def query(said: list[str], folder: Path | None = None) -> Query:
+    return cast(Query, SimpleNamespace(show=said.append, folder=folder))
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    made = Group()
+    yield made
+    for process in made.all.values():
+        process.kill()
+        process.wait()
+
+
+def test_a_notice_reaches_who_handles_it_and_nobody_dies_of_it(group: Group) -> None:
+    facts, said = Facts(signals=[signal.SIGUSR1]), list[str]()
+    told = Notice(group.ranks(), facts, query(said))
+    told.look()
+    assert group.heard(facts) == {"handler", "sigwait"}
+    group.go_on("sigwait")
+    assert [group.all[name].wait() for name in ("handler", "sigwait")] == [75, 75]
+    group.go_on("late")
+    late = group.all["late"].stdout
+    assert late is not None
+    late.readline()
+    told = Notice(group.ranks(), facts, query(said))
+    told.look()
+    assert group.heard(facts) == {"handler", "sigwait", "late"}
+    assert group.all["late"].wait() == 75
+    group.go_on("none")
+    assert group.all["none"].wait() == 0  # it did not die of the signal
+    assert said == []
+
+
+def test_a_rank_that_has_the_handlers_of_its_agent_is_left_alone() -> None:
+    process = start(HANDLES, "pass", start_new_session=False)
+    facts = Facts(signals=[signal.SIGUSR1])
+    rank = SimpleNamespace(rank=0, pid=process.pid)
+    ranks = cast(NodeRanks, SimpleNamespace(living=lambda: [rank], node_rank=0))
+    Notice(ranks, facts, query([])).look()
+    process.communicate("\n")
+    assert (process.returncode, facts.noticed) == (0, set())
+    assert not handles(process.pid, signal.SIGUSR1)  # it has ended
+
+
+@pytest.mark.parametrize(
+    ("signals", "noticed", "node_rank", "is_said"),
+    [
+        ([signal.SIGUSR1], set(), 0, True),
+        ([signal.SIGUSR1], {1}, 0, False),
+        ([signal.SIGUSR1], set(), 1, False),  # node rank 0 says it
+        ([signal.SIGTERM], set(), 0, False),
+    ],
+)
+def test_that_nobody_handles_it_is_said_once_and_not_at_once(
+    signals: list[int],
+    noticed: set[int],
+    node_rank: int,
+    is_said: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, said = [1000.0], list[str]()
+    monkeypatch.setattr(own_time, "now", lambda: clock[0])
+    ranks = cast(NodeRanks, SimpleNamespace(living=list, node_rank=node_rank))
+    told = Notice(ranks, Facts(signals=signals, noticed=noticed), query(said))
+    told.look()
+    assert said == []
+    for _ in range(3):
+        clock[0] += notice.WARN_S
+        told.look()
+    assert said == [UNHANDLED] * is_said
+
+
+@pytest.mark.parametrize(("node_rank", "comes"), [(0, [signal.SIGUSR1]), (1, [])])
+def test_a_file_is_a_notice_to_node_rank_0(
+    node_rank: int, comes: list[int], tmp_path: Path
+) -> None:
+    came = list[int]()
+    previous = signal.signal(signal.SIGUSR1, lambda signum, _: came.append(signum))
+    try:
+        (tmp_path / NOTICED).touch()
+        ranks = cast(NodeRanks, SimpleNamespace(living=list, node_rank=node_rank))
+        told = Notice(ranks, Facts(), query([], tmp_path))
+        told.look()
+        told.look()
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert came == comes
