@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributed import hostlist
+from launcher import processes
 
 NONCE_BYTES = PROOF_BYTES = 32
 LEAST_SECRET = 16  # characters
@@ -139,14 +140,7 @@ def is_first(address: str, port: int) -> bool:
 
     That one holds a name of the machine's network to its end, and so does what it becomes.
     """
-    claim = socket.socket(socket.AF_UNIX)
-    with contextlib.suppress(OSError):
-        if is_here(address, port):
-            claim.bind(f"\0launch-kit.{port}")
-            os.set_inheritable(claim.detach(), True)
-            return True
-    claim.close()
-    return False
+    return is_here(address, port) and processes.claim(str(port), is_inherited=True)
 
 
 def _prove(secret: bytes, role: bytes, nonces: bytes) -> bytes:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import re
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -37,6 +39,21 @@ def anonymous_file(name: str) -> int:
         return os.memfd_create(name)
     with tempfile.TemporaryFile(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as file:
         return os.dup(file.fileno())
+
+
+def claim(name: str, *, is_inherited: bool = False) -> bool:
+    """Hold a name of this machine's network to this process's end; False where another holds it.
+
+    With `is_inherited`, so does what this process starts or becomes.
+    """
+    holder = socket.socket(socket.AF_UNIX)
+    try:
+        holder.bind(f"\0launch-kit.{name}")
+    except OSError as error:
+        holder.close()
+        return error.errno != errno.EADDRINUSE
+    os.set_inheritable(holder.detach(), is_inherited)
+    return True
 
 
 def adopt_orphans() -> None:

@@ -152,7 +152,8 @@ class Fanout:
         return self.connect(node.name, f"{self.token}.{number}", show)  # two may be one machine
 
     def connect(self, node: str, token: str, show: Callable[[bytes, bool], None]) -> Connection:
-        connect_s = max(CONNECT_S, self.plan.preflight_s - CHECK_S - 1) + self.slack_s
+        at_start_s = max(CONNECT_S, self.plan.preflight_s - CHECK_S - 1)
+        connect_s = (CONNECT_S if self.started else at_start_s) + self.slack_s
         connection = Connection(self.loop, node, connect_s=connect_s, token=token, show=show)
         variables = {"LAUNCH_TOKEN": token, "RUN_SECRET": self.secret}
         connection.send_line(write_opening(self.plan, variables, os.environ))

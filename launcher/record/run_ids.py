@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import hashlib
 import itertools
 import os
 import re
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from distributed.errors import Refused
+from launcher import processes
 from launcher.record.run_json import read, refuse_live, this_start
 
 MOST_CHARACTERS = 100  # distributed.environment.check_run_id allows 128
@@ -67,19 +68,10 @@ def _first_free(log_dir: Path, name: str, is_free: Callable[[Path], bool], takes
 
 
 def _take(folder: Path) -> bool:
-    """Keep others from a run's name; False where another keeps this process from it.
+    """Keep other launches on this machine from a run's name; False where one keeps this from it.
 
     It lasts until this process ends or becomes the agent: then the run's record tells. The next
     start of a SLURM job takes it from one that is cut off.
     """
     start = os.environ.get("SLURM_RESTART_COUNT", "0")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        taken = os.open(folder / f".taken{start}", os.O_RDWR | os.O_CREAT, 0o666)
-        fcntl.flock(taken, fcntl.LOCK_EX | fcntl.LOCK_NB)  # and it stays open
-    except BlockingIOError:
-        os.close(taken)
-        return False
-    except OSError:  # the preflight tells of a folder that cannot be written
-        pass
-    return True
+    return processes.claim(hashlib.sha256(f"{folder.absolute()} {start}".encode()).hexdigest())

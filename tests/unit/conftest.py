@@ -88,7 +88,12 @@ def listener() -> Iterator[int]:
 @pytest.fixture
 def shell() -> Iterator[str]:
     """Return the process id of a shell that waits for commands, as `srun --pty bash` does."""
-    with subprocess.Popen(["bash"], stdin=subprocess.PIPE) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(["bash"], stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write("echo\n")
+        process.stdin.flush()
+        process.stdout.readline()  # until then /proc does not show its name
         yield str(process.pid)
 
 

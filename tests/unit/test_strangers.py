@@ -107,8 +107,11 @@ def test_a_stolen_node_can_only_end_the_run(tmp_path: Path, message: bytes) -> N
     try:
         with keep_silent(port, 1)[0] as stolen:
             handshake.introduce(stolen, secret.encode())
-            stolen.sendall(hello(script))
-            assert b'"start"' in stolen.recv(65536)
+            stolen.sendall(hello(script) + b'{"tried":{"faults":[]}}\n')
+            said = b""
+            while b'"start"' not in said:
+                said += (more := stolen.recv(65536))
+                assert more, said
             stolen.sendall(message + b"\n")
             with contextlib.suppress(OSError):  # the end of the connection ends the run
                 stolen.shutdown(socket.SHUT_WR)

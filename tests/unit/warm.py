@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import inspect
+import io
 import json
 import os
 import platform
@@ -21,7 +22,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = (str(ROOT / "scripts/lib/agent.py"), str(ROOT / "train.py"))
@@ -41,13 +42,8 @@ class Popen(subprocess.Popen[Any]):
         if order is None:
             EXECUTE(self, *given)
             return
-        streams = [call[name] for name in ("p2cread", "c2pwrite", "errwrite")]
-        fds = [number if fd == -1 else fd for number, fd in enumerate(streams)]
-        if any(map(os.isatty, fds)):
-            EXECUTE(self, *given)
-            return
         channel = forker(early(call["env"]))
-        socket.send_fds(channel, [order], fds)
+        socket.send_fds(channel, [order], streams(call))
         self.pid = int(channel.recv(16))
         self._child_created = True
         names = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
@@ -62,16 +58,23 @@ def write_order(call: Mapping[str, Any]) -> bytes | None:
     """Return what the fork is to become; None: it has to be executed."""
     args, environ = call["args"], os.environ if call["env"] is None else call["env"]
     words = [str(word) for word in args] if isinstance(args, list) else []
-    if CLONE is None or words[:1] != [sys.executable] or words[1:2][0] not in PROGRAMS:
+    if CLONE is None or words[:2] not in [[sys.executable, program] for program in PROGRAMS]:
         return None
     is_special = call["preexec_fn"] or call["pass_fds"] or call["start_new_session"]
+    is_special = is_special or any(map(os.isatty, streams(call)))
     for_python = {name for name in environ if name.startswith("PYTHON")} - {"PYTHON", "PYTHONPATH"}
     if is_special or for_python or MARK in environ or ignored():
         return None
-    umask = os.umask(0)
-    os.umask(umask)
+    if (umask := call["umask"]) < 0:
+        os.umask(umask := os.umask(0))
     order = json.dumps([words[1:], dict(environ), os.path.abspath(call["cwd"] or "."), umask])
     return order.encode() if len(order) < MOST else None
+
+
+def streams(call: Mapping[str, Any]) -> list[int]:
+    """Return what become its stdin, stdout and stderr."""
+    given = [call[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+    return [number if fd == -1 else fd for number, fd in enumerate(given)]
 
 
 def ignored() -> set[int]:
@@ -138,9 +141,9 @@ def become(order: bytes, fds: list[int]) -> Path:
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
         os.close(fd)
-    sys.stdin = os.fdopen(0, closefd=False)  # ours are set to the files that were open before
-    sys.stdout = os.fdopen(1, "w", closefd=False)
-    sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
+    sys.stdin = reopened(sys.stdin, "rb")  # ours are set to the files that were open before
+    sys.stdout = reopened(sys.stdout, "wb")
+    sys.stderr = reopened(sys.stderr, "wb")
     words, environ, folder, umask = json.loads(order)
     os.environ.clear()
     os.environ.update(environ)
@@ -150,6 +153,13 @@ def become(order: bytes, fds: list[int]) -> Path:
     given = environ.get("PYTHONPATH")
     sys.path[0:1] = [str(Path(words[0]).parent), *(given.split(os.pathsep) if given else [])]
     return Path(words[0])
+
+
+def reopened(stream: TextIO, mode: str) -> io.TextIOWrapper:
+    """Return a stream of the same kind on what is open there now."""
+    file = os.fdopen(stream.fileno(), mode, closefd=False)
+    lines = stream is sys.stderr
+    return io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=lines)
 
 
 if __name__ == "__main__":
