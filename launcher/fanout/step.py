@@ -260,13 +260,18 @@ def pass_on(signum: int, plan: Plan, srun: subprocess.Popen[bytes]) -> None:
     SLURM signals all processes of a task, and ranks that do not handle a notice would die of it:
     the agents, who know, find it in a file.
     """
-    if signum == NOTICE and not plan.engine:
-        with contextlib.suppress(OSError):  # a full disk
-            (plan.folder / NOTICED).touch()
-    elif signum == NOTICE:
-        srun.send_signal(NOTICE)  # srun forwards it to the tasks that it knows to have started
-    else:
+    if signum != NOTICE:
         threading.Thread(target=stop_step, args=(plan.run_id, srun), daemon=True).start()
+    elif plan.engine or not leave_notice(plan):
+        srun.send_signal(NOTICE)  # srun forwards it to the tasks that it knows to have started
+
+
+def leave_notice(plan: Plan) -> bool:
+    """Leave node rank 0's agent a notice; False where that cannot be, as on a full disk."""
+    with contextlib.suppress(OSError):
+        (plan.folder / NOTICED).touch()
+        return True
+    return False
 
 
 def stop_step(name: str, srun: subprocess.Popen[bytes]) -> None:

@@ -217,6 +217,14 @@ def test_a_notice_before_its_tasks_have_started_reaches_them(tmp_path: Path, too
     assert (tmp_path / "queued").read_text().startswith("requeue ")
 
 
+def test_a_notice_that_no_file_can_tell_is_sent_by_srun(plan: Plan) -> None:
+    plan.folder.parent.mkdir(parents=True)
+    plan.folder.write_text("in its place")
+    with subprocess.Popen(["sleep", "600"]) as srun:
+        step.pass_on(signal.SIGUSR1, plan, srun)
+        assert srun.wait() == -signal.SIGUSR1
+
+
 @pytest.mark.parametrize(
     ("squeue", "cancelled", "expected"),
     [  # what squeue does, the steps that scancel gets, the signal that srun gets
