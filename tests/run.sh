@@ -111,7 +111,7 @@ lint() {
 test_python() { # <all|fast>
   local words="not long"
   [[ $1 == all ]] || words="not slow and not long"
-  show "$PYTHON" -m pytest -q -n 3 --dist worksteal --durations=5 -m "$words" # they wait a good deal, too
+  show "$PYTHON" -m pytest -q -n 4 --dist worksteal --durations=5 -m "$words" # they wait a good deal, too
   add "$(number passed)" $(($(number failed) + $(number errors?)))
   local line
   while IFS= read -r line; do

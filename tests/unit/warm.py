@@ -9,6 +9,7 @@ tests/scripts and tests/cluster execute everything.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import inspect
@@ -90,6 +91,13 @@ def early(environ: Mapping[str, str] | None) -> dict[str, str]:
 
 
 FORKERS: dict[str, tuple[subprocess.Popen[Any], socket.socket]] = {}
+
+
+@atexit.register
+def end_forkers() -> None:
+    for process, channel in FORKERS.values():
+        channel.close()
+        process.wait()
 
 
 def forker(variables: Mapping[str, str]) -> socket.socket:
