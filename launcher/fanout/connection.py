@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from launcher import processes
@@ -18,6 +18,7 @@ from launcher.agent.control import SILENCE_S, Lineup
 from launcher.fanout import protocol
 from launcher.fanout.loop import Child, Loop, given_options, ssh_command
 from launcher.fanout.protocol import Hello
+from launcher.plan.own import asked_names
 from launcher.plan.plan import Plan, PlanError
 from launcher.plan.resume import FORWARDED
 from launcher.preflight.checks import Fault
@@ -202,18 +203,21 @@ def find_fault(node: str) -> str:
 # --- what is sent first -------------------------------------------------------------------------
 
 
-def forwarded_names(activated: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Return the names of the variables that go to the nodes.
+def forwarded_names(
+    activated: Sequence[str], environ: Mapping[str, str], own: Collection[str] = ()
+) -> list[str]:
+    """Return the names of the variables that go to the nodes, without those of this node alone.
 
     Raises PlanError where FORWARD_ENV names one that is not set.
     """
-    asked = environ.get("FORWARD_ENV", "").replace(",", " ").split()
+    asked = asked_names(environ)
     for name in asked:
         if name not in environ:
             cause = f"FORWARD_ENV names {name!r}, which is not in the environment"
             raise PlanError(f"{cause}; export it, or leave it out")
     wanted = {*asked, *activated, *(name for name in environ if name.startswith(FORWARDED))}
-    return sorted(name for name in wanted & environ.keys() if re.fullmatch(r"[A-Za-z_]\w*", name))
+    wanted = (wanted & environ.keys()) - {*own}
+    return sorted(name for name in wanted if re.fullmatch(r"[A-Za-z_]\w*", name))
 
 
 def write_opening(plan: Plan, added: Mapping[str, str], environ: Mapping[str, str]) -> str:

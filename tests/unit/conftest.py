@@ -20,6 +20,7 @@ import warm
 from agents import Run, kill_what_is_left
 from job_tools import job_plan
 
+from launcher.plan.pbs import ask_qstat
 from launcher.plan.plan import Plan
 
 ROOT = Path(__file__).parents[2]
@@ -74,6 +75,7 @@ def own_place(
 ) -> Iterator[None]:
     """Give each test an empty HOME and the project's folder to work in; undo what it sets."""
     monkeypatch.chdir(ROOT)
+    ask_qstat.cache_clear()
     with mock.patch.dict(os.environ, HOME=str(tmp_path_factory.mktemp("home"))):
         yield
 
