@@ -29,7 +29,8 @@ OWN = {  # by a variable that tells of the scheduler; srun sets SLURM's anew on 
     "LSB_JOBID": GPUS,
 }
 ANSWER_S = 5.0  # for pbsdsh on all nodes
-_ANSWER = 'exec env -0 >"$0/$PBS_NODENUM"'  # a task's stdout is the job's, not pbsdsh's
+# A task's stdout is the job's, not pbsdsh's; what else is there, secrets too, stays there.
+_ANSWER = 'env -0 | grep -z -E "^($1)=" >"$0/$PBS_NODENUM"'
 
 
 class Own(NamedTuple):
@@ -80,13 +81,13 @@ def ask_nodes(
     names: Collection[str], plan: Plan, environ: Mapping[str, str]
 ) -> dict[str, dict[str, str]]:
     """Return each node's own values by its name; this node's alone if pbsdsh does not answer."""
-    hosts = list(dict.fromkeys(pbs.read_lines(environ))) or [short_host_name()]
-    found = {}
+    hosts = list(dict.fromkeys(pbs.read_lines(environ)))
+    found: dict[str, Mapping[str, str]] = {}
     if names and len(hosts) > 1 and len(plan.nodes) > 1:
-        folder = plan.directory / plan.log_dir
-        folder.mkdir(parents=True, exist_ok=True)
-        found = ask_pbsdsh(hosts, folder)
-    found[hosts[int(environ.get("PBS_NODENUM", "0"))]] = environ
+        with contextlib.suppress(OSError):  # the preflight says that the folder cannot be written
+            found = ask_pbsdsh(names, hosts, plan.directory / plan.log_dir)
+    here = {str(number): host for number, host in enumerate(hosts)}
+    found[here.get(environ.get("PBS_NODENUM", "0"), short_host_name())] = environ
     there = {node.name: found.get(node.name.rpartition("@")[2]) for node in plan.nodes}
     return {
         node: {name: values[name] for name in names if name in values}
@@ -95,18 +96,21 @@ def ask_nodes(
     }
 
 
-def ask_pbsdsh(hosts: Sequence[str], folder: Path) -> dict[str, Mapping[str, str]]:
-    """Return the environment that PBS gives a task on each host, of those that answer in time."""
+def ask_pbsdsh(
+    names: Collection[str], hosts: Sequence[str], folder: Path
+) -> dict[str, Mapping[str, str]]:
+    """Return the values that PBS gives a task on each host, of those that answer in time."""
     found: dict[str, Mapping[str, str]] = {}
+    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".nodes-", dir=folder) as answers:
-        command, null = ["pbsdsh", "--", "/bin/sh", "-c", _ANSWER, answers], subprocess.DEVNULL
-        limit_s = ANSWER_S + len(hosts) // 10
+        task = ["pbsdsh", "--", "/bin/sh", "-c", _ANSWER, answers, "|".join(names)]
+        limit_s, null = ANSWER_S + len(hosts) // 10, subprocess.DEVNULL
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            subprocess.run(command, stdin=null, stdout=null, stderr=null, timeout=limit_s)
+            subprocess.run(task, timeout=limit_s, stdin=null, stdout=null, stderr=null)
         for number, host in enumerate(hosts):
             with contextlib.suppress(OSError):
-                text = os.fsdecode(Path(answers, str(number)).read_bytes())
-                found[host] = dict(line.partition("=")[::2] for line in text.split("\0"))
+                if text := os.fsdecode(Path(answers, str(number)).read_bytes()):
+                    found[host] = dict(line.partition("=")[::2] for line in text.split("\0"))
     return found
 
 

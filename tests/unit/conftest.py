@@ -90,7 +90,11 @@ def listener() -> Iterator[int]:
 @pytest.fixture
 def shell() -> Iterator[str]:
     """Return the process id of a shell that waits for commands, as `srun --pty bash` does."""
-    with subprocess.Popen(["bash"], stdin=subprocess.PIPE) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(["bash"], bufsize=0, stdin=pipe, stdout=pipe) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(b"echo\n")  # it runs once it answers
+        process.stdout.readline()
         yield str(process.pid)
 
 

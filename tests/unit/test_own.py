@@ -125,6 +125,8 @@ def test_each_nodes_own_values_come_from_pbsdsh(tools: Path, tmp_path: Path) -> 
         "n2": {"CUDA_VISIBLE_DEVICES": "GPU-of-2", "NCPUS": "4"},
     }
     assert not list((tmp_path / "logs").iterdir())
+    (tmp_path / "nodes").unlink()  # as on another node of the job, where there is no node file
+    assert own.ask_nodes(names, plan, {**environ, "PBS_NODENUM": "2"}) == {}
     told = own.find_unknown(own.Own(names, is_default=True), plan, values)
     assert told.startswith("CUDA_VISIBLE_DEVICES: ") and "is not known (far); " in told
     assert own.find_unknown(own.Own({"NCPUS"}, is_default=True), plan, values) == ""
