@@ -12,7 +12,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from signal import SIGUSR1, Signals
 
@@ -26,7 +26,7 @@ from launcher.fanout.connection import (
     AT_ONCE,
     PACE_S,
     Connection,
-    forwarded_names,
+    choose_variables,
     greet,
     write_opening,
 )
@@ -36,7 +36,6 @@ from launcher.fanout.nodes import Nodes, Silence
 from launcher.fanout.protocol import Cut, Exit, Hello, Start
 from launcher.fanout.swap import choose_master, swap_ill
 from launcher.fanout.terminal import Terminals
-from launcher.plan import own
 from launcher.plan.plan import Plan, print_commands, print_plan
 from launcher.preflight import compare
 from launcher.preflight.check_node import Report
@@ -64,10 +63,7 @@ class Fanout:
     """A run on nodes that ssh reaches."""
 
     def __init__(self, plan: Plan) -> None:
-        self.own = own.find_own(os.environ, plan.activated, own.read_begun())
-        names = forwarded_names(plan.activated, os.environ, self.own.names)
-        self.plan = replace(plan, forwarded=names)
-        self.values: Mapping[str, Mapping[str, str]] = {}  # of each node's own variables
+        self.plan, self.own = choose_variables(plan, os.environ)
         self.token = os.urandom(16).hex()
         self.saving_s = 0 if plan.engine else plan.grace_s  # for agents, after their ranks' ends
         self.secret = handshake.new_secret()
@@ -88,10 +84,8 @@ class Fanout:
         self.loop = Loop(most_children=len(self.plan.nodes) + 1)
         self.terminals = Terminals()
         self.out, self.err = self.terminals.out, self.terminals.err
-        self.values = own.ask_nodes(self.own.names, self.plan, os.environ)
-        if unknown := own.find_unknown(self.own, self.plan, self.values):
-            self.say(f"warning: {unknown}")
         try:
+            self.own.ask(self.plan, os.environ, self.say)
             reports = self.check_nodes()
             if reports is None:
                 return REFUSED
@@ -161,11 +155,8 @@ class Fanout:
     def connect(self, node: str, token: str, show: Callable[[bytes, bool], None]) -> Connection:
         connect_s = max(CONNECT_S, self.plan.preflight_s - CHECK_S - 1) + self.slack_s
         connection = Connection(self.loop, node, connect_s=connect_s, token=token, show=show)
-        values = dict(self.values.get(node, {}))
-        if self.own.is_default:
-            values.pop(own.THREADS, None)
-        variables = {**values, "LAUNCH_TOKEN": token, "RUN_SECRET": self.secret}
-        connection.send_line(write_opening(self.plan, variables, os.environ))
+        added = {**self.own.of_node(node), "LAUNCH_TOKEN": token, "RUN_SECRET": self.secret}
+        connection.send_line(write_opening(self.plan, added, os.environ))
         return connection
 
     def wait_for(self, kind: type, until: float) -> None:
@@ -185,14 +176,10 @@ class Fanout:
 
     def start_request(self, report: Report, one: Connection) -> Start:
         plan = self.plan
-        command = plan.agent_command(
-            nproc=report.nproc, port=report.port, node_rank=report.node_rank
-        )
-        variables = {**plan.run_variables(), "LAUNCH_TOKEN": one.token}
-        threads = self.values.get(one.node, {}).get(own.THREADS)
-        if report.nproc == 1 and threads:
-            variables[own.THREADS] = threads
-        return Start(command, variables, plan.directory)
+        nproc, port, node_rank = report.nproc, report.port, report.node_rank
+        command = plan.agent_command(nproc=nproc, port=port, node_rank=node_rank)
+        variables = {**plan.run_variables(), **self.own.of_node(one.node, nproc)}
+        return Start(command, {**variables, "LAUNCH_TOKEN": one.token}, plan.directory)
 
     def watch(self) -> None:
         """Wait for the end of every node's part, and see to it once one has ended."""

@@ -10,9 +10,9 @@ import contextlib
 import os
 import subprocess
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from launcher.plan import pbs
 from launcher.plan.plan import Plan
@@ -33,11 +33,32 @@ ANSWER_S = 5.0  # for pbsdsh on all nodes
 _ANSWER = 'env -0 | grep -z -E "^($1)=" >"$0/$PBS_NODENUM"'
 
 
-class Own(NamedTuple):
-    """What the scheduler has set for this node alone."""
+@dataclass
+class Own:
+    """What the scheduler has set for this node alone, and for each of the others."""
 
     names: Collection[str]
     is_default: bool  # THREADS is PBS's own choice: all CPUs of the chunk, for each rank
+    values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by node
+
+    def ask(self, plan: Plan, environ: Mapping[str, str], say: Callable[[str], None]) -> None:
+        """Ask for each node's own values; says which nodes do not get theirs."""
+        self.values = ask_nodes(self.names, plan, environ)
+        quiet = {"NCPUS", THREADS} if self.is_default else {"NCPUS"}
+        names = " ".join(sorted({*self.names} - quiet))
+        missing = [node.name for node in plan.nodes if node.name not in self.values]
+        if names and missing:
+            what = "what the scheduler set for this node alone is not sent to the others"
+            cure = f"to send this node's, FORWARD_ENV='{names}'"
+            unknown = f"whose own is not known ({' '.join(missing)})"
+            say(f"warning: {names}: {what}, {unknown}; {cure}")
+
+    def of_node(self, node: str, nproc: int = 0) -> dict[str, str]:
+        """Return a node's own values, for its preflight or for an agent of so many ranks."""
+        values = dict(self.values.get(node, {}))
+        if self.is_default and nproc != 1:
+            values.pop(THREADS, None)
+        return values
 
 
 def find_own(environ: Mapping[str, str], activated: Collection[str], begun: Collection[str]) -> Own:
@@ -112,15 +133,3 @@ def ask_pbsdsh(
                 if text := os.fsdecode(Path(answers, str(number)).read_bytes()):
                     found[host] = dict(line.partition("=")[::2] for line in text.split("\0"))
     return found
-
-
-def find_unknown(own: Own, plan: Plan, values: Collection[str]) -> str:
-    """Return a line on the nodes whose own values matter, but are not known; empty: none."""
-    quiet = {"NCPUS", THREADS} if own.is_default else {"NCPUS"}
-    missing = [node.name for node in plan.nodes if node.name not in values]
-    names = sorted({*own.names} - quiet)
-    if not (names and missing):
-        return ""
-    what = "what the scheduler set for this node alone is not sent to the others"
-    cure = f"to send this node's, FORWARD_ENV='{' '.join(names)}'"
-    return f"{' '.join(names)}: {what}, whose own is not known ({' '.join(missing)}); {cure}"

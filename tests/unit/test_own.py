@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ import pytest
 from captured import captured
 from job_tools import job_plan, make_tool
 
-from launcher.fanout import local
-from launcher.fanout.connection import forwarded_names
+from launcher.fanout import local, pdsh, srun, ssh
+from launcher.fanout.connection import forwarded_names, write_opening
 from launcher.plan import own, pbs
 from launcher.plan.plan import NodePlan, Plan
 from launcher.preflight.check_node import Report
@@ -98,6 +99,25 @@ def test_a_node_that_starts_itself(
     assert started[0][2].get("OMP_NUM_THREADS") == threads
 
 
+@pytest.mark.parametrize("fanout", [ssh.Fanout, pdsh.PdshFanout])
+@pytest.mark.parametrize("job", [PBS, SLURM])
+def test_what_ssh_and_pdsh_send(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, fanout: type[ssh.Fanout], job: dict[str, str]
+) -> None:
+    for name, value in {**job, **CUDA, "NCCL_DEBUG": "INFO"}.items():
+        monkeypatch.setenv(name, value)
+    launch = fanout(plan)
+    assert launch.plan.forwarded == ["NCCL_DEBUG"]
+    opening = write_opening(launch.plan, {"LAUNCH_TOKEN": "t"}, os.environ)
+    assert "NCCL_DEBUG=" in opening and "CUDA" not in opening and "OMP" not in opening
+
+
+def test_srun_is_given_no_gpus(plan: Plan) -> None:
+    """It forwards the environment, in which SLURM replaces them on each node."""
+    environ = {**captured("batch-step"), **CUDA}
+    assert "CUDA" not in " ".join(srun.step_command(plan, nproc=2, port=1, environ=environ))
+
+
 PBSDSH = """
 [[ $1 == -- ]] && shift
 for node in 0 1 2; do
@@ -118,8 +138,13 @@ def test_each_nodes_own_values_come_from_pbsdsh(tools: Path, tmp_path: Path) -> 
     make_tool(tools / "pbsdsh", PBSDSH)
     plan, environ = job_of(tmp_path)
     names = {"CUDA_VISIBLE_DEVICES", "NCPUS"}
-    values = own.ask_nodes(names, plan, environ)
-    assert values == {
+    told: list[str] = []
+    found = own.Own(names, is_default=True)
+    found.ask(plan, environ, told.append)
+    assert len(told) == 1 and "is not known (far); " in told[0]
+    own.Own({"NCPUS"}, is_default=True).ask(plan, environ, told.append)
+    assert len(told) == 1  # nobody needs it
+    assert found.values == {
         "n1": {"CUDA_VISIBLE_DEVICES": "GPU-of-1", "NCPUS": "3"},
         "me@n0": {"CUDA_VISIBLE_DEVICES": "GPU-here", "NCPUS": "2"},
         "n2": {"CUDA_VISIBLE_DEVICES": "GPU-of-2", "NCPUS": "4"},
@@ -127,9 +152,6 @@ def test_each_nodes_own_values_come_from_pbsdsh(tools: Path, tmp_path: Path) -> 
     assert not list((tmp_path / "logs").iterdir())
     (tmp_path / "nodes").unlink()  # as on another node of the job, where there is no node file
     assert own.ask_nodes(names, plan, {**environ, "PBS_NODENUM": "2"}) == {}
-    told = own.find_unknown(own.Own(names, is_default=True), plan, values)
-    assert told.startswith("CUDA_VISIBLE_DEVICES: ") and "is not known (far); " in told
-    assert own.find_unknown(own.Own({"NCPUS"}, is_default=True), plan, values) == ""
 
 
 @pytest.mark.parametrize("pbsdsh", ["exit 1", "exec sleep 600", "true"])
@@ -139,7 +161,19 @@ def test_without_an_answer_a_value_stays_where_it_is(
     monkeypatch.setattr(own, "ANSWER_S", 0.2)
     make_tool(tools / "pbsdsh", pbsdsh)
     plan, environ = job_of(tmp_path)
-    values = own.ask_nodes({"CUDA_VISIBLE_DEVICES"}, plan, environ)
-    assert values == {"me@n0": {"CUDA_VISIBLE_DEVICES": "GPU-here"}}
-    cause = own.find_unknown(own.Own({"CUDA_VISIBLE_DEVICES"}, is_default=False), plan, values)
-    assert "(n1 n2 far); to send this node's, FORWARD_ENV='CUDA_VISIBLE_DEVICES'" in cause
+    told: list[str] = []
+    found = own.Own({"CUDA_VISIBLE_DEVICES"}, is_default=False)
+    found.ask(plan, environ, told.append)
+    assert found.values == {"me@n0": {"CUDA_VISIBLE_DEVICES": "GPU-here"}}
+    assert told[0].startswith("warning: CUDA_VISIBLE_DEVICES: what the scheduler set for this node")
+    assert "(n1 n2 far); to send this node's, FORWARD_ENV='CUDA_VISIBLE_DEVICES'" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("is_default", "nproc", "threads"),
+    [(True, 0, None), (True, 2, None), (True, 1, "8"), (False, 2, "8")],
+)
+def test_who_gets_the_threads_of_pbs(is_default: bool, nproc: int, threads: str | None) -> None:
+    found = own.Own({*PBS}, is_default, {"n0": {"NCPUS": "8", "OMP_NUM_THREADS": "8"}})
+    assert found.of_node("n0", nproc).get("OMP_NUM_THREADS") == threads
+    assert found.of_node("n0", nproc)["NCPUS"] == "8" and found.of_node("n1", nproc) == {}
