@@ -10,7 +10,8 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from launcher import processes
@@ -18,6 +19,7 @@ from launcher.agent.control import SILENCE_S, Lineup
 from launcher.fanout import protocol
 from launcher.fanout.loop import Child, Loop, given_options, ssh_command
 from launcher.fanout.protocol import Hello
+from launcher.plan.own import Own, asked_names, find_own, read_begun
 from launcher.plan.plan import Plan, PlanError
 from launcher.plan.resume import FORWARDED
 from launcher.preflight.checks import Fault
@@ -202,18 +204,27 @@ def find_fault(node: str) -> str:
 # --- what is sent first -------------------------------------------------------------------------
 
 
-def forwarded_names(activated: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Return the names of the variables that go to the nodes.
+def choose_variables(plan: Plan, environ: Mapping[str, str]) -> tuple[Plan, Own]:
+    """Return the plan with the names of what goes to the nodes, and what is each node's own."""
+    own = find_own(environ, plan.activated, read_begun())
+    return replace(plan, forwarded=forwarded_names(plan.activated, environ, own.names)), own
+
+
+def forwarded_names(
+    activated: Sequence[str], environ: Mapping[str, str], own: Collection[str] = ()
+) -> list[str]:
+    """Return the names of the variables that go to the nodes, without those of this node alone.
 
     Raises PlanError where FORWARD_ENV names one that is not set.
     """
-    asked = environ.get("FORWARD_ENV", "").replace(",", " ").split()
+    asked = asked_names(environ)
     for name in asked:
         if name not in environ:
             cause = f"FORWARD_ENV names {name!r}, which is not in the environment"
             raise PlanError(f"{cause}; export it, or leave it out")
     wanted = {*asked, *activated, *(name for name in environ if name.startswith(FORWARDED))}
-    return sorted(name for name in wanted & environ.keys() if re.fullmatch(r"[A-Za-z_]\w*", name))
+    wanted = (wanted & environ.keys()) - {*own}
+    return sorted(name for name in wanted if re.fullmatch(r"[A-Za-z_]\w*", name))
 
 
 def write_opening(plan: Plan, added: Mapping[str, str], environ: Mapping[str, str]) -> str:

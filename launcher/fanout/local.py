@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from distributed.errors import REFUSED, Refused
+from launcher.plan.own import THREADS, find_own, read_begun
 from launcher.plan.plan import AGENT, Plan, node_comment, print_plan
 from launcher.preflight import compare
 from launcher.preflight.check_node import Report, check_node, read_reports
@@ -43,6 +44,8 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
     added = {"LAUNCH_TOKEN": os.urandom(16).hex(), "LAUNCH_JANITOR": "1"}
     if plan.run_id:
         added["RUN_RECORD"] = str(plan.folder.absolute())
+    if nproc > 1 and find_own(os.environ, plan.activated, read_begun()).is_default:
+        del os.environ[THREADS]
     os.chdir(plan.directory)
     os.execvpe(command[0], command, {**os.environ, **plan.run_variables(), **added})
 

@@ -60,8 +60,8 @@ class PdshFanout(Fanout):
         )
         self.pdsh.close_input()
 
-    def start_request(self, report: Report, token: str) -> Start:
-        start = super().start_request(report, token)
+    def start_request(self, report: Report, one: Connection) -> Start:
+        start = super().start_request(report, one)
         return replace(start, socket=f"{self.socket}.{report.node_rank}")
 
     def remote_command(self) -> str:

@@ -26,7 +26,7 @@ from launcher.fanout.connection import (
     AT_ONCE,
     PACE_S,
     Connection,
-    forwarded_names,
+    choose_variables,
     greet,
     write_opening,
 )
@@ -63,7 +63,7 @@ class Fanout:
     """A run on nodes that ssh reaches."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = replace(plan, forwarded=forwarded_names(plan.activated, os.environ))
+        self.plan, self.own = choose_variables(plan, os.environ)
         self.token = os.urandom(16).hex()
         self.saving_s = 0 if plan.engine else plan.grace_s  # for agents, after their ranks' ends
         self.secret = handshake.new_secret()
@@ -85,6 +85,7 @@ class Fanout:
         self.terminals = Terminals()
         self.out, self.err = self.terminals.out, self.terminals.err
         try:
+            self.own.ask(self.plan, os.environ, self.say)
             reports = self.check_nodes()
             if reports is None:
                 return REFUSED
@@ -155,8 +156,8 @@ class Fanout:
         at_start_s = max(CONNECT_S, self.plan.preflight_s - CHECK_S - 1)
         connect_s = (CONNECT_S if self.started else at_start_s) + self.slack_s
         connection = Connection(self.loop, node, connect_s=connect_s, token=token, show=show)
-        variables = {"LAUNCH_TOKEN": token, "RUN_SECRET": self.secret}
-        connection.send_line(write_opening(self.plan, variables, os.environ))
+        added = {**self.own.of_node(node), "LAUNCH_TOKEN": token, "RUN_SECRET": self.secret}
+        connection.send_line(write_opening(self.plan, added, os.environ))
         return connection
 
     def wait_for(self, kind: type, until: float) -> None:
@@ -172,14 +173,14 @@ class Fanout:
         """Start all agents."""
         self.started = time.time()
         for connection, report in zip(self.connections, reports, strict=True):
-            connection.start(self.start_request(report, connection.token))
+            connection.start(self.start_request(report, connection))
 
-    def start_request(self, report: Report, token: str) -> Start:
+    def start_request(self, report: Report, one: Connection) -> Start:
         plan = self.plan
-        command = plan.agent_command(
-            nproc=report.nproc, port=report.port, node_rank=report.node_rank
-        )
-        return Start(command, {**plan.run_variables(), "LAUNCH_TOKEN": token}, plan.directory)
+        nproc, port, node_rank = report.nproc, report.port, report.node_rank
+        command = plan.agent_command(nproc=nproc, port=port, node_rank=node_rank)
+        variables = {**plan.run_variables(), **self.own.of_node(one.node, nproc)}
+        return Start(command, {**variables, "LAUNCH_TOKEN": one.token}, plan.directory)
 
     def watch(self) -> None:
         """Wait for the end of every node's part, and see to it once one has ended."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from distributed.job import in_slurm_step, is_task
+from launcher.plan import pbs
 from launcher.plan.plan import Plan
 
 ALL = "; run_ddp.sh uses all [partial-launch]"
@@ -39,10 +39,5 @@ def _job(environ: Mapping[str, str]) -> tuple[int, int]:
         sizes = (environ.get("SLURM_JOB_NUM_NODES", ""), given)
         nodes, gpus = (int(size) if size.isdecimal() else 0 for size in sizes)
         return nodes, gpus
-    names, cards = (_read_lines(environ.get(f"PBS_{name}FILE")) for name in ("NODE", "GPU"))
-    nodes = len({*names})
+    nodes, cards = len({*pbs.read_lines(environ)}), pbs.read_lines(environ, "PBS_GPUFILE")
     return nodes, len(cards) // max(nodes, 1)  # Torque's file has a line for each GPU
-
-
-def _read_lines(path: str | None) -> list[str]:
-    return Path(path).read_text().split() if path and Path(path).is_file() else []

@@ -159,7 +159,7 @@ def choose_fanout(typed: Typed, environ: Mapping[str, str]) -> str:
         return typed.fanout
     if slurm.in_slurm_job(environ):
         return "srun"
-    if len(pbs.read_nodefile(environ, None) if environ.get("PBS_NODEFILE") else ()) > 1:
+    if len({*pbs.read_lines(environ)}) > 1:
         return "ssh"
     slurm.refuse_many_nodes(environ, typed.program)
     slurm.warn_of_part(environ, typed.program)

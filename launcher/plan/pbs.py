@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from launcher.plan.plan import NodePlan, PlanError
@@ -17,22 +19,52 @@ REQUEST = (
 
 
 def read_nodefile(environ: Mapping[str, str], nproc: int | None) -> tuple[NodePlan, ...]:
-    """Return a PBS job's nodes, each with as many ranks as the node file has lines for it.
+    """Return a PBS job's nodes, each with the ranks that the job's request gives it.
 
     Raises PlanError where this is no PBS job, or not one of the size that was asked for.
     """
     if not environ.get("PBS_JOBID"):
         raise PlanError(f"this is no PBS job; {REQUEST}")
-    file = Path(environ.get("PBS_NODEFILE") or "/nonexistent")
-    lines = file.read_text().split() if file.is_file() else []
+    lines = read_lines(environ)
     there, asked = len({*lines}), environ.get("PBS_NUM_NODES") or "some"  # Torque's
     if not lines or (asked.isdecimal() and int(asked) != there):
         cause = f"the job's node file names {count(there, 'node')} where {asked} should be"
         raise PlanError(f"{cause}; {REQUEST}")
-    several = {name: lines.count(name) for name in lines if lines.count(name) > 1}
-    return tuple(NodePlan(name, nproc or several.get(name)) for name in dict.fromkeys(lines))
+    if nproc:
+        return tuple(NodePlan(name, nproc) for name in dict.fromkeys(lines))
+    chunks = read_chunks(ask_qstat(environ["PBS_JOBID"]))
+    ranks, is_chosen = count_ranks(lines, chunks)
+    is_by_lines = bool(ranks) and not is_chosen
+    return tuple(NodePlan(name, ranks.get(name), is_by_lines) for name in dict.fromkeys(lines))
 
 
+def read_lines(environ: Mapping[str, str], name: str = "PBS_NODEFILE") -> list[str]:
+    """Return the lines of a file of the job: its node file has one for each MPI process."""
+    file = Path(environ.get(name) or "/nonexistent")
+    return file.read_text().split() if file.is_file() else []
+
+
+def count_ranks(
+    lines: Sequence[str], chunks: Sequence[Mapping[str, str]]
+) -> tuple[dict[str, int], bool]:
+    """Return the ranks of each node, and whether the request chose them; none: one per GPU.
+
+    The node file has a chunk's host `mpiprocs` times: once, if the request does not say. Chunks
+    that ask for no more have a rank for each of their GPUs, also where PBS packs them on one node.
+    """
+    counts = Counter(lines)
+    gpus = [int(chunk.get("ngpus") or 0) for chunk in chunks]
+    is_one_each = {chunk.get("mpiprocs", "1") for chunk in chunks} == {"1"}
+    if any(gpus) and is_one_each and len(gpus) == len(lines):
+        given = Counter(dict.fromkeys(lines, 0))
+        for name, number in zip(lines, gpus, strict=True):
+            given[name] += number
+        return {name: number or 1 for name, number in given.items()}, True
+    is_chosen = any("mpiprocs" in chunk for chunk in chunks)
+    return (dict(counts) if max(counts.values()) > 1 else {}), is_chosen
+
+
+@cache
 def ask_qstat(job: str) -> dict[str, str]:
     """Return a job's attributes, as `qstat -f` shows them; none where PBS does not answer."""
     command = ["qstat", "-f", job]
@@ -42,6 +74,17 @@ def ask_qstat(job: str) -> dict[str, str]:
         return {}
     lines = text.replace("\n\t", "").splitlines()  # it folds what is long
     return dict(line.strip().split(" = ", 1) for line in lines if " = " in line)
+
+
+def read_chunks(attributes: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return the resources of each chunk that a job asked for; none if that is not known."""
+    asked = attributes.get("schedselect") or attributes.get("Resource_List.select") or ""
+    chunks: list[dict[str, str]] = []
+    for chunk in filter(None, asked.split("+")):  # 2:ncpus=16:ngpus=4
+        number, _, rest = chunk.partition(":") if chunk[0].isdecimal() else ("1", "", chunk)
+        resources = dict(word.partition("=")[::2] for word in rest.split(":"))
+        chunks += [resources] * int(number)
+    return chunks
 
 
 def job_command(script: str, typed: Sequence[str]) -> list[str]:

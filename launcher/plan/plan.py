@@ -48,6 +48,7 @@ class NodePlan:
 
     name: str
     nproc: int | None = None  # None: one per GPU
+    is_by_lines: bool = False  # nobody chose `nproc`: the node has so many lines in a node file
 
 
 @dataclass(frozen=True)
@@ -304,8 +305,11 @@ def _print_ranks(
     default_backend = "nccl" if node and node.gpus else "gloo"
     backend = plan.backend.replace("auto", default_backend)
     each = str(counts[0]) if len({*counts}) == 1 else ",".join(map(str, counts))
-    nodes = count(plan.num_nodes, "node")
-    print_row("ranks", f"{sum(counts)} = {nodes} x {each}, {backend}", out)
+    print_row("ranks", f"{sum(counts)} = {count(plan.num_nodes, 'node')} x {each}, {backend}", out)
+    for first in plan.nodes[:1]:
+        if first.is_by_lines and node and node.gpus not in (0, first.nproc):
+            lines = f"{first.name} has {count(node.gpus, 'GPU')}, the node file {first.nproc} lines"
+            print_row("warning", f"{lines} for it; NPROC_PER_NODE sets the ranks of each node", out)
     if node and node.cpus and not plan.is_dry_run:
         print_row("cpus", f"{node.cpus / counts[0]:g} per rank of {node.host}", out)
     if plan.batch:

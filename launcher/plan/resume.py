@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from distributed.job import is_task, job_id
+from distributed.job import is_task
 from launcher.plan import pbs, slurm
+from launcher.plan.own import find_own, read_begun
 from launcher.plan.plan import ROOT
 from launcher.plan.typed import Typed
 
@@ -50,16 +50,10 @@ def _set_for_it(typed: Typed, environ: Mapping[str, str]) -> Iterator[str]:
 
     What the shell was begun with, and what a site or an environment sets, comes again by itself.
     """
-    try:
-        text = Path(f"/proc/{os.getppid()}/environ").read_bytes()
-    except OSError:  # another user's: the parent is a scheduler's
-        text = b""
-    again = {*os.fsdecode(text).split("\0")}
+    again = read_begun()
     if typed.staged or environ.get("CONTAINER") or typed.python == str(ROOT / ".venv/bin/python"):
         again.add(f"PYTHON={environ.get('PYTHON')}")
-    theirs = {*typed.activated} - {"PYTHON"}
-    if job_id(environ):
-        theirs.add("CUDA_VISIBLE_DEVICES")
+    theirs = {*typed.activated, *find_own(environ, typed.activated, again).names} - {"PYTHON"}
     for name in sorted({*environ} - theirs):
         is_other = name.startswith(FORWARDED) and not _SECRET.search(name)
         is_wanted = is_other or name in ("PYTHON", "PYTHONPATH")

@@ -271,8 +271,8 @@ root, fanout, *nodes = sys.argv[1:]
 
 
 class All(FANOUTS[fanout]):
-    def start_request(self, report, token):
-        start = super().start_request(report, token)
+    def start_request(self, report, one):
+        start = super().start_request(report, one)
         command = ["bash", "-c", AGENT, fanout, str(len(nodes))]
         return protocol.Start(command, start.variables, start.directory, start.socket)
 

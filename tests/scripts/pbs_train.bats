@@ -34,6 +34,18 @@ setup_folder() {
   [[ $status == 0 && $output == *"8 = 2 nodes x 4, nccl"* ]]
 }
 
+@test "chunks that PBS packs on one node: one process for each GPU that qstat tells, or a warning" {
+  setup_folder
+  printf '%s\n' n1 n1 >nodes
+  fake_gpus 8
+  run launch plain.yaml --dry-run
+  [[ $status == 0 && $output == *"2 = 1 node x 2, nccl"* ]]
+  [[ $output == *"warning    n1 has 8 GPUs, the node file 2 lines for it; NPROC_PER_NODE sets the ranks of each node"* ]]
+  fake_tool qstat 'echo "    schedselect = 2:ncpus=16:ngpus=4"'
+  run launch plain.yaml --dry-run
+  [[ $status == 0 && $output == *"8 = 1 node x 8, nccl"* && $output != *"warning"* ]]
+}
+
 @test "a copy far from the project: exit 2, and what to do" {
   touch nodes
   run launch plain.yaml

@@ -20,6 +20,7 @@ import warm
 from agents import Run, kill_what_is_left
 from job_tools import job_plan
 
+from launcher.plan.pbs import ask_qstat
 from launcher.plan.plan import Plan
 
 ROOT = Path(__file__).parents[2]
@@ -74,6 +75,7 @@ def own_place(
 ) -> Iterator[None]:
     """Give each test an empty HOME and the project's folder to work in; undo what it sets."""
     monkeypatch.chdir(ROOT)
+    ask_qstat.cache_clear()
     with mock.patch.dict(os.environ, HOME=str(tmp_path_factory.mktemp("home"))):
         yield
 
@@ -89,11 +91,10 @@ def listener() -> Iterator[int]:
 def shell() -> Iterator[str]:
     """Return the process id of a shell that waits for commands, as `srun --pty bash` does."""
     pipe = subprocess.PIPE
-    with subprocess.Popen(["bash"], stdin=pipe, stdout=pipe, text=True) as process:
+    with subprocess.Popen(["bash"], bufsize=0, stdin=pipe, stdout=pipe) as process:
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write("echo\n")
-        process.stdin.flush()
-        process.stdout.readline()  # until then /proc does not show its name
+        process.stdin.write(b"echo\n")  # it runs once it answers
+        process.stdout.readline()
         yield str(process.pid)
 
 

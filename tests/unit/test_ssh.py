@@ -291,6 +291,32 @@ def test_a_variable_to_forward_that_is_not_set_is_refused(nodes: Nodes) -> None:
     assert not (nodes.nodes / "asked").exists()
 
 
+PBSDSH = """#!/usr/bin/env bash
+for node in 0 1; do
+  PBS_NODENUM=$node CUDA_VISIBLE_DEVICES=GPU-$node NCPUS=8 OMP_NUM_THREADS=8 "${@:2}"
+done
+"""
+
+
+def test_in_a_pbs_job_each_node_gets_its_own_gpus_and_no_threads(nodes: Nodes) -> None:
+    nodes.agent(DUMP)
+    nodes.add(nodes.folder / "tools/pbsdsh", PBSDSH)
+    (nodes.folder / "file").write_text("n0\nn0\nn1\n")
+    for node in ("n0", "n1"):  # a login has nothing of the job
+        (nodes.nodes / node).write_text(
+            "exec env -u PBS_JOBID -u NCPUS -u OMP_NUM_THREADS -u CUDA_VISIBLE_DEVICES bash -s"
+        )
+    job = {"PBS_JOBID": "7.host", "PBS_NODEFILE": str(nodes.folder / "file"), "PBS_NODENUM": "0"}
+    job |= {"PBS_O_WORKDIR": str(nodes.folder), "NCPUS": "8", "OMP_NUM_THREADS": "8"}
+    words = {"script": "../pbs/pbs_train.sh", "CUDA_VISIBLE_DEVICES": "GPU-0", "NCCL_DEBUG": "WARN"}
+    code, _, err = nodes.launch("-", **job, **words)
+    assert code == 0 and "variables  NCCL_DEBUG go with it" in err, err
+    for rank, threads in (("0", None), ("1", "8")):  # two ranks, and one with all of its CPUs
+        environ = json.loads((nodes.nodes / rank).read_text())[1]
+        assert environ["CUDA_VISIBLE_DEVICES"] == f"GPU-{rank}"
+        assert environ.get("OMP_NUM_THREADS") == threads
+
+
 # --- ends ---------------------------------------------------------------------------------------
 
 WAIT = """

@@ -1,0 +1,135 @@
+"""What a scheduler sets for one node alone, and must never travel to the others.
+
+A value that the user chose is everyone's: one that was typed for this launch or exported in the
+job's script, given to qsub, named in FORWARD_ENV, or set by VENV, CONDA_ENV and MODULES.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launcher.plan import pbs
+from launcher.plan.plan import Plan
+from launcher.text import short_host_name
+
+GPUS = (
+    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
+    *("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
+)
+THREADS = "OMP_NUM_THREADS"
+OWN = {  # by a variable that tells of the scheduler; srun sets SLURM's anew on each node
+    "PBS_JOBID": (*GPUS, THREADS, "NCPUS"),
+    "SLURM_GPUS_ON_NODE": GPUS,
+    "LSB_JOBID": GPUS,
+}
+ANSWER_S = 5.0  # for pbsdsh on all nodes
+# A task's stdout is the job's, not pbsdsh's; what else is there, secrets too, stays there.
+_ANSWER = 'env -0 | grep -z -E "^($1)=" >"$0/$PBS_NODENUM"'
+
+
+@dataclass
+class Own:
+    """What the scheduler has set for this node alone, and for each of the others."""
+
+    names: Collection[str]
+    is_default: bool  # THREADS is PBS's own choice: all CPUs of the chunk, for each rank
+    values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by node
+
+    def ask(self, plan: Plan, environ: Mapping[str, str], say: Callable[[str], None]) -> None:
+        """Ask for each node's own values; says which nodes do not get theirs."""
+        self.values = ask_nodes(self.names, plan, environ)
+        quiet = {"NCPUS", THREADS} if self.is_default else {"NCPUS"}
+        names = " ".join(sorted({*self.names} - quiet))
+        missing = [node.name for node in plan.nodes if node.name not in self.values]
+        if names and missing:
+            what = "what the scheduler set for this node alone is not sent to the others"
+            cure = f"to send this node's, FORWARD_ENV='{names}'"
+            unknown = f"whose own is not known ({' '.join(missing)})"
+            say(f"warning: {names}: {what}, {unknown}; {cure}")
+
+    def of_node(self, node: str, nproc: int = 0) -> dict[str, str]:
+        """Return a node's own values, for its preflight or for an agent of so many ranks."""
+        values = dict(self.values.get(node, {}))
+        if self.is_default and nproc != 1:
+            values.pop(THREADS, None)
+        return values
+
+
+def find_own(environ: Mapping[str, str], activated: Collection[str], begun: Collection[str]) -> Own:
+    """Return which variables the scheduler has set for this node alone.
+
+    `activated` are the names that the Python's environment has changed, `begun` the `NAME=value`
+    that the shell was begun with: in the job, a value that is not among them was typed.
+    """
+    signs = [sign for sign in OWN if environ.get(sign)]
+    names = {name for sign in signs for name in OWN[sign]} & environ.keys()
+    is_shell = any(f"{sign}={environ[sign]}" in begun for sign in signs)
+    job = environ.get("PBS_JOBID")
+    attributes = pbs.ask_qstat(job) if job and names else {}
+    given = f",{attributes.get('Variable_List', '')},".replace("\\,", ",")
+    values = {name: f"{name}={environ[name]}" for name in names}
+    is_typed = {name: is_shell and value not in begun for name, value in values.items()}
+    chosen = {name for name in names if is_typed[name] or f",{values[name]}," in given}
+    chosen |= {*activated, *asked_names(environ)}
+    threads = {chunk.get("ompthreads") for chunk in pbs.read_chunks(attributes)} - {None}
+    if len(threads) == 1 or environ.get(THREADS) != environ.get("NCPUS"):
+        chosen.add(THREADS)
+    names -= chosen
+    return Own(names, THREADS in names and not threads)
+
+
+def asked_names(environ: Mapping[str, str]) -> list[str]:
+    """Return the names that FORWARD_ENV has."""
+    return environ.get("FORWARD_ENV", "").replace(",", " ").split()
+
+
+def read_begun() -> set[str]:
+    """Return the `NAME=value` that the shell was begun with; none where it is a scheduler's."""
+    try:
+        text = Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    except OSError:  # another user's
+        text = b""
+    return {*os.fsdecode(text).split("\0")}
+
+
+def ask_nodes(
+    names: Collection[str], plan: Plan, environ: Mapping[str, str]
+) -> dict[str, dict[str, str]]:
+    """Return each node's own values by its name; this node's alone if pbsdsh does not answer."""
+    hosts = list(dict.fromkeys(pbs.read_lines(environ)))
+    found: dict[str, Mapping[str, str]] = {}
+    if names and len(hosts) > 1 and len(plan.nodes) > 1:
+        with contextlib.suppress(OSError):  # the preflight says that the folder cannot be written
+            found = ask_pbsdsh(names, hosts, plan.directory / plan.log_dir)
+    here = {str(number): host for number, host in enumerate(hosts)}
+    found[here.get(environ.get("PBS_NODENUM", "0"), short_host_name())] = environ
+    there = {node.name: found.get(node.name.rpartition("@")[2]) for node in plan.nodes}
+    return {
+        node: {name: values[name] for name in names if name in values}
+        for node, values in there.items()
+        if values is not None
+    }
+
+
+def ask_pbsdsh(
+    names: Collection[str], hosts: Sequence[str], folder: Path
+) -> dict[str, Mapping[str, str]]:
+    """Return the values that PBS gives a task on each host, of those that answer in time."""
+    found: dict[str, Mapping[str, str]] = {}
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".nodes-", dir=folder) as answers:
+        task = ["pbsdsh", "--", "/bin/sh", "-c", _ANSWER, answers, "|".join(names)]
+        limit_s, null = ANSWER_S + len(hosts) // 10, subprocess.DEVNULL
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run(task, timeout=limit_s, stdin=null, stdout=null, stderr=null)
+        for number, host in enumerate(hosts):
+            with contextlib.suppress(OSError):
+                if text := os.fsdecode(Path(answers, str(number)).read_bytes()):
+                    found[host] = dict(line.partition("=")[::2] for line in text.split("\0"))
+    return found

@@ -1,0 +1,179 @@
+"""Which variables are one node's alone, by scheduler, and where the others' values come from."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from captured import captured
+from job_tools import job_plan, make_tool
+
+from launcher.fanout import local, pdsh, srun, ssh
+from launcher.fanout.connection import forwarded_names, write_opening
+from launcher.plan import own, pbs
+from launcher.plan.plan import NodePlan, Plan
+from launcher.preflight.check_node import Report
+
+CAPTURED = Path(__file__).resolve().parents[1] / "cluster/pbs"
+CUDA = {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+PBS = {"PBS_JOBID": "7.host", "NCPUS": "8", "OMP_NUM_THREADS": "8"}
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "2"}
+EVERYONES = {"NCCL_DEBUG": "INFO", "OMP_PROC_BIND": "true", "TORCH_LOGS": "x", "HOME": "/home"}
+SELECT = "echo '  schedselect = {}'"
+
+
+@pytest.mark.parametrize(
+    ("environ", "begun", "qstat", "names", "is_default"),
+    [
+        # What PBS sets is each node's own; threads for all CPUs are nobody's choice.
+        ({**PBS, **CUDA}, {}, "exit 1", {*CUDA, "NCPUS", "OMP_NUM_THREADS"}, True),
+        ({**PBS, **CUDA}, {**PBS, **CUDA}, "", {*CUDA, "NCPUS", "OMP_NUM_THREADS"}, True),
+        ({**PBS, "ROCR_VISIBLE_DEVICES": ""}, {}, "", {*PBS, "ROCR_VISIBLE_DEVICES"}, True),
+        # Threads that the user chose: in the script or the shell, in the request.
+        ({**PBS, "OMP_NUM_THREADS": "4"}, {}, "", {"NCPUS"}, False),
+        (PBS, {}, SELECT.format("2:ncpus=8:ompthreads=8"), {"NCPUS"}, False),
+        (PBS, {}, SELECT.format("1:ompthreads=8+1:ompthreads=4"), {*PBS}, False),
+        ({"PBS_JOBID": "7", "OMP_NUM_THREADS": "4"}, {}, "", set(), False),  # Torque sets none
+        # GPUs that the user chose: for this launch, with qsub -v, by name, with a module.
+        ({**PBS, "CUDA_VISIBLE_DEVICES": "0"}, {**PBS, **CUDA}, "", {*PBS}, True),
+        (
+            *({**PBS, "CUDA_VISIBLE_DEVICES": "0,1"}, {}),
+            *(r"echo '  Variable_List = A=1,CUDA_VISIBLE_DEVICES=0\,1,B=2'", {*PBS}, True),
+        ),
+        ({**PBS, **CUDA, "FORWARD_ENV": "A,CUDA_VISIBLE_DEVICES"}, {}, "", {*PBS, *CUDA}, True),
+        ({**PBS, "HIP_VISIBLE_DEVICES": "0", "ACTIVATED": "1"}, {}, "", {*PBS}, True),
+        # SLURM, LSF, and nodes that a user names.
+        ({**SLURM, **CUDA}, {}, "", {*CUDA}, False),
+        ({**SLURM, **CUDA, "OMP_NUM_THREADS": "8", "NCPUS": "8"}, {}, "", {*CUDA}, False),
+        ({**captured("batch-step"), **CUDA, "SLURM_GPUS_ON_NODE": ""}, {}, "", set(), False),
+        ({"LSB_JOBID": "7", **CUDA}, {}, "", {*CUDA}, False),
+        ({**CUDA, "OMP_NUM_THREADS": "8", "NCPUS": "8"}, {}, "", set(), False),
+    ],
+)
+def test_what_is_this_nodes_alone(
+    tools: Path,
+    environ: dict[str, str],
+    begun: dict[str, str],
+    qstat: str,
+    names: set[str],
+    is_default: bool,
+) -> None:
+    make_tool(tools / "qstat", qstat)
+    activated = ["HIP_VISIBLE_DEVICES"] if environ.get("ACTIVATED") else []
+    shell = {f"{name}={value}" for name, value in begun.items()}
+    names -= {"PBS_JOBID", *own.asked_names(environ)}
+    found = own.find_own(environ, activated, shell)
+    assert (found.names, found.is_default) == (names, is_default)
+    sent = forwarded_names(activated, {"A": "", **EVERYONES, **environ}, found.names)
+    assert not names & {*sent} and {*EVERYONES} - {"HOME"} <= {*sent}
+    assert ("CUDA_VISIBLE_DEVICES" in sent) == ("CUDA_VISIBLE_DEVICES" in {*environ} - names)
+
+
+def test_threads_that_a_real_pbs_has_set(tools: Path) -> None:
+    """A value in -v or -V is overwritten; `ompthreads` is the only choice at qsub."""
+    text = (CAPTURED / "omp-given-by-user.txt").read_text()
+    defaults = []
+    for select, threads, ncpus in re.findall(r"select=(\S+)\n\w+=(\d+) \w+=(\d+)", text):
+        make_tool(tools / "qstat", SELECT.format(select))
+        pbs.ask_qstat.cache_clear()
+        job = {"PBS_JOBID": "7", "OMP_NUM_THREADS": threads, "NCPUS": ncpus}
+        defaults.append(own.find_own(job, (), ()).is_default)
+    assert defaults == [True, True, False]
+
+
+@pytest.mark.parametrize(("nproc", "threads"), [(2, None), (1, "8")])
+def test_a_node_that_starts_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nproc: int, threads: str | None
+) -> None:
+    for name, value in PBS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(
+        local, "check_here", lambda plan: Report(0, 1, nproc, "n0", "mine", {}, {}, port=1)
+    )
+    started: list[Any] = []
+    monkeypatch.setattr("os.execvpe", lambda *words: started.append(words))
+    local.run(job_plan(tmp_path, fanout="local", hosts="", num_nodes=1), lambda: None)
+    assert started[0][2].get("OMP_NUM_THREADS") == threads
+
+
+@pytest.mark.parametrize("fanout", [ssh.Fanout, pdsh.PdshFanout])
+@pytest.mark.parametrize("job", [PBS, SLURM])
+def test_what_ssh_and_pdsh_send(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, fanout: type[ssh.Fanout], job: dict[str, str]
+) -> None:
+    for name, value in {**job, **CUDA, "NCCL_DEBUG": "INFO"}.items():
+        monkeypatch.setenv(name, value)
+    launch = fanout(plan)
+    assert launch.plan.forwarded == ["NCCL_DEBUG"]
+    opening = write_opening(launch.plan, {"LAUNCH_TOKEN": "t"}, os.environ)
+    assert "NCCL_DEBUG=" in opening and "CUDA" not in opening and "OMP" not in opening
+
+
+def test_srun_is_given_no_gpus(plan: Plan) -> None:
+    """It forwards the environment, in which SLURM replaces them on each node."""
+    environ = {**captured("batch-step"), **CUDA}
+    assert "CUDA" not in " ".join(srun.step_command(plan, nproc=2, port=1, environ=environ))
+
+
+PBSDSH = """
+[[ $1 == -- ]] && shift
+for node in 0 1 2; do
+  PBS_NODENUM=$node CUDA_VISIBLE_DEVICES=GPU-of-$node NCPUS=$((node + 2)) "$@" || exit
+done
+"""
+
+
+def job_of(folder: Path, **changes: Any) -> tuple[Plan, dict[str, str]]:
+    (folder / "nodes").write_text("n0\nn0\nn1\nn2\n")
+    nodes = [NodePlan(name) for name in ("n1", "me@n0", "n2", "far")]
+    environ = {"PBS_NODENUM": "0", "PBS_NODEFILE": str(folder / "nodes")}
+    plan = job_plan(folder, nodes=nodes, **changes)
+    return plan, {**environ, "CUDA_VISIBLE_DEVICES": "GPU-here", "NCPUS": "2"}
+
+
+def test_each_nodes_own_values_come_from_pbsdsh(tools: Path, tmp_path: Path) -> None:
+    make_tool(tools / "pbsdsh", PBSDSH)
+    plan, environ = job_of(tmp_path)
+    names = {"CUDA_VISIBLE_DEVICES", "NCPUS"}
+    told: list[str] = []
+    found = own.Own(names, is_default=True)
+    found.ask(plan, environ, told.append)
+    assert len(told) == 1 and "is not known (far); " in told[0]
+    own.Own({"NCPUS"}, is_default=True).ask(plan, environ, told.append)
+    assert len(told) == 1  # nobody needs it
+    assert found.values == {
+        "n1": {"CUDA_VISIBLE_DEVICES": "GPU-of-1", "NCPUS": "3"},
+        "me@n0": {"CUDA_VISIBLE_DEVICES": "GPU-here", "NCPUS": "2"},
+        "n2": {"CUDA_VISIBLE_DEVICES": "GPU-of-2", "NCPUS": "4"},
+    }
+    assert not list((tmp_path / "logs").iterdir())
+    (tmp_path / "nodes").unlink()  # as on another node of the job, where there is no node file
+    assert own.ask_nodes(names, plan, {**environ, "PBS_NODENUM": "2"}) == {}
+
+
+@pytest.mark.parametrize("pbsdsh", ["exit 1", "exec sleep 600", "true"])
+def test_without_an_answer_a_value_stays_where_it_is(
+    tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pbsdsh: str
+) -> None:
+    monkeypatch.setattr(own, "ANSWER_S", 0.2)
+    make_tool(tools / "pbsdsh", pbsdsh)
+    plan, environ = job_of(tmp_path)
+    told: list[str] = []
+    found = own.Own({"CUDA_VISIBLE_DEVICES"}, is_default=False)
+    found.ask(plan, environ, told.append)
+    assert found.values == {"me@n0": {"CUDA_VISIBLE_DEVICES": "GPU-here"}}
+    assert told[0].startswith("warning: CUDA_VISIBLE_DEVICES: what the scheduler set for this node")
+    assert "(n1 n2 far); to send this node's, FORWARD_ENV='CUDA_VISIBLE_DEVICES'" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("is_default", "nproc", "threads"),
+    [(True, 0, None), (True, 2, None), (True, 1, "8"), (False, 2, "8")],
+)
+def test_who_gets_the_threads_of_pbs(is_default: bool, nproc: int, threads: str | None) -> None:
+    found = own.Own({*PBS}, is_default, {"n0": {"NCPUS": "8", "OMP_NUM_THREADS": "8"}})
+    assert found.of_node("n0", nproc).get("OMP_NUM_THREADS") == threads
+    assert found.of_node("n0", nproc)["NCPUS"] == "8" and found.of_node("n1", nproc) == {}
