@@ -21,6 +21,7 @@ from launcher.outer_run import leave_outer_run
 from launcher.plan.check_config import check_config
 from launcher.plan.idle import find_idle
 from launcher.plan.make_plan import make_plan
+from launcher.plan.pbs import find_short_delay
 from launcher.plan.plan import Plan, PlanError
 from launcher.plan.slurm import end_chain
 from launcher.plan.typed import parse
@@ -55,8 +56,10 @@ def start(arguments: Sequence[str]) -> int:
         if plan.fanout == "check":
             check_config(plan)
             return 0
-        if idle := find_idle(plan, os.environ):
-            print(f"{typed.program}: warning: {idle}", file=sys.stderr)
+        is_saving = plan.node_rank == 0 and not typed.module
+        short = find_short_delay(plan.grace_s, os.environ) if is_saving else ""
+        for warning in filter(None, (find_idle(plan, os.environ), short)):
+            print(f"{typed.program}: warning: {warning}", file=sys.stderr)
         be_ready = prepare(plan, typed.typed[0])
         fanout = importlib.import_module(f"launcher.fanout.{plan.fanout}")
         code = int(fanout.run(check_config(plan), be_ready))

@@ -313,6 +313,7 @@ PARTS = {
         functools.partial(run_bats, "scripts", "long"),
     ),
     "slurm": on_cluster("SLURM", "slurm", "stops, requeues, lost nodes, shapes of jobs, chains"),
+    "pbs": on_cluster("PBS", "pbs", "qdel, walltime, qrerun, qsig at random moments (a stand-in)"),
     "ssh": on_cluster("ssh and pdsh", "ssh", "deaths, stops, cuts, equal weights, 64 nodes"),
     "spares": on_cluster("Spare nodes", "spares", "nodes killed, cut off, stopped"),
     "containers": on_cluster("Containers", "containers", "Charliecloud and podman"),

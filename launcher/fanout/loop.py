@@ -15,6 +15,7 @@ import signal
 import socket
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from distributed.stop_signals import QUERY, handled_signals, stop_signals
 from launcher.agent.control import SILENCE_S
@@ -86,8 +87,21 @@ def given_options() -> list[str]:
     return os.environ.get("SSH_OPTS", "").split()
 
 
+def spawn(command: list[str], environ: Mapping[str, str], streams: tuple[int, ...]) -> int:
+    """Start a program on these streams, in a session of its own; returns its process id.
+
+    PBS signals every process of a job's session: an ssh there would die before the ranks can save.
+    """
+    actions = [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate(streams)]
+    options: dict[str, Any] = {"file_actions": actions, "setsigdef": [signal.SIGPIPE]}
+    try:
+        return os.posix_spawnp(command[0], command, environ, setsid=True, **options)
+    except NotImplementedError:  # a Python built for an old system, such as conda's
+        return os.posix_spawnp("setsid", ["setsid", *command], environ, **options)
+
+
 class Child:
-    """One program, whose output goes to a function. Neither Ctrl-C nor `timeout` reaches it."""
+    """One program, whose output goes to a function. No signal to our session reaches it."""
 
     def __init__(
         self,
@@ -102,14 +116,7 @@ class Child:
         self._on_output = on_output
         (stdin, self._stdin), *outputs = (os.pipe() for _ in range(3))
         theirs = stdin, outputs[0][1], outputs[1][1]
-        self._pid = os.posix_spawnp(
-            command[0],
-            command,
-            os.environ if environ is None else environ,
-            file_actions=[(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate(theirs)],
-            setpgroup=0,  # a session of its own would cost each ssh 2 % more time
-            setsigdef=[signal.SIGPIPE],
-        )
+        self._pid = spawn(command, os.environ if environ is None else environ, theirs)
         for fd in theirs:
             os.close(fd)
         self._unsent = bytearray()

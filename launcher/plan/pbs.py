@@ -16,6 +16,8 @@ REQUEST = (
     "ask for nodes with qsub -l select=2:ncpus=16:ngpus=4 (PBS Pro, OpenPBS)"
     " or qsub -l nodes=2:ppn=4 (Torque)"
 )
+KILL_DELAY_S = 10  # between PBS's SIGTERM and SIGKILL, where the queue sets no other
+REPORT_S = 5  # after GRACE, for the launcher to end the nodes and to say how the run ended
 
 
 def read_nodefile(environ: Mapping[str, str], nproc: int | None) -> tuple[NodePlan, ...]:
@@ -65,9 +67,9 @@ def count_ranks(
 
 
 @cache
-def ask_qstat(job: str) -> dict[str, str]:
-    """Return a job's attributes, as `qstat -f` shows them; none where PBS does not answer."""
-    command = ["qstat", "-f", job]
+def ask_qstat(name: str, option: str = "-f") -> dict[str, str]:
+    """Return a job's attributes, or with -Qf a queue's; none where PBS does not answer."""
+    command = ["qstat", option, name]
     try:
         text = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=10, text=True)
     except (OSError, subprocess.SubprocessError):
@@ -85,6 +87,20 @@ def read_chunks(attributes: Mapping[str, str]) -> list[dict[str, str]]:
         resources = dict(word.partition("=")[::2] for word in rest.split(":"))
         chunks += [resources] * int(number)
     return chunks
+
+
+def find_short_delay(grace_s: int, environ: Mapping[str, str]) -> str:
+    """Return a line where PBS kills this job while its ranks may still save; empty: it does not."""
+    queue = environ.get("PBS_QUEUE", "")
+    told = ask_qstat(queue, "-Qf") if queue and environ.get("PBS_JOBID") else {}
+    delay = told.get("kill_delay", str(KILL_DELAY_S)) if told else ""
+    if not delay.isdecimal() or grace_s + REPORT_S <= int(delay):
+        return ""
+    cause = f"GRACE is {grace_s}, but PBS kills this job {delay} s after qdel or the walltime"
+    cure = f"ask your administrator for kill_delay={grace_s + REPORT_S}"
+    if (rest_s := int(delay) - REPORT_S) > 0:
+        cure += f", or set GRACE={rest_s} if the ranks save within {rest_s} s"
+    return f"{cause} (kill_delay of queue {queue}); {cure}"
 
 
 def job_command(script: str, typed: Sequence[str]) -> list[str]:

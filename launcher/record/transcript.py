@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from distributed.lock import update_link
+from distributed.stop_signals import stop_signals
 from launcher.plan.plan import Plan
 from launcher.record.run_json import writing_to
 
@@ -34,7 +35,7 @@ def keep(file: Path) -> None:
     child = os.fork()
     if child == 0:
         if os.fork() == 0:
-            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for signum in stop_signals():
                 signal.signal(signum, signal.SIG_IGN)
             os.dup2(reader, 0)
             os.execvp("tee", ["tee", "-a", "--", str(file)])

@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
 # Train in a PBS job (PBS Pro, OpenPBS, Torque) on all of its nodes, over ssh.
 #
-# usage: qsub [QSUB OPTIONS] scripts/pbs/pbs_train.sh
+# usage: qsub [QSUB OPTIONS] -- $PWD/scripts/pbs/pbs_train.sh [CONFIG] [key=value...] [-- ARGS...]
+#        qsub [QSUB OPTIONS] scripts/pbs/pbs_train.sh
 #
-#   -v CONFIG=FILE        the config, a YAML file (default: config/local3.yaml)
-#   -F "CONFIG key=value"  the same with settings, if your qsub has -F (OpenPBS, Torque)
-#   --dry-run             outside a job: show the qsub command
+#   CONFIG     a YAML file (default: config/local3.yaml). The second form takes -v CONFIG=FILE, and
+#              as the only one reads the #PBS lines; Torque has only this, with -F "CONFIG key=value"
+#   --dry-run  outside a job: show the qsub command
 #
-# example: qsub -l select=4:ngpus=8 -v CONFIG=config/local3.yaml scripts/pbs/pbs_train.sh
+# example: qsub -l select=4:ngpus=8 -l walltime=24:00:00 -j oe -o logs/ -N train -- $PWD/scripts/pbs/pbs_train.sh my.yaml
+#
+# In the first form, qdel, the walltime, qrerun and qsig -s USR1 let the ranks save. In the second,
+# qsig kills the job. All need GRACE + 5 seconds, or more, as the kill_delay of the queue.
 #
 # Give the job's size to qsub. PBS Pro and Torque use different options for it:
 #   PBS Pro, OpenPBS  -l select=4:ncpus=64:ngpus=8:mem=480gb

@@ -345,7 +345,8 @@ def test_every_script_answers_help_with_the_usage_of_the_guide(script: str) -> N
     assert usage and example
     assert f"    {usage[1]}\n" in LAUNCH_GUIDE
     own_names = {name for name in ENTRIES if (ROOT / name).samefile(ROOT / script)}
-    assert own_names & set(usage[1].split()) and own_names & set(example[1].split())
+    for line in (usage, example):
+        assert own_names & {word.removeprefix("$PWD/") for word in line[1].split()}
     assert f"`{script}`" in TEXT["README.md"]
 
 

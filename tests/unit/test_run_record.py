@@ -227,3 +227,29 @@ def test_each_launch_in_the_shell_of_qsub_is_a_run_of_its_own(
     monkeypatch.setenv("PBS_ENVIRONMENT", f"PBS_{kind}")
     run_json.note_start(tmp_path / "7.host", job=run_json.this_start())
     assert next_run_id(tmp_path, "7.host") == run_id  # a batch job may be started again
+
+
+def test_a_copy_of_the_terminal_outlives_every_signal_that_stops_the_run(tmp_path: Path) -> None:
+    """A scheduler signals all processes of a job; what is then said of the saving is kept."""
+    file = tmp_path / "copy"
+    code = (
+        "import os, signal, sys, time\n"
+        "from pathlib import Path\n"
+        "from distributed.stop_signals import STOP_SIGNALS\n"
+        "from launcher.record import transcript\n"
+        "file = Path(sys.argv[1])\n"
+        "transcript.keep(file)\n"
+        "print('first', flush=True)\n"
+        "while not file.exists() or not file.read_bytes():\n"
+        "    time.sleep(0.01)\n"
+        "for signum in STOP_SIGNALS:\n"
+        "    signal.signal(signum, signal.SIG_IGN)\n"
+        "    os.killpg(0, signum)\n"
+        "print('last', flush=True)\n"
+    )
+    command = [sys.executable, "-c", code, str(file)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        process.communicate(timeout=PATIENCE_S)  # until the copy ends, too
+    assert file.read_text() == "first\nlast\n"

@@ -149,6 +149,36 @@ def test_a_login_node_has_a_batch_system_and_no_job(
     assert not make_plan.is_login_node({"PBS_JOBID": "5.host"})
 
 
+KILLED = "GRACE is {}, but PBS kills this job {} s after qdel or the walltime (kill_delay of queue"
+KILLED += " workq); ask your administrator for kill_delay={}"
+SAVES = ", or set GRACE={0} if the ranks save within {0} s"
+
+
+@pytest.mark.parametrize(
+    ("told", "grace_s", "line"),
+    [
+        ("    kill_delay = 40", 30, ""),
+        ("    kill_delay = 35", 30, ""),
+        ("    kill_delay = 34", 30, KILLED.format(30, 34, 35) + SAVES.format(29)),
+        ("    enabled = True", 30, KILLED.format(30, 10, 35) + SAVES.format(5)),  # the default
+        ("    enabled = True", 5, ""),
+        ("    kill_delay = 2", 0, KILLED.format(0, 2, 5)),
+        ("    kill_delay = soon", 30, ""),
+        (None, 30, ""),
+    ],
+)
+def test_pbs_that_kills_before_the_ranks_have_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str | None, grace_s: int, line: str
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    answer = f"echo 'Queue: workq\n{told}'" if told else "exit 1"
+    make_tool(tmp_path / "qstat", f'[[ "$*" == "-Qf workq" ]] || exit 1; {answer}')
+    job = {"PBS_JOBID": "7.host", "PBS_QUEUE": "workq"}
+    assert pbs.find_short_delay(grace_s, job) == line
+    assert pbs.find_short_delay(grace_s, {**job, "PBS_JOBID": ""}) == ""
+    assert pbs.find_short_delay(grace_s, {"PBS_JOBID": "7.host"}) == ""
+
+
 # --- the commands that ask for a job ------------------------------------------------------------
 
 

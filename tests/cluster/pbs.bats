@@ -1,0 +1,114 @@
+#!/usr/bin/env bats
+# Jobs of PBS, on the stand-in that pbs.py is: whatever stops a job, its ranks save first.
+# shellcheck disable=SC2030,SC2031 # each test is a subshell, and is meant to be
+bats_require_minimum_version 1.5.0
+load helper
+load ../scripts/helper
+
+setup_file() {
+  cluster_up 2
+  "$BATS_TEST_DIRNAME/pbs.py" "$CLUSTER_DIR/pbs"
+  export PATH=$CLUSTER_DIR/pbs/bin:$PATH
+  on node1 pbs_mom
+  on node2 pbs_mom
+}
+
+teardown_file() {
+  cluster_down
+}
+
+setup() {
+  cd -- "$BATS_TEST_TMPDIR" || return
+  ln -s -- "$ROOT"/{config,scripts} .
+  mkdir logs
+  echo "{train: {max_steps: 100000, batch_size: 8, eval_every: 0}, model: {layers: 1, width: 16}, checkpoint: {every: 0}}" >long.yaml
+  echo '{}' >"$CLUSTER_DIR/pbs/queue"
+}
+
+# Starts a job on some nodes, as a script that reads long.yaml, or with -- as the session's leader.
+start() { # <nodes> [--]; sets JOB, once it has made a step
+  local options=(-l "select=$1:ncpus=1" -l place=scatter) given=PYTHON=$PYTHON,PREFLIGHT_SECONDS=20
+  if [[ ${2:-} == -- ]]; then
+    options+=(-j oe -o logs/ -v "$given" -- "$PWD/scripts/pbs/pbs_train.sh" long.yaml seed=2)
+  else
+    options+=(-v "$given,CONFIG=long.yaml" scripts/pbs/pbs_train.sh)
+  fi
+  JOB=$(on login qsub "${options[@]}")
+  eventually has_begun
+  ! is_over || { cat "logs/$JOB.OU" && false; }
+}
+
+has_begun() {
+  is_over || has_lines 1 '^\[0\] step 1/'
+}
+
+has_lines() { # <number> <pattern>: in the job's output, which is in the spool until it ends
+  [[ $(cat "$CLUSTER_DIR/pbs/spool/$JOB.OU" "logs/$JOB.OU" 2>/dev/null | grep -c "$2") == "$1" ]]
+}
+
+is_over() {
+  ! on login qstat "$JOB"
+}
+
+# All ends of the job were stops that have saved, the last with this status; nothing is left anywhere.
+has_saved() { # <signal> <Exit_status> [<number of stops>]
+  local node
+  eventually is_over
+  cat "logs/$JOB.OU"
+  has_lines "${3:-1}" "^\[0\] stopped    after step [0-9]*, which is saved ($1)$"
+  has_lines "${3:-1}" '^ended      code 75; nothing is left running'
+  has_lines 0 '^FAILED'
+  on login qstat -xf "$JOB" | grep -qx "    Exit_status = $2"
+  for node in node1 node2; do eventually is_gone_from "$node" "rdzv-id $JOB |exec bash -s$"; done
+  (cd -- "$ROOT" && "$PYTHON" -m distributed.checkpoint verify "$BATS_TEST_TMPDIR/checkpoints/$JOB")
+}
+
+@test "qrerun saves, and the job resumes; qdel saves, and says how soon PBS kills" {
+  start 2
+  on login qrerun "$JOB"
+  eventually has_lines 1 '^\[0\] resumed    after step'
+  on login qdel "$JOB"
+  has_saved SIGTERM 271 2
+  has_lines 2 ': warning: GRACE is 30, but PBS kills this job 10 s after qdel or the walltime (kill_delay of queue workq); '
+}
+
+@test "at its walltime a job saves" {
+  echo '{"kill_delay": 40}' >"$CLUSTER_DIR/pbs/queue"
+  start 1
+  on login qalter -l walltime=0:0:1 "$JOB"
+  has_saved SIGTERM -29
+  has_lines 1 '^=>> PBS: job killed: walltime [0-9]* exceeded limit 1$'
+  has_lines 0 'kill_delay'
+}
+
+@test "qsig -s SIGUSR1 saves, where the launcher leads the job's session" {
+  start 1 --
+  on login qsig -s SIGUSR1 "$JOB"
+  has_saved SIGUSR1 75
+}
+
+# bats test_tags=prove,long
+@test "qdel, walltime, qrerun and qsig at random moments save, and leave nothing" {
+  local number times=${TIMES:-1} what
+  for what in qdel walltime qsig; do
+    for ((number = 0; number < times; number++)); do
+      if [[ $what == qsig ]]; then start 2 --; else start 2; fi
+      sleep "0.$((RANDOM % 10))" # the random moment itself
+      case $what in
+        qdel) on login qdel "$JOB" && has_saved SIGTERM 271 ;;
+        walltime) on login qalter -l walltime=0:0:1 "$JOB" && has_saved SIGTERM -29 ;;
+        qsig) on login qsig -s USR1 "$JOB" && has_saved SIGUSR1 75 ;;
+      esac
+    done
+    echo "# $what: $number of $times saved, none told as failed, nothing left" >&3
+  done
+  start 2
+  for ((number = 1; number <= times; number++)); do
+    sleep "0.$((RANDOM % 10))"
+    on login qrerun "$JOB"
+    eventually has_lines "$number" '^\[0\] resumed    after step'
+  done
+  on login qdel "$JOB"
+  has_saved SIGTERM 271 $((times + 1))
+  echo "# qrerun: $times of $times saved and resumed, none told as failed, nothing left" >&3
+}
