@@ -155,6 +155,7 @@ class Fanout:
         connect_s = max(CONNECT_S, self.plan.preflight_s - CHECK_S - 1) + self.slack_s
         connection = Connection(self.loop, node, connect_s=connect_s, token=token, show=show)
         variables = {"LAUNCH_TOKEN": token, "RUN_SECRET": self.secret}
+        variables |= {name: os.environ[name] for name in ("LAUNCH_JOB",) if name in os.environ}
         connection.send_line(write_opening(self.plan, variables, os.environ))
         return connection
 

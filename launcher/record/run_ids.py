@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from distributed.errors import Refused
+from distributed.job import job_start
 from launcher.record.run_json import read, refuse_live, this_start
 
 MOST_CHARACTERS = 100  # distributed.environment.check_run_id allows 128
@@ -54,7 +55,7 @@ def plain_run_id(rdzv_id: str) -> str:
 
 
 def _is_same(start: str, other: str) -> bool:
-    """Whether two starts of a job are one; where SLURM did not answer, the submit time lacks."""
+    """Whether two starts of a job are one; if nobody answered, the submit time lacks."""
     return bool(other) and (start.startswith(other) or other.startswith(start))
 
 
@@ -70,12 +71,11 @@ def _take(folder: Path) -> bool:
     """Keep others from a run's name; False where another keeps this process from it.
 
     It lasts until this process ends or becomes the agent: then the run's record tells. The next
-    start of a SLURM job takes it from one that is cut off.
+    start of a job takes it from one that is cut off.
     """
-    start = os.environ.get("SLURM_RESTART_COUNT", "0")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        taken = os.open(folder / f".taken{start}", os.O_RDWR | os.O_CREAT, 0o666)
+        taken = os.open(folder / f".taken{job_start()}", os.O_RDWR | os.O_CREAT, 0o666)
         fcntl.flock(taken, fcntl.LOCK_EX | fcntl.LOCK_NB)  # and it stays open
     except BlockingIOError:
         os.close(taken)

@@ -16,7 +16,7 @@ from distributed.environment import LauncherError
 from distributed.errors import REFUSED, Refused
 from launcher import start
 from launcher.fanout import job_command
-from launcher.plan import make_plan, pbs, slurm
+from launcher.plan import make_plan, slurm
 from launcher.plan.plan import PlanError, World
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -173,12 +173,6 @@ def test_slurm_command(environ: dict[str, str], is_ours: bool, expected: str) ->
     script = "S" if is_ours else None
     command = slurm.job_command(environ, script, ["typed.sh", "c.yaml", "a b"])
     assert shlex.join(command) == f"{expected} c.yaml 'a b'"
-
-
-def test_pbs_command() -> None:
-    assert pbs.job_command("S", ["typed.sh"]) == ["qsub", "-V", "S"]
-    with_arguments = pbs.job_command("S", ["typed.sh", "c.yaml", "a b"])
-    assert with_arguments == ["qsub", "-V", "-F", "c.yaml 'a b'", "S"]
 
 
 @pytest.mark.parametrize(
