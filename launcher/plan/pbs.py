@@ -68,7 +68,7 @@ def note_job(environ: MutableMapping[str, str]) -> list[str]:
 # --- the command that asks for a job ------------------------------------------------------------
 
 _REPEATED = {"-A": "Account_Name", "-P": "project", "-N": "Job_Name", "-j": "Join_Path"}
-_DEFAULTS = ("", "_pbs_project_default", "STDIN", "n")
+_DEFAULTS = ("_pbs_project_default", "STDIN", "n")
 
 
 def is_torque(environ: Mapping[str, str]) -> bool:
@@ -97,14 +97,16 @@ def job_command(environ: Mapping[str, str], script: Path, typed: Sequence[str]) 
     has_nodes, arguments = is_torque(environ), list(typed[1:])
     names = ("nodes", "walltime") if has_nodes else ("select", "place", "walltime")
     told = _one_node(environ) if not environ.get("PBS_JOBID") else _this_job(environ)
-    sizes = {f"-l {name}": told.get(f"Resource_List.{name}", "") for name in names}
-    if not sizes[f"-l {names[0]}"]:
+    asked = {f"-l {name}": told.get(f"Resource_List.{name}") for name in names}
+    if not asked[f"-l {names[0]}"]:
         return []
     lines = re.findall(r"^#PBS (-\w(?: \w+(?==))?)[ =](.*)$", script.read_text(), re.MULTILINE)
-    asked = {**sizes, **{option: told.get(option, "") for option in (*_REPEATED, "-o", "-q")}}
-    asked = {option: value for option, value in asked.items() if value not in _DEFAULTS}
+    asked |= {option: told.get(option) for option in (*_REPEATED, "-o", "-q")}
+    options = {**dict(lines), **{one: value for one, value in asked.items() if value is not None}}
     command = ["qsub", "-V"]
-    for option, value in {**dict(lines), **asked}.items():
+    for option, value in options.items():
+        if not value:
+            continue
         letter, _, name = option.partition(" ")
         command += [letter, f"{name}={value}" if name else value]
     if not has_nodes:
@@ -121,8 +123,10 @@ def _one_node(environ: Mapping[str, str]) -> dict[str, str]:
 def _this_job(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what qstat tells of this job, and by qsub's options what it was submitted with."""
     told = ask_qstat(environ["PBS_JOBID"])
-    options = {option: told.get(name, "") for option, name in _REPEATED.items()}
-    folder = os.path.dirname(told.get("Output_Path", "").partition(":")[2])
-    options["-o"] = folder and f"{folder}/".removeprefix(f"{os.getcwd()}/")
-    options["-q"] = environ.get("PBS_O_QUEUE", "")  # where it was submitted: that may route it
-    return {**told, **options}
+    options = {option: told[name] for option, name in _REPEATED.items() if name in told}
+    options = {option: value for option, value in options.items() if value not in _DEFAULTS}
+    if folder := os.path.dirname(told.get("Output_Path", "").partition(":")[2]):
+        options["-o"] = f"{folder}/".removeprefix(f"{os.getcwd()}/")
+    if queue := environ.get("PBS_O_QUEUE"):  # where it was submitted, which may have routed it
+        options["-q"] = queue
+    return {"Resource_List.walltime": "", **told, **options}
