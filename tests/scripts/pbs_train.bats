@@ -94,10 +94,9 @@ setup_folder() {
   setup_folder
   fake_qsub
   local words=(-V -N train -l walltime=24:00:00 -j oe -o logs/ -l select=1:ncpus=2:mpiprocs=2 --)
-  export TRAIN_SCRIPT=own.py NPROC_PER_NODE=2
-  run scripts/pbs/pbs_train.sh plain.yaml "a.b=1  2" --dry-run -- "--x=\$y"
+  TRAIN_SCRIPT=own.py NPROC_PER_NODE=2 run scripts/pbs/pbs_train.sh plain.yaml "a.b=1  2" --dry-run -- "--x=\$y"
   [[ $status == 0 && $output == *"set the job's size in it"* ]]
-  bash -c "${lines[-1]}"
+  bash -c "${lines[-1]}" # TRAIN_SCRIPT is in it
   diff <(printf '%s\n' "${words[@]}" "$PWD/scripts/pbs/pbs_train.sh" plain.yaml "a.b=1  2" -- "--x=\$y") qsub.words
   run qsub -V -F plain.yaml scripts/pbs/pbs_train.sh # as OpenPBS answers to Torque's option
   [[ $status == 2 && $output == "qsub: invalid option -- 'F'" ]]
