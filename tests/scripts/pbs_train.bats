@@ -122,14 +122,18 @@ setup_folder() {
 }
 
 # bats test_tags=slow
-@test "each launch in one job is a run of its own" {
+@test "each launch in one job is a run of its own, and qsub's -v reaches the ranks" {
   setup_folder
   echo n1 >nodes
-  fake_qstat
-  echo 'print("trained")' >own.py
-  export PBS_JOBID=1.head PBS_NODEFILE=nodes TRAIN_SCRIPT=own.py
-  run scripts/run_ddp.sh -n 1 -c -
-  [[ $status == 0 && $output == *"run        1.head"*trained* && -e logs/1.head/run.json ]]
+  fake_qstat # it tells of -v X=1
+  # shellcheck disable=SC2016 # for ssh
+  fake_tool ssh 'exec env -u X -u PBS_JOBID bash -s'
+  echo 'import os; print("X is", os.environ["X"])' >own.py
+  export PBS_JOBID=1.head PBS_NODEFILE=nodes TRAIN_SCRIPT=own.py X=1
+  PBS_O_QUEUE=workq run scripts/pbs/pbs_train.sh -
+  [[ $status == 0 && $output == *"run        1.head"*"X is 1"* ]]
+  grep -q '"command": "TRAIN_SCRIPT=own.py FORWARD_ENV=X X=1 .*qsub -V .* -l place=scatter -q workq -- .*/pbs_train.sh -"' logs/1.head/run.json
+  grep -q '"submitted": "Thu Nov 26 08:40:51 2026"' logs/1.head/lock
   run scripts/run_ddp.sh -n 1 -c - --dry-run
   [[ $status == 0 && $output == *"run        1.head.1"* ]]
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from job_tools import make_tool
 
+from distributed.errors import Refused
 from distributed.job import job_start, this_job
 from distributed.lock import RunLock
 from launcher.plan import pbs, resume
@@ -193,7 +194,7 @@ def test_another_job_of_the_same_id_is_refused(
         pbs.note_job(os.environ)
         try:
             RunLock(tmp_path / run, f"run {run}").close()
-        except run_json.Refused as refused:
+        except Refused as refused:
             cause = "belongs to another job of the same id (cluster head, submitted Thu Nov 26 08:"
             assert text == later and is_refused and run != "mine"
             assert cause in str(refused) and "[foreign-run]" in str(refused)
@@ -212,7 +213,7 @@ def test_a_job_that_was_started_again_takes_over_from_a_live_start(
     qstat.write_text(told("qstat-xf-requeued"))
     pbs.note_job(os.environ)
     second = RunLock(tmp_path / "26.head", "run")
-    with pytest.raises(run_json.Refused, match="was started again"), first.committing():
+    with pytest.raises(Refused, match="was started again"), first.committing():
         pass
     second.close()
 
