@@ -338,7 +338,8 @@ class Run:
         names = ("metrics.jsonl", "loss.png", "config.yaml")
         there = ", ".join(name for name in names if (self.logs / name).exists())
         print(f"logs       {self.logs}: {there}")
-        print(resume.resume_line(self.environment))
+        if line := resume.resume_line(self.environment):
+            print(line)
 
 
 def is_due(step: int, every: int, is_over: bool = False) -> bool:

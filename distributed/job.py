@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,21 +48,33 @@ def job_run_id(environ: Mapping[str, str]) -> str:
     return f"{job}.{step}" if in_slurm_step(environ) and step != "0" else job
 
 
-def slurm_job() -> dict[str, str | int]:
-    """Return what identifies this start of this SLURM job; {} outside of SLURM.
+def this_job() -> dict[str, str | int]:
+    """Return what identifies this start of this SLURM or PBS job; {} outside of both.
 
-    A requeued job keeps its id, and gets the next start count and a new submit time. Another job
-    can have the same id, on another cluster or after a reset of SLURM's database.
+    A requeued job keeps its id, and gets the next start count; SLURM gives it a new submit time.
+    Another job can have the same id, on another cluster or after a reset of the scheduler. A
+    launcher in a PBS job has asked PBS, which does not answer on nodes that ssh reaches.
     """
+    if told := _told():
+        return told
     if not (job := os.environ.get("SLURM_JOB_ID")):
         return {}
     return {
         "job": job,
         "run_id": job_id(os.environ),
-        "start": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+        "start": job_start(),
         "cluster": os.environ.get("SLURM_CLUSTER_NAME", ""),
         "submitted": _submit_time(job_id(os.environ)),
     }
+
+
+def job_start() -> int:
+    """Return how often the scheduler has started this job again."""
+    return int(_told().get("start") or os.environ.get("SLURM_RESTART_COUNT") or 0)
+
+
+def _told() -> dict[str, str | int]:
+    return dict(json.loads(os.environ.get("LAUNCH_JOB") or "{}"))
 
 
 def _submit_time(job: str) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import Refused
-from .job import slurm_job
+from .job import this_job
 
 _LIVE, _COMMIT = 0, 1  # bytes of the lock's file
 _COMMIT_S = 30.0  # the longest that a commit may take
@@ -29,12 +29,12 @@ _FLOCK = struct.Struct("hhqqi0q")  # struct flock: type, whence, start, length, 
 class RunLock:
     """A folder that one live run at a time writes to: held until this process ends.
 
-    A SLURM job that was started again takes the folder over from its earlier start, for that may
-    live on where SLURM cannot reach it; so does a launch whose ranks were started again. Each lock
+    A job that was started again takes the folder over from its earlier start, for that may live on
+    where the scheduler cannot reach it; so does a launch whose ranks were started again. Each lock
     puts a new file in the place of the one before. The kernel's lock on its first byte tells
     whether the holder lives; the lock on its second is held while something is committed. All of it
     works on NFS, too. Forked children do not have it. Raises Refused if a live process has it, or
-    the folder is another SLURM job's with this job's id.
+    the folder is another job's with this job's id.
     """
 
     def __init__(self, folder: Path, what: str) -> None:
@@ -71,8 +71,9 @@ class RunLock:
             if os.fstat(before).st_nlink == 0:
                 return False
             holder = _holder(before)
-            job = self.path.parent.name.partition(".")[0]  # that the run is named after
-            if job == me.get("run_id") and _is_foreign(holder, me):
+            name, job = self.path.parent.name, me.get("run_id")
+            is_named_after_it = name == job or name.startswith(f"{job}.")
+            if is_named_after_it and _is_foreign(holder, me):
                 whose = f"cluster {holder.get('cluster')}, submitted {holder.get('submitted')}"
                 cause = f"{self.what} belongs to another job of the same id ({whose})"
                 cure = f"choose another RUN_ID, and resume={self.path.parent} to continue from it"
@@ -149,14 +150,14 @@ def _this_process() -> dict[str, Any]:
     return {
         "process": os.getpid(),
         "host": socket.gethostname(),
-        **slurm_job(),
+        **this_job(),
         "launch": token and hashlib.sha256(token.encode()).hexdigest(),
         "attempt": attempt,
     }
 
 
 def _is_foreign(holder: Mapping[str, Any], me: Mapping[str, Any]) -> bool:
-    """Return whether a run named after this SLURM job's id was another job's (see slurm_job)."""
+    """Return whether a run named after this job's id was another job's (see this_job)."""
 
     def differs(name: str) -> bool:
         return "" not in (holder.get(name, ""), me[name]) and holder[name] != me[name]

@@ -18,6 +18,7 @@ from distributed.environment import LauncherError
 from distributed.errors import BAD_INPUT, REFUSED, Refused
 from distributed.hostlist import HostlistError
 from launcher.outer_run import leave_outer_run
+from launcher.plan import pbs, resume
 from launcher.plan.check_config import check_config
 from launcher.plan.idle import find_idle
 from launcher.plan.make_plan import make_plan
@@ -52,6 +53,7 @@ def start(arguments: Sequence[str]) -> int:
     try:
         if typed.fanout == "submit":
             return int(importlib.import_module("launcher.plan.submit_with_config").run(typed))
+        resume.forward_given(os.environ, pbs.note_job(os.environ))
         plan = make_plan(typed)
         if plan.fanout == "check":
             check_config(plan)

@@ -91,8 +91,8 @@ def write_config(settings: Settings, folder: Path) -> None:
 
 
 def resume_line(environment: Environment) -> str:
-    """Return the command that resumes this run, with its label."""
+    """Return the command that resumes this run, with its label; empty if the launcher has none."""
     dropped = ("--local-rank", "--local_rank", "resume=never")
     words = [word for word in sys.argv if not word.startswith(dropped)]
-    command = os.environ.get("LAUNCH_COMMAND") or shlex.join(["python", *words])
-    return f"resume     RUN_ID={shlex.quote(environment.run_id)} {command}"
+    command = os.environ.get("LAUNCH_COMMAND", shlex.join(["python", *words]))
+    return command and f"resume     RUN_ID={shlex.quote(environment.run_id)} {command}"

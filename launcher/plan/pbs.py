@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import shlex
 import subprocess
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -103,7 +106,86 @@ def find_short_delay(grace_s: int, environ: Mapping[str, str]) -> str:
     return f"{cause} (kill_delay of queue {queue}); {cure}"
 
 
-def job_command(script: str, typed: Sequence[str]) -> list[str]:
-    """Return the qsub command for what was typed; -V forwards the variables."""
-    arguments = ["-F", shlex.join(typed[1:])] if typed[1:] else []
-    return ["qsub", "-V", *arguments, script]
+def note_job(environ: MutableMapping[str, str]) -> list[str]:
+    """Ask PBS, once for all that this launch starts, what identifies its job (see this_job).
+
+    Returns the names of the variables that qsub's -v has set; with -V, which sends all of the login
+    shell's, none.
+    """
+    environ.pop("LAUNCH_JOB", None)
+    job = environ.get("PBS_JOBID", "")
+    told = ask_qstat(job) if job else {}
+    starts = told.get("run_count") or told.get("start_count") or ""  # the latter is Torque's
+    if starts.isdecimal() and "ctime" in told:
+        start, cluster = max(int(starts) - 1, 0), job.partition(".")[2]
+        this = {"job": job, "run_id": job, "start": start, "cluster": cluster}
+        environ["LAUNCH_JOB"] = json.dumps({**this, "submitted": told["ctime"]})
+    names = re.findall(r"(?:^|,)(\w+)=", told.get("Variable_List", ""))
+    return [] if "HOME" in names else [name for name in names if not name.startswith("PBS_")]
+
+
+# --- the command that asks for a job ------------------------------------------------------------
+
+_REPEATED = {"-A": "Account_Name", "-P": "project", "-N": "Job_Name", "-j": "Join_Path"}
+_DEFAULTS = ("_pbs_project_default", "STDIN", "n")
+
+
+def is_torque(environ: Mapping[str, str]) -> bool:
+    """Return whether this is Torque, whose qsub differs from that of OpenPBS and PBS Pro.
+
+    Torque (Administrator Guide 6.1, `qsub`): the size is `-l nodes=2:ppn=4`, -F gives the script
+    its arguments, and PBS_VERSION in a job begins with TORQUE. OpenPBS 23.06 and PBS Pro (Reference
+    Guide 2022.1, `qsub`): the size is `-l select=2:ncpus=4`, there is no -F, and a program with its
+    arguments follows `--`.
+    """
+    if environ.get("PBS_JOBID"):
+        return environ.get("PBS_VERSION", "").startswith("TORQUE")
+    try:
+        told = subprocess.run(["qsub", "--version"], capture_output=True, timeout=10, text=True)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    # The others say pbs_version = 23.06.06.
+    return bool(re.match("version:", told.stdout + told.stderr, re.IGNORECASE))
+
+
+def job_command(environ: Mapping[str, str], script: Path, typed: Sequence[str]) -> list[str]:
+    """Return the qsub command for what was typed; -V forwards the variables.
+
+    It asks for what this job was given; outside a job, for one node. Empty where PBS is silent.
+    """
+    has_nodes, arguments = is_torque(environ), list(typed[1:])
+    names = ("nodes", "walltime") if has_nodes else ("select", "place", "walltime")
+    told = _one_node(environ) if not environ.get("PBS_JOBID") else _this_job(environ)
+    asked = {f"-l {name}": told.get(f"Resource_List.{name}") for name in names}
+    if not asked[f"-l {names[0]}"]:
+        return []
+    lines = re.findall(r"^#PBS (-\w(?: \w+(?==))?)[ =](.*)$", script.read_text(), re.MULTILINE)
+    asked |= {option: told.get(option) for option in (*_REPEATED, "-o", "-q")}
+    options = {**dict(lines), **{one: value for one, value in asked.items() if value is not None}}
+    command = ["qsub", "-V"]
+    for option, value in options.items():
+        if not value:
+            continue
+        letter, _, name = option.partition(" ")
+        command += [letter, f"{name}={value}" if name else value]
+    if not has_nodes:
+        return [*command, "--", str(script), *arguments]
+    return [*command, *(["-F", shlex.join(arguments)] if arguments else []), str(script)]
+
+
+def _one_node(environ: Mapping[str, str]) -> dict[str, str]:
+    ranks = environ.get("NPROC_PER_NODE") or "1"
+    select = f"1:ncpus={ranks}:mpiprocs={ranks}"
+    return {"Resource_List.select": select, "Resource_List.nodes": f"1:ppn={ranks}"}
+
+
+def _this_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what qstat tells of this job, and by qsub's options what it was submitted with."""
+    told = ask_qstat(environ["PBS_JOBID"])
+    options = {option: told[name] for option, name in _REPEATED.items() if name in told}
+    options = {option: value for option, value in options.items() if value not in _DEFAULTS}
+    if folder := os.path.dirname(told.get("Output_Path", "").partition(":")[2]):
+        options["-o"] = f"{folder}/".removeprefix(f"{os.getcwd()}/")
+    if queue := environ.get("PBS_O_QUEUE"):  # where it was submitted, which may have routed it
+        options["-q"] = queue
+    return {"Resource_List.walltime": "", **told, **options}

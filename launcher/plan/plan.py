@@ -164,7 +164,8 @@ class Plan(World):
         named["LAUNCH_TASK_FILE"] = self.task_file
         if self.min_nodes:
             named |= {"SPARES": str(self.num_spares), "MIN_NODES": str(self.min_nodes)}
-        return {name: value for name, value in {**named, **self.variables}.items() if value}
+        named |= self.variables  # train.py names a command of its own where there is none
+        return {name: value for name, value in named.items() if value or name == "LAUNCH_COMMAND"}
 
     def agent_command(self, *, nproc: int, port: int, node_rank: int | None) -> list[str]:
         """Return what one node runs: its agent, with torchrun's arguments.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from distributed.job import is_task
@@ -21,15 +21,22 @@ REPEATED = (
     *("STAGE_ENV", "HANG_SECONDS", "SPARES", "MIN_NODES", "HOSTS", "SKIP_PREFLIGHT"),
 )
 REPEATED_WITH_SSH = ("SSH_OPTS", "FORWARD_ENV", "PREFLIGHT_SECONDS")
+NOT_REPEATED = ("RUN_ID", "RUN_SECRET", "CONFIG", "LOG_LEVEL", "SHOW_RANKS", "NO_COLOR", "PYTHON")
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS")
 
 
 def command_line(typed: Typed, environ: Mapping[str, str], fanout: str) -> str:
-    """Return what was typed, with the variables that shaped it: typed again, it resumes the run."""
+    """Return what was typed, with the variables that shaped it: typed again, it resumes the run.
+
+    Empty where the job's size is not known.
+    """
     names = REPEATED + (REPEATED_WITH_SSH if fanout in ("ssh", "pdsh") or typed.nodefile else ())
     names += ("CONFIG",) if typed.nodefile else ()  # which qsub's -v sets
+    if "FORWARD_ENV" in names:
+        sent = environ.get("FORWARD_ENV", "").replace(",", " ").split()
+        names += tuple(name for name in sent if not _SECRET.search(name))
     names = ("RUN_ID", *names) if fanout == "job_command" else names
-    names += tuple(_set_for_it(typed, environ))
+    names = tuple(dict.fromkeys((*names, *_set_for_it(typed, environ))))
     variables = [f"{name}={shlex.quote(environ[name])}" for name in names if environ.get(name)]
     variables += [f"PYTHON={shlex.quote(typed.python)}"] if environ.get("CONTAINER") else []
     own = len(typed.typed) - len(typed.rest)  # what follows is the training script's
@@ -37,12 +44,12 @@ def command_line(typed: Typed, environ: Mapping[str, str], fanout: str) -> str:
     words += typed.typed[own:]
     script = resolve_script(typed.batch_script) if typed.batch_script else None
     if script and typed.nodefile:
-        words = pbs.job_command(script, words)
+        words = pbs.job_command(environ, typed.here / script, words)
     elif script or fanout == "srun":
         words = slurm.job_command(environ, script, words)
     elif is_task(environ):
         words = slurm.step_command(environ, words)
-    return " ".join([*variables, shlex.join(words)])
+    return " ".join([*variables, shlex.join(words)]) if words else ""
 
 
 def _set_for_it(typed: Typed, environ: Mapping[str, str]) -> Iterator[str]:
@@ -59,6 +66,17 @@ def _set_for_it(typed: Typed, environ: Mapping[str, str]) -> Iterator[str]:
         is_wanted = is_other or name in ("PYTHON", "PYTHONPATH")
         if is_wanted and f"{name}={environ[name]}" not in again:
             yield name
+
+
+def forward_given(environ: MutableMapping[str, str], given: Sequence[str]) -> None:
+    """Send the nodes what a user has given the job, but not what the launch itself reads."""
+    ours = (*REPEATED, *REPEATED_WITH_SSH, *NOT_REPEATED)
+    asked = environ.get("FORWARD_ENV", "").replace(",", " ").split()
+    for name in given:
+        if name in environ and name not in ours and not name.startswith(FORWARDED):
+            asked.append(name)
+    if asked:
+        environ["FORWARD_ENV"] = " ".join(asked)
 
 
 def resolve_script(script: str) -> str:

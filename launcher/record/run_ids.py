@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 from distributed.errors import Refused
+from distributed.job import job_start
 from launcher import processes
 from launcher.record.run_json import read, refuse_live, this_start
 
@@ -55,7 +55,7 @@ def plain_run_id(rdzv_id: str) -> str:
 
 
 def _is_same(start: str, other: str) -> bool:
-    """Whether two starts of a job are one; where SLURM did not answer, the submit time lacks."""
+    """Whether two starts of a job are one; if nobody answered, the submit time lacks."""
     return bool(other) and (start.startswith(other) or other.startswith(start))
 
 
@@ -71,7 +71,7 @@ def _take(folder: Path) -> bool:
     """Keep other launches on this machine from a run's name; False where one keeps this from it.
 
     It lasts until this process ends or becomes the agent: then the run's record tells. The next
-    start of a SLURM job takes it from one that is cut off.
+    start of a job takes it from one that is cut off.
     """
-    start = os.environ.get("SLURM_RESTART_COUNT", "0")
-    return processes.claim(hashlib.sha256(f"{folder.absolute()} {start}".encode()).hexdigest())
+    key = f"{folder.absolute()} {job_start()}"
+    return processes.claim(hashlib.sha256(key.encode()).hexdigest())

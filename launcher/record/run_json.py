@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.errors import REFUSED, Refused
-from distributed.job import job_id, slurm_job
+from distributed.job import job_id, job_start, this_job
 from distributed.lock import RunLock, is_locked, locked_by, refuse_locked, update_link
 from distributed.stop_signals import DEFAULT_GRACE_S
 from launcher.processes import start_ticks
@@ -63,7 +63,7 @@ class Record:
     launcher: LauncherProcess | None = None
     detached: bool = False
     grace: float = DEFAULT_GRACE_S  # seconds that the ranks may take to save
-    job: str = ""  # the start of a SLURM job that it was launched in
+    job: str = ""  # the start of a SLURM or PBS job that it was launched in
     command: str = ""  # as it was typed
     agent_arguments: tuple[str, ...] = ()
     working_directory: str = ""
@@ -151,9 +151,9 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 def this_start() -> str:
     """Return what identifies this start of this job; empty where that is not known."""
-    job = slurm_job()
+    job = this_job()
     if not job and os.environ.get("PBS_ENVIRONMENT") == "PBS_INTERACTIVE":
-        return job_id(os.environ)  # qsub -I: PBS starts it only once
+        return job_id(os.environ)  # qsub -I where qstat is silent: PBS starts it only once
     return " ".join(str(job[name]) for name in ("cluster", "run_id", "start", "submitted") if job)
 
 
@@ -222,8 +222,7 @@ class RunFolder:
         self.path = root / run_id
         self.node_log = self.path / f"node_{node_rank}.log"
         self.failures = self.path / "failures"
-        start = os.environ.get("SLURM_RESTART_COUNT", "0")
-        if start != "0":  # processes of an earlier start may still be there, cut off
+        if start := job_start():  # processes of an earlier start may still be there, cut off
             self.failures /= f"start_{start}"
 
     def create(self) -> None:

@@ -21,6 +21,9 @@ as_typed() { # <path without links> <folders as typed...>
 ROOT=$(cd -P -- "${BASH_SOURCE[0]%/*}/../.." && pwd)
 ROOT=$(as_typed "$ROOT" "$PWD" "$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)")
 PROGRAM=${0##*/}
+case $PROGRAM in *.SC | slurm_script) # a scheduler's copy
+  PROGRAM=$(sed -n 's|^# usage: .*/\([a-z_]*\.sh\).*|\1|p' "$0") ;;
+esac
 declare -A PLAN=()    # what was typed, by the names of start.py's options
 declare -A OPTIONS=() # the script's own options: the PLAN entry of each one's value; !entry: it takes none; @: the agent's
 TYPED=()              # the whole command line
@@ -63,7 +66,7 @@ default_config() {
 # An edited copy of our batch script is what a resume line names; a scheduler's own copy is not.
 name_batch_script() { # <ours> <the file that was submitted or started>
   PLAN[batch_script]=$1
-  [[ $2 -ef $ROOT/$1 || $2 == */slurm_script ]] || PLAN[batch_script]=$(realpath -s -- "$2")
+  [[ $2 -ef $ROOT/$1 || $2 == */slurm_script || $2 == *.SC ]] || PLAN[batch_script]=$(realpath -s -- "$2")
 }
 
 # Hands all that was typed to start.py; does not return.

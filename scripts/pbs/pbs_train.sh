@@ -25,6 +25,7 @@
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # not sh
 set -euo pipefail
 cd -- "${PBS_O_WORKDIR:-.}"
+[[ -z ${PBS_O_WORKDIR:-} ]] || mkdir -p logs 2>/dev/null || true # PBS puts there what this prints
 LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib
 for FOLDER in "$PWD" "$PWD/launch-kit"; do # PBS runs a copy of this file; make init has made launch-kit
   [[ -r $LIB/launch.sh ]] || LIB=$FOLDER/scripts/lib
@@ -38,7 +39,7 @@ main() {
   parse_arguments config "$@"
   [[ -z ${CONFIG:-} ]] || : "${PLAN[config]=$CONFIG}"
   default_config
-  PLAN[batch_script]=scripts/pbs/pbs_train.sh
+  name_batch_script scripts/pbs/pbs_train.sh "$0"
   launch ssh --nodefile
 }
 main "$@"

@@ -40,8 +40,6 @@ fi
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh"
 
-PROGRAM=$NAME # SLURM's copy has another
-
 main() {
   SCHEDULED=1
   parse_arguments config "$@"

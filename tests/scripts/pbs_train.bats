@@ -8,6 +8,32 @@ launch() {
   (cd / && PBS_JOBID=7.host PBS_O_WORKDIR=$OLDPWD PBS_NODEFILE=$OLDPWD/nodes "$OLDPWD/7.host.SC" "$@")
 }
 
+# What OpenPBS 23.06 showed of a job of two nodes.
+fake_qstat() {
+  fake_tool qstat "cat '$ROOT/tests/cluster/pbs/qstat-f-running.txt'"
+}
+
+# The qsub of OpenPBS: its letters, and either one script or `--` with a program and its arguments.
+fake_qsub() {
+  # shellcheck disable=SC2016 # for qsub
+  fake_tool qsub '[[ $1 != --version ]] || { echo pbs_version = 23.06.06 && exit; }
+OPTARG="" all=("$@")
+while getopts :a:A:c:C:e:fhIj:J:k:l:m:M:N:o:p:P:q:r:R:S:u:v:VW:Xz letter; do
+  [[ $letter != [:?] ]] || { echo "qsub: invalid option -- ${OPTARG@Q}" >&2 && exit 2; }
+done
+shift $((OPTIND - 1))
+if [[ ${all[OPTIND - 2]} == -- ]]; then [[ -x ${1:-} && $1 == /* ]]; else (($# == 1)) && [[ -r $1 ]]; fi ||
+  { echo "usage: qsub [-a date_time] ..." >&2 && exit 2; }
+printf "%s\n" "${all[@]}" >qsub.words
+echo 7.head'
+}
+
+# The folder for what the job prints is there, and nothing else.
+assert_refused_in_job() { # <exit code> <text>
+  rmdir logs
+  assert_refused "$@"
+}
+
 setup_folder() {
   ln -s -- "$ROOT"/{config,scripts} .
   printf '%s\n' n2 n2 n1 n1 >nodes
@@ -16,12 +42,15 @@ setup_folder() {
 # bats test_tags=slow
 @test "the nodes of the node file, in its order, each with as many processes as it has lines" {
   setup_folder
+  fake_qstat
   run launch --dry-run
   [[ $status == 0 && $output == *"run        7.host "*"n2 (master, n2:"*"  n1"*"4 = 2 nodes x 2"* ]]
-  [[ $output == *"'LAUNCH_COMMAND=qsub -V scripts/pbs/pbs_train.sh'"* ]]
+  [[ $output == *"'LAUNCH_COMMAND=qsub -V -N train -l walltime=24:00:00 -j oe -o /home/user/kit/logs/ -l select=2:ncpus=2:mpiprocs=2 -l place=scatter -- $PWD/scripts/pbs/pbs_train.sh'"* ]]
   TRAIN_SCRIPT=x CONFIG=- run launch a=1 resume=never --dry-run -- 2
-  [[ $output == *"LAUNCH_COMMAND=TRAIN_SCRIPT=x"*" CONFIG=-"*" qsub"*" -V"*" -F"*" a=1"*" --"*" 2"*" scripts/pbs/pbs_train.sh"* ]]
-  [[ ${lines[6]%%resume=never*} == *pbs_train.sh* ]]
+  [[ $output == *"LAUNCH_COMMAND=TRAIN_SCRIPT=x"*" CONFIG=-"*" qsub"*" -V"*" -- "*"/scripts/pbs/pbs_train.sh a=1 -- 2'"* ]]
+  fake_tool qstat false # then no command is known that asks for a job of this size
+  run launch --dry-run
+  [[ $status == 0 && $output == *" LAUNCH_COMMAND= "* ]]
   NPROC_PER_NODE=4 CONFIG=plain.yaml run launch --dry-run
   [[ $output == *"plain.yaml"*"8 = 2 nodes x 4"* ]]
 }
@@ -60,15 +89,73 @@ setup_folder() {
 @test "a job of another size than asked for: exit 2, and how PBS Pro and Torque are asked" {
   setup_folder
   PBS_NUM_NODES=3 run launch plain.yaml
-  assert_refused 2 "the job's node file names 2 nodes where 3 should be; ask for nodes with qsub -l select=2:ncpus=16:ngpus=4 (PBS Pro, OpenPBS) or qsub -l nodes=2:ppn=4 (Torque)"
+  assert_refused_in_job 2 "the job's node file names 2 nodes where 3 should be; ask for nodes with qsub -l select=2:ncpus=16:ngpus=4 (PBS Pro, OpenPBS) or qsub -l nodes=2:ppn=4 (Torque)"
   : >nodes
   run launch plain.yaml
-  assert_refused 2 "the job's node file names 0 nodes where some should be; ask for nodes with qsub"
+  assert_refused_in_job 2 "the job's node file names 0 nodes where some should be; ask for nodes with qsub"
 }
 
 @test "the script itself asks for no nodes: the two dialects refuse each other's words" {
   run grep -E '^#PBS .*(select|nodes)=' "$ROOT/scripts/pbs/pbs_train.sh"
   [[ $status == 1 ]]
   run "$ROOT/scripts/pbs/pbs_train.sh" plain.yaml --dry-run
-  [[ $status == 0 && $output == *"chosen by the scheduler"*"qsub -V -F plain.yaml "*pbs_train.sh* ]]
+  [[ $status == 0 && $output == *"chosen by the scheduler"*" && qsub -V "*pbs_train.sh* ]]
+}
+
+@test "outside of a job --dry-run prints a command that OpenPBS takes" {
+  setup_folder
+  fake_qsub
+  local words=(-V -N train -l walltime=24:00:00 -j oe -o logs/ -l select=1:ncpus=2:mpiprocs=2 --)
+  TRAIN_SCRIPT=own.py NPROC_PER_NODE=2 run scripts/pbs/pbs_train.sh plain.yaml "a.b=1  2" --dry-run -- "--x=\$y"
+  [[ $status == 0 && $output == *"set the job's size in it"* ]]
+  bash -c "${lines[-1]}" # TRAIN_SCRIPT is in it
+  diff <(printf '%s\n' "${words[@]}" "$PWD/scripts/pbs/pbs_train.sh" plain.yaml "a.b=1  2" -- "--x=\$y") qsub.words
+  run qsub -V -F plain.yaml scripts/pbs/pbs_train.sh # as OpenPBS answers to Torque's option
+  [[ $status == 2 && $output == "qsub: invalid option -- 'F'" ]]
+}
+
+@test "the resume line of a job asks for what the job had, and OpenPBS takes it" {
+  setup_folder
+  fake_qstat
+  fake_qsub
+  TRAIN_SCRIPT=own.py PBS_O_QUEUE=workq run launch plain.yaml "a.b=x  y" --dry-run
+  local words
+  words=(-V -N train -l walltime=24:00:00 -j oe -o /home/user/kit/logs/)
+  words+=(-l select=2:ncpus=2:mpiprocs=2 -l place=scatter -q workq --)
+  # shellcheck disable=SC2016 # for the tools
+  {
+    fake_tool ssh 'exec bash -c "${@: -1}"' # what a node would run
+    fake_tool env '[[ $2 == LAUNCH_COMMAND=* ]] && printf "%s\n" "${2#*=}" >resume'
+  }
+  bash -c "${lines[-1]}"
+  grep -q '^TRAIN_SCRIPT=own.py ' resume
+  bash -c "$(<resume)"
+  diff <(printf '%s\n' "${words[@]}" "$PWD/scripts/pbs/pbs_train.sh" plain.yaml "a.b=x  y") qsub.words
+}
+
+# bats test_tags=slow
+@test "each launch in one job is a run of its own, and qsub's -v reaches the ranks" {
+  setup_folder
+  echo n1 >nodes
+  fake_qstat # it tells of -v X=1
+  # shellcheck disable=SC2016 # for ssh
+  fake_tool ssh 'exec env -u X -u PBS_JOBID bash -s'
+  echo 'import os; print("X is", os.environ["X"])' >own.py
+  export PBS_JOBID=1.head PBS_NODEFILE=nodes TRAIN_SCRIPT=own.py X=1
+  PBS_O_QUEUE=workq run scripts/pbs/pbs_train.sh -
+  [[ $status == 0 && $output == *"run        1.head"*"X is 1"* ]]
+  grep -q '"command": "TRAIN_SCRIPT=own.py FORWARD_ENV=X X=1 .*qsub -V .* -l place=scatter -q workq -- .*/pbs_train.sh -"' logs/1.head/run.json
+  grep -q '"submitted": "Thu Nov 26 08:40:51 2026"' logs/1.head/lock
+  run scripts/run_ddp.sh -n 1 -c - --dry-run
+  [[ $status == 0 && $output == *"run        1.head.1"* ]]
+}
+
+@test "messages begin with the script's name, and PBS finds a folder for them" {
+  setup_folder
+  run launch nosuch.yaml
+  assert_refused_in_job 2 "there is no config 'nosuch.yaml'"
+  [[ $output == "pbs_train.sh: "* ]]
+  cp -- "$ROOT/scripts/run_ddp.sh" 7.host.SC
+  PBS_O_WORKDIR=$PWD run ./7.host.SC -c nosuch.yaml
+  [[ $output == "run_ddp.sh: "* ]]
 }

@@ -34,7 +34,7 @@ load helper
   for script in launch run_ddp cluster_train test_distributed ssh/launch_singlenode; do
     cp -- "$ROOT/scripts/$script.sh" spool/slurm_script
     SLURM_SUBMIT_DIR=$PWD/repo run bash spool/slurm_script --version
-    [[ $status == 0 && $output == "slurm_script "* ]]
+    [[ $status == 0 && $output == "${script##*/}.sh "* ]]
   done
 }
 

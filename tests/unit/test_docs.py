@@ -67,6 +67,7 @@ FOREIGN_VARIABLES = {
     "CUDA": ["CUDA_LAUNCH_BLOCKING"],
     "the resolver": ["RES_OPTIONS"],
     "sbatch": ["SBATCH_PARTITION"],
+    "PBS": ["PBS_HOME", "PBS_NODENUM"],
 }
 # Words of the code that look like a fault's name and are none.
 NO_FAULTS = {

@@ -80,3 +80,14 @@ def test_what_the_shell_was_begun_with_is_not_repeated(monkeypatch: pytest.Monke
     monkeypatch.setattr(resume, "FORWARDED", ("PATH", "OMP_"))
     assert line({"PATH": before["PATH"], "OMP_NUM_THREADS": "3"}) == "OMP_NUM_THREADS=3 x.sh"
     assert line({"PATH": "/other"}) == "PATH=/other x.sh"
+
+
+def test_what_forward_env_names_is_repeated_with_its_value() -> None:
+    environ = {"FORWARD_ENV": "X,MY_TOKEN GRACE", "X": "a b", "MY_TOKEN": "hush", "GRACE": "5"}
+    assert line(environ, "ssh") == "GRACE=5 FORWARD_ENV='X,MY_TOKEN GRACE' X='a b' x.sh"
+
+
+def test_no_command_without_the_size_of_the_job() -> None:
+    environ = {"PBS_JOBID": "7.head", "PATH": "/nonexistent"}
+    script = "scripts/pbs/pbs_train.sh"
+    assert line(environ, "ssh", nodefile=True, batch_script=script, directory=str(ROOT)) == ""

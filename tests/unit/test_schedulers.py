@@ -205,12 +205,6 @@ def test_slurm_command(environ: dict[str, str], is_ours: bool, expected: str) ->
     assert shlex.join(command) == f"{expected} c.yaml 'a b'"
 
 
-def test_pbs_command() -> None:
-    assert pbs.job_command("S", ["typed.sh"]) == ["qsub", "-V", "S"]
-    with_arguments = pbs.job_command("S", ["typed.sh", "c.yaml", "a b"])
-    assert with_arguments == ["qsub", "-V", "-F", "c.yaml 'a b'", "S"]
-
-
 @pytest.mark.parametrize(
     ("lines", "asked", "num_nodes", "nproc"),
     [
