@@ -232,7 +232,8 @@ def write_opening(plan: Plan, added: Mapping[str, str], environ: Mapping[str, st
 
     `added` are variables beyond those that are forwarded.
     """
-    variables = {name: environ[name] for name in plan.forwarded} | {**added}
+    forwarded = [name for name in (*plan.forwarded, "LAUNCH_JOB") if name in environ]
+    variables = {name: environ[name] for name in forwarded} | {**added}
     token = shlex.quote(added["LAUNCH_TOKEN"])
     exports = shlex.join(f"{name}={value}" for name, value in variables.items())
     far_side = shlex.join(plan.inside(plan.module_command(FAR_SIDE)))

@@ -157,7 +157,6 @@ class Fanout:
         connect_s = (CONNECT_S if self.started else at_start_s) + self.slack_s
         connection = Connection(self.loop, node, connect_s=connect_s, token=token, show=show)
         added = {**self.own.of_node(node), "LAUNCH_TOKEN": token, "RUN_SECRET": self.secret}
-        added |= {name: os.environ[name] for name in ("LAUNCH_JOB",) if name in os.environ}
         connection.send_line(write_opening(self.plan, added, os.environ))
         return connection
 

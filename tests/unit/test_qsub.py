@@ -43,6 +43,12 @@ def qstat(tools: Path, tmp_path: Path) -> Path:
     return tmp_path / "told"
 
 
+def tell(qstat: Path, text: str) -> None:
+    """Have qstat show a text from now on, as to another launch."""
+    qstat.write_text(text)
+    pbs.ask_qstat.cache_clear()
+
+
 def be_in_job(monkeypatch: pytest.MonkeyPatch, job: str) -> None:
     for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "LAUNCH_JOB", "FORWARD_ENV"):
         monkeypatch.delenv(name, raising=False)
@@ -102,7 +108,7 @@ ALTERED = (
 def test_qsub_for_a_job_like_this_one(
     qstat: Path, text: str, more: dict[str, str], expected: str
 ) -> None:
-    qstat.write_text(text)
+    tell(qstat, text)
     environ = {"PBS_JOBID": "1.head", "PBS_O_QUEUE": "workq", **more}
     command = pbs.job_command(environ, SCRIPT, ["typed.sh", "c.yaml", "a b"])
     assert shlex.join(command) == (expected and f"qsub -V {expected}")
@@ -149,10 +155,10 @@ def test_each_launch_in_a_job_is_a_run_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, qstat: Path, later: str, run_id: str
 ) -> None:
     be_in_job(monkeypatch, "26.head")
-    qstat.write_text(FIRST)
+    tell(qstat, FIRST)
     pbs.note_job(os.environ)
     run_json.note_start(tmp_path / "26.head", job=run_json.this_start())
-    qstat.write_text(later)
+    tell(qstat, later)
     pbs.note_job(os.environ)
     assert next_run_id(tmp_path, "26.head") == run_id
     assert job_start() == (1 if "run_count = 2" in later else 0)
@@ -162,7 +168,7 @@ def test_a_job_of_torque_is_known_by_its_own_names(
     monkeypatch: pytest.MonkeyPatch, qstat: Path
 ) -> None:
     be_in_job(monkeypatch, "7.head")
-    qstat.write_text(TORQUE)
+    tell(qstat, TORQUE)
     assert pbs.note_job(os.environ) == []
     when = "Thu Nov 26 08:40:51 2026"
     this = {"job": "7.head", "run_id": "7.head", "start": 0, "cluster": "head", "submitted": when}
@@ -190,7 +196,7 @@ def test_another_job_of_the_same_id_is_refused(
     be_in_job(monkeypatch, "26.head")
     (tmp_path / run).mkdir()
     for text in (FIRST, later):
-        qstat.write_text(text)
+        tell(qstat, text)
         pbs.note_job(os.environ)
         try:
             RunLock(tmp_path / run, f"run {run}").close()
@@ -206,11 +212,11 @@ def test_a_job_that_was_started_again_takes_over_from_a_live_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, qstat: Path
 ) -> None:
     be_in_job(monkeypatch, "26.head")
-    qstat.write_text(FIRST)
+    tell(qstat, FIRST)
     pbs.note_job(os.environ)
     (tmp_path / "26.head").mkdir()
     first = RunLock(tmp_path / "26.head", "run")
-    qstat.write_text(told("qstat-xf-requeued"))
+    tell(qstat, told("qstat-xf-requeued"))
     pbs.note_job(os.environ)
     second = RunLock(tmp_path / "26.head", "run")
     with pytest.raises(Refused, match="was started again"), first.committing():
@@ -233,7 +239,7 @@ def test_what_qsub_v_has_set(
     monkeypatch: pytest.MonkeyPatch, qstat: Path, name: str, names: list[str]
 ) -> None:
     be_in_job(monkeypatch, "1.head")
-    qstat.write_text(told(name))
+    tell(qstat, told(name))
     assert pbs.note_job(os.environ) == names
 
 
