@@ -170,7 +170,6 @@ class Fanout:
     # --- the run ------------------------------------------------------------------------------
 
     def start_nodes(self, reports: Sequence[Report]) -> None:
-        """Start all agents."""
         self.started = time.time()
         for connection, report in zip(self.connections, reports, strict=True):
             connection.start(self.start_request(report, connection))
