@@ -303,8 +303,7 @@ def _print_ranks(
     plan: Plan, node: Report | None, counts: Sequence[int], out: TextIO | None
 ) -> None:
     """Print how many ranks there are, and what each gets of its node's CPUs and of the batch."""
-    default_backend = "nccl" if node and node.gpus else "gloo"
-    backend = plan.backend.replace("auto", default_backend)
+    backend = plan.backend.replace("auto", "nccl" if node and node.gpus else "gloo")
     each = str(counts[0]) if len({*counts}) == 1 else ",".join(map(str, counts))
     print_row("ranks", f"{sum(counts)} = {count(plan.num_nodes, 'node')} x {each}, {backend}", out)
     for first in plan.nodes[:1]:
