@@ -16,9 +16,11 @@ from agents import AGENT, rarely
 from ports import free_port
 
 from distributed.checkpoint import load, weights_hash
+from distributed.environment import detect
 from distributed.lock import RunLock
 from training.config_file import SettingsError
 from training.optimizer import find_last_step, share_of_peak
+from training.resume import resume_line
 from training.settings import Train
 from training.settings import load as load_config
 
@@ -309,6 +311,24 @@ def test_the_settings_are_kept_and_a_resume_with_others_names_them(
     assert "resumed    after step 8\nmodel " in again.stderr  # it has nothing left to do
     assert "resume     RUN_ID=longer launch 'a b'\n" in again.stdout
     assert hash_of(trained / "checkpoints/longer") == before
+
+
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        ({"LAUNCH_COMMAND": "launch 'a b'"}, "resume     RUN_ID=r1 launch 'a b'"),
+        ({"LAUNCH_COMMAND": ""}, ""),  # the launcher knows none that is right
+        ({}, "resume     RUN_ID=r1 python train.py a=1"),
+    ],
+)
+def test_the_resume_line(
+    variables: dict[str, str], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LAUNCH_COMMAND", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["train.py", "a=1", "resume=never"])
+    assert resume_line(detect({"RUN_ID": "r1"})) == line
 
 
 def test_resume_never_and_resume_from_a_path(trained: Path, text: Path) -> None:
