@@ -4,18 +4,14 @@
 # usage: qsub [QSUB OPTIONS] -- $PWD/scripts/pbs/pbs_train.sh [CONFIG] [key=value...] [-- ARGS...]
 #        qsub [QSUB OPTIONS] scripts/pbs/pbs_train.sh
 #
-#   CONFIG     a YAML file (default: config/local3.yaml). The second form takes -v CONFIG=FILE, and
-#              as the only one reads the #PBS lines; Torque has only this, with -F "CONFIG key=value"
+#   CONFIG     a YAML file (default: config/local3.yaml). The second form takes -v CONFIG=FILE and
+#              reads the #PBS lines; Torque has only this, with -F "CONFIG key=value"
 #   --dry-run  outside a job: show the qsub command
 #
-# example: qsub -l select=4:ngpus=8 -l walltime=24:00:00 -j oe -o logs/ -N train -- $PWD/scripts/pbs/pbs_train.sh my.yaml
+# example: qsub -l select=4:ncpus=64:ngpus=8 -l walltime=24:00:00 -j oe -o logs/ -N train -- $PWD/scripts/pbs/pbs_train.sh my.yaml
 #
-# In the first form, qdel, the walltime, qrerun and qsig -s USR1 let the ranks save. In the second,
-# qsig kills the job. All need GRACE + 5 seconds, or more, as the kill_delay of the queue.
-#
-# Give the job's size to qsub. PBS Pro and Torque use different options for it:
-#   PBS Pro, OpenPBS  -l select=4:ncpus=64:ngpus=8:mem=480gb
-#   Torque            -l nodes=4:ppn=8
+# qdel, the walltime and qrerun let the ranks save, if the queue's kill_delay is GRACE + 5 seconds or
+# more. In the first form qsig -s USR1 does too. Give the job's size to qsub; Torque: -l nodes=4:ppn=8
 # Processes per node: NPROC_PER_NODE, else the node's lines in the node file if more than one, else
 # its GPUs.
 #PBS -N train
