@@ -32,7 +32,7 @@ def command_line(typed: Typed, environ: Mapping[str, str], fanout: str) -> str:
     """
     names = REPEATED + (REPEATED_WITH_SSH if fanout in ("ssh", "pdsh") or typed.nodefile else ())
     names += ("CONFIG",) if typed.nodefile else ()  # which qsub's -v sets
-    if "FORWARD_ENV" in names:
+    if typed.nodefile:  # qstat shows their values, too
         sent = environ.get("FORWARD_ENV", "").replace(",", " ").split()
         names += tuple(name for name in sent if not _SECRET.search(name))
     names = ("RUN_ID", *names) if fanout == "job_command" else names

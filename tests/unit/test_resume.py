@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from launcher.plan import resume
+from launcher.plan import pbs, resume
 from launcher.plan.plan import ROOT
 from launcher.plan.typed import Typed
 
@@ -82,9 +82,15 @@ def test_what_the_shell_was_begun_with_is_not_repeated(monkeypatch: pytest.Monke
     assert line({"PATH": "/other"}) == "PATH=/other x.sh"
 
 
-def test_what_forward_env_names_is_repeated_with_its_value() -> None:
+def test_what_forward_env_names_is_repeated_with_its_value_in_a_pbs_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     environ = {"FORWARD_ENV": "X,MY_TOKEN GRACE", "X": "a b", "MY_TOKEN": "hush", "GRACE": "5"}
-    assert line(environ, "ssh") == "GRACE=5 FORWARD_ENV='X,MY_TOKEN GRACE' X='a b' x.sh"
+    assert line(environ, "ssh") == "GRACE=5 FORWARD_ENV='X,MY_TOKEN GRACE' x.sh"
+    monkeypatch.setattr(pbs, "job_command", lambda *given: ["qsub", *given[2]])
+    in_job = line(environ, "ssh", nodefile=True, batch_script="x.sh", directory=str(ROOT))
+    assert in_job.startswith("GRACE=5 FORWARD_ENV='X,MY_TOKEN GRACE' X='a b' qsub ")
+    assert "hush" not in in_job
 
 
 def test_no_command_without_the_size_of_the_job() -> None:
