@@ -6,7 +6,8 @@
     python -m launcher.explain FAULT       a fault's section of TROUBLESHOOTING.md
 
 Prints the fault's name, the rank, the line and the section of TROUBLESHOOTING.md; or, where this
-project's own block ends the log or the run, that block. Ends with 0 if it found a cause, with 1 if
+project's own block ends the log or the run, that block; or, where it refused to start, its lines
+and their sections. Ends with 0 if it found a cause, with 1 if
 there is none, and with 2 if a file cannot be read.
 """
 
@@ -22,7 +23,7 @@ from pathlib import Path
 from distributed.environment import DEFAULT_LOG_DIR, printable
 from distributed.errors import BAD_INPUT
 from launcher.explain.kinds import Kind
-from launcher.explain.reading import Sighting, find_ranks, read, shape_of
+from launcher.explain.reading import Sighting, find_ranks, find_refusals, read, shape_of
 from launcher.failure import one_line
 from launcher.failure_block import find_end
 from launcher.record.run_json import KEPT
@@ -46,11 +47,18 @@ def main(arguments: Sequence[str]) -> int:
         if ends := [*filter(None, map(find_end, files))]:
             print(ends[0])
             return 0
-        sightings = [one for file in files for one in read(file)]
+        refusals = {line: name for file in files for line, name in find_refusals(file).items()}
+        seen = [one for file in files for one in read(file)]
     except OSError as error:
         print(f"explain: {error.filename}: {error.strerror}", file=sys.stderr)
         return BAD_INPUT
-    if (cause := find_cause(sightings)) is None:
+    sightings = [one for one in seen if one.text not in refusals]
+    cause = find_cause(sightings)
+    if refusals and (cause is None or cause.kind >= Kind.WARNING):
+        sections = map(find_section, dict.fromkeys(refusals.values()))
+        print(*map(printable, refusals), *sections, sep="\n")
+        return 0
+    if cause is None:
         print(f"no failure found in {count(len(files), 'file')}")
         return 1
     print_cause(cause, sightings, find_ranks(cause, files))

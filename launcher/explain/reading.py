@@ -46,6 +46,8 @@ _EXCEPTION = re.compile(
     r"|[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|TimeoutExpired))(?:\(\w+\))?(?:: |:?$)"
 )
 _RANK = re.compile(r"(?<!local_)(?<!local )\b[Rr]ank ?:? ?(\d+)|: task (\d+): Exited")
+# Our own refusals: program: cause; cure [fault]
+_REFUSAL = re.compile(r"[\w.-]+: (?!warning: ).+; .+ \[(?P<fault>[a-z-]+)\]")
 # Where launchers tell which process was the first to fail: torch's two tables and its one line, its
 # spawn, DeepSpeed's, DDP's of parameters, and srun's.
 _FIRST = re.compile(
@@ -108,6 +110,15 @@ def look(line: str) -> Sighting | None:
     ranks += [one or other for one, other in _RANK.findall(text)]
     rank = "".join(f"rank {one}" for one in [*filter(None, ranks)][:1])
     return Sighting(kind, fault, text.strip(), rank, prefix.get("host") or "")
+
+
+def find_refusals(file: Path) -> dict[str, str]:
+    """Return the lines of a log with which our programs refused a start, each with its fault's
+    name. Raises OSError.
+    """
+    rows = [line for line in file.read_bytes().split(b"\n") if line.endswith((b"]", b"]\r"))]
+    lines = [split(row[:LONGEST].decode(errors="replace").rstrip())[1] for row in rows]
+    return {line: found["fault"] for line in lines if (found := _REFUSAL.fullmatch(line))}
 
 
 def find_ranks(cause: Sighting, files: Sequence[Path]) -> list[int]:

@@ -197,7 +197,8 @@ def check_master(machine: Machine) -> Iterator[Fault]:
         yield Fault("name-unresolved", cause, cure, warns=machine.waits)
     loopback = [address for address in addresses if is_loopback(address)]
     if machine.nnodes > 1 and loopback:
-        cause = f"the master {name} is {loopback[0]}, which no other machine can reach"
+        means = "a loopback address" if name == loopback[0] else loopback[0]
+        cause = f"the master {name} is {means}, which no other machine can reach"
         literal = name in ("localhost", "127.0.0.1", "::1")  # maybe all nodes are this machine
         if not literal and (line := _hosts_line(name)):
             cause += f" (/etc/hosts line {line})"

@@ -110,7 +110,10 @@ def nccl(name: str) -> dict[str, Any]:
         ("master", {**NO_NAME, "waits": True}, "name-unresolved?", ""),  # known some seconds later
         ("master", {"master_addr": "127.0.0.1"}, "", ""),
         ("master", {"nnodes": 2, "master_addr": "localhost"}, "loopback-address?", ""),
-        ("master", {"nnodes": 2, "master_addr": "127.3.2.1"}, "loopback-address", ""),
+        (
+            *("master", {"nnodes": 2, "master_addr": "127.3.2.1"}, "loopback-address"),
+            "the master 127.3.2.1 is a loopback address, which no other machine can reach",
+        ),
         ("master", ELSEWHERE, "no-such-interface?", "192.0.2.1 is not of this machine"),
         ("master", {**ELSEWHERE, "node_rank": 1}, "", ""),
         ("interfaces", gloo("lo"), "", ""),

@@ -231,3 +231,31 @@ def test_the_first_rule_counts() -> None:
     rule = match(line)
     assert rule is not None and rule.fault == "low-memlock"
     assert match("loss 0.1, val_error 0.2") is None
+
+
+REFUSALS = [
+    "launch.sh: node2: the master's name 'node1' is unknown; correct it [name-unresolved]",
+    "slurm_train.sh: node1 did not start its node agent; try srun hostname [node-missing]",
+]
+
+
+@pytest.mark.parametrize(
+    ("log", "shown"),
+    [
+        ([*REFUSALS, "srun: error: node2: task 1: Exited with exit code 3"], REFUSALS),
+        ([f"1: {REFUSALS[1]}"], REFUSALS[1:]),  # of srun --label
+        ([REFUSALS[0], "ValueError: of a later start"], []),
+        (["launch.sh: warning: node1: 2 CPUs for 8 ranks; ask for 8 [few-cpus]"], []),
+        (["step 1 [node-missing]"], []),
+    ],
+)
+def test_what_refused_the_start_is_shown_with_its_section(
+    log: list[str], shown: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.out").write_text("\n".join([*log, ""]))
+    code = main([str(tmp_path / "job.out")])
+    rows = capsys.readouterr().out.splitlines()
+    assert [row for row in rows if row in REFUSALS] == shown
+    sections = [row.removeprefix("## ") for row in rows if row.startswith("## ")]
+    assert sections == [line.split("[")[-1].removesuffix("]") for line in shown]
+    assert code == 0 or not shown
