@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 _INTERACTIVE_STEP = "4294967290"  # SLURM_STEP_ID in the shell that salloc opens on a node
-_SQUEUE_S = 10  # limit for an answer of SLURM's controller
+_SILENT_S = 2  # so long a scheduler may think without a word of ours
 
 
 def in_slurm_step(environ: Mapping[str, str]) -> bool:
@@ -78,12 +79,25 @@ def _told() -> dict[str, str | int]:
 
 
 def _submit_time(job: str) -> str:
-    """Ask SLURM for a job's submit time; empty where it does not answer, as in a container."""
-    import subprocess  # costs more than the rest of this module, and few need it
-
     command = ["env", "SLURM_TIME_FORMAT=standard", "squeue", "-h", "-j", job, "-o", "%V"]
+    return (ask_scheduler(*command) or "").strip()
+
+
+def ask_scheduler(*command: str, limit_s: float = 10) -> str | None:
+    """Return what a command of SLURM or PBS prints; None where they do not answer, as in a
+    container. A line says so where that takes longer than a user would wait without one.
+    """
+    import subprocess  # these cost more than the rest of this module, and few need them
+    import threading
+
+    told = f"waiting for {' '.join(command)}, {limit_s:g} s at most"
+    notice = threading.Timer(_SILENT_S, print, [told], {"file": sys.stderr, "flush": True})
+    notice.start()
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=_SQUEUE_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return told.stdout.strip()
+        return subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, timeout=limit_s, text=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    finally:
+        notice.cancel()

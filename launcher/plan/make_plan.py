@@ -5,17 +5,15 @@ What the user said wins in this order: arguments, environment, config, default.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from distributed.environment import DEFAULT_LOG_DIR, check_run_id, new_run_id, port_from_id
-from distributed.job import in_slurm_step, job_run_id
+from distributed.job import ask_scheduler, in_slurm_step, job_run_id
 from distributed.network import PROFILES
 from distributed.stop_signals import DEFAULT_GRACE_S
 from launcher.container import Container, config_texts, read_container
@@ -173,11 +171,7 @@ def is_login_node(environ: Mapping[str, str]) -> bool:
     """Return whether a batch system answers here and this is outside its jobs."""
     if environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID"):
         return False
-    for tool in ("sinfo", "qstat"):
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            if subprocess.run([tool], capture_output=True, timeout=3).returncode == 0:
-                return True
-    return False
+    return any(ask_scheduler(tool, limit_s=3) is not None for tool in ("sinfo", "qstat"))
 
 
 def read_world(typed: Typed, environ: Mapping[str, str], fanout: str) -> World:

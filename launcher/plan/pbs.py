@@ -12,6 +12,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from functools import cache
 from pathlib import Path
 
+from distributed.job import ask_scheduler
 from launcher.plan.plan import NodePlan, PlanError
 from launcher.text import count
 
@@ -72,13 +73,8 @@ def count_ranks(
 @cache
 def ask_qstat(name: str, option: str = "-f") -> dict[str, str]:
     """Return a job's attributes, or with -Qf a queue's; none where PBS does not answer."""
-    command = ["qstat", option, name]
-    try:
-        text = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=10, text=True)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    lines = text.replace("\n\t", "").splitlines()  # it folds what is long
-    return dict(line.strip().split(" = ", 1) for line in lines if " = " in line)
+    text = (ask_scheduler("qstat", option, name) or "").replace("\n\t", "")  # it folds what is long
+    return dict(line.strip().split(" = ", 1) for line in text.splitlines() if " = " in line)
 
 
 def read_chunks(attributes: Mapping[str, str]) -> list[dict[str, str]]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from distributed import environment, hostlist
 from distributed.environment import slurm_node
 from distributed.errors import STOPPED
-from distributed.job import in_slurm_step
+from distributed.job import ask_scheduler, in_slurm_step
 from launcher.handshake import is_loopback
 from launcher.plan.plan import PlanError, World, read_nproc, read_number
 
@@ -161,11 +161,7 @@ def end_chain(code: int, environ: Mapping[str, str]) -> None:
 
 def ask_squeue(*options: str) -> str | None:
     """Return what squeue prints; None where SLURM does not answer."""
-    command = ["squeue", "--noheader", *options]
-    try:
-        return subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=10, text=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
+    return ask_scheduler("squeue", "--noheader", *options)
 
 
 def has_ended(job: str) -> bool:

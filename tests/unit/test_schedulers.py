@@ -14,6 +14,7 @@ from job_tools import make_tool
 
 from distributed.environment import LauncherError
 from distributed.errors import REFUSED, Refused
+from distributed.job import ask_scheduler
 from launcher import start
 from launcher.fanout import job_command
 from launcher.plan import make_plan, pbs, slurm
@@ -263,3 +264,27 @@ def test_a_copy_of_a_live_run_leaves_the_chain_of_that_run_alone(
     monkeypatch.setattr(start, "make_plan", refuse)
     assert start.main([]) == REFUSED
     assert (tmp_path / "told").exists() == is_cancelled
+
+
+@pytest.mark.parametrize(
+    ("tool", "silent_s", "answer", "told"),
+    [
+        ("echo 7", 60, "7\n", ""),
+        ("exec sleep 60", 0, None, "waiting for squeue --me, 0.5 s at most\n"),
+        ("exit 1", 60, None, ""),
+    ],
+)
+def test_a_scheduler_that_thinks_long_is_named(
+    tool: str,
+    silent_s: float,
+    answer: str | None,
+    told: str,
+    tools: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make_tool(tools / "squeue", tool)
+    monkeypatch.setattr("distributed.job._SILENT_S", silent_s)
+    limit_s = 10 if answer else 0.5
+    assert ask_scheduler("squeue", "--me", limit_s=limit_s) == answer
+    assert capsys.readouterr().err == told

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Tokens. Planned: launcher/ 76,000, distributed/ 19,000, the training 20,000; with 5 % of slack.
 WINGS = {
     ("launcher",): 99_000,
-    ("distributed",): 20_670,
+    ("distributed",): 20_740,
     ("training", "train.py"): 22_000,
 }
 SCRIPTS = 1194  # lines; planned: 900
