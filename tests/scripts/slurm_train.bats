@@ -27,6 +27,24 @@ load helper
   done
 }
 
+@test "submitted through a link: starts in what was typed, or says that the node lacks the folder" {
+  mkdir -p real/launch-kit spool
+  ln -s -- "$ROOT/scripts" real/launch-kit/scripts
+  ln -s real typed
+  fake_tool scontrol 'exit 1'
+  local name here=$PWD
+  for name in slurm_train slurm_train_single_node; do
+    cp -- "$ROOT/scripts/slurm/$name.sh" spool/slurm_script
+    cd /tmp # as SLURM does where the folder is not there
+    SLURM_SUBMIT_DIR=/behind TRAIN_SCRIPT=x run env PWD="$here/typed" bash "$here/spool/slurm_script" - --dry-run
+    [[ $status == 0 && $output == *"sbatch"* && $output != *"[dir-not-shared]"* ]]
+    SLURM_SUBMIT_DIR=/behind run env PWD=/behind bash "$here/spool/slurm_script"
+    [[ $status == 3 && ${#lines[@]} == 1 ]]
+    [[ $output == "$name.sh: "*": there is no folder /behind, where the job was submitted; "*" [dir-not-shared]" ]]
+    cd -- "$here"
+  done
+}
+
 @test "other scripts under sbatch find launch-kit, too" {
   mkdir -p repo/launch-kit spool
   ln -s -- "$ROOT/scripts" repo/launch-kit/scripts
