@@ -47,7 +47,7 @@ _EXCEPTION = re.compile(
 )
 _RANK = re.compile(r"(?<!local_)(?<!local )\b[Rr]ank ?:? ?(\d+)|: task (\d+): Exited")
 # Our own refusals: program: cause; cure [fault]
-_REFUSAL = re.compile(r"[\w.-]+: (?!warning: ).+; .+ \[(?P<fault>[a-z-]+)\]")
+_REFUSAL = re.compile(r"(?:node agent|[\w.-]+): (?!warning: ).+; .+ \[(?P<fault>[a-z-]+)\]")
 # Where launchers tell which process was the first to fail: torch's two tables and its one line, its
 # spawn, DeepSpeed's, DDP's of parameters, and srun's.
 _FIRST = re.compile(

@@ -236,6 +236,7 @@ def test_the_first_rule_counts() -> None:
 REFUSALS = [
     "launch.sh: node2: the master's name 'node1' is unknown; correct it [name-unresolved]",
     "slurm_train.sh: node1 did not start its node agent; try srun hostname [node-missing]",
+    "node agent: node1 did not answer (No route to host); correct the address [host-unreachable]",
 ]
 
 
@@ -243,7 +244,8 @@ REFUSALS = [
     ("log", "shown"),
     [
         ([*REFUSALS, "srun: error: node2: task 1: Exited with exit code 3"], REFUSALS),
-        ([f"1: {REFUSALS[1]}"], REFUSALS[1:]),  # of srun --label
+        ([f"1: {REFUSALS[1]}"], [REFUSALS[1]]),  # of srun --label
+        ([REFUSALS[2]], REFUSALS[2:]),
         ([REFUSALS[0], "ValueError: of a later start"], []),
         (["launch.sh: warning: node1: 2 CPUs for 8 ranks; ask for 8 [few-cpus]"], []),
         (["step 1 [node-missing]"], []),
