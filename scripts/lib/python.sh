@@ -75,28 +75,28 @@ activate_conda() {
   conda=${CONDA_EXE:-$(type -P conda)} || refuse env-missing "CONDA_ENV is set but there is no conda on PATH; set CONDA_EXE"
   file=${conda%/*/*}/etc/profile.d/conda.sh
   [[ -r $file ]] || refuse env-missing "there is no ${file@Q}; set CONDA_EXE"
-  set +u # conda's own scripts read unset variables
+  set +eu # conda's own scripts, and the hooks of packages, read unset variables and let commands fail
   # shellcheck disable=SC1090
   source "$file"
   conda activate "$CONDA_ENV" >&2 ||
     refuse env-missing "conda cannot activate ${CONDA_ENV@Q}; see conda env list"
-  set -u
+  set -eu
   PYTHON=python
 }
 
 load_modules() {
   local file names
-  set +u # so do the module system's
+  set +eu # so do the module system's
   for file in "$LMOD_PKG/init/bash" "$MODULESHOME/init/bash" /etc/profile.d/{lmod,modules}.sh; do
     declare -F module >/dev/null && break
     # shellcheck disable=SC1090
     [[ ! -r $file ]] || source "$file"
   done
   if ! declare -F module >/dev/null; then
-    ! ignore_foreign MODULES "and this machine has no module command" || { set -u && return; }
+    ! ignore_foreign MODULES "and this machine has no module command" || { set -eu && return; }
     refuse env-missing "MODULES is set but this machine has no module command; unset MODULES"
   fi
   read -ra names <<<"$MODULES"
   module load "${names[@]}" || refuse env-missing "module load $MODULES failed; see module avail"
-  set -u
+  set -eu
 }

@@ -178,7 +178,8 @@ PY
   printf '#!/bin/sh\nexec %q "$@"\n' "$PYTHON" >env/python # a link would not find its packages
   chmod +x env/python
   mkdir -p modules/init
-  echo 'module() { LOADED="$*"; }' >modules/init/bash
+  echo 'module() { false; LOADED="$*$UNSET"; }' >modules/init/bash
+  sed -i '1i false # as sites have it; bash -e would end here' conda/etc/profile.d/conda.sh modules/init/bash
   unset PYTHON
   CONDA_EXE=$PWD/conda/bin/conda CONDA_ENV=mine MODULESHOME=$PWD/modules MODULES="cuda/12 gcc" \
     run --separate-stderr launch plain.yaml 1 --dry-run
