@@ -32,7 +32,7 @@ choose_python() {
   fi
   local found code=0
   found=$(type -P -- "$PYTHON") ||
-    refuse env-missing "there is no Python at ${PYTHON@Q}; set PYTHON to one of 3.10 or newer"
+    refuse env-missing "there is no Python at ${PYTHON@Q}$(name_target "$PYTHON"); set PYTHON to one of 3.10 or newer"
   [[ $found == /* ]] || found=$PWD/$found
   PYTHON=$(as_typed "$found" "$PWD" "$ROOT")
   unset PYTHONINSPECT # each process would wait for someone to type, at its end
@@ -66,8 +66,14 @@ choose_inside() {
 use_folder() { # <variable that names an environment's folder>
   local folder=${!1}
   PYTHON=$folder/bin/python
-  [[ -x $PYTHON ]] || refuse env-missing "$1 names ${folder@Q}, which holds no bin/python; correct $1"
+  [[ -x $PYTHON ]] ||
+    refuse env-missing "$1 names ${folder@Q}, which holds no bin/python$(name_target "$PYTHON"); correct $1"
   PATH=$(cd -- "$folder/bin" && pwd):$PATH
+}
+
+# An environment's Python is a link, often into the home of who made it, or to a disk of one machine.
+name_target() { # <a file that is not there, or that may not be run>
+  [[ ! -L $1 ]] || echo " (a link to $(readlink -m -- "$1"), which $(id -un 2>/dev/null || id -u) cannot run here)"
 }
 
 activate_conda() {
