@@ -104,7 +104,7 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         raise ValueError(f"{beyond_static}: not in a SLURM step; {cure}")
     _check_signals(args)
     settings = rendezvous_settings(args.rdzv_conf)
-    grace_s = os.environ.get("GRACE", vars(args).get("shutdown_timeout") or DEFAULT_GRACE_S)
+    grace_s = os.environ.get("GRACE") or vars(args).get("shutdown_timeout") or DEFAULT_GRACE_S
     filtered = args.local_ranks_filter.split(",") if args.local_ranks_filter else None
     words = tuple(args.training_script_args)
     is_debug = os.environ.get("LOG_LEVEL", "").upper() == "DEBUG"

@@ -9,7 +9,7 @@ read_site() {
   [[ -n $file && (-e $file || $file == "${SITE:-}") ]] || return 0
   [[ -r $file ]] || die 2 "SITE names ${file@Q}, which cannot be read; correct its path"
   while read -r line || [[ -n $line ]]; do
-    number=$((number + 1))
+    number=$((number + 1)) line=${line#$'\xef\xbb\xbf'} line=${line%$'\r'} # Windows puts them there
     [[ -n $line && $line != \#* ]] || continue
     matches "${line#export }" '^([A-Za-z_][A-Za-z0-9_]*)=(.*)$' ||
       die 2 "$file, line $number: ${line@Q} sets nothing; write NAME=VALUE [config-invalid]"

@@ -26,6 +26,13 @@ SITE
   [[ $output == *"--nproc-per-node 3"* ]]
 }
 
+@test "a site file written on Windows" {
+  printf '\xef\xbb\xbfNPROC_PER_NODE=3\r\n\r\nGRACE="7"\r\n' >site.env
+  SITE=site.env run --separate-stderr launch plain.yaml --dry-run
+  [[ $status == 0 && $stderr == *$'\nsite       site.env sets NPROC_PER_NODE GRACE\n'* ]]
+  [[ $output == *"--nproc-per-node 3"* && $output != *$'\r'* ]]
+}
+
 @test "what is no setting is refused with its line; a file that is not there, too" {
   printf 'A=1\nmodule load cuda\n' >site.env
   assert_site_refused "site.env, line 2: 'module load cuda' sets nothing; write NAME=VALUE [config-invalid]"

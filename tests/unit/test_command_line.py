@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch.distributed.run as torchrun
 
 from launcher.agent.command_line import find_option, read_for_torch, split
 from launcher.agent.torchrun_arguments import parse
 
+HELP = (Path(__file__).parents[2] / "scripts/lib/help.txt").read_text()
 LIKE_TORCHRUNS = [
     *("--log", "--n", "--m", "--max", "--node", "--local", "--run", "--start", "--r", "--no", "-m"),
     *("--nnodes=7", "--node-rank", "--", "-h", "--help", "$$5", "${local_rank}", "$HOME", ""),
@@ -58,3 +62,12 @@ def test_torch_takes_arguments_for_templates() -> None:
         torchrun.parse_args, ["--nnodes=1:2", "x.py", "--log", "$$5", "${local_rank}"]
     )
     assert args.training_script_args == ["--log", "$$$$5", "$${local_rank}"]
+
+
+def test_an_empty_variable_is_one_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = parse(["x.py"])
+    names = re.findall(r"\b[A-Z][A-Z_]+\b", "".join(re.findall(r"(?m)^  [A-Z].*?(?:  |$)", HELP)))
+    assert {"GRACE", "SPARES", "VENV", "NO_COLOR"} < {*names}
+    for name in names:
+        monkeypatch.setenv(name, "")
+    assert parse(["x.py"]) == usual
