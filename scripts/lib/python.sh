@@ -66,8 +66,7 @@ choose_inside() {
 use_folder() { # <variable that names an environment's folder>
   local folder=${!1}
   PYTHON=$folder/bin/python
-  [[ -x $PYTHON ]] ||
-    refuse env-missing "$1 names ${folder@Q}, which holds no bin/python$(name_target "$PYTHON"); correct $1"
+  [[ -x $PYTHON ]] || refuse env-missing "$1 names ${folder@Q}, which holds no bin/python$(name_target "$PYTHON"); correct $1"
   PATH=$(cd -- "$folder/bin" && pwd):$PATH
 }
 

@@ -26,15 +26,11 @@
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # not sh
 set -euo pipefail
 NAME=slurm_train.sh # all below is the same in both scripts: SLURM copies a script alone
-# sbatch sends the path behind a link. Where a node lacks it, SLURM starts in /tmp; what was typed is
-# in the environment that bash was started with.
+# sbatch sends the path behind a link, and SLURM starts in /tmp where it is missing. $PWD was right.
 if [[ $PWD == /tmp && ! -d ${SLURM_SUBMIT_DIR:-/} ]]; then
   TYPED=$(sed -zn 's/^PWD=//p' /proc/$$/environ | tr -d '\0')
-  { [[ ${TYPED:-/tmp} != /tmp ]] && cd -- "$TYPED" 2>/dev/null; } || {
-    echo "$NAME: $(uname -n): there is no folder $SLURM_SUBMIT_DIR, where the job was submitted; submit it from one that all nodes have, or give sbatch --chdir=FOLDER [dir-not-shared]" >&2
-    exit 3
-  }
-  export SLURM_SUBMIT_DIR=$PWD
+  [[ -d $TYPED && $TYPED != /tmp ]] || { echo "$NAME: $(uname -n): there is no folder $SLURM_SUBMIT_DIR, where the job was submitted; submit it from one that all nodes have, or give sbatch --chdir=FOLDER [dir-not-shared]" >&2 && exit 3; }
+  cd -- "$TYPED" && export SLURM_SUBMIT_DIR=$PWD
 fi
 LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib FILE=$0
 if [[ ! -r $LIB/launch.sh ]]; then # sbatch runs a copy; the job's record names what was submitted

@@ -21,7 +21,7 @@ WINGS = {
     ("distributed",): 20_740,
     ("training", "train.py"): 22_000,
 }
-SCRIPTS = 1194  # lines; planned: 900
+SCRIPTS = 1207  # lines; planned: 900
 FILE, CLASS, FUNCTION = 350, 250, 60  # lines
 LONGER = {"train.py:train": 100}  # the training loop reads from top to bottom
 COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
