@@ -183,6 +183,7 @@ PY
   printf '#!/bin/sh\nexec %q "$@"\n' "$PYTHON" >env/python # a link would not find its packages
   chmod +x env/python
   mkdir -p modules/init
+  # shellcheck disable=SC2016 # for the function
   echo 'module() { false; LOADED="$*$UNSET"; }' >modules/init/bash
   sed -i '1i false # as sites have it; bash -e would end here' conda/etc/profile.d/conda.sh modules/init/bash
   unset PYTHON

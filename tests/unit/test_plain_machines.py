@@ -61,7 +61,7 @@ RARER = [
     "env 'A.B=1' $'NL=a\\nb' {}",
     "export TMOUT=1 BASH_COMPAT=3.2 GLOBIGNORE='*' FIGNORE=.sh; {}",
     "export FORCE_COLOR=1 CLICOLOR_FORCE=1 GREP_OPTIONS=--color=always LS_COLORS='*=1'; {}",
-    "export PYTHONPYCACHEPREFIX=/proc/x PYTHONUNBUFFERED=no PYTHONMALLOC=debug PYTHONHASHSEED=7; {}",
+    "export PYTHONPYCACHEPREFIX=/proc/x PYTHONUNBUFFERED=no PYTHONMALLOC=debug; {}",
     "export KMP_AFFINITY=granularity=fine,compact OMP_PLACES=cores GOMP_CPU_AFFINITY=0-99; {}",
     "export SLURM_JOB_ID= SLURM_NTASKS= PBS_JOBID= RUN_ID= MASTER_PORT= LOG_DIR= GRACE=; {}",
     "export XDG_RUNTIME_DIR=/nowhere XDG_CACHE_HOME=/proc/x TORCH_HOME=/proc/x; {}",
