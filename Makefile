@@ -7,6 +7,8 @@ STAMP  := $(VENV)/.installed
 TESTED := $(VENV)/.tests-installed
 NPROC  ?= $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU' | sed 's/^0$$/2/')
 CONFIG ?= config/local3.yaml
+# Settings: what was given as section.key=value.
+SETTINGS = $(strip $(foreach word,$(MAKEOVERRIDES),$(if $(findstring .,$(firstword $(subst =, ,$(word)))),$(word))))
 NODES  ?= 4
 NODE   ?= login
 # The Python given as PYTHON=, else that of .venv, else python3.
@@ -26,8 +28,8 @@ setup: $(STAMP) ## create .venv and install the requirements
 init: ## copy this project into a repository of your own: DIR=REPOSITORY makes REPOSITORY/launch-kit
 	@bash scripts/lib/init.sh "$(DIR)"
 
-train: $(STAMP) ## train the built-in model on this machine (CONFIG=..., NPROC=...)
-	PYTHON=$(PYTHON) scripts/ssh/launch_singlenode.sh $(CONFIG) $(NPROC)
+train: $(STAMP) ## train the built-in model on this machine (CONFIG=..., NPROC=..., train.max_steps=...)
+	PYTHON=$(PYTHON) scripts/ssh/launch_singlenode.sh $(CONFIG) $(NPROC) $(SETTINGS)
 
 sample: $(STAMP) ## text from the newest checkpoint of a run of the built-in model (RUN=id)
 	@$(PYTHON) -m training.sample $(if $(RUN),checkpoints/$(RUN),$(error give RUN=, a run id))

@@ -255,7 +255,10 @@ def sync_metrics(
     there = dist.get_world_size() if dist.is_initialized() else 1
     if world_size not in (None, there):
         raise ValueError(f"world_size is {world_size}, but {there} ranks have joined; leave it out")
-    own = {name: float(value) for name, value in values.items()}
+    own = {
+        name: float(value.detach() if isinstance(value, Tensor) else value)
+        for name, value in values.items()
+    }
     if not dist.is_initialized():
         return own
     names = sorted(own)

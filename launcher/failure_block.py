@@ -9,6 +9,7 @@ import contextlib
 import io
 import os
 import re
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -119,7 +120,8 @@ def print_stop(code: int, summary: RunSummary, out: TextIO) -> None:
     """Print the line for a run that was stopped on request."""
     how = summary.ends or f"by {signal_name(code)}"
     if code == STOPPED:
-        how = "after saving a checkpoint"
+        by = f"by {signal.Signals(summary.signum).name} " if summary.signum else ""
+        how = f"{by}after saving a checkpoint"
     print(f"stopped  {how} (code {code}); nothing is left running", file=out, flush=True)
     print_resume(summary, out)
 

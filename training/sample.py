@@ -8,6 +8,7 @@ CHECKPOINT is a checkpoint, or the folder of a run, whose newest intact one is t
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,4 +73,5 @@ def load(folder: Path) -> tuple[GPT, Tokenizer]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends it without a traceback
     sys.exit(main(sys.argv[1:]))

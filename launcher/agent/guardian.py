@@ -66,6 +66,13 @@ class Agent:
     def kill(self) -> None:
         self.send(signal.SIGKILL)
 
+    def ask(self) -> None:
+        """Have it show where its ranks are; before they start, say so."""
+        if select.select([self.notes], [], [], 0)[0]:
+            processes.send([self.pid], QUERY)
+        else:
+            print("node agent: the ranks have not started yet", file=sys.stderr, flush=True)
+
 
 @dataclass(frozen=True)
 class Death:
@@ -249,7 +256,7 @@ def _await_end(agent: Agent, handled: Sequence[signal.Signals]) -> int:
         wait_s = min(kill_at - own_time.now(), BEAT_S)
         came = processes.await_signal({*handled, QUERY}, wait_s)
         if came == QUERY and QUERY not in handled:
-            processes.send([agent.pid], QUERY)
+            agent.ask()
         elif came is not None:
             agent.send(came)
             if came != NOTICE:

@@ -404,7 +404,7 @@ save_and_stop() { # <signal>
   on login pkill "-$1" -o -f "lib/start.py srun .*slurm_train.sh"
   end_of $!
   ((CODE == 75))
-  grep -q '^stopped  after saving a checkpoint ' "$1.out"
+  grep -q '^stopped  by SIG[A-Z0-9]* after saving a checkpoint ' "$1.out"
   "$PYTHON" -m distributed.checkpoint verify "checkpoints/$1"
 }
 
@@ -550,7 +550,7 @@ SH
   on login scancel "$JOB"
   eventually has_ended "$JOB"
   # The error of the cut-off rank is not its successor's; the cut-off start may get to tell its own.
-  grep -q '^stopped  after saving a checkpoint (code 75)' job.out || { cat job.out && false; }
+  grep -q '^stopped  by SIG[A-Z]* after saving a checkpoint (code 75)' job.out || { cat job.out && false; }
   if grep '^FAILED' job.out | grep -v "^FAILED   rank [01] (local rank [01], $lost) "; then cat job.out && false; fi
   "$PYTHON" -m distributed.checkpoint verify "checkpoints/$JOB"
   eventually node_state_is "$lost" idle

@@ -320,7 +320,7 @@ PY
   local line
   line=$(RUN_ID=pasted "$CLUSTER" run login "$LAUNCH" config/local3.yaml 1 node1 "${LONG[@]}" --dry-run | tail -n 1)
   NO_COLOR=1 run timeout 300 "$CLUSTER" run login "$PYTHON" terminal.py bash -c "$line" </dev/null
-  [[ $output == *"stopped  after saving a checkpoint "* ]]
+  [[ $output == *"stopped  by SIG"*" after saving a checkpoint "* ]]
   is_gone pasted
 }
 
@@ -328,7 +328,7 @@ PY
   make_terminal
   RUN_ID=saves NO_COLOR=1 run -75 timeout 300 "$CLUSTER" run login "$PYTHON" terminal.py "$LAUNCH" config/local3.yaml 2 node1 node2 "${LONG[@]}" </dev/null
   is_gone saves
-  [[ -d checkpoints/saves/latest/. && $output == *$'^C[0] stopped    after step '*$'\nstopped  after saving a checkpoint '*$'\nresume   RUN_ID=saves '* ]]
+  [[ -d checkpoints/saves/latest/. && $output == *$'^C[0] stopped    after step '*$'\nstopped  by SIGINT after saving a checkpoint '*$'\nresume   RUN_ID=saves '* ]]
   cat >deaf.py <<'PY'
 import signal, time
 import torch.distributed as dist

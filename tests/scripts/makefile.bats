@@ -97,3 +97,9 @@ load helper
     [[ ${lines[-1]} == PYTHONPATH=*bench:/site/packages ]]
   done
 }
+
+@test "make train passes settings on" {
+  run make -n -C "$ROOT" train STAMP= NPROC=2 train.max_steps=20 seed=1 data.path=text
+  [[ $output == *"launch_singlenode.sh config/local3.yaml 2 data.path=text train.max_steps=20"* ||
+    $output == *"launch_singlenode.sh config/local3.yaml 2 train.max_steps=20 data.path=text"* ]]
+}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -11,7 +14,7 @@ import pytest
 from agents import PROGRAM, Run, kill_what_is_left
 
 from launcher.agent.control import BEAT_S
-from launcher.agent.guardian import Death, _report_death
+from launcher.agent.guardian import Agent, Death, _report_death
 from launcher.agent.link import AgentNote
 from launcher.failure_block import End
 from launcher.fanout.protocol import ANSWERS
@@ -66,6 +69,17 @@ def test_a_failure_is_sent_and_not_printed(tmp_path: Path) -> None:
     assert (end.summary.run_id, end.summary.command) == ("r1", "")  # it has told no save
     assert not end.is_told  # node rank 0 decides
     assert "FAILED" not in err
+
+
+def test_a_question_before_the_ranks_start_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, subprocess.Popen(["sleep", "600"]) as process:
+        agent = Agent(process.pid, ours, -1, 0)
+        agent.ask()
+        assert capsys.readouterr().err == "node agent: the ranks have not started yet\n"
+        theirs.sendall(b"note")
+        agent.ask()
+        assert process.wait() == -signal.SIGQUIT
 
 
 @pytest.mark.parametrize("is_out_of_memory", [True, False])

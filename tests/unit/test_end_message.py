@@ -43,6 +43,10 @@ def test_what_is_sent_is_what_is_read(end: End) -> None:
     [
         (END, "FAILED   rank 5 (local rank 1, node2) 14 s after the start"),
         (replace(END, code=143, failure=None), "stopped  by SIGTERM (code 143); nothing"),
+        (
+            replace(END, code=75, failure=None, summary=replace(SUMMARY, signum=1)),
+            "stopped  by SIGHUP after saving a checkpoint (code 75); nothing",
+        ),
         (replace(END, code=0, failure=None), ""),
     ],
 )

@@ -82,7 +82,7 @@ def test_a_signal_to_the_launcher_saves_and_leaves_with_75(job: Job, whole: Outc
     if process.returncode != 0:  # it was not over by then
         assert process.returncode == 75
         assert re.search(r"^stopped    after step \d+, which is saved \(SIGTERM\)$", output, re.M)
-        assert "stopped  after saving a checkpoint (code 75); nothing is left running" in output
+        assert "stopped  by SIGTERM after saving a checkpoint (code 75); nothing is left" in output
     assert job.finish("signalled", 2) == whole
 
 

@@ -122,7 +122,7 @@ def test_a_told_save_is_one_and_can_be_resumed(runs: list[Run], tmp_path: Path) 
     run.process.send_signal(signal.SIGTERM)
     err = run.finish()
     assert run.process.returncode == 75
-    assert "stopped  after saving a checkpoint (code 75)" in err
+    assert "stopped  by SIGTERM after saving a checkpoint (code 75)" in err
     assert err.splitlines()[-1].startswith("resume   RUN_ID=") and err.endswith(" again\n")
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -349,6 +350,10 @@ def test_alone_everything_works_without_a_group() -> None:
     assert not torch.distributed.is_initialized()
     helper.barrier()
     assert helper.sync_metrics({"loss": 2.5}, weight=9) == {"loss": 2.5}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a loss as a loop has it
+        loss = torch.ones((), requires_grad=True) * 2
+        assert helper.sync_metrics({"loss": loss}) == {"loss": 2.0}
     model = nn.Linear(2, 2)
     for strategy in ("auto", "single", "dp", "ddp", "fsdp"):
         wrapped = helper.setup_distributed_models(model, strategy=strategy)
