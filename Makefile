@@ -73,7 +73,7 @@ cluster-shell: ## open a shell on one of its hosts (as root; NODE=login, node1, 
 cluster-down: ## stop the cluster and everything on it (as root)
 	@tests/cluster/cluster.sh down
 
-prove: $(TESTED) ## run the long proofs, and write bench/proofs.md (PART=list shows its parts; TIMES=20)
+prove: $(TESTED) ## run the long proofs, and write bench/proofs.md (PART=list shows its parts; TIMES=5)
 	@PYTHONPATH=.:tests/unit:bench $(PYTHON) tests/prove.py $(if $(TIMES),--times $(TIMES)) $(PART)
 
 bench-launch: $(STAMP) ## measure a launch to its first step: ours and others

@@ -26,10 +26,11 @@ from pathlib import Path
 
 import others
 import torch
-from failing_ranks import CODE, FAILING
+from fault_steps import CODE, FAULTY
 from harness import AGENT, ROOT, TORCHRUN, render, write_section
 
-PROGRAM = str(ROOT / "bench/failing_ranks.py")
+PROGRAM = str(ROOT / "bench/fault_steps.py")
+ENDLESS = str(10**9)  # steps
 RANKS = 4
 TRIES = 5
 START_S = 120.0  # until all ranks have met
@@ -48,19 +49,19 @@ class Launcher:
 
 
 class Run:
-    """One run of failing_ranks.py, on one node or on two; nothing of it is left behind."""
+    """One run of fault_steps.py, on one node or on two; nothing of it is left behind."""
 
-    def __init__(self, commands: Sequence[list[str]], what: str) -> None:
+    def __init__(self, commands: Sequence[list[str]], *marks: str) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self.folder = Path(self._folder.name)
-        environment = {**os.environ, "FOLDER": str(self.folder), "WHAT": what}
-        environment["OMP_NUM_THREADS"] = "1"
+        for mark in marks:
+            (self.folder / mark).touch()
         self.pids: list[int] = []
         self.report = (self.folder / "report").open("w+b")
         self.launchers = [
             subprocess.Popen(
-                [*command, PROGRAM],
-                env=environment,
+                [*command, PROGRAM, str(self.folder), ENDLESS],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdout=self.report,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -70,14 +71,14 @@ class Run:
 
     def __enter__(self) -> Run:
         limit = time.monotonic() + START_S
-        while len(list(self.folder.glob("*.pid"))) < RANKS:
+        while len(list(self.folder.glob("rank_*"))) < RANKS:
             if time.monotonic() > limit:
                 report = (self.folder / "report").read_text()
                 self.__exit__()
                 raise RuntimeError(f"no start:\n{report}")
             time.sleep(0.02)
-        time.sleep(0.2)  # all have left the barrier
-        self.pids = [int((self.folder / f"{rank}.pid").read_text()) for rank in range(RANKS)]
+        time.sleep(0.2)  # all have written theirs
+        self.pids = [int((self.folder / f"rank_{rank}").read_text()) for rank in range(RANKS)]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -85,12 +86,16 @@ class Run:
             with contextlib.suppress(ProcessLookupError):
                 launcher.kill()
             launcher.wait()
-        self.pids += [int(file.read_text()) for file in self.folder.glob("*.pid")]
+        self.pids += [int(file.read_text()) for file in self.folder.glob("rank_*")]
         for pid in self.alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.report.close()
         self._folder.cleanup()
+
+    def leave(self) -> None:
+        """Let one rank exit."""
+        (self.folder / "fault").write_text("leave")
 
     def alive(self) -> list[int]:
         """Return the process ids of the ranks that are still there."""
@@ -121,16 +126,17 @@ def look(launcher: Launcher) -> list[str]:
     """Return a launcher's row."""
     codes, named = set(), 0
     for _ in range(TRIES):
-        with Run([launcher.alone()], "fail") as run:
+        with Run([launcher.alone()]) as run:
+            run.leave()
             codes.add(run.code())
             told = (run.folder / "report").read_text(errors="replace")
         found = _NAMED.search(told)
-        named += found is not None and str(FAILING) in found.groups()
-    with Run([launcher.alone()], "wait") as run:
+        named += found is not None and str(FAULTY) in found.groups()
+    with Run([launcher.alone()], "idle") as run:
         run.launchers[0].kill()
         run.wait_until_gone(run.pids, LEFT_S)
         left = len(run.alive())
-    with Run([launcher.alone()], "save") as run:
+    with Run([launcher.alone()], "idle", "saves") as run:
         run.launchers[0].terminate()
         stopped = run.code()
         run.wait_until_gone(run.pids, LEFT_S)
@@ -153,7 +159,8 @@ def other_node(launcher: Launcher) -> str:
         port = server.getsockname()[1]
     commands = [launcher.of_two(node_rank, port) for node_rank in range(2)]
     with Run(commands, "idle") as run:
-        assert FAILING == 2  # it is on the second node
+        assert FAULTY == 2  # it is on the second node
+        run.leave()
         seconds = run.wait_until_gone(run.pids[:2], LIMIT_S)
     return f"{seconds:.1f} s" if seconds is not None else f"still there after {LIMIT_S:.0f} s"
 
@@ -191,7 +198,7 @@ def main() -> None:
     rows = [look(launcher) for launcher in launchers()]
     head = [
         "launcher",
-        f"exit code when rank {FAILING} exits with {CODE}",
+        f"exit code when rank {FAULTY} exits with {CODE}",
         "its report names that rank",
         "idle ranks of the other node end after",
         "ranks left after `kill -9` of the launcher",

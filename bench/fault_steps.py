@@ -1,12 +1,15 @@
-"""What the ranks of `make bench-faults` run: plain torch, in which rank 2 may go wrong.
+"""What `make bench-faults` and `make bench-failures` start: plain torch, rank 2 may go wrong.
 
     <launcher> bench/fault_steps.py FOLDER STEPS
 
-Each rank writes its process id to FOLDER/rank_<rank>. Once FOLDER/fault is there, rank 2 does what
-it says: raise, wait, grow, nan or slow. Where there is a folder FOLDER/disk, rank 0 saves to it.
+Each rank writes its process id to FOLDER/rank_<rank> once all have met. Once FOLDER/fault is
+there, rank 2 does what it says: raise, leave, wait, grow, nan or slow. Where there is a folder
+FOLDER/disk, rank 0 saves to it. With a file FOLDER/idle the ranks make no steps; with FOLDER/saves,
+a rank that gets SIGTERM takes SAVE_S seconds, writes FOLDER/<rank>.saved and exits with code 75.
 """
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -17,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 FAULTY = 2
 GROW_BYTES = 4 << 30
+CODE = 7  # with which it leaves
+SAVE_S = 2.0
 
 
 def main(folder: Path, steps: int) -> None:
@@ -24,7 +29,19 @@ def main(folder: Path, steps: int) -> None:
     rank = dist.get_rank()
     model = DistributedDataParallel(torch.nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def save(*_: object) -> None:
+        time.sleep(SAVE_S)
+        (folder / f"{rank}.saved").touch()
+        os._exit(75)
+
+    if (folder / "saves").exists():
+        signal.signal(signal.SIGTERM, save)
     (folder / f"rank_{rank}").write_text(str(os.getpid()))
+    while (folder / "idle").exists():
+        if rank == FAULTY:
+            read_batch(folder / "fault")
+        time.sleep(0.01)
     for step in range(steps):
         batch = read_batch(folder / "fault") if rank == FAULTY else torch.ones(4, 8)
         loss = model(batch).square().mean()
@@ -42,6 +59,8 @@ def read_batch(fault: Path) -> torch.Tensor:
     what = fault.read_text().strip() if fault.exists() else ""
     if what == "raise":
         raise ValueError("batch 120 holds no samples")
+    if what == "leave":
+        sys.exit(CODE)
     if what == "wait":
         time.sleep(1000)
     if what == "slow":

@@ -81,8 +81,16 @@ def quartiles(ratios: Sequence[float]) -> list[str]:
     return [f"{middle:.3f}", f"{low:.3f}-{high:.3f}"]
 
 
-def in_ms(seconds: Sequence[float]) -> str:
-    return f"{1000 * statistics.median(seconds):.1f}"
+def pair(
+    first: Sequence[float], second: Sequence[float], ratios: Sequence[float], most: float
+) -> list[str]:
+    """Return the cells for two kinds of steps that were measured in turns, in seconds."""
+    medians = [f"{1000 * statistics.median(steps):.1f}" for steps in (first, second)]
+    return [*medians, *quartiles(ratios), f"{most:.2f}"]
+
+
+def pair_head(first: str, second: str) -> list[str]:
+    return [first, second, "ratio", "middle half of the ratios", "at most"]
 
 
 @contextlib.contextmanager

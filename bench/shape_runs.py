@@ -62,7 +62,7 @@ class Launchers:
         return {
             "one machine": (self.torchrun, self.launch),
             "two nodes over ssh": (self.torchrun_on_two, self.ssh) if self.has_cluster else None,
-            "SLURM, two nodes": (self.torchrun_as_job, self.slurm) if self.has_cluster else None,
+            "SLURM, two nodes": (self.torchrun_on_two, self.slurm) if self.has_cluster else None,
         }
 
     @property
@@ -103,14 +103,6 @@ class Launchers:
             for node in range(2)
         ]
         return self._run(commands, shape, folder, OWN_STORES)
-
-    def torchrun_as_job(self, shape: Shape, folder: Path) -> Outcome:
-        self._port += 1
-        start = 'exec "$1" -m torch.distributed.run --node-rank="$SLURM_NODEID" "${@:2}"'
-        where = ["--nnodes=2", "--master-addr=node1"]
-        step = ["srun", "--job-name=train", "--nodes=2", "--gpus-per-node=1", "bash", "-c", start]
-        words = ["-", self.python, *self._torchrun(shape, folder, *where)[3:]]
-        return self._run([[CLUSTER, "run", "login", *step, *words]], shape, folder, OWN_STORES)
 
     def ssh(self, shape: Shape, folder: Path) -> Outcome:
         script, arguments = self._train_script(shape)

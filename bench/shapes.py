@@ -99,7 +99,7 @@ def main() -> None:
 def look(shape: Shape, launchers: Launchers) -> list[str]:
     """Return a shape's cells: each way of ours compared with torchrun's two runs."""
     cells = []
-    references: dict[Way, list[Outcome]] = {}
+    references: dict[Way, list[Outcome]] = {}  # run once each: two of ours are held against one
     for way in launchers.ways().values():
         if way is None:
             cells.append("not run: no cluster here")

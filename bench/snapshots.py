@@ -27,9 +27,9 @@ from harness import (
     CONFIG,
     ROOT,
     beside,
-    in_ms,
     in_turns,
-    quartiles,
+    pair,
+    pair_head,
     render,
     run,
     times_or,
@@ -54,8 +54,7 @@ def main() -> None:
     times = times_or(7)
     pairs = PAIRS_A_TIME * times
     costs = [cost(name, settings, pairs) for name, settings in (("full", ()), ("sharded", SHARED))]
-    head = ["checkpoint.format", "without, ms a step", "with, ms a step", "ratio"]
-    head += ["middle half of the ratios", "at most"]
+    head = ["checkpoint.format", *pair_head("without, ms a step", "with, ms a step")]
     kills = in_turns(
         {name: functools.partial(kill_once, *given) for name, given in LAUNCHERS.items()}, times
     )
@@ -85,7 +84,7 @@ def cost(name: str, settings: tuple[str, ...], pairs: int) -> list[str]:
         began = json.loads(blocks.read_text())[1:]  # the first block warms up
     steps = [(end - start) / BLOCK for start, end in itertools.pairwise(began)]
     without, with_them = steps[::2], steps[1::2]
-    return [name, in_ms(without), in_ms(with_them), *quartiles(beside(with_them, without)), "1.02"]
+    return [name, *pair(without, with_them, beside(with_them, without), 1.02)]
 
 
 def kill_once(launcher: list[str], settings: list[str]) -> tuple[int, float]:

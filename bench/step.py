@@ -24,8 +24,8 @@ from harness import (
     CONFIG,
     ROOT,
     beside,
-    in_ms,
-    quartiles,
+    pair,
+    pair_head,
     render,
     spread,
     times_or,
@@ -83,12 +83,10 @@ def main() -> None:
             for _ in range(launches):
                 launch(case, found)
             ends += found.ends
-            ms = [in_ms(found.ours), in_ms(found.bare)]
-            most = f"{TARGETS.get(case.name, 1.03):.2f}"
-            rows.append([case.name, str(case.ranks), *ms, *quartiles(found.ratios), most])
+            cells = pair(found.ours, found.bare, found.ratios, TARGETS.get(case.name, 1.03))
+            rows.append([case.name, str(case.ranks), *cells])
             print(" ".join(rows[-1]), file=sys.stderr)
-    head = ["strategy", "processes", "train.py, ms", "bare loop, ms", "ratio"]
-    head += ["middle half of the ratios", "at most"]
+    head = ["strategy", "processes", *pair_head("train.py, ms", "bare loop, ms")]
     about = f", medians of {launches * BLOCKS} blocks of {BLOCK} steps, in {launches} launches"
     middle, least_and_most = spread(ends)
     end = f"From train.py's last step to the prompt: {middle} s ({least_and_most})."

@@ -1,12 +1,12 @@
 """The long proofs, whole or in parts, each with its section of bench/proofs.md.
 
-    make prove                           # every part, TIMES=20
-    make prove PART=list                 # what each part covers, and how long it took
-    make prove PART="kills stops" TIMES=5
+    make prove                           # every part, TIMES=5
+    make prove PART=list                 # what each part covers, and how long it takes
+    make prove PART="kills stops" TIMES=20
 
-TIMES is how often a part repeats what it does. Parts that measure speeds come first, alone; then
-those on a cluster run beside the others, for they mostly wait. The code is 1 if a promise was not
-kept.
+TIMES is how often a part repeats a case; parts that kill do so more often. Parts that measure
+speeds come first, alone. Then three parts run at once, for each mostly waits: one in this process,
+two that are processes of their own, the longest first. The code is 1 if a promise was not kept.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import figures
 from attacks import prove_attacks
@@ -40,6 +40,8 @@ from test_meter import names_slow_rank, run_with_slow_rank
 from test_stops import stop_at_random
 
 KILLS_PER_RUN = 20
+TIMES = 5
+OFTEN = {"kills": 2, "saves": 2, "snapshots": 2, "pbs": 4}  # so many times TIMES
 PROOFS = Path(__file__).parents[1] / "bench/proofs.md"
 TESTS = Path(__file__).parent
 WRITING = threading.Lock()  # of the page: two parts can end at once
@@ -51,15 +53,16 @@ class Part:
 
     title: str  # of its section
     covers: str
-    prove: Callable[[int], tuple[str, bool]]  # TIMES -> its section, and whether all was kept
-    place: Literal["alone", "beside", "cluster"] = "beside"
+    minutes: int  # on two cores, about
+    prove: Callable[[int], tuple[str, bool]]  # how often -> its section, and whether all was kept
+    place: Literal["alone", "here", "beside"] = "here"  # here: one at a time, in this process
 
 
 def main() -> int:
     """Run the parts, each of which replaces its section; returns the exit code."""
     names, times = read_arguments(sys.argv[1:])
     if "list" in names:
-        print(render(["part", "covers", "last run"], [*list_parts()]))
+        print(render(["part", "covers", "takes", "last run"], [*list_parts()]))
         return 0
 
     is_kept = run_parts(names, times)
@@ -69,18 +72,19 @@ def main() -> int:
 
 def run_parts(names: Sequence[str], times: int) -> bool:
     """Run each part; returns whether all was kept. After Ctrl-C none begins."""
-    alone, beside, cluster = (
-        [name for name in names if PARTS[name].place == place]
-        for place in ("alone", "beside", "cluster")
+    longest_first = sorted(names, key=lambda name: -PARTS[name].minutes)
+    alone, here, beside = (
+        [name for name in longest_first if PARTS[name].place == place]
+        for place in ("alone", "here", "beside")
     )
     kept = [run(name, times) for name in alone]
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        on_cluster = [pool.submit(run, name, times) for name in cluster]
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        others = [pool.submit(run, name, times) for name in beside]
         try:
-            kept += [run(name, times) for name in beside]
-            kept += [one.result() for one in on_cluster]
+            kept += [run(name, times) for name in here]
+            kept += [one.result() for one in others]
         except KeyboardInterrupt:
-            pool.shutdown(cancel_futures=True)  # waits for the one that runs
+            pool.shutdown(cancel_futures=True)  # waits for those that run
             raise
     return all(kept)
 
@@ -88,7 +92,7 @@ def run_parts(names: Sequence[str], times: int) -> bool:
 def read_arguments(words: Sequence[str]) -> tuple[list[str], int]:
     """Return the names of the parts, all of them where none is named, and TIMES."""
     parser = argparse.ArgumentParser(prog="make prove")
-    parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("--times", type=int, default=TIMES)
     parser.add_argument("parts", nargs="*", metavar="PART")
     args = parser.parse_args(words)
     if unknown := {*args.parts} - {*PARTS, "list"}:
@@ -100,14 +104,15 @@ def list_parts() -> Iterator[list[str]]:
     page = PROOFS.read_text(encoding="utf-8")
     for name, part in PARTS.items():
         told = re.search(rf"^## {re.escape(part.title)}\n\n(\S+), .* in (\d+ min)", page, re.M)
-        yield [name, part.covers, f"{told[1]}, {told[2]}" if told else "never"]
+        last = f"{told[1]}, {told[2]}" if told and "PART=" in told[0] else "with all others"
+        yield [name, part.covers, f"{part.minutes} min", last]
 
 
 def run(name: str, times: int) -> bool:
     """Run a part, and write its section; returns whether its promises were kept."""
     part, began = PARTS[name], time.monotonic()
     try:
-        text, is_kept = part.prove(times)
+        text, is_kept = part.prove(times * OFTEN.get(name, 1))
     except Exception:
         text, is_kept = f"```\n{traceback.format_exc()}```", False
     minutes = math.ceil((time.monotonic() - began) / 60)
@@ -263,64 +268,77 @@ def run_tests(command: Sequence[str], variables: Mapping[str, str]) -> tuple[lis
     return output.splitlines(), tests.returncode == 0
 
 
-def on_cluster(title: str, file: str, covers: str) -> Part:
-    return Part(
-        title, covers, functools.partial(run_bats, f"cluster/{file}.bats", "prove"), "cluster"
-    )
+def on_cluster(title: str, file: str, covers: str, minutes: int, *place: Any) -> Part:
+    prove = functools.partial(run_bats, f"cluster/{file}.bats", "prove")
+    return Part(title, covers, minutes, prove, *(place or ["beside"]))
 
 
 PARTS = {
     "measures": Part(
         "Tests of Python that measure",
         "speeds, each held against another",
+        2,
         functools.partial(run_pytest, "alone", 0),
         "alone",
     ),
     "ranks": Part(
-        "A slow rank", "a rank of 1.3 times the step is named, no other", prove_slow_ranks, "alone"
-    ),
-    "selftest": Part(
-        "Slow nodes on the cluster in a box",
-        "slow links, nodes and ranks are named, healthy ones not",
-        functools.partial(run_bats, "cluster/selftest.bats", "prove"),
+        "A slow rank",
+        "a rank of 1.3 times the step is named, no other",
+        2,
+        prove_slow_ranks,
         "alone",
     ),
-    "kills": Part("One dies, all stop", "kill -9 of ranks, agents, launchers", prove_one_dies),
-    "attacks": Part("Attacks", "ports, checkpoints, clean-up and inputs attacked", prove_attacks),
-    "saves": Part("Killed while saving", "10 x TIMES kills of each format's saving", prove_kills),
-    "snapshots": Part(
-        "Snapshots every 5 steps", "5 x TIMES kills of each format's runs", prove_snapshots
+    "selftest": on_cluster(
+        *("Slow nodes on the cluster in a box", "selftest"),
+        "slow links, nodes and ranks are named, healthy ones not",
+        *(10, "alone"),
     ),
-    "stops": Part("Stopped and resumed", "1, 5 and TIMES stops a run, by size", prove_stops),
+    "kills": Part("One dies, all stop", "kill -9 of ranks, agents, launchers", 4, prove_one_dies),
+    "attacks": Part("Attacks", "ports, checkpoints, clean-up, inputs attacked", 7, prove_attacks),
+    "saves": Part(
+        "Killed while saving", "20 x TIMES kills of each format's saving", 5, prove_kills
+    ),
+    "snapshots": Part(
+        "Snapshots every 5 steps", "10 x TIMES kills of each format", 8, prove_snapshots
+    ),
+    "stops": Part("Stopped and resumed", "1, 5 and TIMES stops a run, by size", 6, prove_stops),
     "own-stops": Part(
         "A script of one's own, stopped at random moments",
         "what it saves, and what is told of it",
+        1,
         prove_own_stops,
     ),
     "hangs": Part(
         "Which rank hangs, in a script that reports no progress",
         "the rank and its step are named, for loops of one's own, accelerate and Lightning",
+        5,
         prove_hangs,
     ),
     "long": Part(
         "Long tests of Python",
-        "pytest -m long",
-        functools.partial(run_pytest, "long and not alone", 2),
+        "pytest -m long, but for the scripts that shapes runs",
+        20,
+        functools.partial(run_pytest, "long and not alone and not in_shapes", 2),
+        "beside",
     ),
     "scripts": Part(
         "Long tests of the scripts",
         "rarer ways to use them",
+        2,
         functools.partial(run_bats, "scripts", "long"),
+        "beside",
     ),
-    "slurm": on_cluster("SLURM", "slurm", "stops, requeues, lost nodes, shapes of jobs, chains"),
-    "pbs": on_cluster("PBS", "pbs", "qdel, walltime, qrerun, qsig at random moments (a stand-in)"),
-    "ssh": on_cluster("ssh and pdsh", "ssh", "deaths, stops, cuts, equal weights, 64 nodes"),
-    "spares": on_cluster("Spare nodes", "spares", "nodes killed, cut off, stopped"),
-    "containers": on_cluster("Containers", "containers", "Charliecloud and podman"),
-    "shapes": on_cluster("Shapes of public scripts", "shapes", "the same as under torchrun"),
-    "commands": on_cluster("Command lines", "command_lines", "every documented command line"),
-    "affinity": on_cluster("CPUs of the ranks", "affinity", "by sbatch, salloc, srun and ssh"),
-    "box": on_cluster("The cluster in a box", "cluster", "SLURM, ssh, pdsh, cuts and limits there"),
+    "slurm": on_cluster("SLURM", "slurm", "stops, requeues, lost nodes, shapes, chains", 20),
+    "pbs": on_cluster(
+        "PBS", "pbs", "4 x TIMES each: qdel, walltime, qrerun, qsig (a stand-in)", 15
+    ),
+    "ssh": on_cluster("ssh and pdsh", "ssh", "deaths, stops, cuts, equal weights, 64 nodes", 20),
+    "spares": on_cluster("Spare nodes", "spares", "nodes killed, cut off, stopped", 15),
+    "containers": on_cluster("Containers", "containers", "Charliecloud and podman", 4),
+    "shapes": on_cluster("Shapes of public scripts", "shapes", "the same as under torchrun", 25),
+    "commands": on_cluster("Command lines", "command_lines", "every documented command line", 5),
+    "affinity": on_cluster("CPUs of the ranks", "affinity", "by sbatch, salloc, srun and ssh", 1),
+    "box": on_cluster("The cluster in a box", "cluster", "SLURM, ssh, pdsh, cuts and limits", 2),
 }
 
 if __name__ == "__main__":

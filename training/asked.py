@@ -83,7 +83,8 @@ def make_task(kind: Any, base: Any, name: str, settings: Any) -> Any:
     """Create a task, and check that it has what `base` has. Raises SettingsError."""
     if not callable(kind):
         _refuse(None, f"{name} is no class; name a subclass of Task")
-    _check_call(kind, base.__init__, kind.__init__, f"{name}.__init__")
+    # As Task has it: Python 3.10 puts another __init__ into a Protocol.
+    _check_call(kind, lambda self, settings: None, kind.__init__, f"{name}.__init__")
     task = kind(settings)
     for method, plain in vars(base).items():
         if not method.startswith("_") and inspect.isfunction(plain):

@@ -30,6 +30,12 @@ def test_each_promise_has_its_test(promise: str, file: str, name: str) -> None:
     assert is_run(TESTS / file, name)
 
 
+def test_make_prove_has_a_part_for_each_file_of_the_cluster() -> None:
+    parts, files = (TESTS / "prove.py").read_text(), (TESTS / "cluster").glob("*.bats")
+    tagged = [one.stem for one in files if re.search(r"_tags=.*\bprove\b", one.read_text())]
+    assert tagged and [name for name in tagged if f'"{name}"' not in parts] == []
+
+
 def test_no_row_is_overlooked() -> None:
     lines = (TESTS / "README.md").read_text().splitlines()
     assert len(PROMISES) == sum("`: " in line for line in lines if line.startswith("|")) > 30

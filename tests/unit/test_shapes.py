@@ -56,7 +56,8 @@ def cases() -> Iterator[object]:
             yield pytest.param(shape, id=script, marks=pytest.mark.another_torch("shapes"))
         elif script in TORCHS and not shape.restarts:  # at which torchrun itself often fails
             row = pytest.mark.another_torch("launch" if script == "ddp.py" else "shapes")
-            yield pytest.param(shape, id=shape.name, marks=[pytest.mark.long, row])
+            marks = [pytest.mark.long, pytest.mark.in_shapes, row]
+            yield pytest.param(shape, id=shape.name, marks=marks)
 
 
 @pytest.mark.slow
