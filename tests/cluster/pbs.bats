@@ -47,7 +47,7 @@ has_lines() { # <number> <pattern>: in the job's output, which is in the spool u
 }
 
 is_over() {
-  ! on login qstat "$JOB"
+  [[ -d $CLUSTER_DIR/pbs/history/$JOB ]]
 }
 
 # All ends of the job were stops that have saved, the last with this status; nothing is left anywhere.
@@ -87,20 +87,37 @@ has_saved() { # <signal> <Exit_status> [<number of stops>]
   has_saved SIGUSR1 75
 }
 
+# Stops jobs, each at a random moment, in a shell of its own: the three run beside one another.
+stop_jobs() { # <qdel|walltime|qsig> <times>
+  local number
+  for ((number = 0; number < $2; number++)); do
+    if [[ $1 == qsig ]]; then start 2 --; else start 2; fi
+    sleep "0.$((RANDOM % 10))" # the random moment itself
+    case $1 in
+      qdel)
+        on login qdel "$JOB"
+        has_saved SIGTERM 271
+        ;;
+      walltime)
+        on login qalter -l walltime=0:0:1 "$JOB"
+        has_saved SIGTERM -29
+        ;;
+      qsig)
+        on login qsig -s USR1 "$JOB"
+        has_saved SIGUSR1 75
+        ;;
+    esac
+  done
+  echo "# $1: $number of $2 saved, none told as failed, nothing left" >&3
+}
+
 # bats test_tags=prove,long
 @test "qdel, walltime, qrerun and qsig at random moments save, and leave nothing" {
-  local number times=${TIMES:-1} what
+  local number times=${TIMES:-1} what shells=()
+  echo '{"kill_delay": 35}' >"$CLUSTER_DIR/pbs/queue" # GRACE + 5
   for what in qdel walltime qsig; do
-    for ((number = 0; number < times; number++)); do
-      if [[ $what == qsig ]]; then start 2 --; else start 2; fi
-      sleep "0.$((RANDOM % 10))" # the random moment itself
-      case $what in
-        qdel) on login qdel "$JOB" && has_saved SIGTERM 271 ;;
-        walltime) on login qalter -l walltime=0:0:1 "$JOB" && has_saved SIGTERM -29 ;;
-        qsig) on login qsig -s USR1 "$JOB" && has_saved SIGUSR1 75 ;;
-      esac
-    done
-    echo "# $what: $number of $times saved, none told as failed, nothing left" >&3
+    stop_jobs "$what" "$times" >"$what.out" 2>&1 &
+    shells+=($!)
   done
   start 2
   for ((number = 1; number <= times; number++)); do
@@ -111,4 +128,7 @@ has_saved() { # <signal> <Exit_status> [<number of stops>]
   on login qdel "$JOB"
   has_saved SIGTERM 271 $((times + 1))
   echo "# qrerun: $times of $times saved and resumed, none told as failed, nothing left" >&3
+  for number in "${!shells[@]}"; do
+    wait "${shells[number]}" || { tail -n 60 ./*.out && false; }
+  done
 }

@@ -10,6 +10,7 @@ acts on them. It does what OpenPBS 23.06 was seen to do; tests/README.md lists w
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import getopt
 import itertools
 import json
@@ -83,8 +84,8 @@ def qsub(words: Sequence[str]) -> None:
         options, resources = {**own[0], **options}, {**own[1], **resources}
     chunks = place(resources.setdefault("select", "1:ncpus=1"))
     title = options.get("-N") or ("STDIN" if is_command else Path(rest[0]).name[:15])
-    number = sum(len(os.listdir(PBS / one)) for one in ("jobs", "history"))
-    name, here = f"{number}.head", os.getcwd()
+    number, here = next_number(), os.getcwd()
+    name = f"{number}.head"
     output = options.get("-o", f"{title}.o{number}")
     job = {
         "Job_Name": title,
@@ -109,6 +110,14 @@ def qsub(words: Sequence[str]) -> None:
         (folder / f"{name}.SC").chmod(0o700)
     write(folder / "job", job)
     print(name)
+
+
+def next_number() -> int:
+    """Take the next job number, also where others submit at the same time."""
+    with (PBS / "numbers").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write("\n")
+        return file.tell() - 1
 
 
 def forwarded(options: dict[str, str], here: str) -> dict[str, str]:
