@@ -69,7 +69,7 @@ has_saved() { # <signal> <Exit_status> [<number of stops>]
   eventually has_lines 1 '^\[0\] resumed    after step'
   on login qdel "$JOB"
   has_saved SIGTERM 271 2
-  has_lines 2 ': warning: GRACE is 30, but PBS kills this job 10 s after qdel or the walltime (kill_delay of queue workq); '
+  has_lines 2 ': warning: a stop can take 40 s (GRACE + 10), but PBS kills this job 10 s after qdel or the walltime (kill_delay of queue workq); '
 }
 
 @test "at its walltime a job saves" {
@@ -114,7 +114,7 @@ stop_jobs() { # <qdel|walltime|qsig> <times>
 # bats test_tags=prove,long
 @test "qdel, walltime, qrerun and qsig at random moments save, and leave nothing" {
   local number times=${TIMES:-1} what shells=()
-  echo '{"kill_delay": 35}' >"$CLUSTER_DIR/pbs/queue" # GRACE + 5
+  echo '{"kill_delay": 35}' >"$CLUSTER_DIR/pbs/queue" # GRACE + 5: enough, where nodes answer
   for what in qdel walltime qsig; do
     stop_jobs "$what" "$times" >"$what.out" 2>&1 &
     shells+=($!)
