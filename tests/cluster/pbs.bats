@@ -87,6 +87,26 @@ has_saved() { # <signal> <Exit_status> [<number of stops>]
   has_saved SIGUSR1 75
 }
 
+# bats test_tags=prove,long
+@test "the guide's recipe with pbsdsh trains on both nodes, and qdel ends it" {
+  sed -n '/^\*\*Through pbsdsh/,/^pbsdsh/p' "$ROOT/LAUNCH_GUIDE.md" | sed -n '/^#!/,$p' |
+    sed -e 's/:ngpus=4//' -e 's|config/local3.yaml|long.yaml|' >recipe.sh
+  on login bash -c "umask 077; openssl rand -hex 32 >~/.run-secret"
+  JOB=$(on login qsub -j oe -o logs/ -v "PYTHON=$PYTHON" recipe.sh)
+  eventually has_trained
+  ! is_over || { cat "logs/$JOB.OU" && false; }
+  has_lines 2 '^ranks      2 = 2 nodes x 1, gloo'
+  on login qdel "$JOB"
+  eventually is_over
+  cat "logs/$JOB.OU"
+  has_lines 2 '^pbsdsh: killing task 0x0000000[23] signal 15$'
+  for node in node1 node2; do eventually is_gone_from "$node" "rdzv-id $JOB "; done
+}
+
+has_trained() {
+  is_over || has_lines 1 'step 1/'
+}
+
 # Stops jobs, each at a random moment, in a shell of its own: the three run beside one another.
 stop_jobs() { # <qdel|walltime|qsig> <times>
   local number
