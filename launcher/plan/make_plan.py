@@ -185,6 +185,8 @@ def read_world(typed: Typed, environ: Mapping[str, str], fanout: str) -> World:
         return slurm.read_job(environ, (*typed.typed, typed.program)[0], nproc)
     if fanout in ("ssh", "pdsh"):
         return _read_named(typed, environ, nproc)
+    if typed.fanout == "auto":
+        nproc = nproc or pbs.asked_ranks(environ)
     return replace(_read_own_node(typed, environ), nproc=nproc)
 
 

@@ -20,8 +20,7 @@ REQUEST = (
     "ask for nodes with qsub -l select=2:ncpus=16:ngpus=4 (PBS Pro, OpenPBS)"
     " or qsub -l nodes=2:ppn=4 (Torque)"
 )
-KILL_DELAY_S = 10  # between PBS's SIGTERM and SIGKILL, where the queue sets no other
-REPORT_S = 5  # after GRACE, for the launcher to end the nodes and to say how the run ended
+REPORT_S = 10  # after GRACE, which the launcher gives its nodes (END_S of fanout/ssh.py)
 
 
 def read_nodefile(environ: Mapping[str, str], nproc: int | None) -> tuple[NodePlan, ...]:
@@ -42,6 +41,14 @@ def read_nodefile(environ: Mapping[str, str], nproc: int | None) -> tuple[NodePl
     ranks, is_chosen = count_ranks(lines, chunks)
     is_by_lines = bool(ranks) and not is_chosen
     return tuple(NodePlan(name, ranks.get(name), is_by_lines) for name in dict.fromkeys(lines))
+
+
+def asked_ranks(environ: Mapping[str, str]) -> int | None:
+    """Return the ranks that the request of a job of one node chose; None: one per GPU."""
+    if not environ.get("PBS_JOBID") or not read_lines(environ):
+        return None
+    node = read_nodefile(environ, None)[0]
+    return None if node.is_by_lines else node.nproc
 
 
 def read_lines(environ: Mapping[str, str], name: str = "PBS_NODEFILE") -> list[str]:
@@ -90,16 +97,17 @@ def read_chunks(attributes: Mapping[str, str]) -> list[dict[str, str]]:
 
 def find_short_delay(grace_s: int, environ: Mapping[str, str]) -> str:
     """Return a line where PBS kills this job while its ranks may still save; empty: it does not."""
-    queue = environ.get("PBS_QUEUE", "")
-    told = ask_qstat(queue, "-Qf") if queue and environ.get("PBS_JOBID") else {}
-    delay = told.get("kill_delay", str(KILL_DELAY_S)) if told else ""
-    if not delay.isdecimal() or grace_s + REPORT_S <= int(delay):
+    queue, job = environ.get("PBS_QUEUE", ""), environ.get("PBS_JOBID", "")
+    told = ask_qstat(queue, "-Qf") if queue and job and ask_qstat(job) else {}
+    default = "2" if is_torque(environ) else "10"  # by pbs_queue_attributes(7B) of each
+    delay = told.get("kill_delay", default) if told else ""
+    if not delay.isdecimal() or (stop_s := grace_s + REPORT_S) <= int(delay):
         return ""
-    cause = f"GRACE is {grace_s}, but PBS kills this job {delay} s after qdel or the walltime"
-    cure = f"ask your administrator for kill_delay={grace_s + REPORT_S}"
+    cause = f"a stop can take {stop_s} s (GRACE + {REPORT_S}), but PBS kills this job {delay} s"
+    cure = f"ask your administrator for kill_delay={stop_s}"
     if (rest_s := int(delay) - REPORT_S) > 0:
         cure += f", or set GRACE={rest_s} if the ranks save within {rest_s} s"
-    return f"{cause} (kill_delay of queue {queue}); {cure}"
+    return f"{cause} after qdel or the walltime (kill_delay of queue {queue}); {cure}"
 
 
 def note_job(environ: MutableMapping[str, str]) -> list[str]:

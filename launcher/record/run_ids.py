@@ -55,8 +55,13 @@ def plain_run_id(rdzv_id: str) -> str:
 
 
 def _is_same(start: str, other: str) -> bool:
-    """Whether two starts of a job are one; if nobody answered, the submit time lacks."""
-    return bool(other) and (start.startswith(other) or other.startswith(start))
+    """Whether two starts of a job are one; if nobody answered, the submit time lacks.
+
+    One session of a PBS job is one start, also where qstat has told nothing of it.
+    """
+    (told, session), (now, here) = (one.partition(" @")[::2] for one in (start, other))
+    is_told = bool(told and now) and (told.startswith(now) or now.startswith(told))
+    return is_told or bool(session and session == here)
 
 
 def _first_free(log_dir: Path, name: str, is_free: Callable[[Path], bool], takes: bool) -> str:

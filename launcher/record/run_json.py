@@ -150,11 +150,18 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 
 def this_start() -> str:
-    """Return what identifies this start of this job; empty where that is not known."""
+    """Return what identifies this start of this job; empty where that is not known.
+
+    In a PBS job, whose qstat may be silent, it ends with the session that PBS began for this start.
+    """
     job = this_job()
+    start = " ".join(str(job[name]) for name in ("cluster", "run_id", "start", "submitted") if job)
+    if "PBS_JOBID" not in os.environ:
+        return start
     if not job and os.environ.get("PBS_ENVIRONMENT") == "PBS_INTERACTIVE":
-        return job_id(os.environ)  # qsub -I where qstat is silent: PBS starts it only once
-    return " ".join(str(job[name]) for name in ("cluster", "run_id", "start", "submitted") if job)
+        start = job_id(os.environ)  # PBS starts it only once
+    leader = os.getsid(0)
+    return f"{start} @{socket.gethostname()} {leader} {start_ticks(leader)}"
 
 
 def refuse_live(folder: Path) -> None:

@@ -10,7 +10,7 @@
 #
 # example: qsub -l select=4:ncpus=64:ngpus=8 -l walltime=24:00:00 -j oe -o logs/ -N train -- $PWD/scripts/pbs/pbs_train.sh my.yaml
 #
-# qdel, the walltime and qrerun let the ranks save, if the queue's kill_delay is GRACE + 5 seconds or
+# qdel, the walltime and qrerun let the ranks save, if the queue's kill_delay is GRACE + 10 seconds or
 # more. In the first form qsig -s USR1 does too. Give the job's size to qsub; Torque: -l nodes=4:ppn=8
 # Processes per node: NPROC_PER_NODE, else the node's lines in the node file if more than one, else
 # its GPUs.

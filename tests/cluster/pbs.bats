@@ -47,7 +47,7 @@ has_lines() { # <number> <pattern>: in the job's output, which is in the spool u
 }
 
 is_over() {
-  ! on login qstat "$JOB"
+  [[ -d $CLUSTER_DIR/pbs/history/$JOB ]]
 }
 
 # All ends of the job were stops that have saved, the last with this status; nothing is left anywhere.
@@ -69,7 +69,7 @@ has_saved() { # <signal> <Exit_status> [<number of stops>]
   eventually has_lines 1 '^\[0\] resumed    after step'
   on login qdel "$JOB"
   has_saved SIGTERM 271 2
-  has_lines 2 ': warning: GRACE is 30, but PBS kills this job 10 s after qdel or the walltime (kill_delay of queue workq); '
+  has_lines 2 ': warning: a stop can take 40 s (GRACE + 10), but PBS kills this job 10 s after qdel or the walltime (kill_delay of queue workq); '
 }
 
 @test "at its walltime a job saves" {
@@ -88,19 +88,56 @@ has_saved() { # <signal> <Exit_status> [<number of stops>]
 }
 
 # bats test_tags=prove,long
+@test "the guide's recipe with pbsdsh trains on both nodes, and qdel ends it" {
+  sed -n '/^\*\*Through pbsdsh/,/^pbsdsh/p' "$ROOT/LAUNCH_GUIDE.md" | sed -n '/^#!/,$p' |
+    sed -e 's/:ngpus=4//' -e 's|config/local3.yaml|long.yaml|' >recipe.sh
+  on login bash -c "umask 077; openssl rand -hex 32 >~/.run-secret"
+  JOB=$(on login qsub -j oe -o logs/ -v "PYTHON=$PYTHON" recipe.sh)
+  eventually has_trained
+  ! is_over || { cat "logs/$JOB.OU" && false; }
+  has_lines 2 '^ranks      2 = 2 nodes x 1, gloo'
+  on login qdel "$JOB"
+  eventually is_over
+  cat "logs/$JOB.OU"
+  has_lines 2 '^pbsdsh: killing task 0x0000000[23] signal 15$'
+  for node in node1 node2; do eventually is_gone_from "$node" "rdzv-id $JOB "; done
+}
+
+has_trained() {
+  is_over || has_lines 1 'step 1/'
+}
+
+# Stops jobs, each at a random moment, in a shell of its own: the three run beside one another.
+stop_jobs() { # <qdel|walltime|qsig> <times>
+  local number
+  for ((number = 0; number < $2; number++)); do
+    if [[ $1 == qsig ]]; then start 2 --; else start 2; fi
+    sleep "0.$((RANDOM % 10))" # the random moment itself
+    case $1 in
+      qdel)
+        on login qdel "$JOB"
+        has_saved SIGTERM 271
+        ;;
+      walltime)
+        on login qalter -l walltime=0:0:1 "$JOB"
+        has_saved SIGTERM -29
+        ;;
+      qsig)
+        on login qsig -s USR1 "$JOB"
+        has_saved SIGUSR1 75
+        ;;
+    esac
+  done
+  echo "# $1: $number of $2 saved, none told as failed, nothing left" >&3
+}
+
+# bats test_tags=prove,long
 @test "qdel, walltime, qrerun and qsig at random moments save, and leave nothing" {
-  local number times=${TIMES:-1} what
+  local number times=${TIMES:-1} what shells=()
+  echo '{"kill_delay": 35}' >"$CLUSTER_DIR/pbs/queue" # GRACE + 5: enough, where nodes answer
   for what in qdel walltime qsig; do
-    for ((number = 0; number < times; number++)); do
-      if [[ $what == qsig ]]; then start 2 --; else start 2; fi
-      sleep "0.$((RANDOM % 10))" # the random moment itself
-      case $what in
-        qdel) on login qdel "$JOB" && has_saved SIGTERM 271 ;;
-        walltime) on login qalter -l walltime=0:0:1 "$JOB" && has_saved SIGTERM -29 ;;
-        qsig) on login qsig -s USR1 "$JOB" && has_saved SIGUSR1 75 ;;
-      esac
-    done
-    echo "# $what: $number of $times saved, none told as failed, nothing left" >&3
+    stop_jobs "$what" "$times" >"$what.out" 2>&1 &
+    shells+=($!)
   done
   start 2
   for ((number = 1; number <= times; number++)); do
@@ -111,4 +148,7 @@ has_saved() { # <signal> <Exit_status> [<number of stops>]
   on login qdel "$JOB"
   has_saved SIGTERM 271 $((times + 1))
   echo "# qrerun: $times of $times saved and resumed, none told as failed, nothing left" >&3
+  for number in "${!shells[@]}"; do
+    wait "${shells[number]}" || { tail -n 60 ./*.out && false; }
+  done
 }

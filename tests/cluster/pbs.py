@@ -9,46 +9,30 @@ acts on them. It does what OpenPBS 23.06 was seen to do; tests/README.md lists w
 
 from __future__ import annotations
 
-import contextlib
+import fcntl
 import getopt
 import itertools
-import json
 import os
 import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-NAME, BIN = Path(sys.argv[0]).name, Path(sys.argv[0]).absolute().parent  # the link's
-HOST = os.uname().nodename
-PBS = BIN.parent
-QUEUE = "workq"
-KILL_DELAY_S = 10  # where the queue says nothing else
-LOOK_S = 0.1  # a real mom looks every 7 to 11 s
+from pbs_mom import HOST, LOOK_S, PBS, QUEUE, lines_of, pbs_mom, read, write
+
+NAME = Path(sys.argv[0]).name  # the link's
 LETTERS = "a:A:c:C:e:fhIj:J:k:l:m:M:N:o:p:P:q:r:R:S:u:v:VW:Xz"
 USAGE = "usage: qsub [-l resource_list] [-o path] [-v variable_list] ... [script | -- command]"
-Job = dict[str, Any]  # attributes as qstat shows them, and "own": what it does not show
 
 
 def fail(code: int, text: str) -> NoReturn:
     print(f"{NAME}: {text}", file=sys.stderr)
     sys.exit(code)
-
-
-def write(path: Path, value: Any) -> None:
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    new.write_text(json.dumps(value))
-    new.replace(path)  # whole, or not at all
-
-
-def read(path: Path) -> Any:
-    return json.loads(path.read_text())
 
 
 def find(name: str, *, history: bool = False) -> Path:
@@ -83,8 +67,8 @@ def qsub(words: Sequence[str]) -> None:
         options, resources = {**own[0], **options}, {**own[1], **resources}
     chunks = place(resources.setdefault("select", "1:ncpus=1"))
     title = options.get("-N") or ("STDIN" if is_command else Path(rest[0]).name[:15])
-    number = sum(len(os.listdir(PBS / one)) for one in ("jobs", "history"))
-    name, here = f"{number}.head", os.getcwd()
+    number, here = next_number(), os.getcwd()
+    name = f"{number}.head"
     output = options.get("-o", f"{title}.o{number}")
     job = {
         "Job_Name": title,
@@ -109,6 +93,14 @@ def qsub(words: Sequence[str]) -> None:
         (folder / f"{name}.SC").chmod(0o700)
     write(folder / "job", job)
     print(name)
+
+
+def next_number() -> int:
+    """Take the next job number, also where others submit at the same time."""
+    with (PBS / "numbers").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write("\n")
+        return file.tell() - 1
 
 
 def forwarded(options: dict[str, str], here: str) -> dict[str, str]:
@@ -171,168 +163,32 @@ def show(head: str, attributes: dict[str, Any]) -> None:
 
 
 def pbsdsh(words: Sequence[str]) -> None:
-    """Run a command on each chunk of this job; the output goes to the job's."""
+    """Run a command for each line of the node file; the output goes to the job's.
+
+    By pbsdsh(1B) and pbsdsh.c of OpenPBS: its code is 0 whatever the tasks' are, which it prints;
+    a signal it passes on to them, and ends with 1.
+    """
     _, command = getopt.getopt(words, "v")
     folder = find(os.environ["PBS_JOBID"])
-    number = len(read(folder / "job")["own"]["chunks"])
-    ends = [folder / f"end.{os.getpid()}.{chunk}" for chunk in range(number)]
-    for chunk, end in enumerate(ends):
-        write(folder / f"task.{chunk}.{os.getpid()}", [command, str(end)])
+    lines = lines_of(read(folder / "job"))
+    tasks = [folder / f"task.{chunk}.{os.getpid()}.{task}" for task, chunk in enumerate(lines)]
+    ends = [folder / f"end.{path.name}" for path in tasks]
+
+    def bail_out(signum: int, _frame: object) -> NoReturn:
+        for task, path in enumerate(tasks):
+            print(f"pbsdsh: killing task 0x{task + 2:08X} signal {signum}", flush=True)
+            write(folder / f"kill.{path.name}", signum)
+        sys.exit(1)
+
+    for one in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, bail_out)
+    for path, end in zip(tasks, ends, strict=True):
+        write(path, [command, str(end)])
     while not all(end.exists() for end in ends):
         time.sleep(LOOK_S)
-    raise SystemExit(max(read(end) for end in ends))
-
-
-# --- the mom ------------------------------------------------------------------------------------
-
-
-def session_of(leader: int) -> Iterator[int]:
-    """Yield the living processes of a session."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
-            if int(session) == leader and state not in "ZX":
-                yield int(path.parent.name)
-
-
-def send(leader: int, signum: int) -> None:
-    """Signal every process of a session, all at once."""
-    for pid in list(session_of(leader)):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signum)
-
-
-class Task:
-    """The leader of a session that a mom has started: a job's first, or pbsdsh's on a node."""
-
-    def __init__(self, name: str, job: Job, number: int, command: Sequence[str]) -> None:
-        chunks, own = job["own"]["chunks"], job["own"]["chunks"][number]
-        hosts = [one["host"] for one in chunks for _ in range(int(one.get("mpiprocs", 1)))]
-        aux, folder, home = PBS / "aux" / name, PBS / "tmp" / f"pbs.{name}", os.environ["HOME"]
-        aux.write_text("".join(f"{host}\n" for host in hosts))
-        folder.mkdir(exist_ok=True)
-        gpus = [f"GPU-of-{own['host']}-{gpu}" for gpu in range(int(own.get("ngpus", 0)))]
-        environ = {
-            **{"HOME": home, "LOGNAME": "root", "USER": "root", "SHELL": "/bin/bash"},
-            **{"PATH": f"/usr/local/bin:/usr/bin:/bin:{BIN}", **job["own"]["variables"]},
-            **{"NCPUS": own["ncpus"], "OMP_NUM_THREADS": own.get("ompthreads", own["ncpus"])},
-            **{"ENVIRONMENT": "BATCH", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_QUEUE": QUEUE},
-            **{"PBS_JOBID": name, "PBS_JOBNAME": job["Job_Name"], "PBS_NODEFILE": str(aux)},
-            **{"PBS_JOBDIR": home, "PBS_NODENUM": str(number), "TMPDIR": str(folder)},
-            **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),  # as the cgroups hook
-        }
-        words, program = (command, command[0]) if command else (["-bash"], "/bin/bash")
-        with (PBS / "spool" / f"{name}.OU").open("ab") as out:
-            try:
-                self.leader = subprocess.Popen(
-                    *(words, -1, program, subprocess.PIPE, out, out),
-                    **{"env": environ, "cwd": home, "umask": 0o077, "start_new_session": True},
-                )
-            except OSError as error:
-                out.write(f"pbs_mom, exec of {program} failed: {error.strerror}\n".encode())
-                self.leader = subprocess.Popen(["sh", "-c", "exit 254"], stdin=subprocess.PIPE)
-        assert self.leader.stdin is not None
-        with self.leader.stdin as stdin:  # where a login shell reads what its child is to be
-            stdin.write(b"" if command else f"{PBS}/jobs/{name}/{name}.SC\n".encode())
-        self.began, self.kill_at, self.why = time.time(), 0.0, ""
-
-    @property
-    def status(self) -> int | None:
-        """The leader's end as PBS tells it, once the session is empty."""
-        code = self.leader.poll()
-        if code is None or any(session_of(self.leader.pid)):
-            return None
-        return code if code >= 0 else 256 - code
-
-    def signal(self, signum: int, why: str) -> None:
-        """Signal the session; where that is to end the job, SIGKILL follows."""
-        send(self.leader.pid, signum)
-        if why and not self.why:
-            delay_s = read(PBS / "queue").get("kill_delay", KILL_DELAY_S)
-            self.why, self.kill_at = why, time.time() + int(delay_s)
-
-
-class Mom:
-    """A node's: it starts the jobs whose first chunk is here, and pbsdsh's tasks for this node."""
-
-    def __init__(self) -> None:
-        self.jobs: dict[str, Task] = {}
-        self.tasks: dict[Path, Task] = {}  # by the file that tells pbsdsh of the end
-
-    def look(self) -> None:
-        for folder in sorted((PBS / "jobs").iterdir()):
-            with contextlib.suppress(FileNotFoundError):  # not there yet, or history by now
-                job = read(folder / "job")
-                hosts = [one["host"] for one in job["own"]["chunks"]]
-                for path in folder.glob("task.*"):
-                    if hosts[number := int(path.name.split(".")[1])] == HOST:
-                        command, end = read(path)
-                        path.unlink()
-                        self.tasks[Path(end)] = Task(folder.name, job, number, command)
-                if hosts[0] == HOST:
-                    self.tend(folder, job)
-        for end, task in list(self.tasks.items()):
-            if not end.parent.is_dir():  # the job has ended
-                send(task.leader.pid, signal.SIGKILL)
-                del self.tasks[end]
-            elif (status := task.status) is not None:
-                write(end, status % 256)
-                del self.tasks[end]
-
-    def tend(self, folder: Path, job: Job) -> None:
-        name = folder.name
-        if name not in self.jobs:
-            task = self.jobs[name] = Task(name, job, 0, job["own"]["command"])
-            job |= {"job_state": "R", "run_count": job["run_count"] + 1}
-            write(folder / "job", {**job, "session_id": task.leader.pid})
-        task = self.jobs[name]
-        for path in sorted(folder.glob("request.*")):
-            asked = read(path)
-            path.unlink()
-            if "signum" in asked:
-                task.signal(asked["signum"], asked.get("end", ""))
-            job |= asked.get("changes", {})
-            write(folder / "job", job)
-        parts = reversed(job.get("Resource_List.walltime", "0").split(":"))
-        limit_s = sum(int(part) * 60**place for place, part in enumerate(parts))
-        used_s = time.time() - task.began
-        if 0 < limit_s < used_s and not task.why:
-            with (PBS / "spool" / f"{name}.OU").open("a") as out:
-                out.write(f"=>> PBS: job killed: walltime {used_s:.0f} exceeded limit {limit_s}\n")
-            task.signal(signal.SIGTERM, "walltime")
-        has_ended = task.leader.poll() is not None
-        if time.time() > task.kill_at if task.kill_at else has_ended:
-            send(task.leader.pid, signal.SIGKILL)
-        if task.status is not None:
-            self.finish(folder, job, self.jobs.pop(name))
-
-    def finish(self, folder: Path, job: Job, task: Task) -> None:
-        """Put a job back into the queue, or deliver its output and keep it as history."""
-        if task.why == "qrerun":
-            write(folder / "job", {**job, "job_state": "Q"})
-            return
-        status = -29 if task.why == "walltime" else task.status
-        write(folder / "job", job | {"job_state": "F", "Exit_status": status})
-        target, spooled = job["Output_Path"], PBS / "spool" / f"{folder.name}.OU"
-        place = Path(target, spooled.name) if target.endswith("/") else Path(target)
-        shutil.move(spooled, place if place.parent.is_dir() else PBS / "undelivered")
-        folder.rename(PBS / "history" / folder.name)
-
-
-def pbs_mom(_words: Sequence[str]) -> None:
-    """Serve this node in the background, until the host goes down."""
-    (PBS / "moms" / HOST).touch()
-    Path.home().joinpath(".profile").write_text(f"PATH=$PATH:{BIN}\n")  # as /etc/profile.d/pbs.sh
-    if os.fork():
-        return
-    os.setsid()
-    os.closerange(0, 256)  # bats waits for whoever holds them
-    for _ in range(3):
-        os.open(PBS / f"mom-{HOST}.log", os.O_RDWR | os.O_CREAT | os.O_APPEND)
-    mom = Mom()
-    while True:
-        mom.look()
-        time.sleep(LOOK_S)
+    for task, end in enumerate(ends):
+        if code := read(end):
+            print(f"pbsdsh: task 0x{task:08X} exit status {code}")
 
 
 def make(words: Sequence[str]) -> None:

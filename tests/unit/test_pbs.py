@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from job_tools import make_tool
 
-from launcher.plan import pbs
+from launcher.plan import make_plan, pbs
 from launcher.plan.plan import NodePlan
+from launcher.plan.typed import Typed
 
 CAPTURED = Path(__file__).resolve().parents[1] / "cluster/pbs"
 
@@ -66,6 +67,23 @@ def test_the_ranks_of_chunks(
     select: str, lines: str, ranks: dict[str, int], is_chosen: bool
 ) -> None:
     assert ranks_of(select, lines) == (ranks, is_chosen)
+
+
+def test_run_ddp_in_a_job_of_one_node_takes_what_the_job_was_given(
+    tools: Path, tmp_path: Path
+) -> None:
+    make_tool(tools / "qstat", "echo '  schedselect = 1:ncpus=16:ngpus=4'")
+    (tmp_path / "nodes").write_text("n1\n")
+    environ = {"PBS_JOBID": "7.host", "PBS_NODEFILE": str(tmp_path / "nodes")}
+    no_job = {"PBS_JOBID": ""}
+    for fanout, more, nproc in [
+        ("auto", {}, 4),
+        ("auto", {"NPROC_PER_NODE": "2"}, 2),
+        ("auto", no_job, None),
+        ("local", {}, None),
+    ]:
+        typed = Typed(fanout, typed=("run_ddp.sh",))
+        assert make_plan.read_world(typed, {**environ, **more}, "local").nproc == nproc
 
 
 def test_what_qstat_tells(tools: Path) -> None:

@@ -143,21 +143,35 @@ FIRST = told("qstat-xf-requeued").replace("run_count = 2", "run_count = 1")
 
 
 @pytest.mark.parametrize(
-    ("later", "run_id"),
+    ("first", "later", "session", "run_id"),
     [
-        (FIRST, "26.head.1"),  # a second launch in one job
-        (told("qstat-xf-requeued"), "26.head"),  # PBS has started it again: it resumes
-        (FIRST.replace("08:47:09", "18:47:09"), "26.head"),  # another job: refused by the lock
-        ("", "26.head"),  # a batch job may have been started again
+        (FIRST, FIRST, 1, "26.head.1"),  # a second launch in one job
+        (FIRST, FIRST, 2, "26.head.1"),  # from a terminal of its own
+        (FIRST, told("qstat-xf-requeued"), 2, "26.head"),  # PBS has started it again: it resumes
+        (FIRST, FIRST.replace("08:47:09", "18:47:09"), 2, "26.head"),  # refused by the lock
+        # Where qstat is silent, the session tells.
+        (FIRST, "", 1, "26.head.1"),
+        ("", FIRST, 1, "26.head.1"),
+        ("", "", 1, "26.head.1"),
+        ("", "", 2, "26.head"),
+        (FIRST, "", 2, "26.head"),
     ],
 )
 def test_each_launch_in_a_job_is_a_run_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, qstat: Path, later: str, run_id: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    qstat: Path,
+    first: str,
+    later: str,
+    session: int,
+    run_id: str,
 ) -> None:
     be_in_job(monkeypatch, "26.head")
-    tell(qstat, FIRST)
+    monkeypatch.setattr(os, "getsid", lambda _: 1)
+    tell(qstat, first)
     pbs.note_job(os.environ)
     run_json.note_start(tmp_path / "26.head", job=run_json.this_start())
+    monkeypatch.setattr(os, "getsid", lambda _: session)
     tell(qstat, later)
     pbs.note_job(os.environ)
     assert next_run_id(tmp_path, "26.head") == run_id

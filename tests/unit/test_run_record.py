@@ -226,6 +226,7 @@ def test_each_launch_in_the_shell_of_qsub_is_a_run_of_its_own(
     monkeypatch.setenv("PBS_JOBID", "7.host")
     monkeypatch.setenv("PBS_ENVIRONMENT", f"PBS_{kind}")
     run_json.note_start(tmp_path / "7.host", job=run_json.this_start())
+    monkeypatch.setattr(os, "getsid", lambda _: 1)
     assert next_run_id(tmp_path, "7.host") == run_id  # a batch job may be started again
 
 

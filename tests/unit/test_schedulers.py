@@ -16,7 +16,7 @@ from distributed.environment import LauncherError
 from distributed.errors import REFUSED, Refused
 from distributed.job import ask_scheduler
 from launcher import start
-from launcher.fanout import job_command
+from launcher.fanout import job_command, ssh
 from launcher.plan import make_plan, pbs, slurm
 from launcher.plan.plan import PlanError, World
 
@@ -150,8 +150,8 @@ def test_a_login_node_has_a_batch_system_and_no_job(
     assert not make_plan.is_login_node({"PBS_JOBID": "5.host"})
 
 
-KILLED = "GRACE is {}, but PBS kills this job {} s after qdel or the walltime (kill_delay of queue"
-KILLED += " workq); ask your administrator for kill_delay={}"
+KILLED = "a stop can take {0} s (GRACE + 10), but PBS kills this job {1} s after qdel or"
+KILLED += " the walltime (kill_delay of queue workq); ask your administrator for kill_delay={0}"
 SAVES = ", or set GRACE={0} if the ranks save within {0} s"
 
 
@@ -159,11 +159,10 @@ SAVES = ", or set GRACE={0} if the ranks save within {0} s"
     ("told", "grace_s", "line"),
     [
         ("    kill_delay = 40", 30, ""),
-        ("    kill_delay = 35", 30, ""),
-        ("    kill_delay = 34", 30, KILLED.format(30, 34, 35) + SAVES.format(29)),
-        ("    enabled = True", 30, KILLED.format(30, 10, 35) + SAVES.format(5)),  # the default
-        ("    enabled = True", 5, ""),
-        ("    kill_delay = 2", 0, KILLED.format(0, 2, 5)),
+        ("    kill_delay = 39", 30, KILLED.format(40, 39) + SAVES.format(29)),
+        ("    enabled = True", 30, KILLED.format(40, 10)),  # the default
+        ("    enabled = True", 0, ""),
+        ("    kill_delay = 2", 0, KILLED.format(10, 2)),
         ("    kill_delay = soon", 30, ""),
         (None, 30, ""),
     ],
@@ -173,11 +172,16 @@ def test_pbs_that_kills_before_the_ranks_have_saved(
 ) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     answer = f"echo 'Queue: workq\n{told}'" if told else "exit 1"
-    make_tool(tmp_path / "qstat", f'[[ "$*" == "-Qf workq" ]] || exit 1; {answer}')
+    make_tool(tmp_path / "qstat", f'[[ "$*" != "-f 7.host" ]] || exec echo "  a = b"; {answer}')
     job = {"PBS_JOBID": "7.host", "PBS_QUEUE": "workq"}
+    pbs.ask_qstat.cache_clear()
     assert pbs.find_short_delay(grace_s, job) == line
     assert pbs.find_short_delay(grace_s, {**job, "PBS_JOBID": ""}) == ""
     assert pbs.find_short_delay(grace_s, {"PBS_JOBID": "7.host"}) == ""
+    if told == "    enabled = True":
+        torque = {**job, "PBS_VERSION": "TORQUE-6.1.2"}
+        assert pbs.find_short_delay(grace_s, torque) == KILLED.format(grace_s + 10, 2)
+    assert pbs.REPORT_S == ssh.END_S
 
 
 # --- the commands that ask for a job ------------------------------------------------------------
