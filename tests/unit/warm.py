@@ -31,8 +31,10 @@ PROGRAMS = (str(ROOT / "scripts/lib/agent.py"), str(ROOT / "train.py"))
 EARLY = ("LC_", "LANG", "LD_", "OMP_", "MKL_", "KMP_", "TORCH")  # read before the first line
 THREADS = "OMP_NUM_THREADS"  # torch can be told later: the agent tells its ranks
 # What train.py imports in each rank, too.
-LIBRARIES = ("yaml", "pydantic", "matplotlib.backends.backend_agg", "torch.distributed.fsdp")
-LIBRARIES += ("tensorboard.compat.proto.event_pb2", "tensorboard.summary.writer.event_file_writer")
+LIBRARIES = (
+    *("yaml", "pydantic", "matplotlib.backends.backend_agg", "torch.distributed.fsdp"),
+    *("tensorboard.compat.proto.event_pb2", "tensorboard.summary.writer.event_file_writer"),
+)
 MOST = 1 << 16  # bytes of an order
 ROOM = "ROOM_FOR_VARIABLES"  # so large a variable that those of any order have room in its place
 CLONE_PARENT = 0x8000  # from linux/sched.h
