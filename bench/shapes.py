@@ -96,8 +96,8 @@ def main() -> None:
     sys.exit(wrong > 0)
 
 
-def look(shape: Shape, launchers: Launchers) -> list[str]:
-    """Return a shape's cells: each way of ours compared with torchrun's two runs."""
+def look(shape: Shape, launchers: Launchers, times: int = 2) -> list[str]:
+    """Return a shape's cells: each way of ours compared with torchrun's runs, `times` of them."""
     cells = []
     references: dict[Way, list[Outcome]] = {}  # run once each: two of ours are held against one
     for way in launchers.ways().values():
@@ -109,9 +109,9 @@ def look(shape: Shape, launchers: Launchers) -> list[str]:
             cells.append("not run: over several nodes ranks have no standard input")
             continue
         if theirs not in references:
-            references[theirs] = run_torchrun(theirs, shape, 1 if references else 2)
+            references[theirs] = run_torchrun(theirs, shape, 1 if references else times)
         mine = run_once(ours, shape)
-        once, again = references[theirs][-1], references[launchers.torchrun][-2]
+        once, again = references[theirs][-1], references[launchers.torchrun][-times]
         if {once.code, again.code} != {min(shape.code, 1)}:  # nothing to compare with
             once = again = mine
         found = differences(mine, once, again, shape.code)

@@ -68,7 +68,7 @@ eventually() { # <command...>
       echo "not within $PATIENCE_S s: $*"
       return 1
     }
-    sleep 0.1
+    sleep 0.3 # what looks takes CPU, too
   done
 }
 

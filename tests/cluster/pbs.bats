@@ -21,7 +21,7 @@ setup() {
   cd -- "$BATS_TEST_TMPDIR" || return
   ln -s -- "$ROOT"/{config,scripts} .
   mkdir logs
-  echo "{train: {max_steps: 100000, batch_size: 8, eval_every: 0}, model: {layers: 1, width: 16}, checkpoint: {every: 0}}" >long.yaml
+  echo "{train: {max_steps: 100000, batch_size: 8, eval_every: 0}, model: {layers: 1, width: 16}, checkpoint: {every: 0}, tracking: []}" >long.yaml
   echo '{}' >"$CLUSTER_DIR/pbs/queue"
 }
 

@@ -91,9 +91,9 @@ try_healthy() {
 }
 
 @test "in an allocation of SLURM it takes all nodes of the job" {
-  run on login salloc -Q --nodes=3 "$ROOT/scripts/test_distributed.sh" 1 --test basic
+  run on login salloc -Q --nodes=2 "$ROOT/scripts/test_distributed.sh" 1 --test basic
   echo "$output"
-  [[ $status == 0 && $output == *"PASS  3 ranks on 3 nodes, gloo: 19 checks, "* ]]
+  [[ $status == 0 && $output == *"PASS  2 ranks on 2 nodes, gloo: 19 checks, "* ]]
 }
 
 # bats test_tags=prove,long

@@ -72,8 +72,8 @@ field() { # <job> <name>
   [[ -z ${TIMES:-} ]] || shapes+=("3 2" "1 4")
   for shape in "${shapes[@]}"; do
     read -r nodes ranks <<<"$shape"
-    RUN_ID=job-$nodes job --nodes="$nodes" --gpus-per-node="$ranks" scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}" 3>&- &
-    RUN_ID=one-$nodes SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml $((nodes * ranks)) "${SHORT[@]}"
+    RUN_ID=job-$nodes job --nodes="$nodes" --gpus-per-node="$ranks" scripts/slurm/slurm_train.sh config/local3.yaml "${SMALL[@]}" 3>&- &
+    RUN_ID=one-$nodes SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml $((nodes * ranks)) "${SMALL[@]}"
     wait $!
     [[ $(weights_of "job-$nodes") == "$(weights_of "one-$nodes")" ]]
   done

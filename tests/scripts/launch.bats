@@ -78,8 +78,8 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
   make_nano
   run --separate-stderr launch --nproc-per-node 2 train.py config/x.py --batch_size=32
   [[ $status == 0 && $output == "0 2 32 0.001" ]]
-  TRAIN_SCRIPT=train.py run --separate-stderr "$ROOT/scripts/ssh/launch_singlenode.sh" - 2 -- config/x.py --batch_size=32
-  [[ $status == 0 && $output == "0 2 32 0.001" ]]
+  TRAIN_SCRIPT=train.py run --separate-stderr "$ROOT/scripts/ssh/launch_singlenode.sh" - 2 --dry-run -- config/x.py --batch_size=32
+  [[ $status == 0 && $output == *" train.py config/x.py --batch_size=32" ]]
 }
 
 # bats test_tags=slow,long

@@ -29,7 +29,7 @@ $(golden_command "$line 1 10.0.0.1 23456" 2 1 4 10.0.0.1 "$ROOT/train.py --confi
   [[ $output == *"run        (named by node rank 0)"* ]]
 }
 
-# bats test_tags=slow
+# bats test_tags=slow,long
 @test "two node ranks of this machine train together" {
   cat >own.py <<'PY'
 import os, torch, torch.distributed as dist

@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import hypothesis
@@ -55,6 +56,19 @@ def pytest_collection_finish() -> None:
     os.environ.pop("OMP_NUM_THREADS", None)
     gc.freeze()
     gc.enable()
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """Have a worker tell how many tests it leaves out: only it collects."""
+    if items and (told := getattr(items[0].config, "workeroutput", None)) is not None:
+        told["deselected"] = told.get("deselected", 0) + len(items)
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_testnodedown(node: Any) -> None:
+    """Print it, for tests/run.sh: all workers have the same number."""
+    if count := getattr(node, "workeroutput", {}).get("deselected"):
+        print(f"\n{count} deselected")
 
 
 def isolate(folder: str) -> None:

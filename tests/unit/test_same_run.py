@@ -49,6 +49,7 @@ def commands(launcher: str) -> list[list[str]]:
         "run_ddp.sh": [[f"{ROOT}/scripts/run_ddp.sh", "-n", "2", "-c", CONFIG]],
         "cluster_train.sh": [[f"{ROOT}/scripts/cluster_train.sh", CONFIG]],
         "launch_torchrun_multinode.sh": by_hand(),
+        "the agent": [[*AGENT, *train, "distributed.backend=gloo"]],
         "torchrun": [[*torchrun, *train]],
         "torch.distributed.launch": [[*by_launch, *train]],
     }[launcher]
@@ -56,7 +57,7 @@ def commands(launcher: str) -> list[list[str]]:
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return weights_of("launch_singlenode.sh", tmp_path_factory.mktemp("reference"))
+    return weights_of("the agent", tmp_path_factory.mktemp("reference"))
 
 
 def weights_of(launcher: str, folder: Path) -> str:

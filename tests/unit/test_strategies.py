@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -94,25 +95,31 @@ class Stopping(LanguageModelTask):
 """
 
 
-MOVES = ((4, "fsdp", 12), (2, "ddp", 24), (1, "single", 36))  # ranks, strategy, last step
+# Ranks, strategy, last step.
+MOVES = ((4, "fsdp", 12), (2, "ddp", 24), (1, "single", 36), (2, "fsdp", STEPS))
 
 
 @pytest.mark.parametrize(
     ("written", "moves"),
-    [pytest.param("sharded", 1, marks=FSDP), *rarely(("sharded", 3), ("full", 3))],
+    [
+        pytest.param("sharded", [(2, "fsdp", 12), (1, "fsdp", STEPS)], marks=FSDP),
+        *rarely(("sharded", MOVES), ("full", MOVES)),
+    ],
 )
-def test_a_run_moves_between_strategies(work: Work, written: str, moves: int) -> None:
-    """In the end to fsdp, whatever the strategy before it."""
+def test_a_run_moves_between_strategies(
+    work: Work, written: str, moves: Sequence[tuple[int, str, int]]
+) -> None:
     (work.folder / "stopping.py").write_text(STOPPING)
     chosen = f"checkpoint.format={written}"
-    run_id = f"{written}-{moves}"
-    for nproc, strategy, last in MOVES[:moves]:
+    run_id = f"{written}-{len(moves)}"
+    for nproc, strategy, last in moves[:-1]:
         words = (f"distributed.strategy={strategy}", "task=stopping:Stopping", chosen)
         told = work.run(run_id, nproc, *words, code=75)
         assert f"stopped    after step {last}," in told
         parts = [*(work.folder / f"checkpoints/{run_id}/step-{last}").glob("*.distcp")]
         assert len(parts) == (nproc if written == "sharded" else 0)
-    work.run(run_id, 2, "distributed.strategy=fsdp", chosen)
+    nproc, strategy, _ = moves[-1]
+    work.run(run_id, nproc, f"distributed.strategy={strategy}", chosen)
     assert_same(work, run_id)
 
 

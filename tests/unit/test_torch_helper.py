@@ -136,7 +136,7 @@ def test_ranks_join_share_data_and_agree(tmp_path: Path) -> None:
         env = init_distributed()
         seed_everything(7, env.rank)  # weights differ until rank 0's are given to all
         model = setup_distributed_models(nn.Linear(3, 1))
-        loader = get_dataloader_for_distributed(range(10), batch_size=2, shuffle=True, seed=3)
+        loader = get_dataloader_for_distributed(range(9), batch_size=2, shuffle=True, seed=3)
         with no_sync(model):
             model(torch.full((1, 3), 5.0)).sum().backward()
         local = model.module.weight.grad.mean().item()
@@ -150,17 +150,16 @@ def test_ranks_join_share_data_and_agree(tmp_path: Path) -> None:
               uneven, empty, "|", sorted(int(i) for batch in loader for i in batch))
         finish()
         """,
-        "--nproc-per-node=3",
     )
     fields = [line.split(" | ") for line in lines]
     places = [field[0].split() for field in fields]
-    assert [place[:2] for place in places] == [["0", "True"], ["1", "False"], ["2", "False"]]
+    assert [place[:2] for place in places] == [["0", "True"], ["1", "False"]]
     assert len({place[2] for place in places}) == 1, "the run id is not the same on every rank"
     assert len({field[1] for field in fields}) == 1, "weights differ after DDP took them"
-    assert {field[2] for field in fields} == {"5.0 6.0"}, "kept 5; then the mean of 5, 6 and 7"
-    assert {field[3] for field in fields} == {"{'z': 1.3333333333333333, 'a': 1.5} {'z': 4.0}"}
+    assert {field[2] for field in fields} == {"5.0 5.5"}, "kept 5; then the mean of 5 and 6"
+    assert {field[3] for field in fields} == {"{'z': 0.6666666666666666, 'a': 1.5} {'z': 4.0}"}
     drawn = [int(i) for field in fields for i in field[4].strip("[]").split(",")]
-    assert set(drawn) == set(range(10)) and len(drawn) == 12
+    assert set(drawn) == set(range(9)) and len(drawn) == 10
 
 
 @pytest.mark.long

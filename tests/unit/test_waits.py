@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from agents import AGENT, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 WORDS = [
     *("--config", str(ROOT / "config/local3.yaml")),
     *("model.layers=1", "model.width=16", "model.heads=2", "model.context=16"),
@@ -42,9 +41,9 @@ pytestmark = pytest.mark.slow
 
 def watch(folder: Path, nproc: int, *words: str) -> tuple[int, str]:
     """Train where each step is watched; returns the code and what was printed."""
-    agent = [sys.executable, "-m", "distributed.run", f"--nproc-per-node={nproc}", "--log-dir=logs"]
+    options = [f"--nproc-per-node={nproc}", "--log-dir=logs"]
     done = subprocess.run(
-        [*agent, str(ROOT / "bench/waits.py"), *words],
+        [*AGENT, *options, str(ROOT / "bench/waits.py"), *words],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

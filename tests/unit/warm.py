@@ -2,8 +2,8 @@
 
 The import takes 3 s of CPU, most of what a launch on one machine costs, and is the same for each.
 What is forked runs the same file with its own arguments, environment, folder and streams, and is a
-child of the process that asked, as if that had executed it. Only what no fork can have is executed
-as usual: another Python, variables that are read before the first line, a terminal.
+child of the process that asked, as if that had executed it; /proc shows its own environment. Only
+what no fork can have is executed as usual: another Python, variables of Python's, a terminal.
 tests/scripts and tests/cluster execute everything.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import importlib
 import inspect
 import io
 import json
@@ -28,8 +29,14 @@ from typing import Any, TextIO
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = (str(ROOT / "scripts/lib/agent.py"), str(ROOT / "train.py"))
 EARLY = ("LC_", "LANG", "LD_", "OMP_", "MKL_", "KMP_", "TORCH")  # read before the first line
-MARK = "LAUNCH_TOKEN"  # by which processes are found, in what they were started with
-MOST = 1 << 17  # bytes of an order
+THREADS = "OMP_NUM_THREADS"  # torch can be told later: the agent tells its ranks
+# What train.py imports in each rank, too.
+LIBRARIES = (
+    *("yaml", "pydantic", "matplotlib.backends.backend_agg", "torch.distributed.fsdp"),
+    *("tensorboard.compat.proto.event_pb2", "tensorboard.summary.writer.event_file_writer"),
+)
+MOST = 1 << 16  # bytes of an order
+ROOM = "ROOM_FOR_VARIABLES"  # so large a variable that those of any order have room in its place
 CLONE_PARENT = 0x8000  # from linux/sched.h
 CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())  # its number, from asm/unistd.h
 
@@ -61,15 +68,16 @@ def write_order(call: Mapping[str, Any]) -> bytes | None:
     words = [str(word) for word in args] if isinstance(args, list) else []
     if CLONE is None or words[:2] not in [[sys.executable, program] for program in PROGRAMS]:
         return None
-    is_special = call["preexec_fn"] or call["pass_fds"] or call["start_new_session"]
-    is_special = is_special or any(map(os.isatty, streams(call)))
+    is_special = call["preexec_fn"] or call["pass_fds"] or any(map(os.isatty, streams(call)))
     for_python = {name for name in environ if name.startswith("PYTHON")} - {"PYTHON", "PYTHONPATH"}
-    if is_special or for_python or MARK in environ or ignored():
+    if is_special or for_python:
         return None
     if (umask := call["umask"]) < 0:
         os.umask(umask := os.umask(0))
-    order = json.dumps([words[1:], dict(environ), os.path.abspath(call["cwd"] or "."), umask])
-    return order.encode() if len(order) < MOST else None
+    folder = os.path.abspath(call["cwd"] or ".")
+    own = [umask, bool(call["start_new_session"]), sorted(ignored())]
+    order = json.dumps([words[1:], dict(environ), folder, *own]).encode()
+    return order if len(order) < MOST else None
 
 
 def streams(call: Mapping[str, Any]) -> list[int]:
@@ -87,7 +95,16 @@ def ignored() -> set[int]:
 def early(environ: Mapping[str, str] | None) -> dict[str, str]:
     """Return the variables that take effect before a fork."""
     environ = os.environ if environ is None else environ
-    return {name: value for name, value in environ.items() if name.startswith(EARLY)}
+    found = {name: value for name, value in environ.items() if name.startswith(EARLY)}
+    if number_of_threads(found):
+        del found[THREADS]
+    return found
+
+
+def number_of_threads(environ: Mapping[str, str]) -> int:
+    """Return what torch can be told after its import; 0: nothing, or what it alone can read."""
+    number = environ.get(THREADS, "")
+    return int(number) if number.isdecimal() else 0
 
 
 FORKERS: dict[str, tuple[subprocess.Popen[Any], socket.socket]] = {}
@@ -107,6 +124,7 @@ def forker(variables: Mapping[str, str]) -> socket.socket:
         ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         with theirs:
             plain = {"PATH": os.environ["PATH"], "OPENBLAS_NUM_THREADS": "1"}  # no threads
+            plain[ROOM] = "x" * MOST
             process = Popen(
                 [sys.executable, __file__, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -152,15 +170,32 @@ def become(order: bytes, fds: list[int]) -> Path:
     sys.stdin = reopened(sys.stdin, "rb")  # ours are set to the files that were open before
     sys.stdout = reopened(sys.stdout, "wb")
     sys.stderr = reopened(sys.stderr, "wb")
-    words, environ, folder, umask = json.loads(order)
+    words, environ, folder, umask, is_session, to_ignore = json.loads(order)
     os.environ.clear()
+    show(environ)
     os.environ.update(environ)
     os.chdir(folder)
     os.umask(umask)
+    if is_session:
+        os.setsid()
+    for signum in ignored().symmetric_difference(to_ignore):
+        signal.signal(signum, signal.SIG_IGN if signum in to_ignore else signal.SIG_DFL)
+    if number := number_of_threads(environ):
+        torch.set_num_threads(number)
     sys.argv = words
     given = environ.get("PYTHONPATH")
     sys.path[0:1] = [str(Path(words[0]).parent), *(given.split(os.pathsep) if given else [])]
     return Path(words[0])
+
+
+def show(environ: Mapping[str, str]) -> None:
+    """Have /proc/PID/environ say what an executed process's does: a run's are found by it."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = map(int, fields[47:49])  # env_start and env_end of proc(5)
+    text = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environ.items())
+    assert len(text) < end - start
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, text, len(text))
 
 
 def reopened(stream: TextIO, mode: str) -> io.TextIOWrapper:
@@ -174,6 +209,10 @@ if __name__ == "__main__":
     gc.disable()
     sys.path.insert(1, str(ROOT))
     import launcher.agent.agent  # noqa: F401  # imports all of torch that the ranks share
+
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    import torch
 
     for name in [one for one in sys.modules if one.split(".")[0] in ("launcher", "distributed")]:
         del sys.modules[name]
