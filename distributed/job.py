@@ -90,8 +90,8 @@ def ask_scheduler(*command: str, limit_s: float = 10) -> str | None:
     import subprocess  # these cost more than the rest of this module, and few need them
     import threading
 
-    told = f"waiting for {' '.join(command)}, {limit_s:g} s at most"
-    notice = threading.Timer(_SILENT_S, print, [told], {"file": sys.stderr, "flush": True})
+    told = [f"waiting for {' '.join(command)}, {limit_s:g} s at most"]
+    notice = threading.Timer(_SILENT_S, print, told, {"file": sys.stderr})
     notice.start()
     try:
         return subprocess.check_output(

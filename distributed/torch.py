@@ -256,8 +256,7 @@ def sync_metrics(
     if world_size not in (None, there):
         raise ValueError(f"world_size is {world_size}, but {there} ranks have joined; leave it out")
     own = {
-        name: float(value.detach() if isinstance(value, Tensor) else value)
-        for name, value in values.items()
+        name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()
     }
     if not dist.is_initialized():
         return own

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
+    parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--prompt", default=SAMPLE_PROMPT.decode())
     parser.add_argument("--length", type=int, default=SAMPLE_TOKENS, help="tokens")
     parser.add_argument("--temperature", type=float, default=0.8)
