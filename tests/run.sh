@@ -112,10 +112,11 @@ lint() {
   fi
 }
 
+# Four at once, for those of make test wait a good deal, too.
 test_python() { # <all|fast>
-  local words="not long"
-  [[ $1 == all ]] || words="not slow and not long"
-  show "$PYTHON" -m pytest -q -n 4 --dist worksteal --durations=5 -m "$words" # they wait a good deal, too
+  local words="not long" workers=4
+  [[ $1 == all ]] || words="not slow and not long" workers=2
+  show "$PYTHON" -m pytest -q -n "$workers" --dist worksteal --durations=5 -m "$words"
   add "$(number passed)" $(($(number failed) + $(number errors?)))
   local line
   while IFS= read -r line; do

@@ -22,6 +22,7 @@ $(golden_command "$ROOT/scripts/cluster_train.sh plain.yaml 2 1 10.0.0.1 23456" 
   [[ ! -e logs ]]
 }
 
+# bats test_tags=slow
 @test "under srun: nodes, rank and master from the step, the port from the job" {
   export_step
   run --separate-stderr launch plain.yaml --dry-run
@@ -75,6 +76,7 @@ $(golden_command "$ROOT/scripts/cluster_train.sh plain.yaml 2 1 10.0.0.1 23456" 
   assert_odd_dumped
 }
 
+# bats test_tags=slow
 @test "bad arguments: exit 2, one line" {
   run launch plain.yaml 2 1
   assert_refused 2 "2 nodes but no address of the master; give MASTER_ADDR"

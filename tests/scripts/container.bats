@@ -91,6 +91,7 @@ command_of() { # <script and arguments...>
   [[ $output != *ch-run* ]]
 }
 
+# bats test_tags=slow
 @test "what CONTAINER cannot mean is refused in one line" {
   CONTAINER=none.sif run "$ROOT/scripts/ssh/launch_singlenode.sh" plain.yaml 2
   assert_refused 2 "CONTAINER is 'none.sif', which is not here; correct its path"

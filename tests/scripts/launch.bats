@@ -253,6 +253,7 @@ make_repository() {
   [[ $status == 2 && $output == *"SITE names 'missing/site.env', which cannot be read"* ]]
 }
 
+# bats test_tags=slow
 @test "a Turkish locale: variables and settings have the letters of C" {
   mkdir locale && localedef -i tr_TR -f UTF-8 "$PWD/locale/tr_TR.UTF-8" || skip "there is no Turkish locale here"
   touch x.py

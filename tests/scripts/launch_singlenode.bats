@@ -206,6 +206,7 @@ PY
   assert_refused 3 "$HOST: backend nccl needs a GPU, and there is none; use gloo" too-few-gpus
 }
 
+# bats test_tags=slow
 @test "a port in use: exit 3, and who holds it" {
   coproc "$PYTHON" -c 'import socket; s = socket.create_server(("127.0.0.1", 0)); print(s.getsockname()[1], flush=True); input()'
   local port

@@ -63,6 +63,7 @@ setup_folder() {
   [[ $status == 0 && $output == *"8 = 2 nodes x 4, nccl"* ]]
 }
 
+# bats test_tags=slow
 @test "chunks that PBS packs on one node: one process for each GPU that qstat tells, or a warning" {
   setup_folder
   printf '%s\n' n1 n1 >nodes

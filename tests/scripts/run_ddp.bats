@@ -59,6 +59,7 @@ $command"
   assert_odd_dumped
 }
 
+# bats test_tags=slow
 @test "bad arguments: exit 2, one line" {
   run launch -n 0
   assert_refused 2 "the number of processes is '0'"
@@ -79,12 +80,14 @@ $command"
   assert_refused 2 "this allocation has 2 nodes and run_ddp.sh starts one; use srun --nodes=2 --ntasks=2 --overlap scripts/cluster_train.sh CONFIG"
 }
 
+# bats test_tags=slow
 @test "a PBS allocation of several nodes is trained on over ssh" {
   printf '%s\n' n1 n1 n2 >nodes
   PBS_JOBID=6.host PBS_NODEFILE=nodes run launch -n 3 -c plain.yaml --dry-run
   [[ $status == 0 && $output == *"6 = 2 nodes x 3"*"ssh -t -- n1 "*"ssh -t -- n2 "* ]]
 }
 
+# bats test_tags=slow
 @test "an allocation of one node, or a step of one, trains here under the job's id" {
   printf 'n1\nn1\n' >nodes
   PBS_JOBID=6.host PBS_NODEFILE=nodes run launch -c plain.yaml --dry-run

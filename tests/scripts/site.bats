@@ -26,6 +26,7 @@ SITE
   [[ $output == *"--nproc-per-node 3"* ]]
 }
 
+# bats test_tags=slow
 @test "a site file written on Windows" {
   printf '\xef\xbb\xbfNPROC_PER_NODE=3\r\n\r\nGRACE="7"\r\n' >site.env
   SITE=site.env run --separate-stderr launch plain.yaml --dry-run

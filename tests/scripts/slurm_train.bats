@@ -3,6 +3,7 @@
 
 load helper
 
+# bats test_tags=slow
 @test "an edited copy, or a link, in a repository after make init: found from SLURM's copy" {
   mkdir -p "a repo/launch-kit" "a repo/jobs" spool
   ln -s -- "$ROOT/scripts" "a repo/launch-kit/scripts"

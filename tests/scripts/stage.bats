@@ -111,6 +111,7 @@ staged() {
   [[ $status == 3 && $output == *"stage.sh: $HOST: $PWD/place/launch-kit-$UID is another user's; see STAGE_ENV and LOG_DIR [env-missing]" ]]
 }
 
+# bats test_tags=slow
 @test "the machine that only launches need not have the nodes' folder" {
   fake_tool ssh 'exit 255'
   STAGE_ENV=/nowhere/of-the-nodes run "$ROOT/scripts/ssh/launch_torchrun_auto.sh" - 1 node1

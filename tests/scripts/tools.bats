@@ -10,6 +10,7 @@ make_distributed() {
   export PYTHONPATH=$PWD
 }
 
+# bats test_tags=slow
 @test "sh SCRIPT works, where sh is dash and where it is bash" {
   type -P dash || skip "no dash here"
   local script
@@ -31,6 +32,7 @@ make_distributed() {
   [[ $output != *"## loss-not-finite"* ]]
 }
 
+# bats test_tags=slow
 @test "explain.sh prints the block of a run: of the newest, by its id, or by its log" {
   make_distributed
   mkdir -p logs/one
@@ -49,6 +51,7 @@ make_distributed() {
   [[ $status == 2 && $output == "explain: none.out: No such file or directory" ]]
 }
 
+# bats test_tags=slow
 @test "checkpoint.sh finds our package beside another distributed" {
   make_distributed
   run "$ROOT/scripts/checkpoint.sh" ls none

@@ -82,6 +82,7 @@ def test_tensorboard_finds_each_run_once(tmp_path: Path) -> None:
     assert sorted(found) == ["tensorboard/first", "tensorboard/second"]
 
 
+@pytest.mark.slow
 def test_a_notebooks_backend_does_not_keep_the_picture_away(tmp_path: Path) -> None:
     write_metrics = "import json, pathlib, sys; from training import plot; f = pathlib.Path('.'); "
     write_metrics += "(f / 'metrics.jsonl').write_text(json.dumps({'step': 1, 'loss': 2.0})); "
