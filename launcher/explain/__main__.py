@@ -27,6 +27,7 @@ from launcher.explain.reading import Sighting, find_ranks, find_refusals, read, 
 from launcher.failure import one_line
 from launcher.failure_block import find_end
 from launcher.record.run_json import KEPT
+from launcher.record.run_json import read as read_record
 from launcher.text import count, name_ranks
 
 
@@ -40,6 +41,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("logs", metavar="LOG|RUN|FAULT", nargs="*")
     names = parser.parse_args(arguments).logs or [str(_log_dir() / "latest")]
     try:
+        if all(map(has_ended_well, names)):  # an earlier start of it may have failed
+            print(f"no failure: {', '.join(names)} ended with code 0")
+            return 1
         files = [file for name in names for file in find_logs(name)]
         if not files[0].exists() and (section := find_section(names[0])):
             print(section)
@@ -63,6 +67,14 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     print_cause(cause, sightings, find_ranks(cause, files))
     return 0
+
+
+def has_ended_well(name: str) -> bool:
+    """Return whether a word of the command line means a run that ended with code 0."""
+    records = [
+        record for place in (Path(name), _log_dir() / name) if (record := read_record(place))
+    ]
+    return bool(records) and records[0].exit_code == 0
 
 
 def find_logs(name: str) -> list[Path]:

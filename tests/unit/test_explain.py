@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -216,6 +217,16 @@ def test_an_error_of_several_ranks_is_shown_once_with_the_ranks(
         others += [row for row in told.splitlines() if row.startswith("others")]
     same = "others   ranks 1-2, 4-6 with the same error"
     assert others == [f"{same}; 2 other lines mention a failure, probably as a consequence", same]
+
+
+@pytest.mark.parametrize(("code", "is_well"), [(0, True), (1, False)])
+def test_a_failed_start_of_a_run_that_ended_well_is_none_of_its_failures(
+    code: int, is_well: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "node_0.log").write_text("ModuleNotFoundError: No module named 'mine'\n")
+    (tmp_path / "run.json").write_text(json.dumps({"state": "ended", "exit_code": code}))
+    assert main([str(tmp_path)]) == int(is_well)
+    assert ("ended with code 0" in capsys.readouterr().out) == is_well
 
 
 def test_control_characters_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
