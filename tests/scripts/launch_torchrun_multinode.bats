@@ -77,5 +77,5 @@ PY
   run launch plain.yaml 2 2 0 no-such-host.invalid --strict
   assert_refused 3 "$HOST: the master's name 'no-such-host.invalid' is unknown" "name-unresolved"
   run launch plain.yaml 2 2 0 127.9.9.9
-  assert_refused 3 "$HOST: the master 127.9.9.9 is 127.9.9.9" "loopback-address"
+  assert_refused 3 "$HOST: the master 127.9.9.9 is a loopback address" "loopback-address"
 }
