@@ -45,6 +45,7 @@ OFTEN = {"kills": 2, "saves": 2, "snapshots": 2, "pbs": 4}  # so many times TIME
 PROOFS = Path(__file__).parents[1] / "bench/proofs.md"
 TESTS = Path(__file__).parent
 WRITING = threading.Lock()  # of the page: two parts can end at once
+INTERRUPTED = threading.Event()  # what has not ended by then proves nothing
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ def run_parts(names: Sequence[str], times: int) -> bool:
             kept += [run(name, times) for name in here]
             kept += [one.result() for one in others]
         except KeyboardInterrupt:
+            INTERRUPTED.set()
             pool.shutdown(cancel_futures=True)  # waits for those that run
             raise
     return all(kept)
@@ -115,6 +117,8 @@ def run(name: str, times: int) -> bool:
         text, is_kept = part.prove(times * OFTEN.get(name, 1))
     except Exception:
         text, is_kept = f"```\n{traceback.format_exc()}```", False
+    if INTERRUPTED.is_set():
+        return False
     minutes = math.ceil((time.monotonic() - began) / 60)
     about = describe_machine(f"make prove PART={name} TIMES={times}")
     section = f"## {part.title}\n\n{about}, in {minutes} min\n\n{text.strip()}\n"

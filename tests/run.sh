@@ -112,9 +112,9 @@ lint() {
   fi
 }
 
-# Four at once, for those of make test wait a good deal, too.
+# Six at once, for those of make test wait a good deal, too.
 test_python() { # <all|fast>
-  local words="not long" workers=4
+  local words="not long" workers=6
   [[ $1 == all ]] || words="not slow and not long" workers=2
   show "$PYTHON" -m pytest -q -n "$workers" --dist worksteal --durations=5 -m "$words"
   add "$(number passed)" $(($(number failed) + $(number errors?)))
