@@ -40,7 +40,7 @@ plot: $(STAMP) ## draw the metrics of a run beside its logs, or of several (RUN=
 test: $(TESTED) ## lint and the tests; says what it had to skip, and why
 	@PYTHON=$(PYTHON) tests/run.sh all
 
-test-fast: $(TESTED) ## lint and the quick tests, under a minute
+test-fast: $(TESTED) ## lint and the quick tests, in about a minute
 	@PYTHON=$(PYTHON) tests/run.sh fast
 
 lint: $(TESTED) ## shellcheck, shfmt, ruff, mypy
