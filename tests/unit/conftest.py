@@ -58,6 +58,9 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+LEFT_OUT = pytest.StashKey[int]()  # tests, by -m or -k
+
+
 def pytest_deselected(items: list[pytest.Item]) -> None:
     """Have a worker tell how many tests it leaves out: only it collects."""
     if items and (told := getattr(items[0].config, "workeroutput", None)) is not None:
@@ -66,9 +69,14 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_testnodedown(node: Any) -> None:
-    """Print it, for tests/run.sh: all workers have the same number."""
-    if count := getattr(node, "workeroutput", {}).get("deselected"):
-        print(f"\n{count} deselected")
+    """Take the number from a worker; all have the same."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("deselected", 0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print it, for tests/run.sh."""
+    if LEFT_OUT in config.stash:
+        terminalreporter.write_line(f"{config.stash[LEFT_OUT]} deselected")
 
 
 def isolate(folder: str) -> None:
