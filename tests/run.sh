@@ -92,8 +92,16 @@ end() { # <part>
 
 clean_up() {
   local part
-  for part in "${BESIDE[@]}"; do kill -INT "$part" || true; done
+  for part in "${BESIDE[@]}"; do interrupt "$part" & done
+  wait
   rm -f -- "$OUTPUT" "$OUTPUT".*
+}
+
+# Until it has ended: bats loses a signal that comes as it starts a test.
+interrupt() { # <process of a part>
+  while kill -INT "$1" 2>/dev/null; do
+    timeout 10 tail --pid="$1" -s 0.1 -f /dev/null || true
+  done
 }
 
 lint() {
