@@ -15,6 +15,7 @@ PYTHON=${PYTHON:-${VENV:-.venv}/bin/python}
 export PYTHON PATH="${PYTHON%/*}:$PWD/.tools/node_modules/.bin:$PATH"
 OUTPUT=$(mktemp)
 PART_LIMIT=3h        # of a part that runs in the background; most take minutes
+AGAIN=10             # seconds after which Ctrl-C is repeated to a part
 declare -A BESIDE=() # these parts: their processes
 trap clean_up EXIT
 trap 'exit 130' INT # also where a runner has heeded it, and only ended its tests
@@ -97,11 +98,10 @@ clean_up() {
   rm -f -- "$OUTPUT" "$OUTPUT".*
 }
 
-# Until it has ended: bats loses a signal that comes as it starts a test.
-interrupt() { # <process of a part>
-  while kill -INT "$1" 2>/dev/null; do
-    timeout 10 tail --pid="$1" -s 0.1 -f /dev/null || true
-  done
+# Again until it has ended, for bats loses a signal that comes as it starts a test.
+interrupt() {                # <process of a part>
+  kill -INT "$1" || return 0 # timeout passes on the first only
+  until timeout "$AGAIN" tail --pid="$1" -s 0.1 -f /dev/null; do kill -INT -- "-$1" || true; done
 }
 
 lint() {

@@ -83,6 +83,15 @@ def test_a_part_that_hangs_is_ended_and_counted(suite: Path) -> None:
     assert_nothing_runs_in(suite)
 
 
+@pytest.mark.slow
+def test_ctrl_c_is_repeated_to_a_part_that_lost_it(suite: Path) -> None:
+    script = suite / "tests/run.sh"
+    script.write_text(script.read_text().replace("AGAIN=10", "AGAIN=1"))
+    (suite / "bin/bats").write_text(f"#!/bin/sh\ntrap 'trap - INT' INT\n{'sleep 600;' * 2}\n")
+    (suite / "bin/bats").chmod(0o755)
+    test_ctrl_c_ends_all_of_it(suite)
+
+
 def test_ctrl_c_ends_all_of_it(suite: Path) -> None:
     (suite / "runner").write_text(RUNNER)
     runner = f"[ $2 != pytest ] || exec {sys.executable} runner\n"
