@@ -24,10 +24,10 @@ from pathlib import Path
 
 from distributed import hostlist
 from launcher import processes
+from launcher.wire import limits
 
 NONCE_BYTES = PROOF_BYTES = 32
 LEAST_SECRET = 16  # characters
-WAIT_S = 3.0  # for whoever connects to prove that it knows the secret
 MOST_WAITING = 256  # connections; the oldest gives way
 MOST_BYTES = 1 << 20  # of the first line
 _NODE, _MASTER = b"node", b"node rank 0"
@@ -214,14 +214,14 @@ class Entrance:
     def wait(self, limit_s: float) -> list[tuple[socket.socket, bytes]]:
         """Return the connections let in within the limit, each with its first line."""
         let_in = []
-        for key, _ in self._selector.select(max(0.0, min(limit_s, WAIT_S))):
+        for key, _ in self._selector.select(max(0.0, min(limit_s, limits.PROOF_S))):
             if key.fileobj is self._listener:
                 self._accept()
             elif (visitor := self._waiting.get(key.fd)) and self._read(visitor):
                 self._forget(visitor)
                 visitor.socket.setblocking(True)
                 let_in.append((visitor.socket, visitor.received))
-        while self._waiting and self._oldest.since < time.monotonic() - WAIT_S:
+        while self._waiting and self._oldest.since < time.monotonic() - limits.PROOF_S:
             self._drop(self._oldest)
         return let_in
 

@@ -31,7 +31,7 @@ from launcher import typed_json
 from launcher.agent import next_attempt
 from launcher.agent.attempt import Attempt
 from launcher.agent.command_line import read_for_torch
-from launcher.agent.control import SILENCE_S, report_end
+from launcher.agent.control import report_end
 from launcher.agent.diagnosis import nccl_network
 from launcher.agent.fork import cpus_of_ranks, fork_ranks
 from launcher.agent.link import AgentNote, GuardianLink
@@ -48,11 +48,10 @@ from launcher.agent.verdict import Facts, Verdict
 from launcher.preflight import must_match
 from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder
 from launcher.screen import are_one_file
+from launcher.wire import limits
 
 load_dynamo()  # here once, not in each rank
 TRAIN = str(Path(__file__).resolve().parents[2] / "train.py")
-STOPPED_S = 8.0  # after a stop: to write a snapshot
-VERDICT_S = 1.5  # after a failure that no restart follows: for the other nodes' ends
 
 
 def run_agent(arguments: list[str], guardian: GuardianLink) -> int:
@@ -238,7 +237,7 @@ class NodeAgent:
             guardian=self.guardian.socket,
             facts=Facts(signals=signals),
             grace_s=self.args.grace_s,
-            verdict_s=VERDICT_S if self.is_last else SILENCE_S,
+            verdict_s=limits.VERDICT_S if self.is_last else limits.SILENCE_S,
             query=Query(here, hosts, peers, self.say, folder),
             snapshots=self.snapshots,
             on_beat=self._on_beat,
@@ -272,7 +271,7 @@ class NodeAgent:
         is_first_node, team = self.args.node_rank == 0, self.meeting.team
         limit_s = self.args.grace_s
         if verdict.signum:  # the ranks have had GRACE: the guardian and launchers wait a bit longer
-            limit_s = min(limit_s, STOPPED_S)
+            limit_s = min(limit_s, limits.STOP_SNAPSHOT_S)
         if verdict.code != 0 and verdict.is_told and not is_first_node:
             self.snapshots.leave_to(self.meeting.peers.get(0), verdict.parts, limit_s)
         if verdict.code == 0 or (verdict.is_told and not is_first_node):

@@ -33,11 +33,8 @@ from launcher import processes
 from launcher.failure_block import End, print_end
 from launcher.own_time import OwnTime
 from launcher.typed_json import Kinds, in_pieces
+from launcher.wire import limits
 
-BEAT_S = 2.0  # between two signs of life, of launchers and agents alike
-SILENCE_S = 10.0  # without one for so long, the other end is gone: a shorter blip ends no run
-CLIENT_S = 0.2  # between two looks for it
-TERM_S = 1.0  # from then on, for the ranks to save
 _BY_NAME = {signum.name.encode(): signum for signum in (*STOP_SIGNALS, QUERY)}
 
 
@@ -79,8 +76,8 @@ def _follow(fd: int, kill_agent: Callable[[], None]) -> None:
 def hears(fd: int) -> bool:
     """Wait until there is something to read; False after SILENCE_S seconds without."""
     own, heard = OwnTime(), time.monotonic()
-    while own.since(heard) <= SILENCE_S:
-        if select.select([fd], [], [], BEAT_S)[0]:
+    while own.since(heard) <= limits.SILENCE_S:
+        if select.select([fd], [], [], limits.BEAT_S)[0]:
             return True
     return False
 
@@ -90,7 +87,7 @@ def follow_client(pid: int, kill_agent: Callable[[], None]) -> None:
 
     def wait() -> None:
         while started is not None and processes.start_ticks(pid) == started:
-            time.sleep(CLIENT_S)
+            time.sleep(limits.CLIENT_LOOK_S)
         _end(kill_agent)
 
     started = processes.start_ticks(pid)
@@ -99,7 +96,7 @@ def follow_client(pid: int, kill_agent: Callable[[], None]) -> None:
 
 def _end(kill_agent: Callable[[], None]) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(TERM_S)
+    time.sleep(limits.CONTROL_TERM_S)
     kill_agent()
 
 

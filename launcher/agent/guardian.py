@@ -26,27 +26,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from distributed.stop_signals import (
-    ADDED,
-    DEFAULT_GRACE_S,
-    NOTICE,
-    QUERY,
-    STOP_SIGNALS,
-    handled_signals,
-)
+from distributed.stop_signals import ADDED, NOTICE, QUERY, STOP_SIGNALS, handled_signals
 from launcher import own_time, processes, typed_json
 from launcher.agent.command_line import find_option, read_for_torch
-from launcher.agent.control import BEAT_S, Control, follow_client, report_end, take_control
+from launcher.agent.control import Control, follow_client, report_end, take_control
 from launcher.agent.link import AgentNote, GuardianLink, close
 from launcher.failure import Failure, count_memory_kills, explain, signal_name
 from launcher.failure_block import End, RunSummary
 from launcher.outer_run import leave_outer_run
 from launcher.record import run_json
 from launcher.text import mend_streams
+from launcher.wire import limits
 
-ORPHANS_S = 1.0  # after the guardian's end, for the agent to end the run
 HAS_TORCH = b"\0"  # begins the file for an agent's last words, after the import
-LATE_S = 15.0  # beyond GRACE, for an agent to end; it may wait for other nodes
 
 
 @dataclass
@@ -215,8 +207,8 @@ def _wait_and_clean(guardian: int, agent: int, token: str) -> NoReturn:
             os.close(fd)
     ended, _, _ = select.select([guardian, agent], [], [])
     if guardian not in ended:  # which ends the rest, unless it is killed or stopped, too
-        ended, _, _ = select.select([guardian], [], [], LATE_S)
-    processes.end_marked(token, ORPHANS_S if ended else 0)
+        ended, _, _ = select.select([guardian], [], [], limits.STOP_AGENT_S)
+    processes.end_marked(token, limits.ORPHANS_S if ended else 0)
     os._exit(0)
 
 
@@ -251,16 +243,16 @@ def _await_end(agent: Agent, handled: Sequence[signal.Signals]) -> int:
     Signals are blocked and taken one by one: a handler could run within another.
     """
     kill_at = math.inf
-    grace_s = float(os.environ.get("GRACE") or DEFAULT_GRACE_S)
+    grace_s = float(os.environ.get("GRACE") or limits.GRACE_S)
     while (status := dict(processes.reap()).get(agent.pid)) is None:
-        wait_s = min(kill_at - own_time.now(), BEAT_S)
+        wait_s = min(kill_at - own_time.now(), limits.BEAT_S)
         came = processes.await_signal({*handled, QUERY}, wait_s)
         if came == QUERY and QUERY not in handled:
             agent.ask()
         elif came is not None:
             agent.send(came)
             if came != NOTICE:
-                kill_at = min(kill_at, own_time.now() + grace_s + LATE_S)
+                kill_at = min(kill_at, own_time.now() + grace_s + limits.STOP_AGENT_S)
         elif own_time.now() > kill_at:  # it has been stopped (SIGSTOP), or hangs
             agent.kill()
             kill_at = math.inf

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from launcher import processes
-from launcher.agent.control import SILENCE_S, Lineup
+from launcher.agent.control import Lineup
 from launcher.fanout import protocol
 from launcher.fanout.loop import Child, Loop, given_options, ssh_command
 from launcher.fanout.protocol import Hello
@@ -23,12 +23,10 @@ from launcher.plan.own import Own, asked_names, find_own, read_begun
 from launcher.plan.plan import Plan, PlanError
 from launcher.plan.resume import FORWARDED
 from launcher.preflight.checks import Fault
+from launcher.wire import limits
 
-PROBE_S = 3.0
 FAR_SIDE = "launcher.fanout.far_side"
 AT_ONCE = 8  # new connections: sshd drops some from 10 that have not logged in yet
-PACE_S = 0.1  # between so many
-AGAIN_S = 0.3  # before another try: twice, four times, ... as long
 TRIES = 4
 SSH_FAILED = 255  # ssh's exit code where it failed itself
 CURES = {
@@ -96,7 +94,7 @@ class Connection(Child):
 
     def _take(self, data: bytes, is_error: bool) -> None:
         now = time.monotonic()
-        if self.is_started and now - self.heard > SILENCE_S / 2:
+        if self.is_started and now - self.heard > limits.SILENCE_S / 2:
             self.blip = now, now - self.heard
         self.heard = now
         output = data
@@ -141,7 +139,7 @@ class Connection(Child):
     def explain_silence(self, waited_s: float) -> Fault:
         """Return why the node has not told what its checks found."""
         if self._probe is not None:
-            self._probe.join(PROBE_S)
+            self._probe.join(limits.PROBE_S)
         is_there = self.answer(Hello) is not None
         if self.code is None:
             cause, cure = "its checks take longer than the preflight's time", "see what hangs there"
@@ -176,22 +174,23 @@ def greet(
         if not dropped and not any(one.may_come for one in connections):
             return
         for number, place in enumerate(dropped):
-            if now > connections[place].heard + AGAIN_S * 2 ** tries[place] + PACE_S * number:
+            pause_s = limits.CONNECT_AGAIN_S * 2 ** tries[place] + limits.CONNECT_PACE_S * number
+            if now > connections[place].heard + pause_s:
                 tries[place] += 1
                 connections[place] = connect(place)
-        turn(min(until, now + AGAIN_S))
+        turn(min(until, now + limits.CONNECT_AGAIN_S))
 
 
 def find_fault(node: str) -> str:
     """Return the fault of a node that ssh does not reach: its name, the way there, or its sshd."""
     command = ["ssh", *given_options(), "-T", "-G", "--", node]
-    result = subprocess.run(command, capture_output=True, timeout=PROBE_S)
+    result = subprocess.run(command, capture_output=True, timeout=limits.PROBE_S)
     lines = (line.partition(" ") for line in os.fsdecode(result.stdout).splitlines())
     config = {name: value for name, _, value in lines}
     if result.returncode == 0 and not config.keys() & {"proxyjump", "proxycommand"}:
         try:
             address = (config["hostname"], int(config["port"]))
-            socket.create_connection(address, timeout=PROBE_S).close()
+            socket.create_connection(address, timeout=limits.PROBE_S).close()
         except socket.gaierror:
             return "name-unresolved"
         except ConnectionRefusedError:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from signal import SIGKILL, Signals
 
 from distributed.errors import BAD_INPUT, CANNOT_START, REFUSED, STOPPED
-from launcher.agent.control import SILENCE_S
 from launcher.failure import Failure, signal_name
 from launcher.failure_block import End, RunSummary
 from launcher.fanout.protocol import Exit
 from launcher.plan.plan import Plan
 from launcher.text import short_host_name
+from launcher.wire import limits
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def conclude(
     outlived = has_failed or is_well  # a silence
     if still_s and not (stopped_by or outlived):
         cause = f"it stood still for {still_s:.0f} s (SIGSTOP, Ctrl-Z, or the machine slept)"
-        cause += f"; the nodes end a run after {SILENCE_S:g} s without it"
+        cause += f"; the nodes end a run after {limits.SILENCE_S:g} s without it"
         return blame(-1, 128 + SIGKILL, "launcher-killed", cause)
     lost = find_lost(nodes, outlived=outlived)
     if lost is not None:
@@ -102,7 +102,8 @@ def find_lost(nodes: Sequence[NodeResult], *, outlived: bool) -> tuple[int, str,
         return None
     silent = [rank for rank in lost if nodes[rank].is_silent]
     if len(nodes) > 1 and len(silent) == len(nodes):
-        return -1, "link-lost", f"no sign of life from any node for {SILENCE_S:g} s: network cut?"
+        cause = f"no sign of life from any node for {limits.SILENCE_S:g} s: network cut?"
+        return -1, "link-lost", cause
     is_link = silent or not all(node.is_reachable for node in nodes)
     first = (silent or lost)[0]
     cause = nodes[first].lost or "this node has not ended its part in time"

@@ -23,15 +23,12 @@ import time
 
 from distributed.errors import CANNOT_START
 from launcher import processes
-from launcher.agent.control import BEAT_S, hears
+from launcher.agent.control import hears
 from launcher.fanout import protocol
 from launcher.fanout.protocol import Cut, Exit, Ready, Start, Sweep
 from launcher.preflight.check_node import Request, check_node
 from launcher.typed_json import encode, parse
-
-SWEEP_S = 2.0  # for what is left of a run to end by itself
-CUT_S = 4.0  # after the end of pdsh's connection, for the agent to end its part
-FETCH_S = 20.0  # for pdsh to reach this node
+from launcher.wire import limits
 
 
 def main(arguments: list[str]) -> int:
@@ -44,11 +41,11 @@ def main(arguments: list[str]) -> int:
             case Request():
                 answer(token, check_node(request))
             case Sweep():
-                answer(token, Exit(0, processes.end_marked(request.token, SWEEP_S)))
+                answer(token, Exit(0, processes.end_marked(request.token, limits.SWEEP_S)))
             case Start():
                 threading.Thread(target=beat, args=(token,), daemon=True).start()
                 code = offer_start(request, token) if request.socket else start_agent(request)
-                answer(token, Exit(code, processes.end_marked(token, SWEEP_S)))
+                answer(token, Exit(code, processes.end_marked(token, limits.SWEEP_S)))
                 return 0
     return 0
 
@@ -81,7 +78,7 @@ def beat(token: str) -> None:
     while True:
         with contextlib.suppress(OSError):
             os.write(1, protocol.beat_line(token))
-        time.sleep(BEAT_S)
+        time.sleep(limits.BEAT_S)
 
 
 def start_agent(start: Start, streams: tuple[int, int, int] = (0, 1, 2)) -> int:
@@ -124,7 +121,7 @@ def offer_start(start: Start, token: str) -> int:
         code = said.readline(80)
         if not code.strip().isdigit():  # its connection, or it itself, has ended
             answer(token, Cut())
-            other.settimeout(CUT_S)
+            other.settimeout(limits.PDSH_CUT_S)
             with contextlib.suppress(OSError):
                 code = said.readline(80)
     return int(code) % 256 if code.strip().isdigit() else 128 + signal.SIGKILL
@@ -136,7 +133,7 @@ def await_other(listener: socket.socket) -> socket.socket | None:
     ready.register(listener, select.POLLIN)
     ready.register(0, select.POLLRDHUP)  # beats are the agent's, and stay unread
     while True:
-        found = dict(ready.poll(FETCH_S * 1000))
+        found = dict(ready.poll(limits.PDSH_FETCH_S * 1000))
         if 0 in found or not found:
             return None
         other, _ = listener.accept()

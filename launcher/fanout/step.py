@@ -25,21 +25,18 @@ from distributed.errors import STOPPED
 from distributed.job import job_id
 from distributed.stop_signals import NOTICE, QUERY, STOP_SIGNALS, Interrupts, handled_signals
 from launcher import own_time, processes
-from launcher.agent.control import BEAT_S, MESSAGES, Lineup
+from launcher.agent.control import MESSAGES, Lineup
 from launcher.failure import Failure
 from launcher.failure_block import End, print_end, print_resume
 from launcher.fanout.ending import NodeResult, conclude
-from launcher.fanout.nodes import DECIDE_S
 from launcher.fanout.protocol import Answers, Exit
 from launcher.plan.plan import Plan
 from launcher.plan.slurm import ask_squeue, in_batch_script
 from launcher.record.run_json import ASKED, NOTICED
 from launcher.text import short_host_name
 from launcher.typed_json import MessageError
+from launcher.wire import limits
 
-END_S = 3.0  # for srun to end once the run has
-LOST_S = 8.0  # after an srun that did not, for SLURM to start a job again that has lost a node
-DRAIN_S = 2.0  # at the end, for a slow terminal
 LIMIT = "TimeLimit"  # squeue's reason
 MOST_RESTARTS = 3  # in a row that gain no checkpoint
 
@@ -104,7 +101,7 @@ class Output:
 
     def close(self) -> None:
         """Show what has come, up to the end of a line."""
-        self._thread.join(DRAIN_S)
+        self._thread.join(limits.DRAIN_S)
         if self._last != b"\n":
             print(file=sys.stderr)
 
@@ -178,7 +175,7 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     if comes_back and not requeue(plan) and end is not None:
         print_resume(end.summary, sys.stderr)
     if srun.returncode == -signal.SIGKILL and code and in_batch_script(os.environ):
-        signal.sigtimedwait(handled, LOST_S)
+        signal.sigtimedwait(handled, limits.REQUEUE_S)
     return code
 
 
@@ -197,7 +194,7 @@ def await_end(
             begun = output.begun
             for signum in asked:
                 pass_on(signum, plan, srun)
-        left_s = min(end_at - own_time.now(), BEAT_S)
+        left_s = min(end_at - own_time.now(), limits.BEAT_S)
         came = processes.await_signal({*handled, QUERY}, left_s)
         if own_time.now() > end_at:
             srun.kill()
@@ -216,7 +213,7 @@ def await_end(
 def end_soon(plan: Plan, output: Output) -> float:
     """Return when srun is to be ended, once a node has told the run's end."""
     may_go_on = plan.min_nodes and output.mute  # without the node whose part has ended
-    return own_time.now() + (DECIDE_S + plan.grace_s if may_go_on else END_S)
+    return own_time.now() + (limits.DECIDE_S + plan.grace_s if may_go_on else limits.SRUN_END_S)
 
 
 def find_end(plan: Plan, output: Output, started: float) -> End | None:

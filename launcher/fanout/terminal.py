@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import IO, TextIO, cast
 
 from launcher.screen import Screen, View, are_one_file
+from launcher.wire import limits
 
 BACKLOG_BYTES = 1 << 20  # that a terminal has not taken yet: the loop waits for it
 MOST_BYTES = 1 << 24  # of it that are kept for a slow one
-STUCK_S = 0.5  # one that has taken nothing for so long is not waited for
 _WRITE = 16384  # bytes; of so many it is noted that they were taken
 
 
@@ -70,7 +70,7 @@ class Terminal(Screen, io.RawIOBase):
             return self._size <= (BACKLOG_BYTES if self._is_stuck() else MOST_BYTES)
 
     def _is_stuck(self) -> bool:
-        return time.monotonic() - self._taken_at > STUCK_S
+        return time.monotonic() - self._taken_at > limits.TERMINAL_STUCK_S
 
     def drain(self, limit_s: float) -> None:
         """Wait until all is written, for at most so long."""

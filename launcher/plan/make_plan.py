@@ -15,7 +15,6 @@ from pathlib import Path
 from distributed.environment import DEFAULT_LOG_DIR, check_run_id, new_run_id, port_from_id
 from distributed.job import ask_scheduler, in_slurm_step, job_run_id
 from distributed.network import PROFILES
-from distributed.stop_signals import DEFAULT_GRACE_S
 from launcher.container import Container, config_texts, read_container
 from launcher.fanout import job_command
 from launcher.handshake import is_first, is_loopback, read_access
@@ -24,6 +23,7 @@ from launcher.plan.plan import ROOT, Plan, PlanError, World, read_nproc, read_nu
 from launcher.plan.resume import command_line
 from launcher.plan.typed import Typed
 from launcher.record.run_ids import free_run_id, next_run_id, plain_run_id
+from launcher.wire import limits
 
 MARK = b"# launch-kit: answers --check"  # of our train.py, for this alone
 BY_HAND_PORT = "29500"  # nodes started by hand cannot agree on another before they meet
@@ -55,7 +55,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     if max_restarts and typed.engine:
         cause = f"MAX_RESTARTS is {max_restarts}, but {typed.engine} starts no rank again"
         raise PlanError(f"{cause}; leave it out")
-    grace_s = read_number("GRACE", environ.get("GRACE") or str(DEFAULT_GRACE_S), 0, 86400)
+    grace_s = read_number("GRACE", environ.get("GRACE") or str(limits.GRACE_S), 0, 86400)
     preflight = environ.get("PREFLIGHT_SECONDS") or "9"
     preflight_s = read_number("PREFLIGHT_SECONDS", preflight, 5, 3600)
     fanout = choose_fanout(typed, environ)
@@ -171,7 +171,9 @@ def is_login_node(environ: Mapping[str, str]) -> bool:
     """Return whether a batch system answers here and this is outside its jobs."""
     if environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID"):
         return False
-    return any(ask_scheduler(tool, limit_s=3) is not None for tool in ("sinfo", "qstat"))
+    return any(
+        ask_scheduler(tool, limit_s=limits.LOGIN_NODE_S) is not None for tool in ("sinfo", "qstat")
+    )
 
 
 def read_world(typed: Typed, environ: Mapping[str, str], fanout: str) -> World:

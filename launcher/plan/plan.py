@@ -13,16 +13,15 @@ from typing import Any, TextIO
 
 from distributed import hostlist
 from distributed.errors import Refused
-from distributed.stop_signals import DEFAULT_GRACE_S
 from launcher.container import Container
 from launcher.preflight.check_node import Report, Request, check_node
 from launcher.preflight.compare import Outcome
 from launcher.text import count, print_row
+from launcher.wire import limits
 
 ROOT = Path(__file__).parents[2]  # by the name that launch.sh has for it
 AGENT, START, STAGE = (f"scripts/lib/{name}" for name in ("agent.py", "start.py", "stage.sh"))
 MOST_RANKS = 4096  # of one node
-JOIN_S = 300.0
 LONGEST_COMMAND = 100_000  # bytes of the resume line; Linux takes 128 KiB in one variable
 
 
@@ -104,14 +103,14 @@ class Plan(World):
     backend: str = "auto"
     engine: str = ""  # what starts the ranks in place of the node agent
     use_env: bool = False  # torch.distributed.launch's option
-    join_timeout_s: float = JOIN_S
+    join_timeout_s: float = limits.JOIN_S
     checkpoint_dir: Path | None = None
     batch: Batch | None = None  # of train.py
     num_workers: int = 0  # processes of each rank that load data
     prepare: str = ""  # a script that is to run before the training
     task_file: str = ""  # the module of train.py's task, if it is the user's own
     max_restarts: int = 0
-    grace_s: int = DEFAULT_GRACE_S
+    grace_s: int = limits.GRACE_S
     variables: Mapping[str, str] = field(default_factory=dict)  # that go with the run
     activated: Sequence[str] = ()  # names of those that SITE, VENV, CONDA_ENV and MODULES changed
     container: Container | None = None  # in which the preflight, the agents and the ranks run
@@ -287,7 +286,7 @@ def print_plan(
         print_row("spares", _spares(plan), out)
     if counts:
         _print_ranks(plan, node, counts, out)
-    if plan.join_timeout_s != JOIN_S:
+    if plan.join_timeout_s != limits.JOIN_S:
         print_row("wait", f"{plan.join_timeout_s:g} s at most for all to join", out)
     if plan.forwarded:
         print_row("variables", f"{' '.join(plan.forwarded)} go with it", out)

@@ -25,16 +25,13 @@ from launcher.handshake import Access, Entrance, NoEntrance, WrongSecret, connec
 from launcher.preflight.checks import Fault, existing
 from launcher.text import short_host_name
 from launcher.typed_json import encode, parse
+from launcher.wire import limits
 
-ANSWER_S = 3.0  # a connection that nothing answers for so long is dropped
 MOST_BYTES = 10_000  # of a greeting
 MOST_DOORS = 1 << 20  # bytes of the list of doors
 AT_ONCE = 128  # doors that are tried
-AGAIN_S = 0.3  # between two tries
 PASSED = 1 << 16  # bytes through a door: packets as large as any interface allows
-PASS_S = 1.0  # for them, at least
 SHOWN = 3  # nodes named in one line
-SKEW_S = 5.0  # a larger difference between clocks is reported
 CURES = {
     "port-blocked": "open all ports between the nodes, for gloo and NCCL",
     "mtu-too-large": "lower the MTU of their interfaces, or let ICMP pass between them",
@@ -121,12 +118,12 @@ def receive_others(
         if len(doors) == number:
             line = f"{encode(Doors(doors))}\n".encode()
             for visitor in visitors:
-                visitor.settimeout(ANSWER_S)
+                visitor.settimeout(limits.GREETING_S)
                 with contextlib.suppress(OSError):
                     visitor.sendall(line)
             faults += try_doors(doors, 0, deadline)
         for visitor in visitors:
-            visitor.settimeout(max(0.01, deadline - time.monotonic()))
+            visitor.settimeout(max(limits.POLL_S, deadline - time.monotonic()))
             with contextlib.suppress(OSError):
                 visitor.recv(1)  # that node has tried the port and the doors, and seen the file
     return faults
@@ -150,7 +147,7 @@ def visit_master(
             greeting = parse(Greeting, lines.readline(MOST_BYTES))
             done += ["port", "clock"]
             skew = time.time() - greeting.time
-            if abs(skew) > SKEW_S:
+            if abs(skew) > limits.SKEW_S:
                 cause = f"the clock is {skew:+.0f} s from node rank 0's"
                 yield Fault("clock-skew", cause, "have both synchronised", warns=True)
             done += ["folder"] if greeting.file else []
@@ -166,7 +163,7 @@ def visit_master(
             yield from faults
             with contextlib.suppress(OSError):
                 master.sendall(b"\n")
-                master.settimeout(max(0.01, deadline + 1 - time.monotonic()))
+                master.settimeout(max(limits.POLL_S, deadline + 1 - time.monotonic()))
                 master.recv(1)  # its end: all others have tried this node's door
     except socket.gaierror:
         pass  # check_master tells it
@@ -174,7 +171,7 @@ def visit_master(
         is_silent = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
         if isinstance(error, NoEntrance | WrongSecret) and not is_silent:
             return  # another program, which node rank 0 tells
-        why = f"no answer in {ANSWER_S:g} s" if is_silent else error.strerror or error
+        why = f"no answer in {limits.GREETING_S:g} s" if is_silent else error.strerror or error
         cause = f"no way to {address}:{port} ({why})"
         yield Fault("port-blocked", cause, "open the port in the firewall")
     except ValueError:
@@ -183,7 +180,7 @@ def visit_master(
 
 def _read_doors(master: socket.socket, lines: TextIO, deadline: float) -> Sequence[Door]:
     """Return the doors of all nodes; none where not all have come."""
-    master.settimeout(max(0.01, deadline - time.monotonic()))
+    master.settimeout(max(limits.POLL_S, deadline - time.monotonic()))
     try:
         return parse(Doors, lines.readline(MOST_DOORS)).doors
     except (OSError, ValueError):
@@ -215,21 +212,22 @@ def _try_door(door: Door, deadline: float) -> tuple[str, str]:
 
     What fails at once is tried again: a network that has just come back has no route for a while.
     """
-    end = min(time.monotonic() + ANSWER_S, deadline + 1)
+    end = min(time.monotonic() + limits.GREETING_S, deadline + 1)
     why = ""
     while (left_s := end - time.monotonic()) > 0:
         try:
             with socket.create_connection((door.address, door.port), left_s) as connection:
-                connection.settimeout(max(left_s, PASS_S))
+                connection.settimeout(max(left_s, limits.DOOR_PASS_S))
                 with contextlib.suppress(TimeoutError):
                     connection.sendall(bytes(PASSED))
-                return "mtu-too-large", find_loss(connection, max(end - time.monotonic(), PASS_S))
+                pass_s = max(end - time.monotonic(), limits.DOOR_PASS_S)
+                return "mtu-too-large", find_loss(connection, pass_s)
         except TimeoutError:
-            why = why or f"no answer in {ANSWER_S:.0f} s"
+            why = why or f"no answer in {limits.GREETING_S:.0f} s"
             break
         except OSError as error:
             why = error.strerror or str(error)
-            time.sleep(min(AGAIN_S, left_s))
+            time.sleep(min(limits.DOOR_AGAIN_S, left_s))
     return "port-blocked", why
 
 
@@ -240,7 +238,7 @@ def find_loss(connection: socket.socket, within_s: float) -> str:
         if time.monotonic() > end:
             size = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
             return f"it answers, but packets of {size} bytes are lost"
-        time.sleep(0.01)
+        time.sleep(limits.POLL_S)
     return ""
 
 
@@ -253,13 +251,13 @@ def is_busy(connection: socket.socket) -> bool:
 
 def _reach(address: str, port: int, secret: bytes, deadline: float) -> socket.socket:
     """Connect to node rank 0, which may come to its port later than this node."""
-    soon = time.monotonic() + ANSWER_S  # for a network that has just come back
-    limits = {errno.EHOSTUNREACH: soon, errno.ENETUNREACH: soon}
-    limits |= {errno.ECONNREFUSED: deadline, errno.ECONNRESET: deadline}  # not yet there
+    soon = time.monotonic() + limits.GREETING_S  # for a network that has just come back
+    until = {errno.EHOSTUNREACH: soon, errno.ENETUNREACH: soon}
+    until |= {errno.ECONNREFUSED: deadline, errno.ECONNRESET: deadline}  # not yet there
     while True:
         try:
-            return connect(address, port, secret, ANSWER_S)
+            return connect(address, port, secret, limits.GREETING_S)
         except OSError as error:
-            if time.monotonic() > limits.get(error.errno or 0, 0):
+            if time.monotonic() > until.get(error.errno or 0, 0):
                 raise
-            time.sleep(0.02)
+            time.sleep(2 * limits.POLL_S)

@@ -19,16 +19,14 @@ from typing import Any
 from distributed.errors import REFUSED, Refused
 from distributed.job import job_id, job_start, this_job
 from distributed.lock import RunLock, is_locked, locked_by, refuse_locked, update_link
-from distributed.stop_signals import DEFAULT_GRACE_S
 from launcher.processes import start_ticks
 from launcher.record.restart import Restart
 from launcher.typed_json import decode
+from launcher.wire import limits
 
 ASKED, SHOWN = "stacks", "stacks.txt"  # files that ask where all ranks are, and say so
 NOTICED = "notice"  # a file that passes SLURM's notice of a time limit on
 KEPT = "failure.txt"  # what its user saw last of a run that failed or was stopped
-PROGRESS_S = 5.0  # between two updates of a run's step
-_LOCK_S = 2.0  # the longest wait for another writer
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Record:
     state: str = "unknown"  # starting, running, ended
     launcher: LauncherProcess | None = None
     detached: bool = False
-    grace: float = DEFAULT_GRACE_S  # seconds that the ranks may take to save
+    grace: float = limits.GRACE_S  # seconds that the ranks may take to save
     job: str = ""  # the start of a SLURM or PBS job that it was launched in
     command: str = ""  # as it was typed
     agent_arguments: tuple[str, ...] = ()
@@ -121,13 +119,13 @@ def _one_writer(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     fd = os.open(folder / ".run.json.lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        deadline = time.monotonic() + _LOCK_S
+        deadline = time.monotonic() + limits.RECORD_LOCK_S
         while time.monotonic() < deadline:
             try:
                 fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except (BlockingIOError, PermissionError):
-                time.sleep(0.01)
+                time.sleep(limits.POLL_S)
             except OSError:
                 break
         yield
@@ -296,7 +294,7 @@ class LiveRecord:
 
     def note_progress(self, saved_step: int, step: int) -> None:
         """Record the newest checkpoint and step, PROGRESS_S after the last time at the earliest."""
-        is_due = time.monotonic() - self._written >= PROGRESS_S
+        is_due = time.monotonic() - self._written >= limits.STEP_RECORD_S
         if is_due and (saved_step, step) != self._progress:
             self._progress = saved_step, step
             self._written = time.monotonic()

@@ -28,9 +28,8 @@ from launcher.failure_block import find_kept
 from launcher.plan.typed import Typed
 from launcher.processes import ranks_of
 from launcher.record.run_json import ASKED, SHOWN, Record, read
+from launcher.wire import limits
 
-STACKS_S = 12.0  # for all nodes to tell where their ranks are
-STOP_S = 25.0  # for a run to end, beyond the seconds that its ranks may take to save
 TAIL_BYTES = 8192  # of a file, to find its last line
 LONGEST = 100  # characters of it that are shown
 
@@ -195,20 +194,20 @@ def show_stacks(run: Run, program: str) -> int:
     shown = run.folder / SHOWN
     size = shown.stat().st_size if shown.exists() else 0
     (run.folder / ASKED).touch()
-    deadline = time.monotonic() + STACKS_S
+    deadline = time.monotonic() + limits.STACKS_SHOW_S
     while time.monotonic() < deadline:
-        time.sleep(0.05)
+        time.sleep(5 * limits.POLL_S)
         if shown.exists() and (text := shown.read_bytes()[size:]).endswith(b"\n"):
             print(text.decode(errors="replace"), end="")
             return 0
     (run.folder / ASKED).unlink(missing_ok=True)
-    cause = f"the node agent of run {run.id} has not answered within {STACKS_S:g} s"
+    cause = f"the node agent of run {run.id} has not answered within {limits.STACKS_SHOW_S:g} s"
     return _refuse(program, f"{cause}; see that it lives, and that this is its LOG_DIR")
 
 
 def stop(run: Run, program: str, *, is_dry_run: bool = False) -> int:
     """Ask a run's launcher to stop it, and wait for its end; the ranks may save first."""
-    launcher, limit_s = run.record.launcher, run.record.grace + STOP_S
+    launcher, limit_s = run.record.launcher, run.record.grace + limits.STOP_COMMAND_S
     if run.record.is_over or launcher is None or (launcher.is_here and not launcher.is_alive):
         cause = ", ".join(filter(None, (run.state, run.cause)))
         return _refuse(program, f"run {run.id} is not running: {cause}; there is nothing to stop")
@@ -224,7 +223,7 @@ def stop(run: Run, program: str, *, is_dry_run: bool = False) -> int:
     deadline = time.monotonic() + limit_s
     with contextlib.suppress(KeyboardInterrupt):  # the user waits no longer
         while launcher.is_alive and time.monotonic() < deadline:
-            time.sleep(0.05)
+            time.sleep(5 * limits.POLL_S)
     if launcher.is_alive:
         cure = f"kill -KILL {launcher.process} ends it without saving"
         return _refuse(program, f"run {run.id} has not ended yet; {cure}")

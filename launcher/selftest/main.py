@@ -30,11 +30,11 @@ from launcher import typed_json
 from launcher.selftest import bandwidth, judge, known_answers, links, report
 from launcher.selftest.judge import Pair
 from launcher.selftest.links import Link, Node
-from launcher.selftest.meeting import PATIENCE_S, Meeting, StuckError
+from launcher.selftest.meeting import Meeting, StuckError
 from launcher.selftest.report import Findings, Member
 from launcher.text import count
+from launcher.wire import limits
 
-COMPUTE_S = 0.2  # for one rank
 CPU_TURNS = 16  # ranks on CPUs may share them, so they take turns; those on GPUs compute at once
 _SHAPES = {"cpu": (256, torch.float32, 1), "cuda": (4096, torch.bfloat16, 16)}
 
@@ -164,7 +164,7 @@ def links_together(
     found: list[Link] = []
     if (me := numbers.get(test.env.rank)) is not None:
         found = links.measure(nodes, rounds, me, leaders, seconds)
-    test.meeting.wait_for_all("the links", PATIENCE_S + 2 * links.STUCK_S * len(rounds))
+    test.meeting.wait_for_all("the links", limits.SELFTEST_S + 2 * limits.TRANSFER_S * len(rounds))
     rows = gather_bytes(json.dumps([typed_json.encode(link) for link in found]).encode())
     return [typed_json.parse(Link, text) for row in rows for text in json.loads(row)]
 
@@ -173,7 +173,7 @@ def compute_together(test: Test, ranks: Collection[int]) -> dict[int, float]:
     """Return the FLOP/s of some ranks; all ranks call it."""
     env = test.env
     turns = min(env.world_size, CPU_TURNS) if device().type == "cpu" else 1
-    seconds, speed = COMPUTE_S / (2 if test.options.is_quick else 1), 0.0
+    seconds, speed = limits.COMPUTE_S / (2 if test.options.is_quick else 1), 0.0
     for turn in sorted({rank % turns for rank in ranks}):
         if env.rank in ranks and env.rank % turns == turn:
             speed = measure_speed(seconds)

@@ -22,7 +22,8 @@ from distributed.environment import detect
 from distributed.snapshot import Buffer
 from distributed.snapshot_memory import BEGIN, FILES
 from launcher.agent.nodes.protocol import SnapshotData
-from launcher.agent.snapshots.memory import _LOOK_S, PIECE, Incoming, Outgoing
+from launcher.agent.snapshots.memory import PIECE, Incoming, Outgoing
+from launcher.wire import limits
 from training.config_file import SettingsError
 from training.model import plan_snapshots
 from training.settings import load
@@ -218,7 +219,7 @@ def outgoing(buffers: list[Buffer]) -> Outgoing:
 def pieces(outgoing: Outgoing, parts: Iterator[SnapshotData | None]) -> Iterator[SnapshotData]:
     """Yield the pieces that there are now."""
     outgoing.rest_s = 0.0
-    while outgoing.rest_s != _LOOK_S:
+    while outgoing.rest_s != limits.SNAPSHOT_LOOK_S:
         if piece := next(parts):
             yield piece
 

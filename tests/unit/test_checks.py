@@ -19,10 +19,11 @@ from ports import free_port
 from distributed.environment import port_from_id
 from launcher import text
 from launcher.handshake import open_port
-from launcher.preflight import checks, gpus, must_match
+from launcher.preflight import checks, must_match
 from launcher.preflight.check_node import Request, check_node, open_master_port
 from launcher.preflight.checks import Fault, Machine
 from launcher.preflight.gpus import Gpu, GpuError, visible_gpus
+from launcher.wire import limits
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -317,7 +318,7 @@ def test_a_driver_that_hangs(
 ) -> None:
     fake_nvidia_smi("")
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(gpus, "LIMIT_S", 0.1)
+    monkeypatch.setattr(limits, "NVIDIA_SMI_S", 0.1)
     with pytest.raises(GpuError, match="no answer"):
         visible_gpus({})
 

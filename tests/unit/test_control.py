@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from agents import PROGRAM, Run, kill_what_is_left
 
-from launcher.agent.control import BEAT_S
 from launcher.agent.guardian import Agent, Death, _report_death
 from launcher.agent.link import AgentNote
 from launcher.failure_block import End
 from launcher.fanout.protocol import ANSWERS
+from launcher.wire import limits
 
 TOKEN = "t0ken"
 
@@ -33,7 +33,7 @@ class Launcher:
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _beat(self) -> None:
-        while not self._is_closed.wait(BEAT_S):
+        while not self._is_closed.wait(limits.BEAT_S):
             self.tell("")
 
     def tell(self, line: str) -> None:

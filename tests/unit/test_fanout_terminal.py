@@ -9,8 +9,8 @@ import time
 import pytest
 from agents import PATIENCE_S
 
-from launcher.fanout import terminal
 from launcher.fanout.terminal import BACKLOG_BYTES, Terminal, Terminals
+from launcher.wire import limits
 
 LINE = b"x" * 999 + b"\n"
 NUMBER = 4 * BACKLOG_BYTES // len(LINE)
@@ -37,7 +37,7 @@ def test_a_slow_reader_gets_every_line() -> None:
 
 
 def test_a_stuck_reader_is_told_what_it_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal, "STUCK_S", 0.0)
+    monkeypatch.setattr(limits, "TERMINAL_STUCK_S", 0.0)
     reader, writer = os.pipe()
     screen = Terminal(writer)
     began = time.monotonic()

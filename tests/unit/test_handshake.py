@@ -19,6 +19,7 @@ from strangers import keep_silent, mutated_messages, random_bytes, send
 
 from launcher import handshake
 from launcher.handshake import Access, Entrance, NoEntrance, WrongSecret, introduce, read_access
+from launcher.wire import limits
 
 SECRET = bytes(range(32))
 FIRST = """
@@ -147,7 +148,7 @@ def test_a_false_master_is_noticed() -> None:
 def test_strangers_neither_come_in_nor_keep_others_waiting(
     master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshake, "WAIT_S", 600.0)  # then they would wait
+    monkeypatch.setattr(limits, "PROOF_S", 600.0)  # then they would wait
     rng = random.Random(1)
     silent = keep_silent(master.port, 400)  # more than may wait
     for data in (*random_bytes(rng, 100), *mutated_messages(rng, 100)):

@@ -21,6 +21,7 @@ from launcher import processes
 from launcher.record import run_json
 from launcher.record.run_ids import free_run_id, next_run_id
 from launcher.record.run_json import LauncherProcess, Record
+from launcher.wire import limits
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "box"}
 STEPS = """
@@ -169,7 +170,7 @@ def test_a_damaged_record_is_written_anew(tmp_path: Path) -> None:
 def test_a_writer_that_hangs_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_json, "_LOCK_S", 0.1)
+    monkeypatch.setattr(limits, "RECORD_LOCK_S", 0.1)
     code = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX)\n"
     code += "print('held', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", code, str(tmp_path / ".run.json.lock")]

@@ -26,6 +26,7 @@ from launcher.record.run_json import (
     note_start,
     refuse_live,
 )
+from launcher.wire import limits
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = socket.gethostname()
@@ -248,7 +249,7 @@ def test_a_run_that_does_not_end_is_left_with_the_command_that_ends_it(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(runs, "STOP_S", 0.2)
+    monkeypatch.setattr(limits, "STOP_COMMAND_S", 0.2)
     process.send_signal(signal.SIGSTOP)
     write(tmp_path, "one", state="running", launcher=launcher_of(process.pid), grace=0)
     assert stop(tmp_path, "one") == 3

@@ -16,7 +16,7 @@ from distributed.environment import LauncherError
 from distributed.errors import REFUSED, Refused
 from distributed.job import ask_scheduler
 from launcher import start
-from launcher.fanout import job_command, ssh
+from launcher.fanout import job_command
 from launcher.plan import make_plan, pbs, slurm
 from launcher.plan.plan import PlanError, World
 
@@ -181,7 +181,6 @@ def test_pbs_that_kills_before_the_ranks_have_saved(
     if told == "    enabled = True":
         torque = {**job, "PBS_VERSION": "TORQUE-6.1.2"}
         assert pbs.find_short_delay(grace_s, torque) == KILLED.format(grace_s + 10, 2)
-    assert pbs.REPORT_S == ssh.END_S
 
 
 # --- the commands that ask for a job ------------------------------------------------------------
@@ -288,7 +287,7 @@ def test_a_scheduler_that_thinks_long_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     make_tool(tools / "squeue", tool)
-    monkeypatch.setattr("distributed.job._SILENT_S", silent_s)
+    monkeypatch.setattr("distributed.limits.SCHEDULER_SILENT_S", silent_s)
     limit_s = 10 if answer else 0.5
     assert ask_scheduler("squeue", "--me", limit_s=limit_s) == answer
     assert capsys.readouterr().err == told

@@ -23,9 +23,8 @@ import pytest
 from agents import PATIENCE_S
 
 from launcher import processes
-from launcher.agent.control import SILENCE_S
 from launcher.fanout.connection import TRIES
-from launcher.fanout.ssh import END_S
+from launcher.wire import limits
 
 pytestmark = pytest.mark.slow
 
@@ -257,7 +256,7 @@ def test_after_a_stop_a_node_has_all_of_grace(nodes: Nodes) -> None:
         f"{END}\n"
         "open(os.environ['FAKE_NODES'] + '/started', 'w').write('yes')\n"
         "while sys.stdin.readline() != 'SIGTERM\\n': pass\n"
-        f"until = time.monotonic() + {END_S + BEAT_S}\n"
+        f"until = time.monotonic() + {limits.CONTROL_END_S + BEAT_S}\n"
         "while time.monotonic() < until and sys.stdin.readline(): pass\n"  # a beat, or the end
         "end(75 if time.monotonic() >= until else 143)"
     )
@@ -428,7 +427,7 @@ def test_the_agents_that_hear_nothing_of_a_silent_node_may_save(nodes: Nodes) ->
         f"""
 import select
 open(os.environ['FAKE_NODES'] + '/agent.' + rank, 'w').write(str(os.getppid()))
-end = time.monotonic() + {SILENCE_S + 3} + (rank == '1') * 60
+end = time.monotonic() + {limits.SILENCE_S + 3} + (rank == '1') * 60
 while (left_s := end - time.monotonic()) > 0:
     if select.select([0], [], [], left_s)[0] and not os.read(0, 100): sys.exit(143)
 open(os.environ['FAKE_NODES'] + '/saved', 'w')
@@ -445,7 +444,7 @@ sys.exit(137)
 @pytest.mark.long
 def test_what_is_left_on_a_node_that_was_silent_at_the_end_is_ended(nodes: Nodes) -> None:
     """Another node's agent has given it up before the launcher did."""
-    nodes.agent(f"if rank == '0': time.sleep({0.7 * SILENCE_S}); sys.exit(137)\n{HELD}")
+    nodes.agent(f"if rank == '0': time.sleep({0.7 * limits.SILENCE_S}); sys.exit(137)\n{HELD}")
     launcher = nodes.start("-", "1", "n0", "n1")
     part = nodes.process("agent.1")
     os.kill(part, signal.SIGSTOP)

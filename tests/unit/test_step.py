@@ -18,6 +18,7 @@ from launcher.failure import Failure
 from launcher.failure_block import End, RunSummary, print_end
 from launcher.fanout import step
 from launcher.plan.plan import Plan
+from launcher.wire import limits
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = """
@@ -63,7 +64,7 @@ def test_an_srun_that_waits_for_a_lost_node_is_ended(
     assert result.returncode == 137
     assert result.stdout == "step 1\n"
     assert result.stderr.startswith("FAILED   node agent 1 (node2) ")
-    assert step.END_S <= took_s < step.END_S + 30  # srun takes 60
+    assert limits.SRUN_END_S <= took_s < limits.SRUN_END_S + 30  # srun takes 60
 
 
 @pytest.mark.slow
@@ -77,7 +78,7 @@ def test_a_run_that_goes_on_without_a_node_ends_as_the_others_do(
         end = End(0, None, RunSummary(0.0, 0, 0, 0, "mine", ""), is_told=rank > 0)
         report_end(end, Control(None, f"t0ken {rank}"), is_line_open=False)
     begun = "".join(f"t0ken {rank}\n" for rank in range(3))
-    pause = f"sleep {step.END_S + 1}"
+    pause = f"sleep {limits.SRUN_END_S + 1}"
     for name, text in (("lost", begun + lost), ("ends", lineup + capsys.readouterr().out)):
         (tmp_path / name).write_text(text)
     make_tool(tools / "srun", f"cat lost; {pause}; echo on; cat ends; exit 137")

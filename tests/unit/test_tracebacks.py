@@ -14,9 +14,10 @@ from agents import PATIENCE_S, ROOT, rarely
 from launcher.agent.node_ranks import Heartbeats, NodeRanks, Rank
 from launcher.agent.output.stream import NodeLog, open_stream
 from launcher.agent.output.terminal import Terminal
-from launcher.agent.output.tracebacks import GO_ON_S, LEAVE_S, HeldTraceback
+from launcher.agent.output.tracebacks import HeldTraceback
 from launcher.agent.verdict import Facts, is_consequence
 from launcher.failure import Failure
+from launcher.wire import limits
 
 TRACEBACK = b"Traceback (most recent call last):\n  File x, line 1\nValueError: y\n"
 
@@ -109,7 +110,7 @@ def test_without_a_log_the_terminal_shows_all(log: NodeLog) -> None:
 def test_a_traceback_that_was_shown_does_not_keep_a_later_one_from_being_held(log: NodeLog) -> None:
     rank = OneRank(log)
     rank.write(TRACEBACK)
-    assert rank.stream.traceback_age(time.monotonic() + GO_ON_S) >= GO_ON_S
+    assert rank.stream.traceback_age(time.monotonic() + limits.TRACEBACK_S) >= limits.TRACEBACK_S
     rank.stream.show_traceback()
     assert rank.shown() == TRACEBACK and rank.stream.traceback_age(time.monotonic()) == 0
     assert rank.write(b"on\n" + TRACEBACK) == b"on\n"
@@ -128,13 +129,13 @@ def test_how_long_a_traceback_is_held_while_nothing_has_failed(
     assert ranks.tick(now, is_ending=False)
     ranks.tick(now + 100, is_ending=True)
     error_file.touch()  # it is about to end
-    ranks.tick(now + LEAVE_S - 0.1, is_ending=False)
+    ranks.tick(now + limits.RAISED_S - 0.1, is_ending=False)
     assert one.shown() == b""
-    ranks.tick(now + LEAVE_S, is_ending=False)
+    ranks.tick(now + limits.RAISED_S, is_ending=False)
     assert one.shown() == TRACEBACK
     error_file.unlink()
     one.write(TRACEBACK)
-    ranks.tick(time.monotonic() + GO_ON_S, is_ending=False)
+    ranks.tick(time.monotonic() + limits.TRACEBACK_S, is_ending=False)
     assert one.shown() == TRACEBACK
 
 

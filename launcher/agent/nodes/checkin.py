@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from distributed.errors import Refused
 from launcher import own_time
 from launcher.agent.assignment import Assignment, Seat
-from launcher.agent.control import SILENCE_S
 from launcher.agent.nodes.protocol import Peer, Refusal
 from launcher.agent.nodes.team import Team
 from launcher.agent.output.stream import say
@@ -20,7 +19,6 @@ from launcher.failure import Failure
 from launcher.handshake import Access, Entrance, NoEntrance, WrongSecret, connect, open_port
 from launcher.preflight.meeting import (
     CURES,
-    SKEW_S,
     Door,
     Doors,
     Tried,
@@ -31,11 +29,7 @@ from launcher.preflight.meeting import (
 )
 from launcher.preflight.must_match import ARGUMENTS, NodeReport, mismatches
 from launcher.text import count
-
-TELL_S = 3.0  # a wait that takes longer says what it waits for
-CONNECT_S = 4.0  # the kernel knows after 3 s that a host of this network is down
-PAIRS_S = 6.0  # for every two nodes to pass something
-_RETRY_S = 0.1
+from launcher.wire import limits
 
 
 @dataclass(frozen=True)
@@ -70,7 +64,7 @@ class Wait:
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.deadline = own_time.now() + timeout_s
-        self._tell_at = time.monotonic() + TELL_S
+        self._tell_at = time.monotonic() + limits.CHECKIN_TELL_S
 
     @property
     def left_s(self) -> float:
@@ -148,7 +142,7 @@ def gather(
                     node = replace(node, node_rank=min(free, default=0))
                 _compare(me, node, nodes)
                 skew = node.time - time.time()
-                if abs(skew) > SKEW_S:
+                if abs(skew) > limits.SKEW_S:
                     differs = f"{node.host}'s clock is {skew:+.0f} s from {me.host}'s"
                     say(f"warning: {differs} [clock-skew]")
                 nodes[node.node_rank] = node
@@ -167,8 +161,8 @@ def try_pairs(address: str, everyone: Sequence[Seat], peers: Mapping[int, Peer])
         doors.append(Door(0, me.host, address, own.getsockname()[1]))
         for peer in peers.values():
             peer.send(Doors(doors))
-        until = own_time.now() + 2 * PAIRS_S
-        faults = [(me, fault) for fault in try_doors(doors, 0, time.monotonic() + PAIRS_S)]
+        until = own_time.now() + 2 * limits.PAIRS_S
+        faults = [(me, fault) for fault in try_doors(doors, 0, time.monotonic() + limits.PAIRS_S)]
         for seat in others:
             answer = peers[seat.place].wait(until)
             faults += [(seat, one) for one in answer.faults] if isinstance(answer, Tried) else []
@@ -199,7 +193,7 @@ def _let_in(
         cure = "start it, or look at its terminal"
         raise Refused("node-missing", f"{cause}{dropped}); {cure}")
     wait.tell(f"node rank {missing}")
-    for connection, received in entrance.wait(min(wait.left_s, _RETRY_S)):
+    for connection, received in entrance.wait(min(wait.left_s, limits.CHECKIN_AGAIN_S)):
         peer = Peer(connection, received)
         if isinstance(node := peer.wait(wait.deadline), NodeReport):
             yield peer, node
@@ -242,12 +236,12 @@ def join(
             if isinstance(error, WrongSecret) and turned_away is None:
                 say(f"warning: {address}:{port} has another RUN_SECRET, or none [stranger]")
             last, turned_away = error, turned_away or time.monotonic()
-            if own_time.since(turned_away) > SILENCE_S:
+            if own_time.since(turned_away) > limits.SILENCE_S:
                 break
         except OSError as error:
             last = error
         wait.tell(f"node rank 0 at {address}:{port}")
-        time.sleep(_RETRY_S)
+        time.sleep(limits.CHECKIN_AGAIN_S)
     if isinstance(last, WrongSecret):
         cause = f"node rank 0 at {address}:{port} has another RUN_SECRET than this node, or none"
         raise Refused("stranger", f"{cause}; set the same one on every node")
@@ -265,20 +259,22 @@ def _check_in(
     address: str, port: int, me: NodeReport, secret: bytes, wait: Wait, *, has_door: bool
 ) -> Meeting:
     """Connect, and wait for the start; raises OSError, or Refused."""
-    peer = Peer(connect(address, port, secret, min(CONNECT_S, wait.timeout_s)))
+    peer = Peer(connect(address, port, secret, min(limits.CHECKIN_CONNECT_S, wait.timeout_s)))
     door = open_door(str(peer.socket.getsockname()[0])) if has_door else None
     peer.send(replace(me, door=door.getsockname()[1]) if door else me)
-    if why := find_loss(peer.socket, SILENCE_S):
+    if why := find_loss(peer.socket, limits.SILENCE_S):
         peer.close()
         cause = f"{me.host}: no way to node rank 0 at {address}:{port} ({why})"
         lost = Refused("mtu-too-large", f"{cause}; {CURES['mtu-too-large']}")
         with contextlib.suppress(OSError):
-            refuse([Peer(connect(address, port, secret, CONNECT_S))], lost)  # which is short
+            short = connect(address, port, secret, limits.CHECKIN_CONNECT_S)
+            refuse([Peer(short)], lost)
         raise lost
-    limit_s = wait.timeout_s + TELL_S  # node rank 0 may have started later; it has its own
+    # Node rank 0 may have started later; it has its own limit.
+    limit_s = wait.timeout_s + limits.CHECKIN_TELL_S
     answer = peer.wait(own_time.now() + limit_s)
     if isinstance(answer, Doors):
-        faults = try_doors(answer.doors, me.node_rank, time.monotonic() + PAIRS_S)
+        faults = try_doors(answer.doors, me.node_rank, time.monotonic() + limits.PAIRS_S)
         peer.send(Tried([*faults]))
         answer = peer.wait(own_time.now() + limit_s)
     if door and not (isinstance(answer, Assignment) and answer.seats):

@@ -20,7 +20,6 @@ from typing import TypeAlias
 
 from launcher import own_time
 from launcher.agent.assignment import Assignment
-from launcher.agent.control import BEAT_S, SILENCE_S
 from launcher.agent.diagnosis.collectives import Calls
 from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.verdict import NodeEnd, Verdict
@@ -28,6 +27,7 @@ from launcher.failure import Failure
 from launcher.preflight.meeting import Doors, Tried
 from launcher.preflight.must_match import NodeReport
 from launcher.typed_json import Kinds, MessageError
+from launcher.wire import limits
 
 _MAX_BYTES = 1 << 20
 
@@ -170,7 +170,7 @@ class Peer:
         try:
             while (message := self._take()) is None:
                 left_s = deadline - own_time.now()
-                if left_s <= 0 or not self._fill(min(left_s, BEAT_S)):
+                if left_s <= 0 or not self._fill(min(left_s, limits.BEAT_S)):
                     return None
             return message
         except MessageError:
@@ -192,10 +192,10 @@ class Peer:
 
     def wait_for_end(self, deadline: float) -> None:
         """Wait until the peer is gone, or `deadline` (of own_time) has passed."""
-        while (left_s := deadline - own_time.now()) > 0 and self._fill(min(left_s, BEAT_S)):
+        while (left_s := deadline - own_time.now()) > 0 and self._fill(min(left_s, limits.BEAT_S)):
             self._buffer = b""
 
-    def _fill(self, limit_s: float = SILENCE_S) -> bool:
+    def _fill(self, limit_s: float = limits.SILENCE_S) -> bool:
         """Take what arrives within the limit; False when the peer is gone, or is no agent."""
         self.socket.settimeout(limit_s)
         try:
@@ -211,13 +211,13 @@ class Peer:
     @property
     def is_silent(self) -> bool:
         """Whether nothing has come for SILENCE_S seconds."""
-        return own_time.since(self.heard) > SILENCE_S
+        return own_time.since(self.heard) > limits.SILENCE_S
 
     def loss(self, node_rank: int, host: str) -> Failure:
         """Return the failure of the agent at the other end, which is gone or out of reach."""
         fault, cause = "agent-killed", "its node agent is gone"
         if self.is_silent:
-            fault, cause = "link-lost", f"no sign of life for {SILENCE_S:g} s: network cut?"
+            fault, cause = "link-lost", f"no sign of life for {limits.SILENCE_S:g} s: network cut?"
         return Failure(fault, cause, 128 + signal.SIGKILL, host, node_rank, time.time())
 
     def close(self) -> None:

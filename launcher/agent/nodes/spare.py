@@ -13,13 +13,13 @@ from typing import NoReturn
 from distributed.stop_signals import QUERY, handled_signals
 from launcher import own_time
 from launcher.agent.assignment import Assignment
-from launcher.agent.control import BEAT_S
 from launcher.agent.nodes import successor
 from launcher.agent.nodes.checkin import Meeting
 from launcher.agent.nodes.protocol import NodeBeat, Peer
 from launcher.agent.torchrun_arguments import Arguments
 from launcher.agent.verdict import Verdict
 from launcher.failure_block import End
+from launcher.wire import limits
 
 
 def wait(meeting: Meeting, args: Arguments, report: Callable[[End], None]) -> Meeting:
@@ -54,7 +54,7 @@ def _hear(peer: Peer) -> Assignment | Verdict | None:
     peer.heard = time.monotonic()
     while not peer.is_silent:
         peer.send(NodeBeat(None))
-        if not select.select([peer.socket], [], [], BEAT_S)[0]:
+        if not select.select([peer.socket], [], [], limits.BEAT_S)[0]:
             continue
         received = peer.receive()
         if received is None:

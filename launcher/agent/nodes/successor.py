@@ -25,26 +25,24 @@ from launcher.failure import Failure
 from launcher.handshake import Access, Entrance, connect
 from launcher.preflight.must_match import NodeReport
 from launcher.text import count
-
-NOTICE_S = 6.0  # from one agent's notice of the loss to the last one's, who then comes
-FIND_S = 20.0  # to find the one that takes over
-WAIT_S = 1.0  # between two looks at what is still to come
+from launcher.wire import limits
 
 
 def follow(meeting: Meeting, lost: Failure, args: Arguments) -> Meeting | None:
     """Meet the others where node rank 0's place is taken; None where the run cannot go on."""
-    part, until, access = meeting.assignment, own_time.now() + FIND_S, args.access
+    part, until, access = meeting.assignment, own_time.now() + limits.SUCCESSOR_S, args.access
     for heir in part.heirs:
         if heir.place == args.place:
             return _lead(meeting, heir, lost, args)
         if own_time.now() > until:
             break
         try:
-            peer = Peer(connect(heir.address, heir.door, access.secret, NOTICE_S))
+            peer = Peer(connect(heir.address, heir.door, access.secret, limits.LOSS_SPREAD_S))
         except OSError:
             continue
         peer.send(_report(part, args.place))
-        answer = peer.wait(own_time.now() + 2 * NOTICE_S + args.grace_s)  # it may save first
+        wait_s = 2 * limits.LOSS_SPREAD_S + args.grace_s  # it may save first
+        answer = peer.wait(own_time.now() + wait_s)
         if isinstance(answer, Assignment):
             return dataclasses.replace(meeting, assignment=answer, peers={0: peer})
         peer.close()
@@ -94,10 +92,10 @@ def _gather(door: socket.socket, part: Assignment, me: Seat, access: Access) -> 
     heirs = part.heirs
     awaited = {seat.place for seat in heirs[heirs.index(me) + 1 :]}
     peers: dict[int, Peer] = {}
-    until = own_time.now() + NOTICE_S
+    until = own_time.now() + limits.LOSS_SPREAD_S
     with contextlib.closing(Entrance(door, access, say)) as entrance:
         while awaited - peers.keys() and (left_s := until - own_time.now()) > 0:
-            for connection, received in entrance.wait(min(left_s, WAIT_S)):
+            for connection, received in entrance.wait(min(left_s, limits.SUCCESSOR_LOOK_S)):
                 peer = Peer(connection, received)
                 told = peer.wait(until)
                 is_ours = isinstance(told, NodeReport) and told.attempt == part.attempt

@@ -19,12 +19,10 @@ from launcher.agent.nodes.protocol import HandedOver, Peer, SnapshotData, Snapsh
 from launcher.agent.output.stream import say
 from launcher.agent.verdict import NodeEnd, Parts
 from launcher.preflight.meeting import is_busy
+from launcher.wire import limits
 
 PIECE = 1 << 17  # bytes
-_PIECE_S = 0.002  # between two: 64 MB/s at most
-_LOOK_S = 0.1  # between two looks for a newer snapshot
 _AT_ONCE = 1 << 23  # bytes
-_POLL_S = 0.01
 
 
 def _new_file() -> int:
@@ -164,7 +162,7 @@ def _run(
             processes.send([pid], signal.SIGKILL)
             say(f"warning: step {step}, in memory, was not saved in time")
             return False
-        time.sleep(_POLL_S)
+        time.sleep(limits.POLL_S)
     return ended[1] == 0
 
 
@@ -190,7 +188,7 @@ class Outgoing:
         now = own_time.now()
         if now < self.next_at:
             return
-        self.next_at = now + _PIECE_S
+        self.next_at = now + limits.SNAPSHOT_PIECE_S
         if peers and not is_busy((peer := peers[min(peers)]).socket):
             if piece := next(self._parts):
                 peer.send(piece)
@@ -206,10 +204,10 @@ class Outgoing:
             newest = max(self._buffers, key=lambda one: one.header().step)
             header = newest.header()
             if header.checksum < 0 or header.holders > 1 or header.step <= sent_step:
-                self.rest_s = _LOOK_S
+                self.rest_s = limits.SNAPSHOT_LOOK_S
                 yield None
                 continue
-            self.rest_s = _PIECE_S
+            self.rest_s = limits.SNAPSHOT_PIECE_S
             for start in range(0, header.size, _AT_ONCE):
                 os.pwrite(image, os.pread(newest.fd, _AT_ONCE, start), start)
                 yield None
