@@ -7,7 +7,7 @@ from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
 
-TOOLS = ("launcher.explain.__main__", "distributed.checkpoint")
+TOOLS = ("launcher.explain.__main__", "distributed.checkpoint.__main__")
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends it without a traceback
 for name in ("distributed", "launcher"):  # not through sys.path: a user's files may lie beside them

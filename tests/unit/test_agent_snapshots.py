@@ -17,10 +17,10 @@ from recovery import Job, Outcome, await_snapshots
 from test_save_snapshot import hold_commits
 from torch import nn
 
-from distributed.checkpoint_files import score, steps
+from distributed.checkpoint.files import score, steps
+from distributed.checkpoint.memory import BEGIN, FILES
+from distributed.checkpoint.snapshots import Buffer
 from distributed.environment import detect
-from distributed.snapshot import Buffer
-from distributed.snapshot_memory import BEGIN, FILES
 from launcher.agent.nodes.protocol import SnapshotData
 from launcher.agent.snapshots.memory import PIECE, Incoming, Outgoing
 from launcher.wire import limits

@@ -17,11 +17,10 @@ from recovery import Job, ranks_below
 from test_checkpoint import make_state
 from test_snapshot import names_of
 
-from distributed import checkpoint_files as files
-from distributed.checkpoint import Saver, load
+from distributed.checkpoint import Saver, files, load
+from distributed.checkpoint.memory import BEGIN, FILES
+from distributed.checkpoint.snapshots import Buffer
 from distributed.lock import _COMMIT, _set_lock
-from distributed.snapshot import Buffer
-from distributed.snapshot_memory import BEGIN, FILES
 from launcher import processes
 from launcher.agent.snapshots.memory import Snapshots
 from launcher.agent.snapshots.save import save

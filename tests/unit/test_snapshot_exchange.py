@@ -15,10 +15,9 @@ from recovery import SHARDED, Job, Outcome, await_snapshots
 from test_sharded import make_state, on_ranks
 
 from distributed import limits
-from distributed import snapshot_exchange as exchange
-from distributed.checkpoint import Saver, load, weights_hash
-from distributed.snapshot import _open_buffers
-from distributed.snapshot_memory import BEGIN, FILES, Memory
+from distributed.checkpoint import Saver, exchange, load, weights_hash
+from distributed.checkpoint.memory import BEGIN, FILES, Memory
+from distributed.checkpoint.snapshots import _open_buffers
 from launcher.agent.snapshots.memory import Snapshots as NodeSnapshots
 from launcher.agent.snapshots.memory import _steps
 

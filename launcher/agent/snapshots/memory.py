@@ -12,8 +12,8 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
+from distributed.checkpoint.memory import BEGIN, FILES, Memory, whole_steps
 from distributed.heartbeat import name_record
-from distributed.snapshot_memory import BEGIN, FILES, Memory, whole_steps
 from launcher import own_time, processes
 from launcher.agent.nodes.protocol import HandedOver, Peer, SnapshotData, SnapshotPiece
 from launcher.agent.output.stream import say

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import limits
-from .collectives import gather_json
-from .snapshot_memory import BEGIN, Header, Memory, reused, whole_steps
+from .. import limits
+from ..collectives import gather_json
+from .memory import BEGIN, Header, Memory, reused, whole_steps
 
 _PIECE = 1 << 22  # bytes
 _PATIENCE = timedelta(seconds=25)  # for one: all ranks begin after the same step
