@@ -31,7 +31,7 @@ from launcher import typed_json
 from launcher.agent import next_attempt
 from launcher.agent.attempt import Attempt
 from launcher.agent.command_line import read_for_torch
-from launcher.agent.control import report_end
+from launcher.agent.control import Done, report_outcome, tell
 from launcher.agent.diagnosis import nccl_network
 from launcher.agent.fork import cpus_of_ranks, fork_ranks
 from launcher.agent.link import AgentNote, GuardianLink
@@ -45,6 +45,7 @@ from launcher.agent.restarts import Restarts
 from launcher.agent.snapshots.memory import Snapshots
 from launcher.agent.torchrun_arguments import Arguments, parse
 from launcher.agent.verdict import Facts, Verdict
+from launcher.failure_block import Outcome
 from launcher.preflight import must_match
 from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder
 from launcher.screen import are_one_file
@@ -72,8 +73,7 @@ def run_agent(arguments: list[str], guardian: GuardianLink) -> int:
     try:
         meeting = check_in(args, is_by_hand=guardian.control is None)
         if meeting.assignment.node_rank < 0:
-            report = partial(report_end, control=guardian.control, is_line_open=False)
-            meeting = spare.wait(meeting, args, report)
+            meeting = spare.wait(meeting, args, guardian.control)
         with meeting.ready():
             agent = NodeAgent(args, arguments, meeting, guardian)
         code = agent.run()
@@ -211,8 +211,9 @@ class NodeAgent:
             verdict = next_attempt.find_parts(self, attempt.facts, attempt.watch(self.terminals))
             if not next_attempt.prepare(self, attempt.facts, verdict, reached):
                 break
-        self._report(self._keep_snapshot(verdict))
-        return verdict.code
+        is_told = attempt.facts.verdict is not None
+        self._report(self._keep_snapshot(verdict, is_told=is_told), is_told=is_told)
+        return verdict.outcome.code
 
     @property
     def is_last(self) -> bool:
@@ -266,44 +267,51 @@ class NodeAgent:
 
     # --- the end ------------------------------------------------------------------------------
 
-    def _keep_snapshot(self, verdict: Verdict) -> Verdict:
+    def _keep_snapshot(self, verdict: Verdict, *, is_told: bool) -> Outcome:
         """Write what is newer in memory than on the disk as a checkpoint, for a later start."""
+        outcome = verdict.outcome
         is_first_node, team = self.args.node_rank == 0, self.meeting.team
         limit_s = self.args.grace_s
-        if verdict.signum:  # the ranks have had GRACE: the guardian and launchers wait a bit longer
+        if outcome.signum:  # the ranks have had GRACE: the guardian and launchers wait a bit longer
             limit_s = min(limit_s, limits.STOP_SNAPSHOT_S)
-        if verdict.code != 0 and verdict.is_told and not is_first_node:
+        if outcome.code != 0 and is_told and not is_first_node:
             self.snapshots.leave_to(self.meeting.peers.get(0), verdict.parts, limit_s)
-        if verdict.code == 0 or (verdict.is_told and not is_first_node):
-            return verdict
+        if outcome.code == 0 or (is_told and not is_first_node):
+            return outcome
         if self.args.min_nodes and not (self.is_last or (team and team.is_majority)):
-            return verdict  # the run may go on elsewhere
+            return outcome  # the run may go on elsewhere
         if is_first_node and verdict.parts is not None:
             step = self.snapshots.save_parts(verdict.parts, self.meeting.peers, limit_s)
         else:
             saved, _ = self.heartbeats.reached()
             step = self.snapshots.save(saved, is_first_node=is_first_node, limit_s=limit_s)
         if step < 0:
-            return verdict
-        first = verdict.failure and replace(verdict.failure, saved_step=step)
-        return replace(verdict, failure=first, has_saved=True)
+            return outcome
+        first = outcome.failure and replace(outcome.failure, saved_step=step)
+        return replace(outcome, failure=first, has_saved=True)
 
-    def _report(self, verdict: Verdict) -> None:
-        """Complete run.json, and tell last of all how the run ended."""
+    def _report(self, outcome: Outcome, *, is_told: bool) -> None:
+        """Complete run.json, and tell last of all how the run ended; node rank 0 tells it for all.
+
+        An agent that has not heard node rank 0's verdict tells its own.
+        """
         if self.folder is None:
             shutil.rmtree(self.error_files, ignore_errors=True)
-        if told := self.restarts.end(verdict.code, self.heartbeats):
+        if told := self.restarts.end(outcome.code, self.heartbeats):
             self.say(told)
-        if self.args.is_in_step and verdict.is_told and self.guardian.control is None:
-            return  # node rank 0 prints it, to the same terminal
-        command = "" if verdict.code == BAD_INPUT else self._resume_command(verdict.has_saved)
+        control, is_open = self.guardian.control, is_line_open(self.terminals)
+        if is_told and control is not None:
+            tell(Done(), control, is_line_open=is_open)
+            return
+        if is_told and self.args.is_in_step:
+            return  # to the same terminal
+        command = "" if outcome.code == BAD_INPUT else self._resume_command(outcome.has_saved)
         run_id = self.assignment.run_id
-        end = verdict.as_end(started=self.started, run_id=run_id, command=command)
+        outcome = replace(outcome, started=self.started, run_id=run_id, command=command)
         folder = self.folder.path if self.folder else None
         if folder and self.args.node_rank and (folder / "run.json").exists():
             folder = None  # node rank 0's, on a shared disk
-        is_open = is_line_open(self.terminals)
-        report_end(end, self.guardian.control, is_line_open=is_open, folder=folder)
+        report_outcome(outcome, control, is_line_open=is_open, folder=folder)
 
     def _resume_command(self, has_saved: bool) -> str:
         """Return what resumes the run; nothing for a program that may not be able to resume."""

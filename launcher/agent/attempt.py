@@ -105,7 +105,7 @@ class Attempt:
         saved_step = self.ranks.heartbeats.saved()
         left = processes.end_descendants(term_s=limits.RANK_TERM_S)
         reached = verdict.reach_verdict(self.facts, saved_step=saved_step, left=len(left))
-        self.ranks.end_streams(self.facts, reached.failure)
+        self.ranks.end_streams(self.facts, reached.outcome.failure)
         for terminal in terminals:
             terminal.detach(limits.DRAIN_S)
         self.selector.close()

@@ -5,7 +5,7 @@ Such a launcher sets two variables for the guardian:
     LAUNCH_CONTROL=1        stdin is the control stream. The guardian takes it and removes the
                             variable, so that a run nested within this one keeps its own stdin.
     LAUNCH_TOKEN=<token>    begins messages to the launcher, `<token> {json}` on stdout: one tells
-                            how this node's part ended, and the launcher prints the failure block.
+                            how the run ended, and the launcher prints the failure block.
                             The variable stays, for it marks every process of the run.
 
 LAUNCH_CONTROL=step says that srun started the guardian: there is no control stream. The message
@@ -30,7 +30,7 @@ from pathlib import Path
 
 from distributed.stop_signals import QUERY, STOP_SIGNALS
 from launcher import processes
-from launcher.failure_block import End, print_end
+from launcher.failure_block import Outcome, print_outcome
 from launcher.own_time import OwnTime
 from launcher.typed_json import Kinds, in_pieces
 from launcher.wire import limits
@@ -47,7 +47,12 @@ class Lineup:
     spares: Sequence[int]
 
 
-MESSAGES = Kinds(end=End, lineup=Lineup)  # to the launcher; fanout/protocol.py reads them
+@dataclass(frozen=True)
+class Done:
+    """This node's part of the run is over; node rank 0 tells how the run ended."""
+
+
+MESSAGES = Kinds(outcome=Outcome, done=Done, lineup=Lineup)  # to the launcher
 
 
 @dataclass(frozen=True)
@@ -116,22 +121,22 @@ def take_control() -> Control | None:
     return Control(fd, os.environ["LAUNCH_TOKEN"])
 
 
-def report_end(
-    end: End, control: Control | None, *, is_line_open: bool, folder: Path | None = None
+def report_outcome(
+    outcome: Outcome, control: Control | None, *, is_line_open: bool, folder: Path | None = None
 ) -> None:
-    """Print how this node's part ended, and keep it in `folder`; a launcher elsewhere is sent it.
+    """Print how the run ended, and keep it in `folder`; a launcher elsewhere is sent it.
 
     Where `is_line_open`, the last line shown may lack its end; the block begins a line.
     """
     if control is None:
-        if is_line_open and end.code != 0:
+        if is_line_open and outcome.code != 0:
             print(file=sys.stderr)
-        print_end(end, sys.stderr, folder)
+        print_outcome(outcome, sys.stderr, folder)
         return
-    tell(end, control, is_line_open=is_line_open)
+    tell(outcome, control, is_line_open=is_line_open)
 
 
-def tell(message: End | Lineup, control: Control, *, is_line_open: bool) -> None:
+def tell(message: Outcome | Done | Lineup, control: Control, *, is_line_open: bool) -> None:
     """Send a message to the launcher."""
     line_end = "\n" if is_line_open else ""
     with contextlib.suppress(OSError):  # nobody reads any more

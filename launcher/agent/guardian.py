@@ -29,10 +29,10 @@ from typing import NoReturn
 from distributed.stop_signals import ADDED, NOTICE, QUERY, STOP_SIGNALS, handled_signals
 from launcher import own_time, processes, typed_json
 from launcher.agent.command_line import find_option, read_for_torch
-from launcher.agent.control import Control, follow_client, report_end, take_control
+from launcher.agent.control import Control, follow_client, report_outcome, take_control
 from launcher.agent.link import AgentNote, GuardianLink, close
 from launcher.failure import Failure, count_memory_kills, explain, signal_name
-from launcher.failure_block import End, RunSummary
+from launcher.failure_block import Outcome
 from launcher.outer_run import leave_outer_run
 from launcher.record import run_json
 from launcher.text import mend_streams
@@ -266,12 +266,19 @@ def _report_death(death: Death, note: AgentNote, control: Control | None, *, lef
     frames = words[-3:] if signal_name(code) else words[-4:-1]
     host, now = socket.gethostname(), time.time()
     failure = Failure(fault, cause, code, host, note.node_rank, now, frames=frames)
-    summary = RunSummary(note.started, 0, note.ranks, left, note.run_id, note.command)
-    end = End(code, None if death.is_asked else failure, summary, is_told=False)
+    outcome = Outcome(
+        code,
+        None if death.is_asked else failure,
+        stopped=note.ranks,
+        left=left,
+        started=note.started,
+        run_id=note.run_id,
+        command=note.command,
+    )
     is_silent = death.is_asked and code == 128 + signal.SIGKILL  # the launcher is gone
     if not is_silent:
         folder = Path(note.folder) if note.folder else None
-        report_end(end, control, is_line_open=note.ranks > 0, folder=folder)
+        report_outcome(outcome, control, is_line_open=note.ranks > 0, folder=folder)
 
 
 def _explain_death(death: Death) -> tuple[str, str]:

@@ -30,7 +30,7 @@ def prepare(agent: NodeAgent, facts: Facts, verdict: Verdict, before: tuple[int,
     if verdict.next is not None:
         agent.take_part(replace(meeting, assignment=verdict.next))
         return True
-    is_last = agent.is_last or facts.signals or verdict.is_told
+    is_last = agent.is_last or facts.signals or facts.verdict
     losses = [one for one in facts.failures if one.node_rank == 0 and one.rank < 0]
     if is_last or meeting.peers or not losses:
         return False
@@ -48,7 +48,7 @@ def find_parts(agent: NodeAgent, facts: Facts, verdict: Verdict) -> Verdict:
     """On node rank 0, note what all nodes are to lay together if no attempt follows."""
     team, may_shrink = agent.meeting.team, agent.args.min_nodes and not agent.is_last
     may_go_on_elsewhere = may_shrink and not (team and team.is_majority)
-    if agent.args.node_rank != 0 or verdict.code == 0 or may_go_on_elsewhere:
+    if agent.args.node_rank != 0 or verdict.outcome.code == 0 or may_go_on_elsewhere:
         return verdict
     saved_step, _ = agent.heartbeats.reached()
     found = agent.snapshots.find_parts([*facts.nodes.values()], saved_step)
@@ -59,7 +59,7 @@ def _decide(
     agent: NodeAgent, team: Team, facts: Facts, verdict: Verdict, before: tuple[int, int]
 ) -> bool:
     """On node rank 0: decide for all, and tell the others."""
-    first = None if agent.is_last or facts.signals else verdict.failure
+    first = None if agent.is_last or facts.signals else verdict.outcome.failure
     parts: Mapping[int, Assignment] = {}
     if first is not None:
         busy = team.peers.keys() - facts.nodes.keys()  # their ranks have not ended

@@ -19,7 +19,8 @@ from signal import SIGUSR1, Signals
 from distributed.errors import REFUSED, Refused
 from distributed.stop_signals import QUERY, stop_signals
 from launcher import handshake
-from launcher.failure_block import End, print_end
+from launcher.agent.control import Done
+from launcher.failure_block import Outcome, print_outcome
 from launcher.fanout import protocol
 from launcher.fanout.connection import AT_ONCE, Connection, choose_variables, greet, write_opening
 from launcher.fanout.ending import NodeResult, conclude
@@ -271,7 +272,7 @@ class Fanout:
             NodeResult(
                 host=one.node,
                 exit=one.answer(Exit),
-                end=one.answer(End),
+                told=one.answer(Outcome) or one.answer(Done),
                 lost=one.lost,
                 is_reachable=one not in unreachable,
                 is_silent=one.is_silent,
@@ -279,7 +280,9 @@ class Fanout:
             for one in self.nodes.current
         ]
         started, still_s = self.started or 0.0, self.silence.still_s
-        end = conclude(nodes, plan, started=started, stopped_by=self.stopped_by, still_s=still_s)
+        outcome = conclude(
+            nodes, plan, started=started, stopped_by=self.stopped_by, still_s=still_s
+        )
         ends = [ended for one in self.connections if (ended := one.answer(Exit))]
         if left := sum(ended.left for ended in ends):
             self.say(f"{count(left, 'process', 'processes')} of the run had to be killed")
@@ -287,10 +290,9 @@ class Fanout:
         where = "where a node can be reached" if unreachable else there
         self.out.drain(limits.DRAIN_S)
         err = self.err.text
-        print_row("ended", f"code {end.code}; nothing is left running {where}", err)
-        if not end.is_told:
-            print_end(end, err, plan.folder)
-        return end.code
+        print_row("ended", f"code {outcome.code}; nothing is left running {where}", err)
+        print_outcome(outcome, err, plan.folder)
+        return outcome.code
 
     def paste_line(self, node: str, line: str) -> str:
         """Return what a user can type to run a line of a shell on a node; Ctrl-C ends it there."""

@@ -25,9 +25,9 @@ from distributed.errors import STOPPED
 from distributed.job import job_id
 from distributed.stop_signals import NOTICE, QUERY, STOP_SIGNALS, Interrupts, handled_signals
 from launcher import own_time, processes
-from launcher.agent.control import MESSAGES, Lineup
+from launcher.agent.control import MESSAGES, Done, Lineup
 from launcher.failure import Failure
-from launcher.failure_block import End, print_end, print_resume
+from launcher.failure_block import Outcome, print_outcome, print_resume
 from launcher.fanout.ending import NodeResult, conclude
 from launcher.fanout.protocol import Answers, Exit
 from launcher.plan.plan import Plan
@@ -68,7 +68,7 @@ class Output:
     """What comes on srun's stdout: the agents' messages are taken out of the ranks' output."""
 
     def __init__(self, srun: subprocess.Popen[bytes], token: str) -> None:
-        self.ends: dict[int, End] = {}  # by the node rank with which each was started
+        self.told: dict[int, Outcome | Done] = {}  # by the node rank with which each was started
         self.lineup: Lineup | None = None  # the nodes that the run goes on with; None: all
         self._answers = Answers(token, _read_piece)
         self._pieces: dict[int, bytes] = {}
@@ -79,12 +79,12 @@ class Output:
         self._thread.start()
 
     @property
-    def end(self) -> End | None:
-        """How the run ended: node rank 0 knows best, unless it was only stopped."""
-        here = [self.ends[rank] for rank in sorted(self.ends) if self._takes_part(rank)]
-        ends = sorted(here, key=lambda end: end.is_told)
-        failed = [end for end in ends if end.failure and not ends[0].failure and ends[0].code]
-        return next(iter(failed + ends), None)
+    def outcome(self) -> Outcome | None:
+        """How the run ended: the first node that tells it knows best, unless it only stopped."""
+        here = [self.told[rank] for rank in sorted(self.told) if self._takes_part(rank)]
+        told = [one for one in here if isinstance(one, Outcome)]
+        failed = [one for one in told if one.failure and not told[0].failure and told[0].code]
+        return next(iter(failed + told), None)
 
     @property
     def begun(self) -> int:
@@ -94,7 +94,7 @@ class Output:
     @property
     def mute(self) -> set[int]:
         """The nodes whose part began and told no end."""
-        return {*filter(self._takes_part, self._pieces)} - self.ends.keys()
+        return {*filter(self._takes_part, self._pieces)} - self.told.keys()
 
     def _takes_part(self, rank: int) -> bool:
         return self.lineup is None or rank in (*self.lineup.nodes, *self.lineup.spares)
@@ -118,10 +118,10 @@ class Output:
                 os.kill(os.getpid(), signal.SIGCHLD)  # wakes run_step()
             self._show(text)
 
-    def _note(self, rank: int, message: End | Lineup) -> None:
+    def _note(self, rank: int, message: Outcome | Done | Lineup) -> None:
         self._pieces[rank] = b""
-        if isinstance(message, End):
-            self.ends[rank] = message
+        if isinstance(message, Outcome | Done):
+            self.told[rank] = message
         elif self.lineup is None or message.attempt >= self.lineup.attempt:
             self.lineup = message
 
@@ -157,23 +157,23 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     output = None if plan.engine else Output(srun, os.environ["LAUNCH_TOKEN"])
     started = time.time()
     await_end(plan, srun, output, handled, asked)
-    code, end = processes.shell_code(srun.returncode), None
+    code, outcome = processes.shell_code(srun.returncode), None
     if output is not None:
         output.close()
         is_killed = code >= 128 + signal.SIGKILL  # srun's is the highest of its tasks'
-        end = find_end(plan, output, started) if is_killed and not asked else output.end
-    if end is not None:
-        end = as_slurm_ended(end)
-        code = end.code
-        asked.append(end.summary.signum)  # scancel may have sent it to the ranks
+        outcome = find_outcome(plan, output, started) if is_killed and not asked else output.outcome
+    if outcome is not None:
+        outcome = as_slurm_ended(outcome)
+        code = outcome.code
+        asked.append(outcome.signum)  # scancel may have sent it to the ranks
     # 128 + SIGUSR1: the notice came before there was anything to save.
     has_saved = code == STOPPED or (code == 128 + NOTICE and plan.checkpoint_dir is not None)
     comes_back = NOTICE in asked and has_saved
-    if end is not None:  # first, for SLURM ends a job that it requeues
-        summary = replace(end.summary, command="") if comes_back else end.summary
-        print_end(replace(end, summary=summary), sys.stderr, plan.folder)
-    if comes_back and not requeue(plan) and end is not None:
-        print_resume(end.summary, sys.stderr)
+    if outcome is not None:  # first, for SLURM ends a job that it requeues
+        shown = replace(outcome, command="") if comes_back else outcome
+        print_outcome(shown, sys.stderr, plan.folder)
+    if comes_back and not requeue(plan) and outcome is not None:
+        print_resume(outcome, sys.stderr)
     if srun.returncode == -signal.SIGKILL and code and in_batch_script(os.environ):
         signal.sigtimedwait(handled, limits.REQUEUE_S)
     return code
@@ -189,7 +189,7 @@ def await_end(
     """Wait for srun's end; adds the signals that ask for the run's to `asked`."""
     interrupts, begun, end_at = Interrupts(), 0, math.inf
     while srun.poll() is None:
-        end_at = min(end_at, end_soon(plan, output)) if output and output.end else math.inf
+        end_at = min(end_at, end_soon(plan, output)) if output and output.outcome else math.inf
         if output and output.begun > begun:  # a signal before that may not have reached it
             begun = output.begun
             for signum in asked:
@@ -216,39 +216,39 @@ def end_soon(plan: Plan, output: Output) -> float:
     return own_time.now() + (limits.DECIDE_S + plan.grace_s if may_go_on else limits.SRUN_END_S)
 
 
-def find_end(plan: Plan, output: Output, started: float) -> End | None:
-    """Return the end of a step of which a task was killed: as told, else the killed agent's."""
-    end = output.end
-    if output.mute and not (end and end.failure):
+def find_outcome(plan: Plan, output: Output, started: float) -> Outcome | None:
+    """Return the outcome of a step of which a task was killed: as told, else the killed agent's."""
+    outcome = output.outcome
+    if output.mute and not (outcome and outcome.failure):
         return blame_mute(plan, output, started)
-    return end
+    return outcome
 
 
-def blame_mute(plan: Plan, output: Output, started: float) -> End:
-    """Return the end of a run of which a node agent was killed; the others were only stopped."""
+def blame_mute(plan: Plan, output: Output, started: float) -> Outcome:
+    """Return the outcome of a run of which a node agent was killed; the others only stopped."""
     killed, well = Exit(128 + signal.SIGKILL, 0), Exit(0, 0)
     nodes = [
-        NodeResult(host, killed if rank in output.mute else well, output.ends.get(rank))
+        NodeResult(host, killed if rank in output.mute else well, output.told.get(rank))
         for rank, host in enumerate(hostlist.expand(plan.hosts))
     ]
     return conclude(nodes, plan, started=started, stopped_by=None)
 
 
-def as_slurm_ended(end: End) -> End:
-    """Return the end with SIGTERM's code, where SLURM ended the run and no rank saved.
+def as_slurm_ended(outcome: Outcome) -> Outcome:
+    """Return the outcome with SIGTERM's code, where SLURM ended the run and no rank saved.
 
     A time limit is named, for nobody asked for it as for scancel.
     """
-    is_stopped = end.failure is None and end.code not in (0, STOPPED)
-    if not is_stopped or end.summary.signum == signal.SIGINT:
-        return end
+    is_stopped = outcome.failure is None and outcome.code not in (0, STOPPED)
+    if not is_stopped or outcome.signum == signal.SIGINT:
+        return outcome
     code, now = 128 + signal.SIGTERM, time.time()
     if (ask_squeue(f"--job={os.environ['SLURM_JOB_ID']}", "--format=%r") or "").strip() == LIMIT:
         cause = "SLURM ended the job at its time limit, before the ranks had saved and left"
         failure = Failure("time-limit", cause, code, short_host_name(), -1, now)
-        return replace(end, code=code, failure=failure)
-    is_cancelled = end.summary.signum == signal.SIGTERM and in_batch_script(os.environ)
-    return replace(end, code=code) if is_cancelled else end
+        return replace(outcome, code=code, failure=failure)
+    is_cancelled = outcome.signum == signal.SIGTERM and in_batch_script(os.environ)
+    return replace(outcome, code=code) if is_cancelled else outcome
 
 
 def pass_on(signum: int, plan: Plan, srun: subprocess.Popen[bytes]) -> None:

@@ -101,11 +101,12 @@ def find_short_delay(grace_s: int, environ: Mapping[str, str]) -> str:
     told = ask_qstat(queue, "-Qf") if queue and job and ask_qstat(job) else {}
     default = "2" if is_torque(environ) else "10"  # by pbs_queue_attributes(7B) of each
     delay = told.get("kill_delay", default) if told else ""
-    if not delay.isdecimal() or (stop_s := grace_s + limits.STOP_CLOSE_S) <= int(delay):
+    close_s = limits.STOP_CLOSE_S
+    if not delay.isdecimal() or (stop_s := grace_s + close_s) <= int(delay):
         return ""
-    cause = f"a stop can take {stop_s} s (GRACE + {limits.STOP_CLOSE_S}), but PBS kills this job {delay} s"
+    cause = f"a stop can take {stop_s} s (GRACE + {close_s}), but PBS kills this job {delay} s"
     cure = f"ask your administrator for kill_delay={stop_s}"
-    if (rest_s := int(delay) - limits.STOP_CLOSE_S) > 0:
+    if (rest_s := int(delay) - close_s) > 0:
         cure += f", or set GRACE={rest_s} if the ranks save within {rest_s} s"
     return f"{cause} after qdel or the walltime (kill_delay of queue {queue}); {cure}"
 

@@ -23,6 +23,7 @@ from launcher.agent.nodes.protocol import (
 )
 from launcher.agent.verdict import NodeEnd, Parts, Verdict
 from launcher.failure import Failure
+from launcher.failure_block import Outcome
 from launcher.preflight.must_match import NodeReport
 
 FAILURE = Failure(
@@ -43,10 +44,10 @@ EXAMPLES: list[Message] = [
     EndRanks(3),
     NodeEnd([1], [2], 4, [1, 137, 75], 120, {"4": [115, 120]}, {"2": [120]}),
     HandedOver(),
-    Verdict(0),
-    Verdict(1, FAILURE, 2, 1, 0, "", True, NEXT, True),
-    Verdict(137, FAILURE, parts=Parts(120, "step-120.tmp-0f", [3])),
-    Verdict(143, ends="rank 0 left with code 0"),
+    Verdict(Outcome(0)),
+    Verdict(Outcome(1, FAILURE, 2, 1, has_saved=True), NEXT),
+    Verdict(Outcome(137, FAILURE), parts=Parts(120, "step-120.tmp-0f", [3])),
+    Verdict(Outcome(143, ends="rank 0 left with code 0")),
 ]
 
 

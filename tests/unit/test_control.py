@@ -15,7 +15,7 @@ from agents import PROGRAM, Run, kill_what_is_left
 
 from launcher.agent.guardian import Agent, Death, _report_death
 from launcher.agent.link import AgentNote
-from launcher.failure_block import End
+from launcher.failure_block import Outcome
 from launcher.fanout.protocol import ANSWERS
 from launcher.wire import limits
 
@@ -43,7 +43,7 @@ class Launcher:
         self._is_closed.set()
         os.close(self.stream)
 
-    def end(self) -> tuple[End, str]:
+    def end(self) -> tuple[Outcome, str]:
         """Wait for the end; return what was told on the last line of stdout, and stderr."""
         err = self.run.finish()
         self.run.assert_gone()
@@ -66,8 +66,7 @@ def test_a_failure_is_sent_and_not_printed(tmp_path: Path) -> None:
     assert launcher.run.process.returncode == end.code == 1
     assert end.failure is not None and end.failure.rank == 1
     assert end.failure.cause == "ValueError: batch 120 holds no samples"
-    assert (end.summary.run_id, end.summary.command) == ("r1", "")  # it has told no save
-    assert not end.is_told  # node rank 0 decides
+    assert (end.run_id, end.command) == ("r1", "")  # it has told no save
     assert "FAILED" not in err
 
 

@@ -160,10 +160,9 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 
 END = """
-def end(code, fault="rank-error", cause="ValueError: no samples", is_told=False):
+def end(code, fault="rank-error", cause="ValueError: no samples"):
     failure = dict(fault=fault, cause=cause, code=code, host="n", node_rank=0, time=2.0, rank=1)
-    summary = dict(started=1.0, lost_peer=0, stopped=0, left=0, run_id="r", command="again")
-    tell(end=dict(code=code, failure=failure, summary=summary, is_told=is_told))
+    tell(outcome=dict(code=code, failure=failure, started=1.0, run_id="r", command="again"))
     sys.exit(code)
 """
 

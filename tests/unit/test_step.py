@@ -13,9 +13,9 @@ import pytest
 from captured import captured
 from job_tools import make_tool
 
-from launcher.agent.control import Control, Lineup, report_end, tell
+from launcher.agent.control import Control, Done, Lineup, report_outcome, tell
 from launcher.failure import Failure
-from launcher.failure_block import End, RunSummary, print_end
+from launcher.failure_block import Outcome, print_outcome
 from launcher.fanout import step
 from launcher.plan.plan import Plan
 from launcher.wire import limits
@@ -37,8 +37,9 @@ def told(node_rank: int, blamed: int, capsys: pytest.CaptureFixture[str], frames
     failure = Failure(
         "link-lost", "no sign of life", 137, f"node{blamed + 1}", blamed, 9.0, frames=lost
     )
-    end = End(137, failure, RunSummary(0.0, 0, 1, 0, "mine", ""), is_told=False)
-    report_end(end, Control(None, f"t0ken {node_rank}"), is_line_open=False)
+    report_outcome(
+        Outcome(137, failure, stopped=1), Control(None, f"t0ken {node_rank}"), is_line_open=False
+    )
     return capsys.readouterr().out
 
 
@@ -75,8 +76,8 @@ def test_a_run_that_goes_on_without_a_node_ends_as_the_others_do(
     tell(Lineup(1, [0, 2], []), others, is_line_open=False)
     lineup = capsys.readouterr().out
     for rank in (0, 2):
-        end = End(0, None, RunSummary(0.0, 0, 0, 0, "mine", ""), is_told=rank > 0)
-        report_end(end, Control(None, f"t0ken {rank}"), is_line_open=False)
+        told_last = Done() if rank else Outcome(0)
+        tell(told_last, Control(None, f"t0ken {rank}"), is_line_open=False)
     begun = "".join(f"t0ken {rank}\n" for rank in range(3))
     pause = f"sleep {limits.SRUN_END_S + 1}"
     for name, text in (("lost", begun + lost), ("ends", lineup + capsys.readouterr().out)):
@@ -107,8 +108,8 @@ def test_the_block_comes_once_and_last_and_node_rank_0_is_believed(
 def test_a_node_that_failed_is_told_where_node_rank_0_was_only_stopped(
     tmp_path: Path, tools: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stopped = End(143, None, RunSummary(0.0, 0, 1, 0, "mine", "", signum=15), is_told=False)
-    report_end(stopped, Control(None, "t0ken 0"), is_line_open=False)
+    stopped = Outcome(143, stopped=1, signum=15)
+    report_outcome(stopped, Control(None, "t0ken 0"), is_line_open=False)
     (tmp_path / "told").write_text(capsys.readouterr().out + told(1, 1, capsys))
     make_tool(tools / "srun", "cat told; exit 143")
     result, _ = run_step(tmp_path)
@@ -119,9 +120,9 @@ def test_a_node_that_failed_is_told_where_node_rank_0_was_only_stopped(
 def test_an_agent_that_was_killed_is_named_where_the_others_were_only_stopped(
     tmp_path: Path, tools: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stopped = End(143, None, RunSummary(0.0, 0, 1, 0, "mine", "", signum=15), is_told=False)
+    stopped = Outcome(143, stopped=1, signum=15)
     for rank in (0, 2):
-        report_end(stopped, Control(None, f"t0ken {rank}"), is_line_open=False)
+        report_outcome(stopped, Control(None, f"t0ken {rank}"), is_line_open=False)
     (tmp_path / "told").write_text("t0ken 1\n" + capsys.readouterr().out)
     make_tool(tools / "srun", "cat told; exit 143")
     result, _ = run_step(tmp_path)
@@ -163,10 +164,9 @@ def test_an_end_at_the_time_limit_has_its_name(
     make_tool(tools / "squeue", f"echo {reason}")
     for name, value in captured(environment, PATH=os.environ["PATH"]).items():
         monkeypatch.setenv(name, value)
-    summary = RunSummary(0.0, 0, 0, 0, "mine", "", ends="by a signal", signum=signum)
-    end = step.as_slurm_ended(End(code, None, summary, is_told=False))
+    end = step.as_slurm_ended(Outcome(code, ends="by a signal", signum=signum))
     assert (end.failure and end.failure.fault, end.code) == expected
-    print_end(end, sys.stdout, None)
+    print_outcome(end, sys.stdout, None)
     shown = capsys.readouterr().out
     assert shown.startswith("FAILED   job (") == (end.failure is not None)
 

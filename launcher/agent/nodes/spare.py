@@ -6,24 +6,23 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import NoReturn
 
 from distributed.stop_signals import QUERY, handled_signals
 from launcher import own_time
 from launcher.agent.assignment import Assignment
+from launcher.agent.control import Control, Done, report_outcome, tell
 from launcher.agent.nodes import successor
 from launcher.agent.nodes.checkin import Meeting
 from launcher.agent.nodes.protocol import NodeBeat, Peer
 from launcher.agent.torchrun_arguments import Arguments
 from launcher.agent.verdict import Verdict
-from launcher.failure_block import End
+from launcher.failure_block import Outcome
 from launcher.wire import limits
 
 
-def wait(meeting: Meeting, args: Arguments, report: Callable[[End], None]) -> Meeting:
-    """Wait until this node is given ranks; ends the process with the run, after its report."""
+def wait(meeting: Meeting, args: Arguments, control: Control | None) -> Meeting:
+    """Wait until this node is given ranks; ends the process with the run."""
     for signum in (*handled_signals(), QUERY):
         signal.signal(signum, lambda *_: None)  # the nodes act on it, and tell how the run ended
     started = time.time()
@@ -36,16 +35,21 @@ def wait(meeting: Meeting, args: Arguments, report: Callable[[End], None]) -> Me
             may_follow = meeting.assignment.attempt < args.max_restarts
             followed = successor.follow(meeting, lost, args) if may_follow else None
             if followed is None:
-                _end(Verdict(lost.code, lost), meeting, started, report)
+                run_id = meeting.assignment.run_id
+                outcome = Outcome(lost.code, lost, started=started, run_id=run_id)
+                report_outcome(outcome, control, is_line_open=False)
+                os._exit(lost.code)
             meeting = followed
         elif isinstance(told, Assignment):
             meeting = replace(meeting, assignment=told)
         elif told.next is not None:
             meeting = replace(meeting, assignment=told.next)
         else:
-            if told.code:  # node rank 0 may still save a snapshot
+            if told.outcome.code:  # node rank 0 may still save a snapshot
                 peer.wait_for_end(own_time.now() + args.grace_s)
-            _end(replace(told, left=0, is_told=True), meeting, started, report)
+            if control is not None:
+                tell(Done(), control, is_line_open=False)
+            os._exit(told.outcome.code)
     return meeting
 
 
@@ -63,10 +67,3 @@ def _hear(peer: Peer) -> Assignment | Verdict | None:
             if isinstance(message, Assignment | Verdict):
                 return message
     return None
-
-
-def _end(
-    verdict: Verdict, meeting: Meeting, started: float, report: Callable[[End], None]
-) -> NoReturn:
-    report(verdict.as_end(started=started, run_id=meeting.assignment.run_id, command=""))
-    os._exit(verdict.code)
