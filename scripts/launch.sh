@@ -1,9 +1,15 @@
 #!/usr/bin/env bash
 # Run your own script with torchrun's arguments: type this command instead of torchrun.
 #
-# usage: scripts/launch.sh [TORCHRUN OPTIONS] SCRIPT [ARGS...]
+# usage: scripts/launch.sh [TORCHRUN OPTIONS] [--hosts LIST|FILE|job] SCRIPT [ARGS...]
 #
-#   --nproc-per-node N    processes on this machine: a number, gpu, cpu or auto (default: 1)
+#   --nproc-per-node N    processes on each machine: a number, gpu, cpu or auto (default: 1; with
+#                         --hosts: one per GPU)
+#   --hosts LIST          start it on these machines over ssh, from here: node1,node2:4,gpu[01-08]
+#   --hosts FILE          the same; FILE has a machine per line
+#   --hosts job           on all nodes of the SLURM or PBS job: in its batch script or shell, or as
+#                         what sbatch and qsub run
+#   --via pdsh            with pdsh instead of ssh
 #   -m, --module          SCRIPT is a module: -m pkg.mod
 #   --no-python           SCRIPT is any program
 #   --nnodes N --node-rank R --master-addr ADDR --master-port PORT
@@ -15,6 +21,8 @@
 #   torchrun's other options work, too; options of this command go before SCRIPT.
 #
 # example: scripts/launch.sh --nproc-per-node 4 train.py config/x.py --batch_size=32
+#          scripts/launch.sh --hosts node1,node2 --nproc-per-node 8 train.py config/x.py
+#          sbatch --nodes=4 --gpus-per-node=8 scripts/launch.sh --hosts job train.py config/x.py
 #          pip installs it as: launch --nproc-per-node 4 train.py config/x.py --batch_size=32
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # not sh
 set -euo pipefail
@@ -29,7 +37,7 @@ main() {
     ["--nproc-per-node"]=nproc ["--nnodes"]=nnodes ["--node-rank"]=node_rank
     ["--master-addr"]=master ["--master-port"]=port ["--standalone"]='!standalone'
     ["--rdzv-backend"]=rdzv_backend ["--rdzv-endpoint"]=rdzv_endpoint ["--rdzv-id"]=run-id
-    ["--max-restarts"]=max-restarts ["--log-dir"]=log-dir
+    ["--max-restarts"]=max-restarts ["--log-dir"]=log-dir ["--hosts"]=hosts ["--via"]=via
     ["-m"]='!as-module' ["--module"]='!as-module' ["--no-python"]='!as-command'
   )
   local option
@@ -41,8 +49,10 @@ main() {
   ((${#REST[@]})) || die 2 "no SCRIPT; usage: $(usage_line)"
   take_variables
   count_processes
-  find_master
-  launch local --like-torchrun
+  local fanout=local
+  if [[ -n ${PLAN[hosts]:-} ]]; then fanout=auto; else find_master; fi
+  [[ $0 != */slurm_script && $0 != *.SC ]] || name_batch_script scripts/launch.sh "$0"
+  launch "$fanout" --like-torchrun
 }
 
 # As torchrun does, take what was not typed from PET_NNODES and the like.
@@ -56,7 +66,8 @@ take_variables() {
 }
 
 count_processes() {
-  case ${PLAN[nproc]=${NPROC_PER_NODE:-1}} in
+  [[ -n ${PLAN[hosts]:-} ]] || : "${PLAN[nproc]=${NPROC_PER_NODE:-1}}"
+  case ${PLAN[nproc]:-} in
     cpu) PLAN[nproc]=$(getconf _NPROCESSORS_ONLN) ;;
     auto) PLAN[cpu_nproc]=$(getconf _NPROCESSORS_ONLN) ;;
     gpu) PLAN[nproc]=auto PLAN[cpu_nproc]=0 ;;

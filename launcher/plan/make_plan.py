@@ -48,6 +48,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
 
     Raises PlanError, LauncherError or HostlistError: the user or the scheduler cannot mean this.
     """
+    typed = _find_hosts(typed, environ) if typed.like_torchrun else typed
     raw, environ = environ, _read_words(typed, environ)
     words, is_ours, config = choose_program(typed, environ)
     restarts = _first(typed.max_restarts, environ, "MAX_RESTARTS") or "0"
@@ -145,6 +146,26 @@ def _read_words(typed: Typed, environ: Mapping[str, str]) -> dict[str, str]:
 
 # --- nodes --------------------------------------------------------------------------------------
 
+
+def _find_hosts(typed: Typed, environ: Mapping[str, str]) -> Typed:
+    """Return what was typed for launch.sh, with the nodes of its --hosts as other scripts have."""
+    nodes, via = typed.hosts, typed.via or "ssh"
+    if via not in ("ssh", "pdsh") or (typed.via and nodes is None):
+        raise PlanError(f"--via is {via!r}; it can be ssh pdsh, and goes with --hosts")
+    if nodes is None:
+        return replace(typed, fanout="local")
+    if named := [name for name in ("nnodes", "node_rank", "master") if vars(typed)[name]]:
+        option = named[0].replace("_", "-").replace("master", "master-addr")
+        raise PlanError(f"--hosts names the nodes, and --{option} does so, too; leave one out")
+    if nodes != "job":
+        if Path(nodes).is_file():
+            return replace(typed, fanout=via, hostfile=nodes)
+        return replace(typed, fanout=via, node=hosts.split_list(nodes))
+    if environ.get("SLURM_JOB_ID"):
+        return replace(typed, fanout="srun")
+    if pbs.read_lines(environ):
+        return replace(typed, fanout=via, nodefile=True)
+    raise PlanError("--hosts job: this is no SLURM or PBS job; name the nodes, or start it in one")
 
 def choose_fanout(typed: Typed, environ: Mapping[str, str]) -> str:
     """Return how the nodes are reached; `auto` looks at where this is."""

@@ -30,6 +30,8 @@ class Typed:
     port: str | None = None
     log_level: str | None = None
     hostfile: str | None = None
+    hosts: str | None = None  # of launch.sh: node names, a file of them, or job
+    via: str | None = None  # how it reaches them
     run_id: str | None = None
     log_dir: str | None = None
     max_restarts: str | None = None
