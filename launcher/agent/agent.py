@@ -297,8 +297,7 @@ class NodeAgent:
         """
         if self.folder is None:
             shutil.rmtree(self.error_files, ignore_errors=True)
-        if told := self.restarts.end(outcome.code, self.heartbeats):
-            self.say(told)
+        self.restarts.end(outcome.code, self.heartbeats)
         control, is_open = self.guardian.control, is_line_open(self.terminals)
         if is_told and control is not None:
             tell(Done(), control, is_line_open=is_open)

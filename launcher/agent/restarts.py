@@ -1,9 +1,9 @@
-"""Whether a run that failed starts its ranks again, and what each restart cost (no torch)."""
+"""Whether a run that failed starts its ranks again, and the record of its restarts (no torch)."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from distributed.errors import BAD_INPUT, CANNOT_START
@@ -11,7 +11,6 @@ from launcher.agent.node_ranks import Heartbeats
 from launcher.failure import Failure
 from launcher.record.restart import Restart
 from launcher.record.run_json import LiveRecord
-from launcher.text import count
 
 # The next attempt would fail as this one did.
 _INCURABLE = {
@@ -29,19 +28,13 @@ class Restarts:
 
     most: int
     record: LiveRecord | None = None  # run.json, on node rank 0
-    started: float = field(default_factory=time.monotonic)
-    first_step_s: float = 0.0  # until the first step was done; 0: none was
+    has_begun: bool = False  # a step has been done
     all: list[Restart] = field(default_factory=list)
     earlier: int = 0  # restarts under another node rank 0, which is lost
-    earlier_s: Mapping[str, float] = field(default_factory=dict)  # what they cost, and the start
 
     def take_over(self, earlier: int) -> None:
         """Go on with the account of node rank 0, which is lost after so many restarts."""
-        self.earlier = earlier
-        if self.record is not None:
-            before = self.record.earlier
-            self.earlier_s = before.lost_s
-            self.started = time.monotonic() - (time.time() - (before.started or time.time()))
+        self.earlier, self.has_begun = earlier, True
 
     def why_not(
         self, first: Failure, beats: Heartbeats, before: tuple[int, int], held_step: int
@@ -107,48 +100,20 @@ class Restarts:
         step = beats.step()
         if self.record is not None:
             self.record.note_progress(*beats.reached())
-        if step >= 0 and not self.first_step_s:
-            self.first_step_s = time.monotonic() - self.started
+        if step >= 0 and not self.has_begun:
+            self.has_begun = True
+            self._write(first_step=time.time())
         last = self.all[-1] if self.all else None
         if last is not None and not last.lost_s and step >= max(0, last.step):
             self.all[-1] = replace(last, lost_s=time.time() - last.failed)
             self._write()
 
-    def end(self, code: int, beats: Heartbeats) -> str:
-        """Record how the run ended; returns the share of training, if there were restarts."""
+    def end(self, code: int, beats: Heartbeats) -> None:
+        """Record how the run ended."""
         self._write()
         if self.record is not None:
             self.record.end(code, *beats.reached())
-        return self.describe() if self.all else ""
 
-    def losses(self) -> dict[str, float]:
-        """Return the seconds that were no training, by kind."""
-        losses = dict(self.earlier_s)
-        if self.first_step_s and not self.earlier:
-            losses["start"] = self.first_step_s
-        for restart in self.all:
-            lost_s = restart.lost_s or time.time() - restart.failed  # it has not caught up
-            losses[restart.fault] = losses.get(restart.fault, 0.0) + lost_s
-        return losses
-
-    def describe(self) -> str:
-        """Return the share of the time that was training, and what the rest went into."""
-        losses = self.losses()
-        share = goodput(losses, time.monotonic() - self.started)
-        lost = ", ".join(f"{seconds:.1f} s {kind}" for kind, seconds in losses.items())
-        restarts = count(self.earlier + len(self.all), "restart")
-        return f"goodput {100 * share:.0f} %: {restarts}, {lost}"
-
-    def _write(self) -> None:
+    def _write(self, **more: float) -> None:
         if self.record is not None:
-            losses = self.losses()
-            self.record.note(
-                restarts=[*self.record.earlier.restarts, *self.all],
-                lost_s=losses,
-                goodput=goodput(losses, time.monotonic() - self.started),
-            )
-
-
-def goodput(losses: Mapping[str, float], total_s: float) -> float:
-    """Return the share of the time that was training."""
-    return max(0.0, 1 - sum(losses.values()) / total_s) if total_s > 0 else 0.0
+            self.record.note(restarts=[*self.record.earlier.restarts, *self.all], **more)

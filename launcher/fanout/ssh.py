@@ -101,8 +101,7 @@ class Fanout:
         waited_s, answer_by = within_s - limits.CHECKS_S, began + within_s
         if plan.staged:
             answer_by += limits.UNPACK_S
-            most = f"{limits.UNPACK_S:g} s at most"
-            self.say(f"each node unpacks its Python, if it has not yet ({most})")
+            self.say(f"each node unpacks its Python, unless it has ({limits.UNPACK_S:g} s at most)")
         for number in range(len(plan.nodes)):
             self.connections.append(self.connect_node(number))
             if number % AT_ONCE == AT_ONCE - 1:
@@ -279,10 +278,8 @@ class Fanout:
             )
             for one in self.nodes.current
         ]
-        started, still_s = self.started or 0.0, self.silence.still_s
-        outcome = conclude(
-            nodes, plan, started=started, stopped_by=self.stopped_by, still_s=still_s
-        )
+        began, still_s, signum = self.started or 0.0, self.silence.still_s, self.stopped_by
+        outcome = conclude(nodes, plan, started=began, stopped_by=signum, still_s=still_s)
         ends = [ended for one in self.connections if (ended := one.answer(Exit))]
         if left := sum(ended.left for ended in ends):
             self.say(f"{count(left, 'process', 'processes')} of the run had to be killed")

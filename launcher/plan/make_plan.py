@@ -57,11 +57,10 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         cause = f"MAX_RESTARTS is {max_restarts}, but {typed.engine} starts no rank again"
         raise PlanError(f"{cause}; leave it out")
     grace_s = read_number("GRACE", environ.get("GRACE") or str(limits.GRACE_S), 0, 86400)
-    preflight = environ.get("PREFLIGHT_SECONDS") or "9"
-    preflight_s = read_number("PREFLIGHT_SECONDS", preflight, 5, 3600)
+    wait = environ.get("PREFLIGHT_SECONDS") or "9"
     fanout = choose_fanout(typed, environ)
-    has_tasks = environ.get("LAUNCHER") == "srun" and fanout != "local"
-    engine = typed.engine or ("srun" if has_tasks else "")
+    in_step = fanout != "local" and environ.get("LAUNCHER") == "srun"
+    engine = typed.engine or "srun" * in_step
     world = read_world(typed, environ, fanout)
     world = spares.keep_back(world, environ, fanout, engine, max_restarts)
     if fanout == "local" and world.num_nodes > 1:
@@ -100,7 +99,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         is_strict=typed.strict,
         is_detached=typed.detach,
         has_checks=not environ.get("SKIP_PREFLIGHT"),
-        preflight_s=preflight_s,
+        preflight_s=read_number("PREFLIGHT_SECONDS", wait, 5, 3600),
         has_health_check=typed.health_check,
         has_transcript=typed.transcript,
     )
@@ -154,9 +153,13 @@ def _find_hosts(typed: Typed, environ: Mapping[str, str]) -> Typed:
         raise PlanError(f"--via is {via!r}; it can be ssh pdsh, and goes with --hosts")
     if nodes is None:
         return replace(typed, fanout="local")
-    if named := [name for name in ("nnodes", "node_rank", "master") if vars(typed)[name]]:
-        option = named[0].replace("_", "-").replace("master", "master-addr")
-        raise PlanError(f"--hosts names the nodes, and --{option} does so, too; leave one out")
+    others = {
+        "--nnodes": typed.nnodes,
+        "--node-rank": typed.node_rank,
+        "--master-addr": typed.master,
+    }
+    if named := next(filter(others.get, others), ""):
+        raise PlanError(f"--hosts names the nodes, and {named} does so, too; leave one out")
     if nodes != "job":
         if Path(nodes).is_file():
             return replace(typed, fanout=via, hostfile=nodes)
@@ -166,6 +169,7 @@ def _find_hosts(typed: Typed, environ: Mapping[str, str]) -> Typed:
     if pbs.read_lines(environ):
         return replace(typed, fanout=via, nodefile=True)
     raise PlanError("--hosts job: this is no SLURM or PBS job; name the nodes, or start it in one")
+
 
 def choose_fanout(typed: Typed, environ: Mapping[str, str]) -> str:
     """Return how the nodes are reached; `auto` looks at where this is."""

@@ -74,9 +74,8 @@ class Record:
     exit_code: int | None = None
     step: int = -1  # the newest; -1: unknown
     saved_step: int = -1
+    first_step: float | None = None  # when the newest start had done it
     restarts: tuple[Restart, ...] = ()  # of all starts
-    lost_s: Mapping[str, float] = field(default_factory=dict)  # by kind; of the newest start
-    goodput: float | None = None  # its share of time that was training
 
     @property
     def is_over(self) -> bool:
@@ -287,6 +286,7 @@ class LiveRecord:
             git_commit=_git_commit(),
             step=-1,
             saved_step=-1,
+            first_step=None,
             **({"launcher": launcher} if launcher else {}),
             **_start(folder, "running"),
             **fields,

@@ -28,6 +28,7 @@ from launcher.failure_block import find_kept
 from launcher.plan.typed import Typed
 from launcher.processes import ranks_of
 from launcher.record.run_json import ASKED, SHOWN, Record, read
+from launcher.text import count
 from launcher.wire import limits
 
 TAIL_BYTES = 8192  # of a file, to find its last line
@@ -133,6 +134,19 @@ def progress(run: Run) -> str:
     return ""
 
 
+def goodput(record: Record, now: float) -> str:
+    """Return what share of the newest start's time was training, and what the rest went into."""
+    started, end = record.started or now, record.ended or now
+    restarts = [one for one in record.restarts if one.failed >= started]
+    losses = {"start": record.first_step - started} if record.first_step else {}
+    for one in restarts:
+        lost_s = one.lost_s or end - one.failed  # it has not caught up
+        losses[one.fault] = losses.get(one.fault, 0.0) + lost_s
+    share = max(0.0, 1 - sum(losses.values()) / max(end - started, 1e-9))
+    lost = ", ".join(f"{seconds:.1f} s {kind}" for kind, seconds in losses.items())
+    return f"goodput  {100 * share:.0f} %: {count(len(restarts), 'restart')}, {lost}"
+
+
 def _last_line(file: Path) -> str:
     """Return the last line with text on it, as far as the end of the file holds one."""
     with file.open("rb") as opened:
@@ -177,6 +191,8 @@ def print_status(log_dir: Path, run_ids: Sequence[str], program: str) -> int:
     if runs:
         print(describe(runs))
         for run in runs if run_ids else ():
+            if run.record.restarts:
+                print(goodput(run.record, time.time()))
             if run.cause:
                 print(find_kept(run.folder))
             elif ranks := {} if run.record.is_over else ranks_of(run.id):

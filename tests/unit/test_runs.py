@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from distributed.errors import REFUSED, Refused
 from launcher.plan.typed import Typed
 from launcher.processes import ranks_of, start_ticks
 from launcher.record import run_json, runs
+from launcher.record.restart import Restart
 from launcher.record.run_ids import free_run_id
 from launcher.record.run_json import (
     LauncherProcess,
@@ -54,6 +56,24 @@ def write(log_dir: Path, run_id: str, **fields: Any) -> None:
 
 def launcher_of(process: int, *, host: str = HERE, older_by: int = 0) -> LauncherProcess:
     return LauncherProcess(process, LauncherProcess.of(process).birth - older_by, host)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, "goodput  73 %: 2 restarts, 10.0 s start, 17.0 s rank-killed"),
+        ({"ended": None}, "goodput  36 %: 2 restarts, 10.0 s start, 117.0 s rank-killed"),
+        ({"first_step": None}, "goodput  83 %: 2 restarts, 17.0 s rank-killed"),
+        ({"restarts": ()}, "goodput  90 %: 0 restarts, 10.0 s start"),
+    ],
+)
+def test_goodput(changes: dict[str, Any], line: str) -> None:
+    earlier, first, second = (
+        Restart(number, "rank-killed", "", "", 7, 5, failed, lost_s=lost_s)
+        for number, failed, lost_s in ((1, 900.0, 9.0), (1, 1020.0, 12.0), (2, 1095.0, 0.0))
+    )
+    record = Record(started=1000, ended=1100, first_step=1010, restarts=(earlier, first, second))
+    assert runs.goodput(replace(record, **changes), 1200.0) == line
 
 
 def status(log_dir: Path, *run_ids: str) -> int:
