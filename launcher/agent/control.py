@@ -1,18 +1,16 @@
 """The control stream: how a launcher on another machine holds a node's part of a run (no torch).
 
-Such a launcher sets two variables for the guardian:
+A launcher sets two variables for the guardian:
 
-    LAUNCH_CONTROL=1        stdin is the control stream. The guardian takes it and removes the
-                            variable, so that a run nested within this one keeps its own stdin.
+    LAUNCH_START={json}     a Launched. The guardian removes it: a run nested within this one has
+                            its own stdin.
     LAUNCH_TOKEN=<token>    begins messages to the launcher, `<token> {json}` on stdout: one tells
                             how the run ended, and the launcher prints the failure block.
                             The variable stays, for it marks every process of the run.
 
-LAUNCH_CONTROL=step says that srun started the guardian: there is no control stream. The message
-comes in short lines then, for srun mixes long ones.
-
-On the stream comes an empty line as a beat, and the name of a signal to pass on. Its end, or
-silence, means that the launcher is gone: that ends the run on this node.
+In a step of a SLURM job there is no control stream, and a message comes in short lines, for srun
+mixes long ones. On the stream comes an empty line as a beat, and the name of a signal to pass on.
+Its end, or silence, means that the launcher is gone: that ends the run on this node.
 """
 
 from __future__ import annotations
@@ -32,10 +30,29 @@ from distributed.stop_signals import QUERY, STOP_SIGNALS
 from launcher import processes
 from launcher.failure_block import Outcome, print_outcome
 from launcher.own_time import OwnTime
-from launcher.typed_json import Kinds, in_pieces
+from launcher.typed_json import Kinds, encode, in_pieces, parse
 from launcher.wire import limits
 
+VARIABLE = "LAUNCH_START"
 _BY_NAME = {signum.name.encode(): signum for signum in (*STOP_SIGNALS, QUERY)}
+
+
+@dataclass(frozen=True)
+class Launched:
+    """How the guardian was started; by default by hand."""
+
+    control: str = ""  # "stdin": the control stream; "step": srun started it, and there is none
+    has_janitor: bool = False
+    record: str = ""  # the run folder where the guardian is noted
+
+    def variable(self) -> dict[str, str]:
+        return {VARIABLE: encode(self)}
+
+    @classmethod
+    def take(cls) -> Launched:
+        """Return what the launcher has left, and remove it."""
+        text = os.environ.pop(VARIABLE, "")
+        return parse(cls, text) if text else cls()
 
 
 @dataclass(frozen=True)
@@ -105,20 +122,24 @@ def _end(kill_agent: Callable[[], None]) -> None:
     kill_agent()
 
 
-def take_control() -> Control | None:
-    """Take the control stream away from stdin, if a launcher elsewhere started this process."""
-    control = os.environ.pop("LAUNCH_CONTROL", None)
-    if not control:
+def take_control(launched: Launched) -> Control | None:
+    """Return the way to a launcher elsewhere, if one started this process."""
+    if not launched.control:
         return None
-    if control == "step":
+    if launched.control == "step":
         token = f"{os.environ['LAUNCH_TOKEN']} {os.environ['SLURM_NODEID']}"
         print(token, flush=True)  # from now on a part that tells no end was killed
         return Control(None, token)
+    return take_stdin(os.environ["LAUNCH_TOKEN"])
+
+
+def take_stdin(token: str) -> Control:
+    """Take the control stream away from stdin."""
     fd = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    return Control(fd, os.environ["LAUNCH_TOKEN"])
+    return Control(fd, token)
 
 
 def report_outcome(

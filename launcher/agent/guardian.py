@@ -29,7 +29,13 @@ from typing import NoReturn
 from distributed.stop_signals import ADDED, NOTICE, QUERY, STOP_SIGNALS, handled_signals
 from launcher import own_time, processes, typed_json
 from launcher.agent.command_line import find_option, read_for_torch
-from launcher.agent.control import Control, follow_client, report_outcome, take_control
+from launcher.agent.control import (
+    Control,
+    Launched,
+    follow_client,
+    report_outcome,
+    take_control,
+)
 from launcher.agent.link import AgentNote, GuardianLink, close
 from launcher.failure import Failure, count_memory_kills, explain, signal_name
 from launcher.failure_block import Outcome
@@ -49,6 +55,10 @@ class Agent:
     notes: socket.socket  # where it notes what it runs
     words: int  # the file for its last words
     node_rank: int
+    control: Control | None = None
+    handled: Sequence[signal.Signals] = ()  # to pass on to it
+    client: int = 0  # podman's process, whose container this is in
+    recorded: str = ""  # the run folder where this process is noted
     passed_on: list[int] = field(default_factory=list)  # the signals sent to it
 
     def send(self, signum: int) -> None:
@@ -82,26 +92,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     mend_streams()
     leave_outer_run(os.environ)
-    recorded = os.environ.pop("RUN_RECORD", "")  # the run folder where this process is noted
-    client = int(os.environ.pop("LAUNCH_CLIENT", "0"))  # that podman's container belongs to
+    launched = Launched.take()
+    return guard(fork_agent(arguments, take_control(launched), launched))
+
+
+def fork_agent(arguments: Sequence[str], control: Control | None, launched: Launched) -> Agent:
+    """Fork the agent, which never returns; returns what this process, now its guardian, guards."""
+    client = int(os.environ.pop("LAUNCH_CLIENT", "0"))
     handled = _handled(arguments)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, QUERY, *processes.WAKING})
-    control = take_control()
-    janitors = start_janitor() if os.environ.pop("LAUNCH_JANITOR", "") else (None, None)
+    janitors = start_janitor() if launched.has_janitor else (None, None)
     processes.adopt_orphans()
     ours, theirs = socket.socketpair()
     me, words = os.getpid(), processes.anonymous_file("words")
-    agent = os.fork()
-    if agent != 0:
+    if (pid := os.fork()) != 0:
         theirs.close()
         close(janitors[1])
-        with ours:
-            guarded = Agent(agent, ours, words, _node_rank(arguments))
-            code = _guard(guarded, handled, control, client)
-        if recorded:  # the run may have ended before it began
-            run_json.note_end(Path(recorded), code)
-        return code
+        node_rank = _node_rank(arguments)
+        return Agent(pid, ours, words, node_rank, control, handled, client, launched.record)
     ours.close()
     close(janitors[0])
     close(control.fd if control else None)
@@ -113,22 +122,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if QUERY not in handled:
         signal.signal(QUERY, lambda *_: None)  # until there are ranks
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*handled, QUERY, *processes.WAKING})
+    sys.exit(_run_agent(arguments, GuardianLink(theirs, control, janitors[1], words), me))
+
+
+def _run_agent(arguments: Sequence[str], link: GuardianLink, guardian: int) -> int:
+    """Import torch and run the agent, in its own process; returns its exit code."""
     if os.environ.get("ENGINE") == "torch.distributed.launch":
-        with _importing(words):
+        with _importing(link.words):
             from torch.distributed.launch import launch, parse_args  # its ranks, its report
         launch(read_for_torch(parse_args, arguments))  # type: ignore[no-untyped-call]
         return 0
     given = set(os.environ)
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch alone is enough
-    with _importing(words):
+    with _importing(link.words):
         from launcher.agent.agent import run_agent  # imports torch
     for name in os.environ.keys() - given:  # what the import adds is not for the ranks
         del os.environ[name]
     try:
-        return run_agent(list(arguments), GuardianLink(theirs, control, janitors[1], words))
+        return run_agent(list(arguments), link)
     except Exception:
-        if os.getppid() == me:  # not in a rank
-            os.pwrite(words, traceback.format_exc().encode(), len(HAS_TORCH))
+        if os.getppid() == guardian:  # not in a rank
+            os.pwrite(link.words, traceback.format_exc().encode(), len(HAS_TORCH))
             os._exit(1)
         raise
 
@@ -212,16 +226,14 @@ def _wait_and_clean(guardian: int, agent: int, token: str) -> NoReturn:
     os._exit(0)
 
 
-def _guard(
-    agent: Agent, handled: Sequence[signal.Signals], control: Control | None, client: int
-) -> int:
+def guard(agent: Agent) -> int:
     """Wait for the agent's end, then end what is left below; returns the agent's exit code."""
     memory_kills = count_memory_kills()
-    if control is not None:
-        control.follow(agent.kill)
-    if client:
-        follow_client(client, agent.kill)
-    status = _await_end(agent, handled)
+    if agent.control is not None:
+        agent.control.follow(agent.kill)
+    if agent.client:
+        follow_client(agent.client, agent.kill)
+    status = _await_end(agent)
     left = processes.end_descendants()
     code = processes.exit_code(status)
     has_torch, words = _show_last_words(agent.words)
@@ -233,11 +245,14 @@ def _guard(
         is_asked = os.WTERMSIG(status) in agent.passed_on
         is_out_of_memory = count_memory_kills() > memory_kills
         death = Death(code, is_asked, is_out_of_memory, has_torch, words)
-        _report_death(death, note, control, left=len(left))
+        _report_death(death, note, agent.control, left=len(left))
+    agent.notes.close()
+    if agent.recorded:  # the run may have ended before it began
+        run_json.note_end(Path(agent.recorded), code)
     return code
 
 
-def _await_end(agent: Agent, handled: Sequence[signal.Signals]) -> int:
+def _await_end(agent: Agent) -> int:
     """Pass signals on until the agent has ended; returns its status.
 
     Signals are blocked and taken one by one: a handler could run within another.
@@ -246,8 +261,8 @@ def _await_end(agent: Agent, handled: Sequence[signal.Signals]) -> int:
     grace_s = float(os.environ.get("GRACE") or limits.GRACE_S)
     while (status := dict(processes.reap()).get(agent.pid)) is None:
         wait_s = min(kill_at - own_time.now(), limits.BEAT_S)
-        came = processes.await_signal({*handled, QUERY}, wait_s)
-        if came == QUERY and QUERY not in handled:
+        came = processes.await_signal({*agent.handled, QUERY}, wait_s)
+        if came == QUERY and QUERY not in agent.handled:
             agent.ask()
         elif came is not None:
             agent.send(came)

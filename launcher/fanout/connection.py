@@ -235,7 +235,9 @@ def write_opening(plan: Plan, added: Mapping[str, str], environ: Mapping[str, st
     variables = {name: environ[name] for name in forwarded} | {**added}
     token = shlex.quote(added["LAUNCH_TOKEN"])
     exports = shlex.join(f"{name}={value}" for name, value in variables.items())
-    far_side = shlex.join(plan.inside(plan.module_command(FAR_SIDE)))
+    shown = [plan.run_id, *[word for word in plan.words if word[:1] != "-"][:1]]  # by ps
+    shown = [] if plan.fanout == "pdsh" else ["--rdzv-id", *shown]  # its own process shows it
+    far_side = shlex.join(plan.inside([*plan.module_command(FAR_SIDE), *shown]))
     return f"""\
 set -- ${{SSH_CONNECTION:-}}
 printf '%s {{"hello":{{"address":"%s"}}}}\\n' {token} "${{3:-}}"

@@ -67,7 +67,7 @@ class PdshFanout(Fanout):
         words = self.plan.inside(self.plan.module_command(FAR_SIDE))
         if "LD_LIBRARY_PATH" in self.plan.forwarded:  # some Python's own library is there
             words = ["env", f"LD_LIBRARY_PATH={os.environ['LD_LIBRARY_PATH']}", *words]
-        return f"exec {shlex.join(words).replace('%', '%%')} {self.socket}.%n"
+        return f"exec {shlex.join(words).replace('%', '%%')} --pdsh {self.socket}.%n"
 
     def note(self, one: Connection) -> None:
         super().note(one)

@@ -20,6 +20,7 @@ from distributed.errors import REFUSED, Refused
 from distributed.job import job_id
 from distributed.stop_signals import NOTICE, handled_signals
 from launcher import handshake, processes
+from launcher.agent.control import Launched
 from launcher.fanout.step import run_step, start
 from launcher.fanout.swap import find_ill, leave_out
 from launcher.plan.plan import Plan, PlanError, print_plan, shell_line
@@ -80,7 +81,7 @@ def secret_variables(environ: Mapping[str, str], *, has_agents: bool) -> dict[st
     """
     variables = {"RUN_SECRET": handshake.new_secret()}
     if has_agents:
-        variables |= {"LAUNCH_CONTROL": "step", "LAUNCH_TOKEN": os.urandom(16).hex()}
+        variables |= {**Launched("step").variable(), "LAUNCH_TOKEN": os.urandom(16).hex()}
     exported = (environ.get("SLURM_EXPORT_ENV") or "ALL").split(",")
     if "ALL" not in exported:
         named = [word for word in exported if word not in ("NONE", "NIL")]

@@ -14,6 +14,7 @@ import pytest
 from agents import PATIENCE_S, Run, kill_what_is_left
 
 from launcher import processes
+from launcher.agent.control import Launched
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +61,10 @@ def start_run(folder: Path, *through: str, **environment: str) -> Run:
     """Start two ranks as launcher/fanout/local.py does, and wait until they are ready."""
     script = folder / "program.py"
     script.write_text(FORKS_TWICE)
-    janitor = {"LAUNCH_TOKEN": f"{random.randbytes(8).hex()}", "LAUNCH_JANITOR": "1"}
+    janitor = {
+        "LAUNCH_TOKEN": f"{random.randbytes(8).hex()}",
+        **Launched(has_janitor=True).variable(),
+    }
     arguments = ["--nproc-per-node", "2", str(script)]
     run = Run(arguments, None, through, **janitor, **environment)
     run.wait_for("ready 0", "ready 1")

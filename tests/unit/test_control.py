@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from agents import PROGRAM, Run, kill_what_is_left
 
+from launcher.agent.control import Launched
 from launcher.agent.guardian import Agent, Death, _report_death
 from launcher.agent.link import AgentNote
 from launcher.failure_block import Outcome
@@ -27,7 +28,8 @@ class Launcher:
 
     def __init__(self, arguments: list[str], **environment: str) -> None:
         theirs, self.stream = os.pipe()
-        self.run = Run(arguments, theirs, LAUNCH_CONTROL="1", LAUNCH_TOKEN=TOKEN, **environment)
+        held = Launched("stdin").variable()
+        self.run = Run(arguments, theirs, **held, LAUNCH_TOKEN=TOKEN, **environment)
         os.close(theirs)
         self._is_closed = threading.Event()
         threading.Thread(target=self._beat, daemon=True).start()

@@ -18,6 +18,7 @@ from agents import AGENT, PATIENCE_S, ROOT, Run, kill_what_is_left, rarely
 from job_tools import make_tool
 
 from launcher import processes
+from launcher.agent.control import Launched
 from launcher.record import run_json
 from launcher.record.run_ids import free_run_id, next_run_id
 from launcher.record.run_json import LauncherProcess, Record
@@ -125,7 +126,7 @@ def test_a_launcher_elsewhere_names_itself(start: Start) -> None:
     run_json.update(Path("logs/r1"), launcher=LauncherProcess(1, 2, "elsewhere"))
     Path("go on").touch()
     reader, writer = os.pipe()
-    run = start("0", stdin=reader, LAUNCH_CONTROL="1", LAUNCH_TOKEN="t")
+    run = start("0", stdin=reader, LAUNCH_TOKEN="t", **Launched("stdin").variable())
     run.finish()
     os.close(reader)
     os.close(writer)
@@ -141,7 +142,11 @@ def test_a_run_that_is_refused_has_ended(start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         options = ["--master-port", str(server.getsockname()[1]), "--log-dir", "logs"]
         command = [sys.executable, "-c", code, *AGENT, *options, "--rdzv-id", "r1", "steps.py"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "RUN_RECORD": "logs/r1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            **Launched(record="logs/r1").variable(),
+        }
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (done.returncode, "[port-in-use]" in done.stderr) == (3, True)
     assert (read()["state"], read()["exit_code"]) == ("ended", 3)

@@ -62,9 +62,9 @@ def test_a_step_with_spares_outlives_a_node(plan: Plan) -> None:
         (None, None),
         ("ALL", None),
         ("ALL,MINE=1", None),
-        ("NONE", "PATH,HOME,RUN_SECRET,LAUNCH_CONTROL,LAUNCH_TOKEN"),
-        ("NIL", "PATH,HOME,RUN_SECRET,LAUNCH_CONTROL,LAUNCH_TOKEN"),
-        ("MINE=1,OTHER", "MINE=1,OTHER,PATH,HOME,RUN_SECRET,LAUNCH_CONTROL,LAUNCH_TOKEN"),
+        ("NONE", "PATH,HOME,RUN_SECRET,LAUNCH_START,LAUNCH_TOKEN"),
+        ("NIL", "PATH,HOME,RUN_SECRET,LAUNCH_START,LAUNCH_TOKEN"),
+        ("MINE=1,OTHER", "MINE=1,OTHER,PATH,HOME,RUN_SECRET,LAUNCH_START,LAUNCH_TOKEN"),
     ],
 )
 def test_srun_forwards_the_secret_whatever_sbatch_exports(

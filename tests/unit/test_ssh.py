@@ -1,6 +1,6 @@
 """Launches over ssh and pdsh, where a bash on this machine stands for ssh.
 
-The launcher, node.py and pdsh are the real ones; the agent is a script of a few lines.
+The launcher, its far side and pdsh are the real ones; the agent is a script of a few lines.
 """
 
 from __future__ import annotations
@@ -40,8 +40,22 @@ if [[ -e $FAKE_NODES/$host && $command == *"bash -s" ]]; then exec bash "$FAKE_N
 exec bash -c "$command"
 """
 PYTHON = f"""#!/usr/bin/env bash
-if [[ $1 == */agent.py ]]; then exec {sys.executable} "$FAKE_NODES/agent.py" "$@"; fi
+case "$*" in
+  *" launcher.fanout.far_side "*) [[ $* == *" --pdsh "* ]] || exec {sys.executable} "$0.py" "$@" ;;
+  *"/agent.py "*) exec {sys.executable} "$FAKE_NODES/agent.py" "$@" ;;
+esac
 exec {sys.executable} "$@"
+"""
+FAR_SIDE = f"""import os, subprocess, sys
+sys.path[:0] = [{str(ROOT)!r}]
+from launcher.fanout import far_side
+from launcher.processes import shell_code
+fork = lambda words, control, launched: (words, control)
+def guard(agent):
+    command = [sys.executable, os.environ["FAKE_NODES"] + "/agent.py", *agent[0]]
+    return shell_code(subprocess.call(command, stdin=agent[1].fd))
+far_side.fork_agent, far_side.guard = fork, guard
+sys.exit(far_side.main(sys.argv[3:]))
 """
 LIE = """
 mapfile -t -n 3 opening
@@ -74,6 +88,7 @@ class Nodes:
             each.mkdir()
         self.add(tools / "ssh", SSH)
         self.add(tools / "python", PYTHON)
+        (tools / "python.py").write_text(FAR_SIDE)
         (folder / "own.py").touch()
         self.environ = {
             "PATH": f"{tools}:{os.environ['PATH']}",
