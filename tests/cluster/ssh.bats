@@ -404,8 +404,9 @@ shows_ranks() { # <output>
   [[ $(tail -n 1 full.out) == "ended      code 0; nothing is left running on 2 nodes" ]]
 }
 
+# After the preflight, the process that ssh has started forks the agent.
 is_started() { # <run id>
-  ! is_gone "$1"
+  grep -q '^logs ' "$1.out" && (($(on node1 pgrep -c -f "rdzv-id $1 ") == 2))
 }
 
 @test "test_distributed.sh verifies several nodes together" {
@@ -579,8 +580,8 @@ PY
 
 STARTED="agent.py|far_side" # by srun or ssh: the supervisor of a node agent, and its fork
 
-has_agent() { # <host>
-  (($(on "$1" pgrep -c -f "$STARTED") == 2))
+has_agent() { # <output of the launcher>
+  grep -q '^logs ' "$1" && (($(on node2 pgrep -c -f "$STARTED") == 2))
 }
 
 @test "a node agent killed before it has checked in is named, over ssh and under SLURM" {
@@ -604,7 +605,7 @@ END
     # shellcheck disable=SC2086 # words
     timeout 300 "$CLUSTER" run login $start -- idle >"$name.out" 2>&1 3>&- &
     PID=$!
-    eventually has_agent node2
+    eventually has_agent "$name.out"
     sleep 2 # it imports torch, or waits for node1
     on node2 kill -KILL "$(on node2 pgrep -n -f "$STARTED")"
     end_of "$PID"
