@@ -7,7 +7,6 @@ import select
 import selectors
 import stat
 import time
-from collections.abc import Sequence
 
 from launcher.screen import Screen
 
@@ -93,11 +92,6 @@ class Terminal(Screen):
         """Leave the event loop."""
         if self.fd in self._selector.get_map():
             self._selector.unregister(self.fd)
-
-
-def is_line_open(terminals: Sequence[Terminal]) -> bool:
-    """Whether what is printed now would continue a line of a rank."""
-    return any(terminal.open_by is not None for terminal in terminals)
 
 
 def _open_again(fd: int) -> int:
