@@ -35,11 +35,11 @@ from launcher.agent.nodes.protocol import (
 )
 from launcher.agent.notice import Notice
 from launcher.agent.output.stream import Stream
-from launcher.agent.output.terminal import Terminal
 from launcher.agent.query import Query
 from launcher.agent.snapshots.memory import Snapshots
 from launcher.agent.verdict import Facts, NodeEnd, Verdict
 from launcher.failure import Failure
+from launcher.terminal import Terminal
 from launcher.wire import limits
 
 
@@ -107,7 +107,7 @@ class Attempt:
         reached = verdict.reach_verdict(self.facts, saved_step=saved_step, left=len(left))
         self.ranks.end_streams(self.facts, reached.outcome.failure)
         for terminal in terminals:
-            terminal.detach(limits.DRAIN_S)
+            terminal.drain(limits.DRAIN_S)
         self.selector.close()
         return reached
 
@@ -125,7 +125,7 @@ class Attempt:
         for stream in self.ranks.streams():
             self._listen_to(stream.fd, partial(self._on_output, stream))
         for terminal in terminals:
-            terminal.attach(self.selector)
+            terminal.open_by = None  # what came after the attempt before has begun a line
 
     def _listen_to(self, source: Any, handle: Callable[[], object]) -> None:
         self.selector.register(source, selectors.EVENT_READ, handle)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 
@@ -10,10 +9,10 @@ from torch.distributed.elastic.multiprocessing import Std
 
 from launcher.agent.assignment import Assignment
 from launcher.agent.output.stream import NodeLog, Stream, open_stream, say
-from launcher.agent.output.terminal import Terminal
 from launcher.agent.torchrun_arguments import Arguments
 from launcher.record.run_json import RunFolder, writing_to
 from launcher.screen import are_one_file
+from launcher.terminal import open_again
 
 STREAMS = {"stdout": Std.OUT, "stderr": Std.ERR}
 
@@ -23,8 +22,8 @@ class Outputs:
 
     def __init__(self, args: Arguments, folder: RunFolder | None) -> None:
         self._args = args
-        out = Terminal(1)
-        self.terminals = out, out if are_one_file(1, 2) else Terminal(2)
+        out = open_again(1)
+        self.terminals = out, out if are_one_file(1, 2) else open_again(2)
         self._log = NodeLog(folder.node_log if folder else None)
         self._files = folder.path if folder else None  # for streams with files of their own
 
@@ -64,11 +63,10 @@ class Outputs:
 
     def say(self, text: str) -> None:
         """Print a line of the agent's own below what the ranks have shown."""
-        print(end="\n" if self.is_line_open else "", file=sys.stderr)
-        say(text)
+        self.terminals[1].write(f"node agent: {text}\n".encode())
 
     def close(self) -> None:
         """In a rank, close what was opened here."""
         self._log.close()
         for terminal in {*self.terminals}:
-            terminal.close()
+            terminal.let_go()
