@@ -136,7 +136,7 @@ class NodeAgent:
         while True:
             attempt = self._begin_attempt(signals)
             facts = attempt.facts
-            verdict = self._find_parts(facts, attempt.watch(self.outputs.terminals))
+            verdict = self._find_parts(facts, attempt.watch(self.outputs))
             if not self._go_on(facts, verdict):
                 break
         is_told = facts.verdict is not None
@@ -281,6 +281,7 @@ class NodeAgent:
     def _tell(self, message: Lineup | Done) -> None:
         """Tell a launcher elsewhere, if there is one."""
         if (control := self.guardian.control) is not None:
+            self.outputs.drain()  # a message begins a line
             tell(message, control, is_line_open=self.outputs.is_line_open)
 
     # --- the end ------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from launcher.agent.torchrun_arguments import Arguments
 from launcher.record.run_json import RunFolder, writing_to
 from launcher.screen import are_one_file
 from launcher.terminal import open_again
+from launcher.wire import limits
 
 STREAMS = {"stdout": Std.OUT, "stderr": Std.ERR}
 
@@ -23,7 +24,7 @@ class Outputs:
     def __init__(self, args: Arguments, folder: RunFolder | None) -> None:
         self._args = args
         out = open_again(1)
-        self.terminals = out, out if are_one_file(1, 2) else open_again(2)
+        self._terminals = out, out if are_one_file(1, 2) else open_again(2)
         self._log = NodeLog(folder.node_log if folder else None)
         self._files = folder.path if folder else None  # for streams with files of their own
 
@@ -33,7 +34,8 @@ class Outputs:
         shown = args.shown_ranks(part.first_rank, has_log=self._log.path is not None)
         is_alone = len(shown) == 1 and not args.has_labels
         redirected, teed = args.redirected[local_rank], args.teed[local_rank]
-        for terminal, (name, one) in zip(self.terminals, STREAMS.items(), strict=True):
+        for terminal, (name, one) in zip(self._terminals, STREAMS.items(), strict=True):
+            terminal.open_by = None  # what came after the attempt before has begun a line
             is_shown = local_rank in shown and one not in redirected & ~teed
             writer, stream = open_stream(
                 number,
@@ -59,14 +61,19 @@ class Outputs:
     @property
     def is_line_open(self) -> bool:
         """Whether what is printed now would continue a line of a rank."""
-        return any(terminal.open_by is not None for terminal in self.terminals)
+        return any(terminal.open_by is not None for terminal in self._terminals)
 
     def say(self, text: str) -> None:
         """Print a line of the agent's own below what the ranks have shown."""
-        self.terminals[1].write(f"node agent: {text}\n".encode())
+        self._terminals[1].write(f"node agent: {text}\n".encode())
+
+    def drain(self) -> None:
+        """Wait until all output is written, for DRAIN_S at most."""
+        for terminal in self._terminals:
+            terminal.drain(limits.DRAIN_S)
 
     def close(self) -> None:
         """In a rank, close what was opened here."""
         self._log.close()
-        for terminal in {*self.terminals}:
+        for terminal in {*self._terminals}:
             terminal.let_go()
