@@ -1,4 +1,4 @@
-"""Snapshots: a run's newest state in memory that outlives the ranks; see snapshot_memory.py."""
+"""Snapshots: a run's newest state in memory that outlives the ranks; see memory.py."""
 
 from __future__ import annotations
 

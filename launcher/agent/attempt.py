@@ -34,8 +34,8 @@ from launcher.agent.nodes.protocol import (
     StopRequest,
 )
 from launcher.agent.notice import Notice
+from launcher.agent.output.outputs import Outputs
 from launcher.agent.output.stream import Stream
-from launcher.agent.output.terminal import Terminal
 from launcher.agent.query import Query
 from launcher.agent.snapshots.memory import Snapshots
 from launcher.agent.verdict import Facts, NodeEnd, Verdict
@@ -72,13 +72,13 @@ class Attempt:
 
     # --- the event loop -------------------------------------------------------------------------
 
-    def watch(self, terminals: Sequence[Terminal]) -> Verdict:
+    def watch(self, outputs: Outputs) -> Verdict:
         """Handle events until every rank here has ended and all nodes agree on how."""
         wake, waker = socket.socketpair()
         waker.setblocking(False)
         signal.set_wakeup_fd(waker.fileno())
         self._listen_to(wake, lambda: wake.recv(4096))
-        self._listen_to_all(terminals)
+        self._listen_to_all()
         processes.outlive_parent()  # the loop sees the guardian's death, and ends more than itself
         beat = Deadline()
         beat.set_within(0.0)
@@ -106,12 +106,11 @@ class Attempt:
         left = processes.end_descendants(term_s=limits.RANK_TERM_S)
         reached = verdict.reach_verdict(self.facts, saved_step=saved_step, left=len(left))
         self.ranks.end_streams(self.facts, reached.outcome.failure)
-        for terminal in terminals:
-            terminal.detach(limits.DRAIN_S)
+        outputs.drain()
         self.selector.close()
         return reached
 
-    def _listen_to_all(self, terminals: Sequence[Terminal]) -> None:
+    def _listen_to_all(self) -> None:
         signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes the loop
         for signum in handled_signals():
             signal.signal(signum, self._on_signal)
@@ -124,8 +123,6 @@ class Attempt:
             self._listen_to(peer.socket, partial(self._on_peer, node, peer))
         for stream in self.ranks.streams():
             self._listen_to(stream.fd, partial(self._on_output, stream))
-        for terminal in terminals:
-            terminal.attach(self.selector)
 
     def _listen_to(self, source: Any, handle: Callable[[], object]) -> None:
         self.selector.register(source, selectors.EVENT_READ, handle)

@@ -27,7 +27,6 @@ FAILURE = Failure(
     local_rank=1,
     step=57,
 )
-NONE = (-1, -1)
 
 
 class Beating:
@@ -69,7 +68,7 @@ class Beating:
 )
 def test_what_no_restart_can_cure(change: dict[str, object], why: str) -> None:
     failure = replace(FAILURE, **change)  # type: ignore[arg-type]
-    assert Restarts(3, None).why_not(failure, Heartbeats(1), NONE, -1) == why
+    assert Restarts(3, Heartbeats(1)).why_not(failure, -1) == why
 
 
 @pytest.mark.parametrize(
@@ -87,25 +86,28 @@ def test_what_no_restart_can_cure(change: dict[str, object], why: str) -> None:
 def test_the_same_step_twice_with_the_same_cause_ends_the_run(
     fault: str, step: int, is_loop: bool
 ) -> None:
-    restarts, beats = Restarts(9, None), Heartbeats(1)
+    restarts = Restarts(9, Heartbeats(1))
     failure = replace(FAILURE, fault=fault, step=57 if step >= 0 else -1)
-    restarts.note(failure, beats, -1)
-    told = restarts.why_not(replace(failure, step=step), beats, NONE, -1)
+    restarts.note(failure, -1)
+    told = restarts.why_not(replace(failure, step=step), -1)
     loop = f"step {step} failed twice with the same cause: there is no other restart"
     assert told == (loop if is_loop else "")
-    assert restarts.why_not(replace(failure, step=step, cause="another"), beats, NONE, -1) == ""
+    assert restarts.why_not(replace(failure, step=step, cause="another"), -1) == ""
 
 
 @pytest.mark.parametrize(("is_counted", "is_last"), [(False, True), (True, False)])
 def test_a_restart_that_gained_nothing_is_the_last(
     tmp_path: Path, is_counted: bool, is_last: bool
 ) -> None:
-    beats = Beating(tmp_path, is_counted=is_counted).reach(57)
-    restarts, before = Restarts(9, None), beats.reached()
-    assert restarts.why_not(FAILURE, beats, before, -1) == ""
-    restarts.note(FAILURE, beats, -1)
+    rank = Beating(tmp_path, is_counted=is_counted)
+    restarts = Restarts(9, rank.reach(57))
+    assert restarts.why_not(FAILURE, -1) == ""
+    restarts.note(FAILURE, -1)
+    restarts.begin_attempt()
+    rank.start()
+    rank.reach(57)
     other = replace(FAILURE, cause="another")
-    told = restarts.why_not(other, beats, before, -1)
+    told = restarts.why_not(other, -1)
     assert told == ("restart 1 gained no step: there is no other" if is_last else "")
 
 
@@ -136,23 +138,25 @@ def test_a_restart_is_one_line_with_its_cost(
 )
 def test_a_newer_snapshot_saves_steps(tmp_path: Path, held: int, told: str) -> None:
     beats = Beating(tmp_path).reach(57, saved=50)
-    assert Restarts(3, None).note(FAILURE, beats, held).endswith(told)
+    assert Restarts(3, beats).note(FAILURE, held).endswith(told)
 
 
 def test_kills_from_outside_count_only_against_max_restarts(tmp_path: Path) -> None:
     beats = Beating(tmp_path).reach(57, saved=50)
-    restarts, killed = Restarts(9, None), replace(FAILURE, fault="rank-killed")
+    restarts, killed = Restarts(9, beats), replace(FAILURE, fault="rank-killed")
     for _ in range(5):
-        assert restarts.why_not(killed, beats, beats.reached(), -1) == ""
-        restarts.note(killed, beats, -1)
+        restarts.begin_attempt()
+        assert restarts.why_not(killed, -1) == ""
+        restarts.note(killed, -1)
 
 
 def test_a_newer_snapshot_is_a_gain(tmp_path: Path) -> None:
     beats = Beating(tmp_path).reach(57, saved=50)
-    restarts, other = Restarts(9, None), replace(FAILURE, cause="another")
-    restarts.note(FAILURE, beats, 55)
-    assert restarts.why_not(other, beats, beats.reached(), 57) == ""
-    told = restarts.why_not(other, beats, beats.reached(), 55)
+    restarts, other = Restarts(9, beats), replace(FAILURE, cause="another")
+    restarts.note(FAILURE, 55)
+    restarts.begin_attempt()
+    assert restarts.why_not(other, 57) == ""
+    told = restarts.why_not(other, 55)
     assert told == "restart 1 gained no step: there is no other"
 
 
@@ -166,39 +170,41 @@ def test_what_a_restart_from_memory_reaches_counts(tmp_path: Path) -> None:
 
 
 def test_a_restart_says_who_took_over_and_what_node_rank_0_knows(tmp_path: Path) -> None:
-    rank, restarts = Beating(tmp_path), Restarts(3, earlier=1)
-    rank.reach(57, saved=50)
+    beats = Beating(tmp_path).reach(57, saved=50)
     gone = replace(FAILURE, fault="agent-killed", cause="its node agent is gone", rank=-1, step=-1)
-    told = restarts.note(
-        gone, rank.beats, -1, lost=["node2"], replaced=["node5 takes node2's place"]
-    )
+    restarts = Restarts(3, beats, earlier=1)
+    told = restarts.note(gone, -1, lost=["node2"], replaced=["node5 takes node2's place"])
     text = "restart 2 of 3 after node agent 1 (node2): its node agent is gone"
     assert told == f"{text}; node5 takes node2's place; from step 50, 7 steps lost"
     assert restarts.all[0].lost == ("node2",)
-    other = Restarts(3).note(gone, Heartbeats(1), -1, lost=["node2"])  # of another node rank 0
+    other = Restarts(3, Heartbeats(1)).note(gone, -1, lost=["node2"])  # of another node rank 0
     assert other == text.replace("2 of 3", "1 of 3")
 
 
 def test_a_loss_lasts_until_the_step_is_done_again(tmp_path: Path) -> None:
-    rank, restarts = Beating(tmp_path), Restarts(3)
-    restarts.look(rank.beats)
+    rank = Beating(tmp_path)
+    restarts = Restarts(3, rank.beats)
+    restarts.look()
     assert not restarts.has_begun
-    restarts.look(rank.reach(0))
+    rank.reach(0)
+    restarts.look()
     assert restarts.has_begun
     rank.reach(57, saved=50)
-    restarts.note(replace(FAILURE, time=time.time() - 20), rank.beats, -1)
+    restarts.note(replace(FAILURE, time=time.time() - 20), -1)
     rank.beats.clear()
-    restarts.look(rank.reach(56))
+    rank.reach(56)
+    restarts.look()
     assert not restarts.all[0].lost_s
-    restarts.look(rank.reach(57))
+    rank.reach(57)
+    restarts.look()
     assert restarts.all[0].lost_s == pytest.approx(20, abs=1)
 
 
 def test_the_next_failure_ends_a_loss(tmp_path: Path) -> None:
     beats, now = Beating(tmp_path).reach(57, saved=50), time.time()
-    restarts = Restarts(9, None)
+    restarts = Restarts(9, beats)
     for ago in (30, 20, 10):
-        restarts.note(replace(FAILURE, time=now - ago), beats, -1)
+        restarts.note(replace(FAILURE, time=now - ago), -1)
     assert [one.lost_s for one in restarts.all] == pytest.approx([10, 10, 0], abs=1)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import selectors
 import subprocess
 import time
 from pathlib import Path
@@ -13,10 +12,10 @@ from agents import PATIENCE_S, ROOT, rarely
 
 from launcher.agent.node_ranks import Heartbeats, NodeRanks, Rank
 from launcher.agent.output.stream import NodeLog, open_stream
-from launcher.agent.output.terminal import Terminal
 from launcher.agent.output.tracebacks import HeldTraceback
 from launcher.agent.verdict import Facts, is_consequence
 from launcher.failure import Failure
+from launcher.terminal import open_again
 from launcher.wire import limits
 
 TRACEBACK = b"Traceback (most recent call last):\n  File x, line 1\nValueError: y\n"
@@ -55,8 +54,7 @@ class OneRank:
     def __init__(self, log: NodeLog) -> None:
         self.reader, writer = os.pipe()
         os.set_blocking(self.reader, False)
-        self.terminal = Terminal(writer)
-        self.terminal.attach(selectors.DefaultSelector())
+        self.terminal = open_again(writer)
         self.rank, self.stream = open_stream(0, log, self.terminal, is_alone=True)
 
     def write(self, data: bytes) -> bytes:
@@ -66,7 +64,7 @@ class OneRank:
         return self.shown()
 
     def shown(self) -> bytes:
-        self.terminal.detach(1.0)
+        self.terminal.drain(1.0)
         try:
             return os.read(self.reader, 65536)
         except BlockingIOError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train.py": {"training", "distributed"},
     "scripts": {"launcher"},
 }
-OPTIONAL = {"matplotlib", "safetensors"}  # for a picture of links, for export to such a file
+OPTIONAL = {"safetensors"}  # for export to such a file
 WINGS = {"launcher", "distributed", "training", "train", "scripts"}
 
 
@@ -49,6 +50,25 @@ def guarded(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Try):
             caught = [ast.unparse(one.type) for one in node.handlers if one.type]
             yield from imported(ast.Module(node.body, [])) if "ImportError" in caught else ()
+
+
+def modules_imported(name: str) -> set[str]:
+    """Return the modules of ours that a file imports anywhere, also only for types."""
+    known = {one.removesuffix(".py").replace("/", ".") for one in modules()}
+    package, found = name.split("/")[:-1], set()
+    for node in ast.walk(ast.parse((ROOT / name).read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parents = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *filter(None, [node.module])])
+            found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+    return found & known
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    graph = {one.removesuffix(".py").replace("/", "."): modules_imported(one) for one in modules()}
+    assert [*graphlib.TopologicalSorter(graph).static_order()]  # raises CycleError with the circle
 
 
 UNPICKLE = re.compile(r"\w+_object(_list)?|loads?_pickle|unpickle|Unpickler")

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from launcher.agent.output import noise
-from launcher.agent.output.terminal import Terminal
 from launcher.agent.output.tracebacks import HeldTraceback
 from launcher.screen import Screen, View
+from launcher.terminal import Terminal
 from launcher.text import short_host_name
 from launcher.wire import limits
 
@@ -282,7 +282,7 @@ def open_stream(
     Where it `is_alone`, the terminal shows no other rank. With a label, each line there begins with
     the rank; it then has no terminal of its own.
     """
-    is_tty = terminal is not None and terminal.is_tty and not has_label
+    is_tty = terminal is not None and terminal.isatty() and not has_label
     if terminal is not None and is_tty:
         reader, writer = pty.openpty()
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The node agent's memory for its ranks' snapshots: distributed/snapshot.py lays it out.
+"""The node agent's memory for its ranks' snapshots (laid out in distributed/checkpoint/memory.py).
 
 A copy of rank 0's newest is on another node, and outlives that of its own node. It goes over the
 agents' link, in pieces between which there is time for everything else.
