@@ -83,7 +83,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         is_ours=is_ours,
         passed=typed.passed,
         config="" if config == "-" else config,
-        cpu_nproc=int(typed.cpu_nproc or 1),
+        cpu_nproc=typed.cpu_nproc,
         port=_read_port(typed, environ, is_by_hand=fanout == "local" and world.num_nodes > 1),
         backend=environ.get("BACKEND") or "auto",
         engine=engine,

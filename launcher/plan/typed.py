@@ -1,21 +1,23 @@
-"""What was typed, as scripts/lib/launch.sh hands it over."""
+"""What was typed, by name: launcher/cli/arguments.py reads it."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+
+class UsageError(ValueError):
+    """The command line cannot mean anything: `cause; cure`."""
 
 
 @dataclass(frozen=True)
 class Typed:
-    """What an entry script hands over: what was typed, by name."""
+    """One command line, with what follows from the name of its command."""
 
     fanout: str  # a module of launcher/fanout/, auto (what this place allows), or another task:
-    # check (the config), submit, status, stop, stacks
+    # check (the config), submit, status, stop, stacks, help, version
     program: str = "start.py"  # the script
     directory: str = ""  # where it was typed, by the name that the shell has for it
     python: str = sys.executable
@@ -23,12 +25,13 @@ class Typed:
     transcript: bool = False  # keep what the terminal shows
     config: str | None = None
     nproc: str | None = None
-    cpu_nproc: str | None = None  # where there is no GPU
+    cpu_nproc: int = 1  # where there is no GPU
     nnodes: str | None = None
     node_rank: str | None = None
     master: str | None = None
     port: str | None = None
     log_level: str | None = None
+    show: str | None = None  # the ranks whose output is shown
     hostfile: str | None = None
     hosts: str | None = None  # of launch.sh: node names, a file of them, or job
     via: str | None = None  # how it reaches them
@@ -47,7 +50,6 @@ class Typed:
     like_torchrun: bool = False  # what followed is a script with its arguments
     as_module: bool = False  # it is a module
     as_command: bool = False  # it is any program
-    standalone: bool = False
     default_config: bool = False  # train.py of this project may do without `config`
     nodefile: bool = False  # the nodes are those of the PBS job
     use_env: bool = False
@@ -62,25 +64,3 @@ class Typed:
     @property
     def here(self) -> Path:
         return Path(self.directory or Path.cwd())
-
-
-def parse(arguments: Sequence[str]) -> Typed:
-    """Read FANOUT [--name=value | --flag]... -- REST, as scripts/lib/launch.sh writes it.
-
-    In a task of a job array, its number takes the place of {task} in settings.
-    """
-    end = arguments.index("--")
-    values: dict[str, Any] = {"fanout": arguments[0], "rest": tuple(arguments[end + 1 :])}
-    defaults = {field.name: field.default for field in fields(Typed)}
-    for word in arguments[1:end]:
-        name, equals, value = word.removeprefix("--").partition("=")
-        name = name.replace("-", "_")
-        if defaults[name] == ():
-            values[name] = (*values.get(name, ()), value)
-        else:
-            values[name] = value if equals else True
-    if task := os.environ.get("SLURM_ARRAY_TASK_ID") or os.environ.get("PBS_ARRAY_INDEX"):
-        filled = {word: word.replace("{task}", task) for word in values.get("setting", ())}
-        values["setting"] = tuple(filled.values())
-        values["typed"] = tuple(filled.get(word, word) for word in values.get("typed", ()))
-    return Typed(**values)

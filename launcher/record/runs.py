@@ -1,9 +1,5 @@
 """--status, --stop and --stacks: list the runs of the log directory, stop one, see where it is.
 
-    python scripts/lib/start.py status --program=NAME -- [RUN...]
-    python scripts/lib/start.py stop --program=NAME [--dry-run] -- RUN
-    python scripts/lib/start.py stacks --program=NAME -- RUN
-
 A run is stopped through its launcher: the process that run.json names, on the host that it names.
 Where its ranks are, node rank 0's agent is asked by a file in the run's folder.
 """

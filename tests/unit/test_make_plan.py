@@ -15,7 +15,7 @@ from launcher.plan.check_config import check_config
 from launcher.plan.hosts import read_hostfile
 from launcher.plan.make_plan import choose_run_id, make_plan
 from launcher.plan.plan import Batch, Plan, PlanError
-from launcher.plan.typed import Typed, parse
+from launcher.plan.typed import Typed
 from launcher.record.run_json import note_start, this_start
 
 
@@ -264,22 +264,6 @@ def test_a_task_of_the_users_own_is_among_the_compared_files(folder: Path) -> No
     assert plan.task_file == "mine.py"
     assert plan.request().words[-1] == plan.task_file
     assert plan.run_variables()["LAUNCH_TASK_FILE"] == plan.task_file
-
-
-def test_arguments_of_the_entry_scripts() -> None:
-    words = ["ssh", "--program=x.sh", "--typed=x.sh", "--typed=--", "--node=n1", "--node=n2"]
-    words += ["--master=", "--cpu-nproc=2", "--setting=a=b=c", "--dry-run", "--", "--strict", "--"]
-    assert parse(words) == Typed(
-        fanout="ssh",
-        program="x.sh",
-        typed=("x.sh", "--"),
-        node=("n1", "n2"),
-        master="",
-        cpu_nproc="2",
-        setting=("a=b=c",),
-        dry_run=True,
-        rest=("--strict", "--"),
-    )
 
 
 @pytest.mark.parametrize(
