@@ -19,6 +19,7 @@ from launcher.plan.typed import Typed, UsageError
 
 ROOT = Path(__file__).parents[2]
 _SETTING = re.compile(r"[A-Za-z_+~][A-Za-z0-9_.+-]*=")
+_SAME = ("program", "directory", "python", "staged", "site")  # in a Call and in Typed
 _COPIES = ("slurm_script", ".SC")  # of a batch script: how SLURM and PBS name theirs
 
 
@@ -43,17 +44,12 @@ def parse(call: Call, words: Sequence[str], environ: Mapping[str, str] = os.envi
     """
     command = COMMANDS[call.command]
     is_scheduled = command.is_batch or environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID")
-    start: Values = {
-        **{"fanout": command.fanout, "program": call.program, "directory": call.directory},
-        **{"python": call.python, "staged": call.staged, "site": call.site},
-        **{"activated": tuple(call.activated.split()), "usage": read_usage(call.file)},
-        **command.fixed,
-    }
+    start = {name: getattr(call, name) for name in _SAME} | {"fanout": command.fanout}
+    start |= {"activated": tuple(call.activated.split()), "usage": read_usage(call.file)}
+    start |= command.fixed
     values = _Reader(command, start, is_scheduled=bool(is_scheduled)).read(words)
-    if values["fanout"] not in TASKS.values():
-        _add_variables(command, values, environ)
-        if command.finish:
-            command.finish(values, environ)
+    if command.finish and values["fanout"] not in TASKS.values():
+        command.finish(values, environ)
     _name_batch_script(values, call.file)
     typed = [call.script, *words]
     if task := environ.get("SLURM_ARRAY_TASK_ID") or environ.get("PBS_ARRAY_INDEX"):
@@ -66,19 +62,10 @@ def parse(call: Call, words: Sequence[str], environ: Mapping[str, str] = os.envi
 def read_usage(file: str) -> str:
     """Return the usage line of a script's header; empty if the script cannot be read."""
     try:
-        found = re.search(r"^# usage: (.*)$", Path(file).read_text(), re.MULTILINE)
+        found = re.search(r"^# usage: (.*)$", Path(file).read_text(errors="replace"), re.MULTILINE)
     except OSError:
         return ""
     return found[1] if found else ""
-
-
-def _add_variables(command: Command, values: Values, environ: Mapping[str, str]) -> None:
-    """Take what was not typed from PET_NNODES and the like, as torchrun does."""
-    for name, option in command.options.items() if command.prefix else ():
-        variable = command.prefix + name.removeprefix("--").replace("-", "_").upper()
-        is_own = name.startswith("--") and option.has_value and option.field != "passed"
-        if is_own and environ.get(variable):
-            values.setdefault(option.field, environ[variable])
 
 
 def _name_batch_script(values: Values, file: str) -> None:
@@ -146,7 +133,7 @@ class _Reader:
             self._take_task(name, [] if value is None else [value])
             return
         option = self.options[name]
-        if option.field == "detach":
+        if option.field == "is_detached":
             self._refuse_scheduled(name)
         if not option.has_value and value is not None:
             raise UsageError(f"option {name} takes no value; {self.see}")
@@ -166,12 +153,12 @@ class _Reader:
             value = text if equals else None
         else:
             name, value = word[:2], word[2:].removeprefix("=") or None  # -r3
-        known = {*self.options, *TASKS}
-        spelt = name if name in known else name.replace("_", "-")
+        spelt = name.replace("_", "-")
         longer = [one for one in self.command.options if spelt[2:] and one.startswith(spelt)]
-        if spelt not in known and len(longer) != 1:
-            raise UsageError(self._unknown(name if word.startswith("--") else word, longer))
-        return (spelt if spelt in known else longer[0]), value
+        found = [spelt] if spelt in self.options or spelt in TASKS else longer
+        if len(found) != 1:
+            raise UsageError(self._unknown(name if word.startswith("--") else word, found))
+        return found[0], value
 
     def _unknown(self, word: str, longer: Sequence[str]) -> str:
         """Return the message for an option that there is not, or that several begin with."""
@@ -191,14 +178,14 @@ class _Reader:
         is_about_runs = task not in ("help", "version")
         if task in ("status", "stop"):
             self._refuse_scheduled(option)
-        given = [f"--{name}" for name in ("strict", "detach") if self.values.get(name)]
+        given = [one for one in ("--strict", "--detach") if self.values.get(COMMON[one].field)]
         others = [*given, *(one for one in words if one.startswith("-") and one != "--dry-run")]
         if is_about_runs and others:
             raise UsageError(f"{others[0]} does not go with {option}; give the names of runs")
         names = ("program", "directory", "python", "usage")
         self.values = {name: self.values[name] for name in names} | {
             "fanout": task,
-            "dry_run": "--dry-run" in words or self.values.get("dry_run", False),
+            "is_dry_run": "--dry-run" in words or self.values.get("is_dry_run", False),
             "rest": tuple(one for one in words if one != "--dry-run"),
         }
 

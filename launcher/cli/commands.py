@@ -35,15 +35,27 @@ class Command:
     options: Mapping[str, Option] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)  # more fields of Typed
     finish: Callable[[Values, Mapping[str, str]], None] | None = None  # from what was typed
-    prefix: str = ""  # of variables with the values of options that were not typed
     is_batch: bool = False  # a scheduler holds its runs
 
 
-def _passed(names: str, *, has_value: bool = True) -> dict[str, Option]:
-    return {name: Option("passed", has_value) for name in names.split()}
+def _options(names: str, target: str = "", *, has_value: bool = True) -> dict[str, Option]:
+    """Return options by name, written as `--name` or as `--name=field`."""
+    options = {}
+    for name, _, own in (word.partition("=") for word in names.split()):
+        options[name] = Option(target or own or name[2:].replace("-", "_"), has_value)
+    return options
 
 
 # --- what a command makes of its own arguments --------------------------------------------------
+
+
+def _complete_launch(values: Values, environ: Mapping[str, str]) -> None:
+    """Take what was not typed from PET_NNODES and the like, as torchrun does."""
+    for name, option in _TORCHRUN.items():
+        value = environ.get(f"PET_{name[2:].replace('-', '_').upper()}")
+        if value and option.has_value and option.field != "passed":
+            values.setdefault(option.field, value)
+    read_like_torchrun(values, environ)
 
 
 def _need_master(values: Values, _environ: Mapping[str, str]) -> None:
@@ -88,10 +100,8 @@ def _pass_to_test(values: Values, _environ: Mapping[str, str]) -> None:
 # --- the table ----------------------------------------------------------------------------------
 
 COMMON = {
-    "--dry-run": Option("dry_run", has_value=False),
-    "--strict": Option("strict", has_value=False),
-    "--detach": Option("detach", has_value=False),
-    "--show": Option("show"),
+    **_options("--dry-run=is_dry_run --strict=is_strict --detach=is_detached", has_value=False),
+    **_options("--show"),
 }
 TASKS = {  # in place of a run
     **{"-h": "help", "--help": "help", "--version": "version"},
@@ -100,41 +110,35 @@ TASKS = {  # in place of a run
 _CONFIG = {"default_config": True}
 _SELFTEST = {"module": "distributed.selftest", "cpu_nproc": 2}
 _NODES = ("config", "nproc", "node")
-_HOSTFILE = {"-f": Option("hostfile")}
+_HOSTFILE = _options("-f=hostfile")
 _TORCHRUN = {
-    "--nproc-per-node": Option("nproc"),
-    "--nnodes": Option("nnodes"),
-    "--node-rank": Option("node_rank"),
-    "--master-addr": Option("master"),
-    "--master-port": Option("port"),
-    "--standalone": Option("standalone", has_value=False),
-    "--rdzv-backend": Option("rdzv_backend"),
-    "--rdzv-endpoint": Option("rdzv_endpoint"),
-    "--rdzv-id": Option("run_id"),
-    "--max-restarts": Option("max_restarts"),
-    "--log-dir": Option("log_dir"),
-    "--hosts": Option("hosts"),
-    "--via": Option("via"),
-    "-m": Option("as_module", has_value=False),
-    "--module": Option("as_module", has_value=False),
-    "--no-python": Option("as_command", has_value=False),
-    **_passed(
+    **_options(
+        "--nproc-per-node=nproc --nnodes --node-rank --master-addr=master --master-port=port"
+        " --rdzv-backend --rdzv-endpoint --rdzv-id=run_id --max-restarts --log-dir --hosts --via"
+    ),
+    **_options(
+        "--standalone -m=as_module --module=as_module --no-python=as_command", has_value=False
+    ),
+    **_options(
         "--rdzv-conf --monitor-interval --start-method --event-log-handler --role -r --redirects"
         " -t --tee --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters"
-        " --local-addr --logs-specs --numa-binding --signals-to-handle --shutdown-timeout"
+        " --local-addr --logs-specs --numa-binding --signals-to-handle --shutdown-timeout",
+        "passed",
     ),
-    **_passed("--run-path --virtual-local-rank", has_value=False),
+    **_options("--run-path --virtual-local-rank", "passed", has_value=False),
 }
-_RUN_DDP = {
-    **{"-n": Option("nproc"), "--num-gpus": Option("nproc")},
-    **{"-c": Option("config"), "--config": Option("config")},
-    **{"--config-path": Option("config_path"), "--config-name": Option("config_name")},
-    **{"-l": Option("log_level"), "--log-level": Option("log_level")},
-}
-_SBATCH = _passed(
-    "--begin --comment --constraint --deadline --exclude --licenses --mail-type --mail-user"
-    " --reservation --switches --tmp --wckey"
+_RUN_DDP = _options(
+    "-n=nproc --num-gpus=nproc -c=config --config --config-path --config-name"
+    " -l=log_level --log-level"
 )
+_SUBMIT = {
+    **_options("--wait", has_value=False),
+    **_options(
+        "--begin --comment --constraint --deadline --exclude --licenses --mail-type --mail-user"
+        " --reservation --switches --tmp --wckey",
+        "passed",
+    ),
+}
 
 
 def _slurm(name: str) -> Command:
@@ -148,8 +152,7 @@ COMMANDS = {
         ("program",),
         _TORCHRUN,
         {"like_torchrun": True, "batch_script": "scripts/launch.sh"},
-        read_like_torchrun,
-        prefix="PET_",
+        _complete_launch,
     ),
     "launch_singlenode": Command("local", ("config", "nproc")),
     "launch_torchrun_auto": Command("ssh", _NODES, _HOSTFILE),
@@ -161,7 +164,7 @@ COMMANDS = {
     "launch_multinode": Command(
         "ssh",
         _NODES,
-        {**_HOSTFILE, "--use-env": Option("use_env", has_value=False)},
+        {**_HOSTFILE, **_options("--use-env", has_value=False)},
         {"engine": "torch.distributed.launch"},
     ),
     "launch_pdsh_multinode": Command("pdsh", _NODES, _HOSTFILE),
@@ -169,13 +172,11 @@ COMMANDS = {
     "cluster_train": Command(
         "local",
         ("config", "nnodes", "node_rank", "master", "port"),
-        fixed={**_CONFIG, "health_check": True, "transcript": True},
+        fixed={**_CONFIG, "has_health_check": True, "has_transcript": True},
     ),
     "slurm_train": _slurm("slurm_train.sh"),
     "slurm_train_single_node": _slurm("slurm_train_single_node.sh"),
-    "submit_with_config": Command(
-        "submit", (), {"--wait": Option("wait", has_value=False), **_SBATCH}, is_batch=True
-    ),
+    "submit_with_config": Command("submit", (), _SUBMIT, is_batch=True),
     "pbs_train": Command(
         "ssh",
         ("config",),
@@ -188,8 +189,8 @@ COMMANDS = {
         ("nproc", "node"),
         {
             **_HOSTFILE,
-            **_passed("--quick", has_value=False),
-            **{"--test": Option("test"), "--json": Option("json")},
+            **_options("--test --json"),
+            **_options("--quick", "passed", has_value=False),
         },
         _SELFTEST,
         _pass_to_test,

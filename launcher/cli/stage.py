@@ -26,7 +26,7 @@ def stage(
     be a login node, and no node of the run. Raises UsageError where STAGE_ENV cannot mean a folder.
     """
     place = environ.get("STAGE_ENV")
-    if not place or typed.staged or typed.dry_run or typed.fanout not in _FANOUTS:
+    if not place or typed.staged or typed.is_dry_run or typed.fanout not in _FANOUTS:
         return typed
     folder = Path("/dev/shm" if place == "1" else place)
     is_missing = typed.fanout == "local" and not folder.is_dir()  # another machine may have it

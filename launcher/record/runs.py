@@ -175,7 +175,7 @@ def main(typed: Typed, environ: Mapping[str, str] = os.environ) -> int:
         run = find(log_dir, typed.rest[0])
         if typed.fanout == "stacks":
             return show_stacks(run, typed.program)
-        return stop(run, typed.program, is_dry_run=typed.dry_run)
+        return stop(run, typed.program, is_dry_run=typed.is_dry_run)
     except (ValueError, OSError) as error:
         print(f"{typed.program}: {error}", file=sys.stderr)
         return BAD_INPUT if isinstance(error, ValueError) else REFUSED

@@ -47,8 +47,9 @@ refuse() { # <fault of TROUBLESHOOTING.md> <"cause; cure">
 
 # Starts a command of launcher/cli/commands.py; does not return.
 run_command() { # <command> <word...>
-  local name script=${LAUNCH_AS:-$0}       # a command that pip has installed has its own name
-  [[ $script == */* ]] || script=./$script # bash launch.sh
+  local name
+  local script=${LAUNCH_AS:-$0} # a command that pip has installed has its own name
+  [[ $script == */* ]] || script=./$script
   unset LAUNCH_AS
   answer "${2:-}" print_usage
   pwd -P &>/dev/null || die 2 "the working directory has been removed; cd to one that exists"
@@ -61,6 +62,11 @@ run_command() { # <command> <word...>
   choose_python
   exec "$PYTHON" "$ROOT/scripts/lib/start.py" "$1" "$PROGRAM" "$SUBMITTED" "$PWD" "${INSIDE:-$PYTHON}" '' \
     "$SITE_ROW" "${ACTIVATED[*]}" "$script" "${@:2}"
+}
+
+# What an edited copy of an older batch script calls.
+parse_arguments() {
+  die 2 "this is a copy of an older script; copy the new one, and edit it again"
 }
 
 # Runs a module that is no launcher, in any folder and beside any package; does not return.

@@ -1,4 +1,4 @@
-"""Read a command line and start a run: launch.sh becomes this. Our own modules are found in any working directory."""
+"""What launch.sh becomes. Our own modules are found in any working directory."""
 
 import signal
 import sys

@@ -139,15 +139,15 @@ def test_the_agent_knows_which_options_of_launch_have_a_value() -> None:
         ("launch_singlenode", ["is=file"], {"config": "is=file"}),
         (
             *("launch_singlenode", ["c", "--dry-run", "--", "--dry-run", "a=b", "--"]),
-            {"config": "c", "dry_run": True, "rest": ("--dry-run", "a=b", "--")},
+            {"config": "c", "is_dry_run": True, "rest": ("--dry-run", "a=b", "--")},
         ),
         (
             "launch_singlenode",
             ["--dry_run", "--strict", "c"],
-            {"config": "c"} | {"strict": True, "dry_run": True},
+            {"config": "c"} | {"is_strict": True, "is_dry_run": True},
         ),
         ("launch_singlenode", ["--show", "all"], {"show": "all"}),
-        ("launch_singlenode", ["--show=0", "--detach"], {"show": "0", "detach": True}),
+        ("launch_singlenode", ["--show=0", "--detach"], {"show": "0", "is_detached": True}),
         (
             *("launch_torchrun_auto", ["c", "2", "n1", "a=b", "n2:3", "-f", "file"]),
             {"config": "c", "nproc": "2", "node": ("n1", "n2:3")}
@@ -325,7 +325,7 @@ def test_a_task_of_an_array_has_its_number_in_its_settings(name: str) -> None:
 )
 def test_questions_about_runs(words: list[str], expected: tuple[object, ...]) -> None:
     typed = parse(call_of("launch_singlenode"), words, {})
-    assert (typed.fanout, typed.rest, typed.dry_run) == expected
+    assert (typed.fanout, typed.rest, typed.is_dry_run) == expected
 
 
 @pytest.mark.parametrize(
