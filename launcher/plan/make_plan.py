@@ -71,37 +71,25 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     as_set = raw if typed.like_torchrun else environ  # the user's script reads them, too
     return Plan(
         **vars(world),
-        program=typed.program,
+        **typed.choices(),
         fanout=fanout,
         command=command_line(typed, environ, fanout),
         root=ROOT,
-        python=typed.python,
         directory=ROOT if typed.module else typed.here,
         log_dir=log_dir,
         run_id=choose_run_id(typed, environ, log_dir, is_namer=is_namer),
         words=words,
         is_ours=is_ours,
-        passed=typed.passed,
         config="" if config == "-" else config,
-        cpu_nproc=int(typed.cpu_nproc or 1),
         port=_read_port(typed, environ, is_by_hand=fanout == "local" and world.num_nodes > 1),
         backend=environ.get("BACKEND") or "auto",
         engine=engine,
-        use_env=typed.use_env,
         max_restarts=max_restarts,
         grace_s=grace_s,
         variables={name: as_set[name] for name in _PASSED_ON if environ.get(name)},
-        activated=typed.activated,
-        staged=typed.staged,
         container=_read_container(typed, environ, fanout, (log_dir, config, *words)),
-        site=typed.site,
-        is_dry_run=typed.dry_run,
-        is_strict=typed.strict,
-        is_detached=typed.detach,
         has_checks=not environ.get("SKIP_PREFLIGHT"),
         preflight_s=read_number("PREFLIGHT_SECONDS", wait, 5, 3600),
-        has_health_check=typed.health_check,
-        has_transcript=typed.transcript,
     )
 
 
@@ -174,7 +162,7 @@ def _find_hosts(typed: Typed, environ: Mapping[str, str]) -> Typed:
 def choose_fanout(typed: Typed, environ: Mapping[str, str]) -> str:
     """Return how the nodes are reached; `auto` looks at where this is."""
     job = "PBS_JOBID" if typed.nodefile else "SLURM_JOB_ID"
-    if typed.batch_script and typed.dry_run and not environ.get(job):
+    if typed.batch_script and typed.is_dry_run and not environ.get(job):
         return "job_command"
     if typed.fanout in ("local", "auto") and (typed.node or typed.hostfile):
         return "ssh"
@@ -241,10 +229,10 @@ def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> World:
     """Return this machine's node rank where every node starts itself: under srun, or by hand."""
     given = {"NUM_NODES": typed.nnodes, "NODE_RANK": typed.node_rank, "MASTER_ADDR": typed.master}
     slurm.refuse_many_tasks(environ)
-    if typed.health_check or (typed.like_torchrun and typed.nnodes != "1"):
+    if typed.has_health_check or (typed.like_torchrun and typed.nnodes != "1"):
         if step := slurm.read_step(environ, given):  # srun has started this on each node
             return step
-        if typed.health_check:
+        if typed.has_health_check:
             slurm.refuse_many_nodes(environ, typed.program)
     nnodes = "1" if typed.nnodes is None else typed.nnodes
     num_nodes = read_number("the number of nodes", nnodes, 1, 100_000)
@@ -282,9 +270,9 @@ def choose_run_id(
     """Return RUN_ID, else node rank 0's choice: after --rdzv-id, the launch in this job, or new."""
     run_id, name, job = environ.get("RUN_ID"), plain_run_id(typed.run_id or ""), job_run_id(environ)
     if not run_id and is_namer and name:
-        run_id = free_run_id(log_dir, name, takes=not typed.dry_run)
+        run_id = free_run_id(log_dir, name, takes=not typed.is_dry_run)
     elif not run_id and is_namer:
-        takes = not typed.dry_run
+        takes = not typed.is_dry_run
         run_id = next_run_id(log_dir, job, takes=takes) if job else new_run_id()
     return check_run_id(run_id) if run_id else ""
 

@@ -1,9 +1,5 @@
 """--status, --stop and --stacks: list the runs of the log directory, stop one, see where it is.
 
-    python scripts/lib/start.py status --program=NAME -- [RUN...]
-    python scripts/lib/start.py stop --program=NAME [--dry-run] -- RUN
-    python scripts/lib/start.py stacks --program=NAME -- RUN
-
 A run is stopped through its launcher: the process that run.json names, on the host that it names.
 Where its ranks are, node rank 0's agent is asked by a file in the run's folder.
 """
@@ -179,7 +175,7 @@ def main(typed: Typed, environ: Mapping[str, str] = os.environ) -> int:
         run = find(log_dir, typed.rest[0])
         if typed.fanout == "stacks":
             return show_stacks(run, typed.program)
-        return stop(run, typed.program, is_dry_run=typed.dry_run)
+        return stop(run, typed.program, is_dry_run=typed.is_dry_run)
     except (ValueError, OSError) as error:
         print(f"{typed.program}: {error}", file=sys.stderr)
         return BAD_INPUT if isinstance(error, ValueError) else REFUSED

@@ -1,4 +1,4 @@
-"""Start a run: what launch.sh hands over to. Our own modules are found in any working directory."""
+"""What launch.sh becomes. Our own modules are found in any working directory."""
 
 import signal
 import sys
@@ -22,7 +22,7 @@ if __name__ == "__main__":
     if sys.argv[1] in TOOLS:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     try:
-        module = import_module(sys.argv[1] if is_named else "launcher.start")
+        module = import_module(sys.argv[1] if is_named else "launcher.cli.main")
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

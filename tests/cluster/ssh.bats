@@ -68,7 +68,7 @@ is_gone() { # <run id>
 }
 
 launcher_of() { # <its last argument>
-  on login pgrep -o -f "/start.py (ssh|pdsh) .* $1$"
+  on login pgrep -o -f "/start.py launch_.* $1$"
 }
 
 # The process that is to die.
@@ -217,7 +217,7 @@ TABLE
     for ((number = 0; number < ${TIMES:-1}; number++)); do
       start "$signal-$number" config/local3.yaml 1 "${HOSTS[@]}" "${LONG[@]}"
       sleep "0.$((RANDOM % 10))" # the random moment itself
-      on login kill "-$signal" "$(on login pgrep -o -f "/start.py ssh ")"
+      on login kill "-$signal" "$(on login pgrep -o -f "/start.py launch_")"
       end_of "$PID"
       cat "$signal-$number.out"
       ((CODE == 75))
@@ -448,14 +448,14 @@ is_started() { # <run id>
     eventually grep -q '^\[0\] met' "logs/$end/launcher_login.log"
   done
   on node2 kill -KILL "$(find_victim fails node2 rank)"
-  on login kill -KILL "$(on login pgrep -o -f '/start.py pdsh .* killed$')"
+  on login kill -KILL "$(on login pgrep -o -f '/start.py launch_pdsh_.* killed$')"
   eventually is_gone fails
   eventually is_gone killed
   eventually detached_as fails "ended, code 137"
   eventually detached_as killed "(killed|ended, code 1(37|43))"
   grep -q '^FAILED   rank 1 (local rank 0, node2)' logs/fails/launcher_login.log
   eventually is_empty tmp
-  run ! on login pgrep -f "/start.py pdsh|exec bash -s"
+  run ! on login pgrep -f "/start.py launch_pdsh_|exec bash -s"
 }
 
 detached_as() { # <run id> <state>

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from agents import PATIENCE_S
 
+from launcher.cli.commands import COMMANDS
 from launcher.explain.kinds import Kind
 from launcher.explain.rules import RULES, UNKNOWN, match
 from training.settings import KNOWN, Settings
@@ -191,7 +192,9 @@ def test_every_flag_named_is_a_flag() -> None:
 
 def test_every_flag_of_the_scripts_is_in_the_launch_guide() -> None:
     shown = code_of(LAUNCH_GUIDE)
-    flags = re.findall(r"\[\"(-[\w-]+)\"\]", BASH) + re.findall(r"^  (--[a-z-]+) ", HELP, re.M)
+    options = [one for command in COMMANDS.values() for one in command.options.items()]
+    flags = [name for name, option in options if option.field != "passed"]
+    flags += re.findall(r"^  (--[a-z-]+) ", HELP, re.M)
     flags += re.findall(
         r"add_argument\(\"(-[\w-]+)\"", (ROOT / "training/arguments.py").read_text()
     )

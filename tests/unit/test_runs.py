@@ -82,7 +82,7 @@ def status(log_dir: Path, *run_ids: str) -> int:
 
 
 def stop(log_dir: Path, *run_ids: str, is_dry_run: bool = False) -> int:
-    typed = Typed("stop", program="launch.sh", rest=run_ids, dry_run=is_dry_run)
+    typed = Typed("stop", program="launch.sh", rest=run_ids, is_dry_run=is_dry_run)
     return runs.main(typed, {"LOG_DIR": str(log_dir)})
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from captured import captured
@@ -19,6 +18,7 @@ from launcher import start
 from launcher.fanout import job_command
 from launcher.plan import make_plan, pbs, slurm
 from launcher.plan.plan import PlanError, World
+from launcher.plan.typed import Typed
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO = World(2, "node1", nproc=2, hosts="node[1-2]")
@@ -262,10 +262,9 @@ def test_a_copy_of_a_live_run_leaves_the_chain_of_that_run_alone(
     make_tool(tools / "scancel", f"touch {tmp_path}/told")
     for name, value in captured("batch-step", PATH=os.environ["PATH"], CHAIN="linked").items():
         monkeypatch.setenv(name, value)
-    typed = SimpleNamespace(fanout="srun", program="x.sh")
-    monkeypatch.setattr(start, "parse", lambda arguments: typed)
+    typed = Typed("srun", program="x.sh")
     monkeypatch.setattr(start, "make_plan", refuse)
-    assert start.main([]) == REFUSED
+    assert start.main(typed) == REFUSED
     assert (tmp_path / "told").exists() == is_cancelled
 
 

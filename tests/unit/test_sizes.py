@@ -18,12 +18,12 @@ ROOT = Path(__file__).resolve().parents[2]
 # Tokens. Planned, with 5 % of slack: launcher/ 76,000, the helper 9,000, checkpoint/ 10,000, the
 # training 20,000.
 WINGS = {
-    ("launcher",): 98_450,
+    ("launcher",): 101_900,
     ("distributed",): 11_500,
     ("distributed/checkpoint",): 9_500,
     ("training", "train.py"): 22_020,
 }
-SCRIPTS = 1218  # lines; planned: 900
+SCRIPTS = 911  # lines; planned: 900
 FILE, CLASS, FUNCTION = 350, 250, 60  # lines
 LONGER = {"train.py:train": 100}  # the training loop reads from top to bottom
 COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
