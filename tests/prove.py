@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import figures
-from attacks import prove_attacks
+from attacks import prove_attacks, prove_clean_up
 from conftest import isolate
 from deaths import prove_one_dies
 from hangs import prove_hangs
@@ -297,8 +297,21 @@ PARTS = {
         "slow links, nodes and ranks are named, healthy ones not",
         *(10, "alone"),
     ),
-    "kills": Part("One dies, all stop", "kill -9 of ranks, agents, launchers", 4, prove_one_dies),
-    "attacks": Part("Attacks", "ports, checkpoints, clean-up, inputs attacked", 7, prove_attacks),
+    "kills": Part(
+        "One dies, all stop",
+        "kill -9 of ranks, agents, launchers: all gone in 2 s",
+        4,
+        prove_one_dies,
+        "alone",
+    ),
+    "clean-up": Part(
+        "Clean-up",
+        "an agent or its guardian killed where the machine has limits: all gone in 2 s",
+        2,
+        prove_clean_up,
+        "alone",
+    ),
+    "attacks": Part("Attacks", "ports, checkpoints, inputs attacked", 7, prove_attacks),
     "saves": Part(
         "Killed while saving", "20 x TIMES kills of each format's saving", 5, prove_kills
     ),
