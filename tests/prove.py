@@ -254,9 +254,12 @@ def run_bats(files: str, tag: str, times: int) -> tuple[str, bool]:
 
 
 def run_tests(command: Sequence[str], variables: Mapping[str, str]) -> tuple[list[str], bool]:
-    """Run tests, showing what they say if any fails; Ctrl-C lets them clean up."""
+    """Run tests, showing what they say if any fails; Ctrl-C lets them clean up.
+
+    They try signals that nohup would have them ignore.
+    """
     with subprocess.Popen(
-        command,
+        ["env", "--default-signal=INT,QUIT,HUP", *command],
         stdin=subprocess.DEVNULL,  # a terminal stops what reads from it in the background
         stdout=subprocess.PIPE,
         text=True,
