@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import figures
-from attacks import prove_attacks
+from attacks import prove_attacks, prove_clean_up
 from conftest import isolate
 from deaths import prove_one_dies
 from hangs import prove_hangs
@@ -254,9 +254,12 @@ def run_bats(files: str, tag: str, times: int) -> tuple[str, bool]:
 
 
 def run_tests(command: Sequence[str], variables: Mapping[str, str]) -> tuple[list[str], bool]:
-    """Run tests, showing what they say if any fails; Ctrl-C lets them clean up."""
+    """Run tests, showing what they say if any fails; Ctrl-C lets them clean up.
+
+    They try signals that nohup would have them ignore.
+    """
     with subprocess.Popen(
-        command,
+        ["env", "--default-signal=INT,QUIT,HUP", *command],
         stdin=subprocess.DEVNULL,  # a terminal stops what reads from it in the background
         stdout=subprocess.PIPE,
         text=True,
@@ -297,8 +300,21 @@ PARTS = {
         "slow links, nodes and ranks are named, healthy ones not",
         *(10, "alone"),
     ),
-    "kills": Part("One dies, all stop", "kill -9 of ranks, agents, launchers", 4, prove_one_dies),
-    "attacks": Part("Attacks", "ports, checkpoints, clean-up, inputs attacked", 7, prove_attacks),
+    "kills": Part(
+        "One dies, all stop",
+        "kill -9 of ranks, agents, launchers: all gone in 2 s",
+        4,
+        prove_one_dies,
+        "alone",
+    ),
+    "clean-up": Part(
+        "Clean-up",
+        "an agent or its guardian killed where the machine has limits: all gone in 2 s",
+        2,
+        prove_clean_up,
+        "alone",
+    ),
+    "attacks": Part("Attacks", "ports, checkpoints, inputs attacked", 7, prove_attacks),
     "saves": Part(
         "Killed while saving", "20 x TIMES kills of each format's saving", 5, prove_kills
     ),
