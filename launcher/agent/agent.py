@@ -50,6 +50,7 @@ from launcher.preflight import must_match
 from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder
 from launcher.screen import are_one_file
 from launcher.wire import limits
+from launcher.wire.messages import NodeReport
 
 load_dynamo()  # here once, not in each rank
 TRAIN = str(Path(__file__).resolve().parents[2] / "train.py")
@@ -99,7 +100,7 @@ def check_in(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
             who = "a process on any of HOSTS" if args.access.addresses else "anyone who reaches it"
             where = f"port {args.master_port} of {args.master_addr}"
             say(f"warning: {who} can join this run at {where}; set RUN_SECRET [stranger]")
-    me = must_match.NodeReport(
+    me = NodeReport(
         node_rank=args.node_rank,
         num_nodes=agents,
         nproc=args.nproc,
@@ -190,7 +191,7 @@ class NodeAgent:
                 world_size=part.world_size,
                 grace=self.args.grace_s,
             )
-        if self.folder is not None and part.seats and part.attempt:  # a lost node may still write
+        if self.folder is not None and part.members and part.attempt:  # a lost node may still write
             self.error_files = self.folder.failures / f"attempt_{part.attempt}"
             self.error_files.mkdir(exist_ok=True)
         if meeting.lost is not None:

@@ -93,10 +93,10 @@ def _close_all(node: NodeAgent, *private: Stream | Terminal | Rank) -> None:
     node.log.close()
     if node.listener is not None:
         node.listener.close()
-    if node.meeting.door is not None:
-        node.meeting.door.close()
-    spares = node.meeting.team.spares if node.meeting.team is not None else {}
-    for peer in (*node.meeting.peers.values(), *spares.values()):
+    if node.meeting.failover is not None:
+        node.meeting.failover.close()
+    team = node.meeting.team
+    for peer in team.everyone() if team is not None else node.meeting.peers.values():
         peer.close()
     for one in private:
         one.close()

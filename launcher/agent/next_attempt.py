@@ -75,19 +75,19 @@ def _decide(
             parts = _restart(agent, team, first)
     team.tell(parts, verdict)
     if parts:
-        own, listener = parts[agent.args.place], agent.listener
+        own, listener = parts[agent.args.node_id], agent.listener
         agent.take_part(replace(agent.meeting, assignment=own, listener=listener, lost=None))
     return bool(parts)
 
 
 def _restart(agent: NodeAgent, team: Team, first: Failure) -> Mapping[int, Assignment]:
-    """Refill the team; returns all parts in the next attempt, by place.
+    """Refill the team; returns all assignments in the next attempt, by node id.
 
     The keys of the old store, and whoever is still on the way to it, would mislead the new ranks:
     they have a fresh one.
     """
     agent.store = None
-    lost = [team.seats[node_rank].host for node_rank in team.lost]
+    lost = [team.members[node_rank].host for node_rank in team.lost]
     told = team.refill() if lost else []
     agent.listener = checkin.listen(agent.args.master_addr, 0)
     port = agent.listener.getsockname()[1]
@@ -99,7 +99,7 @@ def _restart(agent: NodeAgent, team: Team, first: Failure) -> Mapping[int, Assig
     if told:
         tell_lineup(agent, number)
         if (record := agent.restarts.record) is not None:
-            own = parts[agent.args.place]
+            own = parts[agent.args.node_id]
             record.note(hosts=own.hosts, world_size=own.world_size)
     return parts
 
@@ -114,5 +114,5 @@ def tell_lineup(agent: NodeAgent, attempt: int) -> None:
     """Tell the launcher which nodes the run goes on with."""
     team, control = agent.meeting.team, agent.guardian.control
     if team is not None and control is not None:
-        lineup = Lineup(attempt, [seat.place for seat in team.seats], [*team.spares])
+        lineup = Lineup(attempt, [member.node_id for member in team.members], [*team.spares])
         tell(lineup, control, is_line_open=is_line_open(agent.terminals))
