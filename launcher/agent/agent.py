@@ -88,14 +88,17 @@ def check_in(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
     """Meet the other nodes' agents: settles the run id, the ranks and the hosts.
 
     Where no launcher has started all of them, nor tried the ways between them, they do so now,
-    unless the ranks may use another network. Raises Refused where the run cannot start.
+    unless the ranks may use another network. What a preflight has compared is not compared again.
+    Raises Refused where the run cannot start.
     """
     files: dict[str, str] = {}
+    is_compared = not (is_by_hand or os.environ.get("SKIP_PREFLIGHT"))
     task_file = os.environ.pop("LAUNCH_TASK_FILE", "")
     agents = args.num_nodes + args.num_spares
     if agents > 1:
-        words = [args.program.name, *args.program.arguments]
-        files = must_match.describe_program(words, task_file, os.environ)
+        if not is_compared:
+            words = [args.program.name, *args.program.arguments]
+            files = must_match.describe_program(words, task_file, os.environ)
         if not args.access.secret and args.node_rank == 0:
             who = "a process on any of HOSTS" if args.access.addresses else "anyone who reaches it"
             where = f"port {args.master_port} of {args.master_addr}"
@@ -106,7 +109,7 @@ def check_in(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
         nproc=args.nproc,
         host=socket.gethostname(),
         run_id=args.run_id or (new_run_id() if args.node_rank == 0 else ""),
-        versions=_versions(),
+        versions=_nccl_version() if is_compared else _versions(),
         files=files,
     )
     address, port = args.master_addr, args.master_port
@@ -133,7 +136,7 @@ def check_in(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
 
 
 class NodeAgent:
-    """This node's part of a run, once all nodes have checked in."""
+    """What this node does in a run, once all nodes have checked in."""
 
     def __init__(
         self,
@@ -143,7 +146,7 @@ class NodeAgent:
         guardian: GuardianLink,
     ) -> None:
         """Raises Refused where the run's folder cannot be written, or a live process has it."""
-        part = meeting.assignment
+        own = meeting.assignment
         self.args, self.arguments = args, arguments
         self.guardian = guardian
         self.store: TCPStore | None = None
@@ -153,11 +156,11 @@ class NodeAgent:
         self.heartbeats = Heartbeats(args.nproc)
         self.snapshots = Snapshots(args.nproc)
         self.started = time.time()
-        run_id, log_dir, node_rank = part.run_id, args.log_dir, part.node_rank
+        run_id, log_dir, node_rank = own.run_id, args.log_dir, own.node_rank
         self.folder = RunFolder(log_dir, run_id, node_rank) if log_dir else None
         if self.folder is not None:
             self.folder.create()
-        self.network = nccl_network.prepare(self.folder, node_rank, len(part.hosts))
+        self.network = nccl_network.prepare(self.folder, node_rank, len(own.hosts))
         self.error_files = self.folder.failures if self.folder else Path(tempfile.mkdtemp())
         self.restarts = Restarts(args.max_restarts)
         self.take_part(meeting)
@@ -169,37 +172,37 @@ class NodeAgent:
         guardian.socket.sendall(typed_json.encode(note).encode())
 
     def take_part(self, meeting: checkin.Meeting) -> None:
-        """Take the part in the next attempt that this agent was given; raises Refused."""
-        part, args = meeting.assignment, self.args
-        self.meeting, self.assignment, self.listener = meeting, part, meeting.listener
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(part.attempt)  # for locks (RunLock)
-        master, number = part.address or args.master_addr, len(part.hosts)
-        self.args = replace(args, node_rank=part.node_rank, num_nodes=number, master_addr=master)
+        """Take what this agent is assigned in the next attempt; raises Refused."""
+        own, args = meeting.assignment, self.args
+        self.meeting, self.assignment, self.listener = meeting, own, meeting.listener
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(own.attempt)  # for locks (RunLock)
+        master, number = own.address or args.master_addr, len(own.hosts)
+        self.args = replace(args, node_rank=own.node_rank, num_nodes=number, master_addr=master)
         own_port = self.listener.getsockname()[1] if self.listener else args.master_port
-        self.port = part.port or own_port
-        if part.node_rank == 0 and number > 1:
+        self.port = own.port or own_port
+        if own.node_rank == 0 and number > 1:
             self.snapshots.outgoing.begin()
-        if self.folder is not None and part.node_rank == 0 and self.restarts.record is None:
+        if self.folder is not None and own.node_rank == 0 and self.restarts.record is None:
             guardian = LauncherProcess.of(os.getppid())
             self.restarts.record = LiveRecord(
                 self.folder.path,
-                is_takeover=part.attempt > 0,
+                is_takeover=own.attempt > 0,
                 launcher=None if self.guardian.control else guardian,
                 versions=_versions(),
                 agent_arguments=self.arguments,
-                hosts=part.hosts,
-                world_size=part.world_size,
+                hosts=own.hosts,
+                world_size=own.world_size,
                 grace=self.args.grace_s,
             )
-        if self.folder is not None and part.members and part.attempt:  # a lost node may still write
-            self.error_files = self.folder.failures / f"attempt_{part.attempt}"
+        if self.folder is not None and own.members and own.attempt:  # a lost node may still write
+            self.error_files = self.folder.failures / f"attempt_{own.attempt}"
             self.error_files.mkdir(exist_ok=True)
         if meeting.lost is not None:
-            self.restarts.take_over(part.attempt - 1)
+            self.restarts.take_over(own.attempt - 1)
             lost, told = [meeting.lost.host], meeting.told
             line = self.restarts.note(meeting.lost, self.heartbeats, -1, lost=lost, replaced=told)
             self.say(f"{line}; now on port {self.port}")
-            next_attempt.tell_lineup(self, part.attempt)
+            next_attempt.tell_lineup(self, own.attempt)
 
     # --- one attempt after another ------------------------------------------------------------
 
@@ -321,8 +324,12 @@ class NodeAgent:
 
 def _versions() -> dict[str, str]:
     """Return what must be the same on every node."""
-    versions = must_match.versions()
-    if torch.distributed.is_nccl_available():
-        nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-        versions["nccl"] = ".".join(map(str, nccl))
-    return versions
+    return {**must_match.versions(), **_nccl_version()}
+
+
+def _nccl_version() -> dict[str, str]:
+    """Return what a preflight, which does not import torch, cannot compare."""
+    if not torch.distributed.is_nccl_available():
+        return {}
+    nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return {"nccl": ".".join(map(str, nccl))}

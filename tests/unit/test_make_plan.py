@@ -266,6 +266,11 @@ def test_a_task_of_the_users_own_is_among_the_compared_files(folder: Path) -> No
     assert plan.run_variables()["LAUNCH_TASK_FILE"] == plan.task_file
 
 
+def test_agents_know_whether_there_was_a_preflight() -> None:
+    assert plan_of({"SKIP_PREFLIGHT": "1"}).run_variables()["SKIP_PREFLIGHT"] == "1"
+    assert "SKIP_PREFLIGHT" not in plan_of().run_variables()
+
+
 def test_arguments_of_the_entry_scripts() -> None:
     words = ["ssh", "--program=x.sh", "--typed=x.sh", "--typed=--", "--node=n1", "--node=n2"]
     words += ["--master=", "--cpu-nproc=2", "--setting=a=b=c", "--dry-run", "--", "--strict", "--"]
