@@ -29,14 +29,16 @@ from distributed.errors import BAD_INPUT, REFUSED, Refused
 from distributed.torch_internals import load_dynamo, serve_store
 from launcher import typed_json
 from launcher.agent import next_attempt
+from launcher.agent.assignment import Assignment
 from launcher.agent.attempt import Attempt
 from launcher.agent.command_line import read_for_torch
 from launcher.agent.control import Done, report_outcome, tell
 from launcher.agent.diagnosis import nccl_network
+from launcher.agent.diagnosis.nccl_network import NetworkWatch
 from launcher.agent.fork import cpus_of_ranks, fork_ranks
 from launcher.agent.link import AgentNote, GuardianLink
 from launcher.agent.node_ranks import Heartbeats, NodeRanks
-from launcher.agent.nodes import checkin, spare
+from launcher.agent.nodes import checkin
 from launcher.agent.output.noise import without_noise
 from launcher.agent.output.stream import NodeLog, say
 from launcher.agent.output.terminal import Terminal, is_line_open
@@ -73,8 +75,6 @@ def run_agent(arguments: list[str], guardian: GuardianLink) -> int:
         return 0
     try:
         meeting = check_in(args, is_by_hand=guardian.control is None)
-        if meeting.assignment.node_rank < 0:
-            meeting = spare.wait(meeting, args, guardian.control)
         with meeting.ready():
             agent = NodeAgent(args, arguments, meeting, guardian)
         code = agent.run()
@@ -146,7 +146,6 @@ class NodeAgent:
         guardian: GuardianLink,
     ) -> None:
         """Raises Refused where the run's folder cannot be written, or a live process has it."""
-        own = meeting.assignment
         self.args, self.arguments = args, arguments
         self.guardian = guardian
         self.store: TCPStore | None = None
@@ -156,25 +155,37 @@ class NodeAgent:
         self.heartbeats = Heartbeats(args.nproc)
         self.snapshots = Snapshots(args.nproc)
         self.started = time.time()
-        run_id, log_dir, node_rank = own.run_id, args.log_dir, own.node_rank
-        self.folder = RunFolder(log_dir, run_id, node_rank) if log_dir else None
-        if self.folder is not None:
-            self.folder.create()
-        self.network = nccl_network.prepare(self.folder, node_rank, len(own.hosts))
-        self.error_files = self.folder.failures if self.folder else Path(tempfile.mkdtemp())
+        self.folder: RunFolder | None = None
+        self.network = NetworkWatch()
+        self.error_files = args.log_dir or Path(tempfile.mkdtemp())
         self.restarts = Restarts(args.max_restarts)
+        self.log = NodeLog(None)
+        self.streams: Path | None = None  # for those with own files
+        self.is_spare = True  # so far
         self.take_part(meeting)
-        self.log = NodeLog(self.folder.node_log if self.folder else None)
-        self.streams = self.folder.path if self.folder else None  # for those with own files
+
+    def _open_folder(self, own: Assignment) -> None:
+        """Write to the run's folder from now on, for this node has ranks."""
+        if self.args.log_dir is not None:
+            self.folder = RunFolder(self.args.log_dir, own.run_id, own.node_rank)
+            self.folder.create()
+            self.error_files, self.streams = self.folder.failures, self.folder.path
+            self.log = NodeLog(self.folder.node_log)
+        self.network = nccl_network.prepare(self.folder, own.node_rank, len(own.hosts))
+
+    def _tell_guardian(self, own: Assignment) -> None:
         folder = str(self.folder.path) if self.folder and self.restarts.record else ""
-        command = self._resume_command(has_saved=False)
-        note = AgentNote(run_id, node_rank, self.started, args.nproc, folder, command)
-        guardian.socket.sendall(typed_json.encode(note).encode())
+        command, nproc = self._resume_command(has_saved=False), self.args.nproc
+        note = AgentNote(own.run_id, own.node_rank, self.started, nproc, folder, command)
+        self.guardian.socket.sendall(typed_json.encode(note).encode())
 
     def take_part(self, meeting: checkin.Meeting) -> None:
         """Take what this agent is assigned in the next attempt; raises Refused."""
         own, args = meeting.assignment, self.args
         self.meeting, self.assignment, self.listener = meeting, own, meeting.listener
+        begins, self.is_spare = self.is_spare and own.node_rank >= 0, own.node_rank < 0
+        if begins:
+            self._open_folder(own)
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(own.attempt)  # for locks (RunLock)
         master, number = own.address or args.master_addr, len(own.hosts)
         self.args = replace(args, node_rank=own.node_rank, num_nodes=number, master_addr=master)
@@ -203,6 +214,8 @@ class NodeAgent:
             line = self.restarts.note(meeting.lost, self.heartbeats, -1, lost=lost, replaced=told)
             self.say(f"{line}; now on port {self.port}")
             next_attempt.tell_lineup(self, own.attempt)
+        if begins:
+            self._tell_guardian(own)
 
     # --- one attempt after another ------------------------------------------------------------
 
@@ -226,11 +239,12 @@ class NodeAgent:
     def _begin_attempt(self, signals: list[int]) -> Attempt:
         """Fork the ranks."""
         self.heartbeats.clear()
-        ranks = fork_ranks(self)
+        ranks = [] if self.is_spare else fork_ranks(self)
         if self.args.node_rank == 0:
             self._serve_store()
         hosts, peers, team = self.assignment.hosts, self.meeting.peers, self.meeting.team
-        here = NodeRanks(ranks, self.heartbeats, self.args.node_rank, hosts[self.args.node_rank])
+        host = "" if self.is_spare else hosts[self.args.node_rank]
+        here = NodeRanks(ranks, self.heartbeats, self.args.node_rank, host)
         folder = self.folder.path if self.folder else None
         for peer in peers.values():
             # It may have waited long for the others, and be about to save the lost node's snapshot.
@@ -279,7 +293,8 @@ class NodeAgent:
         if outcome.signum:  # the ranks have had GRACE: the guardian and launchers wait a bit longer
             limit_s = min(limit_s, limits.STOP_SNAPSHOT_S)
         if outcome.code != 0 and is_told and not is_first_node:
-            self.snapshots.leave_to(self.meeting.peers.get(0), verdict.parts, limit_s)
+            parts = None if self.is_spare else verdict.parts
+            self.snapshots.leave_to(self.meeting.peers.get(0), parts, limit_s)
         if outcome.code == 0 or (is_told and not is_first_node):
             return outcome
         if self.args.min_nodes and not (self.is_last or (team and team.is_majority)):
@@ -299,7 +314,7 @@ class NodeAgent:
 
         An agent that has not heard node rank 0's verdict tells its own.
         """
-        if self.folder is None:
+        if self.args.log_dir is None:
             shutil.rmtree(self.error_files, ignore_errors=True)
         self.restarts.end(outcome.code, self.heartbeats)
         control, is_open = self.guardian.control, is_line_open(self.terminals)
