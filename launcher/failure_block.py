@@ -10,7 +10,7 @@ import io
 import os
 import re
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -57,6 +57,11 @@ class Outcome:
         """Whether there is something to print: an agent tells itself why it starts nothing."""
         is_refusal = self.code in (BAD_INPUT, REFUSED) and not self.ends
         return self.failure is not None or not (self.code == 0 or is_refusal)
+
+    def with_saved(self, step: int) -> Outcome:
+        """Return it with a checkpoint that was saved after it."""
+        first = self.failure and replace(self.failure, saved_step=step)
+        return replace(self, failure=first, has_saved=True)
 
 
 def print_outcome(outcome: Outcome, out: TextIO, folder: Path | None) -> None:

@@ -202,7 +202,7 @@ class Entrance:
 
     def __init__(self, listener: socket.socket, access: Access, say: Callable[[str], None]) -> None:
         """The caller closes the listener; `say` is told of the first connection dropped."""
-        self.strangers = 0  # dropped so far
+        self.unauthenticated = 0  # dropped so far
         self._say = say
         self._access = access
         self._listener = listener
@@ -245,7 +245,7 @@ class Entrance:
             return
         allowed = self._access.addresses
         if allowed is not None and address.removeprefix("::ffff:") not in allowed:
-            self._count_stranger(f"{address} is not in HOSTS")
+            self._note_dropped(f"{address} is not in HOSTS")
             connection.close()
             return
         if len(self._waiting) >= MOST_WAITING:
@@ -287,13 +287,13 @@ class Entrance:
 
     def _drop(self, visitor: _Visitor) -> None:
         if not visitor.is_known:
-            self._count_stranger(f"{visitor.address} connected without the run's secret")
+            self._note_dropped(f"{visitor.address} connected without the run's secret")
         self._forget(visitor)
         visitor.socket.close()
 
-    def _count_stranger(self, what: str) -> None:
-        self.strangers += 1
-        if self.strangers == 1:
+    def _note_dropped(self, what: str) -> None:
+        self.unauthenticated += 1
+        if self.unauthenticated == 1:
             self._say(f"warning: {what}, and was dropped; others will be, too [stranger]")
 
     def _forget(self, visitor: _Visitor) -> None:

@@ -21,17 +21,16 @@ from torch.distributed.elastic.multiprocessing import errors
 
 from distributed.errors import BAD_INPUT, REFUSED, Refused
 from distributed.torch_internals import load_dynamo, serve_store
-from launcher import typed_json
 from launcher.agent.assignment import Assignment
 from launcher.agent.attempt import Attempt
 from launcher.agent.command_line import read_for_torch
-from launcher.agent.control import Done, Lineup, report_outcome, tell
+from launcher.agent.control import Done, Lineup, report_outcome
 from launcher.agent.diagnosis import nccl_network
 from launcher.agent.fork import cpus_of_ranks, fork_ranks, variables_of
 from launcher.agent.join import begin_record, join
 from launcher.agent.link import AgentNote, GuardianLink
-from launcher.agent.node_ranks import Heartbeats, NodeRanks
-from launcher.agent.nodes import checkin, spare, successor
+from launcher.agent.node_ranks import Heartbeats, NodeRanks, Rank
+from launcher.agent.nodes import checkin, successor
 from launcher.agent.nodes.team import Team
 from launcher.agent.output.noise import without_noise
 from launcher.agent.output.outputs import Outputs
@@ -67,8 +66,6 @@ def run_agent(arguments: list[str], guardian: GuardianLink) -> int:
         return 0
     try:
         meeting = join(args, is_by_hand=guardian.control is None)
-        if meeting.assignment.node_rank < 0:
-            meeting = spare.wait(meeting, args, guardian.control)
         with meeting.ready():
             agent = NodeAgent(args, arguments, meeting, guardian)
         code = agent.run()
@@ -79,54 +76,64 @@ def run_agent(arguments: list[str], guardian: GuardianLink) -> int:
 
 
 class NodeAgent:
-    """This node's part of a run, once all nodes have checked in."""
+    """What this node does in a run, once all nodes have checked in."""
 
     def __init__(
         self, args: Arguments, typed: list[str], meeting: checkin.Meeting, guardian: GuardianLink
     ) -> None:
         """Raises Refused where the run's folder cannot be written, or a live process has it."""
-        part = meeting.assignment
         self.args, self.typed, self.guardian = args, typed, guardian
         self.cpus = cpus_of_ranks(args.numa_binding, args.nproc)
         self.heartbeats = Heartbeats(args.nproc)
         self.snapshots = Snapshots(args.nproc)
         self.started = time.time()
-        self.folder = RunFolder(args.log_dir, part.run_id, part.node_rank) if args.log_dir else None
-        if self.folder is not None:
-            self.folder.create()
-        self.path = self.folder.path if self.folder else None
-        self.network = nccl_network.prepare(self.folder, part.node_rank, len(part.hosts))
-        self.error_files = self.folder.failures if self.folder else Path(tempfile.mkdtemp())
+        self.folder: RunFolder | None = None
+        self.network = nccl_network.NetworkWatch()
+        self.error_files = args.log_dir or Path(tempfile.mkdtemp())
         self.restarts = Restarts(args.max_restarts, self.heartbeats)
-        self.outputs = Outputs(args, self.folder)
+        self.outputs = Outputs(args)
+        self.is_spare = True  # so far
         self._take_part(meeting)
-        folder = str(self.path) if self.path and self.restarts.record else ""
-        command = self._resume_command(has_saved=False)
-        note = AgentNote(part.run_id, part.node_rank, self.started, args.nproc, folder, command)
-        guardian.socket.sendall(typed_json.encode(note).encode())
 
     def _take_part(self, meeting: checkin.Meeting) -> None:
-        """Take the part in the next attempt that this agent was given; raises Refused."""
-        part, args = meeting.assignment, self.args
+        """Take what this agent is assigned in the next attempt; raises Refused."""
+        own, args = meeting.assignment, self.args
         self.meeting = meeting
+        begins, self.is_spare = self.is_spare and own.node_rank >= 0, own.node_rank < 0
+        if begins:
+            self._open_folder(own)
         self.store: TCPStore | None = None  # a fresh one: the old one's keys would mislead ranks
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(part.attempt)  # for locks (RunLock)
-        master, number = part.address or args.master_addr, len(part.hosts)
-        self.args = replace(args, node_rank=part.node_rank, num_nodes=number, master_addr=master)
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(own.attempt)  # for locks (RunLock)
+        master, number = own.address or args.master_addr, len(own.hosts)
+        self.args = replace(args, node_rank=own.node_rank, num_nodes=number, master_addr=master)
         own_port = meeting.listener.getsockname()[1] if meeting.listener else args.master_port
-        self.port = part.port or own_port
-        if part.node_rank == 0 and number > 1:
+        self.port = own.port or own_port
+        if own.node_rank == 0 and number > 1:
             self.snapshots.outgoing.begin()
-        if self.path is not None and part.node_rank == 0 and self.restarts.record is None:
+        if self.folder is not None and own.node_rank == 0 and self.restarts.record is None:
             launcher = None if self.guardian.control else LauncherProcess.of(os.getppid())
-            record = begin_record(self.path, part, self.typed, args.grace_s, launcher)
+            record = begin_record(self.folder.path, own, self.typed, args.grace_s, launcher)
             self.restarts.record = record
-        if self.folder is not None and part.seats and part.attempt:  # a lost node may still write
-            self.error_files = self.folder.failures / f"attempt_{part.attempt}"
+        if self.folder is not None and own.members and own.attempt:  # a lost node may still write
+            self.error_files = self.folder.failures / f"attempt_{own.attempt}"
             self.error_files.mkdir(exist_ok=True)
         if meeting.lost is not None:
-            self.restarts.take_over(part.attempt - 1)
+            self.restarts.take_over(own.attempt - 1)
             self._note_restart(meeting.lost, -1, [meeting.lost.host], meeting.told)
+        if begins:
+            folder = str(self.folder.path) if self.folder and self.restarts.record else ""
+            command = resume_command(args, has_saved=False)
+            note = AgentNote(own.run_id, own.node_rank, self.started, args.nproc, folder, command)
+            self.guardian.tell(note)
+
+    def _open_folder(self, own: Assignment) -> None:
+        """Write to the run's folder from now on, for this node has ranks; raises Refused."""
+        if self.args.log_dir is not None:
+            self.folder = RunFolder(self.args.log_dir, own.run_id, own.node_rank)
+            self.folder.create()
+            self.error_files = self.folder.failures
+            self.outputs.keep_in(self.folder)
+        self.network = nccl_network.prepare(self.folder, own.node_rank, len(own.hosts))
 
     # --- one attempt after another ------------------------------------------------------------
 
@@ -135,8 +142,11 @@ class NodeAgent:
         signals: list[int] = []  # that came from outside
         while True:
             attempt = self._begin_attempt(signals)
-            facts = attempt.facts
-            verdict = self._find_parts(facts, attempt.watch(self.outputs))
+            facts, verdict = attempt.facts, attempt.watch(self.outputs)
+            if self.args.node_rank == 0 and verdict.outcome.code and not self.may_go_on_elsewhere:
+                # What all nodes are to lay together if no attempt follows.
+                nodes, saved_step = [*facts.nodes.values()], self.heartbeats.reached()[0]
+                verdict = replace(verdict, parts=self.snapshots.find_parts(nodes, saved_step))
             if not self._go_on(facts, verdict):
                 break
         is_told = facts.verdict is not None
@@ -158,14 +168,12 @@ class NodeAgent:
         self.restarts.begin_attempt()
         args, meeting = self.args, self.meeting
         hosts, peers, team = meeting.assignment.hosts, meeting.peers, meeting.team
-        ports = filter(None, (meeting.listener, meeting.door))
-        held = [self.guardian, *ports, *peers.values(), *(team.spares.values() if team else ())]
-        given = zip(map(self._variables, range(args.nproc)), self.cpus, strict=True)
-        ranks = fork_ranks(args.program, meeting.assignment, self.outputs, given, held)
+        ranks = [] if self.is_spare else self._fork_ranks()
         if meeting.listener is not None:  # on the very same socket as the agents met
             with without_noise(2):
                 self.store = serve_store(args.master_addr, self.port, meeting.listener.detach())
-        here = NodeRanks(ranks, self.heartbeats, args.node_rank, hosts[args.node_rank])
+        host = "" if self.is_spare else hosts[args.node_rank]
+        here = NodeRanks(ranks, self.heartbeats, args.node_rank, host)
         for peer in peers.values():
             # It may have waited long for the others, and be about to save the lost node's snapshot.
             peer.heard = time.monotonic() + (args.grace_s if meeting.lost else 0)
@@ -177,7 +185,7 @@ class NodeAgent:
             facts=Facts(signals=signals),
             grace_s=args.grace_s,
             verdict_s=limits.VERDICT_S if self.is_last else limits.SILENCE_S,
-            query=Query(here, hosts, peers, self.outputs.say, self.path),
+            query=Query(here, hosts, peers, self.outputs.say, self.folder and self.folder.path),
             snapshots=self.snapshots,
             on_beat=self._on_beat,
         )
@@ -185,16 +193,21 @@ class NodeAgent:
             team.listen(attempt.selector, self._on_lost_spare)
         return attempt
 
+    def _fork_ranks(self) -> list[Rank]:
+        meeting, team = self.meeting, self.meeting.team
+        others = team.everyone() if team is not None else meeting.peers.values()
+        held = [self.guardian, *filter(None, (meeting.listener, meeting.failover)), *others]
+        given = zip(map(self._variables, range(self.args.nproc)), self.cpus, strict=True)
+        return fork_ranks(self.args.program, meeting.assignment, self.outputs, given, held)
+
     def _variables(self, local_rank: int) -> dict[str, str]:
         """Return what a rank is given."""
-        part = self.meeting.assignment
-        error_file = f"{self.error_files}/rank_{part.first_rank + local_rank}.json"
+        own = self.meeting.assignment
         return {
-            **variables_of(self.args, part, local_rank, self.port),
+            **variables_of(self.args, own, local_rank, self.port, self.error_files),
             **self.snapshots.variables(local_rank),
             **(self.network.variables if local_rank == 0 else {}),  # none but on node rank 0
             "HEARTBEAT_FILE": self.heartbeats.name(local_rank),
-            "TORCHELASTIC_ERROR_FILE": error_file,
         }
 
     def _on_beat(self) -> None:
@@ -204,13 +217,6 @@ class NodeAgent:
         self.restarts.look()
 
     # --- after an attempt ---------------------------------------------------------------------
-
-    def _find_parts(self, facts: Facts, verdict: Verdict) -> Verdict:
-        """On node rank 0, note what all nodes are to lay together if no attempt follows."""
-        if self.args.node_rank or verdict.outcome.code == 0 or self.may_go_on_elsewhere:
-            return verdict
-        nodes, saved_step = [*facts.nodes.values()], self.heartbeats.reached()[0]
-        return replace(verdict, parts=self.snapshots.find_parts(nodes, saved_step))
 
     def _go_on(self, facts: Facts, verdict: Verdict) -> bool:
         """Take part in the attempt that follows one that has ended; False: none does."""
@@ -245,14 +251,14 @@ class NodeAgent:
         if why:
             say(why)
             return {}
-        lost = [team.seats[node_rank].host for node_rank in team.lost]
+        lost = [team.members[node_rank].host for node_rank in team.lost]
         replaced = team.refill() if lost else []
         # Another port: whoever is still on the way to the old store would mislead the new ranks.
         address, listener = self.args.master_addr, checkin.listen(self.args.master_addr, 0)
         number = self.meeting.assignment.attempt + 1
         parts = team.assign(number, address, listener.getsockname()[1])
-        part = parts[self.args.place]
-        self._take_part(replace(self.meeting, assignment=part, listener=listener, lost=None))
+        own = parts[self.args.node_id]
+        self._take_part(replace(self.meeting, assignment=own, listener=listener, lost=None))
         self._note_restart(first, held_step, lost, replaced)
         return parts
 
@@ -268,21 +274,16 @@ class NodeAgent:
             self.restarts.write(hosts=part.hosts, world_size=part.world_size)
 
     def _on_lost_spare(self, loss: Failure) -> None:
-        text = f"spare {loss.host}: {loss.cause}; the run goes on [{loss.fault}]"
-        self.outputs.say(f"warning: {text}")
+        fault = f"{loss.cause}; the run goes on [{loss.fault}]"
+        self.outputs.say(f"warning: spare {loss.host}: {fault}")
         self._tell_lineup()
 
     def _tell_lineup(self) -> None:
         """Tell the launcher which nodes the run goes on with."""
         if (team := self.meeting.team) is not None:
-            places = [seat.place for seat in team.seats]
-            self._tell(Lineup(self.meeting.assignment.attempt, places, [*team.spares]))
-
-    def _tell(self, message: Lineup | Done) -> None:
-        """Tell a launcher elsewhere, if there is one."""
-        if (control := self.guardian.control) is not None:
-            self.outputs.drain()  # a message begins a line
-            tell(message, control, is_line_open=self.outputs.is_line_open)
+            nodes = [member.node_id for member in team.members]
+            lineup = Lineup(self.meeting.assignment.attempt, nodes, [*team.spares])
+            self.outputs.tell(lineup, self.guardian.control)
 
     # --- the end ------------------------------------------------------------------------------
 
@@ -292,7 +293,8 @@ class NodeAgent:
         if outcome.signum:  # the ranks have had GRACE: the guardian and launchers wait a bit longer
             limit_s = min(limit_s, limits.STOP_SNAPSHOT_S)
         if outcome.code != 0 and is_told:
-            self.snapshots.leave_to(self.meeting.peers.get(0), verdict.parts, limit_s)
+            parts = None if self.is_spare else verdict.parts
+            self.snapshots.leave_to(self.meeting.peers.get(0), parts, limit_s)
         if outcome.code == 0 or is_told or self.may_go_on_elsewhere:
             return outcome
         if verdict.parts is not None:
@@ -300,29 +302,31 @@ class NodeAgent:
         else:
             saved, is_first_node = self.heartbeats.reached()[0], self.args.node_rank == 0
             step = self.snapshots.save(saved, is_first_node=is_first_node, limit_s=limit_s)
-        if step < 0:
-            return outcome
-        first = outcome.failure and replace(outcome.failure, saved_step=step)
-        return replace(outcome, failure=first, has_saved=True)
+        return outcome.with_saved(step) if step >= 0 else outcome
 
     def _report(self, outcome: Outcome, *, is_told: bool) -> None:
         """Complete run.json, and tell how the run ended, unless node rank 0 tells it for all."""
-        if self.folder is None:
+        if self.args.log_dir is None:
             shutil.rmtree(self.error_files, ignore_errors=True)
         self.restarts.end(outcome.code)
         control, is_open = self.guardian.control, self.outputs.is_line_open
         if is_told and (control is not None or self.args.is_in_step):  # to the same terminal
-            self._tell(Done())
+            self.outputs.tell(Done(), control)
             return
-        command = "" if outcome.code == BAD_INPUT else self._resume_command(outcome.has_saved)
+        command = (
+            ""
+            if outcome.code == BAD_INPUT
+            else resume_command(self.args, has_saved=outcome.has_saved)
+        )
         run_id = self.meeting.assignment.run_id
         outcome = replace(outcome, started=self.started, run_id=run_id, command=command)
-        folder = self.path
+        folder = self.folder and self.folder.path
         if folder and self.args.node_rank and (folder / "run.json").exists():
             folder = None  # node rank 0's, on a shared disk
         report_outcome(outcome, control, is_line_open=is_open, folder=folder)
 
-    def _resume_command(self, has_saved: bool) -> str:
-        """Return what resumes the run; nothing for a program that may not be able to resume."""
-        can_resume = has_saved or os.path.realpath(self.args.program.name) == TRAIN
-        return os.environ.get("LAUNCH_COMMAND", "") if can_resume else ""
+
+def resume_command(args: Arguments, *, has_saved: bool) -> str:
+    """Return what resumes the run; nothing for a program that may not be able to resume."""
+    can_resume = has_saved or os.path.realpath(args.program.name) == TRAIN
+    return os.environ.get("LAUNCH_COMMAND", "") if can_resume else ""

@@ -55,7 +55,7 @@ def fork_ranks(
 
 
 def variables_of(
-    args: Arguments, assignment: Assignment, local_rank: int, port: int
+    args: Arguments, assignment: Assignment, local_rank: int, port: int, error_files: Path
 ) -> dict[str, str]:
     """Return what torchrun adds to a rank's environment, and what is ours."""
     number = assignment.first_rank + local_rank
@@ -71,6 +71,7 @@ def variables_of(
         "ROLE_WORLD_SIZE": assignment.world_size,
         "MASTER_ADDR": args.master_addr,
         "MASTER_PORT": port,
+        "TORCHELASTIC_ERROR_FILE": error_files / f"rank_{number}.json",
         "TORCHELASTIC_RUN_ID": assignment.run_id,
         "TORCHELASTIC_RESTART_COUNT": assignment.attempt,
         "TORCHELASTIC_MAX_RESTARTS": args.max_restarts,

@@ -18,31 +18,35 @@ from launcher.agent.output.stream import say
 from launcher.agent.torchrun_arguments import Arguments
 from launcher.preflight import must_match
 from launcher.record.run_json import LauncherProcess, LiveRecord
+from launcher.wire.messages import NodeReport
 
 
 def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
     """Meet the other nodes' agents: settles the run id, the ranks and the hosts.
 
     Where no launcher has started all of them, nor tried the ways between them, they do so now,
-    unless the ranks may use another network. Raises Refused where the run cannot start.
+    unless the ranks may use another network. What a preflight has compared is not compared again.
+    Raises Refused where the run cannot start.
     """
     files: dict[str, str] = {}
+    is_compared = not (is_by_hand or os.environ.get("SKIP_PREFLIGHT"))
     task_file = os.environ.pop("LAUNCH_TASK_FILE", "")
     agents = args.num_nodes + args.num_spares
     if agents > 1:
-        words = [args.program.name, *args.program.arguments]
-        files = must_match.describe_program(words, task_file, os.environ)
+        if not is_compared:
+            words = [args.program.name, *args.program.arguments]
+            files = must_match.describe_program(words, task_file, os.environ)
         if not args.access.secret and args.node_rank == 0:
             who = "a process on any of HOSTS" if args.access.addresses else "anyone who reaches it"
             where = f"port {args.master_port} of {args.master_addr}"
             say(f"warning: {who} can join this run at {where}; set RUN_SECRET [stranger]")
-    me = must_match.NodeReport(
+    me = NodeReport(
         node_rank=args.node_rank,
         num_nodes=agents,
         nproc=args.nproc,
         host=socket.gethostname(),
         run_id=args.run_id or (new_run_id() if args.node_rank == 0 else ""),
-        versions=versions(),
+        versions=nccl_version() if is_compared else versions(),
         files=files,
     )
     address, port = args.master_addr, args.master_port
@@ -90,8 +94,12 @@ def begin_record(
 
 def versions() -> dict[str, str]:
     """Return what must be the same on every node."""
-    versions = must_match.versions()
-    if torch.distributed.is_nccl_available():
-        nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-        versions["nccl"] = ".".join(map(str, nccl))
-    return versions
+    return {**must_match.versions(), **nccl_version()}
+
+
+def nccl_version() -> dict[str, str]:
+    """Return what a preflight, which does not import torch, cannot compare."""
+    if not torch.distributed.is_nccl_available():
+        return {}
+    nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return {"nccl": ".".join(map(str, nccl))}

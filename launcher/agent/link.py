@@ -6,6 +6,7 @@ import os
 import socket
 from dataclasses import dataclass
 
+from launcher import typed_json
 from launcher.agent.control import Control
 
 
@@ -29,6 +30,9 @@ class GuardianLink:
     control: Control | None  # the connection to a launcher elsewhere, if there is one
     janitor: int | None  # tells the janitor of the agent's end
     words: int  # a file for what the agent says last (guardian.py)
+
+    def tell(self, note: AgentNote) -> None:
+        self.socket.sendall(typed_json.encode(note).encode())
 
     def close(self) -> None:
         """In a rank, let go of all."""

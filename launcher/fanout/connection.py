@@ -22,8 +22,8 @@ from launcher.fanout.protocol import Hello
 from launcher.plan.own import Own, asked_names, find_own, read_begun
 from launcher.plan.plan import Plan, PlanError
 from launcher.plan.resume import FORWARDED
-from launcher.preflight.checks import Fault
 from launcher.wire import limits
+from launcher.wire.messages import Fault
 
 FAR_SIDE = "launcher.fanout.far_side"
 AT_ONCE = 8  # new connections: sshd drops some from 10 that have not logged in yet

@@ -148,7 +148,7 @@ class Plan(World, Choices):
         """Return the environment variables that tell an agent and its ranks of the run."""
         command = self.command if len(os.fsencode(self.command)) < LONGEST_COMMAND else ""
         named = {"RUN_ID": self.run_id, "LAUNCH_COMMAND": command, "ENGINE": self.engine}
-        named["LAUNCH_TASK_FILE"] = self.task_file
+        named |= {"LAUNCH_TASK_FILE": self.task_file, "SKIP_PREFLIGHT": "1" * (not self.has_checks)}
         if self.min_nodes:
             named |= {"SPARES": str(self.num_spares), "MIN_NODES": str(self.min_nodes)}
         named |= self.variables  # train.py names a command of its own where there is none

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from distributed.errors import REFUSED, Refused
 from distributed.job import job_id, job_start, this_job
@@ -218,6 +218,7 @@ def _end(code: int) -> dict[str, Any]:
 # --- the agent's part ---------------------------------------------------------------------------
 
 
+@final
 class RunFolder:
     """Paths of one run. Their permissions follow the user's umask."""
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed.torch import device
+from launcher.selftest.barrier import Barrier
 from launcher.selftest.judge import Pair
-from launcher.selftest.meeting import Meeting
 from launcher.wire import limits
 
 SMALLEST, LARGEST = 2**16, 2**26  # bytes of one transfer
@@ -71,7 +71,7 @@ def measure(
     nodes: Sequence[Node],
     plan: Iterable[Sequence[Pair]],
     me: int,
-    meeting: Meeting,
+    barrier: Barrier,
     seconds: float,
 ) -> list[Link]:
     """Return the links from this node, round by round; one rank of each node calls it.
@@ -82,13 +82,13 @@ def measure(
     for pairs in plan:
         for pair in pairs:
             if me in pair:
-                found += _measure_pair(nodes, pair, me, meeting, seconds)
-        meeting.wait_for_all("a round of pairs", 2 * limits.TRANSFER_S + seconds)
+                found += _measure_pair(nodes, pair, me, barrier, seconds)
+        barrier.wait_for_all("a round of pairs", 2 * limits.TRANSFER_S + seconds)
     return found
 
 
 def _measure_pair(
-    nodes: Sequence[Node], pair: Pair, me: int, meeting: Meeting, seconds: float
+    nodes: Sequence[Node], pair: Pair, me: int, barrier: Barrier, seconds: float
 ) -> list[Link]:
     """Measure both directions, one after the other; returns the one from this node."""
     found = []
@@ -102,7 +102,7 @@ def _measure_pair(
         except RuntimeError as error:
             names = f"{nodes[source].host} to {nodes[target].host}"
             fault = f"nothing came from {names} within {limits.TRANSFER_S:g} s [slow-link]"
-            raise meeting.give_up(fault) from error
+            raise barrier.give_up(fault) from error
     return found
 
 

@@ -35,8 +35,8 @@ STEP_IMAGE_S = 1800.0  # with pyxis, which may load the image on each node
 NVIDIA_SMI_S = 8.0  # in all; a GPU that fell off the bus can make it hang
 PBSDSH_S = 5.0  # for all nodes to answer
 GREETING_S = 3.0  # a connection to the master's port that says nothing for so long is dropped
-DOOR_AGAIN_S = 0.3  # between two tries at a node's door
-DOOR_PASS_S = 1.0  # for packets of any size to pass it, at least
+PAIR_AGAIN_S = 0.3  # between two tries to reach another node
+PAIR_PASS_S = 1.0  # for packets of any size to pass, at least
 SKEW_S = 5.0  # a larger difference between clocks is reported
 PROOF_S = 3.0  # for whoever connects to prove that it knows the secret
 
@@ -47,7 +47,6 @@ CHECKIN_AGAIN_S = 0.1  # between two tries
 PAIRS_S = 6.0  # for every two nodes to pass something
 LOSS_SPREAD_S = 6.0  # from one agent's notice of a lost node to the last one's
 SUCCESSOR_S = 20.0  # to find the node that replaces node rank 0
-SUCCESSOR_LOOK_S = 1.0  # between two looks at what is still to come
 
 # A rank fails, or is stuck.
 SETTLE_S = 0.3  # after an end that looks like a consequence: the time for its cause to show

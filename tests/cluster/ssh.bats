@@ -784,6 +784,6 @@ TABLE
   on node1 iptables --insert INPUT --protocol tcp --dport 4322 --jump ACCEPT
   run launch "$own/my.yaml" 1 node1 node2 node3
   "$CLUSTER" restore node1
-  [[ $status == 3 && ${lines[-1]} == *"node3: no way to 10.0.0.1:"*" (no answer in 3 s); open all ports between the nodes"* ]]
+  [[ $status == 3 && ${lines[-1]} == *"node3: no way to node1 (10.0.0.1:"*") (no answer in 3 s); open all ports between the nodes"* ]]
   [[ ! -e logs ]]
 }

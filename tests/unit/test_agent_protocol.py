@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from launcher.agent.assignment import Assignment, Seat
+from launcher.agent.assignment import Assignment
 from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.nodes.protocol import (
     MESSAGES,
@@ -16,7 +16,6 @@ from launcher.agent.nodes.protocol import (
     Message,
     NodeBeat,
     Peer,
-    Refusal,
     SnapshotData,
     SnapshotPiece,
     StopRequest,
@@ -24,18 +23,20 @@ from launcher.agent.nodes.protocol import (
 from launcher.agent.verdict import NodeEnd, Parts, Verdict
 from launcher.failure import Failure
 from launcher.failure_block import Outcome
-from launcher.preflight.must_match import NodeReport
+from launcher.wire.messages import Fault, Member, NodeReport, PairResult, PairTest, Refusal
 
 FAILURE = Failure(
     "rank-error", "ValueError: ü\n", 1, "node2", 1, 5.5, 3, 1, ["a.py:1 in f"], stacks=[]
 )
-NEXT = Assignment("r1", 0, 8, ["node1"], 0, 1, seats=[], spares=[])
-SEAT = Seat(4, "node5", 2, "10.0.0.5", 4000)
+NEXT = Assignment("r1", 0, 8, ["node1"], 0, 1, members=[], spares=[])
+MEMBER = Member(4, "node5", 2, "10.0.0.5", 4000)
 EXAMPLES: list[Message] = [
     NodeReport(1, 2, 4, "node2", "", {"torch": "2.13"}, {"a.py": "0f"}, 1000.0),
+    PairTest([MEMBER], "/shared/file", 1000.0),
+    PairResult([Fault("port-blocked", "no way", "open it")]),
     Refusal("wrong-world", "two; make it one"),
-    Assignment("r1", 4, 8, ["node1", "node2"], 1, seats=[], spares=[]),
-    Assignment("r1", 0, 8, ["node1"], -1, 2, "10.0.0.5", 4001, [SEAT], [SEAT]),
+    Assignment("r1", 4, 8, ["node1", "node2"], 1, members=[], spares=[]),
+    Assignment("r1", 0, 8, ["node1"], -1, 2, "10.0.0.5", 4001, [MEMBER], [MEMBER]),
     StopRequest(15),
     NodeBeat(None),
     NodeBeat(RankState(3, (120, 2), True, False, 61.5)),

@@ -75,7 +75,7 @@ def visit(port: int, secret: bytes, line: bytes = b"hello\n") -> None:
 def test_who_knows_the_secret_is_let_in_with_its_first_line(master: Master) -> None:
     visit(master.port, SECRET)
     assert master.lines == [b"hello\n"]
-    assert (master.entrance.strangers, master.said) == (0, [])
+    assert (master.entrance.unauthenticated, master.said) == (0, [])
 
 
 @pytest.mark.parametrize("secret", [b"", SECRET[:-1], SECRET[::-1]])
@@ -84,7 +84,7 @@ def test_another_secret_is_dropped_and_told_once(master: Master, secret: bytes) 
         with pytest.raises(WrongSecret):
             visit(master.port, secret)
     assert master.lines == []
-    assert master.entrance.strangers == 3
+    assert master.entrance.unauthenticated == 3
     (said,) = master.said
     assert said.startswith("warning: 127.0.0.1 connected without the run's secret")
     assert said.endswith("[stranger]")
@@ -102,7 +102,7 @@ def test_without_a_secret_only_the_hosts_named_come_in() -> None:
         finally:
             master.close()
         assert bool(master.lines) == is_let_in
-        assert master.entrance.strangers == (not is_let_in)
+        assert master.entrance.unauthenticated == (not is_let_in)
 
 
 def test_an_answer_cannot_be_used_twice(master: Master) -> None:
@@ -117,7 +117,7 @@ def test_an_answer_cannot_be_used_twice(master: Master) -> None:
             other.recv(32, socket.MSG_WAITALL)
             other.sendall(answer)
             assert other.recv(1) == b""
-    assert master.entrance.strangers == 1
+    assert master.entrance.unauthenticated == 1
 
 
 def test_the_masters_own_proof_is_no_nodes(master: Master) -> None:

@@ -13,10 +13,11 @@ import yaml
 from test_checks import make_machine
 
 from launcher.preflight import checks, gpus
-from launcher.preflight.checks import Fault, Machine
+from launcher.preflight.checks import Machine
 from launcher.preflight.gpus import Health, find_slow, visible_gpus
 from launcher.preflight.infiniband import Port, can_open_devices, ports_of_nccl, read_ports
 from launcher.wire import limits
+from launcher.wire.messages import Fault
 
 HARDWARE = Path(__file__).resolve().parents[1] / "hardware"
 MACHINES = yaml.safe_load((HARDWARE / "gpus.yaml").read_text())

@@ -52,12 +52,11 @@ PROMISE_S = 2.0  # README: once a process of a run is killed, for all the others
         (limits.PDSH_READY_S, limits.PDSH_FETCH_S),
         (limits.CHECKIN_TELL_S, limits.CHECKIN_CONNECT_S),
         (limits.CHECKIN_CONNECT_S, limits.PAIRS_S),
-        (limits.DOOR_PASS_S, limits.GREETING_S),
+        (limits.PAIR_PASS_S, limits.GREETING_S),
         (limits.STEP_NAMING_S, limits.STEP_PREFLIGHT_S),
         (limits.STEP_PREFLIGHT_S, limits.STEP_IMAGE_S),
         # Node rank 0 is lost: agents notice it one after the other, and then look for the next.
         (2 * limits.LOSS_SPREAD_S, limits.SUCCESSOR_S),
-        (limits.SUCCESSOR_LOOK_S, limits.LOSS_SPREAD_S),
         # The self-test: a stuck transfer is named before the ranks give up waiting.
         (limits.TRANSFER_S, limits.SELFTEST_S),
         (limits.SELFTEST_LOOK_S, limits.SELFTEST_S),

@@ -270,6 +270,11 @@ def test_a_task_of_the_users_own_is_among_the_compared_files(folder: Path) -> No
     assert plan.run_variables()["LAUNCH_TASK_FILE"] == plan.task_file
 
 
+def test_agents_know_whether_there_was_a_preflight() -> None:
+    assert plan_of({"SKIP_PREFLIGHT": "1"}).run_variables()["SKIP_PREFLIGHT"] == "1"
+    assert "SKIP_PREFLIGHT" not in plan_of().run_variables()
+
+
 @pytest.mark.parametrize(
     ("environ", "first", "second"),
     [

@@ -19,10 +19,10 @@ from launcher import own_time, processes
 from launcher.agent import control
 from launcher.agent.deadline import Deadline
 from launcher.agent.node_ranks import Heartbeats
-from launcher.agent.nodes.checkin import Wait
 from launcher.agent.nodes.protocol import Peer
 from launcher.own_time import OwnTime
 from launcher.wire import limits
+from launcher.wire.meeting import Wait
 
 
 class Hand:

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import Std
 
 from launcher.agent.assignment import Assignment
+from launcher.agent.control import Control, Done, Lineup, tell
 from launcher.agent.output.stream import NodeLog, Stream, open_stream, say
 from launcher.agent.torchrun_arguments import Arguments
 from launcher.record.run_json import RunFolder, writing_to
@@ -21,12 +22,16 @@ STREAMS = {"stdout": Std.OUT, "stderr": Std.ERR}
 class Outputs:
     """All outputs of this node's ranks, in every attempt."""
 
-    def __init__(self, args: Arguments, folder: RunFolder | None) -> None:
+    def __init__(self, args: Arguments) -> None:
         self._args = args
         out = open_again(1)
         self._terminals = out, out if are_one_file(1, 2) else open_again(2)
-        self._log = NodeLog(folder.node_log if folder else None)
-        self._files = folder.path if folder else None  # for streams with files of their own
+        self._log = NodeLog(None)
+        self._files: Path | None = None  # for streams with files of their own
+
+    def keep_in(self, folder: RunFolder) -> None:
+        """Write the log and the files to the run's folder from now on."""
+        self._log, self._files = NodeLog(folder.node_log), folder.path
 
     def open(self, part: Assignment, local_rank: int) -> list[tuple[int, Stream]]:
         """Open a rank's stdout and stderr: for each the rank's end of it, and ours."""
@@ -66,6 +71,12 @@ class Outputs:
     def say(self, text: str) -> None:
         """Print a line of the agent's own below what the ranks have shown."""
         self._terminals[1].write(f"node agent: {text}\n".encode())
+
+    def tell(self, message: Lineup | Done, control: Control | None) -> None:
+        """Tell a launcher elsewhere, if there is one; a message begins a line."""
+        if control is not None:
+            self.drain()
+            tell(message, control, is_line_open=self.is_line_open)
 
     def drain(self) -> None:
         """Wait until all output is written, for DRAIN_S at most."""

@@ -18,8 +18,8 @@ from launcher import own_time, processes
 from launcher.agent.nodes.protocol import HandedOver, Peer, SnapshotData, SnapshotPiece
 from launcher.agent.output.stream import say
 from launcher.agent.verdict import NodeEnd, Parts
-from launcher.preflight.meeting import is_busy
 from launcher.wire import limits
+from launcher.wire.meeting import is_busy
 
 PIECE = 1 << 17  # bytes
 _AT_ONCE = 1 << 23  # bytes

@@ -18,7 +18,7 @@ class StuckError(RuntimeError):
     """A rank could not go on; the text is the fault it found."""
 
 
-class Meeting:
+class Barrier:
     """Some of the ranks, which all wait for each other in the same order."""
 
     def __init__(self, store: Store, name: str, size: int) -> None:
