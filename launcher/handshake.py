@@ -1,4 +1,4 @@
-"""Who knows the run's secret is let in: how connections between the nodes begin (no torch).
+"""Authenticate connections between the nodes: both ends know the run's secret (no torch).
 
     node rank 0 -> node     a nonce
     node -> node rank 0     a nonce, and HMAC-SHA256 over both (RFC 2104), keyed by the secret
@@ -33,8 +33,8 @@ MOST_BYTES = 1 << 20  # of the first line
 _NODE, _MASTER = b"node", b"node rank 0"
 
 
-class NoEntrance(ConnectionError):
-    """What listens there is no node rank 0 that waits for others."""
+class NotAccepted(ConnectionError):
+    """The listener is not node rank 0, or no longer accepts nodes."""
 
 
 class WrongSecret(ConnectionError):
@@ -150,7 +150,7 @@ def _prove(secret: bytes, role: bytes, nonces: bytes) -> bytes:
 def connect(address: str, port: int, secret: bytes, limit_s: float) -> socket.socket:
     """Connect to node rank 0, and let each prove to the other that it knows the secret.
 
-    Raises OSError: NoEntrance or WrongSecret where the other end is not node rank 0 of this run.
+    Raises OSError: NotAccepted or WrongSecret where the other end is not node rank 0 of this run.
     """
     connection = socket.create_connection((address, port), timeout=limit_s)
     try:
@@ -166,7 +166,7 @@ def introduce(connection: socket.socket, secret: bytes) -> None:
     try:
         theirs, ours = _receive(connection, NONCE_BYTES), os.urandom(NONCE_BYTES)
     except OSError as error:
-        raise NoEntrance(str(error)) from error
+        raise NotAccepted(str(error)) from error
     try:
         connection.sendall(ours + _prove(secret, _NODE, theirs + ours))
         proof = _receive(connection, PROOF_BYTES)
@@ -197,7 +197,7 @@ class _Visitor:
     is_known: bool = False  # it has proved that it knows the secret
 
 
-class Entrance:
+class Acceptor:
     """Lets in whoever knows the secret. Any number of connections can wait; none delays another."""
 
     def __init__(self, listener: socket.socket, access: Access, say: Callable[[str], None]) -> None:

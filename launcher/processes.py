@@ -114,7 +114,7 @@ def descendants(root: int) -> list[int]:
 def _all_pids() -> list[int]:
     """Return the ids of all processes that this one may see; none where it has no descriptor left.
 
-    The guardian, which has few of them, then ends what is left.
+    The supervisor, which has few of them, then ends what is left.
     """
     try:
         return [int(name) for name in os.listdir("/proc") if name.isdecimal()]

@@ -2,7 +2,7 @@
 
 It makes the plan, has the config checked, and lets the fan-out do the rest: check the nodes, print
 the plan, start the agents, wait for them. A fan-out is a module with one function, `run`, which
-calls what it is given when nothing is left to refuse, before it starts the first agent.
+calls `be_ready()` after the last check, before it starts the first agent.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from launcher.wire import limits
 
 BACKLOG_BYTES = 1 << 20  # that a terminal has not taken yet: whoever writes waits a little
 MOST_BYTES = 1 << 24  # of it that are kept for one that is stuck
-_WRITE = 16384  # bytes; of so many it is noted that they were taken
+_WRITE = 16384  # bytes a write; progress is noted after each
 
 
 class Terminal(Screen, io.RawIOBase):

@@ -24,13 +24,14 @@ from distributed.torch_internals import load_dynamo, serve_store
 from launcher.agent.assignment import Assignment
 from launcher.agent.attempt import Attempt
 from launcher.agent.command_line import read_for_torch
-from launcher.agent.control import Done, Lineup, report_outcome
+from launcher.agent.control import Done, Membership, report_outcome
 from launcher.agent.diagnosis import nccl_network
 from launcher.agent.fork import cpus_of_ranks, fork_ranks, variables_of
 from launcher.agent.join import begin_record, join
-from launcher.agent.link import AgentNote, GuardianLink
+from launcher.agent.link import AgentNote, SupervisorLink
 from launcher.agent.node_ranks import Heartbeats, NodeRanks, Rank
 from launcher.agent.nodes import checkin, successor
+from launcher.agent.nodes.checkin import Meeting
 from launcher.agent.nodes.team import Team
 from launcher.agent.output.noise import without_noise
 from launcher.agent.output.outputs import Outputs
@@ -49,7 +50,7 @@ load_dynamo()  # here once, not in each rank
 TRAIN = str(Path(__file__).resolve().parents[2] / "train.py")
 
 
-def run_agent(arguments: list[str], guardian: GuardianLink) -> int:
+def run_agent(arguments: list[str], supervisor: SupervisorLink) -> int:
     """Be the agent process; returns its exit code where no rank was started, else ends it.
 
     Each forked rank leaves this function by SystemExit (launcher/agent/rank/program.py).
@@ -65,9 +66,9 @@ def run_agent(arguments: list[str], guardian: GuardianLink) -> int:
         errors.record(torchrun.run)(read_for_torch(torchrun.parse_args, arguments))
         return 0
     try:
-        meeting = join(args, is_by_hand=guardian.control is None)
+        meeting = join(args, is_by_hand=supervisor.control is None)
         with meeting.ready():
-            agent = NodeAgent(args, arguments, meeting, guardian)
+            agent = NodeAgent(args, arguments, meeting, supervisor)
         code = agent.run()
     except Refused as refused:
         say(str(refused))
@@ -79,10 +80,10 @@ class NodeAgent:
     """What this node does in a run, once all nodes have checked in."""
 
     def __init__(
-        self, args: Arguments, typed: list[str], meeting: checkin.Meeting, guardian: GuardianLink
+        self, args: Arguments, typed: list[str], meeting: Meeting, supervisor: SupervisorLink
     ) -> None:
         """Raises Refused where the run's folder cannot be written, or a live process has it."""
-        self.args, self.typed, self.guardian = args, typed, guardian
+        self.args, self.typed, self.supervisor = args, typed, supervisor
         self.cpus = cpus_of_ranks(args.numa_binding, args.nproc)
         self.heartbeats = Heartbeats(args.nproc)
         self.snapshots = Snapshots(args.nproc)
@@ -95,7 +96,7 @@ class NodeAgent:
         self.is_spare = True  # so far
         self._take_part(meeting)
 
-    def _take_part(self, meeting: checkin.Meeting) -> None:
+    def _take_part(self, meeting: Meeting) -> None:
         """Take what this agent is assigned in the next attempt; raises Refused."""
         own, args = meeting.assignment, self.args
         self.meeting = meeting
@@ -111,7 +112,7 @@ class NodeAgent:
         if own.node_rank == 0 and number > 1:
             self.snapshots.outgoing.begin()
         if self.folder is not None and own.node_rank == 0 and self.restarts.record is None:
-            launcher = None if self.guardian.control else LauncherProcess.of(os.getppid())
+            launcher = None if self.supervisor.control else LauncherProcess.of(os.getppid())
             record = begin_record(self.folder.path, own, self.typed, args.grace_s, launcher)
             self.restarts.record = record
         if self.folder is not None and own.members and own.attempt:  # a lost node may still write
@@ -124,7 +125,7 @@ class NodeAgent:
             folder = str(self.folder.path) if self.folder and self.restarts.record else ""
             command = resume_command(args, has_saved=False)
             note = AgentNote(own.run_id, own.node_rank, self.started, args.nproc, folder, command)
-            self.guardian.tell(note)
+            self.supervisor.tell(note)
 
     def _open_folder(self, own: Assignment) -> None:
         """Write to the run's folder from now on, for this node has ranks; raises Refused."""
@@ -181,7 +182,7 @@ class NodeAgent:
             here,
             hosts=hosts,
             peers=peers,
-            guardian=self.guardian.socket,
+            supervisor=self.supervisor.socket,
             facts=Facts(signals=signals),
             grace_s=args.grace_s,
             verdict_s=limits.VERDICT_S if self.is_last else limits.SILENCE_S,
@@ -196,7 +197,7 @@ class NodeAgent:
     def _fork_ranks(self) -> list[Rank]:
         meeting, team = self.meeting, self.meeting.team
         others = team.everyone() if team is not None else meeting.peers.values()
-        held = [self.guardian, *filter(None, (meeting.listener, meeting.failover)), *others]
+        held = [self.supervisor, *filter(None, (meeting.listener, meeting.failover)), *others]
         given = zip(map(self._variables, range(self.args.nproc)), self.cpus, strict=True)
         return fork_ranks(self.args.program, meeting.assignment, self.outputs, given, held)
 
@@ -269,28 +270,28 @@ class NodeAgent:
         line = self.restarts.note(first, held_step, lost=lost, replaced=replaced)
         self.outputs.say(f"{line}; now on port {self.port}")
         if replaced:
-            self._tell_lineup()
+            self._tell_membership()
             part = self.meeting.assignment
             self.restarts.write(hosts=part.hosts, world_size=part.world_size)
 
     def _on_lost_spare(self, loss: Failure) -> None:
         fault = f"{loss.cause}; the run goes on [{loss.fault}]"
         self.outputs.say(f"warning: spare {loss.host}: {fault}")
-        self._tell_lineup()
+        self._tell_membership()
 
-    def _tell_lineup(self) -> None:
+    def _tell_membership(self) -> None:
         """Tell the launcher which nodes the run goes on with."""
         if (team := self.meeting.team) is not None:
             nodes = [member.node_id for member in team.members]
-            lineup = Lineup(self.meeting.assignment.attempt, nodes, [*team.spares])
-            self.outputs.tell(lineup, self.guardian.control)
+            membership = Membership(self.meeting.assignment.attempt, nodes, [*team.spares])
+            self.outputs.tell(membership, self.supervisor.control)
 
     # --- the end ------------------------------------------------------------------------------
 
     def _keep_snapshot(self, verdict: Verdict, *, is_told: bool) -> Outcome:
         """Write what is newer in memory than on the disk as a checkpoint, for a later start."""
         outcome, limit_s = verdict.outcome, self.args.grace_s
-        if outcome.signum:  # the ranks have had GRACE: the guardian and launchers wait a bit longer
+        if outcome.signum:  # the ranks have had GRACE; supervisor and launchers wait longer
             limit_s = min(limit_s, limits.STOP_SNAPSHOT_S)
         if outcome.code != 0 and is_told:
             parts = None if self.is_spare else verdict.parts
@@ -309,7 +310,7 @@ class NodeAgent:
         if self.args.log_dir is None:
             shutil.rmtree(self.error_files, ignore_errors=True)
         self.restarts.end(outcome.code)
-        control, is_open = self.guardian.control, self.outputs.is_line_open
+        control, is_open = self.supervisor.control, self.outputs.is_line_open
         if is_told and (control is not None or self.args.is_in_step):  # to the same terminal
             self.outputs.tell(Done(), control)
             return

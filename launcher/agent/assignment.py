@@ -35,5 +35,5 @@ class Assignment:
 
     @property
     def successors(self) -> list[Member]:
-        """Who replaces node rank 0 when it is lost: the first of them that is there."""
+        """Who replaces node rank 0 when it is lost: the first of them that is reachable."""
         return [one for one in (*self.spares, *self.members[1:]) if one.failover_port]

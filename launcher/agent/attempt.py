@@ -50,7 +50,7 @@ class Attempt:
     ranks: NodeRanks
     hosts: Sequence[str]  # by node rank
     peers: dict[int, Peer]
-    guardian: socket.socket  # its other end closes when the guardian dies
+    supervisor: socket.socket  # its other end closes when the supervisor dies
     facts: Facts  # the signals in it also came since the attempt before
     grace_s: float  # for the ranks to save, after a request to stop
     verdict_s: float  # after a failure, when all is over here: for other nodes, twice for the first
@@ -79,7 +79,7 @@ class Attempt:
         signal.set_wakeup_fd(waker.fileno())
         self._listen_to(wake, lambda: wake.recv(4096))
         self._listen_to_all()
-        processes.outlive_parent()  # the loop sees the guardian's death, and ends more than itself
+        processes.outlive_parent()  # the loop sees the supervisor's death, and ends all the rest
         beat = Deadline()
         beat.set_within(0.0)
         while not self._is_over():
@@ -118,7 +118,7 @@ class Attempt:
             signal.signal(QUERY, lambda *_: self.query.ask())
         for earlier in self.facts.signals:
             self._pass_on(earlier)
-        self._listen_to(self.guardian, self._on_guardian_death)
+        self._listen_to(self.supervisor, self._on_supervisor_death)
         for node, peer in self.peers.items():
             self._listen_to(peer.socket, partial(self._on_peer, node, peer))
         for stream in self.ranks.streams():
@@ -157,7 +157,7 @@ class Attempt:
 
     # --- this node's ranks ----------------------------------------------------------------------
 
-    def _on_guardian_death(self) -> None:
+    def _on_supervisor_death(self) -> None:
         processes.end_descendants()
         os._exit(128 + signal.SIGKILL)
 

@@ -1,8 +1,8 @@
 """The control stream: how a launcher on another machine holds a node's part of a run (no torch).
 
-A launcher sets two variables for the guardian:
+A launcher sets two variables for the supervisor:
 
-    LAUNCH_START={json}     a Launched. The guardian removes it: a run nested within this one has
+    LAUNCH_START={json}     a Launched. The supervisor removes it: a run nested within this one has
                             its own stdin.
     LAUNCH_TOKEN=<token>    begins messages to the launcher, `<token> {json}` on stdout: one tells
                             how the run ended, and the launcher prints the failure block.
@@ -39,11 +39,11 @@ _BY_NAME = {signum.name.encode(): signum for signum in (*STOP_SIGNALS, QUERY)}
 
 @dataclass(frozen=True)
 class Launched:
-    """How the guardian was started; by default by hand."""
+    """How the supervisor was started; by default by hand."""
 
     control: str = ""  # "stdin": the control stream; "step": srun started it, and there is none
-    has_janitor: bool = False
-    record: str = ""  # the run folder where the guardian is noted
+    has_reaper: bool = False
+    record: str = ""  # the run folder where the supervisor is noted
 
     def variable(self) -> dict[str, str]:
         return {VARIABLE: encode(self)}
@@ -56,7 +56,7 @@ class Launched:
 
 
 @dataclass(frozen=True)
-class Lineup:
+class Membership:
     """The nodes that a run goes on with, each by the node rank with which it was started."""
 
     attempt: int
@@ -69,7 +69,7 @@ class Done:
     """This node's part of the run is over; node rank 0 tells how the run ended."""
 
 
-MESSAGES = Kinds(outcome=Outcome, done=Done, lineup=Lineup)  # to the launcher
+MESSAGES = Kinds(outcome=Outcome, done=Done, membership=Membership)  # to the launcher
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def report_outcome(
     tell(outcome, control, is_line_open=is_line_open)
 
 
-def tell(message: Outcome | Done | Lineup, control: Control, *, is_line_open: bool) -> None:
+def tell(message: Outcome | Done | Membership, control: Control, *, is_line_open: bool) -> None:
     """Send a message to the launcher."""
     line_end = "\n" if is_line_open else ""
     with contextlib.suppress(OSError):  # nobody reads any more

@@ -50,19 +50,19 @@ class Restarts:
         `held_step` is the step of the newest snapshot in memory, -1 if there is none.
         """
         if first.fault in _INCURABLE or first.code in (BAD_INPUT, CANNOT_START - 1, CANNOT_START):
-            return f"a restart would fail the same way ({first.fault}): there is none"
+            return f"not restarting: it would fail the same way ({first.fault})"
         if first.cause.startswith(_INCURABLE_ERRORS):
-            return f"a restart would fail the same way ({first.cause}): there is none"
+            return f"not restarting: it would fail the same way ({first.cause})"
         if not self.all or first.fault in _FROM_OUTSIDE:
             return ""
         last = self.all[-1]
         is_same = (first.step, first.fault, first.cause) == (last.step, last.fault, last.cause)
         if is_same and first.step >= 0:
-            return f"step {first.step} failed twice with the same cause: there is no other restart"
+            return f"not restarting: step {first.step} failed twice with the same cause"
         is_known = not self.beats.are_counted()  # a script may begin anew, at step 0
         is_new = self.before == (-1, -1) or self.beats.reached() != self.before
         if is_known and not is_new and held_step <= last.saved_step:
-            return f"restart {last.number} gained no step: there is no other"
+            return f"not restarting: restart {last.number} made no progress"
         return ""
 
     def note(

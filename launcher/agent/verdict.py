@@ -184,7 +184,7 @@ def reach_verdict(facts: Facts, *, saved_step: int, left: int) -> Verdict:
     stopped = {rank for node in nodes for rank in node.stopped} - lost - {first.rank}
     finished = [rank for node in nodes for rank, code in node.left.items() if code == 0]
     if first.is_consequence and finished:  # nobody has failed: one has left too early
-        before = f"before it rank {min(finished)} left with exit code 0"
+        before = f"before it rank {min(finished)} exited with code 0"
         first = replace(first, cause=f"{first.cause} ({before})")
     stacks = [line for one in facts.failures for line in one.stacks]
     first = replace(first, stacks=stacks, saved_step=max(saved_step, first.saved_step))
@@ -221,7 +221,7 @@ def describe_ends(nodes: Sequence[NodeEnd], signals: Sequence[int], *, has_saved
             elif code - 128 in stop_signals():
                 ends[rank] = f"ended by {signal.Signals(code - 128).name}"
             else:
-                ends[rank] = f"left with code {code}"
+                ends[rank] = f"exited with code {code}"
     groups: dict[str, list[int]] = {}
     for rank, end in sorted(ends.items()):
         groups.setdefault(end, []).append(rank)

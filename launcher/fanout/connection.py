@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from launcher import processes
-from launcher.agent.control import Lineup
+from launcher.agent.control import Membership
 from launcher.fanout import protocol
 from launcher.fanout.loop import Child, Loop, given_options, ssh_command
 from launcher.fanout.protocol import Hello
@@ -61,7 +61,7 @@ class Connection(Child):
         self.is_silent = False  # then
         self.is_left = False  # the run goes on without it
         self.heard = time.monotonic()
-        self.blip = 0.0, 0.0  # when the newest silence that could end a run did, and its seconds
+        self.blip = 0.0, 0.0  # end and length of the last gap that was long enough to end the run
         self._fault = "ssh-refused"  # why there is no connection, once it has ended
         self._probe: threading.Thread | None = None
         self._show = show
@@ -101,8 +101,8 @@ class Connection(Child):
         if not is_error:
             output, messages = self._messages.read(data)
             for message in messages:
-                if isinstance(message, Lineup):
-                    self._answers[Lineup] = message  # the newest
+                if isinstance(message, Membership):
+                    self._answers[Membership] = message  # the newest
                 self._answers.setdefault(type(message), message)
         if is_error and not self.is_started:
             self._words = (self._words + data)[-4096:]

@@ -72,7 +72,7 @@ def conclude(
     if code == 0 or refused:
         return replace(unknown, code=code)
     if any(silent) and not (failures or stopped_by or plan.engine):  # the others were only stopped
-        rank, cause = find_mute(silent)
+        rank, cause = find_unreported(silent)
         return blame(rank, silent[rank], "agent-killed", cause)
     if told:  # where one has failed, the others were only stopped
         failed = next((outcome for outcome in told if outcome.failure), None)
@@ -105,7 +105,7 @@ def find_lost(nodes: Sequence[NodeResult], *, outlived: bool) -> tuple[int, str,
     return first, "link-lost" if is_link else "launcher-killed", cause
 
 
-def find_mute(codes: Sequence[int]) -> tuple[int, str]:
+def find_unreported(codes: Sequence[int]) -> tuple[int, str]:
     """Return node rank and cause of the first agent that told nothing, by their exit codes."""
     rank, code = next((rank, code) for rank, code in enumerate(codes) if code)
     if name := signal_name(code):

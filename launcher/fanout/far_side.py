@@ -3,9 +3,9 @@
     python scripts/lib/start.py launcher.fanout.far_side [--rdzv-id RUN_ID SCRIPT]
     python scripts/lib/start.py launcher.fanout.far_side --pdsh SOCKET
 
-The first is told on stdin what to do: check the node, start its agent, whose guardian it becomes,
+The first is told on stdin what to do: check the node, start its agent, whose supervisor it becomes,
 with its stdin as the control stream. At the end it looks for what is left of the run. RUN_ID and
-SCRIPT are for whoever looks at ps. The second starts the guardian that the first one describes.
+SCRIPT are for whoever looks at ps. The second starts the supervisor that the first one describes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from distributed.errors import CANNOT_START
 from launcher import processes
 from launcher.agent.control import Launched, hears, take_stdin
-from launcher.agent.guardian import fork_agent, guard
+from launcher.agent.supervisor import fork_agent, guard
 from launcher.fanout import protocol
 from launcher.fanout.protocol import Cut, Exit, Ready, Start, Sweep
 from launcher.preflight.check_node import Request, check_node
@@ -104,7 +104,7 @@ def run_agent(start: Start, token: str) -> int:
 
 
 def start_agent(start: Start, streams: Sequence[int]) -> int:
-    """Run the node's agent and its guardian, a process of its own; returns its exit code."""
+    """Run the node's agent and its supervisor, a process of its own; returns its exit code."""
     stdin, stdout, stderr = streams
     env = {**os.environ, **start.variables, **Launched("stdin").variable()}
     try:

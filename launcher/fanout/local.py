@@ -43,7 +43,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
         return REFUSED
     be_ready()
     record = str(plan.folder.absolute()) if plan.run_id else ""
-    launched = Launched(has_janitor=True, record=record).variable()
+    launched = Launched(has_reaper=True, record=record).variable()
     added = {"LAUNCH_TOKEN": os.urandom(16).hex(), **launched}
     if nproc > 1 and find_own(os.environ, plan.activated, read_begun()).is_default:
         del os.environ[THREADS]

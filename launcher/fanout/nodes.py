@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from launcher.agent.control import Lineup
+from launcher.agent.control import Membership
 from launcher.fanout import protocol
 from launcher.fanout.connection import Connection
 from launcher.fanout.loop import Loop
@@ -32,17 +32,17 @@ class Nodes:
         self.connections = connections  # by the node rank with which each was started
         self.can_change = can_change
         self._connect = connect
-        self._lineup: Lineup | None = None  # the newest
+        self._membership: Membership | None = None  # the newest
         self._until = math.inf
         self._looks: dict[Connection, Connection] = {}  # the newest second connection to each
 
     def find_left_behind(self) -> list[Connection]:
         """Return the nodes that the run has left behind since the last look."""
-        told = [lineup for one in self.connections if (lineup := one.answer(Lineup))]
-        newest = max(told, key=lambda lineup: lineup.attempt, default=None)
-        if newest is None or newest == self._lineup:
+        told = [membership for one in self.connections if (membership := one.answer(Membership))]
+        newest = max(told, key=lambda membership: membership.attempt, default=None)
+        if newest is None or newest == self._membership:
             return []
-        self._lineup = newest
+        self._membership = newest
         here = {*newest.nodes, *newest.spares}
         there = enumerate(self.connections)
         left = [one for place, one in there if place not in here and not one.is_left]
@@ -53,13 +53,13 @@ class Nodes:
     @property
     def current(self) -> list[Connection]:
         """The nodes that take part, by node rank, and after them the spares."""
-        if self._lineup is None:
+        if self._membership is None:
             return list(self.connections)
-        places = [*self._lineup.nodes, *self._lineup.spares]
+        places = [*self._membership.nodes, *self._membership.spares]
         return [self.connections[place] for place in places if 0 <= place < len(self.connections)]
 
     def is_overdue(self, rest_s: float) -> bool:
-        """Whether a node's part has ended, and the run neither ends nor goes on without it."""
+        """Whether a node has ended, and the run should have ended or continued by now."""
         ended = any(one.lost or one.answer(Exit) is not None for one in self.current)
         until = time.monotonic() + limits.DECIDE_S + rest_s
         self._until = min(self._until, until) if ended else math.inf

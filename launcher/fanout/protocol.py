@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.agent.control import Done, Lineup
+from launcher.agent.control import Done, Membership
 from launcher.failure_block import Outcome
 from launcher.preflight.check_node import Report, Request
 from launcher.typed_json import Kinds, MessageError
@@ -78,7 +78,7 @@ ANSWERS = Kinds(
     report=Report,
     ready=Ready,
     cut=Cut,
-    lineup=Lineup,
+    membership=Membership,
     outcome=Outcome,
     done=Done,
     exit=Exit,

@@ -202,7 +202,7 @@ class Fanout:
             self.lose(one, f"no sign of life for {limits.SILENCE_S:g} s: network cut?")
             one.terminate()
         for one in self.nodes.find_left_behind():
-            self.say(f"{one.node}: the run goes on without it")
+            self.say(f"continuing without {one.node}")
             one.close_input()
         if self.nodes.is_overdue(self.saving_s):
             self.close_within(0)

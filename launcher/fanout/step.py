@@ -25,7 +25,7 @@ from distributed.errors import STOPPED
 from distributed.job import job_id
 from distributed.stop_signals import NOTICE, QUERY, STOP_SIGNALS, Interrupts, handled_signals
 from launcher import own_time, processes
-from launcher.agent.control import MESSAGES, Done, Lineup
+from launcher.agent.control import MESSAGES, Done, Membership
 from launcher.failure import Failure
 from launcher.failure_block import Outcome, print_outcome, print_resume
 from launcher.fanout.ending import NodeResult, conclude
@@ -69,7 +69,7 @@ class Output:
 
     def __init__(self, srun: subprocess.Popen[bytes], token: str) -> None:
         self.told: dict[int, Outcome | Done] = {}  # by the node rank with which each was started
-        self.lineup: Lineup | None = None  # the nodes that the run goes on with; None: all
+        self.membership: Membership | None = None  # the nodes that the run goes on with; None: all
         self._answers = Answers(token, _read_piece)
         self._pieces: dict[int, bytes] = {}
         self._last = b"\n"  # byte shown
@@ -92,12 +92,12 @@ class Output:
         return len(self._pieces)
 
     @property
-    def mute(self) -> set[int]:
+    def unreported(self) -> set[int]:
         """The nodes whose part began and told no end."""
         return {*filter(self._takes_part, self._pieces)} - self.told.keys()
 
     def _takes_part(self, rank: int) -> bool:
-        return self.lineup is None or rank in (*self.lineup.nodes, *self.lineup.spares)
+        return self.membership is None or rank in (*self.membership.nodes, *self.membership.spares)
 
     def close(self) -> None:
         """Show what has come, up to the end of a line."""
@@ -118,12 +118,12 @@ class Output:
                 os.kill(os.getpid(), signal.SIGCHLD)  # wakes run_step()
             self._show(text)
 
-    def _note(self, rank: int, message: Outcome | Done | Lineup) -> None:
+    def _note(self, rank: int, message: Outcome | Done | Membership) -> None:
         self._pieces[rank] = b""
         if isinstance(message, Outcome | Done):
             self.told[rank] = message
-        elif self.lineup is None or message.attempt >= self.lineup.attempt:
-            self.lineup = message
+        elif self.membership is None or message.attempt >= self.membership.attempt:
+            self.membership = message
 
     def _show(self, text: bytes) -> None:
         self._last = text[-1:] or self._last
@@ -212,23 +212,23 @@ def await_end(
 
 def end_soon(plan: Plan, output: Output) -> float:
     """Return when srun is to be ended, once a node has told the run's end."""
-    may_go_on = plan.min_nodes and output.mute  # without the node whose part has ended
+    may_go_on = plan.min_nodes and output.unreported  # without the node whose part has ended
     return own_time.now() + (limits.DECIDE_S + plan.grace_s if may_go_on else limits.SRUN_END_S)
 
 
 def find_outcome(plan: Plan, output: Output, started: float) -> Outcome | None:
     """Return the outcome of a step of which a task was killed: as told, else the killed agent's."""
     outcome = output.outcome
-    if output.mute and not (outcome and outcome.failure):
-        return blame_mute(plan, output, started)
+    if output.unreported and not (outcome and outcome.failure):
+        return blame_unreported(plan, output, started)
     return outcome
 
 
-def blame_mute(plan: Plan, output: Output, started: float) -> Outcome:
+def blame_unreported(plan: Plan, output: Output, started: float) -> Outcome:
     """Return the outcome of a run of which a node agent was killed; the others only stopped."""
     killed, well = Exit(128 + signal.SIGKILL, 0), Exit(0, 0)
     nodes = [
-        NodeResult(host, killed if rank in output.mute else well, output.told.get(rank))
+        NodeResult(host, killed if rank in output.unreported else well, output.told.get(rank))
         for rank, host in enumerate(hostlist.expand(plan.hosts))
     ]
     return conclude(nodes, plan, started=started, stopped_by=None)
@@ -301,7 +301,7 @@ def requeue(plan: Plan, environ: Mapping[str, str] = os.environ) -> bool:
             print(newest, file=file)
         last = record.read_text().splitlines()[-MOST_RESTARTS - 1 :]
         if last == [newest] * (MOST_RESTARTS + 1):
-            cause = f"{MOST_RESTARTS} restarts gained no step; the job is not requeued"
+            cause = f"{MOST_RESTARTS} restarts made no progress; the job is not requeued"
             print(f"{plan.program}: {cause}", file=sys.stderr)
             return True
     # SLURM ends a job that it requeues by SIGTERM, which is blocked here and in scontrol, and only

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import own_time
-from launcher.handshake import Access, Entrance, NoEntrance, WrongSecret, connect
+from launcher.handshake import Acceptor, Access, NotAccepted, WrongSecret, connect
 from launcher.preflight.checks import existing
 from launcher.wire import limits, meeting
 from launcher.wire.meeting import Wait
@@ -34,15 +34,15 @@ def receive_others(
     Returns which of them it cannot reach; closes the listener.
     """
     with listener, contextlib.ExitStack() as stack:
-        entrance = Entrance(listener, access, say=lambda text: None)  # the check-in tells
-        stack.enter_context(contextlib.closing(entrance))
+        acceptor = Acceptor(listener, access, say=lambda text: None)  # the check-in tells
+        stack.enter_context(contextlib.closing(acceptor))
         file = ""
         if folder is not None:
             with contextlib.suppress(OSError):  # which check_folders tells
                 file = stack.enter_context(
                     tempfile.NamedTemporaryFile(dir=existing(folder), prefix=".shared-")
                 ).name
-        here = meeting.gather(entrance, Link[Any], {*range(1, number + 1)}, wait)
+        here = meeting.gather(acceptor, Link[Any], {*range(1, number + 1)}, wait)
         for link, _ in here.values():
             stack.enter_context(contextlib.closing(link))
         left_s = wait.left_s if len(here) == number else 0
@@ -63,7 +63,7 @@ def visit_master(
         return  # check_master tells it
     except OSError as error:
         is_silent = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
-        if is_silent or not isinstance(error, NoEntrance | WrongSecret):
+        if is_silent or not isinstance(error, NotAccepted | WrongSecret):
             why = f"no answer in {limits.GREETING_S:g} s" if is_silent else error.strerror or error
             cause = f"no way to {address}:{port} ({why})"
             yield Fault("port-blocked", cause, "open the port in the firewall")

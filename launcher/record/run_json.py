@@ -114,7 +114,7 @@ def _change(folder: Path, changes: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _one_writer(folder: Path) -> Iterator[None]:
-    """Keep other writers out; not for ever, and not where the file system has no locks."""
+    """Keep other writers out: waits 2 s at most, and is skipped where files cannot be locked."""
     folder.mkdir(parents=True, exist_ok=True)
     fd = os.open(folder / ".run.json.lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:

@@ -66,18 +66,18 @@ NOTICE_WARN_S = 10.0  # for a script that has only begun to set its handler
 # whoever waits for another one waits longer.
 STOP_SNAPSHOT_S = 8.0  # for an agent to write a snapshot
 STOP_CLOSE_S = 10  # then the launcher ends the control streams: the nodes end their parts
-STOP_AGENT_S = 15.0  # then a guardian kills its agent, which may have waited for other nodes
+STOP_AGENT_S = 15.0  # then a supervisor kills its agent, which may have waited for other nodes
 STOP_COMMAND_S = 25.0  # then `--stop` waits no longer
 
 # The end of a run.
-ORPHANS_S = 1.0  # after the guardian's end: for the agent to end the run
+ORPHANS_S = 1.0  # after the supervisor's end: for the agent to end the run
 OTHERS_S = 5.0  # once a node's part has ended: for the others
 CONTROL_TERM_S = 1.0  # after the end of its control stream: for an agent's ranks to save
 CONTROL_END_S = 10.0  # after the end of the control streams: for the nodes to end their parts
 SRUN_END_S = 3.0  # for srun to end once the run has
 REQUEUE_S = 8.0  # after an srun that was killed: for SLURM to start a job again that lost a node
 DECIDE_S = SILENCE_S + 10.0  # after the end of a node's part: for the run to go on without it
-RECALL_S = 5.0  # after a gap in the signs of life, for an end that it explains
+RECALL_S = 5.0  # for so long after a gap in the signs of life, an exit is attributed to it
 SWEEP_S = 2.0  # for what is left of a run on a node to end by itself
 PDSH_CUT_S = 4.0  # after the end of pdsh's connection: for the agent to end its part
 KILL_S = 1.0  # for killed processes to be gone

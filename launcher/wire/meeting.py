@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from distributed.errors import Refused
 from launcher import own_time
-from launcher.handshake import Entrance, open_port
+from launcher.handshake import Acceptor, open_port
 from launcher.wire import limits
 from launcher.wire.messages import Fault, Member, NodeReport, PairResult, PairTest, Refusal
 from launcher.wire.node_link import Link
@@ -55,7 +55,7 @@ class Wait:
 
 
 def gather(
-    entrance: Entrance,
+    acceptor: Acceptor,
     kind: type[L],
     awaited: set[int],
     wait: Wait,
@@ -69,7 +69,7 @@ def gather(
     here: dict[int, tuple[L, Member]] = {}
     while (missing := awaited - here.keys()) and wait.left_s > 0:
         wait.tell(f"node rank {', '.join(map(str, sorted(missing)))}")
-        for connection, received in entrance.wait(min(wait.left_s, limits.CHECKIN_AGAIN_S)):
+        for connection, received in acceptor.wait(min(wait.left_s, limits.CHECKIN_AGAIN_S)):
             link = kind(connection, received)
             said = link.wait(wait.deadline)
             if isinstance(said, Refusal):

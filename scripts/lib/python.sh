@@ -42,7 +42,7 @@ choose_python() {
     43) refuse env-missing "$PYTHON is older than Python 3.10; set PYTHON to a newer one" ;;
     *)
       [[ -z ${PYTHONHOME:-} ]] || refuse env-missing "PYTHONHOME=$PYTHONHOME is not of $PYTHON; unset it"
-      refuse env-missing "$PYTHON is no Python; correct PYTHON"
+      refuse env-missing "$PYTHON is not a Python interpreter; fix PYTHON"
       ;;
   esac
   for name in $(compgen -A export); do

@@ -368,7 +368,7 @@ is_pending() { # <job>
   eventually has_ended "$JOB"
   cat job.out
   [[ $(field "$JOB" ExitCode) == ExitCode=143:0 && $(field "$JOB" JobState) == JobState=CANCELLED ]]
-  [[ $(tail -n 1 job.out) == "stopped  by SIGTERM: ranks "*" left with code 1 (code 143); nothing is left running" ]]
+  [[ $(tail -n 1 job.out) == "stopped  by SIGTERM: ranks "*" exited with code 1 (code 143); nothing is left running" ]]
   run ! grep -q '^scancel: ' job.out
 }
 

@@ -226,7 +226,7 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
   end_of "$PID"
   cat ends.out
   ((CODE == 137))
-  grep -q '^.0. node agent: no spare is left for node2: there is no restart' ends.out
+  grep -q '^.0. node agent: not restarting: no spare is left for node2' ends.out
   grep -q '^FAILED   node agent 1 (node2) .*\[agent-killed\]$' ends.out
   eventually is_gone ends
 }

@@ -153,10 +153,10 @@ def draw_kills(draw: random.Random, times: int, format: str) -> list[str]:
     return [f"{draw.randrange(1, reach[rank])} {rank}" for rank in ranks]
 
 
-def ranks_below(guardian: int) -> list[int]:
+def ranks_below(supervisor: int) -> list[int]:
     """Return the process ids of the ranks; none before they are forked."""
-    pids = [guardian]
-    for _ in range(2):  # the guardian's agent, the agent's ranks
+    pids = [supervisor]
+    for _ in range(2):  # the supervisor's agent, the agent's ranks
         pids = [
             int(pid)
             for parent in pids

@@ -48,7 +48,7 @@ EXAMPLES: list[Message] = [
     Verdict(Outcome(0)),
     Verdict(Outcome(1, FAILURE, 2, 1, has_saved=True), NEXT),
     Verdict(Outcome(137, FAILURE), parts=Parts(120, "step-120.tmp-0f", [3])),
-    Verdict(Outcome(143, ends="rank 0 left with code 0")),
+    Verdict(Outcome(143, ends="rank 0 exited with code 0")),
 ]
 
 

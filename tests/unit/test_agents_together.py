@@ -21,7 +21,7 @@ from ports import free_port
 from distributed.errors import Refused
 from launcher.agent.nodes import checkin
 from launcher.agent.nodes.protocol import Peer
-from launcher.handshake import Access, Entrance
+from launcher.handshake import Acceptor, Access
 from launcher.preflight.must_match import ARGUMENTS
 from launcher.wire import meeting
 from launcher.wire.meeting import Wait
@@ -57,19 +57,19 @@ def start(tmp_path: Path, port: int) -> Iterator[Start]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("victim", ["rank", "agent", "guardian"])
+@pytest.mark.parametrize("victim", ["rank", "agent", "supervisor"])
 @pytest.mark.parametrize("node", [1, 0])
 def test_a_kill_on_one_node_stops_all(start: Start, node: int, victim: str) -> None:
     runs = start("sleep")
     for run in runs:
         run.wait_for("ready")
     hit = runs[node]
-    pids = {"agent": hit.agent_pid(), "guardian": hit.process.pid, "rank": hit.rank_pids()[1]}
+    pids = {"agent": hit.agent_pid(), "supervisor": hit.process.pid, "rank": hit.rank_pids()[1]}
     os.kill(pids[victim], signal.SIGKILL)
     for run in runs:
         run.assert_gone()
         err = run.finish()
-        assert run.process.returncode == (-9 if victim == "guardian" and run is hit else 137)
+        assert run.process.returncode == (-9 if victim == "supervisor" and run is hit else 137)
         if victim == "rank":
             assert f"FAILED   rank {2 * node + 1} (local rank 1, " in err
         elif run is not hit:
@@ -212,10 +212,10 @@ def test_a_missing_node_is_named_on_a_node_whose_own_wait_is_over(port: int) -> 
     missing = r"node rank 2 did not check in within 3 s \(here: 0 \(.* \[node-missing\]$"
     with (
         checkin.listen("127.0.0.1", port) as listener,
-        contextlib.closing(Entrance(listener, Access(secret), print)) as entrance,
+        contextlib.closing(Acceptor(listener, Access(secret), print)) as acceptor,
         ThreadPoolExecutor() as pool,
     ):
-        gathered = pool.submit(checkin.gather, entrance, first, Wait(3))
+        gathered = pool.submit(checkin.gather, acceptor, first, Wait(3))
         with pytest.raises(Refused, match=missing):
             checkin.join("127.0.0.1", port, early, secret, Wait(1.5))
         with pytest.raises(Refused, match=missing):
@@ -399,5 +399,5 @@ def test_a_node_that_comes_when_the_run_has_begun_is_told(start: Start, port: in
     late = start("sleep")[3]  # node rank 1 once more, after a node rank 0 that finds the port taken
     err = late.finish()
     assert late.process.returncode == 3
-    assert "takes no node rank 1: its run has begun" in err
+    assert "rejected node rank 1: the run has already started" in err
     assert "[duplicate-node-rank]" in err

@@ -14,8 +14,8 @@ import pytest
 from agents import PROGRAM, Run, kill_what_is_left
 
 from launcher.agent.control import Launched
-from launcher.agent.guardian import Agent, Death, _report_death
 from launcher.agent.link import AgentNote
+from launcher.agent.supervisor import Agent, Death, _report_death
 from launcher.failure_block import Outcome
 from launcher.fanout.protocol import ANSWERS
 from launcher.wire import limits

@@ -70,7 +70,7 @@ STOPPED = node(143, told(143))
         ([node(None, lost="cut", reached=False), STOPPED], 137, "link-lost"),
         ([STOPPED, node(None), node(None, reached=False)], 137, "link-lost"),
         ([STOPPED, replace(node(None, lost="no sign of life"), is_silent=True)], 137, "link-lost"),
-        # Its guardian gave the launcher up, and the other agent has only seen it go.
+        # Its supervisor gave the launcher up, and the other agent has only seen it go.
         (
             [node(137, told(137, "agent-killed")), replace(STOPPED, lost="no", is_silent=True)],
             137,

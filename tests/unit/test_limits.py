@@ -22,7 +22,7 @@ PROMISE_S = 2.0  # README: once a process of a run is killed, for all the others
         (2 * limits.BEAT_S, limits.STILL_S),
         (limits.STILL_S + limits.BEAT_S, limits.SILENCE_S),
         (limits.SILENCE_S, limits.DECIDE_S),
-        # A stop: the agent's snapshot, the launcher's last request, the guardian, the launcher,
+        # A stop: the agent's snapshot, the launcher's last request, the supervisor, the launcher,
         # the command that asked for it.
         (limits.STOP_SNAPSHOT_S, limits.STOP_CLOSE_S),
         (limits.STOP_CLOSE_S + limits.CONTROL_TERM_S, limits.STOP_AGENT_S),

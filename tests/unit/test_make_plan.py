@@ -223,7 +223,7 @@ def test_world_of_a_slurm_step_and_of_a_pbs_job(folder: Path) -> None:
         ({}, {"RUN_ID": "latest"}, "RUN_ID is 'latest', a name that the log folder needs itself"),
         ({"config": "no.yaml"}, {}, "there is no config 'no.yaml'; give the path"),
         ({"config": "2"}, {"TRAIN_SCRIPT": "a.py"}, "give the path of a YAML file, or - for none"),
-        ({"config": "-"}, {}, "'-' passes no config, which this project's train.py needs; give"),
+        ({"config": "-"}, {}, "this project's train.py needs a config, and '-' passes none; give"),
         ({"fanout": "ssh", "node": ("-o",)}, {}, "'-o' names no node"),
         ({"fanout": "ssh", "node": ("n[1-2]", "n2:4")}, {}, "n2 is named twice"),
         ({"fanout": "ssh", "nodefile": True}, {}, "this is no PBS job; ask for nodes with qsub -l"),

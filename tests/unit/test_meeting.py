@@ -19,7 +19,7 @@ from agents import PATIENCE_S
 from ports import free_port
 from strangers import keep_silent
 
-from launcher.handshake import Access, Entrance, open_port
+from launcher.handshake import Acceptor, Access, open_port
 from launcher.preflight import master_port
 from launcher.typed_json import encode
 from launcher.wire import meeting
@@ -44,8 +44,8 @@ def a_master(says: bytes) -> AbstractContextManager[int]:
     """Be a node rank 0 that says this to the first that it lets in."""
 
     def serve(server: socket.socket) -> None:
-        with contextlib.closing(Entrance(server, Access(SECRET), print)) as entrance:
-            while not (let_in := entrance.wait(1.0)):
+        with contextlib.closing(Acceptor(server, Access(SECRET), print)) as acceptor:
+            while not (let_in := acceptor.wait(1.0)):
                 pass
             with let_in[0][0] as visitor:
                 visitor.sendall(says)

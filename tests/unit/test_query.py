@@ -85,7 +85,7 @@ def test_a_silence_is_told_once_and_ends_nothing() -> None:
     short = "from distributed import heartbeat as h, limits\n"
     short += "limits.FIRST_SILENCE_S = 2.0; h.LIMIT_OF_LONGEST = 0\n"
     start = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{short}"
-    start += "from launcher.agent.guardian import main\nsys.exit(main())"
+    start += "from launcher.agent.supervisor import main\nsys.exit(main())"
     command = [sys.executable, "-c", start, "--nproc-per-node=2", LOOPS, "plain", "5", "1"]
     run = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     assert run.stderr is not None

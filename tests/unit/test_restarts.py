@@ -53,16 +53,15 @@ class Beating:
         ({}, ""),
         ({"fault": "rank-killed", "code": 137}, ""),
         ({"fault": "out-of-memory", "code": 1}, ""),
-        ({"code": 2}, "a restart would fail the same way (rank-error): there is none"),
-        ({"code": 127}, "a restart would fail the same way (rank-error): there is none"),
+        ({"code": 2}, "not restarting: it would fail the same way (rank-error)"),
+        ({"code": 127}, "not restarting: it would fail the same way (rank-error)"),
         (
             {"fault": "config-invalid"},
-            "a restart would fail the same way (config-invalid): there is none",
+            "not restarting: it would fail the same way (config-invalid)",
         ),
         (
             {"cause": "ModuleNotFoundError: No module named 'x'"},
-            "a restart would fail the same way (ModuleNotFoundError: No module named 'x'): "
-            "there is none",
+            "not restarting: it would fail the same way (ModuleNotFoundError: No module named 'x')",
         ),
     ],
 )
@@ -90,7 +89,7 @@ def test_the_same_step_twice_with_the_same_cause_ends_the_run(
     failure = replace(FAILURE, fault=fault, step=57 if step >= 0 else -1)
     restarts.note(failure, -1)
     told = restarts.why_not(replace(failure, step=step), -1)
-    loop = f"step {step} failed twice with the same cause: there is no other restart"
+    loop = f"not restarting: step {step} failed twice with the same cause"
     assert told == (loop if is_loop else "")
     assert restarts.why_not(replace(failure, step=step, cause="another"), -1) == ""
 
@@ -108,7 +107,7 @@ def test_a_restart_that_gained_nothing_is_the_last(
     rank.reach(57)
     other = replace(FAILURE, cause="another")
     told = restarts.why_not(other, -1)
-    assert told == ("restart 1 gained no step: there is no other" if is_last else "")
+    assert told == ("not restarting: restart 1 made no progress" if is_last else "")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +156,7 @@ def test_a_newer_snapshot_is_a_gain(tmp_path: Path) -> None:
     restarts.begin_attempt()
     assert restarts.why_not(other, 57) == ""
     told = restarts.why_not(other, 55)
-    assert told == "restart 1 gained no step: there is no other"
+    assert told == "not restarting: restart 1 made no progress"
 
 
 def test_what_a_restart_from_memory_reaches_counts(tmp_path: Path) -> None:
@@ -230,8 +229,8 @@ print("done", flush=True)
 @pytest.mark.parametrize(
     ("kind", "code", "faults", "told"),
     [
-        *rarely(("import", 1, [], "a restart would fail the same way (env-missing): ")),
-        ("loop", 1, ["rank-error"], "step 7 failed twice with the same cause: "),
+        *rarely(("import", 1, [], "not restarting: it would fail the same way (env-missing)")),
+        ("loop", 1, ["rank-error"], "not restarting: step 7 failed twice with the same cause"),
         ("killed", 0, ["rank-killed"] * 2, "restart 2 of 5 after "),
     ],
 )

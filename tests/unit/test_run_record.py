@@ -92,7 +92,7 @@ def test_run_json_says_how_far_the_run_is_and_how_it_ended(start: Start) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGKILL, *rarely(signal.SIGTERM)])
-def test_the_guardian_completes_the_record_of_an_agent_that_was_killed(
+def test_the_supervisor_completes_the_record_of_an_agent_that_was_killed(
     start: Start, signum: int
 ) -> None:
     run = start("0")
@@ -111,7 +111,7 @@ def test_the_guardian_completes_the_record_of_an_agent_that_was_killed(
 
 
 @pytest.mark.long
-def test_the_guardian_leaves_the_record_of_a_run_that_was_taken_over(start: Start) -> None:
+def test_the_supervisor_leaves_the_record_of_a_run_that_was_taken_over(start: Start) -> None:
     run = start("0")
     run.wait_for("beats")
     lock = Path("logs/r1/lock")
@@ -135,7 +135,7 @@ def test_a_launcher_elsewhere_names_itself(start: Start) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_is_refused_has_ended(start: Start) -> None:
-    """Where the launcher, which has become the guardian, has recorded it before."""
+    """Where the launcher, which has become the supervisor, has recorded it before."""
     code = "import os, sys\nfrom pathlib import Path\nfrom launcher.record import run_json\n"
     code += "run_json.note_start(Path('logs/r1'))\n"
     code += "os.execv(sys.argv[1], sys.argv[1:])"

@@ -124,7 +124,7 @@ def hold_commits(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_an_agent_that_saves_ends_with_its_guardian(tmp_path: Path) -> None:
+def test_an_agent_that_saves_ends_with_its_supervisor(tmp_path: Path) -> None:
     job = Job(tmp_path)
     taken = ("checkpoint.snapshot_every=5", "checkpoint.every=0")
     process = job.start("slow", 1, *taken, FAULT="SIGKILL 0 46", PACE="0.05")

@@ -158,15 +158,15 @@ def team_of(
     ("nprocs", "spares", "min_nodes", "lost", "why", "told", "hosts", "world_size"),
     [
         ([2, 2, 2], [2], 3, [1], "", ["n3 takes n1's place"], ["n0", "n3", "n2"], 6),
-        ([2, 2, 2], [2], 3, [1, 2], "no spare is left for n1, n2: there is no restart", [], [], 0),
+        ([2, 2, 2], [2], 3, [1, 2], "not restarting: no spare is left for n1, n2", [], [], 0),
         ([2, 2, 2, 2], [2, 2], 4, [1, 3], "",
          ["n4 takes n1's place", "n5 takes n3's place"], ["n0", "n4", "n2", "n5"], 8),
         ([2, 4, 2], [2, 4], 3, [1], "", ["n4 takes n1's place"], ["n0", "n4", "n2"], 8),
-        ([2, 4, 2], [2], 3, [1], "no spare is left for n1: there is no restart", [], [], 0),
+        ([2, 4, 2], [2], 3, [1], "not restarting: no spare is left for n1", [], [], 0),
         ([2, 4, 2], [2], 2, [1], "", ["2 nodes without n1"], ["n0", "n2"], 4),
-        ([2, 2, 2, 2], [], 2, [1, 2, 3], "this node reaches 0 of 3 others: it ends", [], [], 0),
+        ([2, 2, 2, 2], [], 2, [1, 2, 3], "stopping: this node reaches only 0 of 3 ", [], [], 0),
         ([2, 2], [], 1, [1], "", ["1 node without n1"], ["n0"], 2),
-        ([2, 2], [], 0, [1], "a node's agent is gone: there is no restart", [], [], 0),
+        ([2, 2], [], 0, [1], "not restarting: a node's agent is gone", [], [], 0),
     ],
 )  # fmt: skip
 def test_who_takes_whose_place(

@@ -389,7 +389,7 @@ def test_an_agent_that_says_nothing_is_named(nodes: Nodes) -> None:
     assert code == 7 and "FAILED   node agent 1 (n1)" in err and "[agent-killed]\n" in err
 
 
-# As a guardian: it ends with its launcher, or without a sign of life from it.
+# As a supervisor: it ends with its launcher, or without a sign of life from it.
 HELD = """
 import select
 open(os.environ['FAKE_NODES'] + '/agent.' + rank, 'w').write(str(os.getppid()))

@@ -13,7 +13,7 @@ import pytest
 from captured import captured
 from job_tools import make_tool
 
-from launcher.agent.control import Control, Done, Lineup, report_outcome, tell
+from launcher.agent.control import Control, Done, Membership, report_outcome, tell
 from launcher.failure import Failure
 from launcher.failure_block import Outcome, print_outcome
 from launcher.fanout import step
@@ -73,14 +73,14 @@ def test_a_run_that_goes_on_without_a_node_ends_as_the_others_do(
     tmp_path: Path, tools: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lost, others = told(1, 1, capsys), Control(None, "t0ken 0")
-    tell(Lineup(1, [0, 2], []), others, is_line_open=False)
-    lineup = capsys.readouterr().out
+    tell(Membership(1, [0, 2], []), others, is_line_open=False)
+    membership = capsys.readouterr().out
     for rank in (0, 2):
         told_last = Done() if rank else Outcome(0)
         tell(told_last, Control(None, f"t0ken {rank}"), is_line_open=False)
     begun = "".join(f"t0ken {rank}\n" for rank in range(3))
     pause = f"sleep {limits.SRUN_END_S + 1}"
-    for name, text in (("lost", begun + lost), ("ends", lineup + capsys.readouterr().out)):
+    for name, text in (("lost", begun + lost), ("ends", membership + capsys.readouterr().out)):
         (tmp_path / name).write_text(text)
     make_tool(tools / "srun", f"cat lost; {pause}; echo on; cat ends; exit 137")
     result, _ = run_step(tmp_path, min_nodes=2)
@@ -187,7 +187,7 @@ def test_three_restarts_without_a_new_step_end_the_job(
         latest.symlink_to(f"step-{number}")
         assert step.requeue(plan, environ)
     assert queued.read_text().splitlines() == ["requeue 11"] * 2 + ["requeue 5_5"] * 3
-    told = "x.sh: 3 restarts gained no step; the job is not requeued\n"
+    told = "x.sh: 3 restarts made no progress; the job is not requeued\n"
     back = [
         f"requeued job {name}; it resumes when SLURM starts it again\n" for name in ("11", "5_5")
     ]

@@ -132,7 +132,7 @@ RAISED = RaisedError("ValueError: bad; give a good one [my-fault]", "", 1, 5.0, 
         ),
         (
             None, 7, True, "",
-            ("rank-error", "left with exit code 7, without an exception", 7, 9.0, False),
+            ("rank-error", "exited with code 7 without an exception", 7, 9.0, False),
         ),
         (
             verdict.read_traceback("ValueError: bad", 9.0), 1, False, "ValueError: bad",
@@ -185,12 +185,12 @@ def test_the_exit_code_of_a_run_that_did_not_fail(
     ("nodes", "has_saved", "ends"),
     [
         ([NodeEnd(codes=[75, 75, 75])], True, "ranks 0-2 saved"),
-        ([NodeEnd(codes=[75])], False, "rank 0 left with code 75"),
-        ([NodeEnd(codes=[0, 1])], False, "rank 0 left with code 0, rank 1 left with code 1"),
+        ([NodeEnd(codes=[75])], False, "rank 0 exited with code 75"),
+        ([NodeEnd(codes=[0, 1])], False, "rank 0 exited with code 0, rank 1 exited with code 1"),
         (
             [NodeEnd(codes=[143, 0]), NodeEnd([], [3], 2, [143, 137])],
             False,
-            "ranks 0, 2 ended by SIGTERM, rank 1 left with code 0, rank 3 killed after GRACE",
+            "ranks 0, 2 ended by SIGTERM, rank 1 exited with code 0, rank 3 killed after GRACE",
         ),
     ],
 )
@@ -246,7 +246,7 @@ def test_what_a_node_tells_at_its_end() -> None:
                 1,
                 replace(
                     victim(0),
-                    cause="cause of 0 (before it rank 1 left with exit code 0)",
+                    cause="cause of 0 (before it rank 1 exited with code 0)",
                     saved_step=40,
                 ),
             ),

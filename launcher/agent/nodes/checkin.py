@@ -15,7 +15,7 @@ from launcher.agent.nodes.protocol import Peer
 from launcher.agent.nodes.team import Team
 from launcher.agent.output.stream import say
 from launcher.failure import Failure
-from launcher.handshake import Access, Entrance, NoEntrance, WrongSecret, connect, open_port
+from launcher.handshake import Acceptor, Access, NotAccepted, WrongSecret, connect, open_port
 from launcher.preflight.must_match import ARGUMENTS, mismatches
 from launcher.text import count
 from launcher.wire import limits, meeting
@@ -66,8 +66,8 @@ def meet(
         has_failover = min_nodes > 0 or tries_pairs
         return join(address, port, me, access.secret, wait, has_failover=has_failover)
     listener = listen(address, port)
-    with contextlib.closing(Entrance(listener, access, say)) as entrance:
-        here = gather(entrance, me, wait)
+    with contextlib.closing(Acceptor(listener, access, say)) as acceptor:
+        here = gather(acceptor, me, wait)
     members = [Member(0, me.host, me.nproc, address), *(member for _, member in here.values())]
     if tries_pairs and here:
         try_pairs(members, here)
@@ -86,7 +86,7 @@ def listen(address: str, port: int) -> socket.socket:
         raise Refused("port-in-use", f"{cause}; set MASTER_PORT to a free one") from error
 
 
-def gather(entrance: Entrance, me: NodeReport, wait: Wait) -> dict[int, tuple[Peer, Member]]:
+def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Peer, Member]]:
     """On node rank 0: wait until every other agent has checked in; returns them by node rank.
 
     Raises Refused where a node did not come, came twice, or does not match this one; all are told.
@@ -105,9 +105,9 @@ def gather(entrance: Entrance, me: NodeReport, wait: Wait) -> dict[int, tuple[Pe
         return True
 
     try:
-        here = meeting.gather(entrance, Peer, awaited, wait, admit)
+        here = meeting.gather(acceptor, Peer, awaited, wait, admit)
         if missing := awaited - here.keys():
-            raise _missing(missing, nodes, entrance, wait)
+            raise _missing(missing, nodes, acceptor, wait)
     except Refused as refused:
         refuse(newcomers, refused)
         raise
@@ -115,11 +115,11 @@ def gather(entrance: Entrance, me: NodeReport, wait: Wait) -> dict[int, tuple[Pe
 
 
 def _missing(
-    missing: set[int], nodes: Mapping[int, NodeReport], entrance: Entrance, wait: Wait
+    missing: set[int], nodes: Mapping[int, NodeReport], acceptor: Acceptor, wait: Wait
 ) -> Refused:
     here = ", ".join(f"{node.node_rank} ({node.host})" for node in nodes.values())
-    number = count(entrance.unauthenticated, "connection")
-    dropped = f"; {number} without the run's secret dropped" if entrance.unauthenticated else ""
+    number = count(acceptor.unauthenticated, "connection")
+    dropped = f"; {number} without the run's secret dropped" if acceptor.unauthenticated else ""
     which = ", ".join(map(str, sorted(missing)))
     cause = f"node rank {which} did not check in within {wait.timeout_s:g} s (here: {here}"
     return Refused("node-missing", f"{cause}{dropped}); start it, or look at its terminal")
@@ -176,7 +176,7 @@ def join(
     while wait.left_s > 0:
         try:
             return check_in(address, port, me, secret, wait, has_failover=has_failover)
-        except (NoEntrance, WrongSecret) as error:
+        except (NotAccepted, WrongSecret) as error:
             if isinstance(error, WrongSecret) and turned_away is None:
                 say(f"warning: {address}:{port} has another RUN_SECRET, or none [stranger]")
             last, turned_away = error, turned_away or time.monotonic()
@@ -189,9 +189,9 @@ def join(
     if isinstance(last, WrongSecret):
         cause = f"node rank 0 at {address}:{port} has another RUN_SECRET than this node, or none"
         raise Refused("stranger", f"{cause}; set the same one on every node")
-    if isinstance(last, NoEntrance):
+    if isinstance(last, NotAccepted):
         which = f"node rank {me.node_rank}" if me.node_rank >= 0 else "more nodes"
-        cause = f"{address}:{port} takes no {which}: its run has begun"
+        cause = f"{address}:{port} rejected {which}: the run has already started"
         cure = "see whether this node was started elsewhere too"
         raise Refused("duplicate-node-rank", f"{cause}; {cure}")
     fault, cure = _explain(last)
@@ -238,7 +238,7 @@ def check_in(
     peer.close()
     if isinstance(answer, Refusal):
         raise Refused(answer.fault, answer.message)
-    raise NoEntrance("node rank 0 has gone")
+    raise NotAccepted("node rank 0 has gone")
 
 
 def _explain(error: OSError) -> tuple[str, str]:

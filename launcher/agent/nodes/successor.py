@@ -19,7 +19,7 @@ from launcher.agent.nodes.team import Team
 from launcher.agent.output.stream import say
 from launcher.agent.torchrun_arguments import Arguments
 from launcher.failure import Failure
-from launcher.handshake import Entrance
+from launcher.handshake import Acceptor
 from launcher.text import count
 from launcher.wire import limits, meeting
 from launcher.wire.meeting import Wait
@@ -60,9 +60,9 @@ def _lead(before: Meeting, me: Member, lost: Failure, args: Arguments) -> Meetin
     assert failover is not None
     behind = old.successors[old.successors.index(me) + 1 :]
     awaited, wait = {one.node_id for one in behind}, Wait(limits.LOSS_SPREAD_S)
-    with failover, contextlib.closing(Entrance(failover, args.access, say)) as entrance:
+    with failover, contextlib.closing(Acceptor(failover, args.access, say)) as acceptor:
         here = meeting.gather(
-            entrance, Peer, awaited, wait, lambda _, report: report.attempt == old.attempt
+            acceptor, Peer, awaited, wait, lambda _, report: report.attempt == old.attempt
         )
     peers = {node_id: peer for node_id, (peer, _) in here.items()}
     is_spare = me in old.spares

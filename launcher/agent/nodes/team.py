@@ -51,16 +51,16 @@ class Team:
         Those that are left have ended their ranks, unless not `are_all_quiet`.
         """
         if not self.min_nodes and (self.lost or not are_all_quiet):
-            return "a node's agent is gone: there is no restart"
+            return "not restarting: a node's agent is gone"
         if not self.lost:
             return ""
         if not self.is_majority:  # the others may go on, and then they are the run
             there = len(self.peers) + len(self.spares)
-            return f"this node reaches {there} of {self.counted - 1} others: it ends"
+            return f"stopping: this node reaches only {there} of {self.counted - 1} others"
         left = len(self.members) - len(self.lost) + len({*self._find_spares()})
         if left < self.min_nodes:
             hosts = ", ".join(self.members[rank].host for rank in self.lost)
-            return f"no spare is left for {hosts}: there is no restart"
+            return f"not restarting: no spare is left for {hosts}"
         return ""
 
     def refill(self) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import Std
 
 from launcher.agent.assignment import Assignment
-from launcher.agent.control import Control, Done, Lineup, tell
+from launcher.agent.control import Control, Done, Membership, tell
 from launcher.agent.output.stream import NodeLog, Stream, open_stream, say
 from launcher.agent.torchrun_arguments import Arguments
 from launcher.record.run_json import RunFolder, writing_to
@@ -72,7 +72,7 @@ class Outputs:
         """Print a line of the agent's own below what the ranks have shown."""
         self._terminals[1].write(f"node agent: {text}\n".encode())
 
-    def tell(self, message: Lineup | Done, control: Control | None) -> None:
+    def tell(self, message: Membership | Done, control: Control | None) -> None:
         """Tell a launcher elsewhere, if there is one; a message begins a line."""
         if control is not None:
             self.drain()

@@ -82,7 +82,7 @@ class Snapshots:
         Launchers give the others little time once one node has ended.
         """
         deadline = own_time.now() + limit_s
-        processes.die_with_parent(os.getppid())  # nobody watches the guardian any more
+        processes.die_with_parent(os.getppid())  # nobody watches the supervisor any more
         if parts is not None and first_node is not None:
             files = self._files(parts)
             _run(files, parts.step, deadline, folder=parts.folder, is_handed_over=True)
@@ -147,7 +147,7 @@ def _run(
 ) -> bool:
     """Save files in a process of its own: a disk may hang. Returns whether they are saved."""
     agent = os.getpid()
-    processes.die_with_parent(os.getppid())  # nobody watches the guardian any more
+    processes.die_with_parent(os.getppid())  # nobody watches the supervisor any more
     if (pid := os.fork()) == 0:
         processes.die_with_parent(agent)
         try:

@@ -2,10 +2,10 @@
 
     python -m distributed.run --nproc-per-node 4 train.py --config config/local3.yaml
 
-Two processes do the work. The guardian, this one, needs no torch: it passes signals on, and when
+Two processes do the work. The supervisor, this one, needs no torch: it passes signals on, and when
 the agent ends, however it ends, it ends whatever is left below it. The agent (agent.py) imports
-torch once and forks the ranks; it does the same when the guardian ends. A third, the janitor, waits
-for the end of either. It ends what the other one, killed or stopped at the same time, leaves.
+torch once and forks the ranks; it does the same when the supervisor ends. A third, the reaper,
+waits for the end of either. It ends what the other, killed or stopped at the same time, leaves.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from launcher.agent.control import (
     report_outcome,
     take_control,
 )
-from launcher.agent.link import AgentNote, GuardianLink, close
+from launcher.agent.link import AgentNote, SupervisorLink, close
 from launcher.failure import Failure, count_memory_kills, explain, signal_name
 from launcher.failure_block import Outcome
 from launcher.outer_run import leave_outer_run
@@ -88,7 +88,7 @@ class Death:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the agent below a guardian; returns the exit code. A rank leaves by SystemExit."""
+    """Run the agent below a supervisor; returns the exit code. A rank leaves by SystemExit."""
     arguments = sys.argv[1:] if arguments is None else arguments
     mend_streams()
     leave_outer_run(os.environ)
@@ -97,24 +97,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def fork_agent(arguments: Sequence[str], control: Control | None, launched: Launched) -> Agent:
-    """Fork the agent, which never returns; returns what this process, now its guardian, guards."""
+    """Fork the agent, which never returns; returns what this process supervises."""
     client = int(os.environ.pop("LAUNCH_CLIENT", "0"))
     handled = _handled(arguments)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, QUERY, *processes.WAKING})
-    janitors = start_janitor() if launched.has_janitor else (None, None)
+    reapers = start_reaper() if launched.has_reaper else (None, None)
     processes.adopt_orphans()
     ours, theirs = socket.socketpair()
     me, words = os.getpid(), processes.anonymous_file("words")
     if (pid := os.fork()) != 0:
         theirs.close()
-        close(janitors[1])
+        close(reapers[1])
         node_rank = _node_rank(arguments)
         return Agent(pid, ours, words, node_rank, control, handled, client, launched.record)
     ours.close()
-    close(janitors[0])
+    close(reapers[0])
     close(control.fd if control else None)
-    os.setsid()  # a terminal's Ctrl-C reaches the guardian alone
+    os.setsid()  # a terminal's Ctrl-C reaches the supervisor alone
     processes.die_with_parent(me)
     processes.adopt_orphans()
     for signum in handled:
@@ -122,10 +122,10 @@ def fork_agent(arguments: Sequence[str], control: Control | None, launched: Laun
     if QUERY not in handled:
         signal.signal(QUERY, lambda *_: None)  # until there are ranks
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*handled, QUERY, *processes.WAKING})
-    sys.exit(_run_agent(arguments, GuardianLink(theirs, control, janitors[1], words), me))
+    sys.exit(_run_agent(arguments, SupervisorLink(theirs, control, reapers[1], words), me))
 
 
-def _run_agent(arguments: Sequence[str], link: GuardianLink, guardian: int) -> int:
+def _run_agent(arguments: Sequence[str], link: SupervisorLink, supervisor: int) -> int:
     """Import torch and run the agent, in its own process; returns its exit code."""
     if os.environ.get("ENGINE") == "torch.distributed.launch":
         with _importing(link.words):
@@ -141,7 +141,7 @@ def _run_agent(arguments: Sequence[str], link: GuardianLink, guardian: int) -> i
     try:
         return run_agent(list(arguments), link)
     except Exception:
-        if os.getppid() == guardian:  # not in a rank
+        if os.getppid() == supervisor:  # not in a rank
             os.pwrite(link.words, traceback.format_exc().encode(), len(HAS_TORCH))
             os._exit(1)
         raise
@@ -161,7 +161,7 @@ def _show_last_words(file: int) -> tuple[bool, list[str]]:
 
 @contextlib.contextmanager
 def _importing(file: int) -> Iterator[None]:
-    """Write what an import says on stderr into a file as long as it lasts, for the guardian."""
+    """Write what an import says on stderr into a file as long as it lasts, for the supervisor."""
     gc.disable()  # an import makes what stays: a search for the rest takes a quarter of its time
     stderr = os.dup(2)
     os.dup2(file, 2)
@@ -195,33 +195,33 @@ def _node_rank(arguments: Sequence[str]) -> int:
     return int(given) if given.isdecimal() else 0
 
 
-def start_janitor() -> tuple[int, int]:
-    """Start the janitor, which is not below this process.
+def start_reaper() -> tuple[int, int]:
+    """Start the reaper, which is not below this process.
 
-    Returns two descriptors, whose ends tell it of the guardian's end and of the agent's.
+    Returns two descriptors, whose ends tell it of the supervisor's end and of the agent's.
     """
     token = os.environ["LAUNCH_TOKEN"]  # of this run alone: launcher/fanout/local.py has set it
-    guardian, agent = os.pipe(), os.pipe()
+    supervisor, agent = os.pipe(), os.pipe()
     if (child := os.fork()) == 0:
         if os.fork() == 0:
-            _wait_and_clean(guardian[0], agent[0], token)
+            _wait_and_clean(supervisor[0], agent[0], token)
         os._exit(0)
-    for reader, _ in (guardian, agent):
+    for reader, _ in (supervisor, agent):
         os.close(reader)
     os.waitpid(child, 0)
-    return guardian[1], agent[1]
+    return supervisor[1], agent[1]
 
 
-def _wait_and_clean(guardian: int, agent: int, token: str) -> NoReturn:
+def _wait_and_clean(supervisor: int, agent: int, token: str) -> NoReturn:
     os.setsid()
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
-    for fd in {*map(int, os.listdir("/proc/self/fd"))} - {guardian, agent}:
+    for fd in {*map(int, os.listdir("/proc/self/fd"))} - {supervisor, agent}:
         with contextlib.suppress(OSError):  # others wait for the ends of these
             os.close(fd)
-    ended, _, _ = select.select([guardian, agent], [], [])
-    if guardian not in ended:  # which ends the rest, unless it is killed or stopped, too
-        ended, _, _ = select.select([guardian], [], [], limits.STOP_AGENT_S)
+    ended, _, _ = select.select([supervisor, agent], [], [])
+    if supervisor not in ended:  # which ends the rest, unless it is killed or stopped, too
+        ended, _, _ = select.select([supervisor], [], [], limits.STOP_AGENT_S)
     processes.end_marked(token, limits.ORPHANS_S if ended else 0)
     os._exit(0)
 
