@@ -479,7 +479,7 @@ PY
   export WANDB_API_KEY=$'hush "$x"\n`y`' MINE="hush 'z'" OTHER=hush FORWARD_ENV=MINE MODULES=tools
   module() { export TOOLKIT=hush; }
   export -f module
-  on login bash -c 'while sleep 0.05; do ps -eo args; done' >ps.out 3>&- &
+  "$CLUSTER" run login bash -c 'while sleep 0.05; do ps -eo args; done' >ps.out 3>&- &
   local watch=$!
   launch "$ODD_CONFIG" 1 node1 node2 "${ODD_SETTINGS[@]}" -- "${ODD_REST[@]}"
   assert_odd_dumped
@@ -494,7 +494,7 @@ PY
 }
 
 @test "the preflight: every fault of every node in one list, and nothing is started" {
-  on node1 "$PYTHON" -c 'import socket, time; s = socket.create_server(("", 4321)); time.sleep(600)' 3>&- &
+  "$CLUSTER" run node1 "$PYTHON" -c 'import socket, time; s = socket.create_server(("", 4321)); time.sleep(600)' 3>&- &
   local holder=$!
   eventually on node1 bash -c '</dev/tcp/127.0.0.1/4321'
   "$CLUSTER" cut node3
@@ -588,11 +588,14 @@ has_agent() { # <output of the launcher>
   make_idle
   mkdir slow
   cat >slow/sitecustomize.py <<'END' # the others wait for node1
-import os, sys, time
-class Slow:
-    def find_spec(name, *_):
-        if name == "torch" and os.uname().nodename == "node1": time.sleep(8)
-sys.meta_path.insert(0, Slow)
+import builtins, os, time
+at_once = builtins.__import__
+def slowly(name, *rest, **more):
+    if name.startswith("torch") and os.uname().nodename == "node1":
+        builtins.__import__ = at_once
+        time.sleep(8)
+    return at_once(name, *rest, **more)
+builtins.__import__ = slowly
 END
   printf '#!/bin/sh\nPYTHONPATH=%q exec %q "$@"\n' "$PWD/slow" "$PYTHON" >python
   chmod +x python

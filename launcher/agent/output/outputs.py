@@ -31,6 +31,7 @@ class Outputs:
 
     def keep_in(self, folder: RunFolder) -> None:
         """Write the log and the files to the run's folder from now on."""
+        self._log.close()
         self._log, self._files = NodeLog(folder.node_log), folder.path
 
     def open(self, part: Assignment, local_rank: int) -> list[tuple[int, Stream]]:
