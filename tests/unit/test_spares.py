@@ -154,6 +154,9 @@ def team_of(
     return Team("r", members, others, there, min_nodes)
 
 
+ALONE = "stopping: this node reaches only 0 of 3 others"
+
+
 @pytest.mark.parametrize(
     ("nprocs", "spares", "min_nodes", "lost", "why", "told", "hosts", "world_size"),
     [
@@ -164,7 +167,7 @@ def team_of(
         ([2, 4, 2], [2, 4], 3, [1], "", ["n4 takes n1's place"], ["n0", "n4", "n2"], 8),
         ([2, 4, 2], [2], 3, [1], "not restarting: no spare is left for n1", [], [], 0),
         ([2, 4, 2], [2], 2, [1], "", ["2 nodes without n1"], ["n0", "n2"], 4),
-        ([2, 2, 2, 2], [], 2, [1, 2, 3], "stopping: this node reaches only 0 of 3 ", [], [], 0),
+        ([2, 2, 2, 2], [], 2, [1, 2, 3], ALONE, [], [], 0),
         ([2, 2], [], 1, [1], "", ["1 node without n1"], ["n0"], 2),
         ([2, 2], [], 0, [1], "not restarting: a node's agent is gone", [], [], 0),
     ],
