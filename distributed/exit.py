@@ -14,9 +14,8 @@ from typing import NoReturn
 
 from torch import library
 
+from . import limits
 from .heartbeat import beat
-
-EXIT_LIMIT_S = 30.0  # for threads and exit handlers
 
 
 def finish(code: int = 0) -> NoReturn:
@@ -30,7 +29,7 @@ def finish(code: int = 0) -> NoReturn:
     try:
         threading.Thread(target=_exit_late, args=(code,), daemon=True).start()
     except RuntimeError:  # in an exit handler, from Python 3.12 on
-        faulthandler.dump_traceback_later(EXIT_LIMIT_S, exit=True)
+        faulthandler.dump_traceback_later(limits.EXIT_S, exit=True)
     for finalizer, info in getattr(weakref.finalize, "_registry", {}).items():
         if info.func.__module__ == library.__name__:
             finalizer.atexit = False  # part of tearing down torch: 0.03 s
@@ -42,11 +41,11 @@ def finish(code: int = 0) -> NoReturn:
 
 
 def _exit_late(code: int) -> None:
-    end = time.monotonic() + EXIT_LIMIT_S
+    end = time.monotonic() + limits.EXIT_S
     while (left := end - time.monotonic()) > 0:
         time.sleep(min(1.0, left))
         with contextlib.suppress(ValueError):  # an incomplete environment, refused elsewhere
             beat()
-    text = f"threads or exit handlers still run after {EXIT_LIMIT_S:g} s; exiting without them"
+    text = f"threads or exit handlers still run after {limits.EXIT_S:g} s; exiting without them"
     os.write(2, f"process {os.getpid()}: {text}\n".encode())  # another thread may hold sys.stderr
     os._exit(code)

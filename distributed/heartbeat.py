@@ -18,11 +18,10 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from . import limits
 from .environment import detect
 
 STACK_SIGNAL = signal.SIGRTMIN + 9  # on it a rank writes its stacks; no script uses this one
-LEAST_LIMIT_S = 60.0
-FIRST_LIMIT_S = 600.0  # until two steps are done: compilation, caches; always, of counted steps
 LIMIT_OF_LONGEST = 10  # times the longest silence seen so far
 
 # What sets a rank's limit: nothing, the variable, or beat(hang_seconds=), which wins.
@@ -38,7 +37,7 @@ class Beat(NamedTuple):
     marks: int = 0  # beats since then
     saved: int = -1  # step of the newest checkpoint on disk; -1: none
     time: float = 0.0  # of the newest beat, or the rank's start, on the machine's monotonic clock
-    limit_s: float = FIRST_LIMIT_S  # the longest silence before the rank counts as stuck
+    limit_s: float = limits.FIRST_SILENCE_S  # the longest silence before the rank counts as stuck
     limit_by: int = 0  # of LIMITS
     is_counted: bool = False  # the script does not beat: its optimizer's steps are counted
 
@@ -70,7 +69,7 @@ class Heart:
             self._stack_file = open(os.devnull, "w")  # noqa: SIM115
         faulthandler.register(STACK_SIGNAL, self._stack_file, all_threads=True)
         if is_counted:  # from before the script's first line
-            limit_s = self._limit_s or FIRST_LIMIT_S
+            limit_s = self._limit_s or limits.FIRST_SILENCE_S
             start = time.monotonic()
             self._write(Beat(time=start, limit_s=limit_s, limit_by=self._limit_by, is_counted=True))
 
@@ -101,8 +100,8 @@ class Heart:
 
     def _usual_limit(self, step: int) -> float:
         if step < self._first_step + 2:
-            return FIRST_LIMIT_S
-        least_s = FIRST_LIMIT_S if self._is_counted else LEAST_LIMIT_S
+            return limits.FIRST_SILENCE_S
+        least_s = limits.FIRST_SILENCE_S if self._is_counted else limits.SILENCE_S
         return max(least_s, LIMIT_OF_LONGEST * self._longest_s)
 
     @property

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from . import limits
+
 _INTERACTIVE_STEP = "4294967290"  # SLURM_STEP_ID in the shell that salloc opens on a node
-_SILENT_S = 2  # so long a scheduler may think without a word of ours
 
 
 def in_slurm_step(environ: Mapping[str, str]) -> bool:
@@ -83,7 +84,7 @@ def _submit_time(job: str) -> str:
     return (ask_scheduler(*command) or "").strip()
 
 
-def ask_scheduler(*command: str, limit_s: float = 10) -> str | None:
+def ask_scheduler(*command: str, limit_s: float = limits.SCHEDULER_S) -> str | None:
     """Return what a command of SLURM or PBS prints; None where they do not answer, as in a
     container. A line says so where that takes longer than a user would wait without one.
     """
@@ -91,7 +92,7 @@ def ask_scheduler(*command: str, limit_s: float = 10) -> str | None:
     import threading
 
     told = [f"waiting for {' '.join(command)}, {limit_s:g} s at most"]
-    notice = threading.Timer(_SILENT_S, print, told, {"file": sys.stderr})
+    notice = threading.Timer(limits.SCHEDULER_SILENT_S, print, told, {"file": sys.stderr})
     notice.start()
     try:
         return subprocess.check_output(

@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from . import limits
 from .errors import Refused
 from .job import this_job
 
 _LIVE, _COMMIT = 0, 1  # bytes of the lock's file
-_COMMIT_S = 30.0  # the longest that a commit may take
 # Locks of an open file, not of the process: to copy the folder would end those (fcntl(2)).
 _SET, _SET_WAITING = 37, 38  # F_OFD_SETLK, F_OFD_SETLKW; the fcntl of some Pythons lacks them
 _FLOCK = struct.Struct("hhqqi0q")  # struct flock: type, whence, start, length, process
@@ -63,7 +63,7 @@ class RunLock:
     def _take_place(self, new: str, me: Mapping[str, Any]) -> bool:
         before = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            until = time.monotonic() + _COMMIT_S
+            until = time.monotonic() + limits.COMMIT_S
             while not _try_lock(before, _COMMIT):
                 if time.monotonic() > until:
                     raise _refusal(self.what, _holder(before))

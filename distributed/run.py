@@ -2,7 +2,7 @@
 
 import sys
 
-from launcher.agent.guardian import main
+from launcher.agent.supervisor import main
 
 if __name__ == "__main__":
     sys.exit(main())

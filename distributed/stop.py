@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from . import limits
 from .stop_signals import STOP_SIGNALS, Interrupts, handled_signals
-
-LOOK_S = 1.0  # between two looks for a file
 
 
 class Stop:
@@ -62,7 +61,7 @@ class Stop:
         """
         now = time.monotonic()
         if now >= self._look_at:
-            self._look_at = now + LOOK_S
+            self._look_at = now + limits.STOP_LOOK_S
             if self._takes("save"):
                 self._save_at = now
             if self._takes("stop"):

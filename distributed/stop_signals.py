@@ -6,13 +6,13 @@ import os
 import signal
 import time
 
+from . import limits
+
 ADDED = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # the variable of torchrun's --signals-to-handle
 NEVER_ADDED = {"SIGKILL", "SIGSTOP", "SIGCHLD"}
 NOTICE = signal.SIGUSR1  # schedulers send it minutes before they end a job
 QUERY = signal.SIGQUIT  # Ctrl-\\ shows where all ranks are; the run goes on
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, NOTICE)
-DEFAULT_GRACE_S = 30  # for the ranks to save when they are stopped
-SECOND_INTERRUPT_S = 0.3  # schedulers and terminals may send one SIGINT twice
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -39,4 +39,4 @@ class Interrupts:
         if self._first is None:
             self._first = now
             return False
-        return now - self._first >= SECOND_INTERRUPT_S
+        return now - self._first >= limits.SECOND_INTERRUPT_S

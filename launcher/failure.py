@@ -29,7 +29,7 @@ _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal
 _MEANING = {
     126: "the command could not be executed",
     127: "the command was not found",
-    128 + signal.SIGKILL: "SIGKILL, from outside this run (the kernel counted no memory kill here)",
+    128 + signal.SIGKILL: "SIGKILL, from outside this run (no out-of-memory kill on this node)",
     128 + signal.SIGSEGV: "SIGSEGV: a crash in native code; the stack is in the log",
     128 + signal.SIGABRT: "SIGABRT: native code gave up; its last message is in the log",
     128 + signal.SIGBUS: "SIGBUS: often a full /dev/shm",
@@ -119,7 +119,7 @@ def explain(code: int, *, out_of_memory: bool = False) -> tuple[str, str]:
     """Return fault and cause of an exit code without an error file."""
     if code == 128 + signal.SIGKILL and out_of_memory:
         return "out-of-memory", "SIGKILL by the kernel: this node's memory limit was reached"
-    unknown = signal_name(code) or f"left with exit code {code}, without an exception"
+    unknown = signal_name(code) or f"exited with code {code} without an exception"
     fault = "rank-killed" if code == 128 + signal.SIGKILL else "rank-error"
     fault = "rank-crashed" if code - 128 in _CRASHES else fault
     return fault, _MEANING.get(code, unknown)

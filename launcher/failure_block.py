@@ -10,12 +10,12 @@ import io
 import os
 import re
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
 from distributed.environment import printable
-from distributed.errors import STOPPED
+from distributed.errors import BAD_INPUT, REFUSED, STOPPED
 from launcher.failure import Failure, signal_name
 from launcher.record.run_json import KEPT
 from launcher.text import count
@@ -33,41 +33,51 @@ _ENDS = re.compile(
 
 
 @dataclass(frozen=True)
-class RunSummary:
-    """What the block shows besides the failure itself."""
+class Outcome:
+    """How a run ended: all that its user is told of it."""
 
-    started: float  # seconds since the epoch
-    lost_peer: int  # ranks that ended as a consequence
-    stopped: int  # ranks that the launcher stopped
-    left: int  # processes that could not be ended
-    run_id: str
-    command: str  # that resumes it, as typed, quoted for a shell; empty where nothing does
+    code: int  # exit code
+    failure: Failure | None = None  # the first one
+    lost_peer: int = 0  # ranks that ended as a consequence
+    stopped: int = 0  # ranks that their agent had to stop
+    left: int = 0  # processes that could not be ended
     ends: str = ""  # of a run that was stopped: by what, and how its ranks ended
     signum: int = 0  # of a run that was stopped: the first signal
+    has_saved: bool = False  # a rank has told that it saved
+    started: float = 0.0  # seconds since the epoch
+    run_id: str = ""
+    command: str = ""  # that resumes it, as typed, quoted for a shell; empty where nothing does
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.code <= 255:
+            raise ValueError(f"{self.code} is no exit code")
+
+    @property
+    def has_text(self) -> bool:
+        """Whether there is something to print: an agent tells itself why it starts nothing."""
+        is_refusal = self.code in (BAD_INPUT, REFUSED) and not self.ends
+        return self.failure is not None or not (self.code == 0 or is_refusal)
+
+    def with_saved(self, step: int) -> Outcome:
+        """Return it with a checkpoint that was saved after it."""
+        first = self.failure and replace(self.failure, saved_step=step)
+        return replace(self, failure=first, has_saved=True)
 
 
-@dataclass(frozen=True)
-class End:
-    """How a node's part of the run ended, for a launcher on another machine."""
-
-    code: int
-    failure: Failure | None
-    summary: RunSummary
-    is_told: bool  # node rank 0 decided it, told this node, and sends the same itself
-
-
-def print_end(end: End, out: TextIO, folder: Path | None) -> None:
-    """Print what a user sees last: the failure block, the stopped line, or nothing for code 0.
+def print_outcome(outcome: Outcome, out: TextIO, folder: Path | None) -> None:
+    """Print what a user sees last: the failure block, the stopped line, or nothing.
 
     It is kept in the run's folder, too, if that can be written.
     """
+    if not outcome.has_text:
+        return
     kept = io.StringIO()
     for stream in (out, kept):
-        if end.failure is not None:
-            print_block(end.failure, end.summary, stream)
-        elif end.code != 0:
-            print_stop(end.code, end.summary, stream)
-    if folder is not None and end.code != 0:
+        if outcome.failure is not None:
+            print_block(outcome, outcome.failure, stream)
+        else:
+            print_stop(outcome, stream)
+    if folder is not None:
         with contextlib.suppress(OSError):
             new = folder / f".{KEPT}.{os.getpid()}"
             new.write_text(kept.getvalue(), encoding="utf-8")
@@ -90,9 +100,9 @@ def find_kept(folder: Path) -> str:
     return ""
 
 
-def print_block(failure: Failure, summary: RunSummary, out: TextIO) -> None:
+def print_block(outcome: Outcome, failure: Failure, out: TextIO) -> None:
     """Print the failure block, the last thing a user sees of a failed run."""
-    after = f"{failure.time - summary.started:.0f} s after the start"
+    after = f"{failure.time - outcome.started:.0f} s after the start"
     at_step = f", at step {failure.step}" if failure.step >= 0 else ""
     from_step = f"     (from step {failure.saved_step})" if failure.saved_step >= 0 else ""
     by_signal = f" ({signal_name(failure.code)})" if signal_name(failure.code) else ""
@@ -102,9 +112,9 @@ def print_block(failure: Failure, summary: RunSummary, out: TextIO) -> None:
         *(("", frame) for frame in failure.frames),
         *(("stacks", line) for line in failure.stacks),
         ("code", f"{failure.code}{by_signal}"),
-        ("others", _others(summary, failure.fault)),
+        ("others", _others(outcome, failure.fault)),
         ("log", failure.log),
-        ("resume", summary.command and f"RUN_ID={summary.run_id} {summary.command}{from_step}"),
+        ("resume", outcome.command and f"RUN_ID={outcome.run_id} {outcome.command}{from_step}"),
         ("see", f"TROUBLESHOOTING.md#{failure.fault}"),
     ]
     colour = out.isatty() and "NO_COLOR" not in os.environ
@@ -116,32 +126,32 @@ def print_block(failure: Failure, summary: RunSummary, out: TextIO) -> None:
             print(label, printable(text, LONGEST_ROW), file=out, flush=True)
 
 
-def print_stop(code: int, summary: RunSummary, out: TextIO) -> None:
+def print_stop(outcome: Outcome, out: TextIO) -> None:
     """Print the line for a run that was stopped on request."""
-    how = summary.ends or f"by {signal_name(code)}"
-    if code == STOPPED:
-        by = f"by {signal.Signals(summary.signum).name} " if summary.signum else ""
+    how = outcome.ends or f"by {signal_name(outcome.code)}"
+    if outcome.code == STOPPED:
+        by = f"by {signal.Signals(outcome.signum).name} " if outcome.signum else ""
         how = f"{by}after saving a checkpoint"
-    print(f"stopped  {how} (code {code}); nothing is left running", file=out, flush=True)
-    print_resume(summary, out)
+    print(f"stopped  {how} (code {outcome.code}); nothing is left running", file=out, flush=True)
+    print_resume(outcome, out)
 
 
-def print_resume(summary: RunSummary, out: TextIO) -> None:
-    if summary.command:
-        print(f"resume   RUN_ID={summary.run_id} {summary.command}", file=out, flush=True)
+def print_resume(outcome: Outcome, out: TextIO) -> None:
+    if outcome.command:
+        print(f"resume   RUN_ID={outcome.run_id} {outcome.command}", file=out, flush=True)
 
 
-def _others(summary: RunSummary, fault: str) -> str:
+def _others(outcome: Outcome, fault: str) -> str:
     parts = []
-    if summary.lost_peer:
-        its = "its connection" if summary.lost_peer == 1 else "their connections"
-        parts.append(f"{count(summary.lost_peer, 'rank')} lost {its} to a peer (a consequence)")
-    if summary.stopped:
-        were = "was" if summary.stopped == 1 else "were"
-        parts.append(f"{count(summary.stopped, 'rank')} {were} stopped by the launcher")
+    if outcome.lost_peer:
+        its = "its connection" if outcome.lost_peer == 1 else "their connections"
+        parts.append(f"{count(outcome.lost_peer, 'rank')} lost {its} to a peer (a consequence)")
+    if outcome.stopped:
+        were = "was" if outcome.stopped == 1 else "were"
+        parts.append(f"{count(outcome.stopped, 'rank')} {were} stopped by the launcher")
     left = "nothing is left running"
     if fault in ("link-lost", "node-lost"):
         left += " where a node can be reached"
-    if summary.left:
-        left = f"{count(summary.left, 'process', 'processes')} could not be ended"
+    if outcome.left:
+        left = f"{count(outcome.left, 'process', 'processes')} could not be ended"
     return f"{', '.join(parts)}; {left}" if parts else left

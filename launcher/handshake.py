@@ -1,4 +1,4 @@
-"""Who knows the run's secret is let in: how connections between the nodes begin (no torch).
+"""Authenticate connections between the nodes: both ends know the run's secret (no torch).
 
     node rank 0 -> node     a nonce
     node -> node rank 0     a nonce, and HMAC-SHA256 over both (RFC 2104), keyed by the secret
@@ -24,17 +24,17 @@ from pathlib import Path
 
 from distributed import hostlist
 from launcher import processes
+from launcher.wire import limits
 
 NONCE_BYTES = PROOF_BYTES = 32
 LEAST_SECRET = 16  # characters
-WAIT_S = 3.0  # for whoever connects to prove that it knows the secret
 MOST_WAITING = 256  # connections; the oldest gives way
 MOST_BYTES = 1 << 20  # of the first line
 _NODE, _MASTER = b"node", b"node rank 0"
 
 
-class NoEntrance(ConnectionError):
-    """What listens there is no node rank 0 that waits for others."""
+class NotAccepted(ConnectionError):
+    """The listener is not node rank 0, or no longer accepts nodes."""
 
 
 class WrongSecret(ConnectionError):
@@ -150,7 +150,7 @@ def _prove(secret: bytes, role: bytes, nonces: bytes) -> bytes:
 def connect(address: str, port: int, secret: bytes, limit_s: float) -> socket.socket:
     """Connect to node rank 0, and let each prove to the other that it knows the secret.
 
-    Raises OSError: NoEntrance or WrongSecret where the other end is not node rank 0 of this run.
+    Raises OSError: NotAccepted or WrongSecret where the other end is not node rank 0 of this run.
     """
     connection = socket.create_connection((address, port), timeout=limit_s)
     try:
@@ -166,7 +166,7 @@ def introduce(connection: socket.socket, secret: bytes) -> None:
     try:
         theirs, ours = _receive(connection, NONCE_BYTES), os.urandom(NONCE_BYTES)
     except OSError as error:
-        raise NoEntrance(str(error)) from error
+        raise NotAccepted(str(error)) from error
     try:
         connection.sendall(ours + _prove(secret, _NODE, theirs + ours))
         proof = _receive(connection, PROOF_BYTES)
@@ -197,12 +197,12 @@ class _Visitor:
     is_known: bool = False  # it has proved that it knows the secret
 
 
-class Entrance:
+class Acceptor:
     """Lets in whoever knows the secret. Any number of connections can wait; none delays another."""
 
     def __init__(self, listener: socket.socket, access: Access, say: Callable[[str], None]) -> None:
         """The caller closes the listener; `say` is told of the first connection dropped."""
-        self.strangers = 0  # dropped so far
+        self.unauthenticated = 0  # dropped so far
         self._say = say
         self._access = access
         self._listener = listener
@@ -214,14 +214,14 @@ class Entrance:
     def wait(self, limit_s: float) -> list[tuple[socket.socket, bytes]]:
         """Return the connections let in within the limit, each with its first line."""
         let_in = []
-        for key, _ in self._selector.select(max(0.0, min(limit_s, WAIT_S))):
+        for key, _ in self._selector.select(max(0.0, min(limit_s, limits.PROOF_S))):
             if key.fileobj is self._listener:
                 self._accept()
             elif (visitor := self._waiting.get(key.fd)) and self._read(visitor):
                 self._forget(visitor)
                 visitor.socket.setblocking(True)
                 let_in.append((visitor.socket, visitor.received))
-        while self._waiting and self._oldest.since < time.monotonic() - WAIT_S:
+        while self._waiting and self._oldest.since < time.monotonic() - limits.PROOF_S:
             self._drop(self._oldest)
         return let_in
 
@@ -245,7 +245,7 @@ class Entrance:
             return
         allowed = self._access.addresses
         if allowed is not None and address.removeprefix("::ffff:") not in allowed:
-            self._count_stranger(f"{address} is not in HOSTS")
+            self._note_dropped(f"{address} is not in HOSTS")
             connection.close()
             return
         if len(self._waiting) >= MOST_WAITING:
@@ -287,13 +287,13 @@ class Entrance:
 
     def _drop(self, visitor: _Visitor) -> None:
         if not visitor.is_known:
-            self._count_stranger(f"{visitor.address} connected without the run's secret")
+            self._note_dropped(f"{visitor.address} connected without the run's secret")
         self._forget(visitor)
         visitor.socket.close()
 
-    def _count_stranger(self, what: str) -> None:
-        self.strangers += 1
-        if self.strangers == 1:
+    def _note_dropped(self, what: str) -> None:
+        self.unauthenticated += 1
+        if self.unauthenticated == 1:
             self._say(f"warning: {what}, and was dropped; others will be, too [stranger]")
 
     def _forget(self, visitor: _Visitor) -> None:

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable
 
-STILL_S = 5.0  # between two readings: more than a turn of any loop takes
+from launcher.wire import limits
 
 
 class OwnTime:
@@ -24,8 +24,8 @@ class OwnTime:
     def now(self) -> float:
         """Return the time for deadlines. A standstill takes STILL_S seconds at most."""
         before, self._newest = self._newest, self._read()
-        if (gap := self._newest - before) > STILL_S:
-            self._missed_s += gap - STILL_S
+        if (gap := self._newest - before) > limits.STILL_S:
+            self._missed_s += gap - limits.STILL_S
             self._resumed = self._newest
         return self._newest - self._missed_s
 

@@ -19,12 +19,11 @@ import time
 from collections.abc import Iterable, Iterator
 
 from launcher.outer_run import OUTER_TOKEN
+from launcher.wire import limits
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 WAKING = signal.SIGCHLD, signal.SIGALRM  # end a wait in await_signal()
-_POLL_S = 0.01
-_KILL_S = 1.0
 
 
 def _prctl(option: int, value: int) -> None:
@@ -115,7 +114,7 @@ def descendants(root: int) -> list[int]:
 def _all_pids() -> list[int]:
     """Return the ids of all processes that this one may see; none where it has no descriptor left.
 
-    The guardian, which has few of them, then ends what is left.
+    The supervisor, which has few of them, then ends what is left.
     """
     try:
         return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
@@ -190,13 +189,13 @@ def end_descendants(*, term_s: float = 0.0) -> list[int]:
         send(descendants(me), signal.SIGTERM)
         deadline = time.monotonic() + term_s
         while descendants(me) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-    deadline = time.monotonic() + _KILL_S
+            time.sleep(limits.POLL_S)
+    deadline = time.monotonic() + limits.KILL_S
     while alive := descendants(me):
         if time.monotonic() > deadline:
             return alive
         send(alive, signal.SIGKILL)  # again each time: one may have forked in between
-        time.sleep(_POLL_S)
+        time.sleep(limits.POLL_S)
     return []
 
 
@@ -207,7 +206,7 @@ def end_marked(token: str, wait_s: float) -> int:
         if time.monotonic() >= deadline:
             send(left, signal.SIGKILL)
             break
-        time.sleep(10 * _POLL_S)
+        time.sleep(10 * limits.POLL_S)
     return len(left)
 
 

@@ -7,7 +7,8 @@ import re
 import time
 from abc import ABC, abstractmethod
 
-PARTIAL_S = 0.2  # a line without an end, of one stream among several, is shown after so long
+from launcher.wire import limits
+
 _REDRAWN = re.compile(rb"\r(\x1b\[[0-2]?K)*")  # and what clears the line would clear a prefix, too
 LONGEST_HELD = 1 << 16  # bytes of it; a longer one is shown at once
 
@@ -85,7 +86,7 @@ class View:
 
         `now` is a time before the stream was last read, so that what has come is known.
         """
-        is_due = self._held and now - self._since >= PARTIAL_S
+        is_due = self._held and now - self._since >= limits.PARTIAL_S
         if is_due and self._screen.is_free_for(self._source):
             self.end()
         return bool(self._held)

@@ -1,10 +1,8 @@
-"""Start a run: the one program that every entry script hands its words to.
-
-    python scripts/lib/start.py FANOUT [OPTIONS] -- ARGS      (launch in scripts/lib/launch.sh)
+"""Start a run: what launcher/cli/main.py calls when it has read the command line.
 
 It makes the plan, has the config checked, and lets the fan-out do the rest: check the nodes, print
 the plan, start the agents, wait for them. A fan-out is a module with one function, `run`, which
-calls what it is given when nothing is left to refuse, before it starts the first agent.
+calls `be_ready()` after the last check, before it starts the first agent.
 """
 
 from __future__ import annotations
@@ -12,12 +10,11 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from distributed.environment import LauncherError
 from distributed.errors import BAD_INPUT, REFUSED, Refused
 from distributed.hostlist import HostlistError
-from launcher.outer_run import leave_outer_run
 from launcher.plan import pbs, resume
 from launcher.plan.check_config import check_config
 from launcher.plan.idle import find_idle
@@ -25,17 +22,16 @@ from launcher.plan.make_plan import make_plan
 from launcher.plan.pbs import find_short_delay
 from launcher.plan.plan import Plan, PlanError
 from launcher.plan.slurm import end_chain
-from launcher.plan.typed import parse
+from launcher.plan.typed import Typed
 from launcher.record import detach, run_json, runs
-from launcher.text import mend_streams, short_host_name
+from launcher.text import short_host_name
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(typed: Typed) -> int:
     """Start a run, or answer about runs; returns the exit code."""
     code = 1
-    leave_outer_run(os.environ)
     try:
-        code = start(arguments)
+        code = start(typed)
     except SystemExit as leave:  # a wrong config, a stop before the start
         code = int(leave.code or 0)
         raise
@@ -44,10 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     return code
 
 
-def start(arguments: Sequence[str]) -> int:
+def start(typed: Typed) -> int:
     """Start a run; returns its exit code."""
-    mend_streams()
-    typed = parse(arguments)
     if typed.fanout in ("status", "stop", "stacks"):
         return runs.main(typed)
     try:

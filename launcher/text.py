@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 
 class _Stream(io.FileIO):
-    """stdout or stderr, which takes everything: a full disk or a reader that left ends no run."""
+    """stdout or stderr that never raises: a full disk or a closed pipe must not end the run."""
 
     def write(self, data: Any) -> int:
         try:

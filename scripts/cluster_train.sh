@@ -21,10 +21,4 @@ HERE=$(dirname -- "$(readlink -f -- "$0")") # or it is a scheduler's copy
 for LIB in "$HERE/lib" "${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}"/{,launch-kit/}scripts/lib; do [[ ! -r $LIB/launch.sh ]] || break; done
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh"
-
-main() {
-  parse_arguments "config nnodes node_rank master port" "$@"
-  default_config
-  launch local --health-check --transcript
-}
-main "$@"
+run_command cluster_train "$@"

@@ -18,30 +18,4 @@ HERE=$(dirname -- "$(readlink -f -- "$0")") # or it is a scheduler's copy
 for LIB in "$HERE/lib" "${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}"/{,launch-kit/}scripts/lib; do [[ ! -r $LIB/launch.sh ]] || break; done
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh"
-
-main() {
-  OPTIONS=(
-    ["-n"]=nproc ["--num-gpus"]=nproc
-    ["-c"]=config ["--config"]=config ["--config-path"]=config_path ["--config-name"]=config_name
-    ["-l"]=log-level ["--log-level"]=log-level
-  )
-  parse_arguments "" "$@"
-  join_config
-  default_config
-  launch auto
-}
-
-join_config() {
-  local folder=${PLAN[config_path]:-} name=${PLAN[config_name]:-}
-  unset 'PLAN[config_path]' 'PLAN[config_name]'
-  [[ -n $folder$name ]] || return 0
-  if [[ -f ${TRAIN_SCRIPT:-} ]] && grep -q '^@hydra\.main' -- "$TRAIN_SCRIPT"; then
-    REST=(${folder:+"--config-path=$folder"} ${name:+"--config-name=$name"} "${REST[@]}")
-    : "${PLAN[config]=-}"
-    return
-  fi
-  [[ -n $folder && -n $name ]] ||
-    die 2 "--config-path and --config-name go together; give both, or --config FILE"
-  PLAN[config]=$folder/${name%.yaml}.yaml
-}
-main "$@"
+run_command run_ddp "$@"

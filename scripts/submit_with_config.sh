@@ -25,14 +25,4 @@ set -euo pipefail
 LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh"
-
-main() {
-  OPTIONS=(["--wait"]='!wait')
-  local option
-  for option in --begin --comment --constraint --deadline --exclude --licenses --mail-type --mail-user \
-    --reservation --switches --tmp --wckey; do OPTIONS[$option]=@; done
-  SCHEDULED=1
-  parse_arguments "" "$@"
-  launch submit
-}
-main "$@"
+run_command submit_with_config "$@"

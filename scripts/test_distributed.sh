@@ -24,23 +24,4 @@ HERE=$(dirname -- "$(readlink -f -- "$0")") # or it is a scheduler's copy
 for LIB in "$HERE/lib" "${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}"/{,launch-kit/}scripts/lib; do [[ ! -r $LIB/launch.sh ]] || break; done
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh"
-
-main() {
-  OPTIONS=(["-f"]=hostfile ["--quick"]='!@' ["--test"]=test ["--json"]=json)
-  parse_arguments "nproc nodes..." "$@"
-  ((${#SETTINGS[@]} == 0)) || die 2 "settings mean nothing here (${SETTINGS[0]@Q}); leave them out"
-  pass_to_test
-  PLAN[cpu_nproc]=2 PLAN[module]=distributed.selftest
-  launch auto
-}
-
-# The test's own options follow its name; it runs in the project's folder.
-pass_to_test() {
-  local test=${PLAN[test]:-} json=${PLAN[json]:-}
-  unset 'PLAN[test]' 'PLAN[json]'
-  [[ -z $test || $test == basic || $test == all ]] || die 2 "--test is ${test@Q}; give basic or all"
-  [[ -z $json || $json == /* ]] || json=$PWD/$json
-  REST=("${PASSED[@]}" ${test:+--test "$test"} ${json:+--json "$json"} "${REST[@]}")
-  PASSED=()
-}
-main "$@"
+run_command test_distributed "$@"

@@ -18,7 +18,7 @@ source "$LIB/launch.sh"
 main() {
   local salloc=(salloc --nodes=2 --time=20)
   case ${1:-} in
-    -h | --help | --version) parse_arguments "" "$@" ;;
+    -h | --help | --version) run_command "" "$@" ;;
     --dry-run) salloc+=("${@:2}" "$0") && echo "${salloc[*]@Q}" && exit ;;
   esac
   if [[ -z ${SLURM_JOB_ID:-} ]]; then
@@ -27,10 +27,8 @@ main() {
     exec "${salloc[@]}" "$@" "$0"
   fi
   (($# == 0)) || die 2 "$1: this job has its size already; leave the options out"
-  parse_arguments ""
-  PLAN[cpu_nproc]=2 PLAN[module]=distributed.selftest
   unset TRAIN_SCRIPT
-  (launch srun)
+  (run_command test_distributed_integration)
   local steps run=integration-$SLURM_JOB_ID train=$ROOT/scripts/slurm/slurm_train.sh
   for steps in 20 40; do # the second one resumes
     RUN_ID=$run "$train" "$ROOT/config/local3.yaml" "train.max_steps=$steps" train.global_batch_size=null train.batch_size=4

@@ -309,7 +309,7 @@ PARTS = {
     ),
     "clean-up": Part(
         "Clean-up",
-        "an agent or its guardian killed where the machine has limits: all gone in 2 s",
+        "an agent or its supervisor killed where the machine has limits: all gone in 2 s",
         2,
         prove_clean_up,
         "alone",

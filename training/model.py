@@ -17,9 +17,9 @@ from torch.utils.data import default_collate
 
 from distributed import torch as helper
 from distributed.checkpoint import State
+from distributed.checkpoint.memory import FILES as SNAPSHOT_FILES
+from distributed.checkpoint.memory import free_memory
 from distributed.environment import Environment
-from distributed.snapshot_memory import FILES as SNAPSHOT_FILES
-from distributed.snapshot_memory import free_memory
 from distributed.strategy import Sharding
 from distributed.torch_internals import compile_beside_ddp
 from training.asked import refuse_misspelt

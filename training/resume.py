@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from distributed import checkpoint
-from distributed.checkpoint_files import steps
+from distributed.checkpoint.files import steps
 from distributed.environment import Environment
 from training.asked import warn_unread
 from training.config_file import SettingsError, Tree

@@ -8,54 +8,49 @@ static: node rank 0 serves the store, and ranks follow node ranks. What needs mo
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import socket
-import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-import torch
 import torch.distributed.run as torchrun
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing import errors
 
-from distributed import network
-from distributed.environment import new_run_id
 from distributed.errors import BAD_INPUT, REFUSED, Refused
 from distributed.torch_internals import load_dynamo, serve_store
-from launcher import typed_json
-from launcher.agent import next_attempt
+from launcher.agent.assignment import Assignment
 from launcher.agent.attempt import Attempt
 from launcher.agent.command_line import read_for_torch
-from launcher.agent.control import SILENCE_S, report_end
+from launcher.agent.control import Done, Membership, report_outcome
 from launcher.agent.diagnosis import nccl_network
-from launcher.agent.fork import cpus_of_ranks, fork_ranks
-from launcher.agent.link import AgentNote, GuardianLink
-from launcher.agent.node_ranks import Heartbeats, NodeRanks
-from launcher.agent.nodes import checkin, spare
+from launcher.agent.fork import cpus_of_ranks, fork_ranks, variables_of
+from launcher.agent.join import begin_record, join
+from launcher.agent.link import AgentNote, SupervisorLink
+from launcher.agent.node_ranks import Heartbeats, NodeRanks, Rank
+from launcher.agent.nodes import checkin, successor
+from launcher.agent.nodes.checkin import Meeting
+from launcher.agent.nodes.team import Team
 from launcher.agent.output.noise import without_noise
-from launcher.agent.output.stream import NodeLog, say
-from launcher.agent.output.terminal import Terminal, is_line_open
+from launcher.agent.output.outputs import Outputs
+from launcher.agent.output.stream import say
 from launcher.agent.query import Query
 from launcher.agent.restarts import Restarts
 from launcher.agent.snapshots.memory import Snapshots
 from launcher.agent.torchrun_arguments import Arguments, parse
 from launcher.agent.verdict import Facts, Verdict
-from launcher.preflight import must_match
-from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder
-from launcher.screen import are_one_file
+from launcher.failure import Failure
+from launcher.failure_block import Outcome
+from launcher.record.run_json import LauncherProcess, RunFolder
+from launcher.wire import limits
 
 load_dynamo()  # here once, not in each rank
 TRAIN = str(Path(__file__).resolve().parents[2] / "train.py")
-STOPPED_S = 8.0  # after a stop: to write a snapshot
-VERDICT_S = 1.5  # after a failure that no restart follows: for the other nodes' ends
 
 
-def run_agent(arguments: list[str], guardian: GuardianLink) -> int:
+def run_agent(arguments: list[str], supervisor: SupervisorLink) -> int:
     """Be the agent process; returns its exit code where no rank was started, else ends it.
 
     Each forked rank leaves this function by SystemExit (launcher/agent/rank/program.py).
@@ -68,15 +63,12 @@ def run_agent(arguments: list[str], guardian: GuardianLink) -> int:
     os.environ.pop("RUN_SECRET", None)  # no rank needs it
     if beyond_static is not None:
         say(f"{beyond_static}: started by torch's own elastic agent, one import per rank")
-        record(torchrun.run)(read_for_torch(torchrun.parse_args, arguments))
+        errors.record(torchrun.run)(read_for_torch(torchrun.parse_args, arguments))
         return 0
     try:
-        meeting = check_in(args, is_by_hand=guardian.control is None)
-        if meeting.assignment.node_rank < 0:
-            report = partial(report_end, control=guardian.control, is_line_open=False)
-            meeting = spare.wait(meeting, args, report)
+        meeting = join(args, is_by_hand=supervisor.control is None)
         with meeting.ready():
-            agent = NodeAgent(args, arguments, meeting, guardian)
+            agent = NodeAgent(args, arguments, meeting, supervisor)
         code = agent.run()
     except Refused as refused:
         say(str(refused))
@@ -84,122 +76,65 @@ def run_agent(arguments: list[str], guardian: GuardianLink) -> int:
     os._exit(code)  # nothing of torch's needs its 0.6 s of taking down here
 
 
-def check_in(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
-    """Meet the other nodes' agents: settles the run id, the ranks and the hosts.
-
-    Where no launcher has started all of them, nor tried the ways between them, they do so now,
-    unless the ranks may use another network. Raises Refused where the run cannot start.
-    """
-    files: dict[str, str] = {}
-    task_file = os.environ.pop("LAUNCH_TASK_FILE", "")
-    agents = args.num_nodes + args.num_spares
-    if agents > 1:
-        words = [args.program.name, *args.program.arguments]
-        files = must_match.describe_program(words, task_file, os.environ)
-        if not args.access.secret and args.node_rank == 0:
-            who = "a process on any of HOSTS" if args.access.addresses else "anyone who reaches it"
-            where = f"port {args.master_port} of {args.master_addr}"
-            say(f"warning: {who} can join this run at {where}; set RUN_SECRET [stranger]")
-    me = must_match.NodeReport(
-        node_rank=args.node_rank,
-        num_nodes=agents,
-        nproc=args.nproc,
-        host=socket.gethostname(),
-        run_id=args.run_id or (new_run_id() if args.node_rank == 0 else ""),
-        versions=_versions(),
-        files=files,
-    )
-    address, port = args.master_addr, args.master_port
-    named = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME", "")
-    is_same = not named or network.interface_to(address) in re.split("[,=]", named)
-    meeting = checkin.meet(
-        address,
-        port,
-        me,
-        args.access,
-        args.join_timeout_s,
-        num_spares=args.num_spares,
-        min_nodes=args.min_nodes,
-        tries_pairs=is_by_hand and is_same and not os.environ.get("SKIP_PREFLIGHT"),
-    )
-    chosen = network.choose_variables(address, agents)  # not before the name is known here
-    os.environ.update(chosen)
-    if chosen and args.node_rank == 0 and agents > 1:
-        say(f"sets {' '.join(f'{name}={value}' for name, value in chosen.items())}")
-    if args.node_rank != 0 and is_by_hand and not args.is_in_step:
-        where = f"{meeting.assignment.hosts[0]} ({address}:{port})"
-        say(f"checked in with node rank 0 on {where}, as node rank {meeting.assignment.node_rank}")
-    return meeting
-
-
 class NodeAgent:
-    """This node's part of a run, once all nodes have checked in."""
+    """What this node does in a run, once all nodes have checked in."""
 
     def __init__(
-        self,
-        args: Arguments,
-        arguments: list[str],  # as they were typed, for run.json
-        meeting: checkin.Meeting,
-        guardian: GuardianLink,
+        self, args: Arguments, typed: list[str], meeting: Meeting, supervisor: SupervisorLink
     ) -> None:
         """Raises Refused where the run's folder cannot be written, or a live process has it."""
-        part = meeting.assignment
-        self.args, self.arguments = args, arguments
-        self.guardian = guardian
-        self.store: TCPStore | None = None
-        out = Terminal(1)
-        self.terminals = out, out if are_one_file(1, 2) else Terminal(2)
+        self.args, self.typed, self.supervisor = args, typed, supervisor
         self.cpus = cpus_of_ranks(args.numa_binding, args.nproc)
         self.heartbeats = Heartbeats(args.nproc)
         self.snapshots = Snapshots(args.nproc)
         self.started = time.time()
-        run_id, log_dir, node_rank = part.run_id, args.log_dir, part.node_rank
-        self.folder = RunFolder(log_dir, run_id, node_rank) if log_dir else None
-        if self.folder is not None:
-            self.folder.create()
-        self.network = nccl_network.prepare(self.folder, node_rank, len(part.hosts))
-        self.error_files = self.folder.failures if self.folder else Path(tempfile.mkdtemp())
-        self.restarts = Restarts(args.max_restarts)
-        self.take_part(meeting)
-        self.log = NodeLog(self.folder.node_log if self.folder else None)
-        self.streams = self.folder.path if self.folder else None  # for those with own files
-        folder = str(self.folder.path) if self.folder and self.restarts.record else ""
-        command = self._resume_command(has_saved=False)
-        note = AgentNote(run_id, node_rank, self.started, args.nproc, folder, command)
-        guardian.socket.sendall(typed_json.encode(note).encode())
+        self.folder: RunFolder | None = None
+        self.network = nccl_network.NetworkWatch()
+        self.error_files = args.log_dir or Path(tempfile.mkdtemp())
+        self.restarts = Restarts(args.max_restarts, self.heartbeats)
+        self.outputs = Outputs(args)
+        self.is_spare = True  # so far
+        self._take_part(meeting)
 
-    def take_part(self, meeting: checkin.Meeting) -> None:
-        """Take the part in the next attempt that this agent was given; raises Refused."""
-        part, args = meeting.assignment, self.args
-        self.meeting, self.assignment, self.listener = meeting, part, meeting.listener
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(part.attempt)  # for locks (RunLock)
-        master, number = part.address or args.master_addr, len(part.hosts)
-        self.args = replace(args, node_rank=part.node_rank, num_nodes=number, master_addr=master)
-        own_port = self.listener.getsockname()[1] if self.listener else args.master_port
-        self.port = part.port or own_port
-        if part.node_rank == 0 and number > 1:
+    def _take_part(self, meeting: Meeting) -> None:
+        """Take what this agent is assigned in the next attempt; raises Refused."""
+        own, args = meeting.assignment, self.args
+        self.meeting = meeting
+        begins, self.is_spare = self.is_spare and own.node_rank >= 0, own.node_rank < 0
+        if begins:
+            self._open_folder(own)
+        self.store: TCPStore | None = None  # a fresh one: the old one's keys would mislead ranks
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(own.attempt)  # for locks (RunLock)
+        master, number = own.address or args.master_addr, len(own.hosts)
+        self.args = replace(args, node_rank=own.node_rank, num_nodes=number, master_addr=master)
+        own_port = meeting.listener.getsockname()[1] if meeting.listener else args.master_port
+        self.port = own.port or own_port
+        if own.node_rank == 0 and number > 1:
             self.snapshots.outgoing.begin()
-        if self.folder is not None and part.node_rank == 0 and self.restarts.record is None:
-            guardian = LauncherProcess.of(os.getppid())
-            self.restarts.record = LiveRecord(
-                self.folder.path,
-                is_takeover=part.attempt > 0,
-                launcher=None if self.guardian.control else guardian,
-                versions=_versions(),
-                agent_arguments=self.arguments,
-                hosts=part.hosts,
-                world_size=part.world_size,
-                grace=self.args.grace_s,
-            )
-        if self.folder is not None and part.seats and part.attempt:  # a lost node may still write
-            self.error_files = self.folder.failures / f"attempt_{part.attempt}"
+        if self.folder is not None and own.node_rank == 0 and self.restarts.record is None:
+            launcher = None if self.supervisor.control else LauncherProcess.of(os.getppid())
+            record = begin_record(self.folder.path, own, self.typed, args.grace_s, launcher)
+            self.restarts.record = record
+        if self.folder is not None and own.members and own.attempt:  # a lost node may still write
+            self.error_files = self.folder.failures / f"attempt_{own.attempt}"
             self.error_files.mkdir(exist_ok=True)
         if meeting.lost is not None:
-            self.restarts.take_over(part.attempt - 1)
-            lost, told = [meeting.lost.host], meeting.told
-            line = self.restarts.note(meeting.lost, self.heartbeats, -1, lost=lost, replaced=told)
-            self.say(f"{line}; now on port {self.port}")
-            next_attempt.tell_lineup(self, part.attempt)
+            self.restarts.take_over(own.attempt - 1)
+            self._note_restart(meeting.lost, -1, [meeting.lost.host], meeting.told)
+        if begins:
+            folder = str(self.folder.path) if self.folder and self.restarts.record else ""
+            command = resume_command(args, has_saved=False)
+            note = AgentNote(own.run_id, own.node_rank, self.started, args.nproc, folder, command)
+            self.supervisor.tell(note)
+
+    def _open_folder(self, own: Assignment) -> None:
+        """Write to the run's folder from now on, for this node has ranks; raises Refused."""
+        if self.args.log_dir is not None:
+            self.folder = RunFolder(self.args.log_dir, own.run_id, own.node_rank)
+            self.folder.create()
+            self.error_files = self.folder.failures
+            self.outputs.keep_in(self.folder)
+        self.network = nccl_network.prepare(self.folder, own.node_rank, len(own.hosts))
 
     # --- one attempt after another ------------------------------------------------------------
 
@@ -207,115 +142,192 @@ class NodeAgent:
         """Run the ranks to their end; returns the run's exit code."""
         signals: list[int] = []  # that came from outside
         while True:
-            reached = self.heartbeats.reached()
             attempt = self._begin_attempt(signals)
-            verdict = next_attempt.find_parts(self, attempt.facts, attempt.watch(self.terminals))
-            if not next_attempt.prepare(self, attempt.facts, verdict, reached):
+            facts, verdict = attempt.facts, attempt.watch(self.outputs)
+            if self.args.node_rank == 0 and verdict.outcome.code and not self.may_go_on_elsewhere:
+                # What all nodes are to lay together if no attempt follows.
+                nodes, saved_step = [*facts.nodes.values()], self.heartbeats.reached()[0]
+                verdict = replace(verdict, parts=self.snapshots.find_parts(nodes, saved_step))
+            if not self._go_on(facts, verdict):
                 break
-        self._report(self._keep_snapshot(verdict))
-        return verdict.code
+        is_told = facts.verdict is not None
+        self._report(self._keep_snapshot(verdict, is_told=is_told), is_told=is_told)
+        return verdict.outcome.code
 
     @property
     def is_last(self) -> bool:
-        return self.assignment.attempt >= self.args.max_restarts
+        return self.meeting.assignment.attempt >= self.args.max_restarts
+
+    @property
+    def may_go_on_elsewhere(self) -> bool:
+        """Whether other agents may make another attempt without this one."""
+        team = self.meeting.team
+        return self.args.min_nodes > 0 and not (self.is_last or (team and team.is_majority))
 
     def _begin_attempt(self, signals: list[int]) -> Attempt:
         """Fork the ranks."""
-        self.heartbeats.clear()
-        ranks = fork_ranks(self)
-        if self.args.node_rank == 0:
-            self._serve_store()
-        hosts, peers, team = self.assignment.hosts, self.meeting.peers, self.meeting.team
-        here = NodeRanks(ranks, self.heartbeats, self.args.node_rank, hosts[self.args.node_rank])
-        folder = self.folder.path if self.folder else None
+        self.restarts.begin_attempt()
+        args, meeting = self.args, self.meeting
+        hosts, peers, team = meeting.assignment.hosts, meeting.peers, meeting.team
+        ranks = [] if self.is_spare else self._fork_ranks()
+        if meeting.listener is not None:  # on the very same socket as the agents met
+            with without_noise(2):
+                self.store = serve_store(args.master_addr, self.port, meeting.listener.detach())
+        host = "" if self.is_spare else hosts[args.node_rank]
+        here = NodeRanks(ranks, self.heartbeats, args.node_rank, host)
         for peer in peers.values():
             # It may have waited long for the others, and be about to save the lost node's snapshot.
-            peer.heard = time.monotonic() + (self.args.grace_s if self.meeting.lost else 0)
+            peer.heard = time.monotonic() + (args.grace_s if meeting.lost else 0)
         attempt = Attempt(
             here,
             hosts=hosts,
             peers=peers,
-            guardian=self.guardian.socket,
+            supervisor=self.supervisor.socket,
             facts=Facts(signals=signals),
-            grace_s=self.args.grace_s,
-            verdict_s=VERDICT_S if self.is_last else SILENCE_S,
-            query=Query(here, hosts, peers, self.say, folder),
+            grace_s=args.grace_s,
+            verdict_s=limits.VERDICT_S if self.is_last else limits.SILENCE_S,
+            query=Query(here, hosts, peers, self.outputs.say, self.folder and self.folder.path),
             snapshots=self.snapshots,
             on_beat=self._on_beat,
         )
         if team is not None:
-            team.listen(attempt.selector, partial(next_attempt.note_lost_spare, self))
+            team.listen(attempt.selector, self._on_lost_spare)
         return attempt
+
+    def _fork_ranks(self) -> list[Rank]:
+        meeting, team = self.meeting, self.meeting.team
+        others = team.everyone() if team is not None else meeting.peers.values()
+        held = [self.supervisor, *filter(None, (meeting.listener, meeting.failover)), *others]
+        given = zip(map(self._variables, range(self.args.nproc)), self.cpus, strict=True)
+        return fork_ranks(self.args.program, meeting.assignment, self.outputs, given, held)
+
+    def _variables(self, local_rank: int) -> dict[str, str]:
+        """Return what a rank is given."""
+        own = self.meeting.assignment
+        return {
+            **variables_of(self.args, own, local_rank, self.port, self.error_files),
+            **self.snapshots.variables(local_rank),
+            **(self.network.variables if local_rank == 0 else {}),  # none but on node rank 0
+            "HEARTBEAT_FILE": self.heartbeats.name(local_rank),
+        }
 
     def _on_beat(self) -> None:
         if self.meeting.team is not None:
             self.meeting.team.beat()
-        self.network.look(self.say)
-        self.restarts.look(self.heartbeats)
+        self.network.look(self.outputs.say)
+        self.restarts.look()
 
-    def say(self, text: str) -> None:
-        """Print a line of the agent's own below what the ranks have shown."""
-        print(end="\n" if is_line_open(self.terminals) else "", file=sys.stderr)
-        say(text)
+    # --- after an attempt ---------------------------------------------------------------------
 
-    def _serve_store(self) -> None:
-        """Serve torch's store where the agents met, on the very same listening socket."""
-        assert self.listener is not None
-        with without_noise(2):
-            address, listener = self.args.master_addr, self.listener.detach()
-            self.store = serve_store(address, self.port, listener)
+    def _go_on(self, facts: Facts, verdict: Verdict) -> bool:
+        """Take part in the attempt that follows one that has ended; False: none does."""
+        team, first = self.meeting.team, verdict.outcome.failure
+        can_follow = not (self.is_last or facts.signals)
+        if team is not None:  # it decides for all
+            parts = self._restart(team, facts, first) if first and can_follow else {}
+            team.tell(parts, verdict)
+            return bool(parts)
+        if verdict.next is not None:
+            self._take_part(replace(self.meeting, assignment=verdict.next))
+            return True
+        losses = [one for one in facts.failures if one.node_rank == 0 and one.rank < 0]
+        if not can_follow or facts.verdict or self.meeting.peers or not losses:
+            return False
+        if followed := successor.follow(self.meeting, losses[0], self.args):
+            with followed.ready():
+                self._take_part(followed)
+                # Node rank 0 is not there to do it.
+                saved = self.heartbeats.reached()[0]
+                self.snapshots.save(saved, is_first_node=False, limit_s=self.args.grace_s)
+        return followed is not None
+
+    def _restart(self, team: Team, facts: Facts, first: Failure) -> Mapping[int, Assignment]:
+        """On node rank 0, take part in another attempt; returns all parts, none if it ends here."""
+        busy = team.peers.keys() - facts.nodes.keys()  # their ranks have not ended
+        for node_rank in busy if team.min_nodes else ():
+            team.peers.pop(node_rank).close()
+        why, held_step = team.why_not(are_all_quiet=not busy), self.snapshots.step()
+        if not why and not team.lost:
+            why = self.restarts.why_not(first, held_step)
+        if why:
+            say(why)
+            return {}
+        lost = [team.members[node_rank].host for node_rank in team.lost]
+        replaced = team.refill() if lost else []
+        # Another port: whoever is still on the way to the old store would mislead the new ranks.
+        address, listener = self.args.master_addr, checkin.listen(self.args.master_addr, 0)
+        number = self.meeting.assignment.attempt + 1
+        parts = team.assign(number, address, listener.getsockname()[1])
+        own = parts[self.args.node_id]
+        self._take_part(replace(self.meeting, assignment=own, listener=listener, lost=None))
+        self._note_restart(first, held_step, lost, replaced)
+        return parts
+
+    def _note_restart(
+        self, first: Failure, held_step: int, lost: Sequence[str], replaced: Sequence[str]
+    ) -> None:
+        """On node rank 0, record and tell why the ranks start again, and on which nodes."""
+        line = self.restarts.note(first, held_step, lost=lost, replaced=replaced)
+        self.outputs.say(f"{line}; now on port {self.port}")
+        if replaced:
+            self._tell_membership()
+            part = self.meeting.assignment
+            self.restarts.write(hosts=part.hosts, world_size=part.world_size)
+
+    def _on_lost_spare(self, loss: Failure) -> None:
+        fault = f"{loss.cause}; the run goes on [{loss.fault}]"
+        self.outputs.say(f"warning: spare {loss.host}: {fault}")
+        self._tell_membership()
+
+    def _tell_membership(self) -> None:
+        """Tell the launcher which nodes the run goes on with."""
+        if (team := self.meeting.team) is not None:
+            nodes = [member.node_id for member in team.members]
+            membership = Membership(self.meeting.assignment.attempt, nodes, [*team.spares])
+            self.outputs.tell(membership, self.supervisor.control)
 
     # --- the end ------------------------------------------------------------------------------
 
-    def _keep_snapshot(self, verdict: Verdict) -> Verdict:
+    def _keep_snapshot(self, verdict: Verdict, *, is_told: bool) -> Outcome:
         """Write what is newer in memory than on the disk as a checkpoint, for a later start."""
-        is_first_node, team = self.args.node_rank == 0, self.meeting.team
-        limit_s = self.args.grace_s
-        if verdict.signum:  # the ranks have had GRACE: the guardian and launchers wait a bit longer
-            limit_s = min(limit_s, STOPPED_S)
-        if verdict.code != 0 and verdict.is_told and not is_first_node:
-            self.snapshots.leave_to(self.meeting.peers.get(0), verdict.parts, limit_s)
-        if verdict.code == 0 or (verdict.is_told and not is_first_node):
-            return verdict
-        if self.args.min_nodes and not (self.is_last or (team and team.is_majority)):
-            return verdict  # the run may go on elsewhere
-        if is_first_node and verdict.parts is not None:
+        outcome, limit_s = verdict.outcome, self.args.grace_s
+        if outcome.signum:  # the ranks have had GRACE; supervisor and launchers wait longer
+            limit_s = min(limit_s, limits.STOP_SNAPSHOT_S)
+        if outcome.code != 0 and is_told:
+            parts = None if self.is_spare else verdict.parts
+            self.snapshots.leave_to(self.meeting.peers.get(0), parts, limit_s)
+        if outcome.code == 0 or is_told or self.may_go_on_elsewhere:
+            return outcome
+        if verdict.parts is not None:
             step = self.snapshots.save_parts(verdict.parts, self.meeting.peers, limit_s)
         else:
-            saved, _ = self.heartbeats.reached()
+            saved, is_first_node = self.heartbeats.reached()[0], self.args.node_rank == 0
             step = self.snapshots.save(saved, is_first_node=is_first_node, limit_s=limit_s)
-        if step < 0:
-            return verdict
-        first = verdict.failure and replace(verdict.failure, saved_step=step)
-        return replace(verdict, failure=first, has_saved=True)
+        return outcome.with_saved(step) if step >= 0 else outcome
 
-    def _report(self, verdict: Verdict) -> None:
-        """Complete run.json, and tell last of all how the run ended."""
-        if self.folder is None:
+    def _report(self, outcome: Outcome, *, is_told: bool) -> None:
+        """Complete run.json, and tell how the run ended, unless node rank 0 tells it for all."""
+        if self.args.log_dir is None:
             shutil.rmtree(self.error_files, ignore_errors=True)
-        if told := self.restarts.end(verdict.code, self.heartbeats):
-            self.say(told)
-        if self.args.is_in_step and verdict.is_told and self.guardian.control is None:
-            return  # node rank 0 prints it, to the same terminal
-        command = "" if verdict.code == BAD_INPUT else self._resume_command(verdict.has_saved)
-        run_id = self.assignment.run_id
-        end = verdict.as_end(started=self.started, run_id=run_id, command=command)
-        folder = self.folder.path if self.folder else None
+        self.restarts.end(outcome.code)
+        control, is_open = self.supervisor.control, self.outputs.is_line_open
+        if is_told and (control is not None or self.args.is_in_step):  # to the same terminal
+            self.outputs.tell(Done(), control)
+            return
+        command = (
+            ""
+            if outcome.code == BAD_INPUT
+            else resume_command(self.args, has_saved=outcome.has_saved)
+        )
+        run_id = self.meeting.assignment.run_id
+        outcome = replace(outcome, started=self.started, run_id=run_id, command=command)
+        folder = self.folder and self.folder.path
         if folder and self.args.node_rank and (folder / "run.json").exists():
             folder = None  # node rank 0's, on a shared disk
-        is_open = is_line_open(self.terminals)
-        report_end(end, self.guardian.control, is_line_open=is_open, folder=folder)
-
-    def _resume_command(self, has_saved: bool) -> str:
-        """Return what resumes the run; nothing for a program that may not be able to resume."""
-        can_resume = has_saved or os.path.realpath(self.args.program.name) == TRAIN
-        return os.environ.get("LAUNCH_COMMAND", "") if can_resume else ""
+        report_outcome(outcome, control, is_line_open=is_open, folder=folder)
 
 
-def _versions() -> dict[str, str]:
-    """Return what must be the same on every node."""
-    versions = must_match.versions()
-    if torch.distributed.is_nccl_available():
-        nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-        versions["nccl"] = ".".join(map(str, nccl))
-    return versions
+def resume_command(args: Arguments, *, has_saved: bool) -> str:
+    """Return what resumes the run; nothing for a program that may not be able to resume."""
+    can_resume = has_saved or os.path.realpath(args.program.name) == TRAIN
+    return os.environ.get("LAUNCH_COMMAND", "") if can_resume else ""

@@ -1,4 +1,4 @@
-"""An agent's part in the run, as node rank 0 gives it (no torch)."""
+"""What an agent does in an attempt, as node rank 0 assigns it (no torch)."""
 
 from __future__ import annotations
 
@@ -6,24 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distributed.environment import check_run_id
+from launcher.wire.messages import Member
 
 MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Seat:
-    """One agent, wherever it sits. Its place never changes: the node rank it was started with."""
-
-    place: int
-    host: str
-    nproc: int  # ranks
-    address: str = ""  # as node rank 0 sees it
-    door: int = 0  # the port where it takes node rank 0's place; 0: none
-
-
-@dataclass(frozen=True)
 class Assignment:
-    """An agent's part in an attempt: the ranks can start."""
+    """What an agent does in an attempt: the ranks can start."""
 
     run_id: str
     first_rank: int
@@ -33,8 +23,8 @@ class Assignment:
     attempt: int = 0
     address: str = ""  # of torch's store; empty: as the agent was started
     port: int = 0
-    seats: Sequence[Seat] = ()  # by node rank, where the run can replace nodes
-    spares: Sequence[Seat] = ()
+    members: Sequence[Member] = ()  # by node rank, where the run can replace nodes
+    spares: Sequence[Member] = ()
 
     def __post_init__(self) -> None:
         check_run_id(self.run_id)
@@ -44,6 +34,6 @@ class Assignment:
             raise ValueError(f"node rank {self.node_rank}, port {self.port}: there is none")
 
     @property
-    def heirs(self) -> list[Seat]:
-        """Who takes node rank 0's place when it is lost, the first of them that is there."""
-        return [seat for seat in (*self.spares, *self.seats[1:]) if seat.door]
+    def successors(self) -> list[Member]:
+        """Who replaces node rank 0 when it is lost: the first of them that is reachable."""
+        return [one for one in (*self.spares, *self.members[1:]) if one.failover_port]

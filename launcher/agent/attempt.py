@@ -20,7 +20,6 @@ from typing import Any
 from distributed.stop_signals import NOTICE, QUERY, Interrupts, handled_signals, stop_signals
 from launcher import own_time, processes
 from launcher.agent import verdict
-from launcher.agent.control import BEAT_S
 from launcher.agent.deadline import Deadline
 from launcher.agent.diagnosis.stuck import RankState, find_straggler
 from launcher.agent.node_ranks import NodeRanks, Rank
@@ -35,19 +34,13 @@ from launcher.agent.nodes.protocol import (
     StopRequest,
 )
 from launcher.agent.notice import Notice
+from launcher.agent.output.outputs import Outputs
 from launcher.agent.output.stream import Stream
-from launcher.agent.output.terminal import Terminal
 from launcher.agent.query import Query
 from launcher.agent.snapshots.memory import Snapshots
 from launcher.agent.verdict import Facts, NodeEnd, Verdict
 from launcher.failure import Failure
-from launcher.screen import PARTIAL_S
-
-SETTLE_S = 0.3  # after an end that looks like a consequence: the time for its cause to show
-TERM_S = 1.0  # after a failure: from SIGTERM to SIGKILL
-TICK_S = PARTIAL_S / 2  # between two looks at lines that wait for PARTIAL_S
-DRAIN_S = 2.0  # at the end: for a terminal or pipe that is slow to take the last output
-TRICKLE_S = 0.001  # so many small writes of a rank become one of the agent's
+from launcher.wire import limits
 
 
 @dataclass
@@ -57,7 +50,7 @@ class Attempt:
     ranks: NodeRanks
     hosts: Sequence[str]  # by node rank
     peers: dict[int, Peer]
-    guardian: socket.socket  # its other end closes when the guardian dies
+    supervisor: socket.socket  # its other end closes when the supervisor dies
     facts: Facts  # the signals in it also came since the attempt before
     grace_s: float  # for the ranks to save, after a request to stop
     verdict_s: float  # after a failure, when all is over here: for other nodes, twice for the first
@@ -79,14 +72,14 @@ class Attempt:
 
     # --- the event loop -------------------------------------------------------------------------
 
-    def watch(self, terminals: Sequence[Terminal]) -> Verdict:
+    def watch(self, outputs: Outputs) -> Verdict:
         """Handle events until every rank here has ended and all nodes agree on how."""
         wake, waker = socket.socketpair()
         waker.setblocking(False)
         signal.set_wakeup_fd(waker.fileno())
         self._listen_to(wake, lambda: wake.recv(4096))
-        self._listen_to_all(terminals)
-        processes.outlive_parent()  # the loop sees the guardian's death, and ends more than itself
+        self._listen_to_all()
+        processes.outlive_parent()  # the loop sees the supervisor's death, and ends all the rest
         beat = Deadline()
         beat.set_within(0.0)
         while not self._is_over():
@@ -98,27 +91,26 @@ class Attempt:
             if self.rest_s:
                 time.sleep(self.rest_s)
             if self.partial.take() and self.ranks.tick(shown_at, is_ending=self.facts.is_ending):
-                self.partial.set_within(TICK_S)
+                self.partial.set_within(limits.PARTIAL_LOOK_S)
             for each in self.ranks.ended():
                 self._on_death(each)
             self._on_time()
             self.snapshots.outgoing.on_time(self.peers)
             if beat.take():
-                beat.set_within(BEAT_S)
+                beat.set_within(limits.BEAT_S)
                 self._beat()
         signal.set_wakeup_fd(-1)
         wake.close()
         waker.close()
         saved_step = self.ranks.heartbeats.saved()
-        left = processes.end_descendants(term_s=TERM_S)
+        left = processes.end_descendants(term_s=limits.RANK_TERM_S)
         reached = verdict.reach_verdict(self.facts, saved_step=saved_step, left=len(left))
-        self.ranks.end_streams(self.facts, reached.failure)
-        for terminal in terminals:
-            terminal.detach(DRAIN_S)
+        self.ranks.end_streams(self.facts, reached.outcome.failure)
+        outputs.drain()
         self.selector.close()
         return reached
 
-    def _listen_to_all(self, terminals: Sequence[Terminal]) -> None:
+    def _listen_to_all(self) -> None:
         signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes the loop
         for signum in handled_signals():
             signal.signal(signum, self._on_signal)
@@ -126,13 +118,11 @@ class Attempt:
             signal.signal(QUERY, lambda *_: self.query.ask())
         for earlier in self.facts.signals:
             self._pass_on(earlier)
-        self._listen_to(self.guardian, self._on_guardian_death)
+        self._listen_to(self.supervisor, self._on_supervisor_death)
         for node, peer in self.peers.items():
             self._listen_to(peer.socket, partial(self._on_peer, node, peer))
         for stream in self.ranks.streams():
             self._listen_to(stream.fd, partial(self._on_output, stream))
-        for terminal in terminals:
-            terminal.attach(self.selector)
 
     def _listen_to(self, source: Any, handle: Callable[[], object]) -> None:
         self.selector.register(source, selectors.EVENT_READ, handle)
@@ -145,7 +135,7 @@ class Attempt:
                     self._record_failure(self.ranks.describe_end(each))
             self.facts.stopped.update(each.rank for each in self.ranks.living())
             self.ranks.send(signal.SIGTERM)
-            self.kill.set_within(TERM_S)
+            self.kill.set_within(limits.RANK_TERM_S)
         if self.kill.take():
             self.facts.stopped.update(each.rank for each in self.ranks.living())
             processes.end_descendants()
@@ -167,15 +157,15 @@ class Attempt:
 
     # --- this node's ranks ----------------------------------------------------------------------
 
-    def _on_guardian_death(self) -> None:
+    def _on_supervisor_death(self) -> None:
         processes.end_descendants()
         os._exit(128 + signal.SIGKILL)
 
     def _on_output(self, stream: Stream) -> None:
-        self.partial.set_within(TICK_S)
+        self.partial.set_within(limits.PARTIAL_LOOK_S)
         if not stream.pump():
             self.selector.unregister(stream.fd)
-        self.rest_s = TRICKLE_S if stream.is_trickle else 0.0
+        self.rest_s = limits.TRICKLE_S if stream.is_trickle else 0.0
 
     def _on_death(self, each: Rank) -> None:
         code = self.facts.codes[each.rank] = each.code or 0
@@ -197,7 +187,7 @@ class Attempt:
             return
         if self.is_first_node:
             self.send_all(EndRanks())
-        self.term.set_within(SETTLE_S if first.is_consequence else 0.0)
+        self.term.set_within(limits.SETTLE_S if first.is_consequence else 0.0)
 
     def _record_failure(self, first: Failure) -> None:
         self.facts.failures.append(first)

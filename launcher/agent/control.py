@@ -1,18 +1,16 @@
 """The control stream: how a launcher on another machine holds a node's part of a run (no torch).
 
-Such a launcher sets two variables for the guardian:
+A launcher sets two variables for the supervisor:
 
-    LAUNCH_CONTROL=1        stdin is the control stream. The guardian takes it and removes the
-                            variable, so that a run nested within this one keeps its own stdin.
+    LAUNCH_START={json}     a Launched. The supervisor removes it: a run nested within this one has
+                            its own stdin.
     LAUNCH_TOKEN=<token>    begins messages to the launcher, `<token> {json}` on stdout: one tells
-                            how this node's part ended, and the launcher prints the failure block.
+                            how the run ended, and the launcher prints the failure block.
                             The variable stays, for it marks every process of the run.
 
-LAUNCH_CONTROL=step says that srun started the guardian: there is no control stream. The message
-comes in short lines then, for srun mixes long ones.
-
-On the stream comes an empty line as a beat, and the name of a signal to pass on. Its end, or
-silence, means that the launcher is gone: that ends the run on this node.
+In a step of a SLURM job there is no control stream, and a message comes in short lines, for srun
+mixes long ones. On the stream comes an empty line as a beat, and the name of a signal to pass on.
+Its end, or silence, means that the launcher is gone: that ends the run on this node.
 """
 
 from __future__ import annotations
@@ -30,19 +28,35 @@ from pathlib import Path
 
 from distributed.stop_signals import QUERY, STOP_SIGNALS
 from launcher import processes
-from launcher.failure_block import End, print_end
+from launcher.failure_block import Outcome, print_outcome
 from launcher.own_time import OwnTime
-from launcher.typed_json import Kinds, in_pieces
+from launcher.typed_json import Kinds, encode, in_pieces, parse
+from launcher.wire import limits
 
-BEAT_S = 2.0  # between two signs of life, of launchers and agents alike
-SILENCE_S = 10.0  # without one for so long, the other end is gone: a shorter blip ends no run
-CLIENT_S = 0.2  # between two looks for it
-TERM_S = 1.0  # from then on, for the ranks to save
+VARIABLE = "LAUNCH_START"
 _BY_NAME = {signum.name.encode(): signum for signum in (*STOP_SIGNALS, QUERY)}
 
 
 @dataclass(frozen=True)
-class Lineup:
+class Launched:
+    """How the supervisor was started; by default by hand."""
+
+    control: str = ""  # "stdin": the control stream; "step": srun started it, and there is none
+    has_reaper: bool = False
+    record: str = ""  # the run folder where the supervisor is noted
+
+    def variable(self) -> dict[str, str]:
+        return {VARIABLE: encode(self)}
+
+    @classmethod
+    def take(cls) -> Launched:
+        """Return what the launcher has left, and remove it."""
+        text = os.environ.pop(VARIABLE, "")
+        return parse(cls, text) if text else cls()
+
+
+@dataclass(frozen=True)
+class Membership:
     """The nodes that a run goes on with, each by the node rank with which it was started."""
 
     attempt: int
@@ -50,7 +64,12 @@ class Lineup:
     spares: Sequence[int]
 
 
-MESSAGES = Kinds(end=End, lineup=Lineup)  # to the launcher; fanout/protocol.py reads them
+@dataclass(frozen=True)
+class Done:
+    """This node's part of the run is over; node rank 0 tells how the run ended."""
+
+
+MESSAGES = Kinds(outcome=Outcome, done=Done, membership=Membership)  # to the launcher
 
 
 @dataclass(frozen=True)
@@ -79,8 +98,8 @@ def _follow(fd: int, kill_agent: Callable[[], None]) -> None:
 def hears(fd: int) -> bool:
     """Wait until there is something to read; False after SILENCE_S seconds without."""
     own, heard = OwnTime(), time.monotonic()
-    while own.since(heard) <= SILENCE_S:
-        if select.select([fd], [], [], BEAT_S)[0]:
+    while own.since(heard) <= limits.SILENCE_S:
+        if select.select([fd], [], [], limits.BEAT_S)[0]:
             return True
     return False
 
@@ -90,7 +109,7 @@ def follow_client(pid: int, kill_agent: Callable[[], None]) -> None:
 
     def wait() -> None:
         while started is not None and processes.start_ticks(pid) == started:
-            time.sleep(CLIENT_S)
+            time.sleep(limits.CLIENT_LOOK_S)
         _end(kill_agent)
 
     started = processes.start_ticks(pid)
@@ -99,42 +118,46 @@ def follow_client(pid: int, kill_agent: Callable[[], None]) -> None:
 
 def _end(kill_agent: Callable[[], None]) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(TERM_S)
+    time.sleep(limits.CONTROL_TERM_S)
     kill_agent()
 
 
-def take_control() -> Control | None:
-    """Take the control stream away from stdin, if a launcher elsewhere started this process."""
-    control = os.environ.pop("LAUNCH_CONTROL", None)
-    if not control:
+def take_control(launched: Launched) -> Control | None:
+    """Return the way to a launcher elsewhere, if one started this process."""
+    if not launched.control:
         return None
-    if control == "step":
+    if launched.control == "step":
         token = f"{os.environ['LAUNCH_TOKEN']} {os.environ['SLURM_NODEID']}"
         print(token, flush=True)  # from now on a part that tells no end was killed
         return Control(None, token)
+    return take_stdin(os.environ["LAUNCH_TOKEN"])
+
+
+def take_stdin(token: str) -> Control:
+    """Take the control stream away from stdin."""
     fd = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    return Control(fd, os.environ["LAUNCH_TOKEN"])
+    return Control(fd, token)
 
 
-def report_end(
-    end: End, control: Control | None, *, is_line_open: bool, folder: Path | None = None
+def report_outcome(
+    outcome: Outcome, control: Control | None, *, is_line_open: bool, folder: Path | None = None
 ) -> None:
-    """Print how this node's part ended, and keep it in `folder`; a launcher elsewhere is sent it.
+    """Print how the run ended, and keep it in `folder`; a launcher elsewhere is sent it.
 
     Where `is_line_open`, the last line shown may lack its end; the block begins a line.
     """
     if control is None:
-        if is_line_open and end.code != 0:
+        if is_line_open and outcome.code != 0:
             print(file=sys.stderr)
-        print_end(end, sys.stderr, folder)
+        print_outcome(outcome, sys.stderr, folder)
         return
-    tell(end, control, is_line_open=is_line_open)
+    tell(outcome, control, is_line_open=is_line_open)
 
 
-def tell(message: End | Lineup, control: Control, *, is_line_open: bool) -> None:
+def tell(message: Outcome | Done | Membership, control: Control, *, is_line_open: bool) -> None:
     """Send a message to the launcher."""
     line_end = "\n" if is_line_open else ""
     with contextlib.suppress(OSError):  # nobody reads any more

@@ -1,4 +1,4 @@
-"""What the agent and its guardian hold of each other (no torch)."""
+"""What the agent and its supervisor hold of each other (no torch)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import os
 import socket
 from dataclasses import dataclass
 
+from launcher import typed_json
 from launcher.agent.control import Control
 
 
 @dataclass(frozen=True)
 class AgentNote:
-    """What the agent tells the guardian once the run has begun."""
+    """What the agent tells the supervisor once the run has begun."""
 
     run_id: str
     node_rank: int
@@ -22,18 +23,21 @@ class AgentNote:
 
 
 @dataclass(frozen=True)
-class GuardianLink:
-    """What the agent holds of its guardian; no rank does."""
+class SupervisorLink:
+    """What the agent holds of its supervisor; no rank does."""
 
-    socket: socket.socket  # for the note; its other end closes when the guardian dies
+    socket: socket.socket  # for the note; its other end closes when the supervisor dies
     control: Control | None  # the connection to a launcher elsewhere, if there is one
-    janitor: int | None  # tells the janitor of the agent's end
-    words: int  # a file for what the agent says last (guardian.py)
+    reaper: int | None  # tells the reaper of the agent's end
+    words: int  # a file for what the agent says last (supervisor.py)
+
+    def tell(self, note: AgentNote) -> None:
+        self.socket.sendall(typed_json.encode(note).encode())
 
     def close(self) -> None:
         """In a rank, let go of all."""
         self.socket.close()
-        close(self.janitor)
+        close(self.reaper)
         os.close(self.words)
 
 

@@ -19,10 +19,8 @@ from launcher.agent.diagnosis import collectives, stuck
 from launcher.agent.diagnosis.collectives import DUMP_SIGNAL, Calls
 from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.output.stream import Stream
-from launcher.agent.output.tracebacks import GO_ON_S, LEAVE_S
 from launcher.failure import Failure
-
-STACK_S = 2.0  # for the ranks to write their stacks
+from launcher.wire import limits
 
 
 @dataclass
@@ -142,7 +140,8 @@ class NodeRanks:
         """
         for each in self.living() if not is_ending else ():
             age = max(stream.traceback_age(now) for stream in each.streams)
-            if age >= LEAVE_S or (age >= GO_ON_S and not each.error_file.exists()):
+            limit_s = limits.RAISED_S if each.error_file.exists() else limits.TRACEBACK_S
+            if age >= limit_s:
                 each.show_traceback()
         return bool([stream for stream in self.streams() if stream.tick(now)])
 
@@ -238,10 +237,10 @@ class NodeRanks:
         waiting = [each.stack_file for each in writing if each in stopped]
         sizes = stuck.sizes_of(running), stuck.sizes_of(waiting)
         processes.send_to_main_threads([each.pid for each in writing], STACK_SIGNAL)
-        stuck.wait_for_stacks(running, sizes[0], STACK_S)
+        stuck.wait_for_stacks(running, sizes[0], limits.STACKS_WRITE_S)
         if waiting:
             processes.send([each.pid for each in stopped], signal.SIGCONT)
-            stuck.wait_for_stacks(waiting, sizes[1], STACK_S)
+            stuck.wait_for_stacks(waiting, sizes[1], limits.STACKS_WRITE_S)
         found = {each.rank: stuck.read_stack(each.stack_file) for each in writing}
         halted = {each.rank: [stuck.STOPPED] for each in stopped}
         return {each.rank: [] for each in living} | halted | found
@@ -257,7 +256,7 @@ class NodeRanks:
         for file in files.values():
             file.unlink(missing_ok=True)
         processes.send([each.pid for each in asked], DUMP_SIGNAL)
-        return collectives.read(files, STACK_S)
+        return collectives.read(files, limits.STACKS_WRITE_S)
 
     def _unknown_failure(self, each: Rank) -> Failure:
         """Return what holds for any failure of a rank here."""

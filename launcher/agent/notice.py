@@ -12,8 +12,8 @@ from launcher.agent.node_ranks import NodeRanks
 from launcher.agent.query import Query
 from launcher.agent.verdict import Facts
 from launcher.record.run_json import NOTICED
+from launcher.wire import limits
 
-WARN_S = 10.0  # for a script that has only begun to set its handler
 UNHANDLED = (
     "warning: the script does not handle SIGUSR1, which announces the time limit: "
     "it continues, and the job ends at the limit with nothing saved [time-limit]"
@@ -49,7 +49,7 @@ class Notice:
             if is_ready and each.rank not in self._facts.noticed:
                 processes.send([each.pid], NOTICE)
                 self._facts.noticed.add(each.rank)
-        self._warn_at = self._warn_at or own_time.now() + WARN_S
+        self._warn_at = self._warn_at or own_time.now() + limits.NOTICE_WARN_S
         if own_time.now() >= self._warn_at:
             self._warn_at = math.inf
             if not self._facts.noticed and is_first_node:

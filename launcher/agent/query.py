@@ -21,9 +21,8 @@ from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.node_ranks import NodeRanks
 from launcher.agent.nodes.protocol import NodeStacks, Peer, StackRequest
 from launcher.record.run_json import ASKED, SHOWN
+from launcher.wire import limits
 
-ANSWER_S = 5.0  # for the other nodes' ranks to write their stacks
-LOOK_S = 1.0  # between two looks for the file
 LONGEST = 2000  # characters of a line that is shown
 
 
@@ -45,7 +44,7 @@ class Query:
 
     def __post_init__(self) -> None:
         if self.folder is not None and self.ranks.node_rank == 0:
-            self._look.set_within(LOOK_S)
+            self._look.set_within(limits.ASKED_LOOK_S)
 
     @property
     def next_at(self) -> float:
@@ -73,7 +72,7 @@ class Query:
     def on_time(self) -> int | None:
         """Do what is due. Returns a rank that holds up the run, where the run is to end for it."""
         if self._look.take():
-            self._look.set_within(LOOK_S)
+            self._look.set_within(limits.ASKED_LOOK_S)
             assert self.folder is not None
             with contextlib.suppress(OSError):  # it is not there: nobody asks
                 (self.folder / ASKED).unlink()
@@ -83,7 +82,7 @@ class Query:
             if not is_asking:
                 self._send(StackRequest())
             if is_first and not is_asking:
-                self._end.set_within(ANSWER_S)
+                self._end.set_within(limits.STACKS_ANSWER_S)
                 self._take(0, self._here())
         return self._conclude() if self._end.take() else None
 

@@ -1,17 +1,17 @@
-"""Whether a run that failed starts its ranks again, and what each restart cost (no torch)."""
+"""Whether a run that failed starts its ranks again, and the record of its restarts (no torch)."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from distributed.errors import BAD_INPUT, CANNOT_START
 from launcher.agent.node_ranks import Heartbeats
 from launcher.failure import Failure
 from launcher.record.restart import Restart
 from launcher.record.run_json import LiveRecord
-from launcher.text import count
 
 # The next attempt would fail as this one did.
 _INCURABLE = {
@@ -28,49 +28,46 @@ class Restarts:
     """All restarts of a run."""
 
     most: int
+    beats: Heartbeats  # of the ranks here
     record: LiveRecord | None = None  # run.json, on node rank 0
-    started: float = field(default_factory=time.monotonic)
-    first_step_s: float = 0.0  # until the first step was done; 0: none was
+    has_begun: bool = False  # a step has been done
     all: list[Restart] = field(default_factory=list)
     earlier: int = 0  # restarts under another node rank 0, which is lost
-    earlier_s: Mapping[str, float] = field(default_factory=dict)  # what they cost, and the start
+    before: tuple[int, int] = (-1, -1)  # what the ranks had reached when the attempt began
+
+    def begin_attempt(self) -> None:
+        """Note what the ranks have reached so far; the next ones have made no beat."""
+        self.before = self.beats.reached()
+        self.beats.clear()
 
     def take_over(self, earlier: int) -> None:
         """Go on with the account of node rank 0, which is lost after so many restarts."""
-        self.earlier = earlier
-        if self.record is not None:
-            before = self.record.earlier
-            self.earlier_s = before.lost_s
-            self.started = time.monotonic() - (time.time() - (before.started or time.time()))
+        self.earlier, self.has_begun = earlier, True
 
-    def why_not(
-        self, first: Failure, beats: Heartbeats, before: tuple[int, int], held_step: int
-    ) -> str:
+    def why_not(self, first: Failure, held_step: int) -> str:
         """Return why the run does not start again after a failure; nothing where it does.
 
-        `before` is what Heartbeats.reached() said before the attempt; `held_step` is the step of
-        the newest snapshot in memory, -1 if there is none.
+        `held_step` is the step of the newest snapshot in memory, -1 if there is none.
         """
         if first.fault in _INCURABLE or first.code in (BAD_INPUT, CANNOT_START - 1, CANNOT_START):
-            return f"a restart would fail the same way ({first.fault}): there is none"
+            return f"not restarting: it would fail the same way ({first.fault})"
         if first.cause.startswith(_INCURABLE_ERRORS):
-            return f"a restart would fail the same way ({first.cause}): there is none"
+            return f"not restarting: it would fail the same way ({first.cause})"
         if not self.all or first.fault in _FROM_OUTSIDE:
             return ""
         last = self.all[-1]
         is_same = (first.step, first.fault, first.cause) == (last.step, last.fault, last.cause)
         if is_same and first.step >= 0:
-            return f"step {first.step} failed twice with the same cause: there is no other restart"
-        is_known = not beats.are_counted()  # a script may begin anew, at step 0
-        has_gained = beats.reached() != before or before == (-1, -1) or held_step > last.saved_step
-        if is_known and not has_gained:
-            return f"restart {last.number} gained no step: there is no other"
+            return f"not restarting: step {first.step} failed twice with the same cause"
+        is_known = not self.beats.are_counted()  # a script may begin anew, at step 0
+        is_new = self.before == (-1, -1) or self.beats.reached() != self.before
+        if is_known and not is_new and held_step <= last.saved_step:
+            return f"not restarting: restart {last.number} made no progress"
         return ""
 
     def note(
         self,
         first: Failure,
-        beats: Heartbeats,
         held_step: int,
         *,
         lost: Sequence[str] = (),  # the hosts of lost nodes
@@ -80,7 +77,7 @@ class Restarts:
 
         `held_step` is that of the newest snapshot in memory; -1: there is none.
         """
-        saved_step, step = beats.reached()
+        saved_step, step = self.beats.reached()
         is_known = first.rank < 0 <= max(saved_step, held_step)  # a node was lost, not rank 0's
         last = self.all[-1] if self.all else None
         if last is not None and not last.lost_s:  # from here on, this loss is the next one's
@@ -94,61 +91,34 @@ class Restarts:
             saved_step=max(saved_step, held_step),
             is_from_memory=held_step > saved_step,
             failed=first.time,
-            is_counted=beats.are_counted(),
+            is_counted=self.beats.are_counted(),
             lost=tuple(lost),
             replaced=tuple(replaced),
         )
         self.all.append(restart)
-        self._write()
+        self.write()
         return restart.describe(self.most)
 
-    def look(self, beats: Heartbeats) -> None:
+    def look(self) -> None:
         """Record how far the ranks are, and when what was lost has been done again."""
-        step = beats.step()
+        step = self.beats.step()
         if self.record is not None:
-            self.record.note_progress(*beats.reached())
-        if step >= 0 and not self.first_step_s:
-            self.first_step_s = time.monotonic() - self.started
+            self.record.note_progress(*self.beats.reached())
+        if step >= 0 and not self.has_begun:
+            self.has_begun = True
+            self.write(first_step=time.time())
         last = self.all[-1] if self.all else None
         if last is not None and not last.lost_s and step >= max(0, last.step):
             self.all[-1] = replace(last, lost_s=time.time() - last.failed)
-            self._write()
+            self.write()
 
-    def end(self, code: int, beats: Heartbeats) -> str:
-        """Record how the run ended; returns the share of training, if there were restarts."""
-        self._write()
+    def end(self, code: int) -> None:
+        """Record how the run ended."""
+        self.write()
         if self.record is not None:
-            self.record.end(code, *beats.reached())
-        return self.describe() if self.all else ""
+            self.record.end(code, *self.beats.reached())
 
-    def losses(self) -> dict[str, float]:
-        """Return the seconds that were no training, by kind."""
-        losses = dict(self.earlier_s)
-        if self.first_step_s and not self.earlier:
-            losses["start"] = self.first_step_s
-        for restart in self.all:
-            lost_s = restart.lost_s or time.time() - restart.failed  # it has not caught up
-            losses[restart.fault] = losses.get(restart.fault, 0.0) + lost_s
-        return losses
-
-    def describe(self) -> str:
-        """Return the share of the time that was training, and what the rest went into."""
-        losses = self.losses()
-        share = goodput(losses, time.monotonic() - self.started)
-        lost = ", ".join(f"{seconds:.1f} s {kind}" for kind, seconds in losses.items())
-        restarts = count(self.earlier + len(self.all), "restart")
-        return f"goodput {100 * share:.0f} %: {restarts}, {lost}"
-
-    def _write(self) -> None:
+    def write(self, **more: Any) -> None:
+        """Write all restarts to the record, and more."""
         if self.record is not None:
-            losses = self.losses()
-            self.record.note(
-                restarts=[*self.record.earlier.restarts, *self.all],
-                lost_s=losses,
-                goodput=goodput(losses, time.monotonic() - self.started),
-            )
-
-
-def goodput(losses: Mapping[str, float], total_s: float) -> float:
-    """Return the share of the time that was training."""
-    return max(0.0, 1 - sum(losses.values()) / total_s) if total_s > 0 else 0.0
+            self.record.note(restarts=[*self.record.earlier.restarts, *self.all], **more)

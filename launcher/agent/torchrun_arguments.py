@@ -14,7 +14,7 @@ import torch.distributed.run as torchrun
 from torch.distributed.elastic.multiprocessing import Std
 
 from distributed.environment import slurm_node
-from distributed.stop_signals import DEFAULT_GRACE_S, NEVER_ADDED
+from distributed.stop_signals import NEVER_ADDED
 from distributed.torch_internals import rendezvous_settings
 from launcher import handshake
 from launcher.agent.command_line import split
@@ -22,6 +22,7 @@ from launcher.agent.rank import fresh
 from launcher.agent.rank.program import Program
 from launcher.handshake import Access
 from launcher.record.run_ids import plain_run_id
+from launcher.wire import limits
 
 _TORCHS_ALONE = (
     *("run_path", "logs_specs", "event_log_handler"),
@@ -57,7 +58,7 @@ class Arguments:
     is_in_step: bool  # srun started it, and shares its terminal between all nodes
     join_timeout_s: float
     grace_s: float
-    place: int  # the node rank given: another may follow
+    node_id: int  # the node rank given: another may follow
     num_spares: int  # agents beyond `num_nodes`, which wait
     min_nodes: int  # with which the run goes on without a spare; 0: it replaces no node
     redirected: Sequence[Std]  # by local rank: streams that go to files of their own alone
@@ -104,7 +105,7 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         raise ValueError(f"{beyond_static}: not in a SLURM step; {cure}")
     _check_signals(args)
     settings = rendezvous_settings(args.rdzv_conf)
-    grace_s = os.environ.get("GRACE") or vars(args).get("shutdown_timeout") or DEFAULT_GRACE_S
+    grace_s = os.environ.get("GRACE") or vars(args).get("shutdown_timeout") or limits.GRACE_S
     filtered = args.local_ranks_filter.split(",") if args.local_ranks_filter else None
     words = tuple(args.training_script_args)
     is_debug = os.environ.get("LOG_LEVEL", "").upper() == "DEBUG"
@@ -124,7 +125,7 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         is_in_step=is_placed,
         join_timeout_s=float(settings.get("join_timeout", "300")),
         grace_s=float(grace_s),
-        place=args.node_rank,
+        node_id=args.node_rank,
         num_spares=spares,
         min_nodes=min_nodes,
         has_virtual_ranks=_has_virtual_ranks(args, nproc),

@@ -16,7 +16,7 @@ from distributed.stop_signals import NOTICE, stop_signals
 from launcher import failure
 from launcher.agent.assignment import Assignment
 from launcher.failure import Failure, RaisedError
-from launcher.failure_block import End, RunSummary
+from launcher.failure_block import Outcome
 from launcher.text import name_ranks
 
 
@@ -35,37 +35,11 @@ class Parts:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all nodes agree on at the end: the exit code, and the first failure if there was one."""
+    """What node rank 0 tells all nodes when an attempt has ended."""
 
-    code: int
-    failure: Failure | None = None
-    lost_peer: int = 0  # ranks that ended as a consequence
-    stopped: int = 0  # ranks that their agent had to stop
-    left: int = 0  # processes here that no signal ended
-    ends: str = ""  # of a run that was stopped: by what, and how its ranks ended
-    has_saved: bool = False  # a rank has told that it saved
-    next: Assignment | None = None  # this agent's part in the attempt that follows
-    is_told: bool = False  # by node rank 0, to this one
-    signum: int = 0  # of a run that was stopped: the first signal
+    outcome: Outcome  # without what each agent adds itself: its start, the run id, the command
+    next: Assignment | None = None  # the agent's part in the attempt that follows
     parts: Parts | None = None  # of the newest snapshot, if it is on several nodes
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.code <= 255:
-            raise ValueError(f"{self.code} is no exit code")
-
-    def as_end(self, *, started: float, run_id: str, command: str) -> End:
-        """Return what a user sees of it, with the command that resumes the run."""
-        summary = RunSummary(
-            started=started,
-            lost_peer=self.lost_peer,
-            stopped=self.stopped,
-            left=self.left,
-            run_id=run_id,
-            command=command,
-            ends=self.ends,
-            signum=self.signum,
-        )
-        return End(self.code, self.failure, summary, self.is_told)
 
 
 @dataclass(frozen=True)
@@ -193,7 +167,7 @@ def reach_verdict(facts: Facts, *, saved_step: int, left: int) -> Verdict:
     processes here that could not be ended.
     """
     if facts.verdict is not None:
-        return replace(facts.verdict, left=left, is_told=True)
+        return replace(facts.verdict, outcome=replace(facts.verdict.outcome, left=left))
     nodes = [end_of_node(facts, saved_step), *facts.nodes.values()]
     has_saved = any(node.saved_step >= 0 for node in nodes)
     first = first_failure(facts.failures)
@@ -204,18 +178,18 @@ def reach_verdict(facts: Facts, *, saved_step: int, left: int) -> Verdict:
         if code and asked:
             ends = f"by {signal.Signals(asked[0]).name}: {ends}"
         signum = next(iter(asked), 0)
-        return Verdict(code, left=left, ends=ends, signum=signum, has_saved=has_saved)
+        outcome = Outcome(code, left=left, ends=ends, signum=signum, has_saved=has_saved)
+        return Verdict(outcome)
     lost = {rank for node in nodes for rank in node.lost_peer} - {first.rank}
     stopped = {rank for node in nodes for rank in node.stopped} - lost - {first.rank}
     finished = [rank for node in nodes for rank, code in node.left.items() if code == 0]
     if first.is_consequence and finished:  # nobody has failed: one has left too early
-        before = f"before it rank {min(finished)} left with exit code 0"
+        before = f"before it rank {min(finished)} exited with code 0"
         first = replace(first, cause=f"{first.cause} ({before})")
     stacks = [line for one in facts.failures for line in one.stacks]
     first = replace(first, stacks=stacks, saved_step=max(saved_step, first.saved_step))
-    return Verdict(
-        first.code, first, lost_peer=len(lost), stopped=len(stopped), left=left, has_saved=has_saved
-    )
+    outcome = Outcome(first.code, first, len(lost), len(stopped), left, has_saved=has_saved)
+    return Verdict(outcome)
 
 
 def stop_code(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> int:
@@ -247,7 +221,7 @@ def describe_ends(nodes: Sequence[NodeEnd], signals: Sequence[int], *, has_saved
             elif code - 128 in stop_signals():
                 ends[rank] = f"ended by {signal.Signals(code - 128).name}"
             else:
-                ends[rank] = f"left with code {code}"
+                ends[rank] = f"exited with code {code}"
     groups: dict[str, list[int]] = {}
     for rank, end in sorted(ends.items()):
         groups.setdefault(end, []).append(rank)

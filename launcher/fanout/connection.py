@@ -15,20 +15,18 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from launcher import processes
-from launcher.agent.control import SILENCE_S, Lineup
+from launcher.agent.control import Membership
 from launcher.fanout import protocol
 from launcher.fanout.loop import Child, Loop, given_options, ssh_command
 from launcher.fanout.protocol import Hello
 from launcher.plan.own import Own, asked_names, find_own, read_begun
 from launcher.plan.plan import Plan, PlanError
 from launcher.plan.resume import FORWARDED
-from launcher.preflight.checks import Fault
+from launcher.wire import limits
+from launcher.wire.messages import Fault
 
-PROBE_S = 3.0
 FAR_SIDE = "launcher.fanout.far_side"
 AT_ONCE = 8  # new connections: sshd drops some from 10 that have not logged in yet
-PACE_S = 0.1  # between so many
-AGAIN_S = 0.3  # before another try: twice, four times, ... as long
 TRIES = 4
 SSH_FAILED = 255  # ssh's exit code where it failed itself
 CURES = {
@@ -63,7 +61,7 @@ class Connection(Child):
         self.is_silent = False  # then
         self.is_left = False  # the run goes on without it
         self.heard = time.monotonic()
-        self.blip = 0.0, 0.0  # when the newest silence that could end a run did, and its seconds
+        self.blip = 0.0, 0.0  # end and length of the last gap that was long enough to end the run
         self._fault = "ssh-refused"  # why there is no connection, once it has ended
         self._probe: threading.Thread | None = None
         self._show = show
@@ -96,15 +94,15 @@ class Connection(Child):
 
     def _take(self, data: bytes, is_error: bool) -> None:
         now = time.monotonic()
-        if self.is_started and now - self.heard > SILENCE_S / 2:
+        if self.is_started and now - self.heard > limits.SILENCE_S / 2:
             self.blip = now, now - self.heard
         self.heard = now
         output = data
         if not is_error:
             output, messages = self._messages.read(data)
             for message in messages:
-                if isinstance(message, Lineup):
-                    self._answers[Lineup] = message  # the newest
+                if isinstance(message, Membership):
+                    self._answers[Membership] = message  # the newest
                 self._answers.setdefault(type(message), message)
         if is_error and not self.is_started:
             self._words = (self._words + data)[-4096:]
@@ -141,7 +139,7 @@ class Connection(Child):
     def explain_silence(self, waited_s: float) -> Fault:
         """Return why the node has not told what its checks found."""
         if self._probe is not None:
-            self._probe.join(PROBE_S)
+            self._probe.join(limits.PROBE_S)
         is_there = self.answer(Hello) is not None
         if self.code is None:
             cause, cure = "its checks take longer than the preflight's time", "see what hangs there"
@@ -176,22 +174,23 @@ def greet(
         if not dropped and not any(one.may_come for one in connections):
             return
         for number, place in enumerate(dropped):
-            if now > connections[place].heard + AGAIN_S * 2 ** tries[place] + PACE_S * number:
+            pause_s = limits.CONNECT_AGAIN_S * 2 ** tries[place] + limits.CONNECT_PACE_S * number
+            if now > connections[place].heard + pause_s:
                 tries[place] += 1
                 connections[place] = connect(place)
-        turn(min(until, now + AGAIN_S))
+        turn(min(until, now + limits.CONNECT_AGAIN_S))
 
 
 def find_fault(node: str) -> str:
     """Return the fault of a node that ssh does not reach: its name, the way there, or its sshd."""
     command = ["ssh", *given_options(), "-T", "-G", "--", node]
-    result = subprocess.run(command, capture_output=True, timeout=PROBE_S)
+    result = subprocess.run(command, capture_output=True, timeout=limits.PROBE_S)
     lines = (line.partition(" ") for line in os.fsdecode(result.stdout).splitlines())
     config = {name: value for name, _, value in lines}
     if result.returncode == 0 and not config.keys() & {"proxyjump", "proxycommand"}:
         try:
             address = (config["hostname"], int(config["port"]))
-            socket.create_connection(address, timeout=PROBE_S).close()
+            socket.create_connection(address, timeout=limits.PROBE_S).close()
         except socket.gaierror:
             return "name-unresolved"
         except ConnectionRefusedError:
@@ -236,7 +235,9 @@ def write_opening(plan: Plan, added: Mapping[str, str], environ: Mapping[str, st
     variables = {name: environ[name] for name in forwarded} | {**added}
     token = shlex.quote(added["LAUNCH_TOKEN"])
     exports = shlex.join(f"{name}={value}" for name, value in variables.items())
-    far_side = shlex.join(plan.inside(plan.module_command(FAR_SIDE)))
+    shown = [plan.run_id, *[word for word in plan.words if word[:1] != "-"][:1]]  # by ps
+    shown = [] if plan.fanout == "pdsh" else ["--rdzv-id", *shown]  # its own process shows it
+    far_side = shlex.join(plan.inside([*plan.module_command(FAR_SIDE), *shown]))
     return f"""\
 set -- ${{SSH_CONNECTION:-}}
 printf '%s {{"hello":{{"address":"%s"}}}}\\n' {token} "${{3:-}}"

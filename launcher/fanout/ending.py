@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from signal import SIGKILL, Signals
 
 from distributed.errors import BAD_INPUT, CANNOT_START, REFUSED, STOPPED
-from launcher.agent.control import SILENCE_S
+from launcher.agent.control import Done
 from launcher.failure import Failure, signal_name
-from launcher.failure_block import End, RunSummary
+from launcher.failure_block import Outcome
 from launcher.fanout.protocol import Exit
 from launcher.plan.plan import Plan
 from launcher.text import short_host_name
+from launcher.wire import limits
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class NodeResult:
 
     host: str
     exit: Exit | None  # None: it was lost
-    end: End | None  # what its agent told, if it did
+    told: Outcome | Done | None  # what its agent told last, if it did
     lost: str = ""  # why the launcher gave it up
     is_reachable: bool = True  # when the launcher looked again
     is_silent: bool = False  # when the launcher gave it up
@@ -35,35 +36,33 @@ def conclude(
     started: float,
     stopped_by: Signals | None,
     still_s: float = 0.0,  # for so long the launcher stood still, just before the end
-) -> End:
-    """Return the end of the run, from that of each node by node rank.
+) -> Outcome:
+    """Return the outcome of the run, from that of each node by node rank."""
+    can_resume = plan.checkpoint_dir is not None  # train.py can; of other programs nobody knows
+    command = plan.run_variables().get("LAUNCH_COMMAND", "") if can_resume else ""
+    unknown = Outcome(0, started=started, run_id=plan.run_id, command=command)
 
-    Where somebody has told it already it `is_told`.
-    """
-
-    def blame(rank: int, code: int, fault: str, cause: str) -> End:
+    def blame(rank: int, code: int, fault: str, cause: str) -> Outcome:
         log = "" if plan.engine or rank < 0 else f"{plan.log_dir}/{plan.run_id}/node_{rank}.log"
         host = nodes[rank].host if rank >= 0 else short_host_name()
         failure = Failure(fault, cause, code, host, rank, time.time(), log=log)
-        return End(code, failure, summary, is_told=False)
+        return replace(unknown, code=code, failure=failure)
 
-    can_resume = plan.checkpoint_dir is not None  # train.py can; of other programs nobody knows
-    command = plan.run_variables().get("LAUNCH_COMMAND", "") if can_resume else ""
-    summary = RunSummary(started, 0, 0, 0, plan.run_id, command)
     codes = [node.exit.code for node in nodes if node.exit]
-    failures = [node.end.failure for node in nodes if node.end and node.end.failure]
+    told = [node.told for node in nodes if isinstance(node.told, Outcome) and node.told.code]
+    failures = [outcome.failure for outcome in told if outcome.failure]
     has_failed = any(failure.rank >= 0 and not failure.is_consequence for failure in failures)
     is_well = len(codes) == len(nodes) and {*codes} <= {0, STOPPED}
     outlived = has_failed or is_well  # a silence
     if still_s and not (stopped_by or outlived):
         cause = f"it stood still for {still_s:.0f} s (SIGSTOP, Ctrl-Z, or the machine slept)"
-        cause += f"; the nodes end a run after {SILENCE_S:g} s without it"
+        cause += f"; the nodes end a run after {limits.SILENCE_S:g} s without it"
         return blame(-1, 128 + SIGKILL, "launcher-killed", cause)
     lost = find_lost(nodes, outlived=outlived)
     if lost is not None:
         rank, fault, cause = lost
         return blame(rank, 128 + SIGKILL, fault, cause)
-    silent = [0 if node.end else code for node, code in zip(nodes, codes, strict=True)]
+    silent = [0 if node.told else code for node, code in zip(nodes, codes, strict=True)]
     if CANNOT_START in silent:
         cause = "the node agent was not started; what stands above says why"
         return blame(silent.index(CANNOT_START), CANNOT_START, "env-missing", cause)
@@ -71,19 +70,15 @@ def conclude(
     refused = [code for code in silent if code in agents]
     code = next(filter(None, refused + codes), 0)
     if code == 0 or refused:
-        return End(code, None, summary, is_told=True)
-    told = [node.end for node in nodes if node.end and node.end.code]
+        return replace(unknown, code=code)
     if any(silent) and not (failures or stopped_by or plan.engine):  # the others were only stopped
-        rank, cause = find_mute(silent)
+        rank, cause = find_unreported(silent)
         return blame(rank, silent[rank], "agent-killed", cause)
-    if told:
-        end = next((end for end in told if not end.is_told), told[0])
-        failed = next((end for end in told if end.failure and not end.is_told), None)
-        if end.failure is None and failed is not None:  # the others were only stopped
-            end, code = failed, failed.code
-        return replace(end, code=code, is_told=False)
+    if told:  # where one has failed, the others were only stopped
+        failed = next((outcome for outcome in told if outcome.failure), None)
+        return replace(told[0], code=code) if told[0].failure or failed is None else failed
     if stopped_by:
-        return End(128 + stopped_by, None, summary, is_told=False)
+        return replace(unknown, code=128 + stopped_by)
     cause = f"a rank failed; the report of {plan.engine} stands above"
     return blame(codes.index(code), code, "rank-error", cause)
 
@@ -102,14 +97,15 @@ def find_lost(nodes: Sequence[NodeResult], *, outlived: bool) -> tuple[int, str,
         return None
     silent = [rank for rank in lost if nodes[rank].is_silent]
     if len(nodes) > 1 and len(silent) == len(nodes):
-        return -1, "link-lost", f"no sign of life from any node for {SILENCE_S:g} s: network cut?"
+        cause = f"no sign of life from any node for {limits.SILENCE_S:g} s: network cut?"
+        return -1, "link-lost", cause
     is_link = silent or not all(node.is_reachable for node in nodes)
     first = (silent or lost)[0]
     cause = nodes[first].lost or "this node has not ended its part in time"
     return first, "link-lost" if is_link else "launcher-killed", cause
 
 
-def find_mute(codes: Sequence[int]) -> tuple[int, str]:
+def find_unreported(codes: Sequence[int]) -> tuple[int, str]:
     """Return node rank and cause of the first agent that told nothing, by their exit codes."""
     rank, code = next((rank, code) for rank, code in enumerate(codes) if code)
     if name := signal_name(code):

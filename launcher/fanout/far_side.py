@@ -1,12 +1,11 @@
 """The far side of a launcher that reaches nodes over ssh: one process on each node, without torch.
 
-    python scripts/lib/start.py launcher.fanout.far_side [SOCKET]
+    python scripts/lib/start.py launcher.fanout.far_side [--rdzv-id RUN_ID SCRIPT]
+    python scripts/lib/start.py launcher.fanout.far_side --pdsh SOCKET
 
-Without SOCKET it is told on stdin what to do: check the node, start its agent. With one, pdsh has
-started it: it starts the agent that the first one describes.
-
-It starts this node's agent with its own stdin as the control stream, so the agent sees the end of
-the connection, and of this process. At the end it looks for what is left of the run.
+The first is told on stdin what to do: check the node, start its agent, whose supervisor it becomes,
+with its stdin as the control stream. At the end it looks for what is left of the run. RUN_ID and
+SCRIPT are for whoever looks at ps. The second starts the supervisor that the first one describes.
 """
 
 from __future__ import annotations
@@ -18,37 +17,37 @@ import signal
 import socket
 import struct
 import subprocess
+import sys
 import threading
 import time
+from collections.abc import Sequence
 
 from distributed.errors import CANNOT_START
 from launcher import processes
-from launcher.agent.control import BEAT_S, hears
+from launcher.agent.control import Launched, hears, take_stdin
+from launcher.agent.supervisor import fork_agent, guard
 from launcher.fanout import protocol
 from launcher.fanout.protocol import Cut, Exit, Ready, Start, Sweep
 from launcher.preflight.check_node import Request, check_node
+from launcher.text import mend_streams
 from launcher.typed_json import encode, parse
-
-SWEEP_S = 2.0  # for what is left of a run to end by itself
-CUT_S = 4.0  # after the end of pdsh's connection, for the agent to end its part
-FETCH_S = 20.0  # for pdsh to reach this node
+from launcher.wire import limits
 
 
 def main(arguments: list[str]) -> int:
     """Serve the launcher, or pdsh; returns the exit code."""
-    if arguments:
-        return start_for_other(arguments[0])
+    if arguments[:1] == ["--pdsh"]:
+        return start_for_other(arguments[1])
     token = os.environ["LAUNCH_TOKEN"]
     while (request := read_request()) is not None:
         match request:
             case Request():
                 answer(token, check_node(request))
             case Sweep():
-                answer(token, Exit(0, processes.end_marked(request.token, SWEEP_S)))
+                answer(token, Exit(0, processes.end_marked(request.token, limits.SWEEP_S)))
             case Start():
-                threading.Thread(target=beat, args=(token,), daemon=True).start()
-                code = offer_start(request, token) if request.socket else start_agent(request)
-                answer(token, Exit(code, processes.end_marked(token, SWEEP_S)))
+                code = offer_start(request, token) if request.socket else run_agent(request, token)
+                answer(token, Exit(code, processes.end_marked(token, limits.SWEEP_S)))
                 return 0
     return 0
 
@@ -77,17 +76,37 @@ def answer(token: str, message: object) -> None:
         os.write(1, f"{token} {protocol.ANSWERS.write(message)}\n".encode())
 
 
-def beat(token: str) -> None:
-    while True:
-        with contextlib.suppress(OSError):
-            os.write(1, protocol.beat_line(token))
-        time.sleep(BEAT_S)
+def start_beats(token: str) -> None:
+    def beat() -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                os.write(1, protocol.beat_line(token))
+            time.sleep(limits.BEAT_S)
+
+    threading.Thread(target=beat, daemon=True).start()
 
 
-def start_agent(start: Start, streams: tuple[int, int, int] = (0, 1, 2)) -> int:
-    """Run the node's agent; returns its exit code."""
+def run_agent(start: Start, token: str) -> int:
+    """Run the node's agent below this process; returns its exit code. The agent never returns."""
+    mend_streams()
+    os.environ.update(start.variables)
+    try:
+        os.chdir(start.directory)
+    except OSError as error:
+        print(f"cannot start the node agent: {error}", file=sys.stderr)
+        return CANNOT_START
+    agent = fork_agent(start.command[2:], take_stdin(token), Launched())
+    start_beats(token)  # a fork has one thread
+    return guard(agent)
+
+
+# --- through pdsh -------------------------------------------------------------------------------
+
+
+def start_agent(start: Start, streams: Sequence[int]) -> int:
+    """Run the node's agent and its supervisor, a process of its own; returns its exit code."""
     stdin, stdout, stderr = streams
-    env = {**os.environ, **start.variables, "LAUNCH_CONTROL": "1"}
+    env = {**os.environ, **start.variables, **Launched("stdin").variable()}
     try:
         agent = subprocess.Popen(
             start.command, cwd=start.directory, env=env, stdin=stdin, stdout=stdout, stderr=stderr
@@ -98,15 +117,13 @@ def start_agent(start: Start, streams: tuple[int, int, int] = (0, 1, 2)) -> int:
     return processes.shell_code(agent.wait())
 
 
-# --- through pdsh -------------------------------------------------------------------------------
-
-
 def offer_start(start: Start, token: str) -> int:
     """Have the agent started by pdsh's process, which comes to a socket; returns its exit code.
 
     Only this user's processes are listened to. The name cannot be known before it is taken: the
     launcher made it up, and pdsh's command names it when every node is ready.
     """
+    start_beats(token)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"\0{start.socket}")
         listener.listen()
@@ -124,7 +141,7 @@ def offer_start(start: Start, token: str) -> int:
         code = said.readline(80)
         if not code.strip().isdigit():  # its connection, or it itself, has ended
             answer(token, Cut())
-            other.settimeout(CUT_S)
+            other.settimeout(limits.PDSH_CUT_S)
             with contextlib.suppress(OSError):
                 code = said.readline(80)
     return int(code) % 256 if code.strip().isdigit() else 128 + signal.SIGKILL
@@ -136,7 +153,7 @@ def await_other(listener: socket.socket) -> socket.socket | None:
     ready.register(listener, select.POLLIN)
     ready.register(0, select.POLLRDHUP)  # beats are the agent's, and stay unread
     while True:
-        found = dict(ready.poll(FETCH_S * 1000))
+        found = dict(ready.poll(limits.PDSH_FETCH_S * 1000))
         if 0 in found or not found:
             return None
         other, _ = listener.accept()
@@ -163,7 +180,7 @@ def start_for_other(name: str) -> int:
         start = parse(Start, other.makefile("rb").readline())
         threading.Thread(target=report_cut, args=(other,), daemon=True).start()
         os.environ.clear()
-        code = start_agent(start, (streams[0], streams[1], streams[2]))
+        code = start_agent(start, streams)
         with contextlib.suppress(OSError):
             other.sendall(b"%d\n" % code)
         return code

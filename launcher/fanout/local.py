@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from distributed.errors import REFUSED, Refused
+from launcher.agent.control import Launched
 from launcher.plan.own import THREADS, find_own, read_begun
 from launcher.plan.plan import AGENT, Plan, node_comment, print_plan
 from launcher.preflight import compare
@@ -41,9 +42,9 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
     if plan.has_health_check and plan.has_checks and not is_healthy(plan, report.nproc):
         return REFUSED
     be_ready()
-    added = {"LAUNCH_TOKEN": os.urandom(16).hex(), "LAUNCH_JANITOR": "1"}
-    if plan.run_id:
-        added["RUN_RECORD"] = str(plan.folder.absolute())
+    record = str(plan.folder.absolute()) if plan.run_id else ""
+    launched = Launched(has_reaper=True, record=record).variable()
+    added = {"LAUNCH_TOKEN": os.urandom(16).hex(), **launched}
     if nproc > 1 and find_own(os.environ, plan.activated, read_begun()).is_default:
         del os.environ[THREADS]
     os.chdir(plan.directory)

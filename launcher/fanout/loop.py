@@ -18,14 +18,14 @@ from functools import partial
 from typing import Any
 
 from distributed.stop_signals import QUERY, handled_signals, stop_signals
-from launcher.agent.control import SILENCE_S
+from launcher.wire import limits
 
 _CHUNK = 65536
 # What the user's configuration must not change. The keep-alives are late enough for the launcher to
 # notice first that a node is silent.
 FIXED = (
     *("BatchMode=yes", "RemoteCommand=none"),
-    *(f"ServerAliveInterval={SILENCE_S:.0f}", "ServerAliveCountMax=2"),
+    *(f"ServerAliveInterval={limits.SILENCE_S:.0f}", "ServerAliveCountMax=2"),
 )
 
 

@@ -10,14 +10,13 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from launcher.agent.control import SILENCE_S, Lineup
+from launcher.agent.control import Membership
 from launcher.fanout import protocol
 from launcher.fanout.connection import Connection
 from launcher.fanout.loop import Loop
 from launcher.fanout.protocol import Exit, Sweep
+from launcher.wire import limits
 
-DECIDE_S = SILENCE_S + 10.0  # after the end of a node's part, for the run to go on without it
-RECALL_S = 5.0  # after a silence, for an end that it explains
 Connect = Callable[[str, str, Callable[[bytes, bool], None]], Connection]
 
 
@@ -33,17 +32,17 @@ class Nodes:
         self.connections = connections  # by the node rank with which each was started
         self.can_change = can_change
         self._connect = connect
-        self._lineup: Lineup | None = None  # the newest
+        self._membership: Membership | None = None  # the newest
         self._until = math.inf
         self._looks: dict[Connection, Connection] = {}  # the newest second connection to each
 
     def find_left_behind(self) -> list[Connection]:
         """Return the nodes that the run has left behind since the last look."""
-        told = [lineup for one in self.connections if (lineup := one.answer(Lineup))]
-        newest = max(told, key=lambda lineup: lineup.attempt, default=None)
-        if newest is None or newest == self._lineup:
+        told = [membership for one in self.connections if (membership := one.answer(Membership))]
+        newest = max(told, key=lambda membership: membership.attempt, default=None)
+        if newest is None or newest == self._membership:
             return []
-        self._lineup = newest
+        self._membership = newest
         here = {*newest.nodes, *newest.spares}
         there = enumerate(self.connections)
         left = [one for place, one in there if place not in here and not one.is_left]
@@ -54,15 +53,16 @@ class Nodes:
     @property
     def current(self) -> list[Connection]:
         """The nodes that take part, by node rank, and after them the spares."""
-        if self._lineup is None:
+        if self._membership is None:
             return list(self.connections)
-        places = [*self._lineup.nodes, *self._lineup.spares]
+        places = [*self._membership.nodes, *self._membership.spares]
         return [self.connections[place] for place in places if 0 <= place < len(self.connections)]
 
     def is_overdue(self, rest_s: float) -> bool:
-        """Whether a node's part has ended, and the run neither ends nor goes on without it."""
+        """Whether a node has ended, and the run should have ended or continued by now."""
         ended = any(one.lost or one.answer(Exit) is not None for one in self.current)
-        self._until = min(self._until, time.monotonic() + DECIDE_S + rest_s) if ended else math.inf
+        until = time.monotonic() + limits.DECIDE_S + rest_s
+        self._until = min(self._until, until) if ended else math.inf
         return self.can_change and time.monotonic() > self._until
 
     def sweep(self, one: Connection) -> None:
@@ -107,8 +107,8 @@ class Silence:
         """Notice that this process was stopped, or the machine asleep: no node was silent then."""
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         slept_s, self._turned_at = now - (self._turned_at or now), now
-        if slept_s > SILENCE_S / 2:
-            self.still_s, self._recall_until = slept_s, now + RECALL_S
+        if slept_s > limits.SILENCE_S / 2:
+            self.still_s, self._recall_until = slept_s, now + limits.RECALL_S
             for one in self.connections:
                 one.heard, one.blip = time.monotonic(), (0.0, 0.0)
         elif now > self._recall_until and not is_ending:
@@ -117,17 +117,17 @@ class Silence:
     def find(self) -> list[Connection]:
         """Return the nodes to give up: where one was silent for too long, all that are silent."""
         now, awaited = time.monotonic(), self.awaited
-        if all(now - one.heard < SILENCE_S for one in awaited):
+        if all(now - one.heard < limits.SILENCE_S for one in awaited):
             return []
-        return [one for one in awaited if now - one.heard > SILENCE_S / 2]
+        return [one for one in awaited if now - one.heard > limits.SILENCE_S / 2]
 
     def recall(self) -> list[Connection]:
         """At the first end, return the nodes that are silent, or were: they may have left us."""
         now, found = time.monotonic(), []
         for one in self.connections:
             lasts_s = now - one.heard
-            ended, seconds = (now, lasts_s) if lasts_s > SILENCE_S / 2 else one.blip
-            if ended > now - RECALL_S:
+            ended, seconds = (now, lasts_s) if lasts_s > limits.SILENCE_S / 2 else one.blip
+            if ended > now - limits.RECALL_S:
                 one.lost, one.is_silent = f"no sign of life for {seconds:.0f} s: network cut?", True
                 found.append(one)
         return found

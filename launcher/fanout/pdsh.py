@@ -18,12 +18,10 @@ from distributed.errors import Refused
 from launcher.fanout.connection import FAR_SIDE, Connection
 from launcher.fanout.loop import FIXED, Child, given_options
 from launcher.fanout.protocol import Ready, Start
-from launcher.fanout.ssh import OTHERS_S, Fanout, quote_line
+from launcher.fanout.ssh import Fanout, quote_line
 from launcher.plan.plan import Plan
 from launcher.preflight.check_node import Report
-
-READY_S = 8.0
-CONNECT_S = 10
+from launcher.wire import limits
 
 
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:
@@ -47,14 +45,14 @@ class PdshFanout(Fanout):
 
     def start_nodes(self, reports: Sequence[Report]) -> None:
         super().start_nodes(reports)
-        self.wait_for(Ready, time.monotonic() + READY_S + self.slack_s)
+        self.wait_for(Ready, time.monotonic() + limits.PDSH_READY_S + self.slack_s)
         given = [os.environ.get(name, "") for name in ("PDSH_SSH_ARGS_APPEND", "SSH_OPTS")]
         options = " ".join([*given, *(f"-o {option}" for option in FIXED)])
         names = [node.name for node in self.plan.nodes]
         command = ["pdsh", "-R", "ssh", "-S", "-f", str(len(names)), "-w", ",".join(names)]
         self.pdsh = Child(
             self.loop,
-            [*command, "-t", str(CONNECT_S + self.slack_s), self.remote_command()],
+            [*command, "-t", str(limits.PDSH_CONNECT_S + self.slack_s), self.remote_command()],
             self.terminals.show_behind(b""),
             environ={**os.environ, "PDSH_SSH_ARGS_APPEND": options},
         )
@@ -69,12 +67,12 @@ class PdshFanout(Fanout):
         words = self.plan.inside(self.plan.module_command(FAR_SIDE))
         if "LD_LIBRARY_PATH" in self.plan.forwarded:  # some Python's own library is there
             words = ["env", f"LD_LIBRARY_PATH={os.environ['LD_LIBRARY_PATH']}", *words]
-        return f"exec {shlex.join(words).replace('%', '%%')} {self.socket}.%n"
+        return f"exec {shlex.join(words).replace('%', '%%')} --pdsh {self.socket}.%n"
 
     def note(self, one: Connection) -> None:
         super().note(one)
         if self.pdsh is not None and self.pdsh.code is not None:
-            self.close_within(OTHERS_S)
+            self.close_within(limits.OTHERS_S)
 
     def paste_line(self, node: str, line: str) -> str:
         options = shlex.quote(" ".join(["-tt", *given_options()]))

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.agent.control import Lineup
-from launcher.failure_block import End
+from launcher.agent.control import Done, Membership
+from launcher.failure_block import Outcome
 from launcher.preflight.check_node import Report, Request
 from launcher.typed_json import Kinds, MessageError
 
@@ -73,7 +73,16 @@ class Exit:
 LONGEST_MESSAGE = 1 << 20  # bytes
 _LEAST_HELD = 4  # bytes; fewer are shown at once, for they are most likely a bar's
 REQUESTS = Kinds(check=Request, start=Start, sweep=Sweep)
-ANSWERS = Kinds(hello=Hello, report=Report, ready=Ready, cut=Cut, lineup=Lineup, end=End, exit=Exit)
+ANSWERS = Kinds(
+    hello=Hello,
+    report=Report,
+    ready=Ready,
+    cut=Cut,
+    membership=Membership,
+    outcome=Outcome,
+    done=Done,
+    exit=Exit,
+)
 
 
 def write_request(request: Request | Start | Sweep) -> str:

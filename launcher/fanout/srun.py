@@ -20,6 +20,7 @@ from distributed.errors import REFUSED, Refused
 from distributed.job import job_id
 from distributed.stop_signals import NOTICE, handled_signals
 from launcher import handshake, processes
+from launcher.agent.control import Launched
 from launcher.fanout.step import run_step, start
 from launcher.fanout.swap import find_ill, leave_out
 from launcher.plan.plan import Plan, PlanError, print_plan, shell_line
@@ -28,10 +29,8 @@ from launcher.preflight import compare
 from launcher.preflight.check_node import Report, read_reports
 from launcher.text import count
 from launcher.typed_json import encode, in_pieces
+from launcher.wire import limits
 
-PREFLIGHT_S = 300.0  # for all nodes to answer; other steps of the job may have to end first
-TELL_S = 10.0  # after which nodes that have not answered are named, if others have
-LOAD_S = 1800.0  # with pyxis, which may load the image on each node
 LONGEST = 100_000  # characters of an argument; Linux allows 128 KiB
 KILL_ALL = "--kill-on-bad-exit=1"
 _CANNOT_START = range(125, 128)  # exit codes of env: a folder or a program is not there
@@ -82,7 +81,7 @@ def secret_variables(environ: Mapping[str, str], *, has_agents: bool) -> dict[st
     """
     variables = {"RUN_SECRET": handshake.new_secret()}
     if has_agents:
-        variables |= {"LAUNCH_CONTROL": "step", "LAUNCH_TOKEN": os.urandom(16).hex()}
+        variables |= {**Launched("step").variable(), "LAUNCH_TOKEN": os.urandom(16).hex()}
     exported = (environ.get("SLURM_EXPORT_ENV") or "ALL").split(",")
     if "ALL" not in exported:
         named = [word for word in exported if word not in ("NONE", "NIL")]
@@ -156,17 +155,17 @@ def receive(srun: subprocess.Popen[bytes], plan: Plan) -> bytes:
 
     srun itself gives up a node that does not answer only after several of SLURM's time limits.
     """
-    left_s = LOAD_S if plan.step_options() else PREFLIGHT_S
+    left_s = limits.STEP_IMAGE_S if plan.step_options() else limits.STEP_PREFLIGHT_S
     try:
-        return bytes(srun.communicate(timeout=min(TELL_S, left_s))[0])
+        return bytes(srun.communicate(timeout=min(limits.STEP_NAMING_S, left_s))[0])
     except subprocess.TimeoutExpired as wait:
         answered = {int(rank) for rank in re.findall(rb"^node=(\d+) ", wait.output or b"", re.M)}
     silent = silent_hosts(plan, answered)
     if answered and silent:
-        cause = f"no answer to the preflight from {' '.join(silent)} for {TELL_S:g} s"
+        cause = f"no answer to the preflight from {' '.join(silent)} for {limits.STEP_NAMING_S:g} s"
         print(f"{plan.program}: warning: {cause}; waiting [node-missing]", file=sys.stderr)
     try:
-        return bytes(srun.communicate(timeout=left_s - min(TELL_S, left_s))[0])
+        return bytes(srun.communicate(timeout=left_s - min(limits.STEP_NAMING_S, left_s))[0])
     except subprocess.TimeoutExpired:
         srun.terminate()
         return bytes(srun.communicate()[0])

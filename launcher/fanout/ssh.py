@@ -19,17 +19,10 @@ from signal import SIGUSR1, Signals
 from distributed.errors import REFUSED, Refused
 from distributed.stop_signals import QUERY, stop_signals
 from launcher import handshake
-from launcher.agent.control import BEAT_S, SILENCE_S
-from launcher.failure_block import End, print_end
+from launcher.agent.control import Done
+from launcher.failure_block import Outcome, print_outcome
 from launcher.fanout import protocol
-from launcher.fanout.connection import (
-    AT_ONCE,
-    PACE_S,
-    Connection,
-    choose_variables,
-    greet,
-    write_opening,
-)
+from launcher.fanout.connection import AT_ONCE, Connection, choose_variables, greet, write_opening
 from launcher.fanout.ending import NodeResult, conclude
 from launcher.fanout.loop import Loop, given_options
 from launcher.fanout.nodes import Nodes, Silence
@@ -40,15 +33,8 @@ from launcher.plan.plan import Plan, print_commands, print_plan
 from launcher.preflight import compare
 from launcher.preflight.check_node import Report
 from launcher.preflight.compare import Finding
-from launcher.screen import PARTIAL_S
 from launcher.text import count, print_row
-
-CHECK_S = 3  # of the preflight's time, the least for the checks
-CONNECT_S = 5
-STAGE_S = 290.0  # more, to unpack the run's Python
-OTHERS_S = 5.0  # once a node has ended, for the others
-END_S = 10.0  # after the end of the control streams; beyond GRACE, after a stop
-DRAIN_S = 2.0  # at the end, for a slow terminal
+from launcher.wire import limits
 
 
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:
@@ -95,7 +81,7 @@ class Fanout:
             return self.report_end()
         finally:
             self.loop.close()
-            self.err.drain(DRAIN_S)
+            self.err.drain(limits.DRAIN_S)
 
     def require_tools(self) -> None:
         if shutil.which("ssh") is None:
@@ -112,14 +98,14 @@ class Fanout:
         within_s = self.slack_s + plan.preflight_s
         if not plan.has_checks:  # whoever skips them wants to start, and a login may take long
             within_s = max(within_s, int(plan.join_timeout_s))
-        waited_s, answer_by = within_s - CHECK_S, began + within_s
+        waited_s, answer_by = within_s - limits.CHECKS_S, began + within_s
         if plan.staged:
-            answer_by += STAGE_S
-            self.say(f"each node unpacks its Python, if it has not yet ({STAGE_S:g} s at most)")
+            answer_by += limits.UNPACK_S
+            self.say(f"each node unpacks its Python, unless it has ({limits.UNPACK_S:g} s at most)")
         for number in range(len(plan.nodes)):
             self.connections.append(self.connect_node(number))
             if number % AT_ONCE == AT_ONCE - 1:
-                self.turn(time.monotonic() + PACE_S)
+                self.turn(time.monotonic() + limits.CONNECT_PACE_S)
         greet(self.connections, self.connect_node, self.turn, began + waited_s)
         hellos = [one.answer(Hello) for one in self.connections]
         left_s = answer_by - time.monotonic()
@@ -153,8 +139,8 @@ class Fanout:
         return self.connect(node.name, f"{self.token}.{number}", show)  # two may be one machine
 
     def connect(self, node: str, token: str, show: Callable[[bytes, bool], None]) -> Connection:
-        at_start_s = max(CONNECT_S, self.plan.preflight_s - CHECK_S - 1)
-        connect_s = (CONNECT_S if self.started else at_start_s) + self.slack_s
+        at_start_s = max(limits.SSH_CONNECT_S, self.plan.preflight_s - limits.CHECKS_S - 1)
+        connect_s = (limits.SSH_CONNECT_S if self.started else at_start_s) + self.slack_s
         connection = Connection(self.loop, node, connect_s=connect_s, token=token, show=show)
         added = {**self.own.of_node(node), "LAUNCH_TOKEN": token, "RUN_SECRET": self.secret}
         connection.send_line(write_opening(self.plan, added, os.environ))
@@ -190,22 +176,22 @@ class Fanout:
                 continue
             for one in self.connections:
                 one.close_input()
-            if now > self.close_at + END_S:
+            if now > self.close_at + limits.CONTROL_END_S:
                 return
-            self.turn(self.close_at + END_S)
+            self.turn(self.close_at + limits.CONTROL_END_S)
 
     def turn(self, until: float) -> None:
         """Handle what happens, until then or the next beat."""
         now = time.monotonic()
         if now >= self.beat_at:
-            self.beat_at = now + BEAT_S
+            self.beat_at = now + limits.BEAT_S
             for one in self.connections:
                 one.send(b"\n")
         until = min(until, self.beat_at)
         if self.is_open:
-            until = min([until, *(one.heard + SILENCE_S for one in self.silence.awaited)])
+            until = min([until, *(one.heard + limits.SILENCE_S for one in self.silence.awaited)])
         if self.terminals.is_waiting:
-            until = min(until, now + PARTIAL_S)
+            until = min(until, now + limits.PARTIAL_S)
         for signum in self.loop.wait(until - now):
             self.pass_on(signum)
         self.terminals.tick(now)
@@ -213,10 +199,10 @@ class Fanout:
         for one in self.connections:
             self.note(one)
         for one in self.silence.find() if self.is_open else ():
-            self.lose(one, f"no sign of life for {SILENCE_S:g} s: network cut?")
+            self.lose(one, f"no sign of life for {limits.SILENCE_S:g} s: network cut?")
             one.terminate()
         for one in self.nodes.find_left_behind():
-            self.say(f"{one.node}: the run goes on without it")
+            self.say(f"continuing without {one.node}")
             one.close_input()
         if self.nodes.is_overdue(self.saving_s):
             self.close_within(0)
@@ -226,7 +212,7 @@ class Fanout:
 
         That ends the run, unless others go on. Where it is silent, the other agents may save first.
         """
-        one.lost, one.is_silent = why, time.monotonic() - one.heard > SILENCE_S / 2
+        one.lost, one.is_silent = why, time.monotonic() - one.heard > limits.SILENCE_S / 2
         self.say(f"{one.node}: {why}")
         if not self.nodes.can_change:
             self.close_within(self.saving_s if one.is_silent else 0)
@@ -240,7 +226,7 @@ class Fanout:
             raise SystemExit(128 + signum)
         if signum != SIGUSR1 and not is_query:
             self.stopped_by = signum
-            self.close_within(self.plan.grace_s + END_S)
+            self.close_within(self.plan.grace_s + limits.STOP_CLOSE_S)
         for one in self.nodes.current[:1] if is_query else self.connections:
             if one.is_started:
                 one.send_line(signum.name)  # where all ranks are, node rank 0 asks the others
@@ -258,7 +244,7 @@ class Fanout:
                 for silent in self.silence.recall():
                     self.say(f"{silent.node}: {silent.lost}")
             may_save = any(other.is_silent for other in self.connections)
-            self.close_within(OTHERS_S + (self.saving_s if may_save else 0))
+            self.close_within(limits.OTHERS_S + (self.saving_s if may_save else 0))
         elif (one.code is not None or is_cut) and not one.lost and self.is_open:
             which = "the connection of pdsh" if is_cut else "the ssh connection"
             words = "" if is_cut else one.last_words
@@ -277,7 +263,7 @@ class Fanout:
     def report_end(self) -> int:
         """Print how the run ended; returns its exit code."""
         plan = self.plan
-        within_s = CONNECT_S + self.slack_s + END_S
+        within_s = limits.SSH_CONNECT_S + self.slack_s + limits.CONTROL_END_S
         unreachable = self.nodes.find_unreachable(self.loop, within_s)
         for one, why in unreachable.items():
             self.say(f"{one.node}: {why}")
@@ -285,26 +271,25 @@ class Fanout:
             NodeResult(
                 host=one.node,
                 exit=one.answer(Exit),
-                end=one.answer(End),
+                told=one.answer(Outcome) or one.answer(Done),
                 lost=one.lost,
                 is_reachable=one not in unreachable,
                 is_silent=one.is_silent,
             )
             for one in self.nodes.current
         ]
-        started, still_s = self.started or 0.0, self.silence.still_s
-        end = conclude(nodes, plan, started=started, stopped_by=self.stopped_by, still_s=still_s)
+        began, still_s, signum = self.started or 0.0, self.silence.still_s, self.stopped_by
+        outcome = conclude(nodes, plan, started=began, stopped_by=signum, still_s=still_s)
         ends = [ended for one in self.connections if (ended := one.answer(Exit))]
         if left := sum(ended.left for ended in ends):
             self.say(f"{count(left, 'process', 'processes')} of the run had to be killed")
         there = f"on {count(len(plan.nodes), 'node')}"
         where = "where a node can be reached" if unreachable else there
-        self.out.drain(DRAIN_S)
+        self.out.drain(limits.DRAIN_S)
         err = self.err.text
-        print_row("ended", f"code {end.code}; nothing is left running {where}", err)
-        if not end.is_told:
-            print_end(end, err, plan.folder)
-        return end.code
+        print_row("ended", f"code {outcome.code}; nothing is left running {where}", err)
+        print_outcome(outcome, err, plan.folder)
+        return outcome.code
 
     def paste_line(self, node: str, line: str) -> str:
         """Return what a user can type to run a line of a shell on a node; Ctrl-C ends it there."""

@@ -25,21 +25,18 @@ from distributed.errors import STOPPED
 from distributed.job import job_id
 from distributed.stop_signals import NOTICE, QUERY, STOP_SIGNALS, Interrupts, handled_signals
 from launcher import own_time, processes
-from launcher.agent.control import BEAT_S, MESSAGES, Lineup
+from launcher.agent.control import MESSAGES, Done, Membership
 from launcher.failure import Failure
-from launcher.failure_block import End, print_end, print_resume
+from launcher.failure_block import Outcome, print_outcome, print_resume
 from launcher.fanout.ending import NodeResult, conclude
-from launcher.fanout.nodes import DECIDE_S
 from launcher.fanout.protocol import Answers, Exit
 from launcher.plan.plan import Plan
 from launcher.plan.slurm import ask_squeue, in_batch_script
 from launcher.record.run_json import ASKED, NOTICED
 from launcher.text import short_host_name
 from launcher.typed_json import MessageError
+from launcher.wire import limits
 
-END_S = 3.0  # for srun to end once the run has
-LOST_S = 8.0  # after an srun that did not, for SLURM to start a job again that has lost a node
-DRAIN_S = 2.0  # at the end, for a slow terminal
 LIMIT = "TimeLimit"  # squeue's reason
 MOST_RESTARTS = 3  # in a row that gain no checkpoint
 
@@ -71,8 +68,8 @@ class Output:
     """What comes on srun's stdout: the agents' messages are taken out of the ranks' output."""
 
     def __init__(self, srun: subprocess.Popen[bytes], token: str) -> None:
-        self.ends: dict[int, End] = {}  # by the node rank with which each was started
-        self.lineup: Lineup | None = None  # the nodes that the run goes on with; None: all
+        self.told: dict[int, Outcome | Done] = {}  # by the node rank with which each was started
+        self.membership: Membership | None = None  # the nodes that the run goes on with; None: all
         self._answers = Answers(token, _read_piece)
         self._pieces: dict[int, bytes] = {}
         self._last = b"\n"  # byte shown
@@ -82,12 +79,12 @@ class Output:
         self._thread.start()
 
     @property
-    def end(self) -> End | None:
-        """How the run ended: node rank 0 knows best, unless it was only stopped."""
-        here = [self.ends[rank] for rank in sorted(self.ends) if self._takes_part(rank)]
-        ends = sorted(here, key=lambda end: end.is_told)
-        failed = [end for end in ends if end.failure and not ends[0].failure and ends[0].code]
-        return next(iter(failed + ends), None)
+    def outcome(self) -> Outcome | None:
+        """How the run ended: the first node that tells it knows best, unless it only stopped."""
+        here = [self.told[rank] for rank in sorted(self.told) if self._takes_part(rank)]
+        told = [one for one in here if isinstance(one, Outcome)]
+        failed = [one for one in told if one.failure and not told[0].failure and told[0].code]
+        return next(iter(failed + told), None)
 
     @property
     def begun(self) -> int:
@@ -95,16 +92,16 @@ class Output:
         return len(self._pieces)
 
     @property
-    def mute(self) -> set[int]:
+    def unreported(self) -> set[int]:
         """The nodes whose part began and told no end."""
-        return {*filter(self._takes_part, self._pieces)} - self.ends.keys()
+        return {*filter(self._takes_part, self._pieces)} - self.told.keys()
 
     def _takes_part(self, rank: int) -> bool:
-        return self.lineup is None or rank in (*self.lineup.nodes, *self.lineup.spares)
+        return self.membership is None or rank in (*self.membership.nodes, *self.membership.spares)
 
     def close(self) -> None:
         """Show what has come, up to the end of a line."""
-        self._thread.join(DRAIN_S)
+        self._thread.join(limits.DRAIN_S)
         if self._last != b"\n":
             print(file=sys.stderr)
 
@@ -121,12 +118,12 @@ class Output:
                 os.kill(os.getpid(), signal.SIGCHLD)  # wakes run_step()
             self._show(text)
 
-    def _note(self, rank: int, message: End | Lineup) -> None:
+    def _note(self, rank: int, message: Outcome | Done | Membership) -> None:
         self._pieces[rank] = b""
-        if isinstance(message, End):
-            self.ends[rank] = message
-        elif self.lineup is None or message.attempt >= self.lineup.attempt:
-            self.lineup = message
+        if isinstance(message, Outcome | Done):
+            self.told[rank] = message
+        elif self.membership is None or message.attempt >= self.membership.attempt:
+            self.membership = message
 
     def _show(self, text: bytes) -> None:
         self._last = text[-1:] or self._last
@@ -160,25 +157,25 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     output = None if plan.engine else Output(srun, os.environ["LAUNCH_TOKEN"])
     started = time.time()
     await_end(plan, srun, output, handled, asked)
-    code, end = processes.shell_code(srun.returncode), None
+    code, outcome = processes.shell_code(srun.returncode), None
     if output is not None:
         output.close()
         is_killed = code >= 128 + signal.SIGKILL  # srun's is the highest of its tasks'
-        end = find_end(plan, output, started) if is_killed and not asked else output.end
-    if end is not None:
-        end = as_slurm_ended(end)
-        code = end.code
-        asked.append(end.summary.signum)  # scancel may have sent it to the ranks
+        outcome = find_outcome(plan, output, started) if is_killed and not asked else output.outcome
+    if outcome is not None:
+        outcome = as_slurm_ended(outcome)
+        code = outcome.code
+        asked.append(outcome.signum)  # scancel may have sent it to the ranks
     # 128 + SIGUSR1: the notice came before there was anything to save.
     has_saved = code == STOPPED or (code == 128 + NOTICE and plan.checkpoint_dir is not None)
     comes_back = NOTICE in asked and has_saved
-    if end is not None:  # first, for SLURM ends a job that it requeues
-        summary = replace(end.summary, command="") if comes_back else end.summary
-        print_end(replace(end, summary=summary), sys.stderr, plan.folder)
-    if comes_back and not requeue(plan) and end is not None:
-        print_resume(end.summary, sys.stderr)
+    if outcome is not None:  # first, for SLURM ends a job that it requeues
+        shown = replace(outcome, command="") if comes_back else outcome
+        print_outcome(shown, sys.stderr, plan.folder)
+    if comes_back and not requeue(plan) and outcome is not None:
+        print_resume(outcome, sys.stderr)
     if srun.returncode == -signal.SIGKILL and code and in_batch_script(os.environ):
-        signal.sigtimedwait(handled, LOST_S)
+        signal.sigtimedwait(handled, limits.REQUEUE_S)
     return code
 
 
@@ -192,12 +189,12 @@ def await_end(
     """Wait for srun's end; adds the signals that ask for the run's to `asked`."""
     interrupts, begun, end_at = Interrupts(), 0, math.inf
     while srun.poll() is None:
-        end_at = min(end_at, end_soon(plan, output)) if output and output.end else math.inf
+        end_at = min(end_at, end_soon(plan, output)) if output and output.outcome else math.inf
         if output and output.begun > begun:  # a signal before that may not have reached it
             begun = output.begun
             for signum in asked:
                 pass_on(signum, plan, srun)
-        left_s = min(end_at - own_time.now(), BEAT_S)
+        left_s = min(end_at - own_time.now(), limits.BEAT_S)
         came = processes.await_signal({*handled, QUERY}, left_s)
         if own_time.now() > end_at:
             srun.kill()
@@ -215,43 +212,43 @@ def await_end(
 
 def end_soon(plan: Plan, output: Output) -> float:
     """Return when srun is to be ended, once a node has told the run's end."""
-    may_go_on = plan.min_nodes and output.mute  # without the node whose part has ended
-    return own_time.now() + (DECIDE_S + plan.grace_s if may_go_on else END_S)
+    may_go_on = plan.min_nodes and output.unreported  # without the node whose part has ended
+    return own_time.now() + (limits.DECIDE_S + plan.grace_s if may_go_on else limits.SRUN_END_S)
 
 
-def find_end(plan: Plan, output: Output, started: float) -> End | None:
-    """Return the end of a step of which a task was killed: as told, else the killed agent's."""
-    end = output.end
-    if output.mute and not (end and end.failure):
-        return blame_mute(plan, output, started)
-    return end
+def find_outcome(plan: Plan, output: Output, started: float) -> Outcome | None:
+    """Return the outcome of a step of which a task was killed: as told, else the killed agent's."""
+    outcome = output.outcome
+    if output.unreported and not (outcome and outcome.failure):
+        return blame_unreported(plan, output, started)
+    return outcome
 
 
-def blame_mute(plan: Plan, output: Output, started: float) -> End:
-    """Return the end of a run of which a node agent was killed; the others were only stopped."""
+def blame_unreported(plan: Plan, output: Output, started: float) -> Outcome:
+    """Return the outcome of a run of which a node agent was killed; the others only stopped."""
     killed, well = Exit(128 + signal.SIGKILL, 0), Exit(0, 0)
     nodes = [
-        NodeResult(host, killed if rank in output.mute else well, output.ends.get(rank))
+        NodeResult(host, killed if rank in output.unreported else well, output.told.get(rank))
         for rank, host in enumerate(hostlist.expand(plan.hosts))
     ]
     return conclude(nodes, plan, started=started, stopped_by=None)
 
 
-def as_slurm_ended(end: End) -> End:
-    """Return the end with SIGTERM's code, where SLURM ended the run and no rank saved.
+def as_slurm_ended(outcome: Outcome) -> Outcome:
+    """Return the outcome with SIGTERM's code, where SLURM ended the run and no rank saved.
 
     A time limit is named, for nobody asked for it as for scancel.
     """
-    is_stopped = end.failure is None and end.code not in (0, STOPPED)
-    if not is_stopped or end.summary.signum == signal.SIGINT:
-        return end
+    is_stopped = outcome.failure is None and outcome.code not in (0, STOPPED)
+    if not is_stopped or outcome.signum == signal.SIGINT:
+        return outcome
     code, now = 128 + signal.SIGTERM, time.time()
     if (ask_squeue(f"--job={os.environ['SLURM_JOB_ID']}", "--format=%r") or "").strip() == LIMIT:
         cause = "SLURM ended the job at its time limit, before the ranks had saved and left"
         failure = Failure("time-limit", cause, code, short_host_name(), -1, now)
-        return replace(end, code=code, failure=failure)
-    is_cancelled = end.summary.signum == signal.SIGTERM and in_batch_script(os.environ)
-    return replace(end, code=code) if is_cancelled else end
+        return replace(outcome, code=code, failure=failure)
+    is_cancelled = outcome.signum == signal.SIGTERM and in_batch_script(os.environ)
+    return replace(outcome, code=code) if is_cancelled else outcome
 
 
 def pass_on(signum: int, plan: Plan, srun: subprocess.Popen[bytes]) -> None:
@@ -304,7 +301,7 @@ def requeue(plan: Plan, environ: Mapping[str, str] = os.environ) -> bool:
             print(newest, file=file)
         last = record.read_text().splitlines()[-MOST_RESTARTS - 1 :]
         if last == [newest] * (MOST_RESTARTS + 1):
-            cause = f"{MOST_RESTARTS} restarts gained no step; the job is not requeued"
+            cause = f"{MOST_RESTARTS} restarts made no progress; the job is not requeued"
             print(f"{plan.program}: {cause}", file=sys.stderr)
             return True
     # SLURM ends a job that it requeues by SIGTERM, which is blocked here and in scontrol, and only

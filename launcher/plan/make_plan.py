@@ -15,7 +15,6 @@ from pathlib import Path
 from distributed.environment import DEFAULT_LOG_DIR, check_run_id, new_run_id, port_from_id
 from distributed.job import ask_scheduler, in_slurm_step, job_run_id
 from distributed.network import PROFILES
-from distributed.stop_signals import DEFAULT_GRACE_S
 from launcher.container import Container, config_texts, read_container
 from launcher.fanout import job_command
 from launcher.handshake import is_first, is_loopback, read_access
@@ -24,6 +23,7 @@ from launcher.plan.plan import ROOT, Plan, PlanError, World, read_nproc, read_nu
 from launcher.plan.resume import command_line
 from launcher.plan.typed import Typed
 from launcher.record.run_ids import free_run_id, next_run_id, plain_run_id
+from launcher.wire import limits
 
 MARK = b"# launch-kit: answers --check"  # of our train.py, for this alone
 BY_HAND_PORT = "29500"  # nodes started by hand cannot agree on another before they meet
@@ -48,6 +48,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
 
     Raises PlanError, LauncherError or HostlistError: the user or the scheduler cannot mean this.
     """
+    typed = _find_hosts(typed, environ) if typed.like_torchrun else typed
     raw, environ = environ, _read_words(typed, environ)
     words, is_ours, config = choose_program(typed, environ)
     restarts = _first(typed.max_restarts, environ, "MAX_RESTARTS") or "0"
@@ -55,12 +56,11 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     if max_restarts and typed.engine:
         cause = f"MAX_RESTARTS is {max_restarts}, but {typed.engine} starts no rank again"
         raise PlanError(f"{cause}; leave it out")
-    grace_s = read_number("GRACE", environ.get("GRACE") or str(DEFAULT_GRACE_S), 0, 86400)
-    preflight = environ.get("PREFLIGHT_SECONDS") or "9"
-    preflight_s = read_number("PREFLIGHT_SECONDS", preflight, 5, 3600)
+    grace_s = read_number("GRACE", environ.get("GRACE") or str(limits.GRACE_S), 0, 86400)
+    wait = environ.get("PREFLIGHT_SECONDS") or "9"
     fanout = choose_fanout(typed, environ)
-    has_tasks = environ.get("LAUNCHER") == "srun" and fanout != "local"
-    engine = typed.engine or ("srun" if has_tasks else "")
+    in_step = fanout != "local" and environ.get("LAUNCHER") == "srun"
+    engine = typed.engine or "srun" * in_step
     world = read_world(typed, environ, fanout)
     world = spares.keep_back(world, environ, fanout, engine, max_restarts)
     if fanout == "local" and world.num_nodes > 1:
@@ -71,37 +71,25 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     as_set = raw if typed.like_torchrun else environ  # the user's script reads them, too
     return Plan(
         **vars(world),
-        program=typed.program,
+        **typed.choices(),
         fanout=fanout,
         command=command_line(typed, environ, fanout),
         root=ROOT,
-        python=typed.python,
         directory=ROOT if typed.module else typed.here,
         log_dir=log_dir,
         run_id=choose_run_id(typed, environ, log_dir, is_namer=is_namer),
         words=words,
         is_ours=is_ours,
-        passed=typed.passed,
         config="" if config == "-" else config,
-        cpu_nproc=int(typed.cpu_nproc or 1),
         port=_read_port(typed, environ, is_by_hand=fanout == "local" and world.num_nodes > 1),
         backend=environ.get("BACKEND") or "auto",
         engine=engine,
-        use_env=typed.use_env,
         max_restarts=max_restarts,
         grace_s=grace_s,
         variables={name: as_set[name] for name in _PASSED_ON if environ.get(name)},
-        activated=typed.activated,
-        staged=typed.staged,
         container=_read_container(typed, environ, fanout, (log_dir, config, *words)),
-        site=typed.site,
-        is_dry_run=typed.dry_run,
-        is_strict=typed.strict,
-        is_detached=typed.detach,
         has_checks=not environ.get("SKIP_PREFLIGHT"),
-        preflight_s=preflight_s,
-        has_health_check=typed.health_check,
-        has_transcript=typed.transcript,
+        preflight_s=read_number("PREFLIGHT_SECONDS", wait, 5, 3600),
     )
 
 
@@ -146,10 +134,35 @@ def _read_words(typed: Typed, environ: Mapping[str, str]) -> dict[str, str]:
 # --- nodes --------------------------------------------------------------------------------------
 
 
+def _find_hosts(typed: Typed, environ: Mapping[str, str]) -> Typed:
+    """Return what was typed for launch.sh, with the nodes of its --hosts as other scripts have."""
+    nodes, via = typed.hosts, typed.via or "ssh"
+    if via not in ("ssh", "pdsh") or (typed.via and nodes is None):
+        raise PlanError(f"--via is {via!r}; it can be ssh pdsh, and goes with --hosts")
+    if nodes is None:
+        return replace(typed, fanout="local")
+    others = {
+        "--nnodes": typed.nnodes,
+        "--node-rank": typed.node_rank,
+        "--master-addr": typed.master,
+    }
+    if named := next(filter(others.get, others), ""):
+        raise PlanError(f"--hosts names the nodes, and {named} does so, too; leave one out")
+    if nodes != "job":
+        if Path(nodes).is_file():
+            return replace(typed, fanout=via, hostfile=nodes)
+        return replace(typed, fanout=via, node=hosts.split_list(nodes))
+    if environ.get("SLURM_JOB_ID"):
+        return replace(typed, fanout="srun")
+    if pbs.read_lines(environ):
+        return replace(typed, fanout=via, nodefile=True)
+    raise PlanError("--hosts job: this is no SLURM or PBS job; name the nodes, or start it in one")
+
+
 def choose_fanout(typed: Typed, environ: Mapping[str, str]) -> str:
     """Return how the nodes are reached; `auto` looks at where this is."""
     job = "PBS_JOBID" if typed.nodefile else "SLURM_JOB_ID"
-    if typed.batch_script and typed.dry_run and not environ.get(job):
+    if typed.batch_script and typed.is_dry_run and not environ.get(job):
         return "job_command"
     if typed.fanout in ("local", "auto") and (typed.node or typed.hostfile):
         return "ssh"
@@ -171,7 +184,9 @@ def is_login_node(environ: Mapping[str, str]) -> bool:
     """Return whether a batch system answers here and this is outside its jobs."""
     if environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID"):
         return False
-    return any(ask_scheduler(tool, limit_s=3) is not None for tool in ("sinfo", "qstat"))
+    return any(
+        ask_scheduler(tool, limit_s=limits.LOGIN_NODE_S) is not None for tool in ("sinfo", "qstat")
+    )
 
 
 def read_world(typed: Typed, environ: Mapping[str, str], fanout: str) -> World:
@@ -214,10 +229,10 @@ def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> World:
     """Return this machine's node rank where every node starts itself: under srun, or by hand."""
     given = {"NUM_NODES": typed.nnodes, "NODE_RANK": typed.node_rank, "MASTER_ADDR": typed.master}
     slurm.refuse_many_tasks(environ)
-    if typed.health_check or (typed.like_torchrun and typed.nnodes != "1"):
+    if typed.has_health_check or (typed.like_torchrun and typed.nnodes != "1"):
         if step := slurm.read_step(environ, given):  # srun has started this on each node
             return step
-        if typed.health_check:
+        if typed.has_health_check:
             slurm.refuse_many_nodes(environ, typed.program)
     nnodes = "1" if typed.nnodes is None else typed.nnodes
     num_nodes = read_number("the number of nodes", nnodes, 1, 100_000)
@@ -255,9 +270,9 @@ def choose_run_id(
     """Return RUN_ID, else node rank 0's choice: after --rdzv-id, the launch in this job, or new."""
     run_id, name, job = environ.get("RUN_ID"), plain_run_id(typed.run_id or ""), job_run_id(environ)
     if not run_id and is_namer and name:
-        run_id = free_run_id(log_dir, name, takes=not typed.dry_run)
+        run_id = free_run_id(log_dir, name, takes=not typed.is_dry_run)
     elif not run_id and is_namer:
-        takes = not typed.dry_run
+        takes = not typed.is_dry_run
         run_id = next_run_id(log_dir, job, takes=takes) if job else new_run_id()
     return check_run_id(run_id) if run_id else ""
 
@@ -287,7 +302,7 @@ def choose_program(typed: Typed, environ: Mapping[str, str]) -> tuple[list[str],
         none = "" if is_ours else ", or - for none"
         raise PlanError(f"there is no config {config!r}; give the path of a YAML file{none}")
     if is_ours and config == "-":
-        cause = "'-' passes no config, which this project's train.py needs"
+        cause = "this project's train.py needs a config, and '-' passes none"
         raise PlanError(f"{cause}; give one, or name a script of your own in TRAIN_SCRIPT")
     if is_ours:
         backend = ["--distributed-backend", environ["BACKEND"]] if environ.get("BACKEND") else []

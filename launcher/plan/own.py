@@ -17,6 +17,7 @@ from pathlib import Path
 from launcher.plan import pbs
 from launcher.plan.plan import Plan
 from launcher.text import short_host_name
+from launcher.wire import limits
 
 GPUS = (
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
@@ -28,7 +29,6 @@ OWN = {  # by a variable that tells of the scheduler; srun sets SLURM's anew on 
     "SLURM_GPUS_ON_NODE": GPUS,
     "LSB_JOBID": GPUS,
 }
-ANSWER_S = 5.0  # for pbsdsh on all nodes
 # A task's stdout is the job's, not pbsdsh's; what else is there, secrets too, stays there.
 _ANSWER = 'env -0 | grep -z -E "^($1)=" >"$0/$PBS_NODENUM"'
 
@@ -125,7 +125,7 @@ def ask_pbsdsh(
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".nodes-", dir=folder) as answers:
         task = ["pbsdsh", "--", "/bin/sh", "-c", _ANSWER, answers, "|".join(names)]
-        limit_s, null = ANSWER_S + len(hosts) // 10, subprocess.DEVNULL
+        limit_s, null = limits.PBSDSH_S + len(hosts) // 10, subprocess.DEVNULL
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             subprocess.run(task, timeout=limit_s, stdin=null, stdout=null, stderr=null)
         for number, host in enumerate(hosts):

@@ -15,12 +15,12 @@ from pathlib import Path
 from distributed.job import ask_scheduler
 from launcher.plan.plan import NodePlan, PlanError
 from launcher.text import count
+from launcher.wire import limits
 
 REQUEST = (
     "ask for nodes with qsub -l select=2:ncpus=16:ngpus=4 (PBS Pro, OpenPBS)"
     " or qsub -l nodes=2:ppn=4 (Torque)"
 )
-REPORT_S = 10  # after GRACE, which the launcher gives its nodes (END_S of fanout/ssh.py)
 
 
 def read_nodefile(environ: Mapping[str, str], nproc: int | None) -> tuple[NodePlan, ...]:
@@ -101,11 +101,12 @@ def find_short_delay(grace_s: int, environ: Mapping[str, str]) -> str:
     told = ask_qstat(queue, "-Qf") if queue and job and ask_qstat(job) else {}
     default = "2" if is_torque(environ) else "10"  # by pbs_queue_attributes(7B) of each
     delay = told.get("kill_delay", default) if told else ""
-    if not delay.isdecimal() or (stop_s := grace_s + REPORT_S) <= int(delay):
+    close_s = limits.STOP_CLOSE_S
+    if not delay.isdecimal() or (stop_s := grace_s + close_s) <= int(delay):
         return ""
-    cause = f"a stop can take {stop_s} s (GRACE + {REPORT_S}), but PBS kills this job {delay} s"
+    cause = f"a stop can take {stop_s} s (GRACE + {close_s}), but PBS kills this job {delay} s"
     cure = f"ask your administrator for kill_delay={stop_s}"
-    if (rest_s := int(delay) - REPORT_S) > 0:
+    if (rest_s := int(delay) - close_s) > 0:
         cure += f", or set GRACE={rest_s} if the ranks save within {rest_s} s"
     return f"{cause} after qdel or the walltime (kill_delay of queue {queue}); {cure}"
 
@@ -145,7 +146,9 @@ def is_torque(environ: Mapping[str, str]) -> bool:
     if environ.get("PBS_JOBID"):
         return environ.get("PBS_VERSION", "").startswith("TORQUE")
     try:
-        told = subprocess.run(["qsub", "--version"], capture_output=True, timeout=10, text=True)
+        told = subprocess.run(
+            ["qsub", "--version"], capture_output=True, timeout=limits.SCHEDULER_S, text=True
+        )
     except (OSError, subprocess.SubprocessError):
         return False
     # The others say pbs_version = 23.06.06.

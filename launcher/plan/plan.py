@@ -13,16 +13,16 @@ from typing import Any, TextIO
 
 from distributed import hostlist
 from distributed.errors import Refused
-from distributed.stop_signals import DEFAULT_GRACE_S
 from launcher.container import Container
+from launcher.plan.typed import Choices
 from launcher.preflight.check_node import Report, Request, check_node
 from launcher.preflight.compare import Outcome
 from launcher.text import count, print_row
+from launcher.wire import limits
 
 ROOT = Path(__file__).parents[2]  # by the name that launch.sh has for it
 AGENT, START, STAGE = (f"scripts/lib/{name}" for name in ("agent.py", "start.py", "stage.sh"))
 MOST_RANKS = 4096  # of one node
-JOIN_S = 300.0
 LONGEST_COMMAND = 100_000  # bytes of the resume line; Linux takes 128 KiB in one variable
 
 
@@ -84,47 +84,34 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(World):
+class Plan(World, Choices):
     """Everything that the user, the environment, the config and the scheduler decided."""
 
-    program: str  # the script that was typed, for messages
     fanout: str  # local, srun, ssh or pdsh
     command: str  # all that was typed, quoted for a shell: the resume line
     root: Path  # the project
-    python: str  # in the container, where there is one
     directory: Path  # where it was typed; relative paths begin here
     log_dir: Path
     run_id: str  # empty: node rank 0 names the run
     words: Sequence[str]  # the training script and its arguments, as the node agent takes them
     is_ours: bool = False  # the training script is this project's train.py
-    passed: Sequence[str] = ()  # more options of the node agent
     config: str = ""  # empty: none
-    cpu_nproc: int = 1  # ranks per node where `nproc` is None and there is no GPU
     port: int | None = None  # None: from the run id
     backend: str = "auto"
     engine: str = ""  # what starts the ranks in place of the node agent
-    use_env: bool = False  # torch.distributed.launch's option
-    join_timeout_s: float = JOIN_S
+    join_timeout_s: float = limits.JOIN_S
     checkpoint_dir: Path | None = None
     batch: Batch | None = None  # of train.py
     num_workers: int = 0  # processes of each rank that load data
     prepare: str = ""  # a script that is to run before the training
     task_file: str = ""  # the module of train.py's task, if it is the user's own
     max_restarts: int = 0
-    grace_s: int = DEFAULT_GRACE_S
+    grace_s: int = limits.GRACE_S
     variables: Mapping[str, str] = field(default_factory=dict)  # that go with the run
-    activated: Sequence[str] = ()  # names of those that SITE, VENV, CONDA_ENV and MODULES changed
     container: Container | None = None  # in which the preflight, the agents and the ranks run
-    staged: str = ""  # the archive with the environment of `python`, which each node unpacks
-    site: str = ""  # the file with the cluster's settings, and which variables it sets
     forwarded: Sequence[str] = ()  # names of all that go to nodes over ssh
-    is_dry_run: bool = False
-    is_strict: bool = False
-    is_detached: bool = False
     has_checks: bool = True
     preflight_s: int = 9  # for every node to connect over ssh and be checked
-    has_health_check: bool = False  # of this node's ranks together, after the preflight
-    has_transcript: bool = False  # of what the terminal shows
 
     @property
     def folder(self) -> Path:
@@ -161,7 +148,7 @@ class Plan(World):
         """Return the environment variables that tell an agent and its ranks of the run."""
         command = self.command if len(os.fsencode(self.command)) < LONGEST_COMMAND else ""
         named = {"RUN_ID": self.run_id, "LAUNCH_COMMAND": command, "ENGINE": self.engine}
-        named["LAUNCH_TASK_FILE"] = self.task_file
+        named |= {"LAUNCH_TASK_FILE": self.task_file, "SKIP_PREFLIGHT": "1" * (not self.has_checks)}
         if self.min_nodes:
             named |= {"SPARES": str(self.num_spares), "MIN_NODES": str(self.min_nodes)}
         named |= self.variables  # train.py names a command of its own where there is none
@@ -287,7 +274,7 @@ def print_plan(
         print_row("spares", _spares(plan), out)
     if counts:
         _print_ranks(plan, node, counts, out)
-    if plan.join_timeout_s != JOIN_S:
+    if plan.join_timeout_s != limits.JOIN_S:
         print_row("wait", f"{plan.join_timeout_s:g} s at most for all to join", out)
     if plan.forwarded:
         print_row("variables", f"{' '.join(plan.forwarded)} go with it", out)

@@ -68,7 +68,7 @@ def run(typed: Typed) -> int:
     job += [f"--{name.replace('_', '-')}={own[name]}" for name in PER_GPU if own.get(name)]
     job += [resolve_script(f"scripts/slurm/{name}"), plan.config or "-", *settings]
     job += ["--", *typed.rest] if typed.rest else []
-    if not typed.dry_run:
+    if not typed.is_dry_run:
         Path("logs").mkdir(exist_ok=True)  # without it, sbatch's job fails silently
     return submit_all(typed, own, size, job)
 
@@ -162,7 +162,7 @@ def submit_all(typed: Typed, own: Mapping[str, str], size: Size, job: Sequence[s
     common = [f"--{name}={own[name]}" for name in SBATCH_OPTIONS if own.get(name)]
     common += [f"--chdir={typed.here}"] if typed.here != Path.cwd() else []  # behind a link
     common += map("=".join, zip(typed.passed[::2], typed.passed[1::2], strict=True))
-    if not typed.dry_run and (cause := refusal([*common, *job])):
+    if not typed.is_dry_run and (cause := refusal([*common, *job])):
         # SLURM would keep a job that can never start.
         asked = f"{count(size.num_nodes, 'node')} x {size.gpus} GPUs"
         cure = "see sinfo, and ask for what there is"
@@ -173,12 +173,12 @@ def submit_all(typed: Typed, own: Mapping[str, str], size: Size, job: Sequence[s
         first = ["--nodes=1", f"--gpus-per-node={own.get('num_gpus') or 0}"]
         first += ["--output=logs/slurm-%j.out", *([f"--dependency={after}"] if after else [])]
         first += [own["prepare"], own["config"]]
-        after = f"afterok:{submit([*common, *first], is_dry_run=typed.dry_run)[0]}"
+        after = f"afterok:{submit([*common, *first], is_dry_run=typed.is_dry_run)[0]}"
     if (number := int(own.get("chain") or 1)) > 1:
-        submit_chain(number, [*common, *job], after, is_dry_run=typed.dry_run)
+        submit_chain(number, [*common, *job], after, is_dry_run=typed.is_dry_run)
         return 0
     words = depend(after) + (["--wait"] if typed.wait else [])
-    job_id, sbatch = submit([*common, *words, *job], is_dry_run=typed.dry_run)
+    job_id, sbatch = submit([*common, *words, *job], is_dry_run=typed.is_dry_run)
     if sbatch is None or not typed.wait:
         return 0
     return follow(typed.program, job_id, sbatch, after)

@@ -11,19 +11,21 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distributed.environment import port_from_id
 from launcher.handshake import open_port, read_access
-from launcher.preflight import infiniband, meeting, must_match
-from launcher.preflight.checks import CHECKS, Fault, Machine
+from launcher.preflight import infiniband, master_port, must_match
+from launcher.preflight.checks import CHECKS, Machine
 from launcher.preflight.gpus import GpuError, visible_gpus
 from launcher.text import short_host_name
 from launcher.typed_json import encode, in_pieces, parse
+from launcher.wire.meeting import Wait
+from launcher.wire.messages import Fault, Member, NodeReport
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Report(must_match.NodeReport):
+class Report(NodeReport):
     """What a node found out about itself."""
 
     port: int = 0
@@ -65,21 +67,16 @@ def check_node(request: Request, environ: Mapping[str, str] = os.environ) -> Rep
     """Check this node, and meet the others meanwhile."""
     start = time.perf_counter()
     port, listener, port_error = open_master_port(request)
-    met: list[Fault] = []
-    done: list[str] = []
-    visit = threading.Thread(target=_meet, args=(request, port, listener, environ, met, done))
-    if request.has_checks and request.meeting_size > 1 and not port_error:
-        visit.start()
-    elif listener is not None:
-        listener.close()
-    machine = _look_at_machine(request, environ, port, port_error)
-    faults = [fault for check in CHECKS for fault in check(machine)] if request.has_checks else []
     is_compared = request.has_checks and request.num_nodes > 1
-    files = must_match.hash_files(request.words, request.directory) if is_compared else {}
+    with ThreadPoolExecutor(1) as beside:
+        visit = beside.submit(_meet, request, port, listener, environ)
+        machine = _look_at_machine(request, environ, port, port_error)
+        checks = CHECKS if request.has_checks else ()
+        faults = [fault for check in checks for fault in check(machine)]
+        files = must_match.hash_files(request.words, request.directory) if is_compared else {}
     if is_compared and machine.script is not None:
         files.setdefault(machine.script.name, "")
-    if visit.ident is not None:  # it was started
-        visit.join()
+    met, done = visit.result()
     return Report(
         node_rank=request.node_rank,
         num_nodes=request.num_nodes,
@@ -120,20 +117,24 @@ def _meet(
     port: int,
     listener: socket.socket | None,
     environ: Mapping[str, str],
-    met: list[Fault],
-    done: list[str],
-) -> None:
-    deadline, address = time.monotonic() + request.within_s, request.master_addr
+) -> tuple[Sequence[Fault], Sequence[str]]:
+    """Return what is wrong at the master's port, and the names of the checks made there."""
+    can_meet = request.node_rank != 0 or listener is not None
+    if not (request.has_checks and request.meeting_size > 1 and can_meet):
+        if listener is not None:
+            listener.close()
+        return (), ()
+    wait, address, host = Wait(request.within_s), request.master_addr, short_host_name()
     access = read_access(environ)
     if listener is None:
-        rank = request.node_rank
-        met += meeting.visit_master(address, port, access.secret, deadline, rank, done)
-        return
+        me = NodeReport(request.node_rank, request.num_nodes, 1, host, request.run_id)
+        done: list[str] = []
+        return [*master_port.visit_master(address, port, me, access.secret, wait, done)], done
     # A SLURM job may start again on other nodes. Else node rank 0 alone needs the checkpoints.
     is_shared = request.checkpoint_dir is not None and "SLURM_JOB_ID" in environ
     folder = request.directory / (request.checkpoint_dir or "") if is_shared else None
-    others = request.meeting_size - 1
-    met += meeting.receive_others(listener, address, access, others, folder, deadline)
+    first, others = Member(0, host, 1, address), request.meeting_size - 1
+    return master_port.receive_others(listener, first, access, others, folder, wait), ()
 
 
 def _look_at_machine(

@@ -25,6 +25,7 @@ from launcher.handshake import is_here, is_loopback
 from launcher.preflight import infiniband, must_match
 from launcher.preflight.gpus import DEVICES, Gpu, find_slow
 from launcher.text import count, environment_cure
+from launcher.wire.messages import Fault
 
 OLDEST_TORCH = (2, 4)
 # Of a CUDA's drivers for Linux, the first: CUDA Compatibility, table 2 (NVIDIA).
@@ -34,16 +35,6 @@ LEAST_SHM = 512 << 20  # bytes; Docker's default of 64 MiB is too small for data
 LEAST_DISK = 2 << 30  # bytes free where checkpoints go
 LEAST_MEMLOCK = 64 << 10  # bytes; Linux's own default before 5.16
 LEAST_MEMLOCK_INFINIBAND = 1 << 30  # bytes; every buffer on the wire is locked memory
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What is wrong under its name in TROUBLESHOOTING.md, and the cure. Some only warn."""
-
-    name: str
-    cause: str
-    cure: str
-    warns: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from launcher.preflight.check_node import Report
-from launcher.preflight.checks import CHECKS, Fault
+from launcher.preflight.checks import CHECKS
 from launcher.preflight.must_match import mismatches
+from launcher.wire.messages import Fault
 
 COMPARED = 2  # versions and files; the rest is done at the master's port
 

@@ -17,8 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from launcher.wire import limits
+
 DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, of AMD, and of both under WSL
-LIMIT_S = 8.0  # in all; a GPU that fell off the bus can make nvidia-smi hang
 FIELDS = (  # of --query-gpu; `clocks_throttle_reasons` is also known to drivers that say `event`
     *("name", "memory.used", "memory.total", "clocks_throttle_reasons.active"),
     *("clocks.applications.graphics", "clocks.max.graphics"),
@@ -82,7 +83,7 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
 
     Raises GpuError where the machine has some, and they cannot be told or chosen.
     """
-    until = time.monotonic() + LIMIT_S
+    until = time.monotonic() + limits.NVIDIA_SMI_S
     if shutil.which("nvidia-smi"):
         wanted = environ.get("CUDA_VISIBLE_DEVICES")
         gpus = [*_nvidia_gpus(until)]
@@ -182,7 +183,7 @@ def _run(tool: str, words: Sequence[str], until: float) -> subprocess.CompletedP
         left = until - time.monotonic()
         return subprocess.run([tool, *words], capture_output=True, text=True, timeout=left)
     except subprocess.TimeoutExpired as error:
-        raise GpuError(f"{tool} gives no answer in {LIMIT_S:g} s") from error
+        raise GpuError(f"{tool} gives no answer in {limits.NVIDIA_SMI_S:g} s") from error
 
 
 def _query(table: str, columns: str, until: float) -> Iterator[list[str]]:

@@ -9,37 +9,13 @@ import os
 import runpy
 import shlex
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distributed.environment import check_run_id
+from launcher.wire.messages import NodeReport
 
 ARGUMENTS = "the list of arguments"
-
-
-@dataclass(frozen=True)
-class NodeReport:
-    """What a node says of itself: at check-in its agent, before that its preflight."""
-
-    node_rank: int  # -1: the next one free
-    num_nodes: int
-    nproc: int
-    host: str
-    run_id: str  # empty: takes node rank 0's
-    versions: Mapping[str, str]
-    files: Mapping[str, str]  # as hash_files() or describe_program() has them
-    time: float = field(default_factory=time.time)  # seconds since the epoch
-    door: int = 0  # the port where this agent can take node rank 0's place; 0: none
-    attempt: int = 0  # of the run, where it has lost node rank 0
-
-    def __post_init__(self) -> None:
-        if min(self.node_rank + 1, self.num_nodes - 1, self.nproc - 1) < 0:
-            raise ValueError(f"node {self.node_rank} of {self.num_nodes} with {self.nproc} ranks")
-        if self.run_id:
-            check_run_id(self.run_id)
 
 
 def versions() -> dict[str, str]:

@@ -14,21 +14,19 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from distributed.errors import REFUSED, Refused
 from distributed.job import job_id, job_start, this_job
 from distributed.lock import RunLock, is_locked, locked_by, refuse_locked, update_link
-from distributed.stop_signals import DEFAULT_GRACE_S
 from launcher.processes import start_ticks
 from launcher.record.restart import Restart
 from launcher.typed_json import decode
+from launcher.wire import limits
 
 ASKED, SHOWN = "stacks", "stacks.txt"  # files that ask where all ranks are, and say so
 NOTICED = "notice"  # a file that passes SLURM's notice of a time limit on
 KEPT = "failure.txt"  # what its user saw last of a run that failed or was stopped
-PROGRESS_S = 5.0  # between two updates of a run's step
-_LOCK_S = 2.0  # the longest wait for another writer
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Record:
     state: str = "unknown"  # starting, running, ended
     launcher: LauncherProcess | None = None
     detached: bool = False
-    grace: float = DEFAULT_GRACE_S  # seconds that the ranks may take to save
+    grace: float = limits.GRACE_S  # seconds that the ranks may take to save
     job: str = ""  # the start of a SLURM or PBS job that it was launched in
     command: str = ""  # as it was typed
     agent_arguments: tuple[str, ...] = ()
@@ -76,9 +74,8 @@ class Record:
     exit_code: int | None = None
     step: int = -1  # the newest; -1: unknown
     saved_step: int = -1
+    first_step: float | None = None  # when the newest start had done it
     restarts: tuple[Restart, ...] = ()  # of all starts
-    lost_s: Mapping[str, float] = field(default_factory=dict)  # by kind; of the newest start
-    goodput: float | None = None  # its share of time that was training
 
     @property
     def is_over(self) -> bool:
@@ -117,17 +114,17 @@ def _change(folder: Path, changes: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _one_writer(folder: Path) -> Iterator[None]:
-    """Keep other writers out; not for ever, and not where the file system has no locks."""
+    """Keep other writers out: waits 2 s at most, and is skipped where files cannot be locked."""
     folder.mkdir(parents=True, exist_ok=True)
     fd = os.open(folder / ".run.json.lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        deadline = time.monotonic() + _LOCK_S
+        deadline = time.monotonic() + limits.RECORD_LOCK_S
         while time.monotonic() < deadline:
             try:
                 fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except (BlockingIOError, PermissionError):
-                time.sleep(0.01)
+                time.sleep(limits.POLL_S)
             except OSError:
                 break
         yield
@@ -221,6 +218,7 @@ def _end(code: int) -> dict[str, Any]:
 # --- the agent's part ---------------------------------------------------------------------------
 
 
+@final
 class RunFolder:
     """Paths of one run. Their permissions follow the user's umask."""
 
@@ -289,6 +287,7 @@ class LiveRecord:
             git_commit=_git_commit(),
             step=-1,
             saved_step=-1,
+            first_step=None,
             **({"launcher": launcher} if launcher else {}),
             **_start(folder, "running"),
             **fields,
@@ -296,7 +295,7 @@ class LiveRecord:
 
     def note_progress(self, saved_step: int, step: int) -> None:
         """Record the newest checkpoint and step, PROGRESS_S after the last time at the earliest."""
-        is_due = time.monotonic() - self._written >= PROGRESS_S
+        is_due = time.monotonic() - self._written >= limits.STEP_RECORD_S
         if is_due and (saved_step, step) != self._progress:
             self._progress = saved_step, step
             self._written = time.monotonic()

@@ -1,9 +1,5 @@
 """--status, --stop and --stacks: list the runs of the log directory, stop one, see where it is.
 
-    python scripts/lib/start.py status --program=NAME -- [RUN...]
-    python scripts/lib/start.py stop --program=NAME [--dry-run] -- RUN
-    python scripts/lib/start.py stacks --program=NAME -- RUN
-
 A run is stopped through its launcher: the process that run.json names, on the host that it names.
 Where its ranks are, node rank 0's agent is asked by a file in the run's folder.
 """
@@ -28,9 +24,9 @@ from launcher.failure_block import find_kept
 from launcher.plan.typed import Typed
 from launcher.processes import ranks_of
 from launcher.record.run_json import ASKED, SHOWN, Record, read
+from launcher.text import count
+from launcher.wire import limits
 
-STACKS_S = 12.0  # for all nodes to tell where their ranks are
-STOP_S = 25.0  # for a run to end, beyond the seconds that its ranks may take to save
 TAIL_BYTES = 8192  # of a file, to find its last line
 LONGEST = 100  # characters of it that are shown
 
@@ -134,6 +130,19 @@ def progress(run: Run) -> str:
     return ""
 
 
+def goodput(record: Record, now: float) -> str:
+    """Return what share of the newest start's time was training, and what the rest went into."""
+    started, end = record.started or now, record.ended or now
+    restarts = [one for one in record.restarts if one.failed >= started]
+    losses = {"start": record.first_step - started} if record.first_step else {}
+    for one in restarts:
+        lost_s = one.lost_s or end - one.failed  # it has not caught up
+        losses[one.fault] = losses.get(one.fault, 0.0) + lost_s
+    share = max(0.0, 1 - sum(losses.values()) / max(end - started, 1e-9))
+    lost = ", ".join(f"{seconds:.1f} s {kind}" for kind, seconds in losses.items())
+    return f"goodput  {100 * share:.0f} %: {count(len(restarts), 'restart')}, {lost}"
+
+
 def _last_line(file: Path) -> str:
     """Return the last line with text on it, as far as the end of the file holds one."""
     with file.open("rb") as opened:
@@ -166,7 +175,7 @@ def main(typed: Typed, environ: Mapping[str, str] = os.environ) -> int:
         run = find(log_dir, typed.rest[0])
         if typed.fanout == "stacks":
             return show_stacks(run, typed.program)
-        return stop(run, typed.program, is_dry_run=typed.dry_run)
+        return stop(run, typed.program, is_dry_run=typed.is_dry_run)
     except (ValueError, OSError) as error:
         print(f"{typed.program}: {error}", file=sys.stderr)
         return BAD_INPUT if isinstance(error, ValueError) else REFUSED
@@ -178,6 +187,8 @@ def print_status(log_dir: Path, run_ids: Sequence[str], program: str) -> int:
     if runs:
         print(describe(runs))
         for run in runs if run_ids else ():
+            if run.record.restarts:
+                print(goodput(run.record, time.time()))
             if run.cause:
                 print(find_kept(run.folder))
             elif ranks := {} if run.record.is_over else ranks_of(run.id):
@@ -195,20 +206,20 @@ def show_stacks(run: Run, program: str) -> int:
     shown = run.folder / SHOWN
     size = shown.stat().st_size if shown.exists() else 0
     (run.folder / ASKED).touch()
-    deadline = time.monotonic() + STACKS_S
+    deadline = time.monotonic() + limits.STACKS_SHOW_S
     while time.monotonic() < deadline:
-        time.sleep(0.05)
+        time.sleep(5 * limits.POLL_S)
         if shown.exists() and (text := shown.read_bytes()[size:]).endswith(b"\n"):
             print(text.decode(errors="replace"), end="")
             return 0
     (run.folder / ASKED).unlink(missing_ok=True)
-    cause = f"the node agent of run {run.id} has not answered within {STACKS_S:g} s"
+    cause = f"the node agent of run {run.id} has not answered within {limits.STACKS_SHOW_S:g} s"
     return _refuse(program, f"{cause}; see that it lives, and that this is its LOG_DIR")
 
 
 def stop(run: Run, program: str, *, is_dry_run: bool = False) -> int:
     """Ask a run's launcher to stop it, and wait for its end; the ranks may save first."""
-    launcher, limit_s = run.record.launcher, run.record.grace + STOP_S
+    launcher, limit_s = run.record.launcher, run.record.grace + limits.STOP_COMMAND_S
     if run.record.is_over or launcher is None or (launcher.is_here and not launcher.is_alive):
         cause = ", ".join(filter(None, (run.state, run.cause)))
         return _refuse(program, f"run {run.id} is not running: {cause}; there is nothing to stop")
@@ -224,7 +235,7 @@ def stop(run: Run, program: str, *, is_dry_run: bool = False) -> int:
     deadline = time.monotonic() + limit_s
     with contextlib.suppress(KeyboardInterrupt):  # the user waits no longer
         while launcher.is_alive and time.monotonic() < deadline:
-            time.sleep(0.05)
+            time.sleep(5 * limits.POLL_S)
     if launcher.is_alive:
         cure = f"kill -KILL {launcher.process} ends it without saving"
         return _refuse(program, f"run {run.id} has not ended yet; {cure}")

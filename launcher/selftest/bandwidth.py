@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed.torch import device
+from launcher.wire import limits
 
 KIB, MIB = 2**10, 2**20
 SIZES = (KIB, 64 * KIB, MIB, 16 * MIB)  # bytes of the whole array
 GPU_SIZES = (*SIZES, 256 * MIB)
 LEAST = 3  # repeats
-TOO_LONG_S = 0.5  # for one call: on a very slow link, larger sizes would tell nothing more
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def measure(names: Sequence[str], seconds: float) -> Iterator[Measured]:
         call, factor = COLLECTIVES[name]
         found: list[Measured] = []
         for size in sizes:
-            if _expected_s(found, size) > TOO_LONG_S:
+            if _expected_s(found, size) > limits.CALL_S:
                 break
             part = torch.zeros(max(1, size // 4 // ranks), device=device())  # float32
             whole = torch.zeros(part.numel() * ranks, device=device())

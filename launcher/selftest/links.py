@@ -17,12 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed.torch import device
+from launcher.selftest.barrier import Barrier
 from launcher.selftest.judge import Pair
-from launcher.selftest.meeting import Meeting
+from launcher.wire import limits
 
 SMALLEST, LARGEST = 2**16, 2**26  # bytes of one transfer
-STUCK_S = 10.0  # for one transfer
-ROUND_S, LEAST_S = 0.2, 0.03  # one round: up to 4 nodes, and with very many
 _PINGS, _SENDING = 5, 0.75  # at most; this part of the time is left for data
 _GROWTH = 4
 _PING, _END = -1, 0  # as a size: answer at once; no more transfers
@@ -63,14 +62,16 @@ def rounds(nodes: int) -> list[list[Pair]]:
 
 def round_seconds(nodes: int) -> float:
     """Return the time of one round: shorter where there are many, so that all end soon."""
-    return max(LEAST_S, ROUND_S * min(1.0, 3 / (nodes - 1))) if nodes > 1 else 0.0
+    if nodes == 1:
+        return 0.0
+    return max(limits.LEAST_ROUND_S, limits.ROUND_S * min(1.0, 3 / (nodes - 1)))
 
 
 def measure(
     nodes: Sequence[Node],
     plan: Iterable[Sequence[Pair]],
     me: int,
-    meeting: Meeting,
+    barrier: Barrier,
     seconds: float,
 ) -> list[Link]:
     """Return the links from this node, round by round; one rank of each node calls it.
@@ -81,13 +82,13 @@ def measure(
     for pairs in plan:
         for pair in pairs:
             if me in pair:
-                found += _measure_pair(nodes, pair, me, meeting, seconds)
-        meeting.wait_for_all("a round of pairs", 2 * STUCK_S + seconds)
+                found += _measure_pair(nodes, pair, me, barrier, seconds)
+        barrier.wait_for_all("a round of pairs", 2 * limits.TRANSFER_S + seconds)
     return found
 
 
 def _measure_pair(
-    nodes: Sequence[Node], pair: Pair, me: int, meeting: Meeting, seconds: float
+    nodes: Sequence[Node], pair: Pair, me: int, barrier: Barrier, seconds: float
 ) -> list[Link]:
     """Measure both directions, one after the other; returns the one from this node."""
     found = []
@@ -100,8 +101,8 @@ def _measure_pair(
                 _receive(peer.rank)
         except RuntimeError as error:
             names = f"{nodes[source].host} to {nodes[target].host}"
-            fault = f"nothing came from {names} within {STUCK_S:g} s [slow-link]"
-            raise meeting.give_up(fault) from error
+            fault = f"nothing came from {names} within {limits.TRANSFER_S:g} s [slow-link]"
+            raise barrier.give_up(fault) from error
     return found
 
 
@@ -155,6 +156,6 @@ def _transfer(data: Tensor, peer: int, *, is_sending: bool) -> None:
     """Send or receive in the group of all ranks: NCCL would make a group for each pair."""
     operation = dist.P2POp(dist.isend if is_sending else dist.irecv, data, peer)
     for request in dist.batch_isend_irecv([operation]):
-        request.wait(timedelta(seconds=STUCK_S))
+        request.wait(timedelta(seconds=limits.TRANSFER_S))
     if device().type == "cuda":
         torch.cuda.synchronize()

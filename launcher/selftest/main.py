@@ -28,13 +28,13 @@ from distributed.torch import device, gather_bytes, init_distributed
 from distributed.torch_internals import default_store
 from launcher import typed_json
 from launcher.selftest import bandwidth, judge, known_answers, links, report
+from launcher.selftest.barrier import Barrier, StuckError
 from launcher.selftest.judge import Pair
 from launcher.selftest.links import Link, Node
-from launcher.selftest.meeting import PATIENCE_S, Meeting, StuckError
 from launcher.selftest.report import Findings, Member
 from launcher.text import count
+from launcher.wire import limits
 
-COMPUTE_S = 0.2  # for one rank
 CPU_TURNS = 16  # ranks on CPUs may share them, so they take turns; those on GPUs compute at once
 _SHAPES = {"cpu": (256, torch.float32, 1), "cuda": (4096, torch.bfloat16, 16)}
 
@@ -55,7 +55,7 @@ class Test:
 
     env: Environment
     options: Options
-    meeting: Meeting
+    barrier: Barrier
     findings: Findings = field(default_factory=Findings)
     latencies: dict[Pair, float] = field(default_factory=dict)  # s
 
@@ -79,7 +79,7 @@ def run(options: Options) -> int:
         backend, own = ("nccl", device()) if device().type == "cuda" else ("gloo", None)
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=own)
     store = default_store()
-    test = Test(env, options, Meeting(store, "all", env.world_size))
+    test = Test(env, options, Barrier(store, "all", env.world_size))
     ranks, nodes = count(env.world_size, "rank"), count(env.num_nodes, "node")
     world = f"{ranks} on {nodes}, {dist.get_backend()}"
     try:
@@ -144,7 +144,7 @@ def measure_all(test: Test) -> int:
 
 def measure_links(test: Test, nodes: Sequence[Node]) -> None:
     """Measure every pair of nodes, and those that seem slow again, with nothing beside them."""
-    leaders = Meeting(default_store(), "leaders", len(nodes))
+    leaders = Barrier(default_store(), "leaders", len(nodes))
 
     def measure(rounds: Sequence[Sequence[Pair]]) -> dict[Pair, float]:
         found = links_together(test, nodes, leaders, rounds)
@@ -156,7 +156,7 @@ def measure_links(test: Test, nodes: Sequence[Node]) -> None:
 
 
 def links_together(
-    test: Test, nodes: Sequence[Node], leaders: Meeting, rounds: Sequence[Sequence[Pair]]
+    test: Test, nodes: Sequence[Node], leaders: Barrier, rounds: Sequence[Sequence[Pair]]
 ) -> list[Link]:
     """Return the links of some pairs, round by round; all ranks call it."""
     numbers = {node.rank: number for number, node in enumerate(nodes)}
@@ -164,7 +164,7 @@ def links_together(
     found: list[Link] = []
     if (me := numbers.get(test.env.rank)) is not None:
         found = links.measure(nodes, rounds, me, leaders, seconds)
-    test.meeting.wait_for_all("the links", PATIENCE_S + 2 * links.STUCK_S * len(rounds))
+    test.barrier.wait_for_all("the links", limits.SELFTEST_S + 2 * limits.TRANSFER_S * len(rounds))
     rows = gather_bytes(json.dumps([typed_json.encode(link) for link in found]).encode())
     return [typed_json.parse(Link, text) for row in rows for text in json.loads(row)]
 
@@ -173,11 +173,11 @@ def compute_together(test: Test, ranks: Collection[int]) -> dict[int, float]:
     """Return the FLOP/s of some ranks; all ranks call it."""
     env = test.env
     turns = min(env.world_size, CPU_TURNS) if device().type == "cpu" else 1
-    seconds, speed = COMPUTE_S / (2 if test.options.is_quick else 1), 0.0
+    seconds, speed = limits.COMPUTE_S / (2 if test.options.is_quick else 1), 0.0
     for turn in sorted({rank % turns for rank in ranks}):
         if env.rank in ranks and env.rank % turns == turn:
             speed = measure_speed(seconds)
-        test.meeting.wait_for_all("the matrix products")
+        test.barrier.wait_for_all("the matrix products")
     rows = gather_bytes(json.dumps(speed).encode())
     return {rank: json.loads(rows[rank]) for rank in sorted(ranks)}
 

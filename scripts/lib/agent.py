@@ -18,7 +18,7 @@ for name in ("distributed", "launcher"):  # not through sys.path: a user's files
     sys.modules[name] = module_from_spec(spec)
     spec.loader.exec_module(sys.modules[name])
 
-from launcher.agent.guardian import main  # noqa: E402
+from launcher.agent.supervisor import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# What every entry script sources. bash reads the arguments and finds the Python; then it hands
-# over to launcher/start.py, which plans, checks, starts and watches.
+# What every entry script sources. bash finds the Python, and hands it all that was typed, unread:
+# launcher/cli/ has the grammar.
 
 set +o posix # where sh is bash
 
@@ -24,28 +24,15 @@ PROGRAM=${0##*/}
 case $PROGRAM in *.SC | slurm_script) # a scheduler's copy
   PROGRAM=$(sed -n 's|^# usage: .*/\([a-z_]*\.sh\).*|\1|p' "$0") ;;
 esac
-declare -A PLAN=()    # what was typed, by the names of start.py's options
-declare -A OPTIONS=() # the script's own options: the PLAN entry of each one's value; !entry: it takes none; @: the agent's
-TYPED=()              # the whole command line
-NODES=()              # the arguments named "nodes..."
-SETTINGS=()           # key=value, in order
-REST=()               # what follows `--`
-PASSED=()             # options that the node agent reads
-FLAGS=()              # of start.py: --dry-run, --strict, --detach
-ACTIVATED=()          # names of variables that the environment of PYTHON has changed
+SUBMITTED=$0 # or what a scheduler was given
+ACTIVATED=() # names of variables that the environment of PYTHON has changed
+INSIDE=''    # the Python in the container
+SITE_ROW=''  # of the plan
 
-SCHEDULED=${SLURM_JOB_ID:-${PBS_JOBID:-}} # not empty: a scheduler holds the run
-
-[[ -z ${TORCHELASTIC_RUN_ID:-} ]] || unset "${!PET_@}" # a launch by a rank: launcher/outer_run.py
-
-# shellcheck source=scripts/lib/arguments.sh
-source "${BASH_SOURCE[0]%/*}/arguments.sh"
 # shellcheck source=scripts/lib/python.sh
-source "${BASH_SOURCE[0]%/*}/python.sh"
-# shellcheck source=scripts/lib/stage.sh
-source "${BASH_SOURCE[0]%/*}/stage.sh"
+source "$LIB/python.sh"
 # shellcheck source=scripts/lib/site.sh
-source "${BASH_SOURCE[0]%/*}/site.sh"
+source "$LIB/site.sh"
 
 die() { # <exit code> <"cause; cure">
   printf '%s: %s\n' "$PROGRAM" "$2" >&2
@@ -58,20 +45,13 @@ refuse() { # <fault of TROUBLESHOOTING.md> <"cause; cure">
   die 3 "${host%%.*}: $2 [$1]"
 }
 
-# For the scripts whose CONFIG may be left out. A training script of the user's needs none.
-default_config() {
-  FLAGS+=(--default-config)
-}
-
-# An edited copy of our batch script is what a resume line names; a scheduler's own copy is not.
-name_batch_script() { # <ours> <the file that was submitted or started>
-  PLAN[batch_script]=$1
-  [[ $2 -ef $ROOT/$1 || $2 == */slurm_script || $2 == *.SC ]] || PLAN[batch_script]=$(realpath -s -- "$2")
-}
-
-# Hands all that was typed to start.py; does not return.
-launch() { # <fan-out or other task> <more options of start.py...>
-  local name command
+# Starts a command of launcher/cli/commands.py; does not return.
+run_command() { # <command> <word...>
+  local name
+  local script=${LAUNCH_AS:-$0} # a command that pip has installed has its own name
+  [[ $script == */* ]] || script=./$script
+  unset LAUNCH_AS
+  answer "${2:-}" print_usage
   pwd -P &>/dev/null || die 2 "the working directory has been removed; cd to one that exists"
   for name in launcher/start.py distributed/environment.py; do
     [[ -r $ROOT/$name ]] ||
@@ -80,25 +60,42 @@ launch() { # <fan-out or other task> <more options of start.py...>
   read_site
   choose_inside
   choose_python
-  stage_python "$1"
-  command=("$PYTHON" "$ROOT/scripts/lib/start.py" "$@" "${FLAGS[@]}")
-  command+=(--directory="$PWD" --program="$PROGRAM" --usage="$(usage_line)" --python="$PYTHON")
-  for name in "${!PLAN[@]}"; do command+=("--$name=${PLAN[$name]}"); done
-  command+=("${TYPED[@]/#/--typed=}" "${NODES[@]/#/--node=}" "${SETTINGS[@]/#/--setting=}")
-  command+=("${PASSED[@]/#/--passed=}" "${ACTIVATED[@]/#/--activated=}")
-  exec "${command[@]}" -- "${REST[@]}"
+  exec "$PYTHON" "$ROOT/scripts/lib/start.py" "$1" "$PROGRAM" "$SUBMITTED" "$PWD" "${INSIDE:-$PYTHON}" '' \
+    "$SITE_ROW" "${ACTIVATED[*]}" "$script" "${@:2}"
+}
+
+# What an edited copy of an older batch script calls.
+parse_arguments() {
+  die 2 "this is a copy of an older script; copy the new one, and edit it again"
 }
 
 # Runs a module that is no launcher, in any folder and beside any package; does not return.
 run_tool() { # <module> <argument...>
   local command
-  case ${2:-} in
-    -h | --help) print_header && exit ;;
-    --version) parse_arguments "" "$2" ;;
-  esac
+  answer "${2:-}" print_header
   read_site
   choose_python
   command=("$PYTHON" "$ROOT/scripts/lib/start.py" "$@")
   [[ ${2:-} != --dry-run ]] || { unset 'command[3]' && echo "${command[*]@Q}" && exit; }
   exec "${command[@]}"
+}
+
+# Answers what needs no Python.
+answer() { # <first word> <function that prints the help>
+  case $1 in
+    -h | --help) "$2" && exit ;;
+    --version) echo "$PROGRAM $(sed -n 's/^__version__ = "\(.*\)"$/\1/p' "$ROOT/distributed/__init__.py")" && exit ;;
+  esac
+}
+
+print_header() {
+  sed '1d; /^#/!Q; /^#[A-Z]/d; s/^# \{0,1\}//' "$0"
+}
+
+print_usage() {
+  local header
+  header=$(print_header)
+  printf '%s\n\n' "$header"
+  [[ $header != *"usage: "*" NODE..."* ]] || cat "$ROOT/scripts/lib/nodes.txt"
+  cat "$ROOT/scripts/lib/help.txt"
 }

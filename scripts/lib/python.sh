@@ -1,4 +1,4 @@
-# shellcheck shell=bash disable=SC2034,SC2154 # PLAN is launch.sh's
+# shellcheck shell=bash disable=SC2034,SC2154 # of launch.sh
 # The Python that runs the job: environment modules, conda, virtual environments.
 
 # Sets PYTHON to an absolute path, and ACTIVATED. First of: PYTHON, VENV, CONDA_ENV, the active
@@ -42,7 +42,7 @@ choose_python() {
     43) refuse env-missing "$PYTHON is older than Python 3.10; set PYTHON to a newer one" ;;
     *)
       [[ -z ${PYTHONHOME:-} ]] || refuse env-missing "PYTHONHOME=$PYTHONHOME is not of $PYTHON; unset it"
-      refuse env-missing "$PYTHON is no Python; correct PYTHON"
+      refuse env-missing "$PYTHON is not a Python interpreter; fix PYTHON"
       ;;
   esac
   for name in $(compgen -A export); do
@@ -52,14 +52,14 @@ choose_python() {
 
 # In launch.sh, which stands in for torchrun, a value that cannot be ours is another program's.
 ignore_foreign() { # <variable> <"why">
-  [[ -n ${DROP_IN:-} && ${!1} != */* ]] || return 1
+  [[ $PROGRAM == launch.sh && ${!1} != */* ]] || return 1
   echo "$PROGRAM: warning: $1 is ${!1@Q}, $2; ignored" >&2
 }
 
 # With CONTAINER, PYTHON and VENV are those inside. The launcher's own is this machine's.
 choose_inside() {
   [[ -n ${CONTAINER:-} ]] || return 0
-  PLAN[python]=${PYTHON:-${VENV:+$VENV/bin/}python3}
+  INSIDE=${PYTHON:-${VENV:+$VENV/bin/}python3}
   PYTHON='' VENV='' CONDA_ENV=''
 }
 

@@ -1,4 +1,4 @@
-# shellcheck shell=bash disable=SC2034,SC2154 # PLAN is launch.sh's
+# shellcheck shell=bash disable=SC2034,SC2154 # of launch.sh
 # The cluster's own settings: config/site.env, or the file that SITE names.
 
 # Sets and exports what the file gives, but for what the user has set; adds the names to ACTIVATED,
@@ -20,5 +20,11 @@ read_site() {
     names+=("$name")
   done <"$file"
   ACTIVATED+=("${names[@]}")
-  PLAN[site]="$file sets ${names[*]:-nothing that is not set already}"
+  SITE_ROW="$file sets ${names[*]:-nothing that is not set already}"
+}
+
+# In any language, [a-z] are the letters of C.
+matches() { # <text> <regular expression>
+  local LC_ALL=C
+  [[ $1 =~ $2 ]]
 }

@@ -1,46 +1,33 @@
 #!/usr/bin/env bash
-# shellcheck disable=SC2034,SC2154 # PLAN is launch.sh's
 # STAGE_ENV: run Python from a copy of its environment on each node's own memory or disk.
 #
-# usage: stage.sh ARCHIVE FOLDER [ARGS...]
+# usage: stage.sh --pack PYTHON LOG_DIR
+#        stage.sh ARCHIVE FOLDER [ARGS...]
 #
-# FOLDER/env/bin/python gets the ARGS. Where FOLDER is not there yet, it is unpacked from ARCHIVE:
-# one file, which a shared file system reads faster than the thousands in it. ARCHIVE.facts has its
-# BLAKE2 checksum and the bytes that it takes unpacked. launch.sh packs it, with zstd where there is
-# one; this program runs on each node, before a Python can.
+# The first form packs the environment of PYTHON into one file below LOG_DIR, if it is new, with zstd
+# where there is one, and prints its path: launcher/cli/stage.py. A shared file system reads it faster
+# than the thousands of files in it. ARCHIVE.facts has its BLAKE2 checksum and the bytes that it takes
+# unpacked.
+# The second form runs on each node, before a Python can. FOLDER/env/bin/python gets the ARGS. Where
+# FOLDER is not there yet, it is unpacked from ARCHIVE.
+set -euo pipefail
 
 # --- where a run is launched --------------------------------------------------------------------
 
-# Has the nodes run a copy of PYTHON, and packs its environment if it is new. The launcher runs from
-# a copy only where one is there already: this may be a login node, and no node of the run.
-stage_python() { # <fan-out or other task>
-  local place=${STAGE_ENV:-} packed key folders facts archive copy end=.tar
-  [[ -n $place && " auto local srun ssh pdsh " == *" $1 "* && " ${FLAGS[*]} " != *" --dry-run "* ]] || return 0
-  [[ $place != 1 ]] || place=/dev/shm
-  [[ $place == /* && ($1 != local || -d $place) ]] || # another machine may have it
-    die 2 "STAGE_ENV is ${STAGE_ENV@Q}; give 1 for memory (/dev/shm), or a folder on each node's own disk"
-  [[ -z ${CONTAINER:-} ]] ||
-    die 2 "STAGE_ENV is for environments of many files, and CONTAINER is one; leave one of them out"
-  packed=${PLAN["log-dir"]:-${LOG_DIR:-logs}}
-  mkdir -p -- "$packed"
-  packed=$(cd -- "$packed" && pwd)/environments-$UID
+pack() { # <python> <folder of logs>
+  local packed key folders facts archive end=.tar
+  mkdir -p -- "$2"
+  packed=$(cd -- "$2" && pwd)/environments-$UID
   make_own_folder "$packed"
-  key=$(hash_of "$PYTHON $(readlink -f -- "$PYTHON")")
+  key=$(hash_of "$1 $(readlink -f -- "$1")")
   folders=$packed/$key.folders
-  [[ -s $folders ]] || find_folders "$PYTHON" >"$folders"
+  [[ -s $folders ]] || find_folders "$1" >"$folders"
   facts=$(stat_folders "$folders")
   ! command -v zstd >/dev/null || end=.tar.zst
   archive=$packed/$key-$(hash_of "$facts")$end
-  (
-    hold "$packed/$key.lock" --exclusive # of several launches one packs
-    [[ -r $archive ]] || pack_environment "$folders" "$archive" "$packed/$key-"
-  )
-  copy=$place/launch-kit-$UID/$(basename -- "$archive" "$end")
-  PLAN[staged]=$archive
-  PLAN[python]=$copy/env/bin/python
-  [[ -d $copy ]] || return 0
-  hold_unpacked "$archive" "$copy"
-  PYTHON=${PLAN[python]}
+  hold "$packed/$key.lock" --exclusive # of several launches one packs
+  [[ -r $archive ]] || pack_environment "$folders" "$archive" "$packed/$key-"
+  echo "$archive"
 }
 
 hash_of() { # <text>
@@ -55,8 +42,10 @@ find_folders() { # <python>
   folders=$("$1" -I -c 'import os, sys, sysconfig
 conda = filter(os.path.isdir, [sys.prefix + "/conda-meta"])
 print(sys.prefix, sys.base_prefix, sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *conda, sep="\n")')
-  [[ $folders != /usr$'\n'* && $folders != /usr/local$'\n'* ]] ||
-    die 2 "STAGE_ENV: $1 is the system's, which each node has; leave STAGE_ENV out, or set VENV or CONDA_ENV"
+  if [[ $folders == /usr$'\n'* || $folders == /usr/local$'\n'* ]]; then
+    echo "STAGE_ENV: $1 is the system's, which each node has; leave STAGE_ENV out, or set VENV or CONDA_ENV" >&2
+    exit 2
+  fi
   echo "$folders"
 }
 
@@ -70,7 +59,7 @@ stat_folders() { # <file with the folders>
 pack_environment() { # <file with the folders> <archive> <beginning of the archives of this Python>
   local folders
   mapfile -t folders <"$1"
-  echo "$PROGRAM: STAGE_ENV: packing ${folders[0]} into $2, once" >&2
+  echo "STAGE_ENV: packing ${folders[0]} into $2, once" >&2
   rm -f -- "$3"*
   [[ ! ${folders[1]} =~ ^(/usr|/usr/local|"${folders[0]}")$ ]] || unset "folders[1]"
   {
@@ -181,7 +170,7 @@ fail() { # <fault> <"cause; cure">
   exit 3
 }
 
-if [[ ${BASH_SOURCE[0]} == "$0" ]]; then
-  set -euo pipefail
-  run_staged "$@"
-fi
+case $1 in
+  --pack) pack "${@:2}" ;;
+  *) run_staged "$@" ;;
+esac

@@ -1,4 +1,4 @@
-"""Start a run: what launch.sh hands over to. Our own modules are found in any working directory."""
+"""What launch.sh becomes. Our own modules are found in any working directory."""
 
 import signal
 import sys
@@ -7,7 +7,7 @@ from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
 
-TOOLS = ("launcher.explain.__main__", "distributed.checkpoint")
+TOOLS = ("launcher.explain.__main__", "distributed.checkpoint.__main__")
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends it without a traceback
 for name in ("distributed", "launcher"):  # not through sys.path: a user's files may lie beside them
@@ -22,7 +22,7 @@ if __name__ == "__main__":
     if sys.argv[1] in TOOLS:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     try:
-        module = import_module(sys.argv[1] if is_named else "launcher.start")
+        module = import_module(sys.argv[1] if is_named else "launcher.cli.main")
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

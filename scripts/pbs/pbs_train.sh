@@ -29,13 +29,4 @@ done
 [[ -r $LIB/launch.sh ]] || { echo "pbs_train.sh: this is a copy and finds no scripts/lib; submit it from the project's folder or the one around launch-kit/" >&2 && exit 2; }
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh"
-
-main() {
-  SCHEDULED=1
-  parse_arguments config "$@"
-  [[ -z ${CONFIG:-} ]] || : "${PLAN[config]=$CONFIG}"
-  default_config
-  name_batch_script scripts/pbs/pbs_train.sh "$0"
-  launch ssh --nodefile
-}
-main "$@"
+run_command pbs_train "$@"

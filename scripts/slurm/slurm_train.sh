@@ -45,12 +45,5 @@ if [[ ! -r $LIB/launch.sh ]]; then # sbatch runs a copy; the job's record names 
 fi
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh"
-
-main() {
-  SCHEDULED=1
-  parse_arguments config "$@"
-  default_config
-  name_batch_script "scripts/slurm/$NAME" "$FILE"
-  launch srun
-}
-main "$@"
+SUBMITTED=$FILE
+run_command "${NAME%.sh}" "$@"

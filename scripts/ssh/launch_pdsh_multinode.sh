@@ -10,10 +10,4 @@ HERE=$(dirname -- "$(readlink -f -- "$0")") # or it is a scheduler's copy
 for LIB in "$HERE/../lib" "${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}"/{,launch-kit/}scripts/lib; do [[ ! -r $LIB/launch.sh ]] || break; done
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh"
-
-main() {
-  OPTIONS=(["-f"]=hostfile)
-  parse_arguments "config nproc nodes..." "$@"
-  launch pdsh
-}
-main "$@"
+run_command launch_pdsh_multinode "$@"

@@ -19,10 +19,4 @@ HERE=$(dirname -- "$(readlink -f -- "$0")") # or it is a scheduler's copy
 for LIB in "$HERE/../lib" "${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}"/{,launch-kit/}scripts/lib; do [[ ! -r $LIB/launch.sh ]] || break; done
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh"
-
-main() {
-  parse_arguments "config nproc nnodes node-rank master port" "$@"
-  [[ -n ${PLAN[master]:-} ]] || die 2 "too few arguments; usage: $(usage_line)"
-  launch local
-}
-main "$@"
+run_command launch_torchrun_multinode "$@"

@@ -368,7 +368,7 @@ is_pending() { # <job>
   eventually has_ended "$JOB"
   cat job.out
   [[ $(field "$JOB" ExitCode) == ExitCode=143:0 && $(field "$JOB" JobState) == JobState=CANCELLED ]]
-  [[ $(tail -n 1 job.out) == "stopped  by SIGTERM: ranks "*" left with code 1 (code 143); nothing is left running" ]]
+  [[ $(tail -n 1 job.out) == "stopped  by SIGTERM: ranks "*" exited with code 1 (code 143); nothing is left running" ]]
   run ! grep -q '^scancel: ' job.out
 }
 
@@ -401,7 +401,7 @@ is_pending() { # <job>
 save_and_stop() { # <signal>
   RUN_ID=$1 on login salloc -Q --nodes=2 scripts/slurm/slurm_train.sh config/local3.yaml "${LONG[@]}" >"$1.out" 2>&1 3>&- &
   eventually grep -q '^step ' "$1.out"
-  on login pkill "-$1" -o -f "lib/start.py srun .*slurm_train.sh"
+  on login pkill "-$1" -o -f "lib/start.py slurm_train "
   end_of $!
   ((CODE == 75))
   grep -q '^stopped  by SIG[A-Z0-9]* after saving a checkpoint ' "$1.out"
@@ -415,10 +415,10 @@ save_and_stop() { # <signal>
     'print("deaf", flush=True)' 'time.sleep(600)' >deaf.py
   TRAIN_SCRIPT=deaf.py on login salloc -Q --nodes=1 --nodelist=node1 scripts/slurm/slurm_train.sh - >deaf.out 2>&1 3>&- &
   eventually grep -q '^deaf' deaf.out
-  on login pkill -INT -o -f "lib/start.py srun .*slurm_train.sh"
+  on login pkill -INT -o -f "lib/start.py slurm_train "
   sleep 1 # two that are closer count as one
   run ! is_gone_from node1 "deaf.py"
-  on login pkill -INT -o -f "lib/start.py srun .*slurm_train.sh"
+  on login pkill -INT -o -f "lib/start.py slurm_train "
   eventually is_gone_from node1 "deaf.py"
 }
 

@@ -226,7 +226,7 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
   end_of "$PID"
   cat ends.out
   ((CODE == 137))
-  grep -q '^.0. node agent: no spare is left for node2: there is no restart' ends.out
+  grep -q '^.0. node agent: not restarting: no spare is left for node2' ends.out
   grep -q '^FAILED   node agent 1 (node2) .*\[agent-killed\]$' ends.out
   eventually is_gone ends
 }
@@ -234,7 +234,7 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
 @test "a stop reaches the spare, too; without a loss a run ends as ever" {
   export SPARES=1
   start stopped config/local3.yaml 1 node1 node2 node3 "${SETTINGS[@]/600/100000}"
-  on login kill -TERM "$(on login pgrep -o -f "/start.py ssh ")"
+  on login kill -TERM "$(on login pgrep -o -f "/start.py launch_")"
   end_of "$PID"
   cat stopped.out
   ((CODE == 75))

@@ -68,7 +68,7 @@ is_gone() { # <run id>
 }
 
 launcher_of() { # <its last argument>
-  on login pgrep -o -f "/start.py (ssh|pdsh) .* $1$"
+  on login pgrep -o -f "/start.py launch_.* $1$"
 }
 
 # The process that is to die.
@@ -217,7 +217,7 @@ TABLE
     for ((number = 0; number < ${TIMES:-1}; number++)); do
       start "$signal-$number" config/local3.yaml 1 "${HOSTS[@]}" "${LONG[@]}"
       sleep "0.$((RANDOM % 10))" # the random moment itself
-      on login kill "-$signal" "$(on login pgrep -o -f "/start.py ssh ")"
+      on login kill "-$signal" "$(on login pgrep -o -f "/start.py launch_")"
       end_of "$PID"
       cat "$signal-$number.out"
       ((CODE == 75))
@@ -404,8 +404,9 @@ shows_ranks() { # <output>
   [[ $(tail -n 1 full.out) == "ended      code 0; nothing is left running on 2 nodes" ]]
 }
 
+# After the preflight, the process that ssh has started forks the agent.
 is_started() { # <run id>
-  ! is_gone "$1"
+  grep -q '^logs ' "$1.out" && (($(on node1 pgrep -c -f "rdzv-id $1 ") == 2))
 }
 
 @test "test_distributed.sh verifies several nodes together" {
@@ -447,14 +448,14 @@ is_started() { # <run id>
     eventually grep -q '^\[0\] met' "logs/$end/launcher_login.log"
   done
   on node2 kill -KILL "$(find_victim fails node2 rank)"
-  on login kill -KILL "$(on login pgrep -o -f '/start.py pdsh .* killed$')"
+  on login kill -KILL "$(on login pgrep -o -f '/start.py launch_pdsh_.* killed$')"
   eventually is_gone fails
   eventually is_gone killed
   eventually detached_as fails "ended, code 137"
   eventually detached_as killed "(killed|ended, code 1(37|43))"
   grep -q '^FAILED   rank 1 (local rank 0, node2)' logs/fails/launcher_login.log
   eventually is_empty tmp
-  run ! on login pgrep -f "/start.py pdsh|exec bash -s"
+  run ! on login pgrep -f "/start.py launch_pdsh_|exec bash -s"
 }
 
 detached_as() { # <run id> <state>
@@ -478,7 +479,7 @@ PY
   export WANDB_API_KEY=$'hush "$x"\n`y`' MINE="hush 'z'" OTHER=hush FORWARD_ENV=MINE MODULES=tools
   module() { export TOOLKIT=hush; }
   export -f module
-  on login bash -c 'while sleep 0.05; do ps -eo args; done' >ps.out 3>&- &
+  "$CLUSTER" run login bash -c 'while sleep 0.05; do ps -eo args; done' >ps.out 3>&- &
   local watch=$!
   launch "$ODD_CONFIG" 1 node1 node2 "${ODD_SETTINGS[@]}" -- "${ODD_REST[@]}"
   assert_odd_dumped
@@ -493,7 +494,7 @@ PY
 }
 
 @test "the preflight: every fault of every node in one list, and nothing is started" {
-  on node1 "$PYTHON" -c 'import socket, time; s = socket.create_server(("", 4321)); time.sleep(600)' 3>&- &
+  "$CLUSTER" run node1 "$PYTHON" -c 'import socket, time; s = socket.create_server(("", 4321)); time.sleep(600)' 3>&- &
   local holder=$!
   eventually on node1 bash -c '</dev/tcp/127.0.0.1/4321'
   "$CLUSTER" cut node3
@@ -577,11 +578,27 @@ PY
   [[ $output == *$'\nFAILED   node agent 1 (node2) '*"[env-missing]"$'\ncause    the node agent could not import torch: ModuleNotFoundError: '* ]]
 }
 
+STARTED="agent.py|far_side" # by srun or ssh: the supervisor of a node agent, and its fork
+
+has_agent() { # <output of the launcher>
+  grep -q '^logs ' "$1" && (($(on node2 pgrep -c -f "$STARTED") == 2))
+}
+
 @test "a node agent killed before it has checked in is named, over ssh and under SLURM" {
   make_idle
-  # shellcheck disable=SC2016 # expanded on the node
-  printf '#!/bin/sh\ncase $*,$(hostname) in *agent.py*,node1) sleep 8 ;; esac\nexec %q "$@"\n' "$PYTHON" >python
-  chmod +x python # the others wait for node1
+  mkdir slow
+  cat >slow/sitecustomize.py <<'END' # the others wait for node1
+import builtins, os, time
+at_once = builtins.__import__
+def slowly(name, *rest, **more):
+    if name.startswith("torch") and os.uname().nodename == "node1":
+        builtins.__import__ = at_once
+        time.sleep(8)
+    return at_once(name, *rest, **more)
+builtins.__import__ = slowly
+END
+  printf '#!/bin/sh\nPYTHONPATH=%q exec %q "$@"\n' "$PWD/slow" "$PYTHON" >python
+  chmod +x python
   export PYTHON=$PWD/python TRAIN_SCRIPT=idle.py
   local start name
   for start in "$LAUNCH - 1 node1 node2 node3" \
@@ -591,16 +608,16 @@ PY
     # shellcheck disable=SC2086 # words
     timeout 300 "$CLUSTER" run login $start -- idle >"$name.out" 2>&1 3>&- &
     PID=$!
-    eventually on node2 pgrep -f agent.py
+    eventually has_agent "$name.out"
     sleep 2 # it imports torch, or waits for node1
-    on node2 kill -KILL "$(on node2 pgrep -o -f "agent.py")"
+    on node2 kill -KILL "$(on node2 pgrep -n -f "$STARTED")"
     end_of "$PID"
     cat "$name.out"
     ((CODE == 137))
     [[ $(grep -c '^FAILED ' "$name.out") == 1 ]]
     grep -q '^FAILED   node agent 1 (node2) .*\[agent-killed\]$' "$name.out"
-    grep -q '^cause    SIGKILL to the node agent, from outside this run$' "$name.out"
-    eventually run ! on node1 pgrep -f agent.py
+    grep -qE '^cause    SIGKILL to the node agent, (from outside this run|while it imported torch)$' "$name.out"
+    eventually run ! on node1 pgrep -f "$STARTED"
   done
 }
 
@@ -770,6 +787,6 @@ TABLE
   on node1 iptables --insert INPUT --protocol tcp --dport 4322 --jump ACCEPT
   run launch "$own/my.yaml" 1 node1 node2 node3
   "$CLUSTER" restore node1
-  [[ $status == 3 && ${lines[-1]} == *"node3: no way to 10.0.0.1:"*" (no answer in 3 s); open all ports between the nodes"* ]]
+  [[ $status == 3 && ${lines[-1]} == *"node3: no way to node1 (10.0.0.1:"*") (no answer in 3 s); open all ports between the nodes"* ]]
   [[ ! -e logs ]]
 }

@@ -44,7 +44,7 @@ PY
 
 @test "--help: usage, an example, the environment" {
   run launch --help
-  [[ $status == 0 && $output == *"usage: scripts/launch.sh [TORCHRUN OPTIONS] SCRIPT"* ]]
+  [[ $status == 0 && $output == *"usage: scripts/launch.sh [TORCHRUN OPTIONS] [--hosts LIST|FILE|job] SCRIPT"* ]]
   [[ $output == *"--nproc-per-node 4 train.py"* && $output == *--show* && $output == *LOG_DIR* ]]
 }
 
@@ -262,4 +262,30 @@ make_repository() {
   [[ $status == 0 && $output$stderr == *"run        mine"* ]]
   run "$ROOT/scripts/ssh/launch_singlenode.sh" plain.yaml 1 train.max_steps=1 --dry-run
   [[ $status == 0 && $output == *" train.max_steps=1"* ]]
+}
+
+# The nodes that a dry run starts over ssh, each with its number of ranks.
+nodes_of() { # <argument...>
+  launch --dry-run "$@" | sed -nE "s|^ssh .*-- ([^ ]+) .*agent.py .*--nproc-per-node ([0-9]+) .*x.py --a=1.*|\\1:\\2|p" | paste -sd' '
+}
+
+@test "--hosts: a list, or a file" {
+  touch x.py
+  printf 'node1\nnode2 slots=3\n' >nodes.txt
+  [[ $(nodes_of --hosts 'node[1-2],node3:4' --nproc-per-node 2 x.py --a=1) == "node1:2 node2:2 node3:4" ]]
+  [[ $(nodes_of --hosts nodes.txt --nproc-per-node 2 x.py --a=1) == "node1:2 node2:3" ]]
+  run launch --dry-run --hosts node1,node2 --via pdsh --nproc-per-node 2 x.py
+  [[ $status == 0 && $output == *"pdsh -R ssh -S -w node2 "* ]]
+}
+
+@test "--hosts: what cannot be meant is refused in a line" {
+  touch x.py
+  run launch --hosts job x.py
+  assert_refused 2 "--hosts job: this is no SLURM or PBS job" ""
+  run launch --hosts node1,node2 --nnodes 2 x.py
+  assert_refused 2 "--hosts names the nodes, and --nnodes does so, too" ""
+  run launch --via pdsh x.py
+  assert_refused 2 "goes with --hosts" ""
+  run launch --hosts node1 --via rsh x.py
+  assert_refused 2 "--via is 'rsh'; it can be ssh pdsh" ""
 }

@@ -7,7 +7,7 @@ launch() {
 }
 
 # bats test_tags=slow
-@test "--dry-run: torch.distributed.launch below the guardian, with its own arguments alone" {
+@test "--dry-run: torch.distributed.launch below the supervisor, with its own arguments alone" {
   export RUN_ID=golden MASTER_PORT=23456
   local each words
   for each in "" --use-env; do

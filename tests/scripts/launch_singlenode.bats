@@ -120,7 +120,7 @@ PY
   RUN_ID=latest run launch plain.yaml 1
   assert_refused 2 "RUN_ID is 'latest', a name that the log folder needs itself"
   PYTHON=$(type -P true) run launch plain.yaml 1
-  assert_refused 3 "is no Python; correct PYTHON" env-missing
+  assert_refused 3 "is not a Python interpreter; fix PYTHON" env-missing
   run launch plain.yaml abc
   assert_refused 2 "the number of processes is 'abc'"
   run launch plain.yaml ""

@@ -57,6 +57,12 @@ load helper
   done
 }
 
+@test "an edited copy of an older batch script: exit 2, and what to do" {
+  sed 's/^run_command .*/parse_arguments config "$@"/' "$ROOT/scripts/slurm/slurm_train.sh" >mine.sh
+  SLURM_SUBMIT_DIR=$ROOT run bash mine.sh plain.yaml
+  [[ $status == 2 && $output == "mine.sh: this is a copy of an older script; copy the new one, and edit it again" ]]
+}
+
 @test "both batch scripts of SLURM find what they need in the same way" {
   code_of() { sed -n '/^set -euo/,$p' "$ROOT/scripts/slurm/$1.sh" | sed 's/^NAME=[^ ]*//'; }
   [[ $(code_of slurm_train) == *"scontrol show job"* ]]

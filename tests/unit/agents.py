@@ -117,7 +117,7 @@ class Run:
         self.seen |= set(processes.descendants(self.process.pid))
 
     def agent_pid(self) -> int:
-        """The agent proper: the guardian's only child."""
+        """The agent proper: the supervisor's only child."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         return int(children.read_text().split()[0])
 

@@ -72,7 +72,7 @@ def prove_flips() -> tuple[str, bool]:
 
 
 def prove_clean_up(times: int) -> tuple[str, bool]:
-    """Kill and stop guardian and agent, with ranks that fork twice, as the machine is and worse."""
+    """Kill and stop supervisor and agent; ranks fork twice; the machine as it is, and worse."""
     rows, limits = [], list(LIMITS)
     if not PIDS.parent.is_dir():
         limits.remove(NO_MORE_PROCESSES)

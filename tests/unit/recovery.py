@@ -19,7 +19,7 @@ from agents import AGENT, PATIENCE_S, ROOT, Run, kill_what_is_left
 from ports import free_port
 
 from distributed.checkpoint import load, weights_hash
-from distributed.snapshot_memory import Memory
+from distributed.checkpoint.memory import Memory
 
 # Its samples, its dropout and its batches are all drawn at random. FAULT="WHAT RANK CALL" lets
 # something happen in a rank at its so-and-so-manieth call of the loss, in the first attempt only,
@@ -89,7 +89,8 @@ import os, runpy, signal, sys
 sys.path.insert(0, os.environ["ROOT"])
 import torch
 from pathlib import Path
-from distributed import checkpoint, checkpoint_files
+from distributed import checkpoint
+from distributed.checkpoint import files
 
 kills = Path(os.environ["KILLS"])
 lines = kills.read_text().splitlines()
@@ -116,12 +117,12 @@ if os.environ["RANK"] == killer:
     for name in ("mkdir", "fsync", "rename", "symlink", "replace", "unlink", "rmdir"):
         deadly(os, name)
     for name in ("hash_file", "write", "commit", "prune"):
-        deadly(checkpoint_files, name)
+        deadly(files, name)
     for name in ("save", "_write"):
         deadly(checkpoint.Saver, name)
     deadly(torch, "save")
     if "checkpoint.format=sharded" in sys.argv:
-        from distributed import sharded
+        from distributed.checkpoint import sharded
         for name in ("choose", "write", "_write"):
             deadly(sharded.Parts, name)
         for name in ("write_data", "finish"):
@@ -131,13 +132,13 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 FAULT_POINTS = {
     *("os.mkdir", "os.fsync", "os.rename", "os.symlink", "os.replace", "os.unlink", "os.rmdir"),
-    *(f"checkpoint_files.{name}" for name in ("hash_file", "write", "commit", "prune")),
+    *(f"files.{name}" for name in ("hash_file", "write", "commit", "prune")),
     *("Saver.save", "Saver._write", "torch.save"),
 }
 SHARDED = ("distributed.strategy=fsdp", "checkpoint.format=sharded")
 PART_POINTS = {  # of what every rank does for a sharded one
     *("Saver.save", "Saver._write", "Parts.choose", "Parts.write", "Parts._write"),
-    *("FileSystemWriter.write_data", "torch.save", "checkpoint_files.hash_file", "os.fsync"),
+    *("FileSystemWriter.write_data", "torch.save", "files.hash_file", "os.fsync"),
 }
 REACH = {"full": (40,), "sharded": (100, 25)}  # fault points of each rank, in a save or two
 
@@ -152,10 +153,10 @@ def draw_kills(draw: random.Random, times: int, format: str) -> list[str]:
     return [f"{draw.randrange(1, reach[rank])} {rank}" for rank in ranks]
 
 
-def ranks_below(guardian: int) -> list[int]:
+def ranks_below(supervisor: int) -> list[int]:
     """Return the process ids of the ranks; none before they are forked."""
-    pids = [guardian]
-    for _ in range(2):  # the guardian's agent, the agent's ranks
+    pids = [supervisor]
+    for _ in range(2):  # the supervisor's agent, the agent's ranks
         pids = [
             int(pid)
             for parent in pids

@@ -50,7 +50,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             ("segv", 139, "rank-crashed", "SIGSEGV"),
             ("exit", 7, "rank-error", "SystemExit: 7"),
             ("say", 2, "rank-error", "SystemExit: 2, after: the words of a usage error"),
-            ("_exit", 7, "rank-error", "left with exit code 7"),
+            ("_exit", 7, "rank-error", "exited with code 7"),
         ),
     ],
 )
@@ -72,13 +72,13 @@ def test_one_dies_all_stop(start: Start, what: str, code: int, fault: str, cause
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["guardian", "agent"])
+@pytest.mark.parametrize("victim", ["supervisor", "agent"])
 @pytest.mark.parametrize("what", ["detached", *rarely("sleep")])
 def test_kill_of_the_launcher_or_agent_leaves_nothing(start: Start, victim: str, what: str) -> None:
     run = start(what)
     run.wait_for("ready 0", "ready 1")
-    assert len(run.seen) == 6  # guardian, agent, two ranks, a child of each
-    os.kill(run.process.pid if victim == "guardian" else run.agent_pid(), signal.SIGKILL)
+    assert len(run.seen) == 6  # supervisor, agent, two ranks, a child of each
+    os.kill(run.process.pid if victim == "supervisor" else run.agent_pid(), signal.SIGKILL)
     run.assert_gone()
     err = run.finish()
     if victim == "agent":
@@ -257,7 +257,7 @@ def test_max_restarts_forks_the_ranks_anew(tmp_path: Path) -> None:
     assert run.output.split("\n").count("attempt 2") == 2
     first, second = (line for line in err.splitlines() if "node agent: restart " in line)
     assert "restart 1 of 3 " in first and ": ValueError: of the first attempt; " in first
-    assert "restart 2 of 3 " in second and ": left with exit code 9" in second
+    assert "restart 2 of 3 " in second and ": exited with code 9" in second
 
 
 @pytest.mark.slow
@@ -316,7 +316,7 @@ def test_the_error_of_a_rank_that_slurm_has_replaced_is_not_its_successors(tmp_p
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert done.returncode == 7
     assert "OldError" not in done.stderr
-    assert "cause    left with exit code 7, without an exception" in done.stderr
+    assert "cause    exited with code 7 without an exception" in done.stderr
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from launcher.agent.assignment import Assignment, Seat
+from launcher.agent.assignment import Assignment
 from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.nodes.protocol import (
     MESSAGES,
@@ -16,25 +16,27 @@ from launcher.agent.nodes.protocol import (
     Message,
     NodeBeat,
     Peer,
-    Refusal,
     SnapshotData,
     SnapshotPiece,
     StopRequest,
 )
 from launcher.agent.verdict import NodeEnd, Parts, Verdict
 from launcher.failure import Failure
-from launcher.preflight.must_match import NodeReport
+from launcher.failure_block import Outcome
+from launcher.wire.messages import Fault, Member, NodeReport, PairResult, PairTest, Refusal
 
 FAILURE = Failure(
     "rank-error", "ValueError: ü\n", 1, "node2", 1, 5.5, 3, 1, ["a.py:1 in f"], stacks=[]
 )
-NEXT = Assignment("r1", 0, 8, ["node1"], 0, 1, seats=[], spares=[])
-SEAT = Seat(4, "node5", 2, "10.0.0.5", 4000)
+NEXT = Assignment("r1", 0, 8, ["node1"], 0, 1, members=[], spares=[])
+MEMBER = Member(4, "node5", 2, "10.0.0.5", 4000)
 EXAMPLES: list[Message] = [
     NodeReport(1, 2, 4, "node2", "", {"torch": "2.13"}, {"a.py": "0f"}, 1000.0),
+    PairTest([MEMBER], "/shared/file", 1000.0),
+    PairResult([Fault("port-blocked", "no way", "open it")]),
     Refusal("wrong-world", "two; make it one"),
-    Assignment("r1", 4, 8, ["node1", "node2"], 1, seats=[], spares=[]),
-    Assignment("r1", 0, 8, ["node1"], -1, 2, "10.0.0.5", 4001, [SEAT], [SEAT]),
+    Assignment("r1", 4, 8, ["node1", "node2"], 1, members=[], spares=[]),
+    Assignment("r1", 0, 8, ["node1"], -1, 2, "10.0.0.5", 4001, [MEMBER], [MEMBER]),
     StopRequest(15),
     NodeBeat(None),
     NodeBeat(RankState(3, (120, 2), True, False, 61.5)),
@@ -43,10 +45,10 @@ EXAMPLES: list[Message] = [
     EndRanks(3),
     NodeEnd([1], [2], 4, [1, 137, 75], 120, {"4": [115, 120]}, {"2": [120]}),
     HandedOver(),
-    Verdict(0),
-    Verdict(1, FAILURE, 2, 1, 0, "", True, NEXT, True),
-    Verdict(137, FAILURE, parts=Parts(120, "step-120.tmp-0f", [3])),
-    Verdict(143, ends="rank 0 left with code 0"),
+    Verdict(Outcome(0)),
+    Verdict(Outcome(1, FAILURE, 2, 1, has_saved=True), NEXT),
+    Verdict(Outcome(137, FAILURE), parts=Parts(120, "step-120.tmp-0f", [3])),
+    Verdict(Outcome(143, ends="rank 0 exited with code 0")),
 ]
 
 

@@ -17,12 +17,13 @@ from recovery import Job, Outcome, await_snapshots
 from test_save_snapshot import hold_commits
 from torch import nn
 
-from distributed.checkpoint_files import score, steps
+from distributed.checkpoint.files import score, steps
+from distributed.checkpoint.memory import BEGIN, FILES
+from distributed.checkpoint.snapshots import Buffer
 from distributed.environment import detect
-from distributed.snapshot import Buffer
-from distributed.snapshot_memory import BEGIN, FILES
 from launcher.agent.nodes.protocol import SnapshotData
-from launcher.agent.snapshots.memory import _LOOK_S, PIECE, Incoming, Outgoing
+from launcher.agent.snapshots.memory import PIECE, Incoming, Outgoing
+from launcher.wire import limits
 from training.config_file import SettingsError
 from training.model import plan_snapshots
 from training.settings import load
@@ -218,7 +219,7 @@ def outgoing(buffers: list[Buffer]) -> Outgoing:
 def pieces(outgoing: Outgoing, parts: Iterator[SnapshotData | None]) -> Iterator[SnapshotData]:
     """Yield the pieces that there are now."""
     outgoing.rest_s = 0.0
-    while outgoing.rest_s != _LOOK_S:
+    while outgoing.rest_s != limits.SNAPSHOT_LOOK_S:
         if piece := next(parts):
             yield piece
 

@@ -21,10 +21,11 @@ from ports import free_port
 from distributed.errors import Refused
 from launcher.agent.nodes import checkin
 from launcher.agent.nodes.protocol import Peer
-from launcher.handshake import Access, Entrance
-from launcher.preflight.checks import Fault
-from launcher.preflight.meeting import Door
-from launcher.preflight.must_match import ARGUMENTS, NodeReport
+from launcher.handshake import Acceptor, Access
+from launcher.preflight.must_match import ARGUMENTS
+from launcher.wire import meeting
+from launcher.wire.meeting import Wait
+from launcher.wire.messages import Fault, Member, NodeReport
 
 LOOPS = str(ROOT / "tests/unit/own_loops.py")
 
@@ -56,19 +57,19 @@ def start(tmp_path: Path, port: int) -> Iterator[Start]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("victim", ["rank", "agent", "guardian"])
+@pytest.mark.parametrize("victim", ["rank", "agent", "supervisor"])
 @pytest.mark.parametrize("node", [1, 0])
 def test_a_kill_on_one_node_stops_all(start: Start, node: int, victim: str) -> None:
     runs = start("sleep")
     for run in runs:
         run.wait_for("ready")
     hit = runs[node]
-    pids = {"agent": hit.agent_pid(), "guardian": hit.process.pid, "rank": hit.rank_pids()[1]}
+    pids = {"agent": hit.agent_pid(), "supervisor": hit.process.pid, "rank": hit.rank_pids()[1]}
     os.kill(pids[victim], signal.SIGKILL)
     for run in runs:
         run.assert_gone()
         err = run.finish()
-        assert run.process.returncode == (-9 if victim == "guardian" and run is hit else 137)
+        assert run.process.returncode == (-9 if victim == "supervisor" and run is hit else 137)
         if victim == "rank":
             assert f"FAILED   rank {2 * node + 1} (local rank 1, " in err
         elif run is not hit:
@@ -211,12 +212,12 @@ def test_a_missing_node_is_named_on_a_node_whose_own_wait_is_over(port: int) -> 
     missing = r"node rank 2 did not check in within 3 s \(here: 0 \(.* \[node-missing\]$"
     with (
         checkin.listen("127.0.0.1", port) as listener,
-        contextlib.closing(Entrance(listener, Access(secret), print)) as entrance,
+        contextlib.closing(Acceptor(listener, Access(secret), print)) as acceptor,
         ThreadPoolExecutor() as pool,
     ):
-        gathered = pool.submit(checkin.gather, entrance, first, checkin.Wait(3))
+        gathered = pool.submit(checkin.gather, acceptor, first, Wait(3))
         with pytest.raises(Refused, match=missing):
-            checkin.join("127.0.0.1", port, early, secret, checkin.Wait(1.5))
+            checkin.join("127.0.0.1", port, early, secret, Wait(1.5))
         with pytest.raises(Refused, match=missing):
             gathered.result()
 
@@ -235,7 +236,7 @@ def test_a_master_that_is_not_there_is_named(port: int, tmp_path: Path) -> None:
 def test_a_master_without_an_address_is_named(port: int) -> None:
     second = NodeReport(1, 2, 1, "there", "", {}, {})
     with pytest.raises(Refused) as refused:
-        checkin.join("no-such-host.invalid", port, second, SECRET.encode(), checkin.Wait(1))
+        checkin.join("no-such-host.invalid", port, second, SECRET.encode(), Wait(1))
     assert refused.value.fault == "name-unresolved"
 
 
@@ -245,9 +246,9 @@ def check_in_by_hand(port: int, *agents: NodeReport) -> list[str]:
     def check_in(agent: NodeReport) -> str:
         try:
             access = Access(SECRET.encode())
-            meeting = checkin.meet("127.0.0.1", port, agent, access, PATIENCE_S, tries_pairs=True)
-            with meeting.ready():
-                return str(meeting.assignment.node_rank)
+            met = checkin.meet("127.0.0.1", port, agent, access, PATIENCE_S, tries_pairs=True)
+            with met.ready():
+                return str(met.assignment.node_rank)
         except Refused as refused:
             return str(refused)
 
@@ -261,14 +262,15 @@ def test_nodes_started_by_hand_try_every_way_between_them(
     agents = [replace(HERE, num_nodes=3, node_rank=rank, host=f"n{rank}") for rank in range(3)]
     tried: dict[int, list[int]] = {}
 
-    def try_doors(doors: Sequence[Door], me: int, deadline: float) -> list[Fault]:
-        others = [door for door in doors if door.node_rank != me]
-        tried[me] = sorted(door.node_rank for door in others)
-        for door in others:  # it is open
-            socket.create_connection((door.address, door.port), timeout=PATIENCE_S).close()
+    def try_members(members: Sequence[Member], me: int, within_s: float) -> list[Fault]:
+        others = [one for one in members if one.node_id != me]
+        tried[me] = sorted(one.node_id for one in others)
+        for one in others:  # its port is open
+            where = one.address, one.failover_port
+            socket.create_connection(where, timeout=PATIENCE_S).close()
         return [Fault("port-blocked", "no way to n0 (why)", "open it")] if me in is_blocked else []
 
-    monkeypatch.setattr(checkin, "try_doors", try_doors)
+    monkeypatch.setattr(meeting, "try_members", try_members)
     is_blocked: set[int] = set()
     assert check_in_by_hand(port, *agents) == ["0", "1", "2"]
     assert tried == {0: [1, 2], 1: [0, 2], 2: [0, 1]}
@@ -310,9 +312,9 @@ def test_a_master_whose_name_is_known_later_is_waited_for(
         return resolve(name, *rest, **options)
 
     def node_rank(agent: NodeReport, address: str) -> int:
-        meeting = checkin.meet(address, port, agent, Access(SECRET.encode()), PATIENCE_S)
-        with meeting.ready():
-            return meeting.assignment.node_rank
+        met = checkin.meet(address, port, agent, Access(SECRET.encode()), PATIENCE_S)
+        with met.ready():
+            return met.assignment.node_rank
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     with ThreadPoolExecutor(2) as pool:
@@ -326,9 +328,9 @@ def test_a_master_whose_name_is_known_later_is_waited_for(
 def test_nodes_without_a_node_rank_get_those_that_are_free(port: int) -> None:
     def part_of(rank: int) -> int:
         agent = replace(HERE, num_nodes=3, node_rank=rank)
-        meeting = checkin.meet("127.0.0.1", port, agent, Access(SECRET.encode()), PATIENCE_S)
-        with meeting.ready():
-            return meeting.assignment.node_rank
+        met = checkin.meet("127.0.0.1", port, agent, Access(SECRET.encode()), PATIENCE_S)
+        with met.ready():
+            return met.assignment.node_rank
 
     with ThreadPoolExecutor(3) as pool:
         first, *others = pool.map(part_of, (0, -1, -1))
@@ -397,5 +399,5 @@ def test_a_node_that_comes_when_the_run_has_begun_is_told(start: Start, port: in
     late = start("sleep")[3]  # node rank 1 once more, after a node rank 0 that finds the port taken
     err = late.finish()
     assert late.process.returncode == 3
-    assert "takes no node rank 1: its run has begun" in err
+    assert "rejected node rank 1: the run has already started" in err
     assert "[duplicate-node-rank]" in err

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.multiprocessing.spawn import start_processes
 
-from distributed import checkpoint, checkpoint_files
-from distributed.checkpoint import CheckpointError, Saver, State, load, main, weights_hash
+from distributed import checkpoint
+from distributed.checkpoint import CheckpointError, Saver, State, files, load, weights_hash
+from distributed.checkpoint.__main__ import main
 from distributed.errors import Refused
 from distributed.lock import RunLock
 from distributed.torch import gather_bytes
@@ -203,7 +204,7 @@ def flip_old_ones(folder: Path, file: str, every: int) -> int:
         damaged[byte] ^= 1 << number % 8
         (folder / "step-1" / file).write_bytes(damaged)
         with pytest.raises(CheckpointError, match="step-1"):
-            checkpoint_files.read(folder / "step-1")
+            files.read(folder / "step-1")
         for step in (2, 3):
             saver.save(step, state)
             saver.wait()
@@ -264,7 +265,7 @@ def test_killed_at_any_moment_a_whole_one_is_left(
 
     for owner, name in (
         (os, "fsync"), (os, "mkdir"), (os, "rename"), (os, "replace"), (os, "symlink"),
-        (os, "unlink"), (os, "rmdir"), (torch, "save"), (checkpoint_files, "hash_file"),
+        (os, "unlink"), (os, "rmdir"), (torch, "save"), (files, "hash_file"),
         (FileSystemWriter, "write_data"), (FileSystemWriter, "finish"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, deadly(getattr(owner, name)))
@@ -291,7 +292,7 @@ def test_all_is_on_the_disk_before_it_gets_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
 ) -> None:
     synced: set[str] = set()
-    sync, commit = os.fsync, checkpoint_files.commit
+    sync, commit = os.fsync, files.commit
 
     def note(fd: int) -> None:
         synced.add(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
@@ -302,7 +303,7 @@ def test_all_is_on_the_disk_before_it_gets_its_name(
         commit(temporary, final)
 
     monkeypatch.setattr(os, "fsync", note)
-    monkeypatch.setattr(checkpoint_files, "commit", check)
+    monkeypatch.setattr(files, "commit", check)
     save(tmp_path, 1, make_state(1), keep_last=1, format=format)
     assert tmp_path.name in synced
 
@@ -601,7 +602,7 @@ def test_an_old_one_that_somebody_reads_over_nfs_ends_no_run(
     monkeypatch.setattr(os, "rmdir", rmdir)
     for step in (1, 2):
         save(tmp_path, step, make_state(step), keep_last=1)
-    assert [path.name for path in checkpoint_files.steps(tmp_path)] == ["step-2"]
+    assert [path.name for path in files.steps(tmp_path)] == ["step-2"]
     monkeypatch.undo()
     save(tmp_path, 3, make_state(3), keep_last=1)
     assert not [*tmp_path.glob("*.tmp-*")]

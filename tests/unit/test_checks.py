@@ -19,10 +19,12 @@ from ports import free_port
 from distributed.environment import port_from_id
 from launcher import text
 from launcher.handshake import open_port
-from launcher.preflight import checks, gpus, must_match
+from launcher.preflight import checks, must_match
 from launcher.preflight.check_node import Request, check_node, open_master_port
-from launcher.preflight.checks import Fault, Machine
+from launcher.preflight.checks import Machine
 from launcher.preflight.gpus import Gpu, GpuError, visible_gpus
+from launcher.wire import limits
+from launcher.wire.messages import Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -317,7 +319,7 @@ def test_a_driver_that_hangs(
 ) -> None:
     fake_nvidia_smi("")
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(gpus, "LIMIT_S", 0.1)
+    monkeypatch.setattr(limits, "NVIDIA_SMI_S", 0.1)
     with pytest.raises(GpuError, match="no answer"):
         visible_gpus({})
 
@@ -390,8 +392,8 @@ def test_node_rank_0_opens_the_port_once(monkeypatch: pytest.MonkeyPatch) -> Non
         opened.append(port)
         return open_port(port, address)
 
-    for module in ("check_node", "meeting"):
-        monkeypatch.setattr(f"launcher.preflight.{module}.open_port", note)
+    for module in ("preflight.check_node", "wire.meeting"):
+        monkeypatch.setattr(f"launcher.{module}.open_port", note)
     report = check_node(a_request(num_nodes=2, meeting_size=2, within_s=0.05))
     assert opened == [report.port, 0]
 

@@ -14,6 +14,7 @@ import pytest
 from agents import PATIENCE_S, Run, kill_what_is_left
 
 from launcher import processes
+from launcher.agent.control import Launched
 
 pytestmark = pytest.mark.slow
 
@@ -35,11 +36,11 @@ dist.barrier()
 print(f"ready {dist.get_rank()}", flush=True)
 time.sleep(600)
 """
-VICTIMS = {  # -> the signals for guardian and agent, in this order; 0: none
-    "guardian": (signal.SIGKILL, 0),
+VICTIMS = {  # -> the signals for supervisor and agent, in this order; 0: none
+    "supervisor": (signal.SIGKILL, 0),
     "agent": (0, signal.SIGKILL),
     "both": (signal.SIGKILL, signal.SIGKILL),
-    "guardian, agent stopped": (signal.SIGKILL, signal.SIGSTOP),
+    "supervisor, agent stopped": (signal.SIGKILL, signal.SIGSTOP),
 }
 Start = Callable[..., Run]
 
@@ -60,9 +61,12 @@ def start_run(folder: Path, *through: str, **environment: str) -> Run:
     """Start two ranks as launcher/fanout/local.py does, and wait until they are ready."""
     script = folder / "program.py"
     script.write_text(FORKS_TWICE)
-    janitor = {"LAUNCH_TOKEN": f"{random.randbytes(8).hex()}", "LAUNCH_JANITOR": "1"}
+    reaper = {
+        "LAUNCH_TOKEN": f"{random.randbytes(8).hex()}",
+        **Launched(has_reaper=True).variable(),
+    }
     arguments = ["--nproc-per-node", "2", str(script)]
-    run = Run(arguments, None, through, **janitor, **environment)
+    run = Run(arguments, None, through, **reaper, **environment)
     run.wait_for("ready 0", "ready 1")
     return run
 
@@ -78,17 +82,17 @@ def hit(run: Run, victim: str) -> None:
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_nothing_is_left(start: Start, victim: str) -> None:
     run = start()
-    assert len(run.seen) >= 2 + 2 + 2  # guardian and agent, ranks, and what those left behind
+    assert len(run.seen) >= 2 + 2 + 2  # supervisor and agent, ranks, and what those left behind
     hit(run, victim)
     run.assert_gone()
 
 
-def test_a_guardian_that_dies_after_its_agent_is_cleaned_up_after_as_fast(start: Start) -> None:
+def test_a_supervisor_that_dies_after_its_agent_is_cleaned_up_after_as_fast(start: Start) -> None:
     run = start()
     agent = run.agent_pid()
     os.kill(run.process.pid, signal.SIGSTOP)
     os.kill(agent, signal.SIGKILL)
-    time.sleep(0.5)  # between the two deaths; the janitor has seen the first
+    time.sleep(0.5)  # between the two deaths; the reaper has seen the first
     os.kill(run.process.pid, signal.SIGKILL)
     run.assert_gone()
 

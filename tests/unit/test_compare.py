@@ -10,8 +10,9 @@ import pytest
 
 from launcher.preflight import compare
 from launcher.preflight.check_node import Report
-from launcher.preflight.checks import CHECKS, Fault
+from launcher.preflight.checks import CHECKS
 from launcher.preflight.compare import judge, print_findings
+from launcher.wire.messages import Fault
 
 BLOCKED = Fault("port-blocked", "no way", "open it")
 WARNING = Fault("low-nofile", "cause", "cure", warns=True)

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 from agents import PROGRAM, Run, kill_what_is_left
 
-from launcher.agent.control import BEAT_S
-from launcher.agent.guardian import Agent, Death, _report_death
+from launcher.agent.control import Launched
 from launcher.agent.link import AgentNote
-from launcher.failure_block import End
+from launcher.agent.supervisor import Agent, Death, _report_death
+from launcher.failure_block import Outcome
 from launcher.fanout.protocol import ANSWERS
+from launcher.wire import limits
 
 TOKEN = "t0ken"
 
@@ -27,13 +28,14 @@ class Launcher:
 
     def __init__(self, arguments: list[str], **environment: str) -> None:
         theirs, self.stream = os.pipe()
-        self.run = Run(arguments, theirs, LAUNCH_CONTROL="1", LAUNCH_TOKEN=TOKEN, **environment)
+        held = Launched("stdin").variable()
+        self.run = Run(arguments, theirs, **held, LAUNCH_TOKEN=TOKEN, **environment)
         os.close(theirs)
         self._is_closed = threading.Event()
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _beat(self) -> None:
-        while not self._is_closed.wait(BEAT_S):
+        while not self._is_closed.wait(limits.BEAT_S):
             self.tell("")
 
     def tell(self, line: str) -> None:
@@ -43,7 +45,7 @@ class Launcher:
         self._is_closed.set()
         os.close(self.stream)
 
-    def end(self) -> tuple[End, str]:
+    def end(self) -> tuple[Outcome, str]:
         """Wait for the end; return what was told on the last line of stdout, and stderr."""
         err = self.run.finish()
         self.run.assert_gone()
@@ -66,8 +68,7 @@ def test_a_failure_is_sent_and_not_printed(tmp_path: Path) -> None:
     assert launcher.run.process.returncode == end.code == 1
     assert end.failure is not None and end.failure.rank == 1
     assert end.failure.cause == "ValueError: batch 120 holds no samples"
-    assert (end.summary.run_id, end.summary.command) == ("r1", "")  # it has told no save
-    assert not end.is_told  # node rank 0 decides
+    assert (end.run_id, end.command) == ("r1", "")  # it has told no save
     assert "FAILED" not in err
 
 

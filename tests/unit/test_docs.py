@@ -15,6 +15,7 @@ import pytest
 import yaml
 from agents import PATIENCE_S
 
+from launcher.cli.commands import COMMANDS
 from launcher.explain.kinds import Kind
 from launcher.explain.rules import RULES, UNKNOWN, match
 from training.settings import KNOWN, Settings
@@ -36,7 +37,7 @@ HELP = (ROOT / "scripts/lib/help.txt").read_text()
 MODULES = [ROOT / "train.py", *ROOT.glob("scripts/**/*.py")]
 MODULES += [
     *ROOT.glob("launcher/**/*.py"),
-    *ROOT.glob("distributed/*.py"),
+    *ROOT.glob("distributed/**/*.py"),
     *ROOT.glob("training/**/*.py"),
 ]
 PYTHON = "\n".join(module.read_text() for module in MODULES)
@@ -167,13 +168,14 @@ def test_the_layout_names_every_file_and_no_other() -> None:
             path = ROOT / (f"{folder}{name}" if is_below else name)
             assert path.exists(), line
             named.add(path)
-    for pattern in ("scripts/lib/*", "launcher/**/*.py", "distributed/*.py", "training/*.py"):
+    for pattern in ("scripts/lib/*", "launcher/**/*.py", "distributed/**/*.py", "training/*.py"):
         assert {path for path in ROOT.glob(pattern) if path.stem not in NOT_LISTED} <= named
 
 
 def test_every_module_named_exists() -> None:
     for module in re.findall(r"-m (distributed\.\w+)", ALL_CODE):
-        assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
     imported = re.search(r"from distributed\.torch import \((.*?)\)", LAUNCH_GUIDE, re.S)
     assert imported
     for name in re.findall(r"\w+", imported[1]):
@@ -190,7 +192,9 @@ def test_every_flag_named_is_a_flag() -> None:
 
 def test_every_flag_of_the_scripts_is_in_the_launch_guide() -> None:
     shown = code_of(LAUNCH_GUIDE)
-    flags = re.findall(r"\[\"(-[\w-]+)\"\]", BASH) + re.findall(r"^  (--[a-z-]+) ", HELP, re.M)
+    options = [one for command in COMMANDS.values() for one in command.options.items()]
+    flags = [name for name, option in options if option.field != "passed"]
+    flags += re.findall(r"^  (--[a-z-]+) ", HELP, re.M)
     flags += re.findall(
         r"add_argument\(\"(-[\w-]+)\"", (ROOT / "training/arguments.py").read_text()
     )
@@ -206,7 +210,8 @@ def test_settings_and_guides_name_the_same_keys() -> None:
     sections = "|".join(sorted({key.partition(".")[0] for key in keys if "." in key}))
     for key in re.findall(rf"(?<![\w./:-])((?:{sections})\.[a-z_.]+\b)(?!\()", ALL_CODE):
         is_section = any(known.startswith(f"{key}.") for known in keys)
-        is_module = (ROOT / f"{key.replace('.', '/')}.py").exists()
+        path = ROOT / key.replace(".", "/")
+        is_module = path.with_suffix(".py").exists() or path.is_dir()
         is_file = key.endswith((".py", ".sh", ".yaml", ".pt", ".bin"))
         assert key in keys or is_section or is_module or is_file, key
 

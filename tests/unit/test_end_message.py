@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent.control import MESSAGES
+from launcher.agent.control import MESSAGES, Done
 from launcher.failure import Failure
-from launcher.failure_block import End, RunSummary, find_end, find_kept, print_end
+from launcher.failure_block import Outcome, find_end, find_kept, print_outcome
 from launcher.fanout.protocol import ANSWERS
 
 FAILURE = Failure(
@@ -25,16 +25,21 @@ FAILURE = Failure(
     frames=["task.py:8 in loss"],
     stacks=["rank 0, 1: a.py:1 in f"],
 )
-SUMMARY = RunSummary(
-    started=986.0, lost_peer=6, stopped=1, left=0, run_id="r1", command="launch 'a b'"
+END = Outcome(
+    code=1,
+    failure=FAILURE,
+    lost_peer=6,
+    stopped=1,
+    started=986.0,
+    run_id="r1",
+    command="launch 'a b'",
 )
-END = End(code=1, failure=FAILURE, summary=SUMMARY, is_told=False)
 
 
 @pytest.mark.parametrize(
-    "end", [END, replace(END, code=75, failure=None, is_told=True)], ids=["failed", "stopped"]
+    "end", [END, replace(END, code=75, failure=None), Done()], ids=["failed", "stopped", "done"]
 )
-def test_what_is_sent_is_what_is_read(end: End) -> None:
+def test_what_is_sent_is_what_is_read(end: Outcome | Done) -> None:
     assert ANSWERS.read(MESSAGES.write(end)) == end
 
 
@@ -44,29 +49,29 @@ def test_what_is_sent_is_what_is_read(end: End) -> None:
         (END, "FAILED   rank 5 (local rank 1, node2) 14 s after the start"),
         (replace(END, code=143, failure=None), "stopped  by SIGTERM (code 143); nothing"),
         (
-            replace(END, code=75, failure=None, summary=replace(SUMMARY, signum=1)),
+            replace(END, code=75, failure=None, signum=1),
             "stopped  by SIGHUP after saving a checkpoint (code 75); nothing",
         ),
         (replace(END, code=0, failure=None), ""),
     ],
 )
 def test_the_launcher_prints_what_the_agent_would_and_keeps_it(
-    end: End, first: str, tmp_path: Path
+    end: Outcome, first: str, tmp_path: Path
 ) -> None:
     out = io.StringIO()
-    print_end(end, out, tmp_path)
+    print_outcome(end, out, tmp_path)
     assert out.getvalue().startswith(first) and bool(out.getvalue()) == bool(first)
     assert find_kept(tmp_path) == out.getvalue().rstrip("\n")
     assert [file.name for file in tmp_path.iterdir()] == ["failure.txt"] * bool(first)
-    print_end(end, out, tmp_path / "gone")  # nothing that only tells ends a run
+    print_outcome(end, out, tmp_path / "gone")  # nothing that only tells ends a run
 
 
 PLAN = "run         r1    config/local3.yaml\n"
 
 
-def printed(end: End) -> str:
+def printed(end: Outcome) -> str:
     out = io.StringIO()
-    print_end(end, out, None)
+    print_outcome(end, out, None)
     return out.getvalue()
 
 

@@ -9,8 +9,9 @@ from signal import Signals
 
 import pytest
 
+from launcher.agent.control import Done
 from launcher.failure import Failure
-from launcher.failure_block import End, RunSummary
+from launcher.failure_block import Outcome
 from launcher.fanout.ending import NodeResult, conclude
 from launcher.fanout.protocol import Exit
 from launcher.plan.plan import Plan
@@ -27,20 +28,19 @@ PLAN = Plan(
     run_id="r",
     words=["own.py"],
 )
-SUMMARY = RunSummary(0.0, 0, 0, 0, "r", "again")
 
 
-def told(code: int, fault: str = "", *, is_told: bool = False) -> End:
+def told(code: int, fault: str = "") -> Outcome:
     """What an agent told; without a fault the run was stopped, or went well."""
     rank = 0 if fault == "rank-error" else -1
     failure = Failure(fault, "cause", code, "host", 0, 0.0, rank) if fault else None
-    return End(code, failure, SUMMARY, is_told)
+    return Outcome(code, failure)
 
 
 def node(
-    code: int | None, end: End | None = None, lost: str = "", reached: bool = True
+    code: int | None, said: Outcome | Done | None = None, lost: str = "", reached: bool = True
 ) -> NodeResult:
-    return NodeResult("host", None if code is None else Exit(code, 0), end, lost, reached)
+    return NodeResult("host", None if code is None else Exit(code, 0), said, lost, reached)
 
 
 FINE = node(0, told(0))
@@ -52,12 +52,8 @@ STOPPED = node(143, told(143))
     [
         ([FINE, FINE], 0, ""),
         ([node(0), node(0)], 0, ""),  # an engine's tells nothing
-        ([node(75, told(75)), node(75, told(75, is_told=True))], 75, "stopped"),
-        (
-            [node(1, told(1, "rank-error")), node(1, told(1, "rank-error", is_told=True))],
-            1,
-            "rank-error",
-        ),
+        ([node(75, told(75)), node(75, Done())], 75, "stopped"),
+        ([node(1, told(1, "rank-error")), node(1, Done())], 1, "rank-error"),
         # Node rank 0 is gone: the other's own view counts, and not what it was told.
         ([node(137, told(0)), node(137, told(137, "agent-killed"))], 137, "agent-killed"),
         ([node(3, told(3, "rank-error")), FINE], 3, "rank-error"),  # a user's script
@@ -74,7 +70,7 @@ STOPPED = node(143, told(143))
         ([node(None, lost="cut", reached=False), STOPPED], 137, "link-lost"),
         ([STOPPED, node(None), node(None, reached=False)], 137, "link-lost"),
         ([STOPPED, replace(node(None, lost="no sign of life"), is_silent=True)], 137, "link-lost"),
-        # Its guardian gave the launcher up, and the other agent has only seen it go.
+        # Its supervisor gave the launcher up, and the other agent has only seen it go.
         (
             [node(137, told(137, "agent-killed")), replace(STOPPED, lost="no", is_silent=True)],
             137,
@@ -90,7 +86,7 @@ STOPPED = node(143, told(143))
 def test_the_code_and_what_is_printed(nodes: list[NodeResult], code: int, fault: str) -> None:
     end = conclude(nodes, PLAN, started=0.0, stopped_by=None)
     assert end.code == code
-    shown = "" if end.is_told or code == 0 else end.failure.fault if end.failure else "stopped"
+    shown = end.failure.fault if end.failure else "stopped" * end.has_text
     assert shown == fault
 
 
@@ -100,7 +96,7 @@ def test_the_code_and_what_is_printed(nodes: list[NodeResult], code: int, fault:
         ([STOPPED, node(137)], None, "launcher-killed"),
         ([STOPPED, node(137, told(137, "agent-killed"))], None, "launcher-killed"),
         ([node(None, lost="ssh has ended"), node(None)], None, "launcher-killed"),
-        ([node(75, told(75)), node(75, told(75, is_told=True))], None, "stopped"),
+        ([node(75, told(75)), node(75, Done())], None, "stopped"),
         ([FINE, FINE], None, "stopped"),
         ([STOPPED, STOPPED], signal.SIGTERM, "stopped"),
     ],
@@ -128,5 +124,5 @@ def test_the_end_of_an_engine(
 ) -> None:
     plan = replace(PLAN, engine=ENGINE)
     end = conclude([node(one) for one in codes], plan, started=0.0, stopped_by=stopped_by)
-    shown = "" if end.is_told or code == 0 else end.failure.fault if end.failure else "stopped"
+    shown = end.failure.fault if end.failure else "stopped" * end.has_text
     assert (end.code, shown) == (code, fault)

@@ -18,7 +18,8 @@ from ports import free_port
 from strangers import keep_silent, mutated_messages, random_bytes, send
 
 from launcher import handshake
-from launcher.handshake import Access, Entrance, NoEntrance, WrongSecret, introduce, read_access
+from launcher.handshake import Acceptor, Access, NotAccepted, WrongSecret, introduce, read_access
+from launcher.wire import limits
 
 SECRET = bytes(range(32))
 FIRST = """
@@ -36,7 +37,7 @@ class Master:
         self.listener = handshake.open_port(0, "127.0.0.1")
         self.port = int(self.listener.getsockname()[1])
         self.said: list[str] = []
-        self.entrance = Entrance(self.listener, access, self.said.append)
+        self.acceptor = Acceptor(self.listener, access, self.said.append)
         self.lines: list[bytes] = []  # of those let in
         self._is_closed = False
         self._thread = threading.Thread(target=self._serve)
@@ -44,14 +45,14 @@ class Master:
 
     def _serve(self) -> None:
         while not self._is_closed:
-            for connection, line in self.entrance.wait(0.05):
+            for connection, line in self.acceptor.wait(0.05):
                 self.lines.append(line)
                 connection.close()
 
     def close(self) -> None:
         self._is_closed = True
         self._thread.join()
-        self.entrance.close()
+        self.acceptor.close()
         self.listener.close()
 
 
@@ -74,7 +75,7 @@ def visit(port: int, secret: bytes, line: bytes = b"hello\n") -> None:
 def test_who_knows_the_secret_is_let_in_with_its_first_line(master: Master) -> None:
     visit(master.port, SECRET)
     assert master.lines == [b"hello\n"]
-    assert (master.entrance.strangers, master.said) == (0, [])
+    assert (master.acceptor.unauthenticated, master.said) == (0, [])
 
 
 @pytest.mark.parametrize("secret", [b"", SECRET[:-1], SECRET[::-1]])
@@ -83,7 +84,7 @@ def test_another_secret_is_dropped_and_told_once(master: Master, secret: bytes) 
         with pytest.raises(WrongSecret):
             visit(master.port, secret)
     assert master.lines == []
-    assert master.entrance.strangers == 3
+    assert master.acceptor.unauthenticated == 3
     (said,) = master.said
     assert said.startswith("warning: 127.0.0.1 connected without the run's secret")
     assert said.endswith("[stranger]")
@@ -96,12 +97,12 @@ def test_without_a_secret_only_the_hosts_named_come_in() -> None:
             if is_let_in:
                 visit(master.port, b"")
             else:
-                with pytest.raises(NoEntrance):
+                with pytest.raises(NotAccepted):
                     visit(master.port, b"")
         finally:
             master.close()
         assert bool(master.lines) == is_let_in
-        assert master.entrance.strangers == (not is_let_in)
+        assert master.acceptor.unauthenticated == (not is_let_in)
 
 
 def test_an_answer_cannot_be_used_twice(master: Master) -> None:
@@ -116,7 +117,7 @@ def test_an_answer_cannot_be_used_twice(master: Master) -> None:
             other.recv(32, socket.MSG_WAITALL)
             other.sendall(answer)
             assert other.recv(1) == b""
-    assert master.entrance.strangers == 1
+    assert master.acceptor.unauthenticated == 1
 
 
 def test_the_masters_own_proof_is_no_nodes(master: Master) -> None:
@@ -147,7 +148,7 @@ def test_a_false_master_is_noticed() -> None:
 def test_strangers_neither_come_in_nor_keep_others_waiting(
     master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshake, "WAIT_S", 600.0)  # then they would wait
+    monkeypatch.setattr(limits, "PROOF_S", 600.0)  # then they would wait
     rng = random.Random(1)
     silent = keep_silent(master.port, 400)  # more than may wait
     for data in (*random_bytes(rng, 100), *mutated_messages(rng, 100)):

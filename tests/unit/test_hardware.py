@@ -13,9 +13,11 @@ import yaml
 from test_checks import make_machine
 
 from launcher.preflight import checks, gpus
-from launcher.preflight.checks import Fault, Machine
+from launcher.preflight.checks import Machine
 from launcher.preflight.gpus import Health, find_slow, visible_gpus
 from launcher.preflight.infiniband import Port, can_open_devices, ports_of_nccl, read_ports
+from launcher.wire import limits
+from launcher.wire.messages import Fault
 
 HARDWARE = Path(__file__).resolve().parents[1] / "hardware"
 MACHINES = yaml.safe_load((HARDWARE / "gpus.yaml").read_text())
@@ -95,7 +97,7 @@ def test_an_old_nvidia_smi_that_refuses_a_field_is_asked_for_the_rest(install: I
 def test_an_nvidia_smi_that_hangs_on_nvlinks_alone_does_no_harm(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpus, "LIMIT_S", 5.0)
+    monkeypatch.setattr(limits, "NVIDIA_SMI_S", 5.0)
     install([{"name": "H100", "nvlink": "\t Link 0: 26.562 GB/s\n"}, {"name": "H100"}], nvlink_s=60)
     assert [gpu.health.nvlinks for gpu in visible_gpus({})] == [None, None]
 

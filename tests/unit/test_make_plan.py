@@ -15,7 +15,7 @@ from launcher.plan.check_config import check_config
 from launcher.plan.hosts import read_hostfile
 from launcher.plan.make_plan import choose_run_id, make_plan
 from launcher.plan.plan import Batch, Plan, PlanError
-from launcher.plan.typed import Typed, parse
+from launcher.plan.typed import Typed
 from launcher.record.run_json import note_start, this_start
 
 
@@ -168,14 +168,14 @@ def test_world_of_a_slurm_job(
     name: str, environ: dict[str, str], nproc: int | None, num_nodes: int, run_id: str
 ) -> None:
     for fanout in ("srun", "auto"):
-        plan = plan_of(captured(name, **environ), fanout=fanout, dry_run=True)
+        plan = plan_of(captured(name, **environ), fanout=fanout, is_dry_run=True)
         assert plan.fanout == "srun"
         found = (plan.nproc, plan.num_nodes, plan.run_id, plan.master_addr)
         assert found == (nproc, num_nodes, run_id, "node1")
 
 
 def test_world_of_a_slurm_step_and_of_a_pbs_job(folder: Path) -> None:
-    plan = plan_of(captured("one-per-node-step"), health_check=True)
+    plan = plan_of(captured("one-per-node-step"), has_health_check=True)
     assert plan.command.startswith("srun --nodes=2 --ntasks=2 ")
     assert (plan.num_nodes, plan.node_rank, plan.master_addr) == (2, 1, "node1")
     (folder / "nodes").write_text("n2\nn2\nn1\nn1\n")
@@ -223,13 +223,17 @@ def test_world_of_a_slurm_step_and_of_a_pbs_job(folder: Path) -> None:
         ({}, {"RUN_ID": "latest"}, "RUN_ID is 'latest', a name that the log folder needs itself"),
         ({"config": "no.yaml"}, {}, "there is no config 'no.yaml'; give the path"),
         ({"config": "2"}, {"TRAIN_SCRIPT": "a.py"}, "give the path of a YAML file, or - for none"),
-        ({"config": "-"}, {}, "'-' passes no config, which this project's train.py needs; give"),
+        ({"config": "-"}, {}, "this project's train.py needs a config, and '-' passes none; give"),
         ({"fanout": "ssh", "node": ("-o",)}, {}, "'-o' names no node"),
         ({"fanout": "ssh", "node": ("n[1-2]", "n2:4")}, {}, "n2 is named twice"),
         ({"fanout": "ssh", "nodefile": True}, {}, "this is no PBS job; ask for nodes with qsub -l"),
         ({"fanout": "srun"}, {}, "this is no SLURM job; use sbatch x.sh, or salloc first"),
         ({"fanout": "auto"}, captured("one-per-node-step"), "this allocation has 2 nodes"),
-        ({"health_check": True}, captured("batch-step"), "the job has 2 nodes and no srun started"),
+        (
+            {"has_health_check": True},
+            captured("batch-step"),
+            "the job has 2 nodes and no srun started",
+        ),
         *(({}, environ, f"mpiexec started this 2 times ({size})") for environ, size in COPIES),
         (SSH, COPIES[0][0], "start it once, without mpiexec; for separate runs, unset OMPI_COMM"),
     ],
@@ -266,20 +270,9 @@ def test_a_task_of_the_users_own_is_among_the_compared_files(folder: Path) -> No
     assert plan.run_variables()["LAUNCH_TASK_FILE"] == plan.task_file
 
 
-def test_arguments_of_the_entry_scripts() -> None:
-    words = ["ssh", "--program=x.sh", "--typed=x.sh", "--typed=--", "--node=n1", "--node=n2"]
-    words += ["--master=", "--cpu-nproc=2", "--setting=a=b=c", "--dry-run", "--", "--strict", "--"]
-    assert parse(words) == Typed(
-        fanout="ssh",
-        program="x.sh",
-        typed=("x.sh", "--"),
-        node=("n1", "n2"),
-        master="",
-        cpu_nproc="2",
-        setting=("a=b=c",),
-        dry_run=True,
-        rest=("--strict", "--"),
-    )
+def test_agents_know_whether_there_was_a_preflight() -> None:
+    assert plan_of({"SKIP_PREFLIGHT": "1"}).run_variables()["SKIP_PREFLIGHT"] == "1"
+    assert "SKIP_PREFLIGHT" not in plan_of().run_variables()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from distributed.errors import Refused
+from launcher.agent import join
+from launcher.agent.nodes import checkin
+from launcher.agent.torchrun_arguments import parse
 from launcher.preflight.must_match import ARGUMENTS, describe_program
+from launcher.wire.messages import NodeReport
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,3 +57,25 @@ def test_arguments_and_their_files_may_differ_without_a_preflight(tmp_path: Path
     other = [str(script), "--config", "other.yaml"]
     one, two = (describe_program(each, "", {"SKIP_PREFLIGHT": "1"}) for each in (words, other))
     assert one == two
+
+
+@pytest.mark.parametrize(
+    ("is_by_hand", "skipped", "compares"),
+    [(True, "", True), (True, "1", True), (False, "", False), (False, "1", True)],
+)
+def test_what_a_preflight_has_compared_is_not_compared_again(
+    monkeypatch: pytest.MonkeyPatch, is_by_hand: bool, skipped: str, compares: bool
+) -> None:
+    told: list[NodeReport] = []
+
+    def meet(address: str, port: int, me: NodeReport, *rest: object, **options: object) -> None:
+        told.append(me)
+        raise Refused("node-missing", "nobody is there")
+
+    monkeypatch.setattr(checkin, "meet", meet)
+    monkeypatch.setenv("SKIP_PREFLIGHT", skipped)
+    args, _ = parse(["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "x.py"])
+    with pytest.raises(Refused):
+        join.join(args, is_by_hand=is_by_hand)
+    (report,) = told
+    assert ("this project" in report.files) == ("torch" in report.versions) == compares

@@ -13,13 +13,13 @@ from typing import Any, cast
 import pytest
 
 from launcher import own_time
-from launcher.agent import notice
 from launcher.agent.node_ranks import NodeRanks
 from launcher.agent.notice import UNHANDLED, Notice
 from launcher.agent.query import Query
 from launcher.agent.verdict import Facts
 from launcher.processes import handles
 from launcher.record.run_json import NOTICED
+from launcher.wire import limits
 
 HANDLES = "import os, signal; signal.signal(signal.SIGUSR1, lambda *_: os._exit(75))"
 WAITS = "import os, signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])"
@@ -137,7 +137,7 @@ def test_that_nobody_handles_it_is_said_once_and_not_at_once(
     told.look()
     assert said == []
     for _ in range(3):
-        clock[0] += notice.WARN_S
+        clock[0] += limits.NOTICE_WARN_S
         told.look()
     assert said == [UNHANDLED] * is_said
 

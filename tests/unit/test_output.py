@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import pty
 import re
-import selectors
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from launcher import terminal
 from launcher.agent.output import stream as output
-from launcher.agent.output import terminal
 from launcher.agent.output.noise import without_noise
 from launcher.agent.output.stream import NodeLog, RankView, Stream
-from launcher.agent.output.terminal import Terminal
+from launcher.terminal import open_again
 
 NOISE = b"[W1121 20:17:03.842175702 socket.cpp:207] [c10d] The hostname of the client socket cannot"
 NOISE += b" be retrieved. err=-3\n"
@@ -35,8 +34,7 @@ class Screen:
 
     def __init__(self, folder: Path, *, is_tty: bool) -> None:
         self.reader, writer = pty.openpty() if is_tty else os.pipe()
-        self.terminal = Terminal(writer)
-        self.terminal.attach(selectors.DefaultSelector())
+        self.terminal = open_again(writer)
         self.log = NodeLog(None)
         self.log.path = folder / "node_0.log"
         self.log._file = self.log.path.open("ab", buffering=0)
@@ -62,7 +60,7 @@ class Screen:
             pass
 
     def shown(self) -> bytes:
-        self.terminal.detach(1.0)
+        self.terminal.drain(1.0)
         return os.read(self.reader, 65536)
 
 
@@ -153,19 +151,22 @@ def test_a_bar_without_end_takes_no_memory(screen: Screen) -> None:
 def test_a_terminal_that_nobody_reads_costs_a_fixed_buffer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(terminal, "_BACKLOG_BYTES", 1 << 18)
-    monkeypatch.setattr(terminal, "_MOST_BYTES", 1 << 18)
+    monkeypatch.setattr(terminal, "BACKLOG_BYTES", 1 << 18)
+    monkeypatch.setattr(terminal, "MOST_BYTES", 1 << 18)
     screen = Screen(tmp_path, is_tty=False)
     for _ in range(100):
         screen.terminal.queue(b"x" * (1 << 16))
-        assert len(screen.terminal._pending) < 1 << 19
-    while screen.terminal._pending:
-        os.read(screen.reader, 1 << 16)
-        screen.terminal.detach(0.1)
-    os.read(screen.reader, 1 << 16)
+        assert screen.terminal._size < 1 << 19
+    os.set_blocking(screen.reader, False)
+    is_empty = False
+    while screen.terminal._size or not is_empty:
+        try:
+            is_empty = not os.read(screen.reader, 1 << 16)
+        except BlockingIOError:
+            is_empty = True
     screen.terminal.queue(b"later")
     shown = screen.shown()
-    assert re.fullmatch(rb"\n\.\.\. \d+ bytes not shown: the terminal is too slow\nlater", shown)
+    assert re.fullmatch(rb"\n\.\.\. \d+ lines not shown: the terminal is too slow\nlater", shown)
 
 
 @pytest.mark.parametrize("is_tty", [True, False])

@@ -16,6 +16,7 @@ from launcher.fanout.connection import forwarded_names, write_opening
 from launcher.plan import own, pbs
 from launcher.plan.plan import NodePlan, Plan
 from launcher.preflight.check_node import Report
+from launcher.wire import limits
 
 CAPTURED = Path(__file__).resolve().parents[1] / "cluster/pbs"
 CUDA = {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -158,7 +159,7 @@ def test_each_nodes_own_values_come_from_pbsdsh(tools: Path, tmp_path: Path) -> 
 def test_without_an_answer_a_value_stays_where_it_is(
     tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pbsdsh: str
 ) -> None:
-    monkeypatch.setattr(own, "ANSWER_S", 0.2)
+    monkeypatch.setattr(limits, "PBSDSH_S", 0.2)
     make_tool(tools / "pbsdsh", pbsdsh)
     plan, environ = job_of(tmp_path)
     told: list[str] = []

@@ -17,12 +17,12 @@ from ports import free_port
 from distributed.heartbeat import Heart, find_record
 from launcher import own_time, processes
 from launcher.agent import control
-from launcher.agent.control import BEAT_S, SILENCE_S
 from launcher.agent.deadline import Deadline
 from launcher.agent.node_ranks import Heartbeats
-from launcher.agent.nodes.checkin import Wait
 from launcher.agent.nodes.protocol import Peer
-from launcher.own_time import STILL_S, OwnTime
+from launcher.own_time import OwnTime
+from launcher.wire import limits
+from launcher.wire.meeting import Wait
 
 
 class Hand:
@@ -49,11 +49,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Hand:
     ("turns", "silence_s", "passed_s"),
     [  # seconds between readings -> of silence since the first, and for deadlines
         ([2, 2, 2, 2, 2, 2], 12, 12),
-        ([2, 2, STILL_S], 9, 9),  # a slow turn
-        ([2, 25], 0, 2 + STILL_S),  # stopped: nobody has been silent
-        ([2, 25, 2, 2], 4, 6 + STILL_S),  # from then on they may be
-        ([2, 25, 2, 25, 2], 2, 6 + 2 * STILL_S),  # time slices of a scheduler
-        ([3600, 2, 2, 2, 2, 2, 2], 12, 12 + STILL_S),  # gone, all the same
+        ([2, 2, limits.STILL_S], 9, 9),  # a slow turn
+        ([2, 25], 0, 2 + limits.STILL_S),  # stopped: nobody has been silent
+        ([2, 25, 2, 2], 4, 6 + limits.STILL_S),  # from then on they may be
+        ([2, 25, 2, 25, 2], 2, 6 + 2 * limits.STILL_S),  # time slices of a scheduler
+        ([3600, 2, 2, 2, 2, 2, 2], 12, 12 + limits.STILL_S),  # gone, all the same
     ],
 )
 def test_a_silence_counts_from_the_end_of_ones_own(
@@ -71,8 +71,8 @@ def test_a_silence_counts_from_the_end_of_ones_own(
 
 def pass_by(clock: Hand, seconds: float) -> None:
     """Let time go by in turns, as a loop that runs has them."""
-    for _ in range(int(seconds / BEAT_S)):
-        clock.at += BEAT_S
+    for _ in range(int(seconds / limits.BEAT_S)):
+        clock.at += limits.BEAT_S
         own_time.now()
 
 
@@ -88,8 +88,8 @@ def test_every_measure_of_silence_forgives_once(clock: Hand, tmp_path: Path) -> 
     clock.at += 3600
     assert not peer.is_silent and beats.silence_s(0) == 0
     assert wait.left_s == 295 and not kill.take()
-    pass_by(clock, SILENCE_S + BEAT_S)
-    assert peer.is_silent and beats.silence_s(0) == SILENCE_S + BEAT_S
+    pass_by(clock, limits.SILENCE_S + limits.BEAT_S)
+    assert peer.is_silent and beats.silence_s(0) == limits.SILENCE_S + limits.BEAT_S
     pass_by(clock, 30)
     assert kill.take()
     ours.close()
@@ -166,10 +166,10 @@ def test_two_nodes_that_are_suspended_continue(tmp_path: Path, runs: list[Run]) 
     pids += [pid for first in pids for pid in processes.descendants(first)]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(SILENCE_S + 3)  # more than each limit: that is what is tried
+    time.sleep(limits.SILENCE_S + 3)  # more than each limit: that is what is tried
     for pid in reversed(pids):
         os.kill(pid, signal.SIGCONT)
-    time.sleep(2 * BEAT_S)  # all have looked at all again
+    time.sleep(2 * limits.BEAT_S)  # all have looked at all again
     end.touch()
     for run in runs:
         err = run.finish()

@@ -130,16 +130,23 @@ def test_what_may_not_be_seen_or_signalled_is_left_out() -> None:
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
-@pytest.mark.parametrize("program", ["agent.py", "start.py"])
+CALL = ["launch_singlenode", "x.sh", "x.sh", "/", sys.executable, "", "", "", "x.sh"]
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [("agent.py", ["x.py"]), ("start.py", [*CALL, "-", "1"])],
+    ids=["agent", "launcher"],
+)
 def test_ctrl_c_while_our_own_modules_are_imported_shows_no_traceback(
-    program: str, tmp_path: Path
+    program: str, words: list[str], tmp_path: Path
 ) -> None:
     kill = "import os, signal; os.kill(os.getpid(), signal.SIGINT)\n"
     (tmp_path / "tempfile.py").write_text(kill)  # in the place of Python's
     program = str(Path(processes.__file__).parents[1] / "scripts/lib" / program)
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, program, "local", "--", "x.py"],
+        [sys.executable, program, *words],
         env=environ,
         stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),

@@ -82,9 +82,10 @@ def test_without_a_limit_a_silence_is_told_once(step: int, when: str) -> None:
 @pytest.mark.slow
 def test_a_silence_is_told_once_and_ends_nothing() -> None:
     """With a limit shortened to 2 s in the agent."""
-    short = "import distributed.heartbeat as h; h.FIRST_LIMIT_S = 2.0; h.LIMIT_OF_LONGEST = 0\n"
+    short = "from distributed import heartbeat as h, limits\n"
+    short += "limits.FIRST_SILENCE_S = 2.0; h.LIMIT_OF_LONGEST = 0\n"
     start = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{short}"
-    start += "from launcher.agent.guardian import main\nsys.exit(main())"
+    start += "from launcher.agent.supervisor import main\nsys.exit(main())"
     command = [sys.executable, "-c", start, "--nproc-per-node=2", LOOPS, "plain", "5", "1"]
     run = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     assert run.stderr is not None

@@ -18,9 +18,11 @@ from agents import AGENT, PATIENCE_S, ROOT, Run, kill_what_is_left, rarely
 from job_tools import make_tool
 
 from launcher import processes
+from launcher.agent.control import Launched
 from launcher.record import run_json
 from launcher.record.run_ids import free_run_id, next_run_id
 from launcher.record.run_json import LauncherProcess, Record
+from launcher.wire import limits
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "box"}
 STEPS = """
@@ -90,7 +92,7 @@ def test_run_json_says_how_far_the_run_is_and_how_it_ended(start: Start) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGKILL, *rarely(signal.SIGTERM)])
-def test_the_guardian_completes_the_record_of_an_agent_that_was_killed(
+def test_the_supervisor_completes_the_record_of_an_agent_that_was_killed(
     start: Start, signum: int
 ) -> None:
     run = start("0")
@@ -109,7 +111,7 @@ def test_the_guardian_completes_the_record_of_an_agent_that_was_killed(
 
 
 @pytest.mark.long
-def test_the_guardian_leaves_the_record_of_a_run_that_was_taken_over(start: Start) -> None:
+def test_the_supervisor_leaves_the_record_of_a_run_that_was_taken_over(start: Start) -> None:
     run = start("0")
     run.wait_for("beats")
     lock = Path("logs/r1/lock")
@@ -124,7 +126,7 @@ def test_a_launcher_elsewhere_names_itself(start: Start) -> None:
     run_json.update(Path("logs/r1"), launcher=LauncherProcess(1, 2, "elsewhere"))
     Path("go on").touch()
     reader, writer = os.pipe()
-    run = start("0", stdin=reader, LAUNCH_CONTROL="1", LAUNCH_TOKEN="t")
+    run = start("0", stdin=reader, LAUNCH_TOKEN="t", **Launched("stdin").variable())
     run.finish()
     os.close(reader)
     os.close(writer)
@@ -133,14 +135,18 @@ def test_a_launcher_elsewhere_names_itself(start: Start) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_is_refused_has_ended(start: Start) -> None:
-    """Where the launcher, which has become the guardian, has recorded it before."""
+    """Where the launcher, which has become the supervisor, has recorded it before."""
     code = "import os, sys\nfrom pathlib import Path\nfrom launcher.record import run_json\n"
     code += "run_json.note_start(Path('logs/r1'))\n"
     code += "os.execv(sys.argv[1], sys.argv[1:])"
     with socket.create_server(("127.0.0.1", 0)) as server:
         options = ["--master-port", str(server.getsockname()[1]), "--log-dir", "logs"]
         command = [sys.executable, "-c", code, *AGENT, *options, "--rdzv-id", "r1", "steps.py"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "RUN_RECORD": "logs/r1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            **Launched(record="logs/r1").variable(),
+        }
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (done.returncode, "[port-in-use]" in done.stderr) == (3, True)
     assert (read()["state"], read()["exit_code"]) == ("ended", 3)
@@ -169,7 +175,7 @@ def test_a_damaged_record_is_written_anew(tmp_path: Path) -> None:
 def test_a_writer_that_hangs_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_json, "_LOCK_S", 0.1)
+    monkeypatch.setattr(limits, "RECORD_LOCK_S", 0.1)
     code = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX)\n"
     code += "print('held', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", code, str(tmp_path / ".run.json.lock")]

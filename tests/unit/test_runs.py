@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from distributed.errors import REFUSED, Refused
 from launcher.plan.typed import Typed
 from launcher.processes import ranks_of, start_ticks
 from launcher.record import run_json, runs
+from launcher.record.restart import Restart
 from launcher.record.run_ids import free_run_id
 from launcher.record.run_json import (
     LauncherProcess,
@@ -26,6 +28,7 @@ from launcher.record.run_json import (
     note_start,
     refuse_live,
 )
+from launcher.wire import limits
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = socket.gethostname()
@@ -55,13 +58,31 @@ def launcher_of(process: int, *, host: str = HERE, older_by: int = 0) -> Launche
     return LauncherProcess(process, LauncherProcess.of(process).birth - older_by, host)
 
 
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, "goodput  73 %: 2 restarts, 10.0 s start, 17.0 s rank-killed"),
+        ({"ended": None}, "goodput  36 %: 2 restarts, 10.0 s start, 117.0 s rank-killed"),
+        ({"first_step": None}, "goodput  83 %: 2 restarts, 17.0 s rank-killed"),
+        ({"restarts": ()}, "goodput  90 %: 0 restarts, 10.0 s start"),
+    ],
+)
+def test_goodput(changes: dict[str, Any], line: str) -> None:
+    earlier, first, second = (
+        Restart(number, "rank-killed", "", "", 7, 5, failed, lost_s=lost_s)
+        for number, failed, lost_s in ((1, 900.0, 9.0), (1, 1020.0, 12.0), (2, 1095.0, 0.0))
+    )
+    record = Record(started=1000, ended=1100, first_step=1010, restarts=(earlier, first, second))
+    assert runs.goodput(replace(record, **changes), 1200.0) == line
+
+
 def status(log_dir: Path, *run_ids: str) -> int:
     typed = Typed("status", program="launch.sh", rest=run_ids)
     return runs.main(typed, {"LOG_DIR": str(log_dir)})
 
 
 def stop(log_dir: Path, *run_ids: str, is_dry_run: bool = False) -> int:
-    typed = Typed("stop", program="launch.sh", rest=run_ids, dry_run=is_dry_run)
+    typed = Typed("stop", program="launch.sh", rest=run_ids, is_dry_run=is_dry_run)
     return runs.main(typed, {"LOG_DIR": str(log_dir)})
 
 
@@ -248,7 +269,7 @@ def test_a_run_that_does_not_end_is_left_with_the_command_that_ends_it(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(runs, "STOP_S", 0.2)
+    monkeypatch.setattr(limits, "STOP_COMMAND_S", 0.2)
     process.send_signal(signal.SIGSTOP)
     write(tmp_path, "one", state="running", launcher=launcher_of(process.pid), grace=0)
     assert stop(tmp_path, "one") == 3

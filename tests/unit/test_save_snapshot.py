@@ -17,11 +17,10 @@ from recovery import Job, ranks_below
 from test_checkpoint import make_state
 from test_snapshot import names_of
 
-from distributed import checkpoint_files as files
-from distributed.checkpoint import Saver, load
+from distributed.checkpoint import Saver, files, load
+from distributed.checkpoint.memory import BEGIN, FILES
+from distributed.checkpoint.snapshots import Buffer
 from distributed.lock import _COMMIT, _set_lock
-from distributed.snapshot import Buffer
-from distributed.snapshot_memory import BEGIN, FILES
 from launcher import processes
 from launcher.agent.snapshots.memory import Snapshots
 from launcher.agent.snapshots.save import save
@@ -125,7 +124,7 @@ def hold_commits(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_an_agent_that_saves_ends_with_its_guardian(tmp_path: Path) -> None:
+def test_an_agent_that_saves_ends_with_its_supervisor(tmp_path: Path) -> None:
     job = Job(tmp_path)
     taken = ("checkpoint.snapshot_every=5", "checkpoint.every=0")
     process = job.start("slow", 1, *taken, FAULT="SIGKILL 0 46", PACE="0.05")

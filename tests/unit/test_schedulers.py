@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from captured import captured
@@ -16,9 +15,10 @@ from distributed.environment import LauncherError
 from distributed.errors import REFUSED, Refused
 from distributed.job import ask_scheduler
 from launcher import start
-from launcher.fanout import job_command, ssh
+from launcher.fanout import job_command
 from launcher.plan import make_plan, pbs, slurm
 from launcher.plan.plan import PlanError, World
+from launcher.plan.typed import Typed
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO = World(2, "node1", nproc=2, hosts="node[1-2]")
@@ -181,7 +181,6 @@ def test_pbs_that_kills_before_the_ranks_have_saved(
     if told == "    enabled = True":
         torque = {**job, "PBS_VERSION": "TORQUE-6.1.2"}
         assert pbs.find_short_delay(grace_s, torque) == KILLED.format(grace_s + 10, 2)
-    assert pbs.REPORT_S == ssh.END_S
 
 
 # --- the commands that ask for a job ------------------------------------------------------------
@@ -263,10 +262,9 @@ def test_a_copy_of_a_live_run_leaves_the_chain_of_that_run_alone(
     make_tool(tools / "scancel", f"touch {tmp_path}/told")
     for name, value in captured("batch-step", PATH=os.environ["PATH"], CHAIN="linked").items():
         monkeypatch.setenv(name, value)
-    typed = SimpleNamespace(fanout="srun", program="x.sh")
-    monkeypatch.setattr(start, "parse", lambda arguments: typed)
+    typed = Typed("srun", program="x.sh")
     monkeypatch.setattr(start, "make_plan", refuse)
-    assert start.main([]) == REFUSED
+    assert start.main(typed) == REFUSED
     assert (tmp_path / "told").exists() == is_cancelled
 
 
@@ -288,7 +286,7 @@ def test_a_scheduler_that_thinks_long_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     make_tool(tools / "squeue", tool)
-    monkeypatch.setattr("distributed.job._SILENT_S", silent_s)
+    monkeypatch.setattr("distributed.limits.SCHEDULER_SILENT_S", silent_s)
     limit_s = 10 if answer else 0.5
     assert ask_scheduler("squeue", "--me", limit_s=limit_s) == answer
     assert capsys.readouterr().err == told

@@ -7,7 +7,8 @@ import time
 import pytest
 
 from launcher.agent.output.stream import RankView
-from launcher.screen import LONGEST_HELD, PARTIAL_S, Screen, View
+from launcher.screen import LONGEST_HELD, Screen, View
+from launcher.wire import limits
 
 
 class Sheet(Screen):
@@ -32,7 +33,7 @@ def several(sheet: Sheet, number: int = 2, *, has_prefix: bool = False) -> list[
 
 
 def later() -> float:
-    return time.monotonic() + PARTIAL_S + 0.001
+    return time.monotonic() + limits.PARTIAL_S + 0.001
 
 
 def test_a_stream_that_is_alone_shows_each_byte_at_once(sheet: Sheet) -> None:

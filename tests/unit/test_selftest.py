@@ -18,7 +18,7 @@ from test_torch_helper import own_environment, run_ranks
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from launcher.selftest import bandwidth, main
-from launcher.selftest.meeting import Meeting, StuckError
+from launcher.selftest.barrier import Barrier, StuckError
 
 pytestmark = pytest.mark.slow  # real process groups, seconds each
 
@@ -124,7 +124,7 @@ def test_json_holds_what_was_found(tmp_path: Path) -> None:
 
 def test_a_rank_that_gives_up_tells_those_who_wait() -> None:
     store = HashStore()
-    first, second = (Meeting(store, "two", 2) for _ in range(2))
+    first, second = (Barrier(store, "two", 2) for _ in range(2))
     raised = second.give_up("nothing came from a to b [slow-link]")
     assert isinstance(raised, StuckError)
     with pytest.raises(StuckError, match="nothing came from a to b"):
@@ -132,9 +132,9 @@ def test_a_rank_that_gives_up_tells_those_who_wait() -> None:
 
 
 def test_a_rank_that_does_not_come_ends_the_wait() -> None:
-    meeting = Meeting(HashStore(), "two", 2)
+    barrier = Barrier(HashStore(), "two", 2)
     with pytest.raises(StuckError, match=r"1 ranks have not ended a round \[rank-stuck\]"):
-        meeting.wait_for_all("a round", limit_s=0.05)
+        barrier.wait_for_all("a round", limit_s=0.05)
 
 
 def test_one_rank_alone_has_no_bandwidth() -> None:

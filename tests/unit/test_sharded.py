@@ -24,9 +24,18 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.multiprocessing.spawn import start_processes
 
-from distributed import checkpoint, checkpoint_files, sharded
 from distributed import torch as helper
-from distributed.checkpoint import CheckpointError, Saver, State, gather_ranks, load, weights_hash
+from distributed.checkpoint import (
+    CheckpointError,
+    Saver,
+    State,
+    files,
+    gather_ranks,
+    load,
+    sharded,
+    weights_hash,
+)
+from distributed.checkpoint.__main__ import main
 from distributed.torch import gather_bytes
 
 pytestmark = pytest.mark.slow
@@ -155,15 +164,15 @@ def test_a_damaged_part_is_named_and_the_one_before_taken(
 def test_files_of_other_names_are_no_parts(saved: Path, tmp_path: Path) -> None:
     run = shutil.copytree(saved, tmp_path / "run", symlinks=True)
     (tmp_path / "run/secret").write_text("")
-    forge(run / "step-2", {"../secret": checkpoint_files.entry_of(run / "secret")})
+    forge(run / "step-2", {"../secret": files.entry_of(run / "secret")})
     with pytest.raises(CheckpointError, match=r"manifest\.json: is not what was written"):
-        checkpoint_files.read(run / "step-2")
+        files.read(run / "step-2")
 
 
 def forge(folder: Path, more: dict[str, Any] | None = None) -> None:
     """Give a checkpoint a manifest that fits its files."""
-    files = [file for file in folder.iterdir() if file.name != "manifest.json"]
-    entries = {file.name: checkpoint_files.entry_of(file) for file in files} | (more or {})
+    data = [file for file in folder.iterdir() if file.name != "manifest.json"]
+    entries = {file.name: files.entry_of(file) for file in data} | (more or {})
     (folder / "manifest.json").write_text(json.dumps({"version": 1, "saved": 0, "files": entries}))
 
 
@@ -241,7 +250,7 @@ def _send_a_false_plan(rank: int, folder: Path) -> None:
             parts.choose({"model": {"weight": torch.ones(4)}})
     else:
         gather_bytes(b"new", parts._group)
-        gather_bytes(checkpoint_files.pack(Intruder(str(folder / "opened"))), parts._group)
+        gather_bytes(files.pack(Intruder(str(folder / "opened"))), parts._group)
 
 
 def test_what_a_false_rank_sends_is_not_unpickled(tmp_path: Path) -> None:
@@ -254,11 +263,11 @@ def test_what_a_false_checkpoint_holds_is_not_unpickled(
     saved: Path, tmp_path: Path, place: str
 ) -> None:
     folder = shutil.copytree(saved / "step-2", tmp_path / "step-2")
-    intruder = checkpoint_files.pack(Intruder(str(tmp_path / "opened")))
+    intruder = files.pack(Intruder(str(tmp_path / "opened")))
     if place == "a part's bytes":  # which torch would read with all that a pickle can do
-        index = checkpoint_files.unpack((folder / "index.pt").read_bytes())
+        index = files.unpack((folder / "index.pt").read_bytes())
         index.state_dict_metadata["model.0.bias"] = BytesStorageMetadata()
-        (folder / "index.pt").write_bytes(checkpoint_files.pack(index))
+        (folder / "index.pt").write_bytes(files.pack(index))
         (folder / "__0_0.distcp").write_bytes(intruder)
     elif place == ".metadata":
         (folder / place).write_bytes(pickle.dumps(Intruder(str(tmp_path / "opened"))))
@@ -295,7 +304,7 @@ def test_weights_are_exported_tied_ones_too(tmp_path: Path, format: str, ending:
     saver.save(1, State(model.state_dict(), {}, {"step": 1}, [{}]))
     saver.wait()
     file = tmp_path / f"weights.{ending}"
-    assert checkpoint.main(["export", str(tmp_path / "run"), str(file)]) == 0
+    assert main(["export", str(tmp_path / "run"), str(file)]) == 0
     weights = safe.load_file(file) if safe else torch.load(file, weights_only=True)
     assert weights_hash(weights) == weights_hash(model.state_dict())
     Tied().load_state_dict(weights)
@@ -310,7 +319,7 @@ def test_without_the_package_an_export_is_refused_in_one_line(
     for name in ("safetensors", "safetensors.torch"):
         monkeypatch.setitem(sys.modules, name, None)
     file = str(tmp_path / "x.safetensors")
-    assert checkpoint.main(["export", str(saved), file]) == 2
+    assert main(["export", str(saved), file]) == 2
     cause = f"{file} needs the package safetensors, which is not installed"
     cure = "pip install safetensors, or export to a .pt file"
     assert capsys.readouterr().err == f"checkpoint: {cause}; {cure}\n"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent.control import SILENCE_S
 from launcher.fanout.connection import Connection
 from launcher.fanout.loop import Loop
-from launcher.fanout.nodes import RECALL_S, Silence
+from launcher.fanout.nodes import Silence
+from launcher.wire import limits
 
 Connect = Callable[[str], Connection]
 
@@ -36,7 +36,7 @@ def connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Connect
 
 
 @pytest.mark.parametrize(
-    ("silent_s", "is_blamed"), [(SILENCE_S * 0.8, True), (SILENCE_S / 2 - 1, False)]
+    ("silent_s", "is_blamed"), [(limits.SILENCE_S * 0.8, True), (limits.SILENCE_S / 2 - 1, False)]
 )
 def test_a_node_that_is_silent_at_the_first_end_is_blamed(
     connect: Connect, silent_s: float, is_blamed: bool
@@ -48,7 +48,9 @@ def test_a_node_that_is_silent_at_the_first_end_is_blamed(
     assert not other.lost
 
 
-@pytest.mark.parametrize(("ago_s", "is_blamed"), [(RECALL_S - 1, True), (RECALL_S + 1, False)])
+@pytest.mark.parametrize(
+    ("ago_s", "is_blamed"), [(limits.RECALL_S - 1, True), (limits.RECALL_S + 1, False)]
+)
 def test_a_node_that_was_silent_just_before_is_blamed(
     connect: Connect, ago_s: float, is_blamed: bool
 ) -> None:

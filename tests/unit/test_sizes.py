@@ -15,13 +15,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# Tokens. Planned: launcher/ 76,000, distributed/ 19,000, the training 20,000; with 5 % of slack.
+# Tokens. Planned, with 5 % of slack: launcher/ 76,000, the helper 9,000, checkpoint/ 10,000, the
+# training 20,000.
 WINGS = {
-    ("launcher",): 99_000,
-    ("distributed",): 20_745,
+    ("launcher",): 101_900,
+    ("distributed",): 11_500,
+    ("distributed/checkpoint",): 9_500,
     ("training", "train.py"): 22_020,
 }
-SCRIPTS = 1207  # lines; planned: 900
+SCRIPTS = 911  # lines; planned: 900
 FILE, CLASS, FUNCTION = 350, 250, 60  # lines
 LONGER = {"train.py:train": 100}  # the training loop reads from top to bottom
 COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
@@ -86,8 +88,9 @@ def test_nothing_is_longer_than_its_limit() -> None:
 
 @pytest.mark.parametrize("places", WINGS, ids=" ".join)
 def test_a_wing_keeps_to_its_budget(places: tuple[str, ...]) -> None:
-    files = [file for file in files_of(*places) if file.suffix == ".py"]
-    assert sum(map(tokens_of, files)) <= WINGS[places]
+    inner = {file for wing in WINGS if wing > places for file in files_of(*wing)}
+    own = [file for file in files_of(*places) if file.suffix == ".py" and file not in inner]
+    assert sum(map(tokens_of, own)) <= WINGS[places]
 
 
 def test_the_scripts_keep_to_theirs() -> None:

@@ -13,11 +13,10 @@ from test_sharded import make_state as make_shared_state
 from test_sharded import on_ranks
 from torch import nn
 
-from distributed import snapshot
-from distributed.checkpoint import Saver, State, load, weights_hash
+from distributed.checkpoint import Saver, State, load, snapshots, weights_hash
+from distributed.checkpoint.memory import BEGIN, FILES
+from distributed.checkpoint.snapshots import Buffer
 from distributed.heartbeat import name_record
-from distributed.snapshot import Buffer
-from distributed.snapshot_memory import BEGIN, FILES
 from launcher.agent.snapshots.memory import Snapshots as NodeSnapshots
 
 
@@ -116,7 +115,7 @@ def test_a_copy_that_was_cut_short_leaves_the_one_before(
     def die(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(snapshot, "copy_all", die)
+    monkeypatch.setattr(snapshots, "copy_all", die)
     with pytest.raises(KeyboardInterrupt):
         take(tmp_path, 3, by=saver)
     assert sorted(one.header().step for one in buffers) == [-1, 2]
@@ -167,7 +166,7 @@ def _take_parts(rank: int, folder: Path, files: list[str], shard: int | str, mis
     found = load(folder / "run")
     wanted = make_shared_state(2 if missing == 3 else 3, "ddp")
     assert found is not None and found.is_snapshot
-    newest = max(buffer.header().step for buffer in snapshot._open_buffers())
+    newest = max(buffer.header().step for buffer in snapshots._open_buffers())
     assert newest == wanted.progress["step"]  # what the others lack is gone
     assert weights_hash(found.model) == weights_hash(wanted.model)
     assert [*found.ranks] == [{"own": wanted.progress["step"]}] * len(files)

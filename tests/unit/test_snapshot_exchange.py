@@ -14,10 +14,10 @@ from agents import rarely
 from recovery import SHARDED, Job, Outcome, await_snapshots
 from test_sharded import make_state, on_ranks
 
-from distributed import snapshot_exchange as exchange
-from distributed.checkpoint import Saver, load, weights_hash
-from distributed.snapshot import _open_buffers
-from distributed.snapshot_memory import BEGIN, FILES, Memory
+from distributed import limits
+from distributed.checkpoint import Saver, exchange, load, weights_hash
+from distributed.checkpoint.memory import BEGIN, FILES, Memory
+from distributed.checkpoint.snapshots import _open_buffers
 from launcher.agent.snapshots.memory import Snapshots as NodeSnapshots
 from launcher.agent.snapshots.memory import _steps
 
@@ -115,7 +115,7 @@ def test_without_a_neighbour_the_run_goes_on(tmp_path: Path) -> None:
 
 def _end_early(rank: int, folder: Path, files: list[str]) -> None:
     os.environ |= {FILES: files[rank], "LOCAL_WORLD_SIZE": "1"}
-    exchange._PIECE, exchange._PIECE_S = BEGIN, 1.0
+    exchange._PIECE, limits.SNAPSHOT_PIECE_S = BEGIN, 1.0
     saver = Saver(folder / "run", keep_last=9, enabled=rank == 0, format="sharded")
     saver.snapshot(1, make_state(1, "fsdp", "all"))
 

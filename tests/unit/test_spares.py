@@ -13,9 +13,9 @@ import pytest
 from agents import PATIENCE_S, Run, kill_what_is_left
 from ports import free_port
 
-from launcher.agent.assignment import Seat
 from launcher.agent.nodes.protocol import Peer
 from launcher.agent.nodes.team import Team
+from launcher.wire.messages import Member
 
 # Every rank says where it is, and trains for ever, or ends in the attempt that is named.
 PROGRAM = """
@@ -145,26 +145,31 @@ def peers() -> Iterator[Callable[[int], Peer]]:
 def team_of(
     connect: Callable[[int], Peer], nprocs: list[int], spares: list[int], min_nodes: int
 ) -> Team:
-    seats = [Seat(place, f"n{place}", nproc) for place, nproc in enumerate(nprocs)]
-    waiting = {place: Seat(place, f"n{place}", n) for place, n in enumerate(spares, len(nprocs))}
-    others = {place: connect(place) for place in range(1, len(nprocs))}
-    there = {place: connect(place) for place in waiting}
-    return Team("r", seats, others, waiting, there, min_nodes)
+    members = [Member(number, f"n{number}", nproc) for number, nproc in enumerate(nprocs)]
+    others = {number: connect(number) for number in range(1, len(nprocs))}
+    there = {
+        at: (connect(at), Member(at, f"n{at}", nproc))
+        for at, nproc in enumerate(spares, len(nprocs))
+    }
+    return Team("r", members, others, there, min_nodes)
+
+
+ALONE = "stopping: this node reaches only 0 of 3 others"
 
 
 @pytest.mark.parametrize(
     ("nprocs", "spares", "min_nodes", "lost", "why", "told", "hosts", "world_size"),
     [
         ([2, 2, 2], [2], 3, [1], "", ["n3 takes n1's place"], ["n0", "n3", "n2"], 6),
-        ([2, 2, 2], [2], 3, [1, 2], "no spare is left for n1, n2: there is no restart", [], [], 0),
+        ([2, 2, 2], [2], 3, [1, 2], "not restarting: no spare is left for n1, n2", [], [], 0),
         ([2, 2, 2, 2], [2, 2], 4, [1, 3], "",
          ["n4 takes n1's place", "n5 takes n3's place"], ["n0", "n4", "n2", "n5"], 8),
         ([2, 4, 2], [2, 4], 3, [1], "", ["n4 takes n1's place"], ["n0", "n4", "n2"], 8),
-        ([2, 4, 2], [2], 3, [1], "no spare is left for n1: there is no restart", [], [], 0),
+        ([2, 4, 2], [2], 3, [1], "not restarting: no spare is left for n1", [], [], 0),
         ([2, 4, 2], [2], 2, [1], "", ["2 nodes without n1"], ["n0", "n2"], 4),
-        ([2, 2, 2, 2], [], 2, [1, 2, 3], "this node reaches 0 of 3 others: it ends", [], [], 0),
+        ([2, 2, 2, 2], [], 2, [1, 2, 3], ALONE, [], [], 0),
         ([2, 2], [], 1, [1], "", ["1 node without n1"], ["n0"], 2),
-        ([2, 2], [], 0, [1], "a node's agent is gone: there is no restart", [], [], 0),
+        ([2, 2], [], 0, [1], "not restarting: a node's agent is gone", [], [], 0),
     ],
 )  # fmt: skip
 def test_who_takes_whose_place(
@@ -187,10 +192,10 @@ def test_who_takes_whose_place(
     assert team.refill() == told
     parts = team.assign(1, "10.0.0.1", 99)
     assert [*parts[0].hosts] == hosts and parts[0].world_size == world_size
-    in_order = [parts[seat.place] for seat in team.seats]
+    in_order = [parts[one.node_id] for one in team.members]
     assert [part.node_rank for part in in_order] == [*range(len(hosts))]
     assert sorted(team.peers) == [*range(1, len(hosts))]
     firsts = [part.first_rank for part in in_order]
-    counts = [team.seats[rank].nproc for rank in range(len(hosts))]
+    counts = [team.members[rank].nproc for rank in range(len(hosts))]
     assert firsts == [sum(counts[:rank]) for rank in range(len(hosts))]
     assert {part.attempt for part in parts.values()} == {1}

@@ -15,6 +15,7 @@ from launcher.fanout import srun
 from launcher.plan.plan import Plan, PlanError
 from launcher.preflight.check_node import Report, write_report
 from launcher.typed_json import encode
+from launcher.wire import limits
 
 # --- commands -----------------------------------------------------------------------------------
 
@@ -61,9 +62,9 @@ def test_a_step_with_spares_outlives_a_node(plan: Plan) -> None:
         (None, None),
         ("ALL", None),
         ("ALL,MINE=1", None),
-        ("NONE", "PATH,HOME,RUN_SECRET,LAUNCH_CONTROL,LAUNCH_TOKEN"),
-        ("NIL", "PATH,HOME,RUN_SECRET,LAUNCH_CONTROL,LAUNCH_TOKEN"),
-        ("MINE=1,OTHER", "MINE=1,OTHER,PATH,HOME,RUN_SECRET,LAUNCH_CONTROL,LAUNCH_TOKEN"),
+        ("NONE", "PATH,HOME,RUN_SECRET,LAUNCH_START,LAUNCH_TOKEN"),
+        ("NIL", "PATH,HOME,RUN_SECRET,LAUNCH_START,LAUNCH_TOKEN"),
+        ("MINE=1,OTHER", "MINE=1,OTHER,PATH,HOME,RUN_SECRET,LAUNCH_START,LAUNCH_TOKEN"),
     ],
 )
 def test_srun_forwards_the_secret_whatever_sbatch_exports(
@@ -120,7 +121,7 @@ def test_a_node_that_does_not_answer_is_named(
     fault: str,
     cause: str,
 ) -> None:
-    monkeypatch.setattr(srun, "PREFLIGHT_S", 1.0)
+    monkeypatch.setattr(limits, "STEP_PREFLIGHT_S", 1.0)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     make_tool(tools / "squeue", "echo 7 RUNNING")
     lines = "\n".join(report(node_rank) for node_rank in answered)
@@ -150,7 +151,7 @@ def test_a_node_that_keeps_the_others_waiting_is_named_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(srun, "TELL_S", 1.0)
+    monkeypatch.setattr(limits, "STEP_NAMING_S", 1.0)
     early, late = (f"cat <<'END'\n{report(rank)}\nEND\n" for rank in (0, 1))
     for answers in ("sleep 2\n" + early, early + "sleep 2\n"):
         make_tool(tools / "srun", f"{answers}{late}cat <<'END'\n{report(2)}\nEND")

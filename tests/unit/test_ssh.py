@@ -1,6 +1,6 @@
 """Launches over ssh and pdsh, where a bash on this machine stands for ssh.
 
-The launcher, node.py and pdsh are the real ones; the agent is a script of a few lines.
+The launcher, its far side and pdsh are the real ones; the agent is a script of a few lines.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ import pytest
 from agents import PATIENCE_S
 
 from launcher import processes
-from launcher.agent.control import SILENCE_S
 from launcher.fanout.connection import TRIES
-from launcher.fanout.ssh import END_S
+from launcher.wire import limits
 
 pytestmark = pytest.mark.slow
 
@@ -41,8 +40,22 @@ if [[ -e $FAKE_NODES/$host && $command == *"bash -s" ]]; then exec bash "$FAKE_N
 exec bash -c "$command"
 """
 PYTHON = f"""#!/usr/bin/env bash
-if [[ $1 == */agent.py ]]; then exec {sys.executable} "$FAKE_NODES/agent.py" "$@"; fi
+case "$*" in
+  *" launcher.fanout.far_side "*) [[ $* == *" --pdsh "* ]] || exec {sys.executable} "$0.py" "$@" ;;
+  *"/agent.py "*) exec {sys.executable} "$FAKE_NODES/agent.py" "$@" ;;
+esac
 exec {sys.executable} "$@"
+"""
+FAR_SIDE = f"""import os, subprocess, sys
+sys.path[:0] = [{str(ROOT)!r}]
+from launcher.fanout import far_side
+from launcher.processes import shell_code
+fork = lambda words, control, launched: (words, control)
+def guard(agent):
+    command = [sys.executable, os.environ["FAKE_NODES"] + "/agent.py", *agent[0]]
+    return shell_code(subprocess.call(command, stdin=agent[1].fd))
+far_side.fork_agent, far_side.guard = fork, guard
+sys.exit(far_side.main(sys.argv[3:]))
 """
 LIE = """
 mapfile -t -n 3 opening
@@ -75,6 +88,7 @@ class Nodes:
             each.mkdir()
         self.add(tools / "ssh", SSH)
         self.add(tools / "python", PYTHON)
+        (tools / "python.py").write_text(FAR_SIDE)
         (folder / "own.py").touch()
         self.environ = {
             "PATH": f"{tools}:{os.environ['PATH']}",
@@ -161,10 +175,9 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 
 END = """
-def end(code, fault="rank-error", cause="ValueError: no samples", is_told=False):
+def end(code, fault="rank-error", cause="ValueError: no samples"):
     failure = dict(fault=fault, cause=cause, code=code, host="n", node_rank=0, time=2.0, rank=1)
-    summary = dict(started=1.0, lost_peer=0, stopped=0, left=0, run_id="r", command="again")
-    tell(end=dict(code=code, failure=failure, summary=summary, is_told=is_told))
+    tell(outcome=dict(code=code, failure=failure, started=1.0, run_id="r", command="again"))
     sys.exit(code)
 """
 
@@ -257,7 +270,7 @@ def test_after_a_stop_a_node_has_all_of_grace(nodes: Nodes) -> None:
         f"{END}\n"
         "open(os.environ['FAKE_NODES'] + '/started', 'w').write('yes')\n"
         "while sys.stdin.readline() != 'SIGTERM\\n': pass\n"
-        f"until = time.monotonic() + {END_S + BEAT_S}\n"
+        f"until = time.monotonic() + {limits.CONTROL_END_S + BEAT_S}\n"
         "while time.monotonic() < until and sys.stdin.readline(): pass\n"  # a beat, or the end
         "end(75 if time.monotonic() >= until else 143)"
     )
@@ -376,7 +389,7 @@ def test_an_agent_that_says_nothing_is_named(nodes: Nodes) -> None:
     assert code == 7 and "FAILED   node agent 1 (n1)" in err and "[agent-killed]\n" in err
 
 
-# As a guardian: it ends with its launcher, or without a sign of life from it.
+# As a supervisor: it ends with its launcher, or without a sign of life from it.
 HELD = """
 import select
 open(os.environ['FAKE_NODES'] + '/agent.' + rank, 'w').write(str(os.getppid()))
@@ -428,7 +441,7 @@ def test_the_agents_that_hear_nothing_of_a_silent_node_may_save(nodes: Nodes) ->
         f"""
 import select
 open(os.environ['FAKE_NODES'] + '/agent.' + rank, 'w').write(str(os.getppid()))
-end = time.monotonic() + {SILENCE_S + 3} + (rank == '1') * 60
+end = time.monotonic() + {limits.SILENCE_S + 3} + (rank == '1') * 60
 while (left_s := end - time.monotonic()) > 0:
     if select.select([0], [], [], left_s)[0] and not os.read(0, 100): sys.exit(143)
 open(os.environ['FAKE_NODES'] + '/saved', 'w')
@@ -445,7 +458,7 @@ sys.exit(137)
 @pytest.mark.long
 def test_what_is_left_on_a_node_that_was_silent_at_the_end_is_ended(nodes: Nodes) -> None:
     """Another node's agent has given it up before the launcher did."""
-    nodes.agent(f"if rank == '0': time.sleep({0.7 * SILENCE_S}); sys.exit(137)\n{HELD}")
+    nodes.agent(f"if rank == '0': time.sleep({0.7 * limits.SILENCE_S}); sys.exit(137)\n{HELD}")
     launcher = nodes.start("-", "1", "n0", "n1")
     part = nodes.process("agent.1")
     os.kill(part, signal.SIGSTOP)

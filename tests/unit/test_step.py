@@ -13,11 +13,12 @@ import pytest
 from captured import captured
 from job_tools import make_tool
 
-from launcher.agent.control import Control, Lineup, report_end, tell
+from launcher.agent.control import Control, Done, Membership, report_outcome, tell
 from launcher.failure import Failure
-from launcher.failure_block import End, RunSummary, print_end
+from launcher.failure_block import Outcome, print_outcome
 from launcher.fanout import step
 from launcher.plan.plan import Plan
+from launcher.wire import limits
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = """
@@ -36,8 +37,9 @@ def told(node_rank: int, blamed: int, capsys: pytest.CaptureFixture[str], frames
     failure = Failure(
         "link-lost", "no sign of life", 137, f"node{blamed + 1}", blamed, 9.0, frames=lost
     )
-    end = End(137, failure, RunSummary(0.0, 0, 1, 0, "mine", ""), is_told=False)
-    report_end(end, Control(None, f"t0ken {node_rank}"), is_line_open=False)
+    report_outcome(
+        Outcome(137, failure, stopped=1), Control(None, f"t0ken {node_rank}"), is_line_open=False
+    )
     return capsys.readouterr().out
 
 
@@ -63,7 +65,7 @@ def test_an_srun_that_waits_for_a_lost_node_is_ended(
     assert result.returncode == 137
     assert result.stdout == "step 1\n"
     assert result.stderr.startswith("FAILED   node agent 1 (node2) ")
-    assert step.END_S <= took_s < step.END_S + 30  # srun takes 60
+    assert limits.SRUN_END_S <= took_s < limits.SRUN_END_S + 30  # srun takes 60
 
 
 @pytest.mark.slow
@@ -71,14 +73,14 @@ def test_a_run_that_goes_on_without_a_node_ends_as_the_others_do(
     tmp_path: Path, tools: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lost, others = told(1, 1, capsys), Control(None, "t0ken 0")
-    tell(Lineup(1, [0, 2], []), others, is_line_open=False)
-    lineup = capsys.readouterr().out
+    tell(Membership(1, [0, 2], []), others, is_line_open=False)
+    membership = capsys.readouterr().out
     for rank in (0, 2):
-        end = End(0, None, RunSummary(0.0, 0, 0, 0, "mine", ""), is_told=rank > 0)
-        report_end(end, Control(None, f"t0ken {rank}"), is_line_open=False)
+        told_last = Done() if rank else Outcome(0)
+        tell(told_last, Control(None, f"t0ken {rank}"), is_line_open=False)
     begun = "".join(f"t0ken {rank}\n" for rank in range(3))
-    pause = f"sleep {step.END_S + 1}"
-    for name, text in (("lost", begun + lost), ("ends", lineup + capsys.readouterr().out)):
+    pause = f"sleep {limits.SRUN_END_S + 1}"
+    for name, text in (("lost", begun + lost), ("ends", membership + capsys.readouterr().out)):
         (tmp_path / name).write_text(text)
     make_tool(tools / "srun", f"cat lost; {pause}; echo on; cat ends; exit 137")
     result, _ = run_step(tmp_path, min_nodes=2)
@@ -106,8 +108,8 @@ def test_the_block_comes_once_and_last_and_node_rank_0_is_believed(
 def test_a_node_that_failed_is_told_where_node_rank_0_was_only_stopped(
     tmp_path: Path, tools: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stopped = End(143, None, RunSummary(0.0, 0, 1, 0, "mine", "", signum=15), is_told=False)
-    report_end(stopped, Control(None, "t0ken 0"), is_line_open=False)
+    stopped = Outcome(143, stopped=1, signum=15)
+    report_outcome(stopped, Control(None, "t0ken 0"), is_line_open=False)
     (tmp_path / "told").write_text(capsys.readouterr().out + told(1, 1, capsys))
     make_tool(tools / "srun", "cat told; exit 143")
     result, _ = run_step(tmp_path)
@@ -118,9 +120,9 @@ def test_a_node_that_failed_is_told_where_node_rank_0_was_only_stopped(
 def test_an_agent_that_was_killed_is_named_where_the_others_were_only_stopped(
     tmp_path: Path, tools: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stopped = End(143, None, RunSummary(0.0, 0, 1, 0, "mine", "", signum=15), is_told=False)
+    stopped = Outcome(143, stopped=1, signum=15)
     for rank in (0, 2):
-        report_end(stopped, Control(None, f"t0ken {rank}"), is_line_open=False)
+        report_outcome(stopped, Control(None, f"t0ken {rank}"), is_line_open=False)
     (tmp_path / "told").write_text("t0ken 1\n" + capsys.readouterr().out)
     make_tool(tools / "srun", "cat told; exit 143")
     result, _ = run_step(tmp_path)
@@ -162,10 +164,9 @@ def test_an_end_at_the_time_limit_has_its_name(
     make_tool(tools / "squeue", f"echo {reason}")
     for name, value in captured(environment, PATH=os.environ["PATH"]).items():
         monkeypatch.setenv(name, value)
-    summary = RunSummary(0.0, 0, 0, 0, "mine", "", ends="by a signal", signum=signum)
-    end = step.as_slurm_ended(End(code, None, summary, is_told=False))
+    end = step.as_slurm_ended(Outcome(code, ends="by a signal", signum=signum))
     assert (end.failure and end.failure.fault, end.code) == expected
-    print_end(end, sys.stdout, None)
+    print_outcome(end, sys.stdout, None)
     shown = capsys.readouterr().out
     assert shown.startswith("FAILED   job (") == (end.failure is not None)
 
@@ -186,7 +187,7 @@ def test_three_restarts_without_a_new_step_end_the_job(
         latest.symlink_to(f"step-{number}")
         assert step.requeue(plan, environ)
     assert queued.read_text().splitlines() == ["requeue 11"] * 2 + ["requeue 5_5"] * 3
-    told = "x.sh: 3 restarts gained no step; the job is not requeued\n"
+    told = "x.sh: 3 restarts made no progress; the job is not requeued\n"
     back = [
         f"requeued job {name}; it resumes when SLURM starts it again\n" for name in ("11", "5_5")
     ]

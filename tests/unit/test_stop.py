@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.multiprocessing.spawn import start_processes
 
-from distributed import stop, stop_signals
+from distributed import limits, stop_signals
 from distributed.stop import Stop
 from distributed.stop_signals import STOP_SIGNALS
 
@@ -54,7 +54,7 @@ def test_the_clock_saves_too_and_starts_anew_with_each_save() -> None:
 
 
 def test_a_file_saves_or_stops_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stop, "LOOK_S", 0.0)
+    monkeypatch.setattr(limits, "STOP_LOOK_S", 0.0)
     asked = Stop(folder=tmp_path)
     (tmp_path / "save").touch()
     asked.ask()
@@ -71,7 +71,7 @@ def test_a_file_saves_or_stops_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_second_interrupt_a_while_later_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stop_signals, "SECOND_INTERRUPT_S", 0.0)
+    monkeypatch.setattr(limits, "SECOND_INTERRUPT_S", 0.0)
     Stop()
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(0.001)

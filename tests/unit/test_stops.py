@@ -29,16 +29,16 @@ while not asked:
 """
 SLOW_SAVE = "time.sleep(3)\nPath(f'saved{rank}').write_text('all')\n"
 PROGRAMS = {  # -> of rank 1; exit code, how the ranks ended
-    "sys.exit(1)": (1, "rank 0 left with code 0, rank 1 left with code 1"),
-    "os._exit(1)": (1, "rank 0 left with code 0, rank 1 left with code 1"),
-    "raise KeyboardInterrupt": (130, "rank 0 left with code 0, rank 1 ended by SIGINT"),
+    "sys.exit(1)": (1, "rank 0 exited with code 0, rank 1 exited with code 1"),
+    "os._exit(1)": (1, "rank 0 exited with code 0, rank 1 exited with code 1"),
+    "raise KeyboardInterrupt": (130, "rank 0 exited with code 0, rank 1 ended by SIGINT"),
     "raise RuntimeError('Connection closed by peer')": (
         1,
-        "rank 0 left with code 0, rank 1 left with code 1",
+        "rank 0 exited with code 0, rank 1 exited with code 1",
     ),
-    "sys.exit(75)": (143, "rank 0 left with code 0, rank 1 left with code 75"),
-    "time.sleep(60)": (143, "rank 0 left with code 0, rank 1 killed after GRACE"),
-    "pass": (143, "ranks 0-1 left with code 0"),
+    "sys.exit(75)": (143, "rank 0 exited with code 0, rank 1 exited with code 75"),
+    "time.sleep(60)": (143, "rank 0 exited with code 0, rank 1 killed after GRACE"),
+    "pass": (143, "ranks 0-1 exited with code 0"),
 }
 OFTEN = "sys.exit(75)"
 
@@ -85,7 +85,7 @@ def stop_at_random(folder: Path) -> tuple[bool, bool]:
         err = run.finish()
     finally:
         kill_what_is_left(started)
-    told = "stopped  by SIGTERM: rank 0 left with code 0, rank 1 left with code 1 (code 1); "
+    told = "stopped  by SIGTERM: rank 0 exited with code 0, rank 1 exited with code 1 (code 1); "
     is_saved = (folder / "saved0").exists()
     return is_saved, err.endswith(told + "nothing is left running\n")
 

@@ -14,9 +14,10 @@ from ports import free_port
 from strangers import attack, keep_silent
 
 from launcher import handshake
-from launcher.agent.agent import _versions
+from launcher.agent.join import versions
 from launcher.agent.nodes.protocol import MESSAGES
 from launcher.preflight import must_match
+from launcher.wire.messages import NodeReport
 
 pytestmark = pytest.mark.slow
 
@@ -128,5 +129,5 @@ def test_a_stolen_node_can_only_end_the_run(tmp_path: Path, message: bytes) -> N
 def hello(script: Path) -> bytes:
     """What a node says first, with the versions and hashes that node 0 expects."""
     files = {"the list of arguments": "", **must_match.hash_files([str(script)], Path())}
-    report = must_match.NodeReport(1, 2, 1, "stolen", "", _versions(), files)
+    report = NodeReport(1, 2, 1, "stolen", "", versions(), files)
     return f"{MESSAGES.write(report)}\n".encode()

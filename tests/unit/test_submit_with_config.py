@@ -13,7 +13,7 @@ from launcher.plan.submit_with_config import (
     submit_all,
     take_own_settings,
 )
-from launcher.plan.typed import Typed, parse
+from launcher.plan.typed import Typed
 
 OURS = ("config=c.yaml", "num_gpus_train=2")
 
@@ -91,22 +91,8 @@ def test_other_options_of_sbatch_are_passed_on(
 ) -> None:
     monkeypatch.setattr("launcher.plan.submit_with_config.refusal", lambda words: "")
     passed = ("--mail-user", "me@here", "--constraint", "a100&ib")
-    typed = Typed("submit", directory="/home/own", passed=passed, dry_run=True)  # behind a link
+    typed = Typed("submit", directory="/home/own", passed=passed, is_dry_run=True)  # behind a link
     own = {"config": "c.yaml", "prepare": "", "partition": "gpu"}
     assert submit_all(typed, own, Size(1, 2, is_exclusive=False), ["x.sh"]) == 0
     told = "--partition=gpu --chdir=/home/own --mail-user=me@here '--constraint=a100&ib' x.sh"
     assert f"sbatch --parsable {told}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", ""])
-def test_a_task_of_an_array_has_its_number_in_its_settings(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if name:
-        monkeypatch.setenv(name, "7")
-    task = "7" if name else "{task}"
-    words = ["--setting=seed={task}", "--setting=data.path=a/{task}/b", "--typed=x.sh"]
-    words += ["--typed=seed={task}", "--typed={task}.yaml"]
-    typed = parse(["srun", *words, "--", "{task}"])
-    assert typed.setting == (f"seed={task}", f"data.path=a/{task}/b")
-    assert typed.typed == ("x.sh", f"seed={task}", "{task}.yaml") and typed.rest == ("{task}",)

@@ -11,9 +11,9 @@ from test_ending import PLAN
 from launcher.fanout.swap import find_ill, leave_out, swap
 from launcher.plan.plan import NodePlan
 from launcher.preflight.check_node import Report
-from launcher.preflight.checks import Fault
 from launcher.record import run_json
 from launcher.record.restart import Restart
+from launcher.wire.messages import Fault
 
 NODES = [NodePlan(f"me@n{number}", 2) for number in range(5)]
 FIVE = replace(PLAN, nodes=NODES, num_nodes=3, num_spares=2, min_nodes=3, master_addr="n0")

@@ -11,7 +11,7 @@ from agents import rarely
 from launched import Work
 
 from distributed.checkpoint import weights_hash
-from distributed.checkpoint_files import read_progress
+from distributed.checkpoint.files import read_progress
 from training.tasks import score
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -25,10 +25,9 @@ from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import IterableDataset
 
-from distributed import collectives, rendezvous
+from distributed import collectives, limits, rendezvous
 from distributed import torch as helper
 from distributed.environment import LauncherError, detect
-from distributed.exit import EXIT_LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow  # real process groups, seconds each
@@ -456,13 +455,13 @@ def test_exit_handlers_have_a_limit(tmp_path: Path, waits_in: str) -> None:
         tmp_path,
         f"""
         import distributed.exit, threading, time
-        distributed.exit.EXIT_LIMIT_S = 0.5
+        distributed.limits.EXIT_S = 0.5
         print("printed", end="")
         {waits_in.format("threading.Event().wait")}
         finish(3)
         """,
     )
-    assert time.monotonic() - start < EXIT_LIMIT_S
+    assert time.monotonic() - start < limits.EXIT_S
     assert (done.returncode, done.stdout) == (3, "printed")
     assert "threads or exit handlers still run after 0.5 s; exiting without them" in done.stderr
 

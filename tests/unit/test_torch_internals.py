@@ -21,7 +21,8 @@ from agents import rarely
 from torch import _weights_only_unpickler, nn
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-from distributed import checkpoint_files, torch_internals
+from distributed import torch_internals
+from distributed.checkpoint import files
 from distributed.environment import LauncherError
 from distributed.errors import Refused
 from distributed.strategy import Sharding
@@ -168,7 +169,7 @@ def test_bytes_are_read_by_a_torch_that_does_not_know_how_they_are_pickled(
     known.pop("_codecs.encode", None)  # as torch 2.4 has it
     monkeypatch.setattr(_weights_only_unpickler, "_get_allowed_globals", lambda: known)
     content = {"ranks": [b"\x00\xff", torch.ones(1)]}
-    assert checkpoint_files.unpack(checkpoint_files.pack(content)) == content
+    assert files.unpack(files.pack(content)) == content
 
 
 def test_fsdp_on_a_cpu_is_refused_where_torch_cannot(monkeypatch: pytest.MonkeyPatch) -> None:

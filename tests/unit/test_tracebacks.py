@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import selectors
 import subprocess
 import time
 from pathlib import Path
@@ -13,10 +12,11 @@ from agents import PATIENCE_S, ROOT, rarely
 
 from launcher.agent.node_ranks import Heartbeats, NodeRanks, Rank
 from launcher.agent.output.stream import NodeLog, open_stream
-from launcher.agent.output.terminal import Terminal
-from launcher.agent.output.tracebacks import GO_ON_S, LEAVE_S, HeldTraceback
+from launcher.agent.output.tracebacks import HeldTraceback
 from launcher.agent.verdict import Facts, is_consequence
 from launcher.failure import Failure
+from launcher.terminal import open_again
+from launcher.wire import limits
 
 TRACEBACK = b"Traceback (most recent call last):\n  File x, line 1\nValueError: y\n"
 
@@ -54,8 +54,7 @@ class OneRank:
     def __init__(self, log: NodeLog) -> None:
         self.reader, writer = os.pipe()
         os.set_blocking(self.reader, False)
-        self.terminal = Terminal(writer)
-        self.terminal.attach(selectors.DefaultSelector())
+        self.terminal = open_again(writer)
         self.rank, self.stream = open_stream(0, log, self.terminal, is_alone=True)
 
     def write(self, data: bytes) -> bytes:
@@ -65,7 +64,7 @@ class OneRank:
         return self.shown()
 
     def shown(self) -> bytes:
-        self.terminal.detach(1.0)
+        self.terminal.drain(1.0)
         try:
             return os.read(self.reader, 65536)
         except BlockingIOError:
@@ -109,7 +108,7 @@ def test_without_a_log_the_terminal_shows_all(log: NodeLog) -> None:
 def test_a_traceback_that_was_shown_does_not_keep_a_later_one_from_being_held(log: NodeLog) -> None:
     rank = OneRank(log)
     rank.write(TRACEBACK)
-    assert rank.stream.traceback_age(time.monotonic() + GO_ON_S) >= GO_ON_S
+    assert rank.stream.traceback_age(time.monotonic() + limits.TRACEBACK_S) >= limits.TRACEBACK_S
     rank.stream.show_traceback()
     assert rank.shown() == TRACEBACK and rank.stream.traceback_age(time.monotonic()) == 0
     assert rank.write(b"on\n" + TRACEBACK) == b"on\n"
@@ -128,13 +127,13 @@ def test_how_long_a_traceback_is_held_while_nothing_has_failed(
     assert ranks.tick(now, is_ending=False)
     ranks.tick(now + 100, is_ending=True)
     error_file.touch()  # it is about to end
-    ranks.tick(now + LEAVE_S - 0.1, is_ending=False)
+    ranks.tick(now + limits.RAISED_S - 0.1, is_ending=False)
     assert one.shown() == b""
-    ranks.tick(now + LEAVE_S, is_ending=False)
+    ranks.tick(now + limits.RAISED_S, is_ending=False)
     assert one.shown() == TRACEBACK
     error_file.unlink()
     one.write(TRACEBACK)
-    ranks.tick(time.monotonic() + GO_ON_S, is_ending=False)
+    ranks.tick(time.monotonic() + limits.TRACEBACK_S, is_ending=False)
     assert one.shown() == TRACEBACK
 
 

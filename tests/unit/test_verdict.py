@@ -9,6 +9,7 @@ import pytest
 from launcher.agent import verdict
 from launcher.agent.verdict import Facts, NodeEnd, Verdict
 from launcher.failure import Failure, RaisedError, user_frames
+from launcher.failure_block import Outcome
 
 
 def failed(rank: int, time: float = 1.0, *, code: int = 1, is_consequence: bool = False) -> Failure:
@@ -131,7 +132,7 @@ RAISED = RaisedError("ValueError: bad; give a good one [my-fault]", "", 1, 5.0, 
         ),
         (
             None, 7, True, "",
-            ("rank-error", "left with exit code 7, without an exception", 7, 9.0, False),
+            ("rank-error", "exited with code 7 without an exception", 7, 9.0, False),
         ),
         (
             verdict.read_traceback("ValueError: bad", 9.0), 1, False, "ValueError: bad",
@@ -184,12 +185,12 @@ def test_the_exit_code_of_a_run_that_did_not_fail(
     ("nodes", "has_saved", "ends"),
     [
         ([NodeEnd(codes=[75, 75, 75])], True, "ranks 0-2 saved"),
-        ([NodeEnd(codes=[75])], False, "rank 0 left with code 75"),
-        ([NodeEnd(codes=[0, 1])], False, "rank 0 left with code 0, rank 1 left with code 1"),
+        ([NodeEnd(codes=[75])], False, "rank 0 exited with code 75"),
+        ([NodeEnd(codes=[0, 1])], False, "rank 0 exited with code 0, rank 1 exited with code 1"),
         (
             [NodeEnd(codes=[143, 0]), NodeEnd([], [3], 2, [143, 137])],
             False,
-            "ranks 0, 2 ended by SIGTERM, rank 1 left with code 0, rank 3 killed after GRACE",
+            "ranks 0, 2 ended by SIGTERM, rank 1 exited with code 0, rank 3 killed after GRACE",
         ),
     ],
 )
@@ -213,22 +214,22 @@ def test_what_a_node_tells_at_its_end() -> None:
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
-        (Facts(codes={0: 0, 1: 0}), Verdict(0)),
+        (Facts(codes={0: 0, 1: 0}), Outcome(0)),
         (
             Facts(codes={0: 75}, signals=[15]),
-            Verdict(75, ends="by SIGTERM: rank 0 saved", signum=15),
+            Outcome(75, ends="by SIGTERM: rank 0 saved", signum=15),
         ),
         (  # a notice that no rank handled stopped nothing
             Facts(codes={0: 143}, signals=[10, 15]),
-            Verdict(143, ends="by SIGTERM: rank 0 ended by SIGTERM", signum=15),
+            Outcome(143, ends="by SIGTERM: rank 0 ended by SIGTERM", signum=15),
         ),
         (
             Facts(codes={0: 143}, signals=[10, 15], noticed={0}),
-            Verdict(143, ends="by SIGUSR1: rank 0 ended by SIGTERM", signum=10),
+            Outcome(143, ends="by SIGUSR1: rank 0 ended by SIGTERM", signum=10),
         ),
         (
             Facts(codes={0: 143, 1: 1}, failures=[failed(1)], stopped={0}),
-            Verdict(1, replace(failed(1), saved_step=40), stopped=1),
+            Outcome(1, replace(failed(1), saved_step=40), stopped=1),
         ),
         (  # of two nodes: each rank is counted once
             Facts(
@@ -237,15 +238,15 @@ def test_what_a_node_tells_at_its_end() -> None:
                 stopped={1},
                 nodes={1: NodeEnd([3], [2, 3], 2, [137, 137])},
             ),
-            Verdict(7, replace(failed(2, code=7), saved_step=40), lost_peer=2, stopped=1),
+            Outcome(7, replace(failed(2, code=7), saved_step=40), lost_peer=2, stopped=1),
         ),
         (  # nobody failed, one left too early
             Facts(codes={0: 1, 1: 0}, failures=[victim(0)]),
-            Verdict(
+            Outcome(
                 1,
                 replace(
                     victim(0),
-                    cause="cause of 0 (before it rank 1 left with exit code 0)",
+                    cause="cause of 0 (before it rank 1 exited with code 0)",
                     saved_step=40,
                 ),
             ),
@@ -258,17 +259,19 @@ def test_what_a_node_tells_at_its_end() -> None:
                     replace(victim(1), stacks=["rank 1: b"]),
                 ],
             ),
-            Verdict(1, replace(failed(0), stacks=["rank 0: a", "rank 1: b"], saved_step=40)),
+            Outcome(1, replace(failed(0), stacks=["rank 0: a", "rank 1: b"], saved_step=40)),
         ),
         (  # node rank 0 has told
-            Facts(codes={0: 143}, failures=[failed(0)], verdict=Verdict(9, failed(5), 1, 2)),
-            Verdict(9, failed(5), 1, 2, is_told=True),
+            Facts(
+                codes={0: 143}, failures=[failed(0)], verdict=Verdict(Outcome(9, failed(5), 1, 2))
+            ),
+            Outcome(9, failed(5), 1, 2),
         ),
     ],
 )
-def test_the_verdict(facts: Facts, expected: Verdict) -> None:
-    told = verdict.reach_verdict(facts, saved_step=40, left=0)
-    assert told.is_told or told.has_saved
+def test_the_verdict(facts: Facts, expected: Outcome) -> None:
+    told = verdict.reach_verdict(facts, saved_step=40, left=0).outcome
+    assert told.has_saved != (facts.verdict is not None)
     told = replace(told, has_saved=False)
     if told.failure and not told.failure.stacks:
         told = replace(told, failure=replace(told.failure, stacks=()))
@@ -276,8 +279,8 @@ def test_the_verdict(facts: Facts, expected: Verdict) -> None:
 
 
 def test_what_is_left_is_this_nodes() -> None:
-    facts = Facts(codes={0: 0}, verdict=Verdict(0, left=3))
-    assert verdict.reach_verdict(facts, saved_step=-1, left=1).left == 1
+    facts = Facts(codes={0: 0}, verdict=Verdict(Outcome(0, left=3)))
+    assert verdict.reach_verdict(facts, saved_step=-1, left=1).outcome.left == 1
 
 
 @pytest.mark.parametrize("folder", ["my code", "it's", 'a "quoted" folder', "ü"])

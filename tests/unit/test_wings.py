@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train.py": {"training", "distributed"},
     "scripts": {"launcher"},
 }
-OPTIONAL = {"matplotlib", "safetensors"}  # for a picture of links, for export to such a file
+OPTIONAL = {"safetensors"}  # for export to such a file
 WINGS = {"launcher", "distributed", "training", "train", "scripts"}
 
 
@@ -36,8 +37,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level != 1:  # 1: from its own wing
-            assert node.level == 0, "imports from above its wing"
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
             names = [node.module or ""]
         else:
             continue
@@ -50,6 +50,25 @@ def guarded(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Try):
             caught = [ast.unparse(one.type) for one in node.handlers if one.type]
             yield from imported(ast.Module(node.body, [])) if "ImportError" in caught else ()
+
+
+def modules_imported(name: str) -> set[str]:
+    """Return the modules of ours that a file imports anywhere, also only for types."""
+    known = {one.removesuffix(".py").replace("/", ".") for one in modules()}
+    package, found = name.split("/")[:-1], set()
+    for node in ast.walk(ast.parse((ROOT / name).read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parents = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *filter(None, [node.module])])
+            found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+    return found & known
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    graph = {one.removesuffix(".py").replace("/", "."): modules_imported(one) for one in modules()}
+    assert [*graphlib.TopologicalSorter(graph).static_order()]  # raises CycleError with the circle
 
 
 UNPICKLE = re.compile(r"\w+_object(_list)?|loads?_pickle|unpickle|Unpickler")
@@ -68,6 +87,13 @@ def test_nothing_that_arrives_is_unpickled(name: str) -> None:
     imports = (node for node in ast.walk(tree) if isinstance(node, ast.Import))
     names = {alias.name for node in imports for alias in node.names}
     assert not names & {"pickle", "dill", "marshal", "shelve"}
+
+
+@pytest.mark.parametrize("name", modules())
+def test_a_relative_import_stays_in_its_wing(name: str) -> None:
+    tree = ast.parse((ROOT / name).read_text())
+    levels = [node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert max(levels, default=0) <= name.count("/")
 
 
 @pytest.mark.parametrize("name", modules())

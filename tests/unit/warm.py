@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -182,6 +183,8 @@ def become(order: bytes, fds: list[int]) -> Path:
         signal.signal(signum, signal.SIG_IGN if signum in to_ignore else signal.SIG_DFL)
     if number := number_of_threads(environ):
         torch.set_num_threads(number)
+        # Else the first threads of a rank make torch's pool anew, each at the same time: it fails.
+        os.register_at_fork(after_in_child=partial(torch.set_num_threads, number))
     sys.argv = words
     given = environ.get("PYTHONPATH")
     sys.path[0:1] = [str(Path(words[0]).parent), *(given.split(os.pathsep) if given else [])]

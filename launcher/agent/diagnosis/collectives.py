@@ -15,6 +15,7 @@ from pathlib import Path
 from launcher import typed_json
 from launcher.text import name_ranks
 from launcher.typed_json import MessageError
+from launcher.wire import limits
 
 DUMP_SIGNAL = signal.SIGRTMIN + 10  # on it a rank writes its collectives; no script uses this one
 WINDOW = 20  # of each process group
@@ -59,7 +60,7 @@ def read(files: Mapping[int, Path], limit_s: float) -> dict[int, Calls]:
         for rank, file in files.items():
             with contextlib.suppress(OSError, MessageError):
                 found[rank] = typed_json.parse(Calls, file.read_text())
-        time.sleep(0.01)
+        time.sleep(limits.POLL_S)
     return found
 
 

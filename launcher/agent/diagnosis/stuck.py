@@ -15,6 +15,7 @@ from pathlib import Path
 
 from launcher.failure import user_frames
 from launcher.text import name_ranks
+from launcher.wire import limits
 
 STOPPED = "its process is stopped (SIGSTOP)"
 # A library's frame as faulthandler writes it, and where a rank is that waits for others.
@@ -69,7 +70,7 @@ def wait_for_stacks(files: Sequence[Path], old: Sequence[int], limit_s: float) -
         same = same + 1 if sizes == before else 0
         if all(map(operator.gt, sizes, old)) and same >= 5:
             return
-        time.sleep(0.05)
+        time.sleep(5 * limits.POLL_S)
 
 
 def read_stack(file: Path) -> list[str]:

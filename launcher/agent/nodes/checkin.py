@@ -3,39 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from distributed.errors import Refused
 from launcher import own_time
-from launcher.agent.assignment import Assignment, Seat
-from launcher.agent.control import SILENCE_S
-from launcher.agent.nodes.protocol import Peer, Refusal
+from launcher.agent.assignment import Assignment
+from launcher.agent.nodes.protocol import Peer
 from launcher.agent.nodes.team import Team
 from launcher.agent.output.stream import say
 from launcher.failure import Failure
-from launcher.handshake import Access, Entrance, NoEntrance, WrongSecret, connect, open_port
-from launcher.preflight.meeting import (
-    CURES,
-    SKEW_S,
-    Door,
-    Doors,
-    Tried,
-    find_loss,
-    open_door,
-    shorten,
-    try_doors,
-)
-from launcher.preflight.must_match import ARGUMENTS, NodeReport, mismatches
+from launcher.handshake import Acceptor, Access, NotAccepted, WrongSecret, connect, open_port
+from launcher.preflight.must_match import ARGUMENTS, mismatches
 from launcher.text import count
-
-TELL_S = 3.0  # a wait that takes longer says what it waits for
-CONNECT_S = 4.0  # the kernel knows after 3 s that a host of this network is down
-PAIRS_S = 6.0  # for every two nodes to pass something
-_RETRY_S = 0.1
+from launcher.wire import limits, meeting
+from launcher.wire.meeting import CURES, Wait, find_loss, shorten
+from launcher.wire.messages import Member, NodeReport, PairResult, PairTest, Refusal
 
 
 @dataclass(frozen=True)
@@ -46,8 +31,8 @@ class Meeting:
     peers: dict[int, Peer]  # on node rank 0 every other agent by node rank, else node rank 0's
     listener: socket.socket | None = None  # on node rank 0: where the agents met
     team: Team | None = None  # there
-    door: socket.socket | None = None  # elsewhere: where this agent can take its place
-    lost: Failure | None = None  # the loss of node rank 0, where this agent has taken it
+    failover: socket.socket | None = None  # elsewhere: where this agent can replace that one
+    lost: Failure | None = None  # the loss of node rank 0, where this agent has replaced it
     told: Sequence[str] = ()  # who took over then
 
     @contextlib.contextmanager
@@ -57,30 +42,11 @@ class Meeting:
             yield
         except Refused as refused:
             if self.team is not None:
-                refuse([*self.team.peers.values(), *self.team.spares.values()], refused)
+                refuse(self.team.everyone(), refused)
             raise
         if self.team is not None:
-            part = self.assignment
-            self.team.tell(self.team.assign(part.attempt, part.address, part.port))
-
-
-class Wait:
-    """A wait with a limit. After TELL_S it says once what it waits for."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self.deadline = own_time.now() + timeout_s
-        self._tell_at = time.monotonic() + TELL_S
-
-    @property
-    def left_s(self) -> float:
-        return self.deadline - own_time.now()
-
-    def tell(self, what: str) -> None:
-        """Say what is waited for, if it is time to."""
-        if time.monotonic() > self._tell_at:
-            say(f"waiting for {what}, {self.timeout_s:g} s at most")
-            self._tell_at = math.inf
+            own = self.assignment
+            self.team.tell(self.team.assign(own.attempt, own.address, own.port))
 
 
 def meet(
@@ -95,28 +61,20 @@ def meet(
     tries_pairs: bool = False,  # of nodes: no preflight has done so
 ) -> Meeting:
     """Meet the other nodes' agents at node rank 0; raises Refused where the run cannot start."""
+    wait = Wait(timeout_s, say)
     if me.node_rank != 0:
-        has_door = min_nodes > 0 or tries_pairs
-        return join(address, port, me, access.secret, Wait(timeout_s), has_door=has_door)
+        has_failover = min_nodes > 0 or tries_pairs
+        return join(address, port, me, access.secret, wait, has_failover=has_failover)
     listener = listen(address, port)
-    with contextlib.closing(Entrance(listener, access, say)) as entrance:
-        peers, reports = gather(entrance, me, Wait(timeout_s))
-    everyone = [seat_of(reports[place], peers.get(place)) for place in sorted(reports)]
-    if tries_pairs and peers:
-        try_pairs(address, everyone, peers)
-    seats, waiting = everyone[: len(everyone) - num_spares], everyone[len(everyone) - num_spares :]
-    spares = {seat.place: peers.pop(seat.place) for seat in waiting}
-    team = Team(me.run_id, seats, peers, {seat.place: seat for seat in waiting}, spares, min_nodes)
+    with contextlib.closing(Acceptor(listener, access, say)) as acceptor:
+        here = gather(acceptor, me, wait)
+    members = [Member(0, me.host, me.nproc, address), *(member for _, member in here.values())]
+    if tries_pairs and here:
+        try_pairs(members, here)
+    spares = {node_id: here.pop(node_id) for node_id in [*here][len(here) - num_spares :]}
+    peers = {node_id: peer for node_id, (peer, _) in here.items()}
+    team = Team(me.run_id, members[: 1 + len(peers)], peers, spares, min_nodes)
     return Meeting(team.assign()[me.node_rank], peers, listener, team)
-
-
-def seat_of(report: NodeReport, peer: Peer | None) -> Seat:
-    """Return the seat of an agent that has come."""
-    address = ""
-    if peer is not None and report.door:
-        with contextlib.suppress(OSError):  # it has gone already
-            address = str(peer.socket.getpeername()[0])
-    return Seat(report.node_rank, report.host, report.nproc, address, report.door)
 
 
 def listen(address: str, port: int) -> socket.socket:
@@ -128,55 +86,52 @@ def listen(address: str, port: int) -> socket.socket:
         raise Refused("port-in-use", f"{cause}; set MASTER_PORT to a free one") from error
 
 
-def gather(
-    entrance: Entrance, me: NodeReport, wait: Wait
-) -> tuple[dict[int, Peer], dict[int, NodeReport]]:
-    """On node rank 0: wait until every other agent has checked in.
+def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Peer, Member]]:
+    """On node rank 0: wait until every other agent has checked in; returns them by node rank.
 
-    Returns the others, and what every agent says of itself, by node rank. Raises Refused where a
-    node did not come, came twice, or does not match this one; all are told.
+    Raises Refused where a node did not come, came twice, or does not match this one; all are told.
     """
     nodes: dict[int, NodeReport] = {me.node_rank: me}
-    peers: dict[int, Peer] = {}
+    awaited = {*range(me.num_nodes)} - {me.node_rank}
     newcomers: list[Peer] = []  # they have checked in, and may yet be refused
+
+    def admit(peer: Peer, node: NodeReport) -> bool:
+        newcomers.append(peer)
+        _compare(me, node, nodes)
+        skew = node.time - time.time()
+        if abs(skew) > limits.SKEW_S:
+            say(f"warning: {node.host}'s clock is {skew:+.0f} s from {me.host}'s [clock-skew]")
+        nodes[node.node_rank] = node
+        return True
+
     try:
-        while len(nodes) < me.num_nodes:
-            for peer, node in _let_in(entrance, nodes, wait):
-                newcomers.append(peer)
-                if node.node_rank < 0:
-                    free = {*range(me.num_nodes)} - {*nodes}
-                    node = replace(node, node_rank=min(free, default=0))
-                _compare(me, node, nodes)
-                skew = node.time - time.time()
-                if abs(skew) > SKEW_S:
-                    differs = f"{node.host}'s clock is {skew:+.0f} s from {me.host}'s"
-                    say(f"warning: {differs} [clock-skew]")
-                nodes[node.node_rank] = node
-                peers[node.node_rank] = peer
+        here = meeting.gather(acceptor, Peer, awaited, wait, admit)
+        if missing := awaited - here.keys():
+            raise _missing(missing, nodes, acceptor, wait)
     except Refused as refused:
         refuse(newcomers, refused)
         raise
-    return peers, nodes
+    return here
 
 
-def try_pairs(address: str, everyone: Sequence[Seat], peers: Mapping[int, Peer]) -> None:
+def _missing(
+    missing: set[int], nodes: Mapping[int, NodeReport], acceptor: Acceptor, wait: Wait
+) -> Refused:
+    here = ", ".join(f"{node.node_rank} ({node.host})" for node in nodes.values())
+    number = count(acceptor.unauthenticated, "connection")
+    dropped = f"; {number} without the run's secret dropped" if acceptor.unauthenticated else ""
+    which = ", ".join(map(str, sorted(missing)))
+    cause = f"node rank {which} did not check in within {wait.timeout_s:g} s (here: {here}"
+    return Refused("node-missing", f"{cause}{dropped}); start it, or look at its terminal")
+
+
+def try_pairs(everyone: Sequence[Member], here: Mapping[int, tuple[Peer, Member]]) -> None:
     """On node rank 0: have every two nodes pass something; refuses the start where it is lost."""
-    me, *others = everyone
-    doors = [Door(seat.place, seat.host, seat.address, seat.door) for seat in others if seat.door]
-    with open_door(address) as own:
-        doors.append(Door(0, me.host, address, own.getsockname()[1]))
-        for peer in peers.values():
-            peer.send(Doors(doors))
-        until = own_time.now() + 2 * PAIRS_S
-        faults = [(me, fault) for fault in try_doors(doors, 0, time.monotonic() + PAIRS_S)]
-        for seat in others:
-            answer = peers[seat.place].wait(until)
-            faults += [(seat, one) for one in answer.faults] if isinstance(answer, Tried) else []
-    if faults:
-        causes = [f"{seat.host}: {fault.cause}" for seat, fault in faults]
-        _, first = faults[0]
-        refused = Refused(first.name, f"{shorten(causes)}; {first.cure}")
-        refuse(peers.values(), refused)
+    if found := meeting.try_pairs(everyone[0], here, limits.PAIRS_S, limits.PAIRS_S):
+        causes = [f"{everyone[node_id].host}: {fault.cause}" for node_id, fault in found]
+        _, fault = found[0]
+        refused = Refused(fault.name, f"{shorten(causes)}; {fault.cure}")
+        refuse((peer for peer, _ in here.values()), refused)
         raise refused
 
 
@@ -184,29 +139,6 @@ def refuse(peers: Iterable[Peer], refused: Refused) -> None:
     """Tell agents that the run does not start, or does not go on with them."""
     for peer in peers:
         peer.send(Refusal(refused.fault, refused.message))
-
-
-def _let_in(
-    entrance: Entrance, nodes: Mapping[int, NodeReport], wait: Wait
-) -> Iterator[tuple[Peer, NodeReport]]:
-    """Wait a little, and yield the agents that come."""
-    missing = ", ".join(str(rank) for rank in range(nodes[0].num_nodes) if rank not in nodes)
-    if wait.left_s <= 0:
-        here = ", ".join(f"{node.node_rank} ({node.host})" for node in nodes.values())
-        strangers = count(entrance.strangers, "connection")
-        dropped = f"; {strangers} without the run's secret dropped" if entrance.strangers else ""
-        cause = f"node rank {missing} did not check in within {wait.timeout_s:g} s (here: {here}"
-        cure = "start it, or look at its terminal"
-        raise Refused("node-missing", f"{cause}{dropped}); {cure}")
-    wait.tell(f"node rank {missing}")
-    for connection, received in entrance.wait(min(wait.left_s, _RETRY_S)):
-        peer = Peer(connection, received)
-        if isinstance(node := peer.wait(wait.deadline), NodeReport):
-            yield peer, node
-            continue
-        peer.close()
-        if isinstance(node, Refusal):
-            raise Refused(node.fault, node.message)
 
 
 def _compare(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) -> None:
@@ -227,7 +159,13 @@ def _compare(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) 
 
 
 def join(
-    address: str, port: int, me: NodeReport, secret: bytes, wait: Wait, *, has_door: bool = False
+    address: str,
+    port: int,
+    me: NodeReport,
+    secret: bytes,
+    wait: Wait,
+    *,
+    has_failover: bool = False,
 ) -> Meeting:
     """On any other node: check in with node rank 0, and wait for the start.
 
@@ -237,23 +175,23 @@ def join(
     turned_away: float | None = None  # since when
     while wait.left_s > 0:
         try:
-            return _check_in(address, port, me, secret, wait, has_door=has_door)
-        except (NoEntrance, WrongSecret) as error:
+            return check_in(address, port, me, secret, wait, has_failover=has_failover)
+        except (NotAccepted, WrongSecret) as error:
             if isinstance(error, WrongSecret) and turned_away is None:
                 say(f"warning: {address}:{port} has another RUN_SECRET, or none [stranger]")
             last, turned_away = error, turned_away or time.monotonic()
-            if own_time.since(turned_away) > SILENCE_S:
+            if own_time.since(turned_away) > limits.SILENCE_S:
                 break
         except OSError as error:
             last = error
         wait.tell(f"node rank 0 at {address}:{port}")
-        time.sleep(_RETRY_S)
+        time.sleep(limits.CHECKIN_AGAIN_S)
     if isinstance(last, WrongSecret):
         cause = f"node rank 0 at {address}:{port} has another RUN_SECRET than this node, or none"
         raise Refused("stranger", f"{cause}; set the same one on every node")
-    if isinstance(last, NoEntrance):
+    if isinstance(last, NotAccepted):
         which = f"node rank {me.node_rank}" if me.node_rank >= 0 else "more nodes"
-        cause = f"{address}:{port} takes no {which}: its run has begun"
+        cause = f"{address}:{port} rejected {which}: the run has already started"
         cure = "see whether this node was started elsewhere too"
         raise Refused("duplicate-node-rank", f"{cause}; {cure}")
     fault, cure = _explain(last)
@@ -261,34 +199,46 @@ def join(
     raise Refused(fault, f"{cause} ({last.strerror or last}); {cure}")
 
 
-def _check_in(
-    address: str, port: int, me: NodeReport, secret: bytes, wait: Wait, *, has_door: bool
+def check_in(
+    address: str,
+    port: int,
+    me: NodeReport,
+    secret: bytes,
+    wait: Wait,
+    *,
+    has_failover: bool = False,
+    connect_s: float = limits.CHECKIN_CONNECT_S,
 ) -> Meeting:
     """Connect, and wait for the start; raises OSError, or Refused."""
-    peer = Peer(connect(address, port, secret, min(CONNECT_S, wait.timeout_s)))
-    door = open_door(str(peer.socket.getsockname()[0])) if has_door else None
-    peer.send(replace(me, door=door.getsockname()[1]) if door else me)
-    if why := find_loss(peer.socket, SILENCE_S):
+    peer = Peer(connect(address, port, secret, min(connect_s, wait.timeout_s)))
+    failover = None
+    if has_failover:
+        failover = meeting.introduce(peer, me)
+    else:
+        peer.send(me)
+    if why := find_loss(peer.socket, limits.SILENCE_S):
         peer.close()
         cause = f"{me.host}: no way to node rank 0 at {address}:{port} ({why})"
         lost = Refused("mtu-too-large", f"{cause}; {CURES['mtu-too-large']}")
         with contextlib.suppress(OSError):
-            refuse([Peer(connect(address, port, secret, CONNECT_S))], lost)  # which is short
+            short = connect(address, port, secret, limits.CHECKIN_CONNECT_S)
+            refuse([Peer(short)], lost)
         raise lost
-    limit_s = wait.timeout_s + TELL_S  # node rank 0 may have started later; it has its own
+    # Node rank 0 may have started later; it has its own limit.
+    limit_s = wait.timeout_s + limits.CHECKIN_TELL_S
     answer = peer.wait(own_time.now() + limit_s)
-    if isinstance(answer, Doors):
-        faults = try_doors(answer.doors, me.node_rank, time.monotonic() + PAIRS_S)
-        peer.send(Tried([*faults]))
+    if isinstance(answer, PairTest):
+        faults = [*meeting.try_members(answer.members, me.node_rank, limits.PAIRS_S)]
+        peer.send(PairResult(faults))
         answer = peer.wait(own_time.now() + limit_s)
-    if door and not (isinstance(answer, Assignment) and answer.seats):
-        door.close()
+    if failover and not (isinstance(answer, Assignment) and answer.members):
+        failover.close()
     if isinstance(answer, Assignment):
-        return Meeting(answer, {0: peer}, door=door)
+        return Meeting(answer, {0: peer}, failover=failover)
     peer.close()
     if isinstance(answer, Refusal):
         raise Refused(answer.fault, answer.message)
-    raise NoEntrance("node rank 0 has gone")
+    raise NotAccepted("node rank 0 has gone")
 
 
 def _explain(error: OSError) -> tuple[str, str]:

@@ -9,31 +9,36 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from launcher.agent.assignment import Assignment, Seat
+from launcher.agent.assignment import Assignment
 from launcher.agent.nodes.protocol import NodeBeat, Peer
 from launcher.agent.verdict import Verdict
 from launcher.failure import Failure
 from launcher.text import count
+from launcher.wire.messages import Member
 
 
 @dataclass
 class Team:
-    """Who sits where. `peers` and `spares` lose those whose connection has ended."""
+    """Who has which node rank. `peers` and `spares` lose those whose connection has ended."""
 
     run_id: str
-    seats: list[Seat]  # by node rank; the first is this agent's
+    members: list[Member]  # by node rank; the first is this agent's
     peers: dict[int, Peer]  # of the others, by node rank
-    waiting: Mapping[int, Seat] = field(default_factory=dict)  # spares that have come, by place
-    spares: dict[int, Peer] = field(default_factory=dict)  # those that are still there, by place
+    spares: dict[int, tuple[Peer, Member]] = field(default_factory=dict)  # by node id
     min_nodes: int = 0  # with which the run goes on without a spare; 0: it replaces no node
 
     def __post_init__(self) -> None:
-        self.counted = len(self.seats) + len(self.spares)  # agents, at the last start of the ranks
+        # Agents, at the last start of the ranks.
+        self.counted = len(self.members) + len(self.spares)
 
     @property
     def lost(self) -> list[int]:
         """The node ranks whose agents are gone."""
-        return [rank for rank in range(1, len(self.seats)) if rank not in self.peers]
+        return [rank for rank in range(1, len(self.members)) if rank not in self.peers]
+
+    def everyone(self) -> list[Peer]:
+        """Return the connections to all other agents."""
+        return [*self.peers.values(), *(peer for peer, _ in self.spares.values())]
 
     @property
     def is_majority(self) -> bool:
@@ -46,99 +51,99 @@ class Team:
         Those that are left have ended their ranks, unless not `are_all_quiet`.
         """
         if not self.min_nodes and (self.lost or not are_all_quiet):
-            return "a node's agent is gone: there is no restart"
+            return "not restarting: a node's agent is gone"
         if not self.lost:
             return ""
         if not self.is_majority:  # the others may go on, and then they are the run
             there = len(self.peers) + len(self.spares)
-            return f"this node reaches {there} of {self.counted - 1} others: it ends"
-        left = len(self.seats) - len(self.lost) + len({*self._find_spares()})
+            return f"stopping: this node reaches only {there} of {self.counted - 1} others"
+        left = len(self.members) - len(self.lost) + len({*self._find_spares()})
         if left < self.min_nodes:
-            hosts = ", ".join(self.seats[rank].host for rank in self.lost)
-            return f"no spare is left for {hosts}: there is no restart"
+            hosts = ", ".join(self.members[rank].host for rank in self.lost)
+            return f"not restarting: no spare is left for {hosts}"
         return ""
 
     def refill(self) -> list[str]:
         """Let spares take the places of lost nodes, or close up; returns who took over."""
         told = []
         for rank, spare in {**dict(self._find_spares())}.items():
-            told.append(f"{spare.host} takes {self.seats[rank].host}'s place")
-            self.seats[rank] = spare
-            self.peers[rank] = self.spares.pop(spare.place)
+            told.append(f"{spare.host} takes {self.members[rank].host}'s place")
+            self.members[rank] = spare
+            self.peers[rank], _ = self.spares.pop(spare.node_id)
         if gaps := self.lost:
-            hosts = ", ".join(self.seats[rank].host for rank in gaps)
-            kept = [rank for rank in range(len(self.seats)) if rank not in gaps]
+            hosts = ", ".join(self.members[rank].host for rank in gaps)
+            kept = [rank for rank in range(len(self.members)) if rank not in gaps]
             peers = {new: self.peers[old] for new, old in enumerate(kept) if old}
             self.peers.clear()
             self.peers.update(peers)
-            self.seats[:] = [self.seats[rank] for rank in kept]
+            self.members[:] = [self.members[rank] for rank in kept]
             told.append(f"{count(len(kept), 'node')} without {hosts}")
-        self.counted = len(self.seats) + len(self.spares)
+        self.counted = len(self.members) + len(self.spares)
         return told
 
-    def _find_spares(self) -> Iterator[tuple[int, Seat]]:
+    def _find_spares(self) -> Iterator[tuple[int, Member]]:
         """Yield lost node ranks, each with a spare that runs as many ranks."""
-        free = [self.waiting[place] for place in self.spares]
+        free = [spare for _, spare in self.spares.values()]
         for rank in self.lost:
-            spare = next((one for one in free if one.nproc == self.seats[rank].nproc), None)
+            spare = next((one for one in free if one.nproc == self.members[rank].nproc), None)
             if spare is not None:
                 free.remove(spare)
                 yield rank, spare
 
     def assign(self, attempt: int = 0, address: str = "", port: int = 0) -> dict[int, Assignment]:
-        """Return every agent's part, by place: ranks follow node ranks."""
-        counts = [seat.nproc for seat in self.seats]
+        """Return every agent's assignment, by node id: ranks follow node ranks."""
+        counts = [member.nproc for member in self.members]
         common = Assignment(
             self.run_id,
             first_rank=0,
             world_size=sum(counts),
-            hosts=[seat.host for seat in self.seats],
+            hosts=[member.host for member in self.members],
             attempt=attempt,
             address=address,
             port=port,
-            seats=self.seats if self.min_nodes else (),
-            spares=[self.waiting[place] for place in self.spares],
+            members=self.members if self.min_nodes else (),
+            spares=[spare for _, spare in self.spares.values()],
         )
-        parts = dict.fromkeys(self.spares, common)
-        for rank, seat in enumerate(self.seats):
-            first = sum(counts[:rank])
-            parts[seat.place] = dataclasses.replace(common, node_rank=rank, first_rank=first)
-        return parts
+        assignments = dict.fromkeys(self.spares, common)
+        for rank, member in enumerate(self.members):
+            own = dataclasses.replace(common, node_rank=rank, first_rank=sum(counts[:rank]))
+            assignments[member.node_id] = own
+        return assignments
 
-    def tell(self, parts: Mapping[int, Assignment], verdict: Verdict | None = None) -> None:
-        """Tell every other agent its part; with a verdict, how the attempt ended, too."""
-        seats = {self.seats[rank].place: peer for rank, peer in self.peers.items()}
-        for place, peer in {**seats, **self.spares}.items():
-            part = parts.get(place)
+    def tell(self, assignments: Mapping[int, Assignment], verdict: Verdict | None = None) -> None:
+        """Tell every other agent its assignment; with a verdict, how the attempt ended, too."""
+        others = [(peer, self.members[rank]) for rank, peer in self.peers.items()]
+        for peer, member in (*others, *self.spares.values()):
+            own = assignments.get(member.node_id)
             if verdict is not None:
-                peer.send(dataclasses.replace(verdict, next=part))
-            elif part is not None:
-                peer.send(part)
+                peer.send(dataclasses.replace(verdict, next=own))
+            elif own is not None:
+                peer.send(own)
 
     # --- spares during an attempt: it goes on without one that is gone --------------------------
 
     def listen(self, selector: selectors.BaseSelector, on_lost: Callable[[Failure], None]) -> None:
         """Notice spares that are gone, and tell of each."""
         self._selector, self._on_lost = selector, on_lost
-        for place, peer in self.spares.items():
+        for node_id, (peer, _) in self.spares.items():
             peer.heard = time.monotonic()
-            selector.register(peer.socket, selectors.EVENT_READ, partial(self._read, place))
+            selector.register(peer.socket, selectors.EVENT_READ, partial(self._read, node_id))
 
     def beat(self) -> None:
         """Tell the spares that node rank 0 lives, and see whether they do."""
-        for place, peer in list(self.spares.items()):
+        for node_id, (peer, _) in list(self.spares.items()):
             peer.send(NodeBeat(None))
             if peer.is_silent:
-                self._drop(place)
+                self._drop(node_id)
 
-    def _read(self, place: int) -> None:
-        if self.spares[place].receive() is None:
-            self._drop(place)
+    def _read(self, node_id: int) -> None:
+        if self.spares[node_id][0].receive() is None:
+            self._drop(node_id)
 
-    def _drop(self, place: int) -> None:
-        peer = self.spares.pop(place)
+    def _drop(self, node_id: int) -> None:
+        peer, spare = self.spares.pop(node_id)
         self._selector.unregister(peer.socket)
         peer.close()
         if not peer.is_silent:  # else it may be there for others
             self.counted -= 1
-        self._on_lost(peer.loss(place, self.waiting[place].host))
+        self._on_lost(peer.loss(node_id, spare.host))

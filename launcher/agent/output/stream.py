@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from launcher.agent.output import noise
-from launcher.agent.output.terminal import Terminal
 from launcher.agent.output.tracebacks import HeldTraceback
 from launcher.screen import Screen, View
+from launcher.terminal import Terminal
 from launcher.text import short_host_name
+from launcher.wire import limits
 
 _NOWHERE = Path(os.devnull)
 _CHUNK = 65536
@@ -32,7 +33,6 @@ _TRICKLE = 2048  # bytes
 _PAGE = 4096  # bytes; a read of a terminal gives no more, and asking for more costs time
 _LONGEST_LINE = 1 << 20  # bytes; a longer one is logged in pieces
 _STATES = 5  # of a line that redraws itself: the newest ones are kept
-PROGRESS_S = 5.0  # between two lines in the log of one that redraws itself
 _FATAL = b"Traceback (most recent call last)", b"Fatal Python error"
 _TRACEBACK = re.compile(rb"Traceback \(most recent call last\)|^Fatal Python error")
 _TORCHS_WARNING = re.compile(rb"\[[WI]\d{4} ")  # from its C++ side
@@ -189,7 +189,7 @@ class Stream:
         state = _newest_state(bytes(self._partial))
         if not state or state == self._logged_text:
             return is_waiting
-        if now - self._logged >= PROGRESS_S:
+        if now - self._logged >= limits.REDRAW_S:
             self._logged, self._logged_text = now, state
             self.last_line = self.log.write(self.rank, [state])
         return True
@@ -282,7 +282,7 @@ def open_stream(
     Where it `is_alone`, the terminal shows no other rank. With a label, each line there begins with
     the rank; it then has no terminal of its own.
     """
-    is_tty = terminal is not None and terminal.is_tty and not has_label
+    is_tty = terminal is not None and terminal.isatty() and not has_label
     if terminal is not None and is_tty:
         reader, writer = pty.openpty()
         with contextlib.suppress(OSError):

@@ -9,10 +9,6 @@ from __future__ import annotations
 import re
 import time
 
-# A rank that runs for so long after a traceback has caught the exception. On a busy machine one
-# that has not takes more than a second to end.
-GO_ON_S = 3.0
-LEAVE_S = 10.0  # the same, of a rank that has left an error file: it is about to end
 _MOST_BYTES = 1 << 18  # more than a traceback has
 _MARK = b"Traceback (most recent call last)"
 _BEFORE = re.compile(rb"(\[rank\d+\]: )?[^\w\n\r\]:]*(Exception Group )?\Z")  # on its line

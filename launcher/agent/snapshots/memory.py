@@ -1,4 +1,4 @@
-"""The node agent's memory for its ranks' snapshots: distributed/snapshot.py lays it out.
+"""The node agent's memory for its ranks' snapshots (laid out in distributed/checkpoint/memory.py).
 
 A copy of rank 0's newest is on another node, and outlives that of its own node. It goes over the
 agents' link, in pieces between which there is time for everything else.
@@ -12,19 +12,17 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
+from distributed.checkpoint.memory import BEGIN, FILES, Memory, whole_steps
 from distributed.heartbeat import name_record
-from distributed.snapshot_memory import BEGIN, FILES, Memory, whole_steps
 from launcher import own_time, processes
 from launcher.agent.nodes.protocol import HandedOver, Peer, SnapshotData, SnapshotPiece
 from launcher.agent.output.stream import say
 from launcher.agent.verdict import NodeEnd, Parts
-from launcher.preflight.meeting import is_busy
+from launcher.wire import limits
+from launcher.wire.meeting import is_busy
 
 PIECE = 1 << 17  # bytes
-_PIECE_S = 0.002  # between two: 64 MB/s at most
-_LOOK_S = 0.1  # between two looks for a newer snapshot
 _AT_ONCE = 1 << 23  # bytes
-_POLL_S = 0.01
 
 
 def _new_file() -> int:
@@ -84,7 +82,7 @@ class Snapshots:
         Launchers give the others little time once one node has ended.
         """
         deadline = own_time.now() + limit_s
-        processes.die_with_parent(os.getppid())  # nobody watches the guardian any more
+        processes.die_with_parent(os.getppid())  # nobody watches the supervisor any more
         if parts is not None and first_node is not None:
             files = self._files(parts)
             _run(files, parts.step, deadline, folder=parts.folder, is_handed_over=True)
@@ -149,7 +147,7 @@ def _run(
 ) -> bool:
     """Save files in a process of its own: a disk may hang. Returns whether they are saved."""
     agent = os.getpid()
-    processes.die_with_parent(os.getppid())  # nobody watches the guardian any more
+    processes.die_with_parent(os.getppid())  # nobody watches the supervisor any more
     if (pid := os.fork()) == 0:
         processes.die_with_parent(agent)
         try:
@@ -164,7 +162,7 @@ def _run(
             processes.send([pid], signal.SIGKILL)
             say(f"warning: step {step}, in memory, was not saved in time")
             return False
-        time.sleep(_POLL_S)
+        time.sleep(limits.POLL_S)
     return ended[1] == 0
 
 
@@ -190,7 +188,7 @@ class Outgoing:
         now = own_time.now()
         if now < self.next_at:
             return
-        self.next_at = now + _PIECE_S
+        self.next_at = now + limits.SNAPSHOT_PIECE_S
         if peers and not is_busy((peer := peers[min(peers)]).socket):
             if piece := next(self._parts):
                 peer.send(piece)
@@ -206,10 +204,10 @@ class Outgoing:
             newest = max(self._buffers, key=lambda one: one.header().step)
             header = newest.header()
             if header.checksum < 0 or header.holders > 1 or header.step <= sent_step:
-                self.rest_s = _LOOK_S
+                self.rest_s = limits.SNAPSHOT_LOOK_S
                 yield None
                 continue
-            self.rest_s = _PIECE_S
+            self.rest_s = limits.SNAPSHOT_PIECE_S
             for start in range(0, header.size, _AT_ONCE):
                 os.pwrite(image, os.pread(newest.fd, _AT_ONCE, start), start)
                 yield None

@@ -9,9 +9,9 @@ import socket
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from distributed import checkpoint_files as files
+from distributed.checkpoint import files
+from distributed.checkpoint.snapshots import Buffer, Snapshot, merge
 from distributed.lock import RunLock
-from distributed.snapshot import Buffer, Snapshot, merge
 from launcher.agent.output.stream import say
 
 

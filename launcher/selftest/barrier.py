@@ -9,8 +9,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-PATIENCE_S = 60.0
-_LOOK_S = 0.5  # between two looks whether a rank is stuck
+from launcher.wire import limits
+
 _STUCK = "selftest/stuck"
 
 
@@ -18,7 +18,7 @@ class StuckError(RuntimeError):
     """A rank could not go on; the text is the fault it found."""
 
 
-class Meeting:
+class Barrier:
     """Some of the ranks, which all wait for each other in the same order."""
 
     def __init__(self, store: Store, name: str, size: int) -> None:
@@ -27,7 +27,7 @@ class Meeting:
         self._size = size
         self._met = 0
 
-    def wait_for_all(self, what: str, limit_s: float = PATIENCE_S) -> None:
+    def wait_for_all(self, what: str, limit_s: float = limits.SELFTEST_S) -> None:
         """Return once all have come; raises StuckError where one is stuck, or does not come."""
         self._met += 1
         here, deadline = f"selftest/{self._name}/{self._met}", time.monotonic() + limit_s
@@ -42,7 +42,7 @@ class Meeting:
 
     def _have_all_come(self, here: str) -> bool:
         with contextlib.suppress(dist.DistStoreError):
-            self._store.wait([f"{here}/all"], timedelta(seconds=_LOOK_S))
+            self._store.wait([f"{here}/all"], timedelta(seconds=limits.SELFTEST_LOOK_S))
             return True
         return False
 

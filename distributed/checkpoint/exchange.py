@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import gather_json
-from .snapshot_memory import BEGIN, Header, Memory, reused, whole_steps
+from .. import limits
+from ..collectives import gather_json
+from .memory import BEGIN, Header, Memory, reused, whole_steps
 
 _PIECE = 1 << 22  # bytes
-_PIECE_S = 0.02  # between two in training: 200 MB/s at most
 _PATIENCE = timedelta(seconds=25)  # for one: all ranks begin after the same step
 _log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Neighbours:
                 theirs = reused(copies, mine.header().step)
                 for _ in _transfer(self._group, mine, self._next, theirs, self._last):
                     self.moved += 1
-                    time.sleep(_PIECE_S)
+                    time.sleep(limits.SNAPSHOT_PIECE_S)
                     if not threading.main_thread().is_alive():
                         return
 

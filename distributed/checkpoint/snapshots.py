@@ -1,4 +1,4 @@
-"""Snapshots: a run's newest state in memory that outlives the ranks; see snapshot_memory.py."""
+"""Snapshots: a run's newest state in memory that outlives the ranks; see memory.py."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import snapshot_exchange as exchange
-from .checkpoint_files import pack, unpack
-from .collectives import gather_bytes, to_bytes
-from .heartbeat import beat, find_record
-from .snapshot_memory import BEGIN, FILES, Header, Memory, reused
-from .torch_internals import copy_each, tree_map_only
+from ..collectives import gather_bytes, to_bytes
+from ..heartbeat import beat, find_record
+from ..torch_internals import copy_each, tree_map_only
+from . import exchange
+from .files import pack, unpack
+from .memory import BEGIN, FILES, Header, Memory, reused
 
 _COPY_THREADS = 4  # one core copies more slowly than memory allows
 _MARK = "\0tensor "  # stands for a tensor in the trees: many take long to pack

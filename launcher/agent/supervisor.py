@@ -2,10 +2,10 @@
 
     python -m distributed.run --nproc-per-node 4 train.py --config config/local3.yaml
 
-Two processes do the work. The guardian, this one, needs no torch: it passes signals on, and when
+Two processes do the work. The supervisor, this one, needs no torch: it passes signals on, and when
 the agent ends, however it ends, it ends whatever is left below it. The agent (agent.py) imports
-torch once and forks the ranks; it does the same when the guardian ends. A third, the janitor, waits
-for the end of either. It ends what the other one, killed or stopped at the same time, leaves.
+torch once and forks the ranks; it does the same when the supervisor ends. A third, the reaper,
+waits for the end of either. It ends what the other, killed or stopped at the same time, leaves.
 """
 
 from __future__ import annotations
@@ -26,27 +26,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from distributed.stop_signals import (
-    ADDED,
-    DEFAULT_GRACE_S,
-    NOTICE,
-    QUERY,
-    STOP_SIGNALS,
-    handled_signals,
-)
+from distributed.stop_signals import ADDED, NOTICE, QUERY, STOP_SIGNALS, handled_signals
 from launcher import own_time, processes, typed_json
 from launcher.agent.command_line import find_option, read_for_torch
-from launcher.agent.control import BEAT_S, Control, follow_client, report_end, take_control
-from launcher.agent.link import AgentNote, GuardianLink, close
+from launcher.agent.control import (
+    Control,
+    Launched,
+    follow_client,
+    report_outcome,
+    take_control,
+)
+from launcher.agent.link import AgentNote, SupervisorLink, close
 from launcher.failure import Failure, count_memory_kills, explain, signal_name
-from launcher.failure_block import End, RunSummary
+from launcher.failure_block import Outcome
 from launcher.outer_run import leave_outer_run
 from launcher.record import run_json
 from launcher.text import mend_streams
+from launcher.wire import limits
 
-ORPHANS_S = 1.0  # after the guardian's end, for the agent to end the run
 HAS_TORCH = b"\0"  # begins the file for an agent's last words, after the import
-LATE_S = 15.0  # beyond GRACE, for an agent to end; it may wait for other nodes
 
 
 @dataclass
@@ -57,6 +55,10 @@ class Agent:
     notes: socket.socket  # where it notes what it runs
     words: int  # the file for its last words
     node_rank: int
+    control: Control | None = None
+    handled: Sequence[signal.Signals] = ()  # to pass on to it
+    client: int = 0  # podman's process, whose container this is in
+    recorded: str = ""  # the run folder where this process is noted
     passed_on: list[int] = field(default_factory=list)  # the signals sent to it
 
     def send(self, signum: int) -> None:
@@ -86,34 +88,33 @@ class Death:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the agent below a guardian; returns the exit code. A rank leaves by SystemExit."""
+    """Run the agent below a supervisor; returns the exit code. A rank leaves by SystemExit."""
     arguments = sys.argv[1:] if arguments is None else arguments
     mend_streams()
     leave_outer_run(os.environ)
-    recorded = os.environ.pop("RUN_RECORD", "")  # the run folder where this process is noted
-    client = int(os.environ.pop("LAUNCH_CLIENT", "0"))  # that podman's container belongs to
+    launched = Launched.take()
+    return guard(fork_agent(arguments, take_control(launched), launched))
+
+
+def fork_agent(arguments: Sequence[str], control: Control | None, launched: Launched) -> Agent:
+    """Fork the agent, which never returns; returns what this process supervises."""
+    client = int(os.environ.pop("LAUNCH_CLIENT", "0"))
     handled = _handled(arguments)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, QUERY, *processes.WAKING})
-    control = take_control()
-    janitors = start_janitor() if os.environ.pop("LAUNCH_JANITOR", "") else (None, None)
+    reapers = start_reaper() if launched.has_reaper else (None, None)
     processes.adopt_orphans()
     ours, theirs = socket.socketpair()
     me, words = os.getpid(), processes.anonymous_file("words")
-    agent = os.fork()
-    if agent != 0:
+    if (pid := os.fork()) != 0:
         theirs.close()
-        close(janitors[1])
-        with ours:
-            guarded = Agent(agent, ours, words, _node_rank(arguments))
-            code = _guard(guarded, handled, control, client)
-        if recorded:  # the run may have ended before it began
-            run_json.note_end(Path(recorded), code)
-        return code
+        close(reapers[1])
+        node_rank = _node_rank(arguments)
+        return Agent(pid, ours, words, node_rank, control, handled, client, launched.record)
     ours.close()
-    close(janitors[0])
+    close(reapers[0])
     close(control.fd if control else None)
-    os.setsid()  # a terminal's Ctrl-C reaches the guardian alone
+    os.setsid()  # a terminal's Ctrl-C reaches the supervisor alone
     processes.die_with_parent(me)
     processes.adopt_orphans()
     for signum in handled:
@@ -121,22 +122,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if QUERY not in handled:
         signal.signal(QUERY, lambda *_: None)  # until there are ranks
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*handled, QUERY, *processes.WAKING})
+    sys.exit(_run_agent(arguments, SupervisorLink(theirs, control, reapers[1], words), me))
+
+
+def _run_agent(arguments: Sequence[str], link: SupervisorLink, supervisor: int) -> int:
+    """Import torch and run the agent, in its own process; returns its exit code."""
     if os.environ.get("ENGINE") == "torch.distributed.launch":
-        with _importing(words):
+        with _importing(link.words):
             from torch.distributed.launch import launch, parse_args  # its ranks, its report
         launch(read_for_torch(parse_args, arguments))  # type: ignore[no-untyped-call]
         return 0
     given = set(os.environ)
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch alone is enough
-    with _importing(words):
+    with _importing(link.words):
         from launcher.agent.agent import run_agent  # imports torch
     for name in os.environ.keys() - given:  # what the import adds is not for the ranks
         del os.environ[name]
     try:
-        return run_agent(list(arguments), GuardianLink(theirs, control, janitors[1], words))
+        return run_agent(list(arguments), link)
     except Exception:
-        if os.getppid() == me:  # not in a rank
-            os.pwrite(words, traceback.format_exc().encode(), len(HAS_TORCH))
+        if os.getppid() == supervisor:  # not in a rank
+            os.pwrite(link.words, traceback.format_exc().encode(), len(HAS_TORCH))
             os._exit(1)
         raise
 
@@ -155,7 +161,7 @@ def _show_last_words(file: int) -> tuple[bool, list[str]]:
 
 @contextlib.contextmanager
 def _importing(file: int) -> Iterator[None]:
-    """Write what an import says on stderr into a file as long as it lasts, for the guardian."""
+    """Write what an import says on stderr into a file as long as it lasts, for the supervisor."""
     gc.disable()  # an import makes what stays: a search for the rest takes a quarter of its time
     stderr = os.dup(2)
     os.dup2(file, 2)
@@ -189,47 +195,45 @@ def _node_rank(arguments: Sequence[str]) -> int:
     return int(given) if given.isdecimal() else 0
 
 
-def start_janitor() -> tuple[int, int]:
-    """Start the janitor, which is not below this process.
+def start_reaper() -> tuple[int, int]:
+    """Start the reaper, which is not below this process.
 
-    Returns two descriptors, whose ends tell it of the guardian's end and of the agent's.
+    Returns two descriptors, whose ends tell it of the supervisor's end and of the agent's.
     """
     token = os.environ["LAUNCH_TOKEN"]  # of this run alone: launcher/fanout/local.py has set it
-    guardian, agent = os.pipe(), os.pipe()
+    supervisor, agent = os.pipe(), os.pipe()
     if (child := os.fork()) == 0:
         if os.fork() == 0:
-            _wait_and_clean(guardian[0], agent[0], token)
+            _wait_and_clean(supervisor[0], agent[0], token)
         os._exit(0)
-    for reader, _ in (guardian, agent):
+    for reader, _ in (supervisor, agent):
         os.close(reader)
     os.waitpid(child, 0)
-    return guardian[1], agent[1]
+    return supervisor[1], agent[1]
 
 
-def _wait_and_clean(guardian: int, agent: int, token: str) -> NoReturn:
+def _wait_and_clean(supervisor: int, agent: int, token: str) -> NoReturn:
     os.setsid()
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
-    for fd in {*map(int, os.listdir("/proc/self/fd"))} - {guardian, agent}:
+    for fd in {*map(int, os.listdir("/proc/self/fd"))} - {supervisor, agent}:
         with contextlib.suppress(OSError):  # others wait for the ends of these
             os.close(fd)
-    ended, _, _ = select.select([guardian, agent], [], [])
-    if guardian not in ended:  # which ends the rest, unless it is killed or stopped, too
-        ended, _, _ = select.select([guardian], [], [], LATE_S)
-    processes.end_marked(token, ORPHANS_S if ended else 0)
+    ended, _, _ = select.select([supervisor, agent], [], [])
+    if supervisor not in ended:  # which ends the rest, unless it is killed or stopped, too
+        ended, _, _ = select.select([supervisor], [], [], limits.STOP_AGENT_S)
+    processes.end_marked(token, limits.ORPHANS_S if ended else 0)
     os._exit(0)
 
 
-def _guard(
-    agent: Agent, handled: Sequence[signal.Signals], control: Control | None, client: int
-) -> int:
+def guard(agent: Agent) -> int:
     """Wait for the agent's end, then end what is left below; returns the agent's exit code."""
     memory_kills = count_memory_kills()
-    if control is not None:
-        control.follow(agent.kill)
-    if client:
-        follow_client(client, agent.kill)
-    status = _await_end(agent, handled)
+    if agent.control is not None:
+        agent.control.follow(agent.kill)
+    if agent.client:
+        follow_client(agent.client, agent.kill)
+    status = _await_end(agent)
     left = processes.end_descendants()
     code = processes.exit_code(status)
     has_torch, words = _show_last_words(agent.words)
@@ -241,26 +245,29 @@ def _guard(
         is_asked = os.WTERMSIG(status) in agent.passed_on
         is_out_of_memory = count_memory_kills() > memory_kills
         death = Death(code, is_asked, is_out_of_memory, has_torch, words)
-        _report_death(death, note, control, left=len(left))
+        _report_death(death, note, agent.control, left=len(left))
+    agent.notes.close()
+    if agent.recorded:  # the run may have ended before it began
+        run_json.note_end(Path(agent.recorded), code)
     return code
 
 
-def _await_end(agent: Agent, handled: Sequence[signal.Signals]) -> int:
+def _await_end(agent: Agent) -> int:
     """Pass signals on until the agent has ended; returns its status.
 
     Signals are blocked and taken one by one: a handler could run within another.
     """
     kill_at = math.inf
-    grace_s = float(os.environ.get("GRACE") or DEFAULT_GRACE_S)
+    grace_s = float(os.environ.get("GRACE") or limits.GRACE_S)
     while (status := dict(processes.reap()).get(agent.pid)) is None:
-        wait_s = min(kill_at - own_time.now(), BEAT_S)
-        came = processes.await_signal({*handled, QUERY}, wait_s)
-        if came == QUERY and QUERY not in handled:
+        wait_s = min(kill_at - own_time.now(), limits.BEAT_S)
+        came = processes.await_signal({*agent.handled, QUERY}, wait_s)
+        if came == QUERY and QUERY not in agent.handled:
             agent.ask()
         elif came is not None:
             agent.send(came)
             if came != NOTICE:
-                kill_at = min(kill_at, own_time.now() + grace_s + LATE_S)
+                kill_at = min(kill_at, own_time.now() + grace_s + limits.STOP_AGENT_S)
         elif own_time.now() > kill_at:  # it has been stopped (SIGSTOP), or hangs
             agent.kill()
             kill_at = math.inf
@@ -274,12 +281,19 @@ def _report_death(death: Death, note: AgentNote, control: Control | None, *, lef
     frames = words[-3:] if signal_name(code) else words[-4:-1]
     host, now = socket.gethostname(), time.time()
     failure = Failure(fault, cause, code, host, note.node_rank, now, frames=frames)
-    summary = RunSummary(note.started, 0, note.ranks, left, note.run_id, note.command)
-    end = End(code, None if death.is_asked else failure, summary, is_told=False)
+    outcome = Outcome(
+        code,
+        None if death.is_asked else failure,
+        stopped=note.ranks,
+        left=left,
+        started=note.started,
+        run_id=note.run_id,
+        command=note.command,
+    )
     is_silent = death.is_asked and code == 128 + signal.SIGKILL  # the launcher is gone
     if not is_silent:
         folder = Path(note.folder) if note.folder else None
-        report_end(end, control, is_line_open=note.ranks > 0, folder=folder)
+        report_outcome(outcome, control, is_line_open=note.ranks > 0, folder=folder)
 
 
 def _explain_death(death: Death) -> tuple[str, str]:

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .lock import is_locked_here, update_link
+from ..lock import is_locked_here, update_link
 
 MANIFEST = "manifest.json"
 TENSORS = ("model", "optimizer", "ranks")  # in a file of torch.save each

@@ -29,12 +29,12 @@ from torch.distributed.checkpoint import filesystem, metadata, planner, storage
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from . import checkpoint_files as files
-from .checkpoint_files import CheckpointError
-from .collectives import gather_bytes
-from .errors import with_fault
-from .snapshot import named_tensors
-from .torch_internals import tree_map_only
+from ..collectives import gather_bytes
+from ..errors import with_fault
+from ..torch_internals import tree_map_only
+from . import files
+from .files import CheckpointError
+from .snapshots import named_tensors
 
 Trees = dict[str, Any]  # "model" and "optimizer": what their state_dict() returned
 

@@ -1,0 +1,103 @@
+"""Load checkpoints, every rank together, and each rank's own state."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..collectives import broadcast_bytes, gather_bytes, gather_json, to_bytes
+from ..errors import with_fault
+from . import files
+from .files import CheckpointError
+from .saver import State
+from .snapshots import newest_snapshot
+
+
+def load(folder: Path | str, *, whole: bool = True) -> State | None:
+    """Load one checkpoint, or a run's newest intact one, on every rank.
+
+    Only rank 0 reads; the other ranks receive its bytes, so the folder need not be shared. But each
+    rank reads the parts of a sharded one: now, or if not `whole` later with `State.fetch`. After a
+    restart, a snapshot in memory counts, too. Tensors are on the CPU. Returns None if there is none
+    yet; CheckpointError: all are damaged, or a sharded one is not on a disk that this node shares.
+    Damaged ones are set aside if rank 0 has made its Saver before.
+    """
+    folder = Path(folder)
+    taken = newest_snapshot(folder)
+    content: dict[str, bytes] = {}
+    damage, is_snapshot = "", False
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        if taken is None or any(files.step_of(one) >= taken.step for one in files.steps(folder)):
+            content, folder, damage = files.read_newest(folder)
+        if taken is not None and not (content and files.step_of(folder) >= taken.step):
+            content, damage, is_snapshot = taken.content(), "", True
+    if dist.is_initialized():
+        sizes = {name: len(data) for name, data in content.items()}
+        found = [damage, str(folder), sizes, is_snapshot]
+        damage, place, sizes, is_snapshot = gather_json(found)[0]
+        folder = Path(place)
+        content = {
+            name: broadcast_bytes(content.get(name), size) for name, size in sizes.items() if size
+        }
+    if damage:
+        cure = "move it away, or use another RUN_ID"
+        raise with_fault(CheckpointError, "checkpoint-damaged", f"{damage}; {cure}")
+    if not content:
+        return None
+    tensors = {name: files.unpack(content[f"{name}.pt"]) for name in files.TENSORS}
+    tensors["ranks"] = files.Ranks(tensors["ranks"])
+    state = State(progress=json.loads(content["progress.json"]), is_snapshot=is_snapshot, **tensors)
+    if is_snapshot and taken is not None and taken.holders > 1:
+        state = replace(state, fetch=taken.fetch)
+    elif files.INDEX in content:
+        from . import sharded
+
+        state = replace(state, fetch=sharded.reader(folder, content[files.INDEX]))
+    trees = {"model": state.model, "optimizer": state.optimizer}
+    return replace(state, **state.fetch(trees)) if whole else state
+
+
+def gather_ranks(own: dict[str, Any]) -> files.Ranks:
+    """Return every rank's dictionary on rank 0, in order of rank, and none on the other ranks."""
+    gathered = gather_bytes(files.pack(own))
+    return files.Ranks(gathered if not dist.is_initialized() or dist.get_rank() == 0 else [])
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the state of this process's random generators, in types that torch.save accepts."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = (name, keys.tolist(), *rest)
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore an rng_state(). Call `iter(loader)` before it, because that may draw a number."""
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if "numpy" in state and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(state["numpy"])
+
+
+def weights_hash(weights: dict[str, Tensor]) -> str:
+    """Return one SHA-256 over the names, dtypes, shapes and bytes of tensors, sorted by name."""
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        tensor = weights[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(to_bytes(tensor))
+    return digest.hexdigest()

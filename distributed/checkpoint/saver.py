@@ -1,0 +1,164 @@
+"""Save checkpoints in the background: rank 0 alone, or every rank its part."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import with_fault
+from ..heartbeat import beat
+from ..lock import RunLock
+from ..torch_internals import tree_leaves, tree_map_only
+from . import files
+from .files import CheckpointError
+from .snapshots import Snapshots, copy_all
+
+if TYPE_CHECKING:
+    from .sharded import Parts
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything a run needs to continue as if it had never stopped."""
+
+    model: dict[str, Tensor]  # state_dict() of the user's module, without the DDP wrapper
+    optimizer: dict[str, Any]  # as optimizer.state_dict() returns it
+    progress: dict[str, Any]  # step, position in the data and the like: anything JSON can hold
+    ranks: Sequence[dict[str, Any]] = ()  # each rank's own state, such as its rng_state()
+    # Returns {"model": ..., "optimizer": ...} or one of them with the content of its meta tensors,
+    # which load() has left on the disk; of a DTensor, this rank's part.
+    fetch: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    is_snapshot: bool = False  # it was in memory, and is perhaps not on the disk
+
+
+class Saver:
+    """Saves a run's checkpoints in the background, one at a time; enable it on rank 0 alone.
+
+    With `format` "full", rank 0 writes everything, and the other ranks' savers do nothing. With
+    "sharded", every rank calls `save`, with tensors that may be DTensors, and writes its own part.
+
+    Keeps the newest `keep_last`, and the one with the lowest `progress["score"]`, or, without that,
+    `progress["validation_loss"]`. Call `wait` before the process exits. Raises Refused if another
+    live process saves in this folder or the folder is another job's, CheckpointError if it cannot
+    be written to, and ValueError for `keep_last` below 1 or an unknown format.
+    """
+
+    def __init__(
+        self, run_folder: Path | str, *, keep_last: int, enabled: bool = True, format: str = "full"
+    ) -> None:
+        if keep_last < 1:
+            raise ValueError(f"keep_last is {keep_last}; keep at least 1 checkpoint")
+        if format not in ("full", "sharded"):
+            raise ValueError(f"format {format!r} is unknown; use full or sharded")
+        self.folder = run_folder = Path(run_folder)
+        self.keep_last = keep_last
+        self.enabled = enabled
+        self._memory: list[Tensor] = []  # for the copies; reused
+        self._thread = threading.Thread()
+        self._error: CheckpointError | None = None
+        self.snapshots = Snapshots()
+        self._parts: Parts | None = None
+        if format == "sharded":
+            from .sharded import Parts
+
+            self._parts = Parts()
+        if enabled:
+            try:
+                run_folder.mkdir(parents=True, exist_ok=True)
+                self._lock = RunLock(run_folder, f"run {run_folder.name}")
+            except OSError as error:
+                cause = f"cannot write under '{run_folder}' ({error.strerror})"
+                cause += "; change checkpoint.dir"
+                raise with_fault(CheckpointError, "dir-unwritable", cause) from None
+
+    def save(self, step: int, state: State) -> None:
+        """Wait for the previous save, copy the state, and write the copy in the background.
+
+        Raises CheckpointError if the previous save failed; earlier checkpoints are intact.
+        """
+        if not self.enabled and self._parts is None:
+            return
+        self.wait()
+        trees: dict[str, Any] = {"model": state.model, "optimizer": state.optimizer}
+        if self._parts is None:
+            copies = self._copy([leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)])
+            ours = iter(copies)
+            trees = tree_map_only(Tensor, lambda _: next(ours), trees)
+        else:
+            trees, chosen = self._parts.choose(trees)
+            copies = self._copy(chosen)
+        arguments = (step, replace(state, **trees), copies)
+        self._thread = threading.Thread(target=self._write, args=arguments, daemon=True)
+        self._thread.start()
+
+    def snapshot(self, step: int, state: State) -> None:
+        """Copy the state into the node agent's memory: a restart goes on from the newest.
+
+        A run that fails or is stopped has it written as a checkpoint; one that ends with code 0
+        must `save` its end itself. No agent, no snapshot.
+        """
+        if self.enabled or self._parts is not None:
+            holders = dist.get_world_size() if self._parts and dist.is_initialized() else 1
+            about = {"folder": str(self.folder.absolute()), "keep_last": self.keep_last}
+            ranks = state.ranks.data if isinstance(state.ranks, files.Ranks) else state.ranks
+            about |= {"progress": state.progress, "ranks": ranks}
+            trees = {"model": state.model, "optimizer": state.optimizer}
+            self.snapshots.take(step, holders, trees, about)
+
+    def check(self) -> None:
+        """Raise the CheckpointError of the background save if it has failed."""
+        if self._error is not None:
+            raise self._error
+
+    def wait(self) -> None:
+        """Wait for the background save. Raises its CheckpointError."""
+        while self._thread.is_alive():
+            self._thread.join(1.0)
+            beat()
+        self.check()
+
+    def _copy(self, theirs: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors copied into memory of our own."""
+        if [(t.shape, t.dtype) for t in theirs] != [(t.shape, t.dtype) for t in self._memory]:
+            self._memory = [torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for t in theirs]
+        copy_all(self._memory, theirs)
+        return self._memory
+
+    def _write(self, step: int, state: State, copies: Sequence[Tensor]) -> None:
+        temporary = self.folder / f"step-{step}.tmp-{socket.gethostname()}-{os.getpid()}"
+        parts: dict[str, Any] = {}
+        try:
+            if self._parts is None:
+                self._begin(temporary)
+            else:
+                parts = self._parts.write(partial(self._begin, temporary), copies)
+            if not self.enabled:
+                return
+            tensors = {name: getattr(state, name) for name in files.TENSORS}
+            files.write(temporary, tensors, state.progress, parts)
+            with self._lock.committing():
+                files.commit(temporary, self.folder / f"step-{step}")
+                beat(saved=step)
+                files.prune(self.folder, step, self.keep_last)
+        except Exception as error:
+            shutil.rmtree(temporary, ignore_errors=True)  # frees its space
+            self._error = CheckpointError(f"step {step} was not saved: {error}")
+            self._error.fault = getattr(error, "fault", "")
+
+    def _begin(self, temporary: Path) -> Path:
+        """Delete what killed processes left behind, and make the folder of the next checkpoint."""
+        with self._lock.committing():
+            files.delete_leftovers(self.folder)
+        temporary.mkdir()
+        return temporary

@@ -1,0 +1,17 @@
+"""The time limits and intervals of the helper, in seconds; the launcher knows them, too."""
+
+from __future__ import annotations
+
+GRACE_S = 30  # for the ranks to save when they are stopped, where GRACE says nothing else
+SECOND_INTERRUPT_S = 0.3  # schedulers and terminals may send one SIGINT twice
+STOP_LOOK_S = 1.0  # between two looks for a file that asks to stop
+COMMIT_S = 30.0  # the longest that the commit of a checkpoint may take
+SNAPSHOT_PIECE_S = 0.02  # between two pieces of a copy while ranks train: 200 MB/s at most
+EXIT_S = 30.0  # at a rank's end, for threads and exit handlers
+SCHEDULER_S = 10  # for SLURM or PBS to answer
+SCHEDULER_SILENT_S = 2  # so long it may think without a word of ours
+
+# A rank that makes no progress for so long is stuck, where HANG_SECONDS says nothing else: 10 times
+# the longest silence seen so far, and at least
+SILENCE_S = 60.0
+FIRST_SILENCE_S = 600.0  # until two steps are done: compilation, caches; always, of counted steps

@@ -1,0 +1,105 @@
+"""Join a run: check in with the other nodes' agents, and begin its record."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from distributed import network
+from distributed.environment import new_run_id
+from launcher.agent.assignment import Assignment
+from launcher.agent.nodes import checkin
+from launcher.agent.output.stream import say
+from launcher.agent.torchrun_arguments import Arguments
+from launcher.preflight import must_match
+from launcher.record.run_json import LauncherProcess, LiveRecord
+from launcher.wire.messages import NodeReport
+
+
+def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
+    """Meet the other nodes' agents: settles the run id, the ranks and the hosts.
+
+    Where no launcher has started all of them, nor tried the ways between them, they do so now,
+    unless the ranks may use another network. What a preflight has compared is not compared again.
+    Raises Refused where the run cannot start.
+    """
+    files: dict[str, str] = {}
+    is_compared = not (is_by_hand or os.environ.get("SKIP_PREFLIGHT"))
+    task_file = os.environ.pop("LAUNCH_TASK_FILE", "")
+    agents = args.num_nodes + args.num_spares
+    if agents > 1:
+        if not is_compared:
+            words = [args.program.name, *args.program.arguments]
+            files = must_match.describe_program(words, task_file, os.environ)
+        if not args.access.secret and args.node_rank == 0:
+            who = "a process on any of HOSTS" if args.access.addresses else "anyone who reaches it"
+            where = f"port {args.master_port} of {args.master_addr}"
+            say(f"warning: {who} can join this run at {where}; set RUN_SECRET [stranger]")
+    me = NodeReport(
+        node_rank=args.node_rank,
+        num_nodes=agents,
+        nproc=args.nproc,
+        host=socket.gethostname(),
+        run_id=args.run_id or (new_run_id() if args.node_rank == 0 else ""),
+        versions=nccl_version() if is_compared else versions(),
+        files=files,
+    )
+    address, port = args.master_addr, args.master_port
+    named = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME", "")
+    is_same = not named or network.interface_to(address) in re.split("[,=]", named)
+    meeting = checkin.meet(
+        address,
+        port,
+        me,
+        args.access,
+        args.join_timeout_s,
+        num_spares=args.num_spares,
+        min_nodes=args.min_nodes,
+        tries_pairs=is_by_hand and is_same and not os.environ.get("SKIP_PREFLIGHT"),
+    )
+    chosen = network.choose_variables(address, agents)  # not before the name is known here
+    os.environ.update(chosen)
+    if chosen and args.node_rank == 0 and agents > 1:
+        say(f"sets {' '.join(f'{name}={value}' for name, value in chosen.items())}")
+    if args.node_rank != 0 and is_by_hand and not args.is_in_step:
+        where = f"{meeting.assignment.hosts[0]} ({address}:{port})"
+        say(f"checked in with node rank 0 on {where}, as node rank {meeting.assignment.node_rank}")
+    return meeting
+
+
+def begin_record(
+    folder: Path,
+    part: Assignment,
+    typed: Sequence[str],
+    grace_s: float,
+    launcher: LauncherProcess | None,  # None: it is elsewhere
+) -> LiveRecord:
+    """Begin run.json on node rank 0, or continue it. Raises Refused if a live process has it."""
+    return LiveRecord(
+        folder,
+        is_takeover=part.attempt > 0,
+        launcher=launcher,
+        versions=versions(),
+        agent_arguments=typed,
+        hosts=part.hosts,
+        world_size=part.world_size,
+        grace=grace_s,
+    )
+
+
+def versions() -> dict[str, str]:
+    """Return what must be the same on every node."""
+    return {**must_match.versions(), **nccl_version()}
+
+
+def nccl_version() -> dict[str, str]:
+    """Return what a preflight, which does not import torch, cannot compare."""
+    if not torch.distributed.is_nccl_available():
+        return {}
+    nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return {"nccl": ".".join(map(str, nccl))}

@@ -1,0 +1,91 @@
+"""Where the ranks of one node write: its log, the launcher's streams, and files of their own."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import Std
+
+from launcher.agent.assignment import Assignment
+from launcher.agent.control import Control, Done, Membership, tell
+from launcher.agent.output.stream import NodeLog, Stream, open_stream, say
+from launcher.agent.torchrun_arguments import Arguments
+from launcher.record.run_json import RunFolder, writing_to
+from launcher.screen import are_one_file
+from launcher.terminal import open_again
+from launcher.wire import limits
+
+STREAMS = {"stdout": Std.OUT, "stderr": Std.ERR}
+
+
+class Outputs:
+    """All outputs of this node's ranks, in every attempt."""
+
+    def __init__(self, args: Arguments) -> None:
+        self._args = args
+        out = open_again(1)
+        self._terminals = out, out if are_one_file(1, 2) else open_again(2)
+        self._log = NodeLog(None)
+        self._files: Path | None = None  # for streams with files of their own
+
+    def keep_in(self, folder: RunFolder) -> None:
+        """Write the log and the files to the run's folder from now on."""
+        self._log.close()
+        self._log, self._files = NodeLog(folder.node_log), folder.path
+
+    def open(self, part: Assignment, local_rank: int) -> list[tuple[int, Stream]]:
+        """Open a rank's stdout and stderr: for each the rank's end of it, and ours."""
+        args, number, opened = self._args, part.first_rank + local_rank, []
+        shown = args.shown_ranks(part.first_rank, has_log=self._log.path is not None)
+        is_alone = len(shown) == 1 and not args.has_labels
+        redirected, teed = args.redirected[local_rank], args.teed[local_rank]
+        for terminal, (name, one) in zip(self._terminals, STREAMS.items(), strict=True):
+            terminal.open_by = None  # what came after the attempt before has begun a line
+            is_shown = local_rank in shown and one not in redirected & ~teed
+            writer, stream = open_stream(
+                number,
+                self._log,
+                terminal if is_shown else None,
+                is_alone=is_alone,
+                has_label=args.has_labels,
+            )
+            if one in redirected | teed:
+                file = self._file(f"attempt_{part.attempt}/{number}", f"{name}.log")
+                stream.copy = file.open("wb", buffering=0)
+            opened.append((writer, stream))
+        return opened
+
+    def _file(self, place: str, name: str) -> Path:
+        """Return the file for one stream of a rank that --redirects or --tee names."""
+        if self._files is None:
+            self._files = Path(tempfile.mkdtemp(prefix="torchelastic_"))
+            say(f"the streams that --redirects or --tee names are in {self._files}")
+        with writing_to(folder := self._files / place):
+            return folder / name
+
+    @property
+    def is_line_open(self) -> bool:
+        """Whether what is printed now would continue a line of a rank."""
+        return any(terminal.open_by is not None for terminal in self._terminals)
+
+    def say(self, text: str) -> None:
+        """Print a line of the agent's own below what the ranks have shown."""
+        self._terminals[1].write(f"node agent: {text}\n".encode())
+
+    def tell(self, message: Membership | Done, control: Control | None) -> None:
+        """Tell a launcher elsewhere, if there is one; a message begins a line."""
+        if control is not None:
+            self.drain()
+            tell(message, control, is_line_open=self.is_line_open)
+
+    def drain(self) -> None:
+        """Wait until all output is written, for DRAIN_S at most."""
+        for terminal in self._terminals:
+            terminal.drain(limits.DRAIN_S)
+
+    def close(self) -> None:
+        """In a rank, close what was opened here."""
+        self._log.close()
+        for terminal in {*self._terminals}:
+            terminal.let_go()

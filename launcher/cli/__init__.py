@@ -1,0 +1,1 @@
+"""What users type: the table of commands, and the parser of their command lines."""

@@ -1,0 +1,196 @@
+"""Read the command line of an entry script: one grammar for all of them.
+
+Positional arguments, key=value settings anywhere, --options, and after `--` what goes to the
+training script untouched. launcher/cli/commands.py says what each command accepts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NamedTuple
+
+from launcher.cli.commands import COMMANDS, COMMON, TASKS, Command, Values
+from launcher.plan.typed import Typed, UsageError
+
+ROOT = Path(__file__).parents[2]
+_SETTING = re.compile(r"[A-Za-z_+~][A-Za-z0-9_.+-]*=")
+_SAME = ("program", "directory", "python", "staged", "site")  # in a Call and in Typed
+_COPIES = ("slurm_script", ".SC")  # of a batch script: how SLURM and PBS name theirs
+
+
+class Call(NamedTuple):
+    """What scripts/lib/launch.sh puts before the words that were typed."""
+
+    command: str  # of COMMANDS
+    program: str  # the script's name, for messages
+    file: str  # the script as it was submitted or started
+    directory: str  # where it was typed
+    python: str  # for the nodes; in the container, where there is one
+    staged: str  # the packed environment of `python`; empty until launcher/cli/stage.py has it
+    site: str
+    activated: str  # names with spaces between them
+    script: str  # as it was typed
+
+
+def parse(call: Call, words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Typed:
+    """Return what was typed, by name.
+
+    In a task of a job array, its number takes the place of {task} in settings. Raises UsageError.
+    """
+    command = COMMANDS[call.command]
+    is_scheduled = command.is_batch or environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID")
+    start = {name: getattr(call, name) for name in _SAME} | {"fanout": command.fanout}
+    start |= {"activated": tuple(call.activated.split()), "usage": read_usage(call.file)}
+    start |= command.fixed
+    values = _Reader(command, start, is_scheduled=bool(is_scheduled)).read(words)
+    if command.finish and values["fanout"] not in TASKS.values():
+        command.finish(values, environ)
+    _name_batch_script(values, call.file)
+    typed = [call.script, *words]
+    if task := environ.get("SLURM_ARRAY_TASK_ID") or environ.get("PBS_ARRAY_INDEX"):
+        filled = {word: word.replace("{task}", task) for word in values.get("setting", ())}
+        values["setting"] = (*filled.values(),)
+        typed = [filled.get(word, word) for word in typed]
+    return Typed(**values, typed=(*typed,))
+
+
+def read_usage(file: str) -> str:
+    """Return the usage line of a script's header; empty if the script cannot be read."""
+    try:
+        found = re.search(r"^# usage: (.*)$", Path(file).read_text(errors="replace"), re.MULTILINE)
+    except OSError:
+        return ""
+    return found[1] if found else ""
+
+
+def _name_batch_script(values: Values, file: str) -> None:
+    """Name the batch script that a resume line submits: ours, or the user's edited copy of it."""
+    ours, is_copy = values.get("batch_script"), file.endswith(_COPIES)
+    if values.get("like_torchrun") and not is_copy:
+        del values["batch_script"]  # launch.sh, when it is none
+    elif ours and not is_copy and not _is_same(Path(file), ROOT / ours):
+        values["batch_script"] = os.path.abspath(file)
+
+
+def _is_same(file: Path, other: Path) -> bool:
+    return file.exists() and other.exists() and file.samefile(other)
+
+
+class _Reader:
+    """Reads the words of one command line into values by field."""
+
+    def __init__(self, command: Command, values: Values, *, is_scheduled: bool) -> None:
+        self.command, self.values, self.is_scheduled = command, values, is_scheduled
+        self.options = {**COMMON, **command.options}
+        self.arguments = [*command.arguments]  # that have not come yet
+        self.words: deque[str] = deque()  # that are not read yet
+        self.see = f"see {values['program']} --help"
+
+    def read(self, words: Iterable[str]) -> Values:
+        self.words.extend(words)
+        while self.words:
+            word = self.words.popleft()
+            if word == "--":
+                self.values["rest"] = self._take_all()
+            elif word.startswith("-") and word != "-":
+                self._take_option(word)
+            elif self.arguments[:1] == ["program"]:
+                self.values["rest"] = (word, *self._take_all())
+            else:
+                self._take_argument(word)
+        return self.values
+
+    def _take_all(self) -> tuple[str, ...]:
+        words = (*self.words,)
+        self.words.clear()
+        return words
+
+    def _append(self, field: str, *words: str) -> None:
+        self.values[field] = (*self.values.get(field, ()), *words)
+
+    # --- arguments and settings ---
+
+    def _take_argument(self, word: str) -> None:
+        if _SETTING.match(word) and not os.path.exists(word):
+            self._append("setting", word)
+        elif not self.arguments:
+            raise UsageError(f"one argument too many, {word!r}; {self.see}")
+        elif self.arguments[0] == "node":
+            self._append("node", word)
+        else:
+            self.values[self.arguments.pop(0)] = word
+
+    # --- options ---
+
+    def _take_option(self, word: str) -> None:
+        name, value = self._find(word)
+        if name in TASKS:
+            self._take_task(name, [] if value is None else [value])
+            return
+        option = self.options[name]
+        if option.field == "is_detached":
+            self._refuse_scheduled(name)
+        if not option.has_value and value is not None:
+            raise UsageError(f"option {name} takes no value; {self.see}")
+        if option.has_value and value is None:
+            if not self.words:
+                raise UsageError(f"option {name} has no value; {self.see}")
+            value = self.words.popleft()
+        if option.field == "passed":
+            self._append("passed", name, *([] if value is None else [value]))
+        else:
+            self.values[option.field] = True if value is None else value
+
+    def _find(self, word: str) -> tuple[str, str | None]:
+        """Return the option that a word stands for, and the value that the word has."""
+        if word.startswith("--"):
+            name, equals, text = word.partition("=")
+            value = text if equals else None
+        else:
+            name, value = word[:2], word[2:].removeprefix("=") or None  # -r3
+        spelt = name.replace("_", "-")
+        longer = [one for one in self.command.options if spelt[2:] and one.startswith(spelt)]
+        found = [spelt] if spelt in self.options or spelt in TASKS else longer
+        if len(found) != 1:
+            raise UsageError(self._unknown(name if word.startswith("--") else word, found))
+        return found[0], value
+
+    def _unknown(self, word: str, longer: Sequence[str]) -> str:
+        """Return the message for an option that there is not, or that several begin with."""
+        names = {name.lstrip("-"): name for name in (*self.options, *TASKS)}
+        near = [names[one] for one in get_close_matches(word.lstrip("-"), names, 1)]
+        hint = " or ".join(longer if 0 < len(longer) < 4 else near)
+        hint = f"did you mean {hint}? " if hint else ""
+        own = "its name" if "program" in self.command.arguments else "--"
+        cure = f"{hint}{self.see}, and put the training script's own after {own}"
+        return f"unknown option {word!r}; {cure}"
+
+    # --- questions about runs, and their ends ---
+
+    def _take_task(self, option: str, words: Iterable[str]) -> None:
+        """Take --status, --stop or --stacks with the names of runs; --help and --version alone."""
+        task, words = TASKS[option], [*words, *self._take_all()]
+        is_about_runs = task not in ("help", "version")
+        if task in ("status", "stop"):
+            self._refuse_scheduled(option)
+        given = [one for one in ("--strict", "--detach") if self.values.get(COMMON[one].field)]
+        others = [*given, *(one for one in words if one.startswith("-") and one != "--dry-run")]
+        if is_about_runs and others:
+            raise UsageError(f"{others[0]} does not go with {option}; give the names of runs")
+        names = ("program", "directory", "python", "usage")
+        self.values = {name: self.values[name] for name in names} | {
+            "fanout": task,
+            "is_dry_run": "--dry-run" in words or self.values.get("is_dry_run", False),
+            "rest": tuple(one for one in words if one != "--dry-run"),
+        }
+
+    def _refuse_scheduled(self, option: str) -> None:
+        if self.is_scheduled:
+            cause = f"{option} is for runs that no scheduler holds"
+            cure = "use sbatch, squeue and scancel (PBS: qsub, qstat and qdel)"
+            raise UsageError(f"{cause}; {cure}")

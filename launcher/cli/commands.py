@@ -1,0 +1,199 @@
+"""Every command that launches: its arguments, its options, and how it reaches the nodes.
+
+A script of scripts/ names its command here. Options are read as torchrun's are: in full or
+shortened, with `-` or `_`, as `--name value` or `--name=value`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from launcher.cli.torchrun import read_like_torchrun
+from launcher.plan.typed import UsageError
+
+Values = dict[str, Any]  # by the names of Typed's fields
+
+
+class Option(NamedTuple):
+    """Where its value goes; without one, it is a flag."""
+
+    field: str  # of Typed, or what `finish` takes; "passed": the option goes on as it is
+    has_value: bool = True
+
+
+@dataclass(frozen=True)
+class Command:
+    """What one command accepts, and what follows from its name alone."""
+
+    fanout: str  # as Typed has it
+    arguments: Sequence[str] = ()  # fields; the last may be `node`, which takes all that is left,
+    # or `program`: the training script, after which everything is its own
+    options: Mapping[str, Option] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # more fields of Typed
+    finish: Callable[[Values, Mapping[str, str]], None] | None = None  # from what was typed
+    is_batch: bool = False  # a scheduler holds its runs
+
+
+def _options(names: str, target: str = "", *, has_value: bool = True) -> dict[str, Option]:
+    """Return options by name, written as `--name` or as `--name=field`."""
+    options = {}
+    for name, _, own in (word.partition("=") for word in names.split()):
+        options[name] = Option(target or own or name[2:].replace("-", "_"), has_value)
+    return options
+
+
+# --- what a command makes of its own arguments --------------------------------------------------
+
+
+def _complete_launch(values: Values, environ: Mapping[str, str]) -> None:
+    """Take what was not typed from PET_NNODES and the like, as torchrun does."""
+    for name, option in _TORCHRUN.items():
+        value = environ.get(f"PET_{name[2:].replace('-', '_').upper()}")
+        if value and option.has_value and option.field != "passed":
+            values.setdefault(option.field, value)
+    read_like_torchrun(values, environ)
+
+
+def _need_master(values: Values, _environ: Mapping[str, str]) -> None:
+    if not values.get("master"):
+        raise UsageError(f"too few arguments; usage: {values['usage']}")
+
+
+def _join_config(values: Values, environ: Mapping[str, str]) -> None:
+    """Make one config of --config-path and --config-name, or pass both to a script of Hydra's."""
+    folder, name = values.pop("config_path", ""), values.pop("config_name", "")
+    if not folder and not name:
+        return
+    script = Path(environ.get("TRAIN_SCRIPT") or "-")
+    if script.is_file() and re.search(rb"^@hydra\.main", script.read_bytes(), re.MULTILINE):
+        given = {"--config-path": folder, "--config-name": name}
+        words = [f"{option}={value}" for option, value in given.items() if value]
+        values["rest"] = (*words, *values.get("rest", ()))
+        values.setdefault("config", "-")
+    elif folder and name:
+        values["config"] = f"{folder}/{name.removesuffix('.yaml')}.yaml"
+    else:
+        raise UsageError("--config-path and --config-name go together; give both, or --config FILE")
+
+
+def _take_config(values: Values, environ: Mapping[str, str]) -> None:
+    if environ.get("CONFIG"):  # of qsub -v
+        values.setdefault("config", environ["CONFIG"])
+
+
+def _pass_to_test(values: Values, _environ: Mapping[str, str]) -> None:
+    """Put the self-test's own options after its name. It runs in the project's folder."""
+    if settings := values.get("setting"):
+        raise UsageError(f"settings mean nothing here ({settings[0]!r}); leave them out")
+    test, file = values.pop("test", ""), values.pop("json", "")
+    if test not in ("", "basic", "all"):
+        raise UsageError(f"--test is {test!r}; give basic or all")
+    words = ["--test", test] if test else []
+    words += ["--json", str(Path(values["directory"], file))] if file else []
+    values["rest"] = (*values.pop("passed", ()), *words, *values.get("rest", ()))
+
+
+# --- the table ----------------------------------------------------------------------------------
+
+COMMON = {
+    **_options("--dry-run=is_dry_run --strict=is_strict --detach=is_detached", has_value=False),
+    **_options("--show"),
+}
+TASKS = {  # in place of a run
+    **{"-h": "help", "--help": "help", "--version": "version"},
+    **{"--status": "status", "--stop": "stop", "--stacks": "stacks"},
+}
+_CONFIG = {"default_config": True}
+_SELFTEST = {"module": "distributed.selftest", "cpu_nproc": 2}
+_NODES = ("config", "nproc", "node")
+_HOSTFILE = _options("-f=hostfile")
+_TORCHRUN = {
+    **_options(
+        "--nproc-per-node=nproc --nnodes --node-rank --master-addr=master --master-port=port"
+        " --rdzv-backend --rdzv-endpoint --rdzv-id=run_id --max-restarts --log-dir --hosts --via"
+    ),
+    **_options(
+        "--standalone -m=as_module --module=as_module --no-python=as_command", has_value=False
+    ),
+    **_options(
+        "--rdzv-conf --monitor-interval --start-method --event-log-handler --role -r --redirects"
+        " -t --tee --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters"
+        " --local-addr --logs-specs --numa-binding --signals-to-handle --shutdown-timeout",
+        "passed",
+    ),
+    **_options("--run-path --virtual-local-rank", "passed", has_value=False),
+}
+_RUN_DDP = _options(
+    "-n=nproc --num-gpus=nproc -c=config --config --config-path --config-name"
+    " -l=log_level --log-level"
+)
+_SUBMIT = {
+    **_options("--wait", has_value=False),
+    **_options(
+        "--begin --comment --constraint --deadline --exclude --licenses --mail-type --mail-user"
+        " --reservation --switches --tmp --wckey",
+        "passed",
+    ),
+}
+
+
+def _slurm(name: str) -> Command:
+    fixed = {**_CONFIG, "batch_script": f"scripts/slurm/{name}"}
+    return Command("srun", ("config",), fixed=fixed, is_batch=True)
+
+
+COMMANDS = {
+    "launch": Command(
+        "local",
+        ("program",),
+        _TORCHRUN,
+        {"like_torchrun": True, "batch_script": "scripts/launch.sh"},
+        _complete_launch,
+    ),
+    "launch_singlenode": Command("local", ("config", "nproc")),
+    "launch_torchrun_auto": Command("ssh", _NODES, _HOSTFILE),
+    "launch_torchrun_multinode": Command(
+        "local",
+        ("config", "nproc", "nnodes", "node_rank", "master", "port"),
+        finish=_need_master,
+    ),
+    "launch_multinode": Command(
+        "ssh",
+        _NODES,
+        {**_HOSTFILE, **_options("--use-env", has_value=False)},
+        {"engine": "torch.distributed.launch"},
+    ),
+    "launch_pdsh_multinode": Command("pdsh", _NODES, _HOSTFILE),
+    "run_ddp": Command("auto", (), _RUN_DDP, _CONFIG, _join_config),
+    "cluster_train": Command(
+        "local",
+        ("config", "nnodes", "node_rank", "master", "port"),
+        fixed={**_CONFIG, "has_health_check": True, "has_transcript": True},
+    ),
+    "slurm_train": _slurm("slurm_train.sh"),
+    "slurm_train_single_node": _slurm("slurm_train_single_node.sh"),
+    "submit_with_config": Command("submit", (), _SUBMIT, is_batch=True),
+    "pbs_train": Command(
+        "ssh",
+        ("config",),
+        fixed={**_CONFIG, "nodefile": True, "batch_script": "scripts/pbs/pbs_train.sh"},
+        finish=_take_config,
+        is_batch=True,
+    ),
+    "test_distributed": Command(
+        "auto",
+        ("nproc", "node"),
+        {
+            **_HOSTFILE,
+            **_options("--test --json"),
+            **_options("--quick", "passed", has_value=False),
+        },
+        _SELFTEST,
+        _pass_to_test,
+    ),
+    "test_distributed_integration": Command("srun", fixed=_SELFTEST),
+}

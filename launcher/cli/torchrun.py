@@ -1,0 +1,64 @@
+"""What launch.sh makes of torchrun's options: the number of ranks and of nodes, and the master."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from launcher.plan.typed import UsageError
+
+
+def read_like_torchrun(values: dict[str, Any], environ: Mapping[str, str]) -> None:
+    """Complete what was typed, by the names of Typed's fields. Raises UsageError."""
+    if not values.get("rest"):
+        raise UsageError(f"no SCRIPT; usage: {values['usage']}")
+    rendezvous = {name: values.pop(f"rdzv_{name}", "") for name in ("backend", "endpoint")}
+    is_alone = values.pop("standalone", False)
+    if not values.get("hosts"):
+        values.setdefault("nproc", environ.get("NPROC_PER_NODE") or "1")
+        nodes = "1" if is_alone else values.get("nnodes", "")
+        find_master(values, nodes, **rendezvous, in_step=bool(environ.get("SLURM_STEP_ID")))
+    elif rendezvous["endpoint"]:
+        cause = "--hosts names the nodes, and --rdzv-endpoint does so, too"
+        raise UsageError(f"{cause}; leave one out")
+    else:
+        values["fanout"] = "auto"
+    count_processes(values)
+
+
+def count_processes(values: dict[str, Any]) -> None:
+    """Replace the words that torchrun takes as --nproc-per-node."""
+    cpus = os.sysconf("SC_NPROCESSORS_ONLN")
+    if values.get("nproc") == "cpu":
+        values["nproc"] = str(cpus)
+    elif values.get("nproc") == "auto":
+        values["cpu_nproc"] = cpus
+    elif values.get("nproc") == "gpu":
+        values |= {"nproc": "auto", "cpu_nproc": 0}
+
+
+def find_master(
+    values: dict[str, Any], nodes: str, *, backend: str, endpoint: str, in_step: bool
+) -> None:
+    """Read from torchrun's rendezvous the number of nodes, this one's rank and the master."""
+    least, is_range, most = nodes.partition(":")
+    if is_range and least != most:
+        cause = f"--nnodes {nodes}: the number of nodes cannot change during a run"
+        raise UsageError(f"{cause}; give one number")
+    if backend not in ("", "static", "c10d"):
+        cause = f"--rdzv-backend {backend}: unknown here"
+        raise UsageError(f"{cause}; leave it out, and give --master-addr")
+    nodes = least or ("1" if endpoint == "localhost:0" else "")  # torchrun's default
+    if nodes:
+        values["nnodes"] = nodes
+    if nodes in ("", "1") and not in_step:
+        return
+    if backend == "c10d" and not values.get("node_rank") and not in_step:
+        values["node_rank"] = "auto"
+    if endpoint and nodes != "1":
+        address, has_port, port = endpoint.rpartition(":")
+        if has_port:
+            values.setdefault("port", port)
+        address = address if has_port else endpoint
+        values.setdefault("master", address.removeprefix("[").removesuffix("]"))

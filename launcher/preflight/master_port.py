@@ -1,0 +1,108 @@
+"""The nodes meet at the master's port while they are checked: do clocks, folder and ways agree?"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from launcher import own_time
+from launcher.handshake import Acceptor, Access, NotAccepted, WrongSecret, connect
+from launcher.preflight.checks import existing
+from launcher.wire import limits, meeting
+from launcher.wire.meeting import Wait
+from launcher.wire.messages import Fault, Member, NodeReport, PairResult, PairTest
+from launcher.wire.node_link import Link
+
+
+def receive_others(
+    listener: socket.socket,
+    me: Member,
+    access: Access,
+    number: int,
+    folder: Path | None,
+    wait: Wait,
+) -> list[Fault]:
+    """On node rank 0: wait for so many nodes, and have every two pass something if all come.
+
+    Returns which of them it cannot reach; closes the listener.
+    """
+    with listener, contextlib.ExitStack() as stack:
+        acceptor = Acceptor(listener, access, say=lambda text: None)  # the check-in tells
+        stack.enter_context(contextlib.closing(acceptor))
+        file = ""
+        if folder is not None:
+            with contextlib.suppress(OSError):  # which check_folders tells
+                file = stack.enter_context(
+                    tempfile.NamedTemporaryFile(dir=existing(folder), prefix=".shared-")
+                ).name
+        here = meeting.gather(acceptor, Link[Any], {*range(1, number + 1)}, wait)
+        for link, _ in here.values():
+            stack.enter_context(contextlib.closing(link))
+        left_s = wait.left_s if len(here) == number else 0
+        found = meeting.try_pairs(me, here, left_s, limits.PAIR_PASS_S, file)
+    return [fault for node_id, fault in found if node_id == me.node_id]
+
+
+def visit_master(
+    address: str, port: int, me: NodeReport, secret: bytes, wait: Wait, done: list[str]
+) -> Iterator[Fault]:
+    """On any other node: reach node rank 0, and compare this node's clock and folder with its.
+
+    `done` gets the names of the checks that were made.
+    """
+    try:
+        master = Link[Any](_reach(address, port, secret, wait))
+    except socket.gaierror:
+        return  # check_master tells it
+    except OSError as error:
+        is_silent = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
+        if is_silent or not isinstance(error, NotAccepted | WrongSecret):
+            why = f"no answer in {limits.GREETING_S:g} s" if is_silent else error.strerror or error
+            cause = f"no way to {address}:{port} ({why})"
+            yield Fault("port-blocked", cause, "open the port in the firewall")
+        return  # another program is there, which node rank 0 tells
+    with contextlib.closing(master), meeting.introduce(master, me):
+        done.append("port")
+        test = master.wait(wait.deadline + 1)
+        if not isinstance(test, PairTest):
+            return
+        done += ["clock", *(["folder"] if test.file else []), "other port"]
+        yield from _compare(test)
+        faults = [*meeting.try_members(test.members, me.node_rank, wait.left_s)]
+        done += ["pairs"] if len(test.members) > 1 else []
+        yield from faults
+        master.send(PairResult(faults))
+        master.wait_for_end(wait.deadline + 1)  # all others have tried this node's port
+
+
+def _compare(test: PairTest) -> Iterator[Fault]:
+    """Yield what differs between node rank 0 and this node."""
+    skew = time.time() - test.time
+    if abs(skew) > limits.SKEW_S:
+        cause = f"the clock is {skew:+.0f} s from node rank 0's"
+        yield Fault("clock-skew", cause, "have both synchronised", warns=True)
+    if test.file and not os.path.exists(test.file):
+        cause = f"{os.path.dirname(test.file)!r} is another folder on node rank 0"
+        advice = "choose a checkpoint.dir that all nodes share: the job may move"
+        yield Fault("dir-not-shared", cause, advice)
+
+
+def _reach(address: str, port: int, secret: bytes, wait: Wait) -> socket.socket:
+    """Connect to node rank 0, which may come to its port later than this node."""
+    soon = own_time.now() + limits.GREETING_S  # for a network that has just come back
+    until = {errno.EHOSTUNREACH: soon, errno.ENETUNREACH: soon}
+    until |= {errno.ECONNREFUSED: wait.deadline, errno.ECONNRESET: wait.deadline}  # not yet there
+    while True:
+        try:
+            return connect(address, port, secret, limits.GREETING_S)
+        except OSError as error:
+            if own_time.now() > until.get(error.errno or 0, 0):
+                raise
+            time.sleep(2 * limits.POLL_S)

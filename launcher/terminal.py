@@ -1,0 +1,134 @@
+"""The launcher's own stdout and stderr: a terminal or pipe that is slow or stuck delays nobody."""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import stat
+import threading
+import time
+from collections import deque
+from typing import IO, TextIO, cast
+
+from launcher.screen import Screen
+from launcher.wire import limits
+
+BACKLOG_BYTES = 1 << 20  # that a terminal has not taken yet: whoever writes waits a little
+MOST_BYTES = 1 << 24  # of it that are kept for one that is stuck
+_WRITE = 16384  # bytes a write; progress is noted after each
+
+
+class Terminal(Screen, io.RawIOBase):
+    """One of our own streams. What it does not take at once is left to a thread."""
+
+    def __init__(self, fd: int, *, is_instant: bool = False) -> None:
+        """`is_instant`: the descriptor never blocks, and is not shared (`open_again`)."""
+        self.fd, self._is_instant = fd, is_instant
+        self._queue: deque[bytes] = deque()
+        self._size = 0  # bytes not written yet
+        self._last = b"\n"  # byte
+        self._taken_at = 0.0  # when it last took something
+        self._dropped = 0  # lines, since the last notice
+        self._changed = threading.Condition()
+        self._writer = threading.Thread(target=self._write_all, daemon=True)
+        self.text: TextIO = io.TextIOWrapper(cast(IO[bytes], self), write_through=True)
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return os.isatty(self.fd)
+
+    def let_go(self) -> None:
+        """In a rank, which has streams of its own, close the descriptor that is not shared."""
+        if self._is_instant:
+            os.close(self.fd)
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]  # RawIOBase takes any buffer
+        """Queue the launcher's own text, however much there is."""
+        self.end_line()
+        self._add(bytes(data))
+        return len(data)
+
+    def queue(self, data: bytes) -> None:
+        """Queue output. A slow reader slows the ranks down; one that is stuck loses lines."""
+        if self._has_room():
+            self._tell_dropped()
+            self._add(data)
+        else:
+            self._dropped += max(1, data.count(b"\n"))
+
+    def _add(self, data: bytes) -> None:
+        self._last = data[-1:]
+        if self._is_instant and not self._size:
+            data = data[self._write(data) :]
+        if not data:
+            return
+        if self._writer.ident is None:
+            self._writer.start()
+        with self._changed:
+            if self._size == 0:
+                self._taken_at = time.monotonic()
+            self._queue.append(data)
+            self._size += len(data)
+            self._changed.notify_all()
+
+    def _has_room(self) -> bool:
+        """Whether more can be queued; gives a reader that is behind the time to catch up."""
+        with self._changed:
+            is_stuck = time.monotonic() - self._taken_at > limits.TERMINAL_STUCK_S
+            if self._size > BACKLOG_BYTES and not is_stuck:
+                self._changed.wait_for(lambda: self._size <= BACKLOG_BYTES, 0.1)
+            return self._size <= MOST_BYTES
+
+    def drain(self, limit_s: float) -> None:
+        """Wait until all is written, for at most so long."""
+        self._tell_dropped()
+        with self._changed:
+            self._changed.wait_for(lambda: self._size == 0, limit_s)
+
+    def _tell_dropped(self) -> None:
+        if self._dropped:
+            notice = b"... %d lines not shown: the terminal is too slow\n" % self._dropped
+            self._dropped = 0
+            self._add(notice if self._last == b"\n" else b"\n" + notice)
+
+    def _write(self, data: bytes) -> int:
+        """Return how many bytes are done with."""
+        try:
+            return os.write(self.fd, data)
+        except BlockingIOError:  # it is full
+            return 0
+        except OSError:  # nobody reads any more (`| head`), or the disk is full
+            return len(data)
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._queue))
+                data = self._queue.popleft()
+            while data:
+                written = self._write(data[:_WRITE])
+                data = data[written:]
+                if not written:
+                    select.select([], [self.fd], [])
+                    continue
+                with self._changed:
+                    self._taken_at = time.monotonic()
+                    self._size -= written
+                    self._changed.notify_all()
+
+
+def open_again(fd: int) -> Terminal:
+    """Return a terminal or pipe on a descriptor of its own, which never blocks; others as they are.
+
+    To make the given one non-blocking would change it for the shell, too.
+    """
+    try:
+        if os.isatty(fd) or stat.S_ISFIFO(os.fstat(fd).st_mode):
+            flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY
+            return Terminal(os.open(f"/proc/self/fd/{fd}", flags), is_instant=True)
+    except OSError:  # closed, another user's, or nobody reads
+        pass
+    return Terminal(fd)

@@ -1,0 +1,1 @@
+"""What the programs of a run tell each other, and how long each waits."""

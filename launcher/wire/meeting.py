@@ -1,0 +1,197 @@
+"""How nodes meet: one waits for the others, and every two of them pass something (no torch).
+
+The preflight meets at the master's port, and so do the agents after it. Where node rank 0 is lost,
+the agents that are left meet at the failover port of the one that replaces it. Of nodes that were
+started by hand there is no preflight: their agents test the pairs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import socket
+import termios
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from distributed.errors import Refused
+from launcher import own_time
+from launcher.handshake import Acceptor, open_port
+from launcher.wire import limits
+from launcher.wire.messages import Fault, Member, NodeReport, PairResult, PairTest, Refusal
+from launcher.wire.node_link import Link
+
+L = TypeVar("L", bound=Link[Any])
+AT_ONCE = 128  # members that are tried
+PASSED = 1 << 16  # bytes to each: packets as large as any interface allows
+SHOWN = 3  # nodes named in one line
+CURES = {
+    "port-blocked": "open all ports between the nodes, for gloo and NCCL",
+    "mtu-too-large": "lower the MTU of their interfaces, or let ICMP pass between them",
+}
+
+
+class Wait:
+    """A wait with a limit. After CHECKIN_TELL_S it says once what it waits for."""
+
+    def __init__(self, timeout_s: float, say: Callable[[str], object] = lambda text: None) -> None:
+        self.timeout_s, self.say = timeout_s, say
+        self.deadline = own_time.now() + timeout_s
+        self._tell_at = time.monotonic() + limits.CHECKIN_TELL_S
+
+    @property
+    def left_s(self) -> float:
+        return self.deadline - own_time.now()
+
+    def tell(self, what: str) -> None:
+        """Say what is waited for, if it is time to."""
+        if time.monotonic() > self._tell_at:
+            self.say(f"waiting for {what}, {self.timeout_s:g} s at most")
+            self._tell_at = math.inf
+
+
+def gather(
+    acceptor: Acceptor,
+    kind: type[L],
+    awaited: set[int],
+    wait: Wait,
+    admit: Callable[[L, NodeReport], bool] = lambda link, report: True,
+) -> dict[int, tuple[L, Member]]:
+    """Wait for nodes; returns those that have come in time, by node id.
+
+    Whoever is not awaited, or not admitted, is turned away. Raises Refused where a node says why
+    the run cannot start.
+    """
+    here: dict[int, tuple[L, Member]] = {}
+    while (missing := awaited - here.keys()) and wait.left_s > 0:
+        wait.tell(f"node rank {', '.join(map(str, sorted(missing)))}")
+        for connection, received in acceptor.wait(min(wait.left_s, limits.CHECKIN_AGAIN_S)):
+            link = kind(connection, received)
+            said = link.wait(wait.deadline)
+            if isinstance(said, Refusal):
+                raise Refused(said.fault, said.message)
+            if isinstance(said, NodeReport):
+                free = min(awaited - here.keys(), default=0)
+                report = said if said.node_rank >= 0 else replace(said, node_rank=free)
+                if admit(link, report) and report.node_rank in awaited - here.keys():
+                    here[report.node_rank] = link, _member_of(report, link)
+                    continue
+            link.close()
+    return dict(sorted(here.items()))
+
+
+def _member_of(report: NodeReport, link: Link[Any]) -> Member:
+    address, port = "", report.failover_port
+    with contextlib.suppress(OSError):  # it has gone already
+        address = str(link.socket.getpeername()[0]).removeprefix("::ffff:")
+    return Member(report.node_rank, report.host, report.nproc, address, port)
+
+
+def introduce(link: Link[Any], me: NodeReport) -> socket.socket:
+    """Say who this node is; returns the listener of its failover port."""
+    listener = open_failover_port(str(link.socket.getsockname()[0]))
+    link.send(replace(me, failover_port=listener.getsockname()[1]))
+    return listener
+
+
+def open_failover_port(address: str) -> socket.socket:
+    """Listen where other nodes can pass something: the kernel takes it in, and nobody reads it."""
+    listener = open_port(0, address)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 * PASSED)
+    return listener
+
+
+# --- every two nodes pass something -----------------------------------------------------------
+
+
+def try_pairs(
+    first: Member,
+    here: Mapping[int, tuple[Link[Any], Member]],
+    within_s: float,
+    more_s: float,  # for answers
+    file: str = "",
+) -> list[tuple[int, Fault]]:
+    """On node rank 0: have every two nodes pass something; returns what is lost, by node id.
+
+    Without time, the others try node rank 0 alone.
+    """
+    until = own_time.now() + within_s
+    with open_failover_port(first.address) as listener:
+        members = [replace(first, failover_port=listener.getsockname()[1])]
+        members += [member for _, member in here.values()] if within_s > 0 else ()
+        for link, _ in here.values():
+            link.send(PairTest(members, file))
+        found = [(first.node_id, fault) for fault in try_members(members, first.node_id, within_s)]
+        for node_id, (link, _) in here.items():
+            answer = link.wait(until + more_s)
+            faults = answer.faults if isinstance(answer, PairResult) else ()
+            found += [(node_id, fault) for fault in faults]
+    return found
+
+
+def try_members(members: Sequence[Member], me: int, within_s: float) -> Iterator[Fault]:
+    """Pass something to all members but this one; begins with the next."""
+    deadline = time.monotonic() + within_s
+    ahead = sorted(members, key=lambda one: (one.node_id <= me, one.node_id))
+    others = [one for one in ahead if one.node_id != me and one.failover_port]
+    failed: dict[tuple[str, str], list[str]] = {}  # by fault and why
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        found = pool.map(lambda other: _try_member(other, deadline), others)
+        for other, (fault, why) in zip(others, found, strict=True):
+            if why:
+                failed.setdefault((fault, why), []).append(str(other))
+    for (fault, why), names in failed.items():
+        yield Fault(fault, f"no way to {shorten(names)} ({why})", CURES[fault])
+
+
+def shorten(names: Sequence[str]) -> str:
+    """Return the first of them, and how many more there are."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"
+
+
+def _try_member(other: Member, deadline: float) -> tuple[str, str]:
+    """Return fault and why, where it cannot be reached; no why if there is no time left.
+
+    What fails at once is tried again: a network that has just come back has no route for a while.
+    """
+    end = min(time.monotonic() + limits.GREETING_S, deadline + 1)
+    why = ""
+    while (left_s := end - time.monotonic()) > 0:
+        try:
+            where = other.address, other.failover_port
+            with socket.create_connection(where, left_s) as connection:
+                connection.settimeout(max(left_s, limits.PAIR_PASS_S))
+                with contextlib.suppress(TimeoutError):
+                    connection.sendall(bytes(PASSED))
+                pass_s = max(end - time.monotonic(), limits.PAIR_PASS_S)
+                return "mtu-too-large", find_loss(connection, pass_s)
+        except TimeoutError:
+            why = why or f"no answer in {limits.GREETING_S:.0f} s"
+            break
+        except OSError as error:
+            why = error.strerror or str(error)
+            time.sleep(min(limits.PAIR_AGAIN_S, left_s))
+    return "port-blocked", why
+
+
+def find_loss(connection: socket.socket, within_s: float) -> str:
+    """Wait until the other end's kernel has what was sent; returns why it has not, else ""."""
+    end = time.monotonic() + within_s
+    while is_busy(connection):
+        if time.monotonic() > end:
+            size = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
+            return f"it answers, but packets of {size} bytes are lost"
+        time.sleep(limits.POLL_S)
+    return ""
+
+
+def is_busy(connection: socket.socket) -> bool:
+    """Return whether the other end has not yet received all that was sent."""
+    with contextlib.suppress(OSError):  # a sandbox's kernel may not tell
+        return any(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))  # SIOCOUTQ, tcp(7)
+    return False

@@ -1,0 +1,82 @@
+"""What nodes tell each other where they meet: in the preflight, and as agents (no torch)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from distributed.environment import check_run_id
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong under its name in TROUBLESHOOTING.md, and the cure. Some only warn."""
+
+    name: str
+    cause: str
+    cure: str
+    warns: bool = False
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """What a node says of itself: at check-in its agent, before that its preflight."""
+
+    node_rank: int  # -1: the next one free
+    num_nodes: int
+    nproc: int
+    host: str
+    run_id: str  # empty: takes node rank 0's
+    versions: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)  # of hash_files(), describe_program()
+    time: float = field(default_factory=time.time)  # seconds since the epoch
+    failover_port: int = 0  # as Member has it
+    attempt: int = 0  # of the run, where it has lost node rank 0
+
+    def __post_init__(self) -> None:
+        if min(self.node_rank + 1, self.num_nodes - 1, self.nproc - 1) < 0:
+            raise ValueError(f"node {self.node_rank} of {self.num_nodes} with {self.nproc} ranks")
+        if self.run_id:
+            check_run_id(self.run_id)
+
+
+@dataclass(frozen=True)
+class Member:
+    """One node of a run. Its id never changes: the node rank with which it was started."""
+
+    node_id: int
+    host: str
+    nproc: int  # ranks
+    address: str = ""  # as node rank 0 sees it
+    failover_port: int = 0  # at which any other can reach it, if it replaces node rank 0; 0: none
+
+    def __str__(self) -> str:
+        return f"{self.host} ({self.address}:{self.failover_port})"
+
+
+@dataclass(frozen=True)
+class PairTest:
+    """From node rank 0: try to reach all other members."""
+
+    members: Sequence[Member]
+    file: str = ""  # on a file system that all should share; empty: none
+    time: float = field(default_factory=time.time)  # on node rank 0, in seconds since the epoch
+
+
+@dataclass(frozen=True)
+class PairResult:
+    """What a node found then."""
+
+    faults: Sequence[Fault]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The run does not start."""
+
+    fault: str
+    message: str
+
+
+MEETING = {"hello": NodeReport, "pairs": PairTest, "tried": PairResult, "refused": Refusal}

@@ -1,0 +1,81 @@
+"""Who waits for whom: whoever waits for a process that waits itself must wait longer."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from distributed import limits as helper
+from launcher.wire import limits
+
+ROOT = Path(__file__).parents[2]
+PROMISE_S = 2.0  # README: once a process of a run is killed, for all the others
+
+
+@pytest.mark.parametrize(
+    ("shorter", "longer"),
+    [
+        # Signs of life: some may be late; a loop that turns at each does not stand still.
+        (3 * limits.BEAT_S, limits.SILENCE_S),
+        (2 * limits.BEAT_S, limits.STILL_S),
+        (limits.STILL_S + limits.BEAT_S, limits.SILENCE_S),
+        (limits.SILENCE_S, limits.DECIDE_S),
+        # A stop: the agent's snapshot, the launcher's last request, the supervisor, the launcher,
+        # the command that asked for it.
+        (limits.STOP_SNAPSHOT_S, limits.STOP_CLOSE_S),
+        (limits.STOP_CLOSE_S + limits.CONTROL_TERM_S, limits.STOP_AGENT_S),
+        (limits.STOP_AGENT_S, limits.STOP_CLOSE_S + limits.CONTROL_END_S),
+        (limits.STOP_CLOSE_S + limits.CONTROL_END_S, limits.STOP_COMMAND_S),
+        (helper.SECOND_INTERRUPT_S, helper.GRACE_S),
+        (helper.STOP_LOOK_S, helper.GRACE_S),
+        # One dies, all stop.
+        (limits.SETTLE_S + limits.RANK_TERM_S, PROMISE_S),
+        (limits.ORPHANS_S, PROMISE_S),
+        (limits.ORPHANS_S, limits.SWEEP_S),
+        (limits.RANK_TERM_S + limits.CONTROL_TERM_S, limits.PDSH_CUT_S),
+        (limits.VERDICT_S, limits.SRUN_END_S),
+        (limits.SRUN_END_S, limits.OTHERS_S),
+        (limits.RANK_TERM_S + limits.KILL_S, limits.OTHERS_S),
+        # A failure: a traceback comes before the error file's rank is given up.
+        (limits.SETTLE_S, limits.VERDICT_S),
+        (limits.TRACEBACK_S, limits.RAISED_S),
+        (limits.STACKS_WRITE_S, limits.STACKS_ANSWER_S),
+        (
+            limits.ASKED_LOOK_S + limits.STACKS_WRITE_S + limits.STACKS_ANSWER_S,
+            limits.STACKS_SHOW_S,
+        ),
+        (helper.SILENCE_S, helper.FIRST_SILENCE_S),
+        # A start: whoever offers a place waits longer than the one who comes.
+        (limits.PDSH_CONNECT_S, limits.PDSH_FETCH_S),
+        (limits.PDSH_READY_S, limits.PDSH_FETCH_S),
+        (limits.CHECKIN_TELL_S, limits.CHECKIN_CONNECT_S),
+        (limits.CHECKIN_CONNECT_S, limits.PAIRS_S),
+        (limits.PAIR_PASS_S, limits.GREETING_S),
+        (limits.STEP_NAMING_S, limits.STEP_PREFLIGHT_S),
+        (limits.STEP_PREFLIGHT_S, limits.STEP_IMAGE_S),
+        # Node rank 0 is lost: agents notice it one after the other, and then look for the next.
+        (2 * limits.LOSS_SPREAD_S, limits.SUCCESSOR_S),
+        # The self-test: a stuck transfer is named before the ranks give up waiting.
+        (limits.TRANSFER_S, limits.SELFTEST_S),
+        (limits.SELFTEST_LOOK_S, limits.SELFTEST_S),
+    ],
+)
+def test_whoever_waits_for_another_waits_longer(shorter: float, longer: float) -> None:
+    assert shorter < longer
+
+
+def test_no_other_file_has_a_time_limit() -> None:
+    """A constant that ends in _S and a number, anywhere else in launcher/ or distributed/."""
+    found = [
+        f"{file.relative_to(ROOT)}: {target.id}"
+        for folder in ("launcher", "distributed")
+        for file in (ROOT / folder).rglob("*.py")
+        if file.name != "limits.py"
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id.endswith("_S")
+    ]
+    assert not found
