@@ -250,7 +250,7 @@ class Run:
         return mean
 
     def record(self, step: int, loss: float, rate: float) -> None:
-        """Record the training loss and the learning rate, and how the ranks have fared."""
+        """Record the training loss and the learning rate, and how fast the ranks were."""
         pace = self.pace.read(step, self.task.unit, self.task.flops)
         with self.meter.paused():
             values = {"loss": loss, **self.task.metrics(loss), "lr": rate}

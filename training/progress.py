@@ -88,7 +88,7 @@ class Progress:
         self._unit, self._limits, self._trackers = unit, limits, trackers
         self._start, self._shown = time.monotonic(), 0.0
         self._status = ""  # loss and speed
-        self._fared = ""  # the slowest rank, data, memory
+        self._details = ""  # the slowest rank, data, memory
         self._validation = ""  # the metrics of the newest
         self._bar: Bar | None = None
         self._file: TextIO | None = None
@@ -125,7 +125,7 @@ class Progress:
         end = f"/{self._limits.last_step}" if self._limits.last_step else ""
         left = self._limits.seconds_left(step, now - self._start)
         time_left = "" if left is None else f"  {timedelta(seconds=round(left))} left"
-        text = f"step {step}{end}{self._status}{time_left}{self._fared}"
+        text = f"step {step}{end}{self._status}{time_left}{self._details}"
         if self._bar is None:
             _log.info("%s", text)
         else:
@@ -139,7 +139,7 @@ class Progress:
             return
         if "loss" in values:
             speed = f"{values[f'{self._unit}_per_second']:,.0f} {self._unit}/s"
-            self._fared = _tell_fared(values)
+            self._details = _tell_details(values)
             self._status = f"  loss {values['loss']:.3f}{self._validation}  {speed}"
         elif found := {n: v for n, v in values.items() if n.startswith("validation_")}:
             told = (f"{name.removeprefix('validation_')} {found[name]:.3f}" for name in found)
@@ -174,7 +174,7 @@ class Progress:
         return max((line["step"] for line in lines), default=0)
 
 
-def _tell_fared(values: Mapping[str, float]) -> str:
+def _tell_details(values: Mapping[str, float]) -> str:
     """Tell of the slowest rank, of what waits longest for data, and of what uses most memory."""
     forms = {"slowest": "slowest {:.2f}x", "data_wait": "data {:.0%}"}
     forms |= {"mfu": "mfu {:.0%}", "peak_memory_gb": "{:.1f} GB"}

@@ -61,7 +61,7 @@ class Connection(Child):
         self.is_silent = False  # then
         self.is_left = False  # the run goes on without it
         self.heard = time.monotonic()
-        self.blip = 0.0, 0.0  # end and length of the last gap that was long enough to end the run
+        self.gap = 0.0, 0.0  # end and length of the last gap that was long enough to end the run
         self._fault = "ssh-refused"  # why there is no connection, once it has ended
         self._probe: threading.Thread | None = None
         self._show = show
@@ -95,7 +95,7 @@ class Connection(Child):
     def _take(self, data: bytes, is_error: bool) -> None:
         now = time.monotonic()
         if self.is_started and now - self.heard > limits.SILENCE_S / 2:
-            self.blip = now, now - self.heard
+            self.gap = now, now - self.heard
         self.heard = now
         output = data
         if not is_error:

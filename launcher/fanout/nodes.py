@@ -110,7 +110,7 @@ class Silence:
         if slept_s > limits.SILENCE_S / 2:
             self.still_s, self._recall_until = slept_s, now + limits.RECALL_S
             for one in self.connections:
-                one.heard, one.blip = time.monotonic(), (0.0, 0.0)
+                one.heard, one.gap = time.monotonic(), (0.0, 0.0)
         elif now > self._recall_until and not is_ending:
             self.still_s = 0.0  # the run has outlived it
 
@@ -126,7 +126,7 @@ class Silence:
         now, found = time.monotonic(), []
         for one in self.connections:
             lasts_s = now - one.heard
-            ended, seconds = (now, lasts_s) if lasts_s > limits.SILENCE_S / 2 else one.blip
+            ended, seconds = (now, lasts_s) if lasts_s > limits.SILENCE_S / 2 else one.gap
             if ended > now - limits.RECALL_S:
                 one.lost, one.is_silent = f"no sign of life for {seconds:.0f} s: network cut?", True
                 found.append(one)

@@ -55,6 +55,6 @@ def test_a_node_that_was_silent_just_before_is_blamed(
     connect: Connect, ago_s: float, is_blamed: bool
 ) -> None:
     cut = connect("node1")
-    cut.blip = time.monotonic() - ago_s, 9.0
+    cut.gap = time.monotonic() - ago_s, 9.0
     Silence([cut]).recall()
     assert cut.lost == ("no sign of life for 9 s: network cut?" if is_blamed else "")

@@ -25,6 +25,12 @@ OPTIONAL = {"safetensors"}  # for export to such a file
 WINGS = {"launcher", "distributed", "training", "train", "scripts"}
 
 
+# Once used for what CONTRIBUTING's glossary names.
+OTHER_WORDS = re.compile(
+    r"\b(guardian|janitor|heirs?|seats?|lineup|entrance|mute|fared|blip)(?![a-z])", re.I
+)
+
+
 def modules() -> list[str]:
     files = [ROOT / "train.py"]
     for folder in ("distributed", "launcher", "training", "scripts"):
@@ -112,3 +118,12 @@ def test_what_runs_on_a_node_needs_torch_alone(name: str) -> None:
     assert others <= OPTIONAL & {*guarded(tree)}
     called = {ast.unparse(one.func) for one in ast.walk(tree) if isinstance(one, ast.Call)}
     assert not {one.rpartition(".")[2] for one in called} & {"numpy", "from_numpy", "__array__"}
+
+
+def test_a_thing_has_one_name() -> None:
+    found = {
+        (name, match[0])
+        for name in modules()
+        for match in OTHER_WORDS.finditer((ROOT / name).read_text().replace("_", " "))
+    }
+    assert found == set()
