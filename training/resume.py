@@ -41,14 +41,27 @@ def find_checkpoint(resume: str, folder: Path, *, is_restart: bool) -> checkpoin
 
 
 def choose_batch_size(train: Train, world_size: int, saved: checkpoint.State | None) -> int:
-    """Return the samples of one process's micro-batch. A resumed run keeps its global batch."""
-    if not (saved and train.batch_size and len(saved.ranks) != world_size):
-        return train.batch_size_on(world_size)
+    """Return the samples of one process's micro-batch.
+
+    A run that is resumed by another number of processes keeps its global batch, unless the settings
+    name another one. Raises SettingsError where it does not divide.
+    """
+    if saved is None or len(saved.ranks) == world_size:
+        return _tell(train, world_size)
+    before = saved.progress.get("settings", {}).get("train", {}).get("global_batch_size")
+    if train.batch_size is None and train.global_batch_size != before:
+        return _tell(train, world_size)
     samples, shares = saved.progress["global_batch_size"], world_size * train.grad_accumulation
     if samples % shares:
         cause = f"the run's batches of {samples} samples do not divide by {shares}"
         raise SettingsError(f"resume: {cause}; resume it with another number of processes")
     return int(samples // shares)
+
+
+def _tell(train: Train, world_size: int) -> int:
+    if rounding := train.rounding_on(world_size):
+        _log.info(f"batch      {rounding}")
+    return train.batch_size_on(world_size)
 
 
 def log_resume(saved: checkpoint.State, progress: Tree, world_size: int) -> None:

@@ -119,16 +119,23 @@ class Train(Section):
         return self
 
     def batch_size_on(self, world_size: int) -> int:
-        """Return the samples of one process's micro-batch."""
+        """Return the samples of one process's micro-batch.
+
+        A global batch that does not divide becomes the nearest one that does.
+        """
         if self.batch_size is not None:
             return self.batch_size
         assert self.global_batch_size is not None
-        shares = world_size * self.grad_accumulation
-        if self.global_batch_size % shares:
-            parts = f"{world_size} processes x {self.grad_accumulation} accumulated"
-            cause = f"{self.global_batch_size} does not divide by {shares} ({parts})"
-            raise SettingsError(f"train.global_batch_size: {cause}; use a multiple of {shares}")
-        return self.global_batch_size // shares
+        return max(1, round(self.global_batch_size / (world_size * self.grad_accumulation)))
+
+    def rounding_on(self, world_size: int) -> str:
+        """Return in a line what became of a global batch that does not divide; else nothing."""
+        accumulated, asked = self.grad_accumulation, self.global_batch_size
+        samples = self.batch_size_on(world_size) * world_size * accumulated
+        if asked in (None, samples):
+            return ""
+        parts = f"{world_size} processes x {accumulated} accumulated"
+        return f"{samples} samples a step: global_batch_size {asked} does not divide by {parts}"
 
 
 class Checkpoint(Section):

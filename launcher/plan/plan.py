@@ -77,10 +77,11 @@ class Batch:
     def describe(self, ranks: int) -> str:
         """Return both numbers for so many ranks. A run that is resumed keeps the second."""
         shares = ranks * self.accumulation
-        each = self.samples or self.samples_in_all // shares
+        each = self.samples or max(1, round(self.samples_in_all / shares))  # as train.py has it
         accumulated = f" x {self.accumulation} accumulated" if self.accumulation > 1 else ""
-        in_all = self.samples_in_all or each * shares
-        return f"{in_all} samples a step = {count(ranks, 'rank')} x {each}{accumulated}"
+        asked = f" ({self.samples_in_all} do not divide)" if self.samples_in_all % shares else ""
+        in_all = f"{each * shares} samples a step{asked}"
+        return f"{in_all} = {count(ranks, 'rank')} x {each}{accumulated}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -777,7 +777,6 @@ TABLE
   done <<'TABLE'
 config=config/local3.yaml|no num_gpus_train; usage: scripts/submit_with_config.sh config=FILE
 config=config/local3.yaml num_gpus_train=2 train.max_step=3|train.max_step: unknown key; did you mean train.max_steps?
-config=config/local3.yaml num_gpus_train=5|train.global_batch_size: 32 does not divide by 5
 TABLE
   while IFS='|' read -r arguments cause; do
     read -ra arguments <<<"$arguments"

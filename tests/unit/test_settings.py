@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from launcher.plan.plan import Batch
 from training.config_file import SettingsError
 from training.settings import KNOWN, NOTHING, load
 
@@ -275,11 +276,23 @@ def test_the_upper_layer_chooses_between_the_two_batch_sizes(config: Path) -> No
     assert "has both" in error_of(config, "train.global_batch_size=12", "train.batch_size=2")
 
 
-def test_a_global_batch_must_divide(config: Path) -> None:
+def test_a_global_batch_that_does_not_divide_becomes_the_nearest_that_does(config: Path) -> None:
     train = load(config, ["train.global_batch_size=12", "train.grad_accumulation=2"]).train
-    assert train.batch_size_on(2) == 3
-    with pytest.raises(SettingsError, match=r"12 does not divide by 8 \(4 processes x 2 .*of 8"):
-        train.batch_size_on(4)
+    assert [train.batch_size_on(ranks) for ranks in (2, 4, 5, 64)] == [3, 2, 1, 1]
+    assert train.rounding_on(2) == ""
+    told = "16 samples a step: global_batch_size 12 does not divide by 4 processes x 2 accumulated"
+    assert train.rounding_on(4) == told
+
+
+@pytest.mark.parametrize("name", ["local3", "gpt2_124m"])
+def test_a_shipped_config_runs_on_any_number_of_ranks(name: str) -> None:
+    train = load(ROOT / f"config/{name}.yaml", []).train
+    batch = Batch(train.batch_size or 0, train.global_batch_size or 0, train.grad_accumulation)
+    for ranks in range(1, 65):
+        each = train.batch_size_on(ranks)
+        in_all = each * ranks * train.grad_accumulation
+        assert f"{in_all} samples a step" in batch.describe(ranks)
+        assert each >= 1 and (train.rounding_on(ranks) == "") == (train.global_batch_size == in_all)
 
 
 def test_float16_under_fsdp_is_refused(config: Path) -> None:
