@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -254,6 +255,14 @@ def check_in_by_hand(port: int, *agents: NodeReport) -> list[str]:
 
     with ThreadPoolExecutor(len(agents)) as pool:
         return [*pool.map(check_in, agents)]
+
+
+def test_a_node_that_has_waited_long_is_not_said_to_have_another_clock(
+    port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    early = replace(THERE, time=time.time() - 60)
+    assert check_in_by_hand(port, HERE, early) == ["0", "1"]
+    assert "clock" not in capsys.readouterr().err
 
 
 def test_nodes_started_by_hand_try_every_way_between_them(

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distributed.errors import Refused
 from launcher import own_time
@@ -211,6 +211,7 @@ def check_in(
 ) -> Meeting:
     """Connect, and wait for the start; raises OSError, or Refused."""
     peer = Peer(connect(address, port, secret, min(connect_s, wait.timeout_s)))
+    me = replace(me, time=time.time())  # it may have waited long for node rank 0
     failover = None
     if has_failover:
         failover = meeting.introduce(peer, me)
