@@ -124,7 +124,7 @@ def _check(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
         }
         print(json.dumps(facts))
     else:
-        ranks = "1 process" if world_size == 1 else f"{world_size} processes"
+        ranks = f"{world_size} {'process' if world_size == 1 else 'processes'}"
         print(f"ok: {arguments.config}, task {settings.task}, {ranks} x {samples} samples")
     sys.exit(0)
 

@@ -41,27 +41,22 @@ def find_checkpoint(resume: str, folder: Path, *, is_restart: bool) -> checkpoin
 
 
 def choose_batch_size(train: Train, world_size: int, saved: checkpoint.State | None) -> int:
-    """Return the samples of one process's micro-batch.
+    """Return the samples of one process's micro-batch; log a global batch that had to be rounded.
 
-    A run that is resumed by another number of processes keeps its global batch, unless the settings
-    name another one. Raises SettingsError where it does not divide.
+    A run that is resumed by another number of processes keeps its global batch; raises
+    SettingsError where that does not divide.
     """
-    if saved is None or len(saved.ranks) == world_size:
-        return _tell(train, world_size)
-    before = saved.progress.get("settings", {}).get("train", {}).get("global_batch_size")
-    if train.batch_size is None and train.global_batch_size != before:
-        return _tell(train, world_size)
-    samples, shares = saved.progress["global_batch_size"], world_size * train.grad_accumulation
+    each, shares = train.batch_size_on(world_size), world_size * train.grad_accumulation
+    before = saved.progress["global_batch_size"] if saved and len(saved.ranks) != world_size else 0
+    samples = train.global_batch_size or before or each * shares
     if samples % shares:
-        cause = f"the run's batches of {samples} samples do not divide by {shares}"
-        raise SettingsError(f"resume: {cause}; resume it with another number of processes")
-    return int(samples // shares)
-
-
-def _tell(train: Train, world_size: int) -> int:
-    if rounding := train.rounding_on(world_size):
-        _log.info(f"batch      {rounding}")
-    return train.batch_size_on(world_size)
+        cause = f"batches of {samples} samples do not divide by {shares}"
+        if before:
+            raise SettingsError(
+                f"resume: the run's {cause}; resume it with another number of processes"
+            )
+        _log.info(f"batch      {each * shares} samples a step: {cause}")
+    return samples // shares if before else each
 
 
 def log_resume(saved: checkpoint.State, progress: Tree, world_size: int) -> None:

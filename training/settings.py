@@ -128,15 +128,6 @@ class Train(Section):
         assert self.global_batch_size is not None
         return max(1, round(self.global_batch_size / (world_size * self.grad_accumulation)))
 
-    def rounding_on(self, world_size: int) -> str:
-        """Return in a line what became of a global batch that does not divide; else nothing."""
-        accumulated, asked = self.grad_accumulation, self.global_batch_size
-        samples = self.batch_size_on(world_size) * world_size * accumulated
-        if asked in (None, samples):
-            return ""
-        parts = f"{world_size} processes x {accumulated} accumulated"
-        return f"{samples} samples a step: global_batch_size {asked} does not divide by {parts}"
-
 
 class Checkpoint(Section):
     dir: str = "checkpoints"  # a run saves in <dir>/<run id>/

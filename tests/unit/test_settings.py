@@ -279,9 +279,6 @@ def test_the_upper_layer_chooses_between_the_two_batch_sizes(config: Path) -> No
 def test_a_global_batch_that_does_not_divide_becomes_the_nearest_that_does(config: Path) -> None:
     train = load(config, ["train.global_batch_size=12", "train.grad_accumulation=2"]).train
     assert [train.batch_size_on(ranks) for ranks in (2, 4, 5, 64)] == [3, 2, 1, 1]
-    assert train.rounding_on(2) == ""
-    told = "16 samples a step: global_batch_size 12 does not divide by 4 processes x 2 accumulated"
-    assert train.rounding_on(4) == told
 
 
 @pytest.mark.parametrize("name", ["local3", "gpt2_124m"])
@@ -292,7 +289,7 @@ def test_a_shipped_config_runs_on_any_number_of_ranks(name: str) -> None:
         each = train.batch_size_on(ranks)
         in_all = each * ranks * train.grad_accumulation
         assert f"{in_all} samples a step" in batch.describe(ranks)
-        assert each >= 1 and (train.rounding_on(ranks) == "") == (train.global_batch_size == in_all)
+        assert each >= 1
 
 
 def test_float16_under_fsdp_is_refused(config: Path) -> None:
