@@ -101,7 +101,7 @@ def fork_agent(arguments: Sequence[str], control: Control | None, launched: Laun
     client = int(os.environ.pop("LAUNCH_CLIENT", "0"))
     handled = _handled(arguments)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, QUERY, *processes.WAKING})
+    signal.pthread_sigmask(signal.SIG_SETMASK, {*handled, QUERY, *processes.WAKING})
     reapers = start_reaper() if launched.has_reaper else (None, None)
     processes.adopt_orphans()
     ours, theirs = socket.socketpair()

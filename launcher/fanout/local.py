@@ -6,6 +6,7 @@ Where every node is started on its own, by hand or by srun, each is such a machi
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from distributed.errors import REFUSED, Refused
+from distributed.stop_signals import STOP_SIGNALS
 from launcher.agent.control import Launched
 from launcher.plan.own import THREADS, find_own, read_begun
 from launcher.plan.plan import AGENT, Plan, node_comment, print_plan
@@ -41,10 +43,12 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
         return 0
     if plan.has_health_check and plan.has_checks and not is_healthy(plan, report.nproc):
         return REFUSED
+    if not (plan.container or plan.staged):  # a stop meanwhile waits for the agent's supervisor
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     be_ready()
     record = str(plan.folder.absolute()) if plan.run_id else ""
-    launched = Launched(has_reaper=True, record=record).variable()
-    added = {"LAUNCH_TOKEN": os.urandom(16).hex(), **launched}
+    added = Launched(has_reaper=True, record=record).variable()
+    added["LAUNCH_TOKEN"] = os.urandom(16).hex()
     if nproc > 1 and find_own(os.environ, plan.activated, read_begun()).is_default:
         del os.environ[THREADS]
     os.chdir(plan.directory)
@@ -64,9 +68,11 @@ def check_here(plan: Plan) -> Report:
         return reports[0]
     if plan.staged and result.returncode == REFUSED:  # stage.sh has said why
         raise SystemExit(REFUSED)
-    cause = f"the preflight did not start in {plan.container}, see above"
-    cure = f"its Python is {plan.python}: PYTHON names another, CONTAINER_ARGS binds more folders"
-    raise Refused("env-missing", f"{cause}; {cure}")
+    raise Refused(
+        "env-missing",
+        f"the preflight did not start in {plan.container}, see above; its Python is {plan.python}: "
+        "PYTHON names another, CONTAINER_ARGS binds more folders",
+    )
 
 
 def is_healthy(plan: Plan, nproc: int) -> bool:
@@ -75,18 +81,19 @@ def is_healthy(plan: Plan, nproc: int) -> bool:
     `--standalone` keeps it to this node, and to a free port, in a step of a SLURM job too.
     """
     start = time.monotonic()
-    command = [plan.python, str(plan.root / AGENT), "--standalone", "--nproc-per-node", str(nproc)]
-    command += ["-m", "distributed.selftest", "--test", "basic"]
+    agent = [plan.python, str(plan.root / AGENT), "--standalone", "--nproc-per-node", str(nproc)]
+    command = [*agent, "-m", "distributed.selftest", "--test", "basic"]
     container = plan.container and replace(plan.container, directory=plan.root)
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "errors": "replace"}
     result = replace(plan, container=container).run_inside(command, cwd=plan.root, **output)
     if result.returncode != 0:
         sys.stderr.write(result.stdout)
-        cause = f"the processes of {short_host_name()} cannot work together"
-        where = f"(exit code {result.returncode}, see above); see TROUBLESHOOTING.md"
-        print(f"{plan.program}: {cause} {where}", file=sys.stderr)
+        print(
+            f"{plan.program}: the processes of {short_host_name()} cannot work together "
+            f"(exit code {result.returncode}, see above); see TROUBLESHOOTING.md",
+            file=sys.stderr,
+        )
         return False
-    took = f"{time.monotonic() - start:.0f} s"
     ranks = count(nproc, "process", "processes")
-    print_row("health", f"this node alone, {ranks}: ok in {took}")
+    print_row("health", f"this node alone, {ranks}: ok in {time.monotonic() - start:.0f} s")
     return True

@@ -79,9 +79,7 @@ class Batch:
         shares = ranks * self.accumulation
         each = self.samples or max(1, round(self.samples_in_all / shares))  # as train.py has it
         accumulated = f" x {self.accumulation} accumulated" if self.accumulation > 1 else ""
-        asked = f" ({self.samples_in_all} do not divide)" if self.samples_in_all % shares else ""
-        in_all = f"{each * shares} samples a step{asked}"
-        return f"{in_all} = {count(ranks, 'rank')} x {each}{accumulated}"
+        return f"{each * shares} samples a step = {count(ranks, 'rank')} x {each}{accumulated}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,8 +52,8 @@ COPIES = [  # and the variable that says how many there are
     [
         (Batch(16, 0, 1), "32 samples a step = 2 ranks x 16"),
         (Batch(0, 32, 2), "32 samples a step = 2 ranks x 8 x 2 accumulated"),
-        (Batch(0, 33, 1), "32 samples a step (33 do not divide) = 2 ranks x 16"),
-        (Batch(0, 1, 1), "2 samples a step (1 do not divide) = 2 ranks x 1"),
+        (Batch(0, 33, 1), "32 samples a step = 2 ranks x 16"),
+        (Batch(0, 1, 1), "2 samples a step = 2 ranks x 1"),
     ],
 )
 def test_a_batch_in_words(batch: Batch, told: str) -> None:

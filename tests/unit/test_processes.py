@@ -130,6 +130,25 @@ def test_what_may_not_be_seen_or_signalled_is_left_out() -> None:
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
+def test_ctrl_c_while_the_agent_begins_is_a_stop_like_any_other(tmp_path: Path) -> None:
+    early = "import os, signal, sys\n"
+    early += "if any(word.endswith('lib/agent.py') for word in sys.orig_argv):\n"
+    early += "    os.kill(os.getpid(), signal.SIGINT)\n"
+    (tmp_path / "sitecustomize.py").write_text(early)
+    (tmp_path / "x.py").write_text("import time\ntime.sleep(600)\n")
+    done = subprocess.run(
+        [str(Path(processes.__file__).parents[1] / "scripts/launch.sh"), "x.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    last = "stopped  by SIGINT (code 130); nothing is left running"
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (130, last)
+    assert "Traceback" not in done.stderr
+
+
 CALL = ["launch_singlenode", "x.sh", "x.sh", "/", sys.executable, "", "", "", "x.sh"]
 
 
