@@ -48,7 +48,7 @@ def begin(runs: list[Run], folder: Path, tail: str, *options: str, **environment
     script = folder / "program.py"
     script.write_text(HEAD + tail)
     arguments = ["--nproc-per-node", "2", *options, str(script)]
-    folder_of = {"LAUNCH_COMMAND": "again", "GRACE": "6", **environment}
+    folder_of = {"LAUNCH_COMMAND": "again", "GRACE": "60", **environment}
     runs.append(Run(arguments, None, ["env", "-C", str(folder)], **folder_of))
     runs[-1].wait_for("ready 0", "ready 1")
     return runs[-1]
