@@ -43,8 +43,8 @@ def find_checkpoint(resume: str, folder: Path, *, is_restart: bool) -> checkpoin
 def choose_batch_size(train: Train, world_size: int, saved: checkpoint.State | None) -> int:
     """Return the samples of one process's micro-batch; log a global batch that had to be rounded.
 
-    A run that is resumed by another number of processes keeps its global batch; raises
-    SettingsError where that does not divide.
+    A run that is resumed by another number of processes keeps the config's global batch, else its
+    own; raises SettingsError where that does not divide.
     """
     each, shares = train.batch_size_on(world_size), world_size * train.grad_accumulation
     before = saved.progress["global_batch_size"] if saved and len(saved.ranks) != world_size else 0

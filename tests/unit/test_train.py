@@ -15,12 +15,12 @@ import pytest
 from agents import AGENT, rarely
 from ports import free_port
 
-from distributed.checkpoint import load, weights_hash
+from distributed.checkpoint import State, load, weights_hash
 from distributed.environment import detect
 from distributed.lock import RunLock
 from training.config_file import SettingsError
 from training.optimizer import find_last_step, share_of_peak
-from training.resume import resume_line
+from training.resume import choose_batch_size, resume_line
 from training.settings import Train
 from training.settings import load as load_config
 
@@ -430,3 +430,26 @@ def test_the_first_limit_ends_the_run() -> None:
     assert find_last_step(make_train(epochs=3, max_steps=20), 10) == 20
     with pytest.raises(SettingsError, match="10 batches, too few for one step; lower train"):
         find_last_step(make_train(epochs=1, grad_accumulation=11), 10)
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "before", "each"),
+    [
+        ({"global_batch_size": 32}, 3, None, 11),
+        ({"global_batch_size": 32}, 3, (3, 33), 11),
+        ({"global_batch_size": 32}, 2, (3, 33), 16),  # the config's again
+        ({"global_batch_size": 32}, 3, (2, 32), "batches of 32 samples do not divide by 3"),
+        ({"batch_size": 8}, 2, (4, 32), 16),
+        ({"batch_size": 8}, 3, (4, 32), "batches of 32 samples do not divide by 3"),
+    ],
+)
+def test_the_batch_of_a_run_that_is_resumed(
+    config: dict[str, int], ranks: int, before: tuple[int, int] | None, each: int | str
+) -> None:
+    train = Train(max_steps=1, **config)  # type: ignore[arg-type]
+    saved = before and State({}, {}, {"global_batch_size": before[1]}, [{}] * before[0])
+    if isinstance(each, int):
+        assert choose_batch_size(train, ranks, saved or None) == each
+    else:
+        with pytest.raises(SettingsError, match=each):
+            choose_batch_size(train, ranks, saved or None)
