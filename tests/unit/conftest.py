@@ -21,6 +21,7 @@ import warm
 from agents import Run, kill_what_is_left
 from job_tools import job_plan
 
+from distributed.stop_signals import STOP_SIGNALS
 from launcher.plan.pbs import ask_qstat
 from launcher.plan.plan import Plan
 
@@ -100,6 +101,17 @@ def own_place(
     ask_qstat.cache_clear()
     with mock.patch.dict(os.environ, HOME=str(tmp_path_factory.mktemp("home"))):
         yield
+
+
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    """Undo what a test blocks and handles, which the programs of later tests would inherit."""
+    handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    yield
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,14 +14,6 @@ from torch.multiprocessing.spawn import start_processes
 from distributed import limits, stop_signals
 from distributed.stop import Stop
 from distributed.stop_signals import STOP_SIGNALS
-
-
-@pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
-    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
-    yield
-    for signum, handler in before.items():
-        signal.signal(signum, handler)
 
 
 @pytest.mark.parametrize("signum", STOP_SIGNALS)

@@ -7,11 +7,14 @@ import os
 import pty
 import select
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from distributed.stop_signals import STOP_SIGNALS
 
 ROOT = Path(__file__).resolve().parents[2]
 HANG_S = 180.0  # of silence, after which the suite is taken to hang
@@ -66,6 +69,11 @@ def run_in_terminal(suite: Path, test: str, stop_at: bytes = b"") -> list[str]:
     os.waitpid(process, 0)
     assert has_ended, shown
     return shown.decode().splitlines()
+
+
+@pytest.mark.parametrize("turn", [1, 2])
+def test_what_a_test_blocks_is_undone(turn: int) -> None:
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS) == set(), turn
 
 
 def test_no_test_uses_the_terminal(suite: Path) -> None:
