@@ -60,7 +60,7 @@ run_command() { # <command> <word...>
   read_site
   choose_inside
   choose_python
-  exec "$PYTHON" "$ROOT/scripts/lib/start.py" "$1" "$PROGRAM" "$SUBMITTED" "$PWD" "${INSIDE:-$PYTHON}" '' \
+  exec "$PYTHON" "$ROOT/scripts/lib/start.py" "$1" "$PROGRAM" "$SUBMITTED" "$PWD" "${INSIDE:-$PYTHON}" \
     "$SITE_ROW" "${ACTIVATED[*]}" "$script" "${@:2}"
 }
 
@@ -71,13 +71,10 @@ parse_arguments() {
 
 # Runs a module that is no launcher, in any folder and beside any package; does not return.
 run_tool() { # <module> <argument...>
-  local command
   answer "${2:-}" print_header
   read_site
   choose_python
-  command=("$PYTHON" "$ROOT/scripts/lib/start.py" "$@")
-  [[ ${2:-} != --dry-run ]] || { unset 'command[3]' && echo "${command[*]@Q}" && exit; }
-  exec "${command[@]}"
+  exec "$PYTHON" "$ROOT/scripts/lib/start.py" "$@"
 }
 
 # Answers what needs no Python.
