@@ -69,12 +69,12 @@ parse_arguments() {
   die 2 "this is a copy of an older script; copy the new one, and edit it again"
 }
 
-# Runs a module that is no launcher, in any folder and beside any package; does not return.
-run_tool() { # <module> <argument...>
-  answer "${2:-}" print_header
+# Runs a script that is no launcher; does not return.
+run_tool() { # <argument...>
+  answer "${1:-}" print_header
   read_site
   choose_python
-  exec "$PYTHON" "$ROOT/scripts/lib/start.py" "$@"
+  exec "$PYTHON" "$ROOT/scripts/lib/start.py" launcher.cli.tools "${LAUNCH_AS:-$PROGRAM}" "$@"
 }
 
 # Answers what needs no Python.

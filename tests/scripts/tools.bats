@@ -48,7 +48,7 @@ make_distributed() {
     [[ $status == 0 && $output == "$(<logs/one/failure.txt)" ]]
   done
   run "$ROOT/scripts/explain.sh" none.out
-  [[ $status == 2 && $output == "explain: none.out: No such file or directory" ]]
+  [[ $status == 2 && $output == "explain.sh: none.out: No such file or directory; give a RUN, a FILE or a FAULT" ]]
 }
 
 # bats test_tags=slow
