@@ -271,16 +271,18 @@ def test_what_is_refused_in_one_line(
 
 def test_modules_and_programs_that_are_here_are_not_refused(folder: Path) -> None:
     (folder / "mine").mkdir()
+    asked: dict[str, Any] = {**LIKE, "as_module": True}
     for name in ("mine", "json.tool", "distributed.selftest"):
-        assert plan_of(**{**LIKE, "as_module": True, "rest": (name,)}).words == ["-m", name]
-    assert plan_of(**{**LIKE, "as_command": True, "rest": ("ls",)}).words == ["--no-python", "ls"]
-    lacking = {**LIKE, "as_module": True, "rest": ("of.the.image",)}
+        assert plan_of(**{**asked, "rest": (name,)}).words == ["-m", name]
+    asked = {**LIKE, "as_command": True, "rest": ("ls",)}
+    assert plan_of(**asked).words == ["--no-python", "ls"]
+    lacking: dict[str, Any] = {**LIKE, "as_module": True, "rest": ("of.the.image",)}
     assert plan_of({"CONTAINER": str(folder)}, **lacking).words == ["-m", "of.the.image"]
     assert plan_of(**lacking, hosts="n1").words == ["-m", "of.the.image"]
 
 
 def test_a_checkpoint_that_is_not_there_is_refused_before_the_start(folder: Path) -> None:
-    asked = {"setting": ("resume=nope/step-1",)}
+    asked: dict[str, Any] = {"setting": ("resume=nope/step-1",)}
     with pytest.raises(PlanError, match="resume: there is no 'nope/step-1'; correct the path"):
         check_config(plan_of(**asked))
     (folder / "checkpoints/mine").mkdir(parents=True)  # the run's own come first
