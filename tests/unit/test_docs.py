@@ -15,6 +15,7 @@ import pytest
 import yaml
 from agents import PATIENCE_S
 
+from launcher.cli import tools
 from launcher.cli.commands import COMMANDS
 from launcher.explain.kinds import Kind
 from launcher.explain.rules import RULES, UNKNOWN, match
@@ -358,7 +359,8 @@ def test_every_script_answers_help_with_the_usage_of_the_guide(script: str) -> N
 
 def planned() -> list[str]:
     # Those that ask a SLURM, or need a run, are run on the cluster in a box.
-    starts = r"(\w+=\S+ )*scripts/(?!submit_with|.* --(stop|stacks) )|.*\btrain\.py\b"
+    others = r"submit_with|explain|checkpoint|.* --(stop|stacks) "
+    starts = rf"(\w+=\S+ )*scripts/(?!{others})|.*\btrain\.py\b"
     return sorted({line for line in commands() if re.match(starts, line)})
 
 
@@ -379,3 +381,9 @@ def test_every_command_of_the_guides_plans(line: str, tmp_path: Path) -> None:
     else:
         result = run(words[0], "--dry-run", *words[1:], **variables)
     assert result.returncode == 0, result.stderr
+
+
+def test_every_command_of_the_guides_for_checkpoints_is_one() -> None:
+    lines = [line for line in commands() if line.startswith("scripts/checkpoint.sh ")]
+    assert len(lines) > 4
+    assert [line for line in lines if tools.refuse(shlex.split(line)[1:])] == []
