@@ -51,7 +51,7 @@ run_command() { # <command> <word...>
   local script=${LAUNCH_AS:-$0} # a command that pip has installed has its own name
   [[ $script == */* ]] || script=./$script
   unset LAUNCH_AS
-  answer "${2:-}" print_usage
+  answer "${2:-}" "$1"
   pwd -P &>/dev/null || die 2 "the working directory has been removed; cd to one that exists"
   for name in launcher/start.py distributed/environment.py; do
     [[ -r $ROOT/$name ]] ||
@@ -72,7 +72,7 @@ parse_arguments() {
 # Runs a module that is no launcher, in any folder and beside any package; does not return.
 run_tool() { # <module> <argument...>
   local command
-  answer "${2:-}" print_header
+  answer "${2:-}" ''
   read_site
   choose_python
   command=("$PYTHON" "$ROOT/scripts/lib/start.py" "$@")
@@ -80,22 +80,16 @@ run_tool() { # <module> <argument...>
   exec "${command[@]}"
 }
 
-# Answers what needs no Python.
-answer() { # <first word> <function that prints the help>
+# Answers what needs no Python. help.txt names above each entry the commands that read it.
+answer() { # <first word> <command, or '' where the header of the script says all>
   case $1 in
-    -h | --help) "$2" && exit ;;
+    -h | --help) ;;
     --version) echo "$PROGRAM $(sed -n 's/^__version__ = "\(.*\)"$/\1/p' "$ROOT/distributed/__init__.py")" && exit ;;
+    *) return ;;
   esac
-}
-
-print_header() {
   sed '1d; /^#/!Q; /^#[A-Z]/d; s/^# \{0,1\}//' "$0"
-}
-
-print_usage() {
-  local header
-  header=$(print_header)
-  printf '%s\n\n' "$header"
-  [[ $header != *"usage: "*" NODE..."* ]] || cat "$ROOT/scripts/lib/nodes.txt"
-  cat "$ROOT/scripts/lib/help.txt"
+  [[ -n $2 ]] || exit 0
+  ! grep -q '^# usage: .* NODE\.\.\.' "$0" || { echo && cat "$ROOT/scripts/lib/nodes.txt"; }
+  [[ $1 == --help ]] || { printf '\n--help also shows the options and variables of %s.\n' "$PROGRAM" && exit; }
+  echo && sed -nE "/^#/{h;d};G;/\n#(.* $2( |\$)|\$)/P" "$ROOT/scripts/lib/help.txt" && exit
 }
