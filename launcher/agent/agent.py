@@ -58,7 +58,7 @@ def run_agent(arguments: list[str], supervisor: SupervisorLink) -> int:
     try:
         args, beyond_static = parse(arguments)
     except ValueError as error:
-        say(str(error))
+        say(f"{error} [config-invalid]")
         return BAD_INPUT
     os.environ.pop("RUN_SECRET", None)  # no rank needs it
     if beyond_static is not None:

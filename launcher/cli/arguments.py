@@ -10,12 +10,12 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
 from launcher.cli.commands import COMMANDS, COMMON, TASKS, Command, Values
 from launcher.plan.typed import Typed, UsageError
+from launcher.text import did_you_mean
 
 ROOT = Path(__file__).parents[2]
 _SETTING = re.compile(r"[A-Za-z_+~][A-Za-z0-9_.+-]*=")
@@ -162,10 +162,9 @@ class _Reader:
 
     def _unknown(self, word: str, longer: Sequence[str]) -> str:
         """Return the message for an option that there is not, or that several begin with."""
-        names = {name.lstrip("-"): name for name in (*self.options, *TASKS)}
-        near = [names[one] for one in get_close_matches(word.lstrip("-"), names, 1)]
-        hint = " or ".join(longer if 0 < len(longer) < 4 else near)
-        hint = f"did you mean {hint}? " if hint else ""
+        hint = did_you_mean(word, (*self.options, *TASKS))
+        if 0 < len(longer) < 4:
+            hint = f"did you mean {' or '.join(longer)}? "
         own = "its name" if "program" in self.command.arguments else "--"
         cure = f"{hint}{self.see}, and put the training script's own after {own}"
         return f"unknown option {word!r}; {cure}"
@@ -191,6 +190,7 @@ class _Reader:
 
     def _refuse_scheduled(self, option: str) -> None:
         if self.is_scheduled:
-            cause = f"{option} is for runs that no scheduler holds"
-            cure = "use sbatch, squeue and scancel (PBS: qsub, qstat and qdel)"
-            raise UsageError(f"{cause}; {cure}")
+            raise UsageError(
+                f"{option} does not apply to a SLURM or PBS job; "
+                "use sbatch, squeue and scancel (PBS: qsub, qstat and qdel)"
+            )

@@ -142,7 +142,10 @@ class Connection(Child):
             self._probe.join(limits.PROBE_S)
         is_there = self.answer(Hello) is not None
         if self.code is None:
-            cause, cure = "its checks take longer than the preflight's time", "see what hangs there"
+            cause, cure = (
+                "its checks take longer than the preflight's time",
+                "see what hangs there, or raise PREFLIGHT_SECONDS",
+            )
             if not is_there:
                 cause = f"no answer within {waited_s:g} s"
                 cure = "see that the machine is up, and a login there asks nothing, or give it"
@@ -151,7 +154,7 @@ class Connection(Child):
         fault = self._fault
         if is_there:
             fault = "host-unreachable" if self.code == SSH_FAILED else "env-missing"
-        cause = self.last_words or "the connection ended without a word"
+        cause = self.last_words or f"ssh to {self.node} ended without a message"
         return Fault(fault, cause, CURES[fault].format(node=self.node))
 
 

@@ -23,6 +23,7 @@ from launcher.plan.plan import ROOT, Plan, PlanError, World, read_nproc, read_nu
 from launcher.plan.resume import command_line
 from launcher.plan.typed import Typed
 from launcher.record.run_ids import free_run_id, next_run_id, plain_run_id
+from launcher.text import did_you_mean
 from launcher.wire import limits
 
 MARK = b"# launch-kit: answers --check"  # of our train.py, for this alone
@@ -121,7 +122,7 @@ def _read_words(typed: Typed, environ: Mapping[str, str]) -> dict[str, str]:
         if found := [word for word in known if word.lower() == given.lower()]:
             read[name] = found[0]
             continue
-        cause = f"{name} is {given!r}; it can be {' '.join(known)}"
+        cause = f"{name} is {given!r}; {did_you_mean(given, known)}it can be {', '.join(known)}"
         if is_strict or name not in _ANYBODYS:
             raise PlanError(cause)
         if name != "FRESH":  # of which the agent warns
@@ -138,7 +139,7 @@ def _find_hosts(typed: Typed, environ: Mapping[str, str]) -> Typed:
     """Return what was typed for launch.sh, with the nodes of its --hosts as other scripts have."""
     nodes, via = typed.hosts, typed.via or "ssh"
     if via not in ("ssh", "pdsh") or (typed.via and nodes is None):
-        raise PlanError(f"--via is {via!r}; it can be ssh pdsh, and goes with --hosts")
+        raise PlanError(f"--via is {via!r}; it can be ssh or pdsh, and needs --hosts")
     if nodes is None:
         return replace(typed, fanout="local")
     others = {
@@ -156,7 +157,9 @@ def _find_hosts(typed: Typed, environ: Mapping[str, str]) -> Typed:
         return replace(typed, fanout="srun")
     if pbs.read_lines(environ):
         return replace(typed, fanout=via, nodefile=True)
-    raise PlanError("--hosts job: this is no SLURM or PBS job; name the nodes, or start it in one")
+    raise PlanError(
+        "--hosts job: not inside a SLURM or PBS job; name the nodes, or start it in one"
+    )
 
 
 def choose_fanout(typed: Typed, environ: Mapping[str, str]) -> str:
@@ -246,7 +249,7 @@ def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> World:
         return World(1, "127.0.0.1")
     master = typed.master or environ.get("MASTER_ADDR")
     if not master:
-        raise PlanError(f"{num_nodes} nodes but no address of the master; give MASTER_ADDR")
+        raise PlanError(f"{num_nodes} nodes, but no MASTER_ADDR; give the address of node rank 0")
     if rank == "auto" and is_first(master, _read_port(typed, environ, is_by_hand=True) or 0):
         node_rank = 0  # the others get theirs as they come
     return World(num_nodes, master, node_rank)

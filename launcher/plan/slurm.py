@@ -37,7 +37,7 @@ def read_job(environ: Mapping[str, str], script: str, asked: int | None) -> Worl
     if missing := [name for name in names if not environ.get(name)]:
         there = [name for name in names if name not in missing]
         why = f": {there[0]} is set, but not {missing[0]}" if there else ""
-        raise PlanError(f"this is no SLURM job{why}; use sbatch {script}, or salloc first")
+        raise PlanError(f"this is not a SLURM job{why}; use sbatch {script}, or salloc first")
     num_nodes = read_number("SLURM_JOB_NUM_NODES", environ["SLURM_JOB_NUM_NODES"], 1, 100_000)
     if in_slurm_step(environ):
         raise PlanError(f"srun started {script}, which starts srun itself; leave srun out")

@@ -52,10 +52,10 @@ run_command() { # <command> <word...>
   [[ $script == */* ]] || script=./$script
   unset LAUNCH_AS
   answer "${2:-}" "$1"
-  pwd -P &>/dev/null || die 2 "the working directory has been removed; cd to one that exists"
+  pwd -P &>/dev/null || die 2 "the working directory has been removed; cd to one that exists [dir-unwritable]"
   for name in launcher/start.py distributed/environment.py; do
     [[ -r $ROOT/$name ]] ||
-      die 2 "there is no $name in $ROOT; keep scripts/, launcher/ and distributed/ of this project together (make init DIR=...)"
+      die 2 "there is no $name in $ROOT; keep scripts/, launcher/ and distributed/ of this project together (make init DIR=...) [env-missing]"
   done
   read_site
   choose_inside
@@ -66,7 +66,7 @@ run_command() { # <command> <word...>
 
 # What an edited copy of an older batch script calls.
 parse_arguments() {
-  die 2 "this is a copy of an older script; copy the new one, and edit it again"
+  die 2 "this is a copy of an older script; copy the new one, and edit it again [config-invalid]"
 }
 
 # Runs a module that is no launcher, in any folder and beside any package; does not return.

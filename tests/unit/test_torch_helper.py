@@ -237,7 +237,7 @@ def test_missing_ranks_are_named_in_time() -> None:
 
 def test_missing_master_is_named_in_time() -> None:
     (error,) = run_ranks(_join, 2.0, ranks=[1], world_size=2)
-    message = r"TimeoutError: rank 1 on \S+ found nobody at 127.0.0.1:\d+ within 2 s; .*"
+    message = r"TimeoutError: rank 1 on \S+ could not connect to 127.0.0.1:\d+ within 2 s; .*"
     assert re.fullmatch(message + r" \[node-missing\]", error)
 
 
