@@ -147,8 +147,10 @@ def _parse(description: str) -> argparse.Namespace:
     level = os.environ.get("LOG_LEVEL") or "INFO"
     levels = f"{', '.join(LOG_LEVELS)}; or the variable LOG_LEVEL (default: INFO)"
     parser.add_argument("--log-level", metavar="LEVEL", type=str.upper, default=level, help=levels)
-    parser.add_argument("--nodes", metavar="N", type=int, help="refuse another number of nodes")
-    parser.add_argument("--gpus-per-node", metavar="N", type=int, help="... of ranks on each")
+    parser.add_argument("--nodes", metavar="N", type=int, help="fail unless there are N nodes")
+    parser.add_argument(
+        "--gpus-per-node", metavar="N", type=int, help="fail unless each node has N ranks"
+    )
     # torch.distributed.launch adds one of these.
     parser.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")

@@ -50,9 +50,9 @@ def read_file(path: Path) -> Tree:
         raise SettingsError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date such as 2024-13-45
         mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         cause = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise SettingsError(f"{path}: {where}not YAML: {cause}") from None
+        raise SettingsError(f"{path}{where}: not YAML: {cause}") from None
     if not isinstance(tree, dict):
         raise SettingsError(f"{path}: should hold `key: value` lines")
     if _is_too_large(tree):

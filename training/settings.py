@@ -197,7 +197,7 @@ class Settings(Section):
     @classmethod
     def _check_tracking(cls, names: list[str]) -> list[str]:
         if "wandb" in names and importlib.util.find_spec("wandb") is None:
-            raise ValueError("wandb is not installed; pip install wandb, or leave it out")
+            raise ValueError("wandb is not installed; pip install wandb, or omit it")
         if "wandb" in names and "RANK" not in os.environ and not _may_have_wandb_login():
             cure = "run wandb login, or set WANDB_API_KEY or WANDB_MODE=offline"
             raise ValueError(f"wandb has no login on this machine; {cure}")

@@ -159,4 +159,4 @@ class Trackers:
             except (Exception, SystemExit) as error:
                 self._started.pop(name, None)
                 why = str(error).splitlines()[0] if str(error) else type(error).__name__
-                _log.warning(f"tracker {name} failed ({why}); the run goes on [log-lost]")
+                _log.warning(f"tracker {name} failed ({why}); the run continues [log-lost]")

@@ -275,7 +275,7 @@ class NodeAgent:
             self.restarts.write(hosts=part.hosts, world_size=part.world_size)
 
     def _on_lost_spare(self, loss: Failure) -> None:
-        fault = f"{loss.cause}; the run goes on [{loss.fault}]"
+        fault = f"{loss.cause}; the run continues [{loss.fault}]"
         self.outputs.say(f"warning: spare {loss.host}: {fault}")
         self._tell_membership()
 

@@ -56,7 +56,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     max_restarts = read_number("MAX_RESTARTS", restarts, 0, 1000)
     if max_restarts and typed.engine:
         cause = f"MAX_RESTARTS is {max_restarts}, but {typed.engine} starts no rank again"
-        raise PlanError(f"{cause}; leave it out")
+        raise PlanError(f"{cause}; omit it")
     grace_s = read_number("GRACE", environ.get("GRACE") or str(limits.GRACE_S), 0, 86400)
     wait = environ.get("PREFLIGHT_SECONDS") or "9"
     fanout = choose_fanout(typed, environ)
@@ -148,7 +148,7 @@ def _find_hosts(typed: Typed, environ: Mapping[str, str]) -> Typed:
         "--master-addr": typed.master,
     }
     if named := next(filter(others.get, others), ""):
-        raise PlanError(f"--hosts names the nodes, and {named} does so, too; leave one out")
+        raise PlanError(f"--hosts names the nodes, and {named} does so, too; omit one")
     if nodes != "job":
         if Path(nodes).is_file():
             return replace(typed, fanout=via, hostfile=nodes)

@@ -24,7 +24,7 @@ def keep_back(
         return world
     names = " ".join(f"{name}={value}" for name, value in given.items())
     if fanout not in FANOUTS or engine:
-        cure = "use launch_torchrun_auto.sh or a SLURM job, or leave it out"
+        cure = "use launch_torchrun_auto.sh or a SLURM job, or omit it"
         raise PlanError(f"{names}: this launcher does not replace nodes; {cure}")
     if not max_restarts:
         raise PlanError(

@@ -107,7 +107,7 @@ def check_gpus(machine: Machine) -> Iterator[Fault]:
     if 0 < len(machine.gpus) < machine.nproc and machine.backend != "gloo":
         cause = f"{machine.nproc} processes but {count(len(machine.gpus), 'visible GPU')}"
         yield Fault("too-few-gpus", cause, "ask for fewer, or see CUDA_VISIBLE_DEVICES")
-    cure = "have the GPU reset or replaced, or leave it out with CUDA_VISIBLE_DEVICES"
+    cure = "have the GPU reset or replaced, or exclude it with CUDA_VISIBLE_DEVICES"
     if machine.gpu_error:
         yield Fault("gpu-unhealthy", machine.gpu_error, cure)
     for gpu in machine.gpus:
@@ -126,7 +126,7 @@ def check_gpus(machine: Machine) -> Iterator[Fault]:
 def check_gpu_speed(machine: Machine) -> Iterator[Fault]:
     """No GPU is slower than it need be: every step would wait for it."""
     for cause in find_slow({gpu.index: gpu.health for gpu in machine.gpus}):
-        cure = "have it looked at, or leave it out with CUDA_VISIBLE_DEVICES"
+        cure = "have it looked at, or exclude it with CUDA_VISIBLE_DEVICES"
         yield Fault("gpu-slow", cause, cure, warns=True)
 
 

@@ -218,7 +218,7 @@ PY
 @test "a heterogeneous job: refused by the script, trains through srun, whatever the order of its hosts" {
   local groups=(--nodelist=node3 --ntasks=1 : --nodelist=node2 --ntasks=1)
   run -2 job "${groups[@]}" scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
-  [[ $(<job.out) == *": a heterogeneous job has nodes that differ, "*"; leave out the : and what follows, "*"[wrong-world]" ]]
+  [[ $(<job.out) == *": a heterogeneous job has nodes that differ, "*"; omit the : and what follows, "*"[wrong-world]" ]]
   [[ $(wc -l <job.out) == 1 ]]
   RUN_ID=het on login salloc -Q "${groups[@]}" srun --het-group=0,1 "$PYTHON" "$ROOT/train.py" --config config/local3.yaml "${SMALL[@]}"
   [[ -d checkpoints/het/step-6 ]]

@@ -365,10 +365,10 @@ def test_help_wherever_it_stands(word: str, task: str) -> None:
         ("launch", [], "no SCRIPT; usage: scripts/launch.sh [TORCHRUN OPTIONS]"),
         ("launch", ["--nproc-per-node", "2", "--"], "no SCRIPT; usage: scripts/launch.sh"),
         ("launch", ["--nnodes", "1:4", "x.py"], "--nnodes 1:4: the number of nodes cannot change"),
-        ("launch", ["--rdzv-backend=etcd", "x.py"], "--rdzv-backend etcd: unknown here; leave it"),
+        ("launch", ["--rdzv-backend=etcd", "x.py"], "--rdzv-backend etcd: unknown here; omit it"),
         (
             *("launch", ["--hosts=n1", "--rdzv-endpoint=n1:4", "x.py"]),
-            "--hosts names the nodes, and --rdzv-endpoint does so, too; leave one out",
+            "--hosts names the nodes, and --rdzv-endpoint does so, too; omit one",
         ),
         ("launch_torchrun_multinode", ["c", "2", "2", "0"], "too few arguments; usage: scripts/s"),
         ("test_distributed", ["a=b"], "'a=b': settings have no effect here; omit them"),

@@ -62,7 +62,7 @@ UNEQUAL = {"SLURM_TASKS_PER_NODE": "2,1", "SLURM_NTASKS": "3"}
             None,
             "MASTER_ADDR is localhost, which the job's other nodes cannot reach; unset it, or",
         ),
-        (captured("srun-step"), None, "srun started a/x.sh, which starts srun itself; leave srun"),
+        (captured("srun-step"), None, "srun started a/x.sh, which starts srun itself; omit srun"),
         (captured("srun-pty-step"), None, "srun started a/x.sh"),
         (captured("het-batch-step"), None, "a heterogeneous job has nodes that differ"),
         (captured("batch-step", **UNEQUAL), None, "unequal nodes, SLURM_TASKS_PER_NODE=2,1; give"),

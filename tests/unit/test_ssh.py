@@ -299,7 +299,7 @@ def test_arguments_of_230_kb_arrive(nodes: Nodes) -> None:
 def test_a_variable_to_forward_that_is_not_set_is_refused(nodes: Nodes) -> None:
     code, out, err = nodes.launch("-", "1", "n0", FORWARD_ENV="HOME,NONE")
     assert (code, out) == (2, "")
-    cause = "FORWARD_ENV names 'NONE', which is not in the environment; export it, or leave it out"
+    cause = "FORWARD_ENV names 'NONE', which is not in the environment; export it, or omit it"
     assert err == f"launch_torchrun_auto.sh: {cause}\n"
     assert not (nodes.nodes / "asked").exists()
 
