@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,16 @@ def read_file(path: Path) -> Tree:
     if _is_too_large(tree):
         raise SettingsError(f"{path}: holds over 10000 values; see its aliases (*name)")
     return tree
+
+
+def line_of(file: str, key: str) -> str:
+    """Return the line of a key in a file, as `:18`; "" where it is not in one."""
+    with contextlib.suppress(OSError, StopIteration):
+        node: Any = yaml.compose(Path(file).read_bytes(), Loader)
+        for name in key.split("."):
+            found, node = next(pair for pair in node.value if pair[0].value == name)
+        return f":{found.start_mark.line + 1}"
+    return ""
 
 
 def _is_too_large(tree: Tree) -> bool:

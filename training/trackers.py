@@ -93,10 +93,8 @@ class WandB:
         import wandb
 
         self._recorded = facts.recorded
-        stdin, sys.stdin = (
-            sys.stdin,
-            io.StringIO(),
-        )  # without a login it would ask for one, and wait
+        # Without a login it would ask for one, and wait.
+        stdin, sys.stdin = sys.stdin, io.StringIO()
         try:
             self._run = wandb.init(
                 id=facts.run_id,

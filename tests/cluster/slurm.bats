@@ -903,7 +903,7 @@ nothing_queued() {
     [[ $output == "$name.sh: this is not a SLURM job; use sbatch scripts/slurm/$name.sh, or salloc first [config-invalid]" ]]
   done
   SLURM_JOB_ID=99 SLURM_JOB_NUM_NODES=1 SLURM_JOB_NODELIST=node1 run -2 on login scripts/run_ddp.sh -c config/local3.yaml
-  [[ $output == "run_ddp.sh: SLURM_JOB_ID is 99, a job that has ended; unset the SLURM_ variables, or salloc again" ]]
+  [[ $output == "run_ddp.sh: SLURM_JOB_ID is 99, a job that has ended; unset the SLURM_ variables, or salloc again [config-invalid]" ]]
   TRAIN_SCRIPT='my train.py' run --separate-stderr on login scripts/slurm/slurm_train.sh config/local3.yaml --dry-run -- 'a b'
   # shellcheck disable=SC2154 # run sets it
   [[ $status == 0 && $stderr == *"ranks      4 = 2 nodes x 2"* ]]

@@ -300,7 +300,7 @@ def test_a_variable_to_forward_that_is_not_set_is_refused(nodes: Nodes) -> None:
     code, out, err = nodes.launch("-", "1", "n0", FORWARD_ENV="HOME,NONE")
     assert (code, out) == (2, "")
     cause = "FORWARD_ENV names 'NONE', which is not in the environment; export it, or omit it"
-    assert err == f"launch_torchrun_auto.sh: {cause}\n"
+    assert err == f"launch_torchrun_auto.sh: {cause} [config-invalid]\n"
     assert not (nodes.nodes / "asked").exists()
 
 
