@@ -335,9 +335,7 @@ class Run:
         for label, text in rows:
             print(f"{label:<10} {text}".replace("\n", "\n" + 11 * " "))
         print(f"checkpoint {self.folder.absolute() / f'step-{step}'}")
-        names = ("metrics.jsonl", "loss.png", "config.yaml")
-        there = ", ".join(name for name in names if (self.logs / name).exists())
-        print(f"logs       {self.logs}: {there}")
+        print(f"logs       {self.logs}")
         if line := resume.resume_line(self.environment):
             print(line)
 

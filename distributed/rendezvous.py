@@ -43,7 +43,7 @@ def rendezvous(
             store.set("gate", json.dumps(["node-missing", _absent(store, env, timeout_s)]))
         told = store.get("gate")
     except dist.DistNetworkError as error:
-        cause = f"lost the store at {env.master_addr}:{env.master_port} while ranks were joining"
+        cause = f"lost the store of rank 0 ({env.master_addr}:{env.master_port}) while ranks joined"
         cure = "rank 0's message says why"
         raise with_fault(ConnectionError, "node-missing", f"{cause}; {cure}") from error
     with contextlib.suppress(RecursionError, json.JSONDecodeError, UnicodeDecodeError):
@@ -77,8 +77,8 @@ def _open_store(env: Environment, timeout_s: float) -> TCPStore:
         if not isinstance(error, dist.DistNetworkError):
             raise
         me = f"rank {env.rank} on {socket.gethostname()}"
-        cause = f"{me} found nobody at {at} within {timeout_s:g} s"
-        cure = "check that rank 0 starts there and that this host can reach it"
+        cause = f"{me} could not connect to {at} within {timeout_s:g} s"
+        cure = "check that rank 0 starts there, and that this host can reach it"
         raise with_fault(TimeoutError, "node-missing", f"{cause}; {cure}") from error
 
 

@@ -254,7 +254,7 @@ def sync_metrics(
     """
     there = dist.get_world_size() if dist.is_initialized() else 1
     if world_size not in (None, there):
-        raise ValueError(f"world_size is {world_size}, but {there} ranks have joined; leave it out")
+        raise ValueError(f"world_size is {world_size}, but {there} ranks have joined; omit it")
     own = {
         name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()
     }

@@ -58,7 +58,7 @@ def run_agent(arguments: list[str], supervisor: SupervisorLink) -> int:
     try:
         args, beyond_static = parse(arguments)
     except ValueError as error:
-        say(str(error))
+        say(f"{error} [config-invalid]")
         return BAD_INPUT
     os.environ.pop("RUN_SECRET", None)  # no rank needs it
     if beyond_static is not None:
@@ -275,7 +275,7 @@ class NodeAgent:
             self.restarts.write(hosts=part.hosts, world_size=part.world_size)
 
     def _on_lost_spare(self, loss: Failure) -> None:
-        fault = f"{loss.cause}; the run goes on [{loss.fault}]"
+        fault = f"{loss.cause}; the run continues [{loss.fault}]"
         self.outputs.say(f"warning: spare {loss.host}: {fault}")
         self._tell_membership()
 

@@ -47,8 +47,8 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
         raise PlanError(f"{cause}; unset the SLURM_ variables, or salloc again")
     os.environ.update(secret_variables(os.environ, has_agents=not plan.engine))
     if plan.engine and not plan.is_ours:
-        cause = f"LAUNCHER=srun sets no RANK: {' '.join(plan.words[:2])}"
-        cure = "must call init_distributed(), or read SLURM's variables"
+        cause = f"LAUNCHER=srun does not set RANK; in {' '.join(plan.words[:2])},"
+        cure = "call init_distributed(), or read SLURM's variables"
         print(f"{plan.program}: warning: {cause} {cure}", file=sys.stderr)
     checked = check_nodes(plan)
     if checked is None:

@@ -37,13 +37,13 @@ def read_job(environ: Mapping[str, str], script: str, asked: int | None) -> Worl
     if missing := [name for name in names if not environ.get(name)]:
         there = [name for name in names if name not in missing]
         why = f": {there[0]} is set, but not {missing[0]}" if there else ""
-        raise PlanError(f"this is no SLURM job{why}; use sbatch {script}, or salloc first")
+        raise PlanError(f"this is not a SLURM job{why}; use sbatch {script}, or salloc first")
     num_nodes = read_number("SLURM_JOB_NUM_NODES", environ["SLURM_JOB_NUM_NODES"], 1, 100_000)
     if in_slurm_step(environ):
-        raise PlanError(f"srun started {script}, which starts srun itself; leave srun out")
+        raise PlanError(f"srun started {script}, which starts srun itself; omit srun")
     if environ.get("SLURM_HET_SIZE"):
         cause = "a heterogeneous job has nodes that differ, and this starts the same on each"
-        cure = "leave out the : and what follows, or start train.py with srun --het-group"
+        cure = "omit the : and what follows, or start train.py with srun --het-group"
         raise PlanError(f"{cause}; {cure} [wrong-world]")
     nproc = tasks_per_node(environ)
     if nproc and asked not in (None, nproc):

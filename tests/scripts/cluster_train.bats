@@ -79,7 +79,7 @@ $(golden_command "$ROOT/scripts/cluster_train.sh plain.yaml 2 1 10.0.0.1 23456" 
 # bats test_tags=slow
 @test "bad arguments: exit 2, one line" {
   run launch plain.yaml 2 1
-  assert_refused 2 "2 nodes but no address of the master; give MASTER_ADDR"
+  assert_refused 2 "2 nodes, but no MASTER_ADDR; give the address of node rank 0"
   run launch plain.yaml 2 5 10.0.0.1
   assert_refused 2 "the node rank is '5'"
   run launch plain.yaml 1 0 10.0.0.1 abc

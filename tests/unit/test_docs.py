@@ -23,8 +23,10 @@ from training.settings import KNOWN, Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = [ROOT / f"{name}.md" for name in ("README", "LAUNCH_GUIDE", "TROUBLESHOOTING")]
-GUIDES += [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "bench/README.md"]
-TEXT = {guide.name if guide.parent == ROOT else "bench": guide.read_text() for guide in GUIDES}
+GUIDES += [ROOT / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG", "SECURITY")]
+GUIDES += [ROOT / "bench/README.md", *sorted(ROOT.glob("docs/*.md"))]
+TEXT = {str(guide.relative_to(ROOT)): guide.read_text() for guide in GUIDES}
+TEXT["bench"] = TEXT.pop("bench/README.md")
 # Its flags and settings are those of the scripts that it runs.
 TEXT["bench"] = re.sub(r"<!-- shapes -->.*<!-- /shapes -->", "", TEXT["bench"], flags=re.DOTALL)
 LAUNCH_GUIDE = TEXT["LAUNCH_GUIDE.md"]
@@ -70,6 +72,8 @@ FOREIGN_VARIABLES = {
     "the resolver": ["RES_OPTIONS"],
     "sbatch": ["SBATCH_PARTITION"],
     "PBS": ["PBS_HOME", "PBS_NODENUM"],
+    "a site's module file": ["LAUNCH_KIT"],
+    "Linux": ["PR_SET_CHILD_SUBREAPER"],
 }
 # Words of the code that look like a fault's name and are none.
 NO_FAULTS = {
@@ -147,6 +151,7 @@ def test_every_path_named_exists() -> None:
             "config",
             "distributed",
             "examples",
+            "docs",
             "launcher",
             "scripts",
             "tests",
@@ -162,7 +167,7 @@ def test_the_layout_names_every_file_and_no_other() -> None:
     layout = next(block for block in blocks(TEXT["CONTRIBUTING.md"]) if "lib/launch.sh" in block)
     folder, named = "", set()
     for line in layout.splitlines():
-        indent, names = re.match(r"( +)((?:[\w./]+ )*[\w./]+)", line).groups()  # type: ignore
+        indent, names = re.match(r"( +)((?:[\w./-]+ )*[\w./-]+)", line).groups()  # type: ignore
         for name in names.split():
             folder = name if name.endswith("/") and len(indent) == 4 else folder
             is_below = len(indent) > 4 and name != folder
@@ -255,7 +260,8 @@ def test_every_variable_of_the_help_is_in_the_launch_guide() -> None:
 def test_every_make_target_named_exists_and_every_target_is_named() -> None:
     targets = set(re.findall(r"^([a-z-]+):.*## ", MAKEFILE, re.M)) - {"help"}
     named = set(re.findall(r"(?:^|`)make ([a-z-]+)", ALL_CODE, re.M))
-    named |= {span[5:] for span in spans("\n".join(TEXT.values())) if span.startswith("make ")}
+    words = (span.split() for span in spans("\n".join(TEXT.values())))
+    named |= {one[1] for one in words if one[:1] == ["make"] and len(one) > 1}
     assert named == targets
 
 
@@ -301,6 +307,20 @@ def test_every_fault_has_a_section_and_every_section_a_fault() -> None:
     sections = re.findall(r"^## (.+)$", TEXT["TROUBLESHOOTING.md"], re.M)
     assert len(sections) == len(set(sections))
     assert set(sections) == faults
+
+
+def test_the_index_names_every_fault_once_under_its_phase() -> None:
+    text = TEXT["TROUBLESHOOTING.md"]
+    phases = dict(re.findall(r"^# (.+)\n((?:(?!# ).*\n?)+)", text, re.M))
+    index: dict[str, list[str]] = {}
+    for line in phases.pop("Index").splitlines():
+        if head := re.fullmatch(r"\| (.+) \| \|", line):
+            rows = index.setdefault(head[1], [])
+        elif row := re.fullmatch(r"\| \[([\w-]+)\]\(#\1\) \| \S.* \|", line):
+            rows.append(row[1])
+    sections = {phase: re.findall(r"^## (.+)$", part, re.M) for phase, part in phases.items()}
+    assert index == {phase: names for phase, names in sections.items() if names}
+    assert {name for names in index.values() for name in names} == known_faults()
 
 
 def test_each_rule_is_found_by_a_text_of_its_section() -> None:
@@ -360,8 +380,12 @@ def test_every_script_answers_help_with_the_usage_of_the_guide(script: str) -> N
 def planned() -> list[str]:
     # Those that ask a SLURM, or need a run, are run on the cluster in a box.
     others = r"submit_with|explain|checkpoint|.* --(stop|stacks) "
-    starts = rf"(\w+=\S+ )*scripts/(?!{others})|.*\btrain\.py\b"
+    starts = rf"(\w+=\S+ )*scripts/(?!{others})|(?!.*~/).*\btrain\.py\b"
     return sorted({line for line in commands() if re.match(starts, line)})
+
+
+def in_own_folder() -> list[str]:
+    return sorted({line for line in commands() if "~/launch-kit/scripts/" in line})
 
 
 @pytest.mark.slow
@@ -387,3 +411,23 @@ def test_every_command_of_the_guides_for_checkpoints_is_one() -> None:
     lines = [line for line in commands() if line.startswith("scripts/checkpoint.sh ")]
     assert len(lines) > 4
     assert [line for line in lines if tools.refuse(shlex.split(line)[1:])] == []
+
+
+@pytest.mark.parametrize("line", in_own_folder())
+def test_every_command_for_a_folder_of_ones_own_plans(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script that each starts, or submits, accepts what follows it."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    words = shlex.split(line.replace("~/launch-kit", str(ROOT)))
+    at = next(number for number, word in enumerate(words) if f"{ROOT}/scripts/" in word)
+    given = dict(word.split("=", 1) for word in words[:at] if re.match(r"\w+=", word))
+    environ = {name: os.environ[name] for name in ("PATH", "HOME")}
+    command = [words[at], "--dry-run", *words[at + 1 :]]
+    variables = {**environ, "PYTHON": sys.executable, **given}
+    result = subprocess.run(
+        command, env=variables, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"train\.py .*\bARGS\b", result.stdout)

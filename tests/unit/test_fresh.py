@@ -74,5 +74,7 @@ def test_ranks_are_started_anew(
         timeout=PATIENCE_S,
     )
     assert ended.stdout == f"{threads} None True\n" * 2, ended.stderr
-    notice = "node agent: each rank imports torch anew, for script.py sets OMP_NUM_THREADS first"
+    notice = (
+        "node agent: each rank imports torch itself, because script.py sets OMP_NUM_THREADS first"
+    )
     assert (notice in ended.stderr) == (told and choice is None)

@@ -39,8 +39,12 @@ UNEQUAL = {"SLURM_TASKS_PER_NODE": "2,1", "SLURM_NTASKS": "3"}
 @pytest.mark.parametrize(
     ("environ", "asked", "cause"),
     [
-        ({}, None, "this is no SLURM job; use sbatch a/x.sh, or salloc first"),
-        ({"SLURM_JOB_ID": "7"}, None, "no SLURM job: SLURM_JOB_ID is set, but not SLURM_JOB_NUM"),
+        ({}, None, "this is not a SLURM job; use sbatch a/x.sh, or salloc first"),
+        (
+            {"SLURM_JOB_ID": "7"},
+            None,
+            "not a SLURM job: SLURM_JOB_ID is set, but not SLURM_JOB_NUM",
+        ),
         ({"SLURM_JOB_NUM_NODES": "1"}, None, "_NODES is set, but not SLURM_JOB_ID; use sbatch"),
         (
             {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "1"},
@@ -58,7 +62,7 @@ UNEQUAL = {"SLURM_TASKS_PER_NODE": "2,1", "SLURM_NTASKS": "3"}
             None,
             "MASTER_ADDR is localhost, which the job's other nodes cannot reach; unset it, or",
         ),
-        (captured("srun-step"), None, "srun started a/x.sh, which starts srun itself; leave srun"),
+        (captured("srun-step"), None, "srun started a/x.sh, which starts srun itself; omit srun"),
         (captured("srun-pty-step"), None, "srun started a/x.sh"),
         (captured("het-batch-step"), None, "a heterogeneous job has nodes that differ"),
         (captured("batch-step", **UNEQUAL), None, "unequal nodes, SLURM_TASKS_PER_NODE=2,1; give"),

@@ -188,7 +188,7 @@ def test_the_calls_of_a_script_with_several_models(tmp_path: Path) -> None:
     whole = "Linear DistributedDataParallel None [{}, {}] {{'loss': 1.5, 'n': 3.0}}"
     assert {whole.format(0, 2), whole.format(1, 3)} <= {*lines}
     assert len({line for line in lines if line.startswith("weight")}) == 1  # rank 0's
-    assert lines.count("world_size is 3, but 2 ranks have joined; leave it out") == 2
+    assert lines.count("world_size is 3, but 2 ranks have joined; omit it") == 2
     assert lines.count("False") == 2
 
 
@@ -237,7 +237,7 @@ def test_missing_ranks_are_named_in_time() -> None:
 
 def test_missing_master_is_named_in_time() -> None:
     (error,) = run_ranks(_join, 2.0, ranks=[1], world_size=2)
-    message = r"TimeoutError: rank 1 on \S+ found nobody at 127.0.0.1:\d+ within 2 s; .*"
+    message = r"TimeoutError: rank 1 on \S+ could not connect to 127.0.0.1:\d+ within 2 s; .*"
     assert re.fullmatch(message + r" \[node-missing\]", error)
 
 

@@ -130,7 +130,7 @@ def test_check_knows_the_number_of_processes_from_a_launcher() -> None:
     assert told(world_size="3").endswith(", 3 processes x 11 samples\n")
     assert "strategy dp runs in one process" in told("distributed.strategy=dp")
     groups = ("distributed.strategy=fsdp", "distributed.fsdp.shard=3")
-    assert "2 ranks do not divide into groups of 3" in told(*groups)
+    assert "2 ranks cannot be split into groups of 3" in told(*groups)
     assert told(*groups, world_size="3").startswith("ok: ")
 
 
@@ -439,9 +439,19 @@ def test_the_first_limit_ends_the_run() -> None:
         ({"global_batch_size": 32}, 3, None, 11),
         ({"global_batch_size": 32}, 3, (3, 33), 11),
         ({"global_batch_size": 32}, 2, (3, 33), 16),  # the config's again
-        ({"global_batch_size": 32}, 3, (2, 32), "batches of 32 samples do not divide by 3"),
+        (
+            {"global_batch_size": 32},
+            3,
+            (2, 32),
+            "32 samples are not divisible by 3 (ranks x grad_accumulation)",
+        ),
         ({"batch_size": 8}, 2, (4, 32), 16),
-        ({"batch_size": 8}, 3, (4, 32), "batches of 32 samples do not divide by 3"),
+        (
+            {"batch_size": 8},
+            3,
+            (4, 32),
+            "32 samples are not divisible by 3 (ranks x grad_accumulation)",
+        ),
     ],
 )
 def test_the_batch_of_a_run_that_is_resumed(

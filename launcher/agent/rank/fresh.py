@@ -39,7 +39,7 @@ def choose(program: Program, choice: str | None) -> Program:
         return program
     names = variables_set_early(script)
     if names:
-        say(f"each rank imports torch anew, for {program.name} sets {names[0]} first")
+        say(f"each rank imports torch itself, because {program.name} sets {names[0]} first")
     return replace(program, is_fresh=bool(names))
 
 
