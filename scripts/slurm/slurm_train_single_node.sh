@@ -10,8 +10,8 @@
 # example: sbatch --gpus-per-node=8 scripts/slurm/slurm_train_single_node.sh config/local3.yaml
 #          under salloc: the same without sbatch
 #
-# The job's size. Edit it here, or override it with sbatch's options. Ranks per node: the tasks
-# per node if more than one, else the GPUs. For memory beyond the site's default, give --mem-per-gpu.
+# The job's size. Edit it here, or give sbatch's options: for CPUs --cpus-per-gpu, as SLURM refuses
+# --cpus-per-task beside it. Ranks per node: the tasks per node if more than one, else the GPUs.
 #SBATCH --job-name=train
 #SBATCH --nodes=1
 #SBATCH --gpus-per-node=2
