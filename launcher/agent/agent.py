@@ -93,6 +93,7 @@ class NodeAgent:
         self.error_files = args.log_dir or Path(tempfile.mkdtemp())
         self.restarts = Restarts(args.max_restarts, self.heartbeats)
         self.outputs = Outputs(args)
+        self.progress_due = 0.0  # time of the next line, on a node that was started by itself
         self.is_spare = True  # so far
         self._take_part(meeting)
 
@@ -159,6 +160,12 @@ class NodeAgent:
         return self.meeting.assignment.attempt >= self.args.max_restarts
 
     @property
+    def _shows_no_rank(self) -> bool:
+        """Whether this node has a terminal to itself, and rank 0 is elsewhere."""
+        is_by_itself = self.supervisor.control is None and not self.args.is_in_step
+        return is_by_itself and self.args.node_rank > 0
+
+    @property
     def may_go_on_elsewhere(self) -> bool:
         """Whether other agents may make another attempt without this one."""
         team = self.meeting.team
@@ -216,6 +223,10 @@ class NodeAgent:
             self.meeting.team.beat()
         self.network.look(self.outputs.say)
         self.restarts.look()
+        step, now = self.heartbeats.step(), time.monotonic()
+        if self._shows_no_rank and step >= 0 and now >= self.progress_due:
+            self.outputs.say(f"step {step}")
+            self.progress_due = now + limits.PROGRESS_S
 
     # --- after an attempt ---------------------------------------------------------------------
 
@@ -314,6 +325,8 @@ class NodeAgent:
         if is_told and (control is not None or self.args.is_in_step):  # to the same terminal
             self.outputs.tell(Done(), control)
             return
+        if self._shows_no_rank and outcome.code == 0:
+            self.outputs.say("the run has ended with code 0")
         command = (
             ""
             if outcome.code == BAD_INPUT

@@ -241,6 +241,7 @@ def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> World:
     slurm.refuse_many_tasks(environ)
     if typed.has_health_check or (typed.like_torchrun and typed.nnodes != "1"):
         if step := slurm.read_step(environ, given):  # srun has started this on each node
+            slurm.warn_of_part(environ, typed.program, needs_srun=True)
             return step
         if typed.has_health_check:
             slurm.refuse_many_nodes(environ, typed.program)

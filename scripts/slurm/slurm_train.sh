@@ -11,8 +11,9 @@
 #          under salloc: the same without sbatch
 #
 # By default, the job has 2 nodes with 2 GPUs each, 4 CPUs per GPU and 24 hours. Options of sbatch override
-# that; your site may also need --partition, --account or --mem-per-gpu. The first of these sets the
-# ranks per node: --ntasks-per-node (if above 1), NPROC_PER_NODE, the number of GPUs.
+# that (for CPUs --cpus-per-gpu, not --cpus-per-task, which SLURM refuses beside it); your site may also
+# need --partition, --account or --mem-per-gpu. The first of these sets the ranks per node:
+# --ntasks-per-node (if above 1), NPROC_PER_NODE, the number of GPUs.
 #SBATCH --job-name=train
 #SBATCH --nodes=2
 #SBATCH --gpus-per-node=2

@@ -36,7 +36,7 @@ def shown(name: str, option: str = "--help") -> str:
 
 
 def read(name: str, words: list[str]) -> Typed:
-    call = Call(name, f"{name}.sh", str(SCRIPTS[name]), "/", "python", "", "", "", f"{name}.sh")
+    call = Call(name, f"{name}.sh", str(SCRIPTS[name]), "/", "python", "", "", f"{name}.sh")
     return parse(call, words, {})
 
 
