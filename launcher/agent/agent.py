@@ -93,7 +93,6 @@ class NodeAgent:
         self.error_files = args.log_dir or Path(tempfile.mkdtemp())
         self.restarts = Restarts(args.max_restarts, self.heartbeats)
         self.outputs = Outputs(args)
-        self.progress_due = 0.0  # time of the next line, on a node that was started by itself
         self.is_spare = True  # so far
         self._take_part(meeting)
 
@@ -160,12 +159,6 @@ class NodeAgent:
         return self.meeting.assignment.attempt >= self.args.max_restarts
 
     @property
-    def _shows_no_rank(self) -> bool:
-        """Whether this node has a terminal to itself, and rank 0 is elsewhere."""
-        is_by_itself = self.supervisor.control is None and not self.args.is_in_step
-        return is_by_itself and self.args.node_rank > 0
-
-    @property
     def may_go_on_elsewhere(self) -> bool:
         """Whether other agents may make another attempt without this one."""
         team = self.meeting.team
@@ -223,10 +216,8 @@ class NodeAgent:
             self.meeting.team.beat()
         self.network.look(self.outputs.say)
         self.restarts.look()
-        step, now = self.heartbeats.step(), time.monotonic()
-        if self._shows_no_rank and step >= 0 and now >= self.progress_due:
-            self.outputs.say(f"step {step}")
-            self.progress_due = now + limits.PROGRESS_S
+        if shows_no_rank(self.args, self.supervisor):
+            self.outputs.show_step(self.heartbeats.step())
 
     # --- after an attempt ---------------------------------------------------------------------
 
@@ -325,19 +316,21 @@ class NodeAgent:
         if is_told and (control is not None or self.args.is_in_step):  # to the same terminal
             self.outputs.tell(Done(), control)
             return
-        if self._shows_no_rank and outcome.code == 0:
+        if shows_no_rank(self.args, self.supervisor) and outcome.code == 0:
             self.outputs.say("the run has ended with code 0")
-        command = (
-            ""
-            if outcome.code == BAD_INPUT
-            else resume_command(self.args, has_saved=outcome.has_saved)
-        )
+        can_resume = outcome.code != BAD_INPUT
+        command = resume_command(self.args, has_saved=outcome.has_saved) if can_resume else ""
         run_id = self.meeting.assignment.run_id
         outcome = replace(outcome, started=self.started, run_id=run_id, command=command)
         folder = self.folder and self.folder.path
         if folder and self.args.node_rank and (folder / "run.json").exists():
             folder = None  # node rank 0's, on a shared disk
         report_outcome(outcome, control, is_line_open=is_open, folder=folder)
+
+
+def shows_no_rank(args: Arguments, supervisor: SupervisorLink) -> bool:
+    """Return whether this node has a terminal to itself, and rank 0 is elsewhere."""
+    return supervisor.control is None and not args.is_in_step and args.node_rank > 0
 
 
 def resume_command(args: Arguments, *, has_saved: bool) -> str:

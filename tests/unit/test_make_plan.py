@@ -196,12 +196,12 @@ def test_world_of_a_slurm_step_and_of_a_pbs_job(folder: Path) -> None:
         ({"port": "65536"}, {}, "the port is '65536'"),
         ({}, {"MASTER_PORT": "-1"}, "the port is '-1'"),
         ({}, {"MASTER_PORT": "0"}, "the port is '0'; give a whole number from 1 to 65535"),
-        (LIKE, {"FRESH": "2"}, "FRESH is '2'; it can be 0 1"),
-        ({**LIKE, "via": "rsh"}, {}, "--via is 'rsh'; it can be ssh pdsh"),
+        (LIKE, {"FRESH": "2"}, "FRESH is '2'; it can be 0, 1"),
+        ({**LIKE, "via": "rsh"}, {}, "--via is 'rsh'; it can be ssh or pdsh"),
         (
             {**LIKE, "via": "pdsh"},
             {},
-            "--via pdsh reaches the nodes of --hosts, and there is no --ho",
+            "--via pdsh needs --hosts, the nodes to reach",
         ),
         (
             {**LIKE, "as_module": True, "rest": ("no.such.module",)},
