@@ -4,7 +4,7 @@ set -euo pipefail
 
 ROOT=$(cd -P -- "$(dirname -- "$0")/../.." && pwd)
 PARTS=(scripts launcher distributed training config examples train.py requirements.txt pyproject.toml
-  LICENSE README.md LAUNCH_GUIDE.md TROUBLESHOOTING.md SECURITY.md)
+  LICENSE README.md docs LAUNCH_GUIDE.md TROUBLESHOOTING.md SECURITY.md)
 
 die() { # <"cause; cure">
   echo "make init: $1" >&2

@@ -89,7 +89,7 @@ has_saved() { # <signal> <Exit_status> [<number of stops>]
 
 # bats test_tags=prove,long
 @test "the guide's recipe with pbsdsh trains on both nodes, and qdel ends it" {
-  sed -n '/^\*\*Through pbsdsh/,/^pbsdsh/p' "$ROOT/LAUNCH_GUIDE.md" | sed -n '/^#!/,$p' |
+  sed -n '/^\*\*Through pbsdsh/,/^pbsdsh/p' "$ROOT/docs/reference.md" | sed -n '/^#!/,$p' |
     sed -e 's/:ngpus=4//' -e 's|config/local3.yaml|long.yaml|' >recipe.sh
   on login bash -c "umask 077; openssl rand -hex 32 >~/.run-secret"
   JOB=$(on login qsub -j oe -o logs/ -v "PYTHON=$PYTHON" recipe.sh)
