@@ -103,6 +103,19 @@ has_saved() { # <signal> <Exit_status> [<number of stops>]
   for node in node1 node2; do eventually is_gone_from "$node" "rdzv-id $JOB "; done
 }
 
+# bats test_tags=prove,long
+@test "the guide's own batch file trains on both nodes, and qdel saves" {
+  sed -n '/^### Your own batch file for PBS$/,/^~/p' "$ROOT/LAUNCH_GUIDE.md" | sed -n '/^#!/,$p' |
+    sed -E -e '/^source |^#PBS -[qA] /d; s/select=.*/select=2:ncpus=1/' \
+      -e "s|~/launch-kit|$ROOT|; s|train.py .*|$ROOT/train.py --config long.yaml|" >own.sh
+  JOB=$(on login qsub -v "PYTHON=$PYTHON,PREFLIGHT_SECONDS=20" own.sh)
+  eventually has_begun
+  ! is_over || { cat "logs/$JOB.OU" && false; }
+  has_lines 1 '^ranks      2 = 2 nodes x 1, gloo'
+  on login qdel "$JOB"
+  has_saved SIGTERM 271
+}
+
 has_trained() {
   is_over || has_lines 1 'step 1/'
 }
