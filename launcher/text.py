@@ -7,7 +7,7 @@ import io
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -80,6 +80,13 @@ def environment_cure(packages: str) -> str:
     if not has_own and (root / "Makefile").exists():
         command = f"make -C {root} setup"
     return f"set PYTHON to one that has it, or run {command}"
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """Return a question that names what is spelt nearly so, with a space at its end; or nothing."""
+    from difflib import get_close_matches  # a rank's agent has no use for it
+
+    return "".join(f"did you mean {near}? " for near in get_close_matches(word, [*names], 1))
 
 
 def short_host_name() -> str:

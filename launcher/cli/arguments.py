@@ -10,16 +10,16 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
 from launcher.cli.commands import COMMANDS, COMMON, TASKS, Command, Values
 from launcher.plan.typed import Typed, UsageError
+from launcher.text import did_you_mean
 
 ROOT = Path(__file__).parents[2]
 _SETTING = re.compile(r"[A-Za-z_+~][A-Za-z0-9_.+-]*=")
-_SAME = ("program", "directory", "python", "staged", "site")  # in a Call and in Typed
+_SAME = ("program", "directory", "python", "site")  # in a Call and in Typed
 _COPIES = ("slurm_script", ".SC")  # of a batch script: how SLURM and PBS name theirs
 
 
@@ -31,7 +31,6 @@ class Call(NamedTuple):
     file: str  # the script as it was submitted or started
     directory: str  # where it was typed
     python: str  # for the nodes; in the container, where there is one
-    staged: str  # the packed environment of `python`; empty until launcher/cli/stage.py has it
     site: str
     activated: str  # names with spaces between them
     script: str  # as it was typed
@@ -162,10 +161,9 @@ class _Reader:
 
     def _unknown(self, word: str, longer: Sequence[str]) -> str:
         """Return the message for an option that there is not, or that several begin with."""
-        names = {name.lstrip("-"): name for name in (*self.options, *TASKS)}
-        near = [names[one] for one in get_close_matches(word.lstrip("-"), names, 1)]
-        hint = " or ".join(longer if 0 < len(longer) < 4 else near)
-        hint = f"did you mean {hint}? " if hint else ""
+        hint = did_you_mean(word, (*self.options, *TASKS))
+        if 0 < len(longer) < 4:
+            hint = f"did you mean {' or '.join(longer)}? "
         own = "its name" if "program" in self.command.arguments else "--"
         cure = f"{hint}{self.see}, and put the training script's own after {own}"
         return f"unknown option {word!r}; {cure}"

@@ -142,7 +142,10 @@ class Connection(Child):
             self._probe.join(limits.PROBE_S)
         is_there = self.answer(Hello) is not None
         if self.code is None:
-            cause, cure = "its checks take longer than the preflight's time", "see what hangs there"
+            cause, cure = (
+                "its checks take longer than the preflight's time",
+                "see what hangs there, or raise PREFLIGHT_SECONDS",
+            )
             if not is_there:
                 cause = f"no answer within {waited_s:g} s"
                 cure = "see that the machine is up, and a login there asks nothing, or give it"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shlex
@@ -21,7 +20,7 @@ from launcher.plan.make_plan import make_plan
 from launcher.plan.plan import PlanError, read_number
 from launcher.plan.resume import resolve_script
 from launcher.plan.typed import Typed
-from launcher.text import count, print_row
+from launcher.text import count, did_you_mean, print_row
 
 SBATCH_OPTIONS = ("partition", "account", "qos", "mem", "time")  # for every job
 PER_GPU = ("cpus_per_gpu", "mem_per_gpu")  # for jobs with GPUs
@@ -89,10 +88,8 @@ def take_own_settings(typed: Typed, environ: Mapping[str, str]) -> tuple[dict[st
             own[name] = value
             continue
         if "." not in name and name not in _OF_TRAINING and not environ.get("TRAIN_SCRIPT"):
-            near = difflib.get_close_matches(name, OWN, 1)
-            hint = f"did you mean {near[0]}? " if near else ""
             known = f"known here: {' '.join(OWN)}, and the config's own"
-            raise PlanError(f"unknown setting {name!r}; {hint}{known}")
+            raise PlanError(f"unknown setting {name!r}; {did_you_mean(name, OWN)}{known}")
         others.append(setting)
     for name in ("num_gpus_train", "config"):
         if not own.get(name):

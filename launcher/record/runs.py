@@ -7,7 +7,6 @@ Where its ranks are, node rank 0's agent is asked by a file in the run's folder.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import os
 import re
@@ -24,7 +23,7 @@ from launcher.failure_block import find_kept
 from launcher.plan.typed import Typed
 from launcher.processes import ranks_of
 from launcher.record.run_json import ASKED, SHOWN, Record, read
-from launcher.text import count
+from launcher.text import count, did_you_mean
 from launcher.wire import limits
 
 TAIL_BYTES = 8192  # of a file, to find its last line
@@ -90,7 +89,7 @@ def find(log_dir: Path, run_id: str) -> Run:
     runs = {run.id: run for run in find_all(log_dir)}
     if run_id in runs:
         return runs[run_id]
-    near = "".join(f"did you mean {name}? " for name in difflib.get_close_matches(run_id, runs, 1))
+    near = did_you_mean(run_id, runs)
     raise ValueError(f"there is no run {run_id!r} in {log_dir}; {near}--status lists all")
 
 

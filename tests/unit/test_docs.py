@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from agents import PATIENCE_S
 
+from launcher.cli import tools
 from launcher.explain.kinds import Kind
 from launcher.explain.rules import RULES, UNKNOWN, match
 from training.settings import KNOWN
@@ -323,7 +324,7 @@ def test_every_script_answers_help_with_the_usage_of_the_guide(script: str) -> N
     usage = re.search(r"^usage: (.*)$", result.stdout, re.M)
     example = re.search(r"^example: (.*)$", result.stdout, re.M)
     assert usage and example
-    assert f"    {usage[1]}\n" in LAUNCH_GUIDE + TEXT["checkpoints.md"]
+    assert f"    {usage[1]}\n" in "".join(TEXT.values())
     own_names = {name for name in ENTRIES if (ROOT / name).samefile(ROOT / script)}
     for line in (usage, example):
         assert own_names & {word.removeprefix("$PWD/") for word in line[1].split()}
@@ -332,7 +333,8 @@ def test_every_script_answers_help_with_the_usage_of_the_guide(script: str) -> N
 
 def planned() -> list[str]:
     # Those that ask a SLURM, or need a run, are run on the cluster in a box.
-    starts = r"(\w+=\S+ )*scripts/(?!submit_with|.* --(stop|stacks) )|.*\btrain\.py\b"
+    others = r"submit_with|explain|checkpoint|.* --(stop|stacks) "
+    starts = rf"(\w+=\S+ )*scripts/(?!{others})|.*\btrain\.py\b"
     return sorted({line for line in commands() if re.match(starts, line)})
 
 
@@ -390,3 +392,9 @@ def test_every_command_for_a_readers_script_plans(line: str, tmp_path: Path) -> 
     if "--lr" in words:
         shown = "- -- --lr 0.1" if is_batch_script else " train.py --lr 0.1"
         assert shown in result.stdout
+
+
+def test_every_command_of_the_guides_for_checkpoints_is_one() -> None:
+    lines = [line for line in commands() if line.startswith("scripts/checkpoint.sh ")]
+    assert len(lines) > 4
+    assert [line for line in lines if tools.refuse(shlex.split(line)[1:])] == []
