@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Copy this project into a repository of one's own, as one folder in it (make init DIR=...).
+# Copy this project into your own repository, as one folder in it (make init DIR=...).
 set -euo pipefail
 
 ROOT=$(cd -P -- "$(dirname -- "$0")/../.." && pwd)
-PARTS=(scripts launcher distributed training config examples train.py requirements.txt pyproject.toml
-  LICENSE README.md docs LAUNCH_GUIDE.md TROUBLESHOOTING.md SECURITY.md)
+PARTS=(scripts launcher distributed training config examples docs train.py requirements.txt pyproject.toml
+  LICENSE README.md LAUNCH_GUIDE.md TROUBLESHOOTING.md SECURITY.md)
 
 die() { # <"cause; cure">
   echo "make init: $1" >&2
@@ -15,7 +15,7 @@ main() { # <repository>
   local folder=$1/launch-kit why
   [[ -n $1 ]] || die "no DIR; give make init DIR=YOUR_REPOSITORY"
   [[ -d $1 ]] || die "there is no folder ${1@Q}; correct DIR"
-  [[ ! -e $folder ]] || die "${folder@Q} exists; nothing was changed. Remove it to begin anew"
+  [[ ! -e $folder ]] || die "${folder@Q} exists; nothing was changed. Remove it to start again"
   why=$(mkdir -- "$folder" 2>&1) || die "${why#mkdir: }; nothing was changed"
   tar -C "$ROOT" --exclude=__pycache__ -cf - "${PARTS[@]}" | tar -C "$folder" -xf -
   echo "$folder holds it; nothing else was changed. For example:"

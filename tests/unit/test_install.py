@@ -108,8 +108,8 @@ def test_a_wheel_holds_one_package(installed: Installed) -> None:
     assert ours == {"torch_launch_kit", "distributed", "torch.pth"}
     package = site / "torch_launch_kit"
     assert (package / "distributed/py.typed").exists()
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
-    assert pages == {path.name for path in package.glob("docs/*.md")} != set()
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")}
+    assert pages and {page.name for page in (package / "docs").glob("*.md")} == pages
     for script in package.glob("scripts/**/*.sh"):
         is_executable = os.access(script, os.X_OK)
         assert is_executable == (script.parent.name != "lib"), script
