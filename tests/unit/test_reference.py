@@ -12,6 +12,7 @@ import yaml
 
 from distributed import errors
 from distributed.environment import DEFAULT_LOG_DIR
+from distributed.strategy import STRATEGIES
 from launcher.cli.commands import COMMANDS, COMMON, TASKS
 from launcher.plan import make_plan
 from launcher.record.run_json import Record
@@ -123,6 +124,11 @@ def test_the_table_of_exit_codes_is_the_codes() -> None:
     ours = [errors.BAD_INPUT, errors.REFUSED, errors.STOPPED, errors.CANNOT_START]
     killed = [128 + one for one in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGKILL)]
     assert sorted(codes) == sorted([0, *ours, *killed])
+
+
+def test_the_table_of_strategies_is_the_codes() -> None:
+    table = section_of((ROOT / "docs/train-py.md").read_text(), "Strategies")
+    assert sorted(re.findall(r"^\| `(\w+)`", table, re.M)) == sorted(STRATEGIES)
 
 
 def test_the_table_of_run_json_is_the_records() -> None:
