@@ -15,28 +15,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from .environment import Environment, LauncherError, check_run_id
+from .environment import Environment, LauncherError
 from .errors import with_fault
 
 
-def rendezvous(
-    env: Environment, device: torch.device, backend: str, timeout_s: float
-) -> tuple[Store, str]:
-    """Wait until every rank has checked in; returns the store, and rank 0's run id.
+def rendezvous(env: Environment, device: torch.device, backend: str, timeout_s: float) -> Store:
+    """Wait until every rank has checked in; returns the store.
 
-    All ranks wait for the key `gate`, which holds JSON. The last to check in puts the run id there.
-    A rank that finds a fault puts its name and text there instead, and every rank raises that.
+    All ranks wait for the key `gate`, which holds JSON. The last to check in puts an empty list
+    there. A rank that finds a fault puts its name and text there instead, and every rank raises it.
     Raises LauncherError, TimeoutError or ConnectionError, on all ranks alike.
     """
     # The prefix, because torchrun's store survives a restart.
     store = PrefixStore(f"launch/{env.restart_count}", _open_store(env, timeout_s))
     try:
-        if env.rank == 0:
-            store.set("run_id", env.run_id)
         if found := _check_in(store, env, device, backend):
             store.set("gate", json.dumps(found))
         elif store.add("joined", 1) == env.world_size:
-            store.set("gate", json.dumps([store.get("run_id").decode()]))
+            store.set("gate", "[]")
         try:
             store.wait(["gate"], timedelta(seconds=timeout_s))
         except dist.DistStoreError:
@@ -48,9 +44,8 @@ def rendezvous(
         raise with_fault(ConnectionError, "node-missing", f"{cause}; {cure}") from error
     with contextlib.suppress(RecursionError, json.JSONDecodeError, UnicodeDecodeError):
         match json.loads(told):
-            case [str(run_id)]:  # the store has no password: an agent's ranks know their run id
-                is_known = env.agent_store and env.is_named
-                return store, env.run_id if is_known else check_run_id(run_id)
+            case []:
+                return store
             case ["node-missing", str(text)]:
                 raise with_fault(TimeoutError, "node-missing", text)
             case [str(fault), str(text)]:
@@ -101,7 +96,7 @@ def _check_in(
 
 def _absent(store: Store, env: Environment, timeout_s: float) -> str:
     missing = [r for r in range(env.world_size) if not store.check([f"rank {r} runs"])]
-    named = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
+    named = ", ".join(map(str, missing[:16])) + ", ..." * (len(missing) > 16)
     meeting = f"at {env.master_addr}:{env.master_port} within {timeout_s:g} s"
     cause = f"{len(missing)} of {env.world_size} ranks did not join {meeting}: rank {named}"
     return f"{cause}; check whether they started, and read their node's log"

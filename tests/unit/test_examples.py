@@ -95,3 +95,33 @@ def test_the_task_recognises_digits(tmp_path: Path) -> None:
     out = run(tmp_path, str(ROOT / "examples/digits.yaml"), "2")
     share = re.search(r"^validation loss [\d.]+, accuracy ([\d.]+)$", out, re.M)
     assert share and float(share[1]) > 0.95
+
+
+PREAMBLE = """
+import itertools, sys
+from pathlib import Path
+import torch
+
+STEPS, loss = int(sys.argv[1]), 0.5
+dataset = torch.utils.data.TensorDataset(torch.randn(64, 8))
+make_model = lambda: torch.nn.Linear(8, 1)
+loss_of = lambda model, batch: model(batch[0]).square().mean()
+"""
+BETWEEN = """
+optimizer, batches = torch.optim.AdamW(model.parameters()), itertools.cycle(loader)
+"""
+
+
+@pytest.mark.slow
+def test_the_loop_that_the_page_shows_saves_and_resumes(tmp_path: Path) -> None:
+    page = (ROOT / "docs/your-script.md").read_text()
+    calls, loop = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    told = "print_main('after', step)\nwhile"
+    own = tmp_path / "own.py"
+    own.write_text(PREAMBLE + calls + BETWEEN + loop.replace("while", told, 1))
+    for steps, begin in (4, 0), (6, 4):
+        variables = {"TRAIN_SCRIPT": str(own), "RUN_ID": "mine", "PYTHONPATH": str(ROOT)}
+        out = run(tmp_path, "-", "2", "--", str(steps), **variables)
+        assert out == f"{{'loss': 0.5}}\nafter {begin}\n"
+        saved = load(tmp_path / "checkpoints/mine")
+        assert saved and saved.progress["step"] == steps
