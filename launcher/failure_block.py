@@ -10,6 +10,7 @@ import io
 import os
 import re
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
@@ -21,7 +22,7 @@ from launcher.record.run_json import KEPT
 from launcher.text import count
 
 LONGEST_ROW = 1 << 20  # characters: a command can be long
-TAIL_BYTES = 1 << 17  # of a log, to find the block that ends it
+TAIL_BYTES = 1 << 20  # of a log, to find the block that ends it
 _COLOURS = re.compile(r"\x1b\[[\d;]*m")
 # A block, a stopped line, or the first row of a plan: after that, another run begins.
 _ENDS = re.compile(
@@ -84,12 +85,16 @@ def print_outcome(outcome: Outcome, out: TextIO, folder: Path | None) -> None:
             new.replace(folder / KEPT)
 
 
-def find_end(log: Path) -> str:
-    """Return the block or the stopped line that ends a log; "" if none does. Raises OSError."""
+def find_end(log: Path, strip: Callable[[str], str] = str) -> str:
+    """Return the block or the stopped line that ends a log; "" if none does. Raises OSError.
+
+    `strip` takes from a line what another program has put before it.
+    """
     with log.open("rb") as opened:
         opened.seek(max(0, opened.seek(0, os.SEEK_END) - TAIL_BYTES))
         text = opened.read().decode(errors="replace").replace("\r\n", "\n")
-    ends = [found["end"] or "" for found in _ENDS.finditer(_COLOURS.sub("", text))]
+    rows = "\n".join(map(strip, _COLOURS.sub("", text).split("\n")))
+    ends = [found["end"] or "" for found in _ENDS.finditer(rows)]
     return "\n".join(printable(row, LONGEST_ROW) for row in (ends or [""])[-1].split("\n"))
 
 

@@ -178,6 +178,24 @@ def reap() -> Iterator[tuple[int, int]]:
             yield ended
 
 
+def suspend() -> None:
+    """Stop every descendant and this process, as Ctrl-Z asks; continue all when it is continued."""
+    me = os.getpid()
+    stopped: list[int] = []
+    deadline = time.monotonic() + limits.KILL_S
+    while running := [pid for pid in descendants(me) if not is_stopped(pid)]:
+        send(running, signal.SIGSTOP)  # again each time: one may have forked in between
+        stopped += running
+        if time.monotonic() > deadline:
+            break
+        time.sleep(limits.POLL_S)
+    # The kernel's own action: a process that no shell could continue does not stop.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTSTP})
+    signal.raise_signal(signal.SIGTSTP)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
+    send({*stopped}, signal.SIGCONT)
+
+
 def end_descendants(*, term_s: float = 0.0) -> list[int]:
     """End every descendant of this process: SIGTERM and `term_s` seconds, then SIGKILL.
 

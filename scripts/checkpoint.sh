@@ -15,4 +15,4 @@ set -euo pipefail
 LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh"
-run_tool distributed.checkpoint.__main__ "$@"
+run_tool "$@"

@@ -21,7 +21,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -57,6 +57,7 @@ class Agent:
     node_rank: int
     control: Control | None = None
     handled: Sequence[signal.Signals] = ()  # to pass on to it
+    pausing: Set[signal.Signals] = frozenset()  # a terminal's Ctrl-Z, which stops all that run here
     client: int = 0  # podman's process, whose container this is in
     recorded: str = ""  # the run folder where this process is noted
     passed_on: list[int] = field(default_factory=list)  # the signals sent to it
@@ -101,7 +102,10 @@ def fork_agent(arguments: Sequence[str], control: Control | None, launched: Laun
     client = int(os.environ.pop("LAUNCH_CLIENT", "0"))
     handled = _handled(arguments)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, {*handled, QUERY, *processes.WAKING})
+    is_alone = find_option(arguments, "--nnodes") in ("", "1", "1:1")  # no other node waits
+    pausing = {signal.SIGTSTP} - {*handled} if is_alone and control is None else set()
+    awaited = {*handled, QUERY, *processes.WAKING, *pausing}
+    signal.pthread_sigmask(signal.SIG_SETMASK, awaited)
     reapers = start_reaper() if launched.has_reaper else (None, None)
     processes.adopt_orphans()
     ours, theirs = socket.socketpair()
@@ -109,8 +113,8 @@ def fork_agent(arguments: Sequence[str], control: Control | None, launched: Laun
     if (pid := os.fork()) != 0:
         theirs.close()
         close(reapers[1])
-        node_rank = _node_rank(arguments)
-        return Agent(pid, ours, words, node_rank, control, handled, client, launched.record)
+        node_rank, record = _node_rank(arguments), launched.record
+        return Agent(pid, ours, words, node_rank, control, handled, pausing, client, record)
     ours.close()
     close(reapers[0])
     close(control.fd if control else None)
@@ -121,7 +125,7 @@ def fork_agent(arguments: Sequence[str], control: Control | None, launched: Laun
         signal.signal(signum, signal.SIG_DFL)
     if QUERY not in handled:
         signal.signal(QUERY, lambda *_: None)  # until there are ranks
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*handled, QUERY, *processes.WAKING})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
     sys.exit(_run_agent(arguments, SupervisorLink(theirs, control, reapers[1], words), me))
 
 
@@ -261,8 +265,10 @@ def _await_end(agent: Agent) -> int:
     grace_s = float(os.environ.get("GRACE") or limits.GRACE_S)
     while (status := dict(processes.reap()).get(agent.pid)) is None:
         wait_s = min(kill_at - own_time.now(), limits.BEAT_S)
-        came = processes.await_signal({*agent.handled, QUERY}, wait_s)
-        if came == QUERY and QUERY not in agent.handled:
+        came = processes.await_signal({*agent.handled, QUERY, *agent.pausing}, wait_s)
+        if came in agent.pausing:
+            processes.suspend()
+        elif came == QUERY and QUERY not in agent.handled:
             agent.ask()
         elif came is not None:
             agent.send(came)

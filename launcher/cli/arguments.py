@@ -19,7 +19,7 @@ from launcher.text import did_you_mean
 
 ROOT = Path(__file__).parents[2]
 _SETTING = re.compile(r"[A-Za-z_+~][A-Za-z0-9_.+-]*=")
-_SAME = ("program", "directory", "python", "staged", "site")  # in a Call and in Typed
+_SAME = ("program", "directory", "python", "site")  # in a Call and in Typed
 _COPIES = ("slurm_script", ".SC")  # of a batch script: how SLURM and PBS name theirs
 
 
@@ -31,7 +31,6 @@ class Call(NamedTuple):
     file: str  # the script as it was submitted or started
     directory: str  # where it was typed
     python: str  # for the nodes; in the container, where there is one
-    staged: str  # the packed environment of `python`; empty until launcher/cli/stage.py has it
     site: str
     activated: str  # names with spaces between them
     script: str  # as it was typed

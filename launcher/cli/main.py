@@ -12,7 +12,6 @@ from importlib import import_module
 
 from distributed.errors import BAD_INPUT
 from launcher.cli.arguments import Call, parse
-from launcher.cli.stage import stage
 from launcher.outer_run import leave_outer_run
 from launcher.plan.typed import UsageError
 from launcher.text import mend_streams
@@ -30,7 +29,6 @@ def main(arguments: Sequence[str]) -> int:
             os.execvp("bash", ["bash", call.file, f"--{typed.fanout}"])
         if typed.show is not None:
             os.environ["SHOW_RANKS"] = typed.show
-        typed = stage(typed, call, words)
     except UsageError as error:
         print(f"{call.program}: {error} [config-invalid]", file=sys.stderr)
         return BAD_INPUT

@@ -7,15 +7,13 @@
 
 Prints the fault's name, the rank, the line and the section of TROUBLESHOOTING.md; or, where this
 project's own block ends the log or the run, that block; or, where it refused to start, its lines
-and their sections. Ends with 0 if it found a cause, with 1 if
-there is none, and with 2 if a file cannot be read.
+and their sections. Ends with 0 if it found a cause, with 1 if there is none, and with 2 if a file
+cannot be read.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,44 +21,52 @@ from pathlib import Path
 from distributed.environment import DEFAULT_LOG_DIR, printable
 from distributed.errors import BAD_INPUT
 from launcher.explain.kinds import Kind
-from launcher.explain.reading import Sighting, find_ranks, find_refusals, read, shape_of
+from launcher.explain.reading import (
+    Sighting,
+    find_ranks,
+    find_refusals,
+    read,
+    sections,
+    shape_of,
+    split,
+)
 from launcher.failure import one_line
 from launcher.failure_block import find_end
 from launcher.record.run_json import KEPT
 from launcher.record.run_json import read as read_record
-from launcher.text import count, name_ranks
+from launcher.record.runs import find_all
+from launcher.text import count, did_you_mean, name_ranks
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], program: str = "explain") -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m launcher.explain",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("logs", metavar="LOG|RUN|FAULT", nargs="*")
-    names = parser.parse_args(arguments).logs or [str(_log_dir() / "latest")]
+    if {"-h", "--help"} & {*arguments}:
+        print(__doc__)
+        return 0
+    names = arguments or [str(_log_dir() / "latest")]
     try:
         if all(map(has_ended_well, names)):  # an earlier start of it may have failed
             print(f"no failure: {', '.join(names)} ended with code 0")
             return 1
         files = [file for name in names for file in find_logs(name)]
-        if not files[0].exists() and (section := find_section(names[0])):
-            print(section)
+        if not files[0].exists() and names[0] in sections():
+            print(sections()[names[0]])
             return 0
-        if ends := [*filter(None, map(find_end, files))]:
+        if ends := [end for file in files if (end := find_end(file, lambda row: split(row)[1]))]:
             print(ends[0])
             return 0
         refusals = {line: name for file in files for line, name in find_refusals(file).items()}
         seen = [one for file in files for one in read(file)]
     except OSError as error:
-        print(f"explain: {error.filename}: {error.strerror}", file=sys.stderr)
+        known = [*sections(), *(run.id for run in find_all(_log_dir()))]
+        cure = f"{did_you_mean(str(error.filename), known)}give a RUN, a FILE or a FAULT"
+        print(f"{program}: {error.filename}: {error.strerror}; {cure}", file=sys.stderr)
         return BAD_INPUT
     sightings = [one for one in seen if one.text not in refusals]
     cause = find_cause(sightings)
     if refusals and (cause is None or cause.kind >= Kind.WARNING):
-        sections = map(find_section, dict.fromkeys(refusals.values()))
-        print(*map(printable, refusals), *sections, sep="\n")
+        told = [sections()[fault] for fault in dict.fromkeys(refusals.values())]
+        print(*map(printable, refusals), *told, sep="\n")
         return 0
     if cause is None:
         print(f"no failure found in {count(len(files), 'file')}")
@@ -85,13 +91,6 @@ def find_logs(name: str) -> list[Path]:
         if place.is_dir() and (files := sorted(place.glob("node_*.log"))):
             return files
     return [Path(name)]
-
-
-def find_section(fault: str) -> str:
-    """Return a fault's section of TROUBLESHOOTING.md; "" if there is none."""
-    text = (Path(__file__).parents[2] / "TROUBLESHOOTING.md").read_text(encoding="utf-8")
-    found = re.search(rf"^## {re.escape(fault)}\n.*?(?=\n+##? )", text, re.MULTILINE | re.DOTALL)
-    return found[0] if found else ""
 
 
 def _log_dir() -> Path:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.explain.kinds import Kind
-from launcher.explain.rules import UNKNOWN, match
+from launcher.explain.rules import RULES, UNKNOWN, match
 from launcher.failure import user_frames
 
 LONGEST = 4096  # bytes of a line that are looked at
@@ -46,8 +47,8 @@ _EXCEPTION = re.compile(
     r"|[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|TimeoutExpired))(?:\(\w+\))?(?:: |:?$)"
 )
 _RANK = re.compile(r"(?<!local_)(?<!local )\b[Rr]ank ?:? ?(\d+)|: task (\d+): Exited")
-# Our own refusals: program: cause; cure [fault]
-_REFUSAL = re.compile(r"(?:node agent|[\w.-]+): (?!warning: ).+; .+ \[(?P<fault>[a-z-]+)\]")
+_NAMED = re.compile(r" \[([a-z-]+)\]$")  # as our own lines name a fault
+_PROGRAM = re.compile(r"(?:node agent|[\w.-]+): ")  # before those with which one refuses a start
 # Where launchers tell which process was the first to fail: torch's two tables and its one line, its
 # spawn, DeepSpeed's, DDP's of parameters, and srun's.
 _FIRST = re.compile(
@@ -58,6 +59,20 @@ _FIRST = re.compile(
     r"|did not receive grad for rank (?P<reducer>\d+)"
     r"|srun: error: (?P<node>\S+): tasks? (?P<task>\d+): (?!Terminated|Aborted)"
 )
+
+
+@functools.cache
+def sections() -> Mapping[str, str]:
+    """Return the sections of TROUBLESHOOTING.md by the names of their faults."""
+    text = (Path(__file__).parents[2] / "TROUBLESHOOTING.md").read_text(encoding="utf-8")
+    found = re.finditer(r"^## ([a-z-]+)\n.*?(?=\n+##? )", text, re.MULTILINE | re.DOTALL)
+    return {one[1]: one[0] for one in found}
+
+
+def own_fault(line: str) -> str:
+    """Return the fault that a line of ours names at its end; "" of a warning, and of others."""
+    named = _NAMED.search(line.rstrip())
+    return named[1] if named and named[1] in sections() and "warning: " not in line else ""
 
 
 @dataclass(frozen=True)
@@ -87,7 +102,7 @@ def read(file: Path) -> list[Sighting]:
     told = None
     at, number = 0, 0
     for shape, index in sorted(first.items(), key=lambda item: item[1]):
-        if not any(hint in shape for hint in HINTS):
+        if not (shape.endswith(b"]") or any(hint in shape for hint in HINTS)):
             continue
         line = lines[index][:LONGEST].decode(errors="replace")
         if (seen := look(line)) is not None:
@@ -103,9 +118,13 @@ def look(line: str) -> Sighting | None:
     """Return what one line says; None if that is nothing of a failure."""
     prefix, text = split(line)
     rule, is_exception = match(text), _EXCEPTION.match(text)
-    if rule is None and is_exception is None:
+    fault = own_fault(text)
+    if rule is None and is_exception is None and not fault:
         return None
-    kind, fault = (rule.kind, rule.fault) if rule else (Kind.EXCEPTION, UNKNOWN)
+    if fault:
+        kind = min((one.kind for one in RULES if one.fault == fault), default=Kind.CAUSE)
+    else:
+        kind, fault = (rule.kind, rule.fault) if rule else (Kind.EXCEPTION, UNKNOWN)
     ranks = [prefix.get(name) for name in _RANKS]
     ranks += [one or other for one, other in _RANK.findall(text)]
     rank = "".join(f"rank {one}" for one in [*filter(None, ranks)][:1])
@@ -117,8 +136,9 @@ def find_refusals(file: Path) -> dict[str, str]:
     name. Raises OSError.
     """
     rows = [line for line in file.read_bytes().split(b"\n") if line.endswith((b"]", b"]\r"))]
-    lines = [split(row[:LONGEST].decode(errors="replace").rstrip())[1] for row in rows]
-    return {line: found["fault"] for line in lines if (found := _REFUSAL.fullmatch(line))}
+    lines = [split(row.decode(errors="replace").rstrip())[1] for row in rows]
+    lines = [line for line in lines if _PROGRAM.match(line) and not _EXCEPTION.match(line)]
+    return {line: fault for line in lines if (fault := own_fault(line))}
 
 
 def find_ranks(cause: Sighting, files: Sequence[Path]) -> list[int]:

@@ -43,7 +43,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
         return 0
     if plan.has_health_check and plan.has_checks and not is_healthy(plan, report.nproc):
         return REFUSED
-    if not (plan.container or plan.staged):  # a stop meanwhile waits for the agent's supervisor
+    if not plan.container:  # a stop meanwhile waits for the agent's supervisor
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     be_ready()
     record = str(plan.folder.absolute()) if plan.run_id else ""
@@ -56,18 +56,16 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
 
 
 def check_here(plan: Plan) -> Report:
-    """Return what the preflight finds on this machine, in the run's container or its staged Python.
+    """Return what the preflight finds on this machine, in the run's container.
 
     Raises Refused where that does not start.
     """
-    if plan.is_dry_run or not (plan.container or plan.staged):
+    if plan.is_dry_run or not plan.container:
         return check_node(plan.request())
     check = [*plan.module_command("launcher.preflight.check_node"), encode(plan.request())]
     result = plan.run_inside(check, stdout=subprocess.PIPE)
     if reports := read_reports(result.stdout.splitlines()):
         return reports[0]
-    if plan.staged and result.returncode == REFUSED:  # stage.sh has said why
-        raise SystemExit(REFUSED)
     raise Refused(
         "env-missing",
         f"the preflight did not start in {plan.container}, see above; its Python is {plan.python}: "

@@ -33,7 +33,7 @@ from launcher.wire import limits
 
 LONGEST = 100_000  # characters of an argument; Linux allows 128 KiB
 KILL_ALL = "--kill-on-bad-exit=1"
-_CANNOT_START = range(125, 128)  # exit codes of env: a folder or a program is not there
+_CANNOT_START = (REFUSED, *range(125, 128))  # of a Python that is not whole; of env
 
 
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:
@@ -141,7 +141,7 @@ def ask_nodes(plan: Plan) -> list[Report]:
     if plan.container and srun.returncode > 0:
         cure = f"see that the image is there, and in it {plan.python}"
         raise Refused("env-missing", f"{cause}; {cure}")
-    if srun.returncode in _CANNOT_START or (plan.staged and srun.returncode == REFUSED):
+    if srun.returncode in _CANNOT_START:
         needed = f"{plan.directory}, {plan.root} and {plan.python}"
         raise Refused("env-missing", f"{cause}; let {needed} be there as they are here")
     cause = f"no answer to the preflight from {' '.join(silent)}"

@@ -99,9 +99,6 @@ class Fanout:
         if not plan.has_checks:  # whoever skips them wants to start, and a login may take long
             within_s = max(within_s, int(plan.join_timeout_s))
         waited_s, answer_by = within_s - limits.CHECKS_S, began + within_s
-        if plan.staged:
-            answer_by += limits.UNPACK_S
-            self.say(f"each node unpacks its Python, unless it has ({limits.UNPACK_S:g} s at most)")
         for number in range(len(plan.nodes)):
             self.connections.append(self.connect_node(number))
             if number % AT_ONCE == AT_ONCE - 1:

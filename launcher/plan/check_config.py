@@ -40,13 +40,12 @@ def check_config(plan: Plan) -> Plan:
     environ.pop("WORLD_SIZE", None)
     if all(node.nproc for node in plan.nodes) and (plan.nodes or plan.nproc):
         environ["WORLD_SIZE"] = str(sum(plan.rank_counts(0)))
-    here = replace(plan, staged="", python=sys.executable) if plan.staged else plan  # no node yet
-    command = [here.python, *plan.words, "--check", "--json"]
+    command = [plan.python, *plan.words, "--check", "--json"]
     if steps:  # of pyxis
         print(f"{plan.program}: loading {plan.container}", file=sys.stderr)
         srun = importlib.import_module("launcher.fanout.srun")
         command = srun.node_step(replace(plan, num_nodes=1), [], command, os.environ)
-    result = here.run_inside(command, env=environ, capture_output=True)
+    result = plan.run_inside(command, env=environ, capture_output=True)
     if result.returncode == BAD_INPUT:
         sys.stderr.write(result.stderr)
         raise SystemExit(BAD_INPUT)

@@ -21,7 +21,7 @@ from launcher.text import count, print_row
 from launcher.wire import limits
 
 ROOT = Path(__file__).parents[2]  # by the name that launch.sh has for it
-AGENT, START, STAGE = (f"scripts/lib/{name}" for name in ("agent.py", "start.py", "stage.sh"))
+AGENT, START = "scripts/lib/agent.py", "scripts/lib/start.py"
 MOST_RANKS = 4096  # of one node
 LONGEST_COMMAND = 100_000  # bytes of the resume line; Linux takes 128 KiB in one variable
 
@@ -197,10 +197,7 @@ class Plan(World, Choices):
             raise Refused("env-missing", f"{words[0]}: {error.strerror}; {cure}") from None
 
     def inside(self, command: Sequence[str]) -> list[str]:
-        """Return what runs a command in the run's container, or with its unpacked Python."""
-        if self.staged:
-            folder = Path(self.python).parents[2]
-            return ["bash", str(self.root / STAGE), self.staged, str(folder), *command[1:]]
+        """Return what runs a command in the run's container, if it has one."""
         return self.container.wrap(command) if self.container else list(command)
 
     def step_options(self) -> list[str]:
@@ -264,8 +261,6 @@ def print_plan(
     print_row("run", f"{plan.run_id or '(named by node rank 0)'}{config}", out)
     if plan.site:
         print_row("site", plan.site, out)
-    if plan.staged:
-        print_row("staged", f"{Path(plan.python).parents[2]} on each node, from {plan.staged}", out)
     if plan.container:
         print_row("container", str(plan.container), out)
     print_row("hosts", _hosts(plan, node), out)

@@ -18,10 +18,10 @@ REPEATED = (
     *("TRAIN_SCRIPT", "CONFIG_FLAG", "NPROC_PER_NODE", "BACKEND", "LOG_DIR", "MASTER_ADDR"),
     *("MASTER_PORT", "MAX_RESTARTS", "GRACE", "LAUNCHER", "NCCL_PROFILE", "VENV", "CONDA_ENV"),
     *("MODULES", "FRESH", "NUMA_BINDING", "SITE", "CONTAINER", "CONTAINER_ARGS"),
-    *("STAGE_ENV", "HANG_SECONDS", "SPARES", "MIN_NODES", "HOSTS", "SKIP_PREFLIGHT"),
+    *("HANG_SECONDS", "SPARES", "MIN_NODES", "HOSTS", "SKIP_PREFLIGHT", "LOG_LEVEL"),
 )
 REPEATED_WITH_SSH = ("SSH_OPTS", "FORWARD_ENV", "PREFLIGHT_SECONDS")
-NOT_REPEATED = ("RUN_ID", "RUN_SECRET", "CONFIG", "LOG_LEVEL", "SHOW_RANKS", "NO_COLOR", "PYTHON")
+NOT_REPEATED = ("RUN_ID", "RUN_SECRET", "CONFIG", "SHOW_RANKS", "NO_COLOR", "PYTHON")
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS")
 
 
@@ -58,7 +58,7 @@ def _set_for_it(typed: Typed, environ: Mapping[str, str]) -> Iterator[str]:
     What the shell was begun with, and what a site or an environment sets, comes again by itself.
     """
     again = read_begun()
-    if typed.staged or environ.get("CONTAINER") or typed.python == str(ROOT / ".venv/bin/python"):
+    if environ.get("CONTAINER") or typed.python == str(ROOT / ".venv/bin/python"):
         again.add(f"PYTHON={environ.get('PYTHON')}")
     theirs = {*typed.activated, *find_own(environ, typed.activated, again).names} - {"PYTHON"}
     for name in sorted({*environ} - theirs):

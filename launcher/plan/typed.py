@@ -20,7 +20,6 @@ class Choices:
     program: str = "start.py"  # the script that was typed, for messages
     python: str = sys.executable  # of the nodes; in the container, where there is one
     activated: Sequence[str] = ()  # names of those that SITE, VENV, CONDA_ENV and MODULES changed
-    staged: str = ""  # the archive with the environment of `python`, which each node unpacks
     site: str = ""  # the file with the cluster's settings, and which variables it sets
     passed: Sequence[str] = ()  # more options of the node agent
     cpu_nproc: int = 1  # ranks per node where `nproc` is None and there is no GPU

@@ -127,8 +127,9 @@ def measure_all(test: Test) -> int:
     found = (check.find_fault(f"rank {env.rank} ({host})") for check in checks)
     test.gather_members(replace(mine, faults=[fault for fault in found if fault]))
     test.tell(*report.show_members(test.findings.members))
-    if test.findings.links:
-        test.tell("", *report.show_links(test.findings.hosts, test.findings.links))
+    if linked := test.findings.links.values():
+        range_text = " to ".join(map(bandwidth.rate, (min(linked), max(linked))))
+        test.tell("", f"links     {range_text} between nodes")
     is_right = not any(member.faults for member in test.findings.members)
     if not is_basic and env.world_size > 1 and is_right:
         names = [*bandwidth.COLLECTIVES][: 1 if test.options.is_quick else None]

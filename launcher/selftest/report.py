@@ -1,4 +1,4 @@
-"""What the self-test found: tables, the matrix of links, and JSON."""
+"""What the self-test found: in lines and tables, and as JSON."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, field
 
 from launcher.selftest.bandwidth import Measured, rate
 from launcher.selftest.judge import Links, Pair, best_of
-
-MOST_SHOWN = 16  # nodes of a matrix as text; a wider one is no help on a terminal
 
 
 @dataclass(frozen=True)
@@ -97,22 +95,6 @@ def show_members(members: Sequence[Member]) -> Iterator[str]:
     for rank, member in enumerate(members):
         speed = flops(member.speed) if member.speed else "-"
         yield f"{member.host:<20}{rank:>6}  {member.device:<30}  {member.version:<14}  {speed}"
-
-
-def show_links(hosts: Sequence[str], links: Links) -> Iterator[str]:
-    """Yield the matrix of bandwidths, or its range where there are very many nodes."""
-    best, worst = max(links.values()), min(links.values())
-    yield f"links     {rate(worst)} to {rate(best)}, from each node (row) to each, in MB/s"
-    if len(hosts) > MOST_SHOWN:
-        return
-    width = max(9, *(len(host) + 1 for host in hosts))
-    yield "".join(f"{name:>{width}}" for name in ("", *hosts))
-    for source, host in enumerate(hosts):
-        cells = (
-            f"{links[source, target] / 1e6:.1f}" if source != target else "-"
-            for target in range(len(hosts))
-        )
-        yield "".join(f"{cell:>{width}}" for cell in (host, *cells))
 
 
 def as_json(

@@ -28,7 +28,6 @@ PDSH_FETCH_S = 20.0  # for pdsh to reach a node that waits for it
 PROBE_S = 3.0  # to find out why there is no connection to a node
 CONNECT_PACE_S = 0.1  # between groups of new connections
 CONNECT_AGAIN_S = 0.3  # before another try: twice, four times, ... as long
-UNPACK_S = 290.0  # more, to unpack the run's Python
 STEP_PREFLIGHT_S = 300.0  # in a job; other steps of it may have to end first
 STEP_NAMING_S = 10.0  # after which nodes that have not answered are named, if others have
 STEP_IMAGE_S = 1800.0  # with pyxis, which may load the image on each node

@@ -4,19 +4,11 @@ The same as `python -m distributed.run`, from any working directory. The user's 
 our modules, and our modules none of the user's.
 """
 
-import signal
+import runpy
 import sys
-from importlib.machinery import PathFinder
-from importlib.util import module_from_spec
 from pathlib import Path
 
-if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends it without a traceback
-for name in ("distributed", "launcher"):  # not through sys.path: a user's files may lie beside them
-    spec = PathFinder.find_spec(name, [str(Path(__file__).resolve().parents[2])])
-    assert spec is not None and spec.loader is not None
-    sys.modules[name] = module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[name])
+runpy.run_path(str(Path(__file__).resolve().with_name("start.py")))  # finds our modules
 
 from launcher.agent.supervisor import main  # noqa: E402
 

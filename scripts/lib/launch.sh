@@ -60,7 +60,7 @@ run_command() { # <command> <word...>
   read_site
   choose_inside
   choose_python
-  exec "$PYTHON" "$ROOT/scripts/lib/start.py" "$1" "$PROGRAM" "$SUBMITTED" "$PWD" "${INSIDE:-$PYTHON}" '' \
+  exec "$PYTHON" "$ROOT/scripts/lib/start.py" "$1" "$PROGRAM" "$SUBMITTED" "$PWD" "${INSIDE:-$PYTHON}" \
     "$SITE_ROW" "${ACTIVATED[*]}" "$script" "${@:2}"
 }
 
@@ -69,15 +69,12 @@ parse_arguments() {
   die 2 "this is a copy of an older script; copy the new one, and edit it again [config-invalid]"
 }
 
-# Runs a module that is no launcher, in any folder and beside any package; does not return.
-run_tool() { # <module> <argument...>
-  local command
-  answer "${2:-}" ''
+# Runs a script that is no launcher; does not return.
+run_tool() { # <argument...>
+  answer "${1:-}" ''
   read_site
   choose_python
-  command=("$PYTHON" "$ROOT/scripts/lib/start.py" "$@")
-  [[ ${2:-} != --dry-run ]] || { unset 'command[3]' && echo "${command[*]@Q}" && exit; }
-  exec "${command[@]}"
+  exec "$PYTHON" "$ROOT/scripts/lib/start.py" launcher.cli.tools "${LAUNCH_AS:-$PROGRAM}" "$@"
 }
 
 # Answers what needs no Python. help.txt names above each entry the commands that read it.

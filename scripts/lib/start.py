@@ -7,7 +7,6 @@ from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
 
-TOOLS = ("launcher.explain.__main__", "distributed.checkpoint.__main__")
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends it without a traceback
 for name in ("distributed", "launcher"):  # not through sys.path: a user's files may lie beside them
@@ -18,15 +17,15 @@ for name in ("distributed", "launcher"):  # not through sys.path: a user's files
 
 if __name__ == "__main__":
     # Another module than the one behind the launchers.
-    is_named = sys.argv[1].startswith(("launcher.", "distributed."))
-    if sys.argv[1] in TOOLS:
+    is_named = sys.argv[1].startswith("launcher.")
+    if sys.argv[1] == "launcher.cli.tools":
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     try:
         module = import_module(sys.argv[1] if is_named else "launcher.cli.main")
+        sys.exit(module.main(sys.argv[1 + is_named :]))
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         cure = "set PYTHON or VENV to an environment that has it"
         print(f"{sys.executable} has no torch; {cure} [env-missing]", file=sys.stderr)
         sys.exit(3)
-    sys.exit(module.main(sys.argv[1 + is_named :]))

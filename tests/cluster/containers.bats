@@ -162,7 +162,8 @@ make_environment() {
     "$PWD/env" "$PWD/env/packages" "$PWD/env/packages" "$PYTHON" >env/bin/python
   chmod +x env/bin/python
   echo 'import os; print(os.getpid(), "from", os.environ["PYTHON_IS"], flush=True)' >where.py
-  export PYTHON=$PWD/env/bin/python TRAIN_SCRIPT=$PWD/where.py STAGE_ENV=1 SHOW_RANKS=all
+  export PYTHON=$PWD/env/bin/python TRAIN_SCRIPT=$PWD/where.py SHOW_RANKS=all
+  PYTHON=$(on login scripts/stage_env.sh)
 }
 
 # The last run had so many ranks, all from a copy, which each node has once.
@@ -177,7 +178,7 @@ assert_from_copies() { # <ranks>
 }
 
 # bats test_tags=prove,long
-@test "STAGE_ENV over ssh, through pdsh and under SLURM: each node runs its own copy" {
+@test "a Python of stage_env.sh over ssh, through pdsh and under SLURM: each node runs its own copy" {
   make_environment
   local script
   for script in torchrun_auto pdsh_multinode; do

@@ -89,7 +89,7 @@ has_saved() { # <signal> <Exit_status> [<number of stops>]
 
 # bats test_tags=prove,long
 @test "the guide's recipe with pbsdsh trains on both nodes, and qdel ends it" {
-  sed -n '/^\*\*Through pbsdsh/,/^pbsdsh/p' "$ROOT/LAUNCH_GUIDE.md" | sed -n '/^#!/,$p' |
+  sed -n '/^\*\*Through pbsdsh/,/^pbsdsh/p' "$ROOT/docs/reference.md" | sed -n '/^#!/,$p' |
     sed -e 's/:ngpus=4//' -e 's|config/local3.yaml|long.yaml|' >recipe.sh
   on login bash -c "umask 077; openssl rand -hex 32 >~/.run-secret"
   JOB=$(on login qsub -j oe -o logs/ -v "PYTHON=$PYTHON" recipe.sh)
@@ -101,6 +101,19 @@ has_saved() { # <signal> <Exit_status> [<number of stops>]
   cat "logs/$JOB.OU"
   has_lines 2 '^pbsdsh: killing task 0x0000000[23] signal 15$'
   for node in node1 node2; do eventually is_gone_from "$node" "rdzv-id $JOB "; done
+}
+
+# bats test_tags=prove,long
+@test "the guide's own batch file trains on both nodes, and qdel saves" {
+  sed -n '/^### Your own batch file for PBS$/,/^~/p' "$ROOT/LAUNCH_GUIDE.md" | sed -n '/^#!/,$p' |
+    sed -E -e '/^source |^#PBS -[qA] /d; s/select=.*/select=2:ncpus=1/' \
+      -e "s|~/launch-kit|$ROOT|; s|train.py .*|$ROOT/train.py --config long.yaml|" >own.sh
+  JOB=$(on login qsub -v "PYTHON=$PYTHON,PREFLIGHT_SECONDS=20" own.sh)
+  eventually has_begun
+  ! is_over || { cat "logs/$JOB.OU" && false; }
+  has_lines 1 '^ranks      2 = 2 nodes x 1, gloo'
+  on login qdel "$JOB"
+  has_saved SIGTERM 271
 }
 
 has_trained() {

@@ -896,6 +896,21 @@ nothing_queued() {
   [[ $(grep -L '^done       step 2 ' logs/slurm-*.out) == "" ]]
 }
 
+# bats test_tags=prove,long
+@test "the guide's own batch file trains on all nodes, saves ahead of its time limit and comes back" {
+  mkdir logs
+  sed -n '/^### Your own batch file$/,/^exec /p' "$ROOT/LAUNCH_GUIDE.md" | sed -n '/^#!/,$p' |
+    sed -E -e '/--(account|mem)=|^source /d; s/=gpu /=batch /; s/--nodes=4/--nodes=2/; s/(-per-(node|gpu))=8/\1=1/' \
+      -e 's/--time=24:00:00/--time=1/; s/USR1@120/USR1@30/' \
+      -e "s|~/launch-kit|$ROOT|; s|train.py .*|$ROOT/train.py --config config/local3.yaml ${LONG[*]}|" >job.sbatch
+  JOB=$(on login sbatch --parsable job.sbatch)
+  eventually grep -q '^resumed    after step' "logs/slurm-$JOB.out"
+  on login scancel "$JOB"
+  grep -q '^ranks      2 = 2 nodes x 1, ' "logs/slurm-$JOB.out"
+  grep -q '^stopped    after step [0-9]*, which is saved (SIGUSR1)$' "logs/slurm-$JOB.out"
+  eventually has_ended "$JOB"
+}
+
 @test "outside of a job: exit 2, and what to do; --dry-run shows the sbatch command" {
   local name
   for name in slurm_train slurm_train_single_node; do

@@ -1,5 +1,5 @@
 #!/usr/bin/env bats
-# STAGE_ENV, with an environment that is small: its Python is a script around the real one.
+# stage_env.sh, with an environment that is small: its Python is a script around the real one.
 # shellcheck disable=SC2030,SC2031,SC2119,SC2120 # each test is a subshell, on purpose
 bats_require_minimum_version 1.5.0
 load helper
@@ -15,7 +15,11 @@ setup() {
   END=.tar
   ! command -v zstd >/dev/null || END=.tar.zst
   echo 'import os; print("from", os.environ["PYTHON_IS"])' >where.py
-  export STAGE_ENV=$PWD/place TRAIN_SCRIPT=where.py REAL=$PYTHON PYTHON=$PWD/env/bin/python
+  export TRAIN_SCRIPT=where.py REAL=$PYTHON PYTHON=$PWD/env/bin/python
+}
+
+stage() { # [<word...>]
+  "$ROOT/scripts/stage_env.sh" "${@:-$PWD/place}"
 }
 
 make_python() { # <prefix> <base prefix> [<where>]
@@ -26,6 +30,8 @@ make_python() { # <prefix> <base prefix> [<where>]
 }
 
 launch() {
+  local PYTHON=$PYTHON
+  PYTHON=$(stage)
   "$ROOT/scripts/ssh/launch_singlenode.sh" - 1 "$@"
 }
 
@@ -40,7 +46,7 @@ staged() {
   [[ $status == 0 && $output == *"packing $PWD/env into $PWD/logs/environments-$UID/"*"$END, once"* ]]
   local first
   first=$(staged)
-  [[ $output == *"from ${first}env/bin/python"* && $output == *"staged     ${first%/} on each node, from "* ]]
+  [[ $output == *"from ${first}env/bin/python"* ]]
   [[ $(<"${first}env/pyvenv.cfg") == "home = ${first}base/bin" ]]
   [[ $(readlink "${first}env/bin/python3") == ../../base/bin/python3.99 ]]
   [[ $(stat -c %a "place/launch-kit-$UID" "logs/environments-$UID") == $'700\n700' ]] # nobody else can change it
@@ -61,7 +67,7 @@ staged() {
   lock=${first%/}.lock
   exec 8>>"$lock"
   flock --shared 8
-  timeout 300 "$ROOT/scripts/ssh/launch_singlenode.sh" - 1
+  PYTHON=$(stage) timeout 300 "$ROOT/scripts/ssh/launch_singlenode.sh" - 1
   mkdir env/lib/site-packages/second
   launch
   [[ -d $first ]]
@@ -77,9 +83,10 @@ staged() {
   [[ $status == 0 && $output == *"from $(staged)env/bin/python"* ]]
 }
 
-@test "--dry-run packs nothing" {
+@test "what only launches unpacks nothing: --dry-run, a machine without ranks" {
   run launch --dry-run
-  [[ $status == 0 && ! -e logs && $output == *"$PWD/env/bin/python "* ]]
+  [[ $status == 0 && $output == *packing* && $output == *" $PWD/logs/environments-$UID/"*.python\ "$ROOT/scripts/lib/agent.py"* ]]
+  [[ -z $(ls place) ]]
 }
 
 # bats test_tags=slow,long
@@ -91,50 +98,56 @@ staged() {
   rm -r "$folder"
   printf 'x' >>"$archive"
   run launch
-  [[ $status == 3 && $output == *"stage.sh: $HOST: $PWD/$archive cannot be unpacked, or is not whole, see above; remove it, and it is packed again [env-missing]" ]]
+  [[ $status == 3 && $output == *"stage_env.sh: $HOST: $PWD/$archive cannot be unpacked, or is not whole, see above; remove it, and run stage_env.sh again [env-missing]" ]]
   [[ ! -e $folder ]]
-  run bash "$ROOT/scripts/lib/stage.sh" "$PWD/none/none.tar" "${folder%/}" -c ''
-  [[ $status == 3 && $output == "stage.sh: $HOST: there is no $PWD/none/none.tar of yours here; give a LOG_DIR that all nodes share, "* ]]
+  run "$ROOT/scripts/stage_env.sh" --run "$PWD/none/none.tar" "${folder%/}" "$PYTHON" -u -c ''
+  [[ $status == 3 && $output == "stage_env.sh: $HOST: there is no $PWD/none/none.tar of yours here; give a LOG_DIR that all nodes share, "* ]]
 }
 
 @test "a folder of packed environments that is a link is refused" {
   mkdir -p elsewhere logs
   ln -s "$PWD/elsewhere" "logs/environments-$UID"
-  run launch
-  [[ $status == 3 && $output == "stage.sh: $HOST: $PWD/logs/environments-$UID is another user's; see STAGE_ENV and LOG_DIR [env-missing]" ]]
+  run stage
+  [[ $status == 3 && $output == "stage_env.sh: $HOST: $PWD/logs/environments-$UID is another user's; give another LOG_DIR or FOLDER [env-missing]" ]]
 }
 
 @test "what someone else could have put there is not run" {
   mkdir elsewhere
   ln -s "$PWD/elsewhere" "place/launch-kit-$UID"
   run launch
-  [[ $status == 3 && $output == *"stage.sh: $HOST: $PWD/place/launch-kit-$UID is another user's; see STAGE_ENV and LOG_DIR [env-missing]" ]]
+  [[ $status == 3 && $output == *"stage_env.sh: $HOST: $PWD/place/launch-kit-$UID is another user's; give another LOG_DIR or FOLDER [env-missing]" ]]
 }
 
 # bats test_tags=slow
 @test "the machine that only launches need not have the nodes' folder" {
   fake_tool ssh 'exit 255'
-  STAGE_ENV=/nowhere/of-the-nodes run "$ROOT/scripts/ssh/launch_torchrun_auto.sh" - 1 node1
-  [[ $status == 3 && $output == *packing* && $output != *"STAGE_ENV is "* && $output == *"[ssh-refused]"* ]]
+  PYTHON=$(stage /nowhere/of-the-nodes) run "$ROOT/scripts/ssh/launch_torchrun_auto.sh" - 1 node1
+  [[ $status == 3 && $output == *"[ssh-refused]"* ]]
   local archive
   archive=$(echo "$PWD"/logs/environments-$UID/*"$END")
-  run bash "$ROOT/scripts/lib/stage.sh" "$archive" "/nowhere/of-the-nodes/launch-kit-$UID/x" -c ''
-  [[ $status == 3 && $output == "stage.sh: $HOST: there is no folder /nowhere/of-the-nodes here; give STAGE_ENV one that each node has [env-missing]" ]]
+  run "$ROOT/scripts/stage_env.sh" --run "$archive" "/nowhere/of-the-nodes/launch-kit-$UID/x" "$PYTHON" -u -c ''
+  [[ $status == 3 && $output == "stage_env.sh: $HOST: there is no folder /nowhere/of-the-nodes here; give stage_env.sh one that each node has [env-missing]" ]]
   [[ ! -e /nowhere ]]
 }
 
 @test "a folder without room is refused" {
   fake_tool df 'printf "Avail\n1\n"'
   run launch
-  [[ $status == 3 && $output == *"$PWD/place/launch-kit-$UID has no room for "*"; give STAGE_ENV a folder that has [disk-low]" ]]
+  [[ $status == 3 && $output == *"$PWD/place/launch-kit-$UID has no room for "*"; give stage_env.sh one that has [disk-low]" ]]
 }
 
-@test "what STAGE_ENV cannot mean is refused in one line" {
-  STAGE_ENV=$PWD/none run launch
-  assert_refused 2 "STAGE_ENV is '$PWD/none'; give 1 for memory (/dev/shm), or a folder on each node's own disk"
-  CONTAINER=$PWD/env run launch
-  assert_refused 2 "STAGE_ENV is for environments of many files, and CONTAINER is one; leave one of them out"
+@test "what cannot be copied is refused in one line" {
+  local folder
+  for folder in place ""; do
+    run "$ROOT/scripts/stage_env.sh" "$folder"
+    assert_refused 2 "FOLDER is '$folder'; give one absolute path, of a folder that each node has"
+  done
+  CONTAINER=$PWD/env run stage
+  assert_refused 2 "a copy is for environments of many files, and CONTAINER is one; unset CONTAINER"
+  PYTHON=$(stage) run stage
+  [[ $status == 2 && $output == *"stage_env.sh: PYTHON is such a copy already; unset it, or set it to the environment's own" ]]
+  rm -r logs
   make_python /usr /usr
-  run launch
-  [[ $status == 2 && $output == *"is the system's, which each node has; leave STAGE_ENV out, or set VENV or CONDA_ENV" ]]
+  run stage
+  [[ $status == 2 && $output == *": $PWD/env/bin/python is the system's, which each node has; set PYTHON, VENV or CONDA_ENV to an environment" ]]
 }

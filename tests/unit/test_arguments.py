@@ -32,7 +32,7 @@ def call_of(command: str, **more: str) -> Call:
     file = str(FILES[command])
     given = {
         **{"command": command, "program": f"{command}.sh", "file": file, "directory": "/where"},
-        **{"python": "/bin/python", "staged": "", "site": "", "activated": "", "script": "./x"},
+        **{"python": "/bin/python", "site": "", "activated": "", "script": "./x"},
     }
     return Call(**given | more)
 

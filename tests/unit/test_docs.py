@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import re
 import shlex
@@ -12,13 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from agents import PATIENCE_S
 
-from launcher.cli.commands import COMMANDS
+from launcher.cli import tools
 from launcher.explain.kinds import Kind
 from launcher.explain.rules import RULES, UNKNOWN, match
-from training.settings import KNOWN, Settings
+from training.settings import KNOWN
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = [ROOT / f"{name}.md" for name in ("README", "LAUNCH_GUIDE", "TROUBLESHOOTING")]
@@ -30,7 +30,6 @@ TEXT["bench"] = TEXT.pop("bench/README.md")
 TEXT["bench"] = re.sub(r"<!-- shapes -->.*<!-- /shapes -->", "", TEXT["bench"], flags=re.DOTALL)
 LAUNCH_GUIDE = TEXT["LAUNCH_GUIDE.md"]
 SECTIONS = dict(re.findall(r"^## (.+)\n((?:(?!#).*\n)+)", TEXT["TROUBLESHOOTING.md"], re.M))
-CONFIG_SECTION = LAUNCH_GUIDE.partition("\n## The config\n")[2].partition("\n## ")[0]
 
 SCRIPTS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("scripts/**/*.sh"))
 ENTRIES = [name for name in SCRIPTS if "/lib/" not in name]
@@ -52,6 +51,15 @@ FOREIGN_FLAGS = {
     "torchrun too": ["--monitor-interval", "--standalone"],
     "SLURM": ["--nodes", "--gres", "--time", "--ntasks", "--ntasks-per-node", "--cpus-per-task"],
     "sbatch": ["--cpus-per-gpu", "--mem-per-gpu", "--mem"],
+    "scancel, squeue, srun": [
+        "--batch",
+        "--start",
+        "--jobid",
+        "--account",
+        "--partition",
+        "--requeue",
+    ],
+    "a script of the reader's": ["--lr"],
     "SLURM too": ["--signal", "--het-group", "--output", "--array", "--gpus"],
     "sacct": ["--format"],
     "docker": ["--device", "--ipc", "--shm-size", "--ulimit"],
@@ -63,9 +71,10 @@ FOREIGN_FLAGS = {
 }
 FOREIGN_VARIABLES = {
     "NCCL": ["NCCL_IB_DISABLE", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_P2P_DISABLE"],
-    "NCCL too": ["NCCL_SHM_DISABLE"],
+    "NCCL too": ["NCCL_SHM_DISABLE", "NCCL_TREE_THRESHOLD"],
+    "SLURM": ["SLURM_NNODES"],
     "pdsh": ["PDSH_SSH_ARGS"],
-    "torchrun": ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"],
+    "torchrun": ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCHELASTIC_SIGNALS_TO_HANDLE"],
     "torch": ["TORCH_LOGS", "PYTORCH_ALLOC_CONF"],
     "CUDA": ["CUDA_LAUNCH_BLOCKING"],
     "the resolver": ["RES_OPTIONS"],
@@ -181,10 +190,20 @@ def test_every_module_named_exists() -> None:
     for module in re.findall(r"-m (distributed\.\w+)", ALL_CODE):
         path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
-    imported = re.search(r"from distributed\.torch import \((.*?)\)", LAUNCH_GUIDE, re.S)
+    imported = re.search(
+        r"from distributed\.torch import \((.*?)\)", TEXT["docs/your-script.md"], re.S
+    )
     assert imported
-    for name in re.findall(r"\w+", imported[1]):
-        assert f"def {name}(" in (ROOT / "distributed/torch.py").read_text(), name
+    calls = re.findall(
+        r"^\| (`.*?) \|",
+        TEXT["docs/your-script.md"].partition("## The helper")[2].partition("\n## ")[0],
+        re.M,
+    )
+    calls = re.findall(r"`(\w+)\(", " ".join(calls))
+    helper = importlib.import_module("distributed.torch")
+    assert len(calls) > 10
+    for name in {*re.findall(r"\w+", imported[1]), *calls}:
+        assert callable(getattr(helper, name)), name
 
 
 def test_every_flag_named_is_a_flag() -> None:
@@ -195,23 +214,8 @@ def test_every_flag_named_is_a_flag() -> None:
     assert named - known == set()
 
 
-def test_every_flag_of_the_scripts_is_in_the_launch_guide() -> None:
-    shown = code_of(LAUNCH_GUIDE)
-    options = [one for command in COMMANDS.values() for one in command.options.items()]
-    flags = [name for name, option in options if option.field != "passed"]
-    flags += re.findall(r"^  (--[a-z-]+) ", HELP, re.M)
-    flags += re.findall(
-        r"add_argument\(\"(-[\w-]+)\"", (ROOT / "training/arguments.py").read_text()
-    )
-    assert len(flags) > 10
-    for flag in flags:
-        assert re.search(rf"(?<![\w-]){flag}(?![\w-])", shown), flag
-
-
-def test_settings_and_guides_name_the_same_keys() -> None:
+def test_every_key_named_is_a_key() -> None:
     keys = set(KNOWN)
-    table = re.findall(r"^\| `([a-z_.]+)` \|", CONFIG_SECTION, re.M)
-    assert keys == set(table)
     sections = "|".join(sorted({key.partition(".")[0] for key in keys if "." in key}))
     for key in re.findall(rf"(?<![\w./:-])((?:{sections})\.[a-z_.]+\b)(?!\()", ALL_CODE):
         is_section = any(known.startswith(f"{key}.") for known in keys)
@@ -221,39 +225,11 @@ def test_settings_and_guides_name_the_same_keys() -> None:
         assert key in keys or is_section or is_module or is_file, key
 
 
-def test_the_defaults_in_the_guide_are_the_codes() -> None:
-    rows = dict(re.findall(r"^\| `([a-z_.]+)` \|([^|]*)\|", CONFIG_SECTION, re.M))
-    least = Settings.model_validate({"train": {"batch_size": 1, "max_steps": 1}})
-    for key in set(KNOWN) - {"train.batch_size", "train.max_steps"}:
-        value: object = least
-        for part in key.split("."):
-            value = getattr(value, part)
-        shown = rows[key].strip()
-        is_number = isinstance(value, float)
-        assert (float(shown) if is_number else yaml.safe_load(shown)) == value, key
-
-
 def test_every_variable_named_is_read_somewhere() -> None:
     foreign = {name for names in FOREIGN_VARIABLES.values() for name in names}
     named = set(re.findall(r"(?<![\w$.%])\$?([A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+)\b", ALL_CODE))
     unknown = {name for name in named - foreign if not re.search(rf"\b{name}\b", CODE)}
     assert unknown == set()
-
-
-def test_every_variable_of_the_help_is_in_the_launch_guide() -> None:
-    told = HELP.partition("Environment")[2]
-    variables = [
-        name
-        for names in re.findall(r"^  ((?:[A-Z_]+, )*[A-Z_]+)(?: |$)", told, re.M)
-        for name in names.split(", ")
-    ]
-    assert len(variables) > 15
-    table = LAUNCH_GUIDE.partition("## Environment variables")[2].partition("\n## ")[0]
-    for name in variables:
-        assert re.search(rf"^\| .*`{name}`.* \|", table, re.M), name
-    ours = table.partition("### Variables of other programs")[0]
-    rows = re.findall(r"^\| (`.*?) \|", ours, re.M)
-    assert set(re.findall(r"`([A-Z_]+)`", " ".join(rows))) == set(variables)
 
 
 def test_every_make_target_named_exists_and_every_target_is_named() -> None:
@@ -369,7 +345,7 @@ def test_every_script_answers_help_with_the_usage_of_the_guide(script: str) -> N
     usage = re.search(r"^usage: (.*)$", result.stdout, re.M)
     example = re.search(r"^example: (.*)$", result.stdout, re.M)
     assert usage and example
-    assert f"    {usage[1]}\n" in LAUNCH_GUIDE
+    assert f"    {usage[1]}\n" in "".join(TEXT.values())
     own_names = {name for name in ENTRIES if (ROOT / name).samefile(ROOT / script)}
     for line in (usage, example):
         assert own_names & {word.removeprefix("$PWD/") for word in line[1].split()}
@@ -378,12 +354,9 @@ def test_every_script_answers_help_with_the_usage_of_the_guide(script: str) -> N
 
 def planned() -> list[str]:
     # Those that ask a SLURM, or need a run, are run on the cluster in a box.
-    starts = r"(\w+=\S+ )*scripts/(?!submit_with|.* --(stop|stacks) )|(?!.*~/).*\btrain\.py\b"
+    others = r"submit_with|explain|checkpoint|.* --(stop|stacks) "
+    starts = rf"(\w+=\S+ )*scripts/(?!{others})|(?!.*~/).*\btrain\.py\b"
     return sorted({line for line in commands() if re.match(starts, line)})
-
-
-def in_own_folder() -> list[str]:
-    return sorted({line for line in commands() if "~/launch-kit/scripts/" in line})
 
 
 @pytest.mark.slow
@@ -405,21 +378,45 @@ def test_every_command_of_the_guides_plans(line: str, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("line", in_own_folder())
-def test_every_command_for_a_folder_of_ones_own_plans(
-    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The script that each starts, or submits, accepts what follows it."""
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").touch()
-    words = shlex.split(line.replace("~/launch-kit", str(ROOT)))
-    at = next(number for number, word in enumerate(words) if f"{ROOT}/scripts/" in word)
-    given = dict(word.split("=", 1) for word in words[:at] if re.match(r"\w+=", word))
-    environ = {name: os.environ[name] for name in ("PATH", "HOME")}
-    command = [words[at], "--dry-run", *words[at + 1 :]]
-    variables = {**environ, "PYTHON": sys.executable, **given}
+KIT = "~/launch-kit/"
+
+
+def typed_in_a_repository() -> list[str]:
+    """Return the launches that start a script of the reader's, from its folder."""
+    fenced = [re.findall(r"^```(?:ba)?sh\n(.*?)^```", text, re.M | re.S) for text in TEXT.values()]
+    lines = [line for found in fenced for block in found for line in block.splitlines()]
+    typed = {re.sub(r"\s+#\s.*", "", line) for line in lines if f"{KIT}scripts/" in line}
+    return sorted(line for line in typed if "explain.sh" not in line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", typed_in_a_repository())
+def test_every_command_for_a_readers_script_plans(line: str, tmp_path: Path) -> None:
+    """Typed in another folder, it starts the train.py there with its arguments."""
+    (tmp_path / "train.py").write_text("import torch\n")
+    script, *words = shlex.split(line.partition(KIT)[2])
+    named = [word for word in ("train.py", "--") if word in words]  # before the script's arguments
+    (tmp_path / "nodes").write_text("node1\nnode2\n")
+    variables = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    variables |= {"PYTHON": sys.executable}
+    variables |= {"TRAIN_SCRIPT": "train.py"} if named == ["--"] else {}
+    if "job" in words:
+        variables |= {"PBS_JOBID": "7", "PBS_NODEFILE": str(tmp_path / "nodes")}
     result = subprocess.run(
-        command, env=variables, capture_output=True, text=True, timeout=PATIENCE_S
+        [str(ROOT / script), "--dry-run", *words],
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert result.returncode == 0, result.stderr
-    assert re.search(r"train\.py .*\bARGS\b", result.stdout)
+    if named:
+        arguments = shlex.join(words[words.index(named[0]) + 1 :])
+        assert re.search(rf"train\.py .*{re.escape(arguments)}", result.stdout)
+
+
+def test_every_command_of_the_guides_for_checkpoints_is_one() -> None:
+    lines = [line for line in commands() if line.startswith("scripts/checkpoint.sh ")]
+    assert len(lines) > 4
+    assert [line for line in lines if tools.refuse(shlex.split(line)[1:])] == []

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from launcher.cli import tools
 from launcher.explain.__main__ import find_cause, main
 from launcher.explain.kinds import Kind, Rule
 from launcher.explain.reading import HINTS, Sighting, look, read, split
@@ -191,7 +192,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "see      TROUBLESHOOTING.md#out-of-memory",
     ]
     assert main([str(tmp_path / "none.log")]) == 2
-    assert capsys.readouterr().err == f"explain: {tmp_path}/none.log: No such file or directory\n"
+    assert capsys.readouterr().err == (
+        f"explain: {tmp_path}/none.log: No such file or directory; give a RUN, a FILE or a FAULT\n"
+    )
     (tmp_path / "well.log").write_text("step 1\ndone\n")
     assert main([str(tmp_path / "well.log")]) == 1
     assert capsys.readouterr().out == "no failure found in 1 file\n"
@@ -272,3 +275,81 @@ def test_what_refused_the_start_is_shown_with_its_section(
     sections = [row.removeprefix("## ") for row in rows if row.startswith("## ")]
     assert sections == [line.split("[")[-1].removesuffix("]") for line in shown]
     assert code == 0 or not shown
+
+
+BLOCK = """FAILED   rank 1 (local rank 1, n1) 14 s after the start       [rank-error]
+cause    ValueError: boom
+code     1
+see      TROUBLESHOOTING.md#rank-error
+"""
+
+
+@pytest.mark.parametrize("label", ["", "1: ", "node1: ", "[0] "], ids=repr)
+def test_a_whole_block_is_shown_wherever_it_stands_in_the_output_of_a_job(
+    label: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """srun --label, pdsh and a launcher over ssh put something before each line."""
+    log = tmp_path / "slurm-1.out"
+    block = "".join(f"{label}{row}\n" for row in BLOCK.splitlines())
+    log.write_text(f"[0] Error: a consequence\n{block}" + "the batch script goes on\n" * 9999)
+    assert main([str(log)]) == 0
+    assert capsys.readouterr().out == BLOCK
+
+
+@pytest.mark.parametrize(
+    ("line", "fault", "kind"),
+    [
+        ("[1] distributed.environment.LauncherError: 2 ranks, not 3; x [wrong-world]", "", 1),
+        ("FAIL  2 ranks on 2 nodes, gloo: n1 has a slow link [slow-link]", "", 1),
+        ("[1] TimeoutError: 1 of 2 ranks did not join; check them [node-missing]", "", 4),
+        ("[0] node agent: warning: node2's clock is +9 s from node1's [clock-skew]", None, 0),
+        ("[0] a list [of-words]", None, 0),
+        ("[0] ValueError: of a list [of-words]", "rank-error", 2),
+    ],
+)
+def test_a_line_of_ours_names_its_fault_at_the_end(line: str, fault: str | None, kind: int) -> None:
+    seen = look(line)
+    if fault is None:
+        assert seen is None
+    else:
+        named = fault or line.rpartition("[")[2].removesuffix("]")
+        assert seen is not None and (seen.fault, seen.kind) == (named, kind)
+
+
+def test_a_refusal_needs_no_cure_in_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "train.py: node2: 1 of 2 ranks did not join [node-missing]"
+    (tmp_path / "job.out").write_text(f"{line}\n")
+    assert main([str(tmp_path / "job.out")]) == 0
+    assert capsys.readouterr().out.startswith(f"{line}\n## node-missing\n")
+
+
+def test_a_word_that_is_nothing_here_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for word, near in {"rank-stuk": "did you mean rank-stuck? ", "--dry": ""}.items():
+        assert main([word], "explain.sh") == 2
+        cure = f"{near}give a RUN, a FILE or a FAULT"
+        said = f"explain.sh: {word}: No such file or directory; {cure}\n"
+        assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "no command; give one of ls DIR, verify DIR, export DIR FILE, hash DIR"),
+        (["verfy", "x"], "unknown command 'verfy'; did you mean verify? it can be ls DIR, "),
+        (["--all"], "unknown command '--all'; it can be ls DIR, verify DIR, export DIR FILE, "),
+        (["export", "x"], "export takes DIR FILE, not x"),
+        (["ls"], "ls takes DIR, not nothing"),
+    ],
+)
+def test_wrong_words_for_checkpoint_sh_are_refused_in_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tools.main(["scripts/checkpoint.sh", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"checkpoint.sh: {said}")
+    assert line.endswith("; see checkpoint.sh --help")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.selftest import judge, links
-from launcher.selftest.report import Findings, Member, show_links
+from launcher.selftest.report import Findings, Member
 
 USUAL = 1e9  # bytes/s
 
@@ -197,15 +197,3 @@ def test_versions_that_differ_blame_no_host() -> None:
         "torch 2.12 on a, torch 2.13 on b; install one everywhere [version-mismatch]",
         "",
     )
-
-
-def test_the_matrix_has_a_row_for_each_node() -> None:
-    head, names, *rows = show_links(["a", "b"], {(0, 1): 2.5e6, (1, 0): 1e9})
-    assert head.startswith("links     2.50 MB/s to 1.00 GB/s, ")
-    assert [row.split() for row in (names, *rows)] == [
-        ["a", "b"],
-        ["a", "-", "2.5"],
-        ["b", "1000.0", "-"],
-    ]
-    many = [f"node{number}" for number in range(17)]
-    assert len([*show_links(many, all_links(17, {}))]) == 1

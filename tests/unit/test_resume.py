@@ -13,7 +13,7 @@ from launcher.plan import pbs, resume
 from launcher.plan.plan import ROOT
 from launcher.plan.typed import Typed
 
-NOT_BY_NAME = {"RUN_ID", "RUN_SECRET", "LOG_LEVEL", "SHOW_RANKS", "NO_COLOR", "PYTHON"}
+NOT_BY_NAME = {"RUN_ID", "RUN_SECRET", "SHOW_RANKS", "NO_COLOR", "PYTHON"}
 
 
 def line(environ: dict[str, str], fanout: str = "local", **typed: Any) -> str:
@@ -52,11 +52,11 @@ def test_each_variable_of_the_help_is_repeated() -> None:
             {},
             "CONTAINER=i PYTHON=/env/bin/python x.sh",
         ),
-        # What comes again by itself: a site's, a scheduler's, the project's environment, a copy.
+        # What comes again by itself: a site's, a scheduler's, the project's environment.
         ({"NCCL_DEBUG": "INFO"}, {"activated": ("NCCL_DEBUG",)}, "x.sh"),
         ({"CUDA_VISIBLE_DEVICES": "0", "PBS_JOBID": "7"}, {}, "x.sh"),
         ({"PYTHON": "p"}, {"python": f"{ROOT}/.venv/bin/python"}, "x.sh"),
-        ({"PYTHON": "/dev/shm/c/env/bin/python"}, {"staged": "a.tar"}, "x.sh"),
+        ({"LOG_LEVEL": "DEBUG"}, {}, "LOG_LEVEL=DEBUG x.sh"),
         ({"HOME": "/root", "PATH": "/bin"}, {}, "x.sh"),
         # Secrets.
         ({"WANDB_API_KEY": "hush", "WANDB_IDENTITY_TOKEN_FILE": "hush"}, {}, "x.sh"),

@@ -1,25 +1,37 @@
 #!/usr/bin/env bash
-# STAGE_ENV: run Python from a copy of its environment on each node's own memory or disk.
+# Make a Python that runs from a copy of its environment on each node, and print its path.
 #
-# usage: stage.sh --pack PYTHON LOG_DIR
-#        stage.sh ARCHIVE FOLDER [ARGS...]
+# usage: scripts/stage_env.sh [FOLDER]
 #
-# The first form packs the environment of PYTHON into one file below LOG_DIR, if it is new, with zstd
-# where there is one, and prints its path: launcher/cli/stage.py. A shared file system reads it faster
-# than the thousands of files in it. ARCHIVE.facts has its BLAKE2 checksum and the bytes that it takes
-# unpacked.
-# The second form runs on each node, before a Python can. FOLDER/env/bin/python gets the ARGS. Where
-# FOLDER is not there yet, it is unpacked from ARCHIVE.
+#   FOLDER   on each node, where the copy goes (default: /dev/shm, the node's memory)
+#
+# It packs the environment that the launchers would use into a file in LOG_DIR, if it is new.
+#
+# example: PYTHON=$( scripts/stage_env.sh ) sbatch scripts/slurm/slurm_train.sh config/local3.yaml
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # not sh
 set -euo pipefail
 
-# --- where a run is launched --------------------------------------------------------------------
+main() { # [<folder>]
+  LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
+  # shellcheck source=scripts/lib/launch.sh
+  source "$LIB/launch.sh"
+  answer "${1:-}" print_header
+  local folder=${1-/dev/shm}
+  [[ $# -le 1 && $folder == /* ]] || die 2 "FOLDER is ${*@Q}; give one absolute path, of a folder that each node has"
+  [[ -z ${CONTAINER:-} ]] || die 2 "a copy is for environments of many files, and CONTAINER is one; unset CONTAINER"
+  read_site
+  choose_python
+  pack "$PYTHON" "${LOG_DIR:-logs}" "$folder"
+}
 
-pack() { # <python> <folder of logs>
+# ARCHIVE.facts has the archive's BLAKE2 checksum, and the bytes that it takes unpacked.
+pack() { # <python> <folder of logs> <folder of the nodes>
   local packed key folders facts archive end=.tar
   mkdir -p -- "$2"
   packed=$(cd -- "$2" && pwd)/environments-$UID
+  [[ $1 != "$packed"/* ]] || die 2 "PYTHON is such a copy already; unset it, or set it to the environment's own"
   make_own_folder "$packed"
-  key=$(hash_of "$1 $(readlink -f -- "$1")")
+  key=$(hash_of "$1 $(readlink -f -- "$1") $3")
   folders=$packed/$key.folders
   [[ -s $folders ]] || find_folders "$1" >"$folders"
   facts=$(stat_folders "$folders")
@@ -27,13 +39,15 @@ pack() { # <python> <folder of logs>
   archive=$packed/$key-$(hash_of "$facts")$end
   hold "$packed/$key.lock" --exclusive # of several launches one packs
   [[ -r $archive ]] || pack_environment "$folders" "$archive" "$packed/$key-"
-  echo "$archive"
+  archive=${archive%.tar*} key=$packed/$key.python
+  printf '#!/usr/bin/env bash\nexec bash %q --run %q %q %q "$@"\n' "$ROOT/scripts/stage_env.sh" \
+    "$archive$end" "$3/launch-kit-$UID/${archive##*/}" "$1" >"$key.new"
+  chmod +x -- "$key.new" && mv -- "$key.new" "$key"
+  echo "$key"
 }
 
 hash_of() { # <text>
-  local hash
-  hash=$(b2sum <<<"$1")
-  echo "${hash:0:16}"
+  b2sum <<<"$1" | cut -c -16
 }
 
 # Prints the folders of a Python: the environment's, its Python's own, and those of its packages.
@@ -42,10 +56,8 @@ find_folders() { # <python>
   folders=$("$1" -I -c 'import os, sys, sysconfig
 conda = filter(os.path.isdir, [sys.prefix + "/conda-meta"])
 print(sys.prefix, sys.base_prefix, sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *conda, sep="\n")')
-  if [[ $folders == /usr$'\n'* || $folders == /usr/local$'\n'* ]]; then
-    echo "STAGE_ENV: $1 is the system's, which each node has; leave STAGE_ENV out, or set VENV or CONDA_ENV" >&2
-    exit 2
-  fi
+  [[ $folders != /usr$'\n'* && $folders != /usr/local$'\n'* ]] ||
+    die 2 "$1 is the system's, which each node has; set PYTHON, VENV or CONDA_ENV to an environment"
   echo "$folders"
 }
 
@@ -59,7 +71,7 @@ stat_folders() { # <file with the folders>
 pack_environment() { # <file with the folders> <archive> <beginning of the archives of this Python>
   local folders
   mapfile -t folders <"$1"
-  echo "STAGE_ENV: packing ${folders[0]} into $2, once" >&2
+  echo "stage_env.sh: packing ${folders[0]} into $2, once" >&2
   rm -f -- "$3"*
   [[ ! ${folders[1]} =~ ^(/usr|/usr/local|"${folders[0]}")$ ]] || unset "folders[1]"
   {
@@ -71,27 +83,30 @@ pack_environment() { # <file with the folders> <archive> <beginning of the archi
   mv -- "$2.new" "$2"
 }
 
-coded() { # <archive> <options of zstd...>
-  if [[ $1 == *.zst ]]; then zstd -qc "${@:2}"; else cat; fi
-}
-
-# --- on each node -------------------------------------------------------------------------------
-
 WAIT_S=280 # for another process to pack or unpack it
 READERS=8  # of the archive, each of a part: a file server that is slow to answer has several to do
 MIB=1048576
 
-run_staged() { # <archive> <folder> <arguments...>
+run_staged() { # <archive> <folder> <python> <argument...>
+  # Nodes unpack it, when they run these. A machine that only launches does not.
+  case "${*:4:2} " in
+    */scripts/lib/agent.py\ * | */scripts/lib/start.py\ launcher.[fp]* | -u\ *) ;;
+    *) [[ -d $2 ]] || exec "$3" "${@:4}" ;;
+  esac
   hold_unpacked "$1" "$2"
-  exec "$2/env/bin/python" "${@:3}"
+  exec "$2/env/bin/python" "${@:4}"
+}
+
+coded() { # <archive> <options of zstd...>
+  if [[ $1 == *.zst ]]; then zstd -qc "${@:2}"; else cat; fi
 }
 
 # Unpacks the archive where it is not yet, and keeps the folder from removal as long as this process,
 # or one that it becomes or starts, lives.
 hold_unpacked() { # <archive> <folder>
-  [[ -d ${2%/*/*} ]] || fail env-missing "there is no folder ${2%/*/*} here; give STAGE_ENV one that each node has"
+  [[ -d ${2%/*/*} ]] || fail env-missing "there is no folder ${2%/*/*} here; give stage_env.sh one that each node has"
   make_own_folder "${2%/*}"
-  [[ -O ${1%/*} ]] || fail env-missing "there is no $1 of yours here; give a LOG_DIR that all nodes share, or leave STAGE_ENV out"
+  [[ -O ${1%/*} ]] || fail env-missing "there is no $1 of yours here; give a LOG_DIR that all nodes share, or another PYTHON"
   hold "$2.lock" --shared
   until [[ -d $2 ]]; do
     hold "$2.lock" --exclusive
@@ -108,26 +123,26 @@ hold() { # <file> <--shared|--exclusive>
 
 # Nothing that another user could have put there is run.
 make_own_folder() { # <folder>
-  (umask 077 && mkdir -p -- "$1") || fail env-missing "$1 cannot be made, see above; see STAGE_ENV and LOG_DIR"
-  [[ -O $1 && ! -L $1 ]] || fail env-missing "$1 is another user's; see STAGE_ENV and LOG_DIR"
+  (umask 077 && mkdir -p -- "$1") || fail env-missing "$1 cannot be made, see above; give another LOG_DIR or FOLDER"
+  [[ -O $1 && ! -L $1 ]] || fail env-missing "$1 is another user's; give another LOG_DIR or FOLDER"
 }
 
 unpack_environment() { # <archive> <folder>
   local new=$2.new facts python link
-  [[ -r $1 ]] || fail env-missing "there is no $1 here; give a LOG_DIR that all nodes share, or leave STAGE_ENV out"
+  [[ -r $1 ]] || fail env-missing "there is no $1 here; run stage_env.sh again, with a LOG_DIR that all nodes share"
   [[ $1 != *.zst ]] || command -v zstd >/dev/null ||
-    fail env-missing "there is no zstd here, to unpack $1; install it, or leave STAGE_ENV out"
+    fail env-missing "there is no zstd here, to unpack $1; install it, or set PYTHON to the environment's own"
   remove_unused "${2%/*}"
   mapfile -t facts <"$1.facts"
   ((facts[1] + $(stat -L -c %s -- "$1") < $(df --output=avail -B1 -- "${2%/*}" | tail -n 1))) ||
-    fail disk-low "${2%/*} has no room for $((facts[1] / MIB)) MiB and their archive; give STAGE_ENV a folder that has"
-  echo "stage.sh: ${HOSTNAME%%.*}: unpacking $1" >&2
+    fail disk-low "${2%/*} has no room for $((facts[1] / MIB)) MiB and their archive; give stage_env.sh one that has"
+  echo "stage_env.sh: ${HOSTNAME%%.*}: unpacking $1" >&2
   rm -rf -- "$new"
   mkdir -- "$new"
   if ! read_in_parts "$1" "$new/archive" || [[ $(b2sum <"$new/archive") != "${facts[0]}" ]] ||
     ! coded "$1" -d <"$new/archive" | tar -C "$new" --ignore-zeros --no-same-owner -xf -; then
     rm -rf -- "$new"
-    fail env-missing "$1 cannot be unpacked, or is not whole, see above; remove it, and it is packed again"
+    fail env-missing "$1 cannot be unpacked, or is not whole, see above; remove it, and run stage_env.sh again"
   fi
   rm -- "$new/archive"
   if [[ -d $new/base ]]; then # a virtual environment's Python
@@ -164,13 +179,9 @@ remove_unused() { # <folder of all>
 }
 
 fail() { # <fault> <"cause; cure">
-  local host
-  host=$(uname -n)
-  echo "stage.sh: ${host%%.*}: $2 [$1]" >&2
+  echo "stage_env.sh: ${HOSTNAME%%.*}: $2 [$1]" >&2
   exit 3
 }
 
-case $1 in
-  --pack) pack "${@:2}" ;;
-  *) run_staged "$@" ;;
-esac
+[[ ${1:-} != --run ]] || run_staged "${@:2}"
+main "$@"

@@ -1,0 +1,40 @@
+"""The scripts that start no run: read what was typed for them, then do it.
+
+python scripts/lib/start.py launcher.cli.tools SCRIPT WORDS      (run_tool in scripts/lib/launch.sh)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from distributed.errors import BAD_INPUT
+from launcher.text import did_you_mean
+
+CHECKPOINT = {"ls": ("DIR",), "verify": ("DIR",), "export": ("DIR", "FILE"), "hash": ("DIR",)}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Do what was typed; returns the exit code."""
+    program, words = Path(arguments[0]).name, arguments[1:]
+    if "explain" in program:
+        return int(import_module("launcher.explain.__main__").main(words, program))
+    if why := refuse(words):
+        print(f"{program}: {why}; see {program} --help", file=sys.stderr)
+        return BAD_INPUT
+    return int(import_module("distributed.checkpoint.__main__").main(words))  # needs torch
+
+
+def refuse(words: Sequence[str]) -> str:
+    """Return why these are no words for scripts/checkpoint.sh; empty if they are."""
+    commands = ", ".join(" ".join([name, *needs]) for name, needs in CHECKPOINT.items())
+    if not words:
+        return f"no command; give one of {commands}"
+    name, *given = words
+    if name not in CHECKPOINT:
+        return f"unknown command {name!r}; {did_you_mean(name, CHECKPOINT)}it can be {commands}"
+    if len(given) != len(CHECKPOINT[name]):
+        return f"{name} takes {' '.join(CHECKPOINT[name])}, not {' '.join(given) or 'nothing'}"
+    return ""
