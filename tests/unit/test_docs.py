@@ -354,10 +354,6 @@ def planned() -> list[str]:
     return sorted({line for line in commands() if re.match(starts, line)})
 
 
-def in_own_folder() -> list[str]:
-    return sorted({line for line in commands() if "~/launch-kit/scripts/" in line})
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("line", planned())
 def test_every_command_of_the_guides_plans(line: str, tmp_path: Path) -> None:
@@ -419,23 +415,3 @@ def test_every_command_of_the_guides_for_checkpoints_is_one() -> None:
     lines = [line for line in commands() if line.startswith("scripts/checkpoint.sh ")]
     assert len(lines) > 4
     assert [line for line in lines if tools.refuse(shlex.split(line)[1:])] == []
-
-
-@pytest.mark.parametrize("line", in_own_folder())
-def test_every_command_for_a_folder_of_ones_own_plans(
-    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The script that each starts, or submits, accepts what follows it."""
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").touch()
-    words = shlex.split(line.replace("~/launch-kit", str(ROOT)))
-    at = next(number for number, word in enumerate(words) if f"{ROOT}/scripts/" in word)
-    given = dict(word.split("=", 1) for word in words[:at] if re.match(r"\w+=", word))
-    environ = {name: os.environ[name] for name in ("PATH", "HOME")}
-    command = [words[at], "--dry-run", *words[at + 1 :]]
-    variables = {**environ, "PYTHON": sys.executable, **given}
-    result = subprocess.run(
-        command, env=variables, capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    assert result.returncode == 0, result.stderr
-    assert re.search(r"train\.py .*\bARGS\b", result.stdout)

@@ -36,7 +36,8 @@ def shown(name: str, option: str = "--help") -> str:
 
 
 def read(name: str, words: list[str]) -> Typed:
-    call = Call(name, f"{name}.sh", str(SCRIPTS[name]), "/", "python", "", "", f"{name}.sh")
+    given = dict.fromkeys(Call._fields, "") | {"command": name, "program": f"{name}.sh"}
+    call = Call(**given | {"file": str(SCRIPTS[name]), "directory": "/"})
     return parse(call, words, {})
 
 

@@ -443,14 +443,14 @@ def test_the_first_limit_ends_the_run() -> None:
             {"global_batch_size": 32},
             3,
             (2, 32),
-            "32 samples are not divisible by 3 (ranks x grad_accumulation)",
+            "32 samples are not divisible by 3",
         ),
         ({"batch_size": 8}, 2, (4, 32), 16),
         (
             {"batch_size": 8},
             3,
             (4, 32),
-            "32 samples are not divisible by 3 (ranks x grad_accumulation)",
+            "32 samples are not divisible by 3",
         ),
     ],
 )
