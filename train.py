@@ -121,7 +121,7 @@ def join(arguments: argparse.Namespace, settings: Settings) -> Environment:
             nodes=arguments.nodes,
             ranks_per_node=arguments.gpus_per_node,
         )
-    except ValueError as error:  # the launcher's variables or the config are wrong
+    except (OSError, ValueError) as error:  # variables, the config, or the other ranks
         refuse(error)
     if environment.is_main or arguments.log_level == "DEBUG":
         logging.basicConfig(level=arguments.log_level, format="%(message)s")

@@ -186,6 +186,30 @@ def test_a_mistake_is_one_line_and_exit_2(arguments: list[str], message: str) ->
     assert not done.stdout
 
 
+def test_a_rank_given_twice_ends_every_process_with_the_same_line(tmp_path: Path) -> None:
+    """Started by hand or by another launcher: no agent of ours is there."""
+    command = [sys.executable, str(ROOT / "train.py"), "--config", LOCAL3, *TINY]
+    port = str(free_port())
+    started = [
+        subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env={
+                **{**os.environ, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "3"},
+                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": "3"},
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1", "1")
+    ]
+    said = {(process.communicate()[1], process.returncode) for process in started}
+    ((line, code),) = said
+    assert code == 2 and line.count("\n") == 1
+    assert line.startswith("train.py: rank 1 runs twice, on ")
+    assert line.endswith("; give each node its own rank [duplicate-node-rank]\n")
+
+
 def test_a_mistake_of_one_rank_is_one_line(tmp_path: Path, text: Path) -> None:
     """Each rank starts in a folder of its own; only rank 0's holds the data."""
     for rank in ("0", "1"):
