@@ -15,6 +15,7 @@ from launcher.agent.rank.program import Program
 
 # What torch and the libraries below it read when they are imported, or once in a process.
 _READ_EARLY = "(?:CUDA_|GOMP_|HIP_|KMP_|MKL_|OMP_|OPENBLAS_|PYTORCH_|ROCR_|TORCH|TRITON_)\\w+"
+_TORCH = re.compile(r"(import (.+, )?|from )torch\b")
 # environ["NAME"] = ..., update({"NAME": ...}), update(NAME=...), setdefault("NAME", ...), putenv.
 _SETS = re.compile(
     rf"""["']({_READ_EARLY})["']\s*(?:\]\s*=(?!=)|[:,])|[(,]\s*({_READ_EARLY})="""
@@ -31,8 +32,6 @@ def choose(program: Program, choice: str | None) -> Program:
     if program.is_module:
         script = Path(*program.name.split("."))
         script = script / "__main__.py" if script.is_dir() else script.with_suffix(".py")
-    if script == Path(__file__).parents[3] / "train.py":  # it sets none, and is long
-        return program
     names = variables_set_early(script)
     if names:
         say(f"each rank imports torch itself, because {program.name} sets {names[0]} first")
@@ -46,16 +45,11 @@ def variables_set_early(script: Path) -> list[str]:
     """
     try:
         text = script.read_bytes()
-        imports = (node.lineno for node in ast.parse(text).body if _imports_torch(node))
+        body = ast.parse(text).body
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return []  # Python will say it better
-    lines = text.splitlines(keepends=True)[: next(imports, len(text)) - 1]
+    imports = (line for line in body if isinstance(line, ast.Import | ast.ImportFrom))
+    ends = (line.lineno - 1 for line in imports if _TORCH.match(ast.unparse(line)))
+    lines = text.splitlines(keepends=True)[: next(ends, None)]
     early = b"".join(lines).decode(errors="replace")
     return [found[1] or found[2] or "variables" for found in _SETS.finditer(early)]
-
-
-def _imports_torch(node: ast.stmt) -> bool:
-    modules = [one.name for one in node.names] if isinstance(node, ast.Import) else []
-    if isinstance(node, ast.ImportFrom):
-        modules = [node.module or ""]
-    return any(module.partition(".")[0] == "torch" for module in modules)
