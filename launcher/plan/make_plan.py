@@ -143,10 +143,8 @@ def _read_words(typed: Typed, environ: Mapping[str, str]) -> dict[str, str]:
 def _find_hosts(typed: Typed, environ: Mapping[str, str]) -> Typed:
     """Return what was typed for launch.sh, with the nodes of its --hosts as other scripts have."""
     nodes, via = typed.hosts, typed.via or "ssh"
-    if via not in ("ssh", "pdsh"):
-        raise PlanError(f"--via is {via!r}; it can be ssh or pdsh")
-    if nodes is None and typed.via:
-        raise PlanError(f"--via {via} needs --hosts, the nodes to reach; add it")
+    if via not in ("ssh", "pdsh") or (typed.via and nodes is None):
+        raise PlanError(f"--via is {via!r}; it can be ssh or pdsh, and needs --hosts")
     if nodes is None:
         return replace(typed, fanout="local")
     others = {

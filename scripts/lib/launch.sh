@@ -90,9 +90,6 @@ print_help() { # <-h|--help> <command>
   sed '1d; /^#/!Q; /^#[A-Z]/d; s/^# \{0,1\}//' "$0" || return
   [[ -n $2 ]] || return 0
   ! grep -q '^# usage: .* NODE\.\.\.' "$0" || { echo && cat "$ROOT/scripts/lib/nodes.txt"; }
-  if [[ $1 == --help ]]; then
-    echo && sed -nE "/^#/{h;d};G;/\n#(.* $2( |\$)|\$)/P" "$ROOT/scripts/lib/help.txt"
-  else
-    printf '\n--help also shows the options and variables of %s.\n' "$PROGRAM"
-  fi
+  [[ $1 == --help ]] || { printf '\n--help also shows the options and variables of %s.\n' "$PROGRAM" && return; }
+  echo && sed -nE "/^#/{h;d};G;/\n#(.* $2( |\$)|\$)/P" "$ROOT/scripts/lib/help.txt"
 }

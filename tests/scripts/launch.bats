@@ -289,7 +289,7 @@ nodes_of() { # <argument...>
   run launch --hosts node1,node2 --nnodes 2 x.py
   assert_refused 2 "--hosts names the nodes, and --nnodes does so, too" ""
   run launch --via pdsh x.py
-  assert_refused 2 "--via pdsh needs --hosts, the nodes to reach; add it" ""
+  assert_refused 2 "--via is 'pdsh'; it can be ssh or pdsh, and needs --hosts" ""
   run launch --hosts node1 --via rsh x.py
-  assert_refused 2 "--via is 'rsh'; it can be ssh or pdsh" ""
+  assert_refused 2 "--via is 'rsh'; it can be ssh or pdsh, and needs --hosts" ""
 }

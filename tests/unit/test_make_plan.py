@@ -201,7 +201,7 @@ def test_world_of_a_slurm_step_and_of_a_pbs_job(folder: Path) -> None:
         (
             {**LIKE, "via": "pdsh"},
             {},
-            "--via pdsh needs --hosts, the nodes to reach",
+            "--via is 'pdsh'; it can be ssh or pdsh, and needs --hosts",
         ),
         (
             {**LIKE, "as_module": True, "rest": ("no.such.module",)},
