@@ -1,6 +1,6 @@
 """Mixed precision, accumulated gradients and an evaluation; saved after each epoch, and resumed.
 
-RUN_ID=mine TRAIN_SCRIPT=examples/mixed_precision.py scripts/ssh/launch_singlenode.sh - 2
+    RUN_ID=mine TRAIN_SCRIPT=examples/mixed_precision.py scripts/ssh/launch_singlenode.sh - 2
 """
 
 from pathlib import Path
