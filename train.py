@@ -334,7 +334,7 @@ class Run:
             print(f"skipped    {skipped} steps, whose gradients were not finite in float16")
         for label, text in rows:
             print(f"{label:<10} {text}".replace("\n", "\n" + 11 * " "))
-        print(f"checkpoint {self.folder / f'step-{step}'}")
+        print(f"checkpoint {self.folder.absolute() / f'step-{step}'}")
         names = ("metrics.jsonl", "loss.png", "config.yaml")
         there = ", ".join(name for name in names if (self.logs / name).exists())
         print(f"logs       {self.logs}: {there}")

@@ -5,6 +5,7 @@ python scripts/lib/start.py launcher.cli.tools SCRIPT WORDS      (run_tool in sc
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -19,6 +20,16 @@ CHECKPOINT = {"ls": ("DIR",), "verify": ("DIR",), "export": ("DIR", "FILE"), "ha
 def main(arguments: Sequence[str]) -> int:
     """Do what was typed; returns the exit code."""
     program, words = Path(arguments[0]).name, arguments[1:]
+    try:
+        code = run(program, words)
+        sys.stdout.flush()
+    except OSError as error:  # a full disk
+        print(f"{program}: the output cannot be written ({error.strerror})", file=sys.stderr)
+        os._exit(1)
+    return code
+
+
+def run(program: str, words: Sequence[str]) -> int:
     if "explain" in program:
         return int(import_module("launcher.explain.__main__").main(words, program))
     if why := refuse(words):

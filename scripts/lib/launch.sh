@@ -80,7 +80,7 @@ run_tool() { # <argument...>
 # Answers what needs no Python.
 answer() { # <first word> <function that prints the help>
   case $1 in
-    -h | --help) "$2" && exit ;;
+    -h | --help) { "$2" 2>/dev/null || die 1 "the help cannot be written; see that there is room" && exit; } ;;
     --version) echo "$PROGRAM $(sed -n 's/^__version__ = "\(.*\)"$/\1/p' "$ROOT/distributed/__init__.py")" && exit ;;
   esac
 }

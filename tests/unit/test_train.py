@@ -144,6 +144,7 @@ def test_check_tells_launchers_in_json() -> None:
         "checkpoint_dir": "a b$c\nd",
         "task_file": "",
         "prepare": "",
+        "resume": "auto",
         "num_workers": 0,
         "batch": {"samples": 0, "samples_in_all": 32, "accumulation": 1},
     }
