@@ -50,7 +50,8 @@ def make_model(task: Task, saved: State | None, settings: Settings, cache: Path)
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.absolute()))
     choose_forward(model, settings.train)
     chosen = settings.distributed
-    if chosen.mixed_precision.enabled and not is_mixed(settings):
+    is_off = chosen.mixed_precision.enabled and not is_mixed(settings)
+    if is_off and helper.is_main_process():
         _log.warning("precision  float32: mixed precision is for GPUs")
     return helper.setup_distributed_models(
         model,

@@ -195,9 +195,8 @@ def join(
         raise Refused("stranger", f"{cause}; set the same one on every node")
     if isinstance(last, NotAccepted):
         which = f"node rank {me.node_rank}" if me.node_rank >= 0 else "more nodes"
-        cause = f"{address}:{port} rejected {which}: the run has already started"
-        cure = "see whether this node was started elsewhere too"
-        raise Refused("duplicate-node-rank", f"{cause}; {cure}")
+        cause = f"{address}:{port} rejected {which}: the run has already started; see whether "
+        raise Refused("duplicate-node-rank", f"{cause}this node was started elsewhere too")
     fault, cure = _explain(last)
     cause = f"node rank 0 at {address}:{port} did not answer within {wait.timeout_s:g} s"
     raise Refused(fault, f"{cause} ({last.strerror or last}); {cure}")
