@@ -25,7 +25,7 @@ help: ## show this list
 
 setup: $(STAMP) ## create .venv and install the requirements
 
-init: ## copy this project into a repository of your own: DIR=REPOSITORY makes REPOSITORY/launch-kit
+init: ## copy this project into your own repository: DIR=REPOSITORY makes REPOSITORY/launch-kit
 	@bash scripts/lib/init.sh "$(DIR)"
 
 train: $(STAMP) ## train the built-in model on this machine (CONFIG=..., NPROC=..., train.max_steps=...)
@@ -94,13 +94,13 @@ bench-snapshots: $(STAMP) ## measure snapshots in memory: their cost, and what a
 bench-failures: $(STAMP) ## compare what launchers do when a rank fails or the launcher is killed
 	$(PYTHON) bench/failures.py
 
-bench-shapes: $(STAMP) ## run scripts in the shape of public ones under torchrun and ours (as root)
+bench-shapes: $(STAMP) ## run copies of well-known scripts under torchrun and ours (as root)
 	$(PYTHON) bench/shapes.py
 
 bench-gpu: $(STAMP) ## measure training on one GPU: train.py, a bare loop, accelerate, Lightning
 	PYTHONPATH=. $(PYTHON) bench/gpu.py
 
-bench-faults: $(STAMP) ## make each fault on a cluster in a box, for ours and for torchrun (as root)
+bench-faults: $(STAMP) ## make each fault on the cluster on this machine, for ours and for torchrun (as root)
 	$(PYTHON) bench/faults.py
 
 pictures: $(STAMP) ## draw the pictures of the README from real runs
@@ -124,7 +124,7 @@ $(PIP): | $(PYTHON)
 	  { echo "make: $(PYTHON) has no pip; run uv pip install --python $(PYTHON) pip, or remove $(VENV)" >&2; exit 3; }
 
 $(STAMP): requirements.txt | $(PIP)
-	@echo "installing $< into $(VENV) (torch is large: some minutes)"
+	@echo "installing $< into $(VENV) (torch for CUDA: 3 GB to download, some minutes)"
 	@$(PYTHON) -m pip install -qq --disable-pip-version-check -r $<
 	@touch $@
 

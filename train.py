@@ -121,7 +121,7 @@ def join(arguments: argparse.Namespace, settings: Settings) -> Environment:
             nodes=arguments.nodes,
             ranks_per_node=arguments.gpus_per_node,
         )
-    except ValueError as error:  # the launcher's variables or the config are wrong
+    except (OSError, ValueError) as error:  # variables, the config, or the other ranks
         refuse(error)
     if environment.is_main or arguments.log_level == "DEBUG":
         logging.basicConfig(level=arguments.log_level, format="%(message)s")
@@ -335,9 +335,7 @@ class Run:
         for label, text in rows:
             print(f"{label:<10} {text}".replace("\n", "\n" + 11 * " "))
         print(f"checkpoint {self.folder.absolute() / f'step-{step}'}")
-        names = ("metrics.jsonl", "loss.png", "config.yaml")
-        there = ", ".join(name for name in names if (self.logs / name).exists())
-        print(f"logs       {self.logs}: {there}")
+        print(f"logs       {self.logs}")
         if line := resume.resume_line(self.environment):
             print(line)
 

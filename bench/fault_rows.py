@@ -80,14 +80,14 @@ BEFORE: tuple[Fault | Elsewhere, ...] = (
         "node1's firewall drops the port where the nodes meet",
         make='"$CLUSTER" drop node1 "$MASTER_PORT"',
         undo="restore node1",
-        host=r"node[234]: no way to 10\.0\.0\.1",
+        host=r"node[234]: cannot reach 10\.0\.0\.1",
     ),
     Fault(
         "port-blocked",
         "node3's firewall drops what comes from node4",
         make="on node3 iptables --append INPUT --source 10.0.0.4 --protocol tcp --jump DROP",
         undo="restore node3",
-        host="node3: no way to node4|node4: no way to node3",
+        host="node3: cannot reach node4|node4: cannot reach node3",
         is_apart=False,
     ),
     Fault(

@@ -23,55 +23,33 @@ def write() -> None:
 
 def text() -> str:
     """Return the table for the main README."""
-    lines = ["| | this project | for comparison | measure it again |", "|---|---|---|---|"]
+    lines = ["| | this project | for comparison | what to know | measured |"]
+    lines += ["|---|---|---|---|---|"]
     lines += [f"| {' | '.join(cells)} |" for cells in _rows()]
     return "\n".join(lines) + "\n"
 
 
-def _rows() -> Iterator[tuple[str, str, str, str]]:
+def _rows() -> Iterator[tuple[str, str, str, str, str]]:
     measured = (ROOT / "bench/README.md").read_text(encoding="utf-8")
     proved = (ROOT / "bench/proofs.md").read_text(encoding="utf-8")
+    yield _launch(measured)
+    yield _restart(measured)
+    yield _save(measured)
+    yield _step(measured)
 
-    launch = _by(_section(measured, "Launch to the first optimizer step"), "launcher", "8")
-    yield (
-        "launch of 8 processes, to the end of the first step",
-        f"{launch['ours']['median s']} s",
-        f"torchrun {launch['torchrun']['median s']} s",
-        "`make bench-launch`",
-    )
-    restart = _by(_section(measured, "From a killed rank to training again"), "launcher", "1 x 4")
-    torchrun, working = restart["torchrun"], restart["torchrun, a store for each attempt"]
-    yield (
-        "restart of 4 processes after one is killed",
-        f"{restart['ours']['median s']} s",
-        f"torchrun {working['median s']} s with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`; "
-        f"without, {torchrun['worked']} restarts worked",
-        "`make bench-restart`",
-    )
-    save = _by(_section(measured, "Saving a checkpoint"), "saved by", "1.6")
-    yield (
-        "time that training waits for a save of 1.6 GB",
-        f"{save['ours']['stall s']} s",
-        f"`torch.save` {save['torch.save']['stall s']} s",
-        "`make bench-checkpoint`",
-    )
-    step = _by(_section(measured, "Step time"), "strategy", "ddp")["ddp"]
-    yield (
-        "one training step of `train.py`",
-        f"{step['train.py, ms']} ms",
-        f"a bare loop {step['bare loop, ms']} ms",
-        "`make bench-step`",
-    )
-    kills = _section(proved, "One dies, all stop")
+    title = "One dies, all stop"
+    kills = _section(proved, title)
     yield (
         "`kill -9` of a rank, the node agent or the launcher",
         f"{sum(int(row['times']) for row in kills)} times: "
         f"{sum(int(row['processes left']) for row in kills)} processes left, "
         f"all gone within {max(float(row['max s']) for row in kills):.2f} s",
         "[what others leave](bench/README.md#when-something-goes-wrong)",
-        "`make prove`",
+        f"one machine, {_before(proved, title, ' ranks')} ranks",
+        _source(proved, title),
     )
-    saves = _section(proved, "Killed while saving")  # a row for each format
+    title = "Killed while saving"
+    saves = _section(proved, title)  # a row for each format
     times, runs, equal = (
         sum(int(row[name]) for row in saves)
         for name in ("kills", "runs", "equal to an uninterrupted run")
@@ -80,13 +58,89 @@ def _rows() -> Iterator[tuple[str, str, str, str]]:
         "`kill -9` in the middle of a save, then resumed",
         f"{times} kills in {runs} runs: {equal} runs equal an uninterrupted run, byte for byte",
         "",
-        "`make prove`",
+        "`train.py` on 2 CPU ranks",
+        _source(proved, title),
     )
+
+
+def _launch(measured: str) -> tuple[str, str, str, str, str]:
+    title = "Launch to the first optimizer step"
+    rows = _section(measured, title)
+    launch, of_two = (_by(rows, "launcher", number) for number in ("8", "2"))
+    return (
+        "launch of 8 processes, to the end of the first step",
+        f"{launch['ours']['median s']} s",
+        f"torchrun {launch['torchrun']['median s']} s",
+        f"8 processes on 2 cores, where torchrun imports torch 8 times; 2 processes: "
+        f"{of_two['ours']['median s']} and {of_two['torchrun']['median s']} s",
+        _source(measured, title),
+    )
+
+
+def _restart(measured: str) -> tuple[str, str, str, str, str]:
+    title = "From a killed rank to training again"
+    restart = _by(_section(measured, title), "launcher", "1 x 4")
+    torchrun, working = restart["torchrun"], restart["torchrun, a store for each attempt"]
+    return (
+        "restart of 4 processes after one is killed",
+        f"{restart['ours']['median s']} s",
+        f"torchrun {working['median s']} s",
+        "torchrun with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`; without it, "
+        f"{torchrun['worked']} restarts succeeded",
+        _source(measured, title),
+    )
+
+
+def _save(measured: str) -> tuple[str, str, str, str, str]:
+    title = "Saving a checkpoint"
+    rows = _section(measured, title)
+    save, loop = _by(rows, "saved by", "1.6"), _by(rows, "400 steps", "")
+    ours, torchs = save["ours"], save["torch.save"]
+    return (
+        "time that training waits for a save of 1.6 GB",
+        f"{ours['stall s']} s",
+        f"`torch.save` {torchs['stall s']} s",
+        f"from the second save on; the first takes {ours['first stall s']} and "
+        f"{torchs['first stall s']} s. End to end, 4 saves in 400 steps add "
+        f"{loop['ours']['added s']} and {loop['torch.save']['added s']} s "
+        f"({loop['ours']['x torch.save']}x)",
+        _source(measured, title),
+    )
+
+
+def _step(measured: str) -> tuple[str, str, str, str, str]:
+    title = "Step time of the training loop"
+    step = _by(_section(measured, title), "strategy", "ddp")["ddp"]
+    return (
+        "one training step of `train.py`",
+        f"{step['train.py, ms']} ms",
+        f"a bare loop {step['bare loop, ms']} ms",
+        f"a small model on 2 CPU ranks; median of the ratios {step['ratio']}",
+        _source(measured, title),
+    )
+
+
+def _part(page: str, title: str) -> str:
+    return page[page.index(f"\n## {title}") + 1 :].partition("\n## ")[0]
+
+
+def _source(page: str, title: str) -> str:
+    """Return when and where the tables below a heading were measured, by which command."""
+    found = re.search(r"^(\d{4}-\d\d-\d\d), (.*?), Python \S+: (.+)$", _part(page, title), re.M)
+    assert found, title
+    return f"{found[1]}, {found[2]}: {found[3]}"
+
+
+def _before(page: str, title: str, word: str) -> str:
+    """Return the number before a word in the text below a heading."""
+    found = re.search(rf"(\d+){word}", _part(page, title))
+    assert found, title
+    return found[1]
 
 
 def _section(page: str, title: str) -> list[Row]:
     """Return the rows of all tables below a heading, each by the heads of its columns."""
-    part = page[page.index(f"\n## {title}") + 1 :].partition("\n## ")[0]
+    part = _part(page, title)
     rows: list[Row] = []
     head: list[str] = []
     for line in part.splitlines():

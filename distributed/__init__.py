@@ -1,3 +1,3 @@
 """What a training script imports: process groups, checkpoints, stops and heartbeats."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

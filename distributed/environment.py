@@ -183,7 +183,7 @@ def slurm(v: _Variables) -> Environment:
     ranks = (rank, local_rank, world_size, tasks[node_rank], node_rank, num_nodes)
     if v["SLURM_DISTRIBUTION"].startswith("arbitrary") and not v["MASTER_ADDR"]:
         cause = "srun --distribution=arbitrary can put rank 0 on any node"
-        raise LauncherError(f"{cause}; leave it out, or set MASTER_ADDR to that node")
+        raise LauncherError(f"{cause}; omit it, or set MASTER_ADDR to that node")
     step = f"{job_id(v)}.{v['SLURM_STEP_ID']}"
     return Environment("slurm", *ranks, *v.master(first_host, step))
 

@@ -78,7 +78,7 @@ def _read_bracket(bracket: str) -> list[tuple[range, int]]:
             raise ValueError(f"{part!r} is neither a number nor a range")
         numbers = range(int(match[1]), int(match[2] or match[1]) + 1)
         if not numbers:
-            raise ValueError(f"{part!r} runs backwards")
+            raise ValueError(f"the range {part!r} is reversed")
         ranges.append((numbers, len(match[1])))
     return ranges
 

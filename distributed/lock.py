@@ -94,8 +94,8 @@ class RunLock:
         try:
             if os.fstat(self.fd).st_nlink == 0:
                 host = json.loads(self.path.read_text())["host"]
-                cause = f"{self.what} was started again, on {host}"
-                raise Refused("node-lost", f"{cause}; this process, cut off, leaves it alone")
+                cause = f"{self.what} was restarted on {host}"
+                raise Refused("node-lost", f"{cause}, so this process must not save any more")
             yield
         finally:
             _set_lock(self.fd, fcntl.F_UNLCK, _COMMIT)

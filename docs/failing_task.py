@@ -24,6 +24,6 @@ class Failing(Task):
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         self.batches += 1
         if self.batches == 120 and os.environ["RANK"] == "1":
-            raise ValueError("batch 120 holds no samples")
+            raise ValueError("an input is 3.7, outside [-3, 3]")
         inputs, values = batch
         return mse_loss(model(inputs), values)

@@ -1,8 +1,8 @@
 """The pictures of the README, from real runs: `make pictures`, or python docs/pictures.py [NAME].
 
 Runs the launcher on a pseudo-terminal, as a user sees it, and draws what the terminal shows at the
-end: docs/run.svg and docs/failure.svg. docs/loss.png is the first run's own. The name of this
-machine is shown as node1, and this folder as ~/launch-kit.
+end: docs/run.svg and docs/failure.svg. The name of this machine is shown as node1, and this folder
+as ~/launch-kit. A test compares the failure block with what the code prints today.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _ESCAPE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|\x1b\][^\x07]*\x07")
 
 
 def main() -> None:
-    asked = sys.argv[1:] or PICTURES.keys()
-    pictures = {name: PICTURES[name] for name in asked}
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        for part in ("scripts", "config"):
-            (folder / part).symlink_to(ROOT / part)
-        shutil.copy(HERE / "failing.yaml", folder / "my.yaml")
-        shutil.copy(HERE / "failing_task.py", folder)
-        for name, command in pictures.items():
-            shown = show(run(command, folder)).rstrip()
-            for path, shorter in ((folder, "~/project"), (ROOT, "~/launch-kit")):
-                shown = shown.replace(str(path), shorter)
-            draw(HERE / f"{name}.svg", command, shown)
-            if name == "run":
-                shutil.copyfile(folder / "logs/latest/loss.png", HERE / "loss.png")
+    for name in sys.argv[1:] or PICTURES:
+        with tempfile.TemporaryDirectory() as folder:
+            draw(HERE / f"{name}.svg", PICTURES[name], take(name, Path(folder)))
+
+
+def take(name: str, folder: Path) -> str:
+    """Return what a terminal shows after the command of a picture, run in an empty folder."""
+    for part in ("scripts", "config"):
+        (folder / part).symlink_to(ROOT / part)
+    shutil.copy(HERE / "failing.yaml", folder / "my.yaml")
+    shutil.copy(HERE / "failing_task.py", folder)
+    shown = show(run(PICTURES[name], folder)).rstrip()
+    for path, shorter in ((folder, "~/project"), (ROOT, "~/launch-kit")):
+        shown = shown.replace(str(path), shorter)
+    return shown.replace(platform.node().partition(".")[0], "node1")
 
 
 def run(command: str, folder: Path) -> str:
@@ -98,11 +98,10 @@ def show(sent: str) -> str:
 def draw(path: Path, command: str, shown: str) -> None:
     """Write a picture of a terminal: the prompt, the command and what it shows."""
     print(shown)
-    this_machine = platform.node().partition(".")[0]
     with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere)
         console.print(Text.assemble(("$ ", "bold green"), (command, "bold")))
-        console.print(Text.from_ansi(shown.replace(this_machine, "node1")), end="\n\n")
+        console.print(Text.from_ansi(shown), end="\n\n")
     console.save_svg(str(path), title="launch kit")
 
 

@@ -78,7 +78,7 @@ def _read_private(file: Path) -> str:
         return file.read_text().strip() or "-"
     except (OSError, UnicodeDecodeError, RuntimeError) as error:  # RuntimeError: an unknown ~user
         why = error.strerror if isinstance(error, OSError) else "not text"
-        cure = "correct its path; a secret itself holds no /"
+        cure = "correct its path; a secret itself must not contain /"
         raise ValueError(f"RUN_SECRET names a file that cannot be read ({why}); {cure}") from None
 
 

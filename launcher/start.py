@@ -67,7 +67,8 @@ def start(typed: Typed) -> int:
             os.environ.pop("CHAIN", None)  # it needs the jobs that would resume it
         return REFUSED
     except (PlanError, LauncherError, HostlistError) as error:
-        print(f"{typed.program}: {error}", file=sys.stderr)
+        name = "" if isinstance(error, LauncherError) else " [config-invalid]"
+        print(f"{typed.program}: {error}{name}", file=sys.stderr)
         return BAD_INPUT
 
 

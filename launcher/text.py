@@ -86,6 +86,7 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
     """Return a question that names what is spelt nearly so, with a space at its end; or nothing."""
     from difflib import get_close_matches  # a rank's agent has no use for it
 
+    # The dashes would make any two options alike.
     plain = {name.lstrip("-"): name for name in names}
     near = get_close_matches(word.lstrip("-"), plain, 1)
     return f"did you mean {plain[near[0]]}? " if near else ""

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Train on one node of a cluster or on several: by hand on each node, or once under srun. Tests the
-# node first.
+# Train on one node of a cluster or on several: by hand on each node, or once under srun. It tests
+# the node first.
 #
 # usage: scripts/cluster_train.sh [CONFIG] [NUM_NODES] [NODE_RANK] [MASTER_ADDR] [MASTER_PORT] [key=value...] [-- ARGS...]
 #
 #   CONFIG       the config, a YAML file (default: config/local3.yaml)
 #   NUM_NODES    number of nodes (default: 1; under srun: from the step)
 #   NODE_RANK    this node's number, from 0 (under srun: from the step)
-#   MASTER_ADDR  address of node 0 (under srun: the first node of the step)
-#   MASTER_PORT  a free port on node 0 (default: from the run id; several nodes by hand: 29500)
+#   MASTER_ADDR  address of node rank 0 (under srun: the first node of the step)
+#   MASTER_PORT  a free port there (default: from the run id; several nodes by hand: 29500)
 #   key=value    settings that override the config
 #
 # example: scripts/cluster_train.sh config/local3.yaml 2 0 10.0.0.1

@@ -6,7 +6,7 @@
 #
 #   N                 processes on each node (default: one per GPU, or two without GPUs)
 #   NODE              machines to test together over ssh, named as for launch_torchrun_auto.sh
-#                     (default: the nodes of the SLURM or PBS job, else this machine)
+#                     (default: those of the SLURM or PBS job, otherwise this machine)
 #   -f FILE           read more machines from FILE, one per line
 #   --quick           take less time: of the collectives, only the all-reduce is measured
 #   --test basic|all  basic: only the known results, no speeds

@@ -26,7 +26,7 @@ main() {
     sinfo >/dev/null || refuse env-missing "sinfo fails, see above; run it where SLURM answers"
     exec "${salloc[@]}" "$@" "$0"
   fi
-  (($# == 0)) || die 2 "$1: this job has its size already; leave the options out"
+  (($# == 0)) || die 2 "$1: this job has its size already; omit the options [config-invalid]"
   unset TRAIN_SCRIPT
   (run_command test_distributed_integration)
   local steps run=integration-$SLURM_JOB_ID train=$ROOT/scripts/slurm/slurm_train.sh

@@ -89,7 +89,7 @@ def start(description: str) -> tuple[argparse.Namespace, Settings]:
     # A task of the user's own can be in this folder or in the config's, behind a link too.
     sys.path += map(str, (Path.cwd(), config.absolute().parent, config.resolve().parent))
     try:
-        settings = load(arguments.config, arguments.overrides)
+        settings = load(config, arguments.overrides)
         if arguments.check:
             _check(arguments, settings)
     except (SettingsError, LauncherError) as error:
@@ -125,8 +125,10 @@ def _check(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
         }
         print(json.dumps(facts))
     else:
-        ranks = f"{world_size} {'process' if world_size == 1 else 'processes'}"
-        print(f"ok: {arguments.config}, task {settings.task}, {ranks} x {samples} samples")
+        print(
+            f"ok: {arguments.config}, task {settings.task}, "
+            f"{world_size} {'process' if world_size == 1 else 'processes'} x {samples} samples"
+        )
     sys.exit(0)
 
 
@@ -145,11 +147,17 @@ def _parse(description: str) -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="check the config, start nothing")
     parser.add_argument("--json", action="store_true", help="with --check: print JSON")
     parser.add_argument("--distributed-backend", choices=("nccl", "gloo"))
-    level = os.environ.get("LOG_LEVEL") or "INFO"
-    levels = f"{', '.join(LOG_LEVELS)}; or the variable LOG_LEVEL (default: INFO)"
-    parser.add_argument("--log-level", metavar="LEVEL", type=str.upper, default=level, help=levels)
-    parser.add_argument("--nodes", metavar="N", type=int, help="refuse another number of nodes")
-    parser.add_argument("--gpus-per-node", metavar="N", type=int, help="... of ranks on each")
+    parser.add_argument(
+        "--log-level",
+        metavar="LEVEL",
+        type=str.upper,
+        default=os.environ.get("LOG_LEVEL") or "INFO",
+        help=f"{', '.join(LOG_LEVELS)}; or the variable LOG_LEVEL (default: INFO)",
+    )
+    parser.add_argument("--nodes", metavar="N", type=int, help="fail unless there are N nodes")
+    parser.add_argument(
+        "--gpus-per-node", metavar="N", type=int, help="fail unless each node has N ranks"
+    )
     # torch.distributed.launch adds one of these.
     parser.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")

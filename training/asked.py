@@ -60,7 +60,7 @@ def refuse_misspelt(model: Tree, task: str) -> None:
 def warn_unread(model: Tree, task: str) -> None:
     """Name the keys of `model:` that the task has not asked for, once all is made from them."""
     for key, _ in _unread(model, "model."):
-        _log.warning(f"warning: {key}: {task} has not read it; correct it or leave it out")
+        _log.warning(f"warning: {key}: {task} has not read it; correct or omit it")
 
 
 def _unread(section: Tree, prefix: str) -> Iterator[tuple[str, str]]:

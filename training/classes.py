@@ -30,8 +30,10 @@ def check_name(text: str, *known: str) -> str:
     except (ImportError, ValueError):  # it is not there, or cannot be a module's name
         spec = None
     if spec is None:
-        cure = f"put {module}.py into this folder, into the config's, or on PYTHONPATH"
-        raise ValueError(f"there is no module {module}; {cure}")
+        raise ValueError(
+            f"there is no module {module}; "
+            f"put {module}.py into this folder, into the config's, or on PYTHONPATH"
+        )
     if (spec.origin or "").endswith(".py"):
         try:
             source = importlib.util.decode_source(Path(spec.origin or "").read_bytes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -50,14 +51,24 @@ def read_file(path: Path) -> Tree:
         raise SettingsError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date such as 2024-13-45
         mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         cause = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise SettingsError(f"{path}: {where}not YAML: {cause}") from None
+        raise SettingsError(f"{path}{where}: not YAML: {cause}") from None
     if not isinstance(tree, dict):
         raise SettingsError(f"{path}: should hold `key: value` lines")
     if _is_too_large(tree):
         raise SettingsError(f"{path}: holds over 10000 values; see its aliases (*name)")
     return tree
+
+
+def line_of(file: str, key: str) -> str:
+    """Return the line of a key in a file, as `:18`; "" where it is not in one."""
+    with contextlib.suppress(OSError, StopIteration):
+        node: Any = yaml.compose(Path(file).read_bytes(), Loader)
+        for name in key.split("."):
+            found, node = next(pair for pair in node.value if pair[0].value == name)
+        return f":{found.start_mark.line + 1}"
+    return ""
 
 
 def _is_too_large(tree: Tree) -> bool:

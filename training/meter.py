@@ -73,8 +73,8 @@ class Meter:
         if rank == steps.index(min(steps)):
             cause = f"the loss of step {first} is {value} on rank {rank}"
             cause += f", of {samples}" if (samples := describe(int(first))) else ""
-            cure = "try a lower train.learning_rate, and check the data of that step"
-            raise with_fault(FloatingPointError, "loss-not-finite", f"{cause}; {cure}")
+            cause += "; try a lower train.learning_rate, and check the data of that step"
+            raise with_fault(FloatingPointError, "loss-not-finite", cause)
         with contextlib.suppress(RuntimeError):
             helper.barrier()  # until the launcher ends this rank
         helper.finish(1)
@@ -218,6 +218,8 @@ class Pace:
             self._named.add(rank)
             than = "the median" if len(seconds) > 2 else "the other rank"
             cause = f"rank {rank} on {self.hosts[rank]} computes {ratio:.2f}x as long as {than}"
-            cure = "look at that node's clocks, temperature and other programs"
-            _log.warning(f"warning: {cause}, over {steps} steps; {cure} [slow-rank]")
+            _log.warning(
+                f"warning: {cause}, over {steps} steps; "
+                "look at that node's clocks, temperature and other programs [slow-rank]"
+            )
         return float(ratio)

@@ -44,8 +44,10 @@ def make_model(task: Task, saved: State | None, settings: Settings, cache: Path)
         try:
             model.load_state_dict(weights)
         except RuntimeError as error:
-            cause = f"the checkpoint is of another model ({str(error).splitlines()[-1].strip()})"
-            raise SettingsError(f"model: {cause}; use its settings, or another RUN_ID") from None
+            raise SettingsError(
+                "model: the checkpoint is of another model "
+                f"({str(error).splitlines()[-1].strip()}); use its settings, or another RUN_ID"
+            ) from None
     if settings.train.compile:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.absolute()))
     choose_forward(model, settings.train)
@@ -99,8 +101,10 @@ def plan_snapshots(model: nn.Module, settings: Settings, environment: Environmen
         buffers = (2 + 2 * is_copied) * environment.local_world_size  # the next node's, too
     needed = size * buffers
     if needed > (free := free_memory()) and environment.restart_count == 0:  # else it is in use
-        cause = f"snapshots take {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
-        raise SettingsError(f"checkpoint.snapshot_every: {cause}; set it to 0")
+        raise SettingsError(
+            f"checkpoint.snapshot_every: snapshots take {needed / 1e9:.1f} GB of memory, "
+            f"and {free / 1e9:.1f} GB are free; set it to 0"
+        )
     every = settings.checkpoint.snapshot_every
     _log.info(f"snapshots  every {every} steps, in {needed / 1e6:,.0f} MB of memory")
 
@@ -118,8 +122,10 @@ def load_moments(optimizer: Optimizer, model: nn.Module, saved: State) -> None:
             state = fsdp.scatter(state, optimizer)
         optimizer.load_state_dict(saved.fetch({"optimizer": state})["optimizer"])
     except (ValueError, IndexError) as error:
-        cause = f"the checkpoint is of another optimizer ({error})"
-        raise SettingsError(f"resume: {cause}; use its task, or another RUN_ID") from None
+        raise SettingsError(
+            f"resume: the checkpoint is of another optimizer ({error}); "
+            "use its task, or another RUN_ID"
+        ) from None
 
 
 def choose_forward(model: nn.Module, settings: Train) -> None:

@@ -35,8 +35,10 @@ def find_last_step(settings: Train, batches_per_epoch: int | None) -> int | None
             raise SettingsError("train.epochs: the data has no length; use train.max_steps")
         limits.append(settings.epochs * batches_per_epoch // settings.grad_accumulation)
         if not limits[-1]:
-            cause = f"the data has {batches_per_epoch} batches, too few for one step"
-            raise SettingsError(f"train.epochs: {cause}; lower train.grad_accumulation")
+            raise SettingsError(
+                f"train.epochs: the data has {batches_per_epoch} batches, too few for one step; "
+                "lower train.grad_accumulation"
+            )
     return min(limits, default=None)
 
 

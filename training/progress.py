@@ -45,7 +45,7 @@ def may_be_lost(folder: Path, what: str = "") -> Iterator[None]:
 
 @functools.cache
 def _tell_lost(what: str, why: str) -> None:
-    _log.warning(f"{what} ({why}); the run goes on [log-lost]")
+    _log.warning(f"{what} ({why}); the run continues [log-lost]")
 
 
 @functools.cache

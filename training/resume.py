@@ -50,7 +50,7 @@ def choose_batch_size(train: Train, world_size: int, saved: checkpoint.State | N
     before = saved.progress["global_batch_size"] if saved and len(saved.ranks) != world_size else 0
     samples = train.global_batch_size or before or each * shares
     if samples % shares:
-        cause = f"batches of {samples} samples do not divide by {shares}"
+        cause = f"{samples} samples are not divisible by {shares} (ranks x grad_accumulation)"
         if before:
             raise SettingsError(
                 f"resume: the run's {cause}; resume it with another number of processes"

@@ -43,10 +43,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"sample: {error}", file=sys.stderr)
         return 2
     prompt = tokenizer.encode(chosen.prompt.encode()) or [0]
-    tokens = generate(
-        model, prompt, chosen.length, temperature=chosen.temperature, seed=chosen.seed
-    )
-    print(printable(tokenizer.decode(tokens)))
+    text = generate(model, prompt, chosen.length, temperature=chosen.temperature, seed=chosen.seed)
+    print(printable(tokenizer.decode(text)))
     return 0
 
 

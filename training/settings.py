@@ -29,7 +29,7 @@ from pydantic import (
 from distributed.strategy import check_strategy
 from training.asked import Asked
 from training.classes import check_name
-from training.config_file import Loader, SettingsError, Tree, read_file
+from training.config_file import Loader, SettingsError, Tree, line_of, read_file
 
 COMMAND_LINE = "command line"
 BUILT_IN_TASK = "language_model"
@@ -190,10 +190,12 @@ class Settings(Section):
     @classmethod
     def _check_tracking(cls, names: list[str]) -> list[str]:
         if "wandb" in names and importlib.util.find_spec("wandb") is None:
-            raise ValueError("wandb is not installed; pip install wandb, or leave it out")
+            raise ValueError("wandb is not installed; pip install wandb, or omit it")
         if "wandb" in names and "RANK" not in os.environ and not _may_have_wandb_login():
-            cure = "run wandb login, or set WANDB_API_KEY or WANDB_MODE=offline"
-            raise ValueError(f"wandb has no login on this machine; {cure}")
+            raise ValueError(
+                "wandb has no login on this machine; "
+                "run wandb login, or set WANDB_API_KEY or WANDB_MODE=offline"
+            )
         return [check_name(name, *TRACKERS) for name in names]
 
 
@@ -249,10 +251,12 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
     except ValidationError as error:
         found = error.errors(include_url=False)  # a misspelt section is unknown, and is missing
         first = next((one for one in found if one["type"] == "extra_forbidden"), found[0])
-        key = known = ".".join(str(part) for part in first["loc"])
+        key = known = ".".join(map(str, first["loc"]))
         while known not in sources:
             known = known.rpartition(".")[0]
-        raise SettingsError(f"{sources[known]}: {key}: {_explain(first)}") from None
+        raise SettingsError(
+            f"{sources[known]}{line_of(sources[known], known)}: {key}: {_explain(first)}"
+        ) from None
 
 
 def _with_limits(settings: Settings, sources: Mapping[str, str], order: list[str]) -> Settings:

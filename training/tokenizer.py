@@ -41,8 +41,9 @@ class Tokenizer:
             self.vocabulary = self._tokens.get_vocab_size()
             self.end = self._tokens.token_to_id("<|endoftext|>")
         else:
-            known = "bytes, tiktoken:gpt2 or tokenizers:FILE"
-            raise SettingsError(f"tokenizer {name!r} is unknown; give {known}")
+            raise SettingsError(
+                f"tokenizer {name!r} is unknown; give bytes, tiktoken:gpt2 or tokenizers:FILE"
+            )
 
     def encode(self, text: bytes) -> Sequence[int]:
         """Return the tokens of a text."""

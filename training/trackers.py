@@ -93,10 +93,8 @@ class WandB:
         import wandb
 
         self._recorded = facts.recorded
-        stdin, sys.stdin = (
-            sys.stdin,
-            io.StringIO(),
-        )  # without a login it would ask for one, and wait
+        # Without a login it would ask for one, and wait.
+        stdin, sys.stdin = sys.stdin, io.StringIO()
         try:
             self._run = wandb.init(
                 id=facts.run_id,
@@ -159,4 +157,4 @@ class Trackers:
             except (Exception, SystemExit) as error:
                 self._started.pop(name, None)
                 why = str(error).splitlines()[0] if str(error) else type(error).__name__
-                _log.warning(f"tracker {name} failed ({why}); the run goes on [log-lost]")
+                _log.warning(f"tracker {name} failed ({why}); the run continues [log-lost]")

@@ -101,7 +101,7 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         raise ValueError(f"--master-port {port}: not a port; give 1 to 65535")
     beyond_static = _beyond_static(args, low, high)
     if is_placed and beyond_static:
-        cure = "leave it out, or also give --nnodes, --node-rank and --master-addr"
+        cure = "omit it, or also give --nnodes, --node-rank and --master-addr"
         raise ValueError(f"{beyond_static}: not in a SLURM step; {cure}")
     _check_signals(args)
     settings = rendezvous_settings(args.rdzv_conf)

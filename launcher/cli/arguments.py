@@ -189,6 +189,7 @@ class _Reader:
 
     def _refuse_scheduled(self, option: str) -> None:
         if self.is_scheduled:
-            cause = f"{option} is for runs that no scheduler holds"
-            cure = "use sbatch, squeue and scancel (PBS: qsub, qstat and qdel)"
-            raise UsageError(f"{cause}; {cure}")
+            raise UsageError(
+                f"{option} does not apply to a SLURM or PBS job; "
+                "use sbatch, squeue and scancel (PBS: qsub, qstat and qdel)"
+            )

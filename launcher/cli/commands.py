@@ -88,7 +88,7 @@ def _take_config(values: Values, environ: Mapping[str, str]) -> None:
 def _pass_to_test(values: Values, _environ: Mapping[str, str]) -> None:
     """Put the self-test's own options after its name. It runs in the project's folder."""
     if settings := values.get("setting"):
-        raise UsageError(f"settings mean nothing here ({settings[0]!r}); leave them out")
+        raise UsageError(f"{settings[0]!r}: settings have no effect here; omit them")
     test, file = values.pop("test", ""), values.pop("json", "")
     if test not in ("", "basic", "all"):
         raise UsageError(f"--test is {test!r}; give basic or all")

@@ -30,6 +30,6 @@ def main(arguments: Sequence[str]) -> int:
         if typed.show is not None:
             os.environ["SHOW_RANKS"] = typed.show
     except UsageError as error:
-        print(f"{call.program}: {error}", file=sys.stderr)
+        print(f"{call.program}: {error} [config-invalid]", file=sys.stderr)
         return BAD_INPUT
     return int(import_module("launcher.start").main(typed))  # imports most of launcher/

@@ -41,9 +41,7 @@ def run(program: str, words: Sequence[str]) -> int:
 def refuse(words: Sequence[str]) -> str:
     """Return why these are no words for scripts/checkpoint.sh; empty if they are."""
     commands = ", ".join(" ".join([name, *needs]) for name, needs in CHECKPOINT.items())
-    if not words:
-        return f"no command; give one of {commands}"
-    name, *given = words
+    name, *given = words or [""]
     if name not in CHECKPOINT:
         return f"unknown command {name!r}; {did_you_mean(name, CHECKPOINT)}it can be {commands}"
     if len(given) != len(CHECKPOINT[name]):

@@ -22,7 +22,7 @@ def read_like_torchrun(values: dict[str, Any], environ: Mapping[str, str]) -> No
         find_master(values, nodes, **rendezvous, in_step=bool(environ.get("SLURM_STEP_ID")))
     elif rendezvous["endpoint"]:
         cause = "--hosts names the nodes, and --rdzv-endpoint does so, too"
-        raise UsageError(f"{cause}; leave one out")
+        raise UsageError(f"{cause}; omit one")
     else:
         values["fanout"] = "auto"
     count_processes(values)
@@ -49,7 +49,7 @@ def find_master(
         raise UsageError(f"{cause}; give one number")
     if backend not in ("", "static", "c10d"):
         cause = f"--rdzv-backend {backend}: unknown here"
-        raise UsageError(f"{cause}; leave it out, and give --master-addr")
+        raise UsageError(f"{cause}; omit it, and give --master-addr")
     nodes = least or ("1" if endpoint == "localhost:0" else "")  # torchrun's default
     if nodes:
         values["nnodes"] = nodes

@@ -40,9 +40,6 @@ from launcher.text import count, did_you_mean, name_ranks
 
 def main(arguments: Sequence[str], program: str = "explain") -> int:
     """Run the command line; returns the exit code."""
-    if {"-h", "--help"} & {*arguments}:
-        print(__doc__)
-        return 0
     names = arguments or [str(_log_dir() / "latest")]
     try:
         if all(map(has_ended_well, names)):  # an earlier start of it may have failed

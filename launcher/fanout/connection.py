@@ -154,7 +154,7 @@ class Connection(Child):
         fault = self._fault
         if is_there:
             fault = "host-unreachable" if self.code == SSH_FAILED else "env-missing"
-        cause = self.last_words or "the connection ended without a word"
+        cause = self.last_words or f"ssh to {self.node} ended without a message"
         return Fault(fault, cause, CURES[fault].format(node=self.node))
 
 
@@ -223,7 +223,7 @@ def forwarded_names(
     for name in asked:
         if name not in environ:
             cause = f"FORWARD_ENV names {name!r}, which is not in the environment"
-            raise PlanError(f"{cause}; export it, or leave it out")
+            raise PlanError(f"{cause}; export it, or omit it")
     wanted = {*asked, *activated, *(name for name in environ if name.startswith(FORWARDED))}
     wanted = (wanted & environ.keys()) - {*own}
     return sorted(name for name in wanted if re.fullmatch(r"[A-Za-z_]\w*", name))

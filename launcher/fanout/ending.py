@@ -55,8 +55,8 @@ def conclude(
     is_well = len(codes) == len(nodes) and {*codes} <= {0, STOPPED}
     outlived = has_failed or is_well  # a silence
     if still_s and not (stopped_by or outlived):
-        cause = f"it stood still for {still_s:.0f} s (SIGSTOP, Ctrl-Z, or the machine slept)"
-        cause += f"; the nodes end a run after {limits.SILENCE_S:g} s without it"
+        cause = f"the launcher was suspended for {still_s:.0f} s (SIGSTOP, Ctrl-Z, sleep)"
+        cause += f"; nodes end a run after {limits.SILENCE_S:g} s without a heartbeat"
         return blame(-1, 128 + SIGKILL, "launcher-killed", cause)
     lost = find_lost(nodes, outlived=outlived)
     if lost is not None:
@@ -64,7 +64,7 @@ def conclude(
         return blame(rank, 128 + SIGKILL, fault, cause)
     silent = [0 if node.told else code for node, code in zip(nodes, codes, strict=True)]
     if CANNOT_START in silent:
-        cause = "the node agent was not started; what stands above says why"
+        cause = "the node agent was not started; the lines above say why"
         return blame(silent.index(CANNOT_START), CANNOT_START, "env-missing", cause)
     agents = () if plan.engine else (BAD_INPUT, REFUSED)  # whose causes an agent tells itself
     refused = [code for code in silent if code in agents]
@@ -79,7 +79,7 @@ def conclude(
         return replace(told[0], code=code) if told[0].failure or failed is None else failed
     if stopped_by:
         return replace(unknown, code=128 + stopped_by)
-    cause = f"a rank failed; the report of {plan.engine} stands above"
+    cause = f"a rank failed; the report of {plan.engine} is above"
     return blame(codes.index(code), code, "rank-error", cause)
 
 
@@ -97,7 +97,7 @@ def find_lost(nodes: Sequence[NodeResult], *, outlived: bool) -> tuple[int, str,
         return None
     silent = [rank for rank in lost if nodes[rank].is_silent]
     if len(nodes) > 1 and len(silent) == len(nodes):
-        cause = f"no sign of life from any node for {limits.SILENCE_S:g} s: network cut?"
+        cause = f"no heartbeat from any node for {limits.SILENCE_S:g} s (network down?)"
         return -1, "link-lost", cause
     is_link = silent or not all(node.is_reachable for node in nodes)
     first = (silent or lost)[0]

@@ -128,6 +128,6 @@ class Silence:
             lasts_s = now - one.heard
             ended, seconds = (now, lasts_s) if lasts_s > limits.SILENCE_S / 2 else one.gap
             if ended > now - limits.RECALL_S:
-                one.lost, one.is_silent = f"no sign of life for {seconds:.0f} s: network cut?", True
+                one.lost, one.is_silent = f"no heartbeat for {seconds:.0f} s (network down?)", True
                 found.append(one)
         return found

@@ -196,7 +196,7 @@ class Fanout:
         for one in self.connections:
             self.note(one)
         for one in self.silence.find() if self.is_open else ():
-            self.lose(one, f"no sign of life for {limits.SILENCE_S:g} s: network cut?")
+            self.lose(one, f"no heartbeat for {limits.SILENCE_S:g} s (network down?)")
             one.terminate()
         for one in self.nodes.find_left_behind():
             self.say(f"continuing without {one.node}")

@@ -26,6 +26,7 @@ from launcher.plan.plan import ROOT, Plan, PlanError, World, read_nproc, read_nu
 from launcher.plan.resume import command_line
 from launcher.plan.typed import Typed
 from launcher.record.run_ids import free_run_id, next_run_id, plain_run_id
+from launcher.text import did_you_mean
 from launcher.wire import limits
 
 MARK = b"# launch-kit: answers --check"  # of our train.py, for this alone
@@ -58,7 +59,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     max_restarts = read_number("MAX_RESTARTS", restarts, 0, 1000)
     if max_restarts and typed.engine:
         cause = f"MAX_RESTARTS is {max_restarts}, but {typed.engine} starts no rank again"
-        raise PlanError(f"{cause}; leave it out")
+        raise PlanError(f"{cause}; omit it")
     grace_s = read_number("GRACE", environ.get("GRACE") or str(limits.GRACE_S), 0, 86400)
     wait = environ.get("PREFLIGHT_SECONDS") or "9"
     fanout = choose_fanout(typed, environ)
@@ -127,7 +128,7 @@ def _read_words(typed: Typed, environ: Mapping[str, str]) -> dict[str, str]:
         if found := [word for word in known if word.lower() == given.lower()]:
             read[name] = found[0]
             continue
-        cause = f"{name} is {given!r}; it can be {' '.join(known)}"
+        cause = f"{name} is {given!r}; {did_you_mean(given, known)}it can be {', '.join(known)}"
         if is_strict or name not in _ANYBODYS:
             raise PlanError(cause)
         print(f"{typed.program}: warning: {cause}; ignored", file=sys.stderr)
@@ -142,12 +143,8 @@ def _read_words(typed: Typed, environ: Mapping[str, str]) -> dict[str, str]:
 def _find_hosts(typed: Typed, environ: Mapping[str, str]) -> Typed:
     """Return what was typed for launch.sh, with the nodes of its --hosts as other scripts have."""
     nodes, via = typed.hosts, typed.via or "ssh"
-    if via not in ("ssh", "pdsh"):
-        raise PlanError(f"--via is {via!r}; it can be ssh pdsh")
-    if nodes is None and typed.via:
-        raise PlanError(
-            f"--via {via} reaches the nodes of --hosts, and there is no --hosts; add it"
-        )
+    if via not in ("ssh", "pdsh") or (typed.via and nodes is None):
+        raise PlanError(f"--via is {via!r}; it can be ssh or pdsh, and needs --hosts")
     if nodes is None:
         return replace(typed, fanout="local")
     others = {
@@ -156,7 +153,7 @@ def _find_hosts(typed: Typed, environ: Mapping[str, str]) -> Typed:
         "--master-addr": typed.master,
     }
     if named := next(filter(others.get, others), ""):
-        raise PlanError(f"--hosts names the nodes, and {named} does so, too; leave one out")
+        raise PlanError(f"--hosts names the nodes, and {named} does so, too; omit one")
     if nodes != "job":
         if Path(nodes).is_file():
             return replace(typed, fanout=via, hostfile=nodes)
@@ -165,7 +162,9 @@ def _find_hosts(typed: Typed, environ: Mapping[str, str]) -> Typed:
         return replace(typed, fanout="srun")
     if pbs.read_lines(environ):
         return replace(typed, fanout=via, nodefile=True)
-    raise PlanError("--hosts job: this is no SLURM or PBS job; name the nodes, or start it in one")
+    raise PlanError(
+        "--hosts job: not inside a SLURM or PBS job; name the nodes, or start it in one"
+    )
 
 
 def choose_fanout(typed: Typed, environ: Mapping[str, str]) -> str:
@@ -240,6 +239,7 @@ def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> World:
     slurm.refuse_many_tasks(environ)
     if typed.has_health_check or (typed.like_torchrun and typed.nnodes != "1"):
         if step := slurm.read_step(environ, given):  # srun has started this on each node
+            slurm.warn_of_part(environ, typed.program, needs_srun=True)
             return step
         if typed.has_health_check:
             slurm.refuse_many_nodes(environ, typed.program)
@@ -255,7 +255,7 @@ def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> World:
         return World(1, "127.0.0.1")
     master = typed.master or environ.get("MASTER_ADDR")
     if not master:
-        raise PlanError(f"{num_nodes} nodes but no address of the master; give MASTER_ADDR")
+        raise PlanError(f"{num_nodes} nodes, but no MASTER_ADDR; give the address of node rank 0")
     if rank == "auto" and is_first(master, _read_port(typed, environ, is_by_hand=True) or 0):
         node_rank = 0  # the others get theirs as they come
     return World(num_nodes, master, node_rank)

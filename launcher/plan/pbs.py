@@ -26,10 +26,10 @@ REQUEST = (
 def read_nodefile(environ: Mapping[str, str], nproc: int | None) -> tuple[NodePlan, ...]:
     """Return a PBS job's nodes, each with the ranks that the job's request gives it.
 
-    Raises PlanError where this is no PBS job, or not one of the size that was asked for.
+    Raises PlanError where this is not a PBS job, or not one of the size that was asked for.
     """
     if not environ.get("PBS_JOBID"):
-        raise PlanError(f"this is no PBS job; {REQUEST}")
+        raise PlanError(f"this is not a PBS job; {REQUEST}")
     lines = read_lines(environ)
     there, asked = len({*lines}), environ.get("PBS_NUM_NODES") or "some"  # Torque's
     if not lines or (asked.isdecimal() and int(asked) != there):

@@ -24,10 +24,12 @@ def keep_back(
         return world
     names = " ".join(f"{name}={value}" for name, value in given.items())
     if fanout not in FANOUTS or engine:
-        cure = "use launch_torchrun_auto.sh or a SLURM job, or leave it out"
+        cure = "use launch_torchrun_auto.sh or a SLURM job, or omit it"
         raise PlanError(f"{names}: this launcher does not replace nodes; {cure}")
     if not max_restarts:
-        raise PlanError(f"{names}, but without MAX_RESTARTS no run goes on; set it")
+        raise PlanError(
+            f"{names} needs MAX_RESTARTS; for example 3 (each replaced node is a restart)"
+        )
     if spares >= world.num_nodes:
         cure = "name more nodes, the last are the spares"
         raise PlanError(f"SPARES is {spares} of {world.num_nodes} nodes in all; {cure}")

@@ -96,7 +96,7 @@ def take_own_settings(typed: Typed, environ: Mapping[str, str]) -> tuple[dict[st
             raise PlanError(f"no {name}; usage: {typed.usage}")
     read_number("num_gpus", own.get("num_gpus") or "0", 0, MOST_GPUS)
     if read_number("chain", own.get("chain") or "1", 1, MOST_JOBS) > 1 and typed.wait:
-        raise PlanError("--wait follows one job, and chain asks for several; leave one out")
+        raise PlanError("--wait follows one job, and chain asks for several; omit one")
     return own, others
 
 

@@ -102,11 +102,13 @@ def check_gpus(machine: Machine) -> Iterator[Fault]:
     if machine.nproc == 0:
         yield Fault("too-few-gpus", "there is no visible GPU", "give a number of processes")
     elif machine.backend == "nccl" and not (machine.gpus or any(map(os.path.exists, DEVICES))):
-        yield Fault("too-few-gpus", "backend nccl needs a GPU, and there is none", "use gloo")
+        yield Fault(
+            "too-few-gpus", "backend nccl needs a GPU, and there is none", "set BACKEND=gloo"
+        )
     if 0 < len(machine.gpus) < machine.nproc and machine.backend != "gloo":
         cause = f"{machine.nproc} processes but {count(len(machine.gpus), 'visible GPU')}"
         yield Fault("too-few-gpus", cause, "ask for fewer, or see CUDA_VISIBLE_DEVICES")
-    cure = "have the GPU reset or replaced, or leave it out with CUDA_VISIBLE_DEVICES"
+    cure = "have the GPU reset or replaced, or exclude it with CUDA_VISIBLE_DEVICES"
     if machine.gpu_error:
         yield Fault("gpu-unhealthy", machine.gpu_error, cure)
     for gpu in machine.gpus:
@@ -125,7 +127,7 @@ def check_gpus(machine: Machine) -> Iterator[Fault]:
 def check_gpu_speed(machine: Machine) -> Iterator[Fault]:
     """No GPU is slower than it need be: every step would wait for it."""
     for cause in find_slow({gpu.index: gpu.health for gpu in machine.gpus}):
-        cure = "have it looked at, or leave it out with CUDA_VISIBLE_DEVICES"
+        cure = "have it looked at, or exclude it with CUDA_VISIBLE_DEVICES"
         yield Fault("gpu-slow", cause, cure, warns=True)
 
 
@@ -161,7 +163,8 @@ def _contradictions(environ: Mapping[str, str]) -> Iterator[Fault]:
     numbers = [int(word) for word in (wanted or "").split(",") if word.isdecimal()]
     if shown is not None and numbers and max(numbers) >= len(shown.split(",")):
         name = names[2] if by_hip is None else names[1]
-        cause = f"{name}={wanted} counts among the GPUs that ROCR_VISIBLE_DEVICES={shown} shows"
+        cause = f"{name}={wanted} asks for GPU {max(numbers)}, but ROCR_VISIBLE_DEVICES={shown}"
+        cause += f" leaves only {count(len(shown.split(',')), 'GPU')}, numbered from 0"
         yield Fault("visible-devices", cause, f"unset {name}")
 
 
@@ -197,8 +200,8 @@ def check_master(machine: Machine) -> Iterator[Fault]:
         cure = "give the master's address on the network the nodes share"
         yield Fault("loopback-address", cause, cure, warns=literal)
     if machine.nnodes > 1 and machine.node_rank == 0 and addresses and not is_here(addresses[0]):
-        cause = f"the master's address {addresses[0]} is not of this machine"
-        cure = "give node rank 0's in MASTER_ADDR, unless a router translates it"
+        cause = f"the master's address {addresses[0]} is none of this node's (node rank 0)"
+        cure = "set MASTER_ADDR to an address of this node; behind NAT, ignore this"
         yield Fault("no-such-interface", cause, cure, warns=True)
     if machine.port_error == errno.EADDRINUSE:
         holder = _holder(port)
@@ -225,8 +228,8 @@ def check_interfaces(machine: Machine) -> Iterator[Fault]:
         cure = f"unset it, or name {leads}, which leads to the master"
     gloo = machine.environ.get("GLOO_SOCKET_IFNAME", "")
     if gloo and not set(gloo.split(",")) <= set(names):
-        cause = f"GLOO_SOCKET_IFNAME={gloo} is not of this machine"
-        yield Fault("no-such-interface", cause, f"{cure} (to exclude with ^ is NCCL's alone)")
+        cause = f"GLOO_SOCKET_IFNAME={gloo} names no interface of this machine"
+        yield Fault("no-such-interface", cause, f"{cure} (only NCCL supports ^ to exclude)")
     if nccl := machine.environ.get("NCCL_SOCKET_IFNAME", ""):
         marks, words = nccl[:2], nccl.lstrip("^=").split(",")  # prefixes, =exact or ^excluded
         named = {name for name in names if name.startswith(tuple(words))}
@@ -263,16 +266,17 @@ def check_limits(machine: Machine) -> Iterator[Fault]:
     """Data workers pass descriptors and share /dev/shm with NCCL; InfiniBand locks its buffers."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1 is no limit
     if 0 <= files < LEAST_FILES:
-        yield Fault("low-nofile", f"at most {files} open files", "ulimit -n 65536", warns=True)
+        cause = f"the limit on open files is {files} (data workers need {LEAST_FILES})"
+        yield Fault("low-nofile", cause, "run ulimit -n 65536 before the launch", warns=True)
     shm = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
     if shm < LEAST_SHM:
-        cure = "in Docker: --ipc=host or --shm-size=8g"
-        yield Fault("small-shm", f"/dev/shm holds {shm >> 20} MiB", cure, warns=True)
+        cure = "start Docker with --ipc=host or --shm-size=8g"
+        yield Fault("small-shm", f"/dev/shm is only {shm >> 20} MiB", cure, warns=True)
     infiniband = Path("/sys/class/infiniband").is_dir()
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if 0 <= locked < (LEAST_MEMLOCK_INFINIBAND if infiniband else LEAST_MEMLOCK):
-        cause = f"at most {locked >> 10} KiB of locked memory"
-        yield Fault("low-memlock", cause, "ulimit -l unlimited", warns=not infiniband)
+        cause, cure = f"the limit on locked memory is {locked >> 10} KiB", "run ulimit -l unlimited"
+        yield Fault("low-memlock", cause, cure, warns=not infiniband)
 
 
 def check_folders(machine: Machine) -> Iterator[Fault]:

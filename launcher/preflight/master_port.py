@@ -65,7 +65,7 @@ def visit_master(
         is_silent = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
         if is_silent or not isinstance(error, NotAccepted | WrongSecret):
             why = f"no answer in {limits.GREETING_S:g} s" if is_silent else error.strerror or error
-            cause = f"no way to {address}:{port} ({why})"
+            cause = f"cannot reach {address}:{port} ({why})"
             yield Fault("port-blocked", cause, "open the port in the firewall")
         return  # another program is there, which node rank 0 tells
     with contextlib.closing(master), meeting.introduce(master, me):

@@ -34,7 +34,7 @@ class Check:
             return None
         worst = int((got - want).abs().argmax())
         gave, right = got.flatten()[worst].item(), want.flatten()[worst].item()
-        return f"{self.name} on {here} gave {gave:g} where {right:g} is right [wrong-result]"
+        return f"{self.name} on {here} gave {gave:g}, expected {right:g} [wrong-result]"
 
 
 def run_checks(rank: int, ranks: int) -> Iterator[Check]:

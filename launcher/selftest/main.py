@@ -212,7 +212,7 @@ def advice(findings: Findings) -> str:
     """Return which nodes to leave out, for the verdict."""
     hosts = findings.excluded() if len(findings.hosts) > 1 else []
     names = ",".join(host.partition(".")[0] for host in hosts)
-    return f"; leave out {names} (SLURM: --exclude={names})" if hosts else ""
+    return f"; exclude {names} (SLURM: --exclude={names})" if hosts else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -145,7 +145,7 @@ def try_members(members: Sequence[Member], me: int, within_s: float) -> Iterator
             if why:
                 failed.setdefault((fault, why), []).append(str(other))
     for (fault, why), names in failed.items():
-        yield Fault(fault, f"no way to {shorten(names)} ({why})", CURES[fault])
+        yield Fault(fault, f"cannot reach {shorten(names)} ({why})", CURES[fault])
 
 
 def shorten(names: Sequence[str]) -> str:

@@ -51,11 +51,11 @@ run_command() { # <command> <word...>
   local script=${LAUNCH_AS:-$0} # a command that pip has installed has its own name
   [[ $script == */* ]] || script=./$script
   unset LAUNCH_AS
-  answer "${2:-}" print_usage
-  pwd -P &>/dev/null || die 2 "the working directory has been removed; cd to one that exists"
+  answer "${2:-}" "$1"
+  pwd -P &>/dev/null || die 2 "the working directory has been removed; cd to one that exists [dir-unwritable]"
   for name in launcher/start.py distributed/environment.py; do
     [[ -r $ROOT/$name ]] ||
-      die 2 "there is no $name in $ROOT; keep scripts/, launcher/ and distributed/ of this project together (make init DIR=...)"
+      die 2 "there is no $name in $ROOT; keep scripts/, launcher/ and distributed/ of this project together (make init DIR=...) [env-missing]"
   done
   read_site
   choose_inside
@@ -66,33 +66,30 @@ run_command() { # <command> <word...>
 
 # What an edited copy of an older batch script calls.
 parse_arguments() {
-  die 2 "this is a copy of an older script; copy the new one, and edit it again"
+  die 2 "this is a copy of an older script; copy the new one, and edit it again [config-invalid]"
 }
 
 # Runs a script that is no launcher; does not return.
 run_tool() { # <argument...>
-  answer "${1:-}" print_header
+  answer "${1:-}" ''
   read_site
   choose_python
   exec "$PYTHON" "$ROOT/scripts/lib/start.py" launcher.cli.tools "${LAUNCH_AS:-$PROGRAM}" "$@"
 }
 
-# Answers what needs no Python.
-answer() { # <first word> <function that prints the help>
+# Answers what needs no Python. help.txt names above each entry the commands that read it.
+answer() { # <first word> <command, or '' where the header of the script says all>
   case $1 in
-    -h | --help) { "$2" 2>/dev/null || die 1 "the help cannot be written; see that there is room" && exit; } ;;
+    -h | --help) { print_help "$@" 2>/dev/null || die 1 "the help cannot be written; see that there is room"; } && exit ;;
     --version) echo "$PROGRAM $(sed -n 's/^__version__ = "\(.*\)"$/\1/p' "$ROOT/distributed/__init__.py")" && exit ;;
+    *) return ;;
   esac
 }
 
-print_header() {
-  sed '1d; /^#/!Q; /^#[A-Z]/d; s/^# \{0,1\}//' "$0"
-}
-
-print_usage() {
-  local header
-  header=$(print_header)
-  printf '%s\n\n' "$header"
-  [[ $header != *"usage: "*" NODE..."* ]] || cat "$ROOT/scripts/lib/nodes.txt"
-  cat "$ROOT/scripts/lib/help.txt"
+print_help() { # <-h|--help> <command>
+  sed '1d; /^#/!Q; /^#[A-Z]/d; s/^# \{0,1\}//' "$0" || return
+  [[ -n $2 ]] || return 0
+  ! grep -q '^# usage: .* NODE\.\.\.' "$0" || { echo && cat "$ROOT/scripts/lib/nodes.txt"; }
+  [[ $1 == --help ]] || { printf '\n--help also shows the options and variables of %s.\n' "$PROGRAM" && return; }
+  echo && sed -nE "/^#/{h;d};G;/\n#(.* $2( |\$)|\$)/P" "$ROOT/scripts/lib/help.txt"
 }

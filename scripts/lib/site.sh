@@ -7,7 +7,7 @@ read_site() {
   local file=${SITE-$ROOT/config/site.env} line name value number=0 names=()
   [[ -z ${SITE:-} || -r $SITE ]] || ! ignore_foreign SITE "which is no file" || file=$ROOT/config/site.env
   [[ -n $file && (-e $file || $file == "${SITE:-}") ]] || return 0
-  [[ -r $file ]] || die 2 "SITE names ${file@Q}, which cannot be read; correct its path"
+  [[ -r $file ]] || die 2 "SITE names ${file@Q}, which cannot be read; correct its path [config-invalid]"
   while read -r line || [[ -n $line ]]; do
     number=$((number + 1)) line=${line#$'\xef\xbb\xbf'} line=${line%$'\r'} # Windows puts them there
     [[ -n $line && $line != \#* ]] || continue

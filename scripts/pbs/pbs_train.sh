@@ -10,10 +10,11 @@
 #
 # example: qsub -l select=4:ncpus=64:ngpus=8 -l walltime=24:00:00 -j oe -o logs/ -N train -- $PWD/scripts/pbs/pbs_train.sh my.yaml
 #
-# qdel, the walltime and qrerun let the ranks save, if the queue's kill_delay is GRACE + 10 seconds or
-# more. In the first form qsig -s USR1 does too. Give the job's size to qsub; Torque: -l nodes=4:ppn=8
-# Processes per node: NPROC_PER_NODE, else the node's lines in the node file if more than one, else
-# its GPUs.
+# Give the job's size to qsub (Torque: -l nodes=4:ppn=8). qdel, the walltime and qrerun let the ranks
+# save, if the queue's kill_delay is at least GRACE + 10 seconds. In the first form, so does
+# qsig -s USR1.
+# The first of these sets the processes per node: NPROC_PER_NODE, the job's mpiprocs or ngpus, the
+# node's lines in the node file (if more than one), its GPUs.
 #PBS -N train
 #PBS -l walltime=24:00:00
 #PBS -j oe
@@ -26,7 +27,7 @@ LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib
 for FOLDER in "$PWD" "$PWD/launch-kit"; do # PBS runs a copy of this file; make init has made launch-kit
   [[ -r $LIB/launch.sh ]] || LIB=$FOLDER/scripts/lib
 done
-[[ -r $LIB/launch.sh ]] || { echo "pbs_train.sh: this is a copy and finds no scripts/lib; submit it from the project's folder or the one around launch-kit/" >&2 && exit 2; }
+[[ -r $LIB/launch.sh ]] || { echo "pbs_train.sh: this is a copy and finds no scripts/lib; submit it from the project's folder or the one around launch-kit/ [env-missing]" >&2 && exit 2; }
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh"
 run_command pbs_train "$@"

@@ -10,8 +10,9 @@
 # example: sbatch --nodes=4 --gpus-per-node=8 scripts/slurm/slurm_train.sh config/local3.yaml
 #          under salloc: the same without sbatch
 #
-# The job's size. Edit it here, or override it with sbatch's options. Ranks per node: the tasks
-# per node if more than one, else the GPUs. For memory beyond the site's default, give --mem-per-gpu.
+# By default, the job has 2 nodes with 2 GPUs each, 4 CPUs per GPU and 24 hours. Options of sbatch
+# override that; for CPUs use --cpus-per-gpu. Your site may need --partition, --account or --mem.
+# Ranks per node: the first of --ntasks-per-node (if above 1), NPROC_PER_NODE, the number of GPUs.
 #SBATCH --job-name=train
 #SBATCH --nodes=2
 #SBATCH --gpus-per-node=2
@@ -41,7 +42,7 @@ if [[ ! -r $LIB/launch.sh ]]; then # sbatch runs a copy; the job's record names 
   for LIB in "$HERE/../lib" {"$HERE","${SLURM_SUBMIT_DIR:-$HERE}"}/{,launch-kit/}scripts/lib; do
     [[ ! -r $LIB/launch.sh ]] || break
   done
-  [[ -r $LIB/launch.sh ]] || { echo "$NAME: this is a copy and finds no scripts/lib; submit it from the project's folder or the one around launch-kit/" >&2 && exit 2; }
+  [[ -r $LIB/launch.sh ]] || { echo "$NAME: this is a copy and finds no scripts/lib; submit it from the project's folder or the one around launch-kit/ [env-missing]" >&2 && exit 2; }
 fi
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Train on several machines through torch.distributed.launch, for older PyTorch. Run it once.
+# Train on several machines through torch.distributed.launch, for scripts that need its --local-rank.
+# Run it once.
 #
 # usage: scripts/ssh/launch_multinode.sh CONFIG NPROC NODE... [key=value...] [-- ARGS...]
 #

@@ -7,8 +7,8 @@
 #   NPROC        processes on each machine
 #   NNODES       number of machines
 #   NODE_RANK    this machine's number, from 0
-#   MASTER_ADDR  address of machine 0
-#   MASTER_PORT  a free port on machine 0 (default: 29500)
+#   MASTER_ADDR  address of the machine with node rank 0
+#   MASTER_PORT  a free port there (default: 29500)
 #   key=value    settings that override the config
 #
 # example: scripts/ssh/launch_torchrun_multinode.sh config/local3.yaml 8 2 0 10.0.0.1

@@ -23,7 +23,8 @@
 #
 # CLUSTER_DIR (default: /var/lib/launch-kit-cluster) keeps all of its files; clusters with different
 # folders do not meet. A host has its own name, network, process ids, /run, /dev/shm, sshd and slurmd.
-# All hosts share an empty home. All else is shared too, as on a cluster with NFS. There is no way from it to other networks.
+# All hosts share an empty home. All else is shared too, as on a cluster with NFS. It cannot reach
+# other networks.
 set -euo pipefail
 shopt -s nullglob
 # Names that no one has exported: the commands that run on hosts get the caller's variables.

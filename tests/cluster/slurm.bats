@@ -15,7 +15,8 @@ setup_file() {
   cluster_up 5 # the guide's commands ask for 4; a lost node's job needs one more
   cd -- "$BATS_FILE_TMPDIR" || return
   setup_folder
-  TIMED=$(on login sbatch --parsable --output=timed.out --nodes=1 --gpus-per-node=1 --time=1 --signal=B:USR1@30 \
+  # A busy machine may need most of the two minutes between the notice and the limit.
+  TIMED=$(on login sbatch --parsable --output=timed.out --nodes=1 --gpus-per-node=1 --time=3 --signal=B:USR1@120 \
     scripts/slurm/slurm_train.sh config/local3.yaml "${LONG[@]}")
   export TIMED
 }
@@ -117,7 +118,7 @@ field() { # <job> <name>
 
 # bats test_tags=prove
 @test "ahead of its time limit a job saves, and comes back" {
-  eventually grep -q '^resumed    after step' "$BATS_FILE_TMPDIR/timed.out"
+  eventually grep -q '^resumed    after step' "$BATS_FILE_TMPDIR/timed.out" || { cat "$BATS_FILE_TMPDIR/timed.out" && false; }
   on login scancel "$TIMED"
   grep -q '^stopped    after step [0-9]*, which is saved (SIGUSR1)$' "$BATS_FILE_TMPDIR/timed.out"
   grep -q "^requeued job $TIMED; it resumes when SLURM starts it again$" "$BATS_FILE_TMPDIR/timed.out"
@@ -186,12 +187,6 @@ PY
   [[ -d checkpoints/one/step-6 ]]
 }
 
-@test "what train.py is told to expect is compared with what SLURM gave" {
-  run -2 on login salloc -Q --nodes=2 --ntasks-per-node=1 srun "$PYTHON" -u "$ROOT/train.py" \
-    --config config/local3.yaml --nodes 4 "${SHORT[@]}"
-  [[ $output == *"--nodes is 4 but slurm started 2; make them agree [wrong-world]"* ]]
-}
-
 # bats test_tags=prove,long
 # The last task of an array has the array's own job id: it alone is to come back.
 @test "in an array: USR1 to a task saves, requeues and resumes it alone; TERM saves and does not" {
@@ -218,7 +213,7 @@ PY
 @test "a heterogeneous job: refused by the script, trains through srun, whatever the order of its hosts" {
   local groups=(--nodelist=node3 --ntasks=1 : --nodelist=node2 --ntasks=1)
   run -2 job "${groups[@]}" scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
-  [[ $(<job.out) == *": a heterogeneous job has nodes that differ, "*"; leave out the : and what follows, "*"[wrong-world]" ]]
+  [[ $(<job.out) == *": a heterogeneous job has nodes that differ, "*"; omit the : and what follows, "*"[wrong-world]" ]]
   [[ $(wc -l <job.out) == 1 ]]
   RUN_ID=het on login salloc -Q "${groups[@]}" srun --het-group=0,1 "$PYTHON" "$ROOT/train.py" --config config/local3.yaml "${SMALL[@]}"
   [[ -d checkpoints/het/step-6 ]]
@@ -539,7 +534,7 @@ SH
   on login scontrol update nodename="$other" state=down reason=lost
   eventually grep -q '^resumed    after step' job.out
   eventually is_gone_from "$lost" "rdzv-id $JOB .*train.py"
-  grep -q "step [0-9]* was not saved: run $JOB was started again, on node[1-5]; .*\[node-lost\]" job.out
+  grep -q "step [0-9]* was not saved: run $JOB was restarted on node[1-5], so .*\[node-lost\]" job.out
   eventually has_ended "$two"
   cat two.out
   [[ $(field "$two" JobState) == JobState=COMPLETED && $(field "$two" Restarts) == Restarts=1 ]]
@@ -611,7 +606,7 @@ is_not_running() { # <job>
   for name in slurm_train slurm_train_single_node; do
     cp -- "$ROOT/scripts/slurm/$name.sh" elsewhere/mine.sh
     (cd elsewhere && run -2 job --nodes=1 mine.sh)
-    [[ $(<elsewhere/job.out) == "$name.sh: this is a copy and finds no scripts/lib; submit it from the project's folder or the one around launch-kit/" ]]
+    [[ $(<elsewhere/job.out) == "$name.sh: this is a copy and finds no scripts/lib; submit it from the project's folder or the one around launch-kit/ [env-missing]" ]]
     rm elsewhere/job.out
     run -2 elsewhere/mine.sh # in no job at all
     [[ $output == "$name.sh: this is a copy and finds no scripts/lib; "* && ${#lines[@]} == 1 ]]
@@ -641,7 +636,7 @@ is_not_running() { # <job>
   MASTER_PORT=4321 run -3 on login salloc -Q --nodes=2 --nodelist=node[1-2] --gpus-per-node=1 \
     scripts/slurm/slurm_train.sh config/local3.yaml
   "$CLUSTER" restore node1
-  [[ $output == *"slurm_train.sh: node2: no way to node1:4321 (no answer in 3 s); "*" [port-blocked]" && ! -e logs ]]
+  [[ $output == *"slurm_train.sh: node2: cannot reach node1:4321 (no answer in 3 s); "*" [port-blocked]" && ! -e logs ]]
   for node in login node1; do on "$node" ln -s "$PYTHON" "$own/python"; done
   PYTHON=$own/python TRAIN_SCRIPT=own.py run -3 on login salloc -Q --nodes=2 --nodelist=node[1-2] scripts/slurm/slurm_train.sh -
   [[ $output == *"No such file or directory"*"; let $PWD, $ROOT and $own/python be there as they are here [env-missing]" ]]
@@ -915,10 +910,10 @@ nothing_queued() {
   local name
   for name in slurm_train slurm_train_single_node; do
     run -2 on login "scripts/slurm/$name.sh" config/local3.yaml
-    [[ $output == "$name.sh: this is no SLURM job; use sbatch scripts/slurm/$name.sh, or salloc first" ]]
+    [[ $output == "$name.sh: this is not a SLURM job; use sbatch scripts/slurm/$name.sh, or salloc first [config-invalid]" ]]
   done
   SLURM_JOB_ID=99 SLURM_JOB_NUM_NODES=1 SLURM_JOB_NODELIST=node1 run -2 on login scripts/run_ddp.sh -c config/local3.yaml
-  [[ $output == "run_ddp.sh: SLURM_JOB_ID is 99, a job that has ended; unset the SLURM_ variables, or salloc again" ]]
+  [[ $output == "run_ddp.sh: SLURM_JOB_ID is 99, a job that has ended; unset the SLURM_ variables, or salloc again [config-invalid]" ]]
   TRAIN_SCRIPT='my train.py' run --separate-stderr on login scripts/slurm/slurm_train.sh config/local3.yaml --dry-run -- 'a b'
   # shellcheck disable=SC2154 # run sets it
   [[ $status == 0 && $stderr == *"ranks      4 = 2 nodes x 2"* ]]

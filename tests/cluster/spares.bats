@@ -221,7 +221,7 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
   export SPARES=1 MAX_RESTARTS=2
   start ends config/local3.yaml 1 node1 node2 node3 "${SETTINGS[@]/600/100000}"
   lose kill node3 ends # the spare
-  eventually grep -q 'warning: spare node3: its node agent is gone; the run goes on' ends.out
+  eventually grep -q 'warning: spare node3: its node agent is gone; the run continues' ends.out
   lose kill node2 ends
   end_of "$PID"
   cat ends.out

@@ -148,10 +148,10 @@ PY
   assert_refused 2 train.max_steps
 }
 
-@test "groups of fsdp that the ranks do not divide into: exit 2, nothing started" {
+@test "groups of fsdp that do not fit the ranks: exit 2, nothing started" {
   unset TRAIN_SCRIPT
   run launch "$ROOT/config/local3.yaml" 2 distributed.strategy=fsdp distributed.fsdp.shard=3
-  assert_refused 2 "fsdp.shard: 2 ranks do not divide into groups of 3; use all, or a divisor of 2" wrong-world
+  assert_refused 2 "fsdp.shard: 2 ranks cannot be split into groups of 3; use all, or a divisor of 2" wrong-world
 }
 
 @test "no Python: exit 3, one line" {
@@ -203,7 +203,7 @@ PY
 @test "BACKEND=nccl without a GPU: exit 3" {
   [[ ! -e /dev/nvidiactl && ! -e /dev/kfd && ! -e /dev/dxg ]] || skip "this machine has a GPU"
   BACKEND=nccl run launch plain.yaml 2
-  assert_refused 3 "$HOST: backend nccl needs a GPU, and there is none; use gloo" too-few-gpus
+  assert_refused 3 "$HOST: backend nccl needs a GPU, and there is none; set BACKEND=gloo" too-few-gpus
 }
 
 # bats test_tags=slow
@@ -225,7 +225,7 @@ PY
   ulimit -n 512
   echo 'raise SystemExit' >warned.py
   TRAIN_SCRIPT=warned.py run launch - 1 --strict
-  assert_refused 3 "$HOST: at most 512 open files; ulimit -n" "low-nofile"
+  assert_refused 3 "$HOST: the limit on open files is 512 (data workers need 1024); run ulimit -n" "low-nofile"
   TRAIN_SCRIPT=warned.py run launch - 1
   [[ $status == 0 && ${lines[0]} == *"warning: "*"[low-nofile]" && $output == *"23 checks on 1 node: 1 warning in"* ]]
 }

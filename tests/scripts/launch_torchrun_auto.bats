@@ -95,11 +95,11 @@ node1 node2|the number of processes is 'node1'
 2 node1:x|the number of processes of 'node1:x' is 'x'
 2 node1:|the number of processes of 'node1:' is ''
 2 :3|':3' names no node
-2 gpu[3-1]|'3-1' runs backwards
+2 gpu[3-1]|the range '3-1' is reversed
 2 -f none|there is no file 'none' of hosts
 2 node1 -f|option -f has no value
 2 node1 --nodes=3|unknown option '--nodes'
 TABLE
   NCCL_PROFILE=fast run launch plain.yaml 1 node1 node2
-  assert_refused 2 "NCCL_PROFILE is 'fast'; it can be infiniband ethernet none"
+  assert_refused 2 "NCCL_PROFILE is 'fast'; it can be infiniband, ethernet, none"
 }

@@ -79,12 +79,12 @@ setup_folder() {
 @test "a copy far from the project: exit 2, and what to do" {
   touch nodes
   run launch plain.yaml
-  [[ $status == 2 && $output == "pbs_train.sh: this is a copy and finds no scripts/lib; submit it from the project's folder or the one around launch-kit/" ]]
+  [[ $status == 2 && $output == "pbs_train.sh: this is a copy and finds no scripts/lib; submit it from the project's folder or the one around launch-kit/ [env-missing]" ]]
 }
 
 @test "outside of a job: exit 2, and what to do" {
   run "$ROOT/scripts/pbs/pbs_train.sh" plain.yaml
-  assert_refused 2 "this is no PBS job; ask for nodes with qsub -l select=2:ncpus=16:ngpus=4 (PBS Pro, OpenPBS) or qsub -l nodes=2:ppn=4 (Torque)"
+  assert_refused 2 "this is not a PBS job; ask for nodes with qsub -l select=2:ncpus=16:ngpus=4 (PBS Pro, OpenPBS) or qsub -l nodes=2:ppn=4 (Torque)"
 }
 
 @test "a job of another size than asked for: exit 2, and how PBS Pro and Torque are asked" {

@@ -60,7 +60,7 @@ load helper
 @test "an edited copy of an older batch script: exit 2, and what to do" {
   sed 's/^run_command .*/parse_arguments config "$@"/' "$ROOT/scripts/slurm/slurm_train.sh" >mine.sh
   SLURM_SUBMIT_DIR=$ROOT run bash mine.sh plain.yaml
-  [[ $status == 2 && $output == "mine.sh: this is a copy of an older script; copy the new one, and edit it again" ]]
+  [[ $status == 2 && $output == "mine.sh: this is a copy of an older script; copy the new one, and edit it again [config-invalid]" ]]
 }
 
 @test "both batch scripts of SLURM find what they need in the same way" {

@@ -54,7 +54,7 @@ ${golden/--log-dir logs/--log-dir $typed_in/logs}"
   run launch node1 node2
   assert_refused 2 "the number of processes is 'node1'"
   run launch seed=1
-  assert_refused 2 "settings mean nothing here"
+  assert_refused 2 "settings have no effect here"
   run launch 2 --test some
   assert_refused 2 "--test is 'some'; give basic or all"
   run launch --gpus

@@ -328,7 +328,7 @@ def test_a_full_disk_ends_the_log_but_not_the_run(tmp_path: Path) -> None:
     done = subprocess.run([*command, "--rdzv-id", "r", str(script)], capture_output=True, text=True)
     assert done.returncode == 0
     assert done.stdout.endswith("y\nz\n")
-    assert "node_0.log ends here (File too large); the run goes on [log-lost]" in done.stderr
+    assert "node_0.log ends here (File too large); the run continues [log-lost]" in done.stderr
 
 
 @pytest.mark.slow

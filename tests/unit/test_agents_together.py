@@ -277,14 +277,16 @@ def test_nodes_started_by_hand_try_every_way_between_them(
         for one in others:  # its port is open
             where = one.address, one.failover_port
             socket.create_connection(where, timeout=PATIENCE_S).close()
-        return [Fault("port-blocked", "no way to n0 (why)", "open it")] if me in is_blocked else []
+        return (
+            [Fault("port-blocked", "cannot reach n0 (why)", "open it")] if me in is_blocked else []
+        )
 
     monkeypatch.setattr(meeting, "try_members", try_members)
     is_blocked: set[int] = set()
     assert check_in_by_hand(port, *agents) == ["0", "1", "2"]
     assert tried == {0: [1, 2], 1: [0, 2], 2: [0, 1]}
     is_blocked = {1, 2}
-    told = "n1: no way to n0 (why), n2: no way to n0 (why); open it [port-blocked]"
+    told = "n1: cannot reach n0 (why), n2: cannot reach n0 (why); open it [port-blocked]"
     assert check_in_by_hand(port, *agents) == [told] * 3
 
 
@@ -301,7 +303,7 @@ def test_a_node_whose_report_is_lost_ends_the_check_in_of_all(
     monkeypatch.setattr(checkin, "find_loss", lambda connection, within_s: "it is lost")
     first, second = check_in_by_hand(port, HERE, THERE)
     assert first == second
-    assert first.startswith(f"there: no way to node rank 0 at 127.0.0.1:{port} (it is lost); ")
+    assert first.startswith(f"there: cannot reach node rank 0 at 127.0.0.1:{port} (it is lost); ")
     assert first.endswith(" [mtu-too-large]")
 
 

@@ -367,20 +367,20 @@ def test_help_wherever_it_stands(word: str, task: str) -> None:
         ("launch", [""], "SCRIPT is an empty word; usage: scripts/launch.sh"),
         ("launch", ["-m", ""], "SCRIPT is an empty word; usage: scripts/launch.sh"),
         ("launch", ["--nnodes", "1:4", "x.py"], "--nnodes 1:4: the number of nodes cannot change"),
-        ("launch", ["--rdzv-backend=etcd", "x.py"], "--rdzv-backend etcd: unknown here; leave it"),
+        ("launch", ["--rdzv-backend=etcd", "x.py"], "--rdzv-backend etcd: unknown here; omit it"),
         (
             *("launch", ["--hosts=n1", "--rdzv-endpoint=n1:4", "x.py"]),
-            "--hosts names the nodes, and --rdzv-endpoint does so, too; leave one out",
+            "--hosts names the nodes, and --rdzv-endpoint does so, too; omit one",
         ),
         ("launch_torchrun_multinode", ["c", "2", "2", "0"], "too few arguments; usage: scripts/s"),
-        ("test_distributed", ["a=b"], "settings mean nothing here ('a=b'); leave them out"),
+        ("test_distributed", ["a=b"], "'a=b': settings have no effect here; omit them"),
         ("test_distributed", ["--test", "x"], "--test is 'x'; give basic or all"),
         ("launch_singlenode", ["--status", "--strict"], "--strict does not go with --status; give"),
         ("launch_singlenode", ["--strict", "--stop", "a"], "--strict does not go with --stop"),
         ("launch_singlenode", ["--stop", "-"], "- does not go with --stop; give the names of runs"),
-        ("slurm_train", ["--detach"], "--detach is for runs that no scheduler holds; use sbatch"),
-        ("pbs_train", ["--stop", "a"], "--stop is for runs that no scheduler holds; use sbatch"),
-        ("submit_with_config", ["--status"], "--status is for runs that no scheduler holds"),
+        ("slurm_train", ["--detach"], "--detach does not apply to a SLURM or PBS job; use sbatch"),
+        ("pbs_train", ["--stop", "a"], "--stop does not apply to a SLURM or PBS job; use sbatch"),
+        ("submit_with_config", ["--status"], "--status does not apply to a SLURM or PBS job"),
     ],
 )
 def test_what_is_refused_in_one_line(command: str, words: list[str], cause: str) -> None:
@@ -393,6 +393,6 @@ def test_what_is_refused_in_one_line(command: str, words: list[str], cause: str)
 @pytest.mark.parametrize("name", ["SLURM_JOB_ID", "PBS_JOBID"])
 def test_in_a_job_the_scheduler_holds_every_run(name: str) -> None:
     for word in ("--detach", "--status", "--stop"):
-        with pytest.raises(UsageError, match="no scheduler holds"):
+        with pytest.raises(UsageError, match="does not apply to a SLURM or PBS job"):
             read("launch_singlenode", word, environ={name: "7"})
     assert read("launch_singlenode", "--stacks", "a", environ={name: "7"})["fanout"] == "stacks"

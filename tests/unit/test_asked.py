@@ -176,6 +176,4 @@ def test_a_config_of_an_own_task_notes_what_is_asked(
     model: Any = load(tmp_path / "own.yaml", ["model.hiden=100"]).model
     assert isinstance(model, Asked) and model["a"] == 1
     warn_unread(model, "it")
-    assert caplog.messages == [
-        "warning: model.hiden: it has not read it; correct it or leave it out"
-    ]
+    assert caplog.messages == ["warning: model.hiden: it has not read it; correct or omit it"]

@@ -116,7 +116,7 @@ def nccl(name: str) -> dict[str, Any]:
             *("master", {"nnodes": 2, "master_addr": "127.3.2.1"}, "loopback-address"),
             "the master 127.3.2.1 is a loopback address, which no other machine can reach",
         ),
-        ("master", ELSEWHERE, "no-such-interface?", "192.0.2.1 is not of this machine"),
+        ("master", ELSEWHERE, "no-such-interface?", "192.0.2.1 is none of this node's"),
         ("master", {**ELSEWHERE, "node_rank": 1}, "", ""),
         ("interfaces", gloo("lo"), "", ""),
         *(("interfaces", gloo(name), "no-such-interface", "") for name in ("none9", "^lo")),
@@ -186,7 +186,11 @@ def test_nccl_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     fault = find(checks.check_gpus, nproc=2, backend="nccl")
     assert fault is not None
     told = (fault.name, fault.cause, fault.cure)
-    assert told == ("too-few-gpus", "backend nccl needs a GPU, and there is none", "use gloo")
+    assert told == (
+        "too-few-gpus",
+        "backend nccl needs a GPU, and there is none",
+        "set BACKEND=gloo",
+    )
     assert find(checks.check_gpus, nproc=2, backend="auto") is None
     monkeypatch.setattr(checks, "DEVICES", (str(tmp_path),))  # and no nvidia-smi
     assert find(checks.check_gpus, nproc=2, backend="nccl") is None
@@ -301,7 +305,8 @@ def test_gpus_of_amd(
         ),
         (
             {"ROCR_VISIBLE_DEVICES": "2,3", "CUDA_VISIBLE_DEVICES": "2,3"},
-            "CUDA_VISIBLE_DEVICES=2,3 counts among the GPUs that ROCR_VISIBLE_DEVICES=2,3 shows",
+            "CUDA_VISIBLE_DEVICES=2,3 asks for GPU 3, but ROCR_VISIBLE_DEVICES=2,3 leaves "
+            "only 2 GPUs, numbered from 0",
         ),
     ],
 )
@@ -426,7 +431,12 @@ def test_few_open_files() -> None:
         fault = find(checks.check_limits, only="low-nofile")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert fault == Fault("low-nofile", "at most 512 open files", "ulimit -n 65536", warns=True)
+    assert fault == Fault(
+        "low-nofile",
+        "the limit on open files is 512 (data workers need 1024)",
+        "run ulimit -n 65536 before the launch",
+        warns=True,
+    )
 
 
 @pytest.mark.parametrize(("mib", "is_small"), [(64, True), (512, False)])  # 64: Docker's default
@@ -435,7 +445,10 @@ def test_a_small_shm(monkeypatch: pytest.MonkeyPatch, mib: int, is_small: bool) 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: used)
     fault = find(checks.check_limits, only="small-shm")
     told = Fault(
-        "small-shm", "/dev/shm holds 64 MiB", "in Docker: --ipc=host or --shm-size=8g", warns=True
+        "small-shm",
+        "/dev/shm is only 64 MiB",
+        "start Docker with --ipc=host or --shm-size=8g",
+        warns=True,
     )
     assert fault == (told if is_small else None)
 

@@ -80,6 +80,8 @@ FOREIGN_VARIABLES = {
     "the resolver": ["RES_OPTIONS"],
     "sbatch": ["SBATCH_PARTITION"],
     "PBS": ["PBS_HOME", "PBS_NODENUM"],
+    "a site's module file": ["LAUNCH_KIT"],
+    "Linux": ["PR_SET_CHILD_SUBREAPER"],
 }
 # Words of the code that look like a fault's name and are none.
 NO_FAULTS = {
@@ -277,6 +279,20 @@ def test_every_fault_has_a_section_and_every_section_a_fault() -> None:
     sections = re.findall(r"^## (.+)$", TEXT["TROUBLESHOOTING.md"], re.M)
     assert len(sections) == len(set(sections))
     assert set(sections) == faults
+
+
+def test_the_index_names_every_fault_once_under_its_phase() -> None:
+    text = TEXT["TROUBLESHOOTING.md"]
+    phases = dict(re.findall(r"^# (.+)\n((?:(?!# ).*\n?)+)", text, re.M))
+    index: dict[str, list[str]] = {}
+    for line in phases.pop("Index").splitlines():
+        if head := re.fullmatch(r"\| (.+) \| \|", line):
+            rows = index.setdefault(head[1], [])
+        elif row := re.fullmatch(r"\| \[([\w-]+)\]\(#\1\) \| \S.* \|", line):
+            rows.append(row[1])
+    sections = {phase: re.findall(r"^## (.+)$", part, re.M) for phase, part in phases.items()}
+    assert index == {phase: names for phase, names in sections.items() if names}
+    assert {name for names in index.values() for name in names} == known_faults()
 
 
 def test_each_rule_is_found_by_a_text_of_its_section() -> None:

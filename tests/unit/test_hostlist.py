@@ -38,7 +38,7 @@ def test_expands_in_order(text: str, names: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "problem", "position"),
     [
-        ("n[2-1]", "'2-1' runs backwards", 1),
+        ("n[2-1]", "the range '2-1' is reversed", 1),
         ("ok,n[1-2", "'[' has no partner", 5),
         ("n1]", "']' has no partner", 3),
         ("n[1]]", "']' has no partner", 5),

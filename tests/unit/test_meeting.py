@@ -102,7 +102,7 @@ def test_another_port_that_is_closed() -> None:
     (fault,) = visit(PairTest([replace(FIRST, failover_port=port)]))
     assert (fault.name, fault.cause) == (
         "port-blocked",
-        f"no way to n0 (127.0.0.1:{port}) (Connection refused)",
+        f"cannot reach n0 (127.0.0.1:{port}) (Connection refused)",
     )
 
 
@@ -220,7 +220,7 @@ def test_a_port_that_is_closed(listener: int) -> None:
     members = [Member(at, f"n{at}", 1, "127.0.0.1", port) for at, port in enumerate(ports)]
     (fault,) = meeting.try_members(members, 4, 5)
     assert fault.name == "port-blocked"
-    first = f"no way to n5 (127.0.0.1:{closed[4]}), n1 (127.0.0.1:{closed[0]}), n2 ("
+    first = f"cannot reach n5 (127.0.0.1:{closed[4]}), n1 (127.0.0.1:{closed[0]}), n2 ("
     assert fault.cause.startswith(first)
     assert fault.cause.endswith(") and 1 more (Connection refused)")
 
@@ -236,7 +236,7 @@ def test_a_port_that_large_packets_do_not_reach() -> None:
         (fault,) = meeting.try_members([other], 0, PATIENCE_S)
     assert fault.name == "mtu-too-large"
     assert re.fullmatch(
-        r"no way to n1 \(127.0.0.1:\d+\) \(it answers, but packets of \d+ bytes are lost\)",
+        r"cannot reach n1 \(127.0.0.1:\d+\) \(it answers, but packets of \d+ bytes are lost\)",
         fault.cause,
     )
 

@@ -111,7 +111,7 @@ def test_a_picture_that_fails_ends_no_run_and_is_told_once(
     shown.draw()
     shown.close()
     why = getattr(error, "strerror", None) or str(error).strip()
-    told = f"no picture of the loss ({why}); the run goes on [log-lost]"
+    told = f"no picture of the loss ({why}); the run continues [log-lost]"
     assert [text for text in caplog.messages if "picture" in text] == [told]
 
 
@@ -125,7 +125,7 @@ def test_a_folder_that_is_lost_ends_no_run_and_is_told_once(
         shown.record(step, values(1.0))
         shown.sync()
     shown.close()
-    assert sum("the run goes on [log-lost]" in text for text in caplog.messages) == 1
+    assert sum("the run continues [log-lost]" in text for text in caplog.messages) == 1
 
 
 def test_a_damaged_metrics_file_ends_no_run(tmp_path: Path) -> None:

@@ -39,8 +39,12 @@ UNEQUAL = {"SLURM_TASKS_PER_NODE": "2,1", "SLURM_NTASKS": "3"}
 @pytest.mark.parametrize(
     ("environ", "asked", "cause"),
     [
-        ({}, None, "this is no SLURM job; use sbatch a/x.sh, or salloc first"),
-        ({"SLURM_JOB_ID": "7"}, None, "no SLURM job: SLURM_JOB_ID is set, but not SLURM_JOB_NUM"),
+        ({}, None, "this is not a SLURM job; use sbatch a/x.sh, or salloc first"),
+        (
+            {"SLURM_JOB_ID": "7"},
+            None,
+            "not a SLURM job: SLURM_JOB_ID is set, but not SLURM_JOB_NUM",
+        ),
         ({"SLURM_JOB_NUM_NODES": "1"}, None, "_NODES is set, but not SLURM_JOB_ID; use sbatch"),
         (
             {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "1"},
@@ -58,7 +62,7 @@ UNEQUAL = {"SLURM_TASKS_PER_NODE": "2,1", "SLURM_NTASKS": "3"}
             None,
             "MASTER_ADDR is localhost, which the job's other nodes cannot reach; unset it, or",
         ),
-        (captured("srun-step"), None, "srun started a/x.sh, which starts srun itself; leave srun"),
+        (captured("srun-step"), None, "srun started a/x.sh, which starts srun itself; omit srun"),
         (captured("srun-pty-step"), None, "srun started a/x.sh"),
         (captured("het-batch-step"), None, "a heterogeneous job has nodes that differ"),
         (captured("batch-step", **UNEQUAL), None, "unequal nodes, SLURM_TASKS_PER_NODE=2,1; give"),
@@ -85,6 +89,12 @@ NOT_TYPED = {"NUM_NODES": None, "NODE_RANK": None, "MASTER_ADDR": None}
         ("one-per-node-step", {"NODE_RANK": "0"}, "NODE_RANK is '0' but srun's SLURM_NODEID is 1"),
         ("one-per-node-step", {"NUM_NODES": "3"}, "'3' but srun's SLURM_STEP_NUM_NODES is 2"),
         ("srun-step", {}, "srun started 4 tasks on 2 nodes; give it --ntasks=2"),
+        (
+            "sub-step",  # srun --nodes=1 in a job of two
+            {"NUM_NODES": "2", "NODE_RANK": "0"},
+            "this step has 1 of the job's 2 nodes; start it with srun --nodes=2 --ntasks=2"
+            " --ntasks-per-node=1, without node numbers [wrong-world]",
+        ),
     ],
 )
 def test_place_in_a_step(name: str, typed: dict[str, str | None], expected: World | str) -> None:

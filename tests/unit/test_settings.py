@@ -207,8 +207,8 @@ def test_a_wrong_override_is_one_line(config: Path, override: str, message: str)
         ("train: {max_steps: 1}", "train: needs batch_size (per process) or global_batch_size"),
         ("train: {batch_size: '4', max_steps: 1}", "train.batch_size: should be a valid integer"),
         ("train:", "train: should be a section of settings, not empty"),
-        ("seed: 1\nseed: 2", "line 2, column 1: not YAML: seed is given twice"),
-        ("train: [1\nseed: 2", "line 2, column 5: not YAML"),
+        ("seed: 1\nseed: 2", ":2:1: not YAML: seed is given twice"),
+        ("train: [1\nseed: 2", ":2:5: not YAML"),
         ("just words", "should hold `key: value` lines"),
         ("day: 2024-13-45", "not YAML"),
         ("defaults: base", "defaults: should be a list of names"),
@@ -226,9 +226,31 @@ def test_a_wrong_file_is_one_line(tmp_path: Path, text: str, message: str) -> No
     assert message in error
 
 
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        (
+            "seed: 1\ntrain:\n  # the size\n  max_steps: 1\n  batch_size: four\n",
+            ":5: train.batch_size",
+        ),
+        ("seed: 1\ntrain: {max_steps: 1,\n  batchsize: 4}\n", ":3: train.batchsize"),
+        ("train:\n  max_steps: 1\n  batch_size: 1\nmodel:\n  width: x\n", ":5: model.width"),
+        ("seed: 1\ntrain: {max_steps: 1}\n", ":2: train"),
+        ("seed: 1\n", ": train"),
+        ("a: &a {max_stepz: 1}\ntrain: {<<: *a, batch_size: 1}\n", ": train.max_stepz"),
+    ],
+)
+def test_a_mistake_is_named_with_its_line(tmp_path: Path, text: str, place: str) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text(text)
+    assert error_of(path).startswith(f"{path}{place}: ")
+    path.write_text("train: {max_steps: 1, batch_size: 1}\n")
+    assert error_of(path, "train.batch_size=x").startswith("command line: train.batch_size: ")
+
+
 def test_a_mistake_in_the_defaults_names_their_file(config: Path) -> None:
     (config.parent / "base.yaml").write_text("train: {batch_size: 4, max_stepz: 10}\n")
-    assert error_of(config).startswith(f"{config.parent}/base.yaml: train.max_stepz: unknown key")
+    assert error_of(config).startswith(f"{config.parent}/base.yaml:1: train.max_stepz: unknown key")
 
 
 @pytest.mark.parametrize(

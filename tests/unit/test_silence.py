@@ -57,4 +57,4 @@ def test_a_node_that_was_silent_just_before_is_blamed(
     cut = connect("node1")
     cut.gap = time.monotonic() - ago_s, 9.0
     Silence([cut]).recall()
-    assert cut.lost == ("no sign of life for 9 s: network cut?" if is_blamed else "")
+    assert cut.lost == ("no heartbeat for 9 s (network down?)" if is_blamed else "")

@@ -135,5 +135,5 @@ def _shard_by(size: str | int) -> str:
 
 def test_groups_that_do_not_divide_are_refused() -> None:
     told = run_ranks(_shard_by, 3, ranks=[0, 1], world_size=2)
-    cause = "fsdp.shard: 2 ranks do not divide into groups of 3"
+    cause = "fsdp.shard: 2 ranks cannot be split into groups of 3"
     assert told == [f"{cause}; use all, or a divisor of 2 [wrong-world]"] * 2

@@ -57,7 +57,7 @@ def test_a_tracker_of_ones_own(
         made[1].fails = False
         both.record(7, {"loss": 0.0})
         both.record(8, {"loss": 3.0})
-    assert caplog.messages == ["tracker a:A failed (no way there); the run goes on [log-lost]"]
+    assert caplog.messages == ["tracker a:A failed (no way there); the run continues [log-lost]"]
     assert both.close()
     numbers = [(5, {"loss": 1.0}), (6, {"loss": 2.0}), (7, {"loss": 0.0})]
     assert made[0].told[1:] == numbers
@@ -78,7 +78,7 @@ def test_a_tracker_that_cannot_be_made_is_left_out(
     monkeypatch.setattr(trackers, "load_class", {"a:A": refuse, "b:B": lambda: made}.get)
     both = Trackers(["a:A", "b:B"], RunFacts("run", tmp_path, {}, ["node1"], 0))
     assert both.record(1, {"loss": 1.0})
-    assert caplog.messages == ["tracker a:A failed (no account); the run goes on [log-lost]"]
+    assert caplog.messages == ["tracker a:A failed (no account); the run continues [log-lost]"]
     assert made.told[1:] == [(1, {"loss": 1.0})]
 
 
@@ -198,5 +198,5 @@ def test_wandb_asks_nothing_in_the_middle_of_a_run(
     monkeypatch.setitem(sys.modules, "wandb", asking)
     monkeypatch.setattr(sys, "stdin", kept := io.StringIO("1\n"))
     Trackers(["wandb"], RunFacts("run", tmp_path, {}, [], 0)).record(1, {"loss": 1.0})
-    assert "tracker wandb failed (EOF when reading a line); the run goes on" in caplog.text
+    assert "tracker wandb failed (EOF when reading a line); the run continues" in caplog.text
     assert sys.stdin is kept and kept.read() == "1\n"

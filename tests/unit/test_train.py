@@ -132,7 +132,7 @@ def test_check_knows_the_number_of_processes_from_a_launcher() -> None:
     assert told(world_size="3").endswith(", 3 processes x 11 samples\n")
     assert "strategy dp runs in one process" in told("distributed.strategy=dp")
     groups = ("distributed.strategy=fsdp", "distributed.fsdp.shard=3")
-    assert "2 ranks do not divide into groups of 3" in told(*groups)
+    assert "2 ranks cannot be split into groups of 3" in told(*groups)
     assert told(*groups, world_size="3").startswith("ok: ")
 
 
@@ -186,6 +186,30 @@ def test_a_mistake_is_one_line_and_exit_2(arguments: list[str], message: str) ->
     assert done.stderr.count("\n") == 1
     assert message in done.stderr
     assert not done.stdout
+
+
+def test_a_rank_given_twice_ends_every_process_with_the_same_line(tmp_path: Path) -> None:
+    """Started by hand or by another launcher: no agent of ours is there."""
+    command = [sys.executable, str(ROOT / "train.py"), "--config", LOCAL3, *TINY]
+    port = str(free_port())
+    started = [
+        subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env={
+                **{**os.environ, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "3"},
+                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": "3"},
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1", "1")
+    ]
+    said = {(process.communicate()[1], process.returncode) for process in started}
+    ((line, code),) = said
+    assert code == 2 and line.count("\n") == 1
+    assert line.startswith("train.py: rank 1 runs twice, on ")
+    assert line.endswith("; give each node its own rank [duplicate-node-rank]\n")
 
 
 def test_a_mistake_of_one_rank_is_one_line(tmp_path: Path, text: Path) -> None:
@@ -495,9 +519,19 @@ def test_the_first_limit_ends_the_run() -> None:
         ({"global_batch_size": 32}, 3, None, 11),
         ({"global_batch_size": 32}, 3, (3, 33), 11),
         ({"global_batch_size": 32}, 2, (3, 33), 16),  # the config's again
-        ({"global_batch_size": 32}, 3, (2, 32), "batches of 32 samples do not divide by 3"),
+        (
+            {"global_batch_size": 32},
+            3,
+            (2, 32),
+            "32 samples are not divisible by 3",
+        ),
         ({"batch_size": 8}, 2, (4, 32), 16),
-        ({"batch_size": 8}, 3, (4, 32), "batches of 32 samples do not divide by 3"),
+        (
+            {"batch_size": 8},
+            3,
+            (4, 32),
+            "32 samples are not divisible by 3",
+        ),
     ],
 )
 def test_the_batch_of_a_run_that_is_resumed(

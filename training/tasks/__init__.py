@@ -110,8 +110,11 @@ def score(task: Task, validated: Mapping[str, float]) -> dict[str, float | None]
     """Return what a checkpoint keeps of a validation, for the best one to be found: lower wins."""
     best = validated.get(task.best)
     if validated and best is None:
-        cause = f"task.best is {task.best!r}, and evaluate returns {', '.join(validated)}"
-        warnings.warn(f"{cause}; no checkpoint is kept as the best", stacklevel=1)
+        warnings.warn(
+            f"task.best is {task.best!r}, and evaluate returns {', '.join(validated)}; "
+            "no checkpoint is kept as the best",
+            stacklevel=1,
+        )
     if best is None:
         return {}
     lower = -best if task.best_is_highest else best
@@ -131,8 +134,10 @@ def loss_of(task: Task, model: nn.Module, batch: Any) -> Tensor:
     loss = task.loss(model, batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {[*loss.shape]}" if isinstance(loss, Tensor) else repr(loss)[:80]
-        cure = "return the mean over the batch, a scalar tensor"
-        raise TypeError(f"{where(task.loss)}loss returned {what}; {cure}")
+        raise TypeError(
+            f"{where(task.loss)}loss returned {what}; "
+            "return the mean over the batch, a scalar tensor"
+        )
     return loss
 
 
@@ -143,6 +148,8 @@ def evaluate(task: Task, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         isinstance(one, tuple | list) and len(one) == 2 for one in found.values()
     )
     if not is_right:
-        cure = "return {name: (sum, weight)}, both over the batch"
-        raise TypeError(f"{where(task.evaluate)}evaluate returned {repr(found)[:80]}; {cure}")
+        raise TypeError(
+            f"{where(task.evaluate)}evaluate returned {repr(found)[:80]}; "
+            "return {name: (sum, weight)}, both over the batch"
+        )
     return found  # type: ignore[no-any-return]

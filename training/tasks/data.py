@@ -212,8 +212,10 @@ def _text(folder: Path | None) -> Corpus:
         except OSError as error:
             leave_out(error)
     if len(train) + len(validation) < 2:
-        cure = "name a file to split one by position"
-        raise SettingsError(f"data.path: {folder} holds fewer than two text files; {cure}")
+        raise SettingsError(
+            f"data.path: {folder} holds fewer than two text files; "
+            "name a file to split one by position"
+        )
     for empty, other in ((train, validation), (validation, train)):
         if not empty:  # with few files, all can be on one side
             empty.append(other.pop(0))

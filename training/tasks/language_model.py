@@ -99,12 +99,15 @@ class LanguageModelTask(Task):
         self.train = Windows(corpus.train, context, dtype)
         self.validation = Windows(corpus.validation, context, dtype, most)
         if not (len(self.train) and len(self.validation)):
-            cause = f"no side of it fills model.context, {context} tokens"
-            raise SettingsError(f"data.path: {corpus.name} is too short: {cause}")
+            raise SettingsError(
+                f"data.path: {corpus.name} is too short to fill model.context, {context} tokens"
+            )
         vocabulary = corpus.vocabulary or self.validation.largest() + 1  # as far as that shows
         if vocabulary > self.shape.vocabulary:
-            cause = f"{self.shape.vocabulary} is less than the {vocabulary} of {corpus.name}"
-            raise SettingsError(f"model.vocabulary: {cause}; raise it")
+            raise SettingsError(
+                f"model.vocabulary: {self.shape.vocabulary} is less than the {vocabulary} "
+                f"of {corpus.name}; raise it"
+            )
 
         layers, width = self.shape.layers, self.shape.width
         matrices = 12 * layers * width**2 + width * self.shape.vocabulary

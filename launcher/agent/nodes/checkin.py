@@ -222,7 +222,7 @@ def check_in(
         peer.send(me)
     if why := find_loss(peer.socket, limits.SILENCE_S):
         peer.close()
-        cause = f"{me.host}: no way to node rank 0 at {address}:{port} ({why})"
+        cause = f"{me.host}: cannot reach node rank 0 at {address}:{port} ({why})"
         lost = Refused("mtu-too-large", f"{cause}; {CURES['mtu-too-large']}")
         with contextlib.suppress(OSError):
             short = connect(address, port, secret, limits.CHECKIN_CONNECT_S)

@@ -140,5 +140,5 @@ class Peer(Link[Message]):
         """Return the failure of the agent at the other end, which is gone or out of reach."""
         fault, cause = "agent-killed", "its node agent is gone"
         if self.is_silent:
-            fault, cause = "link-lost", f"no sign of life for {limits.SILENCE_S:g} s: network cut?"
+            fault, cause = "link-lost", f"no heartbeat for {limits.SILENCE_S:g} s (network down?)"
         return Failure(fault, cause, 128 + signal.SIGKILL, host, node_rank, time.time())

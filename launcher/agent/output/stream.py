@@ -69,7 +69,7 @@ class NodeLog:
                 data = data[self._file.write(data) :]
         except OSError as error:  # a full disk ends the log, not the run
             what = f"{short_host_name()}: {self.path} ends here ({error.strerror})"
-            say(f"warning: {what}; the run goes on [log-lost]")
+            say(f"warning: {what}; the run continues [log-lost]")
             self._file = _NOWHERE.open("ab", buffering=0)
             self.is_kept = False
         return self.lines
