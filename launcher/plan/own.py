@@ -50,7 +50,7 @@ class Own:
         if names and missing:
             what = "what the scheduler set for this node alone is not sent to the others"
             cure = f"to send this node's, FORWARD_ENV='{names}'"
-            unknown = f"whose own is not known ({' '.join(missing)})"
+            unknown = f"whose own is not known ({', '.join(missing)})"
             say(f"warning: {names}: {what}, {unknown}; {cure}")
 
     def of_node(self, node: str, nproc: int = 0) -> dict[str, str]:
