@@ -67,6 +67,7 @@ FOREIGN_FLAGS = {
     "tensorboard": ["--logdir"],
     "mypy": ["--strict"],
     "py-spy": ["--pid"],
+    "bats": ["--no-tempdir-cleanup"],
     "the guide's own script": ["--name", "--conf"],
 }
 FOREIGN_VARIABLES = {
