@@ -15,7 +15,7 @@ main() { # [<folder>]
   LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
   # shellcheck source=scripts/lib/launch.sh
   source "$LIB/launch.sh"
-  answer "${1:-}" print_header
+  answer "${1:-}" ''
   local folder=${1-/dev/shm}
   [[ $# -le 1 && $folder == /* ]] || die 2 "FOLDER is ${*@Q}; give one absolute path, of a folder that each node has"
   [[ -z ${CONTAINER:-} ]] || die 2 "a copy is for environments of many files, and CONTAINER is one; unset CONTAINER"
