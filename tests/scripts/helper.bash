@@ -55,7 +55,7 @@ assert_dumped() { # <argument expected...>
 }
 
 # The last run was refused with this code, in one line that holds the text; nothing was started.
-assert_refused() { # <exit code> <text> [<fault>]
+assert_refused() {                           # <exit code> <text> [<fault>]
   local names='.* \[[a-z-]+\]$|^make init: ' # every line that stops a launch ends with a name
   if [[ $status != "$1" || ${#lines[@]} != 1 || -e logs || ! $output =~ $names ]] ||
     [[ $output != *"$2"* || (-n ${3:-} && $output != *" [$3]") ]]; then
