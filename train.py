@@ -35,7 +35,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 from distributed import checkpoint
@@ -48,11 +47,10 @@ from training.batches import START, Batches, fill_up, move, share_of
 from training.config_file import SettingsError
 from training.meter import Meter, Pace, Stopwatch
 from training.model import (
-    autocast,
+    dtype_of,
     fix_bucket_order,
     load_moments,
     make_model,
-    make_scaler,
     plan_snapshots,
     state_of,
 )
@@ -123,7 +121,7 @@ def join(arguments: argparse.Namespace, settings: Settings) -> Environment:
             nodes=arguments.nodes,
             ranks_per_node=arguments.gpus_per_node,
         )
-    except ValueError as error:  # the launcher's variables or the config are wrong
+    except (OSError, ValueError) as error:  # variables, the config, or the other ranks
         refuse(error)
     if environment.is_main or arguments.log_level == "DEBUG":
         logging.basicConfig(level=arguments.log_level, format="%(message)s")
@@ -171,7 +169,7 @@ class Run:
         self.schedule = Schedule(self.optimizer, own_schedule, settings.train, last_step)
         self.is_over = False  # the task has ended the run
         self.gradient_norm: torch.Tensor | None = None  # before it is clipped, in the newest step
-        self.scaler = make_scaler(settings)
+        self.scaler = helper.grad_scaler(dtype_of(settings))
         if world_size > 2 and not helper.is_sharded(self.model):
             fix_bucket_order(self.task, self.model, batch_size, settings)
         helper.seed_everything(settings.seed, rank)  # from here on, dropout differs by rank
@@ -197,7 +195,7 @@ class Run:
             load_moments(self.optimizer, self.model, saved)
         if self.schedule.own is not None:  # also rank 0's state of it where there are more ranks
             self.schedule.own.load_state_dict(saved.ranks[0]["schedule"])
-        if self.scaler.is_enabled() and "scaler" in progress:
+        if progress.get("scaler"):  # else it was saved without one
             self.scaler.load_state_dict(progress["scaler"])
         own = saved.ranks[rank] if rank < len(saved.ranks) else {}
         if own:
@@ -215,9 +213,9 @@ class Run:
             with self.meter.loading():
                 batch = move(next(self.batches), helper.device())
             helper.beat(step)  # here and below: the last beat identifies a stuck rank
-            # The ranks average their gradients once a step.
             with helper.no_sync(self.model, enabled=not is_last):
-                with self.batches.noted(), self.stopwatch.running(), autocast(self.settings):
+                precision = helper.autocast(dtype_of(self.settings))
+                with self.batches.noted(), self.stopwatch.running(), precision:
                     loss = loss_of(self.task, self.model, batch)
                 helper.beat(step)
                 if is_last:
@@ -228,7 +226,7 @@ class Run:
         if train.clip_norm:
             self.scaler.unscale_(self.optimizer)
             parameters = self.model.parameters()
-            self.gradient_norm = nn.utils.clip_grad_norm_(parameters, train.clip_norm)
+            self.gradient_norm = torch.nn.utils.clip_grad_norm_(parameters, train.clip_norm)
         self.scaler.step(self.optimizer)  # skipped where a gradient is infinite
         self.scaler.update()
         self.optimizer.zero_grad()
@@ -268,7 +266,7 @@ class Run:
             ranks = self.environment.world_size if helper.is_sharded(self.model) else 1
             for batch, counts in fill_up(self.validation, self.task.validation, ranks):
                 helper.beat(step)
-                with autocast(self.settings):
+                with helper.autocast(dtype_of(self.settings)):
                     found = evaluate(self.task, model, move(batch, helper.device()))
                 for name, parts in found.items():
                     for part, value in zip(("sum", "weight"), parts, strict=True):
@@ -332,9 +330,11 @@ class Run:
         speed = f"{self.meter.speed() * self.environment.world_size:,.0f} {self.task.unit}/s"
         ended = f", which ended the run; task {self.settings.task}" if self.is_over else ""
         print(f"done       step {step}{ended} ({session}), {speed}")
+        if skipped := int(self.scaler.skipped):
+            print(f"skipped    {skipped} steps, whose gradients were not finite in float16")
         for label, text in rows:
             print(f"{label:<10} {text}".replace("\n", "\n" + 11 * " "))
-        print(f"checkpoint {self.folder / f'step-{step}'}")
+        print(f"checkpoint {self.folder.absolute() / f'step-{step}'}")
         print(f"logs       {self.logs}")
         if line := resume.resume_line(self.environment):
             print(line)

@@ -17,8 +17,8 @@ from pathlib import Path
 from fault_rows import Fault
 from harness import CLUSTER, ROOT
 
-START_S = 120.0  # for the ranks to make steps
-SNIPPET_S = 90.0  # to make a fault, or to undo it
+START_S = 300.0  # for the ranks to make steps
+SNIPPET_S = 600.0  # to make a fault, or to undo it; only ends a hang
 PORTS = itertools.count(23100)
 
 

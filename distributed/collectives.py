@@ -1,4 +1,4 @@
-"""How ranks send each other bytes, and rank 0's tensors to all."""
+"""How ranks send each other bytes, tensors and values, and rank 0's weights to all."""
 
 from __future__ import annotations
 
@@ -15,6 +15,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
+def own_rank() -> int:
+    """Return this process's rank in the process group; 0 without one."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def count_ranks() -> int:
+    """Return how many ranks have joined; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def barrier() -> None:
+    """Wait for every rank; do nothing when alone."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
 def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
     """Return every rank's bytes, by rank, on every rank; `group` is one of all ranks.
 
@@ -22,17 +38,8 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[by
     """
     if not dist.is_initialized():
         return [data]
-    where = _device(group)
-    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=where)
-    sizes[dist.get_rank()] = len(data)
-    with freed(sizes):
-        dist.all_reduce(sizes, group=group)
-    mine = torch.frombuffer(bytearray(data.ljust(int(sizes.max()) + 1)), dtype=torch.uint8)
-    mine = mine.to(where)
-    everyone = [torch.empty_like(mine) for _ in sizes]
-    with freed(mine, *everyone):
-        dist.all_gather(everyone, mine, group=group)
-    return [to_bytes(one.cpu())[:size] for one, size in zip(everyone, sizes.tolist(), strict=True)]
+    mine = torch.frombuffer(bytearray(data + b"\0"), dtype=torch.uint8)[:-1]
+    return [to_bytes(one.cpu()) for one in _gather(mine.to(_device(group)), group)]
 
 
 def gather_json(value: Any) -> list[Any]:
@@ -40,11 +47,91 @@ def gather_json(value: Any) -> list[Any]:
     return [json.loads(one) for one in gather_bytes(json.dumps(value).encode())]
 
 
-def broadcast_bytes(data: bytes | None, size: int) -> bytes:
-    """Return rank 0's bytes on every rank; the other ranks know their number alone."""
-    tensor = torch.frombuffer(bytearray(data or size), dtype=torch.uint8).to(_device())
-    dist.broadcast(tensor, 0)
-    return data or to_bytes(tensor.cpu())
+def _gather(mine: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """Return every rank's bytes, tensors of one dimension, by rank."""
+    sizes = torch.zeros(count_ranks(), dtype=torch.int64, device=mine.device)
+    sizes[own_rank()] = len(mine)
+    with freed(sizes):
+        dist.all_reduce(sizes, group=group)
+    padded = mine.new_zeros(int(sizes.max()) + 1)
+    padded[: len(mine)] = mine
+    everyone = [torch.empty_like(padded) for _ in sizes]
+    with freed(padded, *everyone):
+        dist.all_gather(everyone, padded, group=group)
+    return [one[:size] for one, size in zip(everyone, sizes.tolist(), strict=True)]
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """Return the rows of every rank's tensor, in order of rank, on every rank, without padding.
+
+    Each rank may have another number of rows, or none. A tensor without dimensions is one row.
+    Carries no gradient. Raises ValueError on every rank where rows differ in shape or dtype.
+    """
+    mine = tensor.detach() if tensor.dim() else tensor.detach().view(1)
+    told = gather_json([[*mine.shape], str(mine.dtype)[6:]])
+    kinds = [[shape[1:], dtype] for shape, dtype in told if shape[0]]
+    if not kinds or not dist.is_initialized():
+        return mine
+    for one in kinds:
+        if one != kinds[0]:
+            raise ValueError(f"gather: ranks have rows of {kinds[0]} and of {one}; make them alike")
+    shape, dtype = kinds[0]
+    own = mine.to(_device()).contiguous().view(-1).view(torch.uint8)
+    whole: Tensor = torch.cat(_gather(own)).view(getattr(torch, dtype)).view([-1, *shape])
+    return whole.to(tensor.device)
+
+
+def broadcast(value: Any) -> Any:
+    """Return rank 0's value on every rank: a tensor, or anything that JSON has.
+
+    A tensor carries no gradient. It is on the CPU, or on this process's GPU if rank 0's is on one.
+    """
+    is_tensor = isinstance(value, Tensor)
+    mine = [[*value.shape], str(value.dtype)[6:], value.device.type] if is_tensor else value
+    is_tensor, told = gather_json([is_tensor, mine] if own_rank() == 0 else None)[0]
+    if not is_tensor:
+        return told
+    shape, dtype, kind = told
+    tensor = value.detach() if own_rank() == 0 else torch.empty(shape, dtype=getattr(torch, dtype))
+    if dist.is_initialized() and tensor.numel():
+        tensor = tensor.to(_device()).contiguous()
+        content = tensor.view(-1).view(torch.uint8)  # not a copy
+        with freed(content):
+            dist.broadcast(content, 0)
+    return tensor.to(kind)
+
+
+def mean(tensor: Tensor) -> Tensor:
+    """Return the mean over the ranks of tensors of one shape, on every rank, without a gradient.
+
+    It is in float32 where theirs is a smaller type or an integer's.
+    """
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    where = _device() if dist.is_initialized() else tensor.device
+    sums = tensor.detach().to(where, dtype, copy=True).contiguous()
+    if dist.is_initialized():
+        with freed(sums):
+            dist.all_reduce(sums)
+    return (sums / count_ranks()).to(tensor.device)
+
+
+@contextlib.contextmanager
+def main_first() -> Iterator[None]:
+    """Run the body on rank 0 first, then on all others at once.
+
+    Where it raises on rank 0, the others do not run it, and raise a RuntimeError that says so.
+    """
+    if own_rank() == 0:
+        is_done = False
+        try:
+            yield
+            is_done = True
+        finally:
+            gather_json(is_done)
+    elif gather_json(None)[0]:
+        yield
+    else:
+        raise RuntimeError("rank 0 failed in main_first(); its message says why")
 
 
 def _device(group: dist.ProcessGroup | None = None) -> str:
@@ -71,8 +158,8 @@ def freed(*tensors: Tensor) -> Iterator[None]:
 
     The thread takes the GIL for that, and aborts a program that is about to end.
     """
-    before = [sys.getrefcount(tensor) for tensor in tensors]
+    before = [*map(sys.getrefcount, tensors)]
     yield
     limit = time.monotonic() + (0.1 if tensors[0].is_cpu else 0)
-    while [sys.getrefcount(tensor) for tensor in tensors] != before and time.monotonic() < limit:
+    while [*map(sys.getrefcount, tensors)] != before and time.monotonic() < limit:
         time.sleep(0.0001)

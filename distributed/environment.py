@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from . import hostlist
@@ -127,8 +127,8 @@ def mpi(launcher: str, names: tuple[str, ...], v: _Variables) -> Environment:
     ranks = _ranks_of_equal_nodes(v, *names)
     is_alone = ranks[-1] == 1  # one node
     v.cure = "set it to the first host (a free port) and pass it on: mpirun -x, mpiexec -genv"
-    ids = (v["PMIX_NAMESPACE"], v["I_MPI_HYDRA_UUID"], v["PALS_APID"], job_id(v))
-    port_id = next(filter(None, ids), "") or (_starter() if is_alone else "")
+    port_id = v["PMIX_NAMESPACE"] or v["I_MPI_HYDRA_UUID"] or v["PALS_APID"] or job_id(v)
+    port_id = port_id or (_starter() if is_alone else "")
     return Environment(launcher, *ranks, *v.master("127.0.0.1" if is_alone else "", port_id))
 
 
@@ -143,8 +143,8 @@ def _starter() -> str:
 
 def no_local_rank(v: _Variables) -> Environment:
     """Return the place of one process alone; raises LauncherError where it is one of several."""
-    mark, size = next((mark, size) for mark, size in _SIZES.items() if v[mark])
-    if v[size] == "1":
+    mark = next(mark for mark in _SIZES if v[mark])
+    if v[_SIZES[mark]] == "1":
         return plain(v)
     cause = f"{mark}={v[mark]}, but no variable tells this rank's local rank"
     cure = "start the ranks with torchrun or scripts/launch.sh; for one process alone, unset"
@@ -336,7 +336,8 @@ def port_from_id(run_id: str) -> int:
     return 10_000 + zlib.crc32(run_id.encode()) % 22_768
 
 
+@cache
 def new_run_id() -> str:
-    """Return YYYYMMDD-HHMMSS-<4 hex digits> from the time and the process id."""
+    """Return YYYYMMDD-HHMMSS-<4 hex digits> from the time and the process id; one a process."""
     mixed = zlib.crc32(f"{time.time_ns()} {os.getpid()}".encode())
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{mixed & 0xFFFF:04x}"

@@ -99,16 +99,22 @@ def scatter(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str
     Meta tensors stay such, as shards that are still to be read.
     """
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
-
-    def part(value: Any, parameter: Any) -> Any:
-        is_sharded = isinstance(parameter, dtensor.DTensor)
-        if not (is_sharded and isinstance(value, Tensor) and value.dim()):
-            return value
-        whole = value if value.is_meta else value.to(parameter.device)
-        return dtensor.distribute_tensor(whole, parameter.device_mesh, parameter.placements)
-
     parts = {
-        index: {name: part(value, parameters[index]) for name, value in values.items()}
+        index: {name: _part(value, parameters[index]) for name, value in values.items()}
         for index, values in state["state"].items()
     }
     return {**state, "state": parts}
+
+
+def scatter_weights(weights: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return a model's whole state_dict() with this rank's shards, as `scatter` does."""
+    own = model.state_dict()
+    return {name: _part(value, own.get(name)) for name, value in weights.items()}
+
+
+def _part(value: Any, like: Any) -> Any:
+    is_sharded = isinstance(like, dtensor.DTensor) and isinstance(value, Tensor)
+    if not is_sharded or not value.dim():
+        return value
+    whole = value if value.is_meta else value.to(like.device)
+    return dtensor.distribute_tensor(whole, like.device_mesh, like.placements)

@@ -12,7 +12,6 @@ import struct
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,8 @@ class RunLock:
             os.unlink(new)
             self.close()
             raise
-        os.register_at_fork(after_in_child=partial(_close, weakref.ref(self)))
+        locks = weakref.WeakSet([self])
+        os.register_at_fork(after_in_child=lambda: [*map(RunLock.close, locks)])
 
     def close(self) -> None:
         """Let go of the folder."""
@@ -99,11 +99,6 @@ class RunLock:
             yield
         finally:
             _set_lock(self.fd, fcntl.F_UNLCK, _COMMIT)
-
-
-def _close(lock: weakref.ref[RunLock]) -> None:
-    if (alive := lock()) is not None:
-        alive.close()
 
 
 def _set_lock(fd: int, kind: int, byte: int, how: int = _SET) -> None:

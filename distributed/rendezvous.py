@@ -15,45 +15,51 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from .environment import Environment, LauncherError, check_run_id
+from .environment import Environment, LauncherError
 from .errors import with_fault
 
 
-def rendezvous(
-    env: Environment, device: torch.device, backend: str, timeout_s: float
-) -> tuple[Store, str]:
-    """Wait until every rank has checked in; returns the store, and rank 0's run id.
+def rendezvous(env: Environment, device: torch.device, backend: str, timeout_s: float) -> Store:
+    """Wait until every rank has checked in; returns the store.
 
-    All ranks wait for the key `gate`, which holds JSON. The last to check in puts the run id there.
-    A rank that finds a fault puts its name and text there instead, and every rank raises that.
+    All ranks wait for the key `gate`, which holds JSON. The last to check in puts an empty list
+    there. A rank that finds a fault puts its name and text there instead, and every rank raises it.
     Raises LauncherError, TimeoutError or ConnectionError, on all ranks alike.
     """
     # The prefix, because torchrun's store survives a restart.
     store = PrefixStore(f"launch/{env.restart_count}", _open_store(env, timeout_s))
     try:
-        if env.rank == 0:
-            store.set("run_id", env.run_id)
+        store.add("here", 1)
         if found := _check_in(store, env, device, backend):
             store.set("gate", json.dumps(found))
         elif store.add("joined", 1) == env.world_size:
-            store.set("gate", json.dumps([store.get("run_id").decode()]))
+            store.set("gate", "[]")
         try:
             store.wait(["gate"], timedelta(seconds=timeout_s))
         except dist.DistStoreError:
-            store.set("gate", json.dumps(["node-missing", _absent(store, env, timeout_s)]))
+            missing = [r for r in range(env.world_size) if not store.check([f"rank {r} runs"])]
+            named = f"{', '.join(map(str, missing[:16]))}{', ...' * (len(missing) > 16)}"
+            meeting = f"at {env.master_addr}:{env.master_port} within {timeout_s:g} s"
+            cause = f"{len(missing)} of {env.world_size} ranks did not join {meeting}: rank {named}"
+            cure = "check whether they started, and read their node's log"
+            store.set("gate", json.dumps(["node-missing", f"{cause}; {cure}"]))
         told = store.get("gate")
-    except dist.DistNetworkError as error:
+    except dist.DistNetworkError:
         cause = f"lost the store of rank 0 ({env.master_addr}:{env.master_port}) while ranks joined"
         cure = "rank 0's message says why"
-        raise with_fault(ConnectionError, "node-missing", f"{cause}; {cure}") from error
+        raise with_fault(ConnectionError, "node-missing", f"{cause}; {cure}") from None
     with contextlib.suppress(RecursionError, json.JSONDecodeError, UnicodeDecodeError):
         match json.loads(told):
-            case [str(run_id)]:  # the store has no password: an agent's ranks know their run id
-                is_known = env.agent_store and env.is_named
-                return store, env.run_id if is_known else check_run_id(run_id)
-            case ["node-missing", str(text)]:
-                raise with_fault(TimeoutError, "node-missing", text)
+            case []:
+                return store
             case [str(fault), str(text)]:
+                with contextlib.suppress(RuntimeError):  # rank 0 serves the store until all know
+                    if store.add("told", 1) >= store.add("here", 0):
+                        store.set("over", "")
+                    if env.is_main:
+                        store.wait(["over"], timedelta(seconds=5))
+                if fault == "node-missing":
+                    raise with_fault(TimeoutError, fault, text)
                 raise LauncherError(text, fault)
     raise ConnectionError(f"{told!r:.80} at the store is not from a rank of this run")
 
@@ -65,21 +71,21 @@ def _open_store(env: Environment, timeout_s: float) -> TCPStore:
         return TCPStore(
             env.master_addr,
             env.master_port,
-            is_master=env.rank == 0 and not env.agent_store,
+            is_master=env.is_main and not env.agent_store,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
             multi_tenant=not env.agent_store,  # as torch's own env:// does
         )
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):  # before torch 2.5 no DistNetworkError
-            cause = f"cannot serve {at}; set another MASTER_PORT"
-            raise with_fault(OSError, "port-in-use", cause) from error
+            cause = f"cannot serve {at}; give each process its own RANK, or set another MASTER_PORT"
+            raise with_fault(OSError, "port-in-use", cause) from None
         if not isinstance(error, dist.DistNetworkError):
             raise
         me = f"rank {env.rank} on {socket.gethostname()}"
         cause = f"{me} could not connect to {at} within {timeout_s:g} s"
         cure = "check that rank 0 starts there, and that this host can reach it"
-        raise with_fault(TimeoutError, "node-missing", f"{cause}; {cure}") from error
+        raise with_fault(TimeoutError, "node-missing", f"{cause}; {cure}") from None
 
 
 def _check_in(
@@ -97,11 +103,3 @@ def _check_in(
         if other != me:
             return fault, f"{key} twice, on {other} and on {me}; {cure}"
     return None
-
-
-def _absent(store: Store, env: Environment, timeout_s: float) -> str:
-    missing = [r for r in range(env.world_size) if not store.check([f"rank {r} runs"])]
-    named = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
-    meeting = f"at {env.master_addr}:{env.master_port} within {timeout_s:g} s"
-    cause = f"{len(missing)} of {env.world_size} ranks did not join {meeting}: rank {named}"
-    return f"{cause}; check whether they started, and read their node's log"

@@ -31,12 +31,10 @@ class Interrupts:
     """Tells a second Ctrl-C from one that arrives twice. The second one ends a run at once."""
 
     def __init__(self) -> None:
-        self._first: float | None = None  # monotonic seconds
+        self._first = 0.0  # monotonic seconds
 
     def is_second(self) -> bool:
-        """Call it at each SIGINT: True at least SECOND_INTERRUPT_S after the first one."""
+        """Call it at each SIGINT: True more than SECOND_INTERRUPT_S after the first one."""
         now = time.monotonic()
-        if self._first is None:
-            self._first = now
-            return False
-        return now - self._first >= limits.SECOND_INTERRUPT_S
+        self._first = self._first or now
+        return now - self._first > limits.SECOND_INTERRUPT_S

@@ -6,12 +6,21 @@
     loader = get_dataloader_for_distributed(dataset, batch_size=32, shuffle=True)
     metrics = sync_metrics({"loss": loss}, weight=samples)
 
+With mixed precision, gradients of several batches, and a run that goes on after a stop:
+
+    with no_sync(model, enabled=not is_last), autocast("bfloat16"):
+        loss = loss_of(model, batch)
+    norm = clip_gradients(model, 1.0)
+    save(folder, step, model, optimizer, epoch=epoch)
+    progress = load(folder, model, optimizer)           # None in a new run
+    finish()
+
 Needs torch alone. It has no state of its own: the process group is torch's.
 """
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import dataclasses
 import os
 import random
@@ -19,24 +28,81 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from functools import cache
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from . import network
-from .collectives import freed, take_first_ranks
-from .collectives import gather_bytes as gather_bytes
-from .collectives import gather_json as gather_json
-from .environment import Environment, LauncherError, detect
-from .exit import finish as finish
-from .heartbeat import beat as beat
+from .checkpoint.one_call import complete, load, save
+from .collectives import (
+    barrier,
+    broadcast,
+    count_ranks,
+    freed,
+    gather,
+    gather_bytes,
+    gather_json,
+    main_first,
+    mean,
+    own_rank,
+)
+from .environment import BACKENDS, Environment, LauncherError, check_run_id, detect
+from .errors import STOPPED
+from .exit import finish as end_process
+from .heartbeat import beat
+from .models import (
+    autocast,
+    blocks,
+    clip_gradients,
+    device,
+    grad_scaler,
+    is_sharded,
+    no_sync,
+    setup_distributed_models,
+    unwrap,
+)
 from .rendezvous import rendezvous
-from .strategy import Sharding as Sharding
-from .strategy import check_strategy
+from .stop import Stop
+from .strategy import Sharding
+from .torch_internals import default_store
+
+__all__ = (
+    "STOPPED",
+    "Environment",
+    "Sharding",
+    "Stop",
+    "autocast",
+    "barrier",
+    "beat",
+    "blocks",
+    "broadcast",
+    "cleanup_distributed",
+    "clip_gradients",
+    "device",
+    "finish",
+    "gather",
+    "gather_bytes",
+    "gather_json",
+    "get_dataloader_for_distributed",
+    "grad_scaler",
+    "init_distributed",
+    "is_main_process",
+    "is_sharded",
+    "load",
+    "main_first",
+    "mean",
+    "no_sync",
+    "print_main",
+    "save",
+    "seed_everything",
+    "setup_distributed_models",
+    "sync_metrics",
+    "unwrap",
+)
 
 
 def init_distributed(
@@ -57,66 +123,72 @@ def init_distributed(
         local_rank: the --local-rank argument of torch.distributed.launch.
         nodes, ranks_per_node: refuse any other number.
 
-    Returns this process's environment, with rank 0's run id. Raises LauncherError if variables,
-    ranks or GPUs contradict each other, TimeoutError with the ranks that did not join, and
-    ValueError for nccl without a GPU.
+    Returns this process's environment, with rank 0's run id; a later call returns the same again.
+    Raises LauncherError if variables, ranks or GPUs contradict each other, TimeoutError with the
+    ranks that did not join, and ValueError for nccl without a GPU.
     """
     env = detect(local_rank=local_rank)
-    for name, asked, given in (
+    _refuse_others(
+        f"{env.launcher} started",
         ("--nodes", nodes, env.num_nodes),
         ("--gpus-per-node", ranks_per_node, env.local_world_size),
-    ):
-        if asked not in (None, given):
-            cause = f"{name} is {asked} but {env.launcher} started {given}"
-            raise LauncherError(f"{cause}; make them agree")
+    )
     backend = _choose_backend(backend, env)
     if torch.cuda.is_available():
         # Some launchers show each rank all GPUs of the node, others only its own.
         torch.cuda.set_device(env.local_rank % torch.cuda.device_count())
     if env.world_size == 1:
         return env
+    if not dist.is_initialized():
+        _join(env, backend, join_timeout_s, timedelta(seconds=timeout_s))
+    return dataclasses.replace(env, run_id=_shared_run_id(env))
+
+
+def _join(env: Environment, backend: str, join_timeout_s: float, timeout: timedelta) -> None:
     os.environ.update(network.choose_variables(env.master_addr, env.num_nodes))
-    store, run_id = rendezvous(env, device(), backend, join_timeout_s)
-    store.set_timeout(timedelta(seconds=timeout_s))
+    store = rendezvous(env, device(), backend, join_timeout_s)
+    store.set_timeout(timeout)
     dist.init_process_group(
         backend,
         store=store,
         rank=env.rank,
         world_size=env.world_size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timeout,
         device_id=device() if backend == "nccl" else None,
     )
-    if not env.agent_store:  # rank 0 serves the store, and must not leave while others join
-        barrier()
-    return dataclasses.replace(env, run_id=run_id)
+
+
+@cache
+def _shared_run_id(env: Environment) -> str:
+    """Return rank 0's run id, and ask for it once: later, rank 0 may have left with the store."""
+    if env.agent_store and env.is_named:  # the store has no password, and needs none for this
+        return env.run_id
+    if env.rank == 0:
+        default_store().set("run_id", env.run_id)
+    run_id = check_run_id(default_store().get("run_id").decode())
+    barrier()
+    return run_id
 
 
 def _choose_backend(asked: str | None, env: Environment) -> str:
     cuda = torch.cuda.is_available()
     chosen = asked if asked not in (None, "auto") else env.backend or ("nccl" if cuda else "gloo")
-    if chosen not in ("nccl", "gloo"):
+    if chosen not in BACKENDS:
         raise ValueError(f"backend {chosen!r} is unknown; use nccl, gloo or auto")
     if chosen == "nccl" and not cuda:
         raise ValueError(f"backend nccl needs a GPU and {socket.gethostname()} has none; use gloo")
     return chosen
 
 
-def device() -> torch.device:
-    """Return the device of this process: its GPU, else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
 def is_main_process() -> bool:
     """Return whether this is global rank 0."""
-    return dist.get_rank() == 0 if dist.is_initialized() else detect().is_main
+    return (own_rank() or detect().rank) == 0
 
 
-def barrier() -> None:
-    """Wait for every rank; do nothing when alone."""
-    if dist.is_initialized():
-        dist.barrier()
+def print_main(*values: object, **options: Any) -> None:
+    """Print on global rank 0 alone, at once; `options` are print's own."""
+    if is_main_process():
+        print(*values, flush=True, **options)
 
 
 def seed_everything(seed: int, rank: int = 0) -> None:
@@ -131,85 +203,13 @@ def seed_everything(seed: int, rank: int = 0) -> None:
         sys.modules["numpy"].random.seed(own_seed)
 
 
-def setup_distributed_models(
-    *models: nn.Module | None,
-    strategy: str = "auto",
-    find_unused_parameters: bool = False,
-    static_graph: bool = False,
-    bucket_cap_mb: float | None = None,
-    sharding: Sharding | None = None,
-) -> Any:
-    """Move models to this process's device and wrap them; every rank gets rank 0's weights.
+class EpochSampler(DistributedSampler[Any]):
+    """Begins another epoch each time it is iterated; `set_epoch(n)` says which is the next."""
 
-    A model without a trainable parameter is not wrapped; None stays None.
-
-    Args:
-        strategy: "ddp": one process per GPU; "fsdp": the same, and each holds a part of the model;
-            "dp": one process, all its GPUs; "single": neither; "auto": ddp if there are several
-            processes.
-        find_unused_parameters: for a model that skips parameters in some steps. It is DDP's own,
-            as are `static_graph` and `bucket_cap_mb`.
-        sharding: how fsdp shards the model.
-
-    Returns a model for one, a tuple for several. Raises ValueError for a strategy that is unknown
-    or does not fit.
-    """
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    check_strategy(strategy, world_size)
-
-    def wrap(model: nn.Module) -> nn.Module:
-        is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
-        if strategy == "fsdp" and world_size > 1 and not is_frozen:
-            from . import fsdp
-
-            return fsdp.shard(model, [*blocks(model)], device(), sharding or Sharding())
-        model = model.to(device())
-        if world_size > 1 and is_frozen:  # which DDP refuses
-            take_first_ranks(model)
-        elif world_size > 1:
-            return DistributedDataParallel(
-                model,
-                device_ids=[device()] if device().type == "cuda" else None,
-                find_unused_parameters=find_unused_parameters,
-                static_graph=static_graph,
-                bucket_cap_mb=bucket_cap_mb,
-                gradient_as_bucket_view=True,  # saves a copy of the gradients
-            )
-        elif strategy == "dp" and torch.cuda.device_count() > 1 and not is_frozen:
-            return DataParallel(model)
-        return model
-
-    wrapped = tuple(None if model is None else wrap(model) for model in models)
-    return wrapped[0] if len(wrapped) == 1 else wrapped
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """Return the user's module without its wrapper."""
-    return model.module if isinstance(model, DistributedDataParallel | DataParallel) else model
-
-
-def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the repeated parts of a model: what its outermost ModuleLists hold."""
-    for child in model.children():
-        yield from child if isinstance(child, nn.ModuleList) else blocks(child)
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether each rank holds a part of the model, and all must compute with it together."""
-    return hasattr(model, "set_requires_gradient_sync")  # of FSDPModule
-
-
-@contextlib.contextmanager
-def no_sync(model: nn.Module, enabled: bool = True) -> Iterator[None]:
-    """Do not exchange gradients in the body; the next backward pass exchanges their sum."""
-    with contextlib.ExitStack() as stack:
-        if enabled and isinstance(model, DistributedDataParallel):
-            stack.enter_context(model.no_sync())
-        elif enabled and is_sharded(model):
-            sharded: Any = model
-            sharded.set_requires_gradient_sync(False)
-            stack.callback(sharded.set_requires_gradient_sync, True)
-        yield
+    def __iter__(self) -> Iterator[Any]:
+        shares = super().__iter__()
+        self.epoch += 1
+        return shares
 
 
 def get_dataloader_for_distributed(
@@ -225,22 +225,39 @@ def get_dataloader_for_distributed(
 ) -> DataLoader[Any]:
     """Return a loader over this rank's share of a dataset, `batch_size` samples per process.
 
-    All ranks get the same number of samples. Unless `drop_last`, some samples repeat for that. Call
-    `loader.sampler.set_epoch(n)` for another order in each epoch. World size and rank are the
-    process group's; `options` are DataLoader's own, such as `collate_fn`. Raises ValueError for a
-    dataset without a length, which cannot be sharded.
+    All ranks get the same number of samples. Unless `drop_last`, some samples repeat for that, each
+    the last of its rank. Each iteration over the loader is another epoch, with another order:
+    epoch 0, 1 and so on, or from n on after `loader.sampler.set_epoch(n)`. World size and rank are
+    the process group's; `options` are DataLoader's own, such as `collate_fn`. Raises ValueError for
+    another world size or rank, and for a dataset without a length, which cannot be sharded.
     """
     if isinstance(dataset, IterableDataset):
         cause = f"{type(dataset).__name__} is an IterableDataset, which has no samples to share out"
         cure = "let its __iter__ skip those of other ranks, and give it to DataLoader"
         raise ValueError(f"{cause}; {cure}")
-    if not dist.is_initialized():
-        world_size, rank = world_size or 1, rank or 0
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        dataset, world_size, rank, shuffle=shuffle, seed=seed, drop_last=drop_last
+    if dist.is_initialized():
+        _refuse_others(
+            "the process group's is",
+            ("world_size", world_size, count_ranks()),
+            ("rank", rank, own_rank()),
+        )
+    sampler = EpochSampler(
+        dataset,
+        world_size or count_ranks(),
+        rank or own_rank(),
+        shuffle=shuffle,
+        seed=seed,
+        drop_last=drop_last,
     )
     options.setdefault("persistent_workers", options.get("num_workers", 0) > 0)
     return DataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last, **options)
+
+
+def _refuse_others(who: str, *told: tuple[str, int | None, int]) -> None:
+    """Raise LauncherError where a number is given, and is not what somebody has."""
+    for name, given, own in told:
+        if given not in (None, own):
+            raise LauncherError(f"{name} is {given} but {who} {own}; make them agree")
 
 
 def sync_metrics(
@@ -252,20 +269,17 @@ def sync_metrics(
     count, such as its samples. Values of weight 0 are ignored; if all weights are 0, means are NaN.
     Raises ValueError for a world size other than the process group's.
     """
-    there = dist.get_world_size() if dist.is_initialized() else 1
-    if world_size not in (None, there):
-        raise ValueError(f"world_size is {world_size}, but {there} ranks have joined; omit it")
+    _refuse_others("the process group's is", ("world_size", world_size, count_ranks()))
     own = {
         name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()
     }
     if not dist.is_initialized():
         return own
-    names = sorted(own)
-    parts = [own[name] * weight if weight else 0.0 for name in names]
+    parts = [own[name] * weight if weight else 0.0 for name in sorted(own)]
     sums = torch.tensor([*parts, weight], dtype=torch.float64, device=device())
     with freed(sums):
         dist.all_reduce(sums)
-    means = dict(zip(names, (sums[:-1] / sums[-1]).tolist(), strict=True))
+    means = dict(zip(sorted(own), (sums[:-1] / sums[-1]).tolist(), strict=True))
     return {name: means[name] for name in own}
 
 
@@ -273,3 +287,14 @@ def cleanup_distributed() -> None:
     """Leave the process group, if there is one. A program that ends with `finish` need not."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def finish(code: int = 0) -> NoReturn:
+    """End this process, quickly. Every rank calls it as its last line, in place of sys.exit.
+
+    Waits for a `save` under way, on all ranks if the code is 0 or STOPPED, then for threads and
+    exit handlers, 30 s at most. It does not tear down torch, which takes 0.6 s.
+    """
+    atexit.unregister(finish)  # it can be a handler itself
+    complete(code)
+    end_process(code)

@@ -10,6 +10,7 @@ import importlib.util
 import sys
 import types
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,20 +32,11 @@ def serve_store(address: str, port: int, listener: int) -> TCPStore:
     Before torch 2.8 libuv's store cannot; the classic one can, and speaks the same protocol.
     """
 
-    def serve(*, use_libuv: bool) -> TCPStore:
-        return TCPStore(
-            address,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener,
-            use_libuv=use_libuv,
-        )
-
+    serve = partial(TCPStore, address, port, is_master=True, wait_for_workers=False)
     try:
-        return serve(use_libuv=True)
+        return serve(master_listen_fd=listener, use_libuv=True)
     except NotImplementedError:
-        return serve(use_libuv=False)
+        return serve(master_listen_fd=listener, use_libuv=False)
 
 
 def rendezvous_settings(text: str) -> dict[str, str]:

@@ -253,6 +253,13 @@ def run_bats(files: str, tag: str, times: int) -> tuple[str, bool]:
     return "\n".join(re.sub(r"^ok \d+|^#", "-", line) for line in lines[1:]), is_kept
 
 
+def prove_faults(times: int) -> tuple[str, bool]:
+    """Make each fault of bench/fault_rows.py once, and TIMES healthy launches."""
+    program = str(TESTS.parent / "bench/faults.py")
+    lines, is_kept = run_tests([sys.executable, program, "--skip-torchrun"], {})
+    return lines[-1], is_kept
+
+
 def run_tests(command: Sequence[str], variables: Mapping[str, str]) -> tuple[list[str], bool]:
     """Run tests, showing what they say if any fails; Ctrl-C lets them clean up.
 
@@ -312,6 +319,13 @@ PARTS = {
         "an agent or its supervisor killed where the machine has limits: all gone in 2 s",
         2,
         prove_clean_up,
+        "alone",
+    ),
+    "faults": Part(
+        "Faults of nodes",
+        "each fault of bench/faults.md: its name, host and exit code, in time",
+        15,
+        prove_faults,
         "alone",
     ),
     "attacks": Part("Attacks", "ports, checkpoints, inputs attacked", 7, prove_attacks),

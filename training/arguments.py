@@ -104,17 +104,18 @@ def _check(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
     """Check what else can be known before the start, print the result, and exit."""
     chosen, world_size = settings.distributed, int(os.environ.get("WORLD_SIZE") or 1)
     check_strategy(chosen.strategy, world_size, chosen.fsdp.shard)
-    samples = settings.train.batch_size_on(world_size)
-    if settings.task == BUILT_IN_TASK:
+    train, is_own = settings.train, settings.task != BUILT_IN_TASK
+    samples = train.batch_size_on(world_size)
+    if not is_own:
         data_path(settings.data.path)
     if arguments.json:  # for launchers
-        train, is_own = settings.train, settings.task != BUILT_IN_TASK
         module = importlib.util.find_spec(settings.task.partition(":")[0]) if is_own else None
         facts = {
             **chosen.model_dump(include={"backend", "join_timeout"}),
             "checkpoint_dir": os.path.expanduser(settings.checkpoint.dir),
             "task_file": (module and module.origin) or "",
             "prepare": settings.prepare or "",
+            "resume": settings.resume,
             "num_workers": settings.data.num_workers,
             "batch": {
                 "samples": train.batch_size or 0,

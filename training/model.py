@@ -52,16 +52,17 @@ def make_model(task: Task, saved: State | None, settings: Settings, cache: Path)
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.absolute()))
     choose_forward(model, settings.train)
     chosen = settings.distributed
-    dtype = chosen.mixed_precision.dtype if is_mixed(settings) else None
-    wrapped: nn.Module = helper.setup_distributed_models(
+    is_off = chosen.mixed_precision.enabled and not is_mixed(settings)
+    if is_off and helper.is_main_process():
+        _log.warning("precision  float32: mixed precision is for GPUs")
+    return helper.setup_distributed_models(
         model,
         strategy=chosen.strategy,
         find_unused_parameters=chosen.find_unused_parameters,
         static_graph=chosen.static_graph,
         bucket_cap_mb=chosen.bucket_cap_mb,
-        sharding=Sharding(dtype=dtype, **chosen.fsdp.model_dump()),
+        sharding=Sharding(dtype=dtype_of(settings), **chosen.fsdp.model_dump()),
     )
-    return wrapped
 
 
 def state_of(
@@ -154,7 +155,7 @@ def fix_bucket_order(task: Task, model: nn.Module, batch_size: int, settings: Se
     data: Any = task.validation or task.train  # the training data may have no length
     samples = [data[index % len(data)] for index in range(batch_size)]
     batch = (task.collate or default_collate)(samples)
-    with autocast(settings):
+    with helper.autocast(dtype_of(settings)):
         loss = task.loss(model, move(batch, helper.device()))
     loss.backward()  # type: ignore[no-untyped-call]
     model.zero_grad()
@@ -166,12 +167,6 @@ def is_mixed(settings: Settings) -> bool:
     return settings.distributed.mixed_precision.enabled and helper.device().type == "cuda"
 
 
-def autocast(settings: Settings) -> torch.autocast:
-    dtype = getattr(torch, settings.distributed.mixed_precision.dtype)
-    return torch.autocast(helper.device().type, dtype=dtype, enabled=is_mixed(settings))
-
-
-def make_scaler(settings: Settings) -> torch.amp.GradScaler:
-    """Return what keeps float16's small gradients from vanishing; passes others through."""
-    is_needed = is_mixed(settings) and settings.distributed.mixed_precision.dtype == "float16"
-    return torch.amp.GradScaler(helper.device().type, enabled=is_needed)
+def dtype_of(settings: Settings) -> str | None:
+    """Return the type to compute in, for the helper's autocast and grad_scaler."""
+    return settings.distributed.mixed_precision.dtype if is_mixed(settings) else None

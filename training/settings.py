@@ -161,13 +161,6 @@ class Distributed(Section):
     fsdp: Fsdp = Fsdp()
     mixed_precision: MixedPrecision = MixedPrecision()
 
-    @model_validator(mode="after")
-    def _check_precision(self) -> Distributed:
-        mixed = self.mixed_precision
-        if self.strategy == "fsdp" and mixed.enabled and mixed.dtype == "float16":
-            raise ValueError("float16 needs a loss scaler, and fsdp has none; use bfloat16")
-        return self
-
 
 class Settings(Section):
     """All settings of train.py."""

@@ -65,7 +65,7 @@ def write(folder: Path, tensors: Content, progress: Content, parts: Content) -> 
     `parts` are the manifest's entries of what the ranks have written and flushed there.
     """
     for name, content in tensors.items():
-        torch.save(content.data if isinstance(content, Ranks) else content, folder / f"{name}.pt")
+        torch.save(getattr(content, "data", content), folder / f"{name}.pt")  # of Ranks
     (folder / "progress.json").write_text(json.dumps(progress))
     files = sorted(file for file in folder.iterdir() if file.name not in parts)
     entries = {**{file.name: entry_of(file) for file in files}, **parts}
@@ -170,9 +170,8 @@ def export(weights: dict[str, Tensor], file: str) -> None:
     try:
         from safetensors.torch import save_file
     except ImportError:
-        cause = f"{file} needs the package safetensors, which is not installed"
-        cure = "pip install safetensors, or export to a .pt file"
-        raise CheckpointError(f"{cause}; {cure}") from None
+        cause = f"{file} needs the package safetensors, which is not installed; pip install "
+        raise CheckpointError(cause + "safetensors, or export to a .pt file") from None
     whole = {name: tensor.contiguous() for name, tensor in weights.items()}
     save_file(whole, file, metadata={"format": "pt"})  # as other programs expect of torch's
 
@@ -232,8 +231,8 @@ def read_newest(folder: Path) -> tuple[dict[str, bytes], Path, str]:
             for one in damaged:
                 set_aside(one)
         return content, candidate, ""
-    found = [f"{cause}, and no intact checkpoint is left in {folder}" for cause in damaged.values()]
-    return {}, folder, found[0] if found else ""
+    cause = next(iter(damaged.values()), "")
+    return {}, folder, cause and f"{cause}, and no intact checkpoint is left in {folder}"
 
 
 def read(folder: Path) -> dict[str, bytes]:

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives import broadcast_bytes, gather_bytes, gather_json, to_bytes
+from ..collectives import broadcast, gather_bytes, own_rank, to_bytes
 from ..errors import with_fault
 from . import files
 from .files import CheckpointError
@@ -35,22 +34,18 @@ def load(folder: Path | str, *, whole: bool = True) -> State | None:
     taken = newest_snapshot(folder)
     content: dict[str, bytes] = {}
     damage, is_snapshot = "", False
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if own_rank() == 0:
         if taken is None or any(files.step_of(one) >= taken.step for one in files.steps(folder)):
             content, folder, damage = files.read_newest(folder)
         if taken is not None and not (content and files.step_of(folder) >= taken.step):
             content, damage, is_snapshot = taken.content(), "", True
-    if dist.is_initialized():
-        sizes = {name: len(data) for name, data in content.items()}
-        found = [damage, str(folder), sizes, is_snapshot]
-        damage, place, sizes, is_snapshot = gather_json(found)[0]
-        folder = Path(place)
-        content = {
-            name: broadcast_bytes(content.get(name), size) for name, size in sizes.items() if size
-        }
+    found = [damage, str(folder), [name for name in content if content[name]], is_snapshot]
+    damage, place, names, is_snapshot = broadcast(found)
+    folder = Path(place)
+    content = {name: _broadcast(content.get(name)) for name in names}
     if damage:
-        cure = "move it away, or use another RUN_ID"
-        raise with_fault(CheckpointError, "checkpoint-damaged", f"{damage}; {cure}")
+        damage += "; move it away, or use another RUN_ID"
+        raise with_fault(CheckpointError, "checkpoint-damaged", damage)
     if not content:
         return None
     tensors = {name: files.unpack(content[f"{name}.pt"]) for name in files.TENSORS}
@@ -62,14 +57,19 @@ def load(folder: Path | str, *, whole: bool = True) -> State | None:
         from . import sharded
 
         state = replace(state, fetch=sharded.reader(folder, content[files.INDEX]))
-    trees = {"model": state.model, "optimizer": state.optimizer}
-    return replace(state, **state.fetch(trees)) if whole else state
+    return replace(state, **state.fetch(state.trees())) if whole else state
+
+
+def _broadcast(data: bytes | None) -> bytes:
+    """Return rank 0's bytes on every rank."""
+    told = broadcast(data and torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return data or to_bytes(told)
 
 
 def gather_ranks(own: dict[str, Any]) -> files.Ranks:
     """Return every rank's dictionary on rank 0, in order of rank, and none on the other ranks."""
     gathered = gather_bytes(files.pack(own))
-    return files.Ranks(gathered if not dist.is_initialized() or dist.get_rank() == 0 else [])
+    return files.Ranks(gathered if own_rank() == 0 else [])
 
 
 def rng_state() -> dict[str, Any]:

@@ -78,9 +78,8 @@ def whole_steps(held: Sequence[Mapping[int, int]]) -> list[int]:
 
 def free_memory() -> int:
     """Return the bytes of memory that are left on this machine, or to this process's group."""
-    with open("/proc/meminfo") as file:
-        found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file if "kB" in line}
-    free = [found["MemAvailable"]]
+    (kilobytes,) = re.findall(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())
+    free = [int(kilobytes) * 1024]
     with contextlib.suppress(OSError, ValueError, LookupError):  # another version of cgroups
         (own,) = re.findall(r"^0::/(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
         group = Path("/sys/fs/cgroup", own)

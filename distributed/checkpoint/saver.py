@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from ..collectives import count_ranks
 from ..errors import with_fault
 from ..heartbeat import beat
 from ..lock import RunLock
 from ..torch_internals import tree_leaves, tree_map_only
 from . import files
 from .files import CheckpointError
-from .snapshots import Snapshots, copy_all
+from .snapshots import Snapshots, copy_all, kinds_of
 
 if TYPE_CHECKING:
     from .sharded import Parts
@@ -40,6 +40,10 @@ class State:
     # which load() has left on the disk; of a DTensor, this rank's part.
     fetch: Callable[[dict[str, Any]], dict[str, Any]] = dict
     is_snapshot: bool = False  # it was in memory, and is perhaps not on the disk
+
+    def trees(self) -> dict[str, Any]:
+        """Return what holds tensors."""
+        return {"model": self.model, "optimizer": self.optimizer}
 
 
 class Saver:
@@ -64,6 +68,7 @@ class Saver:
         self.folder = run_folder = Path(run_folder)
         self.keep_last = keep_last
         self.enabled = enabled
+        self.last_step = -1  # to be saved
         self._memory: list[Tensor] = []  # for the copies; reused
         self._thread = threading.Thread()
         self._error: CheckpointError | None = None
@@ -78,8 +83,9 @@ class Saver:
                 run_folder.mkdir(parents=True, exist_ok=True)
                 self._lock = RunLock(run_folder, f"run {run_folder.name}")
             except OSError as error:
-                cause = f"cannot write under '{run_folder}' ({error.strerror})"
-                cause += "; change checkpoint.dir"
+                cause = (
+                    f"cannot write under '{run_folder}' ({error.strerror}); change checkpoint.dir"
+                )
                 raise with_fault(CheckpointError, "dir-unwritable", cause) from None
 
     def save(self, step: int, state: State) -> None:
@@ -87,10 +93,11 @@ class Saver:
 
         Raises CheckpointError if the previous save failed; earlier checkpoints are intact.
         """
+        self.last_step = step
         if not self.enabled and self._parts is None:
             return
         self.wait()
-        trees: dict[str, Any] = {"model": state.model, "optimizer": state.optimizer}
+        trees = state.trees()
         if self._parts is None:
             copies = self._copy([leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)])
             ours = iter(copies)
@@ -109,12 +116,11 @@ class Saver:
         must `save` its end itself. No agent, no snapshot.
         """
         if self.enabled or self._parts is not None:
-            holders = dist.get_world_size() if self._parts and dist.is_initialized() else 1
+            holders = count_ranks() if self._parts else 1
             about = {"folder": str(self.folder.absolute()), "keep_last": self.keep_last}
-            ranks = state.ranks.data if isinstance(state.ranks, files.Ranks) else state.ranks
+            ranks = getattr(state.ranks, "data", state.ranks)  # packed, as they are
             about |= {"progress": state.progress, "ranks": ranks}
-            trees = {"model": state.model, "optimizer": state.optimizer}
-            self.snapshots.take(step, holders, trees, about)
+            self.snapshots.take(step, holders, state.trees(), about)
 
     def check(self) -> None:
         """Raise the CheckpointError of the background save if it has failed."""
@@ -130,7 +136,7 @@ class Saver:
 
     def _copy(self, theirs: Sequence[Tensor]) -> list[Tensor]:
         """Return tensors copied into memory of our own."""
-        if [(t.shape, t.dtype) for t in theirs] != [(t.shape, t.dtype) for t in self._memory]:
+        if kinds_of(theirs) != kinds_of(self._memory):
             self._memory = [torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for t in theirs]
         copy_all(self._memory, theirs)
         return self._memory

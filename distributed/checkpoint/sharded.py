@@ -29,7 +29,7 @@ from torch.distributed.checkpoint import filesystem, metadata, planner, storage
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from ..collectives import gather_bytes
+from ..collectives import gather_bytes, own_rank
 from ..errors import with_fault
 from ..torch_internals import tree_map_only
 from . import files
@@ -46,9 +46,9 @@ _KINDS = {
     if isinstance(kind, enum.EnumMeta) or (isinstance(kind, type) and is_dataclass(kind))
 }
 torch.serialization.add_safe_globals([*(_KINDS - {metadata.BytesStorageMetadata})])
-_ENUMS: list[Any] = [kind for kind in _KINDS if isinstance(kind, enum.EnumMeta)]
-for _kind in _ENUMS:  # which Python 3.11.0 to 3.11.3 would load with getattr
-    copyreg.pickle(_kind, lambda one: (type(one), (one.value,)))
+for _kind in _KINDS:
+    if isinstance(_kind, enum.EnumMeta):  # which Python 3.11.0 to 3.11.3 would load with getattr
+        copyreg.pickle(_kind, lambda one: (type(one), (one.value,)))  # type: ignore[arg-type]
 
 
 class Parts:
@@ -58,7 +58,7 @@ class Parts:
         # Parts are written in the background. Two threads may start their collectives in another
         # order on each rank, so these have a group of their own, and training's stays untouched.
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._rank = own_rank()
         self._shapes: dict[str, Any] | None = None  # that the plan was made for
         self._packed: list[bytes] = []  # where each rank has put its tensors, the last time
         self._results: list[Any] = []  # the same, unpacked
@@ -171,6 +171,6 @@ def reader(folder: Path, index: bytes) -> Callable[[Trees], Trees]:
 
 def _check_shared(folder: Path) -> None:
     if not folder.is_dir():
-        cause = f"{folder} is not there on {socket.gethostname()}"
-        cure = "a sharded checkpoint needs a folder on a disk that all nodes share"
-        raise with_fault(CheckpointError, "dir-not-shared", f"{cause}; {cure}")
+        cause = f"{folder} is not there on {socket.gethostname()}; a sharded checkpoint needs a "
+        cause += "folder on a disk that all nodes share"
+        raise with_fault(CheckpointError, "dir-not-shared", cause)

@@ -97,7 +97,7 @@ class Buffer(Memory):
         """Fill the buffer; it is empty until all is there. `seal` completes it."""
         self.set_header(None)
         end = _offsets(tensors)[-1]
-        if [(t.shape, t.dtype) for t in tensors] != [(t.shape, t.dtype) for t in self._views]:
+        if kinds_of(tensors) != kinds_of(self._views):
             os.ftruncate(self.fd, end)
             self._memory = mmap.mmap(self.fd, end)
             self._views = _views(self._memory, tensors)
@@ -172,7 +172,7 @@ class Snapshots:
         tensors = dict(named_tensors(trees))
         shared = [name for name, one in tensors.items() if hasattr(one, "to_local")]
         for name in shared:
-            places: Any = getattr(tensors[name], "placements", ())
+            places = tensors[name].placements  # type: ignore[attr-defined]
             if any(place.is_shard() and not place.is_shard(0) for place in places):
                 raise ValueError(f"{name} is not shared out by rows; take no snapshots of it")
         marks = (f"{_MARK}{number}" for number in range(len(tensors)))
@@ -276,6 +276,11 @@ def named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(tree, dict | list | tuple):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from named_tensors(value, f"{name}.{key}" if name else str(key))
+
+
+def kinds_of(tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+    """Return what must be equal for one's memory to hold the other's content."""
+    return [(one.shape, one.dtype) for one in tensors]
 
 
 def _offsets(tensors: Sequence[Tensor]) -> list[int]:

@@ -216,6 +216,8 @@ class NodeAgent:
             self.meeting.team.beat()
         self.network.look(self.outputs.say)
         self.restarts.look()
+        if shows_no_rank(self.args, self.supervisor):
+            self.outputs.show_step(self.heartbeats.step())
 
     # --- after an attempt ---------------------------------------------------------------------
 
@@ -314,17 +316,21 @@ class NodeAgent:
         if is_told and (control is not None or self.args.is_in_step):  # to the same terminal
             self.outputs.tell(Done(), control)
             return
-        command = (
-            ""
-            if outcome.code == BAD_INPUT
-            else resume_command(self.args, has_saved=outcome.has_saved)
-        )
+        if shows_no_rank(self.args, self.supervisor) and outcome.code == 0:
+            self.outputs.say("the run has ended with code 0")
+        can_resume = outcome.code != BAD_INPUT
+        command = resume_command(self.args, has_saved=outcome.has_saved) if can_resume else ""
         run_id = self.meeting.assignment.run_id
         outcome = replace(outcome, started=self.started, run_id=run_id, command=command)
         folder = self.folder and self.folder.path
         if folder and self.args.node_rank and (folder / "run.json").exists():
             folder = None  # node rank 0's, on a shared disk
         report_outcome(outcome, control, is_line_open=is_open, folder=folder)
+
+
+def shows_no_rank(args: Arguments, supervisor: SupervisorLink) -> bool:
+    """Return whether this node has a terminal to itself, and rank 0 is elsewhere."""
+    return supervisor.control is None and not args.is_in_step and args.node_rank > 0
 
 
 def resume_command(args: Arguments, *, has_saved: bool) -> str:

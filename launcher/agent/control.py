@@ -159,7 +159,8 @@ def report_outcome(
 
 def tell(message: Outcome | Done | Membership, control: Control, *, is_line_open: bool) -> None:
     """Send a message to the launcher."""
-    line_end = "\n" if is_line_open else ""
+    # A launcher over ssh finds it within a line, too; one more end would be a line of its own.
+    line_end = "\n" if is_line_open and control.fd is None else ""
     with contextlib.suppress(OSError):  # nobody reads any more
         text = MESSAGES.write(message)
         pieces = [text] if control.fd is not None else in_pieces(text)

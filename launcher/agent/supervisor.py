@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from distributed.stop_signals import ADDED, NOTICE, QUERY, STOP_SIGNALS, handled_signals
-from launcher import own_time, processes, typed_json
+from launcher import importable, own_time, processes, typed_json
 from launcher.agent.command_line import find_option, read_for_torch
 from launcher.agent.control import (
     Control,
@@ -93,6 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     mend_streams()
     leave_outer_run(os.environ)
+    os.environ["PYTHONPATH"] = importable.search_path()
+    sys.path += importable.__path__
     launched = Launched.take()
     return guard(fork_agent(arguments, take_control(launched), launched))
 

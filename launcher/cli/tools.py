@@ -5,6 +5,7 @@ python scripts/lib/start.py launcher.cli.tools SCRIPT WORDS      (run_tool in sc
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -19,6 +20,16 @@ CHECKPOINT = {"ls": ("DIR",), "verify": ("DIR",), "export": ("DIR", "FILE"), "ha
 def main(arguments: Sequence[str]) -> int:
     """Do what was typed; returns the exit code."""
     program, words = Path(arguments[0]).name, arguments[1:]
+    try:
+        code = run(program, words)
+        sys.stdout.flush()
+    except OSError as error:  # a full disk
+        print(f"{program}: the output cannot be written ({error.strerror})", file=sys.stderr)
+        os._exit(1)
+    return code
+
+
+def run(program: str, words: Sequence[str]) -> int:
     if "explain" in program:
         return int(import_module("launcher.explain.__main__").main(words, program))
     if why := refuse(words):
@@ -30,9 +41,7 @@ def main(arguments: Sequence[str]) -> int:
 def refuse(words: Sequence[str]) -> str:
     """Return why these are no words for scripts/checkpoint.sh; empty if they are."""
     commands = ", ".join(" ".join([name, *needs]) for name, needs in CHECKPOINT.items())
-    if not words:
-        return f"no command; give one of {commands}"
-    name, *given = words
+    name, *given = words or [""]
     if name not in CHECKPOINT:
         return f"unknown command {name!r}; {did_you_mean(name, CHECKPOINT)}it can be {commands}"
     if len(given) != len(CHECKPOINT[name]):

@@ -11,8 +11,9 @@ from launcher.plan.typed import UsageError
 
 def read_like_torchrun(values: dict[str, Any], environ: Mapping[str, str]) -> None:
     """Complete what was typed, by the names of Typed's fields. Raises UsageError."""
-    if not values.get("rest"):
-        raise UsageError(f"no SCRIPT; usage: {values['usage']}")
+    if not (rest := values.get("rest")) or not rest[0]:
+        cause = "SCRIPT is an empty word" if rest else "no SCRIPT"
+        raise UsageError(f"{cause}; usage: {values['usage']}")
     rendezvous = {name: values.pop(f"rdzv_{name}", "") for name in ("backend", "endpoint")}
     is_alone = values.pop("standalone", False)
     if not values.get("hosts"):

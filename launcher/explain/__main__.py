@@ -40,9 +40,6 @@ from launcher.text import count, did_you_mean, name_ranks
 
 def main(arguments: Sequence[str], program: str = "explain") -> int:
     """Run the command line; returns the exit code."""
-    if {"-h", "--help"} & {*arguments}:
-        print(__doc__)
-        return 0
     names = arguments or [str(_log_dir() / "latest")]
     try:
         if all(map(has_ended_well, names)):  # an earlier start of it may have failed
@@ -58,6 +55,8 @@ def main(arguments: Sequence[str], program: str = "explain") -> int:
         refusals = {line: name for file in files for line, name in find_refusals(file).items()}
         seen = [one for file in files for one in read(file)]
     except OSError as error:
+        if error.filename is None:  # it is the output's
+            raise
         known = [*sections(), *(run.id for run in find_all(_log_dir()))]
         cure = f"{did_you_mean(str(error.filename), known)}give a RUN, a FILE or a FAULT"
         print(f"{program}: {error.filename}: {error.strerror}; {cure}", file=sys.stderr)

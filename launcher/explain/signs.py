@@ -89,7 +89,7 @@ SIGNS = (
     lost(
         "link-lost",
         r"[Cc]onnection (was )?(reset|closed|aborted)( by (remote )?peer)?",
-        r"[Bb]roken pipe",
+        r"[Bb]roken pipe|rank 0 failed in main_first",
         r"ncclRemoteError|remote process (exited|has terminated)",
         r"recvValue failed|sendBytes failed|Failed to recv|socket is not connected",
         r"Application timeout caused pair closure|Socket is not connected",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from distributed.errors import BAD_INPUT, Refused
 from launcher import typed_json
-from launcher.plan.plan import Batch, Plan
+from launcher.plan.plan import Batch, Plan, PlanError
 from launcher.text import environment_cure
 
 
@@ -23,6 +23,7 @@ class ConfigFacts:
     checkpoint_dir: str
     task_file: str
     prepare: str
+    resume: str
     batch: Batch
     num_workers: int
 
@@ -31,7 +32,8 @@ def check_config(plan: Plan) -> Plan:
     """Have train.py check the config and the settings; returns the plan with what they say.
 
     A script of the user's own checks itself, once it runs. Raises Refused where train.py cannot run
-    here. Where the config is wrong, this exits with BAD_INPUT.
+    here, and PlanError where it names a checkpoint that is not there. Where the config is wrong,
+    this exits with BAD_INPUT.
     """
     steps = plan.step_options()
     if not plan.is_ours or (steps and "SLURM_JOB_ID" not in os.environ):  # no step, no pyxis
@@ -59,6 +61,10 @@ def check_config(plan: Plan) -> Plan:
             cure = environment_cure(f"-r {file}" if file.exists() else "pydantic PyYAML")
         raise Refused("env-missing", f"{cause}; {cure}")
     facts = typed_json.parse(ConfigFacts, result.stdout)
+    is_new = not Path(facts.checkpoint_dir, plan.run_id).exists()  # else its own come first
+    is_here = facts.resume in ("auto", "never") or os.path.exists(os.path.expanduser(facts.resume))
+    if is_new and not is_here and plan.fanout in ("local", "srun"):
+        raise PlanError(f"resume: there is no {facts.resume!r}; correct the path")
     return replace(
         plan,
         container=plan.container and plan.container.with_folder(Path(facts.checkpoint_dir)),

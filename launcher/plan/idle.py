@@ -8,8 +8,6 @@ from distributed.job import in_slurm_step, is_task
 from launcher.plan import pbs
 from launcher.plan.plan import Plan
 
-ALL = "; run_ddp.sh uses all [partial-launch]"
-
 
 def find_idle(plan: Plan, environ: Mapping[str, str]) -> str:
     """Return a line on the nodes or GPUs of the job that this run does not use; empty: it uses all.
@@ -23,11 +21,14 @@ def find_idle(plan: Plan, environ: Mapping[str, str]) -> str:
         cure = "give each its task: srun --overlap [partial-launch]"
         return f"this run uses 1 of the step's {size} nodes; {cure}" if size != "1" else ""
     nodes, gpus = _job(environ)
+    cure = "run_ddp.sh uses all [partial-launch]"
+    if plan.program in ("run_ddp.sh", "launch_distributed_train.sh"):
+        cure = "it uses all without -n and NPROC_PER_NODE [partial-launch]"
     if plan.num_agents < nodes:
-        return f"this run uses {plan.num_agents} of the job's {nodes} nodes{ALL}"
+        return f"this run uses {plan.num_agents} of the job's {nodes} nodes; {cure}"
     nproc = min((node.nproc or gpus for node in plan.nodes), default=plan.nproc or gpus)
     if nproc < gpus:
-        return f"this run uses {nproc} of the job's {gpus} GPUs on each node{ALL}"
+        return f"this run uses {nproc} of the job's {gpus} GPUs on each node; {cure}"
     return ""
 
 

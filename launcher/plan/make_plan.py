@@ -10,7 +10,10 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 
 from distributed.environment import DEFAULT_LOG_DIR, check_run_id, new_run_id, port_from_id
 from distributed.job import ask_scheduler, in_slurm_step, job_run_id
@@ -38,7 +41,7 @@ _WORDS = {  # variables that can only be one of these
     "NUMA_BINDING": ("node", "socket", "exclusive", "core-complex"),
 }
 # Of these, what cannot be ours is another program's, where a script takes torchrun's place.
-_ANYBODYS = ("LOG_LEVEL", "BACKEND", "LAUNCHER", "FRESH")
+_ANYBODYS = ("LOG_LEVEL", "BACKEND", "LAUNCHER")
 _PASSED_ON = (
     *("LOG_LEVEL", "BACKEND", "GRACE", "HANG_SECONDS", "SHOW_RANKS", "FRESH", "NUMA_BINDING"),
 )
@@ -62,6 +65,9 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     fanout = choose_fanout(typed, environ)
     in_step = fanout != "local" and environ.get("LAUNCHER") == "srun"
     engine = typed.engine or "srun" * in_step
+    is_here = fanout == "local" and not (typed.is_dry_run or environ.get("CONTAINER"))
+    if is_here and words[0] in ("-m", "--no-python"):
+        _refuse_missing(typed.here, *words[:2])
     world = read_world(typed, environ, fanout)
     world = spares.keep_back(world, environ, fanout, engine, max_restarts)
     if fanout == "local" and world.num_nodes > 1:
@@ -125,8 +131,7 @@ def _read_words(typed: Typed, environ: Mapping[str, str]) -> dict[str, str]:
         cause = f"{name} is {given!r}; {did_you_mean(given, known)}it can be {', '.join(known)}"
         if is_strict or name not in _ANYBODYS:
             raise PlanError(cause)
-        if name != "FRESH":  # of which the agent warns
-            print(f"{typed.program}: warning: {cause}; ignored", file=sys.stderr)
+        print(f"{typed.program}: warning: {cause}; ignored", file=sys.stderr)
     if hang := environ.get("HANG_SECONDS"):
         read_number("HANG_SECONDS", hang, 1, 10**6)
     return read
@@ -234,6 +239,7 @@ def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> World:
     slurm.refuse_many_tasks(environ)
     if typed.has_health_check or (typed.like_torchrun and typed.nnodes != "1"):
         if step := slurm.read_step(environ, given):  # srun has started this on each node
+            slurm.warn_of_part(environ, typed.program, needs_srun=True)
             return step
         if typed.has_health_check:
             slurm.refuse_many_nodes(environ, typed.program)
@@ -260,7 +266,7 @@ def _read_port(typed: Typed, environ: Mapping[str, str], *, is_by_hand: bool) ->
     if is_by_hand and in_slurm_step(environ) and text in (None, "auto"):
         return port_from_id(job_run_id(environ))  # the run's id is node rank 0's alone
     text = text or (BY_HAND_PORT if is_by_hand else "auto")
-    is_any = text == "auto" or (text == "0" and not is_by_hand)
+    is_any = text == "auto" or (typed.port == "0" and not is_by_hand)
     return None if is_any else read_number("the port", text, 1, 65535)
 
 
@@ -314,6 +320,17 @@ def choose_program(typed: Typed, environ: Mapping[str, str]) -> tuple[list[str],
     program = ["-m", script[2:].strip()] if is_module else [re.sub("^-", "./-", script)]
     words = [] if config == "-" else [flag or "--config", config]
     return [*program, *words, *typed.setting, *typed.rest], False, config
+
+
+def _refuse_missing(here: Path, kind: str, name: str) -> None:
+    """Raise PlanError if this machine has no such module (-m), or no such program."""
+    package = name.partition(".")[0]
+    if kind == "-m" and not (
+        PathFinder.find_spec(package, [str(here)]) or (package and find_spec(package))
+    ):
+        raise PlanError(f"there is no module {name!r}; correct its name, or set PYTHONPATH")
+    if kind != "-m" and not which(name):
+        raise PlanError(f"there is no program {name!r} that can be executed; correct its path")
 
 
 def _is_ours(script: str) -> bool:

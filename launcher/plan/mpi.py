@@ -18,6 +18,7 @@ def refuse_copies(environ: Mapping[str, str]) -> None:
     size = mark.replace("_RANK", "_SIZE") if "_COMM_WORLD_" in mark else "PMI_SIZE"
     size = "FLUX_JOB_SIZE" if mark == "FLUX_TASK_RANK" else size
     if mark != "SLURM_STEP_ID" and environ.get(size, "1") != "1":
-        cause = f"mpiexec started this {environ[size]} times ({size}), each as a run of its own"
-        cure = f"start it once, without mpiexec; for separate runs, unset {size}"
-        raise PlanError(f"{cause}; {cure} [wrong-world]")
+        raise PlanError(
+            f"mpiexec started this {environ[size]} times ({size}), each as a run of its own; "
+            f"start it once, without mpiexec; for separate runs, unset {size} [wrong-world]"
+        )

@@ -48,10 +48,11 @@ class Own:
         names = " ".join(sorted({*self.names} - quiet))
         missing = [node.name for node in plan.nodes if node.name not in self.values]
         if names and missing:
-            what = "what the scheduler set for this node alone is not sent to the others"
-            cure = f"to send this node's, FORWARD_ENV='{names}'"
-            unknown = f"whose own is not known ({', '.join(missing)})"
-            say(f"warning: {names}: {what}, {unknown}; {cure}")
+            say(
+                f"warning: {names}: what the scheduler set for this node alone is not sent to the "
+                f"others, whose own is not known ({', '.join(missing)}); "
+                f"to send this node's, FORWARD_ENV='{names}'"
+            )
 
     def of_node(self, node: str, nproc: int = 0) -> dict[str, str]:
         """Return a node's own values, for its preflight or for an agent of so many ranks."""

@@ -83,6 +83,9 @@ def read_step(environ: Mapping[str, str], typed: Mapping[str, str | None]) -> Wo
     step = slurm_node(environ, master=typed["MASTER_ADDR"] or "")
     if step is None:
         return None
+    if typed["NUM_NODES"] == environ.get("SLURM_JOB_NUM_NODES") and (part := _part(environ)):
+        cure = f"start it with {_on_all_nodes(environ)}, without node numbers"
+        raise PlanError(f"{part}; {cure} [wrong-world]")
     for name, variable in (("NUM_NODES", "SLURM_STEP_NUM_NODES"), ("NODE_RANK", "SLURM_NODEID")):
         if typed[name] not in (None, environ[variable]):
             cause = f"the argument {name} is {typed[name]!r} but srun's {variable}"
@@ -112,13 +115,28 @@ def refuse_many_nodes(environ: Mapping[str, str], program: str) -> None:
         raise PlanError(f"{cause}; use srun {each} scripts/cluster_train.sh CONFIG{fault}")
 
 
-def warn_of_part(environ: Mapping[str, str], program: str) -> None:
-    """Say where a step has fewer nodes than its job, which a script for all of them starts on."""
+def warn_of_part(environ: Mapping[str, str], program: str, *, needs_srun: bool = False) -> None:
+    """Warn where a step has fewer nodes than its job, and a program for all of them starts on it.
+
+    With `needs_srun`, srun starts the program on each node.
+    """
+    if part := _part(environ):
+        cure = f"run {program} in the batch script or salloc's shell, without srun"
+        cure = f"start it with {_on_all_nodes(environ)}" if needs_srun else cure
+        cause = f"{part}, and the run uses no others; to use all, {cure}"
+        print(f"{program}: warning: {cause} [partial-launch]", file=sys.stderr)
+
+
+def _part(environ: Mapping[str, str]) -> str:
+    """Return in words which part of the job's nodes a step has; "": all, or this is no step."""
     step, job = (environ.get(f"SLURM_{name}_NUM_NODES", "") for name in ("STEP", "JOB"))
-    if in_slurm_step(environ) and step.isdecimal() and job.isdecimal() and int(step) < int(job):
-        cause = f"this step has {step} of the job's {job} nodes, and the run uses no others"
-        cure = f"to use all, run {program} in the batch script or salloc's shell, without srun"
-        print(f"{program}: warning: {cause}; {cure} [partial-launch]", file=sys.stderr)
+    is_part = step.isdecimal() and job.isdecimal() and int(step) < int(job)
+    return f"this step has {step} of the job's {job} nodes" * (is_part and in_slurm_step(environ))
+
+
+def _on_all_nodes(environ: Mapping[str, str]) -> str:
+    nodes = environ["SLURM_JOB_NUM_NODES"]
+    return f"srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1"
 
 
 def job_command(environ: Mapping[str, str], script: str | None, typed: Sequence[str]) -> list[str]:

@@ -89,9 +89,8 @@ def find(log_dir: Path, run_id: str) -> Run:
     runs = {run.id: run for run in find_all(log_dir)}
     if run_id in runs:
         return runs[run_id]
-    raise ValueError(
-        f"there is no run {run_id!r} in {log_dir}; {did_you_mean(run_id, runs)}--status lists all"
-    )
+    near = did_you_mean(run_id, runs)
+    raise ValueError(f"there is no run {run_id!r} in {log_dir}; {near}--status lists all")
 
 
 def describe(runs: Sequence[Run]) -> str:

@@ -10,7 +10,6 @@ verdict is one line; rank 0's exit code is 0 only for PASS.
 from __future__ import annotations
 
 import argparse
-import json
 import socket
 import time
 from collections.abc import Collection, Sequence
@@ -24,7 +23,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from distributed.environment import Environment
 from distributed.errors import BAD_INPUT, Leave
-from distributed.torch import device, gather_bytes, init_distributed
+from distributed.torch import device, gather_json, init_distributed, print_main
 from distributed.torch_internals import default_store
 from launcher import typed_json
 from launcher.selftest import bandwidth, judge, known_answers, links, report
@@ -61,12 +60,11 @@ class Test:
 
     def tell(self, *lines: str) -> None:
         """Print on rank 0 alone."""
-        if self.env.is_main:
-            print(*lines, sep="\n", flush=True)
+        print_main(*lines, sep="\n")
 
     def gather_members(self, mine: Member) -> None:
-        rows = gather_bytes(typed_json.encode(mine).encode())
-        self.findings.members = [typed_json.parse(Member, row.decode()) for row in rows]
+        rows = gather_json(typed_json.encode(mine))
+        self.findings.members = [typed_json.parse(Member, row) for row in rows]
 
 
 def run(options: Options) -> int:
@@ -166,8 +164,8 @@ def links_together(
     if (me := numbers.get(test.env.rank)) is not None:
         found = links.measure(nodes, rounds, me, leaders, seconds)
     test.barrier.wait_for_all("the links", limits.SELFTEST_S + 2 * limits.TRANSFER_S * len(rounds))
-    rows = gather_bytes(json.dumps([typed_json.encode(link) for link in found]).encode())
-    return [typed_json.parse(Link, text) for row in rows for text in json.loads(row)]
+    rows = gather_json([typed_json.encode(link) for link in found])
+    return [typed_json.parse(Link, text) for row in rows for text in row]
 
 
 def compute_together(test: Test, ranks: Collection[int]) -> dict[int, float]:
@@ -179,8 +177,8 @@ def compute_together(test: Test, ranks: Collection[int]) -> dict[int, float]:
         if env.rank in ranks and env.rank % turns == turn:
             speed = measure_speed(seconds)
         test.barrier.wait_for_all("the matrix products")
-    rows = gather_bytes(json.dumps(speed).encode())
-    return {rank: json.loads(rows[rank]) for rank in sorted(ranks)}
+    speeds = gather_json(speed)
+    return {rank: speeds[rank] for rank in sorted(ranks)}
 
 
 def measure_speed(seconds: float) -> float:

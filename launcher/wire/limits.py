@@ -88,6 +88,7 @@ DRAIN_S = 2.0  # at the end: for a terminal or pipe that is slow to take the las
 TRICKLE_S = 0.001  # so many small writes of a rank become one of the agent's
 TERMINAL_STUCK_S = 0.5  # a terminal that has taken nothing for so long is not waited for
 REDRAW_S = 5.0  # between two lines in the log of one that redraws itself
+PROGRESS_S = 60.0  # between two lines on a node that was started by itself and shows no rank
 STEP_RECORD_S = 5.0  # between two updates of a run's step in run.json
 RECORD_LOCK_S = 2.0  # the longest wait for another writer of it
 

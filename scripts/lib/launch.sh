@@ -80,13 +80,16 @@ run_tool() { # <argument...>
 # Answers what needs no Python. help.txt names above each entry the commands that read it.
 answer() { # <first word> <command, or '' where the header of the script says all>
   case $1 in
-    -h | --help) ;;
+    -h | --help) { print_help "$@" 2>/dev/null || die 1 "the help cannot be written; see that there is room"; } && exit ;;
     --version) echo "$PROGRAM $(sed -n 's/^__version__ = "\(.*\)"$/\1/p' "$ROOT/distributed/__init__.py")" && exit ;;
     *) return ;;
   esac
-  sed '1d; /^#/!Q; /^#[A-Z]/d; s/^# \{0,1\}//' "$0"
-  [[ -n $2 ]] || exit 0
+}
+
+print_help() { # <-h|--help> <command>
+  sed '1d; /^#/!Q; /^#[A-Z]/d; s/^# \{0,1\}//' "$0" || return
+  [[ -n $2 ]] || return 0
   ! grep -q '^# usage: .* NODE\.\.\.' "$0" || { echo && cat "$ROOT/scripts/lib/nodes.txt"; }
-  [[ $1 == --help ]] || { printf '\n--help also shows the options and variables of %s.\n' "$PROGRAM" && exit; }
-  echo && sed -nE "/^#/{h;d};G;/\n#(.* $2( |\$)|\$)/P" "$ROOT/scripts/lib/help.txt" && exit
+  [[ $1 == --help ]] || { printf '\n--help also shows the options and variables of %s.\n' "$PROGRAM" && return; }
+  echo && sed -nE "/^#/{h;d};G;/\n#(.* $2( |\$)|\$)/P" "$ROOT/scripts/lib/help.txt"
 }

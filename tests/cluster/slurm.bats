@@ -15,7 +15,8 @@ setup_file() {
   cluster_up 5 # the guide's commands ask for 4; a lost node's job needs one more
   cd -- "$BATS_FILE_TMPDIR" || return
   setup_folder
-  TIMED=$(on login sbatch --parsable --output=timed.out --nodes=1 --gpus-per-node=1 --time=1 --signal=B:USR1@30 \
+  # A busy machine may need most of the two minutes between the notice and the limit.
+  TIMED=$(on login sbatch --parsable --output=timed.out --nodes=1 --gpus-per-node=1 --time=3 --signal=B:USR1@120 \
     scripts/slurm/slurm_train.sh config/local3.yaml "${LONG[@]}")
   export TIMED
 }
@@ -117,7 +118,7 @@ field() { # <job> <name>
 
 # bats test_tags=prove
 @test "ahead of its time limit a job saves, and comes back" {
-  eventually grep -q '^resumed    after step' "$BATS_FILE_TMPDIR/timed.out"
+  eventually grep -q '^resumed    after step' "$BATS_FILE_TMPDIR/timed.out" || { cat "$BATS_FILE_TMPDIR/timed.out" && false; }
   on login scancel "$TIMED"
   grep -q '^stopped    after step [0-9]*, which is saved (SIGUSR1)$' "$BATS_FILE_TMPDIR/timed.out"
   grep -q "^requeued job $TIMED; it resumes when SLURM starts it again$" "$BATS_FILE_TMPDIR/timed.out"
@@ -184,12 +185,6 @@ PY
   run -2 on login salloc -Q --ntasks=2 bash -c "$wrap"
   RUN_ID=one job --wrap "$wrap"
   [[ -d checkpoints/one/step-6 ]]
-}
-
-@test "what train.py is told to expect is compared with what SLURM gave" {
-  run -2 on login salloc -Q --nodes=2 --ntasks-per-node=1 srun "$PYTHON" -u "$ROOT/train.py" \
-    --config config/local3.yaml --nodes 4 "${SHORT[@]}"
-  [[ $output == *"--nodes is 4 but slurm started 2; make them agree [wrong-world]"* ]]
 }
 
 # bats test_tags=prove,long

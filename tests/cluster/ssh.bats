@@ -621,17 +621,6 @@ END
   done
 }
 
-@test "the preflight: a firewall between two nodes that are not the master" {
-  make_idle
-  on node3 iptables --append INPUT --source 10.0.0.4 --protocol tcp --dport 1024: --jump DROP
-  TRAIN_SCRIPT=idle.py run launch - 1 node1 node2 node3 node4 -- idle
-  "$CLUSTER" restore node3
-  echo "$output"
-  ((status == 3 && ${#lines[@]} == 2))
-  [[ ${lines[0]} == *": node3: cannot reach node4 (10.0.0.4:"*") (no answer in 3 s); "*" [port-blocked]" ]]
-  [[ ${lines[1]} == *": node4: cannot reach node3 (10.0.0.3:"*") (no answer in 3 s); "*" [port-blocked]" ]]
-}
-
 @test "a project behind a link: the nodes have what was typed, and not what the link leads to" {
   mkdir -p export/own
   cp -r -- "$ROOT"/{scripts,launcher,distributed} export/

@@ -31,7 +31,7 @@ $(golden_command "$ROOT/scripts/cluster_train.sh plain.yaml 2 1 10.0.0.1 23456" 
   port=$(cd "$ROOT" && "$PYTHON" -c 'import distributed.environment as e; print(e.port_from_id("9"))')
   [[ $output == *" --nnodes 2 --node-rank 1 --master-addr node1 --nproc-per-node 1 --master-port $port "* ]]
   # shellcheck disable=SC2154 # set by run
-  [[ $output != *" --rdzv-id "* && $stderr == "run        (named by node rank 0) "* ]]
+  [[ $output != *" --rdzv-id "* && $stderr == *$'\nrun        (named by node rank 0) '* ]]
   SLURM_NODEID=0 SLURM_PROCID=0 run --separate-stderr launch plain.yaml --dry-run
   [[ $output == *" --node-rank 0 "*" --rdzv-id 9 "* ]]
   run --separate-stderr launch plain.yaml 2 1 --dry-run
@@ -49,16 +49,30 @@ $(golden_command "$ROOT/scripts/cluster_train.sh plain.yaml 2 1 10.0.0.1 23456" 
 }
 
 # bats test_tags=slow,long
-@test "two nodes by hand on this machine; the second waits for the master" {
-  echo 'import torch.distributed as d; d.init_process_group("gloo"); print("met", d.get_world_size(), flush=True)' >own.py
+@test "two nodes by hand on this machine; the log of the second shows its wait, progress and end" {
+  cat >own.py <<'PY'
+import os, torch, torch.distributed as d
+d.init_process_group("gloo")
+print("met", d.get_world_size(), flush=True)
+optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+while not os.path.exists("told"):
+    optimizer.step()
+d.barrier()
+PY
   export TRAIN_SCRIPT=own.py
-  local port
+  local port log=logs/distributed_training/latest_node1.log
   port=$("$PYTHON" -c 'import socket; s = socket.create_server(("", 0)); print(s.getsockname()[1])')
   launch - 2 1 127.0.0.1 "$port" >node1.out 2>&1 3>&- &
+  (
+    until grep -q '^node agent: step [1-9]' "$log" || [[ -e over ]]; do sleep 0.1; done
+    touch told
+  ) 2>/dev/null 3>&- &
   run launch - 2 0 127.0.0.1 "$port"
-  wait $!
+  touch over
+  wait
   [[ $status == 0 && $output == *"met 2"* ]]
-  grep -q "checked in with node rank 0 on .* (127.0.0.1:$port)" logs/distributed_training/latest_node1.log
+  grep -q "checked in with node rank 0 on .* (127.0.0.1:$port)" "$log"
+  [[ $(tail -n 1 "$log") == "node agent: the run has ended with code 0" ]]
 }
 
 # bats test_tags=slow,long

@@ -161,8 +161,12 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
   assert_refused 2 "2 nodes, but no MASTER_ADDR"
   run launch own.pyy
   assert_refused 3 "own.pyy'; correct its path; for a module, give -m and its name" env-missing
-  run launch pkg
-  assert_refused 3 "there is no script" env-missing
+  run launch .
+  assert_refused 3 "'$PWD' is a folder without __main__.py; correct its path" env-missing
+  run launch ""
+  assert_refused 2 "SCRIPT is an empty word; usage: scripts/launch.sh"
+  run bash -c '"$0" --help >/dev/full' "$ROOT/scripts/launch.sh"
+  assert_refused 1 "launch.sh: the help cannot be written; see that there is room"
   PYTHONHOME=/nowhere run launch own.py
   assert_refused 3 "PYTHONHOME=/nowhere is not of " env-missing
   mkdir gone && cd gone && rmdir "$OLDPWD/gone"
@@ -238,7 +242,7 @@ make_repository() {
 
 @test "words that other programs put into the environment: a warning each, and the run starts" {
   touch x.py
-  export BACKEND=hf FRESH=true LAUNCHER=local LOG_LEVEL=info SITE=nersc VENV=mine MODULES=tools
+  export BACKEND=hf LAUNCHER=local LOG_LEVEL=info SITE=nersc VENV=mine MODULES=tools
   export LAUNCH_PYTHON=$PYTHON # the command that pip has installed
   PYTHON=3.11 run --separate-stderr launch --dry-run x.py
   [[ $status == 0 && $stderr != *LOG_LEVEL* ]]
@@ -285,7 +289,7 @@ nodes_of() { # <argument...>
   run launch --hosts node1,node2 --nnodes 2 x.py
   assert_refused 2 "--hosts names the nodes, and --nnodes does so, too" ""
   run launch --via pdsh x.py
-  assert_refused 2 "needs --hosts" ""
+  assert_refused 2 "--via is 'pdsh'; it can be ssh or pdsh, and needs --hosts" ""
   run launch --hosts node1 --via rsh x.py
-  assert_refused 2 "--via is 'rsh'; it can be ssh or pdsh" ""
+  assert_refused 2 "--via is 'rsh'; it can be ssh or pdsh, and needs --hosts" ""
 }

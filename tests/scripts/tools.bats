@@ -65,6 +65,14 @@ make_distributed() {
   assert_refused 3 "$PYTHON has no torch; set PYTHON or VENV to an environment that has it" env-missing
 }
 
+@test "a full disk: one line" {
+  local words
+  for words in --help rank-stuck; do
+    run bash -c '"$0" "$1" >/dev/full' "$ROOT/scripts/explain.sh" "$words"
+    [[ $status == 1 && ${#lines[@]} == 1 && $output == "explain.sh: the "*" cannot be written"* ]]
+  done
+}
+
 @test "a reader that leaves, as head does, ends explain.sh without a word" {
   run bash -c 'set -o pipefail; "$0" link-lost 2>err | head -c 1; cat err' "$ROOT/scripts/explain.sh"
   [[ $output == "#" ]]

@@ -348,6 +348,25 @@ def test_nodes_without_a_node_rank_get_those_that_are_free(port: int) -> None:
     assert (first, sorted(others)) == (0, [1, 2])
 
 
+def test_a_node_of_another_run_is_sent_away_and_the_run_waits_on(
+    port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def node_rank(agent: NodeReport) -> int:
+        met = checkin.meet("127.0.0.1", port, agent, Access(SECRET.encode()), PATIENCE_S)
+        with met.ready():
+            return met.assignment.node_rank
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(node_rank, HERE)
+        with pytest.raises(Refused) as refused:
+            node_rank(replace(THERE, host="other", run_id="own"))
+        second = pool.submit(node_rank, THERE)
+        assert (first.result(), second.result()) == (0, 1)
+    told = "other has run id own, here has run; "
+    assert str(refused.value) == f"{told}do not set RUN_ID, or set the same one [wrong-world]"
+    assert f"warning: {told}sent it away, waiting for this run's own" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("agents", "fault", "cause"),
     [
@@ -360,11 +379,6 @@ def test_nodes_without_a_node_rank_get_those_that_are_free(port: int) -> None:
             [HERE, replace(THERE, num_nodes=3)],
             "wrong-world",
             "there was started as node 1 of 3, here as node 0 of 2;",
-        ),
-        (
-            [HERE, replace(THERE, run_id="own")],
-            "wrong-world",
-            "there has run id own, here has run;",
         ),
         (
             [HERE, replace(THERE, files={"x.py": "4567"})],

@@ -364,6 +364,8 @@ def test_help_wherever_it_stands(word: str, task: str) -> None:
         ("run_ddp", ["--config-path=d"], "--config-path and --config-name go together; give both"),
         ("launch", [], "no SCRIPT; usage: scripts/launch.sh [TORCHRUN OPTIONS]"),
         ("launch", ["--nproc-per-node", "2", "--"], "no SCRIPT; usage: scripts/launch.sh"),
+        ("launch", [""], "SCRIPT is an empty word; usage: scripts/launch.sh"),
+        ("launch", ["-m", ""], "SCRIPT is an empty word; usage: scripts/launch.sh"),
         ("launch", ["--nnodes", "1:4", "x.py"], "--nnodes 1:4: the number of nodes cannot change"),
         ("launch", ["--rdzv-backend=etcd", "x.py"], "--rdzv-backend etcd: unknown here; omit it"),
         (

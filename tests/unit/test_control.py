@@ -49,7 +49,8 @@ class Launcher:
         """Wait for the end; return what was told on the last line of stdout, and stderr."""
         err = self.run.finish()
         self.run.assert_gone()
-        *_, last = self.run.output.splitlines()
+        *shown, last = self.run.output.splitlines()
+        assert "" not in shown  # a launcher would show it, behind the node's label
         token, _, message = last.partition(" ")
         assert token == TOKEN and self.run.output.count(TOKEN) == 1
         return ANSWERS.read(message), err

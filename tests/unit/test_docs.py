@@ -205,19 +205,16 @@ def test_every_module_named_exists() -> None:
         path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
     imported = re.search(
-        r"from distributed\.torch import \((.*?)\)", TEXT["docs/your-script.md"], re.S
+        r"from torch_launch_kit\.distributed\.torch import \((.*?)\)",
+        TEXT["docs/your-script.md"],
+        re.S,
     )
     assert imported
-    calls = re.findall(
-        r"^\| (`.*?) \|",
-        TEXT["docs/your-script.md"].partition("## The helper")[2].partition("\n## ")[0],
-        re.M,
-    )
-    calls = re.findall(r"`(\w+)\(", " ".join(calls))
+    table = TEXT["docs/your-script.md"].partition("## The helper")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \|", table, re.M)
     helper = importlib.import_module("distributed.torch")
-    assert len(calls) > 10
-    for name in {*re.findall(r"\w+", imported[1]), *calls}:
-        assert callable(getattr(helper, name)), name
+    assert {*re.findall(r"\w+", imported[1])} <= {*helper.__all__}
+    assert sorted(re.findall(r"`(\w+)\b", " ".join(rows))) == sorted(helper.__all__)
 
 
 def test_every_flag_named_is_a_flag() -> None:

@@ -10,13 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from agents import AGENT, PATIENCE_S, ROOT
+from agents import AGENT, PATIENCE_S, ROOT, rarely
 
 from distributed.checkpoint import load, weights_hash
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LONGEST = 60  # lines
-STEPS = 800  # enough for a signal to arrive in between
 
 
 def start(folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
@@ -71,11 +70,14 @@ def test_the_minimal_one_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_resumable_one_ends_with_the_weights_of_an_uninterrupted_run(tmp_path: Path) -> None:
-    script = str(ROOT / "examples/resumable.py")
-    words = (script, str(STEPS))
+@pytest.mark.parametrize(("example", "steps"), [("resumable", 800), *rarely(("fsdp", 400))])
+def test_a_stopped_one_ends_with_the_weights_of_an_uninterrupted_run(
+    tmp_path: Path, example: str, steps: int
+) -> None:
+    script = str(ROOT / f"examples/{example}.py")
+    words = (script, str(steps))
     run_forked(tmp_path, "whole", *words)
-    typed = ("-", "2", "--", str(STEPS))
+    typed = ("-", "2", "--", str(steps))
     with start(tmp_path, *typed, TRAIN_SCRIPT=script, RUN_ID="stopped") as launcher:
         assert launcher.stdout
         next(line for line in launcher.stdout if line.startswith("step 100 "))
@@ -83,11 +85,68 @@ def test_the_resumable_one_ends_with_the_weights_of_an_uninterrupted_run(tmp_pat
         launcher.communicate(timeout=PATIENCE_S)
     assert launcher.returncode == 75
     (saved,) = (tmp_path / "checkpoints/stopped").glob("step-*")
-    assert 100 <= int(saved.name[5:]) < STEPS
+    assert 100 <= int(saved.name[5:]) < steps
     out = run_forked(tmp_path, "stopped", *words)
-    assert "step 100 " not in out and f"step {STEPS} " in out
-    states = [load(tmp_path / "checkpoints" / name) for name in ("whole", "stopped")]
-    assert len({weights_hash(state.model) for state in states if state is not None}) == 1
+    assert "step 100 " not in out and f"step {steps} " in out
+    assert hash_of(tmp_path, "whole") == hash_of(tmp_path, "stopped")
+
+
+def hash_of(folder: Path, run_id: str) -> str:
+    state = load(folder / "checkpoints" / run_id)
+    assert state is not None
+    return weights_hash(state.model)
+
+
+# Rank 1 kills itself in the third epoch of a new run; the second may still be being saved.
+KILLED = """
+    if epoch == 2 and env.rank == 1 and progress["step"] == 0:
+        __import__("os").kill(__import__("os").getpid(), 9)
+    model.eval()
+"""
+
+
+def killed_first(words: list[str], folder: Path, script: Path, run_id: str) -> None:
+    """Run what kills itself, and then the same again under the launcher that these words are."""
+    variables = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "RUN_ID": run_id}
+    variables["PYTHONPATH"] = str(ROOT / "launcher/importable")  # torchrun does not know us
+    for code in (1, 0):
+        done = subprocess.run(
+            [*words, str(script)],
+            cwd=folder,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+        assert (done.returncode != 0) == code, done.stderr
+    assert "epoch 1 " not in done.stdout and "epoch 6 " in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_killed_one_ends_with_the_bytes_of_an_uninterrupted_run(
+    tmp_path: Path, strategy: str
+) -> None:
+    text = (ROOT / "examples/mixed_precision.py").read_text()
+    assert len(text.splitlines()) <= 50
+    text = text.replace('STRATEGY, DTYPE = "ddp"', f'STRATEGY, DTYPE = "{strategy}"')
+    (tmp_path / "whole.py").write_text(text)
+    killed = tmp_path / "killed.py"
+    killed.write_text(text.replace("\n    model.eval()\n", KILLED))
+    run_forked(tmp_path, "whole", str(tmp_path / "whole.py"))
+    launchers = {
+        "ours": [str(ROOT / "scripts/launch.sh"), "--nproc-per-node=2"],
+        "torchrun": [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+        ],
+    }
+    for run_id, words in launchers.items():
+        killed_first(words, tmp_path, killed, run_id)
+        assert hash_of(tmp_path, run_id) == hash_of(tmp_path, "whole")
 
 
 @pytest.mark.long
@@ -95,3 +154,35 @@ def test_the_task_recognises_digits(tmp_path: Path) -> None:
     out = run(tmp_path, str(ROOT / "examples/digits.yaml"), "2")
     share = re.search(r"^validation loss [\d.]+, accuracy ([\d.]+)$", out, re.M)
     assert share and float(share[1]) > 0.95
+
+
+PREAMBLE = """
+import itertools, sys
+from pathlib import Path
+import torch
+
+STEPS, loss = int(sys.argv[1]), 0.5
+dataset = torch.utils.data.TensorDataset(torch.randn(64, 8))
+make_model = lambda: torch.nn.Linear(8, 1)
+loss_of = lambda model, batch: model(batch[0]).square().mean()
+"""
+BETWEEN = """
+optimizer, batches = torch.optim.AdamW(model.parameters()), itertools.cycle(loader)
+"""
+
+
+@pytest.mark.slow
+def test_the_loop_that_the_page_shows_saves_and_resumes(tmp_path: Path) -> None:
+    page = (ROOT / "docs/your-script.md").read_text()
+    calls, loop = [
+        one for one in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "import" in one
+    ]
+    told = "print_main('after', step)\nwhile"
+    own = tmp_path / "own.py"
+    own.write_text(PREAMBLE + calls + BETWEEN + loop.replace("while", told, 1))
+    for steps, begin in (4, 0), (6, 4):
+        variables = {"TRAIN_SCRIPT": str(own), "RUN_ID": "mine"}
+        out = run(tmp_path, "-", "2", "--", str(steps), **variables)
+        assert out == f"{{'loss': 0.5}}\nafter {begin}\n"
+        saved = load(tmp_path / "checkpoints/mine")
+        assert saved and saved.progress["step"] == steps

@@ -339,7 +339,7 @@ def test_a_word_that_is_nothing_here_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "no command; give one of ls DIR, verify DIR, export DIR FILE, hash DIR"),
+        ([], "unknown command ''; it can be ls DIR, verify DIR, export DIR FILE, hash DIR"),
         (["verfy", "x"], "unknown command 'verfy'; did you mean verify? it can be ls DIR, "),
         (["--all"], "unknown command '--all'; it can be ls DIR, verify DIR, export DIR FILE, "),
         (["export", "x"], "export takes DIR FILE, not x"),

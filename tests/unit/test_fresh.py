@@ -28,7 +28,7 @@ from launcher.agent.rank.fresh import variables_set_early
         (f"import os\nx = {'1 + ' * 1500}1\nos.environ['OMP_X'] = '1'\n", ["OMP_X"]),
         ("import torchvision, os\nos.environ['OMP_X'] = '1'\n", ["OMP_X"]),
         ("def f():\n    import torch\nimport os\nos.environ['OMP_X'] = '1'\n", ["OMP_X"]),
-        ("def f():\n    import torch, os\n    os.environ['OMP_X'] = '1'\nf()\n", []),
+        ("def f():\n    import torch, os\n    os.environ['OMP_X'] = '1'\nf()\n", ["OMP_X"]),
         ("def f():\n    os.environ['OMP_X'] = '1'\nf()\nimport torch\n", ["OMP_X"]),
         ("from os import environ as E\nE['OMP_X'] = '1'\n", ["OMP_X"]),
         ("import os\nE = os.environ\nE.update(OMP_X='1')\nimport torch\n", ["OMP_X"]),
@@ -36,6 +36,8 @@ from launcher.agent.rank.fresh import variables_set_early
         ("import os\nfor k in x:\n    os.environ[k] = '1'\nimport torch\n", ["variables"]),
         ("import os\nos.environ |= x\nimport torch\n", ["variables"]),
         ("if TYPE_CHECKING:\n    import torch\nE = os.environ\nE['OMP_X'] = '1'\n", ["OMP_X"]),
+        ("import os\nif os.environ['OMP_X'] == '1':\n    import os\nimport torch\n", []),
+        ("import os\n# os.environ is not set\nprint({'OMP': 1})\nimport torch\n", []),
         ("from ....... import nothing\nimport torch\n", []),
     ],
 )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -19,6 +21,17 @@ from launcher.agent.diagnosis import stuck
 from launcher.agent.node_ranks import Heartbeats
 
 NEVER = Beat()
+
+
+AT_EXIT = """
+import faulthandler, sys, threading, time
+def work():
+    while sys._current_frames()[main].f_code.co_name != "_shutdown":
+        time.sleep(0.01)
+    faulthandler.dump_traceback(all_threads=True)
+main = threading.main_thread().ident
+threading.Thread(target=work).start()
+"""
 
 
 @pytest.fixture
@@ -153,6 +166,17 @@ def test_the_stack_signal_writes_the_stack(tmp_path: Path) -> None:
     stuck.wait_for_stacks([file], [0], 5)
     frames = stuck.read_stack(file)
     assert frames[0].endswith("in test_the_stack_signal_writes_the_stack")
+
+
+def test_a_stack_of_python_alone_is_shown_with_what_another_thread_does(tmp_path: Path) -> None:
+    """Python waits at its exit for the threads of the script."""
+    script, stack = tmp_path / "script.py", tmp_path / "rank_0.stack"
+    script.write_text(AT_EXIT)
+    with stack.open("w") as file:
+        subprocess.run([sys.executable, script], stderr=file)
+    wait, *more = stuck.read_stack(stack)
+    assert re.fullmatch(r"threading\.py:\d+ in \w+", wait)
+    assert more[-1] == f"another thread: {script}:6 in work"
 
 
 def test_ranks_with_the_same_stack_share_a_line() -> None:

@@ -57,7 +57,8 @@ import torch
 older = sys.modules.get("torch.distributed.nn.jit.instantiator")
 added = getattr(older, "INSTANTIATED_TEMPLATE_DIR_PATH", "")  # to the path's end, by an older torch
 vendored = "/setuptools/_vendor"  # by setuptools, which such a torch imports on Python 3.12
-seen["path"] = [one for one in sys.path if one != added and not one.endswith(vendored)]
+ours = "/launcher/importable"  # with the name by which a script imports the helper
+seen["path"] = [one for one in sys.path if one != added and not one.endswith((vendored, ours))]
 seen["torch_threads"] = torch.get_num_threads()
 open(os.environ["OUT"] + os.environ["RANK"], "w").write(json.dumps(seen))
 """

@@ -35,6 +35,7 @@ BY_HAND = {"nnodes": "2", "node_rank": "1", "master": "10.0.0.1"}
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}
 LIKE = {"like_torchrun": True, "rest": ("a.py", "--b=c"), "config": None}
 SSH = {"fanout": "ssh", "node": ("n1", "n2:3")}
+DRY = {"is_dry_run": True}
 SPARE = {"SPARES": "1", "MAX_RESTARTS": "1"}
 COPIES = [  # and the variable that says how many there are
     ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE"),
@@ -99,8 +100,8 @@ def test_a_batch_in_words(batch: Batch, told: str) -> None:
         ),
         ("variables", LIKE, {"LOG_LEVEL": "info"}, {"LOG_LEVEL": "info"}),
         ("backend", LIKE, {"BACKEND": "NCCL"}, "nccl"),
-        ("backend", LIKE, {"BACKEND": "hf", "FRESH": "true", "LAUNCHER": "local"}, "auto"),
-        ("variables", LIKE, {"BACKEND": "hf", "FRESH": "true", "LOG_LEVEL": "trace"}, {}),
+        ("backend", LIKE, {"BACKEND": "hf", "LAUNCHER": "local"}, "auto"),
+        ("variables", LIKE, {"BACKEND": "hf", "LOG_LEVEL": "trace"}, {}),
         ("log_dir", {}, {"LOG_DIR": "else where"}, Path("else where")),
         ("log_dir", {}, {}, Path("logs")),
         ("max_restarts", {}, {"MAX_RESTARTS": "2"}, 2),
@@ -112,12 +113,12 @@ def test_a_batch_in_words(batch: Batch, told: str) -> None:
         ("words", {"config": "-"}, {"TRAIN_SCRIPT": "own.py"}, ["own.py"]),
         ("words", {}, {"TRAIN_SCRIPT": "own.py"}, ["own.py", "--config", "c.yaml"]),
         ("words", {}, {"TRAIN_SCRIPT": "own.py", "CONFIG_FLAG": "-f"}, ["own.py", "-f", "c.yaml"]),
-        ("words", {}, {"TRAIN_SCRIPT": "-m a.b"}, ["-m", "a.b", "--config", "c.yaml"]),
+        ("words", DRY, {"TRAIN_SCRIPT": "-m a.b"}, ["-m", "a.b", "--config", "c.yaml"]),
         ("words", {"config": "-"}, {"TRAIN_SCRIPT": "-mine.py"}, ["./-mine.py"]),
         ("words", {**LIKE, "rest": ["-x.py", "-y"]}, {}, ["./-x.py", "-y"]),
         ("words", LIKE, {"TRAIN_SCRIPT": "own.py", "CONFIG_FLAG": "-f"}, ["a.py", "--b=c"]),
-        ("words", {**LIKE, "as_module": True}, {}, ["-m", "a.py", "--b=c"]),
-        ("words", {**LIKE, "as_command": True}, {}, ["--no-python", "a.py", "--b=c"]),
+        ("words", {**LIKE, **DRY, "as_module": True}, {}, ["-m", "a.py", "--b=c"]),
+        ("words", {**LIKE, **DRY, "as_command": True}, {}, ["--no-python", "a.py", "--b=c"]),
         ("run_id", {"run_id": "typed"}, {}, "typed"),
         ("run_id", {"run_id": "typed"}, {"RUN_ID": "typed.1"}, "typed.1"),  # a resume line
         ("run_id", {"run_id": "../a:b c"}, {}, "_._a_b_c"),
@@ -194,6 +195,25 @@ def test_world_of_a_slurm_step_and_of_a_pbs_job(folder: Path) -> None:
         ({}, {"NPROC_PER_NODE": "two"}, "the number of processes is 'two'"),
         ({"port": "65536"}, {}, "the port is '65536'"),
         ({}, {"MASTER_PORT": "-1"}, "the port is '-1'"),
+        ({}, {"MASTER_PORT": "0"}, "the port is '0'; give a whole number from 1 to 65535"),
+        (LIKE, {"FRESH": "2"}, "FRESH is '2'; it can be 0, 1"),
+        ({**LIKE, "via": "rsh"}, {}, "--via is 'rsh'; it can be ssh or pdsh"),
+        (
+            {**LIKE, "via": "pdsh"},
+            {},
+            "--via is 'pdsh'; it can be ssh or pdsh, and needs --hosts",
+        ),
+        (
+            {**LIKE, "as_module": True, "rest": ("no.such.module",)},
+            {},
+            "there is no module 'no.such.module'; correct its name",
+        ),
+        ({**LIKE, "as_module": True, "rest": (".",)}, {}, "there is no module '.'; correct its"),
+        (
+            {**LIKE, "as_command": True, "rest": ("./nope",)},
+            {},
+            "there is no program './nope' that can be executed; correct its path",
+        ),
         ({"nnodes": ""}, {}, "the number of nodes is ''"),
         (
             {**BY_HAND, "node_rank": "2"},
@@ -256,6 +276,28 @@ def test_what_is_refused_in_one_line(
         plan_of(environ, **typed)
     assert cause in str(raised.value)
     assert "; " in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_modules_and_programs_that_are_here_are_not_refused(folder: Path) -> None:
+    (folder / "mine").mkdir()
+    asked: dict[str, Any] = {**LIKE, "as_module": True}
+    for name in ("mine", "json.tool", "distributed.selftest"):
+        assert plan_of(**{**asked, "rest": (name,)}).words == ["-m", name]
+    asked = {**LIKE, "as_command": True, "rest": ("ls",)}
+    assert plan_of(**asked).words == ["--no-python", "ls"]
+    lacking: dict[str, Any] = {**LIKE, "as_module": True, "rest": ("of.the.image",)}
+    assert plan_of({"CONTAINER": str(folder)}, **lacking).words == ["-m", "of.the.image"]
+    assert plan_of(**lacking, hosts="n1").words == ["-m", "of.the.image"]
+
+
+def test_a_checkpoint_that_is_not_there_is_refused_before_the_start(folder: Path) -> None:
+    asked: dict[str, Any] = {"setting": ("resume=nope/step-1",)}
+    with pytest.raises(PlanError, match="resume: there is no 'nope/step-1'; correct the path"):
+        check_config(plan_of(**asked))
+    (folder / "checkpoints/mine").mkdir(parents=True)  # the run's own come first
+    assert check_config(plan_of({"RUN_ID": "mine"}, **asked)).run_id == "mine"
+    (folder / "nope/step-1").mkdir(parents=True)
+    check_config(plan_of(**asked))
 
 
 def test_the_config_counts_where_nothing_else_was_said(folder: Path) -> None:

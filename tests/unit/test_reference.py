@@ -40,7 +40,7 @@ def options_of(*commands: str) -> set[str]:
 
 def options_of_train() -> set[str]:
     text = (ROOT / "training/arguments.py").read_text()
-    calls = re.findall(r"add_argument\(((?:\"-[\w-]+\", )*\"-[\w-]+\")", text)
+    calls = re.findall(r"add_argument\(\s*((?:\"-[\w-]+\",\s*)*\"-[\w-]+\")", text)
     return set(re.findall(r"\"(-[\w-]+)\"", " ".join(calls)))
 
 

@@ -89,6 +89,12 @@ NOT_TYPED = {"NUM_NODES": None, "NODE_RANK": None, "MASTER_ADDR": None}
         ("one-per-node-step", {"NODE_RANK": "0"}, "NODE_RANK is '0' but srun's SLURM_NODEID is 1"),
         ("one-per-node-step", {"NUM_NODES": "3"}, "'3' but srun's SLURM_STEP_NUM_NODES is 2"),
         ("srun-step", {}, "srun started 4 tasks on 2 nodes; give it --ntasks=2"),
+        (
+            "sub-step",  # srun --nodes=1 in a job of two
+            {"NUM_NODES": "2", "NODE_RANK": "0"},
+            "this step has 1 of the job's 2 nodes; start it with srun --nodes=2 --ntasks=2"
+            " --ntasks-per-node=1, without node numbers [wrong-world]",
+        ),
     ],
 )
 def test_place_in_a_step(name: str, typed: dict[str, str | None], expected: World | str) -> None:

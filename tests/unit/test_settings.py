@@ -314,14 +314,6 @@ def test_a_shipped_config_runs_on_any_number_of_ranks(name: str) -> None:
         assert each >= 1
 
 
-def test_float16_under_fsdp_is_refused(config: Path) -> None:
-    overrides = ["distributed.strategy=fsdp", "distributed.mixed_precision.dtype=float16"]
-    assert "float16 needs a loss scaler, and fsdp has none; use bfloat16" in error_of(
-        config, "distributed.mixed_precision.enabled=true", *overrides
-    )
-    load(config, overrides)  # not in use
-
-
 def test_the_fixed_keys_exist() -> None:
     known = {
         "seed", "task", "resume", "data.path", "data.num_workers", "data.pin_memory",

@@ -11,6 +11,7 @@ from job_tools import make_tool
 
 from distributed import hostlist
 from distributed.errors import Refused
+from launcher import importable
 from launcher.fanout import srun
 from launcher.plan.plan import Plan, PlanError
 from launcher.preflight.check_node import Report, write_report
@@ -77,13 +78,15 @@ def test_srun_forwards_the_secret_whatever_sbatch_exports(
     assert first["RUN_SECRET"] != second["RUN_SECRET"]
 
 
-def test_one_task_for_each_rank(plan: Plan) -> None:
+def test_one_task_for_each_rank(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/mine")
     plan = Plan(**{**vars(plan), "engine": "srun"})
     environ = captured("batch-step", SLURM_GPUS_PER_NODE="8", SLURM_CPUS_PER_TASK="4")
     command = srun.step_command(plan, nproc=2, port=1234, environ=environ)
     assert command[:3] == ["env", "SLURM_GPUS_PER_NODE=2", "srun"]
     assert {"--kill-on-bad-exit=1", "--job-name=mine", "--cpus-per-task=4"} <= {*command}
-    assert command[-5:] == ["OMP_NUM_THREADS=1", "/python", "-u", "own.py", "a b"]
+    path = "PYTHONPATH=/mine:" + importable.__path__[0]
+    assert command[-6:] == ["OMP_NUM_THREADS=1", path, "/python", "-u", "own.py", "a b"]
     with pytest.raises(PlanError, match=r"2\(x2\) per node, for 4 ranks .*-world\]$"):
         srun.step_command(plan, nproc=4, port=1234, environ=environ)
     del environ["SLURM_NTASKS"]  # the other variable counts the CPUs then

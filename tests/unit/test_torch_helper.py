@@ -59,7 +59,9 @@ def run_ranks(
         sending.close()
         started.append((process, result))
     try:
-        return [result.recv() if result.poll(30) else "still running" for _, result in started]
+        return [
+            result.recv() if result.poll(PATIENCE_S) else "still running" for _, result in started
+        ]
     finally:
         for process, _ in started:
             process.kill()
@@ -101,7 +103,9 @@ def test_rank_0_does_not_leave_with_its_store_while_others_join() -> None:
 
 
 PRELUDE = """
-import math
+import math, os, sys
+import torch
+from torch import nn
 from distributed.torch import *
 
 def tell(*words):  # in one write: torchrun's ranks share an unbuffered pipe
@@ -119,6 +123,7 @@ def torchrun(folder: Path, body: str, *options: str) -> list[str]:
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
+        cwd=folder,
         env=own_environment(),
     )
     assert done.returncode == 0, done.stderr
@@ -188,7 +193,10 @@ def test_the_calls_of_a_script_with_several_models(tmp_path: Path) -> None:
     whole = "Linear DistributedDataParallel None [{}, {}] {{'loss': 1.5, 'n': 3.0}}"
     assert {whole.format(0, 2), whole.format(1, 3)} <= {*lines}
     assert len({line for line in lines if line.startswith("weight")}) == 1  # rank 0's
-    assert lines.count("world_size is 3, but 2 ranks have joined; omit it") == 2
+    assert (
+        lines.count("world_size is 3 but the process group's is 2; make them agree [wrong-world]")
+        == 2
+    )
     assert lines.count("False") == 2
 
 
@@ -231,8 +239,7 @@ def test_missing_ranks_are_named_in_time() -> None:
     assert "within 2 s" in error and 2 < time.monotonic() - start < PATIENCE_S
     first, other = run_ranks(_join, 8.0, ranks=[0, 2], world_size=4)
     assert "2 of 4 ranks did not join" in first and ": rank 1, 3; " in first
-    # Rank 0 takes the store with it when it goes.
-    assert other == first or "rank 0's message says why" in other
+    assert other == first  # rank 0 takes the store with it when it goes, and not before
 
 
 def test_missing_master_is_named_in_time() -> None:
@@ -245,7 +252,7 @@ def test_rank_started_twice_stops_every_rank() -> None:
     errors = run_ranks(_join, 25.0, ranks=[0, 1, 1], world_size=3)
     message = r"LauncherError: rank 1 runs twice, on .* and on .*; .* \[duplicate-node-rank\]"
     assert re.fullmatch(message, errors[0])
-    assert all(e == errors[0] or "rank 0's message says why" in e for e in errors), errors
+    assert {*errors} == {errors[0]}
 
 
 def test_gpu_used_twice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +290,8 @@ def _join_at_a_taken_port(is_old: bool) -> None:
 def test_taken_port_is_named(is_old: bool) -> None:
     (error,) = run_ranks(_join_at_a_taken_port, is_old, ranks=[0], world_size=2)
     assert re.fullmatch(
-        r"OSError: cannot serve 127.0.0.1:\d+; set another MASTER_PORT \[port-in-use\]", error
+        r"OSError: cannot serve 127.0.0.1:\d+; give each process its own RANK.* \[port-in-use\]",
+        error,
     )
 
 
@@ -334,9 +342,9 @@ def _join_at_the_agents_store(port: str) -> str:
 
 def test_ranks_use_the_agents_store() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store.set("launch/0/run_id", "of the attempt before")
+    store.set("launch/0/gate", "of the attempt before")
     ids = run_ranks(_join_at_the_agents_store, str(store.port), ranks=[0, 1], world_size=2)
-    assert ids[0] == ids[1] == store.get("launch/1/run_id").decode()
+    assert ids[0] == ids[1] and re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{4}", ids[0])
 
 
 # --- alone --------------------------------------------------------------------------------------

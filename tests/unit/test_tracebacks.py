@@ -64,7 +64,7 @@ class OneRank:
         return self.shown()
 
     def shown(self) -> bytes:
-        self.terminal.drain(1.0)
+        self.terminal.drain(PATIENCE_S)
         try:
             return os.read(self.reader, 65536)
         except BlockingIOError:

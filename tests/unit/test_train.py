@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from agents import AGENT, rarely
 from ports import free_port
 
@@ -144,6 +146,7 @@ def test_check_tells_launchers_in_json() -> None:
         "checkpoint_dir": "a b$c\nd",
         "task_file": "",
         "prepare": "",
+        "resume": "auto",
         "num_workers": 0,
         "batch": {"samples": 0, "samples_in_all": 32, "accumulation": 1},
     }
@@ -183,6 +186,30 @@ def test_a_mistake_is_one_line_and_exit_2(arguments: list[str], message: str) ->
     assert done.stderr.count("\n") == 1
     assert message in done.stderr
     assert not done.stdout
+
+
+def test_a_rank_given_twice_ends_every_process_with_the_same_line(tmp_path: Path) -> None:
+    """Started by hand or by another launcher: no agent of ours is there."""
+    command = [sys.executable, str(ROOT / "train.py"), "--config", LOCAL3, *TINY]
+    port = str(free_port())
+    started = [
+        subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env={
+                **{**os.environ, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "3"},
+                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": "3"},
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1", "1")
+    ]
+    said = {(process.communicate()[1], process.returncode) for process in started}
+    ((line, code),) = said
+    assert code == 2 and line.count("\n") == 1
+    assert line.startswith("train.py: rank 1 runs twice, on ")
+    assert line.endswith("; give each node its own rank [duplicate-node-rank]\n")
 
 
 def test_a_mistake_of_one_rank_is_one_line(tmp_path: Path, text: Path) -> None:
@@ -284,6 +311,60 @@ def test_float16_scales_the_loss_and_resumes_with_the_same_bytes(
     assert scaler["scale"] >= 1024 and scaler["_growth_tracker"] > 0
     end("parts", "train.max_steps=3")
     assert end("parts", "train.max_steps=6") == (weights, scaler)
+
+
+@pytest.mark.parametrize("strategy", [*rarely("ddp"), "fsdp"])
+def test_a_run_saved_without_a_scaler_resumes_with_float16(
+    tmp_path: Path, text: Path, strategy: str
+) -> None:
+    (tmp_path / "mixed.py").write_text(MIXED)
+    words = [*("--config", LOCAL3, f"data.path={text}"), *TINY, f"distributed.strategy={strategy}"]
+
+    def run_on(dtype: str, *settings: str) -> State:
+        precision = f"distributed.mixed_precision.dtype={dtype}"
+        done = subprocess.run(
+            [*AGENT, "--nproc-per-node=2", "mixed.py", *words, precision, *settings],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "RUN_ID": "one", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        state = load(tmp_path / "checkpoints/one")
+        assert state is not None
+        return state
+
+    assert run_on("bfloat16", "train.max_steps=3").progress["scaler"] == {}
+    assert run_on("float16").progress["scaler"]["scale"] >= 1024
+
+
+def test_mixed_precision_on_a_cpu_is_said_not_to_be(tmp_path: Path, text: Path) -> None:
+    words = ["distributed.mixed_precision.enabled=true", "train.max_steps=1"]
+    done = run_tiny(tmp_path, text, "mixed", *words)
+    assert done.returncode == 0, done.stderr
+    line = "precision  float32: mixed precision is for GPUs\n"
+    assert done.stderr.count(line) == (0 if torch.cuda.is_available() else 1)
+
+
+def test_skipped_steps_are_told_once_at_the_end(tmp_path: Path, text: Path) -> None:
+    """The scaler begins with a factor that float16 overflows with."""
+    helped = MIXED.replace(
+        "train.helper.finish(",
+        "make = train.helper.grad_scaler\n"
+        "train.helper.grad_scaler = lambda dtype: make(dtype, init_scale=2.0**40)\n"
+        "train.helper.finish(",
+    )
+    words = [*("--config", LOCAL3, f"data.path={text}"), *TINY, "train.max_steps=40"]
+    done = subprocess.run(
+        [sys.executable, "-c", helped, *words, "distributed.mixed_precision.dtype=float16"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "RUN_ID": "one", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"^skipped    (\d+) steps, whose gradients", done.stdout, re.M)
+    assert len(found) == 1 and 1 < int(found[0]) < 40
 
 
 def test_the_settings_are_kept_and_a_resume_with_others_names_them(

@@ -22,6 +22,7 @@ STOPPED = "its process is stopped (SIGSTOP)"
 _IN_LIBRARY = re.compile(
     r'^ {2}File ".*/(site|dist)-packages/(?P<file>.+)", line (?P<line>\d+),? in (?P<name>.+)$'
 )
+_PLACE = re.compile(r'File "(?:.*/)?(.+)", line (\d+),? in (.+)')
 _WAITING = ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/")
 
 
@@ -76,16 +77,21 @@ def wait_for_stacks(files: Sequence[Path], old: Sequence[int], limit_s: float) -
 def read_stack(file: Path) -> list[str]:
     """Return where the main thread was when faulthandler last wrote, innermost call first.
 
-    These are the user's own frames, below the function of a library that they have called.
+    These are the user's own frames, below the function of a library that they have called. Where it
+    has none, as at Python's exit, they are Python's, and another thread's.
     """
     try:
-        main_thread = file.read_text(errors="replace").rpartition("hread 0x")[2]  # it comes last
+        threads = ["", *file.read_text(errors="replace").split("hread 0x")]
     except OSError:
         return []
+    other, main_thread = threads[-2:]  # it comes last
     frames = main_thread.splitlines()[1:]
     called = _IN_LIBRARY.match(frames[0]) if frames else None
     inner = [f"{called['file']}:{called['line']} in {called['name']}"] if called else []
-    return [*inner, *user_frames("\n".join(reversed(frames)))]
+    shown = [*inner, *user_frames("\n".join(reversed(frames)))]
+    own = [f"{name}:{line} in {function}" for name, line, function in _PLACE.findall(main_thread)]
+    others = user_frames("\n".join(reversed(other.splitlines())))
+    return shown or [*own[:2], *(f"another thread: {one}" for one in others[:1])]
 
 
 def group_stacks(stacks: Mapping[int, Sequence[str]]) -> list[str]:

@@ -90,12 +90,19 @@ def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Pe
     """On node rank 0: wait until every other agent has checked in; returns them by node rank.
 
     Raises Refused where a node did not come, came twice, or does not match this one; all are told.
+    One of another run is sent away.
     """
     nodes: dict[int, NodeReport] = {me.node_rank: me}
     awaited = {*range(me.num_nodes)} - {me.node_rank}
     newcomers: list[Peer] = []  # they have checked in, and may yet be refused
 
     def admit(peer: Peer, node: NodeReport) -> bool:
+        if node.run_id not in ("", me.run_id):
+            cause = f"{node.host} has run id {node.run_id}, {me.host} has {me.run_id}"
+            say(f"warning: {cause}; sent it away, waiting for this run's own [wrong-world]")
+            cure = "do not set RUN_ID, or set the same one"
+            peer.send(Refusal("wrong-world", f"{cause}; {cure}"))
+            return False
         newcomers.append(peer)
         _compare(me, node, nodes)
         skew = node.time - time.time()
@@ -150,9 +157,6 @@ def _compare(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) 
     if twice := nodes.get(node.node_rank):
         cause = f"node rank {node.node_rank} was started twice, on {twice.host} and on {node.host}"
         raise Refused("duplicate-node-rank", f"{cause}; give each node its own")
-    if node.run_id not in ("", me.run_id):
-        cause = f"{node.host} has run id {node.run_id}, {me.host} has {me.run_id}"
-        raise Refused("wrong-world", f"{cause}; do not set RUN_ID, or set the same one")
     for fault, cause in mismatches(me, node):
         cure = ", or set SKIP_PREFLIGHT=1 on every node" * cause.startswith(ARGUMENTS)
         raise Refused(fault, f"{cause}; make them the same{cure}")
@@ -191,9 +195,8 @@ def join(
         raise Refused("stranger", f"{cause}; set the same one on every node")
     if isinstance(last, NotAccepted):
         which = f"node rank {me.node_rank}" if me.node_rank >= 0 else "more nodes"
-        cause = f"{address}:{port} rejected {which}: the run has already started"
-        cure = "see whether this node was started elsewhere too"
-        raise Refused("duplicate-node-rank", f"{cause}; {cure}")
+        cause = f"{address}:{port} rejected {which}: the run has already started; see whether "
+        raise Refused("duplicate-node-rank", f"{cause}this node was started elsewhere too")
     fault, cure = _explain(last)
     cause = f"node rank 0 at {address}:{port} did not answer within {wait.timeout_s:g} s"
     raise Refused(fault, f"{cause} ({last.strerror or last}); {cure}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import Std
@@ -28,6 +29,7 @@ class Outputs:
         self._terminals = out, out if are_one_file(1, 2) else open_again(2)
         self._log = NodeLog(None)
         self._files: Path | None = None  # for streams with files of their own
+        self._step_due = 0.0  # time
 
     def keep_in(self, folder: RunFolder) -> None:
         """Write the log and the files to the run's folder from now on."""
@@ -72,6 +74,12 @@ class Outputs:
     def say(self, text: str) -> None:
         """Print a line of the agent's own below what the ranks have shown."""
         self._terminals[1].write(f"node agent: {text}\n".encode())
+
+    def show_step(self, step: int) -> None:
+        """Print now and then how far the ranks are, where none of them is shown."""
+        if step >= 0 and time.monotonic() >= self._step_due:
+            self.say(f"step {step}")
+            self._step_due = time.monotonic() + limits.PROGRESS_S
 
     def tell(self, message: Membership | Done, control: Control | None) -> None:
         """Tell a launcher elsewhere, if there is one; a message begins a line."""

@@ -1,0 +1,94 @@
+"""All that a training loop needs to continue, saved and loaded in one call each."""
+
+from __future__ import annotations
+
+import atexit
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from ..collectives import barrier, own_rank
+from ..errors import STOPPED
+from ..heartbeat import beat
+from ..models import is_sharded, unwrap
+from . import loader
+from .saver import Saver, State
+
+
+@cache
+def _savers() -> dict[Path, Saver]:
+    return {}
+
+
+def save(
+    folder: Path | str,
+    step: int,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    scaler: GradScaler | None = None,
+    keep_last: int = 2,
+    **progress: Any,
+) -> None:
+    """Copy all that continues this loop, and save it in the background. All ranks call it.
+
+    Rank 0 writes it alone; of a model that fsdp has sharded, each rank writes its part, on a disk
+    that all nodes share. Each rank's random state is part of it, and so is `progress`, which is
+    anything JSON has. Keeps the newest `keep_last`, and the one with the lowest `score`, if
+    progress has that. Call `finish` at the end. Raises what Saver does, TypeError for progress that
+    is not JSON, and CheckpointError if the save before has failed.
+    """
+    told = {"step": step, **progress, "scaler": scaler.state_dict() if scaler else {}}
+    json.dumps(told)
+    savers, folder = _savers(), Path(folder)
+    if folder not in savers:
+        format = ("full", "sharded")[is_sharded(model)]
+        savers[folder] = Saver(folder, keep_last=keep_last, enabled=own_rank() == 0, format=format)
+        atexit.register(savers[folder].wait)  # for a script that does not call finish
+    ranks = loader.gather_ranks({"rng": loader.rng_state()})
+    state = State(unwrap(model).state_dict(), optimizer.state_dict(), told, ranks)
+    savers[folder].save(step, state)
+
+
+def load(
+    folder: Path | str, model: nn.Module, optimizer: Optimizer, *, scaler: GradScaler | None = None
+) -> dict[str, Any] | None:
+    """Load what `save` has saved last, into all of these. All ranks call it.
+
+    It may have been saved with another number of ranks, or under another strategy; a rank that was
+    not there keeps its random state. Returns the progress, with the step, or None where the folder
+    holds no checkpoint yet. Raises CheckpointError where all are damaged.
+    """
+    state = loader.load(folder, whole=False)
+    if state is None:
+        return None
+    module, weights, moments = unwrap(model), state.model, state.optimizer
+    if is_sharded(model):
+        from .. import fsdp
+
+        weights = fsdp.scatter_weights(weights, module)
+        moments = fsdp.scatter(moments, optimizer)
+    found = state.fetch({"model": weights, "optimizer": moments})
+    module.load_state_dict(found["model"])
+    optimizer.load_state_dict(found["optimizer"])
+    progress = dict(state.progress)
+    scale = progress.pop("scaler", {})
+    if scaler and scale:  # else it was saved without one
+        scaler.load_state_dict(scale)
+    if own_rank() < len(state.ranks):
+        loader.set_rng_state(state.ranks[own_rank()]["rng"])
+    return progress
+
+
+def complete(code: int) -> None:
+    """Wait until what was saved is on the disk; where the run ends well, on every rank."""
+    for saver in _savers().values():
+        saver.wait()
+        if code in (0, STOPPED):
+            barrier()  # no rank leaves while another still saves
+            beat(saved=saver.last_step)

@@ -1,0 +1,149 @@
+"""This process's device, the types it computes in, and models spread over the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from .collectives import count_ranks, take_first_ranks
+from .strategy import Sharding, check_strategy
+
+
+def device() -> torch.device:
+    """Return the device of this process: its GPU, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def autocast(dtype: str | None) -> torch.autocast:
+    """Return a context in which this process's device computes in "bfloat16" or "float16".
+
+    None: it computes in the types that the tensors have. Raises ValueError for another.
+    """
+    if dtype not in (None, "bfloat16", "float16"):
+        raise ValueError(f"dtype {dtype!r} is unknown; use bfloat16, float16 or None")
+    chosen = getattr(torch, dtype) if dtype else None
+    return torch.autocast(device().type, chosen, enabled=dtype is not None)
+
+
+def grad_scaler(dtype: str | None, **options: Any) -> Scaler:
+    """Return torch's GradScaler for a loss computed in `autocast(dtype)`, with `options` of its.
+
+    It scales for float16 alone, whose small gradients would vanish, and passes others through.
+    """
+    return Scaler(device().type, enabled=dtype == "float16", **options)
+
+
+class Scaler(torch.amp.GradScaler):
+    """Also counts the steps that it skips, because a gradient is not finite."""
+
+    skipped: int | Tensor = 0  # since the scaler was made; a tensor, not to wait for the GPU
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        one = torch.ones((), device=device())
+        before = self.scale(one)  # one, if it is not enabled
+        super().update(new_scale)
+        self.skipped = self.skipped + (self.scale(one) < before)
+
+
+@overload
+def setup_distributed_models(
+    model: nn.Module, /, *, strategy: str = ..., **options: Any
+) -> nn.Module: ...
+@overload
+def setup_distributed_models(
+    *models: nn.Module | None,
+    strategy: str = ...,
+    **options: Any,
+) -> tuple[Any, ...]: ...
+def setup_distributed_models(
+    *models: nn.Module | None,
+    strategy: str = "auto",
+    sharding: Sharding | None = None,
+    **options: Any,
+) -> Any:
+    """Move models to this process's device and wrap them; every rank gets rank 0's weights.
+
+    A model without a trainable parameter is not wrapped; None stays None.
+
+    Args:
+        strategy: "ddp": one process per GPU; "fsdp": the same, and each holds a part of the model;
+            "dp": one process, all its GPUs; "single": neither; "auto": ddp if there are several
+            processes.
+        sharding: how fsdp shards the model.
+        options: DDP's own, such as `find_unused_parameters`, for a model that skips parameters in
+            some steps, or `static_graph`.
+
+    Returns a model for one, a tuple for several. Raises ValueError for a strategy that is unknown
+    or does not fit.
+    """
+    world_size = count_ranks()
+    check_strategy(strategy, world_size)
+
+    def wrap(model: nn.Module) -> nn.Module:
+        is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
+        if strategy == "fsdp" and world_size > 1 and not is_frozen:
+            from . import fsdp
+
+            return fsdp.shard(model, [*blocks(model)], device(), sharding or Sharding())
+        model = model.to(device())
+        if world_size > 1 and is_frozen:  # which DDP refuses
+            take_first_ranks(model)
+        elif world_size > 1:
+            return DistributedDataParallel(
+                model,
+                device_ids=[device()] if device().type == "cuda" else None,
+                gradient_as_bucket_view=True,  # saves a copy of the gradients
+                **options,
+            )
+        elif strategy == "dp" and torch.cuda.device_count() > 1 and not is_frozen:
+            return DataParallel(model)
+        return model
+
+    wrapped = tuple(None if model is None else wrap(model) for model in models)
+    return wrapped[0] if len(wrapped) == 1 else wrapped
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the user's module without its wrapper."""
+    return model.module if isinstance(model, DistributedDataParallel | DataParallel) else model
+
+
+def blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the repeated parts of a model: what its outermost ModuleLists hold."""
+    for child in model.children():
+        yield from child if isinstance(child, nn.ModuleList) else blocks(child)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether each rank holds a part of the model, and all must compute with it together."""
+    return hasattr(model, "set_requires_gradient_sync")  # of FSDPModule
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module, enabled: bool = True) -> Iterator[None]:
+    """Do not exchange gradients in the body; the next backward pass exchanges their sum."""
+    with contextlib.ExitStack() as stack:
+        if enabled and isinstance(model, DistributedDataParallel):
+            stack.enter_context(model.no_sync())
+        elif enabled and is_sharded(model):
+            choose: Any = model.set_requires_gradient_sync
+            choose(False)
+            stack.callback(choose, True)
+        yield
+
+
+def clip_gradients(model: nn.Module, norm: float) -> Tensor:
+    """Scale the gradients down to a total norm of at most `norm`; returns what it was before.
+
+    Every rank calls it, and gets the same. A scaler must `unscale_` the gradients before.
+    """
+    before = nn.utils.clip_grad_norm_(model.parameters(), norm)
+    whole: Tensor = getattr(before, "full_tensor", before.detach)()  # else this rank's part
+    return whole

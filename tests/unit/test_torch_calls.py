@@ -1,0 +1,329 @@
+"""The helper's calls that move values, run on real ranks over gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from agents import PATIENCE_S
+from test_torch_helper import run_ranks
+from torch import Tensor, nn
+
+from distributed import torch as helper
+
+pytestmark = pytest.mark.slow
+
+
+def both(function: Any, *arguments: object) -> list[Any]:
+    """Run a function on two ranks that have joined; returns what each returned, by rank."""
+    return run_ranks(_joined, function, arguments, ranks=[0, 1], world_size=2)
+
+
+def _joined(function: Any, arguments: Any) -> Any:
+    helper.init_distributed(join_timeout_s=30, timeout_s=30)
+    return function(*arguments)
+
+
+# --- joining ------------------------------------------------------------------------------------
+
+
+def _join_twice() -> tuple[bool, str]:
+    first = helper.init_distributed()
+    return helper.init_distributed() == first, first.run_id
+
+
+def test_a_second_call_returns_the_same_environment() -> None:
+    (is_same, run_id), other = run_ranks(_join_twice, ranks=[0, 1], world_size=2)
+    assert is_same and other == (True, run_id)
+    (alone,) = run_ranks(_join_twice, ranks=[0], world_size=1)
+    assert alone[0]
+
+
+def _join_after_torch() -> str:
+    dist.init_process_group("gloo")
+    return helper.init_distributed().run_id
+
+
+def test_a_group_that_the_script_made_is_taken() -> None:
+    first, other = run_ranks(_join_after_torch, ranks=[0, 1], world_size=2)
+    assert first == other and "Error" not in first
+
+
+# --- values -------------------------------------------------------------------------------------
+
+
+def _gather(rows: tuple[int, int], shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+    count = rows[dist.get_rank()]
+    whole = helper.gather(torch.full((count, *shape), dist.get_rank() + 1).to(dtype))
+    return whole.dtype, tuple(whole.shape), whole.flatten().tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
+@pytest.mark.parametrize("rows", [(3, 1), (0, 2), (0, 0)])
+def test_gather_joins_unequal_shares_without_padding(
+    rows: tuple[int, int], dtype: torch.dtype
+) -> None:
+    first, other = both(_gather, rows, (2,), dtype)
+    values = torch.tensor([1] * 2 * rows[0] + [2] * 2 * rows[1]).to(dtype).tolist()
+    assert first == other == (dtype, (sum(rows), 2), values)
+
+
+def _gather_odd() -> list[Any]:
+    rank = dist.get_rank()
+    loss = torch.ones((), requires_grad=True) * rank
+    turned = torch.arange(6.0).view(2, 3).t()[rank:]  # not contiguous
+    nothing = torch.empty(0) if rank == 0 else torch.ones(2, 3, dtype=torch.int64)
+    found = [helper.gather(one) for one in (loss, turned, nothing)]
+    assert not found[0].requires_grad
+    return [one.tolist() for one in found]
+
+
+def test_gather_takes_numbers_and_ranks_that_have_nothing() -> None:
+    expected = [[0, 1], [[0, 3], [1, 4], [2, 5], [1, 4], [2, 5]], [[1, 1, 1], [1, 1, 1]]]
+    assert both(_gather_odd) == [expected, expected]
+
+
+def _gather_what_differs() -> Tensor:
+    return helper.gather(torch.ones(2, 3 + dist.get_rank()))
+
+
+def test_gather_refuses_rows_that_differ_on_every_rank() -> None:
+    text = "ValueError: gather: ranks have rows of [[3], 'float32'] and of [[4], 'float32']; make"
+    assert all(error.startswith(text) for error in both(_gather_what_differs))
+
+
+VALUES: list[Any] = [None, 7, "text", {"a": [1, 2.5], "b": None}, [], True]
+TENSORS = [
+    torch.arange(6).view(2, 3).t(),
+    torch.tensor(2.5, dtype=torch.bfloat16),
+    torch.tensor([True, False]),
+    torch.empty(0, 3),
+]
+
+
+def _broadcast() -> list[Any]:
+    is_first = dist.get_rank() == 0
+    values = [helper.broadcast(one if is_first else "own") for one in VALUES]
+    tensors = [helper.broadcast(one if is_first else None) for one in TENSORS]
+    return [values, [(one.dtype, one.tolist()) for one in tensors]]
+
+
+def test_broadcast_gives_all_the_value_of_rank_0() -> None:
+    expected = [VALUES, [(one.dtype, one.tolist()) for one in TENSORS]]
+    assert both(_broadcast) == [expected, expected]
+
+
+def _mean() -> list[Any]:
+    rank = dist.get_rank()
+    given = [
+        torch.tensor([[1.0, 2.0]]).t() * (rank + 1),
+        torch.tensor(rank),
+        torch.full((), 256.0 + rank, dtype=torch.bfloat16),
+        torch.tensor(1.0 + rank, requires_grad=True),
+        torch.tensor(rank, dtype=torch.float64),
+    ]
+    means = [helper.mean(one) for one in given]
+    assert given[1].item() == rank
+    return [(one.dtype, one.tolist()) for one in means]
+
+
+def test_the_mean_of_tensors() -> None:
+    first, other = both(_mean)
+    single, double = torch.float32, torch.float64
+    assert first == other
+    assert first == [
+        (single, [[1.5], [3.0]]),
+        (single, 0.5),
+        (single, 256.0),  # bfloat16 has no 257: rank 1 had 256 too
+        (single, 1.5),
+        (double, 0.5),
+    ]
+
+
+def test_alone_a_value_is_its_own() -> None:
+    rows = torch.ones(2, 2)
+    assert helper.gather(rows) is not None and helper.gather(rows).tolist() == rows.tolist()
+    assert helper.gather(torch.tensor(3)).tolist() == [3]
+    assert helper.broadcast({"a": (1,)}) == {"a": [1]}
+    assert helper.broadcast(rows).tolist() == rows.tolist()
+    assert helper.mean(torch.tensor([1, 2])).tolist() == [1.0, 2.0]
+    with helper.main_first():
+        pass
+
+
+# --- rank 0 first -------------------------------------------------------------------------------
+
+
+def _first_in(folder: str) -> list[str]:
+    with helper.main_first():
+        if dist.get_rank() == 0:
+            time.sleep(0.3)
+            open(f"{folder}/made", "w").close()
+        return os.listdir(folder)
+
+
+def test_rank_0_does_it_before_the_others(tmp_path: Any) -> None:
+    assert both(_first_in, str(tmp_path)) == [["made"], ["made"]]
+
+
+def _fail_first() -> None:
+    with helper.main_first():
+        if dist.get_rank() == 0:
+            raise OSError("no space left")
+        raise AssertionError("rank 1 must not begin")
+
+
+def test_where_rank_0_fails_nobody_waits() -> None:
+    start = time.monotonic()
+    first, other = both(_fail_first)
+    assert first == "OSError: no space left"
+    assert other == "RuntimeError: rank 0 failed in main_first(); its message says why"
+    assert time.monotonic() - start < PATIENCE_S
+
+
+def _print() -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        helper.print_main("step", 1, sep="=")
+    return printed.getvalue()
+
+
+def test_print_main_prints_on_rank_0() -> None:
+    assert both(_print) == ["step=1\n", ""]
+
+
+# --- the data -----------------------------------------------------------------------------------
+
+
+def _refused_places() -> list[str]:
+    refused = []
+    for world_size, rank in ((3, None), (None, 1 - dist.get_rank()), (1, 0)):
+        try:
+            helper.get_dataloader_for_distributed(range(4), 1, world_size, rank, shuffle=False)  # type: ignore[arg-type]
+        except ValueError as error:
+            refused.append(str(error))
+    helper.get_dataloader_for_distributed(range(4), 1, 2, dist.get_rank(), shuffle=False)  # type: ignore[arg-type]
+    return refused
+
+
+def test_another_world_size_or_rank_is_refused() -> None:
+    text = "{} is {} but the process group's is {}; make them agree [wrong-world]"
+    for rank, refused in enumerate(both(_refused_places)):
+        assert refused == [
+            text.format("world_size", 3, 2),
+            text.format("rank", 1 - rank, rank),
+            text.format("world_size", 1, 2),
+        ]
+
+
+def _orders(workers: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the samples of three epochs, and those of two after a resume at the third."""
+    loader = helper.get_dataloader_for_distributed(
+        range(64),  # type: ignore[arg-type]
+        8,
+        shuffle=True,
+        num_workers=workers,
+    )
+    assert loader.persistent_workers == (workers > 0)
+    begun = [[int(one) for batch in loader for one in batch] for _ in range(3)]
+    loader.sampler.set_epoch(2)  # type: ignore[attr-defined]
+    return begun, [[int(one) for batch in loader for one in batch] for _ in range(2)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_each_iteration_is_another_epoch_and_a_resume_goes_on(workers: int) -> None:
+    for begun, resumed in both(_orders, workers):
+        assert len({*map(tuple, begun)}) == 3 and all(len({*one}) == 32 for one in begun)
+        assert resumed[0] == begun[2] and resumed[1] not in begun
+
+
+# --- gradients ----------------------------------------------------------------------------------
+
+
+def _clip(strategy: str) -> tuple[float, list[float]]:
+    torch.manual_seed(0)
+    model = helper.setup_distributed_models(nn.Linear(3, 4), strategy=strategy)
+    model(torch.full((2, 3), dist.get_rank() + 1.0)).sum().backward()
+    norm = helper.clip_gradients(model, 0.5)
+    assert type(norm) is Tensor and norm.dtype == torch.float32
+    gradients = [one.grad for one in model.parameters()]
+    whole = [getattr(one, "full_tensor", one.clone)() for one in gradients if one is not None]
+    return float(norm), torch.cat([one.flatten() for one in whole]).tolist()
+
+
+@pytest.mark.another_torch("FSDP")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_gradients_are_clipped_by_the_norm_of_them_all(strategy: str) -> None:
+    model = nn.Linear(3, 4)
+    (model(torch.full((2, 3), 1.5)).sum()).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    clipped = [one.grad.flatten() for one in model.parameters() if one.grad is not None]
+    for found, gradients in both(_clip, strategy):
+        assert found == pytest.approx(float(norm))
+        assert gradients == pytest.approx(torch.cat(clipped).tolist())
+
+
+# --- precision ----------------------------------------------------------------------------------
+
+
+def test_autocast_computes_in_the_type_that_is_named() -> None:
+    layer, inputs = nn.Linear(2, 2).to(helper.device()), torch.ones(1, 2, device=helper.device())
+    for dtype, expected in (
+        ("bfloat16", torch.bfloat16),
+        ("float16", torch.float16),
+        (None, torch.float32),
+    ):
+        with helper.autocast(dtype):
+            assert layer(inputs).dtype == expected
+    with pytest.raises(
+        ValueError, match=r"^dtype 'fp16' is unknown; use bfloat16, float16 or None"
+    ):
+        helper.autocast("fp16")
+
+
+def _skip(strategy: str) -> tuple[int, float, list[float]]:
+    """The loss of rank 1 is infinite in the second of three steps, and reaches one row's shard."""
+    torch.manual_seed(0)
+    model = helper.setup_distributed_models(nn.Linear(2, 2, bias=False), strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = helper.grad_scaler("float16", init_scale=8.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        with helper.autocast("float16"):
+            out = model(torch.ones(1, 2, device=helper.device()))
+        loss = out[0, 1].float()
+        if step == 1 and dist.get_rank() == 1:
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        helper.clip_gradients(model, 100.0)
+        scaler.step(optimizer)
+        scaler.update()
+    weights: Any = helper.unwrap(model).state_dict()["weight"]
+    whole = getattr(weights, "full_tensor", weights.clone)()
+    return int(scaler.skipped), scaler.get_scale(), whole.flatten().tolist()
+
+
+@pytest.mark.another_torch("FSDP")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_all_ranks_skip_the_step_of_an_infinite_gradient_and_count_it(strategy: str) -> None:
+    first, other = both(_skip, strategy)
+    assert first == other and first[:2] == (1, 4.0)
+    torch.manual_seed(0)
+    before = nn.Linear(2, 2, bias=False).weight.flatten().tolist()
+    assert first[2] == pytest.approx([*before[:2], before[2] - 0.2, before[3] - 0.2], abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_no_scaler_is_needed_for_other_types(dtype: str | None) -> None:
+    scaler = helper.grad_scaler(dtype)
+    assert not scaler.is_enabled() and scaler.state_dict() == {}
+    loss = torch.ones((), requires_grad=True)
+    assert scaler.scale(loss) is loss
+    scaler.update()
+    assert int(scaler.skipped) == 0
