@@ -187,7 +187,7 @@ def _check_signals(args: argparse.Namespace) -> None:
     names = vars(args).get("signals_to_handle") or ""  # older torch lacks it
     known = {"", *signal.Signals.__members__} - NEVER_ADDED
     if unknown := {*names.replace(" ", "").split(",")} - known:
-        cause = f"--signals-to-handle {names}: cannot handle {' '.join(sorted(unknown))}"
+        cause = f"--signals-to-handle {names}: cannot handle {', '.join(sorted(unknown))}"
         raise ValueError(f"{cause}; give names such as SIGUSR2")
 
 

@@ -110,7 +110,7 @@ def check_nodes(plan: Plan) -> tuple[Plan, list[Report], compare.Outcome] | None
         print(f"{plan.program}: {'; '.join(told)}", file=sys.stderr)
         return check_nodes(plan)
     if silent := silent_hosts(plan, answers):
-        cause = f"no answer to the preflight from {' '.join(silent)}, and no spare can take over"
+        cause = f"no answer to the preflight from {', '.join(silent)}, and no spare can take over"
         raise Refused("node-missing", f"{cause}; try srun --nodelist={','.join(silent)} hostname")
     return None if is_refused else (plan, reports, outcome)
 
@@ -137,14 +137,14 @@ def ask_nodes(plan: Plan) -> list[Report]:
     silent = silent_hosts(plan, {report.node_rank for report in reports})
     if reports and len(silent) <= plan.num_spares:
         return reports
-    cause = f"the preflight did not start on {' '.join(silent)}, see above"
+    cause = f"the preflight did not start on {', '.join(silent)}, see above"
     if plan.container and srun.returncode > 0:
         cure = f"see that the image is there, and in it {plan.python}"
         raise Refused("env-missing", f"{cause}; {cure}")
     if srun.returncode in _CANNOT_START:
         needed = f"{plan.directory}, {plan.root} and {plan.python}"
         raise Refused("env-missing", f"{cause}; let {needed} be there as they are here")
-    cause = f"no answer to the preflight from {' '.join(silent)}"
+    cause = f"no answer to the preflight from {', '.join(silent)}"
     how = f"srun's exit code is {code}, see above"
     cure = f"try srun --nodelist={','.join(silent)} hostname"
     raise Refused("node-missing", f"{cause} ({how}); {cure}")
@@ -162,7 +162,9 @@ def receive(srun: subprocess.Popen[bytes], plan: Plan) -> bytes:
         answered = {int(rank) for rank in re.findall(rb"^node=(\d+) ", wait.output or b"", re.M)}
     silent = silent_hosts(plan, answered)
     if answered and silent:
-        cause = f"no answer to the preflight from {' '.join(silent)} for {limits.STEP_NAMING_S:g} s"
+        cause = (
+            f"no answer to the preflight from {', '.join(silent)} for {limits.STEP_NAMING_S:g} s"
+        )
         print(f"{plan.program}: warning: {cause}; waiting [node-missing]", file=sys.stderr)
     try:
         return bytes(srun.communicate(timeout=left_s - min(limits.STEP_NAMING_S, left_s))[0])

@@ -50,7 +50,7 @@ class Own:
         if names and missing:
             say(
                 f"warning: {names}: what the scheduler set for this node alone is not sent to the "
-                f"others, whose own is not known ({' '.join(missing)}); "
+                f"others, whose own is not known ({', '.join(missing)}); "
                 f"to send this node's, FORWARD_ENV='{names}'"
             )
 

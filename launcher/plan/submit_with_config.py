@@ -88,7 +88,7 @@ def take_own_settings(typed: Typed, environ: Mapping[str, str]) -> tuple[dict[st
             own[name] = value
             continue
         if "." not in name and name not in _OF_TRAINING and not environ.get("TRAIN_SCRIPT"):
-            known = f"known here: {' '.join(OWN)}, and the config's own"
+            known = f"known here: {', '.join(OWN)}, and the config's own"
             raise PlanError(f"unknown setting {name!r}; {did_you_mean(name, OWN)}{known}")
         others.append(setting)
     for name in ("num_gpus_train", "config"):

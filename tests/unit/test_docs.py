@@ -67,6 +67,7 @@ FOREIGN_FLAGS = {
     "tensorboard": ["--logdir"],
     "mypy": ["--strict"],
     "py-spy": ["--pid"],
+    "bats": ["--no-tempdir-cleanup"],
     "the guide's own script": ["--name", "--conf"],
 }
 FOREIGN_VARIABLES = {
@@ -149,6 +150,19 @@ def test_every_relative_link_leads_somewhere(guide: Path) -> None:
         target = guide.parent / path if path else guide
         assert target.exists(), link
         assert not anchor or anchor in anchors(target.read_text()), link
+
+
+# Once used for exclude or omit, fix, as a replacement, again, your own X, cluster on one machine.
+OTHER_WORDS = re.compile(
+    r"\bleave (it|them|one) out\b|\bcures?\b|in the place of|\banew\b|\bheed|of one's own|"
+    r"(script|task|tracker|environment|module) of your own|cluster in a box",
+    re.IGNORECASE,
+)
+
+
+@pytest.mark.parametrize("guide", sorted(TEXT.keys() - {"bench"}))
+def test_a_thing_has_one_name_in_the_guides(guide: str) -> None:
+    assert [found[0] for found in OTHER_WORDS.finditer(TEXT[guide].replace("\n", " "))] == []
 
 
 def test_every_path_named_exists() -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import html
 import importlib.util
+import os
 import re
+import shlex
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 from types import ModuleType
 
 import figures
 import pytest
+from agents import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,7 +35,7 @@ def block_of(shown: str) -> list[str]:
     block = re.sub(r"\(the batch has samples [\d,.\s]+\)", "(SAMPLES)", block)
     block = re.sub(r"\d{8}-\d{6}-[0-9a-f]{4}", "RUN", block)
     block = re.sub(r"\d+ s after the start", "N s after the start", block)
-    block = re.sub(r"node_0.log:\d+", "node_0.log:N", block)
+    block = re.sub(r"(node_0.log|~/launch-kit/\S+):\d+", r"\1:N", block)
     return [" ".join(line.split()) for line in block.splitlines() if line.strip()]
 
 
@@ -38,6 +43,28 @@ def test_the_figures_are_those_of_the_benches() -> None:
     """`python bench/figures.py` updates them; so does each bench."""
     section = f"<!-- figures -->\n{figures.text()}<!-- /figures -->"
     assert section in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_first_command_prints_what_the_page_shows(tmp_path: Path) -> None:
+    """The rows and the words of the script; numbers differ from machine to machine."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    block = re.search(r"^    \$ (scripts/launch.sh --nproc.*)\n((?:    .*\n)+)", page, re.M)
+    assert block
+    command = shlex.split(block[1])
+    command[0], command[-1] = str(ROOT / command[0]), str(ROOT / command[-1])
+    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**kept, "PYTHON": sys.executable, "BACKEND": "gloo"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    today = [line for line in done.stdout.splitlines() if "warning: " not in line]
+    assert [line.split()[0] for line in block[2].splitlines()] == [one.split()[0] for one in today]
 
 
 @pytest.mark.slow

@@ -242,6 +242,7 @@ def test_world_of_a_slurm_step_and_of_a_pbs_job(folder: Path) -> None:
         ),
         ({"log_level": "loud"}, {}, "LOG_LEVEL is 'loud'; it can be DEBUG, INFO, WARNING, ERROR"),
         ({}, {"BACKEND": "mpi"}, "BACKEND is 'mpi'; it can be nccl, gloo"),
+        ({}, {"BACKEND": "glo"}, "BACKEND is 'glo'; did you mean gloo? it can be nccl, gloo"),
         ({}, {"LAUNCHER": "torchrun"}, "LAUNCHER is 'torchrun'; it can be agent, srun"),
         ({}, {"NCCL_PROFILE": "x"}, "NCCL_PROFILE is 'x'"),
         ({}, {"RUN_ID": "a b"}, "RUN_ID is 'a b'; use letters, digits"),

@@ -106,7 +106,7 @@ def report(node_rank: int) -> str:
     ("answered", "end", "fault", "cause"),
     [
         ([0, 2], "exit 127", "env-missing", "did not start on node2, see above; let "),
-        ([2], "exit 1", "node-missing", "from node1 node2 (srun's exit code is 1, see above)"),
+        ([2], "exit 1", "node-missing", "from node1, node2 (srun's exit code is 1, see above)"),
         (
             [0, 1],
             "exec sleep 60",
@@ -160,7 +160,7 @@ def test_a_node_that_keeps_the_others_waiting_is_named_meanwhile(
         make_tool(tools / "srun", f"{answers}{late}cat <<'END'\n{report(2)}\nEND")
         assert len(srun.ask_nodes(plan)) == 3
     assert capsys.readouterr().err == (
-        "x.sh: warning: no answer to the preflight from node2 node3 for 1 s; waiting"
+        "x.sh: warning: no answer to the preflight from node2, node3 for 1 s; waiting"
         " [node-missing]\n"
     )
 
