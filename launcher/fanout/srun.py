@@ -19,7 +19,7 @@ from distributed.environment import tasks_per_node
 from distributed.errors import REFUSED, Refused
 from distributed.job import job_id
 from distributed.stop_signals import NOTICE, handled_signals
-from launcher import handshake, processes
+from launcher import handshake, importable, processes
 from launcher.agent.control import Launched
 from launcher.fanout.step import run_step, start
 from launcher.fanout.swap import find_ill, leave_out
@@ -47,9 +47,11 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
         raise PlanError(f"{cause}; unset the SLURM_ variables, or salloc again")
     os.environ.update(secret_variables(os.environ, has_agents=not plan.engine))
     if plan.engine and not plan.is_ours:
-        cause = f"LAUNCHER=srun does not set RANK; in {' '.join(plan.words[:2])},"
-        cure = "call init_distributed(), or read SLURM's variables"
-        print(f"{plan.program}: warning: {cause} {cure}", file=sys.stderr)
+        print(
+            f"{plan.program}: warning: LAUNCHER=srun does not set RANK; in "
+            f"{' '.join(plan.words[:2])}, call init_distributed(), or read SLURM's variables",
+            file=sys.stderr,
+        )
     checked = check_nodes(plan)
     if checked is None:
         return REFUSED
@@ -196,9 +198,10 @@ def step_command(
         return node_step(plan, options, plan.with_variables(agent), environ)
     tasks = environ.get("SLURM_TASKS_PER_NODE", "1") if environ.get("SLURM_NTASKS") else "1"
     if {*tasks_per_node(tasks, "SLURM_TASKS_PER_NODE")} != {nproc}:
-        cause = f"LAUNCHER=srun starts the job's tasks, {tasks} per node"
-        cure = f"give --ntasks-per-node={nproc}"
-        raise PlanError(f"{cause}, for {nproc} ranks per node; {cure} [wrong-world]")
+        raise PlanError(
+            f"LAUNCHER=srun starts the job's tasks, {tasks} per node, for {nproc} ranks per node; "
+            f"give --ntasks-per-node={nproc} [wrong-world]"
+        )
     step = ["srun", KILL_ALL, f"--chdir={plan.directory}", f"--job-name={plan.run_id}"]
     if cpus := environ.get("SLURM_CPUS_PER_TASK"):  # srun does not inherit it
         step.append(f"--cpus-per-task={cpus}")
@@ -209,6 +212,7 @@ def step_command(
     step += plan.step_options()
     variables = [f"MASTER_ADDR={plan.master_addr}"] if plan.has_named_master else []
     variables.append(f"OMP_NUM_THREADS={environ.get('OMP_NUM_THREADS') or 1}")
+    variables.append(f"PYTHONPATH={importable.search_path()}")
     rank = plan.inside([plan.python, "-u", *plan.words])
     return [*step, *plan.with_variables([*variables, *rank])]
 

@@ -181,8 +181,9 @@ def test_the_loop_that_the_page_shows_saves_and_resumes(tmp_path: Path) -> None:
     own = tmp_path / "own.py"
     own.write_text(PREAMBLE + calls + BETWEEN + loop.replace("while", told, 1))
     for steps, begin in (4, 0), (6, 4):
-        variables = {"TRAIN_SCRIPT": str(own), "RUN_ID": "mine"}
+        run_id = f"page-{os.getpid()}"  # which makes the port, too
+        variables = {"TRAIN_SCRIPT": str(own), "RUN_ID": run_id}
         out = run(tmp_path, "-", "2", "--", str(steps), **variables)
         assert out == f"{{'loss': 0.5}}\nafter {begin}\n"
-        saved = load(tmp_path / "checkpoints/mine")
+        saved = load(tmp_path / "checkpoints" / run_id)
         assert saved and saved.progress["step"] == steps

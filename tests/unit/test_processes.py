@@ -149,7 +149,7 @@ def test_ctrl_c_while_the_agent_begins_is_a_stop_like_any_other(tmp_path: Path) 
     assert "Traceback" not in done.stderr
 
 
-CALL = ["launch_singlenode", "x.sh", "x.sh", "/", sys.executable, "", "", "", "x.sh"]
+CALL = ["launch_singlenode", "x.sh", "x.sh", "/", sys.executable, "", "", "x.sh"]
 
 
 @pytest.mark.parametrize(

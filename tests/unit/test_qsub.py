@@ -233,7 +233,7 @@ def test_a_job_that_was_started_again_takes_over_from_a_live_start(
     tell(qstat, told("qstat-xf-requeued"))
     pbs.note_job(os.environ)
     second = RunLock(tmp_path / "26.head", "run")
-    with pytest.raises(Refused, match="was started again"), first.committing():
+    with pytest.raises(Refused, match="was restarted on "), first.committing():
         pass
     second.close()
 

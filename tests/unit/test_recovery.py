@@ -115,11 +115,10 @@ def test_what_no_longer_fits_is_one_line(job: Job, whole: Outcome) -> None:
     shutil.copytree(job.folder / "checkpoints/whole", job.folder / "checkpoints/other")
     code, output = job.run("other", 3, "train.global_batch_size=null", "train.batch_size=1")
     assert code == 2
-    cause = (
-        "the run's 16 samples are not divisible by 6 (ranks x grad_accumulation); resume it with"
-    )
+    cause = "the run's 16 samples are not divisible by 6 (ranks x grad_accumulation)"
+    cause += "; resume it with another number of processes"
     assert f"train.py: resume: {cause}" in output
-    told = f"[config-invalid]\ncause    resume: {cause} of processes\ncode     2\n"
+    told = f"[config-invalid]\ncause    resume: {cause}\ncode     2\n"
     assert told in output  # without frames
     task = (job.folder / "noisy.py").read_text()
     (job.folder / "wide.py").write_text(task.replace("16", "32"))
