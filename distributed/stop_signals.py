@@ -34,7 +34,7 @@ class Interrupts:
         self._first = 0.0  # monotonic seconds
 
     def is_second(self) -> bool:
-        """Call it at each SIGINT: True at least SECOND_INTERRUPT_S after the first one."""
+        """Call it at each SIGINT: True more than SECOND_INTERRUPT_S after the first one."""
         now = time.monotonic()
         self._first = self._first or now
-        return now - self._first >= limits.SECOND_INTERRUPT_S
+        return now - self._first > limits.SECOND_INTERRUPT_S

@@ -1,7 +1,8 @@
-"""Mixed precision, accumulated gradients and an evaluation; saved after each epoch, and resumed.
+"""Mixed precision, accumulated gradients and an evaluation.
 
-RUN_ID=mine TRAIN_SCRIPT=examples/mixed_precision.py scripts/ssh/launch_singlenode.sh - 2
-"""
+    RUN_ID=mine TRAIN_SCRIPT=examples/mixed_precision.py scripts/ssh/launch_singlenode.sh - 2
+
+It saves after each epoch. However it ends, the same line resumes it."""
 
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from torch_launch_kit.distributed import torch as helper
 
 STRATEGY, DTYPE = "ddp", "bfloat16"  # or "fsdp"; or "float16", which scales the loss
 EPOCHS, ACCUMULATION, TESTS = 6, 4, 511
-
 env, device = helper.init_distributed(), helper.device()
 helper.seed_everything(0)  # the same data and weights on every rank
 inputs = torch.randn(2047, 16)  # [sample, feature]

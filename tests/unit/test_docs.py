@@ -191,7 +191,9 @@ def test_every_module_named_exists() -> None:
         path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
     imported = re.search(
-        r"from distributed\.torch import \((.*?)\)", TEXT["docs/your-script.md"], re.S
+        r"from torch_launch_kit\.distributed\.torch import \((.*?)\)",
+        TEXT["docs/your-script.md"],
+        re.S,
     )
     assert imported
     table = TEXT["docs/your-script.md"].partition("## The helper")[2].partition("\n## ")[0]

@@ -16,6 +16,7 @@ from test_torch_helper import run_ranks
 from torch import Tensor, nn
 
 from distributed import torch as helper
+from launcher.failure import is_peer_lost
 
 pytestmark = pytest.mark.slow
 
@@ -184,6 +185,7 @@ def test_where_rank_0_fails_nobody_waits() -> None:
     first, other = both(_fail_first)
     assert first == "OSError: no space left"
     assert other == "RuntimeError: rank 0 failed in main_first(); its message says why"
+    assert is_peer_lost(other) and not is_peer_lost(first)  # the block shows rank 0's
     assert time.monotonic() - start < PATIENCE_S
 
 
