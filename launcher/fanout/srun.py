@@ -19,7 +19,7 @@ from distributed.environment import tasks_per_node
 from distributed.errors import REFUSED, Refused
 from distributed.job import job_id
 from distributed.stop_signals import NOTICE, handled_signals
-from launcher import handshake, processes
+from launcher import handshake, importable, processes
 from launcher.agent.control import Launched
 from launcher.fanout.step import run_step, start
 from launcher.fanout.swap import find_ill, leave_out
@@ -207,6 +207,7 @@ def step_command(
     step += plan.step_options()
     variables = [f"MASTER_ADDR={plan.master_addr}"] if plan.has_named_master else []
     variables.append(f"OMP_NUM_THREADS={environ.get('OMP_NUM_THREADS') or 1}")
+    variables.append(f"PYTHONPATH={importable.search_path()}")
     rank = plan.inside([plan.python, "-u", *plan.words])
     return [*step, *plan.with_variables([*variables, *rank])]
 
