@@ -17,8 +17,8 @@ main() { # [<folder>]
   source "$LIB/launch.sh"
   answer "${1:-}" ''
   local folder=${1-/dev/shm}
-  [[ $# -le 1 && $folder == /* ]] || die 2 "FOLDER is ${*@Q}; give one absolute path, of a folder that each node has"
-  [[ -z ${CONTAINER:-} ]] || die 2 "a copy is for environments of many files, and CONTAINER is one; unset CONTAINER"
+  [[ $# -le 1 && $folder == /* ]] || die 2 "FOLDER is ${*@Q}; give one absolute path, of a folder that each node has [config-invalid]"
+  [[ -z ${CONTAINER:-} ]] || die 2 "a copy is for environments of many files, and CONTAINER is one; unset CONTAINER [config-invalid]"
   read_site
   choose_python
   pack "$PYTHON" "${LOG_DIR:-logs}" "$folder"
@@ -29,7 +29,7 @@ pack() { # <python> <folder of logs> <folder of the nodes>
   local packed key folders facts archive end=.tar
   mkdir -p -- "$2"
   packed=$(cd -- "$2" && pwd)/environments-$UID
-  [[ $1 != "$packed"/* ]] || die 2 "PYTHON is such a copy already; unset it, or set it to the environment's own"
+  [[ $1 != "$packed"/* ]] || die 2 "PYTHON is such a copy already; unset it, or set it to the environment's own [config-invalid]"
   make_own_folder "$packed"
   key=$(hash_of "$1 $(readlink -f -- "$1") $3")
   folders=$packed/$key.folders
@@ -57,7 +57,7 @@ find_folders() { # <python>
 conda = filter(os.path.isdir, [sys.prefix + "/conda-meta"])
 print(sys.prefix, sys.base_prefix, sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *conda, sep="\n")')
   [[ $folders != /usr$'\n'* && $folders != /usr/local$'\n'* ]] ||
-    die 2 "$1 is the system's, which each node has; set PYTHON, VENV or CONDA_ENV to an environment"
+    die 2 "$1 is the system's, which each node has; set PYTHON, VENV or CONDA_ENV to an environment [env-missing]"
   echo "$folders"
 }
 

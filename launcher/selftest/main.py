@@ -44,7 +44,6 @@ class Options:
 
     test: str  # basic: known answers alone; all
     is_quick: bool
-    seconds: float  # for the collectives
     json: str  # a file; empty: none
 
 
@@ -133,7 +132,8 @@ def measure_all(test: Test) -> int:
         names = [*bandwidth.COLLECTIVES][: 1 if test.options.is_quick else None]
         test.tell("", bandwidth.HEAD)
         measured = []
-        for one in bandwidth.measure(names, test.options.seconds):
+        seconds = limits.COLLECTIVES_S / (5 if test.options.is_quick else 1)
+        for one in bandwidth.measure(names, seconds):
             test.tell(str(one))
             measured.append(one)
         test.findings.collectives = measured
@@ -218,14 +218,12 @@ def advice(findings: Findings) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the test as the arguments say; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m distributed.selftest")
-    parser.add_argument("--seconds", type=float, help="for the collectives (1; --quick: 0.2)")
     parser.add_argument("--test", choices=("basic", "all"), default="all", help="basic: no speeds")
     parser.add_argument("--quick", action="store_true", help="the all-reduce alone, and less time")
     parser.add_argument("--json", default="", help="a file for all that was found")
     words = parser.parse_args(arguments)
-    seconds = (0.2 if words.quick else 1.0) if words.seconds is None else words.seconds
     try:
-        return run(Options(words.test, words.quick, seconds, words.json))
+        return run(Options(words.test, words.quick, words.json))
     except (OSError, ValueError) as error:  # could not join; the text names the fault
         print(f"FAIL  {error}")
         return BAD_INPUT if getattr(error, "filename", None) else 1

@@ -100,6 +100,7 @@ SNAPSHOT_LOOK_S = 0.1  # between two looks for a newer one
 SELFTEST_S = 60.0  # for all ranks to come to the same point
 SELFTEST_LOOK_S = 0.5  # between two looks whether a rank is stuck
 COMPUTE_S = 0.2  # of computing, for one rank
+COLLECTIVES_S = 1.0  # for all collectives; with --quick a fifth
 CALL_S = 0.5  # for one call: on a very slow link, larger sizes would tell nothing more
 TRANSFER_S = 10.0  # for one transfer between two nodes
 ROUND_S = 0.2  # of transfers, on up to 4 nodes

@@ -166,7 +166,7 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
   run launch ""
   assert_refused 2 "SCRIPT is an empty word; usage: scripts/launch.sh"
   run bash -c '"$0" --help >/dev/full' "$ROOT/scripts/launch.sh"
-  assert_refused 1 "launch.sh: the help cannot be written; see that there is room"
+  assert_refused 1 "launch.sh: the help cannot be written; see that there is room" disk-full
   PYTHONHOME=/nowhere run launch own.py
   assert_refused 3 "PYTHONHOME=/nowhere is not of " env-missing
   mkdir gone && cd gone && rmdir "$OLDPWD/gone"

@@ -145,9 +145,9 @@ staged() {
   CONTAINER=$PWD/env run stage
   assert_refused 2 "a copy is for environments of many files, and CONTAINER is one; unset CONTAINER"
   PYTHON=$(stage) run stage
-  [[ $status == 2 && $output == *"stage_env.sh: PYTHON is such a copy already; unset it, or set it to the environment's own" ]]
+  [[ $status == 2 && $output == *"stage_env.sh: PYTHON is such a copy already; unset it, or set it to the environment's own [config-invalid]" ]]
   rm -r logs
   make_python /usr /usr
   run stage
-  [[ $status == 2 && $output == *": $PWD/env/bin/python is the system's, which each node has; set PYTHON, VENV or CONDA_ENV to an environment" ]]
+  [[ $status == 2 && $output == *": $PWD/env/bin/python is the system's, which each node has; set PYTHON, VENV or CONDA_ENV to an environment [env-missing]" ]]
 }

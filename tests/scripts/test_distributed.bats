@@ -44,8 +44,8 @@ ${golden/--log-dir logs/--log-dir $typed_in/logs}"
 }
 
 @test "the test's own options follow its name" {
-  run --separate-stderr launch 2 --dry-run --quick --test basic --json "a b.json" -- --seconds 3
-  [[ $status == 0 && ${lines[-1]} == *" -m distributed.selftest --quick --test basic --json '$PWD/a b.json' --seconds 3" ]]
+  run --separate-stderr launch 2 --dry-run --quick --test basic --json "a b.json" -- --quick
+  [[ $status == 0 && ${lines[-1]} == *" -m distributed.selftest --quick --test basic --json '$PWD/a b.json' --quick" ]]
 }
 
 @test "bad arguments: exit 2, one line" {

@@ -19,6 +19,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from launcher.selftest import bandwidth, main
 from launcher.selftest.barrier import Barrier, StuckError
+from launcher.wire import limits
 
 pytestmark = pytest.mark.slow  # real process groups, seconds each
 
@@ -28,9 +29,10 @@ def _selftest(*options: str) -> tuple[int, str]:
     with (
         contextlib.redirect_stdout(io.StringIO()) as printed,
         patch.object(main, "measure_speed", lambda seconds: 1e10),
+        patch.object(limits, "COLLECTIVES_S", 0.1),
     ):
         try:
-            code = main.main(["--seconds", "0.1", *options])
+            code = main.main(options)
         except SystemExit as leave:
             code = int(leave.code or 0)
     return code, printed.getvalue()
