@@ -37,7 +37,8 @@ def command_line(typed: Typed, environ: Mapping[str, str], fanout: str) -> str:
         names += tuple(name for name in sent if not _SECRET.search(name))
     names = ("RUN_ID", *names) if fanout == "job_command" else names
     names = tuple(dict.fromkeys((*names, *_set_for_it(typed, environ))))
-    variables = [f"{name}={shlex.quote(environ[name])}" for name in names if environ.get(name)]
+    given = {**environ, "LOG_LEVEL": ""} if typed.log_level else environ
+    variables = [f"{name}={shlex.quote(given[name])}" for name in names if given.get(name)]
     variables += [f"PYTHON={shlex.quote(typed.python)}"] if environ.get("CONTAINER") else []
     own = len(typed.typed) - len(typed.rest)  # what follows is the training script's
     words = [word for word in typed.typed[:own] if word not in ("--dry-run", "resume=never")]

@@ -130,7 +130,7 @@ def warn_of_part(environ: Mapping[str, str], program: str, *, needs_srun: bool =
 def _part(environ: Mapping[str, str]) -> str:
     """Return in words which part of the job's nodes a step has; "": all, or this is no step."""
     step, job = (environ.get(f"SLURM_{name}_NUM_NODES", "") for name in ("STEP", "JOB"))
-    is_part = step.isdecimal() and job.isdecimal() and int(step) < int(job)
+    is_part = (step + job).isdecimal() and int(step or job) < int(job or 0)
     return f"this step has {step} of the job's {job} nodes" * (is_part and in_slurm_step(environ))
 
 

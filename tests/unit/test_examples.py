@@ -16,6 +16,8 @@ from distributed.checkpoint import load, weights_hash
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LONGEST = 60  # lines
+# Run ids of this worker of pytest alone: they make the ports.
+WHOLE, STOPPED = (f"{name}-{os.getpid()}" for name in ("whole", "stopped"))
 
 
 def start(folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
@@ -76,9 +78,9 @@ def test_a_stopped_one_ends_with_the_weights_of_an_uninterrupted_run(
 ) -> None:
     script = str(ROOT / f"examples/{example}.py")
     words = (script, str(steps))
-    run_forked(tmp_path, "whole", *words)
+    run_forked(tmp_path, WHOLE, *words)
     typed = ("-", "2", "--", str(steps))
-    with start(tmp_path, *typed, TRAIN_SCRIPT=script, RUN_ID="stopped") as launcher:
+    with start(tmp_path, *typed, TRAIN_SCRIPT=script, RUN_ID=STOPPED) as launcher:
         assert launcher.stdout
         next(line for line in launcher.stdout if line.startswith("step 100 "))
         launcher.send_signal(signal.SIGTERM)
@@ -86,9 +88,9 @@ def test_a_stopped_one_ends_with_the_weights_of_an_uninterrupted_run(
     assert launcher.returncode == 75
     (saved,) = (tmp_path / "checkpoints/stopped").glob("step-*")
     assert 100 <= int(saved.name[5:]) < steps
-    out = run_forked(tmp_path, "stopped", *words)
+    out = run_forked(tmp_path, STOPPED, *words)
     assert "step 100 " not in out and f"step {steps} " in out
-    assert hash_of(tmp_path, "whole") == hash_of(tmp_path, "stopped")
+    assert hash_of(tmp_path, WHOLE) == hash_of(tmp_path, STOPPED)
 
 
 def hash_of(folder: Path, run_id: str) -> str:
@@ -133,7 +135,7 @@ def test_a_killed_one_ends_with_the_bytes_of_an_uninterrupted_run(
     (tmp_path / "whole.py").write_text(text)
     killed = tmp_path / "killed.py"
     killed.write_text(text.replace("\n    model.eval()\n", KILLED))
-    run_forked(tmp_path, "whole", str(tmp_path / "whole.py"))
+    run_forked(tmp_path, WHOLE, str(tmp_path / "whole.py"))
     launchers = {
         "ours": [str(ROOT / "scripts/launch.sh"), "--nproc-per-node=2"],
         "torchrun": [
@@ -144,9 +146,10 @@ def test_a_killed_one_ends_with_the_bytes_of_an_uninterrupted_run(
             "--nproc-per-node=2",
         ],
     }
-    for run_id, words in launchers.items():
+    for name, words in launchers.items():
+        run_id = f"{name}-{os.getpid()}"
         killed_first(words, tmp_path, killed, run_id)
-        assert hash_of(tmp_path, run_id) == hash_of(tmp_path, "whole")
+        assert hash_of(tmp_path, run_id) == hash_of(tmp_path, WHOLE)
 
 
 @pytest.mark.long

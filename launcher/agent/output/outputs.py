@@ -77,9 +77,10 @@ class Outputs:
 
     def show_step(self, step: int) -> None:
         """Print now and then how far the ranks are, where none of them is shown."""
-        if step >= 0 and time.monotonic() >= self._step_due:
+        now = time.monotonic()
+        if step >= 0 and now >= self._step_due:
             self.say(f"step {step}")
-            self._step_due = time.monotonic() + limits.PROGRESS_S
+            self._step_due = now + limits.PROGRESS_S
 
     def tell(self, message: Membership | Done, control: Control | None) -> None:
         """Tell a launcher elsewhere, if there is one; a message begins a line."""
