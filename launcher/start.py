@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable
 
@@ -67,7 +68,7 @@ def start(typed: Typed) -> int:
             os.environ.pop("CHAIN", None)  # it needs the jobs that would resume it
         return REFUSED
     except (PlanError, LauncherError, HostlistError) as error:
-        name = "" if isinstance(error, LauncherError) else " [config-invalid]"
+        name = "" if re.search(r" \[[a-z-]+\]$", str(error)) else " [config-invalid]"
         print(f"{typed.program}: {error}{name}", file=sys.stderr)
         return BAD_INPUT
 

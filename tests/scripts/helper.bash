@@ -56,10 +56,10 @@ assert_dumped() { # <argument expected...>
 
 # The last run was refused with this code, in one line that holds the text; nothing was started.
 assert_refused() { # <exit code> <text> [<fault>]
-  # Every line that stops a launch ends with a name.
-  local ends='\[[a-z-]+\]$|^make init: '
+  # Every line that stops a launch ends with one name.
+  local ends='\[[a-z-]+\]$|^make init: ' twice='\[[a-z-]+\] \[[a-z-]+\]$'
   [[ $1 == [23] ]] || ends=''
-  if [[ $status != "$1" || ${#lines[@]} != 1 || -e logs || ! $output =~ $ends ]] ||
+  if [[ $status != "$1" || ${#lines[@]} != 1 || -e logs || ! $output =~ $ends || $output =~ $twice ]] ||
     [[ $output != *"$2"* || (-n ${3:-} && $output != *" [$3]") ]]; then
     printf 'expected code %s and one line with: %s\ngot code %s: %s\n' "$1" "$2 ${3:-}" "$status" "$output"
     return 1

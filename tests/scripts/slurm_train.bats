@@ -68,3 +68,8 @@ load helper
   [[ $(code_of slurm_train) == *"scontrol show job"* ]]
   diff <(code_of slurm_train) <(code_of slurm_train_single_node)
 }
+
+@test "a heterogeneous job: one line with one name" {
+  SLURM_JOB_ID=7 SLURM_JOB_NUM_NODES=2 SLURM_JOB_NODELIST='n[1-2]' SLURM_HET_SIZE=2 run "$ROOT/scripts/slurm/slurm_train.sh" plain.yaml
+  assert_refused 2 "a heterogeneous job has nodes that differ" wrong-world
+}
