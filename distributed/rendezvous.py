@@ -57,7 +57,7 @@ def rendezvous(env: Environment, device: torch.device, backend: str, timeout_s: 
                     if store.add("told", 1) >= store.add("here", 0):
                         store.set("over", "")
                     if env.is_main:
-                        store.wait(["over"], timedelta(seconds=5))
+                        store.wait(["over"], timedelta(seconds=30))  # a busy machine
                 if fault == "node-missing":
                     raise with_fault(TimeoutError, fault, text)
                 raise LauncherError(text, fault)

@@ -86,7 +86,7 @@ def test_a_stopped_one_ends_with_the_weights_of_an_uninterrupted_run(
         launcher.send_signal(signal.SIGTERM)
         launcher.communicate(timeout=PATIENCE_S)
     assert launcher.returncode == 75
-    (saved,) = (tmp_path / "checkpoints/stopped").glob("step-*")
+    (saved,) = (tmp_path / "checkpoints" / STOPPED).glob("step-*")
     assert 100 <= int(saved.name[5:]) < steps
     out = run_forked(tmp_path, STOPPED, *words)
     assert "step 100 " not in out and f"step {steps} " in out

@@ -167,7 +167,7 @@ def test_without_an_answer_a_value_stays_where_it_is(
     found.ask(plan, environ, told.append)
     assert found.values == {"me@n0": {"CUDA_VISIBLE_DEVICES": "GPU-here"}}
     assert told[0].startswith("warning: CUDA_VISIBLE_DEVICES: what the scheduler set for this node")
-    assert "(n1 n2 far); to send this node's, FORWARD_ENV='CUDA_VISIBLE_DEVICES'" in told[0]
+    assert "(n1, n2, far); to send this node's, FORWARD_ENV='CUDA_VISIBLE_DEVICES'" in told[0]
 
 
 @pytest.mark.parametrize(

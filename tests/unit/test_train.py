@@ -206,6 +206,7 @@ def test_a_rank_given_twice_ends_every_process_with_the_same_line(tmp_path: Path
         for rank in ("0", "1", "1")
     ]
     said = {(process.communicate()[1], process.returncode) for process in started}
+    assert len(said) == 1, said
     ((line, code),) = said
     assert code == 2 and line.count("\n") == 1
     assert line.startswith("train.py: rank 1 runs twice, on ")
