@@ -43,7 +43,7 @@ LAUNCHERS = {
     "ours": AGENT,
     "torchrun": TORCHRUN,
     REFERENCE: OWN_STORE,
-    f"{REFERENCE}, looking every 0.01 s": [*OWN_STORE, "--monitor-interval=0.01"],
+    f"{REFERENCE}, checking every 0.01 s": [*OWN_STORE, "--monitor-interval=0.01"],
 }
 HEAD = ("nodes x processes", "launcher", "worked", "median s", "min-max s", "x torchrun that works")
 VICTIM = 1
