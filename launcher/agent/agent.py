@@ -216,7 +216,7 @@ class NodeAgent:
             self.meeting.team.beat()
         self.network.look(self.outputs.say)
         self.restarts.look()
-        if shows_no_rank(self.args, self.supervisor):
+        if shows_no_rank(self):
             self.outputs.show_step(self.heartbeats.step())
 
     # --- after an attempt ---------------------------------------------------------------------
@@ -316,7 +316,7 @@ class NodeAgent:
         if is_told and (control is not None or self.args.is_in_step):  # to the same terminal
             self.outputs.tell(Done(), control)
             return
-        if shows_no_rank(self.args, self.supervisor) and outcome.code == 0:
+        if shows_no_rank(self) and outcome.code == 0:
             self.outputs.say("the run has ended with code 0")
         can_resume = outcome.code != BAD_INPUT
         command = resume_command(self.args, has_saved=outcome.has_saved) if can_resume else ""
@@ -328,9 +328,10 @@ class NodeAgent:
         report_outcome(outcome, control, is_line_open=is_open, folder=folder)
 
 
-def shows_no_rank(args: Arguments, supervisor: SupervisorLink) -> bool:
+def shows_no_rank(agent: NodeAgent) -> bool:
     """Return whether this node has a terminal to itself, and rank 0 is elsewhere."""
-    return supervisor.control is None and not args.is_in_step and args.node_rank > 0
+    args = agent.args
+    return agent.supervisor.control is None and not args.is_in_step and args.node_rank > 0
 
 
 def resume_command(args: Arguments, *, has_saved: bool) -> str:

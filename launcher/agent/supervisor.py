@@ -93,8 +93,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     mend_streams()
     leave_outer_run(os.environ)
-    os.environ["PYTHONPATH"] = importable.search_path()
-    sys.path += importable.__path__
     launched = Launched.take()
     return guard(fork_agent(arguments, take_control(launched), launched))
 
@@ -133,6 +131,8 @@ def fork_agent(arguments: Sequence[str], control: Control | None, launched: Laun
 
 def _run_agent(arguments: Sequence[str], link: SupervisorLink, supervisor: int) -> int:
     """Import torch and run the agent, in its own process; returns its exit code."""
+    os.environ["PYTHONPATH"] = importable.search_path()
+    sys.path += importable.__path__
     if os.environ.get("ENGINE") == "torch.distributed.launch":
         with _importing(link.words):
             from torch.distributed.launch import launch, parse_args  # its ranks, its report

@@ -62,6 +62,7 @@ SIGNS = (
         r"[Mm]onitoredBarrier",
         r"[Hh]eartbeat monitor timed out|HeartbeatMonitor|stuck at a collective",
         r"Collective(FingerPrint)? .*mismatch|Detected mismatch between collectives",
+        r"distributed collective mismatch in your code",
         r"ran for \d+ milliseconds before timing out",
         r"watchdog got stuck|watchdog hang|collective timeout",
         r"submitted to be reduced.* by subset of ranks",

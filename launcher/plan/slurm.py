@@ -84,8 +84,9 @@ def read_step(environ: Mapping[str, str], typed: Mapping[str, str | None]) -> Wo
     if step is None:
         return None
     if typed["NUM_NODES"] == environ.get("SLURM_JOB_NUM_NODES") and (part := _part(environ)):
-        cure = f"start it with {_on_all_nodes(environ)}, without node numbers"
-        raise PlanError(f"{part}; {cure} [wrong-world]")
+        raise PlanError(
+            f"{part}; start it with {_on_all_nodes(environ)}, without node numbers [wrong-world]"
+        )
     for name, variable in (("NUM_NODES", "SLURM_STEP_NUM_NODES"), ("NODE_RANK", "SLURM_NODEID")):
         if typed[name] not in (None, environ[variable]):
             cause = f"the argument {name} is {typed[name]!r} but srun's {variable}"
@@ -122,9 +123,10 @@ def warn_of_part(environ: Mapping[str, str], program: str, *, needs_srun: bool =
     """
     if part := _part(environ):
         cure = f"run {program} in the batch script or salloc's shell, without srun"
-        cure = f"start it with {_on_all_nodes(environ)}" if needs_srun else cure
-        cause = f"{part}, and the run uses no others; to use all, {cure}"
-        print(f"{program}: warning: {cause} [partial-launch]", file=sys.stderr)
+        if needs_srun:
+            cure = f"start it with {_on_all_nodes(environ)}"
+        text = f"{part}, and the run uses no others; to use all, {cure} [partial-launch]"
+        print(f"{program}: warning: {text}", file=sys.stderr)
 
 
 def _part(environ: Mapping[str, str]) -> str:
@@ -135,8 +137,9 @@ def _part(environ: Mapping[str, str]) -> str:
 
 
 def _on_all_nodes(environ: Mapping[str, str]) -> str:
-    nodes = environ["SLURM_JOB_NUM_NODES"]
-    return f"srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1"
+    return "srun --nodes={0} --ntasks={0} --ntasks-per-node=1".format(
+        environ["SLURM_JOB_NUM_NODES"]
+    )
 
 
 def job_command(environ: Mapping[str, str], script: str | None, typed: Sequence[str]) -> list[str]:
@@ -151,11 +154,13 @@ def job_command(environ: Mapping[str, str], script: str | None, typed: Sequence[
         words.append(f"--ntasks-per-node={tasks}")
     if gpus := environ.get("SLURM_GPUS_ON_NODE") or environ.get("SLURM_GPUS_PER_NODE"):
         words.append(f"--gpus-per-node={gpus}")
-    if in_batch_script(environ):
-        return ["sbatch", *words, script, *typed[1:]] if script else list(typed)
+    job = f"--job={environ['SLURM_JOB_ID']}"
+    if in_batch_script(environ):  # of ours, or of the user's own, which holds what was typed
+        again = [script, *typed[1:]] if script else (ask_squeue(job, "--format=%o") or "").split()
+        return again and ["sbatch", *words, *again]
     if not gpus:  # salloc sets no variable for --gres
-        asked = (ask_squeue(f"--job={environ['SLURM_JOB_ID']}", "--format=%b") or "").strip()
-        words += [f"--gres={asked.removeprefix('gres:')}"] if asked.startswith("gres:") else []
+        asked = (ask_squeue(job, "--format=%b") or "").strip()
+        words += [f"--gres={asked[5:]}"] if asked.startswith("gres:") else []
     return ["salloc", *words, *typed]
 
 

@@ -72,16 +72,18 @@ eventually() { # <command...>
   done
 }
 
-# A script of the usual shape, whose model outlives the process group.
+# A script of the usual shape, whose model outlives the process group. It finds the helper, too.
 make_ordinary() {
   cat >ordinary.py <<'PY'
 import torch, torch.distributed as dist
+from torch_launch_kit.distributed import torch as helper
 def main():
     dist.init_process_group("gloo")
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
     model(torch.ones(2, 4)).sum().backward()
     total = torch.ones(1)
     dist.all_reduce(total)
+    assert helper.mean(total) == total
     dist.destroy_process_group()
     print(f"all {int(total)}", flush=True)
 main()

@@ -200,7 +200,6 @@ def test_pbs_that_kills_before_the_ranks_have_saved(
     ("environ", "is_ours", "expected"),
     [
         (captured("batch-step"), True, "sbatch --nodes=2 --ntasks-per-node=2 --gpus-per-node=2 S"),
-        (captured("batch-step"), False, "typed.sh"),
         (captured("requeued-batch-step"), True, "sbatch --nodes=1 S"),
         (captured("array-batch-step"), True, "sbatch --nodes=1 --ntasks-per-node=2 S"),
         (captured("salloc-command"), True, "salloc --nodes=2 --ntasks-per-node=2 typed.sh"),
@@ -217,6 +216,16 @@ def test_slurm_command(environ: dict[str, str], is_ours: bool, expected: str) ->
     script = "S" if is_ours else None
     command = slurm.job_command(environ, script, ["typed.sh", "c.yaml", "a b"])
     assert shlex.join(command) == f"{expected} c.yaml 'a b'"
+
+
+@pytest.mark.parametrize("file", ["/home/me/job.sh 5", ""])
+def test_the_batch_file_of_a_users_own_is_submitted_again(tools: Path, file: str) -> None:
+    make_tool(tools / "squeue", f"echo '{file}'")
+    command = slurm.job_command(
+        captured("batch-step"), None, ["launch.sh", "--hosts", "job", "x.py"]
+    )
+    sizes = "sbatch --nodes=2 --ntasks-per-node=2 --gpus-per-node=2"
+    assert shlex.join(command) == (f"{sizes} {file}" if file else "")
 
 
 @pytest.mark.parametrize(
