@@ -210,7 +210,7 @@ class Fanout:
         That ends the run, unless others go on. Where it is silent, the other agents may save first.
         """
         one.lost, one.is_silent = why, time.monotonic() - one.heard > limits.SILENCE_S / 2
-        self.say(f"{one.node}: {why}")
+        self.say(f"{one.node}: {why}{' [link-lost]' if one.is_silent else ''}")
         if not self.nodes.can_change:
             self.close_within(self.saving_s if one.is_silent else 0)
         self.nodes.sweep(one)

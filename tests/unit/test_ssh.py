@@ -430,6 +430,7 @@ def test_a_silent_node_is_a_lost_link(nodes: Nodes, silent: list[int]) -> None:
     _, err = launcher.communicate(timeout=PATIENCE_S)
     assert time.monotonic() - began > 8
     assert launcher.returncode == 137 and b"[link-lost]\n" in err
+    assert b": n1: no heartbeat for 10 s (network down?) [link-lost]\n" in err  # at once
     who, cause = (
         (b"launcher (", b"from any node ") if len(silent) == 2 else (b"node agent 1 (n1) ", b"")
     )
@@ -456,6 +457,7 @@ sys.exit(137)
     os.kill(nodes.process("agent.1"), signal.SIGSTOP)
     _, err = launcher.communicate(timeout=PATIENCE_S)
     assert launcher.returncode == 137 and b"[link-lost]\n" in err
+    assert b": n1: no heartbeat for 10 s (network down?) [link-lost]\n" in err  # at once
     assert (nodes.nodes / "saved").exists()
 
 
