@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +175,31 @@ def kill_what_is_left(runs: Iterable[Run]) -> None:
         run.look()
         processes.send(run.survivors(), signal.SIGKILL)
         run.process.wait()
+
+
+def run_program(
+    command: Sequence[str | Path], folder: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, in a folder, with these variables beside its own."""
+    return subprocess.run(
+        [*map(str, command)],
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+
+
+def run_agent(
+    *words: str | Path, folder: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return run_program([*AGENT, *words], folder, **environment)
+
+
+def eventually(is_so: Callable[[], object], what: str = "") -> None:
+    """Wait until it is so."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
