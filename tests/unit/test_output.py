@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pty
-import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from agents import PATIENCE_S
 
-from launcher import terminal
 from launcher.agent.output import stream as output
 from launcher.agent.output.noise import without_noise
 from launcher.agent.output.stream import NodeLog, RankView, Stream
+from launcher.screen import LONGEST_HELD, View
+from launcher.screen import Screen as AnyScreen
 from launcher.terminal import open_again
+from launcher.wire import limits
 
 NOISE = b"[W1121 20:17:03.842175702 socket.cpp:207] [c10d] The hostname of the client socket cannot"
 NOISE += b" be retrieved. err=-3\n"
@@ -34,12 +33,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 class Screen:
     """A terminal or a pipe that the launcher was started on, and one rank that writes to it."""
 
-    def __init__(self, folder: Path, *, is_tty: bool) -> None:
+    def __init__(self, folder: Path, *, is_tty: bool = False) -> None:
         self.reader, writer = pty.openpty() if is_tty else os.pipe()
+        os.set_blocking(self.reader, False)
         self.terminal = open_again(writer)
-        self.log = NodeLog(None)
-        self.log.path = folder / "node_0.log"
-        self.log._file = self.log.path.open("ab", buffering=0)
+        (folder / "node_0.log").touch()
+        self.log = NodeLog(folder / "node_0.log")
         theirs, self.rank = os.pipe()
         os.set_blocking(theirs, False)
         view = RankView(self.terminal, is_alone=True)
@@ -55,15 +54,13 @@ class Screen:
         assert self.log.path is not None
         return self.log.path.read_text().splitlines()
 
-    def end(self) -> None:
-        """The rank ends."""
-        os.close(self.rank)
-        while self.stream.pump():
-            pass
-
     def shown(self) -> bytes:
+        """Return what is new on the terminal."""
         self.terminal.drain(PATIENCE_S)
-        return os.read(self.reader, 65536)
+        try:
+            return os.read(self.reader, 65536)
+        except BlockingIOError:
+            return b""
 
 
 @pytest.fixture
@@ -103,10 +100,10 @@ def test_a_bar_that_clears_itself_is_logged_as_it_was(screen: Screen) -> None:
 
 
 def test_a_pipe_shows_bytes_as_they_come(tmp_path: Path) -> None:
-    screen = Screen(tmp_path, is_tty=False)
+    screen = Screen(tmp_path)
     for piece in (b"Name? ", b"\r50%", b"\r\x1b[K[##", b"] 3", b"\r\n\n", b"\xff\0[", b"x"):
         screen.write(piece)
-        assert os.read(screen.reader, 65536) == piece
+        assert screen.shown() == piece
 
 
 def test_a_traceback_and_the_last_words_are_found(screen: Screen) -> None:
@@ -143,34 +140,6 @@ def test_a_line_is_not_logged_before_its_end_unless_it_redraws(
     assert tty.logged() == ["[0] Are you sure?"]
 
 
-def test_a_bar_without_end_takes_no_memory(screen: Screen) -> None:
-    screen.stream.view = None  # nobody reads here
-    for _ in range(100):
-        screen.write(b"\r50%" * 10_000)
-    assert len(screen.stream._partial) < 100
-
-
-def test_a_terminal_that_nobody_reads_costs_a_fixed_buffer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(terminal, "BACKLOG_BYTES", 1 << 18)
-    monkeypatch.setattr(terminal, "MOST_BYTES", 1 << 18)
-    screen = Screen(tmp_path, is_tty=False)
-    for _ in range(100):
-        screen.terminal.queue(b"x" * (1 << 16))
-        assert screen.terminal._size < 1 << 19
-    os.set_blocking(screen.reader, False)
-    is_written = False
-    while not is_written:
-        is_written = not screen.terminal._size
-        with contextlib.suppress(BlockingIOError):
-            while os.read(screen.reader, 1 << 16):
-                pass
-    screen.terminal.queue(b"later")
-    shown = screen.shown()
-    assert re.fullmatch(rb"\n\.\.\. \d+ lines not shown: the terminal is too slow\nlater", shown)
-
-
 @pytest.mark.parametrize("is_tty", [True, False])
 def test_a_line_without_end_is_cut(tmp_path: Path, is_tty: bool) -> None:
     screen = Screen(tmp_path, is_tty=is_tty)
@@ -195,7 +164,7 @@ def test_torchs_noise_is_in_the_log_alone(tmp_path: Path, is_tty: bool, prefix: 
 
 
 def test_noise_that_comes_in_pieces_is_dropped_too(clock: list[float], tmp_path: Path) -> None:
-    screen = Screen(tmp_path, is_tty=False)
+    screen = Screen(tmp_path)
     for at in range(0, len(NOISE), 10):
         screen.write(NOISE[at : at + 10])
     screen.write(b"[W is a bar")  # like the noise's beginning
@@ -209,33 +178,137 @@ def test_with_log_level_debug_everything_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOG_LEVEL", "debug")
-    screen = Screen(tmp_path, is_tty=False)
+    screen = Screen(tmp_path)
     screen.write(NOISE)
     assert screen.shown() == NOISE
 
 
-@pytest.fixture
-def stderr() -> Iterator[tuple[int, int]]:
-    """A pipe: the read end, and a descriptor that a process writes its messages to."""
-    yield (pipe := os.pipe())
-    for fd in pipe:
-        os.close(fd)
+NO_NEWS = b"[E1126 10:13:50.636693894 TCPStore.cpp:259] [c10d] The libuv TCPStore backend does not"
+NO_NEWS += b" support initialization with an listen fd. Please switch to the legacy TCPStore\n"
 
 
-def test_a_store_that_takes_no_listening_socket_is_no_news(stderr: tuple[int, int]) -> None:
-    text = b"[E1126 10:13:50.636693894 TCPStore.cpp:259] [c10d] The libuv TCPStore backend does not"
-    text += b" support initialization with an listen fd. Please switch to the legacy TCPStore\n"
-    reader, writer = stderr
-    with without_noise(writer):
-        os.write(writer, text)
-    os.write(writer, b"next\n")
-    assert os.read(reader, 65536) == b"next\n"
-
-
-def test_the_agents_own_messages_keep_all_but_the_noise(stderr: tuple[int, int]) -> None:
-    reader, writer = stderr
+@pytest.mark.parametrize("noise", [NOISE, NO_NEWS])
+def test_the_agents_own_messages_keep_all_but_the_noise(noise: bytes) -> None:
+    reader, writer = os.pipe()
     with pytest.raises(OSError), without_noise(writer):
-        os.write(writer, b"a warning\n" + NOISE)
+        os.write(writer, b"a warning\n" + noise)
         raise OSError("and an error")
     os.write(writer, b"later\n")
     assert os.read(reader, 65536) == b"a warning\nlater\n"
+
+
+# --- several streams ------------------------------------------------------------------------------
+
+
+class Sheet(AnyScreen):
+    """A screen that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.text = b""
+
+    def queue(self, data: bytes) -> None:
+        self.text += data
+
+
+@pytest.fixture
+def sheet() -> Sheet:
+    return Sheet()
+
+
+def several(sheet: Sheet, number: int = 2, *, has_prefix: bool = False) -> list[View]:
+    """Return views of so many streams, after which the screen is theirs."""
+    prefixes = [b"[%d] " % each if has_prefix else b"" for each in range(number)]
+    return [View(sheet, is_alone=False, prefix=prefix) for prefix in prefixes]
+
+
+def later() -> float:
+    return time.monotonic() + limits.PARTIAL_S + 0.001
+
+
+def test_lines_written_in_pieces_stay_whole(sheet: Sheet) -> None:
+    one, two = several(sheet)
+    for piece in (b"loss", b" ", b"0.5", b"\n"):
+        one.add(piece)
+        two.add(piece)
+    assert sheet.text == b"loss 0.5\nloss 0.5\n"
+
+
+def test_a_prompt_is_shown_after_a_short_time_and_then_as_it_grows(sheet: Sheet) -> None:
+    one, _ = several(sheet)
+    one.add(b"Name")
+    assert one.tick(time.monotonic()) and sheet.text == b""
+    assert not one.tick(later()) and sheet.text == b"Name"
+    one.add(b"? ")
+    assert sheet.text == b"Name? "
+
+
+def test_a_line_of_another_begins_a_line(sheet: Sheet) -> None:
+    one, two = several(sheet)
+    one.add(b"10%")
+    one.tick(later())
+    two.add(b"warned\n")
+    one.add(b"\r20%")
+    one.tick(later())
+    assert sheet.text == b"10%\nwarned\n\r20%"
+
+
+def test_a_second_bar_waits_for_the_first(sheet: Sheet) -> None:
+    one, two = several(sheet)
+    one.add(b"\r10%")
+    one.tick(later())
+    for _ in range(3 * LONGEST_HELD // 1000):
+        two.add(b"\r50%" * 250)
+    assert two.tick(later()) and sheet.text == b"\r10%"
+    assert len(two._held) <= 2 * LONGEST_HELD
+    one.add(b"\n")
+    two.tick(later())
+    assert sheet.text.startswith(b"\r10%\n\r50%")
+
+
+def test_a_long_line_is_shown_in_pieces(sheet: Sheet) -> None:
+    one, two = several(sheet)
+    one.add(b"x" * (LONGEST_HELD + 1))
+    two.add(b"y" * (LONGEST_HELD + 1))
+    assert sheet.text == b"x" * (LONGEST_HELD + 1) + b"\n" + b"y" * (LONGEST_HELD + 1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+def test_each_line_and_each_state_of_a_bar_has_its_prefix(sheet: Sheet, size: int) -> None:
+    one, two = several(sheet, has_prefix=True)
+    text = b"a\n\nb\r\n\rbar 1\rbar 2\r\nc"
+    for at in range(0, len(text), size):
+        one.add(text[at : at + size])
+        one.tick(later())
+    two.add(b"d\n")
+    one.add(b"e\n")
+    shown = sheet.text.replace(b"\r[0] \n", b"\r\n").replace(b"[0] \r", b"\r")
+    expected = b"[0] a\n[0] \n[0] b\r\n\r[0] bar 1\r[0] bar 2\r\n[0] c\n[1] d\n[0] e\n"
+    assert shown == expected
+
+
+@pytest.mark.parametrize("clear", [b"\r\x1b[2K", b"\r\x1b[K", b"\x1b[2K\r", b"\r\x1b[0K\x1b[1K"])
+def test_a_bar_that_clears_its_line_keeps_its_prefix(sheet: Sheet, clear: bytes) -> None:
+    one, two = several(sheet, has_prefix=True)
+    for state in (b"10%", b"20%"):
+        one.add(clear + state)
+        one.tick(later())
+    assert sheet.text == b"[0] " + clear + b"[0] 10%" + clear + b"[0] 20%"
+    two.add(b"x\n")
+    one.add(clear + b"done\n")
+    assert sheet.text.endswith(b"20%\n[1] x\n[0] " + clear + b"[0] done\n")
+
+
+def test_lines_of_ranks_with_labels_stay_apart() -> None:
+    sheet = Sheet()
+    one, two = (RankView(sheet, is_alone=False, label=b"[rank%d]" % rank) for rank in range(2))
+    one.add(b"loading\nName? ")
+    two.add(b"loading\n[rank1]: ready\n\r10%\r20%")  # torch's own label is one too many
+    assert sheet.text == b"[rank0] loading\n[rank1] loading\n[rank1] ready\n"
+    one.tick(later())
+    assert sheet.text.endswith(b"ready\n[rank0] Name? ")
+    one.add(b"me\nhello\n")
+    two.tick(later())
+    end = sheet.text.partition(b"Name? me\n")[2].replace(b"[rank1] \r", b"\r")
+    assert end == b"[rank0] hello\n\r[rank1] 10%\r[rank1] 20%"
+    one.add(b"10%\r100%\n")
+    assert sheet.text.endswith(b"\n[rank0] 10%\r[rank0] 100%\n")

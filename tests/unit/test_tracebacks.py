@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from agents import PATIENCE_S, ROOT, rarely
+from agents import ROOT, rarely, run_program
+from test_output import Screen
 
 from launcher.agent.node_ranks import Heartbeats, NodeRanks, Rank
-from launcher.agent.output.stream import NodeLog, open_stream
+from launcher.agent.output.stream import NodeLog
 from launcher.agent.output.tracebacks import HeldTraceback
 from launcher.agent.verdict import Facts, is_consequence
 from launcher.failure import Failure
-from launcher.terminal import open_again
 from launcher.wire import limits
 
 TRACEBACK = b"Traceback (most recent call last):\n  File x, line 1\nValueError: y\n"
@@ -48,27 +47,13 @@ def test_what_is_held_is_bounded() -> None:
     assert shown > 90 * 1000 * len(TRACEBACK) - (1 << 19)
 
 
-class OneRank:
-    """One rank that writes to a terminal, and its log."""
+class OneRank(Screen):
+    """One rank that writes to a pipe, and its log."""
 
-    def __init__(self, log: NodeLog) -> None:
-        self.reader, writer = os.pipe()
-        os.set_blocking(self.reader, False)
-        self.terminal = open_again(writer)
-        self.rank, self.stream = open_stream(0, log, self.terminal, is_alone=True)
-
-    def write(self, data: bytes) -> bytes:
+    def show(self, data: bytes) -> bytes:
         """The rank writes; returns what the terminal shows of it."""
-        os.write(self.rank, data)
-        self.stream.pump()
+        self.write(data)
         return self.shown()
-
-    def shown(self) -> bytes:
-        self.terminal.drain(PATIENCE_S)
-        try:
-            return os.read(self.reader, 65536)
-        except BlockingIOError:
-            return b""
 
     def end(self, *, is_consequence: bool) -> bytes:
         os.close(self.rank)
@@ -76,53 +61,44 @@ class OneRank:
         return self.shown()
 
 
-@pytest.fixture
-def log(tmp_path: Path) -> NodeLog:
-    (tmp_path / "node_0.log").touch()
-    return NodeLog(tmp_path / "node_0.log")
-
-
 @pytest.mark.parametrize("follows", [True, False])
 def test_the_terminal_lacks_what_only_follows_and_the_log_has_it(
-    log: NodeLog, follows: bool
+    tmp_path: Path, follows: bool
 ) -> None:
-    rank = OneRank(log)
-    assert rank.write(b"loss\n" + TRACEBACK) == b"loss\n"
-    assert rank.write(b"bye") == b""
+    rank = OneRank(tmp_path)
+    assert rank.show(b"loss\n" + TRACEBACK) == b"loss\n"
+    assert rank.show(b"bye") == b""
     assert rank.end(is_consequence=follows) == (b"" if follows else TRACEBACK + b"bye")
-    assert log.path is not None
-    logged = log.path.read_text().splitlines()
-    assert logged == [
-        f"[0] {line}" for line in ("loss\n" + TRACEBACK.decode() + "bye").splitlines()
-    ]
+    said = ["loss", *TRACEBACK.decode().splitlines(), "bye"]
+    assert rank.logged() == [f"[0] {line}" for line in said]
 
 
-def test_without_a_log_the_terminal_shows_all(log: NodeLog) -> None:
-    ended = OneRank(log)
-    os.dup2(os.open("/dev/full", os.O_WRONLY), log._file.fileno())
-    for rank in (OneRank(NodeLog(None)), ended):
-        rank.write(TRACEBACK)
-        assert rank.end(is_consequence=True) == TRACEBACK
+def test_without_a_log_the_terminal_shows_all(tmp_path: Path) -> None:
+    rank = OneRank(tmp_path)
+    os.dup2(os.open("/dev/full", os.O_WRONLY), rank.log._file.fileno())
+    rank.show(TRACEBACK)
+    assert rank.end(is_consequence=True) == TRACEBACK
+    assert not NodeLog(None).is_kept
 
 
-def test_a_traceback_that_was_shown_does_not_keep_a_later_one_from_being_held(log: NodeLog) -> None:
-    rank = OneRank(log)
-    rank.write(TRACEBACK)
+def test_a_traceback_that_was_shown_does_not_keep_a_later_one_from_being_held(
+    tmp_path: Path,
+) -> None:
+    rank = OneRank(tmp_path)
+    rank.show(TRACEBACK)
     assert rank.stream.traceback_age(time.monotonic() + limits.TRACEBACK_S) >= limits.TRACEBACK_S
     rank.stream.show_traceback()
     assert rank.shown() == TRACEBACK and rank.stream.traceback_age(time.monotonic()) == 0
-    assert rank.write(b"on\n" + TRACEBACK) == b"on\n"
+    assert rank.show(b"on\n" + TRACEBACK) == b"on\n"
     assert rank.end(is_consequence=True) == b""
 
 
-def test_how_long_a_traceback_is_held_while_nothing_has_failed(
-    log: NodeLog, tmp_path: Path
-) -> None:
-    one, stdout = OneRank(log), OneRank(log).stream
+def test_how_long_a_traceback_is_held_while_nothing_has_failed(tmp_path: Path) -> None:
+    one, stdout = OneRank(tmp_path), OneRank(tmp_path).stream
     error_file = tmp_path / "rank_0.json"
     forked = Rank(0, 0, os.getpid(), (stdout, one.stream), error_file)
     ranks = NodeRanks([forked], Heartbeats(1), 0, "host")
-    one.write(TRACEBACK)
+    one.show(TRACEBACK)
     now = time.monotonic()
     assert ranks.tick(now, is_ending=False)
     ranks.tick(now + 100, is_ending=True)
@@ -132,7 +108,7 @@ def test_how_long_a_traceback_is_held_while_nothing_has_failed(
     ranks.tick(now + limits.RAISED_S, is_ending=False)
     assert one.shown() == TRACEBACK
     error_file.unlink()
-    one.write(TRACEBACK)
+    one.show(TRACEBACK)
     ranks.tick(time.monotonic() + limits.TRACEBACK_S, is_ending=False)
     assert one.shown() == TRACEBACK
 
@@ -161,22 +137,11 @@ dist.destroy_process_group()
 """
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    return tmp_path
-
-
 def launch(folder: Path, who: str, **environment: str) -> tuple[str, str]:
     """Run two ranks, of which one fails; returns stderr and the node's log."""
-    done = subprocess.run(
-        [ROOT / "scripts/launch.sh", "--nproc-per-node=2", "program.py", who],
-        cwd=folder,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    (folder / "program.py").write_text(PROGRAM)
+    command = [ROOT / "scripts/launch.sh", "--nproc-per-node=2", "program.py", who]
+    done = run_program(command, folder, **environment)
     assert done.returncode == 1, done.stderr
     (log,) = folder.glob("logs/2*/node_0.log")
     return done.stderr, log.read_text()
@@ -186,9 +151,9 @@ def launch(folder: Path, who: str, **environment: str) -> tuple[str, str]:
 @pytest.mark.another_torch("failure block")
 @pytest.mark.parametrize("fresh", ["1", *rarely("0")])  # 1: without an error file
 def test_the_traceback_of_rank_0_that_lost_rank_1_is_in_the_log_alone(
-    folder: Path, fresh: str
+    tmp_path: Path, fresh: str
 ) -> None:
-    err, log = launch(folder, "1", FRESH=fresh)
+    err, log = launch(tmp_path, "1", FRESH=fresh)
     assert "Traceback" not in err and "Connection closed by peer" not in err
     assert "FAILED   rank 1 " in err and "ValueError: batch 7 holds no samples\n" in err
     assert "others   1 rank " in err  # it lost its peer, or was stopped
@@ -196,7 +161,7 @@ def test_the_traceback_of_rank_0_that_lost_rank_1_is_in_the_log_alone(
 
 
 @pytest.mark.slow
-def test_the_traceback_of_rank_0_that_failed_first_stands_above_the_block(folder: Path) -> None:
-    err, _ = launch(folder, "0")
+def test_the_traceback_of_rank_0_that_failed_first_stands_above_the_block(tmp_path: Path) -> None:
+    err, _ = launch(tmp_path, "0")
     above = err.partition("FAILED   rank 0 ")[0]
     assert above.endswith("[rank0]: ValueError: batch 7 holds no samples\n")
