@@ -169,14 +169,20 @@ the end of 0"* ]]
   [[ $status == 3 && $output == *"; stop it on elsewhere" ]]
   run launch --stop heer
   [[ $status == 2 && $output == *"there is no run 'heer' in logs; did you mean here? "* ]]
-  run launch --status ''
-  [[ $status == 2 && $output == *"there is no run '' in logs"* ]]
+  local name
+  for name in '' ../logs; do
+    run launch --status "$name"
+    [[ $status == 2 && $output == *"there is no run '$name' in logs"* ]]
+  done
   run launch --stop
   [[ $status == 2 && $output == *"--stop takes one run"* ]]
   run launch --status --strict
   [[ $status == 2 && $output == *"--strict does not go with --status"* ]]
   LOG_DIR=none run launch --status
   [[ $status == 0 && $output == "launch_singlenode.sh: there is no run in none" ]]
+  mkdir empty
+  LOG_DIR=empty run launch --status
+  [[ $status == 0 && $output == "launch_singlenode.sh: there is no run in empty" ]]
 }
 
 # bats test_tags=slow,long

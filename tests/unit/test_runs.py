@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -95,16 +96,6 @@ def test_a_birth_tells_a_process_from_a_later_one_of_the_same_id() -> None:
 @pytest.mark.parametrize("process", [-1, 0, 1])
 def test_a_process_id_that_names_more_than_one_process_is_none(process: int) -> None:
     assert not LauncherProcess(process, start_ticks(1) or 0, HERE).is_alive
-
-
-def test_a_name_with_brackets_and_half_a_letter_does_not_hide_a_birth() -> None:
-    name = "open('/proc/self/comm', 'wb').write(b'x) S 1 \\xc3'); print(flush=True); input()"
-    command = [sys.executable, "-c", name]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as odd:
-        assert odd.stdout and odd.stdout.readline()
-        assert Path(f"/proc/{odd.pid}/comm").read_bytes() == b"x) S 1 \xc3\n"
-        assert start_ticks(odd.pid)
-        odd.kill()
 
 
 @pytest.mark.parametrize(
@@ -228,41 +219,6 @@ def test_half_a_line_of_metrics_gives_way_to_a_log(state: str, shown: str, tmp_p
     assert runs.progress(runs.Run(tmp_path, Record(state=state))) == shown
 
 
-def test_where_there_are_no_runs_it_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for log_dir in (tmp_path, tmp_path / "none"):
-        assert status(log_dir) == 0
-        assert capsys.readouterr().err == f"launch.sh: there is no run in {log_dir}\n"
-
-
-def test_a_run_that_is_not_there_is_refused_and_its_neighbour_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(tmp_path, "here")
-    for run_id, near in (("heer", "did you mean here? "), ("", ""), ("../here", "")):
-        for command in (status, stop):
-            assert command(tmp_path, run_id) == 2
-            text = f"there is no run {run_id!r} in {tmp_path}; {near}"
-            assert text in capsys.readouterr().err
-    for words in ((), ("here", "there")):
-        assert stop(tmp_path, *words) == 2
-        assert "--stop takes one run" in capsys.readouterr().err
-
-
-def test_a_run_is_stopped_through_its_launcher(
-    process: subprocess.Popen[bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(tmp_path, "one", state="running", launcher=launcher_of(process.pid), grace=2)
-    assert stop(tmp_path, "one", is_dry_run=True) == 0
-    assert capsys.readouterr().out == f"kill -TERM {process.pid}\n"
-    assert stop(tmp_path, "one") == 0
-    said = capsys.readouterr()
-    assert said.err == "launch.sh: asked run one to stop; waiting up to 27 s for its end\n"
-    assert said.out.startswith("one  killed  since ")  # this launcher writes no record
-    assert process.wait() == 75
-
-
 def test_a_run_that_does_not_end_is_left_with_the_command_that_ends_it(
     process: subprocess.Popen[bytes],
     tmp_path: Path,
@@ -274,26 +230,6 @@ def test_a_run_that_does_not_end_is_left_with_the_command_that_ends_it(
     write(tmp_path, "one", state="running", launcher=launcher_of(process.pid), grace=0)
     assert stop(tmp_path, "one") == 3
     assert f"has not ended yet; kill -KILL {process.pid} ends it" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("place", "cause"),
-    [
-        ({"older_by": 1}, "run one is not running: killed; there is nothing to stop"),
-        ({"host": "other"}, "; stop it on other"),
-    ],
-)
-def test_another_process_gets_no_signal(
-    place: dict[str, Any],
-    cause: str,
-    process: subprocess.Popen[bytes],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    write(tmp_path, "one", state="running", launcher=launcher_of(process.pid, **place))
-    assert stop(tmp_path, "one") == 3
-    assert cause in capsys.readouterr().err
-    assert process.poll() is None
 
 
 def test_a_live_run_is_not_started_again(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
@@ -336,17 +272,22 @@ input()
 """
 
 
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[int]:
+    """Another process holds the lock of a run; returns its id."""
+    command, pipe = [sys.executable, "-c", HOLDS, str(folder)], subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe) as holder:
+        assert holder.stdout and holder.stdout.readline()
+        yield holder.pid
+        holder.kill()
+
+
 def test_a_run_that_is_live_on_another_machine_is_known_by_its_lock(tmp_path: Path) -> None:
     folder = tmp_path / "one"
     write(tmp_path, "one", state="running", launcher=launcher_of(os.getpid(), host="other"))
     refuse_live(folder)
-    command = [sys.executable, "-c", HOLDS, str(folder)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe) as holder:
-        assert holder.stdout and holder.stdout.readline()
-        with pytest.raises(Refused, match=r"process \d+ on other"):
-            refuse_live(folder)
-        holder.kill()
+    with held(folder), pytest.raises(Refused, match=r"process \d+ on other"):
+        refuse_live(folder)
     refuse_live(folder)
 
 
@@ -362,10 +303,7 @@ def test_in_a_job_a_run_is_another_jobs_as_long_as_that_one_lives(
     (folder / "failure.txt").touch()
     monkeypatch.setenv("SLURM_JOB_ID", "38")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    command = [sys.executable, "-c", HOLDS, str(folder)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe) as holder:
-        assert holder.stdout and holder.stdout.readline()
+    with held(folder) as holder:
         monkeypatch.setenv("SLURM_JOB_ID", job)
         monkeypatch.setenv("SLURM_RESTART_COUNT", start)
         said = ""
@@ -374,10 +312,9 @@ def test_in_a_job_a_run_is_another_jobs_as_long_as_that_one_lives(
         except Refused as refused:
             said = str(refused)
         note_end(folder, REFUSED)  # by the same process, whose run was refused later
-        holder.kill()
     record = run_json.read(folder)
     assert record is not None and not record.is_over
-    live = f"run 38 is live: job 38, process {holder.pid} on "
+    live = f"run 38 is live: job 38, process {holder} on "
     assert said.startswith(live) == is_refused
     assert (folder / "failure.txt").exists() == is_refused
     refuse_live(folder)
