@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-import socket
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,9 +15,15 @@ import pytest
 from ports import free_port
 from test_compare import BLOCKED, make_report
 
+from distributed.errors import Refused
+from launcher.agent import join
+from launcher.agent.nodes import checkin
+from launcher.agent.torchrun_arguments import parse
 from launcher.preflight.check_node import Report, Request, check_node, read_reports, write_report
 from launcher.preflight.compare import Finding, Outcome, judge
+from launcher.preflight.must_match import ARGUMENTS, describe_program
 from launcher.typed_json import MessageError, encode
+from launcher.wire.messages import NodeReport
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,14 +64,12 @@ def test_without_checks_there_are_no_faults(tmp_path: Path) -> None:
 # --- several nodes ------------------------------------------------------------------------------
 
 
-def start_node(
-    folder: Path, node_rank: int, port: int, *words: str, python: Sequence[str] = (sys.executable,)
-) -> subprocess.Popen[str]:
+def start_node(folder: Path, node_rank: int, port: int, *words: str) -> subprocess.Popen[str]:
     """Start one of three nodes that are all this machine."""
     place = {"num_nodes": 3, "meeting_size": 3, "port": port, "words": words}
     request = make_request(folder, **place)
     return subprocess.Popen(
-        [*python, "scripts/lib/start.py", "launcher.preflight.check_node", encode(request)],
+        [sys.executable, "scripts/lib/start.py", "launcher.preflight.check_node", encode(request)],
         cwd=ROOT,
         env={**os.environ, "SLURM_NODEID": str(node_rank)},
         stdout=subprocess.PIPE,
@@ -94,27 +99,6 @@ def test_nodes_that_match_meet_and_pass(tmp_path: Path) -> None:
     assert len(loopback) == 3  # a warning, for 127.0.0.1 may be meant
 
 
-def test_each_nodes_own_files_and_torch_are_compared(tmp_path: Path) -> None:
-    port = free_port()
-    nodes = []
-    for rank, python in enumerate([(sys.executable,), (sys.executable, "-S"), (sys.executable,)]):
-        folder = tmp_path / str(rank)
-        folder.mkdir()
-        (folder / "my.yaml").write_text(f"seed: {rank // 2}")
-        if rank != 2:
-            (folder / "own.py").write_text(f"seed = {rank}")
-        words = ["own.py", "--config", "my.yaml"]
-        nodes.append(start_node(folder, rank, port, *words, python=python))
-    refusals = refusals_of(judge(reports_of(nodes)))
-    names = [one.fault.name for one in refusals]
-    assert names == ["env-missing", "env-missing", "code-mismatch", "code-mismatch"]
-    host = socket.gethostname().partition(".")[0]
-    for finding, file, rank in zip(refusals[2:], ("own.py", "my.yaml"), (1, 2), strict=True):
-        assert finding.fault.cause.startswith(f"{file} is ")
-        assert f" on node rank 0 ({host}) and " in finding.fault.cause
-        assert finding.fault.cause.endswith(f" on node rank {rank} ({host})")
-
-
 def test_reports_arrive_in_pieces_and_mixed() -> None:
     long = {f"file {number} .yaml": "ab" * 6 for number in range(100)}
     reports = [
@@ -134,7 +118,66 @@ def test_what_is_no_report_is_refused() -> None:
         read_reports(['node=1 {"node_rank":"1"}'])
 
 
-def test_no_torch_is_imported() -> None:
-    code = "import sys, launcher.preflight.check_node as it; it.must_match.versions()"
-    code += "; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+# --- what must be the same on every node ----------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_what_is_the_same_is_told_without_torch() -> None:
+    code = "import json; from launcher.preflight.must_match import versions"
+    code += "; import sys; print(json.dumps([versions(), 'torch' in sys.modules]))"
+    ours = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    code = "import torch; print(torch.__version__)"
+    theirs = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    told, has_torch = json.loads(ours.stdout)
+    assert told["torch"] == theirs.stdout.strip() and not has_torch
+
+
+def test_this_project_is_hashed_too(tmp_path: Path) -> None:
+    for name in ("launcher", "distributed", "training"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.pyc"))
+    code = "from pathlib import Path; from launcher.preflight import must_match"
+    code += "; print(must_match.hash_files([], Path())['this project'])"
+
+    def hash_of(folder: Path) -> str:
+        return subprocess.check_output([sys.executable, "-c", code], cwd=folder, text=True)
+
+    assert hash_of(tmp_path) == hash_of(ROOT)
+    (tmp_path / "training/tasks/__init__.py").write_text("changed")
+    assert hash_of(tmp_path) != hash_of(ROOT)
+
+
+def test_arguments_and_their_files_may_differ_without_a_preflight(tmp_path: Path) -> None:
+    script, config = tmp_path / "own.py", tmp_path / "my.yaml"
+    for file in (script, config):
+        file.touch()
+    words = [str(script), "--config", str(config), "a b"]
+    told = describe_program(words, "", {})
+    assert {*told} == {"this project", ARGUMENTS, "own.py", "my.yaml"}
+    assert told[ARGUMENTS] == f"--config {config} 'a b'"
+    told = describe_program(words, str(config), {"SKIP_PREFLIGHT": "1"})
+    assert {*told} == {"this project", "own.py", "my.yaml"}  # the task's module
+    other = [str(script), "--config", "other.yaml"]
+    one, two = (describe_program(each, "", {"SKIP_PREFLIGHT": "1"}) for each in (words, other))
+    assert one == two
+
+
+@pytest.mark.parametrize(
+    ("is_by_hand", "skipped", "compares"),
+    [(True, "", True), (True, "1", True), (False, "", False), (False, "1", True)],
+)
+def test_what_a_preflight_has_compared_is_not_compared_again(
+    monkeypatch: pytest.MonkeyPatch, is_by_hand: bool, skipped: str, compares: bool
+) -> None:
+    told: list[NodeReport] = []
+
+    def meet(address: str, port: int, me: NodeReport, *rest: object, **options: object) -> None:
+        told.append(me)
+        raise Refused("node-missing", "nobody is there")
+
+    monkeypatch.setattr(checkin, "meet", meet)
+    monkeypatch.setenv("SKIP_PREFLIGHT", skipped)
+    args, _ = parse(["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "x.py"])
+    with pytest.raises(Refused):
+        join.join(args, is_by_hand=is_by_hand)
+    (report,) = told
+    assert ("this project" in report.files) == ("torch" in report.versions) == compares
