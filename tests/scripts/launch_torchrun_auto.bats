@@ -102,4 +102,6 @@ node1 node2|the number of processes is 'node1'
 TABLE
   NCCL_PROFILE=fast run launch plain.yaml 1 node1 node2
   assert_refused 2 "NCCL_PROFILE is 'fast'; it can be infiniband, ethernet, none"
+  FORWARD_ENV=HOME,NONE run launch plain.yaml 1 node1 node2
+  assert_refused 2 "FORWARD_ENV names 'NONE', which is not in the environment; export it, or omit it"
 }

@@ -92,6 +92,12 @@ $command"
   printf 'n1\nn1\n' >nodes
   PBS_JOBID=6.host PBS_NODEFILE=nodes run launch -c plain.yaml --dry-run
   [[ $status == 0 && $output == *"run        6.host    plain.yaml"* ]]
+  echo n1 >nodes
+  fake_tool qstat 'echo "    schedselect = 1:ncpus=16:ngpus=4"'
+  PBS_JOBID=6.host PBS_NODEFILE=nodes run launch -c plain.yaml --dry-run
+  [[ $status == 0 && $output == *"4 = 1 node x 4"* ]]
+  PBS_JOBID=6.host PBS_NODEFILE=nodes NPROC_PER_NODE=2 run launch -c plain.yaml --dry-run
+  [[ $status == 0 && $output == *"2 = 1 node x 2"* ]]
   SLURM_STEP_ID=0 SLURM_JOB_ID=8 SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID=3 run launch -c plain.yaml --dry-run
   [[ $output == *"run        7_3    plain.yaml"* ]]
 }
@@ -106,4 +112,8 @@ $command"
   [[ $status == 0 && $output == *"$told"* ]]
   SLURM_JOB_ID=5 run launch -c plain.yaml --dry-run
   [[ $output != *"$told"* ]]
+  rm fake/sinfo
+  fake_tool qstat ''
+  run launch -c plain.yaml --dry-run
+  [[ $status == 0 && $output == *"$told"* ]]
 }

@@ -21,10 +21,8 @@ OURS = ("config=c.yaml", "num_gpus_train=2")
 @pytest.mark.parametrize(
     ("gpus", "nodes", "expected"),
     [
-        (4, [8] * 20, Size(1, 4, is_exclusive=False)),
         (8, [8] * 20, Size(1, 8, is_exclusive=True)),
         (12, [8] * 20, Size(2, 6, is_exclusive=False)),
-        (16, [8] * 20, Size(2, 8, is_exclusive=True)),
         (11, [8] * 20, Size(11, 1, is_exclusive=False)),
         (3, [1] * 3, Size(3, 1, is_exclusive=True)),
         (16, [8, 4, 4, 4], Size(4, 4, is_exclusive=False)),  # one node is greater than the others
@@ -56,7 +54,6 @@ def test_settings_of_the_submission_and_of_the_training() -> None:
 @pytest.mark.parametrize(
     ("settings", "cause"),
     [
-        (("config=c.yaml",), "no num_gpus_train; usage: x.sh ..."),
         (("num_gpus_train=2",), "no config; usage: x.sh ..."),
         ((*OURS, "partitoin=a"), "unknown setting 'partitoin'; did you mean partition? known here"),
         ((*OURS, "num_gpus=x"), "num_gpus is 'x'; give a whole number from 0"),
