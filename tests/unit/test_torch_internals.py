@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import socket
 import subprocess
 import sys
-import types
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.run as torchrun
-from agents import rarely
-from torch import _weights_only_unpickler, nn
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from agents import rarely, run_agent
+from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from distributed import torch_internals
-from distributed.checkpoint import files
 from distributed.environment import LauncherError
 from distributed.errors import Refused
 from distributed.strategy import Sharding
@@ -31,51 +25,21 @@ from launcher.agent import fork, torchrun_arguments
 ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / "distributed/torch_internals.py"
 pytestmark = pytest.mark.another_torch("private names")
-# Without an underscore, and yet in no documentation.
-UNDOCUMENTED = (
-    "torch.numa",
-    "torch.distributed.elastic.utils",
-    "torch.distributed.elastic.rendezvous.utils",
+# With an underscore, or in no documentation.
+PRIVATE = re.compile(
+    r"\b(?:torch|dist|nn)(?:\.\w+)*\._[a-z]\w*|from torch[\w.]* import (?:\([^)]*|.*)\b_[a-z]\w*"
+    r"|torch\.numa\b|\belastic\.(?:rendezvous\.)?utils\b"
 )
 
 
 # --- who uses them ------------------------------------------------------------------------------
 
 
-def names_of_torch(source: str) -> Iterator[str]:
-    """Yield the full names of torch in a source: imported, reached from there, or in a string."""
-    tree = ast.parse(source)
-    torchs: dict[str, str] = {}  # what a name stands for
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            torchs |= {one.asname or one.name: one.name for one in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            torchs |= {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
-    torchs = {own: full for own, full in torchs.items() if full.partition(".")[0] == "torch"}
-    yield from torchs.values()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            root, _, rest = ast.unparse(node).partition(".")
-            if re.fullmatch(r"[\w.]+", rest) and (root == "torch" or root in torchs):
-                yield f"{torchs.get(root, root)}.{rest}"
-        elif isinstance(node, ast.Constant) and str(node.value).startswith("torch."):
-            yield str(node.value)  # for import_module
-
-
-def private_names(source: str) -> list[str]:
-    return [*filter(is_private, names_of_torch(source))]
-
-
-def is_private(name: str) -> bool:
-    is_hidden = any(one.startswith("_") and not one.endswith("__") for one in name.split("."))
-    return is_hidden or name.startswith(UNDOCUMENTED)
-
-
 def test_one_file_alone_uses_private_names_of_torch() -> None:
     files = [ROOT / "train.py"]
     for wing in ("distributed", "launcher", "training", "scripts"):
         files += sorted((ROOT / wing).rglob("*.py"))
-    found = {file: private_names(file.read_text()) for file in files}
+    found = {file: PRIVATE.findall(file.read_text()) for file in files}
     assert len(found.pop(HOME)) > 10  # it can be seen
     assert {str(file): names for file, names in found.items() if names} == {}
 
@@ -99,16 +63,6 @@ def test_this_torch_has_each() -> None:
         assert hasattr(torch_internals.import_dtensor(), name)
 
 
-def test_process_groups_and_their_store() -> None:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        assert torch_internals.process_groups() == [dist.group.WORLD]
-        torch_internals.default_store().set("key", "value")
-        assert torch_internals.default_store().get("key") == b"value"
-    finally:
-        dist.destroy_process_group()
-
-
 def test_blocks_are_compiled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     torch_internals.load_dynamo()
     config = sys.modules["torch._dynamo"].config
@@ -120,20 +74,7 @@ def test_blocks_are_compiled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- what is done without them ------------------------------------------------------------------
 
 
-class OldStore(TCPStore):
-    """torch's store as it was before 2.8: libuv's takes no listening socket."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        if options["use_libuv"]:
-            raise NotImplementedError("The libuv TCPStore backend does not support this")
-        super().__init__(*args, **options)
-
-
-@pytest.mark.parametrize("kind", [TCPStore, OldStore])
-def test_the_store_takes_over_the_port_that_is_open(
-    monkeypatch: pytest.MonkeyPatch, kind: type[TCPStore]
-) -> None:
-    monkeypatch.setattr(torch_internals, "TCPStore", kind)
+def test_the_store_takes_over_the_port_that_is_open() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     early = socket.create_connection(("127.0.0.1", port))  # before there is a store
@@ -144,32 +85,6 @@ def test_the_store_takes_over_the_port_that_is_open(
     client = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     assert client.get("key") == b"value"
     early.close()
-
-
-@pytest.mark.parametrize(
-    ("find", "name", "before"),
-    [
-        (torch_internals.import_fsdp, "fully_shard", "torch.distributed._composable.fsdp"),
-        (torch_internals.import_dtensor, "DTensor", "torch.distributed._tensor"),
-    ],
-)
-def test_what_was_elsewhere_is_found(
-    monkeypatch: pytest.MonkeyPatch, find: Any, name: str, before: str
-) -> None:
-    old = types.ModuleType(before)
-    monkeypatch.delattr(find(), name)
-    monkeypatch.setitem(sys.modules, before, old)
-    assert find() is old
-
-
-def test_bytes_are_read_by_a_torch_that_does_not_know_how_they_are_pickled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    known = dict(_weights_only_unpickler._get_allowed_globals())
-    known.pop("_codecs.encode", None)  # as torch 2.4 has it
-    monkeypatch.setattr(_weights_only_unpickler, "_get_allowed_globals", lambda: known)
-    content = {"ranks": [b"\x00\xff", torch.ones(1)]}
-    assert files.unpack(files.pack(content)) == content
 
 
 def test_fsdp_on_a_cpu_is_refused_where_torch_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,8 +141,7 @@ sys.modules["triton._C.libtriton"] = types.SimpleNamespace(bound=bound)
 assert gc.isenabled() and gc.get_freeze_count() > 0
 last = Last()
 """)
-    words = [sys.executable, str(ROOT / "scripts/lib/agent.py"), str(script)]
-    done = subprocess.run(words, capture_output=True, text=True)
+    done = run_agent(script)
     assert (done.returncode, done.stdout) == (0, f"{is_thawed}\n"), done.stderr
 
 
