@@ -69,12 +69,9 @@ def test_every_option_has_its_table_and_is_in_the_help() -> None:
     assert {*COMMON, *TASKS} <= set(re.findall(r"(?<![\w-])--?[a-z-]+", f"-h {HELP}"))
 
 
-def test_the_table_of_the_config_is_the_codes() -> None:
-    assert sorted(KNOWN) == sorted(re.findall(r"^\| `([a-z_.]+)` \|", CONFIG, re.M))
-
-
-def test_the_defaults_of_the_config_are_the_codes() -> None:
+def test_the_table_of_the_config_and_its_defaults_are_the_codes() -> None:
     rows = dict(re.findall(r"^\| `([a-z_.]+)` \|([^|]*)\|", CONFIG, re.M))
+    assert sorted(rows) == sorted(KNOWN)
     least = Settings.model_validate({"train": {"batch_size": 1, "max_steps": 1}})
     for key in set(KNOWN) - {"train.batch_size", "train.max_steps"}:
         value: object = least

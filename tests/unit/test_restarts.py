@@ -53,7 +53,6 @@ class Beating:
         ({}, ""),
         ({"fault": "rank-killed", "code": 137}, ""),
         ({"fault": "out-of-memory", "code": 1}, ""),
-        ({"code": 2}, "not restarting: it would fail the same way (rank-error)"),
         ({"code": 127}, "not restarting: it would fail the same way (rank-error)"),
         (
             {"fault": "config-invalid"},
@@ -74,12 +73,10 @@ def test_what_no_restart_can_cure(change: dict[str, object], why: str) -> None:
     ("fault", "step", "is_loop"),
     [
         ("rank-error", 57, True),
-        ("out-of-memory", 57, True),
         ("loss-not-finite", 57, True),
         ("rank-error", 58, False),
         ("rank-error", -1, False),  # a script that tells no step
         ("rank-killed", 57, False),
-        ("link-lost", 57, False),
     ],
 )
 def test_the_same_step_twice_with_the_same_cause_ends_the_run(
@@ -125,19 +122,6 @@ def test_a_restart_is_one_line_with_its_cost(
 ) -> None:
     restart = Restart(1, "rank-error", "ValueError: x", "rank 3", step, saved, 0.0, is_counted)
     assert restart.describe(3) == f"restart 1 of 3 after rank 3: ValueError: x{told}"
-
-
-@pytest.mark.parametrize(
-    ("held", "told"),
-    [
-        (55, "; from step 55, in memory, 2 steps lost"),
-        (50, "; from step 50, 7 steps lost"),
-        (-1, "; from step 50, 7 steps lost"),
-    ],
-)
-def test_a_newer_snapshot_saves_steps(tmp_path: Path, held: int, told: str) -> None:
-    beats = Beating(tmp_path).reach(57, saved=50)
-    assert Restarts(3, beats).note(FAILURE, held).endswith(told)
 
 
 def test_kills_from_outside_count_only_against_max_restarts(tmp_path: Path) -> None:

@@ -65,10 +65,6 @@ def test_spares_take_the_places_of_ill_nodes(
         assert "; ".join(lines).replace("me@", "") == "; ".join(its_lines) == told
 
 
-def test_a_slurm_job_without_ill_nodes_stays() -> None:
-    assert leave_out(IN_SLURM, set()) is None
-
-
 def test_a_master_that_was_named_is_not_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     assert swap(FIVE, {0}) is None

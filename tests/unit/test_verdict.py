@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from launcher.agent import verdict
 from launcher.agent.verdict import Facts, NodeEnd, Verdict
-from launcher.failure import Failure, RaisedError, user_frames
+from launcher.failure import Failure, RaisedError
 from launcher.failure_block import Outcome
 
 
@@ -64,6 +65,16 @@ def test_which_ends_were_asked_for(
 ) -> None:
     end = replace(failed(1, code=code), has_left=has_left)
     assert verdict.is_asked(end, signals, has_saved=has_saved) == is_asked
+    end = victim(1)  # it lost its peer, after a signal or without one
+    assert verdict.is_asked(end, signals, has_saved=has_saved) == bool(signals)
+
+
+def end_of(
+    raised: RaisedError | None, code: int, last_text: str, *, is_out_of_memory: bool = False
+) -> Failure:
+    return verdict.describe_end(
+        failed(1, 9.0), raised, code=code, is_out_of_memory=is_out_of_memory, last_text=last_text
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,19 +91,7 @@ def test_which_ends_were_asked_for(
 def test_which_ranks_have_left_by_themselves(
     raised: RaisedError | None, code: int, last_text: str, has_left: bool
 ) -> None:
-    end = verdict.describe_end(
-        failed(1),
-        raised,
-        code=code,
-        is_out_of_memory=False,
-        last_text=last_text,
-    )
-    assert end.has_left == has_left
-
-
-def test_a_rank_that_lost_its_peer_after_a_stop_signal_has_not_failed() -> None:
-    assert verdict.is_asked(victim(1), [15], has_saved=False)
-    assert not verdict.is_asked(victim(1), [], has_saved=True)
+    assert end_of(raised, code, last_text).has_left == has_left
 
 
 RAISED = RaisedError("ValueError: bad; give a good one [my-fault]", "", 1, 5.0, "my-fault")
@@ -147,13 +146,7 @@ def test_why_a_rank_ended(
     last_text: str,
     expected: tuple[str, str, int, float, bool],
 ) -> None:
-    told = verdict.describe_end(
-        failed(1, 9.0),
-        raised,
-        code=code,
-        is_out_of_memory=is_out_of_memory,
-        last_text=last_text,
-    )
+    told = end_of(raised, code, last_text, is_out_of_memory=is_out_of_memory)
     assert (told.fault, told.cause, told.code, told.time, told.is_consequence) == expected
 
 
@@ -211,25 +204,33 @@ def test_what_a_node_tells_at_its_end() -> None:
     assert node.left == {2: 1, 3: 0, 5: 75}
 
 
+def outcome(code: int, failure: Failure | None = None, **more: Any) -> Outcome:
+    """What node rank 0 tells, which knows of a save of step 40."""
+    return Outcome(code, failure and replace(failure, saved_step=40), **more)
+
+
+TOLD = Outcome(9, failed(5), 1, 2)
+
+
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
-        (Facts(codes={0: 0, 1: 0}), Outcome(0)),
+        (Facts(codes={0: 0, 1: 0}), outcome(0)),
         (
             Facts(codes={0: 75}, signals=[15]),
-            Outcome(75, ends="by SIGTERM: rank 0 saved", signum=15),
+            outcome(75, ends="by SIGTERM: rank 0 saved", signum=15),
         ),
         (  # a notice that no rank handled stopped nothing
             Facts(codes={0: 143}, signals=[10, 15]),
-            Outcome(143, ends="by SIGTERM: rank 0 ended by SIGTERM", signum=15),
+            outcome(143, ends="by SIGTERM: rank 0 ended by SIGTERM", signum=15),
         ),
         (
             Facts(codes={0: 143}, signals=[10, 15], noticed={0}),
-            Outcome(143, ends="by SIGUSR1: rank 0 ended by SIGTERM", signum=10),
+            outcome(143, ends="by SIGUSR1: rank 0 ended by SIGTERM", signum=10),
         ),
         (
             Facts(codes={0: 143, 1: 1}, failures=[failed(1)], stopped={0}),
-            Outcome(1, replace(failed(1), saved_step=40), stopped=1),
+            outcome(1, failed(1), stopped=1),
         ),
         (  # of two nodes: each rank is counted once
             Facts(
@@ -238,17 +239,12 @@ def test_what_a_node_tells_at_its_end() -> None:
                 stopped={1},
                 nodes={1: NodeEnd([3], [2, 3], 2, [137, 137])},
             ),
-            Outcome(7, replace(failed(2, code=7), saved_step=40), lost_peer=2, stopped=1),
+            outcome(7, failed(2, code=7), lost_peer=2, stopped=1),
         ),
         (  # nobody failed, one left too early
             Facts(codes={0: 1, 1: 0}, failures=[victim(0)]),
-            Outcome(
-                1,
-                replace(
-                    victim(0),
-                    cause="cause of 0 (before it rank 1 exited with code 0)",
-                    saved_step=40,
-                ),
+            outcome(
+                1, replace(victim(0), cause="cause of 0 (before it rank 1 exited with code 0)")
             ),
         ),
         (  # the stacks of all nodes
@@ -259,14 +255,9 @@ def test_what_a_node_tells_at_its_end() -> None:
                     replace(victim(1), stacks=["rank 1: b"]),
                 ],
             ),
-            Outcome(1, replace(failed(0), stacks=["rank 0: a", "rank 1: b"], saved_step=40)),
+            outcome(1, replace(failed(0), stacks=["rank 0: a", "rank 1: b"])),
         ),
-        (  # node rank 0 has told
-            Facts(
-                codes={0: 143}, failures=[failed(0)], verdict=Verdict(Outcome(9, failed(5), 1, 2))
-            ),
-            Outcome(9, failed(5), 1, 2),
-        ),
+        (Facts(codes={0: 143}, failures=[failed(0)], verdict=Verdict(TOLD)), TOLD),
     ],
 )
 def test_the_verdict(facts: Facts, expected: Outcome) -> None:
@@ -281,10 +272,3 @@ def test_the_verdict(facts: Facts, expected: Outcome) -> None:
 def test_what_is_left_is_this_nodes() -> None:
     facts = Facts(codes={0: 0}, verdict=Verdict(Outcome(0, left=3)))
     assert verdict.reach_verdict(facts, saved_step=-1, left=1).outcome.left == 1
-
-
-@pytest.mark.parametrize("folder", ["my code", "it's", 'a "quoted" folder', "ü"])
-def test_the_place_of_an_error_has_any_name(folder: str) -> None:
-    file = f"/home/me/{folder}/train.py"
-    stack = f'Traceback (most recent call last):\n  File "{file}", line 3, in <module>\nValueError'
-    assert user_frames(stack) == [f"{file}:3 in <module>"]
