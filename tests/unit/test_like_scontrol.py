@@ -4,7 +4,6 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -30,14 +29,14 @@ class Scontrol:
         conf = folder / "slurm.conf"  # any will do, no daemon is asked
         conf.write_text("ClusterName=none\nSlurmctldHost=localhost\n")
         # Its prompt shows each command again, and must not break it into lines.
-        self.environ = {"PATH": PATH, "SLURM_CONF": str(conf), "COLUMNS": "10000"}
+        environ = {"PATH": PATH, "SLURM_CONF": str(conf), "COLUMNS": "10000"}
         self.process = subprocess.Popen(
             ["stdbuf", "-oL", "scontrol"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=self.environ,
+            env=environ,
         )
 
     def hostnames(self, text: str) -> list[str] | None:
@@ -52,14 +51,6 @@ class Scontrol:
             if not line.startswith("scontrol: "):  # its prompt
                 said.append(line)
         return _names("".join(said))
-
-    def command(self, text: str) -> list[str] | None:
-        """Return what `scontrol show hostnames TEXT` prints, or REFUSED."""
-        command = ["scontrol", "show", "hostnames", text]
-        return _names(subprocess.run(command, env=self.environ, **_CAPTURE).stdout)
-
-
-_CAPTURE: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
 
 def _names(said: str) -> list[str] | None:
@@ -149,6 +140,3 @@ def test_a_list_with_a_slip_is_never_read_as_other_names(scontrol: Scontrol, sli
         assert ours(text) in (REFUSED, theirs) or theirs is REFUSED
 
     alike()
-
-
-# --- what each refuses --------------------------------------------------------------------------

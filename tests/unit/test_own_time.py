@@ -124,20 +124,6 @@ def test_a_control_stream_outlives_a_suspension(
     assert control.hears(0) is is_heard
 
 
-def test_a_suspension_does_not_raise_a_ranks_limit(clock: Hand, tmp_path: Path) -> None:
-    """A silence beyond the limit that ended nothing was none of the rank's."""
-    beats = Heartbeats(1)
-    place = find_record(beats.name(0))
-    assert place is not None
-    heart = Heart(*place, tmp_path / "x.stack")
-    limits = []
-    for step, seconds in enumerate((1, 1, 2, 9, 3600, 1, 20)):
-        clock.at += seconds
-        heart.beat(step, None, None)
-        limits.append(beats.read(0).limit_s)
-    assert limits == [600, 600, 60, 90, 90, 90, 200]
-
-
 @pytest.mark.long
 def test_two_nodes_that_are_suspended_continue(tmp_path: Path, runs: list[Run]) -> None:
     script = tmp_path / "loop.py"

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agents import Run
+from agents import ROOT, run_agent
 
 from launcher import processes
 from launcher.outer_run import leave_outer_run
 
-# A name of 16 bytes, which the kernel cuts at 15: in the middle of its last letter.
+# A name like the fields of /proc/PID/stat, of 16 bytes: the kernel cuts it in its last letter.
 NAMED = """
 import ctypes, signal
-ctypes.CDLL(None).prctl(15, ("é" * 8).encode(), 0, 0, 0)
+ctypes.CDLL(None).prctl(15, ("x) S 1" + "é" * 5).encode(), 0, 0, 0)
 print("named", flush=True)
 signal.pause()
 """
@@ -40,12 +40,11 @@ def test_a_foreign_process_with_a_cut_name_harms_no_run(
     foreign: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     name = Path(f"/proc/{foreign.pid}/comm").read_bytes().rstrip(b"\n")
-    assert len(name) == 15 and name.decode(errors="ignore") == "é" * 7
+    assert len(name) == 15 and name.decode(errors="ignore") == "x) S 1" + "é" * 4
     script = tmp_path / "x.py"
     script.write_text("print('ran')")
-    run = Run([str(script)])
-    assert run.finish() == ""
-    assert (run.process.returncode, run.output) == (0, "ran\n")
+    done = run_agent(script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ran\n", "")
 
 
 def test_descendants_and_their_states(foreign: subprocess.Popen[str]) -> None:
@@ -114,14 +113,6 @@ def test_a_wait_for_a_signal_outlives_a_suspension() -> None:
         assert process.stdout.readline() == f"{signal.SIGUSR1:d}\n"
 
 
-def test_a_process_that_is_not_there() -> None:
-    no_such = 2**22 + 1  # the kernel's largest is 2**22
-    assert processes.read_stat(no_such) == []
-    assert processes.start_ticks(no_such) is None
-    assert not processes.is_stopped(no_such)
-    processes.send([no_such], signal.SIGKILL)
-
-
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
 def test_what_may_not_be_seen_or_signalled_is_left_out() -> None:
     code = "import os, signal\nfrom launcher import processes\nos.setuid(65534)\n"
@@ -137,7 +128,7 @@ def test_ctrl_c_while_the_agent_begins_is_a_stop_like_any_other(tmp_path: Path) 
     (tmp_path / "sitecustomize.py").write_text(early)
     (tmp_path / "x.py").write_text("import time\ntime.sleep(600)\n")
     done = subprocess.run(
-        [str(Path(processes.__file__).parents[1] / "scripts/launch.sh"), "x.py"],
+        [ROOT / "scripts/launch.sh", "x.py"],
         cwd=tmp_path,
         env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
@@ -162,11 +153,9 @@ def test_ctrl_c_while_our_own_modules_are_imported_shows_no_traceback(
 ) -> None:
     kill = "import os, signal; os.kill(os.getpid(), signal.SIGINT)\n"
     (tmp_path / "tempfile.py").write_text(kill)  # in the place of Python's
-    program = str(Path(processes.__file__).parents[1] / "scripts/lib" / program)
-    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, program, *words],
-        env=environ,
+        [sys.executable, ROOT / "scripts/lib" / program, *words],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
         stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )

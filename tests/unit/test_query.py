@@ -13,7 +13,8 @@ import torch
 from agents import PATIENCE_S, ROOT, Run
 
 from distributed.heartbeat import Heart, find_record
-from launcher.agent.diagnosis.stuck import RankState
+from launcher.agent.diagnosis import stuck
+from launcher.agent.diagnosis.stuck import STOPPED, RankState, find_odd, find_straggler
 from launcher.agent.node_ranks import Heartbeats, NodeRanks
 from launcher.agent.nodes.protocol import MESSAGES, NodeStacks
 from launcher.agent.query import Query
@@ -25,58 +26,29 @@ LOOPS = str(ROOT / "tests/unit/own_loops.py")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "where", "steps"),
+    ("kind", "where", "last", "step"),
     [
-        pytest.param("plain", "data", 30, marks=pytest.mark.another_torch("hang")),
-        pytest.param("plain", "validation", 31, marks=pytest.mark.long),
-        pytest.param("accumulated", "data", 30, marks=pytest.mark.long),
-        pytest.param("two", "data", 60, marks=pytest.mark.long),
+        pytest.param("plain", "data", 30, 30, marks=pytest.mark.another_torch("hang")),
+        ("plain", "data", 0, None),  # HANG_SECONDS counts from the start of the ranks
+        pytest.param("plain", "validation", 30, 31, marks=pytest.mark.long),
+        pytest.param("accumulated", "data", 30, 30, marks=pytest.mark.long),
+        pytest.param("two", "data", 30, 60, marks=pytest.mark.long),
     ],
 )
 def test_the_rank_that_hangs_is_named_with_its_step(
-    runs: list[Run], kind: str, where: str, steps: int
+    runs: list[Run], kind: str, where: str, last: int, step: int | None
 ) -> None:
-    run = Run(["--nproc-per-node=3", LOOPS, kind, "30", "1", where], HANG_SECONDS="12")
+    limit = "12" if last else "6"
+    run = Run(["--nproc-per-node=3", LOOPS, kind, str(last), "1", where], HANG_SECONDS=limit)
     runs.append(run)
     err = run.finish()
     run.assert_gone()
     block = err[err.index("FAILED") :]
     assert block.startswith("FAILED   rank 1 (local rank 1, ") and "[rank-stuck]" in block
-    assert f", at step {steps} " in block
-    assert "no sign of life for " in block and "; the limit, HANG_SECONDS, is 12 s" in block
+    assert (f", at step {step} " if step else ", before its first step; the limit") in block
+    assert "no sign of life for " in block and f"; the limit, HANG_SECONDS, is {limit} s" in block
     assert f"in {'read_batch' if where == 'data' else 'validate'}" in block.splitlines()[2]
     assert run.process.returncode == 137
-
-
-@pytest.mark.slow
-def test_a_hang_before_the_first_step_ends_the_run(runs: list[Run]) -> None:
-    """HANG_SECONDS counts from the start of the ranks."""
-    run = Run(["--nproc-per-node=2", LOOPS, "plain", "0", "1"], HANG_SECONDS="6")
-    runs.append(run)
-    err = run.finish()
-    run.assert_gone()
-    block = err[err.index("FAILED") :]
-    assert block.startswith("FAILED   rank 1 (local rank 1, ") and "[rank-stuck]" in block
-    assert ", before its first step; the limit, HANG_SECONDS, is 6 s" in block
-    assert "in read_batch" in block.splitlines()[2]
-    assert run.process.returncode == 137
-
-
-@pytest.mark.parametrize(
-    ("step", "when"),
-    [
-        (-1, "since the start of the ranks"),
-        (9, "over 10 times the longest, after step 9"),
-    ],
-)
-def test_without_a_limit_a_silence_is_told_once(step: int, when: str) -> None:
-    shown: list[str] = []
-    query = Query(NodeRanks([], Heartbeats(1), 0, "here"), ["here"], {}, shown.append, None)
-    suspect = RankState(1, (step, 0), True, False, 601.0, ends_run=False)
-    for _ in range(2):
-        query.ask_about(suspect)
-        assert query.on_time() is None
-    assert [line.partition(": all ranks")[0] for line in shown] == [f"no step for 601 s, {when}"]
 
 
 @pytest.mark.slow
@@ -101,42 +73,6 @@ def test_a_silence_is_told_once_and_ends_nothing() -> None:
     text = told + rest
     assert text.count("no step for ") == 1
     assert ", after step 5: rank 1 is behind; kill -QUIT " in text
-
-
-@pytest.mark.long
-def test_a_second_signal_of_the_scripts_own_and_its_forks_are_left_alone(
-    runs: list[Run], tmp_path: Path
-) -> None:
-    script = tmp_path / "own.py"
-    script.write_text(
-        "import os, signal, time, torch\n"
-        "seen = []\n"
-        "signal.signal(signal.SIGUSR2, lambda *_: seen.append(1))\n"
-        "parameter = torch.nn.Parameter(torch.ones(1))\n"
-        "optimizer = torch.optim.SGD([parameter], lr=0.1)\n"
-        "parameter.grad = torch.ones(1)\n"
-        "optimizer.step()\n"
-        "if os.fork() == 0:\n"
-        "    [optimizer.step() for _ in range(50)]\n"
-        "    os._exit(0)\n"
-        "os.wait()\n"
-        "optimizer.step()\n"
-        "print('ready', flush=True)\n"
-        "go = os.path.join(os.path.dirname(__file__), 'go')\n"
-        "while not os.path.exists(go): time.sleep(0.01)\n"
-        "assert not seen\n"
-        "raise ValueError('the end')\n"
-    )
-    run = Run(["--nproc-per-node=1", f"--log-dir={tmp_path}", "--rdzv-id=x", str(script)])
-    runs.append(run)
-    run.wait_for("ready")
-    run.process.send_signal(signal.SIGQUIT)
-    shown = tmp_path / "x/stacks.txt"
-    while not shown.exists():
-        time.sleep(0.02)
-    (tmp_path / "go").touch()
-    err = run.finish()
-    assert "the end" in err and ", at step 2 " in err
 
 
 def test_what_another_node_tells_is_shown_harmlessly() -> None:
@@ -173,3 +109,106 @@ def test_steps_are_counted_until_the_script_beats(tmp_path: Path) -> None:
     own.beat(8, None, None)
     counter(first, (), {})
     assert beats.read(0).step == 8
+
+
+# --- which rank is stuck --------------------------------------------------------------------------
+
+
+def rank(
+    number: int, step: int, silence_s: float = 0.0, *, marks: int = 0, is_stopped: bool = False
+) -> RankState:
+    return RankState(number, (step, marks), silence_s > 60, is_stopped, silence_s)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "number", "is_stuck"),
+    [
+        ([rank(0, 5), rank(1, 5)], 0, False),
+        ([rank(0, 5, 61), rank(1, 4, 61)], 1, True),
+        ([rank(0, 5, 61), rank(1, 4, 1)], 1, False),  # the one they wait for is alive
+        ([rank(0, 4, 61, marks=2), rank(1, 4, 61, marks=1)], 1, True),
+        ([rank(0, 4, 61), rank(1, 4, 70)], 1, True),  # the most silent of equals
+        ([rank(0, 4, 70), rank(1, 4, 61, is_stopped=True)], 1, True),  # it cannot go on
+        ([rank(0, 4, 61), rank(1, 4, 1)], 0, False),  # one of equals still moves
+        ([rank(0, -1), rank(1, 9, 61)], 0, False),  # a rank that never beats is not watched
+    ],
+)
+def test_the_straggler_of_a_node(ranks: list[RankState], number: int, is_stuck: bool) -> None:
+    found = find_straggler(ranks)
+    assert found is not None
+    assert (found.rank, found.is_stuck) == (number, is_stuck)
+
+
+def of_node(*ranks: RankState) -> RankState | None:
+    return find_straggler(ranks)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "number"),
+    [
+        ([of_node(rank(0, 5, 61))], 0),
+        ([of_node(rank(0, 5, 1))], None),
+        ([of_node(rank(0, 5, 61)), of_node(rank(4, 3, 61))], 4),
+        ([of_node(rank(0, 5, 61)), of_node(rank(4, 3, 1))], None),
+        ([of_node(rank(0, 3, 61)), of_node(rank(4, 3, 70))], 4),
+        ([of_node(rank(0, 3, 61)), of_node(rank(4, 3, 61), rank(5, 3, 1))], None),
+        ([of_node(rank(0, 5, 61)), None], None),  # the other node's may be further behind
+        ([None, None], None),
+        ([], None),
+    ],
+)
+def test_the_rank_that_holds_up_the_run(nodes: list[RankState | None], number: int | None) -> None:
+    found = find_straggler(nodes)
+    assert (found.rank if found and found.is_stuck else None) == number
+
+
+REDUCE = ["torch/distributed/distributed_c10d.py:9 in all_reduce", "x.py:4 in step"]
+BACKWARD = ["torch/autograd/graph.py:841 in _engine_run_backward", "x.py:3 in step"]
+READ, ITEM = ["x.py:7 in read"], ["x.py:9 in item"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "stacks", "odd"),
+    [
+        ([of_node(rank(0, 5, 70), rank(1, 5, 61))], [BACKWARD, READ], 1),
+        (
+            [of_node(rank(0, 5, 70)), of_node(rank(1, 5, 61), rank(2, 5, 61))],
+            [REDUCE, REDUCE, READ],
+            2,
+        ),
+        ([of_node(rank(0, 5), rank(1, 5))], [BACKWARD, REDUCE], None),  # both wait
+        ([of_node(rank(0, 5), rank(1, 5))], [REDUCE, REDUCE], None),
+        ([of_node(rank(0, 5), rank(1, 5), rank(2, 5))], [ITEM, ITEM, READ], 2),
+        ([of_node(rank(0, 5), rank(1, 5))], [REDUCE, []], 1),  # it does not answer
+        ([of_node(rank(0, 5), rank(1, 5))], [], None),
+        ([of_node(rank(0, 5), rank(1, 4))], [ITEM, REDUCE], 1),  # progress comes first
+        ([of_node(rank(0, 5)), of_node(rank(1, 4))], [ITEM, READ], 1),
+        ([of_node(rank(0, 5, 70), rank(1, 5, is_stopped=True))], [ITEM, [STOPPED]], 1),
+    ],
+)
+def test_the_rank_that_the_others_wait_for(
+    nodes: list[RankState | None], stacks: list[list[str]], odd: int | None
+) -> None:
+    """Of those furthest behind, the one that is not where the others wait."""
+    straggler = find_straggler(nodes)
+    assert straggler is not None
+    assert find_odd(straggler, dict(enumerate(stacks))) == odd
+
+
+def test_a_stack_is_read_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written in two parts, as on a busy machine."""
+    file = tmp_path / "rank.stack"
+    file.write_text("Thread 0x1\n")
+
+    looks: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            with file.open("a") as stack:
+                stack.write("Thread 0x2\n")
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    stuck.wait_for_stacks([file], [0], 5)
+    assert file.read_text() == "Thread 0x1\nThread 0x2\n"
+    assert len(looks) >= 8
