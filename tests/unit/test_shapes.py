@@ -69,14 +69,3 @@ def test_a_shape_is_as_under_torchrun(shape: Shape) -> None:
     if f"torchrun failed in {shapes.TRIES} of {shapes.TRIES} runs" in cell:
         pytest.skip("this torch cannot do it")
     assert not cell.startswith("differs"), cell
-
-
-def test_each_shape_has_its_script() -> None:
-    for shape in shapes.SHAPES:
-        assert find(shape).is_file(), shape
-
-
-def find(shape: Shape) -> Path:
-    if shape.words[0] == "-m":
-        return shapes.SCRIPTS.joinpath(*shape.words[1].split(".")).with_suffix(".py")
-    return shapes.SCRIPTS / shape.words[0]

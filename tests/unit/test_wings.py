@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import graphlib
 import re
 import sys
 from collections.abc import Iterator
@@ -56,25 +55,6 @@ def guarded(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Try):
             caught = [ast.unparse(one.type) for one in node.handlers if one.type]
             yield from imported(ast.Module(node.body, [])) if "ImportError" in caught else ()
-
-
-def modules_imported(name: str) -> set[str]:
-    """Return the modules of ours that a file imports anywhere, also only for types."""
-    known = {one.removesuffix(".py").replace("/", ".") for one in modules()}
-    package, found = name.split("/")[:-1], set()
-    for node in ast.walk(ast.parse((ROOT / name).read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            parents = package[: len(package) - node.level + 1] if node.level else []
-            base = ".".join([*parents, *filter(None, [node.module])])
-            found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
-    return found & known
-
-
-def test_no_module_imports_itself_through_others() -> None:
-    graph = {one.removesuffix(".py").replace("/", "."): modules_imported(one) for one in modules()}
-    assert [*graphlib.TopologicalSorter(graph).static_order()]  # raises CycleError with the circle
 
 
 UNPICKLE = re.compile(r"\w+_object(_list)?|loads?_pickle|unpickle|Unpickler")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,10 +31,3 @@ REFUSAL = f"E   AssertionError: run  7\nE     cause    {OLD} [unsupported]\nE   
 )
 def test_a_cell_tells_what_its_tests_did(errors: list[str], cell: str) -> None:
     assert runpy.run_path(f"{ROOT}/tests/with_torch.py")["describe"](errors) == cell
-
-
-def test_a_version_is_asked_for() -> None:
-    command = ["make", "-s", "test-torch", f"PYTHON={sys.executable}", "VERSION=newest"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode != 0
-    assert done.stderr.startswith("test-torch: give VERSION=, a version of torch such as 2.6.0\n")
