@@ -11,9 +11,16 @@ from typing import Any
 from agents import AGENT, ROOT
 from torch import Tensor
 
-from distributed.checkpoint import load
+from distributed.checkpoint import State, load
 
 TRAIN = str(ROOT / "train.py")
+
+
+def state_of(run_folder: Path) -> State:
+    """Return the newest state that a run has saved."""
+    state = load(run_folder)
+    assert state is not None
+    return state
 
 
 class Work:
@@ -44,6 +51,4 @@ class Work:
         return {one["step"]: one[name] for one in map(json.loads, lines) if name in one}
 
     def weights(self, run_id: str) -> dict[str, Tensor]:
-        state = load(self.folder / "checkpoints" / run_id)
-        assert state is not None
-        return state.model
+        return state_of(self.folder / "checkpoints" / run_id).model

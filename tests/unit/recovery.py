@@ -13,12 +13,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
-from agents import AGENT, PATIENCE_S, ROOT, Run, kill_what_is_left
+from agents import AGENT, PATIENCE_S, ROOT, Run, eventually, kill_what_is_left
+from launched import state_of
 from ports import free_port
 
-from distributed.checkpoint import load, weights_hash
+from distributed.checkpoint import weights_hash
 from distributed.checkpoint.memory import Memory
 
 # Its samples, its dropout and its batches are all drawn at random. FAULT="WHAT RANK CALL" lets
@@ -179,10 +181,12 @@ def snapshots_on(run: Run) -> list[int]:
 
 def await_snapshots(run: Run, step: int, parts: int = 1) -> None:
     """Wait until an agent holds so many parts of snapshots of a step or later ones."""
-    deadline = time.monotonic() + PATIENCE_S
-    while sum(one >= step for one in snapshots_on(run)) < parts:
-        assert time.monotonic() < deadline and run.process.poll() is None
-        time.sleep(0.05)
+
+    def is_so() -> bool:
+        assert run.process.poll() is None
+        return sum(one >= step for one in snapshots_on(run)) >= parts
+
+    eventually(is_so)
 
 
 def steps_lost(output: str) -> list[int]:
@@ -249,9 +253,9 @@ class Job:
         finally:
             kill_what_is_left(runs)
 
-    def run(self, run_id: str, nproc: int, *settings: str, **options: str) -> tuple[int, str]:
+    def run(self, run_id: str, nproc: int, *settings: str, **options: Any) -> tuple[int, str]:
         """Run to the end; returns the exit code and all that was printed."""
-        process = self.start(run_id, nproc, *settings, **options)  # type: ignore[arg-type]
+        process = self.start(run_id, nproc, *settings, **options)
         output = process.communicate(timeout=PATIENCE_S)[0]
         return process.returncode, output
 
@@ -278,16 +282,8 @@ class Job:
         files = {"KILLS": str(counts), "KILLED": str(self.folder / "killed"), "ROOT": str(ROOT)}
         code = 1
         while code != 0:
-            process = self.start(
-                run_id,
-                nproc,
-                *settings,
-                script=self.folder / "deadly.py",
-                restarts=len(kills),
-                **files,
-            )
-            output = process.communicate(timeout=PATIENCE_S)[0]
-            code = process.returncode
+            how: dict[str, Any] = {"script": self.folder / "deadly.py", "restarts": len(kills)}
+            code, output = self.run(run_id, nproc, *settings, **how, **files)
             assert code in (0, 137), output
         assert counts.read_text() == "", output
         return self.outcome(run_id)
@@ -308,8 +304,7 @@ class Job:
         return output
 
     def outcome(self, run_id: str) -> Outcome:
-        state = load(self.folder / "checkpoints" / run_id)
-        assert state is not None
+        state = state_of(self.folder / "checkpoints" / run_id)
         lines = (self.folder / "logs" / run_id / "metrics.jsonl").read_text().splitlines()
         metrics = [json.loads(line) for line in lines]
         return Outcome(

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 from agents import PATIENCE_S, rarely
+from launched import state_of
 from recovery import SHARDED, STOPS, Job, Outcome, draw_kills
-
-from distributed.checkpoint import load
 
 pytestmark = pytest.mark.slow
 
@@ -103,9 +102,8 @@ def test_with_another_number_of_ranks_it_sees_each_sample_once(job: Job) -> None
 @pytest.mark.long
 @pytest.mark.another_torch("restart")
 def test_a_restart_goes_on_from_the_last_checkpoint(job: Job, whole: Outcome) -> None:
-    process = job.start("restarted", 2, restarts=1, FAULT="SIGKILL 1 50")
-    output = process.communicate(timeout=PATIENCE_S)[0]
-    assert process.returncode == 0, output
+    code, output = job.run("restarted", 2, restarts=1, FAULT="SIGKILL 1 50")
+    assert code == 0, output
     assert "restart 1 of 1 after rank 1" in output
     assert "resumed    after step" in output
     assert job.outcome("restarted") == whole
@@ -157,8 +155,8 @@ def test_a_loss_that_is_no_number_stops_the_run(job: Job) -> None:
     assert re.search(
         r"the loss of step 14 is nan on rank 1, of samples (\d+, ){7}\d+; try a", block
     )
-    state = load(job.folder / "checkpoints/nan")
-    assert state is not None and state.progress["step"] == 10
+    state = state_of(job.folder / "checkpoints/nan")
+    assert state.progress["step"] == 10
     assert all(tensor.isfinite().all() for tensor in state.model.values())
 
 
@@ -180,5 +178,5 @@ def test_a_full_disk_ends_the_run_by_name(job: Job, small_disk: Path) -> None:
     assert re.match(r"FAILED   rank 0 .*\[disk-full\]\n", block)
     saved = re.search(r"CheckpointError: step (\d+) was not saved", block)
     assert saved is not None
-    state = load(small_disk / "full")
-    assert state is not None and state.progress["step"] == int(saved[1]) - 5
+    state = state_of(small_disk / "full")
+    assert state.progress["step"] == int(saved[1]) - 5

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from agents import AGENT, PATIENCE_S, ROOT, rarely
+from launched import state_of
 from ports import free_port
 
-from distributed.checkpoint import load, weights_hash
+from distributed.checkpoint import weights_hash
 
 pytestmark = pytest.mark.slow
 
@@ -73,8 +74,7 @@ def weights_of(launcher: str, folder: Path) -> str:
     for node in nodes:
         _, err = node.communicate(timeout=PATIENCE_S)
         assert node.returncode == 0, err
-    state = load(folder / "checkpoints" / run_id)
-    assert state is not None
+    state = state_of(folder / "checkpoints" / run_id)
     return weights_hash(state.model)
 
 

@@ -6,18 +6,18 @@ import fcntl
 import os
 import resource
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from agents import PATIENCE_S
+from agents import PATIENCE_S, eventually, is_alive
+from launched import state_of
 from recovery import Job, ranks_below
 from test_checkpoint import make_state
 from test_snapshot import names_of
 
-from distributed.checkpoint import Saver, files, load
+from distributed.checkpoint import Saver, files
 from distributed.checkpoint.memory import BEGIN, FILES
 from distributed.checkpoint.snapshots import Buffer
 from distributed.lock import _COMMIT, _set_lock
@@ -77,8 +77,8 @@ def test_a_damaged_one_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert save(of_step(10, descriptors)) == 1 and save(of_step(5, descriptors)) == 0
     told = capfd.readouterr().err
     assert "warning: step 10, in memory, was not saved: it is damaged\n" in told
-    found = load(tmp_path)
-    assert found is not None and found.progress["step"] == 5
+    found = state_of(tmp_path)
+    assert found.progress["step"] == 5
 
 
 @pytest.mark.parametrize(("is_there", "why"), [(False, "No such file"), (True, "mmap length")])
@@ -128,21 +128,16 @@ def test_an_agent_that_saves_ends_with_its_supervisor(tmp_path: Path) -> None:
     job = Job(tmp_path)
     taken = ("checkpoint.snapshot_every=5", "checkpoint.every=0")
     process = job.start("slow", 1, *taken, FAULT="SIGKILL 0 46", PACE="0.05")
-    agent, rank, folder = 0, [0], job.folder / "checkpoints/slow"
-    until = time.monotonic() + PATIENCE_S
-    while not (folder / "lock").exists() or not (rank := ranks_below(process.pid)):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    folder = job.folder / "checkpoints/slow"
+    eventually(lambda: (folder / "lock").exists() and ranks_below(process.pid))
+    rank = ranks_below(process.pid)
     (agent,) = (pid for pid in processes.descendants(process.pid) if pid not in rank)
     fd = hold_commits(folder)
-    while processes.descendants(agent) in ([], rank):  # then it is a process that saves
-        assert time.monotonic() < until and process.poll() is None
-        time.sleep(0.01)
+    # Then it is a process that saves.
+    eventually(lambda: processes.descendants(agent) not in ([], rank))
     os.kill(process.pid, signal.SIGKILL)
-    left, until = [agent, *processes.descendants(agent)], time.monotonic() + PATIENCE_S
-    while any(processes.start_ticks(pid) for pid in left):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    left = [agent, *processes.descendants(agent)]
+    eventually(lambda: not any(map(is_alive, left)))
     process.communicate(timeout=PATIENCE_S)
     os.close(fd)
     assert files.steps(folder) == []

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+from agents import rarely
+from launched import state_of
+from recovery import SHARDED, Job, Outcome, await_snapshots
 from test_checkpoint import make_state
 from test_sharded import make_state as make_shared_state
 from test_sharded import on_ranks
 from torch import nn
 
-from distributed.checkpoint import Saver, State, load, snapshots, weights_hash
-from distributed.checkpoint.memory import BEGIN, FILES
-from distributed.checkpoint.snapshots import Buffer
+from distributed import limits
+from distributed.checkpoint import Saver, State, exchange, load, snapshots, weights_hash
+from distributed.checkpoint.memory import BEGIN, FILES, Memory
+from distributed.checkpoint.snapshots import Buffer, _open_buffers
 from distributed.heartbeat import name_record
 from launcher.agent.snapshots.memory import Snapshots as NodeSnapshots
+from launcher.agent.snapshots.memory import _steps
 
 
 def names_of(buffers: Sequence[Buffer]) -> str:
@@ -49,8 +57,8 @@ def take(folder: Path, *steps: int, by: Saver | None = None) -> list[State]:
 def test_a_snapshot_is_what_was_taken(tmp_path: Path, buffers: list[Buffer]) -> None:
     *_, last = take(tmp_path, 1, 2, 3)
     assert sorted(one.header().step for one in buffers) == [2, 3]
-    found = load(tmp_path)
-    assert found is not None and found.is_snapshot
+    found = state_of(tmp_path)
+    assert found.is_snapshot
     assert hashes(found) == hashes(last)
     assert found.optimizer["param_groups"] == last.optimizer["param_groups"]
     assert found.progress == last.progress and str([*found.ranks]) == str([*last.ranks])
@@ -67,8 +75,8 @@ def test_the_newest_of_memory_and_disk_counts(tmp_path: Path, buffers: list[Buff
     for step, is_snapshot in ((3, True), (4, False), (5, False)):
         saver.save(step, make_state(step))
         saver.wait()
-        found = load(tmp_path)
-        assert found is not None and found.is_snapshot == is_snapshot
+        found = state_of(tmp_path)
+        assert found.is_snapshot == is_snapshot
         assert found.progress["step"] == max(4, step)
 
 
@@ -82,8 +90,8 @@ def test_it_counts_where_what_is_newer_on_the_disk_is_damaged(
         saver.save(step, make_state(step))
         saver.wait()
     (tmp_path / "step-6/model.pt").write_bytes(b"damage")
-    found = load(tmp_path)
-    assert found is not None and found.progress["step"] == max(4, intact or 0)
+    found = state_of(tmp_path)
+    assert found.progress["step"] == max(4, intact or 0)
     assert found.is_snapshot == (intact != 5)
 
 
@@ -102,8 +110,8 @@ def test_of_a_damaged_one_the_one_before_counts(
     offset = {"header": 0, "tensors": BEGIN + 8, "rest": header.rest + 40}[place]
     (byte,) = os.pread(newest.fd, 1, offset)
     os.pwrite(newest.fd, bytes([byte ^ 1]), offset)
-    found = load(tmp_path)
-    assert found is not None and found.progress["step"] == 1
+    found = state_of(tmp_path)
+    assert found.progress["step"] == 1
 
 
 def test_a_copy_that_was_cut_short_leaves_the_one_before(
@@ -119,8 +127,8 @@ def test_a_copy_that_was_cut_short_leaves_the_one_before(
     with pytest.raises(KeyboardInterrupt):
         take(tmp_path, 3, by=saver)
     assert sorted(one.header().step for one in buffers) == [-1, 2]
-    found = load(tmp_path)
-    assert found is not None and found.progress["step"] == 2
+    found = state_of(tmp_path)
+    assert found.progress["step"] == 2
 
 
 def test_a_step_that_the_run_went_back_behind_gives_way(
@@ -140,8 +148,8 @@ def test_what_is_read_is_no_view_of_the_buffer(tmp_path: Path, buffers: list[Buf
     assert before is not None and again is not None
     for tensor in before.model.values():
         tensor.zero_()
-    after = load(tmp_path)
-    assert after is not None and hashes(after) == hashes(again)
+    after = state_of(tmp_path)
+    assert hashes(after) == hashes(again)
 
 
 def test_states_of_another_size_fit(tmp_path: Path, buffers: list[Buffer]) -> None:
@@ -150,8 +158,8 @@ def test_states_of_another_size_fit(tmp_path: Path, buffers: list[Buffer]) -> No
         model = nn.Linear(width, 3, dtype=torch.float64 if width == 40 else torch.bfloat16)
         saver.snapshot(step, State(model.state_dict(), {"lr": 0.1}, {"step": step}, [{}]))
         saver.snapshots.finish()
-        found = load(tmp_path)
-        assert found is not None and found.progress["step"] == step
+        found = state_of(tmp_path)
+        assert found.progress["step"] == step
         assert weights_hash(found.model) == weights_hash(model.state_dict())
 
 
@@ -182,3 +190,127 @@ def test_ranks_hold_a_part_each(tmp_path: Path, ranks: int, shard: int | str, mi
     node = NodeSnapshots(ranks)
     files = [node.variables(rank)[FILES] for rank in range(ranks)]
     on_ranks(ranks, _take_parts, tmp_path, files, shard, missing)
+
+
+# --- parts on other nodes -------------------------------------------------------------------------
+
+
+# With a rank of each of two nodes.
+TAKEN = (*SHARDED, "checkpoint.snapshot_every=5", "checkpoint.every=0")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return Job(tmp_path_factory.mktemp("job"))
+
+
+@pytest.fixture(scope="module")
+def whole(job: Job) -> Outcome:
+    """What two ranks come to that nobody stops, and that take no snapshots."""
+    return job.finish("whole", 2, *SHARDED)
+
+
+def _lose_parts(rank: int, folder: Path, files: list[str], own: list[int], of: list[int]) -> None:
+    """Take three snapshots on two nodes of two ranks each, lose parts of the last one, and load.
+
+    Lost are those of some ranks on their own nodes, and the copies of some.
+    """
+    os.environ |= {FILES: files[rank], "LOCAL_WORLD_SIZE": "2"}
+    saver = Saver(folder / "run", keep_last=9, enabled=rank == 0, format="sharded")
+    for step in range(1, 4):
+        saver.snapshot(step, make_shared_state(step, "fsdp", "all"))
+    saver.snapshots.finish()
+    for buffer in _open_buffers():
+        header = buffer.header()
+        if header.step == 3 and header.rank in (own if header.rank == rank else of):
+            buffer.set_header(None)
+    found = load(folder / "run")
+    wanted = make_shared_state(2 if {*own} & {*of} else 3, "ddp")
+    assert found is not None and found.is_snapshot
+    assert weights_hash(found.model) == weights_hash(wanted.model)
+    assert [*found.ranks] == [{"own": wanted.progress["step"]}] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("own", "copies"),
+    [
+        ([0, 1], []),
+        ([3], [0, 1, 2]),
+        ([1], [1]),
+        *rarely(([], []), ([2, 3], []), ([], [0, 1, 2, 3])),
+    ],
+)
+def test_a_part_is_on_two_nodes(tmp_path: Path, own: list[int], copies: list[int]) -> None:
+    node = NodeSnapshots(4)
+    files = [node.variables(rank)[FILES] for rank in range(4)]
+    on_ranks(4, _lose_parts, tmp_path, files, own, copies)
+
+
+def _deliver_slowly(rank: int, folder: Path) -> None:
+    """Rank 1 sends rank 3 its part; nobody leaves before it is there."""
+
+    def slowly(*_: object) -> Iterator[None]:
+        time.sleep(0.5)  # a slow transfer: who does not wait for it has left by then
+        (folder / f"moved-{rank}").touch()
+        return iter(())
+
+    exchange._transfer = slowly  # type: ignore[assignment]
+    exchange.deliver([(3, 1)], None, Memory(-1))
+    assert {one.name for one in folder.glob("moved-*")} == {"moved-1", "moved-3"}
+
+
+@pytest.mark.slow
+def test_ranks_without_a_part_to_move_wait_for_the_others(tmp_path: Path) -> None:
+    on_ranks(4, _deliver_slowly, tmp_path)
+
+
+def _lose_neighbour(rank: int, folder: Path, files: list[str]) -> None:
+    """Take three snapshots; rank 1 cannot exchange the second one."""
+    os.environ |= {FILES: files[rank], "LOCAL_WORLD_SIZE": "1"}
+    exchange._PATIENCE = timedelta(seconds=8)
+    saver = Saver(folder / "run", keep_last=9, enabled=rank == 0, format="sharded")
+    for step in range(1, 4):
+        saver.snapshot(step, make_shared_state(step, "fsdp", "all"))
+        saver.snapshots.finish()
+        if rank == 1 and step == 1:
+            saver.snapshots._copies = []  # it has nowhere to keep another's
+    found = state_of(folder / "run")
+    assert found.progress["step"] == 3
+    steps = [one.header().step for one in _open_buffers()]
+    assert sorted(steps[:2]) == [2, 3] and sorted(steps[2:]) == [-1, 1]
+
+
+@pytest.mark.slow
+def test_without_a_neighbour_the_run_goes_on(tmp_path: Path) -> None:
+    node = NodeSnapshots(3)
+    on_ranks(3, _lose_neighbour, tmp_path, [node.variables(rank)[FILES] for rank in range(3)])
+
+
+def _end_early(rank: int, folder: Path, files: list[str]) -> None:
+    os.environ |= {FILES: files[rank], "LOCAL_WORLD_SIZE": "1"}
+    exchange._PIECE, limits.SNAPSHOT_PIECE_S = BEGIN, 1.0
+    saver = Saver(folder / "run", keep_last=9, enabled=rank == 0, format="sharded")
+    saver.snapshot(1, make_shared_state(1, "fsdp", "all"))
+
+
+@pytest.mark.slow
+def test_the_end_of_a_program_waits_for_no_exchange(tmp_path: Path) -> None:
+    node = NodeSnapshots(2)
+    files = [node.variables(rank)[FILES] for rank in range(2)]
+    on_ranks(2, _end_early, tmp_path, files)
+    assert node.step() == 1
+    size = max(one.header().size for each in node._buffers for one in each)
+    assert size > 60 * BEGIN  # it would take a minute and more
+    assert _steps(node._copies) == {}
+
+
+@pytest.mark.slow
+def test_a_lost_nodes_part_comes_from_the_next_node(job: Job, whole: Outcome) -> None:
+    with job.nodes("part", 2, *TAKEN, FAULT="sleep 1 46") as runs:
+        await_snapshots(runs[0], 20, parts=2)
+        os.kill(runs[1].agent_pid(), signal.SIGKILL)
+        told = runs[0].finish()
+    folder = job.folder / "checkpoints/part"
+    assert f"step 20 was only in memory; it is now saved in {folder}\n" in told, told
+    assert job.finish("part", 2, *SHARDED) == whole

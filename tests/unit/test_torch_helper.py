@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agents import PATIENCE_S, rarely
+from agents import PATIENCE_S, ROOT, run_program
 from ports import free_port
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -29,7 +29,6 @@ from distributed import collectives, limits, rendezvous
 from distributed import torch as helper
 from distributed.environment import LauncherError, detect
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow  # real process groups, seconds each
 
 
@@ -118,14 +117,8 @@ def torchrun(folder: Path, body: str, *options: str) -> list[str]:
     script = folder / "script.py"
     script.write_text(PRELUDE + textwrap.dedent(body))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, f"--master-port={free_port()}", *options, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        cwd=folder,
-        env=own_environment(),
-    )
+    command += [f"--master-port={free_port()}", *options, str(script)]
+    done = run_program(command, folder, **own_environment())
     assert done.returncode == 0, done.stderr
     return sorted(done.stdout.splitlines())
 
@@ -139,7 +132,8 @@ def test_ranks_join_share_data_and_agree(tmp_path: Path) -> None:
         """
         env = init_distributed()
         seed_everything(7, env.rank)  # weights differ until rank 0's are given to all
-        model = setup_distributed_models(nn.Linear(3, 1))
+        frozen = nn.Linear(1, 1).requires_grad_(False)
+        teacher, model, none = setup_distributed_models(frozen, nn.Linear(3, 1), None)
         loader = get_dataloader_for_distributed(range(9), batch_size=2, shuffle=True, seed=3)
         with no_sync(model):
             model(torch.full((1, 3), 5.0)).sum().backward()
@@ -149,55 +143,34 @@ def test_ranks_join_share_data_and_agree(tmp_path: Path) -> None:
         uneven = sync_metrics({"z": env.rank, "a": 1.5}, weight=env.rank + 1)
         empty = sync_metrics({"z": math.nan if env.rank else 4}, weight=0 if env.rank else 9)
         barrier()
+        weights = [round(one.weight.sum().item(), 6) for one in (unwrap(model), teacher)]
         tell(env.rank, is_main_process(), env.run_id, "|",
-              round(unwrap(model).weight.sum().item(), 6), "|", local, shared, "|",
+              type(teacher).__name__, type(model).__name__, none, weights, "|", local, shared, "|",
               uneven, empty, "|", sorted(int(i) for batch in loader for i in batch))
+        try:
+            sync_metrics({}, 3)
+        except ValueError as error:
+            tell(env.rank, "refused:", error)
+        cleanup_distributed()
+        cleanup_distributed()
+        assert not torch.distributed.is_initialized()
         finish()
         """,
     )
+    assert [line.split("; ")[0] for line in lines if "refused: " in line] == [
+        f"{rank} refused: world_size is 3 but the process group's is 2" for rank in (0, 1)
+    ]
+    lines = [line for line in lines if "refused: " not in line]
     fields = [line.split(" | ") for line in lines]
     places = [field[0].split() for field in fields]
     assert [place[:2] for place in places] == [["0", "True"], ["1", "False"]]
     assert len({place[2] for place in places}) == 1, "the run id is not the same on every rank"
-    assert len({field[1] for field in fields}) == 1, "weights differ after DDP took them"
+    (models,) = {field[1] for field in fields}  # the weights of both are rank 0's
+    assert models.startswith("Linear DistributedDataParallel None [")
     assert {field[2] for field in fields} == {"5.0 5.5"}, "kept 5; then the mean of 5 and 6"
     assert {field[3] for field in fields} == {"{'z': 0.6666666666666666, 'a': 1.5} {'z': 4.0}"}
     drawn = [int(i) for field in fields for i in field[4].strip("[]").split(",")]
     assert set(drawn) == set(range(9)) and len(drawn) == 10
-
-
-@pytest.mark.long
-def test_the_calls_of_a_script_with_several_models(tmp_path: Path) -> None:
-    lines = torchrun(
-        tmp_path,
-        """
-        from torch import nn
-        env = init_distributed()
-        seed_everything(1, env.rank)
-        frozen, first = nn.Linear(1, 1).requires_grad_(False), nn.Linear(1, 1)
-        teacher, student, none = setup_distributed_models(frozen, first, None)
-        loader = get_dataloader_for_distributed(
-            range(8), 2, env.world_size, env.rank, shuffle=False, collate_fn=list, timeout=0)
-        means = sync_metrics({"loss": torch.tensor(1.0 + env.rank), "n": 3}, env.world_size)
-        tell(type(teacher).__name__, type(student).__name__, none, list(loader)[0], means)
-        tell("weight", teacher.weight.item())
-        try:
-            sync_metrics({}, 3)
-        except ValueError as error:
-            tell(error)
-        cleanup_distributed()
-        cleanup_distributed()
-        tell(torch.distributed.is_initialized())
-        """,
-    )
-    whole = "Linear DistributedDataParallel None [{}, {}] {{'loss': 1.5, 'n': 3.0}}"
-    assert {whole.format(0, 2), whole.format(1, 3)} <= {*lines}
-    assert len({line for line in lines if line.startswith("weight")}) == 1  # rank 0's
-    assert (
-        lines.count("world_size is 3 but the process group's is 2; make them agree [wrong-world]")
-        == 2
-    )
-    assert lines.count("False") == 2
 
 
 def _held_after_calls() -> int:
@@ -270,25 +243,14 @@ def test_gpu_used_twice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.fullmatch(message, faults[2][1])
 
 
-def _old_store(*args: Any, **options: Any) -> TCPStore:
-    """torch's store as it was before 2.5."""
-    try:
-        return TCPStore(*args, **options)
-    except dist.DistNetworkError as error:
-        raise RuntimeError(str(error)) from error
-
-
-def _join_at_a_taken_port(is_old: bool) -> None:
-    if is_old:
-        vars(rendezvous)["TCPStore"] = _old_store
+def _join_at_a_taken_port() -> None:
     with socket.create_server(("", int(os.environ["MASTER_PORT"]))):
         helper.init_distributed(join_timeout_s=5)
 
 
 @pytest.mark.another_torch("torchrun")
-@pytest.mark.parametrize("is_old", [False, True])
-def test_taken_port_is_named(is_old: bool) -> None:
-    (error,) = run_ranks(_join_at_a_taken_port, is_old, ranks=[0], world_size=2)
+def test_taken_port_is_named() -> None:
+    (error,) = run_ranks(_join_at_a_taken_port, ranks=[0], world_size=2)
     assert re.fullmatch(
         r"OSError: cannot serve 127.0.0.1:\d+; give each process its own RANK.* \[port-in-use\]",
         error,
@@ -298,20 +260,23 @@ def test_taken_port_is_named(is_old: bool) -> None:
 def _refused_strategies() -> list[str]:
     helper.init_distributed()
     refused = []
-    for strategy in ("single", "dp", "ddp"):
+    for strategy in ("single", "dp", "fsdp", "ddp"):
+        sharding = helper.Sharding(shard=3)
         try:
-            helper.setup_distributed_models(nn.Linear(1, 1), strategy=strategy)
+            helper.setup_distributed_models(nn.Linear(1, 1), strategy=strategy, sharding=sharding)
         except LauncherError as error:
             refused.append(str(error))
     return refused
 
 
-def test_strategies_of_one_process_refuse_several() -> None:
-    refused, _ = run_ranks(_refused_strategies, ranks=[0, 1], world_size=2)
+def test_strategies_that_do_not_fit_the_ranks_are_refused() -> None:
+    *alone, groups = run_ranks(_refused_strategies, ranks=[0, 1], world_size=2)[0]
     text = "strategy {} runs in one process but the launcher started 2; use strategy ddp"
-    assert len(refused) == 2
-    for strategy, error in zip(("single", "dp"), refused, strict=True):
+    assert len(alone) == 2
+    for strategy, error in zip(("single", "dp"), alone, strict=True):
         assert error.startswith(text.format(strategy)) and error.endswith(" [wrong-world]")
+    told = "fsdp.shard: 2 ranks cannot be split into groups of 3; use all, or a divisor of 2"
+    assert groups == f"{told} [wrong-world]"
 
 
 def _leave_rank_0_alone_in_a_barrier() -> str:
@@ -368,21 +333,6 @@ def test_alone_everything_works_without_a_group() -> None:
             wrapped(torch.ones(2, device=helper.device()))
 
 
-def test_loader_has_epochs_alone_too() -> None:
-    loader = helper.get_dataloader_for_distributed(
-        range(8),  # type: ignore[arg-type]
-        batch_size=3,
-        shuffle=True,
-        drop_last=True,
-    )
-    orders = []
-    for epoch in (0, 1, 0):
-        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-        orders.append([batch.tolist() for batch in loader])
-    assert orders[0] == orders[2] != orders[1]
-    assert [len(batch) for batch in orders[0]] == [3, 3]
-
-
 def test_seeds_repeat_and_differ_by_rank() -> None:
     import random
 
@@ -420,13 +370,8 @@ def test_nccl_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def finish_in(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", "from distributed.exit import *\n" + textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=own_environment(),
-    )
+    code = "from distributed.exit import *\n" + textwrap.dedent(code)
+    return run_program([sys.executable, "-c", code], folder, **own_environment())
 
 
 def test_finish_flushes_runs_exit_handlers_and_gives_its_code(tmp_path: Path) -> None:
@@ -454,18 +399,15 @@ def test_finish_flushes_runs_exit_handlers_and_gives_its_code(tmp_path: Path) ->
     assert (tmp_path / "kept.log").read_text() == "last words\n"
 
 
-@pytest.mark.parametrize(
-    "waits_in", ["atexit.register({})", *rarely("threading.Thread(target={}).start()")]
-)
-def test_exit_handlers_have_a_limit(tmp_path: Path, waits_in: str) -> None:
+def test_exit_handlers_have_a_limit(tmp_path: Path) -> None:
     start = time.monotonic()
     done = finish_in(
         tmp_path,
-        f"""
+        """
         import distributed.exit, threading, time
         distributed.limits.EXIT_S = 0.5
         print("printed", end="")
-        {waits_in.format("threading.Event().wait")}
+        atexit.register(threading.Event().wait)
         finish(3)
         """,
     )
