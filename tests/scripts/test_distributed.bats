@@ -29,7 +29,11 @@ ${golden/--log-dir logs/--log-dir $typed_in/logs}"
 @test "the verdict in one line; --json is relative to where one is" {
   LOG_DIR=$PWD/logs run --separate-stderr launch 2 --test basic --json found.json
   [[ $status == 0 && ${lines[-1]} == "PASS  2 ranks on 1 node, gloo: "* ]]
-  grep -q '"passed": true' found.json
+  "$PYTHON" -c 'import json
+found = json.load(open("found.json"))
+assert found["passed"] and found["verdict"].startswith("PASS  2 ranks")
+assert found["faults"] == found["exclude"] == found["links"] == []
+assert [rank["local_rank"] for rank in found["ranks"]] == [0, 1]'
 }
 
 # bats test_tags=slow

@@ -2,9 +2,8 @@
 
 import contextlib
 import io
-import json
+import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import patch
@@ -12,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from agents import PATIENCE_S, ROOT
+from agents import run_program
 from ports import free_port
 from test_torch_helper import own_environment, run_ranks
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -38,30 +37,12 @@ def _selftest(*options: str) -> tuple[int, str]:
     return code, printed.getvalue()
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-
-
 @pytest.mark.another_torch("self-test")
-@pytest.mark.parametrize(
-    "command",
-    [
-        [str(ROOT / "scripts/test_distributed.sh"), "2"],
-        pytest.param(
-            [*TORCHRUN, f"--master-port={free_port()}", "-m", "distributed.selftest"],
-            marks=pytest.mark.long,
-        ),
-    ],
-    ids=["script", "torchrun"],
-)
-def test_passes(tmp_path: Path, command: list[str]) -> None:
-    done = subprocess.run(
-        [*command, "--test=basic"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        env=own_environment(PYTHON=sys.executable),
-    )
+@pytest.mark.long
+def test_passes_under_torchrun(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    words = [f"--master-port={free_port()}", "-m", "distributed.selftest", "--test=basic"]
+    done = run_program([*torchrun, *words], tmp_path, **own_environment())
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("PASS  2 ranks on 1 node, gloo: 19 checks, ")
     assert done.stdout.count("PASS") == 1, "more ranks than rank 0 print"
@@ -91,37 +72,9 @@ def test_bandwidth_follows_its_definition() -> None:
     assert re.fullmatch(verdict, printed.splitlines()[-1])
 
 
-def _sizes_where_a_call_waits_long() -> list[int]:
-    dist.init_process_group("gloo")
-    with patch.object(bandwidth, "call_seconds", lambda *_: 0.1):
-        return [measured.num_bytes for measured in bandwidth.measure(["all-reduce"], 0.1)]
-
-
-def test_a_call_that_waits_long_does_not_end_the_sizes() -> None:
-    assert run_ranks(_sizes_where_a_call_waits_long, ranks=[0], world_size=1) == [
-        [*bandwidth.SIZES]
-    ]
-
-
 def _bytes_per_second(text: str) -> float:
     number, unit = text.split()
     return float(number) * {"GB/s": 1e9, "MB/s": 1e6}[unit]
-
-
-@pytest.mark.another_torch("self-test")
-def test_json_holds_what_was_found(tmp_path: Path) -> None:
-    file = tmp_path / "found.json"
-    (code, printed), _ = run_ranks(
-        _selftest, "--quick", "--json", str(file), ranks=range(2), world_size=2
-    )
-    found = json.loads(file.read_text())
-    assert code == 0 and found["passed"] and found["verdict"] == printed.splitlines()[-1]
-    assert found["faults"] == found["exclude"] == found["links"] == []
-    assert [rank["local_rank"] for rank in found["ranks"]] == [0, 1]
-    assert all(rank["speed"] > 1e8 for rank in found["ranks"])
-    assert {row["name"] for row in found["collectives"]} == {"all-reduce"}
-    sizes = [row["num_bytes"] for row in found["collectives"]]
-    assert sizes and sizes == [*bandwidth.SIZES][: len(sizes)]
 
 
 def test_a_rank_that_gives_up_tells_those_who_wait() -> None:
@@ -183,20 +136,15 @@ def test_wrong_result_is_named_with_its_rank(collective: str, named: str) -> Non
     assert re.fullmatch(rf"FAIL  3 ranks on 1 node, gloo: {named}", verdict)
 
 
-def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
-    file = tmp_path / "none" / "found.json"
-    ((code, printed),) = run_ranks(_selftest, "--json", str(file), ranks=[0], world_size=1)
-    assert (code, printed) == (2, f"FAIL  [Errno 2] No such file or directory: '{file}'\n")
-
-
 def _selftest_half_set() -> tuple[int, str]:
-    import os
-
     del os.environ["WORLD_SIZE"]
     return _selftest()
 
 
-def test_ranks_that_cannot_join_are_a_failure_in_one_line() -> None:
+def test_what_cannot_begin_is_a_failure_in_one_line(tmp_path: Path) -> None:
     ((code, printed),) = run_ranks(_selftest_half_set, ranks=[0], world_size=2)
     assert code == 1
     assert re.fullmatch(r"FAIL  WORLD_SIZE is not set; .* \[wrong-world\]\n", printed)
+    file = str(tmp_path / "none" / "found.json")
+    ((code, printed),) = run_ranks(_selftest, "--json", file, ranks=[0], world_size=1)
+    assert (code, printed) == (2, f"FAIL  [Errno 2] No such file or directory: '{file}'\n")
