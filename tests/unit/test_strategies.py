@@ -8,13 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from agents import rarely
+from agents import rarely, run_agent
 from launched import Work
-from test_torch_helper import run_ranks
-from torch import nn
-
-from distributed import torch as helper
-from distributed.environment import LauncherError
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 50
@@ -123,17 +118,12 @@ def test_a_run_moves_between_strategies(
     assert_same(work, run_id)
 
 
-def _shard_by(size: str | int) -> str:
-    helper.init_distributed()
-    try:
-        sharding = helper.Sharding(shard=size)
-        helper.setup_distributed_models(nn.Linear(4, 4), strategy="fsdp", sharding=sharding)
-    except LauncherError as error:
-        return str(error)
-    return ""
-
-
-def test_groups_that_do_not_divide_are_refused() -> None:
-    told = run_ranks(_shard_by, 3, ranks=[0, 1], world_size=2)
-    cause = "fsdp.shard: 2 ranks cannot be split into groups of 3"
-    assert told == [f"{cause}; use all, or a divisor of 2 [wrong-world]"] * 2
+@pytest.mark.parametrize("strategy", ["ddp", *rarely("fsdp")])
+def test_between_two_log_lines_no_step_waits_for_the_device(tmp_path: Path, strategy: str) -> None:
+    """Of a run in which each step is watched."""
+    words = ["--config", ROOT / "config/local3.yaml", *WORDS, f"distributed.strategy={strategy}"]
+    words += ["train.log_every=3", "train.max_steps=8", "train.grad_accumulation=2"]
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    options = ["--nproc-per-node=2", "--log-dir=logs", ROOT / "bench/waits.py"]
+    done = run_agent(*options, *words, folder=tmp_path, **own)
+    assert done.returncode == 0 and "waits      none" in done.stdout + done.stderr, done

@@ -14,7 +14,6 @@ from distributed.checkpoint import weights_hash
 from distributed.checkpoint.files import read_progress
 from training.tasks import score
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 
 # Points left and right of a line; the weights, the order and the noise are drawn at random.
@@ -146,6 +145,13 @@ def test_an_optimizer_and_a_schedule_of_ones_own_resume_exactly(work: Work, task
     assert work.metrics(f"parts-{task}", "lr") == rates
 
 
+def test_a_task_is_found_beside_its_config(work: Work, tmp_path: Path) -> None:
+    config = str(work.folder / "points.yaml")
+    words = ("train.max_steps=null", "train.epochs=2", "data.num_workers=1")
+    assert "samples/s" in Work(tmp_path, config, *words).run("mine", 2)
+    assert read_progress(tmp_path / "checkpoints/mine/latest")["step"] == 16
+
+
 def test_the_loss_of_ranks_counts_by_its_terms(work: Work) -> None:
     told = work.run("uneven", 2, "task=points:Uneven", "train.max_steps=4")
     assert work.metrics("uneven", "loss") == dict.fromkeys(range(1, 5), 4.0)
@@ -170,36 +176,34 @@ def test_a_task_may_end_the_run(work: Work, task: str, nproc: int, step: int) ->
 
 
 @pytest.mark.long
-def test_a_run_that_its_task_ended_goes_on_as_another(work: Work) -> None:
-    work.run("ended", 1, "task=points:EarlyStep")
-    work.run("goes-on", 1, "resume=checkpoints/ended", "task=points:Points")
-    assert max(work.metrics("goes-on", "loss")) == 30
+@pytest.mark.parametrize(
+    ("nproc", "task", "settings"),
+    [  # a first backward pass, which DDP's order of buckets needs, read `train` by its index
+        (4, "Streaming", ["train.batch_size=1"]),
+        (3, "Blind", ["train.eval_every=0"]),
+    ],
+)
+def test_data_may_lack_a_length_and_data_to_validate_on_may_be_missing(
+    work: Work, nproc: int, task: str, settings: list[str]
+) -> None:
+    work.run(task, nproc, f"task=points:{task}", "train.max_steps=3", *settings)
+    assert len(work.metrics(task, "loss")) == 3
 
 
-@pytest.mark.long
-def test_data_without_a_length_trains_on_more_than_two_ranks(work: Work) -> None:
-    """A first backward pass, which DDP's order of buckets needs, read `train` by its index."""
-    work.run("four", 4, "task=points:Streaming", "train.max_steps=3", "train.batch_size=1")
-    assert len(work.metrics("four", "loss")) == 3
-
-
-@pytest.mark.long
-def test_data_to_validate_on_may_be_missing(work: Work) -> None:
-    word = "train.eval_every=0"
-    work.run("three", 3, "task=points:Blind", "train.max_steps=2", word)
-    assert len(work.metrics("three", "loss")) == 2
-
-
-def test_ranks_with_unlike_data_are_refused(work: Work) -> None:
-    """One would be done with an epoch first, and the others wait for it."""
-    told = work.run("unlike", 2, "task=points:Unlike", code=2)
-    assert "data: rank 1's is not rank 0's; give every node the same" in told
-
-
-@pytest.mark.long
-def test_epochs_need_a_length(work: Work) -> None:
-    told = work.run("no-length", 2, "task=points:Streaming", "train.epochs=3", code=2)
-    assert "train.epochs: the data has no length; use train.max_steps" in told
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [  # one rank would be done with an epoch first, and the others wait for it
+        (["task=points:Unlike"], "data: rank 1's is not rank 0's; give every node the same"),
+        *rarely(
+            (
+                ["task=points:Streaming", "train.epochs=3"],
+                "train.epochs: the data has no length; use train.max_steps",
+            )
+        ),
+    ],
+)
+def test_data_that_cannot_be_trained_on_is_refused(work: Work, words: list[str], told: str) -> None:
+    assert told in work.run("refused", 2, *words, code=2)
 
 
 def test_a_best_that_no_validation_returns_is_told() -> None:

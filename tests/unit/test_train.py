@@ -8,18 +8,17 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from agents import AGENT, rarely
+from agents import AGENT, ROOT, rarely, run_agent, run_program
+from launched import state_of
 from ports import free_port
 
-from distributed.checkpoint import State, load, weights_hash
+from distributed.checkpoint import State, weights_hash
 from distributed.environment import detect
-from distributed.lock import RunLock
 from training.config_file import SettingsError
 from training.optimizer import find_last_step, share_of_peak
 from training.resume import choose_batch_size, resume_line
@@ -28,9 +27,7 @@ from training.settings import load as load_config
 
 pytestmark = pytest.mark.slow  # whole runs of train.py
 
-ROOT = Path(__file__).resolve().parents[2]
 LOCAL3 = str(ROOT / "config/local3.yaml")
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 TINY = [
     "model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "model.dropout=0.1",
     "train.max_steps=6", "train.batch_size=4", "train.warmup_steps=2", "train.log_every=2",
@@ -39,22 +36,12 @@ TINY = [
 
 
 def run(
-    *arguments: str,
-    cwd: Path,
-    processes: int = 1,
-    launcher: Sequence[str] = AGENT,  # of several processes
-    **variables: str,
+    *arguments: str, cwd: Path, processes: int = 1, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run train.py."""
-    command = [*launcher, f"--nproc-per-node={processes}"] if processes > 1 else [sys.executable]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.run(
-        [*command, str(ROOT / "train.py"), *arguments],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    """Run train.py, several processes under an agent."""
+    command = [*AGENT, f"--nproc-per-node={processes}"] if processes > 1 else [sys.executable]
+    variables = {"OMP_NUM_THREADS": "1", **variables}
+    return run_program([*command, ROOT / "train.py", *arguments], cwd, **variables)
 
 
 def check(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -62,14 +49,7 @@ def check(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]
     code = (
         "import runpy, sys; sys.modules['torch'] = None; runpy.run_path('train.py', {}, '__main__')"
     )
-    environment = {**os.environ, **variables}
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    return run_program([sys.executable, "-c", code, *arguments], ROOT, **variables)
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +79,7 @@ def run_tiny(
 
 
 def hash_of(run_folder: Path) -> str:
-    state = load(run_folder)
-    assert state is not None
-    return weights_hash(state.model)
+    return weights_hash(state_of(run_folder).model)
 
 
 # --- the command line ---------------------------------------------------------------------------
@@ -166,7 +144,6 @@ def test_the_home_folder_is_meant_by_its_sign() -> None:
     ("arguments", "message"),
     [
         ([], "one of the arguments --config/--config_path --config-path is required"),
-        (["--config", "config/no.yaml"], "config/no.yaml: no such file; config holds"),
         (["--config", LOCAL3, "train.batchsize=2"], "did you mean train.batch_size?"),
         (["--config", LOCAL3, "--chekc"], "unrecognized arguments: --chekc"),
         (["--config-path", "config"], "--config-path DIR and --config-name NAME go together"),
@@ -176,7 +153,6 @@ def test_the_home_folder_is_meant_by_its_sign() -> None:
             ["--config", LOCAL3, "--check", "data.path=/nope"],
             "data.path: there is no folder or file /nope",
         ),
-        (["--config", LOCAL3, "task=json:Mine"], "json/__init__.py has no class Mine"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_2(arguments: list[str], message: str) -> None:
@@ -186,31 +162,6 @@ def test_a_mistake_is_one_line_and_exit_2(arguments: list[str], message: str) ->
     assert done.stderr.count("\n") == 1
     assert message in done.stderr
     assert not done.stdout
-
-
-def test_a_rank_given_twice_ends_every_process_with_the_same_line(tmp_path: Path) -> None:
-    """Started by hand or by another launcher: no agent of ours is there."""
-    command = [sys.executable, str(ROOT / "train.py"), "--config", LOCAL3, *TINY]
-    port = str(free_port())
-    started = [
-        subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env={
-                **{**os.environ, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "3"},
-                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": "3"},
-            },
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in ("0", "1", "1")
-    ]
-    said = {(process.communicate()[1], process.returncode) for process in started}
-    assert len(said) == 1, said
-    ((line, code),) = said
-    assert code == 2 and line.count("\n") == 1
-    assert line.startswith("train.py: rank 1 runs twice, on ")
-    assert line.endswith("; give each node its own rank [duplicate-node-rank]\n")
 
 
 def test_a_mistake_of_one_rank_is_one_line(tmp_path: Path, text: Path) -> None:
@@ -286,26 +237,32 @@ train.helper.finish(train.train(*start("")))
 """
 
 
+def train_mixed(
+    folder: Path,
+    text: Path,
+    dtype: str,
+    *settings: str,
+    run_id: str = "one",
+    processes: int = 1,
+    program: str = MIXED,
+) -> tuple[str, State]:
+    """Train as on a GPU; returns what was printed, and what was saved."""
+    (folder / "mixed.py").write_text(program)
+    words = ["mixed.py", "--config", LOCAL3, f"data.path={text}", *TINY]
+    precision = f"distributed.mixed_precision.dtype={dtype}"
+    options = {"PYTHONPATH": str(ROOT), "RUN_ID": run_id, "OMP_NUM_THREADS": "1"}
+    nproc = f"--nproc-per-node={processes}"
+    done = run_agent(nproc, *words, precision, *settings, folder=folder, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, state_of(folder / "checkpoints" / run_id)
+
+
 @pytest.mark.long
 def test_float16_scales_the_loss_and_resumes_with_the_same_bytes(
     tmp_path: Path, text: Path
 ) -> None:
-    words = [
-        *("--config", LOCAL3, f"data.path={text}", *TINY),
-        "distributed.mixed_precision.dtype=float16",
-    ]
-
     def end(run_id: str, *settings: str) -> tuple[str, Any]:
-        done = subprocess.run(
-            [sys.executable, "-c", MIXED, *words, *settings],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "RUN_ID": run_id},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        state = load(tmp_path / "checkpoints" / run_id)
-        assert state is not None
+        _, state = train_mixed(tmp_path, text, "float16", *settings, run_id=run_id)
         return weights_hash(state.model), state.progress["scaler"]
 
     weights, scaler = end("whole")
@@ -318,25 +275,11 @@ def test_float16_scales_the_loss_and_resumes_with_the_same_bytes(
 def test_a_run_saved_without_a_scaler_resumes_with_float16(
     tmp_path: Path, text: Path, strategy: str
 ) -> None:
-    (tmp_path / "mixed.py").write_text(MIXED)
-    words = [*("--config", LOCAL3, f"data.path={text}"), *TINY, f"distributed.strategy={strategy}"]
-
-    def run_on(dtype: str, *settings: str) -> State:
-        precision = f"distributed.mixed_precision.dtype={dtype}"
-        done = subprocess.run(
-            [*AGENT, "--nproc-per-node=2", "mixed.py", *words, precision, *settings],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "RUN_ID": "one", "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        state = load(tmp_path / "checkpoints/one")
-        assert state is not None
-        return state
-
-    assert run_on("bfloat16", "train.max_steps=3").progress["scaler"] == {}
-    assert run_on("float16").progress["scaler"]["scale"] >= 1024
+    words = f"distributed.strategy={strategy}", "train.max_steps=3"
+    _, state = train_mixed(tmp_path, text, "bfloat16", *words, processes=2)
+    assert state.progress["scaler"] == {}
+    _, state = train_mixed(tmp_path, text, "float16", words[0], processes=2)
+    assert state.progress["scaler"]["scale"] >= 1024
 
 
 def test_mixed_precision_on_a_cpu_is_said_not_to_be(tmp_path: Path, text: Path) -> None:
@@ -349,22 +292,14 @@ def test_mixed_precision_on_a_cpu_is_said_not_to_be(tmp_path: Path, text: Path) 
 
 def test_skipped_steps_are_told_once_at_the_end(tmp_path: Path, text: Path) -> None:
     """The scaler begins with a factor that float16 overflows with."""
-    helped = MIXED.replace(
+    program = MIXED.replace(
         "train.helper.finish(",
         "make = train.helper.grad_scaler\n"
         "train.helper.grad_scaler = lambda dtype: make(dtype, init_scale=2.0**40)\n"
         "train.helper.finish(",
     )
-    words = [*("--config", LOCAL3, f"data.path={text}"), *TINY, "train.max_steps=40"]
-    done = subprocess.run(
-        [sys.executable, "-c", helped, *words, "distributed.mixed_precision.dtype=float16"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "RUN_ID": "one", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    found = re.findall(r"^skipped    (\d+) steps, whose gradients", done.stdout, re.M)
+    told, _ = train_mixed(tmp_path, text, "float16", "train.max_steps=40", program=program)
+    found = re.findall(r"^skipped    (\d+) steps, whose gradients", told, re.M)
     assert len(found) == 1 and 1 < int(found[0]) < 40
 
 
@@ -395,22 +330,13 @@ def test_the_settings_are_kept_and_a_resume_with_others_names_them(
     assert hash_of(trained / "checkpoints/longer") == before
 
 
-@pytest.mark.parametrize(
-    ("variables", "line"),
-    [
-        ({"LAUNCH_COMMAND": "launch 'a b'"}, "resume     RUN_ID=r1 launch 'a b'"),
-        ({"LAUNCH_COMMAND": ""}, ""),  # the launcher knows none that is right
-        ({}, "resume     RUN_ID=r1 python train.py a=1"),
-    ],
-)
-def test_the_resume_line(
-    variables: dict[str, str], line: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_resume_line_without_a_launcher_or_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LAUNCH_COMMAND", raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["train.py", "a=1", "resume=never"])
-    assert resume_line(detect({"RUN_ID": "r1"})) == line
+    environment = detect({"RUN_ID": "r1"})
+    assert resume_line(environment) == "resume     RUN_ID=r1 python train.py a=1"
+    monkeypatch.setenv("LAUNCH_COMMAND", "")  # the launcher knows none that is right
+    assert resume_line(environment) == ""
 
 
 def test_resume_never_and_resume_from_a_path(trained: Path, text: Path) -> None:
@@ -425,40 +351,6 @@ def test_resume_never_and_resume_from_a_path(trained: Path, text: Path) -> None:
     assert missing.stderr == f"train.py: {told} [config-invalid]\n"
 
 
-def test_a_task_of_ones_own_beside_the_config(tmp_path: Path) -> None:
-    (tmp_path / "my_task.py").write_text(
-        "import torch\n"
-        "from torch.utils.data import TensorDataset\n"
-        "from training.tasks import Task\n"
-        "class Line(Task):\n"
-        "    def __init__(self, settings):\n"
-        "        x = torch.linspace(-1, 1, settings.model['points'])[:, None]\n"
-        "        self.train = self.validation = TensorDataset(x, 3 * x)\n"
-        "    def model(self):\n"
-        "        return torch.nn.Linear(1, 1)\n"
-        "    def loss(self, model, batch):\n"
-        "        return (model(batch[0]) - batch[1]).square().mean()\n"
-    )
-    (tmp_path / "my.yaml").write_text(
-        "task: my_task:Line\n"
-        "model: {points: 64}\n"
-        "data: {num_workers: 1}\n"
-        "train: {epochs: 20, batch_size: 16, learning_rate: 0.3, weight_decay: 0, eval_every: 9}\n"
-    )
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    done = run("--config", str(tmp_path / "my.yaml"), cwd=elsewhere, RUN_ID="mine")
-    assert done.returncode == 0, done.stderr
-    assert "samples/s" in done.stdout
-    state = load(elsewhere / "checkpoints/mine")
-    assert state is not None
-    assert state.progress["step"] == 80
-    assert state.model["weight"].item() == pytest.approx(3, abs=0.05)
-    wrong = run("--config", str(tmp_path / "my.yaml"), "task=my_task:Curve", cwd=elsewhere)
-    assert wrong.returncode == 2
-    assert wrong.stderr.endswith("my_task.py has no class Curve [config-invalid]\n")
-
-
 def test_files_in_the_runs_folder_save_and_stop(tmp_path: Path, text: Path) -> None:
     folder = tmp_path / "logs/by-hand"
     folder.mkdir(parents=True)
@@ -468,25 +360,11 @@ def test_files_in_the_runs_folder_save_and_stop(tmp_path: Path, text: Path) -> N
     assert done.returncode == 0, done.stderr
     saved = {path.name for path in (tmp_path / "checkpoints/by-hand").glob("step-*")}
     assert saved == {"step-1", "step-3"}
-    (folder / "stop").touch()
+    for name in ("save", "stop"):
+        (folder / name).touch()
     done = run_tiny(tmp_path, text, "by-hand", *never, "train.max_steps=9", processes=1)
     assert "stopped    after step 4, which is saved (the file stop)" in done.stderr
     assert not {"save", "stop"} & {path.name for path in folder.iterdir()}
-
-
-@pytest.mark.long
-def test_a_run_whose_checkpoints_are_anothers_is_refused_by_all_ranks_together(
-    tmp_path: Path, text: Path
-) -> None:
-    """With another LOG_DIR only the lock on the checkpoints tells that the run is live."""
-    (tmp_path / "checkpoints/held").mkdir(parents=True)
-    lock = RunLock(tmp_path / "checkpoints/held", "run held")
-    done = run_tiny(tmp_path, text, "held", launcher=TORCHRUN)
-    lock.close()
-    assert done.returncode == 1  # torchrun's own
-    assert done.stderr.count("run held is live: process") == 1
-    assert "exitcode  : 2 " in done.stderr and "exitcode  : 1 " not in done.stderr
-    assert "JSONDecodeError" not in done.stderr
 
 
 # --- parts --------------------------------------------------------------------------------------
