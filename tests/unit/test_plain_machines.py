@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from agents import PATIENCE_S, ROOT, rarely
+from agents import ROOT, rarely, run_program
 
 LAUNCH = str(ROOT / "scripts/ssh/launch_singlenode.sh")
 SHELLS = [
@@ -76,25 +74,16 @@ def test_a_run_works_whatever_the_shell_gives_it(tmp_path: Path, how: str) -> No
     script = tmp_path / "own.py"
     script.write_text("import pathlib\nprint('ü' * 3)\npathlib.Path('ran').touch()\n")
     command = how.format(shlex.join([LAUNCH, "-", "1"]))
-    environ = {**os.environ, "PYTHON": sys.executable, "TRAIN_SCRIPT": str(script)}
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=tmp_path, env=environ, capture_output=True, timeout=PATIENCE_S
-    )
-    assert done.returncode == 0, done.stderr.decode()
+    environ = {"PYTHON": sys.executable, "TRAIN_SCRIPT": str(script)}
+    done = run_program(["bash", "-c", command], tmp_path, **environ)
+    assert done.returncode == 0, done.stderr
     assert (tmp_path / "ran").exists()
-    assert b"Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no safe path")
 def test_a_path_without_the_scripts_folder_will_do(tmp_path: Path) -> None:
-    config = str(ROOT / "config/local3.yaml")
-    environ = {**os.environ, "PYTHON": sys.executable, "PYTHONSAFEPATH": "1"}
-    done = subprocess.run(
-        [LAUNCH, "--dry-run", config, "2"],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-    )
+    command = [LAUNCH, "--dry-run", ROOT / "config/local3.yaml", "2"]
+    done = run_program(command, tmp_path, PYTHON=sys.executable, PYTHONSAFEPATH="1")
     assert done.returncode == 0, done.stderr
     assert "scripts/lib/agent.py" in done.stdout

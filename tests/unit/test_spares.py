@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from agents import PATIENCE_S, Run, kill_what_is_left
+from agents import PATIENCE_S, Run, eventually
 from ports import free_port
 
 from launcher.agent.nodes.protocol import Peer
@@ -37,10 +36,9 @@ Start = Callable[..., list[Run]]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path: Path, runs: list[Run]) -> Start:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    runs: list[Run] = []
 
     def begin(nodes: int, spares: int, ends: str, code: int = 0, **environment: str) -> list[Run]:
         """Start them with two ranks each, to end with a code in the attempt that `ends` names."""
@@ -55,8 +53,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             runs.append(Run(words, **variables))
         return runs
 
-    yield begin
-    kill_what_is_left(runs)
+    return begin
 
 
 def finish(runs: list[Run], code: int) -> list[str]:
@@ -75,10 +72,7 @@ def seen(folder: Path, attempt: int) -> list[str]:
 
 def ready(folder: Path, world_size: int, attempt: int = 0) -> None:
     """Wait until all ranks of an attempt have met."""
-    deadline = time.monotonic() + PATIENCE_S
-    while len(list(filter(None, seen(folder, attempt)))) < world_size:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    eventually(lambda: len(list(filter(None, seen(folder, attempt)))) == world_size)
 
 
 def lose(run: Run) -> None:
@@ -119,18 +113,6 @@ def test_without_a_spare_fewer_nodes_go_on(tmp_path: Path, start: Start, lost: i
     told = finish(others, 0)
     assert seen(tmp_path, 1) == FOUR
     assert "; 2 nodes without " in told[0]
-
-
-@pytest.mark.long
-def test_one_loss_after_another(tmp_path: Path, start: Start) -> None:
-    runs = start(3, 2, "2")
-    ready(tmp_path, 6)
-    lose(runs[0])
-    ready(tmp_path, 6, 1)
-    lose(runs[3])  # the spare that has taken node rank 0
-    told = finish([runs[1], runs[2], runs[4]], 0)
-    assert seen(tmp_path, 2) == [f"rank {rank} of 6 node {rank // 2}" for rank in range(6)]
-    assert "restart 2 of 2 after node agent 0 " in told[2]
 
 
 # --- who sits where -----------------------------------------------------------------------------
