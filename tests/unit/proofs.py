@@ -1,18 +1,25 @@
-"""Attacks for `make prove`: at the ports of a run, on checkpoints, on the clean-up."""
+"""What `make prove` repeats: attacks, kills, and hangs that are to be named."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
+import random
+import re
 import resource
+import signal
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import others
 import pytest
-from agents import PROMISED_S, kill_what_is_left
+from agents import PATIENCE_S, PROGRAM, PROMISED_S, ROOT, Run, kill_what_is_left
 from harness import render
 from test_checkpoint import flip_old_ones
 from test_clean_up import VICTIMS, hit, start_run
@@ -120,5 +127,116 @@ def prove_inputs() -> tuple[str, bool]:
     return f"10,000 environments and 10,000 settings: {kept}.", code == 0
 
 
-if __name__ == "__main__":
-    print(prove_attacks(int(sys.argv[1]))[0])
+# --- one dies, all stop ---------------------------------------------------------------------------
+
+
+NPROC = 4
+KILLED = {  # -> what the last lines name, and the launcher's exit code
+    "a rank": ("[rank-killed]", 137),
+    "the node agent": ("[agent-killed]", 137),
+    "the launcher": ("", -9),
+}
+
+
+@dataclass
+class Tally:
+    seconds: list[float] = field(default_factory=list)  # until every process was gone
+    left: int = 0
+    misnamed: int = 0
+
+
+def prove_one_dies(times: int) -> tuple[str, bool]:
+    rows = []
+    for victim in KILLED:
+        for busy in ("", "1"):
+            tally = Tally()
+            for _ in range(times):
+                kill_once(victim, busy, tally)
+            rows.append(summarise(victim, busy, times, tally))
+    head = ["kill -9 of", "ranks", "times", "processes left", "misnamed", "gone after, median s"]
+    head.append("max s")
+    text = f"{NPROC} ranks, each with a child of its own\n\n{render(head, rows)}"
+    return text, all(row[3] == row[4] == "0" and float(row[6]) < PROMISED_S for row in rows)
+
+
+def kill_once(victim: str, busy: str, tally: Tally) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "program.py")
+        script.write_text(PROGRAM)
+        run = Run(["--nproc-per-node", str(NPROC), str(script), "sleep", "0"], BUSY=busy)
+        run.wait_for(*(f"ready {rank}" for rank in range(NPROC)))
+        time.sleep(random.uniform(0, 0.5))  # the random moment itself, not a wait
+        ranks = run.rank_pids()
+        run.look()
+        number = random.randrange(NPROC)
+        target = {"a rank": ranks[number], "the node agent": run.agent_pid()}
+        began = time.monotonic()
+        os.kill(target.get(victim, run.process.pid), signal.SIGKILL)
+        while run.survivors() and time.monotonic() < began + 10:
+            time.sleep(0.005)
+        tally.seconds.append(time.monotonic() - began)
+        tally.left += len(run.survivors())
+        told = run.finish()
+        name, code = KILLED[victim]
+        is_named = name in told and (victim != "a rank" or f"FAILED   rank {number} " in told)
+        tally.misnamed += not (is_named and run.process.returncode == code)
+
+
+def summarise(victim: str, busy: str, times: int, tally: Tally) -> list[str]:
+    state = "busy" if busy else "idle"
+    middle, most = statistics.median(tally.seconds), max(tally.seconds)
+    counts = [str(times), str(tally.left), str(tally.misnamed)]
+    return [victim, state, *counts, f"{middle:.2f}", f"{most:.2f}"]
+
+
+# --- which rank hangs -----------------------------------------------------------------------------
+
+# In each run one of three ranks, drawn at random, sleeps for ever at a step that is drawn, too.
+LOOPS = str(ROOT / "tests/unit/own_loops.py")
+RANKS = 3
+# -> what own_loops.py is given, optimizer steps for each of its steps, and HANG_SECONDS, which is
+# longer than the start, on a busy machine too; an import alone takes 10 s there.
+KINDS = {
+    "plain DDP, in its data": ("plain data", 1, 5),
+    "plain DDP, in a validation on one rank": ("plain validation", 1, 5),
+    "gradient accumulation of 8": ("accumulated data", 1, 5),
+    "two optimizers, one making two steps": ("two data", 2, 5),
+    "accelerate": ("accelerate data", 1, 30),
+    "Lightning": ("lightning data", 1, 30),
+}
+
+
+def prove_hangs(times: int) -> tuple[str, bool]:
+    python = str(others.environment("shapes", ["accelerate", "lightning"]))
+    rows, named = [], 0
+    for what, (words, steps, limit_s) in KINDS.items():
+        kind, where = words.split()
+        found = [hang(python, kind, where, steps, limit_s) for _ in range(times)]
+        ranks, named_steps, seconds = zip(*found, strict=True)
+        late = f"{statistics.median(seconds):.1f} ({max(seconds):.1f})"
+        rows.append([what, f"{sum(ranks)} of {times}", f"{sum(named_steps)} of {times}", late])
+        named += sum(ranks) + sum(named_steps)
+    head = ["script", "rank named", "step named", "s from the last step to the end (max)"]
+    text = "One of three ranks sleeps for ever at a random step; `HANG_SECONDS` is 5 or 30"
+    return f"{text}\n\n{render(head, rows)}", named == 2 * times * len(KINDS)
+
+
+def hang(python: str, kind: str, where: str, steps: int, limit_s: int) -> tuple[bool, bool, float]:
+    """Return whether the rank and its step were named, and how long after its last step."""
+    rank, step = random.randrange(RANKS), random.randrange(3, 60)
+    agent = [python, str(ROOT / "scripts/lib/agent.py"), f"--nproc-per-node={RANKS}"]
+    environ = {**os.environ, "HANG_SECONDS": str(limit_s), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [*agent, LOOPS, kind, str(step), str(rank), where],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    silence = re.search(r"no sign of life for (\d+) s", run.stderr)
+    block = re.search(r"^FAILED   rank (\d+) .*, at step (\d+) ", run.stderr, re.M)
+    if silence is None or block is None:
+        print(run.stderr, file=sys.stderr)
+        return False, False, float("nan")
+    done = step * steps + (where == "validation")
+    return int(block[1]) == rank, int(block[2]) == done, float(silence[1])
