@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import shapes
 from ports import free_port
-from shape_runs import Launchers, Outcome, Shape, differences, lines_of
+from shape_runs import Launchers, Outcome, Shape, differences
 
 TORCHS = {
     *("ddp.py", "ordinary.py", "nano/train.py", "fsdp2.py", "tensor_parallel.py", "compiled.py"),
@@ -41,11 +41,6 @@ def test_numbers_that_differ_under_torchrun_itself_do_not_count() -> None:
     again = replace(LIKE, stdout=["a 7", "b"])
     assert differences(replace(LIKE, stdout=["a 3", "b"]), LIKE, again, 0) == []
     assert differences(replace(LIKE, stdout=["c 3", "b"]), LIKE, again, 0) != []
-
-
-def test_lines_without_labels() -> None:
-    assert lines_of("[rank1] b\n[0] [rank0]   1/2\r[0]   2/2\n\n") == ["1/2", "2/2", "b"]
-    assert lines_of("[rank0-1,3] a\n[rank1]: Traceback\n") == ["Traceback", "a", "a", "a"]
 
 
 def cases() -> Iterator[object]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from agents import Run, kill_what_is_left, rarely
+from torch.multiprocessing.spawn import start_processes
 
-pytestmark = pytest.mark.slow
+from distributed import limits, stop_signals
+from distributed.stop import Stop
+from distributed.stop_signals import STOP_SIGNALS
 
 HEAD = """
 import os, signal, sys, time
@@ -48,6 +53,7 @@ def begin(runs: list[Run], folder: Path, tail: str, *options: str, **environment
     return runs[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "leaves",
     [OFTEN, *rarely(*(one for one in PROGRAMS if one != OFTEN))],
@@ -84,6 +90,7 @@ def stop_at_random(folder: Path) -> tuple[bool, bool]:
     return is_saved, err.endswith(told + "nothing is left running\n")
 
 
+@pytest.mark.slow
 def test_a_told_save_is_one_and_can_be_resumed(runs: list[Run], tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
     tail = (
@@ -96,3 +103,74 @@ def test_a_told_save_is_one_and_can_be_resumed(runs: list[Run], tmp_path: Path) 
     assert run.process.returncode == 75
     assert "stopped  by SIGTERM after saving a checkpoint (code 75)" in err
     assert err.splitlines()[-1].startswith("resume   RUN_ID=") and err.endswith(" again\n")
+
+
+# --- a request to stop, in a rank -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("signum", STOP_SIGNALS)
+def test_a_signal_stops_a_rank_on_its_own_at_the_next_step(signum: signal.Signals) -> None:
+    asked = Stop()
+    asked.ask()
+    assert not asked.agreed()
+    os.kill(os.getpid(), signum)
+    os.kill(os.getpid(), signum)  # schedulers send it twice
+    asked.ask()
+    assert asked.agreed() and asked.reason == signum.name
+
+
+def test_the_clock_stops_and_saves_too() -> None:
+    for seconds, is_over in ((1000, False), (1e-9, True)):
+        asked, saves = Stop(max_seconds=seconds), Stop(save_seconds=seconds)
+        asked.ask()
+        saves.ask()
+        assert asked.agreed() == is_over and asked.reason == "max_seconds" * is_over
+        assert not saves.agreed() and saves.is_save_agreed == is_over
+
+
+def test_a_second_interrupt_a_while_later_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SECOND_INTERRUPT_S", 0.0)
+    Stop()
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.001)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    asked = Stop()
+    os.kill(os.getpid(), signal.SIGHUP)
+    asked.ask()
+    assert not asked.agreed()
+
+
+def _step_until_stopped(rank: int, folder: str) -> None:
+    meeting = f"file://{folder}/store"
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=3)
+    asked = Stop()
+    step = 0
+    while not asked.agreed():
+        step += 1
+        if rank == 2 and step == 5:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        asked.ask()
+    Path(folder, str(rank)).write_text(f"{step} {asked.reason}")
+    torch.distributed.barrier()
+
+
+def test_a_sigint_that_arrives_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    interrupts = stop_signals.Interrupts()
+    is_second = []
+    for seconds in (0.0, 0.1, 0.1, 0.2):
+        now += seconds
+        is_second.append(interrupts.is_second())
+    assert is_second == [False, False, False, True]
+
+
+@pytest.mark.slow
+def test_all_ranks_stop_at_the_same_step(tmp_path: Path) -> None:
+    start_processes(_step_until_stopped, (str(tmp_path),), nprocs=3, start_method="fork")  # type: ignore[no-untyped-call]
+    assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["5 ", "5 ", "5 SIGUSR1"]
