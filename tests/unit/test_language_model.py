@@ -38,11 +38,6 @@ def write_tokens(folder: Path, highest: int, **facts: object) -> None:
         (folder / "tokens.json").write_text(json.dumps({"dtype": "uint16", **facts}))
 
 
-def tiny_model() -> GPT:
-    torch.manual_seed(0)
-    return GPT(TINY)
-
-
 def test_a_missing_folder_and_a_short_text_are_one_line(tmp_path: Path) -> None:
     def task_of(path: Path) -> Settings:
         return load(LOCAL3, [f"data.path={path}"])

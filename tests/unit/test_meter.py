@@ -19,7 +19,6 @@ from torch import nn
 from distributed import torch as torch_helper
 from training.meter import Meter, Pace, Stopwatch
 
-ROOT = Path(__file__).resolve().parents[2]
 # SLOW_RANK computes for 1.3 times as long as the other rank, by the clock: of their CPUs one may be
 # faster. Where none is slow, both do the same work. With CLOCK, the clock is one of the task's own,
 # which other programs on this machine do not touch.

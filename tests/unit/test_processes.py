@@ -72,13 +72,10 @@ def test_a_launch_by_a_rank_inherits_nothing_of_its_run() -> None:
     environ = {**RANK, **USERS}
     leave_outer_run(environ)
     assert environ == {**USERS, "LAUNCH_OUTER": "t.0"}
-
-
-def test_another_launch_keeps_what_was_set_for_it() -> None:
     given = {name: value for name, value in RANK.items() if name != "TORCHELASTIC_RUN_ID"}
     environ = dict(given)
     leave_outer_run(environ)
-    assert environ == given
+    assert environ == given  # set for this launch, by no rank
 
 
 def test_an_inner_run_ends_with_the_outer_one() -> None:

@@ -6,9 +6,7 @@ import io
 import json
 import logging
 import math
-import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,14 +15,10 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-from tensorboard.backend.event_processing.io_wrapper import GetLogdirSubdirectories
 
-from distributed.lock import update_link
 from training import plot
 from training.progress import Limits, Progress
 from training.trackers import RunFacts, Trackers
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def make(folder: Path, *, enabled: bool = True, **changes: Any) -> Progress:
@@ -70,27 +64,6 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     }
     assert found[1, "loss"] == 4.5
     assert found[2, "validation_loss"] == 3.5
-
-
-def test_tensorboard_finds_each_run_once(tmp_path: Path) -> None:
-    for name in ("first", "second"):
-        shown = make(tmp_path / name)
-        shown.record(1, values(4.5))
-        shown.close()
-        update_link(tmp_path / "latest", name)
-    found = [path.removeprefix(f"{tmp_path}/") for path in GetLogdirSubdirectories(str(tmp_path))]
-    assert sorted(found) == ["tensorboard/first", "tensorboard/second"]
-
-
-@pytest.mark.slow
-def test_a_notebooks_backend_does_not_keep_the_picture_away(tmp_path: Path) -> None:
-    write_metrics = "import json, pathlib, sys; from training import plot; f = pathlib.Path('.'); "
-    write_metrics += "(f / 'metrics.jsonl').write_text(json.dumps({'step': 1, 'loss': 2.0})); "
-    write_metrics += "plot.draw({'': f}, f / 'loss.png', ['loss'])"
-    backend = "module://a_notebook_that_is_not_here.backend"
-    environ = {**os.environ, "MPLBACKEND": backend, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", write_metrics], cwd=tmp_path, env=environ, check=True)
-    assert (tmp_path / "loss.png").exists()
 
 
 @pytest.mark.parametrize(

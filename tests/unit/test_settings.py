@@ -276,15 +276,11 @@ def test_bytes_that_are_no_text_are_one_line(config: Path) -> None:
 
 
 def test_the_upper_layer_chooses_between_the_two_batch_sizes(config: Path) -> None:
-    train = load(config, ["train.global_batch_size=12"]).train
-    assert train.batch_size is None
-    assert train.batch_size_on(3) == 4
-    assert "has both" in error_of(config, "train.global_batch_size=12", "train.batch_size=2")
-
-
-def test_a_global_batch_that_does_not_divide_becomes_the_nearest_that_does(config: Path) -> None:
     train = load(config, ["train.global_batch_size=12", "train.grad_accumulation=2"]).train
+    assert train.batch_size is None
+    # Where it does not divide, the nearest that does.
     assert [train.batch_size_on(ranks) for ranks in (2, 4, 5, 64)] == [3, 2, 1, 1]
+    assert "has both" in error_of(config, "train.global_batch_size=12", "train.batch_size=2")
 
 
 @pytest.mark.parametrize("name", ["local3", "gpt2_124m"])

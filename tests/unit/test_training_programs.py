@@ -209,13 +209,6 @@ def test_a_tokenizer_that_is_not_there(name: str) -> None:
         Tokenizer(name)
 
 
-def test_tokens_are_not_prepared_again(tmp_path: Path) -> None:
-    for name in ("train.bin", "val.bin"):
-        (tmp_path / name).write_bytes(b"ab")
-    with pytest.raises(SettingsError, match="holds tokens already"):
-        prepare.prepare(str(tmp_path), tmp_path, Tokenizer("bytes"))
-
-
 def test_tokens_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text").write_text("text\n" * 100)
     words = [str(tmp_path / "text"), "--to"]
