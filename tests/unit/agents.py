@@ -178,7 +178,7 @@ def kill_what_is_left(runs: Iterable[Run]) -> None:
 
 
 def run_program(
-    command: Sequence[str | Path], folder: Path | None = None, **environment: str
+    command: Sequence[object], folder: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a program to its end, in a folder, with these variables beside its own."""
     return subprocess.run(
@@ -192,7 +192,7 @@ def run_program(
 
 
 def run_agent(
-    *words: str | Path, folder: Path | None = None, **environment: str
+    *words: object, folder: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     return run_program([*AGENT, *words], folder, **environment)
 

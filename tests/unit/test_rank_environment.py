@@ -33,7 +33,8 @@ def test_the_cpus_are_those_that_torchrun_takes(monkeypatch: pytest.MonkeyPatch,
         numactl = binding._maybe_wrap_command_args_with_numa_binding(
             ("python",), gpu_index=gpu, numa_options=options
         )
-        (cpu,) = cpus or ()
+        assert cpus is not None
+        (cpu,) = cpus
         assert numactl[1] == f"--physcpubind={cpu}"
         assert cpu == 10 * gpu + MODES.index(mode)
 

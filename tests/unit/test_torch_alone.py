@@ -31,13 +31,13 @@ class Place:
     folder: Path
     python: Path
 
-    def run(self, *command: str | Path, **variables: str) -> tuple[int, str, str]:
+    def run(self, *command: object, **variables: str) -> tuple[int, str, str]:
         """Returns the exit code, stdout, and what stderr says after the plan."""
         own = {"PYTHON": str(self.python), "RUN_ID": RUN_ID, "OMP_NUM_THREADS": "1"}
         done = run_program(command, self.folder, **own, **variables)
         return done.returncode, GLOO_SAYS.sub("", done.stdout), PLAN.sub("", done.stderr)
 
-    def ours(self, module: str, *words: str | Path) -> tuple[int, str, str]:
+    def ours(self, module: str, *words: object) -> tuple[int, str, str]:
         """Run a module of ours, by its name; torch's own word on NumPy is left out."""
         code, out, err = self.run(self.python, "-m", module, *words, PYTHONPATH=str(ROOT))
         return code, out, re.sub(r".*UserWarning: Failed to initialize NumPy.*\n.*\n", "", err)

@@ -85,7 +85,9 @@ def _gather() -> list[Any]:
 
 def test_gather_joins_unequal_shares_without_padding() -> None:
     wholes = [
-        torch.cat([torch.atleast_1d(one), torch.atleast_1d(two)]) if one.numel() else two
+        torch.cat([part if part.dim() else part[None] for part in (one, two)])
+        if one.numel()
+        else two
         for one, two in SHARES
     ]
     expected = [(one.dtype, one.shape, one.tolist()) for one in wholes]
