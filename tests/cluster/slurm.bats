@@ -922,11 +922,11 @@ nothing_queued() {
 
 # Each launcher starts a script on node1 and node2, with one rank each.
 over_ssh() { # <script>
-  on login scripts/ssh/launch.sh --hosts node1,node2 --nproc-per-node 1 "$1"
+  on login scripts/launch.sh --hosts node1,node2 --nproc-per-node 1 "$1"
 }
 
 in_job() { # <script>
-  job --nodes=2 --gpus-per-node=1 scripts/slurm/slurm_train.sh "$1" || { CODE=$? && cat job.out && return "$CODE"; }
+  TRAIN_SCRIPT=$1 job --nodes=2 --gpus-per-node=1 scripts/slurm/slurm_train.sh - || { CODE=$? && cat job.out && return "$CODE"; }
   cat job.out
 }
 
