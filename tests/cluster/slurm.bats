@@ -926,6 +926,7 @@ over_ssh() { # <script>
 }
 
 in_job() { # <script>
+  rm -f job.out
   TRAIN_SCRIPT=$1 job --nodes=2 --gpus-per-node=1 scripts/slurm/slurm_train.sh - || { CODE=$? && cat job.out && return "$CODE"; }
   cat job.out
 }
