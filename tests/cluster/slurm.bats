@@ -966,11 +966,13 @@ with_torchrun() { # <script>
 @test "srun alone: a task that stays away, and a rank given twice, are one line" {
   local train=("$PYTHON" "$ROOT/train.py" --config "$ROOT/config/local3.yaml" "${SMALL[@]}" distributed.join_timeout=10)
   run ! on login srun --nodes=2 --ntasks=4 bash -c '((SLURM_PROCID == 3)) || exec "$@"' bash "${train[@]}"
-  [[ $(grep -c '^train.py: 1 of 4 ranks did not join at [^ ]* within 10 s: rank 3; .*\[node-missing\]$' <<<"$output") == 1 ]]
+  [[ $(grep -c '^train.py: 1 of 4 ranks did not join at [^ ]* within 10 s: rank 3; .*\[node-missing\]$' <<<"$output") == 3 ]]
   [[ $output != *Traceback* ]]
+  run ! on login srun --nodes=2 --ntasks=4 bash -c '((SLURM_PROCID == 0)) || exec "$@"' bash "${train[@]}"
+  [[ $(grep -c '^train.py: rank . on .* could not connect to .* within 10 s; .*\[node-missing\]$' <<<"$output") == 3 ]]
   # shellcheck disable=SC2016 # the task's shell is to read them
   run ! on login srun --nodes=2 --ntasks=4 bash -c 'SLURM_PROCID=$((SLURM_PROCID == 3 ? 2 : SLURM_PROCID)) exec "$@"' bash "${train[@]}"
-  [[ $(grep -c '^train.py: rank 2 runs twice, on .*\[duplicate-node-rank\]$' <<<"$output") == 4 ]]
+  [[ $(grep -c '^train.py: rank 2 runs twice, on .*\[duplicate-node-rank\]$' <<<"$output") == 1 ]]
   [[ $output != *Traceback* ]]
 }
 
