@@ -51,7 +51,7 @@ class NodeEnd:
     first_rank: int = 0
     codes: Sequence[int] = ()  # the exit codes of all its ranks, from the first on
     saved_step: int = -1  # of the newest checkpoint that a rank of it has told; -1: none
-    parts: Mapping[str, Sequence[int]] = field(default_factory=dict)  # steps of snapshots, by rank
+    parts: Mapping[str, Sequence[int]] = field(default_factory=dict)  # of snapshots: ranks, by step
     copies: Mapping[str, Sequence[int]] = field(default_factory=dict)  # the same of another node's
 
     def __post_init__(self) -> None:
