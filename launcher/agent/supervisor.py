@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import os
 import select
 import signal
@@ -36,6 +35,7 @@ from launcher.agent.control import (
     report_outcome,
     take_control,
 )
+from launcher.agent.deadline import Deadline
 from launcher.agent.link import AgentNote, SupervisorLink, close
 from launcher.failure import Failure, count_memory_kills, explain, signal_name
 from launcher.failure_block import Outcome
@@ -75,17 +75,6 @@ class Agent:
             processes.send([self.pid], QUERY)
         else:
             print("node agent: the ranks have not started yet", file=sys.stderr, flush=True)
-
-
-@dataclass(frozen=True)
-class Death:
-    """What is seen of an agent that has not told its end itself."""
-
-    code: int
-    is_asked: bool  # this process killed it
-    is_out_of_memory: bool  # the kernel has killed something here for lack of memory
-    has_torch: bool  # it had imported torch
-    words: Sequence[str]  # what it said last
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -245,13 +234,10 @@ def guard(agent: Agent) -> int:
     has_torch, words = _show_last_words(agent.words)
     has_failed = code != 0 and not agent.passed_on and (words or not has_torch)
     if os.WIFSIGNALED(status) or has_failed:
-        note = _read_note(agent)
-        if note.folder:
-            run_json.note_end(Path(note.folder), code, agent=agent.pid)
+        has_kills = count_memory_kills() > memory_kills
+        why = _explain_death(code, words, has_torch=has_torch, is_out_of_memory=has_kills)
         is_asked = os.WTERMSIG(status) in agent.passed_on
-        is_out_of_memory = count_memory_kills() > memory_kills
-        death = Death(code, is_asked, is_out_of_memory, has_torch, words)
-        _report_death(death, note, agent.control, left=len(left))
+        _report_death(agent, code, None if is_asked else why, words, left=len(left))
     agent.notes.close()
     if agent.recorded:  # the run may have ended before it began
         run_json.note_end(Path(agent.recorded), code)
@@ -263,10 +249,10 @@ def _await_end(agent: Agent) -> int:
 
     Signals are blocked and taken one by one: a handler could run within another.
     """
-    kill_at = math.inf
+    kill = Deadline()
     grace_s = float(os.environ.get("GRACE") or limits.GRACE_S)
     while (status := dict(processes.reap()).get(agent.pid)) is None:
-        wait_s = min(kill_at - own_time.now(), limits.BEAT_S)
+        wait_s = min(kill.at - own_time.now(), limits.BEAT_S)
         came = processes.await_signal({*agent.handled, QUERY, *agent.pausing}, wait_s)
         if came in agent.pausing:
             processes.suspend()
@@ -275,45 +261,56 @@ def _await_end(agent: Agent) -> int:
         elif came is not None:
             agent.send(came)
             if came != NOTICE:
-                kill_at = min(kill_at, own_time.now() + grace_s + limits.STOP_AGENT_S)
-        elif own_time.now() > kill_at:  # it has been stopped (SIGSTOP), or hangs
+                kill.set_within(grace_s + limits.STOP_AGENT_S)
+        elif kill.take():  # it has been stopped (SIGSTOP), or hangs
             agent.kill()
-            kill_at = math.inf
     return status
 
 
-def _report_death(death: Death, note: AgentNote, control: Control | None, *, left: int) -> None:
-    """Tell in the agent's place how the run ended: the agent was killed, failed or left early."""
-    code, words = death.code, death.words
-    fault, cause = _explain_death(death)
-    frames = words[-3:] if signal_name(code) else words[-4:-1]
-    host, now = socket.gethostname(), time.time()
-    failure = Failure(fault, cause, code, host, note.node_rank, now, frames=frames)
+def _report_death(
+    agent: Agent, code: int, why: tuple[str, str] | None, words: Sequence[str], *, left: int
+) -> None:
+    """Tell in the agent's place how the run ended: the agent was killed, failed or left early.
+
+    `why` is the fault and the cause; None: this process ended the agent.
+    """
+    note, failure = _read_note(agent), None
+    folder = Path(note.folder) if note.folder else None
+    if folder is not None:
+        run_json.note_end(folder, code, agent=agent.pid)
+    if why is not None:
+        frames = words[-3:] if signal_name(code) else words[-4:-1]
+        host, now = socket.gethostname(), time.time()
+        failure = Failure(*why, code, host, note.node_rank, now, frames=frames)
+    elif code == 128 + signal.SIGKILL:  # the launcher is gone
+        return
     outcome = Outcome(
         code,
-        None if death.is_asked else failure,
+        failure,
         stopped=note.ranks,
         left=left,
         started=note.started,
         run_id=note.run_id,
         command=note.command,
     )
-    is_silent = death.is_asked and code == 128 + signal.SIGKILL  # the launcher is gone
-    if not is_silent:
-        folder = Path(note.folder) if note.folder else None
-        report_outcome(outcome, control, is_line_open=note.ranks > 0, folder=folder)
+    report_outcome(outcome, agent.control, is_line_open=note.ranks > 0, folder=folder)
 
 
-def _explain_death(death: Death) -> tuple[str, str]:
-    """Return the fault and the cause."""
-    if death.is_out_of_memory and death.code == 128 + signal.SIGKILL:
-        fault, cause = explain(death.code, out_of_memory=True)
+def _explain_death(
+    code: int, words: Sequence[str], *, has_torch: bool, is_out_of_memory: bool
+) -> tuple[str, str]:
+    """Return the fault and the cause of the end of an agent that has not told it itself.
+
+    `words` are what it said last. With `is_out_of_memory`, the kernel has killed something here.
+    """
+    if is_out_of_memory and code == 128 + signal.SIGKILL:
+        fault, cause = explain(code, out_of_memory=True)
         return fault, f"the node agent: {cause}"
-    if by_signal := signal_name(death.code):
-        when = "from outside this run" if death.has_torch else "while it imported torch"
+    if by_signal := signal_name(code):
+        when = "from outside this run" if has_torch else "while it imported torch"
         return "agent-killed", f"{by_signal} to the node agent, {when}"
-    last = death.words[-1] if death.words else f"exit code {death.code}"
-    if death.has_torch:
+    last = words[-1] if words else f"exit code {code}"
+    if has_torch:
         return "agent-killed", f"the node agent failed: {last}"
     return "env-missing", f"the node agent could not import torch: {last}"
 
