@@ -68,7 +68,7 @@ class Attempt:
         self.rest_s = 0.0  # before the next turn, where output comes in small pieces
         self.partial = Deadline()  # to see to lines that have not ended
         self.over = Deadline()  # no more waiting for the other nodes
-        self.notice = Notice(self.ranks, self.facts, self.query)
+        self.notice = Notice(self.ranks, self.facts, self.query.show)
 
     # --- the event loop -------------------------------------------------------------------------
 
@@ -141,7 +141,8 @@ class Attempt:
             processes.end_descendants()
         suspect = self.query.on_time()
         if suspect is not None and not self.facts.failures:
-            self._end_all_stuck(suspect)
+            self.send_all(EndRanks(suspect))
+            self._end_stuck(suspect)
 
     def _is_over(self) -> bool:
         """True when every rank here has ended and nothing more is to be heard from other nodes."""
@@ -240,18 +241,14 @@ class Attempt:
                 self.snapshots.incoming.take(message)
             case NodeBeat() if message.straggler is not None:
                 self.stragglers[node] = message.straggler
+            case EndRanks(stuck=-1):
+                self.term.set_within(0.0)
             case EndRanks():
-                self._end_ranks(message)
+                self._end_stuck(message.stuck)
             case NodeEnd():
                 self.facts.nodes[node] = message
             case Verdict():
                 self.facts.verdict = message
-
-    def _end_ranks(self, request: EndRanks) -> None:
-        if request.stuck >= 0:
-            self._end_stuck(request.stuck)
-        else:
-            self.term.set_within(0.0)
 
     def send_all(self, message: Message, *, but: Peer | None = None) -> None:
         """Send to every other agent from node rank 0, and from elsewhere to node rank 0's."""
@@ -281,13 +278,9 @@ class Attempt:
             if suspect is not None and suspect.is_stuck:
                 self.query.ask_about(suspect)
 
-    def _end_all_stuck(self, suspect: int) -> None:
-        self.send_all(EndRanks(suspect))
-        self._end_stuck(suspect)
-
     def _end_stuck(self, suspect: int) -> None:
         """Collect the stacks of all ranks here, and kill them because of the suspect."""
-        found = self.ranks.describe_stuck(suspect)
-        if found is not None:
-            self._fail(found)
+        failure = self.ranks.describe_stuck(suspect)
+        if failure is not None:
+            self._fail(failure)
             self.kill.set_within(0.0)  # one that continues now must not save

@@ -1,26 +1,30 @@
 """Where all ranks are: asked of every node on SIGQUIT, and when a script falls silent (no torch).
 
 Each agent has its ranks write their stacks, and tells node rank 0's; that one shows them. It is
-also asked by a file, ASKED in the run's folder, and adds what it shows to another one there.
+also asked by a file, ASKED in the run's folder, and adds what it shows to another one there. By
+such a file comes SLURM's notice of a time limit, too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from distributed.environment import printable
+from distributed.stop_signals import NOTICE
 from launcher.agent.deadline import Deadline
 from launcher.agent.diagnosis import stuck
 from launcher.agent.diagnosis.collectives import find_mismatches
 from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.node_ranks import NodeRanks
 from launcher.agent.nodes.protocol import NodeStacks, Peer, StackRequest
-from launcher.record.run_json import ASKED, SHOWN
+from launcher.record.run_json import ASKED, NOTICED, SHOWN
 from launcher.wire import limits
 
 LONGEST = 2000  # characters of a line that is shown
@@ -35,7 +39,7 @@ class Query:
     peers: Mapping[int, Peer]
     show: Callable[[str], None]
     folder: Path | None  # of the run; None: it has none
-    _look: Deadline = field(default_factory=Deadline)  # for the file, on node rank 0
+    _look: Deadline = field(default_factory=Deadline)  # for the files, on node rank 0
     _start: Deadline = field(default_factory=Deadline)
     _end: Deadline = field(default_factory=Deadline)  # no more waiting for other nodes
     _told: dict[int, NodeStacks] = field(default_factory=dict)  # by node rank
@@ -74,9 +78,10 @@ class Query:
         if self._look.take():
             self._look.set_within(limits.ASKED_LOOK_S)
             assert self.folder is not None
-            with contextlib.suppress(OSError):  # it is not there: nobody asks
-                (self.folder / ASKED).unlink()
-                self.ask()
+            for name, act in (ASKED, self.ask), (NOTICED, partial(signal.raise_signal, NOTICE)):
+                with contextlib.suppress(OSError):  # it is not there: nobody asks
+                    (self.folder / name).unlink()
+                    act()
         if self._start.take():
             is_first, is_asking = self.ranks.node_rank == 0, bool(self._told)
             if not is_asking:
