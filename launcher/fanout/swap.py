@@ -12,7 +12,7 @@ from distributed.errors import Refused
 from launcher import handshake
 from launcher.fanout.connection import Connection
 from launcher.fanout.protocol import Hello
-from launcher.plan.plan import Plan
+from launcher.plan.plan import NodePlan, Plan
 from launcher.preflight.check_node import Report
 from launcher.record import run_json
 
@@ -39,7 +39,7 @@ def swap_ill(plan: Plan, connections: list[Connection], say: Callable[[str], Non
     None where nothing changes: no node is ill, or there are not enough spares.
     """
     ill = find_ill(plan, [one.answer(Report) for one in connections]) if plan.num_spares else ()
-    if not ill or (found := swap(plan, ill)) is None:
+    if (found := swap(plan, ill)) is None:
         return None
     swapped, told = found
     say("; ".join(told))
@@ -50,8 +50,11 @@ def swap_ill(plan: Plan, connections: list[Connection], say: Callable[[str], Non
 
 
 def swap(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
-    """Return the plan without these nodes, and who takes their places; None if spares lack."""
-    if 0 in ill and os.environ.get("MASTER_ADDR"):  # the address of a node that is not used
+    """Return the plan without these nodes, and who takes their places.
+
+    None where there are no such nodes, or too few spares.
+    """
+    if not ill or (0 in ill and os.environ.get("MASTER_ADDR")):  # which would not be used
         return None
     nodes = list(plan.nodes[: plan.num_nodes])
     rest = range(plan.num_nodes, plan.num_agents)
@@ -64,29 +67,26 @@ def swap(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
         told.append(f"{spare.name} takes {nodes[place].name}'s place")
         spares.remove(spare)
         nodes[place] = spare
-    master = nodes[0].name.rpartition("@")[2]
+    master = nodes[0].name.rpartition("@")[2] if 0 in ill else plan.master_addr
     return replace(plan, nodes=[*nodes, *spares], num_spares=len(spares), master_addr=master), told
 
 
 def leave_out(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
-    """Return the plan of a SLURM job without these nodes, and what changes; None if spares lack.
+    """Do the same for the plan of a SLURM job, whose nodes have no names of their own there.
 
     All nodes of a step are alike, and keep the order of SLURM's list.
     """
-    if not 0 < len(ill) <= plan.num_spares or (0 in ill and os.environ.get("MASTER_ADDR")):
-        return None
     hosts = hostlist.expand(plan.hosts)
+    if (found := swap(replace(plan, nodes=[*map(NodePlan, hosts)]), ill)) is None:
+        return None
+    swapped, told = found
     rest = [host for node_rank, host in enumerate(hosts) if node_rank not in ill]
-    replaced = [hosts[node_rank] for node_rank in sorted(ill) if node_rank < plan.num_nodes]
-    chosen = [host for host in rest[: plan.num_nodes] if host not in hosts[: plan.num_nodes]]
-    told = [f"{hosts[place]} is no spare" for place in sorted(ill) if place >= plan.num_nodes]
-    told += [f"{new} takes {old}'s place" for new, old in zip(chosen, replaced, strict=True)]
     swapped = replace(
-        plan,
+        swapped,
+        nodes=(),
         hosts=",".join(rest),
-        left_out=[*plan.left_out, *(hosts[place] for place in sorted(ill))],
-        num_spares=plan.num_spares - len(ill),
-        master_addr=rest[0],
+        left_out=[*plan.left_out, *(hosts[node_rank] for node_rank in sorted(ill))],
+        master_addr=rest[0] if 0 in ill else plan.master_addr,
     )
     return swapped, told
 
