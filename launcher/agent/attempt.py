@@ -41,6 +41,7 @@ from launcher.agent.snapshots.memory import Snapshots
 from launcher.agent.verdict import Facts, NodeEnd, Verdict
 from launcher.failure import Failure
 from launcher.wire import limits
+from launcher.wire.messages import KILLED
 
 
 @dataclass
@@ -160,7 +161,7 @@ class Attempt:
 
     def _on_supervisor_death(self) -> None:
         processes.end_descendants()
-        os._exit(128 + signal.SIGKILL)
+        os._exit(KILLED)
 
     def _on_output(self, stream: Stream) -> None:
         self.partial.set_within(limits.PARTIAL_LOOK_S)

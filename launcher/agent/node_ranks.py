@@ -21,6 +21,7 @@ from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.output.stream import Stream
 from launcher.failure import Failure
 from launcher.wire import limits
+from launcher.wire.messages import KILLED
 
 
 @dataclass
@@ -208,7 +209,7 @@ class NodeRanks:
             unknown,
             fault="rank-stuck",
             cause=cause,
-            code=128 + signal.SIGKILL,
+            code=KILLED,
             frames=stacks[named.rank],
             stacks=[
                 *stuck.group_stacks(stacks),

@@ -43,6 +43,7 @@ from launcher.outer_run import leave_outer_run
 from launcher.record import run_json
 from launcher.text import mend_streams
 from launcher.wire import limits
+from launcher.wire.messages import KILLED
 
 HAS_TORCH = b"\0"  # begins the file for an agent's last words, after the import
 
@@ -282,7 +283,7 @@ def _report_death(
         frames = words[-3:] if signal_name(code) else words[-4:-1]
         host, now = socket.gethostname(), time.time()
         failure = Failure(*why, code, host, note.node_rank, now, frames=frames)
-    elif code == 128 + signal.SIGKILL:  # the launcher is gone
+    elif code == KILLED:  # the launcher is gone
         return
     outcome = Outcome(
         code,
@@ -303,7 +304,7 @@ def _explain_death(
 
     `words` are what it said last. With `is_out_of_memory`, the kernel has killed something here.
     """
-    if is_out_of_memory and code == 128 + signal.SIGKILL:
+    if is_out_of_memory and code == KILLED:
         fault, cause = explain(code, out_of_memory=True)
         return fault, f"the node agent: {cause}"
     if by_signal := signal_name(code):

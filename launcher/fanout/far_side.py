@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import socket
 import struct
 import subprocess
@@ -32,6 +31,7 @@ from launcher.preflight.check_node import Request, check_node
 from launcher.text import mend_streams
 from launcher.typed_json import encode, parse
 from launcher.wire import limits
+from launcher.wire.messages import KILLED
 
 
 def main(arguments: list[str]) -> int:
@@ -144,7 +144,7 @@ def offer_start(start: Start, token: str) -> int:
             other.settimeout(limits.PDSH_CUT_S)
             with contextlib.suppress(OSError):
                 code = said.readline(80)
-    return int(code) % 256 if code.strip().isdigit() else 128 + signal.SIGKILL
+    return int(code) % 256 if code.strip().isdigit() else KILLED
 
 
 def await_other(listener: socket.socket) -> socket.socket | None:

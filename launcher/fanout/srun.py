@@ -157,9 +157,9 @@ def receive(srun: subprocess.Popen[bytes], plan: Plan) -> bytes:
 
     srun itself gives up a node that does not answer only after several of SLURM's time limits.
     """
-    left_s = limits.STEP_IMAGE_S if plan.step_options() else limits.STEP_PREFLIGHT_S
+    limit_s = limits.STEP_IMAGE_S if plan.step_options() else limits.STEP_PREFLIGHT_S
     try:
-        return bytes(srun.communicate(timeout=min(limits.STEP_NAMING_S, left_s))[0])
+        return bytes(srun.communicate(timeout=limits.STEP_NAMING_S)[0])
     except subprocess.TimeoutExpired as wait:
         answered = {int(rank) for rank in re.findall(rb"^node=(\d+) ", wait.output or b"", re.M)}
     silent = silent_hosts(plan, answered)
@@ -169,7 +169,7 @@ def receive(srun: subprocess.Popen[bytes], plan: Plan) -> bytes:
         )
         print(f"{plan.program}: warning: {cause}; waiting [node-missing]", file=sys.stderr)
     try:
-        return bytes(srun.communicate(timeout=left_s - min(limits.STEP_NAMING_S, left_s))[0])
+        return bytes(srun.communicate(timeout=limit_s - limits.STEP_NAMING_S)[0])
     except subprocess.TimeoutExpired:
         srun.terminate()
         return bytes(srun.communicate()[0])

@@ -36,6 +36,7 @@ from launcher.record.run_json import ASKED, NOTICED
 from launcher.text import short_host_name
 from launcher.typed_json import MessageError
 from launcher.wire import limits
+from launcher.wire.messages import KILLED
 
 LIMIT = "TimeLimit"  # squeue's reason
 MOST_RESTARTS = 3  # in a row that gain no checkpoint
@@ -160,7 +161,7 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     code, outcome = processes.shell_code(srun.returncode), None
     if output is not None:
         output.close()
-        is_killed = code >= 128 + signal.SIGKILL  # srun's is the highest of its tasks'
+        is_killed = code >= KILLED  # srun's is the highest of its tasks'
         outcome = find_outcome(plan, output, started) if is_killed and not asked else output.outcome
     if outcome is not None:
         outcome = as_slurm_ended(outcome)
@@ -226,7 +227,7 @@ def find_outcome(plan: Plan, output: Output, started: float) -> Outcome | None:
 
 def blame_unreported(plan: Plan, output: Output, started: float) -> Outcome:
     """Return the outcome of a run of which a node agent was killed; the others only stopped."""
-    killed, well = Exit(128 + signal.SIGKILL, 0), Exit(0, 0)
+    killed, well = Exit(KILLED, 0), Exit(0, 0)
     nodes = [
         NodeResult(host, killed if rank in output.unreported else well, output.told.get(rank))
         for rank, host in enumerate(hostlist.expand(plan.hosts))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distributed.environment import check_run_id
+
+KILLED = 128 + signal.SIGKILL  # exit code of a process that was killed
 
 
 @dataclass(frozen=True)

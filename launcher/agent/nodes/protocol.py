@@ -9,7 +9,6 @@ The bytes of a snapshot follow their line.
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from launcher.agent.verdict import NodeEnd, Verdict
 from launcher.failure import Failure
 from launcher.typed_json import Kinds
 from launcher.wire import limits
-from launcher.wire.messages import MEETING, NodeReport, PairResult, PairTest, Refusal
+from launcher.wire.messages import KILLED, MEETING, NodeReport, PairResult, PairTest, Refusal
 from launcher.wire.node_link import Link
 
 
@@ -141,4 +140,4 @@ class Peer(Link[Message]):
         fault, cause = "agent-killed", "its node agent is gone"
         if self.is_silent:
             fault, cause = "link-lost", f"no heartbeat for {limits.SILENCE_S:g} s (network down?)"
-        return Failure(fault, cause, 128 + signal.SIGKILL, host, node_rank, time.time())
+        return Failure(fault, cause, KILLED, host, node_rank, time.time())
