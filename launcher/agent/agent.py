@@ -99,17 +99,15 @@ class NodeAgent:
     def _take_part(self, meeting: Meeting) -> None:
         """Take what this agent is assigned in the next attempt; raises Refused."""
         own, args = meeting.assignment, self.args
-        self.meeting = meeting
+        own_port = meeting.listener.getsockname()[1] if meeting.listener else args.master_port
+        own = replace(own, address=own.address or args.master_addr, port=own.port or own_port)
+        self.meeting, self.own = meeting, own
         begins, self.is_spare = self.is_spare and own.node_rank >= 0, own.node_rank < 0
         if begins:
             self._open_folder(own)
         self.store: TCPStore | None = None  # a fresh one: the old one's keys would mislead ranks
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(own.attempt)  # for locks (RunLock)
-        master, number = own.address or args.master_addr, len(own.hosts)
-        self.args = replace(args, node_rank=own.node_rank, num_nodes=number, master_addr=master)
-        own_port = meeting.listener.getsockname()[1] if meeting.listener else args.master_port
-        self.port = own.port or own_port
-        if own.node_rank == 0 and number > 1:
+        if own.node_rank == 0 and len(own.hosts) > 1:
             self.snapshots.outgoing.begin()
         if self.folder is not None and own.node_rank == 0 and self.restarts.record is None:
             launcher = None if self.supervisor.control else LauncherProcess.of(os.getppid())
@@ -144,7 +142,7 @@ class NodeAgent:
         while True:
             attempt = self._begin_attempt(signals)
             facts, verdict = attempt.facts, attempt.watch(self.outputs)
-            if self.args.node_rank == 0 and verdict.outcome.code and not self.may_go_on_elsewhere:
+            if self.own.node_rank == 0 and verdict.outcome.code and not self.may_go_on_elsewhere:
                 # What all nodes are to lay together if no attempt follows.
                 nodes, saved_step = [*facts.nodes.values()], self.heartbeats.reached()[0]
                 verdict = replace(verdict, parts=self.snapshots.find_parts(nodes, saved_step))
@@ -156,7 +154,7 @@ class NodeAgent:
 
     @property
     def is_last(self) -> bool:
-        return self.meeting.assignment.attempt >= self.args.max_restarts
+        return self.own.attempt >= self.args.max_restarts
 
     @property
     def may_go_on_elsewhere(self) -> bool:
@@ -167,14 +165,14 @@ class NodeAgent:
     def _begin_attempt(self, signals: list[int]) -> Attempt:
         """Fork the ranks."""
         self.restarts.begin_attempt()
-        args, meeting = self.args, self.meeting
-        hosts, peers, team = meeting.assignment.hosts, meeting.peers, meeting.team
+        args, own, meeting = self.args, self.own, self.meeting
+        hosts, peers, team = own.hosts, meeting.peers, meeting.team
         ranks = [] if self.is_spare else self._fork_ranks()
         if meeting.listener is not None:  # on the very same socket as the agents met
             with without_noise(2):
-                self.store = serve_store(args.master_addr, self.port, meeting.listener.detach())
-        host = "" if self.is_spare else hosts[args.node_rank]
-        here = NodeRanks(ranks, self.heartbeats, args.node_rank, host)
+                self.store = serve_store(own.address, own.port, meeting.listener.detach())
+        host = "" if self.is_spare else hosts[own.node_rank]
+        here = NodeRanks(ranks, self.heartbeats, own.node_rank, host)
         for peer in peers.values():
             # It may have waited long for the others, and be about to save the lost node's snapshot.
             peer.heard = time.monotonic() + (args.grace_s if meeting.lost else 0)
@@ -199,13 +197,12 @@ class NodeAgent:
         others = team.everyone() if team is not None else meeting.peers.values()
         held = [self.supervisor, *filter(None, (meeting.listener, meeting.failover)), *others]
         given = zip(map(self._variables, range(self.args.nproc)), self.cpus, strict=True)
-        return fork_ranks(self.args.program, meeting.assignment, self.outputs, given, held)
+        return fork_ranks(self.args.program, self.own, self.outputs, given, held)
 
     def _variables(self, local_rank: int) -> dict[str, str]:
         """Return what a rank is given."""
-        own = self.meeting.assignment
         return {
-            **variables_of(self.args, own, local_rank, self.port, self.error_files),
+            **variables_of(self.args, self.own, local_rank, self.error_files),
             **self.snapshots.variables(local_rank),
             **(self.network.variables if local_rank == 0 else {}),  # none but on node rank 0
             "HEARTBEAT_FILE": self.heartbeats.name(local_rank),
@@ -257,10 +254,9 @@ class NodeAgent:
         lost = [team.members[node_rank].host for node_rank in team.lost]
         replaced = team.refill() if lost else []
         # Another port: whoever is still on the way to the old store would mislead the new ranks.
-        address, listener = self.args.master_addr, checkin.listen(self.args.master_addr, 0)
-        number = self.meeting.assignment.attempt + 1
-        parts = team.assign(number, address, listener.getsockname()[1])
-        own = parts[self.args.node_id]
+        address, listener = self.own.address, checkin.listen(self.own.address, 0)
+        parts = team.assign(self.own.attempt + 1, address, listener.getsockname()[1])
+        own = parts[self.args.node_rank]
         self._take_part(replace(self.meeting, assignment=own, listener=listener, lost=None))
         self._note_restart(first, held_step, lost, replaced)
         return parts
@@ -270,11 +266,10 @@ class NodeAgent:
     ) -> None:
         """On node rank 0, record and tell why the ranks start again, and on which nodes."""
         line = self.restarts.note(first, held_step, lost=lost, replaced=replaced)
-        self.outputs.say(f"{line}; now on port {self.port}")
+        self.outputs.say(f"{line}; now on port {self.own.port}")
         if replaced:
             self._tell_membership()
-            part = self.meeting.assignment
-            self.restarts.write(hosts=part.hosts, world_size=part.world_size)
+            self.restarts.write(hosts=self.own.hosts, world_size=self.own.world_size)
 
     def _on_lost_spare(self, loss: Failure) -> None:
         fault = f"{loss.cause}; the run continues [{loss.fault}]"
@@ -285,7 +280,7 @@ class NodeAgent:
         """Tell the launcher which nodes the run goes on with."""
         if (team := self.meeting.team) is not None:
             nodes = [member.node_id for member in team.members]
-            membership = Membership(self.meeting.assignment.attempt, nodes, [*team.spares])
+            membership = Membership(self.own.attempt, nodes, [*team.spares])
             self.outputs.tell(membership, self.supervisor.control)
 
     # --- the end ------------------------------------------------------------------------------
@@ -303,7 +298,7 @@ class NodeAgent:
         if verdict.parts is not None:
             step = self.snapshots.save_parts(verdict.parts, self.meeting.peers, limit_s)
         else:
-            saved, is_first_node = self.heartbeats.reached()[0], self.args.node_rank == 0
+            saved, is_first_node = self.heartbeats.reached()[0], self.own.node_rank == 0
             step = self.snapshots.save(saved, is_first_node=is_first_node, limit_s=limit_s)
         return outcome.with_saved(step) if step >= 0 else outcome
 
@@ -320,18 +315,18 @@ class NodeAgent:
             self.outputs.say("the run has ended with code 0")
         can_resume = outcome.code != BAD_INPUT
         command = resume_command(self.args, has_saved=outcome.has_saved) if can_resume else ""
-        run_id = self.meeting.assignment.run_id
+        run_id = self.own.run_id
         outcome = replace(outcome, started=self.started, run_id=run_id, command=command)
         folder = self.folder and self.folder.path
-        if folder and self.args.node_rank and (folder / "run.json").exists():
+        if folder and self.own.node_rank and (folder / "run.json").exists():
             folder = None  # node rank 0's, on a shared disk
         report_outcome(outcome, control, is_line_open=is_open, folder=folder)
 
 
 def shows_no_rank(agent: NodeAgent) -> bool:
     """Return whether this node has a terminal to itself, and rank 0 is elsewhere."""
-    args = agent.args
-    return agent.supervisor.control is None and not args.is_in_step and args.node_rank > 0
+    is_alone = agent.supervisor.control is None and not agent.args.is_in_step
+    return is_alone and agent.own.node_rank > 0
 
 
 def resume_command(args: Arguments, *, has_saved: bool) -> str:

@@ -55,7 +55,7 @@ def fork_ranks(
 
 
 def variables_of(
-    args: Arguments, assignment: Assignment, local_rank: int, port: int, error_files: Path
+    args: Arguments, assignment: Assignment, local_rank: int, error_files: Path
 ) -> dict[str, str]:
     """Return what torchrun adds to a rank's environment, and what is ours."""
     number = assignment.first_rank + local_rank
@@ -64,13 +64,13 @@ def variables_of(
         "LOCAL_RANK": local_rank,
         "WORLD_SIZE": assignment.world_size,
         "LOCAL_WORLD_SIZE": args.nproc,
-        "GROUP_RANK": args.node_rank,
-        "GROUP_WORLD_SIZE": args.num_nodes,
+        "GROUP_RANK": assignment.node_rank,
+        "GROUP_WORLD_SIZE": len(assignment.hosts),
         "ROLE_NAME": args.role,
         "ROLE_RANK": number,
         "ROLE_WORLD_SIZE": assignment.world_size,
-        "MASTER_ADDR": args.master_addr,
-        "MASTER_PORT": port,
+        "MASTER_ADDR": assignment.address,
+        "MASTER_PORT": assignment.port,
         "TORCHELASTIC_ERROR_FILE": error_files / f"rank_{number}.json",
         "TORCHELASTIC_RUN_ID": assignment.run_id,
         "TORCHELASTIC_RESTART_COUNT": assignment.attempt,

@@ -46,7 +46,7 @@ class Arguments:
 
     program: Program
     num_nodes: int
-    node_rank: int
+    node_rank: int  # as given: another may follow
     nproc: int  # ranks on this node
     master_addr: str
     master_port: int  # 0: any free one
@@ -58,7 +58,6 @@ class Arguments:
     is_in_step: bool  # srun started it, and shares its terminal between all nodes
     join_timeout_s: float
     grace_s: float
-    node_id: int  # the node rank given: another may follow
     num_spares: int  # agents beyond `num_nodes`, which wait
     min_nodes: int  # with which the run goes on without a spare; 0: it replaces no node
     redirected: Sequence[Std]  # by local rank: streams that go to files of their own alone
@@ -125,7 +124,6 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         is_in_step=is_placed,
         join_timeout_s=float(settings.get("join_timeout", "300")),
         grace_s=float(grace_s),
-        node_id=args.node_rank,
         num_spares=spares,
         min_nodes=min_nodes,
         has_virtual_ranks=_has_virtual_ranks(args, nproc),

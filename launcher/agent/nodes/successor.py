@@ -38,7 +38,7 @@ def follow(before: Meeting, lost: Failure, args: Arguments) -> Meeting | None:
 def _meet(before: Meeting, lost: Failure, args: Arguments) -> Meeting | None:
     old, until = before.assignment, own_time.now() + limits.SUCCESSOR_S
     everyone = [*old.members, *old.spares]
-    own = next(one for one in everyone if one.node_id == args.node_id)
+    own = next(one for one in everyone if one.node_id == args.node_rank)
     count_all, run_id = len(everyone), old.run_id
     me = NodeReport(own.node_id, count_all, own.nproc, own.host, run_id, attempt=old.attempt)
     for successor in old.successors:
