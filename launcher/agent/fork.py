@@ -85,9 +85,8 @@ def variables_of(
         variables["OMP_NUM_THREADS"] = 1  # torchrun's choice
     if is_nccl_available() and RECORDER_SIZE not in os.environ:
         variables[RECORDER_SIZE] = DEFAULT_SIZE
-    if args.has_virtual_ranks:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpu = local_rank if visible is None else visible.split(",")[local_rank].strip()
+    if args.virtual_gpus:
+        gpu = args.virtual_gpus[local_rank]
         variables |= {"LOCAL_RANK": 0, "CUDA_VISIBLE_DEVICES": gpu}
     return {name: str(value) for name, value in variables.items()}
 

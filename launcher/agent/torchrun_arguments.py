@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed.run as torchrun
-from torch.distributed.elastic.multiprocessing import Std
+from torch.distributed.elastic.multiprocessing import Std, to_map
 
 from distributed.environment import slurm_node
 from distributed.stop_signals import NEVER_ADDED
@@ -60,10 +60,10 @@ class Arguments:
     grace_s: float
     num_spares: int  # agents beyond `num_nodes`, which wait
     min_nodes: int  # with which the run goes on without a spare; 0: it replaces no node
-    redirected: Sequence[Std]  # by local rank: streams that go to files of their own alone
-    teed: Sequence[Std]  # streams that do so, too
+    redirected: Mapping[int, Std]  # by local rank: streams that go to files of their own alone
+    teed: Mapping[int, Std]  # streams that do so, too
     numa_binding: str  # empty: none
-    has_virtual_ranks: bool  # each rank sees its own GPU alone, as local rank 0
+    virtual_gpus: Sequence[str]  # by local rank: the only one it sees, as local rank 0; or all
     has_labels: bool  # all ranks are shown, each line after its rank
     access: Access = field(repr=False)
 
@@ -126,11 +126,11 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         grace_s=float(grace_s),
         num_spares=spares,
         min_nodes=min_nodes,
-        has_virtual_ranks=_has_virtual_ranks(args, nproc),
+        virtual_gpus=_virtual_gpus(args, nproc),
         numa_binding=vars(args).get("numa_binding") or os.environ.get("NUMA_BINDING", ""),
-        redirected=_streams(args.redirects, nproc),
-        teed=(teed := _streams(args.tee, nproc)),
-        has_labels=any(teed) or os.environ.get("SHOW_RANKS") == "all" or is_debug,
+        redirected=to_map(Std.from_str(args.redirects), nproc),
+        teed=(teed := to_map(Std.from_str(args.tee), nproc)),
+        has_labels=any(teed.values()) or os.environ.get("SHOW_RANKS") == "all" or is_debug,
         access=handshake.read_access(os.environ),
     ), beyond_static
 
@@ -189,22 +189,19 @@ def _check_signals(args: argparse.Namespace) -> None:
         raise ValueError(f"{cause}; give names such as SIGUSR2")
 
 
-def _streams(text: str, nproc: int) -> list[Std]:
-    """Return the streams that --redirects or --tee names, by local rank."""
-    given = Std.from_str(text)
-    ranks = range(nproc)
-    return [given if isinstance(given, Std) else given.get(one, Std.NONE) for one in ranks]
+def _virtual_gpus(args: argparse.Namespace, nproc: int) -> list[str]:
+    """Return each rank's only GPU, as --virtual-local-rank asks; empty without it.
 
-
-def _has_virtual_ranks(args: argparse.Namespace, nproc: int) -> bool:
-    """Whether --virtual-local-rank was given; raises ValueError where ranks lack a GPU for it."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    Raises ValueError where ranks lack one.
+    """
     if not vars(args).get("virtual_local_rank"):
-        return False
-    if visible is not None and len(visible.split(",")) < nproc:
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(nproc))))
+    gpus = [gpu.strip() for gpu in visible.split(",")]
+    if len(gpus) < nproc:
         cause = f"--virtual-local-rank: {nproc} ranks, but CUDA_VISIBLE_DEVICES={visible}"
         raise ValueError(f"{cause}; start no more ranks than GPUs")
-    return True
+    return gpus
 
 
 def _master(args: argparse.Namespace, num_agents: int) -> tuple[str, int]:
