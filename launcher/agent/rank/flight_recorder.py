@@ -7,28 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from distributed.torch_internals import RECORDER_SIZE, recorders
+from distributed.torch_internals import recorders
 from launcher.agent.diagnosis.collectives import DUMP_SIGNAL, Collective, file_of, newest
 from launcher.typed_json import encode
 
 DEFAULT_SIZE = 2000  # for NCCL
 
 
-def answer_requests() -> None:
-    """In a rank, before its script runs: answer in a thread, where torch records collectives.
+def answer_requests(error_file: Path) -> None:
+    """In a rank that records collectives, before its script runs: answer in a thread.
 
     The main thread may wait in one, where it could handle no signal.
     """
-    if (os.environ.get(RECORDER_SIZE) or "0") == "0":
-        return
-    file = file_of(Path(os.environ["TORCHELASTIC_ERROR_FILE"]))
+    file = file_of(error_file)
     signal.pthread_sigmask(signal.SIG_BLOCK, {DUMP_SIGNAL})  # in all threads
     threading.Thread(target=_answer, args=(file,), name="flight recorder", daemon=True).start()
 
