@@ -117,7 +117,7 @@ class NodeAgent:
             self.error_files = self.folder.failures / f"attempt_{own.attempt}"
             self.error_files.mkdir(exist_ok=True)
         if meeting.lost is not None:
-            self.restarts.take_over(own.attempt - 1)
+            self.restarts.has_begun = True
             self._note_restart(meeting.lost, -1, [meeting.lost.host], meeting.told)
         if begins:
             folder = str(self.folder.path) if self.folder and self.restarts.record else ""
@@ -265,7 +265,8 @@ class NodeAgent:
         self, first: Failure, held_step: int, lost: Sequence[str], replaced: Sequence[str]
     ) -> None:
         """On node rank 0, record and tell why the ranks start again, and on which nodes."""
-        line = self.restarts.note(first, held_step, lost=lost, replaced=replaced)
+        number = self.own.attempt
+        line = self.restarts.note(first, held_step, number, lost=lost, replaced=replaced)
         self.outputs.say(f"{line}; now on port {self.own.port}")
         if replaced:
             self._tell_membership()
