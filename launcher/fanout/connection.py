@@ -18,10 +18,11 @@ from launcher import processes
 from launcher.agent.control import Membership
 from launcher.fanout import protocol
 from launcher.fanout.loop import Child, Loop, given_options, ssh_command
-from launcher.fanout.protocol import Hello
+from launcher.fanout.protocol import Hello, Start, Sweep
 from launcher.plan.own import Own, asked_names, find_own, read_begun
 from launcher.plan.plan import Plan, PlanError
 from launcher.plan.resume import FORWARDED
+from launcher.preflight.check_node import Request
 from launcher.wire import limits
 from launcher.wire.messages import Fault
 
@@ -75,10 +76,13 @@ class Connection(Child):
     def send_line(self, line: str) -> None:
         self.send(os.fsencode(f"{line}\n"))
 
-    def start(self, request: protocol.Start) -> None:
+    def start(self, request: Start) -> None:
         """Start the node's agent."""
         self.is_started, self._words, self.heard = True, b"", time.monotonic()
-        self.send_line(protocol.write_request(request))
+        self.ask(request)
+
+    def ask(self, request: Request | Start | Sweep) -> None:
+        self.send_line(protocol.REQUESTS.write(request))
 
     def answer(self, kind: type[T]) -> T | None:
         """Return what the node has said of this kind."""

@@ -11,6 +11,7 @@ SCRIPT are for whoever looks at ps. The second starts the supervisor that the fi
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import select
 import socket
@@ -57,17 +58,11 @@ def read_request() -> Request | Start | Sweep | None:
 
     Not a byte more is read: what follows a start is the agent's.
     """
-    size = b""
-    while not size.endswith(b"\n") or size == b"\n":
-        if not hears(0) or not (byte := os.read(0, 1)):
+    stream, line = io.FileIO(0, closefd=False), b"\n"
+    while line == b"\n":
+        if not hears(0) or not (line := stream.readline()).endswith(b"\n"):
             return None
-        size = size.strip() + byte
-    text = b""
-    while left := int(size) - len(text):
-        if not (data := os.read(0, left)):
-            return None
-        text += data
-    request: Request | Start | Sweep = protocol.REQUESTS.read(text)
+    request: Request | Start | Sweep = protocol.REQUESTS.read(line)
     return request
 
 

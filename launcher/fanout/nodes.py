@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from launcher.agent.control import Membership
-from launcher.fanout import protocol
 from launcher.fanout.connection import Connection
 from launcher.fanout.loop import Loop
 from launcher.fanout.protocol import Exit, Sweep
@@ -69,7 +68,7 @@ class Nodes:
         """Connect to a node that was lost, to end what is left there."""
         token = os.urandom(16).hex()
         look = self._connect(one.node, token, lambda line, is_error: None)
-        look.send_line(protocol.write_request(Sweep(one.token)))
+        look.ask(Sweep(one.token))
         self._looks[one] = look
 
     def find_unreachable(self, loop: Loop, within_s: float) -> dict[Connection, str]:

@@ -21,7 +21,6 @@ from distributed.stop_signals import QUERY, stop_signals
 from launcher import handshake
 from launcher.agent.control import Done
 from launcher.failure_block import Outcome, print_outcome
-from launcher.fanout import protocol
 from launcher.fanout.connection import AT_ONCE, Connection, choose_variables, greet, write_opening
 from launcher.fanout.ending import NodeResult, conclude
 from launcher.fanout.loop import Loop, given_options
@@ -113,7 +112,7 @@ class Fanout:
         )
         for number, node in enumerate(self.plan.nodes):
             asked = replace(request, node_rank=number, nproc=node.nproc)
-            self.connections[number].send_line(protocol.write_request(asked))
+            self.connections[number].ask(asked)
         self.wait_for(Report, answer_by)
         reports = [report for one in self.connections if (report := one.answer(Report))]
         gone = (one for one in self.connections if one.answer(Report) is None)
