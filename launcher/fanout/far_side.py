@@ -20,7 +20,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 
 from distributed.errors import CANNOT_START
 from launcher import processes
@@ -98,18 +97,17 @@ def run_agent(start: Start, token: str) -> int:
 # --- through pdsh -------------------------------------------------------------------------------
 
 
-def start_agent(start: Start, streams: Sequence[int]) -> int:
+def start_agent(start: Start, stdin: int, stdout: int, stderr: int) -> int:
     """Run the node's agent and its supervisor, a process of its own; returns its exit code."""
-    stdin, stdout, stderr = streams
-    env = {**os.environ, **start.variables, **Launched("stdin").variable()}
+    env = {**start.variables, **Launched("stdin").variable()}
     try:
-        agent = subprocess.Popen(
+        code = subprocess.call(
             start.command, cwd=start.directory, env=env, stdin=stdin, stdout=stdout, stderr=stderr
         )
     except OSError as error:
         os.write(stderr, os.fsencode(f"cannot start the node agent: {error}\n"))
         return CANNOT_START
-    return processes.shell_code(agent.wait())
+    return processes.shell_code(code)
 
 
 def offer_start(start: Start, token: str) -> int:
@@ -127,11 +125,9 @@ def offer_start(start: Start, token: str) -> int:
     if other is None:
         return CANNOT_START
     with other:
-        variables = {**os.environ, **start.variables}
-        full = Start(start.command, variables, start.directory)
-        socket.send_fds(other, [b"\n"], [0, 1, 2])
+        full = Start(start.command, {**os.environ, **start.variables}, start.directory)
         with contextlib.suppress(OSError):  # it died: seen below
-            other.sendall(f"{encode(full)}\n".encode())
+            socket.send_fds(other, [f"{encode(full)}\n".encode()], [0, 1, 2])
         said = other.makefile("rb")
         code = said.readline(80)
         if not code.strip().isdigit():  # its connection, or it itself, has ended
@@ -148,8 +144,8 @@ def await_other(listener: socket.socket) -> socket.socket | None:
     ready.register(listener, select.POLLIN)
     ready.register(0, select.POLLRDHUP)  # beats are the agent's, and stay unread
     while True:
-        found = dict(ready.poll(limits.PDSH_FETCH_S * 1000))
-        if 0 in found or not found:
+        events = dict(ready.poll(limits.PDSH_FETCH_S * 1000))
+        if 0 in events or not events:
             return None
         other, _ = listener.accept()
         if is_ours(other):
@@ -171,11 +167,10 @@ def start_for_other(name: str) -> int:
         other.connect(f"\0{name}")
         if not is_ours(other):
             raise SystemExit("the socket is another user's")
-        _, streams, *_ = socket.recv_fds(other, 1, 3)
-        start = parse(Start, other.makefile("rb").readline())
+        begin, streams, *_ = socket.recv_fds(other, 1, 3)
+        start = parse(Start, begin + other.makefile("rb").readline())
         threading.Thread(target=report_cut, args=(other,), daemon=True).start()
-        os.environ.clear()
-        code = start_agent(start, streams)
+        code = start_agent(start, *streams)
         with contextlib.suppress(OSError):
             other.sendall(b"%d\n" % code)
         return code
