@@ -21,7 +21,7 @@ from distributed.job import job_id
 from distributed.stop_signals import NOTICE, handled_signals
 from launcher import handshake, importable, processes
 from launcher.agent.control import Launched
-from launcher.fanout.step import run_step, start
+from launcher.fanout.step import Srun, run_step, start
 from launcher.fanout.swap import find_ill, leave_out
 from launcher.plan.plan import Plan, PlanError, print_plan, shell_line
 from launcher.plan.slurm import has_ended
@@ -152,7 +152,7 @@ def ask_nodes(plan: Plan) -> list[Report]:
     raise Refused("node-missing", f"{cause} ({how}); {cure}")
 
 
-def receive(srun: subprocess.Popen[bytes], plan: Plan) -> bytes:
+def receive(srun: Srun, plan: Plan) -> bytes:
     """Return what the step of the preflight printed; warns of nodes that keep the others waiting.
 
     srun itself gives up a node that does not answer only after several of SLURM's time limits.

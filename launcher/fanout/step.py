@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from launcher.fanout.protocol import Answers, Exit
 from launcher.plan.plan import Plan
 from launcher.plan.slurm import ask_squeue, in_batch_script
 from launcher.record.run_json import ASKED, NOTICED
+from launcher.terminal import Terminal
 from launcher.text import short_host_name
 from launcher.typed_json import MessageError
 from launcher.wire import limits
@@ -40,11 +40,10 @@ from launcher.wire.messages import KILLED
 
 LIMIT = "TimeLimit"  # squeue's reason
 MOST_RESTARTS = 3  # in a row that gain no checkpoint
+Srun = subprocess.Popen[bytes]
 
 
-def start(
-    command: Sequence[str], directory: Path, stdout: int | None = None
-) -> subprocess.Popen[bytes]:
+def start(command: Sequence[str], directory: Path, stdout: int | None = None) -> Srun:
     """Start a command in a session of its own; it gets SIGTERM when this process ends.
 
     A terminal's Ctrl-C would make srun kill the step, with nothing saved.
@@ -68,12 +67,12 @@ def start(
 class Output:
     """What comes on srun's stdout: the agents' messages are taken out of the ranks' output."""
 
-    def __init__(self, srun: subprocess.Popen[bytes], token: str) -> None:
+    def __init__(self, srun: Srun, token: str) -> None:
         self.told: dict[int, Outcome | Done] = {}  # by the node rank with which each was started
         self.membership: Membership | None = None  # the nodes that the run goes on with; None: all
         self._answers = Answers(token, _read_piece)
         self._pieces: dict[int, bytes] = {}
-        self._last = b"\n"  # byte shown
+        self._screen = Terminal(1)
         assert srun.stdout is not None
         self._fd = srun.stdout.fileno()
         self._thread = threading.Thread(target=self._follow, daemon=True)
@@ -103,7 +102,8 @@ class Output:
     def close(self) -> None:
         """Show what has come, up to the end of a line."""
         self._thread.join(limits.DRAIN_S)
-        if self._last != b"\n":
+        self._screen.drain(limits.DRAIN_S)
+        if self._screen.open_by is self:
             print(file=sys.stderr)
 
     def _follow(self) -> None:
@@ -117,7 +117,8 @@ class Output:
                     self._note(rank, MESSAGES.read(self._pieces[rank]))
             if pieces:
                 os.kill(os.getpid(), signal.SIGCHLD)  # wakes run_step()
-            self._show(text)
+            if text:
+                self._screen.show(text, self)
 
     def _note(self, rank: int, message: Outcome | Done | Membership) -> None:
         self._pieces[rank] = b""
@@ -125,16 +126,6 @@ class Output:
             self.told[rank] = message
         elif self.membership is None or message.attempt >= self.membership.attempt:
             self.membership = message
-
-    def _show(self, text: bytes) -> None:
-        self._last = text[-1:] or self._last
-        while text:
-            try:
-                text = text[os.write(1, text) :]
-            except BlockingIOError:  # someone who shares it has set it so
-                select.select([], [1], [])
-            except OSError:  # nobody reads any more (`| head`), or the disk is full
-                return
 
 
 def _read_piece(text: bytes) -> tuple[int, bytes]:
@@ -182,7 +173,7 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
 
 def await_end(
     plan: Plan,
-    srun: subprocess.Popen[bytes],
+    srun: Srun,
     output: Output | None,
     handled: Sequence[signal.Signals],
     asked: list[int],
@@ -220,14 +211,9 @@ def end_soon(plan: Plan, output: Output) -> float:
 def find_outcome(plan: Plan, output: Output, started: float) -> Outcome | None:
     """Return the outcome of a step of which a task was killed: as told, else the killed agent's."""
     outcome = output.outcome
-    if output.unreported and not (outcome and outcome.failure):
-        return blame_unreported(plan, output, started)
-    return outcome
-
-
-def blame_unreported(plan: Plan, output: Output, started: float) -> Outcome:
-    """Return the outcome of a run of which a node agent was killed; the others only stopped."""
-    killed, well = Exit(KILLED, 0), Exit(0, 0)
+    if not output.unreported or (outcome and outcome.failure):
+        return outcome
+    killed, well = Exit(KILLED, 0), Exit(0, 0)  # which only stopped
     nodes = [
         NodeResult(host, killed if rank in output.unreported else well, output.told.get(rank))
         for rank, host in enumerate(hostlist.expand(plan.hosts))
@@ -252,7 +238,7 @@ def as_slurm_ended(outcome: Outcome) -> Outcome:
     return replace(outcome, code=code) if is_cancelled else outcome
 
 
-def pass_on(signum: int, plan: Plan, srun: subprocess.Popen[bytes]) -> None:
+def pass_on(signum: int, plan: Plan, srun: Srun) -> None:
     """Send every task of the step SIGTERM, or a notice; a second one changes nothing there.
 
     SLURM signals all processes of a task, and ranks that do not handle a notice would die of it:
@@ -260,19 +246,15 @@ def pass_on(signum: int, plan: Plan, srun: subprocess.Popen[bytes]) -> None:
     """
     if signum != NOTICE:
         threading.Thread(target=stop_step, args=(plan.run_id, srun), daemon=True).start()
-    elif plan.engine or not leave_notice(plan):
-        srun.send_signal(NOTICE)  # srun forwards it to the tasks that it knows to have started
+        return
+    if not plan.engine:
+        with contextlib.suppress(OSError):  # a full disk
+            (plan.folder / NOTICED).touch()
+            return
+    srun.send_signal(NOTICE)  # srun forwards it to the tasks that it knows to have started
 
 
-def leave_notice(plan: Plan) -> bool:
-    """Leave node rank 0's agent a notice; False where that cannot be, as on a full disk."""
-    with contextlib.suppress(OSError):
-        (plan.folder / NOTICED).touch()
-        return True
-    return False
-
-
-def stop_step(name: str, srun: subprocess.Popen[bytes]) -> None:
+def stop_step(name: str, srun: Srun) -> None:
     """Send SIGTERM to every task of our step, so that the ranks can save; srun forwards no TERM."""
     listed = ask_squeue("--steps", f"--job={os.environ['SLURM_JOB_ID']}", "--format=%i %j")
     if listed is None:
