@@ -27,7 +27,7 @@ from launcher.agent.command_line import read_for_torch
 from launcher.agent.control import Done, Membership, report_outcome
 from launcher.agent.diagnosis import nccl_network
 from launcher.agent.fork import cpus_of_ranks, fork_ranks, variables_of
-from launcher.agent.join import begin_record, join
+from launcher.agent.join import join, versions
 from launcher.agent.link import AgentNote, SupervisorLink
 from launcher.agent.node_ranks import Heartbeats, NodeRanks, Rank
 from launcher.agent.nodes import checkin, successor
@@ -43,7 +43,7 @@ from launcher.agent.torchrun_arguments import Arguments, parse
 from launcher.agent.verdict import Facts, Verdict
 from launcher.failure import Failure
 from launcher.failure_block import Outcome
-from launcher.record.run_json import LauncherProcess, RunFolder
+from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder
 from launcher.wire import limits
 
 load_dynamo()  # here once, not in each rank
@@ -111,8 +111,16 @@ class NodeAgent:
             self.snapshots.outgoing.begin()
         if self.folder is not None and own.node_rank == 0 and self.restarts.record is None:
             launcher = None if self.supervisor.control else LauncherProcess.of(os.getppid())
-            record = begin_record(self.folder.path, own, self.typed, args.grace_s, launcher)
-            self.restarts.record = record
+            self.restarts.record = LiveRecord(
+                self.folder.path,
+                is_takeover=own.attempt > 0,
+                launcher=launcher,
+                versions=versions(),
+                agent_arguments=self.typed,
+                hosts=own.hosts,
+                world_size=own.world_size,
+                grace=args.grace_s,
+            )
         if self.folder is not None and own.members and own.attempt:  # a lost node may still write
             self.error_files = self.folder.failures / f"attempt_{own.attempt}"
             self.error_files.mkdir(exist_ok=True)
