@@ -126,12 +126,9 @@ class Query:
             head = f"no step for {silent.silence_s:.0f} s, {when}: {who}; {again}; {head}"
         lines = [head, *stuck.group_stacks(places), *(f"{host}: no answer" for host in unheard)]
         lines += find_mismatches(calls)
-        self._tell([printable(line, LONGEST) for line in lines])
-        return None
-
-    def _tell(self, lines: Sequence[str]) -> None:
-        self.show("\n  ".join(lines))
+        text = "\n  ".join(printable(line, LONGEST) for line in lines)
+        self.show(text)
         if self.folder is not None:
-            text = "\n  ".join([f"{time.strftime('%Y-%m-%d %H:%M:%S')} {lines[0]}", *lines[1:]])
             with contextlib.suppress(OSError), (self.folder / SHOWN).open("a") as log:
-                log.write(f"{text}\n")
+                log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        return None

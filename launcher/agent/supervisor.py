@@ -275,7 +275,12 @@ def _report_death(
 
     `why` is the fault and the cause; None: this process ended the agent.
     """
-    note, failure = _read_note(agent), None
+    failure = None
+    agent.notes.setblocking(False)
+    try:
+        note = typed_json.parse(AgentNote, agent.notes.recv(65536))
+    except (OSError, ValueError):  # the agent ended before the run had begun
+        note = AgentNote(os.environ.get("RUN_ID", ""), agent.node_rank, time.time(), 0)
     folder = Path(note.folder) if note.folder else None
     if folder is not None:
         run_json.note_end(folder, code, agent=agent.pid)
@@ -314,11 +319,3 @@ def _explain_death(
     if has_torch:
         return "agent-killed", f"the node agent failed: {last}"
     return "env-missing", f"the node agent could not import torch: {last}"
-
-
-def _read_note(agent: Agent) -> AgentNote:
-    agent.notes.setblocking(False)
-    try:
-        return typed_json.parse(AgentNote, agent.notes.recv(65536))
-    except (OSError, ValueError):  # the agent ended before the run had begun
-        return AgentNote(os.environ.get("RUN_ID", ""), agent.node_rank, time.time(), 0)

@@ -142,15 +142,12 @@ def _read(arguments: Sequence[str]) -> argparse.Namespace:
     args, unknown = parser.parse_known_args([*options, *program[:1]])
     args.training_script_args = program[1:]
     if unknown:
-        raise ValueError(_no_option(unknown[0]))
+        option = unknown[0].partition("=")[0].replace("_", "-")
+        first = _FIRST_TORCH.get(option)
+        cure = f"install torch {first} or newer" if first else "see --help"
+        cause = f"{option}: torchrun of torch {torch.__version__} has no such option"
+        raise ValueError(f"{cause}; {cure}")
     return args
-
-
-def _no_option(word: str) -> str:
-    option = word.partition("=")[0].replace("_", "-")
-    first = _FIRST_TORCH.get(option)
-    cure = f"install torch {first} or newer" if first else "see --help"
-    return f"{option}: torchrun of torch {torch.__version__} has no such option; {cure}"
 
 
 def _place_in_step(args: argparse.Namespace, spares: int) -> bool:

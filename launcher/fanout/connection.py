@@ -11,7 +11,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from launcher import processes
@@ -19,7 +18,7 @@ from launcher.agent.control import Membership
 from launcher.fanout import protocol
 from launcher.fanout.loop import Child, Loop, given_options, ssh_command
 from launcher.fanout.protocol import Hello, Start, Sweep
-from launcher.plan.own import Own, asked_names, find_own, read_begun
+from launcher.plan.own import asked_names
 from launcher.plan.plan import Plan, PlanError
 from launcher.plan.resume import FORWARDED
 from launcher.preflight.check_node import Request
@@ -208,12 +207,6 @@ def find_fault(node: str) -> str:
 
 
 # --- what is sent first -------------------------------------------------------------------------
-
-
-def choose_variables(plan: Plan, environ: Mapping[str, str]) -> tuple[Plan, Own]:
-    """Return the plan with the names of what goes to the nodes, and what is each node's own."""
-    own = find_own(environ, plan.activated, read_begun())
-    return replace(plan, forwarded=forwarded_names(plan.activated, environ, own.names)), own
 
 
 def forwarded_names(

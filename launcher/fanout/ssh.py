@@ -21,13 +21,14 @@ from distributed.stop_signals import QUERY, stop_signals
 from launcher import handshake
 from launcher.agent.control import Done
 from launcher.failure_block import Outcome, print_outcome
-from launcher.fanout.connection import AT_ONCE, Connection, choose_variables, greet, write_opening
+from launcher.fanout.connection import AT_ONCE, Connection, forwarded_names, greet, write_opening
 from launcher.fanout.ending import NodeResult, conclude
 from launcher.fanout.loop import Loop, given_options
 from launcher.fanout.nodes import Nodes, Silence
 from launcher.fanout.protocol import Cut, Exit, Hello, Start
-from launcher.fanout.swap import choose_master, swap_ill
+from launcher.fanout.swap import choose_master, find_ill, swap
 from launcher.fanout.terminal import Terminals
+from launcher.plan.own import find_own, read_begun
 from launcher.plan.plan import Plan, print_commands, print_plan
 from launcher.preflight import compare
 from launcher.preflight.check_node import Report
@@ -48,7 +49,9 @@ class Fanout:
     """A run on nodes that ssh reaches."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.own = choose_variables(plan, os.environ)
+        self.own = find_own(os.environ, plan.activated, read_begun())
+        forwarded = forwarded_names(plan.activated, os.environ, self.own.names)
+        self.plan = replace(plan, forwarded=forwarded)
         self.token = os.urandom(16).hex()
         self.saving_s = 0 if plan.engine else plan.grace_s  # for agents, after their ranks' ends
         self.secret = handshake.new_secret()
@@ -121,8 +124,14 @@ class Fanout:
         outcome = replace(outcome, findings=[*silent, *outcome.findings])
         plan, out = self.plan, sys.stderr if plan.is_detached else self.err.text
         refuses = compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=out)
-        if (swapped := swap_ill(plan, self.connections, self.say)) is not None:
-            self.plan, self.token = swapped, os.urandom(16).hex()
+        ill = find_ill(plan, [one.answer(Report) for one in self.connections])
+        if swapped := swap(plan, ill):
+            self.plan, told = swapped
+            self.say("; ".join(told))
+            for one in self.connections:
+                one.terminate()
+            self.connections.clear()
+            self.token = os.urandom(16).hex()
             return self.check_nodes()
         if refuses:
             return None

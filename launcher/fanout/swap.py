@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from distributed import hostlist
 from distributed.errors import Refused
 from launcher import handshake
-from launcher.fanout.connection import Connection
 from launcher.fanout.protocol import Hello
 from launcher.plan.plan import NodePlan, Plan
 from launcher.preflight.check_node import Report
@@ -31,22 +30,6 @@ def find_ill(plan: Plan, reports: Sequence[Report | None]) -> set[int]:
         or report.host in bad
         or any(plan.is_strict or not fault.warns for fault in report.faults)
     }
-
-
-def swap_ill(plan: Plan, connections: list[Connection], say: Callable[[str], None]) -> Plan | None:
-    """Return the plan with spares in the places of ill nodes, whose connections end with this.
-
-    None where nothing changes: no node is ill, or there are not enough spares.
-    """
-    ill = find_ill(plan, [one.answer(Report) for one in connections]) if plan.num_spares else ()
-    if (found := swap(plan, ill)) is None:
-        return None
-    swapped, told = found
-    say("; ".join(told))
-    for one in connections:
-        one.terminate()
-    connections.clear()
-    return swapped
 
 
 def swap(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:

@@ -68,8 +68,15 @@ def meet(
     with contextlib.closing(Acceptor(listener, access, say)) as acceptor:
         here = gather(acceptor, me, wait)
     members = [Member(0, me.host, me.nproc, address), *(member for _, member in here.values())]
+    within_s, losses = limits.PAIRS_S, []
     if tries_pairs and here:
-        refuse_unreachable(members, here)
+        losses = meeting.try_pairs(members[0], here, within_s, within_s)
+    if losses:
+        causes = [f"{members[node_id].host}: {fault.cause}" for node_id, fault in losses]
+        _, fault = losses[0]
+        refused = Refused(fault.name, f"{shorten(causes)}; {fault.cure}")
+        refuse((peer for peer, _ in here.values()), refused)
+        raise refused
     spares = {node_id: here.pop(node_id) for node_id in [*here][len(here) - num_spares :]}
     peers = {node_id: peer for node_id, (peer, _) in here.items()}
     team = Team(me.run_id, members[: 1 + len(peers)], peers, spares, min_nodes)
@@ -124,18 +131,6 @@ def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Pe
         refuse(newcomers, refused)
         raise
     return here
-
-
-def refuse_unreachable(
-    everyone: Sequence[Member], here: Mapping[int, tuple[Peer, Member]]
-) -> None:
-    """On node rank 0: have every two nodes pass something; refuses the start where it is lost."""
-    if losses := meeting.try_pairs(everyone[0], here, limits.PAIRS_S, limits.PAIRS_S):
-        causes = [f"{everyone[node_id].host}: {fault.cause}" for node_id, fault in losses]
-        _, fault = losses[0]
-        refused = Refused(fault.name, f"{shorten(causes)}; {fault.cure}")
-        refuse((peer for peer, _ in here.values()), refused)
-        raise refused
 
 
 def refuse(peers: Iterable[Peer], refused: Refused) -> None:

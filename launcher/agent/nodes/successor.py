@@ -28,29 +28,24 @@ from launcher.wire.messages import Member, NodeReport
 
 def follow(before: Meeting, lost: Failure, args: Arguments) -> Meeting | None:
     """Meet the others where node rank 0 is replaced; None where the run cannot go on."""
-    try:
-        return _meet(before, lost, args)
-    except Refused as refused:
-        say(refused.message)
-        return None
-
-
-def _meet(before: Meeting, lost: Failure, args: Arguments) -> Meeting | None:
     old, until = before.assignment, own_time.now() + limits.SUCCESSOR_S
     everyone = [*old.members, *old.spares]
     own = next(one for one in everyone if one.node_id == args.node_rank)
     count_all, run_id = len(everyone), old.run_id
     me = NodeReport(own.node_id, count_all, own.nproc, own.host, run_id, attempt=old.attempt)
-    for successor in old.successors:
-        if successor == own:
-            return _lead(before, own, lost, args)
-        if own_time.now() > until:
-            break
-        wait = Wait(2 * limits.LOSS_SPREAD_S + args.grace_s)  # it may save first
-        where, secret = (successor.address, successor.failover_port), args.access.secret
-        with contextlib.suppress(OSError):
-            found = checkin.check_in(*where, me, secret, wait, connect_s=limits.LOSS_SPREAD_S)
-            return dataclasses.replace(before, assignment=found.assignment, peers=found.peers)
+    try:
+        for successor in old.successors:
+            if successor == own:
+                return _lead(before, own, lost, args)
+            if own_time.now() > until:
+                break
+            wait = Wait(2 * limits.LOSS_SPREAD_S + args.grace_s)  # it may save first
+            where, secret = (successor.address, successor.failover_port), args.access.secret
+            with contextlib.suppress(OSError):
+                new = checkin.check_in(*where, me, secret, wait, connect_s=limits.LOSS_SPREAD_S)
+                return dataclasses.replace(before, assignment=new.assignment, peers=new.peers)
+    except Refused as refused:
+        say(refused.message)
     return None
 
 

@@ -53,18 +53,13 @@ class Outputs:
                 has_label=args.has_labels,
             )
             if one in redirected | teed:
-                file = self._file(f"attempt_{part.attempt}/{number}", f"{name}.log")
-                stream.copy = file.open("wb", buffering=0)
+                if self._files is None:
+                    self._files = Path(tempfile.mkdtemp(prefix="torchelastic_"))
+                    say(f"the streams that --redirects or --tee names are in {self._files}")
+                with writing_to(folder := self._files / f"attempt_{part.attempt}/{number}"):
+                    stream.copy = (folder / f"{name}.log").open("wb", buffering=0)
             opened.append((writer, stream))
         return opened
-
-    def _file(self, place: str, name: str) -> Path:
-        """Return the file for one stream of a rank that --redirects or --tee names."""
-        if self._files is None:
-            self._files = Path(tempfile.mkdtemp(prefix="torchelastic_"))
-            say(f"the streams that --redirects or --tee names are in {self._files}")
-        with writing_to(folder := self._files / place):
-            return folder / name
 
     @property
     def is_line_open(self) -> bool:

@@ -27,8 +27,12 @@ def save(files: Sequence[int], folder_name: str = "") -> int:
         if parts and folder_name:
             one = next(iter(parts.values()))
             folder = Path(one.folder, folder_name)
+            others = [folder / str(rank) for rank in {*range(one.holders)} - {*parts}]
             try:
-                parts |= _read_files([folder / str(r) for r in {*range(one.holders)} - {*parts}])
+                with contextlib.ExitStack() as stack:  # NFS keeps what is open in its folder
+                    parts |= _read(
+                        stack.enter_context(other.open("rb")).fileno() for other in others
+                    )
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
         if parts and len(parts) == parts[min(parts)].holders:
@@ -61,12 +65,6 @@ def _read(files: Iterable[int]) -> dict[int, Snapshot]:
         if one.header().rank not in found and (rest := one.about()):
             found[one.header().rank] = one.read(rest)
     return found
-
-
-def _read_files(places: Sequence[Path]) -> dict[int, Snapshot]:
-    """Return the parts in some files, which are closed: NFS keeps what is open in its folder."""
-    with contextlib.ExitStack() as stack:
-        return _read([stack.enter_context(place.open("rb")).fileno() for place in places])
 
 
 def _commit(taken: Snapshot) -> int:
