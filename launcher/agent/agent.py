@@ -103,8 +103,13 @@ class NodeAgent:
         own = replace(own, address=own.address or args.master_addr, port=own.port or own_port)
         self.meeting, self.own = meeting, own
         begins, self.is_spare = self.is_spare and own.node_rank >= 0, own.node_rank < 0
+        if begins and args.log_dir is not None:
+            self.folder = RunFolder(args.log_dir, own.run_id, own.node_rank)
+            self.folder.create()
+            self.error_files = self.folder.failures
+            self.outputs.keep_in(self.folder)
         if begins:
-            self._open_folder(own)
+            self.network = nccl_network.prepare(self.folder, own.node_rank, len(own.hosts))
         self.store: TCPStore | None = None  # a fresh one: the old one's keys would mislead ranks
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(own.attempt)  # for locks (RunLock)
         if own.node_rank == 0 and len(own.hosts) > 1:
@@ -132,15 +137,6 @@ class NodeAgent:
             command = resume_command(args, has_saved=False)
             note = AgentNote(own.run_id, own.node_rank, self.started, args.nproc, folder, command)
             self.supervisor.tell(note)
-
-    def _open_folder(self, own: Assignment) -> None:
-        """Write to the run's folder from now on, for this node has ranks; raises Refused."""
-        if self.args.log_dir is not None:
-            self.folder = RunFolder(self.args.log_dir, own.run_id, own.node_rank)
-            self.folder.create()
-            self.error_files = self.folder.failures
-            self.outputs.keep_in(self.folder)
-        self.network = nccl_network.prepare(self.folder, own.node_rank, len(own.hosts))
 
     # --- one attempt after another ------------------------------------------------------------
 

@@ -106,7 +106,10 @@ class Attempt:
         saved_step = self.ranks.heartbeats.saved()
         left = processes.end_descendants(term_s=limits.RANK_TERM_S)
         reached = verdict.reach_verdict(self.facts, saved_step=saved_step, left=len(left))
-        self.ranks.end_streams(self.facts, reached.outcome.failure)
+        for each in self.ranks.all:
+            follows = verdict.is_consequence(self.facts, reached.outcome.failure, each.rank)
+            for stream in each.streams:
+                stream.end(is_consequence=follows)
         outputs.drain()
         self.selector.close()
         return reached

@@ -146,13 +146,6 @@ class NodeRanks:
                 each.show_traceback()
         return bool([stream for stream in self.streams() if stream.tick(now)])
 
-    def end_streams(self, facts: verdict.Facts, first: Failure | None) -> None:
-        """Take and show all that is left of the output of ranks that have ended."""
-        for each in self.all:
-            is_consequence = verdict.is_consequence(facts, first, each.rank)
-            for stream in each.streams:
-                stream.end(is_consequence=is_consequence)
-
     def straggler(self) -> RankState | None:
         """Return the rank furthest behind; None where none lives."""
         return stuck.find_straggler([self._state(each) for each in self.living()])

@@ -90,7 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def fork_agent(arguments: Sequence[str], control: Control | None, launched: Launched) -> Agent:
     """Fork the agent, which never returns; returns what this process supervises."""
     client = int(os.environ.pop("LAUNCH_CLIENT", "0"))
-    handled = _handled(arguments)
+    added = find_option(arguments, "--signals-to-handle") or os.environ.get("PET_SIGNALS_TO_HANDLE")
+    if added:
+        os.environ[ADDED] = added
+    handled = handled_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     is_alone = find_option(arguments, "--nnodes") in ("", "1", "1:1")  # no other node waits
     pausing = {signal.SIGTSTP} - {*handled} if is_alone and control is None else set()
@@ -103,7 +106,9 @@ def fork_agent(arguments: Sequence[str], control: Control | None, launched: Laun
     if (pid := os.fork()) != 0:
         theirs.close()
         close(reapers[1])
-        node_rank, record = _node_rank(arguments), launched.record
+        given = find_option(arguments, "--node-rank") or os.environ.get("SLURM_NODEID", "")
+        node_rank = int(given) if given.isdecimal() else 0  # as far as it is known by now
+        record = launched.record
         return Agent(pid, ours, words, node_rank, control, handled, pausing, client, record)
     ours.close()
     close(reapers[0])
@@ -143,18 +148,6 @@ def _run_agent(arguments: Sequence[str], link: SupervisorLink, supervisor: int) 
         raise
 
 
-def _show_last_words(file: int) -> tuple[bool, list[str]]:
-    """Show what an agent said last: on stderr while it imported torch, or the traceback of its end.
-
-    Returns whether it had imported torch, and the words as lines.
-    """
-    said = os.pread(file, 1 << 16, 0)
-    text = said.removeprefix(HAS_TORCH).decode(errors="replace")
-    sys.stderr.write(text)
-    lines = [line.strip() for line in text.splitlines() if line.strip(" ^~")]
-    return said.startswith(HAS_TORCH), lines
-
-
 @contextlib.contextmanager
 def _importing(file: int) -> Iterator[None]:
     """Write what an import says on stderr into a file as long as it lasts, for the supervisor."""
@@ -175,20 +168,6 @@ def _importing(file: int) -> Iterator[None]:
     sys.stderr.write(os.pread(file, 1 << 16, 0).decode(errors="replace"))
     os.ftruncate(file, 0)
     os.pwrite(file, HAS_TORCH, 0)
-
-
-def _handled(arguments: Sequence[str]) -> list[signal.Signals]:
-    """Return the signals to pass on, those of --signals-to-handle too."""
-    added = find_option(arguments, "--signals-to-handle") or os.environ.get("PET_SIGNALS_TO_HANDLE")
-    if added:
-        os.environ[ADDED] = added
-    return handled_signals()
-
-
-def _node_rank(arguments: Sequence[str]) -> int:
-    """Return this node's rank, as far as it is known before the agent has read its arguments."""
-    given = find_option(arguments, "--node-rank") or os.environ.get("SLURM_NODEID", "")
-    return int(given) if given.isdecimal() else 0
 
 
 def start_reaper() -> tuple[int, int]:
@@ -232,7 +211,11 @@ def guard(agent: Agent) -> int:
     status = _await_end(agent)
     left = processes.end_descendants()
     code = processes.exit_code(status)
-    has_torch, words = _show_last_words(agent.words)
+    said = os.pread(agent.words, 1 << 16, 0)  # while it imported torch, or about its end
+    has_torch = said.startswith(HAS_TORCH)
+    text = said.removeprefix(HAS_TORCH).decode(errors="replace")
+    sys.stderr.write(text)
+    words = [line.strip() for line in text.splitlines() if line.strip(" ^~")]
     has_failed = code != 0 and not agent.passed_on and (words or not has_torch)
     if os.WIFSIGNALED(status) or has_failed:
         has_kills = count_memory_kills() > memory_kills

@@ -78,17 +78,14 @@ def gather(
                 free = min(awaited - here.keys(), default=0)
                 report = said if said.node_rank >= 0 else replace(said, node_rank=free)
                 if admit(link, report) and report.node_rank in awaited - here.keys():
-                    here[report.node_rank] = link, _member_of(report, link)
+                    address, port = "", report.failover_port
+                    with contextlib.suppress(OSError):  # it has gone already
+                        address = str(connection.getpeername()[0]).removeprefix("::ffff:")
+                    member = Member(report.node_rank, report.host, report.nproc, address, port)
+                    here[report.node_rank] = link, member
                     continue
             link.close()
     return dict(sorted(here.items()))
-
-
-def _member_of(report: NodeReport, link: Link[Any]) -> Member:
-    address, port = "", report.failover_port
-    with contextlib.suppress(OSError):  # it has gone already
-        address = str(link.socket.getpeername()[0]).removeprefix("::ffff:")
-    return Member(report.node_rank, report.host, report.nproc, address, port)
 
 
 def introduce(link: Link[Any], me: NodeReport) -> socket.socket:
