@@ -46,7 +46,6 @@ class Verdict:
 class NodeEnd:
     """What a node's agent knows when all its ranks have ended; node rank 0 is told it."""
 
-    lost_peer: Sequence[int] = ()  # ranks that ended because another had gone
     stopped: Sequence[int] = ()  # ranks that the agent had to stop
     first_rank: int = 0
     codes: Sequence[int] = ()  # the exit codes of all its ranks, from the first on
@@ -154,10 +153,9 @@ def end_of_node(facts: Facts, saved_step: int, *snapshots: Mapping[str, Sequence
 
     `snapshots` are NodeEnd.parts and NodeEnd.copies.
     """
-    lost = {one.rank for one in facts.failures if one.is_consequence} & facts.codes.keys()
     codes = [code for _, code in sorted(facts.codes.items())]
     first_rank = min(facts.codes, default=0)
-    return NodeEnd(sorted(lost), sorted(facts.stopped), first_rank, codes, saved_step, *snapshots)
+    return NodeEnd(sorted(facts.stopped), first_rank, codes, saved_step, *snapshots)
 
 
 def reach_verdict(facts: Facts, *, saved_step: int, left: int) -> Verdict:
@@ -180,7 +178,7 @@ def reach_verdict(facts: Facts, *, saved_step: int, left: int) -> Verdict:
         signum = next(iter(asked), 0)
         outcome = Outcome(code, left=left, ends=ends, signum=signum, has_saved=has_saved)
         return Verdict(outcome)
-    lost = {rank for node in nodes for rank in node.lost_peer} - {first.rank}
+    lost = {one.rank for one in facts.failures if one.is_consequence} - {first.rank}
     stopped = {rank for node in nodes for rank in node.stopped} - lost - {first.rank}
     finished = [rank for node in nodes for rank, code in node.left.items() if code == 0]
     if first.is_consequence and finished:  # nobody has failed: one has left too early

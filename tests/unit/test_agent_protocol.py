@@ -43,7 +43,7 @@ EXAMPLES: list[Message] = [
     FAILURE,
     EndRanks(),
     EndRanks(3),
-    NodeEnd([1], [2], 4, [1, 137, 75], 120, {"115": [4], "120": [4]}, {"120": [2]}),
+    NodeEnd([2], 4, [1, 137, 75], 120, {"115": [4], "120": [4]}, {"120": [2]}),
     HandedOver(),
     Verdict(Outcome(0)),
     Verdict(Outcome(1, FAILURE, 2, 1, has_saved=True), NEXT),
