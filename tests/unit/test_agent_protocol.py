@@ -76,7 +76,7 @@ def test_a_message_is_one_line_and_arrives(message: Message) -> None:
         b'{"signal": {"signum": 15, "more": 1}}',
         b'{"beat": {"straggler": {"rank": 0}}}',
         b'{"failure": {"fault": "x"}}',
-        b'{"snapshot": {"step": 5, "offset": 64, "length": 9, "size": 72}}',
+        b'{"snapshot": {"step": 5, "offset": 64, "length": -9}}',
         b'{"verdict": {"code": null}}',
         b'{"verdict": {"code": 1, "parts": {"step": 1, "folder": "../x"}}}',
         b"[" * 100_000,
@@ -106,7 +106,7 @@ def test_messages_arrive_in_pieces_and_together() -> None:
 
 def test_the_bytes_of_a_snapshot_follow_their_line() -> None:
     data = b"\n{}\x00" * 1000
-    sent = SnapshotData(SnapshotPiece(5, 64, len(data), 2**40), data)
+    sent = SnapshotData(SnapshotPiece(5, 64, len(data)), data)
     peer, theirs = connect()
     other = Peer(theirs)
     other.send(sent)

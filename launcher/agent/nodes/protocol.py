@@ -56,11 +56,10 @@ class SnapshotPiece:
     step: int
     offset: int  # in bytes
     length: int
-    size: int  # of the whole
 
     def __post_init__(self) -> None:
-        if not 0 <= self.offset <= self.offset + self.length <= self.size:
-            raise ValueError(f"{self.offset} + {self.length} is beyond {self.size}")
+        if min(self.offset, self.length) < 0:
+            raise ValueError(f"{self.length} bytes at {self.offset}: there are none")
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,7 @@ class Outgoing:
                 continue
             for start in (*range(BEGIN, header.size, PIECE), 0):
                 data = os.pread(image, min(PIECE, header.size - start) if start else BEGIN, start)
-                yield SnapshotData(SnapshotPiece(header.step, start, len(data), header.size), data)
+                yield SnapshotData(SnapshotPiece(header.step, start, len(data)), data)
             sent_step = header.step
 
 
