@@ -136,11 +136,6 @@ def read_traceback(last_line: str, time: float) -> RaisedError:
     return RaisedError(last_line, "", 1, time, has_left=has_left)
 
 
-def first_failure(failures: Sequence[Failure]) -> Failure | None:
-    """Return the failure that began it: causes before consequences, then by time."""
-    return min(failures, key=lambda one: (one.is_consequence, one.time), default=None)
-
-
 def is_consequence(facts: Facts, first: Failure | None, rank: int) -> bool:
     """Whether a rank of this node ended only because of the first failure, another's."""
     if first is None or rank == first.rank or facts.codes.get(rank) == 0:
@@ -168,7 +163,8 @@ def reach_verdict(facts: Facts, *, saved_step: int, left: int) -> Verdict:
         return replace(facts.verdict, outcome=replace(facts.verdict.outcome, left=left))
     nodes = [end_of_node(facts, saved_step), *facts.nodes.values()]
     has_saved = any(node.saved_step >= 0 for node in nodes)
-    first = first_failure(facts.failures)
+    # The failure that began it: causes before consequences, then by time.
+    first = min(facts.failures, key=lambda one: (one.is_consequence, one.time), default=None)
     if first is None:
         asked = facts.asked
         code = stop_code(nodes, asked)

@@ -97,19 +97,6 @@ def run_agent(start: Start, token: str) -> int:
 # --- through pdsh -------------------------------------------------------------------------------
 
 
-def start_agent(start: Start, stdin: int, stdout: int, stderr: int) -> int:
-    """Run the node's agent and its supervisor, a process of its own; returns its exit code."""
-    env = {**start.variables, **Launched("stdin").variable()}
-    try:
-        code = subprocess.call(
-            start.command, cwd=start.directory, env=env, stdin=stdin, stdout=stdout, stderr=stderr
-        )
-    except OSError as error:
-        os.write(stderr, os.fsencode(f"cannot start the node agent: {error}\n"))
-        return CANNOT_START
-    return processes.shell_code(code)
-
-
 def offer_start(start: Start, token: str) -> int:
     """Have the agent started by pdsh's process, which comes to a socket; returns its exit code.
 
@@ -167,10 +154,23 @@ def start_for_other(name: str) -> int:
         other.connect(f"\0{name}")
         if not is_ours(other):
             raise SystemExit("the socket is another user's")
-        begin, streams, *_ = socket.recv_fds(other, 1, 3)
+        begin, (stdin, stdout, stderr), *_ = socket.recv_fds(other, 1, 3)
         start = parse(Start, begin + other.makefile("rb").readline())
         threading.Thread(target=report_cut, args=(other,), daemon=True).start()
-        code = start_agent(start, *streams)
+        env = {**start.variables, **Launched("stdin").variable()}
+        try:
+            code = subprocess.call(
+                start.command,
+                cwd=start.directory,
+                env=env,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+            )
+        except OSError as error:
+            os.write(stderr, os.fsencode(f"cannot start the node agent: {error}\n"))
+            code = CANNOT_START
+        code = processes.shell_code(code)
         with contextlib.suppress(OSError):
             other.sendall(b"%d\n" % code)
         return code

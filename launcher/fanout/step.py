@@ -113,19 +113,19 @@ class Output:
             text, pieces = self._answers.read(data)
             for rank, piece in pieces:
                 self._pieces[rank] = self._pieces.get(rank, b"") + piece
-                with contextlib.suppress(MessageError):  # not whole yet
-                    self._note(rank, MESSAGES.read(self._pieces[rank]))
+                try:
+                    message = MESSAGES.read(self._pieces[rank])
+                except MessageError:  # not whole yet
+                    continue
+                self._pieces[rank] = b""
+                if isinstance(message, Outcome | Done):
+                    self.told[rank] = message
+                elif self.membership is None or message.attempt >= self.membership.attempt:
+                    self.membership = message
             if pieces:
                 os.kill(os.getpid(), signal.SIGCHLD)  # wakes run_step()
             if text:
                 self._screen.show(text, self)
-
-    def _note(self, rank: int, message: Outcome | Done | Membership) -> None:
-        self._pieces[rank] = b""
-        if isinstance(message, Outcome | Done):
-            self.told[rank] = message
-        elif self.membership is None or message.attempt >= self.membership.attempt:
-            self.membership = message
 
 
 def _read_piece(text: bytes) -> tuple[int, bytes]:

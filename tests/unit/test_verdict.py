@@ -42,7 +42,7 @@ def victim(rank: int, time: float = 1.0) -> Failure:
     ],
 )
 def test_the_first_failure(failures: list[Failure], rank: int | None) -> None:
-    first = verdict.first_failure(failures)
+    first = verdict.reach_verdict(Facts(failures=failures), saved_step=-1, left=0).outcome.failure
     assert (first and first.rank) == rank
 
 
