@@ -32,6 +32,7 @@ from launcher.agent.link import AgentNote, SupervisorLink
 from launcher.agent.node_ranks import Heartbeats, NodeRanks, Rank
 from launcher.agent.nodes import checkin, successor
 from launcher.agent.nodes.checkin import Meeting
+from launcher.agent.nodes.protocol import Peer
 from launcher.agent.nodes.team import Team
 from launcher.agent.output.noise import without_noise
 from launcher.agent.output.outputs import Outputs
@@ -170,17 +171,17 @@ class NodeAgent:
         """Fork the ranks."""
         self.restarts.begin_attempt()
         args, own, meeting = self.args, self.own, self.meeting
-        hosts, peers, team = own.hosts, meeting.peers, meeting.team
+        hosts, peers = own.hosts, meeting.peers
         ranks = [] if self.is_spare else self._fork_ranks()
         if meeting.listener is not None:  # on the very same socket as the agents met
             with without_noise(2):
                 self.store = serve_store(own.address, own.port, meeting.listener.detach())
         host = "" if self.is_spare else hosts[own.node_rank]
         here = NodeRanks(ranks, self.heartbeats, own.node_rank, host)
-        for peer in peers.values():
+        for peer in self._everyone():
             # It may have waited long for the others, and be about to save the lost node's snapshot.
             peer.heard = time.monotonic() + (args.grace_s if meeting.lost else 0)
-        attempt = Attempt(
+        return Attempt(
             here,
             hosts=hosts,
             peers=peers,
@@ -192,16 +193,17 @@ class NodeAgent:
             snapshots=self.snapshots,
             on_beat=self._on_beat,
         )
-        if team is not None:
-            team.listen(attempt.selector, self._on_lost_spare)
-        return attempt
 
     def _fork_ranks(self) -> list[Rank]:
-        meeting, team = self.meeting, self.meeting.team
-        others = team.everyone() if team is not None else meeting.peers.values()
-        held = [self.supervisor, *filter(None, (meeting.listener, meeting.failover)), *others]
+        ports = filter(None, (self.meeting.listener, self.meeting.failover))
+        held = [self.supervisor, *ports, *self._everyone()]
         given = zip(map(self._variables, range(self.args.nproc)), self.cpus, strict=True)
         return fork_ranks(self.args.program, self.own, self.outputs, given, held)
+
+    def _everyone(self) -> list[Peer]:
+        """Return all connections to other agents."""
+        team = self.meeting.team
+        return team.everyone() if team is not None else [*self.meeting.peers.values()]
 
     def _variables(self, local_rank: int) -> dict[str, str]:
         """Return what a rank is given."""
@@ -214,7 +216,7 @@ class NodeAgent:
 
     def _on_beat(self) -> None:
         if self.meeting.team is not None:
-            self.meeting.team.beat()
+            self.meeting.team.beat(self._on_lost_spare)
         self.network.look(self.outputs.say)
         self.restarts.look()
         if shows_no_rank(self):
@@ -249,6 +251,7 @@ class NodeAgent:
         busy = team.peers.keys() - facts.nodes.keys()  # their ranks have not ended
         for node_rank in busy if team.min_nodes else ():
             team.peers.pop(node_rank).close()
+        team.beat(self._on_lost_spare)
         why, held_step = team.why_not(are_all_quiet=not busy), self.snapshots.step()
         if not why and not team.lost:
             why = self.restarts.why_not(first, held_step)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import selectors
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 from launcher.agent.assignment import Assignment
 from launcher.agent.nodes.protocol import NodeBeat, Peer
 from launcher.agent.verdict import Verdict
 from launcher.failure import Failure
 from launcher.text import count
+from launcher.wire import limits
 from launcher.wire.messages import Member
 
 
@@ -66,7 +64,7 @@ class Team:
     def refill(self) -> list[str]:
         """Let spares take the places of lost nodes, or close up; returns who took over."""
         told = []
-        for rank, spare in {**dict(self._find_spares())}.items():
+        for rank, spare in [*self._find_spares()]:
             told.append(f"{spare.host} takes {self.members[rank].host}'s place")
             self.members[rank] = spare
             self.peers[rank], _ = self.spares.pop(spare.node_id)
@@ -122,28 +120,13 @@ class Team:
 
     # --- spares during an attempt: it goes on without one that is gone --------------------------
 
-    def listen(self, selector: selectors.BaseSelector, on_lost: Callable[[Failure], None]) -> None:
-        """Notice spares that are gone, and tell of each."""
-        self._selector, self._on_lost = selector, on_lost
-        for node_id, (peer, _) in self.spares.items():
-            peer.heard = time.monotonic()
-            selector.register(peer.socket, selectors.EVENT_READ, partial(self._read, node_id))
-
-    def beat(self) -> None:
-        """Tell the spares that node rank 0 lives, and see whether they do."""
-        for node_id, (peer, _) in list(self.spares.items()):
+    def beat(self, on_lost: Callable[[Failure], None]) -> None:
+        """Tell the spares that node rank 0 lives, and see whether they do; tells of those lost."""
+        for node_id, (peer, spare) in list(self.spares.items()):
             peer.send(NodeBeat(None))
-            if peer.is_silent:
-                self._drop(node_id)
-
-    def _read(self, node_id: int) -> None:
-        if self.spares[node_id][0].receive() is None:
-            self._drop(node_id)
-
-    def _drop(self, node_id: int) -> None:
-        peer, spare = self.spares.pop(node_id)
-        self._selector.unregister(peer.socket)
-        peer.close()
-        if not peer.is_silent:  # else it may be there for others
-            self.counted -= 1
-        self._on_lost(peer.loss(node_id, spare.host))
+            is_gone = peer.receive(limits.POLL_S) is None
+            if is_gone or peer.is_silent:
+                del self.spares[node_id]
+                peer.close()
+                self.counted -= is_gone  # else it may be there for others
+                on_lost(peer.loss(node_id, spare.host))
