@@ -32,7 +32,6 @@ from launcher.agent.link import AgentNote, SupervisorLink
 from launcher.agent.node_ranks import Heartbeats, NodeRanks, Rank
 from launcher.agent.nodes import checkin, successor
 from launcher.agent.nodes.checkin import Meeting
-from launcher.agent.nodes.protocol import Peer
 from launcher.agent.nodes.team import Team
 from launcher.agent.output.noise import without_noise
 from launcher.agent.output.outputs import Outputs
@@ -178,7 +177,7 @@ class NodeAgent:
                 self.store = serve_store(own.address, own.port, meeting.listener.detach())
         host = "" if self.is_spare else hosts[own.node_rank]
         here = NodeRanks(ranks, self.heartbeats, own.node_rank, host)
-        for peer in self._everyone():
+        for peer in meeting.everyone():
             # It may have waited long for the others, and be about to save the lost node's snapshot.
             peer.heard = time.monotonic() + (args.grace_s if meeting.lost else 0)
         return Attempt(
@@ -196,14 +195,9 @@ class NodeAgent:
 
     def _fork_ranks(self) -> list[Rank]:
         ports = filter(None, (self.meeting.listener, self.meeting.failover))
-        held = [self.supervisor, *ports, *self._everyone()]
+        held = [self.supervisor, *ports, *self.meeting.everyone()]
         given = zip(map(self._variables, range(self.args.nproc)), self.cpus, strict=True)
         return fork_ranks(self.args.program, self.own, self.outputs, given, held)
-
-    def _everyone(self) -> list[Peer]:
-        """Return all connections to other agents."""
-        team = self.meeting.team
-        return team.everyone() if team is not None else [*self.meeting.peers.values()]
 
     def _variables(self, local_rank: int) -> dict[str, str]:
         """Return what a rank is given."""

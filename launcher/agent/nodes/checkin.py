@@ -35,6 +35,11 @@ class Meeting:
     lost: Failure | None = None  # the loss of node rank 0, where this agent has replaced it
     told: Sequence[str] = ()  # who took over then
 
+    def everyone(self) -> list[Peer]:
+        """Return the connections to other agents, those of spares among them."""
+        spares = self.team.spares.values() if self.team is not None else ()
+        return [*self.peers.values(), *(peer for peer, _ in spares)]
+
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
         """On node rank 0, start the others after the body; where it raises Refused, refuse them."""
@@ -42,7 +47,7 @@ class Meeting:
             yield
         except Refused as refused:
             if self.team is not None:
-                refuse(self.team.everyone(), refused)
+                refuse(self.everyone(), refused)
             raise
         if self.team is not None:
             own = self.assignment

@@ -34,10 +34,6 @@ class Team:
         """The node ranks whose agents are gone."""
         return [rank for rank in range(1, len(self.members)) if rank not in self.peers]
 
-    def everyone(self) -> list[Peer]:
-        """Return the connections to all other agents."""
-        return [*self.peers.values(), *(peer for peer, _ in self.spares.values())]
-
     @property
     def is_majority(self) -> bool:
         """Whether the others that are left, with node rank 0, are at least half of all."""
