@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from launcher import processes
 from launcher.agent.control import Membership
 from launcher.fanout import protocol
-from launcher.fanout.loop import Child, Loop, given_options, ssh_command
+from launcher.fanout.loop import Child, Loop, Show, given_options, ssh_command
 from launcher.fanout.protocol import Hello, Start, Sweep
 from launcher.plan.own import asked_names
 from launcher.plan.plan import Plan, PlanError
@@ -48,12 +48,9 @@ class Connection(Child):
         *,
         connect_s: int,
         token: str,  # begins the node's messages, and marks its processes
-        show: Callable[[bytes, bool], None],
+        show: Show,
     ) -> None:
-        """Connect to a bash on the node.
-
-        `show` is given what is no message, nothing at the end, and whether it came on stderr.
-        """
+        """Connect to a bash on the node; `show` is given what is no message."""
         self.node = node
         self.token = token
         self.is_started = False  # from then on, what comes on stderr is the run's

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 
 from launcher.agent.control import Membership
 from launcher.fanout.connection import Connection
-from launcher.fanout.loop import Loop
+from launcher.fanout.loop import Loop, Show
 from launcher.fanout.protocol import Exit, Sweep
 from launcher.wire import limits
 
-Connect = Callable[[str, str, Callable[[bytes, bool], None]], Connection]
+Connect = Callable[[str, str, Show], Connection]
 
 
 class Nodes:

@@ -23,7 +23,7 @@ from launcher.agent.control import Done
 from launcher.failure_block import Outcome, print_outcome
 from launcher.fanout.connection import AT_ONCE, Connection, forwarded_names, greet, write_opening
 from launcher.fanout.ending import NodeResult, conclude
-from launcher.fanout.loop import Loop, given_options
+from launcher.fanout.loop import Loop, Show, given_options
 from launcher.fanout.nodes import Nodes, Silence
 from launcher.fanout.protocol import Cut, Exit, Hello, Start
 from launcher.fanout.swap import choose_master, find_ill, swap
@@ -143,7 +143,7 @@ class Fanout:
         node, show = self.plan.nodes[number], self.terminals.show_behind(b"[%d] " % number)
         return self.connect(node.name, f"{self.token}.{number}", show)  # two may be one machine
 
-    def connect(self, node: str, token: str, show: Callable[[bytes, bool], None]) -> Connection:
+    def connect(self, node: str, token: str, show: Show) -> Connection:
         at_start_s = max(limits.SSH_CONNECT_S, self.plan.preflight_s - limits.CHECKS_S - 1)
         connect_s = (limits.SSH_CONNECT_S if self.started else at_start_s) + self.slack_s
         connection = Connection(self.loop, node, connect_s=connect_s, token=token, show=show)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from launcher.fanout.loop import Show
 from launcher.screen import View, are_one_file
 from launcher.terminal import Terminal
 
@@ -17,7 +16,7 @@ class Terminals:
         self.is_waiting = False  # a line has begun, and is not shown yet
         self._views: list[View] = []
 
-    def show_behind(self, prefix: bytes) -> Callable[[bytes, bool], None]:
+    def show_behind(self, prefix: bytes) -> Show:
         """Return a function that shows one program's output; nothing means the end of a stream."""
         screens = self.out, self.err
         views = [View(screen, is_alone=False, prefix=prefix) for screen in screens]
