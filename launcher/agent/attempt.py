@@ -146,7 +146,7 @@ class Attempt:
         suspect = self.query.on_time()
         if suspect is not None and not self.facts.failures:
             self.send_all(EndRanks(suspect))
-            self._end_stuck(suspect)
+            self._end_ranks(suspect)
 
     def _is_over(self) -> bool:
         """True when every rank here has ended and nothing more is to be heard from other nodes."""
@@ -245,10 +245,8 @@ class Attempt:
                 self.snapshots.incoming.take(message)
             case NodeBeat() if message.straggler is not None:
                 self.stragglers[node] = message.straggler
-            case EndRanks(stuck=-1):
-                self.term.set_within(0.0)
             case EndRanks():
-                self._end_stuck(message.stuck)
+                self._end_ranks(message.stuck)
             case NodeEnd():
                 self.facts.nodes[node] = message
             case Verdict():
@@ -282,8 +280,11 @@ class Attempt:
             if suspect is not None and suspect.is_stuck:
                 self.query.ask_about(suspect)
 
-    def _end_stuck(self, suspect: int) -> None:
-        """Collect the stacks of all ranks here, and kill them because of the suspect."""
+    def _end_ranks(self, suspect: int) -> None:
+        """End the ranks here; because of a suspect, collect all stacks first, and kill them."""
+        if suspect < 0:
+            self.term.set_within(0.0)
+            return
         failure = self.ranks.describe_stuck(suspect)
         if failure is not None:
             self._fail(failure)
