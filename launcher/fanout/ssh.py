@@ -114,8 +114,7 @@ class Fanout:
             within_s=max(1.0, min(left_s - 2, 0.75 * left_s)),  # the rest: to begin, and to answer
         )
         for number, node in enumerate(self.plan.nodes):
-            asked = replace(request, node_rank=number, nproc=node.nproc)
-            self.connections[number].ask(asked)
+            self.connections[number].ask(replace(request, node_rank=number, nproc=node.nproc))
         self.wait_for(Report, answer_by)
         reports = [report for one in self.connections if (report := one.answer(Report))]
         gone = (one for one in self.connections if one.answer(Report) is None)
@@ -166,24 +165,22 @@ class Fanout:
             connection.start(self.start_request(report, connection))
 
     def start_request(self, report: Report, one: Connection) -> Start:
-        plan = self.plan
-        nproc, port, node_rank = report.nproc, report.port, report.node_rank
-        command = plan.agent_command(nproc=nproc, port=port, node_rank=node_rank)
+        plan, nproc = self.plan, report.nproc
+        command = plan.agent_command(nproc=nproc, port=report.port, node_rank=report.node_rank)
         variables = {**plan.run_variables(), **self.own.of_node(one.node, nproc)}
         return Start(command, {**variables, "LAUNCH_TOKEN": one.token}, plan.directory)
 
     def watch(self) -> None:
         """Wait for the end of every node's part, and see to it once one has ended."""
         while any(one.code is None and not one.is_left for one in self.connections):
-            now = time.monotonic()
-            if now < self.close_at:
-                self.turn(self.close_at)
-                continue
-            for one in self.connections:
-                one.close_input()
-            if now > self.close_at + limits.CONTROL_END_S:
+            until = self.close_at
+            if (now := time.monotonic()) >= until:
+                until += limits.CONTROL_END_S
+                for one in self.connections:
+                    one.close_input()
+            if now > until:
                 return
-            self.turn(self.close_at + limits.CONTROL_END_S)
+            self.turn(until)
 
     def turn(self, until: float) -> None:
         """Handle what happens, until then or the next beat."""
@@ -285,8 +282,7 @@ class Fanout:
         ]
         began, still_s, signum = self.started or 0.0, self.silence.still_s, self.stopped_by
         outcome = conclude(nodes, plan, started=began, stopped_by=signum, still_s=still_s)
-        ends = [ended for one in self.connections if (ended := one.answer(Exit))]
-        if left := sum(ended.left for ended in ends):
+        if left := sum(ended.left for one in self.connections if (ended := one.answer(Exit))):
             self.say(f"{count(left, 'process', 'processes')} of the run had to be killed")
         there = f"on {count(len(plan.nodes), 'node')}"
         where = "where a node can be reached" if unreachable else there
