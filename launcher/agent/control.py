@@ -60,8 +60,7 @@ class Membership:
     """The nodes that a run goes on with, each by the node rank with which it was started."""
 
     attempt: int
-    nodes: Sequence[int]  # by node rank
-    spares: Sequence[int]
+    nodes: Sequence[int]  # by node rank, and after them the spares
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,8 @@ class Nodes:
         if newest is None or newest == self._membership:
             return []
         self._membership = newest
-        here = {*newest.nodes, *newest.spares}
         there = enumerate(self.connections)
-        left = [one for place, one in there if place not in here and not one.is_left]
+        left = [one for place, one in there if place not in newest.nodes and not one.is_left]
         for one in left:
             one.is_left = True
         return left
@@ -54,7 +53,7 @@ class Nodes:
         """The nodes that take part, by node rank, and after them the spares."""
         if self._membership is None:
             return list(self.connections)
-        places = [*self._membership.nodes, *self._membership.spares]
+        places = self._membership.nodes
         return [self.connections[place] for place in places if 0 <= place < len(self.connections)]
 
     def is_overdue(self, rest_s: float) -> bool:

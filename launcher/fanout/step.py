@@ -97,7 +97,7 @@ class Output:
         return {*filter(self._takes_part, self._pieces)} - self.told.keys()
 
     def _takes_part(self, rank: int) -> bool:
-        return self.membership is None or rank in (*self.membership.nodes, *self.membership.spares)
+        return self.membership is None or rank in self.membership.nodes
 
     def close(self) -> None:
         """Show what has come, up to the end of a line."""
