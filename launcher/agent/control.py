@@ -78,20 +78,26 @@ class Control:
     fd: int | None  # None: in a step of a SLURM job
     token: str
 
-    def follow(self, kill_agent: Callable[[], None]) -> None:
-        """In a thread, send this process each signal named; at the launcher's end, end the run."""
-        if self.fd is not None:
-            args = self.fd, kill_agent
-            threading.Thread(target=_follow, args=args, daemon=True).start()
+
+def end_after(wait: Callable[[int], None], which: int, kill_agent: Callable[[], None]) -> None:
+    """In a thread, wait for the end of a launcher or client, and then end the run."""
+
+    def follow() -> None:
+        wait(which)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(limits.CONTROL_TERM_S)
+        kill_agent()
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
-def _follow(fd: int, kill_agent: Callable[[], None]) -> None:
+def follow_stream(fd: int) -> None:
+    """Send this process each signal named on a control stream, to its end."""
     pending = b""
     while hears(fd) and (data := os.read(fd, 4096)):
         *lines, pending = (pending + data).split(b"\n")
         for signum in filter(None, map(_BY_NAME.get, lines)):
             os.kill(os.getpid(), signum)
-    _end(kill_agent)
 
 
 def hears(fd: int) -> bool:
@@ -103,22 +109,11 @@ def hears(fd: int) -> bool:
     return False
 
 
-def follow_client(pid: int, kill_agent: Callable[[], None]) -> None:
-    """In a thread, wait for the end of a process whose child this should be, and end the run."""
-
-    def wait() -> None:
-        while started is not None and processes.start_ticks(pid) == started:
-            time.sleep(limits.CLIENT_LOOK_S)
-        _end(kill_agent)
-
+def await_client(pid: int) -> None:
+    """Wait for the end of a process whose child this should be."""
     started = processes.start_ticks(pid)
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def _end(kill_agent: Callable[[], None]) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(limits.CONTROL_TERM_S)
-    kill_agent()
+    while started is not None and processes.start_ticks(pid) == started:
+        time.sleep(limits.CLIENT_LOOK_S)
 
 
 def take_control(launched: Launched) -> Control | None:

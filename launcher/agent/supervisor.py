@@ -31,7 +31,9 @@ from launcher.agent.command_line import find_option, read_for_torch
 from launcher.agent.control import (
     Control,
     Launched,
-    follow_client,
+    await_client,
+    end_after,
+    follow_stream,
     report_outcome,
     take_control,
 )
@@ -204,10 +206,10 @@ def _wait_and_clean(supervisor: int, agent: int, token: str) -> NoReturn:
 def guard(agent: Agent) -> int:
     """Wait for the agent's end, then end what is left below; returns the agent's exit code."""
     memory_kills = count_memory_kills()
-    if agent.control is not None:
-        agent.control.follow(agent.kill)
+    if agent.control is not None and agent.control.fd is not None:
+        end_after(follow_stream, agent.control.fd, agent.kill)
     if agent.client:
-        follow_client(agent.client, agent.kill)
+        end_after(await_client, agent.client, agent.kill)
     status = _await_end(agent)
     left = processes.end_descendants()
     code = processes.exit_code(status)
