@@ -21,7 +21,6 @@ from torch.distributed.elastic.multiprocessing import errors
 
 from distributed.errors import BAD_INPUT, REFUSED, Refused
 from distributed.torch_internals import load_dynamo, serve_store
-from launcher.agent.assignment import Assignment
 from launcher.agent.attempt import Attempt
 from launcher.agent.command_line import read_for_torch
 from launcher.agent.control import Done, Membership, report_outcome
@@ -45,6 +44,7 @@ from launcher.failure import Failure
 from launcher.failure_block import Outcome
 from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder
 from launcher.wire import limits
+from launcher.wire.messages import Assignment
 
 load_dynamo()  # here once, not in each rank
 TRAIN = str(Path(__file__).resolve().parents[2] / "train.py")

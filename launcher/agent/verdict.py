@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from distributed.errors import STOPPED
 from distributed.stop_signals import NOTICE, stop_signals
 from launcher import failure
-from launcher.agent.assignment import Assignment
 from launcher.failure import Failure, RaisedError
 from launcher.failure_block import Outcome
 from launcher.text import name_ranks
+from launcher.wire.messages import Assignment
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from launcher.agent.assignment import Assignment
 from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.nodes.protocol import (
     MESSAGES,
@@ -23,7 +22,15 @@ from launcher.agent.nodes.protocol import (
 from launcher.agent.verdict import NodeEnd, Parts, Verdict
 from launcher.failure import Failure
 from launcher.failure_block import Outcome
-from launcher.wire.messages import Fault, Member, NodeReport, PairResult, PairTest, Refusal
+from launcher.wire.messages import (
+    Assignment,
+    Fault,
+    Member,
+    NodeReport,
+    PairResult,
+    PairTest,
+    Refusal,
+)
 
 FAILURE = Failure(
     "rank-error", "ValueError: ü\n", 1, "node2", 1, 5.5, 3, 1, ["a.py:1 in f"], stacks=[]

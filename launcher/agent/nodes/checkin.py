@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from distributed.errors import Refused
 from launcher import own_time
-from launcher.agent.assignment import Assignment
 from launcher.agent.nodes.protocol import Peer
 from launcher.agent.nodes.team import Team
 from launcher.agent.output.stream import say
@@ -20,7 +19,14 @@ from launcher.preflight.must_match import ARGUMENTS, mismatches
 from launcher.text import count
 from launcher.wire import limits, meeting
 from launcher.wire.meeting import CURES, Wait, find_loss, shorten
-from launcher.wire.messages import Member, NodeReport, PairResult, PairTest, Refusal
+from launcher.wire.messages import (
+    Assignment,
+    Member,
+    NodeReport,
+    PairResult,
+    PairTest,
+    Refusal,
+)
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from launcher.agent.assignment import Assignment
 from launcher.agent.diagnosis.collectives import Calls
 from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.verdict import NodeEnd, Verdict
 from launcher.failure import Failure
 from launcher.typed_json import Kinds
 from launcher.wire import limits
-from launcher.wire.messages import KILLED, MEETING, NodeReport, PairResult, PairTest, Refusal
+from launcher.wire.messages import (
+    KILLED,
+    MEETING,
+    Assignment,
+    NodeReport,
+    PairResult,
+    PairTest,
+    Refusal,
+)
 from launcher.wire.node_link import Link
 
 

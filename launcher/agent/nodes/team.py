@@ -6,13 +6,12 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from launcher.agent.assignment import Assignment
 from launcher.agent.nodes.protocol import NodeBeat, Peer
 from launcher.agent.verdict import Verdict
 from launcher.failure import Failure
 from launcher.text import count
 from launcher.wire import limits
-from launcher.wire.messages import Member
+from launcher.wire.messages import Assignment, Member
 
 
 @dataclass

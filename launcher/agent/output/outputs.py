@@ -8,7 +8,6 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import Std
 
-from launcher.agent.assignment import Assignment
 from launcher.agent.control import Control, Done, Membership, tell
 from launcher.agent.output.stream import NodeLog, Stream, open_stream, say
 from launcher.agent.torchrun_arguments import Arguments
@@ -16,6 +15,7 @@ from launcher.record.run_json import RunFolder, writing_to
 from launcher.screen import are_one_file
 from launcher.terminal import open_again
 from launcher.wire import limits
+from launcher.wire.messages import Assignment
 
 STREAMS = {"stdout": Std.OUT, "stderr": Std.ERR}
 
