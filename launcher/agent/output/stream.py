@@ -82,7 +82,6 @@ class RankView(View):
         """Begin each line with a label, such as `[rank3]`, in place of torch's own."""
         super().__init__(screen, is_alone=is_alone, prefix=label + b" " if label else b"")
         self.traceback = HeldTraceback()
-        self.has_traceback = False  # what is added next
         self._torchs_label = re.compile(rb"^%s: " % re.escape(label), re.M) if label else None
 
     def may_be_dropped(self, line: bytes) -> bool:
@@ -93,16 +92,14 @@ class RankView(View):
         return self._torchs_label.sub(b"", data) if self._torchs_label else data
 
     def put(self, data: bytes) -> None:
-        if self.has_traceback or self.traceback.text:
-            data = self.traceback.take(data)
-        if data:  # else it is held
-            super().put(data)
+        if shown := self.traceback.take(data):
+            super().put(shown)
 
     def show_traceback(self) -> None:
         """Show the traceback that is held back."""
-        self.has_traceback = False
         self._since = time.monotonic()
-        self.put(self.traceback.release())
+        if held := self.traceback.release():
+            super().put(held)
 
     def tick(self, now: float) -> bool:
         return super().tick(now) or bool(self.traceback.text)
@@ -144,10 +141,8 @@ class Stream:
             except OSError as error:  # a full disk
                 say(f"{self.copy.name} ends here: {error.strerror}")
                 self.copy = None
-        known = self.traceback_line
         self._log(data)
         if self.view is not None:
-            self.view.has_traceback = self.traceback_line != known
             self.view.add(data)
             if not data:
                 self.view.end()
