@@ -80,8 +80,7 @@ def choose_master(plan: Plan, hellos: Sequence[Hello | None]) -> Plan:
     Raises Refused where the other nodes cannot reach it.
     """
     first, address = plan.nodes[0].name, hellos[0].address if hellos[0] else ""
-    given = os.environ.get("MASTER_ADDR")
-    if given not in (None, "", first, first.rpartition("@")[2]) or plan.num_agents == 1:
+    if plan.master_addr not in (first, first.rpartition("@")[2]):  # MASTER_ADDR, or one node's
         return plan
     for node, hello in zip(plan.nodes, hellos, strict=True):
         if handshake.is_loopback(address) and hello and hello.address != address:
