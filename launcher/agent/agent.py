@@ -292,9 +292,9 @@ class NodeAgent:
         outcome, limit_s = verdict.outcome, self.args.grace_s
         if outcome.signum:  # the ranks have had GRACE; supervisor and launchers wait longer
             limit_s = min(limit_s, limits.STOP_SNAPSHOT_S)
-        if outcome.code != 0 and is_told:
+        if outcome.code != 0 and is_told and 0 in self.meeting.peers:
             parts = None if self.is_spare else verdict.parts
-            self.snapshots.leave_to(self.meeting.peers.get(0), parts, limit_s)
+            self.snapshots.leave_to(self.meeting.peers[0], parts, limit_s)
         if outcome.code == 0 or is_told or self.may_go_on_elsewhere:
             return outcome
         if verdict.parts is not None:

@@ -75,19 +75,18 @@ class Snapshots:
                 return Parts(step, folder, sorted(ranks - held))
         return None
 
-    def leave_to(self, first_node: Peer | None, parts: Parts | None, limit_s: float) -> None:
+    def leave_to(self, first_node: Peer, parts: Parts | None, limit_s: float) -> None:
         """On another node, hand its parts over, and stay until the first one's agent has ended.
 
         Launchers give the others little time once one node has ended.
         """
         deadline = own_time.now() + limit_s
         processes.die_with_parent(os.getppid())  # nobody watches the supervisor any more
-        if parts is not None and first_node is not None:
+        if parts is not None:
             files = self._files(parts)
             _run(files, parts.step, deadline, folder=parts.folder, is_handed_over=True)
             first_node.send(HandedOver())
-        if first_node is not None:
-            first_node.wait_for_end(deadline)
+        first_node.wait_for_end(deadline)
 
     def save_parts(self, parts: Parts, peers: Mapping[int, Peer], limit_s: float) -> int:
         """Save a snapshot with what other nodes hand over; returns its step, or -1."""
