@@ -202,7 +202,7 @@ class NodeAgent:
     def _variables(self, local_rank: int) -> dict[str, str]:
         """Return what a rank is given."""
         return {
-            **variables_of(self.args, self.own, local_rank, self.error_files),
+            **variables_of(self.args, self.own, local_rank, self.error_files, os.environ),
             **self.snapshots.variables(local_rank),
             **(self.network.variables if local_rank == 0 else {}),  # none but on node rank 0
             "HEARTBEAT_FILE": self.heartbeats.name(local_rank),

@@ -30,7 +30,7 @@ from distributed.stop_signals import QUERY, STOP_SIGNALS
 from launcher import processes
 from launcher.failure_block import Outcome, print_outcome
 from launcher.own_time import OwnTime
-from launcher.typed_json import Kinds, encode, in_pieces, parse
+from launcher.typed_json import Kinds, encode, in_pieces
 from launcher.wire import limits
 
 VARIABLE = "LAUNCH_START"
@@ -47,12 +47,6 @@ class Launched:
 
     def variable(self) -> dict[str, str]:
         return {VARIABLE: encode(self)}
-
-    @classmethod
-    def take(cls) -> Launched:
-        """Return what the launcher has left, and remove it."""
-        text = os.environ.pop(VARIABLE, "")
-        return parse(cls, text) if text else cls()
 
 
 @dataclass(frozen=True)
@@ -114,17 +108,6 @@ def await_client(pid: int) -> None:
     started = processes.start_ticks(pid)
     while started is not None and processes.start_ticks(pid) == started:
         time.sleep(limits.CLIENT_LOOK_S)
-
-
-def take_control(launched: Launched) -> Control | None:
-    """Return the way to a launcher elsewhere, if one started this process."""
-    if not launched.control:
-        return None
-    if launched.control == "step":
-        token = f"{os.environ['LAUNCH_TOKEN']} {os.environ['SLURM_NODEID']}"
-        print(token, flush=True)  # from now on a part that tells no end was killed
-        return Control(None, token)
-    return take_stdin(os.environ["LAUNCH_TOKEN"])
 
 
 def take_stdin(token: str) -> Control:

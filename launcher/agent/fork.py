@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -55,9 +55,16 @@ def fork_ranks(
 
 
 def variables_of(
-    args: Arguments, assignment: Assignment, local_rank: int, error_files: Path
+    args: Arguments,
+    assignment: Assignment,
+    local_rank: int,
+    error_files: Path,
+    environ: Container[str],
 ) -> dict[str, str]:
-    """Return what torchrun adds to a rank's environment, and what is ours."""
+    """Return what torchrun adds to a rank's environment, and what is ours.
+
+    `environ` are the variables that are set already: what torchrun only proposes does not count.
+    """
     number = assignment.first_rank + local_rank
     variables = {
         "RANK": number,
@@ -76,15 +83,16 @@ def variables_of(
         "TORCHELASTIC_RESTART_COUNT": assignment.attempt,
         "TORCHELASTIC_MAX_RESTARTS": args.max_restarts,
         "TORCHELASTIC_USE_AGENT_STORE": True,
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
         "RUN_ID": assignment.run_id,
     }
     if args.log_dir is not None:
         variables["LOG_DIR"] = args.log_dir
-    if args.nproc > 1 and "OMP_NUM_THREADS" not in os.environ:
-        variables["OMP_NUM_THREADS"] = 1  # torchrun's choice
-    if is_nccl_available() and RECORDER_SIZE not in os.environ:
-        variables[RECORDER_SIZE] = DEFAULT_SIZE
+    proposed = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": 1}
+    if args.nproc > 1:
+        proposed["OMP_NUM_THREADS"] = 1
+    if is_nccl_available():
+        proposed[RECORDER_SIZE] = DEFAULT_SIZE
+    variables |= {name: value for name, value in proposed.items() if name not in environ}
     if args.virtual_gpus:
         gpu = args.virtual_gpus[local_rank]
         variables |= {"LOCAL_RANK": 0, "CUDA_VISIBLE_DEVICES": gpu}

@@ -29,13 +29,14 @@ from distributed.stop_signals import ADDED, NOTICE, QUERY, STOP_SIGNALS, handled
 from launcher import importable, own_time, processes, typed_json
 from launcher.agent.command_line import find_option, read_for_torch
 from launcher.agent.control import (
+    VARIABLE,
     Control,
     Launched,
     await_client,
     end_after,
     follow_stream,
     report_outcome,
-    take_control,
+    take_stdin,
 )
 from launcher.agent.deadline import Deadline
 from launcher.agent.link import AgentNote, SupervisorLink, close
@@ -85,8 +86,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     mend_streams()
     leave_outer_run(os.environ)
-    launched = Launched.take()
-    return guard(fork_agent(arguments, take_control(launched), launched))
+    text, control = os.environ.pop(VARIABLE, ""), None
+    launched = typed_json.parse(Launched, text) if text else Launched()
+    if launched.control == "stdin":
+        control = take_stdin(os.environ["LAUNCH_TOKEN"])
+    elif launched.control == "step":
+        control = Control(None, f"{os.environ['LAUNCH_TOKEN']} {os.environ['SLURM_NODEID']}")
+        print(control.token, flush=True)  # from now on a part that tells no end was killed
+    return guard(fork_agent(arguments, control, launched))
 
 
 def fork_agent(arguments: Sequence[str], control: Control | None, launched: Launched) -> Agent:
