@@ -182,7 +182,6 @@ class NodeAgent:
             peer.heard = time.monotonic() + (args.grace_s if meeting.lost else 0)
         return Attempt(
             here,
-            hosts=hosts,
             peers=peers,
             supervisor=self.supervisor.socket,
             facts=Facts(signals=signals),

@@ -12,7 +12,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -49,7 +49,6 @@ class Attempt:
     """The ranks of this node, and the connections to the other nodes' agents."""
 
     ranks: NodeRanks
-    hosts: Sequence[str]  # by node rank
     peers: dict[int, Peer]
     supervisor: socket.socket  # its other end closes when the supervisor dies
     facts: Facts  # the signals in it also came since the attempt before
@@ -264,7 +263,7 @@ class Attempt:
         self.selector.unregister(peer.socket)
         peer.close()
         if node not in self.facts.nodes and self.facts.verdict is None:
-            self._fail(peer.loss(node, self.hosts[node]))
+            self._fail(peer.loss(node, self.query.hosts[node]))
 
     def _beat(self) -> None:
         """Tell the other nodes that this one lives, and see whether all are alive and move on."""
