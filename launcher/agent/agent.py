@@ -280,7 +280,7 @@ class NodeAgent:
     def _tell_membership(self) -> None:
         """Tell the launcher which nodes the run goes on with."""
         if (team := self.meeting.team) is not None:
-            nodes = [*(member.node_id for member in team.members), *team.spares]
+            nodes = [member.node_id for member in (*team.members, *team.spares)]
             membership = Membership(self.own.attempt, nodes)
             self.outputs.tell(membership, self.supervisor.control)
 

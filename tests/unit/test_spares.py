@@ -150,8 +150,7 @@ def team_of(
     members = [Member(number, f"n{number}", nproc) for number, nproc in enumerate(nprocs)]
     others = {number: connect(number) for number in range(1, len(nprocs))}
     there = {
-        at: (connect(at), Member(at, f"n{at}", nproc))
-        for at, nproc in enumerate(spares, len(nprocs))
+        Member(at, f"n{at}", nproc): connect(at) for at, nproc in enumerate(spares, len(nprocs))
     }
     return Team("r", members, others, there, min_nodes)
 
@@ -212,11 +211,11 @@ def test_a_spare_that_is_gone_is_told_and_counts_no_more(monkeypatch: pytest.Mon
         team, told = team_of(connect, [2, 2], [2, 2], 2), list[Failure]()
         ends = [server.accept()[0] for _ in range(3)]
         team.beat(told.append)
-        assert (told, [*team.spares], team.counted) == ([], [2, 3], 4)
+        assert (told, [spare.host for spare in team.spares], team.counted) == ([], ["n2", "n3"], 4)
         ends[2].close()
         team.beat(told.append)
         assert [(loss.fault, loss.host) for loss in told] == [("agent-killed", "n3")]
-        assert ([*team.spares], team.counted) == ([2], 3)
+        assert ([spare.host for spare in team.spares], team.counted) == (["n2"], 3)
         monkeypatch.setattr(limits, "SILENCE_S", 0.0)
         team.beat(told.append)
         assert [(loss.fault, loss.host) for loss in told[1:]] == [("link-lost", "n2")]

@@ -44,7 +44,7 @@ class Meeting:
     def everyone(self) -> list[Peer]:
         """Return the connections to other agents, those of spares among them."""
         spares = self.team.spares.values() if self.team is not None else ()
-        return [*self.peers.values(), *(peer for peer, _ in spares)]
+        return [*self.peers.values(), *spares]
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
@@ -88,8 +88,8 @@ def meet(
         refused = Refused(fault.name, f"{shorten(causes)}; {fault.cure}")
         refuse((peer for peer, _ in here.values()), refused)
         raise refused
-    spares = {node_id: here.pop(node_id) for node_id in [*here][len(here) - num_spares :]}
     peers = {node_id: peer for node_id, (peer, _) in here.items()}
+    spares = {member: peers.pop(member.node_id) for member in members[len(members) - num_spares :]}
     team = Team(me.run_id, members[: 1 + len(peers)], peers, spares, min_nodes)
     return Meeting(team.assign()[me.node_rank], peers, listener, team)
 

@@ -64,7 +64,7 @@ def _lead(before: Meeting, me: Member, lost: Failure, args: Arguments) -> Meetin
     rest = old.members[1:] if is_spare else [one for one in old.members if one != me]
     members = [me, *rest]  # without a spare, the lost one keeps a place
     there = {rank: peers[one.node_id] for rank, one in enumerate(members) if one.node_id in peers}
-    spares = {one.node_id: (peers[one.node_id], one) for one in old.spares if one.node_id in peers}
+    spares = {one: peers[one.node_id] for one in old.spares if one.node_id in peers}
     team = Team(old.run_id, members, there, spares, args.min_nodes)
     why, others = team.why_not(), len(old.successors)
     if 2 * (1 + len(peers)) <= 1 + others:

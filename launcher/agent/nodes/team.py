@@ -21,7 +21,7 @@ class Team:
     run_id: str
     members: list[Member]  # by node rank; the first is this agent's
     peers: dict[int, Peer]  # of the others, by node rank
-    spares: dict[int, tuple[Peer, Member]] = field(default_factory=dict)  # by node id
+    spares: dict[Member, Peer] = field(default_factory=dict)
     min_nodes: int = 0  # with which the run goes on without a spare; 0: it replaces no node
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class Team:
         for rank, spare in [*self._find_spares()]:
             told.append(f"{spare.host} takes {self.members[rank].host}'s place")
             self.members[rank] = spare
-            self.peers[rank], _ = self.spares.pop(spare.node_id)
+            self.peers[rank] = self.spares.pop(spare)
         if gaps := self.lost:
             hosts = ", ".join(self.members[rank].host for rank in gaps)
             kept = [rank for rank in range(len(self.members)) if rank not in gaps]
@@ -76,7 +76,7 @@ class Team:
 
     def _find_spares(self) -> Iterator[tuple[int, Member]]:
         """Yield lost node ranks, each with a spare that runs as many ranks."""
-        free = [spare for _, spare in self.spares.values()]
+        free = [*self.spares]
         for rank in self.lost:
             spare = next((one for one in free if one.nproc == self.members[rank].nproc), None)
             if spare is not None:
@@ -95,9 +95,9 @@ class Team:
             address=address,
             port=port,
             members=self.members if self.min_nodes else (),
-            spares=[spare for _, spare in self.spares.values()],
+            spares=[*self.spares],
         )
-        assignments = dict.fromkeys(self.spares, common)
+        assignments = {spare.node_id: common for spare in self.spares}
         for rank, member in enumerate(self.members):
             own = dataclasses.replace(common, node_rank=rank, first_rank=sum(counts[:rank]))
             assignments[member.node_id] = own
@@ -105,8 +105,8 @@ class Team:
 
     def tell(self, assignments: Mapping[int, Assignment], verdict: Verdict | None = None) -> None:
         """Tell every other agent its assignment; with a verdict, how the attempt ended, too."""
-        others = [(peer, self.members[rank]) for rank, peer in self.peers.items()]
-        for peer, member in (*others, *self.spares.values()):
+        others = [(self.members[rank], peer) for rank, peer in self.peers.items()]
+        for member, peer in (*others, *self.spares.items()):
             own = assignments.get(member.node_id)
             if verdict is not None:
                 peer.send(dataclasses.replace(verdict, next=own))
@@ -117,11 +117,11 @@ class Team:
 
     def beat(self, on_lost: Callable[[Failure], None]) -> None:
         """Tell the spares that node rank 0 lives, and see whether they do; tells of those lost."""
-        for node_id, (peer, spare) in list(self.spares.items()):
+        for spare, peer in list(self.spares.items()):
             peer.send(NodeBeat(None))
             is_gone = peer.receive(limits.POLL_S) is None
             if is_gone or peer.is_silent:
-                del self.spares[node_id]
+                del self.spares[spare]
                 peer.close()
                 self.counted -= is_gone  # else it may be there for others
-                on_lost(peer.loss(node_id, spare.host))
+                on_lost(peer.loss(spare.node_id, spare.host))
