@@ -23,7 +23,7 @@ from launcher.agent.diagnosis import stuck
 from launcher.agent.diagnosis.collectives import find_mismatches
 from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.node_ranks import NodeRanks
-from launcher.agent.nodes.protocol import NodeStacks, Peer, StackRequest
+from launcher.agent.nodes.protocol import NodeStacks, Peer, RankStack, StackRequest
 from launcher.record.run_json import ASKED, NOTICED, SHOWN
 from launcher.wire import limits
 
@@ -92,9 +92,8 @@ class Query:
         return self._conclude() if self._end.take() else None
 
     def _here(self) -> NodeStacks:
-        frames = {str(rank): frames for rank, frames in self.ranks.stacks().items()}
-        calls = {str(rank): calls for rank, calls in self.ranks.collectives().items()}
-        return NodeStacks(frames, calls)
+        stacks, calls = self.ranks.stacks(), self.ranks.collectives()
+        return NodeStacks([RankStack(rank, at, calls.get(rank)) for rank, at in stacks.items()])
 
     def _send(self, message: StackRequest | NodeStacks) -> None:
         for peer in self.peers.values():
@@ -107,9 +106,9 @@ class Query:
 
     def _conclude(self) -> int | None:
         """Show what the nodes have told; of a silence also who is behind."""
-        nodes = self._told.values()
-        places = {int(rank): at for told in nodes for rank, at in told.frames.items()}
-        calls = {int(rank): one for told in nodes for rank, one in told.collectives.items()}
+        everyone = [rank for node in self._told.values() for rank in node.ranks]
+        places = {each.rank: each.frames for each in everyone}
+        calls = {each.rank: each.calls for each in everyone if each.calls is not None}
         unheard = [self.hosts[node] for node in self.peers if node not in self._told]
         silent, self._silent = self._silent, None
         self._told.clear()

@@ -10,8 +10,8 @@ The bytes of a snapshot follow their line.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from launcher.agent.diagnosis.collectives import Calls
@@ -45,15 +45,19 @@ class StackRequest:
 
 
 @dataclass(frozen=True)
+class RankStack:
+    """Where a living rank is."""
+
+    rank: int
+    frames: Sequence[str]  # innermost first
+    calls: Calls | None = None  # its newest collectives, if torch records them
+
+
+@dataclass(frozen=True)
 class NodeStacks:
     """Where the living ranks of a node are."""
 
-    frames: Mapping[str, Sequence[str]]  # innermost first, by rank
-    collectives: Mapping[str, Calls] = field(default_factory=dict)  # by rank
-
-    def __post_init__(self) -> None:
-        if not all(rank.isdecimal() for rank in (*self.frames, *self.collectives)):
-            raise ValueError("no ranks")
+    ranks: Sequence[RankStack]
 
 
 @dataclass(frozen=True)
