@@ -82,11 +82,9 @@ class Query:
                 with contextlib.suppress(OSError):  # it is not there: nobody asks
                     (self.folder / name).unlink()
                     act()
-        if self._start.take():
-            is_first, is_asking = self.ranks.node_rank == 0, bool(self._told)
-            if not is_asking:
-                self._send(StackRequest())
-            if is_first and not is_asking:
+        if self._start.take() and not self._told:  # else it is asking
+            self._send(StackRequest())
+            if self.ranks.node_rank == 0:
                 self._end.set_within(limits.STACKS_ANSWER_S)
                 self._take(0, self._here())
         return self._conclude() if self._end.take() else None
