@@ -131,7 +131,7 @@ class NodeAgent:
             self.error_files.mkdir(exist_ok=True)
         if meeting.lost is not None:
             self.restarts.has_begun = True
-            self._note_restart(meeting.lost, -1, [meeting.lost.host], meeting.told)
+            self._note_restart(meeting.lost, -1, [meeting.lost.host], meeting.took_over)
         if begins:
             folder = str(self.folder.path) if self.folder and self.restarts.record else ""
             command = resume_command(args, has_saved=False)

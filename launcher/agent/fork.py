@@ -43,8 +43,8 @@ def fork_ranks(
         (stdout, out), (stderr, err) = outputs.open(part, local_rank)
         if (pid := os.fork()) == 0:
             processes.take_name(f"rank{number}")
-            for one in (*held, outputs, out, err, *ranks):
-                one.close()
+            for opened in (*held, outputs, out, err, *ranks):
+                opened.close()
             if cpus:
                 os.sched_setaffinity(0, cpus)
             run_and_exit(program, variables, stdout=stdout, stderr=stderr, parent=agent)

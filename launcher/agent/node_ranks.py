@@ -235,9 +235,9 @@ class NodeRanks:
         if waiting:
             processes.send([each.pid for each in stopped], signal.SIGCONT)
             stuck.wait_for_stacks(waiting, sizes[1], limits.STACKS_WRITE_S)
-        found = {each.rank: stuck.read_stack(each.stack_file) for each in writing}
+        stacks = {each.rank: stuck.read_stack(each.stack_file) for each in writing}
         halted = {each.rank: [stuck.STOPPED] for each in stopped}
-        return {each.rank: [] for each in living} | halted | found
+        return {each.rank: [] for each in living} | halted | stacks
 
     def collectives(self) -> dict[int, Calls]:
         """Return the newest collectives of the living ranks for which torch records them.

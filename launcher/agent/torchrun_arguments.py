@@ -71,9 +71,9 @@ class Arguments:
         """Return the local ranks that the terminal shows: rank 0 alone where there is a log."""
         ranks = range(self.nproc)
         if self.shown is not None:
-            return [one for one in ranks if one in self.shown]
+            return [rank for rank in ranks if rank in self.shown]
         is_any = self.has_labels or not has_log
-        return [one for one in ranks if is_any or first_rank + one == 0]
+        return [rank for rank in ranks if is_any or first_rank + rank == 0]
 
 
 def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:

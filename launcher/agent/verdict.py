@@ -80,7 +80,7 @@ class Facts:
     def asked(self) -> list[int]:
         """The stop signals that ranks here were sent, by this agent or by SLURM itself."""
         is_known = self.noticed or 128 + NOTICE in self.codes.values()
-        return [one for one in self.signals if one != NOTICE or is_known]
+        return [signum for signum in self.signals if signum != NOTICE or is_known]
 
     @property
     def is_ending(self) -> bool:
@@ -140,7 +140,7 @@ def is_consequence(facts: Facts, first: Failure | None, rank: int) -> bool:
     """Whether a rank of this node ended only because of the first failure, another's."""
     if first is None or rank == first.rank or facts.codes.get(rank) == 0:
         return False
-    return all(one.is_consequence for one in facts.failures if one.rank == rank)
+    return all(each.is_consequence for each in facts.failures if each.rank == rank)
 
 
 def end_of_node(facts: Facts, saved_step: int, *snapshots: Mapping[str, Sequence[int]]) -> NodeEnd:
@@ -164,7 +164,7 @@ def reach_verdict(facts: Facts, *, saved_step: int, left: int) -> Verdict:
     nodes = [end_of_node(facts, saved_step), *facts.nodes.values()]
     has_saved = any(node.saved_step >= 0 for node in nodes)
     # The failure that began it: causes before consequences, then by time.
-    first = min(facts.failures, key=lambda one: (one.is_consequence, one.time), default=None)
+    first = min(facts.failures, key=lambda each: (each.is_consequence, each.time), default=None)
     if first is None:
         asked = facts.asked
         code = stop_code(nodes, asked)
@@ -174,13 +174,13 @@ def reach_verdict(facts: Facts, *, saved_step: int, left: int) -> Verdict:
         signum = next(iter(asked), 0)
         outcome = Outcome(code, left=left, ends=ends, signum=signum, has_saved=has_saved)
         return Verdict(outcome)
-    lost = {one.rank for one in facts.failures if one.is_consequence} - {first.rank}
+    lost = {each.rank for each in facts.failures if each.is_consequence} - {first.rank}
     stopped = {rank for node in nodes for rank in node.stopped} - lost - {first.rank}
     finished = [rank for node in nodes for rank, code in node.left.items() if code == 0]
     if first.is_consequence and finished:  # nobody has failed: one has left too early
         before = f"before it rank {min(finished)} exited with code 0"
         first = replace(first, cause=f"{first.cause} ({before})")
-    stacks = [line for one in facts.failures for line in one.stacks]
+    stacks = [line for each in facts.failures for line in each.stacks]
     first = replace(first, stacks=stacks, saved_step=max(saved_step, first.saved_step))
     outcome = Outcome(first.code, first, len(lost), len(stopped), left, has_saved=has_saved)
     return Verdict(outcome)
@@ -200,7 +200,7 @@ def stop_code(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> int:
         return STOPPED
     if codes or any(node.stopped for node in nodes):
         return 128 + (signals[0] if signals else signal.SIGKILL)
-    wanted = [] if has_saved else [one for one in signals if one != NOTICE]
+    wanted = [] if has_saved else [signum for signum in signals if signum != NOTICE]
     return 128 + wanted[0] if wanted else 0
 
 

@@ -51,7 +51,7 @@ class Connection(Child):
         show: Show,
     ) -> None:
         """Connect to a bash on the node; `show` is given what is no message."""
-        self.node = node
+        self.name = node
         self.token = token
         self.is_started = False  # from then on, what comes on stderr is the run's
         self.lost = ""  # why the node's part of the run ended before its time
@@ -134,7 +134,7 @@ class Connection(Child):
 
     def _find_fault(self) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired, KeyError, ValueError):
-            self._fault = find_fault(self.node)
+            self._fault = find_fault(self.name)
 
     def explain_silence(self, waited_s: float) -> Fault:
         """Return why the node has not told what its checks found."""
@@ -154,8 +154,8 @@ class Connection(Child):
         fault = self._fault
         if is_there:
             fault = "host-unreachable" if self.code == SSH_FAILED else "env-missing"
-        cause = self.last_words or f"ssh to {self.node} ended without a message"
-        return Fault(fault, cause, CURES[fault].format(node=self.node))
+        cause = self.last_words or f"ssh to {self.name} ended without a message"
+        return Fault(fault, cause, CURES[fault].format(node=self.name))
 
 
 def greet(
@@ -171,10 +171,13 @@ def greet(
     """
     tries = [1] * len(connections)
     while (now := time.monotonic()) < until:
-        has_way = any(one.answer(Hello) for one in connections)
-        dropped = [place for place, one in enumerate(connections) if one.is_dropped]
-        dropped = [place for place in dropped if has_way and tries[place] < TRIES]
-        if not dropped and not any(one.may_come for one in connections):
+        has_way = any(connection.answer(Hello) for connection in connections)
+        dropped = [
+            place
+            for place, connection in enumerate(connections)
+            if has_way and connection.is_dropped and tries[place] < TRIES
+        ]
+        if not dropped and not any(connection.may_come for connection in connections):
             return
         for number, place in enumerate(dropped):
             pause_s = limits.CONNECT_AGAIN_S * 2 ** tries[place] + limits.CONNECT_PACE_S * number

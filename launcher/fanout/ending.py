@@ -24,7 +24,7 @@ class NodeResult:
 
     host: str
     exit: Exit | None  # None: it was lost
-    told: Outcome | Done | None  # what its agent told last, if it did
+    report: Outcome | Done | None  # what its agent told last, if it did
     lost: str = ""  # why the launcher gave it up
     is_reachable: bool = True  # when the launcher looked again
     is_silent: bool = False  # when the launcher gave it up
@@ -50,8 +50,10 @@ def conclude(
         return replace(unknown, code=code, failure=failure)
 
     codes = [node.exit.code for node in nodes if node.exit]
-    told = [node.told for node in nodes if isinstance(node.told, Outcome) and node.told.code]
-    failures = [outcome.failure for outcome in told if outcome.failure]
+    outcomes = [
+        node.report for node in nodes if isinstance(node.report, Outcome) and node.report.code
+    ]
+    failures = [outcome.failure for outcome in outcomes if outcome.failure]
     has_failed = any(failure.rank >= 0 and not failure.is_consequence for failure in failures)
     is_well = len(codes) == len(nodes) and {*codes} <= {0, STOPPED}
     outlived = has_failed or is_well  # a silence
@@ -61,7 +63,7 @@ def conclude(
         return blame(-1, "launcher-killed", cause)
     if lost := find_lost(nodes, outlived=outlived):
         return blame(*lost)
-    silent = [0 if node.told else code for node, code in zip(nodes, codes, strict=True)]
+    silent = [0 if node.report else code for node, code in zip(nodes, codes, strict=True)]
     if CANNOT_START in silent:
         cause = "the node agent was not started; the lines above say why"
         return blame(silent.index(CANNOT_START), "env-missing", cause, CANNOT_START)
@@ -72,9 +74,9 @@ def conclude(
         return replace(unknown, code=code)
     if any(silent) and not (failures or stopped_by or plan.engine):  # the others were only stopped
         return blame(*find_unreported(silent))
-    if told:  # where one has failed, the others were only stopped
-        failed = next((outcome for outcome in told if outcome.failure), None)
-        return replace(told[0], code=code) if told[0].failure or failed is None else failed
+    if outcomes:  # where one has failed, the others were only stopped
+        failed = next((outcome for outcome in outcomes if outcome.failure), None)
+        return replace(outcomes[0], code=code) if outcomes[0].failure or failed is None else failed
     if stopped_by:
         return replace(unknown, code=128 + stopped_by)
     cause = f"a rank failed; the report of {plan.engine} is above"

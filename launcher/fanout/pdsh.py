@@ -63,12 +63,12 @@ class PdshFanout(Fanout):
         )
         self.pdsh.close_input()
 
-    def start_request(self, report: Report, one: Connection) -> Start:
-        start = super().start_request(report, one)
+    def start_request(self, report: Report, node: Connection) -> Start:
+        start = super().start_request(report, node)
         return replace(start, socket=f"{self.socket}.{report.node_rank}")
 
-    def note(self, one: Connection) -> None:
-        super().note(one)
+    def note(self, node: Connection) -> None:
+        super().note(node)
         if self.pdsh is not None and self.pdsh.code is not None:
             self.close_within(limits.OTHERS_S)
 

@@ -108,8 +108,8 @@ def check_nodes(plan: Plan) -> tuple[Plan, list[Report], compare.Outcome] | None
     answers = {report.node_rank: report for report in reports}
     ill = find_ill(plan, [answers.get(number) for number in range(plan.num_agents)])
     if swapped := leave_out(plan, ill):
-        plan, told = swapped
-        print(f"{plan.program}: {'; '.join(told)}", file=sys.stderr)
+        plan, changes = swapped
+        print(f"{plan.program}: {'; '.join(changes)}", file=sys.stderr)
         return check_nodes(plan)
     if silent := silent_hosts(plan, answers):
         cause = f"no answer to the preflight from {', '.join(silent)}, and no spare can take over"

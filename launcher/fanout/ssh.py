@@ -106,7 +106,7 @@ class Fanout:
             if number % AT_ONCE == AT_ONCE - 1:
                 self.turn(time.monotonic() + limits.CONNECT_PACE_S)
         greet(self.connections, self.connect_node, self.turn, began + waited_s)
-        hellos = [one.answer(Hello) for one in self.connections]
+        hellos = [node.answer(Hello) for node in self.connections]
         left_s = answer_by - time.monotonic()
         self.plan = choose_master(self.plan, hellos)
         request = self.plan.request(  # where one is missing, nobody waits for the others
@@ -116,19 +116,19 @@ class Fanout:
         for number, node in enumerate(self.plan.nodes):
             self.connections[number].ask(replace(request, node_rank=number, nproc=node.nproc))
         self.wait_for(Report, answer_by)
-        reports = [report for one in self.connections if (report := one.answer(Report))]
-        gone = (one for one in self.connections if one.answer(Report) is None)
-        silent = [Finding(one.node, one.explain_silence(waited_s)) for one in gone]
+        reports = [report for node in self.connections if (report := node.answer(Report))]
+        gone = (node for node in self.connections if node.answer(Report) is None)
+        silent = [Finding(node.name, node.explain_silence(waited_s)) for node in gone]
         outcome = compare.judge(reports, time.monotonic() - began)
         outcome = replace(outcome, findings=[*silent, *outcome.findings])
         plan, out = self.plan, sys.stderr if plan.is_detached else self.err.text
         refuses = compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=out)
-        ill = find_ill(plan, [one.answer(Report) for one in self.connections])
+        ill = find_ill(plan, [node.answer(Report) for node in self.connections])
         if swapped := swap(plan, ill):
-            self.plan, told = swapped
-            self.say("; ".join(told))
-            for one in self.connections:
-                one.terminate()
+            self.plan, changes = swapped
+            self.say("; ".join(changes))
+            for connection in self.connections:
+                connection.terminate()
             self.connections.clear()
             self.token = os.urandom(16).hex()
             return self.check_nodes()
@@ -153,7 +153,7 @@ class Fanout:
     def wait_for(self, kind: type, until: float) -> None:
         """Wait until every node has given such an answer, or has gone."""
         while time.monotonic() < until and any(
-            one.code is None and one.answer(kind) is None for one in self.connections
+            node.code is None and node.answer(kind) is None for node in self.connections
         ):
             self.turn(until)
 
@@ -164,20 +164,20 @@ class Fanout:
         for connection, report in zip(self.connections, reports, strict=True):
             connection.start(self.start_request(report, connection))
 
-    def start_request(self, report: Report, one: Connection) -> Start:
+    def start_request(self, report: Report, node: Connection) -> Start:
         plan, nproc = self.plan, report.nproc
         command = plan.agent_command(nproc=nproc, port=report.port, node_rank=report.node_rank)
-        variables = {**plan.run_variables(), **self.own.of_node(one.node, nproc)}
-        return Start(command, {**variables, "LAUNCH_TOKEN": one.token}, plan.directory)
+        variables = {**plan.run_variables(), **self.own.of_node(node.name, nproc)}
+        return Start(command, {**variables, "LAUNCH_TOKEN": node.token}, plan.directory)
 
     def watch(self) -> None:
         """Wait for the end of every node's part, and see to it once one has ended."""
-        while any(one.code is None and not one.is_left for one in self.connections):
+        while any(node.code is None and not node.is_left for node in self.connections):
             until = self.close_at
             if (now := time.monotonic()) >= until:
                 until += limits.CONTROL_END_S
-                for one in self.connections:
-                    one.close_input()
+                for node in self.connections:
+                    node.close_input()
             if now > until:
                 return
             self.turn(until)
@@ -187,38 +187,38 @@ class Fanout:
         now = time.monotonic()
         if now >= self.beat_at:
             self.beat_at = now + limits.BEAT_S
-            for one in self.connections:
-                one.send(b"\n")
+            for node in self.connections:
+                node.send(b"\n")
         until = min(until, self.beat_at)
         if self.is_open:
-            until = min([until, *(one.heard + limits.SILENCE_S for one in self.silence.awaited)])
+            until = min([until, *(node.heard + limits.SILENCE_S for node in self.silence.awaited)])
         if self.terminals.is_waiting:
             until = min(until, now + limits.PARTIAL_S)
         for signum in self.loop.wait(until - now):
             self.pass_on(signum)
         self.terminals.tick(now)
         self.silence.note_turn(is_ending=self.close_at < math.inf)
-        for one in self.connections:
-            self.note(one)
-        for one in self.silence.find() if self.is_open else ():
-            self.lose(one, f"no heartbeat for {limits.SILENCE_S:g} s (network down?)")
-            one.terminate()
-        for one in self.nodes.find_left_behind():
-            self.say(f"continuing without {one.node}")
-            one.close_input()
+        for node in self.connections:
+            self.note(node)
+        for node in self.silence.find() if self.is_open else ():
+            self.lose(node, f"no heartbeat for {limits.SILENCE_S:g} s (network down?)")
+            node.terminate()
+        for node in self.nodes.find_left_behind():
+            self.say(f"continuing without {node.name}")
+            node.close_input()
         if self.nodes.is_overdue(self.saving_s):
             self.close_within(0)
 
-    def lose(self, one: Connection, why: str) -> None:
+    def lose(self, node: Connection, why: str) -> None:
         """Note that a node's part of the run has ended before its time.
 
         That ends the run, unless others go on. Where it is silent, the other agents may save first.
         """
-        one.lost, one.is_silent = why, time.monotonic() - one.heard > limits.SILENCE_S / 2
-        self.say(f"{one.node}: {why}{' [link-lost]' if one.is_silent else ''}")
+        node.lost, node.is_silent = why, time.monotonic() - node.heard > limits.SILENCE_S / 2
+        self.say(f"{node.name}: {why}{' [link-lost]' if node.is_silent else ''}")
         if not self.nodes.can_change:
-            self.close_within(self.saving_s if one.is_silent else 0)
-        self.nodes.sweep(one)
+            self.close_within(self.saving_s if node.is_silent else 0)
+        self.nodes.sweep(node)
 
     def pass_on(self, signum: Signals) -> None:
         """Tell every node of a signal; what it means there the agents decide."""
@@ -229,28 +229,28 @@ class Fanout:
         if signum != SIGUSR1 and not is_query:
             self.stopped_by = signum
             self.close_within(self.plan.grace_s + limits.STOP_CLOSE_S)
-        for one in self.nodes.current[:1] if is_query else self.connections:
-            if one.is_started:
-                one.send_line(signum.name)  # where all ranks are, node rank 0 asks the others
+        for node in self.nodes.current[:1] if is_query else self.connections:
+            if node.is_started:
+                node.send_line(signum.name)  # where all ranks are, node rank 0 asks the others
 
-    def note(self, one: Connection) -> None:
+    def note(self, node: Connection) -> None:
         """See whether a node's part of the run has ended, and how."""
-        is_cut = one.answer(Cut) is not None
-        has_ended = one.answer(Exit) is not None and not is_cut
+        is_cut = node.answer(Cut) is not None
+        has_ended = node.answer(Exit) is not None and not is_cut
         if self.started is None:
-            one.look_for_fault()
-        elif one.is_left or (has_ended and self.nodes.can_change):
+            node.look_for_fault()
+        elif node.is_left or (has_ended and self.nodes.can_change):
             pass
         elif has_ended:
             if self.close_at == math.inf:
                 for silent in self.silence.recall():
-                    self.say(f"{silent.node}: {silent.lost}")
+                    self.say(f"{silent.name}: {silent.lost}")
             may_save = any(other.is_silent for other in self.connections)
             self.close_within(limits.OTHERS_S + (self.saving_s if may_save else 0))
-        elif (one.code is not None or is_cut) and not one.lost and self.is_open:
+        elif (node.code is not None or is_cut) and not node.lost and self.is_open:
             which = "the connection of pdsh" if is_cut else "the ssh connection"
-            words = "" if is_cut else one.last_words
-            self.lose(one, f"{which} has ended{words and ': '}{words}")
+            words = "" if is_cut else node.last_words
+            self.lose(node, f"{which} has ended{words and ': '}{words}")
 
     @property
     def is_open(self) -> bool:
@@ -267,22 +267,22 @@ class Fanout:
         plan = self.plan
         within_s = limits.SSH_CONNECT_S + self.slack_s + limits.CONTROL_END_S
         unreachable = self.nodes.find_unreachable(self.loop, within_s)
-        for one, why in unreachable.items():
-            self.say(f"{one.node}: {why}")
+        for node, why in unreachable.items():
+            self.say(f"{node.name}: {why}")
         nodes = [
             NodeResult(
-                host=one.node,
-                exit=one.answer(Exit),
-                told=one.answer(Outcome) or one.answer(Done),
-                lost=one.lost,
-                is_reachable=one not in unreachable,
-                is_silent=one.is_silent,
+                host=node.name,
+                exit=node.answer(Exit),
+                report=node.answer(Outcome) or node.answer(Done),
+                lost=node.lost,
+                is_reachable=node not in unreachable,
+                is_silent=node.is_silent,
             )
-            for one in self.nodes.current
+            for node in self.nodes.current
         ]
         began, still_s, signum = self.started or 0.0, self.silence.still_s, self.stopped_by
         outcome = conclude(nodes, plan, started=began, stopped_by=signum, still_s=still_s)
-        if left := sum(ended.left for one in self.connections if (ended := one.answer(Exit))):
+        if left := sum(ended.left for node in self.connections if (ended := node.answer(Exit))):
             self.say(f"{count(left, 'process', 'processes')} of the run had to be killed")
         there = f"on {count(len(plan.nodes), 'node')}"
         where = "where a node can be reached" if unreachable else there

@@ -68,7 +68,7 @@ class Output:
     """What comes on srun's stdout: the agents' messages are taken out of the ranks' output."""
 
     def __init__(self, srun: Srun, token: str) -> None:
-        self.told: dict[int, Outcome | Done] = {}  # by the node rank with which each was started
+        self.reports: dict[int, Outcome | Done] = {}  # by the node rank with which each was started
         self.membership: Membership | None = None  # the nodes that the run goes on with; None: all
         self._answers = Answers(token, _read_piece)
         self._pieces: dict[int, bytes] = {}
@@ -81,10 +81,12 @@ class Output:
     @property
     def outcome(self) -> Outcome | None:
         """How the run ended: the first node that tells it knows best, unless it only stopped."""
-        here = [self.told[rank] for rank in sorted(self.told) if self._takes_part(rank)]
-        told = [one for one in here if isinstance(one, Outcome)]
-        failed = [one for one in told if one.failure and not told[0].failure and told[0].code]
-        return next(iter(failed + told), None)
+        here = [self.reports[rank] for rank in sorted(self.reports) if self._takes_part(rank)]
+        outcomes = [outcome for outcome in here if isinstance(outcome, Outcome)]
+        first = outcomes[0] if outcomes else None
+        if first and first.code and not first.failure:
+            return next((outcome for outcome in outcomes if outcome.failure), first)
+        return first
 
     @property
     def begun(self) -> int:
@@ -94,7 +96,7 @@ class Output:
     @property
     def unreported(self) -> set[int]:
         """The nodes whose part began and told no end."""
-        return {*filter(self._takes_part, self._pieces)} - self.told.keys()
+        return {*filter(self._takes_part, self._pieces)} - self.reports.keys()
 
     def _takes_part(self, rank: int) -> bool:
         return self.membership is None or rank in self.membership.nodes
@@ -119,7 +121,7 @@ class Output:
                     continue
                 self._pieces[rank] = b""
                 if isinstance(message, Outcome | Done):
-                    self.told[rank] = message
+                    self.reports[rank] = message
                 elif self.membership is None or message.attempt >= self.membership.attempt:
                     self.membership = message
             if pieces:
@@ -215,7 +217,7 @@ def find_outcome(plan: Plan, output: Output, started: float) -> Outcome | None:
         return outcome
     killed, well = Exit(KILLED, 0), Exit(0, 0)  # which only stopped
     nodes = [
-        NodeResult(host, killed if rank in output.unreported else well, output.told.get(rank))
+        NodeResult(host, killed if rank in output.unreported else well, output.reports.get(rank))
         for rank, host in enumerate(hostlist.expand(plan.hosts))
     ]
     return conclude(nodes, plan, started=started, stopped_by=None)

@@ -42,16 +42,18 @@ def swap(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
     nodes = list(plan.nodes[: plan.num_nodes])
     rest = range(plan.num_nodes, plan.num_agents)
     spares = [plan.nodes[place] for place in rest if place not in ill]
-    told = [f"{plan.nodes[place].name} is no spare" for place in rest if place in ill]
+    changes = [f"{plan.nodes[place].name} is no spare" for place in rest if place in ill]
     for place in sorted({*ill} - {*rest}):
-        spare = next((one for one in spares if one.nproc == nodes[place].nproc), None)
+        spare = next((node for node in spares if node.nproc == nodes[place].nproc), None)
         if spare is None:
             return None
-        told.append(f"{spare.name} takes {nodes[place].name}'s place")
+        changes.append(f"{spare.name} takes {nodes[place].name}'s place")
         spares.remove(spare)
         nodes[place] = spare
     master = nodes[0].name.rpartition("@")[2] if 0 in ill else plan.master_addr
-    return replace(plan, nodes=[*nodes, *spares], num_spares=len(spares), master_addr=master), told
+    return replace(
+        plan, nodes=[*nodes, *spares], num_spares=len(spares), master_addr=master
+    ), changes
 
 
 def leave_out(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
@@ -60,9 +62,9 @@ def leave_out(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None
     All nodes of a step are alike, and keep the order of SLURM's list.
     """
     hosts = hostlist.expand(plan.hosts)
-    if (found := swap(replace(plan, nodes=[*map(NodePlan, hosts)]), ill)) is None:
+    if (replaced := swap(replace(plan, nodes=[*map(NodePlan, hosts)]), ill)) is None:
         return None
-    swapped, told = found
+    swapped, changes = replaced
     rest = [host for node_rank, host in enumerate(hosts) if node_rank not in ill]
     swapped = replace(
         swapped,
@@ -71,7 +73,7 @@ def leave_out(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None
         left_out=[*plan.left_out, *(hosts[node_rank] for node_rank in sorted(ill))],
         master_addr=rest[0] if 0 in ill else plan.master_addr,
     )
-    return swapped, told
+    return swapped, changes
 
 
 def choose_master(plan: Plan, hellos: Sequence[Hello | None]) -> Plan:

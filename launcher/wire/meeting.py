@@ -133,8 +133,8 @@ def try_pairs(
 def try_members(members: Sequence[Member], me: int, within_s: float) -> Iterator[Fault]:
     """Pass something to all members but this one; begins with the next."""
     deadline = time.monotonic() + within_s
-    ahead = sorted(members, key=lambda one: (one.node_id <= me, one.node_id))
-    others = [one for one in ahead if one.node_id != me and one.failover_port]
+    ahead = sorted(members, key=lambda member: (member.node_id <= me, member.node_id))
+    others = [member for member in ahead if member.node_id != me and member.failover_port]
     failed: dict[tuple[str, str], list[str]] = {}  # by fault and why
     with ThreadPoolExecutor(AT_ONCE) as pool:
         found = pool.map(lambda other: _try_member(other, deadline), others)

@@ -84,7 +84,7 @@ class Assignment:
     @property
     def successors(self) -> list[Member]:
         """Who replaces node rank 0 when it is lost: the first of them that is reachable."""
-        return [one for one in (*self.spares, *self.members[1:]) if one.failover_port]
+        return [member for member in (*self.spares, *self.members[1:]) if member.failover_port]
 
 
 @dataclass(frozen=True)

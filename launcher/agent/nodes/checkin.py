@@ -39,7 +39,7 @@ class Meeting:
     team: Team | None = None  # there
     failover: socket.socket | None = None  # elsewhere: where this agent can replace that one
     lost: Failure | None = None  # the loss of node rank 0, where this agent has replaced it
-    told: Sequence[str] = ()  # who took over then
+    took_over: Sequence[str] = ()  # who took over then
 
     def everyone(self) -> list[Peer]:
         """Return the connections to other agents, those of spares among them."""

@@ -58,9 +58,9 @@ class Team:
 
     def refill(self) -> list[str]:
         """Let spares take the places of lost nodes, or close up; returns who took over."""
-        told = []
+        took_over = []
         for rank, spare in [*self._find_spares()]:
-            told.append(f"{spare.host} takes {self.members[rank].host}'s place")
+            took_over.append(f"{spare.host} takes {self.members[rank].host}'s place")
             self.members[rank] = spare
             self.peers[rank] = self.spares.pop(spare)
         if gaps := self.lost:
@@ -70,15 +70,16 @@ class Team:
             self.peers.clear()
             self.peers.update(peers)
             self.members[:] = [self.members[rank] for rank in kept]
-            told.append(f"{count(len(kept), 'node')} without {hosts}")
+            took_over.append(f"{count(len(kept), 'node')} without {hosts}")
         self.counted = len(self.members) + len(self.spares)
-        return told
+        return took_over
 
     def _find_spares(self) -> Iterator[tuple[int, Member]]:
         """Yield lost node ranks, each with a spare that runs as many ranks."""
         free = [*self.spares]
         for rank in self.lost:
-            spare = next((one for one in free if one.nproc == self.members[rank].nproc), None)
+            nproc = self.members[rank].nproc
+            spare = next((member for member in free if member.nproc == nproc), None)
             if spare is not None:
                 free.remove(spare)
                 yield rank, spare

@@ -42,9 +42,9 @@ class Outputs:
         shown = args.shown_ranks(part.first_rank, has_log=self._log.path is not None)
         is_alone = len(shown) == 1 and not args.has_labels
         redirected, teed = args.redirected[local_rank], args.teed[local_rank]
-        for terminal, (name, one) in zip(self._terminals, STREAMS.items(), strict=True):
+        for terminal, (name, kind) in zip(self._terminals, STREAMS.items(), strict=True):
             terminal.open_by = None  # what came after the attempt before has begun a line
-            is_shown = local_rank in shown and one not in redirected & ~teed
+            is_shown = local_rank in shown and kind not in redirected & ~teed
             writer, stream = open_stream(
                 number,
                 self._log,
@@ -52,7 +52,7 @@ class Outputs:
                 is_alone=is_alone,
                 has_label=args.has_labels,
             )
-            if one in redirected | teed:
+            if kind in redirected | teed:
                 if self._files is None:
                     self._files = Path(tempfile.mkdtemp(prefix="torchelastic_"))
                     say(f"the streams that --redirects or --tee names are in {self._files}")

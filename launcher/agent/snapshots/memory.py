@@ -65,7 +65,7 @@ class Snapshots:
         own, copies = self.parts()
         nodes = [NodeEnd(parts=own, copies=copies), *others]
         headers = (buffer.header() for buffer in (*self._own, *self._copies))
-        shared = {one.step: one.holders for one in headers if 2 * one.holders > len(self._own)}
+        shared = {each.step: each.holders for each in headers if 2 * each.holders > len(self._own)}
         for step in sorted(shared, reverse=True):
             held = {rank for node in nodes for rank in node.parts.get(str(step), ())}
             copied = {rank for node in nodes for rank in node.copies.get(str(step), ())}
@@ -116,9 +116,9 @@ class Snapshots:
 
     def _files(self, parts: Parts) -> list[int]:
         """Return what this node holds of a snapshot: its own, and copies of what is lost."""
-        own = [one for one in self._own if one.header().rank not in parts.lost]
-        copies = [one for one in self._copies if one.header().rank in parts.lost]
-        return [one.fd for one in (*own, *copies) if one.header().step == parts.step]
+        own = [buffer for buffer in self._own if buffer.header().rank not in parts.lost]
+        copies = [buffer for buffer in self._copies if buffer.header().rank in parts.lost]
+        return [buffer.fd for buffer in (*own, *copies) if buffer.header().step == parts.step]
 
 
 def _holders_of_parts(buffers: Sequence[Memory]) -> dict[str, list[int]]:
@@ -131,7 +131,7 @@ def _holders_of_parts(buffers: Sequence[Memory]) -> dict[str, list[int]]:
 
 def _whole_steps(buffers: Sequence[Memory]) -> list[int]:
     """Return the steps of which no rank lacks its part; each rank has two buffers."""
-    held = [{one.step: one.holders} for one in (buffer.header() for buffer in buffers)]
+    held = [{each.step: each.holders} for each in (buffer.header() for buffer in buffers)]
     pairs = zip(held[::2], held[1::2], strict=True)
     return whole_steps([first | second for first, second in pairs])
 
@@ -200,7 +200,7 @@ class Outgoing:
         """
         image, sent_step = processes.anonymous_file("snapshot"), -1
         while True:
-            newest = max(self._buffers, key=lambda one: one.header().step)
+            newest = max(self._buffers, key=lambda buffer: buffer.header().step)
             header = newest.header()
             if header.checksum < 0 or header.holders > 1 or header.step <= sent_step:
                 self.rest_s = limits.SNAPSHOT_LOOK_S
@@ -229,7 +229,7 @@ class Incoming:
         """Keep a piece. With the last, the snapshot counts."""
         offset = arrived.piece.offset
         if offset == BEGIN:
-            self._next = min(self.buffers, key=lambda one: one.header().step)
+            self._next = min(self.buffers, key=lambda buffer: buffer.header().step)
             os.ftruncate(self._next.fd, 0)
         if self._next is not None:  # else it began before this agent was there
             os.pwrite(self._next.fd, arrived.data, offset)
