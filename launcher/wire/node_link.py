@@ -46,13 +46,10 @@ class Link(Generic[M]):
         """Return the messages that have arrived; None when the node is gone, or is none of ours."""
         if not self._fill(limit_s):
             return None
-        messages: list[M] = []
         try:
-            while (message := self._take()) is not None:
-                messages.append(message)
+            return [*iter(self._take, None)]
         except MessageError:
             return None
-        return messages
 
     def wait(self, deadline: float) -> M | None:
         """Return the next message.
