@@ -123,14 +123,12 @@ class Silence:
 
     def recall(self) -> list[Connection]:
         """At the first end, return the nodes that are silent, or were: they may have left us."""
-        now, found = time.monotonic(), []
+        now, blamed = time.monotonic(), []
         for node in self.connections:
             lasts_s = now - node.heard
             ended, seconds = (now, lasts_s) if lasts_s > limits.SILENCE_S / 2 else node.gap
             if ended > now - limits.RECALL_S:
-                node.lost, node.is_silent = (
-                    f"no heartbeat for {seconds:.0f} s (network down?)",
-                    True,
-                )
-                found.append(node)
-        return found
+                node.is_silent = True
+                node.lost = f"no heartbeat for {seconds:.0f} s (network down?)"
+                blamed.append(node)
+        return blamed

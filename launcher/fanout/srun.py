@@ -55,8 +55,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
     checked = check_nodes(plan)
     if checked is None:
         return REFUSED
-    plan, reports, outcome = checked
-    first = reports[0]
+    plan, first, outcome = checked
     counts = plan.rank_counts(first.nproc)
     command = step_command(plan, nproc=first.nproc, port=first.port)
     print_plan(plan, first, outcome, counts)
@@ -94,11 +93,11 @@ def secret_variables(environ: Mapping[str, str], *, has_agents: bool) -> dict[st
 # --- the preflight ------------------------------------------------------------------------------
 
 
-def check_nodes(plan: Plan) -> tuple[Plan, list[Report], compare.Outcome] | None:
+def check_nodes(plan: Plan) -> tuple[Plan, Report, compare.Outcome] | None:
     """Check every node, again without ill ones as long as there are spares.
 
-    Returns the plan, the reports by node rank, and what they say together; None where that refuses
-    the start. Raises Refused where a node does not answer.
+    Returns the plan, node rank 0's report, and what all say together; None where that refuses the
+    start. Raises Refused where a node does not answer.
     """
     reports = ask_nodes(plan)
     outcome = compare.judge(reports)
@@ -114,7 +113,7 @@ def check_nodes(plan: Plan) -> tuple[Plan, list[Report], compare.Outcome] | None
     if silent := silent_hosts(plan, answers):
         cause = f"no answer to the preflight from {', '.join(silent)}, and no spare can take over"
         raise Refused("node-missing", f"{cause}; try srun --nodelist={','.join(silent)} hostname")
-    return None if is_refused else (plan, reports, outcome)
+    return None if is_refused else (plan, reports[0], outcome)
 
 
 def ask_nodes(plan: Plan) -> list[Report]:
