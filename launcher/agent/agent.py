@@ -23,11 +23,16 @@ from distributed.errors import BAD_INPUT, REFUSED, Refused
 from distributed.torch_internals import load_dynamo, serve_store
 from launcher.agent.attempt import Attempt
 from launcher.agent.command_line import read_for_torch
-from launcher.agent.control import Done, Membership, report_outcome
+from launcher.agent.control import (
+    AgentNote,
+    Done,
+    Membership,
+    SupervisorLink,
+    report_outcome,
+)
 from launcher.agent.diagnosis import nccl_network
 from launcher.agent.fork import cpus_of_ranks, fork_ranks, variables_of
 from launcher.agent.join import join, versions
-from launcher.agent.link import AgentNote, SupervisorLink
 from launcher.agent.node_ranks import Heartbeats, NodeRanks, Rank
 from launcher.agent.nodes import checkin, successor
 from launcher.agent.nodes.checkin import Meeting

@@ -1,6 +1,7 @@
-"""The control stream: how a launcher on another machine holds a node's part of a run (no torch).
+"""What an agent, its supervisor and a launcher elsewhere hold of each other (no torch).
 
-A launcher sets two variables for the supervisor:
+By the control stream, a launcher on another machine holds a node's part of a run. It sets two
+variables for the supervisor:
 
     LAUNCH_START={json}     a Launched. The supervisor removes it: a run nested within this one has
                             its own stdin.
@@ -19,6 +20,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -71,6 +73,43 @@ class Control:
 
     fd: int | None  # None: in a step of a SLURM job
     token: str
+
+
+@dataclass(frozen=True)
+class AgentNote:
+    """What the agent tells the supervisor once the run has begun."""
+
+    run_id: str
+    node_rank: int
+    started: float  # seconds since the epoch
+    ranks: int  # on this node
+    folder: str = ""  # of the run, where this node writes run.json
+    command: str = ""  # that resumes it; empty where nothing does
+
+
+@dataclass(frozen=True)
+class SupervisorLink:
+    """What the agent holds of its supervisor; no rank does."""
+
+    socket: socket.socket  # for the note; its other end closes when the supervisor dies
+    control: Control | None  # the connection to a launcher elsewhere, if there is one
+    reaper: int | None  # tells the reaper of the agent's end
+    words: int  # a file for what the agent says last (supervisor.py)
+
+    def tell(self, note: AgentNote) -> None:
+        self.socket.sendall(encode(note).encode())
+
+    def close(self) -> None:
+        """In a rank, let go of all."""
+        self.socket.close()
+        close(self.reaper)
+        os.close(self.words)
+
+
+def close(fd: int | None) -> None:
+    """Close a descriptor, where there is one."""
+    if fd is not None:
+        os.close(fd)
 
 
 def end_after(wait: Callable[[int], None], which: int, kill_agent: Callable[[], None]) -> None:

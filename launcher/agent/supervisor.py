@@ -30,16 +30,18 @@ from launcher import importable, own_time, processes, typed_json
 from launcher.agent.command_line import find_option, read_for_torch
 from launcher.agent.control import (
     VARIABLE,
+    AgentNote,
     Control,
     Launched,
+    SupervisorLink,
     await_client,
+    close,
     end_after,
     follow_stream,
     report_outcome,
     take_stdin,
 )
 from launcher.agent.deadline import Deadline
-from launcher.agent.link import AgentNote, SupervisorLink, close
 from launcher.failure import Failure, count_memory_kills, explain, signal_name
 from launcher.failure_block import Outcome
 from launcher.outer_run import leave_outer_run

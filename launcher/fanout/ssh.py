@@ -27,12 +27,13 @@ from launcher.fanout.loop import Loop, Show, given_options
 from launcher.fanout.nodes import Nodes, Silence
 from launcher.fanout.protocol import Cut, Exit, Hello, Start
 from launcher.fanout.swap import choose_master, find_ill, swap
-from launcher.fanout.terminal import Terminals
 from launcher.plan.own import find_own, read_begun
 from launcher.plan.plan import Plan, print_commands, print_plan
 from launcher.preflight import compare
 from launcher.preflight.check_node import Report
 from launcher.preflight.compare import Finding
+from launcher.screen import View, are_one_file
+from launcher.terminal import Terminal
 from launcher.text import count, print_row
 from launcher.wire import limits
 
@@ -295,6 +296,40 @@ class Fanout:
     def paste_line(self, node: str, line: str) -> str:
         """Return what a user can type to run a line of a shell on a node; Ctrl-C ends it there."""
         return f"{shlex.join(['ssh', '-t', *given_options(), '--', node])} {quote_line(line)}"
+
+
+class Terminals:
+    """The launcher's stdout and stderr, and the streams of all nodes on them."""
+
+    def __init__(self) -> None:
+        self.out = Terminal(1)
+        self.err = self.out if are_one_file(1, 2) else Terminal(2)
+        self.is_waiting = False  # a line has begun, and is not shown yet
+        self._views: list[View] = []
+
+    def show_behind(self, prefix: bytes) -> Show:
+        """Return a function that shows one program's output; nothing means the end of a stream."""
+        screens = self.out, self.err
+        views = [View(screen, is_alone=False, prefix=prefix) for screen in screens]
+        self._views += views
+
+        def show(data: bytes, is_error: bool) -> None:
+            view, screen = views[is_error], screens[is_error]
+            if data:
+                view.add(data)
+                return
+            view.end()
+            if screen.open_by is view:
+                screen.end_line()
+
+        return show
+
+    def tick(self, now: float) -> None:
+        """Show the lines that have begun and do not end.
+
+        `now` is a time before the nodes were last read.
+        """
+        self.is_waiting = bool([view for view in self._views if view.tick(now)])
 
 
 def quote_line(line: str) -> str:

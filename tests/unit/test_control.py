@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from agents import PROGRAM, Run, kill_what_is_left
 
-from launcher.agent.control import Launched
-from launcher.agent.link import AgentNote
+from launcher.agent.control import AgentNote, Launched
 from launcher.agent.supervisor import Agent, _explain_death, _report_death
 from launcher.failure_block import Outcome
 from launcher.fanout.protocol import ANSWERS
