@@ -8,7 +8,6 @@ has lost, so the launcher ends it.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
 import subprocess
@@ -25,6 +24,7 @@ from distributed.job import job_id
 from distributed.stop_signals import NOTICE, QUERY, STOP_SIGNALS, Interrupts, handled_signals
 from launcher import own_time, processes
 from launcher.agent.control import MESSAGES, Done, Membership
+from launcher.agent.deadline import Deadline
 from launcher.failure import Failure
 from launcher.failure_block import Outcome, print_outcome, print_resume
 from launcher.fanout.ending import NodeResult, conclude
@@ -150,7 +150,7 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     srun = start(command, plan.directory, stdout=None if plan.engine else subprocess.PIPE)
     output = None if plan.engine else Output(srun, os.environ["LAUNCH_TOKEN"])
     started = time.time()
-    await_end(plan, srun, output, handled, asked)
+    await_end(plan, srun, output, asked)
     code, outcome = processes.shell_code(srun.returncode), None
     if output is not None:
         output.close()
@@ -173,24 +173,22 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     return code
 
 
-def await_end(
-    plan: Plan,
-    srun: Srun,
-    output: Output | None,
-    handled: Sequence[signal.Signals],
-    asked: list[int],
-) -> None:
+def await_end(plan: Plan, srun: Srun, output: Output | None, asked: list[int]) -> None:
     """Wait for srun's end; adds the signals that ask for the run's to `asked`."""
-    interrupts, begun, end_at = Interrupts(), 0, math.inf
+    handled, interrupts, begun, end = handled_signals(), Interrupts(), 0, Deadline()
     while srun.poll() is None:
-        end_at = min(end_at, end_soon(plan, output)) if output and output.outcome else math.inf
+        if output and output.outcome:
+            may_go_on = plan.min_nodes and output.unreported  # without a node that has ended
+            end.set_within(limits.DECIDE_S + plan.grace_s if may_go_on else limits.SRUN_END_S)
+        else:
+            end = Deadline()
         if output and output.begun > begun:  # a signal before that may not have reached it
             begun = output.begun
             for signum in asked:
                 pass_on(signum, plan, srun)
-        left_s = min(end_at - own_time.now(), limits.BEAT_S)
+        left_s = min(end.at - own_time.now(), limits.BEAT_S)
         came = processes.await_signal({*handled, QUERY}, left_s)
-        if own_time.now() > end_at:
+        if end.take():
             srun.kill()
             srun.wait()
         elif came == QUERY and QUERY not in handled:
@@ -202,12 +200,6 @@ def await_end(
                 srun.terminate()  # which kills them
             else:
                 pass_on(came, plan, srun)
-
-
-def end_soon(plan: Plan, output: Output) -> float:
-    """Return when srun is to be ended, once a node has told the run's end."""
-    may_go_on = plan.min_nodes and output.unreported  # without the node whose part has ended
-    return own_time.now() + (limits.DECIDE_S + plan.grace_s if may_go_on else limits.SRUN_END_S)
 
 
 def find_outcome(plan: Plan, output: Output, started: float) -> Outcome | None:
