@@ -227,14 +227,15 @@ class NodeRanks:
             if (are_ending or each not in stopped)
             and processes.has_signal(each.pid, "SigCgt", STACK_SIGNAL)
         ]
-        running = [each.stack_file for each in writing if each not in stopped]
-        waiting = [each.stack_file for each in writing if each in stopped]
-        sizes = stuck.sizes_of(running), stuck.sizes_of(waiting)
+        running = {each.stack_file: stuck.size_of(each.stack_file) for each in writing}
+        waiting = {
+            each.stack_file: running.pop(each.stack_file) for each in writing if each in stopped
+        }
         processes.send_to_main_threads([each.pid for each in writing], STACK_SIGNAL)
-        stuck.wait_for_stacks(running, sizes[0], limits.STACKS_WRITE_S)
+        stuck.wait_for_stacks(running, limits.STACKS_WRITE_S)
         if waiting:
             processes.send([each.pid for each in stopped], signal.SIGCONT)
-            stuck.wait_for_stacks(waiting, sizes[1], limits.STACKS_WRITE_S)
+            stuck.wait_for_stacks(waiting, limits.STACKS_WRITE_S)
         stacks = {each.rank: stuck.read_stack(each.stack_file) for each in writing}
         halted = {each.rank: [stuck.STOPPED] for each in stopped}
         return {each.rank: [] for each in living} | halted | stacks

@@ -56,20 +56,20 @@ def find_straggler(ranks: Sequence[RankState | None]) -> RankState | None:
     return replace(straggler, is_stuck=all(state.is_stuck for state in last), equals=equals)
 
 
-def sizes_of(files: Sequence[Path]) -> list[int]:
-    """Return how much has been written to each file, in bytes; 0 where it is not there."""
-    return [file.stat().st_size if file.exists() else 0 for file in files]
+def size_of(file: Path) -> int:
+    """Return how much has been written to a file, in bytes; 0 where it is not there."""
+    return file.stat().st_size if file.exists() else 0
 
 
-def wait_for_stacks(files: Sequence[Path], old: Sequence[int], limit_s: float) -> None:
-    """Wait until all files have grown beyond the old sizes, or the time is up: some never do."""
+def wait_for_stacks(files: Mapping[Path, int], limit_s: float) -> None:
+    """Wait until all files have grown beyond their old sizes, or the time is up: some never do."""
     deadline = time.monotonic() + limit_s
     sizes: list[int] = []
     same = 0  # looks: a busy machine writes a stack in parts
     while files and time.monotonic() < deadline:
-        before, sizes = sizes, sizes_of(files)
+        before, sizes = sizes, [*map(size_of, files)]
         same = same + 1 if sizes == before else 0
-        if all(map(operator.gt, sizes, old)) and same >= 5:
+        if all(map(operator.gt, sizes, files.values())) and same >= 5:
             return
         time.sleep(5 * limits.POLL_S)
 
