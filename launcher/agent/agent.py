@@ -98,6 +98,7 @@ class NodeAgent:
         self.error_files = args.log_dir or Path(tempfile.mkdtemp())
         self.restarts = Restarts(args.max_restarts, self.heartbeats)
         self.outputs = Outputs(args)
+        self.signals: list[int] = []  # that came from outside
         self.is_spare = True  # so far
         self._take_part(meeting)
 
@@ -147,14 +148,14 @@ class NodeAgent:
 
     def run(self) -> int:
         """Run the ranks to their end; returns the run's exit code."""
-        signals: list[int] = []  # that came from outside
         while True:
-            attempt = self._begin_attempt(signals)
+            attempt = self._begin_attempt()
             facts, verdict = attempt.facts, attempt.watch(self.outputs)
             if self.own.node_rank == 0 and verdict.outcome.code and not self.may_go_on_elsewhere:
                 # What all nodes are to lay together if no attempt follows.
-                nodes, saved_step = [*facts.nodes.values()], self.heartbeats.reached()[0]
-                verdict = replace(verdict, parts=self.snapshots.find_parts(nodes, saved_step))
+                saved_step = self.heartbeats.reached()[0]
+                parts = self.snapshots.find_parts(facts.nodes.values(), saved_step)
+                verdict = replace(verdict, parts=parts)
             if not self._go_on(facts, verdict):
                 break
         is_told = facts.verdict is not None
@@ -171,7 +172,7 @@ class NodeAgent:
         team = self.meeting.team
         return self.args.min_nodes > 0 and not (self.is_last or (team and team.is_majority))
 
-    def _begin_attempt(self, signals: list[int]) -> Attempt:
+    def _begin_attempt(self) -> Attempt:
         """Fork the ranks."""
         self.restarts.begin_attempt()
         args, own, meeting = self.args, self.own, self.meeting
@@ -189,7 +190,7 @@ class NodeAgent:
             here,
             peers=peers,
             supervisor=self.supervisor.socket,
-            facts=Facts(signals=signals),
+            facts=Facts(signals=self.signals),
             grace_s=args.grace_s,
             verdict_s=limits.VERDICT_S if self.is_last else limits.SILENCE_S,
             query=Query(here, hosts, peers, self.outputs.say, self.folder and self.folder.path),

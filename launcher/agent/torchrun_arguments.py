@@ -103,9 +103,8 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         cure = "omit it, or also give --nnodes, --node-rank and --master-addr"
         raise ValueError(f"{beyond_static}: not in a SLURM step; {cure}")
     _check_signals(args)
-    settings = rendezvous_settings(args.rdzv_conf)
     grace_s = os.environ.get("GRACE") or vars(args).get("shutdown_timeout") or limits.GRACE_S
-    filtered = args.local_ranks_filter.split(",") if args.local_ranks_filter else None
+    filtered = args.local_ranks_filter
     words = tuple(args.training_script_args)
     is_debug = os.environ.get("LOG_LEVEL", "").upper() == "DEBUG"
     program = Program(args.training_script, words, args.module, args.no_python)
@@ -120,9 +119,9 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         log_dir=Path(args.log_dir).absolute() if args.log_dir is not None else None,
         role=args.role,
         max_restarts=args.max_restarts,
-        shown=frozenset(map(int, filtered)) if filtered else None,
+        shown=frozenset(map(int, filtered.split(","))) if filtered else None,
         is_in_step=is_placed,
-        join_timeout_s=float(settings.get("join_timeout", "300")),
+        join_timeout_s=float(rendezvous_settings(args.rdzv_conf).get("join_timeout", "300")),
         grace_s=float(grace_s),
         num_spares=spares,
         min_nodes=min_nodes,

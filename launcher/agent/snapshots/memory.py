@@ -10,7 +10,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from distributed.checkpoint.memory import BEGIN, FILES, Memory, whole_steps
 from distributed.heartbeat import name_record
@@ -57,7 +57,7 @@ class Snapshots:
         """Return whose parts of shared-out snapshots are here, by step: own ones, and copies."""
         return _holders_of_parts(self._own), _holders_of_parts(self._copies)
 
-    def find_parts(self, others: Sequence[NodeEnd], saved_step: int) -> Parts | None:
+    def find_parts(self, others: Iterable[NodeEnd], saved_step: int) -> Parts | None:
         """Return the newest snapshot of which no part is missing, if other nodes hold some of it.
 
         None, too, where a checkpoint is as new.
