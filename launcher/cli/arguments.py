@@ -36,7 +36,7 @@ class Call(NamedTuple):
     script: str  # as it was typed
 
 
-def parse(call: Call, words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Typed:
+def parse(call: Call, words: Sequence[str], environ: Mapping[str, str]) -> Typed:
     """Return what was typed, by name.
 
     In a task of a job array, its number takes the place of {task} in settings. Raises UsageError.

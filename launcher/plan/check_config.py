@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,7 +29,7 @@ class ConfigFacts:
     num_workers: int
 
 
-def check_config(plan: Plan) -> Plan:
+def check_config(plan: Plan, environ: Mapping[str, str]) -> Plan:
     """Have train.py check the config and the settings; returns the plan with what they say.
 
     A script of the user's own checks itself, once it runs. Raises Refused where train.py cannot run
@@ -36,18 +37,16 @@ def check_config(plan: Plan) -> Plan:
     this exits with BAD_INPUT.
     """
     steps = plan.step_options()
-    if not plan.is_ours or (steps and "SLURM_JOB_ID" not in os.environ):  # no step, no pyxis
+    if not plan.is_ours or (steps and "SLURM_JOB_ID" not in environ):  # no step, no pyxis
         return plan
-    environ = dict(os.environ)
-    environ.pop("WORLD_SIZE", None)
-    if all(node.nproc for node in plan.nodes) and (plan.nodes or plan.nproc):
-        environ["WORLD_SIZE"] = str(sum(plan.rank_counts(0)))
+    counts = plan.rank_counts(0)  # 0: one per GPU
+    world = {"WORLD_SIZE": str(sum(counts)) if all(counts) else ""}
     command = [plan.python, *plan.words, "--check", "--json"]
     if steps:  # of pyxis
         print(f"{plan.program}: loading {plan.container}", file=sys.stderr)
         srun = importlib.import_module("launcher.fanout.srun")
-        command = srun.node_step(replace(plan, num_nodes=1), [], command, os.environ)
-    result = plan.run_inside(command, env=environ, capture_output=True)
+        command = srun.node_step(replace(plan, num_nodes=1), [], command, environ)
+    result = plan.run_inside(command, env={**environ, **world}, capture_output=True)
     if result.returncode == BAD_INPUT:
         sys.stderr.write(result.stderr)
         raise SystemExit(BAD_INPUT)

@@ -5,7 +5,6 @@ What the user said wins in this order: arguments, environment, config, default.
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -47,7 +46,7 @@ _PASSED_ON = (
 )
 
 
-def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
+def make_plan(typed: Typed, environ: Mapping[str, str]) -> Plan:
     """Return the plan, but for what only the config and the machines can tell.
 
     Raises PlanError, LauncherError or HostlistError: the user or the scheduler cannot mean this.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
@@ -43,11 +42,11 @@ class Size:
     is_exclusive: bool  # every node's GPUs are all used
 
 
-def run(typed: Typed) -> int:
+def run(typed: Typed, environ: Mapping[str, str]) -> int:
     """Submit the training; returns the exit code: with --wait, the job's."""
-    own, settings = take_own_settings(typed, os.environ)
+    own, settings = take_own_settings(typed, environ)
     gpus = read_number("num_gpus_train", own["num_gpus_train"], 1, MOST_GPUS)
-    partition = own.get("partition") or os.environ.get("SBATCH_PARTITION", "")
+    partition = own.get("partition") or environ.get("SBATCH_PARTITION", "")
     size = choose_size(gpus, gpus_of_nodes(partition))
     nodelist = own.get("nodelist", "")
     if size.num_nodes == 1 and len(hostlist.expand(nodelist or "any")) > 1:
@@ -58,7 +57,7 @@ def run(typed: Typed) -> int:
     checked = replace(
         checked, passed=(), nnodes=str(size.num_nodes), nproc=str(size.gpus), master="unknown"
     )
-    plan = check_config(make_plan(checked))
+    plan = check_config(make_plan(checked, environ), environ)
     own["prepare"] = choose_preparation(own, plan.prepare, typed.program)
     name = "slurm_train.sh" if size.num_nodes > 1 else "slurm_train_single_node.sh"
     job = [f"--nodes={size.num_nodes}", f"--gpus-per-node={size.gpus}"]
@@ -69,7 +68,7 @@ def run(typed: Typed) -> int:
     job += ["--", *typed.rest] if typed.rest else []
     if not typed.is_dry_run:
         Path("logs").mkdir(exist_ok=True)  # without it, sbatch's job fails silently
-    return submit_all(typed, own, size, job)
+    return submit_all(typed, own, size, job, chain=environ.get("RUN_ID") or new_run_id())
 
 
 # --- what is asked for --------------------------------------------------------------------------
@@ -154,8 +153,14 @@ def read_sinfo(text: str, *, of_default: bool) -> list[int]:
 # --- sbatch -------------------------------------------------------------------------------------
 
 
-def submit_all(typed: Typed, own: Mapping[str, str], size: Size, job: Sequence[str]) -> int:
-    """Submit the preparing job, if there is one, and the training."""
+def submit_all(
+    typed: Typed, own: Mapping[str, str], size: Size, job: Sequence[str], *, chain: str
+) -> int:
+    """Submit the preparing job, if there is one, and the training.
+
+    In a chain, each job starts after the one before, and resumes its run. The job that ends the run
+    cancels the rest, which it finds by their name, `chain` (slurm.end_chain).
+    """
     common = [f"--{name}={own[name]}" for name in SBATCH_OPTIONS if own.get(name)]
     common += [f"--chdir={typed.here}"] if typed.here != Path.cwd() else []  # behind a link
     common += map("=".join, zip(typed.passed[::2], typed.passed[1::2], strict=True))
@@ -172,25 +177,17 @@ def submit_all(typed: Typed, own: Mapping[str, str], size: Size, job: Sequence[s
         first += [own["prepare"], own["config"]]
         after = f"afterok:{submit([*common, *first], is_dry_run=typed.is_dry_run)[0]}"
     if (number := int(own.get("chain") or 1)) > 1:
-        submit_chain(number, [*common, *job], after, is_dry_run=typed.is_dry_run)
+        common += ["--no-requeue", f"--job-name={chain}"]
+        common += [f"--export=ALL,RUN_ID={chain},CHAIN={chain}"]
+        for _ in range(number):
+            job_id, _ = submit([*depend(after), *common, *job], is_dry_run=typed.is_dry_run)
+            after = f"afterany:{job_id}"
         return 0
     words = depend(after) + (["--wait"] if typed.wait else [])
     job_id, sbatch = submit([*common, *words, *job], is_dry_run=typed.is_dry_run)
     if sbatch is None or not typed.wait:
         return 0
     return follow(typed.program, job_id, sbatch, after)
-
-
-def submit_chain(number: int, job: Sequence[str], after: str, *, is_dry_run: bool) -> None:
-    """Submit jobs of which each starts after the one before, and resumes its run.
-
-    The job that ends the run cancels the rest, which it finds by their name (slurm.end_chain).
-    """
-    name = os.environ.get("RUN_ID") or new_run_id()
-    shared = ["--no-requeue", f"--job-name={name}", f"--export=ALL,RUN_ID={name},CHAIN={name}"]
-    for _ in range(number):
-        job_id, _ = submit([*depend(after), *shared, *job], is_dry_run=is_dry_run)
-        after = f"afterany:{job_id}"
 
 
 def depend(after: str) -> list[str]:

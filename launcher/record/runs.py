@@ -163,7 +163,7 @@ def date(seconds: float) -> str:
 # --- the command line ---------------------------------------------------------------------------
 
 
-def main(typed: Typed, environ: Mapping[str, str] = os.environ) -> int:
+def main(typed: Typed, environ: Mapping[str, str]) -> int:
     """Do what --status, --stop or --stacks asks for; returns the exit code."""
     log_dir = Path(environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
     try:

@@ -93,6 +93,6 @@ def test_other_options_of_sbatch_are_passed_on(
     passed = ("--mail-user", "me@here", "--constraint", "a100&ib")
     typed = Typed("submit", directory="/home/own", passed=passed, is_dry_run=True)  # behind a link
     own = {"config": "c.yaml", "prepare": "", "partition": "gpu"}
-    assert submit_all(typed, own, Size(1, 2, is_exclusive=False), ["x.sh"]) == 0
+    assert submit_all(typed, own, Size(1, 2, is_exclusive=False), ["x.sh"], chain="") == 0
     told = "--partition=gpu --chdir=/home/own --mail-user=me@here '--constraint=a100&ib' x.sh"
     assert f"sbatch --parsable {told}" in capsys.readouterr().err
