@@ -15,15 +15,13 @@ from launcher.failure import user_frames
 LONGEST = 4096  # bytes of a line that are looked at
 ABOVE = 200  # lines above an exception that may be its traceback
 # One of these is in every line that a rule knows; a test sees to it.
-HINTS = [
-    *(b"rror", b"xception", b"nterrupt", b"ailed", b"ailure", b"illed", b"illing", b"efused"),
-    *(b"imed out", b"imeout", b"CANCELLED", b"ignal", b"WARN", b"fault", b"exceed", b"esolve"),
-    *(b" found", b"No such", b"No module", b"No space", b"xitcode", b"xit code", b"xit status"),
-    *(b"return code", b"nable to", b"NVRM", b"Abort", b"invalid", b"rank ", b"driver", b"closed"),
-    *(b"oom", b"slurm", b"srun", b"nan", b"NaN", b"No route", b"lost", b"only", b"not defined"),
-    *(b"world size", b"denied", b"nrecognized", b"mismatch", b"compiled", b"slots", b"firewall"),
-    *(b"shut down", b"subset of", b"EXIT CODE", b"KILLED", b"terminated", b"bad_alloc", b" dead"),
-]
+HINT = re.compile(
+    rb"rror|xception|nterrupt|ailed|ailure|illed|illing|efused|imed out|imeout|CANCELLED|ignal|WARN"
+    rb"|fault|exceed|esolve| found|No such|No module|No space|xitcode|xit code|xit status"
+    rb"|return code|nable to|NVRM|Abort|invalid|rank |driver|closed|oom|slurm|srun|nan|NaN|No route"
+    rb"|lost|only|not defined|world size|denied|nrecognized|mismatch|compiled|slots|firewall"
+    rb"|shut down|subset of|EXIT CODE|KILLED|terminated|bad_alloc| dead"
+)
 _DIGITS = b"0123456789"
 # What launchers and torch put before a line: [rank3]: (torch), [default3]: (its launcher), stderr:
 # (accelerate), ERROR 12-31 01:06:23 [core.py:603] (vLLM), 3: (srun --label), (node-1 pid=9) (Ray),
@@ -102,7 +100,7 @@ def read(file: Path) -> list[Sighting]:
     told = None
     at, number = 0, 0
     for shape, index in sorted(first.items(), key=lambda item: item[1]):
-        if not (shape.endswith(b"]") or any(hint in shape for hint in HINTS)):
+        if not (shape.endswith(b"]") or HINT.search(shape)):
             continue
         line = lines[index][:LONGEST].decode(errors="replace")
         if (seen := look(line)) is not None:
