@@ -19,7 +19,7 @@ from distributed.environment import printable
 from distributed.errors import BAD_INPUT, REFUSED, STOPPED
 from launcher.failure import Failure, signal_name
 from launcher.record.run_json import KEPT
-from launcher.text import count
+from launcher.text import count, has_colour
 
 LONGEST_ROW = 1 << 20  # characters: a command can be long
 TAIL_BYTES = 1 << 20  # of a log, to find the block that ends it
@@ -122,10 +122,9 @@ def print_block(outcome: Outcome, failure: Failure, out: TextIO) -> None:
         ("resume", outcome.command and f"RUN_ID={outcome.run_id} {outcome.command}{from_step}"),
         ("see", f"TROUBLESHOOTING.md#{failure.fault}"),
     ]
-    colour = out.isatty() and "NO_COLOR" not in os.environ
     for name, text in rows:
         label = f"{name:<8}"
-        if colour and name == "FAILED":
+        if name == "FAILED" and has_colour(out):
             label = f"\x1b[1;31m{label}\x1b[0m"
         if text:
             print(label, printable(text, LONGEST_ROW), file=out, flush=True)

@@ -35,11 +35,14 @@ def mend_streams() -> None:
         setattr(sys, name, new)
 
 
+def has_colour(out: TextIO) -> bool:
+    return out.isatty() and "NO_COLOR" not in os.environ
+
+
 def print_row(label: str, text: str, out: TextIO | None = None) -> None:
     """Print one row of what a user sees before and after a run."""
     out = out or sys.stderr
-    is_bold = out.isatty() and not os.environ.get("NO_COLOR")
-    start, end = ("\x1b[1m", "\x1b[0m") if is_bold else ("", "")
+    start, end = ("\x1b[1m", "\x1b[0m") if has_colour(out) else ("", "")
     print(f"{start}{label:<9}{end}  {text}", file=out, flush=True)
 
 
