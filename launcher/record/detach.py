@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
+from distributed.environment import DEFAULT_LOG_DIR
 from launcher import processes
 from launcher.plan.plan import Plan, PlanError
 from launcher.record import run_json, transcript
@@ -47,8 +48,8 @@ def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
         os.close(writer)
         code = _wait_for_start(child, reader)
         if code is None:
-            log_dir = os.environ.get("LOG_DIR")
-            again = shlex.join([*([f"LOG_DIR={log_dir}"] if log_dir else []), script])
+            is_default = plan.log_dir == Path(DEFAULT_LOG_DIR)
+            again = shlex.join([*([] if is_default else [f"LOG_DIR={plan.log_dir}"]), script])
             print_row("detached", f"tail -f {shlex.quote(str(log))}")
             print_row("status", f"{again} --status {shlex.quote(plan.run_id)}")
             print_row("stop", f"{again} --stop {shlex.quote(plan.run_id)}")
