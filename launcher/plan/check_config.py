@@ -6,27 +6,13 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from distributed.errors import BAD_INPUT, Refused
 from launcher import typed_json
-from launcher.plan.plan import Batch, Plan, PlanError
+from launcher.plan.plan import ConfigFacts, Plan, PlanError
 from launcher.text import environment_cure
-
-
-@dataclass(frozen=True)
-class ConfigFacts:
-    """What a launcher must know of a config: `train.py --check --json`."""
-
-    backend: str
-    join_timeout: float
-    checkpoint_dir: str
-    task_file: str
-    prepare: str
-    resume: str
-    batch: Batch
-    num_workers: int
 
 
 def check_config(plan: Plan, environ: Mapping[str, str]) -> Plan:
@@ -60,18 +46,15 @@ def check_config(plan: Plan, environ: Mapping[str, str]) -> Plan:
             cure = environment_cure(f"-r {file}" if file.exists() else "pydantic PyYAML")
         raise Refused("env-missing", f"{cause}; {cure}")
     facts = typed_json.parse(ConfigFacts, result.stdout)
-    is_new = not Path(facts.checkpoint_dir, plan.run_id).exists()  # else its own come first
+    folder = facts.checkpoint_dir or Path()
+    is_new = not (folder / plan.run_id).exists()  # else its own come first
     is_here = facts.resume in ("auto", "never") or os.path.exists(os.path.expanduser(facts.resume))
     if is_new and not is_here and plan.fanout in ("local", "srun"):
         raise PlanError(f"resume: there is no {facts.resume!r}; correct the path")
-    return replace(
-        plan,
-        container=plan.container and plan.container.with_folder(Path(facts.checkpoint_dir)),
-        backend=plan.backend if plan.backend != "auto" else facts.backend,
-        join_timeout_s=facts.join_timeout,
-        checkpoint_dir=Path(facts.checkpoint_dir),
+    facts = replace(
+        facts,
+        backend=plan.backend.replace("auto", facts.backend),
         task_file=facts.task_file.removeprefix(f"{Path.cwd()}/"),  # nodes may have another path
-        prepare=facts.prepare,
-        batch=facts.batch,
-        num_workers=facts.num_workers,
     )
+    container = plan.container and plan.container.with_folder(folder)
+    return replace(plan, **vars(facts), container=container)

@@ -83,7 +83,21 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(World, Choices):
+class ConfigFacts:
+    """What the config of train.py says: `train.py --check --json`."""
+
+    backend: str = "auto"
+    join_timeout_s: float = limits.JOIN_S
+    checkpoint_dir: Path | None = None
+    batch: Batch | None = None
+    num_workers: int = 0  # processes of each rank that load data
+    resume: str = "auto"  # from a checkpoint, or: auto, never
+    prepare: str = ""  # a script that is to run before the training
+    task_file: str = ""  # the module of train.py's task, if it is the user's own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(World, Choices, ConfigFacts):
     """Everything that the user, the environment, the config and the scheduler decided."""
 
     fanout: str  # local, srun, ssh or pdsh
@@ -96,14 +110,7 @@ class Plan(World, Choices):
     is_ours: bool = False  # the training script is this project's train.py
     config: str = ""  # empty: none
     port: int | None = None  # None: from the run id
-    backend: str = "auto"
     engine: str = ""  # what starts the ranks in place of the node agent
-    join_timeout_s: float = limits.JOIN_S
-    checkpoint_dir: Path | None = None
-    batch: Batch | None = None  # of train.py
-    num_workers: int = 0  # processes of each rank that load data
-    prepare: str = ""  # a script that is to run before the training
-    task_file: str = ""  # the module of train.py's task, if it is the user's own
     max_restarts: int = 0
     grace_s: int = limits.GRACE_S
     variables: Mapping[str, str] = field(default_factory=dict)  # that go with the run
