@@ -9,7 +9,7 @@ from pathlib import Path
 
 from distributed.job import is_task
 from launcher.plan import pbs, slurm
-from launcher.plan.own import find_own, read_begun
+from launcher.plan.own import asked_names, find_own, read_begun
 from launcher.plan.plan import ROOT
 from launcher.plan.typed import Typed
 
@@ -30,15 +30,16 @@ def command_line(typed: Typed, environ: Mapping[str, str], fanout: str) -> str:
 
     Empty where the job's size is not known.
     """
-    names = REPEATED + (REPEATED_WITH_SSH if fanout in ("ssh", "pdsh") or typed.nodefile else ())
-    names += ("CONFIG",) if typed.nodefile else ()  # which qsub's -v sets
-    if typed.nodefile:  # qstat shows their values, too
-        sent = environ.get("FORWARD_ENV", "").replace(",", " ").split()
-        names += tuple(name for name in sent if not _SECRET.search(name))
-    names = ("RUN_ID", *names) if fanout == "job_command" else names
-    names = tuple(dict.fromkeys((*names, *_set_for_it(typed, environ))))
+    names = ["RUN_ID"] if fanout == "job_command" else []
+    names += REPEATED
+    if fanout in ("ssh", "pdsh") or typed.nodefile:
+        names += REPEATED_WITH_SSH
+    if typed.nodefile:  # qsub's -v sets the first; qstat shows the others' values, too
+        names += ["CONFIG", *(name for name in asked_names(environ) if not _SECRET.search(name))]
+    names += _set_for_it(typed, environ)
     given = {**environ, "LOG_LEVEL": ""} if typed.log_level else environ
-    variables = [f"{name}={shlex.quote(given[name])}" for name in names if given.get(name)]
+    set_names = filter(given.get, dict.fromkeys(names))
+    variables = [f"{name}={shlex.quote(given[name])}" for name in set_names]
     variables += [f"PYTHON={shlex.quote(typed.python)}"] if environ.get("CONTAINER") else []
     own = len(typed.typed) - len(typed.rest)  # what follows is the training script's
     words = [word for word in typed.typed[:own] if word not in ("--dry-run", "resume=never")]
@@ -72,7 +73,7 @@ def _set_for_it(typed: Typed, environ: Mapping[str, str]) -> Iterator[str]:
 def forward_given(environ: MutableMapping[str, str], given: Sequence[str]) -> None:
     """Send the nodes what a user has given the job, but not what the launch itself reads."""
     ours = (*REPEATED, *REPEATED_WITH_SSH, *NOT_REPEATED)
-    asked = environ.get("FORWARD_ENV", "").replace(",", " ").split()
+    asked = asked_names(environ)
     for name in given:
         if name in environ and name not in ours and not name.startswith(FORWARDED):
             asked.append(name)
