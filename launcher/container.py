@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from launcher.text import PlanError
+
 _PATH = re.compile(r"(?<![\w./~-])/[\w.+-][\w./+-]*")
 _WORD = re.compile(r"[\w./-]+")
 _OF_IMAGES = ("bin", "dev", "etc", "lib", "lib64", "proc", "run", "sbin", "sys", "usr")
@@ -71,7 +73,7 @@ def read_container(
 
     `paths` are what the run needs from this machine: folders, and texts that may name some. A
     folder that is not there yet is made in its parent, which has to be seen then. With `in_job`,
-    the commands run in steps of a SLURM job. Raises ValueError: `cause; cure`.
+    the commands run in steps of a SLURM job. Raises PlanError.
     """
     given = environ.get("CONTAINER", "")
     if not given:
@@ -80,7 +82,7 @@ def read_container(
     try:
         arguments = shlex.split(environ.get("CONTAINER_ARGS", ""))
     except ValueError as error:
-        raise ValueError(f"CONTAINER_ARGS: {error}; write it as for a shell") from None
+        raise PlanError(f"CONTAINER_ARGS: {error}; write it as for a shell") from None
     binds = _outermost(_folder(directory / path) for path in _find_paths([directory, *paths]))
     has_gpus = environ.get("BACKEND", "").lower() != "gloo"
     return Container(runtime, image, directory, binds, arguments, has_gpus)
@@ -106,13 +108,13 @@ def _choose(here: Path, given: str, *, in_job: bool) -> tuple[str, str]:
         return "charliecloud", str(path)
     if path.suffix in (".sif", ".sqsh") or given.startswith((".", "/")):
         if not path.is_file():
-            raise ValueError(f"CONTAINER is {given!r}, which is not here; correct its path")
+            raise PlanError(f"CONTAINER is {given!r}, which is not here; correct its path")
         if path.suffix == ".sif":
             return "apptainer", str(path)
         return "pyxis" if in_job else "enroot", str(path)
     if not in_job:
         cure = f"give an image's file or folder, or podman:{given}"
-        raise ValueError(f"CONTAINER is {given!r}: only pyxis, in a SLURM job, loads it; {cure}")
+        raise PlanError(f"CONTAINER is {given!r}: only pyxis, in a SLURM job, loads it; {cure}")
     return "pyxis", given
 
 

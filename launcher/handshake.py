@@ -24,6 +24,7 @@ from pathlib import Path
 
 from distributed import hostlist
 from launcher import processes
+from launcher.text import PlanError
 from launcher.wire import limits
 
 NONCE_BYTES = PROOF_BYTES = 32
@@ -56,14 +57,14 @@ def new_secret() -> str:
 def read_access(environ: Mapping[str, str]) -> Access:
     """Return what RUN_SECRET, the secret or the path of its file, and else HOSTS say.
 
-    Raises ValueError, one line with cause and cure, where one of them cannot be used.
+    Raises PlanError, one line with cause and cure, where one of them cannot be used.
     """
     secret = environ.get("RUN_SECRET", "")
     if "/" in secret:
         secret = _read_private(Path(secret))
     if secret and len(secret) < LEAST_SECRET:
         cause = f"RUN_SECRET has {len(secret)} characters"
-        raise ValueError(f"{cause}; give at least {LEAST_SECRET}, as openssl rand -hex 32 does")
+        raise PlanError(f"{cause}; give at least {LEAST_SECRET}, as openssl rand -hex 32 does")
     if secret or not environ.get("HOSTS"):
         return Access(secret.encode())
     return Access(addresses=_addresses(hostlist.expand(environ["HOSTS"])))
@@ -74,12 +75,12 @@ def _read_private(file: Path) -> str:
     try:
         file = file.expanduser()
         if file.stat().st_mode & 0o077:
-            raise ValueError("RUN_SECRET names a file that other users can read; chmod 600 it")
+            raise PlanError("RUN_SECRET names a file that other users can read; chmod 600 it")
         return file.read_text().strip() or "-"
     except (OSError, UnicodeDecodeError, RuntimeError) as error:  # RuntimeError: an unknown ~user
         why = error.strerror if isinstance(error, OSError) else "not text"
         cure = "correct its path; a secret itself must not contain /"
-        raise ValueError(f"RUN_SECRET names a file that cannot be read ({why}); {cure}") from None
+        raise PlanError(f"RUN_SECRET names a file that cannot be read ({why}); {cure}") from None
 
 
 def _addresses(names: list[str]) -> frozenset[str]:
@@ -88,7 +89,7 @@ def _addresses(names: list[str]) -> frozenset[str]:
         try:
             found |= {str(address[0]) for *_, address in socket.getaddrinfo(name, None)}
         except OSError:
-            raise ValueError(f"HOSTS names {name!r}, which is unknown; correct it") from None
+            raise PlanError(f"HOSTS names {name!r}, which is unknown; correct it") from None
     return frozenset(found)
 
 

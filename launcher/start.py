@@ -24,11 +24,10 @@ from launcher.plan import pbs, resume
 from launcher.plan.check_config import check_config
 from launcher.plan.idle import find_idle
 from launcher.plan.make_plan import make_plan
-from launcher.plan.plan import Plan, PlanError
+from launcher.plan.plan import Plan
 from launcher.plan.slurm import end_chain
-from launcher.plan.typed import UsageError
 from launcher.record import detach, run_json, runs
-from launcher.text import mend_streams, short_host_name
+from launcher.text import PlanError, mend_streams, short_host_name
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -56,7 +55,7 @@ def start(call: Call, words: Sequence[str], environ: MutableMapping[str, str]) -
         if error.fault == "run-is-live":
             environ.pop("CHAIN", None)  # it needs the jobs that would resume it
         return REFUSED
-    except (UsageError, PlanError, LauncherError, HostlistError) as error:
+    except (PlanError, LauncherError, HostlistError) as error:
         name = "" if re.search(r" \[[a-z-]+\]$", str(error)) else " [config-invalid]"
         print(f"{call.program}: {error}{name}", file=sys.stderr)
         return BAD_INPUT

@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 
+class PlanError(ValueError):
+    """The arguments, the environment and the scheduler cannot mean a run: `cause; cure`."""
+
+
 class _Stream(io.FileIO):
     """stdout or stderr that never raises: a full disk or a closed pipe must not end the run."""
 

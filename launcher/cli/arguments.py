@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from launcher.cli.commands import COMMANDS, COMMON, TASKS, Command, Values
-from launcher.plan.typed import Typed, UsageError
-from launcher.text import did_you_mean
+from launcher.plan.typed import Typed
+from launcher.text import PlanError, did_you_mean
 
 ROOT = Path(__file__).parents[2]
 _SETTING = re.compile(r"[A-Za-z_+~][A-Za-z0-9_.+-]*=")
@@ -39,7 +39,7 @@ class Call(NamedTuple):
 def parse(call: Call, words: Sequence[str], environ: Mapping[str, str]) -> Typed:
     """Return what was typed, by name.
 
-    In a task of a job array, its number takes the place of {task} in settings. Raises UsageError.
+    In a task of a job array, its number takes the place of {task} in settings. Raises PlanError.
     """
     command = COMMANDS[call.command]
     is_scheduled = command.is_batch or environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID")
@@ -118,7 +118,7 @@ class _Reader:
         if _SETTING.match(word) and not os.path.exists(word):
             self._append("setting", word)
         elif not self.arguments:
-            raise UsageError(f"one argument too many, {word!r}; {self.see}")
+            raise PlanError(f"one argument too many, {word!r}; {self.see}")
         elif self.arguments[0] == "node":
             self._append("node", word)
         else:
@@ -135,10 +135,10 @@ class _Reader:
         if option.field == "is_detached":
             self._refuse_scheduled(name)
         if not option.has_value and value is not None:
-            raise UsageError(f"option {name} takes no value; {self.see}")
+            raise PlanError(f"option {name} takes no value; {self.see}")
         if option.has_value and value is None:
             if not self.words:
-                raise UsageError(f"option {name} has no value; {self.see}")
+                raise PlanError(f"option {name} has no value; {self.see}")
             value = self.words.popleft()
         if option.field == "passed":
             self._append("passed", name, *([] if value is None else [value]))
@@ -156,7 +156,7 @@ class _Reader:
         longer = [one for one in self.command.options if spelt[2:] and one.startswith(spelt)]
         found = [spelt] if spelt in self.options or spelt in TASKS else longer
         if len(found) != 1:
-            raise UsageError(self._unknown(name if word.startswith("--") else word, found))
+            raise PlanError(self._unknown(name if word.startswith("--") else word, found))
         return found[0], value
 
     def _unknown(self, word: str, longer: Sequence[str]) -> str:
@@ -179,7 +179,7 @@ class _Reader:
         given = [one for one in ("--strict", "--detach") if self.values.get(COMMON[one].field)]
         others = [*given, *(one for one in words if one.startswith("-") and one != "--dry-run")]
         if is_about_runs and others:
-            raise UsageError(f"{others[0]} does not go with {option}; give the names of runs")
+            raise PlanError(f"{others[0]} does not go with {option}; give the names of runs")
         names = ("program", "directory", "python", "usage")
         self.values = {name: self.values[name] for name in names} | {
             "fanout": task,
@@ -189,7 +189,7 @@ class _Reader:
 
     def _refuse_scheduled(self, option: str) -> None:
         if self.is_scheduled:
-            raise UsageError(
+            raise PlanError(
                 f"{option} does not apply to a SLURM or PBS job; "
                 "use sbatch, squeue and scancel (PBS: qsub, qstat and qdel)"
             )

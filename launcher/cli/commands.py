@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher.cli.torchrun import read_like_torchrun
-from launcher.plan.typed import UsageError
+from launcher.text import PlanError
 
 Values = dict[str, Any]  # by the names of Typed's fields
 
@@ -60,7 +60,7 @@ def _complete_launch(values: Values, environ: Mapping[str, str]) -> None:
 
 def _need_master(values: Values, _environ: Mapping[str, str]) -> None:
     if not values.get("master"):
-        raise UsageError(f"too few arguments; usage: {values['usage']}")
+        raise PlanError(f"too few arguments; usage: {values['usage']}")
 
 
 def _join_config(values: Values, environ: Mapping[str, str]) -> None:
@@ -77,7 +77,7 @@ def _join_config(values: Values, environ: Mapping[str, str]) -> None:
     elif folder and name:
         values["config"] = f"{folder}/{name.removesuffix('.yaml')}.yaml"
     else:
-        raise UsageError("--config-path and --config-name go together; give both, or --config FILE")
+        raise PlanError("--config-path and --config-name go together; give both, or --config FILE")
 
 
 def _take_config(values: Values, environ: Mapping[str, str]) -> None:
@@ -88,10 +88,10 @@ def _take_config(values: Values, environ: Mapping[str, str]) -> None:
 def _pass_to_test(values: Values, _environ: Mapping[str, str]) -> None:
     """Put the self-test's own options after its name. It runs in the project's folder."""
     if settings := values.get("setting"):
-        raise UsageError(f"{settings[0]!r}: settings have no effect here; omit them")
+        raise PlanError(f"{settings[0]!r}: settings have no effect here; omit them")
     test, file = values.pop("test", ""), values.pop("json", "")
     if test not in ("", "basic", "all"):
-        raise UsageError(f"--test is {test!r}; give basic or all")
+        raise PlanError(f"--test is {test!r}; give basic or all")
     words = ["--test", test] if test else []
     words += ["--json", str(Path(values["directory"], file))] if file else []
     values["rest"] = (*values.pop("passed", ()), *words, *values.get("rest", ()))

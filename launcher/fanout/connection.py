@@ -20,8 +20,9 @@ from launcher.fanout import protocol
 from launcher.fanout.loop import Child, Loop, given_options, ssh_command
 from launcher.fanout.protocol import Hello
 from launcher.plan.own import Own, asked_names, find_own, read_begun
-from launcher.plan.plan import Plan, PlanError
+from launcher.plan.plan import Plan
 from launcher.plan.resume import FORWARDED
+from launcher.text import PlanError
 from launcher.wire import limits
 from launcher.wire.messages import Fault
 

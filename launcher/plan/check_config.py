@@ -11,8 +11,8 @@ from pathlib import Path
 
 from distributed.errors import BAD_INPUT, Refused
 from launcher import typed_json
-from launcher.plan.plan import ConfigFacts, Plan, PlanError
-from launcher.text import environment_cure
+from launcher.plan.plan import ConfigFacts, Plan
+from launcher.text import PlanError, environment_cure
 
 
 def check_config(plan: Plan, environ: Mapping[str, str]) -> Plan:

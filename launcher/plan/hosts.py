@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from distributed import hostlist
-from launcher.plan.plan import NodePlan, PlanError, read_nproc
+from launcher.plan.plan import NodePlan, read_nproc
+from launcher.text import PlanError
 
 _IPV6 = re.compile(r"([^:]*@)?\[([^]]*:[^]]*)\](?::(.+))?")  # [fd00::1]:4
 _SLOTS = re.compile(r"(\S+) (?:max[-_]slots=\d+ )?slots=(\d+)(?: max[-_]slots=\d+)?")

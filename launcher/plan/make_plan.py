@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -17,15 +17,15 @@ from shutil import which
 from distributed.environment import DEFAULT_LOG_DIR, check_run_id, new_run_id, port_from_id
 from distributed.job import ask_scheduler, in_slurm_step, job_run_id
 from distributed.network import PROFILES
-from launcher.container import Container, config_texts, read_container
+from launcher.container import config_texts, read_container
 from launcher.fanout import job_command
 from launcher.handshake import is_first, is_loopback, read_access
 from launcher.plan import hosts, mpi, pbs, slurm, spares
-from launcher.plan.plan import ROOT, Plan, PlanError, World, read_nproc, read_number
+from launcher.plan.plan import ROOT, Plan, World, read_nproc, read_number
 from launcher.plan.resume import command_line
 from launcher.plan.typed import Typed
 from launcher.record.run_ids import free_run_id, next_run_id, plain_run_id
-from launcher.text import did_you_mean
+from launcher.text import PlanError, did_you_mean
 from launcher.wire import limits
 
 MARK = b"# launch-kit: answers --check"  # of our train.py, for this alone
@@ -57,8 +57,9 @@ def make_plan(typed: Typed, environ: Mapping[str, str]) -> Plan:
     restarts = _first(typed.max_restarts, environ, "MAX_RESTARTS") or "0"
     max_restarts = read_number("MAX_RESTARTS", restarts, 0, 1000)
     if max_restarts and typed.engine:
-        cause = f"MAX_RESTARTS is {max_restarts}, but {typed.engine} starts no rank again"
-        raise PlanError(f"{cause}; omit it")
+        raise PlanError(
+            f"MAX_RESTARTS is {max_restarts}, but {typed.engine} starts no rank again; omit it"
+        )
     grace_s = read_number("GRACE", environ.get("GRACE") or str(limits.GRACE_S), 0, 86400)
     wait = environ.get("PREFLIGHT_SECONDS") or "9"
     fanout = choose_fanout(typed, environ)
@@ -70,9 +71,10 @@ def make_plan(typed: Typed, environ: Mapping[str, str]) -> Plan:
     world = read_world(typed, environ, fanout)
     world = spares.keep_back(world, environ, fanout, engine, max_restarts)
     if fanout == "local" and world.num_nodes > 1:
-        _check_access(environ)
+        read_access(environ)
     log_dir = Path(_first(typed.log_dir, environ, "LOG_DIR") or DEFAULT_LOG_DIR)
     log_dir = typed.here / log_dir if typed.module else log_dir
+    directory = ROOT if typed.module else typed.here
     is_namer = world.node_rank == 0 and fanout != "job_command"
     as_set = raw if typed.like_torchrun else environ  # the user's script reads them, too
     return Plan(
@@ -81,7 +83,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str]) -> Plan:
         fanout=fanout,
         command=command_line(typed, environ, fanout),
         root=ROOT,
-        directory=ROOT if typed.module else typed.here,
+        directory=directory,
         log_dir=log_dir,
         run_id=choose_run_id(typed, environ, log_dir, is_namer=is_namer),
         words=words,
@@ -93,29 +95,16 @@ def make_plan(typed: Typed, environ: Mapping[str, str]) -> Plan:
         max_restarts=max_restarts,
         grace_s=grace_s,
         variables={name: as_set[name] for name in _PASSED_ON if environ.get(name)},
-        container=_read_container(typed, environ, fanout, (log_dir, config, *words)),
+        container=read_container(
+            environ,
+            typed.here,
+            directory,
+            [typed.here, ROOT, log_dir, config, *words, *config_texts(Path(typed.config or "-"))],
+            in_job=fanout in ("srun", "job_command", "check"),
+        ),
         has_checks=not environ.get("SKIP_PREFLIGHT"),
         preflight_s=read_number("PREFLIGHT_SECONDS", wait, 5, 3600),
     )
-
-
-def _read_container(
-    typed: Typed, environ: Mapping[str, str], fanout: str, needed: Sequence[Path | str]
-) -> Container | None:
-    in_job = fanout in ("srun", "job_command", "check")
-    needed = [typed.here, ROOT, *needed, *config_texts(Path(typed.config or "-"))]
-    directory = ROOT if typed.module else typed.here
-    try:
-        return read_container(environ, typed.here, directory, needed, in_job=in_job)
-    except ValueError as error:
-        raise PlanError(str(error)) from None
-
-
-def _check_access(environ: Mapping[str, str]) -> None:
-    try:
-        read_access(environ)
-    except ValueError as error:
-        raise PlanError(str(error)) from None
 
 
 def _read_words(typed: Typed, environ: Mapping[str, str]) -> dict[str, str]:
@@ -175,7 +164,7 @@ def choose_fanout(typed: Typed, environ: Mapping[str, str]) -> str:
         return "ssh"
     if typed.fanout != "auto":
         return typed.fanout
-    if slurm.in_slurm_job(environ):
+    if environ.get("SLURM_JOB_ID") and not in_slurm_step(environ):  # else in its shell
         return "srun"
     if len({*pbs.read_lines(environ)}) > 1:
         return "ssh"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from distributed.environment import LAUNCHERS
-from launcher.plan.plan import PlanError
+from launcher.text import PlanError
 
 
 def refuse_copies(environ: Mapping[str, str]) -> None:

@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 
 from distributed.job import ask_scheduler
-from launcher.plan.plan import NodePlan, PlanError
-from launcher.text import count
+from launcher.plan.plan import NodePlan
+from launcher.text import PlanError, count
 from launcher.wire import limits
 
 REQUEST = (

@@ -17,17 +17,13 @@ from launcher.container import Container
 from launcher.plan.typed import Choices
 from launcher.preflight.check_node import Report, Request, check_node
 from launcher.preflight.compare import Outcome
-from launcher.text import count, print_row
+from launcher.text import PlanError, count, print_row
 from launcher.wire import limits
 
 ROOT = Path(__file__).parents[2]  # by the name that launch.sh has for it
 AGENT, START = "scripts/lib/agent.py", "scripts/lib/start.py"
 MOST_RANKS = 4096  # of one node
 LONGEST_COMMAND = 100_000  # bytes of the resume line; Linux takes 128 KiB in one variable
-
-
-class PlanError(ValueError):
-    """The arguments, the environment and the scheduler cannot mean a run: `cause; cure`."""
 
 
 def read_number(what: str, text: str, low: int, high: int) -> int:

@@ -14,12 +14,8 @@ from distributed.environment import slurm_node
 from distributed.errors import STOPPED
 from distributed.job import ask_scheduler, in_slurm_step
 from launcher.handshake import is_loopback
-from launcher.plan.plan import PlanError, World, read_nproc, read_number
-
-
-def in_slurm_job(environ: Mapping[str, str]) -> bool:
-    """Return whether this runs in a job outside its steps: a batch script, salloc's shell."""
-    return bool(environ.get("SLURM_JOB_ID")) and not in_slurm_step(environ)
+from launcher.plan.plan import World, read_nproc, read_number
+from launcher.text import PlanError
 
 
 def in_batch_script(environ: Mapping[str, str]) -> bool:
@@ -42,20 +38,25 @@ def read_job(environ: Mapping[str, str], script: str, asked: int | None) -> Worl
     if in_slurm_step(environ):
         raise PlanError(f"srun started {script}, which starts srun itself; omit srun")
     if environ.get("SLURM_HET_SIZE"):
-        cause = "a heterogeneous job has nodes that differ, and this starts the same on each"
-        cure = "omit the : and what follows, or start train.py with srun --het-group"
-        raise PlanError(f"{cause}; {cure} [wrong-world]")
+        raise PlanError(
+            "a heterogeneous job has nodes that differ, and this starts the same on each; omit the "
+            ": and what follows, or start train.py with srun --het-group [wrong-world]"
+        )
     nproc = tasks_per_node(environ)
     if nproc and asked not in (None, nproc):
-        cause = f"{asked} processes per node, but the job has SLURM_TASKS_PER_NODE={nproc}"
-        raise PlanError(f"{cause}; leave the number out [wrong-world]")
+        raise PlanError(
+            f"{asked} processes per node, but the job has SLURM_TASKS_PER_NODE={nproc}; "
+            "leave the number out [wrong-world]"
+        )
     gpus = environ.get("SLURM_GPUS_ON_NODE") or None
     nproc = nproc or asked or read_nproc("SLURM_GPUS_ON_NODE", gpus)
     nodes = environ["SLURM_JOB_NODELIST"]
     master = environ.get("MASTER_ADDR") if num_nodes > 1 else ""
     if master == "localhost" or is_loopback(master or ""):
-        cause = f"MASTER_ADDR is {master}, which the job's other nodes cannot reach"
-        raise PlanError(f"{cause}; unset it, or give the first node's address [loopback-address]")
+        raise PlanError(
+            f"MASTER_ADDR is {master}, which the job's other nodes cannot reach; unset it, or give "
+            "the first node's address [loopback-address]"
+        )
     return World(num_nodes, master or hostlist.first(nodes), nproc=nproc, hosts=nodes)
 
 
@@ -69,8 +70,10 @@ def tasks_per_node(environ: Mapping[str, str]) -> int | None:
     text = environ.get("SLURM_TASKS_PER_NODE", "1")
     tasks, *others = {*environment.tasks_per_node(text, "SLURM_TASKS_PER_NODE")}
     if others:
-        cause = f"the job has unequal nodes, SLURM_TASKS_PER_NODE={text}"
-        raise PlanError(f"{cause}; give sbatch --ntasks-per-node [wrong-world]")
+        raise PlanError(
+            f"the job has unequal nodes, SLURM_TASKS_PER_NODE={text}; "
+            "give sbatch --ntasks-per-node [wrong-world]"
+        )
     return tasks if tasks > 1 else None
 
 
@@ -89,9 +92,11 @@ def read_step(environ: Mapping[str, str], typed: Mapping[str, str | None]) -> Wo
         )
     for name, variable in (("NUM_NODES", "SLURM_STEP_NUM_NODES"), ("NODE_RANK", "SLURM_NODEID")):
         if typed[name] not in (None, environ[variable]):
-            cause = f"the argument {name} is {typed[name]!r} but srun's {variable}"
-            cure = "leave the argument out (the batch shell may have expanded it)"
-            raise PlanError(f"{cause} is {environ[variable]}; {cure} [wrong-world]")
+            raise PlanError(
+                f"the argument {name} is {typed[name]!r} but srun's {variable} is "
+                f"{environ[variable]}; leave the argument out (the batch shell may have expanded "
+                "it) [wrong-world]"
+            )
     num_nodes, node_rank, master_addr = step
     return World(num_nodes, master_addr, node_rank)
 

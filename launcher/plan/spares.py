@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from launcher.plan.plan import PlanError, World, read_number
+from launcher.plan.plan import World, read_number
+from launcher.text import PlanError
 
 NAMES = ("SPARES", "MIN_NODES")
 FANOUTS = ("ssh", "srun")  # that outlive the loss of a node

@@ -9,10 +9,6 @@ from pathlib import Path
 from typing import Any
 
 
-class UsageError(ValueError):
-    """The command line cannot mean anything: `cause; cure`."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Choices:
     """What goes from the command line into the plan as it is."""

@@ -20,9 +20,9 @@ from typing import TextIO
 
 from distributed.environment import DEFAULT_LOG_DIR
 from launcher import processes
-from launcher.plan.plan import Plan, PlanError
+from launcher.plan.plan import Plan
 from launcher.record import run_json, transcript
-from launcher.text import print_row, short_host_name
+from launcher.text import PlanError, print_row, short_host_name
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")

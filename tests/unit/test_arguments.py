@@ -14,7 +14,8 @@ import pytest
 from launcher.agent import command_line
 from launcher.cli.arguments import Call, parse
 from launcher.cli.commands import COMMANDS, Option
-from launcher.plan.typed import Typed, UsageError
+from launcher.plan.typed import Typed
+from launcher.text import PlanError
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {file.stem: file for file in ROOT.glob("scripts/**/*.sh") if file.parent.name != "lib"}
@@ -86,11 +87,11 @@ def test_each_option_in_each_form(command: str, name: str) -> None:
         assert name in (plain.get("passed") or plain["rest"])
     if option.has_value:
         with pytest.raises(
-            UsageError, match=f"^option {name} has no value; see {command}.sh --help$"
+            PlanError, match=f"^option {name} has no value; see {command}.sh --help$"
         ):
             read(command, *beside, name)
     elif name.startswith("--"):
-        with pytest.raises(UsageError, match=f"^option {name} takes no value; "):
+        with pytest.raises(PlanError, match=f"^option {name} takes no value; "):
             read(command, f"{name}=7", *end)
 
 
@@ -384,7 +385,7 @@ def test_help_wherever_it_stands(word: str, task: str) -> None:
     ],
 )
 def test_what_is_refused_in_one_line(command: str, words: list[str], cause: str) -> None:
-    with pytest.raises(UsageError) as raised:
+    with pytest.raises(PlanError) as raised:
         read(command, *words)
     assert cause in str(raised.value)
     assert "; " in str(raised.value) and "\n" not in str(raised.value)
@@ -393,6 +394,6 @@ def test_what_is_refused_in_one_line(command: str, words: list[str], cause: str)
 @pytest.mark.parametrize("name", ["SLURM_JOB_ID", "PBS_JOBID"])
 def test_in_a_job_the_scheduler_holds_every_run(name: str) -> None:
     for word in ("--detach", "--status", "--stop"):
-        with pytest.raises(UsageError, match="does not apply to a SLURM or PBS job"):
+        with pytest.raises(PlanError, match="does not apply to a SLURM or PBS job"):
             read("launch_singlenode", word, environ={name: "7"})
     assert read("launch_singlenode", "--stacks", "a", environ={name: "7"})["fanout"] == "stacks"

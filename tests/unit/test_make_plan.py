@@ -15,9 +15,10 @@ from distributed.environment import LauncherError
 from launcher.plan.check_config import check_config
 from launcher.plan.hosts import read_hostfile
 from launcher.plan.make_plan import choose_run_id, make_plan
-from launcher.plan.plan import Batch, Plan, PlanError
+from launcher.plan.plan import Batch, Plan
 from launcher.plan.typed import Typed
 from launcher.record.run_json import note_start, this_start
+from launcher.text import PlanError
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,9 @@ from distributed.job import ask_scheduler
 from launcher import start
 from launcher.fanout import job_command
 from launcher.plan import make_plan, pbs, slurm
-from launcher.plan.plan import PlanError, World
+from launcher.plan.plan import World
 from launcher.plan.typed import Typed
+from launcher.text import PlanError
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO = World(2, "node1", nproc=2, hosts="node[1-2]")

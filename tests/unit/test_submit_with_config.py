@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.plan.plan import PlanError
 from launcher.plan.submit_with_config import (
     Size,
     choose_preparation,
@@ -14,6 +13,7 @@ from launcher.plan.submit_with_config import (
     take_own_settings,
 )
 from launcher.plan.typed import Typed
+from launcher.text import PlanError
 
 OURS = ("config=c.yaml", "num_gpus_train=2")
 
