@@ -118,15 +118,15 @@ def check_gpus(machine: Machine) -> Iterator[Fault]:
         if gpu.processes:
             cause = f"GPU {gpu.index} is in use by {', '.join(gpu.processes)}"
             yield Fault("gpu-unhealthy", cause, "wait for it, or choose another GPU", warns=True)
-        elif gpu.health.is_taken:
-            used = f"{gpu.health.used_mib} of {gpu.health.total_mib} MiB of its memory"
+        elif gpu.is_taken:
+            used = f"{gpu.used_mib} of {gpu.total_mib} MiB of its memory"
             cause = f"GPU {gpu.index} has {used} in use, by no process that is shown here"
             yield Fault("gpu-unhealthy", cause, "wait for it, or choose another GPU", warns=True)
 
 
 def check_gpu_speed(machine: Machine) -> Iterator[Fault]:
     """No GPU is slower than it need be: every step would wait for it."""
-    for cause in find_slow({gpu.index: gpu.health for gpu in machine.gpus}):
+    for cause in find_slow(machine.gpus):
         cure = "have it looked at, or exclude it with CUDA_VISIBLE_DEVICES"
         yield Fault("gpu-slow", cause, cure, warns=True)
 

@@ -14,17 +14,23 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from launcher.wire import limits
 
 DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, of AMD, and of both under WSL
-FIELDS = (  # of --query-gpu; `clocks_throttle_reasons` is also known to drivers that say `event`
-    *("name", "memory.used", "memory.total", "clocks_throttle_reasons.active"),
-    *("clocks.applications.graphics", "clocks.max.graphics"),
-    *("pcie.link.width.current", "pcie.link.width.max"),
-)
+FIELDS = {  # of Gpu, as --query-gpu calls them
+    "model": "name",
+    "used_mib": "memory.used",
+    "total_mib": "memory.total",
+    "reasons": "clocks_throttle_reasons.active",  # also known to drivers that say `event`
+    "clock_mhz": "clocks.applications.graphics",
+    "max_clock_mhz": "clocks.max.graphics",
+    "lanes": "pcie.link.width.current",
+    "max_lanes": "pcie.link.width.max",
+}
 # Bits of NVML's nvmlClocksEventReasons. The others are no faults: idle, the power cap, settings.
 SLOWDOWNS = {
     0x08: "hw_slowdown",
@@ -46,9 +52,14 @@ class UnknownField(GpuError):
 
 
 @dataclass(frozen=True)
-class Health:
-    """What nvidia-smi says of one GPU; None is not known."""
+class Gpu:
+    """One GPU; None is what its tool does not know."""
 
+    index: str
+    uuid: str
+    memory_errors: int  # uncorrected, since the driver was loaded
+    driver: str = ""  # its version
+    processes: tuple[str, ...] = ()  # "pid 123 (python)"
     model: str = ""
     used_mib: int | None = None
     total_mib: int | None = None
@@ -64,18 +75,6 @@ class Health:
         """Whether someone uses a part of its memory that matters."""
         used = self.used_mib or 0
         return used >= max(LEAST_TAKEN_MIB, LEAST_TAKEN * (self.total_mib or 0))
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU."""
-
-    index: str
-    uuid: str
-    memory_errors: int  # uncorrected, since the driver was loaded
-    driver: str = ""  # its version
-    processes: tuple[str, ...] = ()  # "pid 123 (python)"
-    health: Health = field(default_factory=Health)
 
 
 def visible_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
@@ -104,7 +103,7 @@ def _nvidia_gpus(until: float) -> Iterator[Gpu]:
     """Yield the GPUs and, of one that is divided, its MIG instances instead."""
     columns = "index,uuid,ecc.errors.uncorrected.volatile.total,driver_version,mig.mode.current"
     try:
-        rows = list(_query("gpu", ",".join((columns, *FIELDS)), until))
+        rows = list(_query("gpu", ",".join((columns, *FIELDS.values())), until))
     except UnknownField:  # an old nvidia-smi: what each of them knows
         rows = list(_query("gpu", columns, until))
     if not rows:
@@ -115,27 +114,15 @@ def _nvidia_gpus(until: float) -> Iterator[Gpu]:
     nvlinks = linked.result() if linked else {}
     instances = _mig_instances(until) if any(row[4] == "Enabled" for row in rows) else {}
     for index, uuid, errors, driver, mode, *more in rows:
-        gpu = Gpu(
-            index=index,
-            uuid=uuid,
-            memory_errors=int(errors) if errors.isdigit() else 0,  # "[N/A]" without ECC
-            driver=driver,
-            processes=tuple(f"pid {pid} ({name})" for gpu, pid, name in users if gpu == uuid),
-            health=_read_health(more, nvlinks.get(uuid)),
-        )
+        memory_errors = _number(errors) or 0  # "[N/A]" without ECC
         if mode != "Enabled":
-            yield gpu
+            processes = tuple(f"pid {pid} ({name})" for gpu, pid, name in users if gpu == uuid)
+            known: dict[str, Any] = dict(zip(FIELDS, more, strict=False))
+            known |= {field: _number(known[field]) for field in [*known][1:]}
+            links = nvlinks.get(uuid)
+            yield Gpu(index, uuid, memory_errors, driver, processes, nvlinks=links, **known)
         for number, instance in enumerate(instances.get(uuid, [])):
-            name = f"{index}:{number}"
-            yield replace(gpu, index=name, uuid=instance, processes=(), health=Health())
-
-
-def _read_health(cells: Sequence[str], nvlinks: int | None) -> Health:
-    """Return what nvidia-smi says to FIELDS; nothing, if it refused to."""
-    if not cells:
-        return Health(nvlinks=nvlinks)
-    used, total, reasons, clock, max_clock, lanes, max_lanes = map(_number, cells[1:])
-    return Health(cells[0], used, total, reasons, clock, max_clock, lanes, max_lanes, nvlinks)
+            yield Gpu(f"{index}:{number}", instance, memory_errors, driver)
 
 
 def _number(text: str) -> int | None:
@@ -213,22 +200,22 @@ def _select(gpus: Sequence[Gpu], wanted: str) -> Iterator[Gpu]:
 # --- what makes one slow ------------------------------------------------------------------------
 
 
-def find_slow(gpus: Mapping[str, Health]) -> Iterator[str]:
-    """Yield what slows a GPU down, and what it has otherwise than others of its model, by index."""
+def find_slow(gpus: Sequence[Gpu]) -> Iterator[str]:
+    """Yield what slows a GPU down, and what it has otherwise than others of its model."""
     narrow: dict[str, list[str]] = {}
-    for index, gpu in gpus.items():
+    for gpu in gpus:
         if reasons := [name for bit, name in SLOWDOWNS.items() if (gpu.reasons or 0) & bit]:
-            yield f"GPU {index} is throttled ({', '.join(reasons)})"
+            yield f"GPU {gpu.index} is throttled ({', '.join(reasons)})"
         if gpu.lanes and gpu.max_lanes and gpu.lanes < gpu.max_lanes:
-            narrow.setdefault(f"{gpu.lanes} of {gpu.max_lanes}", []).append(index)
+            narrow.setdefault(f"{gpu.lanes} of {gpu.max_lanes}", []).append(gpu.index)
     yield from (f"{_have(indices)} {lanes} PCIe lanes" for lanes, indices in narrow.items())
-    for model in dict.fromkeys(gpu.model for gpu in gpus.values()):
-        alike = {index: gpu for index, gpu in gpus.items() if gpu.model == model}
-        full = {index: gpu for index, gpu in alike.items() if gpu.lanes == gpu.max_lanes}
-        yield from _odd({i: gpu.clock_mhz for i, gpu in alike.items()}, "{} MHz for applications")
-        yield from _odd({i: gpu.max_clock_mhz for i, gpu in alike.items()}, "at most {} MHz")
-        yield from _odd({i: gpu.lanes for i, gpu in full.items()}, "{} PCIe lanes")
-        yield from _odd(_linked({i: gpu.nvlinks for i, gpu in alike.items()}), "{} active NVLinks")
+    for model in dict.fromkeys(gpu.model for gpu in gpus):
+        alike = [gpu for gpu in gpus if gpu.model == model]
+        full = [gpu for gpu in alike if gpu.lanes == gpu.max_lanes]
+        yield from _odd({gpu.index: gpu.clock_mhz for gpu in alike}, "{} MHz for applications")
+        yield from _odd({gpu.index: gpu.max_clock_mhz for gpu in alike}, "at most {} MHz")
+        yield from _odd({gpu.index: gpu.lanes for gpu in full}, "{} PCIe lanes")
+        yield from _odd(_linked({gpu.index: gpu.nvlinks for gpu in alike}), "{} active NVLinks")
 
 
 def _odd(values: Mapping[str, int | None], what: str) -> Iterator[str]:
