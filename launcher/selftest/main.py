@@ -38,21 +38,12 @@ CPU_TURNS = 16  # ranks on CPUs may share them, so they take turns; those on GPU
 _SHAPES = {"cpu": (256, torch.float32, 1), "cuda": (4096, torch.bfloat16, 16)}
 
 
-@dataclass(frozen=True)
-class Options:
-    """What was typed."""
-
-    test: str  # basic: known answers alone; all
-    is_quick: bool
-    json: str  # a file; empty: none
-
-
 @dataclass
 class Test:
     """One rank's part in the test."""
 
     env: Environment
-    options: Options
+    options: argparse.Namespace  # of main()
     barrier: Barrier
     findings: Findings = field(default_factory=Findings)
     latencies: dict[Pair, float] = field(default_factory=dict)  # s
@@ -66,7 +57,7 @@ class Test:
         self.findings.members = [typed_json.parse(Member, row) for row in rows]
 
 
-def run(options: Options) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the whole test on this rank; returns the exit code. Raises Leave on rank 0 after FAIL."""
     started = time.monotonic()
     env = init_distributed(timeout_s=60)
@@ -129,10 +120,10 @@ def measure_all(test: Test) -> int:
         test.tell("", f"links     {range_text} between nodes")
     is_right = not any(member.faults for member in test.findings.members)
     if not is_basic and env.world_size > 1 and is_right:
-        names = [*bandwidth.COLLECTIVES][: 1 if test.options.is_quick else None]
+        names = [*bandwidth.COLLECTIVES][: 1 if test.options.quick else None]
         test.tell("", bandwidth.HEAD)
         measured = []
-        seconds = limits.COLLECTIVES_S / (5 if test.options.is_quick else 1)
+        seconds = limits.COLLECTIVES_S / (5 if test.options.quick else 1)
         for one in bandwidth.measure(names, seconds):
             test.tell(str(one))
             measured.append(one)
@@ -159,7 +150,7 @@ def links_together(
 ) -> list[Link]:
     """Return the links of some pairs, round by round; all ranks call it."""
     numbers = {node.rank: number for number, node in enumerate(nodes)}
-    seconds = links.round_seconds(len(nodes)) / (2 if test.options.is_quick else 1)
+    seconds = links.round_seconds(len(nodes)) / (2 if test.options.quick else 1)
     found: list[Link] = []
     if (me := numbers.get(test.env.rank)) is not None:
         found = links.measure(nodes, rounds, me, leaders, seconds)
@@ -172,7 +163,7 @@ def compute_together(test: Test, ranks: Collection[int]) -> dict[int, float]:
     """Return the FLOP/s of some ranks; all ranks call it."""
     env = test.env
     turns = min(env.world_size, CPU_TURNS) if device().type == "cpu" else 1
-    seconds, speed = limits.COMPUTE_S / (2 if test.options.is_quick else 1), 0.0
+    seconds, speed = limits.COMPUTE_S / (2 if test.options.quick else 1), 0.0
     for turn in sorted({rank % turns for rank in ranks}):
         if env.rank in ranks and env.rank % turns == turn:
             speed = measure_speed(seconds)
@@ -221,9 +212,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--test", choices=("basic", "all"), default="all", help="basic: no speeds")
     parser.add_argument("--quick", action="store_true", help="the all-reduce alone, and less time")
     parser.add_argument("--json", default="", help="a file for all that was found")
-    words = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        return run(Options(words.test, words.quick, words.json))
+        return run(options)
     except (OSError, ValueError) as error:  # could not join; the text names the fault
         print(f"FAIL  {error}")
         return BAD_INPUT if getattr(error, "filename", None) else 1
