@@ -113,8 +113,10 @@ def _choose(here: Path, given: str, *, in_job: bool) -> tuple[str, str]:
             return "apptainer", str(path)
         return "pyxis" if in_job else "enroot", str(path)
     if not in_job:
-        cure = f"give an image's file or folder, or podman:{given}"
-        raise PlanError(f"CONTAINER is {given!r}: only pyxis, in a SLURM job, loads it; {cure}")
+        raise PlanError(
+            f"CONTAINER is {given!r}: only pyxis, in a SLURM job, loads it; "
+            f"give an image's file or folder, or podman:{given}"
+        )
     return "pyxis", given
 
 

@@ -63,8 +63,10 @@ def read_access(environ: Mapping[str, str]) -> Access:
     if "/" in secret:
         secret = _read_private(Path(secret))
     if secret and len(secret) < LEAST_SECRET:
-        cause = f"RUN_SECRET has {len(secret)} characters"
-        raise PlanError(f"{cause}; give at least {LEAST_SECRET}, as openssl rand -hex 32 does")
+        raise PlanError(
+            f"RUN_SECRET has {len(secret)} characters; "
+            f"give at least {LEAST_SECRET}, as openssl rand -hex 32 does"
+        )
     if secret or not environ.get("HOSTS"):
         return Access(secret.encode())
     return Access(addresses=_addresses(hostlist.expand(environ["HOSTS"])))
@@ -79,8 +81,10 @@ def _read_private(file: Path) -> str:
         return file.read_text().strip() or "-"
     except (OSError, UnicodeDecodeError, RuntimeError) as error:  # RuntimeError: an unknown ~user
         why = error.strerror if isinstance(error, OSError) else "not text"
-        cure = "correct its path; a secret itself must not contain /"
-        raise PlanError(f"RUN_SECRET names a file that cannot be read ({why}); {cure}") from None
+        raise PlanError(
+            f"RUN_SECRET names a file that cannot be read ({why}); correct its path; a secret "
+            "itself must not contain /"
+        ) from None
 
 
 def _addresses(names: list[str]) -> frozenset[str]:

@@ -21,8 +21,7 @@ def read_like_torchrun(values: dict[str, Any], environ: Mapping[str, str]) -> No
         nodes = "1" if is_alone else values.get("nnodes", "")
         find_master(values, nodes, **rendezvous, in_step=bool(environ.get("SLURM_STEP_ID")))
     elif rendezvous["endpoint"]:
-        cause = "--hosts names the nodes, and --rdzv-endpoint does so, too"
-        raise PlanError(f"{cause}; omit one")
+        raise PlanError("--hosts names the nodes, and --rdzv-endpoint does so, too; omit one")
     else:
         values["fanout"] = "auto"
     count_processes(values)
@@ -45,11 +44,11 @@ def find_master(
     """Read from torchrun's rendezvous the number of nodes, this one's rank and the master."""
     least, is_range, most = nodes.partition(":")
     if is_range and least != most:
-        cause = f"--nnodes {nodes}: the number of nodes cannot change during a run"
-        raise PlanError(f"{cause}; give one number")
+        raise PlanError(
+            f"--nnodes {nodes}: the number of nodes cannot change during a run; give one number"
+        )
     if backend not in ("", "static", "c10d"):
-        cause = f"--rdzv-backend {backend}: unknown here"
-        raise PlanError(f"{cause}; omit it, and give --master-addr")
+        raise PlanError(f"--rdzv-backend {backend}: unknown here; omit it, and give --master-addr")
     nodes = least or ("1" if endpoint == "localhost:0" else "")  # torchrun's default
     if nodes:
         values["nnodes"] = nodes

@@ -33,8 +33,9 @@ def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:
     elif word.count(":") == 1:
         name, number = word.split(":")
     if not name or name[0] == "-" or name[0].isspace():
-        cure = "give NODE, NODE:NPROC or a list such as gpu[01-08]"
-        raise PlanError(f"{word!r} names no node; {cure}")
+        raise PlanError(
+            f"{word!r} names no node; give NODE, NODE:NPROC or a list such as gpu[01-08]"
+        )
     if number is not None:
         nproc = read_nproc(f"the number of processes of {word!r}", number)
     try:
@@ -65,8 +66,10 @@ def read_hostfile(file: Path) -> list[str]:
         elif match := _SLOTS.fullmatch(" ".join(fields)):
             words.append(f"{match[1]}:{match[2]}")
         else:
-            cure = "give NODE, NODE:NPROC or NODE slots=NPROC, one a line"
-            raise PlanError(f"line {number} of {str(file)!r} is {line!r}; {cure}")
+            raise PlanError(
+                f"line {number} of {str(file)!r} is {line!r}; "
+                "give NODE, NODE:NPROC or NODE slots=NPROC, one a line"
+            )
     if not words:
         raise PlanError(f"{str(file)!r} names no node; give one a line")
     is_plain = len({*words}) < len(words) and not any(re.search(r"[][:,]", one) for one in words)

@@ -299,8 +299,10 @@ def choose_program(typed: Typed, environ: Mapping[str, str]) -> tuple[list[str],
         none = "" if is_ours else ", or - for none"
         raise PlanError(f"there is no config {config!r}; give the path of a YAML file{none}")
     if is_ours and config == "-":
-        cause = "this project's train.py needs a config, and '-' passes none"
-        raise PlanError(f"{cause}; give one, or name a script of your own in TRAIN_SCRIPT")
+        raise PlanError(
+            "this project's train.py needs a config, and '-' passes none; give one, or name a "
+            "script of your own in TRAIN_SCRIPT"
+        )
     if is_ours:
         backend = ["--distributed-backend", environ["BACKEND"]] if environ.get("BACKEND") else []
         return [ours, "--config", config, *backend, *typed.setting, *typed.rest], True, config

@@ -33,8 +33,9 @@ def read_nodefile(environ: Mapping[str, str], nproc: int | None) -> tuple[NodePl
     lines = read_lines(environ)
     there, asked = len({*lines}), environ.get("PBS_NUM_NODES") or "some"  # Torque's
     if not lines or (asked.isdecimal() and int(asked) != there):
-        cause = f"the job's node file names {count(there, 'node')} where {asked} should be"
-        raise PlanError(f"{cause}; {REQUEST}")
+        raise PlanError(
+            f"the job's node file names {count(there, 'node')} where {asked} should be; {REQUEST}"
+        )
     if nproc:
         return tuple(NodePlan(name, nproc) for name in dict.fromkeys(lines))
     chunks = read_chunks(ask_qstat(environ["PBS_JOBID"]))

@@ -36,8 +36,10 @@ def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
     for the commands that the user is told. Raises PlanError where the run has no name yet.
     """
     if not plan.run_id:
-        cause = "node rank 0 names the run, and --detach must know its name"
-        raise PlanError(f"{cause}; give RUN_ID, the same on every node")
+        raise PlanError(
+            "node rank 0 names the run, and --detach must know its name; "
+            "give RUN_ID, the same on every node"
+        )
     log = plan.log_dir / plan.run_id / f"launcher_{short_host_name()}.log"
     sys.stdout.flush()
     sys.stderr.flush()

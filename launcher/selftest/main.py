@@ -48,10 +48,6 @@ class Test:
     findings: Findings = field(default_factory=Findings)
     latencies: dict[Pair, float] = field(default_factory=dict)  # s
 
-    def tell(self, *lines: str) -> None:
-        """Print on rank 0 alone."""
-        print_main(*lines, sep="\n")
-
     def gather_members(self, mine: Member) -> None:
         rows = gather_json(typed_json.encode(mine))
         self.findings.members = [typed_json.parse(Member, row) for row in rows]
@@ -81,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         took = time.monotonic() - started
         verdict = f"PASS  {world}: {count(number, 'check')}, {fastest(test.findings)}{took:.1f} s"
-    test.tell(*faults[1:], verdict)
+    print_main(*faults[1:], verdict, sep="\n")
     if options.json and env.is_main:
         told = report.as_json(test.findings, verdict, test.latencies, passed=not faults)
         Path(options.json).write_text(told)
@@ -114,21 +110,21 @@ def measure_all(test: Test) -> int:
     checks = [*known_answers.run_checks(env.rank, env.world_size)]
     found = (check.find_fault(f"rank {env.rank} ({host})") for check in checks)
     test.gather_members(replace(mine, faults=[fault for fault in found if fault]))
-    test.tell(*report.show_members(test.findings.members))
+    print_main(*report.show_members(test.findings.members), sep="\n")
     if linked := test.findings.links.values():
         range_text = " to ".join(map(bandwidth.rate, (min(linked), max(linked))))
-        test.tell("", f"links     {range_text} between nodes")
+        print_main(f"\nlinks     {range_text} between nodes")
     is_right = not any(member.faults for member in test.findings.members)
     if not is_basic and env.world_size > 1 and is_right:
         names = [*bandwidth.COLLECTIVES][: 1 if test.options.quick else None]
-        test.tell("", bandwidth.HEAD)
+        print_main(f"\n{bandwidth.HEAD}")
         measured = []
         seconds = limits.COLLECTIVES_S / (5 if test.options.quick else 1)
         for one in bandwidth.measure(names, seconds):
-            test.tell(str(one))
+            print_main(one)
             measured.append(one)
         test.findings.collectives = measured
-        test.tell("")
+        print_main()
     return len(checks) + 1
 
 
