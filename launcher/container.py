@@ -13,11 +13,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher.text import PlanError
+from launcher.text import Environ, PlanError
 
 _PATH = re.compile(r"(?<![\w./~-])/[\w.+-][\w./+-]*")
 _WORD = re.compile(r"[\w./-]+")
@@ -62,7 +62,7 @@ class Container:
 
 
 def read_container(
-    environ: Mapping[str, str],
+    environ: Environ,
     here: Path,
     directory: Path,
     paths: Iterable[Path | str],

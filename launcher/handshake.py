@@ -18,13 +18,13 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from distributed import hostlist
 from launcher import processes
-from launcher.text import PlanError
+from launcher.text import Environ, PlanError
 from launcher.wire import limits
 
 NONCE_BYTES = PROOF_BYTES = 32
@@ -54,7 +54,7 @@ def new_secret() -> str:
     return os.urandom(32).hex()
 
 
-def read_access(environ: Mapping[str, str]) -> Access:
+def read_access(environ: Environ) -> Access:
     """Return what RUN_SECRET, the secret or the path of its file, and else HOSTS say.
 
     Raises PlanError, one line with cause and cure, where one of them cannot be used.

@@ -1,4 +1,4 @@
-"""Small pieces of what a user reads, and the streams that it goes to."""
+"""Small pieces of what a user reads and sets, and the streams that text goes to."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import io
 import os
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
+
+Environ = Mapping[str, str]  # this process's variables, or a test's
 
 
 class PlanError(ValueError):

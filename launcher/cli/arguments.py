@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import re
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from launcher.cli.commands import COMMANDS, COMMON, TASKS, Command, Values
 from launcher.plan.typed import Typed
-from launcher.text import PlanError, did_you_mean
+from launcher.text import Environ, PlanError, did_you_mean
 
 ROOT = Path(__file__).parents[2]
 _SETTING = re.compile(r"[A-Za-z_+~][A-Za-z0-9_.+-]*=")
@@ -36,7 +36,7 @@ class Call(NamedTuple):
     script: str  # as it was typed
 
 
-def parse(call: Call, words: Sequence[str], environ: Mapping[str, str]) -> Typed:
+def parse(call: Call, words: Sequence[str], environ: Environ) -> Typed:
     """Return what was typed, by name.
 
     In a task of a job array, its number takes the place of {task} in settings. Raises PlanError.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
-from launcher.text import PlanError
+from launcher.text import Environ, PlanError
 
 
 
-def read_like_torchrun(values: dict[str, Any], environ: Mapping[str, str]) -> None:
+def read_like_torchrun(values: dict[str, Any], environ: Environ) -> None:
     """Complete what was typed, by the names of Typed's fields. Raises PlanError."""
     if not (rest := values.get("rest")) or not rest[0]:
         cause = "SCRIPT is an empty word" if rest else "no SCRIPT"

@@ -5,17 +5,16 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from distributed.errors import BAD_INPUT, Refused
 from launcher import typed_json
 from launcher.plan.plan import ConfigFacts, Plan
-from launcher.text import PlanError, environment_cure
+from launcher.text import Environ, PlanError, environment_cure
 
 
-def check_config(plan: Plan, environ: Mapping[str, str]) -> Plan:
+def check_config(plan: Plan, environ: Environ) -> Plan:
     """Have train.py check the config and the settings; returns the plan with what they say.
 
     A script of the user's own checks itself, once it runs. Raises Refused where train.py cannot run

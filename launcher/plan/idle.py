@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from distributed.job import in_slurm_step, is_task
 from launcher.plan import pbs
 from launcher.plan.plan import Plan
+from launcher.text import Environ
 
 
-def find_idle(plan: Plan, environ: Mapping[str, str]) -> str:
+def find_idle(plan: Plan, environ: Environ) -> str:
     """Return a line on the nodes or GPUs of the job that this run does not use; empty: it uses all.
 
     A step of a SLURM job was given its size by whoever started it.
@@ -32,7 +31,7 @@ def find_idle(plan: Plan, environ: Mapping[str, str]) -> str:
     return ""
 
 
-def _job(environ: Mapping[str, str]) -> tuple[int, int]:
+def _job(environ: Environ) -> tuple[int, int]:
     """Return the nodes of the job, and the GPUs of each; 0 where that is not known."""
     if environ.get("SLURM_JOB_ID"):
         per_node = environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]  # a100:2

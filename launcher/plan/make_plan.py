@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -25,7 +24,7 @@ from launcher.plan.plan import ROOT, Plan, World, read_nproc, read_number
 from launcher.plan.resume import command_line
 from launcher.plan.typed import Typed
 from launcher.record.run_ids import free_run_id, next_run_id, plain_run_id
-from launcher.text import PlanError, did_you_mean
+from launcher.text import Environ, PlanError, did_you_mean
 from launcher.wire import limits
 
 MARK = b"# launch-kit: answers --check"  # of our train.py, for this alone
@@ -46,7 +45,7 @@ _PASSED_ON = (
 )
 
 
-def make_plan(typed: Typed, environ: Mapping[str, str]) -> Plan:
+def make_plan(typed: Typed, environ: Environ) -> Plan:
     """Return the plan, but for what only the config and the machines can tell.
 
     Raises PlanError, LauncherError or HostlistError: the user or the scheduler cannot mean this.
@@ -107,7 +106,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str]) -> Plan:
     )
 
 
-def _read_words(typed: Typed, environ: Mapping[str, str]) -> dict[str, str]:
+def _read_words(typed: Typed, environ: Environ) -> dict[str, str]:
     """Return the environment with its words as we spell them, without those that are not ours."""
     read = {**environ, **({"LOG_LEVEL": typed.log_level} if typed.log_level else {})}
     is_strict = not typed.like_torchrun or _is_ours(typed.rest[0])
@@ -128,7 +127,7 @@ def _read_words(typed: Typed, environ: Mapping[str, str]) -> dict[str, str]:
 # --- nodes --------------------------------------------------------------------------------------
 
 
-def _find_hosts(typed: Typed, environ: Mapping[str, str]) -> Typed:
+def _find_hosts(typed: Typed, environ: Environ) -> Typed:
     """Return what was typed for launch.sh, with the nodes of its --hosts as other scripts have."""
     nodes, via = typed.hosts, typed.via or "ssh"
     if via not in ("ssh", "pdsh") or (typed.via and nodes is None):
@@ -155,7 +154,7 @@ def _find_hosts(typed: Typed, environ: Mapping[str, str]) -> Typed:
     )
 
 
-def choose_fanout(typed: Typed, environ: Mapping[str, str]) -> str:
+def choose_fanout(typed: Typed, environ: Environ) -> str:
     """Return how the nodes are reached; `auto` looks at where this is."""
     job = "PBS_JOBID" if typed.nodefile else "SLURM_JOB_ID"
     if typed.batch_script and typed.is_dry_run and not environ.get(job):
@@ -176,7 +175,7 @@ def choose_fanout(typed: Typed, environ: Mapping[str, str]) -> str:
     return "local"
 
 
-def is_login_node(environ: Mapping[str, str]) -> bool:
+def is_login_node(environ: Environ) -> bool:
     """Return whether a batch system answers here and this is outside its jobs."""
     if environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID"):
         return False
@@ -185,7 +184,7 @@ def is_login_node(environ: Mapping[str, str]) -> bool:
     )
 
 
-def read_world(typed: Typed, environ: Mapping[str, str], fanout: str) -> World:
+def read_world(typed: Typed, environ: Environ, fanout: str) -> World:
     """Return the nodes of the run, from the arguments or from the scheduler."""
     if typed.nnodes is None:
         mpi.refuse_copies(environ)
@@ -201,12 +200,12 @@ def read_world(typed: Typed, environ: Mapping[str, str], fanout: str) -> World:
     return replace(_read_own_node(typed, environ), nproc=nproc)
 
 
-def _first(given: str | None, environ: Mapping[str, str], variable: str) -> str | None:
+def _first(given: str | None, environ: Environ, variable: str) -> str | None:
     """Return the argument, else the variable where it is not empty."""
     return given if given is not None else environ.get(variable) or None
 
 
-def _read_named(typed: Typed, environ: Mapping[str, str], nproc: int | None) -> World:
+def _read_named(typed: Typed, environ: Environ, nproc: int | None) -> World:
     """Return the nodes that are named, one by one."""
     is_named = typed.node or typed.hostfile
     if typed.nodefile or (typed.fanout == "auto" and not is_named):
@@ -221,7 +220,7 @@ def _read_named(typed: Typed, environ: Mapping[str, str], nproc: int | None) -> 
     return World(len(nodes), master, nproc=nproc, nodes=nodes)
 
 
-def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> World:
+def _read_own_node(typed: Typed, environ: Environ) -> World:
     """Return this machine's node rank where every node starts itself: under srun, or by hand."""
     given = {"NUM_NODES": typed.nnodes, "NODE_RANK": typed.node_rank, "MASTER_ADDR": typed.master}
     slurm.refuse_many_tasks(environ)
@@ -249,7 +248,7 @@ def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> World:
     return World(num_nodes, master, node_rank)
 
 
-def _read_port(typed: Typed, environ: Mapping[str, str], *, is_by_hand: bool) -> int | None:
+def _read_port(typed: Typed, environ: Environ, *, is_by_hand: bool) -> int | None:
     text = _first(typed.port, environ, "MASTER_PORT")
     if is_by_hand and in_slurm_step(environ) and text in (None, "auto"):
         return port_from_id(job_run_id(environ))  # the run's id is node rank 0's alone
@@ -262,7 +261,7 @@ def _read_port(typed: Typed, environ: Mapping[str, str], *, is_by_hand: bool) ->
 
 
 def choose_run_id(
-    typed: Typed, environ: Mapping[str, str], log_dir: Path, *, is_namer: bool
+    typed: Typed, environ: Environ, log_dir: Path, *, is_namer: bool
 ) -> str:
     """Return RUN_ID, else node rank 0's choice: after --rdzv-id, the launch in this job, or new."""
     run_id, name, job = environ.get("RUN_ID"), plain_run_id(typed.run_id or ""), job_run_id(environ)
@@ -274,7 +273,7 @@ def choose_run_id(
     return check_run_id(run_id) if run_id else ""
 
 
-def choose_program(typed: Typed, environ: Mapping[str, str]) -> tuple[list[str], bool, str]:
+def choose_program(typed: Typed, environ: Environ) -> tuple[list[str], bool, str]:
     """Return the training script with its arguments, whether it is our train.py, and the config.
 
     The words are the agent's last: they begin with `-m` for a module, and with `--no-python` for

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from launcher.plan import pbs
 from launcher.plan.plan import Plan
-from launcher.text import short_host_name
+from launcher.text import Environ, short_host_name
 from launcher.wire import limits
 
 GPUS = (
@@ -41,7 +41,7 @@ class Own:
     is_default: bool  # THREADS is PBS's own choice: all CPUs of the chunk, for each rank
     values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by node
 
-    def ask(self, plan: Plan, environ: Mapping[str, str], say: Callable[[str], None]) -> None:
+    def ask(self, plan: Plan, environ: Environ, say: Callable[[str], None]) -> None:
         """Ask for each node's own values; says which nodes do not get theirs."""
         self.values = ask_nodes(self.names, plan, environ)
         quiet = {"NCPUS", THREADS} if self.is_default else {"NCPUS"}
@@ -62,7 +62,7 @@ class Own:
         return values
 
 
-def find_own(environ: Mapping[str, str], activated: Collection[str], begun: Collection[str]) -> Own:
+def find_own(environ: Environ, activated: Collection[str], begun: Collection[str]) -> Own:
     """Return which variables the scheduler has set for this node alone.
 
     `activated` are the names that the Python's environment has changed, `begun` the `NAME=value`
@@ -85,7 +85,7 @@ def find_own(environ: Mapping[str, str], activated: Collection[str], begun: Coll
     return Own(names, THREADS in names and not threads)
 
 
-def asked_names(environ: Mapping[str, str]) -> list[str]:
+def asked_names(environ: Environ) -> list[str]:
     """Return the names that FORWARD_ENV has."""
     return environ.get("FORWARD_ENV", "").replace(",", " ").split()
 
@@ -100,7 +100,7 @@ def read_begun() -> set[str]:
 
 
 def ask_nodes(
-    names: Collection[str], plan: Plan, environ: Mapping[str, str]
+    names: Collection[str], plan: Plan, environ: Environ
 ) -> dict[str, dict[str, str]]:
     """Return each node's own values by its name; this node's alone if pbsdsh does not answer."""
     hosts = list(dict.fromkeys(pbs.read_lines(environ)))

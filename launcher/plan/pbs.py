@@ -14,7 +14,7 @@ from pathlib import Path
 
 from distributed.job import ask_scheduler
 from launcher.plan.plan import NodePlan
-from launcher.text import PlanError, count
+from launcher.text import Environ, PlanError, count
 from launcher.wire import limits
 
 REQUEST = (
@@ -23,7 +23,7 @@ REQUEST = (
 )
 
 
-def read_nodefile(environ: Mapping[str, str], nproc: int | None) -> tuple[NodePlan, ...]:
+def read_nodefile(environ: Environ, nproc: int | None) -> tuple[NodePlan, ...]:
     """Return a PBS job's nodes, each with the ranks that the job's request gives it.
 
     Raises PlanError where this is not a PBS job, or not one of the size that was asked for.
@@ -44,7 +44,7 @@ def read_nodefile(environ: Mapping[str, str], nproc: int | None) -> tuple[NodePl
     return tuple(NodePlan(name, ranks.get(name), is_by_lines) for name in dict.fromkeys(lines))
 
 
-def asked_ranks(environ: Mapping[str, str]) -> int | None:
+def asked_ranks(environ: Environ) -> int | None:
     """Return the ranks that the request of a job of one node chose; None: one per GPU."""
     if not environ.get("PBS_JOBID") or not read_lines(environ):
         return None
@@ -52,7 +52,7 @@ def asked_ranks(environ: Mapping[str, str]) -> int | None:
     return None if node.is_by_lines else node.nproc
 
 
-def read_lines(environ: Mapping[str, str], name: str = "PBS_NODEFILE") -> list[str]:
+def read_lines(environ: Environ, name: str = "PBS_NODEFILE") -> list[str]:
     """Return the lines of a file of the job: its node file has one for each MPI process."""
     file = Path(environ.get(name) or "/nonexistent")
     return file.read_text().split() if file.is_file() else []
@@ -96,7 +96,7 @@ def read_chunks(attributes: Mapping[str, str]) -> list[dict[str, str]]:
     return chunks
 
 
-def find_short_delay(grace_s: int, environ: Mapping[str, str]) -> str:
+def find_short_delay(grace_s: int, environ: Environ) -> str:
     """Return a line where PBS kills this job while its ranks may still save; empty: it does not."""
     queue, job = environ.get("PBS_QUEUE", ""), environ.get("PBS_JOBID", "")
     told = ask_qstat(queue, "-Qf") if queue and job and ask_qstat(job) else {}
@@ -136,7 +136,7 @@ _REPEATED = {"-A": "Account_Name", "-P": "project", "-N": "Job_Name", "-j": "Joi
 _DEFAULTS = ("_pbs_project_default", "STDIN", "n")
 
 
-def is_torque(environ: Mapping[str, str]) -> bool:
+def is_torque(environ: Environ) -> bool:
     """Return whether this is Torque, whose qsub differs from that of OpenPBS and PBS Pro.
 
     Torque (Administrator Guide 6.1, `qsub`): the size is `-l nodes=2:ppn=4`, -F gives the script
@@ -156,7 +156,7 @@ def is_torque(environ: Mapping[str, str]) -> bool:
     return bool(re.match("version:", told.stdout + told.stderr, re.IGNORECASE))
 
 
-def job_command(environ: Mapping[str, str], script: Path, typed: Sequence[str]) -> list[str]:
+def job_command(environ: Environ, script: Path, typed: Sequence[str]) -> list[str]:
     """Return the qsub command for what was typed; -V forwards the variables.
 
     It asks for what this job was given; outside a job, for one node. Empty where PBS is silent.
@@ -181,13 +181,13 @@ def job_command(environ: Mapping[str, str], script: Path, typed: Sequence[str]) 
     return [*command, *(["-F", shlex.join(arguments)] if arguments else []), str(script)]
 
 
-def _one_node(environ: Mapping[str, str]) -> dict[str, str]:
+def _one_node(environ: Environ) -> dict[str, str]:
     ranks = environ.get("NPROC_PER_NODE") or "1"
     select = f"1:ncpus={ranks}:mpiprocs={ranks}"
     return {"Resource_List.select": select, "Resource_List.nodes": f"1:ppn={ranks}"}
 
 
-def _this_job(environ: Mapping[str, str]) -> dict[str, str]:
+def _this_job(environ: Environ) -> dict[str, str]:
     """Return what qstat tells of this job, and by qsub's options what it was submitted with."""
     told = ask_qstat(environ["PBS_JOBID"])
     options = {option: told[name] for option, name in _REPEATED.items() if name in told}

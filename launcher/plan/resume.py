@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from pathlib import Path
 
 from distributed.job import is_task
@@ -12,6 +12,7 @@ from launcher.plan import pbs, slurm
 from launcher.plan.own import asked_names, find_own, read_begun
 from launcher.plan.plan import ROOT
 from launcher.plan.typed import Typed
+from launcher.text import Environ
 
 FORWARDED = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "WANDB_", "CUDA_VISIBLE_DEVICES")  # over ssh
 REPEATED = (
@@ -25,7 +26,7 @@ NOT_REPEATED = ("RUN_ID", "RUN_SECRET", "CONFIG", "SHOW_RANKS", "NO_COLOR", "PYT
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS")
 
 
-def command_line(typed: Typed, environ: Mapping[str, str], fanout: str) -> str:
+def command_line(typed: Typed, environ: Environ, fanout: str) -> str:
     """Return what was typed, with the variables that shaped it: typed again, it resumes the run.
 
     Empty where the job's size is not known.
@@ -54,7 +55,7 @@ def command_line(typed: Typed, environ: Mapping[str, str], fanout: str) -> str:
     return " ".join([*variables, shlex.join(words)]) if words else ""
 
 
-def _set_for_it(typed: Typed, environ: Mapping[str, str]) -> Iterator[str]:
+def _set_for_it(typed: Typed, environ: Environ) -> Iterator[str]:
     """Yield the names of PYTHON, PYTHONPATH and other programs' variables, if set for this launch.
 
     What the shell was begun with, and what a site or an environment sets, comes again by itself.

@@ -15,15 +15,15 @@ from distributed.errors import STOPPED
 from distributed.job import ask_scheduler, in_slurm_step
 from launcher.handshake import is_loopback
 from launcher.plan.plan import World, read_nproc, read_number
-from launcher.text import PlanError
+from launcher.text import Environ, PlanError
 
 
-def in_batch_script(environ: Mapping[str, str]) -> bool:
+def in_batch_script(environ: Environ) -> bool:
     """Return whether this runs in a job's batch script, and not in salloc's shell."""
     return "SLURM_PROCID" in environ and "SLURM_STEP_ID" not in environ
 
 
-def read_job(environ: Mapping[str, str], script: str, asked: int | None) -> World:
+def read_job(environ: Environ, script: str, asked: int | None) -> World:
     """Return the nodes of a job, with the first as master, and the ranks per node.
 
     The entry script is named as it was typed; the user has asked for `asked` ranks per node.
@@ -60,7 +60,7 @@ def read_job(environ: Mapping[str, str], script: str, asked: int | None) -> Worl
     return World(num_nodes, master or hostlist.first(nodes), nproc=nproc, hosts=nodes)
 
 
-def tasks_per_node(environ: Mapping[str, str]) -> int | None:
+def tasks_per_node(environ: Environ) -> int | None:
     """Return the tasks per node that the user asked for, if they are more than one.
 
     Raises PlanError where the nodes have different numbers of tasks.
@@ -77,7 +77,7 @@ def tasks_per_node(environ: Mapping[str, str]) -> int | None:
     return tasks if tasks > 1 else None
 
 
-def read_step(environ: Mapping[str, str], typed: Mapping[str, str | None]) -> World | None:
+def read_step(environ: Environ, typed: Mapping[str, str | None]) -> World | None:
     """Return the nodes and this node's rank from a step with one task per node; None outside.
 
     The arguments typed are NUM_NODES, NODE_RANK and MASTER_ADDR; None where not given. Raises
@@ -101,14 +101,14 @@ def read_step(environ: Mapping[str, str], typed: Mapping[str, str | None]) -> Wo
     return World(num_nodes, master_addr, node_rank)
 
 
-def refuse_many_tasks(environ: Mapping[str, str]) -> None:
+def refuse_many_tasks(environ: Environ) -> None:
     """Raise LauncherError if srun has started this several times on a node."""
     tasks, nodes = (environ.get(f"SLURM_STEP_NUM_{name}") for name in ("TASKS", "NODES"))
     if tasks != nodes:
         slurm_node(environ)
 
 
-def refuse_many_nodes(environ: Mapping[str, str], program: str) -> None:
+def refuse_many_nodes(environ: Environ, program: str) -> None:
     """Raise PlanError if the step, or else the job, has nodes on which nothing would start."""
     if in_slurm_step(environ):
         nodes, fault = environ.get("SLURM_STEP_NUM_NODES"), ""
@@ -121,7 +121,7 @@ def refuse_many_nodes(environ: Mapping[str, str], program: str) -> None:
         raise PlanError(f"{cause}; use srun {each} scripts/cluster_train.sh CONFIG{fault}")
 
 
-def warn_of_part(environ: Mapping[str, str], program: str, *, needs_srun: bool = False) -> None:
+def warn_of_part(environ: Environ, program: str, *, needs_srun: bool = False) -> None:
     """Warn where a step has fewer nodes than its job, and a program for all of them starts on it.
 
     With `needs_srun`, srun starts the program on each node.
@@ -134,20 +134,20 @@ def warn_of_part(environ: Mapping[str, str], program: str, *, needs_srun: bool =
         print(f"{program}: warning: {text}", file=sys.stderr)
 
 
-def _part(environ: Mapping[str, str]) -> str:
+def _part(environ: Environ) -> str:
     """Return in words which part of the job's nodes a step has; "": all, or this is no step."""
     step, job = (environ.get(f"SLURM_{name}_NUM_NODES", "") for name in ("STEP", "JOB"))
     is_part = (step + job).isdecimal() and int(step or job) < int(job or 0)
     return f"this step has {step} of the job's {job} nodes" * (is_part and in_slurm_step(environ))
 
 
-def _on_all_nodes(environ: Mapping[str, str]) -> str:
+def _on_all_nodes(environ: Environ) -> str:
     return "srun --nodes={0} --ntasks={0} --ntasks-per-node=1".format(
         environ["SLURM_JOB_NUM_NODES"]
     )
 
 
-def job_command(environ: Mapping[str, str], script: str | None, typed: Sequence[str]) -> list[str]:
+def job_command(environ: Environ, script: str | None, typed: Sequence[str]) -> list[str]:
     """Return the command that runs what was typed in a job of the same size, from any shell.
 
     `script` is a batch script of this project; None if another script was typed.
@@ -169,7 +169,7 @@ def job_command(environ: Mapping[str, str], script: str | None, typed: Sequence[
     return ["salloc", *words, *typed]
 
 
-def step_command(environ: Mapping[str, str], typed: Sequence[str]) -> list[str]:
+def step_command(environ: Environ, typed: Sequence[str]) -> list[str]:
     """Return the command that runs what was typed in a step of the same size."""
     given = {"nodes": "STEP_NUM_NODES", "ntasks": "STEP_NUM_TASKS", "gpus-per-node": "GPUS_ON_NODE"}
     sizes = {option: environ.get(f"SLURM_{name}") for option, name in given.items()}
@@ -177,7 +177,7 @@ def step_command(environ: Mapping[str, str], typed: Sequence[str]) -> list[str]:
     return ["srun", *options, *typed]
 
 
-def end_chain(code: int, environ: Mapping[str, str]) -> None:
+def end_chain(code: int, environ: Environ) -> None:
     """Cancel the jobs that would resume a run which has ended, or failed by itself.
 
     They are needed after a stop that has saved, and after the loss of a node.

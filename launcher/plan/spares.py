@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from launcher.plan.plan import World, read_number
-from launcher.text import PlanError
+from launcher.text import Environ, PlanError
 
 NAMES = ("SPARES", "MIN_NODES")
 FANOUTS = ("ssh", "srun")  # that outlive the loss of a node
 
 
 def keep_back(
-    world: World, environ: Mapping[str, str], fanout: str, engine: str | None, max_restarts: int
+    world: World, environ: Environ, fanout: str, engine: str | None, max_restarts: int
 ) -> World:
     """Return the nodes with the last of them as spares.
 

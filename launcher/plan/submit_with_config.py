@@ -19,7 +19,7 @@ from launcher.plan.make_plan import make_plan
 from launcher.plan.plan import read_number
 from launcher.plan.resume import resolve_script
 from launcher.plan.typed import Typed
-from launcher.text import PlanError, count, did_you_mean, print_row
+from launcher.text import Environ, PlanError, count, did_you_mean, print_row
 
 SBATCH_OPTIONS = ("partition", "account", "qos", "mem", "time")  # for every job
 PER_GPU = ("cpus_per_gpu", "mem_per_gpu")  # for jobs with GPUs
@@ -42,7 +42,7 @@ class Size:
     is_exclusive: bool  # every node's GPUs are all used
 
 
-def run(typed: Typed, environ: Mapping[str, str]) -> int:
+def run(typed: Typed, environ: Environ) -> int:
     """Submit the training; returns the exit code: with --wait, the job's."""
     own, settings = take_own_settings(typed, environ)
     gpus = read_number("num_gpus_train", own["num_gpus_train"], 1, MOST_GPUS)
@@ -74,7 +74,7 @@ def run(typed: Typed, environ: Mapping[str, str]) -> int:
 # --- what is asked for --------------------------------------------------------------------------
 
 
-def take_own_settings(typed: Typed, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+def take_own_settings(typed: Typed, environ: Environ) -> tuple[dict[str, str], list[str]]:
     """Return the settings of this script by name, and those of the training.
 
     Raises PlanError where one is unknown or missing.

@@ -12,7 +12,7 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from launcher.handshake import open_port, read_access
 from launcher.preflight import infiniband, master_port, must_match
 from launcher.preflight.checks import CHECKS, Machine
 from launcher.preflight.gpus import GpuError, visible_gpus
-from launcher.text import short_host_name
+from launcher.text import Environ, short_host_name
 from launcher.typed_json import encode, in_pieces, parse
 from launcher.wire.meeting import Wait
 from launcher.wire.messages import Fault, Member, NodeReport
@@ -63,7 +63,7 @@ class Report(NodeReport):
     seconds: float = 0.0
 
 
-def check_node(request: Request, environ: Mapping[str, str] = os.environ) -> Report:
+def check_node(request: Request, environ: Environ = os.environ) -> Report:
     """Check this node, and meet the others meanwhile."""
     start = time.perf_counter()
     port, listener, port_error = open_master_port(request)
@@ -116,7 +116,7 @@ def _meet(
     request: Request,
     port: int,
     listener: socket.socket | None,
-    environ: Mapping[str, str],
+    environ: Environ,
 ) -> tuple[Sequence[Fault], Sequence[str]]:
     """Return what is wrong at the master's port, and the names of the checks made there."""
     can_meet = request.node_rank != 0 or listener is not None
@@ -138,7 +138,7 @@ def _meet(
 
 
 def _look_at_machine(
-    request: Request, environ: Mapping[str, str], port: int, port_error: int
+    request: Request, environ: Environ, port: int, port_error: int
 ) -> Machine:
     try:
         gpus, gpu_error = visible_gpus(environ), ""

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from distributed.network import interface_to
 from launcher.handshake import is_here, is_loopback
 from launcher.preflight import infiniband, must_match
 from launcher.preflight.gpus import DEVICES, Gpu, find_slow
-from launcher.text import count, environment_cure
+from launcher.text import Environ, count, environment_cure
 from launcher.wire.messages import Fault
 
 OLDEST_TORCH = (2, 4)
@@ -52,7 +52,7 @@ class Machine:
     directories: tuple[Path, ...]  # logs and checkpoints
     gpus: tuple[Gpu, ...]
     gpu_error: str  # why they could not be looked at
-    environ: Mapping[str, str]
+    environ: Environ
     backend: str = "auto"
     cpus: int = 0  # that this process may use
     num_workers: int = 0  # processes of each rank that load data
@@ -152,7 +152,7 @@ def check_build(machine: Machine) -> Iterator[Fault]:
             yield Fault("torch-without-gpu", cause, cure)
 
 
-def _contradictions(environ: Mapping[str, str]) -> Iterator[Fault]:
+def _contradictions(environ: Environ) -> Iterator[Fault]:
     """ROCm's variables that choose GPUs choose the same ones, among those that are shown."""
     names = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
     shown, by_hip, by_cuda = (environ.get(name) for name in names)

@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from launcher.text import Environ
+
 from launcher.wire import limits
 
 DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, of AMD, and of both under WSL
@@ -77,7 +79,7 @@ class Gpu:
         return used >= max(LEAST_TAKEN_MIB, LEAST_TAKEN * (self.total_mib or 0))
 
 
-def visible_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
+def visible_gpus(environ: Environ) -> tuple[Gpu, ...]:
     """Return the GPUs that torch would see, in its order; none on a machine without them.
 
     Raises GpuError where the machine has some, and they cannot be told or chosen.

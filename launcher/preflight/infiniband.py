@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from launcher.text import Environ
 
 SYSFS = Path("/sys/class/infiniband")
 DEVICES = Path("/dev/infiniband")
@@ -51,14 +53,14 @@ def _read(file: Path) -> str:
     return ""
 
 
-def is_wanted(environ: Mapping[str, str]) -> bool:
+def is_wanted(environ: Environ) -> bool:
     """Whether the user leaves it to NCCL to use InfiniBand."""
     is_off = environ.get("NCCL_IB_DISABLE", "0") not in ("", "0")
     is_ethernet = environ.get("NCCL_PROFILE") == "ethernet"
     return not (is_off or is_ethernet or environ.get("NCCL_NET", "IB").lower() == "socket")
 
 
-def ports_of_nccl(ports: Iterable[Port], environ: Mapping[str, str]) -> list[Port]:
+def ports_of_nccl(ports: Iterable[Port], environ: Environ) -> list[Port]:
     """Return those that NCCL may use: NCCL_IB_HCA names them."""
     chosen = environ.get("NCCL_IB_HCA", "")
     if not chosen:

@@ -9,9 +9,11 @@ import os
 import runpy
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from launcher.text import Environ
 
 from launcher.wire.messages import NodeReport
 
@@ -34,7 +36,7 @@ def read_torch() -> dict[str, Any]:
 
 
 def describe_program(
-    words: Sequence[str], task_file: str, environ: Mapping[str, str]
+    words: Sequence[str], task_file: str, environ: Environ
 ) -> dict[str, str]:
     """Return by name what agents compare of the training script, its arguments and their files."""
     if environ.get("SKIP_PREFLIGHT"):  # the arguments may differ

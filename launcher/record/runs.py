@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from launcher.failure_block import find_kept
 from launcher.plan.typed import Typed
 from launcher.processes import ranks_of
 from launcher.record.run_json import ASKED, SHOWN, Record, read
-from launcher.text import count, did_you_mean
+from launcher.text import Environ, count, did_you_mean
 from launcher.wire import limits
 
 TAIL_BYTES = 8192  # of a file, to find its last line
@@ -163,7 +163,7 @@ def date(seconds: float) -> str:
 # --- the command line ---------------------------------------------------------------------------
 
 
-def main(typed: Typed, environ: Mapping[str, str]) -> int:
+def main(typed: Typed, environ: Environ) -> int:
     """Do what --status, --stop or --stacks asks for; returns the exit code."""
     log_dir = Path(environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
     try:
