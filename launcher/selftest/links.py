@@ -62,8 +62,6 @@ def rounds(nodes: int) -> list[list[Pair]]:
 
 def round_seconds(nodes: int) -> float:
     """Return the time of one round: shorter where there are many, so that all end soon."""
-    if nodes == 1:
-        return 0.0
     return max(limits.LEAST_ROUND_S, limits.ROUND_S * min(1.0, 3 / (nodes - 1)))
 
 

@@ -46,7 +46,6 @@ class Test:
     options: argparse.Namespace  # of main()
     barrier: Barrier
     findings: Findings = field(default_factory=Findings)
-    latencies: dict[Pair, float] = field(default_factory=dict)  # s
 
     def gather_members(self, mine: Member) -> None:
         rows = gather_json(typed_json.encode(mine))
@@ -79,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
         verdict = f"PASS  {world}: {count(number, 'check')}, {fastest(test.findings)}{took:.1f} s"
     print_main(*faults[1:], verdict, sep="\n")
     if options.json and env.is_main:
-        told = report.as_json(test.findings, verdict, test.latencies, passed=not faults)
+        told = report.as_json(test.findings, verdict, passed=not faults)
         Path(options.json).write_text(told)
     if faults and env.is_main:
         cause, _, fault = faults[0].removesuffix("]").rpartition(" [")
@@ -134,7 +133,7 @@ def measure_links(test: Test, nodes: Sequence[Node]) -> None:
 
     def measure(rounds: Sequence[Sequence[Pair]]) -> dict[Pair, float]:
         found = links_together(test, nodes, leaders, rounds)
-        test.latencies |= {(link.source, link.target): link.latency for link in found}
+        test.findings.latencies |= {(link.source, link.target): link.latency for link in found}
         return {(link.source, link.target): link.bandwidth for link in found}
 
     judged = judge.find_slow_links(measure, links.rounds(len(nodes)))
