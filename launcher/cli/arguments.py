@@ -180,8 +180,8 @@ class _Reader:
         others = [*given, *(one for one in words if one.startswith("-") and one != "--dry-run")]
         if is_about_runs and others:
             raise PlanError(f"{others[0]} does not go with {option}; give the names of runs")
-        names = ("program", "directory", "python", "usage")
-        self.values = {name: self.values[name] for name in names} | {
+        self.values = {
+            "program": self.values["program"],
             "fanout": task,
             "is_dry_run": "--dry-run" in words or self.values.get("is_dry_run", False),
             "rest": tuple(one for one in words if one != "--dry-run"),
