@@ -69,7 +69,13 @@ def read_access(environ: Environ) -> Access:
         )
     if secret or not environ.get("HOSTS"):
         return Access(secret.encode())
-    return Access(addresses=_addresses(hostlist.expand(environ["HOSTS"])))
+    addresses: set[str] = set()
+    for name in hostlist.expand(environ["HOSTS"]):
+        try:
+            addresses |= {str(address[0]) for *_, address in socket.getaddrinfo(name, None)}
+        except OSError:
+            raise PlanError(f"HOSTS names {name!r}, which is unknown; correct it") from None
+    return Access(addresses=frozenset(addresses))
 
 
 def _read_private(file: Path) -> str:
@@ -85,16 +91,6 @@ def _read_private(file: Path) -> str:
             f"RUN_SECRET names a file that cannot be read ({why}); correct its path; a secret "
             "itself must not contain /"
         ) from None
-
-
-def _addresses(names: list[str]) -> frozenset[str]:
-    found = set()
-    for name in names:
-        try:
-            found |= {str(address[0]) for *_, address in socket.getaddrinfo(name, None)}
-        except OSError:
-            raise PlanError(f"HOSTS names {name!r}, which is unknown; correct it") from None
-    return frozenset(found)
 
 
 def open_port(port: int, address: str = "") -> socket.socket:

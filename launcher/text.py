@@ -59,18 +59,14 @@ def count(number: int, noun: str, plural: str = "") -> str:
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Return sorted ranks as a person names them: "rank 3", "ranks 0-2, 7"."""
-    return f"rank{'' if len(ranks) == 1 else 's'} {list_ranks(ranks, ', ')}"
-
-
-def list_ranks(ranks: Sequence[int], separator: str) -> str:
-    """Return sorted ranks with neighbours together: "0-2,7"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
             runs[-1][1:] = [rank]
         else:
             runs.append([rank])
-    return separator.join("-".join(map(str, run)) for run in runs)
+    named = ", ".join("-".join(map(str, run)) for run in runs)
+    return f"rank{'' if len(ranks) == 1 else 's'} {named}"
 
 
 def install_command(packages: str) -> str:

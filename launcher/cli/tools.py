@@ -21,21 +21,18 @@ def main(arguments: Sequence[str]) -> int:
     """Do what was typed; returns the exit code."""
     program, words = Path(arguments[0]).name, arguments[1:]
     try:
-        code = run(program, words)
+        if "explain" in program:
+            code = int(import_module("launcher.explain.__main__").main(words, program))
+        elif why := refuse(words):
+            print(f"{program}: {why}; see {program} --help", file=sys.stderr)
+            code = BAD_INPUT
+        else:
+            code = int(import_module("distributed.checkpoint.__main__").main(words))  # needs torch
         sys.stdout.flush()
     except OSError as error:  # a full disk
         print(f"{program}: the output cannot be written ({error.strerror})", file=sys.stderr)
         os._exit(1)
     return code
-
-
-def run(program: str, words: Sequence[str]) -> int:
-    if "explain" in program:
-        return int(import_module("launcher.explain.__main__").main(words, program))
-    if why := refuse(words):
-        print(f"{program}: {why}; see {program} --help", file=sys.stderr)
-        return BAD_INPUT
-    return int(import_module("distributed.checkpoint.__main__").main(words))  # needs torch
 
 
 def refuse(words: Sequence[str]) -> str:

@@ -23,11 +23,6 @@ def read_like_torchrun(values: dict[str, Any], environ: Environ) -> None:
         raise PlanError("--hosts names the nodes, and --rdzv-endpoint does so, too; omit one")
     else:
         values["fanout"] = "auto"
-    count_processes(values)
-
-
-def count_processes(values: dict[str, Any]) -> None:
-    """Replace the words that torchrun takes as --nproc-per-node."""
     cpus = os.sysconf("SC_NPROCESSORS_ONLN")
     if values.get("nproc") == "cpu":
         values["nproc"] = str(cpus)

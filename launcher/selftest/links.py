@@ -60,11 +60,6 @@ def rounds(nodes: int) -> list[list[Pair]]:
     return found
 
 
-def round_seconds(nodes: int) -> float:
-    """Return the time of one round: shorter where there are many, so that all end soon."""
-    return max(limits.LEAST_ROUND_S, limits.ROUND_S * min(1.0, 3 / (nodes - 1)))
-
-
 def measure(
     nodes: Sequence[Node],
     plan: Iterable[Sequence[Pair]],

@@ -145,7 +145,9 @@ def links_together(
 ) -> list[Link]:
     """Return the links of some pairs, round by round; all ranks call it."""
     numbers = {node.rank: number for number, node in enumerate(nodes)}
-    seconds = links.round_seconds(len(nodes)) / (2 if test.options.quick else 1)
+    # A round is shorter where there are many, so that all end soon.
+    seconds = max(limits.LEAST_ROUND_S, limits.ROUND_S * min(1.0, 3 / (len(nodes) - 1)))
+    seconds /= 2 if test.options.quick else 1
     found: list[Link] = []
     if (me := numbers.get(test.env.rank)) is not None:
         found = links.measure(nodes, rounds, me, leaders, seconds)
