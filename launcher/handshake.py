@@ -99,28 +99,21 @@ def open_port(port: int, address: str = "") -> socket.socket:
     Where that is not the only one that the name stands for, or is translated on the way here, or
     is loopback for this machine alone, listen at all of them. Raises OSError where that fails.
     """
-    family, where = _only_address(address)
-    try:
-        if where:
-            return socket.create_server((where, port), family=family, backlog=4096)
-    except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise
+    found = set()
+    with contextlib.suppress(OSError):
+        for family, *_, where in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
+            found.add((family, str(where[0])))
+    if len(found) == 1:
+        ((family, only),) = found
+        try:
+            if address in ("localhost", only) or not is_loopback(only):
+                return socket.create_server((only, port), family=family, backlog=4096)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=4096)
-
-
-def _only_address(name: str) -> tuple[int, str]:
-    """Return the one address that a name stands for, and its family; "" where there are several."""
-    found = set()
-    with contextlib.suppress(OSError):
-        for family, *_, address in socket.getaddrinfo(name or None, 0, type=socket.SOCK_STREAM):
-            found.add((int(family), str(address[0])))
-    if len(found) != 1 or not name:
-        return socket.AF_INET, ""
-    ((number, where),) = found
-    return number, where if name in ("localhost", where) or not is_loopback(where) else ""
 
 
 def is_loopback(address: str) -> bool:
