@@ -74,10 +74,11 @@ def find_own(environ: Environ, activated: Collection[str], begun: Collection[str
     job = environ.get("PBS_JOBID")
     attributes = pbs.ask_qstat(job) if job and names else {}
     given = f",{attributes.get('Variable_List', '')},".replace("\\,", ",")
-    values = {name: f"{name}={environ[name]}" for name in names}
-    is_typed = {name: is_shell and value not in begun for name, value in values.items()}
-    chosen = {name for name in names if is_typed[name] or f",{values[name]}," in given}
-    chosen |= {*activated, *asked_names(environ)}
+    chosen = {*activated, *asked_names(environ)}
+    for name in names:
+        value = f"{name}={environ[name]}"
+        if (is_shell and value not in begun) or f",{value}," in given:
+            chosen.add(name)
     threads = {chunk.get("ompthreads") for chunk in pbs.read_chunks(attributes)} - {None}
     if len(threads) == 1 or environ.get(THREADS) != environ.get("NCPUS"):
         chosen.add(THREADS)

@@ -53,9 +53,15 @@ def run(typed: Typed, environ: Environ) -> int:
         cause = f"{count(gpus, 'GPU')} fit on one node; nodelist={nodelist} is ignored"
         print(f"{typed.program}: warning: {cause}", file=sys.stderr)
         nodelist = ""
-    checked = replace(typed, fanout="check", config=own.get("config"), setting=settings)
     checked = replace(
-        checked, passed=(), nnodes=str(size.num_nodes), nproc=str(size.gpus), master="unknown"
+        typed,
+        fanout="check",
+        config=own["config"],
+        setting=settings,
+        passed=(),
+        nnodes=str(size.num_nodes),
+        nproc=str(size.gpus),
+        master="unknown",
     )
     plan = check_config(make_plan(checked, environ), environ)
     own["prepare"] = choose_preparation(own, plan.prepare, typed.program)

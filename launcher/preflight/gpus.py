@@ -85,19 +85,18 @@ def visible_gpus(environ: Environ) -> tuple[Gpu, ...]:
     Raises GpuError where the machine has some, and they cannot be told or chosen.
     """
     until = time.monotonic() + limits.NVIDIA_SMI_S
+    wanted = environ.get("CUDA_VISIBLE_DEVICES")
     if shutil.which("nvidia-smi"):
-        wanted = environ.get("CUDA_VISIBLE_DEVICES")
         gpus = [*_nvidia_gpus(until)]
-        return tuple(gpus if wanted is None else _select(gpus, wanted))
-    if not shutil.which("rocm-smi"):
+    elif shutil.which("rocm-smi"):
+        gpus = [*_amd_gpus(until)]
+        seen = environ.get("ROCR_VISIBLE_DEVICES")
+        if seen is not None:  # HIP counts those that ROCm shows it
+            shown = _select(gpus, seen)
+            gpus = [replace(gpu, index=str(index)) for index, gpu in enumerate(shown)]
+        wanted = environ.get("HIP_VISIBLE_DEVICES", wanted)
+    else:
         return ()
-    gpus = [*_amd_gpus(until)]
-    seen = environ.get("ROCR_VISIBLE_DEVICES")
-    if seen is not None:  # HIP counts those that ROCm shows it
-        shown = _select(gpus, seen)
-        gpus = [replace(gpu, index=str(index)) for index, gpu in enumerate(shown)]
-    by_hip, by_cuda = (environ.get(f"{name}_VISIBLE_DEVICES") for name in ("HIP", "CUDA"))
-    wanted = by_cuda if by_hip is None else by_hip
     return tuple(gpus if wanted is None else _select(gpus, wanted))
 
 
