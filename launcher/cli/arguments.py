@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,27 +86,21 @@ class _Reader:
         self.command, self.values, self.is_scheduled = command, values, is_scheduled
         self.options = {**COMMON, **command.options}
         self.arguments = [*command.arguments]  # that have not come yet
-        self.words: deque[str] = deque()  # that are not read yet
+        self.words: Iterator[str] = iter(())  # that are not read yet
         self.see = f"see {values['program']} --help"
 
     def read(self, words: Iterable[str]) -> Values:
-        self.words.extend(words)
-        while self.words:
-            word = self.words.popleft()
+        self.words = iter(words)
+        for word in self.words:
             if word == "--":
-                self.values["rest"] = self._take_all()
+                self.values["rest"] = (*self.words,)
             elif word.startswith("-") and word != "-":
                 self._take_option(word)
             elif self.arguments[:1] == ["program"]:
-                self.values["rest"] = (word, *self._take_all())
+                self.values["rest"] = (word, *self.words)
             else:
                 self._take_argument(word)
         return self.values
-
-    def _take_all(self) -> tuple[str, ...]:
-        words = (*self.words,)
-        self.words.clear()
-        return words
 
     def _append(self, field: str, *words: str) -> None:
         self.values[field] = (*self.values.get(field, ()), *words)
@@ -137,9 +130,9 @@ class _Reader:
         if not option.has_value and value is not None:
             raise PlanError(f"option {name} takes no value; {self.see}")
         if option.has_value and value is None:
-            if not self.words:
+            value = next(self.words, None)
+            if value is None:
                 raise PlanError(f"option {name} has no value; {self.see}")
-            value = self.words.popleft()
         if option.field == "passed":
             self._append("passed", name, *([] if value is None else [value]))
         else:
@@ -153,7 +146,7 @@ class _Reader:
         else:
             name, value = word[:2], word[2:].removeprefix("=") or None  # -r3
         spelt = name.replace("_", "-")
-        longer = [one for one in self.command.options if spelt[2:] and one.startswith(spelt)]
+        longer = [full for full in self.command.options if spelt[2:] and full.startswith(spelt)]
         found = [spelt] if spelt in self.options or spelt in TASKS else longer
         if len(found) != 1:
             raise PlanError(self._unknown(name if word.startswith("--") else word, found))
@@ -172,19 +165,19 @@ class _Reader:
 
     def _take_task(self, option: str, words: Iterable[str]) -> None:
         """Take --status, --stop or --stacks with the names of runs; --help and --version alone."""
-        task, words = TASKS[option], [*words, *self._take_all()]
+        task, words = TASKS[option], [*words, *self.words]
         is_about_runs = task not in ("help", "version")
         if task in ("status", "stop"):
             self._refuse_scheduled(option)
-        given = [one for one in ("--strict", "--detach") if self.values.get(COMMON[one].field)]
-        others = [*given, *(one for one in words if one.startswith("-") and one != "--dry-run")]
+        others = [flag for flag in ("--strict", "--detach") if self.values.get(COMMON[flag].field)]
+        others += [word for word in words if word.startswith("-") and word != "--dry-run"]
         if is_about_runs and others:
             raise PlanError(f"{others[0]} does not go with {option}; give the names of runs")
         self.values = {
             "program": self.values["program"],
             "fanout": task,
             "is_dry_run": "--dry-run" in words or self.values.get("is_dry_run", False),
-            "rest": tuple(one for one in words if one != "--dry-run"),
+            "rest": tuple(word for word in words if word != "--dry-run"),
         }
 
     def _refuse_scheduled(self, option: str) -> None:
