@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from launcher.cli.commands import COMMANDS, COMMON, TASKS, Command, Values
-from launcher.plan.typed import Typed
+from launcher.plan.typed import Typed, is_same
 from launcher.text import Environ, PlanError, did_you_mean
 
 ROOT = Path(__file__).parents[2]
@@ -71,12 +71,8 @@ def _name_batch_script(values: Values, file: str) -> None:
     ours, is_copy = values.get("batch_script"), file.endswith(_COPIES)
     if values.get("like_torchrun") and not is_copy:
         del values["batch_script"]  # launch.sh, when it is none
-    elif ours and not is_copy and not _is_same(Path(file), ROOT / ours):
+    elif ours and not is_copy and not is_same(Path(file), ROOT / ours):
         values["batch_script"] = os.path.abspath(file)
-
-
-def _is_same(file: Path, other: Path) -> bool:
-    return file.exists() and other.exists() and file.samefile(other)
 
 
 class _Reader:

@@ -22,7 +22,7 @@ from launcher.handshake import is_first, is_loopback, read_access
 from launcher.plan import hosts, mpi, pbs, slurm, spares
 from launcher.plan.plan import ROOT, Plan, World, read_nproc, read_number
 from launcher.plan.resume import command_line
-from launcher.plan.typed import Typed
+from launcher.plan.typed import Typed, is_same
 from launcher.record.run_ids import free_run_id, next_run_id, plain_run_id
 from launcher.text import Environ, PlanError, did_you_mean
 from launcher.wire import limits
@@ -328,6 +328,4 @@ def _is_ours(script: str) -> bool:
     In a repository into which our folders were copied, train.py is another's.
     """
     ours = ROOT / "train.py"
-    if not Path(script).exists() or not ours.exists() or not ours.samefile(script):
-        return False
-    return MARK in ours.read_bytes()
+    return is_same(ours, Path(script)) and MARK in ours.read_bytes()

@@ -11,7 +11,7 @@ from distributed.job import is_task
 from launcher.plan import pbs, slurm
 from launcher.plan.own import asked_names, find_own, read_begun
 from launcher.plan.plan import ROOT
-from launcher.plan.typed import Typed
+from launcher.plan.typed import Typed, is_same
 from launcher.text import Environ
 
 FORWARDED = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "WANDB_", "CUDA_VISIBLE_DEVICES")  # over ssh
@@ -85,4 +85,4 @@ def forward_given(environ: MutableMapping[str, str], given: Sequence[str]) -> No
 def resolve_script(script: str) -> str:
     """Return the path of a script of the project; from its own folder, the relative one."""
     path = ROOT / script
-    return script if Path(script).exists() and path.samefile(script) else str(path)
+    return script if is_same(path, Path(script)) else str(path)

@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import Any
 
 
+def is_same(file: Path, other: Path) -> bool:
+    """Return whether two paths lead to one file."""
+    return file.exists() and other.exists() and file.samefile(other)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Choices:
     """What goes from the command line into the plan as it is."""
