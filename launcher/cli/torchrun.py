@@ -21,8 +21,6 @@ def read_like_torchrun(values: dict[str, Any], environ: Environ) -> None:
         find_master(values, nodes, **rendezvous, in_step=bool(environ.get("SLURM_STEP_ID")))
     elif rendezvous["endpoint"]:
         raise PlanError("--hosts names the nodes, and --rdzv-endpoint does so, too; omit one")
-    else:
-        values["fanout"] = "auto"
     cpus = os.sysconf("SC_NPROCESSORS_ONLN")
     if values.get("nproc") == "cpu":
         values["nproc"] = str(cpus)

@@ -163,7 +163,7 @@ def choose_fanout(typed: Typed, environ: Environ) -> str:
         return "ssh"
     if typed.fanout != "auto":
         return typed.fanout
-    if environ.get("SLURM_JOB_ID") and not in_slurm_step(environ):  # else in its shell
+    if environ.get("SLURM_JOB_ID") and not in_slurm_step(environ):
         return "srun"
     if len({*pbs.read_lines(environ)}) > 1:
         return "ssh"

@@ -200,10 +200,10 @@ def test_the_agent_knows_which_options_of_launch_have_a_value() -> None:
             {"nproc": "auto", "cpu_nproc": 0, "rest": ("x",)},
         ),
         ("launch", ["--standalone", "x"], {"nproc": "1", "nnodes": "1", "rest": ("x",)}),
-        ("launch", ["--hosts", "n1,n2", "x"], {"fanout": "auto", "hosts": "n1,n2", "rest": ("x",)}),
+        ("launch", ["--hosts", "n1,n2", "x"], {"hosts": "n1,n2", "rest": ("x",)}),
         (
             *("launch", ["--hosts=n1", "--nproc-per-node=gpu", "--via", "pdsh", "x"]),
-            {"fanout": "auto", "hosts": "n1", "via": "pdsh", "nproc": "auto", "cpu_nproc": 0}
+            {"hosts": "n1", "via": "pdsh", "nproc": "auto", "cpu_nproc": 0}
             | {"rest": ("x",)},
         ),
     ],
