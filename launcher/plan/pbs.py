@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from functools import cache
@@ -146,14 +145,9 @@ def is_torque(environ: Environ) -> bool:
     """
     if environ.get("PBS_JOBID"):
         return environ.get("PBS_VERSION", "").startswith("TORQUE")
-    try:
-        told = subprocess.run(
-            ["qsub", "--version"], capture_output=True, timeout=limits.SCHEDULER_S, text=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return False
+    version = ask_scheduler("sh", "-c", "qsub --version 2>&1") or ""
     # The others say pbs_version = 23.06.06.
-    return bool(re.match("version:", told.stdout + told.stderr, re.IGNORECASE))
+    return bool(re.match("version:", version, re.IGNORECASE))
 
 
 def job_command(environ: Environ, script: Path, typed: Sequence[str]) -> list[str]:
