@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import sys
 from collections.abc import Callable, MutableMapping, Sequence
 
 from distributed.environment import LauncherError
@@ -27,7 +26,7 @@ from launcher.plan.make_plan import make_plan
 from launcher.plan.plan import Plan
 from launcher.plan.slurm import end_chain
 from launcher.record import detach, run_json, runs
-from launcher.text import PlanError, mend_streams, short_host_name
+from launcher.text import PlanError, mend_streams, short_host_name, warn
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -51,13 +50,13 @@ def start(call: Call, words: Sequence[str], environ: MutableMapping[str, str]) -
     try:
         return _start(call, words, environ)
     except Refused as error:
-        print(f"{call.program}: {short_host_name()}: {error}", file=sys.stderr)
+        warn(f"{call.program}: {short_host_name()}: {error}")
         if error.fault == "run-is-live":
             environ.pop("CHAIN", None)  # it needs the jobs that would resume it
         return REFUSED
     except (PlanError, LauncherError, HostlistError) as error:
         name = "" if re.search(r" \[[a-z-]+\]$", str(error)) else " [config-invalid]"
-        print(f"{call.program}: {error}{name}", file=sys.stderr)
+        warn(f"{call.program}: {error}{name}")
         return BAD_INPUT
 
 
@@ -76,7 +75,7 @@ def _start(call: Call, words: Sequence[str], environ: MutableMapping[str, str]) 
     is_saving = plan.node_rank == 0 and not typed.module
     short = pbs.find_short_delay(plan.grace_s, environ) if is_saving else ""
     for warning in filter(None, (find_idle(plan, environ), short)):
-        print(f"{typed.program}: warning: {warning}", file=sys.stderr)
+        warn(f"{typed.program}: warning: {warning}")
     be_ready = prepare(plan, typed.typed[0])
     fanout = importlib.import_module(f"launcher.fanout.{plan.fanout}")
     code = int(fanout.run(check_config(plan, environ), be_ready))

@@ -41,6 +41,11 @@ def mend_streams() -> None:
         setattr(sys, name, new)
 
 
+def warn(text: str) -> None:
+    """Print a line that is no output: a warning, or why something is refused."""
+    print(text, file=sys.stderr)
+
+
 def has_colour(out: TextIO) -> bool:
     return out.isatty() and "NO_COLOR" not in os.environ
 

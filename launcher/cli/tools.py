@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 from distributed.errors import BAD_INPUT
-from launcher.text import did_you_mean
+from launcher.text import did_you_mean, warn
 
 CHECKPOINT = {"ls": ("DIR",), "verify": ("DIR",), "export": ("DIR", "FILE"), "hash": ("DIR",)}
 
@@ -24,13 +24,13 @@ def main(arguments: Sequence[str]) -> int:
         if "explain" in program:
             code = int(import_module("launcher.explain.__main__").main(words, program))
         elif why := refuse(words):
-            print(f"{program}: {why}; see {program} --help", file=sys.stderr)
+            warn(f"{program}: {why}; see {program} --help")
             code = BAD_INPUT
         else:
             code = int(import_module("distributed.checkpoint.__main__").main(words))  # needs torch
         sys.stdout.flush()
     except OSError as error:  # a full disk
-        print(f"{program}: the output cannot be written ({error.strerror})", file=sys.stderr)
+        warn(f"{program}: the output cannot be written ({error.strerror})")
         os._exit(1)
     return code
 

@@ -35,7 +35,7 @@ from launcher.failure_block import find_end
 from launcher.record.run_json import KEPT
 from launcher.record.run_json import read as read_record
 from launcher.record.runs import find_all
-from launcher.text import count, did_you_mean, name_ranks
+from launcher.text import count, did_you_mean, name_ranks, warn
 
 
 def main(arguments: Sequence[str], program: str = "explain") -> int:
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str], program: str = "explain") -> int:
             raise
         known = [*sections(), *(run.id for run in find_all(_log_dir()))]
         cure = f"{did_you_mean(str(error.filename), known)}give a RUN, a FILE or a FAULT"
-        print(f"{program}: {error.filename}: {error.strerror}; {cure}", file=sys.stderr)
+        warn(f"{program}: {error.filename}: {error.strerror}; {cure}")
         return BAD_INPUT
     sightings = [one for one in seen if one.text not in refusals]
     cause = find_cause(sightings)

@@ -11,7 +11,7 @@ from pathlib import Path
 from distributed.errors import BAD_INPUT, Refused
 from launcher import typed_json
 from launcher.plan.plan import ConfigFacts, Plan
-from launcher.text import Environ, PlanError, environment_cure
+from launcher.text import Environ, PlanError, environment_cure, warn
 
 
 def check_config(plan: Plan, environ: Environ) -> Plan:
@@ -28,7 +28,7 @@ def check_config(plan: Plan, environ: Environ) -> Plan:
     world = {"WORLD_SIZE": str(sum(counts)) if all(counts) else ""}
     command = [plan.python, *plan.words, "--check", "--json"]
     if steps:  # of pyxis
-        print(f"{plan.program}: loading {plan.container}", file=sys.stderr)
+        warn(f"{plan.program}: loading {plan.container}")
         srun = importlib.import_module("launcher.fanout.srun")
         command = srun.node_step(replace(plan, num_nodes=1), [], command, environ)
     result = plan.run_inside(command, env={**environ, **world}, capture_output=True)

@@ -6,7 +6,6 @@ What the user said wins in this order: arguments, environment, config, default.
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import replace
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -24,7 +23,7 @@ from launcher.plan.plan import ROOT, Plan, World, read_nproc, read_number
 from launcher.plan.resume import command_line
 from launcher.plan.typed import Typed, is_same
 from launcher.record.run_ids import free_run_id, next_run_id, plain_run_id
-from launcher.text import Environ, PlanError, did_you_mean
+from launcher.text import Environ, PlanError, did_you_mean, warn
 from launcher.wire import limits
 
 MARK = b"# launch-kit: answers --check"  # of our train.py, for this alone
@@ -118,7 +117,7 @@ def _read_words(typed: Typed, environ: Environ) -> dict[str, str]:
         cause = f"{name} is {given!r}; {did_you_mean(given, known)}it can be {', '.join(known)}"
         if is_strict or name not in _ANYBODYS:
             raise PlanError(cause)
-        print(f"{typed.program}: warning: {cause}; ignored", file=sys.stderr)
+        warn(f"{typed.program}: warning: {cause}; ignored")
     if hang := environ.get("HANG_SECONDS"):
         read_number("HANG_SECONDS", hang, 1, 10**6)
     return read
@@ -170,8 +169,10 @@ def choose_fanout(typed: Typed, environ: Environ) -> str:
     slurm.refuse_many_nodes(environ, typed.program)
     slurm.warn_of_part(environ, typed.program)
     if is_login_node(environ):
-        cause = "this looks like a login node; get an allocation first (salloc, qsub -I)"
-        print(f"{typed.program}: warning: {cause}", file=sys.stderr)
+        warn(
+            f"{typed.program}: warning: this looks like a login node; "
+            "get an allocation first (salloc, qsub -I)"
+        )
     return "local"
 
 
@@ -237,8 +238,10 @@ def _read_own_node(typed: Typed, environ: Environ) -> World:
     if num_nodes == 1:
         other = typed.master if typed.like_torchrun and typed.master != "localhost" else None
         if other and not is_loopback(other):
-            cause = f"one node needs no master: {other} is ignored; for more, give --nnodes"
-            print(f"{typed.program}: warning: {cause}", file=sys.stderr)
+            warn(
+                f"{typed.program}: warning: one node needs no master: {other} is ignored; "
+                "for more, give --nnodes"
+            )
         return World(1, "127.0.0.1")
     master = typed.master or environ.get("MASTER_ADDR")
     if not master:

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 
 from distributed import environment, hostlist
@@ -15,7 +14,7 @@ from distributed.errors import STOPPED
 from distributed.job import ask_scheduler, in_slurm_step
 from launcher.handshake import is_loopback
 from launcher.plan.plan import World, read_nproc, read_number
-from launcher.text import Environ, PlanError
+from launcher.text import Environ, PlanError, warn
 
 
 def in_batch_script(environ: Environ) -> bool:
@@ -130,8 +129,10 @@ def warn_of_part(environ: Environ, program: str, *, needs_srun: bool = False) ->
         cure = f"run {program} in the batch script or salloc's shell, without srun"
         if needs_srun:
             cure = f"start it with {_on_all_nodes(environ)}"
-        text = f"{part}, and the run uses no others; to use all, {cure} [partial-launch]"
-        print(f"{program}: warning: {text}", file=sys.stderr)
+        warn(
+            f"{program}: warning: {part}, and the run uses no others; "
+            f"to use all, {cure} [partial-launch]"
+        )
 
 
 def _part(environ: Environ) -> str:

@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from launcher.plan.make_plan import make_plan
 from launcher.plan.plan import read_number
 from launcher.plan.resume import resolve_script
 from launcher.plan.typed import Typed
-from launcher.text import Environ, PlanError, count, did_you_mean, print_row
+from launcher.text import Environ, PlanError, count, did_you_mean, print_row, warn
 
 SBATCH_OPTIONS = ("partition", "account", "qos", "mem", "time")  # for every job
 PER_GPU = ("cpus_per_gpu", "mem_per_gpu")  # for jobs with GPUs
@@ -50,8 +49,10 @@ def run(typed: Typed, environ: Environ) -> int:
     size = choose_size(gpus, gpus_of_nodes(partition))
     nodelist = own.get("nodelist", "")
     if size.num_nodes == 1 and len(hostlist.expand(nodelist or "any")) > 1:
-        cause = f"{count(gpus, 'GPU')} fit on one node; nodelist={nodelist} is ignored"
-        print(f"{typed.program}: warning: {cause}", file=sys.stderr)
+        warn(
+            f"{typed.program}: warning: {count(gpus, 'GPU')} fit on one node; "
+            f"nodelist={nodelist} is ignored"
+        )
         nodelist = ""
     checked = replace(
         typed,
@@ -109,9 +110,11 @@ def choose_preparation(own: Mapping[str, str], by_config: str, program: str) -> 
     """Return the script that prepares the training: as typed, or as the config names it; or ""."""
     script = own.get("prepare") or by_config
     if int(own.get("num_gpus") or 0) and not script:
-        cause = "num_gpus is for a script that prepares the training, and nothing names one"
-        cure = "give prepare=SCRIPT, or the config's prepare; only the training is submitted"
-        print(f"{program}: warning: {cause}; {cure}", file=sys.stderr)
+        warn(
+            f"{program}: warning: num_gpus is for a script that prepares the training, and nothing "
+            "names one; give prepare=SCRIPT, or the config's prepare; only the training is "
+            "submitted"
+        )
     return script
 
 
@@ -172,9 +175,10 @@ def submit_all(
     common += map("=".join, zip(typed.passed[::2], typed.passed[1::2], strict=True))
     if not typed.is_dry_run and (cause := refusal([*common, *job])):
         # SLURM would keep a job that can never start.
-        asked = f"{count(size.num_nodes, 'node')} x {size.gpus} GPUs"
-        cure = "see sinfo, and ask for what there is"
-        print(f"{typed.program}: {asked}: {cause}; {cure}", file=sys.stderr)
+        warn(
+            f"{typed.program}: {count(size.num_nodes, 'node')} x {size.gpus} GPUs: {cause}; "
+            "see sinfo, and ask for what there is"
+        )
         return REFUSED
     after = own.get("dependency", "")
     if own["prepare"]:
@@ -234,5 +238,5 @@ def follow(program: str, job_id: str, sbatch: subprocess.Popen[str], after: str)
         return code
     first = after.removeprefix("afterok:")
     why = f": job {first} failed; see logs/slurm-{first}.out" if first else ""
-    print(f"{program}: job {job_id} did not start{why}", file=sys.stderr)
+    warn(f"{program}: job {job_id} did not start{why}")
     return code or 1

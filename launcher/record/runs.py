@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from launcher.failure_block import find_kept
 from launcher.plan.typed import Typed
 from launcher.processes import ranks_of
 from launcher.record.run_json import ASKED, SHOWN, Record, read
-from launcher.text import Environ, count, did_you_mean
+from launcher.text import Environ, count, did_you_mean, warn
 from launcher.wire import limits
 
 TAIL_BYTES = 8192  # of a file, to find its last line
@@ -178,7 +177,7 @@ def main(typed: Typed, environ: Environ) -> int:
             return show_stacks(run, typed.program)
         return stop(run, typed.program, is_dry_run=typed.is_dry_run)
     except (ValueError, OSError) as error:
-        print(f"{typed.program}: {error}", file=sys.stderr)
+        warn(f"{typed.program}: {error}")
         return BAD_INPUT if isinstance(error, ValueError) else REFUSED
 
 
@@ -195,7 +194,7 @@ def print_status(log_dir: Path, run_ids: Sequence[str], program: str) -> int:
             elif ranks := {} if run.record.is_over else ranks_of(run.id):
                 print("here  " + "  ".join(f"{name} pid {pid}" for name, pid in ranks.items()))
     else:
-        print(f"{program}: there is no run in {log_dir}", file=sys.stderr)
+        warn(f"{program}: there is no run in {log_dir}")
     return 0
 
 
@@ -231,8 +230,7 @@ def stop(run: Run, program: str, *, is_dry_run: bool = False) -> int:
         return 0
     with contextlib.suppress(ProcessLookupError):  # it has just ended
         os.kill(launcher.process, signal.SIGTERM)
-    said = f"{program}: asked run {run.id} to stop; waiting up to {limit_s:.0f} s for its end"
-    print(said, file=sys.stderr)
+    warn(f"{program}: asked run {run.id} to stop; waiting up to {limit_s:.0f} s for its end")
     deadline = time.monotonic() + limit_s
     with contextlib.suppress(KeyboardInterrupt):  # the user waits no longer
         while launcher.is_alive and time.monotonic() < deadline:
@@ -244,5 +242,5 @@ def stop(run: Run, program: str, *, is_dry_run: bool = False) -> int:
 
 
 def _refuse(program: str, text: str) -> int:
-    print(f"{program}: {text}", file=sys.stderr)
+    warn(f"{program}: {text}")
     return REFUSED
