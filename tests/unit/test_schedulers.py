@@ -16,6 +16,7 @@ from distributed.errors import REFUSED, Refused
 from distributed.job import ask_scheduler
 from launcher import start
 from launcher.fanout import job_command
+from distributed.job import in_slurm_step
 from launcher.plan import make_plan, pbs, slurm
 from launcher.plan.plan import World
 from launcher.plan.typed import Typed
@@ -99,7 +100,7 @@ NOT_TYPED = {"NUM_NODES": None, "NODE_RANK": None, "MASTER_ADDR": None}
     ],
 )
 def test_place_in_a_step(name: str, typed: dict[str, str | None], expected: World | str) -> None:
-    assert not slurm.in_slurm_job(captured(name))
+    assert in_slurm_step(captured(name))
     if isinstance(expected, World):
         assert slurm.read_step(captured(name), {**NOT_TYPED, **typed}) == expected
         return
