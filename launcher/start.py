@@ -34,30 +34,29 @@ def main(arguments: Sequence[str]) -> int:
     mend_streams()
     leave_outer_run(os.environ)
     size = len(Call._fields)
-    code = 1
-    try:
-        code = start(Call(*arguments[:size]), arguments[size:], os.environ)
-    except SystemExit as leave:  # a wrong config, a stop before the start
-        code = int(leave.code or 0)
-        raise
-    finally:
-        end_chain(code, os.environ)
-    return code
+    return start(Call(*arguments[:size]), arguments[size:], os.environ)
 
 
 def start(call: Call, words: Sequence[str], environ: MutableMapping[str, str]) -> int:
     """Do what was typed; returns the exit code, after a line for what is refused."""
+    code = 1
     try:
-        return _start(call, words, environ)
+        code = _start(call, words, environ)
     except Refused as error:
         warn(f"{call.program}: {short_host_name()}: {error}")
         if error.fault == "run-is-live":
             environ.pop("CHAIN", None)  # it needs the jobs that would resume it
-        return REFUSED
+        code = REFUSED
     except (PlanError, LauncherError, HostlistError) as error:
         name = "" if re.search(r" \[[a-z-]+\]$", str(error)) else " [config-invalid]"
         warn(f"{call.program}: {error}{name}")
-        return BAD_INPUT
+        code = BAD_INPUT
+    except SystemExit as leave:  # a wrong config, a stop before the start
+        code = int(leave.code or 0)
+        raise
+    finally:
+        end_chain(code, environ)
+    return code
 
 
 def _start(call: Call, words: Sequence[str], environ: MutableMapping[str, str]) -> int:
