@@ -19,7 +19,7 @@ from distributed.errors import BAD_INPUT, REFUSED, Refused
 from distributed.hostlist import HostlistError
 from launcher.cli.arguments import Call, parse
 from launcher.outer_run import leave_outer_run
-from launcher.plan import pbs, resume
+from launcher.plan import pbs, resume, submit_with_config
 from launcher.plan.check_config import check_config
 from launcher.plan.idle import find_idle
 from launcher.plan.make_plan import make_plan
@@ -68,7 +68,7 @@ def _start(call: Call, words: Sequence[str], environ: MutableMapping[str, str]) 
     if typed.fanout in ("status", "stop", "stacks"):
         return runs.main(typed, environ)
     if typed.fanout == "submit":
-        return int(importlib.import_module("launcher.plan.submit_with_config").run(typed, environ))
+        return submit_with_config.run(typed, environ)
     resume.forward_given(environ, pbs.note_job(environ))
     plan = make_plan(typed, environ)
     is_saving = plan.node_rank == 0 and not typed.module
