@@ -143,8 +143,8 @@ def count_memory_kills() -> int:
             file = f"/memory{group}/memory.oom_control" if is_first else f"{group}/memory.events"
             with contextlib.suppress(OSError):
                 counted = Path(f"/sys/fs/cgroup{file}").read_text()
-                if found := re.search(r"^oom_kill (\d+)$", counted, re.MULTILINE):
-                    return int(found[1])
+                if kills := re.search(r"^oom_kill (\d+)$", counted, re.MULTILINE):
+                    return int(kills[1])
     return 0
 
 
@@ -153,8 +153,8 @@ def one_line(cause: str) -> str:
 
     Of one that was raised elsewhere it is that one's own, with where.
     """
-    if found := _PASSED_ON.match(cause):
-        cause = f"{found['own']} ({found[1]})"
+    if passed_on := _PASSED_ON.match(cause):
+        cause = f"{passed_on['own']} ({passed_on[1]})"
     first, *more = cause.splitlines() or ["an exception without a message"]
     first = first.rstrip(": ")
     return f"{first[:_LONGEST]} ..." if more or len(first) > _LONGEST else first
@@ -162,9 +162,9 @@ def one_line(cause: str) -> str:
 
 def install_cure(cause: str) -> str:
     """Return how to install a package that this Python lacks; "" for another cause."""
-    if not (found := _MISSING.match(cause)):
+    if not (missing := _MISSING.match(cause)):
         return ""
-    return f"; if it is a package: {install_command(_PACKAGES.get(found[1], found[1]))}"
+    return f"; if it is a package: {install_command(_PACKAGES.get(missing[1], missing[1]))}"
 
 
 def user_frames(stack: str) -> list[str]:
@@ -175,12 +175,12 @@ def user_frames(stack: str) -> list[str]:
         f"{sysconfig.get_path('stdlib')}/",
         "<",
     )
-    found = [
+    frames = [
         f"{short_path(frame['file'])}:{frame['line']} in {frame['name']}"
         for frame in filter(None, map(_FRAME.match, stack.splitlines()))
         if not frame["file"].startswith(foreign) and not _LIBRARY.search(frame["file"])
     ]
-    return found[::-1][:_SHOWN_FRAMES]
+    return frames[::-1][:_SHOWN_FRAMES]
 
 
 def short_path(path: str) -> str:

@@ -94,7 +94,7 @@ def find_end(log: Path, strip: Callable[[str], str] = str) -> str:
         opened.seek(max(0, opened.seek(0, os.SEEK_END) - TAIL_BYTES))
         text = opened.read().decode(errors="replace").replace("\r\n", "\n")
     rows = "\n".join(map(strip, _COLOURS.sub("", text).split("\n")))
-    ends = [found["end"] or "" for found in _ENDS.finditer(rows)]
+    ends = [match["end"] or "" for match in _ENDS.finditer(rows)]
     return "\n".join(printable(row, LONGEST_ROW) for row in (ends or [""])[-1].split("\n"))
 
 

@@ -99,12 +99,12 @@ def open_port(port: int, address: str = "") -> socket.socket:
     Where that is not the only one that the name stands for, or is translated on the way here, or
     is loopback for this machine alone, listen at all of them. Raises OSError where that fails.
     """
-    found = set()
+    addresses = set()
     with contextlib.suppress(OSError):
         for family, *_, where in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
-            found.add((family, str(where[0])))
-    if len(found) == 1:
-        ((family, only),) = found
+            addresses.add((family, str(where[0])))
+    if len(addresses) == 1:
+        ((family, only),) = addresses
         try:
             if address in ("localhost", only) or not is_loopback(only):
                 return socket.create_server((only, port), family=family, backlog=4096)

@@ -96,13 +96,13 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     if origin in (Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
-        (kind,) = (one for one in arguments if one is not type(None))
+        (kind,) = (item for item in arguments if item is not type(None))
         return _read(kind, value, where)
     if origin in (tuple, list, Sequence) and isinstance(value, list):
-        items = [_read(arguments[0], one, f"{where}[{n}]") for n, one in enumerate(value)]
+        items = [_read(arguments[0], item, f"{where}[{n}]") for n, item in enumerate(value)]
         return tuple(items) if origin is tuple else items
     if origin in (dict, Mapping) and isinstance(value, dict):
-        return {name: _read(arguments[1], one, f"{where}.{name}") for name, one in value.items()}
+        return {name: _read(arguments[1], item, f"{where}.{name}") for name, item in value.items()}
     if kind is Path and isinstance(value, str):
         return Path(value)
     if kind is float and type(value) in (int, float):
@@ -119,7 +119,7 @@ def _read_dataclass(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict) or not value.keys() <= known:
         raise MessageError(f"{where}: {value!r:.80} is no {kind.__name__}")
     hints = _hints(kind)
-    read = {name: _read(hints[name], one, f"{where}.{name}") for name, one in value.items()}
+    read = {name: _read(hints[name], item, f"{where}.{name}") for name, item in value.items()}
     try:
         return kind(**read)
     except (TypeError, ValueError) as error:  # a field is missing, or the type refuses its value

@@ -60,10 +60,10 @@ def parse(call: Call, words: Sequence[str], environ: Environ) -> Typed:
 def read_usage(file: str) -> str:
     """Return the usage line of a script's header; empty if the script cannot be read."""
     try:
-        found = re.search(r"^# usage: (.*)$", Path(file).read_text(errors="replace"), re.MULTILINE)
+        line = re.search(r"^# usage: (.*)$", Path(file).read_text(errors="replace"), re.MULTILINE)
     except OSError:
         return ""
-    return found[1] if found else ""
+    return line[1] if line else ""
 
 
 def _name_batch_script(values: Values, file: str) -> None:
@@ -143,10 +143,10 @@ class _Reader:
             name, value = word[:2], word[2:].removeprefix("=") or None  # -r3
         spelt = name.replace("_", "-")
         longer = [full for full in self.command.options if spelt[2:] and full.startswith(spelt)]
-        found = [spelt] if spelt in self.options or spelt in TASKS else longer
-        if len(found) != 1:
-            raise PlanError(self._unknown(name if word.startswith("--") else word, found))
-        return found[0], value
+        meant = [spelt] if spelt in self.options or spelt in TASKS else longer
+        if len(meant) != 1:
+            raise PlanError(self._unknown(name if word.startswith("--") else word, meant))
+        return meant[0], value
 
     def _unknown(self, word: str, longer: Sequence[str]) -> str:
         """Return the message for an option that there is not, or that several begin with."""

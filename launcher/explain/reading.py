@@ -63,8 +63,8 @@ _FIRST = re.compile(
 def sections() -> Mapping[str, str]:
     """Return the sections of TROUBLESHOOTING.md by the names of their faults."""
     text = (Path(__file__).parents[2] / "TROUBLESHOOTING.md").read_text(encoding="utf-8")
-    found = re.finditer(r"^## ([a-z-]+)\n.*?(?=\n+##? )", text, re.MULTILINE | re.DOTALL)
-    return {one[1]: one[0] for one in found}
+    matches = re.finditer(r"^## ([a-z-]+)\n.*?(?=\n+##? )", text, re.MULTILINE | re.DOTALL)
+    return {section[1]: section[0] for section in matches}
 
 
 def own_fault(line: str) -> str:
@@ -96,8 +96,8 @@ def read(file: Path) -> list[Sighting]:
     lines, shapes = rows.split(b"\n"), rows.translate(None, _DIGITS).split(b"\n")
     last = len(lines) - 1
     first = dict(zip(reversed(shapes), range(last, -1, -1), strict=True))  # of each shape
-    found: list[Sighting] = []
-    told = None
+    sightings: list[Sighting] = []
+    first_seen = None
     at, number = 0, 0
     for shape, index in sorted(first.items(), key=lambda item: item[1]):
         if not (shape.endswith(b"]") or HINT.search(shape)):
@@ -107,9 +107,9 @@ def read(file: Path) -> list[Sighting]:
             at, number = at + sum(len(one) + 1 for one in lines[number:index]), index
             above = b"\n".join(lines[max(0, index - ABOVE) : index]).decode(errors="replace")
             row = text.count(b"\n", 0, at) + 1
-            found.append(replace(seen, file=file, line=row, frames=_frames(above, line)))
-            told = told or _FIRST.search(f"{above}\n{line}")
-    return _with_first(found, told) if told else found
+            sightings.append(replace(seen, file=file, line=row, frames=_frames(above, line)))
+            first_seen = first_seen or _FIRST.search(f"{above}\n{line}")
+    return _with_first(sightings, first_seen) if first_seen else sightings
 
 
 def look(line: str) -> Sighting | None:
@@ -120,13 +120,15 @@ def look(line: str) -> Sighting | None:
     if rule is None and is_exception is None and not fault:
         return None
     if fault:
-        kind = min((one.kind for one in RULES if one.fault == fault), default=Kind.CAUSE)
+        kind = min((rule.kind for rule in RULES if rule.fault == fault), default=Kind.CAUSE)
     else:
         kind, fault = (rule.kind, rule.fault) if rule else (Kind.EXCEPTION, UNKNOWN)
     ranks = [prefix.get(name) for name in _RANKS]
-    ranks += [one or other for one, other in _RANK.findall(text)]
-    rank = "".join(f"rank {one}" for one in [*filter(None, ranks)][:1])
-    return Sighting(kind, fault, text.strip(), rank, prefix.get("host") or "")
+    ranks += [rank or task for rank, task in _RANK.findall(text)]
+    number = next(filter(None, ranks), "")
+    return Sighting(
+        kind, fault, text.strip(), number and f"rank {number}", prefix.get("host", "")
+    )
 
 
 def find_refusals(file: Path) -> dict[str, str]:
@@ -142,7 +144,7 @@ def find_refusals(file: Path) -> dict[str, str]:
 def find_ranks(cause: Sighting, files: Sequence[Path]) -> list[int]:
     """Return the ranks that say the same as the cause, numbers aside. Raises OSError."""
     shape = shape_of(cause.text)
-    found: set[int] = set()
+    ranks: set[int] = set()
     for file in files:
         rows = file.read_bytes().replace(b"\r", b"\n")
         shapes = rows.translate(None, _DIGITS).split(b"\n")
@@ -153,8 +155,8 @@ def find_ranks(cause: Sighting, files: Sequence[Path]) -> list[int]:
             if shape_of(text) == shape:
                 first = next(filter(None, map(prefix.get, _RANKS)), "")
                 for low, high in re.findall(r"(\d+)(?:-(\d+))?", first + prefix.get("more", "")):
-                    found |= {*range(int(low), int(high or low) + 1)}
-    return sorted(found)
+                    ranks |= {*range(int(low), int(high or low) + 1)}
+    return sorted(ranks)
 
 
 def shape_of(text: str) -> str:
@@ -164,11 +166,11 @@ def shape_of(text: str) -> str:
 
 def split(line: str) -> tuple[dict[str, str], str]:
     """Return what launchers have put before a line, and the rest."""
-    found: dict[str, str] = {}
+    named: dict[str, str] = {}
     while at := _PREFIX.match(line):
-        found |= {name: value for name, value in at.groupdict().items() if value is not None}
+        named |= {name: value for name, value in at.groupdict().items() if value is not None}
         line = line[at.end() :]
-    return found, line
+    return named, line
 
 
 def _frames(above: str, line: str) -> list[str]:
@@ -179,12 +181,12 @@ def _frames(above: str, line: str) -> list[str]:
     return user_frames("\n".join(mine[starts[-1] :])) if starts else []
 
 
-def _with_first(found: Sequence[Sighting], told: re.Match[str]) -> list[Sighting]:
+def _with_first(sightings: Sequence[Sighting], first: re.Match[str]) -> list[Sighting]:
     """Add the rank that a launcher saw first to the lines that do not tell their own."""
-    local = told["torch"] or told["spawn"] or told["deepspeed"]
-    number = local or told["rank"] or told["reducer"] or told["task"]
-    rank, host = f"{'local ' if local else ''}rank {number}", told["host"] or told["node"] or ""
+    local = first["torch"] or first["spawn"] or first["deepspeed"]
+    number = local or first["rank"] or first["reducer"] or first["task"]
+    rank, host = f"{'local ' if local else ''}rank {number}", first["host"] or first["node"] or ""
     return [
-        replace(one, rank=rank, host=one.host or host) if one.rank in ("", rank) else one
-        for one in found
+        replace(seen, rank=rank, host=seen.host or host) if seen.rank in ("", rank) else seen
+        for seen in sightings
     ]

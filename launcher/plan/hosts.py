@@ -72,5 +72,5 @@ def read_hostfile(file: Path) -> list[str]:
             )
     if not words:
         raise PlanError(f"{str(file)!r} names no node; give one a line")
-    is_plain = len({*words}) < len(words) and not any(re.search(r"[][:,]", one) for one in words)
-    return [f"{one}:{words.count(one)}" for one in dict.fromkeys(words)] if is_plain else words
+    is_plain = len({*words}) < len(words) and not any(re.search(r"[][:,]", word) for word in words)
+    return [f"{word}:{words.count(word)}" for word in dict.fromkeys(words)] if is_plain else words

@@ -105,13 +105,13 @@ def ask_nodes(
 ) -> dict[str, dict[str, str]]:
     """Return each node's own values by its name; this node's alone if pbsdsh does not answer."""
     hosts = list(dict.fromkeys(pbs.read_lines(environ)))
-    found: dict[str, Mapping[str, str]] = {}
+    by_host: dict[str, Mapping[str, str]] = {}
     if names and len(hosts) > 1 and len(plan.nodes) > 1:
         with contextlib.suppress(OSError):  # the preflight says that the folder cannot be written
-            found = ask_pbsdsh(names, hosts, plan.directory / plan.log_dir)
+            by_host = ask_pbsdsh(names, hosts, plan.directory / plan.log_dir)
     here = {str(number): host for number, host in enumerate(hosts)}
-    found[here.get(environ.get("PBS_NODENUM", "0"), short_host_name())] = environ
-    there = {node.name: found.get(node.name.rpartition("@")[2]) for node in plan.nodes}
+    by_host[here.get(environ.get("PBS_NODENUM", "0"), short_host_name())] = environ
+    there = {node.name: by_host.get(node.name.rpartition("@")[2]) for node in plan.nodes}
     return {
         node: {name: values[name] for name in names if name in values}
         for node, values in there.items()
@@ -123,7 +123,7 @@ def ask_pbsdsh(
     names: Collection[str], hosts: Sequence[str], folder: Path
 ) -> dict[str, Mapping[str, str]]:
     """Return the values that PBS gives a task on each host, of those that answer in time."""
-    found: dict[str, Mapping[str, str]] = {}
+    by_host: dict[str, Mapping[str, str]] = {}
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".nodes-", dir=folder) as answers:
         task = ["pbsdsh", "--", "/bin/sh", "-c", _ANSWER, answers, "|".join(names)]
@@ -133,5 +133,5 @@ def ask_pbsdsh(
         for number, host in enumerate(hosts):
             with contextlib.suppress(OSError):
                 if text := os.fsdecode(Path(answers, str(number)).read_bytes()):
-                    found[host] = dict(line.partition("=")[::2] for line in text.split("\0"))
-    return found
+                    by_host[host] = dict(line.partition("=")[::2] for line in text.split("\0"))
+    return by_host

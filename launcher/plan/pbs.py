@@ -98,9 +98,9 @@ def read_chunks(attributes: Mapping[str, str]) -> list[dict[str, str]]:
 def find_short_delay(grace_s: int, environ: Environ) -> str:
     """Return a line where PBS kills this job while its ranks may still save; empty: it does not."""
     queue, job = environ.get("PBS_QUEUE", ""), environ.get("PBS_JOBID", "")
-    told = ask_qstat(queue, "-Qf") if queue and job and ask_qstat(job) else {}
+    attributes = ask_qstat(queue, "-Qf") if queue and job and ask_qstat(job) else {}
     default = "2" if is_torque(environ) else "10"  # by pbs_queue_attributes(7B) of each
-    delay = told.get("kill_delay", default) if told else ""
+    delay = attributes.get("kill_delay", default) if attributes else ""
     close_s = limits.STOP_CLOSE_S
     if not delay.isdecimal() or (stop_s := grace_s + close_s) <= int(delay):
         return ""
@@ -119,13 +119,14 @@ def note_job(environ: MutableMapping[str, str]) -> list[str]:
     """
     environ.pop("LAUNCH_JOB", None)
     job = environ.get("PBS_JOBID", "")
-    told = ask_qstat(job) if job else {}
-    starts = told.get("run_count") or told.get("start_count") or ""  # the latter is Torque's
-    if starts.isdecimal() and "ctime" in told:
+    attributes = ask_qstat(job) if job else {}
+    # The second is Torque's.
+    starts = attributes.get("run_count") or attributes.get("start_count") or ""
+    if starts.isdecimal() and "ctime" in attributes:
         start, cluster = max(int(starts) - 1, 0), job.partition(".")[2]
         this = {"job": job, "run_id": job, "start": start, "cluster": cluster}
-        environ["LAUNCH_JOB"] = json.dumps({**this, "submitted": told["ctime"]})
-    names = re.findall(r"(?:^|,)(\w+)=", told.get("Variable_List", ""))
+        environ["LAUNCH_JOB"] = json.dumps({**this, "submitted": attributes["ctime"]})
+    names = re.findall(r"(?:^|,)(\w+)=", attributes.get("Variable_List", ""))
     return [] if "HOME" in names else [name for name in names if not name.startswith("PBS_")]
 
 
@@ -157,13 +158,14 @@ def job_command(environ: Environ, script: Path, typed: Sequence[str]) -> list[st
     """
     has_nodes, arguments = is_torque(environ), list(typed[1:])
     names = ("nodes", "walltime") if has_nodes else ("select", "place", "walltime")
-    told = _one_node(environ) if not environ.get("PBS_JOBID") else _this_job(environ)
-    asked = {f"-l {name}": told.get(f"Resource_List.{name}") for name in names}
+    attributes = _one_node(environ) if not environ.get("PBS_JOBID") else _this_job(environ)
+    asked = {f"-l {name}": attributes.get(f"Resource_List.{name}") for name in names}
     if not asked[f"-l {names[0]}"]:
         return []
     lines = re.findall(r"^#PBS (-\w(?: \w+(?==))?)[ =](.*)$", script.read_text(), re.MULTILINE)
-    asked |= {option: told.get(option) for option in (*_REPEATED, "-o", "-q")}
-    options = {**dict(lines), **{one: value for one, value in asked.items() if value is not None}}
+    asked |= {option: attributes.get(option) for option in (*_REPEATED, "-o", "-q")}
+    options = dict(lines)
+    options |= {option: value for option, value in asked.items() if value is not None}
     command = ["qsub", "-V"]
     for option, value in options.items():
         if not value:
@@ -183,11 +185,11 @@ def _one_node(environ: Environ) -> dict[str, str]:
 
 def _this_job(environ: Environ) -> dict[str, str]:
     """Return what qstat tells of this job, and by qsub's options what it was submitted with."""
-    told = ask_qstat(environ["PBS_JOBID"])
-    options = {option: told[name] for option, name in _REPEATED.items() if name in told}
+    attributes = ask_qstat(environ["PBS_JOBID"])
+    options = {option: attributes[name] for option, name in _REPEATED.items() if name in attributes}
     options = {option: value for option, value in options.items() if value not in _DEFAULTS}
-    if folder := os.path.dirname(told.get("Output_Path", "").partition(":")[2]):
+    if folder := os.path.dirname(attributes.get("Output_Path", "").partition(":")[2]):
         options["-o"] = f"{folder}/".removeprefix(f"{os.getcwd()}/")
     if queue := environ.get("PBS_O_QUEUE"):  # where it was submitted, which may have routed it
         options["-q"] = queue
-    return {"Resource_List.walltime": "", **told, **options}
+    return {"Resource_List.walltime": "", **attributes, **options}

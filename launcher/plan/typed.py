@@ -32,7 +32,7 @@ class Choices:
     has_transcript: bool = False  # of what the terminal shows
 
     def choices(self) -> dict[str, Any]:
-        return {one.name: getattr(self, one.name) for one in fields(Choices)}
+        return {field.name: getattr(self, field.name) for field in fields(Choices)}
 
 
 @dataclass(frozen=True)

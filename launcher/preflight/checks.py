@@ -247,12 +247,12 @@ def check_infiniband(machine: Machine) -> Iterator[Fault]:
         return
     ports = infiniband.ports_of_nccl(machine.ports, machine.environ)
     active = [port.name for port in ports if port.is_active]
-    down = [f"{one.name} is {one.state} ({one.physical})" for one in ports if one.is_down]
+    down = [f"{port.name} is {port.state} ({port.physical})" for port in ports if port.is_down]
     if down:
         others = f"{count(len(active), 'other')} active" if active else "none active"
         cure = "see its cable and switch, or name the ports to use in NCCL_IB_HCA"
         yield Fault("infiniband-down", f"port {', '.join(down)}, {others}", cure, warns=True)
-    if not ports and (all_active := [one.name for one in machine.ports if one.is_active]):
+    if not ports and (all_active := [port.name for port in machine.ports if port.is_active]):
         cause = f"NCCL_IB_HCA={machine.environ['NCCL_IB_HCA']} names none of the active ports"
         cure = f"unset it, or name one of {', '.join(all_active)}"
         yield Fault("nccl-on-sockets", cause, cure, warns=True)

@@ -136,32 +136,34 @@ def _number(text: str) -> int | None:
 
 def _nvlinks(until: float) -> dict[str, int]:
     """Return how many NVLinks of each GPU are active, by UUID."""
-    found: dict[str, int] = {}
+    active: dict[str, int] = {}
     with contextlib.suppress(GpuError):  # the other question tells of it
         for line in _run("nvidia-smi", ["nvlink", "--status"], until).stdout.splitlines():
             if gpu := re.search(r"\(UUID: (\S+)\)", line):
-                found[gpu[1]] = 0
-            elif found and line.endswith("GB/s"):  # else "<inactive>"
-                found[[*found][-1]] += 1
-    return found
+                uuid = gpu[1]
+                active[uuid] = 0
+            elif active and line.endswith("GB/s"):  # else "<inactive>"
+                active[uuid] += 1
+    return active
 
 
 def _mig_instances(until: float) -> dict[str, list[str]]:
     """Return the UUIDs of the MIG instances of each GPU, by its own."""
-    found: dict[str, list[str]] = {}
+    instances: dict[str, list[str]] = {}
     for uuid in re.findall(r"\(UUID: (\S+)\)", _run("nvidia-smi", ["-L"], until).stdout):
-        if uuid.startswith("MIG-") and found:
-            found[[*found][-1]].append(uuid)
+        if uuid.startswith("MIG-") and instances:
+            instances[gpu].append(uuid)
         else:
-            found[uuid] = []
-    return found
+            gpu = uuid
+            instances[gpu] = []
+    return instances
 
 
 def _amd_gpus(until: float) -> Iterator[Gpu]:
-    told = _run("rocm-smi", ["--showuniqueid", "--csv"], until)
-    if told.returncode != 0 and Path("/dev/kfd").exists():
-        raise GpuError(f"rocm-smi: {' '.join((told.stdout + told.stderr).split())}")
-    ids = re.findall(r"^card\d+,(?:0x)?([^,\s]*)", told.stdout, re.MULTILINE)
+    answer = _run("rocm-smi", ["--showuniqueid", "--csv"], until)
+    if answer.returncode != 0 and Path("/dev/kfd").exists():
+        raise GpuError(f"rocm-smi: {' '.join((answer.stdout + answer.stderr).split())}")
+    ids = re.findall(r"^card\d+,(?:0x)?([^,\s]*)", answer.stdout, re.MULTILINE)
     for index, unique_id in enumerate(ids):
         yield Gpu(str(index), f"GPU-{unique_id}", 0)
 
@@ -225,7 +227,7 @@ def _odd(values: Mapping[str, int | None], what: str) -> Iterator[str]:
     usual = max(counts, key=lambda value: (counts[value], value), default=0)
     for value in counts:
         if abs(value - usual) > TOLERANCE * usual:
-            indices = [index for index, one in values.items() if one == value]
+            indices = [index for index, other in values.items() if other == value]
             yield f"{_have(indices)} {what.format(value)}, others of the model have {usual}"
 
 

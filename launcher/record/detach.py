@@ -65,7 +65,7 @@ def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
 
 def _wait_for_start(child: int, reader: int) -> int | None:
     """Return the exit code of a child that ends before the run starts, else None."""
-    handled = [one for one in _SIGNALS if signal.getsignal(one) != signal.SIG_IGN]  # nohup
+    handled = [signum for signum in _SIGNALS if signal.getsignal(signum) != signal.SIG_IGN]  # nohup
     for signum in handled:
         signal.signal(signum, lambda signum, _: os.kill(child, signum))
     if not os.read(reader, 1):

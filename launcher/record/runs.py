@@ -66,18 +66,18 @@ class Run:
     def cause(self) -> str:
         """What ended it, of a run that failed: `[rank-error] ValueError: boom`."""
         kept = find_kept(self.folder) if self.record.is_over else ""
-        found = re.match(r"FAILED .*(\[[\w-]+\])\ncause    (.*)", kept)
-        return " ".join(found.groups()) if found else ""
+        match = re.match(r"FAILED .*(\[[\w-]+\])\ncause    (.*)", kept)
+        return " ".join(match.groups()) if match else ""
 
 
 def find_all(log_dir: Path) -> list[Run]:
     """Return the runs of a log directory; the one that started or ended last comes last."""
-    found = []
+    runs = []
     for folder in log_dir.iterdir() if log_dir.is_dir() else ():
         with contextlib.suppress(PermissionError):  # another user's
             if not folder.is_symlink() and (record := read(folder)):
-                found.append(Run(folder, record))
-    return sorted(found, key=lambda run: (run.since, run.id))
+                runs.append(Run(folder, record))
+    return sorted(runs, key=lambda run: (run.since, run.id))
 
 
 def find(log_dir: Path, run_id: str) -> Run:
@@ -133,11 +133,11 @@ def progress(run: Run) -> str:
 def goodput(record: Record, now: float) -> str:
     """Return what share of the newest start's time was training, and what the rest went into."""
     started, end = record.started or now, record.ended or now
-    restarts = [one for one in record.restarts if one.failed >= started]
+    restarts = [restart for restart in record.restarts if restart.failed >= started]
     losses = {"start": record.first_step - started} if record.first_step else {}
-    for one in restarts:
-        lost_s = one.lost_s or end - one.failed  # it has not caught up
-        losses[one.fault] = losses.get(one.fault, 0.0) + lost_s
+    for restart in restarts:
+        lost_s = restart.lost_s or end - restart.failed  # it has not caught up
+        losses[restart.fault] = losses.get(restart.fault, 0.0) + lost_s
     share = max(0.0, 1 - sum(losses.values()) / max(end - started, 1e-9))
     lost = ", ".join(f"{seconds:.1f} s {kind}" for kind, seconds in losses.items())
     return f"goodput  {100 * share:.0f} %: {count(len(restarts), 'restart')}, {lost}"

@@ -78,8 +78,8 @@ def run(options: argparse.Namespace) -> int:
         verdict = f"PASS  {world}: {count(number, 'check')}, {fastest(test.findings)}{took:.1f} s"
     print_main(*faults[1:], verdict, sep="\n")
     if options.json and env.is_main:
-        told = report.as_json(test.findings, verdict, passed=not faults)
-        Path(options.json).write_text(told)
+        text = report.as_json(test.findings, verdict, passed=not faults)
+        Path(options.json).write_text(text)
     if faults and env.is_main:
         cause, _, fault = faults[0].removesuffix("]").rpartition(" [")
         raise Leave(1, fault, cause)
@@ -107,8 +107,9 @@ def measure_all(test: Test) -> int:
         test.findings.slow_ranks = slow
         mine = replace(mine, speed=speeds[env.rank])
     checks = [*known_answers.run_checks(env.rank, env.world_size)]
-    found = (check.find_fault(f"rank {env.rank} ({host})") for check in checks)
-    test.gather_members(replace(mine, faults=[fault for fault in found if fault]))
+    here = f"rank {env.rank} ({host})"
+    faults = [fault for check in checks if (fault := check.find_fault(here))]
+    test.gather_members(replace(mine, faults=faults))
     print_main(*report.show_members(test.findings.members), sep="\n")
     if linked := test.findings.links.values():
         range_text = " to ".join(map(bandwidth.rate, (min(linked), max(linked))))
@@ -119,9 +120,9 @@ def measure_all(test: Test) -> int:
         print_main(f"\n{bandwidth.HEAD}")
         measured = []
         seconds = limits.COLLECTIVES_S / (5 if test.options.quick else 1)
-        for one in bandwidth.measure(names, seconds):
-            print_main(one)
-            measured.append(one)
+        for collective in bandwidth.measure(names, seconds):
+            print_main(collective)
+            measured.append(collective)
         test.findings.collectives = measured
         print_main()
     return len(checks) + 1
@@ -132,9 +133,9 @@ def measure_links(test: Test, nodes: Sequence[Node]) -> None:
     leaders = Barrier(default_store(), "leaders", len(nodes))
 
     def measure(rounds: Sequence[Sequence[Pair]]) -> dict[Pair, float]:
-        found = links_together(test, nodes, leaders, rounds)
-        test.findings.latencies |= {(link.source, link.target): link.latency for link in found}
-        return {(link.source, link.target): link.bandwidth for link in found}
+        measured = links_together(test, nodes, leaders, rounds)
+        test.findings.latencies |= {(link.source, link.target): link.latency for link in measured}
+        return {(link.source, link.target): link.bandwidth for link in measured}
 
     judged = judge.find_slow_links(measure, links.rounds(len(nodes)))
     test.findings.links, test.findings.slow_nodes, test.findings.slow_pairs = judged
@@ -148,11 +149,11 @@ def links_together(
     # A round is shorter where there are many, so that all end soon.
     seconds = max(limits.LEAST_ROUND_S, limits.ROUND_S * min(1.0, 3 / (len(nodes) - 1)))
     seconds /= 2 if test.options.quick else 1
-    found: list[Link] = []
+    own_links: list[Link] = []
     if (me := numbers.get(test.env.rank)) is not None:
-        found = links.measure(nodes, rounds, me, leaders, seconds)
+        own_links = links.measure(nodes, rounds, me, leaders, seconds)
     test.barrier.wait_for_all("the links", limits.SELFTEST_S + 2 * limits.TRANSFER_S * len(rounds))
-    rows = gather_json([typed_json.encode(link) for link in found])
+    rows = gather_json([typed_json.encode(link) for link in own_links])
     return [typed_json.parse(Link, text) for row in rows for text in row]
 
 

@@ -109,7 +109,7 @@ def as_json(findings: Findings, verdict: str, *, passed: bool) -> str:
         }
         for (source, target), speed in findings.links.items()
     ]
-    told = {
+    content = {
         "passed": passed,
         "verdict": verdict,
         "faults": [fault for fault, _ in findings.faults()],
@@ -119,4 +119,4 @@ def as_json(findings: Findings, verdict: str, *, passed: bool) -> str:
         "links_seconds": findings.links_s,
         "collectives": [asdict(measured) for measured in findings.collectives],
     }
-    return json.dumps(told, indent=1) + "\n"
+    return json.dumps(content, indent=1) + "\n"
