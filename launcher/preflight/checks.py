@@ -230,14 +230,10 @@ def check_interfaces(machine: Machine) -> Iterator[Fault]:
     if gloo and not set(gloo.split(",")) <= set(names):
         cause = f"GLOO_SOCKET_IFNAME={gloo} names no interface of this machine"
         yield Fault("no-such-interface", cause, f"{cure} (only NCCL supports ^ to exclude)")
-    if nccl := machine.environ.get("NCCL_SOCKET_IFNAME", ""):
-        marks, words = nccl[:2], nccl.lstrip("^=").split(",")  # prefixes, =exact or ^excluded
-        named = {name for name in names if name.startswith(tuple(words))}
-        if "=" in marks:
-            named &= set(words)
-        if not (set(names) - named if "^" in marks else named):
-            cause = f"NCCL_SOCKET_IFNAME={nccl} leaves no interface of this machine"
-            yield Fault("no-such-interface", cause, cure)
+    nccl = machine.environ.get("NCCL_SOCKET_IFNAME", "")
+    if not any(infiniband.is_chosen(name, nccl) for name in names):
+        cause = f"NCCL_SOCKET_IFNAME={nccl} leaves no interface of this machine"
+        yield Fault("no-such-interface", cause, cure)
 
 
 def check_infiniband(machine: Machine) -> Iterator[Fault]:
