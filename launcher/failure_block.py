@@ -90,12 +90,17 @@ def find_end(log: Path, strip: Callable[[str], str] = str) -> str:
 
     `strip` takes from a line what another program has put before it.
     """
-    with log.open("rb") as opened:
-        opened.seek(max(0, opened.seek(0, os.SEEK_END) - TAIL_BYTES))
-        text = opened.read().decode(errors="replace").replace("\r\n", "\n")
+    text = read_tail(log, TAIL_BYTES).replace("\r\n", "\n")
     rows = "\n".join(map(strip, _COLOURS.sub("", text).split("\n")))
     ends = [match["end"] or "" for match in _ENDS.finditer(rows)]
     return "\n".join(printable(row, LONGEST_ROW) for row in (ends or [""])[-1].split("\n"))
+
+
+def read_tail(file: Path, size: int) -> str:
+    """Return the end of a file, of so many bytes at most. Raises OSError."""
+    with file.open("rb") as opened:
+        opened.seek(max(0, opened.seek(0, os.SEEK_END) - size))
+        return opened.read().decode(errors="replace")
 
 
 def find_kept(folder: Path) -> str:

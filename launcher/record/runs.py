@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distributed.environment import DEFAULT_LOG_DIR
+from distributed.environment import DEFAULT_LOG_DIR, printable
 from distributed.errors import BAD_INPUT, REFUSED
-from launcher.failure_block import find_kept
+from launcher.failure_block import find_kept, read_tail
 from launcher.plan.typed import Typed
 from launcher.processes import ranks_of
 from launcher.record.run_json import ASKED, SHOWN, Record, read
@@ -100,7 +100,7 @@ def describe(runs: Sequence[Run]) -> str:
             run.state,
             f"since {date(run.since)}",
             f"step {run.record.step}" if run.record.step >= 0 else "",
-            progress(run),
+            printable(progress(run), LONGEST),
         )
         for run in runs
     ]
@@ -111,7 +111,7 @@ def describe(runs: Sequence[Run]) -> str:
 def progress(run: Run) -> str:
     """Return what ended a run, else its newest metrics, else the last line of node 0's output."""
     if cause := run.cause:
-        return _shown(cause)
+        return cause
     with contextlib.suppress(ValueError, AttributeError, OSError):
         values = json.loads(_last_line(run.folder / "metrics.jsonl"))
         newest = [
@@ -119,14 +119,14 @@ def progress(run: Run) -> str:
             for name, value in values.items()
             if type(value) in (int, float) and name not in ("step", "time")
         ]
-        return _shown("  ".join(newest))
+        return "  ".join(newest)
     logs = [run.folder / "node_0.log"]
     if run.record.state == "running":  # and node 0's log may be on its own disk alone
         logs += sorted(run.folder.glob("launcher_*.log"))
     for log in logs:
         with contextlib.suppress(OSError):
             if line := _last_line(log):
-                return _shown(line)
+                return line
     return ""
 
 
@@ -145,16 +145,8 @@ def goodput(record: Record, now: float) -> str:
 
 def _last_line(file: Path) -> str:
     """Return the last line with text on it, as far as the end of the file holds one."""
-    with file.open("rb") as opened:
-        opened.seek(max(0, opened.seek(0, os.SEEK_END) - TAIL_BYTES))
-        text = opened.read().decode(errors="replace")
-    lines = [line.strip() for line in text.splitlines()]
-    return next((line for line in reversed(lines) if line), "")
-
-
-def _shown(line: str) -> str:
-    """Return what fits on a terminal, and does it no harm."""
-    return "".join(c if c.isprintable() else "\ufffd" for c in line[:LONGEST])
+    lines = reversed(read_tail(file, TAIL_BYTES).splitlines())
+    return next(filter(None, map(str.strip, lines)), "")
 
 
 def date(seconds: float) -> str:
