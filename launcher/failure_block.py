@@ -23,7 +23,7 @@ from launcher.text import count, has_colour
 
 LONGEST_ROW = 1 << 20  # characters: a command can be long
 TAIL_BYTES = 1 << 20  # of a log, to find the block that ends it
-_COLOURS = re.compile(r"\x1b\[[\d;]*m")
+COLOURS = re.compile(r"\x1b\[[\d;]*m")
 # A block, a stopped line, or the first row of a plan: after that, another run begins.
 _ENDS = re.compile(
     r"^(?P<end>FAILED   .*\n(?:.*\n){1,99}?see      TROUBLESHOOTING.*"
@@ -91,7 +91,7 @@ def find_end(log: Path, strip: Callable[[str], str] = str) -> str:
     `strip` takes from a line what another program has put before it.
     """
     text = read_tail(log, TAIL_BYTES).replace("\r\n", "\n")
-    rows = "\n".join(map(strip, _COLOURS.sub("", text).split("\n")))
+    rows = "\n".join(map(strip, COLOURS.sub("", text).split("\n")))
     ends = [match["end"] or "" for match in _ENDS.finditer(rows)]
     return "\n".join(printable(row, LONGEST_ROW) for row in (ends or [""])[-1].split("\n"))
 

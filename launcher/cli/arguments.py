@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from distributed.job import job_id
 from launcher.cli.commands import COMMANDS, COMMON, TASKS, Command, Values
 from launcher.plan.typed import Typed, is_same
 from launcher.text import Environ, PlanError, did_you_mean
@@ -41,11 +42,10 @@ def parse(call: Call, words: Sequence[str], environ: Environ) -> Typed:
     In a task of a job array, its number takes the place of {task} in settings. Raises PlanError.
     """
     command = COMMANDS[call.command]
-    is_scheduled = command.is_batch or environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID")
     start = {name: getattr(call, name) for name in _SAME} | {"fanout": command.fanout}
     start |= {"activated": tuple(call.activated.split()), "usage": read_usage(call.file)}
     start |= command.fixed
-    values = _Reader(command, start, is_scheduled=bool(is_scheduled)).read(words)
+    values = _Reader(command, start, is_scheduled=command.is_batch or bool(job_id(environ))).read(words)
     if command.finish and values["fanout"] not in TASKS.values():
         command.finish(values, environ)
     _name_batch_script(values, call.file)

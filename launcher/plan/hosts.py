@@ -45,11 +45,6 @@ def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:
     return (NodePlan(name, nproc) for name in names)
 
 
-def split_list(text: str) -> list[str]:
-    """Return the words of a list with commas, but for those within brackets."""
-    return re.split(r",(?![^\[]*\])", text)
-
-
 def read_hostfile(file: Path) -> list[str]:
     """Return the words of a file of hosts: a node a line, or as Open MPI has it (`node1 slots=4`).
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from shutil import which
 
 from distributed.environment import DEFAULT_LOG_DIR, check_run_id, new_run_id, port_from_id
-from distributed.job import ask_scheduler, in_slurm_step, job_run_id
+from distributed.job import ask_scheduler, in_slurm_step, job_id, job_run_id
 from distributed.network import PROFILES
 from launcher.container import config_texts, read_container
 from launcher.fanout import job_command
@@ -143,7 +143,8 @@ def _find_hosts(typed: Typed, environ: Environ) -> Typed:
     if nodes != "job":
         if Path(nodes).is_file():
             return replace(typed, fanout=via, hostfile=nodes)
-        return replace(typed, fanout=via, node=hosts.split_list(nodes))
+        words = re.split(r",(?![^\[]*\])", nodes)  # not within brackets
+        return replace(typed, fanout=via, node=words)
     if environ.get("SLURM_JOB_ID"):
         return replace(typed, fanout="srun")
     if pbs.read_lines(environ):
@@ -178,9 +179,7 @@ def choose_fanout(typed: Typed, environ: Environ) -> str:
 
 def is_login_node(environ: Environ) -> bool:
     """Return whether a batch system answers here and this is outside its jobs."""
-    if environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID"):
-        return False
-    return any(
+    return not job_id(environ) and any(
         ask_scheduler(tool, limit_s=limits.LOGIN_NODE_S) is not None for tool in ("sinfo", "qstat")
     )
 

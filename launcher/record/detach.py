@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import shlex
 import signal
 import sys
@@ -20,12 +19,12 @@ from typing import TextIO
 
 from distributed.environment import DEFAULT_LOG_DIR
 from launcher import processes
+from launcher.failure_block import COLOURS
 from launcher.plan.plan import Plan
 from launcher.record import run_json, transcript
 from launcher.text import PlanError, print_row, short_host_name
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
@@ -98,7 +97,7 @@ def _leave_terminal(plan: Plan, log: Path, shown: _Copy, writer: int) -> None:
     os.close(null)
     os.close(fd)
     sys.stderr = shown.stream
-    print(_COLOURS.sub("", shown.getvalue()), end="", file=sys.stderr, flush=True)
+    print(COLOURS.sub("", shown.getvalue()), end="", file=sys.stderr, flush=True)
 
 
 class _Copy(io.StringIO):
