@@ -45,7 +45,8 @@ def parse(call: Call, words: Sequence[str], environ: Environ) -> Typed:
     start = {name: getattr(call, name) for name in _SAME} | {"fanout": command.fanout}
     start |= {"activated": tuple(call.activated.split()), "usage": read_usage(call.file)}
     start |= command.fixed
-    values = _Reader(command, start, is_scheduled=command.is_batch or bool(job_id(environ))).read(words)
+    is_scheduled = command.is_batch or bool(job_id(environ))
+    values = _Reader(command, start, is_scheduled=is_scheduled).read(words)
     if command.finish and values["fanout"] not in TASKS.values():
         command.finish(values, environ)
     _name_batch_script(values, call.file)

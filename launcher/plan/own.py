@@ -71,8 +71,7 @@ def find_own(environ: Environ, activated: Collection[str], begun: Collection[str
     signs = [sign for sign in OWN if environ.get(sign)]
     names = {name for sign in signs for name in OWN[sign]} & environ.keys()
     is_shell = any(f"{sign}={environ[sign]}" in begun for sign in signs)
-    job = environ.get("PBS_JOBID")
-    attributes = pbs.ask_qstat(job) if job and names else {}
+    attributes = pbs.ask_qstat(environ.get("PBS_JOBID", "")) if names else {}
     given = f",{attributes.get('Variable_List', '')},".replace("\\,", ",")
     chosen = {*activated, *asked_names(environ)}
     for name in names:

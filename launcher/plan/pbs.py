@@ -79,8 +79,9 @@ def count_ranks(
 
 @cache
 def ask_qstat(name: str, option: str = "-f") -> dict[str, str]:
-    """Return a job's attributes, or with -Qf a queue's; none where PBS does not answer."""
-    text = (ask_scheduler("qstat", option, name) or "").replace("\n\t", "")  # it folds what is long
+    """Return a job's attributes, or with -Qf a queue's; none of "", or where PBS is silent."""
+    answer = ask_scheduler("qstat", option, name) if name else None
+    text = (answer or "").replace("\n\t", "")  # it folds what is long
     return dict(line.strip().split(" = ", 1) for line in text.splitlines() if " = " in line)
 
 
@@ -98,7 +99,7 @@ def read_chunks(attributes: Mapping[str, str]) -> list[dict[str, str]]:
 def find_short_delay(grace_s: int, environ: Environ) -> str:
     """Return a line where PBS kills this job while its ranks may still save; empty: it does not."""
     queue, job = environ.get("PBS_QUEUE", ""), environ.get("PBS_JOBID", "")
-    attributes = ask_qstat(queue, "-Qf") if queue and job and ask_qstat(job) else {}
+    attributes = ask_qstat(queue, "-Qf") if ask_qstat(job) else {}
     default = "2" if is_torque(environ) else "10"  # by pbs_queue_attributes(7B) of each
     delay = attributes.get("kill_delay", default) if attributes else ""
     close_s = limits.STOP_CLOSE_S
@@ -119,7 +120,7 @@ def note_job(environ: MutableMapping[str, str]) -> list[str]:
     """
     environ.pop("LAUNCH_JOB", None)
     job = environ.get("PBS_JOBID", "")
-    attributes = ask_qstat(job) if job else {}
+    attributes = ask_qstat(job)
     # The second is Torque's.
     starts = attributes.get("run_count") or attributes.get("start_count") or ""
     if starts.isdecimal() and "ctime" in attributes:
