@@ -15,7 +15,7 @@ import json
 import sys
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -115,10 +115,9 @@ def _read(kind: Any, value: Any, where: str) -> Any:
 
 
 def _read_dataclass(kind: Any, value: Any, where: str) -> Any:
-    known = {field.name for field in fields(kind)}
-    if not isinstance(value, dict) or not value.keys() <= known:
-        raise MessageError(f"{where}: {value!r:.80} is no {kind.__name__}")
     hints = _hints(kind)
+    if not isinstance(value, dict) or not value.keys() <= hints.keys():
+        raise MessageError(f"{where}: {value!r:.80} is no {kind.__name__}")
     read = {name: _read(hints[name], item, f"{where}.{name}") for name, item in value.items()}
     try:
         return kind(**read)

@@ -104,14 +104,14 @@ def _nvidia_gpus(until: float) -> Iterator[Gpu]:
     """Yield the GPUs and, of one that is divided, its MIG instances instead."""
     columns = "index,uuid,ecc.errors.uncorrected.volatile.total,driver_version,mig.mode.current"
     try:
-        rows = list(_query("gpu", ",".join((columns, *FIELDS.values())), until))
+        rows = _query("gpu", ",".join((columns, *FIELDS.values())), until)
     except UnknownField:  # an old nvidia-smi: what each of them knows
-        rows = list(_query("gpu", columns, until))
+        rows = _query("gpu", columns, until)
     if not rows:
         return
     with ThreadPoolExecutor(1) as pool:  # two questions at once take the time of one
         linked = pool.submit(_nvlinks, until) if len(rows) > 1 else None
-        users = list(_query("compute-apps", "gpu_uuid,pid,process_name", until))
+        users = _query("compute-apps", "gpu_uuid,pid,process_name", until)
     nvlinks = linked.result() if linked else {}
     instances = _mig_instances(until) if any(row[4] == "Enabled" for row in rows) else {}
     for index, uuid, errors, driver, mode, *more in rows:
@@ -176,18 +176,18 @@ def _run(tool: str, words: Sequence[str], until: float) -> subprocess.CompletedP
         raise GpuError(f"{tool} gives no answer in {limits.NVIDIA_SMI_S:g} s") from error
 
 
-def _query(table: str, columns: str, until: float) -> Iterator[list[str]]:
+def _query(table: str, columns: str, until: float) -> list[list[str]]:
     words = [f"--query-{table}={columns}", "--format=csv,noheader,nounits"]
     result = _run("nvidia-smi", words, until)
     if result.returncode == 0:
-        for line in result.stdout.splitlines():
-            yield [cell.strip() for cell in line.split(",", columns.count(","))]
-        return
+        lines = (line.split(",", columns.count(",")) for line in result.stdout.splitlines())
+        return [[cell.strip() for cell in line] for line in lines]
     said = " ".join((result.stdout + result.stderr).split())
     if "is not a valid field to query" in said:
         raise UnknownField(f"nvidia-smi: {said}")
     if any(Path("/dev").glob("nvidia[0-9]*")):
         raise GpuError(f"nvidia-smi: {said}")
+    return []
 
 
 def _select(gpus: Sequence[Gpu], wanted: str) -> Iterator[Gpu]:
