@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from typing import Any
-from launcher.text import Environ, PlanError
 
+from launcher.text import Environ, PlanError
 
 
 def read_like_torchrun(values: dict[str, Any], environ: Environ) -> None:

@@ -126,9 +126,7 @@ def look(line: str) -> Sighting | None:
     ranks = [prefix.get(name) for name in _RANKS]
     ranks += [rank or task for rank, task in _RANK.findall(text)]
     number = next(filter(None, ranks), "")
-    return Sighting(
-        kind, fault, text.strip(), number and f"rank {number}", prefix.get("host", "")
-    )
+    return Sighting(kind, fault, text.strip(), number and f"rank {number}", prefix.get("host", ""))
 
 
 def find_refusals(file: Path) -> dict[str, str]:

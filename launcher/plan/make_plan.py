@@ -262,9 +262,7 @@ def _read_port(typed: Typed, environ: Environ, *, is_by_hand: bool) -> int | Non
 # --- the run ------------------------------------------------------------------------------------
 
 
-def choose_run_id(
-    typed: Typed, environ: Environ, log_dir: Path, *, is_namer: bool
-) -> str:
+def choose_run_id(typed: Typed, environ: Environ, log_dir: Path, *, is_namer: bool) -> str:
     """Return RUN_ID, else node rank 0's choice: after --rdzv-id, the launch in this job, or new."""
     run_id, name, job = environ.get("RUN_ID"), plain_run_id(typed.run_id or ""), job_run_id(environ)
     if not run_id and is_namer and name:

@@ -99,9 +99,7 @@ def read_begun() -> set[str]:
     return {*os.fsdecode(text).split("\0")}
 
 
-def ask_nodes(
-    names: Collection[str], plan: Plan, environ: Environ
-) -> dict[str, dict[str, str]]:
+def ask_nodes(names: Collection[str], plan: Plan, environ: Environ) -> dict[str, dict[str, str]]:
     """Return each node's own values by its name; this node's alone if pbsdsh does not answer."""
     hosts = list(dict.fromkeys(pbs.read_lines(environ)))
     by_host: dict[str, Mapping[str, str]] = {}

@@ -137,9 +137,7 @@ def _meet(
     return master_port.receive_others(listener, first, access, others, folder, wait), ()
 
 
-def _look_at_machine(
-    request: Request, environ: Environ, port: int, port_error: int
-) -> Machine:
+def _look_at_machine(request: Request, environ: Environ, port: int, port_error: int) -> Machine:
     try:
         gpus, gpu_error = visible_gpus(environ), ""
     except GpuError as error:

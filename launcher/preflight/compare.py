@@ -55,7 +55,9 @@ def differences(reports: Sequence[Report]) -> Iterator[Finding]:
         for name, cause in mismatches(first, report):
             yield Finding(report.host, Fault(name, cause, "make them the same"))
         # Where the master's name means that node itself, it has called at its own ports.
-        is_own = any(fault.name == "loopback-address" and not fault.warns for fault in report.faults)
+        is_own = any(
+            fault.name == "loopback-address" and not fault.warns for fault in report.faults
+        )
         if is_master_there and not is_own:
             yield from (Finding(report.host, fault) for fault in report.met)
 

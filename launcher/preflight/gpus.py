@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from launcher.text import Environ
-
 from launcher.wire import limits
 
 DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, of AMD, and of both under WSL
@@ -150,8 +149,9 @@ def _nvlinks(until: float) -> dict[str, int]:
 def _mig_instances(until: float) -> dict[str, list[str]]:
     """Return the UUIDs of the MIG instances of each GPU, by its own."""
     instances: dict[str, list[str]] = {}
+    gpu = ""
     for uuid in re.findall(r"\(UUID: (\S+)\)", _run("nvidia-smi", ["-L"], until).stdout):
-        if uuid.startswith("MIG-") and instances:
+        if uuid.startswith("MIG-") and gpu:
             instances[gpu].append(uuid)
         else:
             gpu = uuid

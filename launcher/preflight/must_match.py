@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from launcher.text import Environ
-
 from launcher.wire.messages import NodeReport
 
 ARGUMENTS = "the list of arguments"
@@ -35,9 +34,7 @@ def read_torch() -> dict[str, Any]:
     return {}
 
 
-def describe_program(
-    words: Sequence[str], task_file: str, environ: Environ
-) -> dict[str, str]:
+def describe_program(words: Sequence[str], task_file: str, environ: Environ) -> dict[str, str]:
     """Return by name what agents compare of the training script, its arguments and their files."""
     if environ.get("SKIP_PREFLIGHT"):  # the arguments may differ
         return hash_files([words[0], task_file], Path())

@@ -93,7 +93,9 @@ def read(folder: Path) -> Record | None:
         return None
     try:
         content = json.loads(text)
-        known = {field.name: content[field.name] for field in fields(Record) if field.name in content}
+        known = {
+            field.name: content[field.name] for field in fields(Record) if field.name in content
+        }
         return decode(Record, known)
     except (ValueError, TypeError):
         return Record()

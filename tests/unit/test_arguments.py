@@ -203,8 +203,7 @@ def test_the_agent_knows_which_options_of_launch_have_a_value() -> None:
         ("launch", ["--hosts", "n1,n2", "x"], {"hosts": "n1,n2", "rest": ("x",)}),
         (
             *("launch", ["--hosts=n1", "--nproc-per-node=gpu", "--via", "pdsh", "x"]),
-            {"hosts": "n1", "via": "pdsh", "nproc": "auto", "cpu_nproc": 0}
-            | {"rest": ("x",)},
+            {"hosts": "n1", "via": "pdsh", "nproc": "auto", "cpu_nproc": 0} | {"rest": ("x",)},
         ),
     ],
 )

@@ -19,7 +19,6 @@ from launcher.cli.arguments import Call
 from launcher.fanout import job_command
 from launcher.plan import make_plan, pbs, slurm
 from launcher.plan.plan import World
-from launcher.plan.typed import Typed
 from launcher.text import PlanError
 
 ROOT = Path(__file__).resolve().parents[2]
