@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from distributed.environment import port_from_id
 from launcher.handshake import open_port, read_access
@@ -25,29 +24,7 @@ from launcher.preflight.gpus import GpuError, visible_gpus
 from launcher.text import Environ, short_host_name
 from launcher.typed_json import encode, in_pieces, parse
 from launcher.wire.meeting import Wait
-from launcher.wire.messages import Fault, Member, NodeReport
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a node is asked to check: its part of the plan."""
-
-    run_id: str
-    num_nodes: int
-    node_rank: int
-    nproc: int | None  # None: one per GPU, else `cpu_nproc`
-    cpu_nproc: int  # 0: GPUs are needed
-    master_addr: str
-    port: int | None  # None: from the run id
-    words: Sequence[str]  # the training script and its arguments
-    directory: Path  # where relative paths begin
-    log_dir: Path
-    checkpoint_dir: Path | None
-    has_checks: bool = True  # False: only count the GPUs and choose the port
-    backend: str = "auto"
-    num_workers: int = 0  # processes of each rank that load data
-    meeting_size: int = 0  # nodes that meet at the port; 0: they do not
-    within_s: float = 7.0  # for all of them to have come
+from launcher.wire.messages import Fault, Member, NodeReport, Request
 
 
 @dataclass(frozen=True)
@@ -143,27 +120,14 @@ def _look_at_machine(request: Request, environ: Environ, port: int, port_error: 
     except GpuError as error:
         gpus, gpu_error = (), str(error)
     given = environ.get("SLURM_GPUS_ON_NODE", "")
-    words = request.words
-    is_path = bool(words) and words[0] not in ("-m", "--no-python")
-    writes = request.checkpoint_dir if request.node_rank == 0 else None  # rank 0 alone saves
-    folders = (request.log_dir, writes)
+    nproc = request.nproc or len(gpus) or int(given.isdecimal() and given) or request.cpu_nproc
     return Machine(
-        run_id=request.run_id,
-        nnodes=request.num_nodes,
-        node_rank=request.node_rank,
-        nproc=request.nproc or len(gpus) or int(given.isdecimal() and given) or request.cpu_nproc,
-        master_addr=request.master_addr,
-        port=port,
+        **vars(replace(request, nproc=nproc, port=port)),
         port_error=port_error,
-        script=request.directory / words[0] if is_path else None,
-        directories=tuple(request.directory / folder for folder in folders if folder is not None),
         gpus=gpus,
         gpu_error=gpu_error,
         environ=environ,
-        backend=request.backend,
         cpus=len(os.sched_getaffinity(0)),
-        waits=request.num_nodes > 1 and request.meeting_size == 0,
-        num_workers=request.num_workers,
         ports=tuple(infiniband.read_ports()),
         can_open_ports=infiniband.can_open_devices(),
     )

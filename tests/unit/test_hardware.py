@@ -144,7 +144,7 @@ def make_sysfs(folder: Path, ports: Mapping[str, Sequence[str]]) -> Path:
 
 
 def on_two_nodes(**changes: Any) -> Machine:
-    return make_machine(**{"nnodes": 2, "backend": "nccl", **changes})
+    return make_machine(**{"num_nodes": 2, "backend": "nccl", **changes})
 
 
 @pytest.mark.parametrize("one", FABRICS, ids=lambda one: one["machine"])
@@ -164,7 +164,7 @@ UP, DOWN = Port("mlx5_0", "1", "ACTIVE", "LinkUp"), Port("mlx5_1", "1", "DOWN", 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"nnodes": 1},
+        {"num_nodes": 1},
         {"backend": "gloo"},
         {"backend": "auto"},  # without GPUs that is gloo
         {"environ": {"NCCL_IB_DISABLE": "1"}},
