@@ -144,8 +144,7 @@ def gpus_of_nodes(partition: str) -> list[int]:
     nodes = read_sinfo(answer.stdout, of_default=not partition)
     if not nodes:
         where = f" in partition {partition}" if partition else " in the default partition"
-        cause = f"sinfo shows no GPUs{where}"
-        raise Refused("too-few-gpus", f"{cause}; choose another partition")
+        raise Refused("too-few-gpus", f"sinfo shows no GPUs{where}; choose another partition")
     return nodes
 
 

@@ -205,8 +205,11 @@ def show_stacks(run: Run, program: str) -> int:
             print(text.decode(errors="replace"), end="")
             return 0
     (run.folder / ASKED).unlink(missing_ok=True)
-    cause = f"the node agent of run {run.id} has not answered within {limits.STACKS_SHOW_S:g} s"
-    return _refuse(program, f"{cause}; see that it lives, and that this is its LOG_DIR")
+    return _refuse(
+        program,
+        f"the node agent of run {run.id} has not answered within {limits.STACKS_SHOW_S:g} s; "
+        "see that it lives, and that this is its LOG_DIR",
+    )
 
 
 def stop(run: Run, program: str, *, is_dry_run: bool = False) -> int:

@@ -63,8 +63,8 @@ def run(options: argparse.Namespace) -> int:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=own)
     store = default_store()
     test = Test(env, options, Barrier(store, "all", env.world_size))
-    ranks, nodes = count(env.world_size, "rank"), count(env.num_nodes, "node")
-    world = f"{ranks} on {nodes}, {dist.get_backend()}"
+    ranks = f"{count(env.world_size, 'rank')} on {count(env.num_nodes, 'node')}"
+    world = f"{ranks}, {dist.get_backend()}"
     try:
         number = measure_all(test)
         faults = [fault for fault, _ in test.findings.faults()]
@@ -94,8 +94,7 @@ def measure_all(test: Test) -> int:
     mine = Member(host, env.node_rank, env.local_rank, where, torch.__version__)
     test.gather_members(mine)
     members = test.findings.members
-    firsts = {member.node_rank: rank for rank, member in reversed([*enumerate(members)])}
-    nodes = [Node(members[firsts[node]].host, firsts[node]) for node in sorted(firsts)]
+    nodes = [Node(first.host, rank) for rank, first in enumerate(members) if not first.local_rank]
     test.findings.hosts = [node.host for node in nodes]
     if not is_basic and len(nodes) > 1:
         started = time.monotonic()
