@@ -94,7 +94,7 @@ def secret_variables(environ: Mapping[str, str], *, has_agents: bool) -> dict[st
 # --- the preflight ------------------------------------------------------------------------------
 
 
-def check_nodes(plan: Plan) -> tuple[Plan, list[Report], compare.Outcome] | None:
+def check_nodes(plan: Plan) -> tuple[Plan, list[Report], compare.Preflight] | None:
     """Check every node, again without ill ones as long as there are spares.
 
     Returns the plan, the reports by node rank, and what they say together; None where that refuses

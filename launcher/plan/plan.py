@@ -16,7 +16,7 @@ from distributed.errors import Refused
 from launcher.container import Container
 from launcher.plan.typed import Choices
 from launcher.preflight.check_node import Report, check_node
-from launcher.preflight.compare import Outcome
+from launcher.preflight.compare import Preflight
 from launcher.text import PlanError, count, print_row
 from launcher.wire import limits
 from launcher.wire.messages import Request
@@ -256,7 +256,7 @@ def print_commands(plan: Plan, paste_line: Callable[[str, str], str]) -> None:
 def print_plan(
     plan: Plan,
     node: Report | None,  # what node 0 or, where each node is started on its own, this one has told
-    outcome: Outcome | None,  # what the preflight found; None where it has not run
+    preflight: Preflight | None,  # what the preflight found; None where it has not run
     counts: Sequence[int],  # ranks of each node; empty where they are not known yet
     out: TextIO | None = None,  # None: stderr
 ) -> None:
@@ -276,7 +276,7 @@ def print_plan(
         print_row("wait", f"{plan.join_timeout_s:g} s at most for all to join", out)
     if plan.forwarded:
         print_row("variables", f"{' '.join(plan.forwarded)} go with it", out)
-    print_row("preflight", _preflight(plan, outcome), out)
+    print_row("preflight", _preflight(plan, preflight), out)
     if plan.engine and not plan.is_ours:
         return  # nobody writes a log
     logs = f"{plan.log_dir}/{plan.run_id or '<run id>'}/"
@@ -324,12 +324,12 @@ def _hosts(plan: Plan, node: Report | None) -> str:
     return f"{master} (master)  {plan.hosts or here}"
 
 
-def _preflight(plan: Plan, outcome: Outcome | None) -> str:
-    if plan.is_dry_run or outcome is None:
+def _preflight(plan: Plan, preflight: Preflight | None) -> str:
+    if plan.is_dry_run or preflight is None:
         return "not run (--dry-run)"
     if not plan.has_checks:
         return "not run (SKIP_PREFLIGHT)"
-    warnings = len(outcome.findings)
+    warnings = len(preflight.findings)
     verdict = count(warnings, "warning") if warnings else "ok"
-    checks = f"{count(outcome.num_checks, 'check')} on {count(outcome.num_nodes, 'node')}"
-    return f"{checks}: {verdict} in {outcome.seconds:.{2 if plan.nodes else 3}f} s"
+    checks = f"{count(preflight.num_checks, 'check')} on {count(preflight.num_nodes, 'node')}"
+    return f"{checks}: {verdict} in {preflight.seconds:.{2 if plan.nodes else 3}f} s"

@@ -23,7 +23,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Preflight:
     """What the preflight says of all nodes."""
 
     num_checks: int
@@ -32,7 +32,7 @@ class Outcome:
     seconds: float
 
 
-def judge(reports: Sequence[Report], seconds: float | None = None) -> Outcome:
+def judge(reports: Sequence[Report], seconds: float | None = None) -> Preflight:
     """Return all faults by node rank, and after them what differs between nodes."""
     by_rank = sorted(reports, key=lambda report: report.node_rank)
     findings = [Finding(report.host, fault) for report in by_rank for fault in report.faults]
@@ -41,7 +41,7 @@ def judge(reports: Sequence[Report], seconds: float | None = None) -> Outcome:
         findings += differences(by_rank)
         num_checks += COMPARED + len(set.intersection(*({*report.done} for report in by_rank[1:])))
     took = max(report.seconds for report in reports) if seconds is None else seconds
-    return Outcome(num_checks, findings, len(by_rank), took)
+    return Preflight(num_checks, findings, len(by_rank), took)
 
 
 def differences(reports: Sequence[Report]) -> Iterator[Finding]:
@@ -62,13 +62,13 @@ def differences(reports: Sequence[Report]) -> Iterator[Finding]:
             yield from (Finding(report.host, fault) for fault in report.met)
 
 
-def print_findings(outcome: Outcome, program: str, *, is_strict: bool, out: TextIO) -> bool:
+def print_findings(preflight: Preflight, program: str, *, is_strict: bool, out: TextIO) -> bool:
     """Print one line for each fault; returns whether one refuses the start.
 
     With `is_strict`, every warning refuses it.
     """
-    refusing = [finding for finding in outcome.findings if is_strict or not finding.fault.warns]
-    for finding in outcome.findings:
+    refusing = [finding for finding in preflight.findings if is_strict or not finding.fault.warns]
+    for finding in preflight.findings:
         fault, kind = finding.fault, "" if finding in refusing else "warning: "
         line = f"{program}: {kind}{finding.host}: {fault.cause}; {fault.cure} [{fault.name}]"
         print(line, file=out, flush=True)
