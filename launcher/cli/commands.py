@@ -93,7 +93,7 @@ def _pass_to_test(values: Values, _environ: Environ) -> None:
     if test not in ("", "basic", "all"):
         raise PlanError(f"--test is {test!r}; give basic or all")
     words = ["--test", test] if test else []
-    words += ["--json", str(Path(values["directory"], file))] if file else []
+    words += ["--json", str(values["here"] / file)] if file else []
     values["rest"] = (*values.pop("passed", ()), *words, *values.get("rest", ()))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class Typed(Choices):
 
     fanout: str  # a module of launcher/fanout/, auto (what this place allows), or another task:
     # check (the config), submit, status, stop, stacks, help, version
-    directory: str = ""  # where it was typed, by the name that the shell has for it
+    here: Path = field(default_factory=Path.cwd)  # where, by the name that the shell has for it
     typed: Sequence[str] = ()  # every word of the command line
     config: str | None = None
     nproc: str | None = None
@@ -70,7 +70,3 @@ class Typed(Choices):
     wait: bool = False  # submit: for the job's end
     usage: str = ""  # of the script, in one line
     rest: Sequence[str] = ()  # what followed `--`
-
-    @property
-    def here(self) -> Path:
-        return Path(self.directory or Path.cwd())

@@ -147,7 +147,7 @@ def read_reports(lines: Iterable[str]) -> list[Report]:
     pieces: dict[str, str] = {}
     for line in lines:
         if line.startswith("node="):
-            node_rank, _, piece = line.removeprefix("node=").rstrip("\n").partition(" ")
+            node_rank, _, piece = line.removeprefix("node=").partition(" ")
             pieces[node_rank] = pieces.get(node_rank, "") + piece
     reports = [parse(Report, text) for text in pieces.values()]
     return sorted(reports, key=lambda report: report.node_rank)

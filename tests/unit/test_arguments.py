@@ -19,7 +19,7 @@ from launcher.text import PlanError
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {file.stem: file for file in ROOT.glob("scripts/**/*.sh") if file.parent.name != "lib"}
-LEFT = ("typed", "usage", "program", "directory", "python", "batch_script")  # tested by themselves
+LEFT = ("typed", "usage", "program", "here", "python", "batch_script")  # tested by themselves
 CPUS = os.sysconf("SC_NPROCESSORS_ONLN")
 
 

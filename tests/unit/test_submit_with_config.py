@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from launcher.plan.submit_with_config import (
@@ -91,7 +93,7 @@ def test_other_options_of_sbatch_are_passed_on(
 ) -> None:
     monkeypatch.setattr("launcher.plan.submit_with_config.refusal", lambda words: "")
     passed = ("--mail-user", "me@here", "--constraint", "a100&ib")
-    typed = Typed("submit", directory="/home/own", passed=passed, is_dry_run=True)  # behind a link
+    typed = Typed("submit", here=Path("/home/own"), passed=passed, is_dry_run=True)  # behind a link
     own = {"config": "c.yaml", "prepare": "", "partition": "gpu"}
     assert submit_all(typed, own, Size(1, 2, is_exclusive=False), ["x.sh"], chain="") == 0
     told = "--partition=gpu --chdir=/home/own --mail-user=me@here '--constraint=a100&ib' x.sh"
