@@ -91,22 +91,22 @@ def read(file: Path) -> list[Sighting]:
     """Return what a log says of a failure, from its start on: of lines that differ in numbers
     alone, the first. Raises OSError.
     """
-    text = file.read_bytes()
-    rows = text.replace(b"\r", b"\n")  # a bar's states are lines of their own
-    lines, shapes = rows.split(b"\n"), rows.translate(None, _DIGITS).split(b"\n")
-    last = len(lines) - 1
-    first = dict(zip(reversed(shapes), range(last, -1, -1), strict=True))  # of each shape
+    rows = enumerate(file.read_bytes().split(b"\n"), 1)
+    lines = [(row, line) for row, text in rows for line in text.split(b"\r")]  # a bar's states
+    shapes: set[bytes] = set()
     sightings: list[Sighting] = []
     first_seen = None
-    at, number = 0, 0
-    for shape, index in sorted(first.items(), key=lambda item: item[1]):
+    for index, (row, text) in enumerate(lines):
+        shape = text.translate(None, _DIGITS)
+        if shape in shapes:
+            continue
+        shapes.add(shape)
         if not (shape.endswith(b"]") or HINT.search(shape)):
             continue
-        line = lines[index][:LONGEST].decode(errors="replace")
+        line = text[:LONGEST].decode(errors="replace")
         if (seen := look(line)) is not None:
-            at, number = at + sum(len(one) + 1 for one in lines[number:index]), index
-            above = b"\n".join(lines[max(0, index - ABOVE) : index]).decode(errors="replace")
-            row = text.count(b"\n", 0, at) + 1
+            before = b"\n".join(text for _, text in lines[max(0, index - ABOVE) : index])
+            above = before.decode(errors="replace")
             sightings.append(replace(seen, file=file, line=row, frames=_frames(above, line)))
             first_seen = first_seen or _FIRST.search(f"{above}\n{line}")
     return _with_first(sightings, first_seen) if first_seen else sightings
@@ -144,10 +144,8 @@ def find_ranks(cause: Sighting, files: Sequence[Path]) -> list[int]:
     shape = shape_of(cause.text)
     ranks: set[int] = set()
     for file in files:
-        rows = file.read_bytes().replace(b"\r", b"\n")
-        shapes = rows.translate(None, _DIGITS).split(b"\n")
-        for line, about in zip(rows.split(b"\n"), shapes, strict=True):
-            if shape.encode() not in about:
+        for line in re.split(b"[\r\n]", file.read_bytes()):
+            if shape.encode() not in line.translate(None, _DIGITS):
                 continue
             prefix, text = split(line[:LONGEST].decode(errors="replace"))
             if shape_of(text) == shape:
