@@ -133,9 +133,9 @@ def find_refusals(file: Path) -> dict[str, str]:
     """Return the lines of a log with which our programs refused a start, each with its fault's
     name. Raises OSError.
     """
-    rows = [line for line in file.read_bytes().split(b"\n") if line.endswith((b"]", b"]\r"))]
-    lines = [split(row.decode(errors="replace").rstrip())[1] for row in rows]
-    lines = [line for line in lines if _PROGRAM.match(line) and not _EXCEPTION.match(line)]
+    rows = map(bytes.rstrip, file.read_bytes().split(b"\n"))
+    lines = (split(row.decode(errors="replace"))[1] for row in rows if row.endswith(b"]"))
+    lines = (line for line in lines if _PROGRAM.match(line) and not _EXCEPTION.match(line))
     return {line: fault for line in lines if (fault := own_fault(line))}
 
 
