@@ -45,9 +45,9 @@ def run(typed: Typed, environ: Environ) -> int:
     """Submit the training; returns the exit code: with --wait, the job's."""
     own, settings = take_own_settings(typed, environ)
     gpus = read_number("num_gpus_train", own["num_gpus_train"], 1, MOST_GPUS)
-    partition = own.get("partition") or environ.get("SBATCH_PARTITION", "")
+    partition = own["partition"] or environ.get("SBATCH_PARTITION", "")
     size = choose_size(gpus, gpus_of_nodes(partition))
-    nodelist = own.get("nodelist", "")
+    nodelist = own["nodelist"]
     if size.num_nodes == 1 and len(hostlist.expand(nodelist or "any")) > 1:
         warn(
             f"{typed.program}: warning: {count(gpus, 'GPU')} fit on one node; "
@@ -70,7 +70,7 @@ def run(typed: Typed, environ: Environ) -> int:
     job = [f"--nodes={size.num_nodes}", f"--gpus-per-node={size.gpus}"]
     job += [f"--nodelist={nodelist}"] if nodelist else []
     job += ["--exclusive"] if size.is_exclusive else []
-    job += [f"--{name.replace('_', '-')}={own[name]}" for name in PER_GPU if own.get(name)]
+    job += [f"--{name.replace('_', '-')}={own[name]}" for name in PER_GPU if own[name]]
     job += [resolve_script(f"scripts/slurm/{name}"), plan.config or "-", *settings]
     job += ["--", *typed.rest] if typed.rest else []
     if not typed.is_dry_run:
@@ -82,11 +82,11 @@ def run(typed: Typed, environ: Environ) -> int:
 
 
 def take_own_settings(typed: Typed, environ: Environ) -> tuple[dict[str, str], list[str]]:
-    """Return the settings of this script by name, and those of the training.
+    """Return the settings of this script by name, "" if not given, and those of the training.
 
     Raises PlanError where one is unknown or missing.
     """
-    own: dict[str, str] = {}
+    own = dict.fromkeys(OWN, "")
     others = []
     for setting in typed.setting:
         name, _, value = setting.partition("=")
@@ -98,18 +98,18 @@ def take_own_settings(typed: Typed, environ: Environ) -> tuple[dict[str, str], l
             raise PlanError(f"unknown setting {name!r}; {did_you_mean(name, OWN)}{known}")
         others.append(setting)
     for name in ("num_gpus_train", "config"):
-        if not own.get(name):
+        if not own[name]:
             raise PlanError(f"no {name}; usage: {typed.usage}")
-    read_number("num_gpus", own.get("num_gpus") or "0", 0, MOST_GPUS)
-    if read_number("chain", own.get("chain") or "1", 1, MOST_JOBS) > 1 and typed.wait:
+    read_number("num_gpus", own["num_gpus"] or "0", 0, MOST_GPUS)
+    if read_number("chain", own["chain"] or "1", 1, MOST_JOBS) > 1 and typed.wait:
         raise PlanError("--wait follows one job, and chain asks for several; omit one")
     return own, others
 
 
 def choose_preparation(own: Mapping[str, str], by_config: str, program: str) -> str:
     """Return the script that prepares the training: as typed, or as the config names it; or ""."""
-    script = own.get("prepare") or by_config
-    if int(own.get("num_gpus") or 0) and not script:
+    script = own["prepare"] or by_config
+    if int(own["num_gpus"] or 0) and not script:
         warn(
             f"{program}: warning: num_gpus is for a script that prepares the training, and nothing "
             "names one; give prepare=SCRIPT, or the config's prepare; only the training is "
@@ -169,7 +169,7 @@ def submit_all(
     In a chain, each job starts after the one before, and resumes its run. The job that ends the run
     cancels the rest, which it finds by their name, `chain` (slurm.end_chain).
     """
-    common = [f"--{name}={own[name]}" for name in SBATCH_OPTIONS if own.get(name)]
+    common = [f"--{name}={own[name]}" for name in SBATCH_OPTIONS if own[name]]
     common += [f"--chdir={typed.here}"] if typed.here != Path.cwd() else []  # behind a link
     common += map("=".join, zip(typed.passed[::2], typed.passed[1::2], strict=True))
     if not typed.is_dry_run and (cause := refusal([*common, *job])):
@@ -179,13 +179,13 @@ def submit_all(
             "see sinfo, and ask for what there is"
         )
         return REFUSED
-    after = own.get("dependency", "")
+    after = own["dependency"]
     if own["prepare"]:
-        first = ["--nodes=1", f"--gpus-per-node={own.get('num_gpus') or 0}"]
+        first = ["--nodes=1", f"--gpus-per-node={own['num_gpus'] or 0}"]
         first += ["--output=logs/slurm-%j.out", *([f"--dependency={after}"] if after else [])]
         first += [own["prepare"], own["config"]]
         after = f"afterok:{submit([*common, *first], is_dry_run=typed.is_dry_run)[0]}"
-    if (number := int(own.get("chain") or 1)) > 1:
+    if (number := int(own["chain"] or 1)) > 1:
         common += ["--no-requeue", f"--job-name={chain}"]
         common += [f"--export=ALL,RUN_ID={chain},CHAIN={chain}"]
         for _ in range(number):
