@@ -19,7 +19,6 @@ from launcher.text import Environ, PlanError, did_you_mean
 
 ROOT = Path(__file__).parents[2]
 _SETTING = re.compile(r"[A-Za-z_+~][A-Za-z0-9_.+-]*=")
-_SAME = ("program", "python", "site")  # in a Call and in Typed
 _COPIES = ("slurm_script", ".SC")  # of a batch script: how SLURM and PBS name theirs
 
 
@@ -42,10 +41,16 @@ def parse(call: Call, words: Sequence[str], environ: Environ) -> Typed:
     In a task of a job array, its number takes the place of {task} in settings. Raises PlanError.
     """
     command = COMMANDS[call.command]
-    start = {name: getattr(call, name) for name in _SAME} | {"fanout": command.fanout}
-    start |= {"activated": tuple(call.activated.split()), "usage": read_usage(call.file)}
-    start["here"] = Path(call.directory)
-    start |= command.fixed
+    start: Values = {
+        "program": call.program,
+        "python": call.python,
+        "site": call.site,
+        "activated": tuple(call.activated.split()),
+        "here": Path(call.directory),
+        "usage": read_usage(call.file),
+        "fanout": command.fanout,
+        **command.fixed,
+    }
     is_scheduled = command.is_batch or bool(job_id(environ))
     values = _Reader(command, start, is_scheduled=is_scheduled).read(words)
     if command.finish and values["fanout"] not in TASKS.values():

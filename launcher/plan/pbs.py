@@ -187,8 +187,11 @@ def _one_node(environ: Environ) -> dict[str, str]:
 def _this_job(environ: Environ) -> dict[str, str]:
     """Return what qstat tells of this job, and by qsub's options what it was submitted with."""
     attributes = ask_qstat(environ["PBS_JOBID"])
-    options = {option: attributes[name] for option, name in _REPEATED.items() if name in attributes}
-    options = {option: value for option, value in options.items() if value not in _DEFAULTS}
+    options = {
+        option: attributes[name]
+        for option, name in _REPEATED.items()
+        if name in attributes and attributes[name] not in _DEFAULTS
+    }
     if folder := os.path.dirname(attributes.get("Output_Path", "").partition(":")[2]):
         options["-o"] = f"{folder}/".removeprefix(f"{os.getcwd()}/")
     if queue := environ.get("PBS_O_QUEUE"):  # where it was submitted, which may have routed it

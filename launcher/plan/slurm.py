@@ -30,8 +30,8 @@ def read_job(environ: Environ, script: str, asked: int | None) -> World:
     """
     names = ("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST")
     if missing := [name for name in names if not environ.get(name)]:
-        there = [name for name in names if name not in missing]
-        why = f": {there[0]} is set, but not {missing[0]}" if there else ""
+        there = next(filter(environ.get, names), "")
+        why = f": {there} is set, but not {missing[0]}" if there else ""
         raise PlanError(f"this is not a SLURM job{why}; use sbatch {script}, or salloc first")
     num_nodes = read_number("SLURM_JOB_NUM_NODES", environ["SLURM_JOB_NUM_NODES"], 1, 100_000)
     if in_slurm_step(environ):
@@ -172,10 +172,13 @@ def job_command(environ: Environ, script: str | None, typed: Sequence[str]) -> l
 
 def step_command(environ: Environ, typed: Sequence[str]) -> list[str]:
     """Return the command that runs what was typed in a step of the same size."""
-    given = {"nodes": "STEP_NUM_NODES", "ntasks": "STEP_NUM_TASKS", "gpus-per-node": "GPUS_ON_NODE"}
-    sizes = {option: environ.get(f"SLURM_{name}") for option, name in given.items()}
-    options = [f"--{option}={size}" for option, size in sizes.items() if size]
-    return ["srun", *options, *typed]
+    sizes = {
+        "nodes": "SLURM_STEP_NUM_NODES",
+        "ntasks": "SLURM_STEP_NUM_TASKS",
+        "gpus-per-node": "SLURM_GPUS_ON_NODE",
+    }
+    given = [f"--{size}={environ[name]}" for size, name in sizes.items() if environ.get(name)]
+    return ["srun", *given, *typed]
 
 
 def end_chain(code: int, environ: Environ) -> None:
