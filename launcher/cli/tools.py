@@ -14,7 +14,7 @@ from pathlib import Path
 from distributed.errors import BAD_INPUT
 from launcher.text import did_you_mean, warn
 
-CHECKPOINT = {"ls": ("DIR",), "verify": ("DIR",), "export": ("DIR", "FILE"), "hash": ("DIR",)}
+CHECKPOINT = {"ls": "DIR", "verify": "DIR", "export": "DIR FILE", "hash": "DIR"}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -37,10 +37,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def refuse(words: Sequence[str]) -> str:
     """Return why these are no words for scripts/checkpoint.sh; empty if they are."""
-    commands = ", ".join(" ".join([name, *needs]) for name, needs in CHECKPOINT.items())
+    commands = ", ".join(map(" ".join, CHECKPOINT.items()))
     name, *given = words or [""]
     if name not in CHECKPOINT:
         return f"unknown command {name!r}; {did_you_mean(name, CHECKPOINT)}it can be {commands}"
-    if len(given) != len(CHECKPOINT[name]):
-        return f"{name} takes {' '.join(CHECKPOINT[name])}, not {' '.join(given) or 'nothing'}"
+    if len(given) != len(CHECKPOINT[name].split()):
+        return f"{name} takes {CHECKPOINT[name]}, not {' '.join(given) or 'nothing'}"
     return ""
