@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -66,37 +66,33 @@ def measure(
     me: int,
     barrier: Barrier,
     seconds: float,
-) -> list[Link]:
-    """Return the links from this node, round by round; one rank of each node calls it.
+) -> Iterator[Link]:
+    """Yield the links from this node, round by round; one rank of each node calls it.
 
     Raises StuckError where a transfer does not end.
     """
-    links: list[Link] = []
     for pairs in plan:
         for pair in pairs:
             if me in pair:
-                links += _measure_pair(nodes, pair, me, barrier, seconds)
+                yield from _measure_pair(nodes, pair, me, barrier, seconds)
         barrier.wait_for_all("a round of pairs", 2 * limits.TRANSFER_S + seconds)
-    return links
 
 
 def _measure_pair(
     nodes: Sequence[Node], pair: Pair, me: int, barrier: Barrier, seconds: float
-) -> list[Link]:
-    """Measure both directions, one after the other; returns the one from this node."""
-    links = []
+) -> Iterator[Link]:
+    """Measure both directions, one after the other; yields the one from this node."""
     for source, target in (pair, pair[::-1]):
         peer = nodes[target if me == source else source]
         try:
             if me == source:
-                links.append(Link(source, target, *_send(peer.rank, seconds / 2)))
+                yield Link(source, target, *_send(peer.rank, seconds / 2))
             else:
                 _receive(peer.rank)
         except RuntimeError as error:
             names = f"{nodes[source].host} to {nodes[target].host}"
             fault = f"nothing came from {names} within {limits.TRANSFER_S:g} s [slow-link]"
             raise barrier.give_up(fault) from error
-    return links
 
 
 def _send(peer: int, seconds: float) -> tuple[float, float]:

@@ -150,7 +150,7 @@ def links_together(
     seconds /= 2 if test.options.quick else 1
     own_links: list[Link] = []
     if (me := numbers.get(test.env.rank)) is not None:
-        own_links = links.measure(nodes, rounds, me, leaders, seconds)
+        own_links = [*links.measure(nodes, rounds, me, leaders, seconds)]
     test.barrier.wait_for_all("the links", limits.SELFTEST_S + 2 * limits.TRANSFER_S * len(rounds))
     rows = gather_json([typed_json.encode(link) for link in own_links])
     return [typed_json.parse(Link, text) for row in rows for text in row]
