@@ -128,32 +128,27 @@ def measure_all(test: Test) -> int:
 
 
 def measure_links(test: Test, nodes: Sequence[Node]) -> None:
-    """Measure every pair of nodes, and those that seem slow again, with nothing beside them."""
+    """Measure every pair of nodes, and those that seem slow again, with nothing beside them.
+
+    All ranks call it.
+    """
     leaders = Barrier(default_store(), "leaders", len(nodes))
+    me = {node.rank: number for number, node in enumerate(nodes)}.get(test.env.rank)
+    # A round is shorter where there are many, so that all end soon.
+    seconds = max(limits.LEAST_ROUND_S, limits.ROUND_S * min(1.0, 3 / (len(nodes) - 1)))
+    seconds /= 2 if test.options.quick else 1
 
     def measure(rounds: Sequence[Sequence[Pair]]) -> dict[Pair, float]:
-        measured = links_together(test, nodes, leaders, rounds)
+        mine = [] if me is None else [*links.measure(nodes, rounds, me, leaders, seconds)]
+        limit_s = limits.SELFTEST_S + 2 * limits.TRANSFER_S * len(rounds)
+        test.barrier.wait_for_all("the links", limit_s)
+        rows = gather_json([typed_json.encode(link) for link in mine])
+        measured = [typed_json.parse(Link, text) for row in rows for text in row]
         test.findings.latencies |= {(link.source, link.target): link.latency for link in measured}
         return {(link.source, link.target): link.bandwidth for link in measured}
 
     judged = judge.find_slow_links(measure, links.rounds(len(nodes)))
     test.findings.links, test.findings.slow_nodes, test.findings.slow_pairs = judged
-
-
-def links_together(
-    test: Test, nodes: Sequence[Node], leaders: Barrier, rounds: Sequence[Sequence[Pair]]
-) -> list[Link]:
-    """Return the links of some pairs, round by round; all ranks call it."""
-    numbers = {node.rank: number for number, node in enumerate(nodes)}
-    # A round is shorter where there are many, so that all end soon.
-    seconds = max(limits.LEAST_ROUND_S, limits.ROUND_S * min(1.0, 3 / (len(nodes) - 1)))
-    seconds /= 2 if test.options.quick else 1
-    own_links: list[Link] = []
-    if (me := numbers.get(test.env.rank)) is not None:
-        own_links = [*links.measure(nodes, rounds, me, leaders, seconds)]
-    test.barrier.wait_for_all("the links", limits.SELFTEST_S + 2 * limits.TRANSFER_S * len(rounds))
-    rows = gather_json([typed_json.encode(link) for link in own_links])
-    return [typed_json.parse(Link, text) for row in rows for text in row]
 
 
 def compute_together(test: Test, ranks: Collection[int]) -> dict[int, float]:
