@@ -25,16 +25,15 @@ _LONGEST = 300  # characters of a cause
 _PASSED_ON = re.compile(r"\S+ Caught \w+ (in .+)\.\nOriginal Traceback(?:.*\n)*  .*\n(?P<own>\S.*)")
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '(\w+)'")
 _PACKAGES = {"cv2": "opencv-python", "PIL": "pillow", "sklearn": "scikit-learn", "yaml": "PyYAML"}
-_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-_MEANING = {
-    126: "the command could not be executed",
-    127: "the command was not found",
-    128 + signal.SIGKILL: "SIGKILL, from outside this run (no out-of-memory kill on this node)",
-    128 + signal.SIGSEGV: "SIGSEGV: a crash in native code; the stack is in the log",
-    128 + signal.SIGABRT: "SIGABRT: native code gave up; its last message is in the log",
-    128 + signal.SIGBUS: "SIGBUS: often a full /dev/shm",
-    128 + signal.SIGTERM: "SIGTERM, from outside this run",
-    128 + signal.SIGINT: "SIGINT",
+_CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE")
+_MEANING = {  # of an exit code, or a signal
+    "126": "the command could not be executed",
+    "127": "the command was not found",
+    "SIGKILL": "SIGKILL, from outside this run (no out-of-memory kill on this node)",
+    "SIGSEGV": "SIGSEGV: a crash in native code; the stack is in the log",
+    "SIGABRT": "SIGABRT: native code gave up; its last message is in the log",
+    "SIGBUS": "SIGBUS: often a full /dev/shm",
+    "SIGTERM": "SIGTERM, from outside this run",
 }
 
 
@@ -117,12 +116,13 @@ def is_peer_lost(message: str) -> bool:
 
 def explain(code: int, *, out_of_memory: bool = False) -> tuple[str, str]:
     """Return fault and cause of an exit code without an error file."""
-    if code == 128 + signal.SIGKILL and out_of_memory:
+    name = signal_name(code)
+    if name == "SIGKILL" and out_of_memory:
         return "out-of-memory", "SIGKILL by the kernel: this node's memory limit was reached"
-    unknown = signal_name(code) or f"exited with code {code} without an exception"
-    fault = "rank-killed" if code == 128 + signal.SIGKILL else "rank-error"
-    fault = "rank-crashed" if code - 128 in _CRASHES else fault
-    return fault, _MEANING.get(code, unknown)
+    unknown = name or f"exited with code {code} without an exception"
+    fault = "rank-killed" if name == "SIGKILL" else "rank-error"
+    fault = "rank-crashed" if name in _CRASHES else fault
+    return fault, _MEANING.get(name or str(code), unknown)
 
 
 def signal_name(code: int) -> str:
