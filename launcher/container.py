@@ -185,11 +185,10 @@ def _enroot(container: Container, command: Sequence[str]) -> list[str]:
 # Each node looks for its devices. podman in the background would be stopped for reading a terminal.
 _NETWORK = 'if [ -e /dev/infiniband ]; then set -- --device=/dev/infiniband "$@"; fi'
 _GPUS = 'if [ -e /dev/nvidiactl ]; then set -- --device=nvidia.com/gpu=all "$@"; fi'
-_RUN_PODMAN = 'if [ -t 0 ]; then exec </dev/null; fi; LAUNCH_CLIENT=$$ exec podman run "$@"'
-_OPTIONS = (
-    *("--rm", "--pull=never", "--read-only", "--interactive"),
-    *("--env-host", "--entrypoint=", "--log-driver=none"),
-    *("--network=host", "--pid=host", "--ipc=host", "--uts=host", "--security-opt=label=disable"),
+_RUN_PODMAN = (
+    "if [ -t 0 ]; then exec </dev/null; fi; LAUNCH_CLIENT=$$ exec podman run --rm --pull=never"
+    " --read-only --interactive --env-host --entrypoint= --log-driver=none --network=host"
+    ' --pid=host --ipc=host --uts=host --security-opt=label=disable "$@"'
 )
 
 
@@ -200,7 +199,7 @@ def _podman(container: Container, command: Sequence[str]) -> list[str]:
     to wait for.
     """
     start = [_NETWORK, *([_GPUS] if container.has_gpus else []), _RUN_PODMAN]
-    words = ["sh", "-c", "; ".join(start), "podman", *_OPTIONS, f"--workdir={container.directory}"]
+    words = ["sh", "-c", "; ".join(start), "podman", f"--workdir={container.directory}"]
     if os.geteuid() != 0:
         words.append("--userns=keep-id")
     words += [f"--volume={folder}:{folder}" for folder in container.binds]
