@@ -164,7 +164,7 @@ COMMANDS = {
     "launch_multinode": Command(
         "ssh",
         _NODES,
-        {**_HOSTFILE, **_options("--use-env", has_value=False)},
+        {**_HOSTFILE, **_options("--use-env", "passed", has_value=False)},
         {"engine": "torch.distributed.launch"},
     ),
     "launch_pdsh_multinode": Command("pdsh", _NODES, _HOSTFILE),

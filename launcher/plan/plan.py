@@ -168,14 +168,13 @@ class Plan(World, Choices, ConfigFacts):
         if node_rank is not None or self.has_named_master:
             command += ["--master-addr", self.master_addr]
         command += ["--nproc-per-node", str(nproc), "--master-port", str(port)]
-        if self.engine:
-            return [*command, *(["--use-env"] if self.use_env else []), *self.words]
-        command += ["--rdzv-conf", f"join_timeout={self.join_timeout_s:g}"]
-        command += ["--log-dir", str(self.log_dir)]
-        if self.run_id:
-            command += ["--rdzv-id", self.run_id]
-        if self.max_restarts:
-            command += ["--max-restarts", str(self.max_restarts)]
+        if not self.engine:
+            command += ["--rdzv-conf", f"join_timeout={self.join_timeout_s:g}"]
+            command += ["--log-dir", str(self.log_dir)]
+            if self.run_id:
+                command += ["--rdzv-id", self.run_id]
+            if self.max_restarts:
+                command += ["--max-restarts", str(self.max_restarts)]
         return [*command, *self.passed, *self.words]
 
     @property

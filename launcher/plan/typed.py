@@ -22,9 +22,8 @@ class Choices:
     python: str = sys.executable  # of the nodes; in the container, where there is one
     activated: Sequence[str] = ()  # names of those that SITE, VENV, CONDA_ENV and MODULES changed
     site: str = ""  # the file with the cluster's settings, and which variables it sets
-    passed: Sequence[str] = ()  # more options of the node agent
+    passed: Sequence[str] = ()  # more options of the node agent, or of torch.distributed.launch
     cpu_nproc: int = 1  # ranks per node where `nproc` is None and there is no GPU
-    use_env: bool = False  # torch.distributed.launch's option
     is_dry_run: bool = False
     is_strict: bool = False
     is_detached: bool = False
