@@ -190,7 +190,7 @@ def read_world(typed: Typed, environ: Environ, fanout: str) -> World:
         mpi.refuse_copies(environ)
     nproc = read_nproc("the number of processes", _first(typed.nproc, environ, "NPROC_PER_NODE"))
     if fanout == "job_command":
-        return job_command.read_script(ROOT / str(typed.batch_script), nproc)
+        return job_command.read_script(ROOT / typed.batch_script, nproc)
     if fanout == "srun":
         return slurm.read_job(environ, (*typed.typed, typed.program)[0], nproc)
     if fanout in ("ssh", "pdsh"):

@@ -11,9 +11,7 @@ NAMES = ("SPARES", "MIN_NODES")
 FANOUTS = ("ssh", "srun")  # that outlive the loss of a node
 
 
-def keep_back(
-    world: World, environ: Environ, fanout: str, engine: str | None, max_restarts: int
-) -> World:
+def keep_back(world: World, environ: Environ, fanout: str, engine: str, max_restarts: int) -> World:
     """Return the nodes with the last of them as spares.
 
     Raises PlanError where the numbers cannot mean a run, or this launcher cannot replace a node.

@@ -56,9 +56,9 @@ class Typed(Choices):
     run_id: str | None = None
     log_dir: str | None = None
     max_restarts: str | None = None
-    engine: str | None = None
-    module: str | None = None  # run in place of a training script
-    batch_script: str | None = None  # of SLURM or PBS, as one submits it
+    engine: str = ""  # what starts the ranks in place of the node agent
+    module: str = ""  # run in place of a training script
+    batch_script: str = ""  # of SLURM or PBS, as one submits it
     node: Sequence[str] = ()  # NODE, NODE:NPROC or a list
     setting: Sequence[str] = ()  # key=value
     like_torchrun: bool = False  # what followed is a script with its arguments

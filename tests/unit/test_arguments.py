@@ -276,18 +276,18 @@ def test_a_script_of_hydras_gets_the_config_in_two_parts(folder: Path) -> None:
         ("slurm_train", "link.sh", "scripts/slurm/slurm_train.sh"),
         ("pbs_train", "/spool/7.host.SC", "scripts/pbs/pbs_train.sh"),
         ("launch", "/spool/slurm_script", "scripts/launch.sh"),
-        ("launch", "mine.sh", None),
-        ("launch_singlenode", "/spool/slurm_script", None),
+        ("launch", "mine.sh", ""),
+        ("launch_singlenode", "/spool/slurm_script", ""),
     ],
 )
 def test_the_batch_script_that_a_resume_line_names(
-    command: str, file: str, expected: str | None, folder: Path
+    command: str, file: str, expected: str, folder: Path
 ) -> None:
     (folder / "mine.sh").write_text("# an edited copy\n")
     (folder / "link.sh").symlink_to(FILES["slurm_train"])
     more = {"file": file} if file else {}
     typed = parse(call_of(command, **more), GIVEN.get(command, ()), {})
-    assert typed.batch_script == (expected and expected.format(folder=folder))
+    assert typed.batch_script == expected.format(folder=folder)
 
 
 def test_the_usage_line_is_the_scripts_header() -> None:
