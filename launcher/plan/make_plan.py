@@ -264,7 +264,7 @@ def _read_port(typed: Typed, environ: Environ, *, is_by_hand: bool) -> int | Non
 
 def choose_run_id(typed: Typed, environ: Environ, log_dir: Path, *, is_namer: bool) -> str:
     """Return RUN_ID, else node rank 0's choice: after --rdzv-id, the launch in this job, or new."""
-    run_id, name, job = environ.get("RUN_ID"), plain_run_id(typed.run_id or ""), job_run_id(environ)
+    run_id, name, job = environ.get("RUN_ID"), plain_run_id(typed.run_id), job_run_id(environ)
     if not run_id and is_namer and name:
         run_id = free_run_id(log_dir, name, takes=not typed.is_dry_run)
     elif not run_id and is_namer:

@@ -48,12 +48,12 @@ class Typed(Choices):
     node_rank: str | None = None
     master: str | None = None
     port: str | None = None
-    log_level: str | None = None
+    log_level: str = ""
     show: str | None = None  # the ranks whose output is shown
-    hostfile: str | None = None
+    hostfile: str = ""
     hosts: str | None = None  # of launch.sh: node names, a file of them, or job
-    via: str | None = None  # how it reaches them
-    run_id: str | None = None
+    via: str = ""  # how it reaches them
+    run_id: str = ""
     log_dir: str | None = None
     max_restarts: str | None = None
     engine: str = ""  # what starts the ranks in place of the node agent
