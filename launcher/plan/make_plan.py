@@ -107,7 +107,9 @@ def make_plan(typed: Typed, environ: Environ) -> Plan:
 
 def _read_words(typed: Typed, environ: Environ) -> dict[str, str]:
     """Return the environment with its words as we spell them, without those that are not ours."""
-    read = {**environ, **({"LOG_LEVEL": typed.log_level} if typed.log_level else {})}
+    read = {**environ}
+    if typed.log_level:
+        read["LOG_LEVEL"] = typed.log_level
     is_strict = not typed.like_torchrun or _is_ours(typed.rest[0])
     for name in filter(read.get, _WORDS):
         given, known = read.pop(name), _WORDS[name]
@@ -264,13 +266,15 @@ def _read_port(typed: Typed, environ: Environ, *, is_by_hand: bool) -> int | Non
 
 def choose_run_id(typed: Typed, environ: Environ, log_dir: Path, *, is_namer: bool) -> str:
     """Return RUN_ID, else node rank 0's choice: after --rdzv-id, the launch in this job, or new."""
-    run_id, name, job = environ.get("RUN_ID"), plain_run_id(typed.run_id), job_run_id(environ)
-    if not run_id and is_namer and name:
-        run_id = free_run_id(log_dir, name, takes=not typed.is_dry_run)
-    elif not run_id and is_namer:
-        takes = not typed.is_dry_run
-        run_id = next_run_id(log_dir, job, takes=takes) if job else new_run_id()
-    return check_run_id(run_id) if run_id else ""
+    run_id, takes = environ.get("RUN_ID", ""), not typed.is_dry_run
+    if not run_id and is_namer:
+        if name := plain_run_id(typed.run_id):
+            run_id = free_run_id(log_dir, name, takes=takes)
+        elif job := job_run_id(environ):
+            run_id = next_run_id(log_dir, job, takes=takes)
+        else:
+            run_id = new_run_id()
+    return run_id and check_run_id(run_id)
 
 
 def choose_program(typed: Typed, environ: Environ) -> tuple[list[str], bool, str]:
