@@ -25,7 +25,7 @@ def find_idle(plan: Plan, environ: Environ) -> str:
         cure = "it uses all without -n and NPROC_PER_NODE [partial-launch]"
     if plan.num_agents < nodes:
         return f"this run uses {plan.num_agents} of the job's {nodes} nodes; {cure}"
-    nproc = min((node.nproc or gpus for node in plan.nodes), default=plan.nproc or gpus)
+    nproc = min(plan.rank_counts(gpus))
     if nproc < gpus:
         return f"this run uses {nproc} of the job's {gpus} GPUs on each node; {cure}"
     return ""

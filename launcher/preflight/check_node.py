@@ -108,8 +108,9 @@ def _meet(
         done: list[str] = []
         return [*master_port.visit_master(address, port, me, access.secret, wait, done)], done
     # A SLURM job may start again on other nodes. Else node rank 0 alone needs the checkpoints.
-    is_shared = request.checkpoint_dir is not None and "SLURM_JOB_ID" in environ
-    folder = request.directory / (request.checkpoint_dir or "") if is_shared else None
+    folder = None
+    if request.checkpoint_dir and "SLURM_JOB_ID" in environ:
+        folder = request.directory / request.checkpoint_dir
     first, others = Member(0, host, 1, address), request.meeting_size - 1
     return master_port.receive_others(listener, first, access, others, folder, wait), ()
 
