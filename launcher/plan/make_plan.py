@@ -237,13 +237,13 @@ def _read_own_node(typed: Typed, environ: Environ) -> World:
     rank = "0" if typed.node_rank is None else typed.node_rank
     node_rank = -1 if rank == "auto" else read_number("the node rank", rank, 0, num_nodes - 1)
     if num_nodes == 1:
-        other = typed.master if typed.like_torchrun and typed.master != "localhost" else None
-        if other and not is_loopback(other):
+        other = typed.master or "localhost"
+        if typed.like_torchrun and other != "localhost" and not is_loopback(other):
             warn(
                 f"{typed.program}: warning: one node needs no master: {other} is ignored; "
                 "for more, give --nnodes"
             )
-        return World(1, "127.0.0.1")
+        return World()
     master = typed.master or environ.get("MASTER_ADDR")
     if not master:
         raise PlanError(f"{num_nodes} nodes, but no MASTER_ADDR; give the address of node rank 0")
