@@ -112,7 +112,8 @@ def _check(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
     if arguments.json:  # for launchers
         module = importlib.util.find_spec(settings.task.partition(":")[0]) if is_own else None
         facts = {
-            **chosen.model_dump(include={"backend", "join_timeout"}),
+            "backend": chosen.backend,
+            "join_timeout_s": chosen.join_timeout,
             "checkpoint_dir": os.path.expanduser(settings.checkpoint.dir),
             "task_file": (module and module.origin) or "",
             "prepare": settings.prepare or "",

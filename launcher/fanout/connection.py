@@ -19,11 +19,11 @@ from launcher.fanout import protocol
 from launcher.fanout.loop import Child, Loop, Show, given_options, ssh_command
 from launcher.fanout.protocol import Hello, Start, Sweep
 from launcher.plan.own import asked_names
-from launcher.plan.plan import Plan, PlanError
+from launcher.plan.plan import Plan
 from launcher.plan.resume import FORWARDED
-from launcher.preflight.check_node import Request
+from launcher.text import PlanError
 from launcher.wire import limits
-from launcher.wire.messages import Fault
+from launcher.wire.messages import Fault, Request
 
 FAR_SIDE = "launcher.fanout.far_side"
 AT_ONCE = 8  # new connections: sshd drops some from 10 that have not logged in yet

@@ -27,11 +27,11 @@ from launcher.agent.control import Launched, hears, take_stdin
 from launcher.agent.supervisor import fork_agent, guard
 from launcher.fanout import protocol
 from launcher.fanout.protocol import Cut, Exit, Ready, Start, Sweep
-from launcher.preflight.check_node import Request, check_node
+from launcher.preflight.check_node import check_node
 from launcher.text import mend_streams
 from launcher.typed_json import encode, parse
 from launcher.wire import limits
-from launcher.wire.messages import KILLED
+from launcher.wire.messages import KILLED, Request
 
 
 def main(arguments: list[str]) -> int:

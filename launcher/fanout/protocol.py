@@ -16,8 +16,9 @@ from typing import Any
 
 from launcher.agent.control import Done, Membership
 from launcher.failure_block import Outcome
-from launcher.preflight.check_node import Report, Request
+from launcher.preflight.check_node import Report
 from launcher.typed_json import Kinds, MessageError
+from launcher.wire.messages import Request
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from launcher import handshake, importable, processes
 from launcher.agent.control import Launched
 from launcher.fanout.step import Srun, run_step, start
 from launcher.fanout.swap import find_ill, leave_out
-from launcher.plan.plan import Plan, PlanError, print_plan, shell_line
+from launcher.plan.plan import Plan, print_plan, shell_line
 from launcher.plan.slurm import has_ended
 from launcher.preflight import compare
 from launcher.preflight.check_node import Report, read_reports
-from launcher.text import count
+from launcher.text import PlanError, count
 from launcher.typed_json import encode, in_pieces
 from launcher.wire import limits
 
@@ -93,7 +93,7 @@ def secret_variables(environ: Mapping[str, str], *, has_agents: bool) -> dict[st
 # --- the preflight ------------------------------------------------------------------------------
 
 
-def check_nodes(plan: Plan) -> tuple[Plan, Report, compare.Outcome] | None:
+def check_nodes(plan: Plan) -> tuple[Plan, Report, compare.Preflight] | None:
     """Check every node, again without ill ones as long as there are spares.
 
     Returns the plan, node rank 0's report, and what all say together; None where that refuses the

@@ -1,4 +1,4 @@
-"""What nodes tell each other where they meet, in the preflight and as agents (no torch)."""
+"""What nodes are asked and tell each other: in the preflight, and as agents (no torch)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from distributed.environment import check_run_id
 
@@ -21,6 +22,28 @@ class Fault:
     cause: str
     cure: str
     warns: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a launcher asks a node to check: its part of the plan."""
+
+    run_id: str
+    num_nodes: int
+    node_rank: int
+    nproc: int | None  # None: one per GPU, else `cpu_nproc`
+    cpu_nproc: int  # 0: GPUs are needed
+    master_addr: str
+    port: int | None  # None: from the run id
+    words: Sequence[str]  # the training script and its arguments
+    directory: Path  # where relative paths begin
+    log_dir: Path
+    checkpoint_dir: Path | None
+    has_checks: bool = True  # False: only count the GPUs and choose the port
+    backend: str = "auto"
+    num_workers: int = 0  # processes of each rank that load data
+    meeting_size: int = 0  # nodes that meet at the port; 0: they do not
+    within_s: float = 7.0  # for all of them to have come
 
 
 @dataclass(frozen=True)

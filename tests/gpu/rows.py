@@ -98,16 +98,15 @@ def preflight(machine: Machine) -> str:
 def facts(machine: Machine) -> str:
     seen = visible_gpus({})
     known = [*nvml()]
-    told = [(gpu.uuid, gpu.driver, gpu.health.total_mib) for gpu in seen]
+    told = [(gpu.uuid, gpu.driver, gpu.total_mib) for gpu in seen]
     if told != known:
         raise Failed(f"nvidia-smi {told}, NVML {known}")
     return "; ".join(describe(gpu) for gpu in seen)
 
 
 def describe(gpu: Gpu) -> str:
-    health = gpu.health
-    lanes = f"{health.lanes} of {health.max_lanes} PCIe lanes"
-    return f"{health.model}, {health.total_mib} MiB, driver {gpu.driver}, {lanes}"
+    lanes = f"{gpu.lanes} of {gpu.max_lanes} PCIe lanes"
+    return f"{gpu.model}, {gpu.total_mib} MiB, driver {gpu.driver}, {lanes}"
 
 
 def nvml() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,10 @@ from distributed.environment import LauncherError
 from launcher.plan.check_config import check_config
 from launcher.plan.hosts import read_hostfile
 from launcher.plan.make_plan import choose_run_id, make_plan
-from launcher.plan.plan import Batch, Plan, PlanError
+from launcher.plan.plan import Batch, Plan
 from launcher.plan.typed import Typed
 from launcher.record.run_json import note_start, this_start
+from launcher.text import PlanError
 
 
 @pytest.fixture(autouse=True)
@@ -293,11 +295,11 @@ def test_modules_and_programs_that_are_here_are_not_refused(folder: Path) -> Non
 def test_a_checkpoint_that_is_not_there_is_refused_before_the_start(folder: Path) -> None:
     asked: dict[str, Any] = {"setting": ("resume=nope/step-1",)}
     with pytest.raises(PlanError, match="resume: there is no 'nope/step-1'; correct the path"):
-        check_config(plan_of(**asked))
+        check_config(plan_of(**asked), os.environ)
     (folder / "checkpoints/mine").mkdir(parents=True)  # the run's own come first
-    assert check_config(plan_of({"RUN_ID": "mine"}, **asked)).run_id == "mine"
+    assert check_config(plan_of({"RUN_ID": "mine"}, **asked), os.environ).run_id == "mine"
     (folder / "nope/step-1").mkdir(parents=True)
-    check_config(plan_of(**asked))
+    check_config(plan_of(**asked), os.environ)
 
 
 def test_the_config_counts_where_nothing_else_was_said(folder: Path) -> None:
@@ -305,10 +307,10 @@ def test_the_config_counts_where_nothing_else_was_said(folder: Path) -> None:
         "train: {max_steps: 1, batch_size: 1}\ncheckpoint: {dir: kept}\n"
         "distributed: {backend: gloo, join_timeout: 7}\nprepare: first.sh\n"
     )
-    plan = check_config(plan_of())
+    plan = check_config(plan_of(), os.environ)
     assert (plan.backend, plan.join_timeout_s, plan.checkpoint_dir) == ("gloo", 7, Path("kept"))
     assert (plan.prepare, plan.batch) == ("first.sh", Batch(1, 0, 1))
-    said = check_config(plan_of({"BACKEND": "nccl"}))
+    said = check_config(plan_of({"BACKEND": "nccl"}), os.environ)
     assert said.backend == "nccl"
     assert said.task_file == ""
     assert replace(plan_of(), run_id="") == replace(plan_of({"GRACE": ""}), run_id="")
@@ -317,7 +319,7 @@ def test_the_config_counts_where_nothing_else_was_said(folder: Path) -> None:
 def test_a_task_of_the_users_own_is_among_the_compared_files(folder: Path) -> None:
     (folder / "mine.py").write_text("class Digits: ...\n")
     (folder / "c.yaml").write_text("task: mine:Digits\ntrain: {max_steps: 1, batch_size: 1}\n")
-    plan = check_config(plan_of())
+    plan = check_config(plan_of(), os.environ)
     assert plan.task_file == "mine.py"
     assert plan.request().words[-1] == plan.task_file
     assert plan.run_variables()["LAUNCH_TASK_FILE"] == plan.task_file

@@ -14,9 +14,10 @@ import pytest
 from ports import free_port
 from test_compare import BLOCKED, make_report
 
-from launcher.preflight.check_node import Report, Request, check_node, read_reports, write_report
-from launcher.preflight.compare import Finding, Outcome, judge
+from launcher.preflight.check_node import Report, check_node, read_reports, write_report
+from launcher.preflight.compare import Finding, Preflight, judge
 from launcher.typed_json import MessageError, encode
+from launcher.wire.messages import Request
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -78,7 +79,7 @@ def reports_of(nodes: Sequence[subprocess.Popen[str]]) -> list[Report]:
     return read_reports(said)
 
 
-def refusals_of(outcome: Outcome) -> list[Finding]:
+def refusals_of(outcome: Preflight) -> list[Finding]:
     return [one for one in outcome.findings if not one.fault.warns]
 
 

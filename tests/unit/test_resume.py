@@ -88,7 +88,7 @@ def test_what_forward_env_names_is_repeated_with_its_value_in_a_pbs_job(
     environ = {"FORWARD_ENV": "X,MY_TOKEN GRACE", "X": "a b", "MY_TOKEN": "hush", "GRACE": "5"}
     assert line(environ, "ssh") == "GRACE=5 FORWARD_ENV='X,MY_TOKEN GRACE' x.sh"
     monkeypatch.setattr(pbs, "job_command", lambda *given: ["qsub", *given[2]])
-    in_job = line(environ, "ssh", nodefile=True, batch_script="x.sh", directory=str(ROOT))
+    in_job = line(environ, "ssh", nodefile=True, batch_script="x.sh", here=ROOT)
     assert in_job.startswith("GRACE=5 FORWARD_ENV='X,MY_TOKEN GRACE' X='a b' qsub ")
     assert "hush" not in in_job
 
@@ -96,4 +96,4 @@ def test_what_forward_env_names_is_repeated_with_its_value_in_a_pbs_job(
 def test_no_command_without_the_size_of_the_job() -> None:
     environ = {"PBS_JOBID": "7.head", "PATH": "/nonexistent"}
     script = "scripts/pbs/pbs_train.sh"
-    assert line(environ, "ssh", nodefile=True, batch_script=script, directory=str(ROOT)) == ""
+    assert line(environ, "ssh", nodefile=True, batch_script=script, here=ROOT) == ""

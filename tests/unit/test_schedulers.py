@@ -13,12 +13,13 @@ from job_tools import make_tool
 
 from distributed.environment import LauncherError
 from distributed.errors import REFUSED, Refused
-from distributed.job import ask_scheduler
+from distributed.job import ask_scheduler, in_slurm_step
 from launcher import start
+from launcher.cli.arguments import Call
 from launcher.fanout import job_command
 from launcher.plan import make_plan, pbs, slurm
-from launcher.plan.plan import PlanError, World
-from launcher.plan.typed import Typed
+from launcher.plan.plan import World
+from launcher.text import PlanError
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO = World(2, "node1", nproc=2, hosts="node[1-2]")
@@ -98,7 +99,7 @@ NOT_TYPED = {"NUM_NODES": None, "NODE_RANK": None, "MASTER_ADDR": None}
     ],
 )
 def test_place_in_a_step(name: str, typed: dict[str, str | None], expected: World | str) -> None:
-    assert not slurm.in_slurm_job(captured(name))
+    assert in_slurm_step(captured(name))
     if isinstance(expected, World):
         assert slurm.read_step(captured(name), {**NOT_TYPED, **typed}) == expected
         return
@@ -275,15 +276,15 @@ def test_a_copy_of_a_live_run_leaves_the_chain_of_that_run_alone(
     fault: str,
     is_cancelled: bool,
 ) -> None:
-    def refuse(typed: object) -> None:
+    def refuse(*_: object) -> None:
         raise Refused(fault, "why")
 
     make_tool(tools / "scancel", f"touch {tmp_path}/told")
     for name, value in captured("batch-step", PATH=os.environ["PATH"], CHAIN="linked").items():
         monkeypatch.setenv(name, value)
-    typed = Typed("srun", program="x.sh")
+    call = Call("slurm_train", "x.sh", "", "/", "", "", "", "x.sh")
     monkeypatch.setattr(start, "make_plan", refuse)
-    assert start.main(typed) == REFUSED
+    assert start.start(call, [], os.environ) == REFUSED
     assert (tmp_path / "told").exists() == is_cancelled
 
 

@@ -13,8 +13,9 @@ from distributed import hostlist
 from distributed.errors import Refused
 from launcher import importable
 from launcher.fanout import srun
-from launcher.plan.plan import Plan, PlanError
+from launcher.plan.plan import Plan
 from launcher.preflight.check_node import Report, write_report
+from launcher.text import PlanError
 from launcher.typed_json import encode
 from launcher.wire import limits
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from launcher.plan.plan import PlanError
 from launcher.plan.submit_with_config import (
+    OWN,
     Size,
     choose_preparation,
     choose_size,
@@ -14,8 +16,13 @@ from launcher.plan.submit_with_config import (
     take_own_settings,
 )
 from launcher.plan.typed import Typed
+from launcher.text import PlanError
 
 OURS = ("config=c.yaml", "num_gpus_train=2")
+
+
+def own_of(**given: str) -> dict[str, str]:
+    return {**dict.fromkeys(OWN, ""), **given}
 
 
 @pytest.mark.parametrize(
@@ -47,7 +54,7 @@ def test_gpus_of_any_type_of_the_partition_that_the_job_goes_to() -> None:
 def test_settings_of_the_submission_and_of_the_training() -> None:
     given = (*OURS, "seed=3", "train.max_steps=5", "mem=4G")
     own, others = take_own_settings(Typed("submit", setting=given), {})
-    assert own == {"config": "c.yaml", "num_gpus_train": "2", "mem": "4G"}
+    assert own == own_of(config="c.yaml", num_gpus_train="2", mem="4G")
     assert others == ["seed=3", "train.max_steps=5"]
     typed = Typed("submit", setting=(*OURS, "whatever=1"))
     assert take_own_settings(typed, {"TRAIN_SCRIPT": "own.py"})[1] == ["whatever=1"]
@@ -71,11 +78,11 @@ def test_wrong_settings(settings: tuple[str, ...], cause: str) -> None:
 def test_the_script_that_prepares_is_typed_or_the_configs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    own = {"num_gpus": "8", "prepare": "typed.sh"}
+    own = own_of(num_gpus="8", prepare="typed.sh")
     assert choose_preparation(own, "config.sh", "x.sh") == "typed.sh"
-    assert choose_preparation({"num_gpus": "8"}, "config.sh", "x.sh") == "config.sh"
-    assert choose_preparation({}, "", "x.sh") == "" == capsys.readouterr().err
-    assert choose_preparation({"num_gpus": "8"}, "", "x.sh") == ""
+    assert choose_preparation(own_of(num_gpus="8"), "config.sh", "x.sh") == "config.sh"
+    assert choose_preparation(own_of(), "", "x.sh") == "" == capsys.readouterr().err
+    assert choose_preparation(own_of(num_gpus="8"), "", "x.sh") == ""
     err = capsys.readouterr().err
     assert err.startswith("x.sh: warning: num_gpus is for a script that prepares the training, ")
     assert err.endswith("; only the training is submitted\n")
@@ -91,8 +98,8 @@ def test_other_options_of_sbatch_are_passed_on(
 ) -> None:
     monkeypatch.setattr("launcher.plan.submit_with_config.refusal", lambda words: "")
     passed = ("--mail-user", "me@here", "--constraint", "a100&ib")
-    typed = Typed("submit", directory="/home/own", passed=passed, is_dry_run=True)  # behind a link
-    own = {"config": "c.yaml", "prepare": "", "partition": "gpu"}
-    assert submit_all(typed, own, Size(1, 2, is_exclusive=False), ["x.sh"]) == 0
+    typed = Typed("submit", here=Path("/home/own"), passed=passed, is_dry_run=True)  # behind a link
+    own = own_of(config="c.yaml", partition="gpu")
+    assert submit_all(typed, own, Size(1, 2, is_exclusive=False), ["x.sh"], chain="") == 0
     told = "--partition=gpu --chdir=/home/own --mail-user=me@here '--constraint=a100&ib' x.sh"
     assert f"sbatch --parsable {told}" in capsys.readouterr().err
