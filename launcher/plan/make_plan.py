@@ -77,9 +77,6 @@ def make_plan(typed: Typed, environ: Environ) -> Plan:
     directory = ROOT if typed.module else typed.here
     is_namer = world.node_rank == 0 and fanout != "job_command"
     as_set = raw if typed.like_torchrun else environ  # the user's script reads them, too
-    variables = {name: as_set[name] for name in _PASSED_ON if environ.get(name)}
-    if is_ours and environ.get("LOG_LEVEL") == "DEBUG":  # torch reads them when it is imported
-        variables |= {name: environ.get(name) or "INFO" for name in _DEBUG}
     return Plan(
         **vars(world),
         **typed.choices(),
@@ -97,7 +94,7 @@ def make_plan(typed: Typed, environ: Environ) -> Plan:
         engine=engine,
         max_restarts=max_restarts,
         grace_s=grace_s,
-        variables=variables,
+        variables=_choose_variables(environ, as_set, is_ours=is_ours),
         container=read_container(
             environ,
             typed.here,
@@ -108,6 +105,14 @@ def make_plan(typed: Typed, environ: Environ) -> Plan:
         has_checks=environ.get("SKIP_PREFLIGHT") != "1",
         preflight_s=read_number("PREFLIGHT_SECONDS", wait, 5, 3600),
     )
+
+
+def _choose_variables(environ: Environ, as_set: Environ, *, is_ours: bool) -> dict[str, str]:
+    """Return the variables that every node gets."""
+    chosen = {name: as_set[name] for name in _PASSED_ON if environ.get(name)}
+    if is_ours and environ.get("LOG_LEVEL") == "DEBUG":  # torch reads them when it is imported
+        chosen |= {name: environ.get(name) or "INFO" for name in _DEBUG}
+    return chosen
 
 
 def _read_words(typed: Typed, environ: Environ) -> dict[str, str]:
