@@ -13,9 +13,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from launcher.text import Environ, PlanError
 
 _PATH = re.compile(r"(?<![\w./~-])/[\w.+-][\w./+-]*")
 _WORD = re.compile(r"[\w./-]+")
@@ -60,7 +62,7 @@ class Container:
 
 
 def read_container(
-    environ: Mapping[str, str],
+    environ: Environ,
     here: Path,
     directory: Path,
     paths: Iterable[Path | str],
@@ -71,7 +73,7 @@ def read_container(
 
     `paths` are what the run needs from this machine: folders, and texts that may name some. A
     folder that is not there yet is made in its parent, which has to be seen then. With `in_job`,
-    the commands run in steps of a SLURM job. Raises ValueError: `cause; cure`.
+    the commands run in steps of a SLURM job. Raises PlanError.
     """
     given = environ.get("CONTAINER", "")
     if not given:
@@ -80,7 +82,7 @@ def read_container(
     try:
         arguments = shlex.split(environ.get("CONTAINER_ARGS", ""))
     except ValueError as error:
-        raise ValueError(f"CONTAINER_ARGS: {error}; write it as for a shell") from None
+        raise PlanError(f"CONTAINER_ARGS: {error}; write it as for a shell") from None
     binds = _outermost(_folder(directory / path) for path in _find_paths([directory, *paths]))
     has_gpus = environ.get("BACKEND", "").lower() != "gloo"
     return Container(runtime, image, directory, binds, arguments, has_gpus)
@@ -106,13 +108,15 @@ def _choose(here: Path, given: str, *, in_job: bool) -> tuple[str, str]:
         return "charliecloud", str(path)
     if path.suffix in (".sif", ".sqsh") or given.startswith((".", "/")):
         if not path.is_file():
-            raise ValueError(f"CONTAINER is {given!r}, which is not here; correct its path")
+            raise PlanError(f"CONTAINER is {given!r}, which is not here; correct its path")
         if path.suffix == ".sif":
             return "apptainer", str(path)
         return "pyxis" if in_job else "enroot", str(path)
     if not in_job:
-        cure = f"give an image's file or folder, or podman:{given}"
-        raise ValueError(f"CONTAINER is {given!r}: only pyxis, in a SLURM job, loads it; {cure}")
+        raise PlanError(
+            f"CONTAINER is {given!r}: only pyxis, in a SLURM job, loads it; "
+            f"give an image's file or folder, or podman:{given}"
+        )
     return "pyxis", given
 
 
@@ -181,11 +185,10 @@ def _enroot(container: Container, command: Sequence[str]) -> list[str]:
 # Each node looks for its devices. podman in the background would be stopped for reading a terminal.
 _NETWORK = 'if [ -e /dev/infiniband ]; then set -- --device=/dev/infiniband "$@"; fi'
 _GPUS = 'if [ -e /dev/nvidiactl ]; then set -- --device=nvidia.com/gpu=all "$@"; fi'
-_RUN_PODMAN = 'if [ -t 0 ]; then exec </dev/null; fi; LAUNCH_CLIENT=$$ exec podman run "$@"'
-_OPTIONS = (
-    *("--rm", "--pull=never", "--read-only", "--interactive"),
-    *("--env-host", "--entrypoint=", "--log-driver=none"),
-    *("--network=host", "--pid=host", "--ipc=host", "--uts=host", "--security-opt=label=disable"),
+_RUN_PODMAN = (
+    "if [ -t 0 ]; then exec </dev/null; fi; LAUNCH_CLIENT=$$ exec podman run --rm --pull=never"
+    " --read-only --interactive --env-host --entrypoint= --log-driver=none --network=host"
+    ' --pid=host --ipc=host --uts=host --security-opt=label=disable "$@"'
 )
 
 
@@ -196,7 +199,7 @@ def _podman(container: Container, command: Sequence[str]) -> list[str]:
     to wait for.
     """
     start = [_NETWORK, *([_GPUS] if container.has_gpus else []), _RUN_PODMAN]
-    words = ["sh", "-c", "; ".join(start), "podman", *_OPTIONS, f"--workdir={container.directory}"]
+    words = ["sh", "-c", "; ".join(start), "podman", f"--workdir={container.directory}"]
     if os.geteuid() != 0:
         words.append("--userns=keep-id")
     words += [f"--volume={folder}:{folder}" for folder in container.binds]

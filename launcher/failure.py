@@ -25,16 +25,15 @@ _LONGEST = 300  # characters of a cause
 _PASSED_ON = re.compile(r"\S+ Caught \w+ (in .+)\.\nOriginal Traceback(?:.*\n)*  .*\n(?P<own>\S.*)")
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '(\w+)'")
 _PACKAGES = {"cv2": "opencv-python", "PIL": "pillow", "sklearn": "scikit-learn", "yaml": "PyYAML"}
-_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-_MEANING = {
-    126: "the command could not be executed",
-    127: "the command was not found",
-    128 + signal.SIGKILL: "SIGKILL, from outside this run (no out-of-memory kill on this node)",
-    128 + signal.SIGSEGV: "SIGSEGV: a crash in native code; the stack is in the log",
-    128 + signal.SIGABRT: "SIGABRT: native code gave up; its last message is in the log",
-    128 + signal.SIGBUS: "SIGBUS: often a full /dev/shm",
-    128 + signal.SIGTERM: "SIGTERM, from outside this run",
-    128 + signal.SIGINT: "SIGINT",
+_CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE")
+_MEANING = {  # of an exit code, or a signal
+    "126": "the command could not be executed",
+    "127": "the command was not found",
+    "SIGKILL": "SIGKILL, from outside this run (no out-of-memory kill on this node)",
+    "SIGSEGV": "SIGSEGV: a crash in native code; the stack is in the log",
+    "SIGABRT": "SIGABRT: native code gave up; its last message is in the log",
+    "SIGBUS": "SIGBUS: often a full /dev/shm",
+    "SIGTERM": "SIGTERM, from outside this run",
 }
 
 
@@ -117,12 +116,13 @@ def is_peer_lost(message: str) -> bool:
 
 def explain(code: int, *, out_of_memory: bool = False) -> tuple[str, str]:
     """Return fault and cause of an exit code without an error file."""
-    if code == 128 + signal.SIGKILL and out_of_memory:
+    name = signal_name(code)
+    if name == "SIGKILL" and out_of_memory:
         return "out-of-memory", "SIGKILL by the kernel: this node's memory limit was reached"
-    unknown = signal_name(code) or f"exited with code {code} without an exception"
-    fault = "rank-killed" if code == 128 + signal.SIGKILL else "rank-error"
-    fault = "rank-crashed" if code - 128 in _CRASHES else fault
-    return fault, _MEANING.get(code, unknown)
+    unknown = name or f"exited with code {code} without an exception"
+    fault = "rank-killed" if name == "SIGKILL" else "rank-error"
+    fault = "rank-crashed" if name in _CRASHES else fault
+    return fault, _MEANING.get(name or str(code), unknown)
 
 
 def signal_name(code: int) -> str:
@@ -143,8 +143,8 @@ def count_memory_kills() -> int:
             file = f"/memory{group}/memory.oom_control" if is_first else f"{group}/memory.events"
             with contextlib.suppress(OSError):
                 counted = Path(f"/sys/fs/cgroup{file}").read_text()
-                if found := re.search(r"^oom_kill (\d+)$", counted, re.MULTILINE):
-                    return int(found[1])
+                if kills := re.search(r"^oom_kill (\d+)$", counted, re.MULTILINE):
+                    return int(kills[1])
     return 0
 
 
@@ -153,8 +153,8 @@ def one_line(cause: str) -> str:
 
     Of one that was raised elsewhere it is that one's own, with where.
     """
-    if found := _PASSED_ON.match(cause):
-        cause = f"{found['own']} ({found[1]})"
+    if passed_on := _PASSED_ON.match(cause):
+        cause = f"{passed_on['own']} ({passed_on[1]})"
     first, *more = cause.splitlines() or ["an exception without a message"]
     first = first.rstrip(": ")
     return f"{first[:_LONGEST]} ..." if more or len(first) > _LONGEST else first
@@ -162,9 +162,9 @@ def one_line(cause: str) -> str:
 
 def install_cure(cause: str) -> str:
     """Return how to install a package that this Python lacks; "" for another cause."""
-    if not (found := _MISSING.match(cause)):
+    if not (missing := _MISSING.match(cause)):
         return ""
-    return f"; if it is a package: {install_command(_PACKAGES.get(found[1], found[1]))}"
+    return f"; if it is a package: {install_command(_PACKAGES.get(missing[1], missing[1]))}"
 
 
 def user_frames(stack: str) -> list[str]:
@@ -175,12 +175,12 @@ def user_frames(stack: str) -> list[str]:
         f"{sysconfig.get_path('stdlib')}/",
         "<",
     )
-    found = [
+    frames = [
         f"{short_path(frame['file'])}:{frame['line']} in {frame['name']}"
         for frame in filter(None, map(_FRAME.match, stack.splitlines()))
         if not frame["file"].startswith(foreign) and not _LIBRARY.search(frame["file"])
     ]
-    return found[::-1][:_SHOWN_FRAMES]
+    return frames[::-1][:_SHOWN_FRAMES]
 
 
 def short_path(path: str) -> str:

@@ -19,11 +19,11 @@ from distributed.environment import printable
 from distributed.errors import BAD_INPUT, REFUSED, STOPPED
 from launcher.failure import Failure, signal_name
 from launcher.record.run_json import KEPT
-from launcher.text import count
+from launcher.text import count, has_colour
 
 LONGEST_ROW = 1 << 20  # characters: a command can be long
 TAIL_BYTES = 1 << 20  # of a log, to find the block that ends it
-_COLOURS = re.compile(r"\x1b\[[\d;]*m")
+COLOURS = re.compile(r"\x1b\[[\d;]*m")
 # A block, a stopped line, or the first row of a plan: after that, another run begins.
 _ENDS = re.compile(
     r"^(?P<end>FAILED   .*\n(?:.*\n){1,99}?see      TROUBLESHOOTING.*"
@@ -90,12 +90,17 @@ def find_end(log: Path, strip: Callable[[str], str] = str) -> str:
 
     `strip` takes from a line what another program has put before it.
     """
-    with log.open("rb") as opened:
-        opened.seek(max(0, opened.seek(0, os.SEEK_END) - TAIL_BYTES))
-        text = opened.read().decode(errors="replace").replace("\r\n", "\n")
-    rows = "\n".join(map(strip, _COLOURS.sub("", text).split("\n")))
-    ends = [found["end"] or "" for found in _ENDS.finditer(rows)]
+    text = read_tail(log, TAIL_BYTES).replace("\r\n", "\n")
+    rows = "\n".join(map(strip, COLOURS.sub("", text).split("\n")))
+    ends = [match["end"] or "" for match in _ENDS.finditer(rows)]
     return "\n".join(printable(row, LONGEST_ROW) for row in (ends or [""])[-1].split("\n"))
+
+
+def read_tail(file: Path, size: int) -> str:
+    """Return the end of a file, of so many bytes at most. Raises OSError."""
+    with file.open("rb") as opened:
+        opened.seek(max(0, opened.seek(0, os.SEEK_END) - size))
+        return opened.read().decode(errors="replace")
 
 
 def find_kept(folder: Path) -> str:
@@ -122,10 +127,9 @@ def print_block(outcome: Outcome, failure: Failure, out: TextIO) -> None:
         ("resume", outcome.command and f"RUN_ID={outcome.run_id} {outcome.command}{from_step}"),
         ("see", f"TROUBLESHOOTING.md#{failure.fault}"),
     ]
-    colour = out.isatty() and "NO_COLOR" not in os.environ
     for name, text in rows:
         label = f"{name:<8}"
-        if colour and name == "FAILED":
+        if name == "FAILED" and has_colour(out):
             label = f"\x1b[1;31m{label}\x1b[0m"
         if text:
             print(label, printable(text, LONGEST_ROW), file=out, flush=True)

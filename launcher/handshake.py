@@ -18,12 +18,13 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from distributed import hostlist
 from launcher import processes
+from launcher.text import Environ, PlanError
 from launcher.wire import limits
 
 NONCE_BYTES = PROOF_BYTES = 32
@@ -53,20 +54,28 @@ def new_secret() -> str:
     return os.urandom(32).hex()
 
 
-def read_access(environ: Mapping[str, str]) -> Access:
+def read_access(environ: Environ) -> Access:
     """Return what RUN_SECRET, the secret or the path of its file, and else HOSTS say.
 
-    Raises ValueError, one line with cause and cure, where one of them cannot be used.
+    Raises PlanError, one line with cause and cure, where one of them cannot be used.
     """
     secret = environ.get("RUN_SECRET", "")
     if "/" in secret:
         secret = _read_private(Path(secret))
     if secret and len(secret) < LEAST_SECRET:
-        cause = f"RUN_SECRET has {len(secret)} characters"
-        raise ValueError(f"{cause}; give at least {LEAST_SECRET}, as openssl rand -hex 32 does")
+        raise PlanError(
+            f"RUN_SECRET has {len(secret)} characters; "
+            f"give at least {LEAST_SECRET}, as openssl rand -hex 32 does"
+        )
     if secret or not environ.get("HOSTS"):
         return Access(secret.encode())
-    return Access(addresses=_addresses(hostlist.expand(environ["HOSTS"])))
+    addresses: set[str] = set()
+    for name in hostlist.expand(environ["HOSTS"]):
+        try:
+            addresses |= {str(address[0]) for *_, address in socket.getaddrinfo(name, None)}
+        except OSError:
+            raise PlanError(f"HOSTS names {name!r}, which is unknown; correct it") from None
+    return Access(addresses=frozenset(addresses))
 
 
 def _read_private(file: Path) -> str:
@@ -74,22 +83,14 @@ def _read_private(file: Path) -> str:
     try:
         file = file.expanduser()
         if file.stat().st_mode & 0o077:
-            raise ValueError("RUN_SECRET names a file that other users can read; chmod 600 it")
+            raise PlanError("RUN_SECRET names a file that other users can read; chmod 600 it")
         return file.read_text().strip() or "-"
     except (OSError, UnicodeDecodeError, RuntimeError) as error:  # RuntimeError: an unknown ~user
         why = error.strerror if isinstance(error, OSError) else "not text"
-        cure = "correct its path; a secret itself must not contain /"
-        raise ValueError(f"RUN_SECRET names a file that cannot be read ({why}); {cure}") from None
-
-
-def _addresses(names: list[str]) -> frozenset[str]:
-    found = set()
-    for name in names:
-        try:
-            found |= {str(address[0]) for *_, address in socket.getaddrinfo(name, None)}
-        except OSError:
-            raise ValueError(f"HOSTS names {name!r}, which is unknown; correct it") from None
-    return frozenset(found)
+        raise PlanError(
+            f"RUN_SECRET names a file that cannot be read ({why}); correct its path; a secret "
+            "itself must not contain /"
+        ) from None
 
 
 def open_port(port: int, address: str = "") -> socket.socket:
@@ -98,28 +99,21 @@ def open_port(port: int, address: str = "") -> socket.socket:
     Where that is not the only one that the name stands for, or is translated on the way here, or
     is loopback for this machine alone, listen at all of them. Raises OSError where that fails.
     """
-    family, where = _only_address(address)
-    try:
-        if where:
-            return socket.create_server((where, port), family=family, backlog=4096)
-    except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise
+    addresses = set()
+    with contextlib.suppress(OSError):
+        for family, *_, where in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
+            addresses.add((family, str(where[0])))
+    if len(addresses) == 1:
+        ((family, only),) = addresses
+        try:
+            if address in ("localhost", only) or not is_loopback(only):
+                return socket.create_server((only, port), family=family, backlog=4096)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=4096)
-
-
-def _only_address(name: str) -> tuple[int, str]:
-    """Return the one address that a name stands for, and its family; "" where there are several."""
-    found = set()
-    with contextlib.suppress(OSError):
-        for family, *_, address in socket.getaddrinfo(name or None, 0, type=socket.SOCK_STREAM):
-            found.add((int(family), str(address[0])))
-    if len(found) != 1 or not name:
-        return socket.AF_INET, ""
-    ((number, where),) = found
-    return number, where if name in ("localhost", where) or not is_loopback(where) else ""
 
 
 def is_loopback(address: str) -> bool:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import MutableMapping
 
 OUTER_TOKEN = "LAUNCH_OUTER"  # marks the inner run's processes, which end with the outer run
-_NAMES = {
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-    *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RUN_ID"),
-    *("ENGINE", "HEARTBEAT_FILE", "SNAPSHOT_FILES"),
-}
-_PREFIXES = ("LAUNCH_", "PET_", "SLURM_STEP", "TORCHELASTIC_")
+_OF_A_RUN = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_ADDR|MASTER_PORT|RUN_ID|ENGINE"
+    r"|HEARTBEAT_FILE|SNAPSHOT_FILES|(LAUNCH|PET|TORCHELASTIC)_.*|SLURM_STEP.*"
+)
 
 
 def leave_outer_run(environ: MutableMapping[str, str]) -> None:
@@ -19,7 +18,7 @@ def leave_outer_run(environ: MutableMapping[str, str]) -> None:
         return
     token = environ.get("LAUNCH_TOKEN", "")
     for name in [*environ]:
-        if name in _NAMES or name.startswith(_PREFIXES):
+        if _OF_A_RUN.fullmatch(name):
             del environ[name]
     if token:
         environ[OUTER_TOKEN] = token

@@ -101,14 +101,14 @@ def descendants(root: int) -> list[int]:
         if stat := read_stat(pid):
             # A zombie still links its living children to us until they are handed over.
             children.setdefault(int(stat[1]), []).append(-pid if stat[0] == b"Z" else pid)
-    found: list[int] = []
+    living: list[int] = []
     pending = [root]
     while pending:
         for child in children.get(pending.pop(), []):
             pending.append(abs(child))
             if child > 0:
-                found.append(child)
-    return found
+                living.append(child)
+    return living
 
 
 def _all_pids() -> list[int]:
@@ -133,8 +133,8 @@ def has_signal(pid: int, mask: str, signum: int) -> bool:
     SigCgt has those with a handler, SigBlk those that its main thread blocks.
     """
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
-        found = next((line for line in file if line.startswith(f"{mask}:")), f"{mask}: 0")
-        return bool(int(found.split()[1], 16) >> (signum - 1) & 1)
+        mask_line = next((line for line in file if line.startswith(f"{mask}:")), f"{mask}: 0")
+        return bool(int(mask_line.split()[1], 16) >> (signum - 1) & 1)
     return False
 
 
@@ -242,24 +242,24 @@ def ranks_of(run_id: str) -> dict[str, int]:
             return file.read().strip()
         return ""
 
-    found = {}
+    ranks = {}
     for pid in _marked(f"RUN_ID={run_id}"):
         name, stat = name_of(pid), read_stat(pid)
         # A data worker has its rank's name.
         if re.fullmatch(r"rank\d+", name) and stat and name_of(int(stat[1])) != name:
-            found[name] = pid
-    return dict(sorted(found.items(), key=lambda one: int(one[0][4:])))
+            ranks[name] = pid
+    return dict(sorted(ranks.items(), key=lambda item: int(item[0][4:])))
 
 
 def _marked(*variables: str) -> list[int]:
     """Return the processes of this user that were started with one of these `NAME=value`."""
-    marks = {one.encode() for one in variables}
-    found = []
+    marks = {variable.encode() for variable in variables}
+    pids = []
     for pid in _all_pids():
         with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as environ:
             if marks & {*environ.read().split(b"\0")} and pid != os.getpid():
-                found.append(pid)
-    return found
+                pids.append(pid)
+    return pids
 
 
 def exit_code(status: int) -> int:

@@ -1,8 +1,10 @@
-"""Start a run: what launcher/cli/main.py calls when it has read the command line.
+"""Start a run: what every script of scripts/ calls.
 
-It makes the plan, has the config checked, and lets the fan-out do the rest: check the nodes, print
-the plan, start the agents, wait for them. A fan-out is a module with one function, `run`, which
-calls `be_ready()` after the last check, before it starts the first agent.
+python scripts/lib/start.py COMMAND ... WORDS      (run_command in scripts/lib/launch.sh)
+
+It reads the command line, makes the plan, has the config checked, and lets the fan-out do the rest:
+check the nodes, print the plan, start the agents, wait for them. A fan-out is a module with one
+function, `run`, which calls `be_ready()` after the last check, before it starts the first agent.
 """
 
 from __future__ import annotations
@@ -10,67 +12,74 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping, Sequence
 
 from distributed.environment import LauncherError
 from distributed.errors import BAD_INPUT, REFUSED, Refused
 from distributed.hostlist import HostlistError
-from launcher.plan import pbs, resume
+from launcher.cli.arguments import Call, parse
+from launcher.outer_run import leave_outer_run
+from launcher.plan import pbs, resume, submit_with_config
 from launcher.plan.check_config import check_config
 from launcher.plan.idle import find_idle
 from launcher.plan.make_plan import make_plan
-from launcher.plan.pbs import find_short_delay
-from launcher.plan.plan import Plan, PlanError
+from launcher.plan.plan import Plan
 from launcher.plan.slurm import end_chain
-from launcher.plan.typed import Typed
 from launcher.record import detach, run_json, runs
-from launcher.text import short_host_name
+from launcher.text import PlanError, mend_streams, short_host_name, warn
 
 
-def main(typed: Typed) -> int:
-    """Start a run, or answer about runs; returns the exit code."""
+def main(arguments: Sequence[str]) -> int:
+    """Do what was typed; returns the exit code."""
+    mend_streams()
+    leave_outer_run(os.environ)
+    size = len(Call._fields)
+    return start(Call(*arguments[:size]), arguments[size:], os.environ)
+
+
+def start(call: Call, words: Sequence[str], environ: MutableMapping[str, str]) -> int:
+    """Do what was typed; returns the exit code, after a line for what is refused."""
     code = 1
     try:
-        code = start(typed)
+        code = _start(call, words, environ)
+    except Refused as error:
+        warn(f"{call.program}: {short_host_name()}: {error}")
+        if error.fault == "run-is-live":
+            environ.pop("CHAIN", None)  # it needs the jobs that would resume it
+        code = REFUSED
+    except (PlanError, LauncherError, HostlistError) as error:
+        name = "" if re.search(r" \[[a-z-]+\]$", str(error)) else " [config-invalid]"
+        warn(f"{call.program}: {error}{name}")
+        code = BAD_INPUT
     except SystemExit as leave:  # a wrong config, a stop before the start
         code = int(leave.code or 0)
         raise
     finally:
-        end_chain(code, os.environ)
+        end_chain(code, environ)
     return code
 
 
-def start(typed: Typed) -> int:
-    """Start a run; returns its exit code."""
+def _start(call: Call, words: Sequence[str], environ: MutableMapping[str, str]) -> int:
+    typed = parse(call, words, environ)
+    if typed.fanout in ("help", "version"):  # bash shows them, for that needs no Python
+        os.execvp("bash", ["bash", call.file, f"--{typed.fanout}"])
+    if typed.show is not None:
+        environ["SHOW_RANKS"] = typed.show
     if typed.fanout in ("status", "stop", "stacks"):
-        return runs.main(typed)
-    try:
-        if typed.fanout == "submit":
-            return int(importlib.import_module("launcher.plan.submit_with_config").run(typed))
-        resume.forward_given(os.environ, pbs.note_job(os.environ))
-        plan = make_plan(typed)
-        if plan.fanout == "check":
-            check_config(plan)
-            return 0
-        is_saving = plan.node_rank == 0 and not typed.module
-        short = find_short_delay(plan.grace_s, os.environ) if is_saving else ""
-        for warning in filter(None, (find_idle(plan, os.environ), short)):
-            print(f"{typed.program}: warning: {warning}", file=sys.stderr)
-        be_ready = prepare(plan, typed.typed[0])
-        fanout = importlib.import_module(f"launcher.fanout.{plan.fanout}")
-        code = int(fanout.run(check_config(plan), be_ready))
-        run_json.note_end(plan.folder, code)
-        return code
-    except Refused as error:
-        print(f"{typed.program}: {short_host_name()}: {error}", file=sys.stderr)
-        if error.fault == "run-is-live":
-            os.environ.pop("CHAIN", None)  # it needs the jobs that would resume it
-        return REFUSED
-    except (PlanError, LauncherError, HostlistError) as error:
-        name = "" if re.search(r" \[[a-z-]+\]$", str(error)) else " [config-invalid]"
-        print(f"{typed.program}: {error}{name}", file=sys.stderr)
-        return BAD_INPUT
+        return runs.main(typed, environ)
+    if typed.fanout == "submit":
+        return submit_with_config.run(typed, environ)
+    resume.forward_given(environ, pbs.note_job(environ))
+    plan = make_plan(typed, environ)
+    is_saving = plan.node_rank == 0 and not typed.module
+    short = pbs.find_short_delay(plan.grace_s, environ) if is_saving else ""
+    for warning in filter(None, (find_idle(plan, environ), short)):
+        warn(f"{typed.program}: warning: {warning}")
+    be_ready = prepare(plan, typed.typed[0])
+    fanout = importlib.import_module(f"launcher.fanout.{plan.fanout}")
+    code = int(fanout.run(check_config(plan, environ), be_ready))
+    run_json.note_end(plan.folder, code)
+    return code
 
 
 def prepare(plan: Plan, script: str) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""Small pieces of what a user reads, and the streams that it goes to."""
+"""Small pieces of what a user reads and sets, and the streams that text goes to."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ import io
 import os
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
+
+Environ = Mapping[str, str]  # this process's variables, or a test's
+
+
+class PlanError(ValueError):
+    """The arguments, the environment and the scheduler cannot mean a run: `cause; cure`."""
 
 
 class _Stream(io.FileIO):
@@ -35,11 +41,19 @@ def mend_streams() -> None:
         setattr(sys, name, new)
 
 
+def warn(text: str) -> None:
+    """Print a line that is no output: a warning, or why something is refused."""
+    print(text, file=sys.stderr)
+
+
+def has_colour(out: TextIO) -> bool:
+    return out.isatty() and "NO_COLOR" not in os.environ
+
+
 def print_row(label: str, text: str, out: TextIO | None = None) -> None:
     """Print one row of what a user sees before and after a run."""
     out = out or sys.stderr
-    is_bold = out.isatty() and not os.environ.get("NO_COLOR")
-    start, end = ("\x1b[1m", "\x1b[0m") if is_bold else ("", "")
+    start, end = ("\x1b[1m", "\x1b[0m") if has_colour(out) else ("", "")
     print(f"{start}{label:<9}{end}  {text}", file=out, flush=True)
 
 
@@ -50,18 +64,14 @@ def count(number: int, noun: str, plural: str = "") -> str:
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Return sorted ranks as a person names them: "rank 3", "ranks 0-2, 7"."""
-    return f"rank{'' if len(ranks) == 1 else 's'} {list_ranks(ranks, ', ')}"
-
-
-def list_ranks(ranks: Sequence[int], separator: str) -> str:
-    """Return sorted ranks with neighbours together: "0-2,7"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
             runs[-1][1:] = [rank]
         else:
             runs.append([rank])
-    return separator.join("-".join(map(str, run)) for run in runs)
+    named = ", ".join("-".join(map(str, run)) for run in runs)
+    return f"rank{'' if len(ranks) == 1 else 's'} {named}"
 
 
 def install_command(packages: str) -> str:

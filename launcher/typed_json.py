@@ -15,7 +15,7 @@ import json
 import sys
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -96,13 +96,13 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     if origin in (Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
-        (kind,) = (one for one in arguments if one is not type(None))
+        (kind,) = (item for item in arguments if item is not type(None))
         return _read(kind, value, where)
     if origin in (tuple, list, Sequence) and isinstance(value, list):
-        items = [_read(arguments[0], one, f"{where}[{n}]") for n, one in enumerate(value)]
+        items = [_read(arguments[0], item, f"{where}[{n}]") for n, item in enumerate(value)]
         return tuple(items) if origin is tuple else items
     if origin in (dict, Mapping) and isinstance(value, dict):
-        return {name: _read(arguments[1], one, f"{where}.{name}") for name, one in value.items()}
+        return {name: _read(arguments[1], item, f"{where}.{name}") for name, item in value.items()}
     if kind is Path and isinstance(value, str):
         return Path(value)
     if kind is float and type(value) in (int, float):
@@ -115,11 +115,10 @@ def _read(kind: Any, value: Any, where: str) -> Any:
 
 
 def _read_dataclass(kind: Any, value: Any, where: str) -> Any:
-    known = {field.name for field in fields(kind)}
-    if not isinstance(value, dict) or not value.keys() <= known:
-        raise MessageError(f"{where}: {value!r:.80} is no {kind.__name__}")
     hints = _hints(kind)
-    read = {name: _read(hints[name], one, f"{where}.{name}") for name, one in value.items()}
+    if not isinstance(value, dict) or not value.keys() <= hints.keys():
+        raise MessageError(f"{where}: {value!r:.80} is no {kind.__name__}")
+    read = {name: _read(hints[name], item, f"{where}.{name}") for name, item in value.items()}
     try:
         return kind(**read)
     except (TypeError, ValueError) as error:  # a field is missing, or the type refuses its value

@@ -33,11 +33,12 @@ class _Parser(argparse.ArgumentParser):
 def refuse(cause: object) -> NoReturn:
     """Print in one line what is wrong, and exit with 2. Only the first of srun's tasks prints.
 
-    The other tasks exit after it, with the same code even if srun ends them first. What concerns
-    this host alone, a plain ValueError, is printed by every task.
+    The other tasks exit after it, with the same code even if srun ends them first. Every task
+    prints what concerns its host alone, a plain ValueError, and that a task is missing, a
+    TimeoutError: it may be the first.
     """
     fault, text = _read(cause)
-    if is_first_task() or type(cause) is ValueError:
+    if is_first_task() or type(cause) in (ValueError, TimeoutError):
         _complain(fault, text)
     else:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
@@ -111,7 +112,8 @@ def _check(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
     if arguments.json:  # for launchers
         module = importlib.util.find_spec(settings.task.partition(":")[0]) if is_own else None
         facts = {
-            **chosen.model_dump(include={"backend", "join_timeout"}),
+            "backend": chosen.backend,
+            "join_timeout_s": chosen.join_timeout,
             "checkpoint_dir": os.path.expanduser(settings.checkpoint.dir),
             "task_file": (module and module.origin) or "",
             "prepare": settings.prepare or "",

@@ -1,23 +1,19 @@
-"""Join a run: check in with the other nodes' agents, and begin its record."""
+"""Join a run: check in with the other nodes' agents."""
 
 from __future__ import annotations
 
 import os
 import re
 import socket
-from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from distributed import network
 from distributed.environment import new_run_id
-from launcher.agent.assignment import Assignment
 from launcher.agent.nodes import checkin
 from launcher.agent.output.stream import say
 from launcher.agent.torchrun_arguments import Arguments
 from launcher.preflight import must_match
-from launcher.record.run_json import LauncherProcess, LiveRecord
 from launcher.wire.messages import NodeReport
 
 
@@ -29,7 +25,7 @@ def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
     Raises Refused where the run cannot start.
     """
     files: dict[str, str] = {}
-    is_compared = not (is_by_hand or os.environ.get("SKIP_PREFLIGHT"))
+    is_compared = not (is_by_hand or os.environ.get("SKIP_PREFLIGHT") == "1")
     task_file = os.environ.pop("LAUNCH_TASK_FILE", "")
     agents = args.num_nodes + args.num_spares
     if agents > 1:
@@ -60,7 +56,7 @@ def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
         args.join_timeout_s,
         num_spares=args.num_spares,
         min_nodes=args.min_nodes,
-        tries_pairs=is_by_hand and is_same and not os.environ.get("SKIP_PREFLIGHT"),
+        tries_pairs=is_by_hand and is_same and os.environ.get("SKIP_PREFLIGHT") != "1",
     )
     chosen = network.choose_variables(address, agents)  # not before the name is known here
     os.environ.update(chosen)
@@ -70,26 +66,6 @@ def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
         where = f"{meeting.assignment.hosts[0]} ({address}:{port})"
         say(f"checked in with node rank 0 on {where}, as node rank {meeting.assignment.node_rank}")
     return meeting
-
-
-def begin_record(
-    folder: Path,
-    part: Assignment,
-    typed: Sequence[str],
-    grace_s: float,
-    launcher: LauncherProcess | None,  # None: it is elsewhere
-) -> LiveRecord:
-    """Begin run.json on node rank 0, or continue it. Raises Refused if a live process has it."""
-    return LiveRecord(
-        folder,
-        is_takeover=part.attempt > 0,
-        launcher=launcher,
-        versions=versions(),
-        agent_arguments=typed,
-        hosts=part.hosts,
-        world_size=part.world_size,
-        grace=grace_s,
-    )
 
 
 def versions() -> dict[str, str]:

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from distributed.job import job_id
 from launcher.cli.commands import COMMANDS, COMMON, TASKS, Command, Values
-from launcher.plan.typed import Typed, UsageError
-from launcher.text import did_you_mean
+from launcher.plan.typed import Typed, is_same
+from launcher.text import Environ, PlanError, did_you_mean
 
 ROOT = Path(__file__).parents[2]
 _SETTING = re.compile(r"[A-Za-z_+~][A-Za-z0-9_.+-]*=")
-_SAME = ("program", "directory", "python", "site")  # in a Call and in Typed
 _COPIES = ("slurm_script", ".SC")  # of a batch script: how SLURM and PBS name theirs
 
 
@@ -36,17 +35,24 @@ class Call(NamedTuple):
     script: str  # as it was typed
 
 
-def parse(call: Call, words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Typed:
+def parse(call: Call, words: Sequence[str], environ: Environ) -> Typed:
     """Return what was typed, by name.
 
-    In a task of a job array, its number takes the place of {task} in settings. Raises UsageError.
+    In a task of a job array, its number takes the place of {task} in settings. Raises PlanError.
     """
     command = COMMANDS[call.command]
-    is_scheduled = command.is_batch or environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID")
-    start = {name: getattr(call, name) for name in _SAME} | {"fanout": command.fanout}
-    start |= {"activated": tuple(call.activated.split()), "usage": read_usage(call.file)}
-    start |= command.fixed
-    values = _Reader(command, start, is_scheduled=bool(is_scheduled)).read(words)
+    start: Values = {
+        "program": call.program,
+        "python": call.python,
+        "site": call.site,
+        "activated": tuple(call.activated.split()),
+        "here": Path(call.directory),
+        "usage": read_usage(call.file),
+        "fanout": command.fanout,
+        **command.fixed,
+    }
+    is_scheduled = command.is_batch or bool(job_id(environ))
+    values = _Reader(command, start, is_scheduled=is_scheduled).read(words)
     if command.finish and values["fanout"] not in TASKS.values():
         command.finish(values, environ)
     _name_batch_script(values, call.file)
@@ -61,10 +67,10 @@ def parse(call: Call, words: Sequence[str], environ: Mapping[str, str] = os.envi
 def read_usage(file: str) -> str:
     """Return the usage line of a script's header; empty if the script cannot be read."""
     try:
-        found = re.search(r"^# usage: (.*)$", Path(file).read_text(errors="replace"), re.MULTILINE)
+        line = re.search(r"^# usage: (.*)$", Path(file).read_text(errors="replace"), re.MULTILINE)
     except OSError:
         return ""
-    return found[1] if found else ""
+    return line[1] if line else ""
 
 
 def _name_batch_script(values: Values, file: str) -> None:
@@ -72,12 +78,8 @@ def _name_batch_script(values: Values, file: str) -> None:
     ours, is_copy = values.get("batch_script"), file.endswith(_COPIES)
     if values.get("like_torchrun") and not is_copy:
         del values["batch_script"]  # launch.sh, when it is none
-    elif ours and not is_copy and not _is_same(Path(file), ROOT / ours):
+    elif ours and not is_copy and not is_same(Path(file), ROOT / ours):
         values["batch_script"] = os.path.abspath(file)
-
-
-def _is_same(file: Path, other: Path) -> bool:
-    return file.exists() and other.exists() and file.samefile(other)
 
 
 class _Reader:
@@ -87,27 +89,21 @@ class _Reader:
         self.command, self.values, self.is_scheduled = command, values, is_scheduled
         self.options = {**COMMON, **command.options}
         self.arguments = [*command.arguments]  # that have not come yet
-        self.words: deque[str] = deque()  # that are not read yet
+        self.words: Iterator[str] = iter(())  # that are not read yet
         self.see = f"see {values['program']} --help"
 
     def read(self, words: Iterable[str]) -> Values:
-        self.words.extend(words)
-        while self.words:
-            word = self.words.popleft()
+        self.words = iter(words)
+        for word in self.words:
             if word == "--":
-                self.values["rest"] = self._take_all()
+                self.values["rest"] = (*self.words,)
             elif word.startswith("-") and word != "-":
                 self._take_option(word)
             elif self.arguments[:1] == ["program"]:
-                self.values["rest"] = (word, *self._take_all())
+                self.values["rest"] = (word, *self.words)
             else:
                 self._take_argument(word)
         return self.values
-
-    def _take_all(self) -> tuple[str, ...]:
-        words = (*self.words,)
-        self.words.clear()
-        return words
 
     def _append(self, field: str, *words: str) -> None:
         self.values[field] = (*self.values.get(field, ()), *words)
@@ -118,7 +114,7 @@ class _Reader:
         if _SETTING.match(word) and not os.path.exists(word):
             self._append("setting", word)
         elif not self.arguments:
-            raise UsageError(f"one argument too many, {word!r}; {self.see}")
+            raise PlanError(f"one argument too many, {word!r}; {self.see}")
         elif self.arguments[0] == "node":
             self._append("node", word)
         else:
@@ -135,11 +131,11 @@ class _Reader:
         if option.field == "is_detached":
             self._refuse_scheduled(name)
         if not option.has_value and value is not None:
-            raise UsageError(f"option {name} takes no value; {self.see}")
+            raise PlanError(f"option {name} takes no value; {self.see}")
         if option.has_value and value is None:
-            if not self.words:
-                raise UsageError(f"option {name} has no value; {self.see}")
-            value = self.words.popleft()
+            value = next(self.words, None)
+            if value is None:
+                raise PlanError(f"option {name} has no value; {self.see}")
         if option.field == "passed":
             self._append("passed", name, *([] if value is None else [value]))
         else:
@@ -153,11 +149,11 @@ class _Reader:
         else:
             name, value = word[:2], word[2:].removeprefix("=") or None  # -r3
         spelt = name.replace("_", "-")
-        longer = [one for one in self.command.options if spelt[2:] and one.startswith(spelt)]
-        found = [spelt] if spelt in self.options or spelt in TASKS else longer
-        if len(found) != 1:
-            raise UsageError(self._unknown(name if word.startswith("--") else word, found))
-        return found[0], value
+        longer = [full for full in self.command.options if spelt[2:] and full.startswith(spelt)]
+        meant = [spelt] if spelt in self.options or spelt in TASKS else longer
+        if len(meant) != 1:
+            raise PlanError(self._unknown(name if word.startswith("--") else word, meant))
+        return meant[0], value
 
     def _unknown(self, word: str, longer: Sequence[str]) -> str:
         """Return the message for an option that there is not, or that several begin with."""
@@ -172,24 +168,24 @@ class _Reader:
 
     def _take_task(self, option: str, words: Iterable[str]) -> None:
         """Take --status, --stop or --stacks with the names of runs; --help and --version alone."""
-        task, words = TASKS[option], [*words, *self._take_all()]
+        task, words = TASKS[option], [*words, *self.words]
         is_about_runs = task not in ("help", "version")
         if task in ("status", "stop"):
             self._refuse_scheduled(option)
-        given = [one for one in ("--strict", "--detach") if self.values.get(COMMON[one].field)]
-        others = [*given, *(one for one in words if one.startswith("-") and one != "--dry-run")]
+        others = [flag for flag in ("--strict", "--detach") if self.values.get(COMMON[flag].field)]
+        others += [word for word in words if word.startswith("-") and word != "--dry-run"]
         if is_about_runs and others:
-            raise UsageError(f"{others[0]} does not go with {option}; give the names of runs")
-        names = ("program", "directory", "python", "usage")
-        self.values = {name: self.values[name] for name in names} | {
+            raise PlanError(f"{others[0]} does not go with {option}; give the names of runs")
+        self.values = {
+            "program": self.values["program"],
             "fanout": task,
             "is_dry_run": "--dry-run" in words or self.values.get("is_dry_run", False),
-            "rest": tuple(one for one in words if one != "--dry-run"),
+            "rest": tuple(word for word in words if word != "--dry-run"),
         }
 
     def _refuse_scheduled(self, option: str) -> None:
         if self.is_scheduled:
-            raise UsageError(
+            raise PlanError(
                 f"{option} does not apply to a SLURM or PBS job; "
                 "use sbatch, squeue and scancel (PBS: qsub, qstat and qdel)"
             )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher.cli.torchrun import read_like_torchrun
-from launcher.plan.typed import UsageError
+from launcher.text import Environ, PlanError
 
 Values = dict[str, Any]  # by the names of Typed's fields
 
@@ -49,7 +49,7 @@ def _options(names: str, target: str = "", *, has_value: bool = True) -> dict[st
 # --- what a command makes of its own arguments --------------------------------------------------
 
 
-def _complete_launch(values: Values, environ: Mapping[str, str]) -> None:
+def _complete_launch(values: Values, environ: Environ) -> None:
     """Take what was not typed from PET_NNODES and the like, as torchrun does."""
     for name, option in _TORCHRUN.items():
         value = environ.get(f"PET_{name[2:].replace('-', '_').upper()}")
@@ -58,12 +58,12 @@ def _complete_launch(values: Values, environ: Mapping[str, str]) -> None:
     read_like_torchrun(values, environ)
 
 
-def _need_master(values: Values, _environ: Mapping[str, str]) -> None:
+def _need_master(values: Values, _environ: Environ) -> None:
     if not values.get("master"):
-        raise UsageError(f"too few arguments; usage: {values['usage']}")
+        raise PlanError(f"too few arguments; usage: {values['usage']}")
 
 
-def _join_config(values: Values, environ: Mapping[str, str]) -> None:
+def _join_config(values: Values, environ: Environ) -> None:
     """Make one config of --config-path and --config-name, or pass both to a script of Hydra's."""
     folder, name = values.pop("config_path", ""), values.pop("config_name", "")
     if not folder and not name:
@@ -77,23 +77,23 @@ def _join_config(values: Values, environ: Mapping[str, str]) -> None:
     elif folder and name:
         values["config"] = f"{folder}/{name.removesuffix('.yaml')}.yaml"
     else:
-        raise UsageError("--config-path and --config-name go together; give both, or --config FILE")
+        raise PlanError("--config-path and --config-name go together; give both, or --config FILE")
 
 
-def _take_config(values: Values, environ: Mapping[str, str]) -> None:
+def _take_config(values: Values, environ: Environ) -> None:
     if environ.get("CONFIG"):  # of qsub -v
         values.setdefault("config", environ["CONFIG"])
 
 
-def _pass_to_test(values: Values, _environ: Mapping[str, str]) -> None:
+def _pass_to_test(values: Values, _environ: Environ) -> None:
     """Put the self-test's own options after its name. It runs in the project's folder."""
     if settings := values.get("setting"):
-        raise UsageError(f"{settings[0]!r}: settings have no effect here; omit them")
+        raise PlanError(f"{settings[0]!r}: settings have no effect here; omit them")
     test, file = values.pop("test", ""), values.pop("json", "")
     if test not in ("", "basic", "all"):
-        raise UsageError(f"--test is {test!r}; give basic or all")
+        raise PlanError(f"--test is {test!r}; give basic or all")
     words = ["--test", test] if test else []
-    words += ["--json", str(Path(values["directory"], file))] if file else []
+    words += ["--json", str(values["here"] / file)] if file else []
     values["rest"] = (*values.pop("passed", ()), *words, *values.get("rest", ()))
 
 
@@ -164,7 +164,7 @@ COMMANDS = {
     "launch_multinode": Command(
         "ssh",
         _NODES,
-        {**_HOSTFILE, **_options("--use-env", has_value=False)},
+        {**_HOSTFILE, **_options("--use-env", "passed", has_value=False)},
         {"engine": "torch.distributed.launch"},
     ),
     "launch_pdsh_multinode": Command("pdsh", _NODES, _HOSTFILE),

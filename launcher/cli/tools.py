@@ -12,38 +12,35 @@ from importlib import import_module
 from pathlib import Path
 
 from distributed.errors import BAD_INPUT
-from launcher.text import did_you_mean
+from launcher.text import did_you_mean, warn
 
-CHECKPOINT = {"ls": ("DIR",), "verify": ("DIR",), "export": ("DIR", "FILE"), "hash": ("DIR",)}
+CHECKPOINT = {"ls": "DIR", "verify": "DIR", "export": "DIR FILE", "hash": "DIR"}
 
 
 def main(arguments: Sequence[str]) -> int:
     """Do what was typed; returns the exit code."""
     program, words = Path(arguments[0]).name, arguments[1:]
     try:
-        code = run(program, words)
+        if "explain" in program:
+            code = int(import_module("launcher.explain.__main__").main(words, program))
+        elif why := refuse(words):
+            warn(f"{program}: {why}; see {program} --help")
+            code = BAD_INPUT
+        else:
+            code = int(import_module("distributed.checkpoint.__main__").main(words))  # needs torch
         sys.stdout.flush()
     except OSError as error:  # a full disk
-        print(f"{program}: the output cannot be written ({error.strerror})", file=sys.stderr)
+        warn(f"{program}: the output cannot be written ({error.strerror})")
         os._exit(1)
     return code
 
 
-def run(program: str, words: Sequence[str]) -> int:
-    if "explain" in program:
-        return int(import_module("launcher.explain.__main__").main(words, program))
-    if why := refuse(words):
-        print(f"{program}: {why}; see {program} --help", file=sys.stderr)
-        return BAD_INPUT
-    return int(import_module("distributed.checkpoint.__main__").main(words))  # needs torch
-
-
 def refuse(words: Sequence[str]) -> str:
     """Return why these are no words for scripts/checkpoint.sh; empty if they are."""
-    commands = ", ".join(" ".join([name, *needs]) for name, needs in CHECKPOINT.items())
+    commands = ", ".join(map(" ".join, CHECKPOINT.items()))
     name, *given = words or [""]
     if name not in CHECKPOINT:
         return f"unknown command {name!r}; {did_you_mean(name, CHECKPOINT)}it can be {commands}"
-    if len(given) != len(CHECKPOINT[name]):
-        return f"{name} takes {' '.join(CHECKPOINT[name])}, not {' '.join(given) or 'nothing'}"
+    if len(given) != len(CHECKPOINT[name].split()):
+        return f"{name} takes {CHECKPOINT[name]}, not {' '.join(given) or 'nothing'}"
     return ""

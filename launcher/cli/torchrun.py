@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
-from launcher.plan.typed import UsageError
+from launcher.text import Environ, PlanError
 
 
-def read_like_torchrun(values: dict[str, Any], environ: Mapping[str, str]) -> None:
-    """Complete what was typed, by the names of Typed's fields. Raises UsageError."""
+def read_like_torchrun(values: dict[str, Any], environ: Environ) -> None:
+    """Complete what was typed, by the names of Typed's fields. Raises PlanError."""
     if not (rest := values.get("rest")) or not rest[0]:
         cause = "SCRIPT is an empty word" if rest else "no SCRIPT"
-        raise UsageError(f"{cause}; usage: {values['usage']}")
+        raise PlanError(f"{cause}; usage: {values['usage']}")
     rendezvous = {name: values.pop(f"rdzv_{name}", "") for name in ("backend", "endpoint")}
     is_alone = values.pop("standalone", False)
     if not values.get("hosts"):
@@ -21,15 +20,7 @@ def read_like_torchrun(values: dict[str, Any], environ: Mapping[str, str]) -> No
         nodes = "1" if is_alone else values.get("nnodes", "")
         find_master(values, nodes, **rendezvous, in_step=bool(environ.get("SLURM_STEP_ID")))
     elif rendezvous["endpoint"]:
-        cause = "--hosts names the nodes, and --rdzv-endpoint does so, too"
-        raise UsageError(f"{cause}; omit one")
-    else:
-        values["fanout"] = "auto"
-    count_processes(values)
-
-
-def count_processes(values: dict[str, Any]) -> None:
-    """Replace the words that torchrun takes as --nproc-per-node."""
+        raise PlanError("--hosts names the nodes, and --rdzv-endpoint does so, too; omit one")
     cpus = os.sysconf("SC_NPROCESSORS_ONLN")
     if values.get("nproc") == "cpu":
         values["nproc"] = str(cpus)
@@ -45,11 +36,11 @@ def find_master(
     """Read from torchrun's rendezvous the number of nodes, this one's rank and the master."""
     least, is_range, most = nodes.partition(":")
     if is_range and least != most:
-        cause = f"--nnodes {nodes}: the number of nodes cannot change during a run"
-        raise UsageError(f"{cause}; give one number")
+        raise PlanError(
+            f"--nnodes {nodes}: the number of nodes cannot change during a run; give one number"
+        )
     if backend not in ("", "static", "c10d"):
-        cause = f"--rdzv-backend {backend}: unknown here"
-        raise UsageError(f"{cause}; omit it, and give --master-addr")
+        raise PlanError(f"--rdzv-backend {backend}: unknown here; omit it, and give --master-addr")
     nodes = least or ("1" if endpoint == "localhost:0" else "")  # torchrun's default
     if nodes:
         values["nnodes"] = nodes

@@ -35,7 +35,7 @@ from launcher.failure_block import find_end
 from launcher.record.run_json import KEPT
 from launcher.record.run_json import read as read_record
 from launcher.record.runs import find_all
-from launcher.text import count, did_you_mean, name_ranks
+from launcher.text import count, did_you_mean, name_ranks, warn
 
 
 def main(arguments: Sequence[str], program: str = "explain") -> int:
@@ -53,19 +53,19 @@ def main(arguments: Sequence[str], program: str = "explain") -> int:
             print(ends[0])
             return 0
         refusals = {line: name for file in files for line, name in find_refusals(file).items()}
-        seen = [one for file in files for one in read(file)]
+        seen = [sighting for file in files for sighting in read(file)]
     except OSError as error:
         if error.filename is None:  # it is the output's
             raise
         known = [*sections(), *(run.id for run in find_all(_log_dir()))]
         cure = f"{did_you_mean(str(error.filename), known)}give a RUN, a FILE or a FAULT"
-        print(f"{program}: {error.filename}: {error.strerror}; {cure}", file=sys.stderr)
+        warn(f"{program}: {error.filename}: {error.strerror}; {cure}")
         return BAD_INPUT
-    sightings = [one for one in seen if one.text not in refusals]
+    sightings = [sighting for sighting in seen if sighting.text not in refusals]
     cause = find_cause(sightings)
     if refusals and (cause is None or cause.kind >= Kind.WARNING):
-        told = [sections()[fault] for fault in dict.fromkeys(refusals.values())]
-        print(*map(printable, refusals), *told, sep="\n")
+        texts = [sections()[fault] for fault in dict.fromkeys(refusals.values())]
+        print(*map(printable, refusals), *texts, sep="\n")
         return 0
     if cause is None:
         print(f"no failure found in {count(len(files), 'file')}")
@@ -98,23 +98,23 @@ def _log_dir() -> Path:
 
 def find_cause(sightings: Sequence[Sighting]) -> Sighting | None:
     """Return the sighting that states the cause best, and of several the first."""
-    causes = [one for one in sightings if one.kind != Kind.CONSEQUENCE]
-    return min(causes, key=lambda one: one.kind, default=None)
+    causes = [sighting for sighting in sightings if sighting.kind != Kind.CONSEQUENCE]
+    return min(causes, key=lambda sighting: sighting.kind, default=None)
 
 
 def print_cause(cause: Sighting, sightings: Sequence[Sighting], ranks: Sequence[int]) -> None:
     """Print a cause in the shape of the failure block; `ranks` say the same."""
     where = f" ({cause.host})" if cause.host else ""
-    others = sum(shape_of(one.text) != shape_of(cause.text) for one in sightings)
+    others = sum(shape_of(sighting.text) != shape_of(cause.text) for sighting in sightings)
     lines = count(others, "other line mentions", "other lines mention")
     equal = [rank for rank in ranks if f"rank {rank}" != cause.rank]
-    told = [f"{name_ranks(equal)} with the same error"] if equal else []
-    told += [f"{lines} a failure, probably as a consequence"] if others else []
+    also = [f"{name_ranks(equal)} with the same error"] if equal else []
+    also += [f"{lines} a failure, probably as a consequence"] if others else []
     rows = [
         ("FAILED", f"{cause.rank or 'a rank'}{where}       [{cause.fault}]"),
         ("cause", one_line(cause.text)),
         *(("", frame) for frame in cause.frames),
-        ("others", "; ".join(told)),
+        ("others", "; ".join(also)),
         ("log", f"{cause.file}:{cause.line}"),
         ("see", f"TROUBLESHOOTING.md#{cause.fault}"),
     ]

@@ -8,249 +8,299 @@ from launcher.explain.kinds import cause, consequence, end
 CAUSES = (
     consequence(
         "consequence",
-        r"(Deprecation|Future)Warning",
-        r"Error caught was: No module named",
-        r"Could not load dynamic library",
-        r"PreemptionMode",
-        r"can only test a child process",
+        r"""
+        (Deprecation|Future)Warning
+        Error caught was: No module named
+        Could not load dynamic library
+        PreemptionMode
+        can only test a child process
+        """,
     ),
     cause(
         "low-memlock",
-        r"(ibv_\w+|mlx5|IB|[Mm]emory region|reg_mr).*Cannot allocate memory",
-        r"RLIMIT_MEMLOCK|[Ll]ocked memory.*(limit|low|small)|memlock",
-        r"Unable to register memory|ibv_reg_mr\w*(\(\))? failed",
+        r"""
+        (ibv_\w+|mlx5|IB|[Mm]emory region|reg_mr).*Cannot allocate memory
+        RLIMIT_MEMLOCK|[Ll]ocked memory.*(limit|low|small)|memlock
+        Unable to register memory|ibv_reg_mr\w*(\(\))? failed
+        """,
     ),
     cause(
         "low-nofile",
-        r"[Tt]oo many open files",
-        r"received 0 items of ancdata",
+        r"""
+        [Tt]oo many open files
+        received 0 items of ancdata
+        """,
     ),
     cause(
         "out-of-memory",
-        r"(CUDA|HIP|XPU|NPU|MPS)( backend)? out of memory|OutOfMemoryError",
-        r"CUDA (driver )?error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation",
-        r"cuda runtime error \(2\)",
-        r"would exceed allowed memory|less than desired GPU memory utilization",
-        r"No available memory for the cache blocks",
-        r"running low on memory|low on resource: memory|OOMKilled|std::bad_alloc",
-        r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED",
-        r"Failed to CUDA malloc|Cuda failure.* 'out of memory'",
-        r"DefaultCPUAllocator: (can't|not enough)",
-        r"(^|[\])|:] )MemoryError|numpy.core._exceptions.*MemoryError",
-        r"Unable to allocate \S+ \w+ for an array",
-        r"[Oo]ut [Oo]f [Mm]emory.{0,20}(handler|[Kk]ill)|[Oo]ut of memory: Kill|oom[-_]kill",
-        r"[Ee]xceeded (job|step|its)? ?(virtual )?memory limit|\bp?v?mem \S+ exceeded limit",
-        r"OUT_OF_MEMORY",
-        r"Cannot allocate memory(?!.*(ibv|mr|IB))",
+        r"""
+        (CUDA|HIP|XPU|NPU|MPS)( backend)? out of memory|OutOfMemoryError
+        CUDA (driver )?error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation
+        cuda runtime error \(2\)
+        would exceed allowed memory|less than desired GPU memory utilization
+        No available memory for the cache blocks
+        running low on memory|low on resource: memory|OOMKilled|std::bad_alloc
+        CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED
+        Failed to CUDA malloc|Cuda failure.* 'out of memory'
+        DefaultCPUAllocator: (can't|not enough)
+        (^|[\])|:] )MemoryError|numpy.core._exceptions.*MemoryError
+        Unable to allocate \S+ \w+ for an array
+        [Oo]ut [Oo]f [Mm]emory.{0,20}(handler|[Kk]ill)|[Oo]ut of memory: Kill|oom[-_]kill
+        [Ee]xceeded (job|step|its)? ?(virtual )?memory limit|\bp?v?mem \S+ exceeded limit
+        OUT_OF_MEMORY
+        Cannot allocate memory(?!.*(ibv|mr|IB))
+        """,
     ),
     cause(
         "small-shm",
-        r"insufficient shared memory \(shm\)",
-        r"[Bb]us error|out of shared memory",
-        r"unable to (open|write to|mmap|allocate) .*shared memory",
-        r"/dev/shm/.*No space left|No space left.*(/dev/shm|shared memory)",
-        r"creating shared memory segment|Error while creating shared memory",
-        r"posix_fallocate failed",
+        r"""
+        insufficient shared memory \(shm\)
+        [Bb]us error|out of shared memory
+        unable to (open|write to|mmap|allocate) .*shared memory
+        /dev/shm/.*No space left|No space left.*(/dev/shm|shared memory)
+        creating shared memory segment|Error while creating shared memory
+        posix_fallocate failed
+        """,
     ),
     cause(
         "disk-full",
-        r"No space left on device",
-        r"[Qq]uota exceeded",
-        r"unexpected pos \d+ vs \d+",
-        r"PytorchStreamWriter failed",
-        r"basic_ios::clear: iostream error",
+        r"""
+        No space left on device
+        [Qq]uota exceeded
+        unexpected pos \d+ vs \d+
+        PytorchStreamWriter failed
+        basic_ios::clear: iostream error
+        """,
     ),
     cause(
         "checkpoint-damaged",
-        r"PytorchStreamReader failed",
-        r"EOFError: Ran out of input",
-        r"invalid load key",
-        r"HeaderToo|InvalidHeader|MetadataIncompleteBuffer|IncompleteMetadata",
-        r"Error while deserializing header",
-        r"unpickling stack underflow",
-        r"unexpected EOF, expected|storage has wrong (byte )?size|BadZipFile",
-        r"[Cc]heckpoint.*(corrupt|damaged)|not a ZIP archive|invalid magic number; corrupt file",
+        r"""
+        PytorchStreamReader failed
+        EOFError: Ran out of input
+        invalid load key
+        HeaderToo|InvalidHeader|MetadataIncompleteBuffer|IncompleteMetadata
+        Error while deserializing header
+        unpickling stack underflow
+        unexpected EOF, expected|storage has wrong (byte )?size|BadZipFile
+        [Cc]heckpoint.*(corrupt|damaged)|not a ZIP archive|invalid magic number; corrupt file
+        """,
     ),
     cause(
         "ssh-refused",
-        r"Permission denied \((publickey|password|gssapi|hostbased)",
-        r"Host key verification failed",
-        r"kex_exchange_identification|ssh_exchange_identification",
-        r"REMOTE HOST IDENTIFICATION HAS CHANGED",
-        r"Permission denied, please try again",
-        r"ssh exited with exit code 255|Command 'ssh .*non-zero",
+        r"""
+        Permission denied \((publickey|password|gssapi|hostbased)
+        Host key verification failed
+        kex_exchange_identification|ssh_exchange_identification
+        REMOTE HOST IDENTIFICATION HAS CHANGED
+        Permission denied, please try again
+        ssh exited with exit code 255|Command 'ssh .*non-zero
+        """,
     ),
     cause(
         "dir-unwritable",
-        r"PermissionError",
-        r"Read-only file system",
-        r"[Pp]ermission denied",
+        r"""
+        PermissionError
+        Read-only file system
+        [Pp]ermission denied
+        """,
     ),
     cause(
         "duplicate-node-rank",
-        r"[Dd]uplicate (node )?rank|rank \d+ .*(already (taken|in use|registered|checked in))",
-        r"already has rank|same rank",
+        r"""
+        [Dd]uplicate (node )?rank|rank \d+ .*(already (taken|in use|registered|checked in))
+        already has rank|same rank
+        """,
     ),
     cause(
         "port-in-use",
-        r"EADDRINUSE|[Aa]ddress already in use",
-        r"[Pp]ort `?\d+`?,? (is already in use|but another process)",
+        r"""
+        EADDRINUSE|[Aa]ddress already in use
+        [Pp]ort `?\d+`?,? (is already in use|but another process)
+        """,
     ),
     end("name-unresolved", r"\[W.*socket\.cpp.*(gai error|cannot be retrieved)"),
     end(
         "host-unreachable",
-        r"\[W.*socket\.cpp.*(timed out|No route to host|unreachable)",
-        r"NCCL INFO .*(timed out|No route to host).*retrying",
+        r"""
+        \[W.*socket\.cpp.*(timed out|No route to host|unreachable)
+        NCCL INFO .*(timed out|No route to host).*retrying
+        """,
     ),
     cause(
         "name-unresolved",
-        r"Name or service not known|Temporary failure in name resolution",
-        r"No address associated with hostname|nodename nor servname",
-        r"[Cc]ould not resolve host",
-        r"network addresses of \(\S+, \d+\) cannot be retrieved|gai error: -[23]",
+        r"""
+        Name or service not known|Temporary failure in name resolution
+        No address associated with hostname|nodename nor servname
+        [Cc]ould not resolve host
+        network addresses of \(\S+, \d+\) cannot be retrieved|gai error: -[23]
+        """,
     ),
     cause(
         "no-such-interface",
-        r"no socket interface found",
-        r"[Uu]nable to find address for",
-        r"unable to find (interface|any) ",
-        r"No interface found",
+        r"""
+        no socket interface found
+        [Uu]nable to find address for
+        unable to find (interface|any)[ ]
+        No interface found
+        """,
     ),
     cause(
         "host-unreachable",
-        r"connect returned",
-        r"No route to host|EHOSTUNREACH|ENETUNREACH|Network is unreachable",
-        r"errno: 110|ETIMEDOUT|Connection timed out|connect\(\) timed out|connect.* timed out",
-        r"i/o timeout|connection timeout",
+        r"""
+        connect returned
+        No route to host|EHOSTUNREACH|ENETUNREACH|Network is unreachable
+        errno: 110|ETIMEDOUT|Connection timed out|connect\(\) timed out|connect.* timed out
+        i/o timeout|connection timeout
+        """,
     ),
     cause("duplicate-gpu", r"Duplicate GPU detected"),
     cause(
         "too-few-gpus",
-        r"invalid device ordinal",
-        r"[Nn]ot enough GPUs|requires? \d+ GPUs?.*(only|but)|You requested (gpu|GPUs?): ",
-        r"machine only has: ",
-        r"device < num_gpus|Invalid device id|num_gpus\w* <= torch.cuda.device_count",
-        r"No slot '\d+' specified on host",
+        r"""
+        invalid device ordinal
+        [Nn]ot enough GPUs|requires? \d+ GPUs?.*(only|but)|You requested (gpu|GPUs?):[ ]
+        machine only has:[ ]
+        device < num_gpus|Invalid device id|num_gpus\w* <= torch.cuda.device_count
+        No slot '\d+' specified on host
+        """,
     ),
     cause(
         "rank-error",  # of a module of the user's own
-        r"cannot import name '(?!.*(/(site|dist)-packages/|/lib/python3)).*\(/.*\.py\)",
-        r"attempted relative import",
+        r"""
+        cannot import name '(?!.*(/(site|dist)-packages/|/lib/python3)).*\(/.*\.py\)
+        attempted relative import
+        """,
     ),
     cause(
         "version-mismatch",
-        r"symbol \S+ version \S+ not defined",
-        r"undefined symbol",
-        r"driver .*too old",
-        r"driver version is insufficient",
-        r"GLIBC\w*_[\d.]+' not found",
-        r"NCCL version.*(mismatch|incompatib)|[Mm]ismatched? NCCL",
-        r"is not compatible with the current PyTorch installation|no kernel image is available",
-        r"CUDA version .* mismatch|detected CUDA version .*mismatches",
-        r"[Ii]nstalled CUDA version .* does not match",
-        r"compiled (with|against|using) .* CUDA .*(but|cannot)|was compiled for|ABI version",
-        r"Numpy is not available",
-        r"cannot import name '",
-        r"Error: module '\S+' has no attribute",
-        r"is required for a normal functioning of this module|VersionConflict",
-        r"unsupported toolchain|unsupported display driver|forward compatibility was attempted",
-        r"kernel image is invalid",
-        r"[Dd]river/library version mismatch|not supported in the installed CUDA driver",
-        r"Could not run '\S+' with arguments from the|operator \S+ does not exist",
+        r"""
+        symbol \S+ version \S+ not defined
+        undefined symbol
+        driver .*too old
+        driver version is insufficient
+        GLIBC\w*_[\d.]+' not found
+        NCCL version.*(mismatch|incompatib)|[Mm]ismatched? NCCL
+        is not compatible with the current PyTorch installation|no kernel image is available
+        CUDA version .* mismatch|detected CUDA version .*mismatches
+        [Ii]nstalled CUDA version .* does not match
+        compiled (with|against|using) .* CUDA .*(but|cannot)|was compiled for|ABI version
+        Numpy is not available
+        cannot import name '
+        Error: module '\S+' has no attribute
+        is required for a normal functioning of this module|VersionConflict
+        unsupported toolchain|unsupported display driver|forward compatibility was attempted
+        kernel image is invalid
+        [Dd]river/library version mismatch|not supported in the installed CUDA driver
+        Could not run '\S+' with arguments from the|operator \S+ does not exist
+        """,
     ),
     cause(
         "torch-without-gpu",
-        r"only supported with GPUs",
-        r"not compiled with CUDA",
-        r"Found no NVIDIA driver",
-        r"No CUDA GPUs are available|no CUDA-capable device",
-        r"without GPUs?!|requires.*CUDA.*not available",
-        r"NVIDIA driver.*not loaded|Failed to initialize NVML: Unknown",
-        r"CUDA driver initialization failed|CUDA unknown error",
-        r"couldn't communicate with the NVIDIA driver",
-        r"No supported gpu backend found",
+        r"""
+        only supported with GPUs
+        not compiled with CUDA
+        Found no NVIDIA driver
+        No CUDA GPUs are available|no CUDA-capable device
+        without GPUs?!|requires.*CUDA.*not available
+        NVIDIA driver.*not loaded|Failed to initialize NVML: Unknown
+        CUDA driver initialization failed|CUDA unknown error
+        couldn't communicate with the NVIDIA driver
+        No supported gpu backend found
+        """,
     ),
     cause(
         "gpu-unhealthy",
-        r"NVRM: Xid|\bXid\b",
-        r"uncorrectable (NVLink|ECC)|ECC error",
-        r"fallen off the bus",
-        r"NVLink error|nvlink.*(fatal|error)",
-        r"Unable to determine the device handle|GPU is lost",
-        r"system not yet initialized|CUDA_ERROR_SYSTEM_NOT_READY",
-        r"device(s| s|\(s\)) (are|is/are) busy or unavailable",
+        r"""
+        NVRM: Xid|\bXid\b
+        uncorrectable (NVLink|ECC)|ECC error
+        fallen off the bus
+        NVLink error|nvlink.*(fatal|error)
+        Unable to determine the device handle|GPU is lost
+        system not yet initialized|CUDA_ERROR_SYSTEM_NOT_READY
+        device(s| s|\(s\)) (are|is/are) busy or unavailable
+        """,
     ),
     cause(
         "config-invalid",
-        r"error: (unrecognized arguments|the following arguments are required|argument \S+: )",
-        r"error: (ambiguous option|invalid choice)|\.py: error: |unrecognized option ",
-        r"^Error: (No such option|Got unexpected extra argument|Missing (option|argument))",
-        r"No such option: -",
-        r"are not used by the HfArgumentParser|DeepSpeed config values that mismatch",
-        r"path to an existing deepspeed config|Micro batch size per gpu",
-        r"^(?!.*world.size).*(must|should|has to|have to|needs? to) be (evenly )?divisible by",
-        r"^(?!.*world.size).*(must|should|has to|have to|needs? to) be (evenly )?a multiple of",
-        r"^(?!.*world.size).*Error: .*\bis not (evenly )?divisible by",
-        r"yaml\.\w+\.(Scanner|Parser|Constructor)Error",
-        r"ConfigAttributeError|ConfigKeyError|MissingMandatoryValue|ConfigCompositionException",
-        r"omegaconf\.errors|hydra\.errors|LexerNoViableAltException|Could not override",
-        r"ValidationError",
-        r"MisconfigurationException: ",
-        r"DeepSpeedConfig\w*Error|Check batch related parameters",
-        r"batch_size is not equal to micro_batch",
-        r"sbatch: error: |^srun: error: (Unable to (create|allocate)|[Ii]nvalid)",
-        r"Batch job submission failed|Requested node configuration is not available",
-        r"Invalid (distribution|specification|option)",
-        r"unexpected keyword argument '--|[Ii]nvalid value for '-",
+        r"""
+        error: (unrecognized arguments|the following arguments are required|argument \S+: )
+        error: (ambiguous option|invalid choice)|\.py: error: |unrecognized option[ ]
+        ^Error: (No such option|Got unexpected extra argument|Missing (option|argument))
+        No such option: -
+        are not used by the HfArgumentParser|DeepSpeed config values that mismatch
+        path to an existing deepspeed config|Micro batch size per gpu
+        ^(?!.*world.size).*(must|should|has to|have to|needs? to) be (evenly )?divisible by
+        ^(?!.*world.size).*(must|should|has to|have to|needs? to) be (evenly )?a multiple of
+        ^(?!.*world.size).*Error: .*\bis not (evenly )?divisible by
+        yaml\.\w+\.(Scanner|Parser|Constructor)Error
+        ConfigAttributeError|ConfigKeyError|MissingMandatoryValue|ConfigCompositionException
+        omegaconf\.errors|hydra\.errors|LexerNoViableAltException|Could not override
+        ValidationError
+        MisconfigurationException:[ ]
+        DeepSpeedConfig\w*Error|Check batch related parameters
+        batch_size is not equal to micro_batch
+        sbatch: error: |^srun: error: (Unable to (create|allocate)|[Ii]nvalid)
+        Batch job submission failed|Requested node configuration is not available
+        Invalid (distribution|specification|option)
+        unexpected keyword argument '--|[Ii]nvalid value for '-
+        """,
     ),
     cause(
         "wrong-world",
-        r"world size of \d+ but the current world size",
-        r"[Ii]nvalid rank",
-        r"rank .* (should be|must be|not) .*(in the interval|less than|smaller) .*world",
-        r"Rank .* out of bounds",
-        r"world[_ ]size.*(mismatch|does not match|not equal|!=|is not divisible|inconsistent)",
-        r"number of tasks.*(mismatch|does not match)",
-        r"--ntasks.*(does not match|is not supported|invalid)",
-        r"requested (world|number of) .* (but|while).*(found|got)",
-        r"nnodes.*(mismatch|does not match)",
-        r"launched \d+ slurm tasks",
-        r"can't run \d+ processes on \d+ nodes",
-        r"rank should be within the",
-        r"environment variable \w+ expected, but not set",
-        r"KeyError: '(RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|SLURM_\w+)'",
-        r"not enough slots|larger than total available slots",
-        r"equal to world[_ ]size|world[_ ]size.*(not equal|must be equal)",
+        r"""
+        world size of \d+ but the current world size
+        [Ii]nvalid rank
+        rank .* (should be|must be|not) .*(in the interval|less than|smaller) .*world
+        Rank .* out of bounds
+        world[_ ]size.*(mismatch|does not match|not equal|!=|is not divisible|inconsistent)
+        number of tasks.*(mismatch|does not match)
+        --ntasks.*(does not match|is not supported|invalid)
+        requested (world|number of) .* (but|while).*(found|got)
+        nnodes.*(mismatch|does not match)
+        launched \d+ slurm tasks
+        can't run \d+ processes on \d+ nodes
+        rank should be within the
+        environment variable \w+ expected, but not set
+        KeyError: '(RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|SLURM_\w+)'
+        not enough slots|larger than total available slots
+        equal to world[_ ]size|world[_ ]size.*(not equal|must be equal)
+        """,
     ),
     cause("parameters-unused", r"Expected to have finished reduction in the prior iteration"),
     cause(
         "loss-not-finite",
-        r"[Ll]oss (is|was|becomes|became|diverged to) ?(nan|NaN|inf)",
-        r"\b(nan|NaN|NAN|inf) (loss|detected)|loss .*not finite|loss is (NaN|nan)",
-        r"loss scale already at minimum|[Mm]inimum loss scale reached",
-        r"FloatingPointError",
-        r"detected nan|found NaN|[Nn]on-?finite (loss|norm|grad|value|total)|DivergenceError",
-        r"is `?nan`?, stopping|returned nan values",
-        r"contains either `inf`, `nan` or element",
+        r"""
+        [Ll]oss (is|was|becomes|became|diverged to) ?(nan|NaN|inf)
+        \b(nan|NaN|NAN|inf) (loss|detected)|loss .*not finite|loss is (NaN|nan)
+        loss scale already at minimum|[Mm]inimum loss scale reached
+        FloatingPointError
+        detected nan|found NaN|[Nn]on-?finite (loss|norm|grad|value|total)|DivergenceError
+        is `?nan`?, stopping|returned nan values
+        contains either `inf`, `nan` or element
+        """,
     ),
     cause(
         "cuda-error",
-        r"device-side assert|Assertion .* failed\.?$.*block|block: \[\d",
-        r"illegal (memory access|instruction was)",
-        r"CUBLAS_STATUS_(?!ALLOC)\w+",
-        r"cuDNN error|CUDNN_STATUS_(?!ALLOC)\w+",
-        r"unspecified launch failure|misaligned address|the launch timed out",
-        r"invalid configuration argument|cudaErrorLaunchFailure|cudaErrorIllegalAddress",
-        r"cudaErrorAssert",
-        r"CUDA driver error: (?!out)|cuda runtime error|CUDA_ERROR_(?!OUT_OF)|cudaError[A-Z]",
-        r"CUSOLVER_STATUS_|CUSPARSE_STATUS_|CUFFT_",
-        r"CUDA error: (?!out of memory|invalid device|no kernel|initialization|system not)",
+        r"""
+        device-side assert|Assertion .* failed\.?$.*block|block: \[\d
+        illegal (memory access|instruction was)
+        CUBLAS_STATUS_(?!ALLOC)\w+
+        cuDNN error|CUDNN_STATUS_(?!ALLOC)\w+
+        unspecified launch failure|misaligned address|the launch timed out
+        invalid configuration argument|cudaErrorLaunchFailure|cudaErrorIllegalAddress
+        cudaErrorAssert
+        CUDA driver error: (?!out)|cuda runtime error|CUDA_ERROR_(?!OUT_OF)|cudaError[A-Z]
+        CUSOLVER_STATUS_|CUSPARSE_STATUS_|CUFFT_
+        CUDA error: (?!out of memory|invalid device|no kernel|initialization|system not)
+        """,
     ),
     cause(
         "time-limit",
-        r"DUE TO TIME LIMIT",
-        r"walltime .*exceeded|exceeded limit .*walltime",
-        r"TERM_RUNLIMIT",
+        r"""
+        DUE TO TIME LIMIT
+        walltime .*exceeded|exceeded limit .*walltime
+        TERM_RUNLIMIT
+        """,
     ),
     cause(
         "preempted",
@@ -258,19 +308,23 @@ CAUSES = (
     ),
     cause(
         "node-lost",
-        r"lost communication with its daemon",
-        r"DUE TO NODE FAIL|NODE[_ ]FAIL|[Nn]ode failure|^srun: error: Node failure",
-        r"[Nn]odes? \S+ (is )?not responding|host \S+ is down|DUE TO NODE FAILURE",
-        r"launch failed requeued",
+        r"""
+        lost communication with its daemon
+        DUE TO NODE FAIL|NODE[_ ]FAIL|[Nn]ode failure|^srun: error: Node failure
+        [Nn]odes? \S+ (is )?not responding|host \S+ is down|DUE TO NODE FAILURE
+        launch failed requeued
+        """,
     ),
     cause(
         "env-missing",
-        r"ModuleNotFoundError|Error: No module named|PackageNotFoundError",
-        r"(Error|^ImportError): .*cannot open shared object file",
-        r"(^|[\])|:] )ImportError",
-        r"CUDA_HOME (does not exist|environment variable is not set)|Ninja is required",
-        r"launcher '\w+' not installed|directory: '\S*(nvcc|ninja)'",
-        r"execve\(\): .*No such file|can't open file|couldn't chdir",
-        r"unable to find the specified executable",
+        r"""
+        ModuleNotFoundError|Error: No module named|PackageNotFoundError
+        (Error|^ImportError): .*cannot open shared object file
+        (^|[\])|:] )ImportError
+        CUDA_HOME (does not exist|environment variable is not set)|Ninja is required
+        launcher '\w+' not installed|directory: '\S*(nvcc|ninja)'
+        execve\(\): .*No such file|can't open file|couldn't chdir
+        unable to find the specified executable
+        """,
     ),
 )

@@ -26,22 +26,18 @@ class Rule:
 
     kind: Kind
     fault: str
-    find: tuple[str, ...]  # regular expressions, for one line at a time
+    find: str  # regular expressions, one a line, for one line of a log at a time
 
     @functools.cached_property
     def pattern(self) -> re.Pattern[str]:
         """All of them, compiled when the first line is looked at: most runs do not fail."""
-        return re.compile("|".join(self.find))
+        return re.compile("|".join(map(str.strip, self.find.strip().splitlines())))
 
 
-def _rule(kind: Kind, fault: str, *find: str) -> Rule:
-    return Rule(kind, fault, find)
-
-
-cause = functools.partial(_rule, Kind.CAUSE)
-exception = functools.partial(_rule, Kind.EXCEPTION)
-warning = functools.partial(_rule, Kind.WARNING)
-end = functools.partial(_rule, Kind.END)
-lost = functools.partial(_rule, Kind.LOST)
-code = functools.partial(_rule, Kind.CODE)
-consequence = functools.partial(_rule, Kind.CONSEQUENCE)
+cause = functools.partial(Rule, Kind.CAUSE)
+exception = functools.partial(Rule, Kind.EXCEPTION)
+warning = functools.partial(Rule, Kind.WARNING)
+end = functools.partial(Rule, Kind.END)
+lost = functools.partial(Rule, Kind.LOST)
+code = functools.partial(Rule, Kind.CODE)
+consequence = functools.partial(Rule, Kind.CONSEQUENCE)

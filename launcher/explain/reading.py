@@ -15,15 +15,13 @@ from launcher.failure import user_frames
 LONGEST = 4096  # bytes of a line that are looked at
 ABOVE = 200  # lines above an exception that may be its traceback
 # One of these is in every line that a rule knows; a test sees to it.
-HINTS = [
-    *(b"rror", b"xception", b"nterrupt", b"ailed", b"ailure", b"illed", b"illing", b"efused"),
-    *(b"imed out", b"imeout", b"CANCELLED", b"ignal", b"WARN", b"fault", b"exceed", b"esolve"),
-    *(b" found", b"No such", b"No module", b"No space", b"xitcode", b"xit code", b"xit status"),
-    *(b"return code", b"nable to", b"NVRM", b"Abort", b"invalid", b"rank ", b"driver", b"closed"),
-    *(b"oom", b"slurm", b"srun", b"nan", b"NaN", b"No route", b"lost", b"only", b"not defined"),
-    *(b"world size", b"denied", b"nrecognized", b"mismatch", b"compiled", b"slots", b"firewall"),
-    *(b"shut down", b"subset of", b"EXIT CODE", b"KILLED", b"terminated", b"bad_alloc", b" dead"),
-]
+HINT = re.compile(
+    rb"rror|xception|nterrupt|ailed|ailure|illed|illing|efused|imed out|imeout|CANCELLED|ignal|WARN"
+    rb"|fault|exceed|esolve| found|No such|No module|No space|xitcode|xit code|xit status"
+    rb"|return code|nable to|NVRM|Abort|invalid|rank |driver|closed|oom|slurm|srun|nan|NaN|No route"
+    rb"|lost|only|not defined|world size|denied|nrecognized|mismatch|compiled|slots|firewall"
+    rb"|shut down|subset of|EXIT CODE|KILLED|terminated|bad_alloc| dead"
+)
 _DIGITS = b"0123456789"
 # What launchers and torch put before a line: [rank3]: (torch), [default3]: (its launcher), stderr:
 # (accelerate), ERROR 12-31 01:06:23 [core.py:603] (vLLM), 3: (srun --label), (node-1 pid=9) (Ray),
@@ -65,8 +63,8 @@ _FIRST = re.compile(
 def sections() -> Mapping[str, str]:
     """Return the sections of TROUBLESHOOTING.md by the names of their faults."""
     text = (Path(__file__).parents[2] / "TROUBLESHOOTING.md").read_text(encoding="utf-8")
-    found = re.finditer(r"^## ([a-z-]+)\n.*?(?=\n+##? )", text, re.MULTILINE | re.DOTALL)
-    return {one[1]: one[0] for one in found}
+    matches = re.finditer(r"^## ([a-z-]+)\n.*?(?=\n+##? )", text, re.MULTILINE | re.DOTALL)
+    return {section[1]: section[0] for section in matches}
 
 
 def own_fault(line: str) -> str:
@@ -93,25 +91,25 @@ def read(file: Path) -> list[Sighting]:
     """Return what a log says of a failure, from its start on: of lines that differ in numbers
     alone, the first. Raises OSError.
     """
-    text = file.read_bytes()
-    rows = text.replace(b"\r", b"\n")  # a bar's states are lines of their own
-    lines, shapes = rows.split(b"\n"), rows.translate(None, _DIGITS).split(b"\n")
-    last = len(lines) - 1
-    first = dict(zip(reversed(shapes), range(last, -1, -1), strict=True))  # of each shape
-    found: list[Sighting] = []
-    told = None
-    at, number = 0, 0
-    for shape, index in sorted(first.items(), key=lambda item: item[1]):
-        if not (shape.endswith(b"]") or any(hint in shape for hint in HINTS)):
+    rows = enumerate(file.read_bytes().split(b"\n"), 1)
+    lines = [(row, line) for row, text in rows for line in text.split(b"\r")]  # a bar's states
+    shapes: set[bytes] = set()
+    sightings: list[Sighting] = []
+    first_seen = None
+    for index, (row, text) in enumerate(lines):
+        shape = text.translate(None, _DIGITS)
+        if shape in shapes:
             continue
-        line = lines[index][:LONGEST].decode(errors="replace")
+        shapes.add(shape)
+        if not (shape.endswith(b"]") or HINT.search(shape)):
+            continue
+        line = text[:LONGEST].decode(errors="replace")
         if (seen := look(line)) is not None:
-            at, number = at + sum(len(one) + 1 for one in lines[number:index]), index
-            above = b"\n".join(lines[max(0, index - ABOVE) : index]).decode(errors="replace")
-            row = text.count(b"\n", 0, at) + 1
-            found.append(replace(seen, file=file, line=row, frames=_frames(above, line)))
-            told = told or _FIRST.search(f"{above}\n{line}")
-    return _with_first(found, told) if told else found
+            before = b"\n".join(text for _, text in lines[max(0, index - ABOVE) : index])
+            above = before.decode(errors="replace")
+            sightings.append(replace(seen, file=file, line=row, frames=_frames(above, line)))
+            first_seen = first_seen or _FIRST.search(f"{above}\n{line}")
+    return _with_first(sightings, first_seen) if first_seen else sightings
 
 
 def look(line: str) -> Sighting | None:
@@ -122,41 +120,39 @@ def look(line: str) -> Sighting | None:
     if rule is None and is_exception is None and not fault:
         return None
     if fault:
-        kind = min((one.kind for one in RULES if one.fault == fault), default=Kind.CAUSE)
+        kind = min((rule.kind for rule in RULES if rule.fault == fault), default=Kind.CAUSE)
     else:
         kind, fault = (rule.kind, rule.fault) if rule else (Kind.EXCEPTION, UNKNOWN)
     ranks = [prefix.get(name) for name in _RANKS]
-    ranks += [one or other for one, other in _RANK.findall(text)]
-    rank = "".join(f"rank {one}" for one in [*filter(None, ranks)][:1])
-    return Sighting(kind, fault, text.strip(), rank, prefix.get("host") or "")
+    ranks += [rank or task for rank, task in _RANK.findall(text)]
+    number = next(filter(None, ranks), "")
+    return Sighting(kind, fault, text.strip(), number and f"rank {number}", prefix.get("host", ""))
 
 
 def find_refusals(file: Path) -> dict[str, str]:
     """Return the lines of a log with which our programs refused a start, each with its fault's
     name. Raises OSError.
     """
-    rows = [line for line in file.read_bytes().split(b"\n") if line.endswith((b"]", b"]\r"))]
-    lines = [split(row.decode(errors="replace").rstrip())[1] for row in rows]
-    lines = [line for line in lines if _PROGRAM.match(line) and not _EXCEPTION.match(line)]
+    rows = map(bytes.rstrip, file.read_bytes().split(b"\n"))
+    lines = (split(row.decode(errors="replace"))[1] for row in rows if row.endswith(b"]"))
+    lines = (line for line in lines if _PROGRAM.match(line) and not _EXCEPTION.match(line))
     return {line: fault for line in lines if (fault := own_fault(line))}
 
 
 def find_ranks(cause: Sighting, files: Sequence[Path]) -> list[int]:
     """Return the ranks that say the same as the cause, numbers aside. Raises OSError."""
     shape = shape_of(cause.text)
-    found: set[int] = set()
+    ranks: set[int] = set()
     for file in files:
-        rows = file.read_bytes().replace(b"\r", b"\n")
-        shapes = rows.translate(None, _DIGITS).split(b"\n")
-        for line, about in zip(rows.split(b"\n"), shapes, strict=True):
-            if shape.encode() not in about:
+        for line in re.split(b"[\r\n]", file.read_bytes()):
+            if shape.encode() not in line.translate(None, _DIGITS):
                 continue
             prefix, text = split(line[:LONGEST].decode(errors="replace"))
             if shape_of(text) == shape:
                 first = next(filter(None, map(prefix.get, _RANKS)), "")
                 for low, high in re.findall(r"(\d+)(?:-(\d+))?", first + prefix.get("more", "")):
-                    found |= {*range(int(low), int(high or low) + 1)}
-    return sorted(found)
+                    ranks |= {*range(int(low), int(high or low) + 1)}
+    return sorted(ranks)
 
 
 def shape_of(text: str) -> str:
@@ -166,11 +162,11 @@ def shape_of(text: str) -> str:
 
 def split(line: str) -> tuple[dict[str, str], str]:
     """Return what launchers have put before a line, and the rest."""
-    found: dict[str, str] = {}
+    named: dict[str, str] = {}
     while at := _PREFIX.match(line):
-        found |= {name: value for name, value in at.groupdict().items() if value is not None}
+        named |= {name: value for name, value in at.groupdict().items() if value is not None}
         line = line[at.end() :]
-    return found, line
+    return named, line
 
 
 def _frames(above: str, line: str) -> list[str]:
@@ -181,12 +177,12 @@ def _frames(above: str, line: str) -> list[str]:
     return user_frames("\n".join(mine[starts[-1] :])) if starts else []
 
 
-def _with_first(found: Sequence[Sighting], told: re.Match[str]) -> list[Sighting]:
+def _with_first(sightings: Sequence[Sighting], first: re.Match[str]) -> list[Sighting]:
     """Add the rank that a launcher saw first to the lines that do not tell their own."""
-    local = told["torch"] or told["spawn"] or told["deepspeed"]
-    number = local or told["rank"] or told["reducer"] or told["task"]
-    rank, host = f"{'local ' if local else ''}rank {number}", told["host"] or told["node"] or ""
+    local = first["torch"] or first["spawn"] or first["deepspeed"]
+    number = local or first["rank"] or first["reducer"] or first["task"]
+    rank, host = f"{'local ' if local else ''}rank {number}", first["host"] or first["node"] or ""
     return [
-        replace(one, rank=rank, host=one.host or host) if one.rank in ("", rank) else one
-        for one in found
+        replace(seen, rank=rank, host=seen.host or host) if seen.rank in ("", rank) else seen
+        for seen in sightings
     ]

@@ -5,30 +5,16 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from distributed.errors import BAD_INPUT, Refused
 from launcher import typed_json
-from launcher.plan.plan import Batch, Plan, PlanError
-from launcher.text import environment_cure
+from launcher.plan.plan import ConfigFacts, Plan
+from launcher.text import Environ, PlanError, environment_cure, warn
 
 
-@dataclass(frozen=True)
-class ConfigFacts:
-    """What a launcher must know of a config: `train.py --check --json`."""
-
-    backend: str
-    join_timeout: float
-    checkpoint_dir: str
-    task_file: str
-    prepare: str
-    resume: str
-    batch: Batch
-    num_workers: int
-
-
-def check_config(plan: Plan) -> Plan:
+def check_config(plan: Plan, environ: Environ) -> Plan:
     """Have train.py check the config and the settings; returns the plan with what they say.
 
     A script of the user's own checks itself, once it runs. Raises Refused where train.py cannot run
@@ -36,18 +22,16 @@ def check_config(plan: Plan) -> Plan:
     this exits with BAD_INPUT.
     """
     steps = plan.step_options()
-    if not plan.is_ours or (steps and "SLURM_JOB_ID" not in os.environ):  # no step, no pyxis
+    if not plan.is_ours or (steps and "SLURM_JOB_ID" not in environ):  # no step, no pyxis
         return plan
-    environ = dict(os.environ)
-    environ.pop("WORLD_SIZE", None)
-    if all(node.nproc for node in plan.nodes) and (plan.nodes or plan.nproc):
-        environ["WORLD_SIZE"] = str(sum(plan.rank_counts(0)))
+    counts = plan.rank_counts(0)  # 0: one per GPU
+    world = {"WORLD_SIZE": str(sum(counts)) if all(counts) else ""}
     command = [plan.python, *plan.words, "--check", "--json"]
     if steps:  # of pyxis
-        print(f"{plan.program}: loading {plan.container}", file=sys.stderr)
+        warn(f"{plan.program}: loading {plan.container}")
         srun = importlib.import_module("launcher.fanout.srun")
-        command = srun.node_step(replace(plan, num_nodes=1), [], command, os.environ)
-    result = plan.run_inside(command, env=environ, capture_output=True)
+        command = srun.node_step(replace(plan, num_nodes=1), [], command, environ)
+    result = plan.run_inside(command, env={**environ, **world}, capture_output=True)
     if result.returncode == BAD_INPUT:
         sys.stderr.write(result.stderr)
         raise SystemExit(BAD_INPUT)
@@ -61,18 +45,15 @@ def check_config(plan: Plan) -> Plan:
             cure = environment_cure(f"-r {file}" if file.exists() else "pydantic PyYAML")
         raise Refused("env-missing", f"{cause}; {cure}")
     facts = typed_json.parse(ConfigFacts, result.stdout)
-    is_new = not Path(facts.checkpoint_dir, plan.run_id).exists()  # else its own come first
+    folder = facts.checkpoint_dir or Path()
+    is_new = not (folder / plan.run_id).exists()  # else its own come first
     is_here = facts.resume in ("auto", "never") or os.path.exists(os.path.expanduser(facts.resume))
     if is_new and not is_here and plan.fanout in ("local", "srun"):
         raise PlanError(f"resume: there is no {facts.resume!r}; correct the path")
-    return replace(
-        plan,
-        container=plan.container and plan.container.with_folder(Path(facts.checkpoint_dir)),
-        backend=plan.backend if plan.backend != "auto" else facts.backend,
-        join_timeout_s=facts.join_timeout,
-        checkpoint_dir=Path(facts.checkpoint_dir),
+    facts = replace(
+        facts,
+        backend=plan.backend.replace("auto", facts.backend),
         task_file=facts.task_file.removeprefix(f"{Path.cwd()}/"),  # nodes may have another path
-        prepare=facts.prepare,
-        batch=facts.batch,
-        num_workers=facts.num_workers,
     )
+    container = plan.container and plan.container.with_folder(folder)
+    return replace(plan, **vars(facts), container=container)

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from distributed import hostlist
-from launcher.plan.plan import NodePlan, PlanError, read_nproc
+from launcher.plan.plan import NodePlan, read_nproc
+from launcher.text import PlanError
 
 _IPV6 = re.compile(r"([^:]*@)?\[([^]]*:[^]]*)\](?::(.+))?")  # [fd00::1]:4
 _SLOTS = re.compile(r"(\S+) (?:max[-_]slots=\d+ )?slots=(\d+)(?: max[-_]slots=\d+)?")
@@ -32,8 +33,9 @@ def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:
     elif word.count(":") == 1:
         name, number = word.split(":")
     if not name or name[0] == "-" or name[0].isspace():
-        cure = "give NODE, NODE:NPROC or a list such as gpu[01-08]"
-        raise PlanError(f"{word!r} names no node; {cure}")
+        raise PlanError(
+            f"{word!r} names no node; give NODE, NODE:NPROC or a list such as gpu[01-08]"
+        )
     if number is not None:
         nproc = read_nproc(f"the number of processes of {word!r}", number)
     try:
@@ -41,11 +43,6 @@ def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:
     except hostlist.HostlistError as error:
         raise PlanError(f"{error}; correct it") from None
     return (NodePlan(name, nproc) for name in names)
-
-
-def split_list(text: str) -> list[str]:
-    """Return the words of a list with commas, but for those within brackets."""
-    return re.split(r",(?![^\[]*\])", text)
 
 
 def read_hostfile(file: Path) -> list[str]:
@@ -64,9 +61,11 @@ def read_hostfile(file: Path) -> list[str]:
         elif match := _SLOTS.fullmatch(" ".join(fields)):
             words.append(f"{match[1]}:{match[2]}")
         else:
-            cure = "give NODE, NODE:NPROC or NODE slots=NPROC, one a line"
-            raise PlanError(f"line {number} of {str(file)!r} is {line!r}; {cure}")
+            raise PlanError(
+                f"line {number} of {str(file)!r} is {line!r}; "
+                "give NODE, NODE:NPROC or NODE slots=NPROC, one a line"
+            )
     if not words:
         raise PlanError(f"{str(file)!r} names no node; give one a line")
-    is_plain = len({*words}) < len(words) and not any(re.search(r"[][:,]", one) for one in words)
-    return [f"{one}:{words.count(one)}" for one in dict.fromkeys(words)] if is_plain else words
+    is_plain = len({*words}) < len(words) and not any(re.search(r"[][:,]", word) for word in words)
+    return [f"{word}:{words.count(word)}" for word in dict.fromkeys(words)] if is_plain else words

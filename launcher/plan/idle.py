@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from distributed.job import in_slurm_step, is_task
 from launcher.plan import pbs
 from launcher.plan.plan import Plan
+from launcher.text import Environ
 
 
-def find_idle(plan: Plan, environ: Mapping[str, str]) -> str:
+def find_idle(plan: Plan, environ: Environ) -> str:
     """Return a line on the nodes or GPUs of the job that this run does not use; empty: it uses all.
 
     A step of a SLURM job was given its size by whoever started it.
@@ -26,13 +25,13 @@ def find_idle(plan: Plan, environ: Mapping[str, str]) -> str:
         cure = "it uses all without -n and NPROC_PER_NODE [partial-launch]"
     if plan.num_agents < nodes:
         return f"this run uses {plan.num_agents} of the job's {nodes} nodes; {cure}"
-    nproc = min((node.nproc or gpus for node in plan.nodes), default=plan.nproc or gpus)
+    nproc = min(plan.rank_counts(gpus))
     if nproc < gpus:
         return f"this run uses {nproc} of the job's {gpus} GPUs on each node; {cure}"
     return ""
 
 
-def _job(environ: Mapping[str, str]) -> tuple[int, int]:
+def _job(environ: Environ) -> tuple[int, int]:
     """Return the nodes of the job, and the GPUs of each; 0 where that is not known."""
     if environ.get("SLURM_JOB_ID"):
         per_node = environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]  # a100:2

@@ -5,10 +5,7 @@ What the user said wins in this order: arguments, environment, config, default.
 
 from __future__ import annotations
 
-import os
 import re
-import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -16,17 +13,17 @@ from pathlib import Path
 from shutil import which
 
 from distributed.environment import DEFAULT_LOG_DIR, check_run_id, new_run_id, port_from_id
-from distributed.job import ask_scheduler, in_slurm_step, job_run_id
+from distributed.job import ask_scheduler, in_slurm_step, job_id, job_run_id
 from distributed.network import PROFILES
-from launcher.container import Container, config_texts, read_container
+from launcher.container import config_texts, read_container
 from launcher.fanout import job_command
 from launcher.handshake import is_first, is_loopback, read_access
 from launcher.plan import hosts, mpi, pbs, slurm, spares
-from launcher.plan.plan import ROOT, Plan, PlanError, World, read_nproc, read_number
+from launcher.plan.plan import ROOT, Plan, World, read_nproc, read_number
 from launcher.plan.resume import command_line
-from launcher.plan.typed import Typed
+from launcher.plan.typed import Typed, is_same
 from launcher.record.run_ids import free_run_id, next_run_id, plain_run_id
-from launcher.text import did_you_mean
+from launcher.text import Environ, PlanError, did_you_mean, warn
 from launcher.wire import limits
 
 MARK = b"# launch-kit: answers --check"  # of our train.py, for this alone
@@ -38,6 +35,7 @@ _WORDS = {  # variables that can only be one of these
     "LAUNCHER": ("agent", "srun"),
     "SHOW_RANKS": ("all", "0"),
     "FRESH": ("0", "1"),
+    "SKIP_PREFLIGHT": ("0", "1"),
     "NUMA_BINDING": ("node", "socket", "exclusive", "core-complex"),
 }
 # Of these, what cannot be ours is another program's, where a script takes torchrun's place.
@@ -45,9 +43,10 @@ _ANYBODYS = ("LOG_LEVEL", "BACKEND", "LAUNCHER")
 _PASSED_ON = (
     *("LOG_LEVEL", "BACKEND", "GRACE", "HANG_SECONDS", "SHOW_RANKS", "FRESH", "NUMA_BINDING"),
 )
+_DEBUG = ("TORCH_CPP_LOG_LEVEL", "TORCH_DISTRIBUTED_DEBUG")
 
 
-def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
+def make_plan(typed: Typed, environ: Environ) -> Plan:
     """Return the plan, but for what only the config and the machines can tell.
 
     Raises PlanError, LauncherError or HostlistError: the user or the scheduler cannot mean this.
@@ -58,8 +57,9 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     restarts = _first(typed.max_restarts, environ, "MAX_RESTARTS") or "0"
     max_restarts = read_number("MAX_RESTARTS", restarts, 0, 1000)
     if max_restarts and typed.engine:
-        cause = f"MAX_RESTARTS is {max_restarts}, but {typed.engine} starts no rank again"
-        raise PlanError(f"{cause}; omit it")
+        raise PlanError(
+            f"MAX_RESTARTS is {max_restarts}, but {typed.engine} starts no rank again; omit it"
+        )
     grace_s = read_number("GRACE", environ.get("GRACE") or str(limits.GRACE_S), 0, 86400)
     wait = environ.get("PREFLIGHT_SECONDS") or "9"
     fanout = choose_fanout(typed, environ)
@@ -71,9 +71,10 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     world = read_world(typed, environ, fanout)
     world = spares.keep_back(world, environ, fanout, engine, max_restarts)
     if fanout == "local" and world.num_nodes > 1:
-        _check_access(environ)
+        read_access(environ)
     log_dir = Path(_first(typed.log_dir, environ, "LOG_DIR") or DEFAULT_LOG_DIR)
     log_dir = typed.here / log_dir if typed.module else log_dir
+    directory = ROOT if typed.module else typed.here
     is_namer = world.node_rank == 0 and fanout != "job_command"
     as_set = raw if typed.like_torchrun else environ  # the user's script reads them, too
     return Plan(
@@ -82,7 +83,7 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         fanout=fanout,
         command=command_line(typed, environ, fanout),
         root=ROOT,
-        directory=ROOT if typed.module else typed.here,
+        directory=directory,
         log_dir=log_dir,
         run_id=choose_run_id(typed, environ, log_dir, is_namer=is_namer),
         words=words,
@@ -93,35 +94,32 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         engine=engine,
         max_restarts=max_restarts,
         grace_s=grace_s,
-        variables={name: as_set[name] for name in _PASSED_ON if environ.get(name)},
-        container=_read_container(typed, environ, fanout, (log_dir, config, *words)),
-        has_checks=not environ.get("SKIP_PREFLIGHT"),
+        variables=_choose_variables(environ, as_set, is_ours=is_ours),
+        container=read_container(
+            environ,
+            typed.here,
+            directory,
+            [typed.here, ROOT, log_dir, config, *words, *config_texts(Path(typed.config or "-"))],
+            in_job=fanout in ("srun", "job_command", "check"),
+        ),
+        has_checks=environ.get("SKIP_PREFLIGHT") != "1",
         preflight_s=read_number("PREFLIGHT_SECONDS", wait, 5, 3600),
     )
 
 
-def _read_container(
-    typed: Typed, environ: Mapping[str, str], fanout: str, needed: Sequence[Path | str]
-) -> Container | None:
-    in_job = fanout in ("srun", "job_command", "check")
-    needed = [typed.here, ROOT, *needed, *config_texts(Path(typed.config or "-"))]
-    directory = ROOT if typed.module else typed.here
-    try:
-        return read_container(environ, typed.here, directory, needed, in_job=in_job)
-    except ValueError as error:
-        raise PlanError(str(error)) from None
+def _choose_variables(environ: Environ, as_set: Environ, *, is_ours: bool) -> dict[str, str]:
+    """Return the variables that every node gets."""
+    chosen = {name: as_set[name] for name in _PASSED_ON if environ.get(name)}
+    if is_ours and environ.get("LOG_LEVEL") == "DEBUG":  # torch reads them when it is imported
+        chosen |= {name: environ.get(name) or "INFO" for name in _DEBUG}
+    return chosen
 
 
-def _check_access(environ: Mapping[str, str]) -> None:
-    try:
-        read_access(environ)
-    except ValueError as error:
-        raise PlanError(str(error)) from None
-
-
-def _read_words(typed: Typed, environ: Mapping[str, str]) -> dict[str, str]:
+def _read_words(typed: Typed, environ: Environ) -> dict[str, str]:
     """Return the environment with its words as we spell them, without those that are not ours."""
-    read = {**environ, **({"LOG_LEVEL": typed.log_level} if typed.log_level else {})}
+    read = {**environ}
+    if typed.log_level:
+        read["LOG_LEVEL"] = typed.log_level
     is_strict = not typed.like_torchrun or _is_ours(typed.rest[0])
     for name in filter(read.get, _WORDS):
         given, known = read.pop(name), _WORDS[name]
@@ -131,7 +129,7 @@ def _read_words(typed: Typed, environ: Mapping[str, str]) -> dict[str, str]:
         cause = f"{name} is {given!r}; {did_you_mean(given, known)}it can be {', '.join(known)}"
         if is_strict or name not in _ANYBODYS:
             raise PlanError(cause)
-        print(f"{typed.program}: warning: {cause}; ignored", file=sys.stderr)
+        warn(f"{typed.program}: warning: {cause}; ignored")
     if hang := environ.get("HANG_SECONDS"):
         read_number("HANG_SECONDS", hang, 1, 10**6)
     return read
@@ -140,7 +138,7 @@ def _read_words(typed: Typed, environ: Mapping[str, str]) -> dict[str, str]:
 # --- nodes --------------------------------------------------------------------------------------
 
 
-def _find_hosts(typed: Typed, environ: Mapping[str, str]) -> Typed:
+def _find_hosts(typed: Typed, environ: Environ) -> Typed:
     """Return what was typed for launch.sh, with the nodes of its --hosts as other scripts have."""
     nodes, via = typed.hosts, typed.via or "ssh"
     if via not in ("ssh", "pdsh") or (typed.via and nodes is None):
@@ -157,7 +155,8 @@ def _find_hosts(typed: Typed, environ: Mapping[str, str]) -> Typed:
     if nodes != "job":
         if Path(nodes).is_file():
             return replace(typed, fanout=via, hostfile=nodes)
-        return replace(typed, fanout=via, node=hosts.split_list(nodes))
+        words = re.split(r",(?![^\[]*\])", nodes)  # not within brackets
+        return replace(typed, fanout=via, node=words)
     if environ.get("SLURM_JOB_ID"):
         return replace(typed, fanout="srun")
     if pbs.read_lines(environ):
@@ -167,7 +166,7 @@ def _find_hosts(typed: Typed, environ: Mapping[str, str]) -> Typed:
     )
 
 
-def choose_fanout(typed: Typed, environ: Mapping[str, str]) -> str:
+def choose_fanout(typed: Typed, environ: Environ) -> str:
     """Return how the nodes are reached; `auto` looks at where this is."""
     job = "PBS_JOBID" if typed.nodefile else "SLURM_JOB_ID"
     if typed.batch_script and typed.is_dry_run and not environ.get(job):
@@ -176,34 +175,34 @@ def choose_fanout(typed: Typed, environ: Mapping[str, str]) -> str:
         return "ssh"
     if typed.fanout != "auto":
         return typed.fanout
-    if slurm.in_slurm_job(environ):
+    if environ.get("SLURM_JOB_ID") and not in_slurm_step(environ):
         return "srun"
     if len({*pbs.read_lines(environ)}) > 1:
         return "ssh"
     slurm.refuse_many_nodes(environ, typed.program)
     slurm.warn_of_part(environ, typed.program)
     if is_login_node(environ):
-        cause = "this looks like a login node; get an allocation first (salloc, qsub -I)"
-        print(f"{typed.program}: warning: {cause}", file=sys.stderr)
+        warn(
+            f"{typed.program}: warning: this looks like a login node; "
+            "get an allocation first (salloc, qsub -I)"
+        )
     return "local"
 
 
-def is_login_node(environ: Mapping[str, str]) -> bool:
+def is_login_node(environ: Environ) -> bool:
     """Return whether a batch system answers here and this is outside its jobs."""
-    if environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID"):
-        return False
-    return any(
+    return not job_id(environ) and any(
         ask_scheduler(tool, limit_s=limits.LOGIN_NODE_S) is not None for tool in ("sinfo", "qstat")
     )
 
 
-def read_world(typed: Typed, environ: Mapping[str, str], fanout: str) -> World:
+def read_world(typed: Typed, environ: Environ, fanout: str) -> World:
     """Return the nodes of the run, from the arguments or from the scheduler."""
     if typed.nnodes is None:
         mpi.refuse_copies(environ)
     nproc = read_nproc("the number of processes", _first(typed.nproc, environ, "NPROC_PER_NODE"))
     if fanout == "job_command":
-        return job_command.read_script(ROOT / str(typed.batch_script), nproc)
+        return job_command.read_script(ROOT / typed.batch_script, nproc)
     if fanout == "srun":
         return slurm.read_job(environ, (*typed.typed, typed.program)[0], nproc)
     if fanout in ("ssh", "pdsh"):
@@ -213,12 +212,12 @@ def read_world(typed: Typed, environ: Mapping[str, str], fanout: str) -> World:
     return replace(_read_own_node(typed, environ), nproc=nproc)
 
 
-def _first(given: str | None, environ: Mapping[str, str], variable: str) -> str | None:
+def _first(given: str | None, environ: Environ, variable: str) -> str | None:
     """Return the argument, else the variable where it is not empty."""
     return given if given is not None else environ.get(variable) or None
 
 
-def _read_named(typed: Typed, environ: Mapping[str, str], nproc: int | None) -> World:
+def _read_named(typed: Typed, environ: Environ, nproc: int | None) -> World:
     """Return the nodes that are named, one by one."""
     is_named = typed.node or typed.hostfile
     if typed.nodefile or (typed.fanout == "auto" and not is_named):
@@ -233,7 +232,7 @@ def _read_named(typed: Typed, environ: Mapping[str, str], nproc: int | None) -> 
     return World(len(nodes), master, nproc=nproc, nodes=nodes)
 
 
-def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> World:
+def _read_own_node(typed: Typed, environ: Environ) -> World:
     """Return this machine's node rank where every node starts itself: under srun, or by hand."""
     given = {"NUM_NODES": typed.nnodes, "NODE_RANK": typed.node_rank, "MASTER_ADDR": typed.master}
     slurm.refuse_many_tasks(environ)
@@ -248,11 +247,13 @@ def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> World:
     rank = "0" if typed.node_rank is None else typed.node_rank
     node_rank = -1 if rank == "auto" else read_number("the node rank", rank, 0, num_nodes - 1)
     if num_nodes == 1:
-        other = typed.master if typed.like_torchrun and typed.master != "localhost" else None
-        if other and not is_loopback(other):
-            cause = f"one node needs no master: {other} is ignored; for more, give --nnodes"
-            print(f"{typed.program}: warning: {cause}", file=sys.stderr)
-        return World(1, "127.0.0.1")
+        other = typed.master or "localhost"
+        if typed.like_torchrun and other != "localhost" and not is_loopback(other):
+            warn(
+                f"{typed.program}: warning: one node needs no master: {other} is ignored; "
+                "for more, give --nnodes"
+            )
+        return World()
     master = typed.master or environ.get("MASTER_ADDR")
     if not master:
         raise PlanError(f"{num_nodes} nodes, but no MASTER_ADDR; give the address of node rank 0")
@@ -261,7 +262,7 @@ def _read_own_node(typed: Typed, environ: Mapping[str, str]) -> World:
     return World(num_nodes, master, node_rank)
 
 
-def _read_port(typed: Typed, environ: Mapping[str, str], *, is_by_hand: bool) -> int | None:
+def _read_port(typed: Typed, environ: Environ, *, is_by_hand: bool) -> int | None:
     text = _first(typed.port, environ, "MASTER_PORT")
     if is_by_hand and in_slurm_step(environ) and text in (None, "auto"):
         return port_from_id(job_run_id(environ))  # the run's id is node rank 0's alone
@@ -273,20 +274,20 @@ def _read_port(typed: Typed, environ: Mapping[str, str], *, is_by_hand: bool) ->
 # --- the run ------------------------------------------------------------------------------------
 
 
-def choose_run_id(
-    typed: Typed, environ: Mapping[str, str], log_dir: Path, *, is_namer: bool
-) -> str:
+def choose_run_id(typed: Typed, environ: Environ, log_dir: Path, *, is_namer: bool) -> str:
     """Return RUN_ID, else node rank 0's choice: after --rdzv-id, the launch in this job, or new."""
-    run_id, name, job = environ.get("RUN_ID"), plain_run_id(typed.run_id or ""), job_run_id(environ)
-    if not run_id and is_namer and name:
-        run_id = free_run_id(log_dir, name, takes=not typed.is_dry_run)
-    elif not run_id and is_namer:
-        takes = not typed.is_dry_run
-        run_id = next_run_id(log_dir, job, takes=takes) if job else new_run_id()
-    return check_run_id(run_id) if run_id else ""
+    run_id, takes = environ.get("RUN_ID", ""), not typed.is_dry_run
+    if not run_id and is_namer:
+        if name := plain_run_id(typed.run_id):
+            run_id = free_run_id(log_dir, name, takes=takes)
+        elif job := job_run_id(environ):
+            run_id = next_run_id(log_dir, job, takes=takes)
+        else:
+            run_id = new_run_id()
+    return run_id and check_run_id(run_id)
 
 
-def choose_program(typed: Typed, environ: Mapping[str, str]) -> tuple[list[str], bool, str]:
+def choose_program(typed: Typed, environ: Environ) -> tuple[list[str], bool, str]:
     """Return the training script with its arguments, whether it is our train.py, and the config.
 
     The words are the agent's last: they begin with `-m` for a module, and with `--no-python` for
@@ -311,8 +312,10 @@ def choose_program(typed: Typed, environ: Mapping[str, str]) -> tuple[list[str],
         none = "" if is_ours else ", or - for none"
         raise PlanError(f"there is no config {config!r}; give the path of a YAML file{none}")
     if is_ours and config == "-":
-        cause = "this project's train.py needs a config, and '-' passes none"
-        raise PlanError(f"{cause}; give one, or name a script of your own in TRAIN_SCRIPT")
+        raise PlanError(
+            "this project's train.py needs a config, and '-' passes none; give one, or name a "
+            "script of your own in TRAIN_SCRIPT"
+        )
     if is_ours:
         backend = ["--distributed-backend", environ["BACKEND"]] if environ.get("BACKEND") else []
         return [ours, "--config", config, *backend, *typed.setting, *typed.rest], True, config
@@ -339,6 +342,4 @@ def _is_ours(script: str) -> bool:
     In a repository into which our folders were copied, train.py is another's.
     """
     ours = ROOT / "train.py"
-    if not Path(script).exists() or not ours.exists() or not ours.samefile(script):
-        return False
-    return MARK in ours.read_bytes()
+    return is_same(ours, Path(script)) and MARK in ours.read_bytes()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from distributed.environment import LAUNCHERS
-from launcher.plan.plan import PlanError
+from launcher.text import Environ, PlanError
 
 
-def refuse_copies(environ: Mapping[str, str]) -> None:
+def refuse_copies(environ: Environ) -> None:
     """Raise PlanError if mpiexec started this process and others, each of which would train alone.
 
     Under srun, the step's own variables tell the nodes.

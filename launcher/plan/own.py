@@ -16,7 +16,7 @@ from pathlib import Path
 
 from launcher.plan import pbs
 from launcher.plan.plan import Plan
-from launcher.text import short_host_name
+from launcher.text import Environ, short_host_name
 from launcher.wire import limits
 
 GPUS = (
@@ -41,7 +41,7 @@ class Own:
     is_default: bool  # THREADS is PBS's own choice: all CPUs of the chunk, for each rank
     values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by node
 
-    def ask(self, plan: Plan, environ: Mapping[str, str], say: Callable[[str], None]) -> None:
+    def ask(self, plan: Plan, environ: Environ, say: Callable[[str], None]) -> None:
         """Ask for each node's own values; says which nodes do not get theirs."""
         self.values = ask_nodes(self.names, plan, environ)
         quiet = {"NCPUS", THREADS} if self.is_default else {"NCPUS"}
@@ -62,7 +62,7 @@ class Own:
         return values
 
 
-def find_own(environ: Mapping[str, str], activated: Collection[str], begun: Collection[str]) -> Own:
+def find_own(environ: Environ, activated: Collection[str], begun: Collection[str]) -> Own:
     """Return which variables the scheduler has set for this node alone.
 
     `activated` are the names that the Python's environment has changed, `begun` the `NAME=value`
@@ -71,13 +71,13 @@ def find_own(environ: Mapping[str, str], activated: Collection[str], begun: Coll
     signs = [sign for sign in OWN if environ.get(sign)]
     names = {name for sign in signs for name in OWN[sign]} & environ.keys()
     is_shell = any(f"{sign}={environ[sign]}" in begun for sign in signs)
-    job = environ.get("PBS_JOBID")
-    attributes = pbs.ask_qstat(job) if job and names else {}
+    attributes = pbs.ask_qstat(environ.get("PBS_JOBID", "")) if names else {}
     given = f",{attributes.get('Variable_List', '')},".replace("\\,", ",")
-    values = {name: f"{name}={environ[name]}" for name in names}
-    is_typed = {name: is_shell and value not in begun for name, value in values.items()}
-    chosen = {name for name in names if is_typed[name] or f",{values[name]}," in given}
-    chosen |= {*activated, *asked_names(environ)}
+    chosen = {*activated, *asked_names(environ)}
+    for name in names:
+        value = f"{name}={environ[name]}"
+        if (is_shell and value not in begun) or f",{value}," in given:
+            chosen.add(name)
     threads = {chunk.get("ompthreads") for chunk in pbs.read_chunks(attributes)} - {None}
     if len(threads) == 1 or environ.get(THREADS) != environ.get("NCPUS"):
         chosen.add(THREADS)
@@ -85,7 +85,7 @@ def find_own(environ: Mapping[str, str], activated: Collection[str], begun: Coll
     return Own(names, THREADS in names and not threads)
 
 
-def asked_names(environ: Mapping[str, str]) -> list[str]:
+def asked_names(environ: Environ) -> list[str]:
     """Return the names that FORWARD_ENV has."""
     return environ.get("FORWARD_ENV", "").replace(",", " ").split()
 
@@ -99,18 +99,16 @@ def read_begun() -> set[str]:
     return {*os.fsdecode(text).split("\0")}
 
 
-def ask_nodes(
-    names: Collection[str], plan: Plan, environ: Mapping[str, str]
-) -> dict[str, dict[str, str]]:
+def ask_nodes(names: Collection[str], plan: Plan, environ: Environ) -> dict[str, dict[str, str]]:
     """Return each node's own values by its name; this node's alone if pbsdsh does not answer."""
     hosts = list(dict.fromkeys(pbs.read_lines(environ)))
-    found: dict[str, Mapping[str, str]] = {}
+    by_host: dict[str, Mapping[str, str]] = {}
     if names and len(hosts) > 1 and len(plan.nodes) > 1:
         with contextlib.suppress(OSError):  # the preflight says that the folder cannot be written
-            found = ask_pbsdsh(names, hosts, plan.directory / plan.log_dir)
+            by_host = ask_pbsdsh(names, hosts, plan.directory / plan.log_dir)
     here = {str(number): host for number, host in enumerate(hosts)}
-    found[here.get(environ.get("PBS_NODENUM", "0"), short_host_name())] = environ
-    there = {node.name: found.get(node.name.rpartition("@")[2]) for node in plan.nodes}
+    by_host[here.get(environ.get("PBS_NODENUM", "0"), short_host_name())] = environ
+    there = {node.name: by_host.get(node.name.rpartition("@")[2]) for node in plan.nodes}
     return {
         node: {name: values[name] for name in names if name in values}
         for node, values in there.items()
@@ -122,7 +120,7 @@ def ask_pbsdsh(
     names: Collection[str], hosts: Sequence[str], folder: Path
 ) -> dict[str, Mapping[str, str]]:
     """Return the values that PBS gives a task on each host, of those that answer in time."""
-    found: dict[str, Mapping[str, str]] = {}
+    by_host: dict[str, Mapping[str, str]] = {}
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".nodes-", dir=folder) as answers:
         task = ["pbsdsh", "--", "/bin/sh", "-c", _ANSWER, answers, "|".join(names)]
@@ -132,5 +130,5 @@ def ask_pbsdsh(
         for number, host in enumerate(hosts):
             with contextlib.suppress(OSError):
                 if text := os.fsdecode(Path(answers, str(number)).read_bytes()):
-                    found[host] = dict(line.partition("=")[::2] for line in text.split("\0"))
-    return found
+                    by_host[host] = dict(line.partition("=")[::2] for line in text.split("\0"))
+    return by_host

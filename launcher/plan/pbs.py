@@ -6,15 +6,14 @@ import json
 import os
 import re
 import shlex
-import subprocess
 from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from functools import cache
 from pathlib import Path
 
 from distributed.job import ask_scheduler
-from launcher.plan.plan import NodePlan, PlanError
-from launcher.text import count
+from launcher.plan.plan import NodePlan
+from launcher.text import Environ, PlanError, count
 from launcher.wire import limits
 
 REQUEST = (
@@ -23,7 +22,7 @@ REQUEST = (
 )
 
 
-def read_nodefile(environ: Mapping[str, str], nproc: int | None) -> tuple[NodePlan, ...]:
+def read_nodefile(environ: Environ, nproc: int | None) -> tuple[NodePlan, ...]:
     """Return a PBS job's nodes, each with the ranks that the job's request gives it.
 
     Raises PlanError where this is not a PBS job, or not one of the size that was asked for.
@@ -33,8 +32,9 @@ def read_nodefile(environ: Mapping[str, str], nproc: int | None) -> tuple[NodePl
     lines = read_lines(environ)
     there, asked = len({*lines}), environ.get("PBS_NUM_NODES") or "some"  # Torque's
     if not lines or (asked.isdecimal() and int(asked) != there):
-        cause = f"the job's node file names {count(there, 'node')} where {asked} should be"
-        raise PlanError(f"{cause}; {REQUEST}")
+        raise PlanError(
+            f"the job's node file names {count(there, 'node')} where {asked} should be; {REQUEST}"
+        )
     if nproc:
         return tuple(NodePlan(name, nproc) for name in dict.fromkeys(lines))
     chunks = read_chunks(ask_qstat(environ["PBS_JOBID"]))
@@ -43,7 +43,7 @@ def read_nodefile(environ: Mapping[str, str], nproc: int | None) -> tuple[NodePl
     return tuple(NodePlan(name, ranks.get(name), is_by_lines) for name in dict.fromkeys(lines))
 
 
-def asked_ranks(environ: Mapping[str, str]) -> int | None:
+def asked_ranks(environ: Environ) -> int | None:
     """Return the ranks that the request of a job of one node chose; None: one per GPU."""
     if not environ.get("PBS_JOBID") or not read_lines(environ):
         return None
@@ -51,7 +51,7 @@ def asked_ranks(environ: Mapping[str, str]) -> int | None:
     return None if node.is_by_lines else node.nproc
 
 
-def read_lines(environ: Mapping[str, str], name: str = "PBS_NODEFILE") -> list[str]:
+def read_lines(environ: Environ, name: str = "PBS_NODEFILE") -> list[str]:
     """Return the lines of a file of the job: its node file has one for each MPI process."""
     file = Path(environ.get(name) or "/nonexistent")
     return file.read_text().split() if file.is_file() else []
@@ -69,7 +69,7 @@ def count_ranks(
     gpus = [int(chunk.get("ngpus") or 0) for chunk in chunks]
     is_one_each = {chunk.get("mpiprocs", "1") for chunk in chunks} == {"1"}
     if any(gpus) and is_one_each and len(gpus) == len(lines):
-        given = Counter(dict.fromkeys(lines, 0))
+        given = dict.fromkeys(lines, 0)
         for name, number in zip(lines, gpus, strict=True):
             given[name] += number
         return {name: number or 1 for name, number in given.items()}, True
@@ -79,8 +79,9 @@ def count_ranks(
 
 @cache
 def ask_qstat(name: str, option: str = "-f") -> dict[str, str]:
-    """Return a job's attributes, or with -Qf a queue's; none where PBS does not answer."""
-    text = (ask_scheduler("qstat", option, name) or "").replace("\n\t", "")  # it folds what is long
+    """Return a job's attributes, or with -Qf a queue's; none of "", or where PBS is silent."""
+    answer = ask_scheduler("qstat", option, name) if name else None
+    text = (answer or "").replace("\n\t", "")  # it folds what is long
     return dict(line.strip().split(" = ", 1) for line in text.splitlines() if " = " in line)
 
 
@@ -95,12 +96,12 @@ def read_chunks(attributes: Mapping[str, str]) -> list[dict[str, str]]:
     return chunks
 
 
-def find_short_delay(grace_s: int, environ: Mapping[str, str]) -> str:
+def find_short_delay(grace_s: int, environ: Environ) -> str:
     """Return a line where PBS kills this job while its ranks may still save; empty: it does not."""
     queue, job = environ.get("PBS_QUEUE", ""), environ.get("PBS_JOBID", "")
-    told = ask_qstat(queue, "-Qf") if queue and job and ask_qstat(job) else {}
+    attributes = ask_qstat(queue, "-Qf") if ask_qstat(job) else {}
     default = "2" if is_torque(environ) else "10"  # by pbs_queue_attributes(7B) of each
-    delay = told.get("kill_delay", default) if told else ""
+    delay = attributes.get("kill_delay", default) if attributes else ""
     close_s = limits.STOP_CLOSE_S
     if not delay.isdecimal() or (stop_s := grace_s + close_s) <= int(delay):
         return ""
@@ -119,13 +120,14 @@ def note_job(environ: MutableMapping[str, str]) -> list[str]:
     """
     environ.pop("LAUNCH_JOB", None)
     job = environ.get("PBS_JOBID", "")
-    told = ask_qstat(job) if job else {}
-    starts = told.get("run_count") or told.get("start_count") or ""  # the latter is Torque's
-    if starts.isdecimal() and "ctime" in told:
+    attributes = ask_qstat(job)
+    # The second is Torque's.
+    starts = attributes.get("run_count") or attributes.get("start_count") or ""
+    if starts.isdecimal() and "ctime" in attributes:
         start, cluster = max(int(starts) - 1, 0), job.partition(".")[2]
         this = {"job": job, "run_id": job, "start": start, "cluster": cluster}
-        environ["LAUNCH_JOB"] = json.dumps({**this, "submitted": told["ctime"]})
-    names = re.findall(r"(?:^|,)(\w+)=", told.get("Variable_List", ""))
+        environ["LAUNCH_JOB"] = json.dumps({**this, "submitted": attributes["ctime"]})
+    names = re.findall(r"(?:^|,)(\w+)=", attributes.get("Variable_List", ""))
     return [] if "HOME" in names else [name for name in names if not name.startswith("PBS_")]
 
 
@@ -135,7 +137,7 @@ _REPEATED = {"-A": "Account_Name", "-P": "project", "-N": "Job_Name", "-j": "Joi
 _DEFAULTS = ("_pbs_project_default", "STDIN", "n")
 
 
-def is_torque(environ: Mapping[str, str]) -> bool:
+def is_torque(environ: Environ) -> bool:
     """Return whether this is Torque, whose qsub differs from that of OpenPBS and PBS Pro.
 
     Torque (Administrator Guide 6.1, `qsub`): the size is `-l nodes=2:ppn=4`, -F gives the script
@@ -145,30 +147,26 @@ def is_torque(environ: Mapping[str, str]) -> bool:
     """
     if environ.get("PBS_JOBID"):
         return environ.get("PBS_VERSION", "").startswith("TORQUE")
-    try:
-        told = subprocess.run(
-            ["qsub", "--version"], capture_output=True, timeout=limits.SCHEDULER_S, text=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return False
+    version = ask_scheduler("sh", "-c", "qsub --version 2>&1") or ""
     # The others say pbs_version = 23.06.06.
-    return bool(re.match("version:", told.stdout + told.stderr, re.IGNORECASE))
+    return bool(re.match("version:", version, re.IGNORECASE))
 
 
-def job_command(environ: Mapping[str, str], script: Path, typed: Sequence[str]) -> list[str]:
+def job_command(environ: Environ, script: Path, typed: Sequence[str]) -> list[str]:
     """Return the qsub command for what was typed; -V forwards the variables.
 
     It asks for what this job was given; outside a job, for one node. Empty where PBS is silent.
     """
     has_nodes, arguments = is_torque(environ), list(typed[1:])
     names = ("nodes", "walltime") if has_nodes else ("select", "place", "walltime")
-    told = _one_node(environ) if not environ.get("PBS_JOBID") else _this_job(environ)
-    asked = {f"-l {name}": told.get(f"Resource_List.{name}") for name in names}
+    attributes = _one_node(environ) if not environ.get("PBS_JOBID") else _this_job(environ)
+    asked = {f"-l {name}": attributes.get(f"Resource_List.{name}") for name in names}
     if not asked[f"-l {names[0]}"]:
         return []
     lines = re.findall(r"^#PBS (-\w(?: \w+(?==))?)[ =](.*)$", script.read_text(), re.MULTILINE)
-    asked |= {option: told.get(option) for option in (*_REPEATED, "-o", "-q")}
-    options = {**dict(lines), **{one: value for one, value in asked.items() if value is not None}}
+    asked |= {option: attributes.get(option) for option in (*_REPEATED, "-o", "-q")}
+    options = dict(lines)
+    options |= {option: value for option, value in asked.items() if value is not None}
     command = ["qsub", "-V"]
     for option, value in options.items():
         if not value:
@@ -180,19 +178,22 @@ def job_command(environ: Mapping[str, str], script: Path, typed: Sequence[str]) 
     return [*command, *(["-F", shlex.join(arguments)] if arguments else []), str(script)]
 
 
-def _one_node(environ: Mapping[str, str]) -> dict[str, str]:
+def _one_node(environ: Environ) -> dict[str, str]:
     ranks = environ.get("NPROC_PER_NODE") or "1"
     select = f"1:ncpus={ranks}:mpiprocs={ranks}"
     return {"Resource_List.select": select, "Resource_List.nodes": f"1:ppn={ranks}"}
 
 
-def _this_job(environ: Mapping[str, str]) -> dict[str, str]:
+def _this_job(environ: Environ) -> dict[str, str]:
     """Return what qstat tells of this job, and by qsub's options what it was submitted with."""
-    told = ask_qstat(environ["PBS_JOBID"])
-    options = {option: told[name] for option, name in _REPEATED.items() if name in told}
-    options = {option: value for option, value in options.items() if value not in _DEFAULTS}
-    if folder := os.path.dirname(told.get("Output_Path", "").partition(":")[2]):
+    attributes = ask_qstat(environ["PBS_JOBID"])
+    options = {
+        option: attributes[name]
+        for option, name in _REPEATED.items()
+        if name in attributes and attributes[name] not in _DEFAULTS
+    }
+    if folder := os.path.dirname(attributes.get("Output_Path", "").partition(":")[2]):
         options["-o"] = f"{folder}/".removeprefix(f"{os.getcwd()}/")
     if queue := environ.get("PBS_O_QUEUE"):  # where it was submitted, which may have routed it
         options["-q"] = queue
-    return {"Resource_List.walltime": "", **told, **options}
+    return {"Resource_List.walltime": "", **attributes, **options}

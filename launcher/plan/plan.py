@@ -15,19 +15,16 @@ from distributed import hostlist
 from distributed.errors import Refused
 from launcher.container import Container
 from launcher.plan.typed import Choices
-from launcher.preflight.check_node import Report, Request, check_node
-from launcher.preflight.compare import Outcome
-from launcher.text import count, print_row
+from launcher.preflight.check_node import Report, check_node
+from launcher.preflight.compare import Preflight
+from launcher.text import PlanError, count, print_row
 from launcher.wire import limits
+from launcher.wire.messages import Request
 
 ROOT = Path(__file__).parents[2]  # by the name that launch.sh has for it
 AGENT, START = "scripts/lib/agent.py", "scripts/lib/start.py"
 MOST_RANKS = 4096  # of one node
 LONGEST_COMMAND = 100_000  # bytes of the resume line; Linux takes 128 KiB in one variable
-
-
-class PlanError(ValueError):
-    """The arguments, the environment and the scheduler cannot mean a run: `cause; cure`."""
 
 
 def read_number(what: str, text: str, low: int, high: int) -> int:
@@ -83,7 +80,21 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(World, Choices):
+class ConfigFacts:
+    """What the config of train.py says: `train.py --check --json`."""
+
+    backend: str = "auto"
+    join_timeout_s: float = limits.JOIN_S
+    checkpoint_dir: Path | None = None
+    batch: Batch | None = None
+    num_workers: int = 0  # processes of each rank that load data
+    resume: str = "auto"  # from a checkpoint, or: auto, never
+    prepare: str = ""  # a script that is to run before the training
+    task_file: str = ""  # the module of train.py's task, if it is the user's own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(World, Choices, ConfigFacts):
     """Everything that the user, the environment, the config and the scheduler decided."""
 
     fanout: str  # local, srun, ssh or pdsh
@@ -96,14 +107,7 @@ class Plan(World, Choices):
     is_ours: bool = False  # the training script is this project's train.py
     config: str = ""  # empty: none
     port: int | None = None  # None: from the run id
-    backend: str = "auto"
     engine: str = ""  # what starts the ranks in place of the node agent
-    join_timeout_s: float = limits.JOIN_S
-    checkpoint_dir: Path | None = None
-    batch: Batch | None = None  # of train.py
-    num_workers: int = 0  # processes of each rank that load data
-    prepare: str = ""  # a script that is to run before the training
-    task_file: str = ""  # the module of train.py's task, if it is the user's own
     max_restarts: int = 0
     grace_s: int = limits.GRACE_S
     variables: Mapping[str, str] = field(default_factory=dict)  # that go with the run
@@ -164,14 +168,13 @@ class Plan(World, Choices):
         if node_rank is not None or self.has_named_master:
             command += ["--master-addr", self.master_addr]
         command += ["--nproc-per-node", str(nproc), "--master-port", str(port)]
-        if self.engine:
-            return [*command, *(["--use-env"] if self.use_env else []), *self.words]
-        command += ["--rdzv-conf", f"join_timeout={self.join_timeout_s:g}"]
-        command += ["--log-dir", str(self.log_dir)]
-        if self.run_id:
-            command += ["--rdzv-id", self.run_id]
-        if self.max_restarts:
-            command += ["--max-restarts", str(self.max_restarts)]
+        if not self.engine:
+            command += ["--rdzv-conf", f"join_timeout={self.join_timeout_s:g}"]
+            command += ["--log-dir", str(self.log_dir)]
+            if self.run_id:
+                command += ["--rdzv-id", self.run_id]
+            if self.max_restarts:
+                command += ["--max-restarts", str(self.max_restarts)]
         return [*command, *self.passed, *self.words]
 
     @property
@@ -252,7 +255,7 @@ def print_commands(plan: Plan, paste_line: Callable[[str, str], str]) -> None:
 def print_plan(
     plan: Plan,
     node: Report | None,  # what node 0 or, where each node is started on its own, this one has told
-    outcome: Outcome | None,  # what the preflight found; None where it has not run
+    preflight: Preflight | None,  # what the preflight found; None where it has not run
     counts: Sequence[int],  # ranks of each node; empty where they are not known yet
     out: TextIO | None = None,  # None: stderr
 ) -> None:
@@ -272,7 +275,7 @@ def print_plan(
         print_row("wait", f"{plan.join_timeout_s:g} s at most for all to join", out)
     if plan.forwarded:
         print_row("variables", f"{' '.join(plan.forwarded)} go with it", out)
-    print_row("preflight", _preflight(plan, outcome), out)
+    print_row("preflight", _preflight(plan, preflight), out)
     if plan.engine and not plan.is_ours:
         return  # nobody writes a log
     logs = f"{plan.log_dir}/{plan.run_id or '<run id>'}/"
@@ -320,12 +323,12 @@ def _hosts(plan: Plan, node: Report | None) -> str:
     return f"{master} (master)  {plan.hosts or here}"
 
 
-def _preflight(plan: Plan, outcome: Outcome | None) -> str:
-    if plan.is_dry_run or outcome is None:
+def _preflight(plan: Plan, preflight: Preflight | None) -> str:
+    if plan.is_dry_run or preflight is None:
         return "not run (--dry-run)"
     if not plan.has_checks:
         return "not run (SKIP_PREFLIGHT)"
-    warnings = len(outcome.findings)
+    warnings = len(preflight.findings)
     verdict = count(warnings, "warning") if warnings else "ok"
-    checks = f"{count(outcome.num_checks, 'check')} on {count(outcome.num_nodes, 'node')}"
-    return f"{checks}: {verdict} in {outcome.seconds:.{2 if plan.nodes else 3}f} s"
+    checks = f"{count(preflight.num_checks, 'check')} on {count(preflight.num_nodes, 'node')}"
+    return f"{checks}: {verdict} in {preflight.seconds:.{2 if plan.nodes else 3}f} s"

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from pathlib import Path
 
 from distributed.job import is_task
 from launcher.plan import pbs, slurm
-from launcher.plan.own import find_own, read_begun
+from launcher.plan.own import asked_names, find_own, read_begun
 from launcher.plan.plan import ROOT
-from launcher.plan.typed import Typed
+from launcher.plan.typed import Typed, is_same
+from launcher.text import Environ
 
-FORWARDED = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "WANDB_", "CUDA_VISIBLE_DEVICES")  # over ssh
+FORWARDED = (  # over ssh
+    *("NCCL_", "GLOO_", "TORCH_", "OMP_", "WANDB_"),
+    *("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING"),
+)
 REPEATED = (
     *("TRAIN_SCRIPT", "CONFIG_FLAG", "NPROC_PER_NODE", "BACKEND", "LOG_DIR", "MASTER_ADDR"),
     *("MASTER_PORT", "MAX_RESTARTS", "GRACE", "LAUNCHER", "NCCL_PROFILE", "VENV", "CONDA_ENV"),
@@ -25,20 +29,21 @@ NOT_REPEATED = ("RUN_ID", "RUN_SECRET", "CONFIG", "SHOW_RANKS", "NO_COLOR", "PYT
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS")
 
 
-def command_line(typed: Typed, environ: Mapping[str, str], fanout: str) -> str:
+def command_line(typed: Typed, environ: Environ, fanout: str) -> str:
     """Return what was typed, with the variables that shaped it: typed again, it resumes the run.
 
     Empty where the job's size is not known.
     """
-    names = REPEATED + (REPEATED_WITH_SSH if fanout in ("ssh", "pdsh") or typed.nodefile else ())
-    names += ("CONFIG",) if typed.nodefile else ()  # which qsub's -v sets
-    if typed.nodefile:  # qstat shows their values, too
-        sent = environ.get("FORWARD_ENV", "").replace(",", " ").split()
-        names += tuple(name for name in sent if not _SECRET.search(name))
-    names = ("RUN_ID", *names) if fanout == "job_command" else names
-    names = tuple(dict.fromkeys((*names, *_set_for_it(typed, environ))))
+    names = ["RUN_ID"] if fanout == "job_command" else []
+    names += REPEATED
+    if fanout in ("ssh", "pdsh") or typed.nodefile:
+        names += REPEATED_WITH_SSH
+    if typed.nodefile:  # qsub's -v sets the first; qstat shows the others' values, too
+        names += ["CONFIG", *(name for name in asked_names(environ) if not _SECRET.search(name))]
+    names += _set_for_it(typed, environ)
     given = {**environ, "LOG_LEVEL": ""} if typed.log_level else environ
-    variables = [f"{name}={shlex.quote(given[name])}" for name in names if given.get(name)]
+    set_names = filter(given.get, dict.fromkeys(names))
+    variables = [f"{name}={shlex.quote(given[name])}" for name in set_names]
     variables += [f"PYTHON={shlex.quote(typed.python)}"] if environ.get("CONTAINER") else []
     own = len(typed.typed) - len(typed.rest)  # what follows is the training script's
     words = [word for word in typed.typed[:own] if word not in ("--dry-run", "resume=never")]
@@ -53,7 +58,7 @@ def command_line(typed: Typed, environ: Mapping[str, str], fanout: str) -> str:
     return " ".join([*variables, shlex.join(words)]) if words else ""
 
 
-def _set_for_it(typed: Typed, environ: Mapping[str, str]) -> Iterator[str]:
+def _set_for_it(typed: Typed, environ: Environ) -> Iterator[str]:
     """Yield the names of PYTHON, PYTHONPATH and other programs' variables, if set for this launch.
 
     What the shell was begun with, and what a site or an environment sets, comes again by itself.
@@ -72,7 +77,7 @@ def _set_for_it(typed: Typed, environ: Mapping[str, str]) -> Iterator[str]:
 def forward_given(environ: MutableMapping[str, str], given: Sequence[str]) -> None:
     """Send the nodes what a user has given the job, but not what the launch itself reads."""
     ours = (*REPEATED, *REPEATED_WITH_SSH, *NOT_REPEATED)
-    asked = environ.get("FORWARD_ENV", "").replace(",", " ").split()
+    asked = asked_names(environ)
     for name in given:
         if name in environ and name not in ours and not name.startswith(FORWARDED):
             asked.append(name)
@@ -83,4 +88,4 @@ def forward_given(environ: MutableMapping[str, str], given: Sequence[str]) -> No
 def resolve_script(script: str) -> str:
     """Return the path of a script of the project; from its own folder, the relative one."""
     path = ROOT / script
-    return script if Path(script).exists() and path.samefile(script) else str(path)
+    return script if is_same(path, Path(script)) else str(path)

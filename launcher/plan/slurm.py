@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 
 from distributed import environment, hostlist
@@ -14,20 +13,16 @@ from distributed.environment import slurm_node
 from distributed.errors import STOPPED
 from distributed.job import ask_scheduler, in_slurm_step
 from launcher.handshake import is_loopback
-from launcher.plan.plan import PlanError, World, read_nproc, read_number
+from launcher.plan.plan import World, read_nproc, read_number
+from launcher.text import Environ, PlanError, warn
 
 
-def in_slurm_job(environ: Mapping[str, str]) -> bool:
-    """Return whether this runs in a job outside its steps: a batch script, salloc's shell."""
-    return bool(environ.get("SLURM_JOB_ID")) and not in_slurm_step(environ)
-
-
-def in_batch_script(environ: Mapping[str, str]) -> bool:
+def in_batch_script(environ: Environ) -> bool:
     """Return whether this runs in a job's batch script, and not in salloc's shell."""
     return "SLURM_PROCID" in environ and "SLURM_STEP_ID" not in environ
 
 
-def read_job(environ: Mapping[str, str], script: str, asked: int | None) -> World:
+def read_job(environ: Environ, script: str, asked: int | None) -> World:
     """Return the nodes of a job, with the first as master, and the ranks per node.
 
     The entry script is named as it was typed; the user has asked for `asked` ranks per node.
@@ -35,31 +30,36 @@ def read_job(environ: Mapping[str, str], script: str, asked: int | None) -> Worl
     """
     names = ("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST")
     if missing := [name for name in names if not environ.get(name)]:
-        there = [name for name in names if name not in missing]
-        why = f": {there[0]} is set, but not {missing[0]}" if there else ""
+        there = next(filter(environ.get, names), "")
+        why = f": {there} is set, but not {missing[0]}" if there else ""
         raise PlanError(f"this is not a SLURM job{why}; use sbatch {script}, or salloc first")
     num_nodes = read_number("SLURM_JOB_NUM_NODES", environ["SLURM_JOB_NUM_NODES"], 1, 100_000)
     if in_slurm_step(environ):
         raise PlanError(f"srun started {script}, which starts srun itself; omit srun")
     if environ.get("SLURM_HET_SIZE"):
-        cause = "a heterogeneous job has nodes that differ, and this starts the same on each"
-        cure = "omit the : and what follows, or start train.py with srun --het-group"
-        raise PlanError(f"{cause}; {cure} [wrong-world]")
+        raise PlanError(
+            "a heterogeneous job has nodes that differ, and this starts the same on each; omit the "
+            ": and what follows, or start train.py with srun --het-group [wrong-world]"
+        )
     nproc = tasks_per_node(environ)
     if nproc and asked not in (None, nproc):
-        cause = f"{asked} processes per node, but the job has SLURM_TASKS_PER_NODE={nproc}"
-        raise PlanError(f"{cause}; leave the number out [wrong-world]")
+        raise PlanError(
+            f"{asked} processes per node, but the job has SLURM_TASKS_PER_NODE={nproc}; "
+            "leave the number out [wrong-world]"
+        )
     gpus = environ.get("SLURM_GPUS_ON_NODE") or None
     nproc = nproc or asked or read_nproc("SLURM_GPUS_ON_NODE", gpus)
     nodes = environ["SLURM_JOB_NODELIST"]
     master = environ.get("MASTER_ADDR") if num_nodes > 1 else ""
     if master == "localhost" or is_loopback(master or ""):
-        cause = f"MASTER_ADDR is {master}, which the job's other nodes cannot reach"
-        raise PlanError(f"{cause}; unset it, or give the first node's address [loopback-address]")
+        raise PlanError(
+            f"MASTER_ADDR is {master}, which the job's other nodes cannot reach; unset it, or give "
+            "the first node's address [loopback-address]"
+        )
     return World(num_nodes, master or hostlist.first(nodes), nproc=nproc, hosts=nodes)
 
 
-def tasks_per_node(environ: Mapping[str, str]) -> int | None:
+def tasks_per_node(environ: Environ) -> int | None:
     """Return the tasks per node that the user asked for, if they are more than one.
 
     Raises PlanError where the nodes have different numbers of tasks.
@@ -69,12 +69,14 @@ def tasks_per_node(environ: Mapping[str, str]) -> int | None:
     text = environ.get("SLURM_TASKS_PER_NODE", "1")
     tasks, *others = {*environment.tasks_per_node(text, "SLURM_TASKS_PER_NODE")}
     if others:
-        cause = f"the job has unequal nodes, SLURM_TASKS_PER_NODE={text}"
-        raise PlanError(f"{cause}; give sbatch --ntasks-per-node [wrong-world]")
+        raise PlanError(
+            f"the job has unequal nodes, SLURM_TASKS_PER_NODE={text}; "
+            "give sbatch --ntasks-per-node [wrong-world]"
+        )
     return tasks if tasks > 1 else None
 
 
-def read_step(environ: Mapping[str, str], typed: Mapping[str, str | None]) -> World | None:
+def read_step(environ: Environ, typed: Mapping[str, str | None]) -> World | None:
     """Return the nodes and this node's rank from a step with one task per node; None outside.
 
     The arguments typed are NUM_NODES, NODE_RANK and MASTER_ADDR; None where not given. Raises
@@ -89,21 +91,23 @@ def read_step(environ: Mapping[str, str], typed: Mapping[str, str | None]) -> Wo
         )
     for name, variable in (("NUM_NODES", "SLURM_STEP_NUM_NODES"), ("NODE_RANK", "SLURM_NODEID")):
         if typed[name] not in (None, environ[variable]):
-            cause = f"the argument {name} is {typed[name]!r} but srun's {variable}"
-            cure = "leave the argument out (the batch shell may have expanded it)"
-            raise PlanError(f"{cause} is {environ[variable]}; {cure} [wrong-world]")
+            raise PlanError(
+                f"the argument {name} is {typed[name]!r} but srun's {variable} is "
+                f"{environ[variable]}; leave the argument out (the batch shell may have expanded "
+                "it) [wrong-world]"
+            )
     num_nodes, node_rank, master_addr = step
     return World(num_nodes, master_addr, node_rank)
 
 
-def refuse_many_tasks(environ: Mapping[str, str]) -> None:
+def refuse_many_tasks(environ: Environ) -> None:
     """Raise LauncherError if srun has started this several times on a node."""
     tasks, nodes = (environ.get(f"SLURM_STEP_NUM_{name}") for name in ("TASKS", "NODES"))
     if tasks != nodes:
         slurm_node(environ)
 
 
-def refuse_many_nodes(environ: Mapping[str, str], program: str) -> None:
+def refuse_many_nodes(environ: Environ, program: str) -> None:
     """Raise PlanError if the step, or else the job, has nodes on which nothing would start."""
     if in_slurm_step(environ):
         nodes, fault = environ.get("SLURM_STEP_NUM_NODES"), ""
@@ -116,7 +120,7 @@ def refuse_many_nodes(environ: Mapping[str, str], program: str) -> None:
         raise PlanError(f"{cause}; use srun {each} scripts/cluster_train.sh CONFIG{fault}")
 
 
-def warn_of_part(environ: Mapping[str, str], program: str, *, needs_srun: bool = False) -> None:
+def warn_of_part(environ: Environ, program: str, *, needs_srun: bool = False) -> None:
     """Warn where a step has fewer nodes than its job, and a program for all of them starts on it.
 
     With `needs_srun`, srun starts the program on each node.
@@ -125,24 +129,26 @@ def warn_of_part(environ: Mapping[str, str], program: str, *, needs_srun: bool =
         cure = f"run {program} in the batch script or salloc's shell, without srun"
         if needs_srun:
             cure = f"start it with {_on_all_nodes(environ)}"
-        text = f"{part}, and the run uses no others; to use all, {cure} [partial-launch]"
-        print(f"{program}: warning: {text}", file=sys.stderr)
+        warn(
+            f"{program}: warning: {part}, and the run uses no others; "
+            f"to use all, {cure} [partial-launch]"
+        )
 
 
-def _part(environ: Mapping[str, str]) -> str:
+def _part(environ: Environ) -> str:
     """Return in words which part of the job's nodes a step has; "": all, or this is no step."""
     step, job = (environ.get(f"SLURM_{name}_NUM_NODES", "") for name in ("STEP", "JOB"))
     is_part = (step + job).isdecimal() and int(step or job) < int(job or 0)
     return f"this step has {step} of the job's {job} nodes" * (is_part and in_slurm_step(environ))
 
 
-def _on_all_nodes(environ: Mapping[str, str]) -> str:
+def _on_all_nodes(environ: Environ) -> str:
     return "srun --nodes={0} --ntasks={0} --ntasks-per-node=1".format(
         environ["SLURM_JOB_NUM_NODES"]
     )
 
 
-def job_command(environ: Mapping[str, str], script: str | None, typed: Sequence[str]) -> list[str]:
+def job_command(environ: Environ, script: str | None, typed: Sequence[str]) -> list[str]:
     """Return the command that runs what was typed in a job of the same size, from any shell.
 
     `script` is a batch script of this project; None if another script was typed.
@@ -164,15 +170,18 @@ def job_command(environ: Mapping[str, str], script: str | None, typed: Sequence[
     return ["salloc", *words, *typed]
 
 
-def step_command(environ: Mapping[str, str], typed: Sequence[str]) -> list[str]:
+def step_command(environ: Environ, typed: Sequence[str]) -> list[str]:
     """Return the command that runs what was typed in a step of the same size."""
-    given = {"nodes": "STEP_NUM_NODES", "ntasks": "STEP_NUM_TASKS", "gpus-per-node": "GPUS_ON_NODE"}
-    sizes = {option: environ.get(f"SLURM_{name}") for option, name in given.items()}
-    options = [f"--{option}={size}" for option, size in sizes.items() if size]
-    return ["srun", *options, *typed]
+    sizes = {
+        "nodes": "SLURM_STEP_NUM_NODES",
+        "ntasks": "SLURM_STEP_NUM_TASKS",
+        "gpus-per-node": "SLURM_GPUS_ON_NODE",
+    }
+    given = [f"--{size}={environ[name]}" for size, name in sizes.items() if environ.get(name)]
+    return ["srun", *given, *typed]
 
 
-def end_chain(code: int, environ: Mapping[str, str]) -> None:
+def end_chain(code: int, environ: Environ) -> None:
     """Cancel the jobs that would resume a run which has ended, or failed by itself.
 
     They are needed after a stop that has saved, and after the loss of a node.

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from launcher.plan.plan import PlanError, World, read_number
+from launcher.plan.plan import World, read_number
+from launcher.text import Environ, PlanError
 
 NAMES = ("SPARES", "MIN_NODES")
 FANOUTS = ("ssh", "srun")  # that outlive the loss of a node
 
 
-def keep_back(
-    world: World, environ: Mapping[str, str], fanout: str, engine: str | None, max_restarts: int
-) -> World:
+def keep_back(world: World, environ: Environ, fanout: str, engine: str, max_restarts: int) -> World:
     """Return the nodes with the last of them as spares.
 
     Raises PlanError where the numbers cannot mean a run, or this launcher cannot replace a node.
@@ -24,15 +22,19 @@ def keep_back(
         return world
     names = " ".join(f"{name}={value}" for name, value in given.items())
     if fanout not in FANOUTS or engine:
-        cure = "use launch_torchrun_auto.sh or a SLURM job, or omit it"
-        raise PlanError(f"{names}: this launcher does not replace nodes; {cure}")
+        raise PlanError(
+            f"{names}: this launcher does not replace nodes; "
+            "use launch_torchrun_auto.sh or a SLURM job, or omit it"
+        )
     if not max_restarts:
         raise PlanError(
             f"{names} needs MAX_RESTARTS; for example 3 (each replaced node is a restart)"
         )
     if spares >= world.num_nodes:
-        cure = "name more nodes, the last are the spares"
-        raise PlanError(f"SPARES is {spares} of {world.num_nodes} nodes in all; {cure}")
+        raise PlanError(
+            f"SPARES is {spares} of {world.num_nodes} nodes in all; "
+            "name more nodes, the last are the spares"
+        )
     num_nodes = world.num_nodes - spares
     least = read_number("MIN_NODES", given.get("MIN_NODES", str(num_nodes)), 1, num_nodes)
     return replace(world, num_nodes=num_nodes, num_spares=spares, min_nodes=least)

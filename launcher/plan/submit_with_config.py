@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,10 +15,10 @@ from distributed.environment import new_run_id
 from distributed.errors import REFUSED, Refused
 from launcher.plan.check_config import check_config
 from launcher.plan.make_plan import make_plan
-from launcher.plan.plan import PlanError, read_number
+from launcher.plan.plan import read_number
 from launcher.plan.resume import resolve_script
 from launcher.plan.typed import Typed
-from launcher.text import count, did_you_mean, print_row
+from launcher.text import Environ, PlanError, count, did_you_mean, print_row, warn
 
 SBATCH_OPTIONS = ("partition", "account", "qos", "mem", "time")  # for every job
 PER_GPU = ("cpus_per_gpu", "mem_per_gpu")  # for jobs with GPUs
@@ -43,44 +41,52 @@ class Size:
     is_exclusive: bool  # every node's GPUs are all used
 
 
-def run(typed: Typed) -> int:
+def run(typed: Typed, environ: Environ) -> int:
     """Submit the training; returns the exit code: with --wait, the job's."""
-    own, settings = take_own_settings(typed, os.environ)
+    own, settings = take_own_settings(typed, environ)
     gpus = read_number("num_gpus_train", own["num_gpus_train"], 1, MOST_GPUS)
-    partition = own.get("partition") or os.environ.get("SBATCH_PARTITION", "")
+    partition = own["partition"] or environ.get("SBATCH_PARTITION", "")
     size = choose_size(gpus, gpus_of_nodes(partition))
-    nodelist = own.get("nodelist", "")
+    nodelist = own["nodelist"]
     if size.num_nodes == 1 and len(hostlist.expand(nodelist or "any")) > 1:
-        cause = f"{count(gpus, 'GPU')} fit on one node; nodelist={nodelist} is ignored"
-        print(f"{typed.program}: warning: {cause}", file=sys.stderr)
+        warn(
+            f"{typed.program}: warning: {count(gpus, 'GPU')} fit on one node; "
+            f"nodelist={nodelist} is ignored"
+        )
         nodelist = ""
-    checked = replace(typed, fanout="check", config=own.get("config"), setting=settings)
     checked = replace(
-        checked, passed=(), nnodes=str(size.num_nodes), nproc=str(size.gpus), master="unknown"
+        typed,
+        fanout="check",
+        config=own["config"],
+        setting=settings,
+        passed=(),
+        nnodes=str(size.num_nodes),
+        nproc=str(size.gpus),
+        master="unknown",
     )
-    plan = check_config(make_plan(checked))
+    plan = check_config(make_plan(checked, environ), environ)
     own["prepare"] = choose_preparation(own, plan.prepare, typed.program)
     name = "slurm_train.sh" if size.num_nodes > 1 else "slurm_train_single_node.sh"
     job = [f"--nodes={size.num_nodes}", f"--gpus-per-node={size.gpus}"]
     job += [f"--nodelist={nodelist}"] if nodelist else []
     job += ["--exclusive"] if size.is_exclusive else []
-    job += [f"--{name.replace('_', '-')}={own[name]}" for name in PER_GPU if own.get(name)]
+    job += [f"--{name.replace('_', '-')}={own[name]}" for name in PER_GPU if own[name]]
     job += [resolve_script(f"scripts/slurm/{name}"), plan.config or "-", *settings]
     job += ["--", *typed.rest] if typed.rest else []
     if not typed.is_dry_run:
         Path("logs").mkdir(exist_ok=True)  # without it, sbatch's job fails silently
-    return submit_all(typed, own, size, job)
+    return submit_all(typed, own, size, job, chain=environ.get("RUN_ID") or new_run_id())
 
 
 # --- what is asked for --------------------------------------------------------------------------
 
 
-def take_own_settings(typed: Typed, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return the settings of this script by name, and those of the training.
+def take_own_settings(typed: Typed, environ: Environ) -> tuple[dict[str, str], list[str]]:
+    """Return the settings of this script by name, "" if not given, and those of the training.
 
     Raises PlanError where one is unknown or missing.
     """
-    own: dict[str, str] = {}
+    own = dict.fromkeys(OWN, "")
     others = []
     for setting in typed.setting:
         name, _, value = setting.partition("=")
@@ -92,21 +98,23 @@ def take_own_settings(typed: Typed, environ: Mapping[str, str]) -> tuple[dict[st
             raise PlanError(f"unknown setting {name!r}; {did_you_mean(name, OWN)}{known}")
         others.append(setting)
     for name in ("num_gpus_train", "config"):
-        if not own.get(name):
+        if not own[name]:
             raise PlanError(f"no {name}; usage: {typed.usage}")
-    read_number("num_gpus", own.get("num_gpus") or "0", 0, MOST_GPUS)
-    if read_number("chain", own.get("chain") or "1", 1, MOST_JOBS) > 1 and typed.wait:
+    read_number("num_gpus", own["num_gpus"] or "0", 0, MOST_GPUS)
+    if read_number("chain", own["chain"] or "1", 1, MOST_JOBS) > 1 and typed.wait:
         raise PlanError("--wait follows one job, and chain asks for several; omit one")
     return own, others
 
 
 def choose_preparation(own: Mapping[str, str], by_config: str, program: str) -> str:
     """Return the script that prepares the training: as typed, or as the config names it; or ""."""
-    script = own.get("prepare") or by_config
-    if int(own.get("num_gpus") or 0) and not script:
-        cause = "num_gpus is for a script that prepares the training, and nothing names one"
-        cure = "give prepare=SCRIPT, or the config's prepare; only the training is submitted"
-        print(f"{program}: warning: {cause}; {cure}", file=sys.stderr)
+    script = own["prepare"] or by_config
+    if int(own["num_gpus"] or 0) and not script:
+        warn(
+            f"{program}: warning: num_gpus is for a script that prepares the training, and nothing "
+            "names one; give prepare=SCRIPT, or the config's prepare; only the training is "
+            "submitted"
+        )
     return script
 
 
@@ -136,8 +144,7 @@ def gpus_of_nodes(partition: str) -> list[int]:
     nodes = read_sinfo(answer.stdout, of_default=not partition)
     if not nodes:
         where = f" in partition {partition}" if partition else " in the default partition"
-        cause = f"sinfo shows no GPUs{where}"
-        raise Refused("too-few-gpus", f"{cause}; choose another partition")
+        raise Refused("too-few-gpus", f"sinfo shows no GPUs{where}; choose another partition")
     return nodes
 
 
@@ -154,43 +161,42 @@ def read_sinfo(text: str, *, of_default: bool) -> list[int]:
 # --- sbatch -------------------------------------------------------------------------------------
 
 
-def submit_all(typed: Typed, own: Mapping[str, str], size: Size, job: Sequence[str]) -> int:
-    """Submit the preparing job, if there is one, and the training."""
-    common = [f"--{name}={own[name]}" for name in SBATCH_OPTIONS if own.get(name)]
+def submit_all(
+    typed: Typed, own: Mapping[str, str], size: Size, job: Sequence[str], *, chain: str
+) -> int:
+    """Submit the preparing job, if there is one, and the training.
+
+    In a chain, each job starts after the one before, and resumes its run. The job that ends the run
+    cancels the rest, which it finds by their name, `chain` (slurm.end_chain).
+    """
+    common = [f"--{name}={own[name]}" for name in SBATCH_OPTIONS if own[name]]
     common += [f"--chdir={typed.here}"] if typed.here != Path.cwd() else []  # behind a link
     common += map("=".join, zip(typed.passed[::2], typed.passed[1::2], strict=True))
     if not typed.is_dry_run and (cause := refusal([*common, *job])):
         # SLURM would keep a job that can never start.
-        asked = f"{count(size.num_nodes, 'node')} x {size.gpus} GPUs"
-        cure = "see sinfo, and ask for what there is"
-        print(f"{typed.program}: {asked}: {cause}; {cure}", file=sys.stderr)
+        warn(
+            f"{typed.program}: {count(size.num_nodes, 'node')} x {size.gpus} GPUs: {cause}; "
+            "see sinfo, and ask for what there is"
+        )
         return REFUSED
-    after = own.get("dependency", "")
+    after = own["dependency"]
     if own["prepare"]:
-        first = ["--nodes=1", f"--gpus-per-node={own.get('num_gpus') or 0}"]
+        first = ["--nodes=1", f"--gpus-per-node={own['num_gpus'] or 0}"]
         first += ["--output=logs/slurm-%j.out", *([f"--dependency={after}"] if after else [])]
         first += [own["prepare"], own["config"]]
         after = f"afterok:{submit([*common, *first], is_dry_run=typed.is_dry_run)[0]}"
-    if (number := int(own.get("chain") or 1)) > 1:
-        submit_chain(number, [*common, *job], after, is_dry_run=typed.is_dry_run)
+    if (number := int(own["chain"] or 1)) > 1:
+        common += ["--no-requeue", f"--job-name={chain}"]
+        common += [f"--export=ALL,RUN_ID={chain},CHAIN={chain}"]
+        for _ in range(number):
+            job_id, _ = submit([*depend(after), *common, *job], is_dry_run=typed.is_dry_run)
+            after = f"afterany:{job_id}"
         return 0
     words = depend(after) + (["--wait"] if typed.wait else [])
     job_id, sbatch = submit([*common, *words, *job], is_dry_run=typed.is_dry_run)
     if sbatch is None or not typed.wait:
         return 0
     return follow(typed.program, job_id, sbatch, after)
-
-
-def submit_chain(number: int, job: Sequence[str], after: str, *, is_dry_run: bool) -> None:
-    """Submit jobs of which each starts after the one before, and resumes its run.
-
-    The job that ends the run cancels the rest, which it finds by their name (slurm.end_chain).
-    """
-    name = os.environ.get("RUN_ID") or new_run_id()
-    shared = ["--no-requeue", f"--job-name={name}", f"--export=ALL,RUN_ID={name},CHAIN={name}"]
-    for _ in range(number):
-        job_id, _ = submit([*depend(after), *shared, *job], is_dry_run=is_dry_run)
-        after = f"afterany:{job_id}"
 
 
 def depend(after: str) -> list[str]:
@@ -231,5 +237,5 @@ def follow(program: str, job_id: str, sbatch: subprocess.Popen[str], after: str)
         return code
     first = after.removeprefix("afterok:")
     why = f": job {first} failed; see logs/slurm-{first}.out" if first else ""
-    print(f"{program}: job {job_id} did not start{why}", file=sys.stderr)
+    warn(f"{program}: job {job_id} did not start{why}")
     return code or 1

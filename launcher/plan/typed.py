@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 
-class UsageError(ValueError):
-    """The command line cannot mean anything: `cause; cure`."""
+def is_same(file: Path, other: Path) -> bool:
+    """Return whether two paths lead to one file."""
+    return file.exists() and other.exists() and file.samefile(other)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +22,8 @@ class Choices:
     python: str = sys.executable  # of the nodes; in the container, where there is one
     activated: Sequence[str] = ()  # names of those that SITE, VENV, CONDA_ENV and MODULES changed
     site: str = ""  # the file with the cluster's settings, and which variables it sets
-    passed: Sequence[str] = ()  # more options of the node agent
+    passed: Sequence[str] = ()  # more options of the node agent, or of torch.distributed.launch
     cpu_nproc: int = 1  # ranks per node where `nproc` is None and there is no GPU
-    use_env: bool = False  # torch.distributed.launch's option
     is_dry_run: bool = False
     is_strict: bool = False
     is_detached: bool = False
@@ -31,7 +31,7 @@ class Choices:
     has_transcript: bool = False  # of what the terminal shows
 
     def choices(self) -> dict[str, Any]:
-        return {one.name: getattr(self, one.name) for one in fields(Choices)}
+        return {field.name: getattr(self, field.name) for field in fields(Choices)}
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Typed(Choices):
 
     fanout: str  # a module of launcher/fanout/, auto (what this place allows), or another task:
     # check (the config), submit, status, stop, stacks, help, version
-    directory: str = ""  # where it was typed, by the name that the shell has for it
+    here: Path = field(default_factory=Path.cwd)  # where, by the name that the shell has for it
     typed: Sequence[str] = ()  # every word of the command line
     config: str | None = None
     nproc: str | None = None
@@ -48,17 +48,17 @@ class Typed(Choices):
     node_rank: str | None = None
     master: str | None = None
     port: str | None = None
-    log_level: str | None = None
+    log_level: str = ""
     show: str | None = None  # the ranks whose output is shown
-    hostfile: str | None = None
+    hostfile: str = ""
     hosts: str | None = None  # of launch.sh: node names, a file of them, or job
-    via: str | None = None  # how it reaches them
-    run_id: str | None = None
+    via: str = ""  # how it reaches them
+    run_id: str = ""
     log_dir: str | None = None
     max_restarts: str | None = None
-    engine: str | None = None
-    module: str | None = None  # run in place of a training script
-    batch_script: str | None = None  # of SLURM or PBS, as one submits it
+    engine: str = ""  # what starts the ranks in place of the node agent
+    module: str = ""  # run in place of a training script
+    batch_script: str = ""  # of SLURM or PBS, as one submits it
     node: Sequence[str] = ()  # NODE, NODE:NPROC or a list
     setting: Sequence[str] = ()  # key=value
     like_torchrun: bool = False  # what followed is a script with its arguments
@@ -69,7 +69,3 @@ class Typed(Choices):
     wait: bool = False  # submit: for the job's end
     usage: str = ""  # of the script, in one line
     rest: Sequence[str] = ()  # what followed `--`
-
-    @property
-    def here(self) -> Path:
-        return Path(self.directory or Path.cwd())

@@ -12,42 +12,19 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from distributed.environment import port_from_id
 from launcher.handshake import open_port, read_access
 from launcher.preflight import infiniband, master_port, must_match
 from launcher.preflight.checks import CHECKS, Machine
 from launcher.preflight.gpus import GpuError, visible_gpus
-from launcher.text import short_host_name
+from launcher.text import Environ, short_host_name
 from launcher.typed_json import encode, in_pieces, parse
 from launcher.wire.meeting import Wait
-from launcher.wire.messages import Fault, Member, NodeReport
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a node is asked to check: its part of the plan."""
-
-    run_id: str
-    num_nodes: int
-    node_rank: int
-    nproc: int | None  # None: one per GPU, else `cpu_nproc`
-    cpu_nproc: int  # 0: GPUs are needed
-    master_addr: str
-    port: int | None  # None: from the run id
-    words: Sequence[str]  # the training script and its arguments
-    directory: Path  # where relative paths begin
-    log_dir: Path
-    checkpoint_dir: Path | None
-    has_checks: bool = True  # False: only count the GPUs and choose the port
-    backend: str = "auto"
-    num_workers: int = 0  # processes of each rank that load data
-    meeting_size: int = 0  # nodes that meet at the port; 0: they do not
-    within_s: float = 7.0  # for all of them to have come
+from launcher.wire.messages import Fault, Member, NodeReport, Request
 
 
 @dataclass(frozen=True)
@@ -63,7 +40,7 @@ class Report(NodeReport):
     seconds: float = 0.0
 
 
-def check_node(request: Request, environ: Mapping[str, str] = os.environ) -> Report:
+def check_node(request: Request, environ: Environ = os.environ) -> Report:
     """Check this node, and meet the others meanwhile."""
     start = time.perf_counter()
     port, listener, port_error = open_master_port(request)
@@ -116,7 +93,7 @@ def _meet(
     request: Request,
     port: int,
     listener: socket.socket | None,
-    environ: Mapping[str, str],
+    environ: Environ,
 ) -> tuple[Sequence[Fault], Sequence[str]]:
     """Return what is wrong at the master's port, and the names of the checks made there."""
     can_meet = request.node_rank != 0 or listener is not None
@@ -131,41 +108,27 @@ def _meet(
         done: list[str] = []
         return [*master_port.visit_master(address, port, me, access.secret, wait, done)], done
     # A SLURM job may start again on other nodes. Else node rank 0 alone needs the checkpoints.
-    is_shared = request.checkpoint_dir is not None and "SLURM_JOB_ID" in environ
-    folder = request.directory / (request.checkpoint_dir or "") if is_shared else None
+    folder = None
+    if request.checkpoint_dir and "SLURM_JOB_ID" in environ:
+        folder = request.directory / request.checkpoint_dir
     first, others = Member(0, host, 1, address), request.meeting_size - 1
     return master_port.receive_others(listener, first, access, others, folder, wait), ()
 
 
-def _look_at_machine(
-    request: Request, environ: Mapping[str, str], port: int, port_error: int
-) -> Machine:
+def _look_at_machine(request: Request, environ: Environ, port: int, port_error: int) -> Machine:
     try:
         gpus, gpu_error = visible_gpus(environ), ""
     except GpuError as error:
         gpus, gpu_error = (), str(error)
     given = environ.get("SLURM_GPUS_ON_NODE", "")
-    words = request.words
-    is_path = bool(words) and words[0] not in ("-m", "--no-python")
-    writes = request.checkpoint_dir if request.node_rank == 0 else None  # rank 0 alone saves
-    folders = (request.log_dir, writes)
+    nproc = request.nproc or len(gpus) or int(given.isdecimal() and given) or request.cpu_nproc
     return Machine(
-        run_id=request.run_id,
-        nnodes=request.num_nodes,
-        node_rank=request.node_rank,
-        nproc=request.nproc or len(gpus) or int(given.isdecimal() and given) or request.cpu_nproc,
-        master_addr=request.master_addr,
-        port=port,
+        **vars(replace(request, nproc=nproc, port=port)),
         port_error=port_error,
-        script=request.directory / words[0] if is_path else None,
-        directories=tuple(request.directory / folder for folder in folders if folder is not None),
         gpus=gpus,
         gpu_error=gpu_error,
         environ=environ,
-        backend=request.backend,
         cpus=len(os.sched_getaffinity(0)),
-        waits=request.num_nodes > 1 and request.meeting_size == 0,
-        num_workers=request.num_workers,
         ports=tuple(infiniband.read_ports()),
         can_open_ports=infiniband.can_open_devices(),
     )
@@ -185,7 +148,7 @@ def read_reports(lines: Iterable[str]) -> list[Report]:
     pieces: dict[str, str] = {}
     for line in lines:
         if line.startswith("node="):
-            node_rank, _, piece = line.removeprefix("node=").rstrip("\n").partition(" ")
+            node_rank, _, piece = line.removeprefix("node=").partition(" ")
             pieces[node_rank] = pieces.get(node_rank, "") + piece
     reports = [parse(Report, text) for text in pieces.values()]
     return sorted(reports, key=lambda report: report.node_rank)

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +24,8 @@ from distributed.network import interface_to
 from launcher.handshake import is_here, is_loopback
 from launcher.preflight import infiniband, must_match
 from launcher.preflight.gpus import DEVICES, Gpu, find_slow
-from launcher.text import count, environment_cure
-from launcher.wire.messages import Fault
+from launcher.text import Environ, count, environment_cure
+from launcher.wire.messages import Fault, Request
 
 OLDEST_TORCH = (2, 4)
 # Of a CUDA's drivers for Linux, the first: CUDA Compatibility, table 2 (NVIDIA).
@@ -37,28 +37,24 @@ LEAST_MEMLOCK = 64 << 10  # bytes; Linux's own default before 5.16
 LEAST_MEMLOCK_INFINIBAND = 1 << 30  # bytes; every buffer on the wire is locked memory
 
 
-@dataclass(frozen=True)
-class Machine:
+@dataclass(frozen=True, kw_only=True)
+class Machine(Request):
     """This node's part in the plan, and what was found out about the node."""
 
-    run_id: str
-    nnodes: int
-    node_rank: int
     nproc: int
-    master_addr: str
     port: int
     port_error: int  # errno where it cannot be opened
-    script: Path | None
-    directories: tuple[Path, ...]  # logs and checkpoints
     gpus: tuple[Gpu, ...]
     gpu_error: str  # why they could not be looked at
-    environ: Mapping[str, str]
-    backend: str = "auto"
+    environ: Environ
     cpus: int = 0  # that this process may use
-    num_workers: int = 0  # processes of each rank that load data
     ports: tuple[infiniband.Port, ...] = ()
-    waits: bool = False  # for a master that is not there yet
     can_open_ports: bool = True  # those of InfiniBand, from here
+
+    @property
+    def script(self) -> Path | None:
+        """The training script, if it is a file."""
+        return None if self.words[0] in ("-m", "--no-python") else self.directory / self.words[0]
 
 
 def check_program(machine: Machine) -> Iterator[Fault]:
@@ -87,8 +83,8 @@ def missing_of_torch() -> str:
     if library is None:
         return f"{str(folder)!r} holds no _C for this Python"
     try:
-        command, c_words = ["ldd", str(library)], {**os.environ, "LC_ALL": "C"}
-        traced = subprocess.run(command, capture_output=True, text=True, timeout=3, env=c_words)
+        command = ["env", "LC_ALL=C", "ldd", str(library)]
+        traced = subprocess.run(command, capture_output=True, text=True, timeout=3)
     except (OSError, subprocess.TimeoutExpired):
         return ""  # not on every system
     lines = [line.split() for line in traced.stdout.splitlines()]
@@ -118,15 +114,15 @@ def check_gpus(machine: Machine) -> Iterator[Fault]:
         if gpu.processes:
             cause = f"GPU {gpu.index} is in use by {', '.join(gpu.processes)}"
             yield Fault("gpu-unhealthy", cause, "wait for it, or choose another GPU", warns=True)
-        elif gpu.health.is_taken:
-            used = f"{gpu.health.used_mib} of {gpu.health.total_mib} MiB of its memory"
+        elif gpu.is_taken:
+            used = f"{gpu.used_mib} of {gpu.total_mib} MiB of its memory"
             cause = f"GPU {gpu.index} has {used} in use, by no process that is shown here"
             yield Fault("gpu-unhealthy", cause, "wait for it, or choose another GPU", warns=True)
 
 
 def check_gpu_speed(machine: Machine) -> Iterator[Fault]:
     """No GPU is slower than it need be: every step would wait for it."""
-    for cause in find_slow({gpu.index: gpu.health for gpu in machine.gpus}):
+    for cause in find_slow(machine.gpus):
         cure = "have it looked at, or exclude it with CUDA_VISIBLE_DEVICES"
         yield Fault("gpu-slow", cause, cure, warns=True)
 
@@ -152,7 +148,7 @@ def check_build(machine: Machine) -> Iterator[Fault]:
             yield Fault("torch-without-gpu", cause, cure)
 
 
-def _contradictions(environ: Mapping[str, str]) -> Iterator[Fault]:
+def _contradictions(environ: Environ) -> Iterator[Fault]:
     """ROCm's variables that choose GPUs choose the same ones, among those that are shown."""
     names = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
     shown, by_hip, by_cuda = (environ.get(name) for name in names)
@@ -187,11 +183,12 @@ def check_master(machine: Machine) -> Iterator[Fault]:
         addresses = [str(address[0]) for *_, address in socket.getaddrinfo(name, None)]
     except OSError:
         cause, cure = f"the master's name {name!r} is unknown", "correct it, or give its address"
-        if machine.waits:
+        is_awaited = machine.num_nodes > 1 and machine.meeting_size == 0  # and not there yet
+        if is_awaited:
             cure = f"the nodes wait until it is known; if it is wrong, {cure}"
-        yield Fault("name-unresolved", cause, cure, warns=machine.waits)
+        yield Fault("name-unresolved", cause, cure, warns=is_awaited)
     loopback = [address for address in addresses if is_loopback(address)]
-    if machine.nnodes > 1 and loopback:
+    if machine.num_nodes > 1 and loopback:
         means = "a loopback address" if name == loopback[0] else loopback[0]
         cause = f"the master {name} is {means}, which no other machine can reach"
         literal = name in ("localhost", "127.0.0.1", "::1")  # maybe all nodes are this machine
@@ -199,7 +196,7 @@ def check_master(machine: Machine) -> Iterator[Fault]:
             cause += f" (/etc/hosts line {line})"
         cure = "give the master's address on the network the nodes share"
         yield Fault("loopback-address", cause, cure, warns=literal)
-    if machine.nnodes > 1 and machine.node_rank == 0 and addresses and not is_here(addresses[0]):
+    if machine.num_nodes > 1 and machine.node_rank == 0 and addresses and not is_here(addresses[0]):
         cause = f"the master's address {addresses[0]} is none of this node's (node rank 0)"
         cure = "set MASTER_ADDR to an address of this node; behind NAT, ignore this"
         yield Fault("no-such-interface", cause, cure, warns=True)
@@ -230,29 +227,25 @@ def check_interfaces(machine: Machine) -> Iterator[Fault]:
     if gloo and not set(gloo.split(",")) <= set(names):
         cause = f"GLOO_SOCKET_IFNAME={gloo} names no interface of this machine"
         yield Fault("no-such-interface", cause, f"{cure} (only NCCL supports ^ to exclude)")
-    if nccl := machine.environ.get("NCCL_SOCKET_IFNAME", ""):
-        marks, words = nccl[:2], nccl.lstrip("^=").split(",")  # prefixes, =exact or ^excluded
-        named = {name for name in names if name.startswith(tuple(words))}
-        if "=" in marks:
-            named &= set(words)
-        if not (set(names) - named if "^" in marks else named):
-            cause = f"NCCL_SOCKET_IFNAME={nccl} leaves no interface of this machine"
-            yield Fault("no-such-interface", cause, cure)
+    nccl = machine.environ.get("NCCL_SOCKET_IFNAME", "")
+    if not any(infiniband.is_chosen(name, nccl) for name in names):
+        cause = f"NCCL_SOCKET_IFNAME={nccl} leaves no interface of this machine"
+        yield Fault("no-such-interface", cause, cure)
 
 
 def check_infiniband(machine: Machine) -> Iterator[Fault]:
     """The ports that NCCL would use between nodes are active, and can be used from here."""
     has_nccl = machine.backend == "nccl" or (machine.backend == "auto" and machine.gpus)
-    if machine.nnodes == 1 or not has_nccl or not infiniband.is_wanted(machine.environ):
+    if machine.num_nodes == 1 or not has_nccl or not infiniband.is_wanted(machine.environ):
         return
     ports = infiniband.ports_of_nccl(machine.ports, machine.environ)
     active = [port.name for port in ports if port.is_active]
-    down = [f"{one.name} is {one.state} ({one.physical})" for one in ports if one.is_down]
+    down = [f"{port.name} is {port.state} ({port.physical})" for port in ports if port.is_down]
     if down:
         others = f"{count(len(active), 'other')} active" if active else "none active"
         cure = "see its cable and switch, or name the ports to use in NCCL_IB_HCA"
         yield Fault("infiniband-down", f"port {', '.join(down)}, {others}", cure, warns=True)
-    if not ports and (all_active := [one.name for one in machine.ports if one.is_active]):
+    if not ports and (all_active := [port.name for port in machine.ports if port.is_active]):
         cause = f"NCCL_IB_HCA={machine.environ['NCCL_IB_HCA']} names none of the active ports"
         cure = f"unset it, or name one of {', '.join(all_active)}"
         yield Fault("nccl-on-sockets", cause, cure, warns=True)
@@ -281,7 +274,8 @@ def check_limits(machine: Machine) -> Iterator[Fault]:
 
 def check_folders(machine: Machine) -> Iterator[Fault]:
     """There is room where logs and checkpoints go, and a real write succeeds."""
-    for directory in machine.directories:
+    saved = machine.checkpoint_dir if machine.node_rank == 0 else None  # rank 0 alone saves
+    for directory in (machine.directory / folder for folder in (machine.log_dir, saved) if folder):
         place = existing(directory)
         free = shutil.disk_usage(place).free
         if free < LEAST_DISK:

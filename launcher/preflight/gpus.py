@@ -14,17 +14,24 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from launcher.text import Environ
 from launcher.wire import limits
 
 DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, of AMD, and of both under WSL
-FIELDS = (  # of --query-gpu; `clocks_throttle_reasons` is also known to drivers that say `event`
-    *("name", "memory.used", "memory.total", "clocks_throttle_reasons.active"),
-    *("clocks.applications.graphics", "clocks.max.graphics"),
-    *("pcie.link.width.current", "pcie.link.width.max"),
-)
+FIELDS = {  # of Gpu, as --query-gpu calls them
+    "model": "name",
+    "used_mib": "memory.used",
+    "total_mib": "memory.total",
+    "reasons": "clocks_throttle_reasons.active",  # also known to drivers that say `event`
+    "clock_mhz": "clocks.applications.graphics",
+    "max_clock_mhz": "clocks.max.graphics",
+    "lanes": "pcie.link.width.current",
+    "max_lanes": "pcie.link.width.max",
+}
 # Bits of NVML's nvmlClocksEventReasons. The others are no faults: idle, the power cap, settings.
 SLOWDOWNS = {
     0x08: "hw_slowdown",
@@ -46,9 +53,14 @@ class UnknownField(GpuError):
 
 
 @dataclass(frozen=True)
-class Health:
-    """What nvidia-smi says of one GPU; None is not known."""
+class Gpu:
+    """One GPU; None is what its tool does not know."""
 
+    index: str
+    uuid: str
+    memory_errors: int  # uncorrected, since the driver was loaded
+    driver: str = ""  # its version
+    processes: tuple[str, ...] = ()  # "pid 123 (python)"
     model: str = ""
     used_mib: int | None = None
     total_mib: int | None = None
@@ -66,37 +78,24 @@ class Health:
         return used >= max(LEAST_TAKEN_MIB, LEAST_TAKEN * (self.total_mib or 0))
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU."""
-
-    index: str
-    uuid: str
-    memory_errors: int  # uncorrected, since the driver was loaded
-    driver: str = ""  # its version
-    processes: tuple[str, ...] = ()  # "pid 123 (python)"
-    health: Health = field(default_factory=Health)
-
-
-def visible_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
+def visible_gpus(environ: Environ) -> tuple[Gpu, ...]:
     """Return the GPUs that torch would see, in its order; none on a machine without them.
 
     Raises GpuError where the machine has some, and they cannot be told or chosen.
     """
     until = time.monotonic() + limits.NVIDIA_SMI_S
+    wanted = environ.get("CUDA_VISIBLE_DEVICES")
     if shutil.which("nvidia-smi"):
-        wanted = environ.get("CUDA_VISIBLE_DEVICES")
         gpus = [*_nvidia_gpus(until)]
-        return tuple(gpus if wanted is None else _select(gpus, wanted))
-    if not shutil.which("rocm-smi"):
+    elif shutil.which("rocm-smi"):
+        gpus = [*_amd_gpus(until)]
+        seen = environ.get("ROCR_VISIBLE_DEVICES")
+        if seen is not None:  # HIP counts those that ROCm shows it
+            shown = _select(gpus, seen)
+            gpus = [replace(gpu, index=str(index)) for index, gpu in enumerate(shown)]
+        wanted = environ.get("HIP_VISIBLE_DEVICES", wanted)
+    else:
         return ()
-    gpus = [*_amd_gpus(until)]
-    seen = environ.get("ROCR_VISIBLE_DEVICES")
-    if seen is not None:  # HIP counts those that ROCm shows it
-        shown = _select(gpus, seen)
-        gpus = [replace(gpu, index=str(index)) for index, gpu in enumerate(shown)]
-    by_hip, by_cuda = (environ.get(f"{name}_VISIBLE_DEVICES") for name in ("HIP", "CUDA"))
-    wanted = by_cuda if by_hip is None else by_hip
     return tuple(gpus if wanted is None else _select(gpus, wanted))
 
 
@@ -104,38 +103,26 @@ def _nvidia_gpus(until: float) -> Iterator[Gpu]:
     """Yield the GPUs and, of one that is divided, its MIG instances instead."""
     columns = "index,uuid,ecc.errors.uncorrected.volatile.total,driver_version,mig.mode.current"
     try:
-        rows = list(_query("gpu", ",".join((columns, *FIELDS)), until))
+        rows = _query("gpu", ",".join((columns, *FIELDS.values())), until)
     except UnknownField:  # an old nvidia-smi: what each of them knows
-        rows = list(_query("gpu", columns, until))
+        rows = _query("gpu", columns, until)
     if not rows:
         return
     with ThreadPoolExecutor(1) as pool:  # two questions at once take the time of one
         linked = pool.submit(_nvlinks, until) if len(rows) > 1 else None
-        users = list(_query("compute-apps", "gpu_uuid,pid,process_name", until))
+        users = _query("compute-apps", "gpu_uuid,pid,process_name", until)
     nvlinks = linked.result() if linked else {}
     instances = _mig_instances(until) if any(row[4] == "Enabled" for row in rows) else {}
     for index, uuid, errors, driver, mode, *more in rows:
-        gpu = Gpu(
-            index=index,
-            uuid=uuid,
-            memory_errors=int(errors) if errors.isdigit() else 0,  # "[N/A]" without ECC
-            driver=driver,
-            processes=tuple(f"pid {pid} ({name})" for gpu, pid, name in users if gpu == uuid),
-            health=_read_health(more, nvlinks.get(uuid)),
-        )
+        memory_errors = _number(errors) or 0  # "[N/A]" without ECC
         if mode != "Enabled":
-            yield gpu
+            processes = tuple(f"pid {pid} ({name})" for gpu, pid, name in users if gpu == uuid)
+            known: dict[str, Any] = dict(zip(FIELDS, more, strict=False))
+            known |= {field: _number(known[field]) for field in [*known][1:]}
+            links = nvlinks.get(uuid)
+            yield Gpu(index, uuid, memory_errors, driver, processes, nvlinks=links, **known)
         for number, instance in enumerate(instances.get(uuid, [])):
-            name = f"{index}:{number}"
-            yield replace(gpu, index=name, uuid=instance, processes=(), health=Health())
-
-
-def _read_health(cells: Sequence[str], nvlinks: int | None) -> Health:
-    """Return what nvidia-smi says to FIELDS; nothing, if it refused to."""
-    if not cells:
-        return Health(nvlinks=nvlinks)
-    used, total, reasons, clock, max_clock, lanes, max_lanes = map(_number, cells[1:])
-    return Health(cells[0], used, total, reasons, clock, max_clock, lanes, max_lanes, nvlinks)
+            yield Gpu(f"{index}:{number}", instance, memory_errors, driver)
 
 
 def _number(text: str) -> int | None:
@@ -148,32 +135,35 @@ def _number(text: str) -> int | None:
 
 def _nvlinks(until: float) -> dict[str, int]:
     """Return how many NVLinks of each GPU are active, by UUID."""
-    found: dict[str, int] = {}
+    active: dict[str, int] = {}
     with contextlib.suppress(GpuError):  # the other question tells of it
         for line in _run("nvidia-smi", ["nvlink", "--status"], until).stdout.splitlines():
             if gpu := re.search(r"\(UUID: (\S+)\)", line):
-                found[gpu[1]] = 0
-            elif found and line.endswith("GB/s"):  # else "<inactive>"
-                found[[*found][-1]] += 1
-    return found
+                uuid = gpu[1]
+                active[uuid] = 0
+            elif active and line.endswith("GB/s"):  # else "<inactive>"
+                active[uuid] += 1
+    return active
 
 
 def _mig_instances(until: float) -> dict[str, list[str]]:
     """Return the UUIDs of the MIG instances of each GPU, by its own."""
-    found: dict[str, list[str]] = {}
+    instances: dict[str, list[str]] = {}
+    gpu = ""
     for uuid in re.findall(r"\(UUID: (\S+)\)", _run("nvidia-smi", ["-L"], until).stdout):
-        if uuid.startswith("MIG-") and found:
-            found[[*found][-1]].append(uuid)
+        if uuid.startswith("MIG-") and gpu:
+            instances[gpu].append(uuid)
         else:
-            found[uuid] = []
-    return found
+            gpu = uuid
+            instances[gpu] = []
+    return instances
 
 
 def _amd_gpus(until: float) -> Iterator[Gpu]:
-    told = _run("rocm-smi", ["--showuniqueid", "--csv"], until)
-    if told.returncode != 0 and Path("/dev/kfd").exists():
-        raise GpuError(f"rocm-smi: {' '.join((told.stdout + told.stderr).split())}")
-    ids = re.findall(r"^card\d+,(?:0x)?([^,\s]*)", told.stdout, re.MULTILINE)
+    answer = _run("rocm-smi", ["--showuniqueid", "--csv"], until)
+    if answer.returncode != 0 and Path("/dev/kfd").exists():
+        raise GpuError(f"rocm-smi: {' '.join((answer.stdout + answer.stderr).split())}")
+    ids = re.findall(r"^card\d+,(?:0x)?([^,\s]*)", answer.stdout, re.MULTILINE)
     for index, unique_id in enumerate(ids):
         yield Gpu(str(index), f"GPU-{unique_id}", 0)
 
@@ -186,18 +176,18 @@ def _run(tool: str, words: Sequence[str], until: float) -> subprocess.CompletedP
         raise GpuError(f"{tool} gives no answer in {limits.NVIDIA_SMI_S:g} s") from error
 
 
-def _query(table: str, columns: str, until: float) -> Iterator[list[str]]:
+def _query(table: str, columns: str, until: float) -> list[list[str]]:
     words = [f"--query-{table}={columns}", "--format=csv,noheader,nounits"]
     result = _run("nvidia-smi", words, until)
     if result.returncode == 0:
-        for line in result.stdout.splitlines():
-            yield [cell.strip() for cell in line.split(",", columns.count(","))]
-        return
+        lines = (line.split(",", columns.count(",")) for line in result.stdout.splitlines())
+        return [[cell.strip() for cell in line] for line in lines]
     said = " ".join((result.stdout + result.stderr).split())
     if "is not a valid field to query" in said:
         raise UnknownField(f"nvidia-smi: {said}")
     if any(Path("/dev").glob("nvidia[0-9]*")):
         raise GpuError(f"nvidia-smi: {said}")
+    return []
 
 
 def _select(gpus: Sequence[Gpu], wanted: str) -> Iterator[Gpu]:
@@ -213,22 +203,22 @@ def _select(gpus: Sequence[Gpu], wanted: str) -> Iterator[Gpu]:
 # --- what makes one slow ------------------------------------------------------------------------
 
 
-def find_slow(gpus: Mapping[str, Health]) -> Iterator[str]:
-    """Yield what slows a GPU down, and what it has otherwise than others of its model, by index."""
+def find_slow(gpus: Sequence[Gpu]) -> Iterator[str]:
+    """Yield what slows a GPU down, and what it has otherwise than others of its model."""
     narrow: dict[str, list[str]] = {}
-    for index, gpu in gpus.items():
+    for gpu in gpus:
         if reasons := [name for bit, name in SLOWDOWNS.items() if (gpu.reasons or 0) & bit]:
-            yield f"GPU {index} is throttled ({', '.join(reasons)})"
+            yield f"GPU {gpu.index} is throttled ({', '.join(reasons)})"
         if gpu.lanes and gpu.max_lanes and gpu.lanes < gpu.max_lanes:
-            narrow.setdefault(f"{gpu.lanes} of {gpu.max_lanes}", []).append(index)
+            narrow.setdefault(f"{gpu.lanes} of {gpu.max_lanes}", []).append(gpu.index)
     yield from (f"{_have(indices)} {lanes} PCIe lanes" for lanes, indices in narrow.items())
-    for model in dict.fromkeys(gpu.model for gpu in gpus.values()):
-        alike = {index: gpu for index, gpu in gpus.items() if gpu.model == model}
-        full = {index: gpu for index, gpu in alike.items() if gpu.lanes == gpu.max_lanes}
-        yield from _odd({i: gpu.clock_mhz for i, gpu in alike.items()}, "{} MHz for applications")
-        yield from _odd({i: gpu.max_clock_mhz for i, gpu in alike.items()}, "at most {} MHz")
-        yield from _odd({i: gpu.lanes for i, gpu in full.items()}, "{} PCIe lanes")
-        yield from _odd(_linked({i: gpu.nvlinks for i, gpu in alike.items()}), "{} active NVLinks")
+    for model in dict.fromkeys(gpu.model for gpu in gpus):
+        alike = [gpu for gpu in gpus if gpu.model == model]
+        full = [gpu for gpu in alike if gpu.lanes == gpu.max_lanes]
+        yield from _odd({gpu.index: gpu.clock_mhz for gpu in alike}, "{} MHz for applications")
+        yield from _odd({gpu.index: gpu.max_clock_mhz for gpu in alike}, "at most {} MHz")
+        yield from _odd({gpu.index: gpu.lanes for gpu in full}, "{} PCIe lanes")
+        yield from _odd(_linked({gpu.index: gpu.nvlinks for gpu in alike}), "{} active NVLinks")
 
 
 def _odd(values: Mapping[str, int | None], what: str) -> Iterator[str]:
@@ -237,7 +227,7 @@ def _odd(values: Mapping[str, int | None], what: str) -> Iterator[str]:
     usual = max(counts, key=lambda value: (counts[value], value), default=0)
     for value in counts:
         if abs(value - usual) > TOLERANCE * usual:
-            indices = [index for index, one in values.items() if one == value]
+            indices = [index for index, other in values.items() if other == value]
             yield f"{_have(indices)} {what.format(value)}, others of the model have {usual}"
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from launcher.text import Environ
 
 SYSFS = Path("/sys/class/infiniband")
 DEVICES = Path("/dev/infiniband")
@@ -51,30 +53,27 @@ def _read(file: Path) -> str:
     return ""
 
 
-def is_wanted(environ: Mapping[str, str]) -> bool:
+def is_wanted(environ: Environ) -> bool:
     """Whether the user leaves it to NCCL to use InfiniBand."""
     is_off = environ.get("NCCL_IB_DISABLE", "0") not in ("", "0")
     is_ethernet = environ.get("NCCL_PROFILE") == "ethernet"
     return not (is_off or is_ethernet or environ.get("NCCL_NET", "IB").lower() == "socket")
 
 
-def ports_of_nccl(ports: Iterable[Port], environ: Mapping[str, str]) -> list[Port]:
+def ports_of_nccl(ports: Iterable[Port], environ: Environ) -> list[Port]:
     """Return those that NCCL may use: NCCL_IB_HCA names them."""
-    chosen = environ.get("NCCL_IB_HCA", "")
-    if not chosen:
-        return list(ports)
-    words = chosen.lstrip("^=").split(",")  # prefixes, =exact or ^excluded
-    is_left_out, is_exact = "^" in chosen[:2], "=" in chosen[:2]
-    return [port for port in ports if is_left_out != _is_named(port, words, is_exact=is_exact)]
+    names = environ.get("NCCL_IB_HCA", "")
+    return [port for port in ports if is_chosen(port.device, names, port.number)]
 
 
-def _is_named(port: Port, words: Iterable[str], *, is_exact: bool) -> bool:
-    for word in words:
-        device, _, number = word.partition(":")
-        is_device = port.device == device if is_exact else port.device.startswith(device)
-        if is_device and number in ("", port.number):
-            return True
-    return False
+def is_chosen(device: str, names: str, number: str = "") -> bool:
+    """Whether NCCL may use a device by a variable: of prefixes, =exact or ^excluded names."""
+    is_exact, is_named = "=" in names[:2], False
+    for word in names.lstrip("^=").split(","):
+        name, _, port = word.partition(":")
+        is_device = device == name if is_exact else device.startswith(name)
+        is_named |= is_device and port in ("", number)
+    return is_named != ("^" in names[:2])
 
 
 def can_open_devices(devices: Path = DEVICES) -> bool:

@@ -46,8 +46,8 @@ def receive_others(
         for link, _ in here.values():
             stack.enter_context(contextlib.closing(link))
         left_s = wait.left_s if len(here) == number else 0
-        found = meeting.try_pairs(me, here, left_s, limits.PAIR_PASS_S, file)
-    return [fault for node_id, fault in found if node_id == me.node_id]
+        faults = meeting.try_pairs(me, here, left_s, limits.PAIR_PASS_S, file)
+    return [fault for node_id, fault in faults if node_id == me.node_id]
 
 
 def visit_master(

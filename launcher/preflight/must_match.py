@@ -9,10 +9,11 @@ import os
 import runpy
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from launcher.text import Environ
 from launcher.wire.messages import NodeReport
 
 ARGUMENTS = "the list of arguments"
@@ -33,11 +34,9 @@ def read_torch() -> dict[str, Any]:
     return {}
 
 
-def describe_program(
-    words: Sequence[str], task_file: str, environ: Mapping[str, str]
-) -> dict[str, str]:
+def describe_program(words: Sequence[str], task_file: str, environ: Environ) -> dict[str, str]:
     """Return by name what agents compare of the training script, its arguments and their files."""
-    if environ.get("SKIP_PREFLIGHT"):  # the arguments may differ
+    if environ.get("SKIP_PREFLIGHT") == "1":  # the arguments may differ
         return hash_files([words[0], task_file], Path())
     return {ARGUMENTS: shlex.join(words[1:]), **hash_files([*words, task_file], Path())}
 
@@ -47,12 +46,12 @@ def hash_files(words: Sequence[str], directory: Path) -> dict[str, str]:
     root = Path(__file__).parents[2]
     folders = (root / name for name in ("launcher", "distributed", "training"))
     modules = sorted(module for folder in folders for module in folder.rglob("*.py"))
-    found = {"this project": _hash(*modules)}
+    hashes = {"this project": _hash(*modules)}
     for path in (os.path.join(directory, word) for word in words):
         if os.path.isfile(path) and os.path.getsize(path) <= 1 << 20:
             with contextlib.suppress(OSError):  # unreadable is as good as missing
-                found[os.path.basename(path)] = _hash(Path(path))
-    return found
+                hashes[os.path.basename(path)] = _hash(Path(path))
+    return hashes
 
 
 def _hash(*files: Path) -> str:
@@ -72,5 +71,5 @@ def mismatches(me: NodeReport, node: NodeReport) -> Iterator[tuple[str, str]]:
         for name in {**mine, **theirs}:
             here, there = mine.get(name, "missing"), theirs.get(name, "missing")
             if here != there and here and there:
-                first, second = (f"node rank {one.node_rank} ({one.host})" for one in (me, node))
+                first, second = (f"node rank {each.node_rank} ({each.host})" for each in (me, node))
                 yield fault, f"{name} is {here!r} on {first} and {there!r} on {second}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import shlex
 import signal
 import sys
@@ -18,13 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
+from distributed.environment import DEFAULT_LOG_DIR
 from launcher import processes
-from launcher.plan.plan import Plan, PlanError
+from launcher.failure_block import COLOURS
+from launcher.plan.plan import Plan
 from launcher.record import run_json, transcript
-from launcher.text import print_row, short_host_name
+from launcher.text import PlanError, print_row, short_host_name
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
@@ -35,8 +35,10 @@ def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
     for the commands that the user is told. Raises PlanError where the run has no name yet.
     """
     if not plan.run_id:
-        cause = "node rank 0 names the run, and --detach must know its name"
-        raise PlanError(f"{cause}; give RUN_ID, the same on every node")
+        raise PlanError(
+            "node rank 0 names the run, and --detach must know its name; "
+            "give RUN_ID, the same on every node"
+        )
     log = plan.log_dir / plan.run_id / f"launcher_{short_host_name()}.log"
     sys.stdout.flush()
     sys.stderr.flush()
@@ -47,8 +49,8 @@ def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
         os.close(writer)
         code = _wait_for_start(child, reader)
         if code is None:
-            log_dir = os.environ.get("LOG_DIR")
-            again = shlex.join([*([f"LOG_DIR={log_dir}"] if log_dir else []), script])
+            is_default = plan.log_dir == Path(DEFAULT_LOG_DIR)
+            again = shlex.join([*([] if is_default else [f"LOG_DIR={plan.log_dir}"]), script])
             print_row("detached", f"tail -f {shlex.quote(str(log))}")
             print_row("status", f"{again} --status {shlex.quote(plan.run_id)}")
             print_row("stop", f"{again} --stop {shlex.quote(plan.run_id)}")
@@ -62,7 +64,7 @@ def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
 
 def _wait_for_start(child: int, reader: int) -> int | None:
     """Return the exit code of a child that ends before the run starts, else None."""
-    handled = [one for one in _SIGNALS if signal.getsignal(one) != signal.SIG_IGN]  # nohup
+    handled = [signum for signum in _SIGNALS if signal.getsignal(signum) != signal.SIG_IGN]  # nohup
     for signum in handled:
         signal.signal(signum, lambda signum, _: os.kill(child, signum))
     if not os.read(reader, 1):
@@ -95,7 +97,7 @@ def _leave_terminal(plan: Plan, log: Path, shown: _Copy, writer: int) -> None:
     os.close(null)
     os.close(fd)
     sys.stderr = shown.stream
-    print(_COLOURS.sub("", shown.getvalue()), end="", file=sys.stderr, flush=True)
+    print(COLOURS.sub("", shown.getvalue()), end="", file=sys.stderr, flush=True)
 
 
 class _Copy(io.StringIO):

@@ -25,7 +25,7 @@ def next_run_id(log_dir: Path, job: str, *, takes: bool = False) -> str:
 
     def is_free(folder: Path) -> bool:
         record = read(folder)
-        return record is None or not record.job or not _is_same(record.job, this_start())
+        return record is None or not _is_same(record.job, this_start())
 
     return _first_free(log_dir, job, is_free, takes)
 

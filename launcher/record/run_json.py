@@ -93,7 +93,9 @@ def read(folder: Path) -> Record | None:
         return None
     try:
         content = json.loads(text)
-        known = {one.name: content[one.name] for one in fields(Record) if one.name in content}
+        known = {
+            field.name: content[field.name] for field in fields(Record) if field.name in content
+        }
         return decode(Record, known)
     except (ValueError, TypeError):
         return Record()
@@ -294,7 +296,7 @@ class LiveRecord:
         )
 
     def note_progress(self, saved_step: int, step: int) -> None:
-        """Record the newest checkpoint and step, PROGRESS_S after the last time at the earliest."""
+        """Record the newest checkpoint and step, at most once in STEP_RECORD_S."""
         is_due = time.monotonic() - self._written >= limits.STEP_RECORD_S
         if is_due and (saved_step, step) != self._progress:
             self._progress = saved_step, step
@@ -323,7 +325,7 @@ class LiveRecord:
 def _git_commit() -> str | None:
     """Return the working directory's commit, with `+` after changes; None outside git."""
     try:
-        told = subprocess.run(
+        answer = subprocess.run(
             ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"],
             capture_output=True,
             text=True,
@@ -331,4 +333,4 @@ def _git_commit() -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return told.stdout.strip() or None
+    return answer.stdout.strip() or None

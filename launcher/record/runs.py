@@ -11,19 +11,18 @@ import json
 import os
 import re
 import signal
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distributed.environment import DEFAULT_LOG_DIR
+from distributed.environment import DEFAULT_LOG_DIR, printable
 from distributed.errors import BAD_INPUT, REFUSED
-from launcher.failure_block import find_kept
+from launcher.failure_block import find_kept, read_tail
 from launcher.plan.typed import Typed
 from launcher.processes import ranks_of
 from launcher.record.run_json import ASKED, SHOWN, Record, read
-from launcher.text import count, did_you_mean
+from launcher.text import Environ, count, did_you_mean, warn
 from launcher.wire import limits
 
 TAIL_BYTES = 8192  # of a file, to find its last line
@@ -67,18 +66,18 @@ class Run:
     def cause(self) -> str:
         """What ended it, of a run that failed: `[rank-error] ValueError: boom`."""
         kept = find_kept(self.folder) if self.record.is_over else ""
-        found = re.match(r"FAILED .*(\[[\w-]+\])\ncause    (.*)", kept)
-        return " ".join(found.groups()) if found else ""
+        match = re.match(r"FAILED .*(\[[\w-]+\])\ncause    (.*)", kept)
+        return " ".join(match.groups()) if match else ""
 
 
 def find_all(log_dir: Path) -> list[Run]:
     """Return the runs of a log directory; the one that started or ended last comes last."""
-    found = []
+    runs = []
     for folder in log_dir.iterdir() if log_dir.is_dir() else ():
         with contextlib.suppress(PermissionError):  # another user's
             if not folder.is_symlink() and (record := read(folder)):
-                found.append(Run(folder, record))
-    return sorted(found, key=lambda run: (run.since, run.id))
+                runs.append(Run(folder, record))
+    return sorted(runs, key=lambda run: (run.since, run.id))
 
 
 def find(log_dir: Path, run_id: str) -> Run:
@@ -101,42 +100,44 @@ def describe(runs: Sequence[Run]) -> str:
             run.state,
             f"since {date(run.since)}",
             f"step {run.record.step}" if run.record.step >= 0 else "",
-            progress(run),
+            printable(progress(run), LONGEST),
         )
         for run in runs
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = ([f"{c:<{w}}" for c, w in zip(row, widths, strict=True)] for row in rows)
-    return "\n".join("  ".join(row).rstrip() for row in padded)
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def progress(run: Run) -> str:
     """Return what ended a run, else its newest metrics, else the last line of node 0's output."""
     if cause := run.cause:
-        return _shown(cause)
+        return cause
     with contextlib.suppress(ValueError, AttributeError, OSError):
         values = json.loads(_last_line(run.folder / "metrics.jsonl"))
-        numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
-        kept = (name for name in numbers if name not in ("step", "time"))
-        return _shown("  ".join(f"{name} {numbers[name]:.4g}" for name in kept))
+        newest = [
+            f"{name} {value:.4g}"
+            for name, value in values.items()
+            if type(value) in (int, float) and name not in ("step", "time")
+        ]
+        return "  ".join(newest)
     logs = [run.folder / "node_0.log"]
     if run.record.state == "running":  # and node 0's log may be on its own disk alone
         logs += sorted(run.folder.glob("launcher_*.log"))
     for log in logs:
         with contextlib.suppress(OSError):
             if line := _last_line(log):
-                return _shown(line)
+                return line
     return ""
 
 
 def goodput(record: Record, now: float) -> str:
     """Return what share of the newest start's time was training, and what the rest went into."""
     started, end = record.started or now, record.ended or now
-    restarts = [one for one in record.restarts if one.failed >= started]
+    restarts = [restart for restart in record.restarts if restart.failed >= started]
     losses = {"start": record.first_step - started} if record.first_step else {}
-    for one in restarts:
-        lost_s = one.lost_s or end - one.failed  # it has not caught up
-        losses[one.fault] = losses.get(one.fault, 0.0) + lost_s
+    for restart in restarts:
+        lost_s = restart.lost_s or end - restart.failed  # it has not caught up
+        losses[restart.fault] = losses.get(restart.fault, 0.0) + lost_s
     share = max(0.0, 1 - sum(losses.values()) / max(end - started, 1e-9))
     lost = ", ".join(f"{seconds:.1f} s {kind}" for kind, seconds in losses.items())
     return f"goodput  {100 * share:.0f} %: {count(len(restarts), 'restart')}, {lost}"
@@ -144,16 +145,8 @@ def goodput(record: Record, now: float) -> str:
 
 def _last_line(file: Path) -> str:
     """Return the last line with text on it, as far as the end of the file holds one."""
-    with file.open("rb") as opened:
-        opened.seek(max(0, opened.seek(0, os.SEEK_END) - TAIL_BYTES))
-        text = opened.read().decode(errors="replace")
-    lines = [line.strip() for line in text.splitlines()]
-    return next((line for line in reversed(lines) if line), "")
-
-
-def _shown(line: str) -> str:
-    """Return what fits on a terminal, and does it no harm."""
-    return "".join(c if c.isprintable() else "\ufffd" for c in line[:LONGEST])
+    lines = reversed(read_tail(file, TAIL_BYTES).splitlines())
+    return next(filter(None, map(str.strip, lines)), "")
 
 
 def date(seconds: float) -> str:
@@ -163,7 +156,7 @@ def date(seconds: float) -> str:
 # --- the command line ---------------------------------------------------------------------------
 
 
-def main(typed: Typed, environ: Mapping[str, str] = os.environ) -> int:
+def main(typed: Typed, environ: Environ) -> int:
     """Do what --status, --stop or --stacks asks for; returns the exit code."""
     log_dir = Path(environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
     try:
@@ -176,7 +169,7 @@ def main(typed: Typed, environ: Mapping[str, str] = os.environ) -> int:
             return show_stacks(run, typed.program)
         return stop(run, typed.program, is_dry_run=typed.is_dry_run)
     except (ValueError, OSError) as error:
-        print(f"{typed.program}: {error}", file=sys.stderr)
+        warn(f"{typed.program}: {error}")
         return BAD_INPUT if isinstance(error, ValueError) else REFUSED
 
 
@@ -193,7 +186,7 @@ def print_status(log_dir: Path, run_ids: Sequence[str], program: str) -> int:
             elif ranks := {} if run.record.is_over else ranks_of(run.id):
                 print("here  " + "  ".join(f"{name} pid {pid}" for name, pid in ranks.items()))
     else:
-        print(f"{program}: there is no run in {log_dir}", file=sys.stderr)
+        warn(f"{program}: there is no run in {log_dir}")
     return 0
 
 
@@ -212,8 +205,11 @@ def show_stacks(run: Run, program: str) -> int:
             print(text.decode(errors="replace"), end="")
             return 0
     (run.folder / ASKED).unlink(missing_ok=True)
-    cause = f"the node agent of run {run.id} has not answered within {limits.STACKS_SHOW_S:g} s"
-    return _refuse(program, f"{cause}; see that it lives, and that this is its LOG_DIR")
+    return _refuse(
+        program,
+        f"the node agent of run {run.id} has not answered within {limits.STACKS_SHOW_S:g} s; "
+        "see that it lives, and that this is its LOG_DIR",
+    )
 
 
 def stop(run: Run, program: str, *, is_dry_run: bool = False) -> int:
@@ -229,8 +225,7 @@ def stop(run: Run, program: str, *, is_dry_run: bool = False) -> int:
         return 0
     with contextlib.suppress(ProcessLookupError):  # it has just ended
         os.kill(launcher.process, signal.SIGTERM)
-    said = f"{program}: asked run {run.id} to stop; waiting up to {limit_s:.0f} s for its end"
-    print(said, file=sys.stderr)
+    warn(f"{program}: asked run {run.id} to stop; waiting up to {limit_s:.0f} s for its end")
     deadline = time.monotonic() + limit_s
     with contextlib.suppress(KeyboardInterrupt):  # the user waits no longer
         while launcher.is_alive and time.monotonic() < deadline:
@@ -242,5 +237,5 @@ def stop(run: Run, program: str, *, is_dry_run: bool = False) -> int:
 
 
 def _refuse(program: str, text: str) -> int:
-    print(f"{program}: {text}", file=sys.stderr)
+    warn(f"{program}: {text}")
     return REFUSED

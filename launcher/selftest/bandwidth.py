@@ -82,9 +82,9 @@ def measure(names: Sequence[str], seconds: float) -> Iterator[Measured]:
     share_s = seconds / len(sizes) / len(names)
     for name in names:
         call, factor = COLLECTIVES[name]
-        found: list[Measured] = []
+        measured: list[Measured] = []
         for size in sizes:
-            if _expected_s(found, size) > limits.CALL_S:
+            if _expected_s(measured, size) > limits.CALL_S:
                 break
             part = torch.zeros(max(1, size // 4 // ranks), device=device())  # float32
             whole = torch.zeros(part.numel() * ranks, device=device())
@@ -92,18 +92,18 @@ def measure(names: Sequence[str], seconds: float) -> Iterator[Measured]:
             repeats = max(LEAST, min(1000, int(share_s / once)))
             took = call_seconds(call, whole, part, repeats)
             algbw = whole.nbytes / took
-            found.append(Measured(name, size, took, algbw, algbw * factor(ranks)))
-            yield found[-1]
+            measured.append(Measured(name, size, took, algbw, algbw * factor(ranks)))
+            yield measured[-1]
 
 
-def _expected_s(found: Sequence[Measured], size: int) -> float:
+def _expected_s(measured: Sequence[Measured], size: int) -> float:
     """Return how long one call with a larger size will take, from the last two that were measured.
 
     The smallest alone tells how long a call waits, which is no measure of the bandwidth.
     """
-    if len(found) < 2:
+    if len(measured) < 2:
         return 0.0
-    before, last = found[-2:]
+    before, last = measured[-2:]
     per_byte = (last.seconds - before.seconds) / (last.num_bytes - before.num_bytes)
     return last.seconds + max(0.0, per_byte) * (size - last.num_bytes)
 

@@ -42,14 +42,14 @@ def slow_ranks(
 
     `speeds` has the ranks that were measured, `kinds` the devices of all.
     """
-    found = {}
+    slow = {}
     for rank, speed in speeds.items():
         others = [
-            one for other, one in speeds.items() if other != rank and kinds[other] == kinds[rank]
+            speeds[other] for other in speeds if other != rank and kinds[other] == kinds[rank]
         ]
         if others and statistics.median(others) >= least * speed:
-            found[rank] = statistics.median(others) / speed
-    return found
+            slow[rank] = statistics.median(others) / speed
+    return slow
 
 
 def ranks_to_compare(
@@ -96,12 +96,12 @@ def slow_nodes(links: Links) -> dict[int, float]:
     """
     nodes = sorted({node for pair in links for node in pair})
     best = {node: best_of(node, links) for node in nodes}
-    found = {}
+    slow = {}
     for node in nodes if len(nodes) > 2 else ():
         usual = statistics.median(best[other] for other in nodes if other != node)
         if usual >= SLOW_LINK * best[node]:
-            found[node] = usual
-    return found
+            slow[node] = usual
+    return slow
 
 
 def slow_pairs(links: Links) -> dict[Pair, float]:

@@ -15,7 +15,6 @@ from distributed.torch import device, setup_distributed_models
 from distributed.torch_internals import default_store
 
 NUMBERS = 1000  # in each rank's array
-DTYPES = {torch.float32: "", torch.bfloat16: " in bf16"}
 
 
 @dataclass(frozen=True)
@@ -28,20 +27,20 @@ class Check:
 
     def find_fault(self, here: str) -> str | None:
         """Return what is wrong on this rank, or None."""
-        loss = 2**-6 if self.got.dtype == torch.bfloat16 else 1e-4  # bf16 has 8 significant bits
+        # bf16 has 8 significant bits.
+        loss, dtype = (2**-6, " in bf16") if self.got.dtype == torch.bfloat16 else (1e-4, "")
         got, want = self.got.double(), self.want.double()
         if torch.allclose(got, want, rtol=loss, atol=1e-6):
             return None
         worst = int((got - want).abs().argmax())
         gave, right = got.flatten()[worst].item(), want.flatten()[worst].item()
-        return f"{self.name} on {here} gave {gave:g}, expected {right:g} [wrong-result]"
+        return f"{self.name}{dtype} on {here} gave {gave:g}, expected {right:g} [wrong-result]"
 
 
 def run_checks(rank: int, ranks: int) -> Iterator[Check]:
     """Yield every check; all ranks iterate together."""
-    for dtype, suffix in DTYPES.items():
-        for check in _collectives(rank, ranks, dtype):
-            yield Check(f"{check.name}{suffix}", check.got, check.want)
+    for dtype in (torch.float32, torch.bfloat16):
+        yield from _collectives(rank, ranks, dtype)
     store = default_store()  # counts without a collective
     store.add("selftest/entered", 1)
     dist.barrier()

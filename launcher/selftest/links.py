@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -51,20 +51,13 @@ def rounds(nodes: int) -> list[list[Pair]]:
     The circle method: one node stays, the others move on by one place each round.
     """
     players = [*range(nodes), *([-1] if nodes % 2 else [])]  # -1: the other one rests
-    found = []
+    all_rounds = []
     for _ in range(len(players) - 1):
         half = len(players) // 2
         pairs = zip(players[:half], reversed(players[half:]), strict=True)
-        found.append([(min(pair), max(pair)) for pair in pairs if -1 not in pair])
+        all_rounds.append([(min(pair), max(pair)) for pair in pairs if -1 not in pair])
         players = [players[0], players[-1], *players[1:-1]]
-    return found
-
-
-def round_seconds(nodes: int) -> float:
-    """Return the time of one round: shorter where there are many, so that all end soon."""
-    if nodes == 1:
-        return 0.0
-    return max(limits.LEAST_ROUND_S, limits.ROUND_S * min(1.0, 3 / (nodes - 1)))
+    return all_rounds
 
 
 def measure(
@@ -73,37 +66,33 @@ def measure(
     me: int,
     barrier: Barrier,
     seconds: float,
-) -> list[Link]:
-    """Return the links from this node, round by round; one rank of each node calls it.
+) -> Iterator[Link]:
+    """Yield the links from this node, round by round; one rank of each node calls it.
 
     Raises StuckError where a transfer does not end.
     """
-    found: list[Link] = []
     for pairs in plan:
         for pair in pairs:
             if me in pair:
-                found += _measure_pair(nodes, pair, me, barrier, seconds)
+                yield from _measure_pair(nodes, pair, me, barrier, seconds)
         barrier.wait_for_all("a round of pairs", 2 * limits.TRANSFER_S + seconds)
-    return found
 
 
 def _measure_pair(
     nodes: Sequence[Node], pair: Pair, me: int, barrier: Barrier, seconds: float
-) -> list[Link]:
-    """Measure both directions, one after the other; returns the one from this node."""
-    found = []
+) -> Iterator[Link]:
+    """Measure both directions, one after the other; yields the one from this node."""
     for source, target in (pair, pair[::-1]):
         peer = nodes[target if me == source else source]
         try:
             if me == source:
-                found.append(Link(source, target, *_send(peer.rank, seconds / 2)))
+                yield Link(source, target, *_send(peer.rank, seconds / 2))
             else:
                 _receive(peer.rank)
         except RuntimeError as error:
             names = f"{nodes[source].host} to {nodes[target].host}"
             fault = f"nothing came from {names} within {limits.TRANSFER_S:g} s [slow-link]"
             raise barrier.give_up(fault) from error
-    return found
 
 
 def _send(peer: int, seconds: float) -> tuple[float, float]:

@@ -38,35 +38,21 @@ CPU_TURNS = 16  # ranks on CPUs may share them, so they take turns; those on GPU
 _SHAPES = {"cpu": (256, torch.float32, 1), "cuda": (4096, torch.bfloat16, 16)}
 
 
-@dataclass(frozen=True)
-class Options:
-    """What was typed."""
-
-    test: str  # basic: known answers alone; all
-    is_quick: bool
-    json: str  # a file; empty: none
-
-
 @dataclass
 class Test:
     """One rank's part in the test."""
 
     env: Environment
-    options: Options
+    options: argparse.Namespace  # of main()
     barrier: Barrier
     findings: Findings = field(default_factory=Findings)
-    latencies: dict[Pair, float] = field(default_factory=dict)  # s
-
-    def tell(self, *lines: str) -> None:
-        """Print on rank 0 alone."""
-        print_main(*lines, sep="\n")
 
     def gather_members(self, mine: Member) -> None:
         rows = gather_json(typed_json.encode(mine))
         self.findings.members = [typed_json.parse(Member, row) for row in rows]
 
 
-def run(options: Options) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the whole test on this rank; returns the exit code. Raises Leave on rank 0 after FAIL."""
     started = time.monotonic()
     env = init_distributed(timeout_s=60)
@@ -77,8 +63,8 @@ def run(options: Options) -> int:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=own)
     store = default_store()
     test = Test(env, options, Barrier(store, "all", env.world_size))
-    ranks, nodes = count(env.world_size, "rank"), count(env.num_nodes, "node")
-    world = f"{ranks} on {nodes}, {dist.get_backend()}"
+    ranks = f"{count(env.world_size, 'rank')} on {count(env.num_nodes, 'node')}"
+    world = f"{ranks}, {dist.get_backend()}"
     try:
         number = measure_all(test)
         faults = [fault for fault, _ in test.findings.faults()]
@@ -90,10 +76,10 @@ def run(options: Options) -> int:
     else:
         took = time.monotonic() - started
         verdict = f"PASS  {world}: {count(number, 'check')}, {fastest(test.findings)}{took:.1f} s"
-    test.tell(*faults[1:], verdict)
+    print_main(*faults[1:], verdict, sep="\n")
     if options.json and env.is_main:
-        told = report.as_json(test.findings, verdict, test.latencies, passed=not faults)
-        Path(options.json).write_text(told)
+        text = report.as_json(test.findings, verdict, passed=not faults)
+        Path(options.json).write_text(text)
     if faults and env.is_main:
         cause, _, fault = faults[0].removesuffix("]").rpartition(" [")
         raise Leave(1, fault, cause)
@@ -108,8 +94,7 @@ def measure_all(test: Test) -> int:
     mine = Member(host, env.node_rank, env.local_rank, where, torch.__version__)
     test.gather_members(mine)
     members = test.findings.members
-    firsts = {member.node_rank: rank for rank, member in reversed([*enumerate(members)])}
-    nodes = [Node(members[firsts[node]].host, firsts[node]) for node in sorted(firsts)]
+    nodes = [Node(first.host, rank) for rank, first in enumerate(members) if not first.local_rank]
     test.findings.hosts = [node.host for node in nodes]
     if not is_basic and len(nodes) > 1:
         started = time.monotonic()
@@ -121,58 +106,56 @@ def measure_all(test: Test) -> int:
         test.findings.slow_ranks = slow
         mine = replace(mine, speed=speeds[env.rank])
     checks = [*known_answers.run_checks(env.rank, env.world_size)]
-    found = (check.find_fault(f"rank {env.rank} ({host})") for check in checks)
-    test.gather_members(replace(mine, faults=[fault for fault in found if fault]))
-    test.tell(*report.show_members(test.findings.members))
+    here = f"rank {env.rank} ({host})"
+    faults = [fault for check in checks if (fault := check.find_fault(here))]
+    test.gather_members(replace(mine, faults=faults))
+    print_main(*report.show_members(test.findings.members), sep="\n")
     if linked := test.findings.links.values():
         range_text = " to ".join(map(bandwidth.rate, (min(linked), max(linked))))
-        test.tell("", f"links     {range_text} between nodes")
+        print_main(f"\nlinks     {range_text} between nodes")
     is_right = not any(member.faults for member in test.findings.members)
     if not is_basic and env.world_size > 1 and is_right:
-        names = [*bandwidth.COLLECTIVES][: 1 if test.options.is_quick else None]
-        test.tell("", bandwidth.HEAD)
+        names = [*bandwidth.COLLECTIVES][: 1 if test.options.quick else None]
+        print_main(f"\n{bandwidth.HEAD}")
         measured = []
-        seconds = limits.COLLECTIVES_S / (5 if test.options.is_quick else 1)
-        for one in bandwidth.measure(names, seconds):
-            test.tell(str(one))
-            measured.append(one)
+        seconds = limits.COLLECTIVES_S / (5 if test.options.quick else 1)
+        for collective in bandwidth.measure(names, seconds):
+            print_main(collective)
+            measured.append(collective)
         test.findings.collectives = measured
-        test.tell("")
+        print_main()
     return len(checks) + 1
 
 
 def measure_links(test: Test, nodes: Sequence[Node]) -> None:
-    """Measure every pair of nodes, and those that seem slow again, with nothing beside them."""
+    """Measure every pair of nodes, and those that seem slow again, with nothing beside them.
+
+    All ranks call it.
+    """
     leaders = Barrier(default_store(), "leaders", len(nodes))
+    me = {node.rank: number for number, node in enumerate(nodes)}.get(test.env.rank)
+    # A round is shorter where there are many, so that all end soon.
+    seconds = max(limits.LEAST_ROUND_S, limits.ROUND_S * min(1.0, 3 / (len(nodes) - 1)))
+    seconds /= 2 if test.options.quick else 1
 
     def measure(rounds: Sequence[Sequence[Pair]]) -> dict[Pair, float]:
-        found = links_together(test, nodes, leaders, rounds)
-        test.latencies |= {(link.source, link.target): link.latency for link in found}
-        return {(link.source, link.target): link.bandwidth for link in found}
+        mine = [] if me is None else [*links.measure(nodes, rounds, me, leaders, seconds)]
+        limit_s = limits.SELFTEST_S + 2 * limits.TRANSFER_S * len(rounds)
+        test.barrier.wait_for_all("the links", limit_s)
+        rows = gather_json([typed_json.encode(link) for link in mine])
+        measured = [typed_json.parse(Link, text) for row in rows for text in row]
+        test.findings.latencies |= {(link.source, link.target): link.latency for link in measured}
+        return {(link.source, link.target): link.bandwidth for link in measured}
 
     judged = judge.find_slow_links(measure, links.rounds(len(nodes)))
     test.findings.links, test.findings.slow_nodes, test.findings.slow_pairs = judged
-
-
-def links_together(
-    test: Test, nodes: Sequence[Node], leaders: Barrier, rounds: Sequence[Sequence[Pair]]
-) -> list[Link]:
-    """Return the links of some pairs, round by round; all ranks call it."""
-    numbers = {node.rank: number for number, node in enumerate(nodes)}
-    seconds = links.round_seconds(len(nodes)) / (2 if test.options.is_quick else 1)
-    found: list[Link] = []
-    if (me := numbers.get(test.env.rank)) is not None:
-        found = links.measure(nodes, rounds, me, leaders, seconds)
-    test.barrier.wait_for_all("the links", limits.SELFTEST_S + 2 * limits.TRANSFER_S * len(rounds))
-    rows = gather_json([typed_json.encode(link) for link in found])
-    return [typed_json.parse(Link, text) for row in rows for text in row]
 
 
 def compute_together(test: Test, ranks: Collection[int]) -> dict[int, float]:
     """Return the FLOP/s of some ranks; all ranks call it."""
     env = test.env
     turns = min(env.world_size, CPU_TURNS) if device().type == "cpu" else 1
-    seconds, speed = limits.COMPUTE_S / (2 if test.options.is_quick else 1), 0.0
+    seconds, speed = limits.COMPUTE_S / (2 if test.options.quick else 1), 0.0
     for turn in sorted({rank % turns for rank in ranks}):
         if env.rank in ranks and env.rank % turns == turn:
             speed = measure_speed(seconds)
@@ -221,9 +204,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--test", choices=("basic", "all"), default="all", help="basic: no speeds")
     parser.add_argument("--quick", action="store_true", help="the all-reduce alone, and less time")
     parser.add_argument("--json", default="", help="a file for all that was found")
-    words = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        return run(Options(words.test, words.quick, words.json))
+        return run(options)
     except (OSError, ValueError) as error:  # could not join; the text names the fault
         print(f"FAIL  {error}")
         return BAD_INPUT if getattr(error, "filename", None) else 1

@@ -40,6 +40,7 @@ class Findings:
     slow_pairs: Mapping[Pair, float] = field(default_factory=dict)  # the same
     collectives: Sequence[Measured] = ()
     links_s: float = 0.0  # how long it took to measure the links
+    latencies: dict[Pair, float] = field(default_factory=dict)  # of the links, in s
 
     def faults(self) -> list[tuple[str, str]]:
         """Return each fault, with the host to leave out for it, or an empty name."""
@@ -97,20 +98,18 @@ def show_members(members: Sequence[Member]) -> Iterator[str]:
         yield f"{member.host:<20}{rank:>6}  {member.device:<30}  {member.version:<14}  {speed}"
 
 
-def as_json(
-    findings: Findings, verdict: str, latencies: Mapping[Pair, float], *, passed: bool
-) -> str:
+def as_json(findings: Findings, verdict: str, *, passed: bool) -> str:
     """Return all of it for a program. Units: seconds, bytes/s, FLOP/s."""
     links = [
         {
             "from": findings.hosts[source],
             "to": findings.hosts[target],
             "bandwidth": speed,
-            "latency": latencies[source, target],
+            "latency": findings.latencies[source, target],
         }
         for (source, target), speed in findings.links.items()
     ]
-    told = {
+    content = {
         "passed": passed,
         "verdict": verdict,
         "faults": [fault for fault, _ in findings.faults()],
@@ -120,4 +119,4 @@ def as_json(
         "links_seconds": findings.links_s,
         "collectives": [asdict(measured) for measured in findings.collectives],
     }
-    return json.dumps(told, indent=1) + "\n"
+    return json.dumps(content, indent=1) + "\n"

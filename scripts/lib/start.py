@@ -21,7 +21,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "launcher.cli.tools":
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     try:
-        module = import_module(sys.argv[1] if is_named else "launcher.cli.main")
+        module = import_module(sys.argv[1] if is_named else "launcher.start")
         sys.exit(module.main(sys.argv[1 + is_named :]))
     except ModuleNotFoundError as error:
         if error.name != "torch":

@@ -14,11 +14,12 @@ import pytest
 from launcher.agent import command_line
 from launcher.cli.arguments import Call, parse
 from launcher.cli.commands import COMMANDS, Option
-from launcher.plan.typed import Typed, UsageError
+from launcher.plan.typed import Typed
+from launcher.text import PlanError
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {file.stem: file for file in ROOT.glob("scripts/**/*.sh") if file.parent.name != "lib"}
-LEFT = ("typed", "usage", "program", "directory", "python", "batch_script")  # tested by themselves
+LEFT = ("typed", "usage", "program", "here", "python", "batch_script")  # tested by themselves
 CPUS = os.sysconf("SC_NPROCESSORS_ONLN")
 
 
@@ -86,11 +87,11 @@ def test_each_option_in_each_form(command: str, name: str) -> None:
         assert name in (plain.get("passed") or plain["rest"])
     if option.has_value:
         with pytest.raises(
-            UsageError, match=f"^option {name} has no value; see {command}.sh --help$"
+            PlanError, match=f"^option {name} has no value; see {command}.sh --help$"
         ):
             read(command, *beside, name)
     elif name.startswith("--"):
-        with pytest.raises(UsageError, match=f"^option {name} takes no value; "):
+        with pytest.raises(PlanError, match=f"^option {name} takes no value; "):
             read(command, f"{name}=7", *end)
 
 
@@ -199,11 +200,10 @@ def test_the_agent_knows_which_options_of_launch_have_a_value() -> None:
             {"nproc": "auto", "cpu_nproc": 0, "rest": ("x",)},
         ),
         ("launch", ["--standalone", "x"], {"nproc": "1", "nnodes": "1", "rest": ("x",)}),
-        ("launch", ["--hosts", "n1,n2", "x"], {"fanout": "auto", "hosts": "n1,n2", "rest": ("x",)}),
+        ("launch", ["--hosts", "n1,n2", "x"], {"hosts": "n1,n2", "rest": ("x",)}),
         (
             *("launch", ["--hosts=n1", "--nproc-per-node=gpu", "--via", "pdsh", "x"]),
-            {"fanout": "auto", "hosts": "n1", "via": "pdsh", "nproc": "auto", "cpu_nproc": 0}
-            | {"rest": ("x",)},
+            {"hosts": "n1", "via": "pdsh", "nproc": "auto", "cpu_nproc": 0} | {"rest": ("x",)},
         ),
     ],
 )
@@ -276,18 +276,18 @@ def test_a_script_of_hydras_gets_the_config_in_two_parts(folder: Path) -> None:
         ("slurm_train", "link.sh", "scripts/slurm/slurm_train.sh"),
         ("pbs_train", "/spool/7.host.SC", "scripts/pbs/pbs_train.sh"),
         ("launch", "/spool/slurm_script", "scripts/launch.sh"),
-        ("launch", "mine.sh", None),
-        ("launch_singlenode", "/spool/slurm_script", None),
+        ("launch", "mine.sh", ""),
+        ("launch_singlenode", "/spool/slurm_script", ""),
     ],
 )
 def test_the_batch_script_that_a_resume_line_names(
-    command: str, file: str, expected: str | None, folder: Path
+    command: str, file: str, expected: str, folder: Path
 ) -> None:
     (folder / "mine.sh").write_text("# an edited copy\n")
     (folder / "link.sh").symlink_to(FILES["slurm_train"])
     more = {"file": file} if file else {}
     typed = parse(call_of(command, **more), GIVEN.get(command, ()), {})
-    assert typed.batch_script == (expected and expected.format(folder=folder))
+    assert typed.batch_script == expected.format(folder=folder)
 
 
 def test_the_usage_line_is_the_scripts_header() -> None:
@@ -384,7 +384,7 @@ def test_help_wherever_it_stands(word: str, task: str) -> None:
     ],
 )
 def test_what_is_refused_in_one_line(command: str, words: list[str], cause: str) -> None:
-    with pytest.raises(UsageError) as raised:
+    with pytest.raises(PlanError) as raised:
         read(command, *words)
     assert cause in str(raised.value)
     assert "; " in str(raised.value) and "\n" not in str(raised.value)
@@ -393,6 +393,6 @@ def test_what_is_refused_in_one_line(command: str, words: list[str], cause: str)
 @pytest.mark.parametrize("name", ["SLURM_JOB_ID", "PBS_JOBID"])
 def test_in_a_job_the_scheduler_holds_every_run(name: str) -> None:
     for word in ("--detach", "--status", "--stop"):
-        with pytest.raises(UsageError, match="does not apply to a SLURM or PBS job"):
+        with pytest.raises(PlanError, match="does not apply to a SLURM or PBS job"):
             read("launch_singlenode", word, environ={name: "7"})
     assert read("launch_singlenode", "--stacks", "a", environ={name: "7"})["fanout"] == "stacks"

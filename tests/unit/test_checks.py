@@ -20,11 +20,11 @@ from distributed.environment import port_from_id
 from launcher import text
 from launcher.handshake import open_port
 from launcher.preflight import checks, must_match
-from launcher.preflight.check_node import Request, check_node, open_master_port
+from launcher.preflight.check_node import check_node, open_master_port
 from launcher.preflight.checks import Machine
 from launcher.preflight.gpus import Gpu, GpuError, visible_gpus
 from launcher.wire import limits
-from launcher.wire.messages import Fault
+from launcher.wire.messages import Fault, Request
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,14 +33,17 @@ def make_machine(**changes: object) -> Machine:
     """Return a sound single node, changed."""
     machine = Machine(
         run_id="mine",
-        nnodes=1,
+        num_nodes=1,
         node_rank=0,
         nproc=2,
+        cpu_nproc=1,
         master_addr="127.0.0.1",
         port=free_port(),
         port_error=0,
-        script=Path(__file__),
-        directories=(Path.cwd(),),
+        words=[__file__],
+        directory=Path.cwd(),
+        log_dir=Path(),
+        checkpoint_dir=None,
         gpus=(),
         gpu_error="",
         environ={},
@@ -84,7 +87,7 @@ def test_a_sound_node_passes_each_check(check: Check) -> None:
 
 TWO = (Gpu("0", "GPU-aa", 0), Gpu("1", "GPU-bb", 0))
 BAD, BUSY = Gpu("1", "GPU-bb", 3), Gpu("0", "GPU-aa", 0, "", ("pid 7 (x)",))
-ELSEWHERE = {"nnodes": 2, "master_addr": "192.0.2.1"}
+ELSEWHERE = {"num_nodes": 2, "master_addr": "192.0.2.1"}
 NO_NAME = {"master_addr": "no-such-host.invalid"}
 EVERY = "^" + ",".join(name for _, name in socket.if_nameindex())
 
@@ -100,7 +103,7 @@ def nccl(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("check", "changes", "fault", "cause"),
     [  # a fault that only warns ends with "?"; "": there is none
-        ("program", {"script": Path("/no/such.py")}, "env-missing", "there is no script '/no/suc"),
+        ("program", {"words": ["/no/such.py"]}, "env-missing", "there is no script '/no/suc"),
         ("gpus", {"nproc": 99}, "", ""),  # on the CPU any number runs
         ("gpus", {"nproc": 2, "gpus": TWO}, "", ""),
         ("gpus", {"nproc": 3, "gpus": TWO, "backend": "gloo"}, "", ""),
@@ -109,11 +112,11 @@ def nccl(name: str) -> dict[str, Any]:
         ("gpus", {"gpu_error": "GPU is lost"}, "gpu-unhealthy", "GPU is lost"),
         ("gpus", {"nproc": 1, "gpus": (BUSY,)}, "gpu-unhealthy?", "GPU 0 is in use by pid 7 (x)"),
         ("master", NO_NAME, "name-unresolved", ""),
-        ("master", {**NO_NAME, "waits": True}, "name-unresolved?", ""),  # known some seconds later
+        ("master", {**NO_NAME, "num_nodes": 2}, "name-unresolved?", ""),  # known some seconds later
         ("master", {"master_addr": "127.0.0.1"}, "", ""),
-        ("master", {"nnodes": 2, "master_addr": "localhost"}, "loopback-address?", ""),
+        ("master", {"num_nodes": 2, "master_addr": "localhost"}, "loopback-address?", ""),
         (
-            *("master", {"nnodes": 2, "master_addr": "127.3.2.1"}, "loopback-address"),
+            *("master", {"num_nodes": 2, "master_addr": "127.3.2.1"}, "loopback-address"),
             "the master 127.3.2.1 is a loopback address, which no other machine can reach",
         ),
         ("master", ELSEWHERE, "no-such-interface?", "192.0.2.1 is none of this node's"),
@@ -172,7 +175,9 @@ def test_a_torch_that_is_too_old_or_not_whole(tmp_path: Path, version: str, told
     code = """
 from pathlib import Path
 from launcher.preflight.checks import Machine, check_program
-machine = Machine("x", 1, 0, 1, "127.0.0.1", 1, 0, None, (), (), "", {})
+from launcher.wire.messages import Request
+asked = Request("x", 1, 0, 1, 1, "127.0.0.1", 1, ["-m", "x"], Path(), Path(), None)
+machine = Machine(**vars(asked), port_error=0, gpus=(), gpu_error="", environ={})
 print(*(f"{fault.cause}; {fault.cure} [{fault.name}]" for fault in check_program(machine)))
 """
     bare = [sys.executable, "-S", "-c", code]
@@ -346,7 +351,7 @@ def test_cuda_visible_devices(
 def a_request(**changes: object) -> Request:
     """Return what node rank 0 of a run is asked for, changed."""
     here = Path()
-    request = Request("a-run", 1, 0, None, 1, "127.0.0.1", None, [], here, here, None)
+    request = Request("a-run", 1, 0, None, 1, "127.0.0.1", None, ["x.py"], here, here, None)
     return dataclasses.replace(request, **changes)  # type: ignore[arg-type]
 
 
@@ -455,14 +460,14 @@ def test_a_small_shm(monkeypatch: pytest.MonkeyPatch, mib: int, is_small: bool) 
 
 def test_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "LEAST_DISK", 1 << 60)
-    fault = find(checks.check_folders, directories=(tmp_path / "not" / "yet",))
+    fault = find(checks.check_folders, log_dir=tmp_path / "not" / "yet")
     assert fault is not None and fault.name == "disk-low" and fault.warns
 
 
 def test_unwritable_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    fault = find(checks.check_folders, directories=(tmp_path / "file" / "logs",))
+    fault = find(checks.check_folders, log_dir=tmp_path / "file" / "logs")
     assert fault is not None
     assert fault.name == "dir-unwritable"
-    assert find(checks.check_folders, directories=(tmp_path / "new" / "logs",)) is None
+    assert find(checks.check_folders, log_dir=tmp_path / "new" / "logs") is None
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]  # nothing is left behind

@@ -14,7 +14,7 @@ from test_checks import make_machine
 
 from launcher.preflight import checks, gpus
 from launcher.preflight.checks import Machine
-from launcher.preflight.gpus import Health, find_slow, visible_gpus
+from launcher.preflight.gpus import Gpu, find_slow, visible_gpus
 from launcher.preflight.infiniband import Port, can_open_devices, ports_of_nccl, read_ports
 from launcher.wire import limits
 from launcher.wire.messages import Fault
@@ -99,7 +99,7 @@ def test_an_nvidia_smi_that_hangs_on_nvlinks_alone_does_no_harm(
 ) -> None:
     monkeypatch.setattr(limits, "NVIDIA_SMI_S", 5.0)
     install([{"name": "H100", "nvlink": "\t Link 0: 26.562 GB/s\n"}, {"name": "H100"}], nvlink_s=60)
-    assert [gpu.health.nvlinks for gpu in visible_gpus({})] == [None, None]
+    assert [gpu.nvlinks for gpu in visible_gpus({})] == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -114,13 +114,13 @@ def test_an_nvidia_smi_that_hangs_on_nvlinks_alone_does_no_harm(
     ],
 )
 def test_nvlinks(links: Sequence[int | None], odd: str) -> None:
-    told = {str(i): Health("H100", nvlinks=one) for i, one in enumerate(links)}
+    told = [Gpu(str(i), "", 0, model="H100", nvlinks=one) for i, one in enumerate(links)]
     assert [*find_slow(told)] == ([odd] if odd else [])
 
 
 def test_clocks_that_vendors_choose_are_no_fault() -> None:
-    clocks = {"0": 2100, "1": 2115, "2": 1410}
-    told = {index: Health("RTX 3090", max_clock_mhz=clock) for index, clock in clocks.items()}
+    clocks = enumerate((2100, 2115, 1410))
+    told = [Gpu(str(i), "", 0, model="RTX 3090", max_clock_mhz=clock) for i, clock in clocks]
     (odd,) = find_slow(told)
     assert odd == "GPU 2 has at most 1410 MHz, others of the model have 2115"
 
@@ -144,7 +144,7 @@ def make_sysfs(folder: Path, ports: Mapping[str, Sequence[str]]) -> Path:
 
 
 def on_two_nodes(**changes: Any) -> Machine:
-    return make_machine(**{"nnodes": 2, "backend": "nccl", **changes})
+    return make_machine(**{"num_nodes": 2, "backend": "nccl", **changes})
 
 
 @pytest.mark.parametrize("one", FABRICS, ids=lambda one: one["machine"])
@@ -164,7 +164,7 @@ UP, DOWN = Port("mlx5_0", "1", "ACTIVE", "LinkUp"), Port("mlx5_1", "1", "DOWN", 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"nnodes": 1},
+        {"num_nodes": 1},
         {"backend": "gloo"},
         {"backend": "auto"},  # without GPUs that is gloo
         {"environ": {"NCCL_IB_DISABLE": "1"}},

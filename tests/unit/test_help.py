@@ -12,7 +12,8 @@ from launcher.cli.arguments import Call, parse
 from launcher.cli.commands import COMMANDS
 from launcher.plan.make_plan import choose_program
 from launcher.plan.spares import FANOUTS
-from launcher.plan.typed import Typed, UsageError
+from launcher.plan.typed import Typed
+from launcher.text import PlanError
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {
@@ -44,7 +45,7 @@ def read(name: str, words: list[str]) -> Typed:
 def is_taken(name: str, words: list[str]) -> bool:
     try:
         read(name, words)
-    except UsageError:
+    except PlanError:
         return False
     return True
 

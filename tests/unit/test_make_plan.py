@@ -16,9 +16,10 @@ from launcher.plan import pbs, resume
 from launcher.plan.check_config import check_config
 from launcher.plan.hosts import read_hostfile
 from launcher.plan.make_plan import choose_run_id, make_plan
-from launcher.plan.plan import ROOT, Batch, Plan, PlanError
+from launcher.plan.plan import ROOT, Batch, Plan
 from launcher.plan.typed import Typed
 from launcher.record.run_json import note_start, this_start
+from launcher.text import PlanError
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +85,7 @@ def test_a_batch_in_words(batch: Batch, told: str) -> None:
         ("run_id", {}, {**STEP, "SLURM_STEP_ID": "2"}, "7.2"),
         ("run_id", {}, {"PBS_JOBID": "7.host"}, "7.host"),
         ("run_id", BY_HAND, {}, ""),
-        ("variables", {"log_level": "DEBUG"}, {"LOG_LEVEL": "INFO"}, {"LOG_LEVEL": "DEBUG"}),
+        ("variables", {"log_level": "ERROR"}, {"LOG_LEVEL": "INFO"}, {"LOG_LEVEL": "ERROR"}),
         ("variables", {}, {"SHOW_RANKS": "all", "FRESH": "1"}, {"SHOW_RANKS": "all", "FRESH": "1"}),
         ("variables", {}, {"NUMA_BINDING": "node"}, {"NUMA_BINDING": "node"}),
         (  # whatever their case; a script of one's own gets them as they are
@@ -254,11 +255,11 @@ def test_modules_and_programs_that_are_here_are_not_refused(folder: Path) -> Non
 def test_a_checkpoint_that_is_not_there_is_refused_before_the_start(folder: Path) -> None:
     asked: dict[str, Any] = {"setting": ("resume=nope/step-1",)}
     with pytest.raises(PlanError, match="resume: there is no 'nope/step-1'; correct the path"):
-        check_config(plan_of(**asked))
+        check_config(plan_of(**asked), os.environ)
     (folder / "checkpoints/mine").mkdir(parents=True)  # the run's own come first
-    assert check_config(plan_of({"RUN_ID": "mine"}, **asked)).run_id == "mine"
+    assert check_config(plan_of({"RUN_ID": "mine"}, **asked), os.environ).run_id == "mine"
     (folder / "nope/step-1").mkdir(parents=True)
-    check_config(plan_of(**asked))
+    check_config(plan_of(**asked), os.environ)
 
 
 def test_the_config_counts_where_nothing_else_was_said(folder: Path) -> None:
@@ -266,10 +267,10 @@ def test_the_config_counts_where_nothing_else_was_said(folder: Path) -> None:
         "train: {max_steps: 1, batch_size: 1}\ncheckpoint: {dir: kept}\n"
         "distributed: {backend: gloo, join_timeout: 7}\nprepare: first.sh\n"
     )
-    plan = check_config(plan_of())
+    plan = check_config(plan_of(), os.environ)
     assert (plan.backend, plan.join_timeout_s, plan.checkpoint_dir) == ("gloo", 7, Path("kept"))
     assert (plan.prepare, plan.batch) == ("first.sh", Batch(1, 0, 1))
-    said = check_config(plan_of({"BACKEND": "nccl"}))
+    said = check_config(plan_of({"BACKEND": "nccl"}), os.environ)
     assert said.backend == "nccl"
     assert said.task_file == ""
     assert replace(plan_of(), run_id="") == replace(plan_of({"GRACE": ""}), run_id="")
@@ -278,7 +279,7 @@ def test_the_config_counts_where_nothing_else_was_said(folder: Path) -> None:
 def test_a_task_of_the_users_own_is_among_the_compared_files(folder: Path) -> None:
     (folder / "mine.py").write_text("class Digits: ...\n")
     (folder / "c.yaml").write_text("task: mine:Digits\ntrain: {max_steps: 1, batch_size: 1}\n")
-    plan = check_config(plan_of())
+    plan = check_config(plan_of(), os.environ)
     assert plan.task_file == "mine.py"
     assert plan.request().words[-1] == plan.task_file
     assert plan.run_variables()["LAUNCH_TASK_FILE"] == plan.task_file
@@ -329,6 +330,32 @@ def test_the_nodes_of_a_step_meet_at_one_port_before_they_know_the_run() -> None
 def test_files_of_hosts_of_other_programs(text: bytes, words: list[str], tmp_path: Path) -> None:
     (tmp_path / "hosts").write_bytes(text)
     assert read_hostfile(tmp_path / "hosts") == words
+
+
+@pytest.mark.parametrize(
+    ("given", "own", "told"),
+    [
+        ({}, {}, {None}),
+        ({"LOG_LEVEL": "debug"}, {}, {"INFO"}),
+        ({"LOG_LEVEL": "DEBUG"}, {"TORCH_CPP_LOG_LEVEL": "WARNING"}, {"INFO", "WARNING"}),
+    ],
+)
+def test_at_level_debug_torch_logs_though_the_agent_imports_it(
+    given: dict[str, str], own: dict[str, str], told: set[str | None]
+) -> None:
+    def named(plan: Plan) -> set[str | None]:
+        variables = plan.run_variables()
+        return {variables.get(f"TORCH_{name}") for name in ("CPP_LOG_LEVEL", "DISTRIBUTED_DEBUG")}
+
+    assert named(plan_of(given | own)) == told
+    assert named(plan_of(given | own, **LIKE)) == {None}  # not for a script of the user's own
+
+
+@pytest.mark.parametrize(("text", "are_made"), [("", True), ("0", True), ("1", False)])
+def test_what_leaves_the_preflight_out(text: str, are_made: bool) -> None:
+    assert plan_of({"SKIP_PREFLIGHT": text}).has_checks == are_made
+    with pytest.raises(PlanError, match="SKIP_PREFLIGHT is 'false'; it can be 0, 1"):
+        plan_of({"SKIP_PREFLIGHT": "false"})
 
 
 # --- the resume line ------------------------------------------------------------------------------
@@ -409,7 +436,7 @@ def test_what_forward_env_names_is_repeated_with_its_value_in_a_pbs_job(
     environ = {"FORWARD_ENV": "X,MY_TOKEN GRACE", "X": "a b", "MY_TOKEN": "hush", "GRACE": "5"}
     assert line(environ, "ssh") == "GRACE=5 FORWARD_ENV='X,MY_TOKEN GRACE' x.sh"
     monkeypatch.setattr(pbs, "job_command", lambda *given: ["qsub", *given[2]])
-    in_job = line(environ, "ssh", nodefile=True, batch_script="x.sh", directory=str(ROOT))
+    in_job = line(environ, "ssh", nodefile=True, batch_script="x.sh", here=ROOT)
     assert in_job.startswith("GRACE=5 FORWARD_ENV='X,MY_TOKEN GRACE' X='a b' qsub ")
     assert "hush" not in in_job
 
@@ -417,4 +444,4 @@ def test_what_forward_env_names_is_repeated_with_its_value_in_a_pbs_job(
 def test_no_command_without_the_size_of_the_job() -> None:
     environ = {"PBS_JOBID": "7.head", "PATH": "/nonexistent"}
     script = "scripts/pbs/pbs_train.sh"
-    assert line(environ, "ssh", nodefile=True, batch_script=script, directory=str(ROOT)) == ""
+    assert line(environ, "ssh", nodefile=True, batch_script=script, here=ROOT) == ""

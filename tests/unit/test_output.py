@@ -16,7 +16,7 @@ from launcher import terminal
 from launcher.agent.output import stream as output
 from launcher.agent.output.noise import without_noise
 from launcher.agent.output.stream import NodeLog, RankView, Stream
-from launcher.fanout.terminal import Terminals
+from launcher.fanout.ssh import Terminals
 from launcher.screen import LONGEST_HELD, View
 from launcher.screen import Screen as AnyScreen
 from launcher.terminal import BACKLOG_BYTES, Terminal, open_again

@@ -19,11 +19,11 @@ from distributed.errors import Refused
 from launcher.agent import join
 from launcher.agent.nodes import checkin
 from launcher.agent.torchrun_arguments import parse
-from launcher.preflight.check_node import Report, Request, check_node, read_reports, write_report
-from launcher.preflight.compare import Finding, Outcome, judge
+from launcher.preflight.check_node import Report, check_node, read_reports, write_report
+from launcher.preflight.compare import Finding, Preflight, judge
 from launcher.preflight.must_match import ARGUMENTS, describe_program
 from launcher.typed_json import MessageError, encode
-from launcher.wire.messages import NodeReport
+from launcher.wire.messages import NodeReport, Request
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -83,7 +83,7 @@ def reports_of(nodes: Sequence[subprocess.Popen[str]]) -> list[Report]:
     return read_reports(said)
 
 
-def refusals_of(outcome: Outcome) -> list[Finding]:
+def refusals_of(outcome: Preflight) -> list[Finding]:
     return [one for one in outcome.findings if not one.fault.warns]
 
 

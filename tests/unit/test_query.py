@@ -77,12 +77,12 @@ def test_a_silence_is_told_once_and_ends_nothing() -> None:
 
 def test_what_another_node_tells_is_shown_harmlessly() -> None:
     with pytest.raises(MessageError):
-        MESSAGES.read('{"stacks":{"frames":{"x":["a.py:1 in f"]}}}')
-    told = MESSAGES.read('{"stacks":{"frames":{"7":["\\u001b[2Ja.py:1 in f"]}}}')
+        MESSAGES.read('{"stacks":{"ranks":[{"rank":"x","frames":["a.py:1 in f"]}]}}')
+    told = MESSAGES.read('{"stacks":{"ranks":[{"rank":7,"frames":["\\u001b[2Ja.py:1 in f"]}]}}')
     shown: list[str] = []
     ranks = NodeRanks([], Heartbeats(1), 0, "here")
     query = Query(ranks, ["here", "there"], {1: None}, shown.append, None)  # type: ignore[dict-item]
-    query._told[0] = NodeStacks({})
+    query._told[0] = NodeStacks([])
     query.receive(1, told)
     assert query.on_time() is None
     assert shown[0].splitlines()[1] == "  rank 7: \\x1b[2Ja.py:1 in f"
@@ -209,6 +209,6 @@ def test_a_stack_is_read_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.Mo
                 stack.write("Thread 0x2\n")
 
     monkeypatch.setattr(time, "sleep", sleep)
-    stuck.wait_for_stacks([file], [0], 5)
+    stuck.wait_for_stacks({file: 0}, 5)
     assert file.read_text() == "Thread 0x1\nThread 0x2\n"
     assert len(looks) >= 8

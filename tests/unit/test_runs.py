@@ -207,7 +207,7 @@ def test_every_run_has_a_line_and_the_newest_comes_last(
     assert status(tmp_path) == 0
     since = [runs.date(seconds) for seconds in (2.0, 3.0)]
     assert capsys.readouterr().out.splitlines() == [
-        f"older  ended, code 75  since {since[0]}            [0] two\ufffd[31m",
+        f"older  ended, code 75  since {since[0]}            [0] two\\x1b[31m",
         f"now    running         since {since[1]}  step 120  loss 2.512",
     ]
 

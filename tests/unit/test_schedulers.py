@@ -13,12 +13,14 @@ from job_tools import make_tool
 
 from distributed.environment import LauncherError
 from distributed.errors import REFUSED, Refused
-from distributed.job import ask_scheduler
+from distributed.job import ask_scheduler, in_slurm_step
 from launcher import start
+from launcher.cli.arguments import Call
 from launcher.fanout import job_command
 from launcher.plan import pbs, slurm
-from launcher.plan.plan import PlanError, World
+from launcher.plan.plan import World
 from launcher.plan.submit_with_config import (
+    OWN,
     Size,
     choose_preparation,
     choose_size,
@@ -27,6 +29,7 @@ from launcher.plan.submit_with_config import (
     take_own_settings,
 )
 from launcher.plan.typed import Typed
+from launcher.text import PlanError
 
 UNEQUAL = {"SLURM_TASKS_PER_NODE": "2,1", "SLURM_NTASKS": "3"}
 
@@ -91,7 +94,7 @@ NOT_TYPED = {"NUM_NODES": None, "NODE_RANK": None, "MASTER_ADDR": None}
     ],
 )
 def test_place_in_a_step(name: str, typed: dict[str, str | None], expected: World | str) -> None:
-    assert not slurm.in_slurm_job(captured(name))
+    assert in_slurm_step(captured(name))
     if isinstance(expected, World):
         assert slurm.read_step(captured(name), {**NOT_TYPED, **typed}) == expected
         return
@@ -222,15 +225,15 @@ def test_a_copy_of_a_live_run_leaves_the_chain_of_that_run_alone(
     fault: str,
     is_cancelled: bool,
 ) -> None:
-    def refuse(typed: object) -> None:
+    def refuse(*_: object) -> None:
         raise Refused(fault, "why")
 
     make_tool(tools / "scancel", f"touch {tmp_path}/told")
     for name, value in captured("batch-step", PATH=os.environ["PATH"], CHAIN="linked").items():
         monkeypatch.setenv(name, value)
-    typed = Typed("srun", program="x.sh")
+    call = Call("slurm_train", "x.sh", "", "/", "", "", "", "x.sh")
     monkeypatch.setattr(start, "make_plan", refuse)
-    assert start.main(typed) == REFUSED
+    assert start.start(call, [], os.environ) == REFUSED
     assert (tmp_path / "told").exists() == is_cancelled
 
 
@@ -288,10 +291,14 @@ def test_gpus_of_any_type_of_the_partition_that_the_job_goes_to() -> None:
     assert read_sinfo("cpu* n1 (null)\n", of_default=True) == []
 
 
+def own_of(**given: str) -> dict[str, str]:
+    return {**dict.fromkeys(OWN, ""), **given}
+
+
 def test_settings_of_the_submission_and_of_the_training() -> None:
     given = (*OURS, "seed=3", "train.max_steps=5", "mem=4G")
     own, others = take_own_settings(Typed("submit", setting=given), {})
-    assert own == {"config": "c.yaml", "num_gpus_train": "2", "mem": "4G"}
+    assert own == own_of(config="c.yaml", num_gpus_train="2", mem="4G")
     assert others == ["seed=3", "train.max_steps=5"]
     typed = Typed("submit", setting=(*OURS, "whatever=1"))
     assert take_own_settings(typed, {"TRAIN_SCRIPT": "own.py"})[1] == ["whatever=1"]
@@ -314,11 +321,11 @@ def test_wrong_settings(settings: tuple[str, ...], cause: str) -> None:
 def test_the_script_that_prepares_is_typed_or_the_configs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    own = {"num_gpus": "8", "prepare": "typed.sh"}
+    own = own_of(num_gpus="8", prepare="typed.sh")
     assert choose_preparation(own, "config.sh", "x.sh") == "typed.sh"
-    assert choose_preparation({"num_gpus": "8"}, "config.sh", "x.sh") == "config.sh"
-    assert choose_preparation({}, "", "x.sh") == "" == capsys.readouterr().err
-    assert choose_preparation({"num_gpus": "8"}, "", "x.sh") == ""
+    assert choose_preparation(own_of(num_gpus="8"), "config.sh", "x.sh") == "config.sh"
+    assert choose_preparation(own_of(), "", "x.sh") == "" == capsys.readouterr().err
+    assert choose_preparation(own_of(num_gpus="8"), "", "x.sh") == ""
     err = capsys.readouterr().err
     assert err.startswith("x.sh: warning: num_gpus is for a script that prepares the training, ")
     assert err.endswith("; only the training is submitted\n")
@@ -334,8 +341,8 @@ def test_other_options_of_sbatch_are_passed_on(
 ) -> None:
     monkeypatch.setattr("launcher.plan.submit_with_config.refusal", lambda words: "")
     passed = ("--mail-user", "me@here", "--constraint", "a100&ib")
-    typed = Typed("submit", directory="/home/own", passed=passed, is_dry_run=True)  # behind a link
-    own = {"config": "c.yaml", "prepare": "", "partition": "gpu"}
-    assert submit_all(typed, own, Size(1, 2, is_exclusive=False), ["x.sh"]) == 0
+    typed = Typed("submit", here=Path("/home/own"), passed=passed, is_dry_run=True)  # behind a link
+    own = own_of(config="c.yaml", partition="gpu")
+    assert submit_all(typed, own, Size(1, 2, is_exclusive=False), ["x.sh"], chain="") == 0
     told = "--partition=gpu --chdir=/home/own --mail-user=me@here '--constraint=a100&ib' x.sh"
     assert f"sbatch --parsable {told}" in capsys.readouterr().err

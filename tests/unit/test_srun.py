@@ -20,8 +20,9 @@ from launcher.agent.control import Control, Done, Membership, report_outcome, te
 from launcher.failure import Failure
 from launcher.failure_block import Outcome, print_outcome
 from launcher.fanout import srun, step
-from launcher.plan.plan import Plan, PlanError
+from launcher.plan.plan import Plan
 from launcher.preflight.check_node import Report, write_report
+from launcher.text import PlanError
 from launcher.typed_json import encode
 from launcher.wire import limits
 
@@ -130,6 +131,7 @@ def test_a_node_that_does_not_answer_is_named(
     fault: str,
     cause: str,
 ) -> None:
+    monkeypatch.setattr(limits, "STEP_NAMING_S", 0.5)
     monkeypatch.setattr(limits, "STEP_PREFLIGHT_S", 1.0)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     make_tool(tools / "squeue", "echo 7 RUNNING")
@@ -236,7 +238,7 @@ def test_a_run_that_goes_on_without_a_node_ends_as_the_others_do(
     tmp_path: Path, tools: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lost, others = told(1, 1, capsys), Control(None, "t0ken 0")
-    tell(Membership(1, [0, 2], []), others, is_line_open=False)
+    tell(Membership(1, [0, 2]), others, is_line_open=False)
     membership = capsys.readouterr().out
     for rank in (0, 2):
         told_last = Done() if rank else Outcome(0)

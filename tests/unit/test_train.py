@@ -120,7 +120,7 @@ def test_check_tells_launchers_in_json() -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {
         "backend": "gloo",
-        "join_timeout": 20,
+        "join_timeout_s": 20,
         "checkpoint_dir": "a b$c\nd",
         "task_file": "",
         "prepare": "",
