@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from agents import PATIENCE_S, ROOT, rarely
+from agents import ROOT, execute, rarely
 
 pytestmark = pytest.mark.slow
 
@@ -44,14 +42,8 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(project: Path, *command: str | Path, **variables: str) -> str:
-    kept = {n: v for n, v in os.environ.items() if n != "PYTHONPATH" and not n.startswith("SLURM_")}
-    environ = {**kept, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **variables}
-    done = subprocess.run(
-        command, cwd=project, env=environ, capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run(project: Path, *command: str | Path, **variables: Any) -> str:
+    return execute(project, *command, OMP_NUM_THREADS="1", **variables).stdout
 
 
 TOLD = str([[rank, "torch_launch_kit.distributed.torch"] for rank in (0, 1)])

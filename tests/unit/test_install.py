@@ -12,9 +12,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from agents import PATIENCE_S, rarely
+from agents import PATIENCE_S, ROOT, rarely
 
-ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = (".*", "logs", "checkpoints", "tests", "bench", "__pycache__", "*.egg-info", "build")
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 
