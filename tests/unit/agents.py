@@ -30,8 +30,6 @@ what, who = sys.argv[1], int(sys.argv[2])
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 if os.fork() == 0:  # a child of the rank's own, as a data worker is
-    if what == "detached":
-        os.setsid()
     time.sleep(600)
 dist.barrier()
 print(f"ready {rank}", flush=True)
@@ -39,13 +37,6 @@ dist.barrier()  # every rank has said so before any of them does anything
 if rank == who:
     if what == "raise":
         raise ValueError("batch 120 holds no samples")
-    if what == "exit":
-        sys.exit(7)
-    if what == "say":
-        print("the words of a usage error", file=sys.stderr)
-        sys.exit(2)
-    if what == "_exit":
-        os._exit(7)
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "segv":
@@ -155,6 +146,22 @@ class Run:
         while (left := self.survivors()) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert left == []
+
+
+def execute(
+    folder: Path, *command: str | Path, code: int = 0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder to its end, which is to have this code."""
+    done = subprocess.run(
+        [*map(str, command)],
+        cwd=folder,
+        env={**os.environ, "PYTHON": sys.executable, **environment},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
 
 
 def rarely(*cases: object) -> list[Any]:

@@ -25,7 +25,7 @@ from distributed.checkpoint.memory import Memory
 
 # Its samples, its dropout and its batches are all drawn at random. FAULT="WHAT RANK CALL" lets
 # something happen in a rank at its so-and-so-manieth call of the loss, in the first attempt only,
-# or in all of them for "always-WHAT". It waits for the file AFTER, where one is named.
+# or in all of them for "always-WHAT".
 TASK = """
 import os, random, signal, time
 import numpy, torch
@@ -60,9 +60,6 @@ class Noisily(Task):
         loss = (model(batch[0])[:, 0] - batch[1]).square().mean()
         if self.calls != self.call:
             return loss
-        after = os.environ.get("AFTER")
-        while after and not os.path.exists(after):
-            time.sleep(0.01)
         if self.fault == "nan":
             return loss * float("nan")
         if self.fault == "nan-gradient":

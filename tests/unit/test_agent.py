@@ -11,33 +11,34 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from agents import AGENT, PATIENCE_S, PROGRAM, Run, kill_what_is_left, rarely
+from agents import AGENT, PROGRAM, Run, execute, rarely
 from torch._utils import ExceptionWrapper
 
 from distributed.lock import update_link
 from launcher import failure
+from launcher.agent.control import AgentNote
+from launcher.agent.supervisor import Agent, _explain_death, _report_death
 from launcher.record.run_json import RunFolder
+from launcher.typed_json import encode
 
 Start = Callable[..., Run]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path: Path, runs: list[Run]) -> Start:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    runs: list[Run] = []
 
     def begin(what: str, who: int = 1, *options: str, **environment: str) -> Run:
         arguments = ["--nproc-per-node", "2", *options, str(script), what, str(who)]
         runs.append(Run(arguments, **environment))
         return runs[-1]
 
-    yield begin
-    kill_what_is_left(runs)
+    return begin
 
 
 @pytest.mark.slow
@@ -46,21 +47,18 @@ def start(tmp_path: Path) -> Iterator[Start]:
     [
         ("raise", 1, "rank-error", "ValueError: batch 120 holds no samples"),
         ("kill", 137, "rank-killed", "SIGKILL"),
-        *rarely(
-            ("segv", 139, "rank-crashed", "SIGSEGV"),
-            ("exit", 7, "rank-error", "SystemExit: 7"),
-            ("say", 2, "rank-error", "SystemExit: 2, after: the words of a usage error"),
-            ("_exit", 7, "rank-error", "exited with code 7"),
-        ),
+        *rarely(("segv", 139, "rank-crashed", "SIGSEGV")),
     ],
 )
 @pytest.mark.another_torch("failure block")
-def test_one_dies_all_stop(start: Start, what: str, code: int, fault: str, cause: str) -> None:
-    run = start(what, 1)
+def test_one_dies_all_stop(
+    start: Start, tmp_path: Path, what: str, code: int, fault: str, cause: str
+) -> None:
+    logs = tmp_path / "logs"
+    words = ["--log-dir", str(logs), "--rdzv-id", "r1"]
+    run = start(what, 1, *words, LAUNCH_COMMAND="launch 'a b'")
     run.wait_for("ready 0")
-    began = run.first_end()
     err = run.finish()
-    assert time.monotonic() - began < PATIENCE_S
     run.assert_gone()
     assert run.process.returncode == code
     block = err[err.index("FAILED") :]
@@ -69,21 +67,19 @@ def test_one_dies_all_stop(start: Start, what: str, code: int, fault: str, cause
     )
     assert cause in block
     assert block.rstrip().endswith(f"see      TROUBLESHOOTING.md#{fault}")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", ["supervisor", "agent"])
-@pytest.mark.parametrize("what", ["detached", *rarely("sleep")])
-def test_kill_of_the_launcher_or_agent_leaves_nothing(start: Start, victim: str, what: str) -> None:
-    run = start(what)
-    run.wait_for("ready 0", "ready 1")
-    assert len(run.seen) == 6  # supervisor, agent, two ranks, a child of each
-    os.kill(run.process.pid if victim == "supervisor" else run.agent_pid(), signal.SIGKILL)
-    run.assert_gone()
-    err = run.finish()
-    if victim == "agent":
-        assert run.process.returncode == 137
-        assert "[agent-killed]" in err
+    assert "resume " not in err  # it has told no save
+    assert "ready 0" in run.output and "ready 1" not in run.output
+    assert (logs / "latest").resolve() == logs / "r1"
+    lines = (logs / "node_0.log").read_text().splitlines()
+    assert "[0] ready 0" in lines and "[1] ready 1" in lines
+    record = json.loads((logs / "r1/run.json").read_text())
+    assert (record["exit_code"], record["world_size"]) == (code, 2)
+    assert record["ended"] > record["started"]
+    if what == "raise":
+        named = re.search(r"^log +\S*?(\d+)$", err, re.MULTILINE)
+        assert named and "Traceback" in lines[int(named[1]) - 1]
+        error = json.loads((logs / "r1/failures/rank_1.json").read_text())
+        assert f"cause    {error['message']['message']}\n" in block
 
 
 @pytest.mark.slow
@@ -100,20 +96,6 @@ def test_an_agent_that_fails_itself_says_so_in_a_block(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGTERM, *rarely(signal.SIGINT, signal.SIGUSR1)])
-def test_a_stop_lets_the_ranks_save(start: Start, signum: int) -> None:
-    run = start("save")
-    run.wait_for("armed 0", "armed 1")
-    run.process.send_signal(signum)
-    err = run.finish()
-    assert "saved 0" in run.output
-    assert "saved 1" in run.output
-    assert run.process.returncode == 75
-    assert "FAILED" not in err
-    run.assert_gone()
-
-
-@pytest.mark.slow
 def test_a_stop_that_ranks_ignore_ends_after_the_grace(start: Start) -> None:
     run = start("deaf", GRACE="1")
     run.wait_for("armed 0", "armed 1")
@@ -125,39 +107,15 @@ def test_a_stop_that_ranks_ignore_ends_after_the_grace(start: Start) -> None:
 
 @pytest.mark.slow
 def test_a_notice_that_the_script_does_not_handle_ends_nothing(start: Start) -> None:
-    run = start("sleep")
-    run.wait_for("asleep 0", "asleep 1")
+    run = start("sleep", GRACE="600")
+    run.wait_for("asleep 0", "asleep 1")  # one in a collective would be waited for
     run.process.send_signal(signal.SIGUSR1)
     run.process.send_signal(signal.SIGTERM)  # which every signal but a SIGUSR1 would precede
     err = run.finish()
     run.assert_gone()
     assert run.process.returncode == 143
     assert "stopped  by SIGTERM: ranks 0-1 ended by SIGTERM (code 143)" in err
-
-
-@pytest.mark.long
-def test_a_plain_script_ends_at_once_on_a_stop(start: Start) -> None:
-    run = start("sleep", GRACE="600")
-    run.wait_for("asleep 0", "asleep 1")  # one in a collective would be waited for
-    run.process.send_signal(signal.SIGINT)
-    err = run.finish()
-    assert run.process.returncode == 130
-    assert "stopped  by SIGINT" in err
     assert "FAILED" not in err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGINT, *rarely(signal.SIGTERM)])
-def test_a_stop_before_the_ranks_is_reported_as_one(start: Start, signum: signal.Signals) -> None:
-    run = start("sleep", RUN_ID="early", LAUNCH_COMMAND="launch it")
-    while not Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text():
-        time.sleep(0.001)  # until there is an agent, which then imports torch
-    run.process.send_signal(signum)
-    err = run.finish()
-    assert run.process.returncode == 128 + signum
-    assert err.splitlines() == [
-        f"stopped  by {signum.name} (code {128 + signum}); nothing is left running"
-    ]
 
 
 @pytest.mark.slow
@@ -186,22 +144,12 @@ def test_hosts_with_one_process_id_point_at_once(
     assert link.readlink() == Path("ours")
 
 
-def test_a_file_of_the_users_own_is_not_replaced_by_a_link(tmp_path: Path) -> None:
-    own, elsewhere, ours = (tmp_path / name for name in ("own", "elsewhere", "ours"))
-    own.write_text("mine")
-    elsewhere.symlink_to("../mine")
-    ours.symlink_to("old/node_0.log")
-    for link in (own, elsewhere, ours):
-        update_link(link, "new/node_0.log")
-    assert own.read_text() == "mine" and not own.is_symlink()
-    assert elsewhere.readlink() == Path("../mine")
-    assert ours.readlink() == Path("new/node_0.log")
-    assert len([*tmp_path.iterdir()]) == 3
-
-
-def test_a_link_of_the_users_own_is_kept(tmp_path: Path) -> None:
+def test_what_the_user_has_in_the_place_of_a_link_is_kept(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "latest").symlink_to("theirs")
+    (tmp_path / "node_1.log").write_text("mine")
+    RunFolder(tmp_path, "first", 1).create()
+    assert (tmp_path / "node_1.log").read_text() == "mine"
     (tmp_path / "node_0.log").symlink_to("gone/node_0.log")
     for run_id in ("first", "second"):
         RunFolder(tmp_path, run_id, 0).create()
@@ -214,31 +162,6 @@ def test_a_link_of_the_users_own_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_folder_of_a_run(start: Start, tmp_path: Path) -> None:
-    logs = tmp_path / "logs"
-    run = start(
-        "raise", 1, "--log-dir", str(logs), "--rdzv-id", "r1", LAUNCH_COMMAND="launch 'a b'"
-    )
-    err = run.finish()
-    folder = logs / "r1"
-    assert (logs / "latest").resolve() == folder.resolve()
-    lines = (logs / "node_0.log").read_text().splitlines()
-    assert "[0] ready 0" in lines and "[1] ready 1" in lines
-    record = json.loads((folder / "run.json").read_text())
-    assert (
-        record["exit_code"] == 1
-        and record["world_size"] == 2
-        and record["ended"] > record["started"]
-    )
-    error = json.loads((folder / "failures/rank_1.json").read_text())
-    assert error["message"]["message"] == "ValueError: batch 120 holds no samples"
-    named = re.search(r"^log +\S*?(\d+)$", err, re.MULTILINE)
-    assert named and "Traceback" in lines[int(named[1]) - 1]
-    assert "resume " not in err  # it has told no save
-    assert "ready 0" in run.output and "ready 1" not in run.output
-
-
-@pytest.mark.slow
 @pytest.mark.another_torch("restart")
 def test_max_restarts_forks_the_ranks_anew(tmp_path: Path) -> None:
     script = tmp_path / "again.py"
@@ -248,13 +171,16 @@ def test_max_restarts_forks_the_ranks_anew(tmp_path: Path) -> None:
         "attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
         "dist.barrier()\n"
         "print('attempt', attempt, flush=True)\n"
+        "print('port', os.environ['MASTER_PORT'], flush=True)\n"
         "if attempt == 0: raise ValueError('of the first attempt')\n"
         "if attempt == 1: os._exit(9)\n"
     )
     run = Run(["--nproc-per-node", "2", "--max-restarts", "3", str(script)])
     err = run.finish()
     assert run.process.returncode == 0, err
-    assert run.output.split("\n").count("attempt 2") == 2
+    lines = run.output.splitlines()
+    assert lines.count("attempt 2") == 2
+    assert len({line for line in lines if line.startswith("port ")}) == 3  # a fresh one for each
     first, second = (line for line in err.splitlines() if "node agent: restart " in line)
     assert "restart 1 of 3 " in first and ": ValueError: of the first attempt; " in first
     assert "restart 2 of 3 " in second and ": exited with code 9" in second
@@ -285,18 +211,6 @@ def test_a_terminal_reaches_rank_zero(tmp_path: Path) -> None:
     assert lines == [b"", b"[0] bar True", b"[1] bar False"]
 
 
-@pytest.mark.long
-def test_a_reader_that_is_slow_loses_nothing(tmp_path: Path) -> None:
-    script = tmp_path / "lots.py"
-    script.write_text("for number in range(60_000): print('x' * 100, number)\n")
-    run = Run(["--nproc-per-node", "1", str(script)])
-    time.sleep(3)  # the reader's slowness itself: by then more waits than the agent keeps
-    assert run.finish() == ""
-    assert run.process.returncode == 0
-    assert run.output.splitlines()[-1] == "x" * 100 + " 59999"
-    assert run.output.count("\n") == 60_000
-
-
 CUT_OFF = """
 import json, os
 from pathlib import Path
@@ -311,10 +225,8 @@ os._exit(7)
 def test_the_error_of_a_rank_that_slurm_has_replaced_is_not_its_successors(tmp_path: Path) -> None:
     script = tmp_path / "x.py"
     script.write_text(CUT_OFF)  # what that rank does meanwhile
-    command = [*AGENT, "--log-dir", str(tmp_path / "logs"), "--rdzv-id", "r", str(script)]
-    environ = {**os.environ, "SLURM_RESTART_COUNT": "1"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True)
-    assert done.returncode == 7
+    words = ["--log-dir", "logs", "--rdzv-id", "r", "x.py"]
+    done = execute(tmp_path, *AGENT, *words, code=7, SLURM_RESTART_COUNT="1")
     assert "OldError" not in done.stderr
     assert "cause    exited with code 7 without an exception" in done.stderr
 
@@ -323,10 +235,8 @@ def test_the_error_of_a_rank_that_slurm_has_replaced_is_not_its_successors(tmp_p
 def test_a_full_disk_ends_the_log_but_not_the_run(tmp_path: Path) -> None:
     script = tmp_path / "x.py"
     script.write_text("print('x' * 50_000); print('y' * 50_000); print('z')")
-    logs = tmp_path / "logs"
-    command = ["bash", "-c", 'ulimit -f 64; exec "$@"', "bash", *AGENT, "--log-dir", str(logs)]
-    done = subprocess.run([*command, "--rdzv-id", "r", str(script)], capture_output=True, text=True)
-    assert done.returncode == 0
+    limited = ["bash", "-c", 'ulimit -f 64; exec "$@"', "bash"]
+    done = execute(tmp_path, *limited, *AGENT, "--log-dir", "logs", "--rdzv-id", "r", "x.py")
     assert done.stdout.endswith("y\nz\n")
     assert "node_0.log ends here (File too large); the run continues [log-lost]" in done.stderr
 
@@ -339,12 +249,7 @@ def test_a_rank_that_fails_after_its_log_is_lost_is_named_with_its_error(tmp_pat
         "shutil.rmtree(os.path.join(os.environ['LOG_DIR'], os.environ['RUN_ID']))\n"
         "raise ValueError('batch 120 holds no samples')\n"
     )
-    done = subprocess.run(
-        [*AGENT, "--log-dir", str(tmp_path / "logs"), "--rdzv-id", "r", str(script)],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
+    done = execute(tmp_path, *AGENT, "--log-dir", "logs", "--rdzv-id", "r", "x.py", code=1)
     block = done.stderr[done.stderr.index("FAILED   rank 0 ") :]
     assert "cause    ValueError: batch 120 holds no samples" in block
     assert "During handling" not in done.stderr
@@ -377,24 +282,19 @@ def test_what_a_data_worker_raised_is_the_cause() -> None:
     assert told == "OSError: [Errno 5] cannot read broken.jpg (in DataLoader worker process 0)"
 
 
-@pytest.mark.parametrize(
-    ("cause", "cure"),
-    [
-        ("ModuleNotFoundError: No module named 'pandas'", "install pandas"),
-        ("ModuleNotFoundError: No module named 'sklearn'", "install scikit-learn"),
-        ("ModuleNotFoundError: No module named 'a.b'", ""),
-        ("ValueError: No module named 'a'", ""),
-    ],
-)
 @pytest.mark.parametrize("has_pip", [True, False])
 def test_what_installs_a_package_names_the_python(
-    cause: str, cure: str, has_pip: bool, monkeypatch: pytest.MonkeyPatch
+    has_pip: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/env/bin/python")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: has_pip or None)
     pip = "/env/bin/python -m pip install" if has_pip else "uv pip install --python /env/bin/python"
-    told = f"; if it is a package: {pip} {cure.removeprefix('install ')}" if cure else ""
-    assert failure.install_cure(cause) == told
+    missing = "ModuleNotFoundError: No module named"
+    for name, package in (("pandas", "pandas"), ("sklearn", "scikit-learn")):
+        told = failure.install_cure(f"{missing} '{name}'")
+        assert told == f"; if it is a package: {pip} {package}"
+    for other in (f"{missing} 'a.b'", "ValueError: No module named 'a'"):
+        assert failure.install_cure(other) == ""
 
 
 @pytest.mark.parametrize(
@@ -412,7 +312,37 @@ def test_what_installs_a_package_names_the_python(
             "version-mismatch",
         ),
         ("ModuleNotFoundError: No module named 'pandas'", "env-missing"),
+        ("RuntimeError: unexpected pos 704 vs 598", "disk-full"),
+        ("torch.OutOfMemoryError: CUDA out of memory.", "out-of-memory"),
+        ("ValueError: a word [in-brackets]", "rank-error"),
+        ("", "rank-error"),
     ],
 )
-def test_an_import_error_of_ones_own_module_is_an_error(message: str, fault: str) -> None:
+def test_the_fault_of_an_error_that_names_none(message: str, fault: str) -> None:
     assert failure.fault_of(message) == fault
+
+
+def test_a_question_before_the_ranks_start_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, subprocess.Popen(["sleep", "600"]) as process:
+        agent = Agent(process.pid, ours, -1, 0)
+        agent.ask()
+        assert capsys.readouterr().err == "node agent: the ranks have not started yet\n"
+        theirs.sendall(b"note")
+        agent.ask()
+        assert process.wait() == -signal.SIGQUIT
+
+
+@pytest.mark.parametrize("is_out_of_memory", [True, False])
+def test_the_kernels_kill_of_an_agent_is_told_from_a_foreign_one(
+    is_out_of_memory: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    why = _explain_death(137, [], has_torch=True, is_out_of_memory=is_out_of_memory)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(encode(AgentNote("r", 1, time.time(), 2)).encode())
+        _report_death(Agent(-1, ours, -1, 0), 137, why, [], left=0)
+    err = capsys.readouterr().err
+    fault = "out-of-memory" if is_out_of_memory else "agent-killed"
+    assert err.lstrip("\n").startswith("FAILED   node agent 1 (") and f"[{fault}]" in err
+    assert ("by the kernel" in err) == is_out_of_memory

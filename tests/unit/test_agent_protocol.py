@@ -11,7 +11,6 @@ from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.nodes.protocol import (
     MESSAGES,
     EndRanks,
-    HandedOver,
     Message,
     NodeBeat,
     Peer,
@@ -22,40 +21,14 @@ from launcher.agent.nodes.protocol import (
 from launcher.agent.verdict import NodeEnd, Parts, Verdict
 from launcher.failure import Failure
 from launcher.failure_block import Outcome
-from launcher.wire.messages import (
-    Assignment,
-    Fault,
-    Member,
-    NodeReport,
-    PairResult,
-    PairTest,
-    Refusal,
-)
+from launcher.wire.messages import Assignment
 
-FAILURE = Failure(
-    "rank-error", "ValueError: ü\n", 1, "node2", 1, 5.5, 3, 1, ["a.py:1 in f"], stacks=[]
-)
+FAILURE = Failure("rank-error", "ü\n", 1, "node2", 1, 5.5, 3, 1, ["a.py:1 in f"], stacks=[])
 NEXT = Assignment("r1", 0, 8, ["node1"], 0, 1, members=[], spares=[])
-MEMBER = Member(4, "node5", 2, "10.0.0.5", 4000)
-EXAMPLES: list[Message] = [
-    NodeReport(1, 2, 4, "node2", "", {"torch": "2.13"}, {"a.py": "0f"}, 1000.0),
-    PairTest([MEMBER], "/shared/file", 1000.0),
-    PairResult([Fault("port-blocked", "no way", "open it")]),
-    Refusal("wrong-world", "two; make it one"),
-    Assignment("r1", 4, 8, ["node1", "node2"], 1, members=[], spares=[]),
-    Assignment("r1", 0, 8, ["node1"], -1, 2, "10.0.0.5", 4001, [MEMBER], [MEMBER]),
-    StopRequest(15),
-    NodeBeat(None),
+EXAMPLES: list[Message] = [  # with all that a field can be
     NodeBeat(RankState(3, (120, 2), True, False, 61.5)),
-    FAILURE,
-    EndRanks(),
-    EndRanks(3),
     NodeEnd([2], 4, [1, 137, 75], 120, {"115": [4], "120": [4]}, {"120": [2]}),
-    HandedOver(),
-    Verdict(Outcome(0)),
-    Verdict(Outcome(1, FAILURE, 2, 1, has_saved=True), NEXT),
-    Verdict(Outcome(137, FAILURE), parts=Parts(120, "step-120.tmp-0f", [3])),
-    Verdict(Outcome(143, ends="rank 0 exited with code 0")),
+    Verdict(Outcome(1, FAILURE, 2, 1), NEXT, parts=Parts(120, "step-120.tmp-0f", [3])),
 ]
 
 
@@ -74,18 +47,11 @@ def test_a_message_is_one_line_and_arrives(message: Message) -> None:
         b"\xff\xfe",
         b"[]",
         b"{}",
-        b"null",
         b'{"end": {}, "beat": {"straggler": null}}',
         b'{"unknown": {}}',
-        b'{"end": []}',
         b'{"signal": {"signum": "15"}}',
-        b'{"signal": {}}',
-        b'{"signal": {"signum": 15, "more": 1}}',
-        b'{"beat": {"straggler": {"rank": 0}}}',
-        b'{"failure": {"fault": "x"}}',
         b'{"snapshot": {"step": 5, "offset": 64, "length": -9}}',
-        b'{"verdict": {"code": null}}',
-        b'{"verdict": {"code": 1, "parts": {"step": 1, "folder": "../x"}}}',
+        b'{"verdict": {"outcome": {"code": 1}, "parts": {"step": 1, "folder": "../x"}}}',
         b"[" * 100_000,
     ],
 )

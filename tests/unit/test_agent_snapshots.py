@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import re
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -30,22 +29,6 @@ from training.settings import load
 
 TAKEN = ("checkpoint.snapshot_every=5", "checkpoint.every=0")
 SHARED = ("distributed.strategy=fsdp", "checkpoint.format=sharded")
-
-# train.py, which is killed in its first attempt when it is about to save a step.
-KILLED_AT = """
-import os, runpy, signal, sys
-sys.path.insert(0, os.environ["ROOT"])
-from distributed.checkpoint import Saver
-
-def save(saver, step, state, save=Saver.save):
-    if step == int(os.environ["AT"]) and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        os.kill(os.getpid(), signal.SIGKILL)
-    save(saver, step, state)
-
-Saver.save = save
-sys.argv[0] = os.environ["ROOT"] + "/train.py"
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +55,8 @@ def whole(job: Job, shared: Sequence[str]) -> Outcome:
     return job.finish(f"whole-{len(shared)}", 2, *shared)
 
 
-def run(
-    job: Job, run_id: str, *settings: str, restarts: int, fault: str, after: str = ""
-) -> tuple[int, str]:
-    variables = {"FAULT": fault, "AFTER": after, "LAUNCH_COMMAND": "again"}
-    process = job.start(run_id, 2, *TAKEN, *settings, restarts=restarts, **variables)  # type: ignore[arg-type]
+def run(job: Job, run_id: str, *settings: str, restarts: int, fault: str) -> tuple[int, str]:
+    process = job.start(run_id, 2, *TAKEN, *settings, restarts=restarts, FAULT=fault)
     output = process.communicate(timeout=PATIENCE_S)[0]
     return process.returncode, output
 
@@ -101,36 +81,11 @@ def test_a_restart_goes_on_from_memory(
 
 
 @pytest.mark.long
-def test_without_a_restart_it_becomes_a_checkpoint(
-    job: Job, whole: Outcome, shared: Sequence[str]
-) -> None:
-    name = f"written-{len(shared)}"
-    code, output = run(job, name, *shared, restarts=0, fault="SIGKILL 0 46")
-    folder = job.folder / "checkpoints" / name
+def test_without_a_restart_it_becomes_a_checkpoint_with_its_validation_loss(job: Job) -> None:
+    code, output = run(job, "written", restarts=0, fault="SIGKILL 0 46")
+    folder = job.folder / "checkpoints/written"
     assert code == 137 and f"step 20 was only in memory; it is now saved in {folder}\n" in output
-    assert re.search(r"^resume .* again +\(from step 20\)$", output, re.MULTILINE)
-    assert [path.name for path in steps(folder)] == ["step-20"]
-    code, output = job.run(name, 2, *shared)
-    assert code == 0 and "resumed    after step 20\n" in output
-    assert job.outcome(name) == whole
-
-
-def killed_at(job: Job, name: str, step: int, *settings: str, restarts: int) -> tuple[int, str]:
-    (job.folder / "killed_at.py").write_text(KILLED_AT)
-    process = job.start(
-        name,
-        2,
-        *TAKEN,
-        "checkpoint.every=20",
-        "checkpoint.keep_last=9",
-        *settings,
-        script=job.folder / "killed_at.py",
-        restarts=restarts,
-        AT=str(step),
-        ROOT=str(ROOT),
-    )
-    output = process.communicate(timeout=PATIENCE_S)[0]
-    return process.returncode, output
+    assert math.isfinite(score(folder / "best"))
 
 
 @pytest.mark.long
@@ -138,20 +93,13 @@ def killed_at(job: Job, name: str, step: int, *settings: str, restarts: int) -> 
 def test_a_restart_from_memory_saves_what_was_due(
     job: Job, whole: Outcome, shared: Sequence[str], step: int
 ) -> None:
+    """Killed when it is about to save that step for the first time."""
     name = f"due-{step}-{len(shared)}"
-    code, output = killed_at(job, name, step, *shared, restarts=1)
-    assert code == 0 and f"resumed    after step {step}, from memory\n" in output
-    folder = job.folder / "checkpoints" / name
-    assert [path.name for path in steps(folder)] == ["step-20", "step-40", "step-60"]
-    assert all(math.isfinite(score(path)) for path in steps(folder))
-    assert job.outcome(name) == whole
-
-
-@pytest.mark.long
-def test_what_is_written_at_the_end_has_its_validation_loss(job: Job) -> None:
-    code, _ = killed_at(job, "scored", 20, restarts=0)
-    assert code == 137
-    assert math.isfinite(score(job.folder / "checkpoints/scored/best"))
+    settings = (*TAKEN, f"checkpoint.every={step}", "checkpoint.keep_last=9", *shared)
+    assert job.kill_and_finish(name, 2, settings, ["Saver.save 0"]) == whole
+    saved = steps(job.folder / "checkpoints" / name)
+    assert [path.name for path in saved] == [f"step-{one}" for one in range(step, 61, step)]
+    assert all(math.isfinite(score(path)) for path in saved)
 
 
 @pytest.mark.slow

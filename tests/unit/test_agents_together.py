@@ -8,15 +8,14 @@ import signal
 import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import PATIENCE_S, PROGRAM, ROOT, SECRET, Run, kill_what_is_left, rarely
+from agents import PATIENCE_S, PROGRAM, SECRET, Run
 from ports import free_port
 
 from distributed.errors import Refused
@@ -24,11 +23,8 @@ from launcher.agent.nodes import checkin
 from launcher.agent.nodes.protocol import Peer
 from launcher.handshake import Acceptor, Access
 from launcher.preflight.must_match import ARGUMENTS
-from launcher.wire import meeting
 from launcher.wire.meeting import Wait
-from launcher.wire.messages import Fault, Member, NodeReport
-
-LOOPS = str(ROOT / "tests/unit/own_loops.py")
+from launcher.wire.messages import NodeReport
 
 pytestmark = pytest.mark.slow
 
@@ -41,10 +37,9 @@ def port() -> int:
 
 
 @pytest.fixture
-def start(tmp_path: Path, port: int) -> Iterator[Start]:
+def start(tmp_path: Path, port: int, runs: list[Run]) -> Start:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    runs: list[Run] = []
 
     def begin(what: str) -> list[Run]:
         for node in "01":
@@ -53,28 +48,7 @@ def start(tmp_path: Path, port: int) -> Iterator[Start]:
             runs.append(Run([*world, *where, str(script), what, "0"]))
         return runs
 
-    yield begin
-    kill_what_is_left(runs)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("victim", ["rank", "agent", "supervisor"])
-@pytest.mark.parametrize("node", [1, 0])
-def test_a_kill_on_one_node_stops_all(start: Start, node: int, victim: str) -> None:
-    runs = start("sleep")
-    for run in runs:
-        run.wait_for("ready")
-    hit = runs[node]
-    pids = {"agent": hit.agent_pid(), "supervisor": hit.process.pid, "rank": hit.rank_pids()[1]}
-    os.kill(pids[victim], signal.SIGKILL)
-    for run in runs:
-        run.assert_gone()
-        err = run.finish()
-        assert run.process.returncode == (-9 if victim == "supervisor" and run is hit else 137)
-        if victim == "rank":
-            assert f"FAILED   rank {2 * node + 1} (local rank 1, " in err
-        elif run is not hit:
-            assert f"FAILED   node agent {node} (" in err
+    return begin
 
 
 @pytest.mark.long
@@ -89,43 +63,6 @@ def test_a_stop_on_one_node_reaches_the_others(start: Start) -> None:
         run.assert_gone()
 
 
-AGAIN = """
-import os, signal, sys, torch.distributed as dist
-dist.init_process_group("gloo")
-attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), dist.get_rank()
-dist.barrier()
-print(f"attempt {attempt} rank {rank}", flush=True)
-print(f"port {os.environ['MASTER_PORT']}", flush=True)
-dist.barrier()  # every rank has said so before any of them does anything
-if attempt == 0 and rank == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-if attempt == 1 and rank == 3:
-    raise ValueError("once more")
-dist.barrier()
-"""
-
-
-@pytest.mark.parametrize("restarts", [1, *rarely(2)])
-def test_all_nodes_start_again_after_a_failure(tmp_path: Path, port: int, restarts: int) -> None:
-    script = tmp_path / "again.py"
-    script.write_text(AGAIN)
-    world = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    world += ["--nproc-per-node", "2", "--max-restarts", str(restarts)]
-    runs = [Run([*world, "--node-rank", node, str(script)]) for node in "01"]
-    told = [run.finish() for run in runs]
-    lines = sorted((runs[0].output + runs[1].output).splitlines())
-    attempts = range(restarts + 1)
-    texts = [line for line in lines if line.startswith("attempt")]
-    assert texts == [f"attempt {one} rank {rank}" for one in attempts for rank in range(4)]
-    ports = Counter(line for line in lines if line.startswith("port"))
-    assert sorted(ports.values()) == [4] * len(attempts)  # a fresh one for each
-    assert f"restart 1 of {restarts} after rank 1 " in told[0]
-    for run, err in zip(runs, told, strict=True):
-        run.assert_gone()
-        assert run.process.returncode == (1 if restarts == 1 else 0)
-        assert ("FAILED   rank 3 " in err) == (restarts == 1)
-
-
 def test_a_silent_node_is_named(start: Start) -> None:
     runs = start("sleep")
     for run in runs:
@@ -134,21 +71,6 @@ def test_a_silent_node_is_named(start: Start) -> None:
     err = runs[0].finish()
     assert "FAILED   node agent 1 (" in err
     assert "[link-lost]" in err
-
-
-@pytest.mark.long
-def test_a_stuck_rank_is_named_on_all_nodes(runs: list[Run], port: int) -> None:
-    world = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    for node in "01":
-        words = ["--nproc-per-node", "2", "--node-rank", node, LOOPS, "plain", "30", "3"]
-        runs.append(Run([*world, *words], HANG_SECONDS="12"))
-    for run in runs:
-        err = run.finish()
-        run.assert_gone()
-        assert run.process.returncode == 137
-        block = err[err.index("FAILED") :]
-        assert block.startswith("FAILED   rank 3 (local rank 1, ") and "[rank-stuck]" in block
-        assert "in read_batch" in block.splitlines()[2]
 
 
 def test_a_node_that_comes_late_is_waited_for(port: int, tmp_path: Path) -> None:
@@ -241,53 +163,28 @@ def test_a_master_without_an_address_is_named(port: int) -> None:
     assert refused.value.fault == "name-unresolved"
 
 
-def check_in_by_hand(port: int, *agents: NodeReport) -> list[str]:
+def check_in(port: int, *agents: NodeReport, address: str = "127.0.0.1") -> list[str]:
     """Have agents meet and try the ways between them; returns what each is told, or its part."""
 
-    def check_in(agent: NodeReport) -> str:
+    def meet(agent: NodeReport) -> str:
         try:
             access = Access(SECRET.encode())
-            met = checkin.meet("127.0.0.1", port, agent, access, PATIENCE_S, tries_pairs=True)
+            met = checkin.meet(address, port, agent, access, PATIENCE_S, tries_pairs=True)
             with met.ready():
                 return str(met.assignment.node_rank)
         except Refused as refused:
             return str(refused)
 
     with ThreadPoolExecutor(len(agents)) as pool:
-        return [*pool.map(check_in, agents)]
+        return [*pool.map(meet, agents)]
 
 
 def test_a_node_that_has_waited_long_is_not_said_to_have_another_clock(
     port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     early = replace(THERE, time=time.time() - 60)
-    assert check_in_by_hand(port, HERE, early) == ["0", "1"]
+    assert check_in(port, HERE, early) == ["0", "1"]
     assert "clock" not in capsys.readouterr().err
-
-
-def test_nodes_started_by_hand_try_every_way_between_them(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    agents = [replace(HERE, num_nodes=3, node_rank=rank, host=f"n{rank}") for rank in range(3)]
-    tried: dict[int, list[int]] = {}
-
-    def try_members(members: Sequence[Member], me: int, within_s: float) -> list[Fault]:
-        others = [one for one in members if one.node_id != me]
-        tried[me] = sorted(one.node_id for one in others)
-        for one in others:  # its port is open
-            where = one.address, one.failover_port
-            socket.create_connection(where, timeout=PATIENCE_S).close()
-        return (
-            [Fault("port-blocked", "cannot reach n0 (why)", "open it")] if me in is_blocked else []
-        )
-
-    monkeypatch.setattr(meeting, "try_members", try_members)
-    is_blocked: set[int] = set()
-    assert check_in_by_hand(port, *agents) == ["0", "1", "2"]
-    assert tried == {0: [1, 2], 1: [0, 2], 2: [0, 1]}
-    is_blocked = {1, 2}
-    told = "n1: cannot reach n0 (why), n2: cannot reach n0 (why); open it [port-blocked]"
-    assert check_in_by_hand(port, *agents) == [told] * 3
 
 
 def test_a_node_whose_report_is_lost_ends_the_check_in_of_all(
@@ -301,7 +198,7 @@ def test_a_node_whose_report_is_lost_ends_the_check_in_of_all(
 
     monkeypatch.setattr(Peer, "send", lose)
     monkeypatch.setattr(checkin, "find_loss", lambda connection, within_s: "it is lost")
-    first, second = check_in_by_hand(port, HERE, THERE)
+    first, second = check_in(port, HERE, THERE)
     assert first == second
     assert first.startswith(f"there: cannot reach node rank 0 at 127.0.0.1:{port} (it is lost); ")
     assert first.endswith(" [mtu-too-large]")
@@ -322,98 +219,52 @@ def test_a_master_whose_name_is_known_later_is_waited_for(
             name = "127.0.0.1" if known.is_set() else name
         return resolve(name, *rest, **options)
 
-    def node_rank(agent: NodeReport, address: str) -> int:
-        met = checkin.meet(address, port, agent, Access(SECRET.encode()), PATIENCE_S)
-        with met.ready():
-            return met.assignment.node_rank
-
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     with ThreadPoolExecutor(2) as pool:
-        second = pool.submit(node_rank, THERE, "later.invalid")
+        second = pool.submit(check_in, port, THERE, address="later.invalid")
         assert asked.wait(PATIENCE_S)
-        first = pool.submit(node_rank, HERE, "127.0.0.1")
+        first = pool.submit(check_in, port, HERE)
         known.set()
-        assert (first.result(), second.result()) == (0, 1)
+        assert (first.result(), second.result()) == (["0"], ["1"])
 
 
 def test_nodes_without_a_node_rank_get_those_that_are_free(port: int) -> None:
-    def part_of(rank: int) -> int:
-        agent = replace(HERE, num_nodes=3, node_rank=rank)
-        met = checkin.meet("127.0.0.1", port, agent, Access(SECRET.encode()), PATIENCE_S)
-        with met.ready():
-            return met.assignment.node_rank
-
-    with ThreadPoolExecutor(3) as pool:
-        first, *others = pool.map(part_of, (0, -1, -1))
-    assert (first, sorted(others)) == (0, [1, 2])
+    agents = [replace(HERE, num_nodes=3, node_rank=rank) for rank in (0, -1, -1)]
+    first, *others = check_in(port, *agents)
+    assert (first, sorted(others)) == ("0", ["1", "2"])
 
 
 def test_a_node_of_another_run_is_sent_away_and_the_run_waits_on(
     port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def node_rank(agent: NodeReport) -> int:
-        met = checkin.meet("127.0.0.1", port, agent, Access(SECRET.encode()), PATIENCE_S)
-        with met.ready():
-            return met.assignment.node_rank
-
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(node_rank, HERE)
-        with pytest.raises(Refused) as refused:
-            node_rank(replace(THERE, host="other", run_id="own"))
-        second = pool.submit(node_rank, THERE)
-        assert (first.result(), second.result()) == (0, 1)
     told = "other has run id own, here has run; "
-    assert str(refused.value) == f"{told}do not set RUN_ID, or set the same one [wrong-world]"
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(check_in, port, HERE)
+        refused = check_in(port, replace(THERE, host="other", run_id="own"))
+        assert refused == [f"{told}do not set RUN_ID, or set the same one [wrong-world]"]
+        assert (check_in(port, THERE), first.result()) == (["1"], ["0"])
     assert f"warning: {told}sent it away, waiting for this run's own" in capsys.readouterr().err
+
+
+TWICE = [replace(one, num_nodes=3) for one in (HERE, THERE, THERE)]
+ARGUED = [replace(one, files={ARGUMENTS: one.host}) for one in (HERE, THERE)]
 
 
 @pytest.mark.parametrize(
     ("agents", "fault", "cause"),
     [
-        (
-            [replace(one, num_nodes=3) for one in (HERE, THERE, THERE)],
-            "duplicate-node-rank",
-            "node rank 1 was started twice, on there and on there;",
-        ),
-        (
-            [HERE, replace(THERE, num_nodes=3)],
-            "wrong-world",
-            "there was started as node 1 of 3, here as node 0 of 2;",
-        ),
-        (
-            [HERE, replace(THERE, files={"x.py": "4567"})],
-            "code-mismatch",
-            "x.py is '0123' on node rank 0 (here) and '4567' on node rank 1 (there);",
-        ),
-        (
-            [HERE, replace(THERE, files={})],
-            "code-mismatch",
-            "x.py is '0123' on node rank 0 (here) and 'missing' on node rank 1 (there);",
-        ),
-        (
-            [replace(one, files={ARGUMENTS: one.host}) for one in (HERE, THERE)],
-            "code-mismatch",
-            "the list of arguments is 'here' on node rank 0 (here) and 'there' on node rank 1 "
-            "(there); make them the same, or set SKIP_PREFLIGHT=1 on every node",
-        ),
-        (
-            [HERE, replace(THERE, versions={"torch": "2.14.1"})],
-            "version-mismatch",
-            "torch is '2.13.0' on node rank 0 (here) and '2.14.1' on node rank 1 (there);",
-        ),
+        (TWICE, "duplicate-node-rank", "node rank 1 was started twice, on there and on there; "),
+        ([HERE, replace(THERE, num_nodes=3)], "wrong-world", "there was started as node 1 of 3, h"),
+        ([HERE, replace(THERE, files={})], "code-mismatch", "and 'missing' on node rank 1 (there)"),
+        (ARGUED, "code-mismatch", "the same, or set SKIP_PREFLIGHT=1 on every node"),
+        ([HERE, replace(THERE, versions={"torch": "2.14"})], "version-mismatch", "and '2.14' on "),
     ],
 )
 def test_nodes_that_differ_are_refused(
     port: int, agents: list[NodeReport], fault: str, cause: str
 ) -> None:
-    def told(agent: NodeReport) -> Refused:
-        with pytest.raises(Refused) as refused:
-            checkin.meet("127.0.0.1", port, agent, Access(SECRET.encode()), PATIENCE_S)
-        return refused.value
-
-    with ThreadPoolExecutor(len(agents)) as pool:
-        for refused in pool.map(told, agents):
-            assert refused.fault == fault and refused.message.startswith(cause)
+    for told in check_in(port, *agents):
+        assert cause in told and told.endswith(f" [{fault}]")
 
 
 @pytest.mark.long

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import functools
 import re
+import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed.run as torchrun
 
-from launcher.agent import command_line
+from launcher.agent import command_line, torchrun_arguments
 from launcher.cli.arguments import Call, parse
 from launcher.cli.commands import COMMANDS, Option
+from launcher.plan.make_plan import choose_program
+from launcher.plan.spares import FANOUTS
 from launcher.plan.typed import Typed
 from launcher.text import PlanError
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {file.stem: file for file in ROOT.glob("scripts/**/*.sh") if file.parent.name != "lib"}
 LEFT = ("typed", "usage", "program", "here", "python", "batch_script")  # tested by themselves
-CPUS = os.sysconf("SC_NPROCESSORS_ONLN")
 
 
 @pytest.fixture(autouse=True)
@@ -105,16 +109,6 @@ def test_each_shortened_option(command: str) -> None:
         assert read(command, short, *words) == read(command, name, *words)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_has_its_script_and_each_field_its_place(command: str) -> None:
-    file = FILES[command]
-    assert re.search(rf'^ *\(?run_command ({command}|"\${{NAME%.sh}}")', file.read_text(), re.M)
-    known = {field.name for field in fields(Typed)}
-    assert {*COMMANDS[command].fixed} <= known
-    for name in COMMANDS[command].arguments:
-        assert name in known or name == "program"
-
-
 def test_the_agent_knows_which_options_of_launch_have_a_value() -> None:
     for name, option in COMMANDS["launch"].options.items():
         if option.field == "passed":
@@ -129,7 +123,6 @@ def test_the_agent_knows_which_options_of_launch_have_a_value() -> None:
     ("command", "words", "expected"),
     [
         ("launch_singlenode", [], {}),
-        ("launch_singlenode", ["c", "2"], {"config": "c", "nproc": "2"}),
         ("launch_singlenode", [""], {"config": ""}),
         ("launch_singlenode", ["-", "2"], {"config": "-", "nproc": "2"}),
         (  # settings anywhere
@@ -143,38 +136,16 @@ def test_the_agent_knows_which_options_of_launch_have_a_value() -> None:
             {"config": "c", "is_dry_run": True, "rest": ("--dry-run", "a=b", "--")},
         ),
         (
-            "launch_singlenode",
-            ["--dry_run", "--strict", "c"],
-            {"config": "c"} | {"is_strict": True, "is_dry_run": True},
-        ),
-        ("launch_singlenode", ["--show", "all"], {"show": "all"}),
-        ("launch_singlenode", ["--show=0", "--detach"], {"show": "0", "is_detached": True}),
-        (
             *("launch_torchrun_auto", ["c", "2", "n1", "a=b", "n2:3", "-f", "file"]),
             {"config": "c", "nproc": "2", "node": ("n1", "n2:3")}
             | {"setting": ("a=b",), "hostfile": "file"},
         ),
-        (
-            *("launch_torchrun_multinode", ["c", "4", "2", "0", "addr", "9"]),
-            {"config": "c", "nproc": "4", "nnodes": "2", "node_rank": "0"}
-            | {"master": "addr", "port": "9"},
-        ),
         ("cluster_train", ["c", "2", "1"], {"config": "c", "nnodes": "2", "node_rank": "1"}),
-        ("run_ddp", ["-n2", "-c", "c"], {"nproc": "2", "config": "c"}),
         ("run_ddp", ["-n=2", "-l=INFO"], {"nproc": "2", "log_level": "INFO"}),
-        ("run_ddp", ["--config-path=d", "--config-name", "n.yaml"], {"config": "d/n.yaml"}),
         (
             *("submit_with_config", ["config=c", "num_gpus_train=8", "--exclude=n1", "--wait"]),
             {"setting": ("config=c", "num_gpus_train=8"), "passed": ("--exclude", "n1")}
             | {"wait": True},
-        ),
-        (
-            *(
-                "test_distributed",
-                ["2", "n1", "--json", "a b", "--quick", "--test=basic", "--", "x"],
-            ),
-            {"nproc": "2", "node": ("n1",)}
-            | {"rest": ("--quick", "--test", "basic", "--json", "/where/a b", "x")},
         ),
         ("test_distributed", ["--json=/a"], {"rest": ("--json", "/a")}),
         # torchrun's
@@ -185,21 +156,7 @@ def test_the_agent_knows_which_options_of_launch_have_a_value() -> None:
         ),
         ("launch", ["--", "x.py", "--"], {"nproc": "1", "rest": ("x.py", "--")}),
         ("launch", ["a=b"], {"nproc": "1", "rest": ("a=b",)}),
-        ("launch", ["-m", "a.b"], {"nproc": "1", "as_module": True, "rest": ("a.b",)}),
         ("launch", ["--no_py", "a.b"], {"nproc": "1", "as_command": True, "rest": ("a.b",)}),
-        (
-            *("launch", ["--redirect=0", "-t3", "--role", "--x", "--run-path", "y"]),
-            {"nproc": "1", "rest": ("y",)}
-            | {"passed": ("--redirects", "0", "-t", "3", "--role", "--x", "--run-path")},
-        ),
-        ("launch", ["--nproc-per-node=cpu", "x"], {"nproc": str(CPUS), "rest": ("x",)}),
-        ("launch", ["--nproc_per=auto", "x"], {"nproc": "auto", "cpu_nproc": CPUS, "rest": ("x",)}),
-        (
-            "launch",
-            ["--nproc-per-node", "gpu", "x"],
-            {"nproc": "auto", "cpu_nproc": 0, "rest": ("x",)},
-        ),
-        ("launch", ["--standalone", "x"], {"nproc": "1", "nnodes": "1", "rest": ("x",)}),
         ("launch", ["--hosts", "n1,n2", "x"], {"hosts": "n1,n2", "rest": ("x",)}),
         (
             *("launch", ["--hosts=n1", "--nproc-per-node=gpu", "--via", "pdsh", "x"]),
@@ -217,16 +174,10 @@ def test_what_is_read(
 @pytest.mark.parametrize(
     ("words", "environ", "expected"),
     [  # the number of nodes, this one's rank, the master and the port
-        (["--nnodes=1"], {}, ("1", None, None, None)),
-        (["--nnodes=2:2"], {}, ("2", None, None, None)),
-        (["--rdzv-endpoint=localhost:0"], {}, ("1", None, None, None)),
-        (["--nnodes=2", "--rdzv-endpoint=a:4"], {}, ("2", None, "a", "4")),
         (["--nnodes=2", "--rdzv-endpoint=a"], {}, ("2", None, "a", None)),
         (["--nnodes=2", "--rdzv-endpoint=[fd00::1]:4"], {}, ("2", None, "fd00::1", "4")),
         (["--nnodes=2", "--rdzv-endpoint=a:4", "--master-port=5"], {}, ("2", None, "a", "5")),
         (["--nnodes=2", "--rdzv-endpoint=a:4", "--master-addr=b"], {}, ("2", None, "b", "4")),
-        (["--nnodes=2", "--rdzv-backend=c10d"], {}, ("2", "auto", None, None)),
-        (["--nnodes=2", "--rdzv-backend=c10d", "--node-rank=1"], {}, ("2", "1", None, None)),
         (["--nnodes=1", "--rdzv-backend=c10d"], {}, ("1", None, None, None)),
         (["--nnodes=2", "--rdzv-backend=c10d"], {"SLURM_STEP_ID": "0"}, ("2", None, None, None)),
         (["--rdzv-endpoint=a:4"], {"SLURM_STEP_ID": "0"}, (None, None, "a", "4")),
@@ -257,13 +208,6 @@ def test_what_only_launch_takes_from_the_environment() -> None:
     assert read("pbs_train", "d", environ={"CONFIG": "c"}) == {"config": "d"}
 
 
-def test_a_script_of_hydras_gets_the_config_in_two_parts(folder: Path) -> None:
-    (folder / "own.py").write_text("import hydra\n@hydra.main()\ndef main(): ...\n")
-    environ = {"TRAIN_SCRIPT": "own.py"}
-    found = read("run_ddp", "--config-path", "d", "--", "x", environ=environ)
-    assert found == {"config": "-", "rest": ("--config-path=d", "x")}
-
-
 # --- the batch script, the usage, a job array ---------------------------------------------------
 
 
@@ -290,13 +234,6 @@ def test_the_batch_script_that_a_resume_line_names(
     assert typed.batch_script == expected.format(folder=folder)
 
 
-def test_the_usage_line_is_the_scripts_header() -> None:
-    typed = parse(call_of("launch_singlenode"), (), {})
-    usage = "scripts/ssh/launch_singlenode.sh CONFIG [NPROC] [key=value...] [-- ARGS...]"
-    assert typed.usage == usage
-    assert parse(call_of("launch_singlenode", file="/none"), (), {}).usage == ""
-
-
 @pytest.mark.parametrize("name", ["SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", ""])
 def test_a_task_of_an_array_has_its_number_in_its_settings(name: str) -> None:
     task = "7" if name else "{task}"
@@ -314,13 +251,10 @@ def test_a_task_of_an_array_has_its_number_in_its_settings(name: str) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--status"], ("status", (), False)),
         (["--status", "a", "b"], ("status", ("a", "b"), False)),
         (["--status", ""], ("status", ("",), False)),
         (["--stop=a"], ("stop", ("a",), False)),
-        (["--dry-run", "--stop", "a"], ("stop", ("a",), True)),
         (["c", "2", "x=y", "--stop", "a", "--dry-run"], ("stop", ("a",), True)),
-        (["--stacks", "a"], ("stacks", ("a",), False)),
     ],
 )
 def test_questions_about_runs(words: list[str], expected: tuple[object, ...]) -> None:
@@ -328,13 +262,10 @@ def test_questions_about_runs(words: list[str], expected: tuple[object, ...]) ->
     assert (typed.fanout, typed.rest, typed.is_dry_run) == expected
 
 
-@pytest.mark.parametrize(
-    ("word", "task"), [("-h", "help"), ("--help", "help"), ("--version", "version")]
-)
-def test_help_wherever_it_stands(word: str, task: str) -> None:
-    typed = parse(call_of("launch"), ["--nproc-per-node", "2", word, "--fast"], {})
-    assert typed.fanout == task
-    assert parse(call_of("launch"), ["x.py", word], {}).fanout == "local"
+def test_help_wherever_it_stands() -> None:
+    typed = parse(call_of("launch"), ["--nproc-per-node", "2", "-h", "--fast"], {})
+    assert typed.fanout == "help"
+    assert parse(call_of("launch"), ["x.py", "-h"], {}).fanout == "local"
 
 
 # --- what is refused ----------------------------------------------------------------------------
@@ -343,14 +274,6 @@ def test_help_wherever_it_stands(word: str, task: str) -> None:
 @pytest.mark.parametrize(
     ("command", "words", "cause"),
     [
-        ("launch_singlenode", ["c", "1", "x y"], "one argument too many, 'x y'; see launch_"),
-        (
-            *("launch_singlenode", ["--fast"]),
-            "unknown option '--fast'; see launch_singlenode.sh --help, and put the training "
-            "script's own after --",
-        ),
-        ("launch", ["--fast", "x.py"], "'--fast'; see launch.sh --help, and put the training"),
-        ("launch", ["--fast", "x.py"], "the training script's own after its name"),
         ("launch", ["--nprocs=2", "x.py"], "unknown option '--nprocs'; see launch"),
         ("launch", ["--nproc-pre-node=2", "x"], "did you mean --nproc-per-node? see launch.sh"),
         ("launch", ["--no", "x.py"], "'--no'; did you mean --node-rank or --no-python? see"),
@@ -358,29 +281,14 @@ def test_help_wherever_it_stands(word: str, task: str) -> None:
         ("launch", ["--max_restart_s=3", "x"], "did you mean --max-restarts? see launch.sh"),
         ("launch_singlenode", ["c", "--detatch"], "did you mean --detach? see launch_singlenode"),
         ("launch_singlenode", ["-status"], "unknown option '-status'; did you mean --status? see"),
-        ("launch_singlenode", ["--show"], "option --show has no value; see launch_singlenode.sh"),
-        ("launch_singlenode", ["--dry-run=x"], "option --dry-run takes no value; see launch_"),
-        ("run_ddp", ["--num-gpu-s", "2"], "did you mean --num-gpus? see run_ddp.sh --help"),
-        ("run_ddp", ["--config-path=d"], "--config-path and --config-name go together; give both"),
-        ("launch", [], "no SCRIPT; usage: scripts/launch.sh [TORCHRUN OPTIONS]"),
         ("launch", ["--nproc-per-node", "2", "--"], "no SCRIPT; usage: scripts/launch.sh"),
-        ("launch", [""], "SCRIPT is an empty word; usage: scripts/launch.sh"),
         ("launch", ["-m", ""], "SCRIPT is an empty word; usage: scripts/launch.sh"),
-        ("launch", ["--nnodes", "1:4", "x.py"], "--nnodes 1:4: the number of nodes cannot change"),
-        ("launch", ["--rdzv-backend=etcd", "x.py"], "--rdzv-backend etcd: unknown here; omit it"),
         (
             *("launch", ["--hosts=n1", "--rdzv-endpoint=n1:4", "x.py"]),
             "--hosts names the nodes, and --rdzv-endpoint does so, too; omit one",
         ),
-        ("launch_torchrun_multinode", ["c", "2", "2", "0"], "too few arguments; usage: scripts/s"),
-        ("test_distributed", ["a=b"], "'a=b': settings have no effect here; omit them"),
-        ("test_distributed", ["--test", "x"], "--test is 'x'; give basic or all"),
-        ("launch_singlenode", ["--status", "--strict"], "--strict does not go with --status; give"),
         ("launch_singlenode", ["--strict", "--stop", "a"], "--strict does not go with --stop"),
         ("launch_singlenode", ["--stop", "-"], "- does not go with --stop; give the names of runs"),
-        ("slurm_train", ["--detach"], "--detach does not apply to a SLURM or PBS job; use sbatch"),
-        ("pbs_train", ["--stop", "a"], "--stop does not apply to a SLURM or PBS job; use sbatch"),
-        ("submit_with_config", ["--status"], "--status does not apply to a SLURM or PBS job"),
     ],
 )
 def test_what_is_refused_in_one_line(command: str, words: list[str], cause: str) -> None:
@@ -390,9 +298,141 @@ def test_what_is_refused_in_one_line(command: str, words: list[str], cause: str)
     assert "; " in str(raised.value) and "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "PBS_JOBID"])
-def test_in_a_job_the_scheduler_holds_every_run(name: str) -> None:
-    for word in ("--detach", "--status", "--stop"):
-        with pytest.raises(PlanError, match="does not apply to a SLURM or PBS job"):
-            read("launch_singlenode", word, environ={name: "7"})
-    assert read("launch_singlenode", "--stacks", "a", environ={name: "7"})["fanout"] == "stacks"
+def test_in_a_job_stacks_can_be_asked_for() -> None:
+    found = read("launch_singlenode", "--stacks", "a", environ={"SLURM_JOB_ID": "7"})
+    assert found["fanout"] == "stacks"
+
+
+# --- what -h and --help show --------------------------------------------------------------------
+
+SCRIPTS = {name: file for name, file in FILES.items() if not file.is_symlink()}
+LAUNCHERS = sorted((SCRIPTS.keys() & COMMANDS.keys()) - {"test_distributed_integration"})
+WORDS = {
+    **{name: ["x.yaml", "2", "node1", "0", "node1"] for name in LAUNCHERS},
+    **{"launch": ["x.py"], "launch_singlenode": ["x.yaml"], "cluster_train": ["x.yaml"]},
+    **{"run_ddp": ["-c", "x.yaml"], "slurm_train": ["x.yaml"], "pbs_train": ["x.yaml"]},
+    **{"slurm_train_single_node": ["x.yaml"], "submit_with_config": ["config=x.yaml"]},
+    **{"test_distributed": ["2"]},
+}
+
+
+@functools.cache
+def shown(name: str, option: str = "--help") -> str:
+    command = ["bash", str(SCRIPTS[name]), option]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def is_taken(name: str, words: list[str]) -> bool:
+    with contextlib.suppress(PlanError):
+        return bool(parse(call_of(name), words, {}))
+    return False
+
+
+def test_the_entries_name_commands_and_each_command_has_a_script() -> None:
+    lines = re.findall(r"^#(.*)$", HELP.read_text(), re.M)
+    named = {word for line in lines for word in line.split()}
+    assert named == {*LAUNCHERS} == COMMANDS.keys() - {"test_distributed_integration"}
+
+
+@pytest.mark.parametrize("name", sorted(SCRIPTS))
+def test_h_is_short_and_begins_help(name: str) -> None:
+    usage, all_of_it = shown(name, "-h").splitlines(), shown(name).splitlines()
+    assert len(usage) <= 28
+    if name in LAUNCHERS:
+        assert all_of_it[: len(usage) - 2] == usage[:-2] and "--help also shows" in usage[-1]
+    else:
+        assert all_of_it == usage and not [line for line in usage if "--help" in line]
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_it_shows_the_options_that_it_accepts(name: str) -> None:
+    options = set(re.findall(r"^  (--[a-z-]+) ", shown(name).partition("\nOptions:\n")[2], re.M))
+    assert {"--dry-run", "--show", "--stacks", "--version"} <= options
+    values = {"--show": ["all"], "--stop": ["mine"], "--stacks": ["mine"]}
+    for option in ("--strict", "--detach", "--status", "--stop", "--stacks", "--show"):
+        words = [] if option.startswith("--sta") or option == "--stop" else WORDS[name]
+        taken = is_taken(name, [option, *values.get(option, []), *words])
+        assert taken or option not in options, option
+        is_to_be_shown = option != "--strict" and taken
+        assert option in options or not is_to_be_shown, option
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_it_shows_the_variables_that_it_reads(name: str) -> None:
+    text = shown(name).partition("\nEnvironment variables")[2]
+    assert re.search(r"^  RUN_ID ", text, re.M) and "\n  GRACE " in text
+    typed = parse(call_of(name), WORDS[name], {})
+    if name != "submit_with_config":  # the job's own script reads it
+        words, _, _ = choose_program(typed, {"TRAIN_SCRIPT": "own.py", "CONFIG_FLAG": "--conf"})
+        assert ("own.py" in words) == ("\n  TRAIN_SCRIPT " in text)
+        assert ("--conf" in words) == ("\n  CONFIG_FLAG " in text)
+    engine = COMMANDS[name].fixed.get("engine")
+    assert ("\n  FRESH " in text) == (not engine)
+    replaces_nodes = COMMANDS[name].fanout in (*FANOUTS, "auto", "submit") and not engine
+    has_spares = (replaces_nodes and not name.startswith("test_")) or name == "launch"
+    assert ("\n  SPARES " in text) == has_spares
+
+
+@pytest.mark.parametrize("name", ["slurm_train", "slurm_train_single_node"])
+def test_the_size_it_shows_is_the_one_that_it_asks_for(name: str) -> None:
+    asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)", SCRIPTS[name].read_text(), re.M))
+    nodes, gpus, cpus = (int(asked[one]) for one in ("nodes", "gpus-per-node", "cpus-per-gpu"))
+    size = f"1 node with {gpus} GPUs" if nodes == 1 else f"{nodes} nodes with {gpus} GPUs each"
+    hours = int(asked["time"].partition(":")[0])
+    text = " ".join(shown(name, "-h").split())
+    assert f"the job has {size}, {cpus} CPUs per GPU and {hours} hours." in text
+
+
+# --- where the node agent finds the end of torchrun's options -------------------------------------
+
+HELP = ROOT / "scripts/lib/help.txt"
+
+
+@pytest.mark.parametrize(
+    ("options", "program"),
+    [
+        ([], ["x.py"]),
+        ([], []),
+        ([], ["-"]),
+        (["--nproc-per-node", "2"], ["x.py", "--log", "x"]),
+        (["--nproc_per_node=2", "--standalone"], ["x.py", "--", "y"]),
+        (["--standalone", "--no_python"], ["bash", "-c", "true"]),
+        (["--stand", "-m"], ["pkg.mod", "-m", "x"]),
+        (["--virtual_local_rank", "--run-path", "--use-env"], ["x.py"]),
+        (["-r", "3", "-t3", "--node-rank", "-1"], ["x.py"]),
+        (["--role", "--module"], ["x.py"]),
+    ],
+)
+def test_where_the_program_begins(options: list[str], program: list[str]) -> None:
+    assert command_line.split([*options, *program]) == (options, program)
+
+
+def test_two_dashes_end_the_options() -> None:
+    assert command_line.split(["--standalone", "--", "x.py", "--", "y"]) == (
+        ["--standalone"],
+        ["x.py", "--", "y"],
+    )
+
+
+def test_an_option_is_not_taken_from_the_program() -> None:
+    words = ["--node_rank=1", "--node-r", "2", "x.py", "--node-rank", "3"]
+    assert command_line.find_option(words, "--node-rank") == "2"
+    assert command_line.find_option(words, "--signals-to-handle") == ""
+
+
+def test_torch_takes_arguments_for_templates() -> None:
+    args = command_line.read_for_torch(
+        torchrun.parse_args, ["--nnodes=1:2", "x.py", "--log", "$$5", "${local_rank}"]
+    )
+    assert args.training_script_args == ["--log", "$$$$5", "$${local_rank}"]
+
+
+def test_an_empty_variable_is_one_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = torchrun_arguments.parse(["x.py"])
+    names = re.findall(
+        r"\b[A-Z][A-Z_]+\b", "".join(re.findall(r"(?m)^  [A-Z].*?(?:  |$)", HELP.read_text()))
+    )
+    assert {"GRACE", "SPARES", "VENV", "NO_COLOR"} < {*names}
+    for name in names:
+        monkeypatch.setenv(name, "")
+    assert torchrun_arguments.parse(["x.py"]) == usual

@@ -99,10 +99,6 @@ class Loader(Right):
         return []
 
 
-class NoSettings(Right):
-    def __init__(self) -> None: ...
-
-
 class NoData(Right):
     def __init__(self, settings: Any) -> None: ...
 
@@ -134,10 +130,6 @@ class Static(Right):
         ("NoModel", f"{HERE}:N: test_asked:NoModel has no method model; write one"),
         ("Schedule", "Schedule.schedule: too many positional arguments; it should take (self, opt"),
         ("Loader", "it should take (self, batch_size, *, rank, world_size, epoch, skip)"),
-        (
-            "NoSettings",
-            "NoSettings.__init__: too many positional arguments; it should take (",
-        ),
         ("NoData", "test_asked:NoData has no validation; set self.validation in __init__"),
         ("Alone", "test_asked:Alone has no weight; make it a subclass of training.tasks.Task"),
         ("HERE", "test_asked:HERE is no class; name a subclass of Task"),

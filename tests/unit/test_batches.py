@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import multiprocessing
 import random
 from collections.abc import Iterator
@@ -13,23 +12,14 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from distributed.environment import Environment, detect
+from distributed.environment import detect
 from training import batches
 from training.batches import Batches, move, share_of, shuffled
 from training.config_file import SettingsError
 from training.settings import Data, Settings, Train
 from training.tasks import Task
-
-
-def make_train(**changes: object) -> Train:
-    return Train(batch_size=1, max_seconds=1, **changes)  # type: ignore[arg-type]
-
-
-def rank_of(rank: int, world_size: int) -> Environment:
-    variables = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-    return detect({**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
 
 
 class Given(Task):
@@ -43,6 +33,18 @@ class Given(Task):
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         raise AssertionError
+
+
+def stream_of(
+    data: Any, rank: int = 0, *, ranks: int = 1, at: Any = batches.START, workers: int = 0
+) -> Batches:
+    """Return the batches of 4 of one rank of a task, or of one that has this data."""
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    train = Train(batch_size=1, max_seconds=1)
+    settings = Settings(seed=3, train=train, data=Data(num_workers=workers))
+    task = data if isinstance(data, Given) else Given(data)
+    return Batches(task, 4, settings, detect(place), at)
 
 
 @pytest.mark.parametrize("length", [1, 7, 256, 1000, 70_000])
@@ -73,11 +75,10 @@ def test_samples_that_come_together_are_of_few_blocks(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("done", range(9))
 def test_a_stream_opened_anywhere_goes_on_as_if_it_had_come_there(done: int) -> None:
     dataset = TensorDataset(torch.arange(17))
-    settings = Settings(seed=3, train=make_train())
-    whole = Batches(Given(dataset), 4, settings, detect({}))
+    whole = stream_of(dataset)
     for _ in range(done):
         next(whole)
-    opened = Batches(Given(dataset), 4, settings, detect({}), whole.position())
+    opened = stream_of(dataset, at=whole.position())
     assert opened.position() == {"epoch": done // 4, "samples": done % 4 * 4}
     expected = [next(whole)[0].tolist() for _ in range(9)]
     assert [next(opened)[0].tolist() for _ in range(9)] == expected
@@ -86,9 +87,7 @@ def test_a_stream_opened_anywhere_goes_on_as_if_it_had_come_there(done: int) -> 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_batches_are_named_by_their_samples(rank: int) -> None:
-    stream = Batches(
-        Given(TensorDataset(torch.arange(17))), 4, Settings(train=make_train()), rank_of(rank, 2)
-    )
+    stream = stream_of(TensorDataset(torch.arange(17)), rank, ranks=2)
     read: list[str] = []
     for _ in range(7):  # over three epochs
         with pytest.raises(ValueError, match=r"^broken") as raised, stream.noted(-1):
@@ -104,17 +103,12 @@ def test_batches_are_named_by_their_samples(rank: int) -> None:
 
 
 def test_samples_without_numbers_have_no_names() -> None:
-    stream = Batches(Given(Endless()), 4, Settings(train=make_train()), detect({}))
+    stream = stream_of(Stream(22))
     next(stream)
     assert stream.describe() == ""
     with pytest.raises(ValueError, match=r"^broken") as raised, stream.noted():
         raise ValueError("broken")
     assert not hasattr(raised.value, "__notes__")
-
-
-class Endless(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[int]:
-        return itertools.count()
 
 
 class Drawn(Dataset[Any]):
@@ -130,8 +124,7 @@ class Drawn(Dataset[Any]):
 def test_a_worker_draws_by_sample_not_by_what_it_read_before() -> None:
     def draw(workers: int, done: int) -> list[list[list[float]]]:
         position = {"epoch": done // 3, "samples": done % 3 * 4}
-        settings = Settings(seed=5, train=make_train(), data=Data(num_workers=workers))
-        batches = Batches(Given(Drawn()), 4, settings, detect({}), position)
+        batches = stream_of(Drawn(), at=position, workers=workers)
         return [torch.stack(next(batches)).tolist() for _ in range(6 - done)]
 
     whole = draw(1, 0)
@@ -142,9 +135,8 @@ def test_a_worker_draws_by_sample_not_by_what_it_read_before() -> None:
 
 def test_a_stream_and_its_workers_end_with_what_reads_it() -> None:
     """Its workers would keep the process from ending for half a minute."""
-    settings = Settings(train=make_train(), data=Data(num_workers=1))
     before = {child.pid for child in multiprocessing.active_children()}
-    stream = Batches(Given(Drawn()), 4, settings, detect({}))
+    stream = stream_of(Drawn(), workers=1)
     next(stream)
     (worker,) = [one for one in multiprocessing.active_children() if one.pid not in before]
     gc.disable()
@@ -183,28 +175,26 @@ class Stream(IterableDataset[int]):
 
 @pytest.mark.parametrize("done", range(6))
 def test_data_without_a_length_is_shared_out_and_goes_on_anywhere(done: int) -> None:
-    settings = Settings(train=make_train())
     both = []
     for rank in (0, 1):
-        whole = Batches(Given(Stream(22)), 4, settings, rank_of(rank, 2))
+        whole = stream_of(Stream(22), rank, ranks=2)
         assert whole.per_epoch is None
         read = [next(whole).tolist() for _ in range(6)]
         assert read == [*read[:2]] * 3  # two whole batches of eight in each epoch
         both += read[0] + read[1]
-        whole = Batches(Given(Stream(22)), 4, settings, rank_of(rank, 2))
+        whole = stream_of(Stream(22), rank, ranks=2)
         for _ in range(done):
             next(whole)
-        opened = Batches(Given(Stream(22)), 4, settings, rank_of(rank, 2), whole.position())
+        opened = stream_of(Stream(22), rank, ranks=2, at=whole.position())
         assert [next(opened).tolist() for _ in range(4)] == [next(whole).tolist() for _ in range(4)]
     assert sorted(both) == list(range(16))
 
 
 def test_data_that_fills_no_batch_is_refused() -> None:
-    settings = Settings(train=make_train())
     with pytest.raises(SettingsError, match="too little for 1 batches of 4"):
-        Batches(Given(TensorDataset(torch.arange(3))), 4, settings, detect({}))
+        stream_of(TensorDataset(torch.arange(3)))
     with pytest.raises(SettingsError, match="epoch 0 has no batch for each rank"):
-        next(Batches(Given(Stream(3)), 4, settings, detect({})))
+        next(stream_of(Stream(3)))
 
 
 class Loading(Given):
@@ -217,29 +207,16 @@ class Loading(Given):
 
 
 def test_a_task_may_load_its_data_itself() -> None:
-    settings = Settings(train=make_train())
-    stream = Batches(Loading(None), 4, settings, rank_of(1, 2))
+    stream = stream_of(Loading(None), 1, ranks=2)
     read = [next(stream) for _ in range(5)]
     assert read == [f"{n // 3}.{n % 3} 1/2 x 4" for n in range(5)]
     assert stream.position() == {"epoch": 1, "samples": 16}
-    again = Batches(Loading(None), 4, settings, rank_of(1, 2), stream.position())
-    assert next(again) == "1.2 1/2 x 4"
-
-
-class LoadingInOrder(Loading):
-    def loader(self, batch_size: int, **_: int) -> Any:
-        return DataLoader(Stream(6), batch_size)  # one that has no length
-
-
-def test_a_loader_of_ones_own_needs_no_length() -> None:
-    stream = Batches(LoadingInOrder(None), 4, Settings(train=make_train()), detect({}))
-    assert [next(stream).tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5]]
+    assert next(stream_of(Loading(None), 1, ranks=2, at=stream.position())) == "1.2 1/2 x 4"
 
 
 def test_a_batch_is_made_by_the_tasks_own_function() -> None:
     task = Given(list(range(8)))
     task.collate = sorted
-    stream = Batches(task, 4, Settings(train=make_train()), detect({}))
-    assert sorted([*next(stream), *next(stream)]) == list(range(8))
-    stream = Batches(task, 4, Settings(train=make_train()), detect({}))
-    assert isinstance(next(stream), list)
+    stream = stream_of(task)
+    first, second = next(stream), next(stream)
+    assert first == sorted(first) and sorted([*first, *second]) == list(range(8))

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import hashlib
-import io
-import json
 import os
 import pickle
 import re
-import resource
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -23,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from job_tools import make_tool
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.multiprocessing.spawn import start_processes
@@ -34,12 +30,10 @@ from distributed.errors import Refused
 from distributed.lock import RunLock
 from distributed.torch import gather_bytes
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def save(run: Path, step: int, state: State, *, keep_last: int, format: str = "full") -> Path:
     """Save one checkpoint, and return its folder when it is on the disk."""
-    saver = Saver(run, keep_last=keep_last, format=format)
+    saver = Saver(str(run), keep_last=keep_last, format=format)
     try:
         saver.save(step, state)
         saver.wait()
@@ -101,7 +95,7 @@ def test_what_is_saved_comes_back(tmp_path: Path, format: str) -> None:
     state = make_state(5)
     assert load(tmp_path) is load(tmp_path / "run") is None
     folder = save(tmp_path / "run", 5, state, keep_last=3, format=format)
-    for path in (folder, tmp_path / "run", tmp_path / "run/latest"):
+    for path in (folder, str(tmp_path / "run"), tmp_path / "run/latest"):
         loaded = load(path)
         assert loaded is not None
         assert weights_hash(loaded.model) == weights_hash(state.model)
@@ -111,17 +105,12 @@ def test_what_is_saved_comes_back(tmp_path: Path, format: str) -> None:
         assert loaded.optimizer["param_groups"] == state.optimizer["param_groups"]
 
 
-def test_the_folder_may_be_text_and_the_ranks_state_left_out(tmp_path: Path) -> None:
-    saver = Saver(str(tmp_path), keep_last=1)
-    saver.save(3, State({"w": torch.ones(2)}, {}, {"step": 3}))
-    saver.wait()
-    state = load(str(tmp_path))
-    assert state is not None and (state.progress, [*state.ranks]) == ({"step": 3}, [])
-
-
 def test_the_weights_open_with_plain_torch(tmp_path: Path) -> None:
-    folder = save(tmp_path, 1, make_state(1), keep_last=1)
-    assert set(torch.load(folder / "model.pt", weights_only=True)) == {"weight", "bias"}
+    state = State({"w": torch.ones(2)}, {}, {"step": 3})  # without what each rank has of its own
+    folder = save(tmp_path, 3, state, keep_last=1)
+    assert set(torch.load(folder / "model.pt", weights_only=True)) == {"w"}
+    found = load(tmp_path)
+    assert found is not None and (found.progress, [*found.ranks]) == ({"step": 3}, [])
 
 
 def test_the_newest_stay_and_latest_points_at_the_last(tmp_path: Path) -> None:
@@ -215,34 +204,13 @@ def flip_old_ones(folder: Path, file: str, every: int) -> int:
 
 def test_what_is_no_manifest_of_a_checkpoint_is_damage(tmp_path: Path) -> None:
     folder = save(tmp_path, 1, make_state(1), keep_last=1)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (tmp_path / "secret").write_text("")
-    for content in ({}, {"../secret": {"size": 0, "sha256": hashlib.sha256().hexdigest()}}):
-        forged = {"version": 1, "saved": 0.0, "files": content}
-        (folder / "manifest.json").write_text(json.dumps(forged))
-        with pytest.raises(CheckpointError, match="is not what was written"):
-            load(tmp_path)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
     (folder / "model.pt").rename(tmp_path / "model.pt")
     (folder / "model.pt").symlink_to(tmp_path / "model.pt")
     with pytest.raises(CheckpointError, match="is not a file of its own"):
         load(tmp_path)
-
-
-def test_a_manifest_without_a_hash_of_its_own_still_counts(tmp_path: Path) -> None:
-    folder = save(tmp_path, 1, make_state(1), keep_last=1)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    older = {"version": 1, "saved": manifest["saved"], "files": manifest["files"]}
-    (folder / "manifest.json").write_text(json.dumps(older))
-    assert newest_step(tmp_path) == 1
-
-
-def test_a_damaged_one_is_replaced(tmp_path: Path) -> None:
-    for step in (1, 2):
-        save(tmp_path, step, make_state(step), keep_last=2)
-    flip_a_bit(tmp_path / "step-2/model.pt")
-    save(tmp_path, 2, make_state(2), keep_last=2)
-    assert newest_step(tmp_path) == 2
+    (folder / "manifest.json").write_text('{"version": 1, "saved": 0.0, "files": {}}')
+    with pytest.raises(CheckpointError, match="is not what was written"):
+        load(tmp_path)
 
 
 @pytest.mark.slow
@@ -308,14 +276,6 @@ def test_all_is_on_the_disk_before_it_gets_its_name(
     assert tmp_path.name in synced
 
 
-def test_the_best_stays_too(tmp_path: Path) -> None:
-    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None)):
-        progress = {"validation_loss": loss} if loss else {}
-        save(tmp_path, step, make_state(step, **progress), keep_last=1)
-    assert names(tmp_path) == ["best", "latest", "step-2", "step-4"]
-    assert os.readlink(tmp_path / "best") == "step-2"
-
-
 def test_what_a_run_finds_damaged_is_set_aside(tmp_path: Path) -> None:
     """Else it would count as one of those kept, in the place of the last good one but one."""
     for step in (1, 2, 3):
@@ -335,25 +295,15 @@ def test_what_a_run_finds_damaged_is_set_aside(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", *aside, "step-4", "step-5"]
 
 
-def test_one_set_aside_before_makes_room(tmp_path: Path) -> None:
-    save(tmp_path, 1, make_state(1), keep_last=2)
-    for model in (b"first", b"second"):
-        (save(tmp_path, 2, make_state(2), keep_last=2) / "model.pt").write_bytes(model)
-        saver = Saver(tmp_path, keep_last=2)
-        assert newest_step(tmp_path) == 1
-        saver._lock.close()
-    assert names(tmp_path) == ["latest", "step-1", "step-2.damaged"]
-    assert (tmp_path / "step-2.damaged/model.pt").read_bytes() == b"second"
-
-
 def test_what_a_run_went_back_behind_is_deleted(tmp_path: Path) -> None:
     """Else the damaged one, being the newest, would stay in the place of a good one."""
     for step in (1, 2, 3):
         save(tmp_path, step, make_state(step), keep_last=2)
     flip_a_bit(tmp_path / "step-3/model.pt")
     assert newest_step(tmp_path) == 2
+    flip_a_bit(tmp_path / "step-2/model.pt")  # which is replaced
     save(tmp_path, 2, make_state(2), keep_last=1)
-    assert names(tmp_path) == ["latest", "step-2"]
+    assert names(tmp_path) == ["latest", "step-2"] and newest_step(tmp_path) == 2
 
 
 @in_each_format
@@ -368,12 +318,6 @@ def test_what_changes_after_the_call_is_not_saved(tmp_path: Path, format: str) -
     assert newest_step(tmp_path) == 2
 
 
-def start_again(run: Path, state: State, job: str, start: int) -> None:
-    """Be a later start of a SLURM job, which saves its step 5."""
-    os.environ |= {"SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": str(start)}
-    save(run, 5, state, keep_last=1)
-
-
 @in_each_format
 def test_a_job_that_was_started_again_takes_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
@@ -382,86 +326,88 @@ def test_a_job_that_was_started_again_takes_over(
     cut_off = Saver(tmp_path, keep_last=1, format=format)
     cut_off.save(9, make_state(9))
     cut_off.wait()
-    state = make_state(5)
-    assert in_a_child(lambda: start_again(tmp_path, state, "12", 1)) == 0
-    after = names(tmp_path)
-    assert after == ["latest", "step-5"]
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    save(tmp_path, 5, make_state(5), keep_last=1)
     cut_off.save(10, make_state(10))
-    with pytest.raises(
-        CheckpointError, match=r"step 10 was not saved: .*restarted on .*"
-    ) as raised:
+    with pytest.raises(CheckpointError, match=r"step 10 was not saved: .*restarted on ") as raised:
         cut_off.wait()
     assert vars(raised.value) == {"fault": "node-lost"}
-    assert names(tmp_path) == after
+    assert names(tmp_path) == ["latest", "step-5"]
     cut_off._lock.close()
 
 
-@pytest.mark.parametrize(("job", "start"), [("12", 1), ("12", 0), ("13", 5)])
-def test_nobody_else_takes_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, start: int
+FIRST = {"LAUNCH_TOKEN": "launch.0", "SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "1"}
+ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
+
+
+@pytest.mark.parametrize(
+    ("later", "takes_over"),
+    [
+        ({}, False),
+        ({"SLURM_RESTART_COUNT": "0"}, False),
+        ({"SLURM_JOB_ID": "13", "SLURM_RESTART_COUNT": "5"}, False),
+        ({"SLURM_RESTART_COUNT": "2"}, True),
+        ({"LAUNCH_TOKEN": "launch.4", ATTEMPT: "1"}, True),
+        ({"LAUNCH_TOKEN": "launch.4"}, False),
+        ({"LAUNCH_TOKEN": "other.4", ATTEMPT: "1"}, False),
+        ({"LAUNCH_TOKEN": "", ATTEMPT: "1"}, False),
+    ],
+)
+def test_who_takes_over_from_a_process_that_still_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: dict[str, str], takes_over: bool
 ) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "12")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    live, state = Saver(tmp_path, keep_last=1), make_state(5)
+    for name, value in FIRST.items():
+        monkeypatch.setenv(name, value)
+    first = RunLock(tmp_path, "run")
+    for name, value in later.items():
+        monkeypatch.setenv(name, value)
 
-    def refused() -> None:
-        with pytest.raises(Refused, match="run-is-live"):
-            start_again(tmp_path, state, job, start)
+    def commit() -> None:
+        with first.committing():
+            pass
 
-    assert in_a_child(refused) == 0
-    assert names(tmp_path) == []
-    live._lock.close()
+    def lock() -> None:
+        RunLock(tmp_path, "run").close()
+
+    succeeds, fails = (lock, commit) if takes_over else (commit, lock)
+    succeeds()
+    with pytest.raises(Refused, match="node-lost" if takes_over else "run-is-live"):
+        fails()
+    first.close()
 
 
 SUBMITTED = "2026-11-20T16:12:33"
 
 
 @pytest.mark.parametrize(
-    ("cluster", "start", "submitted", "is_refused"),
+    ("later", "is_refused"),
     [
-        ("box", 1, SUBMITTED, False),  # the same start, as a second srun in one job
-        ("box", 1, "", False),  # in a container without SLURM's commands
-        ("box", 2, "2026-11-20T17:00:00", False),  # requeued
-        ("box", 1, "2026-12-24T00:00:00", True),
-        ("box", 0, "2026-12-24T00:00:00", True),
-        ("other", 2, SUBMITTED, True),
+        (("box", 1, SUBMITTED), False),  # the same start, as a second srun in one job
+        (("box", 1, ""), False),  # in a container without SLURM's commands
+        (("box", 2, "2026-11-20T17:00:00"), False),  # requeued
+        (("box", 1, "2026-12-24T00:00:00"), True),
+        (("box", 0, "2026-12-24T00:00:00"), True),
+        (("other", 2, SUBMITTED), True),
     ],
 )
 def test_another_job_of_the_same_id_is_refused(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    cluster: str,
-    start: int,
-    submitted: str,
-    is_refused: bool,
+    tools: Path, monkeypatch: pytest.MonkeyPatch, later: tuple[str, int, str], is_refused: bool
 ) -> None:
-    def be_job(cluster: str, start: int, submitted: str) -> None:
+    def lock_as_job(cluster: str, start: int, submitted: str, *runs: str) -> None:
         """The squeue on PATH answers with the submit time, or not at all."""
-        squeue = tmp_path / "squeue"
-        squeue.write_text(f"#!/bin/sh\n[ $3 = 12 ] && [ $5 = %V ] && echo {submitted}")
-        squeue.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        make_tool(tools / "squeue", f"[ $3 = 12 ] && [ $5 = %V ] && echo {submitted}")
         monkeypatch.setenv("SLURM_JOB_ID", "12")
         monkeypatch.setenv("SLURM_CLUSTER_NAME", cluster)
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(start))
+        for run in runs:
+            (tools / run).mkdir(exist_ok=True)
+            RunLock(tools / run, f"run {run}").close()
 
-    state = make_state(2)  # here: OpenMP does not survive a fork
-
-    def save_as_job(run: str) -> None:
-        be_job(cluster, start, submitted)
-        save(tmp_path / run, 2, state, keep_last=1)
-
-    def refused() -> None:
-        whose = f"cluster box, submitted {SUBMITTED}"
-        with pytest.raises(Refused, match=rf"run 12 .* of the same id \({whose}\); .*foreign-run"):
-            save_as_job("12")
-
-    be_job("box", 1, SUBMITTED)
-    for run in ("12", "mine"):
-        save(tmp_path / run, 1, make_state(1), keep_last=1)
-    assert in_a_child(refused if is_refused else lambda: save_as_job("12")) == 0
-    assert newest_step(tmp_path / "12") == (1 if is_refused else 2)
-    assert in_a_child(lambda: save_as_job("mine")) == 0, "a RUN_ID that somebody chose"
+    lock_as_job("box", 1, SUBMITTED, "12", "mine")
+    whose = rf"run 12 .* of the same id \(cluster box, submitted {SUBMITTED}\); .*foreign-run"
+    with pytest.raises(Refused, match=whose) if is_refused else contextlib.nullcontext():
+        lock_as_job(*later, "12")
+    lock_as_job(*later, "mine")  # a RUN_ID that somebody chose
 
 
 def test_what_takes_over_waits_for_a_commit(
@@ -487,44 +433,11 @@ def test_what_takes_over_waits_for_a_commit(
     os.close(claim.fd)
 
 
-@pytest.mark.parametrize(
-    ("token", "attempt", "takes_over"),
-    [("launch.4", 1, True), ("launch.4", 0, False), ("other.4", 1, False), ("", 1, False)],
-)
-def test_the_next_attempt_of_a_launch_takes_over_from_a_rank_that_still_lives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str, attempt: int, takes_over: bool
-) -> None:
-    monkeypatch.setenv("LAUNCH_TOKEN", "launch.0")
-    first = RunLock(tmp_path, "run")
-    monkeypatch.setenv("LAUNCH_TOKEN", token)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
-    assert is_refused("run-is-live", lambda: RunLock(tmp_path, "run").close()) != takes_over
-
-    def commit() -> None:
-        with first.committing():
-            pass
-
-    assert is_refused("node-lost", commit) == takes_over
-    first.close()
-
-
-def is_refused(fault: str, act: Callable[[], None]) -> bool:
-    try:
-        act()
-    except Refused as refused:
-        assert refused.fault == fault
-        return True
-    return False
-
-
 def test_a_copy_of_the_folder_lets_nobody_in(tmp_path: Path) -> None:
     saver = Saver(tmp_path / "run", keep_last=1)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")  # opens and closes the lock's file
-    code = "import sys; from pathlib import Path; from distributed.lock import RunLock\n"
-    code += "RunLock(Path(sys.argv[1]), 'run r')"
-    other = [sys.executable, "-c", code, str(tmp_path / "run")]
-    result = subprocess.run(other, cwd=ROOT, capture_output=True, text=True)
-    assert "[run-is-live]" in result.stderr
+    with pytest.raises(Refused, match="run-is-live"):
+        RunLock(tmp_path / "run", "run r")
     saver._lock.close()
 
 
@@ -533,30 +446,16 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
     child = os.fork()
     if child == 0:
-        ours.close()
         theirs.send(b"forked")
         theirs.recv(1)
         os._exit(0)
     assert ours.recv(6) == b"forked"
     lock.close()
     RunLock(tmp_path, "run r").close()
-    theirs.close()
-    ours.close()
+    ours.send(b"x")
     assert os.waitpid(child, 0)[1] == 0
-
-
-@in_each_format
-def test_a_full_disk_leaves_the_one_before(tmp_path: Path, format: str) -> None:
-    save(tmp_path, 1, make_state(1), keep_last=1, format=format)
-    state = make_state(2)
-
-    def save_within_20_kb() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # write(2) fails beyond
-        save(tmp_path, 2, state, keep_last=1, format=format)
-
-    assert os.waitstatus_to_exitcode(in_a_child(save_within_20_kb)) == 3
-    assert newest_step(tmp_path) == 1
-    assert names(tmp_path) == ["latest", "step-1"], "half of one takes up room"
+    ours.close()
+    theirs.close()
 
 
 def test_an_error_in_the_background_ends_the_run(tmp_path: Path) -> None:
@@ -610,7 +509,6 @@ def test_an_old_one_that_somebody_reads_over_nfs_ends_no_run(
     assert not [*tmp_path.glob("*.tmp-*")]
 
 
-@pytest.mark.slow
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def told(*arguments: object) -> tuple[int, str, str]:
         return main([*map(str, arguments)]), *capsys.readouterr()
@@ -639,39 +537,31 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     )  # fmt: skip
     for wrong in ((), ("ls",), ("look", run), ("export", run)):
         assert told(*wrong)[0] == 2
-    command = [sys.executable, "-m", "distributed.checkpoint", "--help"]
-    helped = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (helped.returncode, helped.stderr) == (0, "")
-    assert "python -m distributed.checkpoint verify DIR" in helped.stdout
 
 
-def _load_on_a_rank(rank: int, folder: str, results: str) -> None:
-    meeting = f"file://{results}/store"
+def _join(rank: int, folder: Path) -> None:
+    meeting = f"file://{folder}/store"
     torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
-    torch.manual_seed(rank)
+
+
+def _load_on_a_rank(rank: int, folder: Path, weights: str) -> None:
+    _join(rank, folder)
     gathered = checkpoint.gather_ranks({"rank": rank})
     assert [*gathered] == ([{"rank": 0}, {"rank": 1}] if rank == 0 else [])
     # Rank 1 looks at a folder that is not there, as on a node without the shared disk.
-    state = load(Path(folder if rank == 0 else "/nonexistent"))
-    assert state is not None
-    Path(results, str(rank)).write_text(weights_hash(state.model))
-    try:
-        load(Path(folder, "damaged"))
-    except CheckpointError as error:
-        Path(results, f"{rank}.error").write_text(str(error))
+    here = folder if rank == 0 else Path("/nonexistent")
+    state = load(here / "run")
+    assert state is not None and weights_hash(state.model) == weights
+    with pytest.raises(CheckpointError, match=rf"no intact .* in {folder}/damaged"):
+        load(here / "damaged")
 
 
 def test_rank_0_reads_for_all(tmp_path: Path) -> None:
     state = make_state(1)
     save(tmp_path / "run", 1, state, keep_last=1)
-    flip_a_bit(save(tmp_path / "run/damaged", 1, state, keep_last=1) / "model.pt")
-    (tmp_path / "results").mkdir()
-    arguments = (str(tmp_path / "run"), str(tmp_path / "results"))
+    flip_a_bit(save(tmp_path / "damaged", 1, state, keep_last=1) / "model.pt")
+    arguments = (tmp_path, weights_hash(state.model))
     start_processes(_load_on_a_rank, arguments, nprocs=2, start_method="fork")  # type: ignore[no-untyped-call]
-    found = {(tmp_path / "results" / str(rank)).read_text() for rank in (0, 1)}
-    assert found == {weights_hash(state.model)}
-    errors = {(tmp_path / "results" / f"{rank}.error").read_text() for rank in (0, 1)}
-    assert len(errors) == 1
 
 
 class Intruder:
@@ -684,20 +574,15 @@ class Intruder:
         return Path.touch, (Path(self.file),)
 
 
-def _send_a_pickle(rank: int, results: str) -> None:
-    meeting = f"file://{results}/store"
-    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
-    opened = str(Path(results, "opened"))
-    for send in (pickle.dumps, _saved):
+def _send_a_pickle(rank: int, folder: Path) -> None:
+    _join(rank, folder)
+    opened = str(folder / "opened")
+    for send in (pickle.dumps, files.pack):
         if rank == 1:
             gather_bytes(send(Intruder(opened)))
         else:
             with pytest.raises(pickle.UnpicklingError):
                 list(checkpoint.gather_ranks({"rank": rank}))
-    if rank == 1:
-        gather_bytes(pickle.dumps(Intruder(opened)))
-    else:
-        assert gather_bytes(b"")[1] == pickle.dumps(Intruder(opened))
     if rank == 0:
         gather_bytes(pickle.dumps(Intruder(opened)))
     else:
@@ -705,11 +590,6 @@ def _send_a_pickle(rank: int, results: str) -> None:
             load(Path("/nonexistent"))
 
 
-def _saved(content: object) -> bytes:
-    torch.save(content, file := io.BytesIO())
-    return file.getvalue()
-
-
 def test_what_a_false_rank_sends_is_not_unpickled(tmp_path: Path) -> None:
-    start_processes(_send_a_pickle, (str(tmp_path),), nprocs=2, start_method="fork")  # type: ignore[no-untyped-call]
+    start_processes(_send_a_pickle, (tmp_path,), nprocs=2, start_method="fork")  # type: ignore[no-untyped-call]
     assert not (tmp_path / "opened").exists()

@@ -7,11 +7,10 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from agents import PATIENCE_S, Run, kill_what_is_left
+from agents import PATIENCE_S, Run
 
 from launcher import processes
 from launcher.agent.control import Launched
@@ -42,19 +41,6 @@ VICTIMS = {  # -> the signals for supervisor and agent, in this order; 0: none
     "both": (signal.SIGKILL, signal.SIGKILL),
     "supervisor, agent stopped": (signal.SIGKILL, signal.SIGSTOP),
 }
-Start = Callable[..., Run]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    runs: list[Run] = []
-
-    def begin(**environment: str) -> Run:
-        runs.append(start_run(tmp_path, **environment))
-        return runs[-1]
-
-    yield begin
-    kill_what_is_left(runs)
 
 
 def start_run(folder: Path, *through: str, **environment: str) -> Run:
@@ -80,32 +66,29 @@ def hit(run: Run, victim: str) -> None:
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
-def test_nothing_is_left(start: Start, victim: str) -> None:
-    run = start()
+def test_nothing_is_left(runs: list[Run], tmp_path: Path, victim: str) -> None:
+    runs.append(run := start_run(tmp_path))
     assert len(run.seen) >= 2 + 2 + 2  # supervisor and agent, ranks, and what those left behind
+    deadline = time.monotonic() + PATIENCE_S
+    while zombies_of({run.process.pid, run.agent_pid()}):  # what is adopted is reaped
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     hit(run, victim)
     run.assert_gone()
+    err = run.finish()
+    if victim == "agent":
+        assert run.process.returncode == 137 and "[agent-killed]" in err
 
 
-def test_a_supervisor_that_dies_after_its_agent_is_cleaned_up_after_as_fast(start: Start) -> None:
-    run = start()
+def test_a_supervisor_that_dies_after_its_agent_is_cleaned_up_after_as_fast(
+    runs: list[Run], tmp_path: Path
+) -> None:
+    runs.append(run := start_run(tmp_path))
     agent = run.agent_pid()
     os.kill(run.process.pid, signal.SIGSTOP)
     os.kill(agent, signal.SIGKILL)
     time.sleep(0.5)  # between the two deaths; the reaper has seen the first
     os.kill(run.process.pid, signal.SIGKILL)
-    run.assert_gone()
-
-
-def test_what_is_adopted_is_reaped(start: Start) -> None:
-    run = start()
-    family = {run.process.pid, run.agent_pid()}
-    deadline = time.monotonic() + PATIENCE_S
-    while zombies_of(family) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert zombies_of(family) == 0
-    run.process.terminate()
-    run.finish()
     run.assert_gone()
 
 
@@ -115,10 +98,10 @@ def zombies_of(parents: set[int]) -> int:
 
 
 @pytest.mark.long
-def test_a_python_without_the_newest_calls_will_do(start: Start, tmp_path: Path) -> None:
+def test_a_python_without_the_newest_calls_will_do(runs: list[Run], tmp_path: Path) -> None:
     """As conda's, and those built for older kernels."""
     (tmp_path / "sitecustomize.py").write_text("import os\ndel os.memfd_create, os.pidfd_open\n")
-    run = start(PYTHONPATH=str(tmp_path))
+    runs.append(run := start_run(tmp_path, PYTHONPATH=str(tmp_path)))
     hit(run, "agent")
     err = run.finish()
     run.assert_gone()

@@ -21,47 +21,33 @@ def call(
 DONE = [call(1), call(2)]
 
 
+IN_3 = [*DONE, call(3, False)]
+IN_PAIR = [*DONE, Collective("group 3", 5, "broadcast", "[1] Long", False)]
+CALL = "all_reduce of [8] Float"
+
+
 @pytest.mark.parametrize(
-    ("told", "lines"),
+    ("told", "line"),
     [
-        ({0: DONE, 1: DONE}, []),
-        ({0: [*DONE, call(3, False)], 1: [*DONE, call(3, False)]}, []),  # just now
+        ([DONE, DONE], ""),
+        ([IN_3, IN_3], ""),  # just now
+        ([IN_3, DONE, IN_3], f"ranks 0, 2 in #3 {CALL}; rank 1 last called #2 {CALL}"),
+        ([[call(1, False)], []], f"rank 0 in #1 {CALL}; rank 1 called none"),
         (
-            {0: [*DONE, call(3, False)], 1: DONE, 2: [*DONE, call(3, False)]},
-            [
-                "default_pg: ranks 0, 2 in #3 all_reduce of [8] Float; "
-                "rank 1 last called #2 all_reduce of [8] Float"
-            ],
+            [IN_3, [*DONE, call(3, False, "broadcast")]],
+            f"the ranks differ: rank 0 #3 {CALL}; rank 1 #3 broadcast of [8] Float",
         ),
         (
-            {0: [call(1, False)], 1: []},
-            ["default_pg: rank 0 in #1 all_reduce of [8] Float; rank 1 called none"],
+            [[call(7, False)], [call(7, False, size=9)]],
+            f"the ranks differ: rank 0 #7 {CALL}; rank 1 #7 all_reduce of [9] Float",
         ),
-        (
-            {0: [*DONE, call(3, False)], 1: [*DONE, call(3, False, "broadcast")]},
-            [
-                "default_pg: the ranks differ: rank 0 #3 all_reduce of [8] Float; "
-                "rank 1 #3 broadcast of [8] Float"
-            ],
-        ),
-        (
-            {0: [call(7, False)], 1: [call(7, False, size=9)]},
-            [
-                "default_pg: the ranks differ: rank 0 #7 all_reduce of [8] Float; "
-                "rank 1 #7 all_reduce of [9] Float"
-            ],
-        ),
-        ({0: [call(7, False, "all_gather")], 1: [call(7, False, "all_gather", 9)]}, []),
+        ([[call(7, False, "all_gather")], [call(7, False, "all_gather", 9)]], ""),
+        ([IN_PAIR, IN_PAIR, DONE], ""),  # a group is compared among its own ranks
     ],
 )
-def test_what_does_not_match(told: dict[int, list[Collective]], lines: list[str]) -> None:
-    assert find_mismatches({rank: Calls(calls) for rank, calls in told.items()}) == lines
-
-
-def test_a_group_is_compared_among_its_own_ranks() -> None:
-    pair = Collective("group 3", 5, "broadcast", "[1] Long", False)
-    told = {0: Calls([*DONE, pair]), 1: Calls([*DONE, pair]), 2: Calls(DONE)}
-    assert find_mismatches(told) == []
+def test_what_does_not_match(told: list[list[Collective]], line: str) -> None:
+    found = find_mismatches({rank: Calls(calls) for rank, calls in enumerate(told)})
+    assert found == ([f"default_pg: {line}"] if line else [])
 
 
 def test_the_newest_of_each_group_are_told(tmp_path: Path) -> None:
@@ -73,9 +59,9 @@ def test_the_newest_of_each_group_are_told(tmp_path: Path) -> None:
 
 
 SCRIPT = """
-import sys, torch, torch.distributed as dist
+import torch, torch.distributed as dist
 dist.init_process_group("gloo")
-rank, kind = dist.get_rank(), sys.argv[1]
+rank = dist.get_rank()
 for _ in range(30):
     dist.all_reduce(torch.ones(4))
 parameter = torch.nn.Parameter(torch.ones(1))
@@ -83,8 +69,7 @@ optimizer = torch.optim.SGD([parameter], lr=0.1)
 parameter.grad = torch.ones(1)
 optimizer.step()
 print(f"ready {rank}", flush=True)
-if rank != 1 or kind == "other":
-    dist.broadcast(torch.ones(4), 0) if rank == 1 else dist.all_reduce(torch.ones(6))
+dist.broadcast(torch.ones(4), 0) if rank == 1 else dist.all_reduce(torch.ones(6))
 dist.barrier()
 """
 
@@ -93,7 +78,7 @@ dist.barrier()
 def test_a_hang_is_ended_with_the_collectives_that_differ(runs: list[Run], tmp_path: Path) -> None:
     script = tmp_path / "differs.py"
     script.write_text(SCRIPT)
-    options = ["--nproc-per-node=3", str(script), "other"]
+    options = ["--nproc-per-node=3", str(script)]
     runs.append(Run(options, TORCH_FR_BUFFER_SIZE="200", HANG_SECONDS="12"))
     err = runs[0].finish()
     runs[0].assert_gone()

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from typing import Any
 
 import pytest
 
 from launcher.preflight import compare
 from launcher.preflight.check_node import Report
-from launcher.preflight.checks import CHECKS
-from launcher.preflight.compare import judge, print_findings
+from launcher.preflight.compare import judge
 from launcher.wire.messages import Fault
 
 BLOCKED = Fault("port-blocked", "no way", "open it")
-WARNING = Fault("low-nofile", "cause", "cure", warns=True)
 
 
 def make_report(node_rank: int, **changes: Any) -> Report:
@@ -55,24 +52,3 @@ def test_no_word_of_the_port_of_a_node_that_gave_no_report() -> None:
     files = {"own.py": "aa", "my.yaml": "cc"}
     outcome = judge([make_report(2, met=[BLOCKED], files=files), make_report(1)])
     assert [(one.host, one.fault.name) for one in outcome.findings] == [("node3", "code-mismatch")]
-
-
-def test_every_fault_of_every_node_in_one_list() -> None:
-    done = ["port", "clock", "other port", "pairs"]  # a shared folder was not looked for
-    second = make_report(1, faults=[BLOCKED], seconds=2.0, done=done)
-    reports = [second, make_report(0, faults=[WARNING])]
-    outcome = judge(reports)
-    assert [(one.host, one.fault) for one in outcome.findings] == [
-        ("node1", WARNING),
-        ("node2", BLOCKED),
-    ]
-    assert (outcome.num_checks, outcome.num_nodes, outcome.seconds) == (29, 2, 2.0)
-    assert judge([make_report(0)]).num_checks == sum(CHECKS.values()) == 23
-
-
-def test_warnings_refuse_only_when_strict() -> None:
-    outcome = judge([make_report(0, faults=[WARNING])])
-    for is_strict, kind in ((False, "warning: "), (True, "")):
-        out = io.StringIO()
-        assert print_findings(outcome, "x.sh", is_strict=is_strict, out=out) == is_strict
-        assert out.getvalue() == f"x.sh: {kind}node1: cause; cure [low-nofile]\n"

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import ast
+import html
 import importlib
-import os
+import importlib.util
 import re
 import shlex
-import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import figures
 import pytest
-from agents import PATIENCE_S
+from agents import ROOT, execute
 
 from launcher.cli import tools
 from launcher.explain.kinds import Kind
 from launcher.explain.rules import RULES, UNKNOWN, match
 from training.settings import KNOWN
 
-ROOT = Path(__file__).resolve().parents[2]
 GUIDES = [ROOT / f"{name}.md" for name in ("README", "LAUNCH_GUIDE", "TROUBLESHOOTING")]
 GUIDES += [ROOT / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG", "SECURITY")]
 GUIDES += [ROOT / "bench/README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -46,44 +48,22 @@ CODE = "\n".join((BASH, HELP, PYTHON))
 MAKEFILE = (ROOT / "Makefile").read_text()
 
 # What belongs to other programs.
-FOREIGN_FLAGS = {
-    "torchrun": ["--nproc-per-node", "--node-rank", "--redirects", "--tee", "--use-env"],
-    "torchrun too": ["--monitor-interval", "--standalone"],
-    "SLURM": ["--nodes", "--gres", "--time", "--ntasks", "--ntasks-per-node", "--cpus-per-task"],
-    "sbatch": ["--cpus-per-gpu", "--mem-per-gpu", "--mem", "--error"],
-    "scancel, squeue, srun": [
-        "--batch",
-        "--start",
-        "--jobid",
-        "--account",
-        "--partition",
-        "--requeue",
-    ],
-    "a script of the reader's": ["--lr"],
-    "SLURM too": ["--signal", "--het-group", "--output", "--array", "--gpus"],
-    "sacct": ["--format"],
-    "docker": ["--device", "--ipc", "--shm-size", "--ulimit"],
-    "nvidia-smi": ["--query-gpu"],
-    "tensorboard": ["--logdir"],
-    "mypy": ["--strict"],
-    "py-spy": ["--pid"],
-    "bats": ["--no-tempdir-cleanup"],
-    "the guide's own script": ["--name", "--conf"],
-}
-FOREIGN_VARIABLES = {
-    "NCCL": ["NCCL_IB_DISABLE", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_P2P_DISABLE"],
-    "NCCL too": ["NCCL_SHM_DISABLE", "NCCL_TREE_THRESHOLD"],
-    "SLURM": ["SLURM_NNODES"],
-    "pdsh": ["PDSH_SSH_ARGS"],
-    "torchrun": ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCHELASTIC_SIGNALS_TO_HANDLE"],
-    "torch": ["TORCH_LOGS", "PYTORCH_ALLOC_CONF"],
-    "CUDA": ["CUDA_LAUNCH_BLOCKING"],
-    "the resolver": ["RES_OPTIONS"],
-    "sbatch": ["SBATCH_PARTITION"],
-    "PBS": ["PBS_HOME", "PBS_NODENUM"],
-    "a site's module file": ["LAUNCH_KIT"],
-    "Linux": ["PR_SET_CHILD_SUBREAPER"],
-}
+FOREIGN_FLAGS = """
+torchrun --nproc-per-node --node-rank --redirects --tee --use-env --monitor-interval --standalone
+SLURM --nodes --gres --time --ntasks --ntasks-per-node --cpus-per-task --cpus-per-gpu --mem
+SLURM --mem-per-gpu --batch --start --jobid --account --partition --requeue --format
+SLURM --signal --het-group --output --error --array --gpus
+docker --device --ipc --shm-size --ulimit
+nvidia-smi --query-gpu, tensorboard --logdir, mypy --strict, py-spy --pid
+bats --no-tempdir-cleanup
+a script of the reader's, or of the guide: --lr --name --conf
+"""
+FOREIGN_VARIABLES = """
+NCCL_IB_DISABLE NCCL_IB_HCA NCCL_IB_GID_INDEX NCCL_P2P_DISABLE NCCL_SHM_DISABLE NCCL_TREE_THRESHOLD
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE TORCHELASTIC_SIGNALS_TO_HANDLE TORCH_LOGS PYTORCH_ALLOC_CONF
+CUDA_LAUNCH_BLOCKING SLURM_NNODES SBATCH_PARTITION PBS_HOME PBS_NODENUM PDSH_SSH_ARGS
+RES_OPTIONS PR_SET_CHILD_SUBREAPER; a site's module file: LAUNCH_KIT
+"""
 # Words of the code that look like a fault's name and are none.
 NO_FAULTS = {
     *("all-gather", "all-reduce", "all-to-all", "reduce-scatter"),  # collectives
@@ -91,14 +71,6 @@ NO_FAULTS = {
     *("opencv-python", "scikit-learn"),  # packages
     "gpus-per-node",  # an option of sbatch
 }
-
-# What shows that a fault is the one, on any machine.
-CONFIRMING = re.compile(
-    r"cat|chronyc|date|df|dmesg|ethtool|getent|ibstat|ip|last|ls|nc|nvidia-smi|pgrep|ping|python|"
-    r"sacct|sha256sum|sinfo|srun|ss|ssh|tail|taskset|timedatectl|touch|ulimit|"
-    r"CUDA_LAUNCH_BLOCKING|PYTHONFAULTHANDLER|TORCH_DISTRIBUTED_DEBUG|"
-    r"scripts/(checkpoint|run_ddp|test_distributed|ssh/launch_singlenode)\.sh"
-)
 
 NOT_LISTED = ("__init__", "__pycache__")
 
@@ -152,34 +124,8 @@ def test_every_relative_link_leads_somewhere(guide: Path) -> None:
         assert not anchor or anchor in anchors(target.read_text()), link
 
 
-# Once used for exclude or omit, fix, as a replacement, again, your own X, cluster on one machine.
-OTHER_WORDS = re.compile(
-    r"\bleave (it|them|one) out\b|\bcures?\b|in the place of|\banew\b|\bheed|of one's own|"
-    r"(script|task|tracker|environment|module) of your own|cluster in a box",
-    re.IGNORECASE,
-)
-
-
-@pytest.mark.parametrize("guide", sorted(TEXT.keys() - {"bench"}))
-def test_a_thing_has_one_name_in_the_guides(guide: str) -> None:
-    assert [found[0] for found in OTHER_WORDS.finditer(TEXT[guide].replace("\n", " "))] == []
-
-
 def test_every_path_named_exists() -> None:
-    folders = "|".join(
-        (
-            ".ci",
-            "bench",
-            "config",
-            "distributed",
-            "examples",
-            "docs",
-            "launcher",
-            "scripts",
-            "tests",
-            "training",
-        )
-    )
+    folders = ".ci|bench|config|distributed|examples|docs|launcher|scripts|tests|training"
     for path in re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./-]*", ALL_CODE):
         is_users = path in ("config/x.py", "config/site.env")  # nanoGPT's; the cluster's own
         assert is_users or (ROOT / path.rstrip(".")).exists(), path
@@ -204,11 +150,8 @@ def test_every_module_named_exists() -> None:
     for module in re.findall(r"-m (distributed\.\w+)", ALL_CODE):
         path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
-    imported = re.search(
-        r"from torch_launch_kit\.distributed\.torch import \((.*?)\)",
-        TEXT["docs/your-script.md"],
-        re.S,
-    )
+    imports = r"from torch_launch_kit\.distributed\.torch import \((.*?)\)"
+    imported = re.search(imports, TEXT["docs/your-script.md"], re.S)
     assert imported
     table = TEXT["docs/your-script.md"].partition("## The helper")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?) \|", table, re.M)
@@ -218,10 +161,11 @@ def test_every_module_named_exists() -> None:
 
 
 def test_every_flag_named_is_a_flag() -> None:
-    foreign = {flag for flags in FOREIGN_FLAGS.values() for flag in flags}
-    known = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", CODE)) | foreign
+    known, named = (
+        set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
+        for text in (CODE + FOREIGN_FLAGS, ALL_CODE)
+    )
     known |= {"--rdzv-id", "--rdzv-backend", "--log-dir"}  # of torchrun, read through its parser
-    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", ALL_CODE))
     assert named - known == set()
 
 
@@ -237,10 +181,8 @@ def test_every_key_named_is_a_key() -> None:
 
 
 def test_every_variable_named_is_read_somewhere() -> None:
-    foreign = {name for names in FOREIGN_VARIABLES.values() for name in names}
     named = set(re.findall(r"(?<![\w$.%])\$?([A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+)\b", ALL_CODE))
-    unknown = {name for name in named - foreign if not re.search(rf"\b{name}\b", CODE)}
-    assert unknown == set()
+    assert named - set(re.findall(r"\w+", CODE + FOREIGN_VARIABLES)) == set()
 
 
 def test_every_make_target_named_exists_and_every_target_is_named() -> None:
@@ -324,13 +266,6 @@ def test_each_rule_is_found_by_a_text_of_its_section() -> None:
         assert name in found, f"{name}: no text that its rule knows"
 
 
-@pytest.mark.parametrize("section", sorted(SECTIONS))
-def test_each_fault_can_be_confirmed_by_a_command(section: str) -> None:
-    text = SECTIONS[section]
-    commands = [*re.findall(r"`([^`]+)`", text), *re.findall(r"^    (.+)$", text, re.M)]
-    assert any(CONFIRMING.fullmatch(re.split(r"[\s=]", one)[0]) for one in commands), section
-
-
 def test_every_fault_named_anywhere_in_the_guides_is_known() -> None:
     text = "\n".join(TEXT.values())
     named = set(re.findall(rf"\[({NAME})\](?!\()", text))
@@ -341,18 +276,10 @@ def test_every_fault_named_anywhere_in_the_guides_is_known() -> None:
 # --- scripts ------------------------------------------------------------------------------------
 
 
-def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    variables = {**kept, "PYTHON": sys.executable, **environ}
-    return subprocess.run(
-        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=PATIENCE_S
-    )
-
-
 @pytest.mark.parametrize("script", ENTRIES)
 def test_every_script_answers_help_with_the_usage_of_the_guide(script: str) -> None:
-    result = run(script, "--help")
-    assert (result.returncode, result.stderr) == (0, "")
+    result = execute(ROOT, ROOT / script, "--help")
+    assert result.stderr == ""
     usage = re.search(r"^usage: (.*)$", result.stdout, re.M)
     example = re.search(r"^example: (.*)$", result.stdout, re.M)
     assert usage and example
@@ -375,7 +302,7 @@ def planned() -> list[str]:
 def test_every_command_of_the_guides_plans(line: str, tmp_path: Path) -> None:
     """What the guides print is accepted: a launch up to its last step, train.py up to torch."""
     words = shlex.split(line)
-    variables = {}
+    variables: dict[str, Any] = {}
     while "=" in words[0]:
         name, _, value = words.pop(0).partition("=")
         variables[name] = value
@@ -383,10 +310,9 @@ def test_every_command_of_the_guides_plans(line: str, tmp_path: Path) -> None:
     own_config.write_text("train: {batch_size: 1, max_steps: 1}\n")
     words = [str(own_config) if word == "my.yaml" else word for word in words]
     if "train.py" in words:
-        result = run(sys.executable, *words[words.index("train.py") :], "--check")
+        execute(ROOT, sys.executable, *words[words.index("train.py") :], "--check")
     else:
-        result = run(words[0], "--dry-run", *words[1:], **variables)
-    assert result.returncode == 0, result.stderr
+        execute(ROOT, words[0], "--dry-run", *words[1:], **variables)
 
 
 KIT = "~/launch-kit/"
@@ -408,20 +334,10 @@ def test_every_command_for_a_readers_script_plans(line: str, tmp_path: Path) -> 
     script, *words = shlex.split(line.partition(KIT)[2])
     named = [word for word in ("train.py", "--") if word in words]  # before the script's arguments
     (tmp_path / "nodes").write_text("node1\nnode2\n")
-    variables = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    variables |= {"PYTHON": sys.executable}
-    variables |= {"TRAIN_SCRIPT": "train.py"} if named == ["--"] else {}
+    variables: dict[str, Any] = {"TRAIN_SCRIPT": "train.py"} if named == ["--"] else {}
     if "job" in words:
         variables |= {"PBS_JOBID": "7", "PBS_NODEFILE": str(tmp_path / "nodes")}
-    result = subprocess.run(
-        [str(ROOT / script), "--dry-run", *words],
-        cwd=tmp_path,
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert result.returncode == 0, result.stderr
+    result = execute(tmp_path, ROOT / script, "--dry-run", *words, **variables)
     if named:
         arguments = shlex.join(words[words.index(named[0]) + 1 :])
         assert re.search(rf"train\.py .*{re.escape(arguments)}", result.stdout)
@@ -431,3 +347,52 @@ def test_every_command_of_the_guides_for_checkpoints_is_one() -> None:
     lines = [line for line in commands() if line.startswith("scripts/checkpoint.sh ")]
     assert len(lines) > 4
     assert [line for line in lines if tools.refuse(shlex.split(line)[1:])] == []
+
+
+# --- the first page -----------------------------------------------------------------------------
+
+
+def block_of(shown: str) -> list[str]:
+    """Return the rows of the failure block that ends a text, without what differs each time."""
+    block = shown[shown.index("FAILED") :]
+    block = re.sub(r"\(the batch has samples [\d,.\s]+\)", "(SAMPLES)", block)
+    block = re.sub(r"\d{8}-\d{6}-[0-9a-f]{4}", "RUN", block)
+    block = re.sub(r"\d+ s after the start", "N s after the start", block)
+    block = re.sub(r"(node_0.log|~/launch-kit/\S+):\d+", r"\1:N", block)
+    return [" ".join(line.split()) for line in block.splitlines() if line.strip()]
+
+
+def test_the_figures_are_those_of_the_benches() -> None:
+    """`python bench/figures.py` updates them; so does each bench."""
+    section = f"<!-- figures -->\n{figures.text()}<!-- /figures -->"
+    assert section in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_first_command_prints_what_the_page_shows(tmp_path: Path) -> None:
+    """The rows and the words of the script; numbers differ from machine to machine."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    block = re.search(r"^    \$ (scripts/launch.sh --nproc.*)\n((?:    .*\n)+)", page, re.M)
+    assert block
+    command = shlex.split(block[1])
+    command[0], command[-1] = str(ROOT / command[0]), str(ROOT / command[-1])
+    both = ["bash", "-c", 'exec "$@" 2>&1', "bash"]
+    shown = execute(tmp_path, *both, *command, BACKEND="gloo").stdout
+    today = [line for line in shown.splitlines() if "warning: " not in line]
+    assert [line.split()[0] for line in block[2].splitlines()] == [one.split()[0] for one in today]
+
+
+@pytest.mark.slow
+def test_the_picture_of_a_failure_shows_the_block_of_today(tmp_path: Path) -> None:
+    """`python docs/pictures.py failure` draws it again."""
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs/pictures.py")
+    assert spec and spec.loader
+    pictures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pictures)
+    rows: dict[float, str] = defaultdict(str)
+    text = r'<text class="[^"]*" x="[\d.]+" y="([\d.]+)"[^>]*>([^<]*)</text>'
+    for y, piece in re.findall(text, (ROOT / "docs/failure.svg").read_text(encoding="utf-8")):
+        rows[float(y)] += html.unescape(piece).replace("\xa0", " ")
+    drawn = "\n".join(rows[y].rstrip("\n") for y in sorted(rows))
+    today = pictures.take("failure", tmp_path)
+    assert block_of(drawn) == block_of(re.sub(r"\x1b\[[\d;]*m", "", today))

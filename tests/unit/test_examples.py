@@ -8,59 +8,27 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from agents import AGENT, PATIENCE_S, ROOT, rarely
+from agents import AGENT, PATIENCE_S, ROOT, execute, rarely
 
 from distributed.checkpoint import load, weights_hash
 
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-LONGEST = 60  # lines
+LAUNCH = ROOT / "scripts/ssh/launch_singlenode.sh"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 # Run ids of this worker of pytest alone: they make the ports.
 WHOLE, STOPPED = (f"{name}-{os.getpid()}" for name in ("whole", "stopped"))
 
 
-def start(folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    return subprocess.Popen(
-        [ROOT / "scripts/ssh/launch_singlenode.sh", *words],
-        cwd=folder,
-        env={**kept, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def run(folder: Path, *words: str, **variables: str) -> str:
-    with start(folder, *words, **variables) as launcher:
-        out, err = launcher.communicate(timeout=PATIENCE_S)
-    assert launcher.returncode == 0, err
-    return out
+def run(folder: Path, *words: str, **variables: Any) -> str:
+    return execute(folder, LAUNCH, *words, OMP_NUM_THREADS="1", **variables).stdout
 
 
 def run_forked(folder: Path, run_id: str, *words: str) -> str:
     """As run() with two ranks and no config, by the agent alone."""
-    variables = {**os.environ, "RUN_ID": run_id, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*AGENT, "--nproc-per-node=2", f"--rdzv-id={run_id}", *words],
-        cwd=folder,
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_an_example_is_short_and_says_how_to_run_it(example: Path) -> None:
-    text = example.read_text()
-    assert len(text.splitlines()) <= LONGEST
-    name = f"examples/{example.name}"
-    commands = (f"TRAIN_SCRIPT={name} scripts/ssh/launch_singlenode.sh - 2", f"{name[:-2]}yaml 2")
-    assert any(command in text for command in commands)
+    command = [*AGENT, "--nproc-per-node=2", f"--rdzv-id={run_id}", *words]
+    return execute(folder, *command, RUN_ID=run_id, OMP_NUM_THREADS="1").stdout
 
 
 @pytest.mark.slow
@@ -77,10 +45,15 @@ def test_a_stopped_one_ends_with_the_weights_of_an_uninterrupted_run(
     tmp_path: Path, example: str, steps: int
 ) -> None:
     script = str(ROOT / f"examples/{example}.py")
-    words = (script, str(steps))
-    run_forked(tmp_path, WHOLE, *words)
-    typed = ("-", "2", "--", str(steps))
-    with start(tmp_path, *typed, TRAIN_SCRIPT=script, RUN_ID=STOPPED) as launcher:
+    run_forked(tmp_path, WHOLE, script, str(steps))
+    variables = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [LAUNCH, "-", "2", "--", str(steps)],
+        cwd=tmp_path,
+        env={**os.environ, **variables, "TRAIN_SCRIPT": script, "RUN_ID": STOPPED},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as launcher:
         assert launcher.stdout
         next(line for line in launcher.stdout if line.startswith("step 100 "))
         launcher.send_signal(signal.SIGTERM)
@@ -88,7 +61,7 @@ def test_a_stopped_one_ends_with_the_weights_of_an_uninterrupted_run(
     assert launcher.returncode == 75
     (saved,) = (tmp_path / "checkpoints" / STOPPED).glob("step-*")
     assert 100 <= int(saved.name[5:]) < steps
-    out = run_forked(tmp_path, STOPPED, *words)
+    out = run_forked(tmp_path, STOPPED, script, str(steps))
     assert "step 100 " not in out and f"step {steps} " in out
     assert hash_of(tmp_path, WHOLE) == hash_of(tmp_path, STOPPED)
 
@@ -107,49 +80,24 @@ KILLED = """
 """
 
 
-def killed_first(words: list[str], folder: Path, script: Path, run_id: str) -> None:
-    """Run what kills itself, and then the same again under the launcher that these words are."""
-    variables = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "RUN_ID": run_id}
-    variables["PYTHONPATH"] = str(ROOT / "launcher/importable")  # torchrun does not know us
-    for code in (1, 0):
-        done = subprocess.run(
-            [*words, str(script)],
-            cwd=folder,
-            env=variables,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-        )
-        assert (done.returncode != 0) == code, done.stderr
-    assert "epoch 1 " not in done.stdout and "epoch 6 " in done.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", *rarely("ddp")])
 def test_a_killed_one_ends_with_the_bytes_of_an_uninterrupted_run(
     tmp_path: Path, strategy: str
 ) -> None:
+    """Under torchrun, too."""
     text = (ROOT / "examples/mixed_precision.py").read_text()
-    assert len(text.splitlines()) <= 50
     text = text.replace('STRATEGY, DTYPE = "ddp"', f'STRATEGY, DTYPE = "{strategy}"')
     (tmp_path / "whole.py").write_text(text)
-    killed = tmp_path / "killed.py"
-    killed.write_text(text.replace("\n    model.eval()\n", KILLED))
-    run_forked(tmp_path, WHOLE, str(tmp_path / "whole.py"))
-    launchers = {
-        "ours": [str(ROOT / "scripts/launch.sh"), "--nproc-per-node=2"],
-        "torchrun": [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-        ],
-    }
-    for name, words in launchers.items():
-        run_id = f"{name}-{os.getpid()}"
-        killed_first(words, tmp_path, killed, run_id)
-        assert hash_of(tmp_path, run_id) == hash_of(tmp_path, WHOLE)
+    (tmp_path / "killed.py").write_text(text.replace("\n    model.eval()\n", KILLED))
+    run_forked(tmp_path, WHOLE, "whole.py")
+    variables: dict[str, Any] = {"OMP_NUM_THREADS": "1", "RUN_ID": STOPPED}
+    variables["PYTHONPATH"] = str(ROOT / "launcher/importable")  # torchrun does not know us
+    words = ["--nproc-per-node=2", "killed.py"]
+    execute(tmp_path, ROOT / "scripts/launch.sh", *words, code=137, **variables)
+    out = execute(tmp_path, *TORCHRUN, "killed.py", **variables).stdout
+    assert "epoch 1 " not in out and "epoch 6 " in out
+    assert hash_of(tmp_path, STOPPED) == hash_of(tmp_path, WHOLE)
 
 
 @pytest.mark.long

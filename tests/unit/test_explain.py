@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from launcher.cli import tools
 from launcher.explain.__main__ import find_cause, main
 from launcher.explain.kinds import Kind, Rule
 from launcher.explain.reading import HINT, Sighting, look, read, split
-from launcher.explain.rules import RULES, match
+from launcher.explain.rules import RULES
 
 ROOT = Path(__file__).resolve().parents[2]
 LOGS = ROOT / "tests/logs"
@@ -171,30 +169,7 @@ def test_an_exception_counts_more_than_a_warning(tmp_path: Path, line: str) -> N
     assert cause is not None and cause.text == "ValueError: x"
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "logs/mine"
-    folder.mkdir(parents=True)
-    (folder / "node_0.log").write_text(
-        "[0] step 1\n[1] torch.OutOfMemoryError: CUDA out of memory\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "launcher.explain", "mine"],
-        cwd=ROOT,
-        env={"PATH": "", "LOG_DIR": str(tmp_path / "logs")},
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == [
-        "FAILED   rank 1       [out-of-memory]",
-        "cause    torch.OutOfMemoryError: CUDA out of memory",
-        f"log      {folder}/node_0.log:2",
-        "see      TROUBLESHOOTING.md#out-of-memory",
-    ]
-    assert main([str(tmp_path / "none.log")]) == 2
-    assert capsys.readouterr().err == (
-        f"explain: {tmp_path}/none.log: No such file or directory; give a RUN, a FILE or a FAULT\n"
-    )
+def test_a_log_without_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "well.log").write_text("step 1\ndone\n")
     assert main([str(tmp_path / "well.log")]) == 1
     assert capsys.readouterr().out == "no failure found in 1 file\n"
@@ -238,28 +213,21 @@ def test_control_characters_are_shown(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "\x1b" not in capsys.readouterr().out
 
 
-def test_the_first_rule_counts() -> None:
-    line = (
-        "misc/ibvwrap.cc:278 NCCL WARN Call to ibv_reg_mr failed with error Cannot allocate memory"
-    )
-    rule = match(line)
-    assert rule is not None and rule.fault == "low-memlock"
-    assert match("loss 0.1, val_error 0.2") is None
-
-
 REFUSALS = [
     "launch.sh: node2: the master's name 'node1' is unknown; correct it [name-unresolved]",
     "slurm_train.sh: node1 did not start its node agent; try srun hostname [node-missing]",
     "node agent: node1 did not answer (No route to host); correct the address [host-unreachable]",
+    "train.py: node2: 1 of 2 ranks did not join [node-missing]",
 ]
 
 
 @pytest.mark.parametrize(
     ("log", "shown"),
     [
-        ([*REFUSALS, "srun: error: node2: task 1: Exited with exit code 3"], REFUSALS),
+        ([*REFUSALS[:3], "srun: error: node2: task 1: Exited with exit code 3"], REFUSALS[:3]),
         ([f"1: {REFUSALS[1]}"], [REFUSALS[1]]),  # of srun --label
-        ([REFUSALS[2]], REFUSALS[2:]),
+        ([REFUSALS[2]], [REFUSALS[2]]),
+        ([REFUSALS[3]], [REFUSALS[3]]),
         ([REFUSALS[0], "ValueError: of a later start"], []),
         (["launch.sh: warning: node1: 2 CPUs for 8 ranks; ask for 8 [few-cpus]"], []),
         (["step 1 [node-missing]"], []),
@@ -316,15 +284,6 @@ def test_a_line_of_ours_names_its_fault_at_the_end(line: str, fault: str | None,
         assert seen is not None and (seen.fault, seen.kind) == (named, kind)
 
 
-def test_a_refusal_needs_no_cure_in_its_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = "train.py: node2: 1 of 2 ranks did not join [node-missing]"
-    (tmp_path / "job.out").write_text(f"{line}\n")
-    assert main([str(tmp_path / "job.out")]) == 0
-    assert capsys.readouterr().out.startswith(f"{line}\n## node-missing\n")
-
-
 def test_a_word_that_is_nothing_here_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,7 +300,6 @@ def test_a_word_that_is_nothing_here_is_refused_in_one_line(
     [
         ([], "unknown command ''; it can be ls DIR, verify DIR, export DIR FILE, hash DIR"),
         (["verfy", "x"], "unknown command 'verfy'; did you mean verify? it can be ls DIR, "),
-        (["--all"], "unknown command '--all'; it can be ls DIR, verify DIR, export DIR FILE, "),
         (["export", "x"], "export takes DIR FILE, not x"),
         (["ls"], "ls takes DIR, not nothing"),
     ],

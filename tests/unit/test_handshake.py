@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import os
-import random
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from agents import PATIENCE_S
 from ports import free_port
-from strangers import keep_silent, mutated_messages, random_bytes, send
 
 from launcher import handshake
 from launcher.handshake import Acceptor, Access, NotAccepted, WrongSecret, introduce, read_access
-from launcher.wire import limits
 
 SECRET = bytes(range(32))
 FIRST = """
@@ -143,23 +139,6 @@ def test_a_false_master_is_noticed() -> None:
         with pytest.raises(WrongSecret):
             visit(listener.getsockname()[1], SECRET)
         thread.join()
-
-
-def test_strangers_neither_come_in_nor_keep_others_waiting(
-    master: Master, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "PROOF_S", 600.0)  # then they would wait
-    rng = random.Random(1)
-    silent = keep_silent(master.port, 400)  # more than may wait
-    for data in (*random_bytes(rng, 100), *mutated_messages(rng, 100)):
-        send(master.port, data)
-    start = time.monotonic()
-    visit(master.port, SECRET)
-    assert time.monotonic() - start < PATIENCE_S
-    assert master.lines == [b"hello\n"]
-    assert len(master.said) == 1
-    for connection in silent:
-        connection.close()
 
 
 def test_the_secret_comes_from_the_environment_or_a_private_file(tmp_path: Path) -> None:

@@ -11,23 +11,19 @@ from distributed.hostlist import HostlistError, expand, first
     ("text", "names"),
     [
         ("node1", ["node1"]),
-        ("n[1-3]", ["n1", "n2", "n3"]),
         ("n[09-11]", ["n09", "n10", "n11"]),
         ("n[9-11]", ["n9", "n10", "n11"]),
         ("n[001-2]", ["n001", "n002"]),
         ("n[3,1,3]", ["n3", "n1", "n3"]),
         ("n[1-2,07]", ["n1", "n2", "n07"]),
         ("b,a,b", ["b", "a", "b"]),
-        ("r[1-2]n[01-02]", ["r1n01", "r1n02", "r2n01", "r2n02"]),
         (
             "[1-2]r[3,5]n[1-2]",
             ["1r3n1", "1r3n2", "2r3n1", "2r3n2", "1r5n1", "1r5n2", "2r5n1", "2r5n2"],
         ),
-        ("n[1-2]-ib,login", ["n1-ib", "n2-ib", "login"]),
-        ("gpu-a.example.org,10.0.0.7", ["gpu-a.example.org", "10.0.0.7"]),
+        ("n[1-2]-ib,gpu-a.example.org", ["n1-ib", "n2-ib", "gpu-a.example.org"]),
         (" a b\n,c\t", ["a", "b", "c"]),
         ("n[1, 2]", ["n1", "n2"]),
-        ("[1-2]", ["1", "2"]),
     ],
 )
 def test_expands_in_order(text: str, names: list[str]) -> None:
@@ -40,13 +36,9 @@ def test_expands_in_order(text: str, names: list[str]) -> None:
     [
         ("n[2-1]", "the range '2-1' is reversed", 1),
         ("ok,n[1-2", "'[' has no partner", 5),
-        ("n1]", "']' has no partner", 3),
         ("n[1]]", "']' has no partner", 5),
         ("n[[1]]", "'[' has no partner", 2),
         ("a,n[]", "'' is neither a number nor a range", 3),
-        ("n[1,,2]", "'' is neither a number nor a range", 1),
-        ("n[1-]", "'1-' is neither a number nor a range", 1),
-        ("n[a-b]", "'a-b' is neither a number nor a range", 1),
         ("n[1-2-3]", "'1-2-3' is neither a number nor a range", 1),
         ("n[\u0661]", "'\u0661' is neither a number nor a range", 1),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,12 +36,6 @@ def test_a_slurm_job(
 ) -> None:
     plan = job_plan(tmp_path, num_nodes=num_nodes, nproc=nproc)
     assert find_idle(plan, {**SLURM, **more}) == line
-
-
-def test_run_ddp_does_not_recommend_itself(tmp_path: Path) -> None:
-    plan = replace(job_plan(tmp_path, num_nodes=2, nproc=2), program="run_ddp.sh")
-    cure = "it uses all without -n and NPROC_PER_NODE [partial-launch]"
-    assert find_idle(plan, SLURM) == f"this run uses 2 of the job's 8 GPUs on each node; {cure}"
 
 
 def test_the_shell_of_a_step_with_several_nodes(tmp_path: Path, shell: str) -> None:

@@ -1,4 +1,4 @@
-"""`pip install .` gives the same commands, and shadows no package called distributed."""
+"""The helper is one import, installed or not, and shadows nothing; what pip installs."""
 
 from __future__ import annotations
 
@@ -10,26 +10,36 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
-from agents import PATIENCE_S, rarely
+from agents import PATIENCE_S, ROOT, execute, rarely
 
-ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = (".*", "logs", "checkpoints", "tests", "bench", "__pycache__", "*.egg-info", "build")
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 
-USER_SCRIPT = """
-import distributed
+# A user's own packages have the names of ours.
+SCRIPT = """
+import distributed, launcher
+from torch_launch_kit.distributed import torch as helper
 from torch_launch_kit.distributed.checkpoint import Saver
-from torch_launch_kit.distributed.torch import finish, init_distributed, sync_metrics
 
-env = init_distributed()
-assert distributed.IS_ANOTHER, distributed
-means = sync_metrics({"rank": env.rank})
-if env.is_main:
-    print(f"{env.world_size} ranks, mean {means['rank']}", flush=True)
-finish()
+assert distributed.IS_MINE and launcher.IS_MINE
+for name in ("training", "train", "scripts"):  # the kit's others do not come with it
+    try:
+        __import__(name)
+    except ModuleNotFoundError:
+        continue
+    raise AssertionError(name)
+env = helper.init_distributed()
+told = helper.gather_json([env.rank, helper.__name__])
+helper.print_main(told)
+helper.finish()
 """
+FRESH = 'import os\nos.environ["OMP_NUM_THREADS"] = "1"\nimport torch\n'
+
+
+TOLD = str([[rank, "torch_launch_kit.distributed.torch"] for rank in (0, 1)])
 
 
 def test_every_entry_script_is_a_command() -> None:
@@ -61,6 +71,13 @@ def test_every_folder_of_python_is_installed() -> None:
     assert {*re.findall(r'"([\w.]+)"', section)} == names
 
 
+def make_own_packages(folder: Path) -> None:
+    """Make packages of a user's, of the names of ours."""
+    for name in ("distributed", "launcher"):
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text("IS_MINE = True\n")
+
+
 class Installed:
     """A virtual environment with the wheel, and a package of another's called distributed."""
 
@@ -77,8 +94,7 @@ class Installed:
         into = ["--python", str(self.bin / "python"), "install", *options]
         subprocess.run([*pip, *into, str(self.wheel)], check=True)
         (site,) = environment.glob("lib/*/site-packages")
-        (site / "distributed").mkdir()
-        (site / "distributed/__init__.py").write_text("IS_ANOTHER = True\n")
+        make_own_packages(site)
         (site / "torch.pth").write_text(sysconfig.get_path("purelib"))  # not installed once more
 
     def run(
@@ -105,7 +121,7 @@ def test_a_wheel_holds_one_package(installed: Installed) -> None:
     assert re.fullmatch(r"torch_launch_kit-[\d.]+-py3-none-any\.whl", installed.wheel.name)
     (site,) = installed.bin.parent.glob("lib/*/site-packages")
     ours = {path.name for path in site.iterdir() if path.suffix != ".dist-info"}
-    assert ours == {"torch_launch_kit", "distributed", "torch.pth"}
+    assert ours == {"torch_launch_kit", "distributed", "launcher", "torch.pth"}
     package = site / "torch_launch_kit"
     assert (package / "distributed/py.typed").exists()
     pages = {page.name for page in (ROOT / "docs").glob("*.md")}
@@ -119,9 +135,9 @@ def test_a_wheel_holds_one_package(installed: Installed) -> None:
 def test_a_script_of_the_users_finds_the_helper_and_the_other_distributed(
     installed: Installed, tmp_path: Path
 ) -> None:
-    (tmp_path / "own.py").write_text(USER_SCRIPT)
+    (tmp_path / "own.py").write_text(SCRIPT)
     result = installed.run(tmp_path, "launch_singlenode.sh", "-", "2", TRAIN_SCRIPT="own.py")
-    assert (result.returncode, result.stdout) == (0, "2 ranks, mean 0.5\n"), result.stderr
+    assert (result.returncode, result.stdout) == (0, f"{TOLD}\n"), result.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "own.py"]
 
 
@@ -175,3 +191,50 @@ def test_an_installed_script_finds_its_python_by_itself(
     result = installed.run(tmp_path, str(script), "--dry-run", "-", "1", TRAIN_SCRIPT=__file__)
     assert result.returncode == 0, result.stderr
     assert f" {installed.bin}/python " in result.stdout
+
+
+# --- in a checkout ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder of a user's, with packages of the names of ours."""
+    make_own_packages(tmp_path)
+    (tmp_path / "own.py").write_text(SCRIPT)
+    (tmp_path / "fresh.py").write_text(FRESH + SCRIPT)
+    return tmp_path
+
+
+def run(project: Path, *command: str | Path, **variables: Any) -> str:
+    return execute(project, *command, OMP_NUM_THREADS="1", **variables).stdout
+
+
+SCRIPTS = ROOT / "scripts"
+COMMANDS = {
+    "forked": (["launch.sh", "--nproc-per-node=2", "own.py"], {}),
+    "module": (["launch.sh", "--nproc-per-node=2", "-m", "own"], {}),
+    "executed": (["launch.sh", "--nproc-per-node=2", "fresh.py"], {}),
+    "config": (["ssh/launch_singlenode.sh", "-", "2"], {"TRAIN_SCRIPT": "own.py"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["forked", "executed", *rarely("module", "config")])
+def test_a_script_finds_the_helper_beside_packages_of_its_own(project: Path, how: str) -> None:
+    words, variables = COMMANDS[how]
+    out = run(project, SCRIPTS / words[0], *words[1:], **variables)
+    assert TOLD in out.splitlines()
+
+
+@pytest.mark.slow
+def test_the_folder_comes_last(project: Path) -> None:
+    (project / "own.py").write_text("import sys\nprint(sys.path[-1])\n")
+    out = run(project, SCRIPTS / "launch.sh", "--nproc-per-node=1", "own.py", PYTHONPATH="/mine")
+    assert out == f"{ROOT}/launcher/importable\n"
+
+
+@pytest.mark.slow
+def test_a_copy_in_the_users_repository_is_found_as_well(project: Path) -> None:
+    run(project, "bash", SCRIPTS / "lib/init.sh", project)
+    launch = project / "launch-kit/scripts/launch.sh"
+    assert TOLD in run(project, launch, "--nproc-per-node=2", "own.py").splitlines()
