@@ -149,17 +149,10 @@ class Run:
 
 
 def execute(
-    folder: Path, *command: str | Path, code: int = 0, **environment: str
+    folder: Path, *command: object, code: int = 0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command in a folder to its end, which is to have this code."""
-    done = subprocess.run(
-        [*map(str, command)],
-        cwd=folder,
-        env={**os.environ, "PYTHON": sys.executable, **environment},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    done = run_program(command, folder, **{"PYTHON": sys.executable, **environment})
     assert done.returncode == code, done.stdout + done.stderr
     return done
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from agents import ROOT, rarely, run_program
+from agents import ROOT, execute, rarely
 
 LAUNCH = str(ROOT / "scripts/ssh/launch_singlenode.sh")
 SHELLS = [
@@ -74,9 +74,7 @@ def test_a_run_works_whatever_the_shell_gives_it(tmp_path: Path, how: str) -> No
     script = tmp_path / "own.py"
     script.write_text("import pathlib\nprint('ü' * 3)\npathlib.Path('ran').touch()\n")
     command = how.format(shlex.join([LAUNCH, "-", "1"]))
-    environ = {"PYTHON": sys.executable, "TRAIN_SCRIPT": str(script)}
-    done = run_program(["bash", "-c", command], tmp_path, **environ)
-    assert done.returncode == 0, done.stderr
+    done = execute(tmp_path, "bash", "-c", command, TRAIN_SCRIPT=str(script))
     assert (tmp_path / "ran").exists()
     assert "Traceback" not in done.stderr
 
@@ -84,6 +82,5 @@ def test_a_run_works_whatever_the_shell_gives_it(tmp_path: Path, how: str) -> No
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no safe path")
 def test_a_path_without_the_scripts_folder_will_do(tmp_path: Path) -> None:
     command = [LAUNCH, "--dry-run", ROOT / "config/local3.yaml", "2"]
-    done = run_program(command, tmp_path, PYTHON=sys.executable, PYTHONSAFEPATH="1")
-    assert done.returncode == 0, done.stderr
+    done = execute(tmp_path, *command, PYTHONSAFEPATH="1")
     assert "scripts/lib/agent.py" in done.stdout

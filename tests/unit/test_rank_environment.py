@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from agents import ROOT, rarely, run_program
+from agents import ROOT, execute, rarely
 
 from distributed.errors import REFUSED
 from launcher.agent.fork import cpus_of_ranks
@@ -57,8 +57,7 @@ def test_ranks_run_where_they_are_bound(tmp_path: Path, script: str) -> None:
     (tmp_path / "fresh.py").write_text(fresh + text)
     options = ["--nproc-per-node=2", "--numa-binding=node", str(tmp_path / script)]
     command = [sys.executable, "-c", code, ROOT / "scripts/lib/agent.py", *options]
-    done = run_program(command, PYTHONPATH=str(ROOT))
-    assert done.returncode == 0, done.stderr
+    done = execute(tmp_path, *command, PYTHONPATH=str(ROOT))
     assert sorted(done.stdout.splitlines()) == [f"0 {first}", f"1 {last}"]
 
 
@@ -85,8 +84,7 @@ def test_each_rank_is_local_rank_0_of_one_gpu(
     words = ["--nproc-per-node=2", "--virtual-local-rank", str(tmp_path / "script.py")]
     told = {}
     for module in ("distributed.run", "torch.distributed.run"):
-        done = run_program([sys.executable, "-m", module, *words], ROOT, **environ)
-        assert done.returncode == 0, done.stderr
+        done = execute(ROOT, sys.executable, "-m", module, *words, code=0, **environ)
         told[module] = sorted(done.stdout.splitlines())
     ranks = [f"{rank} 0 {gpu}" for rank, gpu in enumerate(gpus)]
     assert told["torch.distributed.run"] == ranks
@@ -98,6 +96,6 @@ def test_each_rank_is_local_rank_0_of_one_gpu(
 def test_a_launch_that_cannot_bind_starts_nothing(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("print('started')\n")
     command = [ROOT / "scripts/launch.sh", "--nproc-per-node=2", "script.py"]
-    done = run_program(command, tmp_path, NUMA_BINDING="socket", PYTHON=sys.executable)
-    assert (done.returncode, done.stdout) == (REFUSED, "")
+    done = execute(tmp_path, *command, code=REFUSED, NUMA_BINDING="socket")
+    assert done.stdout == ""
     assert done.stderr.endswith("; leave NUMA_BINDING out [numa-unknown]\n")

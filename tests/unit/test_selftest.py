@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from agents import run_program
+from agents import execute
 from ports import free_port
 from test_torch_helper import own_environment, run_ranks
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -42,8 +42,7 @@ def _selftest(*options: str) -> tuple[int, str]:
 def test_passes_under_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     words = [f"--master-port={free_port()}", "-m", "distributed.selftest", "--test=basic"]
-    done = run_program([*torchrun, *words], tmp_path, **own_environment())
-    assert done.returncode == 0, done.stderr
+    done = execute(tmp_path, *torchrun, *words, code=0, **own_environment())
     assert done.stdout.splitlines()[-1].startswith("PASS  2 ranks on 1 node, gloo: 19 checks, ")
     assert done.stdout.count("PASS") == 1, "more ranks than rank 0 print"
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agents import PATIENCE_S, ROOT, run_program
+from agents import PATIENCE_S, ROOT, execute, run_program
 from ports import free_port
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -118,8 +118,7 @@ def torchrun(folder: Path, body: str, *options: str) -> list[str]:
     script.write_text(PRELUDE + textwrap.dedent(body))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command += [f"--master-port={free_port()}", *options, str(script)]
-    done = run_program(command, folder, **own_environment())
-    assert done.returncode == 0, done.stderr
+    done = execute(folder, *command, code=0, **own_environment())
     return sorted(done.stdout.splitlines())
 
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from agents import ROOT, rarely, run_program
+from agents import ROOT, execute, rarely
 from test_output import Screen
 
 from launcher.agent.node_ranks import Heartbeats, NodeRanks, Rank
@@ -140,8 +140,7 @@ def launch(folder: Path, who: str, **environment: str) -> tuple[str, str]:
     """Run two ranks, of which one fails; returns stderr and the node's log."""
     (folder / "program.py").write_text(PROGRAM)
     command = [ROOT / "scripts/launch.sh", "--nproc-per-node=2", "program.py", who]
-    done = run_program(command, folder, **environment)
-    assert done.returncode == 1, done.stderr
+    done = execute(folder, *command, code=1, **environment)
     (log,) = folder.glob("logs/2*/node_0.log")
     return done.stderr, log.read_text()
 
