@@ -32,7 +32,7 @@ class Notice:
         self._warn_at = 0.0  # 0: the notice has not come
 
     def look(self) -> None:
-        """Send it to the ranks that handle it by now; after WARN_S say so if there are none."""
+        """Send it to the ranks that handle it by now; after NOTICE_WARN_S say if none do."""
         is_first_node, folder = self._ranks.node_rank == 0, self._query.folder
         if is_first_node and folder is not None:
             try:
