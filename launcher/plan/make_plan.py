@@ -57,14 +57,12 @@ def make_plan(typed: Typed, environ: Environ) -> Plan:
     restarts = _first(typed.max_restarts, environ, "MAX_RESTARTS") or "0"
     max_restarts = read_number("MAX_RESTARTS", restarts, 0, 1000)
     if max_restarts and typed.engine:
-        raise PlanError(
-            f"MAX_RESTARTS is {max_restarts}, but {typed.engine} starts no rank again; omit it"
-        )
+        cause = f"MAX_RESTARTS is {max_restarts}, but {typed.engine} starts no rank again"
+        raise PlanError(f"{cause}; omit it")
     grace_s = read_number("GRACE", environ.get("GRACE") or str(limits.GRACE_S), 0, 86400)
     wait = environ.get("PREFLIGHT_SECONDS") or "9"
     fanout = choose_fanout(typed, environ)
-    in_step = fanout != "local" and environ.get("LAUNCHER") == "srun"
-    engine = typed.engine or "srun" * in_step
+    engine = typed.engine or "srun" * (fanout != "local" and environ.get("LAUNCHER") == "srun")
     is_here = fanout == "local" and not (typed.is_dry_run or environ.get("CONTAINER"))
     if is_here and words[0] in ("-m", "--no-python"):
         _refuse_missing(typed.here, *words[:2])
