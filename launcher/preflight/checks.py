@@ -250,8 +250,7 @@ def check_infiniband(machine: Machine) -> Iterator[Fault]:
         yield warning("infiniband-down", f"port {', '.join(down)}, {others}", cure)
     if not ports and (all_active := [port.name for port in machine.ports if port.is_active]):
         cause = f"NCCL_IB_HCA={machine.environ['NCCL_IB_HCA']} names none of the active ports"
-        cure = f"unset it, or name one of {', '.join(all_active)}"
-        yield warning("nccl-on-sockets", cause, cure)
+        yield warning("nccl-on-sockets", cause, f"unset it, or name one of {', '.join(all_active)}")
     if active and not machine.can_open_ports:
         cause = f"port {active[0]} is active, but {infiniband.DEVICES} cannot be opened here"
         cure = "give it to the container, or set NCCL_PROFILE=ethernet"
