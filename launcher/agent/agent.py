@@ -21,14 +21,18 @@ from torch.distributed.elastic.multiprocessing import errors
 
 from distributed.errors import BAD_INPUT, REFUSED, Refused
 from distributed.torch_internals import load_dynamo, serve_store
-from launcher.agent.assignment import Assignment
 from launcher.agent.attempt import Attempt
 from launcher.agent.command_line import read_for_torch
-from launcher.agent.control import Done, Membership, report_outcome
+from launcher.agent.control import (
+    AgentNote,
+    Done,
+    Membership,
+    SupervisorLink,
+    report_outcome,
+)
 from launcher.agent.diagnosis import nccl_network
 from launcher.agent.fork import cpus_of_ranks, fork_ranks, variables_of
-from launcher.agent.join import begin_record, join
-from launcher.agent.link import AgentNote, SupervisorLink
+from launcher.agent.join import join, versions
 from launcher.agent.node_ranks import Heartbeats, NodeRanks, Rank
 from launcher.agent.nodes import checkin, successor
 from launcher.agent.nodes.checkin import Meeting
@@ -43,8 +47,9 @@ from launcher.agent.torchrun_arguments import Arguments, parse
 from launcher.agent.verdict import Facts, Verdict
 from launcher.failure import Failure
 from launcher.failure_block import Outcome
-from launcher.record.run_json import LauncherProcess, RunFolder
+from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder
 from launcher.wire import limits
+from launcher.wire.messages import Assignment
 
 load_dynamo()  # here once, not in each rank
 TRAIN = str(Path(__file__).resolve().parents[2] / "train.py")
@@ -93,61 +98,64 @@ class NodeAgent:
         self.error_files = args.log_dir or Path(tempfile.mkdtemp())
         self.restarts = Restarts(args.max_restarts, self.heartbeats)
         self.outputs = Outputs(args)
+        self.signals: list[int] = []  # that came from outside
         self.is_spare = True  # so far
         self._take_part(meeting)
 
     def _take_part(self, meeting: Meeting) -> None:
         """Take what this agent is assigned in the next attempt; raises Refused."""
         own, args = meeting.assignment, self.args
-        self.meeting = meeting
+        own_port = meeting.listener.getsockname()[1] if meeting.listener else args.master_port
+        own = replace(own, address=own.address or args.master_addr, port=own.port or own_port)
+        self.meeting, self.own = meeting, own
         begins, self.is_spare = self.is_spare and own.node_rank >= 0, own.node_rank < 0
+        if begins and args.log_dir is not None:
+            self.folder = RunFolder(args.log_dir, own.run_id, own.node_rank)
+            self.folder.create()
+            self.error_files = self.folder.failures
+            self.outputs.keep_in(self.folder)
         if begins:
-            self._open_folder(own)
+            self.network = nccl_network.prepare(self.folder, own.node_rank, len(own.hosts))
         self.store: TCPStore | None = None  # a fresh one: the old one's keys would mislead ranks
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(own.attempt)  # for locks (RunLock)
-        master, number = own.address or args.master_addr, len(own.hosts)
-        self.args = replace(args, node_rank=own.node_rank, num_nodes=number, master_addr=master)
-        own_port = meeting.listener.getsockname()[1] if meeting.listener else args.master_port
-        self.port = own.port or own_port
-        if own.node_rank == 0 and number > 1:
+        if own.node_rank == 0 and len(own.hosts) > 1:
             self.snapshots.outgoing.begin()
         if self.folder is not None and own.node_rank == 0 and self.restarts.record is None:
             launcher = None if self.supervisor.control else LauncherProcess.of(os.getppid())
-            record = begin_record(self.folder.path, own, self.typed, args.grace_s, launcher)
-            self.restarts.record = record
+            self.restarts.record = LiveRecord(
+                self.folder.path,
+                is_takeover=own.attempt > 0,
+                launcher=launcher,
+                versions=versions(),
+                agent_arguments=self.typed,
+                hosts=own.hosts,
+                world_size=own.world_size,
+                grace=args.grace_s,
+            )
         if self.folder is not None and own.members and own.attempt:  # a lost node may still write
             self.error_files = self.folder.failures / f"attempt_{own.attempt}"
             self.error_files.mkdir(exist_ok=True)
         if meeting.lost is not None:
-            self.restarts.take_over(own.attempt - 1)
-            self._note_restart(meeting.lost, -1, [meeting.lost.host], meeting.told)
+            self.restarts.has_begun = True
+            self._note_restart(meeting.lost, -1, [meeting.lost.host], meeting.took_over)
         if begins:
             folder = str(self.folder.path) if self.folder and self.restarts.record else ""
             command = resume_command(args, has_saved=False)
             note = AgentNote(own.run_id, own.node_rank, self.started, args.nproc, folder, command)
             self.supervisor.tell(note)
 
-    def _open_folder(self, own: Assignment) -> None:
-        """Write to the run's folder from now on, for this node has ranks; raises Refused."""
-        if self.args.log_dir is not None:
-            self.folder = RunFolder(self.args.log_dir, own.run_id, own.node_rank)
-            self.folder.create()
-            self.error_files = self.folder.failures
-            self.outputs.keep_in(self.folder)
-        self.network = nccl_network.prepare(self.folder, own.node_rank, len(own.hosts))
-
     # --- one attempt after another ------------------------------------------------------------
 
     def run(self) -> int:
         """Run the ranks to their end; returns the run's exit code."""
-        signals: list[int] = []  # that came from outside
         while True:
-            attempt = self._begin_attempt(signals)
+            attempt = self._begin_attempt()
             facts, verdict = attempt.facts, attempt.watch(self.outputs)
-            if self.args.node_rank == 0 and verdict.outcome.code and not self.may_go_on_elsewhere:
+            if self.own.node_rank == 0 and verdict.outcome.code and not self.may_go_on_elsewhere:
                 # What all nodes are to lay together if no attempt follows.
-                nodes, saved_step = [*facts.nodes.values()], self.heartbeats.reached()[0]
-                verdict = replace(verdict, parts=self.snapshots.find_parts(nodes, saved_step))
+                saved_step = self.heartbeats.reached()[0]
+                parts = self.snapshots.find_parts(facts.nodes.values(), saved_step)
+                verdict = replace(verdict, parts=parts)
             if not self._go_on(facts, verdict):
                 break
         is_told = facts.verdict is not None
@@ -156,7 +164,7 @@ class NodeAgent:
 
     @property
     def is_last(self) -> bool:
-        return self.meeting.assignment.attempt >= self.args.max_restarts
+        return self.own.attempt >= self.args.max_restarts
 
     @property
     def may_go_on_elsewhere(self) -> bool:
@@ -164,48 +172,42 @@ class NodeAgent:
         team = self.meeting.team
         return self.args.min_nodes > 0 and not (self.is_last or (team and team.is_majority))
 
-    def _begin_attempt(self, signals: list[int]) -> Attempt:
+    def _begin_attempt(self) -> Attempt:
         """Fork the ranks."""
         self.restarts.begin_attempt()
-        args, meeting = self.args, self.meeting
-        hosts, peers, team = meeting.assignment.hosts, meeting.peers, meeting.team
+        args, own, meeting = self.args, self.own, self.meeting
+        hosts, peers = own.hosts, meeting.peers
         ranks = [] if self.is_spare else self._fork_ranks()
         if meeting.listener is not None:  # on the very same socket as the agents met
             with without_noise(2):
-                self.store = serve_store(args.master_addr, self.port, meeting.listener.detach())
-        host = "" if self.is_spare else hosts[args.node_rank]
-        here = NodeRanks(ranks, self.heartbeats, args.node_rank, host)
-        for peer in peers.values():
+                self.store = serve_store(own.address, own.port, meeting.listener.detach())
+        host = "" if self.is_spare else hosts[own.node_rank]
+        here = NodeRanks(ranks, self.heartbeats, own.node_rank, host)
+        for peer in meeting.everyone():
             # It may have waited long for the others, and be about to save the lost node's snapshot.
             peer.heard = time.monotonic() + (args.grace_s if meeting.lost else 0)
-        attempt = Attempt(
+        return Attempt(
             here,
-            hosts=hosts,
             peers=peers,
             supervisor=self.supervisor.socket,
-            facts=Facts(signals=signals),
+            facts=Facts(signals=self.signals),
             grace_s=args.grace_s,
             verdict_s=limits.VERDICT_S if self.is_last else limits.SILENCE_S,
             query=Query(here, hosts, peers, self.outputs.say, self.folder and self.folder.path),
             snapshots=self.snapshots,
             on_beat=self._on_beat,
         )
-        if team is not None:
-            team.listen(attempt.selector, self._on_lost_spare)
-        return attempt
 
     def _fork_ranks(self) -> list[Rank]:
-        meeting, team = self.meeting, self.meeting.team
-        others = team.everyone() if team is not None else meeting.peers.values()
-        held = [self.supervisor, *filter(None, (meeting.listener, meeting.failover)), *others]
+        ports = filter(None, (self.meeting.listener, self.meeting.failover))
+        held = [self.supervisor, *ports, *self.meeting.everyone()]
         given = zip(map(self._variables, range(self.args.nproc)), self.cpus, strict=True)
-        return fork_ranks(self.args.program, meeting.assignment, self.outputs, given, held)
+        return fork_ranks(self.args.program, self.own, self.outputs, given, held)
 
     def _variables(self, local_rank: int) -> dict[str, str]:
         """Return what a rank is given."""
-        own = self.meeting.assignment
         return {
-            **variables_of(self.args, own, local_rank, self.port, self.error_files),
+            **variables_of(self.args, self.own, local_rank, self.error_files, os.environ),
             **self.snapshots.variables(local_rank),
             **(self.network.variables if local_rank == 0 else {}),  # none but on node rank 0
             "HEARTBEAT_FILE": self.heartbeats.name(local_rank),
@@ -213,7 +215,7 @@ class NodeAgent:
 
     def _on_beat(self) -> None:
         if self.meeting.team is not None:
-            self.meeting.team.beat()
+            self.meeting.team.beat(self._on_lost_spare)
         self.network.look(self.outputs.say)
         self.restarts.look()
         if shows_no_rank(self):
@@ -248,6 +250,7 @@ class NodeAgent:
         busy = team.peers.keys() - facts.nodes.keys()  # their ranks have not ended
         for node_rank in busy if team.min_nodes else ():
             team.peers.pop(node_rank).close()
+        team.beat(self._on_lost_spare)
         why, held_step = team.why_not(are_all_quiet=not busy), self.snapshots.step()
         if not why and not team.lost:
             why = self.restarts.why_not(first, held_step)
@@ -257,10 +260,9 @@ class NodeAgent:
         lost = [team.members[node_rank].host for node_rank in team.lost]
         replaced = team.refill() if lost else []
         # Another port: whoever is still on the way to the old store would mislead the new ranks.
-        address, listener = self.args.master_addr, checkin.listen(self.args.master_addr, 0)
-        number = self.meeting.assignment.attempt + 1
-        parts = team.assign(number, address, listener.getsockname()[1])
-        own = parts[self.args.node_id]
+        address, listener = self.own.address, checkin.listen(self.own.address, 0)
+        parts = team.assign(self.own.attempt + 1, address, listener.getsockname()[1])
+        own = parts[self.args.node_rank]
         self._take_part(replace(self.meeting, assignment=own, listener=listener, lost=None))
         self._note_restart(first, held_step, lost, replaced)
         return parts
@@ -269,12 +271,12 @@ class NodeAgent:
         self, first: Failure, held_step: int, lost: Sequence[str], replaced: Sequence[str]
     ) -> None:
         """On node rank 0, record and tell why the ranks start again, and on which nodes."""
-        line = self.restarts.note(first, held_step, lost=lost, replaced=replaced)
-        self.outputs.say(f"{line}; now on port {self.port}")
+        number = self.own.attempt
+        line = self.restarts.note(first, held_step, number, lost=lost, replaced=replaced)
+        self.outputs.say(f"{line}; now on port {self.own.port}")
         if replaced:
             self._tell_membership()
-            part = self.meeting.assignment
-            self.restarts.write(hosts=part.hosts, world_size=part.world_size)
+            self.restarts.write(hosts=self.own.hosts, world_size=self.own.world_size)
 
     def _on_lost_spare(self, loss: Failure) -> None:
         fault = f"{loss.cause}; the run continues [{loss.fault}]"
@@ -284,8 +286,8 @@ class NodeAgent:
     def _tell_membership(self) -> None:
         """Tell the launcher which nodes the run goes on with."""
         if (team := self.meeting.team) is not None:
-            nodes = [member.node_id for member in team.members]
-            membership = Membership(self.meeting.assignment.attempt, nodes, [*team.spares])
+            nodes = [member.node_id for member in (*team.members, *team.spares)]
+            membership = Membership(self.own.attempt, nodes)
             self.outputs.tell(membership, self.supervisor.control)
 
     # --- the end ------------------------------------------------------------------------------
@@ -295,15 +297,15 @@ class NodeAgent:
         outcome, limit_s = verdict.outcome, self.args.grace_s
         if outcome.signum:  # the ranks have had GRACE; supervisor and launchers wait longer
             limit_s = min(limit_s, limits.STOP_SNAPSHOT_S)
-        if outcome.code != 0 and is_told:
+        if outcome.code != 0 and is_told and 0 in self.meeting.peers:
             parts = None if self.is_spare else verdict.parts
-            self.snapshots.leave_to(self.meeting.peers.get(0), parts, limit_s)
+            self.snapshots.leave_to(self.meeting.peers[0], parts, limit_s)
         if outcome.code == 0 or is_told or self.may_go_on_elsewhere:
             return outcome
         if verdict.parts is not None:
             step = self.snapshots.save_parts(verdict.parts, self.meeting.peers, limit_s)
         else:
-            saved, is_first_node = self.heartbeats.reached()[0], self.args.node_rank == 0
+            saved, is_first_node = self.heartbeats.reached()[0], self.own.node_rank == 0
             step = self.snapshots.save(saved, is_first_node=is_first_node, limit_s=limit_s)
         return outcome.with_saved(step) if step >= 0 else outcome
 
@@ -320,18 +322,18 @@ class NodeAgent:
             self.outputs.say("the run has ended with code 0")
         can_resume = outcome.code != BAD_INPUT
         command = resume_command(self.args, has_saved=outcome.has_saved) if can_resume else ""
-        run_id = self.meeting.assignment.run_id
+        run_id = self.own.run_id
         outcome = replace(outcome, started=self.started, run_id=run_id, command=command)
         folder = self.folder and self.folder.path
-        if folder and self.args.node_rank and (folder / "run.json").exists():
+        if folder and self.own.node_rank and (folder / "run.json").exists():
             folder = None  # node rank 0's, on a shared disk
         report_outcome(outcome, control, is_line_open=is_open, folder=folder)
 
 
 def shows_no_rank(agent: NodeAgent) -> bool:
     """Return whether this node has a terminal to itself, and rank 0 is elsewhere."""
-    args = agent.args
-    return agent.supervisor.control is None and not args.is_in_step and args.node_rank > 0
+    is_alone = agent.supervisor.control is None and not agent.args.is_in_step
+    return is_alone and agent.own.node_rank > 0
 
 
 def resume_command(args: Arguments, *, has_saved: bool) -> str:

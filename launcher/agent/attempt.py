@@ -12,7 +12,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,6 +41,7 @@ from launcher.agent.snapshots.memory import Snapshots
 from launcher.agent.verdict import Facts, NodeEnd, Verdict
 from launcher.failure import Failure
 from launcher.wire import limits
+from launcher.wire.messages import KILLED
 
 
 @dataclass
@@ -48,7 +49,6 @@ class Attempt:
     """The ranks of this node, and the connections to the other nodes' agents."""
 
     ranks: NodeRanks
-    hosts: Sequence[str]  # by node rank
     peers: dict[int, Peer]
     supervisor: socket.socket  # its other end closes when the supervisor dies
     facts: Facts  # the signals in it also came since the attempt before
@@ -68,7 +68,7 @@ class Attempt:
         self.rest_s = 0.0  # before the next turn, where output comes in small pieces
         self.partial = Deadline()  # to see to lines that have not ended
         self.over = Deadline()  # no more waiting for the other nodes
-        self.notice = Notice(self.ranks, self.facts, self.query)
+        self.notice = Notice(self.ranks, self.facts, self.query.show)
 
     # --- the event loop -------------------------------------------------------------------------
 
@@ -105,7 +105,10 @@ class Attempt:
         saved_step = self.ranks.heartbeats.saved()
         left = processes.end_descendants(term_s=limits.RANK_TERM_S)
         reached = verdict.reach_verdict(self.facts, saved_step=saved_step, left=len(left))
-        self.ranks.end_streams(self.facts, reached.outcome.failure)
+        for each in self.ranks.all:
+            follows = verdict.is_consequence(self.facts, reached.outcome.failure, each.rank)
+            for stream in each.streams:
+                stream.end(is_consequence=follows)
         outputs.drain()
         self.selector.close()
         return reached
@@ -141,7 +144,8 @@ class Attempt:
             processes.end_descendants()
         suspect = self.query.on_time()
         if suspect is not None and not self.facts.failures:
-            self._end_all_stuck(suspect)
+            self.send_all(EndRanks(suspect))
+            self._end_ranks(suspect)
 
     def _is_over(self) -> bool:
         """True when every rank here has ended and nothing more is to be heard from other nodes."""
@@ -159,7 +163,7 @@ class Attempt:
 
     def _on_supervisor_death(self) -> None:
         processes.end_descendants()
-        os._exit(128 + signal.SIGKILL)
+        os._exit(KILLED)
 
     def _on_output(self, stream: Stream) -> None:
         self.partial.set_within(limits.PARTIAL_LOOK_S)
@@ -241,17 +245,11 @@ class Attempt:
             case NodeBeat() if message.straggler is not None:
                 self.stragglers[node] = message.straggler
             case EndRanks():
-                self._end_ranks(message)
+                self._end_ranks(message.stuck)
             case NodeEnd():
                 self.facts.nodes[node] = message
             case Verdict():
                 self.facts.verdict = message
-
-    def _end_ranks(self, request: EndRanks) -> None:
-        if request.stuck >= 0:
-            self._end_stuck(request.stuck)
-        else:
-            self.term.set_within(0.0)
 
     def send_all(self, message: Message, *, but: Peer | None = None) -> None:
         """Send to every other agent from node rank 0, and from elsewhere to node rank 0's."""
@@ -265,7 +263,7 @@ class Attempt:
         self.selector.unregister(peer.socket)
         peer.close()
         if node not in self.facts.nodes and self.facts.verdict is None:
-            self._fail(peer.loss(node, self.hosts[node]))
+            self._fail(peer.loss(node, self.query.hosts[node]))
 
     def _beat(self) -> None:
         """Tell the other nodes that this one lives, and see whether all are alive and move on."""
@@ -281,13 +279,12 @@ class Attempt:
             if suspect is not None and suspect.is_stuck:
                 self.query.ask_about(suspect)
 
-    def _end_all_stuck(self, suspect: int) -> None:
-        self.send_all(EndRanks(suspect))
-        self._end_stuck(suspect)
-
-    def _end_stuck(self, suspect: int) -> None:
-        """Collect the stacks of all ranks here, and kill them because of the suspect."""
-        found = self.ranks.describe_stuck(suspect)
-        if found is not None:
-            self._fail(found)
+    def _end_ranks(self, suspect: int) -> None:
+        """End the ranks here; because of a suspect, collect all stacks first, and kill them."""
+        if suspect < 0:
+            self.term.set_within(0.0)
+            return
+        failure = self.ranks.describe_stuck(suspect)
+        if failure is not None:
+            self._fail(failure)
             self.kill.set_within(0.0)  # one that continues now must not save

@@ -30,12 +30,12 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def find_option(arguments: Sequence[str], name: str) -> str:
     """Return the value of one of torchrun's options, which may be shortened; empty without it."""
-    options, found = split(arguments)[0], ""
+    options, given = split(arguments)[0], ""
     for word, value in itertools.zip_longest(options, options[1:], fillvalue=""):
         option, equals, its_value = word.partition("=")
         if len(option) > 2 and name.startswith(option.replace("_", "-")):
-            found = its_value if equals else value
-    return found
+            given = its_value if equals else value
+    return given
 
 
 def read_for_torch(parse: Callable[[list[str]], Namespace], arguments: Sequence[str]) -> Namespace:

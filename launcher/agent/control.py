@@ -1,6 +1,7 @@
-"""The control stream: how a launcher on another machine holds a node's part of a run (no torch).
+"""What an agent, its supervisor and a launcher elsewhere hold of each other (no torch).
 
-A launcher sets two variables for the supervisor:
+By the control stream, a launcher on another machine holds a node's part of a run. It sets two
+variables for the supervisor:
 
     LAUNCH_START={json}     a Launched. The supervisor removes it: a run nested within this one has
                             its own stdin.
@@ -19,6 +20,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -30,7 +32,7 @@ from distributed.stop_signals import QUERY, STOP_SIGNALS
 from launcher import processes
 from launcher.failure_block import Outcome, print_outcome
 from launcher.own_time import OwnTime
-from launcher.typed_json import Kinds, encode, in_pieces, parse
+from launcher.typed_json import Kinds, encode, in_pieces
 from launcher.wire import limits
 
 VARIABLE = "LAUNCH_START"
@@ -48,20 +50,13 @@ class Launched:
     def variable(self) -> dict[str, str]:
         return {VARIABLE: encode(self)}
 
-    @classmethod
-    def take(cls) -> Launched:
-        """Return what the launcher has left, and remove it."""
-        text = os.environ.pop(VARIABLE, "")
-        return parse(cls, text) if text else cls()
-
 
 @dataclass(frozen=True)
 class Membership:
     """The nodes that a run goes on with, each by the node rank with which it was started."""
 
     attempt: int
-    nodes: Sequence[int]  # by node rank
-    spares: Sequence[int]
+    nodes: Sequence[int]  # by node rank, and after them the spares
 
 
 @dataclass(frozen=True)
@@ -79,20 +74,63 @@ class Control:
     fd: int | None  # None: in a step of a SLURM job
     token: str
 
-    def follow(self, kill_agent: Callable[[], None]) -> None:
-        """In a thread, send this process each signal named; at the launcher's end, end the run."""
-        if self.fd is not None:
-            args = self.fd, kill_agent
-            threading.Thread(target=_follow, args=args, daemon=True).start()
+
+@dataclass(frozen=True)
+class AgentNote:
+    """What the agent tells the supervisor once the run has begun."""
+
+    run_id: str
+    node_rank: int
+    started: float  # seconds since the epoch
+    ranks: int  # on this node
+    folder: str = ""  # of the run, where this node writes run.json
+    command: str = ""  # that resumes it; empty where nothing does
 
 
-def _follow(fd: int, kill_agent: Callable[[], None]) -> None:
+@dataclass(frozen=True)
+class SupervisorLink:
+    """What the agent holds of its supervisor; no rank does."""
+
+    socket: socket.socket  # for the note; its other end closes when the supervisor dies
+    control: Control | None  # the connection to a launcher elsewhere, if there is one
+    reaper: int | None  # tells the reaper of the agent's end
+    words: int  # a file for what the agent says last (supervisor.py)
+
+    def tell(self, note: AgentNote) -> None:
+        self.socket.sendall(encode(note).encode())
+
+    def close(self) -> None:
+        """In a rank, let go of all."""
+        self.socket.close()
+        close(self.reaper)
+        os.close(self.words)
+
+
+def close(fd: int | None) -> None:
+    """Close a descriptor, where there is one."""
+    if fd is not None:
+        os.close(fd)
+
+
+def end_after(wait: Callable[[int], None], which: int, kill_agent: Callable[[], None]) -> None:
+    """In a thread, wait for the end of a launcher or client, and then end the run."""
+
+    def follow() -> None:
+        wait(which)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(limits.CONTROL_TERM_S)
+        kill_agent()
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def follow_stream(fd: int) -> None:
+    """Send this process each signal named on a control stream, to its end."""
     pending = b""
     while hears(fd) and (data := os.read(fd, 4096)):
         *lines, pending = (pending + data).split(b"\n")
         for signum in filter(None, map(_BY_NAME.get, lines)):
             os.kill(os.getpid(), signum)
-    _end(kill_agent)
 
 
 def hears(fd: int) -> bool:
@@ -104,33 +142,11 @@ def hears(fd: int) -> bool:
     return False
 
 
-def follow_client(pid: int, kill_agent: Callable[[], None]) -> None:
-    """In a thread, wait for the end of a process whose child this should be, and end the run."""
-
-    def wait() -> None:
-        while started is not None and processes.start_ticks(pid) == started:
-            time.sleep(limits.CLIENT_LOOK_S)
-        _end(kill_agent)
-
+def await_client(pid: int) -> None:
+    """Wait for the end of a process whose child this should be."""
     started = processes.start_ticks(pid)
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def _end(kill_agent: Callable[[], None]) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(limits.CONTROL_TERM_S)
-    kill_agent()
-
-
-def take_control(launched: Launched) -> Control | None:
-    """Return the way to a launcher elsewhere, if one started this process."""
-    if not launched.control:
-        return None
-    if launched.control == "step":
-        token = f"{os.environ['LAUNCH_TOKEN']} {os.environ['SLURM_NODEID']}"
-        print(token, flush=True)  # from now on a part that tells no end was killed
-        return Control(None, token)
-    return take_stdin(os.environ["LAUNCH_TOKEN"])
+    while started is not None and processes.start_ticks(pid) == started:
+        time.sleep(limits.CLIENT_LOOK_S)
 
 
 def take_stdin(token: str) -> Control:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,12 @@ from torch.distributed import is_nccl_available
 from distributed.errors import Refused
 from distributed.torch_internals import RECORDER_SIZE, cpus_near_gpu, has_numa_binding
 from launcher import processes
-from launcher.agent.assignment import Assignment
 from launcher.agent.node_ranks import Rank
 from launcher.agent.output.outputs import Outputs
 from launcher.agent.rank.flight_recorder import DEFAULT_SIZE
 from launcher.agent.rank.program import Program, run_and_exit
 from launcher.agent.torchrun_arguments import Arguments
+from launcher.wire.messages import Assignment
 
 
 def fork_ranks(
@@ -43,8 +43,8 @@ def fork_ranks(
         (stdout, out), (stderr, err) = outputs.open(part, local_rank)
         if (pid := os.fork()) == 0:
             processes.take_name(f"rank{number}")
-            for one in (*held, outputs, out, err, *ranks):
-                one.close()
+            for opened in (*held, outputs, out, err, *ranks):
+                opened.close()
             if cpus:
                 os.sched_setaffinity(0, cpus)
             run_and_exit(program, variables, stdout=stdout, stderr=stderr, parent=agent)
@@ -55,39 +55,46 @@ def fork_ranks(
 
 
 def variables_of(
-    args: Arguments, assignment: Assignment, local_rank: int, port: int, error_files: Path
+    args: Arguments,
+    assignment: Assignment,
+    local_rank: int,
+    error_files: Path,
+    environ: Container[str],
 ) -> dict[str, str]:
-    """Return what torchrun adds to a rank's environment, and what is ours."""
+    """Return what torchrun adds to a rank's environment, and what is ours.
+
+    `environ` are the variables that are set already: what torchrun only proposes does not count.
+    """
     number = assignment.first_rank + local_rank
     variables = {
         "RANK": number,
         "LOCAL_RANK": local_rank,
         "WORLD_SIZE": assignment.world_size,
         "LOCAL_WORLD_SIZE": args.nproc,
-        "GROUP_RANK": args.node_rank,
-        "GROUP_WORLD_SIZE": args.num_nodes,
+        "GROUP_RANK": assignment.node_rank,
+        "GROUP_WORLD_SIZE": len(assignment.hosts),
         "ROLE_NAME": args.role,
         "ROLE_RANK": number,
         "ROLE_WORLD_SIZE": assignment.world_size,
-        "MASTER_ADDR": args.master_addr,
-        "MASTER_PORT": port,
+        "MASTER_ADDR": assignment.address,
+        "MASTER_PORT": assignment.port,
         "TORCHELASTIC_ERROR_FILE": error_files / f"rank_{number}.json",
         "TORCHELASTIC_RUN_ID": assignment.run_id,
         "TORCHELASTIC_RESTART_COUNT": assignment.attempt,
         "TORCHELASTIC_MAX_RESTARTS": args.max_restarts,
         "TORCHELASTIC_USE_AGENT_STORE": True,
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
         "RUN_ID": assignment.run_id,
     }
     if args.log_dir is not None:
         variables["LOG_DIR"] = args.log_dir
-    if args.nproc > 1 and "OMP_NUM_THREADS" not in os.environ:
-        variables["OMP_NUM_THREADS"] = 1  # torchrun's choice
-    if is_nccl_available() and RECORDER_SIZE not in os.environ:
-        variables[RECORDER_SIZE] = DEFAULT_SIZE
-    if args.has_virtual_ranks:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpu = local_rank if visible is None else visible.split(",")[local_rank].strip()
+    proposed = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": 1}
+    if args.nproc > 1:
+        proposed["OMP_NUM_THREADS"] = 1
+    if is_nccl_available():
+        proposed[RECORDER_SIZE] = DEFAULT_SIZE
+    variables |= {name: value for name, value in proposed.items() if name not in environ}
+    if args.virtual_gpus:
+        gpu = args.virtual_gpus[local_rank]
         variables |= {"LOCAL_RANK": 0, "CUDA_VISIBLE_DEVICES": gpu}
     return {name: str(value) for name, value in variables.items()}
 

@@ -1,23 +1,19 @@
-"""Join a run: check in with the other nodes' agents, and begin its record."""
+"""Join a run: check in with the other nodes' agents."""
 
 from __future__ import annotations
 
 import os
 import re
 import socket
-from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from distributed import network
 from distributed.environment import new_run_id
-from launcher.agent.assignment import Assignment
 from launcher.agent.nodes import checkin
 from launcher.agent.output.stream import say
 from launcher.agent.torchrun_arguments import Arguments
 from launcher.preflight import must_match
-from launcher.record.run_json import LauncherProcess, LiveRecord
 from launcher.wire.messages import NodeReport
 
 
@@ -70,26 +66,6 @@ def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
         where = f"{meeting.assignment.hosts[0]} ({address}:{port})"
         say(f"checked in with node rank 0 on {where}, as node rank {meeting.assignment.node_rank}")
     return meeting
-
-
-def begin_record(
-    folder: Path,
-    part: Assignment,
-    typed: Sequence[str],
-    grace_s: float,
-    launcher: LauncherProcess | None,  # None: it is elsewhere
-) -> LiveRecord:
-    """Begin run.json on node rank 0, or continue it. Raises Refused if a live process has it."""
-    return LiveRecord(
-        folder,
-        is_takeover=part.attempt > 0,
-        launcher=launcher,
-        versions=versions(),
-        agent_arguments=typed,
-        hosts=part.hosts,
-        world_size=part.world_size,
-        grace=grace_s,
-    )
 
 
 def versions() -> dict[str, str]:

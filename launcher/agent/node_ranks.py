@@ -21,6 +21,7 @@ from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.output.stream import Stream
 from launcher.failure import Failure
 from launcher.wire import limits
+from launcher.wire.messages import KILLED
 
 
 @dataclass
@@ -145,13 +146,6 @@ class NodeRanks:
                 each.show_traceback()
         return bool([stream for stream in self.streams() if stream.tick(now)])
 
-    def end_streams(self, facts: verdict.Facts, first: Failure | None) -> None:
-        """Take and show all that is left of the output of ranks that have ended."""
-        for each in self.all:
-            is_consequence = verdict.is_consequence(facts, first, each.rank)
-            for stream in each.streams:
-                stream.end(is_consequence=is_consequence)
-
     def straggler(self) -> RankState | None:
         """Return the rank furthest behind; None where none lives."""
         return stuck.find_straggler([self._state(each) for each in self.living()])
@@ -208,7 +202,7 @@ class NodeRanks:
             unknown,
             fault="rank-stuck",
             cause=cause,
-            code=128 + signal.SIGKILL,
+            code=KILLED,
             frames=stacks[named.rank],
             stacks=[
                 *stuck.group_stacks(stacks),
@@ -233,17 +227,18 @@ class NodeRanks:
             if (are_ending or each not in stopped)
             and processes.has_signal(each.pid, "SigCgt", STACK_SIGNAL)
         ]
-        running = [each.stack_file for each in writing if each not in stopped]
-        waiting = [each.stack_file for each in writing if each in stopped]
-        sizes = stuck.sizes_of(running), stuck.sizes_of(waiting)
+        running = {each.stack_file: stuck.size_of(each.stack_file) for each in writing}
+        waiting = {
+            each.stack_file: running.pop(each.stack_file) for each in writing if each in stopped
+        }
         processes.send_to_main_threads([each.pid for each in writing], STACK_SIGNAL)
-        stuck.wait_for_stacks(running, sizes[0], limits.STACKS_WRITE_S)
+        stuck.wait_for_stacks(running, limits.STACKS_WRITE_S)
         if waiting:
             processes.send([each.pid for each in stopped], signal.SIGCONT)
-            stuck.wait_for_stacks(waiting, sizes[1], limits.STACKS_WRITE_S)
-        found = {each.rank: stuck.read_stack(each.stack_file) for each in writing}
+            stuck.wait_for_stacks(waiting, limits.STACKS_WRITE_S)
+        stacks = {each.rank: stuck.read_stack(each.stack_file) for each in writing}
         halted = {each.rank: [stuck.STOPPED] for each in stopped}
-        return {each.rank: [] for each in living} | halted | found
+        return {each.rank: [] for each in living} | halted | stacks
 
     def collectives(self) -> dict[int, Calls]:
         """Return the newest collectives of the living ranks for which torch records them.

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-import signal
+from collections.abc import Callable
 
 from distributed.stop_signals import NOTICE
 from launcher import own_time, processes
 from launcher.agent.node_ranks import NodeRanks
-from launcher.agent.query import Query
 from launcher.agent.verdict import Facts
-from launcher.record.run_json import NOTICED
 from launcher.wire import limits
 
 UNHANDLED = (
@@ -21,26 +19,18 @@ UNHANDLED = (
 
 
 class Notice:
-    """A notice that comes in an attempt, by a signal or in SLURM's jobs by a file.
+    """A notice that comes in an attempt, by a signal or in SLURM's jobs by a file (query.py).
 
     Only ranks that handle it are sent it: the others would die of it. Those that are still
     starting get it as soon as they handle it.
     """
 
-    def __init__(self, ranks: NodeRanks, facts: Facts, query: Query) -> None:
-        self._ranks, self._facts, self._query = ranks, facts, query
+    def __init__(self, ranks: NodeRanks, facts: Facts, show: Callable[[str], None]) -> None:
+        self._ranks, self._facts, self._show = ranks, facts, show
         self._warn_at = 0.0  # 0: the notice has not come
 
     def look(self) -> None:
         """Send it to the ranks that handle it by now; after NOTICE_WARN_S say if none do."""
-        is_first_node, folder = self._ranks.node_rank == 0, self._query.folder
-        if is_first_node and folder is not None:
-            try:
-                (folder / NOTICED).unlink()
-            except OSError:  # it has not come
-                pass
-            else:
-                signal.raise_signal(NOTICE)
         if NOTICE not in self._facts.signals:
             return
         for each in self._ranks.living():
@@ -52,5 +42,5 @@ class Notice:
         self._warn_at = self._warn_at or own_time.now() + limits.NOTICE_WARN_S
         if own_time.now() >= self._warn_at:
             self._warn_at = math.inf
-            if not self._facts.noticed and is_first_node:
-                self._query.show(UNHANDLED)
+            if not self._facts.noticed and self._ranks.node_rank == 0:
+                self._show(UNHANDLED)

@@ -1,26 +1,30 @@
 """Where all ranks are: asked of every node on SIGQUIT, and when a script falls silent (no torch).
 
 Each agent has its ranks write their stacks, and tells node rank 0's; that one shows them. It is
-also asked by a file, ASKED in the run's folder, and adds what it shows to another one there.
+also asked by a file, ASKED in the run's folder, and adds what it shows to another one there. By
+such a file comes SLURM's notice of a time limit, too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from distributed.environment import printable
+from distributed.stop_signals import NOTICE
 from launcher.agent.deadline import Deadline
 from launcher.agent.diagnosis import stuck
 from launcher.agent.diagnosis.collectives import find_mismatches
 from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.node_ranks import NodeRanks
-from launcher.agent.nodes.protocol import NodeStacks, Peer, StackRequest
-from launcher.record.run_json import ASKED, SHOWN
+from launcher.agent.nodes.protocol import NodeStacks, Peer, RankStack, StackRequest
+from launcher.record.run_json import ASKED, NOTICED, SHOWN
 from launcher.wire import limits
 
 LONGEST = 2000  # characters of a line that is shown
@@ -35,7 +39,7 @@ class Query:
     peers: Mapping[int, Peer]
     show: Callable[[str], None]
     folder: Path | None  # of the run; None: it has none
-    _look: Deadline = field(default_factory=Deadline)  # for the file, on node rank 0
+    _look: Deadline = field(default_factory=Deadline)  # for the files, on node rank 0
     _start: Deadline = field(default_factory=Deadline)
     _end: Deadline = field(default_factory=Deadline)  # no more waiting for other nodes
     _told: dict[int, NodeStacks] = field(default_factory=dict)  # by node rank
@@ -74,22 +78,20 @@ class Query:
         if self._look.take():
             self._look.set_within(limits.ASKED_LOOK_S)
             assert self.folder is not None
-            with contextlib.suppress(OSError):  # it is not there: nobody asks
-                (self.folder / ASKED).unlink()
-                self.ask()
-        if self._start.take():
-            is_first, is_asking = self.ranks.node_rank == 0, bool(self._told)
-            if not is_asking:
-                self._send(StackRequest())
-            if is_first and not is_asking:
+            for name, act in (ASKED, self.ask), (NOTICED, partial(signal.raise_signal, NOTICE)):
+                with contextlib.suppress(OSError):  # it is not there: nobody asks
+                    (self.folder / name).unlink()
+                    act()
+        if self._start.take() and not self._told:  # else it is asking
+            self._send(StackRequest())
+            if self.ranks.node_rank == 0:
                 self._end.set_within(limits.STACKS_ANSWER_S)
                 self._take(0, self._here())
         return self._conclude() if self._end.take() else None
 
     def _here(self) -> NodeStacks:
-        frames = {str(rank): frames for rank, frames in self.ranks.stacks().items()}
-        calls = {str(rank): calls for rank, calls in self.ranks.collectives().items()}
-        return NodeStacks(frames, calls)
+        stacks, calls = self.ranks.stacks(), self.ranks.collectives()
+        return NodeStacks([RankStack(rank, at, calls.get(rank)) for rank, at in stacks.items()])
 
     def _send(self, message: StackRequest | NodeStacks) -> None:
         for peer in self.peers.values():
@@ -102,9 +104,9 @@ class Query:
 
     def _conclude(self) -> int | None:
         """Show what the nodes have told; of a silence also who is behind."""
-        nodes = self._told.values()
-        places = {int(rank): at for told in nodes for rank, at in told.frames.items()}
-        calls = {int(rank): one for told in nodes for rank, one in told.collectives.items()}
+        everyone = [rank for node in self._told.values() for rank in node.ranks]
+        places = {each.rank: each.frames for each in everyone}
+        calls = {each.rank: each.calls for each in everyone if each.calls is not None}
         unheard = [self.hosts[node] for node in self.peers if node not in self._told]
         silent, self._silent = self._silent, None
         self._told.clear()
@@ -121,12 +123,9 @@ class Query:
             head = f"no step for {silent.silence_s:.0f} s, {when}: {who}; {again}; {head}"
         lines = [head, *stuck.group_stacks(places), *(f"{host}: no answer" for host in unheard)]
         lines += find_mismatches(calls)
-        self._tell([printable(line, LONGEST) for line in lines])
-        return None
-
-    def _tell(self, lines: Sequence[str]) -> None:
-        self.show("\n  ".join(lines))
+        text = "\n  ".join(printable(line, LONGEST) for line in lines)
+        self.show(text)
         if self.folder is not None:
-            text = "\n  ".join([f"{time.strftime('%Y-%m-%d %H:%M:%S')} {lines[0]}", *lines[1:]])
             with contextlib.suppress(OSError), (self.folder / SHOWN).open("a") as log:
-                log.write(f"{text}\n")
+                log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        return None

@@ -31,18 +31,13 @@ class Restarts:
     beats: Heartbeats  # of the ranks here
     record: LiveRecord | None = None  # run.json, on node rank 0
     has_begun: bool = False  # a step has been done
-    all: list[Restart] = field(default_factory=list)
-    earlier: int = 0  # restarts under another node rank 0, which is lost
+    all: list[Restart] = field(default_factory=list)  # under this node rank 0
     before: tuple[int, int] = (-1, -1)  # what the ranks had reached when the attempt began
 
     def begin_attempt(self) -> None:
         """Note what the ranks have reached so far; the next ones have made no beat."""
         self.before = self.beats.reached()
         self.beats.clear()
-
-    def take_over(self, earlier: int) -> None:
-        """Go on with the account of node rank 0, which is lost after so many restarts."""
-        self.earlier, self.has_begun = earlier, True
 
     def why_not(self, first: Failure, held_step: int) -> str:
         """Return why the run does not start again after a failure; nothing where it does.
@@ -69,11 +64,12 @@ class Restarts:
         self,
         first: Failure,
         held_step: int,
+        number: int,
         *,
         lost: Sequence[str] = (),  # the hosts of lost nodes
         replaced: Sequence[str] = (),  # who takes their places
     ) -> str:
-        """Note that the run starts again after a failure; returns what it costs, in one line.
+        """Note that the run starts again, for the so many'th time; returns the cost in one line.
 
         `held_step` is that of the newest snapshot in memory; -1: there is none.
         """
@@ -83,7 +79,7 @@ class Restarts:
         if last is not None and not last.lost_s:  # from here on, this loss is the next one's
             self.all[-1] = replace(last, lost_s=first.time - last.failed)
         restart = Restart(
-            number=self.earlier + len(self.all) + 1,
+            number=number,
             fault=first.fault,
             cause=first.cause,
             who=first.who,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import os
 import select
 import signal
@@ -30,19 +29,26 @@ from distributed.stop_signals import ADDED, NOTICE, QUERY, STOP_SIGNALS, handled
 from launcher import importable, own_time, processes, typed_json
 from launcher.agent.command_line import find_option, read_for_torch
 from launcher.agent.control import (
+    VARIABLE,
+    AgentNote,
     Control,
     Launched,
-    follow_client,
+    SupervisorLink,
+    await_client,
+    close,
+    end_after,
+    follow_stream,
     report_outcome,
-    take_control,
+    take_stdin,
 )
-from launcher.agent.link import AgentNote, SupervisorLink, close
+from launcher.agent.deadline import Deadline
 from launcher.failure import Failure, count_memory_kills, explain, signal_name
 from launcher.failure_block import Outcome
 from launcher.outer_run import leave_outer_run
 from launcher.record import run_json
 from launcher.text import mend_streams
 from launcher.wire import limits
+from launcher.wire.messages import KILLED
 
 HAS_TORCH = b"\0"  # begins the file for an agent's last words, after the import
 
@@ -77,30 +83,28 @@ class Agent:
             print("node agent: the ranks have not started yet", file=sys.stderr, flush=True)
 
 
-@dataclass(frozen=True)
-class Death:
-    """What is seen of an agent that has not told its end itself."""
-
-    code: int
-    is_asked: bool  # this process killed it
-    is_out_of_memory: bool  # the kernel has killed something here for lack of memory
-    has_torch: bool  # it had imported torch
-    words: Sequence[str]  # what it said last
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the agent below a supervisor; returns the exit code. A rank leaves by SystemExit."""
     arguments = sys.argv[1:] if arguments is None else arguments
     mend_streams()
     leave_outer_run(os.environ)
-    launched = Launched.take()
-    return guard(fork_agent(arguments, take_control(launched), launched))
+    text, control = os.environ.pop(VARIABLE, ""), None
+    launched = typed_json.parse(Launched, text) if text else Launched()
+    if launched.control == "stdin":
+        control = take_stdin(os.environ["LAUNCH_TOKEN"])
+    elif launched.control == "step":
+        control = Control(None, f"{os.environ['LAUNCH_TOKEN']} {os.environ['SLURM_NODEID']}")
+        print(control.token, flush=True)  # from now on a part that tells no end was killed
+    return guard(fork_agent(arguments, control, launched))
 
 
 def fork_agent(arguments: Sequence[str], control: Control | None, launched: Launched) -> Agent:
     """Fork the agent, which never returns; returns what this process supervises."""
     client = int(os.environ.pop("LAUNCH_CLIENT", "0"))
-    handled = _handled(arguments)
+    added = find_option(arguments, "--signals-to-handle") or os.environ.get("PET_SIGNALS_TO_HANDLE")
+    if added:
+        os.environ[ADDED] = added
+    handled = handled_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     is_alone = find_option(arguments, "--nnodes") in ("", "1", "1:1")  # no other node waits
     pausing = {signal.SIGTSTP} - {*handled} if is_alone and control is None else set()
@@ -113,7 +117,9 @@ def fork_agent(arguments: Sequence[str], control: Control | None, launched: Laun
     if (pid := os.fork()) != 0:
         theirs.close()
         close(reapers[1])
-        node_rank, record = _node_rank(arguments), launched.record
+        given = find_option(arguments, "--node-rank") or os.environ.get("SLURM_NODEID", "")
+        node_rank = int(given) if given.isdecimal() else 0  # as far as it is known by now
+        record = launched.record
         return Agent(pid, ours, words, node_rank, control, handled, pausing, client, record)
     ours.close()
     close(reapers[0])
@@ -153,18 +159,6 @@ def _run_agent(arguments: Sequence[str], link: SupervisorLink, supervisor: int) 
         raise
 
 
-def _show_last_words(file: int) -> tuple[bool, list[str]]:
-    """Show what an agent said last: on stderr while it imported torch, or the traceback of its end.
-
-    Returns whether it had imported torch, and the words as lines.
-    """
-    said = os.pread(file, 1 << 16, 0)
-    text = said.removeprefix(HAS_TORCH).decode(errors="replace")
-    sys.stderr.write(text)
-    lines = [line.strip() for line in text.splitlines() if line.strip(" ^~")]
-    return said.startswith(HAS_TORCH), lines
-
-
 @contextlib.contextmanager
 def _importing(file: int) -> Iterator[None]:
     """Write what an import says on stderr into a file as long as it lasts, for the supervisor."""
@@ -185,20 +179,6 @@ def _importing(file: int) -> Iterator[None]:
     sys.stderr.write(os.pread(file, 1 << 16, 0).decode(errors="replace"))
     os.ftruncate(file, 0)
     os.pwrite(file, HAS_TORCH, 0)
-
-
-def _handled(arguments: Sequence[str]) -> list[signal.Signals]:
-    """Return the signals to pass on, those of --signals-to-handle too."""
-    added = find_option(arguments, "--signals-to-handle") or os.environ.get("PET_SIGNALS_TO_HANDLE")
-    if added:
-        os.environ[ADDED] = added
-    return handled_signals()
-
-
-def _node_rank(arguments: Sequence[str]) -> int:
-    """Return this node's rank, as far as it is known before the agent has read its arguments."""
-    given = find_option(arguments, "--node-rank") or os.environ.get("SLURM_NODEID", "")
-    return int(given) if given.isdecimal() else 0
 
 
 def start_reaper() -> tuple[int, int]:
@@ -235,23 +215,24 @@ def _wait_and_clean(supervisor: int, agent: int, token: str) -> NoReturn:
 def guard(agent: Agent) -> int:
     """Wait for the agent's end, then end what is left below; returns the agent's exit code."""
     memory_kills = count_memory_kills()
-    if agent.control is not None:
-        agent.control.follow(agent.kill)
+    if agent.control is not None and agent.control.fd is not None:
+        end_after(follow_stream, agent.control.fd, agent.kill)
     if agent.client:
-        follow_client(agent.client, agent.kill)
+        end_after(await_client, agent.client, agent.kill)
     status = _await_end(agent)
     left = processes.end_descendants()
     code = processes.exit_code(status)
-    has_torch, words = _show_last_words(agent.words)
+    said = os.pread(agent.words, 1 << 16, 0)  # while it imported torch, or about its end
+    has_torch = said.startswith(HAS_TORCH)
+    text = said.removeprefix(HAS_TORCH).decode(errors="replace")
+    sys.stderr.write(text)
+    words = [line.strip() for line in text.splitlines() if line.strip(" ^~")]
     has_failed = code != 0 and not agent.passed_on and (words or not has_torch)
     if os.WIFSIGNALED(status) or has_failed:
-        note = _read_note(agent)
-        if note.folder:
-            run_json.note_end(Path(note.folder), code, agent=agent.pid)
+        has_kills = count_memory_kills() > memory_kills
+        why = _explain_death(code, words, has_torch=has_torch, is_out_of_memory=has_kills)
         is_asked = os.WTERMSIG(status) in agent.passed_on
-        is_out_of_memory = count_memory_kills() > memory_kills
-        death = Death(code, is_asked, is_out_of_memory, has_torch, words)
-        _report_death(death, note, agent.control, left=len(left))
+        _report_death(agent, code, None if is_asked else why, words, left=len(left))
     agent.notes.close()
     if agent.recorded:  # the run may have ended before it began
         run_json.note_end(Path(agent.recorded), code)
@@ -263,10 +244,10 @@ def _await_end(agent: Agent) -> int:
 
     Signals are blocked and taken one by one: a handler could run within another.
     """
-    kill_at = math.inf
+    kill = Deadline()
     grace_s = float(os.environ.get("GRACE") or limits.GRACE_S)
     while (status := dict(processes.reap()).get(agent.pid)) is None:
-        wait_s = min(kill_at - own_time.now(), limits.BEAT_S)
+        wait_s = min(kill.at - own_time.now(), limits.BEAT_S)
         came = processes.await_signal({*agent.handled, QUERY, *agent.pausing}, wait_s)
         if came in agent.pausing:
             processes.suspend()
@@ -275,52 +256,60 @@ def _await_end(agent: Agent) -> int:
         elif came is not None:
             agent.send(came)
             if came != NOTICE:
-                kill_at = min(kill_at, own_time.now() + grace_s + limits.STOP_AGENT_S)
-        elif own_time.now() > kill_at:  # it has been stopped (SIGSTOP), or hangs
+                kill.set_within(grace_s + limits.STOP_AGENT_S)
+        elif kill.take():  # it has been stopped (SIGSTOP), or hangs
             agent.kill()
-            kill_at = math.inf
     return status
 
 
-def _report_death(death: Death, note: AgentNote, control: Control | None, *, left: int) -> None:
-    """Tell in the agent's place how the run ended: the agent was killed, failed or left early."""
-    code, words = death.code, death.words
-    fault, cause = _explain_death(death)
-    frames = words[-3:] if signal_name(code) else words[-4:-1]
-    host, now = socket.gethostname(), time.time()
-    failure = Failure(fault, cause, code, host, note.node_rank, now, frames=frames)
+def _report_death(
+    agent: Agent, code: int, why: tuple[str, str] | None, words: Sequence[str], *, left: int
+) -> None:
+    """Tell in the agent's place how the run ended: the agent was killed, failed or left early.
+
+    `why` is the fault and the cause; None: this process ended the agent.
+    """
+    failure = None
+    agent.notes.setblocking(False)
+    try:
+        note = typed_json.parse(AgentNote, agent.notes.recv(65536))
+    except (OSError, ValueError):  # the agent ended before the run had begun
+        note = AgentNote(os.environ.get("RUN_ID", ""), agent.node_rank, time.time(), 0)
+    folder = Path(note.folder) if note.folder else None
+    if folder is not None:
+        run_json.note_end(folder, code, agent=agent.pid)
+    if why is not None:
+        frames = words[-3:] if signal_name(code) else words[-4:-1]
+        host, now = socket.gethostname(), time.time()
+        failure = Failure(*why, code, host, note.node_rank, now, frames=frames)
+    elif code == KILLED:  # the launcher is gone
+        return
     outcome = Outcome(
         code,
-        None if death.is_asked else failure,
+        failure,
         stopped=note.ranks,
         left=left,
         started=note.started,
         run_id=note.run_id,
         command=note.command,
     )
-    is_silent = death.is_asked and code == 128 + signal.SIGKILL  # the launcher is gone
-    if not is_silent:
-        folder = Path(note.folder) if note.folder else None
-        report_outcome(outcome, control, is_line_open=note.ranks > 0, folder=folder)
+    report_outcome(outcome, agent.control, is_line_open=note.ranks > 0, folder=folder)
 
 
-def _explain_death(death: Death) -> tuple[str, str]:
-    """Return the fault and the cause."""
-    if death.is_out_of_memory and death.code == 128 + signal.SIGKILL:
-        fault, cause = explain(death.code, out_of_memory=True)
+def _explain_death(
+    code: int, words: Sequence[str], *, has_torch: bool, is_out_of_memory: bool
+) -> tuple[str, str]:
+    """Return the fault and the cause of the end of an agent that has not told it itself.
+
+    `words` are what it said last. With `is_out_of_memory`, the kernel has killed something here.
+    """
+    if is_out_of_memory and code == KILLED:
+        fault, cause = explain(code, out_of_memory=True)
         return fault, f"the node agent: {cause}"
-    if by_signal := signal_name(death.code):
-        when = "from outside this run" if death.has_torch else "while it imported torch"
+    if by_signal := signal_name(code):
+        when = "from outside this run" if has_torch else "while it imported torch"
         return "agent-killed", f"{by_signal} to the node agent, {when}"
-    last = death.words[-1] if death.words else f"exit code {death.code}"
-    if death.has_torch:
+    last = words[-1] if words else f"exit code {code}"
+    if has_torch:
         return "agent-killed", f"the node agent failed: {last}"
     return "env-missing", f"the node agent could not import torch: {last}"
-
-
-def _read_note(agent: Agent) -> AgentNote:
-    agent.notes.setblocking(False)
-    try:
-        return typed_json.parse(AgentNote, agent.notes.recv(65536))
-    except (OSError, ValueError):  # the agent ended before the run had begun
-        return AgentNote(os.environ.get("RUN_ID", ""), agent.node_rank, time.time(), 0)

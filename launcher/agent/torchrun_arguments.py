@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed.run as torchrun
-from torch.distributed.elastic.multiprocessing import Std
+from torch.distributed.elastic.multiprocessing import Std, to_map
 
 from distributed.environment import slurm_node
 from distributed.stop_signals import NEVER_ADDED
@@ -46,7 +46,7 @@ class Arguments:
 
     program: Program
     num_nodes: int
-    node_rank: int
+    node_rank: int  # as given: another may follow
     nproc: int  # ranks on this node
     master_addr: str
     master_port: int  # 0: any free one
@@ -58,13 +58,12 @@ class Arguments:
     is_in_step: bool  # srun started it, and shares its terminal between all nodes
     join_timeout_s: float
     grace_s: float
-    node_id: int  # the node rank given: another may follow
     num_spares: int  # agents beyond `num_nodes`, which wait
     min_nodes: int  # with which the run goes on without a spare; 0: it replaces no node
-    redirected: Sequence[Std]  # by local rank: streams that go to files of their own alone
-    teed: Sequence[Std]  # streams that do so, too
+    redirected: Mapping[int, Std]  # by local rank: streams that go to files of their own alone
+    teed: Mapping[int, Std]  # streams that do so, too
     numa_binding: str  # empty: none
-    has_virtual_ranks: bool  # each rank sees its own GPU alone, as local rank 0
+    virtual_gpus: Sequence[str]  # by local rank: the only one it sees, as local rank 0; or all
     has_labels: bool  # all ranks are shown, each line after its rank
     access: Access = field(repr=False)
 
@@ -72,9 +71,9 @@ class Arguments:
         """Return the local ranks that the terminal shows: rank 0 alone where there is a log."""
         ranks = range(self.nproc)
         if self.shown is not None:
-            return [one for one in ranks if one in self.shown]
+            return [rank for rank in ranks if rank in self.shown]
         is_any = self.has_labels or not has_log
-        return [one for one in ranks if is_any or first_rank + one == 0]
+        return [rank for rank in ranks if is_any or first_rank + rank == 0]
 
 
 def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
@@ -104,9 +103,8 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         cure = "omit it, or also give --nnodes, --node-rank and --master-addr"
         raise ValueError(f"{beyond_static}: not in a SLURM step; {cure}")
     _check_signals(args)
-    settings = rendezvous_settings(args.rdzv_conf)
     grace_s = os.environ.get("GRACE") or vars(args).get("shutdown_timeout") or limits.GRACE_S
-    filtered = args.local_ranks_filter.split(",") if args.local_ranks_filter else None
+    filtered = args.local_ranks_filter
     words = tuple(args.training_script_args)
     is_debug = os.environ.get("LOG_LEVEL", "").upper() == "DEBUG"
     program = Program(args.training_script, words, args.module, args.no_python)
@@ -121,18 +119,17 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         log_dir=Path(args.log_dir).absolute() if args.log_dir is not None else None,
         role=args.role,
         max_restarts=args.max_restarts,
-        shown=frozenset(map(int, filtered)) if filtered else None,
+        shown=frozenset(map(int, filtered.split(","))) if filtered else None,
         is_in_step=is_placed,
-        join_timeout_s=float(settings.get("join_timeout", "300")),
+        join_timeout_s=float(rendezvous_settings(args.rdzv_conf).get("join_timeout", "300")),
         grace_s=float(grace_s),
-        node_id=args.node_rank,
         num_spares=spares,
         min_nodes=min_nodes,
-        has_virtual_ranks=_has_virtual_ranks(args, nproc),
+        virtual_gpus=_virtual_gpus(args, nproc),
         numa_binding=vars(args).get("numa_binding") or os.environ.get("NUMA_BINDING", ""),
-        redirected=_streams(args.redirects, nproc),
-        teed=(teed := _streams(args.tee, nproc)),
-        has_labels=any(teed) or os.environ.get("SHOW_RANKS") == "all" or is_debug,
+        redirected=to_map(Std.from_str(args.redirects), nproc),
+        teed=(teed := to_map(Std.from_str(args.tee), nproc)),
+        has_labels=any(teed.values()) or os.environ.get("SHOW_RANKS") == "all" or is_debug,
         access=handshake.read_access(os.environ),
     ), beyond_static
 
@@ -144,15 +141,12 @@ def _read(arguments: Sequence[str]) -> argparse.Namespace:
     args, unknown = parser.parse_known_args([*options, *program[:1]])
     args.training_script_args = program[1:]
     if unknown:
-        raise ValueError(_no_option(unknown[0]))
+        option = unknown[0].partition("=")[0].replace("_", "-")
+        first = _FIRST_TORCH.get(option)
+        cure = f"install torch {first} or newer" if first else "see --help"
+        cause = f"{option}: torchrun of torch {torch.__version__} has no such option"
+        raise ValueError(f"{cause}; {cure}")
     return args
-
-
-def _no_option(word: str) -> str:
-    option = word.partition("=")[0].replace("_", "-")
-    first = _FIRST_TORCH.get(option)
-    cure = f"install torch {first} or newer" if first else "see --help"
-    return f"{option}: torchrun of torch {torch.__version__} has no such option; {cure}"
 
 
 def _place_in_step(args: argparse.Namespace, spares: int) -> bool:
@@ -191,22 +185,19 @@ def _check_signals(args: argparse.Namespace) -> None:
         raise ValueError(f"{cause}; give names such as SIGUSR2")
 
 
-def _streams(text: str, nproc: int) -> list[Std]:
-    """Return the streams that --redirects or --tee names, by local rank."""
-    given = Std.from_str(text)
-    ranks = range(nproc)
-    return [given if isinstance(given, Std) else given.get(one, Std.NONE) for one in ranks]
+def _virtual_gpus(args: argparse.Namespace, nproc: int) -> list[str]:
+    """Return each rank's only GPU, as --virtual-local-rank asks; empty without it.
 
-
-def _has_virtual_ranks(args: argparse.Namespace, nproc: int) -> bool:
-    """Whether --virtual-local-rank was given; raises ValueError where ranks lack a GPU for it."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    Raises ValueError where ranks lack one.
+    """
     if not vars(args).get("virtual_local_rank"):
-        return False
-    if visible is not None and len(visible.split(",")) < nproc:
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(nproc))))
+    gpus = [gpu.strip() for gpu in visible.split(",")]
+    if len(gpus) < nproc:
         cause = f"--virtual-local-rank: {nproc} ranks, but CUDA_VISIBLE_DEVICES={visible}"
         raise ValueError(f"{cause}; start no more ranks than GPUs")
-    return True
+    return gpus
 
 
 def _master(args: argparse.Namespace, num_agents: int) -> tuple[str, int]:

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from distributed.errors import STOPPED
 from distributed.stop_signals import NOTICE, stop_signals
 from launcher import failure
-from launcher.agent.assignment import Assignment
 from launcher.failure import Failure, RaisedError
 from launcher.failure_block import Outcome
 from launcher.text import name_ranks
+from launcher.wire.messages import Assignment
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,11 @@ class Verdict:
 class NodeEnd:
     """What a node's agent knows when all its ranks have ended; node rank 0 is told it."""
 
-    lost_peer: Sequence[int] = ()  # ranks that ended because another had gone
     stopped: Sequence[int] = ()  # ranks that the agent had to stop
     first_rank: int = 0
     codes: Sequence[int] = ()  # the exit codes of all its ranks, from the first on
     saved_step: int = -1  # of the newest checkpoint that a rank of it has told; -1: none
-    parts: Mapping[str, Sequence[int]] = field(default_factory=dict)  # steps of snapshots, by rank
+    parts: Mapping[str, Sequence[int]] = field(default_factory=dict)  # of snapshots: ranks, by step
     copies: Mapping[str, Sequence[int]] = field(default_factory=dict)  # the same of another node's
 
     def __post_init__(self) -> None:
@@ -81,7 +80,7 @@ class Facts:
     def asked(self) -> list[int]:
         """The stop signals that ranks here were sent, by this agent or by SLURM itself."""
         is_known = self.noticed or 128 + NOTICE in self.codes.values()
-        return [one for one in self.signals if one != NOTICE or is_known]
+        return [signum for signum in self.signals if signum != NOTICE or is_known]
 
     @property
     def is_ending(self) -> bool:
@@ -137,16 +136,11 @@ def read_traceback(last_line: str, time: float) -> RaisedError:
     return RaisedError(last_line, "", 1, time, has_left=has_left)
 
 
-def first_failure(failures: Sequence[Failure]) -> Failure | None:
-    """Return the failure that began it: causes before consequences, then by time."""
-    return min(failures, key=lambda one: (one.is_consequence, one.time), default=None)
-
-
 def is_consequence(facts: Facts, first: Failure | None, rank: int) -> bool:
     """Whether a rank of this node ended only because of the first failure, another's."""
     if first is None or rank == first.rank or facts.codes.get(rank) == 0:
         return False
-    return all(one.is_consequence for one in facts.failures if one.rank == rank)
+    return all(each.is_consequence for each in facts.failures if each.rank == rank)
 
 
 def end_of_node(facts: Facts, saved_step: int, *snapshots: Mapping[str, Sequence[int]]) -> NodeEnd:
@@ -154,10 +148,9 @@ def end_of_node(facts: Facts, saved_step: int, *snapshots: Mapping[str, Sequence
 
     `snapshots` are NodeEnd.parts and NodeEnd.copies.
     """
-    lost = {one.rank for one in facts.failures if one.is_consequence} & facts.codes.keys()
     codes = [code for _, code in sorted(facts.codes.items())]
     first_rank = min(facts.codes, default=0)
-    return NodeEnd(sorted(lost), sorted(facts.stopped), first_rank, codes, saved_step, *snapshots)
+    return NodeEnd(sorted(facts.stopped), first_rank, codes, saved_step, *snapshots)
 
 
 def reach_verdict(facts: Facts, *, saved_step: int, left: int) -> Verdict:
@@ -170,7 +163,8 @@ def reach_verdict(facts: Facts, *, saved_step: int, left: int) -> Verdict:
         return replace(facts.verdict, outcome=replace(facts.verdict.outcome, left=left))
     nodes = [end_of_node(facts, saved_step), *facts.nodes.values()]
     has_saved = any(node.saved_step >= 0 for node in nodes)
-    first = first_failure(facts.failures)
+    # The failure that began it: causes before consequences, then by time.
+    first = min(facts.failures, key=lambda each: (each.is_consequence, each.time), default=None)
     if first is None:
         asked = facts.asked
         code = stop_code(nodes, asked)
@@ -180,13 +174,13 @@ def reach_verdict(facts: Facts, *, saved_step: int, left: int) -> Verdict:
         signum = next(iter(asked), 0)
         outcome = Outcome(code, left=left, ends=ends, signum=signum, has_saved=has_saved)
         return Verdict(outcome)
-    lost = {rank for node in nodes for rank in node.lost_peer} - {first.rank}
+    lost = {each.rank for each in facts.failures if each.is_consequence} - {first.rank}
     stopped = {rank for node in nodes for rank in node.stopped} - lost - {first.rank}
     finished = [rank for node in nodes for rank, code in node.left.items() if code == 0]
     if first.is_consequence and finished:  # nobody has failed: one has left too early
         before = f"before it rank {min(finished)} exited with code 0"
         first = replace(first, cause=f"{first.cause} ({before})")
-    stacks = [line for one in facts.failures for line in one.stacks]
+    stacks = [line for each in facts.failures for line in each.stacks]
     first = replace(first, stacks=stacks, saved_step=max(saved_step, first.saved_step))
     outcome = Outcome(first.code, first, len(lost), len(stopped), left, has_saved=has_saved)
     return Verdict(outcome)
@@ -206,7 +200,7 @@ def stop_code(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> int:
         return STOPPED
     if codes or any(node.stopped for node in nodes):
         return 128 + (signals[0] if signals else signal.SIGKILL)
-    wanted = [] if has_saved else [one for one in signals if one != NOTICE]
+    wanted = [] if has_saved else [signum for signum in signals if signum != NOTICE]
     return 128 + wanted[0] if wanted else 0
 
 

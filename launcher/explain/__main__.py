@@ -34,7 +34,7 @@ from launcher.failure import one_line
 from launcher.failure_block import find_end
 from launcher.record.run_json import KEPT
 from launcher.record.run_json import read as read_record
-from launcher.record.runs import find_all
+from launcher.record.runs import describe, find_all
 from launcher.text import count, did_you_mean, name_ranks, warn
 
 
@@ -69,6 +69,9 @@ def main(arguments: Sequence[str], program: str = "explain") -> int:
         return 0
     if cause is None:
         print(f"no failure found in {count(len(files), 'file')}")
+        folders = {file.resolve().parent for file in files}
+        if runs := [run for run in find_all(_log_dir()) if run.folder.resolve() in folders]:
+            print(describe(runs))  # it runs, or was killed with its launcher
         return 1
     print_cause(cause, sightings, find_ranks(cause, files))
     return 0

@@ -11,20 +11,19 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from launcher import processes
 from launcher.agent.control import Membership
 from launcher.fanout import protocol
-from launcher.fanout.loop import Child, Loop, given_options, ssh_command
-from launcher.fanout.protocol import Hello
-from launcher.plan.own import Own, asked_names, find_own, read_begun
+from launcher.fanout.loop import Child, Loop, Show, given_options, ssh_command
+from launcher.fanout.protocol import Hello, Start, Sweep
+from launcher.plan.own import asked_names
 from launcher.plan.plan import Plan
 from launcher.plan.resume import FORWARDED
 from launcher.text import PlanError
 from launcher.wire import limits
-from launcher.wire.messages import Fault
+from launcher.wire.messages import Fault, Request
 
 FAR_SIDE = "launcher.fanout.far_side"
 AT_ONCE = 8  # new connections: sshd drops some from 10 that have not logged in yet
@@ -49,13 +48,10 @@ class Connection(Child):
         *,
         connect_s: int,
         token: str,  # begins the node's messages, and marks its processes
-        show: Callable[[bytes, bool], None],
+        show: Show,
     ) -> None:
-        """Connect to a bash on the node.
-
-        `show` is given what is no message, nothing at the end, and whether it came on stderr.
-        """
-        self.node = node
+        """Connect to a bash on the node; `show` is given what is no message."""
+        self.name = node
         self.token = token
         self.is_started = False  # from then on, what comes on stderr is the run's
         self.lost = ""  # why the node's part of the run ended before its time
@@ -76,10 +72,13 @@ class Connection(Child):
     def send_line(self, line: str) -> None:
         self.send(os.fsencode(f"{line}\n"))
 
-    def start(self, request: protocol.Start) -> None:
+    def start(self, request: Start) -> None:
         """Start the node's agent."""
         self.is_started, self._words, self.heard = True, b"", time.monotonic()
-        self.send_line(protocol.write_request(request))
+        self.ask(request)
+
+    def ask(self, request: Request | Start | Sweep) -> None:
+        self.send_line(protocol.REQUESTS.write(request))
 
     def answer(self, kind: type[T]) -> T | None:
         """Return what the node has said of this kind."""
@@ -135,7 +134,7 @@ class Connection(Child):
 
     def _find_fault(self) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired, KeyError, ValueError):
-            self._fault = find_fault(self.node)
+            self._fault = find_fault(self.name)
 
     def explain_silence(self, waited_s: float) -> Fault:
         """Return why the node has not told what its checks found."""
@@ -155,8 +154,8 @@ class Connection(Child):
         fault = self._fault
         if is_there:
             fault = "host-unreachable" if self.code == SSH_FAILED else "env-missing"
-        cause = self.last_words or f"ssh to {self.node} ended without a message"
-        return Fault(fault, cause, CURES[fault].format(node=self.node))
+        cause = self.last_words or f"ssh to {self.name} ended without a message"
+        return Fault(fault, cause, CURES[fault].format(node=self.name))
 
 
 def greet(
@@ -172,10 +171,13 @@ def greet(
     """
     tries = [1] * len(connections)
     while (now := time.monotonic()) < until:
-        has_way = any(one.answer(Hello) for one in connections)
-        dropped = [place for place, one in enumerate(connections) if one.is_dropped]
-        dropped = [place for place in dropped if has_way and tries[place] < TRIES]
-        if not dropped and not any(one.may_come for one in connections):
+        has_way = any(connection.answer(Hello) for connection in connections)
+        dropped = [
+            place
+            for place, connection in enumerate(connections)
+            if has_way and connection.is_dropped and tries[place] < TRIES
+        ]
+        if not dropped and not any(connection.may_come for connection in connections):
             return
         for number, place in enumerate(dropped):
             pause_s = limits.CONNECT_AGAIN_S * 2 ** tries[place] + limits.CONNECT_PACE_S * number
@@ -205,12 +207,6 @@ def find_fault(node: str) -> str:
 
 
 # --- what is sent first -------------------------------------------------------------------------
-
-
-def choose_variables(plan: Plan, environ: Mapping[str, str]) -> tuple[Plan, Own]:
-    """Return the plan with the names of what goes to the nodes, and what is each node's own."""
-    own = find_own(environ, plan.activated, read_begun())
-    return replace(plan, forwarded=forwarded_names(plan.activated, environ, own.names)), own
 
 
 def forwarded_names(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from signal import SIGKILL, Signals
+from signal import Signals
 
 from distributed.errors import BAD_INPUT, CANNOT_START, REFUSED, STOPPED
 from launcher.agent.control import Done
@@ -15,6 +15,7 @@ from launcher.fanout.protocol import Exit
 from launcher.plan.plan import Plan
 from launcher.text import short_host_name
 from launcher.wire import limits
+from launcher.wire.messages import KILLED
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class NodeResult:
 
     host: str
     exit: Exit | None  # None: it was lost
-    told: Outcome | Done | None  # what its agent told last, if it did
+    report: Outcome | Done | None  # what its agent told last, if it did
     lost: str = ""  # why the launcher gave it up
     is_reachable: bool = True  # when the launcher looked again
     is_silent: bool = False  # when the launcher gave it up
@@ -42,45 +43,44 @@ def conclude(
     command = plan.run_variables().get("LAUNCH_COMMAND", "") if can_resume else ""
     unknown = Outcome(0, started=started, run_id=plan.run_id, command=command)
 
-    def blame(rank: int, code: int, fault: str, cause: str) -> Outcome:
+    def blame(rank: int, fault: str, cause: str, code: int = KILLED) -> Outcome:
         log = "" if plan.engine or rank < 0 else f"{plan.log_dir}/{plan.run_id}/node_{rank}.log"
         host = nodes[rank].host if rank >= 0 else short_host_name()
         failure = Failure(fault, cause, code, host, rank, time.time(), log=log)
         return replace(unknown, code=code, failure=failure)
 
     codes = [node.exit.code for node in nodes if node.exit]
-    told = [node.told for node in nodes if isinstance(node.told, Outcome) and node.told.code]
-    failures = [outcome.failure for outcome in told if outcome.failure]
+    outcomes = [
+        node.report for node in nodes if isinstance(node.report, Outcome) and node.report.code
+    ]
+    failures = [outcome.failure for outcome in outcomes if outcome.failure]
     has_failed = any(failure.rank >= 0 and not failure.is_consequence for failure in failures)
     is_well = len(codes) == len(nodes) and {*codes} <= {0, STOPPED}
     outlived = has_failed or is_well  # a silence
     if still_s and not (stopped_by or outlived):
         cause = f"the launcher was suspended for {still_s:.0f} s (SIGSTOP, Ctrl-Z, sleep)"
         cause += f"; nodes end a run after {limits.SILENCE_S:g} s without a heartbeat"
-        return blame(-1, 128 + SIGKILL, "launcher-killed", cause)
-    lost = find_lost(nodes, outlived=outlived)
-    if lost is not None:
-        rank, fault, cause = lost
-        return blame(rank, 128 + SIGKILL, fault, cause)
-    silent = [0 if node.told else code for node, code in zip(nodes, codes, strict=True)]
+        return blame(-1, "launcher-killed", cause)
+    if lost := find_lost(nodes, outlived=outlived):
+        return blame(*lost)
+    silent = [0 if node.report else code for node, code in zip(nodes, codes, strict=True)]
     if CANNOT_START in silent:
         cause = "the node agent was not started; the lines above say why"
-        return blame(silent.index(CANNOT_START), CANNOT_START, "env-missing", cause)
+        return blame(silent.index(CANNOT_START), "env-missing", cause, CANNOT_START)
     agents = () if plan.engine else (BAD_INPUT, REFUSED)  # whose causes an agent tells itself
     refused = [code for code in silent if code in agents]
     code = next(filter(None, refused + codes), 0)
     if code == 0 or refused:
         return replace(unknown, code=code)
     if any(silent) and not (failures or stopped_by or plan.engine):  # the others were only stopped
-        rank, cause = find_unreported(silent)
-        return blame(rank, silent[rank], "agent-killed", cause)
-    if told:  # where one has failed, the others were only stopped
-        failed = next((outcome for outcome in told if outcome.failure), None)
-        return replace(told[0], code=code) if told[0].failure or failed is None else failed
+        return blame(*find_unreported(silent))
+    if outcomes:  # where one has failed, the others were only stopped
+        failed = next((outcome for outcome in outcomes if outcome.failure), None)
+        return replace(outcomes[0], code=code) if outcomes[0].failure or failed is None else failed
     if stopped_by:
         return replace(unknown, code=128 + stopped_by)
     cause = f"a rank failed; the report of {plan.engine} is above"
-    return blame(codes.index(code), code, "rank-error", cause)
+    return blame(codes.index(code), "rank-error", cause, code)
 
 
 def find_lost(nodes: Sequence[NodeResult], *, outlived: bool) -> tuple[int, str, str] | None:
@@ -105,9 +105,13 @@ def find_lost(nodes: Sequence[NodeResult], *, outlived: bool) -> tuple[int, str,
     return first, "link-lost" if is_link else "launcher-killed", cause
 
 
-def find_unreported(codes: Sequence[int]) -> tuple[int, str]:
-    """Return node rank and cause of the first agent that told nothing, by their exit codes."""
+def find_unreported(codes: Sequence[int]) -> tuple[int, str, str, int]:
+    """Return node rank, fault, cause and code of the first agent that told nothing.
+
+    They are known by their exit codes.
+    """
     rank, code = next((rank, code) for rank, code in enumerate(codes) if code)
+    cause = "the node agent ended without a report"
     if name := signal_name(code):
-        return rank, f"{name} to the node agent, from outside this run"
-    return rank, "the node agent ended without a report"
+        cause = f"{name} to the node agent, from outside this run"
+    return rank, "agent-killed", cause, code

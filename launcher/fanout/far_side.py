@@ -11,16 +11,15 @@ SCRIPT are for whoever looks at ps. The second starts the supervisor that the fi
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import select
-import signal
 import socket
 import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 
 from distributed.errors import CANNOT_START
 from launcher import processes
@@ -32,7 +31,7 @@ from launcher.preflight.check_node import check_node
 from launcher.text import mend_streams
 from launcher.typed_json import encode, parse
 from launcher.wire import limits
-from launcher.wire.messages import Request
+from launcher.wire.messages import KILLED, Request
 
 
 def main(arguments: list[str]) -> int:
@@ -58,17 +57,11 @@ def read_request() -> Request | Start | Sweep | None:
 
     Not a byte more is read: what follows a start is the agent's.
     """
-    size = b""
-    while not size.endswith(b"\n") or size == b"\n":
-        if not hears(0) or not (byte := os.read(0, 1)):
+    stream, line = io.FileIO(0, closefd=False), b"\n"
+    while line == b"\n":
+        if not hears(0) or not (line := stream.readline()).endswith(b"\n"):
             return None
-        size = size.strip() + byte
-    text = b""
-    while left := int(size) - len(text):
-        if not (data := os.read(0, left)):
-            return None
-        text += data
-    request: Request | Start | Sweep = protocol.REQUESTS.read(text)
+    request: Request | Start | Sweep = protocol.REQUESTS.read(line)
     return request
 
 
@@ -104,20 +97,6 @@ def run_agent(start: Start, token: str) -> int:
 # --- through pdsh -------------------------------------------------------------------------------
 
 
-def start_agent(start: Start, streams: Sequence[int]) -> int:
-    """Run the node's agent and its supervisor, a process of its own; returns its exit code."""
-    stdin, stdout, stderr = streams
-    env = {**os.environ, **start.variables, **Launched("stdin").variable()}
-    try:
-        agent = subprocess.Popen(
-            start.command, cwd=start.directory, env=env, stdin=stdin, stdout=stdout, stderr=stderr
-        )
-    except OSError as error:
-        os.write(stderr, os.fsencode(f"cannot start the node agent: {error}\n"))
-        return CANNOT_START
-    return processes.shell_code(agent.wait())
-
-
 def offer_start(start: Start, token: str) -> int:
     """Have the agent started by pdsh's process, which comes to a socket; returns its exit code.
 
@@ -133,11 +112,9 @@ def offer_start(start: Start, token: str) -> int:
     if other is None:
         return CANNOT_START
     with other:
-        variables = {**os.environ, **start.variables}
-        full = Start(start.command, variables, start.directory)
-        socket.send_fds(other, [b"\n"], [0, 1, 2])
+        full = Start(start.command, {**os.environ, **start.variables}, start.directory)
         with contextlib.suppress(OSError):  # it died: seen below
-            other.sendall(f"{encode(full)}\n".encode())
+            socket.send_fds(other, [f"{encode(full)}\n".encode()], [0, 1, 2])
         said = other.makefile("rb")
         code = said.readline(80)
         if not code.strip().isdigit():  # its connection, or it itself, has ended
@@ -145,7 +122,7 @@ def offer_start(start: Start, token: str) -> int:
             other.settimeout(limits.PDSH_CUT_S)
             with contextlib.suppress(OSError):
                 code = said.readline(80)
-    return int(code) % 256 if code.strip().isdigit() else 128 + signal.SIGKILL
+    return int(code) % 256 if code.strip().isdigit() else KILLED
 
 
 def await_other(listener: socket.socket) -> socket.socket | None:
@@ -154,8 +131,8 @@ def await_other(listener: socket.socket) -> socket.socket | None:
     ready.register(listener, select.POLLIN)
     ready.register(0, select.POLLRDHUP)  # beats are the agent's, and stay unread
     while True:
-        found = dict(ready.poll(limits.PDSH_FETCH_S * 1000))
-        if 0 in found or not found:
+        events = dict(ready.poll(limits.PDSH_FETCH_S * 1000))
+        if 0 in events or not events:
             return None
         other, _ = listener.accept()
         if is_ours(other):
@@ -177,11 +154,23 @@ def start_for_other(name: str) -> int:
         other.connect(f"\0{name}")
         if not is_ours(other):
             raise SystemExit("the socket is another user's")
-        _, streams, *_ = socket.recv_fds(other, 1, 3)
-        start = parse(Start, other.makefile("rb").readline())
+        begin, (stdin, stdout, stderr), *_ = socket.recv_fds(other, 1, 3)
+        start = parse(Start, begin + other.makefile("rb").readline())
         threading.Thread(target=report_cut, args=(other,), daemon=True).start()
-        os.environ.clear()
-        code = start_agent(start, streams)
+        env = {**start.variables, **Launched("stdin").variable()}
+        try:
+            code = subprocess.call(
+                start.command,
+                cwd=start.directory,
+                env=env,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+            )
+        except OSError as error:
+            os.write(stderr, os.fsencode(f"cannot start the node agent: {error}\n"))
+            code = CANNOT_START
+        code = processes.shell_code(code)
         with contextlib.suppress(OSError):
             other.sendall(b"%d\n" % code)
         return code

@@ -41,5 +41,5 @@ def read_script(file: Path, nproc: int | None) -> World:
 
 
 def _last(pattern: re.Pattern[str], lines: Sequence[str]) -> int:
-    found = [int(match[1]) for line in lines if (match := pattern.search(line))]
-    return found[-1] if found else 0
+    numbers = [int(match[1]) for line in lines if (match := pattern.search(line))]
+    return numbers[-1] if numbers else 0

@@ -33,15 +33,15 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
     outcome = compare.judge([report])
     if compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=sys.stderr):
         return REFUSED
-    counts = plan.rank_counts(report.nproc)
-    print_plan(plan, report, outcome, counts)
     nproc, port = report.nproc, report.port
+    counts = plan.rank_counts(nproc)
+    print_plan(plan, report, outcome, counts)
     command = plan.inside(plan.agent_command(nproc=nproc, port=port, node_rank=plan.node_rank))
     if plan.is_dry_run:
-        print(node_comment(plan, plan.node_rank, report.host, counts, report.port))
+        print(node_comment(plan, plan.node_rank, report.host, counts, port))
         print(plan.paste_line(command))
         return 0
-    if plan.has_health_check and plan.has_checks and not is_healthy(plan, report.nproc):
+    if plan.has_health_check and plan.has_checks and not is_healthy(plan, nproc):
         return REFUSED
     if not plan.container:  # a stop meanwhile waits for the agent's supervisor
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)

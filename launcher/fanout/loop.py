@@ -20,6 +20,7 @@ from typing import Any
 from distributed.stop_signals import QUERY, handled_signals, stop_signals
 from launcher.wire import limits
 
+Show = Callable[[bytes, bool], None]  # is given output, nothing at the end; whether from stderr
 _CHUNK = 65536
 # What the user's configuration must not change. The keep-alives are late enough for the launcher to
 # notice first that a node is silent.
@@ -107,10 +108,10 @@ class Child:
         self,
         loop: Loop,
         command: list[str],
-        on_output: Callable[[bytes, bool], None],
+        on_output: Show,
         environ: Mapping[str, str] | None = None,  # all of its variables; None: ours
     ) -> None:
-        """Start it; `on_output` is given what comes, nothing at the end, and if from stderr."""
+        """Start it."""
         self.code: int | None = None  # its exit code, once it has ended; -N: killed by signal N
         self._loop = loop
         self._on_output = on_output

@@ -11,13 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from launcher.agent.control import Membership
-from launcher.fanout import protocol
 from launcher.fanout.connection import Connection
-from launcher.fanout.loop import Loop
+from launcher.fanout.loop import Loop, Show
 from launcher.fanout.protocol import Exit, Sweep
 from launcher.wire import limits
 
-Connect = Callable[[str, str, Callable[[bytes, bool], None]], Connection]
+Connect = Callable[[str, str, Show], Connection]
 
 
 class Nodes:
@@ -38,16 +37,15 @@ class Nodes:
 
     def find_left_behind(self) -> list[Connection]:
         """Return the nodes that the run has left behind since the last look."""
-        told = [membership for one in self.connections if (membership := one.answer(Membership))]
-        newest = max(told, key=lambda membership: membership.attempt, default=None)
+        known = filter(None, (node.answer(Membership) for node in self.connections))
+        newest = max(known, key=lambda membership: membership.attempt, default=None)
         if newest is None or newest == self._membership:
             return []
         self._membership = newest
-        here = {*newest.nodes, *newest.spares}
         there = enumerate(self.connections)
-        left = [one for place, one in there if place not in here and not one.is_left]
-        for one in left:
-            one.is_left = True
+        left = [node for place, node in there if place not in newest.nodes and not node.is_left]
+        for node in left:
+            node.is_left = True
         return left
 
     @property
@@ -55,30 +53,30 @@ class Nodes:
         """The nodes that take part, by node rank, and after them the spares."""
         if self._membership is None:
             return list(self.connections)
-        places = [*self._membership.nodes, *self._membership.spares]
+        places = self._membership.nodes
         return [self.connections[place] for place in places if 0 <= place < len(self.connections)]
 
     def is_overdue(self, rest_s: float) -> bool:
         """Whether a node has ended, and the run should have ended or continued by now."""
-        ended = any(one.lost or one.answer(Exit) is not None for one in self.current)
+        ended = any(node.lost or node.answer(Exit) is not None for node in self.current)
         until = time.monotonic() + limits.DECIDE_S + rest_s
         self._until = min(self._until, until) if ended else math.inf
         return self.can_change and time.monotonic() > self._until
 
-    def sweep(self, one: Connection) -> None:
+    def sweep(self, node: Connection) -> None:
         """Connect to a node that was lost, to end what is left there."""
         token = os.urandom(16).hex()
-        look = self._connect(one.node, token, lambda line, is_error: None)
-        look.send_line(protocol.write_request(Sweep(one.token)))
-        self._looks[one] = look
+        look = self._connect(node.name, token, lambda line, is_error: None)
+        look.ask(Sweep(node.token))
+        self._looks[node] = look
 
     def find_unreachable(self, loop: Loop, within_s: float) -> dict[Connection, str]:
         """See that nothing is left on nodes that were lost; returns those out of reach, and why."""
-        for one in self.connections:
-            look = self._looks.get(one)
+        for node in self.connections:
+            look = self._looks.get(node)
             has_failed = look is not None and look.code is not None and look.answer(Exit) is None
-            if one.answer(Exit) is None and (look is None or (one.is_left and has_failed)):
-                self.sweep(one)
+            if node.answer(Exit) is None and (look is None or (node.is_left and has_failed)):
+                self.sweep(node)
         until = time.monotonic() + within_s
         looks = self._looks.values()
         while any(look.code is None for look in looks) and time.monotonic() < until:
@@ -86,7 +84,9 @@ class Nodes:
                 if look.answer(Exit) is not None:
                     look.close_input()
             loop.wait(until - time.monotonic())  # signals change nothing any more
-        return {one: look.last_words for one, look in self._looks.items() if not look.answer(Exit)}
+        return {
+            node: look.last_words for node, look in self._looks.items() if not look.answer(Exit)
+        }
 
 
 class Silence:
@@ -100,8 +100,8 @@ class Silence:
     @property
     def awaited(self) -> list[Connection]:
         """The nodes whose part of the run has not ended."""
-        there = [one for one in self.connections if not (one.lost or one.is_left)]
-        return [one for one in there if one.answer(Exit) is None]
+        there = [node for node in self.connections if not (node.lost or node.is_left)]
+        return [node for node in there if node.answer(Exit) is None]
 
     def note_turn(self, *, is_ending: bool) -> None:
         """Notice that this process was stopped, or the machine asleep: no node was silent then."""
@@ -109,25 +109,26 @@ class Silence:
         slept_s, self._turned_at = now - (self._turned_at or now), now
         if slept_s > limits.SILENCE_S / 2:
             self.still_s, self._recall_until = slept_s, now + limits.RECALL_S
-            for one in self.connections:
-                one.heard, one.gap = time.monotonic(), (0.0, 0.0)
+            for node in self.connections:
+                node.heard, node.gap = time.monotonic(), (0.0, 0.0)
         elif now > self._recall_until and not is_ending:
             self.still_s = 0.0  # the run has outlived it
 
     def find(self) -> list[Connection]:
         """Return the nodes to give up: where one was silent for too long, all that are silent."""
         now, awaited = time.monotonic(), self.awaited
-        if all(now - one.heard < limits.SILENCE_S for one in awaited):
+        if all(now - node.heard < limits.SILENCE_S for node in awaited):
             return []
-        return [one for one in awaited if now - one.heard > limits.SILENCE_S / 2]
+        return [node for node in awaited if now - node.heard > limits.SILENCE_S / 2]
 
     def recall(self) -> list[Connection]:
         """At the first end, return the nodes that are silent, or were: they may have left us."""
-        now, found = time.monotonic(), []
-        for one in self.connections:
-            lasts_s = now - one.heard
-            ended, seconds = (now, lasts_s) if lasts_s > limits.SILENCE_S / 2 else one.gap
+        now, blamed = time.monotonic(), []
+        for node in self.connections:
+            lasts_s = now - node.heard
+            ended, seconds = (now, lasts_s) if lasts_s > limits.SILENCE_S / 2 else node.gap
             if ended > now - limits.RECALL_S:
-                one.lost, one.is_silent = f"no heartbeat for {seconds:.0f} s (network down?)", True
-                found.append(one)
-        return found
+                node.is_silent = True
+                node.lost = f"no heartbeat for {seconds:.0f} s (network down?)"
+                blamed.append(node)
+        return blamed

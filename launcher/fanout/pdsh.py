@@ -49,28 +49,26 @@ class PdshFanout(Fanout):
         given = [os.environ.get(name, "") for name in ("PDSH_SSH_ARGS_APPEND", "SSH_OPTS")]
         options = " ".join([*given, *(f"-o {option}" for option in FIXED)])
         names = [node.name for node in self.plan.nodes]
+        words = self.plan.inside(self.plan.module_command(FAR_SIDE))
+        if "LD_LIBRARY_PATH" in self.plan.forwarded:  # some Python's own library is there
+            words = ["env", f"LD_LIBRARY_PATH={os.environ['LD_LIBRARY_PATH']}", *words]
+        # On every node pdsh puts the node's rank for %n.
+        remote = f"exec {shlex.join(words).replace('%', '%%')} --pdsh {self.socket}.%n"
         command = ["pdsh", "-R", "ssh", "-S", "-f", str(len(names)), "-w", ",".join(names)]
         self.pdsh = Child(
             self.loop,
-            [*command, "-t", str(limits.PDSH_CONNECT_S + self.slack_s), self.remote_command()],
+            [*command, "-t", str(limits.PDSH_CONNECT_S + self.slack_s), remote],
             self.terminals.show_behind(b""),
             environ={**os.environ, "PDSH_SSH_ARGS_APPEND": options},
         )
         self.pdsh.close_input()
 
-    def start_request(self, report: Report, one: Connection) -> Start:
-        start = super().start_request(report, one)
+    def start_request(self, report: Report, node: Connection) -> Start:
+        start = super().start_request(report, node)
         return replace(start, socket=f"{self.socket}.{report.node_rank}")
 
-    def remote_command(self) -> str:
-        """Return what pdsh runs on every node, where it puts the node's rank for %n."""
-        words = self.plan.inside(self.plan.module_command(FAR_SIDE))
-        if "LD_LIBRARY_PATH" in self.plan.forwarded:  # some Python's own library is there
-            words = ["env", f"LD_LIBRARY_PATH={os.environ['LD_LIBRARY_PATH']}", *words]
-        return f"exec {shlex.join(words).replace('%', '%%')} --pdsh {self.socket}.%n"
-
-    def note(self, one: Connection) -> None:
-        super().note(one)
+    def note(self, node: Connection) -> None:
+        super().note(node)
         if self.pdsh is not None and self.pdsh.code is not None:
             self.close_within(limits.OTHERS_S)
 

@@ -1,7 +1,7 @@
 """What a launcher and its nodes tell each other over ssh: JSON objects with one key.
 
-launcher -> node   {"check": {...}}, {"start": {...}} or {"sweep": {...}}, each after a line with
-                   its size. After a start the stream is the agent's control stream (control.py).
+launcher -> node   {"check": {...}}, {"start": {...}} or {"sweep": {...}}, a line each. After a
+                   start the stream is the agent's control stream (control.py).
 node -> launcher   `<token> {"hello": {...}}` and so on, a line each, and after a start
                    `<token> beat` as a sign of life. All else is output.
 """
@@ -84,12 +84,6 @@ ANSWERS = Kinds(
     done=Done,
     exit=Exit,
 )
-
-
-def write_request(request: Request | Start | Sweep) -> str:
-    """Return a request with its size before it, so that a node reads it and nothing else."""
-    text = REQUESTS.write(request)
-    return f"{len(text)}\n{text}"
 
 
 def beat_line(token: str) -> bytes:

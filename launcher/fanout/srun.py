@@ -21,7 +21,7 @@ from distributed.job import job_id
 from distributed.stop_signals import NOTICE, handled_signals
 from launcher import handshake, importable, processes
 from launcher.agent.control import Launched
-from launcher.fanout.step import run_step, start
+from launcher.fanout.step import Srun, run_step, start
 from launcher.fanout.swap import find_ill, leave_out
 from launcher.plan.plan import Plan, print_plan, shell_line
 from launcher.plan.slurm import has_ended
@@ -55,8 +55,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
     checked = check_nodes(plan)
     if checked is None:
         return REFUSED
-    plan, reports, outcome = checked
-    first = reports[0]
+    plan, first, outcome = checked
     counts = plan.rank_counts(first.nproc)
     command = step_command(plan, nproc=first.nproc, port=first.port)
     print_plan(plan, first, outcome, counts)
@@ -94,11 +93,11 @@ def secret_variables(environ: Mapping[str, str], *, has_agents: bool) -> dict[st
 # --- the preflight ------------------------------------------------------------------------------
 
 
-def check_nodes(plan: Plan) -> tuple[Plan, list[Report], compare.Preflight] | None:
+def check_nodes(plan: Plan) -> tuple[Plan, Report, compare.Preflight] | None:
     """Check every node, again without ill ones as long as there are spares.
 
-    Returns the plan, the reports by node rank, and what they say together; None where that refuses
-    the start. Raises Refused where a node does not answer.
+    Returns the plan, node rank 0's report, and what all say together; None where that refuses the
+    start. Raises Refused where a node does not answer.
     """
     reports = ask_nodes(plan)
     outcome = compare.judge(reports)
@@ -108,13 +107,13 @@ def check_nodes(plan: Plan) -> tuple[Plan, list[Report], compare.Preflight] | No
     answers = {report.node_rank: report for report in reports}
     ill = find_ill(plan, [answers.get(number) for number in range(plan.num_agents)])
     if swapped := leave_out(plan, ill):
-        plan, told = swapped
-        print(f"{plan.program}: {'; '.join(told)}", file=sys.stderr)
+        plan, changes = swapped
+        print(f"{plan.program}: {'; '.join(changes)}", file=sys.stderr)
         return check_nodes(plan)
     if silent := silent_hosts(plan, answers):
         cause = f"no answer to the preflight from {', '.join(silent)}, and no spare can take over"
         raise Refused("node-missing", f"{cause}; try srun --nodelist={','.join(silent)} hostname")
-    return None if is_refused else (plan, reports, outcome)
+    return None if is_refused else (plan, reports[0], outcome)
 
 
 def ask_nodes(plan: Plan) -> list[Report]:
@@ -152,14 +151,14 @@ def ask_nodes(plan: Plan) -> list[Report]:
     raise Refused("node-missing", f"{cause} ({how}); {cure}")
 
 
-def receive(srun: subprocess.Popen[bytes], plan: Plan) -> bytes:
+def receive(srun: Srun, plan: Plan) -> bytes:
     """Return what the step of the preflight printed; warns of nodes that keep the others waiting.
 
     srun itself gives up a node that does not answer only after several of SLURM's time limits.
     """
-    left_s = limits.STEP_IMAGE_S if plan.step_options() else limits.STEP_PREFLIGHT_S
+    limit_s = limits.STEP_IMAGE_S if plan.step_options() else limits.STEP_PREFLIGHT_S
     try:
-        return bytes(srun.communicate(timeout=min(limits.STEP_NAMING_S, left_s))[0])
+        return bytes(srun.communicate(timeout=limits.STEP_NAMING_S)[0])
     except subprocess.TimeoutExpired as wait:
         answered = {int(rank) for rank in re.findall(rb"^node=(\d+) ", wait.output or b"", re.M)}
     silent = silent_hosts(plan, answered)
@@ -169,7 +168,7 @@ def receive(srun: subprocess.Popen[bytes], plan: Plan) -> bytes:
         )
         print(f"{plan.program}: warning: {cause}; waiting [node-missing]", file=sys.stderr)
     try:
-        return bytes(srun.communicate(timeout=left_s - min(limits.STEP_NAMING_S, left_s))[0])
+        return bytes(srun.communicate(timeout=limit_s - limits.STEP_NAMING_S)[0])
     except subprocess.TimeoutExpired:
         srun.terminate()
         return bytes(srun.communicate()[0])

@@ -21,18 +21,19 @@ from distributed.stop_signals import QUERY, stop_signals
 from launcher import handshake
 from launcher.agent.control import Done
 from launcher.failure_block import Outcome, print_outcome
-from launcher.fanout import protocol
-from launcher.fanout.connection import AT_ONCE, Connection, choose_variables, greet, write_opening
+from launcher.fanout.connection import AT_ONCE, Connection, forwarded_names, greet, write_opening
 from launcher.fanout.ending import NodeResult, conclude
-from launcher.fanout.loop import Loop, given_options
+from launcher.fanout.loop import Loop, Show, given_options
 from launcher.fanout.nodes import Nodes, Silence
 from launcher.fanout.protocol import Cut, Exit, Hello, Start
-from launcher.fanout.swap import choose_master, swap_ill
-from launcher.fanout.terminal import Terminals
+from launcher.fanout.swap import choose_master, find_ill, swap
+from launcher.plan.own import find_own, read_begun
 from launcher.plan.plan import Plan, print_commands, print_plan
 from launcher.preflight import compare
 from launcher.preflight.check_node import Report
 from launcher.preflight.compare import Finding
+from launcher.screen import View, are_one_file
+from launcher.terminal import Terminal
 from launcher.text import count, print_row
 from launcher.wire import limits
 
@@ -49,7 +50,9 @@ class Fanout:
     """A run on nodes that ssh reaches."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.own = choose_variables(plan, os.environ)
+        self.own = find_own(os.environ, plan.activated, read_begun())
+        forwarded = forwarded_names(plan.activated, os.environ, self.own.names)
+        self.plan = replace(plan, forwarded=forwarded)
         self.token = os.urandom(16).hex()
         self.saving_s = 0 if plan.engine else plan.grace_s  # for agents, after their ranks' ends
         self.secret = handshake.new_secret()
@@ -104,7 +107,7 @@ class Fanout:
             if number % AT_ONCE == AT_ONCE - 1:
                 self.turn(time.monotonic() + limits.CONNECT_PACE_S)
         greet(self.connections, self.connect_node, self.turn, began + waited_s)
-        hellos = [one.answer(Hello) for one in self.connections]
+        hellos = [node.answer(Hello) for node in self.connections]
         left_s = answer_by - time.monotonic()
         self.plan = choose_master(self.plan, hellos)
         request = self.plan.request(  # where one is missing, nobody waits for the others
@@ -112,18 +115,23 @@ class Fanout:
             within_s=max(1.0, min(left_s - 2, 0.75 * left_s)),  # the rest: to begin, and to answer
         )
         for number, node in enumerate(self.plan.nodes):
-            asked = replace(request, node_rank=number, nproc=node.nproc)
-            self.connections[number].send_line(protocol.write_request(asked))
+            self.connections[number].ask(replace(request, node_rank=number, nproc=node.nproc))
         self.wait_for(Report, answer_by)
-        reports = [report for one in self.connections if (report := one.answer(Report))]
-        gone = (one for one in self.connections if one.answer(Report) is None)
-        silent = [Finding(one.node, one.explain_silence(waited_s)) for one in gone]
+        reports = [report for node in self.connections if (report := node.answer(Report))]
+        gone = (node for node in self.connections if node.answer(Report) is None)
+        silent = [Finding(node.name, node.explain_silence(waited_s)) for node in gone]
         outcome = compare.judge(reports, time.monotonic() - began)
         outcome = replace(outcome, findings=[*silent, *outcome.findings])
         plan, out = self.plan, sys.stderr if plan.is_detached else self.err.text
         refuses = compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=out)
-        if (swapped := swap_ill(plan, self.connections, self.say)) is not None:
-            self.plan, self.token = swapped, os.urandom(16).hex()
+        ill = find_ill(plan, [node.answer(Report) for node in self.connections])
+        if swapped := swap(plan, ill):
+            self.plan, changes = swapped
+            self.say("; ".join(changes))
+            for connection in self.connections:
+                connection.terminate()
+            self.connections.clear()
+            self.token = os.urandom(16).hex()
             return self.check_nodes()
         if refuses:
             return None
@@ -135,7 +143,7 @@ class Fanout:
         node, show = self.plan.nodes[number], self.terminals.show_behind(b"[%d] " % number)
         return self.connect(node.name, f"{self.token}.{number}", show)  # two may be one machine
 
-    def connect(self, node: str, token: str, show: Callable[[bytes, bool], None]) -> Connection:
+    def connect(self, node: str, token: str, show: Show) -> Connection:
         at_start_s = max(limits.SSH_CONNECT_S, self.plan.preflight_s - limits.CHECKS_S - 1)
         connect_s = (limits.SSH_CONNECT_S if self.started else at_start_s) + self.slack_s
         connection = Connection(self.loop, node, connect_s=connect_s, token=token, show=show)
@@ -146,7 +154,7 @@ class Fanout:
     def wait_for(self, kind: type, until: float) -> None:
         """Wait until every node has given such an answer, or has gone."""
         while time.monotonic() < until and any(
-            one.code is None and one.answer(kind) is None for one in self.connections
+            node.code is None and node.answer(kind) is None for node in self.connections
         ):
             self.turn(until)
 
@@ -157,63 +165,61 @@ class Fanout:
         for connection, report in zip(self.connections, reports, strict=True):
             connection.start(self.start_request(report, connection))
 
-    def start_request(self, report: Report, one: Connection) -> Start:
-        plan = self.plan
-        nproc, port, node_rank = report.nproc, report.port, report.node_rank
-        command = plan.agent_command(nproc=nproc, port=port, node_rank=node_rank)
-        variables = {**plan.run_variables(), **self.own.of_node(one.node, nproc)}
-        return Start(command, {**variables, "LAUNCH_TOKEN": one.token}, plan.directory)
+    def start_request(self, report: Report, node: Connection) -> Start:
+        plan, nproc = self.plan, report.nproc
+        command = plan.agent_command(nproc=nproc, port=report.port, node_rank=report.node_rank)
+        variables = {**plan.run_variables(), **self.own.of_node(node.name, nproc)}
+        return Start(command, {**variables, "LAUNCH_TOKEN": node.token}, plan.directory)
 
     def watch(self) -> None:
         """Wait for the end of every node's part, and see to it once one has ended."""
-        while any(one.code is None and not one.is_left for one in self.connections):
-            now = time.monotonic()
-            if now < self.close_at:
-                self.turn(self.close_at)
-                continue
-            for one in self.connections:
-                one.close_input()
-            if now > self.close_at + limits.CONTROL_END_S:
+        while any(node.code is None and not node.is_left for node in self.connections):
+            until = self.close_at
+            if (now := time.monotonic()) >= until:
+                until += limits.CONTROL_END_S
+                for node in self.connections:
+                    node.close_input()
+            if now > until:
                 return
-            self.turn(self.close_at + limits.CONTROL_END_S)
+            self.turn(until)
 
     def turn(self, until: float) -> None:
         """Handle what happens, until then or the next beat."""
         now = time.monotonic()
         if now >= self.beat_at:
             self.beat_at = now + limits.BEAT_S
-            for one in self.connections:
-                one.send(b"\n")
+            for node in self.connections:
+                node.send(b"\n")
         until = min(until, self.beat_at)
         if self.is_open:
-            until = min([until, *(one.heard + limits.SILENCE_S for one in self.silence.awaited)])
+            until = min([until, *(node.heard + limits.SILENCE_S for node in self.silence.awaited)])
         if self.terminals.is_waiting:
             until = min(until, now + limits.PARTIAL_S)
         for signum in self.loop.wait(until - now):
             self.pass_on(signum)
         self.terminals.tick(now)
         self.silence.note_turn(is_ending=self.close_at < math.inf)
-        for one in self.connections:
-            self.note(one)
-        for one in self.silence.find() if self.is_open else ():
-            self.lose(one, f"no heartbeat for {limits.SILENCE_S:g} s (network down?)")
-            one.terminate()
-        for one in self.nodes.find_left_behind():
-            self.say(f"continuing without {one.node}")
-            one.close_input()
+        for node in self.connections:
+            self.note(node)
+        for node in self.silence.find() if self.is_open else ():
+            self.lose(node, f"no heartbeat for {limits.SILENCE_S:g} s (network down?)")
+            node.terminate()
+        for node in self.nodes.find_left_behind():
+            self.say(f"continuing without {node.name}")
+            node.close_input()
         if self.nodes.is_overdue(self.saving_s):
             self.close_within(0)
 
-    def lose(self, one: Connection, why: str) -> None:
+    def lose(self, node: Connection, why: str) -> None:
         """Note that a node's part of the run has ended before its time.
 
         That ends the run, unless others go on. Where it is silent, the other agents may save first.
         """
-        one.lost, one.is_silent = why, time.monotonic() - one.heard > limits.SILENCE_S / 2
-        self.say(f"{one.node}: {why}{' [link-lost]' if one.is_silent else ''}")
+        node.lost, node.is_silent = why, time.monotonic() - node.heard > limits.SILENCE_S / 2
+        self.say(f"{node.name}: {why}{' [link-lost]' if node.is_silent else ''}")
         if not self.nodes.can_change:
-            self.close_within(self.saving_s if one.is_silent else 0)
-        self.nodes.sweep(one)
+            self.close_within(self.saving_s if node.is_silent else 0)
+        self.nodes.sweep(node)
 
     def pass_on(self, signum: Signals) -> None:
         """Tell every node of a signal; what it means there the agents decide."""
@@ -224,28 +230,28 @@ class Fanout:
         if signum != SIGUSR1 and not is_query:
             self.stopped_by = signum
             self.close_within(self.plan.grace_s + limits.STOP_CLOSE_S)
-        for one in self.nodes.current[:1] if is_query else self.connections:
-            if one.is_started:
-                one.send_line(signum.name)  # where all ranks are, node rank 0 asks the others
+        for node in self.nodes.current[:1] if is_query else self.connections:
+            if node.is_started:
+                node.send_line(signum.name)  # where all ranks are, node rank 0 asks the others
 
-    def note(self, one: Connection) -> None:
+    def note(self, node: Connection) -> None:
         """See whether a node's part of the run has ended, and how."""
-        is_cut = one.answer(Cut) is not None
-        has_ended = one.answer(Exit) is not None and not is_cut
+        is_cut = node.answer(Cut) is not None
+        has_ended = node.answer(Exit) is not None and not is_cut
         if self.started is None:
-            one.look_for_fault()
-        elif one.is_left or (has_ended and self.nodes.can_change):
+            node.look_for_fault()
+        elif node.is_left or (has_ended and self.nodes.can_change):
             pass
         elif has_ended:
             if self.close_at == math.inf:
                 for silent in self.silence.recall():
-                    self.say(f"{silent.node}: {silent.lost}")
+                    self.say(f"{silent.name}: {silent.lost}")
             may_save = any(other.is_silent for other in self.connections)
             self.close_within(limits.OTHERS_S + (self.saving_s if may_save else 0))
-        elif (one.code is not None or is_cut) and not one.lost and self.is_open:
+        elif (node.code is not None or is_cut) and not node.lost and self.is_open:
             which = "the connection of pdsh" if is_cut else "the ssh connection"
-            words = "" if is_cut else one.last_words
-            self.lose(one, f"{which} has ended{words and ': '}{words}")
+            words = "" if is_cut else node.last_words
+            self.lose(node, f"{which} has ended{words and ': '}{words}")
 
     @property
     def is_open(self) -> bool:
@@ -262,23 +268,22 @@ class Fanout:
         plan = self.plan
         within_s = limits.SSH_CONNECT_S + self.slack_s + limits.CONTROL_END_S
         unreachable = self.nodes.find_unreachable(self.loop, within_s)
-        for one, why in unreachable.items():
-            self.say(f"{one.node}: {why}")
+        for node, why in unreachable.items():
+            self.say(f"{node.name}: {why}")
         nodes = [
             NodeResult(
-                host=one.node,
-                exit=one.answer(Exit),
-                told=one.answer(Outcome) or one.answer(Done),
-                lost=one.lost,
-                is_reachable=one not in unreachable,
-                is_silent=one.is_silent,
+                host=node.name,
+                exit=node.answer(Exit),
+                report=node.answer(Outcome) or node.answer(Done),
+                lost=node.lost,
+                is_reachable=node not in unreachable,
+                is_silent=node.is_silent,
             )
-            for one in self.nodes.current
+            for node in self.nodes.current
         ]
         began, still_s, signum = self.started or 0.0, self.silence.still_s, self.stopped_by
         outcome = conclude(nodes, plan, started=began, stopped_by=signum, still_s=still_s)
-        ends = [ended for one in self.connections if (ended := one.answer(Exit))]
-        if left := sum(ended.left for ended in ends):
+        if left := sum(ended.left for node in self.connections if (ended := node.answer(Exit))):
             self.say(f"{count(left, 'process', 'processes')} of the run had to be killed")
         there = f"on {count(len(plan.nodes), 'node')}"
         where = "where a node can be reached" if unreachable else there
@@ -291,6 +296,40 @@ class Fanout:
     def paste_line(self, node: str, line: str) -> str:
         """Return what a user can type to run a line of a shell on a node; Ctrl-C ends it there."""
         return f"{shlex.join(['ssh', '-t', *given_options(), '--', node])} {quote_line(line)}"
+
+
+class Terminals:
+    """The launcher's stdout and stderr, and the streams of all nodes on them."""
+
+    def __init__(self) -> None:
+        self.out = Terminal(1)
+        self.err = self.out if are_one_file(1, 2) else Terminal(2)
+        self.is_waiting = False  # a line has begun, and is not shown yet
+        self._views: list[View] = []
+
+    def show_behind(self, prefix: bytes) -> Show:
+        """Return a function that shows one program's output; nothing means the end of a stream."""
+        screens = self.out, self.err
+        views = [View(screen, is_alone=False, prefix=prefix) for screen in screens]
+        self._views += views
+
+        def show(data: bytes, is_error: bool) -> None:
+            view, screen = views[is_error], screens[is_error]
+            if data:
+                view.add(data)
+                return
+            view.end()
+            if screen.open_by is view:
+                screen.end_line()
+
+        return show
+
+    def tick(self, now: float) -> None:
+        """Show the lines that have begun and do not end.
+
+        `now` is a time before the nodes were last read.
+        """
+        self.is_waiting = bool([view for view in self._views if view.tick(now)])
 
 
 def quote_line(line: str) -> str:

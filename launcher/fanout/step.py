@@ -8,9 +8,7 @@ has lost, so the launcher ends it.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -26,6 +24,7 @@ from distributed.job import job_id
 from distributed.stop_signals import NOTICE, QUERY, STOP_SIGNALS, Interrupts, handled_signals
 from launcher import own_time, processes
 from launcher.agent.control import MESSAGES, Done, Membership
+from launcher.agent.deadline import Deadline
 from launcher.failure import Failure
 from launcher.failure_block import Outcome, print_outcome, print_resume
 from launcher.fanout.ending import NodeResult, conclude
@@ -33,17 +32,18 @@ from launcher.fanout.protocol import Answers, Exit
 from launcher.plan.plan import Plan
 from launcher.plan.slurm import ask_squeue, in_batch_script
 from launcher.record.run_json import ASKED, NOTICED
+from launcher.terminal import Terminal
 from launcher.text import short_host_name
 from launcher.typed_json import MessageError
 from launcher.wire import limits
+from launcher.wire.messages import KILLED
 
 LIMIT = "TimeLimit"  # squeue's reason
 MOST_RESTARTS = 3  # in a row that gain no checkpoint
+Srun = subprocess.Popen[bytes]
 
 
-def start(
-    command: Sequence[str], directory: Path, stdout: int | None = None
-) -> subprocess.Popen[bytes]:
+def start(command: Sequence[str], directory: Path, stdout: int | None = None) -> Srun:
     """Start a command in a session of its own; it gets SIGTERM when this process ends.
 
     A terminal's Ctrl-C would make srun kill the step, with nothing saved.
@@ -67,12 +67,12 @@ def start(
 class Output:
     """What comes on srun's stdout: the agents' messages are taken out of the ranks' output."""
 
-    def __init__(self, srun: subprocess.Popen[bytes], token: str) -> None:
-        self.told: dict[int, Outcome | Done] = {}  # by the node rank with which each was started
+    def __init__(self, srun: Srun, token: str) -> None:
+        self.reports: dict[int, Outcome | Done] = {}  # by the node rank with which each was started
         self.membership: Membership | None = None  # the nodes that the run goes on with; None: all
         self._answers = Answers(token, _read_piece)
         self._pieces: dict[int, bytes] = {}
-        self._last = b"\n"  # byte shown
+        self._screen = Terminal(1)
         assert srun.stdout is not None
         self._fd = srun.stdout.fileno()
         self._thread = threading.Thread(target=self._follow, daemon=True)
@@ -81,10 +81,12 @@ class Output:
     @property
     def outcome(self) -> Outcome | None:
         """How the run ended: the first node that tells it knows best, unless it only stopped."""
-        here = [self.told[rank] for rank in sorted(self.told) if self._takes_part(rank)]
-        told = [one for one in here if isinstance(one, Outcome)]
-        failed = [one for one in told if one.failure and not told[0].failure and told[0].code]
-        return next(iter(failed + told), None)
+        here = [self.reports[rank] for rank in sorted(self.reports) if self._takes_part(rank)]
+        outcomes = [outcome for outcome in here if isinstance(outcome, Outcome)]
+        first = outcomes[0] if outcomes else None
+        if first and first.code and not first.failure:
+            return next((outcome for outcome in outcomes if outcome.failure), first)
+        return first
 
     @property
     def begun(self) -> int:
@@ -94,15 +96,16 @@ class Output:
     @property
     def unreported(self) -> set[int]:
         """The nodes whose part began and told no end."""
-        return {*filter(self._takes_part, self._pieces)} - self.told.keys()
+        return {*filter(self._takes_part, self._pieces)} - self.reports.keys()
 
     def _takes_part(self, rank: int) -> bool:
-        return self.membership is None or rank in (*self.membership.nodes, *self.membership.spares)
+        return self.membership is None or rank in self.membership.nodes
 
     def close(self) -> None:
         """Show what has come, up to the end of a line."""
         self._thread.join(limits.DRAIN_S)
-        if self._last != b"\n":
+        self._screen.drain(limits.DRAIN_S)
+        if self._screen.open_by is self:
             print(file=sys.stderr)
 
     def _follow(self) -> None:
@@ -112,28 +115,19 @@ class Output:
             text, pieces = self._answers.read(data)
             for rank, piece in pieces:
                 self._pieces[rank] = self._pieces.get(rank, b"") + piece
-                with contextlib.suppress(MessageError):  # not whole yet
-                    self._note(rank, MESSAGES.read(self._pieces[rank]))
+                try:
+                    message = MESSAGES.read(self._pieces[rank])
+                except MessageError:  # not whole yet
+                    continue
+                self._pieces[rank] = b""
+                if isinstance(message, Outcome | Done):
+                    self.reports[rank] = message
+                elif self.membership is None or message.attempt >= self.membership.attempt:
+                    self.membership = message
             if pieces:
                 os.kill(os.getpid(), signal.SIGCHLD)  # wakes run_step()
-            self._show(text)
-
-    def _note(self, rank: int, message: Outcome | Done | Membership) -> None:
-        self._pieces[rank] = b""
-        if isinstance(message, Outcome | Done):
-            self.told[rank] = message
-        elif self.membership is None or message.attempt >= self.membership.attempt:
-            self.membership = message
-
-    def _show(self, text: bytes) -> None:
-        self._last = text[-1:] or self._last
-        while text:
-            try:
-                text = text[os.write(1, text) :]
-            except BlockingIOError:  # someone who shares it has set it so
-                select.select([], [1], [])
-            except OSError:  # nobody reads any more (`| head`), or the disk is full
-                return
+            if text:
+                self._screen.show(text, self)
 
 
 def _read_piece(text: bytes) -> tuple[int, bytes]:
@@ -156,11 +150,11 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     srun = start(command, plan.directory, stdout=None if plan.engine else subprocess.PIPE)
     output = None if plan.engine else Output(srun, os.environ["LAUNCH_TOKEN"])
     started = time.time()
-    await_end(plan, srun, output, handled, asked)
+    await_end(plan, srun, output, asked)
     code, outcome = processes.shell_code(srun.returncode), None
     if output is not None:
         output.close()
-        is_killed = code >= 128 + signal.SIGKILL  # srun's is the highest of its tasks'
+        is_killed = code >= KILLED  # srun's is the highest of its tasks'
         outcome = find_outcome(plan, output, started) if is_killed and not asked else output.outcome
     if outcome is not None:
         outcome = as_slurm_ended(outcome)
@@ -179,24 +173,22 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     return code
 
 
-def await_end(
-    plan: Plan,
-    srun: subprocess.Popen[bytes],
-    output: Output | None,
-    handled: Sequence[signal.Signals],
-    asked: list[int],
-) -> None:
+def await_end(plan: Plan, srun: Srun, output: Output | None, asked: list[int]) -> None:
     """Wait for srun's end; adds the signals that ask for the run's to `asked`."""
-    interrupts, begun, end_at = Interrupts(), 0, math.inf
+    handled, interrupts, begun, end = handled_signals(), Interrupts(), 0, Deadline()
     while srun.poll() is None:
-        end_at = min(end_at, end_soon(plan, output)) if output and output.outcome else math.inf
+        if output and output.outcome:
+            may_go_on = plan.min_nodes and output.unreported  # without a node that has ended
+            end.set_within(limits.DECIDE_S + plan.grace_s if may_go_on else limits.SRUN_END_S)
+        else:
+            end = Deadline()
         if output and output.begun > begun:  # a signal before that may not have reached it
             begun = output.begun
             for signum in asked:
                 pass_on(signum, plan, srun)
-        left_s = min(end_at - own_time.now(), limits.BEAT_S)
+        left_s = min(end.at - own_time.now(), limits.BEAT_S)
         came = processes.await_signal({*handled, QUERY}, left_s)
-        if own_time.now() > end_at:
+        if end.take():
             srun.kill()
             srun.wait()
         elif came == QUERY and QUERY not in handled:
@@ -210,25 +202,14 @@ def await_end(
                 pass_on(came, plan, srun)
 
 
-def end_soon(plan: Plan, output: Output) -> float:
-    """Return when srun is to be ended, once a node has told the run's end."""
-    may_go_on = plan.min_nodes and output.unreported  # without the node whose part has ended
-    return own_time.now() + (limits.DECIDE_S + plan.grace_s if may_go_on else limits.SRUN_END_S)
-
-
 def find_outcome(plan: Plan, output: Output, started: float) -> Outcome | None:
     """Return the outcome of a step of which a task was killed: as told, else the killed agent's."""
     outcome = output.outcome
-    if output.unreported and not (outcome and outcome.failure):
-        return blame_unreported(plan, output, started)
-    return outcome
-
-
-def blame_unreported(plan: Plan, output: Output, started: float) -> Outcome:
-    """Return the outcome of a run of which a node agent was killed; the others only stopped."""
-    killed, well = Exit(128 + signal.SIGKILL, 0), Exit(0, 0)
+    if not output.unreported or (outcome and outcome.failure):
+        return outcome
+    killed, well = Exit(KILLED, 0), Exit(0, 0)  # which only stopped
     nodes = [
-        NodeResult(host, killed if rank in output.unreported else well, output.told.get(rank))
+        NodeResult(host, killed if rank in output.unreported else well, output.reports.get(rank))
         for rank, host in enumerate(hostlist.expand(plan.hosts))
     ]
     return conclude(nodes, plan, started=started, stopped_by=None)
@@ -251,7 +232,7 @@ def as_slurm_ended(outcome: Outcome) -> Outcome:
     return replace(outcome, code=code) if is_cancelled else outcome
 
 
-def pass_on(signum: int, plan: Plan, srun: subprocess.Popen[bytes]) -> None:
+def pass_on(signum: int, plan: Plan, srun: Srun) -> None:
     """Send every task of the step SIGTERM, or a notice; a second one changes nothing there.
 
     SLURM signals all processes of a task, and ranks that do not handle a notice would die of it:
@@ -259,19 +240,15 @@ def pass_on(signum: int, plan: Plan, srun: subprocess.Popen[bytes]) -> None:
     """
     if signum != NOTICE:
         threading.Thread(target=stop_step, args=(plan.run_id, srun), daemon=True).start()
-    elif plan.engine or not leave_notice(plan):
-        srun.send_signal(NOTICE)  # srun forwards it to the tasks that it knows to have started
+        return
+    if not plan.engine:
+        with contextlib.suppress(OSError):  # a full disk
+            (plan.folder / NOTICED).touch()
+            return
+    srun.send_signal(NOTICE)  # srun forwards it to the tasks that it knows to have started
 
 
-def leave_notice(plan: Plan) -> bool:
-    """Leave node rank 0's agent a notice; False where that cannot be, as on a full disk."""
-    with contextlib.suppress(OSError):
-        (plan.folder / NOTICED).touch()
-        return True
-    return False
-
-
-def stop_step(name: str, srun: subprocess.Popen[bytes]) -> None:
+def stop_step(name: str, srun: Srun) -> None:
     """Send SIGTERM to every task of our step, so that the ranks can save; srun forwards no TERM."""
     listed = ask_squeue("--steps", f"--job={os.environ['SLURM_JOB_ID']}", "--format=%i %j")
     if listed is None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from distributed import hostlist
 from distributed.errors import Refused
 from launcher import handshake
-from launcher.fanout.connection import Connection
 from launcher.fanout.protocol import Hello
-from launcher.plan.plan import Plan
+from launcher.plan.plan import NodePlan, Plan
 from launcher.preflight.check_node import Report
 from launcher.record import run_json
 
@@ -33,62 +32,48 @@ def find_ill(plan: Plan, reports: Sequence[Report | None]) -> set[int]:
     }
 
 
-def swap_ill(plan: Plan, connections: list[Connection], say: Callable[[str], None]) -> Plan | None:
-    """Return the plan with spares in the places of ill nodes, whose connections end with this.
-
-    None where nothing changes: no node is ill, or there are not enough spares.
-    """
-    ill = find_ill(plan, [one.answer(Report) for one in connections]) if plan.num_spares else ()
-    if not ill or (found := swap(plan, ill)) is None:
-        return None
-    swapped, told = found
-    say("; ".join(told))
-    for one in connections:
-        one.terminate()
-    connections.clear()
-    return swapped
-
-
 def swap(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
-    """Return the plan without these nodes, and who takes their places; None if spares lack."""
-    if 0 in ill and os.environ.get("MASTER_ADDR"):  # the address of a node that is not used
+    """Return the plan without these nodes, and who takes their places.
+
+    None where there are no such nodes, or too few spares.
+    """
+    if not ill or (0 in ill and os.environ.get("MASTER_ADDR")):  # which would not be used
         return None
     nodes = list(plan.nodes[: plan.num_nodes])
     rest = range(plan.num_nodes, plan.num_agents)
     spares = [plan.nodes[place] for place in rest if place not in ill]
-    told = [f"{plan.nodes[place].name} is no spare" for place in rest if place in ill]
+    changes = [f"{plan.nodes[place].name} is no spare" for place in rest if place in ill]
     for place in sorted({*ill} - {*rest}):
-        spare = next((one for one in spares if one.nproc == nodes[place].nproc), None)
+        spare = next((node for node in spares if node.nproc == nodes[place].nproc), None)
         if spare is None:
             return None
-        told.append(f"{spare.name} takes {nodes[place].name}'s place")
+        changes.append(f"{spare.name} takes {nodes[place].name}'s place")
         spares.remove(spare)
         nodes[place] = spare
-    master = nodes[0].name.rpartition("@")[2]
-    return replace(plan, nodes=[*nodes, *spares], num_spares=len(spares), master_addr=master), told
+    master = nodes[0].name.rpartition("@")[2] if 0 in ill else plan.master_addr
+    return replace(
+        plan, nodes=[*nodes, *spares], num_spares=len(spares), master_addr=master
+    ), changes
 
 
 def leave_out(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
-    """Return the plan of a SLURM job without these nodes, and what changes; None if spares lack.
+    """Do the same for the plan of a SLURM job, whose nodes have no names of their own there.
 
     All nodes of a step are alike, and keep the order of SLURM's list.
     """
-    if not 0 < len(ill) <= plan.num_spares or (0 in ill and os.environ.get("MASTER_ADDR")):
-        return None
     hosts = hostlist.expand(plan.hosts)
+    if (replaced := swap(replace(plan, nodes=[*map(NodePlan, hosts)]), ill)) is None:
+        return None
+    swapped, changes = replaced
     rest = [host for node_rank, host in enumerate(hosts) if node_rank not in ill]
-    replaced = [hosts[node_rank] for node_rank in sorted(ill) if node_rank < plan.num_nodes]
-    chosen = [host for host in rest[: plan.num_nodes] if host not in hosts[: plan.num_nodes]]
-    told = [f"{hosts[place]} is no spare" for place in sorted(ill) if place >= plan.num_nodes]
-    told += [f"{new} takes {old}'s place" for new, old in zip(chosen, replaced, strict=True)]
     swapped = replace(
-        plan,
+        swapped,
+        nodes=(),
         hosts=",".join(rest),
-        left_out=[*plan.left_out, *(hosts[place] for place in sorted(ill))],
-        num_spares=plan.num_spares - len(ill),
-        master_addr=rest[0],
+        left_out=[*plan.left_out, *(hosts[node_rank] for node_rank in sorted(ill))],
+        master_addr=rest[0] if 0 in ill else plan.master_addr,
     )
-    return swapped, told
+    return swapped, changes
 
 
 def choose_master(plan: Plan, hellos: Sequence[Hello | None]) -> Plan:
@@ -97,8 +82,7 @@ def choose_master(plan: Plan, hellos: Sequence[Hello | None]) -> Plan:
     Raises Refused where the other nodes cannot reach it.
     """
     first, address = plan.nodes[0].name, hellos[0].address if hellos[0] else ""
-    given = os.environ.get("MASTER_ADDR")
-    if given not in (None, "", first, first.rpartition("@")[2]) or plan.num_agents == 1:
+    if plan.master_addr not in (first, first.rpartition("@")[2]):  # MASTER_ADDR, or one node's
         return plan
     for node, hello in zip(plan.nodes, hellos, strict=True):
         if handshake.is_loopback(address) and hello and hello.address != address:

@@ -57,12 +57,14 @@ def make_plan(typed: Typed, environ: Environ) -> Plan:
     restarts = _first(typed.max_restarts, environ, "MAX_RESTARTS") or "0"
     max_restarts = read_number("MAX_RESTARTS", restarts, 0, 1000)
     if max_restarts and typed.engine:
-        cause = f"MAX_RESTARTS is {max_restarts}, but {typed.engine} starts no rank again"
-        raise PlanError(f"{cause}; omit it")
+        raise PlanError(
+            f"MAX_RESTARTS is {max_restarts}, but {typed.engine} starts no rank again; omit it"
+        )
     grace_s = read_number("GRACE", environ.get("GRACE") or str(limits.GRACE_S), 0, 86400)
     wait = environ.get("PREFLIGHT_SECONDS") or "9"
     fanout = choose_fanout(typed, environ)
-    engine = typed.engine or "srun" * (fanout != "local" and environ.get("LAUNCHER") == "srun")
+    in_step = fanout != "local" and environ.get("LAUNCHER") == "srun"
+    engine = typed.engine or "srun" * in_step
     is_here = fanout == "local" and not (typed.is_dry_run or environ.get("CONTAINER"))
     if is_here and words[0] in ("-m", "--no-python"):
         _refuse_missing(typed.here, *words[:2])
@@ -75,9 +77,6 @@ def make_plan(typed: Typed, environ: Environ) -> Plan:
     directory = ROOT if typed.module else typed.here
     is_namer = world.node_rank == 0 and fanout != "job_command"
     as_set = raw if typed.like_torchrun else environ  # the user's script reads them, too
-    variables = {name: as_set[name] for name in _PASSED_ON if environ.get(name)}
-    if is_ours and environ.get("LOG_LEVEL") == "DEBUG":  # torch reads them when it is imported
-        variables |= {name: environ.get(name) or "INFO" for name in _DEBUG}
     return Plan(
         **vars(world),
         **typed.choices(),
@@ -95,7 +94,7 @@ def make_plan(typed: Typed, environ: Environ) -> Plan:
         engine=engine,
         max_restarts=max_restarts,
         grace_s=grace_s,
-        variables=variables,
+        variables=_choose_variables(environ, as_set, is_ours=is_ours),
         container=read_container(
             environ,
             typed.here,
@@ -106,6 +105,14 @@ def make_plan(typed: Typed, environ: Environ) -> Plan:
         has_checks=environ.get("SKIP_PREFLIGHT") != "1",
         preflight_s=read_number("PREFLIGHT_SECONDS", wait, 5, 3600),
     )
+
+
+def _choose_variables(environ: Environ, as_set: Environ, *, is_ours: bool) -> dict[str, str]:
+    """Return the variables that every node gets."""
+    chosen = {name: as_set[name] for name in _PASSED_ON if environ.get(name)}
+    if is_ours and environ.get("LOG_LEVEL") == "DEBUG":  # torch reads them when it is imported
+        chosen |= {name: environ.get(name) or "INFO" for name in _DEBUG}
+    return chosen
 
 
 def _read_words(typed: Typed, environ: Environ) -> dict[str, str]:

@@ -58,7 +58,7 @@ RAISED_S = 10.0  # the same, of a rank that has left an error file: it is about 
 STACKS_WRITE_S = 2.0  # for the ranks of a node to write their stacks
 STACKS_ANSWER_S = 5.0  # for the other nodes' stacks
 STACKS_SHOW_S = 12.0  # for `--stacks` to wait for all of them
-ASKED_LOOK_S = 1.0  # between two looks whether they are asked for
+ASKED_LOOK_S = 1.0  # between two looks whether they are asked for, or a notice has come
 NOTICE_WARN_S = 10.0  # for a script that has only begun to set its handler
 
 # A stop. GRACE is the seconds for the ranks to save; each of these comes on top of it, and

@@ -78,17 +78,14 @@ def gather(
                 free = min(awaited - here.keys(), default=0)
                 report = said if said.node_rank >= 0 else replace(said, node_rank=free)
                 if admit(link, report) and report.node_rank in awaited - here.keys():
-                    here[report.node_rank] = link, _member_of(report, link)
+                    address, port = "", report.failover_port
+                    with contextlib.suppress(OSError):  # it has gone already
+                        address = str(connection.getpeername()[0]).removeprefix("::ffff:")
+                    member = Member(report.node_rank, report.host, report.nproc, address, port)
+                    here[report.node_rank] = link, member
                     continue
             link.close()
     return dict(sorted(here.items()))
-
-
-def _member_of(report: NodeReport, link: Link[Any]) -> Member:
-    address, port = "", report.failover_port
-    with contextlib.suppress(OSError):  # it has gone already
-        address = str(link.socket.getpeername()[0]).removeprefix("::ffff:")
-    return Member(report.node_rank, report.host, report.nproc, address, port)
 
 
 def introduce(link: Link[Any], me: NodeReport) -> socket.socket:
@@ -136,8 +133,8 @@ def try_pairs(
 def try_members(members: Sequence[Member], me: int, within_s: float) -> Iterator[Fault]:
     """Pass something to all members but this one; begins with the next."""
     deadline = time.monotonic() + within_s
-    ahead = sorted(members, key=lambda one: (one.node_id <= me, one.node_id))
-    others = [one for one in ahead if one.node_id != me and one.failover_port]
+    ahead = sorted(members, key=lambda member: (member.node_id <= me, member.node_id))
+    others = [member for member in ahead if member.node_id != me and member.failover_port]
     failed: dict[tuple[str, str], list[str]] = {}  # by fault and why
     with ThreadPoolExecutor(AT_ONCE) as pool:
         found = pool.map(lambda other: _try_member(other, deadline), others)

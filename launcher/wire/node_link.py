@@ -36,22 +36,20 @@ class Link(Generic[M]):
 
     def _write(self, line: str, data: bytes = b"") -> None:
         try:
+            self.socket.settimeout(limits.SILENCE_S)
             self.socket.sendall(f"{line}\n".encode() + data)
         except OSError:
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)  # reading it now finds its end
 
-    def receive(self) -> list[M] | None:
+    def receive(self, limit_s: float = limits.SILENCE_S) -> list[M] | None:
         """Return the messages that have arrived; None when the node is gone, or is none of ours."""
-        if not self._fill():
+        if not self._fill(limit_s):
             return None
-        messages: list[M] = []
         try:
-            while (message := self._take()) is not None:
-                messages.append(message)
+            return [*iter(self._take, None)]
         except MessageError:
             return None
-        return messages
 
     def wait(self, deadline: float) -> M | None:
         """Return the next message.
@@ -81,7 +79,7 @@ class Link(Generic[M]):
         while (left_s := deadline - own_time.now()) > 0 and self._fill(min(left_s, limits.BEAT_S)):
             self._buffer = b""
 
-    def _fill(self, limit_s: float = limits.SILENCE_S) -> bool:
+    def _fill(self, limit_s: float) -> bool:
         """Take what arrives within the limit; False when the node is gone, or is none of ours."""
         self.socket.settimeout(limit_s)
         try:

@@ -100,6 +100,8 @@ the end of 0"* ]]
   kill -KILL "$(launcher_of attached)"
   wait "$attached" || [[ $? == 137 ]]
   eventually state_is attached killed
+  run -1 "$ROOT/scripts/explain.sh" attached
+  [[ ${lines[0]} == "no failure found in 1 file" && ${lines[1]} == "attached  killed  since "* ]]
   eventually is_gone "rdzv-id attached "
 }
 

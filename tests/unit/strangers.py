@@ -17,7 +17,7 @@ MESSAGES = [
     '{"verdict":{"code":0,"failure":null}}',
     '{"signal":{"signum":15}}',
     '{"end":{"stuck":0}}',
-    '{"done":{"lost_peer":[],"stopped":[],"first_rank":0,"codes":[0]}}',
+    '{"done":{"stopped":[],"first_rank":0,"codes":[0]}}',
     '{"refused":{"fault":"x","message":"y"}}',
     '{"beat":{"straggler":null}}',
     "GET / HTTP/1.1\r\nHost: x\r\n\r\n",

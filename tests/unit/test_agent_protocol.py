@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from launcher.agent.assignment import Assignment
 from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.nodes.protocol import (
     MESSAGES,
@@ -23,7 +22,15 @@ from launcher.agent.nodes.protocol import (
 from launcher.agent.verdict import NodeEnd, Parts, Verdict
 from launcher.failure import Failure
 from launcher.failure_block import Outcome
-from launcher.wire.messages import Fault, Member, NodeReport, PairResult, PairTest, Refusal
+from launcher.wire.messages import (
+    Assignment,
+    Fault,
+    Member,
+    NodeReport,
+    PairResult,
+    PairTest,
+    Refusal,
+)
 
 FAILURE = Failure(
     "rank-error", "ValueError: ü\n", 1, "node2", 1, 5.5, 3, 1, ["a.py:1 in f"], stacks=[]
@@ -43,7 +50,7 @@ EXAMPLES: list[Message] = [
     FAILURE,
     EndRanks(),
     EndRanks(3),
-    NodeEnd([1], [2], 4, [1, 137, 75], 120, {"4": [115, 120]}, {"2": [120]}),
+    NodeEnd([2], 4, [1, 137, 75], 120, {"115": [4], "120": [4]}, {"120": [2]}),
     HandedOver(),
     Verdict(Outcome(0)),
     Verdict(Outcome(1, FAILURE, 2, 1, has_saved=True), NEXT),
@@ -76,7 +83,7 @@ def test_a_message_is_one_line_and_arrives(message: Message) -> None:
         b'{"signal": {"signum": 15, "more": 1}}',
         b'{"beat": {"straggler": {"rank": 0}}}',
         b'{"failure": {"fault": "x"}}',
-        b'{"snapshot": {"step": 5, "offset": 64, "length": 9, "size": 72}}',
+        b'{"snapshot": {"step": 5, "offset": 64, "length": -9}}',
         b'{"verdict": {"code": null}}',
         b'{"verdict": {"code": 1, "parts": {"step": 1, "folder": "../x"}}}',
         b"[" * 100_000,
@@ -106,7 +113,7 @@ def test_messages_arrive_in_pieces_and_together() -> None:
 
 def test_the_bytes_of_a_snapshot_follow_their_line() -> None:
     data = b"\n{}\x00" * 1000
-    sent = SnapshotData(SnapshotPiece(5, 64, len(data), 2**40), data)
+    sent = SnapshotData(SnapshotPiece(5, 64, len(data)), data)
     peer, theirs = connect()
     other = Peer(theirs)
     other.send(sent)

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from agents import PROGRAM, Run, kill_what_is_left
 
-from launcher.agent.control import Launched
-from launcher.agent.link import AgentNote
-from launcher.agent.supervisor import Agent, Death, _report_death
+from launcher.agent.control import AgentNote, Launched
+from launcher.agent.supervisor import Agent, _explain_death, _report_death
 from launcher.failure_block import Outcome
 from launcher.fanout.protocol import ANSWERS
+from launcher.typed_json import encode
 from launcher.wire import limits
 
 TOKEN = "t0ken"
@@ -88,9 +88,11 @@ def test_a_question_before_the_ranks_start_is_answered(capsys: pytest.CaptureFix
 def test_the_kernels_kill_of_an_agent_is_told_from_a_foreign_one(
     is_out_of_memory: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    note = AgentNote("r", 1, time.time(), 2)
-    death = Death(137, is_asked=False, is_out_of_memory=is_out_of_memory, has_torch=True, words=[])
-    _report_death(death, note, None, left=0)
+    why = _explain_death(137, [], has_torch=True, is_out_of_memory=is_out_of_memory)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(encode(AgentNote("r", 1, time.time(), 2)).encode())
+        _report_death(Agent(-1, ours, -1, 0), 137, why, [], left=0)
     err = capsys.readouterr().err
     fault = "out-of-memory" if is_out_of_memory else "agent-killed"
     assert err.lstrip("\n").startswith("FAILED   node agent 1 (") and f"[{fault}]" in err

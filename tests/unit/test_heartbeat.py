@@ -163,7 +163,7 @@ def test_the_stack_signal_writes_the_stack(tmp_path: Path) -> None:
     beat(1)
     os.kill(os.getpid(), heartbeat.STACK_SIGNAL)
     file = tmp_path / "rank_1.stack"
-    stuck.wait_for_stacks([file], [0], 5)
+    stuck.wait_for_stacks({file: 0}, 5)
     frames = stuck.read_stack(file)
     assert frames[0].endswith("in test_the_stack_signal_writes_the_stack")
 

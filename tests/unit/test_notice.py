@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from launcher import own_time
-from launcher.agent.node_ranks import NodeRanks
+from launcher.agent.node_ranks import Heartbeats, NodeRanks
 from launcher.agent.notice import UNHANDLED, Notice
 from launcher.agent.query import Query
 from launcher.agent.verdict import Facts
@@ -70,10 +70,6 @@ def start(before: str, after: str, **options: Any) -> subprocess.Popen[str]:
     return process
 
 
-def query(said: list[str], folder: Path | None = None) -> Query:
-    return cast(Query, SimpleNamespace(show=said.append, folder=folder))
-
-
 @pytest.fixture
 def group() -> Iterator[Group]:
     made = Group()
@@ -85,7 +81,7 @@ def group() -> Iterator[Group]:
 
 def test_a_notice_reaches_who_handles_it_and_nobody_dies_of_it(group: Group) -> None:
     facts, said = Facts(signals=[signal.SIGUSR1]), list[str]()
-    told = Notice(group.ranks(), facts, query(said))
+    told = Notice(group.ranks(), facts, said.append)
     told.look()
     assert group.heard(facts) == {"handler", "sigwait"}
     group.go_on("sigwait")
@@ -94,7 +90,7 @@ def test_a_notice_reaches_who_handles_it_and_nobody_dies_of_it(group: Group) -> 
     late = group.all["late"].stdout
     assert late is not None
     late.readline()
-    told = Notice(group.ranks(), facts, query(said))
+    told = Notice(group.ranks(), facts, said.append)
     told.look()
     assert group.heard(facts) == {"handler", "sigwait", "late"}
     assert group.all["late"].wait() == 75
@@ -108,7 +104,7 @@ def test_a_rank_that_has_the_handlers_of_its_agent_is_left_alone() -> None:
     facts = Facts(signals=[signal.SIGUSR1])
     rank = SimpleNamespace(rank=0, pid=process.pid)
     ranks = cast(NodeRanks, SimpleNamespace(living=lambda: [rank], node_rank=0))
-    Notice(ranks, facts, query([])).look()
+    Notice(ranks, facts, print).look()
     process.communicate("\n")
     assert (process.returncode, facts.noticed) == (0, set())
     assert not handles(process.pid, signal.SIGUSR1)  # it has ended
@@ -133,7 +129,7 @@ def test_that_nobody_handles_it_is_said_once_and_not_at_once(
     clock, said = [1000.0], list[str]()
     monkeypatch.setattr(own_time, "now", lambda: clock[0])
     ranks = cast(NodeRanks, SimpleNamespace(living=list, node_rank=node_rank))
-    told = Notice(ranks, Facts(signals=signals, noticed=noticed), query(said))
+    told = Notice(ranks, Facts(signals=signals, noticed=noticed), said.append)
     told.look()
     assert said == []
     for _ in range(3):
@@ -144,16 +140,17 @@ def test_that_nobody_handles_it_is_said_once_and_not_at_once(
 
 @pytest.mark.parametrize(("node_rank", "comes"), [(0, [signal.SIGUSR1]), (1, [])])
 def test_a_file_is_a_notice_to_node_rank_0(
-    node_rank: int, comes: list[int], tmp_path: Path
+    node_rank: int, comes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(limits, "ASKED_LOOK_S", 0.0)
     came = list[int]()
     previous = signal.signal(signal.SIGUSR1, lambda signum, _: came.append(signum))
     try:
         (tmp_path / NOTICED).touch()
-        ranks = cast(NodeRanks, SimpleNamespace(living=list, node_rank=node_rank))
-        told = Notice(ranks, Facts(), query([], tmp_path))
-        told.look()
-        told.look()
+        ranks = NodeRanks([], Heartbeats(1), node_rank, "here")
+        query = Query(ranks, ["here"], {}, print, tmp_path)
+        for _ in range(2):
+            query.on_time()
     finally:
         signal.signal(signal.SIGUSR1, previous)
     assert came == comes

@@ -141,12 +141,12 @@ def test_a_second_signal_of_the_scripts_own_and_its_forks_are_left_alone(
 
 def test_what_another_node_tells_is_shown_harmlessly() -> None:
     with pytest.raises(MessageError):
-        MESSAGES.read('{"stacks":{"frames":{"x":["a.py:1 in f"]}}}')
-    told = MESSAGES.read('{"stacks":{"frames":{"7":["\\u001b[2Ja.py:1 in f"]}}}')
+        MESSAGES.read('{"stacks":{"ranks":[{"rank":"x","frames":["a.py:1 in f"]}]}}')
+    told = MESSAGES.read('{"stacks":{"ranks":[{"rank":7,"frames":["\\u001b[2Ja.py:1 in f"]}]}}')
     shown: list[str] = []
     ranks = NodeRanks([], Heartbeats(1), 0, "here")
     query = Query(ranks, ["here", "there"], {1: None}, shown.append, None)  # type: ignore[dict-item]
-    query._told[0] = NodeStacks({})
+    query._told[0] = NodeStacks([])
     query.receive(1, told)
     assert query.on_time() is None
     assert shown[0].splitlines()[1] == "  rank 7: \\x1b[2Ja.py:1 in f"

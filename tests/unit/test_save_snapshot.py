@@ -102,14 +102,14 @@ def test_a_part_that_is_missing_or_cut_short_is_told(
 def test_of_parts_on_other_nodes_one_line_tells(capfd: pytest.CaptureFixture[str]) -> None:
     node = Snapshots(2)
     for step in (5, 10):
-        for rank, buffers in enumerate(node._buffers):
-            Buffer(buffers[step // 5 % 2].fd).write(step, 4, [torch.ones(3)], b"rest", rank)
+        for rank, buffer in enumerate(node._own[step // 5 % 2 :: 2]):
+            Buffer(buffer.fd).write(step, 4, [torch.ones(3)], b"rest", rank)
     assert node.step() == 10
-    third = NodeEnd(parts={"2": [5, 10]}, copies={"3": [5]})
+    third = NodeEnd(parts={"5": [2], "10": [2]}, copies={"5": [3]})
     for others, saved, step, lost in (([third], 0, 5, [3]), ([third], 5, -1, []), ([], 0, -1, [])):
         found = node.find_parts(others, saved)
         assert (found.step, found.lost) == (step, lost) if found else step == -1
-    found = node.find_parts([third, NodeEnd(parts={"3": [10]})], 0)
+    found = node.find_parts([third, NodeEnd(parts={"10": [3]})], 0)
     assert found and (found.step, found.lost) == (10, [])
     assert node.save(is_first_node=True, saved_step=5, limit_s=9) == -1
     told = "node agent: warning: what is in memory was not saved: parts of it are lost\n"

@@ -19,7 +19,6 @@ from distributed.checkpoint import Saver, exchange, load, weights_hash
 from distributed.checkpoint.memory import BEGIN, FILES, Memory
 from distributed.checkpoint.snapshots import _open_buffers
 from launcher.agent.snapshots.memory import Snapshots as NodeSnapshots
-from launcher.agent.snapshots.memory import _steps
 
 # With a rank of each of two nodes.
 TAKEN = (*SHARDED, "checkpoint.snapshot_every=5", "checkpoint.every=0")
@@ -126,9 +125,9 @@ def test_the_end_of_a_program_waits_for_no_exchange(tmp_path: Path) -> None:
     files = [node.variables(rank)[FILES] for rank in range(2)]
     on_ranks(2, _end_early, tmp_path, files)
     assert node.step() == 1
-    size = max(one.header().size for each in node._buffers for one in each)
+    size = max(buffer.header().size for buffer in node._own)
     assert size > 60 * BEGIN  # it would take a minute and more
-    assert _steps(node._copies) == {}
+    assert node.parts()[1] == {}
 
 
 @pytest.mark.slow

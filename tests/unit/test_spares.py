@@ -15,6 +15,8 @@ from ports import free_port
 
 from launcher.agent.nodes.protocol import Peer
 from launcher.agent.nodes.team import Team
+from launcher.failure import Failure
+from launcher.wire import limits
 from launcher.wire.messages import Member
 
 # Every rank says where it is, and trains for ever, or ends in the attempt that is named.
@@ -148,8 +150,7 @@ def team_of(
     members = [Member(number, f"n{number}", nproc) for number, nproc in enumerate(nprocs)]
     others = {number: connect(number) for number in range(1, len(nprocs))}
     there = {
-        at: (connect(at), Member(at, f"n{at}", nproc))
-        for at, nproc in enumerate(spares, len(nprocs))
+        Member(at, f"n{at}", nproc): connect(at) for at, nproc in enumerate(spares, len(nprocs))
     }
     return Team("r", members, others, there, min_nodes)
 
@@ -199,3 +200,25 @@ def test_who_takes_whose_place(
     counts = [team.members[rank].nproc for rank in range(len(hosts))]
     assert firsts == [sum(counts[:rank]) for rank in range(len(hosts))]
     assert {part.attempt for part in parts.values()} == {1}
+
+
+def test_a_spare_that_is_gone_is_told_and_counts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def connect(_: int) -> Peer:
+            return Peer(socket.create_connection(server.getsockname()))
+
+        team, told = team_of(connect, [2, 2], [2, 2], 2), list[Failure]()
+        ends = [server.accept()[0] for _ in range(3)]
+        team.beat(told.append)
+        assert (told, [spare.host for spare in team.spares], team.counted) == ([], ["n2", "n3"], 4)
+        ends[2].close()
+        team.beat(told.append)
+        assert [(loss.fault, loss.host) for loss in told] == [("agent-killed", "n3")]
+        assert ([spare.host for spare in team.spares], team.counted) == (["n2"], 3)
+        monkeypatch.setattr(limits, "SILENCE_S", 0.0)
+        team.beat(told.append)
+        assert [(loss.fault, loss.host) for loss in told[1:]] == [("link-lost", "n2")]
+        assert (team.spares, team.counted) == ({}, 3)
+        for end in ends:
+            end.close()

@@ -125,6 +125,7 @@ def test_a_node_that_does_not_answer_is_named(
     fault: str,
     cause: str,
 ) -> None:
+    monkeypatch.setattr(limits, "STEP_NAMING_S", 0.5)
     monkeypatch.setattr(limits, "STEP_PREFLIGHT_S", 1.0)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     make_tool(tools / "squeue", "echo 7 RUNNING")

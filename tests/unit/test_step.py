@@ -73,7 +73,7 @@ def test_a_run_that_goes_on_without_a_node_ends_as_the_others_do(
     tmp_path: Path, tools: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lost, others = told(1, 1, capsys), Control(None, "t0ken 0")
-    tell(Membership(1, [0, 2], []), others, is_line_open=False)
+    tell(Membership(1, [0, 2]), others, is_line_open=False)
     membership = capsys.readouterr().out
     for rank in (0, 2):
         told_last = Done() if rank else Outcome(0)

@@ -72,7 +72,7 @@ def attack_a_run(folder: Path, *, times: int, silent: int) -> None:
 STOLEN = [
     b'{"failure":{"fault":"x","cause":"\\u001b[2J","code":0,"host":"h","node_rank":7,"time":0}}',
     b'{"failure":{"fault":"x","cause":"\\u001b[2J","code":9,"host":"h","node_rank":7,"time":0}}',
-    b'{"done":{"lost_peer":[99],"stopped":[-1],"first_rank":1000000,"codes":[75,300]}}',
+    b'{"done":{"stopped":[-1],"first_rank":1000000,"codes":[75,300]}}',
     b'{"beat":{"straggler":{"rank":99,"progress":[1,2],"is_stuck":true,"is_stopped":false}}}',
     b'{"verdict":{"code":0}}\n{"end":{"stuck":1}}',
     b'{"signal":{"signum":9}}\n{"signal":{"signum":64}}',

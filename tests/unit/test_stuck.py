@@ -106,6 +106,6 @@ def test_a_stack_is_read_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.Mo
                 stack.write("Thread 0x2\n")
 
     monkeypatch.setattr(time, "sleep", sleep)
-    stuck.wait_for_stacks([file], [0], 5)
+    stuck.wait_for_stacks({file: 0}, 5)
     assert file.read_text() == "Thread 0x1\nThread 0x2\n"
     assert len(looks) >= 8

@@ -17,6 +17,7 @@ from launcher.wire.messages import Fault
 
 NODES = [NodePlan(f"me@n{number}", 2) for number in range(5)]
 FIVE = replace(PLAN, nodes=NODES, num_nodes=3, num_spares=2, min_nodes=3, master_addr="n0")
+NAMED = replace(FIVE, master_addr="10.0.0.1")
 IN_SLURM = replace(FIVE, nodes=(), hosts="n[0-4]")
 ILL = Fault("gpu-unhealthy", "an Xid error", "reset it")
 SLOW = Fault("gpu-slow", "throttled", "cool it", warns=True)
@@ -72,5 +73,6 @@ def test_a_slurm_job_without_ill_nodes_stays() -> None:
 def test_a_master_that_was_named_is_not_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     assert swap(FIVE, {0}) is None
-    assert swap(FIVE, {1}) is not None
     assert leave_out(IN_SLURM, {0}) is None
+    for swapped in (swap(NAMED, {1}), leave_out(replace(NAMED, nodes=(), hosts="n[0-4]"), {1})):
+        assert swapped is not None and swapped[0].master_addr == "10.0.0.1"

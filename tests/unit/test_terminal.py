@@ -11,7 +11,7 @@ import pytest
 from agents import PATIENCE_S
 
 from launcher import terminal
-from launcher.fanout.terminal import Terminals
+from launcher.fanout.ssh import Terminals
 from launcher.terminal import BACKLOG_BYTES, Terminal, open_again
 from launcher.wire import limits
 

@@ -42,7 +42,7 @@ def victim(rank: int, time: float = 1.0) -> Failure:
     ],
 )
 def test_the_first_failure(failures: list[Failure], rank: int | None) -> None:
-    first = verdict.first_failure(failures)
+    first = verdict.reach_verdict(Facts(failures=failures), saved_step=-1, left=0).outcome.failure
     assert (first and first.rank) == rank
 
 
@@ -188,7 +188,7 @@ def test_the_exit_code_of_a_run_that_did_not_fail(
         ([NodeEnd(codes=[75])], False, "rank 0 exited with code 75"),
         ([NodeEnd(codes=[0, 1])], False, "rank 0 exited with code 0, rank 1 exited with code 1"),
         (
-            [NodeEnd(codes=[143, 0]), NodeEnd([], [3], 2, [143, 137])],
+            [NodeEnd(codes=[143, 0]), NodeEnd([3], 2, [143, 137])],
             False,
             "ranks 0, 2 ended by SIGTERM, rank 1 exited with code 0, rank 3 killed after GRACE",
         ),
@@ -204,10 +204,9 @@ def test_what_a_node_tells_at_its_end() -> None:
     facts = Facts(
         codes={5: 75, 2: 1, 3: 0, 4: 143},
         stopped={4},
-        failures=[victim(2), victim(0)],  # rank 0 is another node's
     )
     node = verdict.end_of_node(facts, 9)
-    assert node == NodeEnd([2], [4], 2, [1, 0, 143, 75], 9)
+    assert node == NodeEnd([4], 2, [1, 0, 143, 75], 9)
     assert node.left == {2: 1, 3: 0, 5: 75}
 
 
@@ -234,9 +233,9 @@ def test_what_a_node_tells_at_its_end() -> None:
         (  # of two nodes: each rank is counted once
             Facts(
                 codes={0: 1, 1: 143},
-                failures=[failed(2, code=7), victim(0)],
+                failures=[failed(2, code=7), victim(0), victim(3)],
                 stopped={1},
-                nodes={1: NodeEnd([3], [2, 3], 2, [137, 137])},
+                nodes={1: NodeEnd([2, 3], 2, [137, 137])},
             ),
             Outcome(7, replace(failed(2, code=7), saved_step=40), lost_peer=2, stopped=1),
         ),
@@ -259,7 +258,7 @@ def test_what_a_node_tells_at_its_end() -> None:
                     replace(victim(1), stacks=["rank 1: b"]),
                 ],
             ),
-            Outcome(1, replace(failed(0), stacks=["rank 0: a", "rank 1: b"], saved_step=40)),
+            Outcome(1, replace(failed(0), stacks=["rank 0: a", "rank 1: b"], saved_step=40), 1),
         ),
         (  # node rank 0 has told
             Facts(

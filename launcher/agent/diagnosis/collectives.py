@@ -67,20 +67,16 @@ def read(files: Mapping[int, Path], limit_s: float) -> dict[int, Calls]:
 def find_mismatches(told: Mapping[int, Calls]) -> list[str]:
     """Return one line for each process group whose ranks are not in the same collective."""
     groups = {call.group: None for calls in told.values() for call in calls.calls}
-    lines = (_compare(group, _by_number(group, told)) for group in groups)
-    return [line for line in lines if line]
+    return [line for group in groups if (line := _compare(group, told))]
 
 
-def _by_number(group: str, told: Mapping[int, Calls]) -> dict[int, dict[int, Collective]]:
-    """Return each rank's calls in a group. Every rank is in the default group."""
-    found = {
+def _compare(group: str, told: Mapping[int, Calls]) -> str:
+    everyone = {
         rank: {call.number: call for call in calls.calls if call.group == group}
         for rank, calls in told.items()
     }
-    return {rank: calls for rank, calls in found.items() if calls or group == "default_pg"}
-
-
-def _compare(group: str, calls: Mapping[int, Mapping[int, Collective]]) -> str:
+    has_all = group == "default_pg"  # every rank is in it
+    calls = {rank: of_rank for rank, of_rank in everyone.items() if of_rank or has_all}
     newest = {rank: max(of_rank, default=0) for rank, of_rank in calls.items()}
     last = min(newest.values())
     for number in sorted({number for of_rank in calls.values() for number in of_rank}):

@@ -46,30 +46,30 @@ def find_straggler(ranks: Sequence[RankState | None]) -> RankState | None:
     whole run, each node's straggler. None without ranks, and where one is unknown: it may be the
     one furthest behind.
     """
-    known = [one for one in ranks if one is not None]
+    known = [state for state in ranks if state is not None]
     if not known or len(known) < len(ranks):
         return None
-    progress = min(one.progress for one in known)
-    last = [one for one in known if one.progress == progress]
-    straggler = max(last, key=lambda one: (one.is_stopped, one.silence_s))
-    equals = tuple(rank for one in last for rank in one.equals or (one.rank,))
-    return replace(straggler, is_stuck=all(one.is_stuck for one in last), equals=equals)
+    progress = min(state.progress for state in known)
+    last = [state for state in known if state.progress == progress]
+    straggler = max(last, key=lambda state: (state.is_stopped, state.silence_s))
+    equals = tuple(rank for state in last for rank in state.equals or (state.rank,))
+    return replace(straggler, is_stuck=all(state.is_stuck for state in last), equals=equals)
 
 
-def sizes_of(files: Sequence[Path]) -> list[int]:
-    """Return how much has been written to each file, in bytes; 0 where it is not there."""
-    return [file.stat().st_size if file.exists() else 0 for file in files]
+def size_of(file: Path) -> int:
+    """Return how much has been written to a file, in bytes; 0 where it is not there."""
+    return file.stat().st_size if file.exists() else 0
 
 
-def wait_for_stacks(files: Sequence[Path], old: Sequence[int], limit_s: float) -> None:
-    """Wait until all files have grown beyond the old sizes, or the time is up: some never do."""
+def wait_for_stacks(files: Mapping[Path, int], limit_s: float) -> None:
+    """Wait until all files have grown beyond their old sizes, or the time is up: some never do."""
     deadline = time.monotonic() + limit_s
     sizes: list[int] = []
     same = 0  # looks: a busy machine writes a stack in parts
     while files and time.monotonic() < deadline:
-        before, sizes = sizes, sizes_of(files)
+        before, sizes = sizes, [*map(size_of, files)]
         same = same + 1 if sizes == before else 0
-        if all(map(operator.gt, sizes, old)) and same >= 5:
+        if all(map(operator.gt, sizes, files.values())) and same >= 5:
             return
         time.sleep(5 * limits.POLL_S)
 
@@ -91,7 +91,7 @@ def read_stack(file: Path) -> list[str]:
     shown = [*inner, *user_frames("\n".join(reversed(frames)))]
     own = [f"{name}:{line} in {function}" for name, line, function in _PLACE.findall(main_thread)]
     others = user_frames("\n".join(reversed(other.splitlines())))
-    return shown or [*own[:2], *(f"another thread: {one}" for one in others[:1])]
+    return shown or [*own[:2], *(f"another thread: {frame}" for frame in others[:1])]
 
 
 def group_stacks(stacks: Mapping[int, Sequence[str]]) -> list[str]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from distributed.errors import Refused
 from launcher import own_time
-from launcher.agent.assignment import Assignment
 from launcher.agent.nodes.protocol import Peer
 from launcher.agent.nodes.team import Team
 from launcher.agent.output.stream import say
@@ -20,7 +19,14 @@ from launcher.preflight.must_match import ARGUMENTS, mismatches
 from launcher.text import count
 from launcher.wire import limits, meeting
 from launcher.wire.meeting import CURES, Wait, find_loss, shorten
-from launcher.wire.messages import Member, NodeReport, PairResult, PairTest, Refusal
+from launcher.wire.messages import (
+    Assignment,
+    Member,
+    NodeReport,
+    PairResult,
+    PairTest,
+    Refusal,
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,12 @@ class Meeting:
     team: Team | None = None  # there
     failover: socket.socket | None = None  # elsewhere: where this agent can replace that one
     lost: Failure | None = None  # the loss of node rank 0, where this agent has replaced it
-    told: Sequence[str] = ()  # who took over then
+    took_over: Sequence[str] = ()  # who took over then
+
+    def everyone(self) -> list[Peer]:
+        """Return the connections to other agents, those of spares among them."""
+        spares = self.team.spares.values() if self.team is not None else ()
+        return [*self.peers.values(), *spares]
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
@@ -42,7 +53,7 @@ class Meeting:
             yield
         except Refused as refused:
             if self.team is not None:
-                refuse(self.team.everyone(), refused)
+                refuse(self.everyone(), refused)
             raise
         if self.team is not None:
             own = self.assignment
@@ -63,16 +74,22 @@ def meet(
     """Meet the other nodes' agents at node rank 0; raises Refused where the run cannot start."""
     wait = Wait(timeout_s, say)
     if me.node_rank != 0:
-        has_failover = min_nodes > 0 or tries_pairs
-        return join(address, port, me, access.secret, wait, has_failover=has_failover)
+        return join(address, port, me, access.secret, wait)
     listener = listen(address, port)
     with contextlib.closing(Acceptor(listener, access, say)) as acceptor:
         here = gather(acceptor, me, wait)
     members = [Member(0, me.host, me.nproc, address), *(member for _, member in here.values())]
+    within_s, losses = limits.PAIRS_S, []
     if tries_pairs and here:
-        try_pairs(members, here)
-    spares = {node_id: here.pop(node_id) for node_id in [*here][len(here) - num_spares :]}
+        losses = meeting.try_pairs(members[0], here, within_s, within_s)
+    if losses:
+        causes = [f"{members[node_id].host}: {fault.cause}" for node_id, fault in losses]
+        _, fault = losses[0]
+        refused = Refused(fault.name, f"{shorten(causes)}; {fault.cure}")
+        refuse((peer for peer, _ in here.values()), refused)
+        raise refused
     peers = {node_id: peer for node_id, (peer, _) in here.items()}
+    spares = {member: peers.pop(member.node_id) for member in members[len(members) - num_spares :]}
     team = Team(me.run_id, members[: 1 + len(peers)], peers, spares, min_nodes)
     return Meeting(team.assign()[me.node_rank], peers, listener, team)
 
@@ -114,32 +131,17 @@ def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Pe
     try:
         here = meeting.gather(acceptor, Peer, awaited, wait, admit)
         if missing := awaited - here.keys():
-            raise _missing(missing, nodes, acceptor, wait)
+            came = ", ".join(f"{node.node_rank} ({node.host})" for node in nodes.values())
+            number = acceptor.unauthenticated
+            dropped = f"; {count(number, 'connection')} without the run's secret dropped"
+            which = ", ".join(map(str, sorted(missing)))
+            cause = f"node rank {which} did not check in within {wait.timeout_s:g} s (here: {came}"
+            cause += f"{dropped if number else ''})"
+            raise Refused("node-missing", f"{cause}; start it, or look at its terminal")
     except Refused as refused:
         refuse(newcomers, refused)
         raise
     return here
-
-
-def _missing(
-    missing: set[int], nodes: Mapping[int, NodeReport], acceptor: Acceptor, wait: Wait
-) -> Refused:
-    here = ", ".join(f"{node.node_rank} ({node.host})" for node in nodes.values())
-    number = count(acceptor.unauthenticated, "connection")
-    dropped = f"; {number} without the run's secret dropped" if acceptor.unauthenticated else ""
-    which = ", ".join(map(str, sorted(missing)))
-    cause = f"node rank {which} did not check in within {wait.timeout_s:g} s (here: {here}"
-    return Refused("node-missing", f"{cause}{dropped}); start it, or look at its terminal")
-
-
-def try_pairs(everyone: Sequence[Member], here: Mapping[int, tuple[Peer, Member]]) -> None:
-    """On node rank 0: have every two nodes pass something; refuses the start where it is lost."""
-    if found := meeting.try_pairs(everyone[0], here, limits.PAIRS_S, limits.PAIRS_S):
-        causes = [f"{everyone[node_id].host}: {fault.cause}" for node_id, fault in found]
-        _, fault = found[0]
-        refused = Refused(fault.name, f"{shorten(causes)}; {fault.cure}")
-        refuse((peer for peer, _ in here.values()), refused)
-        raise refused
 
 
 def refuse(peers: Iterable[Peer], refused: Refused) -> None:
@@ -162,15 +164,7 @@ def _compare(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) 
         raise Refused(fault, f"{cause}; make them the same{cure}")
 
 
-def join(
-    address: str,
-    port: int,
-    me: NodeReport,
-    secret: bytes,
-    wait: Wait,
-    *,
-    has_failover: bool = False,
-) -> Meeting:
+def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> Meeting:
     """On any other node: check in with node rank 0, and wait for the start.
 
     Raises Refused where node rank 0 cannot be reached in time, or refuses this node or the run.
@@ -179,7 +173,7 @@ def join(
     turned_away: float | None = None  # since when
     while wait.left_s > 0:
         try:
-            return check_in(address, port, me, secret, wait, has_failover=has_failover)
+            return check_in(address, port, me, secret, wait)
         except (NotAccepted, WrongSecret) as error:
             if isinstance(error, WrongSecret) and turned_away is None:
                 say(f"warning: {address}:{port} has another RUN_SECRET, or none [stranger]")
@@ -209,17 +203,11 @@ def check_in(
     secret: bytes,
     wait: Wait,
     *,
-    has_failover: bool = False,
     connect_s: float = limits.CHECKIN_CONNECT_S,
 ) -> Meeting:
     """Connect, and wait for the start; raises OSError, or Refused."""
     peer = Peer(connect(address, port, secret, min(connect_s, wait.timeout_s)))
-    me = replace(me, time=time.time())  # it may have waited long for node rank 0
-    failover = None
-    if has_failover:
-        failover = meeting.introduce(peer, me)
-    else:
-        peer.send(me)
+    failover = meeting.introduce(peer, replace(me, time=time.time()))  # it may have waited long
     if why := find_loss(peer.socket, limits.SILENCE_S):
         peer.close()
         cause = f"{me.host}: cannot reach node rank 0 at {address}:{port} ({why})"
@@ -230,13 +218,11 @@ def check_in(
         raise lost
     # Node rank 0 may have started later; it has its own limit.
     limit_s = wait.timeout_s + limits.CHECKIN_TELL_S
-    answer = peer.wait(own_time.now() + limit_s)
-    if isinstance(answer, PairTest):
+    while isinstance(answer := peer.wait(own_time.now() + limit_s), PairTest):
         faults = [*meeting.try_members(answer.members, me.node_rank, limits.PAIRS_S)]
         peer.send(PairResult(faults))
-        answer = peer.wait(own_time.now() + limit_s)
-    if failover and not (isinstance(answer, Assignment) and answer.members):
-        failover.close()
+    if me.attempt or not (isinstance(answer, Assignment) and answer.members):
+        failover.close()  # it has one from before, or needs none
     if isinstance(answer, Assignment):
         return Meeting(answer, {0: peer}, failover=failover)
     peer.close()

@@ -9,20 +9,26 @@ The bytes of a snapshot follow their line.
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
-from launcher.agent.assignment import Assignment
 from launcher.agent.diagnosis.collectives import Calls
 from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.verdict import NodeEnd, Verdict
 from launcher.failure import Failure
 from launcher.typed_json import Kinds
 from launcher.wire import limits
-from launcher.wire.messages import MEETING, NodeReport, PairResult, PairTest, Refusal
+from launcher.wire.messages import (
+    KILLED,
+    MEETING,
+    Assignment,
+    NodeReport,
+    PairResult,
+    PairTest,
+    Refusal,
+)
 from launcher.wire.node_link import Link
 
 
@@ -39,15 +45,19 @@ class StackRequest:
 
 
 @dataclass(frozen=True)
+class RankStack:
+    """Where a living rank is."""
+
+    rank: int
+    frames: Sequence[str]  # innermost first
+    calls: Calls | None = None  # its newest collectives, if torch records them
+
+
+@dataclass(frozen=True)
 class NodeStacks:
     """Where the living ranks of a node are."""
 
-    frames: Mapping[str, Sequence[str]]  # innermost first, by rank
-    collectives: Mapping[str, Calls] = field(default_factory=dict)  # by rank
-
-    def __post_init__(self) -> None:
-        if not all(rank.isdecimal() for rank in (*self.frames, *self.collectives)):
-            raise ValueError("no ranks")
+    ranks: Sequence[RankStack]
 
 
 @dataclass(frozen=True)
@@ -57,11 +67,10 @@ class SnapshotPiece:
     step: int
     offset: int  # in bytes
     length: int
-    size: int  # of the whole
 
     def __post_init__(self) -> None:
-        if not 0 <= self.offset <= self.offset + self.length <= self.size:
-            raise ValueError(f"{self.offset} + {self.length} is beyond {self.size}")
+        if min(self.offset, self.length) < 0:
+            raise ValueError(f"{self.length} bytes at {self.offset}: there are none")
 
 
 @dataclass(frozen=True)
@@ -141,4 +150,4 @@ class Peer(Link[Message]):
         fault, cause = "agent-killed", "its node agent is gone"
         if self.is_silent:
             fault, cause = "link-lost", f"no heartbeat for {limits.SILENCE_S:g} s (network down?)"
-        return Failure(fault, cause, 128 + signal.SIGKILL, host, node_rank, time.time())
+        return Failure(fault, cause, KILLED, host, node_rank, time.time())

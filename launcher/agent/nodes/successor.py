@@ -28,29 +28,24 @@ from launcher.wire.messages import Member, NodeReport
 
 def follow(before: Meeting, lost: Failure, args: Arguments) -> Meeting | None:
     """Meet the others where node rank 0 is replaced; None where the run cannot go on."""
-    try:
-        return _meet(before, lost, args)
-    except Refused as refused:
-        say(refused.message)
-        return None
-
-
-def _meet(before: Meeting, lost: Failure, args: Arguments) -> Meeting | None:
     old, until = before.assignment, own_time.now() + limits.SUCCESSOR_S
     everyone = [*old.members, *old.spares]
-    own = next(one for one in everyone if one.node_id == args.node_id)
+    own = next(member for member in everyone if member.node_id == args.node_rank)
     count_all, run_id = len(everyone), old.run_id
     me = NodeReport(own.node_id, count_all, own.nproc, own.host, run_id, attempt=old.attempt)
-    for successor in old.successors:
-        if successor == own:
-            return _lead(before, own, lost, args)
-        if own_time.now() > until:
-            break
-        wait = Wait(2 * limits.LOSS_SPREAD_S + args.grace_s)  # it may save first
-        where, secret = (successor.address, successor.failover_port), args.access.secret
-        with contextlib.suppress(OSError):
-            found = checkin.check_in(*where, me, secret, wait, connect_s=limits.LOSS_SPREAD_S)
-            return dataclasses.replace(before, assignment=found.assignment, peers=found.peers)
+    try:
+        for successor in old.successors:
+            if successor == own:
+                return _lead(before, own, lost, args)
+            if own_time.now() > until:
+                break
+            wait = Wait(2 * limits.LOSS_SPREAD_S + args.grace_s)  # it may save first
+            where, secret = (successor.address, successor.failover_port), args.access.secret
+            with contextlib.suppress(OSError):
+                new = checkin.check_in(*where, me, secret, wait, connect_s=limits.LOSS_SPREAD_S)
+                return dataclasses.replace(before, assignment=new.assignment, peers=new.peers)
+    except Refused as refused:
+        say(refused.message)
     return None
 
 
@@ -59,17 +54,21 @@ def _lead(before: Meeting, me: Member, lost: Failure, args: Arguments) -> Meetin
     old, failover = before.assignment, before.failover
     assert failover is not None
     behind = old.successors[old.successors.index(me) + 1 :]
-    awaited, wait = {one.node_id for one in behind}, Wait(limits.LOSS_SPREAD_S)
+    awaited, wait = {member.node_id for member in behind}, Wait(limits.LOSS_SPREAD_S)
     with failover, contextlib.closing(Acceptor(failover, args.access, say)) as acceptor:
         here = meeting.gather(
             acceptor, Peer, awaited, wait, lambda _, report: report.attempt == old.attempt
         )
     peers = {node_id: peer for node_id, (peer, _) in here.items()}
     is_spare = me in old.spares
-    rest = old.members[1:] if is_spare else [one for one in old.members if one != me]
+    rest = old.members[1:] if is_spare else [member for member in old.members if member != me]
     members = [me, *rest]  # without a spare, the lost one keeps a place
-    there = {rank: peers[one.node_id] for rank, one in enumerate(members) if one.node_id in peers}
-    spares = {one.node_id: (peers[one.node_id], one) for one in old.spares if one.node_id in peers}
+    there = {
+        rank: peers[member.node_id]
+        for rank, member in enumerate(members)
+        if member.node_id in peers
+    }
+    spares = {member: peers[member.node_id] for member in old.spares if member.node_id in peers}
     team = Team(old.run_id, members, there, spares, args.min_nodes)
     why, others = team.why_not(), len(old.successors)
     if 2 * (1 + len(peers)) <= 1 + others:
@@ -78,8 +77,8 @@ def _lead(before: Meeting, me: Member, lost: Failure, args: Arguments) -> Meetin
         refused = Refused("link-lost", why)
         checkin.refuse(peers.values(), refused)
         raise refused
-    told = [f"{me.host} takes {old.hosts[0]}'s place"] if is_spare else []
-    told += team.refill() if team.lost else []
+    took_over = [f"{me.host} takes {old.hosts[0]}'s place"] if is_spare else []
+    took_over += team.refill() if team.lost else []
     listener = checkin.listen(me.address, 0)
     own = team.assign(old.attempt + 1, me.address, listener.getsockname()[1])[me.node_id]
-    return Meeting(own, team.peers, listener, team, lost=lost, told=told)
+    return Meeting(own, team.peers, listener, team, lost=lost, took_over=took_over)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import selectors
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
-from launcher.agent.assignment import Assignment
 from launcher.agent.nodes.protocol import NodeBeat, Peer
 from launcher.agent.verdict import Verdict
 from launcher.failure import Failure
 from launcher.text import count
-from launcher.wire.messages import Member
+from launcher.wire import limits
+from launcher.wire.messages import Assignment, Member
 
 
 @dataclass
@@ -24,7 +21,7 @@ class Team:
     run_id: str
     members: list[Member]  # by node rank; the first is this agent's
     peers: dict[int, Peer]  # of the others, by node rank
-    spares: dict[int, tuple[Peer, Member]] = field(default_factory=dict)  # by node id
+    spares: dict[Member, Peer] = field(default_factory=dict)
     min_nodes: int = 0  # with which the run goes on without a spare; 0: it replaces no node
 
     def __post_init__(self) -> None:
@@ -35,10 +32,6 @@ class Team:
     def lost(self) -> list[int]:
         """The node ranks whose agents are gone."""
         return [rank for rank in range(1, len(self.members)) if rank not in self.peers]
-
-    def everyone(self) -> list[Peer]:
-        """Return the connections to all other agents."""
-        return [*self.peers.values(), *(peer for peer, _ in self.spares.values())]
 
     @property
     def is_majority(self) -> bool:
@@ -65,11 +58,11 @@ class Team:
 
     def refill(self) -> list[str]:
         """Let spares take the places of lost nodes, or close up; returns who took over."""
-        told = []
-        for rank, spare in {**dict(self._find_spares())}.items():
-            told.append(f"{spare.host} takes {self.members[rank].host}'s place")
+        took_over = []
+        for rank, spare in [*self._find_spares()]:
+            took_over.append(f"{spare.host} takes {self.members[rank].host}'s place")
             self.members[rank] = spare
-            self.peers[rank], _ = self.spares.pop(spare.node_id)
+            self.peers[rank] = self.spares.pop(spare)
         if gaps := self.lost:
             hosts = ", ".join(self.members[rank].host for rank in gaps)
             kept = [rank for rank in range(len(self.members)) if rank not in gaps]
@@ -77,15 +70,16 @@ class Team:
             self.peers.clear()
             self.peers.update(peers)
             self.members[:] = [self.members[rank] for rank in kept]
-            told.append(f"{count(len(kept), 'node')} without {hosts}")
+            took_over.append(f"{count(len(kept), 'node')} without {hosts}")
         self.counted = len(self.members) + len(self.spares)
-        return told
+        return took_over
 
     def _find_spares(self) -> Iterator[tuple[int, Member]]:
         """Yield lost node ranks, each with a spare that runs as many ranks."""
-        free = [spare for _, spare in self.spares.values()]
+        free = [*self.spares]
         for rank in self.lost:
-            spare = next((one for one in free if one.nproc == self.members[rank].nproc), None)
+            nproc = self.members[rank].nproc
+            spare = next((member for member in free if member.nproc == nproc), None)
             if spare is not None:
                 free.remove(spare)
                 yield rank, spare
@@ -102,9 +96,9 @@ class Team:
             address=address,
             port=port,
             members=self.members if self.min_nodes else (),
-            spares=[spare for _, spare in self.spares.values()],
+            spares=[*self.spares],
         )
-        assignments = dict.fromkeys(self.spares, common)
+        assignments = {spare.node_id: common for spare in self.spares}
         for rank, member in enumerate(self.members):
             own = dataclasses.replace(common, node_rank=rank, first_rank=sum(counts[:rank]))
             assignments[member.node_id] = own
@@ -112,8 +106,8 @@ class Team:
 
     def tell(self, assignments: Mapping[int, Assignment], verdict: Verdict | None = None) -> None:
         """Tell every other agent its assignment; with a verdict, how the attempt ended, too."""
-        others = [(peer, self.members[rank]) for rank, peer in self.peers.items()]
-        for peer, member in (*others, *self.spares.values()):
+        others = [(self.members[rank], peer) for rank, peer in self.peers.items()]
+        for member, peer in (*others, *self.spares.items()):
             own = assignments.get(member.node_id)
             if verdict is not None:
                 peer.send(dataclasses.replace(verdict, next=own))
@@ -122,28 +116,13 @@ class Team:
 
     # --- spares during an attempt: it goes on without one that is gone --------------------------
 
-    def listen(self, selector: selectors.BaseSelector, on_lost: Callable[[Failure], None]) -> None:
-        """Notice spares that are gone, and tell of each."""
-        self._selector, self._on_lost = selector, on_lost
-        for node_id, (peer, _) in self.spares.items():
-            peer.heard = time.monotonic()
-            selector.register(peer.socket, selectors.EVENT_READ, partial(self._read, node_id))
-
-    def beat(self) -> None:
-        """Tell the spares that node rank 0 lives, and see whether they do."""
-        for node_id, (peer, _) in list(self.spares.items()):
+    def beat(self, on_lost: Callable[[Failure], None]) -> None:
+        """Tell the spares that node rank 0 lives, and see whether they do; tells of those lost."""
+        for spare, peer in list(self.spares.items()):
             peer.send(NodeBeat(None))
-            if peer.is_silent:
-                self._drop(node_id)
-
-    def _read(self, node_id: int) -> None:
-        if self.spares[node_id][0].receive() is None:
-            self._drop(node_id)
-
-    def _drop(self, node_id: int) -> None:
-        peer, spare = self.spares.pop(node_id)
-        self._selector.unregister(peer.socket)
-        peer.close()
-        if not peer.is_silent:  # else it may be there for others
-            self.counted -= 1
-        self._on_lost(peer.loss(node_id, spare.host))
+            is_gone = peer.receive(limits.POLL_S) is None
+            if is_gone or peer.is_silent:
+                del self.spares[spare]
+                peer.close()
+                self.counted -= is_gone  # else it may be there for others
+                on_lost(peer.loss(spare.node_id, spare.host))

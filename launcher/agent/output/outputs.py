@@ -8,7 +8,6 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import Std
 
-from launcher.agent.assignment import Assignment
 from launcher.agent.control import Control, Done, Membership, tell
 from launcher.agent.output.stream import NodeLog, Stream, open_stream, say
 from launcher.agent.torchrun_arguments import Arguments
@@ -16,6 +15,7 @@ from launcher.record.run_json import RunFolder, writing_to
 from launcher.screen import are_one_file
 from launcher.terminal import open_again
 from launcher.wire import limits
+from launcher.wire.messages import Assignment
 
 STREAMS = {"stdout": Std.OUT, "stderr": Std.ERR}
 
@@ -42,9 +42,9 @@ class Outputs:
         shown = args.shown_ranks(part.first_rank, has_log=self._log.path is not None)
         is_alone = len(shown) == 1 and not args.has_labels
         redirected, teed = args.redirected[local_rank], args.teed[local_rank]
-        for terminal, (name, one) in zip(self._terminals, STREAMS.items(), strict=True):
+        for terminal, (name, kind) in zip(self._terminals, STREAMS.items(), strict=True):
             terminal.open_by = None  # what came after the attempt before has begun a line
-            is_shown = local_rank in shown and one not in redirected & ~teed
+            is_shown = local_rank in shown and kind not in redirected & ~teed
             writer, stream = open_stream(
                 number,
                 self._log,
@@ -52,19 +52,14 @@ class Outputs:
                 is_alone=is_alone,
                 has_label=args.has_labels,
             )
-            if one in redirected | teed:
-                file = self._file(f"attempt_{part.attempt}/{number}", f"{name}.log")
-                stream.copy = file.open("wb", buffering=0)
+            if kind in redirected | teed:
+                if self._files is None:
+                    self._files = Path(tempfile.mkdtemp(prefix="torchelastic_"))
+                    say(f"the streams that --redirects or --tee names are in {self._files}")
+                with writing_to(folder := self._files / f"attempt_{part.attempt}/{number}"):
+                    stream.copy = (folder / f"{name}.log").open("wb", buffering=0)
             opened.append((writer, stream))
         return opened
-
-    def _file(self, place: str, name: str) -> Path:
-        """Return the file for one stream of a rank that --redirects or --tee names."""
-        if self._files is None:
-            self._files = Path(tempfile.mkdtemp(prefix="torchelastic_"))
-            say(f"the streams that --redirects or --tee names are in {self._files}")
-        with writing_to(folder := self._files / place):
-            return folder / name
 
     @property
     def is_line_open(self) -> bool:

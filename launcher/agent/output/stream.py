@@ -82,7 +82,6 @@ class RankView(View):
         """Begin each line with a label, such as `[rank3]`, in place of torch's own."""
         super().__init__(screen, is_alone=is_alone, prefix=label + b" " if label else b"")
         self.traceback = HeldTraceback()
-        self.has_traceback = False  # what is added next
         self._torchs_label = re.compile(rb"^%s: " % re.escape(label), re.M) if label else None
 
     def may_be_dropped(self, line: bytes) -> bool:
@@ -93,16 +92,14 @@ class RankView(View):
         return self._torchs_label.sub(b"", data) if self._torchs_label else data
 
     def put(self, data: bytes) -> None:
-        if self.has_traceback or self.traceback.text:
-            data = self.traceback.take(data)
-        if data:  # else it is held
-            super().put(data)
+        if shown := self.traceback.take(data):
+            super().put(shown)
 
     def show_traceback(self) -> None:
         """Show the traceback that is held back."""
-        self.has_traceback = False
         self._since = time.monotonic()
-        self.put(self.traceback.release())
+        if held := self.traceback.release():
+            super().put(held)
 
     def tick(self, now: float) -> bool:
         return super().tick(now) or bool(self.traceback.text)
@@ -121,11 +118,10 @@ class Stream:
     is_trickle: bool = False  # the last read took little
     traceback_line: int = 0  # of the last traceback's start in the log, 0 if there was none
     last_line: int = 0
-    _last: bytes = field(default=b"", repr=False)  # its text
-    _partial: bytearray = field(default_factory=bytearray, repr=False)
-    _is_bar: bool = False  # the line not yet ended redraws itself
-    _logged: float = field(default_factory=time.monotonic, repr=False)  # the last state of a bar
-    _logged_text: bytes = field(default=b"", repr=False)  # of the line not yet ended
+    _last: bytes = b""  # its text
+    _partial: bytearray = field(default_factory=bytearray)  # with \r, it redraws itself: a bar
+    _logged: float = field(default_factory=time.monotonic)  # the last state of a bar
+    _logged_text: bytes = b""  # of the line not yet ended
 
     @property
     def last_text(self) -> str:
@@ -135,7 +131,7 @@ class Stream:
     def pump(self) -> bool:
         """Take what is there; False at the end of the stream."""
         data = self._read()
-        self.is_trickle = data is not None and 0 < len(data) < _TRICKLE
+        self.is_trickle = 0 < len(data or b"") < _TRICKLE
         if data is None:
             return True
         if self.copy is not None:
@@ -144,10 +140,8 @@ class Stream:
             except OSError as error:  # a full disk
                 say(f"{self.copy.name} ends here: {error.strerror}")
                 self.copy = None
-        known = self.traceback_line
         self._log(data)
         if self.view is not None:
-            self.view.has_traceback = self.traceback_line != known
             self.view.add(data)
             if not data:
                 self.view.end()
@@ -173,7 +167,6 @@ class Stream:
             self._end_lines(head)
         self._partial += tail
         if b"\r" in tail:
-            self._is_bar = True
             self._partial = bytearray(b"\r").join(self._partial.rsplit(b"\r", _STATES)[-_STATES:])
         if self._partial and (not data or len(self._partial) > _LONGEST_LINE):
             self._end_lines(b"")
@@ -184,7 +177,7 @@ class Stream:
         `now` is a time before the stream was last read.
         """
         is_waiting = self.view is not None and self.view.tick(now)
-        if not self._is_bar:
+        if b"\r" not in self._partial:
             return is_waiting
         state = _newest_state(bytes(self._partial))
         if not state or state == self._logged_text:
@@ -199,7 +192,6 @@ class Stream:
         whole = bytes(self._partial + text)
         logged, self._logged_text = self._logged_text, b""
         self._partial.clear()
-        self._is_bar = False
         lines = whole.split(b"\n")
         if self.is_tty or b"\r" in whole:
             lines = [*self._clean(lines)]

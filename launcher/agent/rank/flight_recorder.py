@@ -7,28 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from distributed.torch_internals import RECORDER_SIZE, recorders
+from distributed.torch_internals import recorders
 from launcher.agent.diagnosis.collectives import DUMP_SIGNAL, Collective, file_of, newest
 from launcher.typed_json import encode
 
 DEFAULT_SIZE = 2000  # for NCCL
 
 
-def answer_requests() -> None:
-    """In a rank, before its script runs: answer in a thread, where torch records collectives.
+def answer_requests(error_file: Path) -> None:
+    """In a rank that records collectives, before its script runs: answer in a thread.
 
     The main thread may wait in one, where it could handle no signal.
     """
-    if (os.environ.get(RECORDER_SIZE) or "0") == "0":
-        return
-    file = file_of(Path(os.environ["TORCHELASTIC_ERROR_FILE"]))
+    file = file_of(error_file)
     signal.pthread_sigmask(signal.SIG_BLOCK, {DUMP_SIGNAL})  # in all threads
     threading.Thread(target=_answer, args=(file,), name="flight recorder", daemon=True).start()
 
@@ -42,20 +38,17 @@ def _answer(file: Path) -> None:
 
 
 def _recorded() -> Iterator[Collective]:
+    """Yield the recorder's entries, as torch 2.6 and newer write them."""
     for dump in recorders:
         for entry in json.loads(dump() or "{}").get("entries", ()):
-            if not entry["is_p2p"]:
-                yield read_entry(entry)
-
-
-def read_entry(entry: dict[str, Any]) -> Collective:
-    """Return an entry of the recorder, as torch 2.6 and newer write it."""
-    number, name = entry["process_group"]
-    types = ", ".join(entry["input_dtypes"])
-    return Collective(
-        group=name if name not in ("", "undefined") else f"group {number}",
-        number=entry["collective_seq_id"],
-        operation=entry["profiling_name"].rpartition(":")[2],
-        sizes=f"{', '.join(map(str, entry['input_sizes']))} {types}".strip(),
-        is_done=entry["retired"] or entry["state"] == "completed",
-    )
+            if entry["is_p2p"]:
+                continue
+            number, name = entry["process_group"]
+            types = ", ".join(entry["input_dtypes"])
+            yield Collective(
+                group=name if name not in ("", "undefined") else f"group {number}",
+                number=entry["collective_seq_id"],
+                operation=entry["profiling_name"].rpartition(":")[2],
+                sizes=f"{', '.join(map(str, entry['input_sizes']))} {types}".strip(),
+                is_done=entry["retired"] or entry["state"] == "completed",
+            )

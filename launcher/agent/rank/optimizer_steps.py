@@ -17,12 +17,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from distributed.heartbeat import Heart, find_record, stack_file_of
 
 
-def count_steps() -> None:
+def count_steps(record: str, error_file: Path) -> None:
     """In a rank, before its script runs: count its steps, and write its stacks when asked."""
-    place = find_record(os.environ["HEARTBEAT_FILE"])
+    place = find_record(record)
     assert place is not None
-    stack_file = stack_file_of(Path(os.environ["TORCHELASTIC_ERROR_FILE"]))
-    counter = StepCounter(Heart(*place, stack_file, is_counted=True))
+    counter = StepCounter(Heart(*place, stack_file_of(error_file), is_counted=True))
     os.register_at_fork(after_in_child=counter.stop)  # what a rank forks has steps of its own
     register_optimizer_step_post_hook(counter)
 

@@ -37,7 +37,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from distributed.stop_signals import QUERY, handled_signals
-from distributed.torch_internals import is_lost_by_fork, process_groups, reports_leaks
+from distributed.torch_internals import (
+    RECORDER_SIZE,
+    is_lost_by_fork,
+    process_groups,
+    reports_leaks,
+)
 from launcher import processes
 from launcher.agent.output.stream import say
 from launcher.agent.rank.flight_recorder import answer_requests
@@ -102,8 +107,10 @@ def run_and_exit(
     _renew_streams()
     _renew_seeds()
     logging.getLogger().handlers.clear()  # torchrun's, before torch 2.6: no basicConfig would help
-    count_steps()
-    answer_requests()
+    error_file = Path(variables["TORCHELASTIC_ERROR_FILE"])
+    count_steps(variables["HEARTBEAT_FILE"], error_file)
+    if os.environ.get(RECORDER_SIZE, "0") not in ("", "0"):  # torch records collectives
+        answer_requests(error_file)
     _hide_the_agent(program)
     kept = _keep_groups()
     code = _execute(program)
@@ -135,7 +142,7 @@ def _execute_command(command: list[str]) -> int:
 def _renew_streams() -> None:
     """Unbuffered, as `python -u` has them, for the descriptors behind them have changed."""
     for name, fd in (("stdout", 1), ("stderr", 2)):
-        old = getattr(sys, name) or io.TextIOWrapper(io.BytesIO(), "utf-8")  # None: was closed
+        old = getattr(sys, name)
         raw = io.FileIO(fd, "wb", closefd=False)
         new = io.TextIOWrapper(raw, old.encoding, old.errors, write_through=True)
         new.mode = "w"  # type: ignore[misc]

@@ -10,7 +10,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from distributed.checkpoint.memory import BEGIN, FILES, Memory, whole_steps
 from distributed.heartbeat import name_record
@@ -38,57 +38,55 @@ class Snapshots:
     """
 
     def __init__(self, ranks: int) -> None:
-        self._buffers = [[Memory(_new_file()) for _ in range(2)] for _ in range(ranks)]
-        self._copies = [[Memory(_new_file()) for _ in range(2)] for _ in range(ranks)]
-        self.outgoing = Outgoing(self._buffers[0])
+        self._own = [Memory(_new_file()) for _ in range(2 * ranks)]
+        self._copies = [Memory(_new_file()) for _ in range(2 * ranks)]
+        self.outgoing = Outgoing(self._own[:2])
         self.incoming = Incoming()
 
     def variables(self, local_rank: int) -> dict[str, str]:
         """Return what tells a rank where its buffers are."""
-        files = [one.fd for one in (*self._buffers[local_rank], *self._copies[local_rank])]
-        return {FILES: ",".join(name_record(fd, 0) for fd in files)}
+        pair = slice(2 * local_rank, 2 * local_rank + 2)
+        buffers = *self._own[pair], *self._copies[pair]
+        return {FILES: ",".join(name_record(buffer.fd, 0) for buffer in buffers)}
 
     def step(self) -> int:
         """Return the step of the newest whole snapshot; -1: there is none."""
-        return max(_whole_steps(self._buffers), default=-1)
+        return max(_whole_steps(self._own), default=-1)
 
     def parts(self) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-        """Return the steps of shared-out snapshots on this node, by rank: its own, and copies."""
-        return _steps(self._buffers), _steps(self._copies)
+        """Return whose parts of shared-out snapshots are here, by step: own ones, and copies."""
+        return _holders_of_parts(self._own), _holders_of_parts(self._copies)
 
-    def find_parts(self, others: Sequence[NodeEnd], saved_step: int) -> Parts | None:
+    def find_parts(self, others: Iterable[NodeEnd], saved_step: int) -> Parts | None:
         """Return the newest snapshot of which no part is missing, if other nodes hold some of it.
 
         None, too, where a checkpoint is as new.
         """
         own, copies = self.parts()
         nodes = [NodeEnd(parts=own, copies=copies), *others]
-        held = {
-            (rank, step) for one in nodes for rank, steps in one.parts.items() for step in steps
-        }
-        copied = {(rank, s) for one in nodes for rank, steps in one.copies.items() for s in steps}
-        headers = (one.header() for each in (*self._buffers, *self._copies) for one in each)
-        holders = {one.step: one.holders for one in headers if one.holders > len(self._buffers)}
-        for step in sorted(holders, reverse=True):
-            ranks = {(str(rank), step) for rank in range(holders[step])}
+        headers = (buffer.header() for buffer in (*self._own, *self._copies))
+        shared = {each.step: each.holders for each in headers if 2 * each.holders > len(self._own)}
+        for step in sorted(shared, reverse=True):
+            held = {rank for node in nodes for rank in node.parts.get(str(step), ())}
+            copied = {rank for node in nodes for rank in node.copies.get(str(step), ())}
+            ranks = {*range(shared[step])}
             if step > max(0, saved_step) and ranks <= held | copied:
-                lost = sorted(int(rank) for rank, _ in ranks - held)
-                return Parts(step, f"step-{step}.tmp-{os.urandom(8).hex()}", lost)
+                folder = f"step-{step}.tmp-{os.urandom(8).hex()}"
+                return Parts(step, folder, sorted(ranks - held))
         return None
 
-    def leave_to(self, first_node: Peer | None, parts: Parts | None, limit_s: float) -> None:
+    def leave_to(self, first_node: Peer, parts: Parts | None, limit_s: float) -> None:
         """On another node, hand its parts over, and stay until the first one's agent has ended.
 
         Launchers give the others little time once one node has ended.
         """
         deadline = own_time.now() + limit_s
         processes.die_with_parent(os.getppid())  # nobody watches the supervisor any more
-        if parts is not None and first_node is not None:
+        if parts is not None:
             files = self._files(parts)
             _run(files, parts.step, deadline, folder=parts.folder, is_handed_over=True)
             first_node.send(HandedOver())
-        if first_node is not None:
-            first_node.wait_for_end(deadline)
+        first_node.wait_for_end(deadline)
 
     def save_parts(self, parts: Parts, peers: Mapping[int, Peer], limit_s: float) -> int:
         """Save a snapshot with what other nodes hand over; returns its step, or -1."""
@@ -105,36 +103,37 @@ class Snapshots:
         On another node than the first, the copy of it. Returns the step; -1: none was saved.
         """
         deadline = own_time.now() + limit_s
-        of_ranks = self._buffers if is_first_node else [self.incoming.buffers]
-        newer = [step for step in _whole_steps(of_ranks) if step > max(0, saved_step)]
-        holders = max((one.header().holders for each in of_ranks for one in each), default=0)
-        if newer and holders > len(of_ranks):
+        buffers = self._own if is_first_node else self.incoming.buffers
+        newer = [step for step in _whole_steps(buffers) if step > max(0, saved_step)]
+        if newer and 2 * max(buffer.header().holders for buffer in buffers) > len(buffers):
             say("warning: what is in memory was not saved: parts of it are lost")
             return -1
         for step in sorted(newer, reverse=True):
-            files = [one.fd for each in of_ranks for one in each if one.header().step == step]
+            files = [buffer.fd for buffer in buffers if buffer.header().step == step]
             if own_time.now() < deadline and _run(files, step, deadline):
                 return step
         return -1
 
     def _files(self, parts: Parts) -> list[int]:
         """Return what this node holds of a snapshot: its own, and copies of what is lost."""
-        own = [one for each in self._buffers for one in each if one.header().rank not in parts.lost]
-        copies = [one for each in self._copies for one in each if one.header().rank in parts.lost]
-        return [one.fd for one in (*own, *copies) if one.header().step == parts.step]
+        own = [buffer for buffer in self._own if buffer.header().rank not in parts.lost]
+        copies = [buffer for buffer in self._copies if buffer.header().rank in parts.lost]
+        return [buffer.fd for buffer in (*own, *copies) if buffer.header().step == parts.step]
 
 
-def _steps(of_ranks: Sequence[Sequence[Memory]]) -> dict[str, list[int]]:
+def _holders_of_parts(buffers: Sequence[Memory]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
-    for header in (one.header() for each in of_ranks for one in each):
+    for header in (buffer.header() for buffer in buffers):
         if header.holders > 1:
-            found.setdefault(str(header.rank), []).append(header.step)
+            found.setdefault(str(header.step), []).append(header.rank)
     return found
 
 
-def _whole_steps(buffers: Sequence[Sequence[Memory]]) -> list[int]:
-    headers = [[one.header() for one in of_rank] for of_rank in buffers]
-    return whole_steps([{one.step: one.holders for one in each} for each in headers])
+def _whole_steps(buffers: Sequence[Memory]) -> list[int]:
+    """Return the steps of which no rank lacks its part; each rank has two buffers."""
+    held = [{each.step: each.holders} for each in (buffer.header() for buffer in buffers)]
+    pairs = zip(held[::2], held[1::2], strict=True)
+    return whole_steps([first | second for first, second in pairs])
 
 
 def _run(
@@ -201,7 +200,7 @@ class Outgoing:
         """
         image, sent_step = processes.anonymous_file("snapshot"), -1
         while True:
-            newest = max(self._buffers, key=lambda one: one.header().step)
+            newest = max(self._buffers, key=lambda buffer: buffer.header().step)
             header = newest.header()
             if header.checksum < 0 or header.holders > 1 or header.step <= sent_step:
                 self.rest_s = limits.SNAPSHOT_LOOK_S
@@ -215,7 +214,7 @@ class Outgoing:
                 continue
             for start in (*range(BEGIN, header.size, PIECE), 0):
                 data = os.pread(image, min(PIECE, header.size - start) if start else BEGIN, start)
-                yield SnapshotData(SnapshotPiece(header.step, start, len(data), header.size), data)
+                yield SnapshotData(SnapshotPiece(header.step, start, len(data)), data)
             sent_step = header.step
 
 
@@ -223,16 +222,14 @@ class Incoming:
     """Another node's snapshot: the newest that has arrived in full, and the one on its way."""
 
     def __init__(self) -> None:
-        self.buffers: list[Memory] = []
+        self.buffers = [Memory(processes.anonymous_file("snapshot")) for _ in range(2)]
         self._next: Memory | None = None
 
     def take(self, arrived: SnapshotData) -> None:
         """Keep a piece. With the last, the snapshot counts."""
-        if not self.buffers:
-            self.buffers = [Memory(processes.anonymous_file("snapshot")) for _ in range(2)]
         offset = arrived.piece.offset
         if offset == BEGIN:
-            self._next = min(self.buffers, key=lambda one: one.header().step)
+            self._next = min(self.buffers, key=lambda buffer: buffer.header().step)
             os.ftruncate(self._next.fd, 0)
         if self._next is not None:  # else it began before this agent was there
             os.pwrite(self._next.fd, arrived.data, offset)

@@ -25,10 +25,14 @@ def save(files: Sequence[int], folder_name: str = "") -> int:
         parts = _read(files)
         why = "it is damaged"
         if parts and folder_name:
-            one = next(iter(parts.values()))
-            folder = Path(one.folder, folder_name)
+            part = next(iter(parts.values()))
+            folder = Path(part.folder, folder_name)
+            others = [folder / str(rank) for rank in {*range(part.holders)} - {*parts}]
             try:
-                parts |= _read_files([folder / str(r) for r in {*range(one.holders)} - {*parts}])
+                with contextlib.ExitStack() as stack:  # NFS keeps what is open in its folder
+                    parts |= _read(
+                        stack.enter_context(other.open("rb")).fileno() for other in others
+                    )
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
         if parts and len(parts) == parts[min(parts)].holders:
@@ -42,12 +46,12 @@ def save(files: Sequence[int], folder_name: str = "") -> int:
 def hand_over(files: Sequence[int], folder_name: str) -> int:
     """Write parts of a snapshot to a folder for the first node's agent; returns an exit code."""
     try:
-        for one in map(Buffer, files):
-            if (rest := one.about()) is None:
+        for buffer in map(Buffer, files):
+            if (rest := buffer.about()) is None:
                 raise ValueError("it is damaged")
             folder = Path(rest["folder"], folder_name)
             folder.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(f"/proc/self/fd/{one.fd}", folder / str(one.header().rank))
+            shutil.copyfile(f"/proc/self/fd/{buffer.fd}", folder / str(buffer.header().rank))
     except Exception as error:
         say(f"warning: a part of a snapshot, in memory, was not handed over: {error}")
         return 1
@@ -56,17 +60,11 @@ def hand_over(files: Sequence[int], folder_name: str) -> int:
 
 def _read(files: Iterable[int]) -> dict[int, Snapshot]:
     """Return the parts that are whole, by rank."""
-    found: dict[int, Snapshot] = {}
-    for one in map(Buffer, files):
-        if one.header().rank not in found and (rest := one.about()):
-            found[one.header().rank] = one.read(rest)
-    return found
-
-
-def _read_files(places: Sequence[Path]) -> dict[int, Snapshot]:
-    """Return the parts in some files, which are closed: NFS keeps what is open in its folder."""
-    with contextlib.ExitStack() as stack:
-        return _read([stack.enter_context(place.open("rb")).fileno() for place in places])
+    parts: dict[int, Snapshot] = {}
+    for buffer in map(Buffer, files):
+        if buffer.header().rank not in parts and (rest := buffer.about()):
+            parts[buffer.header().rank] = buffer.read(rest)
+    return parts
 
 
 def _commit(taken: Snapshot) -> int:
