@@ -159,10 +159,8 @@ def _ranks_of_equal_nodes(
     local_size = v.number(local_size_name, 1, world_size, f" ({size_name}={world_size})")
     rank = v.rank(rank_name, world_size, size_name)
     local_rank = v.rank(local_rank_name, local_size, local_size_name)
-    if rank < local_rank:
-        cause = f"{rank_name}={rank} is less than {local_rank_name}={local_rank}"
-        raise LauncherError(f"{cause}; {v.cure}")
-    node_rank, num_nodes = (rank - local_rank) // local_size, -(-world_size // local_size)
+    # Not by the local rank: Open MPI 5 numbers the ranks of a node in an order of its own.
+    node_rank, num_nodes = rank // local_size, -(-world_size // local_size)
     return rank, local_rank, world_size, local_size, node_rank, num_nodes
 
 

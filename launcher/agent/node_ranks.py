@@ -215,9 +215,9 @@ class NodeRanks:
     def stacks(self, *, are_ending: bool = False) -> dict[int, list[str]]:
         """Have the living ranks write their stacks; returns where each is, by rank.
 
-        Blocks up to STACK_S, twice where ranks that are ending are stopped: those are continued, or
-        they could not write. A rank that would die of the signal is not sent it: it imports torch
-        itself, and its script does not beat.
+        Blocks up to STACKS_WRITE_S, twice where ranks that are ending are stopped: those are
+        continued, or they could not write. A rank that would die of the signal is not sent it: it
+        imports torch itself, and its script does not beat.
         """
         living = self.living()
         stopped = [each for each in living if processes.is_stopped(each.pid)]
@@ -243,7 +243,7 @@ class NodeRanks:
     def collectives(self) -> dict[int, Calls]:
         """Return the newest collectives of the living ranks for which torch records them.
 
-        Blocks up to STACK_S.
+        Blocks up to STACKS_WRITE_S.
         """
         living = self.living()
         asked = [each for each in living if processes.has_signal(each.pid, "SigBlk", DUMP_SIGNAL)]

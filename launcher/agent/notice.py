@@ -30,7 +30,7 @@ class Notice:
         self._warn_at = 0.0  # 0: the notice has not come
 
     def look(self) -> None:
-        """Send it to the ranks that handle it by now; after WARN_S say so if there are none."""
+        """Send it to the ranks that handle it by now; after NOTICE_WARN_S say if none do."""
         if NOTICE not in self._facts.signals:
             return
         for each in self._ranks.living():

@@ -38,6 +38,7 @@ _WORDS = {  # variables that can only be one of these
     "LAUNCHER": ("agent", "srun"),
     "SHOW_RANKS": ("all", "0"),
     "FRESH": ("0", "1"),
+    "SKIP_PREFLIGHT": ("0", "1"),
     "NUMA_BINDING": ("node", "socket", "exclusive", "core-complex"),
 }
 # Of these, what cannot be ours is another program's, where a script takes torchrun's place.
@@ -45,6 +46,7 @@ _ANYBODYS = ("LOG_LEVEL", "BACKEND", "LAUNCHER")
 _PASSED_ON = (
     *("LOG_LEVEL", "BACKEND", "GRACE", "HANG_SECONDS", "SHOW_RANKS", "FRESH", "NUMA_BINDING"),
 )
+_DEBUG = ("TORCH_CPP_LOG_LEVEL", "TORCH_DISTRIBUTED_DEBUG")
 
 
 def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
@@ -76,6 +78,9 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
     log_dir = typed.here / log_dir if typed.module else log_dir
     is_namer = world.node_rank == 0 and fanout != "job_command"
     as_set = raw if typed.like_torchrun else environ  # the user's script reads them, too
+    variables = {name: as_set[name] for name in _PASSED_ON if environ.get(name)}
+    if is_ours and environ.get("LOG_LEVEL") == "DEBUG":  # torch reads them when it is imported
+        variables |= {name: environ.get(name) or "INFO" for name in _DEBUG}
     return Plan(
         **vars(world),
         **typed.choices(),
@@ -93,9 +98,9 @@ def make_plan(typed: Typed, environ: Mapping[str, str] = os.environ) -> Plan:
         engine=engine,
         max_restarts=max_restarts,
         grace_s=grace_s,
-        variables={name: as_set[name] for name in _PASSED_ON if environ.get(name)},
+        variables=variables,
         container=_read_container(typed, environ, fanout, (log_dir, config, *words)),
-        has_checks=not environ.get("SKIP_PREFLIGHT"),
+        has_checks=environ.get("SKIP_PREFLIGHT") != "1",
         preflight_s=read_number("PREFLIGHT_SECONDS", wait, 5, 3600),
     )
 

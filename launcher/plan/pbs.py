@@ -69,7 +69,7 @@ def count_ranks(
     gpus = [int(chunk.get("ngpus") or 0) for chunk in chunks]
     is_one_each = {chunk.get("mpiprocs", "1") for chunk in chunks} == {"1"}
     if any(gpus) and is_one_each and len(gpus) == len(lines):
-        given = Counter(dict.fromkeys(lines, 0))
+        given = dict.fromkeys(lines, 0)
         for name, number in zip(lines, gpus, strict=True):
             given[name] += number
         return {name: number or 1 for name, number in given.items()}, True

@@ -13,7 +13,10 @@ from launcher.plan.own import find_own, read_begun
 from launcher.plan.plan import ROOT
 from launcher.plan.typed import Typed
 
-FORWARDED = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "WANDB_", "CUDA_VISIBLE_DEVICES")  # over ssh
+FORWARDED = (  # over ssh
+    *("NCCL_", "GLOO_", "TORCH_", "OMP_", "WANDB_"),
+    *("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING"),
+)
 REPEATED = (
     *("TRAIN_SCRIPT", "CONFIG_FLAG", "NPROC_PER_NODE", "BACKEND", "LOG_DIR", "MASTER_ADDR"),
     *("MASTER_PORT", "MAX_RESTARTS", "GRACE", "LAUNCHER", "NCCL_PROFILE", "VENV", "CONDA_ENV"),

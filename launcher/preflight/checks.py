@@ -87,8 +87,8 @@ def missing_of_torch() -> str:
     if library is None:
         return f"{str(folder)!r} holds no _C for this Python"
     try:
-        command, c_words = ["ldd", str(library)], {**os.environ, "LC_ALL": "C"}
-        traced = subprocess.run(command, capture_output=True, text=True, timeout=3, env=c_words)
+        command = ["env", "LC_ALL=C", "ldd", str(library)]
+        traced = subprocess.run(command, capture_output=True, text=True, timeout=3)
     except (OSError, subprocess.TimeoutExpired):
         return ""  # not on every system
     lines = [line.split() for line in traced.stdout.splitlines()]

@@ -37,7 +37,7 @@ def describe_program(
     words: Sequence[str], task_file: str, environ: Mapping[str, str]
 ) -> dict[str, str]:
     """Return by name what agents compare of the training script, its arguments and their files."""
-    if environ.get("SKIP_PREFLIGHT"):  # the arguments may differ
+    if environ.get("SKIP_PREFLIGHT") == "1":  # the arguments may differ
         return hash_files([words[0], task_file], Path())
     return {ARGUMENTS: shlex.join(words[1:]), **hash_files([*words, task_file], Path())}
 

@@ -294,7 +294,7 @@ class LiveRecord:
         )
 
     def note_progress(self, saved_step: int, step: int) -> None:
-        """Record the newest checkpoint and step, PROGRESS_S after the last time at the earliest."""
+        """Record the newest checkpoint and step, at most once in STEP_RECORD_S."""
         is_due = time.monotonic() - self._written >= limits.STEP_RECORD_S
         if is_due and (saved_step, step) != self._progress:
             self._progress = saved_step, step

@@ -106,8 +106,7 @@ def describe(runs: Sequence[Run]) -> str:
         for run in runs
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = ([f"{c:<{w}}" for c, w in zip(row, widths, strict=True)] for row in rows)
-    return "\n".join("  ".join(row).rstrip() for row in padded)
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def progress(run: Run) -> str:
@@ -116,9 +115,12 @@ def progress(run: Run) -> str:
         return _shown(cause)
     with contextlib.suppress(ValueError, AttributeError, OSError):
         values = json.loads(_last_line(run.folder / "metrics.jsonl"))
-        numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
-        kept = (name for name in numbers if name not in ("step", "time"))
-        return _shown("  ".join(f"{name} {numbers[name]:.4g}" for name in kept))
+        newest = [
+            f"{name} {value:.4g}"
+            for name, value in values.items()
+            if type(value) in (int, float) and name not in ("step", "time")
+        ]
+        return _shown("  ".join(newest))
     logs = [run.folder / "node_0.log"]
     if run.record.state == "running":  # and node 0's log may be on its own disk alone
         logs += sorted(run.folder.glob("launcher_*.log"))

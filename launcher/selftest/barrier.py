@@ -33,18 +33,15 @@ class Barrier:
         here, deadline = f"selftest/{self._name}/{self._met}", time.monotonic() + limit_s
         if self._store.add(here, 1) == self._size:
             self._store.set(f"{here}/all", "")
-        while not self._have_all_come(here):
+        while True:
+            with contextlib.suppress(dist.DistStoreError):
+                self._store.wait([f"{here}/all"], timedelta(seconds=limits.SELFTEST_LOOK_S))
+                return
             if self._store.check([_STUCK]):
                 raise StuckError(self._store.get(_STUCK).decode())
             if time.monotonic() > deadline:
                 left = self._size - self._store.add(here, 0)
                 raise StuckError(f"{left} ranks have not ended {what} [rank-stuck]")
-
-    def _have_all_come(self, here: str) -> bool:
-        with contextlib.suppress(dist.DistStoreError):
-            self._store.wait([f"{here}/all"], timedelta(seconds=limits.SELFTEST_LOOK_S))
-            return True
-        return False
 
     def give_up(self, fault: str) -> StuckError:
         """Tell all who wait; returns what to raise."""

@@ -920,6 +920,62 @@ nothing_queued() {
   [[ ${lines[-1]} == "cd $PWD && TRAIN_SCRIPT='my train.py' "*" sbatch scripts/slurm/slurm_train.sh config/local3.yaml -- 'a b'" ]]
 }
 
+# Each launcher starts a script on node1 and node2, with one rank each.
+over_ssh() { # <script>
+  on login scripts/launch.sh --hosts node1,node2 --nproc-per-node 1 "$1"
+}
+
+in_job() { # <script>
+  rm -f job.out
+  TRAIN_SCRIPT=$1 job --nodes=2 --gpus-per-node=1 scripts/slurm/slurm_train.sh - || { CODE=$? && cat job.out && return "$CODE"; }
+  cat job.out
+}
+
+with_srun() { # <script>
+  on login srun --nodes=2 --ntasks-per-node=1 "$PYTHON" "$1"
+}
+
+with_torchrun() { # <script>
+  local words=(-m torch.distributed.run --nnodes=2 --master-addr=node1 --master-port=23456 "$1") other code=0
+  on node2 "$PYTHON" "${words[@]:0:2}" --node-rank=1 "${words[@]:2}" 3>&- &
+  other=$!
+  on node1 "$PYTHON" "${words[@]:0:2}" --node-rank=0 "${words[@]:2}" || code=$?
+  wait "$other" || code=$?
+  return "$code"
+}
+
+# bats test_tags=prove,long
+@test "a script of one's own, killed under four launchers, ends with the bytes of a run that was not" {
+  local strategy launcher kill='    if epoch == 2 and env.rank == 1 and progress["step"] == 0: __import__("os").kill(__import__("os").getpid(), 9)'
+  export PYTHONPATH=$ROOT/launcher/importable:$ROOT # srun and torchrun do not know us
+  for strategy in ddp fsdp; do
+    sed "s/^STRATEGY, DTYPE = \"ddp\"/STRATEGY, DTYPE = \"$strategy\"/" "$ROOT/examples/mixed_precision.py" >whole.py
+    sed "s/^    model.eval()/$kill\n&/" whole.py >killed.py
+    RUN_ID=whole-$strategy scripts/launch.sh --nproc-per-node 2 whole.py
+    for launcher in over_ssh in_job with_srun with_torchrun; do
+      export RUN_ID=$launcher-$strategy
+      run ! "$launcher" killed.py
+      run -0 "$launcher" killed.py
+      [[ $output != *"epoch 1 "* && $output == *"epoch 6 "* ]]
+      [[ $(weights_of "$RUN_ID") == "$(weights_of "whole-$strategy")" ]]
+    done
+  done
+}
+
+# bats test_tags=prove,long
+@test "srun alone: a task that stays away, and a rank given twice, are one line" {
+  local train=("$PYTHON" "$ROOT/train.py" --config "$ROOT/config/local3.yaml" "${SMALL[@]}" distributed.join_timeout=10)
+  run ! on login srun --nodes=2 --ntasks=4 bash -c '((SLURM_PROCID == 3)) || exec "$@"' bash "${train[@]}"
+  [[ $(grep -c '^train.py: 1 of 4 ranks did not join at [^ ]* within 10 s: rank 3; .*\[node-missing\]$' <<<"$output") == 3 ]]
+  [[ $output != *Traceback* ]]
+  run ! on login srun --nodes=2 --ntasks=4 bash -c '((SLURM_PROCID == 0)) || exec "$@"' bash "${train[@]}"
+  [[ $(grep -c '^train.py: rank . on .* could not connect to .* within 10 s; .*\[node-missing\]$' <<<"$output") == 3 ]]
+  # shellcheck disable=SC2016 # the task's shell is to read them
+  run ! on login srun --nodes=2 --ntasks=4 bash -c 'SLURM_PROCID=$((SLURM_PROCID == 3 ? 2 : SLURM_PROCID)) exec "$@"' bash "${train[@]}"
+  [[ $(grep -c '^train.py: rank 2 runs twice, on .*\[duplicate-node-rank\]$' <<<"$output") == 1 ]]
+  [[ $output != *Traceback* ]]
+}
+
 # bats test_tags=prove,long
 @test "the resume line of a run under salloc works from a plain shell" {
   local line

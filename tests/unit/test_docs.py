@@ -50,7 +50,7 @@ FOREIGN_FLAGS = {
     "torchrun": ["--nproc-per-node", "--node-rank", "--redirects", "--tee", "--use-env"],
     "torchrun too": ["--monitor-interval", "--standalone"],
     "SLURM": ["--nodes", "--gres", "--time", "--ntasks", "--ntasks-per-node", "--cpus-per-task"],
-    "sbatch": ["--cpus-per-gpu", "--mem-per-gpu", "--mem"],
+    "sbatch": ["--cpus-per-gpu", "--mem-per-gpu", "--mem", "--error"],
     "scancel, squeue, srun": [
         "--batch",
         "--start",

@@ -126,6 +126,12 @@ def place(env: Environment) -> tuple[object, ...]:
             | {"MASTER_ADDR": "node1", "MASTER_PORT": "999"},
             ("openmpi", 3, 1, 4, 2, 1, 2, "node1", 999),
         ),
+        (  # Open MPI 5 gives rank 1 of three the local rank 2
+            OPENMPI
+            | {"OMPI_COMM_WORLD_LOCAL_RANK": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
+            | {"OMPI_COMM_WORLD_SIZE": "6", "MASTER_ADDR": "node1", "MASTER_PORT": "999"},
+            ("openmpi", 1, 2, 6, 3, 0, 2, "node1", 999),
+        ),
         (INTEL, ("mpich", 1, 1, 2, 2, 0, 1, "127.0.0.1", port_from_id("e40c"))),
         (
             MVAPICH | MASTER | {"MASTER_PORT": "999"},

@@ -84,7 +84,7 @@ def test_a_batch_in_words(batch: Batch, told: str) -> None:
         ("run_id", {}, {**STEP, "SLURM_STEP_ID": "2"}, "7.2"),
         ("run_id", {}, {"PBS_JOBID": "7.host"}, "7.host"),
         ("run_id", BY_HAND, {}, ""),
-        ("variables", {"log_level": "DEBUG"}, {"LOG_LEVEL": "INFO"}, {"LOG_LEVEL": "DEBUG"}),
+        ("variables", {"log_level": "ERROR"}, {"LOG_LEVEL": "INFO"}, {"LOG_LEVEL": "ERROR"}),
         ("variables", {}, {"LOG_LEVEL": "INFO", "GRACE": "5"}, {"LOG_LEVEL": "INFO", "GRACE": "5"}),
         (
             "variables",
@@ -368,3 +368,29 @@ def test_the_nodes_of_a_step_meet_at_one_port_before_they_know_the_run() -> None
 def test_files_of_hosts_of_other_programs(text: bytes, words: list[str], tmp_path: Path) -> None:
     (tmp_path / "hosts").write_bytes(text)
     assert read_hostfile(tmp_path / "hosts") == words
+
+
+@pytest.mark.parametrize(
+    ("given", "own", "told"),
+    [
+        ({}, {}, {None}),
+        ({"LOG_LEVEL": "debug"}, {}, {"INFO"}),
+        ({"LOG_LEVEL": "DEBUG"}, {"TORCH_CPP_LOG_LEVEL": "WARNING"}, {"INFO", "WARNING"}),
+    ],
+)
+def test_at_level_debug_torch_logs_though_the_agent_imports_it(
+    given: dict[str, str], own: dict[str, str], told: set[str | None]
+) -> None:
+    def named(plan: Plan) -> set[str | None]:
+        variables = plan.run_variables()
+        return {variables.get(f"TORCH_{name}") for name in ("CPP_LOG_LEVEL", "DISTRIBUTED_DEBUG")}
+
+    assert named(plan_of(given | own)) == told
+    assert named(plan_of(given | own, **LIKE)) == {None}  # not for a script of the user's own
+
+
+@pytest.mark.parametrize(("text", "are_made"), [("", True), ("0", True), ("1", False)])
+def test_what_leaves_the_preflight_out(text: str, are_made: bool) -> None:
+    assert plan_of({"SKIP_PREFLIGHT": text}).has_checks == are_made
+    with pytest.raises(PlanError, match="SKIP_PREFLIGHT is 'false'; it can be 0, 1"):
+        plan_of({"SKIP_PREFLIGHT": "false"})
