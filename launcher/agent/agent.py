@@ -135,9 +135,6 @@ class NodeAgent:
         if self.folder is not None and own.members and own.attempt:  # a lost node may still write
             self.error_files = self.folder.failures / f"attempt_{own.attempt}"
             self.error_files.mkdir(exist_ok=True)
-        if meeting.lost is not None:
-            self.restarts.has_begun = True
-            self._note_restart(meeting.lost, -1, [meeting.lost.host], meeting.took_over)
         if begins:
             folder = str(self.folder.path) if self.folder and self.restarts.record else ""
             command = resume_command(args, has_saved=False)
@@ -185,7 +182,7 @@ class NodeAgent:
         here = NodeRanks(ranks, self.heartbeats, own.node_rank, host)
         for peer in meeting.everyone():
             # It may have waited long for the others, and be about to save the lost node's snapshot.
-            peer.heard = time.monotonic() + (args.grace_s if meeting.lost else 0)
+            peer.heard = time.monotonic() + (args.grace_s if meeting.took_over else 0)
         return Attempt(
             here,
             peers=peers,
@@ -234,12 +231,15 @@ class NodeAgent:
         if verdict.next is not None:
             self._take_part(replace(self.meeting, assignment=verdict.next))
             return True
-        losses = [one for one in facts.failures if one.node_rank == 0 and one.rank < 0]
+        losses = [each for each in facts.failures if each.node_rank == 0 and each.rank < 0]
         if not can_follow or facts.verdict or self.meeting.peers or not losses:
             return False
-        if followed := successor.follow(self.meeting, losses[0], self.args):
+        if followed := successor.follow(self.meeting, self.args):
             with followed.ready():
                 self._take_part(followed)
+                if followed.team is not None:
+                    self.restarts.has_begun = True
+                    self._note_restart(losses[0], -1, [losses[0].host], followed.took_over)
                 # Node rank 0 is not there to do it.
                 saved = self.heartbeats.reached()[0]
                 self.snapshots.save(saved, is_first_node=False, limit_s=self.args.grace_s)
@@ -263,7 +263,7 @@ class NodeAgent:
         address, listener = self.own.address, checkin.listen(self.own.address, 0)
         parts = team.assign(self.own.attempt + 1, address, listener.getsockname()[1])
         own = parts[self.args.node_rank]
-        self._take_part(replace(self.meeting, assignment=own, listener=listener, lost=None))
+        self._take_part(replace(self.meeting, assignment=own, listener=listener, took_over=()))
         self._note_restart(first, held_step, lost, replaced)
         return parts
 

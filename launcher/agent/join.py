@@ -25,7 +25,8 @@ def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
     Raises Refused where the run cannot start.
     """
     files: dict[str, str] = {}
-    is_compared = not (is_by_hand or os.environ.get("SKIP_PREFLIGHT") == "1")
+    is_skipped = os.environ.get("SKIP_PREFLIGHT") == "1"
+    is_compared = not (is_by_hand or is_skipped)
     task_file = os.environ.pop("LAUNCH_TASK_FILE", "")
     agents = args.num_nodes + args.num_spares
     if agents > 1:
@@ -56,7 +57,7 @@ def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
         args.join_timeout_s,
         num_spares=args.num_spares,
         min_nodes=args.min_nodes,
-        tries_pairs=is_by_hand and is_same and os.environ.get("SKIP_PREFLIGHT") != "1",
+        tries_pairs=is_by_hand and is_same and not is_skipped,
     )
     chosen = network.choose_variables(address, agents)  # not before the name is known here
     os.environ.update(chosen)

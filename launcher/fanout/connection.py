@@ -231,10 +231,9 @@ def write_opening(plan: Plan, added: Mapping[str, str], environ: Mapping[str, st
 
     `added` are variables beyond those that are forwarded.
     """
-    forwarded = [name for name in (*plan.forwarded, "LAUNCH_JOB") if name in environ]
-    variables = {name: environ[name] for name in forwarded} | {**added}
+    kept = {name: environ[name] for name in (*plan.forwarded, "LAUNCH_JOB") if name in environ}
     token = shlex.quote(added["LAUNCH_TOKEN"])
-    exports = shlex.join(f"{name}={value}" for name, value in variables.items())
+    exports = shlex.join(f"{name}={value}" for name, value in {**kept, **added}.items())
     shown = [plan.run_id, *[word for word in plan.words if word[:1] != "-"][:1]]  # by ps
     shown = [] if plan.fanout == "pdsh" else ["--rdzv-id", *shown]  # its own process shows it
     far_side = shlex.join(plan.inside([*plan.module_command(FAR_SIDE), *shown]))

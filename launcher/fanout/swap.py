@@ -19,7 +19,12 @@ TWICE = 2  # losses of one node in a run, after which it is not used again
 
 
 def find_ill(plan: Plan, reports: Sequence[Report | None]) -> set[int]:
-    """Return the node ranks of those that do not answer, have a fault, or were lost twice."""
+    """Return the node ranks of those that do not answer, have a fault, or were lost twice.
+
+    None are where no spare can replace them.
+    """
+    if not plan.num_spares:
+        return set()
     record = run_json.read(plan.log_dir / plan.run_id) or run_json.Record()
     losses = Counter(host for restart in record.restarts for host in restart.lost)
     bad = {host.partition(".")[0] for host, times in losses.items() if times >= TWICE}

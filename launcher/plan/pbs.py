@@ -37,8 +37,7 @@ def read_nodefile(environ: Environ, nproc: int | None) -> tuple[NodePlan, ...]:
         )
     if nproc:
         return tuple(NodePlan(name, nproc) for name in dict.fromkeys(lines))
-    chunks = read_chunks(ask_qstat(environ["PBS_JOBID"]))
-    ranks, is_chosen = count_ranks(lines, chunks)
+    ranks, is_chosen = count_ranks(lines, read_chunks(ask_qstat(environ["PBS_JOBID"])))
     is_by_lines = bool(ranks) and not is_chosen
     return tuple(NodePlan(name, ranks.get(name), is_by_lines) for name in dict.fromkeys(lines))
 

@@ -45,8 +45,7 @@ def run(typed: Typed, environ: Environ) -> int:
     """Submit the training; returns the exit code: with --wait, the job's."""
     own, settings = take_own_settings(typed, environ)
     gpus = read_number("num_gpus_train", own["num_gpus_train"], 1, MOST_GPUS)
-    partition = own["partition"] or environ.get("SBATCH_PARTITION", "")
-    size = choose_size(gpus, gpus_of_nodes(partition))
+    size = choose_size(gpus, gpus_of_nodes(own["partition"] or environ.get("SBATCH_PARTITION", "")))
     nodelist = own["nodelist"]
     if size.num_nodes == 1 and len(hostlist.expand(nodelist or "any")) > 1:
         warn(

@@ -158,6 +158,5 @@ def main(arguments: Sequence[str]) -> int:
     """Check this node, as the request asks; a long one comes in several arguments."""
     request = parse(Request, "".join(arguments))
     node_rank = int(os.environ.get("SLURM_NODEID") or request.node_rank)
-    request = replace(request, node_rank=node_rank)
-    print("\n".join(write_report(check_node(request))), flush=True)
+    print(*write_report(check_node(replace(request, node_rank=node_rank))), sep="\n", flush=True)
     return 0

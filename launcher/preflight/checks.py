@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import importlib.machinery
 import importlib.util
 import os
@@ -35,6 +36,8 @@ LEAST_SHM = 512 << 20  # bytes; Docker's default of 64 MiB is too small for data
 LEAST_DISK = 2 << 30  # bytes free where checkpoints go
 LEAST_MEMLOCK = 64 << 10  # bytes; Linux's own default before 5.16
 LEAST_MEMLOCK_INFINIBAND = 1 << 30  # bytes; every buffer on the wire is locked memory
+
+warning = functools.partial(Fault, warns=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,18 +116,18 @@ def check_gpus(machine: Machine) -> Iterator[Fault]:
             yield Fault("gpu-unhealthy", cause, cure)
         if gpu.processes:
             cause = f"GPU {gpu.index} is in use by {', '.join(gpu.processes)}"
-            yield Fault("gpu-unhealthy", cause, "wait for it, or choose another GPU", warns=True)
+            yield warning("gpu-unhealthy", cause, "wait for it, or choose another GPU")
         elif gpu.is_taken:
             used = f"{gpu.used_mib} of {gpu.total_mib} MiB of its memory"
             cause = f"GPU {gpu.index} has {used} in use, by no process that is shown here"
-            yield Fault("gpu-unhealthy", cause, "wait for it, or choose another GPU", warns=True)
+            yield warning("gpu-unhealthy", cause, "wait for it, or choose another GPU")
 
 
 def check_gpu_speed(machine: Machine) -> Iterator[Fault]:
     """No GPU is slower than it need be: every step would wait for it."""
     for cause in find_slow(machine.gpus):
         cure = "have it looked at, or exclude it with CUDA_VISIBLE_DEVICES"
-        yield Fault("gpu-slow", cause, cure, warns=True)
+        yield warning("gpu-slow", cause, cure)
 
 
 def check_build(machine: Machine) -> Iterator[Fault]:
@@ -172,7 +175,7 @@ def check_cpus(machine: Machine) -> Iterator[Fault]:
         cause = f"{count(machine.cpus, 'CPU')} for {count(machine.nproc, 'rank')}"
         cause += workers if machine.num_workers else ""
         cure = f"ask for {wanted} (SLURM: --cpus-per-gpu), or start fewer"
-        yield Fault("few-cpus", cause, cure, warns=True)
+        yield warning("few-cpus", cause, cure)
 
 
 def check_master(machine: Machine) -> Iterator[Fault]:
@@ -199,7 +202,7 @@ def check_master(machine: Machine) -> Iterator[Fault]:
     if machine.num_nodes > 1 and machine.node_rank == 0 and addresses and not is_here(addresses[0]):
         cause = f"the master's address {addresses[0]} is none of this node's (node rank 0)"
         cure = "set MASTER_ADDR to an address of this node; behind NAT, ignore this"
-        yield Fault("no-such-interface", cause, cure, warns=True)
+        yield warning("no-such-interface", cause, cure)
     if machine.port_error == errno.EADDRINUSE:
         holder = _holder(port)
         if f" --rdzv-id {machine.run_id} " in holder:
@@ -244,15 +247,14 @@ def check_infiniband(machine: Machine) -> Iterator[Fault]:
     if down:
         others = f"{count(len(active), 'other')} active" if active else "none active"
         cure = "see its cable and switch, or name the ports to use in NCCL_IB_HCA"
-        yield Fault("infiniband-down", f"port {', '.join(down)}, {others}", cure, warns=True)
+        yield warning("infiniband-down", f"port {', '.join(down)}, {others}", cure)
     if not ports and (all_active := [port.name for port in machine.ports if port.is_active]):
         cause = f"NCCL_IB_HCA={machine.environ['NCCL_IB_HCA']} names none of the active ports"
-        cure = f"unset it, or name one of {', '.join(all_active)}"
-        yield Fault("nccl-on-sockets", cause, cure, warns=True)
+        yield warning("nccl-on-sockets", cause, f"unset it, or name one of {', '.join(all_active)}")
     if active and not machine.can_open_ports:
         cause = f"port {active[0]} is active, but {infiniband.DEVICES} cannot be opened here"
         cure = "give it to the container, or set NCCL_PROFILE=ethernet"
-        yield Fault("nccl-on-sockets", cause, cure, warns=True)
+        yield warning("nccl-on-sockets", cause, cure)
 
 
 def check_limits(machine: Machine) -> Iterator[Fault]:
@@ -260,11 +262,11 @@ def check_limits(machine: Machine) -> Iterator[Fault]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1 is no limit
     if 0 <= files < LEAST_FILES:
         cause = f"the limit on open files is {files} (data workers need {LEAST_FILES})"
-        yield Fault("low-nofile", cause, "run ulimit -n 65536 before the launch", warns=True)
+        yield warning("low-nofile", cause, "run ulimit -n 65536 before the launch")
     shm = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
     if shm < LEAST_SHM:
         cure = "start Docker with --ipc=host or --shm-size=8g"
-        yield Fault("small-shm", f"/dev/shm is only {shm >> 20} MiB", cure, warns=True)
+        yield warning("small-shm", f"/dev/shm is only {shm >> 20} MiB", cure)
     infiniband = Path("/sys/class/infiniband").is_dir()
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if 0 <= locked < (LEAST_MEMLOCK_INFINIBAND if infiniband else LEAST_MEMLOCK):
@@ -280,7 +282,7 @@ def check_folders(machine: Machine) -> Iterator[Fault]:
         free = shutil.disk_usage(place).free
         if free < LEAST_DISK:
             cause = f"{free >> 20} MiB free under {str(directory)!r}"
-            yield Fault("disk-low", cause, "make room, or choose another folder", warns=True)
+            yield warning("disk-low", cause, "make room, or choose another folder")
         try:
             with tempfile.TemporaryFile(dir=place) as probe:
                 probe.write(b"\0")

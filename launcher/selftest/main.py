@@ -61,8 +61,7 @@ def run(options: argparse.Namespace) -> int:
     if env.world_size == 1:
         backend, own = ("nccl", device()) if device().type == "cuda" else ("gloo", None)
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=own)
-    store = default_store()
-    test = Test(env, options, Barrier(store, "all", env.world_size))
+    test = Test(env, options, Barrier(default_store(), "all", env.world_size))
     ranks = f"{count(env.world_size, 'rank')} on {count(env.num_nodes, 'node')}"
     world = f"{ranks}, {dist.get_backend()}"
     try:
@@ -78,8 +77,7 @@ def run(options: argparse.Namespace) -> int:
         verdict = f"PASS  {world}: {count(number, 'check')}, {fastest(test.findings)}{took:.1f} s"
     print_main(*faults[1:], verdict, sep="\n")
     if options.json and env.is_main:
-        text = report.as_json(test.findings, verdict, passed=not faults)
-        Path(options.json).write_text(text)
+        Path(options.json).write_text(report.as_json(test.findings, verdict, passed=not faults))
     if faults and env.is_main:
         cause, _, fault = faults[0].removesuffix("]").rpartition(" [")
         raise Leave(1, fault, cause)

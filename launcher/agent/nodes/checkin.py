@@ -13,7 +13,6 @@ from launcher import own_time
 from launcher.agent.nodes.protocol import Peer
 from launcher.agent.nodes.team import Team
 from launcher.agent.output.stream import say
-from launcher.failure import Failure
 from launcher.handshake import Acceptor, Access, NotAccepted, WrongSecret, connect, open_port
 from launcher.preflight.must_match import ARGUMENTS, mismatches
 from launcher.text import count
@@ -38,8 +37,7 @@ class Meeting:
     listener: socket.socket | None = None  # on node rank 0: where the agents met
     team: Team | None = None  # there
     failover: socket.socket | None = None  # elsewhere: where this agent can replace that one
-    lost: Failure | None = None  # the loss of node rank 0, where this agent has replaced it
-    took_over: Sequence[str] = ()  # who took over then
+    took_over: Sequence[str] = ()  # whose places, where this agent has just replaced node rank 0
 
     def everyone(self) -> list[Peer]:
         """Return the connections to other agents, those of spares among them."""

@@ -18,7 +18,6 @@ from launcher.agent.nodes.protocol import Peer
 from launcher.agent.nodes.team import Team
 from launcher.agent.output.stream import say
 from launcher.agent.torchrun_arguments import Arguments
-from launcher.failure import Failure
 from launcher.handshake import Acceptor
 from launcher.text import count
 from launcher.wire import limits, meeting
@@ -26,7 +25,7 @@ from launcher.wire.meeting import Wait
 from launcher.wire.messages import Member, NodeReport
 
 
-def follow(before: Meeting, lost: Failure, args: Arguments) -> Meeting | None:
+def follow(before: Meeting, args: Arguments) -> Meeting | None:
     """Meet the others where node rank 0 is replaced; None where the run cannot go on."""
     old, until = before.assignment, own_time.now() + limits.SUCCESSOR_S
     everyone = [*old.members, *old.spares]
@@ -36,7 +35,7 @@ def follow(before: Meeting, lost: Failure, args: Arguments) -> Meeting | None:
     try:
         for successor in old.successors:
             if successor == own:
-                return _lead(before, own, lost, args)
+                return _lead(before, own, args)
             if own_time.now() > until:
                 break
             wait = Wait(2 * limits.LOSS_SPREAD_S + args.grace_s)  # it may save first
@@ -49,7 +48,7 @@ def follow(before: Meeting, lost: Failure, args: Arguments) -> Meeting | None:
     return None
 
 
-def _lead(before: Meeting, me: Member, lost: Failure, args: Arguments) -> Meeting:
+def _lead(before: Meeting, me: Member, args: Arguments) -> Meeting:
     """Replace node rank 0, with all that come; raises Refused without a majority."""
     old, failover = before.assignment, before.failover
     assert failover is not None
@@ -81,4 +80,4 @@ def _lead(before: Meeting, me: Member, lost: Failure, args: Arguments) -> Meetin
     took_over += team.refill() if team.lost else []
     listener = checkin.listen(me.address, 0)
     own = team.assign(old.attempt + 1, me.address, listener.getsockname()[1])[me.node_id]
-    return Meeting(own, team.peers, listener, team, lost=lost, took_over=took_over)
+    return Meeting(own, team.peers, listener, team, took_over=took_over)
