@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpu_runs import (
+    GPT2_CONFIG,
     HAS_GPU,
     LAUNCH,
     ROOT,
@@ -26,6 +28,8 @@ from gpu_runs import (
     Failed,
     Machine,
 )
+
+from launcher.preflight.gpus import Gpu, visible_gpus
 
 STEPS = ["train.max_steps=60", "train.log_every=5", "train.eval_every=0", "checkpoint.every=0"]
 if not HAS_GPU:  # any machine can try the rows that need none
@@ -88,6 +92,38 @@ def preflight(machine: Machine) -> str:
     ended = machine.run([LAUNCH, "--nproc-per-node", "gpu", PROBE, "untouched"]).expect()
     told = re.findall(r"^(?:preflight|warning).*", ended.text, re.MULTILINE)
     return "; ".join(" ".join(line.split()) for line in told)
+
+
+@row("nvidia-smi's facts against NVML's")
+def facts(machine: Machine) -> str:
+    seen = visible_gpus({})
+    known = [*nvml()]
+    told = [(gpu.uuid, gpu.driver, gpu.total_mib) for gpu in seen]
+    if told != known:
+        raise Failed(f"nvidia-smi {told}, NVML {known}")
+    return "; ".join(describe(gpu) for gpu in seen)
+
+
+def describe(gpu: Gpu) -> str:
+    lanes = f"{gpu.lanes} of {gpu.max_lanes} PCIe lanes"
+    return f"{gpu.model}, {gpu.total_mib} MiB, driver {gpu.driver}, {lanes}"
+
+
+def nvml() -> Any:
+    """Yield UUID, driver and MiB of each GPU."""
+    library = ctypes.CDLL("libnvidia-ml.so.1")
+    count, driver = ctypes.c_uint(), ctypes.create_string_buffer(96)
+    library.nvmlInit_v2()
+    library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    library.nvmlSystemGetDriverVersion(driver, 96)
+    for index in range(count.value):
+        device, uuid = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+        memory = (ctypes.c_ulonglong * 3)()  # total, free, used
+        library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device))
+        library.nvmlDeviceGetUUID(device, uuid, 96)
+        library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
+        yield uuid.value.decode(), driver.value.decode(), memory[0] >> 20
+    library.nvmlShutdown()
 
 
 # --- one rank, two ranks ------------------------------------------------------------------------
@@ -298,3 +334,15 @@ def hash_of(machine: Machine, run_id: str) -> str:
 def saves(machine: Machine) -> str:
     stalls = machine.loop("stall", 100, 40)
     return ", ".join(f"{name} {1000 * seconds:.0f} ms" for name, seconds in stalls.items())
+
+
+@row("GPT-2 124M, compiled, in bfloat16: train.py beside a bare loop")
+def gpt2(machine: Machine) -> str:
+    settings = ["train.max_steps=100", "train.log_every=10", "train.eval_every=0"]
+    settings += ["checkpoint.every=0", *machine.gpt2_settings()]
+    lines = machine.train("gpt2", *settings, config=GPT2_CONFIG)[4:]
+    ours = statistics.harmonic_mean([line["tokens_per_second"] for line in lines])
+    bare = machine.loop("bare", 100, 40)["tokens_per_second"]
+    memory = lines[-1]["peak_memory_gb"]
+    share = f"{lines[-1]['mfu']:.1%} of the GPU's FLOPs" if "mfu" in lines[-1] else "MFU not known"
+    return f"{ours:,.0f} tokens/s ({share}, {memory:.1f} GB), bare loop {bare:,.0f}"
