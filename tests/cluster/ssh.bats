@@ -134,7 +134,7 @@ train_equally() { # <script> <N>
       RUN_ID=$id launch config/local3.yaml 2 "${hosts[@]}" "${SHORT[@]}"
       ;;
   esac
-  [[ $(weights_of "$id") == "$(weights_of "one-$2")" ]]
+  [[ $(weights_of "$id") == "$(weights_of "alone-$2")" ]]
 }
 
 # bats test_tags=prove,long
@@ -142,7 +142,7 @@ train_equally() { # <script> <N>
   local script number V6=fd00::
   on node1 timeout 2 bash -c "</dev/tcp/fd00::2/22" || { V6= && echo "# no IPv6 here" >&3; }
   for number in 2 3; do
-    RUN_ID=one-$number SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml $((number * 2)) "${SHORT[@]}"
+    RUN_ID=alone-$number SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml $((number * 2)) "${SHORT[@]}"
   done
   for script in ssh/launch_{torchrun_auto,pdsh_multinode,multinode,torchrun_multinode} pbs/pbs_train; do
     if [[ -n ${TIMES:-} || $script != pbs/* ]]; then train_equally "$script" 2; fi
@@ -258,8 +258,18 @@ TABLE
 }
 
 # bats test_tags=prove,long
-# In place of agents, what ends only when it runs on every node.
+# In place of agents, what ends only when it runs on every node. ssh's far end forks the agent.
 @test "64 nodes start at once over ssh, and 40 through pdsh" {
+  mkdir root
+  cp -rs "$ROOT"/{launcher,distributed,scripts} root
+  rm root/launcher/agent/agent.py
+  cat >root/launcher/agent/agent.py <<'PY'
+import os
+from launcher.agent.command_line import find_option
+
+def run_agent(arguments, link):
+    os.execlp("bash", "bash", "-c", os.environ["AGENT"], "ssh", find_option(arguments, "--nnodes"))
+PY
   cat >all.py <<'PY'
 import os, sys
 from pathlib import Path
@@ -267,15 +277,16 @@ from launcher.fanout import pdsh, protocol, ssh
 from launcher.plan.plan import NodePlan, Plan
 
 FANOUTS = {"ssh": ssh.Fanout, "pdsh": pdsh.PdshFanout}
-AGENT = 'echo >>"$0"; until mapfile there <"$0" && ((${#there[@]} == $1)); do sleep 0.3; done'
 root, fanout, *nodes = sys.argv[1:]
 
 
 class All(FANOUTS[fanout]):
     def start_request(self, report, one):
         start = super().start_request(report, one)
-        command = ["bash", "-c", AGENT, fanout, str(len(nodes))]
-        return protocol.Start(command, start.variables, start.directory, start.socket)
+        command = ["bash", "-c", os.environ["AGENT"], fanout, str(len(nodes))]
+        variables = {**start.variables, "AGENT": os.environ["AGENT"]}
+        command = start.command if fanout == "ssh" else command
+        return protocol.Start(command, variables, start.directory, start.socket)
 
 
 here = Path.cwd()
@@ -287,9 +298,10 @@ sys.exit(All(plan).run(lambda: None))
 PY
   export CLUSTER_DIR=$BATS_TEST_TMPDIR/cluster
   "$CLUSTER" up 64
-  export PYTHONPATH=$ROOT
+  # shellcheck disable=SC2016 # the agents' own
+  export PYTHONPATH=$ROOT AGENT='echo >>"$0"; until mapfile there <"$0" && ((${#there[@]} == $1)); do sleep 0.3; done'
   # shellcheck disable=SC2016 # the inner bash's own
-  run timeout 1200 "$CLUSTER" run login bash -c '"$PYTHON" all.py "$0" pdsh node{1..40}; "$PYTHON" all.py "$0" ssh node{1..64}' "$ROOT"
+  run timeout 1200 "$CLUSTER" run login bash -c '"$PYTHON" all.py "$0" pdsh node{1..40}; "$PYTHON" all.py "$PWD/root" ssh node{1..64}' "$ROOT"
   "$CLUSTER" down
   [[ $status == 0 && $(grep '^ended' <<<"$output") == "ended      code 0; nothing is left running on 40 nodes
 ended      code 0; nothing is left running on 64 nodes" ]]
