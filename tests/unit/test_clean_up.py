@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from agents import PATIENCE_S, Run
+from agents import Run, eventually
 
 from launcher import processes
 from launcher.agent.control import Launched
@@ -69,10 +69,8 @@ def hit(run: Run, victim: str) -> None:
 def test_nothing_is_left(runs: list[Run], tmp_path: Path, victim: str) -> None:
     runs.append(run := start_run(tmp_path))
     assert len(run.seen) >= 2 + 2 + 2  # supervisor and agent, ranks, and what those left behind
-    deadline = time.monotonic() + PATIENCE_S
-    while zombies_of({run.process.pid, run.agent_pid()}):  # what is adopted is reaped
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    kept = {run.process.pid, run.agent_pid()}
+    eventually(lambda: not zombies_of(kept), "what is adopted is reaped")
     hit(run, victim)
     run.assert_gone()
     err = run.finish()
