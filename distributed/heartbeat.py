@@ -145,10 +145,10 @@ def name_record(fd: int, number: int) -> str:
 
 def find_record(name: str) -> tuple[int, int] | None:
     """Return descriptor and number; None in a rank's subprocess, which may have another file."""
-    fd, number = name.partition(":")[0], name.rpartition(":")[2]
-    with contextlib.suppress(OSError):
-        if fd.isdecimal() and number.isdecimal() and name_record(int(fd), int(number)) == name:
-            return int(fd), int(number)
+    with contextlib.suppress(OSError, ValueError):
+        fd, *_, number = map(int, name.split(":"))
+        if name_record(fd, number) == name:
+            return fd, number
     return None
 
 

@@ -61,12 +61,14 @@ def this_job() -> dict[str, str | int]:
         return told
     if not (job := os.environ.get("SLURM_JOB_ID")):
         return {}
+    run_id = job_id(os.environ)
+    ask_for_time = ("env", "SLURM_TIME_FORMAT=standard", "squeue", "-h", "-j", run_id, "-o", "%V")
     return {
         "job": job,
-        "run_id": job_id(os.environ),
+        "run_id": run_id,
         "start": job_start(),
         "cluster": os.environ.get("SLURM_CLUSTER_NAME", ""),
-        "submitted": _submit_time(job_id(os.environ)),
+        "submitted": (ask_scheduler(*ask_for_time) or "").strip(),
     }
 
 
@@ -77,11 +79,6 @@ def job_start() -> int:
 
 def _told() -> dict[str, str | int]:
     return dict(json.loads(os.environ.get("LAUNCH_JOB") or "{}"))
-
-
-def _submit_time(job: str) -> str:
-    command = ["env", "SLURM_TIME_FORMAT=standard", "squeue", "-h", "-j", job, "-o", "%V"]
-    return (ask_scheduler(*command) or "").strip()
 
 
 def ask_scheduler(*command: str, limit_s: float = limits.SCHEDULER_S) -> str | None:

@@ -214,10 +214,21 @@ def test_missing_ranks_are_named_in_time() -> None:
     assert other == first  # rank 0 takes the store with it when it goes, and not before
 
 
-def test_missing_master_is_named_in_time() -> None:
-    (error,) = run_ranks(_join, 2.0, ranks=[1], world_size=2)
+def test_missing_master_is_named_in_time_without_a_trace_of_torch() -> None:
+    environment = own_environment(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+    script = "from distributed import torch as helper; helper.init_distributed(join_timeout_s=2)"
+    joining = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env={**environment, "MASTER_PORT": str(free_port())},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    *_, error = joining.stderr.splitlines()
     message = r"TimeoutError: rank 1 on \S+ could not connect to 127.0.0.1:\d+ within 2 s; .*"
     assert re.fullmatch(message + r" \[node-missing\]", error)
+    assert ".cpp:" not in joining.stderr
 
 
 def test_rank_started_twice_stops_every_rank() -> None:
