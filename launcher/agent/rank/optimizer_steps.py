@@ -1,7 +1,7 @@
 """Beats of a script that knows nothing of them: each step of its optimizer counts as progress.
 
 torch calls a global hook after every step of every optimizer, whoever made the loop: a user's own,
-accelerate, Lightning. A script that beats itself is left to do so.
+accelerate, Lightning. A script that tells its own steps is left to do so.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StepCounter:
         """Note a step that was made."""
         if self._heart is None or torch.compiler.is_compiling():
             return
-        if not self._heart.is_alone:  # the script beats
+        if not self._heart.newest.is_counted:  # the script tells its own
             self.stop()
             return
         count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
