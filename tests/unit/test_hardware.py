@@ -224,8 +224,8 @@ def test_a_machine_or_a_container_without_such_cards(tmp_path: Path) -> None:
 def test_each_row_passes_or_says_what_it_needs(tmp_path: Path) -> None:
     file = tmp_path / "table.json"
     command = [sys.executable, ROOT / "tests/gpu", "--json", file, "gloo", "preflight", "launcher"]
-    variables = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{ROOT}:{ROOT}/bench"}
-    done = execute(ROOT, *command, **variables)
+    path = f"{ROOT}:{ROOT}/bench"
+    done = execute(ROOT, *command, CUDA_VISIBLE_DEVICES="", PYTHONPATH=path)
     results = {row["name"]: row["result"] for row in json.loads(file.read_text())}
     assert results.pop("gloo, two ranks on one GPU") == "pass"
     assert len(results) == 3 and {*results.values()} == {"needs a GPU"}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agents import AGENT, PATIENCE_S, execute, rarely, run_agent
+from agents import AGENT, PATIENCE_S, execute, rarely, run_agent, run_program
 from ports import free_port
 
 from distributed.torch_internals import RECORDER_SIZE
@@ -68,7 +68,8 @@ def look(
     launcher: list[str], arguments: list[str], out: Path, folder: Path
 ) -> list[dict[str, object]]:
     own = {"OUT": str(out), RECORDER_SIZE: "0"}  # ours answers in a thread
-    execute(folder, *launcher, "--nproc-per-node", "2", *arguments, **own)
+    done = run_program([*launcher, "--nproc-per-node", "2", *arguments], folder, **own)
+    assert done.returncode == 0, done.stderr
     return [json.loads(out.with_name(out.name + str(rank)).read_text()) for rank in range(2)]
 
 
