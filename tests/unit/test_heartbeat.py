@@ -74,7 +74,7 @@ def test_progress_counts_the_beats_of_a_step(beats: Heartbeats) -> None:
     assert seen == [(1, 0), (1, 1), (2, 0), (2, 0), (2, 1), (3, 0)]
 
 
-def test_the_limit_comes_from_the_longest_silence_or_is_given(
+def test_the_limit_comes_from_the_longest_silence(
     beats: Heartbeats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
@@ -85,9 +85,6 @@ def test_the_limit_comes_from_the_longest_silence_or_is_given(
         beat(step)
         limits.append(beats.read(1).limit_s)
     assert limits == [600, 600, 60, 90, 90]
-    beat(12, hang_seconds=5)
-    beat(13)
-    assert beats.read(1).limit_s == 5
 
 
 def test_the_limit_is_the_scripts_own_else_the_variable(
