@@ -43,6 +43,19 @@ def test_a_foreign_process_with_a_cut_name_harms_no_run(
     assert (done.returncode, done.stdout, done.stderr) == (0, "ran\n", "")
 
 
+def test_descendants_and_their_states(foreign: subprocess.Popen[str]) -> None:
+    assert foreign.pid in processes.descendants(os.getpid())
+    assert not processes.is_stopped(foreign.pid)
+    os.kill(foreign.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, foreign.pid, os.WSTOPPED)
+    assert processes.is_stopped(foreign.pid)
+    assert processes.start_ticks(foreign.pid) == processes.start_ticks(foreign.pid) is not None
+    foreign.kill()
+    os.waitid(os.P_PID, foreign.pid, os.WEXITED | os.WNOWAIT)
+    assert processes.start_ticks(foreign.pid) is None  # a zombie
+    assert foreign.pid not in processes.descendants(os.getpid())
+
+
 RANK = {
     **{"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"},
     **{"RUN_ID": "outer", "LAUNCH_TOKEN": "t.0", "LAUNCH_COMMAND": "x", "HEARTBEAT_FILE": "f"},
