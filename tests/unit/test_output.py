@@ -26,14 +26,6 @@ NOISE = b"[W1121 20:17:03.842175702 socket.cpp:207] [c10d] The hostname of the c
 NOISE += b" be retrieved. err=-3\n"
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time that the agent reads; sums of whole seconds are exact."""
-    now = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    return now
-
-
 class Screen:
     """A terminal or a pipe that the launcher was started on, and one rank that writes to it."""
 
@@ -178,10 +170,8 @@ def test_noise_that_comes_in_pieces_is_dropped_too(clock: list[float], tmp_path:
     assert screen.shown() == b"[W is a bar"
 
 
-def test_with_log_level_debug_everything_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOG_LEVEL", "debug")
+def test_with_log_level_debug_everything_is_shown(tmp_path: Path) -> None:
+    os.environ["LOG_LEVEL"] = "debug"
     screen = Screen(tmp_path)
     screen.write(NOISE)
     assert screen.shown() == NOISE

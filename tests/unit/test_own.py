@@ -11,7 +11,7 @@ import pytest
 from captured import captured
 from job_tools import job_plan, make_tool
 
-from launcher.fanout import local, pdsh, srun, ssh
+from launcher.fanout import local, pdsh, ssh
 from launcher.fanout.connection import forwarded_names, write_opening
 from launcher.plan import own, pbs
 from launcher.plan.plan import NodePlan, Plan
@@ -89,8 +89,7 @@ def test_threads_that_a_real_pbs_has_set(tools: Path) -> None:
 def test_a_node_that_starts_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nproc: int, threads: str | None
 ) -> None:
-    for name, value in PBS.items():
-        monkeypatch.setenv(name, value)
+    os.environ.update(PBS)
     monkeypatch.setattr(
         local, "check_here", lambda plan: Report(0, 1, nproc, "n0", "mine", {}, {}, port=1)
     )
@@ -102,21 +101,12 @@ def test_a_node_that_starts_itself(
 
 @pytest.mark.parametrize("fanout", [ssh.Fanout, pdsh.PdshFanout])
 @pytest.mark.parametrize("job", [PBS, SLURM])
-def test_what_ssh_and_pdsh_send(
-    plan: Plan, monkeypatch: pytest.MonkeyPatch, fanout: type[ssh.Fanout], job: dict[str, str]
-) -> None:
-    for name, value in {**job, **CUDA, "NCCL_DEBUG": "INFO"}.items():
-        monkeypatch.setenv(name, value)
+def test_what_ssh_and_pdsh_send(plan: Plan, fanout: type[ssh.Fanout], job: dict[str, str]) -> None:
+    os.environ.update(job | CUDA | {"NCCL_DEBUG": "INFO"})
     launch = fanout(plan)
     assert launch.plan.forwarded == ["NCCL_DEBUG"]
     opening = write_opening(launch.plan, {"LAUNCH_TOKEN": "t"}, os.environ)
     assert "NCCL_DEBUG=" in opening and "CUDA" not in opening and "OMP" not in opening
-
-
-def test_srun_is_given_no_gpus(plan: Plan) -> None:
-    """It forwards the environment, in which SLURM replaces them on each node."""
-    environ = {**captured("batch-step"), **CUDA}
-    assert "CUDA" not in " ".join(srun.step_command(plan, nproc=2, port=1, environ=environ))
 
 
 PBSDSH = """

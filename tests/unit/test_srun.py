@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from agents import ROOT, run_program
 from captured import captured
 from job_tools import make_tool
 
@@ -30,7 +31,8 @@ from launcher.wire import limits
 
 
 def test_agents_get_all_that_the_job_has_and_the_variables_of_the_run(plan: Plan) -> None:
-    environ = captured("batch-step", SLURM_JOB_CPUS_PER_NODE="64,32(x2)")
+    own = {"SLURM_JOB_CPUS_PER_NODE": "64,32(x2)", "CUDA_VISIBLE_DEVICES": "0,1"}
+    environ = captured("batch-step", **own)
     command = srun.step_command(plan, nproc=2, port=1234, environ=environ)
     names = ("GPUS_PER_TASK", "NTASKS_PER_GPU", "CPUS_PER_GPU")
     unset = [f"--unset=SLURM_{name}" for name in names]
@@ -43,6 +45,7 @@ def test_agents_get_all_that_the_job_has_and_the_variables_of_the_run(plan: Plan
     ]
     assert command[agent:][:4] == ["env", "RUN_ID=mine", "LAUNCH_COMMAND=x.sh c.yaml", "/python"]
     assert "--node-rank" not in command  # which the agent takes from the step
+    assert "CUDA" not in " ".join(command)  # SLURM sets it on each node
     assert command[-2:] == ["own.py", "a b"]
 
 
@@ -86,8 +89,8 @@ def test_srun_forwards_the_secret_whatever_sbatch_exports(
     assert first["RUN_SECRET"] != second["RUN_SECRET"]
 
 
-def test_one_task_for_each_rank(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/mine")
+def test_one_task_for_each_rank(plan: Plan) -> None:
+    os.environ["PYTHONPATH"] = "/mine"
     plan = Plan(**{**vars(plan), "engine": "srun"})
     environ = captured("batch-step", SLURM_GPUS_PER_NODE="8", SLURM_CPUS_PER_TASK="4")
     command = srun.step_command(plan, nproc=2, port=1234, environ=environ)
@@ -111,15 +114,10 @@ def report(node_rank: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("answered", "end", "fault", "cause"),
+    ("answered", "end", "cause"),
     [
-        ([2], "exit 1", "node-missing", "from node1, node2 (srun's exit code is 1, see above)"),
-        (
-            [0, 1],
-            "exec sleep 60",
-            "node-missing",
-            "from node3 (srun's exit code is 143, see above)",
-        ),
+        ([2], "exit 1", "from node1, node2 (srun's exit code is 1, see above)"),
+        ([0, 1], "exec sleep 60", "from node3 (srun's exit code is 143, see above)"),
     ],
 )
 def test_a_node_that_does_not_answer_is_named(
@@ -128,27 +126,23 @@ def test_a_node_that_does_not_answer_is_named(
     monkeypatch: pytest.MonkeyPatch,
     answered: list[int],
     end: str,
-    fault: str,
     cause: str,
 ) -> None:
     monkeypatch.setattr(limits, "STEP_NAMING_S", 0.5)
     monkeypatch.setattr(limits, "STEP_PREFLIGHT_S", 1.0)
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    os.environ["SLURM_JOB_ID"] = "7"
     make_tool(tools / "squeue", "echo 7 RUNNING")
     lines = "\n".join(report(node_rank) for node_rank in answered)
     make_tool(tools / "srun", f"cat <<'END'\nof the prolog\n{lines}\nEND\n{end}")
     with pytest.raises(Refused) as raised:
         srun.ask_nodes(plan)
-    assert raised.value.fault == fault
+    assert raised.value.fault == "node-missing"
     assert cause in str(raised.value) and "\n" not in str(raised.value)
 
 
 @pytest.mark.slow
 def test_a_node_that_keeps_the_others_waiting_is_named_meanwhile(
-    plan: Plan,
-    tools: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    plan: Plan, tools: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(limits, "STEP_NAMING_S", 1.0)
     early, late = (f"cat <<'END'\n{report(rank)}\nEND\n" for rank in (0, 1))
@@ -161,13 +155,11 @@ def test_a_node_that_keeps_the_others_waiting_is_named_meanwhile(
     )
 
 
-def test_a_silent_node_that_no_spare_replaces_is_refused(
-    plan: Plan, tools: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_node_that_no_spare_replaces_is_refused(plan: Plan, tools: Path) -> None:
     plan = Plan(**{**vars(plan), "num_nodes": 2, "num_spares": 1, "min_nodes": 2})
     lines = "\n".join(report(node_rank) for node_rank in (1, 2))
     make_tool(tools / "srun", f"cat <<'END'\n{lines}\nEND")
-    monkeypatch.setenv("MASTER_ADDR", "node1")
+    os.environ["MASTER_ADDR"] = "node1"
     with pytest.raises(Refused, match=r"from node1, and no spare can take over; .*node-missing"):
         srun.check_nodes(plan)
 
@@ -185,7 +177,6 @@ def test_reports_come_by_node_rank(plan: Plan, tools: Path) -> None:
 # --- the step that runs the agents ----------------------------------------------------------------
 
 
-ROOT = Path(__file__).resolve().parents[2]
 RUN = """
 import sys
 from pathlib import Path
@@ -211,10 +202,8 @@ def told(node_rank: int, blamed: int, capsys: pytest.CaptureFixture[str], frames
 def run_step(folder: Path, min_nodes: int = 0) -> tuple[subprocess.CompletedProcess[str], float]:
     """Run a step to its end; returns what came of it, and how long it took."""
     began = time.monotonic()
-    environ = {**os.environ, "LAUNCH_TOKEN": "t0ken"}
-    command = [sys.executable, "-c", RUN, str(ROOT), str(min_nodes)]
-    result = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
-    return result, time.monotonic() - began
+    command = [sys.executable, "-c", RUN, ROOT, min_nodes]
+    return run_program(command, folder, LAUNCH_TOKEN="t0ken"), time.monotonic() - began
 
 
 # --- the end ------------------------------------------------------------------------------------
@@ -309,12 +298,10 @@ def test_an_end_at_the_time_limit_has_its_name(
     environment: str,
     expected: tuple[str | None, int],
     tools: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     make_tool(tools / "squeue", f"echo {reason}")
-    for name, value in captured(environment, PATH=os.environ["PATH"]).items():
-        monkeypatch.setenv(name, value)
+    os.environ.update(captured(environment, PATH=os.environ["PATH"]))
     end = step.as_slurm_ended(Outcome(code, ends="by a signal", signum=signum))
     assert (end.failure and end.failure.fault, end.code) == expected
     print_outcome(end, sys.stdout, None)
@@ -377,11 +364,11 @@ def test_a_notice_that_no_file_can_tell_is_sent_by_srun(plan: Plan) -> None:
     ],
 )
 def test_a_stop_reaches_our_step_alone(
-    tools: Path, monkeypatch: pytest.MonkeyPatch, squeue: str, cancelled: str, expected: str
+    tools: Path, squeue: str, cancelled: str, expected: str
 ) -> None:
     make_tool(tools / "squeue", squeue)
     make_tool(tools / "scancel", f'echo "$*" >"{tools}/cancelled"')
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    os.environ["SLURM_JOB_ID"] = "7"
     with subprocess.Popen(["sleep", "60"]) as sleeper:
         step.stop_step("mine", sleeper)
         if not expected:
