@@ -73,10 +73,10 @@ def _first_free(log_dir: Path, name: str, is_free: Callable[[Path], bool], takes
 
 
 def _take(folder: Path) -> bool:
-    """Keep other launches on this machine from a run's name; False where one keeps this from it.
+    """Reserve a run's name on this machine; False if another launch has reserved it.
 
-    It lasts until this process ends or becomes the agent: then the run's record tells. The next
-    start of a job takes it from one that is cut off.
+    It lasts until this process ends or becomes the agent: then the run's record decides. The
+    next start of a job takes it over from one that is cut off.
     """
     key = f"{folder.absolute()} {job_start()}"
     return processes.claim(hashlib.sha256(key.encode()).hexdigest())

@@ -132,7 +132,7 @@ def test_each_nodes_own_values_come_from_pbsdsh(tools: Path, tmp_path: Path) -> 
     told: list[str] = []
     found = own.Own(names, is_default=True)
     found.ask(plan, environ, told.append)
-    assert len(told) == 1 and "is not known (far); " in told[0]
+    assert len(told) == 1 and "are unknown (far); " in told[0]
     own.Own({"NCPUS"}, is_default=True).ask(plan, environ, told.append)
     assert len(told) == 1  # nobody needs it
     assert found.values == {
@@ -156,8 +156,8 @@ def test_without_an_answer_a_value_stays_where_it_is(
     found = own.Own({"CUDA_VISIBLE_DEVICES"}, is_default=False)
     found.ask(plan, environ, told.append)
     assert found.values == {"me@n0": {"CUDA_VISIBLE_DEVICES": "GPU-here"}}
-    assert told[0].startswith("warning: CUDA_VISIBLE_DEVICES: what the scheduler set for this node")
-    assert "(n1, n2, far); to send this node's, FORWARD_ENV='CUDA_VISIBLE_DEVICES'" in told[0]
+    assert told[0].startswith("warning: CUDA_VISIBLE_DEVICES: the scheduler's values for this node")
+    assert "(n1, n2, far); to send this node's, set FORWARD_ENV='CUDA_VISIBLE_DEVICES'" in told[0]
 
 
 @pytest.mark.parametrize(

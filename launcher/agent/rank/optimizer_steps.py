@@ -1,7 +1,7 @@
-"""Beats of a script that knows nothing of them: each step of its optimizer counts as progress.
+"""Heartbeats for a script that sends none: each step of its optimizer counts as progress.
 
-torch calls a global hook after every step of every optimizer, whoever made the loop: a user's own,
-accelerate, Lightning. A script that tells its own steps is left to do so.
+torch calls a global hook after every step of every optimizer, whoever wrote the loop: the user,
+accelerate, Lightning. A script that reports its own steps is not counted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StepCounter:
         self._heart = None
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        """Note a step that was made."""
+        """Record an optimizer step."""
         if self._heart is None or torch.compiler.is_compiling():
             return
         if not self._heart.newest.is_counted:  # the script tells its own
