@@ -228,6 +228,19 @@ def test_the_meter_weighs_its_losses_and_leaves_pauses_out(clock: list[float]) -
     assert meter.wall() == 14.0
 
 
+def test_a_meter_goes_on_from_anothers_sums() -> None:
+    whole, before = Meter(), Meter()
+    losses = torch.rand(6)
+    for step, loss in enumerate(losses[:3]):
+        whole.add(step, loss, step + 1)
+        before.add(step, loss, step + 1)
+    after = Meter(before.state())
+    for step, loss in enumerate(losses[3:]):
+        whole.add(step, loss, step + 1)
+        after.add(step, loss, step + 1)
+    assert after.state() == whole.state(), "to the last bit"
+
+
 def test_the_meter_knows_the_first_loss_that_is_no_number() -> None:
     meter = Meter()
     for step, loss in enumerate((1.0, math.inf, math.nan)):

@@ -270,6 +270,20 @@ def test_another_job_of_the_same_id_is_refused(
         RunLock(tmp_path / run, f"run {run}").close()
 
 
+def test_a_job_that_was_started_again_takes_over_from_a_live_start(
+    tmp_path: Path, qstat: Path
+) -> None:
+    be_in_job("26.head")
+    note(qstat, FIRST)
+    (tmp_path / "26.head").mkdir()
+    first = RunLock(tmp_path / "26.head", "run")
+    note(qstat, told("qstat-xf-requeued"))
+    second = RunLock(tmp_path / "26.head", "run")
+    with pytest.raises(Refused, match="was restarted on "), first.committing():
+        pass
+    second.close()
+
+
 # --- variables that a user gives the job --------------------------------------------------------
 
 

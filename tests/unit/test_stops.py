@@ -84,6 +84,20 @@ def stop_at_random(folder: Path) -> tuple[bool, bool]:
     return (folder / "saved").exists(), told
 
 
+@pytest.mark.slow
+def test_a_told_save_is_one_and_can_be_resumed(runs: list[Run], tmp_path: Path) -> None:
+    tail = "sys.path.append(os.environ['KIT'])\nfrom distributed.heartbeat import beat\n"
+    (tmp_path / "program.py").write_text(f"{HEAD}{tail}beat(saved=7)\nsys.exit(75)\n")
+    arguments = ["--nproc-per-node=2", str(tmp_path / "program.py")]
+    runs.append(run := Run(arguments, LAUNCH_COMMAND="again", GRACE="60"))
+    run.wait_for("ready 0", "ready 1")
+    run.process.terminate()
+    err = run.finish()
+    assert run.process.returncode == 75
+    assert "stopped  by SIGTERM after saving a checkpoint (code 75)" in err
+    assert err.splitlines()[-1].startswith("resume   RUN_ID=") and err.endswith(" again\n")
+
+
 # --- a request to stop, in a rank -----------------------------------------------------------------
 
 
