@@ -223,8 +223,10 @@ def test_what_is_refused_in_one_line(
 def test_modules_and_programs_that_are_here_are_not_refused(folder: Path) -> None:
     (folder / "mine").mkdir()
     for name in ("mine", "json.tool", "distributed.selftest"):
-        assert plan_of(**{**MODULE, "rest": (name,)}).words == ["-m", name]
-    assert plan_of(**{**COMMAND, "rest": ("ls",)}).words == ["--no-python", "ls"]
+        module: dict[str, Any] = {**MODULE, "rest": (name,)}
+        assert plan_of(**module).words == ["-m", name]
+    command: dict[str, Any] = {**COMMAND, "rest": ("ls",)}
+    assert plan_of(**command).words == ["--no-python", "ls"]
     lacking: dict[str, Any] = {**MODULE, "rest": ("of.the.image",)}
     assert plan_of({"CONTAINER": str(folder)}, **lacking).words == ["-m", "of.the.image"]
     assert plan_of(**lacking, hosts="n1").words == ["-m", "of.the.image"]

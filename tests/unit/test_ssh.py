@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agents import PATIENCE_S, ROOT, begun, eventually, execute, is_alive, rarely
@@ -90,7 +91,7 @@ class Nodes:
         make_tool(tools / "python", PYTHON)
         (tools / "python.py").write_text(FAR_SIDE)
         (folder / "own.py").touch()
-        self.environ = {
+        self.environ: dict[str, Any] = {
             "PATH": f"{tools}:{os.environ['PATH']}",
             "HOME": str(folder),
             "TMPDIR": str(tools),

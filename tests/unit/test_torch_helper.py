@@ -33,7 +33,7 @@ from distributed.environment import LauncherError, detect
 pytestmark = pytest.mark.slow  # real process groups, seconds each
 
 
-def own_environment(**more: str) -> dict[str, str]:
+def own_environment(**more: str) -> dict[str, Any]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
 
 
@@ -111,6 +111,7 @@ def _share() -> dict[str, Any]:
     frozen = nn.Linear(1, 1).requires_grad_(False)
     models: Any = helper.setup_distributed_models(frozen, nn.Linear(3, 1), None)
     teacher, model, _ = models
+    student: Any = helper.unwrap(model)
     data: Any = range(9)
     loader = helper.get_dataloader_for_distributed(data, batch_size=2, shuffle=True, seed=3)
     with helper.no_sync(model):
@@ -122,7 +123,7 @@ def _share() -> dict[str, Any]:
         "drawn": [int(number) for batch in loader for number in batch],
         "run id": env.run_id,
         "kinds": [type(one).__name__ for one in models],
-        "weights": [one.weight.sum().item() for one in (helper.unwrap(model), teacher)],
+        "weights": [one.weight.sum().item() for one in (student, teacher)],
         "gradients": (local, model.module.weight.grad.mean().item()),
         "uneven": helper.sync_metrics({"z": env.rank, "a": 1.5}, weight=env.rank + 1),
         "empty": helper.sync_metrics({"z": (4, math.nan)[env.rank]}, weight=(9, 0)[env.rank]),

@@ -309,8 +309,8 @@ def test_the_settings_are_kept_and_a_resume_with_others_names_them(
     )
     assert (first.train.max_steps, longer.train.max_steps) == (6, 8)
     before = hash_of(trained / "checkpoints/longer")
-    variables = {"RUN_ID": "longer", "LAUNCH_COMMAND": "launch 'a b'"}
-    again = run(trained, "--config", kept, "train.max_steps=8", **variables)
+    words = ("--config", kept, "train.max_steps=8")
+    again = run(trained, *words, RUN_ID="longer", LAUNCH_COMMAND="launch 'a b'")
     assert "resumed    after step 8\nmodel " in again.stderr  # it has nothing left to do
     assert "resume     RUN_ID=longer launch 'a b'\n" in again.stdout
     assert hash_of(trained / "checkpoints/longer") == before
