@@ -303,12 +303,12 @@ PARTS = {
     "selftest": on_cluster(
         *("Slow nodes on the cluster in a box", "selftest"),
         "slow links, nodes and ranks are named, healthy ones not",
-        *(10, "alone"),
+        *(9, "alone"),
     ),
     "kills": Part(
         "One dies, all stop",
         "kill -9 of ranks, agents, launchers: all gone in 2 s",
-        4,
+        1,
         prove_one_dies,
         "alone",
     ),
@@ -322,16 +322,16 @@ PARTS = {
     "faults": Part(
         "Faults of nodes",
         "each fault of bench/faults.md: its name, host and exit code, in time",
-        15,
+        9,
         prove_faults,
         "alone",
     ),
     "attacks": Part("Attacks", "ports, checkpoints, inputs attacked", 7, prove_attacks),
     "saves": Part(
-        "Killed while saving", "20 x TIMES kills of each format's saving", 5, prove_kills
+        "Killed while saving", "20 x TIMES kills of each format's saving", 13, prove_kills
     ),
     "snapshots": Part(
-        "Snapshots every 5 steps", "10 x TIMES kills of each format", 8, prove_snapshots
+        "Snapshots every 5 steps", "10 x TIMES kills of each format", 17, prove_snapshots
     ),
     "stops": Part("Stopped and resumed", "1, 5 and TIMES stops a run, by size", 6, prove_stops),
     "own-stops": Part(
@@ -343,13 +343,13 @@ PARTS = {
     "hangs": Part(
         "Which rank hangs, in a script that reports no progress",
         "the rank and its step are named, for loops of one's own, accelerate and Lightning",
-        5,
+        12,
         prove_hangs,
     ),
     "long": Part(
         "Long tests of Python",
         "pytest -m long, but for the scripts that shapes runs",
-        20,
+        15,
         functools.partial(run_pytest, "long and not alone and not in_shapes", 2),
         "beside",
     ),
@@ -360,11 +360,11 @@ PARTS = {
         functools.partial(run_bats, "scripts", "long"),
         "beside",
     ),
-    "slurm": on_cluster("SLURM", "slurm", "stops, requeues, lost nodes, shapes, chains", 20),
+    "slurm": on_cluster("SLURM", "slurm", "stops, requeues, lost nodes, shapes, chains", 45),
     "pbs": on_cluster(
-        "PBS", "pbs", "4 x TIMES each: qdel, walltime, qrerun, qsig (a stand-in)", 15
+        "PBS", "pbs", "4 x TIMES each: qdel, walltime, qrerun, qsig (a stand-in)", 12
     ),
-    "ssh": on_cluster("ssh and pdsh", "ssh", "deaths, stops, cuts, equal weights, 64 nodes", 20),
+    "ssh": on_cluster("ssh and pdsh", "ssh", "deaths, stops, cuts, equal weights, 64 nodes", 30),
     "spares": on_cluster("Spare nodes", "spares", "nodes killed, cut off, stopped", 15),
     "containers": on_cluster("Containers", "containers", "Charliecloud and podman", 4),
     "shapes": on_cluster("Shapes of public scripts", "shapes", "the same as under torchrun", 25),
