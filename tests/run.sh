@@ -6,7 +6,7 @@
 # Ends with what was skipped and why, what failed, and as the last line the count of all.
 set -euo pipefail
 shopt -s extglob
-if [[ -n $(trap -p INT HUP) ]]; then # begun with `&` or nohup: the tests would ignore these signals
+if [[ -n $(trap -p INT QUIT HUP) ]]; then # begun with `&` or nohup: the tests would ignore these signals
   exec env --default-signal=INT,QUIT,HUP "$0" "$@"
 fi
 cd -- "$(dirname -- "$0")/.."

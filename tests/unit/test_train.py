@@ -19,6 +19,7 @@ from ports import free_port
 
 from distributed.checkpoint import State, weights_hash
 from distributed.environment import detect
+from distributed.errors import STOPPED
 from training.config_file import SettingsError
 from training.optimizer import find_last_step, share_of_peak
 from training.resume import choose_batch_size, resume_line
@@ -345,7 +346,8 @@ def test_files_in_the_runs_folder_save_and_stop(tmp_path: Path, text: Path) -> N
     assert saved == {"step-1", "step-3"}
     for name in ("save", "stop"):
         (folder / name).touch()
-    done = run_tiny(tmp_path, text, "by-hand", *never, "train.max_steps=9", processes=1)
+    longer = (*never, "train.max_steps=9")
+    done = run_tiny(tmp_path, text, "by-hand", *longer, processes=1, code=STOPPED)
     assert "stopped    after step 4, which is saved (the file stop)" in done.stderr
     assert not {"save", "stop"} & {path.name for path in folder.iterdir()}
 
