@@ -160,7 +160,7 @@ class Run:
         with refuse_together(environment):
             told = helper.gather_json(self.batches.per_epoch)
             if odd := next((rank for rank, one in enumerate(told) if one != told[0]), 0):
-                raise SettingsError(f"data: rank {odd}'s is not rank 0's; give every node the same")
+                raise SettingsError(f"data: rank {odd} and rank 0 differ; give every node the same")
             self.model = make_model(self.task, saved, settings, self.folder / "compiled")
             plan_snapshots(self.model, settings, environment)
         optimizer = self.task.optimizer(self.model)
@@ -310,7 +310,7 @@ class Run:
         }
 
     def end_stopped(self, step: int) -> int:
-        """Tell that the run was stopped and is saved; returns the exit code."""
+        """Report that the run was stopped and saved; returns the exit code."""
         reason = self.stop.reason or "another rank"
         log.info(f"stopped    after step {step}, which is saved ({reason})")
         if "LAUNCH_COMMAND" not in os.environ:  # else the launcher prints it

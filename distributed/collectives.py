@@ -43,7 +43,7 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[by
 
 
 def gather_json(value: Any) -> list[Any]:
-    """Return every rank's value, of types that JSON has, by rank, on every rank."""
+    """Return every rank's JSON value, by rank, on every rank."""
     return [json.loads(one) for one in gather_bytes(json.dumps(value).encode())]
 
 
@@ -64,7 +64,7 @@ def _gather(mine: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor
 def gather(tensor: Tensor) -> Tensor:
     """Return the rows of every rank's tensor, in order of rank, on every rank, without padding.
 
-    Each rank may have another number of rows, or none. A tensor without dimensions is one row.
+    Each rank may have any number of rows, or none. A tensor without dimensions is one row.
     Carries no gradient. Raises ValueError on every rank where rows differ in shape or dtype.
     """
     mine = tensor.detach() if tensor.dim() else tensor.detach().view(1)
@@ -74,7 +74,7 @@ def gather(tensor: Tensor) -> Tensor:
         return mine
     for one in kinds:
         if one != kinds[0]:
-            raise ValueError(f"gather: ranks have rows of {kinds[0]} and of {one}; make them alike")
+            raise ValueError(f"gather: ranks have rows of {kinds[0]} and of {one}; make them equal")
     shape, dtype = kinds[0]
     own = mine.to(_device()).contiguous().view(-1).view(torch.uint8)
     whole: Tensor = torch.cat(_gather(own)).view(getattr(torch, dtype)).view([-1, *shape])
@@ -119,7 +119,7 @@ def mean(tensor: Tensor) -> Tensor:
 def main_first() -> Iterator[None]:
     """Run the body on rank 0 first, then on all others at once.
 
-    Where it raises on rank 0, the others do not run it, and raise a RuntimeError that says so.
+    If it raises on rank 0, the others do not run it, and raise a RuntimeError that says so.
     """
     if own_rank() == 0:
         is_done = False

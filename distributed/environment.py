@@ -165,7 +165,7 @@ def _ranks_of_equal_nodes(
 
 
 def slurm(v: _Variables) -> Environment:
-    """Read one task of a SLURM step, by the step's variables: the job's may name more nodes."""
+    """Read a task of a SLURM step from the step's variables: the job's may name more nodes."""
     if not is_task(v):
         return plain(v)
     world_size = v.number("SLURM_STEP_NUM_TASKS")

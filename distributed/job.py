@@ -1,4 +1,4 @@
-"""The SLURM or PBS job that this process is in, and the step that it is of (no torch)."""
+"""The SLURM or PBS job that this process is in, and its step (no torch)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time limits and intervals of the helper, in seconds; the launcher knows them, too."""
+"""The time limits and intervals of the helper, in seconds; the launcher uses them too."""
 
 from __future__ import annotations
 

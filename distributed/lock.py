@@ -30,9 +30,9 @@ class RunLock:
 
     A job that was started again takes the folder over from its earlier start, which may still run
     where the scheduler cannot reach it; so does a launch that restarted its ranks. Each lock
-    puts a new file in the place of the one before. The kernel's lock on its first byte tells
+    replaces the file of the one before. The kernel's lock on its first byte tells
     whether the holder lives; the lock on its second is held while something is committed. All of it
-    works on NFS, too. Forked children do not have it. Raises Refused if a live process has it, or
+    works on NFS, too. Forks do not inherit it. Raises Refused if a live process has it, or
     the folder is another job's with this job's id.
     """
 
@@ -55,7 +55,7 @@ class RunLock:
         os.register_at_fork(after_in_child=lambda: [*map(RunLock.close, locks)])
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Release the folder."""
         if self.fd >= 0:
             os.close(self.fd)
         self.fd = -1

@@ -33,7 +33,7 @@ def autocast(dtype: str | None) -> torch.autocast:
 
 
 def grad_scaler(dtype: str | None, **options: Any) -> Scaler:
-    """Return torch's GradScaler for a loss computed in `autocast(dtype)`, with `options` of its.
+    """Return torch's GradScaler for a loss computed in `autocast(dtype)`, with its `options`.
 
     It scales for float16 alone, whose small gradients would vanish, and passes others through.
     """

@@ -19,7 +19,7 @@ class Stop:
     """Records stop signals from its creation on; a handler only sets a flag.
 
     Create it on every rank, after the process group. A file `stop` in the folder asks for a stop,
-    a file `save` for a save; the rank that is given the folder takes it away.
+    a file `save` for a save; the rank that is given the folder removes it.
     """
 
     def __init__(

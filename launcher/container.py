@@ -26,7 +26,7 @@ _OF_IMAGES = ("bin", "dev", "etc", "lib", "lib64", "proc", "run", "sbin", "sys",
 
 @dataclass(frozen=True)
 class Container:
-    """An image, and what of this machine is to be seen in it."""
+    """An image, and what it sees of this machine."""
 
     runtime: str  # one of RUNTIMES, or pyxis
     image: str
@@ -174,7 +174,7 @@ exec enroot start "${options[@]}" "$@"
 
 
 def _enroot(container: Container, command: Sequence[str]) -> list[str]:
-    """image.sqsh. It passes no variable on but those that it is told of."""
+    """image.sqsh. It passes on only the variables that it is given."""
     gpus = ["--env", "NVIDIA_VISIBLE_DEVICES=all"] if container.has_gpus else []
     mounts = [word for folder in container.binds for word in ("--mount", f"{folder}:{folder}")]
     options = [*gpus, *mounts, *container.arguments]

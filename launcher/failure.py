@@ -84,7 +84,7 @@ class RaisedError:
 
 
 def read_error(path: Path) -> RaisedError | None:
-    """Return the content of a rank's error file; None if there is none, or not a whole one.
+    """Return the content of a rank's error file; None if it is missing or incomplete.
 
     The format is torch's (torch.distributed.elastic.multiprocessing.errors). It holds whole
     seconds only, so the time is the file's own.

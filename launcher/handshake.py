@@ -195,7 +195,7 @@ class Acceptor:
     """Lets in whoever knows the secret. Any number of connections can wait; none delays another."""
 
     def __init__(self, listener: socket.socket, access: Access, say: Callable[[str], None]) -> None:
-        """The caller closes the listener; `say` is told of the first connection dropped."""
+        """The caller closes the listener; `say` reports the first connection dropped."""
         self.unauthenticated = 0  # dropped so far
         self._say = say
         self._access = access

@@ -33,7 +33,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def anonymous_file(name: str) -> int:
-    """Return the descriptor of a new file in memory, which nobody else can open by a name."""
+    """Return the descriptor of a new file in memory, which nobody else can open by name."""
     if hasattr(os, "memfd_create"):  # not in Pythons built for old systems, such as conda's
         return os.memfd_create(name)
     with tempfile.TemporaryFile(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as file:
@@ -268,5 +268,5 @@ def exit_code(status: int) -> int:
 
 
 def shell_code(code: int) -> int:
-    """Return an exit code, or a signal's number below 0, as a shell shows it: 128 + signal."""
+    """Return an exit code, or a negated signal number, as a shell shows it: 128 + signal."""
     return code if code >= 0 else 128 - code

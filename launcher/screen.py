@@ -41,8 +41,8 @@ class Screen(ABC):
 class View:
     """One stream on a screen.
 
-    If it is the only one, its bytes pass as they come. Beside others, whole lines are shown at
-    once; the start of a line after PARTIAL_S where no other line is open, and then as it grows.
+    If it is the only one, its bytes pass as they come. Otherwise whole lines are shown at
+    once; an unfinished line after PARTIAL_S if no other is open, and then as it grows.
     """
 
     def __init__(self, screen: Screen, *, is_alone: bool, prefix: bytes = b"") -> None:

@@ -83,7 +83,7 @@ class Terminal(Screen, io.RawIOBase):
             return self._size <= MOST_BYTES
 
     def drain(self, limit_s: float) -> None:
-        """Wait until all is written, for at most so long."""
+        """Wait until all is written, up to a limit."""
         self._tell_dropped()
         with self._changed:
             self._changed.wait_for(lambda: self._size == 0, limit_s)
@@ -123,7 +123,7 @@ class Terminal(Screen, io.RawIOBase):
 def open_again(fd: int) -> Terminal:
     """Return a terminal or pipe on a descriptor of its own, which never blocks; others as they are.
 
-    To make the given one non-blocking would change it for the shell, too.
+    Making the given one non-blocking would change it for the shell too.
     """
     try:
         if os.isatty(fd) or stat.S_ISFIFO(os.fstat(fd).st_mode):

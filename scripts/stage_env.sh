@@ -18,7 +18,7 @@ main() { # [<folder>]
   answer "${1:-}" ''
   local folder=${1-/dev/shm}
   [[ $# -le 1 && $folder == /* ]] || die 2 "FOLDER is ${*@Q}; give one absolute path, of a folder that each node has [config-invalid]"
-  [[ -z ${CONTAINER:-} ]] || die 2 "a copy is for environments of many files, and CONTAINER is one; unset CONTAINER [config-invalid]"
+  [[ -z ${CONTAINER:-} ]] || die 2 "CONTAINER is set, so there is no environment to copy; unset CONTAINER [config-invalid]"
   read_site
   choose_python
   pack "$PYTHON" "${LOG_DIR:-logs}" "$folder"
@@ -29,7 +29,7 @@ pack() { # <python> <folder of logs> <folder of the nodes>
   local packed key folders facts archive end=.tar
   mkdir -p -- "$2"
   packed=$(cd -- "$2" && pwd)/environments-$UID
-  [[ $1 != "$packed"/* ]] || die 2 "PYTHON is such a copy already; unset it, or set it to the environment's own [config-invalid]"
+  [[ $1 != "$packed"/* ]] || die 2 "PYTHON is already such a copy; unset it, or set it to the environment's own [config-invalid]"
   make_own_folder "$packed"
   key=$(hash_of "$1 $(readlink -f -- "$1") $3")
   folders=$packed/$key.folders
@@ -123,7 +123,7 @@ hold() { # <file> <--shared|--exclusive>
 
 # Nothing that another user could have put there is run.
 make_own_folder() { # <folder>
-  (umask 077 && mkdir -p -- "$1") || fail env-missing "$1 cannot be made, see above; give another LOG_DIR or FOLDER"
+  (umask 077 && mkdir -p -- "$1") || fail env-missing "cannot create $1, see above; give another LOG_DIR or FOLDER"
   [[ -O $1 && ! -L $1 ]] || fail env-missing "$1 is another user's; give another LOG_DIR or FOLDER"
 }
 

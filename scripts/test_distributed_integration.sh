@@ -26,13 +26,13 @@ main() {
     sinfo >/dev/null || refuse env-missing "sinfo failed, see above; run it where sinfo works"
     exec "${salloc[@]}" "$@" "$0"
   fi
-  (($# == 0)) || die 2 "$1: this job has its size already; omit the options [config-invalid]"
+  (($# == 0)) || die 2 "$1: this job already has its size; omit the options [config-invalid]"
   unset TRAIN_SCRIPT
   (run_command test_distributed_integration)
   local steps run=integration-$SLURM_JOB_ID train=$ROOT/scripts/slurm/slurm_train.sh
   for steps in 20 40; do # the second one resumes
     RUN_ID=$run "$train" "$ROOT/config/local3.yaml" "train.max_steps=$steps" train.global_batch_size=null train.batch_size=4
   done
-  echo "PASS       the nodes work together; a training, and its resumed run, went well"
+  echo "PASS       the nodes work together; training and resuming worked"
 }
 main "$@"

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class Asked(Tree):
-    """A section of which only the task knows the keys; it notes which of them are asked for."""
+    """A section whose keys only the task knows; it records which keys are read."""
 
     def __init__(self, tree: Tree) -> None:
         super().__init__(
@@ -82,7 +82,7 @@ def _unread(section: Tree, prefix: str) -> Iterator[tuple[str, str]]:
 def make_task(kind: Any, base: Any, name: str, settings: Any) -> Any:
     """Create a task, and check that it has what `base` has. Raises SettingsError."""
     if not callable(kind):
-        _refuse(None, f"{name} is no class; name a subclass of Task")
+        _refuse(None, f"{name} is not a class; name a Task subclass")
     # As Task has it: Python 3.10 puts another __init__ into a Protocol.
     _check_call(kind, lambda self, settings: None, kind.__init__, f"{name}.__init__")
     task = kind(settings)

@@ -141,7 +141,7 @@ def _load(
 
 
 def _ignore_signals(_worker: int) -> None:
-    """Ignore stop signals in a data worker: schedulers send it them, too."""
+    """Ignore stop signals in a data worker: schedulers signal it too."""
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
 
@@ -234,9 +234,9 @@ def share_of(dataset: Dataset[Any], rank: int, world_size: int) -> Dataset[Any]:
 def fill_up(
     loader: DataLoader[Any], dataset: Dataset[Any], in_step: int
 ) -> Iterator[tuple[Any, bool]]:
-    """Yield a rank's batches of its share of a dataset, and whether they count.
+    """Yield the batches of a rank's share of a dataset, and whether each counts.
 
-    The first is there on every rank; `in_step` ranks share a model and all get the same number.
+    The first sample fills gaps; all `in_step` ranks, which share a model, get the same number.
     """
     yield from ((batch, True) for batch in loader)
     samples = in_step * (loader.batch_size or 1)

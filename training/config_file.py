@@ -57,7 +57,7 @@ def read_file(path: Path) -> Tree:
     if not isinstance(tree, dict):
         raise SettingsError(f"{path}: should hold `key: value` lines")
     if _is_too_large(tree):
-        raise SettingsError(f"{path}: holds over 10000 values; see its aliases (*name)")
+        raise SettingsError(f"{path}: has over 10000 values; check its aliases (*name)")
     return tree
 
 

@@ -47,7 +47,7 @@ def prepare(path: str, to: Path, tokenizer: Tokenizer) -> None:
     """Write the tokens of both sides of a text; SettingsError: it, or `to`, has tokens already."""
     corpus = find_corpus(path)
     if not corpus.is_text:
-        raise SettingsError(f"{path} holds tokens already; name it in data.path")
+        raise SettingsError(f"{path} already holds tokens; name it in data.path")
     if to.is_file() or (to / "train.bin").exists():
         what = "is a file" if to.is_file() else "has a train.bin already"
         raise SettingsError(f"{to} {what}; name another folder, or delete it")

@@ -175,7 +175,7 @@ class Progress:
 
 
 def _tell_details(values: Mapping[str, float]) -> str:
-    """Tell of the slowest rank, of what waits longest for data, and of what uses most memory."""
+    """Report the slowest rank, the longest wait for data, and the most memory used."""
     forms = {"slowest": "slowest {:.2f}x", "data_wait": "data {:.0%}"}
     forms |= {"mfu": "mfu {:.0%}", "peak_memory_gb": "{:.1f} GB"}
     return "".join(f"  {f.format(values[name])}" for name, f in forms.items() if name in values)

@@ -2,7 +2,7 @@
 
     tracking: [tensorboard, wandb, my_module:MyTracker]
 
-A tracker of your own has the three methods of Tracker. A run that is resumed goes on in the same
+A tracker of your own has the three methods of Tracker. A resumed run continues in the same
 place, with each step once.
 """
 
@@ -57,7 +57,7 @@ class Tracker(Protocol):
         """Take the metrics of a step."""
 
     def close(self) -> None:
-        """Lose nothing: the process ends."""
+        """Flush all: the process ends."""
 
 
 class TensorBoard:
@@ -118,7 +118,7 @@ _log = logging.getLogger(__name__)
 
 
 class Trackers:
-    """All trackers of a run, which start with its first metrics. One that fails is left out."""
+    """All trackers of a run, which start with its first metrics. One that fails is dropped."""
 
     def __init__(self, names: Sequence[str], facts: RunFacts) -> None:
         self._names, self._facts = names, facts

@@ -103,7 +103,7 @@ def pack(content: object) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """Return what was packed, on the CPU; nothing that a pickle can do happens."""
+    """Return what was packed, on the CPU; no code in a pickle runs."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 

@@ -67,7 +67,7 @@ def reused(buffers: Sequence[AnyMemory], step: int) -> AnyMemory:
 def whole_steps(held: Sequence[Mapping[int, int]]) -> list[int]:
     """Return the steps of which no rank lacks its part.
 
-    `held` says for each rank how many ranks hold a part of each step that it has: 1, or all.
+    `held` has each rank's steps, and how many ranks hold a part of each: 1, or all.
     """
     return [
         step

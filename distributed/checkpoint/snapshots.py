@@ -79,7 +79,7 @@ def merge(parts: Sequence[Snapshot]) -> Snapshot:
 
 
 def _join(rows: Sequence[Tensor], whole: Tensor) -> Tensor:
-    """Return a tensor of which each rank has some rows; after the last come replicas of them."""
+    """Join the rows of each rank into one tensor; drop the replicas that follow them."""
     return torch.cat([one.flatten() for one in rows])[: whole.numel()].view(whole.shape)
 
 
@@ -119,7 +119,7 @@ class Buffer(Memory):
         return zlib.crc32(os.pread(self.fd, header.size - header.rest, header.rest), checksum)
 
     def about(self) -> dict[str, Any] | None:
-        """Return all that is no tensor; None if the buffer is empty or damaged."""
+        """Return all but the tensors; None if the buffer is empty or damaged."""
         header = self.header()
         if header.step < 0 or header.checksum not in (-1, self._checksum(header)):
             return None

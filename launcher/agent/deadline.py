@@ -14,7 +14,7 @@ class Deadline:
         self.at = math.inf
 
     def set_within(self, seconds: float) -> None:
-        """Set it to so many seconds from now, unless it is earlier already."""
+        """Set it to this many seconds from now, unless it is earlier."""
         self.at = min(self.at, own_time.now() + seconds)
 
     def take(self) -> bool:

@@ -52,7 +52,7 @@ class Loop:
         self.selector.register(self._wake, selectors.EVENT_READ, self._on_signal)
 
     def wait(self, seconds: float) -> list[signal.Signals]:
-        """Handle what happens, for at most so long; returns the signals that came, but SIGCHLD."""
+        """Handle what happens, up to a limit; returns the signals that came, except SIGCHLD."""
         for key, _ in self.selector.select(max(0.0, seconds)):
             if self.selector.get_map().get(key.fd) is key:  # no other event has closed it
                 key.data()

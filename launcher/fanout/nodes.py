@@ -20,7 +20,7 @@ Connect = Callable[[str, str, Show], Connection]
 
 
 class Nodes:
-    """What the launcher knows of who takes part: where the run can lose nodes, the agents tell it.
+    """Which nodes take part; if the run can lose nodes, the agents report it to the launcher.
 
     It connects again to nodes that were lost, to end what is left there.
     """

@@ -96,7 +96,7 @@ def secret_variables(environ: Mapping[str, str], *, has_agents: bool) -> dict[st
 def check_nodes(plan: Plan) -> tuple[Plan, Report, compare.Preflight] | None:
     """Check every node; repeat without faulty ones as long as there are spares.
 
-    Returns the plan, node rank 0's report, and what all say together; None if that refuses the
+    Returns the plan, node rank 0's report, and the comparison of all; None if that rejects the
     start. Raises Refused if a node does not answer.
     """
     reports = ask_nodes(plan)

@@ -16,7 +16,7 @@ def is_same(file: Path, other: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What goes from the command line into the plan as it is."""
+    """What the plan takes unchanged from the command line."""
 
     program: str = "start.py"  # the script that was typed, for messages
     python: str = sys.executable  # of the nodes; in the container, where there is one

@@ -80,7 +80,7 @@ run_tool() { # <argument...>
 # Answers what needs no Python. help.txt names above each entry the commands that read it.
 answer() { # <first word> <command, or '' where the header of the script says all>
   case $1 in
-    -h | --help) { print_help "$@" | cat 2>/dev/null || (($? == 141)) || die 1 "the help cannot be written; see that there is room [disk-full]"; } && exit ;;
+    -h | --help) { print_help "$@" | cat 2>/dev/null || (($? == 141)) || die 1 "cannot write the help; free some disk space [disk-full]"; } && exit ;;
     --version) echo "$PROGRAM $(sed -n 's/^__version__ = "\(.*\)"$/\1/p' "$ROOT/distributed/__init__.py")" && exit ;;
     *) return ;;
   esac

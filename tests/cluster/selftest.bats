@@ -100,7 +100,7 @@ try_healthy() {
 @test "test_distributed_integration.sh: the nodes together, a training, and its resumed run" {
   run on login "$ROOT/scripts/test_distributed_integration.sh" --quiet
   echo "$output"
-  [[ $status == 0 && ${lines[-1]} == "PASS       the nodes work together; a training, and its resumed run, went well" ]]
+  [[ $status == 0 && ${lines[-1]} == "PASS       the nodes work together; training and resuming worked" ]]
   [[ $output == *"PASS  4 ranks on 2 nodes, gloo: "* && $output == *$'\nresumed    after step 20\n'* ]]
 }
 

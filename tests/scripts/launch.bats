@@ -166,7 +166,7 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
   run launch ""
   assert_refused 2 "SCRIPT is an empty word; usage: scripts/launch.sh"
   run bash -c '"$0" --help >/dev/full' "$ROOT/scripts/launch.sh"
-  assert_refused 1 "launch.sh: the help cannot be written; see that there is room" disk-full
+  assert_refused 1 "launch.sh: cannot write the help; free some disk space" disk-full
   run bash -c '"$0" --help 2>err | head -c 1; cat err' "$ROOT/scripts/launch.sh"
   [[ $output == R ]] # a reader that leaves early is no full disk
   PYTHONHOME=/nowhere run launch own.py

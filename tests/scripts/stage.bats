@@ -143,9 +143,9 @@ staged() {
     assert_refused 2 "FOLDER is '$folder'; give one absolute path, of a folder that each node has"
   done
   CONTAINER=$PWD/env run stage
-  assert_refused 2 "a copy is for environments of many files, and CONTAINER is one; unset CONTAINER"
+  assert_refused 2 "CONTAINER is set, so there is no environment to copy; unset CONTAINER"
   PYTHON=$(stage) run stage
-  [[ $status == 2 && $output == *"stage_env.sh: PYTHON is such a copy already; unset it, or set it to the environment's own [config-invalid]" ]]
+  [[ $status == 2 && $output == *"stage_env.sh: PYTHON is already such a copy; unset it, or set it to the environment's own [config-invalid]" ]]
   rm -r logs
   make_python /usr /usr
   run stage

@@ -19,7 +19,7 @@ launch() {
   run launch --nodes=4
   assert_refused 3 "there is no salloc here; use a login node, or test_distributed.sh" env-missing
   SLURM_JOB_ID=7 run launch --nodes=4
-  assert_refused 2 "--nodes=4: this job has its size already; omit the options"
+  assert_refused 2 "--nodes=4: this job already has its size; omit the options"
   fake_tool salloc 'printf "%s\n" "$@"'
   fake_tool sinfo 'exit 1'
   run launch --nodes=4

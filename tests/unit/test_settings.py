@@ -107,7 +107,7 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for 
 @pytest.mark.parametrize(
     ("text", "cause"),
     [
-        (BOMB, "holds over 10000 values; see its aliases (*name)"),
+        (BOMB, "has over 10000 values; check its aliases (*name)"),
         ("a: " + "[" * 3000 + "]" * 3000, "not YAML: maximum recursion depth exceeded"),
         ('"a\\e[31m": 1', r"a\x1b[31m: unknown key"),
         ("a: \0", "not YAML"),

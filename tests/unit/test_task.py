@@ -193,7 +193,7 @@ def test_data_may_lack_a_length_and_data_to_validate_on_may_be_missing(
 @pytest.mark.parametrize(
     ("words", "told"),
     [  # one rank would be done with an epoch first, and the others wait for it
-        (["task=points:Unlike"], "data: rank 1's is not rank 0's; give every node the same"),
+        (["task=points:Unlike"], "data: rank 1 and rank 0 differ; give every node the same"),
         *rarely(
             (
                 ["task=points:Streaming", "train.epochs=3"],

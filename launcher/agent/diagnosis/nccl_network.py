@@ -34,7 +34,7 @@ class NetworkWatch:
     """Waits for the line of NCCL's log that names its network."""
 
     log: Path | None = None  # None: there is nothing more to wait for
-    start: int = 0  # bytes of it that are older
+    start: int = 0  # bytes already in it
     port: str = ""  # one that NCCL could use
     variables: Mapping[str, str] = field(default_factory=dict)  # for rank 0, so that it logs there
 
