@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
             code = int(import_module("distributed.checkpoint.__main__").main(words))  # needs torch
         sys.stdout.flush()
     except OSError as error:  # a full disk
-        warn(f"{program}: the output cannot be written ({error.strerror})")
+        warn(f"{program}: cannot write the output ({error.strerror})")
         os._exit(1)
     return code
 

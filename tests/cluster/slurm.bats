@@ -609,7 +609,7 @@ is_not_running() { # <job>
     [[ $(<elsewhere/job.out) == "$name.sh: this copy finds no scripts/lib; submit it from the project's folder or the one containing launch-kit/ [env-missing]" ]]
     rm elsewhere/job.out
     run -2 elsewhere/mine.sh # in no job at all
-    [[ $output == "$name.sh: this is a copy and finds no scripts/lib; "* && ${#lines[@]} == 1 ]]
+    [[ $output == "$name.sh: this copy finds no scripts/lib; "* && ${#lines[@]} == 1 ]]
     RUN_ID=$name job --nodes=1 elsewhere/mine.sh config/local3.yaml --dry-run # from the project's folder
   done
 }
