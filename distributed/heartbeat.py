@@ -94,7 +94,7 @@ class Heart:
         elif self._is_counted or silence_s <= last.limit_s:  # a longer one was a suspended job
             self._longest_s = max(self._longest_s, silence_s)
         has_moved = step is not None and step != last.step
-        newest = Beat(
+        told = Beat(
             step=last.step if step is None else step,
             marks=0 if has_moved else last.marks + (step is not None),
             saved=saved,
@@ -103,7 +103,7 @@ class Heart:
             limit_by=self._limit_by,
             is_counted=self._is_counted,
         )
-        self._write(newest)
+        self._write(told)
 
     def _usual_limit(self, step: int) -> float:
         if step < self._first_step + 2:
