@@ -106,7 +106,7 @@ def launch(fault: Fault, *, is_timed: bool = True) -> Verdict:
     said = [text for text, is_so in wrong.items() if is_so]
     if said:
         told = re.sub(r"(?m)^(\[\d\] )?step .*\n", "", sight.output)
-        print(f"--- {fault.name}, {fault.made}\n{told}", file=sys.stderr)
+        print(f"--- {fault.name}, {fault.made}: {', '.join(said)}\n{told}", file=sys.stderr)
     shown = f"`[{fault.name}]`, {sight.seconds:.1f} s, code {sight.code}"
     return Verdict(
         not said, f"{shown}: WRONG: {', '.join(said)}" if said else shown, ", ".join(hosts)

@@ -2,7 +2,7 @@
 
     node rank 0 -> node     a nonce
     node -> node rank 0     a nonce, and HMAC-SHA256 over both (RFC 2104), keyed by the secret
-    node rank 0 -> node     the same, for its own role
+    node rank 0 -> node     the same, for its own role; zeros where the node's was wrong
 
 Until then node rank 0 reads no more than that, and says nothing else. The secret is in RUN_SECRET,
 which ssh, pdsh and srun hand over for the launcher. Nodes started by hand can do without: then any
@@ -39,7 +39,7 @@ class NotAccepted(ConnectionError):
 
 
 class WrongSecret(ConnectionError):
-    """The other end rejects this node's proof, or does not send its own."""
+    """The other end rejects this node's proof, or its own is wrong."""
 
 
 @dataclass(frozen=True)
@@ -159,13 +159,10 @@ def introduce(connection: socket.socket, secret: bytes) -> None:
     """Prove to node rank 0 that this node knows the secret, and see that node rank 0 does."""
     try:
         theirs, ours = _receive(connection, NONCE_BYTES), os.urandom(NONCE_BYTES)
-    except OSError as error:
-        raise NotAccepted(str(error)) from error
-    try:
         connection.sendall(ours + _prove(secret, _NODE, theirs + ours))
         proof = _receive(connection, PROOF_BYTES)
-    except OSError as error:
-        raise WrongSecret(str(error)) from None
+    except OSError as error:  # it is not node rank 0, or has just ended
+        raise NotAccepted(str(error)) from error
     if not hmac.compare_digest(proof, _prove(secret, _MASTER, theirs + ours)):
         raise WrongSecret("the other end has another RUN_SECRET")
 
@@ -273,6 +270,8 @@ class Acceptor:
         nonces = visitor.nonce + visitor.received[:NONCE_BYTES]
         proof = visitor.received[NONCE_BYTES:]
         if not hmac.compare_digest(proof, _prove(self._access.secret, _NODE, nonces)):
+            with contextlib.suppress(OSError):
+                visitor.socket.send(bytes(PROOF_BYTES))
             self._drop(visitor)
             return
         visitor.is_known, visitor.received = True, b""

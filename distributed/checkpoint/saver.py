@@ -41,6 +41,12 @@ class State:
     fetch: Callable[[dict[str, Any]], dict[str, Any]] = dict
     is_snapshot: bool = False  # it was in memory, and is perhaps not on the disk
 
+    def __post_init__(self) -> None:
+        for name in ("model", "optimizer", "progress"):
+            if not isinstance(getattr(self, name), dict):
+                raise TypeError(f"State's {name} is not a dict")
+        len(self.ranks)
+
     def trees(self) -> dict[str, Any]:
         """Return what holds tensors."""
         return {"model": self.model, "optimizer": self.optimizer}

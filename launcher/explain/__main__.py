@@ -57,7 +57,11 @@ def main(arguments: Sequence[str], program: str = "explain") -> int:
     except OSError as error:
         if error.filename is None:  # it is the output's
             raise
-        known = [*sections(), *(run.id for run in find_all(_log_dir()))]
+        runs = find_all(_log_dir())
+        if starting := [run for run in runs if run.id == str(error.filename)]:
+            print(describe(starting))  # it has no log yet
+            return 1
+        known = [*sections(), *(run.id for run in runs)]
         cure = f"{did_you_mean(str(error.filename), known)}give a RUN, a FILE or a FAULT"
         warn(f"{program}: {error.filename}: {error.strerror}; {cure}")
         return BAD_INPUT

@@ -193,7 +193,7 @@ KINDS = {
     "gradient accumulation of 8": ("accumulated data", 1, 5),
     "two optimizers, one making two steps": ("two data", 2, 5),
     "accelerate": ("accelerate data", 1, 30),
-    "Lightning": ("lightning data", 1, 30),
+    "Lightning": ("lightning data", 1, 60),
 }
 
 
@@ -208,7 +208,7 @@ def prove_hangs(times: int) -> tuple[str, bool]:
         rows.append([what, f"{sum(ranks)} of {times}", f"{sum(named_steps)} of {times}", late])
         named += sum(ranks) + sum(named_steps)
     head = ["script", "rank named", "step named", "s from the last step to the end (max)"]
-    text = "One of three ranks sleeps for ever at a random step; `HANG_SECONDS` is 5 or 30"
+    text = "One of three ranks sleeps for ever at a random step; `HANG_SECONDS` is 5, 30 or 60"
     return f"{text}\n\n{render(head, rows)}", named == 2 * times * len(KINDS)
 
 

@@ -111,6 +111,14 @@ def test_the_weights_open_with_plain_torch(tmp_path: Path) -> None:
     assert found is not None and (found.progress, [*found.ranks]) == ({"step": 3}, [])
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"model": torch.nn.Linear(2, 2)}, {"optimizer": object()}, {"ranks": 3}]
+)
+def test_what_no_load_could_take_is_refused_before_it_is_saved(wrong: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"State's (model|optimizer) is not a dict|int"):
+        State(**{"model": {}, "optimizer": {}, "progress": {}} | wrong)
+
+
 def test_the_newest_stay_and_latest_points_at_the_last(tmp_path: Path) -> None:
     for step in (8, 9, 10, 11):
         save(tmp_path, step, make_state(step), keep_last=2)

@@ -13,6 +13,7 @@ from launcher.explain.__main__ import find_cause, main
 from launcher.explain.kinds import Kind, Rule
 from launcher.explain.reading import HINT, Sighting, look, read, split
 from launcher.explain.rules import RULES
+from launcher.record.run_json import note_start
 
 ROOT = Path(__file__).resolve().parents[2]
 LOGS = ROOT / "tests/logs"
@@ -275,6 +276,15 @@ def test_a_word_that_is_nothing_here_is_refused_in_one_line(
         cure = f"{near}give a RUN, a FILE or a FAULT"
         said = f"explain.sh: {word}: No such file or directory; {cure}\n"
         assert capsys.readouterr().err == said
+
+
+def test_a_run_that_starts_and_has_no_log_yet_is_described(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    note_start(Path("logs/26"))
+    assert main(["26"], "explain.sh") == 1
+    assert capsys.readouterr().out.startswith("26 ")
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,12 @@ class Master:
                 self.lines.append(line)
                 connection.close()
 
-    def close(self) -> None:
+    def end(self) -> None:
         self._is_closed = True
         self._thread.join()
+
+    def close(self) -> None:
+        self.end()
         self.acceptor.close()
         self.listener.close()
 
@@ -79,6 +82,7 @@ def test_another_secret_is_dropped_and_told_once(master: Master, secret: bytes) 
     for _ in range(3):
         with pytest.raises(WrongSecret):
             visit(master.port, secret)
+    master.end()
     assert master.lines == []
     assert master.acceptor.unauthenticated == 3
     (said,) = master.said
@@ -112,7 +116,8 @@ def test_an_answer_cannot_be_used_twice(master: Master) -> None:
         with socket.create_connection(("127.0.0.1", master.port)) as other:
             other.recv(32, socket.MSG_WAITALL)
             other.sendall(answer)
-            assert other.recv(1) == b""
+            assert other.recv(64, socket.MSG_WAITALL) == bytes(32)
+    master.end()
     assert master.acceptor.unauthenticated == 1
 
 
@@ -121,22 +126,25 @@ def test_the_masters_own_proof_is_no_nodes(master: Master) -> None:
     with socket.create_connection(("127.0.0.1", master.port)) as stranger:
         nonce = stranger.recv(32, socket.MSG_WAITALL)
         stranger.sendall(bytes(32) + handshake._prove(SECRET, b"node rank 0", nonce + bytes(32)))
-        assert stranger.recv(1) == b""
+        assert stranger.recv(64, socket.MSG_WAITALL) == bytes(32)
     assert master.lines == []
 
 
-def test_a_false_master_is_noticed() -> None:
+@pytest.mark.parametrize(("answer", "error"), [(bytes(32), WrongSecret), (b"", NotAccepted)])
+def test_a_false_master_is_noticed_and_one_that_ends_is_none(
+    answer: bytes, error: type[OSError]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
             with listener.accept()[0] as visitor:
                 visitor.sendall(bytes(32))
                 visitor.recv(64, socket.MSG_WAITALL)
-                visitor.sendall(bytes(32))
+                visitor.sendall(answer)
 
         thread = threading.Thread(target=serve)
         thread.start()
-        with pytest.raises(WrongSecret):
+        with pytest.raises(error):
             visit(listener.getsockname()[1], SECRET)
         thread.join()
 

@@ -98,7 +98,8 @@ def listen(address: str, port: int) -> socket.socket:
         return open_port(port, address)
     except OSError as error:
         cause = f"port {port} on {address}: {error.strerror}"
-        raise Refused("port-in-use", f"{cause}; set MASTER_PORT to a free one") from error
+        cure = "end the other start of this run, if there is one, or set MASTER_PORT to a free one"
+        raise Refused("port-in-use", f"{cause}; {cure}") from error
 
 
 def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Peer, Member]]:
