@@ -21,7 +21,7 @@ from agents import ROOT
 WINGS = {
     ("launcher",): 97_300,
     ("distributed",): 12_600,
-    ("distributed/checkpoint",): 9_940,
+    ("distributed/checkpoint",): 9_950,
     ("training", "train.py"): 22_020,
 }
 SCRIPTS = 911  # lines; planned: 900
