@@ -90,7 +90,7 @@ def start(description: str) -> tuple[argparse.Namespace, Settings]:
     # A task of the user's own can be in this folder or in the config's, behind a link too.
     sys.path += map(str, (Path.cwd(), config.absolute().parent, config.resolve().parent))
     try:
-        settings = load(config, arguments.overrides)
+        settings = load(config, arguments.overrides, os.environ)
         if arguments.check:
             _check(arguments, settings)
     except (SettingsError, LauncherError) as error:
@@ -163,6 +163,7 @@ def _parse(description: str) -> argparse.Namespace:
     # torch.distributed.launch adds one of these.
     parser.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")
+    parser.set_defaults(launch_command=os.environ.get("LAUNCH_COMMAND"))
     arguments = parser.parse_intermixed_args()
     if (arguments.folder is None) != (arguments.config_name is None):
         parser.error("--config-path DIR and --config-name NAME go together")

@@ -72,17 +72,13 @@ def test_a_timeout_alone_is_the_time_to_join_too(
     [("", [], 7), ("20", [], None), ("20", ["distributed.hang_seconds=9"], 9)],
 )
 def test_the_variable_wins_over_the_configs_hang_seconds(
-    config: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    variable: str,
-    given: list[str],
-    limit: float | None,
+    config: Path, variable: str, given: list[str], limit: float | None
 ) -> None:
     """None: a rank's beats read the variable."""
-    monkeypatch.setenv("HANG_SECONDS", variable)
     with (config.parent / "base.yaml").open("a") as file:
         print("distributed: {hang_seconds: 7}", file=file)
-    assert load(config, given).distributed.hang_seconds == limit
+    environ = {"HANG_SECONDS": variable}
+    assert load(config, given, environ).distributed.hang_seconds == limit
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "config").glob("*.yaml")), ids=lambda p: p.name)
