@@ -7,11 +7,12 @@ import io
 import os
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 Environ = Mapping[str, str]  # this process's variables, or a test's
+OwnEnviron = MutableMapping[str, str]  # where it changes them, for those that it starts
 
 
 class PlanError(ValueError):

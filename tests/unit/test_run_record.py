@@ -19,6 +19,7 @@ from job_tools import make_tool
 
 from launcher import processes
 from launcher.agent.control import Launched
+from launcher.plan.typed import Choices
 from launcher.record import run_json
 from launcher.record.run_ids import free_run_id, next_run_id
 from launcher.record.run_json import LauncherProcess, Record
@@ -105,7 +106,7 @@ def test_a_launcher_elsewhere_names_itself(start: Start) -> None:
     run_json.update(Path("logs/r1"), launcher=LauncherProcess(1, 2, "elsewhere"))
     Path("go on").touch()
     reader, writer = os.pipe()
-    run = start("0", stdin=reader, LAUNCH_TOKEN="t", **Launched("stdin").variable())
+    run = start("0", stdin=reader, **Launched("stdin").variables())
     run.finish()
     os.close(reader)
     os.close(writer)
@@ -116,7 +117,7 @@ def test_a_launcher_elsewhere_names_itself(start: Start) -> None:
 def test_a_run_that_is_refused_has_ended(start: Start) -> None:
     """Where the launcher, which has become the supervisor, has recorded it before."""
     code = "import os, sys\nfrom pathlib import Path\nfrom launcher.record import run_json\n"
-    code += "run_json.note_start(Path('logs/r1'))\n"
+    code += "run_json.note_start(Path('logs/r1'), {})\n"
     code += "os.execv(sys.argv[1], sys.argv[1:])"
     with socket.create_server(("127.0.0.1", 0)) as server:
         options = ["--master-port", str(server.getsockname()[1]), "--log-dir", "logs"]
@@ -124,7 +125,7 @@ def test_a_run_that_is_refused_has_ended(start: Start) -> None:
         environment = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
-            **Launched(record="logs/r1").variable(),
+            **Launched(record="logs/r1").variables(),
         }
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (done.returncode, "[port-in-use]" in done.stderr) == (3, True)
@@ -175,32 +176,25 @@ def test_a_writer_that_hangs_is_not_waited_for(
     ],
 )
 def test_each_launch_in_an_allocation_is_a_run_of_its_own(
-    tmp_path: Path,
-    tools: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    later: dict[str, str],
-    submitted: str,
-    run_id: str,
+    tmp_path: Path, tools: Path, later: dict[str, str], submitted: str, run_id: str
 ) -> None:
-    for name, value in JOB.items():
-        monkeypatch.setenv(name, value)
     make_tool(tools / "squeue", "echo today")
-    run_json.note_start(tmp_path / "7", job=run_json.this_start())
+    run_json.note_start(tmp_path / "7", JOB)
     make_tool(tools / "squeue", f"echo {submitted}")
-    for name, value in later.items():
-        monkeypatch.setenv(name, value)
-    assert next_run_id(tmp_path, "7") == run_id
-    assert next_run_id(tmp_path, "8") == "8"
+    asked = Choices(environ={**JOB, **later}, is_dry_run=True)
+    assert next_run_id(tmp_path, "7", asked) == run_id
+    assert next_run_id(tmp_path, "8", asked) == "8"
 
 
 @pytest.mark.parametrize("choose", [next_run_id, free_run_id])
 def test_launches_at_the_same_time_have_names_of_their_own(
-    choose: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    choose: Callable[..., str], tmp_path: Path
 ) -> None:
-    names = [choose(tmp_path, "7", takes=takes) for takes in (False, True, True, False, True)]
+    first, dry = Choices(), Choices(is_dry_run=True)
+    names = [choose(tmp_path, "7", asked) for asked in (dry, first, first, dry, first)]
     assert names == ["7", "7", "7.1", "7", "7.2"]  # a dry run takes none
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # the first start may live on, cut off
-    assert [choose(tmp_path, "7", takes=True) for _ in range(2)] == ["7", "7.1"]
+    again = Choices(environ={"SLURM_RESTART_COUNT": "1"})  # the first start may live on, cut off
+    assert [choose(tmp_path, "7", again) for _ in range(2)] == ["7", "7.1"]
 
 
 def test_a_copy_of_the_terminal_outlives_every_signal_that_stops_the_run(tmp_path: Path) -> None:

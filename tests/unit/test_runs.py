@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from distributed.errors import REFUSED, Refused
-from launcher.plan.typed import Typed
+from launcher.plan.typed import Choices, Typed
 from launcher.processes import ranks_of, start_ticks
 from launcher.record import run_json, runs
 from launcher.record.restart import Restart
@@ -78,13 +78,13 @@ def test_goodput(changes: dict[str, Any], line: str) -> None:
 
 
 def status(log_dir: Path, *run_ids: str) -> int:
-    typed = Typed("status", program="launch.sh", rest=run_ids)
-    return runs.main(typed, {"LOG_DIR": str(log_dir)})
+    environ = {"LOG_DIR": str(log_dir)}
+    return runs.main(Typed("status", program="launch.sh", rest=run_ids, environ=environ))
 
 
 def stop(log_dir: Path, *run_ids: str, is_dry_run: bool = False) -> int:
     typed = Typed("stop", program="launch.sh", rest=run_ids, is_dry_run=is_dry_run)
-    return runs.main(typed, {"LOG_DIR": str(log_dir)})
+    return runs.main(replace(typed, environ={"LOG_DIR": str(log_dir)}))
 
 
 def test_a_birth_tells_a_process_from_a_later_one_of_the_same_id() -> None:
@@ -188,7 +188,7 @@ def test_what_ended_a_run_is_shown_before_its_metrics_and_its_output(
     assert stop(tmp_path, "one") == 3
     told = "run one is not running: ended, code 1, [rank-error] ValueError: boom; there is nothing"
     assert told in capsys.readouterr().err
-    note_start(tmp_path / "one")
+    note_start(tmp_path / "one", {})
     assert not (tmp_path / "one/failure.txt").exists()
 
 
@@ -234,32 +234,32 @@ def test_a_run_that_does_not_end_is_left_with_the_command_that_ends_it(
 
 def test_a_live_run_is_not_started_again(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
     folder = tmp_path / "one"
-    refuse_live(folder)
+    refuse_live(folder, {})
     write(tmp_path, "one", state="running", launcher=launcher_of(process.pid))
     with pytest.raises(Refused, match=f"run one is live: process {process.pid};.*run-is-live"):
-        refuse_live(folder)
+        refuse_live(folder, {})
     write(tmp_path, "one", state="ended", exit_code=0)
-    refuse_live(folder)
+    refuse_live(folder, {})
 
 
 def test_two_live_runs_with_one_rdzv_id_have_two_names(
     process: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
-    assert free_run_id(tmp_path, "100") == "100"
+    assert free_run_id(tmp_path, "100", Choices(is_dry_run=True)) == "100"
     write(tmp_path, "100", state="running", launcher=launcher_of(process.pid))
-    assert free_run_id(tmp_path, "100") == "100.1"
+    assert free_run_id(tmp_path, "100", Choices(is_dry_run=True)) == "100.1"
     write(tmp_path, "100", state="ended", exit_code=0)
-    assert free_run_id(tmp_path, "100") == "100"
+    assert free_run_id(tmp_path, "100", Choices(is_dry_run=True)) == "100"
 
 
 def test_of_two_launches_at_once_one_is_refused(
     process: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     folder = tmp_path / "one"
-    refuse_live(folder)  # before the nodes are checked
+    refuse_live(folder, {})  # before the nodes are checked
     write(tmp_path, "one", state="starting", launcher=launcher_of(process.pid))
     with pytest.raises(Refused, match=f"run one is live: process {process.pid};.*run-is-live"):
-        note_start(folder)
+        note_start(folder, {})
 
 
 HOLDS = """
@@ -285,10 +285,10 @@ def held(folder: Path) -> Iterator[int]:
 def test_a_run_that_is_live_on_another_machine_is_known_by_its_lock(tmp_path: Path) -> None:
     folder = tmp_path / "one"
     write(tmp_path, "one", state="running", launcher=launcher_of(os.getpid(), host="other"))
-    refuse_live(folder)
+    refuse_live(folder, {})
     with held(folder), pytest.raises(Refused, match=r"process \d+ on other"):
-        refuse_live(folder)
-    refuse_live(folder)
+        refuse_live(folder, {})
+    refuse_live(folder, {})
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_in_a_job_a_run_is_another_jobs_as_long_as_that_one_lives(
         monkeypatch.setenv("SLURM_RESTART_COUNT", start)
         said = ""
         try:
-            note_start(folder)
+            note_start(folder, os.environ)
         except Refused as refused:
             said = str(refused)
         note_end(folder, REFUSED)  # by the same process, whose run was refused later
@@ -317,4 +317,4 @@ def test_in_a_job_a_run_is_another_jobs_as_long_as_that_one_lives(
     live = f"run 38 is live: job 38, process {holder} on "
     assert said.startswith(live) == is_refused
     assert (folder / "failure.txt").exists() == is_refused
-    refuse_live(folder)
+    refuse_live(folder, os.environ)
