@@ -142,7 +142,7 @@ def _starter() -> str:
 
 
 def no_local_rank(v: _Variables) -> Environment:
-    """Return the place of one process alone; raises LauncherError where it is one of several."""
+    """Return the environment of a single process; raises LauncherError if it is one of several."""
     mark = next(mark for mark in _SIZES if v[mark])
     if v[_SIZES[mark]] == "1":
         return plain(v)
@@ -336,6 +336,6 @@ def port_from_id(run_id: str) -> int:
 
 @cache
 def new_run_id() -> str:
-    """Return YYYYMMDD-HHMMSS-<4 hex digits> from the time and the process id; one a process."""
+    """Return YYYYMMDD-HHMMSS-<4 hex digits> from the time and the process id; one per process."""
     mixed = zlib.crc32(f"{time.time_ns()} {os.getpid()}".encode())
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{mixed & 0xFFFF:04x}"

@@ -29,7 +29,7 @@ def shard(
 ) -> nn.Module:
     """Shard a model, block by block, with rank 0's weights.
 
-    Where groups shard for themselves, the groups replicate (HSDP). Raises LauncherError where the
+    Where groups shard for themselves, the groups replicate (HSDP). Raises LauncherError if the
     ranks do not divide into groups of `how.shard`, or this torch cannot shard on a CPU.
     """
     if is_cpu := device.type == "cpu":

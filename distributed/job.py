@@ -84,7 +84,7 @@ def _submit_time(job: str) -> str:
 
 
 def ask_scheduler(*command: str, limit_s: float = limits.SCHEDULER_S) -> str | None:
-    """Return what a command of SLURM or PBS prints; None where they do not answer, as in a
+    """Return what a command of SLURM or PBS prints; None if they do not answer, as in a
     container. A line says so where that takes longer than a user would wait without one.
     """
     import subprocess  # these cost more than the rest of this module, and few need them

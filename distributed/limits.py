@@ -9,7 +9,7 @@ COMMIT_S = 30.0  # the longest that the commit of a checkpoint may take
 SNAPSHOT_PIECE_S = 0.02  # between two pieces of a copy while ranks train: 200 MB/s at most
 EXIT_S = 30.0  # at a rank's end, for threads and exit handlers
 SCHEDULER_S = 10  # for SLURM or PBS to answer
-SCHEDULER_SILENT_S = 2  # so long it may think without a word of ours
+SCHEDULER_SILENT_S = 2  # its answer may take this long before we print a line
 
 # A rank that makes no progress for so long is stuck, where HANG_SECONDS says nothing else: 10 times
 # the longest silence seen so far, and at least

@@ -28,8 +28,8 @@ _FLOCK = struct.Struct("hhqqi0q")  # struct flock: type, whence, start, length, 
 class RunLock:
     """A folder that one live run at a time writes to: held until this process ends.
 
-    A job that was started again takes the folder over from its earlier start, for that may live on
-    where the scheduler cannot reach it; so does a launch whose ranks were started again. Each lock
+    A job that was started again takes the folder over from its earlier start, which may still run
+    where the scheduler cannot reach it; so does a launch that restarted its ranks. Each lock
     puts a new file in the place of the one before. The kernel's lock on its first byte tells
     whether the holder lives; the lock on its second is held while something is committed. All of it
     works on NFS, too. Forked children do not have it. Raises Refused if a live process has it, or
@@ -114,14 +114,14 @@ def _try_lock(fd: int, byte: int) -> bool:
 
 
 def refuse_locked(folder: Path, what: str) -> None:
-    """Raise Refused where a RunLock of a folder would, for another live process has it."""
+    """Raise Refused if another live process holds the folder's RunLock."""
     if is_locked(folder):
         with contextlib.suppress(FileNotFoundError), (folder / "lock").open("r+b") as lock:
             _refuse_live(lock.fileno(), what, _this_process())
 
 
 def _refuse_live(fd: int, what: str, me: Mapping[str, Any]) -> None:
-    """Raise Refused where another process has a lock, unless this one is its successor."""
+    """Raise Refused if another process has a lock, unless this one is its successor."""
     holder = _holder(fd)
     is_next = any(
         me.get(one) and me[one] == holder.get(one) and me[number] > holder[number]
@@ -138,7 +138,7 @@ def _refusal(what: str, holder: Mapping[str, Any]) -> Refused:
 
 
 def _this_process() -> dict[str, Any]:
-    """Return what identifies this process: its job, its launch, "" where no launcher of ours has
+    """Return what identifies this process: its job, its launch, "" if no launcher of ours has
     started it, and the number of the attempt at running its ranks."""
     token = os.environ.get("LAUNCH_TOKEN", "").partition(".")[0]  # a node's number follows
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)

@@ -1,6 +1,6 @@
 """The rendezvous: all ranks meet at the master's store before they form a process group.
 
-A rank that finds a fault tells it to all; ranks that do not come are named.
+A rank that finds a fault reports it to all; ranks that do not join are named.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Stop:
     def ask(self) -> None:
         """Send this rank's flag to the others, while the step computes until `agreed` is called.
 
-        Every rank calls it in every step, as late as leaves the flags time to travel. A request
+        Every rank calls it in every step, just early enough for the flags to arrive. A request
         that comes after this call stops the ranks one step later.
         """
         now = time.monotonic()

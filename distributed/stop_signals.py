@@ -11,7 +11,7 @@ from . import limits
 ADDED = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # the variable of torchrun's --signals-to-handle
 NEVER_ADDED = {"SIGKILL", "SIGSTOP", "SIGCHLD"}
 NOTICE = signal.SIGUSR1  # schedulers send it minutes before they end a job
-QUERY = signal.SIGQUIT  # Ctrl-\\ shows where all ranks are; the run goes on
+QUERY = signal.SIGQUIT  # Ctrl-\\ shows where all ranks are; the run continues
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, NOTICE)
 
 

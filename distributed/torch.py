@@ -254,7 +254,7 @@ def get_dataloader_for_distributed(
 
 
 def _refuse_others(who: str, *told: tuple[str, int | None, int]) -> None:
-    """Raise LauncherError where a number is given, and is not what somebody has."""
+    """Raise LauncherError if a number is given, and is not what somebody has."""
     for name, given, own in told:
         if given not in (None, own):
             raise LauncherError(f"{name} is {given} but {who} {own}; make them agree")

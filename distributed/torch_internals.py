@@ -40,7 +40,7 @@ def serve_store(address: str, port: int, listener: int) -> TCPStore:
 
 
 def rendezvous_settings(text: str) -> dict[str, str]:
-    """Return what torchrun's --rdzv-conf gives; raises ValueError where it cannot be read."""
+    """Return what torchrun's --rdzv-conf gives; raises ValueError if it cannot be read."""
     from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
     return _parse_rendezvous_config(text)

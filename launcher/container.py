@@ -82,7 +82,7 @@ def read_container(
     try:
         arguments = shlex.split(environ.get("CONTAINER_ARGS", ""))
     except ValueError as error:
-        raise PlanError(f"CONTAINER_ARGS: {error}; write it as for a shell") from None
+        raise PlanError(f"CONTAINER_ARGS: {error}; quote it as for a shell") from None
     binds = _outermost(_folder(directory / path) for path in _find_paths([directory, *paths]))
     has_gpus = environ.get("BACKEND", "").lower() != "gloo"
     return Container(runtime, image, directory, binds, arguments, has_gpus)
@@ -108,13 +108,13 @@ def _choose(here: Path, given: str, *, in_job: bool) -> tuple[str, str]:
         return "charliecloud", str(path)
     if path.suffix in (".sif", ".sqsh") or given.startswith((".", "/")):
         if not path.is_file():
-            raise PlanError(f"CONTAINER is {given!r}, which is not here; correct its path")
+            raise PlanError(f"CONTAINER names {given!r}, which does not exist; correct its path")
         if path.suffix == ".sif":
             return "apptainer", str(path)
         return "pyxis" if in_job else "enroot", str(path)
     if not in_job:
         raise PlanError(
-            f"CONTAINER is {given!r}: only pyxis, in a SLURM job, loads it; "
+            f"CONTAINER is {given!r}: only pyxis can load it, in a SLURM job; "
             f"give an image's file or folder, or podman:{given}"
         )
     return "pyxis", given

@@ -31,7 +31,7 @@ _MEANING = {  # of an exit code, or a signal
     "127": "the command was not found",
     "SIGKILL": "SIGKILL, from outside this run (no out-of-memory kill on this node)",
     "SIGSEGV": "SIGSEGV: a crash in native code; the stack is in the log",
-    "SIGABRT": "SIGABRT: native code gave up; its last message is in the log",
+    "SIGABRT": "SIGABRT: native code aborted; its last message is in the log",
     "SIGBUS": "SIGBUS: often a full /dev/shm",
     "SIGTERM": "SIGTERM, from outside this run",
 }
@@ -84,7 +84,7 @@ class RaisedError:
 
 
 def read_error(path: Path) -> RaisedError | None:
-    """Return the content of a rank's error file; None where there is none, or not a whole one.
+    """Return the content of a rank's error file; None if there is none, or not a whole one.
 
     The format is torch's (torch.distributed.elastic.multiprocessing.errors). It holds whole
     seconds only, so the time is the file's own.
@@ -104,7 +104,7 @@ def read_error(path: Path) -> RaisedError | None:
 def fault_of(message: str) -> str:
     """Return the fault behind an error that names none, from what torch and the system say."""
     rule = find_rule(message)
-    # Up to END, the process that says it has failed by itself, or has waited in vain.
+    # Up to END, the process that says it failed by itself, or timed out waiting.
     return rule.fault if rule is not None and rule.kind <= Kind.END else "rank-error"
 
 
@@ -126,7 +126,7 @@ def explain(code: int, *, out_of_memory: bool = False) -> tuple[str, str]:
 
 
 def signal_name(code: int) -> str:
-    """Return the name of the signal behind an exit code; empty where there is none."""
+    """Return the name of the signal behind an exit code; empty if there is none."""
     try:
         return signal.Signals(code - 128).name
     except ValueError:

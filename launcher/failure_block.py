@@ -44,10 +44,10 @@ class Outcome:
     left: int = 0  # processes that could not be ended
     ends: str = ""  # of a run that was stopped: by what, and how its ranks ended
     signum: int = 0  # of a run that was stopped: the first signal
-    has_saved: bool = False  # a rank has told that it saved
+    has_saved: bool = False  # a rank has reported a save
     started: float = 0.0  # seconds since the epoch
     run_id: str = ""
-    command: str = ""  # that resumes it, as typed, quoted for a shell; empty where nothing does
+    command: str = ""  # that resumes it, as typed, quoted for a shell; empty if nothing does
 
     def __post_init__(self) -> None:
         if not 0 <= self.code <= 255:
@@ -55,7 +55,7 @@ class Outcome:
 
     @property
     def has_text(self) -> bool:
-        """Whether there is something to print: an agent tells itself why it starts nothing."""
+        """Whether there is something to print: an agent itself says why it starts nothing."""
         is_refusal = self.code in (BAD_INPUT, REFUSED) and not self.ends
         return self.failure is not None or not (self.code == 0 or is_refusal)
 

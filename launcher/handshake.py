@@ -39,7 +39,7 @@ class NotAccepted(ConnectionError):
 
 
 class WrongSecret(ConnectionError):
-    """The other end does not take this node's proof, or does not give its own."""
+    """The other end rejects this node's proof, or does not send its own."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def open_port(port: int, address: str = "") -> socket.socket:
     """Listen on the port (0: any free one) of this machine's address.
 
     Where that is not the only one that the name stands for, or is translated on the way here, or
-    is loopback for this machine alone, listen at all of them. Raises OSError where that fails.
+    is loopback for this machine alone, listen at all of them. Raises OSError if that fails.
     """
     addresses = set()
     with contextlib.suppress(OSError):
@@ -288,7 +288,7 @@ class Acceptor:
     def _note_dropped(self, what: str) -> None:
         self.unauthenticated += 1
         if self.unauthenticated == 1:
-            self._say(f"warning: {what}, and was dropped; others will be, too [stranger]")
+            self._say(f"warning: {what}, and was dropped; others are dropped silently [stranger]")
 
     def _forget(self, visitor: _Visitor) -> None:
         del self._waiting[visitor.socket.fileno()]

@@ -1,8 +1,8 @@
-"""Time as this process has lived it: while it is stopped, nobody that it waits for is late.
+"""A clock that stops with this process: after a suspension, nobody it waits for is late.
 
-SIGSTOP, a batch system that suspends a job and a machine that sleeps stop a process, and mostly all
-that it waits for, too. Whoever waits for others in a loop turns every few seconds. After a longer
-gap between two of its own turns, nobody has been silent so far.
+SIGSTOP, a suspended job or a sleeping machine stops a process, and usually also all that it waits
+for. A loop that waits for others turns every few seconds. A longer gap between two turns means
+that the process was stopped, so silences count only from there.
 """
 
 from __future__ import annotations

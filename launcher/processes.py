@@ -41,9 +41,9 @@ def anonymous_file(name: str) -> int:
 
 
 def claim(name: str, *, is_inherited: bool = False) -> bool:
-    """Hold a name of this machine's network to this process's end; False where another holds it.
+    """Hold an abstract socket's name until this process ends; False if another holds it.
 
-    With `is_inherited`, so does what this process starts or becomes.
+    With `is_inherited`, programs that it starts or becomes hold it too.
     """
     holder = socket.socket(socket.AF_UNIX)
     try:
@@ -75,7 +75,7 @@ def outlive_parent() -> None:
 def read_stat(pid: int) -> list[bytes]:
     """Return the fields of /proc/PID/stat from the third on: state, parent, ... (proc(5)).
 
-    Empty where the process has ended, or may not be seen. The second field is the name: its bytes
+    Empty if the process has ended, or may not be seen. The second field is the name: its bytes
     are anybody's choice, and a name longer than 15 bytes is cut, inside a letter if need be.
     """
     try:
@@ -86,7 +86,7 @@ def read_stat(pid: int) -> list[bytes]:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since the boot; None where it has ended.
+    """Return when a process started, in clock ticks since the boot; None if it has ended.
 
     With the process id this names a process for good: the kernel gives ids out again.
     """
@@ -112,7 +112,7 @@ def descendants(root: int) -> list[int]:
 
 
 def _all_pids() -> list[int]:
-    """Return the ids of all processes that this one may see; none where it has no descriptor left.
+    """Return the ids of all processes that this one may see; none if it has no descriptor left.
 
     The supervisor, which has few of them, then ends what is left.
     """

@@ -61,7 +61,7 @@ def start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
 
 def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
     typed = parse(call, words, environ)
-    if typed.fanout in ("help", "version"):  # bash shows them, for that needs no Python
+    if typed.fanout in ("help", "version"):  # bash shows them, because that needs no Python
         os.execvp("bash", ["bash", call.file, f"--{typed.fanout}"])
     if typed.show is not None:
         environ["SHOW_RANKS"] = typed.show
@@ -86,7 +86,7 @@ def prepare(plan: Plan, script: str) -> Callable[[], None]:
     """Return what a fan-out calls when nothing is left to refuse, before it starts an agent.
 
     With --detach, this goes on in a child process, which the call takes from the terminal. Raises
-    PlanError where a detached run has no name, and Refused where a live run has its name.
+    PlanError if a detached run has no name, and Refused if a live run has its name.
     """
     if plan.is_dry_run:
         return lambda: None

@@ -94,7 +94,7 @@ def environment_cure(packages: str) -> str:
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """Return a question that names what is spelt nearly so, with a space at its end; or nothing."""
+    """Return "did you mean X? " with the most similar name; "" if none is similar."""
     from difflib import get_close_matches  # a rank's agent has no use for it
 
     # The dashes would make any two options alike.

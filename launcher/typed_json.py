@@ -48,7 +48,7 @@ class Kinds:
     def read(self, text: bytes | str) -> Any:
         """Return the message of a line.
 
-        Raises MessageError where it is none of these kinds, or does not fit its type.
+        Raises MessageError if it is none of these kinds, or does not fit its type.
         """
         content = _parse(text)
         if isinstance(content, dict) and len(content) == 1:

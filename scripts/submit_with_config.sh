@@ -6,7 +6,7 @@
 #   config=FILE        the config, a YAML file
 #   num_gpus_train=N   GPUs to train on: on one node if they fit, else on several
 #   num_gpus=N prepare=SCRIPT
-#                      run your batch script first, in a job of its own with N GPUs of one node
+#                      run your batch script first, in a separate job with N GPUs on one node
 #   nodelist=LIST      the nodes to use
 #   chain=N            submit N jobs, each of which resumes the run of the one before
 #   cpus_per_gpu= mem_per_gpu=

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Verify a SLURM cluster in a job of its own: the nodes together, a training, and that it resumes.
+# Verify a SLURM cluster in a separate job: the nodes together, a training run, and its resume.
 #
 # usage: scripts/test_distributed_integration.sh [SALLOC OPTIONS]
 #
@@ -23,7 +23,7 @@ main() {
   esac
   if [[ -z ${SLURM_JOB_ID:-} ]]; then
     type -P salloc >/dev/null || refuse env-missing "there is no salloc here; use a login node, or test_distributed.sh"
-    sinfo >/dev/null || refuse env-missing "sinfo fails, see above; run it where SLURM answers"
+    sinfo >/dev/null || refuse env-missing "sinfo failed, see above; run it where sinfo works"
     exec "${salloc[@]}" "$@" "$0"
   fi
   (($# == 0)) || die 2 "$1: this job has its size already; omit the options [config-invalid]"

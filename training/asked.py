@@ -64,7 +64,7 @@ def warn_unread(model: Tree, task: str) -> None:
 
 
 def _unread(section: Tree, prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield each key that was not asked for, with one that was in vain and is spelt nearly so."""
+    """Yield each key that was never read, with a similar key that was read but is missing."""
     if not isinstance(section, Asked):
         return
     for key in dict.keys(section):

@@ -104,7 +104,7 @@ class Batches:
     def describe(self, back: int = 0, count: int = 1) -> str:
         """Return the numbers of the samples in `count` batches, the last one `back` batches ago.
 
-        Empty where samples have no numbers: data without a length, a loader of the task's own.
+        Empty if samples have no numbers: data without a length, a loader of the task's own.
         """
         if self._numbers is None or self.per_epoch is None:
             return ""

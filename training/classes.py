@@ -16,9 +16,9 @@ def load_class(name: str) -> Any:
 
 
 def check_name(text: str, *known: str) -> str:
-    """Return a known name, or module:Class; raises ValueError where there is no such class.
+    """Return a known name, or module:Class; raises ValueError if there is no such class.
 
-    The module is not imported, for that would import torch.
+    The module is not imported, because that would import torch.
     """
     if text in known:
         return text

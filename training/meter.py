@@ -199,10 +199,10 @@ class Pace:
         return found
 
     def compare(self, start: int, step: int, seconds: Sequence[float]) -> float:
-        """Add the seconds that each rank computed for these steps, and tell of a slow rank.
+        """Add the seconds that each rank computed for these steps, and warn of a slow rank.
 
         Returns the slowest rank's time over the median rank's: the median of the last 50 steps'
-        readings, for a hiccup is in few of them.
+        readings, because a hiccup affects few of them.
         """
         middle = statistics.median_low(seconds)
         self._ratios.append((start, [own / middle for own in seconds]))

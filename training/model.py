@@ -77,7 +77,7 @@ def state_of(
 
 
 def plan_snapshots(model: nn.Module, settings: Settings, environment: Environment) -> None:
-    """Log what snapshots take of this node's memory. Raises SettingsError where they do not fit."""
+    """Log what snapshots take of this node's memory. Raises SettingsError if they do not fit."""
     is_sharded = settings.checkpoint.format == "sharded"
     is_copied = environment.world_size > environment.local_world_size  # to another node
     keeps_copy = is_copied and environment.node_rank == 1 and environment.local_rank == 0
@@ -111,7 +111,7 @@ def plan_snapshots(model: nn.Module, settings: Settings, environment: Environmen
 def load_moments(optimizer: Optimizer, model: nn.Module, saved: State) -> None:
     """Load the state_dict() that an optimizer had under any strategy.
 
-    Raises SettingsError where it is another optimizer's.
+    Raises SettingsError if it is another optimizer's.
     """
     state = saved.optimizer
     try:

@@ -80,5 +80,5 @@ def share_of_peak(step: int, settings: Train, last_step: int | None) -> float:
 
 
 def norm_of(gradient: Tensor | None) -> float:
-    """Return a gradient's norm, of which each rank may hold a part; 0 where it is not known."""
+    """Return a gradient's norm, of which each rank may hold a part; 0 if it is not known."""
     return 0.0 if gradient is None else float(getattr(gradient, "full_tensor", gradient.detach)())

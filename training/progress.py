@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def may_be_lost(folder: Path, what: str = "") -> Iterator[None]:
-    """Nothing that only shows or records ends the run; what is lost is told once.
+    """A failure to show or record something never ends the run; it is reported once.
 
     By default that is what the body writes in a folder, as when the disk is full.
     """

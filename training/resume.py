@@ -44,7 +44,7 @@ def choose_batch_size(train: Train, world_size: int, saved: checkpoint.State | N
     """Return the samples of one process's micro-batch; log a global batch that had to be rounded.
 
     A run that is resumed by another number of processes keeps the config's global batch, else its
-    own; raises SettingsError where that does not divide.
+    own; raises SettingsError if that does not divide.
     """
     each, shares = train.batch_size_on(world_size), world_size * train.grad_accumulation
     before = saved.progress["global_batch_size"] if saved and len(saved.ranks) != world_size else 0
@@ -101,7 +101,7 @@ def write_config(settings: Settings, folder: Path) -> None:
 def resume_line(environment: Environment, command: str | None) -> str:
     """Return the command that resumes this run, with its label.
 
-    `command` is the launcher's: None without one, and "" where it has none, as this is then.
+    `command` is the launcher's: None without one, and "" if it has none, as this is then.
     """
     if command is None:
         dropped = "--local-rank", "--local_rank", "resume=never"

@@ -16,7 +16,7 @@ class Tokenizer:
     """Text to tokens and back."""
 
     def __init__(self, name: str, folder: Path = Path()) -> None:
-        """Raises SettingsError where the library or the file is not there, or means nothing."""
+        """Raises SettingsError if the library or the file is not there, or means nothing."""
         self.name = name
         self._kind, _, self._model = name.partition(":")
         self.end: int | None = None  # the token between two documents

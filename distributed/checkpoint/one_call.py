@@ -61,8 +61,8 @@ def load(
     """Load what `save` has saved last, into all of these. All ranks call it.
 
     It may have been saved with another number of ranks, or under another strategy; a rank that was
-    not there keeps its random state. Returns the progress, with the step, or None where the folder
-    holds no checkpoint yet. Raises CheckpointError where all are damaged.
+    not there keeps its random state. Returns the progress, with the step, or None if the folder
+    holds no checkpoint yet. Raises CheckpointError if all are damaged.
     """
     state = loader.load(folder, whole=False)
     if state is None:

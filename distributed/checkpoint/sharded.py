@@ -148,7 +148,7 @@ class _Planner(DefaultSavePlanner):
 def reader(folder: Path, index: bytes) -> Callable[[Trees], Trees]:
     """Return what reads trees of meta tensors: whole ones onto the CPU, this rank's of a DTensor.
 
-    Raises CheckpointError where this node does not see the folder.
+    Raises CheckpointError if this node does not see the folder.
     """
     _check_shared(folder)
     found: metadata.Metadata = files.unpack(index)

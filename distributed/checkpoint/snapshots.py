@@ -119,7 +119,7 @@ class Buffer(Memory):
         return zlib.crc32(os.pread(self.fd, header.size - header.rest, header.rest), checksum)
 
     def about(self) -> dict[str, Any] | None:
-        """Return all that is no tensor; None where the buffer is empty or damaged."""
+        """Return all that is no tensor; None if the buffer is empty or damaged."""
         header = self.header()
         if header.step < 0 or header.checksum not in (-1, self._checksum(header)):
             return None

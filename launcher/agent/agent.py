@@ -57,7 +57,7 @@ TRAIN = str(Path(__file__).resolve().parents[2] / "train.py")
 
 
 def run_agent(arguments: list[str], environ: OwnEnviron, supervisor: SupervisorLink) -> int:
-    """Be the agent process; returns its exit code where no rank was started, else ends it.
+    """Run as the agent; returns an exit code if no rank was started, otherwise exits.
 
     Each forked rank leaves this function by SystemExit (launcher/agent/rank/program.py). `environ`
     is this process's own, which the ranks inherit.
@@ -89,7 +89,7 @@ class NodeAgent:
     def __init__(
         self, args: Arguments, typed: list[str], meeting: Meeting, supervisor: SupervisorLink
     ) -> None:
-        """Raises Refused where the run's folder cannot be written, or a live process has it."""
+        """Raises Refused if the run's folder cannot be written, or a live process has it."""
         self.args, self.typed, self.supervisor = args, typed, supervisor
         self.cpus = cpus_of_ranks(args.numa_binding, args.nproc)
         self.heartbeats = Heartbeats(args.nproc)
@@ -275,7 +275,7 @@ class NodeAgent:
     def _note_restart(
         self, first: Failure, held_step: int, lost: Sequence[str], replaced: Sequence[str]
     ) -> None:
-        """On node rank 0, record and tell why the ranks start again, and on which nodes."""
+        """On node rank 0, record and report why the ranks restart, and on which nodes."""
         number = self.own.attempt
         line = self.restarts.note(first, held_step, number, lost=lost, replaced=replaced)
         self.outputs.say(f"{line}; now on port {self.own.port}")
@@ -289,7 +289,7 @@ class NodeAgent:
         self._tell_membership()
 
     def _tell_membership(self) -> None:
-        """Tell the launcher which nodes the run goes on with."""
+        """Tell the launcher which nodes the run continues with."""
         if (team := self.meeting.team) is not None:
             nodes = [member.node_id for member in (*team.members, *team.spares)]
             membership = Membership(self.own.attempt, nodes)
@@ -315,7 +315,7 @@ class NodeAgent:
         return outcome.with_saved(step) if step >= 0 else outcome
 
     def _report(self, outcome: Outcome, *, is_told: bool) -> None:
-        """Complete run.json, and tell how the run ended, unless node rank 0 tells it for all."""
+        """Complete run.json, and report how the run ended, unless node rank 0 does."""
         if self.args.log_dir is None:
             shutil.rmtree(self.error_files, ignore_errors=True)
         self.restarts.end(outcome.code)

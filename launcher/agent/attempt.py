@@ -266,7 +266,7 @@ class Attempt:
             self._fail(peer.loss(node, self.query.hosts[node]))
 
     def _beat(self) -> None:
-        """Tell the other nodes that this one lives, and see whether all are alive and move on."""
+        """Send a heartbeat to the other nodes; check for silent nodes and a stuck rank."""
         self.on_beat()
         self.notice.look()
         here = self.ranks.straggler()

@@ -1,16 +1,16 @@
-"""What an agent, its supervisor and a launcher elsewhere hold of each other (no torch).
+"""The links between an agent, its supervisor and a launcher elsewhere (no torch).
 
-By the control stream, a launcher on another machine holds a node's part of a run. It sets two
+Through the control stream, a remote launcher controls a node's part of a run. It sets two
 variables for the supervisor:
 
     LAUNCH_START={json}     a Launched. The supervisor removes it: a run nested within this one has
                             its own stdin.
     LAUNCH_TOKEN=<token>    begins messages to the launcher, `<token> {json}` on stdout: one tells
                             how the run ended, and the launcher prints the failure block.
-                            The variable stays, for it marks every process of the run.
+                            The variable stays: it marks every process of the run.
 
-In a step of a SLURM job there is no control stream, and a message comes in short lines, for srun
-mixes long ones. On the stream comes an empty line as a beat, and the name of a signal to pass on.
+In a step of a SLURM job there is no control stream, and messages come in short lines, because srun
+mixes long ones. The stream carries an empty line as a beat, and the names of signals to forward.
 Its end, or silence, means that the launcher is gone: that ends the run on this node.
 """
 
@@ -54,7 +54,7 @@ class Launched:
 
 @dataclass(frozen=True)
 class Membership:
-    """The nodes that a run goes on with, each by the node rank with which it was started."""
+    """The nodes that a run continues with, each by the node rank that it was started with."""
 
     attempt: int
     nodes: Sequence[int]  # by node rank, and after them the spares
@@ -62,7 +62,7 @@ class Membership:
 
 @dataclass(frozen=True)
 class Done:
-    """This node's part of the run is over; node rank 0 tells how the run ended."""
+    """This node's part of the run is over; node rank 0 reports how the run ended."""
 
 
 MESSAGES = Kinds(outcome=Outcome, done=Done, membership=Membership)  # to the launcher
@@ -78,14 +78,14 @@ class Control:
 
 @dataclass(frozen=True)
 class AgentNote:
-    """What the agent tells the supervisor once the run has begun."""
+    """What the agent sends the supervisor once the run has begun."""
 
     run_id: str
     node_rank: int
     started: float  # seconds since the epoch
     ranks: int  # on this node
     folder: str = ""  # of the run, where this node writes run.json
-    command: str = ""  # that resumes it; empty where nothing does
+    command: str = ""  # that resumes it; empty if nothing does
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def variables_of(
 def cpus_of_ranks(mode: str, nproc: int) -> Sequence[set[int] | None]:
     """Return the CPUs of each local rank as torchrun chooses them; None: those of the agent.
 
-    Raises Refused where torch cannot tell. It asks CUDA, which the agent must not have used when it
+    Raises Refused if torch cannot tell. It asks CUDA, which the agent must not have used when it
     forks the ranks: a child does it.
     """
     if not mode:
@@ -110,4 +110,4 @@ def cpus_of_ranks(mode: str, nproc: int) -> Sequence[set[int] | None]:
             return [*child.map(partial(cpus_near_gpu, mode), range(nproc))]
         except Exception as error:
             cause = f"cannot bind ranks to the CPUs near their GPUs: {error}"
-            raise Refused("numa-unknown", f"{cause}; leave NUMA_BINDING out") from None
+            raise Refused("numa-unknown", f"{cause}; unset NUMA_BINDING") from None

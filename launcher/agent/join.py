@@ -21,7 +21,7 @@ def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
 
     Where no launcher has started all of them, nor tried the ways between them, they do so now,
     unless the ranks may use another network. What a preflight has compared is not compared again.
-    Raises Refused where the run cannot start.
+    Raises Refused if the run cannot start.
     """
     files: dict[str, str] = {}
     environ = args.environ

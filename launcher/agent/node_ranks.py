@@ -1,4 +1,4 @@
-"""The ranks of one node as their agent sees them: who lives, how far, and why one ended (no torch).
+"""The ranks of one node as their agent sees them: alive or not, how far, and why ended (no torch).
 
 The ranks' own side, what each process does after the fork, is launcher/agent/rank/program.py.
 """
@@ -65,7 +65,7 @@ class Heartbeats:
         return name_record(self._fd, local_rank)
 
     def clear(self) -> None:
-        """Begin anew: the ranks that are started next have made no beat."""
+        """Start over: the ranks that are started next have sent no beat."""
         os.pwrite(self._fd, RECORD.pack(*Beat()) * self._ranks, 0)
 
     def read(self, local_rank: int) -> Beat:
@@ -82,7 +82,7 @@ class Heartbeats:
         return max(self.read(local_rank).step for local_rank in range(self._ranks))
 
     def saved(self) -> int:
-        """Return the step of the newest checkpoint that any rank has told; -1: none."""
+        """Return the step of the newest checkpoint that any rank has reported; -1: none."""
         return max(self.read(local_rank).saved for local_rank in range(self._ranks))
 
     def are_counted(self) -> bool:
@@ -147,7 +147,7 @@ class NodeRanks:
         return bool([stream for stream in self.streams() if stream.tick(now)])
 
     def straggler(self) -> RankState | None:
-        """Return the rank furthest behind; None where none lives."""
+        """Return the rank furthest behind; None if none is alive."""
         return stuck.find_straggler([self._state(each) for each in self.living()])
 
     def _state(self, each: Rank) -> RankState:
@@ -183,7 +183,7 @@ class NodeRanks:
         """Return the failure of a run that `suspect` holds up, with the stacks of all ranks here.
 
         Where the suspect is a rank of another node, the first rank here has failed as a
-        consequence. None where no rank lives. Blocks while the ranks write their stacks.
+        consequence. None if no rank lives. Blocks while the ranks write their stacks.
         """
         living = self.living()
         if not living:

@@ -117,7 +117,7 @@ class Query:
                 return silent.rank if odd is None else odd
             step, when = silent.progress[0], "since the start of the ranks"
             if step >= 0:
-                when = f"over 10 times the longest, after step {step}"
+                when = f"over 10 times the longest silence, after step {step}"
             who = "all ranks are in one place" if odd is None else f"rank {odd} is behind"
             again = f"kill -QUIT {os.getppid()} shows it again, HANG_SECONDS would end the run"
             head = f"no step for {silent.silence_s:.0f} s, {when}: {who}; {again}; {head}"

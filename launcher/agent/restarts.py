@@ -40,7 +40,7 @@ class Restarts:
         self.beats.clear()
 
     def why_not(self, first: Failure, held_step: int) -> str:
-        """Return why the run does not start again after a failure; nothing where it does.
+        """Return why the run does not start again after a failure; nothing if it does.
 
         `held_step` is the step of the newest snapshot in memory, -1 if there is none.
         """
@@ -54,7 +54,7 @@ class Restarts:
         is_same = (first.step, first.fault, first.cause) == (last.step, last.fault, last.cause)
         if is_same and first.step >= 0:
             return f"not restarting: step {first.step} failed twice with the same cause"
-        is_known = not self.beats.are_counted()  # a script may begin anew, at step 0
+        is_known = not self.beats.are_counted()  # a script may start over, at step 0
         is_new = self.before == (-1, -1) or self.beats.reached() != self.before
         if is_known and not is_new and held_step <= last.saved_step:
             return f"not restarting: restart {last.number} made no progress"

@@ -71,7 +71,7 @@ class Arguments:
     environ: OwnEnviron = field(repr=False)  # the agent's, which the ranks inherit
 
     def shown_ranks(self, first_rank: int, *, has_log: bool) -> Sequence[int]:
-        """Return the local ranks that the terminal shows: rank 0 alone where there is a log."""
+        """Return the local ranks that the terminal shows: only rank 0 if there is a log."""
         ranks = range(self.nproc)
         if self.shown is not None:
             return [rank for rank in ranks if rank in self.shown]
@@ -198,7 +198,7 @@ def _check_signals(args: argparse.Namespace) -> None:
 def _virtual_gpus(args: argparse.Namespace, nproc: int, visible: str | None) -> list[str]:
     """Return each rank's only GPU, as --virtual-local-rank asks; empty without it.
 
-    `visible` are those that the node shows; None: all. Raises ValueError where ranks lack one.
+    `visible` are those that the node shows; None: all. Raises ValueError if ranks lack one.
     """
     if not vars(args).get("virtual_local_rank"):
         return []

@@ -91,8 +91,8 @@ class Facts:
 def is_asked(end: Failure, signals: Sequence[int], *, has_saved: bool) -> bool:
     """Whether a rank that ended, not with code 0, stopped on request.
 
-    After a stop signal every end counts, but an error of the script's own. Without one, code 75
-    says so itself, where a rank of the node has told that it saved.
+    After a stop signal, every end counts except an error of the script itself. Without one, only
+    code 75 counts, if a rank of the node has reported a save.
     """
     if not signals:
         return end.code == STOPPED and has_saved
@@ -101,7 +101,7 @@ def is_asked(end: Failure, signals: Sequence[int], *, has_saved: bool) -> bool:
 
 def describe_end(
     unknown: Failure,  # as far as it is known of any rank; its time is the end's
-    raised: RaisedError | None,  # the error file's content; None where the rank left none
+    raised: RaisedError | None,  # the error file's content; None if the rank left none
     *,
     code: int | None,  # the exit code; None of a rank that has not left yet
     is_out_of_memory: bool,  # the kernel has killed for lack of memory during the attempt
@@ -131,7 +131,7 @@ def describe_end(
 
 
 def read_traceback(last_line: str, time: float) -> RaisedError:
-    """Return what its last line tells where there is no error file, whose disk may be full."""
+    """Return what a rank's last line shows if there is no error file: the disk may be full."""
     has_left = last_line.startswith("KeyboardInterrupt")  # as Python prints it
     return RaisedError(last_line, "", 1, time, has_left=has_left)
 
@@ -144,7 +144,7 @@ def is_consequence(facts: Facts, first: Failure | None, rank: int) -> bool:
 
 
 def end_of_node(facts: Facts, saved_step: int, *snapshots: Mapping[str, Sequence[int]]) -> NodeEnd:
-    """Return what this node tells node rank 0 when all its ranks have ended.
+    """Return what this node reports to node rank 0 when all its ranks have ended.
 
     `snapshots` are NodeEnd.parts and NodeEnd.copies.
     """
@@ -156,7 +156,7 @@ def end_of_node(facts: Facts, saved_step: int, *snapshots: Mapping[str, Sequence
 def reach_verdict(facts: Facts, *, saved_step: int, left: int) -> Verdict:
     """Return how the attempt ended: as node rank 0 told it, else from what is known here.
 
-    `saved_step` is that of the newest checkpoint that a rank here has told, or -1; `left` are the
+    `saved_step` is that of the newest checkpoint reported by a rank here, or -1; `left` are the
     processes here that could not be ended.
     """
     if facts.verdict is not None:
@@ -190,7 +190,7 @@ def stop_code(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> int:
     """Return the exit code of a run that did not fail.
 
     0 when it was done. When it was stopped: 75 if ranks saved, another code with which one left, or
-    that of the signal. A rank that has told a save leaves with 0 only when it is done.
+    that of the signal. A rank that has reported a save exits with 0 only when done.
     """
     codes = [code for node in nodes for code in node.left.values() if code != 0]
     has_saved = any(node.saved_step >= 0 for node in nodes)

@@ -175,7 +175,7 @@ class _Reader:
         others = [flag for flag in ("--strict", "--detach") if self.values.get(COMMON[flag].field)]
         others += [word for word in words if word.startswith("-") and word != "--dry-run"]
         if is_about_runs and others:
-            raise PlanError(f"{others[0]} does not go with {option}; give the names of runs")
+            raise PlanError(f"{others[0]} cannot be used with {option}; give the names of runs")
         self.values = {
             "program": self.values["program"],
             "fanout": task,

@@ -20,7 +20,7 @@ def read_like_torchrun(values: dict[str, Any], environ: Environ) -> None:
         nodes = "1" if is_alone else values.get("nnodes", "")
         find_master(values, nodes, **rendezvous, in_step=bool(environ.get("SLURM_STEP_ID")))
     elif rendezvous["endpoint"]:
-        raise PlanError("--hosts names the nodes, and --rdzv-endpoint does so, too; omit one")
+        raise PlanError("--hosts and --rdzv-endpoint both name the nodes; omit one")
     cpus = os.sysconf("SC_NPROCESSORS_ONLN")
     if values.get("nproc") == "cpu":
         values["nproc"] = str(cpus)

@@ -1,6 +1,6 @@
 """The lines that name a cause, and those that only look like one.
 
-They are asked in this order, before those of signs.py: the first rule that knows a line counts.
+They are tried in this order, before those of signs.py: the first rule that matches a line wins.
 """
 
 from launcher.explain.kinds import cause, consequence, end

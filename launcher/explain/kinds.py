@@ -1,4 +1,4 @@
-"""What a rule of explain is, and how much the lines that it knows say of the cause."""
+"""What a rule of explain is, and how much the lines that it matches say about the cause."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Kind(IntEnum):
     CAUSE = 1
     EXCEPTION = 2  # of any program; no rule says more of it
     WARNING = 3  # that a program may have lived on with
-    END = 4  # how a process ended, or that it waited in vain; the cause may stand elsewhere
+    END = 4  # how a process ended, or that its wait timed out; the cause may be elsewhere
     LOST = 5  # that another process is gone
     CODE = 6  # the code of one that failed, and nothing else of it
     CONSEQUENCE = 7  # never a cause
@@ -26,7 +26,7 @@ class Rule:
 
     kind: Kind
     fault: str
-    find: str  # regular expressions, one a line, for one line of a log at a time
+    find: str  # regular expressions, one per line, for one line of a log at a time
 
     @functools.cached_property
     def pattern(self) -> re.Pattern[str]:

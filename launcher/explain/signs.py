@@ -1,6 +1,6 @@
 """The lines that show a failure and not its cause: warnings, how processes ended, what followed.
 
-They are asked in this order, after those of causes.py: the first rule that knows a line counts.
+They are tried in this order, after those of causes.py: the first rule that matches a line wins.
 """
 
 from launcher.explain.kinds import code, consequence, end, exception, lost, warning

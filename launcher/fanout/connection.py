@@ -137,7 +137,7 @@ class Connection(Child):
             self._fault = find_fault(self.name, self._loop.environ)
 
     def explain_silence(self, waited_s: float) -> Fault:
-        """Return why the node has not told what its checks found."""
+        """Return why the node has not reported its checks."""
         if self._probe is not None:
             self._probe.join(limits.PROBE_S)
         is_there = self.answer(Hello) is not None
@@ -166,8 +166,8 @@ def greet(
 ) -> None:
     """Wait until every node has said hello, or is not there.
 
-    An sshd, a bastion's above all, drops some of many new connections (MaxStartups): where others
-    came through, these try again.
+    An sshd, especially a bastion's, drops some of many new connections (MaxStartups): if others
+    succeed, the dropped ones retry.
     """
     tries = [1] * len(connections)
     while (now := time.monotonic()) < until:
@@ -212,7 +212,7 @@ def find_fault(node: str, environ: Environ) -> str:
 def forwarded_names(plan: Plan, own: Collection[str]) -> list[str]:
     """Return the names of the variables that go to the nodes, without those of this node alone.
 
-    Raises PlanError where FORWARD_ENV names one that is not set.
+    Raises PlanError if FORWARD_ENV names one that is not set.
     """
     environ = plan.environ
     asked = asked_names(environ)

@@ -1,4 +1,4 @@
-"""How a run over several nodes ended, from what each of them has told: the code, and the block."""
+"""How a run over several nodes ended, from what each of them reported: the code, and the block."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def find_lost(nodes: Sequence[NodeResult], *, outlived: bool) -> tuple[int, str,
 
 
 def find_unreported(codes: Sequence[int]) -> tuple[int, str, str, int]:
-    """Return node rank, fault, cause and code of the first agent that told nothing.
+    """Return node rank, fault, cause and code of the first agent that reported nothing.
 
     They are known by their exit codes.
     """

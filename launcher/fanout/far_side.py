@@ -127,7 +127,7 @@ def offer_start(start: Start, environ: OwnEnviron, token: str) -> int:
 
 
 def await_other(listener: socket.socket) -> socket.socket | None:
-    """Return the connection of pdsh's process; None where it does not come."""
+    """Return the connection of pdsh's process; None if it does not come."""
     ready = select.poll()
     ready.register(listener, select.POLLIN)
     ready.register(0, select.POLLRDHUP)  # beats are the agent's, and stay unread
@@ -178,7 +178,7 @@ def start_for_other(name: str) -> int:
 
 
 def report_cut(other: socket.socket) -> None:
-    """Wait for the end of pdsh's connection, and tell it."""
+    """Wait for the end of pdsh's connection, and report it."""
     while os.read(0, 4096):
         pass
     with contextlib.suppress(OSError):

@@ -58,7 +58,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
 def check_here(plan: Plan) -> Report:
     """Return what the preflight finds on this machine, in the run's container.
 
-    Raises Refused where that does not start.
+    Raises Refused if that does not start.
     """
     if plan.is_dry_run or not plan.container:
         return check_node(plan.request(), plan.environ)
@@ -69,7 +69,7 @@ def check_here(plan: Plan) -> Report:
     raise Refused(
         "env-missing",
         f"the preflight did not start in {plan.container}, see above; its Python is {plan.python}: "
-        "PYTHON names another, CONTAINER_ARGS binds more folders",
+        "set PYTHON, or bind more folders with CONTAINER_ARGS",
     )
 
 

@@ -133,7 +133,7 @@ class Child:
         loop.children.append(self)
 
     def send(self, data: bytes) -> None:
-        """Write to its stdin as soon as it takes it; nothing where that is closed."""
+        """Write to its stdin as soon as it takes it; nothing if that is closed."""
         if self._stdin >= 0:
             self._unsent += data
             self._write()
@@ -179,7 +179,7 @@ class Child:
             self._loop.selector.unregister(self._stdin)
 
     def _read(self, fd: int) -> bool:
-        """Take what is there; False where that is nothing."""
+        """Take what is there; False if that is nothing."""
         try:
             data = os.read(fd, _CHUNK)
         except BlockingIOError:

@@ -1,8 +1,8 @@
 """What a launcher and its nodes tell each other over ssh: JSON objects with one key.
 
-launcher -> node   {"check": {...}}, {"start": {...}} or {"sweep": {...}}, a line each. After a
+launcher -> node   {"check": {...}}, {"start": {...}} or {"sweep": {...}}, one per line. After a
                    start the stream is the agent's control stream (control.py).
-node -> launcher   `<token> {"hello": {...}}` and so on, a line each, and after a start
+node -> launcher   `<token> {"hello": {...}}` and so on, one per line, and after a start
                    `<token> beat` as a sign of life. All else is output.
 """
 
@@ -72,7 +72,7 @@ class Exit:
 
 
 LONGEST_MESSAGE = 1 << 20  # bytes
-_LEAST_HELD = 4  # bytes; fewer are shown at once, for they are most likely a bar's
+_LEAST_HELD = 4  # bytes; fewer are shown at once: they are probably a bar's
 REQUESTS = Kinds(check=Request, start=Start, sweep=Sweep)
 ANSWERS = Kinds(
     hello=Hello,

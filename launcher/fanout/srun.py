@@ -33,7 +33,7 @@ from launcher.wire import limits
 
 LONGEST = 100_000  # characters of an argument; Linux allows 128 KiB
 KILL_ALL = "--kill-on-bad-exit=1"
-_CANNOT_START = (REFUSED, *range(125, 128))  # of a Python that is not whole; of env
+_CANNOT_START = (REFUSED, *range(125, 128))  # of a broken Python; of env
 
 
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:
@@ -94,10 +94,10 @@ def secret_variables(plan: Plan) -> dict[str, str]:
 
 
 def check_nodes(plan: Plan) -> tuple[Plan, Report, compare.Preflight] | None:
-    """Check every node, again without ill ones as long as there are spares.
+    """Check every node; repeat without faulty ones as long as there are spares.
 
-    Returns the plan, node rank 0's report, and what all say together; None where that refuses the
-    start. Raises Refused where a node does not answer.
+    Returns the plan, node rank 0's report, and what all say together; None if that refuses the
+    start. Raises Refused if a node does not answer.
     """
     reports = ask_nodes(plan)
     outcome = compare.judge(reports)
@@ -119,7 +119,7 @@ def check_nodes(plan: Plan) -> tuple[Plan, Report, compare.Preflight] | None:
 def ask_nodes(plan: Plan) -> list[Report]:
     """Run the preflight on every node; returns the reports by node rank.
 
-    Raises Refused where more nodes than there are spares did not answer.
+    Raises Refused if more nodes than there are spares did not answer.
     """
     pieces = in_pieces(encode(plan.request(meeting_size=plan.num_agents)), LONGEST)
     check = plan.inside([*plan.module_command("launcher.preflight.check_node"), *pieces])
@@ -140,11 +140,11 @@ def ask_nodes(plan: Plan) -> list[Report]:
         return reports
     cause = f"the preflight did not start on {', '.join(silent)}, see above"
     if plan.container and srun.returncode > 0:
-        cure = f"see that the image is there, and in it {plan.python}"
+        cure = f"check that the image is there and contains {plan.python}"
         raise Refused("env-missing", f"{cause}; {cure}")
     if srun.returncode in _CANNOT_START:
         needed = f"{plan.directory}, {plan.root} and {plan.python}"
-        raise Refused("env-missing", f"{cause}; let {needed} be there as they are here")
+        raise Refused("env-missing", f"{cause}; make {needed} available there")
     cause = f"no answer to the preflight from {', '.join(silent)}"
     how = f"srun's exit code is {code}, see above"
     cure = f"try srun --nodelist={','.join(silent)} hostname"
@@ -187,7 +187,7 @@ def step_command(plan: Plan, *, nproc: int, port: int) -> list[str]:
     """Return the command that starts the ranks of all nodes.
 
     The run's variables are set on the nodes: srun forwards none under sbatch --export=NONE.
-    Raises PlanError where the job has another number of tasks, with LAUNCHER=srun.
+    Raises PlanError if the job has another number of tasks, with LAUNCHER=srun.
     """
     if not plan.engine:
         agent = plan.inside(plan.agent_command(nproc=nproc, port=port, node_rank=None))

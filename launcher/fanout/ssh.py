@@ -41,7 +41,7 @@ from launcher.wire import limits
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:
     """Start the run on its nodes and wait for its end; returns the exit code.
 
-    Raises PlanError or Refused where nothing was started.
+    Raises PlanError or Refused if nothing was started.
     """
     return Fanout(plan).run(be_ready)
 
@@ -95,7 +95,7 @@ class Fanout:
     # --- the preflight ------------------------------------------------------------------------
 
     def check_nodes(self) -> list[Report] | None:
-        """Connect to all nodes, check them and print the plan; None where it is refused."""
+        """Connect to all nodes, check them and print the plan; None if it is refused."""
         began, plan = time.monotonic(), self.plan
         within_s = self.slack_s + plan.preflight_s
         if not plan.has_checks:  # whoever skips them wants to start, and a login may take long

@@ -95,7 +95,7 @@ class Output:
 
     @property
     def unreported(self) -> set[int]:
-        """The nodes whose part began and told no end."""
+        """The nodes whose part began and reported no end."""
         return {*filter(self._takes_part, self._pieces)} - self.reports.keys()
 
     def _takes_part(self, rank: int) -> bool:
@@ -163,7 +163,7 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     # 128 + SIGUSR1: the notice came before there was anything to save.
     has_saved = code == STOPPED or (code == 128 + NOTICE and plan.checkpoint_dir is not None)
     comes_back = NOTICE in asked and has_saved
-    if outcome is not None:  # first, for SLURM ends a job that it requeues
+    if outcome is not None:  # first, because SLURM ends a job that it requeues
         shown = replace(outcome, command="") if comes_back else outcome
         print_outcome(shown, sys.stderr, plan.folder)
     if comes_back and not requeue(plan) and outcome is not None:
@@ -218,7 +218,7 @@ def find_outcome(plan: Plan, output: Output, started: float) -> Outcome | None:
 def as_slurm_ended(outcome: Outcome, plan: Plan) -> Outcome:
     """Return the outcome with SIGTERM's code, where SLURM ended the run and no rank saved.
 
-    A time limit is named, for nobody asked for it as for scancel.
+    A time limit is reported, because nobody asked for it, unlike scancel.
     """
     is_stopped = outcome.failure is None and outcome.code not in (0, STOPPED)
     if not is_stopped or outcome.signum == signal.SIGINT:

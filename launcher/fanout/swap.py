@@ -39,7 +39,7 @@ def find_ill(plan: Plan, reports: Sequence[Report | None]) -> set[int]:
 def swap(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
     """Return the plan without these nodes, and who takes their places.
 
-    None where there are no such nodes, or too few spares, or another master than the chosen.
+    None if there are no such nodes, or too few spares, or another master than the chosen.
     """
     if not ill or (0 in ill and plan.environ.get("MASTER_ADDR")):
         return None
@@ -83,7 +83,7 @@ def leave_out(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None
 def choose_master(plan: Plan, hellos: Sequence[Hello | None]) -> Plan:
     """Take the address at which ssh reached node 0, whatever an alias or a jump host is called.
 
-    Raises Refused where the other nodes cannot reach it.
+    Raises Refused if the other nodes cannot reach it.
     """
     first, address = plan.nodes[0].name, hellos[0].address if hellos[0] else ""
     if plan.master_addr not in (first, first.rpartition("@")[2]):  # MASTER_ADDR, or one node's

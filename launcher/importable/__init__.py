@@ -1,8 +1,8 @@
-"""A folder for the end of the ranks' path: by one name a script imports the helper (no torch).
+"""A folder at the end of the ranks' path, from which scripts import the helper (no torch).
 
     from torch_launch_kit.distributed import torch as helper
 
-The same line works where pip has installed this project, which gives it that name.
+The same line works after `pip install`, because the package has that name.
 """
 
 from __future__ import annotations

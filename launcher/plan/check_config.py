@@ -17,8 +17,8 @@ from launcher.text import PlanError, environment_cure, warn
 def check_config(plan: Plan) -> Plan:
     """Have train.py check the config and the settings; returns the plan with what they say.
 
-    A script of the user's own checks itself, once it runs. Raises Refused where train.py cannot run
-    here, and PlanError where it names a checkpoint that is not there. Where the config is wrong,
+    A script of the user's own checks itself, once it runs. Raises Refused if train.py cannot run
+    here, and PlanError if it names a checkpoint that is not there. Where the config is wrong,
     this exits with BAD_INPUT.
     """
     steps = plan.step_options()

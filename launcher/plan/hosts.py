@@ -17,7 +17,7 @@ _SLOTS = re.compile(r"(\S+) (?:max[-_]slots=\d+ )?slots=(\d+)(?: max[-_]slots=\d
 def read_nodes(words: Sequence[str], nproc: int | None) -> tuple[NodePlan, ...]:
     """Return the nodes that words such as `node1`, `me@node2:4` and `gpu[01-08]` name.
 
-    Raises PlanError where a word names no node, or two name the same.
+    Raises PlanError if a word names no node, or two name the same.
     """
     nodes = tuple(node for word in words for node in _read_node(word, nproc))
     names = [node.name for node in nodes]
@@ -34,7 +34,7 @@ def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:
         name, number = word.split(":")
     if not name or name[0] == "-" or name[0].isspace():
         raise PlanError(
-            f"{word!r} names no node; give NODE, NODE:NPROC or a list such as gpu[01-08]"
+            f"{word!r} is not a node; give NODE, NODE:NPROC or a list such as gpu[01-08]"
         )
     if number is not None:
         nproc = read_nproc(f"the number of processes of {word!r}", number)
@@ -46,13 +46,13 @@ def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:
 
 
 def read_hostfile(file: Path) -> list[str]:
-    """Return the words of a file of hosts: a node a line, or as Open MPI has it (`node1 slots=4`).
+    """Return the words of a host file: one node per line, or Open MPI's form (`node1 slots=4`).
 
     Of names that repeat, as LSF and OAR write a line for each processor, the lines are counted.
-    Raises PlanError where there is no such file, or a line cannot be read.
+    Raises PlanError if there is no such file, or a line cannot be read.
     """
     if not file.is_file():
-        raise PlanError(f"there is no file {str(file)!r} of hosts; correct -f")
+        raise PlanError(f"there is no host file {str(file)!r}; correct -f")
     words = []
     for number, line in enumerate(file.read_text(encoding="utf-8-sig").splitlines(), 1):
         fields = line.partition("#")[0].split()
@@ -63,9 +63,9 @@ def read_hostfile(file: Path) -> list[str]:
         else:
             raise PlanError(
                 f"line {number} of {str(file)!r} is {line!r}; "
-                "give NODE, NODE:NPROC or NODE slots=NPROC, one a line"
+                "give NODE, NODE:NPROC or NODE slots=NPROC, one per line"
             )
     if not words:
-        raise PlanError(f"{str(file)!r} names no node; give one a line")
+        raise PlanError(f"{str(file)!r} lists no nodes; add one per line")
     is_plain = len({*words}) < len(words) and not any(re.search(r"[][:,]", word) for word in words)
     return [f"{word}:{words.count(word)}" for word in dict.fromkeys(words)] if is_plain else words

@@ -33,7 +33,7 @@ def find_idle(plan: Plan) -> str:
 
 
 def _job(environ: Environ) -> tuple[int, int]:
-    """Return the nodes of the job, and the GPUs of each; 0 where that is not known."""
+    """Return the nodes of the job, and the GPUs of each; 0 if that is not known."""
     if environ.get("SLURM_JOB_ID"):
         per_node = environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]  # a100:2
         given = environ.get("SLURM_GPUS_ON_NODE") or per_node  # salloc's shell has the latter alone

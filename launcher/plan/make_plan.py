@@ -59,7 +59,7 @@ def make_plan(typed: Typed) -> Plan:
     max_restarts = read_number("MAX_RESTARTS", restarts, 0, 1000)
     if max_restarts and typed.engine:
         raise PlanError(
-            f"MAX_RESTARTS is {max_restarts}, but {typed.engine} starts no rank again; omit it"
+            f"MAX_RESTARTS is {max_restarts}, but {typed.engine} cannot restart ranks; omit it"
         )
     grace_s = read_number("GRACE", environ.get("GRACE") or str(limits.GRACE_S), 0, 86400)
     wait = environ.get("PREFLIGHT_SECONDS") or "9"
@@ -152,7 +152,7 @@ def _find_hosts(typed: Typed) -> Typed:
         "--master-addr": typed.master,
     }
     if named := next(filter(others.get, others), ""):
-        raise PlanError(f"--hosts names the nodes, and {named} does so, too; omit one")
+        raise PlanError(f"--hosts and {named} both name the nodes; omit one")
     if nodes != "job":
         if Path(nodes).is_file():
             return replace(typed, fanout=via, hostfile=nodes)
@@ -318,8 +318,8 @@ def choose_program(typed: Typed) -> tuple[list[str], bool, str]:
         raise PlanError(f"there is no config {config!r}; give the path of a YAML file{none}")
     if is_ours and config == "-":
         raise PlanError(
-            "this project's train.py needs a config, and '-' passes none; give one, or name a "
-            "script of your own in TRAIN_SCRIPT"
+            "this project's train.py needs a config, and '-' passes none; give one, or set "
+            "TRAIN_SCRIPT to your own script"
         )
     if is_ours:
         backend = ["--distributed-backend", environ["BACKEND"]] if environ.get("BACKEND") else []
@@ -338,7 +338,7 @@ def _refuse_missing(here: Path, kind: str, name: str) -> None:
     ):
         raise PlanError(f"there is no module {name!r}; correct its name, or set PYTHONPATH")
     if kind != "-m" and not which(name):
-        raise PlanError(f"there is no program {name!r} that can be executed; correct its path")
+        raise PlanError(f"{name!r} is not an executable program; correct its path")
 
 
 def _is_ours(script: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a scheduler sets for one node alone, and must never travel to the others.
+"""What a scheduler sets for only one node, and must never be sent to the others.
 
 A value that the user chose is everyone's: one that was typed for this launch or exported in the
 job's script, given to qsub, named in FORWARD_ENV, or set by VENV, CONDA_ENV and MODULES.
@@ -50,9 +50,9 @@ class Own:
         missing = [node.name for node in plan.nodes if node.name not in self.values]
         if names and missing:
             say(
-                f"warning: {names}: what the scheduler set for this node alone is not sent to the "
-                f"others, whose own is not known ({', '.join(missing)}); "
-                f"to send this node's, FORWARD_ENV='{names}'"
+                f"warning: {names}: the scheduler's values for this node are not sent to the "
+                f"others, whose values are unknown ({', '.join(missing)}); "
+                f"to send this node's, set FORWARD_ENV='{names}'"
             )
 
     def of_node(self, node: str, nproc: int = 0) -> dict[str, str]:
@@ -93,7 +93,7 @@ def asked_names(environ: Environ) -> list[str]:
 
 
 def read_begun() -> set[str]:
-    """Return the `NAME=value` that the shell was begun with; none where it is a scheduler's."""
+    """Return the `NAME=value` that the shell was begun with; none if it is a scheduler's."""
     try:
         text = Path(f"/proc/{os.getppid()}/environ").read_bytes()
     except OSError:  # another user's

@@ -25,7 +25,7 @@ REQUEST = (
 def read_nodefile(environ: Environ, nproc: int | None) -> tuple[NodePlan, ...]:
     """Return a PBS job's nodes, each with the ranks that the job's request gives it.
 
-    Raises PlanError where this is not a PBS job, or not one of the size that was asked for.
+    Raises PlanError if this is not a PBS job, or not one of the size that was asked for.
     """
     if not environ.get("PBS_JOBID"):
         raise PlanError(f"this is not a PBS job; {REQUEST}")
@@ -33,7 +33,7 @@ def read_nodefile(environ: Environ, nproc: int | None) -> tuple[NodePlan, ...]:
     there, asked = len({*lines}), environ.get("PBS_NUM_NODES") or "some"  # Torque's
     if not lines or (asked.isdecimal() and int(asked) != there):
         raise PlanError(
-            f"the job's node file names {count(there, 'node')} where {asked} should be; {REQUEST}"
+            f"the job's node file has {count(there, 'node')}, but should have {asked}; {REQUEST}"
         )
     if nproc:
         return tuple(NodePlan(name, nproc) for name in dict.fromkeys(lines))
@@ -154,7 +154,7 @@ def is_torque(environ: Environ) -> bool:
 def job_command(environ: Environ, script: Path, typed: Sequence[str]) -> list[str]:
     """Return the qsub command for what was typed; -V forwards the variables.
 
-    It asks for what this job was given; outside a job, for one node. Empty where PBS is silent.
+    It asks for what this job was given; outside a job, for one node. Empty if PBS is silent.
     """
     has_nodes, arguments = is_torque(environ), list(typed[1:])
     names = ("nodes", "walltime") if has_nodes else ("select", "place", "walltime")

@@ -61,7 +61,7 @@ class World:
     min_nodes: int = 0  # with which the run goes on without a spare; 0: it replaces no node
     hosts: str = ""  # SLURM's list of them
     job: str = ""  # SLURM's id of the job that has them
-    left_out: Sequence[str] = ()  # nodes of the job that are ill
+    left_out: Sequence[str] = ()  # faulty nodes of the job
 
 
 @dataclass(frozen=True)
@@ -190,14 +190,14 @@ class Plan(World, Choices, ConfigFacts):
     def run_inside(
         self, command: Sequence[str], **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on this machine to its end; raises Refused where its container is amiss."""
+        """Run a command on this machine to its end; raises Refused if it cannot be executed."""
         words = self.inside(command)
         try:
             return subprocess.run(words, stdin=subprocess.DEVNULL, text=True, **options)
         except OSError as error:
             cure = "correct PYTHON"
             if self.container:
-                cure = f"install {self.container.runtime}, or leave CONTAINER out"
+                cure = f"install {self.container.runtime}, or unset CONTAINER"
             raise Refused("env-missing", f"{words[0]}: {error.strerror}; {cure}") from None
 
     def inside(self, command: Sequence[str]) -> list[str]:
@@ -256,8 +256,8 @@ def print_commands(plan: Plan, paste_line: Callable[[str, str], str]) -> None:
 def print_plan(
     plan: Plan,
     node: Report | None,  # what node 0 or, where each node is started on its own, this one has told
-    preflight: Preflight | None,  # what the preflight found; None where it has not run
-    counts: Sequence[int],  # ranks of each node; empty where they are not known yet
+    preflight: Preflight | None,  # what the preflight found; None if it has not run
+    counts: Sequence[int],  # ranks of each node; empty if they are not known yet
     out: TextIO | None = None,  # None: stderr
 ) -> None:
     """Print the plan."""

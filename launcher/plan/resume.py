@@ -32,7 +32,7 @@ _SECRET = re.compile("KEY|TOKEN|SECRET|PASS")
 def command_line(typed: Typed, fanout: str) -> str:
     """Return what was typed, with the variables that shaped it: typed again, it resumes the run.
 
-    Empty where the job's size is not known.
+    Empty if the job's size is not known.
     """
     environ = typed.environ
     names = ["RUN_ID"] if fanout == "job_command" else []

@@ -26,7 +26,7 @@ def read_job(environ: Environ, script: str, asked: int | None) -> World:
     """Return the nodes of a job, with the first as master, and the ranks per node.
 
     The entry script is named as it was typed; the user has asked for `asked` ranks per node.
-    Raises PlanError where this is not a job, or the scripts cannot use it.
+    Raises PlanError if this is not a job, or the scripts cannot use it.
     """
     names = ("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST")
     if missing := [name for name in names if not environ.get(name)]:
@@ -39,13 +39,13 @@ def read_job(environ: Environ, script: str, asked: int | None) -> World:
     if environ.get("SLURM_HET_SIZE"):
         raise PlanError(
             "a heterogeneous job has nodes that differ, and this starts the same on each; omit the "
-            ": and what follows, or start train.py with srun --het-group [wrong-world]"
+            ": and the groups after it, or start train.py with srun --het-group [wrong-world]"
         )
     nproc = tasks_per_node(environ)
     if nproc and asked not in (None, nproc):
         raise PlanError(
             f"{asked} processes per node, but the job has SLURM_TASKS_PER_NODE={nproc}; "
-            "leave the number out [wrong-world]"
+            "omit the number [wrong-world]"
         )
     gpus = environ.get("SLURM_GPUS_ON_NODE") or None
     nproc = nproc or asked or read_nproc("SLURM_GPUS_ON_NODE", gpus)
@@ -63,7 +63,7 @@ def read_job(environ: Environ, script: str, asked: int | None) -> World:
 def tasks_per_node(environ: Environ) -> int | None:
     """Return the tasks per node that the user asked for, if they are more than one.
 
-    Raises PlanError where the nodes have different numbers of tasks.
+    Raises PlanError if the nodes have different numbers of tasks.
     """
     if not environ.get("SLURM_NTASKS"):  # the other variable only counts the processors then
         return None
@@ -80,8 +80,8 @@ def tasks_per_node(environ: Environ) -> int | None:
 def read_step(environ: Environ, typed: Mapping[str, str | None]) -> World | None:
     """Return the nodes and this node's rank from a step with one task per node; None outside.
 
-    The arguments typed are NUM_NODES, NODE_RANK and MASTER_ADDR; None where not given. Raises
-    PlanError where one contradicts the step, LauncherError where it has several tasks per node.
+    The arguments typed are NUM_NODES, NODE_RANK and MASTER_ADDR; None if not given. Raises
+    PlanError if one contradicts the step, LauncherError if it has several tasks per node.
     """
     step = slurm_node(environ, master=typed["MASTER_ADDR"] or "")
     if step is None:
@@ -94,7 +94,7 @@ def read_step(environ: Environ, typed: Mapping[str, str | None]) -> World | None
         if typed[name] not in (None, environ[variable]):
             raise PlanError(
                 f"the argument {name} is {typed[name]!r} but srun's {variable} is "
-                f"{environ[variable]}; leave the argument out (the batch shell may have expanded "
+                f"{environ[variable]}; omit the argument (the batch shell may have expanded "
                 "it) [wrong-world]"
             )
     num_nodes, node_rank, master_addr = step
@@ -193,11 +193,11 @@ def end_chain(code: int, environ: Environ) -> None:
 
 
 def ask_squeue(*options: str) -> str | None:
-    """Return what squeue prints; None where SLURM does not answer."""
+    """Return what squeue prints; None if SLURM does not answer."""
     return ask_scheduler("squeue", "--noheader", *options)
 
 
 def has_ended(job: str) -> bool:
-    """Return whether a job of this user has ended, or is about to; False where SLURM is silent."""
+    """Return whether a job of this user has ended, or is about to; False if SLURM is silent."""
     jobs = ask_squeue(f"--user={os.getuid()}", "--format=%A %T")
     return jobs is not None and not re.search(rf"^{job} (?!COMPLETING)", jobs, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""How a run goes on without a node: SPARES and MIN_NODES."""
+"""How a run continues without a node: SPARES and MIN_NODES."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FANOUTS = ("ssh", "srun")  # that outlive the loss of a node
 def keep_back(world: World, environ: Environ, fanout: str, engine: str, max_restarts: int) -> World:
     """Return the nodes with the last of them as spares.
 
-    Raises PlanError where the numbers cannot mean a run, or this launcher cannot replace a node.
+    Raises PlanError if the numbers cannot mean a run, or this launcher cannot replace a node.
     """
     given = {name: environ[name] for name in NAMES if environ.get(name)}
     spares = read_number("SPARES", given.get("SPARES", "0"), 0, 1000)
@@ -24,7 +24,7 @@ def keep_back(world: World, environ: Environ, fanout: str, engine: str, max_rest
     if fanout not in FANOUTS or engine:
         raise PlanError(
             f"{names}: this launcher does not replace nodes; "
-            "use launch_torchrun_auto.sh or a SLURM job, or omit it"
+            "use launch_torchrun_auto.sh or a SLURM job, or unset these"
         )
     if not max_restarts:
         raise PlanError(
@@ -33,7 +33,7 @@ def keep_back(world: World, environ: Environ, fanout: str, engine: str, max_rest
     if spares >= world.num_nodes:
         raise PlanError(
             f"SPARES is {spares} of {world.num_nodes} nodes in all; "
-            "name more nodes, the last are the spares"
+            "name more nodes: the last ones are spares"
         )
     num_nodes = world.num_nodes - spares
     least = read_number("MIN_NODES", given.get("MIN_NODES", str(num_nodes)), 1, num_nodes)

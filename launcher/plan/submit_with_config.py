@@ -84,7 +84,7 @@ def run(typed: Typed) -> int:
 def take_own_settings(typed: Typed) -> tuple[dict[str, str], list[str]]:
     """Return the settings of this script by name, "" if not given, and those of the training.
 
-    Raises PlanError where one is unknown or missing.
+    Raises PlanError if one is unknown or missing.
     """
     own, is_ours = dict.fromkeys(OWN, ""), not typed.environ.get("TRAIN_SCRIPT")
     others = []
@@ -119,9 +119,9 @@ def choose_preparation(own: Mapping[str, str], by_config: str, program: str) -> 
 
 
 def choose_size(gpus: int, nodes: Sequence[int]) -> Size:
-    """Return how many nodes, of those with so many GPUs each, share the GPUs evenly.
+    """Return the fewest nodes that share the GPUs evenly; `nodes` has the GPUs of each.
 
-    Where the nodes do not suffice, they are as few as if there were more: SLURM refuses that.
+    If there are too few nodes, return the size that would fit: SLURM then rejects it.
     """
     most = max(nodes)
     sizes = [n for n in range(-(-gpus // most), gpus + 1) if gpus % n == 0]
@@ -131,16 +131,16 @@ def choose_size(gpus: int, nodes: Sequence[int]) -> Size:
 
 
 def gpus_of_nodes(partition: str) -> list[int]:
-    """Return the GPUs, of any type, of each node of the partition, or of several; "": the default.
+    """Return the GPU count of each node of one or several partitions; "": the default one.
 
-    Raises Refused where there are none, or sinfo cannot tell.
+    Raises Refused if there are none, or sinfo fails.
     """
     if shutil.which("sinfo") is None:
         raise Refused("env-missing", "there is no sinfo here; submit from a login node")
     command = ["sinfo", "-h", "-N", "-o", "%P %N %G", *(["-p", partition] if partition else [])]
     answer = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if answer.returncode != 0:
-        raise Refused("env-missing", "sinfo fails, see above; submit where SLURM answers")
+        raise Refused("env-missing", "sinfo failed, see above; submit where sinfo works")
     nodes = read_sinfo(answer.stdout, of_default=not partition)
     if not nodes:
         where = f" in partition {partition}" if partition else " in the default partition"
@@ -149,7 +149,7 @@ def gpus_of_nodes(partition: str) -> list[int]:
 
 
 def read_sinfo(text: str, *, of_default: bool) -> list[int]:
-    """Return the GPUs of each node that has some, in any partition or in the default one (`*`)."""
+    """Return the GPU count of each node with GPUs, in any partition or in the default one (`*`)."""
     lines = [line.split(maxsplit=2) for line in text.splitlines()]
     has_default = of_default and any(partition.endswith("*") for partition, *_ in lines)
     nodes = {
@@ -176,7 +176,7 @@ def submit_all(
         # SLURM would keep a job that can never start.
         warn(
             f"{typed.program}: {count(size.num_nodes, 'node')} x {size.gpus} GPUs: {cause}; "
-            "see sinfo, and ask for what there is"
+            "sinfo shows what is available"
         )
         return REFUSED
     after = own["dependency"]

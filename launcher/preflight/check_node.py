@@ -143,7 +143,7 @@ def write_report(report: Report) -> Iterator[str]:
 def read_reports(lines: Iterable[str]) -> list[Report]:
     """Return the reports among what the nodes have printed, by node rank.
 
-    Raises ValueError where one is not whole, or is none.
+    Raises ValueError if one is not whole, or is none.
     """
     pieces: dict[str, str] = {}
     for line in lines:

@@ -81,7 +81,7 @@ class Gpu:
 def visible_gpus(environ: Environ) -> tuple[Gpu, ...]:
     """Return the GPUs that torch would see, in its order; none on a machine without them.
 
-    Raises GpuError where the machine has some, and they cannot be told or chosen.
+    Raises GpuError if the machine has some, and they cannot be told or chosen.
     """
     until = time.monotonic() + limits.NVIDIA_SMI_S
     wanted = environ.get("CUDA_VISIBLE_DEVICES")

@@ -47,7 +47,7 @@ def read_ports(sysfs: Path = SYSFS) -> list[Port]:
 
 
 def _read(file: Path) -> str:
-    """Return the word of a state such as "4: ACTIVE"; empty where there is none."""
+    """Return the word of a state such as "4: ACTIVE"; empty if there is none."""
     with contextlib.suppress(OSError):
         return file.read_text().partition(":")[2].strip()
     return ""

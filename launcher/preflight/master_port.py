@@ -1,4 +1,4 @@
-"""The nodes meet at the master's port while they are checked: do clocks, folder and ways agree?"""
+"""The nodes meet at the master's port during the checks: clocks, folder and links must be fine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def receive_others(
     folder: Path | None,
     wait: Wait,
 ) -> list[Fault]:
-    """On node rank 0: wait for so many nodes, and have every two pass something if all come.
+    """On node rank 0: wait for this many nodes; if all come, have each pair test its link.
 
     Returns which of them it cannot reach; closes the listener.
     """

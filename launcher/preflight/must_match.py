@@ -19,7 +19,7 @@ ARGUMENTS = "the list of arguments"
 
 
 def versions() -> dict[str, str]:
-    """Return Python's version, and torch's without importing it ("" where it is not there)."""
+    """Return Python's version, and torch's without importing it ("" if it is not there)."""
     python = "{}.{}".format(*sys.version_info)
     return {"python": python, "torch": read_torch().get("__version__", "")}
 

@@ -1,4 +1,4 @@
-"""--detach: a launcher that goes on without its terminal.
+"""--detach: a launcher that keeps running without its terminal.
 
 It runs in a child process with a session of its own from the beginning, so that nothing it starts
 belongs to the terminal. Until the run starts the child still prints there, and ends with the
@@ -32,12 +32,12 @@ def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
 
     This process stays on the terminal until then, and passes signals on to the child. It exits
     with the child's code if the child ends, else with code 0. The script is named as it was typed,
-    for the commands that the user is told. Raises PlanError where the run has no name yet.
+    for the commands that the user is told. Raises PlanError if the run has no name yet.
     """
     if not plan.run_id:
         raise PlanError(
-            "node rank 0 names the run, and --detach must know its name; "
-            "give RUN_ID, the same on every node"
+            "--detach needs a run id before node rank 0 chooses one; "
+            "set the same RUN_ID on every node"
         )
     log = plan.log_dir / plan.run_id / f"launcher_{short_host_name()}.log"
     sys.stdout.flush()
@@ -77,7 +77,7 @@ def _wait_for_start(child: int, reader: int) -> int | None:
 def _leave_terminal(plan: Plan, log: Path, shown: _Copy, writer: int) -> None:
     """In the child: print to the log from here on, after what was shown, and let the parent go.
 
-    Raises Refused where the log cannot be written.
+    Raises Refused if the log cannot be written.
     """
     with run_json.writing_to(log.parent):
         fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)

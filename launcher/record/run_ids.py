@@ -76,10 +76,10 @@ def _first_free(log_dir: Path, name: str, is_free: Callable[[Path], bool], asked
 
 
 def _take(folder: Path, start: int) -> bool:
-    """Keep other launches on this machine from a run's name; False where one keeps this from it.
+    """Reserve a run's name on this machine; False if another launch has reserved it.
 
-    It lasts until this process ends or becomes the agent: then the run's record tells. The next
-    start of a job takes it from one that is cut off.
+    It lasts until this process ends or becomes the agent: then the run's record decides. The
+    next start of a job takes it over from one that is cut off.
     """
     key = f"{folder.absolute()} {start}"
     return processes.claim(hashlib.sha256(key.encode()).hexdigest())

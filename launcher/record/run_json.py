@@ -86,7 +86,7 @@ class Record:
 def read(folder: Path) -> Record | None:
     """Return the record of a run, an empty one if run.json is damaged; None without run.json.
 
-    Raises OSError where it cannot be read.
+    Raises OSError if it cannot be read.
     """
     try:
         text = (folder / "run.json").read_bytes()
@@ -150,7 +150,7 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 
 def this_start(environ: Environ) -> str:
-    """Return what identifies this start of this job; empty where that is not known.
+    """Return what identifies this start of this job; empty if that is not known.
 
     In a PBS job, whose qstat may be silent, it ends with the session that PBS began for this start.
     """
@@ -165,10 +165,10 @@ def this_start(environ: Environ) -> str:
 
 
 def refuse_live(folder: Path, environ: Environ) -> None:
-    """Raise Refused where the run in a folder is live, as far as this machine can see.
+    """Raise Refused if the run in a folder is live, as far as this machine can see.
 
     A scheduler may start its job again beside the first start, which then loses the run. In a job
-    the lock alone tells, for it knows the job.
+    only the lock is checked, because it records the job.
     """
     if job_id(environ):
         refuse_locked(folder, f"run {folder.name}")
@@ -185,7 +185,7 @@ def refuse_live(folder: Path, environ: Environ) -> None:
 def note_start(folder: Path, environ: Environ, **fields: Any) -> None:
     """Record that this process is about to start the run.
 
-    Raises Refused where that fails, or where another process has been quicker.
+    Raises Refused if that fails, or where another process has been quicker.
     """
     me, job = LauncherProcess.of(os.getpid()), this_start(environ)
     with writing_to(folder), _one_writer(folder):
@@ -237,7 +237,7 @@ class RunFolder:
     def create(self) -> None:
         """Make the folders, and the links `latest` and `node_<rank>.log` in the log directory.
 
-        Raises Refused where they cannot be written to.
+        Raises Refused if they cannot be written to.
         """
         with writing_to(self.path):
             self.failures.mkdir(parents=True, exist_ok=True)
@@ -271,8 +271,8 @@ class LiveRecord:
     ) -> None:
         """Write what is known from the start: enough to know, and to repeat, what ran.
 
-        `launcher` is None where it has recorded itself; `fields` are more of the record. Raises
-        Refused where another live process has the run.
+        `launcher` is None if it has recorded itself; `fields` are more of the record. Raises
+        Refused if another live process has the run.
         """
         self._folder = folder
         self._lock = RunLock(folder, f"run {folder.name}")

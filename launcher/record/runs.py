@@ -83,7 +83,7 @@ def find_all(log_dir: Path) -> list[Run]:
 def find(log_dir: Path, run_id: str) -> Run:
     """Return the run of a name.
 
-    Raises ValueError where there is none, with one that is spelt nearly so.
+    Raises ValueError if there is none; it names a similar one.
     """
     runs = {run.id: run for run in find_all(log_dir)}
     if run_id in runs:
@@ -191,7 +191,7 @@ def print_status(log_dir: Path, run_ids: Sequence[str], program: str) -> int:
 
 
 def show_stacks(run: Run, program: str) -> int:
-    """Print where all ranks of a run are; it goes on."""
+    """Print where all ranks of a run are; the run continues."""
     launcher = run.record.launcher
     if run.record.is_over or (launcher and launcher.is_here and not launcher.is_alive):
         return _refuse(program, f"run {run.id} is not running: {run.state}; it has no stacks")
@@ -208,7 +208,7 @@ def show_stacks(run: Run, program: str) -> int:
     return _refuse(
         program,
         f"the node agent of run {run.id} has not answered within {limits.STACKS_SHOW_S:g} s; "
-        "see that it lives, and that this is its LOG_DIR",
+        "check that it is running, and that this is its LOG_DIR",
     )
 
 

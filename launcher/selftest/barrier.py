@@ -15,7 +15,7 @@ _STUCK = "selftest/stuck"
 
 
 class StuckError(RuntimeError):
-    """A rank could not go on; the text is the fault it found."""
+    """A rank could not continue; the text is the fault it found."""
 
 
 class Barrier:
@@ -28,7 +28,7 @@ class Barrier:
         self._met = 0
 
     def wait_for_all(self, what: str, limit_s: float = limits.SELFTEST_S) -> None:
-        """Return once all have come; raises StuckError where one is stuck, or does not come."""
+        """Return once all have come; raises StuckError if one is stuck, or does not come."""
         self._met += 1
         here, deadline = f"selftest/{self._name}/{self._met}", time.monotonic() + limit_s
         if self._store.add(here, 1) == self._size:

@@ -1,4 +1,4 @@
-"""Latency and bandwidth between every two nodes, measured in rounds of disjoint pairs.
+"""Latency and bandwidth between each pair of nodes, measured in rounds of disjoint pairs.
 
 Each transfer is as large as the link allows within its time, so that a link a thousand times
 slower than the others takes no longer.
@@ -69,7 +69,7 @@ def measure(
 ) -> Iterator[Link]:
     """Yield the links from this node, round by round; one rank of each node calls it.
 
-    Raises StuckError where a transfer does not end.
+    Raises StuckError if a transfer does not end.
     """
     for pairs in plan:
         for pair in pairs:

@@ -43,7 +43,7 @@ PROOF_S = 3.0  # for whoever connects to prove that it knows the secret
 CHECKIN_TELL_S = 3.0  # a wait that takes longer says what it waits for
 CHECKIN_CONNECT_S = 4.0  # the kernel knows after 3 s that a host of this network is down
 CHECKIN_AGAIN_S = 0.1  # between two tries
-PAIRS_S = 6.0  # for every two nodes to pass something
+PAIRS_S = 6.0  # for each pair of nodes to test its link
 LOSS_SPREAD_S = 6.0  # from one agent's notice of a lost node to the last one's
 SUCCESSOR_S = 20.0  # to find the node that replaces node rank 0
 

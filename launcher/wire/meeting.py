@@ -1,4 +1,4 @@
-"""How nodes meet: one waits for the others, and every two of them pass something (no torch).
+"""How nodes meet: one waits for the others, and each pair tests its link (no torch).
 
 The preflight meets at the master's port, and so do the agents after it. Where node rank 0 is lost,
 the agents that are left meet at the failover port of the one that replaces it. Of nodes that were
@@ -63,7 +63,7 @@ def gather(
 ) -> dict[int, tuple[L, Member]]:
     """Wait for nodes; returns those that have come in time, by node id.
 
-    Whoever is not awaited, or not admitted, is turned away. Raises Refused where a node says why
+    Whoever is not awaited, or not admitted, is turned away. Raises Refused if a node says why
     the run cannot start.
     """
     here: dict[int, tuple[L, Member]] = {}
@@ -102,7 +102,7 @@ def open_failover_port(address: str) -> socket.socket:
     return listener
 
 
-# --- every two nodes pass something -----------------------------------------------------------
+# --- each pair of nodes tests its link --------------------------------------------------------
 
 
 def try_pairs(
@@ -112,9 +112,9 @@ def try_pairs(
     more_s: float,  # for answers
     file: str = "",
 ) -> list[tuple[int, Fault]]:
-    """On node rank 0: have every two nodes pass something; returns what is lost, by node id.
+    """On node rank 0: have each pair of nodes test its link; returns the faults, by node id.
 
-    Without time, the others try node rank 0 alone.
+    If `within_s` is 0, the others try only node rank 0.
     """
     until = own_time.now() + within_s
     with open_failover_port(first.address) as listener:

@@ -32,7 +32,7 @@ choose_python() {
   fi
   local found code=0
   found=$(type -P -- "$PYTHON") ||
-    refuse env-missing "there is no Python at ${PYTHON@Q}$(name_target "$PYTHON"); set PYTHON to one of 3.10 or newer"
+    refuse env-missing "there is no Python at ${PYTHON@Q}$(name_target "$PYTHON"); set PYTHON to Python 3.10 or newer"
   [[ $found == /* ]] || found=$PWD/$found
   PYTHON=$(as_typed "$found" "$PWD" "$ROOT")
   unset PYTHONINSPECT # each process would wait for someone to type, at its end
@@ -41,7 +41,7 @@ choose_python() {
     42) ;;
     43) refuse env-missing "$PYTHON is older than Python 3.10; set PYTHON to a newer one" ;;
     *)
-      [[ -z ${PYTHONHOME:-} ]] || refuse env-missing "PYTHONHOME=$PYTHONHOME is not of $PYTHON; unset it"
+      [[ -z ${PYTHONHOME:-} ]] || refuse env-missing "PYTHONHOME=$PYTHONHOME does not fit $PYTHON; unset it"
       refuse env-missing "$PYTHON is not a Python interpreter; fix PYTHON"
       ;;
   esac
@@ -66,7 +66,7 @@ choose_inside() {
 use_folder() { # <variable that names an environment's folder>
   local folder=${!1}
   PYTHON=$folder/bin/python
-  [[ -x $PYTHON ]] || refuse env-missing "$1 names ${folder@Q}, which holds no bin/python$(name_target "$PYTHON"); correct $1"
+  [[ -x $PYTHON ]] || refuse env-missing "$1 names ${folder@Q}, which has no bin/python$(name_target "$PYTHON"); correct $1"
   PATH=$(cd -- "$folder/bin" && pwd):$PATH
 }
 

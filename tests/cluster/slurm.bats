@@ -213,7 +213,7 @@ PY
 @test "a heterogeneous job: refused by the script, trains through srun, whatever the order of its hosts" {
   local groups=(--nodelist=node3 --ntasks=1 : --nodelist=node2 --ntasks=1)
   run -2 job "${groups[@]}" scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
-  [[ $(<job.out) == *": a heterogeneous job has nodes that differ, "*"; omit the : and what follows, "*"[wrong-world]" ]]
+  [[ $(<job.out) == *": a heterogeneous job has nodes that differ, "*"; omit the : and the groups after it, "*"[wrong-world]" ]]
   [[ $(wc -l <job.out) == 1 ]]
   RUN_ID=het on login salloc -Q "${groups[@]}" srun --het-group=0,1 "$PYTHON" "$ROOT/train.py" --config config/local3.yaml "${SMALL[@]}"
   [[ -d checkpoints/het/step-6 ]]
@@ -639,7 +639,7 @@ is_not_running() { # <job>
   [[ $output == *"slurm_train.sh: node2: cannot reach node1:4321 (no answer in 3 s); "*" [port-blocked]" && ! -e logs ]]
   for node in login node1; do on "$node" ln -s "$PYTHON" "$own/python"; done
   PYTHON=$own/python TRAIN_SCRIPT=own.py run -3 on login salloc -Q --nodes=2 --nodelist=node[1-2] scripts/slurm/slurm_train.sh -
-  [[ $output == *"No such file or directory"*"; let $PWD, $ROOT and $own/python be there as they are here [env-missing]" ]]
+  [[ $output == *"No such file or directory"*"; make $PWD, $ROOT and $own/python available there [env-missing]" ]]
 }
 
 # bats test_tags=prove,long
@@ -776,7 +776,7 @@ TABLE
   while IFS='|' read -r arguments cause; do
     read -ra arguments <<<"$arguments"
     run -3 on login scripts/submit_with_config.sh config=config/local3.yaml train.global_batch_size=704 "${arguments[@]}"
-    [[ $output == *"$cause"*"; see sinfo, and ask for what there is" ]]
+    [[ $output == *"$cause"*"; sinfo shows what is available" ]]
   done <<'TABLE'
 num_gpus_train=64 prepare=prepare.sh|8 nodes x 8 GPUs: allocation failure: Requested node configuration is not available
 num_gpus_train=11|11 nodes x 1 GPUs: allocation failure: Requested node configuration is not available
@@ -790,7 +790,7 @@ TABLE
 @test "submit_with_config.sh: a SLURM that does not answer is named; what follows -- arrives, empty or not" {
   touch empty.conf
   run -3 on login env SLURM_CONF="$PWD/empty.conf" scripts/submit_with_config.sh config=config/local3.yaml num_gpus_train=2 --dry-run
-  [[ ${lines[-1]} == *"sinfo fails, see above; submit where SLURM answers [env-missing]" ]]
+  [[ ${lines[-1]} == *"sinfo failed, see above; submit where sinfo works [env-missing]" ]]
   TRAIN_SCRIPT=own.py run on login scripts/submit_with_config.sh config=- num_gpus_train=2 --dry-run -- '' 'a b'
   [[ $output == *" - -- '' 'a b'" ]]
 }

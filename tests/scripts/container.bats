@@ -94,15 +94,15 @@ command_of() { # <script and arguments...>
 # bats test_tags=slow
 @test "what CONTAINER cannot mean is refused in one line" {
   CONTAINER=none.sif run "$ROOT/scripts/ssh/launch_singlenode.sh" plain.yaml 2
-  assert_refused 2 "CONTAINER is 'none.sif', which is not here; correct its path"
+  assert_refused 2 "CONTAINER names 'none.sif', which does not exist; correct its path"
   CONTAINER=nvcr.io/x run "$ROOT/scripts/ssh/launch_singlenode.sh" plain.yaml 2
-  assert_refused 2 "only pyxis, in a SLURM job, loads it; give an image's file or folder, or podman:nvcr.io/x"
+  assert_refused 2 "only pyxis can load it, in a SLURM job; give an image's file or folder, or podman:nvcr.io/x"
   CONTAINER=image CONTAINER_ARGS="'" run "$ROOT/scripts/ssh/launch_singlenode.sh" plain.yaml 2
-  assert_refused 2 "CONTAINER_ARGS: No closing quotation; write it as for a shell"
+  assert_refused 2 "CONTAINER_ARGS: No closing quotation; quote it as for a shell"
   mkdir bare
   ln -s "$(type -P python3)" bare/
   CONTAINER=image PATH=$(bare_path && echo "$PATH") run "$ROOT/scripts/ssh/launch_singlenode.sh" plain.yaml 2
-  assert_refused 3 "ch-run: No such file or directory; install charliecloud, or leave CONTAINER out" env-missing
+  assert_refused 3 "ch-run: No such file or directory; install charliecloud, or unset CONTAINER" env-missing
 }
 
 @test "the resume line repeats the container and its Python" {

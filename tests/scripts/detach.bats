@@ -179,7 +179,7 @@ the end of 0"* ]]
   run launch --stop
   [[ $status == 2 && $output == *"--stop takes one run"* ]]
   run launch --status --strict
-  [[ $status == 2 && $output == *"--strict does not go with --status"* ]]
+  [[ $status == 2 && $output == *"--strict cannot be used with --status"* ]]
   LOG_DIR=none run launch --status
   [[ $status == 0 && $output == "launch_singlenode.sh: there is no run in none" ]]
   mkdir empty
@@ -200,7 +200,7 @@ the end of 0"* ]]
 @test "by hand node rank 0 alone can do without RUN_ID; a scheduler does it itself" {
   local script=$ROOT/scripts/ssh/launch_torchrun_multinode.sh
   run "$script" --detach plain.yaml 1 2 1 127.0.0.1
-  assert_refused 2 "give RUN_ID, the same on every node"
+  assert_refused 2 "set the same RUN_ID on every node"
   # shellcheck disable=SC2016 # nothing here is to expand
   run "$script" --detach plain.yaml 1 2 'a[$(touch file)]' 127.0.0.1
   [[ $status == 2 && ! -e file ]]

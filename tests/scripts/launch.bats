@@ -170,7 +170,7 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
   run bash -c '"$0" --help 2>err | head -c 1; cat err' "$ROOT/scripts/launch.sh"
   [[ $output == R ]] # a reader that leaves early is no full disk
   PYTHONHOME=/nowhere run launch own.py
-  assert_refused 3 "PYTHONHOME=/nowhere is not of " env-missing
+  assert_refused 3 "PYTHONHOME=/nowhere does not fit " env-missing
   mkdir gone && cd gone && rmdir "$OLDPWD/gone"
   run launch "$OLDPWD/own.py"
   [[ $status == 2 && ${lines[-1]} == *"the working directory has been removed; cd to one that exists [dir-unwritable]" ]]
@@ -289,7 +289,7 @@ nodes_of() { # <argument...>
   run launch --hosts job x.py
   assert_refused 2 "--hosts job: not inside a SLURM or PBS job" ""
   run launch --hosts node1,node2 --nnodes 2 x.py
-  assert_refused 2 "--hosts names the nodes, and --nnodes does so, too" ""
+  assert_refused 2 "--hosts and --nnodes both name the nodes" ""
   run launch --via pdsh x.py
   assert_refused 2 "--via is 'pdsh'; it can be ssh or pdsh, and needs --hosts" ""
   run launch --hosts node1 --via rsh x.py

@@ -156,13 +156,13 @@ PY
 
 @test "no Python: exit 3, one line" {
   PYTHON=no/such/python run launch plain.yaml 1
-  assert_refused 3 "$HOST: there is no Python at 'no/such/python'; set PYTHON to one of 3.10 or newer" "env-missing"
+  assert_refused 3 "$HOST: there is no Python at 'no/such/python'; set PYTHON to Python 3.10 or newer" "env-missing"
   unset PYTHON
   VENV=nowhere run launch plain.yaml 1
-  assert_refused 3 "VENV names 'nowhere', which holds no bin/python; correct VENV"
+  assert_refused 3 "VENV names 'nowhere', which has no bin/python; correct VENV"
   mkdir -p made/bin && ln -s /away/python3.11 made/bin/python # by another user, or on another machine
   VENV=made run launch plain.yaml 1
-  assert_refused 3 "holds no bin/python (a link to /away/python3.11, which $(id -un) cannot run here); correct VENV"
+  assert_refused 3 "has no bin/python (a link to /away/python3.11, which $(id -un) cannot run here); correct VENV"
   PYTHON=made/bin/python run launch plain.yaml 1
   assert_refused 3 "'made/bin/python' (a link to /away/python3.11, which $(id -un) cannot run here); set PYTHON"
   MODULES=cuda run launch plain.yaml 1

@@ -40,7 +40,7 @@ logs       logs/golden/   (tail -f logs/node_*.log)" ]]
   # shellcheck disable=SC2154 # set by run
   [[ $stderr == *$'\n'"hosts      node1 (master, node1:23456)"$'\n'"spares     node2"$'\n'"ranks      2 = 1 node x 2, gloo"$'\n'* ]]
   SPARES=2 run launch plain.yaml 2 node1 node2 train.batch_size=1
-  assert_refused 2 "SPARES is 2 of 2 nodes in all; name more nodes, the last are the spares"
+  assert_refused 2 "SPARES is 2 of 2 nodes in all; name more nodes: the last ones are spares"
 }
 
 @test "TRAIN_SCRIPT: a module, over ssh" {
@@ -57,10 +57,10 @@ logs       logs/golden/   (tail -f logs/node_*.log)" ]]
   [[ $(nodes_of 2 -f hosts) == "a 0-2,b 3-3,c1 4-5,c2 6-7,e 8-9,d 10-11" ]]
   echo "a b" >hosts
   run launch plain.yaml 2 -f hosts
-  assert_refused 2 "line 1 of 'hosts' is 'a b'; give NODE, NODE:NPROC or NODE slots=NPROC, one a line"
+  assert_refused 2 "line 1 of 'hosts' is 'a b'; give NODE, NODE:NPROC or NODE slots=NPROC, one per line"
   echo "# a" >hosts
   run launch plain.yaml 2 -f hosts
-  assert_refused 2 "'hosts' names no node; give one a line"
+  assert_refused 2 "'hosts' lists no nodes; add one per line"
 }
 
 @test "no ssh: exit 3, one line" {
@@ -96,7 +96,7 @@ node1 node2|the number of processes is 'node1'
 2 node1:|the number of processes of 'node1:' is ''
 2 :3|':3' names no node
 2 gpu[3-1]|the range '3-1' is reversed
-2 -f none|there is no file 'none' of hosts
+2 -f none|there is no host file 'none'
 2 node1 -f|option -f has no value
 2 node1 --nodes=3|unknown option '--nodes'
 TABLE

@@ -90,10 +90,10 @@ setup_folder() {
 @test "a job of another size than asked for: exit 2, and how PBS Pro and Torque are asked" {
   setup_folder
   PBS_NUM_NODES=3 run launch plain.yaml
-  assert_refused_in_job 2 "the job's node file names 2 nodes where 3 should be; ask for nodes with qsub -l select=2:ncpus=16:ngpus=4 (PBS Pro, OpenPBS) or qsub -l nodes=2:ppn=4 (Torque)"
+  assert_refused_in_job 2 "the job's node file has 2 nodes, but should have 3; ask for nodes with qsub -l select=2:ncpus=16:ngpus=4 (PBS Pro, OpenPBS) or qsub -l nodes=2:ppn=4 (Torque)"
   : >nodes
   run launch plain.yaml
-  assert_refused_in_job 2 "the job's node file names 0 nodes where some should be; ask for nodes with qsub"
+  assert_refused_in_job 2 "the job's node file has 0 nodes, but should have some; ask for nodes with qsub"
 }
 
 @test "the script itself asks for no nodes: the two dialects refuse each other's words" {

@@ -286,10 +286,10 @@ def test_help_wherever_it_stands() -> None:
         ("launch", ["-m", ""], "SCRIPT is an empty word; usage: scripts/launch.sh"),
         (
             *("launch", ["--hosts=n1", "--rdzv-endpoint=n1:4", "x.py"]),
-            "--hosts names the nodes, and --rdzv-endpoint does so, too; omit one",
+            "--hosts and --rdzv-endpoint both name the nodes; omit one",
         ),
-        ("launch_singlenode", ["--strict", "--stop", "a"], "--strict does not go with --stop"),
-        ("launch_singlenode", ["--stop", "-"], "- does not go with --stop; give the names of runs"),
+        ("launch_singlenode", ["--strict", "--stop", "a"], "--strict cannot be used with --stop"),
+        ("launch_singlenode", ["--stop", "-"], "- cannot be used with --stop; give the names"),
     ],
 )
 def test_what_is_refused_in_one_line(command: str, words: list[str], cause: str) -> None:

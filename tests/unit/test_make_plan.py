@@ -186,7 +186,7 @@ def test_world_of_a_slurm_job(
         (
             {**LIKE, "as_command": True, "rest": ("./nope",)},
             {},
-            "there is no program './nope' that can be executed; correct its path",
+            "'./nope' is not an executable program; correct its path",
         ),
         ({"nnodes": ""}, {}, "the number of nodes is ''"),
         (
@@ -196,7 +196,7 @@ def test_world_of_a_slurm_job(
         ),
         ({}, {"GRACE": "1.5"}, "GRACE is '1.5'"),
         ({}, {"MAX_RESTARTS": "x"}, "MAX_RESTARTS is 'x'"),
-        ({"engine": "torch.distributed.launch"}, {"MAX_RESTARTS": "1"}, "starts no rank again"),
+        ({"engine": "torch.distributed.launch"}, {"MAX_RESTARTS": "1"}, "cannot restart ranks"),
         (SSH, {"SPARES": "x"}, "SPARES is 'x'"),
         (
             SSH,

@@ -163,7 +163,7 @@ def test_without_an_answer_a_value_stays_where_it_is(
     found = own.Own({"CUDA_VISIBLE_DEVICES"}, is_default=False)
     found.ask(job_of(tmp_path), told.append)
     assert found.values == {"me@n0": {"CUDA_VISIBLE_DEVICES": "GPU-here"}}
-    assert told[0].startswith("warning: CUDA_VISIBLE_DEVICES: what the scheduler set for this node")
+    assert told[0].startswith("warning: CUDA_VISIBLE_DEVICES: the scheduler's values for this node")
     assert "(n1, n2, far); to send this node's, FORWARD_ENV='CUDA_VISIBLE_DEVICES'" in told[0]
 
 

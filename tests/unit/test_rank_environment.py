@@ -98,4 +98,4 @@ def test_a_launch_that_cannot_bind_starts_nothing(tmp_path: Path) -> None:
     command = [ROOT / "scripts/launch.sh", "--nproc-per-node=2", "script.py"]
     done = execute(tmp_path, *command, code=REFUSED, NUMA_BINDING="socket")
     assert done.stdout == ""
-    assert done.stderr.endswith("; leave NUMA_BINDING out [numa-unknown]\n")
+    assert done.stderr.endswith("; unset NUMA_BINDING [numa-unknown]\n")

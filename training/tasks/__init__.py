@@ -130,7 +130,7 @@ def load_task(settings: Settings) -> Task:
 
 
 def loss_of(task: Task, model: nn.Module, batch: Any) -> Tensor:
-    """Return the task's loss; raises TypeError where it is no single number."""
+    """Return the task's loss; raises TypeError if it is no single number."""
     loss = task.loss(model, batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {[*loss.shape]}" if isinstance(loss, Tensor) else repr(loss)[:80]

@@ -121,7 +121,7 @@ class Windows(Dataset[Tensor]):
 
 
 class _Opened:
-    """A file that is open as long as this lives."""
+    """A file that stays open as long as this object exists."""
 
     def __init__(self, path: Path) -> None:
         self.fd = os.open(path, os.O_RDONLY)

@@ -57,7 +57,7 @@ def find_straggler(ranks: Sequence[RankState | None]) -> RankState | None:
 
 
 def size_of(file: Path) -> int:
-    """Return how much has been written to a file, in bytes; 0 where it is not there."""
+    """Return how much has been written to a file, in bytes; 0 if it is not there."""
     return file.stat().st_size if file.exists() else 0
 
 
@@ -104,7 +104,7 @@ def group_stacks(stacks: Mapping[int, Sequence[str]]) -> list[str]:
 
 
 def find_odd(straggler: RankState, stacks: Mapping[int, Sequence[str]]) -> int | None:
-    """Return the rank that the others wait for; None where neither progress nor stacks tell.
+    """Return the rank that the others wait for; None if neither progress nor stacks tell.
 
     Of the ranks as far behind as the straggler it is the stopped one, else one that does not wait
     in a collective itself, and of several one that few are with.

@@ -69,7 +69,7 @@ def meet(
     min_nodes: int = 0,
     tries_pairs: bool = False,  # of nodes: no preflight has done so
 ) -> Meeting:
-    """Meet the other nodes' agents at node rank 0; raises Refused where the run cannot start."""
+    """Meet the other nodes' agents at node rank 0; raises Refused if the run cannot start."""
     wait = Wait(timeout_s, say)
     if me.node_rank != 0:
         return join(address, port, me, access.secret, wait)
@@ -93,7 +93,7 @@ def meet(
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Listen on the master port (0: any free one); raises Refused where it is taken."""
+    """Listen on the master port (0: any free one); raises Refused if it is taken."""
     try:
         return open_port(port, address)
     except OSError as error:
@@ -104,7 +104,7 @@ def listen(address: str, port: int) -> socket.socket:
 def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Peer, Member]]:
     """On node rank 0: wait until every other agent has checked in; returns them by node rank.
 
-    Raises Refused where a node did not come, came twice, or does not match this one; all are told.
+    Raises Refused if a node did not come, came twice, or does not match this one; all are told.
     One of another run is sent away.
     """
     nodes: dict[int, NodeReport] = {me.node_rank: me}
@@ -143,13 +143,13 @@ def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Pe
 
 
 def refuse(peers: Iterable[Peer], refused: Refused) -> None:
-    """Tell agents that the run does not start, or does not go on with them."""
+    """Tell agents that the run does not start, or continues without them."""
     for peer in peers:
         peer.send(Refusal(refused.fault, refused.message))
 
 
 def _compare(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) -> None:
-    """Raise Refused where a node that has come cannot be part of this run."""
+    """Raise Refused if a node that has come cannot be part of this run."""
     if node.num_nodes != me.num_nodes or not 0 <= node.node_rank < me.num_nodes:
         cause = f"{node.host} was started as node {node.node_rank} of {node.num_nodes}"
         cause += f", {me.host} as node 0 of {me.num_nodes}"
@@ -165,7 +165,7 @@ def _compare(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) 
 def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> Meeting:
     """On any other node: check in with node rank 0, and wait for the start.
 
-    Raises Refused where node rank 0 cannot be reached in time, or refuses this node or the run.
+    Raises Refused if node rank 0 cannot be reached in time, or refuses this node or the run.
     """
     last: OSError = TimeoutError("no answer")
     turned_away: float | None = None  # since when

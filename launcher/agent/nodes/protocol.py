@@ -2,7 +2,7 @@
 
 Each agent holds one TCP connection to the master address and port, where the torch store is served
 afterwards on the same listening socket. The kernel ends the connection at an agent's death, so the
-others know at once; beats tell a network that was cut.
+others know at once; missing beats reveal a cut network.
 
 The bytes of a snapshot follow their line.
 """
@@ -88,9 +88,9 @@ class HandedOver:
 
 @dataclass(frozen=True)
 class NodeBeat:
-    """A node's agent lives; every BEAT_S seconds."""
+    """The heartbeat of a node's agent, every BEAT_S seconds."""
 
-    straggler: RankState | None  # None: no rank of it lives
+    straggler: RankState | None  # None: no rank of it is alive
 
 
 @dataclass(frozen=True)

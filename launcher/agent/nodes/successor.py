@@ -1,8 +1,8 @@
 """Node rank 0 is lost: the agents that are left check in with the one that replaces it (no torch).
 
 Each tries the same agents in the same order, the spares first (Assignment.successors). The first
-that is there waits for those behind it, at its failover port. Without a majority the run ends: node
-rank 0 may be there for the rest of them.
+that is reachable waits for the later ones, at its failover port. Without a majority the run ends:
+node rank 0 may still be alive for the others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from launcher.wire.messages import Member, NodeReport
 
 
 def follow(before: Meeting, args: Arguments) -> Meeting | None:
-    """Meet the others where node rank 0 is replaced; None where the run cannot go on."""
+    """Check in with the new node rank 0; None if the run cannot continue."""
     old, until = before.assignment, own_time.now() + limits.SUCCESSOR_S
     everyone = [*old.members, *old.spares]
     own = next(member for member in everyone if member.node_id == args.node_rank)
@@ -61,7 +61,7 @@ def _lead(before: Meeting, me: Member, args: Arguments) -> Meeting:
     peers = {node_id: peer for node_id, (peer, _) in here.items()}
     is_spare = me in old.spares
     rest = old.members[1:] if is_spare else [member for member in old.members if member != me]
-    members = [me, *rest]  # without a spare, the lost one keeps a place
+    members = [me, *rest]  # without a spare, the lost one keeps its place
     there = {
         rank: peers[member.node_id]
         for rank, member in enumerate(members)

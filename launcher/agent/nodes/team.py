@@ -39,7 +39,7 @@ class Team:
         return 2 * (1 + len(self.peers) + len(self.spares)) >= self.counted
 
     def why_not(self, *, are_all_quiet: bool = True) -> str:
-        """Return why the run cannot go on without the nodes that are lost; nothing where it can.
+        """Return why the run cannot go on without the nodes that are lost; nothing if it can.
 
         Those that are left have ended their ranks, unless not `are_all_quiet`.
         """
@@ -117,7 +117,7 @@ class Team:
     # --- spares during an attempt: it goes on without one that is gone --------------------------
 
     def beat(self, on_lost: Callable[[Failure], None]) -> None:
-        """Tell the spares that node rank 0 lives, and see whether they do; tells of those lost."""
+        """Exchange heartbeats with the spares; reports those that are lost."""
         for spare, peer in list(self.spares.items()):
             peer.send(NodeBeat(None))
             is_gone = peer.receive(limits.POLL_S) is None

@@ -1,4 +1,4 @@
-"""Messages of torch's C++ side that come at every start and tell nothing."""
+"""Messages of torch's C++ side that appear at every start and mean nothing."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Iterator
 
 # Torch looks up the name behind each address of its store, and uses it in messages alone. Where
-# no name server answers, this appears on every start; it tells nothing. Nor does what torch before
-# 2.8 says of the store that serve_store asks it for first.
+# no name server answers, this appears on every start and means nothing. Neither does what torch
+# before 2.8 says of the store that serve_store tries first.
 _TEXT = b"[c10d] The "
 _LINES = re.compile(
     rb"^(\[rank\d+\]:)?\[(W[^\n]* socket|E[^\n]* TCPStore)\.cpp:\d+\] \[c10d\] The "

@@ -153,7 +153,7 @@ class Stream:
         return bool(data)
 
     def _read(self) -> bytes | None:
-        """Return what is there, nothing at the end of the stream, None where there is no more."""
+        """Return what is there, nothing at the end of the stream, None if there is no more."""
         data = b""
         try:
             data = more = os.read(self.fd, _PAGE if self.is_tty else _CHUNK)

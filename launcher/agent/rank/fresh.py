@@ -1,6 +1,6 @@
 """Which variables a script sets before it imports torch: a forked rank has torch imported already.
 
-Such a script's ranks are started anew. Its own text is read, and no module that it imports.
+Such a script's ranks are new processes. Only its own text is read, not what it imports.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SETS = re.compile(
 
 
 def choose(program: Program, choice: str | None) -> Program:
-    """Return the program with its ranks started anew or forked: as FRESH says, else as its text."""
+    """Return the program, its ranks forked or as new processes: by FRESH, otherwise by its text."""
     if choice in ("0", "1") or program.is_command:
         return replace(program, is_fresh=choice == "1")
     script = Path(program.name)

@@ -1,6 +1,6 @@
-"""Beats of a script that knows nothing of them: each step of its optimizer counts as progress.
+"""Heartbeats for a script that sends none: each step of its optimizer counts as progress.
 
-torch calls a global hook after every step of every optimizer, whoever made the loop: a user's own,
+torch calls a global hook after every step of every optimizer, whoever wrote the loop: the user,
 accelerate, Lightning. A script that beats itself is left to do so.
 """
 
@@ -39,7 +39,7 @@ class StepCounter:
         self._heart = None
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        """Note a step that was made."""
+        """Record an optimizer step."""
         if self._heart is None or torch.compiler.is_compiling():
             return
         if not self._heart.is_alone:  # the script beats

@@ -82,8 +82,8 @@ def run_and_exit(
 ) -> NoReturn:
     """In the child of a fork: turn into a rank, run the program, and leave with its exit code.
 
-    It leaves by SystemExit, through all callers: the interpreter then ends as that of any script,
-    with its threads and exit handlers.
+    It raises SystemExit through all callers, so the interpreter exits as for any script: it joins
+    threads and runs exit handlers.
 
     Args:
         variables: environment variables to add to those inherited.
@@ -140,7 +140,7 @@ def _execute_command(command: list[str]) -> int:
 
 
 def _renew_streams() -> None:
-    """Unbuffered, as `python -u` has them, for the descriptors behind them have changed."""
+    """Unbuffered, as `python -u` has them, because their descriptors have changed."""
     for name, fd in (("stdout", 1), ("stderr", 2)):
         old = getattr(sys, name)
         raw = io.FileIO(fd, "wb", closefd=False)

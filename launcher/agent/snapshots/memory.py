@@ -194,7 +194,7 @@ class Outgoing:
             self.next_at = now + self.rest_s
 
     def parts(self) -> Iterator[SnapshotData | None]:
-        """Yield the pieces of each new snapshot, the header last; None where none is ready.
+        """Yield the pieces of each new snapshot, the header last; None if none is ready.
 
         They come from a copy that the rank leaves alone.
         """
