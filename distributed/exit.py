@@ -9,10 +9,7 @@ import os
 import sys
 import threading
 import time
-import weakref
 from typing import NoReturn
-
-from torch import library
 
 from . import limits
 from .heartbeat import beat
@@ -30,9 +27,6 @@ def finish(code: int = 0) -> NoReturn:
         threading.Thread(target=_exit_late, args=(code,), daemon=True).start()
     except RuntimeError:  # in an exit handler, from Python 3.12 on
         faulthandler.dump_traceback_later(limits.EXIT_S, exit=True)
-    for finalizer, info in getattr(weakref.finalize, "_registry", {}).items():
-        if info.func.__module__ == library.__name__:
-            finalizer.atexit = False  # part of tearing down torch: 0.03 s
     threading._shutdown()  # type: ignore[attr-defined]  # then handlers, as Python does
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -83,8 +83,8 @@ def _mesh(device: torch.device, size: str | int) -> DeviceMesh:
     check_strategy("fsdp", ranks, each)
     if each == ranks:
         return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
-    shape, names = (ranks // each, each), ("replicate", "shard")
-    return init_device_mesh(device.type, shape, mesh_dim_names=names)
+    names = ("replicate", "shard")
+    return init_device_mesh(device.type, (ranks // each, each), mesh_dim_names=names)
 
 
 def gather(state: Any) -> Any:

@@ -39,7 +39,7 @@ class Beat(NamedTuple):
     time: float = 0.0  # of the newest beat, or the rank's start, on the machine's monotonic clock
     limit_s: float = limits.FIRST_SILENCE_S  # the longest silence before the rank counts as stuck
     limit_by: int = 0  # of LIMITS
-    is_counted: bool = False  # the script does not beat: its optimizer's steps are counted
+    is_counted: bool = False  # the script tells no steps: its optimizer's are counted
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -57,7 +57,6 @@ class Heart:
 
     def __init__(self, fd: int, number: int, stack_file: Path, is_counted: bool = False) -> None:
         self._record = memoryview(mmap.mmap(fd, 0))[RECORD.size * number :]
-        self._last = Beat()  # this heart's newest
         self._is_counted = is_counted
         self._first_step = -1
         self._longest_s = 0.0
@@ -73,24 +72,32 @@ class Heart:
             start = time.monotonic()
             self._write(Beat(time=start, limit_s=limit_s, limit_by=self._limit_by, is_counted=True))
 
+    @property
+    def newest(self) -> Beat:
+        """The record: the rank has two hearts where its script beats and its steps are counted."""
+        return Beat(*RECORD.unpack(self._record[: RECORD.size]))
+
     def _write(self, record: Beat) -> None:
-        self._last = record
         self._record[: RECORD.size] = RECORD.pack(*record)  # pack_into() would clear it first
 
     def beat(self, step: int | None, saved: int | None, hang_seconds: float | None) -> None:
-        now, last = time.monotonic(), self._last
+        now, last = time.monotonic(), self.newest
+        saved = last.saved if saved is None else saved
         if hang_seconds:
             self._limit_s, self._limit_by = hang_seconds, 2
+        elif step is None and last.is_counted:  # the script tells no steps: they stay counted
+            self._write(last._replace(saved=saved, time=now))
+            return
         silence_s = now - last.time
-        if last.step < 0:
-            self._first_step = step or 0
+        if self._first_step < 0:
+            self._first_step = -1 if step is None else step
         elif self._is_counted or silence_s <= last.limit_s:  # a longer one was a suspended job
             self._longest_s = max(self._longest_s, silence_s)
         has_moved = step is not None and step != last.step
         newest = Beat(
             step=last.step if step is None else step,
             marks=0 if has_moved else last.marks + (step is not None),
-            saved=last.saved if saved is None else saved,
+            saved=saved,
             time=now,
             limit_s=self._limit_s or self._usual_limit(step or last.step),
             limit_by=self._limit_by,
@@ -103,11 +110,6 @@ class Heart:
             return limits.FIRST_SILENCE_S
         least_s = limits.FIRST_SILENCE_S if self._is_counted else limits.SILENCE_S
         return max(least_s, LIMIT_OF_LONGEST * self._longest_s)
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether no other heart has written to the record."""
-        return Beat(*RECORD.unpack(self._record[: RECORD.size])) == self._last
 
 
 def beat(
@@ -145,10 +147,10 @@ def name_record(fd: int, number: int) -> str:
 
 def find_record(name: str) -> tuple[int, int] | None:
     """Return descriptor and number; None in a rank's subprocess, which may have another file."""
-    fd, number = name.partition(":")[0], name.rpartition(":")[2]
-    with contextlib.suppress(OSError):
-        if fd.isdecimal() and number.isdecimal() and name_record(int(fd), int(number)) == name:
-            return int(fd), int(number)
+    with contextlib.suppress(OSError, ValueError):
+        fd, *_, number = map(int, name.split(":"))
+        if name_record(fd, number) == name:
+            return fd, number
     return None
 
 

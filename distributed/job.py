@@ -60,12 +60,14 @@ def this_job(environ: Mapping[str, str]) -> dict[str, str | int]:
         return told
     if not (job := environ.get("SLURM_JOB_ID")):
         return {}
+    run_id = job_id(environ)
+    ask_for_time = ("env", "SLURM_TIME_FORMAT=standard", "squeue", "-h", "-j", run_id, "-o", "%V")
     return {
         "job": job,
-        "run_id": job_id(environ),
+        "run_id": run_id,
         "start": job_start(environ),
         "cluster": environ.get("SLURM_CLUSTER_NAME", ""),
-        "submitted": _submit_time(job_id(environ)),
+        "submitted": (ask_scheduler(*ask_for_time) or "").strip(),
     }
 
 
@@ -76,11 +78,6 @@ def job_start(environ: Mapping[str, str]) -> int:
 
 def _told(environ: Mapping[str, str]) -> dict[str, str | int]:
     return dict(json.loads(environ.get("LAUNCH_JOB") or "{}"))
-
-
-def _submit_time(job: str) -> str:
-    command = ["env", "SLURM_TIME_FORMAT=standard", "squeue", "-h", "-j", job, "-o", "%V"]
-    return (ask_scheduler(*command) or "").strip()
 
 
 def ask_scheduler(*command: str, limit_s: float = limits.SCHEDULER_S) -> str | None:

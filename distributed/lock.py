@@ -115,9 +115,8 @@ def _try_lock(fd: int, byte: int) -> bool:
 
 def refuse_locked(folder: Path, what: str) -> None:
     """Raise Refused if another live process holds the folder's RunLock."""
-    if is_locked(folder):
-        with contextlib.suppress(FileNotFoundError), (folder / "lock").open("r+b") as lock:
-            _refuse_live(lock.fileno(), what, _this_process())
+    with contextlib.suppress(OSError), (folder / "lock").open("r+b") as lock:
+        _refuse_live(lock.fileno(), what, _this_process())
 
 
 def _refuse_live(fd: int, what: str, me: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import socket
+import time
 from datetime import timedelta
 
 import torch
@@ -66,12 +67,18 @@ def rendezvous(env: Environment, device: torch.device, backend: str, timeout_s: 
 
 def _open_store(env: Environment, timeout_s: float) -> TCPStore:
     """Connect to the store at the master's address; rank 0 serves it unless the node agent does."""
+    is_server = env.is_main and not env.agent_store
     at = f"{env.master_addr}:{env.master_port}"
+    cause = f"rank {env.rank} on {socket.gethostname()} could not connect to {at}"
+    cure = "check that rank 0 starts there, and that this host can reach it"
+    missing = with_fault(TimeoutError, "node-missing", f"{cause} within {timeout_s:g} s; {cure}")
+    if not is_server and not _is_served(env.master_addr, env.master_port, timeout_s):
+        raise missing
     try:
         return TCPStore(
             env.master_addr,
             env.master_port,
-            is_master=env.is_main and not env.agent_store,
+            is_master=is_server,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
             multi_tenant=not env.agent_store,  # as torch's own env:// does
@@ -82,10 +89,17 @@ def _open_store(env: Environment, timeout_s: float) -> TCPStore:
             raise with_fault(OSError, "port-in-use", cause) from None
         if not isinstance(error, dist.DistNetworkError):
             raise
-        me = f"rank {env.rank} on {socket.gethostname()}"
-        cause = f"{me} could not connect to {at} within {timeout_s:g} s"
-        cure = "check that rank 0 starts there, and that this host can reach it"
-        raise with_fault(TimeoutError, "node-missing", f"{cause}; {cure}") from None
+        raise missing from None
+
+
+def _is_served(address: str, port: int, timeout_s: float) -> bool:
+    """Return whether a port is served in time; where none is, torch's store prints a C++ trace."""
+    end = time.monotonic() + timeout_s
+    while (left := end - time.monotonic()) > 0:
+        with contextlib.suppress(OSError), socket.create_connection((address, port), left):
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def _check_in(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from . import limits
-from .stop_signals import STOP_SIGNALS, Interrupts, handled_signals
+from .stop_signals import Interrupts, handled_signals
 
 
 class Stop:
@@ -97,9 +97,3 @@ class Stop:
     def note_save(self) -> None:
         """Count the seconds to the next save from now on."""
         self._save_at = time.monotonic() + self._save_seconds
-
-
-def ignore_signals(_worker: int) -> None:
-    """Ignore stop signals in a data worker (a `worker_init_fn`): schedulers send it them, too."""
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, signal.SIG_IGN)

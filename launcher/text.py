@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import os
 import socket
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -78,7 +78,9 @@ def name_ranks(ranks: Sequence[int]) -> str:
 def install_command(packages: str) -> str:
     """Return the command that installs packages for this Python."""
     words = f"{sys.executable} -m pip install"
-    if importlib.util.find_spec("pip") is None:  # uv makes such an environment
+    # uv makes environments without pip. importlib.util.find_spec would ask setuptools' finder, too,
+    # which takes the question for a start of pip, and breaks torch.compile in what is forked later.
+    if PathFinder.find_spec("pip") is None:
         words = f"uv pip install --python {sys.executable}"
     return f"{words} {packages}"
 

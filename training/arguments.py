@@ -143,12 +143,13 @@ def _parse(description: str) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"train.py {__version__}")
     config = parser.add_mutually_exclusive_group(required=True)
-    config.add_argument("--config", "--config_path", metavar="FILE", type=Path)
-    config.add_argument("--config-path", dest="folder", metavar="DIR", type=Path)
-    parser.add_argument("--config-name", metavar="NAME", help="of the config in DIR")
+    config.add_argument("--config", "--config_path", metavar="FILE", type=Path, help="the config")
+    config.add_argument("--config-path", dest="folder", metavar="DIR", type=Path, help="its folder")
+    parser.add_argument("--config-name", metavar="NAME", help="its name in DIR")
     parser.add_argument("--check", action="store_true", help="check the config, start nothing")
     parser.add_argument("--json", action="store_true", help="with --check: print JSON")
-    parser.add_argument("--distributed-backend", choices=("nccl", "gloo"))
+    backends = "nccl", "gloo"
+    parser.add_argument("--distributed-backend", choices=backends, help="default: the config's")
     parser.add_argument(
         "--log-level",
         metavar="LEVEL",

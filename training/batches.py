@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import math
+import signal
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, defau
 from torch.utils.data import get_worker_info as worker_info
 
 from distributed.environment import Environment
-from distributed.stop import ignore_signals
+from distributed.stop_signals import STOP_SIGNALS
 from distributed.torch import seed_everything
 from distributed.torch_internals import tree_map_only
 from training.config_file import SettingsError
@@ -132,11 +133,17 @@ def _load(
         num_workers=settings.data.num_workers,
         pin_memory=settings.data.pin_memory,
         collate_fn=task.collate,
-        worker_init_fn=ignore_signals,
+        worker_init_fn=_ignore_signals,
         generator=torch.Generator(),
     )
     places = (divmod(number, per_epoch) for number in itertools.count(done + 1))
     return ((*next(places), batch) for batch in loader)
+
+
+def _ignore_signals(_worker: int) -> None:
+    """Ignore stop signals in a data worker: schedulers send it them, too."""
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
 
 
 def _samples(length: int, block: int, seed: int, share: _Share, done: int) -> Iterator[_Batch]:

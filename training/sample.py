@@ -30,10 +30,10 @@ def main(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--prompt", default=SAMPLE_PROMPT.decode())
+    parser.add_argument("--prompt", default=SAMPLE_PROMPT.decode(), help="text to continue")
     parser.add_argument("--length", type=int, default=SAMPLE_TOKENS, help="tokens")
-    parser.add_argument("--temperature", type=float, default=0.8)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: no randomness")
+    parser.add_argument("--seed", type=int, default=0, help="of the random choices")
     chosen = parser.parse_args(arguments)
     if chosen.length < 1 or chosen.temperature < 0:
         parser.error("--length is 1 or more, --temperature 0 or more")

@@ -57,7 +57,7 @@ def _may_have_wandb_login(environ: Mapping[str, str]) -> bool:
     """Whether wandb may find a login, or need none. Without one it would lose the metrics."""
     # A rank's was checked where the run was launched.
     names = ("RANK", "WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "NETRC")
-    files = ("~/.netrc", "~/_netrc", "~/.config/wandb/settings", "wandb/settings")
+    files = "~/.netrc", "~/_netrc", "~/.config/wandb/settings", "wandb/settings"
     return any(map(environ.get, names)) or any(map(os.path.exists, map(os.path.expanduser, files)))
 
 
@@ -250,9 +250,7 @@ def load(
         tree = _merge(tree, layer)
     kind = Settings if tree.get("task", BUILT_IN_TASK) == BUILT_IN_TASK else OwnTaskSettings
     try:
-        return _with_limits(
-            kind.model_validate(tree, context=environ), sources, [*layers], environ or {}
-        )
+        settings = kind.model_validate(tree, context=environ)
     except ValidationError as error:
         found = error.errors(include_url=False)  # a misspelt section is unknown, and is missing
         first = next((one for one in found if one["type"] == "extra_forbidden"), found[0])
@@ -262,21 +260,15 @@ def load(
         raise SettingsError(
             f"{sources[known]}{line_of(sources[known], known)}: {key}: {_explain(first)}"
         ) from None
-
-
-def _with_limits(
-    settings: Settings, sources: Mapping[str, str], order: list[str], environ: Mapping[str, str]
-) -> Settings:
-    """Raise join_timeout to timeout where a config sets only that: once it was both.
-
-    Leave hang_seconds to $HANG_SECONDS, which each rank's beats read, unless it was typed.
-    """
     limits = settings.distributed
-    keys = ("distributed.timeout", "distributed.join_timeout")
-    set_by = [["", *order].index(sources.get(key, "")) for key in keys]
-    if set_by[0] > set_by[1] and limits.timeout > limits.join_timeout:
+    # Where a config sets only timeout, join_timeout is raised to it: once it was both.
+    keys = "distributed.timeout", "distributed.join_timeout"
+    set_by, join_by = (["", *layers].index(sources.get(key, "")) for key in keys)
+    if set_by > join_by and limits.timeout > limits.join_timeout:
         limits = limits.model_copy(update={"join_timeout": limits.timeout})
-    if environ.get("HANG_SECONDS") and sources.get("distributed.hang_seconds") != COMMAND_LINE:
+    # $HANG_SECONDS is left to each rank's beats, which read it, unless the setting was typed.
+    typed = sources.get("distributed.hang_seconds") == COMMAND_LINE
+    if environ and environ.get("HANG_SECONDS") and not typed:
         limits = limits.model_copy(update={"hang_seconds": None})
     return settings.model_copy(update={"distributed": limits})
 

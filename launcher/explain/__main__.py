@@ -1,9 +1,9 @@
-"""Find the first real cause in a training log, whoever wrote it (scripts/explain.sh):
+"""Find the first real cause in a training log, whoever wrote it:
 
-    python -m launcher.explain             what ended the newest run of LOG_DIR (default: logs)
-    python -m launcher.explain RUN         what ended a run of LOG_DIR, by its id
-    python -m launcher.explain LOG...      files, of any launcher
-    python -m launcher.explain FAULT       a fault's section of TROUBLESHOOTING.md
+    scripts/explain.sh             what ended the newest run of LOG_DIR (default: logs)
+    scripts/explain.sh RUN         what ended a run of LOG_DIR, by its id
+    scripts/explain.sh LOG...      files, of any launcher
+    scripts/explain.sh FAULT       a fault's section of TROUBLESHOOTING.md
 
 Prints the fault's name, the rank, the line and the section of TROUBLESHOOTING.md; or, where this
 project's own block ends the log or the run, that block; or, where it refused to start, its lines

@@ -15,6 +15,7 @@ SIGNS = (
         error while loading shared libraries|cannot open shared object file
         No such file or directory.*(python|bin/)
         cd: \S+: No such file
+        [Ff]ailed to activate conda environment
         pyxis: .*(failed|does not exist|couldn't)
         """,
     ),
@@ -65,6 +66,7 @@ SIGNS = (
         [Ww]ait timeout after \d+ms, keys
         DistStoreError|store based barrier|Socket Timeout
         ^srun: error: (Task launch|Application launch|slurm_receive_msgs)
+        [Cc]annot connect to master
         """,
     ),
     end(

@@ -39,7 +39,7 @@ _WORDS = {  # variables that can only be one of these
     "NUMA_BINDING": ("node", "socket", "exclusive", "core-complex"),
 }
 # Of these, what cannot be ours is another program's, where a script takes torchrun's place.
-_ANYBODYS = ("LOG_LEVEL", "BACKEND", "LAUNCHER")
+_ANYBODYS = ("LOG_LEVEL", "BACKEND", "LAUNCHER", "FRESH")
 _PASSED_ON = (
     *("LOG_LEVEL", "BACKEND", "GRACE", "HANG_SECONDS", "SHOW_RANKS", "FRESH", "NUMA_BINDING"),
 )

@@ -4,7 +4,7 @@ set -euo pipefail
 
 ROOT=$(cd -P -- "$(dirname -- "$0")/../.." && pwd)
 PARTS=(scripts launcher distributed training config examples docs train.py requirements.txt pyproject.toml
-  LICENSE README.md LAUNCH_GUIDE.md TROUBLESHOOTING.md SECURITY.md)
+  LICENSE {README,LAUNCH_GUIDE,TROUBLESHOOTING,SECURITY,CONTRIBUTING,CHANGELOG}.md bench/{README,proofs}.md)
 
 die() { # <"cause; cure">
   echo "make init: $1" >&2

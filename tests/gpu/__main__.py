@@ -61,7 +61,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=LIMIT_S)
     parser.add_argument("words", nargs="*")
     args = parser.parse_args()
-    chosen = [one for one in ROWS if is_chosen(one, args.words)]
+    chosen = [one for one in ROWS if not args.words or any(word in one.name for word in args.words)]
     found = []
     with tempfile.TemporaryDirectory(prefix="test-gpu-", ignore_cleanup_errors=True) as name:
         folder = args.keep or Path(name)
@@ -80,10 +80,6 @@ def main() -> int:
     others = len(found) - counts["pass"] - counts["FAIL"]
     print(f"{counts['pass']} passed, {counts['FAIL']} failed, {others} not run")
     return int(counts["FAIL"] > 0)
-
-
-def is_chosen(row: Row, words: list[str]) -> bool:
-    return not words or any(word in row.name for word in words)
 
 
 if __name__ == "__main__":

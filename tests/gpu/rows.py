@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from gpu_runs import (
@@ -147,20 +148,18 @@ def numa(machine: Machine) -> str:
     return f"{untouched(ended)['cpus']} of {os.cpu_count()} CPUs"
 
 
-@row("NCCL, two ranks on one GPU: refused before the start")
-def too_few(machine: Machine) -> str:
-    return refusal(machine, 3, "too-few-gpus")
-
-
-@row("the same without the preflight: refused by the ranks")
-def duplicate(machine: Machine) -> str:
-    return refusal(machine, 2, "duplicate-gpu", SKIP_PREFLIGHT="1")
-
-
 def refusal(machine: Machine, code: int, fault: str, **variables: str) -> str:
     command = [TRAIN, SMALL_CONFIG, "2", *STEPS, "tracking=[]"]
     ended = machine.run(command, BACKEND="nccl", **variables).expect(code, fault)
     return f"{ended.seconds:.1f} s, {ended.last()}"
+
+
+row("NCCL, two ranks on one GPU: refused before the start")(
+    partial(refusal, code=3, fault="too-few-gpus")
+)
+row("the same without the preflight: refused by the ranks")(
+    partial(refusal, code=2, fault="duplicate-gpu", SKIP_PREFLIGHT="1")
+)
 
 
 @row("`scripts/test_distributed.sh 1`", needs_gpu=False)
@@ -188,31 +187,21 @@ def precision(dtype: str) -> list[str]:
     return [*WIDE, f"distributed.mixed_precision.dtype={dtype}"]
 
 
-@row("train.py in bfloat16")
-def bfloat16(machine: Machine) -> str:
-    return tell(machine.train("bfloat16", *STEPS, *precision("bfloat16")))
+def train(machine: Machine, run_id: str, settings: list[str]) -> str:
+    return tell(machine.train(run_id, *STEPS, *settings))
 
 
-@row("train.py in float16, with a scaler")
-def float16(machine: Machine) -> str:
-    return tell(machine.train("float16", *STEPS, *precision("float16")))
-
-
-@row("train.py, activations computed again", needs_gpu=False)
-def recomputed(machine: Machine) -> str:
-    return tell(machine.train("again", *STEPS, "train.activation_checkpointing=full"))
-
-
-@row("train.py, FSDP with one rank, sharded snapshots")
-def fsdp(machine: Machine) -> str:
-    settings = ["distributed.strategy=fsdp", "checkpoint.format=sharded"]
-    settings += ["checkpoint.snapshot_every=20"]
-    return tell(machine.train("fsdp", *STEPS, *WIDE, *settings))
-
-
-@row("train.py, compiled")
-def compiled(machine: Machine) -> str:
-    return tell(machine.train("compiled", *STEPS, *WIDE, "train.compile=true"))
+SHARDED = ["distributed.strategy=fsdp", "checkpoint.format=sharded", "checkpoint.snapshot_every=20"]
+AGAIN = ["train.activation_checkpointing=full"]
+TRAININGS = [  # (row, run id, does it need a GPU?, settings)
+    ("train.py in bfloat16", "bfloat16", True, precision("bfloat16")),
+    ("train.py in float16, with a scaler", "float16", True, precision("float16")),
+    ("train.py, activations computed again", "again", False, AGAIN),
+    ("train.py, FSDP with one rank, sharded snapshots", "fsdp", True, [*WIDE, *SHARDED]),
+    ("train.py, compiled", "compiled", True, [*WIDE, "train.compile=true"]),
+]
+for name, run_id, needs_gpu, settings in TRAININGS:
+    row(name, needs_gpu=needs_gpu)(partial(train, run_id=run_id, settings=settings))
 
 
 @row("a step of train.py waits for the GPU", needs_gpu=False)
@@ -254,24 +243,14 @@ def hang(machine: Machine) -> str:
     return f"[rank-stuck] after {ended.seconds:.1f} s with HANG_SECONDS={HANG_S}: {ended.last()}"
 
 
-@row("out of memory on the GPU")
-def out_of_memory(machine: Machine) -> str:
-    return named(run_probe(machine, "out_of_memory"), "out-of-memory")
-
-
-@row("an illegal memory access")
-def illegal_access(machine: Machine) -> str:
-    return named(run_probe(machine, "illegal_access"), "cuda-error")
-
-
-@row("an index out of range in a kernel")
-def bad_index(machine: Machine) -> str:
-    return named(run_probe(machine, "bad_index"), "cuda-error")
-
-
-def named(ended: Ended, fault: str) -> str:
-    told = ended.expect(1, fault).block()
+def named(machine: Machine, what: str, fault: str) -> str:
+    told = run_probe(machine, what).expect(1, fault).block()
     return f"[{fault}] {told.get('cause', '')[:160]}"
+
+
+row("out of memory on the GPU")(partial(named, what="out_of_memory", fault="out-of-memory"))
+row("an illegal memory access")(partial(named, what="illegal_access", fault="cuda-error"))
+row("an index out of range in a kernel")(partial(named, what="bad_index", fault="cuda-error"))
 
 
 @row("`kill -9` of the launcher: what is left on the GPU")

@@ -244,12 +244,12 @@ make_repository() {
 
 @test "words that other programs put into the environment: a warning each, and the run starts" {
   touch x.py
-  export BACKEND=hf LAUNCHER=local LOG_LEVEL=info SITE=nersc VENV=mine MODULES=tools
+  export BACKEND=hf LAUNCHER=local LOG_LEVEL=info SITE=nersc VENV=mine MODULES=tools FRESH=true
   export LAUNCH_PYTHON=$PYTHON # the command that pip has installed
   PYTHON=3.11 run --separate-stderr launch --dry-run x.py
   [[ $status == 0 && $stderr != *LOG_LEVEL* ]]
   local name
-  for name in BACKEND LAUNCHER SITE VENV MODULES PYTHON; do
+  for name in BACKEND LAUNCHER SITE VENV MODULES PYTHON FRESH; do
     [[ $(grep -c "^launch.sh: warning: $name is .*; ignored$" <<<"$stderr") == 1 ]]
   done
   unset MODULES VENV

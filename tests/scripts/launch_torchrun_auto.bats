@@ -94,7 +94,7 @@ logs       logs/golden/   (tail -f logs/node_*.log)" ]]
 node1 node2|the number of processes is 'node1'
 2 node1:x|the number of processes of 'node1:x' is 'x'
 2 node1:|the number of processes of 'node1:' is ''
-2 :3|':3' names no node
+2 :3|':3' is not a node
 2 gpu[3-1]|the range '3-1' is reversed
 2 -f none|there is no host file 'none'
 2 node1 -f|option -f has no value

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from launcher import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 AGENT = [sys.executable, str(ROOT / "scripts/lib/agent.py")]
+LOOPS = str(ROOT / "tests/unit/own_loops.py")
 PROMISED_S = 2.0  # for all processes of a run, once one is killed: `make prove` asks for it
 PATIENCE_S = 300.0  # only ends a test that hangs: a quiet machine needs less than a tenth
 SECRET = "the same for all agents"
@@ -78,19 +79,14 @@ class Run:
         **environment: str,
     ) -> None:
         """Start it; `through` is a command that becomes the agent, as prlimit does."""
+        own = {"PYTHONPATH": "", "RUN_SECRET": SECRET, "KIT": str(ROOT), **environment}
         self.process = subprocess.Popen(
             [*through, *AGENT, *arguments],
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={
-                **os.environ,
-                "PYTHONPATH": "",
-                "RUN_SECRET": SECRET,
-                "KIT": str(ROOT),
-                **environment,
-            },
+            env={**os.environ, **own},
         )
         self.seen: set[int] = {self.process.pid}
         self.output = ""
@@ -195,6 +191,20 @@ def run_agent(
     *words: object, folder: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     return run_program([*AGENT, *words], folder, **environment)
+
+
+@contextlib.contextmanager
+def begun(code: str, *words: object, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """Run Python code that prints a line when it is ready, and kill it at the end."""
+    command, pipe = [sys.executable, "-c", code, *map(str, words)], subprocess.PIPE
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, **options
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def eventually(is_so: Callable[[], object], what: str = "") -> None:

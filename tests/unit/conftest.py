@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,15 @@ def own_signals() -> Iterator[None]:
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that this process reads, moved by the test; sums of whole seconds are exact."""
+    now = [1000.0]
+    for name in ("monotonic", "perf_counter"):
+        monkeypatch.setattr(time, name, lambda: now[0])
+    return now
 
 
 @pytest.fixture

@@ -14,12 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import others
 import pytest
-from agents import PATIENCE_S, PROGRAM, PROMISED_S, ROOT, Run, kill_what_is_left
+from agents import LOOPS, PROGRAM, PROMISED_S, ROOT, Run, kill_what_is_left, run_program
 from harness import render
 from test_checkpoint import flip_old_ones
 from test_clean_up import VICTIMS, hit, start_run
@@ -96,7 +95,7 @@ def prove_clean_up(times: int) -> tuple[str, bool]:
 
 
 def end_once(victim: str, limit: str) -> tuple[float, int]:
-    """Return how long it took until all was gone, and how many were left after 10 s."""
+    """Return what end_of() does."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)  # for a user who is not root
         if limit == NO_MORE_PROCESSES:
@@ -106,9 +105,7 @@ def end_once(victim: str, limit: str) -> tuple[float, int]:
             (PIDS / "pids.max").write_text((PIDS / "pids.current").read_text())
         began = time.monotonic()
         hit(run, victim)
-        while run.survivors() and time.monotonic() < began + 10:
-            time.sleep(0.005)
-        took, left = time.monotonic() - began, len(run.survivors())
+        took, left = end_of(run, began)
         kill_what_is_left([run])
         if limit == NO_MORE_PROCESSES:
             while (PIDS / "pids.current").read_text() != "0\n":  # process 1 reaps the last
@@ -141,28 +138,23 @@ KILLED = {  # -> what the last lines name, and the launcher's exit code
 }
 
 
-@dataclass
-class Tally:
-    seconds: list[float] = field(default_factory=list)  # until every process was gone
-    left: int = 0
-    misnamed: int = 0
-
-
 def prove_one_dies(times: int) -> tuple[str, bool]:
     rows = []
     for victim in KILLED:
-        for busy in ("", "1"):
-            tally = Tally()
-            for _ in range(times):
-                kill_once(victim, busy, tally)
-            rows.append(summarise(victim, busy, times, tally))
+        for state, busy in (("idle", ""), ("busy", "1")):
+            found = [kill_once(victim, busy) for _ in range(times)]
+            seconds, left, is_named = zip(*found, strict=True)
+            counts = [str(times), str(sum(left)), str(times - sum(is_named))]
+            took = [f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}"]
+            rows.append([victim, state, *counts, *took])
     head = ["kill -9 of", "ranks", "times", "processes left", "misnamed", "gone after, median s"]
     head.append("max s")
     text = f"{NPROC} ranks, each with a child of its own\n\n{render(head, rows)}"
     return text, all(row[3] == row[4] == "0" and float(row[6]) < PROMISED_S for row in rows)
 
 
-def kill_once(victim: str, busy: str, tally: Tally) -> None:
+def kill_once(victim: str, busy: str) -> tuple[float, int, bool]:
+    """Return what end_of() does, and whether the victim was named."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "program.py")
         script.write_text(PROGRAM)
@@ -175,27 +167,23 @@ def kill_once(victim: str, busy: str, tally: Tally) -> None:
         target = {"a rank": ranks[number], "the node agent": run.agent_pid()}
         began = time.monotonic()
         os.kill(target.get(victim, run.process.pid), signal.SIGKILL)
-        while run.survivors() and time.monotonic() < began + 10:
-            time.sleep(0.005)
-        tally.seconds.append(time.monotonic() - began)
-        tally.left += len(run.survivors())
+        took, left = end_of(run, began)
         told = run.finish()
-        name, code = KILLED[victim]
-        is_named = name in told and (victim != "a rank" or f"FAILED   rank {number} " in told)
-        tally.misnamed += not (is_named and run.process.returncode == code)
+    name, code = KILLED[victim]
+    is_named = name in told and (victim != "a rank" or f"FAILED   rank {number} " in told)
+    return took, left, is_named and run.process.returncode == code
 
 
-def summarise(victim: str, busy: str, times: int, tally: Tally) -> list[str]:
-    state = "busy" if busy else "idle"
-    middle, most = statistics.median(tally.seconds), max(tally.seconds)
-    counts = [str(times), str(tally.left), str(tally.misnamed)]
-    return [victim, state, *counts, f"{middle:.2f}", f"{most:.2f}"]
+def end_of(run: Run, began: float) -> tuple[float, int]:
+    """Return how long it took until all was gone, and how many were left after 10 s."""
+    while run.survivors() and time.monotonic() < began + 10:
+        time.sleep(0.005)
+    return time.monotonic() - began, len(run.survivors())
 
 
 # --- which rank hangs -----------------------------------------------------------------------------
 
 # In each run one of three ranks, drawn at random, sleeps for ever at a step that is drawn, too.
-LOOPS = str(ROOT / "tests/unit/own_loops.py")
 RANKS = 3
 # -> what own_loops.py is given, optimizer steps for each of its steps, and HANG_SECONDS, which is
 # longer than the start, on a busy machine too; an import alone takes 10 s there.
@@ -228,14 +216,8 @@ def hang(python: str, kind: str, where: str, steps: int, limit_s: int) -> tuple[
     """Return whether the rank and its step were named, and how long after its last step."""
     rank, step = random.randrange(RANKS), random.randrange(3, 60)
     agent = [python, str(ROOT / "scripts/lib/agent.py"), f"--nproc-per-node={RANKS}"]
-    environ = {**os.environ, "HANG_SECONDS": str(limit_s), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [*agent, LOOPS, kind, str(step), str(rank), where],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    words = [LOOPS, kind, step, rank, where]
+    run = run_program([*agent, *words], HANG_SECONDS=str(limit_s), OMP_NUM_THREADS="1")
     silence = re.search(r"no sign of life for (\d+) s", run.stderr)
     block = re.search(r"^FAILED   rank (\d+) .*, at step (\d+) ", run.stderr, re.M)
     if silence is None or block is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from agents import AGENT, PROGRAM, Run, execute, rarely
+from agents import AGENT, PROGRAM, ROOT, Run, execute, rarely
 from torch._utils import ExceptionWrapper
 
 from distributed.lock import update_link
@@ -196,14 +197,12 @@ def test_a_terminal_reaches_rank_zero(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     options = ["--nproc-per-node", "2", "--log-dir", str(logs), "--rdzv-id", "t"]
     command = [*AGENT, *options, str(script)]
+    shown = b""
     with subprocess.Popen(command, stderr=theirs, stdout=theirs) as process:
         os.close(theirs)
-        shown = b""
-        while True:
-            try:
+        with contextlib.suppress(OSError):  # its end
+            while True:
                 shown += os.read(ours, 65536)
-            except OSError:
-                break
     os.close(ours)
     assert process.returncode == 0
     assert shown == b"bar 1\rbar True\r\n"
@@ -287,7 +286,7 @@ def test_what_installs_a_package_names_the_python(
     has_pip: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/env/bin/python")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: has_pip or None)
+    monkeypatch.setattr("launcher.text.PathFinder.find_spec", lambda name: has_pip or None)
     pip = "/env/bin/python -m pip install" if has_pip else "uv pip install --python /env/bin/python"
     missing = "ModuleNotFoundError: No module named"
     for name, package in (("pandas", "pandas"), ("sklearn", "scikit-learn")):
@@ -295,6 +294,12 @@ def test_what_installs_a_package_names_the_python(
         assert told == f"; if it is a package: {pip} {package}"
     for other in (f"{missing} 'a.b'", "ValueError: No module named 'a'"):
         assert failure.install_cure(other) == ""
+
+
+def test_what_names_the_python_leaves_setuptools_whole() -> None:
+    """torch.compile needs it; on Python 3.11 its finder takes a look for pip for pip's start."""
+    script = "from launcher.text import install_command; install_command('x'); import setuptools"
+    execute(ROOT, sys.executable, "-c", script)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from agents import PATIENCE_S, ROOT, rarely
-from recovery import Job, Outcome, await_snapshots
+from agents import ROOT, rarely
+from recovery import SHARDED, Job, Outcome, await_snapshots
 from test_save_snapshot import hold_commits
 from torch import nn
 
@@ -28,7 +28,6 @@ from training.model import plan_snapshots
 from training.settings import load
 
 TAKEN = ("checkpoint.snapshot_every=5", "checkpoint.every=0")
-SHARED = ("distributed.strategy=fsdp", "checkpoint.format=sharded")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     scope="module",
     params=[
         pytest.param((), id="full"),
-        pytest.param(SHARED, id="sharded", marks=pytest.mark.long),
+        pytest.param(SHARDED, id="sharded", marks=pytest.mark.long),
     ],
 )
 def shared(request: pytest.FixtureRequest) -> Sequence[str]:
@@ -55,12 +54,6 @@ def whole(job: Job, shared: Sequence[str]) -> Outcome:
     return job.finish(f"whole-{len(shared)}", 2, *shared)
 
 
-def run(job: Job, run_id: str, *settings: str, restarts: int, fault: str) -> tuple[int, str]:
-    process = job.start(run_id, 2, *TAKEN, *settings, restarts=restarts, FAULT=fault)
-    output = process.communicate(timeout=PATIENCE_S)[0]
-    return process.returncode, output
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "rank",
@@ -73,19 +66,12 @@ def test_a_restart_goes_on_from_memory(
     job: Job, whole: Outcome, rank: int, shared: Sequence[str]
 ) -> None:
     name = f"restart-{rank}-{len(shared)}"
-    code, output = run(job, name, *shared, restarts=1, fault=f"SIGKILL {rank} 46")  # of step 23
+    fault = f"SIGKILL {rank} 46"  # of step 23
+    code, output = job.run(name, 2, *TAKEN, *shared, restarts=1, FAULT=fault)
     assert code == 0, output
     assert "; from step 20, in memory, 2 steps lost; now on port " in output
     assert "resumed    after step 20, from memory\n" in output
     assert job.outcome(name) == whole
-
-
-@pytest.mark.long
-def test_without_a_restart_it_becomes_a_checkpoint_with_its_validation_loss(job: Job) -> None:
-    code, output = run(job, "written", restarts=0, fault="SIGKILL 0 46")
-    folder = job.folder / "checkpoints/written"
-    assert code == 137 and f"step 20 was only in memory; it is now saved in {folder}\n" in output
-    assert math.isfinite(score(folder / "best"))
 
 
 @pytest.mark.long
@@ -108,9 +94,12 @@ def test_what_is_not_finite_gets_into_no_snapshot(
     job: Job, shared: Sequence[str], fault: str
 ) -> None:
     name = f"{fault.split()[0]}-{len(shared)}"
-    code, output = run(job, name, *shared, "train.log_every=50", restarts=0, fault=fault)
+    code, output = job.run(name, 2, *TAKEN, *shared, "train.log_every=50", FAULT=fault)
     assert code == 1 and "[loss-not-finite]" in output
-    assert [path.name for path in steps(job.folder / "checkpoints" / name)] == ["step-20"]
+    folder = job.folder / "checkpoints" / name
+    assert f"step 20 was only in memory; it is now saved in {folder}\n" in output
+    assert [path.name for path in steps(folder)] == ["step-20"]
+    assert math.isfinite(score(folder / "best"))  # the validation's, after step 20
 
 
 @pytest.mark.long

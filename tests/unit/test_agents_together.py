@@ -96,37 +96,32 @@ def test_a_node_that_comes_late_is_waited_for(port: int, tmp_path: Path) -> None
     assert lines == ["0 0 4 named", "1 0 4 named", "2 1 4 named", "3 2 4 named"]
 
 
-def refused(port: int, *nodes: list[str], timeout_s: int = 60) -> list[tuple[int, str]]:
-    """Start agents that cannot agree; their exit codes and what they print."""
+def refused(port: int, folder: Path, *nodes: list[str], timeout_s: int = 60) -> list[str]:
+    """Start agents that cannot agree; returns what each prints."""
+    (folder / "x.py").write_text("print('never')")
     common = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
     common += ["--rdzv-conf", f"join_timeout={timeout_s}"]
-    runs = [Run([*common, *node]) for node in nodes]
+    runs = [Run([*common, *node, str(folder / "x.py")]) for node in nodes]
     told = [run.finish() for run in runs]
     for run in runs:
         run.assert_gone()
-    return [(run.process.returncode, err) for run, err in zip(runs, told, strict=True)]
+        assert run.process.returncode == 3
+    return told
 
 
 def test_what_node_rank_0_finds_after_the_check_in_refuses_all(port: int, tmp_path: Path) -> None:
-    (tmp_path / "x.py").write_text("print('never')")
     (tmp_path / "logs").write_text("no folder")
-    nodes = [
-        ["--nnodes=2", f"--node-rank={rank}", *options, str(tmp_path / "x.py")]
-        for rank, options in enumerate((["--log-dir", str(tmp_path / "logs")], []))
-    ]
-    for code, err in refused(port, *nodes):
-        assert code == 3
+    first, second = ["--nnodes=2", "--log-dir", str(tmp_path / "logs")], ["--nnodes=2"]
+    told = refused(port, tmp_path, [*first, "--node-rank=0"], [*second, "--node-rank=1"])
+    for err in told:
         assert "[dir-unwritable]" in err and "FAILED" not in err
 
 
 def test_a_missing_node_is_named(port: int, tmp_path: Path) -> None:
-    (tmp_path / "x.py").write_text("print('never')")
-    world = ["--nnodes", "3", "--node-rank"]
-    for code, err in refused(port, [*world, "0", str(tmp_path / "x.py")], timeout_s=2):
-        assert code == 3
-        assert "node rank 1, 2 did not check in within 2 s" in err
-        assert "[node-missing]" in err
-        assert len(err.splitlines()) == 1
+    [err] = refused(port, tmp_path, ["--nnodes=3", "--node-rank=0"], timeout_s=2)
+    assert "node rank 1, 2 did not check in within 2 s" in err
+    assert "[node-missing]" in err
+    assert len(err.splitlines()) == 1
 
 
 def test_a_missing_node_is_named_on_a_node_whose_own_wait_is_over(port: int) -> None:
@@ -146,10 +141,7 @@ def test_a_missing_node_is_named_on_a_node_whose_own_wait_is_over(port: int) -> 
 
 
 def test_a_master_that_is_not_there_is_named(port: int, tmp_path: Path) -> None:
-    (tmp_path / "x.py").write_text("print('never')")
-    world = ["--nnodes", "2", "--node-rank", "1"]
-    [(code, err)] = refused(port, [*world, str(tmp_path / "x.py")], timeout_s=4)
-    assert code == 3
+    [err] = refused(port, tmp_path, ["--nnodes=2", "--node-rank=1"], timeout_s=4)
     waiting, verdict = err.splitlines()
     assert f"waiting for node rank 0 at 127.0.0.1:{port}, 4 s at most" in waiting
     assert "did not answer within 4 s (Connection refused); start node rank 0" in verdict

@@ -263,6 +263,11 @@ def test_questions_about_runs(words: list[str], expected: tuple[object, ...]) ->
     assert (typed.fanout, typed.rest, typed.is_dry_run) == expected
 
 
+def test_in_a_job_stacks_can_be_asked_for() -> None:
+    found = read("launch_singlenode", "--stacks", "a", environ={"SLURM_JOB_ID": "7"})
+    assert found["fanout"] == "stacks"
+
+
 def test_help_wherever_it_stands() -> None:
     typed = parse(call_of("launch"), ["--nproc-per-node", "2", "-h", "--fast"], {})
     assert typed.fanout == "help"
@@ -299,22 +304,10 @@ def test_what_is_refused_in_one_line(command: str, words: list[str], cause: str)
     assert "; " in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_in_a_job_stacks_can_be_asked_for() -> None:
-    found = read("launch_singlenode", "--stacks", "a", environ={"SLURM_JOB_ID": "7"})
-    assert found["fanout"] == "stacks"
-
-
 # --- what -h and --help show --------------------------------------------------------------------
 
 SCRIPTS = {name: file for name, file in FILES.items() if not file.is_symlink()}
 LAUNCHERS = sorted((SCRIPTS.keys() & COMMANDS.keys()) - {"test_distributed_integration"})
-WORDS = {
-    **{name: ["x.yaml", "2", "node1", "0", "node1"] for name in LAUNCHERS},
-    **{"launch": ["x.py"], "launch_singlenode": ["x.yaml"], "cluster_train": ["x.yaml"]},
-    **{"run_ddp": ["-c", "x.yaml"], "slurm_train": ["x.yaml"], "pbs_train": ["x.yaml"]},
-    **{"slurm_train_single_node": ["x.yaml"], "submit_with_config": ["config=x.yaml"]},
-    **{"test_distributed": ["2"]},
-}
 
 
 @functools.cache
@@ -351,7 +344,7 @@ def test_it_shows_the_options_that_it_accepts(name: str) -> None:
     assert {"--dry-run", "--show", "--stacks", "--version"} <= options
     values = {"--show": ["all"], "--stop": ["mine"], "--stacks": ["mine"]}
     for option in ("--strict", "--detach", "--status", "--stop", "--stacks", "--show"):
-        words = [] if option.startswith("--sta") or option == "--stop" else WORDS[name]
+        words = [] if option.startswith("--sta") or option == "--stop" else GIVEN.get(name, ())
         taken = is_taken(name, [option, *values.get(option, []), *words])
         assert taken or option not in options, option
         is_to_be_shown = option != "--strict" and taken
@@ -362,7 +355,7 @@ def test_it_shows_the_options_that_it_accepts(name: str) -> None:
 def test_it_shows_the_variables_that_it_reads(name: str) -> None:
     text = shown(name).partition("\nEnvironment variables")[2]
     assert re.search(r"^  RUN_ID ", text, re.M) and "\n  GRACE " in text
-    typed = parse(call_of(name), WORDS[name], {})
+    typed = replace(parse(call_of(name), GIVEN.get(name, ()), {}), config="c.yaml")
     if name != "submit_with_config":  # the job's own script reads it
         environ = {"TRAIN_SCRIPT": "own.py", "CONFIG_FLAG": "--conf"}
         words, _, _ = choose_program(replace(typed, environ=environ))

@@ -74,8 +74,6 @@ def in_a_child(action: Callable[[], object]) -> int:
         try:
             action()
             code = 0
-        except CheckpointError:
-            code = 3
         finally:
             os._exit(code)
     return os.waitpid(pid, 0)[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import socket
+import string
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -74,7 +75,7 @@ def test_a_sound_node_passes_each_check(check: Check) -> None:
 TWO = (Gpu("0", "GPU-aa", 0), Gpu("1", "GPU-bb", 0))
 BAD, BUSY = Gpu("1", "GPU-bb", 3), Gpu("0", "GPU-aa", 0, "", ("pid 7 (x)",))
 ELSEWHERE = {"num_nodes": 2, "master_addr": "192.0.2.1"}
-EVERY = "^" + ",".join(name for _, name in socket.if_nameindex())
+EVERY = "^" + ",".join(string.ascii_letters + string.digits)  # whatever a name begins with
 
 
 def gloo(name: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from agents import ROOT, execute
 from test_checks import make_machine
 
 from launcher.preflight import checks, gpus
@@ -19,7 +20,7 @@ from launcher.preflight.infiniband import Port, can_open_devices, ports_of_nccl,
 from launcher.wire import limits
 from launcher.wire.messages import Fault
 
-HARDWARE = Path(__file__).resolve().parents[1] / "hardware"
+HARDWARE = ROOT / "tests/hardware"
 MACHINES = yaml.safe_load((HARDWARE / "gpus.yaml").read_text())
 FABRICS = yaml.safe_load((HARDWARE / "infiniband.yaml").read_text())
 
@@ -214,3 +215,18 @@ def test_a_machine_or_a_container_without_such_cards(tmp_path: Path) -> None:
     assert not can_open_devices(tmp_path)
     (tmp_path / "uverbs0").touch()
     assert can_open_devices(tmp_path)
+
+
+# --- make test-gpu on a machine without a GPU -----------------------------------------------------
+
+
+@pytest.mark.long
+def test_each_row_passes_or_says_what_it_needs(tmp_path: Path) -> None:
+    file = tmp_path / "table.json"
+    command = [sys.executable, ROOT / "tests/gpu", "--json", file, "gloo", "preflight", "launcher"]
+    path = f"{ROOT}:{ROOT}/bench"
+    done = execute(ROOT, *command, CUDA_VISIBLE_DEVICES="", PYTHONPATH=path)
+    results = {row["name"]: row["result"] for row in json.loads(file.read_text())}
+    assert results.pop("gloo, two ranks on one GPU") == "pass"
+    assert len(results) == 3 and {*results.values()} == {"needs a GPU"}
+    assert done.stdout.endswith("\n1 passed, 0 failed, 3 not run\n")

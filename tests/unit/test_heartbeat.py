@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from distributed import heartbeat
 from distributed.heartbeat import Beat, Heart, beat
 from launcher.agent.diagnosis import stuck
 from launcher.agent.node_ranks import Heartbeats
+from launcher.agent.rank.optimizer_steps import StepCounter
 
 NEVER = Beat()
 
@@ -72,7 +74,7 @@ def test_progress_counts_the_beats_of_a_step(beats: Heartbeats) -> None:
     assert seen == [(1, 0), (1, 1), (2, 0), (2, 0), (2, 1), (3, 0)]
 
 
-def test_the_limit_comes_from_the_longest_silence_or_is_given(
+def test_the_limit_comes_from_the_longest_silence(
     beats: Heartbeats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
@@ -83,9 +85,6 @@ def test_the_limit_comes_from_the_longest_silence_or_is_given(
         beat(step)
         limits.append(beats.read(1).limit_s)
     assert limits == [600, 600, 60, 90, 90]
-    beat(12, hang_seconds=5)
-    beat(13)
-    assert beats.read(1).limit_s == 5
 
 
 def test_the_limit_is_the_scripts_own_else_the_variable(
@@ -97,6 +96,22 @@ def test_the_limit_is_the_scripts_own_else_the_variable(
         beat(1, hang_seconds=given)
         limits.append((beats.read(1).limit_by, beats.read(1).limit_s))
     assert limits == [(1, 20), (2, 5), (2, 5)]
+
+
+def test_steps_are_counted_until_the_script_tells_its_own(
+    beats: Heartbeats, tmp_path: Path
+) -> None:
+    """One that only saves tells none: else it would be behind the others for ever."""
+    place = heartbeat.find_record(beats.name(1))
+    assert place is not None
+    count = StepCounter(Heart(*place, tmp_path / "x.stack", is_counted=True))
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=1)
+    seen = []
+    for told in ({}, {"saved": 1}, {}, {"step": 7}, {}):
+        beat(**told) if told else count(optimizer)
+        record = beats.read(1)
+        seen.append((record.step, record.saved, record.is_counted))
+    assert seen == [(1, -1, True), (1, 1, True), (2, 1, True), (7, 1, False), (7, 1, False)]
 
 
 @pytest.mark.parametrize("beats_itself", [False, True])

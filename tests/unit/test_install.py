@@ -156,11 +156,7 @@ def test_a_training_runs_in_an_empty_folder_and_is_resumed_by_the_command(
     assert status.stdout.startswith("mine  ended, code 0  ")
 
 
-TOOLS = (
-    "distributed.checkpoint",
-    "launcher.explain",
-    *(f"training.{n}" for n in ("sample", "prepare", "plot")),
-)
+TOOLS = ("distributed.checkpoint", *(f"training.{n}" for n in ("sample", "prepare", "plot")))
 
 
 @pytest.mark.slow
@@ -181,6 +177,8 @@ def test_the_commands_tell_their_version_and_their_help(
         assert f"usage: {'sbatch [SBATCH OPTIONS] ' * (name[0] == 's')}scripts/" in (
             installed.run(tmp_path, name, "--help").stdout
         )
+    section = installed.run(tmp_path, "launch-explain", "rank-stuck")
+    assert (section.returncode, section.stdout.split("\n")[0]) == (0, "## rank-stuck")
 
 
 @pytest.mark.slow

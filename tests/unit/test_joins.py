@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from agents import PATIENCE_S
+from agents import ROOT, run_program
 from ports import free_port
 
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).resolve().parents[2]
 PYTHON = [sys.executable, "-m"]
+OPTIONS = ["--no-python", "--nproc-per-node=3", f"--master-port={free_port()}"]
 LAUNCHERS = {
-    "torchrun": ["torch.distributed.run", "--no-python"],
-    "launch": ["torch.distributed.launch", "--use-env", "--no-python"],
-    "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n"],
+    "torchrun": [*PYTHON, "torch.distributed.run", *OPTIONS],
+    "launch": [*PYTHON, "torch.distributed.launch", "--use-env", *OPTIONS],
+    "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "3"],
 }
 # Rank 2 of three leaves before it joins, or is told that it is rank 1.
 WRONG = """
@@ -41,13 +38,6 @@ SAID = {
 }
 
 
-def words_of(launcher: str) -> Sequence[str]:
-    if launcher == "mpirun":
-        return [*LAUNCHERS[launcher], "3"]
-    port = f"--master-port={free_port()}"
-    return [*PYTHON, *LAUNCHERS[launcher], port, "--nproc-per-node=3"]
-
-
 @pytest.mark.parametrize("fault", SAID)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_every_rank_that_joins_says_the_same_line(
@@ -57,14 +47,8 @@ def test_every_rank_that_joins_says_the_same_line(
         pytest.skip("there is no mpirun here")
     train = [sys.executable, str(ROOT / "train.py"), "--config", str(ROOT / "config/local3.yaml")]
     train += ["train.max_steps=2", "model.layers=1", "distributed.join_timeout=10"]
-    done = subprocess.run(
-        [*words_of(launcher), "bash", "-c", WRONG, "bash", fault, *train],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    command = [*LAUNCHERS[launcher], "bash", "-c", WRONG, "bash", fault, *train]
+    done = run_program(command, tmp_path, OMP_NUM_THREADS="1")
     lines = re.findall(r"^train\.py: .*", done.stderr, re.MULTILINE)
     assert len(lines) == (2 if fault == "missing" else 3) and len({*lines}) == 1, done.stderr
     assert re.fullmatch(f"train\\.py: {SAID[fault]}", lines[0])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from training.config_file import SettingsError
-from training.settings import LanguageModel, Settings, load
+from training.settings import LanguageModel, load
 from training.tasks.language_model import (
     GPT,
     LanguageModelTask,
@@ -38,25 +38,25 @@ def write_tokens(folder: Path, highest: int, **facts: object) -> None:
         (folder / "tokens.json").write_text(json.dumps({"dtype": "uint16", **facts}))
 
 
-def test_a_missing_folder_and_a_short_text_are_one_line(tmp_path: Path) -> None:
-    def task_of(path: Path) -> Settings:
-        return load(LOCAL3, [f"data.path={path}"])
+def task_of(path: Path, *words: str) -> LanguageModelTask:
+    return LanguageModelTask(load(LOCAL3, [f"data.path={path}", "model.context=8", *words]))
 
+
+def test_a_missing_folder_and_a_short_text_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="there is no folder or file"):
-        LanguageModelTask(task_of(tmp_path / "no"))
+        task_of(tmp_path / "no")
     for n in range(3):
-        (tmp_path / f"{n}").write_text("short")
+        (tmp_path / f"{n}").write_text("x")
     with pytest.raises(SettingsError, match="too short"):
-        LanguageModelTask(task_of(tmp_path))
+        task_of(tmp_path)
 
 
 def test_tokens_need_a_vocabulary_that_holds_them(tmp_path: Path) -> None:
     write_tokens(tmp_path, 511, vocabulary=512, tokenizer="")
-    overrides = [f"data.path={tmp_path}", "model.context=8"]
     with pytest.raises(SettingsError, match="256 is less than the 512 of "):
-        LanguageModelTask(load(LOCAL3, overrides))
+        task_of(tmp_path)
     torch.manual_seed(1)
-    task = LanguageModelTask(load(LOCAL3, [*overrides, "model.vocabulary=512"]))
+    task = task_of(tmp_path, "model.vocabulary=512")
     batch = torch.stack([task.train[0], task.train[1]])
     assert task.loss(task.model(), batch).item() == pytest.approx(math.log(512), abs=0.3)
     assert task.metrics(1.0) == {}
@@ -67,17 +67,15 @@ def test_tokens_need_a_vocabulary_that_holds_them(tmp_path: Path) -> None:
 def test_tokens_of_an_unknown_vocabulary_are_looked_at(tmp_path: Path) -> None:
     """nanoGPT's have no tokens.json; a token beyond the vocabulary would end the first step."""
     write_tokens(tmp_path, 50_256)
-    overrides = [f"data.path={tmp_path}", "model.context=8"]
     with pytest.raises(SettingsError, match="256 is less than the 50257 of "):
-        LanguageModelTask(load(LOCAL3, overrides))
-    LanguageModelTask(load(LOCAL3, [*overrides, "model.vocabulary=50304"]))
+        task_of(tmp_path)
+    task_of(tmp_path, "model.vocabulary=50304")
 
 
 @pytest.mark.slow
 def test_a_run_ends_well_where_its_tokenizer_is_not(tmp_path: Path) -> None:
     write_tokens(tmp_path, 511, vocabulary=512, tokenizer="tokenizers:gone.json")
-    words = [f"data.path={tmp_path}", "model.context=8", "model.vocabulary=512"]
-    task = LanguageModelTask(load(LOCAL3, words))
+    task = task_of(tmp_path, "model.vocabulary=512")
     told = dict(task.summary(task.model(), {"loss": 1.25}))
     assert told["sample"] == (
         f"none: tokenizer tokenizers:gone.json: there is no file {tmp_path}/gone.json"
@@ -87,8 +85,7 @@ def test_a_run_ends_well_where_its_tokenizer_is_not(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_model_may_know_more_tokens_than_its_text(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("abcdefg" * 400)
-    words = [f"data.path={tmp_path}/text", "model.context=8", "model.vocabulary=1024"]
-    task = LanguageModelTask(load(LOCAL3, words))
+    task = task_of(tmp_path / "text", "model.vocabulary=1024")
     assert "sample" in dict(task.summary(task.model(), {"loss": 1.0, "bits_per_byte": 1.0}))
 
 
@@ -116,8 +113,7 @@ def test_no_byte_sees_what_comes_after_it(ngrams: int) -> None:
 def test_an_untrained_model_knows_nothing_and_a_trained_one_its_text(tmp_path: Path) -> None:
     for n in range(3):
         (tmp_path / f"{n}").write_text("abcdefg" * 40)
-    overrides = [f"data.path={tmp_path}", "model.context=8", "model.width=16", "model.layers=1"]
-    task = LanguageModelTask(load(LOCAL3, overrides))
+    task = task_of(tmp_path, "model.width=16", "model.layers=1")
     torch.manual_seed(0)
     model = task.model()
     batch = torch.stack([task.train[i] for i in range(16)])

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agents import AGENT, PATIENCE_S, rarely, run_agent
+from agents import AGENT, PATIENCE_S, execute, rarely, run_agent, run_program
 from ports import free_port
 
 from distributed.torch_internals import RECORDER_SIZE
@@ -67,15 +67,9 @@ open(os.environ["OUT"] + os.environ["RANK"], "w").write(json.dumps(seen))
 def look(
     launcher: list[str], arguments: list[str], out: Path, folder: Path
 ) -> list[dict[str, object]]:
-    subprocess.run(
-        [*launcher, "--nproc-per-node", "2", *arguments],
-        check=True,
-        cwd=folder,
-        env={**os.environ, "OUT": str(out), RECORDER_SIZE: "0"},  # ours answers in a thread
-        input="",
-        text=True,
-        stderr=subprocess.PIPE,
-    )
+    own = {"OUT": str(out), RECORDER_SIZE: "0"}  # ours answers in a thread
+    done = run_program([*launcher, "--nproc-per-node", "2", *arguments], folder, **own)
+    assert done.returncode == 0, done.stderr
     return [json.loads(out.with_name(out.name + str(rank)).read_text()) for rank in range(2)]
 
 
@@ -178,9 +172,7 @@ def test_a_kill_for_lack_of_memory_is_named(tmp_path: Path, memory_group: Path) 
     script = tmp_path / "grow.py"
     script.write_text("import os\nif os.environ['RANK'] == '1':\n    b'1' * (4 << 30)\n")
     join = ["sh", "-c", f'echo $$ >{memory_group}/cgroup.procs; exec "$@"', "-"]
-    command = [*join, *AGENT, "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 137
+    done = execute(tmp_path, *join, *AGENT, "--nproc-per-node", "2", script, code=137)
     assert "FAILED   rank 1 " in done.stderr and "[out-of-memory]" in done.stderr
     assert "this node's memory limit was reached" in done.stderr
 
@@ -207,10 +199,7 @@ def test_streams_go_to_files_as_under_torchrun(
     files = {}
     for name, launcher in (("torchrun", TORCHRUN), ("ours", AGENT)):
         where = ["--nproc-per-node=2", f"--log-dir={tmp_path / name}", *options]
-        done = subprocess.run(
-            [*launcher, *where, str(script)], capture_output=True, text=True, timeout=PATIENCE_S
-        )
-        assert done.returncode == 0, done.stderr
+        done = execute(tmp_path, *launcher, *where, script)
         files[name] = {
             "/".join(file.parts[-3:]): file.read_text()
             for file in (tmp_path / name).glob("*/attempt_0/*/std*")
@@ -238,9 +227,8 @@ def test_signals_to_handle_reach_every_rank(tmp_path: Path) -> None:
     rest, _ = run.communicate(timeout=PATIENCE_S)
     assert rest == "saved\n" * 2
     assert run.returncode == 128 + signal.SIGUSR2
-    wrong = run_agent("--signals-to-handle", "SIGNONE", script)
-    assert (wrong.returncode, len(wrong.stderr.splitlines())) == (2, 1)
-    assert "cannot handle SIGNONE" in wrong.stderr
+    wrong = execute(tmp_path, *AGENT, "--signals-to-handle", "SIGNONE", script, code=2)
+    assert len(wrong.stderr.splitlines()) == 1 and "cannot handle SIGNONE" in wrong.stderr
 
 
 @pytest.mark.long

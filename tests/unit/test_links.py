@@ -161,11 +161,13 @@ def test_ranks_are_compared_with_others_on_the_same_device() -> None:
     assert judge.ranks_to_compare({**speeds, 3: 150.0}, kinds, [3]) == {2, 3}
 
 
+HOSTS = ["a", "b", "c", "d"]
+MEMBERS = [Member(host, node, 0, "cpu", "2.13") for node, host in enumerate(HOSTS)]
+
+
 def test_a_fault_names_hosts_and_what_to_leave_out() -> None:
-    hosts = ["a", "b", "c", "d"]
-    members = [Member(host, node, 0, "cpu", "2.13") for node, host in enumerate(hosts)]
     found = all_links(4, slowed(2, 4, 0.01))
-    findings = Findings(members, hosts, found, {3: 1.52}, judge.slow_nodes(found))
+    findings = Findings(MEMBERS, HOSTS, found, {3: 1.52}, judge.slow_nodes(found))
     (rank, _), (link, _) = findings.faults()
     assert link.startswith("c has a slow link: 10.00 MB/s at best, other nodes ")
     assert link.endswith(" [slow-link]")
@@ -174,13 +176,11 @@ def test_a_fault_names_hosts_and_what_to_leave_out() -> None:
 
 
 def test_a_slow_rank_is_not_blamed_on_another_nodes_links() -> None:
-    hosts = ["a", "b", "c", "d"]
-    members = [Member(host, node, 0, "cpu", "2.13") for node, host in enumerate(hosts)]
     found = all_links(4, {(1, 2): 0.3, (2, 3): 0.3, (0, 1): 0.3})
     assert {*judge.slow_pairs(found)} == {(1, 2), (2, 3), (0, 1)}
-    healthy = Findings(members, hosts, found, {}, {}, judge.slow_pairs(found))
+    healthy = Findings(MEMBERS, HOSTS, found, {}, {}, judge.slow_pairs(found))
     assert healthy.excluded() == ["b", "c", "d"]
-    slow = Findings(members, hosts, found, {2: 2.64}, {}, judge.slow_pairs(found))
+    slow = Findings(MEMBERS, HOSTS, found, {2: 2.64}, {}, judge.slow_pairs(found))
     assert slow.excluded() == ["b", "c"]
 
 
@@ -191,9 +191,7 @@ def test_gpus_of_one_model_are_of_one_kind() -> None:
 
 
 def test_versions_that_differ_blame_no_host() -> None:
-    members = [Member("a", 0, 0, "cpu", "2.12"), Member("b", 1, 0, "cpu", "2.13")]
+    members = [Member("a", 0, 0, "cpu", "2.12"), MEMBERS[1]]
     (fault,) = Findings(members, ["a", "b"]).faults()
-    assert fault == (
-        "torch 2.12 on a, torch 2.13 on b; install one everywhere [version-mismatch]",
-        "",
-    )
+    told = "torch 2.12 on a, torch 2.13 on b; install one everywhere [version-mismatch]"
+    assert fault == (told, "")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from agents import ROOT, run_program
+from job_tools import make_tool
 from test_ending import PLAN
 
 from launcher.fanout.connection import Connection
@@ -83,11 +84,8 @@ Connect = Callable[[str], Connection]
 
 
 @pytest.fixture
-def connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Connect]:
-    ssh = tmp_path / "ssh"
-    ssh.write_text("#!/bin/sh\nexec cat\n")  # it ends with its stdin
-    ssh.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+def connect(tools: Path) -> Iterator[Connect]:
+    make_tool(tools / "ssh", "exec cat")  # it ends with its stdin
     loop = Loop(os.environ, 2)
 
     def begin(node: str) -> Connection:

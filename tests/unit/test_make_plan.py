@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from captured import captured
+from job_tools import make_tool
 
 from distributed.environment import LauncherError
 from launcher.plan import pbs, resume
@@ -41,6 +42,9 @@ SSH = {"fanout": "ssh", "node": ("n1", "n2:3")}
 SRUN = {"fanout": "srun"}
 DRY = {"is_dry_run": True}
 SPARE = {"SPARES": "1", "MAX_RESTARTS": "1"}
+PTY = captured("srun-pty-step", SLURM_STEP_NUM_TASKS="1", SLURM_STEP_NUM_NODES="1")
+FIRST = captured("one-per-node-step", SLURM_NODEID="0", SLURM_STEP_ID="3")
+MODULE, COMMAND = ({**LIKE, f"as_{kind}": True} for kind in ("module", "command"))
 COPIES = [  # and the variable that says how many there are
     ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE"),
     ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}, "MV2_COMM_WORLD_SIZE"),
@@ -95,18 +99,18 @@ def test_a_batch_in_words(batch: Batch, told: str) -> None:
         ("variables", LIKE, {"LOG_LEVEL": "info"}, {"LOG_LEVEL": "info"}),
         ("backend", LIKE, {"BACKEND": "NCCL"}, "nccl"),
         ("backend", LIKE, {"BACKEND": "hf", "LAUNCHER": "local"}, "auto"),
-        ("variables", LIKE, {"BACKEND": "hf", "LOG_LEVEL": "trace"}, {}),
+        ("variables", LIKE, {"BACKEND": "hf", "LOG_LEVEL": "trace", "FRESH": "true"}, {}),
         ("log_dir", {}, {"LOG_DIR": "else where"}, Path("else where")),
         ("log_dir", {}, {}, Path("logs")),
         ("grace_s", {}, {}, 30),
         ("grace_s", {}, {"GRACE": "0"}, 0),
-        ("has_checks", {}, {"SKIP_PREFLIGHT": "1"}, False),
+        *(("has_checks", {}, {"SKIP_PREFLIGHT": one}, one != "1") for one in ("", "0", "1")),
         ("engine", {}, {"LAUNCHER": "srun"}, ""),
         ("words", {"config": "-"}, {"TRAIN_SCRIPT": "-mine.py"}, ["./-mine.py"]),
         ("words", {**LIKE, "rest": ["-x.py", "-y"]}, {}, ["./-x.py", "-y"]),
         ("words", LIKE, {"TRAIN_SCRIPT": "own.py", "CONFIG_FLAG": "-f"}, ["a.py", "--b=c"]),
-        ("words", {**LIKE, **DRY, "as_module": True}, {}, ["-m", "a.py", "--b=c"]),
-        ("words", {**LIKE, **DRY, "as_command": True}, {}, ["--no-python", "a.py", "--b=c"]),
+        ("words", {**MODULE, **DRY}, {}, ["-m", "a.py", "--b=c"]),
+        ("words", {**COMMAND, **DRY}, {}, ["--no-python", "a.py", "--b=c"]),
         ("run_id", {"run_id": "typed"}, {}, "typed"),
         ("run_id", {"run_id": "typed"}, {"RUN_ID": "typed.1"}, "typed.1"),  # a resume line
         ("run_id", {"run_id": "../a:b c"}, {}, "_._a_b_c"),
@@ -121,12 +125,7 @@ def test_a_batch_in_words(batch: Batch, told: str) -> None:
         ("master_addr", SSH, SPARE, "n1"),
         ("master_addr", SRUN, captured("batch-step", MASTER_ADDR="n1i"), "n1i"),
         # Of one node it is a left-over.
-        (
-            "master_addr",
-            {"fanout": "srun"},
-            captured("requeued-batch-step", MASTER_ADDR="x"),
-            "node1",
-        ),
+        ("master_addr", SRUN, captured("requeued-batch-step", MASTER_ADDR="x"), "node1"),
         ("num_nodes", SRUN, {**captured("batch-step"), **SPARE}, 1),
         ("num_nodes", LIKE, captured("one-per-node-step"), 2),
         ("node_rank", LIKE, captured("one-per-node-step"), 1),
@@ -176,18 +175,11 @@ def test_world_of_a_slurm_job(
         ({"port": "65536"}, {}, "the port is '65536'"),
         ({}, {"MASTER_PORT": "-1"}, "the port is '-1'"),
         ({}, {"MASTER_PORT": "0"}, "the port is '0'; give a whole number from 1 to 65535"),
-        (LIKE, {"FRESH": "2"}, "FRESH is '2'; it can be 0, 1"),
-        (
-            {**LIKE, "as_module": True, "rest": ("no.such.module",)},
-            {},
-            "there is no module 'no.such.module'; correct its name",
-        ),
-        ({**LIKE, "as_module": True, "rest": (".",)}, {}, "there is no module '.'; correct its"),
-        (
-            {**LIKE, "as_command": True, "rest": ("./nope",)},
-            {},
-            "'./nope' is not an executable program; correct its path",
-        ),
+        ({}, {"FRESH": "2"}, "FRESH is '2'; it can be 0, 1"),
+        ({}, {"SKIP_PREFLIGHT": "false"}, "SKIP_PREFLIGHT is 'false'; it can be 0, 1"),
+        ({**MODULE, "rest": ("no.such",)}, {}, "there is no module 'no.such'; correct its name"),
+        ({**MODULE, "rest": (".",)}, {}, "there is no module '.'; correct its"),
+        ({**COMMAND, "rest": ("./nope",)}, {}, "'./nope' is not an executable program; correct"),
         ({"nnodes": ""}, {}, "the number of nodes is ''"),
         (
             {**BY_HAND, "node_rank": "2"},
@@ -198,20 +190,12 @@ def test_world_of_a_slurm_job(
         ({}, {"MAX_RESTARTS": "x"}, "MAX_RESTARTS is 'x'"),
         ({"engine": "torch.distributed.launch"}, {"MAX_RESTARTS": "1"}, "cannot restart ranks"),
         (SSH, {"SPARES": "x"}, "SPARES is 'x'"),
-        (
-            SSH,
-            {"SPARES": "1"},
-            "SPARES=1 needs MAX_RESTARTS; for example 3 (each replaced node is a restart)",
-        ),
+        (SSH, {"SPARES": "1"}, "SPARES=1 needs MAX_RESTARTS; for example 3 (each replaced node"),
         (SSH, {**SPARE, "MIN_NODES": "2"}, "MIN_NODES is '2'; give a whole number from 1 to 1"),
         (SSH, {**SPARE, "MIN_NODES": "0"}, "MIN_NODES is '0'"),
         ({}, SPARE, "SPARES=1: this launcher does not replace nodes; use launch_torchrun_auto"),
         ({**SSH, "fanout": "pdsh"}, SPARE, "SPARES=1: this launcher does not replace nodes"),
-        (
-            {"fanout": "srun"},
-            {**captured("batch-step"), **SPARE, "LAUNCHER": "srun"},
-            "SPARES=1: this launcher does not replace nodes",
-        ),
+        (SRUN, captured("batch-step", LAUNCHER="srun", **SPARE), "SPARES=1: this launcher"),
         ({}, {"BACKEND": "mpi"}, "BACKEND is 'mpi'; it can be nccl, gloo"),
         ({}, {"BACKEND": "glo"}, "BACKEND is 'glo'; did you mean gloo? it can be nccl, gloo"),
         ({}, {"LAUNCHER": "torchrun"}, "LAUNCHER is 'torchrun'; it can be agent, srun"),
@@ -219,14 +203,10 @@ def test_world_of_a_slurm_job(
         ({}, {"RUN_ID": "-x"}, "RUN_ID is '-x'"),
         ({"config": "2"}, {"TRAIN_SCRIPT": "a.py"}, "give the path of a YAML file, or - for none"),
         ({"config": "-"}, {}, "this project's train.py needs a config, and '-' passes none; give"),
-        ({"fanout": "ssh", "node": ("-o",)}, {}, "'-o' names no node"),
+        ({"fanout": "ssh", "node": ("-o",)}, {}, "'-o' is not a node"),
         ({"fanout": "ssh", "node": ("n[1-2]", "n2:4")}, {}, "n2 is named twice"),
-        ({"fanout": "srun"}, {}, "this is not a SLURM job; use sbatch x.sh, or salloc first"),
-        (
-            {"has_health_check": True},
-            captured("batch-step"),
-            "the job has 2 nodes and no srun started",
-        ),
+        (SRUN, {}, "this is not a SLURM job; use sbatch x.sh, or salloc first"),
+        ({"has_health_check": True}, captured("batch-step"), "job has 2 nodes and no srun started"),
         *(({}, environ, f"mpiexec started this 2 times ({size})") for environ, size in COPIES),
         (SSH, COPIES[0][0], "start it once, without mpiexec; for separate runs, unset OMPI_COMM"),
     ],
@@ -242,12 +222,12 @@ def test_what_is_refused_in_one_line(
 
 def test_modules_and_programs_that_are_here_are_not_refused(folder: Path) -> None:
     (folder / "mine").mkdir()
-    asked: dict[str, Any] = {**LIKE, "as_module": True}
     for name in ("mine", "json.tool", "distributed.selftest"):
-        assert plan_of(**{**asked, "rest": (name,)}).words == ["-m", name]
-    asked = {**LIKE, "as_command": True, "rest": ("ls",)}
-    assert plan_of(**asked).words == ["--no-python", "ls"]
-    lacking: dict[str, Any] = {**LIKE, "as_module": True, "rest": ("of.the.image",)}
+        module: dict[str, Any] = {**MODULE, "rest": (name,)}
+        assert plan_of(**module).words == ["-m", name]
+    command: dict[str, Any] = {**COMMAND, "rest": ("ls",)}
+    assert plan_of(**command).words == ["--no-python", "ls"]
+    lacking: dict[str, Any] = {**MODULE, "rest": ("of.the.image",)}
     assert plan_of({"CONTAINER": str(folder)}, **lacking).words == ["-m", "of.the.image"]
     assert plan_of(**lacking, hosts="n1").words == ["-m", "of.the.image"]
 
@@ -292,23 +272,30 @@ def test_agents_know_whether_there_was_a_preflight() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "first", "second"),
-    [
-        (captured("srun-pty-step", SLURM_STEP_NUM_TASKS="1", SLURM_STEP_NUM_NODES="1"), "", ".1"),
-        (captured("one-per-node-step", SLURM_NODEID="0", SLURM_STEP_ID="3"), ".3", ".3.1"),
-        (captured("batch-step"), "", ".1"),
-        ({"PBS_JOBID": "7.host", "PBS_ENVIRONMENT": "PBS_INTERACTIVE"}, "", ".1"),
+    ("environ", "submitted", "more", "names"),
+    [  # what squeue tells the second launch, and SLURM
+        (PTY, "today", {}, ["", ".1"]),
+        (PTY, "", {}, ["", ".1"]),  # the job has ended: SLURM knows it no more
+        (FIRST, "", {}, [".3", ".3.1"]),
+        (captured("batch-step"), "today", {}, ["", ".1"]),
+        (captured("batch-step"), "today", {"SLURM_RESTART_COUNT": "1"}, ["", ""]),  # it resumes
+        (captured("batch-step"), "last year", {}, ["", ""]),  # refused where the lock is taken
+        ({"PBS_JOBID": "7.host", "PBS_ENVIRONMENT": "PBS_INTERACTIVE"}, "", {}, ["", ".1"]),
     ],
 )
-def test_each_launch_in_a_shell_of_a_job_is_a_run_of_its_own(
-    environ: dict[str, str], first: str, second: str
+def test_each_launch_in_a_job_is_a_run_of_its_own(
+    tools: Path, environ: dict[str, str], submitted: str, more: dict[str, str], names: list[str]
 ) -> None:
-    typed = Typed("auto", environ=environ)
     job = environ.get("SLURM_JOB_ID") or environ["PBS_JOBID"]
-    for run_id in (f"{job}{first}", f"{job}{second}"):
-        assert choose_run_id(typed, Path("logs"), is_namer=True) == run_id
-        note_start(Path("logs", run_id), environ)
-    assert choose_run_id(typed, Path("logs"), is_namer=False) == ""
+    logs = Path("logs")
+    launches = zip((environ, environ | more), ("today", submitted), names, strict=True)
+    for given, told, name in launches:
+        typed = Typed("auto", environ=given, is_dry_run=True)  # which takes no name
+        make_tool(tools / "squeue", f"echo {told}")
+        run_id = f"{job}{name}"
+        assert choose_run_id(typed, logs, is_namer=True) == run_id
+        note_start(logs / run_id, given)
+    assert choose_run_id(typed, logs, is_namer=False) == ""
 
 
 def test_the_nodes_of_a_step_meet_at_one_port_before_they_know_the_run() -> None:
@@ -349,13 +336,6 @@ def test_at_level_debug_torch_logs_though_the_agent_imports_it(
 
     assert named(plan_of(given | own)) == told
     assert named(plan_of(given | own, **LIKE)) == {None}  # not for a script of the user's own
-
-
-@pytest.mark.parametrize(("text", "are_made"), [("", True), ("0", True), ("1", False)])
-def test_what_leaves_the_preflight_out(text: str, are_made: bool) -> None:
-    assert plan_of({"SKIP_PREFLIGHT": text}).has_checks == are_made
-    with pytest.raises(PlanError, match="SKIP_PREFLIGHT is 'false'; it can be 0, 1"):
-        plan_of({"SKIP_PREFLIGHT": "false"})
 
 
 # --- the resume line ------------------------------------------------------------------------------

@@ -49,12 +49,8 @@ def serving(says: bytes, *, is_ours: bool = True) -> Iterator[int]:
         thread.join()
 
 
-def report_of(rank: int) -> NodeReport:
-    return NodeReport(rank, 3, 1, f"n{rank}", "")
-
-
-def visit_at(port: int, within_s: float = 5.0, *, rank: int = 1) -> list[Fault]:
-    me, wait = report_of(rank), Wait(within_s)
+def visit_at(port: int, within_s: float = 5.0) -> list[Fault]:
+    me, wait = NodeReport(1, 3, 1, "n1", ""), Wait(within_s)
     return list(master_port.visit_master("127.0.0.1", port, me, SECRET, wait, []))
 
 

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import pickle
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -108,10 +107,7 @@ OTHERS_HICCUP = [(0.154, 0.198), (0.155, 0.195), (0.153, 0.194), (0.211, 0.209),
     ],
 )
 def test_which_rank_is_named_as_slow(
-    caplog: pytest.LogCaptureFixture,
-    readings: Sequence[Sequence[float]],
-    ratio: float,
-    told: str,
+    caplog: pytest.LogCaptureFixture, readings: Sequence[Sequence[float]], ratio: float, told: str
 ) -> None:
     pace = alone([f"node{number}" for number in range(1, 5)])
     for number, seconds in enumerate(readings):
@@ -145,14 +141,9 @@ def test_mfu_is_told_where_the_gpu_is_known(monkeypatch: pytest.MonkeyPatch) -> 
     assert read("NVIDIA T4")["peak_memory_gb"] == 5
 
 
-def test_the_stopwatch_runs_to_the_last_gradient_and_not_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-
+def test_the_stopwatch_runs_to_the_last_gradient_and_not_on(clock: list[float]) -> None:
     def wait(weight: torch.Tensor) -> None:
-        now[0] += 4  # as DDP does for the other ranks
+        clock[0] += 4  # as DDP does for the other ranks
 
     class Sleeps(torch.autograd.Function):
         @staticmethod
@@ -161,14 +152,14 @@ def test_the_stopwatch_runs_to_the_last_gradient_and_not_on(
 
         @staticmethod
         def backward(context: object, *gradients: torch.Tensor) -> torch.Tensor:
-            now[0] += 2
+            clock[0] += 2
             return gradients[0]
 
     model = nn.Linear(1, 1)
     watch = Stopwatch(model)
     model.weight.register_post_accumulate_grad_hook(wait)  # type: ignore[no-untyped-call]
     with watch.running():
-        now[0] += 1
+        clock[0] += 1
         loss = Sleeps.apply(model(torch.ones(1)))  # type: ignore[no-untyped-call]
     loss.sum().backward()
     assert watch.read() == 3
@@ -176,14 +167,12 @@ def test_the_stopwatch_runs_to_the_last_gradient_and_not_on(
 
 
 def test_of_a_sharded_model_the_blocks_forward_passes_count(
-    monkeypatch: pytest.MonkeyPatch,
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before each of them fsdp's own hook waits for the other ranks."""
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
     def take(seconds: float) -> Callable[..., None]:
-        return lambda *_: now.insert(0, now[0] + seconds)
+        return lambda *_: clock.insert(0, clock[0] + seconds)
 
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     for block in model:
@@ -211,35 +200,29 @@ def test_a_model_that_is_timed_can_be_copied_and_pickled() -> None:
         assert watch.read() == 0
 
 
-def test_the_part_of_the_time_that_data_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
+def test_the_part_of_the_time_that_data_takes(clock: list[float]) -> None:
     meter = Meter()
     with meter.loading():
-        now = 1.0
+        clock[0] += 1
     meter.add(1, torch.tensor(1.0), 8)
-    now = 4.0
+    clock[0] += 3
     assert meter.read() == (2.0, 0.25)
     meter.add(2, torch.tensor(1.0), 8)
-    now = 8.0
+    clock[0] += 4
     assert meter.read() == (2.0, 0.0)
 
 
-def test_the_meter_weighs_its_losses_and_leaves_pauses_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = 0.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
+def test_the_meter_weighs_its_losses_and_leaves_pauses_out(clock: list[float]) -> None:
     meter = Meter()
     meter.add(1, torch.tensor(1.0), 30)
     meter.add(1, torch.tensor(5.0), 10)
-    now = 2.0
+    clock[0] += 2
     with meter.paused():
-        now = 10.0
-    now = 12.0
+        clock[0] += 8
+    clock[0] += 2
     assert (meter.state(), meter.read()) == ({"loss": 80.0, "terms": 40}, (10.0, 0.0))
     meter.add(2, torch.tensor(3.0), 60)
-    now = 14.0
+    clock[0] += 2
     assert (meter.state(), meter.read()) == ({"loss": 180.0, "terms": 60}, (30.0, 0.0))
     assert meter.speed() == pytest.approx(100 / 6)
     assert meter.wall() == 14.0

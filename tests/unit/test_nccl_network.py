@@ -95,10 +95,8 @@ def test_rank_0_writes_a_log_where_a_port_is_active(folder: RunFolder) -> None:
         {"NCCL_CONF_FILE": "nccl.conf"},
     ],
 )
-def test_what_the_user_has_chosen_stays(
-    environ: Mapping[str, str], folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(folder.path)
+def test_what_the_user_has_chosen_stays(environ: Mapping[str, str], folder: RunFolder) -> None:
+    os.chdir(folder.path)
     Path("nccl.conf").write_text("NCCL_DEBUG=WARN\n")
     assert prepare(folder, 0, 2, environ) == NetworkWatch()
 
@@ -201,33 +199,34 @@ def test_interface_to_an_address() -> None:
     assert interface_to(ELSEWHERE) == default_interface()
 
 
-def test_the_interface_to_the_master_is_named() -> None:
-    name = default_interface()
-    both = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
-    assert choose_variables(ELSEWHERE, 2, {}) == both
-    assert choose_variables("127.0.0.1", 2, {}) == {}  # all nodes on one machine
+IB, OFF = {"NCCL_PROFILE": "infiniband"}, {"NCCL_PROFILE": "none"}
+ROUTED = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}  # by the default route
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+THEIRS = {"GLOO_SOCKET_IFNAME": "x0", "NCCL_SOCKET_IFNAME": "^docker", "NCCL_NET": "Socket"}
 
 
-def test_what_the_user_has_set_is_not_overridden() -> None:
-    theirs = {"GLOO_SOCKET_IFNAME": "x0", "NCCL_SOCKET_IFNAME": "^docker", "NCCL_NET": "Socket"}
-    assert choose_variables(ELSEWHERE, 2, {**theirs, "NCCL_PROFILE": "infiniband"}) == {}
+@pytest.mark.parametrize(
+    ("master", "nodes", "given", "chosen"),
+    [
+        (ELSEWHERE, 2, {}, ROUTED),
+        (ELSEWHERE, 2, IB, ROUTED | {"NCCL_NET": "IB"}),
+        (ELSEWHERE, 2, OFF, {}),
+        (ELSEWHERE, 2, THEIRS | IB, {}),
+        ("127.0.0.1", 2, {}, {}),  # all nodes on one machine
+        ("127.0.0.1", 2, {"NCCL_PROFILE": "ethernet"}, {"NCCL_IB_DISABLE": "1"}),
+        # One machine stays on loopback.
+        *((ELSEWHERE, 1, given, LOOPBACK) for given in ({}, IB)),
+        *((ELSEWHERE, 1, given, {}) for given in (OFF, LOOPBACK | {"GLOO_SOCKET_IFNAME": "x0"})),
+    ],
+)
+def test_what_is_chosen_for_the_network(
+    master: str, nodes: int, given: dict[str, str], chosen: dict[str, str]
+) -> None:
+    if "{}" in str(chosen):
+        chosen = {key: value.format(default_interface()) for key, value in chosen.items()}
+    assert choose_variables(master, nodes, given) == chosen
 
 
-def test_profiles() -> None:
-    assert choose_variables(ELSEWHERE, 2, {"NCCL_PROFILE": "none"}) == {}
-    chosen = choose_variables(ELSEWHERE, 2, {"NCCL_PROFILE": "infiniband"})
-    assert chosen.pop("NCCL_NET") == "IB"
-    assert chosen == choose_variables(ELSEWHERE, 2, {})
-    assert choose_variables("127.0.0.1", 2, {"NCCL_PROFILE": "ethernet"}) == {
-        "NCCL_IB_DISABLE": "1"
-    }
+def test_a_profile_that_is_unknown_is_refused() -> None:
     with pytest.raises(ValueError, match="'fast'; use infiniband, ethernet, none"):
         choose_variables(ELSEWHERE, 2, {"NCCL_PROFILE": "fast"})
-
-
-def test_one_machine_stays_on_loopback() -> None:
-    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
-    assert choose_variables(ELSEWHERE, 1, {}) == loopback
-    assert choose_variables(ELSEWHERE, 1, {"NCCL_PROFILE": "infiniband"}) == loopback
-    assert choose_variables(ELSEWHERE, 1, {"NCCL_PROFILE": "none"}) == {}
-    assert choose_variables(ELSEWHERE, 1, {**loopback, "GLOO_SOCKET_IFNAME": "x0"}) == {}

@@ -31,29 +31,31 @@ SCRIPTS = {  # what a rank does before it says so, and after a line from here
 }
 
 
+def ranks_of(living: list[SimpleNamespace], node_rank: int = 0) -> NodeRanks:
+    return cast(NodeRanks, SimpleNamespace(living=lambda: living, node_rank=node_rank))
+
+
 class Group:
     """Processes in the place of ranks, by the names of their scripts."""
 
     def __init__(self) -> None:
         self.all = {name: start(*script) for name, script in SCRIPTS.items()}
-        self.names = list(self.all)
 
-    def ranks(self) -> NodeRanks:
+    def look(self, facts: Facts) -> set[str]:
+        """Have those that live told, if they are to be; returns who has been."""
         living = [
-            SimpleNamespace(rank=rank, pid=self.all[name].pid)
-            for rank, name in enumerate(self.names)
-            if self.all[name].poll() is None
+            SimpleNamespace(rank=rank, pid=process.pid)
+            for rank, process in enumerate(self.all.values())
+            if process.poll() is None
         ]
-        return cast(NodeRanks, SimpleNamespace(living=lambda: living, node_rank=0))
+        Notice(ranks_of(living), facts, pytest.fail).look()  # it says nothing
+        return {name for rank, name in enumerate(self.all) if rank in facts.noticed}
 
     def go_on(self, name: str) -> None:
         stdin = self.all[name].stdin
         assert stdin is not None
         stdin.write("\n")
         stdin.close()
-
-    def heard(self, facts: Facts) -> set[str]:
-        return {self.names[rank] for rank in facts.noticed}
 
 
 def start(before: str, after: str, **options: Any) -> subprocess.Popen[str]:
@@ -80,31 +82,24 @@ def group() -> Iterator[Group]:
 
 
 def test_a_notice_reaches_who_handles_it_and_nobody_dies_of_it(group: Group) -> None:
-    facts, said = Facts(signals=[signal.SIGUSR1]), list[str]()
-    told = Notice(group.ranks(), facts, said.append)
-    told.look()
-    assert group.heard(facts) == {"handler", "sigwait"}
+    facts = Facts(signals=[signal.SIGUSR1])
+    assert group.look(facts) == {"handler", "sigwait"}
     group.go_on("sigwait")
     assert [group.all[name].wait() for name in ("handler", "sigwait")] == [75, 75]
     group.go_on("late")
     late = group.all["late"].stdout
     assert late is not None
     late.readline()
-    told = Notice(group.ranks(), facts, said.append)
-    told.look()
-    assert group.heard(facts) == {"handler", "sigwait", "late"}
+    assert group.look(facts) == {"handler", "sigwait", "late"}
     assert group.all["late"].wait() == 75
     group.go_on("none")
     assert group.all["none"].wait() == 0  # it did not die of the signal
-    assert said == []
 
 
 def test_a_rank_that_has_the_handlers_of_its_agent_is_left_alone() -> None:
     process = start(HANDLES, "pass", start_new_session=False)
     facts = Facts(signals=[signal.SIGUSR1])
-    rank = SimpleNamespace(rank=0, pid=process.pid)
-    ranks = cast(NodeRanks, SimpleNamespace(living=lambda: [rank], node_rank=0))
-    Notice(ranks, facts, print).look()
+    Notice(ranks_of([SimpleNamespace(rank=0, pid=process.pid)]), facts, print).look()
     process.communicate("\n")
     assert (process.returncode, facts.noticed) == (0, set())
     assert not handles(process.pid, signal.SIGUSR1)  # it has ended
@@ -128,8 +123,7 @@ def test_that_nobody_handles_it_is_said_once_and_not_at_once(
 ) -> None:
     clock, said = [1000.0], list[str]()
     monkeypatch.setattr(own_time, "now", lambda: clock[0])
-    ranks = cast(NodeRanks, SimpleNamespace(living=list, node_rank=node_rank))
-    told = Notice(ranks, Facts(signals=signals, noticed=noticed), said.append)
+    told = Notice(ranks_of([], node_rank), Facts(signals=signals, noticed=noticed), said.append)
     told.look()
     assert said == []
     for _ in range(3):

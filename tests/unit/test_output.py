@@ -27,14 +27,6 @@ NOISE = b"[W1121 20:17:03.842175702 socket.cpp:207] [c10d] The hostname of the c
 NOISE += b" be retrieved. err=-3\n"
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time that the agent reads; sums of whole seconds are exact."""
-    now = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    return now
-
-
 class Screen:
     """A terminal or a pipe that the launcher was started on, and one rank that writes to it."""
 

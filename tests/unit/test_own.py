@@ -11,7 +11,7 @@ import pytest
 from captured import captured
 from job_tools import job_plan, make_tool
 
-from launcher.fanout import local, pdsh, srun, ssh
+from launcher.fanout import local, pdsh, ssh
 from launcher.fanout.connection import forwarded_names, write_opening
 from launcher.plan import own, pbs
 from launcher.plan.plan import NodePlan, Plan
@@ -111,12 +111,6 @@ def test_what_ssh_and_pdsh_send(plan: Plan, fanout: type[ssh.Fanout], job: dict[
     assert "NCCL_DEBUG=" in opening and "CUDA" not in opening and "OMP" not in opening
 
 
-def test_srun_is_given_no_gpus(plan: Plan) -> None:
-    """It forwards the environment, in which SLURM replaces them on each node."""
-    plan = replace(plan, environ={**captured("batch-step"), **CUDA})
-    assert "CUDA" not in " ".join(srun.step_command(plan, nproc=2, port=1))
-
-
 PBSDSH = """
 [[ $1 == -- ]] && shift
 for node in 0 1 2; do
@@ -140,7 +134,7 @@ def test_each_nodes_own_values_come_from_pbsdsh(tools: Path, tmp_path: Path) -> 
     told: list[str] = []
     found = own.Own(names, is_default=True)
     found.ask(plan, told.append)
-    assert len(told) == 1 and "is not known (far); " in told[0]
+    assert len(told) == 1 and "are unknown (far); " in told[0]
     own.Own({"NCPUS"}, is_default=True).ask(plan, told.append)
     assert len(told) == 1  # nobody needs it
     assert found.values == {
@@ -164,7 +158,7 @@ def test_without_an_answer_a_value_stays_where_it_is(
     found.ask(job_of(tmp_path), told.append)
     assert found.values == {"me@n0": {"CUDA_VISIBLE_DEVICES": "GPU-here"}}
     assert told[0].startswith("warning: CUDA_VISIBLE_DEVICES: the scheduler's values for this node")
-    assert "(n1, n2, far); to send this node's, FORWARD_ENV='CUDA_VISIBLE_DEVICES'" in told[0]
+    assert "(n1, n2, far); to send this node's, set FORWARD_ENV='CUDA_VISIBLE_DEVICES'" in told[0]
 
 
 @pytest.mark.parametrize(

@@ -11,40 +11,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from agents import ROOT, Run
+from agents import LOOPS, Run
 from ports import free_port
+from test_restarts import Beating
 
-from distributed.heartbeat import Heart, find_record
 from launcher import own_time, processes
 from launcher.agent import control
 from launcher.agent.deadline import Deadline
-from launcher.agent.node_ranks import Heartbeats
 from launcher.agent.nodes.protocol import Peer
 from launcher.own_time import OwnTime
 from launcher.wire import limits
 from launcher.wire.meeting import Wait
 
-LOOPS = str(ROOT / "tests/unit/own_loops.py")
-
-
-class Hand:
-    """The machine's clock, moved by the test."""
-
-    def __init__(self) -> None:
-        self.at = 1000.0
-
-    def read(self) -> float:
-        return self.at
+Clock = list[float]
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Hand:
-    hand = Hand()
-    monkeypatch.setattr(time, "monotonic", hand.read)
+def own(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> OwnTime:
+    """What measures silence reads this clock."""
     own = OwnTime()
     monkeypatch.setattr(own_time, "now", own.now)
     monkeypatch.setattr(own_time, "since", own.since)
-    return hand
+    return own
 
 
 @pytest.mark.parametrize(
@@ -59,35 +47,30 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Hand:
     ],
 )
 def test_a_silence_counts_from_the_end_of_ones_own(
-    turns: Sequence[float], silence_s: float, passed_s: float
+    clock: Clock, own: OwnTime, turns: Sequence[float], silence_s: float, passed_s: float
 ) -> None:
-    hand = Hand()
-    own = OwnTime(hand.read)
-    heard, began = hand.at, own.now()
+    heard, began = clock[0], own.now()
     for seconds in turns:
-        hand.at += seconds
+        clock[0] += seconds
         own.now()
     assert own.since(heard) == silence_s
     assert own.now() - began == passed_s
 
 
-def pass_by(clock: Hand, seconds: float) -> None:
+def pass_by(clock: Clock, seconds: float) -> None:
     """Let time go by in turns, as a loop that runs has them."""
     for _ in range(int(seconds / limits.BEAT_S)):
-        clock.at += limits.BEAT_S
+        clock[0] += limits.BEAT_S
         own_time.now()
 
 
-def test_every_measure_of_silence_forgives_once(clock: Hand, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("own")
+def test_every_measure_of_silence_forgives_once(clock: Clock, tmp_path: Path) -> None:
     """The link to another agent, a rank's beats, the check-in and the time for ranks to save."""
     ours, theirs = _tcp_pair()
-    peer, beats, wait, kill = Peer(ours), Heartbeats(1), Wait(300.0), Deadline()
-    place = find_record(beats.name(0))
-    assert place is not None
-    heart = Heart(*place, tmp_path / "x.stack")
-    heart.beat(1, None, None)
+    peer, beats, wait, kill = Peer(ours), Beating(tmp_path).reach(1), Wait(300.0), Deadline()
     kill.set_within(30.0)
-    clock.at += 3600
+    clock[0] += 3600
     assert not peer.is_silent and beats.silence_s(0) == 0
     assert wait.left_s == 295 and not kill.take()
     pass_by(clock, limits.SILENCE_S + limits.BEAT_S)
@@ -113,13 +96,14 @@ def _tcp_pair() -> tuple[socket.socket, socket.socket]:
         ([2, 25, 2, 2, 2, 2, 2, 2], False),
     ],
 )
+@pytest.mark.usefixtures("own")
 def test_a_control_stream_outlives_a_suspension(
-    clock: Hand, monkeypatch: pytest.MonkeyPatch, turns: list[float], is_heard: bool
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, turns: list[float], is_heard: bool
 ) -> None:
     left = [*turns]
 
     def wait(reads: list[int], *_: object) -> tuple[list[int], ...]:
-        clock.at += left.pop(0)
+        clock[0] += left.pop(0)
         return [] if left or not is_heard else reads, [], []
 
     monkeypatch.setattr(select, "select", wait)

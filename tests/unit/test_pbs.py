@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,16 +28,8 @@ def told(name: str) -> str:
     return (TOLD / f"{name}.txt").read_text()
 
 
-def requests() -> Iterator[tuple[str, str, list[str]]]:
-    """Yield the job, the request and the node file of each captured job."""
-    text = told("nodefiles")
-    for request, job, lines in re.findall(r"^qsub (.*?) *-> (\d+)\.head\n.*\n(.*)\n", text, re.M):
-        yield job, request, lines.split()
-
-
-def ranks_of(select: str, lines: str | list[str]) -> tuple[dict[str, int], bool]:
-    lines = lines.split() if isinstance(lines, str) else lines
-    return pbs.count_ranks(lines, pbs.read_chunks({"schedselect": select}))
+def ranks_of(select: str, lines: str) -> tuple[dict[str, int], bool]:
+    return pbs.count_ranks(lines.split(), pbs.read_chunks({"schedselect": select}))
 
 
 @pytest.mark.parametrize(
@@ -55,9 +46,10 @@ def ranks_of(select: str, lines: str | list[str]) -> tuple[dict[str, int], bool]
     ],
 )
 def test_the_ranks_of_captured_requests(job: str, ranks: dict[str, int]) -> None:
-    [(request, lines)] = [(request, lines) for one, request, lines in requests() if one == job]
-    select = re.search(r"select=(\S+)", request)
-    assert ranks_of(select[1] if select else "", lines)[0] == ranks
+    found = re.search(rf"^qsub (.*?) *-> {job}\.head\n.*\n(.*)\n", told("nodefiles"), re.M)
+    assert found
+    select = re.search(r"select=(\S+)", found[1])
+    assert ranks_of(select[1] if select else "", found[2])[0] == ranks
 
 
 @pytest.mark.parametrize(
@@ -126,11 +118,8 @@ def note(qstat: Path, text: str) -> None:
     pbs.note_job(os.environ)
 
 
-def be_in_job(monkeypatch: pytest.MonkeyPatch, job: str) -> None:
-    for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "LAUNCH_JOB", "FORWARD_ENV"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PBS_JOBID", job)
-    monkeypatch.setenv("PBS_ENVIRONMENT", "PBS_BATCH")
+def be_in_job(job: str) -> None:
+    os.environ.update(PBS_JOBID=job, PBS_ENVIRONMENT="PBS_BATCH")
 
 
 # --- the command that asks for a job ------------------------------------------------------------
@@ -195,11 +184,7 @@ def test_qsub_for_a_job_like_this_one(
     [
         ("echo pbs_version = 2022.1.3", {}, f"-l select=1:ncpus=1:mpiprocs=1 {END}"),
         ("", {"NPROC_PER_NODE": "8"}, f"-l select=1:ncpus=8:mpiprocs=8 {END}"),
-        (
-            "echo Version: 6.1.2 >&2",
-            {"NPROC_PER_NODE": "8"},
-            f"-l nodes=1:ppn=8 {TORQUES_END}",
-        ),
+        ("echo Version: 6.1.2 >&2", {"NPROC_PER_NODE": "8"}, f"-l nodes=1:ppn=8 {TORQUES_END}"),
     ],
 )
 def test_qsub_outside_a_job(
@@ -241,7 +226,7 @@ def test_each_launch_in_a_job_is_a_run_of_its_own(
     session: int,
     run_id: str,
 ) -> None:
-    be_in_job(monkeypatch, "26.head")
+    be_in_job("26.head")
     monkeypatch.setattr(os, "getsid", lambda _: 1)
     note(qstat, first)
     run_json.note_start(tmp_path / "26.head", os.environ)
@@ -252,10 +237,8 @@ def test_each_launch_in_a_job_is_a_run_of_its_own(
     assert job_start(os.environ) == (1 if "run_count = 2" in later else 0)
 
 
-def test_a_job_of_torque_is_known_by_its_own_names(
-    monkeypatch: pytest.MonkeyPatch, qstat: Path
-) -> None:
-    be_in_job(monkeypatch, "7.head")
+def test_a_job_of_torque_is_known_by_its_own_names(qstat: Path) -> None:
+    be_in_job("7.head")
     tell(qstat, TORQUE)
     assert pbs.note_job(os.environ) == []
     when = "Thu Nov 26 08:40:51 2026"
@@ -276,14 +259,9 @@ def test_a_job_of_torque_is_known_by_its_own_names(
     ],
 )
 def test_another_job_of_the_same_id_is_refused(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    qstat: Path,
-    run: str,
-    later: str,
-    is_refused: bool,
+    tmp_path: Path, qstat: Path, run: str, later: str, is_refused: bool
 ) -> None:
-    be_in_job(monkeypatch, "26.head")
+    be_in_job("26.head")
     (tmp_path / run).mkdir()
     note(qstat, FIRST)
     RunLock(tmp_path / run, f"run {run}").close()
@@ -295,9 +273,9 @@ def test_another_job_of_the_same_id_is_refused(
 
 
 def test_a_job_that_was_started_again_takes_over_from_a_live_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, qstat: Path
+    tmp_path: Path, qstat: Path
 ) -> None:
-    be_in_job(monkeypatch, "26.head")
+    be_in_job("26.head")
     note(qstat, FIRST)
     (tmp_path / "26.head").mkdir()
     first = RunLock(tmp_path / "26.head", "run")
@@ -319,9 +297,7 @@ def test_a_job_that_was_started_again_takes_over_from_a_live_start(
         ("qstat-xf-array-subjob", ["CONFIG"]),
     ],
 )
-def test_what_qsub_v_has_set(
-    monkeypatch: pytest.MonkeyPatch, qstat: Path, name: str, names: list[str]
-) -> None:
-    be_in_job(monkeypatch, "1.head")
+def test_what_qsub_v_has_set(qstat: Path, name: str, names: list[str]) -> None:
+    be_in_job("1.head")
     tell(qstat, told(name))
     assert pbs.note_job(os.environ) == names

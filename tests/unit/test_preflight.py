@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from agents import ROOT, execute
 from ports import free_port
 from test_compare import BLOCKED, make_report
 
@@ -19,30 +20,17 @@ from distributed.errors import Refused
 from launcher.agent import join
 from launcher.agent.nodes import checkin
 from launcher.agent.torchrun_arguments import parse
-from launcher.preflight.check_node import Report, check_node, read_reports, write_report
-from launcher.preflight.compare import Finding, Preflight, judge
+from launcher.preflight.check_node import check_node, read_reports, write_report
+from launcher.preflight.compare import judge
 from launcher.preflight.must_match import ARGUMENTS, describe_program
 from launcher.typed_json import MessageError, encode
 from launcher.wire.messages import NodeReport, Request
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def make_request(folder: Path, **changes: Any) -> Request:
-    values: dict[str, Any] = {
-        "run_id": "x",
-        "num_nodes": 1,
-        "node_rank": 0,
-        "nproc": None,
-        "cpu_nproc": 2,
-        "master_addr": "127.0.0.1",
-        "port": None,
-        "words": [str(ROOT / "train.py")],
-        "directory": folder,
-        "log_dir": Path("logs"),
-        "checkpoint_dir": None,
-    }
-    return Request(**{**values, **changes})
+    words, logs = [str(ROOT / "train.py")], Path("logs")
+    request = Request("x", 1, 0, None, 2, "127.0.0.1", None, words, folder, logs, None)
+    return replace(request, **changes)
 
 
 def test_what_the_plan_must_know(tmp_path: Path) -> None:
@@ -67,8 +55,7 @@ def test_without_checks_there_are_no_faults(tmp_path: Path) -> None:
 
 def start_node(folder: Path, node_rank: int, port: int, *words: str) -> subprocess.Popen[str]:
     """Start one of three nodes that are all this machine."""
-    place = {"num_nodes": 3, "meeting_size": 3, "port": port, "words": words}
-    request = make_request(folder, **place)
+    request = make_request(folder, num_nodes=3, meeting_size=3, port=port, words=words)
     return subprocess.Popen(
         [sys.executable, "scripts/lib/start.py", "launcher.preflight.check_node", encode(request)],
         cwd=ROOT,
@@ -78,26 +65,18 @@ def start_node(folder: Path, node_rank: int, port: int, *words: str) -> subproce
     )
 
 
-def reports_of(nodes: Sequence[subprocess.Popen[str]]) -> list[Report]:
-    said = [line for node in nodes for line in node.communicate()[0].splitlines()]
-    assert [node.returncode for node in nodes] == [0] * len(nodes)
-    return read_reports(said)
-
-
-def refusals_of(outcome: Preflight) -> list[Finding]:
-    return [one for one in outcome.findings if not one.fault.warns]
-
-
 def test_nodes_that_match_meet_and_pass(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("")
     port = free_port()
     words = ["own.py", "x" * 300, " a  b ", "--flag"]
-    reports = reports_of([start_node(tmp_path, rank, port, *words) for rank in (2, 1, 0)])
-    outcome = judge(reports)
-    assert not refusals_of(outcome)
+    nodes = [start_node(tmp_path, rank, port, *words) for rank in (2, 1, 0)]
+    said = [line for node in nodes for line in node.communicate()[0].splitlines()]
+    assert [node.returncode for node in nodes] == [0, 0, 0]
+    outcome = judge(read_reports(said))
     assert (outcome.num_checks, outcome.num_nodes) == (29, 3)
-    loopback = [one for one in outcome.findings if one.fault.name == "loopback-address"]
-    assert len(loopback) == 3  # a warning, for 127.0.0.1 may be meant
+    assert all(one.fault.warns for one in outcome.findings)
+    names = [one.fault.name for one in outcome.findings]
+    assert names.count("loopback-address") == 3  # a warning, for 127.0.0.1 may be meant
 
 
 def test_reports_arrive_in_pieces_and_mixed() -> None:
@@ -124,13 +103,10 @@ def test_what_is_no_report_is_refused() -> None:
 
 @pytest.mark.slow
 def test_what_is_the_same_is_told_without_torch() -> None:
-    code = "import json; from launcher.preflight.must_match import versions"
-    code += "; import sys; print(json.dumps([versions(), 'torch' in sys.modules]))"
-    ours = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    code = "import torch; print(torch.__version__)"
-    theirs = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    told, has_torch = json.loads(ours.stdout)
-    assert told["torch"] == theirs.stdout.strip() and not has_torch
+    code = "from launcher.preflight.must_match import versions"
+    code += "; import sys; print(versions()['torch'], 'torch' in sys.modules)"
+    told = execute(ROOT, sys.executable, "-c", code).stdout
+    assert told == f"{torch.__version__} False\n"
 
 
 def test_this_project_is_hashed_too(tmp_path: Path) -> None:
@@ -140,7 +116,7 @@ def test_this_project_is_hashed_too(tmp_path: Path) -> None:
     code += "; print(must_match.hash_files([], Path())['this project'])"
 
     def hash_of(folder: Path) -> str:
-        return subprocess.check_output([sys.executable, "-c", code], cwd=folder, text=True)
+        return execute(folder, sys.executable, "-c", code).stdout
 
     assert hash_of(tmp_path) == hash_of(ROOT)
     (tmp_path / "training/tasks/__init__.py").write_text("changed")

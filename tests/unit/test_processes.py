@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agents import ROOT, run_agent
+from agents import PATIENCE_S, ROOT, begun, execute, run_agent
 
 from launcher import processes
 from launcher.outer_run import leave_outer_run
@@ -27,12 +27,8 @@ signal.pause()
 @pytest.fixture
 def foreign() -> Iterator[subprocess.Popen[str]]:
     """A process of somebody else's, with a name that is no text."""
-    command = [sys.executable, "-c", NAMED]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "named\n"
+    with begun(NAMED) as process:
         yield process
-        process.kill()
 
 
 @pytest.mark.slow
@@ -98,24 +94,20 @@ print(came, flush=True)
 
 def test_a_wait_for_a_signal_outlives_a_suspension() -> None:
     """Stopped beyond the time of its wait, a process takes no signal that nobody sent."""
-    command = [sys.executable, "-c", SUSPENDED]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "waits\n"
+    with begun(SUSPENDED) as process:
         for _ in range(20):
             process.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, process.pid, os.WSTOPPED)
             process.send_signal(signal.SIGCONT)
         process.send_signal(signal.SIGUSR1)
-        assert process.stdout.readline() == f"{signal.SIGUSR1:d}\n"
+        assert process.communicate(timeout=PATIENCE_S)[0] == f"{signal.SIGUSR1:d}\n"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
 def test_what_may_not_be_seen_or_signalled_is_left_out() -> None:
     code = "import os, signal\nfrom launcher import processes\nos.setuid(65534)\n"
     code += "processes.send([1], signal.SIGTERM); print(processes.descendants(1) != [])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+    assert execute(ROOT, sys.executable, "-c", code).stdout == "True\n"
 
 
 def test_ctrl_c_while_the_agent_begins_is_a_stop_like_any_other(tmp_path: Path) -> None:
@@ -124,16 +116,9 @@ def test_ctrl_c_while_the_agent_begins_is_a_stop_like_any_other(tmp_path: Path) 
     early += "    os.kill(os.getpid(), signal.SIGINT)\n"
     (tmp_path / "sitecustomize.py").write_text(early)
     (tmp_path / "x.py").write_text("import time\ntime.sleep(600)\n")
-    done = subprocess.run(
-        [ROOT / "scripts/launch.sh", "x.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    last = "stopped  by SIGINT (code 130); nothing is left running"
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (130, last)
+    words = [ROOT / "scripts/launch.sh", "x.py"]
+    done = execute(tmp_path, *words, code=130, PYTHONPATH=str(tmp_path))
+    assert done.stderr.endswith("\nstopped  by SIGINT (code 130); nothing is left running\n")
     assert "Traceback" not in done.stderr
 
 
@@ -150,10 +135,6 @@ def test_ctrl_c_while_our_own_modules_are_imported_shows_no_traceback(
 ) -> None:
     kill = "import os, signal; os.kill(os.getpid(), signal.SIGINT)\n"
     (tmp_path / "tempfile.py").write_text(kill)  # in the place of Python's
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts/lib" / program, *words],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
+    command = ["env", sys.executable, ROOT / "scripts/lib" / program, *words]  # not a fork
+    done = execute(tmp_path, *command, code=-signal.SIGINT, PYTHONPATH=str(tmp_path))
+    assert done.stderr == ""

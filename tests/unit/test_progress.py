@@ -8,7 +8,6 @@ import logging
 import math
 import shutil
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +37,6 @@ def values(loss: float) -> dict[str, float]:
 
 def lines_of(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_metrics_are_appended_one_line_each(tmp_path: Path) -> None:
-    for first_step in (0, 2):
-        shown = make(tmp_path, first_step=first_step)
-        for step in (1, 2):
-            shown.record(first_step + step, values(1 / step))
-        shown.close()
-    lines = lines_of(tmp_path)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert set(lines[0]) == {"step", "loss", "lr", "tokens_per_second", "time"}
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
@@ -127,10 +115,7 @@ def test_a_warning_stands_on_a_line_of_its_own_above_the_bar(
     logging.getLogger("x").warning("be careful")
     shown.close()
     before, after = terminal.getvalue().split("be careful")
-    assert before.endswith(("\r\x1b[2K", "\n")) and after.startswith("\n"), [
-        before[-40:],
-        after[:9],
-    ]
+    assert before.endswith(("\r\x1b[2K", "\n")) and after.startswith("\n"), terminal.getvalue()
     assert handler.stream is terminal and sys.stderr is terminal
 
 
@@ -157,15 +142,13 @@ def test_another_rank_shows_and_writes_nothing(
 
 
 def test_a_line_comes_by_time_not_by_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: list[float]
 ) -> None:
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
     caplog.set_level(logging.INFO)
     shown = make(tmp_path)
     shown.record(1, values(2.0))
     for step in range(1, 11):
-        now += 1.0
+        clock[0] += 1.0
         shown.step(step)
         more = {"data_wait": 0.021, "slowest": 1.04, "peak_memory_gb": 0.44}
         shown.record(step, {**values(2.0), **more})

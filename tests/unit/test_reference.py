@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from agents import ROOT
 
 from distributed import errors
 from distributed.environment import DEFAULT_LOG_DIR
@@ -19,7 +20,6 @@ from launcher.record.run_json import Record
 from launcher.wire import limits
 from training.settings import KNOWN, Settings, load
 
-ROOT = Path(__file__).resolve().parents[2]
 REFERENCE, GUIDE = ((ROOT / name).read_text() for name in ("docs/reference.md", "LAUNCH_GUIDE.md"))
 HELP = (ROOT / "scripts/lib/help.txt").read_text()
 

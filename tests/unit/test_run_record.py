@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import AGENT, PATIENCE_S, ROOT, Run, eventually, rarely
-from job_tools import make_tool
+from agents import AGENT, ROOT, Run, begun, eventually, execute, rarely
 
 from launcher import processes
 from launcher.agent.control import Launched
@@ -25,7 +24,6 @@ from launcher.record.run_ids import free_run_id, next_run_id
 from launcher.record.run_json import LauncherProcess, Record
 from launcher.wire import limits
 
-JOB = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "box"}
 STEPS = """
 import os, sys, time
 from distributed.heartbeat import beat
@@ -122,13 +120,9 @@ def test_a_run_that_is_refused_has_ended(start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         options = ["--master-port", str(server.getsockname()[1]), "--log-dir", "logs"]
         command = [sys.executable, "-c", code, *AGENT, *options, "--rdzv-id", "r1", "steps.py"]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            **Launched(record="logs/r1").variables(),
-        }
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert (done.returncode, "[port-in-use]" in done.stderr) == (3, True)
+        variables = {"PYTHONPATH": str(ROOT), **Launched(record="logs/r1").variables()}
+        done = execute(Path.cwd(), *command, code=3, **variables)
+    assert "[port-in-use]" in done.stderr
     assert (read()["state"], read()["exit_code"]) == ("ended", 3)
 
 
@@ -158,32 +152,9 @@ def test_a_writer_that_hangs_is_not_waited_for(
     monkeypatch.setattr(limits, "RECORD_LOCK_S", 0.1)
     code = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX)\n"
     code += "print('held', flush=True); sys.stdin.read()"
-    command = [sys.executable, "-c", code, str(tmp_path / ".run.json.lock")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+    with begun(code, tmp_path / ".run.json.lock"):
         run_json.update(tmp_path, step=1)
-        other.kill()
     assert run_json.read(tmp_path) == Record(step=1)
-
-
-@pytest.mark.parametrize(
-    ("later", "submitted", "run_id"),
-    [
-        ({}, "today", "7.1"),  # a second launch in one allocation
-        ({}, "", "7.1"),  # in the shell of a job that has ended: SLURM knows it no more
-        ({"SLURM_RESTART_COUNT": "1"}, "today", "7"),  # SLURM has restarted the job: it resumes
-        ({}, "last year", "7"),  # another job of this id: refused where the lock is taken
-    ],
-)
-def test_each_launch_in_an_allocation_is_a_run_of_its_own(
-    tmp_path: Path, tools: Path, later: dict[str, str], submitted: str, run_id: str
-) -> None:
-    make_tool(tools / "squeue", "echo today")
-    run_json.note_start(tmp_path / "7", JOB)
-    make_tool(tools / "squeue", f"echo {submitted}")
-    asked = Choices(environ={**JOB, **later}, is_dry_run=True)
-    assert next_run_id(tmp_path, "7", asked) == run_id
-    assert next_run_id(tmp_path, "8", asked) == "8"
 
 
 @pytest.mark.parametrize("choose", [next_run_id, free_run_id])
@@ -215,9 +186,6 @@ def test_a_copy_of_the_terminal_outlives_every_signal_that_stops_the_run(tmp_pat
         "    os.killpg(0, signum)\n"
         "print('last', flush=True)\n"
     )
-    command = [sys.executable, "-c", code, str(file)]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True
-    ) as process:
-        process.communicate(timeout=PATIENCE_S)  # until the copy ends, too
+    command = ["setsid", "--wait", sys.executable, "-c", code, file]
+    execute(ROOT, *command)  # until the copy ends, too
     assert file.read_text() == "first\nlast\n"

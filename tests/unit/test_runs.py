@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from agents import begun
 
 from distributed.errors import REFUSED, Refused
 from launcher.plan.typed import Choices, Typed
@@ -22,16 +21,10 @@ from launcher.processes import ranks_of, start_ticks
 from launcher.record import run_json, runs
 from launcher.record.restart import Restart
 from launcher.record.run_ids import free_run_id
-from launcher.record.run_json import (
-    LauncherProcess,
-    Record,
-    note_end,
-    note_start,
-    refuse_live,
-)
+from launcher.record.run_json import LauncherProcess, Record, note_end, note_start, refuse_live
+from launcher.text import Environ
 from launcher.wire import limits
 
-ROOT = Path(__file__).resolve().parents[2]
 HERE = socket.gethostname()
 SAVES = """
 import signal, sys, time
@@ -42,13 +35,10 @@ time.sleep(60)
 
 
 @pytest.fixture
-def process() -> Iterator[subprocess.Popen[bytes]]:
+def process() -> Iterator[subprocess.Popen[str]]:
     """A launcher that ends on SIGTERM."""
-    with subprocess.Popen([sys.executable, "-c", SAVES], stdout=subprocess.PIPE) as started:
-        assert started.stdout
-        started.stdout.readline()
+    with begun(SAVES) as started:
         yield started
-        started.kill()
 
 
 def write(log_dir: Path, run_id: str, **fields: Any) -> None:
@@ -77,20 +67,9 @@ def test_goodput(changes: dict[str, Any], line: str) -> None:
     assert runs.goodput(replace(record, **changes), 1200.0) == line
 
 
-def status(log_dir: Path, *run_ids: str) -> int:
+def ask(task: str, log_dir: Path, *run_ids: str) -> int:
     environ = {"LOG_DIR": str(log_dir)}
-    return runs.main(Typed("status", program="launch.sh", rest=run_ids, environ=environ))
-
-
-def stop(log_dir: Path, *run_ids: str, is_dry_run: bool = False) -> int:
-    typed = Typed("stop", program="launch.sh", rest=run_ids, is_dry_run=is_dry_run)
-    return runs.main(replace(typed, environ={"LOG_DIR": str(log_dir)}))
-
-
-def test_a_birth_tells_a_process_from_a_later_one_of_the_same_id() -> None:
-    me = LauncherProcess.of(os.getpid())
-    assert me.is_here and me.is_alive
-    assert not LauncherProcess(me.process, me.birth - 1, HERE).is_alive
+    return runs.main(Typed(task, program="launch.sh", rest=run_ids, environ=environ))
 
 
 @pytest.mark.parametrize("process", [-1, 0, 1])
@@ -127,9 +106,9 @@ def test_a_record_that_makes_no_sense_is_a_run_of_unknown_state(
 ) -> None:
     write(tmp_path, "one")
     (tmp_path / "one/run.json").write_text(damaged)
-    assert status(tmp_path) == 0
+    assert ask("status", tmp_path) == 0
     assert capsys.readouterr().out.startswith("one  unknown  since ")
-    assert stop(tmp_path, "one") == 3
+    assert ask("stop", tmp_path, "one") == 3
     assert "run one is not running: unknown" in capsys.readouterr().err
 
 
@@ -154,15 +133,10 @@ def test_the_status_of_a_run_names_its_ranks_processes(
     me = launcher_of(os.getpid())
     write(tmp_path, "one-odd-run", state="running", launcher=me, started=1.0)
     environ = {**os.environ, "RUN_ID": "one-odd-run"}
-    command = [sys.executable, "-c", NAMED]
-    with subprocess.Popen(
-        command, env=environ, stdout=subprocess.PIPE, start_new_session=True
-    ) as ours:
-        assert ours.stdout
-        for _ in range(3):
-            ours.stdout.readline()
+    with begun(NAMED, env=environ, start_new_session=True) as ours:
+        assert ours.stdout and ours.stdout.readline() and ours.stdout.readline()
         ranks = ranks_of("one-odd-run")
-        assert status(tmp_path, "one-odd-run") == 0
+        assert ask("status", tmp_path, "one-odd-run") == 0
         os.killpg(ours.pid, signal.SIGKILL)
     assert [*ranks] == ["rank2", "rank10"] and len({*ranks.values()}) == 2
     told = capsys.readouterr().out.splitlines()[1]
@@ -181,11 +155,11 @@ def test_what_ended_a_run_is_shown_before_its_metrics_and_its_output(
     (tmp_path / "one/node_0.log").write_text("[0] RuntimeError: Connection closed by peer\n")
     (tmp_path / "one/failure.txt").write_text(block)
     line = f"one  ended, code 1  since {runs.date(2.0)}    [rank-error] ValueError: boom\n"
-    assert status(tmp_path) == 0
+    assert ask("status", tmp_path) == 0
     assert capsys.readouterr().out == line
-    assert status(tmp_path, "one") == 0
+    assert ask("status", tmp_path, "one") == 0
     assert capsys.readouterr().out == line + block
-    assert stop(tmp_path, "one") == 3
+    assert ask("stop", tmp_path, "one") == 3
     told = "run one is not running: ended, code 1, [rank-error] ValueError: boom; there is nothing"
     assert told in capsys.readouterr().err
     note_start(tmp_path / "one", {})
@@ -204,7 +178,7 @@ def test_every_run_has_a_line_and_the_newest_comes_last(
         '{"step": 110, "loss": 3.0}\n{"step": 120, "loss": 2.51234, "time": 1.5}\n'
     )
     (tmp_path / "older/node_0.log").write_text("[0] first\n[0] two\x1b[31m\n\n")
-    assert status(tmp_path) == 0
+    assert ask("status", tmp_path) == 0
     since = [runs.date(seconds) for seconds in (2.0, 3.0)]
     assert capsys.readouterr().out.splitlines() == [
         f"older  ended, code 75  since {since[0]}            [0] two\\x1b[31m",
@@ -220,7 +194,7 @@ def test_half_a_line_of_metrics_gives_way_to_a_log(state: str, shown: str, tmp_p
 
 
 def test_a_run_that_does_not_end_is_left_with_the_command_that_ends_it(
-    process: subprocess.Popen[bytes],
+    process: subprocess.Popen[str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -228,38 +202,31 @@ def test_a_run_that_does_not_end_is_left_with_the_command_that_ends_it(
     monkeypatch.setattr(limits, "STOP_COMMAND_S", 0.2)
     process.send_signal(signal.SIGSTOP)
     write(tmp_path, "one", state="running", launcher=launcher_of(process.pid), grace=0)
-    assert stop(tmp_path, "one") == 3
+    assert ask("stop", tmp_path, "one") == 3
     assert f"has not ended yet; kill -KILL {process.pid} ends it" in capsys.readouterr().err
 
 
-def test_a_live_run_is_not_started_again(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
+@pytest.mark.parametrize("begin", [refuse_live, note_start])  # both at once pass the first
+def test_a_live_run_is_not_started_again(
+    process: subprocess.Popen[str], tmp_path: Path, begin: Callable[[Path, Environ], None]
+) -> None:
     folder = tmp_path / "one"
     refuse_live(folder, {})
     write(tmp_path, "one", state="running", launcher=launcher_of(process.pid))
     with pytest.raises(Refused, match=f"run one is live: process {process.pid};.*run-is-live"):
-        refuse_live(folder, {})
+        begin(folder, {})
     write(tmp_path, "one", state="ended", exit_code=0)
     refuse_live(folder, {})
 
 
 def test_two_live_runs_with_one_rdzv_id_have_two_names(
-    process: subprocess.Popen[bytes], tmp_path: Path
+    process: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     assert free_run_id(tmp_path, "100", Choices(is_dry_run=True)) == "100"
     write(tmp_path, "100", state="running", launcher=launcher_of(process.pid))
     assert free_run_id(tmp_path, "100", Choices(is_dry_run=True)) == "100.1"
     write(tmp_path, "100", state="ended", exit_code=0)
     assert free_run_id(tmp_path, "100", Choices(is_dry_run=True)) == "100"
-
-
-def test_of_two_launches_at_once_one_is_refused(
-    process: subprocess.Popen[bytes], tmp_path: Path
-) -> None:
-    folder = tmp_path / "one"
-    refuse_live(folder, {})  # before the nodes are checked
-    write(tmp_path, "one", state="starting", launcher=launcher_of(process.pid))
-    with pytest.raises(Refused, match=f"run one is live: process {process.pid};.*run-is-live"):
-        note_start(folder, {})
 
 
 HOLDS = """
@@ -272,21 +239,11 @@ input()
 """
 
 
-@contextlib.contextmanager
-def held(folder: Path) -> Iterator[int]:
-    """Another process holds the lock of a run; returns its id."""
-    command, pipe = [sys.executable, "-c", HOLDS, str(folder)], subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe) as holder:
-        assert holder.stdout and holder.stdout.readline()
-        yield holder.pid
-        holder.kill()
-
-
 def test_a_run_that_is_live_on_another_machine_is_known_by_its_lock(tmp_path: Path) -> None:
     folder = tmp_path / "one"
     write(tmp_path, "one", state="running", launcher=launcher_of(os.getpid(), host="other"))
     refuse_live(folder, {})
-    with held(folder), pytest.raises(Refused, match=r"process \d+ on other"):
+    with begun(HOLDS, folder), pytest.raises(Refused, match=r"process \d+ on other"):
         refuse_live(folder, {})
     refuse_live(folder, {})
 
@@ -296,16 +253,14 @@ def test_a_run_that_is_live_on_another_machine_is_known_by_its_lock(tmp_path: Pa
     [("38", "1", True), ("38", "2", False), ("39", "0", True), ("39", "2", True)],
 )
 def test_in_a_job_a_run_is_another_jobs_as_long_as_that_one_lives(
-    job: str, start: str, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: str, start: str, is_refused: bool, tmp_path: Path
 ) -> None:
     folder = tmp_path / "38"
     write(tmp_path, "38", state="running", launcher=launcher_of(os.getpid(), host="other"))
     (folder / "failure.txt").touch()
-    monkeypatch.setenv("SLURM_JOB_ID", "38")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    with held(folder) as holder:
-        monkeypatch.setenv("SLURM_JOB_ID", job)
-        monkeypatch.setenv("SLURM_RESTART_COUNT", start)
+    os.environ.update(SLURM_JOB_ID="38", SLURM_RESTART_COUNT="1")
+    with begun(HOLDS, folder) as holder:
+        os.environ.update(SLURM_JOB_ID=job, SLURM_RESTART_COUNT=start)
         said = ""
         try:
             note_start(folder, os.environ)
@@ -314,7 +269,7 @@ def test_in_a_job_a_run_is_another_jobs_as_long_as_that_one_lives(
         note_end(folder, REFUSED)  # by the same process, whose run was refused later
     record = run_json.read(folder)
     assert record is not None and not record.is_over
-    live = f"run 38 is live: job 38, process {holder} on "
+    live = f"run 38 is live: job 38, process {holder.pid} on "
     assert said.startswith(live) == is_refused
     assert (folder / "failure.txt").exists() == is_refused
     refuse_live(folder, os.environ)

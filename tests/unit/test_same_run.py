@@ -19,9 +19,6 @@ pytestmark = pytest.mark.slow
 CONFIG = str(ROOT / "config/local3.yaml")
 SHORT = ["train.max_steps=6", "train.eval_every=0", "checkpoint.every=3", "model.dropout=0.1"]
 SHORT += ["model.layers=1", "model.context=32", "tracking=[]", f"data.path={ROOT}/distributed"]
-
-
-LONG = ("launch_singlenode.sh", "run_ddp.sh", "cluster_train.sh")
 LAUNCHERS = [
     "launch_torchrun_multinode.sh",
     pytest.param("torchrun", marks=[pytest.mark.another_torch("torchrun"), pytest.mark.long]),
@@ -29,27 +26,22 @@ LAUNCHERS = [
         "torch.distributed.launch",
         marks=[pytest.mark.another_torch("torch.distributed.launch"), pytest.mark.long],
     ),
-    *rarely(*LONG),
+    *rarely("launch_singlenode.sh", "run_ddp.sh", "cluster_train.sh"),
 ]
-
-
-def by_hand() -> list[list[str]]:
-    """On two nodes, both of them here."""
-    script, port = f"{ROOT}/scripts/ssh/launch_torchrun_multinode.sh", str(free_port())
-    return [[script, CONFIG, "1", "2", rank, "127.0.0.1", port] for rank in "01"]
 
 
 def commands(launcher: str) -> list[list[str]]:
     """The command of each node."""
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     by_launch = ["env", f"ENGINE={launcher}", *AGENT]
-    options = ["--nproc-per-node=2", f"--master-port={free_port()}"]
-    train = [*options, f"{ROOT}/train.py", "--config", CONFIG]
+    port = str(free_port())
+    train = ["--nproc-per-node=2", f"--master-port={port}", f"{ROOT}/train.py", "--config", CONFIG]
+    by_hand = [f"{ROOT}/scripts/ssh/launch_torchrun_multinode.sh", CONFIG, "1", "2"]
     return {
         "launch_singlenode.sh": [[f"{ROOT}/scripts/ssh/launch_singlenode.sh", CONFIG, "2"]],
         "run_ddp.sh": [[f"{ROOT}/scripts/run_ddp.sh", "-n", "2", "-c", CONFIG]],
         "cluster_train.sh": [[f"{ROOT}/scripts/cluster_train.sh", CONFIG]],
-        "launch_torchrun_multinode.sh": by_hand(),
+        "launch_torchrun_multinode.sh": [[*by_hand, rank, "127.0.0.1", port] for rank in "01"],
         "the agent": [[*AGENT, *train, "distributed.backend=gloo"]],
         "torchrun": [[*torchrun, *train]],
         "torch.distributed.launch": [[*by_launch, *train]],
@@ -74,8 +66,7 @@ def weights_of(launcher: str, folder: Path) -> str:
     for node in nodes:
         _, err = node.communicate(timeout=PATIENCE_S)
         assert node.returncode == 0, err
-    state = state_of(folder / "checkpoints" / run_id)
-    return weights_hash(state.model)
+    return weights_hash(state_of(folder / "checkpoints" / run_id).model)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -6,7 +6,6 @@ import fcntl
 import os
 import resource
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,13 +29,13 @@ from launcher.agent.verdict import NodeEnd
 def fill(node: Snapshots, folder: Path, *steps: int) -> list[int]:
     """Take snapshots as rank 0 would; returns the descriptors of its buffers."""
     buffers = [Buffer(one.fd) for one in node.outgoing._buffers]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(FILES, names_of(buffers))
-        saver = Saver(folder, keep_last=3)
-        for step in steps:
-            saver.snapshot(step, make_state(step))
-        saver.snapshots.finish()
-        saver._lock.close()
+    os.environ[FILES] = names_of(buffers)
+    saver = Saver(folder, keep_last=3)
+    for step in steps:
+        saver.snapshot(step, make_state(step))
+    saver.snapshots.finish()
+    saver._lock.close()
+    del os.environ[FILES]
     return [one.fd for one in buffers]
 
 
@@ -44,21 +43,16 @@ def of_step(step: int, descriptors: list[int]) -> list[int]:
     return [fd for fd in descriptors if Buffer(fd).header().step == step]
 
 
-@pytest.fixture
-def small_files() -> Iterator[None]:
-    """No file may grow: to the writer it is as a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_on_a_full_disk_nothing_is_left_behind(
-    tmp_path: Path, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    descriptors = fill(Snapshots(1), tmp_path, 5)
-    request.getfixturevalue("small_files")
-    assert save(of_step(5, descriptors)) == 1
+    descriptors = of_step(5, fill(Snapshots(1), tmp_path, 5))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # as a full disk to the writer
+    try:
+        assert save(descriptors) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "warning: step 5, in memory, was not saved: " in capfd.readouterr().err
     assert [*tmp_path.glob("step-*")] == []
 

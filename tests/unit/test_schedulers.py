@@ -3,7 +3,6 @@ that ask them for a job."""
 
 from __future__ import annotations
 
-import os
 import shlex
 from pathlib import Path
 
@@ -130,13 +129,11 @@ SAVES = ", or set GRACE={0} if the ranks save within {0} s"
     ],
 )
 def test_pbs_that_kills_before_the_ranks_have_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str | None, grace_s: int, line: str
+    tools: Path, told: str | None, grace_s: int, line: str
 ) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     answer = f"echo 'Queue: workq\n{told}'" if told else "exit 1"
-    make_tool(tmp_path / "qstat", f'[[ "$*" != "-f 7.host" ]] || exec echo "  a = b"; {answer}')
+    make_tool(tools / "qstat", f'[[ "$*" != "-f 7.host" ]] || exec echo "  a = b"; {answer}')
     job = {"PBS_JOBID": "7.host", "PBS_QUEUE": "workq"}
-    pbs.ask_qstat.cache_clear()
     assert pbs.find_short_delay(grace_s, job) == line
     assert pbs.find_short_delay(grace_s, {**job, "PBS_JOBID": ""}) == ""
     assert pbs.find_short_delay(grace_s, {"PBS_JOBID": "7.host"}) == ""
@@ -219,11 +216,7 @@ def test_the_rest_of_a_chain_is_cancelled_unless_it_is_needed(
 
 @pytest.mark.parametrize(("fault", "is_cancelled"), [("run-is-live", False), ("few-cpus", True)])
 def test_a_copy_of_a_live_run_leaves_the_chain_of_that_run_alone(
-    tmp_path: Path,
-    tools: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    fault: str,
-    is_cancelled: bool,
+    tmp_path: Path, tools: Path, monkeypatch: pytest.MonkeyPatch, fault: str, is_cancelled: bool
 ) -> None:
     def refuse(*_: object) -> None:
         raise Refused(fault, "why")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from agents import ROOT
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -15,7 +16,6 @@ from launcher.plan.plan import Batch
 from training.config_file import SettingsError
 from training.settings import KNOWN, NOTHING, load
 
-ROOT = Path(__file__).resolve().parents[2]
 LOCAL3 = ROOT / "config/local3.yaml"
 
 
@@ -79,12 +79,6 @@ def test_the_variable_wins_over_the_configs_hang_seconds(
         print("distributed: {hang_seconds: 7}", file=file)
     environ = {"HANG_SECONDS": variable}
     assert load(config, given, environ).distributed.hang_seconds == limit
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "config").glob("*.yaml")), ids=lambda p: p.name)
-def test_every_config_here_is_valid(path: Path) -> None:
-    if path.name != "distributed.yaml":  # only defaults for others
-        load(path)
 
 
 @pytest.mark.slow
@@ -160,14 +154,8 @@ def test_any_value_is_taken_or_refused_in_one_line(key: str, value: str) -> None
         ("train=3", "train: should be a section of settings, not 3"),
         ("checkpoint.format=x", "checkpoint.format: should be 'full' or 'sharded', not 'x'"),
         ("distributed.strategy=ddpp", "'ddpp' is unknown; use auto, single, dp, ddp, fsdp"),
-        (
-            "distributed.fsdp.shard=host",
-            "should be all, node or a whole number above 0, not ",
-        ),
-        (
-            "train.activation_checkpointing=0",
-            "none, full or a whole number above 0, not 0",
-        ),
+        ("distributed.fsdp.shard=host", "should be all, node or a whole number above 0, not "),
+        ("train.activation_checkpointing=0", "none, full or a whole number above 0, not 0"),
         ("model.heads=3", "width 128 is not a multiple of heads 3"),
         ("train.max_steps=null", "nothing ends the run"),
         ("task=nonesuch:Task", "there is no module nonesuch"),
@@ -279,9 +267,12 @@ def test_the_upper_layer_chooses_between_the_two_batch_sizes(config: Path) -> No
     assert "has both" in error_of(config, "train.global_batch_size=12", "train.batch_size=2")
 
 
-@pytest.mark.parametrize("name", ["local3", "gpt2_124m"])
+CONFIGS = {path.name for path in (ROOT / "config").glob("*.yaml")}
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS - {"distributed.yaml"}))  # defaults for others
 def test_a_shipped_config_runs_on_any_number_of_ranks(name: str) -> None:
-    train = load(ROOT / f"config/{name}.yaml", []).train
+    train = load(ROOT / "config" / name).train
     batch = Batch(train.batch_size or 0, train.global_batch_size or 0, train.grad_accumulation)
     for ranks in range(1, 65):
         each = train.batch_size_on(ranks)

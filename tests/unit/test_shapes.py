@@ -59,8 +59,7 @@ def cases() -> Iterator[object]:
 @pytest.mark.parametrize("shape", [*cases()])
 def test_a_shape_is_as_under_torchrun(shape: Shape) -> None:
     launchers = Launchers(Path(sys.executable), has_cluster=False, port=free_port())
-    times = 1 if shape.words == ("ordinary.py",) else 2  # it prints no times
-    (cell, *_) = shapes.look(shape, launchers, times)
+    (cell, *_) = shapes.look(shape, launchers)
     if f"torchrun failed in {shapes.TRIES} of {shapes.TRIES} runs" in cell:
         pytest.skip("this torch cannot do it")
     assert not cell.startswith("differs"), cell

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from agents import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 # Tokens. Planned, with 5 % of slack: launcher/ 76,000, the helper 9,000, checkpoint/ 10,000, the
 # training 20,000. The helper has grown by the calls that a loop with mixed precision, several
 # strategies and an evaluation needs, and by `save` and `load`, so that users need not write them.

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from agents import rarely
 from launched import state_of
-from recovery import SHARDED, Job, Outcome, await_snapshots
+from recovery import SHARDED, Job, await_snapshots
 from test_checkpoint import make_state
 from test_sharded import make_state as make_shared_state
 from test_sharded import on_ranks
@@ -32,10 +33,10 @@ def names_of(buffers: Sequence[Buffer]) -> str:
 
 
 @pytest.fixture
-def buffers(monkeypatch: pytest.MonkeyPatch) -> list[Buffer]:
+def buffers() -> list[Buffer]:
     """The buffers of the only rank."""
     found = [Buffer(os.memfd_create("snapshot")) for _ in range(2)]
-    monkeypatch.setenv(FILES, names_of(found))
+    os.environ[FILES] = names_of(found)
     return found
 
 
@@ -162,19 +163,53 @@ def test_states_of_another_size_fit(tmp_path: Path, buffers: list[Buffer]) -> No
         assert weights_hash(found.model) == weights_hash(model.state_dict())
 
 
-def _take_parts(rank: int, folder: Path, files: list[str], shard: int | str, missing: int) -> None:
-    os.environ |= {FILES: files[rank], "LOCAL_WORLD_SIZE": str(len(files))}
-    saver = Saver(folder / "run", keep_last=9, enabled=rank == 0, format="sharded")
+# --- parts on other nodes -------------------------------------------------------------------------
+
+
+# With a rank of each of two nodes.
+TAKEN = (*SHARDED, "checkpoint.snapshot_every=5", "checkpoint.every=0")
+
+
+def saver_of(rank: int, folder: Path, files: list[str], on_a_node: int) -> Saver:
+    """Return a rank's saver, where so many ranks are on each node."""
+    os.environ |= {FILES: files[rank], "LOCAL_WORLD_SIZE": str(on_a_node)}
+    return Saver(folder / "run", keep_last=9, enabled=rank == 0, format="sharded")
+
+
+def on_nodes(ranks: int, function: Callable[..., None], folder: Path, *more: Any) -> NodeSnapshots:
+    """Run function(rank, folder, files, *more) on ranks that have buffers; returns those."""
+    node = NodeSnapshots(ranks)
+    files = [node.variables(rank)[FILES] for rank in range(ranks)]
+    on_ranks(ranks, function, folder, files, *more)
+    return node
+
+
+Lost = tuple[list[int], list[int], list[int]]  # ranks: without a part, without their own, a copy
+
+
+def _lose_parts(
+    rank: int, folder: Path, files: list[str], on_a_node: int, shard: int | str, lost: Lost
+) -> None:
+    """Take three snapshots, lose parts of the last one, and load the newest that is whole.
+
+    Some ranks take no third one; lost are those of some on their own nodes, and the copies of some.
+    """
+    saver = saver_of(rank, folder, files, on_a_node)
+    missed, own, copies = lost
     for step in range(1, 4):
         state = make_shared_state(step, "fsdp", shard)
-        if (step, rank) != (missing, 1):
+        if step < 3 or rank not in missed:
             saver.snapshot(step, state)
-            saver.snapshots.finish()
+    saver.snapshots.finish()
+    for buffer in _open_buffers():
+        header = buffer.header()
+        if header.step == 3 and header.rank in (own if header.rank == rank else copies):
+            buffer.set_header(None)
     found = load(folder / "run")
-    wanted = make_shared_state(2 if missing == 3 else 3, "ddp")
+    wanted = make_shared_state(2 if missed or {*own} & {*copies} else 3, "ddp")
     assert found is not None and found.is_snapshot
-    newest = max(buffer.header().step for buffer in snapshots._open_buffers())
-    assert newest == wanted.progress["step"]  # what the others lack is gone
+    if on_a_node == len(files):  # what the others lack is gone
+        assert max(one.header().step for one in _open_buffers()) == wanted.progress["step"]
     assert weights_hash(found.model) == weights_hash(wanted.model)
     assert [*found.ranks] == [{"own": wanted.progress["step"]}] * len(files)
     for index, moments in wanted.optimizer["state"].items():
@@ -183,67 +218,26 @@ def _take_parts(rank: int, folder: Path, files: list[str], shard: int | str, mis
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "shard", "missing"), [(2, "all", 0), (4, "all", 0), (4, 2, 0), (2, "all", 3)]
-)
-def test_ranks_hold_a_part_each(tmp_path: Path, ranks: int, shard: int | str, missing: int) -> None:
-    node = NodeSnapshots(ranks)
-    files = [node.variables(rank)[FILES] for rank in range(ranks)]
-    on_ranks(ranks, _take_parts, tmp_path, files, shard, missing)
-
-
-# --- parts on other nodes -------------------------------------------------------------------------
-
-
-# With a rank of each of two nodes.
-TAKEN = (*SHARDED, "checkpoint.snapshot_every=5", "checkpoint.every=0")
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    return Job(tmp_path_factory.mktemp("job"))
-
-
-@pytest.fixture(scope="module")
-def whole(job: Job) -> Outcome:
-    """What two ranks come to that nobody stops, and that take no snapshots."""
-    return job.finish("whole", 2, *SHARDED)
-
-
-def _lose_parts(rank: int, folder: Path, files: list[str], own: list[int], of: list[int]) -> None:
-    """Take three snapshots on two nodes of two ranks each, lose parts of the last one, and load.
-
-    Lost are those of some ranks on their own nodes, and the copies of some.
-    """
-    os.environ |= {FILES: files[rank], "LOCAL_WORLD_SIZE": "2"}
-    saver = Saver(folder / "run", keep_last=9, enabled=rank == 0, format="sharded")
-    for step in range(1, 4):
-        saver.snapshot(step, make_shared_state(step, "fsdp", "all"))
-    saver.snapshots.finish()
-    for buffer in _open_buffers():
-        header = buffer.header()
-        if header.step == 3 and header.rank in (own if header.rank == rank else of):
-            buffer.set_header(None)
-    found = load(folder / "run")
-    wanted = make_shared_state(2 if {*own} & {*of} else 3, "ddp")
-    assert found is not None and found.is_snapshot
-    assert weights_hash(found.model) == weights_hash(wanted.model)
-    assert [*found.ranks] == [{"own": wanted.progress["step"]}] * 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("own", "copies"),
+    ("ranks", "on_a_node", "shard", "lost"),
     [
-        ([0, 1], []),
-        ([3], [0, 1, 2]),
-        ([1], [1]),
-        *rarely(([], []), ([2, 3], []), ([], [0, 1, 2, 3])),
+        (2, 2, "all", ([], [], [])),
+        (2, 2, "all", ([1], [], [])),
+        (4, 4, "all", ([], [], [])),
+        (4, 4, 2, ([], [], [])),
+        (4, 2, "all", ([], [0, 1], [])),
+        (4, 2, "all", ([], [3], [0, 1, 2])),
+        (4, 2, "all", ([], [1], [1])),
+        *rarely(
+            (4, 2, "all", ([], [], [])),
+            (4, 2, "all", ([], [2, 3], [])),
+            (4, 2, "all", ([], [], [0, 1, 2, 3])),
+        ),
     ],
 )
-def test_a_part_is_on_two_nodes(tmp_path: Path, own: list[int], copies: list[int]) -> None:
-    node = NodeSnapshots(4)
-    files = [node.variables(rank)[FILES] for rank in range(4)]
-    on_ranks(4, _lose_parts, tmp_path, files, own, copies)
+def test_each_rank_holds_a_part_which_is_on_two_nodes(
+    tmp_path: Path, ranks: int, on_a_node: int, shard: int | str, lost: Lost
+) -> None:
+    on_nodes(ranks, _lose_parts, tmp_path, on_a_node, shard, lost)
 
 
 def _deliver_slowly(rank: int, folder: Path) -> None:
@@ -266,9 +260,8 @@ def test_ranks_without_a_part_to_move_wait_for_the_others(tmp_path: Path) -> Non
 
 def _lose_neighbour(rank: int, folder: Path, files: list[str]) -> None:
     """Take three snapshots; rank 1 cannot exchange the second one."""
-    os.environ |= {FILES: files[rank], "LOCAL_WORLD_SIZE": "1"}
     exchange._PATIENCE = timedelta(seconds=8)
-    saver = Saver(folder / "run", keep_last=9, enabled=rank == 0, format="sharded")
+    saver = saver_of(rank, folder, files, 1)
     for step in range(1, 4):
         saver.snapshot(step, make_shared_state(step, "fsdp", "all"))
         saver.snapshots.finish()
@@ -282,22 +275,17 @@ def _lose_neighbour(rank: int, folder: Path, files: list[str]) -> None:
 
 @pytest.mark.slow
 def test_without_a_neighbour_the_run_goes_on(tmp_path: Path) -> None:
-    node = NodeSnapshots(3)
-    on_ranks(3, _lose_neighbour, tmp_path, [node.variables(rank)[FILES] for rank in range(3)])
+    on_nodes(3, _lose_neighbour, tmp_path)
 
 
 def _end_early(rank: int, folder: Path, files: list[str]) -> None:
-    os.environ |= {FILES: files[rank], "LOCAL_WORLD_SIZE": "1"}
     exchange._PIECE, limits.SNAPSHOT_PIECE_S = BEGIN, 1.0
-    saver = Saver(folder / "run", keep_last=9, enabled=rank == 0, format="sharded")
-    saver.snapshot(1, make_shared_state(1, "fsdp", "all"))
+    saver_of(rank, folder, files, 1).snapshot(1, make_shared_state(1, "fsdp", "all"))
 
 
 @pytest.mark.slow
 def test_the_end_of_a_program_waits_for_no_exchange(tmp_path: Path) -> None:
-    node = NodeSnapshots(2)
-    files = [node.variables(rank)[FILES] for rank in range(2)]
-    on_ranks(2, _end_early, tmp_path, files)
+    node = on_nodes(2, _end_early, tmp_path)
     assert node.step() == 1
     size = max(buffer.header().size for buffer in node._own)
     assert size > 60 * BEGIN  # it would take a minute and more
@@ -305,7 +293,9 @@ def test_the_end_of_a_program_waits_for_no_exchange(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_lost_nodes_part_comes_from_the_next_node(job: Job, whole: Outcome) -> None:
+def test_a_lost_nodes_part_comes_from_the_next_node(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    whole = job.finish("whole", 2, *SHARDED)
     with job.nodes("part", 2, *TAKEN, FAULT="sleep 1 46") as runs:
         await_snapshots(runs[0], 20, parts=2)
         os.kill(runs[1].agent_pid(), signal.SIGKILL)

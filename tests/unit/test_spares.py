@@ -121,20 +121,17 @@ def test_without_a_spare_fewer_nodes_go_on(tmp_path: Path, start: Start, lost: i
 
 
 @pytest.fixture
-def peers() -> Iterator[Callable[[int], Peer]]:
+def server() -> Iterator[socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        yield lambda _: Peer(socket.create_connection(server.getsockname()))
+        yield server
 
 
-def team_of(
-    connect: Callable[[int], Peer], nprocs: list[int], spares: list[int], min_nodes: int
-) -> Team:
-    members = [Member(number, f"n{number}", nproc) for number, nproc in enumerate(nprocs)]
-    others = {number: connect(number) for number in range(1, len(nprocs))}
-    there = {
-        Member(at, f"n{at}", nproc): connect(at) for at, nproc in enumerate(spares, len(nprocs))
-    }
-    return Team("r", members, others, there, min_nodes)
+def team_of(server: socket.socket, nprocs: list[int], spares: list[int], min_nodes: int) -> Team:
+    members = [Member(at, f"n{at}", nproc) for at, nproc in enumerate([*nprocs, *spares])]
+    peers = [Peer(socket.create_connection(server.getsockname())) for _ in members[1:]]
+    others = dict(enumerate(peers[: len(nprocs) - 1], 1))
+    there = dict(zip(members[len(nprocs) :], peers[len(others) :], strict=True))
+    return Team("r", members[: len(nprocs)], others, there, min_nodes)
 
 
 ALONE = "stopping: this node reaches only 0 of 3 others"
@@ -156,7 +153,7 @@ ALONE = "stopping: this node reaches only 0 of 3 others"
     ],
 )  # fmt: skip
 def test_who_takes_whose_place(
-    peers: Callable[[int], Peer],
+    server: socket.socket,
     nprocs: list[int],
     spares: list[int],
     min_nodes: int,
@@ -166,7 +163,7 @@ def test_who_takes_whose_place(
     hosts: list[str],
     world_size: int,
 ) -> None:
-    team = team_of(peers, nprocs, spares, min_nodes)
+    team = team_of(server, nprocs, spares, min_nodes)
     for node_rank in lost:
         team.peers.pop(node_rank)
     assert team.why_not() == why
@@ -184,23 +181,18 @@ def test_who_takes_whose_place(
     assert {part.attempt for part in parts.values()} == {1}
 
 
-def test_a_spare_that_is_gone_is_told_and_counts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def connect(_: int) -> Peer:
-            return Peer(socket.create_connection(server.getsockname()))
-
-        team, told = team_of(connect, [2, 2], [2, 2], 2), list[Failure]()
-        ends = [server.accept()[0] for _ in range(3)]
-        team.beat(told.append)
-        assert (told, [spare.host for spare in team.spares], team.counted) == ([], ["n2", "n3"], 4)
-        ends[2].close()
-        team.beat(told.append)
-        assert [(loss.fault, loss.host) for loss in told] == [("agent-killed", "n3")]
-        assert ([spare.host for spare in team.spares], team.counted) == (["n2"], 3)
-        monkeypatch.setattr(limits, "SILENCE_S", 0.0)
-        team.beat(told.append)
-        assert [(loss.fault, loss.host) for loss in told[1:]] == [("link-lost", "n2")]
-        assert (team.spares, team.counted) == ({}, 3)
-        for end in ends:
-            end.close()
+def test_a_spare_that_is_gone_is_told_and_counts_no_more(
+    server: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    team, told = team_of(server, [2, 2], [2, 2], 2), list[Failure]()
+    ends = [server.accept()[0] for _ in range(3)]
+    team.beat(told.append)
+    assert (told, [spare.host for spare in team.spares], team.counted) == ([], ["n2", "n3"], 4)
+    ends[2].close()
+    team.beat(told.append)
+    assert [(loss.fault, loss.host) for loss in told] == [("agent-killed", "n3")]
+    assert ([spare.host for spare in team.spares], team.counted) == (["n2"], 3)
+    monkeypatch.setattr(limits, "SILENCE_S", 0.0)
+    team.beat(told.append)
+    assert [(loss.fault, loss.host) for loss in told[1:]] == [("link-lost", "n2")]
+    assert (team.spares, team.counted) == ({}, 3)

@@ -9,13 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from agents import Run, kill_what_is_left, rarely
-from torch.multiprocessing.spawn import start_processes
+from test_sharded import on_ranks
 
 from distributed import limits, stop_signals
 from distributed.stop import Stop
 from distributed.stop_signals import STOP_SIGNALS
+from distributed.torch import barrier
 
 HEAD = """
 import os, signal, sys, time
@@ -31,7 +31,6 @@ print(f"ready {rank}", flush=True)
 while not asked:
     time.sleep(0.01)
 """
-SLOW_SAVE = "time.sleep(3)\nPath(f'saved{rank}').write_text('all')\n"
 PROGRAMS = {  # -> of rank 1; exit code, how the ranks ended
     "sys.exit(1)": (1, "rank 0 exited with code 0, rank 1 exited with code 1"),
     "raise KeyboardInterrupt": (130, "rank 0 exited with code 0, rank 1 ended by SIGINT"),
@@ -42,63 +41,57 @@ PROGRAMS = {  # -> of rank 1; exit code, how the ranks ended
 OFTEN = "sys.exit(75)"
 
 
-def begin(runs: list[Run], folder: Path, tail: str, *options: str, **environment: str) -> Run:
-    """Start two ranks, and wait until they are ready to be stopped."""
-    script = folder / "program.py"
+def stop(
+    runs: list[Run], folder: Path, leaves: str, *, save_s: float = 3, after_s: float = 0
+) -> tuple[bool, str]:
+    """Stop two ranks, of which one leaves and one saves for so long.
+
+    Returns whether the end was told rightly, and all that was said.
+    """
+    script, save = folder / "program.py", f"Path({str(folder)!r}, 'saved').write_text('all')"
+    tail = f"if rank == 1:\n    {leaves}\nelse:\n    time.sleep({save_s})\n    {save}\n"
     script.write_text(HEAD + tail)
-    arguments = ["--nproc-per-node", "2", *options, str(script)]
-    folder_of = {"LAUNCH_COMMAND": "again", "GRACE": "60", **environment}
-    runs.append(Run(arguments, None, ["env", "-C", str(folder)], **folder_of))
-    runs[-1].wait_for("ready 0", "ready 1")
-    return runs[-1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "leaves",
-    [OFTEN, *rarely(*(one for one in PROGRAMS if one != OFTEN))],
-)
-def test_one_that_leaves_does_not_end_the_save_of_another(
-    runs: list[Run], tmp_path: Path, leaves: str
-) -> None:
-    tail = f"if rank == 1:\n    {leaves}\nelse:\n    " + SLOW_SAVE.replace("\n", "\n    ")
     grace = "10" if "sleep" in leaves else "60"  # all of it passes for the one that stays
-    run = begin(runs, tmp_path, tail, GRACE=grace)
+    run = Run(["--nproc-per-node=2", str(script)], LAUNCH_COMMAND="again", GRACE=grace)
+    runs.append(run)
+    run.wait_for("ready 0", "ready 1")
+    time.sleep(after_s)  # the moment itself, not a wait
     run.process.terminate()
     err = run.finish()
     code, ends = PROGRAMS[leaves]
-    assert (tmp_path / "saved0").read_text() == "all"
-    assert run.process.returncode == code, err
-    told = f"stopped  by SIGTERM: {ends} (code {code}); nothing is left running"
-    assert err.splitlines()[-1] == told
-    run.assert_gone()
+    told = f"stopped  by SIGTERM: {ends} (code {code}); nothing is left running\n"
+    return run.process.returncode == code and err.endswith(told), err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("leaves", [OFTEN, *rarely(*(one for one in PROGRAMS if one != OFTEN))])
+def test_one_that_leaves_does_not_end_the_save_of_another(
+    runs: list[Run], tmp_path: Path, leaves: str
+) -> None:
+    is_told, err = stop(runs, tmp_path, leaves)
+    assert is_told, err
+    assert (tmp_path / "saved").read_text() == "all"
+    runs[0].assert_gone()
 
 
 def stop_at_random(folder: Path) -> tuple[bool, bool]:
     """Stop two ranks, of which one leaves at once and one saves for 5 s; is it saved, and told?"""
-    slow = "else:\n    time.sleep(5)\n    Path(f'saved{rank}').write_text('all')\n"
-    started: list[Run] = []
+    runs: list[Run] = []
     try:
-        run = begin(started, folder, "if rank == 1:\n    sys.exit(1)\n" + slow, GRACE="30")
-        time.sleep(random.uniform(0, 1))  # the random moment itself, not a wait
-        run.process.terminate()
-        err = run.finish()
+        told, _ = stop(runs, folder, "sys.exit(1)", save_s=5, after_s=random.uniform(0, 1))
     finally:
-        kill_what_is_left(started)
-    told = "stopped  by SIGTERM: rank 0 exited with code 0, rank 1 exited with code 1 (code 1); "
-    is_saved = (folder / "saved0").exists()
-    return is_saved, err.endswith(told + "nothing is left running\n")
+        kill_what_is_left(runs)
+    return (folder / "saved").exists(), told
 
 
 @pytest.mark.slow
 def test_a_told_save_is_one_and_can_be_resumed(runs: list[Run], tmp_path: Path) -> None:
-    root = Path(__file__).resolve().parents[2]
-    tail = (
-        f"sys.path.insert(0, {str(root)!r})\nfrom distributed.heartbeat import beat\n"
-        "beat(saved=7)\nsys.exit(75)\n"
-    )
-    run = begin(runs, tmp_path, tail)
-    run.process.send_signal(signal.SIGTERM)
+    tail = "sys.path.append(os.environ['KIT'])\nfrom distributed.heartbeat import beat\n"
+    (tmp_path / "program.py").write_text(f"{HEAD}{tail}beat(saved=7)\nsys.exit(75)\n")
+    arguments = ["--nproc-per-node=2", str(tmp_path / "program.py")]
+    runs.append(run := Run(arguments, LAUNCH_COMMAND="again", GRACE="60"))
+    run.wait_for("ready 0", "ready 1")
+    run.process.terminate()
     err = run.finish()
     assert run.process.returncode == 75
     assert "stopped  by SIGTERM after saving a checkpoint (code 75)" in err
@@ -145,9 +138,16 @@ def test_what_nohup_ignores_stays_ignored() -> None:
     assert not asked.agreed()
 
 
-def _step_until_stopped(rank: int, folder: str) -> None:
-    meeting = f"file://{folder}/store"
-    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=3)
+def test_a_sigint_that_arrives_twice_is_one(clock: list[float]) -> None:
+    interrupts = stop_signals.Interrupts()
+    is_second = []
+    for seconds in (0.0, 0.1, 0.1, 0.2):
+        clock[0] += seconds
+        is_second.append(interrupts.is_second())
+    assert is_second == [False, False, False, True]
+
+
+def _step_until_stopped(rank: int, folder: Path) -> None:
     asked = Stop()
     step = 0
     while not asked.agreed():
@@ -155,22 +155,11 @@ def _step_until_stopped(rank: int, folder: str) -> None:
         if rank == 2 and step == 5:
             os.kill(os.getpid(), signal.SIGUSR1)
         asked.ask()
-    Path(folder, str(rank)).write_text(f"{step} {asked.reason}")
-    torch.distributed.barrier()
-
-
-def test_a_sigint_that_arrives_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    interrupts = stop_signals.Interrupts()
-    is_second = []
-    for seconds in (0.0, 0.1, 0.1, 0.2):
-        now += seconds
-        is_second.append(interrupts.is_second())
-    assert is_second == [False, False, False, True]
+    (folder / str(rank)).write_text(f"{step} {asked.reason}")
+    barrier()
 
 
 @pytest.mark.slow
 def test_all_ranks_stop_at_the_same_step(tmp_path: Path) -> None:
-    start_processes(_step_until_stopped, (str(tmp_path),), nprocs=3, start_method="fork")  # type: ignore[no-untyped-call]
+    on_ranks(3, _step_until_stopped, tmp_path)
     assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["5 ", "5 ", "5 SIGUSR1"]

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from agents import rarely, run_agent
+from agents import ROOT, rarely, run_agent
 from launched import Work
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 50
 WORDS = [
     *("model.layers=2", "model.width=32", "model.heads=2", "model.context=16"),

@@ -1,6 +1,7 @@
 """The public helper, with real process groups over gloo between real processes."""
 
 import dataclasses
+import math
 import multiprocessing
 import os
 import re
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agents import PATIENCE_S, ROOT, execute, run_program
+from agents import PATIENCE_S, ROOT, run_program
 from ports import free_port
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -32,7 +33,7 @@ from distributed.environment import LauncherError, detect
 pytestmark = pytest.mark.slow  # real process groups, seconds each
 
 
-def own_environment(**more: str) -> dict[str, str]:
+def own_environment(**more: str) -> dict[str, Any]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
 
 
@@ -101,75 +102,51 @@ def test_rank_0_does_not_leave_with_its_store_while_others_join() -> None:
     assert told >= joined
 
 
-PRELUDE = """
-import math, os, sys
-import torch
-from torch import nn
-from distributed.torch import *
-
-def tell(*words):  # in one write: torchrun's ranks share an unbuffered pipe
-    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
-"""
-
-
-def torchrun(folder: Path, body: str, *options: str) -> list[str]:
-    """Run a script under torchrun, two ranks unless told, and return what they print, sorted."""
-    script = folder / "script.py"
-    script.write_text(PRELUDE + textwrap.dedent(body))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += [f"--master-port={free_port()}", *options, str(script)]
-    done = execute(folder, *command, code=0, **own_environment())
-    return sorted(done.stdout.splitlines())
-
-
 # --- several ranks ------------------------------------------------------------------------------
 
 
-def test_ranks_join_share_data_and_agree(tmp_path: Path) -> None:
-    lines = torchrun(
-        tmp_path,
-        """
-        env = init_distributed()
-        seed_everything(7, env.rank)  # weights differ until rank 0's are given to all
-        frozen = nn.Linear(1, 1).requires_grad_(False)
-        teacher, model, none = setup_distributed_models(frozen, nn.Linear(3, 1), None)
-        loader = get_dataloader_for_distributed(range(9), batch_size=2, shuffle=True, seed=3)
-        with no_sync(model):
-            model(torch.full((1, 3), 5.0)).sum().backward()
-        local = model.module.weight.grad.mean().item()
-        model(torch.full((1, 3), float(env.rank))).sum().backward()
-        shared = model.module.weight.grad.mean().item()
-        uneven = sync_metrics({"z": env.rank, "a": 1.5}, weight=env.rank + 1)
-        empty = sync_metrics({"z": math.nan if env.rank else 4}, weight=0 if env.rank else 9)
-        barrier()
-        weights = [round(one.weight.sum().item(), 6) for one in (unwrap(model), teacher)]
-        tell(env.rank, is_main_process(), env.run_id, "|",
-              type(teacher).__name__, type(model).__name__, none, weights, "|", local, shared, "|",
-              uneven, empty, "|", sorted(int(i) for batch in loader for i in batch))
-        try:
-            sync_metrics({}, 3)
-        except ValueError as error:
-            tell(env.rank, "refused:", error)
-        cleanup_distributed()
-        cleanup_distributed()
-        assert not torch.distributed.is_initialized()
-        finish()
-        """,
-    )
-    assert [line.split("; ")[0] for line in lines if "refused: " in line] == [
-        f"{rank} refused: world_size is 3 but the process group's is 2" for rank in (0, 1)
-    ]
-    lines = [line for line in lines if "refused: " not in line]
-    fields = [line.split(" | ") for line in lines]
-    places = [field[0].split() for field in fields]
-    assert [place[:2] for place in places] == [["0", "True"], ["1", "False"]]
-    assert len({place[2] for place in places}) == 1, "the run id is not the same on every rank"
-    (models,) = {field[1] for field in fields}  # the weights of both are rank 0's
-    assert models.startswith("Linear DistributedDataParallel None [")
-    assert {field[2] for field in fields} == {"5.0 5.5"}, "kept 5; then the mean of 5 and 6"
-    assert {field[3] for field in fields} == {"{'z': 0.6666666666666666, 'a': 1.5} {'z': 4.0}"}
-    drawn = [int(i) for field in fields for i in field[4].strip("[]").split(",")]
-    assert set(drawn) == set(range(9)) and len(drawn) == 10
+def _share() -> dict[str, Any]:
+    env = helper.init_distributed()
+    helper.seed_everything(7, env.rank)  # weights differ until rank 0's are given to all
+    frozen = nn.Linear(1, 1).requires_grad_(False)
+    models: Any = helper.setup_distributed_models(frozen, nn.Linear(3, 1), None)
+    teacher, model, _ = models
+    student: Any = helper.unwrap(model)
+    data: Any = range(9)
+    loader = helper.get_dataloader_for_distributed(data, batch_size=2, shuffle=True, seed=3)
+    with helper.no_sync(model):
+        model(torch.full((1, 3), 5.0)).sum().backward()
+    local = model.module.weight.grad.mean().item()
+    model(torch.full((1, 3), float(env.rank))).sum().backward()
+    found = {
+        "place": (env.rank, helper.is_main_process()),
+        "drawn": [int(number) for batch in loader for number in batch],
+        "run id": env.run_id,
+        "kinds": [type(one).__name__ for one in models],
+        "weights": [one.weight.sum().item() for one in (student, teacher)],
+        "gradients": (local, model.module.weight.grad.mean().item()),
+        "uneven": helper.sync_metrics({"z": env.rank, "a": 1.5}, weight=env.rank + 1),
+        "empty": helper.sync_metrics({"z": (4, math.nan)[env.rank]}, weight=(9, 0)[env.rank]),
+    }
+    helper.barrier()
+    with pytest.raises(ValueError, match=r"^world_size is 3 but the process group's is 2; "):
+        helper.sync_metrics({}, 3)
+    for _ in range(2):
+        helper.cleanup_distributed()
+    assert not dist.is_initialized()
+    return found
+
+
+def test_ranks_join_share_data_and_agree() -> None:
+    found = run_ranks(_share, ranks=[0, 1], world_size=2)
+    assert [one.pop("place") for one in found] == [(0, True), (1, False)]
+    drawn = [number for one in found for number in one.pop("drawn")]
+    assert {*drawn} == {*range(9)} and len(drawn) == 10
+    first, other = found
+    assert first == other  # the weights of both are rank 0's
+    assert first["kinds"] == ["Linear", "DistributedDataParallel", "NoneType"]
+    assert first["gradients"] == (5.0, 5.5)  # kept 5; then the mean of 5 and 6
+    assert (first["uneven"], first["empty"]) == ({"z": 2 / 3, "a": 1.5}, {"z": 4.0})
 
 
 def _held_after_calls() -> int:
@@ -214,10 +191,21 @@ def test_missing_ranks_are_named_in_time() -> None:
     assert other == first  # rank 0 takes the store with it when it goes, and not before
 
 
-def test_missing_master_is_named_in_time() -> None:
-    (error,) = run_ranks(_join, 2.0, ranks=[1], world_size=2)
+def test_missing_master_is_named_in_time_without_a_trace_of_torch() -> None:
+    environment = own_environment(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+    script = "from distributed import torch as helper; helper.init_distributed(join_timeout_s=2)"
+    joining = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env={**environment, "MASTER_PORT": str(free_port())},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    *_, error = joining.stderr.splitlines()
     message = r"TimeoutError: rank 1 on \S+ could not connect to 127.0.0.1:\d+ within 2 s; .*"
     assert re.fullmatch(message + r" \[node-missing\]", error)
+    assert ".cpp:" not in joining.stderr
 
 
 def test_rank_started_twice_stops_every_rank() -> None:

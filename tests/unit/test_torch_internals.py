@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.run as torchrun
-from agents import rarely, run_agent
+from agents import ROOT, rarely, run_agent
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -22,7 +22,6 @@ from distributed.errors import Refused
 from distributed.strategy import Sharding
 from launcher.agent import fork, torchrun_arguments
 
-ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / "distributed/torch_internals.py"
 pytestmark = pytest.mark.another_torch("private names")
 # With an underscore, or in no documentation.

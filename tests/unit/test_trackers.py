@@ -164,10 +164,9 @@ def test_wandb_without_a_login_is_refused_at_the_start(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
+    os.environ["HOME"] = str(tmp_path)
+    os.chdir(tmp_path)
     if file:
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
     monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
     content: dict[str, Any] = {"train": {"max_steps": 1, "batch_size": 1}, "tracking": "wandb"}

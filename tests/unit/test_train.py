@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from agents import AGENT, ROOT, rarely, run_agent, run_program
+from agents import AGENT, ROOT, execute, rarely, run_program
 from launched import state_of
 from ports import free_port
 
@@ -27,7 +27,7 @@ from training.settings import load as load_config
 
 pytestmark = pytest.mark.slow  # whole runs of train.py
 
-LOCAL3 = str(ROOT / "config/local3.yaml")
+TRAIN, LOCAL3 = str(ROOT / "train.py"), str(ROOT / "config/local3.yaml")
 TINY = [
     "model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "model.dropout=0.1",
     "train.max_steps=6", "train.batch_size=4", "train.warmup_steps=2", "train.log_every=2",
@@ -36,12 +36,11 @@ TINY = [
 
 
 def run(
-    *arguments: str, cwd: Path, processes: int = 1, **variables: str
+    folder: Path, *arguments: object, program: object = TRAIN, processes: int = 1, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run train.py, several processes under an agent."""
+    """Run train.py or another to its end, several processes under an agent."""
     command = [*AGENT, f"--nproc-per-node={processes}"] if processes > 1 else [sys.executable]
-    variables = {"OMP_NUM_THREADS": "1", **variables}
-    return run_program([*command, ROOT / "train.py", *arguments], cwd, **variables)
+    return execute(folder, *command, program, *arguments, **{"OMP_NUM_THREADS": "1", **options})
 
 
 def check(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -65,17 +64,15 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     """A folder in which two processes trained to the end, as the run `first`."""
     folder = tmp_path_factory.mktemp("runs")
-    done = run_tiny(folder, text, "first")
-    assert done.returncode == 0, done.stderr
-    (folder / "stdout").write_text(done.stdout)
+    (folder / "stdout").write_text(run_tiny(folder, text, "first").stdout)
     return folder
 
 
 def run_tiny(
-    folder: Path, text: Path, run_id: str, *more: str, **options: object
+    folder: Path, text: Path, run_id: str, *more: str, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    options = {"processes": 2, "RUN_ID": run_id, **options}
-    return run("--config", LOCAL3, f"data.path={text}", *TINY, *more, cwd=folder, **options)  # type: ignore[arg-type]
+    words = ["--config", LOCAL3, f"data.path={text}", *TINY, *more]
+    return run(folder, *words, **{"processes": 2, "RUN_ID": run_id, **options})
 
 
 def hash_of(run_folder: Path) -> str:
@@ -169,7 +166,7 @@ def test_a_mistake_of_one_rank_is_one_line(tmp_path: Path, text: Path) -> None:
     for rank in ("0", "1"):
         (tmp_path / rank).mkdir()
     (tmp_path / "0/text").symlink_to(text)
-    command = [sys.executable, str(ROOT / "train.py"), "--config", LOCAL3, *TINY, "data.path=text"]
+    command = [sys.executable, TRAIN, "--config", LOCAL3, *TINY, "data.path=text"]
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(
@@ -212,11 +209,10 @@ def test_a_run_ends_with_all_it_promises(trained: Path) -> None:
 
 @pytest.mark.parametrize("umask", [0o077, *rarely(0o002)])
 def test_the_users_umask_decides_who_can_read_a_run(tmp_path: Path, text: Path, umask: int) -> None:
-    words = [str(ROOT / "train.py"), "--config", LOCAL3, f"data.path={text}", *TINY]
-    options = ["--nproc-per-node=1", "--log-dir=logs"]
-    command = [sys.executable, str(ROOT / "scripts/lib/agent.py"), *options, *words]
+    command = [*AGENT, "--nproc-per-node=1", "--log-dir=logs", TRAIN, "--config", LOCAL3]
     environ = {**os.environ, "RUN_ID": "shared", "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=tmp_path, env=environ, umask=umask, check=True)
+    words = [*command, f"data.path={text}", *TINY]
+    subprocess.run(words, cwd=tmp_path, env=environ, umask=umask, check=True)
     found = [path for path in tmp_path.rglob("*") if not path.is_symlink()]
     assert {"lock", "model.pt", "metrics.jsonl", "node_0.log", "run.json"} <= {
         path.name for path in found
@@ -238,22 +234,14 @@ train.helper.finish(train.train(*start("")))
 
 
 def train_mixed(
-    folder: Path,
-    text: Path,
-    dtype: str,
-    *settings: str,
-    run_id: str = "one",
-    processes: int = 1,
-    program: str = MIXED,
+    folder: Path, text: Path, dtype: str, *settings: str, program: str = MIXED, **options: Any
 ) -> tuple[str, State]:
     """Train as on a GPU; returns what was printed, and what was saved."""
     (folder / "mixed.py").write_text(program)
-    words = ["mixed.py", "--config", LOCAL3, f"data.path={text}", *TINY]
     precision = f"distributed.mixed_precision.dtype={dtype}"
-    options = {"PYTHONPATH": str(ROOT), "RUN_ID": run_id, "OMP_NUM_THREADS": "1"}
-    nproc = f"--nproc-per-node={processes}"
-    done = run_agent(nproc, *words, precision, *settings, folder=folder, **options)
-    assert done.returncode == 0, done.stderr
+    options = {"program": "mixed.py", "processes": 1, "PYTHONPATH": str(ROOT), **options}
+    run_id = options.setdefault("RUN_ID", "one")
+    done = run_tiny(folder, text, run_id, precision, *settings, **options)
     return done.stdout, state_of(folder / "checkpoints" / run_id)
 
 
@@ -262,7 +250,7 @@ def test_float16_scales_the_loss_and_resumes_with_the_same_bytes(
     tmp_path: Path, text: Path
 ) -> None:
     def end(run_id: str, *settings: str) -> tuple[str, Any]:
-        _, state = train_mixed(tmp_path, text, "float16", *settings, run_id=run_id)
+        _, state = train_mixed(tmp_path, text, "float16", *settings, RUN_ID=run_id)
         return weights_hash(state.model), state.progress["scaler"]
 
     weights, scaler = end("whole")
@@ -285,7 +273,6 @@ def test_a_run_saved_without_a_scaler_resumes_with_float16(
 def test_mixed_precision_on_a_cpu_is_said_not_to_be(tmp_path: Path, text: Path) -> None:
     words = ["distributed.mixed_precision.enabled=true", "train.max_steps=1"]
     done = run_tiny(tmp_path, text, "mixed", *words)
-    assert done.returncode == 0, done.stderr
     line = "precision  float32: mixed precision is for GPUs\n"
     assert done.stderr.count(line) == (0 if torch.cuda.is_available() else 1)
 
@@ -309,7 +296,6 @@ def test_the_settings_are_kept_and_a_resume_with_others_names_them(
     shutil.copytree(trained / "checkpoints/first", trained / "checkpoints/longer", symlinks=True)
     more = ("train.max_steps=8", "train.learning_rate=1e-3", "resume=never", "resume=auto")
     done = run_tiny(trained, text, "longer", *more, "train.batch_size=8", processes=1)
-    assert done.returncode == 0, done.stderr
     told = done.stderr.partition("resumed    after step 6\n")[2].partition("model ")[0]
     assert told.splitlines() == [
         "           with train.max_steps 8 (was 6)",
@@ -323,8 +309,8 @@ def test_the_settings_are_kept_and_a_resume_with_others_names_them(
     )
     assert (first.train.max_steps, longer.train.max_steps) == (6, 8)
     before = hash_of(trained / "checkpoints/longer")
-    variables = {"RUN_ID": "longer", "LAUNCH_COMMAND": "launch 'a b'"}
-    again = run("--config", str(kept), "train.max_steps=8", cwd=trained, processes=1, **variables)
+    words = ("--config", kept, "train.max_steps=8")
+    again = run(trained, *words, RUN_ID="longer", LAUNCH_COMMAND="launch 'a b'")
     assert "resumed    after step 8\nmodel " in again.stderr  # it has nothing left to do
     assert "resume     RUN_ID=longer launch 'a b'\n" in again.stdout
     assert hash_of(trained / "checkpoints/longer") == before
@@ -338,13 +324,12 @@ def test_the_resume_line_without_a_launcher_or_its_command(monkeypatch: pytest.M
 
 
 def test_resume_never_and_resume_from_a_path(trained: Path, text: Path) -> None:
-    refused = run_tiny(trained, text, "first", "resume=never", processes=1)
-    assert refused.returncode == 2
+    refused = run_tiny(trained, text, "first", "resume=never", processes=1, code=2)
     assert refused.stderr.startswith("train.py: resume: never, but checkpoints/first")
     path = "resume=checkpoints/first/step-3"
-    assert run_tiny(trained, text, "branch", path).returncode == 0
+    run_tiny(trained, text, "branch", path)
     assert hash_of(trained / "checkpoints/branch") == hash_of(trained / "checkpoints/first")
-    missing = run_tiny(trained, text, "nothing", "resume=checkpoints/no", processes=1)
+    missing = run_tiny(trained, text, "nothing", "resume=checkpoints/no", processes=1, code=2)
     told = "resume: checkpoints/no holds no checkpoint; correct the path"
     assert missing.stderr == f"train.py: {told} [config-invalid]\n"
 
@@ -354,8 +339,7 @@ def test_files_in_the_runs_folder_save_and_stop(tmp_path: Path, text: Path) -> N
     folder.mkdir(parents=True)
     (folder / "save").touch()
     never = ("checkpoint.every=0", "checkpoint.every_minutes=0", "train.eval_every=0")
-    done = run_tiny(tmp_path, text, "by-hand", *never, "train.max_steps=3", processes=1)
-    assert done.returncode == 0, done.stderr
+    run_tiny(tmp_path, text, "by-hand", *never, "train.max_steps=3", processes=1)
     saved = {path.name for path in (tmp_path / "checkpoints/by-hand").glob("step-*")}
     assert saved == {"step-1", "step-3"}
     for name in ("save", "stop"):
@@ -396,19 +380,9 @@ def test_the_first_limit_ends_the_run() -> None:
         ({"global_batch_size": 32}, 3, None, 11),
         ({"global_batch_size": 32}, 3, (3, 33), 11),
         ({"global_batch_size": 32}, 2, (3, 33), 16),  # the config's again
-        (
-            {"global_batch_size": 32},
-            3,
-            (2, 32),
-            "32 samples are not divisible by 3",
-        ),
+        ({"global_batch_size": 32}, 3, (2, 32), "32 samples are not divisible by 3"),
         ({"batch_size": 8}, 2, (4, 32), 16),
-        (
-            {"batch_size": 8},
-            3,
-            (4, 32),
-            "32 samples are not divisible by 3",
-        ),
+        ({"batch_size": 8}, 3, (4, 32), "32 samples are not divisible by 3"),
     ],
 )
 def test_the_batch_of_a_run_that_is_resumed(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from agents import ROOT
 
 from distributed.checkpoint import Saver, State
 from training import plot, prepare, sample
@@ -87,7 +88,7 @@ def test_a_run_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) 
 # --- python -m training.sample --------------------------------------------------------------------
 
 
-LOCAL3 = Path(__file__).resolve().parents[2] / "config/local3.yaml"
+LOCAL3 = ROOT / "config/local3.yaml"
 
 
 def save(folder: Path, text: Path, *more: str) -> None:
@@ -214,10 +215,7 @@ def test_tokens_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixtur
     words = [str(tmp_path / "text"), "--to"]
     assert prepare.main([*words, str(tmp_path / "tokens")]) == 0
     capsys.readouterr()
-    for to, cause in (
-        ("tokens", "has a train.bin already"),
-        ("text", "is a file"),
-    ):
+    for to, cause in (("tokens", "has a train.bin already"), ("text", "is a file")):
         assert prepare.main([*words, str(tmp_path / to)]) == 2
         told = f"prepare: {tmp_path / to} {cause}; name another folder, or delete it\n"
         assert capsys.readouterr().err == told

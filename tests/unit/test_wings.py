@@ -6,11 +6,10 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from agents import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 DOORS = {"distributed/run.py", "distributed/selftest.py"}  # keep documented commands alive
 LONGEST_DOOR = 10  # lines
 MAY_IMPORT: dict[str, set[str]] = {

@@ -1,7 +1,7 @@
 """Heartbeats for a script that sends none: each step of its optimizer counts as progress.
 
 torch calls a global hook after every step of every optimizer, whoever wrote the loop: the user,
-accelerate, Lightning. A script that beats itself is left to do so.
+accelerate, Lightning. A script that reports its own steps is not counted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StepCounter:
         """Record an optimizer step."""
         if self._heart is None or torch.compiler.is_compiling():
             return
-        if not self._heart.is_alone:  # the script beats
+        if not self._heart.newest.is_counted:  # the script tells its own
             self.stop()
             return
         count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
